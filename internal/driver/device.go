@@ -1,0 +1,305 @@
+//go:build cuda && cgo && linux && amd64
+
+package driver
+
+// #cgo LDFLAGS: -L${SRCDIR} -ldl
+// #cgo noescape gander_driver_launch
+// #cgo nocallback gander_driver_launch
+// #include "driver.h"
+import "C"
+
+import (
+	"fmt"
+	"os"
+	"reflect"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"gorgonia.org/cu"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// needed is what the images need: those that nvcc 13.0 makes run from driver R580 on.
+const needed, neededRelease = 13000, "R580"
+
+// gorgonia.org/cu does not name this attribute.
+const sharedPerBlockOptIn cu.DeviceAttribute = C.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+
+// Where images come from.
+var (
+	architectures = kernels.Architectures
+	image         = kernels.Image
+)
+
+var forcedPTX = sync.OnceValue(func() string { return os.Getenv("GANDER_FORCE_PTX") })
+
+// Status tells whether a usable driver was found: nil, or why not and what to do. It looks once.
+func Status() error { return bind().err }
+
+type binding struct {
+	version int
+	err     error
+}
+
+var bind = sync.OnceValue(func() binding {
+	var b C.gander_driver_binding
+	C.gander_driver_bind(&b)
+	version := int(b.version)
+	switch {
+	case b.problem[0] != 0:
+		return binding{version, fmt.Errorf("%w: %s; CUDA tensors need NVIDIA's driver, %s or newer, CPU tensors work without",
+			ErrNoDriver, C.GoString(&b.problem[0]), neededRelease)}
+	case version < needed:
+		return binding{version, fmt.Errorf("%w: it supports CUDA %d.%d, the kernels need %d.%d; install driver %s or newer",
+			ErrTooOld, version/1000, version%1000/10, needed/1000, needed%1000/10, neededRelease)}
+	}
+	return binding{version, result("cuInit", b.init)}
+})
+
+// result turns a CUDA result into an error.
+func result(op string, code C.CUresult) error {
+	if code == C.CUDA_SUCCESS {
+		return nil
+	}
+	return &Error{
+		Code: int(code),
+		Name: C.GoString(C.gander_driver_error_name(code)),
+		Op:   op,
+		Text: C.GoString(C.gander_driver_error_text(code)),
+	}
+}
+
+// failed turns an error of gorgonia.org/cu, whose type is its own but is a CUresult, into ours.
+func failed(op string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return result(op, C.CUresult(reflect.ValueOf(err).Int()))
+}
+
+// Device is one CUDA device, with its primary context and what was loaded into it. It lives as long as the
+// process and may be used by any thread.
+type Device struct {
+	ordinal   int32
+	context   C.uintptr_t
+	basics    Facts            // all but the clusters
+	facts     func() *Facts    // all
+	functions []atomic.Uintptr // by Variant.Index, 0 until first used
+
+	loading sync.Mutex
+	modules [kernels.Families]cu.Module // zero until first used
+
+	memory sync.Mutex
+	owned  map[uintptr]C.uintptr_t // outputs: the event after which the call that made one is done with it
+	late   []uintptr               // outputs whose release had to be put off
+}
+
+var (
+	opening sync.Mutex
+	devices [64]atomic.Pointer[Device]
+)
+
+// Open returns a device by its ordinal among those that the process can see. The first call retains its
+// primary context; later ones cost an atomic load.
+func Open(ordinal int32) (*Device, error) {
+	if uint32(ordinal) < uint32(len(devices)) {
+		if d := devices[ordinal].Load(); d != nil {
+			return d, nil
+		}
+	}
+	if err := Status(); err != nil {
+		return nil, err
+	}
+	if uint32(ordinal) >= uint32(len(devices)) {
+		return nil, result(fmt.Sprintf("cuDeviceGet of device %d", ordinal), CodeInvalidDevice)
+	}
+	opening.Lock()
+	defer opening.Unlock()
+	if d := devices[ordinal].Load(); d != nil {
+		return d, nil
+	}
+	d, err := open(ordinal)
+	if err != nil {
+		return nil, err
+	}
+	devices[ordinal].Store(d)
+	return d, nil
+}
+
+func open(ordinal int32) (*Device, error) {
+	device, err := cu.GetDevice(int(ordinal))
+	if err != nil {
+		return nil, failed(fmt.Sprintf("cuDeviceGet of device %d", ordinal), err)
+	}
+	f := Facts{DriverVersion: bind().version}
+	if f.Name, err = device.Name(); err != nil {
+		return nil, failed("cuDeviceGetName", err)
+	}
+	var l2 int
+	for attribute, into := range map[cu.DeviceAttribute]*int{
+		cu.ComputeCapabilityMajor:           &f.Major,
+		cu.ComputeCapabilityMinor:           &f.Minor,
+		cu.MultiprocessorCount:              &f.SMs,
+		cu.MaxSharedMemoryPerMultiprocessor: &f.SharedPerSM,
+		cu.L2CacheSize:                      &l2,
+		sharedPerBlockOptIn:                 &f.SharedPerBlock,
+	} {
+		if *into, err = device.Attribute(attribute); err != nil {
+			return nil, failed(fmt.Sprintf("cuDeviceGetAttribute %d", attribute), err)
+		}
+	}
+	f.L2Bytes = int64(l2)
+	use, err := choose(architectures(), f.Major, f.Minor, forcedPTX())
+	if err != nil {
+		return nil, fmt.Errorf("device %d (%s): %w", ordinal, f.Name, err)
+	}
+	f.Arch, f.Major, f.Minor = use.arch, use.major, use.minor
+	context, err := device.RetainPrimaryCtx()
+	if err != nil {
+		return nil, failed("cuDevicePrimaryCtxRetain", err)
+	}
+	d := &Device{
+		ordinal:   ordinal,
+		context:   handle(&context),
+		basics:    f,
+		functions: make([]atomic.Uintptr, len(kernels.Variants)),
+		owned:     map[uintptr]C.uintptr_t{},
+	}
+	d.facts = sync.OnceValue(d.measure)
+	return d, nil
+}
+
+// handle reads the C handle that one of gorgonia.org/cu's one-field structs keeps to itself.
+func handle[T cu.CUContext | cu.Function](of *T) C.uintptr_t {
+	return *(*C.uintptr_t)(unsafe.Pointer(of))
+}
+
+// Facts returns what the planner needs to know. The first call on a device that has clusters loads the image
+// that they are measured with.
+func (d *Device) Facts() *Facts { return d.facts() }
+
+// measure completes the facts with the clusters that fit. Where the question fails there are none, and plans
+// without clusters are made.
+func (d *Device) measure() *Facts {
+	f := d.basics
+	var probe *kernels.Variant
+	for i := range kernels.Variants {
+		v := &kernels.Variants[i]
+		if v.Cluster && (probe == nil || v.Threads > probe.Threads) {
+			probe = v
+		}
+	}
+	if f.Major < 9 || probe == nil {
+		return &f
+	}
+	function, err := d.function(probe)
+	if err != nil {
+		return &f
+	}
+	leave, err := d.enter()
+	if err != nil {
+		return &f
+	}
+	defer leave()
+	for i := range f.Clusters {
+		f.Clusters[i] = int(C.gander_driver_max_clusters(C.uintptr_t(function), 1<<i, C.uint32_t(probe.Threads)))
+	}
+	return &f
+}
+
+// enter makes the device's context current on this thread until leave is called, and allows calls that a
+// capture in progress would otherwise forbid.
+func (d *Device) enter() (leave func(), err error) {
+	var scope C.gander_driver_scope
+	runtime.LockOSThread()
+	if err := result("cuCtxPushCurrent", C.gander_driver_enter(d.context, &scope)); err != nil {
+		runtime.UnlockOSThread()
+		return nil, err
+	}
+	return func() {
+		C.gander_driver_leave(&scope)
+		runtime.UnlockOSThread()
+	}, nil
+}
+
+// function returns a variant's kernel, loading its family's image if it is the family's first.
+func (d *Device) function(v *kernels.Variant) (uintptr, error) {
+	d.loading.Lock()
+	defer d.loading.Unlock()
+	slot := &d.functions[v.Index]
+	if f := slot.Load(); f != 0 {
+		return f, nil
+	}
+	leave, err := d.enter()
+	if err != nil {
+		return 0, err
+	}
+	defer leave()
+	module := &d.modules[v.Family]
+	if *module == (cu.Module{}) {
+		data := image(v.Family, d.basics.Arch)
+		if len(data) == 0 {
+			return 0, fmt.Errorf("%w: this library has no %s image for %s", ErrArch, v.Family, d.basics.Arch)
+		}
+		if *module, err = cu.LoadData(unsafe.String(&data[0], len(data))); err != nil {
+			*module = cu.Module{}
+			return 0, failed(fmt.Sprintf("cuModuleLoadData of %s.%s", v.Family, d.basics.Arch), err)
+		}
+	}
+	function, err := module.Function(v.Symbol)
+	if err != nil {
+		return 0, failed("cuModuleGetFunction of "+v.Symbol, err)
+	}
+	cluster := C.int(0)
+	if v.Cluster {
+		cluster = 1
+	}
+	f := handle(&function)
+	err = result("cuFuncSetAttribute of "+v.Symbol, C.gander_driver_prepare(f, C.int(d.basics.SharedPerBlock), cluster))
+	if err != nil {
+		return 0, err
+	}
+	slot.Store(uintptr(f))
+	return uintptr(f), nil
+}
+
+// Warmup loads every kernel that the device can run, so that no later call pays for it.
+func (d *Device) Warmup() error {
+	d.Facts()
+	for i := range kernels.Variants {
+		v := &kernels.Variants[i]
+		if v.Cluster && d.basics.Major < 9 {
+			continue
+		}
+		if _, err := d.function(v); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Launch enqueues a kernel whose only parameter is the struct of the given size that args points to, which is
+// copied before Launch returns.
+func (d *Device) Launch(v *kernels.Variant, g kernels.Geometry, args unsafe.Pointer, bytes, stream uintptr) error {
+	f := d.functions[v.Index].Load()
+	if f == 0 {
+		var err error
+		if f, err = d.function(v); err != nil {
+			return err
+		}
+	}
+	cooperative := C.int(0)
+	if g.Cooperative {
+		cooperative = 1
+	}
+	code := C.gander_driver_launch(d.context, C.uintptr_t(f), C.uint32_t(g.Grid), C.uint32_t(g.Cluster),
+		C.uint32_t(v.Threads), C.uint32_t(g.Shared), cooperative, C.uintptr_t(stream), args, C.size_t(bytes))
+	if code == C.CUDA_SUCCESS {
+		return nil
+	}
+	return result(fmt.Sprintf("launch of %s (grid %d, cluster %d, block %d, shared memory %d, arguments %d bytes)",
+		v.Symbol, g.Grid, g.Cluster, v.Threads, g.Shared, bytes), code)
+}

@@ -1,0 +1,592 @@
+//go:build cuda && cgo && linux && amd64
+
+package driver
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/cu"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// The tests run against testdata/fake.c, in a process of their own, since a process binds one libcuda once.
+
+const (
+	logVariable     = "FAKE_LOG"            // set in the process of a test
+	loadingVariable = "GANDER_TEST_NO_CUDA" // set in a process that only loads this package and asks for Status
+)
+
+func TestMain(m *testing.M) {
+	if os.Getenv(loadingVariable) != "" {
+		if !errors.Is(Status(), ErrNoDriver) {
+			os.Exit(3)
+		}
+		return
+	}
+	kernels.Variants = []kernels.Variant{
+		{Index: 0, Family: 0, Symbol: "rows", Threads: 256},
+		{Index: 1, Family: 0, Symbol: "small_clusters", Threads: 512, Cluster: true},
+		{Index: 2, Family: 0, Symbol: "clusters", Threads: 1024, Cluster: true},
+		{Index: 3, Family: 1, Symbol: "split", Threads: 128},
+	}
+	architectures = func() []string { return []string{"compute_80", "compute_90", "sm_90"} }
+	image = func(family kernels.Family, arch string) []byte { return []byte(family.String() + "." + arch) }
+	code := m.Run()
+	for _, folder := range libraries {
+		os.RemoveAll(folder)
+	}
+	os.Exit(code)
+}
+
+var libraries = map[string]string{} // folders of compiled fake drivers, by flag
+
+// library compiles the fake driver and returns its folder.
+func library(t *testing.T, flag string) string {
+	if folder, ok := libraries[flag]; ok {
+		return folder
+	}
+	folder, err := os.MkdirTemp("", "driver")
+	require.NoError(t, err)
+	libraries[flag] = folder
+	args := append(strings.Fields(os.Getenv("CGO_CFLAGS")), flag, "-shared", "-fPIC", "-pthread",
+		"-o", filepath.Join(folder, "libcuda.so.1"), "testdata/fake.c")
+	out, err := exec.Command("gcc", args...).CombinedOutput()
+	require.NoError(t, err, string(out))
+	return folder
+}
+
+// faked tells whether this is the process in which the test is to run; else it runs it in one that finds the
+// fake driver and has the given environment.
+func faked(t *testing.T, env ...string) bool {
+	if os.Getenv(logVariable) != "" {
+		return true
+	}
+	run(t, library(t, "-O1"), env...)
+	return false
+}
+
+func run(t *testing.T, folder string, env ...string) {
+	parts := strings.Split(t.Name(), "/")
+	for i, part := range parts {
+		parts[i] = "^" + regexp.QuoteMeta(part) + "$"
+	}
+	command := exec.Command(os.Args[0], "-test.count=1", "-test.run="+strings.Join(parts, "/"))
+	command.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, logVariable+"="+filepath.Join(t.TempDir(), "log"),
+		"GANDER_FORCE_PTX=", "GORACE=atexit_sleep_ms=0")
+	command.Env = append(command.Env, env...)
+	out, err := command.CombinedOutput()
+	require.NoError(t, err, string(out))
+	require.NotContains(t, string(out), "no tests to run")
+}
+
+// calls returns what the fake driver was called with since the last time, without the calls that ask for attributes.
+func calls(t *testing.T) []string {
+	path := os.Getenv(logVariable)
+	text, err := os.ReadFile(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	require.NoError(t, err)
+	require.NoError(t, os.Remove(path))
+	var lines []string
+	for line := range strings.Lines(string(text)) {
+		if !strings.HasPrefix(line, "cuDeviceGetAttribute") {
+			lines = append(lines, strings.TrimSpace(line))
+		}
+	}
+	return lines
+}
+
+func count(lines []string, prefix string) (n int) {
+	for _, line := range lines {
+		if strings.HasPrefix(line, prefix) {
+			n++
+		}
+	}
+	return n
+}
+
+func opened(t *testing.T) *Device {
+	d, err := Open(0)
+	require.NoError(t, err)
+	return d
+}
+
+// current makes a context current on this thread, which the test keeps.
+func current(t *testing.T, context uintptr) {
+	runtime.LockOSThread()
+	require.NoError(t, cu.SetCurrentContext(*(*cu.CUContext)(unsafe.Pointer(&context))))
+}
+
+// arguments stands for a kernel's parameter.
+type arguments struct {
+	first, second int32
+	third         int64
+}
+
+const argumentBytes = unsafe.Sizeof(arguments{})
+
+func launch(d *Device, index int, g kernels.Geometry, stream uintptr) error {
+	args := arguments{first: 42}
+	return d.Launch(&kernels.Variants[index], g, unsafe.Pointer(&args), argumentBytes, stream)
+}
+
+func TestWithoutDriver(t *testing.T) {
+	folder := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(folder, "libcuda.so.1"), []byte("no library"), 0o600))
+	t.Run("says nothing", func(t *testing.T) {
+		command := exec.Command(os.Args[0])
+		command.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, loadingVariable+"=1")
+		out, err := command.CombinedOutput()
+		assert.NoError(t, err)
+		assert.Empty(t, string(out))
+	})
+	t.Run("refuses", func(t *testing.T) {
+		if os.Getenv(logVariable) == "" {
+			run(t, folder)
+			return
+		}
+		_, err := cu.NumDevices()
+		assert.Equal(t, cu.NotInitialized, err, "before binding")
+		for _, err := range []error{Status(), Status()} {
+			assert.ErrorIs(t, err, ErrNoDriver)
+			assert.ErrorContains(t, err, "libcuda.so.1")
+			assert.ErrorContains(t, err, "R580")
+		}
+		d, err := Open(0)
+		assert.Nil(t, d)
+		assert.ErrorIs(t, err, ErrNoDriver)
+		_, err = cu.NumDevices()
+		assert.Equal(t, cu.NotInitialized, err, "after binding failed")
+	})
+}
+
+func TestOldDriver(t *testing.T) {
+	if !faked(t, "FAKE_VERSION=12040") {
+		return
+	}
+	_, err := Open(0)
+	assert.ErrorIs(t, err, ErrTooOld)
+	assert.EqualError(t, err, "the NVIDIA driver is too old: it supports CUDA 12.4, the kernels need 13.0; "+
+		"install driver R580 or newer")
+}
+
+func TestDriverThatFails(t *testing.T) {
+	if !faked(t, "FAKE_FAIL=cuInit=100") {
+		return
+	}
+	_, err := Open(0)
+	var failure *Error
+	require.ErrorAs(t, err, &failure)
+	assert.Equal(t, Error{Code: 100, Name: "CUDA_ERROR_FAKE", Op: "cuInit", Text: "it is fake"}, *failure)
+	assert.EqualError(t, err, "cuInit: CUDA_ERROR_FAKE (100): it is fake")
+	assert.Equal(t, err, Status())
+}
+
+func TestDriverThatLacksAFunction(t *testing.T) {
+	if os.Getenv(logVariable) == "" {
+		run(t, library(t, "-DWITHOUT_LAUNCH_EX"))
+		return
+	}
+	d := opened(t)
+	assert.NoError(t, launch(d, 0, kernels.Geometry{Grid: 1, Cluster: 1}, 0))
+	err := launch(d, 2, kernels.Geometry{Grid: 2, Cluster: 2}, 0)
+	var failure *Error
+	require.ErrorAs(t, err, &failure)
+	assert.Equal(t, 302, failure.Code)
+	assert.Contains(t, failure.Text, "install a newer NVIDIA driver")
+}
+
+func TestOpen(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	d := opened(t)
+	assert.Equal(t, []string{
+		"cuInit 0| 0 global",
+		"cuDeviceGet 0| 0 global",
+		"cuDevicePrimaryCtxRetain 0| 0 global",
+	}, calls(t))
+	assert.Same(t, d, opened(t))
+	assert.Empty(t, calls(t), "a cached device asks nothing")
+	assert.Zero(t, testing.AllocsPerRun(100, func() { Open(0) }))
+
+	second, err := Open(1)
+	require.NoError(t, err)
+	assert.NotSame(t, d, second)
+	for _, ordinal := range []int32{2, 63, 64, 1 << 20, -1, -1 << 31} {
+		_, err := Open(ordinal)
+		var failure *Error
+		require.ErrorAs(t, err, &failure)
+		assert.Equal(t, CodeInvalidDevice, failure.Code)
+	}
+}
+
+func TestFacts(t *testing.T) {
+	base := Facts{
+		Major: 9, Minor: 0, Arch: "sm_90", SMs: 132, SharedPerBlock: 232448, SharedPerSM: 233472, L2Bytes: 50 << 20,
+		Name: "Fake 0", DriverVersion: 13000, Clusters: [5]int{128, 64, 32, 16, 0},
+	}
+	ptx := func(arch string, major int, clusters [5]int) Facts {
+		f := base
+		f.Arch, f.Major, f.Clusters = arch, major, clusters
+		return f
+	}
+	for name, c := range map[string]struct {
+		env  []string
+		want Facts
+	}{
+		"native":     {nil, base},
+		"forced 80":  {[]string{"GANDER_FORCE_PTX=80"}, ptx("compute_80", 8, [5]int{})},
+		"forced 90":  {[]string{"GANDER_FORCE_PTX=90"}, ptx("compute_90", 9, base.Clusters)},
+		"newer chip": {[]string{"FAKE_CAPABILITY=120"}, ptx("compute_90", 9, base.Clusters)},
+		"older chip": {[]string{"FAKE_CAPABILITY=89"}, ptx("compute_80", 8, [5]int{})},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if !faked(t, c.env...) {
+				return
+			}
+			d := opened(t)
+			calls(t)
+			assert.Equal(t, c.want, *d.Facts())
+			asked := calls(t)
+			if c.want.Clusters[0] > 0 {
+				assert.Contains(t, asked, "cuModuleLoadData softmax_float16."+c.want.Arch+"| 0x1000 relaxed")
+				assert.Contains(t, asked, "cuOccupancyMaxActiveClusters clusters 4 4 1024| 0x1000 relaxed")
+			} else {
+				assert.Empty(t, asked)
+			}
+			assert.Same(t, d.Facts(), d.Facts())
+			assert.Empty(t, calls(t), "asked once")
+			assert.Zero(t, testing.AllocsPerRun(100, func() { d.Facts() }))
+		})
+	}
+}
+
+func TestNoImage(t *testing.T) {
+	if !faked(t, "FAKE_CAPABILITY=75") {
+		return
+	}
+	_, err := Open(0)
+	assert.ErrorIs(t, err, ErrArch)
+	assert.ErrorContains(t, err, "device 0 (Fake 0)")
+	assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "nothing is made on a device that is not served")
+}
+
+func TestFamilyWithoutImage(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	image = func(kernels.Family, string) []byte { return nil }
+	err := launch(opened(t), 0, kernels.Geometry{Grid: 1, Cluster: 1}, 0)
+	assert.ErrorIs(t, err, ErrArch)
+	assert.ErrorContains(t, err, "no softmax_float16 image for sm_90")
+}
+
+func TestContextIsRestored(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	d := opened(t)
+	launchRows := func() { require.NoError(t, launch(d, 0, kernels.Geometry{Grid: 7, Cluster: 1}, 5)) }
+	current(t, 0xBEEF)
+	launchRows()
+	calls(t)
+	launchRows()
+	assert.Equal(t, []string{
+		"cuCtxPushCurrent 0x1000| 0xbeef global",
+		"cuLaunchKernel rows grid 7 block 256 shared 0 stream 0x5 args 42/16| 0x1000 global",
+		"cuCtxPopCurrent 0x1000| 0xbeef global",
+	}, calls(t))
+
+	current(t, 0x1000)
+	launchRows()
+	assert.Equal(t, []string{
+		"cuLaunchKernel rows grid 7 block 256 shared 0 stream 0x5 args 42/16| 0x1000 global",
+	}, calls(t), "the primary context is current: it is left alone")
+
+	current(t, 0xBEEF)
+	p, err := d.Allocate(8, 5)
+	require.NoError(t, err)
+	d.Free(p, 5)
+	p, err = d.AllocateOwned(8, 5)
+	require.NoError(t, err)
+	require.NoError(t, d.Seal(p, 5))
+	d.FreeOwned(p)
+	require.NoError(t, d.Warmup())
+	after, err := cu.CurrentContext()
+	require.NoError(t, err)
+	assert.Equal(t, "0xbeef", after.String())
+	all := calls(t)
+	assert.Zero(t, count(all, "cuCtxCreate"))
+	assert.Equal(t, count(all, "cuCtxPushCurrent"), count(all, "cuCtxPopCurrent"))
+	for _, line := range all {
+		assert.True(t, strings.Contains(line, "| 0x1000 ") != strings.HasPrefix(line, "cuCtxP"), line)
+	}
+}
+
+func TestModulesLoadOnce(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	d := opened(t)
+	calls(t)
+	var workers sync.WaitGroup
+	for range 16 {
+		workers.Go(func() {
+			for index := range kernels.Variants {
+				assert.NoError(t, launch(d, index, kernels.Geometry{Grid: 1, Cluster: 1}, 0))
+			}
+		})
+	}
+	workers.Wait()
+	all := calls(t)
+	assert.Equal(t, 16*len(kernels.Variants), count(all, "cuLaunchKernel"))
+	for _, once := range []string{
+		"cuModuleLoadData softmax_float16.sm_90| 0x1000 relaxed",
+		"cuModuleLoadData softmax_bfloat16.sm_90| 0x1000 relaxed",
+		"cuModuleGetFunction softmax_float16.sm_90 rows| 0x1000 relaxed",
+		"cuModuleGetFunction softmax_float16.sm_90 clusters| 0x1000 relaxed",
+		"cuModuleGetFunction softmax_bfloat16.sm_90 split| 0x1000 relaxed",
+		"cuFuncSetAttribute rows 8 232400| 0x1000 relaxed",
+		"cuFuncSetAttribute clusters 8 232400| 0x1000 relaxed",
+		"cuFuncSetAttribute clusters 14 1| 0x1000 relaxed",
+	} {
+		assert.Equal(t, 1, count(all, once), once)
+	}
+	assert.Zero(t, count(all, "cuFuncSetAttribute rows 14"))
+	assert.Equal(t, 2, count(all, "cuModuleLoadData"))
+}
+
+func TestLoadingIsTriedAgain(t *testing.T) {
+	if !faked(t, "FAKE_FAIL=cuModuleLoadData=2") {
+		return
+	}
+	d := opened(t)
+	for range 2 {
+		err := launch(d, 3, kernels.Geometry{Grid: 1, Cluster: 1}, 0)
+		var failure *Error
+		require.ErrorAs(t, err, &failure)
+		assert.Equal(t, CodeOutOfMemory, failure.Code)
+		assert.EqualError(t, err, "cuModuleLoadData of softmax_bfloat16.sm_90: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
+	}
+	assert.Equal(t, 2, count(calls(t), "cuModuleLoadData"))
+	assert.Equal(t, [5]int{}, d.Facts().Clusters, "no clusters where they cannot be measured")
+}
+
+func TestLaunch(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	d := opened(t)
+	current(t, 0x1000)
+	for _, c := range []struct {
+		index  int
+		g      kernels.Geometry
+		stream uintptr
+		want   string
+	}{
+		{0, kernels.Geometry{Grid: 1, Cluster: 1}, 0, "cuLaunchKernel rows grid 1 block 256 shared 0 stream 0 args 42/16"},
+		{0, kernels.Geometry{Grid: 1}, 2, "cuLaunchKernel rows grid 1 block 256 shared 0 stream 0x2 args 42/16"},
+		{
+			3, kernels.Geometry{Grid: 1<<31 - 1, Cluster: 1, Shared: 230000}, 0xABC,
+			"cuLaunchKernel split grid 2147483647 block 128 shared 230000 stream 0xabc args 42/16",
+		},
+		{
+			2, kernels.Geometry{Grid: 32, Cluster: 16, Shared: 4096}, 1,
+			"cuLaunchKernelEx clusters grid 32 block 1024 shared 4096 stream 0x1 args 42/16 cluster 16 cooperative 0",
+		},
+		{
+			3, kernels.Geometry{Grid: 132, Cluster: 1, Cooperative: true}, 1,
+			"cuLaunchKernelEx split grid 132 block 128 shared 0 stream 0x1 args 42/16 cluster 0 cooperative 1",
+		},
+		{
+			2, kernels.Geometry{Grid: 4, Cluster: 2, Cooperative: true}, 1,
+			"cuLaunchKernelEx clusters grid 4 block 1024 shared 0 stream 0x1 args 42/16 cluster 2 cooperative 1",
+		},
+	} {
+		require.NoError(t, launch(d, c.index, c.g, c.stream))
+		all := calls(t)
+		assert.Equal(t, c.want+"| 0x1000 global", all[len(all)-1])
+	}
+}
+
+func TestLaunchAllocatesNothing(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	d := opened(t)
+	for _, g := range []kernels.Geometry{{Grid: 1, Cluster: 1}, {Grid: 2, Cluster: 2, Shared: 64, Cooperative: true}} {
+		assert.Zero(t, testing.AllocsPerRun(100, func() {
+			if launch(d, 2, g, 0) != nil {
+				t.Error("launch failed")
+			}
+		}))
+	}
+}
+
+func TestLaunchFails(t *testing.T) {
+	t.Run("with a known result", func(t *testing.T) {
+		if !faked(t, "FAKE_FAIL=cuLaunchKernel=719") {
+			return
+		}
+		err := launch(opened(t), 0, kernels.Geometry{Grid: 3, Cluster: 1, Shared: 8}, 0)
+		assert.EqualError(t, err, "launch of rows (grid 3, cluster 1, block 256, shared memory 8, arguments 16 bytes): "+
+			"CUDA_ERROR_FAKE (719): it is fake")
+	})
+	t.Run("with an unknown result", func(t *testing.T) {
+		if !faked(t, "FAKE_FAIL=cuLaunchKernelEx=9999") {
+			return
+		}
+		err := launch(opened(t), 2, kernels.Geometry{Grid: 2, Cluster: 2}, 0)
+		assert.ErrorContains(t, err, "CUDA_ERROR (9999): the driver has no description")
+	})
+	t.Run("without the kernel", func(t *testing.T) {
+		if !faked(t, "FAKE_FAIL=cuModuleGetFunction=500") {
+			return
+		}
+		assert.ErrorContains(t, launch(opened(t), 0, kernels.Geometry{Grid: 1}, 0), "cuModuleGetFunction of rows: ")
+	})
+	t.Run("without the context", func(t *testing.T) {
+		if !faked(t, "FAKE_FAIL=cuCtxPushCurrent=201") {
+			return
+		}
+		d := opened(t)
+		assert.ErrorContains(t, launch(d, 0, kernels.Geometry{Grid: 1}, 0), "cuCtxPushCurrent: ")
+		_, err := d.Allocate(1, 0)
+		assert.ErrorContains(t, err, "(201)")
+		assert.Zero(t, count(calls(t), "cuCtxPopCurrent"), "what was not pushed is not popped")
+	})
+}
+
+func TestWarmup(t *testing.T) {
+	t.Run("all", func(t *testing.T) {
+		if !faked(t) {
+			return
+		}
+		d := opened(t)
+		require.NoError(t, d.Warmup())
+		all := calls(t)
+		assert.Equal(t, 2, count(all, "cuModuleLoadData"))
+		assert.Equal(t, len(kernels.Variants), count(all, "cuModuleGetFunction"))
+		require.NoError(t, launch(d, 2, kernels.Geometry{Grid: 1, Cluster: 1}, 0))
+		assert.Zero(t, count(calls(t), "cuModule"), "nothing is left to load")
+	})
+	t.Run("without clusters", func(t *testing.T) {
+		if !faked(t, "GANDER_FORCE_PTX=80") {
+			return
+		}
+		require.NoError(t, opened(t).Warmup())
+		all := calls(t)
+		assert.Equal(t, 2, count(all, "cuModuleGetFunction"))
+		assert.Zero(t, count(all, "cuModuleGetFunction softmax_float16.compute_80 clusters"))
+	})
+	t.Run("fails", func(t *testing.T) {
+		if !faked(t, "FAKE_FAIL=cuFuncSetAttribute=1") {
+			return
+		}
+		assert.ErrorContains(t, opened(t).Warmup(), "cuFuncSetAttribute of rows: ")
+	})
+}
+
+func TestScratch(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	d := opened(t)
+	current(t, 0x1000)
+	calls(t)
+	p, err := d.Allocate(1<<40, 0xCA)
+	require.NoError(t, err)
+	d.Free(p, 0xCA)
+	assert.Equal(t, []string{
+		"cuMemAllocAsync 1099511627776 0xca = 0x7100| 0x1000 global",
+		"cuMemFreeAsync 0x7100 0xca| 0x1000 global",
+	}, calls(t))
+	nothing, err := d.Allocate(0, 0)
+	require.NoError(t, err)
+	assert.Zero(t, nothing)
+	d.Free(nothing, 0)
+	assert.Empty(t, calls(t))
+}
+
+func TestMemoryRunsOut(t *testing.T) {
+	if !faked(t, "FAKE_FAIL=cuMemAllocAsync=2") {
+		return
+	}
+	d := opened(t)
+	for _, allocate := range []func(uint64, uintptr) (uintptr, error){d.Allocate, d.AllocateOwned} {
+		_, err := allocate(100, 0)
+		assert.EqualError(t, err, "cuMemAllocAsync of 100 bytes: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
+	}
+	all := calls(t)
+	assert.Equal(t, count(all, "cuEventCreate"), count(all, "cuEventDestroy"))
+}
+
+func TestOwned(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	d := opened(t)
+	current(t, 0x1000)
+	calls(t)
+	p, err := d.AllocateOwned(64, 5)
+	require.NoError(t, err)
+	require.NoError(t, d.Seal(p, 5))
+	d.FreeOwned(p)
+	assert.Equal(t, []string{
+		"cuEventCreate 2 = 0xe1| 0x1000 relaxed",
+		"cuMemAllocAsync 64 0x5 = 0x7100| 0x1000 relaxed",
+		"cuEventRecord 0xe1 0x5| 0x1000 relaxed",
+		"cuEventRecord 0xe1 0x5| 0x1000 global",
+		"cuStreamWaitEvent 0x1 0xe1 0| 0x1000 relaxed",
+		"cuMemFreeAsync 0x7100 0x1| 0x1000 relaxed",
+		"cuEventDestroy 0xe1| 0x1000 relaxed",
+	}, calls(t))
+
+	nothing, err := d.AllocateOwned(0, 5)
+	require.NoError(t, err)
+	require.NoError(t, d.Seal(nothing, 5))
+	d.FreeOwned(nothing)
+	assert.Empty(t, calls(t))
+	assert.Empty(t, d.owned)
+}
+
+func TestOwnedWhileCapturing(t *testing.T) {
+	implicit := filepath.Join(t.TempDir(), "implicit")
+	if !faked(t, "FAKE_IMPLICIT="+implicit) {
+		return
+	}
+	implicit = os.Getenv("FAKE_IMPLICIT")
+	d := opened(t)
+	_, err := d.AllocateOwned(64, 0xCA)
+	var failure *Error
+	require.ErrorAs(t, err, &failure)
+	assert.Equal(t, CodeCaptureUnsupported, failure.Code)
+	assert.Zero(t, count(calls(t), "cuMemAllocAsync"))
+
+	first, err := d.AllocateOwned(64, 5)
+	require.NoError(t, err)
+	second, err := d.AllocateOwned(64, 5)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(implicit, nil, 0o600))
+	d.FreeOwned(first)
+	assert.Zero(t, count(calls(t), "cuMemFreeAsync"), "put off: it would break the capture")
+	require.NoError(t, os.Remove(implicit))
+	d.FreeOwned(second)
+	assert.Equal(t, 2, count(calls(t), "cuMemFreeAsync"))
+	assert.Empty(t, d.owned)
+	assert.Empty(t, d.late)
+}

@@ -1,0 +1,68 @@
+package kernels
+
+// The structs below are the kernels' only parameters, passed by value. Their C++ twins in
+// cuda/args_gen.cuh are generated from them.
+
+// Input and Output are device addresses that a kernel reads, and that it writes (or reads and writes).
+type (
+	Input  uintptr
+	Output uintptr
+)
+
+// Rows is what every row kernel works on. Strides count elements.
+type Rows struct {
+	A, B                      Input  // the first input, and the second where the op has one
+	Y                         Output // the row that is written, where the op writes one
+	Partial                   Output // (M, Splits) states of 8 bytes, where rows are split
+	AStride, BStride, YStride int64
+	M, N                      int64
+	Chunk                     int64 // 16-byte vectors of a row that a CTA takes; more than the row has where it is not split
+	Splits                    int32 // chunks per row
+	BType, YType              int32 // DType of B and Y
+	Zero                      int32 // 0, which the compiler cannot know (Tile::forget in cuda/rows.cuh)
+}
+
+// SoftmaxArgs is the parameter of the softmax kernels.
+type SoftmaxArgs struct {
+	Rows Rows
+}
+
+// RMSNormArgs is the parameter of the RMSNorm kernels.
+type RMSNormArgs struct {
+	Rows       Rows
+	Weight     Input  // (N), 0 for none
+	Rstd       Output // (M) float32: forward writes it unless 0, backward reads it
+	DwPartial  Output // (Partials, N) float32
+	Dw         Output // (N)
+	WeightType int32
+	DwType     int32
+	Eps        float32
+	InvN       float32 // 1 / N
+	Partials   int32
+	Stages     int32 // rows in the ring
+}
+
+// CrossEntropyArgs is the parameter of the cross-entropy kernels.
+type CrossEntropyArgs struct {
+	Rows         Rows
+	Target       Input  // (M) int32 or int64
+	Weight       Input  // (N), 0 for none
+	Dloss        Input  // (M) float32
+	Loss         Output // (M) float32, 0 for none
+	RowLosses    Output // (M) pairs of float32: loss and weight of each row, to be totalled; 0 for none
+	Total        Output // one float32, 0 for none
+	Logits       Output // (M) float32: the targets' logits, kept from one launch to the next
+	Max          Output // (M) float32, 0 for none; the whole log-sum-exp where LogSum is 0
+	LogSum       Output // (M) float32, 0 for none
+	Denominator  Output // one float32, 0 for none
+	TargetStride int64
+	LossStride   int64
+	DlossStride  int64
+	MaxStride    int64
+	LogSumStride int64
+	IgnoreIndex  int64
+	TargetType   int32
+	WeightType   int32
+	Mean         int32 // the total is divided by the sum of the weights
+	TotalHere    int32 // the launch is one CTA, which makes the total as well
+}

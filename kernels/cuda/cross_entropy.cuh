@@ -1,0 +1,196 @@
+// Cross-entropy over rows of logits: loss, log-sum-exp, gradient, and the total over rows.
+#pragma once
+#include "rows.cuh"
+
+namespace gander {
+
+constexpr float kNaN = __builtin_nanf("");
+
+// A row's target and its weight: 0 for a row that counts for nothing (its logits must not matter, NaN among them or not), NaN for
+// a target outside the classes, which is never read with.
+struct Label {
+  int64_t index;  // kNone for neither
+  float weight;
+};
+constexpr int64_t kNone = INT64_MIN / 2;
+
+__device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t row) {
+  const int64_t i = row * a.target_stride;
+  const int64_t t =
+      a.target_type == kInt64 ? static_cast<const int64_t*>(a.target)[i] : static_cast<const int32_t*>(a.target)[i];
+  if (t == a.ignore_index) return {kNone, 0.f};
+  if (t < 0 || t >= a.rows.n) return {kNone, kNaN};
+  return {t, a.weight ? load_float(a.weight, a.weight_type, t) : 1.f};
+}
+
+// The sum of all rows' losses, over that of their weights for a mean, in an order that depends on M alone.
+// With one CTA of a cluster per rank, or one CTA.
+template <int T, bool Cluster>
+__device__ __forceinline__ void total(const CrossEntropyArgs& a) {
+  const float2* rows = static_cast<const float2*>(a.row_losses);
+  __shared__ float2 warps[T / 32];
+  int64_t first = threadIdx.x, step = T;
+#ifdef GANDER_SM90
+  __shared__ uint64_t slots[Cluster ? 16 : 1], barrier;
+  if constexpr (Cluster) {
+    if (threadIdx.x == 0) {
+      barrier_init(&barrier, 1);
+      barrier_init_fence();
+      barrier_expect(&barrier, cluster_size() * sizeof(uint64_t));
+    }
+    cluster_arrive();
+    first += cluster_rank() * T;
+    step *= cluster_size();
+  }
+#endif
+  float loss = 0.f, weight = 0.f;
+  constexpr int U = 8;
+  for (int64_t i = first; i < a.rows.m; i += U * step) {
+    float2 v[U];
+#pragma unroll
+    for (int u = 0; u < U; u++) v[u] = i + u * step < a.rows.m ? __ldcg(rows + i + u * step) : make_float2(0.f, 0.f);
+#pragma unroll
+    for (int u = 0; u < U; u++) loss += v[u].x, weight += v[u].y;
+  }
+  loss = lanes_sum<32>(loss), weight = lanes_sum<32>(weight);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = make_float2(loss, weight);
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  loss = lanes_sum<32>(lane < T / 32 ? warps[lane].x : 0.f);
+  weight = lanes_sum<32>(lane < T / 32 ? warps[lane].y : 0.f);
+  bool last = threadIdx.x == 0;
+#ifdef GANDER_SM90
+  if constexpr (Cluster) {
+    cluster_wait();
+    const uint32_t size = cluster_size();
+    const uint64_t both = static_cast<uint64_t>(__float_as_uint(weight)) << 32 | __float_as_uint(loss);
+    if (threadIdx.x < size) send(slots + cluster_rank(), both, &barrier, threadIdx.x);
+    barrier_wait_cluster(&barrier, 0);
+    const uint64_t b = lane < size ? slots[lane] : 0;
+    loss = lanes_sum<32>(__uint_as_float(static_cast<unsigned>(b)));
+    weight = lanes_sum<32>(__uint_as_float(static_cast<unsigned>(b >> 32)));
+    last = last && cluster_rank() == 0;
+  }
+#endif
+  if (last) {
+    if (a.total) *static_cast<float*>(a.total) = a.mean ? loss / weight : loss;
+    if (a.denominator) *static_cast<float*>(a.denominator) = weight;
+  }
+}
+
+// Takes `amount` off element `i` of a vector, where i lies in it. Only one vector of a row is hit, so that the
+// selection costs nothing, and an index known at compile time keeps the vector in registers.
+template <int E>
+__device__ __forceinline__ void subtract_at(int64_t i, float amount, float (&v)[E]) {
+  if (i < 0 || i >= E) return;
+#pragma unroll
+  for (int j = 0; j < E; j++)
+    if (j == i) v[j] -= amount;
+}
+
+// loss = weight * (log sum exp(x - max) + max - x[target]); with `Gradient`, in the same pass,
+// dx = weight * (softmax(x) - onehot(target)).
+template <class T_, bool Gradient>
+struct CrossEntropyForward {
+  using T = T_;
+  using State = MaxSum<T>;
+  using Args = CrossEntropyArgs;
+  static constexpr int kInputs = 1;
+  static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true;
+  struct Scalars {
+    Label label;
+    float logit;  // x[target], read before a gradient is written over x; the first thread's only
+    float max, scale;
+  };
+  __device__ static uint4 fill() { return lowest_vector<T>(); }
+  __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool first) {
+    Scalars sc = {};
+    if (first || Gradient) {
+      sc.label = label(a, row);
+      if (first && sc.label.index >= 0)
+        sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
+    }
+    return sc;
+  }
+  template <bool First, class Tile, class Place>
+  __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
+    st.template add<First>(t.a);
+  }
+  __device__ static void keep(const Args& a, int64_t row, const Scalars& sc) { static_cast<float*>(a.logits)[row] = sc.logit; }
+  __device__ static Scalars kept(const Args& a, int64_t row) {
+    Scalars sc = {};
+    sc.label = label(a, row);
+    sc.logit = static_cast<const float*>(a.logits)[row];
+    return sc;
+  }
+  __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
+    const float weight = sc.label.weight;
+    sc.max = st.m, sc.scale = weight / st.s;
+    if (!first) return;
+    const float log_sum = logf(st.s);
+    const float loss = weight == 0.f ? 0.f : weight * (log_sum + (st.m - sc.logit));
+    if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
+    if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = loss;
+    if (a.log_sum) {
+      static_cast<float*>(a.max)[row * a.max_stride] = st.m;
+      static_cast<float*>(a.log_sum)[row * a.log_sum_stride] = log_sum;
+    } else if (a.max) {
+      static_cast<float*>(a.max)[row * a.max_stride] = st.m + log_sum;
+    }
+  }
+  template <bool General, int E, class Place>
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
+                                             const Place& p, int e, float (&dx)[E]) {
+    const bool zero = sc.label.weight == 0.f;
+#pragma unroll
+    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
+    subtract_at(sc.label.index - p.origin - e, sc.label.weight, dx);
+  }
+  __device__ static void total_if_single(const Args& a) {
+    if (!a.total_here) return;
+    __syncthreads();
+    if (blockDim.x == 128) total<128, false>(a);
+    else total<256, false>(a);
+  }
+};
+
+// dx = dloss * weight * (softmax(x) - onehot(target)), from the log-sum-exp of forward. No thread needs another.
+template <class T_>
+struct CrossEntropyBackward {
+  using T = T_;
+  using State = None;
+  using Args = CrossEntropyArgs;
+  static constexpr int kInputs = 1;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  struct Scalars {
+    int64_t index;
+    float max, scale, grad;
+    bool zero;
+  };
+  __device__ static uint4 fill() { return lowest_vector<T>(); }
+  __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool) {
+    const Label l = label(a, row);
+    Scalars sc;
+    sc.index = l.index, sc.zero = l.weight == 0.f;
+    sc.grad = l.weight * static_cast<const float*>(a.dloss)[row * a.dloss_stride];
+    if (a.mean) sc.grad /= *static_cast<const float*>(a.denominator);
+    sc.max = static_cast<const float*>(a.max)[row * a.max_stride];
+    // Given apart, the log-sum is small and its exponential exact to a few ulp, however large the logits.
+    sc.scale = a.log_sum ? expf(-static_cast<const float*>(a.log_sum)[row * a.log_sum_stride]) : 1.f;
+    sc.scale *= sc.grad;
+    return sc;
+  }
+  template <bool First, class Tile, class Place>
+  __device__ static void add(const Args&, const Scalars&, State&, const Tile&, const Place&, int, int) {}
+  __device__ static Scalars kept(const Args& a, int64_t row) { return begin(a, row, false); }
+  __device__ static void end(const Args&, int64_t, Scalars&, const State&, bool) {}
+  template <bool General, int E, class Place>
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
+                                             const Place& p, int e, float (&dx)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
+    subtract_at(sc.index - p.origin - e, sc.grad, dx);
+  }
+};
+
+}  // namespace gander

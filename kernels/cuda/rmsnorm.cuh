@@ -1,0 +1,377 @@
+// RMSNorm over rows, forward and backward. h = x * rstd, g = dout * weight:
+//   y = h * weight,  dx = (g - h * mean(g * h)) * rstd,  dw = sum over rows of dout * h.
+#pragma once
+#include "rows.cuh"
+
+namespace gander {
+
+template <bool General, int E>
+__device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin, int e, Span span, float (&w)[E]) {
+  if (a.weight) {
+    load_floats<General>(advance(a.weight, a.weight_type, origin), a.weight_type, e, span, w);
+  } else {
+#pragma unroll
+    for (int j = 0; j < E; j++) w[j] = 1.f;
+  }
+}
+
+template <class T_>
+struct RMSNormForward {
+  using T = T_;
+  using State = Sum;
+  using Args = RMSNormArgs;
+  static constexpr int kInputs = 1;
+  static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false;
+  struct Scalars {
+    float rstd;
+  };
+  __device__ static uint4 fill() { return zero_vector(); }
+  __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
+  template <bool First, class Tile, class Place>
+  __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
+#pragma unroll
+    for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
+      float x[Tile::E];
+      t.get_a(i, x);
+#pragma unroll
+      for (int j = 0; j < Tile::E; j++) st.s = fmaf(x[j], x[j], st.s);
+    }
+  }
+  __device__ static void keep(const Args&, int64_t, const Scalars&) {}
+  __device__ static Scalars kept(const Args&, int64_t) { return {}; }
+  __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
+    sc.rstd = __frsqrt_rn(st.s * a.inv_n + a.eps);
+    if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
+  }
+  template <bool General, int E, class Place>
+  __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&)[E],
+                                             const Place& p, int e, float (&y)[E]) {
+    float w[E];
+    load_weight<General>(a, p.origin, e, p.span, w);
+#pragma unroll
+    for (int j = 0; j < E; j++) y[j] = x[j] * sc.rstd * w[j];
+  }
+};
+
+// dx alone: where dw is not wanted, and for the row sums of `columns`.
+template <class T_>
+struct RMSNormBackward {
+  using T = T_;
+  using State = Sum;
+  using Args = RMSNormArgs;
+  static constexpr int kInputs = 2;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  struct Scalars {
+    float rstd, mean;
+  };
+  __device__ static uint4 fill() { return zero_vector(); }
+  __device__ static Scalars begin(const Args& a, int64_t row, bool) {
+    return {static_cast<const float*>(a.rstd)[row], 0.f};
+  }
+  template <bool First, class Tile, class Place>
+  __device__ __forceinline__ static void add(const Args& a, const Scalars&, State& st, const Tile& t, const Place& p, int e,
+                                             int step) {
+#pragma unroll
+    for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
+      float x[Tile::E], dy[Tile::E], w[Tile::E];
+      t.get_a(i, x);
+      t.get_b(i, dy);
+      load_weight<Tile::kGeneral>(a, p.origin, e + i * step, p.span, w);
+#pragma unroll
+      for (int j = 0; j < Tile::E; j++) st.s = fmaf(x[j] * dy[j], w[j], st.s);
+    }
+  }
+  __device__ static void keep(const Args&, int64_t, const Scalars&) {}
+  __device__ static Scalars kept(const Args& a, int64_t row) { return begin(a, row, false); }
+  __device__ static void end(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
+    sc.mean = st.s * sc.rstd * a.inv_n;
+  }
+  template <bool General, int E, class Place>
+  __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&dy)[E],
+                                             const Place& p, int e, float (&dx)[E]) {
+    float w[E];
+    load_weight<General>(a, p.origin, e, p.span, w);
+#pragma unroll
+    for (int j = 0; j < E; j++) dx[j] = (dy[j] * w[j] - x[j] * sc.rstd * sc.mean) * sc.rstd;
+  }
+};
+
+// One vector of dx, and its part of dw.
+template <int E>
+__device__ __forceinline__ void backward_vector(const float (&x)[E], const float (&dy)[E], const float (&w)[E], float rstd,
+                                                float mean, float (&dw)[E], float (&dx)[E]) {
+#pragma unroll
+  for (int j = 0; j < E; j++) {
+    const float h = x[j] * rstd;
+    dw[j] = fmaf(dy[j], h, dw[j]);
+    dx[j] = (dy[j] * w[j] - h * mean) * rstd;
+  }
+}
+
+// The weights of a thread's columns: held as floats for all rows where registers allow, else fetched again from the caches.
+template <int V, int E, bool Held>
+struct ColumnWeights {
+  const RMSNormArgs& args;
+  int64_t origin;
+  int e, step;
+  Span span;
+  float held[Held ? V : 1][E];
+
+  __device__ __forceinline__ ColumnWeights(const RMSNormArgs& a, int64_t origin, int e, int step, Span span)
+      : args(a), origin(origin), e(e), step(step), span(span) {
+    if constexpr (Held) {
+#pragma unroll
+      for (int i = 0; i < V; i++) load_weight<false>(a, origin, e + i * step, span, held[i]);
+    }
+  }
+  __device__ __forceinline__ void get(int i, float (&w)[E]) const {
+    if constexpr (Held) {
+#pragma unroll
+      for (int j = 0; j < E; j++) w[j] = held[i][j];
+    } else {
+      load_weight<false>(args, origin, e + i * step, span, w);
+    }
+  }
+};
+
+template <int E>
+__device__ __forceinline__ void store_partial(float* p, const float (&v)[E]) {
+#pragma unroll
+  for (int j = 0; j < E; j += 4) *reinterpret_cast<float4*>(p + j) = make_float4(v[j], v[j + 1], v[j + 2], v[j + 3]);
+}
+
+// dx and dw, long rows: persistent CTAs (or clusters) that own fixed columns. Rows arrive by bulk copies in a ring of
+// `stages` rows in shared memory; weight and dw stay in registers. Aligned rows only. Each CTA (cluster) writes one row of
+// partial dw, which `weight_gradient` adds up.
+template <class T, int Threads, int V, bool Cluster>
+__device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
+#ifdef GANDER_SM90
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kMaxStages = 16;
+  extern __shared__ __align__(128) uint4 ring[];  // stages x (x, dout) x kSlice
+  __shared__ uint64_t warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
+  __shared__ uint64_t full[kMaxStages], merged[2];
+  const int tid = threadIdx.x, stages = a.stages;
+  const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
+  const int64_t first_row = blockIdx.x / size, step = gridDim.x / size, rows = a.rows.m;
+  const int vectors = static_cast<int>(a.rows.n / E);
+  const int begin = rank * kSlice, count = max(0, min(kSlice, vectors - begin));
+  const T* x = static_cast<const T*>(a.rows.a) + begin * E;
+  const T* dy = static_cast<const T*>(a.rows.b) + begin * E;
+  T* dx = static_cast<T*>(a.rows.y) + begin * E;
+  if (tid == 0) {
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
+    barrier_init(merged, 1), barrier_init(merged + 1, 1);
+    barrier_init_fence();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  if constexpr (Cluster) cluster_arrive(), cluster_wait();
+  else __syncthreads();
+  const auto fetch = [&](int64_t row, int stage) {
+    if (count == 0) return;
+    uint4* to = ring + stage * 2 * kSlice;
+    barrier_expect(full + stage, count * 32);
+    bulk_copy(to, x + row * a.rows.a_stride, count * 16, full + stage);
+    bulk_copy(to + kSlice, dy + row * a.rows.b_stride, count * 16, full + stage);
+  };
+  if (tid == 0)
+    for (int i = 0; i < stages && first_row + i * step < rows; i++) fetch(first_row + i * step, i);
+
+  const Span span = {0, count * E};
+  const ColumnWeights<V, E, (V * E <= 16)> weights(a, begin * E, tid * E, Threads * E, span);
+  float dw[V][E] = {};
+  const float* rstds = static_cast<const float*>(a.rstd);
+  float rstd = first_row < rows ? rstds[first_row] : 0.f;
+  int stage = 0, set = 0;
+  uint32_t phase = 0, merged_phase = 0;
+  for (int64_t row = first_row; row < rows; row += step) {
+    const float next_rstd = row + step < rows ? rstds[row + step] : 0.f;
+    if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(uint64_t));
+    if (count) barrier_wait(full + stage, phase);
+    const uint4* from = ring + stage * 2 * kSlice + tid;
+    uint4 xv[V], dv[V];
+    Sum dot;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const bool in = tid + i * Threads < count;
+      xv[i] = in ? from[i * Threads] : zero_vector();
+      dv[i] = in ? from[i * Threads + kSlice] : zero_vector();
+      float fx[E], fd[E], w[E];
+      unpack(T(), xv[i], fx);
+      unpack(T(), dv[i], fd);
+      weights.get(i, w);
+#pragma unroll
+      for (int j = 0; j < E; j++) dot.s = fmaf(fx[j] * fd[j], w[j], dot.s);
+    }
+    dot.reduce_lanes<32>();
+    reduce_warps<kWarps>(dot, warp_slots[set]);  // its barrier: everybody has read this stage
+    if (tid == 0 && row + stages * step < rows) fetch(row + stages * step, stage);
+    if constexpr (Cluster) reduce_cluster(dot, cluster_slots[set], merged + set, merged_phase);
+    const float mean = dot.s * rstd * a.inv_n;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      forget<T>(xv[i], a.rows.zero), forget<T>(dv[i], a.rows.zero);
+      float fx[E], fd[E], w[E], out[E];
+      unpack(T(), xv[i], fx);
+      unpack(T(), dv[i], fd);
+      weights.get(i, w);
+      backward_vector(fx, fd, w, rstd, mean, dw[i], out);
+      store<false>(dx + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
+    }
+    rstd = next_rstd;
+    if (++stage == stages) stage = 0, phase ^= 1;
+    merged_phase ^= set;
+    set ^= 1;
+  }
+  // Nobody may leave while others may still write into its shared memory.
+  if constexpr (Cluster) cluster_arrive(), cluster_wait();
+  float* partial = static_cast<float*>(a.dw_partial) + first_row * a.rows.n + begin * E;
+#pragma unroll
+  for (int i = 0; i < V; i++)
+    if (tid + i * Threads < count) store_partial(partial + (tid + i * Threads) * E, dw[i]);
+#endif
+}
+
+// dx and dw, short rows: groups of TPR lanes take a row each, the next row's loads in flight while this one is worked on.
+template <class T, int TPR, int V>
+__device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
+  constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR;
+  static_assert(TPR <= 32);
+  __shared__ __align__(16) float sum[TPR * V * E];
+  const int lane = threadIdx.x % TPR, group = threadIdx.x / TPR;
+  const int64_t rows = a.rows.m, step = static_cast<int64_t>(gridDim.x) * kGroups;
+  const Span span = {0, static_cast<int>(a.rows.n)};
+  const float* rstds = static_cast<const float*>(a.rstd);
+  const ColumnWeights<V, E, (V * E <= 8)> weights(a, 0, lane * E, TPR * E, span);
+  float dw[V][E] = {};
+  uint4 x[V], dy[V];
+  float rstd = 0.f;
+  int64_t row = static_cast<int64_t>(blockIdx.x) * kGroups + group;
+  const auto fetch = [&](int64_t r, uint4(&xs)[V], uint4(&ds)[V], float& s) {
+    const Span in = {0, r < rows ? span.hi : 0};
+    s = r < rows ? rstds[r] : 0.f;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int e = (lane + i * TPR) * E;
+      xs[i] = load<false>(static_cast<const T*>(a.rows.a) + r * a.rows.a_stride, e, in, zero_vector());
+      ds[i] = load<false>(static_cast<const T*>(a.rows.b) + r * a.rows.b_stride, e, in, zero_vector());
+    }
+  };
+  fetch(row, x, dy, rstd);
+  // All groups of a warp take part in its shuffles, so all make as many turns as the first.
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kGroups; base < rows; base += step, row += step) {
+    uint4 next_x[V], next_dy[V];
+    float next_rstd;
+    fetch(row + step, next_x, next_dy, next_rstd);
+    float dot = 0.f;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      float fx[E], fd[E], w[E];
+      unpack(T(), x[i], fx);
+      unpack(T(), dy[i], fd);
+      weights.get(i, w);
+#pragma unroll
+      for (int j = 0; j < E; j++) dot = fmaf(fx[j] * fd[j], w[j], dot);
+    }
+    const float mean = lanes_sum<TPR>(dot) * rstd * a.inv_n;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      forget<T>(x[i], a.rows.zero), forget<T>(dy[i], a.rows.zero);
+      float fx[E], fd[E], w[E], out[E];
+      unpack(T(), x[i], fx);
+      unpack(T(), dy[i], fd);
+      weights.get(i, w);
+      backward_vector(fx, fd, w, rstd, mean, dw[i], out);
+      const Span in = {0, row < rows ? span.hi : 0};
+      store<false>(static_cast<T*>(a.rows.y) + row * a.rows.y_stride, (lane + i * TPR) * E, in, out);
+      x[i] = next_x[i], dy[i] = next_dy[i];
+    }
+    rstd = next_rstd;
+  }
+  for (int g = 0; g < kGroups; g++) {  // in this order on every run
+    if (group == g) {
+#pragma unroll
+      for (int i = 0; i < V; i++)
+#pragma unroll
+        for (int j = 0; j < E; j++) {
+          float& s = sum[(lane + i * TPR) * E + j];
+          s = g ? s + dw[i][j] : dw[i][j];
+        }
+    }
+    __syncthreads();
+  }
+  for (int c = threadIdx.x; c < a.rows.n; c += kThreads)
+    static_cast<float*>(a.dw_partial)[static_cast<int64_t>(blockIdx.x) * a.rows.n + c] = sum[c];
+}
+
+// dx and dw of rows that neither shape takes: any alignment, any length, any type of dout. The rows' sums came from `partial`;
+// here a CTA owns a tile of columns and walks down a block of rows. Vectors where rows are aligned, else elements that lie
+// a CTA apart, so that a warp's accesses stay adjacent.
+template <class T, bool General>
+__device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
+  constexpr int kThreads = 256, E = kElements<T>, kTile = kThreads * E;
+  const int64_t tiles = (a.rows.n + kTile - 1) / kTile;
+  const int64_t tile = blockIdx.x % tiles, block = blockIdx.x / tiles, blocks = gridDim.x / tiles;
+  const int64_t begin = tile * kTile;
+  const Span span = {0, static_cast<int>(a.rows.n - begin < kTile ? a.rows.n - begin : kTile)};
+  const int64_t first = a.rows.m * block / blocks, last = a.rows.m * (block + 1) / blocks;
+  const auto column = [](int j) { return General ? static_cast<int>(threadIdx.x) + j * kThreads : static_cast<int>(threadIdx.x) * E + j; };
+  float w[E], dw[E];
+#pragma unroll
+  for (int j = 0; j < E; j++) {
+    w[j] = a.weight && column(j) < span.hi ? load_float(a.weight, a.weight_type, begin + column(j)) : 1.f;
+    dw[j] = 0.f;
+  }
+  for (int64_t row = first; row < last; row++) {
+    const T* x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
+    const void* dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);
+    T* dx = static_cast<T*>(a.rows.y) + row * a.rows.y_stride + begin;
+    float fx[E], fd[E], out[E];
+    if constexpr (General) {
+#pragma unroll
+      for (int j = 0; j < E; j++) {
+        const bool in = column(j) < span.hi;
+        fx[j] = in ? to_float(x[column(j)]) : 0.f;
+        fd[j] = in ? load_float(dy, a.rows.b_type, column(j)) : 0.f;
+      }
+    } else {
+      unpack(T(), load<false>(x, column(0), span, zero_vector()), fx);
+      unpack(T(), load<false>(static_cast<const T*>(dy), column(0), span, zero_vector()), fd);
+    }
+    Sum dot;
+    const uint64_t* slots = static_cast<const uint64_t*>(a.rows.partial) + row * a.rows.splits;
+    for (int i = threadIdx.x % 32; i < a.rows.splits; i += 32) dot.merge(Sum::from_bits(slots[i]));
+    dot.reduce_lanes<32>();
+    const float rstd = static_cast<const float*>(a.rstd)[row];
+    backward_vector(fx, fd, w, rstd, dot.s * rstd * a.inv_n, dw, out);
+    if constexpr (General) {
+#pragma unroll
+      for (int j = 0; j < E; j++)
+        if (column(j) < span.hi) dx[column(j)] = from_float<T>(out[j]);
+    } else {
+      store<false>(dx, column(0), span, out);
+    }
+  }
+  float* partial = static_cast<float*>(a.dw_partial) + block * a.rows.n + begin;
+#pragma unroll
+  for (int j = 0; j < E; j++)
+    if (column(j) < span.hi) partial[column(j)] = dw[j];
+}
+
+// dw = the sum of the rows of partial dw, in their order. A CTA of 32 x 32 takes 32 columns.
+__device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
+  __shared__ float sum[32][33];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  float s = 0.f;
+  if (column < a.rows.n)
+    for (int64_t r = warp; r < a.partials; r += 32) s += static_cast<const float*>(a.dw_partial)[r * a.rows.n + column];
+  sum[warp][lane] = s;
+  __syncthreads();
+  if (warp || column >= a.rows.n) return;
+  s = 0.f;
+#pragma unroll
+  for (int i = 0; i < 32; i++) s += sum[i][lane];
+  store_float(a.dw, a.dw_type, column, s);
+}
+
+}  // namespace gander

@@ -1,0 +1,229 @@
+// The three shapes in which an op runs over rows. An op (softmax.cuh, ...) says what a tile adds to the row's state, what
+// the state means once the row is complete, and what each element becomes; these kernels bring the tiles.
+//
+//   rows     the row lies in registers, spread over TPR threads of a CTA or over all threads of a cluster: read once
+//   partial  one CTA reduces one chunk of a row, streaming; with a single chunk the row is complete and is finished here
+//   apply    one CTA merges the row's partial states and maps one chunk, reading it again
+//
+// An op provides T, State, Args and
+//   kInputs          1, or 2: the second input has T in `rows`, any type in general `partial` and `apply` kernels
+//   kMaps            it writes a row; kAnyOutput: of any type where the kernel is a general one
+//   kTotals          a launch of one CTA finishes what spans rows
+//   Scalars          what a row needs beside its elements
+//   fill()           what masked elements of the first input read as
+//   begin(args, row, first)              -> Scalars; `first` holds for the thread that writes the row's statistics
+//   add<First>(args, scalars, state, tile, place, e, step)
+//   keep(args, row, scalars), kept(args, row)  carry what `begin` read from `partial` over to `apply`
+//   end(args, row, scalars, state, first)      the row is complete: statistics are written here
+//   map<General>(args, scalars, a, b, place, e, out)  one vector of the output
+#pragma once
+#include "args_gen.cuh"
+#include "reduce.cuh"
+
+namespace gander {
+
+template <int TPR>
+constexpr int kThreads = TPR < 128 ? 128 : TPR;
+
+// Pointers to one row or chunk, all counted in the same elements (see Span).
+template <class T>
+struct Place {
+  const T* a;
+  const void* b;
+  int32_t b_type;
+  void* y;
+  int64_t origin;  // the element of the row that e = 0 stands for; may be negative
+  Span span;
+};
+
+template <class Op, bool General>
+__device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t row, int64_t chunk) {
+  using T = typename Op::T;
+  const T* a = static_cast<const T*>(r.a) + row * r.a_stride;
+  int shift = 0;
+  if constexpr (General) shift = (reinterpret_cast<uintptr_t>(a) & 15) / sizeof(T);
+  const int64_t origin = chunk * r.chunk * kElements<T> - shift;
+  const int64_t left = r.n - origin;
+  const int64_t most = r.chunk * kElements<T>;
+  Place<T> p;
+  p.a = a + origin;
+  p.b_type = r.b_type;
+  if constexpr (Op::kInputs > 1) p.b = advance(r.b, r.b_type, row * r.b_stride + origin);
+  if constexpr (Op::kMaps) p.y = advance(r.y, r.y_type, row * r.y_stride + origin);
+  p.origin = origin;
+  p.span = {origin < 0 ? static_cast<int>(-origin) : 0, static_cast<int>(left < most ? left : most)};
+  return p;
+}
+
+// V vectors of each input. `Any`: the second input has a run-time type and is held as floats.
+template <class Op, int V, bool General, bool Any>
+struct Tile {
+  using T = typename Op::T;
+  static constexpr bool kGeneral = General;
+  static constexpr int E = kElements<T>, kB = Op::kInputs > 1 ? V : 1;
+  uint4 a[V];
+  uint4 b[Any ? 1 : kB];
+  float any[Any ? kB : 1][E];
+
+  __device__ __forceinline__ void get_a(int i, float (&f)[E]) const { unpack(T(), a[i], f); }
+  __device__ __forceinline__ void get_b(int i, float (&f)[E]) const {
+    if constexpr (Op::kInputs > 1 && Any) {
+#pragma unroll
+      for (int j = 0; j < E; j++) f[j] = any[i][j];
+    } else if constexpr (Op::kInputs > 1) {
+      unpack(T(), b[i], f);
+    }
+  }
+
+  // Vectors that lie `step` elements apart, from element e on.
+  __device__ __forceinline__ void load(const Place<T>& p, int e, int step) {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      a[i] = gander::load<General>(p.a, e + i * step, p.span, Op::fill());
+      if constexpr (Op::kInputs > 1 && Any) load_floats<true>(p.b, p.b_type, e + i * step, p.span, any[i]);
+      else if constexpr (Op::kInputs > 1)
+        b[i] = gander::load<General>(static_cast<const T*>(p.b), e + i * step, p.span, zero_vector());
+    }
+  }
+
+  __device__ __forceinline__ void forget(unsigned zero) {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      gander::forget<T>(a[i], zero);
+      if constexpr (Op::kInputs > 1 && !Any) gander::forget<T>(b[i], zero);
+    }
+  }
+
+  __device__ __forceinline__ void map(const typename Op::Args& args, const typename Op::Scalars& sc, const Place<T>& p,
+                                      int e, int step) const {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * step;
+      if (General ? !p.span.template touches<E>(ei) : ei >= p.span.hi) continue;
+      float fa[E], fb[E], out[E];
+      get_a(i, fa);
+      get_b(i, fb);
+      Op::template map<General>(args, sc, fa, fb, p, ei, out);
+      if constexpr (General && Op::kAnyOutput) store_floats(p.y, args.rows.y_type, ei, p.span, out);
+      else store<General>(static_cast<T*>(p.y), ei, p.span, out);
+    }
+  }
+};
+
+template <class Op, int TPR, int V, bool General, bool Cluster>
+__device__ __forceinline__ void rows_body(const typename Op::Args& args) {
+  using T = typename Op::T;
+  using State = typename Op::State;
+  constexpr int kRows = kThreads<TPR> / TPR, kWarps = TPR / 32;
+  constexpr int kStep = TPR * kElements<T>;
+  const int lane = threadIdx.x % TPR;
+  int64_t row;
+  int e = lane * kElements<T>;
+  __shared__ uint64_t warp_slots[kWarps > 1 ? kRows * kWarps : 1];
+#ifdef GANDER_SM90
+  __shared__ uint64_t cluster_slots[Cluster ? 16 : 1], barrier;
+  if constexpr (Cluster) {
+    row = blockIdx.x / cluster_size();
+    e += cluster_rank() * kStep * V;
+    if (threadIdx.x == 0) {
+      barrier_init(&barrier, 1);
+      barrier_init_fence();
+      barrier_expect(&barrier, cluster_size() * sizeof(uint64_t));
+    }
+    cluster_arrive();
+  } else
+#else
+  if constexpr (Cluster) return;
+#endif
+    row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
+  const bool active = kRows == 1 || row < args.rows.m;
+  bool first = active && lane == 0;
+#ifdef GANDER_SM90
+  if constexpr (Cluster) first = first && cluster_rank() == 0;
+#endif
+  Place<T> p = place<Op, General>(args.rows, active ? row : 0, 0);
+  if (!active) p.span.lo = p.span.hi = 0;
+  Tile<Op, V, General, false> tile;
+  tile.load(p, e, kStep);
+  auto sc = Op::begin(args, active ? row : 0, first);
+  State st;
+  Op::template add<true>(args, sc, st, tile, p, e, kStep);
+  st.template reduce_lanes<(TPR < 32 ? TPR : 32)>();
+  if constexpr (kWarps > 1 && !std::is_same_v<State, None>) reduce_warps<kWarps>(st, warp_slots);
+#ifdef GANDER_SM90
+  if constexpr (Cluster) {
+    cluster_wait();
+    reduce_cluster(st, cluster_slots, &barrier, 0);
+  }
+#endif
+  if (active) Op::end(args, row, sc, st, first);
+  if constexpr (Op::kMaps) {
+    tile.forget(args.rows.zero);
+    tile.map(args, sc, p, e, kStep);
+  }
+  if constexpr (Op::kTotals) Op::total_if_single(args);
+}
+
+// CTAs of `partial` and `apply`.
+constexpr int kChunkThreads = 256;
+
+template <class Op, int V, bool General>
+__device__ __forceinline__ void partial_body(const typename Op::Args& args) {
+  using T = typename Op::T;
+  using State = typename Op::State;
+  constexpr int kStep = kChunkThreads * kElements<T>;
+  __shared__ uint64_t warp_slots[kChunkThreads / 32];
+  const int64_t row = blockIdx.x / args.rows.splits;
+  const int chunk = blockIdx.x % args.rows.splits;
+  const bool first = threadIdx.x == 0;
+  const Place<T> p = place<Op, General>(args.rows, row, chunk);
+  auto sc = Op::begin(args, row, first && chunk == 0);
+  State st;
+  for (int e = threadIdx.x * kElements<T>; e < p.span.hi; e += V * kStep) {
+    Tile<Op, V, General, General> tile;
+    tile.load(p, e, kStep);
+    Op::template add<false>(args, sc, st, tile, p, e, kStep);
+  }
+  st.template reduce_lanes<32>();
+  reduce_warps<kChunkThreads / 32>(st, warp_slots);
+  if (args.rows.splits == 1 && !Op::kMaps) {
+    Op::end(args, row, sc, st, first);
+    if constexpr (Op::kTotals) Op::total_if_single(args);
+  } else if (first) {
+    static_cast<uint64_t*>(args.rows.partial)[blockIdx.x] = st.bits();
+    if (chunk == 0) Op::keep(args, row, sc);
+  }
+}
+
+template <class Op, int V, bool General>
+__device__ __forceinline__ void apply_body(const typename Op::Args& args) {
+  using T = typename Op::T;
+  using State = typename Op::State;
+  constexpr int kStep = kChunkThreads * kElements<T>;
+  // Last chunk first: the end of what `partial` read is still in L2.
+  const uint32_t block = gridDim.x - 1 - blockIdx.x;
+  const int64_t row = Op::kMaps ? block / args.rows.splits : block;
+  const int chunk = Op::kMaps ? block % args.rows.splits : 0;
+  const bool first = threadIdx.x == 0 && chunk == 0;
+  const Place<T> p = place<Op, General>(args.rows, row, chunk);
+  auto sc = Op::kept(args, row);
+  State st;
+  if constexpr (!std::is_same_v<State, None>) {
+    __shared__ uint64_t warp_slots[kChunkThreads / 32];
+    const uint64_t* slots = static_cast<const uint64_t*>(args.rows.partial) + row * args.rows.splits;
+    for (int i = threadIdx.x; i < args.rows.splits; i += kChunkThreads) st.merge(State::from_bits(slots[i]));
+    st.template reduce_lanes<32>();
+    reduce_warps<kChunkThreads / 32>(st, warp_slots);
+  }
+  Op::end(args, row, sc, st, first);
+  if constexpr (Op::kMaps) {
+    for (int e = threadIdx.x * kElements<T>; e < p.span.hi; e += V * kStep) {
+      Tile<Op, V, General, General> tile;
+      tile.load(p, e, kStep);
+      tile.map(args, sc, p, e, kStep);
+    }
+  }
+  if constexpr (Op::kTotals) Op::total_if_single(args);
+}
+
+}  // namespace gander

@@ -1,0 +1,72 @@
+// Softmax over rows, forward and backward.
+#pragma once
+#include "rows.cuh"
+
+namespace gander {
+
+// y = exp(x - max) / sum exp(x - max)
+template <class T_>
+struct SoftmaxForward {
+  using T = T_;
+  using State = MaxSum<T>;
+  using Args = SoftmaxArgs;
+  static constexpr int kInputs = 1;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  struct Scalars {
+    float max, scale;
+  };
+  __device__ static uint4 fill() { return lowest_vector<T>(); }
+  __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
+  template <bool First, class Tile, class Place>
+  __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
+    st.template add<First>(t.a);
+  }
+  __device__ static void keep(const Args&, int64_t, const Scalars&) {}
+  __device__ static Scalars kept(const Args&, int64_t) { return {}; }
+  __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) {
+    sc = {st.m, 1.f / st.s};
+  }
+  template <bool General, int E, class Place>
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
+                                             const Place&, int, float (&y)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) y[j] = exp_difference<T>(x[j], sc.max) * sc.scale;
+  }
+};
+
+// dx = (dy - sum(dy * y)) * y
+template <class T_>
+struct SoftmaxBackward {
+  using T = T_;
+  using State = Sum;
+  using Args = SoftmaxArgs;
+  static constexpr int kInputs = 2;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  struct Scalars {
+    float dot;
+  };
+  __device__ static uint4 fill() { return zero_vector(); }
+  __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
+  template <bool First, class Tile, class Place>
+  __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
+#pragma unroll
+    for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
+      float dy[Tile::E], y[Tile::E];
+      t.get_a(i, dy);
+      t.get_b(i, y);
+#pragma unroll
+      for (int j = 0; j < Tile::E; j++) st.s = fmaf(dy[j], y[j], st.s);
+    }
+  }
+  __device__ static void keep(const Args&, int64_t, const Scalars&) {}
+  __device__ static Scalars kept(const Args&, int64_t) { return {}; }
+  __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) { sc.dot = st.s; }
+  template <bool General, int E, class Place>
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&dy)[E], const float (&y)[E],
+                                             const Place&, int, float (&dx)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) dx[j] = (dy[j] - sc.dot) * y[j];
+  }
+};
+
+}  // namespace gander

@@ -1,0 +1,263 @@
+// Element types and 16-byte vectors: loading, converting, storing.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace gander {
+
+using f16 = __half;
+using bf16 = __nv_bfloat16;
+using f32 = float;
+
+// Run-time element types; the numbers of kernels.DType.
+enum DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64 };
+
+template <class T>
+constexpr int kElements = 16 / sizeof(T);  // per 16-byte vector
+
+constexpr float kInfinity = __builtin_huge_valf();
+
+// ---- one vector of T <-> floats. 16-bit rows stay packed in registers and are converted again when needed.
+
+__device__ __forceinline__ void unpack(f32, uint4 v, float (&f)[4]) {
+  f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y), f[2] = __uint_as_float(v.z), f[3] = __uint_as_float(v.w);
+}
+
+__device__ __forceinline__ void unpack(bf16, uint4 v, float (&f)[8]) {
+  const unsigned u[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    f[2 * i] = __uint_as_float(u[i] << 16);
+    f[2 * i + 1] = __uint_as_float(u[i] & 0xffff0000u);
+  }
+}
+
+__device__ __forceinline__ void unpack(f16, uint4 v, float (&f)[8]) {
+  const unsigned u[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 p = __half22float2(reinterpret_cast<const __half2&>(u[i]));
+    f[2 * i] = p.x, f[2 * i + 1] = p.y;
+  }
+}
+
+__device__ __forceinline__ uint4 pack(f32, const float (&f)[4]) {
+  return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
+}
+
+__device__ __forceinline__ unsigned pack2(bf16, float a, float b) {
+  const __nv_bfloat162 p = __floats2bfloat162_rn(a, b);
+  return reinterpret_cast<const unsigned&>(p);
+}
+
+__device__ __forceinline__ unsigned pack2(f16, float a, float b) {
+  const __half2 p = __floats2half2_rn(a, b);
+  return reinterpret_cast<const unsigned&>(p);
+}
+
+template <class T>
+__device__ __forceinline__ uint4 pack(T t, const float (&f)[8]) {
+  return make_uint4(pack2(t, f[0], f[1]), pack2(t, f[2], f[3]), pack2(t, f[4], f[5]), pack2(t, f[6], f[7]));
+}
+
+template <class T>
+__device__ __forceinline__ float to_float(T v) {
+  if constexpr (sizeof(T) == 4) return v;
+  else if constexpr (std::is_same_v<T, bf16>) return __bfloat162float(v);
+  else return __half2float(v);
+}
+
+template <class T>
+__device__ __forceinline__ T from_float(float v) {
+  if constexpr (sizeof(T) == 4) return v;
+  else if constexpr (std::is_same_v<T, bf16>) return __float2bfloat16_rn(v);
+  else return __float2half_rn(v);
+}
+
+// A vector whose elements are all -infinity, and one of zeros: what masked elements read as.
+template <class T>
+__device__ __forceinline__ uint4 lowest_vector() {
+  constexpr unsigned bits = sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, bf16> ? 0xff80ff80u : 0xfc00fc00u;
+  return make_uint4(bits, bits, bits, bits);
+}
+__device__ __forceinline__ uint4 zero_vector() { return make_uint4(0, 0, 0, 0); }
+
+// Makes the compiler forget what it converted before: 16-bit elements are cheaper to convert again than to hold as floats,
+// and nothing less than a value that it cannot know (`zero`, from the arguments) stops the assembler from holding them.
+template <class T>
+__device__ __forceinline__ void forget(uint4& v, unsigned zero) {
+  if constexpr (sizeof(T) == 2) v = make_uint4(v.x ^ zero, v.y ^ zero, v.z ^ zero, v.w ^ zero);
+}
+
+// The largest element of a tile; a NaN is passed over here and comes back through the sum. Packed 16-bit maxima
+// are exact and cost half the work.
+template <int V>
+__device__ __forceinline__ float tile_max(f32, const uint4 (&v)[V]) {
+  float m = -kInfinity;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    float f[4];
+    unpack(f32(), v[i], f);
+    m = fmaxf(m, fmaxf(fmaxf(f[0], f[1]), fmaxf(f[2], f[3])));
+  }
+  return m;
+}
+
+template <class T, int V>
+__device__ __forceinline__ float tile_max(T, const uint4 (&v)[V]) {
+  using T2 = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
+  unsigned m = lowest_vector<T>().x;
+  const auto take = [&m](unsigned u) {
+    const T2 r = __hmax2(reinterpret_cast<const T2&>(m), reinterpret_cast<const T2&>(u));
+    m = reinterpret_cast<const unsigned&>(r);
+  };
+#pragma unroll
+  for (int i = 0; i < V; i++) take(v[i].x), take(v[i].y), take(v[i].z), take(v[i].w);
+  const T2 r = reinterpret_cast<const T2&>(m);
+  return fmaxf(to_float(r.x), to_float(r.y));
+}
+
+// ---- A row's elements [lo, hi), counted from a pointer p that its vectors are counted from as well.
+// In a vector kernel p is the row, lo is 0 and every vector below hi is whole and aligned. In a general kernel p lies up to
+// one vector before the row so that the first operand's vectors are aligned, and the others take what they get.
+struct Span {
+  int lo, hi;
+  template <int E>
+  __device__ __forceinline__ bool whole(int e) const { return e >= lo && e + E <= hi; }
+  template <int E>
+  __device__ __forceinline__ bool touches(int e) const { return e < hi && e + E > lo; }
+};
+
+__device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
+
+// The vector at element e, masked elements taken from `fill`. Rows stream through: nothing of them should stay in L1.
+template <bool General, class T>
+__device__ __forceinline__ uint4 load(const T* p, int e, Span s, uint4 fill) {
+  constexpr int E = kElements<T>;
+  if constexpr (!General) {
+    return e < s.hi ? __ldcs(reinterpret_cast<const uint4*>(p + e)) : fill;
+  } else {
+    if (s.whole<E>(e) && aligned16(p + e)) return __ldcs(reinterpret_cast<const uint4*>(p + e));
+    if (!s.touches<E>(e)) return fill;
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    const Bits* q = reinterpret_cast<const Bits*>(p);
+    unsigned w[4] = {fill.x, fill.y, fill.z, fill.w};
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+      if (e + j < s.lo || e + j >= s.hi) continue;
+      const unsigned b = q[e + j];
+      if constexpr (sizeof(T) == 4) w[j] = b;
+      else w[j / 2] = j % 2 ? (w[j / 2] & 0xffffu) | b << 16 : (w[j / 2] & 0xffff0000u) | b;
+    }
+    return make_uint4(w[0], w[1], w[2], w[3]);
+  }
+}
+
+template <bool General, class T>
+__device__ __forceinline__ void store(T* p, int e, Span s, const float (&f)[kElements<T>]) {
+  constexpr int E = kElements<T>;
+  if constexpr (!General) {
+    if (e < s.hi) __stcs(reinterpret_cast<uint4*>(p + e), pack(T(), f));
+  } else {
+    if (s.whole<E>(e) && aligned16(p + e)) {
+      __stcs(reinterpret_cast<uint4*>(p + e), pack(T(), f));
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < E; j++)
+      if (e + j >= s.lo && e + j < s.hi) p[e + j] = from_float<T>(f[j]);
+  }
+}
+
+// ---- operands whose element type is known at run time only
+
+// E adjacent elements, aligned to 16 bytes or to their own whole size.
+template <class T, int E>
+__device__ __forceinline__ void load_aligned(const T* p, float (&f)[E]) {
+  constexpr int F = kElements<T>;
+  if constexpr (E < F) {  // half a vector of 16-bit elements
+    static_assert(2 * E == F);
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    float g[F];
+    unpack(T(), make_uint4(v.x, v.y, 0, 0), g);
+#pragma unroll
+    for (int j = 0; j < E; j++) f[j] = g[j];
+  } else {
+#pragma unroll
+    for (int i = 0; i < E; i += F) {
+      float g[F];
+      unpack(T(), *reinterpret_cast<const uint4*>(p + i), g);
+#pragma unroll
+      for (int j = 0; j < F; j++) f[i + j] = g[j];
+    }
+  }
+}
+
+template <bool General, class T, int E>
+__device__ __forceinline__ void load_floats_as(const T* p, int e, Span s, float (&f)[E]) {
+  if (General ? s.whole<E>(e) && aligned16(p + e) : e < s.hi) {
+    load_aligned(p + e, f);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < E; j++) f[j] = General && e + j >= s.lo && e + j < s.hi ? to_float(p[e + j]) : 0.f;
+}
+
+// E elements from element e of an operand of any 16- or 32-bit float type; masked ones are 0.
+template <bool General, int E>
+__device__ __forceinline__ void load_floats(const void* p, int32_t type, int e, Span s, float (&f)[E]) {
+  if (type == kBFloat16) load_floats_as<General>(static_cast<const bf16*>(p), e, s, f);
+  else if (type == kFloat16) load_floats_as<General>(static_cast<const f16*>(p), e, s, f);
+  else load_floats_as<General>(static_cast<const f32*>(p), e, s, f);
+}
+
+template <class T, int E>
+__device__ __forceinline__ void store_floats_as(T* p, int e, Span s, const float (&f)[E]) {
+  constexpr int F = kElements<T>;
+  if (E >= F && s.whole<E>(e) && aligned16(p + e)) {
+#pragma unroll
+    for (int i = 0; i + F <= E; i += F) {
+      float g[F];
+#pragma unroll
+      for (int j = 0; j < F; j++) g[j] = f[i + j];
+      __stcs(reinterpret_cast<uint4*>(p + e + i), pack(T(), g));
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < E; j++)
+    if (e + j >= s.lo && e + j < s.hi) p[e + j] = from_float<T>(f[j]);
+}
+
+template <int E>
+__device__ __forceinline__ void store_floats(void* p, int32_t type, int e, Span s, const float (&f)[E]) {
+  if (type == kBFloat16) store_floats_as(static_cast<bf16*>(p), e, s, f);
+  else if (type == kFloat16) store_floats_as(static_cast<f16*>(p), e, s, f);
+  else store_floats_as(static_cast<f32*>(p), e, s, f);
+}
+
+__device__ __forceinline__ float load_float(const void* p, int32_t type, int64_t i) {
+  if (type == kBFloat16) return to_float(static_cast<const bf16*>(p)[i]);
+  if (type == kFloat16) return to_float(static_cast<const f16*>(p)[i]);
+  return static_cast<const f32*>(p)[i];
+}
+
+__device__ __forceinline__ void store_float(void* p, int32_t type, int64_t i, float v) {
+  if (type == kBFloat16) static_cast<bf16*>(p)[i] = from_float<bf16>(v);
+  else if (type == kFloat16) static_cast<f16*>(p)[i] = from_float<f16>(v);
+  else static_cast<f32*>(p)[i] = v;
+}
+
+// An operand of run-time type, moved by whole elements.
+__device__ __forceinline__ int type_size(int32_t type) { return type == kFloat32 ? 4 : 2; }
+__device__ __forceinline__ const void* advance(const void* p, int32_t type, int64_t elements) {
+  return static_cast<const char*>(p) + elements * type_size(type);
+}
+__device__ __forceinline__ void* advance(void* p, int32_t type, int64_t elements) {
+  return static_cast<char*>(p) + elements * type_size(type);
+}
+
+}  // namespace gander

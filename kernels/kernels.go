@@ -1,0 +1,89 @@
+// Package kernels is the immutable description of everything gander can launch: element types, operand
+// shapes, and the table of CUDA kernel variants. It knows nothing of DLPack, of a device that is present,
+// or of what an op means; package ops decides what to launch and package driver launches it.
+package kernels
+
+//go:generate go run ../internal/cmd/instantiate
+
+import "unsafe"
+
+// DType is an element type. The numbers are shared with the device code (kernels/cuda/dtype.cuh).
+type DType int32
+
+const (
+	Float16 DType = iota
+	BFloat16
+	Float32
+	Float64
+	Int32
+	Int64
+)
+
+// Size returns the size of one element in bytes.
+func (d DType) Size() int64 {
+	switch d {
+	case Float16, BFloat16:
+		return 2
+	case Float32, Int32:
+		return 4
+	default:
+		return 8
+	}
+}
+
+// String returns the name that torch and NumPy use.
+func (d DType) String() string {
+	return [...]string{"float16", "bfloat16", "float32", "float64", "int32", "int64"}[d]
+}
+
+// Matrix is Rows rows of Cols adjacent elements; rows begin Stride elements apart. Data may be aligned
+// to the element only, and is nil where the operand is absent or has no elements.
+type Matrix struct {
+	Data   unsafe.Pointer
+	DType  DType
+	Rows   int64
+	Cols   int64
+	Stride int64
+}
+
+// Vector is Len elements that lie Stride elements apart (0 repeats one element). A nil Data with a
+// Len of 0 means that the operand is absent.
+type Vector struct {
+	Data   unsafe.Pointer
+	DType  DType
+	Len    int64
+	Stride int64
+}
+
+// Present tells whether an optional operand was given.
+func (v Vector) Present() bool { return v.Data != nil }
+
+// Reduction says what becomes of the rows' losses.
+type Reduction int32
+
+const (
+	ReduceNone Reduction = iota // a loss for each row
+	ReduceMean                  // sum of the rows' losses over the sum of the counted rows' weights
+	ReduceSum                   // sum of the rows' losses
+)
+
+// CrossEntropy is what one cross-entropy call reads and writes, forward or backward.
+// Statistics (Loss, Max, LogSum, Denominator, DLoss) are float32, or float64 where X is float64.
+type CrossEntropy struct {
+	X           Matrix // logits (M, N)
+	Target      Vector // class of each row (M), int32 or int64
+	Weight      Vector // weight of each class (N), optional
+	IgnoreIndex int64  // rows with this target count for nothing
+	Reduction   Reduction
+
+	// Forward writes:
+	Loss Vector // (M) where Reduction is ReduceNone, else one element
+	// Max and LogSum hold the two parts of each row's log-sum-exp; Max alone receives the whole where
+	// LogSum is absent. Both are optional in the forward call.
+	Max, LogSum Vector
+	DX          Matrix // gradient for an upstream gradient of 1 per row (weights applied); optional in the forward call
+	Denominator Vector // one element: the mean's denominator; optional
+
+	// Backward reads Max, LogSum and Denominator as well, and writes DX:
+	DLoss Vector // upstream gradient, (M) or a single element with Stride 0
+}
