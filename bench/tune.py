@@ -38,11 +38,16 @@ class Config(ct.Structure):
     ]  # fmt: skip
 
 
-def config(grid, threads, cluster=1, shared=0):
+def config(grid, threads, cluster=1, shared=0, dependent=False):
     c = Config((grid, 1, 1), (threads, 1, 1), shared, None, None, 0)
+    attributes = []
     if cluster > 1:
-        a = Attribute(4, 0, (cluster, 1, 1))
-        c.attributes, c.count, c._keep = ct.pointer(a), 1, a
+        attributes.append(Attribute(4, 0, (cluster, 1, 1)))
+    if dependent:  # programmatic stream serialization: start while the launch before ends
+        attributes.append(Attribute(6, 0, (1,)))
+    if attributes:
+        c._keep = (Attribute * len(attributes))(*attributes)
+        c.attributes, c.count = c._keep, len(attributes)
     return c
 
 
@@ -149,6 +154,8 @@ class Tuner:
                     rows = v["Threads"] // v["RowThreads"]
                     grid = -(-m // rows) * c
                     yield [(v, grid, c, 0)], {"chunk": 1 << 27, "splits": 1}
+            if op == "rmsnorm_forward" and not general:
+                yield from self.rings(of, op, m, nv, 1, [])
             reduces = op != "cross_entropy_backward"
             maps = op != "cross_entropy_forward"
             partial, apply = of(op, "partial"), of(op, "apply")
@@ -173,28 +180,7 @@ class Tuner:
                     for resident in (1, 2, 3, 4):
                         p = min(SMS * resident, -(-m // (v["Threads"] // v["RowThreads"])))
                         yield [(v, p, 1, 0), finish], {"partials": p, "resident": resident}
-            for v in of(op, "ring"):
-                cap = v["RowThreads"] * v["Vectors"]
-                for c in (2, 4, 8, 16) if v["Cluster"] else (1,):
-                    if cap * c < nv or cap * c >= 4 * nv:
-                        continue
-                    for resident in {v["Resident"], max(1, v["Resident"] - 1), v["Resident"] + 1}:
-                        for stages in (2, 3, 4, 6, 8):
-                            shared = stages * 2 * cap * 16
-                            if shared * resident > 220 << 10:
-                                continue
-                            groups = SMS * resident
-                            if c > 1:
-                                count = ct.c_int()
-                                f = self.module(v["Family"]).get(v["Symbol"])
-                                conf = config(c * 1024, v["Threads"], c, shared)
-                                check(cuda.cuOccupancyMaxActiveClusters(ct.byref(count), f, ct.byref(conf)), "occupancy")
-                                groups = count.value
-                                if groups == 0:
-                                    continue
-                            groups = min(groups, m)
-                            yield [(v, groups * c, c, shared), finish], {
-                                "partials": groups, "stages": stages, "resident": resident}  # fmt: skip
+            yield from self.rings(of, op, m, nv, 2, [finish])
         v = of(op, "columns")[0]
         tiles = -(-n // (256 * e))
         for waves in (2, 4, 8):
@@ -204,6 +190,30 @@ class Tuner:
             splits = -(-nv // chunk)
             yield [(of(op, "partial")[0], m * splits, 1, 0), (v, tiles * blocks, 1, 0), finish], {
                 "partials": blocks, "chunk": chunk, "splits": splits}  # fmt: skip
+
+    def rings(self, of, op, m, nv, inputs, then):
+        for v in of(op, "ring"):
+            cap = v["RowThreads"] * v["Vectors"]
+            for c in (2, 4, 8, 16) if v["Cluster"] else (1,):
+                if cap * c < nv or cap * c >= 4 * nv:
+                    continue
+                for resident in sorted({max(1, v["Resident"] - 1), v["Resident"], v["Resident"] + 1}):
+                    for stages in (2, 3, 4, 6, 8):
+                        shared = stages * inputs * cap * 16
+                        if shared * resident > 220 << 10:
+                            continue
+                        groups = SMS * resident
+                        if c > 1:
+                            count = ct.c_int()
+                            f = self.module(v["Family"]).get(v["Symbol"])
+                            conf = config(c * 1024, v["Threads"], c, shared)
+                            check(cuda.cuOccupancyMaxActiveClusters(ct.byref(count), f, ct.byref(conf)), "occupancy")
+                            groups = count.value
+                            if groups == 0:
+                                continue
+                        groups = min(groups, m)
+                        yield [(v, groups * c, c, shared), *then], {
+                            "partials": groups, "stages": stages, "resident": resident}  # fmt: skip
 
     def point(self, op, dtype, m, n, repeats, quick):
         t = TYPES[dtype]
@@ -271,8 +281,8 @@ class Tuner:
             names = "+".join(s[0]["Symbol"] for s in steps if s[0]["Op"] != "weight_gradient")
             note = f"{names} grid {steps[0][1]} c{steps[0][2]} {extra}"
             launches = [
-                (self.module(v["Family"]).get(v["Symbol"]), config(grid, v["Threads"], c, shared))
-                for v, grid, c, shared in steps
+                (self.module(v["Family"]).get(v["Symbol"]), config(grid, v["Threads"], c, shared, i > 0))
+                for i, (v, grid, c, shared) in enumerate(steps)
             ]
 
             def run(launches=launches, packed=packed):

@@ -34,7 +34,7 @@ const (
 	InRegisters Shape = iota // a row in the registers of RowThreads threads (or of a cluster), read once
 	Partial                  // a CTA reduces one chunk of a row
 	Apply                    // a CTA maps one chunk of a row whose partial states are known
-	Ring                     // RMSNorm backward: persistent CTAs, rows through a ring in shared memory
+	Ring                     // RMSNorm: persistent CTAs, rows through a ring in shared memory
 	Lanes                    // RMSNorm backward: persistent groups of lanes, a row each
 	Columns                  // RMSNorm backward: a CTA walks down a tile of columns
 	Finish                   // sums up what other kernels left
@@ -101,6 +101,7 @@ type Geometry struct {
 	Cluster     uint32 // CTAs per cluster, 1 for none
 	Shared      uint32 // bytes of dynamic shared memory per CTA
 	Cooperative bool   // all CTAs must be resident at once
+	Dependent   bool   // may start while the launch before it ends: its kernel waits (sm_90 and later)
 }
 
 // ChunkThreads is the CTA size of Partial, Apply and Columns kernels (kChunkThreads in cuda/rows.cuh).
@@ -139,9 +140,12 @@ var (
 		2: {{8, 1}, {8, 2}, {32, 2}, {128, 2}, {512, 2}, {1024, 2}}}
 	anyInClusters = map[int][]shape{1: {{512, 4}, {1024, 4}}, 2: {{512, 2}, {1024, 2}}}
 
-	// RMSNorm backward with dw: float32 dw of every column stays in registers.
+	// RMSNorm of the longest rows, which would fetch the weights again with every row; and its backward with dw, whose float32 sums
+	// stay in registers.
+	forwardRing = []shape{{512, 2}, {512, 4}}
 	ring        = []shape{{128, 1}, {256, 2}}
-	ringCluster = []shape{{256, 2}, {512, 2}, {512, 4}}
+	ringCluster = []shape{{256, 2}, {512, 2}}
+	longRing    = map[DType]shape{Float16: {512, 4}, BFloat16: {1024, 2}, Float32: {1024, 2}} // float16 holds more
 	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}}
 )
 
@@ -149,8 +153,10 @@ var (
 // one CTA loads while another stores.
 func resident(v *Variant) int {
 	switch {
+	case v.Shape == Ring && v.Op == RMSNormForward:
+		return 4 / v.Vectors
 	case v.Shape == Ring:
-		return map[shape]int{{128, 1}: 5, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1}[shape{v.Threads, v.Vectors}]
+		return map[shape]int{{128, 1}: 5, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1, {1024, 2}: 1}[shape{v.Threads, v.Vectors}]
 	case v.Shape == Lanes:
 		return 2
 	case v.General, v.Op == RMSNormBackward, v.Vectors*inputs(v.Op) > 4:
@@ -221,12 +227,14 @@ func table() []Variant {
 			}
 			chunks(op, Apply, 4/n)
 		}
+		add(RMSNormForward, Ring, false, true, forwardRing...)
 		add(RMSNormBackward, Ring, false, false, ring...)
 		add(RMSNormBackward, Ring, false, true, ringCluster...)
+		add(RMSNormBackward, Ring, false, true, longRing[x])
 		add(RMSNormBackward, Lanes, false, false, lanes...)
 		add(RMSNormBackward, Columns, false, false, shape{ChunkThreads, 1})
 		add(RMSNormBackward, Columns, true, false, shape{ChunkThreads, 1})
-		add(WeightGradient, Finish, true, false, shape{1024, 1})
+		add(WeightGradient, Finish, true, false, shape{1024, 1}, shape{256, 1})
 		add(Total, Finish, true, false, shape{1024, 1})
 		add(Total, Finish, true, true, shape{1024, 1})
 	}

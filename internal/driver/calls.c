@@ -55,6 +55,11 @@ static CUlaunchAttribute cooperatively(void) {
   return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .value.cooperative = 1};
 }
 
+static CUlaunchAttribute dependently(void) {
+  return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                             .value.programmaticStreamSerializationAllowed = 1};
+}
+
 int gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block) {
   CUlaunchAttribute attribute = in_clusters(cluster);
   CUlaunchConfig config = {
@@ -65,21 +70,23 @@ int gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t bl
 }
 
 CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t grid, uint32_t cluster, uint32_t block,
-                              uint32_t shared, int cooperative, uintptr_t stream, void *args, size_t bytes) {
+                              uint32_t shared, int cooperative, int dependent, uintptr_t stream, void *args,
+                              size_t bytes) {
   int pushed;
   CUresult status = push(context, &pushed);
   if (status != CUDA_SUCCESS) return status;
   // As a buffer of a stated size: the driver reads no further, and refuses a struct larger than the kernel's.
   void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, args, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes, CU_LAUNCH_PARAM_END};
-  if (cluster <= 1 && !cooperative) {
+  if (cluster <= 1 && !cooperative && !dependent) {
     status = cuLaunchKernel((CUfunction)function, grid, 1, 1, block, 1, 1, shared, (CUstream)stream, NULL, extra);
   } else {
-    CUlaunchAttribute attributes[2];
+    CUlaunchAttribute attributes[3];
     CUlaunchConfig config = {
         .gridDimX = grid, .gridDimY = 1, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
         .sharedMemBytes = shared, .hStream = (CUstream)stream, .attrs = attributes};
     if (cluster > 1) attributes[config.numAttrs++] = in_clusters(cluster);
     if (cooperative) attributes[config.numAttrs++] = cooperatively();
+    if (dependent) attributes[config.numAttrs++] = dependently();
     status = cuLaunchKernelEx(&config, (CUfunction)function, NULL, extra);
   }
   pop(pushed);

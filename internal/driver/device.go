@@ -281,6 +281,13 @@ func (d *Device) Warmup() error {
 	return nil
 }
 
+func flag(b bool) C.int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
 // Launch enqueues a kernel whose only parameter is the struct of the given size that args points to, which is
 // copied before Launch returns.
 func (d *Device) Launch(v *kernels.Variant, g kernels.Geometry, args unsafe.Pointer, bytes, stream uintptr) error {
@@ -291,12 +298,9 @@ func (d *Device) Launch(v *kernels.Variant, g kernels.Geometry, args unsafe.Poin
 			return err
 		}
 	}
-	cooperative := C.int(0)
-	if g.Cooperative {
-		cooperative = 1
-	}
 	code := C.gander_driver_launch(d.context, C.uintptr_t(f), C.uint32_t(g.Grid), C.uint32_t(g.Cluster),
-		C.uint32_t(v.Threads), C.uint32_t(g.Shared), cooperative, C.uintptr_t(stream), args, C.size_t(bytes))
+		C.uint32_t(v.Threads), C.uint32_t(g.Shared), flag(g.Cooperative), flag(g.Dependent), C.uintptr_t(stream), args,
+		C.size_t(bytes))
 	if code == C.CUDA_SUCCESS {
 		return nil
 	}

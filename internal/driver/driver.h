@@ -43,7 +43,8 @@ int gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t bl
 
 // From any thread, whatever context is current, in one call each:
 CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t grid, uint32_t cluster, uint32_t block,
-                              uint32_t shared, int cooperative, uintptr_t stream, void *args, size_t bytes);
+                              uint32_t shared, int cooperative, int dependent, uintptr_t stream, void *args,
+                              size_t bytes);
 CUresult gander_driver_allocate(uintptr_t context, size_t bytes, uintptr_t stream, uintptr_t *p);
 CUresult gander_driver_free(uintptr_t context, uintptr_t p, uintptr_t stream);
 CUresult gander_driver_allocate_owned(uintptr_t context, size_t bytes, uintptr_t stream, uintptr_t *p,

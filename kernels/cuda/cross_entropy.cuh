@@ -14,13 +14,16 @@ struct Label {
 };
 constexpr int64_t kNone = INT64_MIN / 2;
 
-__device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t row) {
+__device__ __forceinline__ int64_t load_target(const CrossEntropyArgs& a, int64_t row) {
   const int64_t i = row * a.target_stride;
-  const int64_t t =
-      a.target_type == kInt64 ? static_cast<const int64_t*>(a.target)[i] : static_cast<const int32_t*>(a.target)[i];
-  if (t == a.ignore_index) return {kNone, 0.f};
-  if (t < 0 || t >= a.rows.n) return {kNone, kNaN};
-  return {t, a.weight ? load_float(a.weight, a.weight_type, t) : 1.f};
+  if (a.target_type == kInt64) return static_cast<const int64_t*>(a.target)[i];
+  return static_cast<const int32_t*>(a.target)[i];
+}
+
+__device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target) {
+  if (target == a.ignore_index) return {kNone, 0.f};
+  if (target < 0 || target >= a.rows.n) return {kNone, kNaN};
+  return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
 }
 
 // The sum of all rows' losses, over that of their weights for a mean, in an order that depends on M alone.
@@ -28,6 +31,7 @@ __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t row) {
 template <int T, bool Cluster>
 __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
   const float2* rows = static_cast<const float2*>(a.row_losses);
+  if (!a.total_here) wait_for_previous_launch();
   __shared__ float2 warps[T / 32];
   int64_t first = threadIdx.x, step = T;
 #ifdef GANDER_SM90
@@ -105,12 +109,13 @@ struct CrossEntropyForward {
   __device__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool first) {
     Scalars sc = {};
-    if (first || Gradient) {
-      sc.label = label(a, row);
-      if (first && sc.label.index >= 0)
-        sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
-    }
+    if (first || Gradient) sc.label.index = load_target(a, row);
     return sc;
+  }
+  __device__ __forceinline__ static void follow(const Args& a, int64_t row, Scalars& sc, bool first) {
+    if (first || Gradient) sc.label = label(a, sc.label.index);
+    if (first && sc.label.index >= 0)
+      sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
   }
   template <bool First, class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
@@ -119,7 +124,7 @@ struct CrossEntropyForward {
   __device__ static void keep(const Args& a, int64_t row, const Scalars& sc) { static_cast<float*>(a.logits)[row] = sc.logit; }
   __device__ static Scalars kept(const Args& a, int64_t row) {
     Scalars sc = {};
-    sc.label = label(a, row);
+    sc.label = label(a, load_target(a, row));
     sc.logit = static_cast<const float*>(a.logits)[row];
     return sc;
   }
@@ -169,20 +174,28 @@ struct CrossEntropyBackward {
   };
   __device__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool) {
-    const Label l = label(a, row);
     Scalars sc;
-    sc.index = l.index, sc.zero = l.weight == 0.f;
-    sc.grad = l.weight * static_cast<const float*>(a.dloss)[row * a.dloss_stride];
-    if (a.mean) sc.grad /= *static_cast<const float*>(a.denominator);
+    sc.index = load_target(a, row);
+    sc.grad = static_cast<const float*>(a.dloss)[row * a.dloss_stride];
     sc.max = static_cast<const float*>(a.max)[row * a.max_stride];
-    // Given apart, the log-sum is small and its exponential exact to a few ulp, however large the logits.
-    sc.scale = a.log_sum ? expf(-static_cast<const float*>(a.log_sum)[row * a.log_sum_stride]) : 1.f;
-    sc.scale *= sc.grad;
+    sc.scale = a.log_sum ? static_cast<const float*>(a.log_sum)[row * a.log_sum_stride] : 0.f;
     return sc;
+  }
+  __device__ __forceinline__ static void follow(const Args& a, int64_t, Scalars& sc, bool) {
+    const Label l = label(a, sc.index);
+    sc.index = l.index, sc.zero = l.weight == 0.f;
+    sc.grad *= l.weight;
+    if (a.mean) sc.grad /= *static_cast<const float*>(a.denominator);
+    // Given apart, the log-sum is small and its exponential exact to a few ulp, however large the logits.
+    sc.scale = expf(-sc.scale) * sc.grad;
   }
   template <bool First, class Tile, class Place>
   __device__ static void add(const Args&, const Scalars&, State&, const Tile&, const Place&, int, int) {}
-  __device__ static Scalars kept(const Args& a, int64_t row) { return begin(a, row, false); }
+  __device__ static Scalars kept(const Args& a, int64_t row) {
+    Scalars sc = begin(a, row, false);
+    follow(a, row, sc, false);
+    return sc;
+  }
   __device__ static void end(const Args&, int64_t, Scalars&, const State&, bool) {}
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],

@@ -173,6 +173,13 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
 }
 #endif
 
+// Waits for the launch before this one to be over, where this one was allowed to start early.
+__device__ __forceinline__ void wait_for_previous_launch() {
+#ifdef GANDER_SM90
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // All CTAs of a cluster exchange their states: warp 0 sends this CTA's to every CTA, and everybody merges in rank order.
 template <class State>
 __device__ __forceinline__ void reduce_cluster(State& st, uint64_t* slots, uint64_t* barrier, uint32_t phase) {

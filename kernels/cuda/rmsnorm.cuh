@@ -27,15 +27,26 @@ struct RMSNormForward {
   };
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
+  __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
   template <bool First, class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float x[Tile::E];
       t.get_a(i, x);
-#pragma unroll
-      for (int j = 0; j < Tile::E; j++) st.s = fmaf(x[j], x[j], st.s);
+      add_vector(st, x, x, x);
     }
+  }
+  template <int E>
+  __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&)[E], const float (&)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) st.s = fmaf(x[j], x[j], st.s);
+  }
+  template <int E>
+  __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&)[E],
+                                                    const float (&w)[E], float (&)[E], float (&y)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) y[j] = x[j] * sc.rstd * w[j];
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
   __device__ static Scalars kept(const Args&, int64_t) { return {}; }
@@ -48,12 +59,12 @@ struct RMSNormForward {
                                              const Place& p, int e, float (&y)[E]) {
     float w[E];
     load_weight<General>(a, p.origin, e, p.span, w);
-#pragma unroll
-    for (int j = 0; j < E; j++) y[j] = x[j] * sc.rstd * w[j];
+    map_vector(sc, x, x, w, w, y);
   }
 };
 
-// dx alone: where dw is not wanted, and for the row sums of `columns`.
+// As part of `rows`, `partial` and `apply`: dx alone, where dw is not wanted, or the row sums of `columns`. `ring` and `lanes` hold
+// dw too.
 template <class T_>
 struct RMSNormBackward {
   using T = T_;
@@ -68,6 +79,7 @@ struct RMSNormBackward {
   __device__ static Scalars begin(const Args& a, int64_t row, bool) {
     return {static_cast<const float*>(a.rstd)[row], 0.f};
   }
+  __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
   template <bool First, class Tile, class Place>
   __device__ __forceinline__ static void add(const Args& a, const Scalars&, State& st, const Tile& t, const Place& p, int e,
                                              int step) {
@@ -77,8 +89,22 @@ struct RMSNormBackward {
       t.get_a(i, x);
       t.get_b(i, dy);
       load_weight<Tile::kGeneral>(a, p.origin, e + i * step, p.span, w);
+      add_vector(st, x, dy, w);
+    }
+  }
+  template <int E>
+  __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&dy)[E], const float (&w)[E]) {
 #pragma unroll
-      for (int j = 0; j < Tile::E; j++) st.s = fmaf(x[j] * dy[j], w[j], st.s);
+    for (int j = 0; j < E; j++) st.s = fmaf(x[j] * dy[j], w[j], st.s);
+  }
+  template <int E>
+  __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&dy)[E],
+                                                    const float (&w)[E], float (&dw)[E], float (&dx)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+      const float h = x[j] * sc.rstd;
+      dw[j] = fmaf(dy[j], h, dw[j]);
+      dx[j] = (dy[j] * w[j] - h * sc.mean) * sc.rstd;
     }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
@@ -89,24 +115,11 @@ struct RMSNormBackward {
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&dy)[E],
                                              const Place& p, int e, float (&dx)[E]) {
-    float w[E];
+    float w[E], unused[E] = {};
     load_weight<General>(a, p.origin, e, p.span, w);
-#pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = (dy[j] * w[j] - x[j] * sc.rstd * sc.mean) * sc.rstd;
+    map_vector(sc, x, dy, w, unused, dx);
   }
 };
-
-// One vector of dx, and its part of dw.
-template <int E>
-__device__ __forceinline__ void backward_vector(const float (&x)[E], const float (&dy)[E], const float (&w)[E], float rstd,
-                                                float mean, float (&dw)[E], float (&dx)[E]) {
-#pragma unroll
-  for (int j = 0; j < E; j++) {
-    const float h = x[j] * rstd;
-    dw[j] = fmaf(dy[j], h, dw[j]);
-    dx[j] = (dy[j] * w[j] - h * mean) * rstd;
-  }
-}
 
 // The weights of a thread's columns: held as floats for all rows where registers allow, else fetched again from the caches.
 template <int V, int E, bool Held>
@@ -140,14 +153,16 @@ __device__ __forceinline__ void store_partial(float* p, const float (&v)[E]) {
   for (int j = 0; j < E; j += 4) *reinterpret_cast<float4*>(p + j) = make_float4(v[j], v[j + 1], v[j + 2], v[j + 3]);
 }
 
-// dx and dw, long rows: persistent CTAs (or clusters) that own fixed columns. Rows arrive by bulk copies in a ring of
-// `stages` rows in shared memory; weight and dw stay in registers. Aligned rows only. Each CTA (cluster) writes one row of
-// partial dw, which `weight_gradient` adds up.
-template <class T, int Threads, int V, bool Cluster>
+// Long rows through persistent CTAs (or clusters) that own fixed columns: rows arrive by bulk copies in a ring of `stages` rows in
+// shared memory; the columns' weights, and backward dw, stay in registers. Aligned rows only. Backward, each CTA (cluster) leaves one
+// row of partial dw, which `weight_gradient` adds up.
+template <class Op, int Threads, int V, bool Cluster>
 __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #ifdef GANDER_SM90
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kMaxStages = 16;
-  extern __shared__ __align__(128) uint4 ring[];  // stages x (x, dout) x kSlice
+  using T = typename Op::T;
+  constexpr bool kBackward = Op::kInputs > 1;
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kStage = Op::kInputs * kSlice, kMaxStages = 16;
+  extern __shared__ __align__(128) uint4 buffer[];  // stages x inputs x kSlice
   __shared__ uint64_t warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
   const int tid = threadIdx.x, stages = a.stages;
@@ -157,7 +172,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   const int begin = rank * kSlice, count = max(0, min(kSlice, vectors - begin));
   const T* x = static_cast<const T*>(a.rows.a) + begin * E;
   const T* dy = static_cast<const T*>(a.rows.b) + begin * E;
-  T* dx = static_cast<T*>(a.rows.y) + begin * E;
+  T* y = static_cast<T*>(a.rows.y) + begin * E;
   if (tid == 0) {
     for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
     barrier_init(merged, 1), barrier_init(merged + 1, 1);
@@ -168,87 +183,93 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   else __syncthreads();
   const auto fetch = [&](int64_t row, int stage) {
     if (count == 0) return;
-    uint4* to = ring + stage * 2 * kSlice;
-    barrier_expect(full + stage, count * 32);
+    uint4* to = buffer + stage * kStage;
+    barrier_expect(full + stage, count * 16 * Op::kInputs);
     bulk_copy(to, x + row * a.rows.a_stride, count * 16, full + stage);
-    bulk_copy(to + kSlice, dy + row * a.rows.b_stride, count * 16, full + stage);
+    if constexpr (kBackward) bulk_copy(to + kSlice, dy + row * a.rows.b_stride, count * 16, full + stage);
   };
   if (tid == 0)
     for (int i = 0; i < stages && first_row + i * step < rows; i++) fetch(first_row + i * step, i);
 
   const Span span = {0, count * E};
-  const ColumnWeights<V, E, (V * E <= 16)> weights(a, begin * E, tid * E, Threads * E, span);
+  constexpr int kHeld = !kBackward ? 32 : Threads == 1024 ? 8 : 16;  // floats of weights that registers leave room for
+  const ColumnWeights<V, E, (V * E <= kHeld)> weights(a, begin * E, tid * E, Threads * E, span);
   float dw[V][E] = {};
-  const float* rstds = static_cast<const float*>(a.rstd);
-  float rstd = first_row < rows ? rstds[first_row] : 0.f;
   int stage = 0, set = 0;
   uint32_t phase = 0, merged_phase = 0;
+  auto next = Op::begin(a, first_row < rows ? first_row : 0, false);
   for (int64_t row = first_row; row < rows; row += step) {
-    const float next_rstd = row + step < rows ? rstds[row + step] : 0.f;
+    auto sc = next;
+    if (row + step < rows) next = Op::begin(a, row + step, false);
     if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(uint64_t));
     if (count) barrier_wait(full + stage, phase);
-    const uint4* from = ring + stage * 2 * kSlice + tid;
-    uint4 xv[V], dv[V];
-    Sum dot;
+    const uint4* from = buffer + stage * kStage + tid;
+    uint4 xs[V], ds[kBackward ? V : 1];
+    Sum st;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const bool in = tid + i * Threads < count;
-      xv[i] = in ? from[i * Threads] : zero_vector();
-      dv[i] = in ? from[i * Threads + kSlice] : zero_vector();
       float fx[E], fd[E], w[E];
-      unpack(T(), xv[i], fx);
-      unpack(T(), dv[i], fd);
-      weights.get(i, w);
-#pragma unroll
-      for (int j = 0; j < E; j++) dot.s = fmaf(fx[j] * fd[j], w[j], dot.s);
+      xs[i] = in ? from[i * Threads] : zero_vector();
+      unpack(T(), xs[i], fx);
+      if constexpr (kBackward) {
+        ds[i] = in ? from[i * Threads + kSlice] : zero_vector();
+        unpack(T(), ds[i], fd);
+        weights.get(i, w);
+      }
+      Op::add_vector(st, fx, fd, w);
     }
-    dot.reduce_lanes<32>();
-    reduce_warps<kWarps>(dot, warp_slots[set]);  // its barrier: everybody has read this stage
+    st.reduce_lanes<32>();
+    reduce_warps<kWarps>(st, warp_slots[set]);  // its barrier: everybody has read this stage
     if (tid == 0 && row + stages * step < rows) fetch(row + stages * step, stage);
-    if constexpr (Cluster) reduce_cluster(dot, cluster_slots[set], merged + set, merged_phase);
-    const float mean = dot.s * rstd * a.inv_n;
+    if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
+    Op::end(a, row, sc, st, tid == 0 && rank == 0);
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      forget<T>(xv[i], a.rows.zero), forget<T>(dv[i], a.rows.zero);
       float fx[E], fd[E], w[E], out[E];
-      unpack(T(), xv[i], fx);
-      unpack(T(), dv[i], fd);
+      forget<T>(xs[i], a.rows.zero);
+      unpack(T(), xs[i], fx);
+      if constexpr (kBackward) {
+        forget<T>(ds[i], a.rows.zero);
+        unpack(T(), ds[i], fd);
+      }
       weights.get(i, w);
-      backward_vector(fx, fd, w, rstd, mean, dw[i], out);
-      store<false>(dx + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
+      Op::map_vector(sc, fx, fd, w, dw[i], out);
+      store<false>(y + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
     }
-    rstd = next_rstd;
     if (++stage == stages) stage = 0, phase ^= 1;
     merged_phase ^= set;
     set ^= 1;
   }
   // Nobody may leave while others may still write into its shared memory.
   if constexpr (Cluster) cluster_arrive(), cluster_wait();
-  float* partial = static_cast<float*>(a.dw_partial) + first_row * a.rows.n + begin * E;
+  if constexpr (kBackward) {
+    float* partial = static_cast<float*>(a.dw_partial) + first_row * a.rows.n + begin * E;
 #pragma unroll
-  for (int i = 0; i < V; i++)
-    if (tid + i * Threads < count) store_partial(partial + (tid + i * Threads) * E, dw[i]);
+    for (int i = 0; i < V; i++)
+      if (tid + i * Threads < count) store_partial(partial + (tid + i * Threads) * E, dw[i]);
+  }
 #endif
 }
 
 // dx and dw, short rows: groups of TPR lanes take a row each, the next row's loads in flight while this one is worked on.
 template <class T, int TPR, int V>
 __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
+  using Op = RMSNormBackward<T>;
   constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR;
   static_assert(TPR <= 32);
   __shared__ __align__(16) float sum[TPR * V * E];
   const int lane = threadIdx.x % TPR, group = threadIdx.x / TPR;
   const int64_t rows = a.rows.m, step = static_cast<int64_t>(gridDim.x) * kGroups;
   const Span span = {0, static_cast<int>(a.rows.n)};
-  const float* rstds = static_cast<const float*>(a.rstd);
   const ColumnWeights<V, E, (V * E <= 8)> weights(a, 0, lane * E, TPR * E, span);
   float dw[V][E] = {};
   uint4 x[V], dy[V];
-  float rstd = 0.f;
+  typename Op::Scalars sc;
   int64_t row = static_cast<int64_t>(blockIdx.x) * kGroups + group;
-  const auto fetch = [&](int64_t r, uint4(&xs)[V], uint4(&ds)[V], float& s) {
+  const auto fetch = [&](int64_t r, uint4(&xs)[V], uint4(&ds)[V], typename Op::Scalars& s) {
     const Span in = {0, r < rows ? span.hi : 0};
-    s = r < rows ? rstds[r] : 0.f;
+    s = Op::begin(a, r < rows ? r : 0, false);
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int e = (lane + i * TPR) * E;
@@ -256,23 +277,23 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       ds[i] = load<false>(static_cast<const T*>(a.rows.b) + r * a.rows.b_stride, e, in, zero_vector());
     }
   };
-  fetch(row, x, dy, rstd);
+  fetch(row, x, dy, sc);
   // All groups of a warp take part in its shuffles, so all make as many turns as the first.
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * kGroups; base < rows; base += step, row += step) {
     uint4 next_x[V], next_dy[V];
-    float next_rstd;
-    fetch(row + step, next_x, next_dy, next_rstd);
-    float dot = 0.f;
+    typename Op::Scalars next;
+    fetch(row + step, next_x, next_dy, next);
+    Sum st;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float fx[E], fd[E], w[E];
       unpack(T(), x[i], fx);
       unpack(T(), dy[i], fd);
       weights.get(i, w);
-#pragma unroll
-      for (int j = 0; j < E; j++) dot = fmaf(fx[j] * fd[j], w[j], dot);
+      Op::add_vector(st, fx, fd, w);
     }
-    const float mean = lanes_sum<TPR>(dot) * rstd * a.inv_n;
+    st.reduce_lanes<TPR>();
+    Op::end(a, row, sc, st, false);
 #pragma unroll
     for (int i = 0; i < V; i++) {
       forget<T>(x[i], a.rows.zero), forget<T>(dy[i], a.rows.zero);
@@ -280,12 +301,12 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       unpack(T(), x[i], fx);
       unpack(T(), dy[i], fd);
       weights.get(i, w);
-      backward_vector(fx, fd, w, rstd, mean, dw[i], out);
+      Op::map_vector(sc, fx, fd, w, dw[i], out);
       const Span in = {0, row < rows ? span.hi : 0};
       store<false>(static_cast<T*>(a.rows.y) + row * a.rows.y_stride, (lane + i * TPR) * E, in, out);
       x[i] = next_x[i], dy[i] = next_dy[i];
     }
-    rstd = next_rstd;
+    sc = next;
   }
   for (int g = 0; g < kGroups; g++) {  // in this order on every run
     if (group == g) {
@@ -309,6 +330,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
 template <class T, bool General>
 __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   constexpr int kThreads = 256, E = kElements<T>, kTile = kThreads * E;
+  wait_for_previous_launch();
   const int64_t tiles = (a.rows.n + kTile - 1) / kTile;
   const int64_t tile = blockIdx.x % tiles, block = blockIdx.x / tiles, blocks = gridDim.x / tiles;
   const int64_t begin = tile * kTile;
@@ -341,8 +363,9 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     const uint64_t* slots = static_cast<const uint64_t*>(a.rows.partial) + row * a.rows.splits;
     for (int i = threadIdx.x % 32; i < a.rows.splits; i += 32) dot.merge(Sum::from_bits(slots[i]));
     dot.reduce_lanes<32>();
-    const float rstd = static_cast<const float*>(a.rstd)[row];
-    backward_vector(fx, fd, w, rstd, dot.s * rstd * a.inv_n, dw, out);
+    auto sc = RMSNormBackward<T>::begin(a, row, false);
+    RMSNormBackward<T>::end(a, row, sc, dot, false);
+    RMSNormBackward<T>::map_vector(sc, fx, fd, w, dw, out);
     if constexpr (General) {
 #pragma unroll
       for (int j = 0; j < E; j++)
@@ -357,21 +380,28 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     if (column(j) < span.hi) partial[column(j)] = dw[j];
 }
 
-// dw = the sum of the rows of partial dw, in their order. A CTA of 32 x 32 takes 32 columns.
+// dw = the sum of the rows of partial dw, in their order. Few columns: a CTA of 32 x 32 threads takes 32 of them. Many: a
+// thread to each, or the CTAs would be more than the work.
+template <int Threads>
 __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
-  __shared__ float sum[32][33];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  constexpr int kWarps = Threads == 1024 ? 32 : 1, kColumns = Threads / kWarps;
+  wait_for_previous_launch();
+  const int lane = threadIdx.x % kColumns, warp = threadIdx.x / kColumns;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + lane;
   float s = 0.f;
   if (column < a.rows.n)
-    for (int64_t r = warp; r < a.partials; r += 32) s += static_cast<const float*>(a.dw_partial)[r * a.rows.n + column];
-  sum[warp][lane] = s;
-  __syncthreads();
-  if (warp || column >= a.rows.n) return;
-  s = 0.f;
+    for (int64_t r = warp; r < a.partials; r += kWarps)
+      s += static_cast<const float*>(a.dw_partial)[r * a.rows.n + column];
+  if constexpr (kWarps > 1) {
+    __shared__ float sum[kWarps][kColumns + 1];
+    sum[warp][lane] = s;
+    __syncthreads();
+    if (warp) return;
+    s = 0.f;
 #pragma unroll
-  for (int i = 0; i < 32; i++) s += sum[i][lane];
-  store_float(a.dw, a.dw_type, column, s);
+    for (int i = 0; i < kWarps; i++) s += sum[i][lane];
+  }
+  if (column < a.rows.n) store_float(a.dw, a.dw_type, column, s);
 }
 
 }  // namespace gander

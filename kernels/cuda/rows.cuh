@@ -11,7 +11,9 @@
 //   kTotals          a launch of one CTA finishes what spans rows
 //   Scalars          what a row needs beside its elements
 //   fill()           what masked elements of the first input read as
-//   begin(args, row, first)              -> Scalars; `first` holds for the thread that writes the row's statistics
+//   begin(args, row, first)              -> Scalars: loads that wait for nothing, issued before those of the row;
+//                                        `first` holds for the thread that writes the row's statistics
+//   follow(args, row, scalars, first)    what depends on them, while the row is on its way
 //   add<First>(args, scalars, state, tile, place, e, step)
 //   keep(args, row, scalars), kept(args, row)  carry what `begin` read from `partial` over to `apply`
 //   end(args, row, scalars, state, first)      the row is complete: statistics are written here
@@ -143,9 +145,10 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
 #endif
   Place<T> p = place<Op, General>(args.rows, active ? row : 0, 0);
   if (!active) p.span.lo = p.span.hi = 0;
+  auto sc = Op::begin(args, active ? row : 0, first);
   Tile<Op, V, General, false> tile;
   tile.load(p, e, kStep);
-  auto sc = Op::begin(args, active ? row : 0, first);
+  Op::follow(args, active ? row : 0, sc, first);
   State st;
   Op::template add<true>(args, sc, st, tile, p, e, kStep);
   st.template reduce_lanes<(TPR < 32 ? TPR : 32)>();
@@ -178,6 +181,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   const bool first = threadIdx.x == 0;
   const Place<T> p = place<Op, General>(args.rows, row, chunk);
   auto sc = Op::begin(args, row, first && chunk == 0);
+  Op::follow(args, row, sc, first && chunk == 0);
   State st;
   for (int e = threadIdx.x * kElements<T>; e < p.span.hi; e += V * kStep) {
     Tile<Op, V, General, General> tile;
@@ -200,6 +204,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kStep = kChunkThreads * kElements<T>;
+  wait_for_previous_launch();
   // Last chunk first: the end of what `partial` read is still in L2.
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
   const int64_t row = Op::kMaps ? block / args.rows.splits : block;

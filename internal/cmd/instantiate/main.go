@@ -198,7 +198,7 @@ func body(v *kernels.Variant) string {
 	case kernels.Partial, kernels.Apply:
 		return fmt.Sprintf("%s_body<%s, %d, %t>", v.Shape, op, v.Vectors, v.General)
 	case kernels.Ring:
-		return fmt.Sprintf("ring_body<%s, %d, %d, %t>", t, v.Threads, v.Vectors, v.Cluster)
+		return fmt.Sprintf("ring_body<%s, %d, %d, %t>", op, v.Threads, v.Vectors, v.Cluster)
 	case kernels.Lanes:
 		return fmt.Sprintf("lanes_body<%s, %d, %d>", t, v.RowThreads, v.Vectors)
 	case kernels.Columns:
@@ -207,5 +207,5 @@ func body(v *kernels.Variant) string {
 	if v.Op == kernels.Total {
 		return fmt.Sprintf("total<%d, %t>", v.Threads, v.Cluster)
 	}
-	return "weight_gradient_body"
+	return fmt.Sprintf("weight_gradient_body<%d>", v.Threads)
 }

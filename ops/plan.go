@@ -1,0 +1,396 @@
+package ops
+
+import (
+	"fmt"
+	"math/bits"
+
+	"github.com/gander-go/gander/internal/driver"
+	"github.com/gander-go/gander/kernels"
+)
+
+// request is all that a plan follows from, beside the device.
+type request struct {
+	op      kernels.Op
+	x       kernels.DType
+	general bool // some row is not made of aligned 16-byte vectors, or types differ
+	mixed   bool // the second input has not x's type
+	dw      bool // RMSNorm backward: dw is wanted
+	total   bool // cross-entropy: a total or the denominator is wanted
+	m, n    int64
+}
+
+// launch is one kernel of a plan.
+type launch struct {
+	variant  *kernels.Variant
+	geometry kernels.Geometry
+}
+
+// plan says which kernels serve a request, in order, and what they need. It is immutable.
+type plan struct {
+	launches  []launch
+	chunk     int64 // vectors of a row per CTA
+	splits    int32 // CTAs per row where rows are split
+	stages    int32 // rows in the ring of an RMSNorm backward CTA
+	partials  int32 // rows of partial dw
+	totalHere bool  // the only CTA makes the total as well
+	scratch   scratch
+	why       string // for people
+}
+
+// scratch is the layout of the call's temporary device memory: offsets in bytes.
+type scratch struct {
+	partial, dwPartial, rowLosses, logits uint64
+	size                                  uint64
+}
+
+func (s *scratch) take(bytes int64) (offset uint64) {
+	const alignment = 256
+	offset = s.size
+	s.size += (uint64(bytes) + alignment - 1) &^ (alignment - 1)
+	return offset
+}
+
+const (
+	wholeRow     = 1 << 27 // vectors: a chunk that holds any row that is not split
+	maxGrid      = 1<<31 - 1
+	maxChunk     = 1 << 26 // vectors: a chunk's elements are counted in 32 bits
+	lanesPerWarp = 32
+)
+
+// variantsOf finds variants by what they do, sorted as in the table: from short to long rows.
+var variantsOf = func() map[variantKey][]*kernels.Variant {
+	t := map[variantKey][]*kernels.Variant{}
+	for i := range kernels.Variants {
+		v := &kernels.Variants[i]
+		k := variantKey{v.Op, v.Shape, v.Family.DType(), v.General, v.Cluster}
+		t[k] = append(t[k], v)
+	}
+	return t
+}()
+
+type variantKey struct {
+	op      kernels.Op
+	shape   kernels.Shape
+	x       kernels.DType
+	general bool
+	cluster bool
+}
+
+// fitting returns the first of the variants that holds `vectors` in at most `ctas` CTAs, with the number of them, a power of two.
+func fitting(variants []*kernels.Variant, vectors int64, ctas int64) (*kernels.Variant, int64) {
+	for _, v := range variants {
+		if c := powerOfTwo(ceil(vectors, v.Capacity())); c <= ctas {
+			return v, c
+		}
+	}
+	return nil, 0
+}
+
+func ceil(a, b int64) int64 { return (a + b - 1) / b }
+
+// powerOfTwo returns the smallest power of two that is at least n.
+func powerOfTwo(n int64) int64 { return 1 << bits.Len64(uint64(max(n, 1)-1)) }
+
+// maxCluster is the largest cluster that the device can hold.
+func maxCluster(f *driver.Facts) int64 {
+	for i := len(f.Clusters) - 1; i > 0; i-- {
+		if f.Clusters[i] > 0 {
+			return 1 << i
+		}
+	}
+	return 1
+}
+
+// planner makes one plan.
+type planner struct {
+	*plan
+	request
+	facts   *driver.Facts
+	vectors int64 // 16-byte vectors that a row may touch
+}
+
+// makePlan is a pure function of its arguments.
+func makePlan(f *driver.Facts, r request) (*plan, error) {
+	p := planner{plan: &plan{chunk: wholeRow, splits: 1}, request: r, facts: f}
+	elements := 16 / r.x.Size()
+	p.vectors = ceil(r.n, elements)
+	if r.general {
+		p.vectors = ceil(r.n+elements-1, elements) // the row may begin anywhere in a vector
+	}
+	if r.m > 0 {
+		p.rows()
+	}
+	p.finish()
+	for _, l := range p.launches {
+		if l.geometry.Grid == 0 {
+			return nil, errorf(StatusUnsupported,
+				"%d rows of %d elements need more than %d thread blocks; pass fewer rows at a time", r.m, r.n, maxGrid)
+		}
+	}
+	return p.plan, nil
+}
+
+// add appends a launch; a grid that cannot be is marked by 0 and refused at the end.
+func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.Variant, grid, cluster int64, shared uint32) {
+	if v == nil {
+		v = variantsOf[variantKey{op, s, p.x, general, false}][0]
+	}
+	if grid > maxGrid {
+		grid = 0
+	}
+	p.launches = append(p.launches, launch{v, kernels.Geometry{
+		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
+		// Every kernel that can come second waits by itself where the architecture lets it start early.
+		Dependent: len(p.launches) > 0 && p.facts.Major >= 9,
+	}})
+}
+
+// rows chooses the kernels that go over the rows.
+func (p *planner) rows() {
+	switch {
+	case p.op == kernels.RMSNormBackward && p.dw:
+		p.weightedBackward()
+	case p.op == kernels.CrossEntropyForward:
+		if !p.inOneCTA() {
+			p.stream()
+		}
+	case p.op == kernels.CrossEntropyBackward:
+		if !p.inOneCTA() {
+			p.elementwise()
+		}
+	case p.mixed:
+		p.split("the second input has another type than x")
+	case p.m <= 16 && p.vectors > 16384:
+		p.split("a few rows this long fill the device only when split")
+	case p.op == kernels.RMSNormForward && !p.general && p.vectors > 8192 && p.m >= 1024 && p.inRing():
+	case p.inCluster() || p.inOneCTA() || p.inLargeCluster():
+	default:
+		p.split("the row is longer than a cluster holds in registers")
+	}
+}
+
+// inOneCTA gives each row to a CTA, or to a part of one, that holds it in registers.
+func (p *planner) inOneCTA() bool {
+	v, c := fitting(variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, false}], p.vectors, 1)
+	if c == 0 {
+		return false
+	}
+	p.add(p.op, v.Shape, p.general, v, ceil(p.m, v.RowsPerCTA()), 1, 0)
+	p.why = fmt.Sprintf("a row of %d vectors fits the registers of %d threads", p.vectors, v.RowThreads)
+	return true
+}
+
+// inCluster spreads few rows over more SMs than one CTA each would use.
+func (p *planner) inCluster() bool {
+	const least = 512 // vectors that are worth a CTA: two for each thread
+	c := min(maxCluster(p.facts), powerOfTwo(p.vectors/least+1)/2)
+	for c > 1 && p.m*c > int64(p.facts.SMs) {
+		c /= 2
+	}
+	if c <= 1 {
+		return false
+	}
+	// Wider clusters first: the fewest vectors per thread.
+	for _, v := range variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, true}] {
+		if v.Capacity()*c >= p.vectors {
+			p.add(p.op, v.Shape, p.general, v, p.m*c, c, 0)
+			p.why = fmt.Sprintf("%d rows would leave SMs idle: %d CTAs share each", p.m, c)
+			return true
+		}
+	}
+	return false
+}
+
+// inLargeCluster holds rows that one CTA cannot hold.
+func (p *planner) inLargeCluster() bool {
+	limit := maxCluster(p.facts)
+	if limit == 1 {
+		return false
+	}
+	v, c := fitting(variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, true}][1:], p.vectors, limit)
+	if v == nil {
+		return false
+	}
+	p.add(p.op, v.Shape, p.general, v, p.m*c, c, 0)
+	p.why = fmt.Sprintf("a row of %d vectors fits the registers of %d CTAs", p.vectors, c)
+	return true
+}
+
+// chunks divides rows so that the device is filled `waves` CTAs of ChunkThreads deep per SM.
+func (p *planner) chunks(waves int64) {
+	const least = 4 * kernels.ChunkThreads // vectors that are worth a CTA
+	want := max(1, ceil(int64(p.facts.SMs)*waves, p.m))
+	p.chunk = min(max(ceil(ceil(p.vectors, want), least)*least, least), maxChunk)
+	p.splits = int32(ceil(p.vectors, p.chunk))
+}
+
+// split reads rows twice: once for their states, once to map them.
+func (p *planner) split(why string) {
+	p.chunks(16)
+	grid := p.m * int64(p.splits)
+	p.scratch.partial = p.scratch.take(grid * 8)
+	if p.op == kernels.CrossEntropyForwardDX {
+		p.scratch.logits = p.scratch.take(p.m * 4)
+	}
+	p.add(p.op, kernels.Partial, p.general, nil, grid, 1, 0)
+	p.add(p.op, kernels.Apply, p.general, nil, grid, 1, 0)
+	p.why = why + ": two passes"
+}
+
+// stream reads rows once and keeps nothing of them.
+func (p *planner) stream() {
+	p.why = fmt.Sprintf("a row of %d vectors streams through a CTA", p.vectors)
+	p.chunks(4)
+	if p.splits == 1 {
+		p.add(p.op, kernels.Partial, p.general, nil, p.m, 1, 0)
+		return
+	}
+	p.why = fmt.Sprintf("%d rows would leave SMs idle: %d CTAs share each", p.m, p.splits)
+	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * 8)
+	p.scratch.logits = p.scratch.take(p.m * 4)
+	p.add(p.op, kernels.Partial, p.general, nil, p.m*int64(p.splits), 1, 0)
+	p.add(p.op, kernels.Apply, p.general, nil, p.m, 1, 0)
+}
+
+// elementwise maps rows whose statistics are known.
+func (p *planner) elementwise() {
+	p.chunk = 4 * kernels.ChunkThreads
+	p.splits = int32(ceil(p.vectors, p.chunk))
+	p.add(p.op, kernels.Apply, p.general, nil, p.m*int64(p.splits), 1, 0)
+	p.why = "no row needs another element: chunks of 1024 vectors"
+}
+
+// weightedBackward is RMSNorm backward with dw.
+func (p *planner) weightedBackward() {
+	switch {
+	case p.general || p.mixed || !p.persistent():
+		p.columns()
+	}
+	p.scratch.dwPartial = p.scratch.take(int64(p.partials) * p.n * 4)
+}
+
+// rings is how RMSNorm brings rows of up to `vectors` vectors through shared memory: CTA shape, cluster, CTAs per SM and rows in
+// flight. Forward, only rows beyond 8192 vectors gain by it. Measured on an H100 with 32768 rows or 4 GiB per tensor, over the plain
+// kernel of the same traffic: bfloat16 / float32.
+var rings = map[kernels.Op][]struct {
+	vectors, threads, each, cluster, resident, stages int64
+}{
+	kernels.RMSNormForward: {
+		{16384, 512, 2, 16, 2, 4}, // 0.96 / 0.97; in registers 0.95 / 0.94
+		{32768, 512, 4, 16, 1, 3}, // 0.96 / 0.96; in registers 0.93 / 0.93
+	},
+	kernels.RMSNormBackward: {
+		{128, 128, 1, 1, 5, 4},     // 0.96 / 0.96
+		{256, 256, 2, 1, 2, 4},     // 0.98 / 0.97
+		{512, 256, 2, 1, 1, 4},     // 0.99 / 1.00
+		{1024, 256, 2, 2, 1, 8},    // 0.98 / 0.99
+		{2048, 512, 2, 2, 1, 3},    // 0.98 / 0.98
+		{4096, 512, 2, 4, 1, 2},    // 0.96 / 0.97
+		{8192, 256, 2, 16, 1, 8},   // 0.98 / 0.99
+		{16384, 512, 2, 16, 1, 3},  // 0.99 / 0.99
+		{32768, 1024, 2, 16, 1, 2}, // 0.87 / 0.97
+	},
+}
+
+// persistent gives fixed columns to threads that keep their part of dw in registers.
+func (p *planner) persistent() bool {
+	sms := int64(p.facts.SMs)
+	lanes := variantsOf[variantKey{p.op, kernels.Lanes, p.x, false, false}]
+	if v, c := fitting(lanes, p.vectors, 1); c == 1 {
+		grid := min(sms*int64(v.Resident), ceil(p.m, v.RowsPerCTA()))
+		p.partials = int32(grid)
+		p.add(p.op, v.Shape, false, v, grid, 1, 0)
+		p.why = fmt.Sprintf("%d lanes hold a row of %d vectors and its part of dw", v.RowThreads, p.vectors)
+		return true
+	}
+	return p.inRing()
+}
+
+// inRing brings rows through shared memory, where a ring was measured for their length.
+func (p *planner) inRing() bool {
+	if p.facts.Major < 9 {
+		return false
+	}
+	for _, r := range rings[p.op] {
+		if p.vectors > r.vectors || r.cluster > maxCluster(p.facts) {
+			continue
+		}
+		for _, v := range variantsOf[variantKey{p.op, kernels.Ring, p.x, false, r.cluster > 1}] {
+			// Some parts have less shared memory than the ring was measured with; the kernel itself needs a little.
+			fits := (int64(p.facts.SharedPerBlock) - 4<<10) / p.ringStage(v)
+			if v.Capacity() == r.threads*r.each && fits >= 2 {
+				p.ring(v, r.cluster, r.resident, min(r.stages, fits))
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// ringStage is the bytes of shared memory that one row's slices of the inputs take.
+func (p *planner) ringStage(v *kernels.Variant) int64 {
+	if p.op == kernels.RMSNormForward {
+		return v.Capacity() * 16
+	}
+	return 2 * v.Capacity() * 16
+}
+
+func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
+	// No more clusters than are resident at once: one that waits for another to end doubles the time.
+	at := bits.Len64(uint64(cluster)) - 1
+	clusters := int64(p.facts.SMs) * int64(p.facts.Clusters[at]) / int64(max(p.facts.Clusters[0], 1)) * resident
+	if cluster == 1 {
+		clusters = int64(p.facts.SMs) * resident
+	}
+	clusters = min(clusters, p.m)
+	p.stages = int32(min(stages, max(2, ceil(p.m, clusters))))
+	if p.dw {
+		p.partials = int32(clusters)
+	}
+	p.add(p.op, v.Shape, false, v, clusters*cluster, cluster, uint32(int64(p.stages)*p.ringStage(v)))
+	p.why = fmt.Sprintf("%d x %d threads keep the weights of their columns (and dw); %d rows in flight",
+		cluster, v.Threads, p.stages)
+}
+
+// columns serves what no persistent kernel does: row sums first, then dx and dw by columns.
+func (p *planner) columns() {
+	p.chunks(4)
+	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * 8)
+	p.add(p.op, kernels.Partial, p.general, nil, p.m*int64(p.splits), 1, 0)
+	elements := 16 / p.x.Size()
+	tiles := ceil(p.n, kernels.ChunkThreads*elements)
+	blocks := min(max(int64(p.facts.SMs)*8/tiles, 1), p.m)
+	p.partials = int32(blocks)
+	p.add(p.op, kernels.Columns, p.general, nil, tiles*blocks, 1, 0)
+	p.why = "row sums first, then dx and dw by columns: two passes"
+}
+
+// finish appends what completes sums over rows.
+func (p *planner) finish() {
+	switch {
+	case p.dw:
+		variants := variantsOf[variantKey{kernels.WeightGradient, kernels.Finish, p.x, true, false}]
+		v, columns := variants[0], int64(lanesPerWarp)
+		if p.n > 16384 { // more than two CTAs of the first per SM
+			v = variants[1]
+			columns = int64(v.Threads)
+		}
+		p.add(v.Op, v.Shape, true, v, ceil(p.n, columns), 1, 0)
+	case p.total:
+		p.scratch.rowLosses = p.scratch.take(p.m * 8)
+		if last := len(p.launches) - 1; last >= 0 {
+			l := p.launches[last]
+			if l.geometry.Grid == 1 && l.variant.Threads <= kernels.ChunkThreads {
+				p.totalHere = true
+				return
+			}
+		}
+		const alone = 16384 // rows that one CTA totals as fast as a cluster would
+		if c := min(maxCluster(p.facts), 8); p.m > alone && c > 1 {
+			v := variantsOf[variantKey{kernels.Total, kernels.Finish, p.x, true, true}][0]
+			p.add(kernels.Total, kernels.Finish, true, v, c, c, 0)
+			return
+		}
+		p.add(kernels.Total, kernels.Finish, true, nil, 1, 1, 0)
+	}
+}

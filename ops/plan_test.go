@@ -1,0 +1,227 @@
+package ops
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/internal/driver"
+	"github.com/gander-go/gander/kernels"
+)
+
+// What an H100, the same without clusters (forced PTX of compute_80), and a small Ampere part answer.
+var testDevices = map[string]*driver.Facts{
+	"h100":  {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20, Clusters: [5]int{264, 132, 62, 30, 14}},
+	"ptx80": {Major: 8, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20},
+	"a2":    {Major: 8, Minor: 6, SMs: 10, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10, L2Bytes: 2 << 20},
+	"sm120": {Major: 12, SMs: 170, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10, L2Bytes: 96 << 20, Clusters: [5]int{170, 85, 40, 20, 0}},
+}
+
+var rowOps = []kernels.Op{
+	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,
+	kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX, kernels.CrossEntropyBackward,
+}
+
+// everyRequest calls f for a grid of requests that a caller can make.
+func everyRequest(f func(request)) {
+	lengths := []int64{
+		1, 3, 8, 31, 64, 127, 128, 256, 512, 513, 1000, 1024, 2048, 4096, 4097, 8192, 16384, 32768, 50257, 65536, 131072, 262144, 1 << 20,
+		1 << 22, 1 << 25, 1<<31 + 8,
+	}
+	for _, op := range rowOps {
+		for x := kernels.Float16; x <= kernels.Float32; x++ {
+			for _, n := range lengths {
+				for _, m := range []int64{1, 2, 4, 16, 128, 1000, 32768, 1 << 20} {
+					for _, general := range []bool{false, true} {
+						r := request{op: op, x: x, m: m, n: n, general: general || n*x.Size()%16 != 0}
+						f(r)
+						if op == kernels.RMSNormBackward {
+							r.dw = true
+							f(r)
+							r.mixed, r.general = true, true
+							f(r)
+						}
+						if op == kernels.CrossEntropyForward || op == kernels.CrossEntropyForwardDX {
+							r.total = true
+							f(r)
+						}
+					}
+				}
+			}
+		}
+	}
+}
+
+// TestPlansCoverTheirRows checks what a wrong plan would read or write out of bounds, or miss.
+func TestPlansCoverTheirRows(t *testing.T) {
+	for name, f := range testDevices {
+		everyRequest(func(r request) {
+			p, err := makePlan(f, r)
+			what := fmt.Sprintf("%s %+v", name, r)
+			if err != nil {
+				// Only a grid that cannot be: more work than 2^31 CTAs take.
+				require.Greater(t, r.m*r.n, int64(1)<<40, what)
+				return
+			}
+			require.NotEmpty(t, p.launches, what)
+			require.NotEmpty(t, p.why, what)
+			elements := 16 / r.x.Size()
+			vectors := ceil(r.n, elements)
+			if r.general {
+				vectors = ceil(r.n+elements-1, elements)
+			}
+			if p.splits > 1 || p.chunk < wholeRow {
+				require.GreaterOrEqual(t, p.chunk*int64(p.splits), vectors, what)
+				require.Less(t, p.chunk*int64(p.splits)-p.chunk, vectors, "%s: an empty chunk", what)
+			}
+			require.LessOrEqual(t, p.chunk*elements, int64(1)<<30, "%s: elements of a chunk are counted in 32 bits", what)
+			for i, l := range p.launches {
+				v, g := l.variant, l.geometry
+				require.Equal(t, i > 0 && f.Major >= 9, g.Dependent, what)
+				if v.Shape != kernels.Finish {
+					require.Equal(t, r.op, v.Op, what)
+					require.Equal(t, r.general, v.General, what)
+				}
+				require.Equal(t, r.x, v.Family.DType(), what)
+				require.Equal(t, v.Cluster, g.Cluster > 1 || v.Cluster && g.Cluster == 1, what)
+				require.Zero(t, g.Grid%g.Cluster, what)
+				if g.Cluster > 1 {
+					require.LessOrEqual(t, int64(g.Cluster), maxCluster(f), what)
+				}
+				ctas := int64(g.Grid)
+				switch v.Shape {
+				case kernels.InRegisters:
+					require.False(t, r.mixed, what)
+					require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
+					require.GreaterOrEqual(t, ctas/int64(g.Cluster)*v.RowsPerCTA(), r.m, what)
+				case kernels.Partial:
+					require.Equal(t, r.m*int64(p.splits), ctas, what)
+				case kernels.Apply:
+					if r.op == kernels.CrossEntropyForward {
+						require.Equal(t, r.m, ctas, what)
+					} else {
+						require.Equal(t, r.m*int64(p.splits), ctas, what)
+					}
+				case kernels.Ring, kernels.Lanes:
+					require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
+					require.LessOrEqual(t, ctas/int64(g.Cluster), r.m, what)
+					if r.dw {
+						require.Equal(t, int64(p.partials), ctas/int64(g.Cluster), what)
+					}
+					if v.Shape == kernels.Ring {
+						require.GreaterOrEqual(t, f.Major, 9, what)
+						require.LessOrEqual(t, int(g.Shared)+2<<10, f.SharedPerBlock, what)
+						require.GreaterOrEqual(t, p.stages, int32(2), what)
+						inputs := int64(2)
+						if r.op == kernels.RMSNormForward {
+							inputs = 1
+						}
+						require.Equal(t, int64(p.stages)*inputs*v.Capacity()*16, int64(g.Shared), what)
+					}
+				case kernels.Columns:
+					tile := kernels.ChunkThreads * elements
+					require.Equal(t, ceil(r.n, tile)*int64(p.partials), ctas, what)
+				case kernels.Finish:
+					if v.Op == kernels.WeightGradient {
+						columns := int64(lanesPerWarp)
+						if v.Threads == 256 {
+							columns = 256
+						}
+						require.GreaterOrEqual(t, ctas*columns, r.n, what)
+					}
+				}
+			}
+			if r.dw {
+				require.GreaterOrEqual(t, p.scratch.size, uint64(int64(p.partials)*r.n*4), what)
+			}
+			if r.total {
+				require.True(t, p.totalHere || p.launches[len(p.launches)-1].variant.Op == kernels.Total, what)
+			}
+		})
+	}
+}
+
+func TestScratchDoesNotOverlap(t *testing.T) {
+	p, err := makePlan(testDevices["h100"], request{
+		op: kernels.CrossEntropyForward, x: kernels.BFloat16, m: 3, n: 1 << 22, total: true,
+	})
+	require.NoError(t, err)
+	require.Greater(t, p.splits, int32(1))
+	s := p.scratch
+	assert.Zero(t, s.partial)
+	assert.GreaterOrEqual(t, s.logits, uint64(p.splits)*3*8)
+	assert.GreaterOrEqual(t, s.rowLosses, s.logits+3*4)
+	assert.GreaterOrEqual(t, s.size, s.rowLosses+3*8)
+	for _, offset := range []uint64{s.logits, s.rowLosses} {
+		assert.Zero(t, offset%256)
+	}
+}
+
+func TestPlanRegimes(t *testing.T) {
+	cases := []struct {
+		device  string
+		r       request
+		kernels []kernels.Shape
+	}{
+		{"h100", request{op: kernels.SoftmaxForward, m: 32768, n: 256}, []kernels.Shape{kernels.InRegisters}},
+		{"h100", request{op: kernels.SoftmaxForward, m: 32768, n: 65536}, []kernels.Shape{kernels.InRegisters}},
+		{"h100", request{op: kernels.SoftmaxForward, m: 1, n: 1 << 25}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"ptx80", request{op: kernels.SoftmaxForward, m: 64, n: 262144}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"h100", request{op: kernels.CrossEntropyForward, m: 8192, n: 128256}, []kernels.Shape{kernels.Partial}},
+		{"h100", request{op: kernels.CrossEntropyForward, m: 4, n: 256, total: true}, []kernels.Shape{kernels.InRegisters}},
+		{"h100", request{op: kernels.CrossEntropyForward, m: 32768, n: 256, total: true},
+			[]kernels.Shape{kernels.InRegisters, kernels.Finish}},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 256, dw: true}, []kernels.Shape{kernels.Lanes, kernels.Finish}},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4096, dw: true}, []kernels.Shape{kernels.Ring, kernels.Finish}},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4097, general: true, dw: true},
+			[]kernels.Shape{kernels.Partial, kernels.Columns, kernels.Finish}},
+		{"ptx80", request{op: kernels.RMSNormBackward, m: 32768, n: 4096, dw: true},
+			[]kernels.Shape{kernels.Partial, kernels.Columns, kernels.Finish}},
+		{"h100", request{op: kernels.RMSNormBackward, m: 0, n: 4096, dw: true}, []kernels.Shape{kernels.Finish}},
+		{"h100", request{op: kernels.CrossEntropyForward, m: 0, n: 16, total: true}, []kernels.Shape{kernels.Finish}},
+	}
+	for _, c := range cases {
+		c.r.x = kernels.BFloat16
+		p, err := makePlan(testDevices[c.device], c.r)
+		require.NoError(t, err)
+		var got []kernels.Shape
+		for _, l := range p.launches {
+			got = append(got, l.variant.Shape)
+		}
+		assert.Equal(t, c.kernels, got, "%s %+v: %s", c.device, c.r, p)
+	}
+}
+
+// TestEveryVariantIsUsed keeps kernels that no plan launches out of the library.
+func TestEveryVariantIsUsed(t *testing.T) {
+	used := map[string]bool{}
+	for _, f := range testDevices {
+		everyRequest(func(r request) {
+			if p, err := makePlan(f, r); err == nil {
+				for _, l := range p.launches {
+					used[l.variant.Symbol] = true
+				}
+			}
+		})
+	}
+	for _, v := range kernels.Variants {
+		assert.True(t, used[v.Symbol], "%s is never launched", v.Symbol)
+	}
+}
+
+func TestPlansAreRemembered(t *testing.T) {
+	f := testDevices["h100"]
+	r := request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 7, n: 4096}
+	a, err := planFor(3, f, r)
+	require.NoError(t, err)
+	b, err := planFor(3, f, r)
+	require.NoError(t, err)
+	assert.Same(t, a, b)
+	r.m++
+	c, err := planFor(3, f, r)
+	require.NoError(t, err)
+	assert.NotSame(t, a, c)
+	assert.Zero(t, testing.AllocsPerRun(100, func() { _, _ = planFor(3, f, r) }))
+}
