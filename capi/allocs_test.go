@@ -1,0 +1,65 @@
+//go:build cgo && !race
+
+// Under the race detector sync.Pool drops what it holds at random, and the CPU backend's pools allocate anew.
+
+package main
+
+import (
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/dlpack"
+)
+
+// From the export down, a borrowed call with options and an allocator costs no memory.
+func TestBorrowedCallsDoNotAllocate(t *testing.T) {
+	tensor := func(d dlpack.DType, dims ...int64) unsafe.Pointer {
+		v, err := dlpack.New(d, dims...)
+		require.NoError(t, err)
+		return unsafe.Pointer(v)
+	}
+	d := dlpack.Float32
+	x, y, dx := tensor(d, 2, 8), tensor(d, 2, 8), tensor(d, 2, 8)
+	weight, dw, rstd := tensor(d, 8), tensor(d, 8), tensor(d, 2)
+	target, loss, lse, one := tensor(dlpack.Int64, 2), tensor(d, 2), tensor(d, 2, 2), tensor(d)
+	allocator := [2]unsafe.Pointer{}
+	softmax := struct {
+		size      uintptr
+		allocator unsafe.Pointer
+	}{16, unsafe.Pointer(&allocator)}
+	rmsnorm := struct {
+		size      uintptr
+		allocator unsafe.Pointer
+		eps       float64
+	}{24, unsafe.Pointer(&allocator), 1e-6}
+	entropy := struct {
+		size      uintptr
+		allocator unsafe.Pointer
+		ignore    int64
+		reduction int32
+	}{32, unsafe.Pointer(&allocator), -100, 0}
+	so, ro, co := unsafe.Pointer(&softmax), unsafe.Pointer(&rmsnorm), unsafe.Pointer(&entropy)
+	for name, call := range map[string]func() int32{
+		"softmax_forward":  func() int32 { return ganderSoftmaxForward(x, y, so, nil) },
+		"softmax_backward": func() int32 { return ganderSoftmaxBackward(x, y, dx, so, nil) },
+		"rmsnorm_forward":  func() int32 { return ganderRMSNormForward(x, weight, y, rstd, ro, nil) },
+		"rmsnorm_backward": func() int32 { return ganderRMSNormBackward(x, weight, y, rstd, dx, dw, ro, nil) },
+		"cross_entropy_forward": func() int32 {
+			return ganderCrossEntropyForward(x, target, weight, loss, lse, dx, one, co, nil)
+		},
+		"cross_entropy_backward": func() int32 {
+			return ganderCrossEntropyBackward(x, target, weight, loss, lse, nil, dx, co, nil)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			assert.Zero(t, testing.AllocsPerRun(100, func() {
+				if status := call(); status != 0 {
+					panic(status)
+				}
+			}))
+		})
+	}
+}

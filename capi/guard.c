@@ -1,0 +1,113 @@
+//go:build cgo
+
+/* The fork flag, the last error, and what brackets a call. */
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+#include "_cgo_export.h"
+
+static volatile int forked;
+
+/* Each thread's last error, freed when the thread ends. It is no _Thread_local array: Go makes all of the
+ * library's thread-local memory static, and a library that is loaded late gets a few hundred bytes of that. */
+static pthread_key_t last_error;
+enum { CAPACITY = 2048 };
+
+static void in_child(void) { forked = 1; }
+
+__attribute__((constructor)) static void prepare(void) {
+  pthread_key_create(&last_error, free);
+  pthread_atfork(NULL, NULL, in_child);
+}
+
+int gander_forked(void) { return forked; }
+
+const char* gander_last_error(void) {
+  const char* text = pthread_getspecific(last_error);
+  return text ? text : "";
+}
+
+/* The thread's buffer of CAPACITY bytes, or NULL without memory for one. */
+static char* error_buffer(void) {
+  char* text = pthread_getspecific(last_error);
+  if (!text) {
+    text = calloc(1, CAPACITY);
+    if (text && pthread_setspecific(last_error, text)) {
+      free(text);
+      text = NULL;
+    }
+  }
+  return text;
+}
+
+void gander_set_error(const char* message, size_t length) {
+  char* text = error_buffer();
+  if (!text) return;
+  if (length >= CAPACITY) {
+    /* Cut before a whole UTF-8 character. */
+    for (length = CAPACITY - 1; length > 0 && ((unsigned char)message[length] & 0xc0) == 0x80; --length) continue;
+  }
+  memcpy(text, message, length);
+  text[length] = '\0';
+}
+
+int32_t gander_fail(int32_t status, const char* format, ...) {
+  char* text = error_buffer();
+  if (text) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, CAPACITY, format, arguments);
+    va_end(arguments);
+  }
+  return status;
+}
+
+int32_t gander_fail_fork(const char* function) {
+  return gander_fail(GANDER_ERROR_FORK,
+                     "%s: called in a child process after fork(), which libgander does not survive; start the process "
+                     "by spawn or forkserver, or load libgander only in the child", function);
+}
+
+int32_t gander_begin(const char* function, const gander_input* inputs, size_t count,
+                     DLManagedTensorVersioned** const* outputs, size_t output_count) {
+  for (size_t i = 0; i < output_count; ++i) {
+    if (outputs[i]) *outputs[i] = NULL;
+  }
+  if (gander_forked()) return gander_fail_fork(function);
+  for (size_t i = 0; i < count; ++i) {
+    const DLManagedTensorVersioned* m = inputs[i].tensor;
+    if (m && m->version.major != DLPACK_MAJOR_VERSION) {
+      return gander_fail(GANDER_ERROR_VERSION,
+                         "%s: %s is a DLPack tensor of version %u.%u, expected %d.x; ask its producer for version %d",
+                         function, inputs[i].name, (unsigned)m->version.major, (unsigned)m->version.minor,
+                         DLPACK_MAJOR_VERSION, DLPACK_MAJOR_VERSION);
+    }
+  }
+  return GANDER_OK;
+}
+
+int32_t gander_end(const gander_input* inputs, size_t count, int32_t status) {
+  for (size_t i = 0; i < count; ++i) {
+    DLManagedTensorVersioned* m = inputs[i].tensor;
+    /* One tensor may be given for two inputs; it has one deleter call to its name. */
+    for (size_t j = 0; j < i; ++j) {
+      if (inputs[j].tensor == inputs[i].tensor) m = NULL;
+    }
+    if (m && m->deleter) m->deleter(m);
+  }
+  return status;
+}
+
+void gander_delete_cuda(DLManagedTensorVersioned* m) {
+  /* A forked child has no CUDA: the memory is the parent's. */
+  if (!gander_forked()) ganderFreeOutput(m->dl_tensor.device.device_id, m->dl_tensor.data);
+  free(m);
+}
+
+void* gander_call_allocator(const gander_allocator* allocator, size_t bytes) {
+  return allocator->allocate(allocator->context, bytes);
+}

@@ -1,0 +1,38 @@
+//go:build cgo
+
+/* What the library is, and what concerns all ops. */
+#include "internal.h"
+#include "_cgo_export.h"
+
+const char* gander_version(void) { return GANDER_VERSION; }
+
+int32_t gander_abi_version(void) { return GANDER_ABI_VERSION; }
+
+const char* gander_build_info(void) {
+  static const char* volatile known;
+  if (!known) {
+    if (gander_forked()) {
+      gander_fail_fork(__func__);
+      return "{}";
+    }
+    known = ganderBuildInfo();
+  }
+  return known;
+}
+
+int32_t gander_set_num_threads(int32_t count) {
+  GANDER_ENTER();
+  return ganderSetNumThreads(count);
+}
+
+int32_t gander_warmup(DLDevice device) {
+  GANDER_ENTER();
+  return ganderWarmup((int32_t)device.device_type, device.device_id);
+}
+
+int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device, char* text,
+                       size_t capacity) {
+  GANDER_ENTER();
+  return ganderExplain((void*)op, m, n, dtype.code, dtype.bits, dtype.lanes, (int32_t)device.device_type,
+                       device.device_id, text, capacity);
+}

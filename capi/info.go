@@ -1,0 +1,89 @@
+package main
+
+// #include "internal.h"
+import "C"
+
+import (
+	"encoding/json"
+	"runtime"
+	"sync"
+	"unicode/utf8"
+	"unsafe"
+
+	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
+	"github.com/gander-go/gander/kernels/cpu"
+	"github.com/gander-go/gander/ops"
+)
+
+// What the build says of itself: -ldflags "-X main.commit=... -X main.nvcc=...".
+var commit, nvcc = "unknown", "none"
+
+// buildInfo is a C string that lives as long as the process.
+var buildInfo = sync.OnceValue(func() *C.char {
+	architectures := append([]string{}, kernels.Architectures()...) // [] and not null where there are none
+	text, err := json.Marshal(struct {
+		Version       string   `json:"version"`
+		ABIVersion    int      `json:"abi_version"`
+		Commit        string   `json:"commit"`
+		Go            string   `json:"go"`
+		NVCC          string   `json:"nvcc"`
+		Architectures []string `json:"architectures"`
+		SIMD          string   `json:"simd"`
+	}{C.GANDER_VERSION, C.GANDER_ABI_VERSION, commit, runtime.Version(), nvcc, architectures, cpu.SIMD()})
+	if err != nil {
+		panic(err) // strings and numbers
+	}
+	return C.CString(string(text))
+})
+
+//export ganderBuildInfo
+func ganderBuildInfo() *C.char { return buildInfo() }
+
+//export ganderSetNumThreads
+func ganderSetNumThreads(count int32) int32 {
+	return run(func() error {
+		if count < 0 {
+			return refuse(ops.StatusOption, "set_num_threads: count is %d, expected 0 (no cap) or more", count)
+		}
+		ops.SetNumThreads(int(count))
+		return nil
+	})
+}
+
+//export ganderWarmup
+func ganderWarmup(deviceType, id int32) int32 {
+	return run(func() error { return ops.Warmup(dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}) })
+}
+
+//export ganderExplain
+func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, deviceType, id int32,
+	text unsafe.Pointer, capacity uintptr) int32 {
+	return run(func() error {
+		if op == nil {
+			return refuse(ops.StatusNull, "explain: op is NULL, expected an op's name")
+		}
+		if text == nil || capacity == 0 {
+			return refuse(ops.StatusNull, "explain: text is NULL or of no capacity, expected room for the answer")
+		}
+		d := dlpack.DType{Code: code, Bits: bits, Lanes: lanes}
+		t, ok := ops.DType(d)
+		if !ok {
+			return refuse(ops.StatusDType, "explain: dtype is %v, expected float16, bfloat16, float32 or float64", d)
+		}
+		device := dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}
+		answer, err := ops.Explain(C.GoString((*C.char)(op)), m, n, t, device)
+		if err != nil {
+			return err
+		}
+		if uintptr(len(answer)) >= capacity {
+			answer = answer[:capacity-1]
+			for len(answer) > 0 && !utf8.ValidString(answer) {
+				answer = answer[:len(answer)-1]
+			}
+		}
+		room := unsafe.Slice((*byte)(text), len(answer)+1)
+		room[copy(room, answer)] = 0
+		return nil
+	})
+}

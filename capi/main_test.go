@@ -1,0 +1,85 @@
+//go:build cgo
+
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"regexp"
+	"slices"
+	"strconv"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/ops"
+)
+
+func header(t *testing.T) string {
+	text, err := os.ReadFile("gander.h")
+	require.NoError(t, err)
+	return string(text)
+}
+
+// find returns the sorted first groups of a pattern's matches.
+func find(pattern, text string) (names []string) {
+	for _, m := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
+		names = append(names, m[1])
+	}
+	slices.Sort(names)
+	return names
+}
+
+// The version script lets through what the header declares, no more and no less.
+func TestExports(t *testing.T) {
+	script, err := os.ReadFile("exports.map")
+	require.NoError(t, err)
+	declared := find(`(?m)^[a-z].*[ *](gander_[a-z0-9_]+)\(`, header(t))
+	assert.Len(t, declared, 19)
+	assert.Equal(t, declared, find(`(?m)^ +(gander_[a-z0-9_]+);$`, string(script)))
+}
+
+// Package ops has its own names for the header's numbers.
+func TestStatuses(t *testing.T) {
+	names := map[string]ops.Status{"OK": ops.StatusOK, "ERROR_NULL": ops.StatusNull, "ERROR_SHAPE": ops.StatusShape,
+		"ERROR_DTYPE": ops.StatusDType, "ERROR_DEVICE": ops.StatusDevice, "ERROR_LAYOUT": ops.StatusLayout,
+		"ERROR_ALIGNMENT": ops.StatusAlignment, "ERROR_OVERLAP": ops.StatusOverlap, "ERROR_OPTION": ops.StatusOption,
+		"ERROR_VERSION": ops.StatusVersion, "ERROR_UNSUPPORTED": ops.StatusUnsupported, "ERROR_MEMORY": ops.StatusMemory,
+		"ERROR_CUDA": ops.StatusCUDA, "ERROR_FORK": ops.StatusFork, "ERROR_INTERNAL": ops.StatusInternal}
+	found := regexp.MustCompile(`GANDER_(OK|ERROR_[A-Z]+) = ([0-9]+)`).FindAllStringSubmatch(header(t), -1)
+	require.Len(t, found, len(names))
+	for _, m := range found {
+		number, err := strconv.Atoi(m[2])
+		require.NoError(t, err)
+		assert.EqualValues(t, number, names[m[1]], m[1])
+	}
+}
+
+func TestPanicsBecomeStatuses(t *testing.T) {
+	assert.EqualValues(t, ops.StatusInternal, run(func() error { panic("a defect") }))
+	assert.EqualValues(t, ops.StatusInternal, run(func() error {
+		var missing *dlpack.Tensor
+		missing.NDim++
+		return nil
+	}))
+	assert.EqualValues(t, ops.StatusOK, run(func() error { return nil }))
+	assert.EqualValues(t, ops.StatusMemory, run(func() error { return dlpack.ErrMemory }))
+	assert.EqualValues(t, ops.StatusShape, run(func() error { return dlpack.ErrShape }))
+	assert.EqualValues(t, ops.StatusDType, run(func() error { return dlpack.ErrDType }))
+}
+
+func TestBuildInfo(t *testing.T) {
+	p := unsafe.Pointer(buildInfo())
+	length := 0
+	for *(*byte)(unsafe.Add(p, length)) != 0 {
+		length++
+	}
+	var info map[string]any
+	require.NoError(t, json.Unmarshal(unsafe.Slice((*byte)(p), length), &info))
+	assert.Len(t, info, 7)
+	assert.Equal(t, "0.1.0", info["version"])
+	assert.IsType(t, []any{}, info["architectures"])
+}

@@ -1,0 +1,178 @@
+// Package dlpack is Go's view of DLPack, the in-memory tensor structure that array libraries exchange.
+// Its structs have the memory layout of dlpack.h, so that a C pointer is read in place, without a copy.
+//
+// A Tensor is borrowed: whoever made it keeps the memory. New makes a tensor in memory of the Go heap.
+// With cgo, Adopt takes over a managed tensor from C and NewManaged makes one for C. The package knows
+// nothing of CUDA and never touches the elements of a tensor that is not in host memory.
+package dlpack
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"unsafe"
+)
+
+// The version of the structs below. Another minor version only adds enumerators; another major version
+// may move every field but ManagedVersioned's version, context and deleter.
+const (
+	MajorVersion = 1
+	MinorVersion = 3
+)
+
+// MaxRank is the largest rank that Validate accepts: more than any array library makes, and few enough
+// that a corrupt rank does not send a reader far beyond the shape.
+const MaxRank = 64
+
+// What an error of this package wraps.
+var (
+	ErrNull    = errors.New("a NULL pointer")
+	ErrShape   = errors.New("a bad shape")
+	ErrDType   = errors.New("a bad dtype")
+	ErrLayout  = errors.New("a bad layout")
+	ErrVersion = errors.New("a DLPack version that cannot be read")
+	ErrDevice  = errors.New("a device that cannot be read")
+	ErrMemory  = errors.New("out of memory")
+)
+
+// DeviceType is DLDeviceType.
+type DeviceType int32
+
+// The device types that gander knows; others pass through as numbers.
+const (
+	CPU         DeviceType = 1
+	CUDA        DeviceType = 2
+	CUDAHost    DeviceType = 3 // pinned host memory
+	CUDAManaged DeviceType = 13
+)
+
+// Device is DLDevice.
+type Device struct {
+	Type DeviceType
+	ID   int32
+}
+
+// Host tells whether the CPU reads the device's memory as its own. Managed memory counts as a device's.
+func (d Device) Host() bool { return d.Type == CPU || d.Type == CUDAHost }
+
+// String returns "cpu", "cuda:1" and the like.
+func (d Device) String() string {
+	switch d.Type {
+	case CPU:
+		return "cpu"
+	case CUDAHost:
+		return "cuda_host"
+	case CUDA:
+		return "cuda:" + strconv.Itoa(int(d.ID))
+	case CUDAManaged:
+		return "cuda_managed:" + strconv.Itoa(int(d.ID))
+	}
+	return fmt.Sprintf("device type %d:%d", d.Type, d.ID)
+}
+
+// The type codes that are named in messages; others pass through as numbers.
+const (
+	codeInt    = 0
+	codeUInt   = 1
+	codeFloat  = 2
+	codeBFloat = 4
+)
+
+// DType is DLDataType.
+type DType struct {
+	Code  uint8
+	Bits  uint8
+	Lanes uint16
+}
+
+// The dtypes that host tensors can be converted from and to.
+var (
+	Float16  = DType{codeFloat, 16, 1}
+	BFloat16 = DType{codeBFloat, 16, 1}
+	Float32  = DType{codeFloat, 32, 1}
+	Float64  = DType{codeFloat, 64, 1}
+	Int32    = DType{codeInt, 32, 1}
+	Int64    = DType{codeInt, 64, 1}
+)
+
+// Size returns the bytes of one element, rounded up.
+func (d DType) Size() int64 { return (int64(d.Bits)*int64(d.Lanes) + 7) / 8 }
+
+// String returns the name that torch and NumPy use where there is one.
+func (d DType) String() string {
+	name := fmt.Sprintf("dtype code %d of %d bits", d.Code, d.Bits)
+	switch d.Code {
+	case codeInt:
+		name = fmt.Sprintf("int%d", d.Bits)
+	case codeUInt:
+		name = fmt.Sprintf("uint%d", d.Bits)
+	case codeFloat:
+		name = fmt.Sprintf("float%d", d.Bits)
+	case codeBFloat:
+		name = fmt.Sprintf("bfloat%d", d.Bits)
+	}
+	if d.Lanes != 1 {
+		name += fmt.Sprintf(" x %d lanes", d.Lanes)
+	}
+	return name
+}
+
+// Tensor is DLTensor. Shape and Strides point to NDim numbers; Strides counts elements, and nil means
+// compact rows (producers before DLPack 1.2). Data is nil where the tensor has no elements.
+type Tensor struct {
+	Data       unsafe.Pointer
+	Device     Device
+	NDim       int32
+	DType      DType
+	Shape      *int64
+	Strides    *int64
+	ByteOffset uint64
+}
+
+// Managed is DLManagedTensor, the exchange structure before DLPack 1.0.
+type Managed struct {
+	Tensor  Tensor
+	Context unsafe.Pointer
+	Deleter unsafe.Pointer // void (*)(DLManagedTensor*), or nil
+}
+
+// Version is DLPackVersion.
+type Version struct{ Major, Minor uint32 }
+
+// Bits of ManagedVersioned.Flags.
+const (
+	FlagReadOnly      = 1 << 0
+	FlagCopied        = 1 << 1 // the producer made a copy, which the consumer alone uses
+	FlagSubbytePadded = 1 << 2
+)
+
+// ManagedVersioned is DLManagedTensorVersioned.
+type ManagedVersioned struct {
+	Version Version
+	Context unsafe.Pointer
+	Deleter unsafe.Pointer // void (*)(DLManagedTensorVersioned*), or nil
+	Flags   uint64
+	Tensor  Tensor
+}
+
+// Import returns m's tensor once it is known to be readable. It borrows: m is still to be released, also
+// after an error. Nothing but the version of a tensor of another major version is read.
+func (m *ManagedVersioned) Import() (*Tensor, error) {
+	if m == nil {
+		return nil, fmt.Errorf("%w: the managed tensor is NULL, expected a DLManagedTensorVersioned", ErrNull)
+	}
+	if m.Version.Major != MajorVersion {
+		return nil, fmt.Errorf("%w: it is %d.%d, expected %d.x; ask the producer for version %d",
+			ErrVersion, m.Version.Major, m.Version.Minor, MajorVersion, MajorVersion)
+	}
+	return &m.Tensor, m.Tensor.Validate()
+}
+
+// Import returns m's tensor once it is known to be readable. It borrows: m is still to be released, also
+// after an error.
+func (m *Managed) Import() (*Tensor, error) {
+	if m == nil {
+		return nil, fmt.Errorf("%w: the managed tensor is NULL, expected a DLManagedTensor", ErrNull)
+	}
+	return &m.Tensor, m.Tensor.Validate()
+}

@@ -1,0 +1,214 @@
+package dlpack
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"unsafe"
+)
+
+// alignment of the memory that this package allocates, as DLPack asks for.
+const alignment = 256
+
+// maxBytes is more than any host has; beyond it the allocators of Go and C do not answer with an error.
+const maxBytes = 1 << 46
+
+// Borrow describes memory that belongs to someone else. strides may be nil for compact rows. The memory
+// must stay valid while the tensor is used.
+func Borrow(data unsafe.Pointer, d Device, t DType, shape, strides []int64) (*Tensor, error) {
+	if strides != nil && len(strides) != len(shape) {
+		return nil, fmt.Errorf("%w: %d strides, expected one for each of %d dimensions", ErrLayout, len(strides),
+			len(shape))
+	}
+	v := &Tensor{
+		Data: data, Device: d, NDim: int32(min(len(shape), MaxRank+1)), DType: t,
+		Shape:   unsafe.SliceData(slices.Clone(shape)),
+		Strides: unsafe.SliceData(slices.Clone(strides)),
+	}
+	if err := v.Validate(); err != nil {
+		return nil, err
+	}
+	return v, nil
+}
+
+// New makes a compact tensor of zeros in host memory of the Go heap: it needs no release, and it must not
+// be kept by C beyond a call.
+func New(t DType, shape ...int64) (*Tensor, error) {
+	bytes, err := compact(t, shape)
+	if err != nil {
+		return nil, err
+	}
+	dims := make([]int64, 2*len(shape)) // the shape and the strides
+	v := &Tensor{
+		Device: Device{Type: CPU}, NDim: int32(len(shape)), DType: t,
+		Shape: unsafe.SliceData(dims), Strides: unsafe.SliceData(dims[len(shape):]),
+	}
+	v.setCompact(shape)
+	if bytes > 0 {
+		v.Data = unsafe.Pointer(unsafe.SliceData(make([]byte, bytes+alignment-1)))
+		v.Data = unsafe.Add(v.Data, -uintptr(v.Data)%alignment)
+	}
+	return v, nil
+}
+
+// FromFloat64s makes a tensor as New does and sets its elements, in row-major order.
+func FromFloat64s(t DType, values []float64, shape ...int64) (*Tensor, error) {
+	v, err := New(t, shape...)
+	if err != nil {
+		return nil, err
+	}
+	return v, v.SetFloat64s(values)
+}
+
+// compact checks a shape and returns the bytes of its elements.
+func compact(t DType, shape []int64) (uint64, error) {
+	v := Tensor{NDim: int32(min(len(shape), MaxRank+1)), DType: t, Shape: unsafe.SliceData(shape)}
+	bytes, err := v.bytes()
+	if err == nil && bytes > maxBytes {
+		err = fmt.Errorf("%w: %d bytes, expected at most %d", ErrMemory, bytes, int64(maxBytes))
+	}
+	return bytes, err
+}
+
+// setCompact fills the arrays that Shape and Strides point to.
+func (t *Tensor) setCompact(shape []int64) {
+	copy(t.Dims(), shape)
+	strides, stride := unsafe.Slice(t.Strides, t.NDim), int64(1)
+	for i := len(shape) - 1; i >= 0; i-- {
+		strides[i] = stride
+		stride *= shape[i]
+	}
+}
+
+// Float64s returns the elements of a host tensor in row-major order.
+func (t *Tensor) Float64s() ([]float64, error) {
+	c, err := t.codec()
+	if err != nil {
+		return nil, err
+	}
+	values := make([]float64, 0, t.Len())
+	t.each(func(p unsafe.Pointer) { values = append(values, c.load(p)) })
+	return values, nil
+}
+
+// SetFloat64s sets the elements of a host tensor in row-major order, each rounded to the nearest value of
+// the dtype, ties to even. Integers take the truncated value.
+func (t *Tensor) SetFloat64s(values []float64) error {
+	c, err := t.codec()
+	if err != nil {
+		return err
+	}
+	if int64(len(values)) != t.Len() {
+		return fmt.Errorf("%w: %d values, expected %d", ErrShape, len(values), t.Len())
+	}
+	i := 0
+	t.each(func(p unsafe.Pointer) { c.store(p, values[i]); i++ })
+	return nil
+}
+
+// each calls f with the address of each element in row-major order.
+func (t *Tensor) each(f func(unsafe.Pointer)) {
+	size := t.DType.Size()
+	var walk func(dim int, p unsafe.Pointer)
+	walk = func(dim int, p unsafe.Pointer) {
+		if dim == t.Rank() {
+			f(p)
+			return
+		}
+		step := t.Stride(dim) * size
+		for i := range t.Dim(dim) {
+			walk(dim+1, unsafe.Add(p, i*step))
+		}
+	}
+	if t.Len() > 0 {
+		walk(0, t.Pointer())
+	}
+}
+
+// codec reads and writes one element.
+type codec struct {
+	load  func(unsafe.Pointer) float64
+	store func(unsafe.Pointer, float64)
+}
+
+func number[T float32 | float64 | int32 | int64]() codec {
+	return codec{
+		load:  func(p unsafe.Pointer) float64 { return float64(*(*T)(p)) },
+		store: func(p unsafe.Pointer, v float64) { *(*T)(p) = T(v) },
+	}
+}
+
+func small(f format) codec {
+	return codec{
+		load:  func(p unsafe.Pointer) float64 { return f.decode(*(*uint16)(p)) },
+		store: func(p unsafe.Pointer, v float64) { *(*uint16)(p) = f.encode(v) },
+	}
+}
+
+var codecs = map[DType]codec{
+	Float16:  small(format{mantissa: 10, bias: 15}),
+	BFloat16: small(format{mantissa: 7, bias: 127}),
+	Float32:  number[float32](),
+	Float64:  number[float64](),
+	Int32:    number[int32](),
+	Int64:    number[int64](),
+}
+
+// format is a binary floating-point format of 16 bits.
+type format struct{ mantissa, bias int }
+
+// encode rounds once, from float64: by way of float32 a tie could be rounded twice.
+func (f format) encode(v float64) uint16 {
+	sign := uint16(math.Float64bits(v) >> 48 & 0x8000)
+	infinity := uint16(2*f.bias+1) << f.mantissa
+	switch {
+	case math.IsNaN(v):
+		return sign | infinity | 1<<(f.mantissa-1)
+	case math.IsInf(v, 0):
+		return sign | infinity
+	case v == 0:
+		return sign
+	}
+	least := 1 - f.bias // exponent of the smallest normal and of all subnormal numbers
+	exponent := max(math.Ilogb(v), least)
+	if exponent > f.bias {
+		return sign | infinity
+	}
+	units := uint16(math.RoundToEven(math.Ldexp(math.Abs(v), f.mantissa-exponent)))
+	// The hidden bit of a normal number adds the 1 that its exponent field has over a subnormal's, and a
+	// carry out of the mantissa leads to the next exponent, or to infinity.
+	return sign | (uint16(exponent-least)<<f.mantissa + units)
+}
+
+func (f format) decode(h uint16) float64 {
+	mantissa, exponent := int(h)&(1<<f.mantissa-1), int(h&0x7fff)>>f.mantissa
+	var v float64
+	switch {
+	case exponent == 2*f.bias+1 && mantissa != 0:
+		return math.NaN()
+	case exponent == 2*f.bias+1:
+		v = math.Inf(1)
+	case exponent == 0:
+		v = math.Ldexp(float64(mantissa), 1-f.bias-f.mantissa)
+	default:
+		v = math.Ldexp(float64(mantissa|1<<f.mantissa), exponent-f.bias-f.mantissa)
+	}
+	if h&0x8000 != 0 {
+		v = -v
+	}
+	return v
+}
+
+// codec checks that t can be read here and returns what reads it.
+func (t *Tensor) codec() (codec, error) {
+	if err := t.Validate(); err != nil {
+		return codec{}, err
+	}
+	if !t.Device.Host() {
+		return codec{}, fmt.Errorf("%w: it is on %v, expected host memory; copy it to the host first", ErrDevice, t.Device)
+	}
+	if c, ok := codecs[t.DType]; ok {
+		return c, nil
+	}
+	return codec{}, fmt.Errorf("%w: %v, expected float16, bfloat16, float32, float64, int32 or int64", ErrDType, t.DType)
+}

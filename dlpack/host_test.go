@@ -1,0 +1,132 @@
+package dlpack_test
+
+import (
+	"math"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/dlpack"
+)
+
+func TestNew(t *testing.T) {
+	v, err := dlpack.FromFloat64s(dlpack.Float32, []float64{1, 2, 3, 4, 5, 6}, 2, 3)
+	require.NoError(t, err)
+	require.NoError(t, v.Validate())
+	assert.Zero(t, uintptr(v.Data)%256)
+	assert.Equal(t, [6]float32{1, 2, 3, 4, 5, 6}, *(*[6]float32)(v.Pointer()))
+
+	column, err := dlpack.Borrow(unsafe.Add(v.Data, 4), v.Device, v.DType, []int64{2}, []int64{3})
+	require.NoError(t, err)
+	got, err := column.Float64s()
+	require.NoError(t, err)
+	assert.Equal(t, []float64{2, 5}, got)
+
+	empty, err := dlpack.New(dlpack.Int64, 0, 4)
+	require.NoError(t, err)
+	assert.Nil(t, empty.Data)
+	got, err = empty.Float64s()
+	require.NoError(t, err)
+	assert.Empty(t, got)
+
+	scalar, err := dlpack.FromFloat64s(dlpack.Int32, []float64{-100})
+	require.NoError(t, err)
+	got, err = scalar.Float64s()
+	require.NoError(t, err)
+	assert.Equal(t, []float64{-100}, got)
+}
+
+func TestHostRefusals(t *testing.T) {
+	v, err := dlpack.New(dlpack.Float32, 2, 3)
+	require.NoError(t, err)
+	assert.ErrorContains(t, v.SetFloat64s([]float64{1}), "1 values, expected 6")
+
+	_, err = dlpack.FromFloat64s(dlpack.Float32, []float64{1}, 2)
+	require.ErrorIs(t, err, dlpack.ErrShape)
+	_, err = dlpack.New(dlpack.Float32, -1)
+	require.ErrorIs(t, err, dlpack.ErrShape)
+	_, err = dlpack.New(dlpack.Float32, make([]int64, 65)...)
+	require.ErrorIs(t, err, dlpack.ErrShape)
+	_, err = dlpack.New(dlpack.Float32, 1<<50)
+	require.ErrorIs(t, err, dlpack.ErrMemory)
+	_, err = dlpack.Borrow(nil, host, dlpack.Float32, []int64{2}, nil)
+	require.ErrorIs(t, err, dlpack.ErrNull)
+	_, err = dlpack.Borrow(v.Data, host, dlpack.Float32, []int64{2}, []int64{1, 1})
+	require.ErrorIs(t, err, dlpack.ErrLayout)
+
+	v.Device = dlpack.Device{Type: dlpack.CUDA}
+	_, err = v.Float64s()
+	require.ErrorIs(t, err, dlpack.ErrDevice, "device memory must not be read")
+	v.Device, v.DType = host, dlpack.DType{Code: 1, Bits: 8, Lanes: 1}
+	_, err = v.Float64s()
+	require.ErrorIs(t, err, dlpack.ErrDType)
+	v.DType.Bits = 0
+	require.ErrorIs(t, v.SetFloat64s(nil), dlpack.ErrDType)
+}
+
+// rounded returns v as a tensor of one element stores it, and the element's bits.
+func rounded(t *testing.T, d dlpack.DType, v float64) (float64, uint16) {
+	x, err := dlpack.FromFloat64s(d, []float64{v})
+	require.NoError(t, err)
+	got, err := x.Float64s()
+	require.NoError(t, err)
+	return got[0], *(*uint16)(x.Data)
+}
+
+func TestRounding(t *testing.T) {
+	inf := math.Inf(1)
+	cases := []struct {
+		d    dlpack.DType
+		v    float64
+		bits uint16
+	}{
+		{dlpack.Float16, 1, 0x3c00}, {dlpack.Float16, -2, 0xc000}, {dlpack.Float16, 65504, 0x7bff},
+		{dlpack.Float16, 65519.99, 0x7bff}, {dlpack.Float16, 65520, 0x7c00}, {dlpack.Float16, 1e300, 0x7c00},
+		{dlpack.Float16, 1 + 0x1p-11, 0x3c00}, {dlpack.Float16, 1 + 3*0x1p-11, 0x3c02},
+		{dlpack.Float16, 1 + 0x1p-11 + 0x1p-40, 0x3c01}, // by way of float32 this would be a tie
+		{dlpack.Float16, 0x1p-24, 0x0001}, {dlpack.Float16, 0x1p-25, 0x0000}, {dlpack.Float16, 0x1.8p-25, 0x0001},
+		{dlpack.Float16, 0x1p-14 - 0x1p-26, 0x0400}, {dlpack.Float16, 5e-324, 0}, {dlpack.Float16, -inf, 0xfc00},
+		{dlpack.Float16, 2 - 0x1p-12, 0x4000}, {dlpack.Float16, math.Copysign(0, -1), 0x8000},
+		{dlpack.BFloat16, 1, 0x3f80}, {dlpack.BFloat16, 1 + 0x1p-8, 0x3f80}, {dlpack.BFloat16, 1 + 3*0x1p-8, 0x3f82},
+		{dlpack.BFloat16, 1 + 0x1p-8 + 0x1p-40, 0x3f81}, {dlpack.BFloat16, math.MaxFloat32, 0x7f80},
+		{dlpack.BFloat16, 0x1p-133, 0x0001}, {dlpack.BFloat16, inf, 0x7f80},
+	}
+	for _, c := range cases {
+		_, bits := rounded(t, c.d, c.v)
+		assert.Equalf(t, c.bits, bits, "%v of %x", c.d, c.v)
+	}
+	for _, d := range []dlpack.DType{dlpack.Float16, dlpack.BFloat16, dlpack.Float32, dlpack.Float64} {
+		v, _ := rounded(t, d, math.NaN())
+		assert.True(t, math.IsNaN(v), d)
+	}
+}
+
+// Every 16-bit pattern must survive the way to float64 and back.
+func TestSmallFloatsRoundTrip(t *testing.T) {
+	for _, d := range []dlpack.DType{dlpack.Float16, dlpack.BFloat16} {
+		x, err := dlpack.New(d, 1<<16)
+		require.NoError(t, err)
+		patterns := unsafe.Slice((*uint16)(x.Data), 1<<16)
+		for i := range patterns {
+			patterns[i] = uint16(i)
+		}
+		values, err := x.Float64s()
+		require.NoError(t, err)
+		y, err := dlpack.FromFloat64s(d, values, 1<<16)
+		require.NoError(t, err)
+		for i, p := range unsafe.Slice((*uint16)(y.Data), 1<<16) {
+			if !math.IsNaN(values[i]) {
+				require.Equal(t, uint16(i), p)
+			}
+		}
+		if d == dlpack.BFloat16 {
+			for i, v := range values {
+				if !math.IsNaN(v) {
+					require.Equal(t, float64(math.Float32frombits(uint32(i)<<16)), v)
+				}
+			}
+		}
+	}
+}

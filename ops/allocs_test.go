@@ -1,0 +1,43 @@
+//go:build !race
+
+// Under the race detector sync.Pool drops what it holds at random, and the CPU backend's pools allocate anew.
+
+package ops_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/ops"
+)
+
+func TestTinyCallsDoNotAllocate(t *testing.T) {
+	const m, n = 2, 8
+	d := dlpack.Float32
+	x, y, dx := empty(t, d, m, n), empty(t, d, m, n), empty(t, d, m, n)
+	weight, dw, rstd := empty(t, d, n), empty(t, d, n), empty(t, d, m)
+	target, loss, lse := empty(t, dlpack.Int64, m), empty(t, d, m), empty(t, d, 2, m)
+	one := empty(t, d)
+	for name, call := range map[string]func() error{
+		"softmax_forward":  func() error { return ops.SoftmaxForward(nil, x, y) },
+		"softmax_backward": func() error { return ops.SoftmaxBackward(nil, x, y, dx) },
+		"rmsnorm_forward":  func() error { return ops.RMSNormForward(nil, x, weight, y, rstd, 1e-6) },
+		"rmsnorm_backward": func() error { return ops.RMSNormBackward(nil, x, weight, y, rstd, dx, dw) },
+		"cross_entropy_forward": func() error {
+			return ops.CrossEntropyForward(nil, x, target, weight, loss, lse, dx, one, plain)
+		},
+		"cross_entropy_backward": func() error {
+			return ops.CrossEntropyBackward(nil, x, target, weight, loss, lse, nil, dx, plain)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			assert.Zero(t, testing.AllocsPerRun(100, func() {
+				if err := call(); err != nil {
+					panic(err)
+				}
+			}))
+		})
+	}
+}

@@ -1,0 +1,350 @@
+package ops
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
+)
+
+// DType returns the element type that a DLPack dtype stands for, and whether it is one that ops know.
+func DType(d dlpack.DType) (kernels.DType, bool) {
+	switch d {
+	case dlpack.Float16:
+		return kernels.Float16, true
+	case dlpack.BFloat16:
+		return kernels.BFloat16, true
+	case dlpack.Float32:
+		return kernels.Float32, true
+	case dlpack.Float64:
+		return kernels.Float64, true
+	case dlpack.Int32:
+		return kernels.Int32, true
+	case dlpack.Int64:
+		return kernels.Int64, true
+	}
+	return 0, false
+}
+
+// types is a set of element types.
+type types uint8
+
+func only(t kernels.DType) types { return 1 << t }
+
+const (
+	lowFloat types = 1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32
+	anyFloat       = lowFloat | 1<<kernels.Float64
+	anyIndex types = 1<<kernels.Int32 | 1<<kernels.Int64
+)
+
+// companion is the set for operands that need not have x's dtype: float64 goes with float64 only.
+func companion(x kernels.DType) types {
+	if x == kernels.Float64 {
+		return only(x)
+	}
+	return lowFloat
+}
+
+// statistic is the type of what is computed per row.
+func statistic(x kernels.DType) types {
+	if x == kernels.Float64 {
+		return only(x)
+	}
+	return only(kernels.Float32)
+}
+
+func (s types) String() string {
+	var names []string
+	for t := kernels.Float16; t <= kernels.Int64; t++ {
+		if s&only(t) != 0 {
+			names = append(names, t.String())
+		}
+	}
+	if last := len(names) - 1; last > 0 {
+		return strings.Join(names[:last], ", ") + " or " + names[last]
+	}
+	return names[0]
+}
+
+// check goes through the operands of one call. The first defect is kept in err, and later checks of the
+// call may then see zero values. Nothing is allocated unless there is a defect.
+type check struct {
+	op     string
+	err    *Error
+	first  string        // the operand that fixed the device
+	device dlpack.Device // of all operands
+	spans  [8]span
+	count  int
+}
+
+// span is the memory of one operand: rows of cols elements.
+type span struct {
+	name   string
+	dtype  kernels.DType
+	data   int64
+	rows   int64
+	cols   int64
+	stride int64
+}
+
+func (k *check) fail(s Status, format string, args ...any) {
+	if k.err == nil {
+		k.err = &Error{s, k.op + ": " + fmt.Sprintf(format, args...)}
+	}
+}
+
+// operand checks what all operands have in common and returns the element type.
+func (k *check) operand(name string, t *dlpack.Tensor, allowed types) (d kernels.DType, ok bool) {
+	if t == nil {
+		k.fail(StatusNull, "%s is NULL, expected a tensor", name)
+		return 0, false
+	}
+	if err := t.Validate(); err != nil {
+		status := StatusShape
+		switch {
+		case errors.Is(err, dlpack.ErrNull):
+			status = StatusNull
+		case errors.Is(err, dlpack.ErrDType):
+			status = StatusDType
+		case errors.Is(err, dlpack.ErrLayout):
+			status = StatusLayout
+		}
+		k.fail(status, "%s is not a valid DLPack tensor, it has %v", name, err)
+		return 0, false
+	}
+	k.place(name, t.Device)
+	d, ok = DType(t.DType)
+	if !ok {
+		k.fail(StatusDType, "%s has dtype %v, expected %v; convert it", name, t.DType, allowed)
+		return 0, false
+	}
+	k.dtype(name, d, allowed)
+	if t.Len() > 0 && int64(uintptr(t.Pointer()))%d.Size() != 0 {
+		k.fail(StatusAlignment, "%s begins at an address that is %d beyond a multiple of %d, expected a multiple, "+
+			"the size of a %v; copy it", name, int64(uintptr(t.Pointer()))%d.Size(), d.Size(), d)
+	}
+	return d, k.err == nil
+}
+
+// dtype checks an element type, once the device is known.
+func (k *check) dtype(name string, d kernels.DType, allowed types) {
+	switch {
+	case allowed&only(d) == 0:
+		k.fail(StatusDType, "%s has dtype %v, expected %v; convert it", name, d, allowed)
+	case d == kernels.Float64 && !k.device.Host():
+		k.fail(StatusUnsupported, "%s has dtype float64 on %v, expected %v there; convert it, or move the operands to "+
+			"host memory, where float64 is served", name, k.device, lowFloat)
+	}
+}
+
+// place checks that an operand is where the others are. Managed memory is reachable from any CUDA device.
+func (k *check) place(name string, d dlpack.Device) {
+	switch d.Type {
+	case dlpack.CPU, dlpack.CUDAHost, dlpack.CUDA, dlpack.CUDAManaged:
+	default:
+		k.fail(StatusDevice, "%s is on %v, expected cpu (1), cuda (2), cuda_host (3) or cuda_managed (13); copy it there",
+			name, d)
+	}
+	switch {
+	case k.first == "":
+		k.first, k.device = name, d
+	case d.Host() != k.device.Host(),
+		d.Type == dlpack.CUDA && k.device.Type == dlpack.CUDA && d.ID != k.device.ID:
+		k.fail(StatusDevice, "%s is on %v, expected %v as %s; move one of them", name, d, k.device, k.first)
+	case d.Type == dlpack.CUDA:
+		k.device = d
+	}
+}
+
+// rows checks an operand of rows (M, N).
+func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matrix {
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
+		return kernels.Matrix{}
+	}
+	last := t.Rank() - 1
+	switch {
+	case last < 0:
+		k.fail(StatusShape, "%s has rank 0, expected rows (M, N) of rank 1 or more; reshape it to (1, 1)", name)
+		return kernels.Matrix{}
+	case t.Dim(last) == 0:
+		k.fail(StatusShape, "%s has shape %s, expected a last dimension of 1 or more; skip the call", name, shape(t))
+		return kernels.Matrix{}
+	case t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1:
+		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements (stride 1); make it "+
+			"contiguous", name, t.Stride(last))
+		return kernels.Matrix{}
+	}
+	m := kernels.Matrix{Data: t.Pointer(), DType: d, Rows: t.Len() / t.Dim(last), Cols: t.Dim(last), Stride: t.Dim(last)}
+	switch {
+	case m.Rows == 0:
+		m.Data = nil
+	case m.Rows > 1:
+		if m.Stride, ok = collapse(t, last); !ok {
+			k.fail(StatusLayout, "%s has shape %s and strides %s, expected leading dimensions that collapse into rows one "+
+				"fixed stride apart; make it contiguous", name, shape(t), strides(t))
+		}
+	}
+	k.add(span{name, d, int64(uintptr(m.Data)), m.Rows, m.Cols, m.Stride})
+	return m
+}
+
+// rowsLike checks an operand of rows that must have as many rows and columns as x, the operand named like.
+func (k *check) rowsLike(name string, t *dlpack.Tensor, allowed types, like string, x kernels.Matrix) kernels.Matrix {
+	m := k.rows(name, t, allowed)
+	if k.err == nil && (m.Rows != x.Rows || m.Cols != x.Cols) {
+		k.fail(StatusShape, "%s has shape %s, which is %d rows of %d, expected %d rows of %d as %s", name, shape(t), m.Rows,
+			m.Cols, x.Rows, x.Cols, like)
+	}
+	return m
+}
+
+// vector checks an operand of n elements a fixed stride apart, n being what `what` says.
+func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, what string) kernels.Vector {
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
+		return kernels.Vector{}
+	}
+	if t.Len() != n {
+		k.fail(StatusShape, "%s has shape %s, which is %d elements, expected %d: %s", name, shape(t), t.Len(), n, what)
+		return kernels.Vector{}
+	}
+	v := kernels.Vector{Data: t.Pointer(), DType: d, Len: n, Stride: 1}
+	switch {
+	case n == 0:
+		v.Data = nil
+	case n > 1:
+		if v.Stride, ok = collapse(t, t.Rank()); !ok {
+			k.fail(StatusLayout, "%s has shape %s and strides %s, expected elements one fixed stride apart; make it contiguous",
+				name, shape(t), strides(t))
+		}
+	}
+	k.add(span{name, d, int64(uintptr(v.Data)), n, 1, v.Stride})
+	return v
+}
+
+// compact checks a vector whose elements must be adjacent.
+func (k *check) compact(name string, t *dlpack.Tensor, allowed types, n int64, what string) kernels.Vector {
+	v := k.vector(name, t, allowed, n, what)
+	if k.err == nil && v.Stride != 1 {
+		k.fail(StatusLayout, "%s has stride %d, expected adjacent elements (stride 1); make it contiguous", name, v.Stride)
+	}
+	return v
+}
+
+// weights checks a contiguous operand of shape (N).
+func (k *check) weights(name string, t *dlpack.Tensor, allowed types, n int64) kernels.Vector {
+	if t != nil && t.NDim != 1 {
+		k.fail(StatusShape, "%s has rank %d, expected rank 1: (N) with N = %d columns", name, t.NDim, n)
+	}
+	return k.compact(name, t, allowed, n, "one for each column of x")
+}
+
+// collapse returns the one stride that walks the first `rank` dimensions of t, which have two elements or
+// more between them.
+func collapse(t *dlpack.Tensor, rank int) (stride int64, ok bool) {
+	n := int64(1)
+	for i := rank - 1; i >= 0; i-- {
+		d := t.Dim(i)
+		switch {
+		case d == 1:
+			continue
+		case n == 1:
+			stride = t.Stride(i)
+		case t.Stride(i) != stride*n:
+			return 0, false
+		}
+		n *= d
+	}
+	return stride, true
+}
+
+func (k *check) add(s span) {
+	k.spans[k.count] = s
+	k.count++
+}
+
+// output checks that the operand added last can be written: its elements are apart from one another and
+// from those of all operands added before, but for those named in same, whose very rows it may be.
+func (k *check) output(same ...string) {
+	if k.err != nil {
+		return
+	}
+	w := &k.spans[k.count-1]
+	if w.rows > 1 && w.cols > max(w.stride, -w.stride) {
+		k.fail(StatusLayout, "%s has rows of %d elements %d apart, expected an output whose rows do not overlap; make it "+
+			"contiguous", w.name, w.cols, w.stride)
+	}
+	for i := range k.spans[:k.count-1] {
+		s := &k.spans[i]
+		if !w.overlaps(s) {
+			continue
+		}
+		allowed := false
+		for _, name := range same {
+			allowed = allowed || name == s.name
+		}
+		switch {
+		case !allowed:
+			k.fail(StatusOverlap, "%s overlaps %s, expected separate memory; allocate %s apart", w.name, s.name, w.name)
+		case !w.same(s):
+			k.fail(StatusOverlap, "%s overlaps %s without being the very same rows of the same dtype, expected those or "+
+				"separate memory; allocate %s apart", w.name, s.name, w.name)
+		}
+	}
+}
+
+// bounds returns the addresses of the first byte and of the byte after the last.
+func (s *span) bounds() (low, high int64) {
+	reach := (s.rows - 1) * s.stride * s.dtype.Size()
+	return s.data + min(reach, 0), s.data + max(reach, 0) + s.cols*s.dtype.Size()
+}
+
+func (s *span) overlaps(o *span) bool {
+	if s.rows == 0 || s.cols == 0 || o.rows == 0 || o.cols == 0 {
+		return false
+	}
+	low, high := s.bounds()
+	low2, high2 := o.bounds()
+	if high <= low2 || high2 <= low {
+		return false
+	}
+	// Slices of the columns of one buffer share its range of bytes, yet no element: their rows are equally
+	// far apart, and within one such distance each takes its own part.
+	pitch := abs(s.stride * s.dtype.Size())
+	if s.rows < 2 || o.rows < 2 || pitch == 0 || pitch != abs(o.stride*o.dtype.Size()) {
+		return true
+	}
+	shift := ((o.data-s.data)%pitch + pitch) % pitch
+	return shift < s.cols*s.dtype.Size() || shift+o.cols*o.dtype.Size() > pitch
+}
+
+// same tells whether two operands are element for element the same memory.
+func (s *span) same(o *span) bool {
+	return s.data == o.data && s.dtype == o.dtype && s.rows == o.rows && s.cols == o.cols &&
+		(s.rows < 2 || s.stride == o.stride)
+}
+
+func abs(v int64) int64 { return max(v, -v) }
+
+func shape(t *dlpack.Tensor) string { return list(t.Rank(), t.Dim) }
+
+func strides(t *dlpack.Tensor) string { return list(t.Rank(), t.Stride) }
+
+// list writes numbers without letting their tensor escape to the heap.
+func list(n int, number func(int) int64) string {
+	text := []byte{'('}
+	for i := range n {
+		if i > 0 {
+			text = append(text, ", "...)
+		}
+		text = strconv.AppendInt(text, number(i), 10)
+	}
+	if n == 1 {
+		text = append(text, ',')
+	}
+	return string(append(text, ')'))
+}

@@ -1,0 +1,308 @@
+package ops_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
+	"github.com/gander-go/gander/ops"
+)
+
+const ignored = ops.DefaultIgnoreIndex
+
+var plain = ops.CrossEntropyOptions{IgnoreIndex: ignored}
+
+// entropy is the reference for each row: the loss, its magnitude, the two parts of the log-sum-exp, the
+// gradient for an upstream gradient of 1, and the weight of the row in a mean.
+type entropy struct {
+	loss, sizeLoss, top, logSum, dx, sizeDX, weight []float64
+}
+
+func crossEntropy(x, target, weight []float64, n int64) (e entropy) {
+	p, sizeP := softmax(x, n)
+	for i, class := range target {
+		r := row(x, int64(i), n)
+		top, sum := slices.Max(r), 0.0
+		for _, v := range r {
+			sum += math.Exp(v - top)
+		}
+		w, loss := 1.0, math.NaN()
+		inside := class >= 0 && class < float64(n)
+		switch {
+		case class == ignored:
+			w, loss = 0, 0
+		case inside:
+			if weight != nil {
+				w = weight[int(class)]
+			}
+			loss = w * (top - r[int(class)] + math.Log(sum))
+		}
+		e.loss = append(e.loss, loss)
+		e.sizeLoss = append(e.sizeLoss, math.Abs(loss)+math.Abs(w)*math.Log(float64(n)+1))
+		e.top, e.logSum = append(e.top, top), append(e.logSum, math.Log(sum))
+		e.weight = append(e.weight, w)
+		for j := range n {
+			hit := 0.0
+			if float64(j) == class {
+				hit = 1
+			}
+			g := w * (p[int64(i)*n+j] - hit)
+			switch {
+			case class == ignored:
+				g = 0
+			case !inside:
+				g = math.NaN()
+			}
+			e.dx = append(e.dx, g)
+			e.sizeDX = append(e.sizeDX, math.Abs(w)*(sizeP[int64(i)*n+j]+hit))
+		}
+	}
+	return e
+}
+
+// upstream scales the reference gradient by one number per row.
+func (e entropy) upstream(scale []float64, n int64) (dx, size []float64) {
+	for i := range e.dx {
+		s := scale[int64(i)/n]
+		if e.dx[i] == 0 {
+			s = 0
+		}
+		dx, size = append(dx, e.dx[i]*s), append(size, e.sizeDX[i]*math.Abs(s))
+	}
+	return dx, size
+}
+
+func sum(v []float64) (s float64) {
+	for _, a := range v {
+		s += a
+	}
+	return s
+}
+
+func TestCrossEntropy(t *testing.T) {
+	const m = 6
+	r := rand.New(rand.NewPCG(1, 2))
+	for _, d := range floats {
+		for _, dw := range companions(d) {
+			for _, n := range rowWidths {
+				for _, l := range layoutsFor(d == dw) {
+					t.Run(fmt.Sprintf("%v/%v/%d/%s", d, dw, n, l.name), func(t *testing.T) {
+						testCrossEntropy(t, r, d, dw, dlpack.Int32, m, n, l, false)
+						testCrossEntropy(t, r, d, dw, dlpack.Int64, m, n, l, true)
+					})
+				}
+			}
+		}
+	}
+}
+
+func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType, m, n int64, l layout, weighted bool) {
+	stat := statistic(d)
+	vx, vt := random(t, r, d, m*n), make([]float64, m)
+	for i := range vt {
+		vt[i] = float64(r.Int64N(n))
+	}
+	vt[1] = ignored
+	var vw []float64
+	var weight *dlpack.Tensor
+	if weighted {
+		vw = random(t, r, dtypeW, n)
+		for i := range vw {
+			vw[i] = math.Abs(vw[i])
+		}
+		weight = tensor(t, dtypeW, vw, n)
+	}
+	x, target := newMatrix(t, d, vx, m, n, l), tensor(t, index, vt, m)
+	want := crossEntropy(vx, vt, vw, n)
+
+	o := plain
+	loss, lse, dx, denominator := empty(t, stat, m), empty(t, stat, 2, m), newMatrix(t, d, nil, m, n, l), empty(t, stat)
+	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, loss, lse, dx.Tensor, denominator, o))
+	requireClose(t, want.loss, want.sizeLoss, values(t, loss), stat, n)
+	gotDX := dx.result(t)
+	requireClose(t, want.dx, want.sizeDX, gotDX, d, n)
+	requireClose(t, []float64{sum(want.weight)}, []float64{sum(want.weight)}, values(t, denominator), stat, m)
+	parts := values(t, lse)
+	requireClose(t, want.top, want.top, parts[:m], stat, n)
+	requireClose(t, want.logSum, ones(int(m)), parts[m:], stat, n)
+
+	// Only the loss; the whole log-sum-exp.
+	alone, whole := empty(t, stat, m), empty(t, stat, m)
+	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, alone, whole, nil, nil, o))
+	requireClose(t, want.loss, want.sizeLoss, values(t, alone), stat, n)
+	for i, v := range values(t, whole) {
+		assert.InDelta(t, want.top[i]+want.logSum[i], v, ulp(stat, v)*(16+2*math.Sqrt(float64(n))))
+	}
+
+	// Totals.
+	counted := slices.DeleteFunc(slices.Clone(want.sizeLoss), math.IsNaN)
+	total, mean := empty(t, stat), empty(t, stat, 1)
+	o.Reduction = kernels.ReduceSum
+	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, total, nil, nil, nil, o))
+	requireClose(t, []float64{sum(want.loss)}, []float64{sum(counted)}, values(t, total), stat, n)
+	o.Reduction = kernels.ReduceMean
+	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, mean, nil, nil, denominator, o))
+	divisor := sum(want.weight)
+	requireClose(t, []float64{sum(want.loss) / divisor}, []float64{sum(counted) / divisor}, values(t, mean), stat, n)
+
+	// Backward: a gradient per row with either form of lse, one for all rows, and a mean's.
+	vd := random(t, r, stat, m)
+	o.Reduction = kernels.ReduceNone
+	scaled, size := want.upstream(vd, n)
+	for _, form := range []*dlpack.Tensor{lse, whole} {
+		grad := newMatrix(t, d, nil, m, n, l)
+		require.NoError(t, ops.CrossEntropyBackward(nil, x.Tensor, target, weight, tensor(t, stat, vd, m), form, nil,
+			grad.Tensor, o))
+		// The whole lse has lost digits where the logits are large.
+		requireClose(t, scaled, addScaled(size, vd, want.top, n), grad.result(t), d, n)
+	}
+	three := slices.Repeat([]float64{3}, int(m))
+	scaled, size = want.upstream(three, n)
+	for name, dloss := range map[string]*dlpack.Tensor{
+		"single": tensor(t, stat, three[:1]), "repeated": view(t, tensor(t, stat, three[:1], 1), 0, []int64{m}, []int64{0}),
+		"strided": view(t, tensor(t, stat, slices.Repeat([]float64{3, 0}, int(m)), 2*m), 0, []int64{m}, []int64{2}),
+	} {
+		grad := newMatrix(t, d, nil, m, n, l)
+		require.NoError(t, ops.CrossEntropyBackward(nil, x.Tensor, target, weight, dloss, lse, nil, grad.Tensor, o), name)
+		requireClose(t, scaled, size, grad.result(t), d, n)
+	}
+	o.Reduction = kernels.ReduceMean
+	scaled, size = want.upstream(slices.Repeat([]float64{3 / divisor}, int(m)), n)
+	grad := newMatrix(t, d, nil, m, n, l)
+	require.NoError(t, ops.CrossEntropyBackward(nil, x.Tensor, target, weight, tensor(t, stat, three[:1]), lse,
+		denominator, grad.Tensor, o))
+	requireClose(t, scaled, size, grad.result(t), d, n)
+
+	// In x's place, both directions.
+	assert.Equal(t, vx, x.result(t), "x must not change")
+	place := newMatrix(t, d, vx, m, n, l)
+	require.NoError(t, ops.CrossEntropyBackward(nil, place.Tensor, target, weight, tensor(t, stat, three[:1]), lse,
+		denominator, place.Tensor, o))
+	assert.Equal(t, grad.result(t), place.result(t))
+	o.Reduction = kernels.ReduceNone
+	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, alone, nil, x.Tensor, nil, o))
+	assert.Equal(t, gotDX, x.result(t))
+}
+
+// addScaled adds what rounding the whole log-sum-exp, about top, does to a gradient of one unit.
+func addScaled(size, scale, top []float64, n int64) []float64 {
+	v := slices.Clone(size)
+	for i := range v {
+		v[i] += math.Abs(scale[int64(i)/n]) * math.Abs(top[int64(i)/n]) * 2
+	}
+	return v
+}
+
+func TestTargetsOutOfRange(t *testing.T) {
+	const n = 5
+	vt := []float64{-1, n, 2, math.MinInt32, math.MaxInt32, ignored}
+	m := int64(len(vt))
+	for _, index := range []dlpack.DType{dlpack.Int32, dlpack.Int64} {
+		for _, d := range floats {
+			stat := statistic(d)
+			x, weight := tensor(t, d, random(t, rand.New(rand.NewPCG(3, 4)), d, m*n), m, n), tensor(t, d, ones(n), n)
+			loss, lse, dx := empty(t, stat, m), empty(t, stat, 2, m), empty(t, d, m, n)
+			o := plain
+			target := tensor(t, index, vt, m)
+			want := crossEntropy(values(t, x), vt, nil, n)
+			require.NoError(t, ops.CrossEntropyForward(nil, x, target, weight, loss, lse, dx, nil, o))
+			requireClose(t, want.loss, want.sizeLoss, values(t, loss), stat, n)
+			requireClose(t, want.dx, want.sizeDX, values(t, dx), d, n)
+			require.NoError(t, ops.CrossEntropyBackward(nil, x, target, weight, tensor(t, stat, []float64{1}), lse, nil, dx, o))
+			requireClose(t, want.dx, want.sizeDX, values(t, dx), d, n)
+			total := empty(t, stat)
+			o.Reduction = kernels.ReduceSum
+			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, total, nil, nil, nil, o))
+			assert.True(t, math.IsNaN(values(t, total)[0]), "one bad row shows in the total")
+		}
+	}
+}
+
+// An int64 target whose low 32 bits would be in range is still out of range.
+func TestTargetsAreNotTruncated(t *testing.T) {
+	x, target := empty(t, dlpack.Float32, 1, 4), tensor(t, dlpack.Int64, []float64{1 << 32}, 1)
+	loss := empty(t, dlpack.Float32, 1)
+	require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, nil, nil, nil, plain))
+	assert.True(t, math.IsNaN(values(t, loss)[0]))
+}
+
+func TestNothingCounts(t *testing.T) {
+	for name, m := range map[string]int64{"ignored": 3, "no rows": 0} {
+		t.Run(name, func(t *testing.T) {
+			x, target := empty(t, dlpack.Float32, m, 4), tensor(t, dlpack.Int64, slices.Repeat([]float64{ignored}, int(m)), m)
+			loss, denominator := tensor(t, dlpack.Float32, []float64{7}), tensor(t, dlpack.Float32, []float64{7})
+			dx, lse := empty(t, dlpack.Float32, m, 4), empty(t, dlpack.Float32, 2, m)
+			o := ops.CrossEntropyOptions{IgnoreIndex: ignored, Reduction: kernels.ReduceMean}
+			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, lse, dx, denominator, o))
+			assert.True(t, math.IsNaN(values(t, loss)[0]), "a mean over nothing is NaN, as in torch")
+			assert.Equal(t, []float64{0}, values(t, denominator))
+			assert.Equal(t, make([]float64, 4*m), values(t, dx))
+			require.NoError(t, ops.CrossEntropyBackward(nil, x, target, nil, loss, lse, denominator, dx, o))
+			assert.Equal(t, make([]float64, 4*m), values(t, dx), "the gradient of an ignored row is 0 whatever the divisor")
+
+			o.Reduction = kernels.ReduceSum
+			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, nil, nil, nil, o))
+			assert.Equal(t, []float64{0}, values(t, loss))
+
+			o.Reduction = kernels.ReduceNone
+			rows := empty(t, dlpack.Float32, m)
+			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, rows, nil, nil, denominator, o))
+			assert.Equal(t, []float64{0}, values(t, denominator))
+			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, rows, nil, nil, nil, o))
+			assert.Equal(t, make([]float64, m), values(t, rows))
+		})
+	}
+}
+
+func TestCrossEntropyInfinities(t *testing.T) {
+	inf := math.Inf(1)
+	x := tensor(t, dlpack.Float32, []float64{
+		-inf, 0, 0, // a masked class that is not the target
+		-inf, 0, 0, // the target is masked: an infinite loss
+		-inf, -inf, -inf, // torch: NaN
+		10000, 10000, 10000,
+	}, 4, 3)
+	target, loss := tensor(t, dlpack.Int64, []float64{1, 0, 1, 2}, 4), empty(t, dlpack.Float32, 4)
+	require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, nil, nil, nil, plain))
+	got := values(t, loss)
+	assert.InDelta(t, math.Log(2), got[0], 1e-6)
+	assert.Equal(t, inf, got[1])
+	assert.True(t, math.IsNaN(got[2]))
+	assert.InDelta(t, math.Log(3), got[3], 1e-6)
+}
+
+// Leading dimensions: targets and losses may have those of x, and target any one stride.
+func TestCrossEntropyLeadingDimensions(t *testing.T) {
+	vx, vt := random(t, rand.New(rand.NewPCG(5, 6)), dlpack.Float32, 24), []float64{0, 1, 2, 3, 2, 1}
+	x := tensor(t, dlpack.Float32, vx, 2, 3, 4)
+	spread := tensor(t, dlpack.Int64, vt, 6)
+	want := crossEntropy(vx, vt, nil, 4)
+	for name, target := range map[string]*dlpack.Tensor{
+		"as x":    view(t, spread, 0, []int64{2, 3}, nil),
+		"flat":    spread,
+		"flipped": view(t, tensor(t, dlpack.Int64, []float64{1, 2, 3, 2, 1, 0}, 6), 5, []int64{2, 3}, []int64{-3, -1}),
+	} {
+		loss, lse, dx := empty(t, dlpack.Float32, 2, 3), empty(t, dlpack.Float32, 2, 2, 3), empty(t, dlpack.Float32, 2, 3, 4)
+		require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, lse, nil, nil, plain), name)
+		requireClose(t, want.loss, want.sizeLoss, values(t, loss), dlpack.Float32, 4)
+		one := tensor(t, dlpack.Float32, []float64{1})
+		require.NoError(t, ops.CrossEntropyBackward(nil, x, target, nil, one, lse, nil, dx, plain), name)
+		requireClose(t, want.dx, want.sizeDX, values(t, dx), dlpack.Float32, 4)
+	}
+
+	// The parts of lse may be slices of longer ones.
+	loss, long := empty(t, dlpack.Float32, 6), empty(t, dlpack.Float32, 2, 10)
+	cut := view(t, long, 1, []int64{2, 6}, []int64{10, 1})
+	require.NoError(t, ops.CrossEntropyForward(nil, x, spread, nil, loss, cut, nil, nil, plain))
+	parts := values(t, long)
+	requireClose(t, want.top, want.top, parts[1:7], dlpack.Float32, 4)
+	requireClose(t, want.logSum, ones(6), parts[11:17], dlpack.Float32, 4)
+	assert.Equal(t, []float64{0, 0, 0, 0}, []float64{parts[0], parts[7], parts[10], parts[17]})
+}

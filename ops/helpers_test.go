@@ -1,0 +1,200 @@
+package ops_test
+
+import (
+	"math"
+	"math/rand/v2"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/dlpack"
+)
+
+// rowWidths are the N of the numerical tests: odd ones, one beyond a power of two, one that is long.
+var rowWidths = []int64{1, 3, 31, 127, 1000, 4097}
+
+var floats = []dlpack.DType{dlpack.Float16, dlpack.BFloat16, dlpack.Float32, dlpack.Float64}
+
+// companions are the dtypes that weight, y and dout may have beside an x of type d.
+func companions(d dlpack.DType) []dlpack.DType {
+	if d == dlpack.Float64 {
+		return []dlpack.DType{d}
+	}
+	return floats[:3]
+}
+
+func statistic(d dlpack.DType) dlpack.DType {
+	if d == dlpack.Float64 {
+		return d
+	}
+	return dlpack.Float32
+}
+
+// layout places rows in a larger buffer: pad elements between them, offset elements before them. A flipped
+// one has the last row first.
+type layout struct {
+	name        string
+	pad, offset int64
+	flip        bool
+}
+
+var layouts = []layout{
+	{name: "compact"},
+	{name: "strided", pad: 3, offset: 1},
+	{name: "flipped", pad: 1, offset: 5, flip: true},
+}
+
+// layoutsFor returns all layouts where an op's operands have one dtype, and the hardest where they are mixed:
+// how dtypes are read does not depend on where the rows are.
+func layoutsFor(uniform bool) []layout {
+	if uniform {
+		return layouts
+	}
+	return layouts[2:]
+}
+
+const guard = 77 // what the elements between the rows hold
+
+// matrix is rows in a guarded buffer.
+type matrix struct {
+	*dlpack.Tensor
+	buffer *dlpack.Tensor
+	at     []int64 // position in the buffer of each row
+}
+
+// newMatrix makes rows of the values that d gives to the given ones, or of the guard where they are nil.
+func newMatrix(t testing.TB, d dlpack.DType, values []float64, m, n int64, l layout) matrix {
+	stride := n + l.pad
+	buffer, err := dlpack.New(d, l.offset+m*stride+1)
+	require.NoError(t, err)
+	all := make([]float64, buffer.Len())
+	for i := range all {
+		all[i] = guard
+	}
+	require.NoError(t, buffer.SetFloat64s(all))
+	x := matrix{buffer: buffer}
+	first := l.offset
+	if l.flip && m > 0 {
+		first += (m - 1) * stride
+		stride = -stride
+	}
+	for i := range m {
+		x.at = append(x.at, first+i*stride)
+	}
+	x.Tensor, err = dlpack.Borrow(buffer.Data, buffer.Device, d, []int64{m, n}, []int64{stride, 1})
+	require.NoError(t, err)
+	x.ByteOffset = uint64(first * d.Size())
+	if values != nil {
+		require.NoError(t, x.SetFloat64s(values))
+	}
+	return x
+}
+
+// result returns the rows' elements and checks that nothing was written between them.
+func (x matrix) result(t testing.TB) []float64 {
+	t.Helper()
+	all, err := x.buffer.Float64s()
+	require.NoError(t, err)
+	var values []float64
+	for _, at := range x.at {
+		for i := range x.Dim(1) {
+			values = append(values, all[at+i])
+			all[at+i] = guard
+		}
+	}
+	for i, v := range all {
+		if v != guard {
+			require.Failf(t, "element outside of the rows was written", "element %d is %v", i, v)
+		}
+	}
+	return values
+}
+
+func tensor(t testing.TB, d dlpack.DType, values []float64, dims ...int64) *dlpack.Tensor {
+	t.Helper()
+	v, err := dlpack.FromFloat64s(d, values, dims...)
+	require.NoError(t, err)
+	return v
+}
+
+func empty(t testing.TB, d dlpack.DType, dims ...int64) *dlpack.Tensor {
+	t.Helper()
+	v, err := dlpack.New(d, dims...)
+	require.NoError(t, err)
+	return v
+}
+
+func values(t testing.TB, v *dlpack.Tensor) []float64 {
+	t.Helper()
+	got, err := v.Float64s()
+	require.NoError(t, err)
+	return got
+}
+
+// view describes memory of v with another shape; strides nil means compact.
+func view(t testing.TB, v *dlpack.Tensor, skip int64, dims, strides []int64) *dlpack.Tensor {
+	t.Helper()
+	w, err := dlpack.Borrow(unsafe.Add(v.Data, skip*v.DType.Size()), v.Device, v.DType, dims, strides)
+	require.NoError(t, err)
+	return w
+}
+
+// random returns normally distributed numbers with an outlier in every 64, rounded to d.
+func random(t testing.TB, r *rand.Rand, d dlpack.DType, n int64) []float64 {
+	v := make([]float64, n)
+	for i := range v {
+		v[i] = r.NormFloat64()
+		if r.IntN(64) == 0 {
+			v[i] *= 10
+		}
+	}
+	return values(t, tensor(t, d, v, n))
+}
+
+// ulp returns the distance of d's numbers around v.
+func ulp(d dlpack.DType, v float64) float64 {
+	bits, least := 52, -1022
+	switch d {
+	case dlpack.Float16:
+		bits, least = 10, -14
+	case dlpack.BFloat16:
+		bits, least = 7, -126
+	case dlpack.Float32:
+		bits, least = 23, -126
+	}
+	exponent := least
+	if v != 0 {
+		exponent = max(exponent, math.Ilogb(v))
+	}
+	return math.Ldexp(1, exponent-bits)
+}
+
+// requireClose compares with a reference. Beside one ulp of the output, the bound is what n operations in
+// the accumulator's precision do to a sum of terms of the given total magnitude: their errors add up like
+// a random walk, and 16 covers the constants, the exponential's error included.
+func requireClose(t testing.TB, want, magnitude, got []float64, d dlpack.DType, n int64) {
+	t.Helper()
+	require.Len(t, got, len(want))
+	unit := 0x1p-24
+	if d == dlpack.Float64 {
+		unit = 0x1p-53
+	}
+	relative := unit * (16 + 2*math.Sqrt(float64(n)))
+	for i, w := range want {
+		if math.IsNaN(w) || math.IsInf(w, 0) {
+			if w != got[i] && !(math.IsNaN(w) && math.IsNaN(got[i])) {
+				require.Failf(t, "not the expected special value", "element %d is %v, expected %v", i, got[i], w)
+			}
+			continue
+		}
+		// An output below the smallest normal float32 may be flushed to zero.
+		bound := ulp(d, w) + relative*math.Abs(magnitude[i]) + 0x1p-126
+		if !(math.Abs(got[i]-w) <= bound) {
+			require.Failf(t, "not close", "element %d is %v, expected %v within %v", i, got[i], w, bound)
+		}
+	}
+}
+
+// row returns row i of row-major rows of n.
+func row(v []float64, i, n int64) []float64 { return v[i*n : (i+1)*n] }

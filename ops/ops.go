@@ -1,0 +1,129 @@
+// Package ops says what each op means: it checks the arguments, plans, and dispatches to the CPU or to a
+// CUDA device. All ops work over the last dimension of their operands, which are rows (M, N): rank 1 or
+// more, N adjacent elements in the last dimension, leading dimensions that collapse into M rows one fixed
+// stride apart. M may be 0, N may not. A refused call writes nothing.
+//
+// Tensors on CUDA devices need a build with the tag cuda.
+package ops
+
+import (
+	"fmt"
+	"runtime"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
+	"github.com/gander-go/gander/kernels/cpu"
+)
+
+// Status classifies an Error. The numbers are gander_status of gander.h.
+type Status int32
+
+// The statuses.
+const (
+	StatusOK          Status = iota
+	StatusNull               // a required tensor or pointer is missing
+	StatusShape              // rank or shape
+	StatusDType              // element type
+	StatusDevice             // device type, or operands on different devices
+	StatusLayout             // strides that cannot be served
+	StatusAlignment          // a pointer that is not aligned to its element
+	StatusOverlap            // an output overlaps another operand
+	StatusOption             // an option's value
+	StatusVersion            // a DLPack tensor of another major version
+	StatusUnsupported        // valid, but not served by this build, driver or device
+	StatusMemory             // an allocation failed
+	StatusCUDA               // the CUDA driver refused
+	StatusFork               // called in a child process after fork
+	StatusInternal           // a defect of gander
+)
+
+// Error is what every function of this package returns when it refuses or fails. Message says which
+// argument, what came, what was expected, and what to do.
+type Error struct {
+	Status  Status
+	Message string
+}
+
+// Error returns the message.
+func (e *Error) Error() string { return e.Message }
+
+// Call is where and with whose memory an op runs. It matters on CUDA devices only; nil means the legacy
+// default stream and the driver's memory pool.
+type Call struct {
+	Stream uintptr // a CUstream
+	// Allocate returns device memory for use in Stream's order, or an error; it is called at most once and
+	// keeps what it returned valid until work enqueued on Stream by this call is done.
+	Allocate func(bytes uint64) (unsafe.Pointer, error)
+}
+
+var defaultCall Call
+
+// orDefault serves callers who have nothing to say.
+func (c *Call) orDefault() *Call {
+	if c == nil {
+		return &defaultCall
+	}
+	return c
+}
+
+var threads atomic.Int64
+
+// SetNumThreads caps the threads that one call on host tensors uses. 0, the default, and below: all that
+// the Go runtime has.
+func SetNumThreads(n int) { threads.Store(int64(n)) }
+
+// workers returns how many threads a call may use.
+func workers() int {
+	all := runtime.GOMAXPROCS(0)
+	if n := int(threads.Load()); n > 0 && n < all {
+		return n
+	}
+	return all
+}
+
+// Warmup loads everything that ops on d will need, so that no later call pays for it.
+func Warmup(d dlpack.Device) error {
+	k := check{op: "warmup"}
+	k.place("device", d)
+	if k.err != nil {
+		return k.err
+	}
+	if d.Host() {
+		return nil
+	}
+	return cudaWarmup(d.ID)
+}
+
+// Explain says in words what would run an op, and why, for aligned compact rows (m, n) of t on d. op is
+// "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward", "cross_entropy_forward",
+// "cross_entropy_forward_dx" or "cross_entropy_backward".
+func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device) (string, error) {
+	k := check{op: "explain"}
+	switch op {
+	case "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward", "cross_entropy_forward",
+		"cross_entropy_forward_dx", "cross_entropy_backward":
+	default:
+		k.fail(StatusOption, "op is %q, expected softmax_forward, softmax_backward, rmsnorm_forward, "+
+			"rmsnorm_backward, cross_entropy_forward, cross_entropy_forward_dx or cross_entropy_backward", op)
+	}
+	k.place("device", d)
+	k.dtype("dtype", t, anyFloat)
+	if m < 0 || n < 1 {
+		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
+	}
+	if k.err != nil {
+		return "", k.err
+	}
+	if !d.Host() {
+		return cudaExplain(op, m, n, t, d.ID)
+	}
+	accumulator := kernels.Float32
+	if t == kernels.Float64 {
+		accumulator = kernels.Float64
+	}
+	return fmt.Sprintf("%s of %d rows of %d %v on %v: Go with %s instructions, accumulated in %v, on the calling "+
+		"thread where the operands are small and else spread over up to %d threads", op, m, n, t, d, cpu.SIMD(),
+		accumulator, workers()), nil
+}

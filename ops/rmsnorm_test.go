@@ -1,0 +1,159 @@
+package ops_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/ops"
+)
+
+const eps = 1e-6
+
+// rmsnorm is the reference; weight may be nil.
+func rmsnorm(x, weight []float64, n int64) (y, magnitude, rstd []float64) {
+	for i := range int64(len(x)) / n {
+		r := row(x, i, n)
+		sum := 0.0
+		for _, v := range r {
+			sum += v * v
+		}
+		s := 1 / math.Sqrt(sum/float64(n)+eps)
+		rstd = append(rstd, s)
+		for j, v := range r {
+			w := 1.0
+			if weight != nil {
+				w = weight[j]
+			}
+			y = append(y, v*s*w)
+			magnitude = append(magnitude, math.Abs(v*s*w))
+		}
+	}
+	return y, magnitude, rstd
+}
+
+func rmsnormGrad(x, weight, dout, rstd []float64, n int64) (dx, sizeDX, dw, sizeDW []float64) {
+	dw, sizeDW = make([]float64, n), make([]float64, n)
+	for i := range int64(len(x)) / n {
+		rx, rd, s := row(x, i, n), row(dout, i, n), rstd[i]
+		dot, size := 0.0, 0.0
+		g := make([]float64, n)
+		for j := range rx {
+			g[j] = rd[j]
+			if weight != nil {
+				g[j] *= weight[j]
+			}
+			dot += g[j] * rx[j] * s / float64(n)
+			size += math.Abs(g[j]*rx[j]*s) / float64(n)
+			dw[j] += rd[j] * rx[j] * s
+			sizeDW[j] += math.Abs(rd[j] * rx[j] * s)
+		}
+		for j := range rx {
+			dx = append(dx, (g[j]-rx[j]*s*dot)*s)
+			sizeDX = append(sizeDX, (math.Abs(g[j])+math.Abs(rx[j]*s)*size)*s)
+		}
+	}
+	return dx, sizeDX, dw, sizeDW
+}
+
+func ones(n int) []float64 {
+	v := make([]float64, n)
+	for i := range v {
+		v[i] = 1
+	}
+	return v
+}
+
+func TestRMSNorm(t *testing.T) {
+	const m = 5
+	r := rand.New(rand.NewPCG(1, 2))
+	for _, d := range floats {
+		for _, dw := range companions(d) {
+			for _, dy := range companions(d) {
+				for _, n := range rowWidths {
+					for _, l := range layoutsFor(d == dw && d == dy) {
+						t.Run(fmt.Sprintf("%v/%v/%v/%d/%s", d, dw, dy, n, l.name), func(t *testing.T) {
+							testRMSNorm(t, r, d, dw, dy, m, n, l)
+						})
+					}
+				}
+			}
+		}
+	}
+}
+
+func testRMSNorm(t *testing.T, r *rand.Rand, d, dtypeW, dtypeY dlpack.DType, m, n int64, l layout) {
+	stat := statistic(d)
+	vx, vw, vdout := random(t, r, d, m*n), random(t, r, dtypeW, n), random(t, r, dtypeY, m*n)
+	x, dout := newMatrix(t, d, vx, m, n, l), newMatrix(t, dtypeY, vdout, m, n, l)
+	for _, weighted := range []bool{true, false} {
+		y, dx := newMatrix(t, dtypeY, nil, m, n, l), newMatrix(t, d, nil, m, n, l)
+		rstd := empty(t, stat, m)
+		var weight, dw *dlpack.Tensor
+		reference := []float64(nil)
+		if weighted {
+			weight, dw, reference = tensor(t, dtypeW, vw, n), empty(t, dtypeW, n), vw
+		}
+		require.NoError(t, ops.RMSNormForward(nil, x.Tensor, weight, y.Tensor, rstd, eps))
+		want, magnitude, wantRstd := rmsnorm(vx, reference, n)
+		got := y.result(t)
+		requireClose(t, want, magnitude, got, dtypeY, n)
+		requireClose(t, wantRstd, wantRstd, values(t, rstd), stat, n)
+
+		again := newMatrix(t, dtypeY, nil, m, n, l)
+		require.NoError(t, ops.RMSNormForward(nil, x.Tensor, weight, again.Tensor, nil, eps))
+		assert.Equal(t, got, again.result(t), "rstd wanted or not")
+		if d == dtypeY {
+			place := newMatrix(t, d, vx, m, n, l)
+			require.NoError(t, ops.RMSNormForward(nil, place.Tensor, weight, place.Tensor, nil, eps))
+			assert.Equal(t, got, place.result(t), "in place and apart must agree to the bit")
+		}
+
+		require.NoError(t, ops.RMSNormBackward(nil, x.Tensor, weight, dout.Tensor, rstd, dx.Tensor, dw))
+		want, magnitude, wantDW, magnitudeDW := rmsnormGrad(vx, reference, vdout, values(t, rstd), n)
+		got = dx.result(t)
+		requireClose(t, want, magnitude, got, d, n)
+		if weighted {
+			requireClose(t, wantDW, magnitudeDW, values(t, dw), dtypeW, m)
+			again = newMatrix(t, d, nil, m, n, l)
+			require.NoError(t, ops.RMSNormBackward(nil, x.Tensor, weight, dout.Tensor, rstd, again.Tensor, nil))
+			assert.Equal(t, got, again.result(t), "dw wanted or not")
+		}
+		if d == dtypeY {
+			place := newMatrix(t, d, vdout, m, n, l)
+			require.NoError(t, ops.RMSNormBackward(nil, x.Tensor, weight, place.Tensor, rstd, place.Tensor, nil))
+			assert.Equal(t, got, place.result(t), "dx in dout's place")
+		}
+	}
+	assert.Equal(t, vx, x.result(t), "x must not change")
+	assert.Equal(t, vdout, dout.result(t), "dout must not change")
+}
+
+// A row of zeros has a finite result: eps is inside of the root.
+func TestRMSNormZeroRow(t *testing.T) {
+	x, y, rstd := empty(t, dlpack.Float32, 1, 7), empty(t, dlpack.Float32, 1, 7), empty(t, dlpack.Float32, 1)
+	require.NoError(t, ops.RMSNormForward(nil, x, nil, y, rstd, 1e-4))
+	assert.Equal(t, make([]float64, 7), values(t, y))
+	assert.InEpsilon(t, 100, values(t, rstd)[0], 1e-6)
+}
+
+// A dout that is one row repeated, as autograd hands on an expanded gradient.
+func TestRMSNormExpandedGradient(t *testing.T) {
+	const m, n = 4, 33
+	r := rand.New(rand.NewPCG(7, 8))
+	vx, vdout := random(t, r, dlpack.Float32, m*n), random(t, r, dlpack.Float32, n)
+	x, weight := tensor(t, dlpack.Float32, vx, m, n), tensor(t, dlpack.Float32, ones(n), n)
+	dout := view(t, tensor(t, dlpack.Float32, vdout, n), 0, []int64{m, n}, []int64{0, 1})
+	y, rstd := empty(t, dlpack.Float32, m, n), empty(t, dlpack.Float32, m)
+	require.NoError(t, ops.RMSNormForward(nil, x, weight, y, rstd, eps))
+	dx, dw := empty(t, dlpack.Float32, m, n), empty(t, dlpack.Float32, n)
+	require.NoError(t, ops.RMSNormBackward(nil, x, weight, dout, rstd, dx, dw))
+	want, magnitude, wantDW, magnitudeDW := rmsnormGrad(vx, nil, values(t, dout), values(t, rstd), n)
+	requireClose(t, want, magnitude, values(t, dx), dlpack.Float32, n)
+	requireClose(t, wantDW, magnitudeDW, values(t, dw), dlpack.Float32, m)
+}

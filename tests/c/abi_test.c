@@ -1,0 +1,476 @@
+/* The C ABI where nothing else looks: refusals, option structs, deleters, threads, fork. */
+#define _POSIX_C_SOURCE 200809L
+#include <math.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "gander.h"
+
+#define CHECK(condition) \
+  do { \
+    if (!(condition)) { \
+      fprintf(stderr, "%s:%d: %s\n  last error: %s\n", __FILE__, __LINE__, #condition, gander_last_error()); \
+      exit(1); \
+    } \
+  } while (0)
+
+/* The call is refused with this status and a message that contains this text. */
+#define REFUSED(call, expected, text) \
+  do { \
+    CHECK((call) == (expected)); \
+    CHECK(strstr(gander_last_error(), text)); \
+  } while (0)
+
+enum { M = 2, N = 4 };
+
+/* A float32 tensor with room for its shape, made for (M, N), and a count of its deleter's calls. */
+typedef struct {
+  DLManagedTensorVersioned managed;
+  float data[M * N];
+  int64_t shape[2], strides[2];
+  int deleted;
+} block;
+
+static void delete_block(DLManagedTensorVersioned* m) { ++((block*)m->manager_ctx)->deleted; }
+
+static block* fill(block* b) {
+  memset(b, 0, sizeof *b);
+  for (int i = 0; i < M * N; ++i) b->data[i] = (float)(i % N);
+  b->shape[0] = M;
+  b->shape[1] = N;
+  b->strides[0] = N;
+  b->strides[1] = 1;
+  b->managed.version.major = DLPACK_MAJOR_VERSION;
+  b->managed.manager_ctx = b;
+  b->managed.deleter = delete_block;
+  DLTensor* t = &b->managed.dl_tensor;
+  t->data = b->data;
+  t->device.device_type = kDLCPU;
+  t->ndim = 2;
+  t->dtype.code = kDLFloat;
+  t->dtype.bits = 32;
+  t->dtype.lanes = 1;
+  t->shape = b->shape;
+  t->strides = b->strides;
+  return b;
+}
+
+static block* fill_vector(block* b, int64_t length) {
+  fill(b)->managed.dl_tensor.ndim = 1;
+  b->shape[0] = length;
+  b->strides[0] = 1;
+  return b;
+}
+
+static block* fill_targets(block* b) {
+  fill_vector(b, M)->managed.dl_tensor.dtype.code = kDLInt;
+  memset(b->data, 0, sizeof b->data);
+  return b;
+}
+
+/* The softmax of a row 0 1 2 3. */
+static void check_softmax(const float* y) {
+  double sum = 0;
+  for (int j = 0; j < N; ++j) sum += exp(j);
+  for (int i = 0; i < M * N; ++i) CHECK(fabs(y[i] - exp(i % N) / sum) < 1e-6);
+}
+
+static void test_info(void) {
+  CHECK(strcmp(gander_last_error(), "") == 0);
+  CHECK(strcmp(gander_version(), "0.1.0") == 0);
+  CHECK(gander_abi_version() == GANDER_ABI_VERSION);
+  const char* info = gander_build_info();
+  static const char* const keys[] = {"\"version\":\"0.1.0\"", "\"abi_version\":1", "\"commit\":", "\"go\":\"go1.",
+                                     "\"nvcc\":", "\"architectures\":[", "\"simd\":"};
+  for (size_t i = 0; i < sizeof keys / sizeof *keys; ++i) CHECK(strstr(info, keys[i]));
+  CHECK(gander_build_info() == info);
+}
+
+static void test_borrowed(void) {
+  block a, b;
+  DLTensor *x = &fill(&a)->managed.dl_tensor, *y = &fill(&b)->managed.dl_tensor;
+  CHECK(gander_softmax_forward(x, y, NULL, NULL) == GANDER_OK);
+  check_softmax(b.data);
+  CHECK(a.deleted == 0 && b.deleted == 0);
+
+  fill(&b);
+  REFUSED(gander_softmax_forward(NULL, y, NULL, NULL), GANDER_ERROR_NULL, "softmax_forward: x is NULL");
+  REFUSED(gander_softmax_forward(x, NULL, NULL, NULL), GANDER_ERROR_NULL, "softmax_forward: y is NULL");
+  a.shape[0] = 1;
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE, "2 rows of 4, expected 1 rows of 4 as x");
+  a.shape[0] = M;
+  x->ndim = -3;
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE, "ndim is -3");
+  x->ndim = 2;
+  x->dtype.bits = 8;
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_DTYPE, "x has dtype float8");
+  x->dtype.bits = 32;
+  x->device.device_type = kDLMetal;
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_DEVICE, "device type 8");
+  x->device.device_type = kDLCPU;
+  a.strides[1] = 2;
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_LAYOUT, "stride 2 in its last dimension");
+  a.strides[1] = 1;
+  x->byte_offset = 2;
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_ALIGNMENT, "2 beyond a multiple of 4");
+  x->byte_offset = 4;
+  a.shape[0] = 1;
+  b.shape[0] = 1;
+  y->data = a.data;
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_OVERLAP, "y overlaps x");
+  x->byte_offset = 0;
+  x->device.device_type = y->device.device_type = kDLCUDA;
+  x->device.device_id = y->device.device_id = 1 << 20; /* no machine has so many */
+  int32_t status = gander_softmax_forward(x, y, NULL, NULL);
+  CHECK(status == GANDER_ERROR_UNSUPPORTED || status == GANDER_ERROR_DEVICE);
+  for (int i = 0; i < M * N; ++i) CHECK(a.data[i] == (float)(i % N) && b.data[i] == (float)(i % N));
+}
+
+/* Every function hands its arguments on in the right order. */
+static void test_every_op(void) {
+  block x, weight, y, rstd, dout, dx, dw, target, loss, lse, one;
+  DLTensor *tx = &fill(&x)->managed.dl_tensor, *tw = &fill_vector(&weight, N)->managed.dl_tensor;
+  DLTensor *ty = &fill(&y)->managed.dl_tensor, *tr = &fill_vector(&rstd, M)->managed.dl_tensor;
+  DLTensor *tdo = &fill(&dout)->managed.dl_tensor, *tdx = &fill(&dx)->managed.dl_tensor;
+  DLTensor *tdw = &fill_vector(&dw, N)->managed.dl_tensor, *tt = &fill_targets(&target)->managed.dl_tensor;
+  DLTensor *tl = &fill_vector(&loss, M)->managed.dl_tensor, *te = &fill_vector(&lse, M)->managed.dl_tensor;
+  DLTensor* t1 = &fill_vector(&one, 1)->managed.dl_tensor;
+  one.data[0] = 1;
+
+  gander_rmsnorm_options norm = {sizeof norm, NULL, 0.5};
+  CHECK(gander_rmsnorm_forward(tx, tw, ty, tr, &norm, NULL) == GANDER_OK);
+  double r = 1 / sqrt((0 + 1 + 4 + 9) / 4.0 + 0.5);
+  for (int i = 0; i < M; ++i) CHECK(fabs(rstd.data[i] - r) < 1e-6);
+  for (int i = 0; i < M * N; ++i) CHECK(fabs(y.data[i] - x.data[i] * r * weight.data[i % N]) < 1e-5);
+  CHECK(gander_rmsnorm_forward(tx, NULL, ty, NULL, NULL, NULL) == GANDER_OK);
+  for (int i = 0; i < M * N; ++i) CHECK(fabs(y.data[i] - x.data[i] / sqrt(3.5 + 1e-6)) < 1e-5);
+
+  CHECK(gander_rmsnorm_backward(tx, tw, tdo, tr, tdx, tdw, NULL, NULL) == GANDER_OK);
+  for (int j = 0; j < N; ++j) {
+    double mean = 0, h = j * r;
+    for (int k = 0; k < N; ++k) mean += k * k * k * r / N; /* g = dout * weight = k * k, h = k * r */
+    CHECK(fabs(dx.data[j] - (j * j - h * mean) * r) < 1e-5);
+    CHECK(fabs(dw.data[j] - M * j * h) < 1e-5);
+  }
+
+  CHECK(gander_cross_entropy_forward(tx, tt, tw, tl, te, NULL, NULL, NULL, NULL) == GANDER_OK);
+  double sum = exp(0) + exp(1) + exp(2) + exp(3);
+  for (int i = 0; i < M; ++i) CHECK(fabs(lse.data[i] - log(sum)) < 1e-6 && loss.data[i] == 0); /* weight[0] is 0 */
+  CHECK(gander_cross_entropy_forward(tx, tt, NULL, tl, NULL, tdx, t1, NULL, NULL) == GANDER_OK);
+  CHECK(fabs(loss.data[0] - log(sum)) < 1e-6 && one.data[0] == M);
+  CHECK(fabs(dx.data[0] - (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - exp(1) / sum) < 1e-6);
+
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN};
+  one.data[0] = M;
+  block two;
+  DLTensor* t2 = &fill_vector(&two, 1)->managed.dl_tensor;
+  two.data[0] = 4; /* dloss: over the denominator of 2 it doubles the gradient */
+  CHECK(gander_cross_entropy_backward(tx, tt, NULL, t2, te, t1, tdx, &mean, NULL) == GANDER_OK);
+  CHECK(fabs(dx.data[0] - 2 * (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - 2 * exp(1) / sum) < 1e-6);
+
+  CHECK(gander_softmax_forward(tx, ty, NULL, NULL) == GANDER_OK);
+  CHECK(gander_softmax_backward(tdo, ty, tdx, NULL, NULL) == GANDER_OK);
+  double dot = 0;
+  for (int j = 0; j < N; ++j) dot += j * exp(j) / sum;
+  for (int j = 0; j < N; ++j) CHECK(fabs(dx.data[j] - (j - dot) * exp(j) / sum) < 1e-6);
+}
+
+static void* no_memory(void* context, size_t bytes) {
+  (void)context;
+  (void)bytes;
+  return NULL;
+}
+
+static void test_options(void) {
+  block a, b;
+  DLTensor *x = &fill(&a)->managed.dl_tensor, *y = &fill(&b)->managed.dl_tensor;
+  gander_allocator allocator = {NULL, no_memory}; /* not called for host tensors */
+  struct {
+    gander_rmsnorm_options known;
+    char more[16];
+  } newer = {{sizeof newer, &allocator, 1e-6}, {0}};
+  const gander_rmsnorm_options* options = &newer.known;
+  CHECK(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL) == GANDER_OK);
+  newer.more[15] = 1;
+  REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "byte 39 is set");
+  newer.known.size = sizeof newer.known;
+  CHECK(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL) == GANDER_OK);
+  static const size_t wrong[] = {0, 4, 8, sizeof(gander_rmsnorm_options) - 1, 4097, SIZE_MAX};
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
+    newer.known.size = wrong[i];
+    REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION,
+            "expected 24; set it to sizeof(the struct)");
+  }
+  newer.known.size = sizeof newer.known;
+  newer.known.eps = NAN;
+  REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "eps is NaN");
+  gander_softmax_options softmax = {sizeof softmax - 8, NULL};
+  REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION, "size is 8, expected 16");
+  gander_cross_entropy_options entropy = {sizeof entropy, NULL, -100, 7};
+  REFUSED(gander_cross_entropy_forward(x, y, NULL, y, NULL, NULL, NULL, &entropy, NULL), GANDER_ERROR_OPTION,
+          "reduction is 7");
+  REFUSED(gander_set_num_threads(-1), GANDER_ERROR_OPTION, "count is -1");
+  CHECK(gander_set_num_threads(1) == GANDER_OK && gander_set_num_threads(0) == GANDER_OK);
+}
+
+static void test_owned(void) {
+  block a, b, c;
+  DLManagedTensorVersioned *y = NULL, *z = NULL, *w = NULL;
+  DLDataType same = {0, 0, 0}, half = {kDLFloat, 16, 1};
+
+  CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK);
+  CHECK(a.deleted == 1);
+  CHECK(y->version.major == 1 && y->dl_tensor.ndim == 2 && y->dl_tensor.shape[1] == N && y->dl_tensor.strides[0] == N);
+  CHECK((uintptr_t)y->dl_tensor.data % 256 == 0 && y->dl_tensor.device.device_type == kDLCPU);
+  check_softmax(y->dl_tensor.data);
+
+  /* An output is an input of the next call. */
+  CHECK(gander_softmax_grad(&fill(&a)->managed, y, NULL, NULL, &z) == GANDER_OK && a.deleted == 1);
+  z->deleter(z);
+
+  /* A tensor without a deleter, and one that is two inputs. */
+  fill(&a)->managed.deleter = NULL;
+  CHECK(gander_softmax(&a.managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 0);
+  y->deleter(y);
+  CHECK(gander_softmax_grad(&fill(&a)->managed, &a.managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 1);
+  y->deleter(y);
+
+  CHECK(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, N)->managed, half, NULL, NULL, &y, &z) == GANDER_OK);
+  CHECK(a.deleted == 1 && b.deleted == 1);
+  CHECK(y->dl_tensor.dtype.bits == 16 && z->dl_tensor.dtype.bits == 32 && z->dl_tensor.ndim == 1);
+  y->deleter(y);
+  CHECK(gander_rmsnorm_grad(&fill(&a)->managed, &fill_vector(&b, N)->managed, &fill(&c)->managed, z, NULL, NULL, &y,
+                            &w) == GANDER_OK);
+  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
+  CHECK(y->dl_tensor.ndim == 2 && w->dl_tensor.ndim == 1 && w->dl_tensor.shape[0] == N);
+  y->deleter(y);
+  w->deleter(w);
+  CHECK(gander_rmsnorm(&fill(&a)->managed, NULL, same, NULL, NULL, &y, NULL) == GANDER_OK && a.deleted == 1);
+  CHECK(y->dl_tensor.dtype.bits == 32);
+  y->deleter(y);
+
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, NULL, NULL, &y, &z, &w) ==
+        GANDER_OK);
+  CHECK(a.deleted == 1 && b.deleted == 1);
+  CHECK(y->dl_tensor.ndim == 1 && z->dl_tensor.ndim == 1 && w->dl_tensor.ndim == 2);
+  double sum = exp(0) + exp(1) + exp(2) + exp(3);
+  CHECK(fabs(((float*)y->dl_tensor.data)[1] - log(sum)) < 1e-6);
+  w->deleter(w);
+  CHECK(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed, &fill_vector(&c, N)->managed, y, z,
+                                  NULL, NULL, &w) == GANDER_OK);
+  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
+  w->deleter(w);
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN};
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, &mean, NULL, &y, NULL, NULL) ==
+        GANDER_OK);
+  CHECK(y->dl_tensor.ndim == 0 && fabs(*(float*)y->dl_tensor.data - log(sum)) < 1e-6);
+  y->deleter(y);
+
+  /* No rows: no elements, no data. */
+  fill(&a)->shape[0] = 0;
+  a.managed.dl_tensor.data = NULL;
+  CHECK(gander_softmax(&a.managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 1);
+  CHECK(y->dl_tensor.data == NULL && y->dl_tensor.shape[0] == 0);
+  y->deleter(y);
+}
+
+/* Whatever is wrong, inputs are released once and outputs are NULL. */
+static void test_owned_refusals(void) {
+  block a, b, c, d, e;
+  DLManagedTensorVersioned *const junk = (DLManagedTensorVersioned*)&a, *y = junk, *z = junk, *w = junk;
+  DLDataType same = {0, 0, 0}, wide = {kDLFloat, 64, 1};
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN};
+  gander_rmsnorm_options unset = {0, NULL, 1e-6};
+
+  fill(&a)->managed.version.major = 2;
+  memset(&a.managed.flags, 0xff, sizeof a.managed - offsetof(DLManagedTensorVersioned, flags)); /* not to be read */
+  REFUSED(gander_softmax(&a.managed, NULL, NULL, &y), GANDER_ERROR_VERSION,
+          "gander_softmax: x is a DLPack tensor of version 2.0, expected 1.x");
+  CHECK(a.deleted == 1 && y == NULL);
+
+  y = junk;
+  fill(&b)->managed.version.major = 0;
+  REFUSED(gander_softmax_grad(&fill(&a)->managed, &b.managed, NULL, NULL, &y), GANDER_ERROR_VERSION,
+          "y is a DLPack tensor of version 0.0");
+  CHECK(a.deleted == 1 && b.deleted == 1 && y == NULL);
+
+  y = junk;
+  fill(&a)->managed.dl_tensor.ndim = 0;
+  REFUSED(gander_softmax(&a.managed, NULL, NULL, &y), GANDER_ERROR_SHAPE, "softmax: x has rank 0");
+  CHECK(a.deleted == 1 && y == NULL);
+
+  y = junk;
+  fill(&a)->managed.dl_tensor.device.device_type = kDLCUDA;
+  a.managed.dl_tensor.device.device_id = 1 << 20; /* no machine has so many */
+  int32_t status = gander_softmax(&a.managed, NULL, NULL, &y);
+  CHECK(status == GANDER_ERROR_UNSUPPORTED || status == GANDER_ERROR_DEVICE);
+  CHECK(a.deleted == 1 && y == NULL);
+
+  REFUSED(gander_softmax(NULL, NULL, NULL, &y), GANDER_ERROR_NULL, "x is NULL");
+  REFUSED(gander_softmax(&fill(&a)->managed, NULL, NULL, NULL), GANDER_ERROR_NULL, "y is NULL, expected where to put");
+  CHECK(a.deleted == 1);
+
+  y = z = junk;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, 3)->managed, same, NULL, NULL, &y, &z),
+          GANDER_ERROR_SHAPE, "weight has shape (3,)");
+  CHECK(a.deleted == 1 && b.deleted == 1 && y == NULL && z == NULL);
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, wide, NULL, NULL, &y, NULL), GANDER_ERROR_DTYPE,
+          "y has dtype float64");
+  CHECK(a.deleted == 1 && y == NULL);
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, same, &unset, NULL, &y, NULL), GANDER_ERROR_OPTION, "size is 0");
+  CHECK(a.deleted == 1 && y == NULL);
+
+  y = z = junk;
+  REFUSED(gander_rmsnorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, &fill_vector(&c, M)->managed, NULL, NULL,
+                              &y, &z),
+          GANDER_ERROR_OPTION, "dw is asked for without a weight");
+  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL);
+
+  y = z = w = junk;
+  fill_targets(&b)->managed.dl_tensor.dtype.code = kDLFloat;
+  REFUSED(gander_cross_entropy(&fill(&a)->managed, &b.managed, &fill_vector(&c, N)->managed, NULL, NULL, &y, &z, &w),
+          GANDER_ERROR_DTYPE, "target has dtype float32, expected int32 or int64");
+  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL && w == NULL);
+  REFUSED(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed, &fill_vector(&c, N)->managed,
+                                    &fill_vector(&d, M)->managed, &fill_vector(&e, M)->managed, &mean, NULL, &y),
+          GANDER_ERROR_OPTION, "reduction is mean, expected none or sum");
+  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1 && e.deleted == 1 && y == NULL);
+}
+
+static void test_explain(void) {
+  char text[512];
+  DLDataType half = {kDLFloat, 16, 1}, bytes = {kDLUInt, 8, 1};
+  DLDevice host = {kDLCPU, 0}, metal = {kDLMetal, 0};
+  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, text, sizeof text) == GANDER_OK);
+  CHECK(strstr(text, "softmax_forward of 8 rows of 4096 float16 on cpu"));
+  memset(text, '?', sizeof text);
+  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, text, 8) == GANDER_OK);
+  CHECK(strcmp(text, "softmax") == 0 && text[8] == '?');
+  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, text, 1) == GANDER_OK && text[0] == '\0');
+  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, text, 0), GANDER_ERROR_NULL, "no capacity");
+  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, NULL, 9), GANDER_ERROR_NULL, "text is NULL");
+  REFUSED(gander_explain(NULL, 8, 4096, half, host, text, 9), GANDER_ERROR_NULL, "op is NULL");
+  REFUSED(gander_explain("relu", 8, 4096, half, host, text, 9), GANDER_ERROR_OPTION, "op is \"relu\"");
+  REFUSED(gander_explain("softmax_forward", 8, 0, half, host, text, 9), GANDER_ERROR_SHAPE, "the shape is (8, 0)");
+  REFUSED(gander_explain("softmax_forward", 8, 9, bytes, host, text, 9), GANDER_ERROR_DTYPE, "dtype is uint8");
+  REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, text, 9), GANDER_ERROR_DEVICE, "device type 8");
+  CHECK(gander_warmup(host) == GANDER_OK);
+  REFUSED(gander_warmup(metal), GANDER_ERROR_DEVICE, "device type 8");
+}
+
+/* Each thread has its own last error, and a tensor may be released by another thread than made it. */
+static void* worker(void* number) {
+  int n = *(int*)number;
+  char expected[64];
+  CHECK(strcmp(gander_last_error(), "") == 0);
+  snprintf(expected, sizeof expected, "ndim is -%d,", n);
+  DLManagedTensorVersioned* y = NULL;
+  for (int i = 0; i < 500; ++i) {
+    block a, b;
+    fill(&a)->managed.dl_tensor.ndim = -n;
+    REFUSED(gander_softmax_forward(&a.managed.dl_tensor, &fill(&b)->managed.dl_tensor, NULL, NULL), GANDER_ERROR_SHAPE,
+            expected);
+    if (y) y->deleter(y);
+    CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK);
+    check_softmax(y->dl_tensor.data);
+  }
+  return y;
+}
+
+static void test_threads(void) {
+  pthread_t threads[8];
+  int numbers[8];
+  for (int i = 0; i < 8; ++i) {
+    numbers[i] = i + 1;
+    CHECK(pthread_create(&threads[i], NULL, worker, &numbers[i]) == 0);
+  }
+  for (int i = 0; i < 8; ++i) {
+    void* y;
+    CHECK(pthread_join(threads[i], &y) == 0);
+    ((DLManagedTensorVersioned*)y)->deleter(y);
+  }
+}
+
+/* In a forked child every function answers at once, and deleters still work. */
+static void forked_child(DLManagedTensorVersioned* inherited) {
+  block a, b, c, d, e;
+  DLTensor* x = &fill(&a)->managed.dl_tensor;
+  DLManagedTensorVersioned *junk = &a.managed, *y = junk, *z = junk, *w = junk;
+  DLDevice host = {kDLCPU, 0};
+  DLDataType half = {kDLFloat, 16, 1};
+  char text[64];
+#define FORKED(call, name) REFUSED(call, GANDER_ERROR_FORK, name ": called in a child process after fork()")
+  FORKED(gander_softmax_forward(x, x, NULL, NULL), "gander_softmax_forward");
+  FORKED(gander_softmax_backward(x, x, x, NULL, NULL), "gander_softmax_backward");
+  FORKED(gander_rmsnorm_forward(x, NULL, x, NULL, NULL, NULL), "gander_rmsnorm_forward");
+  FORKED(gander_rmsnorm_backward(x, NULL, x, x, x, NULL, NULL, NULL), "gander_rmsnorm_backward");
+  FORKED(gander_cross_entropy_forward(x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_forward");
+  FORKED(gander_cross_entropy_backward(x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_backward");
+  FORKED(gander_set_num_threads(1), "gander_set_num_threads");
+  FORKED(gander_warmup(host), "gander_warmup");
+  FORKED(gander_explain("softmax_forward", 1, 1, half, host, text, sizeof text), "gander_explain");
+  FORKED(gander_softmax(&fill(&a)->managed, NULL, NULL, &y), "gander_softmax");
+  CHECK(a.deleted == 1 && y == NULL);
+  FORKED(gander_softmax_grad(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, &y), "gander_softmax_grad");
+  CHECK(a.deleted == 1 && b.deleted == 1);
+  FORKED(gander_rmsnorm(&fill(&a)->managed, NULL, half, NULL, NULL, &y, &z), "gander_rmsnorm");
+  CHECK(a.deleted == 1 && z == NULL);
+  FORKED(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, &fill(&d)->managed, NULL, NULL,
+                             &y, &z), "gander_rmsnorm_grad");
+  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1);
+  FORKED(gander_cross_entropy(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, NULL, &y, &z, &w),
+         "gander_cross_entropy");
+  CHECK(a.deleted == 1 && b.deleted == 1 && w == NULL);
+  FORKED(gander_cross_entropy_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, &fill(&d)->managed,
+                                   &fill(&e)->managed, NULL, NULL, &y), "gander_cross_entropy_grad");
+  CHECK(a.deleted == 1 && e.deleted == 1);
+  CHECK(strcmp(gander_version(), "0.1.0") == 0 && gander_abi_version() == GANDER_ABI_VERSION);
+  CHECK(gander_build_info()[0] == '{');
+  inherited->deleter(inherited);
+}
+
+static void test_fork(void) {
+  block a;
+  DLManagedTensorVersioned* y;
+  CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK);
+  fflush(NULL);
+  pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(20); /* rather than hang */
+    forked_child(y);
+    _exit(0);
+  }
+  int status;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  y->deleter(y);
+  CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK); /* the parent goes on */
+  y->deleter(y);
+}
+
+int main(void) {
+  static const struct {
+    const char* name;
+    void (*run)(void);
+  } tests[] = {{"info", test_info},
+               {"borrowed", test_borrowed},
+               {"every op", test_every_op},
+               {"options", test_options},
+               {"owned", test_owned},
+               {"owned refusals", test_owned_refusals},
+               {"explain", test_explain},
+               {"threads", test_threads},
+               {"fork", test_fork}};
+  for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {
+    tests[i].run();
+    printf("ok  %s\n", tests[i].name);
+  }
+  return 0;
+}

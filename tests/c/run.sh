@@ -1,0 +1,35 @@
+#!/bin/sh
+# Compiles and runs the C tests: run.sh LIBRARY INCLUDE_DIR...
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+folder=$(cd "$(dirname "$1")" && pwd)
+library=$folder/$(basename "$1")
+shift
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# check SOURCE COMPILER...: compile a test against the library with all warnings as errors, and run it
+check() {
+  source=$1
+  program=$work/${source%.*}
+  shift
+  echo "== $source"
+  "$@" "$here/$source" "$library" -Wl,-rpath,"$folder" -lm -pthread -o "$program"
+  "$program"
+}
+
+# The arguments become the includes.
+for path in "$@"; do
+  set -- "$@" "-I$path"
+  shift
+done
+set -- "$@" -O1 -Wall -Wextra -Werror -pedantic
+check header_c99.c "${CC:-cc}" -std=c99 "$@"
+check header_cpp17.cpp "${CXX:-c++}" -std=c++17 "$@"
+check example.c "${CC:-cc}" -std=c99 "$@"
+check abi_test.c "${CC:-cc}" -std=c99 "$@"
+
+echo "== load_test.c"
+"${CC:-cc}" -std=gnu99 -O1 -Wall -Wextra -Werror "$here/load_test.c" -ldl -o "$work/load_test"
+# In a process whose spare static thread-local memory is used up by others, as far as glibc lets us say so.
+GLIBC_TUNABLES=glibc.rtld.optional_static_tls=0 "$work/load_test" "$library"

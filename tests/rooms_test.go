@@ -1,0 +1,103 @@
+// Package tests holds the checks that concern more than one room.
+package tests
+
+import (
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+const module = "github.com/gander-go/gander/"
+
+// rooms are the folders of the Go library, with the rooms that each may import. Tests may import more.
+var rooms = map[string][]string{
+	"dlpack":          {"dlpack"},
+	"kernels":         {"kernels"},
+	"internal/driver": {"internal/driver", "kernels", "dlpack"},
+	"ops":             {"ops", "internal/driver", "kernels", "dlpack"},
+	"capi":            {"capi", "ops", "internal/driver", "kernels", "dlpack"},
+}
+
+// walk calls f with the path and text of each file of a room that has one of the endings.
+func walk(t *testing.T, room string, f func(path, text string), endings ...string) {
+	t.Helper()
+	found := false
+	require.NoError(t, filepath.WalkDir(filepath.Join("..", room), func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() || !slices.Contains(endings, filepath.Ext(path)) {
+			return err
+		}
+		text, err := os.ReadFile(path)
+		found = true
+		f(path, string(text))
+		return err
+	}))
+	require.True(t, found, "the room %s has no files: was it moved?", room)
+}
+
+// imports returns the paths that a Go file imports.
+func imports(t *testing.T, path string) (paths []string) {
+	file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.ImportsOnly)
+	require.NoError(t, err)
+	for _, i := range file.Imports {
+		name, err := strconv.Unquote(i.Path.Value)
+		require.NoError(t, err)
+		paths = append(paths, name)
+	}
+	return paths
+}
+
+func TestImportsPointOneWay(t *testing.T) {
+	for room, allowed := range rooms {
+		walk(t, room, func(path, _ string) {
+			if strings.HasSuffix(path, "_test.go") {
+				return
+			}
+			for _, name := range imports(t, path) {
+				local, ours := strings.CutPrefix(name, module)
+				inside := func(room string) bool { return local == room || strings.HasPrefix(local, room+"/") }
+				if ours {
+					assert.Truef(t, slices.ContainsFunc(allowed, inside), "%s imports %s", path, local)
+				}
+			}
+		}, ".go")
+	}
+}
+
+func TestNoCgo(t *testing.T) {
+	for _, room := range []string{"ops", "kernels", "dlpack"} {
+		walk(t, room, func(path, _ string) {
+			if strings.HasSuffix(path, "_cgo.go") || strings.Contains(filepath.ToSlash(path), "dlpack/internal/producer/") {
+				return // cgo by name, and behind the tag
+			}
+			assert.NotContainsf(t, imports(t, path), "C", "%s", path)
+		}, ".go")
+	}
+}
+
+func TestKernelsKnowNothingOfDLPack(t *testing.T) {
+	use := regexp.MustCompile(`(?m)^\s*#\s*include.*dlpack|\bDL(Managed)?Tensor|gander/dlpack"`)
+	walk(t, "kernels", func(path, text string) {
+		assert.Emptyf(t, use.FindString(text), "%s", path)
+	}, ".go", ".cu", ".cuh", ".h")
+}
+
+// Only the shim and the tests speak to torch; elsewhere it may be named, as what a result agrees with.
+func TestNoTorchBelowPython(t *testing.T) {
+	use := regexp.MustCompile(
+		`(?m)^\s*(import|from)\s+torch\b|#\s*include\s*[<"](torch|ATen|c10)/|\b(torch|at|c10)::|\b(aoti_)?torch_[a-z]`)
+	for room := range rooms {
+		walk(t, room, func(path, text string) {
+			assert.Emptyf(t, use.FindString(text), "%s", path)
+		}, ".go", ".c", ".h", ".cu", ".cuh", ".S", ".py")
+	}
+}
