@@ -156,6 +156,12 @@ class Tuner:
                     yield [(v, grid, c, 0)], {"chunk": 1 << 27, "splits": 1}
             if op == "rmsnorm_forward" and not general:
                 yield from self.rings(of, op, m, nv, 1, [])
+            for v in of(op, "loop"):
+                cap = v["RowThreads"] * v["Vectors"]
+                if nv <= cap < 2 * nv:
+                    for resident in (2, 4, 6, 8, 10, 12, 16):
+                        yield [(v, min(SMS * resident, -(-m // (v["Threads"] // v["RowThreads"]))), 1, 0)], {
+                            "chunk": 1 << 27, "splits": 1, "resident": resident}  # fmt: skip
             reduces = op != "cross_entropy_backward"
             maps = op != "cross_entropy_forward"
             partial, apply = of(op, "partial"), of(op, "apply")

@@ -101,6 +101,10 @@ typedef struct {
   const gander_allocator* allocator;
   int64_t ignore_index;  /* default -100 (NULL options only; a given struct states it) */
   int32_t reduction;     /* gander_reduction */
+  /* 1: forward and backward share one pass over x. Forward's dx is then the gradient of the reduced loss (over the
+   * denominator with GANDER_REDUCTION_MEAN); backward is given that dx, apart from x, and makes it again only where dloss,
+   * a single element, is not 1: it looks on the device, nothing synchronises. Not with GANDER_REDUCTION_NONE. */
+  int32_t one_pass;
 } gander_cross_entropy_options;
 
 /* ---- Borrowed tensors: nothing is kept, freed or allocated, outputs are written where they lie ---- */

@@ -116,5 +116,7 @@ func rmsnormOptions(p unsafe.Pointer) (C.gander_rmsnorm_options, error) {
 
 func crossEntropyOptions(p unsafe.Pointer) (C.gander_cross_entropy_options, ops.CrossEntropyOptions, error) {
 	o, err := readOptions(p, C.gander_cross_entropy_options{ignore_index: ops.DefaultIgnoreIndex})
-	return o, ops.CrossEntropyOptions{IgnoreIndex: int64(o.ignore_index), Reduction: kernels.Reduction(o.reduction)}, err
+	return o, ops.CrossEntropyOptions{
+		IgnoreIndex: int64(o.ignore_index), Reduction: kernels.Reduction(o.reduction), OnePass: o.one_pass != 0,
+	}, err
 }

@@ -65,4 +65,6 @@ type CrossEntropyArgs struct {
 	WeightType   int32
 	Mean         int32 // the total is divided by the sum of the weights
 	TotalHere    int32 // the launch is one CTA, which makes the total as well
+	OnePass      int32 // forward divides dx by the denominator with Mean; backward ends at once where Dloss is 1
+	_            int32
 }

@@ -76,6 +76,10 @@ type CrossEntropy struct {
 	IgnoreIndex int64  // rows with this target count for nothing
 	Reduction   Reduction
 
+	// OnePass: forward's DX is the gradient of the reduced loss (over the denominator with ReduceMean); backward finds that
+	// gradient in DX and makes it again only where DLoss is not 1.
+	OnePass bool
+
 	// Forward writes:
 	Loss Vector // (M) where Reduction is ReduceNone, else one element
 	// Max and LogSum hold the two parts of each row's log-sum-exp; Max alone receives the whole where

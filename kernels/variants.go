@@ -6,7 +6,7 @@ import "fmt"
 type Op uint8
 
 // The ops. CrossEntropyForwardDX makes loss and gradient in one pass; WeightGradient and Total complete what
-// other kernels left per CTA or per row.
+// other kernels left per CTA or per row; Denominator sums the rows' weights before the rows are read.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -17,13 +17,14 @@ const (
 	CrossEntropyBackward
 	WeightGradient
 	Total
+	Denominator
 )
 
 // String returns the op's name as it stands in symbols.
 func (o Op) String() string {
 	return [...]string{
 		"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",
-		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient", "total",
+		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient", "total", "denominator",
 	}[o]
 }
 
@@ -36,13 +37,14 @@ const (
 	Apply                    // a CTA maps one chunk of a row whose partial states are known
 	Ring                     // RMSNorm: persistent CTAs, rows through a ring in shared memory
 	Lanes                    // RMSNorm backward: persistent groups of lanes, a row each
+	Loop                     // short rows, many of them: persistent lanes, the next row on its way
 	Columns                  // RMSNorm backward: a CTA walks down a tile of columns
 	Finish                   // sums up what other kernels left
 )
 
 // String returns the shape's name as it stands in symbols and explanations.
 func (s Shape) String() string {
-	return [...]string{"rows", "partial", "apply", "ring", "lanes", "columns", "finish"}[s]
+	return [...]string{"rows", "partial", "apply", "ring", "lanes", "loop", "columns", "finish"}[s]
 }
 
 // Family is the kernels of one group of ops for one element type of x: one translation unit and one device
@@ -59,7 +61,7 @@ func familyOf(op Op, x DType) Family {
 	switch op {
 	case RMSNormForward, RMSNormBackward, WeightGradient:
 		group = 1
-	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total:
+	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator:
 		group = 2
 	}
 	return group*3 + Family(x)
@@ -140,6 +142,9 @@ var (
 		2: {{8, 1}, {8, 2}, {32, 2}, {128, 2}, {512, 2}, {1024, 2}}}
 	anyInClusters = map[int][]shape{1: {{512, 4}, {1024, 4}}, 2: {{512, 2}, {1024, 2}}}
 
+	// RMSNorm of short rows: the weights come out of L1 from the second row on.
+	loops = []shape{{8, 4}, {16, 4}}
+
 	// RMSNorm of the longest rows, which would fetch the weights again with every row; and its backward with dw, whose float32 sums
 	// stay in registers.
 	forwardRing = []shape{{512, 2}, {512, 4}}
@@ -159,9 +164,11 @@ func resident(v *Variant) int {
 		return map[shape]int{{128, 1}: 5, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1, {1024, 2}: 1}[shape{v.Threads, v.Vectors}]
 	case v.Shape == Lanes:
 		return 2
+	case v.Shape == Loop:
+		return 8
 	case v.General, v.Op == RMSNormBackward, v.Vectors*inputs(v.Op) > 4:
 		return max(1, 1024/v.Threads)
-	case v.Family.DType() == Float16 && v.Op != SoftmaxForward: // its conversions hold more
+	case v.Op == CrossEntropyBackward, v.Family.DType() == Float16 && v.Op != SoftmaxForward: // they hold more
 		return max(1, 1280/v.Threads)
 	case v.Threads == 1024:
 		return 2
@@ -217,6 +224,9 @@ func table() []Variant {
 				add(op, InRegisters, false, false, shape{s.threads, max(1, s.vectors/n)})
 			}
 			add(op, InRegisters, false, false, inRegisters[op]...)
+			if op == RMSNormForward {
+				add(op, Loop, false, false, loops...)
+			}
 			add(op, InRegisters, true, false, anyInRegisters[n]...)
 			if inClusters[op] != nil {
 				add(op, InRegisters, false, true, inClusters[op]...)
@@ -235,8 +245,10 @@ func table() []Variant {
 		add(RMSNormBackward, Columns, false, false, shape{ChunkThreads, 1})
 		add(RMSNormBackward, Columns, true, false, shape{ChunkThreads, 1})
 		add(WeightGradient, Finish, true, false, shape{1024, 1}, shape{256, 1})
-		add(Total, Finish, true, false, shape{1024, 1})
-		add(Total, Finish, true, true, shape{1024, 1})
+		for _, op := range []Op{Total, Denominator} {
+			add(op, Finish, true, false, shape{1024, 1})
+			add(op, Finish, true, true, shape{1024, 1})
+		}
 	}
 	return t
 }

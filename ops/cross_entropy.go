@@ -16,6 +16,9 @@ const DefaultIgnoreIndex = -100
 type CrossEntropyOptions struct {
 	IgnoreIndex int64 // rows with this target count for nothing
 	Reduction   kernels.Reduction
+	// OnePass lets both directions share one pass over x: forward's dx is the gradient of the reduced loss,
+	// and backward, given that dx, makes it again only where dloss is not 1. It needs a reduction.
+	OnePass bool
 }
 
 // CrossEntropyForward computes loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the
@@ -29,7 +32,7 @@ type CrossEntropyOptions struct {
 //     weights, which is NaN where no row counts.
 //   - lse: M elements, or (2, M), which receives the maximum and log(sum exp(x - max)) apart, or nil.
 //   - dx: (M, N) of x's dtype or nil: weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the
-//     losses. dx may be x.
+//     losses, or with OnePass that of the reduced loss. dx may be x.
 //   - denominator: one element or nil: the mean's denominator, written with any reduction.
 //
 // loss, lse and denominator are contiguous and float32, or float64 where x is.
@@ -79,7 +82,7 @@ func CrossEntropyBackward(c *Call, x, target, weight, dloss, lse, denominator, d
 	var a kernels.CrossEntropy
 	k.crossEntropy(&a, x, target, weight, o)
 	stat := statistic(a.X.DType)
-	if dloss != nil && dloss.Validate() == nil && dloss.Len() == 1 {
+	if o.OnePass || dloss != nil && dloss.Validate() == nil && dloss.Len() == 1 {
 		a.DLoss = k.vector("dloss", dloss, stat, 1, "")
 		a.DLoss.Stride = 0
 	} else {
@@ -93,7 +96,11 @@ func CrossEntropyBackward(c *Call, x, target, weight, dloss, lse, denominator, d
 		k.fail(StatusOption, "denominator is given with another reduction than mean, expected NULL; drop it or say mean")
 	}
 	a.DX = k.rowsLike("dx", dx, only(a.X.DType), "x", a.X)
-	k.output("x")
+	if o.OnePass {
+		k.output() // x is read again
+	} else {
+		k.output("x")
+	}
 	switch {
 	case k.err != nil:
 		return k.err
@@ -108,7 +115,10 @@ func CrossEntropyBackward(c *Call, x, target, weight, dloss, lse, denominator, d
 
 // crossEntropy checks what both directions read.
 func (k *check) crossEntropy(a *kernels.CrossEntropy, x, target, weight *dlpack.Tensor, o CrossEntropyOptions) {
-	a.IgnoreIndex, a.Reduction = o.IgnoreIndex, o.Reduction
+	a.IgnoreIndex, a.Reduction, a.OnePass = o.IgnoreIndex, o.Reduction, o.OnePass
+	if o.OnePass && o.Reduction == kernels.ReduceNone {
+		k.fail(StatusOption, "one_pass is set with reduction none, expected mean or sum; leave it 0")
+	}
 	if o.Reduction < kernels.ReduceNone || o.Reduction > kernels.ReduceSum {
 		k.fail(StatusOption, "reduction is %d, expected none (0), mean (1) or sum (2)", o.Reduction)
 	}

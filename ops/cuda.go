@@ -30,6 +30,9 @@ func (r *request) hash() uint64 {
 	if r.dw || r.total {
 		h ^= 1 << 17
 	}
+	if r.onePass {
+		h ^= 1 << 18
+	}
 	return h ^ h>>32
 }
 
@@ -200,7 +203,10 @@ func (c *Call) cudaCrossEntropyForward(ordinal int32, a *kernels.CrossEntropy) e
 	if a.X.Rows == 0 && !total {
 		return nil
 	}
-	k, err := c.start(ordinal, request{op: op, x: a.X.DType, general: general, total: total, m: a.X.Rows, n: a.X.Cols})
+	onePass := a.OnePass && a.Reduction == kernels.ReduceMean && a.DX.Data != nil
+	k, err := c.start(ordinal, request{
+		op: op, x: a.X.DType, general: general, total: total, onePass: onePass, m: a.X.Rows, n: a.X.Cols,
+	})
 	if err != nil {
 		return err
 	}
@@ -208,6 +214,12 @@ func (c *Call) cudaCrossEntropyForward(ordinal int32, a *kernels.CrossEntropy) e
 	args := k.crossEntropy(a)
 	args.Logits = k.at(k.plan.scratch.logits)
 	args.Denominator = output(a.Denominator.Data)
+	if onePass {
+		args.OnePass = 1
+		if args.Denominator == 0 {
+			args.Denominator = k.at(k.plan.scratch.denominator)
+		}
+	}
 	if total {
 		args.RowLosses = k.at(k.plan.scratch.rowLosses)
 	}
@@ -228,7 +240,7 @@ func (c *Call) cudaCrossEntropyBackward(ordinal int32, a *kernels.CrossEntropy) 
 	}
 	general := !vectorRows(a.X) || !vectorRows(a.DX)
 	k, err := c.start(ordinal, request{
-		op: kernels.CrossEntropyBackward, x: a.X.DType, general: general, m: a.X.Rows, n: a.X.Cols,
+		op: kernels.CrossEntropyBackward, x: a.X.DType, general: general, onePass: a.OnePass, m: a.X.Rows, n: a.X.Cols,
 	})
 	if err != nil {
 		return err
@@ -237,6 +249,9 @@ func (c *Call) cudaCrossEntropyBackward(ordinal int32, a *kernels.CrossEntropy) 
 	args := k.crossEntropy(a)
 	args.Dloss, args.DlossStride = input(a.DLoss.Data), a.DLoss.Stride
 	args.Denominator = output(a.Denominator.Data)
+	if a.OnePass {
+		args.OnePass = 1
+	}
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 

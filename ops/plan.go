@@ -16,6 +16,7 @@ type request struct {
 	mixed   bool // the second input has not x's type
 	dw      bool // RMSNorm backward: dw is wanted
 	total   bool // cross-entropy: a total or the denominator is wanted
+	onePass bool // cross-entropy: forward's gradient is that of the mean; backward may find its work done
 	m, n    int64
 }
 
@@ -39,8 +40,8 @@ type plan struct {
 
 // scratch is the layout of the call's temporary device memory: offsets in bytes.
 type scratch struct {
-	partial, dwPartial, rowLosses, logits uint64
-	size                                  uint64
+	partial, dwPartial, rowLosses, logits, denominator uint64
+	size                                               uint64
 }
 
 func (s *scratch) take(bytes int64) (offset uint64) {
@@ -117,6 +118,10 @@ func makePlan(f *driver.Facts, r request) (*plan, error) {
 	if r.general {
 		p.vectors = ceil(r.n+elements-1, elements) // the row may begin anywhere in a vector
 	}
+	if r.onePass && r.op == kernels.CrossEntropyForwardDX {
+		p.scratch.denominator = p.scratch.take(4)
+		p.sumRows(kernels.Denominator)
+	}
 	if r.m > 0 {
 		p.rows()
 	}
@@ -163,6 +168,7 @@ func (p *planner) rows() {
 	case p.m <= 16 && p.vectors > 16384:
 		p.split("a few rows this long fill the device only when split")
 	case p.op == kernels.RMSNormForward && !p.general && p.vectors > 8192 && p.m >= 1024 && p.inRing():
+	case p.op == kernels.RMSNormForward && p.inLoop():
 	case p.inCluster() || p.inOneCTA() || p.inLargeCluster():
 	default:
 		p.split("the row is longer than a cluster holds in registers")
@@ -177,6 +183,22 @@ func (p *planner) inOneCTA() bool {
 	}
 	p.add(p.op, v.Shape, p.general, v, ceil(p.m, v.RowsPerCTA()), 1, 0)
 	p.why = fmt.Sprintf("a row of %d vectors fits the registers of %d threads", p.vectors, v.RowThreads)
+	return true
+}
+
+// inLoop lets lanes go from row to row, where there are more short rows than the device holds at a time. Measured on an H100 with
+// 32768 rows of bfloat16, over the plain kernel: N = 256 0.96 (a CTA for every 16 rows: 0.85), 512 0.98 (0.95).
+func (p *planner) inLoop() bool {
+	v, _ := fitting(variantsOf[variantKey{p.op, kernels.Loop, p.x, p.general, false}], p.vectors, 1)
+	if v == nil {
+		return false
+	}
+	ctas, resident := ceil(p.m, v.RowsPerCTA()), int64(p.facts.SMs*v.Resident)
+	if ctas <= resident || p.vectors*4 <= v.Capacity() {
+		return false
+	}
+	p.add(p.op, v.Shape, false, v, resident, 1, 0)
+	p.why = fmt.Sprintf("%d lanes hold a row of %d vectors while they load the next", v.RowThreads, p.vectors)
 	return true
 }
 
@@ -255,6 +277,9 @@ func (p *planner) stream() {
 // elementwise maps rows whose statistics are known.
 func (p *planner) elementwise() {
 	p.chunk = 4 * kernels.ChunkThreads
+	if p.onePass {
+		p.chunk = min(p.vectors, maxChunk) // few CTAs: most often all they do is look and leave
+	}
 	p.splits = int32(ceil(p.vectors, p.chunk))
 	p.add(p.op, kernels.Apply, p.general, nil, p.m*int64(p.splits), 1, 0)
 	p.why = "no row needs another element: chunks of 1024 vectors"
@@ -385,12 +410,17 @@ func (p *planner) finish() {
 				return
 			}
 		}
-		const alone = 16384 // rows that one CTA totals as fast as a cluster would
-		if c := min(maxCluster(p.facts), 8); p.m > alone && c > 1 {
-			v := variantsOf[variantKey{kernels.Total, kernels.Finish, p.x, true, true}][0]
-			p.add(kernels.Total, kernels.Finish, true, v, c, c, 0)
-			return
-		}
-		p.add(kernels.Total, kernels.Finish, true, nil, 1, 1, 0)
+		p.sumRows(kernels.Total)
 	}
+}
+
+// sumRows appends what sums a number of each row.
+func (p *planner) sumRows(op kernels.Op) {
+	const alone = 16384 // rows that one CTA sums as fast as a cluster would
+	if c := min(maxCluster(p.facts), 8); p.m > alone && c > 1 {
+		v := variantsOf[variantKey{op, kernels.Finish, p.x, true, true}][0]
+		p.add(op, v.Shape, true, v, c, c, 0)
+		return
+	}
+	p.add(op, kernels.Finish, true, nil, 1, 1, 0)
 }

@@ -46,6 +46,10 @@ func everyRequest(f func(request)) {
 						if op == kernels.CrossEntropyForward || op == kernels.CrossEntropyForwardDX {
 							r.total = true
 							f(r)
+							if op == kernels.CrossEntropyForwardDX {
+								r.onePass = true
+								f(r)
+							}
 						}
 					}
 				}
@@ -80,6 +84,9 @@ func TestPlansCoverTheirRows(t *testing.T) {
 			for i, l := range p.launches {
 				v, g := l.variant, l.geometry
 				require.Equal(t, i > 0 && f.Major >= 9, g.Dependent, what)
+				if v.Op == kernels.Denominator {
+					require.Zero(t, i, "%s: it is read by the next launch", what)
+				}
 				if v.Shape != kernels.Finish {
 					require.Equal(t, r.op, v.Op, what)
 					require.Equal(t, r.general, v.General, what)
@@ -96,6 +103,9 @@ func TestPlansCoverTheirRows(t *testing.T) {
 					require.False(t, r.mixed, what)
 					require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
 					require.GreaterOrEqual(t, ctas/int64(g.Cluster)*v.RowsPerCTA(), r.m, what)
+				case kernels.Loop:
+					require.GreaterOrEqual(t, v.Capacity(), vectors, what)
+					require.Greater(t, r.m, ctas, what)
 				case kernels.Partial:
 					require.Equal(t, r.m*int64(p.splits), ctas, what)
 				case kernels.Apply:

@@ -64,7 +64,9 @@ struct CrossEntropyArgs {
   int32_t weight_type;
   int32_t mean;
   int32_t total_here;
+  int32_t one_pass;
+  int32_t padding;
 };
-static_assert(sizeof(CrossEntropyArgs) == 240, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 248, "the layout is Go's");
 
 }  // namespace gander

@@ -26,12 +26,10 @@ __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
 }
 
-// The sum of all rows' losses, over that of their weights for a mean, in an order that depends on M alone.
-// With one CTA of a cluster per rank, or one CTA.
-template <int T, bool Cluster>
-__device__ __forceinline__ void total(const CrossEntropyArgs& a) {
-  const float2* rows = static_cast<const float2*>(a.row_losses);
-  if (!a.total_here) wait_for_previous_launch();
+// Sums a pair over all rows, in an order that depends on M alone, with one CTA or with one cluster. `at(row)` gives a row's pair;
+// the first thread of all gets the sums.
+template <int T, bool Cluster, class At>
+__device__ __forceinline__ bool sum_rows(int64_t rows, float2& sum, At at) {
   __shared__ float2 warps[T / 32];
   int64_t first = threadIdx.x, step = T;
 #ifdef GANDER_SM90
@@ -47,39 +45,54 @@ __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
     step *= cluster_size();
   }
 #endif
-  float loss = 0.f, weight = 0.f;
+  sum = make_float2(0.f, 0.f);
   constexpr int U = 8;
-  for (int64_t i = first; i < a.rows.m; i += U * step) {
+  for (int64_t i = first; i < rows; i += U * step) {
     float2 v[U];
 #pragma unroll
-    for (int u = 0; u < U; u++) v[u] = i + u * step < a.rows.m ? __ldcg(rows + i + u * step) : make_float2(0.f, 0.f);
+    for (int u = 0; u < U; u++) v[u] = i + u * step < rows ? at(i + u * step) : make_float2(0.f, 0.f);
 #pragma unroll
-    for (int u = 0; u < U; u++) loss += v[u].x, weight += v[u].y;
+    for (int u = 0; u < U; u++) sum.x += v[u].x, sum.y += v[u].y;
   }
-  loss = lanes_sum<32>(loss), weight = lanes_sum<32>(weight);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = make_float2(loss, weight);
-  __syncthreads();
+  const auto reduce = [](float2 v) { return make_float2(lanes_sum<32>(v.x), lanes_sum<32>(v.y)); };
   const int lane = threadIdx.x % 32;
-  loss = lanes_sum<32>(lane < T / 32 ? warps[lane].x : 0.f);
-  weight = lanes_sum<32>(lane < T / 32 ? warps[lane].y : 0.f);
-  bool last = threadIdx.x == 0;
+  sum = reduce(sum);
+  if (lane == 0) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = reduce(lane < T / 32 ? warps[lane] : make_float2(0.f, 0.f));
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
     const uint32_t size = cluster_size();
-    const uint64_t both = static_cast<uint64_t>(__float_as_uint(weight)) << 32 | __float_as_uint(loss);
-    if (threadIdx.x < size) send(slots + cluster_rank(), both, &barrier, threadIdx.x);
+    if (threadIdx.x < size)
+      send(slots + cluster_rank(), static_cast<uint64_t>(__float_as_uint(sum.y)) << 32 | __float_as_uint(sum.x), &barrier,
+           threadIdx.x);
     barrier_wait_cluster(&barrier, 0);
     const uint64_t b = lane < size ? slots[lane] : 0;
-    loss = lanes_sum<32>(__uint_as_float(static_cast<unsigned>(b)));
-    weight = lanes_sum<32>(__uint_as_float(static_cast<unsigned>(b >> 32)));
-    last = last && cluster_rank() == 0;
+    sum = reduce(make_float2(__uint_as_float(static_cast<unsigned>(b)), __uint_as_float(static_cast<unsigned>(b >> 32))));
+    return threadIdx.x == 0 && cluster_rank() == 0;
   }
 #endif
-  if (last) {
-    if (a.total) *static_cast<float*>(a.total) = a.mean ? loss / weight : loss;
-    if (a.denominator) *static_cast<float*>(a.denominator) = weight;
-  }
+  return threadIdx.x == 0;
+}
+
+// The sum of all rows' losses, over that of their weights for a mean.
+template <int T, bool Cluster>
+__device__ __forceinline__ void total(const CrossEntropyArgs& a) {
+  if (!a.total_here) wait_for_previous_launch();
+  const float2* rows = static_cast<const float2*>(a.row_losses);
+  float2 sum;
+  if (!sum_rows<T, Cluster>(a.rows.m, sum, [rows](int64_t i) { return __ldcg(rows + i); })) return;
+  if (a.total) *static_cast<float*>(a.total) = a.mean ? sum.x / sum.y : sum.x;
+  if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
+}
+
+// The sum of the rows' weights alone, before a pass that divides by it.
+template <int T, bool Cluster>
+__device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
+  float2 sum;
+  const auto weight = [&a](int64_t i) { return make_float2(label(a, load_target(a, i)).weight, 0.f); };
+  if (sum_rows<T, Cluster>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
 }
 
 // Takes `amount` off element `i` of a vector, where i lies in it. Only one vector of a row is hit, so that the
@@ -93,7 +106,7 @@ __device__ __forceinline__ void subtract_at(int64_t i, float amount, float (&v)[
 }
 
 // loss = weight * (log sum exp(x - max) + max - x[target]); with `Gradient`, in the same pass,
-// dx = weight * (softmax(x) - onehot(target)).
+// dx = weight * (softmax(x) - onehot(target)), over the denominator where the pass serves a mean.
 template <class T_, bool Gradient>
 struct CrossEntropyForward {
   using T = T_;
@@ -101,10 +114,11 @@ struct CrossEntropyForward {
   using Args = CrossEntropyArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true;
+  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     Label label;
-    float logit;  // x[target], read before a gradient is written over x; the first thread's only
-    float max, scale;
+    float logit;  // x[target], the first thread's only
+    float max, scale, grad;
   };
   __device__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool first) {
@@ -112,10 +126,12 @@ struct CrossEntropyForward {
     if (first || Gradient) sc.label.index = load_target(a, row);
     return sc;
   }
+  // The target's logit is loaded before any thread writes a gradient over it: barriers, or here the warp's, lie in between.
   __device__ __forceinline__ static void follow(const Args& a, int64_t row, Scalars& sc, bool first) {
     if (first || Gradient) sc.label = label(a, sc.label.index);
     if (first && sc.label.index >= 0)
       sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
+    if constexpr (Gradient) __syncwarp();
   }
   template <bool First, class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
@@ -130,7 +146,15 @@ struct CrossEntropyForward {
   }
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
     const float weight = sc.label.weight;
-    sc.max = st.m, sc.scale = weight / st.s;
+    if constexpr (Gradient) {
+      sc.grad = weight;
+      if (a.one_pass && a.mean) {
+        wait_for_previous_launch();  // the denominator's, which ran while this row was read
+        const float all = __ldcg(static_cast<const float*>(a.denominator));
+        sc.grad = weight == 0.f ? 0.f : weight / all;
+      }
+      sc.max = st.m, sc.scale = sc.grad / st.s;
+    }
     if (!first) return;
     const float log_sum = logf(st.s);
     const float loss = weight == 0.f ? 0.f : weight * (log_sum + (st.m - sc.logit));
@@ -146,10 +170,10 @@ struct CrossEntropyForward {
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&dx)[E]) {
-    const bool zero = sc.label.weight == 0.f;
+    const bool zero = sc.grad == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
-    subtract_at(sc.label.index - p.origin - e, sc.label.weight, dx);
+    subtract_at(sc.label.index - p.origin - e, sc.grad, dx);
   }
   __device__ static void total_if_single(const Args& a) {
     if (!a.total_here) return;
@@ -167,6 +191,8 @@ struct CrossEntropyBackward {
   using Args = CrossEntropyArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  // The gradient that forward made is right as it is.
+  __device__ static bool done(const Args& a) { return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f; }
   struct Scalars {
     int64_t index;
     float max, scale, grad;

@@ -64,3 +64,5 @@ KERNEL(cross_entropy_backward_apply_float16_256x4, 256, 5, apply_body<CrossEntro
 KERNEL(cross_entropy_backward_apply_float16_256x2_general, 256, 4, apply_body<CrossEntropyBackward<f16>, 2, true>)
 KERNEL(total_finish_float16_1024x1_general, 1024, 1, total<1024, false>)
 KERNEL(total_finish_float16_1024x1_general_cluster, 1024, 1, total<1024, true>)
+KERNEL(denominator_finish_float16_1024x1_general, 1024, 1, denominator<1024, false>)
+KERNEL(denominator_finish_float16_1024x1_general_cluster, 1024, 1, denominator<1024, true>)

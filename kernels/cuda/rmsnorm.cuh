@@ -22,6 +22,7 @@ struct RMSNormForward {
   using Args = RMSNormArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false;
+  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd;
   };
@@ -72,6 +73,7 @@ struct RMSNormBackward {
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd, mean;
   };

@@ -13,6 +13,8 @@ KERNEL(rmsnorm_forward_rows_bfloat16_32x4, 128, 12, rows_body<RMSNormForward<bf1
 KERNEL(rmsnorm_forward_rows_bfloat16_128x4, 128, 12, rows_body<RMSNormForward<bf16>, 128, 4, false, false>)
 KERNEL(rmsnorm_forward_rows_bfloat16_256x4, 256, 6, rows_body<RMSNormForward<bf16>, 256, 4, false, false>)
 KERNEL(rmsnorm_forward_rows_bfloat16_512x8, 512, 2, rows_body<RMSNormForward<bf16>, 512, 8, false, false>)
+KERNEL(rmsnorm_forward_loop_bfloat16_8x4, 128, 8, loop_body<RMSNormForward<bf16>, 8, 4>)
+KERNEL(rmsnorm_forward_loop_bfloat16_16x4, 128, 8, loop_body<RMSNormForward<bf16>, 16, 4>)
 KERNEL(rmsnorm_forward_rows_bfloat16_8x1_general, 128, 8, rows_body<RMSNormForward<bf16>, 8, 1, true, false>)
 KERNEL(rmsnorm_forward_rows_bfloat16_8x4_general, 128, 8, rows_body<RMSNormForward<bf16>, 8, 4, true, false>)
 KERNEL(rmsnorm_forward_rows_bfloat16_32x4_general, 128, 8, rows_body<RMSNormForward<bf16>, 32, 4, true, false>)

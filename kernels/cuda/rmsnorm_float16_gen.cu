@@ -13,6 +13,8 @@ KERNEL(rmsnorm_forward_rows_float16_32x4, 128, 10, rows_body<RMSNormForward<f16>
 KERNEL(rmsnorm_forward_rows_float16_128x4, 128, 10, rows_body<RMSNormForward<f16>, 128, 4, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_256x4, 256, 5, rows_body<RMSNormForward<f16>, 256, 4, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_512x8, 512, 2, rows_body<RMSNormForward<f16>, 512, 8, false, false>)
+KERNEL(rmsnorm_forward_loop_float16_8x4, 128, 8, loop_body<RMSNormForward<f16>, 8, 4>)
+KERNEL(rmsnorm_forward_loop_float16_16x4, 128, 8, loop_body<RMSNormForward<f16>, 16, 4>)
 KERNEL(rmsnorm_forward_rows_float16_8x1_general, 128, 8, rows_body<RMSNormForward<f16>, 8, 1, true, false>)
 KERNEL(rmsnorm_forward_rows_float16_8x4_general, 128, 8, rows_body<RMSNormForward<f16>, 8, 4, true, false>)
 KERNEL(rmsnorm_forward_rows_float16_32x4_general, 128, 8, rows_body<RMSNormForward<f16>, 32, 4, true, false>)

@@ -13,6 +13,8 @@ KERNEL(rmsnorm_forward_rows_float32_32x4, 128, 12, rows_body<RMSNormForward<f32>
 KERNEL(rmsnorm_forward_rows_float32_128x4, 128, 12, rows_body<RMSNormForward<f32>, 128, 4, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_256x4, 256, 6, rows_body<RMSNormForward<f32>, 256, 4, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_512x8, 512, 2, rows_body<RMSNormForward<f32>, 512, 8, false, false>)
+KERNEL(rmsnorm_forward_loop_float32_8x4, 128, 8, loop_body<RMSNormForward<f32>, 8, 4>)
+KERNEL(rmsnorm_forward_loop_float32_16x4, 128, 8, loop_body<RMSNormForward<f32>, 16, 4>)
 KERNEL(rmsnorm_forward_rows_float32_8x1_general, 128, 8, rows_body<RMSNormForward<f32>, 8, 1, true, false>)
 KERNEL(rmsnorm_forward_rows_float32_8x4_general, 128, 8, rows_body<RMSNormForward<f32>, 8, 4, true, false>)
 KERNEL(rmsnorm_forward_rows_float32_32x4_general, 128, 8, rows_body<RMSNormForward<f32>, 32, 4, true, false>)

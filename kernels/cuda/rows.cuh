@@ -1,6 +1,7 @@
 // The three shapes in which an op runs over rows. An op (softmax.cuh, ...) says what a tile adds to the row's state, what
 // the state means once the row is complete, and what each element becomes; these kernels bring the tiles.
 //
+//   loop     as rows, for short rows: persistent lanes that load the next row while they work on this one
 //   rows     the row lies in registers, spread over TPR threads of a CTA or over all threads of a cluster: read once
 //   partial  one CTA reduces one chunk of a row, streaming; with a single chunk the row is complete and is finished here
 //   apply    one CTA merges the row's partial states and maps one chunk, reading it again
@@ -9,13 +10,14 @@
 //   kInputs          1, or 2: the second input has T in `rows`, any type in general `partial` and `apply` kernels
 //   kMaps            it writes a row; kAnyOutput: of any type where the kernel is a general one
 //   kTotals          a launch of one CTA finishes what spans rows
+//   done(args)       nothing is left to do
 //   Scalars          what a row needs beside its elements
 //   fill()           what masked elements of the first input read as
 //   begin(args, row, first)              -> Scalars: loads that wait for nothing, issued before those of the row;
 //                                        `first` holds for the thread that writes the row's statistics
 //   follow(args, row, scalars, first)    what depends on them, while the row is on its way
 //   add<First>(args, scalars, state, tile, place, e, step)
-//   keep(args, row, scalars), kept(args, row)  carry what `begin` read from `partial` over to `apply`
+//   keep(args, row, scalars), kept(args, row)  carry what the first thread saw from `partial` over to `apply`
 //   end(args, row, scalars, state, first)      the row is complete: statistics are written here
 //   map<General>(args, scalars, a, b, place, e, out)  one vector of the output
 #pragma once
@@ -118,6 +120,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kWarps = TPR / 32;
   constexpr int kStep = TPR * kElements<T>;
+  if (Op::done(args)) return;
   const int lane = threadIdx.x % TPR;
   int64_t row;
   int e = lane * kElements<T>;
@@ -167,6 +170,46 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (Op::kTotals) Op::total_if_single(args);
 }
 
+// Short rows, many of them: lanes go from row to row, and load the next while they work on this one.
+template <class Op, int TPR, int V>
+__device__ __forceinline__ void loop_body(const typename Op::Args& args) {
+  using T = typename Op::T;
+  static_assert(TPR <= 32);
+  constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
+  if (Op::done(args)) return;
+  const int lane = threadIdx.x % TPR, e = lane * kElements<T>;
+  const int64_t rows = args.rows.m, step = static_cast<int64_t>(gridDim.x) * kRows;
+  int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
+  const auto at = [&](int64_t r) {
+    Place<T> p = place<Op, false>(args.rows, r < rows ? r : 0, 0);
+    if (r >= rows) p.span.hi = 0;
+    return p;
+  };
+  Tile<Op, V, false, false> next_tile;
+  Place<T> next = at(row);
+  auto next_sc = Op::begin(args, row < rows ? row : 0, lane == 0 && row < rows);
+  next_tile.load(next, e, kStep);
+  // All rows of a warp take part in its shuffles, so all make as many turns as the first.
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kRows; base < rows; base += step, row += step) {
+    Tile<Op, V, false, false> tile = next_tile;
+    const Place<T> p = next;
+    auto sc = next_sc;
+    const bool active = row < rows, first = active && lane == 0;
+    Op::follow(args, active ? row : 0, sc, first);
+    next = at(row + step);
+    next_sc = Op::begin(args, row + step < rows ? row + step : 0, lane == 0 && row + step < rows);
+    next_tile.load(next, e, kStep);
+    typename Op::State st;
+    Op::template add<true>(args, sc, st, tile, p, e, kStep);
+    st.template reduce_lanes<TPR>();
+    if (active) Op::end(args, row, sc, st, first);
+    if constexpr (Op::kMaps) {
+      tile.forget(args.rows.zero);
+      tile.map(args, sc, p, e, kStep);
+    }
+  }
+}
+
 // CTAs of `partial` and `apply`.
 constexpr int kChunkThreads = 256;
 
@@ -190,6 +233,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   }
   st.template reduce_lanes<32>();
   reduce_warps<kChunkThreads / 32>(st, warp_slots);
+  wait_for_previous_launch();  // so that whoever waits for this launch has waited for that one too
   if (args.rows.splits == 1 && !Op::kMaps) {
     Op::end(args, row, sc, st, first);
     if constexpr (Op::kTotals) Op::total_if_single(args);
@@ -205,6 +249,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   using State = typename Op::State;
   constexpr int kStep = kChunkThreads * kElements<T>;
   wait_for_previous_launch();
+  if (Op::done(args)) return;
   // Last chunk first: the end of what `partial` read is still in L2.
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
   const int64_t row = Op::kMaps ? block / args.rows.splits : block;

@@ -12,6 +12,7 @@ struct SoftmaxForward {
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float max, scale;
   };
@@ -43,6 +44,7 @@ struct SoftmaxBackward {
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 2;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float dot;
   };

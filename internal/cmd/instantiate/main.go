@@ -199,13 +199,18 @@ func body(v *kernels.Variant) string {
 		return fmt.Sprintf("%s_body<%s, %d, %t>", v.Shape, op, v.Vectors, v.General)
 	case kernels.Ring:
 		return fmt.Sprintf("ring_body<%s, %d, %d, %t>", op, v.Threads, v.Vectors, v.Cluster)
+	case kernels.Loop:
+		return fmt.Sprintf("loop_body<%s, %d, %d>", op, v.RowThreads, v.Vectors)
 	case kernels.Lanes:
 		return fmt.Sprintf("lanes_body<%s, %d, %d>", t, v.RowThreads, v.Vectors)
 	case kernels.Columns:
 		return fmt.Sprintf("columns_body<%s, %t>", t, v.General)
 	}
-	if v.Op == kernels.Total {
+	switch v.Op {
+	case kernels.Total:
 		return fmt.Sprintf("total<%d, %t>", v.Threads, v.Cluster)
+	case kernels.Denominator:
+		return fmt.Sprintf("denominator<%d, %t>", v.Threads, v.Cluster)
 	}
 	return fmt.Sprintf("weight_gradient_body<%d>", v.Threads)
 }
