@@ -179,7 +179,8 @@ class Tuner:
                 if nv >= 512 and (m < 1024 or not maps or not reduces):
                     yield steps, {"chunk": chunk, "splits": splits, "waves": waves}
             return
-        finish = ([v for v in mine if v["Op"] == "weight_gradient"][0], -(-n // 32), 1, 0)
+        last = [v for v in mine if v["Op"] == "weight_gradient"]
+        finish = (last[0], -(-n // 32), 1, 0) if n <= 16384 else (last[1], -(-n // 256), 1, 0)
         if not general:
             for v in of(op, "lanes"):
                 if v["RowThreads"] * v["Vectors"] >= nv:

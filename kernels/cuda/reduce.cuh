@@ -180,6 +180,13 @@ __device__ __forceinline__ void wait_for_previous_launch() {
 #endif
 }
 
+// Lets the next launch of the same call start as soon as all CTAs of this one have: it gets ready, and waits.
+__device__ __forceinline__ void let_next_launch_start() {
+#ifdef GANDER_SM90
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // All CTAs of a cluster exchange their states: warp 0 sends this CTA's to every CTA, and everybody merges in rank order.
 template <class State>
 __device__ __forceinline__ void reduce_cluster(State& st, uint64_t* slots, uint64_t* barrier, uint32_t phase) {

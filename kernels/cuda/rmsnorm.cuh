@@ -167,6 +167,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   extern __shared__ __align__(128) uint4 buffer[];  // stages x inputs x kSlice
   __shared__ uint64_t warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
+  if constexpr (kBackward) let_next_launch_start();
   const int tid = threadIdx.x, stages = a.stages;
   const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   const int64_t first_row = blockIdx.x / size, step = gridDim.x / size, rows = a.rows.m;
@@ -261,6 +262,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR;
   static_assert(TPR <= 32);
   __shared__ __align__(16) float sum[TPR * V * E];
+  let_next_launch_start();
   const int lane = threadIdx.x % TPR, group = threadIdx.x / TPR;
   const int64_t rows = a.rows.m, step = static_cast<int64_t>(gridDim.x) * kGroups;
   const Span span = {0, static_cast<int>(a.rows.n)};

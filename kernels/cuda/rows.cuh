@@ -219,6 +219,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   using State = typename Op::State;
   constexpr int kStep = kChunkThreads * kElements<T>;
   __shared__ uint64_t warp_slots[kChunkThreads / 32];
+  let_next_launch_start();
   const int64_t row = blockIdx.x / args.rows.splits;
   const int chunk = blockIdx.x % args.rows.splits;
   const bool first = threadIdx.x == 0;
@@ -248,7 +249,6 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kStep = kChunkThreads * kElements<T>;
-  wait_for_previous_launch();
   if (Op::done(args)) return;
   // Last chunk first: the end of what `partial` read is still in L2.
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
@@ -256,21 +256,26 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   const int chunk = Op::kMaps ? block % args.rows.splits : 0;
   const bool first = threadIdx.x == 0 && chunk == 0;
   const Place<T> p = place<Op, General>(args.rows, row, chunk);
+  int e = threadIdx.x * kElements<T>;
+  Tile<Op, V, General, General> tile;
+  // The elements do not wait for `partial`: they are in registers when the states are complete.
+  if constexpr (Op::kMaps) tile.load(p, e, kStep);
+  wait_for_previous_launch();
   auto sc = Op::kept(args, row);
   State st;
   if constexpr (!std::is_same_v<State, None>) {
     __shared__ uint64_t warp_slots[kChunkThreads / 32];
     const uint64_t* slots = static_cast<const uint64_t*>(args.rows.partial) + row * args.rows.splits;
-    for (int i = threadIdx.x; i < args.rows.splits; i += kChunkThreads) st.merge(State::from_bits(slots[i]));
+    for (int i = threadIdx.x; i < args.rows.splits; i += kChunkThreads) st.merge(State::from_bits(__ldcg(slots + i)));
     st.template reduce_lanes<32>();
     reduce_warps<kChunkThreads / 32>(st, warp_slots);
   }
   Op::end(args, row, sc, st, first);
   if constexpr (Op::kMaps) {
-    for (int e = threadIdx.x * kElements<T>; e < p.span.hi; e += V * kStep) {
-      Tile<Op, V, General, General> tile;
-      tile.load(p, e, kStep);
+    while (e < p.span.hi) {
       tile.map(args, sc, p, e, kStep);
+      e += V * kStep;
+      if (e < p.span.hi) tile.load(p, e, kStep);
     }
   }
   if constexpr (Op::kTotals) Op::total_if_single(args);
