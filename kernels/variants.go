@@ -150,7 +150,7 @@ var (
 	forwardRing = []shape{{512, 2}, {512, 4}}
 	ring        = []shape{{128, 1}, {256, 2}}
 	ringCluster = []shape{{256, 2}, {512, 2}}
-	longRing    = map[DType]shape{Float16: {512, 4}, BFloat16: {1024, 2}, Float32: {1024, 2}} // float16 holds more
+	longRing    = map[DType]shape{Float16: {512, 4}, BFloat16: {1024, 2}, Float32: {512, 4}} // with 64 registers only bfloat16 does not spill
 	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}}
 )
 
@@ -172,6 +172,8 @@ func resident(v *Variant) int {
 		return max(1, 1280/v.Threads)
 	case v.Threads == 1024:
 		return 2
+	case inputs(v.Op) == 2 && (v.Shape == Partial || v.Shape == Apply):
+		return 5
 	case v.Threads == 128 && (v.Op == SoftmaxForward || v.Op == CrossEntropyForward):
 		return 16
 	}

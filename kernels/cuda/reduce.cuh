@@ -40,6 +40,14 @@ struct None {
 
 struct Sum {
   float s = 0.f;
+  // Products of a vector. They are added up apart: one long chain of additions loses digits, and of squares always the same way.
+  template <int E>
+  __device__ __forceinline__ void add(const float (&a)[E], const float (&b)[E]) {
+    float t = a[0] * b[0];
+#pragma unroll
+    for (int j = 1; j < E; j++) t = fmaf(a[j], b[j], t);
+    s += t;
+  }
   template <int L>
   __device__ __forceinline__ void reduce_lanes() { s = lanes_sum<L>(s); }
   __device__ __forceinline__ void merge(Sum o) { s += o.s; }
@@ -71,15 +79,18 @@ struct MaxSum {
   template <bool First, int V>
   __device__ __forceinline__ void add(const uint4 (&v)[V]) {
     const float top = First ? tile_max(T(), v) : fmaxf(m, tile_max(T(), v)), r = reference(top);
-    float t = First ? 0.f : s * exp_difference<T>(m, r);
+    float sum = 0.f;  // vector by vector: one long chain of additions would lose digits
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float f[kElements<T>];
       unpack(T(), v[i], f);
+      float t = exp_difference<T>(f[0], r);
 #pragma unroll
-      for (int j = 0; j < kElements<T>; j++) t += exp_difference<T>(f[j], r);
+      for (int j = 1; j < kElements<T>; j++) t += exp_difference<T>(f[j], r);
+      sum += t;
     }
-    m = top, s = t;
+    s = First ? sum : fmaf(s, exp_difference<T>(m, r), sum);
+    m = top;
   }
   __device__ __forceinline__ uint64_t bits() const {
     return static_cast<uint64_t>(__float_as_uint(s)) << 32 | __float_as_uint(m);

@@ -40,8 +40,7 @@ struct RMSNormForward {
   }
   template <int E>
   __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&)[E], const float (&)[E]) {
-#pragma unroll
-    for (int j = 0; j < E; j++) st.s = fmaf(x[j], x[j], st.s);
+    st.add(x, x);
   }
   template <int E>
   __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&)[E],
@@ -96,8 +95,10 @@ struct RMSNormBackward {
   }
   template <int E>
   __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&dy)[E], const float (&w)[E]) {
+    float g[E];
 #pragma unroll
-    for (int j = 0; j < E; j++) st.s = fmaf(x[j] * dy[j], w[j], st.s);
+    for (int j = 0; j < E; j++) g[j] = dy[j] * w[j];
+    st.add(x, g);
   }
   template <int E>
   __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&dy)[E],
@@ -145,6 +146,34 @@ struct ColumnWeights {
       for (int j = 0; j < E; j++) w[j] = held[i][j];
     } else {
       load_weight<false>(args, origin, e + i * step, span, w);
+    }
+  }
+};
+
+// A thread's part of dw. For float32 rows it is summed up block by block of rows: one long chain of additions loses digits that
+// a float32 result shows.
+template <class T, int V>
+struct ColumnSums {
+  static constexpr int E = kElements<T>, kBlock = 32;
+  static constexpr bool kBlocked = sizeof(T) == 4;
+  float now[V][E] = {}, before[kBlocked ? V : 1][E] = {};
+  int rows = 0;
+
+  __device__ __forceinline__ void next_row() {
+    if constexpr (kBlocked) {
+      if (++rows % kBlock) return;
+#pragma unroll
+      for (int i = 0; i < V; i++)
+#pragma unroll
+        for (int j = 0; j < E; j++) before[i][j] += now[i][j], now[i][j] = 0.f;
+    }
+  }
+  __device__ __forceinline__ void finish() {
+    if constexpr (kBlocked) {
+#pragma unroll
+      for (int i = 0; i < V; i++)
+#pragma unroll
+        for (int j = 0; j < E; j++) now[i][j] += before[i][j];
     }
   }
 };
@@ -197,7 +226,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   const Span span = {0, count * E};
   constexpr int kHeld = !kBackward ? 32 : Threads == 1024 ? 8 : 16;  // floats of weights that registers leave room for
   const ColumnWeights<V, E, (V * E <= kHeld)> weights(a, begin * E, tid * E, Threads * E, span);
-  float dw[V][E] = {};
+  ColumnSums<T, kBackward ? V : 1> dw;
   int stage = 0, set = 0;
   uint32_t phase = 0, merged_phase = 0;
   auto next = Op::begin(a, first_row < rows ? first_row : 0, false);
@@ -237,9 +266,10 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
         unpack(T(), ds[i], fd);
       }
       weights.get(i, w);
-      Op::map_vector(sc, fx, fd, w, dw[i], out);
+      Op::map_vector(sc, fx, fd, w, dw.now[kBackward ? i : 0], out);
       store<false>(y + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
     }
+    if constexpr (kBackward) dw.next_row();
     if (++stage == stages) stage = 0, phase ^= 1;
     merged_phase ^= set;
     set ^= 1;
@@ -247,10 +277,11 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   // Nobody may leave while others may still write into its shared memory.
   if constexpr (Cluster) cluster_arrive(), cluster_wait();
   if constexpr (kBackward) {
+    dw.finish();
     float* partial = static_cast<float*>(a.dw_partial) + first_row * a.rows.n + begin * E;
 #pragma unroll
     for (int i = 0; i < V; i++)
-      if (tid + i * Threads < count) store_partial(partial + (tid + i * Threads) * E, dw[i]);
+      if (tid + i * Threads < count) store_partial(partial + (tid + i * Threads) * E, dw.now[i]);
   }
 #endif
 }
@@ -341,12 +372,11 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   const Span span = {0, static_cast<int>(a.rows.n - begin < kTile ? a.rows.n - begin : kTile)};
   const int64_t first = a.rows.m * block / blocks, last = a.rows.m * (block + 1) / blocks;
   const auto column = [](int j) { return General ? static_cast<int>(threadIdx.x) + j * kThreads : static_cast<int>(threadIdx.x) * E + j; };
-  float w[E], dw[E];
+  ColumnSums<T, 1> dw;
+  float w[E];
 #pragma unroll
-  for (int j = 0; j < E; j++) {
+  for (int j = 0; j < E; j++)
     w[j] = a.weight && column(j) < span.hi ? load_float(a.weight, a.weight_type, begin + column(j)) : 1.f;
-    dw[j] = 0.f;
-  }
   for (int64_t row = first; row < last; row++) {
     const T* x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
     const void* dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);
@@ -369,7 +399,8 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     dot.reduce_lanes<32>();
     auto sc = RMSNormBackward<T>::begin(a, row, false);
     RMSNormBackward<T>::end(a, row, sc, dot, false);
-    RMSNormBackward<T>::map_vector(sc, fx, fd, w, dw, out);
+    RMSNormBackward<T>::map_vector(sc, fx, fd, w, dw.now[0], out);
+    dw.next_row();
     if constexpr (General) {
 #pragma unroll
       for (int j = 0; j < E; j++)
@@ -378,10 +409,11 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
       store<false>(dx, column(0), span, out);
     }
   }
+  dw.finish();
   float* partial = static_cast<float*>(a.dw_partial) + block * a.rows.n + begin;
 #pragma unroll
   for (int j = 0; j < E; j++)
-    if (column(j) < span.hi) partial[column(j)] = dw[j];
+    if (column(j) < span.hi) partial[column(j)] = dw.now[0][j];
 }
 
 // dw = the sum of the rows of partial dw, in their order. Few columns: a CTA of 32 x 32 threads takes 32 of them. Many: a
@@ -392,18 +424,25 @@ __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
   wait_for_previous_launch();
   const int lane = threadIdx.x % kColumns, warp = threadIdx.x / kColumns;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + lane;
-  float s = 0.f;
+  constexpr int U = 4;  // sums at a time: shorter chains of additions, and loads that do not wait for each other
+  float sums[U] = {};
   if (column < a.rows.n)
-    for (int64_t r = warp; r < a.partials; r += kWarps)
-      s += static_cast<const float*>(a.dw_partial)[r * a.rows.n + column];
+    for (int64_t r = warp; r < a.partials; r += U * kWarps)
+#pragma unroll
+      for (int u = 0; u < U; u++)
+        if (r + u * kWarps < a.partials)
+          sums[u] += static_cast<const float*>(a.dw_partial)[(r + u * kWarps) * a.rows.n + column];
+  float s = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   if constexpr (kWarps > 1) {
     __shared__ float sum[kWarps][kColumns + 1];
     sum[warp][lane] = s;
     __syncthreads();
     if (warp) return;
-    s = 0.f;
 #pragma unroll
-    for (int i = 0; i < kWarps; i++) s += sum[i][lane];
+    for (int k = kWarps / 2; k; k /= 2)
+#pragma unroll
+      for (int i = 0; i < k; i++) sum[i][lane] += sum[i + k][lane];
+    s = sum[0][lane];
   }
   if (column < a.rows.n) store_float(a.dw, a.dw_type, column, s);
 }

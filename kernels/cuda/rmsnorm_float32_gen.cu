@@ -59,7 +59,7 @@ KERNEL(rmsnorm_backward_ring_float32_128x1, 128, 5, ring_body<RMSNormBackward<f3
 KERNEL(rmsnorm_backward_ring_float32_256x2, 256, 2, ring_body<RMSNormBackward<f32>, 256, 2, false>)
 KERNEL(rmsnorm_backward_ring_float32_256x2_cluster, 256, 2, ring_body<RMSNormBackward<f32>, 256, 2, true>)
 KERNEL(rmsnorm_backward_ring_float32_512x2_cluster, 512, 1, ring_body<RMSNormBackward<f32>, 512, 2, true>)
-KERNEL(rmsnorm_backward_ring_float32_1024x2_cluster, 1024, 1, ring_body<RMSNormBackward<f32>, 1024, 2, true>)
+KERNEL(rmsnorm_backward_ring_float32_512x4_cluster, 512, 1, ring_body<RMSNormBackward<f32>, 512, 4, true>)
 KERNEL(rmsnorm_backward_lanes_float32_8x1, 256, 2, lanes_body<f32, 8, 1>)
 KERNEL(rmsnorm_backward_lanes_float32_8x2, 256, 2, lanes_body<f32, 8, 2>)
 KERNEL(rmsnorm_backward_lanes_float32_16x2, 256, 2, lanes_body<f32, 16, 2>)

@@ -14,7 +14,7 @@ struct SoftmaxForward {
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
-    float max, scale;
+    float max, sum, scale;
   };
   __device__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
@@ -26,13 +26,17 @@ struct SoftmaxForward {
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
   __device__ static Scalars kept(const Args&, int64_t) { return {}; }
   __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) {
-    sc = {st.m, 1.f / st.s};
+    sc = {st.m, st.s, 1.f / st.s};
   }
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place&, int, float (&y)[E]) {
 #pragma unroll
-    for (int j = 0; j < E; j++) y[j] = exp_difference<T>(x[j], sc.max) * sc.scale;
+    for (int j = 0; j < E; j++) {
+      const float e = exp_difference<T>(x[j], sc.max);
+      y[j] = e * sc.scale;
+      if constexpr (sizeof(T) == 4) y[j] = fmaf(fmaf(-y[j], sc.sum, e), sc.scale, y[j]);  // rounded as a quotient is
+    }
   }
 };
 
@@ -58,8 +62,7 @@ struct SoftmaxBackward {
       float dy[Tile::E], y[Tile::E];
       t.get_a(i, dy);
       t.get_b(i, y);
-#pragma unroll
-      for (int j = 0; j < Tile::E; j++) st.s = fmaf(dy[j], y[j], st.s);
+      st.add(dy, y);
     }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}

@@ -1,0 +1,183 @@
+package cpu
+
+import (
+	"math"
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row and, where DX is
+// given, weight[t] * (softmax(x) - onehot(t)) in the same pass. DX may be X.
+func CrossEntropyForward(a *kernels.CrossEntropy, workers int) {
+	o := operands{x: a.X, dx: a.DX, ce: *a}
+	if a.DX.Data != nil {
+		o.keep = longRow
+	}
+	run(&o, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
+}
+
+// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) for each row, over the denominator
+// where Reduction is ReduceMean. DX may be X.
+func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) {
+	o := operands{x: a.X, dx: a.DX, ce: *a}
+	run(&o, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
+}
+
+// class is the row's target: whether the row counts for nothing, and whether there is such a column.
+func (c *call[T]) class(row int) (t int, ignored, valid bool) {
+	v := integerAt(&c.ce.Target, row)
+	return int(v), v == c.ce.IgnoreIndex, v >= 0 && v < int64(c.cols)
+}
+
+func (c *call[T]) classWeight(t int, valid bool) float64 {
+	if valid && c.ce.Weight.Present() {
+		return at(&c.ce.Weight, t)
+	}
+	return 1
+}
+
+func (c *call[T]) logit(row, t int) float64 { return scalar(c.x.DType, rowAt(&c.x, row, t)) }
+
+// writeTarget writes the gradient at the target, where that lies between lo and hi.
+func (w *worker[T]) writeTarget(row, lo, hi int, gradient float64) {
+	if t, _, valid := w.class(row); valid && lo <= t && t < hi {
+		putScalar(w.dx.DType, rowAt(&w.dx, row, t), gradient)
+	}
+}
+
+// writeZeros is the gradient of an ignored row, whatever is in it.
+func (w *worker[T]) writeZeros(row, lo, hi int) {
+	clear(unsafe.Slice((*byte)(rowAt(&w.dx, row, lo)), (hi-lo)*int(w.dx.DType.Size())))
+}
+
+type crossEntropyForward[T float] struct{}
+
+func (crossEntropyForward[T]) run(c *call[T]) {
+	clear(c.losses[:])
+	c.eachRow()
+	loss, weight := 0.0, 0.0
+	for i := range c.losses {
+		loss += c.losses[i].loss
+		weight += c.losses[i].weight
+	}
+	switch c.ce.Reduction {
+	case kernels.ReduceSum:
+		put(&c.ce.Loss, 0, loss)
+	case kernels.ReduceMean:
+		put(&c.ce.Loss, 0, loss/weight)
+	}
+	if c.ce.Denominator.Present() {
+		put(&c.ce.Denominator, 0, weight)
+	}
+}
+
+// unread tells whether nothing of a row is wanted.
+func (w *worker[T]) unread(ignored bool) bool { return ignored && !w.ce.Max.Present() }
+
+func (crossEntropyForward[T]) first(w *worker[T], row, lo, hi int, parts []part) {
+	t, ignored, valid := w.class(row)
+	if w.unread(ignored) {
+		return
+	}
+	if w.whole && valid {
+		w.target = w.logit(row, t) // before the exponentials are written over it
+	}
+	w.exponentials(&w.x, &w.dx, row, lo, hi, parts)
+}
+
+// join: a is the maximum, b what the exponentials are multiplied by, c the gradient at the target.
+func (crossEntropyForward[T]) join(w *worker[T], row int, parts []part) stats {
+	t, ignored, valid := w.class(row)
+	high, sum, logSum := math.NaN(), math.NaN(), math.NaN()
+	if !w.unread(ignored) {
+		high, sum = logSumExp(parts)
+		logSum = math.Log(sum)
+		w.writeLSE(row, high, logSum)
+	}
+	loss, weight, logit := 0.0, 0.0, math.NaN()
+	if !ignored {
+		if valid && w.whole {
+			logit = w.target
+		} else if valid {
+			logit = w.logit(row, t)
+		}
+		weight = w.classWeight(t, valid)
+		loss = weight * ((high - logit) + logSum)
+		if !valid {
+			sum = math.NaN()
+		}
+	}
+	w.losses[w.task].loss += loss
+	w.losses[w.task].weight += weight
+	if w.ce.Reduction == kernels.ReduceNone {
+		put(&w.ce.Loss, row, loss)
+	}
+	if w.dx.Data == nil {
+		return stats{}
+	}
+	return stats{a: high, b: weight / sum, c: weight * (math.Exp(logit-high)/sum - 1)}
+}
+
+func (w *worker[T]) writeLSE(row int, high, logSum float64) {
+	switch {
+	case w.ce.LogSum.Present():
+		put(&w.ce.Max, row, high)
+		put(&w.ce.LogSum, row, logSum)
+	case w.ce.Max.Present():
+		put(&w.ce.Max, row, high+logSum)
+	}
+}
+
+func (crossEntropyForward[T]) second(w *worker[T], row, lo, hi int, parts []part, s stats) {
+	if w.dx.Data == nil {
+		return
+	}
+	if _, ignored, _ := w.class(row); ignored {
+		w.writeZeros(row, lo, hi)
+		return
+	}
+	w.normalise(&w.x, &w.dx, row, lo, hi, parts, s.a, s.b)
+	w.writeTarget(row, lo, hi, s.c)
+}
+
+type crossEntropyBackward[T float] struct{}
+
+func (crossEntropyBackward[T]) run(c *call[T]) { c.eachRow() }
+
+func (crossEntropyBackward[T]) first(*worker[T], int, int, int, []part) {}
+
+// join: as in the forward pass, except that a may be the whole log-sum-exp.
+func (crossEntropyBackward[T]) join(w *worker[T], row int, _ []part) stats {
+	t, ignored, valid := w.class(row)
+	if ignored {
+		return stats{}
+	}
+	gradient, logit := math.NaN(), math.NaN()
+	if valid {
+		logit = w.logit(row, t)
+		gradient = at(&w.ce.DLoss, row) * w.classWeight(t, valid)
+		if w.ce.Reduction == kernels.ReduceMean {
+			gradient /= at(&w.ce.Denominator, 0)
+		}
+	}
+	high, logSum := at(&w.ce.Max, row), 0.0
+	if w.ce.LogSum.Present() {
+		logSum = at(&w.ce.LogSum, row)
+	}
+	return stats{a: high, b: gradient * math.Exp(-logSum), c: gradient * (math.Exp(logit-high-logSum) - 1)}
+}
+
+func (crossEntropyBackward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats) {
+	if _, ignored, _ := w.class(row); ignored {
+		w.writeZeros(row, lo, hi)
+		return
+	}
+	for j := lo; j < hi; j += block {
+		n := min(block, hi-j)
+		e := w.scratch(0, j, n)
+		w.kit.exp(e, w.read(0, &w.x, row, j, n), T(s.a))
+		w.kit.store[w.dx.DType](rowAt(&w.dx, row, j), e, T(s.b))
+	}
+	w.writeTarget(row, lo, hi, s.c)
+}

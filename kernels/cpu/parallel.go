@@ -1,0 +1,290 @@
+package cpu
+
+import (
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// How a call is cut into work depends on the shape alone, never on the number of workers, and every sum has a fixed
+// order: so the number of workers changes no bit of a result.
+const (
+	block       = 1024      // elements that one primitive works on: what the first-level cache holds several of
+	longRow     = 128 << 10 // beyond this many elements a row is worked on in two passes over memory
+	widenedRow  = 8 << 10   // beyond this many, widening again costs less than going back to what was widened before
+	chunk       = 8 * block // elements of a long row that make a task where rows are shared among workers
+	maxTasks    = 256       // tasks that the rows are dealt into
+	serialBytes = 2 << 20   // below this much memory traffic, waking other threads costs more than they save
+)
+
+// operands are what a call reads and writes; each op uses some.
+type operands struct {
+	x, y, dy, dx     kernels.Matrix
+	weight, rstd, dw kernels.Vector
+	eps              float64
+	ce               kernels.CrossEntropy // less its X and DX, which are x and dx
+	keep             int                  // elements up to which the second pass over a row uses what the first made
+}
+
+func (o *operands) bytes() int {
+	total := 0
+	for _, m := range [...]*kernels.Matrix{&o.x, &o.y, &o.dy, &o.dx} {
+		total += int(m.Rows * m.Cols * m.DType.Size())
+	}
+	return total
+}
+
+// op is a reduction over rows: a first pass over each block of a row, whose results join into what the second pass
+// over the blocks needs. run says in which order.
+type op[T float] interface {
+	run(c *call[T])
+	first(w *worker[T], row, lo, hi int, parts []part)
+	join(w *worker[T], row int, parts []part) stats
+	second(w *worker[T], row, lo, hi int, parts []part, s stats)
+}
+
+// part is what the first pass leaves of one block, stats what they join into. Ops give a, b and c their meaning.
+type part struct{ max, sum float64 }
+type stats struct{ a, b, c float64 }
+
+// step is a set of tasks that can be done in any order.
+type step[T float] interface {
+	do(w *worker[T], task int)
+}
+
+// call is one call under way. Calls are pooled with their buffers, so that small ones allocate nothing.
+type call[T float] struct {
+	operands
+	kit        *kit[T]
+	op         op[T]
+	rows, cols int
+	blocks     int  // of a row
+	whole      bool // buffers hold whole rows, and keep them between the two passes
+	long       bool
+
+	step    step[T]
+	tasks   int
+	next    atomic.Int64
+	workers []worker[T]
+	wait    sync.WaitGroup
+
+	parts   []part    // of all rows, where they are shared among workers
+	stats   []stats   // likewise
+	weights []T       // RMSNorm's weight, widened, or ones
+	sums    []float64 // partial sums of dw
+	losses  [maxTasks]struct{ loss, weight float64 }
+}
+
+type worker[T float] struct {
+	*call[T]
+	id      int
+	task    int
+	buffer  [3][]T // rows or blocks of two operands, and blocks of the weight
+	part    []part
+	target  float64   // logit of the current row's class
+	sum     []float64 // of dw: columns from sumFrom on
+	sumFrom int
+	columns []float64 // room for sum where rows are long
+	_       [64]byte  // keeps two workers out of one cache line
+}
+
+type engine[T float] struct {
+	kit  *kit[T]
+	pool sync.Pool
+}
+
+var (
+	engine32 = engine[float32]{kit: chosenKit()}
+	engine64 = engine[float64]{kit: &portable64}
+)
+
+// run carries out an op, in float64 where x is.
+func run(o *operands, workers int, op32 op[float32], op64 op[float64]) {
+	if o.x.DType == kernels.Float64 {
+		engine64.run(o, workers, op64)
+	} else {
+		engine32.run(o, workers, op32)
+	}
+}
+
+func (e *engine[T]) run(o *operands, workers int, op op[T]) {
+	c, _ := e.pool.Get().(*call[T])
+	if c == nil {
+		c = new(call[T])
+	}
+	if o.bytes() < serialBytes {
+		workers = 1
+	}
+	c.operands, c.kit, c.op = *o, e.kit, op
+	c.rows, c.cols = int(o.x.Rows), int(o.x.Cols)
+	c.blocks = (c.cols + block - 1) / block
+	c.whole, c.long = c.cols <= o.keep, c.cols > longRow
+	c.prepare(max(workers, 1))
+	op.run(c)
+	c.operands, c.op, c.step = operands{}, nil, nil
+	e.pool.Put(c)
+}
+
+func (c *call[T]) prepare(workers int) {
+	if workers > cap(c.workers) {
+		all := make([]worker[T], workers)
+		copy(all, c.workers[:cap(c.workers)])
+		c.workers = all
+	}
+	c.workers = c.workers[:workers]
+	for i := range c.workers {
+		c.workers[i].call, c.workers[i].id = c, i
+	}
+}
+
+// grown is a slice of n elements, s where it is large enough; what it holds does not matter.
+func grown[E any](s []E, n int) []E {
+	if n > cap(s) {
+		return make([]E, n)
+	}
+	return s[:n]
+}
+
+// each does the tasks of a step, the caller being worker 0, and returns when all are done.
+func (c *call[T]) each(s step[T], tasks int) {
+	c.step, c.tasks = s, tasks
+	c.next.Store(0)
+	for i := 1; i < min(len(c.workers), tasks); i++ {
+		c.wait.Add(1)
+		go c.workers[i].help()
+	}
+	c.workers[0].work()
+	c.wait.Wait()
+}
+
+func (w *worker[T]) help() {
+	w.work()
+	w.wait.Done()
+}
+
+func (w *worker[T]) work() {
+	for {
+		task := int(w.next.Add(1)) - 1
+		if task >= w.tasks {
+			return
+		}
+		w.step.do(w, task)
+	}
+}
+
+// eachRow runs the op over all rows: row by row, or with the rows shared where they are long and too few.
+func (c *call[T]) eachRow() {
+	if c.long && c.rows < 4*len(c.workers) && c.rows <= maxTasks && len(c.workers) > 1 {
+		c.shareFirst()
+		c.each(secondStep[T]{}, c.rows*c.chunks())
+		return
+	}
+	c.each(rowsStep[T]{}, min(c.rows, maxTasks))
+}
+
+func (c *call[T]) chunks() int { return (c.cols + chunk - 1) / chunk }
+
+// shareFirst does the first pass of all rows, many workers to a row, and joins each row's parts.
+func (c *call[T]) shareFirst() {
+	c.parts = grown(c.parts, c.rows*c.blocks)
+	c.stats = grown(c.stats, c.rows)
+	c.each(firstStep[T]{}, c.rows*c.chunks())
+	for row := range c.rows {
+		c.workers[0].task = row
+		c.stats[row] = c.op.join(&c.workers[0], row, c.rowParts(row))
+	}
+}
+
+func (c *call[T]) rowParts(row int) []part { return c.parts[row*c.blocks : (row+1)*c.blocks] }
+
+type rowsStep[T float] struct{}
+
+func (rowsStep[T]) do(w *worker[T], task int) {
+	w.task = task
+	lo, hi := share(w.rows, task, w.tasks)
+	for row := lo; row < hi; row++ {
+		w.row(row)
+	}
+}
+
+// share is the rows of one task.
+func share(rows, task, tasks int) (lo, hi int) {
+	each, more := rows/tasks, rows%tasks
+	lo = task*each + min(task, more)
+	hi = lo + each
+	if task < more {
+		hi++
+	}
+	return lo, hi
+}
+
+func (w *worker[T]) row(row int) {
+	w.part = grown(w.part, w.blocks)
+	w.op.first(w, row, 0, w.cols, w.part)
+	w.op.second(w, row, 0, w.cols, w.part, w.op.join(w, row, w.part))
+}
+
+type firstStep[T float] struct{}
+
+func (firstStep[T]) do(w *worker[T], task int) {
+	row, lo := task/w.chunks(), task%w.chunks()*chunk
+	w.op.first(w, row, lo, min(lo+chunk, w.cols), w.rowParts(row))
+}
+
+type secondStep[T float] struct{}
+
+func (secondStep[T]) do(w *worker[T], task int) {
+	row, lo := task/w.chunks(), task%w.chunks()*chunk
+	w.op.second(w, row, lo, min(lo+chunk, w.cols), w.rowParts(row), w.stats[row])
+}
+
+// view is n elements of a row that are T in memory.
+func view[T float](m *kernels.Matrix, row, j, n int) []T {
+	return unsafe.Slice((*T)(rowAt(m, row, j)), n)
+}
+
+// scratch is room for n elements from column j on, in the worker's buffer of the given number.
+func (w *worker[T]) scratch(number, j, n int) []T {
+	b := &w.buffer[number]
+	if w.whole {
+		*b = grown(*b, w.cols)
+		return (*b)[j : j+n]
+	}
+	*b = grown(*b, min(w.cols, block))
+	return (*b)[:n]
+}
+
+// read is n elements of a row: where they lie, or widened into a buffer.
+func (w *worker[T]) read(number int, m *kernels.Matrix, row, j, n int) []T {
+	if m.DType == native[T]() {
+		return view[T](m, row, j, n)
+	}
+	s := w.scratch(number, j, n)
+	w.kit.load[m.DType](s, rowAt(m, row, j))
+	return s
+}
+
+// again is what read gave in the first pass.
+func (w *worker[T]) again(number int, m *kernels.Matrix, row, j, n int) []T {
+	if w.whole && m.DType != native[T]() {
+		return w.scratch(number, j, n)
+	}
+	return w.read(number, m, row, j, n)
+}
+
+// output is where to make n elements of a row: where they belong, or in a buffer for write.
+func (w *worker[T]) output(number int, m *kernels.Matrix, row, j, n int) []T {
+	if m.DType == native[T]() {
+		return view[T](m, row, j, n)
+	}
+	return w.scratch(number, j, n)
+}
+
+// write brings what was made in output to where it belongs.
+func (w *worker[T]) write(m *kernels.Matrix, row, j int, s []T) {
+	if m.DType != native[T]() {
+		w.kit.store[m.DType](rowAt(m, row, j), s, 1)
+	}
+}

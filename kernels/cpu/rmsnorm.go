@@ -1,0 +1,178 @@
+package cpu
+
+import (
+	"math"
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// RMSNormForward computes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
+// Sennrich, 2019). weight may be absent (ones), rstd not wanted. y may be x.
+func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, rstd kernels.Vector,
+	eps float64, workers int) {
+	o := operands{x: x, weight: weight, y: y, rstd: rstd, eps: eps, keep: widenedRow}
+	run(&o, workers, rmsNormForward[float32]{}, rmsNormForward[float64]{})
+}
+
+// RMSNormBackward computes, with h = x * rstd and g = dout * weight, dx = (g - h * mean(g * h)) * rstd for each row and,
+// where dw is wanted, dw = sum over rows of dout * h. dx may be dout.
+func RMSNormBackward(x kernels.Matrix, weight kernels.Vector, dout kernels.Matrix, rstd kernels.Vector,
+	dx kernels.Matrix, dw kernels.Vector, workers int) {
+	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, keep: widenedRow}
+	run(&o, workers, rmsNormBackward[float32]{}, rmsNormBackward[float64]{})
+}
+
+type rmsNormForward[T float] struct{}
+
+func (rmsNormForward[T]) run(c *call[T]) {
+	c.widenWeight()
+	c.eachRow()
+}
+
+func (rmsNormForward[T]) first(w *worker[T], row, lo, hi int, parts []part) {
+	for j := lo; j < hi; j += block {
+		x := w.read(0, &w.x, row, j, min(block, hi-j))
+		parts[j/block].sum = w.kit.dot(x, x)
+	}
+}
+
+func (rmsNormForward[T]) join(w *worker[T], row int, parts []part) stats {
+	rstd := 1 / math.Sqrt(total(parts)/float64(w.cols)+w.eps)
+	if w.rstd.Present() {
+		put(&w.rstd, row, rstd)
+	}
+	return stats{a: rstd}
+}
+
+func (rmsNormForward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats) {
+	for j := lo; j < hi; j += block {
+		n := min(block, hi-j)
+		x := w.again(0, &w.x, row, j, n)
+		y := w.output(0, &w.y, row, j, n)
+		w.kit.multiply(y, x, w.weightBlock(j, n), T(s.a))
+		w.write(&w.y, row, j, y)
+	}
+}
+
+// widenWeight widens the weight once for all rows where it needs that; long rows do it block by block.
+func (c *call[T]) widenWeight() {
+	switch {
+	case !c.weight.Present():
+		c.weights = grown(c.weights, min(c.cols, block))
+		for i := range c.weights {
+			c.weights[i] = 1
+		}
+	case c.weight.DType != native[T]() && !c.long:
+		c.weights = grown(c.weights, c.cols)
+		c.kit.load[c.weight.DType](c.weights, c.weight.Data)
+	}
+}
+
+func (w *worker[T]) weightBlock(j, n int) []T {
+	if !w.weight.Present() {
+		return w.weights[:n]
+	}
+	p := unsafe.Add(w.weight.Data, j*int(w.weight.DType.Size()))
+	switch {
+	case w.weight.DType == native[T]():
+		return unsafe.Slice((*T)(p), n)
+	case !w.long:
+		return w.weights[j : j+n]
+	}
+	s := w.scratch(2, j, n)
+	w.kit.load[w.weight.DType](s, p)
+	return s
+}
+
+type rmsNormBackward[T float] struct{}
+
+func (rmsNormBackward[T]) run(c *call[T]) {
+	c.widenWeight()
+	switch {
+	case !c.dw.Present():
+		c.eachRow()
+	case !c.long:
+		sums := partialSums(c.rows, c.cols)
+		c.sums = grown(c.sums, sums*c.cols)
+		c.each(rowsAndSumsStep[T]{}, sums)
+		for i := 1; i < sums; i++ {
+			c.kit.add(c.sums[:c.cols], c.sums[i*c.cols:(i+1)*c.cols])
+		}
+		c.workers[0].writeDW(0, c.sums[:c.cols])
+	default:
+		c.shareFirst()
+		c.each(columnsStep[T]{}, c.blocks)
+	}
+}
+
+// partialSums is how many rows of partial sums of dw to make: enough to share the work, few enough for them to be a
+// small part of the traffic and to fit in 32 MiB.
+func partialSums(rows, cols int) int { return max(1, min(64, rows/8, 4<<20/cols)) }
+
+func (rmsNormBackward[T]) first(w *worker[T], row, lo, hi int, parts []part) {
+	for j := lo; j < hi; j += block {
+		n := min(block, hi-j)
+		x, dout := w.read(0, &w.x, row, j, n), w.read(1, &w.dy, row, j, n)
+		parts[j/block].sum = w.kit.dot3(x, dout, w.weightBlock(j, n))
+	}
+}
+
+// join: a is rstd, b is rstd * mean(g * h).
+func (rmsNormBackward[T]) join(w *worker[T], row int, parts []part) stats {
+	rstd := at(&w.rstd, row)
+	return stats{a: rstd, b: rstd * rstd * total(parts) / float64(w.cols)}
+}
+
+func (rmsNormBackward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats) {
+	for j := lo; j < hi; j += block {
+		n := min(block, hi-j)
+		x, dout := w.again(0, &w.x, row, j, n), w.again(1, &w.dy, row, j, n)
+		if w.dw.Present() {
+			w.kit.addProduct(w.sum[j-w.sumFrom:][:n], x, dout, T(s.a))
+		}
+		dx := w.output(1, &w.dx, row, j, n)
+		w.kit.rmsNormGrad(dx, x, w.weightBlock(j, n), dout, T(s.b), T(s.a))
+		w.write(&w.dx, row, j, dx)
+	}
+}
+
+// rowsAndSumsStep does some rows, and sums their part of dw.
+type rowsAndSumsStep[T float] struct{}
+
+func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
+	w.sum, w.sumFrom = w.sums[task*w.cols:(task+1)*w.cols], 0
+	clear(w.sum)
+	lo, hi := share(w.rows, task, w.tasks)
+	for row := lo; row < hi; row++ {
+		w.row(row)
+	}
+}
+
+// columnsStep does one block of columns of long rows, so that no partial sums of their length are needed.
+type columnsStep[T float] struct{}
+
+func (columnsStep[T]) do(w *worker[T], task int) {
+	lo := task * block
+	hi := min(lo+block, w.cols)
+	w.columns = grown(w.columns, block)
+	w.sum, w.sumFrom = w.columns[:hi-lo], lo
+	clear(w.sum)
+	for row := range w.rows {
+		w.op.second(w, row, lo, hi, nil, w.stats[row])
+	}
+	w.writeDW(lo, w.sum)
+}
+
+// writeDW writes dw from column lo on.
+func (w *worker[T]) writeDW(lo int, sum []float64) {
+	for len(sum) > 0 {
+		n := min(block, len(sum))
+		s := w.scratch(0, 0, n)
+		for i := range s {
+			s[i] = T(sum[i])
+		}
+		w.kit.store[w.dw.DType](unsafe.Add(w.dw.Data, lo*int(w.dw.DType.Size())), s, 1)
+		lo, sum = lo+n, sum[n:]
+	}
+}

@@ -1,0 +1,366 @@
+//go:build goexperiment.simd && amd64
+
+package cpu
+
+import (
+	"math"
+	"simd/archsimd"
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// The primitives for AVX2 with FMA: 8 lanes, otherwise like those for AVX-512.
+
+var avx2 = kit[float32]{
+	name: "avx2",
+	load: [4]func([]float32, unsafe.Pointer){
+		kernels.Float16:  loadFloat16AVX2,
+		kernels.BFloat16: loadBFloat16AVX2,
+	},
+	store: [4]func(unsafe.Pointer, []float32, float32){
+		kernels.Float16:  storeFloat16AVX2,
+		kernels.BFloat16: storeBFloat16AVX2,
+		kernels.Float32:  storeFloat32AVX2,
+	},
+	max:         maxAVX2,
+	exp:         expAVX2,
+	dot:         dotAVX2,
+	dot3:        dot3AVX2,
+	add:         addAVX2,
+	addProduct:  addProductAVX2,
+	multiply:    multiplyAVX2,
+	softmaxGrad: softmaxGradAVX2,
+	rmsNormGrad: rmsNormGradAVX2,
+}
+
+type (
+	f32x8 = archsimd.Float32x8
+	i32x8 = archsimd.Int32x8
+	f64x4 = archsimd.Float64x4
+)
+
+// c8 and n8 load half the lanes of a constant.
+func c8(c *floats) f32x8 { return archsimd.LoadFloat32x8((*[8]float32)(c[:])) }
+func n8(c *ints) i32x8   { return archsimd.LoadInt32x8((*[8]int32)(c[:])) }
+
+func lanes8(x []float32, i int) *[8]float32 {
+	return (*[8]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
+}
+
+func halves8(p unsafe.Pointer, i int) *[8]int16 { return (*[8]int16)(unsafe.Add(p, 2*i)) }
+
+func load8(x []float32, i int) f32x8 { return archsimd.LoadFloat32x8(lanes8(x, i)) }
+
+var iota8 = [8]int32{0, 1, 2, 3, 4, 5, 6, 7}
+
+func rest8(n int) archsimd.Mask32x8 {
+	return archsimd.BroadcastInt32x8(int32(n)).Greater(archsimd.LoadInt32x8(&iota8))
+}
+
+func loadRest8(x []float32, i int, m archsimd.Mask32x8) f32x8 {
+	return archsimd.LoadMaskedFloat32x8(lanes8(x, i), m)
+}
+
+// fold8 adds the lanes of a short sum to those of a long one.
+func fold8(s0, s1 f64x4, v f32x8) (f64x4, f64x4) {
+	return s0.Add(v.GetLo().ConvertToFloat64()), s1.Add(v.GetHi().ConvertToFloat64())
+}
+
+func sum4(s f64x4) float64 {
+	var a [4]float64
+	s.Store(&a)
+	archsimd.ClearAVXUpperBits()
+	return (a[0] + a[1]) + (a[2] + a[3])
+}
+
+func max4(v archsimd.Float32x4) float32 {
+	var a [4]float32
+	v.Store(&a)
+	archsimd.ClearAVXUpperBits()
+	return larger(larger(a[0], a[1]), larger(a[2], a[3]))
+}
+
+//go:nocheckptr
+func maxAVX2(x []float32) float32 {
+	low := archsimd.BroadcastFloat32x8(float32(math.Inf(-1)))
+	m0, m1, m2, m3 := low, low, low, low
+	n, i := len(x), 0
+	for ; i+32 <= n; i += 32 {
+		m0 = m0.Max(load8(x, i))
+		m1 = m1.Max(load8(x, i+8))
+		m2 = m2.Max(load8(x, i+16))
+		m3 = m3.Max(load8(x, i+24))
+	}
+	for ; i < n; i += 8 {
+		mask := rest8(n - i)
+		m0 = m0.Max(loadRest8(x, i, mask).Merge(low, mask))
+	}
+	m0 = m0.Max(m1).Max(m2.Max(m3))
+	return max4(m0.GetLo().Max(m0.GetHi()))
+}
+
+// exp8 is exp16 in two steps, each small enough to be inlined, with 2^n made of the low bits of the rounded quotient
+// (infinity for n > 127).
+func (k *constants) exp8(x f32x8) (power, scale f32x8) {
+	t := x.MulAdd(c8(&k.log2E), c8(&k.roundBias))
+	n := t.Sub(c8(&k.roundBias))
+	r := n.MulAdd(c8(&k.minusLn2Low), n.MulAdd(c8(&k.minusLn2High), x))
+	p := c8(&k.exp6).MulAdd(r, c8(&k.exp5)).MulAdd(r, c8(&k.exp4)).MulAdd(r, c8(&k.exp3)).
+		MulAdd(r, c8(&k.exp2)).MulAdd(r, c8(&k.one)).MulAdd(r, c8(&k.one))
+	return p, t.AsInt32x8().Min(n8(&k.roundBias128)).ShiftLeft(n8(&k.twentyThree)).AsFloat32x8()
+}
+
+func (k *constants) scaled8(x, power, scale f32x8) f32x8 {
+	return c8(&k.zero).Merge(power.Mul(scale), x.Less(c8(&k.expLow)))
+}
+
+//go:nocheckptr
+func expAVX2(dst, src []float32, m float32) float64 {
+	k := lanes
+	var s0, s1 f64x4
+	low := archsimd.BroadcastFloat32x8(m)
+	n, i := len(src), 0
+	for ; i+16 <= n; i += 16 {
+		x0, x1 := load8(src, i).Sub(low), load8(src, i+8).Sub(low)
+		p0, scale0 := k.exp8(x0)
+		p1, scale1 := k.exp8(x1)
+		e0, e1 := k.scaled8(x0, p0, scale0), k.scaled8(x1, p1, scale1)
+		e0.Store(lanes8(dst, i))
+		e1.Store(lanes8(dst, i+8))
+		s0, s1 = fold8(s0, s1, e0.Add(e1))
+	}
+	for ; i < n; i += 8 {
+		mask := rest8(n - i)
+		x := loadRest8(src, i, mask).Sub(low)
+		p, scale := k.exp8(x)
+		e := k.scaled8(x, p, scale).Masked(mask)
+		e.StoreMasked(lanes8(dst, i), mask)
+		s0, s1 = fold8(s0, s1, e)
+	}
+	return sum4(s0.Add(s1))
+}
+
+func dotAVX2(x, y []float32) float64 {
+	var s0, s1 f64x4
+	n, i := len(x), 0
+	for ; i+32 <= n; i += 32 {
+		a := load8(x, i).Mul(load8(y, i))
+		b := load8(x, i+8).Mul(load8(y, i+8))
+		a = load8(x, i+16).MulAdd(load8(y, i+16), a)
+		b = load8(x, i+24).MulAdd(load8(y, i+24), b)
+		s0, s1 = fold8(s0, s1, a.Add(b))
+	}
+	for ; i < n; i += 4 {
+		mask := rest4(n - i)
+		s0 = wideRest4(x, i, mask).MulAdd(wideRest4(y, i, mask), s0)
+	}
+	return sum4(s0.Add(s1))
+}
+
+func rest4(n int) archsimd.Mask32x4 {
+	return archsimd.BroadcastInt32x4(int32(n)).Greater(archsimd.LoadInt32x8(&iota8).GetLo())
+}
+
+//go:nocheckptr
+func wideRest4(x []float32, i int, m archsimd.Mask32x4) f64x4 {
+	p := (*[4]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
+	return archsimd.LoadMaskedFloat32x4(p, m).ConvertToFloat64()
+}
+
+func dot3AVX2(x, y, z []float32) float64 {
+	var s0, s1 f64x4
+	n, i := len(x), 0
+	for ; i+32 <= n; i += 32 {
+		a := load8(y, i).Mul(load8(z, i)).Mul(load8(x, i))
+		b := load8(y, i+8).Mul(load8(z, i+8)).Mul(load8(x, i+8))
+		a = load8(y, i+16).Mul(load8(z, i+16)).MulAdd(load8(x, i+16), a)
+		b = load8(y, i+24).Mul(load8(z, i+24)).MulAdd(load8(x, i+24), b)
+		s0, s1 = fold8(s0, s1, a.Add(b))
+	}
+	for ; i < n; i += 4 {
+		mask := rest4(n - i)
+		s0 = wideRest4(y, i, mask).Mul(wideRest4(z, i, mask)).MulAdd(wideRest4(x, i, mask), s0)
+	}
+	return sum4(s0.Add(s1))
+}
+
+func addAVX2(acc, x []float64) {
+	n, i := len(x), 0
+	for ; i+4 <= n; i += 4 {
+		archsimd.LoadFloat64x4(wide4(acc, i)).Add(archsimd.LoadFloat64x4(wide4(x, i))).Store(wide4(acc, i))
+	}
+	archsimd.ClearAVXUpperBits()
+	add(acc[i:], x[i:])
+}
+
+func wide4(x []float64, i int) *[4]float64 {
+	return (*[4]float64)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 8*i))
+}
+
+func addProductAVX2(acc []float64, x, y []float32, c float32) {
+	cv := archsimd.BroadcastFloat32x8(c)
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		p := load8(x, i).Mul(cv).Mul(load8(y, i))
+		archsimd.LoadFloat64x4(wide4(acc, i)).Add(p.GetLo().ConvertToFloat64()).Store(wide4(acc, i))
+		archsimd.LoadFloat64x4(wide4(acc, i+4)).Add(p.GetHi().ConvertToFloat64()).Store(wide4(acc, i+4))
+	}
+	archsimd.ClearAVXUpperBits()
+	addProduct(acc[i:], x[i:], y[i:], c)
+}
+
+//go:nocheckptr
+func multiplyAVX2(dst, x, w []float32, c float32) {
+	cv := archsimd.BroadcastFloat32x8(c)
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		load8(x, i).Mul(cv).Mul(load8(w, i)).Store(lanes8(dst, i))
+	}
+	if i < n {
+		mask := rest8(n - i)
+		loadRest8(x, i, mask).Mul(cv).Mul(loadRest8(w, i, mask)).StoreMasked(lanes8(dst, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+//go:nocheckptr
+func softmaxGradAVX2(dst, dy, y []float32, d float32) {
+	dv := archsimd.BroadcastFloat32x8(d)
+	n, i := len(y), 0
+	for ; i+8 <= n; i += 8 {
+		load8(dy, i).Sub(dv).Mul(load8(y, i)).Store(lanes8(dst, i))
+	}
+	if i < n {
+		mask := rest8(n - i)
+		loadRest8(dy, i, mask).Sub(dv).Mul(loadRest8(y, i, mask)).StoreMasked(lanes8(dst, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+//go:nocheckptr
+func rmsNormGradAVX2(dst, x, w, dout []float32, k, r float32) {
+	kv, rv := archsimd.BroadcastFloat32x8(-k), archsimd.BroadcastFloat32x8(r)
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		load8(dout, i).MulAdd(load8(w, i), load8(x, i).Mul(kv)).Mul(rv).Store(lanes8(dst, i))
+	}
+	if i < n {
+		mask := rest8(n - i)
+		v := loadRest8(dout, i, mask).MulAdd(loadRest8(w, i, mask), loadRest8(x, i, mask).Mul(kv)).Mul(rv)
+		v.StoreMasked(lanes8(dst, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+//go:nocheckptr
+func storeFloat32AVX2(dst unsafe.Pointer, src []float32, c float32) {
+	cv := archsimd.BroadcastFloat32x8(c)
+	n, i := len(src), 0
+	out := unsafe.Slice((*float32)(dst), n)
+	for ; i+16 <= n; i += 16 {
+		load8(src, i).Mul(cv).Store(lanes8(out, i))
+		load8(src, i+8).Mul(cv).Store(lanes8(out, i+8))
+	}
+	for ; i < n; i += 8 {
+		mask := rest8(n - i)
+		loadRest8(src, i, mask).Mul(cv).StoreMasked(lanes8(out, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+func loadFloat16AVX2(dst []float32, src unsafe.Pointer) {
+	n := len(dst)
+	if n < 8 {
+		loadFloat16(dst, src)
+		return
+	}
+	k := lanes
+	for i := 0; i+8 <= n; i += 8 {
+		k.widenFloat16x8(extend8(src, i)).Store(lanes8(dst, i))
+	}
+	k.widenFloat16x8(extend8(src, n-8)).Store(lanes8(dst, n-8))
+	archsimd.ClearAVXUpperBits()
+}
+
+func loadBFloat16AVX2(dst []float32, src unsafe.Pointer) {
+	n := len(dst)
+	if n < 8 {
+		loadBFloat16(dst, src)
+		return
+	}
+	k := lanes
+	for i := 0; i+8 <= n; i += 8 {
+		k.widenBFloat16x8(extend8(src, i)).Store(lanes8(dst, i))
+	}
+	k.widenBFloat16x8(extend8(src, n-8)).Store(lanes8(dst, n-8))
+	archsimd.ClearAVXUpperBits()
+}
+
+func storeFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
+	n := len(src)
+	if n < 8 {
+		storeFloat16(dst, src, c)
+		return
+	}
+	k := lanes
+	cv := archsimd.BroadcastFloat32x8(c)
+	for i := 0; i+8 <= n; i += 8 {
+		k.narrowFloat16x8(load8(src, i).Mul(cv)).Store(halves8(dst, i))
+	}
+	k.narrowFloat16x8(load8(src, n-8).Mul(cv)).Store(halves8(dst, n-8))
+	archsimd.ClearAVXUpperBits()
+}
+
+func storeBFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
+	n := len(src)
+	if n < 8 {
+		storeBFloat16(dst, src, c)
+		return
+	}
+	k := lanes
+	cv := archsimd.BroadcastFloat32x8(c)
+	for i := 0; i+8 <= n; i += 8 {
+		k.narrowBFloat16x8(load8(src, i).Mul(cv)).Store(halves8(dst, i))
+	}
+	k.narrowBFloat16x8(load8(src, n-8).Mul(cv)).Store(halves8(dst, n-8))
+	archsimd.ClearAVXUpperBits()
+}
+
+func extend8(src unsafe.Pointer, i int) i32x8 {
+	return archsimd.LoadInt16x8(halves8(src, i)).AsUint16x8().ExtendToUint32().AsInt32x8()
+}
+
+func (k *constants) widenBFloat16x8(h i32x8) f32x8 { return h.ShiftLeft(n8(&k.sixteen)).AsFloat32x8() }
+
+// widenFloat16x8 takes the steps of widenFloat16.
+func (k *constants) widenFloat16x8(h i32x8) f32x8 {
+	sign := h.And(n8(&k.halfSign))
+	magnitude := h.Xor(sign).ShiftLeft(n8(&k.thirteen))
+	special := n8(&k.bias112).Masked(magnitude.Greater(n8(&k.halfLargest)))
+	normal := magnitude.Add(n8(&k.bias112)).Add(special)
+	subnormal := magnitude.Add(n8(&k.bias113)).AsFloat32x8().Sub(c8(&k.halfSmallest)).AsInt32x8()
+	v := subnormal.Merge(normal, n8(&k.bias1).Greater(magnitude))
+	return v.Or(sign.ShiftLeft(n8(&k.sixteen))).AsFloat32x8()
+}
+
+// narrowFloat16x8 takes the steps of narrowFloat16; clamping to 65536 makes an infinity of all that lies above.
+func (k *constants) narrowFloat16x8(f f32x8) archsimd.Int16x8 {
+	u := f.AsInt32x8()
+	sign := u.And(n8(&k.sign))
+	magnitude := u.Xor(sign).Min(n8(&k.bias143))
+	odd := magnitude.ShiftRight(n8(&k.thirteen)).And(n8(&k.bit0))
+	normal := magnitude.Add(odd).Add(n8(&k.halfRound)).ShiftRight(n8(&k.thirteen))
+	subnormal := magnitude.AsFloat32x8().Add(c8(&k.half)).AsInt32x8().Sub(n8(&k.bias126))
+	h := subnormal.Merge(normal, n8(&k.bias113).Greater(magnitude))
+	h = n8(&k.halfNaN).Merge(h, f.IsNaN()).Or(sign.ShiftRight(n8(&k.sixteen)))
+	return h.GetLo().SaturateToInt16Concat(h.GetHi())
+}
+
+func (k *constants) narrowBFloat16x8(f f32x8) archsimd.Int16x8 {
+	u := f.AsInt32x8()
+	odd := u.ShiftRight(n8(&k.sixteen)).And(n8(&k.bit0))
+	u = n8(&k.bfloat16NaN).Merge(u.Add(odd).Add(n8(&k.bfloat16Half)), f.IsNaN())
+	h := u.ShiftRight(n8(&k.sixteen))
+	return h.GetLo().SaturateToInt16Concat(h.GetHi())
+}

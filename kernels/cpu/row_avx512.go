@@ -1,0 +1,367 @@
+//go:build goexperiment.simd && amd64
+
+package cpu
+
+import (
+	"math"
+	"simd/archsimd"
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// The primitives for AVX-512: 16 lanes, ends of rows under a mask. Those that take a mask point an array type at
+// memory of which only the unmasked part is theirs, hence nocheckptr.
+//
+// The compiler takes Max and Min for commutative, so what they do with a NaN is anybody's guess.
+
+var avx512 = kit[float32]{
+	name: "avx512",
+	load: [4]func([]float32, unsafe.Pointer){
+		kernels.Float16:  loadFloat16AVX512,
+		kernels.BFloat16: loadBFloat16AVX512,
+	},
+	store: [4]func(unsafe.Pointer, []float32, float32){
+		kernels.Float16:  storeFloat16AVX512,
+		kernels.BFloat16: storeBFloat16AVX512,
+		kernels.Float32:  storeFloat32AVX512,
+	},
+	max:         maxAVX512,
+	exp:         expAVX512,
+	dot:         dotAVX512,
+	dot3:        dot3AVX512,
+	add:         addAVX512,
+	addProduct:  addProductAVX512,
+	multiply:    multiplyAVX512,
+	softmaxGrad: softmaxGradAVX512,
+	rmsNormGrad: rmsNormGradAVX512,
+
+	dotRaw:         [4]func(x, y unsafe.Pointer, n int) float64{kernels.BFloat16: dotBFloat16AVX512},
+	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, d float32){kernels.BFloat16: softmaxGradBFloat16AVX512},
+}
+
+type (
+	f32x16 = archsimd.Float32x16
+	i32x16 = archsimd.Int32x16
+	f64x8  = archsimd.Float64x8
+)
+
+// c16 and n16 load a constant's lanes, see lanes.
+func c16(c *floats) f32x16 { return archsimd.LoadFloat32x16((*[16]float32)(c)) }
+func n16(c *ints) i32x16   { return archsimd.LoadInt32x16((*[16]int32)(c)) }
+
+// lanes16 points at elements i to i+15.
+func lanes16(x []float32, i int) *[16]float32 {
+	return (*[16]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
+}
+
+func halves16(p unsafe.Pointer, i int) *[16]int16 { return (*[16]int16)(unsafe.Add(p, 2*i)) }
+
+func load16(x []float32, i int) f32x16 { return archsimd.LoadFloat32x16(lanes16(x, i)) }
+
+// rest16 masks the n lanes of a row's end.
+func rest16(n int) archsimd.Mask32x16 { return archsimd.Mask32x16FromBits(1<<n - 1) }
+
+func loadRest16(x []float32, i int, m archsimd.Mask32x16) f32x16 {
+	return archsimd.LoadMaskedFloat32x16(lanes16(x, i), m)
+}
+
+// fold16 adds the lanes of a short sum to those of a long one.
+func fold16(s0, s1 f64x8, v f32x16) (f64x8, f64x8) {
+	return s0.Add(v.GetLo().ConvertToFloat64()), s1.Add(v.GetHi().ConvertToFloat64())
+}
+
+func sum16(s0, s1 f64x8) float64 {
+	s := s0.Add(s1)
+	return sum4(s.GetLo().Add(s.GetHi()))
+}
+
+func maxAVX512(x []float32) float32 {
+	low := archsimd.BroadcastFloat32x16(float32(math.Inf(-1)))
+	m0, m1, m2, m3 := low, low, low, low
+	n, i := len(x), 0
+	for ; i+64 <= n; i += 64 {
+		m0 = m0.Max(load16(x, i))
+		m1 = m1.Max(load16(x, i+16))
+		m2 = m2.Max(load16(x, i+32))
+		m3 = m3.Max(load16(x, i+48))
+	}
+	for ; i+16 <= n; i += 16 {
+		m0 = m0.Max(load16(x, i))
+	}
+	if i < n {
+		m1 = m1.Max(maxRest16(x, i, low))
+	}
+	m0 = m0.Max(m1).Max(m2.Max(m3))
+	m := m0.GetLo().Max(m0.GetHi())
+	return max4(m.GetLo().Max(m.GetHi()))
+}
+
+//go:nocheckptr
+func maxRest16(x []float32, i int, low f32x16) f32x16 {
+	m := rest16(len(x) - i)
+	return loadRest16(x, i, m).Merge(low, m)
+}
+
+// exp16 is e to the x for x <= 0: see kit.go. Where x is below expLow the polynomial means nothing, and is 0 instead.
+func (k *constants) exp16(x f32x16) f32x16 {
+	n := x.MulAdd(c16(&k.log2E), c16(&k.roundBias)).Sub(c16(&k.roundBias))
+	r := n.MulAdd(c16(&k.minusLn2Low), n.MulAdd(c16(&k.minusLn2High), x))
+	p := c16(&k.exp6).MulAdd(r, c16(&k.exp5)).MulAdd(r, c16(&k.exp4)).MulAdd(r, c16(&k.exp3)).
+		MulAdd(r, c16(&k.exp2)).MulAdd(r, c16(&k.one)).MulAdd(r, c16(&k.one))
+	return c16(&k.zero).Merge(p.Scale(n), x.Less(c16(&k.expLow)))
+}
+
+//go:nocheckptr
+func expAVX512(dst, src []float32, m float32) float64 {
+	k := lanes
+	var s0, s1 f64x8
+	low := archsimd.BroadcastFloat32x16(m)
+	n, i := len(src), 0
+	for ; i+64 <= n; i += 64 {
+		e0, e1 := k.exp16(load16(src, i).Sub(low)), k.exp16(load16(src, i+16).Sub(low))
+		e2, e3 := k.exp16(load16(src, i+32).Sub(low)), k.exp16(load16(src, i+48).Sub(low))
+		e0.Store(lanes16(dst, i))
+		e1.Store(lanes16(dst, i+16))
+		e2.Store(lanes16(dst, i+32))
+		e3.Store(lanes16(dst, i+48))
+		s0, s1 = fold16(s0, s1, e0.Add(e1).Add(e2.Add(e3)))
+	}
+	for ; i < n; i += 16 {
+		mask := rest16(min(n-i, 16))
+		e := k.exp16(loadRest16(src, i, mask).Sub(low)).Masked(mask)
+		e.StoreMasked(lanes16(dst, i), mask)
+		s0, s1 = fold16(s0, s1, e)
+	}
+	return sum16(s0, s1)
+}
+
+func dotAVX512(x, y []float32) float64 {
+	var s0, s1 f64x8
+	n, i := len(x), 0
+	for ; i+64 <= n; i += 64 {
+		a := load16(x, i).Mul(load16(y, i))
+		b := load16(x, i+16).Mul(load16(y, i+16))
+		a = load16(x, i+32).MulAdd(load16(y, i+32), a)
+		b = load16(x, i+48).MulAdd(load16(y, i+48), b)
+		s0, s1 = fold16(s0, s1, a.Add(b))
+	}
+	for ; i < n; i += 8 {
+		mask := rest8(n - i)
+		s0 = wideRest8(x, i, mask).MulAdd(wideRest8(y, i, mask), s0)
+	}
+	return sum16(s0, s1)
+}
+
+//go:nocheckptr
+func wideRest8(x []float32, i int, m archsimd.Mask32x8) f64x8 {
+	return loadRest8(x, i, m).ConvertToFloat64()
+}
+
+func dot3AVX512(x, y, z []float32) float64 {
+	var s0, s1 f64x8
+	n, i := len(x), 0
+	for ; i+64 <= n; i += 64 {
+		a := load16(y, i).Mul(load16(z, i)).Mul(load16(x, i))
+		b := load16(y, i+16).Mul(load16(z, i+16)).Mul(load16(x, i+16))
+		a = load16(y, i+32).Mul(load16(z, i+32)).MulAdd(load16(x, i+32), a)
+		b = load16(y, i+48).Mul(load16(z, i+48)).MulAdd(load16(x, i+48), b)
+		s0, s1 = fold16(s0, s1, a.Add(b))
+	}
+	for ; i < n; i += 8 {
+		mask := rest8(n - i)
+		s0 = wideRest8(y, i, mask).Mul(wideRest8(z, i, mask)).MulAdd(wideRest8(x, i, mask), s0)
+	}
+	return sum16(s0, s1)
+}
+
+func addAVX512(acc, x []float64) {
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		archsimd.LoadFloat64x8(wide8(acc, i)).Add(archsimd.LoadFloat64x8(wide8(x, i))).Store(wide8(acc, i))
+	}
+	archsimd.ClearAVXUpperBits()
+	add(acc[i:], x[i:])
+}
+
+func wide8(x []float64, i int) *[8]float64 {
+	return (*[8]float64)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 8*i))
+}
+
+func addProductAVX512(acc []float64, x, y []float32, c float32) {
+	cv := archsimd.BroadcastFloat32x16(c)
+	n, i := len(x), 0
+	for ; i+16 <= n; i += 16 {
+		p := load16(x, i).Mul(cv).Mul(load16(y, i))
+		archsimd.LoadFloat64x8(wide8(acc, i)).Add(p.GetLo().ConvertToFloat64()).Store(wide8(acc, i))
+		archsimd.LoadFloat64x8(wide8(acc, i+8)).Add(p.GetHi().ConvertToFloat64()).Store(wide8(acc, i+8))
+	}
+	archsimd.ClearAVXUpperBits()
+	addProduct(acc[i:], x[i:], y[i:], c)
+}
+
+//go:nocheckptr
+func multiplyAVX512(dst, x, w []float32, c float32) {
+	cv := archsimd.BroadcastFloat32x16(c)
+	n, i := len(x), 0
+	for ; i+16 <= n; i += 16 {
+		load16(x, i).Mul(cv).Mul(load16(w, i)).Store(lanes16(dst, i))
+	}
+	if i < n {
+		mask := rest16(n - i)
+		loadRest16(x, i, mask).Mul(cv).Mul(loadRest16(w, i, mask)).StoreMasked(lanes16(dst, i), mask)
+	}
+}
+
+//go:nocheckptr
+func softmaxGradAVX512(dst, dy, y []float32, d float32) {
+	dv := archsimd.BroadcastFloat32x16(d)
+	n, i := len(y), 0
+	for ; i+16 <= n; i += 16 {
+		load16(dy, i).Sub(dv).Mul(load16(y, i)).Store(lanes16(dst, i))
+	}
+	if i < n {
+		mask := rest16(n - i)
+		loadRest16(dy, i, mask).Sub(dv).Mul(loadRest16(y, i, mask)).StoreMasked(lanes16(dst, i), mask)
+	}
+}
+
+//go:nocheckptr
+func rmsNormGradAVX512(dst, x, w, dout []float32, k, r float32) {
+	kv, rv := archsimd.BroadcastFloat32x16(-k), archsimd.BroadcastFloat32x16(r)
+	n, i := len(x), 0
+	for ; i+16 <= n; i += 16 {
+		load16(dout, i).MulAdd(load16(w, i), load16(x, i).Mul(kv)).Mul(rv).Store(lanes16(dst, i))
+	}
+	if i < n {
+		mask := rest16(n - i)
+		v := loadRest16(dout, i, mask).MulAdd(loadRest16(w, i, mask), loadRest16(x, i, mask).Mul(kv)).Mul(rv)
+		v.StoreMasked(lanes16(dst, i), mask)
+	}
+}
+
+//go:nocheckptr
+func storeFloat32AVX512(dst unsafe.Pointer, src []float32, c float32) {
+	cv := archsimd.BroadcastFloat32x16(c)
+	n, i := len(src), 0
+	out := unsafe.Slice((*float32)(dst), n)
+	for ; i+32 <= n; i += 32 {
+		load16(src, i).Mul(cv).Store(lanes16(out, i))
+		load16(src, i+16).Mul(cv).Store(lanes16(out, i+16))
+	}
+	for ; i < n; i += 16 {
+		mask := rest16(min(n-i, 16))
+		loadRest16(src, i, mask).Mul(cv).StoreMasked(lanes16(out, i), mask)
+	}
+}
+
+// The conversions of 16-bit rows end with a vector that overlaps the one before it: memory and float32 side never
+// overlap, so converting an element twice is harmless. Rows of less than a vector are left to the portable code.
+
+// In float16_amd64.s, for n a multiple of 16: the instructions for float16 are not in archsimd, and integer arithmetic
+// for it would take a float16 row three times as long.
+//
+//go:noescape
+func widenFloat16x16(dst *float32, src unsafe.Pointer, n int)
+
+//go:noescape
+func narrowFloat16x16(dst unsafe.Pointer, src *float32, n int, c float32)
+
+func loadFloat16AVX512(dst []float32, src unsafe.Pointer) {
+	n := len(dst)
+	if n < 16 {
+		loadFloat16(dst, src)
+		return
+	}
+	widenFloat16x16(&dst[0], src, n&^15)
+	widenFloat16x16(&dst[n-16], unsafe.Add(src, 2*(n-16)), 16)
+}
+
+func storeFloat16AVX512(dst unsafe.Pointer, src []float32, c float32) {
+	n := len(src)
+	if n < 16 {
+		storeFloat16(dst, src, c)
+		return
+	}
+	narrowFloat16x16(dst, &src[0], n&^15, c)
+	narrowFloat16x16(unsafe.Add(dst, 2*(n-16)), &src[n-16], 16, c)
+}
+
+func loadBFloat16AVX512(dst []float32, src unsafe.Pointer) {
+	n := len(dst)
+	if n < 16 {
+		loadBFloat16(dst, src)
+		return
+	}
+	k := lanes
+	for i := 0; i+16 <= n; i += 16 {
+		k.widenBFloat16x16(halves16(src, i)).Store(lanes16(dst, i))
+	}
+	k.widenBFloat16x16(halves16(src, n-16)).Store(lanes16(dst, n-16))
+	archsimd.ClearAVXUpperBits()
+}
+
+func (k *constants) widenBFloat16x16(p *[16]int16) f32x16 {
+	return archsimd.LoadInt16x16(p).ExtendToInt32().ShiftLeft(n16(&k.sixteen)).AsFloat32x16()
+}
+
+func storeBFloat16AVX512(dst unsafe.Pointer, src []float32, c float32) {
+	n := len(src)
+	if n < 16 {
+		storeBFloat16(dst, src, c)
+		return
+	}
+	k := lanes
+	cv := archsimd.BroadcastFloat32x16(c)
+	for i := 0; i+16 <= n; i += 16 {
+		k.narrowBFloat16x16(load16(src, i).Mul(cv)).Store(halves16(dst, i))
+	}
+	k.narrowBFloat16x16(load16(src, n-16).Mul(cv)).Store(halves16(dst, n-16))
+	archsimd.ClearAVXUpperBits()
+}
+
+func (k *constants) narrowBFloat16x16(f f32x16) archsimd.Int16x16 {
+	u := f.AsInt32x16()
+	odd := u.ShiftRight(n16(&k.sixteen)).And(n16(&k.bit0))
+	u = n16(&k.bfloat16NaN).Merge(u.Add(odd).Add(n16(&k.bfloat16Half)), f.IsNaN())
+	return u.ShiftRight(n16(&k.sixteen)).TruncateToInt16()
+}
+
+func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64 {
+	k := lanes
+	var s0, s1 f64x8
+	i := 0
+	for ; i+64 <= n; i += 64 {
+		a := k.widenBFloat16x16(halves16(x, i)).Mul(k.widenBFloat16x16(halves16(y, i)))
+		b := k.widenBFloat16x16(halves16(x, i+16)).Mul(k.widenBFloat16x16(halves16(y, i+16)))
+		a = k.widenBFloat16x16(halves16(x, i+32)).MulAdd(k.widenBFloat16x16(halves16(y, i+32)), a)
+		b = k.widenBFloat16x16(halves16(x, i+48)).MulAdd(k.widenBFloat16x16(halves16(y, i+48)), b)
+		s0, s1 = fold16(s0, s1, a.Add(b))
+	}
+	sum := sum16(s0, s1)
+	if i < n {
+		var a, b [64]float32
+		loadBFloat16AVX512(a[:n-i], unsafe.Add(x, 2*i))
+		loadBFloat16AVX512(b[:n-i], unsafe.Add(y, 2*i))
+		sum += dotAVX512(a[:n-i], b[:n-i])
+	}
+	return sum
+}
+
+func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, d float32) {
+	k := lanes
+	dv := archsimd.BroadcastFloat32x16(d)
+	i := 0
+	for ; i+16 <= n; i += 16 {
+		v := k.widenBFloat16x16(halves16(dy, i)).Sub(dv).Mul(k.widenBFloat16x16(halves16(y, i)))
+		k.narrowBFloat16x16(v).Store(halves16(dst, i))
+	}
+	archsimd.ClearAVXUpperBits()
+	if i < n {
+		var a, b [16]float32
+		loadBFloat16(a[:n-i], unsafe.Add(dy, 2*i))
+		loadBFloat16(b[:n-i], unsafe.Add(y, 2*i))
+		softmaxGrad(a[:n-i], a[:n-i], b[:n-i], d)
+		storeBFloat16(unsafe.Add(dst, 2*i), a[:n-i], 1)
+	}
+}

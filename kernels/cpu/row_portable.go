@@ -1,0 +1,204 @@
+package cpu
+
+import (
+	"math"
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// The portable primitives: plain Go for every machine. Reductions have four lanes of float64, which costs
+// scalar code next to nothing.
+
+var portable32 = kit[float32]{
+	name: "portable",
+	load: [4]func([]float32, unsafe.Pointer){
+		kernels.Float16:  loadFloat16,
+		kernels.BFloat16: loadBFloat16,
+	},
+	store: [4]func(unsafe.Pointer, []float32, float32){
+		kernels.Float16:  storeFloat16,
+		kernels.BFloat16: storeBFloat16,
+		kernels.Float32:  storeNative[float32],
+	},
+	max:         maximum[float32],
+	exp:         exp32Row,
+	dot:         dot[float32],
+	dot3:        dot3[float32],
+	add:         add,
+	addProduct:  addProduct[float32],
+	multiply:    multiply[float32],
+	softmaxGrad: softmaxGrad[float32],
+	rmsNormGrad: rmsNormGrad[float32],
+}
+
+var portable64 = kit[float64]{
+	name:        "portable",
+	store:       [4]func(unsafe.Pointer, []float64, float64){kernels.Float64: storeNative[float64]},
+	max:         maximum[float64],
+	exp:         exp64Row,
+	dot:         dot[float64],
+	dot3:        dot3[float64],
+	add:         add,
+	addProduct:  addProduct[float64],
+	multiply:    multiply[float64],
+	softmaxGrad: softmaxGrad[float64],
+	rmsNormGrad: rmsNormGrad[float64],
+}
+
+func loadFloat16(dst []float32, src unsafe.Pointer) {
+	for i, h := range unsafe.Slice((*uint16)(src), len(dst)) {
+		dst[i] = widenFloat16(h)
+	}
+}
+
+func loadBFloat16(dst []float32, src unsafe.Pointer) {
+	for i, h := range unsafe.Slice((*uint16)(src), len(dst)) {
+		dst[i] = widenBFloat16(h)
+	}
+}
+
+func storeFloat16(dst unsafe.Pointer, src []float32, c float32) {
+	out := unsafe.Slice((*uint16)(dst), len(src))
+	for i, f := range src {
+		out[i] = narrowFloat16(f * c)
+	}
+}
+
+func storeBFloat16(dst unsafe.Pointer, src []float32, c float32) {
+	out := unsafe.Slice((*uint16)(dst), len(src))
+	for i, f := range src {
+		out[i] = narrowBFloat16(f * c)
+	}
+}
+
+func storeNative[T float](dst unsafe.Pointer, src []T, c T) {
+	out := unsafe.Slice((*T)(dst), len(src))
+	for i, f := range src {
+		out[i] = f * c
+	}
+}
+
+func maximum[T float](x []T) T {
+	low := T(math.Inf(-1))
+	m := [4]T{low, low, low, low}
+	for ; len(x) >= 4; x = x[4:] {
+		m[0], m[1], m[2], m[3] = larger(m[0], x[0]), larger(m[1], x[1]), larger(m[2], x[2]), larger(m[3], x[3])
+	}
+	for _, v := range x {
+		m[0] = larger(m[0], v)
+	}
+	return larger(larger(m[0], m[1]), larger(m[2], m[3]))
+}
+
+func larger[T float](m, v T) T {
+	if v > m {
+		return v
+	}
+	return m
+}
+
+func exp32(x float32) float32 {
+	if x < expLow {
+		return 0
+	}
+	if x > 89 {
+		return float32(math.Inf(1))
+	}
+	t := x*log2E + roundBias
+	n := t - roundBias
+	r := x - n*ln2High - n*ln2Low
+	p := (((exp6*r+exp5)*r+exp4)*r+exp3)*r + exp2
+	return (p*r*r + r + 1) * math.Float32frombits(math.Float32bits(t)<<23)
+}
+
+func exp32Row(dst, src []float32, m float32) float64 {
+	dst = dst[:len(src)]
+	var s [2]float64
+	for ; len(src) >= 2; src, dst = src[2:], dst[2:] {
+		e0, e1 := exp32(src[0]-m), exp32(src[1]-m)
+		dst[0], dst[1] = e0, e1
+		s[0] += float64(e0)
+		s[1] += float64(e1)
+	}
+	for i, v := range src {
+		dst[i] = exp32(v - m)
+		s[0] += float64(dst[i])
+	}
+	return s[0] + s[1]
+}
+
+func exp64Row(dst, src []float64, m float64) float64 {
+	sum := 0.0
+	for i, v := range src {
+		e := math.Exp(v - m)
+		dst[i] = e
+		sum += e
+	}
+	return sum
+}
+
+func dot[T float](x, y []T) float64 {
+	y = y[:len(x)]
+	var s [4]float64
+	for ; len(x) >= 4; x, y = x[4:], y[4:] {
+		s[0] += float64(x[0]) * float64(y[0])
+		s[1] += float64(x[1]) * float64(y[1])
+		s[2] += float64(x[2]) * float64(y[2])
+		s[3] += float64(x[3]) * float64(y[3])
+	}
+	for i, v := range x {
+		s[i] += float64(v) * float64(y[i])
+	}
+	return (s[0] + s[1]) + (s[2] + s[3])
+}
+
+func dot3[T float](x, y, z []T) float64 {
+	y, z = y[:len(x)], z[:len(x)]
+	var s [4]float64
+	for ; len(x) >= 4; x, y, z = x[4:], y[4:], z[4:] {
+		s[0] += float64(x[0]) * float64(y[0]*z[0])
+		s[1] += float64(x[1]) * float64(y[1]*z[1])
+		s[2] += float64(x[2]) * float64(y[2]*z[2])
+		s[3] += float64(x[3]) * float64(y[3]*z[3])
+	}
+	for i, v := range x {
+		s[i] += float64(v) * float64(y[i]*z[i])
+	}
+	return (s[0] + s[1]) + (s[2] + s[3])
+}
+
+func add(acc, x []float64) {
+	acc = acc[:len(x)]
+	for i, v := range x {
+		acc[i] += v
+	}
+}
+
+func addProduct[T float](acc []float64, x, y []T, c T) {
+	acc, y = acc[:len(x)], y[:len(x)]
+	for i, v := range x {
+		acc[i] += float64(v * c * y[i])
+	}
+}
+
+func multiply[T float](dst, x, w []T, c T) {
+	dst, w = dst[:len(x)], w[:len(x)]
+	for i, v := range x {
+		dst[i] = v * c * w[i]
+	}
+}
+
+func softmaxGrad[T float](dst, dy, y []T, d T) {
+	dst, y = dst[:len(dy)], y[:len(dy)]
+	for i, v := range dy {
+		dst[i] = (v - d) * y[i]
+	}
+}
+
+func rmsNormGrad[T float](dst, x, w, dout []T, k, r T) {
+	dst, w, dout = dst[:len(x)], w[:len(x)], dout[:len(x)]
+	for i, v := range x {
+		dst[i] = (dout[i]*w[i] - v*k) * r
+	}
+}

@@ -1,0 +1,261 @@
+package cpu
+
+import (
+	"math"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// format describes a 16-bit float, for conversions that owe nothing to the code under test.
+type format struct {
+	dtype    kernels.DType
+	mantissa int
+	bias     int
+	widen    func(uint16) float32
+	narrow   func(float32) uint16
+}
+
+var formats = []format{
+	{kernels.Float16, 10, 15, widenFloat16, narrowFloat16},
+	{kernels.BFloat16, 7, 127, widenBFloat16, narrowBFloat16},
+}
+
+func (f format) value(h uint16) float64 {
+	mantissa := int(h) & (1<<f.mantissa - 1)
+	exponent := int(h&0x7fff) >> f.mantissa
+	largest := 1<<(15-f.mantissa) - 1
+	var v float64
+	switch {
+	case exponent == largest && mantissa != 0:
+		return math.NaN()
+	case exponent == largest:
+		v = math.Inf(1)
+	case exponent == 0:
+		v = math.Ldexp(float64(mantissa), 1-f.bias-f.mantissa)
+	default:
+		v = math.Ldexp(float64(mantissa+1<<f.mantissa), exponent-f.bias-f.mantissa)
+	}
+	if h&0x8000 != 0 {
+		v = -v
+	}
+	return v
+}
+
+func all16() []uint16 {
+	a := make([]uint16, 1<<16)
+	for i := range a {
+		a[i] = uint16(i)
+	}
+	return a
+}
+
+// store narrows with the kit under test.
+func store(k *kit[float32], t kernels.DType, src []float32) []uint16 {
+	dst := make([]uint16, len(src))
+	k.store[t](unsafe.Pointer(&dst[0]), src, 1)
+	return dst
+}
+
+func TestConversionsOfAllValues(t *testing.T) {
+	for _, f := range formats {
+		for _, k := range kits {
+			in := all16()
+			out := make([]float32, len(in))
+			k.load[f.dtype](out, unsafe.Pointer(&in[0]))
+			back := store(k, f.dtype, out)
+			for i, h := range in {
+				want := f.value(h)
+				same := math.Float64bits(want) == math.Float64bits(float64(out[i])) && back[i] == h
+				if math.IsNaN(want) {
+					same = out[i] != out[i] && math.IsNaN(f.value(back[i]))
+				}
+				if !same {
+					require.Failf(t, "conversion", "%v %s: %#x is %v, became %v and %#x", f.dtype, k.name, h, want, out[i], back[i])
+				}
+			}
+		}
+	}
+}
+
+func TestRoundsToNearestEven(t *testing.T) {
+	for _, f := range formats {
+		infinity := uint16(1<<15 - 1<<f.mantissa)
+		var in []float32
+		var want []uint16
+		expect := func(v float64, h uint16) {
+			in = append(in, float32(v), -float32(v))
+			want = append(want, h, h|0x8000)
+		}
+		for h := uint16(0); h < infinity; h++ {
+			low, high := f.value(h), f.value(h+1)
+			if h+1 == infinity { // rounding is as if the exponents went on
+				high = 2*low - f.value(h-1)
+			}
+			middle := float32((low + high) / 2)
+			require.Equal(t, (low+high)/2, float64(middle), "exact")
+			expect(float64(middle), h+h&1)
+			expect(float64(math.Nextafter32(middle, 0)), h)
+			expect(float64(math.Nextafter32(middle, math.MaxFloat32)), h+1)
+		}
+		expect(math.MaxFloat32, infinity)
+		expect(math.Inf(1), infinity)
+		expect(0x1p-149, 0)
+		for _, k := range kits {
+			require.Equal(t, want, store(k, f.dtype, in), "%v %s", f.dtype, k.name)
+		}
+		for _, bits := range []uint32{0x7fc00000, 0x7f800001, 0x7fffffff, 0xff800001, 0xffffffff} {
+			nan := make([]float32, 40)
+			for i := range nan {
+				nan[i] = math.Float32frombits(bits)
+			}
+			for _, k := range kits {
+				for _, h := range store(k, f.dtype, nan) {
+					require.True(t, math.IsNaN(f.value(h)), "%v %s %#x became %#x", f.dtype, k.name, bits, h)
+				}
+			}
+		}
+	}
+}
+
+func TestStoreScales(t *testing.T) {
+	for _, k := range kits {
+		for n := 1; n < 70; n++ {
+			src, dst := make([]float32, n), make([]float32, n)
+			for i := range src {
+				src[i] = float32(i)
+			}
+			k.store[kernels.Float32](unsafe.Pointer(&dst[0]), src, 0.25)
+			for i, v := range dst {
+				require.Equal(t, float32(i)/4, v)
+			}
+			for _, f := range formats {
+				half := make([]uint16, n)
+				k.store[f.dtype](unsafe.Pointer(&half[0]), src, 0.25)
+				for i, h := range half {
+					require.Equal(t, float64(i)/4, f.value(h), "%v %s %d", f.dtype, k.name, n)
+				}
+			}
+		}
+	}
+}
+
+// checkExp compares the exponentials of x with float64.
+func checkExp(t testing.TB, k *kit[float32], x []float32) {
+	e := make([]float32, len(x))
+	sum, want := k.exp(e, x, 0), 0.0
+	for i, v := range x {
+		exact := math.Exp(float64(v))
+		want += exact
+		switch {
+		case v != v:
+			require.True(t, e[i] != e[i], "%s: exp of NaN %#x is %v", k.name, math.Float32bits(v), e[i])
+		case v < expLow:
+			require.Zero(t, e[i], "%s: exp(%v)", k.name, v)
+		case exact > math.MaxFloat32:
+			require.True(t, math.IsInf(float64(e[i]), 1), "%s: exp(%v) is %v", k.name, v, e[i])
+		case !(math.Abs(float64(e[i])-exact) <= ulp(kernels.Float32, exact)):
+			require.Failf(t, "exp is not exact to an ulp", "%s: exp(%v) is %v, not %v", k.name, v, e[i], exact)
+		}
+	}
+	if !math.IsNaN(want) && !math.IsInf(want, 0) {
+		require.InEpsilon(t, want+1, sum+1, 4e-7, k.name)
+	}
+}
+
+func TestExp(t *testing.T) {
+	for _, k := range kits {
+		var x []float32
+		for bits := uint32(0); bits < math.Float32bits(90); bits += 4099 { // 272 thousand numbers of either sign
+			x = append(x, -math.Float32frombits(bits))
+			if math.Float32frombits(bits) < 88.7 {
+				x = append(x, math.Float32frombits(bits))
+			}
+			if len(x) > 1000 {
+				checkExp(t, k, x)
+				x = x[:0]
+			}
+		}
+		edge := float32(expLow)
+		checkExp(t, k, []float32{edge, math.Nextafter32(edge, 0), math.Nextafter32(edge, -100), -1e4, -1e30,
+			-math.MaxFloat32, float32(math.Inf(-1)), 0, float32(math.NaN()), math.Float32frombits(0xffffffff), 89, 1000})
+	}
+}
+
+// TestPrimitiveLengths compares all kits with plain loops for every length of a row's end.
+func TestPrimitiveLengths(t *testing.T) {
+	for _, k := range kits {
+		for n := 1; n < 140; n++ {
+			x, y, z, dst := make([]float32, n), make([]float32, n), make([]float32, n), make([]float32, n+1)
+			acc, more := make([]float64, n), make([]float64, n)
+			largest, dot, dot3 := math.Inf(-1), 0.0, 0.0
+			for i := range n {
+				x[i], y[i], z[i] = float32(i*37%50)-60, float32(i*11%13), float32(i%5)-2
+				acc[i], more[i] = float64(i), 0.5
+				largest = math.Max(largest, float64(x[i]))
+				dot += float64(x[i] * y[i])
+				dot3 += float64(x[i] * y[i] * z[i])
+			}
+			require.Equal(t, largest, float64(k.max(x)), "%s %d", k.name, n)
+			require.Equal(t, dot, k.dot(x, y), "%s %d", k.name, n) // small integers: exact in any order
+			require.Equal(t, dot3, k.dot3(x, y, z), "%s %d", k.name, n)
+			k.add(acc, more)
+			k.addProduct(acc, x, y, 2)
+			for i := range n {
+				require.Equal(t, float64(i)+0.5+float64(2*x[i]*y[i]), acc[i])
+			}
+			each := func(name string, want func(i int) float32) {
+				for i := range n {
+					require.Equal(t, want(i), dst[i], "%s %s %d", k.name, name, n)
+				}
+				require.Zero(t, dst[n], "beyond the end")
+			}
+			k.multiply(dst[:n], x, y, 2)
+			each("multiply", func(i int) float32 { return x[i] * 2 * y[i] })
+			k.softmaxGrad(dst[:n], x, y, 2)
+			each("softmaxGrad", func(i int) float32 { return (x[i] - 2) * y[i] })
+			k.rmsNormGrad(dst[:n], x, y, z, 2, 3)
+			each("rmsNormGrad", func(i int) float32 { return (z[i]*y[i] - x[i]*2) * 3 })
+			checkExp(t, k, x)
+		}
+	}
+}
+
+func FuzzExp(f *testing.F) {
+	f.Add(uint32(0), uint32(0x80000000), 1)
+	f.Add(math.Float32bits(expLow), uint32(0xff800000), 17)
+	f.Fuzz(func(t *testing.T, a, b uint32, n int) {
+		x := make([]float32, 1+(n&127))
+		for i := range x {
+			x[i] = -float32(math.Abs(float64(math.Float32frombits(a + uint32(i)*b))))
+		}
+		for _, k := range kits {
+			checkExp(t, k, x)
+		}
+	})
+}
+
+func FuzzConversions(f *testing.F) {
+	f.Add(uint32(0x38800000), uint32(1))
+	f.Add(uint32(0x477fefff), uint32(0x1000))
+	f.Fuzz(func(t *testing.T, a, b uint32) {
+		x := make([]float32, 50)
+		for i := range x {
+			x[i] = math.Float32frombits(a + uint32(i)*b)
+		}
+		for _, format := range formats {
+			for _, k := range kits {
+				for i, h := range store(k, format.dtype, x) {
+					if x[i] != x[i] {
+						require.True(t, math.IsNaN(format.value(h)), "%v %s", format.dtype, k.name)
+						continue
+					}
+					require.Equal(t, format.narrow(x[i]), h, "%v %s %v", format.dtype, k.name, x[i])
+				}
+			}
+		}
+	})
+}

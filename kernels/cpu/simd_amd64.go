@@ -1,0 +1,68 @@
+//go:build goexperiment.simd && amd64
+
+package cpu
+
+import (
+	"math"
+	"simd/archsimd"
+)
+
+// vectorKits are the kits beyond the portable one that this machine can run, fastest first.
+func vectorKits() []*kit[float32] {
+	var k []*kit[float32]
+	if archsimd.X86.AVX512() {
+		k = append(k, &avx512)
+	}
+	if archsimd.X86.AVX2() && archsimd.X86.FMA() {
+		k = append(k, &avx2)
+	}
+	return k
+}
+
+// constants are whole vectors: loading them costs less than the broadcasts that the compiler makes of constants, and
+// shifts by a vector less than those by a scalar.
+type constants struct {
+	log2E, roundBias, minusLn2High, minusLn2Low, expLow floats
+	exp6, exp5, exp4, exp3, exp2, one, zero             floats
+	roundBias128, twentyThree                           ints
+
+	sixteen, bit0, bfloat16Half, bfloat16NaN ints
+
+	// For float16: exponents are in the place that they have in float32.
+	thirteen, sign, halfSign, halfLargest, halfRound, halfNaN ints
+	bias1, bias112, bias113, bias126, bias143                 ints
+	half, halfSmallest                                        floats
+}
+
+type (
+	floats [16]float32
+	ints   [16]int32
+)
+
+// lanes is on the heap because an object of this size begins at a cache line there, unlike a global variable.
+var lanes = newConstants()
+
+func newConstants() *constants {
+	c := new(constants)
+	for p, v := range map[*floats]float32{
+		&c.log2E: log2E, &c.roundBias: roundBias, &c.minusLn2High: -ln2High, &c.minusLn2Low: -ln2Low,
+		&c.expLow: expLow, &c.exp6: exp6, &c.exp5: exp5, &c.exp4: exp4, &c.exp3: exp3, &c.exp2: exp2, &c.one: 1,
+		&c.half: 0.5, &c.halfSmallest: 0x1p-14,
+	} {
+		for i := range p {
+			p[i] = v
+		}
+	}
+	for p, v := range map[*ints]int32{
+		&c.roundBias128: int32(math.Float32bits(roundBias + 128)), &c.twentyThree: 23,
+		&c.sixteen: 16, &c.bit0: 1, &c.bfloat16Half: 0x7fff, &c.bfloat16NaN: 0x7fc00000,
+		&c.thirteen: 13, &c.sign: math.MinInt32, &c.halfSign: 0x8000, &c.halfLargest: 0x7c00<<13 - 1,
+		&c.halfRound: 0xfff - 112<<23, &c.halfNaN: 0x7e00,
+		&c.bias1: 1 << 23, &c.bias112: 112 << 23, &c.bias113: 113 << 23, &c.bias126: 126 << 23, &c.bias143: 143 << 23,
+	} {
+		for i := range p {
+			p[i] = v
+		}
+	}
+	return c
+}

@@ -1,0 +1,249 @@
+"""Tests for a host with a GPU: Python, torch, pytest and the built library are all they need.
+
+Tests that run a program of their own (a sanitizer, another image, a first call in a fresh process) name it in a `job`
+mark. All these programs are started before the first test, a few at a time, and run beside the tests that need the
+device in this process.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]  # tolerance.py is there
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+# Compiled graphs of an earlier gander must not be taken from inductor's cache.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="gander-inductor-"))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the device
+
+import gander  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+JOBS_AT_ONCE = max(1, min(6, (os.cpu_count() or 2) // 2))
+JOB_SECONDS = 400
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--summary",
+        metavar="FILE",
+        help="where to write what was tested on what, as JSON; by default bench/results/gpu-test-<device>.json "
+        "when all of tests/gpu runs, and nowhere otherwise",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "core: shapes that every image of the library is tried on")
+    config.addinivalue_line("markers", "job(*command, **environment): a Python program that runs beside the tests")
+    config.addinivalue_line("markers", "gib(count): device memory that a test needs")
+    config.stash[SUMMARY] = Summary()
+
+
+def pytest_report_header(config):
+    facts = gander.info()
+    return f"gander {facts['version']} ({facts['commit']}), images: {', '.join(facts['architectures'])}"
+
+
+# ---- The device ----
+
+
+@pytest.fixture(autouse=True)
+def on_the_device():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device, or a torch that cannot use it")
+    torch.manual_seed(0)
+    yield
+    if torch.cuda.memory_reserved() > 4 << 30:  # what lies in torch's cache is lacking in the programs beside
+        torch.cuda.empty_cache()
+
+
+# ---- Programs that run beside the tests ----
+
+
+class Jobs:
+    def __init__(self):
+        self._pool = ThreadPoolExecutor(JOBS_AT_ONCE)
+        self._started, self._processes = {}, []
+        self._folder = tempfile.TemporaryDirectory(prefix="gander-jobs-")
+
+    def start(self, item):
+        mark = item.get_closest_marker("job")
+        self._started[item.nodeid] = self._pool.submit(self._run, mark.args, mark.kwargs)
+
+    def _run(self, command, environment):
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=self._folder.name,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        try:
+            output, _ = process.communicate(timeout=JOB_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill(process)
+            output, _ = process.communicate()
+            output += f"\nstill running after {JOB_SECONDS} s"
+        return subprocess.CompletedProcess(command, process.returncode, output)
+
+    def result(self, item):
+        return self._started[item.nodeid].result()
+
+    def wait(self):
+        for job in self._started.values():
+            job.result()
+
+    @staticmethod
+    def _kill(process):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self):
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            self._kill(process)
+        self._pool.shutdown()
+        self._folder.cleanup()
+
+
+JOBS = pytest.StashKey[Jobs]()
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(
+        key=lambda item: item.path.name == "test_large.py"
+    )  # last: these want the device's memory for themselves
+
+
+def pytest_collection_finish(session):
+    session.config.stash[JOBS] = jobs = Jobs()
+    if session.config.option.collectonly or not torch.cuda.is_available():
+        return
+    for item in session.items:
+        mark = item.get_closest_marker("job")
+        if mark is not None and shutil.which(str(mark.args[0])):
+            jobs.start(item)
+
+
+@pytest.fixture
+def job(request):
+    """The result of the test's program: returncode, and in stdout all its output."""
+    command = request.node.get_closest_marker("job").args
+    if not shutil.which(str(command[0])):
+        pytest.skip(f"{command[0]} is not on PATH")
+    return request.config.stash[JOBS].result(request.node)
+
+
+@pytest.fixture
+def jobs_done(request):
+    """The device for this process alone."""
+    request.config.stash[JOBS].wait()
+
+
+# ---- The summary ----
+
+
+class Summary:
+    def __init__(self):
+        self.start = time.time()
+        self.outcomes, self.skipped, self.failed, self.seconds, self.notes = {}, {}, [], {}, []
+
+    def add(self, report):
+        file = report.nodeid.partition("::")[0].rpartition("/")[2]
+        self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
+        if report.skipped:
+            reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+            self.skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid.partition("::")[2])
+        elif report.failed:
+            self.failed.append(report.nodeid)
+        self.notes += [value for key, value in report.user_properties if key == "note" and report.when == "call"]
+
+    def write(self, path):
+        facts, device = gander.info(), torch.cuda.get_device_properties(0)
+        text = json.dumps(
+            {
+                "device": device.name,
+                "compute_capability": f"{device.major}.{device.minor}",
+                "memory_bytes": device.total_memory,
+                "driver": driver_version(),
+                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+                "commit": commit(facts),
+                "gander": {key: facts[key] for key in ("version", "architectures", "go", "nvcc", "torch_binding")},
+                "python": sys.version.split()[0],
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+                "counts": self.outcomes,
+                "failed": self.failed,
+                "skipped": {reason: summarized(tests) for reason, tests in sorted(self.skipped.items())},
+                "notes": self.notes,
+                "seconds": {file: round(seconds, 1) for file, seconds in sorted(self.seconds.items())},
+                "wall_seconds": round(time.time() - self.start, 1),
+            },
+            indent=2,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+SUMMARY = pytest.StashKey[Summary]()
+
+
+def summarized(tests):
+    return tests if len(tests) <= 10 else f"{len(tests)} tests, such as {tests[0]}"
+
+
+def driver_version():
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def commit(facts):
+    if facts["commit"] != "unknown":
+        return facts["commit"]
+    try:
+        query = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    item.config.stash[SUMMARY].add(report)
+    return report
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    if JOBS in config.stash:
+        config.stash[JOBS].close()
+    if config.option.collectonly or not torch.cuda.is_available():
+        return
+    options = config.option
+    everything = not (options.keyword or options.markexpr) and [Path(a).resolve() for a in config.args] == [HERE]
+    path = options.summary
+    if path is None and everything:
+        device = torch.cuda.get_device_name(0).lower().replace(" ", "-")
+        path = ROOT / "bench" / "results" / f"gpu-test-{device}.json"
+    if path:
+        config.stash[SUMMARY].write(Path(path))

@@ -1,0 +1,208 @@
+"""Calls of every op through the C ABI, without torch, for compute-sanitizer to watch: python sanitized.py grid.
+
+Every tensor, and the scratch memory too, is an allocation of exactly its size, so that an access beyond it is seen.
+The other words (short, race, diverge) make a mistake on purpose, which the sanitizer has to find.
+"""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
+from gander import _library as abi
+
+SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
+
+# (rows, columns): a few rows of every length go to clusters, more to single CTAs; many, to persistent kernels that go
+# round several times, and to the total over a cluster.
+GRID = (
+    *((m, n) for m in (3, 150) for n in (1, 3, 31, 64, 128, 255, 256, 512, 513, 1000, 1024, 2048, 4096, 4097)),
+    *((m, n) for m in (2, 140) for n in (8192, 16384, 20001)),
+    *((2, n) for n in (32768, 50257, 65536, 131072, 262144, 1 << 20, (1 << 20) + 3, 1 << 22)),
+    *((m, n) for m, n in ((17000, 8), (20000, 64), (9000, 129), (3000, 1024))),
+)
+
+
+def check(code):
+    if code:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"CUDA error {code}: {text.value.decode()}")
+
+
+cuda = ctypes.CDLL("libcuda.so.1")
+context, device = ctypes.c_void_p(), ctypes.c_int()
+check(cuda.cuInit(0))
+check(cuda.cuDeviceGet(ctypes.byref(device), 0))
+check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+check(cuda.cuCtxSetCurrent(context))
+
+library = abi.load()
+live = []
+
+
+def allocate(size):
+    pointer = ctypes.c_uint64()
+    check(cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(max(size, 1))))
+    live.append(pointer)
+    return pointer.value
+
+
+def free_all():
+    check(cuda.cuCtxSynchronize())
+    while live:
+        check(cuda.cuMemFree_v2(live.pop()))
+
+
+def encoded(values, dtype):
+    """The bytes of an array in a dtype that NumPy may not have."""
+    if dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype)
+
+
+class Tensor:
+    """A new allocation of `shape` elements after `offset` that belong to nobody; it ends with the last element."""
+
+    def __init__(self, dtype, *shape, values=None, offset=0, claimed=None):
+        count = int(np.prod(shape))
+        pointer = allocate((count + offset) * SIZES[dtype])
+        if values is not None:
+            data = encoded(values, dtype)
+            check(
+                cuda.cuMemcpyHtoD_v2(
+                    ctypes.c_uint64(pointer + offset * SIZES[dtype]),
+                    data.ctypes.data_as(ctypes.c_void_p),
+                    ctypes.c_size_t(data.nbytes),
+                )
+            )
+        self.shape = (ctypes.c_int64 * len(shape))(*(claimed or shape))
+        kind = abi.DType(*abi.DTYPES[dtype], 1)
+        start = pointer + offset * SIZES[dtype]
+        self.dl = abi.Tensor(start, abi.Device(abi.CUDA, 0), len(shape), kind, self.shape, None, 0)
+
+    @property
+    def _as_parameter_(self):
+        return ctypes.byref(self.dl)
+
+
+@abi.Allocate
+def scratch(context, size):
+    try:
+        return allocate(size)
+    except RuntimeError:
+        return None  # the library reports it; an exception here would leave an undefined result
+
+
+ALLOCATOR = abi.Allocator(None, scratch)
+SOFTMAX, RMSNORM = abi.SoftmaxOptions(ALLOCATOR), abi.RMSNormOptions(ALLOCATOR, 1e-6)
+IGNORED = -100
+NONE, MEAN = abi.CrossEntropyOptions(ALLOCATOR, IGNORED, 0), abi.CrossEntropyOptions(ALLOCATOR, IGNORED, 1)
+ONE_PASS = abi.CrossEntropyOptions(ALLOCATOR, IGNORED, 1, 1)
+RANDOM = np.random.default_rng(0)
+VALUES = RANDOM.standard_normal(1 << 24, dtype=np.float32)
+
+
+def call(function, *arguments, options):
+    abi.check(getattr(library, function)(*arguments, ctypes.byref(options), None))
+    return 1
+
+
+def calls(dtype, m, n, offset):
+    """Every op once on operands that begin `offset` elements after an aligned address."""
+
+    def given(*shape, dtype=dtype):
+        return Tensor(dtype, *shape, values=VALUES[: int(np.prod(shape))], offset=offset)
+
+    def empty(*shape, dtype=dtype):
+        return Tensor(dtype, *shape, offset=offset)
+
+    def statistic(*shape, values=None):
+        return Tensor("float32", *shape, values=values)
+
+    x, dy, y, dx = given(m, n), given(m, n), empty(m, n), empty(m, n)
+    weight, dw, rstd = given(n), empty(n), statistic(m)
+    classes = RANDOM.integers(0, n, m)
+    classes[3::7] = IGNORED
+    classes[5::11] = n + 5
+    target = Tensor("int64" if m % 2 else "int32", m, values=classes)
+    loss, lse, parts, dloss = statistic(m), statistic(m), statistic(2, m), statistic(m, values=VALUES[:m])
+    mean, denominator = statistic(1), statistic(1)
+    class_weight = given(n, dtype="float32")
+    count = call("gander_softmax_forward", x, y, options=SOFTMAX)
+    count += call("gander_softmax_backward", dy, y, dx, options=SOFTMAX)
+    count += call("gander_rmsnorm_forward", x, weight, y, rstd, options=RMSNORM)
+    count += call("gander_rmsnorm_backward", x, None, dy, rstd, dx, None, options=RMSNORM)
+    count += call("gander_rmsnorm_backward", x, weight, dy, rstd, dx, dw, options=RMSNORM)
+    forward, backward = "gander_cross_entropy_forward", "gander_cross_entropy_backward"
+    count += call(forward, x, target, None, loss, lse, None, None, options=NONE)
+    count += call(forward, x, target, class_weight, mean, parts, None, denominator, options=MEAN)
+    count += call(backward, x, target, class_weight, mean, parts, denominator, dx, options=MEAN)
+    count += call(backward, x, target, None, dloss, lse, None, dx, options=NONE)
+    for upstream in (1.0, 0.5):  # the gradient is there already, or is made again
+        given_upstream = statistic(1, values=np.array([upstream]))
+        count += call(forward, x, target, class_weight, mean, parts, dx, denominator, options=ONE_PASS)
+        count += call(backward, x, target, class_weight, given_upstream, parts, denominator, dx, options=ONE_PASS)
+    count += call(forward, x, target, class_weight, loss, None, x, None, options=NONE)
+    if dtype != "float32":  # operands of several types
+        wide = given(m, n, dtype="float32")
+        count += call("gander_rmsnorm_forward", dy, class_weight, wide, rstd, options=RMSNORM)
+        count += call("gander_rmsnorm_backward", dy, None, wide, rstd, dx, None, options=RMSNORM)
+        count += call("gander_rmsnorm_backward", dy, weight, wide, rstd, dx, dw, options=RMSNORM)
+    free_all()
+    return count
+
+
+def grid():
+    count = 0
+    for dtype in ("float16", "bfloat16", "float32"):
+        for m, n in GRID:
+            for offset in (0, 1):
+                count += calls(dtype, m, n, offset)
+    print(count, "calls")
+
+
+def short():
+    """x has half the rows that it claims."""
+    x = Tensor("float32", 64, 4096, values=VALUES[: 64 * 4096], claimed=(128, 4096))
+    call("gander_softmax_forward", x, Tensor("float32", 128, 4096), options=SOFTMAX)
+    free_all()
+
+
+MISTAKES = b"""
+.version 7.0
+.target sm_80
+.address_size 64
+.visible .entry race() {
+  .shared .align 4 .b32 word;
+  .reg .b32 %r;
+  mov.u32 %r, %tid.x;
+  st.shared.b32 [word], %r;
+  ret;
+}
+.visible .entry diverge() {
+  .reg .b32 %r;
+  .reg .pred %p;
+  mov.u32 %r, %tid.x;
+  and.b32 %r, %r, 1;
+  setp.eq.u32 %p, %r, 0;
+  @%p bra LAST;
+  bar.sync 0;
+LAST:
+  bar.sync 0;
+  ret;
+}
+"""
+
+
+def mistake():
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    check(cuda.cuModuleLoadData(ctypes.byref(module), MISTAKES))
+    check(cuda.cuModuleGetFunction(ctypes.byref(function), module, sys.argv[1].encode()))
+    check(cuda.cuLaunchKernel(function, 1, 1, 1, 64, 1, 1, 0, None, None, None))
+    check(cuda.cuCtxSynchronize())
+
+
+{"grid": grid, "short": short, "race": mistake, "diverge": mistake}[sys.argv[1]]()

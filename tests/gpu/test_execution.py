@@ -1,0 +1,220 @@
+"""When and where kernels run: the same bits each time, streams, CUDA graphs, devices, and memory that comes back."""
+
+import gc
+import sys
+import threading
+from pathlib import Path
+
+import gander
+import pytest
+import torch
+from grid import DTYPES, OPS, Inputs, check, name, same_bits
+
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
+by_op = pytest.mark.parametrize("op", OPS)
+# Lanes; persistent CTAs; a row per CTA; clusters; two passes with scratch memory; both with rows of any alignment.
+SHAPES = ((20000, 64), (4096, 1024), (300, 8192), (3, 65536), (40, 131072), (5, 1 << 20), (1500, 1001), (7, 300001))
+
+
+def assert_same(got, want, why):
+    for what, value in want.items():
+        assert same_bits(got[what], value), f"{what}: other bits {why}"
+
+
+@by_dtype
+@by_op
+def test_runs_are_identical(op, dtype):
+    for m, n in SHAPES:
+        a = Inputs(m, n, dtype)
+        first = OPS[op](a)
+        for _ in range(3):
+            assert_same(OPS[op](a), first, f"on another run of {m} x {n}")
+
+
+@by_op
+def test_two_streams(op):
+    """Both streams work at once, on calls that need scratch memory of their own."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for m, n in ((2, 300001), (3, 1 << 20), (200, 8192), (400, 1001)):
+        cases = [Inputs(m, n, torch.bfloat16, scale=scale) for scale in (1.0, 3.0)]
+        expected = [OPS[op](a) for a in cases]
+        torch.cuda.synchronize()
+        results = ([], [])
+        for _ in range(8):
+            for stream, a, into in zip(streams, cases, results, strict=True):
+                with torch.cuda.stream(stream):
+                    into.append(OPS[op](a))
+        torch.cuda.synchronize()
+        for into, want in zip(results, expected, strict=True):
+            for got in into:
+                assert_same(got, want, f"on a stream of its own, {m} x {n}")
+
+
+def test_a_stream_is_waited_for():
+    """Work is enqueued on torch's current stream: behind what is under way there, and before what follows."""
+    stream = torch.cuda.Stream()
+    a = Inputs(64, 4096, torch.float32)
+    want = gander.softmax(a.x)
+    with torch.cuda.stream(stream):
+        x = torch.zeros_like(a.x)
+        torch.cuda._sleep(50_000_000)
+        x.copy_(a.x)
+        y = gander.softmax(x)
+        x.zero_()
+    stream.synchronize()
+    assert same_bits(y, want)
+
+
+def test_threads():
+    a = [Inputs(300, n, torch.bfloat16) for n in (64, 1001, 8192, 300001)]
+    want = [{op: OPS[op](case) for op in OPS} for case in a]
+    torch.cuda.synchronize()
+    failures = []
+
+    def work(case, expected):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(5):
+                    for op, results in expected.items():
+                        assert_same(OPS[op](case), results, f"in a thread: {op}")
+                torch.cuda.current_stream().synchronize()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(a, want, strict=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+# ---- CUDA graphs ----
+
+
+@by_dtype
+@by_op
+def test_graph_replay(op, dtype):
+    """A graph works on what its inputs hold when it is replayed, and takes no memory of others."""
+    for m, n in SHAPES[1:]:
+        a, b = Inputs(m, n, dtype), Inputs(m, n, dtype, scale=3.0)
+        operands = ("x", "dy", "y", "weight", "rstd", "target", "class_weight", "dloss", "lse")
+        for operand in operands:  # made before the capture
+            getattr(a, operand), getattr(b, operand)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = OPS[op](a)
+        for operand in operands:
+            getattr(a, operand).copy_(getattr(b, operand))
+        want = OPS[op](b)
+        for _ in range(2):
+            for value in results.values():
+                value.fill_(7)
+            graph.replay()
+            assert_same(results, want, f"in a graph of {m} x {n}")
+
+
+def test_graph_of_a_training_step():
+    m, n = 512, 5003
+    x, weight = Inputs(m, n, torch.float32).x.requires_grad_(), Inputs(m, n, torch.float32).weight.requires_grad_()
+    target = Inputs(m, n, torch.float32).target
+
+    def step():
+        loss = gander.cross_entropy(gander.softmax(gander.rmsnorm(x, weight)), target)
+        return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.mul_(0.5)
+        target.copy_(target.flip(0))
+    graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        assert same_bits(got, want)
+
+
+@pytest.mark.job(sys.executable, Path(__file__).with_name("captured.py"))
+def test_first_calls_of_a_process_in_a_capture(job):
+    assert job.returncode == 0 and job.stdout.rstrip().endswith("identical"), job.stdout
+
+
+# ---- Devices ----
+
+
+@by_op
+def test_device_that_is_not_current(op):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only: a tensor on a device that is not current needs two")
+    assert torch.cuda.current_device() == 0
+    a = Inputs(40, 5003, torch.bfloat16)
+    want = OPS[op](a)
+    with torch.cuda.device(1):
+        torch.cuda.synchronize()
+    b = Inputs(40, 5003, torch.bfloat16)
+    for operand in ("x", "dy", "y", "weight", "rstd", "target", "class_weight", "dloss", "lse"):
+        setattr(b, operand, getattr(a, operand).to("cuda:1"))
+    got = OPS[op](b)
+    assert torch.cuda.current_device() == 0
+    for what, value in want.items():
+        assert got[what].device.index == 1
+        assert same_bits(got[what].to("cuda:0"), value)
+
+
+# ---- Memory ----
+
+
+def test_memory_comes_back():
+    a = [Inputs(40, n, torch.bfloat16) for n in (64, 1001, 300001)]
+    leaves = [case.x.detach().clone().requires_grad_() for case in a]
+
+    def step():
+        for case, x in zip(a, leaves, strict=True):
+            loss = gander.cross_entropy(gander.softmax(gander.rmsnorm(x, case.weight)), case.target)
+            torch.autograd.grad(loss, x)
+            gander.cross_entropy_fwd(case.x, case.target, return_dx=True)
+
+    def used():
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    for _ in range(3):
+        step()
+    before = used()
+    reserved = torch.cuda.memory_reserved()
+    for _ in range(350):  # more than 1000 calls of each op
+        step()
+    assert used() == before
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_refused_calls_leave_nothing():
+    x = torch.randn(40, 1001, device="cuda")
+    bad = torch.zeros(40, device="cuda")  # not an integer
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(100):
+        with pytest.raises(TypeError):
+            gander.cross_entropy_fwd(x, bad, return_dx=True)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_out_of_memory():
+    # An input of one element that reads as twice the device's memory: what is too large is its copy, or the result.
+    huge = torch.ones(1, 1, device="cuda", dtype=torch.bfloat16).expand(
+        torch.cuda.get_device_properties(0).total_memory, 1
+    )
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="allocate"):
+        gander.softmax(huge)
+    assert torch.cuda.memory_allocated() == before
+    check("softmax_forward", [Inputs(30, 1000, torch.bfloat16)])
+
+
+def test_warmup_and_explain():
+    gander.warmup("cuda")
+    text = gander.explain("softmax", torch.empty(4, 1 << 20, device="cuda", dtype=torch.bfloat16))
+    assert "softmax_forward" in text and "CTAs" in text

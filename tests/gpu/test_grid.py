@@ -1,0 +1,80 @@
+"""Every op and dtype over the whole range of shapes, until every kernel in the library has run."""
+
+import os
+import re
+from pathlib import Path
+
+import gander
+import pytest
+import torch
+from grid import COLUMNS, DTYPES, EPS, OPS, Inputs, aligned, check, exact_rms_norm, name, offset, rows_of
+from tolerance import assert_accurate
+
+SOURCES = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
+# What the PTX images are tried on.
+CORE = {3, 64, 127, 1000, 1024, 4096, 4097, 16384, 50257, 131072, 1 << 20}
+
+
+class Recorder:
+    """Names the kernels that ran on the device."""
+
+    def __init__(self):
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profile.start()
+        self.tests = 0
+
+    def stop(self):
+        if self._profile is None:
+            return set()
+        profile, self._profile = self._profile, None
+        torch.cuda.synchronize()
+        profile.stop()
+        return {event.name() for event in profile.profiler.kineto_results.events()}
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    recorder = Recorder()
+    yield recorder
+    recorder.stop()
+
+
+@pytest.mark.parametrize("layout", [aligned, offset], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("n", [pytest.param(n, marks=[pytest.mark.core] * (n in CORE), id=f"n{n}") for n in COLUMNS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("op", OPS)
+def test_op(recorder, op, dtype, n, layout):
+    recorder.tests += 1
+    check(op, (Inputs(m, n, dtype, layout) for m in rows_of(n)))
+
+
+@pytest.mark.parametrize("vectors", [16384, 32768])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_many_long_rows(recorder, dtype, vectors):
+    """RMSNorm forward has kernels of its own for these. Some of the rows are looked at."""
+    recorder.tests += 1
+    a = Inputs(1031, vectors * 16 // dtype.itemsize, dtype)
+    out, _, rstd = gander.rmsnorm_fwd(a.x, a.weight, eps=EPS, store_rstd=True)
+    few = a.x[::10]
+    theirs = torch.ops.aten._fused_rms_norm(few, [a.n], a.weight, EPS)
+    exact = exact_rms_norm(few, a.weight)
+    assert_accurate(out[::10], theirs[0], exact[0], "out")
+    assert_accurate(rstd[::10], theirs[1].flatten(), exact[1], "rstd")
+
+
+def test_every_kernel_was_launched(recorder):
+    if recorder.tests < (len(OPS) * len(COLUMNS) * 2 + 2) * len(DTYPES):
+        pytest.skip("only some of the shapes were tested")
+    if os.environ.get("GANDER_FORCE_PTX"):
+        pytest.skip("GANDER_FORCE_PTX leaves some kernels aside")
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("kernels for clusters run on compute capability 9.0 and later only")
+    launched = recorder.stop()
+    if not any("softmax" in kernel for kernel in launched):
+        pytest.skip("torch's profiler saw no kernels on this machine")
+    compiled = set()
+    for source in SOURCES.glob("*_gen.cu"):
+        compiled.update(re.findall(r"^KERNEL\((\w+), \d", source.read_text(), re.MULTILINE))
+    assert len(compiled) > 100, f"no kernels are listed in {SOURCES}"
+    never = sorted(compiled - launched)
+    assert not never, f"{len(never)} of {len(compiled)} kernels never ran: {', '.join(never)}"
