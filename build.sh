@@ -1,0 +1,472 @@
+#!/usr/bin/env bash
+# gander's tasks by name; ./build.sh help lists them. Each task makes what it needs and nothing that it already has.
+set -euo pipefail
+shopt -s inherit_errexit
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+readonly ROOT=$PWD
+readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/gander
+readonly VENV=$ROOT/.venv                # Python packages, from requirements.txt
+readonly STATE=$ROOT/.build              # stamps, logs and scratch of this checkout
+readonly LIBRARY=python/gander/libgander.so
+readonly KERNEL=python/gander/_torch.so  # the kernels' registration with PyTorch
+readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
+readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_90"
+readonly ROOMS="capi dlpack internal kernels ops python"
+readonly GLIBC=2.28                      # the oldest that a wheel runs on; python/pyproject.toml says so too
+
+# What `test` consists of: two lanes that run side by side.
+readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills exports c"
+readonly PYTHON_LANE="ruff pytest notorch"
+
+task_help() {
+  cat <<'TEXT'
+usage: ./build.sh TASK [ARGUMENT...]
+
+  build      compile the kernels and the library into python/gander
+  demo       what this machine has, each op checked and timed, and a small language model trained with gander
+  test       everything that can be checked without a GPU; `test NAME...` runs only these checks
+  bench      host cost, load time and throughput, beside torch and torch.compile
+  gpu-test   tests/gpu; where the library is built it needs Python, torch and pytest, and installs nothing
+  wheel      a manylinux wheel for all architectures, in dist/
+  env        lines for a shell: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
+  clean      remove what was built in this checkout; `clean --cache` also the toolchain and the compiled kernels
+  help       this text
+
+A machine needs Python 3.10 or newer with venv, gcc and g++; the rest comes from package registries.
+
+  GANDER_ARCHS    architectures to compile for (sm_90 compute_80 compute_90): sm_XY is machine code, compute_XY PTX
+  GANDER_PYTHON   the interpreter for the tasks, in place of .venv and of python3
+  XDG_CACHE_HOME  where toolchain and compiled kernels are kept (~/.cache)
+TEXT
+}
+
+# ---- Saying what happens ----------------------------------------------------------------------------------------
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+  say "build.sh: $*"
+  exit 1
+}
+
+# seconds_since START: tenths of seconds since an EPOCHREALTIME.
+seconds_since() {
+  local tenths=$(((${EPOCHREALTIME//[.,]/} - ${1//[.,]/}) / 100000))
+  printf '%d.%d' $((tenths / 10)) $((tenths % 10))
+}
+
+# step TEXT COMMAND...: one line when it starts, one with the seconds when it is done.
+step() {
+  local text=$1 start=$EPOCHREALTIME
+  say "-> $text"
+  "${@:2}" >&2
+  say "   $text: $(seconds_since "$start") s"
+}
+
+# background COMMAND...: in a process group of its own, which ends with this process at the latest.
+JOBS=()
+background() {
+  set -m
+  "$@" </dev/null &
+  JOBS+=($!)
+  set +m
+}
+trap 'for job in "${JOBS[@]}"; do kill -- "-$job" 2>/dev/null || true; done' EXIT
+
+# ---- Content ----------------------------------------------------------------------------------------------------
+
+# digest WORD...: one digest of the words and of the content and names of all the files named on standard input.
+digest() {
+  { printf '%s\n' "$@"; LC_ALL=C sort | xargs -r -d '\n' sha256sum; } | sha256sum | cut -d' ' -f1
+}
+
+# current NAME DIGEST: whether stamp NAME says DIGEST.
+current() { [[ -f $STATE/$1 && $(<"$STATE/$1") == "$2" ]]; }
+
+stamp() {
+  mkdir -p "$STATE"
+  printf '%s\n' "$2" >"$STATE/$1"
+}
+
+# ---- Python -----------------------------------------------------------------------------------------------------
+
+base_python() {
+  local python=${GANDER_PYTHON:-python3}
+  command -v "$python" >/dev/null || die "no $python on PATH: install Python 3.10 or newer"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "$("$python" --version) is too old: set GANDER_PYTHON to Python 3.10 or newer"
+  printf '%s' "$python"
+}
+
+make_venv() { # FOLDER
+  local python
+  python=$(base_python)
+  "$python" -m venv --clear "$1" || die "$python cannot make a virtual environment: install its venv module"
+}
+
+# pip_install PYTHON ARGUMENT...: only what the lock file names, by hash.
+pip_install() {
+  "$1" -m pip install --quiet --no-input --disable-pip-version-check --no-compile --require-hashes "${@:2}"
+}
+
+bare_venv() {
+  "$VENV/bin/python" -c 'import pip' 2>/dev/null || step "a virtual environment in .venv" make_venv "$VENV"
+}
+
+# fill_venv: the packages, and a path file that makes .venv import gander from this checkout.
+fill_venv() {
+  local site
+  pip_install "$VENV/bin/python" -r requirements.txt
+  site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  printf '%s\n' "$ROOT/python" >"$site/gander.pth"
+}
+
+packages() {
+  local want
+  want=$(ls requirements.txt | digest "$ROOT" "$("$VENV/bin/python" --version)")
+  [[ -f $VENV/digest && $(<"$VENV/digest") == "$want" ]] && return
+  step "torch and the other Python packages into .venv" fill_venv
+  printf '%s\n' "$want" >"$VENV/digest"
+}
+
+# unpacked LOCK: prints the cached folder that holds the packages of a lock file.
+unpacked() {
+  local folder fresh
+  folder=$CACHE/$(basename "$1" .txt)-$(sha256sum <"$1" | cut -c1-16)
+  if [[ ! -d $folder ]]; then
+    mkdir -p "$CACHE"
+    fresh=$(mktemp -d "$CACHE/.new-XXXXXX")
+    step "$1 into the cache" pip_install "$VENV/bin/python" --no-deps --target "$fresh" -r "$1"
+    mv -T "$fresh" "$folder" 2>/dev/null || rm -rf "$fresh" # another build was faster
+  fi
+  printf '%s' "$folder"
+}
+
+# ---- Compilers --------------------------------------------------------------------------------------------------
+
+has_go() { [[ $(GOTOOLCHAIN=local go version 2>/dev/null) == *" go1.26"[.\ ]* ]]; }
+
+# compilers: puts Go and the headers of CUDA into the environment; NVCC is CUDA's compiler.
+compilers() {
+  local tree tool
+  [[ $(uname -sm) == "Linux x86_64" ]] || die "gander builds on Linux x86_64, not on $(uname -sm)"
+  for tool in gcc g++; do
+    command -v $tool >/dev/null || die "no $tool on PATH: install the C and C++ compilers"
+  done
+  bare_venv
+  if ! has_go; then
+    tree=$(unpacked requirements-go.txt)
+    export PATH=$tree/go/bin:$PATH
+    unset GOROOT
+  fi
+  tree=$(unpacked requirements-toolchain.txt)
+  NVCC=$tree/nvidia/cu13/bin/nvcc
+  # gorgonia.org/cu is written against CUDA 11.8; the driver's ABI is compatible. -w: its warnings are not ours.
+  export GOTOOLCHAIN=local GOEXPERIMENT=simd CGO_ENABLED=1 GOFLAGS=-buildvcs=false
+  export CGO_CFLAGS="-O2 -I$tree/nvidia/cuda_runtime/include -w"
+}
+
+task_env() {
+  compilers
+  cat <<TEXT
+export PATH='$PATH'
+export GOTOOLCHAIN=$GOTOOLCHAIN GOEXPERIMENT=$GOEXPERIMENT CGO_ENABLED=1 GOFLAGS=-tags=cuda
+export CGO_CFLAGS='$CGO_CFLAGS'
+export PYTHONPATH='$ROOT/python'
+TEXT
+}
+
+# ---- The library ------------------------------------------------------------------------------------------------
+
+# kernels ARCHS: kernels/images holds exactly the images of these architectures.
+kernels() {
+  mkdir -p "$STATE"
+  go build -o "$STATE/compile" ./internal/cmd/compile
+  "$STATE/compile" -nvcc "$NVCC" -cache "$CACHE/objects" -archs "$1" -out kernels/images kernels/cuda/*_gen.cu
+}
+
+commit() {
+  local id
+  id=$(git rev-parse HEAD 2>/dev/null) || { printf unknown; return; }
+  [[ -z $(git status --porcelain --untracked-files=no 2>/dev/null) ]] || id+=-dirty
+  printf '%s' "$id"
+}
+
+nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
+
+# library CC FOLDER: the C library in Go, and beside it the kernels' registration with PyTorch, which is C alone.
+library() {
+  local linker="-Wl,--version-script=$ROOT/capi/exports.map -Wl,-soname,libgander.so" facts
+  facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version)"
+  CC=$1 go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
+    -ldflags "-s -w -buildid= -B=none $facts -extldflags '$linker'" -o "$2/libgander.so" ./capi
+  rm -f "$2/libgander.h" # the header is capi/gander.h
+  "$1" -std=gnu11 -O2 -fPIC -fexceptions -fvisibility=hidden -Wall -Wextra -Werror -I capi -I dlpack \
+    -c -o "$STATE/_torch.o" python/gander/_torch.c
+  "$1" -shared -o "$2/_torch.so" "$STATE/_torch.o" -ldl -lpthread
+}
+
+library_sources() {
+  find capi dlpack kernels ops internal/driver python/gander/_torch.c go.mod go.sum -type f ! -name '*_test.go'
+}
+
+# compiled: kernels and library in the checkout, where they are not current.
+compiled() {
+  local archs=${GANDER_ARCHS:-$DEFAULT_ARCHS} want
+  step "kernels for $archs" kernels "$archs"
+  want=$(library_sources | digest "$(go version)" "$(commit)" "$(nvcc_version)" "$(sha256sum <build.sh)")
+  [[ -f $LIBRARY && -f $KERNEL ]] && current library "$want" && return
+  step "the library" library gcc python/gander
+  stamp library "$want"
+}
+
+# built: everything in place. Installing torch waits for the network and compiling takes the cores, so both at once.
+built() {
+  compilers
+  background packages
+  compiled
+  wait "${JOBS[-1]}"
+}
+
+task_build() {
+  built
+  say "built $LIBRARY ($(du -h $LIBRARY | cut -f1)); .venv/bin/python imports gander"
+}
+
+# runnable: sets PYTHON to an interpreter that can import gander. A machine that only got the built library (a GPU
+# host, say) has torch already, so there nothing is installed.
+runnable() {
+  if [[ -f $LIBRARY && -f $KERNEL && (-n ${GANDER_PYTHON:-} || ! -d $VENV) ]]; then
+    PYTHON=${GANDER_PYTHON:-python3}
+  else
+    built
+    PYTHON=$VENV/bin/python
+  fi
+  export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
+}
+
+task_demo() {
+  runnable
+  exec "$PYTHON" -m gander demo "$@"
+}
+
+task_bench() {
+  runnable
+  exec "$PYTHON" -m gander bench "$@"
+}
+
+task_gpu-test() {
+  runnable
+  exec "$PYTHON" -m pytest tests/gpu "$@"
+}
+
+# ---- Checks -----------------------------------------------------------------------------------------------------
+
+check_gofmt() {
+  local files
+  files=$(find . -name '*.go' -not -path './.*' -print0 | xargs -0 gofmt -l)
+  [[ -z $files ]] || die "not formatted by gofmt:"$'\n'"$files"
+}
+
+check_vet() {
+  GOEXPERIMENT='' go vet ./...
+  go vet -tags cuda ./...
+}
+
+check_staticcheck() {
+  local tool=(go tool "-modfile=$ROOT/internal/tools/go.mod" staticcheck)
+  GOEXPERIMENT='' "${tool[@]}" ./...
+  "${tool[@]}" -tags cuda ./...
+}
+
+go_test() { go test -v "$@" | grep -v '^=== '; }
+
+check_portable() { GOEXPERIMENT='' CGO_CFLAGS='' go_test ./...; }
+
+check_simd() { go_test -tags cuda ./...; }
+
+check_nocgo() {
+  export CGO_ENABLED=0
+  go vet ./dlpack/... ./ops/...
+  go_test ./dlpack/... ./ops/...
+}
+
+check_race() { go_test -race -tags cuda ./...; }
+
+# Generated files are what their generators make, in a copy, so that the checkout is left alone.
+check_generated() {
+  local copy=$STATE/generated
+  rm -rf "$copy"
+  mkdir -p "$copy"
+  tar -c --exclude=__pycache__ --exclude='*.so' $ROOMS go.mod go.sum | tar -x -C "$copy"
+  (cd "$copy" && go generate ./...)
+  diff <(generated_files .) <(generated_files "$copy") || die "run go generate ./... and commit what it wrote"
+  rm -rf "$copy"
+}
+
+# generated_files FOLDER: a digest and a name for each.
+generated_files() {
+  (cd "$1" && find $ROOMS -name '*_gen.*' -type f | LC_ALL=C sort | xargs -r sha256sum)
+}
+
+# The compiler reads ptxas' report of every kernel, of cached ones too, and refuses spills and stack frames.
+check_spills() { kernels "${GANDER_ARCHS:-$DEFAULT_ARCHS}"; }
+
+check_exports() { go run ./internal/cmd/checklib $LIBRARY capi/gander.h; }
+
+check_c() { sh tests/c/run.sh $LIBRARY capi dlpack; }
+
+check_ruff() {
+  "$VENV/bin/ruff" check --output-format concise .
+  "$VENV/bin/ruff" format --check .
+}
+
+check_pytest() { "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 300; }
+
+# numpy_venv FOLDER: an environment with NumPy alone, from the same lock file.
+numpy_venv() {
+  local lock=$STATE/numpy.txt want
+  awk '/^[^ ]/ { on = /^numpy==/ } on' requirements.txt >"$lock"
+  want=$(digest "$1" "$("$VENV/bin/python" --version)" <<<"$lock")
+  [[ -f $1/digest && $(<"$1/digest") == "$want" ]] && return
+  make_venv "$1"
+  pip_install "$1/bin/python" -r "$lock"
+  printf '%s\n' "$want" >"$1/digest"
+}
+
+readonly TRY_NUMPY='
+import importlib.util
+import gander
+import numpy as np
+
+assert importlib.util.find_spec("torch") is None, "this environment is meant to have no torch"
+x = np.arange(12, dtype=np.float32).reshape(3, 4)
+y = gander.softmax(x)
+assert type(y) is np.ndarray, f"NumPy in, {type(y)} out"
+np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum(1, keepdims=True), rtol=1e-6)
+'
+
+check_notorch() {
+  numpy_venv "$STATE/numpy"
+  PYTHONPATH=python "$STATE/numpy/bin/python" -c "$TRY_NUMPY"
+}
+
+# lane NAME...: runs checks one after the other, each in a process of its own, and notes how each ended.
+lane() {
+  local name start log
+  for name in "$@"; do
+    start=$EPOCHREALTIME
+    log=$STATE/test/$name
+    if "$BASH" ./build.sh --check "$name" >"$log.log" 2>&1; then
+      tally "$log" >"$log.result"
+      say "ok      $name: $(seconds_since "$start") s"
+    else
+      tally "$log" failed >"$log.result"
+      say "FAILED  $name: $(seconds_since "$start") s"
+      grep -vE '^ *--- PASS|^ok |^PASS$|no test files' "$log.log" | tail -n 80 | sed 's/^/    /' >&2 || true
+    fi
+  done
+}
+
+# tally LOG [failed]: how many tests a check passed and failed; a check that counts none is itself one test.
+tally() {
+  local passed failed
+  passed=$(count "$1.log" '^--- PASS' ' passed')
+  failed=$(count "$1.log" '^--- FAIL' ' failed')
+  if [[ $# -gt 1 ]]; then
+    ((failed > 0)) || failed=1
+  elif ((passed == 0)); then
+    passed=1
+  fi
+  printf '%d %d\n' "$passed" "$failed"
+}
+
+# count FILE GO PYTEST: Go's result lines, or the number before a word in pytest's last line.
+count() {
+  local go pytest
+  go=$(grep -c -- "$2" "$1" || true)
+  pytest=$(tail -n 1 "$1" | grep -oE "[0-9]+$3" | grep -oE '[0-9]+' || true)
+  printf '%d' $((go + ${pytest:-0}))
+}
+
+# summary NAME...: the closing line, only when each check has left its result.
+summary() {
+  local name passed=0 failed=0 p f
+  for name in "$@"; do
+    [[ -s $STATE/test/$name.result ]] || die "check $name did not run to its end"
+    read -r p f <"$STATE/test/$name.result"
+    ((f == 0)) || say "FAILED  $name; its whole output is in .build/test/$name.log"
+    passed=$((passed + p)) failed=$((failed + f))
+  done
+  say "$passed passed, $failed failed"
+  ((failed == 0))
+}
+
+task_test() {
+  local go=$GO_LANE python=$PYTHON_LANE start=$EPOCHREALTIME
+  if (($# > 0)); then go="$*" python=''; fi
+  built
+  rm -rf "$STATE/test"
+  mkdir -p "$STATE/test"
+  background lane $go
+  background lane $python
+  wait
+  say "everything took $(seconds_since "$start") s"
+  summary $go $python
+}
+
+# ---- Shipping and cleaning --------------------------------------------------------------------------------------
+
+# An old glibc for the linker, all architectures, and a wheel that an empty environment can install.
+task_wheel() {
+  local tools stage=$STATE/wheel
+  compilers
+  tools=$(unpacked requirements-wheel.txt)
+  export ZIG="$VENV/bin/python -m ziglang" ZIG_GLOBAL_CACHE_DIR=$CACHE/zig GLIBC
+  step "kernels for $WHEEL_ARCHS" kernels "$WHEEL_ARCHS"
+  rm -rf "$stage" dist
+  mkdir -p "$stage" dist
+  cp -R python "$stage"
+  cp LICENSE README.md "$stage/python"
+  cp capi/gander.h dlpack/dlpack.h "$stage/python/gander"
+  PYTHONPATH=$tools step "the library for glibc $GLIBC" library "$ROOT/internal/cmd/zigcc.sh" "$stage/python/gander"
+  PYTHONPATH=$tools step "the wheel" pack "$stage/python"
+  step "the wheel in an empty environment" try_wheel "$stage/venv"
+  say "$(ls dist/*.whl) ($(du -h dist/*.whl | cut -f1))"
+}
+
+# pack FOLDER: the wheel, whose libraries must ask for no glibc newer than its name promises.
+pack() {
+  local report minor
+  "$VENV/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist "$1"
+  report=$("$VENV/bin/python" -m auditwheel show dist/*.whl 2>&1 | tr '\n' ' ')
+  minor=$(sed -n 's/.*following platform tag: "manylinux_2_\([0-9]*\)_x86_64".*/\1/p' <<<"$report")
+  [[ -n $minor ]] && ((minor <= ${GLIBC#2.})) || die "the wheel does not run on glibc $GLIBC: $report"
+}
+
+# try_wheel VENV: installs the wheel beside NumPy alone, and runs an op from another folder.
+try_wheel() {
+  numpy_venv "$1"
+  "$1/bin/python" -m pip install --quiet --no-input --no-deps --no-index dist/*.whl
+  (cd / && "$1/bin/python" -c "$TRY_NUMPY")
+}
+
+task_clean() {
+  rm -rf "$VENV" "$STATE" dist python/build python/*.egg-info demo.png
+  rm -f python/gander/*.so kernels/images/*.fatbin
+  [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
+}
+
+readonly TASK=${1:-help}
+case $TASK in
+  build | demo | test | bench | gpu-test | wheel | env | clean | help) "task_$TASK" "${@:2}" ;;
+  --check)
+    compilers
+    "check_$2"
+    ;;
+  *)
+    task_help >&2
+    die "there is no task $TASK"
+    ;;
+esac

@@ -1,0 +1,175 @@
+package main
+
+import (
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// fakeNVCC appends a line to runs.txt for each compilation, "compiles" the source's own text into the image, and
+// reports the spills that the source asks for.
+const fakeNVCC = `#!/bin/sh
+here=$(dirname "$0")
+[ "$1" = --version ] && { cat "$here/version.txt"; exit; }
+for last; do :; done
+while [ "$1" != -o ]; do arguments="$arguments $1"; shift; done
+echo "$arguments" >>"$here/runs.txt"
+grep -q '#error' "$last" && { echo "$last: error"; exit 2; }
+cat "$last" >"$2"
+echo "ptxas info    : Compiling entry function 'kernel' for 'sm_90'"
+echo "ptxas info    : Function properties for kernel"
+echo "    0 bytes stack frame, $(grep -c SPILL "$last") bytes spill stores, 0 bytes spill loads"
+echo "ptxas info    : Used 40 registers, used 0 barriers"
+`
+
+type fixture struct {
+	*testing.T
+	folder string
+}
+
+func newFixture(t *testing.T) *fixture {
+	f := &fixture{t, t.TempDir()}
+	f.write("nvcc", fakeNVCC)
+	f.write("version.txt", "13.0")
+	f.write("softmax_float16_gen.cu", "#include \"body.cuh\"\n#include <cuda.h>\n#include \"not_ours.h\"\n")
+	f.write("body.cuh", "  #  include \"parts/part.cuh\"\n")
+	f.write("parts/part.cuh", "#include \"../body.cuh\"\n")
+	return f
+}
+
+func (f *fixture) path(name string) string { return filepath.Join(f.folder, name) }
+
+func (f *fixture) write(name, text string) {
+	require.NoError(f, os.MkdirAll(filepath.Dir(f.path(name)), 0o777))
+	require.NoError(f, os.WriteFile(f.path(name), []byte(text), 0o777))
+}
+
+// run compiles and returns how often nvcc ran so far.
+func (f *fixture) run(archs ...string) (runs int, err error) {
+	sources := []string{f.path("softmax_float16_gen.cu")}
+	err = run(io.Discard, f.path("nvcc"), f.path("cache"), f.path("images"), archs, sources)
+	lines, _ := os.ReadFile(f.path("runs.txt")) // absent before the first run
+	return strings.Count(string(lines), "\n"), err
+}
+
+func (f *fixture) images() []string {
+	entries, err := os.ReadDir(f.path("images"))
+	require.NoError(f, err)
+	var names []string
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+func TestEachSourceAndArchitectureIsAnImage(t *testing.T) {
+	f := newFixture(t)
+	runs, err := f.run("compute_90", "compute_80", "sm_90")
+	require.NoError(t, err)
+	assert.Equal(t, 5, runs, "the PTX of sm_90 is that of compute_90")
+	assert.Equal(t, []string{"softmax_float16.compute_80.fatbin", "softmax_float16.compute_90.fatbin",
+		"softmax_float16.sm_90.fatbin"}, f.images())
+	flags, err := os.ReadFile(f.path("runs.txt"))
+	require.NoError(t, err)
+	for _, flag := range []string{"-ptx -arch=compute_80", "-ptx -arch=compute_90", "-gencode=arch=compute_90,code=sm_90",
+		"-gencode=arch=compute_80,code=compute_80", "-gencode=arch=compute_90,code=compute_90"} {
+		assert.Equal(t, 1, strings.Count(string(flags), flag), flag)
+	}
+}
+
+func TestImagesOfOtherArchitecturesGo(t *testing.T) {
+	f := newFixture(t)
+	_, err := f.run("sm_90", "compute_80")
+	require.NoError(t, err)
+	runs, err := f.run("sm_90")
+	require.NoError(t, err)
+	assert.Equal(t, 4, runs, "nothing had to be compiled again")
+	assert.Equal(t, []string{"softmax_float16.sm_90.fatbin"}, f.images())
+}
+
+func TestOnlyWhatChangedIsCompiledAgain(t *testing.T) {
+	f := newFixture(t)
+	want := 2
+	compile := func(why string) {
+		t.Helper()
+		runs, err := f.run("sm_90")
+		require.NoError(t, err)
+		assert.Equal(t, want, runs, why)
+	}
+	compile("first")
+	compile("nothing changed")
+	for _, name := range []string{"softmax_float16_gen.cu", "body.cuh", "parts/part.cuh", "version.txt", "not_ours.h"} {
+		before, _ := os.ReadFile(f.path(name)) // not_ours.h appears
+		f.write(name, string(before)+"// changed\n")
+		want += 2
+		compile(name)
+	}
+	require.NoError(t, os.Remove(f.path("not_ours.h")))
+	compile("a state that was compiled before")
+}
+
+func TestAnObjectWithoutItsLogIsCompiledAgain(t *testing.T) {
+	f := newFixture(t)
+	_, err := f.run("sm_90")
+	require.NoError(t, err)
+	logs, err := filepath.Glob(f.path("cache/*.log"))
+	require.NoError(t, err)
+	require.Len(t, logs, 1)
+	require.NoError(t, os.Remove(logs[0]))
+	runs, err := f.run("sm_90")
+	require.NoError(t, err)
+	assert.Equal(t, 4, runs)
+}
+
+func TestASpillIsAnErrorEachTime(t *testing.T) {
+	f := newFixture(t)
+	f.write("softmax_float16_gen.cu", "// SPILL\n")
+	for range 2 {
+		runs, err := f.run("sm_90")
+		require.ErrorContains(t, err, "kernel in softmax_float16.sm_90.fatbin: 0 bytes of stack, 1 of spill stores")
+		assert.Equal(t, 2, runs)
+	}
+}
+
+func TestACompilerErrorIsReported(t *testing.T) {
+	f := newFixture(t)
+	f.write("softmax_float16_gen.cu", "#error\n")
+	_, err := f.run("sm_90")
+	require.ErrorContains(t, err, "softmax_float16_gen.cu for sm_90: exit status 2")
+	require.ErrorContains(t, err, "softmax_float16_gen.cu: error")
+	assert.NoDirExists(t, f.path("images"))
+}
+
+// A report of ptxas 13.0 on a kernel that calls a function.
+const report = `ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'caller' for 'sm_90'
+ptxas info    : Function properties for caller
+    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Function properties for callee
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 104 bytes cumulative stack size, 384 bytes smem
+ptxas info    : Compile time = 50.018 ms
+ptxas info    : Compiling entry function 'plain' for 'sm_90'
+ptxas info    : Function properties for plain
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers
+`
+
+func TestReview(t *testing.T) {
+	kernels, registers, problems := review([]*job{
+		{source: "a_gen.cu", arch: "sm_90", log: report},
+		{source: "b_gen.cu", arch: "sm_90", log: "nothing that ptxas would say"},
+		{source: "a_gen.cu", arch: "compute_90"},
+	})
+	assert.Equal(t, 2, kernels)
+	assert.Equal(t, 128, registers)
+	assert.Equal(t, []string{
+		"caller in a.sm_90.fatbin: 16 bytes of stack, 8 of spill stores, 4 of spill loads",
+		"b.sm_90.fatbin: ptxas reported no kernel",
+	}, problems)
+}

@@ -1,0 +1,165 @@
+package main
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// compiler runs nvcc behind a cache.
+type compiler struct {
+	progress io.Writer // gets a line for each compilation
+	nvcc     string
+	version  string // what `nvcc --version` says: part of every key
+	cache    string
+	scratch  string   // PTX and nvcc's own files, removed at the end
+	made     sync.Map // name of a PTX -> func() error that makes it
+}
+
+func newCompiler(progress io.Writer, nvcc, cache string) (*compiler, error) {
+	version, err := exec.Command(nvcc, "--version").CombinedOutput()
+	if err != nil {
+		return nil, fmt.Errorf("%s --version: %w\n%s", nvcc, err, version)
+	}
+	if err := os.MkdirAll(cache, 0o777); err != nil {
+		return nil, err
+	}
+	scratch, err := os.MkdirTemp("", "gander-compile-")
+	return &compiler{progress: progress, nvcc: nvcc, version: string(version), cache: cache, scratch: scratch}, err
+}
+
+func (c *compiler) close() error { return os.RemoveAll(c.scratch) }
+
+// virtual is the architecture whose PTX an image is made from: compute_90 for sm_90 and for itself.
+func virtual(arch string) string { return "compute_" + arch[strings.IndexByte(arch, '_')+1:] }
+
+func ptxArguments(virtual string) []string {
+	return []string{"-std=c++17", "-O3", "-ptx", "-arch=" + virtual}
+}
+
+func imageArguments(arch string) []string {
+	return []string{"-fatbin", "-gencode=arch=" + virtual(arch) + ",code=" + arch, "--compress-mode=size", "-Xptxas", "-v"}
+}
+
+// compile fills in the job's image and log, and tells whether nvcc had to run.
+func (c *compiler) compile(j *job) (fresh bool, err error) {
+	files := map[string][]byte{}
+	if err := collect(j.source, files); err != nil {
+		return false, err
+	}
+	arguments := [][]string{ptxArguments(virtual(j.arch)), imageArguments(j.arch)}
+	object := filepath.Join(c.cache, c.key(files, arguments)+".fatbin")
+	if c.load(j, object) == nil {
+		return false, nil
+	}
+	start := time.Now()
+	ptx, err := c.ptx(j.source, virtual(j.arch))
+	if err != nil {
+		return true, err
+	}
+	image, log, err := c.invoke(j.name(), ptx, arguments[1])
+	if err != nil {
+		return true, err
+	}
+	if err := errors.Join(writeFile(object+".log", log), writeFile(object, image)); err != nil {
+		return true, err
+	}
+	j.image, j.log = image, string(log)
+	fmt.Fprintf(c.progress, "%s: %.1f s\n", j.name(), time.Since(start).Seconds())
+	return true, nil
+}
+
+// ptx makes a source's PTX, once, and returns its file. Most of the time goes into it, and machine code and PTX of one
+// architecture share it.
+func (c *compiler) ptx(source, arch string) (string, error) {
+	name := strings.TrimSuffix(filepath.Base(source), ".cu") + "." + arch + ".ptx"
+	once, _ := c.made.LoadOrStore(name, sync.OnceValue(func() error {
+		_, _, err := c.invoke(name, source, ptxArguments(arch))
+		return err
+	}))
+	return filepath.Join(c.scratch, name), once.(func() error)()
+}
+
+// load reads a cached object with its log, which the review needs.
+func (c *compiler) load(j *job, object string) error {
+	image, err := os.ReadFile(object)
+	if err != nil {
+		return err
+	}
+	log, err := os.ReadFile(object + ".log")
+	j.image, j.log = image, string(log)
+	return err
+}
+
+// invoke lets nvcc make a file in the scratch folder and returns that with what nvcc said.
+func (c *compiler) invoke(name, source string, arguments []string) (made, log []byte, err error) {
+	output := filepath.Join(c.scratch, name)
+	command := exec.Command(c.nvcc, append(slices.Clone(arguments), "-o", output, source)...)
+	command.Env = append(os.Environ(), "TMPDIR="+c.scratch)
+	if log, err = command.CombinedOutput(); err != nil {
+		return nil, nil, fmt.Errorf("%w\n%s", err, log)
+	}
+	made, err = os.ReadFile(output)
+	return made, log, err
+}
+
+// key is a digest of everything that decides what nvcc makes of the files.
+func (c *compiler) key(files map[string][]byte, arguments [][]string) string {
+	digest := sha256.New()
+	fmt.Fprintf(digest, "%q %q", c.version, arguments)
+	for _, path := range slices.Sorted(maps.Keys(files)) {
+		fmt.Fprintf(digest, " %q %x", filepath.ToSlash(path), sha256.Sum256(files[path]))
+	}
+	return hex.EncodeToString(digest.Sum(nil))
+}
+
+var include = regexp.MustCompile(`(?m)^[ \t]*#[ \t]*include[ \t]*"([^"]+)"`)
+
+// collect reads a source and all that it includes by relative path. What is included in angle brackets, or is not
+// there, comes with the compiler, whose version stands for it.
+func collect(path string, files map[string][]byte) error {
+	if _, seen := files[path]; seen {
+		return nil
+	}
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	files[path] = text
+	for _, match := range include.FindAllSubmatch(text, -1) {
+		err := collect(filepath.Join(filepath.Dir(path), string(match[1])), files)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// writeFile writes through a rename, so that another process never reads half a file.
+func writeFile(path string, data []byte) error {
+	file, err := os.CreateTemp(filepath.Dir(path), ".new-")
+	if err != nil {
+		return err
+	}
+	_, err = file.Write(data)
+	err = errors.Join(err, file.Chmod(0o644), file.Close())
+	if err == nil {
+		err = os.Rename(file.Name(), path)
+	}
+	if err != nil {
+		err = errors.Join(err, os.Remove(file.Name()))
+	}
+	return err
+}

@@ -1,0 +1,178 @@
+// Command compile turns CUDA sources into the device images that package kernels embeds: one fatbin for each
+// source and architecture. It compiles on all cores, keeps what it compiled in a cache addressed by content, and
+// refuses kernels that spill registers.
+package main
+
+import (
+	"bytes"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"time"
+)
+
+func main() {
+	nvcc := flag.String("nvcc", "nvcc", "CUDA's compiler")
+	cache := flag.String("cache", "", "folder of compiled objects")
+	out := flag.String("out", "", "folder that gets exactly the images of the given sources and architectures")
+	archs := flag.String("archs", "sm_90 compute_80 compute_90", "sm_XY for machine code, compute_XY for PTX")
+	flag.Parse()
+	if err := run(os.Stdout, *nvcc, *cache, *out, strings.Fields(*archs), flag.Args()); err != nil {
+		fmt.Fprintln(os.Stderr, "compile:", err)
+		os.Exit(1)
+	}
+}
+
+func run(progress io.Writer, nvcc, cache, out string, archs, sources []string) error {
+	if cache == "" || out == "" || len(archs) == 0 || len(sources) == 0 {
+		return fmt.Errorf("-cache, -out, an architecture and a source are needed")
+	}
+	compiler, err := newCompiler(progress, nvcc, cache)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = compiler.close() }() // a leftover costs room in the folder of temporary files and nothing else
+	// Machine code first: PTX is quick, and fills the cores while the last of the long jobs ends.
+	jobs := plan(sources, archs)
+	start := time.Now()
+	compiled, err := compileAll(compiler, jobs)
+	if err != nil {
+		return err
+	}
+	if err := install(jobs, out); err != nil {
+		return err
+	}
+	kernels, registers, problems := review(jobs)
+	fmt.Fprintf(progress, "%d images, %d compiled in %.1f s; %d kernels of machine code, at most %d registers\n",
+		len(jobs), compiled, time.Since(start).Seconds(), kernels, registers)
+	if len(problems) > 0 {
+		return fmt.Errorf("kernels must keep everything in registers:\n  %s", strings.Join(problems, "\n  "))
+	}
+	return nil
+}
+
+// job is one image: a source compiled for one architecture.
+type job struct {
+	source, arch string
+	image        []byte
+	log          string // what ptxas said
+}
+
+// name is the image's file name: softmax_bfloat16_gen.cu for sm_90 becomes softmax_bfloat16.sm_90.fatbin.
+func (j *job) name() string {
+	unit := strings.TrimSuffix(strings.TrimSuffix(filepath.Base(j.source), ".cu"), "_gen")
+	return unit + "." + j.arch + ".fatbin"
+}
+
+func plan(sources, archs []string) []*job {
+	var native, ptx []*job
+	for _, arch := range archs {
+		for _, source := range sources {
+			j := &job{source: source, arch: arch}
+			if isNative(arch) {
+				native = append(native, j)
+			} else {
+				ptx = append(ptx, j)
+			}
+		}
+	}
+	return append(native, ptx...)
+}
+
+func isNative(arch string) bool { return strings.HasPrefix(arch, "sm_") }
+
+// compileAll fills in every job and returns how many were not in the cache. After a failure it starts no other.
+func compileAll(c *compiler, jobs []*job) (int, error) {
+	var mu sync.Mutex
+	var failure error
+	var next, compiled int
+	take := func() *job {
+		mu.Lock()
+		defer mu.Unlock()
+		if failure != nil || next == len(jobs) {
+			return nil
+		}
+		next++
+		return jobs[next-1]
+	}
+	work := func() {
+		for j := take(); j != nil; j = take() {
+			fresh, err := c.compile(j)
+			mu.Lock()
+			if err != nil && failure == nil {
+				failure = fmt.Errorf("%s for %s: %w", j.source, j.arch, err)
+			}
+			if fresh {
+				compiled++
+			}
+			mu.Unlock()
+		}
+	}
+	var workers sync.WaitGroup
+	for range min(runtime.NumCPU(), len(jobs)) {
+		workers.Go(work)
+	}
+	workers.Wait()
+	return compiled, failure
+}
+
+// install makes the folder hold exactly the jobs' images, and touches only files that differ.
+func install(jobs []*job, out string) error {
+	if err := os.MkdirAll(out, 0o777); err != nil {
+		return err
+	}
+	wanted := map[string]bool{}
+	for _, j := range jobs {
+		path := filepath.Join(out, j.name())
+		wanted[path] = true
+		if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, j.image) {
+			continue
+		}
+		if err := writeFile(path, j.image); err != nil {
+			return err
+		}
+	}
+	present, err := filepath.Glob(filepath.Join(out, "*.fatbin"))
+	if err != nil {
+		return err
+	}
+	for _, path := range present {
+		if !wanted[path] {
+			if err := os.Remove(path); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// review counts the kernels of machine code and lists what ptxas could not keep in registers.
+func review(jobs []*job) (kernels, registers int, problems []string) {
+	for _, j := range jobs {
+		if !isNative(j.arch) {
+			continue
+		}
+		usage := parseUsage(j.log)
+		entries := 0
+		for _, u := range usage {
+			if u.entry {
+				entries++
+			}
+			registers = max(registers, u.registers)
+			if u.stack+u.spillStores+u.spillLoads > 0 {
+				problems = append(problems, fmt.Sprintf("%s in %s: %d bytes of stack, %d of spill stores, %d of spill loads",
+					u.function, j.name(), u.stack, u.spillStores, u.spillLoads))
+			}
+		}
+		if entries == 0 {
+			problems = append(problems, j.name()+": ptxas reported no kernel")
+		}
+		kernels += entries
+	}
+	return kernels, registers, problems
+}

@@ -1,0 +1,9 @@
+#!/bin/sh
+# The C compiler for wheels: gcc compiles, zig links against an old glibc. Zig cannot compile as well, because
+# gorgonia.org/cu adds -I/usr/include, whose headers belong to this machine's glibc.
+for argument; do
+  case $argument in
+    -c | -E | -S | '-###' | --version) exec gcc "$@" ;;
+  esac
+done
+exec $ZIG cc -target "x86_64-linux-gnu.$GLIBC" "$@"

@@ -1,0 +1,49 @@
+"""Row reductions at the speed of memory: softmax, RMSNorm and cross-entropy, forward and backward.
+
+The functions take PyTorch tensors (CPU or CUDA, with gradients, under torch.compile) and any other object with
+`__dlpack__` (NumPy, CuPy, JAX). Importing gander imports neither torch nor the library: the operators
+(`torch.ops.gander`) are registered as soon as torch is imported, and the library is loaded by the first call.
+"""
+
+from ._hook import register_with_torch as _register_with_torch
+from ._info import __version__, explain, info, warmup
+from ._ops import (
+    cross_entropy,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    rmsnorm,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+    set_debug,
+    softmax,
+    softmax_bwd,
+    softmax_fwd,
+)
+
+__all__ = [
+    "__version__",
+    "cross_entropy",
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "explain",
+    "info",
+    "nn",
+    "rmsnorm",
+    "rmsnorm_bwd",
+    "rmsnorm_fwd",
+    "set_debug",
+    "softmax",
+    "softmax_bwd",
+    "softmax_fwd",
+    "warmup",
+]
+
+_register_with_torch()
+
+
+def __getattr__(name):
+    if name == "nn":  # needs torch, so it is imported when it is asked for
+        import importlib
+
+        return importlib.import_module(".nn", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,51 @@
+"""`python -m gander info | demo | bench`. The options of demo and bench are the parameters of their main functions."""
+
+import contextlib
+import importlib
+import json
+import sys
+
+import gander
+
+try:
+    import typer
+except ImportError:
+    sys.exit("python -m gander needs the packages of its demo: pip install 'gander-kernels[demo]'")
+
+app = typer.Typer(help="gander: row reductions at the speed of memory.", no_args_is_help=True, add_completion=False)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command()
+def info(as_json: bool = typer.Option(False, "--json", help="Print one JSON object.")) -> None:
+    """Say what is installed, what it was built for, and how torch is bound."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")  # to say how it is bound
+    facts = gander.info()
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    for key, value in facts.items():
+        typer.echo(f"{key:14} {', '.join(value) if isinstance(value, list) else value}")
+
+
+def _run(command: str, arguments: list[str]) -> None:
+    main = typer.Typer(add_completion=False)
+    main.command()(importlib.import_module(f"gander.{command}").main)
+    main(args=arguments, prog_name=f"python -m gander {command}")
+
+
+@app.command(context_settings=_PASSED_ON)
+def demo(context: typer.Context) -> None:
+    """Train a small language model with torch's operators and with gander's, and compare."""
+    _run("demo", context.args)
+
+
+@app.command(context_settings=_PASSED_ON)
+def bench(context: typer.Context) -> None:
+    """Measure host time and throughput beside torch and torch.compile."""
+    _run("bench", context.args)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m gander")

@@ -1,0 +1,69 @@
+"""What gander is running on, and what a call would run."""
+
+import ctypes
+import json
+import sys
+
+from . import _library
+
+__version__ = "0.1.0"
+
+_PHASES = {"": "_forward", "_fwd": "_forward", "_bwd": "_backward"}
+
+
+def info() -> dict:
+    """Facts about this installation: what the library was built from and for, and how torch is bound.
+
+    Keys: those of gander_build_info (version, abi_version, commit, go, nvcc, architectures, simd), library (its
+    path), torch (its version, or None where torch is not imported), torch_binding ("stable C ABI", "ctypes" or None).
+    Raises RuntimeError where the library cannot be loaded.
+    """
+    facts = json.loads(_library.load().gander_build_info())
+    facts["library"] = str(_library.path())
+    torch, binding = sys.modules.get("torch"), sys.modules.get(f"{__package__}._pytorch")
+    facts["torch"] = None if torch is None else torch.__version__
+    facts["torch_binding"] = None if binding is None else binding.binding
+    return facts
+
+
+def explain(op: str, x) -> str:
+    """Says in words which kernel a call would run on x, and why.
+
+    op: a name of gander's ("softmax", "softmax_bwd", "rmsnorm", "cross_entropy", ...; "cross_entropy_forward_dx" is
+    the single pass that gives loss and gradient). x: the (..., N) tensor or array; its values are not read.
+    Raises ValueError for another op, and the errors of the op itself for an x that it does not take.
+    """
+    base, _, phase = op.rpartition("_")
+    name = base + _PHASES["_" + phase] if "_" + phase in _PHASES else op
+    if name in ("softmax", "rmsnorm", "cross_entropy"):
+        name += "_forward"
+    if len(x.shape) == 0:
+        raise ValueError("x has rank 0, expected rank 1 or more")
+    *leading, n = x.shape
+    m = 1
+    for size in leading:
+        m *= size
+    kind, index = x.__dlpack_device__()
+    text = ctypes.create_string_buffer(4096)
+    _library.check(
+        _library.load().gander_explain(
+            name.encode(), m, n, _library.dtype_of(x.dtype, "x"), _library.Device(int(kind), index), text, len(text)
+        )
+    )
+    return text.value.decode()
+
+
+def warmup(device="cuda") -> None:
+    """Loads all of gander's kernels for a device now, so that no later call pays for it.
+
+    device: "cpu", "cuda" (the current device where torch is imported, else the first), "cuda:1", or a torch.device.
+    Raises ValueError for another device, RuntimeError where it cannot be used.
+    """
+    kind, _, index = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device is {str(device)!r}, expected 'cpu', 'cuda' or 'cuda:<index>'")
+    torch = sys.modules.get("torch")
+    if kind == "cuda" and not index and torch is not None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+    code = _library.CUDA if kind == "cuda" else _library.CPU
+    _library.check(_library.load().gander_warmup(_library.Device(code, int(index or 0))))

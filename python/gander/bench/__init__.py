@@ -1,0 +1,181 @@
+"""`python -m gander bench`: host cost, load time and throughput, beside torch, torch.compile and others."""
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_DEFAULT_SECTIONS = {"cuda": ("host", "load", "throughput"), "cpu": ("host", "load", "cpu")}
+
+
+def _words(text: str | None, allowed, option: str) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    words = tuple(word for word in text.split(",") if word)
+    unknown = [word for word in words if word not in allowed]
+    if unknown or not words:
+        raise typer.BadParameter(
+            f"{', '.join(unknown) or 'nothing'} is not one of {', '.join(allowed)}", param_hint=option
+        )
+    return words
+
+
+def _shapes(text: str | None) -> tuple[tuple[int, int], ...] | None:
+    if text is None:
+        return None
+    try:
+        shapes = tuple((int(m), int(n)) for m, n in (word.split("x") for word in text.split(",")))
+    except ValueError:
+        shapes = ()
+    if not shapes or min(min(shape) for shape in shapes) < 1:
+        raise typer.BadParameter(f"{text} is not of the form 32768x4096,4x1048576", param_hint="--shapes")
+    return shapes
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise typer.BadParameter(f"{text} is not of the form 1/4 ... 4/4", param_hint="--shard")
+    return int(index), int(count)
+
+
+def main(
+    chosen: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION]", help="host, load, throughput, few, cpu.")
+    ] = None,
+    providers: Annotated[str | None, typer.Option(help="torch,torch.compile,gander,quack,liger")] = None,
+    ops: Annotated[str | None, typer.Option(help="Operators, such as softmax_forward,rmsnorm_backward.")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="bfloat16,float16,float32")] = None,
+    shapes: Annotated[str | None, typer.Option(help="In place of the grid: 32768x4096,4x1048576.")] = None,
+    seconds: Annotated[float, typer.Option(help="For the timing of one point, at least 10 rounds.")] = 0.4,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON lines; bench/results/DEVICE-COMMIT.jsonl if not given.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the file, and skip the points in it.")] = False,
+    shard: Annotated[str, typer.Option(help="I/N: only every Nth point, from the Ith on.")] = "1/1",
+    limit_seconds: Annotated[float | None, typer.Option(help="Begin no point after this time.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Measure nothing: print the tables of this file.")] = None,
+    readme: Annotated[Path | None, typer.Option(help="With --report: write its tables into this README.")] = None,
+) -> None:
+    """Measures gander beside torch, torch.compile and others.
+
+    Without sections: host, load and throughput on a GPU; host, load and cpu without one. A ratio is always taken
+    within one process at one point. What fails is recorded, and the rest goes on.
+    """
+    from rich.console import Console
+
+    console = Console(width=None if Console().is_terminal else 160)
+    if report is not None:
+        _report(console, report, readme)
+        return
+    if readme is not None:
+        raise typer.BadParameter("needs --report FILE", param_hint="--readme")
+    # The advice of Inductor's developers for reductions; it must be set before Inductor is imported.
+    os.environ.setdefault("TORCHINDUCTOR_MULTI_KERNEL", "1")
+    import torch
+
+    from .cases import DEFAULT_PROVIDERS, DTYPES, OPERATORS, PROVIDERS
+    from .records import Store, default_path, environment
+    from .sections import NEEDS_GPU, SECTIONS, Options
+
+    gpu = torch.cuda.is_available()
+    sections = _words(",".join(chosen), tuple(SECTIONS), "SECTION") if chosen else None
+    sections = sections or _DEFAULT_SECTIONS["cuda" if gpu else "cpu"]
+    if not gpu and set(sections) & set(NEEDS_GPU):
+        raise typer.BadParameter(f"{' and '.join(NEEDS_GPU)} need a GPU, and torch finds none", param_hint="SECTION")
+    options = Options(
+        providers=_installed(console, _words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),
+        operators=_words(ops, tuple(OPERATORS), "--ops"),
+        dtypes=_words(dtypes, tuple(DTYPES), "--dtypes"),
+        shapes=_shapes(shapes),
+        seconds=seconds,
+    )
+    store = Store(out or default_path(), resume)
+    facts = environment()
+    console.print(f"gander {facts['gander']} ({facts['commit'][:12]}) on {facts['device']}, torch {facts['torch']}")
+    points = [point for section in sections for point in SECTIONS[section](options)]
+    index, count = _shard(shard)
+    complete = _measure(console, store, points[index - 1 :: count], options, limit_seconds)
+    _print_tables(console, store.path, sections)
+    console.print(f"{'complete' if complete else 'unfinished, go on with --resume'}: {store.path}", soft_wrap=True)
+
+
+def _installed(console, names) -> tuple[str, ...]:
+    from .cases import provider
+    from .sections import reason
+
+    found = []
+    for name in names:
+        try:
+            provider(name)
+            found.append(name)
+        except Exception as error:  # whatever an import may raise
+            console.print(f"{name} is left out: {reason(error)}", markup=False)
+    return tuple(found)
+
+
+def _measure(console, store, points, options, limit_seconds) -> bool:
+    """Whether all points are in the store now."""
+    from .sections import context_is_lost, forget, reason
+
+    began = time.monotonic()
+    for number, point in enumerate(points, 1):
+        if store.has(point.name, options.providers):
+            continue
+        if limit_seconds is not None and time.monotonic() - began > limit_seconds:
+            return False
+        start = time.monotonic()
+        try:
+            figures = point.measure()
+        except Exception as error:  # out of memory, say: the next point is another one
+            figures = {"results": {name: {"error": reason(error)} for name in options.providers}}
+        store.add(point.name, figures)
+        line = _line(number, len(points), point.name, figures, time.monotonic() - start)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if context_is_lost():
+            console.print("The GPU is lost to this process after an error; --resume goes on with the next point.")
+            raise typer.Exit(1)
+        forget()
+    return True
+
+
+def _line(number, count, name, figures, seconds) -> str:
+    what = " ".join(str(name[part]) for part in ("section", "op", "dtype", "mode") if part in name)
+    shape = f" {name['m']}x{name['n']}" if "m" in name else ""
+    results = []
+    for who, result in figures["results"].items():
+        share = f" ({result['ratio']:.3f})" if "ratio" in result else ""
+        if "error" in result:
+            results.append(f"{who} failed: {result['error'][:60]}")
+        elif "us" in result:
+            results.append(f"{who} {result['us']:.1f} us{share}")
+    return f"{number}/{count} {what}{shape}: {', '.join(results) or 'done'} [{seconds:.1f} s]"
+
+
+def _print_tables(console, path: Path, sections) -> None:
+    from .records import read
+    from .report import tables
+
+    records = read(path)
+    for section in sections:
+        for table in tables(records, section):
+            console.print(table.rich())
+
+
+def _report(console, path: Path, readme_path: Path | None) -> None:
+    from .records import read
+    from .report import readme, tables, write_readme
+
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no file {path}", param_hint="--report")
+    records = read(path)
+    for table in tables(records):
+        console.print(table.rich())
+    if readme_path is None:
+        return
+    try:
+        write_readme(readme_path, readme(records, path.as_posix()))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--readme") from None

@@ -1,0 +1,312 @@
+"""What is measured: the operators, their inputs, a float64 reference, and how each provider computes them."""
+
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import gander
+
+EPS = 1e-6
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+# ---- Operators ----
+
+
+@dataclass(frozen=True)
+class Operator:
+    """inputs(m, n, dtype, device) gives tensors, reference(*inputs) the results for float64 inputs, of which the first
+    has the rows. traffic: how many of the (M, N) tensors have to be read and written, "r", "rw" or "rrw"; statistics,
+    targets and weights are not counted. shared: the position of an input that is not split into rows."""
+
+    traffic: str
+    inputs: Callable[..., tuple]
+    reference: Callable[..., tuple]
+    shared: int | None = None
+
+
+def _logits(m, n, dtype, device):
+    return (torch.randn(m, n, dtype=dtype, device=device),)
+
+
+def _softmax_backward_inputs(m, n, dtype, device):
+    (x,) = _logits(m, n, dtype, device)
+    return torch.randn_like(x), F.softmax(x, -1)
+
+
+def _rmsnorm_inputs(m, n, dtype, device):
+    return *_logits(m, n, dtype, device), torch.randn(n, dtype=dtype, device=device)
+
+
+def _rmsnorm_backward_inputs(m, n, dtype, device):
+    x, weight = _rmsnorm_inputs(m, n, dtype, device)
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # without a float32 copy of x
+    return x, weight, torch.randn_like(x), (norm.square() / n + EPS).rsqrt()
+
+
+def _cross_entropy_inputs(m, n, dtype, device):
+    return *_logits(m, n, dtype, device), torch.randint(n, (m,), device=device)
+
+
+def _softmax_backward(dy, y):
+    return ((dy - (dy * y).sum(-1, keepdim=True)) * y,)
+
+
+def _rmsnorm_backward(x, weight, dout, rstd):
+    h, g = x * rstd.unsqueeze(-1), dout * weight
+    dx = (g - h * (g * h).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
+    return dx, (dout * h).sum(0)
+
+
+def _cross_entropy_gradient(x, target):
+    onehot = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
+    return (F.softmax(x, -1) - onehot.to(x.dtype),)
+
+
+OPERATORS = {
+    "softmax_forward": Operator("rw", _logits, lambda x: (F.softmax(x, -1),)),
+    "softmax_backward": Operator("rrw", _softmax_backward_inputs, _softmax_backward),
+    "rmsnorm_forward": Operator(
+        "rw", _rmsnorm_inputs, lambda x, weight: (F.rms_norm(x, weight.shape, weight, EPS),), 1
+    ),
+    "rmsnorm_backward": Operator("rrw", _rmsnorm_backward_inputs, _rmsnorm_backward, 1),
+    "cross_entropy_forward": Operator(
+        "r", _cross_entropy_inputs, lambda x, target: (F.cross_entropy(x, target, reduction="none"),)
+    ),
+    "cross_entropy_loss_gradient": Operator("rw", _cross_entropy_inputs, _cross_entropy_gradient),
+}
+
+
+def double(tensors):
+    """The same numbers in float64; targets stay as they are."""
+    return [t.double() if t.is_floating_point() else t for t in tensors]
+
+
+def rows_of(op: str, inputs, rows):
+    """The same inputs for some of the M rows."""
+    return [t if position == OPERATORS[op].shared else t[rows] for position, t in enumerate(inputs)]
+
+
+# ---- Providers ----
+
+
+@dataclass(frozen=True)
+class Provider:
+    """functions: what people call, by name: softmax(x), rmsnorm(x, weight), cross_entropy(x, target), differentiable.
+    operators: by name a function that takes the inputs and gives run(), which does the work anew at each call and
+    returns its results, first the one that belongs to the rows."""
+
+    functions: dict[str, Callable]
+    operators: dict[str, Callable]
+
+
+def _direct(function):
+    return functools.partial(functools.partial, function)
+
+
+def _tuple(function):
+    """For functions that return a tensor: all results are tuples."""
+    return _direct(lambda *inputs: (function(*inputs),))
+
+
+def _leaf(x):
+    return x.detach().requires_grad_()
+
+
+def _rmsnorm_gradient(rmsnorm):
+    """The backward pass alone: the graph is made once and kept."""
+
+    def prepare(x, weight, dout, rstd):
+        leaves = _leaf(x), _leaf(weight)
+        out = rmsnorm(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return prepare
+
+
+def _loss_gradient(cross_entropy):
+    def prepare(x, target):
+        leaf = _leaf(x)
+        return lambda: torch.autograd.grad(cross_entropy(leaf, target), leaf)
+
+    return prepare
+
+
+def _softmax(x):
+    return F.softmax(x, -1)
+
+
+def _rmsnorm(x, weight):
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _losses(x, target):
+    return F.cross_entropy(x, target, reduction="none")
+
+
+def _sum_of_losses(x, target):
+    return F.cross_entropy(x, target, reduction="sum")
+
+
+def _torch():
+    return Provider(
+        {"softmax": _softmax, "rmsnorm": _rmsnorm, "cross_entropy": F.cross_entropy},
+        {
+            "softmax_forward": _tuple(_softmax),
+            "softmax_backward": _tuple(lambda dy, y: torch._softmax_backward_data(dy, y, -1, y.dtype)),
+            "rmsnorm_forward": _tuple(_rmsnorm),
+            "rmsnorm_backward": _rmsnorm_gradient(_rmsnorm),
+            "cross_entropy_forward": _tuple(_losses),
+            "cross_entropy_loss_gradient": _loss_gradient(_sum_of_losses),
+        },
+    )
+
+
+def _float_softmax_backward(dy, y):
+    (dx,) = _softmax_backward(dy.float(), y.float())
+    return (dx.to(y.dtype),)
+
+
+def _float_rmsnorm_backward(x, weight, dout, rstd):
+    dx, dw = _rmsnorm_backward(x.float(), weight.float(), dout.float(), rstd)
+    return dx.to(x.dtype), dw.to(weight.dtype)
+
+
+def _float_loss_gradient(x, target):
+    log_p = F.log_softmax(x.float(), -1)
+    onehot = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
+    return (log_p.exp() - onehot.float()).to(x.dtype), -log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def _compiled(function):
+    """torch.compile at its best: compiled anew for each shape, tuned, and without autograd's bookkeeping."""
+
+    def prepare(*inputs):
+        torch.compiler.reset()  # or its limit of compilations per function is met
+        compiled = torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
+        return functools.partial(compiled, *inputs)
+
+    return prepare
+
+
+def _torch_compile():
+    # Backward passes as formulas: Inductor fuses them as it does the gradients that autograd traces, and nothing of
+    # autograd is timed.
+    def function(eager):
+        return torch.compile(eager, dynamic=False, mode="max-autotune-no-cudagraphs")
+
+    return Provider(
+        {
+            "softmax": function(_softmax),
+            "rmsnorm": function(_rmsnorm),
+            "cross_entropy": function(lambda x, target: F.cross_entropy(x, target)),
+        },
+        {
+            "softmax_forward": _compiled(lambda x: (_softmax(x),)),
+            "softmax_backward": _compiled(_float_softmax_backward),
+            "rmsnorm_forward": _compiled(lambda x, weight: (_rmsnorm(x, weight),)),
+            "rmsnorm_backward": _compiled(_float_rmsnorm_backward),
+            "cross_entropy_forward": _compiled(lambda x, target: (_losses(x, target),)),
+            "cross_entropy_loss_gradient": _compiled(_float_loss_gradient),
+        },
+    )
+
+
+def _gander():
+    return Provider(
+        {
+            "softmax": gander.softmax,
+            "rmsnorm": lambda x, weight: gander.rmsnorm(x, weight, eps=EPS),
+            "cross_entropy": gander.cross_entropy,
+        },
+        {
+            "softmax_forward": _tuple(gander.softmax_fwd),
+            "softmax_backward": _tuple(gander.softmax_bwd),
+            "rmsnorm_forward": _direct(lambda x, weight: gander.rmsnorm_fwd(x, weight, eps=EPS)),
+            "rmsnorm_backward": _direct(lambda *inputs: gander.rmsnorm_bwd(*inputs)[:2]),
+            "cross_entropy_forward": _tuple(gander.cross_entropy_fwd),
+            "cross_entropy_loss_gradient": _direct(
+                lambda x, target: gander.cross_entropy_fwd(x, target, return_dx=True)[::-1]
+            ),
+        },
+    )
+
+
+def _quack():
+    from quack import cross_entropy, rmsnorm, softmax
+    from quack.cross_entropy import cross_entropy_fwd
+    from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+    from quack.softmax import softmax_bwd, softmax_fwd
+
+    return Provider(
+        {
+            "softmax": softmax,
+            "rmsnorm": lambda x, weight: rmsnorm(x, weight, eps=EPS),
+            "cross_entropy": cross_entropy,
+        },
+        {
+            "softmax_forward": _tuple(softmax_fwd),
+            "softmax_backward": _tuple(softmax_bwd),
+            "rmsnorm_forward": _direct(lambda x, weight: rmsnorm_fwd(x, weight, eps=EPS)),
+            "rmsnorm_backward": _direct(lambda *inputs: rmsnorm_bwd(*inputs)[:2]),
+            "cross_entropy_forward": _tuple(cross_entropy_fwd),
+            "cross_entropy_loss_gradient": _direct(
+                lambda x, target: cross_entropy_fwd(x, target, return_dx=True)[::-1]
+            ),
+        },
+    )
+
+
+def _liger():
+    from liger_kernel.ops.softmax import _softmax_backward, _softmax_forward
+    from liger_kernel.transformers.functional import liger_cross_entropy, liger_rms_norm, liger_softmax
+
+    def rmsnorm(x, weight):
+        return liger_rms_norm(x, weight, EPS, in_place=False)
+
+    def softmax_backward(dy, y):
+        _, *launch = _softmax_forward(y)
+        return lambda: (_softmax_backward(dy, y, *launch),)
+
+    def loss_gradient(x, target):
+        # The gradient is written over the logits: a copy, whose values are right for the first call only.
+        return _loss_gradient(functools.partial(liger_cross_entropy, reduction="sum"))(x.clone(), target)
+
+    return Provider(
+        {"softmax": liger_softmax, "rmsnorm": rmsnorm, "cross_entropy": liger_cross_entropy},
+        {
+            "softmax_forward": _tuple(liger_softmax),
+            "softmax_backward": softmax_backward,
+            "rmsnorm_forward": _tuple(rmsnorm),
+            "rmsnorm_backward": _rmsnorm_gradient(rmsnorm),
+            "cross_entropy_forward": _tuple(functools.partial(liger_cross_entropy, reduction="none")),
+            "cross_entropy_loss_gradient": loss_gradient,
+        },
+    )
+
+
+# By name: how to get it, and the distribution whose version is recorded.
+_PROVIDERS = {
+    "torch": (_torch, "torch"),
+    "torch.compile": (_torch_compile, "torch"),
+    "gander": (_gander, None),
+    "quack": (_quack, "quack-kernels"),
+    "liger": (_liger, "liger-kernel"),
+}
+PROVIDERS = tuple(_PROVIDERS)
+DEFAULT_PROVIDERS = PROVIDERS[:3]
+
+
+@functools.cache
+def provider(name: str) -> Provider:
+    """Raises ImportError where it is not installed."""
+    return _PROVIDERS[name][0]()
+
+
+def provider_version(name: str) -> str:
+    distribution = _PROVIDERS[name][1]
+    return gander.__version__ if distribution is None else importlib.metadata.version(distribution)

@@ -1,0 +1,319 @@
+"""Tables of what was measured, for a terminal and for the README."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
+
+# What gander aims at: host time of a call over torch's own, without and with gradient; milliseconds; megabytes.
+HOST_TARGETS = {
+    ("softmax", "forward"): 1.2,
+    ("rmsnorm", "forward"): 1.0,
+    ("cross_entropy", "forward"): 0.7,
+    ("softmax", "with gradient"): 1.9,
+    ("rmsnorm", "with gradient"): 1.4,
+    ("cross_entropy", "with gradient"): 0.9,
+}
+LIBRARY_MS, NEW_SHAPE_MS, LIBRARY_MEGABYTES = 20, 5, 40
+
+_TITLES = {
+    "softmax": "softmax",
+    "rmsnorm": "RMSNorm",
+    "cross_entropy": "cross-entropy",
+    "softmax_forward": "softmax forward",
+    "softmax_backward": "softmax backward",
+    "rmsnorm_forward": "RMSNorm forward",
+    "rmsnorm_backward": "RMSNorm backward (dx, dw)",
+    "cross_entropy_forward": "cross-entropy forward",
+    "cross_entropy_loss_gradient": "cross-entropy loss + gradient",
+}
+_README_COLUMNS = (256, 1024, 4096, 16384, 65536, 131072, 262144)
+
+
+@dataclass
+class Table:
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+    def rich(self):
+        from rich.table import Table as RichTable
+
+        table = RichTable(title=self.title, title_justify="left", caption=self.note, caption_justify="left")
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+        for before, row in zip([None, *self.rows], self.rows, strict=False):
+            if before is not None and row[0] != before[0]:
+                table.add_section()
+            table.add_row(*(row if before is None or row[0] != before[0] else ["", *row[1:]]))
+        return table
+
+    def markdown(self) -> str:
+        lines = [
+            f"**{self.title}**",
+            "",
+            _line(self.columns),
+            _line(["---", "---", *["--:"] * (len(self.columns) - 2)]),
+        ]
+        lines += [_line(row) for row in self.rows]
+        return "\n".join([*lines, "", self.note] if self.note else lines)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _of(records, section, **wanted):
+    return [r for r in records if r["section"] == section and all(r.get(k) == v for k, v in wanted.items())]
+
+
+def _unique(values):
+    return list(dict.fromkeys(values))
+
+
+def _size(m: int, n: int) -> str:
+    return f"{m} x {n}"
+
+
+def _met(figure: float | None, target: float | None) -> str:
+    return "" if None in (figure, target) else f"{target:g} {'met' if figure <= target else 'MISSED'}"
+
+
+def _on_gpu(record: dict) -> bool:
+    return "driver" in record["environment"]
+
+
+# ---- Sections ----
+
+
+def host_tables(records) -> list[Table]:
+    records = _of(records, "host")
+    if not records:
+        return []
+    providers = _unique(name for r in records for name in r["results"])
+    rows = []
+    for record in records:
+        results = record["results"]
+        target = HOST_TARGETS.get((record["op"], record["mode"])) if _on_gpu(record) else None
+        ratio = results.get("gander", {}).get("over torch")
+        row = [_TITLES[record["op"]], record["mode"]]
+        row += [_figure(results.get(name), "us", "{:.1f}") for name in providers]
+        row += ["-" if ratio is None else f"{ratio:.2f}", _met(ratio, target)]
+        rows.append(row)
+    title = f"Host time of a call on a tiny tensor, us ({_where(records)})"
+    return [Table(title, ["function", "call", *providers, "gander / torch", "at most"], rows)]
+
+
+def load_tables(records) -> list[Table]:
+    records = _of(records, "load")
+    if not records:
+        return []
+    results = records[-1]["results"]
+    rows = []
+    for name, figures in results.items():
+        if "error" in figures:
+            rows.append([name, figures["error"], "failed", ""])
+            continue
+        if "library" in figures:
+            size = figures["megabytes"]
+            rows += [
+                [name, "size of the library, MB", f"{size:.1f}", _met(size, LIBRARY_MEGABYTES)],
+                [name, "import after torch", f"{figures['import']:.2f}", ""],
+                [name, "load of the library", f"{figures['library']:.2f}", _met(figures["library"], LIBRARY_MS)],
+            ]
+        for function in ("softmax", "rmsnorm", "cross_entropy"):
+            first, new = figures[function]["first"], figures[function]["new"]
+            worst = max(new)
+            target = _met(worst, NEW_SHAPE_MS) if name == "gander" and _on_gpu(records[-1]) else ""
+            rows.append([name, f"{_TITLES[function]}: first call, loads the kernels", f"{first:.2f}", ""])
+            rows.append(
+                [name, f"{_TITLES[function]}: new shape, median of {len(new)}", f"{statistics.median(new):.2f}", ""]
+            )
+            rows.append([name, f"{_TITLES[function]}: new shape, worst", f"{worst:.2f}", target])
+    return [Table(f"First calls, ms ({_where(records)})", ["provider", "what", "measured", "at most"], rows)]
+
+
+def _where(records) -> str:
+    environment = records[-1]["environment"]
+    return f"{environment['device']}, torch {environment['torch']}"
+
+
+def _figure(result: dict | None, field: str, form: str) -> str:
+    if result is None:
+        return ""
+    return form.format(result[field]) if field in result else "failed" if "error" in result else "-"
+
+
+def _grid_table(records, title, field, form, note, extra: list[tuple[str, Callable[[dict], str]]]) -> Table:
+    """Operators x providers against shapes; `extra` rows are made of whole records."""
+    shapes = _unique((r["m"], r["n"]) for r in records)
+    providers = _unique(name for r in records for name in r["results"])
+    by_point = {(r["op"], r["m"], r["n"]): r for r in records}
+    rows = []
+    for op in _unique(r["op"] for r in records):
+        points = [by_point.get((op, *shape)) for shape in shapes]
+        for name in providers:
+            cells = [_figure(None if p is None else p["results"].get(name), field, form) for p in points]
+            rows.append([_TITLES[op], name, *cells])
+        for label, cell in extra:
+            rows.append([_TITLES[op], label, *("" if p is None else cell(p) for p in points)])
+    return Table(title, ["operator", "", *(_size(*shape) for shape in shapes)], rows, note)
+
+
+def _share(record: dict) -> str:
+    return _figure(record["results"].get("gander"), "ratio", "{:.3f}")
+
+
+def _best_other(record: dict, field="us") -> float | None:
+    others = [r[field] for name, r in record["results"].items() if name != "gander" and field in r]
+    return (min if field == "us" else max)(others, default=None)
+
+
+def _speedup(record: dict) -> str:
+    best, mine = _best_other(record), record["results"].get("gander", {}).get("us")
+    return "-" if None in (best, mine) else f"{best / mine:.2f}"
+
+
+def _limit(record: dict) -> str:
+    return _figure(record.get("limit"), "tbps", "{:.2f}")
+
+
+_FASTER = ("gander, times as fast as the best other", _speedup)
+_GPU_NOTE = (
+    "Bytes are those of the (M, N) tensors that must be read and written; the limit is a kernel that only moves them."
+)
+
+
+def _dtypes(records):
+    return _unique(r["dtype"] for r in records)
+
+
+def throughput_tables(records) -> list[Table]:
+    records = _of(records, "throughput")
+    rows = [("limit", _limit), ("gander / limit", _share), _FASTER]
+    return [
+        _grid_table(mine, f"Throughput, TB/s, {dtype} ({_where(mine)})", "tbps", "{:.2f}", _GPU_NOTE, rows)
+        for dtype in _dtypes(records)
+        if (mine := _of(records, "throughput", dtype=dtype))
+    ]
+
+
+def few_tables(records) -> list[Table]:
+    rows = [("a plain kernel of that traffic", lambda r: _figure(r.get("limit"), "us", "{:.1f}")), _FASTER]
+    tables = []
+    for dtype in _dtypes(_of(records, "few")):
+        for m in _unique(r["m"] for r in _of(records, "few", dtype=dtype)):
+            mine = _of(records, "few", dtype=dtype, m=m)
+            title = f"Few rows, us, {dtype}, M = {m} ({_where(mine)})"
+            tables.append(_grid_table(mine, title, "us", "{:.1f}", "", rows))
+    return tables
+
+
+def cpu_tables(records) -> list[Table]:
+    records = _of(records, "cpu")
+    tables = []
+    for dtype in _dtypes(records):
+        mine = _of(records, "cpu", dtype=dtype)
+        title = f"CPU, us, {dtype}, {mine[-1]['environment']['threads']} threads ({_where(mine)})"
+        tables.append(_grid_table(mine, title, "us", "{:.1f}", "", [_FASTER]))
+    return tables
+
+
+_SECTIONS = {
+    "host": host_tables,
+    "load": load_tables,
+    "throughput": throughput_tables,
+    "few": few_tables,
+    "cpu": cpu_tables,
+}
+
+
+def latest(records: list[dict]) -> list[dict]:
+    """Of several measurements of one point the last."""
+    from .records import key
+
+    return list({key(record): record for record in records}.values())
+
+
+def tables(records: list[dict], section: str | None = None) -> list[Table]:
+    records = latest(records)
+    return [table for name, make in _SECTIONS.items() if section in (None, name) for table in make(records)]
+
+
+# ---- README ----
+
+
+def _readme_throughput(records) -> list[Table]:
+    result = []
+    for dtype in _dtypes(_of(records, "throughput")):
+        points = {(r["op"], r["n"]): r for r in _of(records, "throughput", dtype=dtype)}
+        columns = [n for n in _README_COLUMNS if any(key[1] == n for key in points)]
+        rows = []
+        for op in _unique(key[0] for key in points):
+            row = [points.get((op, n)) for n in columns]
+            rows.append([_TITLES[op], "gander", *("" if r is None else _mine(r) for r in row)])
+            rows.append([_TITLES[op], "best other", *("" if r is None else _other(r) for r in row)])
+        result.append(Table(f"TB/s by row length, {dtype}", ["operator", "", *map(str, columns)], rows))
+    return result
+
+
+def _mine(record) -> str:
+    figures = record["results"].get("gander", {})
+    share = f" ({figures['ratio']:.2f})" if "ratio" in figures else ""
+    return f"{figures['tbps']:.2f}{share}" if "tbps" in figures else "-"
+
+
+def _other(record) -> str:
+    best = _best_other(record, "tbps")
+    return "-" if best is None else f"{best:.2f}"
+
+
+def readme(records: list[dict], source: str) -> str:
+    """The text between the README's markers."""
+    records = latest(records)
+    gpu = [record for record in records if _on_gpu(record)]
+    if not gpu:
+        raise ValueError(f"{source} has no measurement on a GPU, expected one by `bench` on a CUDA device")
+    last = gpu[-1]
+    facts = last["environment"]
+    others = _unique(
+        f"{name} {version}"
+        for record in gpu
+        for name, version in record.get("versions", {}).items()
+        if name not in ("gander", "torch")
+    )
+    where = f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, Python {facts['python']}"
+    beside = ", ".join(["torch", *others])
+    when = f"commit {facts['commit'][:12]}, {last['date'][:10]}"
+    parts = [f"{where}; {when}; beside {beside}. All of it stands in [{source}]({source})."]
+    throughput = _readme_throughput(gpu)
+    if throughput:
+        parts.append(
+            "TB/s of the (M, N) tensors that an operator must read and write; in brackets the share of what a kernel "
+            "that only moves those bytes reaches at that size. M is 32768, 16384 at N = 131072 and 8192 at N = 262144. "
+            "Cold L2 cache, medians, all providers in turns in one process."
+        )
+        parts += [table.markdown() for table in throughput]
+    parts += [table.markdown() for table in host_tables(gpu) + load_tables(_mine_only(gpu))]
+    return "\n\n".join(parts)
+
+
+def _mine_only(records):
+    """First calls of gander alone: those of the others are in the file."""
+    result = []
+    for record in _of(records, "load"):
+        result.append(record | {"results": {k: v for k, v in record["results"].items() if k == "gander"}})
+    return result
+
+
+def write_readme(path: Path, text: str) -> None:
+    """Puts text between the markers. Raises ValueError where the file has none."""
+    old = path.read_text()
+    head, begin, rest = old.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no lines {BEGIN} and {END}")
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")

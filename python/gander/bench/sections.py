@@ -1,0 +1,268 @@
+"""The sections of the benchmark: which points they have, and how a point is measured."""
+
+import functools
+import gc
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import _library
+from . import limit, load
+from .cases import DTYPES, OPERATORS, double, provider, rows_of
+from .timing import GPUTimer, cpu_block, host_cost
+
+# Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
+TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 262144))
+# Few rows, where the question is how long one row keeps how much of the GPU busy. Beyond 2^27 elements a tensor is
+# long enough to be a case of throughput.
+FEW = tuple(
+    (m, n) for m in (1, 4, 16, 128) for n in (2**12, 2**15, 2**17, 2**20, 2**22, 2**23, 2**25) if m * n <= 2**27
+)
+CPU = tuple((m, 4096) for m in (4, 64, 1024, 16384))  # 64 KiB to 256 MiB of float32
+TINY = (4, 256)
+
+# A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that. What is
+# further off than this is not the operator, and its time means nothing.
+_WRONG = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
+
+
+@dataclass
+class Options:
+    """What a user chose; None: what the section has by default."""
+
+    providers: tuple[str, ...]
+    operators: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    shapes: tuple[tuple[int, int], ...] | None = None
+    seconds: float = 0.4  # for the timing of one point
+
+
+@dataclass(frozen=True)
+class Point:
+    name: dict
+    measure: Callable[[], dict]
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+def _each(providers, figures: Callable[[str], dict | None]) -> dict:
+    """Results by provider; what goes wrong for one of them is its result."""
+    results = {}
+    for name in providers:
+        try:
+            results[name] = figures(name)
+        except Exception as error:  # whatever a provider raises: the others are measured all the same
+            results[name] = {"error": reason(error)}
+    return results
+
+
+# ---- Operators on tensors: throughput, few, cpu ----
+
+
+def _distance(name, inputs, outputs, m) -> float:
+    """How far the first and the last row of a result are from float64, relative to their size."""
+    rows = torch.tensor(sorted({0, m - 1}), device=inputs[0].device)
+    want = OPERATORS[name].reference(*double(rows_of(name, inputs, rows)))[0]
+    got = outputs[0][rows].double()
+    facts = torch.finfo(outputs[0].dtype)
+    subnormal = facts.smallest_normal * facts.eps * want.numel() ** 0.5  # lost by rounding what is close to 0
+    return ((got - want).norm() - subnormal).item() / max(want.norm().item(), facts.tiny)
+
+
+def _prepare(options: Options, op: str, inputs, m) -> tuple[dict, dict]:
+    """Calls by provider that have run and were right, and the results of the other providers."""
+    calls = {}
+
+    def prepare(name):
+        call = provider(name).operators[op](*inputs)
+        off = _distance(op, inputs, call(), m)
+        if not off < _WRONG[inputs[0].dtype]:
+            raise ArithmeticError(f"wrong result: {off:.1e} off")
+        call()
+        calls[name] = call
+        return {"off": float(f"{off:.2e}")}
+
+    results = _each(options.providers, prepare)
+    return calls, results
+
+
+_gpu_timer = functools.cache(GPUTimer)
+_fastest: dict[tuple, str] = {}  # plain kernel by traffic and bytes
+
+
+def _limit(traffic: str, inputs) -> dict[str, Callable]:
+    """The fastest of the plain kernels that move the bytes of an operator."""
+    kernels = limit.launches(traffic, [t for t in inputs if t.shape == inputs[0].shape])
+    key = traffic, inputs[0].nbytes
+    if key not in _fastest:
+        for kernel in kernels.values():
+            kernel()
+        quick = _gpu_timer()(kernels, 0, least=3)
+        _fastest[key] = min(quick, key=lambda name: quick[name].us)
+    return {_fastest[key]: kernels[_fastest[key]]}
+
+
+def _gpu_point(options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+    operator = OPERATORS[op]
+    torch.manual_seed(0)
+    inputs = operator.inputs(m, n, DTYPES[dtype], "cuda")
+    calls, results = _prepare(options, op, inputs, m)
+    figures = {"results": results}
+    plain = {}
+    try:
+        plain = _limit(operator.traffic, inputs)
+    except (limit.Unavailable, torch.OutOfMemoryError) as error:
+        figures["limit"] = {"error": reason(error)}
+    timings = _gpu_timer()(calls | plain, options.seconds)
+    size = len(operator.traffic) * inputs[0].nbytes
+    for kernel in plain:
+        figures["limit"] = timings[kernel]._asdict() | {"kernel": kernel, "tbps": _tbps(size, timings[kernel].us)}
+    for name in calls:
+        results[name] |= timings[name]._asdict() | {"tbps": _tbps(size, timings[name].us)}
+        if plain:
+            results[name]["ratio"] = round(figures["limit"]["us"] / timings[name].us, 4)
+    return figures
+
+
+def _tbps(size: int, us: float) -> float:
+    return round(size / us / 1e6, 4)
+
+
+def _cpu_point(options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+    torch.manual_seed(0)
+    inputs = OPERATORS[op].inputs(m, n, DTYPES[dtype], "cpu")
+    calls, results = _prepare(options, op, inputs, m)
+    for name, call in calls.items():
+        results[name] |= cpu_block(call, options.seconds)._asdict()
+    return {"results": results}
+
+
+def _grid(section, measure, shapes, operators, dtypes, options: Options) -> Iterator[Point]:
+    chosen = itertools.product(options.dtypes or dtypes, options.shapes or shapes, options.operators or operators)
+    for dtype, (m, n), op in chosen:
+        name = {"section": section, "op": op, "dtype": dtype, "m": m, "n": n}
+        yield Point(name, lambda o=op, d=dtype, m=m, n=n: measure(options, o, d, m, n))
+
+
+def throughput(options: Options) -> Iterator[Point]:
+    return _grid("throughput", _gpu_point, TRAINING, tuple(OPERATORS), ("bfloat16", "float32"), options)
+
+
+def few(options: Options) -> Iterator[Point]:
+    forward = ("softmax_forward", "rmsnorm_forward", "cross_entropy_forward")
+    return _grid("few", _gpu_point, FEW, forward, ("bfloat16",), options)
+
+
+def cpu(options: Options) -> Iterator[Point]:
+    return _grid("cpu", _cpu_point, CPU, tuple(OPERATORS), ("float32",), options)
+
+
+# ---- host: what a call costs before its kernel starts ----
+
+
+def _host_call(function, name, mode, x, weight, target):
+    more = {"softmax": (), "rmsnorm": (weight,), "cross_entropy": (target,)}[name]
+    if mode == "forward":
+        return lambda: function(x, *more)
+    leaves = [t.detach().requires_grad_() for t in (x, *more) if t.is_floating_point()]
+    arguments = (*leaves, *more[len(leaves) - 1 :])
+    if mode == "with gradient":
+        return lambda: function(*arguments)
+    seed = torch.ones_like(function(*arguments))
+    return lambda: torch.autograd.grad(function(*arguments), leaves, seed)
+
+
+def _host_point(options: Options, name: str, mode: str) -> dict:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    m, n = TINY
+    dtype = DTYPES[(options.dtypes or ("bfloat16",))[0]]
+    x = torch.randn(m, n, dtype=dtype, device=device)
+    weight = torch.randn(n, dtype=dtype, device=device)
+    target = torch.randint(n, (m,), device=device)
+    calls = {}
+
+    def prepare(who):
+        call = _host_call(provider(who).functions[name], name, mode, x, weight, target)
+        call()
+        calls[who] = call
+        return {}
+
+    results = _each(options.providers, prepare)
+    timings = host_cost(calls, torch.cuda.synchronize if device == "cuda" else (lambda: None))
+    for who, timing in timings.items():
+        results[who] |= timing._asdict()
+        if "torch" in timings:
+            results[who]["over torch"] = round(timing.us / timings["torch"].us, 3)
+    return {"results": results}
+
+
+def host(options: Options) -> Iterator[Point]:
+    for name in load.FUNCTIONS:
+        for mode in ("forward", "with gradient", "forward and backward"):
+            point = {"section": "host", "op": name, "mode": mode}
+            yield Point(point, lambda name=name, mode=mode: _host_point(options, name, mode))
+
+
+# ---- load: what the first call costs ----
+
+_PROCESSES = 3
+
+
+def _median(runs: list[dict]) -> dict:
+    """The median of each figure over several processes, in the nesting that they came in."""
+    first = runs[0]
+    if isinstance(first, dict):
+        return {name: _median([run[name] for run in runs]) for name in first}
+    if isinstance(first, list):
+        return [_median(list(values)) for values in zip(*runs, strict=True)]
+    return round(statistics.median(runs), 3)
+
+
+def _load_point(options: Options) -> dict:
+    def first_calls(name):
+        processes = 1 if name == "torch.compile" else _PROCESSES  # it takes its time
+        figures = _median([load.in_a_fresh_process(name) for _ in range(processes)])
+        if name == "gander":
+            figures["megabytes"] = round(Path(_library.path()).stat().st_size / 1e6, 2)
+        else:
+            del figures["import"]
+        return figures
+
+    return {"results": _each(options.providers, first_calls)}
+
+
+def load_section(options: Options) -> Iterator[Point]:
+    yield Point({"section": "load"}, lambda: _load_point(options))
+
+
+SECTIONS = {"host": host, "load": load_section, "throughput": throughput, "few": few, "cpu": cpu}
+NEEDS_GPU = ("throughput", "few")
+
+
+def context_is_lost() -> bool:
+    """Whether an error has made the GPU unusable for this process."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def forget() -> None:
+    """Gives memory and compiled code of a point back."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,136 @@
+"""How long calls take: on the GPU with a cold cache and the host ahead, on the CPU in blocks, on the host alone."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+
+Call = Callable[[], object]
+_HOST_MARGIN = 1.5
+_CYCLES_PER_US = 2000  # at the highest clock; at a lower one the host is only further ahead
+_HIDDEN_US = 40  # host time that the flush of the cache hides anyway
+_MOST_US = 2000  # who takes longer waits for the GPU, and nothing hides that
+
+
+class Timing(NamedTuple):
+    """Microseconds: median, 10th and 90th percentile, of so many repeats."""
+
+    us: float
+    low: float
+    high: float
+    repeats: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Timing":
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        figures = statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+        return cls(*(round(figure, 4) for figure in figures), len(ordered))
+
+
+def _turns(names: list[str]) -> Iterator[list[str]]:
+    """Everyone's turn, each time with another one first."""
+    while True:
+        yield names
+        names = names[1:] + names[:1]
+
+
+@contextmanager
+def _no_garbage_collection():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class GPUTimer:
+    """Times calls with CUDA events, in turns. Before each the L2 cache is flushed, and the GPU is kept busy until the
+    host has enqueued the call, so that what is timed is the GPU's work and nothing of Python's."""
+
+    def __init__(self):
+        size = max(256 << 20, 4 * torch.cuda.get_device_properties().L2_cache_size)
+        self._flush = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def _start(self, call: Call, delay: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        if delay:
+            torch.cuda._sleep(delay)
+        begin.record()
+        call()
+        end.record()
+        return begin, end
+
+    @staticmethod
+    def _delay(call: Call) -> int:
+        """Cycles to keep the GPU busy while the host runs a call."""
+        host = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            host.append((time.perf_counter() - start) * 1e6)
+        torch.cuda.synchronize()
+        us = statistics.median(host)
+        return int(min(us, _MOST_US) * _HOST_MARGIN * _CYCLES_PER_US) if us > _HIDDEN_US else 0
+
+    def __call__(self, calls: dict[str, Call], seconds: float, least: int = 10, most: int = 100) -> dict[str, Timing]:
+        """At least `least` rounds, then more until the seconds are over. The calls have run before."""
+        delays = {name: self._delay(call) for name, call in calls.items()}
+        samples = {name: [] for name in calls}
+        began = time.perf_counter()
+        with _no_garbage_collection():
+            for rounds, turn in enumerate(_turns(list(calls))):
+                if rounds == most or (rounds >= least and time.perf_counter() - began > seconds):
+                    break
+                events = {name: self._start(calls[name], delays[name]) for name in turn}
+                torch.cuda.synchronize()
+                for name, (begin, end) in events.items():
+                    samples[name].append(begin.elapsed_time(end) * 1e3)
+        return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def cpu_block(call: Call, seconds: float, least: int = 5, most: int = 1000) -> Timing:
+    """Times one call again and again, after a pause: torch's threads spin for a while after their last call, and would
+    take the cores from whoever comes next."""
+    time.sleep(0.3)
+    samples = []
+    began = time.perf_counter()
+    with _no_garbage_collection():
+        call()
+        while len(samples) < most and (len(samples) < least or time.perf_counter() - began < seconds):
+            start = time.perf_counter()
+            call()
+            samples.append((time.perf_counter() - start) * 1e6)
+    return Timing.of(samples)
+
+
+def host_cost(
+    calls: dict[str, Call], settle: Call, seconds: float = 2, least: int = 10, most: int = 40, batch: int = 100
+) -> dict[str, Timing]:
+    """The host's time per call, in turns. settle() waits for the device; a batch must fit into its queue."""
+    samples = {name: [] for name in calls}
+    with _no_garbage_collection():
+        for call in calls.values():
+            for _ in repeat(None, batch):
+                call()
+            settle()
+        began = time.perf_counter()
+        for rounds, turn in enumerate(_turns(list(calls))):
+            if rounds == most or (rounds >= least and time.perf_counter() - began > seconds):
+                break
+            for name in turn:
+                call = calls[name]
+                settle()
+                start = time.perf_counter()
+                for _ in repeat(None, batch):
+                    call()
+                samples[name].append((time.perf_counter() - start) * 1e6 / batch)
+        settle()
+    return {name: Timing.of(values) for name, values in samples.items()}

@@ -1,0 +1,70 @@
+"""`python -m gander demo`: this machine, each operator checked and timed, and a language model trained with gander.
+
+The model is small and Llama-like and predicts the bytes of the source files of Python's standard library. It is trained
+twice from one seed, on the same batches: with torch's operators and with gander's. The two loss curves must agree.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def main(
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, in place of the default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU where there is one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the parameters and of the order of the batches.")] = 0,
+    output: Annotated[Path, typer.Option(help="The picture.")] = Path("demo.png"),
+    compile: Annotated[bool, typer.Option(help="Time torch.compile too.")] = True,
+    seconds: Annotated[float, typer.Option(help="For the timing of one operator at one shape.")] = 0.1,
+) -> None:
+    """Shows what this machine has, checks and times each operator, and trains a small language model twice: with
+    torch's operators and with gander's. Fails where an operator is wrong or the loss curves do not agree."""
+    # torch's threads otherwise spin between operators, and take the cores from whatever runs beside them: gander's
+    # threads, or another program, which makes a step ten times as long. It has to be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+    from rich.console import Console
+
+    from .checks import SHAPES
+    from .training import CPU, GPU
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in SHAPES or (device == "cuda" and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"{device} is not here, expected cpu or an available cuda", param_hint="--device")
+    config = GPU if device == "cuda" else CPU
+    if steps is not None:
+        config = replace(config, steps=steps)
+    demonstrate(console, device, config, seed, output, compile, seconds)
+
+
+def demonstrate(console, device, config, seed, output, compile, seconds) -> None:
+    from . import checks, training
+
+    checks.describe(console, device)
+    failures = checks.check(console, device, compile, seconds)
+    runs = training.train_both(console, config, device, seed)
+    training.plot(runs, config, checks.name_of(device), output)
+    apart = training.difference(runs)
+    most = max(apart)
+    torch_step, gander_step = (run.step for run in runs.values())
+    console.print(
+        f"Loss {runs['torch'].losses[0]:.3f} -> {runs['torch'].losses[-1]:.3f} with torch, -> "
+        f"{runs['gander'].losses[-1]:.3f} with gander; a step {torch_step:.1f} ms and {gander_step:.1f} ms."
+    )
+    console.print(
+        f"Largest difference between the curves: {most:.2e} at step {apart.index(most)}, allowed {config.agreement:g}."
+    )
+    console.print(f"The curves are in {output}.", soft_wrap=True)
+    # Written this way round so that NaN fails too.
+    if not most <= config.agreement:
+        failures.append(f"the loss curves are {most:.2e} apart, more than {config.agreement:g}")
+    for failure in failures:
+        console.print(f"FAILED: {failure}", style="bold red", soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)

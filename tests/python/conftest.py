@@ -1,0 +1,29 @@
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+# Compiled graphs of an earlier gander must not be taken from inductor's cache.
+CACHE = tempfile.mkdtemp(prefix="gander-inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python")]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

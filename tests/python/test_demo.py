@@ -1,0 +1,112 @@
+"""The demo: a small model trained both ways, and that it fails loudly."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import typer
+from gander import demo
+from gander.bench import timing
+from gander.demo import checks, training
+from rich.console import Console
+from typer.testing import CliRunner
+
+TINY = replace(training.CPU, width=32, layers=1, heads=2, context=16, batch=2, steps=6, agreement=1e-4)
+
+
+@pytest.fixture
+def console():
+    return Console(width=140, record=True, force_terminal=False)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setitem(checks.SHAPES, "cpu", ((3, 40),))
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+    text = training.corpus(0.1)
+    monkeypatch.setattr(training, "corpus", lambda: text)
+
+
+@pytest.fixture
+def training_alone(monkeypatch):
+    monkeypatch.setattr(checks, "check", lambda *arguments: [])
+    monkeypatch.setattr(training, "plot", lambda *arguments: None)
+
+
+def run(console, path, config=TINY):
+    demo.demonstrate(console, "cpu", config, 0, path, compile=False, seconds=0)
+
+
+def test_trains_both_ways_and_draws(console, tmp_path):
+    run(console, tmp_path / "demo.png")
+    said = console.export_text()
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    for expected in ("This machine", "softmax backward", "Largest difference between the curves", "gander step 6/6"):
+        assert expected in said
+    assert "FAILED" not in said
+
+
+def test_curves_that_part_fail(console, tmp_path, monkeypatch, training_alone):
+    softmax = training.GANDER.softmax
+    monkeypatch.setattr(training, "GANDER", replace(training.GANDER, softmax=lambda x: softmax(x * 1.5)))
+    with pytest.raises(typer.Exit) as stop:
+        run(console, tmp_path / "demo.png")
+    assert stop.value.exit_code == 1
+    assert "FAILED: the loss curves are" in console.export_text()
+
+
+def test_curves_that_are_nan_fail(console, tmp_path, monkeypatch, training_alone):
+    monkeypatch.setattr(training, "GANDER", replace(training.GANDER, rmsnorm=lambda x, weight: x * float("nan")))
+    with pytest.raises(typer.Exit):
+        run(console, tmp_path / "demo.png")
+
+
+def test_a_wrong_operator_is_reported(console, monkeypatch):
+    right = checks.cases.provider
+
+    def provider(name):
+        found = right(name)
+        if name != "gander":
+            return found
+        wrong = found.operators | {"softmax_forward": lambda x: lambda: (torch.softmax(x, -1) * 1.001,)}
+        return replace(found, operators=wrong)
+
+    monkeypatch.setattr(checks.cases, "provider", provider)
+    (failure,) = checks.check(console, "cpu", compile=False, seconds=0)
+    assert failure.startswith("softmax_forward at 3 x 40")
+
+
+def test_without_a_compiler_it_says_so(console, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert checks.check(console, "cpu", compile=True, seconds=0) == []
+    assert "it needs a C++ compiler" in console.export_text()
+
+
+def test_the_seed_decides_parameters_and_batches():
+    def losses(seed):
+        config = replace(TINY, steps=2)
+        return training.train(training.TORCH, config, training.corpus(), "cpu", seed, lambda run: None).losses
+
+    assert losses(3) == losses(3) != losses(4)
+
+
+def test_attention_does_not_look_ahead():
+    torch.manual_seed(0)
+    model = training.Model(training.GANDER, TINY)
+    tokens = torch.randint(256, (1, TINY.context))
+    changed = tokens.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 256
+    seen = []
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    for each in (tokens, changed):
+        model(each, tokens)
+    torch.testing.assert_close(seen[0][:, :-1], seen[1][:, :-1], rtol=0, atol=0)
+    assert not torch.equal(seen[0][:, -1], seen[1][:, -1])
+
+
+def test_an_absent_device_is_refused():
+    app = typer.Typer()
+    app.command()(demo.main)
+    result = CliRunner().invoke(app, ["--device", "tpu"])
+    assert result.exit_code == 2
+    assert "tpu is not here" in result.output

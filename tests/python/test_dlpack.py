@@ -1,0 +1,229 @@
+"""NumPy arrays, and anything else with `__dlpack__`: the owning C functions, with no torch in the process."""
+
+import gc
+import subprocess
+import sys
+import textwrap
+
+import gander
+import numpy as np
+import pytest
+import torch
+from gander import _dlpack
+
+F16, F32, F64 = np.float16, np.float32, np.float64
+
+
+def rows(*shape, dtype=F32):
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def assert_same(array, tensor):
+    assert type(array) is np.ndarray
+    assert array.shape == tuple(tensor.shape)
+    np.testing.assert_array_equal(array, tensor.numpy())
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 65), (0, 7)])
+@pytest.mark.parametrize("dtype", [F16, F32, F64])
+def test_results_are_those_of_torch_tensors(dtype, shape):
+    """Bit for bit: the tests of accuracy then hold here too."""
+    x, dy, weight = rows(*shape, dtype=dtype), rows(*shape, dtype=dtype)[::-1].copy(), rows(shape[-1], dtype=dtype)
+    target = np.random.default_rng(1).integers(0, shape[-1], shape[:-1] or (1,)).reshape(shape[:-1])
+    tx, tdy, tweight, ttarget = map(torch.from_numpy, (x, dy, weight, target))
+    y, ty = gander.softmax(x), gander.softmax(tx)
+    assert_same(y, ty)
+    assert_same(gander.softmax_fwd(x), ty)
+    assert_same(gander.softmax_bwd(dy, y), gander.softmax_bwd(tdy, ty))
+    out, residual, rstd = gander.rmsnorm_fwd(x, weight, store_rstd=True)
+    tout, _, trstd = gander.rmsnorm_fwd(tx, tweight, store_rstd=True)
+    assert residual is x
+    assert_same(out, tout)
+    assert_same(rstd, trstd)
+    assert_same(gander.rmsnorm(x), gander.rmsnorm(tx))
+    for got, expected in zip(
+        gander.rmsnorm_bwd(x, weight, dy, rstd)[:2], gander.rmsnorm_bwd(tx, tweight, tdy, trstd)[:2], strict=True
+    ):
+        assert_same(got, expected)
+    assert gander.rmsnorm_bwd(x, None, dy, rstd)[1:] == (None, None, None)
+    for reduction in ("none", "mean", "sum"):
+        assert_same(
+            gander.cross_entropy(x, target, reduction=reduction), gander.cross_entropy(tx, ttarget, reduction=reduction)
+        )
+    loss, lse, dx = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
+    for got, expected in zip(
+        (loss, lse, dx), gander.cross_entropy_fwd(tx, ttarget, return_lse=True, return_dx=True), strict=True
+    ):
+        assert_same(got, expected)
+    again = gander.cross_entropy_bwd(x, target, np.ones_like(loss), lse)
+    assert_same(
+        again, gander.cross_entropy_bwd(tx, ttarget, torch.ones_like(torch.from_numpy(loss)), torch.from_numpy(lse))
+    )
+
+
+def test_out_dtype_by_any_name():
+    x = rows(4, 7)
+    for dtype in (F16, "float16", np.dtype(F16), torch.float16):
+        assert gander.rmsnorm(x, out_dtype=dtype).dtype == F16
+
+
+def test_read_only_arrays():
+    x = rows(4, 7)
+    expected = gander.softmax(x)
+    x.flags.writeable = False
+    np.testing.assert_array_equal(gander.softmax(x), expected)
+
+
+def test_row_stride_and_offset():
+    base = rows(4, 20)
+    np.testing.assert_array_equal(gander.softmax(base[:, 3:10]), gander.softmax(base[:, 3:10].copy()))
+
+
+def test_results_can_be_written_and_outlive_their_inputs():
+    x = rows(4, 7)
+    y = gander.softmax(x)
+    copy = y.copy()
+    del x
+    gc.collect()
+    np.testing.assert_array_equal(y, copy)
+    y += 1
+    np.testing.assert_array_equal(y, copy + 1)
+
+
+class Legacy:
+    """An array of a library from before DLPack 1.0, whose from_dlpack takes unversioned capsules."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, stream=None):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __array_namespace__(self):
+        return self
+
+    @staticmethod
+    def from_dlpack(result):
+        class Unversioned:
+            def __dlpack__(self, **options):
+                return result.__dlpack__()
+
+            def __dlpack_device__(self):
+                return result.__dlpack_device__()
+
+        return np.from_dlpack(Unversioned())
+
+
+def test_unversioned_capsules():
+    x, weight = rows(4, 7), rows(7)
+    before = len(_dlpack._exported)
+    y = gander.rmsnorm(Legacy(x), Legacy(weight))
+    np.testing.assert_array_equal(y, gander.rmsnorm(x, weight))
+    assert len(_dlpack._exported) == before + 1
+    del y
+    gc.collect()
+    assert len(_dlpack._exported) == before
+
+
+def test_a_library_without_from_dlpack_gets_the_result_itself():
+    class Plain:
+        def __init__(self, array):
+            self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+    x = rows(4, 7)
+    result = gander.softmax(Plain(x))
+    np.testing.assert_array_equal(np.from_dlpack(result), gander.softmax(x))
+    with pytest.raises(BufferError, match="has been taken through __dlpack__ before"):
+        np.from_dlpack(result)
+    gander.softmax(Plain(x)).__dlpack__(max_version=(1, 0))  # a capsule that nobody consumes
+
+
+def test_deleters_run_once_on_success_and_on_refusal():
+    """Memory comes back: 64 MB a round would show after a few."""
+    import resource
+
+    x, short = rows(1024, 4096), rows(5)
+    legacy = Legacy(x)
+
+    def rounds(count):
+        for _ in range(count):
+            gander.softmax(x)
+            gander.softmax(legacy)
+            with pytest.raises(ValueError, match="weight has shape"):
+                gander.rmsnorm(x, short)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = rounds(3)
+    assert rounds(20) - before < 64_000
+
+
+@pytest.mark.parametrize(
+    ("call", "exception", "message"),
+    [
+        (lambda x: gander.softmax(x[:, ::2]), ValueError, "x has stride 2 in its last dimension, expected adjacent"),
+        (lambda x: gander.softmax(x.astype(int)), TypeError, "x has dtype int64, expected float16"),
+        (lambda x: gander.softmax(x.astype(">f4")), TypeError, "x is a ndarray that cannot be exported through DLPack"),
+        (lambda x: gander.rmsnorm(x, [1.0]), TypeError, "weight is a list, expected a torch.Tensor or an object with"),
+        (lambda x: gander.rmsnorm(x, x[0, :3].copy()), ValueError, r"weight has shape \(3,\), which is 3 elements"),
+        (lambda x: gander.rmsnorm(x, out_dtype="int8"), TypeError, "out_dtype is int8|y has dtype int8"),
+        (lambda x: gander.rmsnorm(x, out_dtype="quad"), TypeError, "out_dtype is quad, expected float16"),
+        (lambda x: gander.rmsnorm(x, out_dtype="bfloat16"), TypeError, "numpy cannot take this result through DLPack"),
+        (lambda x: gander.cross_entropy(x, np.zeros(3, int)), ValueError, r"target has shape \(3,\)"),
+        (
+            lambda x: gander.cross_entropy_fwd(x, np.zeros(4, int), return_dx=True, inplace_backward=True),
+            NotImplementedError,
+            "inplace_backward is not supported yet; it is for torch tensors only",
+        ),
+        (
+            lambda x: gander.cross_entropy_bwd(x, np.zeros(4, int), x[:, 0], x[:, 0], inplace_backward=True),
+            NotImplementedError,
+            "inplace_backward is not supported yet; it is for torch tensors only",
+        ),
+    ],
+)
+def test_refusals(call, exception, message):
+    with pytest.raises(exception, match=message):
+        call(rows(4, 6))
+
+
+def test_a_dtype_that_numpy_cannot_export():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 of its own")
+    with pytest.raises(TypeError, match="x is a ndarray that cannot be exported through DLPack"):
+        gander.softmax(rows(4, 7).astype(ml_dtypes.bfloat16))
+
+
+def test_debug_checks_targets():
+    gander.set_debug(True)
+    try:
+        with pytest.raises(IndexError, match="target has the class 6, expected 0 to 5, or ignore_index = -100"):
+            gander.cross_entropy(rows(3, 6), np.array([0, 6, -100]))
+    finally:
+        gander.set_debug(False)
+
+
+def test_explain_takes_arrays():
+    assert "4 rows of 7 float32 on cpu" in gander.explain("softmax", rows(4, 7))
+    assert gander.explain("rmsnorm_bwd", rows(4, 7)).startswith("rmsnorm_backward")
+
+
+def test_without_torch():
+    """In a process that cannot import torch."""
+    script = """
+        import sys
+        sys.modules["torch"] = None
+        import gander, numpy as np
+        x = np.arange(12, dtype=np.float32).reshape(3, 4)
+        y = gander.softmax(x)
+        assert type(y) is np.ndarray and np.allclose(y.sum(1), 1)
+        assert gander.info()["torch"] is None and gander.info()["torch_binding"] is None
+        gander.warmup("cpu")
+        try:
+            gander.nn
+        except ImportError:
+            print("fine")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")

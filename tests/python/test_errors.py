@@ -1,0 +1,275 @@
+"""Every wrong call is refused with the right exception and a message that says what to do; nothing is written."""
+
+import gander
+import pytest
+import torch
+
+X = torch.randn(4, 6)
+WEIGHT = torch.ones(6)
+TARGET = torch.zeros(4, dtype=torch.long)
+LSE = torch.zeros(4)
+INTS = torch.zeros(4, 6, dtype=torch.int32)
+
+CASES = {
+    "softmax of rank 0": (
+        lambda: gander.softmax(torch.tensor(1.0)),
+        ValueError,
+        r"softmax_forward: x has rank 0, expected rows \(M, N\) of rank 1 or more",
+    ),
+    "softmax of no columns": (
+        lambda: gander.softmax(torch.empty(3, 0)),
+        ValueError,
+        r"x has shape \(3, 0\), expected a last dimension of 1 or more",
+    ),
+    "softmax of integers": (
+        lambda: gander.softmax(INTS),
+        TypeError,
+        "x has dtype int32, expected float16, bfloat16, float32 or float64; convert it",
+    ),
+    "softmax of complex numbers": (
+        lambda: gander.softmax(X.cfloat()),
+        TypeError,
+        "x has dtype .*, expected float16",
+    ),
+    "softmax of booleans": (lambda: gander.softmax(X > 0), TypeError, "x has dtype .*, expected float16"),
+    "softmax of a float8": (
+        lambda: gander.softmax(X.to(torch.float8_e4m3fn)),
+        TypeError,
+        "x has dtype .*, expected float16",
+    ),
+    "softmax of a list": (
+        lambda: gander.softmax([1.0]),
+        TypeError,
+        "x is a list, expected a torch.Tensor or an object",
+    ),
+    "softmax of a sparse tensor": (lambda: gander.softmax(X.to_sparse()), NotImplementedError, "SparseCPU"),
+    "softmax_bwd, another shape": (
+        lambda: gander.softmax_bwd(X, X[:, :5]),
+        ValueError,
+        r"y has shape \(4, 5\), which is 4 rows of 5, expected 4 rows of 6 as dy",
+    ),
+    "softmax_bwd, another dtype": (
+        lambda: gander.softmax_bwd(X, X.half()),
+        TypeError,
+        "y has dtype float16, expected float32; convert it",
+    ),
+    "softmax_bwd of a list": (lambda: gander.softmax_bwd(X, [1.0]), TypeError, "y is a list, expected a torch.Tensor"),
+    "rmsnorm, a short weight": (
+        lambda: gander.rmsnorm(X, WEIGHT[:5]),
+        ValueError,
+        r"weight has shape \(5,\), which is 5 elements, expected 6: one for each column of x",
+    ),
+    "rmsnorm, a matrix of weights": (
+        lambda: gander.rmsnorm(X, X),
+        ValueError,
+        r"weight has rank 2, expected rank 1: \(N\) with N = 6 columns",
+    ),
+    "rmsnorm, a weight of integers": (
+        lambda: gander.rmsnorm(X, INTS[0]),
+        TypeError,
+        "weight has dtype int32, expected float16, bfloat16 or float32; convert it",
+    ),
+    "rmsnorm, a float64 weight": (
+        lambda: gander.rmsnorm(X, WEIGHT.double()),
+        TypeError,
+        "weight has dtype float64, expected float16, bfloat16 or float32; convert it",
+    ),
+    "rmsnorm, a weight in a list": (
+        lambda: gander.rmsnorm(X, [1.0] * 6),
+        TypeError,
+        "weight is a list, expected a torch.Tensor, like the first argument",
+    ),
+    "rmsnorm, an out_dtype of integers": (
+        lambda: gander.rmsnorm(X, out_dtype=torch.int32),
+        TypeError,
+        "y has dtype int32, expected float16, bfloat16 or float32; convert it",
+    ),
+    "rmsnorm, a negative eps": (
+        lambda: gander.rmsnorm(X, eps=-1.0),
+        ValueError,
+        "eps is -1, expected a finite number of 0 or more",
+    ),
+    "rmsnorm_bwd, another shape": (
+        lambda: gander.rmsnorm_bwd(X, WEIGHT, X[:3], LSE),
+        ValueError,
+        r"dout has shape \(3, 6\), which is 3 rows of 6, expected 4 rows of 6 as x",
+    ),
+    "rmsnorm_bwd, a short rstd": (
+        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE[:3]),
+        ValueError,
+        r"rstd has shape \(3,\), which is 3 elements, expected 4: one for each row of x",
+    ),
+    "rmsnorm_bwd, an rstd of halves": (
+        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE.half()),
+        TypeError,
+        "rstd has dtype float16, expected float32; convert it",
+    ),
+    "cross_entropy, a short target": (
+        lambda: gander.cross_entropy(X, TARGET[:3]),
+        ValueError,
+        r"cross_entropy_forward: target has shape \(3\), expected \(4\), the leading dimensions of x",
+    ),
+    "cross_entropy, a transposed target": (
+        lambda: gander.cross_entropy(X.view(2, 2, 6).expand(3, 2, 2, 6)[:, 0], torch.zeros(2, 3, dtype=torch.long)),
+        ValueError,
+        r"target has shape \(2, 3\), expected \(3, 2\), the leading dimensions of x",
+    ),
+    "cross_entropy, class probabilities": (
+        lambda: gander.cross_entropy(X, LSE),
+        TypeError,
+        "target has dtype float32, expected int32 or int64; convert it",
+    ),
+    "cross_entropy, an array of targets": (
+        lambda: gander.cross_entropy(X, TARGET.numpy()),
+        TypeError,
+        "target is a ndarray, expected a torch.Tensor, like the first argument",
+    ),
+    "cross_entropy, a short weight": (
+        lambda: gander.cross_entropy(X, TARGET, weight=WEIGHT[:5]),
+        ValueError,
+        r"weight has shape \(5,\), which is 5 elements, expected 6: one for each column of x",
+    ),
+    "cross_entropy, a reduction of its own": (
+        lambda: gander.cross_entropy(X, TARGET, reduction="avg"),
+        ValueError,
+        "reduction is 'avg', expected 'mean', 'sum' or 'none'",
+    ),
+    "cross_entropy, a weight with a gradient": (
+        lambda: gander.cross_entropy(X, TARGET, weight=torch.ones(6, requires_grad=True)),
+        NotImplementedError,
+        "weight requires a gradient, but class weights have none; detach it",
+    ),
+    "cross_entropy_bwd, a short dloss": (
+        lambda: gander.cross_entropy_bwd(X, TARGET, LSE[:3], LSE),
+        ValueError,
+        r"dloss has shape \(3,\), which is 3 elements, expected 4: one for each row of x, or a single one for all",
+    ),
+    "cross_entropy_bwd, a short lse": (
+        lambda: gander.cross_entropy_bwd(X, TARGET, LSE, LSE[:3]),
+        ValueError,
+        r"lse has shape \(3,\), which is 3 elements, expected 4",
+    ),
+    "cross_entropy_bwd in place over an expanded tensor": (
+        lambda: gander.cross_entropy_bwd(X[:1].expand(4, 6), TARGET, LSE, LSE, inplace_backward=True),
+        ValueError,
+        r"x has strides \(0, 1\), expected elements apart from one another, as the gradient is written over them",
+    ),
+    "a bias": (lambda: gander.rmsnorm(X, bias=WEIGHT), NotImplementedError, "bias is not supported yet"),
+    "a residual": (lambda: gander.rmsnorm(X, residual=X), NotImplementedError, "residual is not supported yet"),
+    "a residual dtype": (
+        lambda: gander.rmsnorm_fwd(X, residual_dtype=torch.float32),
+        NotImplementedError,
+        "residual is not supported yet",
+    ),
+    "prenorm": (lambda: gander.rmsnorm(X, prenorm=True), NotImplementedError, "prenorm is not supported yet"),
+    "a weight offset": (
+        lambda: gander.rmsnorm(X, WEIGHT, weight_offset=1.0),
+        NotImplementedError,
+        "weight_offset is not supported yet; add it to weight before the call",
+    ),
+    "the gradient of a bias": (
+        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, has_bias=True),
+        NotImplementedError,
+        "has_bias is not supported yet",
+    ),
+    "the gradient of a residual": (
+        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, dresidual_out=X),
+        NotImplementedError,
+        "dresidual_out is not supported yet; add it to dx",
+    ),
+    "lse_partial": (
+        lambda: gander.cross_entropy(X, TARGET, LSE),
+        NotImplementedError,
+        "lse_partial is not supported yet; pass whole rows of logits",
+    ),
+    "target_logit": (
+        lambda: gander.cross_entropy_fwd(X, TARGET, LSE),
+        NotImplementedError,
+        "target_logit is not supported yet",
+    ),
+    "explain of an op of its own": (
+        lambda: gander.explain("conv", X),
+        ValueError,
+        'op is "conv", expected softmax_forward',
+    ),
+    "explain of integers": (lambda: gander.explain("softmax", INTS), TypeError, "dtype int32, expected float16"),
+    "explain of rank 0": (
+        lambda: gander.explain("softmax", X[0, 0]),
+        ValueError,
+        "x has rank 0, expected rank 1 or more",
+    ),
+    "warmup of a device of its own": (
+        lambda: gander.warmup("tpu"),
+        ValueError,
+        "device is 'tpu', expected 'cpu', 'cuda' or 'cuda:<index>'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refusals(name):
+    call, exception, message = CASES[name]
+    with pytest.raises(exception, match=message) as caught:
+        call()
+    assert caught.type is exception
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
+def test_operands_on_two_devices():
+    with pytest.raises(RuntimeError, match="weight is on cpu, expected cuda:0 as x; move one of them"):
+        gander.rmsnorm(X.cuda(), WEIGHT)
+    with pytest.raises(RuntimeError, match="target is on cpu, expected cuda:0 as x; move one of them"):
+        gander.cross_entropy(X.cuda(), TARGET)
+
+
+@pytest.mark.parametrize("name", ["rmsnorm, a short weight", "cross_entropy, a short target"])
+def test_ops_of_torch_refuse_too(name):
+    """Through torch.ops the type is what torch's C ABI can raise; the message is the same."""
+    call = {
+        "rmsnorm, a short weight": lambda: torch.ops.gander.rmsnorm(X, WEIGHT[:5]),
+        "cross_entropy, a short target": lambda: torch.ops.gander.cross_entropy(X, TARGET[:3]),
+    }[name]
+    with pytest.raises((RuntimeError, ValueError), match=CASES[name][2]):
+        call()
+
+
+def test_errors_of_torch_pass_unchanged():
+    """A failure that is not gander's is not dressed up as the last one of gander's."""
+    with pytest.raises(ValueError, match="weight has shape"):
+        gander.rmsnorm(X, WEIGHT[:5])
+    with pytest.raises(NotImplementedError, match="SparseCPU"):
+        gander.softmax(X.to_sparse())
+
+
+def test_nothing_is_written_on_refusal():
+    x = X.clone()
+    with pytest.raises(ValueError, match="weight has shape"):
+        gander.cross_entropy_fwd(x, TARGET, weight=WEIGHT[:5], return_dx=True, inplace_backward=True)
+    assert torch.equal(x, X)
+
+
+def test_errors_in_backward():
+    leaf = X.clone().requires_grad_()
+    y = gander.softmax(leaf)
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        y.backward(torch.ones(3, 6))
+
+
+def test_debug_checks_targets():
+    target = torch.tensor([0, 6, -100, 2])
+    assert gander.cross_entropy(X, target).isnan()
+    gander.set_debug(True)
+    try:
+        message = "target has the class 6, expected 0 to 5, or ignore_index = -100"
+        for call in (
+            lambda: gander.cross_entropy(X, target),
+            lambda: gander.cross_entropy_fwd(X, target),
+            lambda: gander.cross_entropy_bwd(X, target, LSE, LSE),
+        ):
+            with pytest.raises(IndexError, match=message):
+                call()
+        assert gander.cross_entropy(X, target.clamp(max=5)).isfinite()
+        torch.compile(gander.cross_entropy, fullgraph=True, backend="eager")(X, target)
+    finally:
+        gander.set_debug(False)
+    assert gander.cross_entropy(X, target).isnan()

@@ -1,0 +1,142 @@
+"""gander.nn against torch.nn: constructors, state_dict, repr, results and gradients."""
+
+import inspect
+
+import gander
+import pytest
+import torch
+from test_ops import rand
+from tolerance import assert_accurate
+from torch import nn
+
+NAMES = ["RMSNorm", "CrossEntropyLoss", "Softmax"]
+
+
+def both(name, *arguments, device="cpu", **options):
+    return getattr(gander.nn, name)(*arguments, **options).to(device), getattr(nn, name)(*arguments, **options).to(
+        device
+    )
+
+
+def compare(mine, theirs, x, *rest):
+    """Results and gradients, against torch's module in float64."""
+
+    def run(module, x, *rest):
+        x = x.detach().requires_grad_()
+        out = module(x, *rest)
+        torch.manual_seed(1)
+        dout = torch.randn(out.shape, dtype=torch.float64).to(out.device, out.dtype)
+        return out.detach(), torch.autograd.grad(out, x, dout)[0]
+
+    got, expected = run(mine, x, *rest), run(theirs, x, *rest)
+    exact = run(theirs.double(), x.double(), *rest)
+    for a, b, c in zip(got, expected, exact, strict=True):
+        assert a.dtype == b.dtype
+        assert_accurate(a, b, c)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signature_and_type(name):
+    mine, theirs = getattr(gander.nn, name), getattr(nn, name)
+    assert inspect.signature(mine) == inspect.signature(theirs)
+    assert issubclass(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "options"),
+    [
+        ("RMSNorm", (33,), {}),
+        ("RMSNorm", ((3, 11),), {"eps": 1e-4, "dtype": torch.bfloat16}),
+        ("RMSNorm", (33,), {"elementwise_affine": False}),
+        ("CrossEntropyLoss", (), {"weight": torch.ones(3), "ignore_index": 2, "reduction": "sum"}),
+        ("Softmax", (1,), {}),
+    ],
+)
+def test_state_and_repr(name, arguments, options):
+    mine, theirs = both(name, *arguments, **options)
+    assert repr(mine) == repr(theirs)
+    assert mine.state_dict().keys() == theirs.state_dict().keys()
+    mine.load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize("eps", [None, 1e-5])
+@pytest.mark.parametrize("shape", [(33,), (3, 11)])
+def test_rmsnorm(device, shape, eps):
+    mine, theirs = both("RMSNorm", shape, eps=eps, device=device)
+    with torch.no_grad():
+        theirs.weight.copy_(rand(shape, torch.float32, device))
+    mine.load_state_dict(theirs.state_dict())
+    x = rand((5, 40, *shape), torch.float32, device)
+    theirs.eps = torch.finfo(torch.float32).eps if eps is None else eps  # float64 has another default
+    compare(mine, theirs, x)
+    out = mine(x)
+    out.backward(torch.ones_like(out))
+    assert mine.weight.grad.shape == torch.Size(shape)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rmsnorm_of_small_values_follows_torch(device, dtype):
+    """Where eps=None decides the result, and float32 weights do not decide its dtype."""
+    mine, theirs = both("RMSNorm", 33, device=device)
+    x = (rand((4, 33), torch.float32, device) * 1e-2).to(dtype)
+    torch.testing.assert_close(mine(x), theirs(x))
+
+
+def test_rmsnorm_of_another_shape():
+    with pytest.raises(ValueError, match=r"x has shape \(4, 32\), expected last dimensions \(33,\): normalized_shape"):
+        gander.nn.RMSNorm(33)(torch.ones(4, 32))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+def test_softmax(device, dim):
+    compare(*both("Softmax", dim), rand((5, 7, 31), torch.float32, device))
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+@pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
+def test_softmax_without_dim_follows_torch(device, rank):
+    mine, theirs = both("Softmax")
+    x = rand((3, 4, 5, 6)[:rank], torch.float32, device)
+    torch.testing.assert_close(mine(x), theirs(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"reduction": "sum", "ignore_index": 3}])
+@pytest.mark.parametrize("shape", [(31,), (20, 31), (4, 31, 5), (2, 31, 3, 4)])
+def test_cross_entropy_loss(device, shape, options):
+    mine, theirs = both("CrossEntropyLoss", **options)
+    x = rand(shape, torch.float32, device)
+    target = torch.randint(31, shape[:1] * (len(shape) > 1) + shape[2:], device=device)
+    compare(mine, theirs, x, target)
+
+
+def test_cross_entropy_loss_with_class_weights(device):
+    mine, theirs = both("CrossEntropyLoss", weight=torch.rand(31), device=device)
+    compare(mine, theirs, rand((20, 31), torch.float32, device), torch.randint(31, (20,), device=device))
+
+
+def test_what_cross_entropy_loss_does_not_serve():
+    x = torch.randn(4, 6)
+    with pytest.raises(NotImplementedError, match="label_smoothing is not supported yet"):
+        gander.nn.CrossEntropyLoss(label_smoothing=0.1)(x, torch.zeros(4, dtype=torch.long))
+    with pytest.raises(NotImplementedError, match="class probabilities in target are not supported"):
+        gander.nn.CrossEntropyLoss()(x, x.softmax(-1))
+
+
+def test_compile_fullgraph(device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.softmax, self.loss = (
+                gander.nn.RMSNorm(33),
+                gander.nn.Softmax(1),
+                gander.nn.CrossEntropyLoss(),
+            )
+
+        def forward(self, x, target):
+            return self.loss(self.softmax(self.norm(x)).movedim(-1, 1), target)
+
+    model, x = Model().to(device), rand((4, 7, 33), torch.float32, device)
+    target = torch.randint(33, (4, 7), device=device)
+    expected = model(x, target)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x, target), expected)

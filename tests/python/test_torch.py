@@ -1,0 +1,421 @@
+"""What PyTorch expects of an operator: gradients on every path, torch.compile, opcheck, versions, modes."""
+
+import threading
+
+import gander
+import pytest
+import torch
+import torch.nn.functional as F
+from test_ops import ce, rand, rms
+
+ops = torch.ops.gander
+
+
+@pytest.fixture
+def data(device):
+    x, weight = torch.randn(6, 33, device=device), torch.randn(33, device=device)
+    return x, weight, torch.tensor([0, 32, -100, 4, 4, 9], device=device)
+
+
+def model(x, weight, target):
+    return gander.cross_entropy(gander.softmax(gander.rmsnorm(x, weight)) * 8, target)
+
+
+def model_of_ops(x, weight, target):
+    return ops.cross_entropy(ops.softmax(ops.rmsnorm(x, weight)) * 8, target)
+
+
+def torch_model(x, weight, target):
+    return F.cross_entropy(F.softmax(F.rms_norm(x, x.shape[-1:], weight, 1e-6), -1) * 8, target)
+
+
+def gradients(function, x, weight, target):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = function(x, weight, target)
+    return loss, *torch.autograd.grad(loss, (x, weight))
+
+
+def calls(x, weight, target):
+    """Arguments for every op; those of ops that mutate or have no gradient do not require one."""
+    grad, grad_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    rstd, saved = torch.rand(6, device=x.device), ops.cross_entropy_fwd_saved(x, target, None, -100, 1)[1]
+    rows = torch.randn(6, device=x.device)
+    return {
+        "softmax": (grad,),
+        "rmsnorm": (grad, grad_weight),
+        "cross_entropy": (grad, target, weight.abs()),
+        "softmax_fwd": (grad,),
+        "softmax_bwd": (x, x.softmax(-1)),
+        "rmsnorm_fwd": (grad, grad_weight, torch.bfloat16, 1e-6),
+        "rmsnorm_fwd_rstd": (grad, None, None, 1e-6),
+        "rmsnorm_bwd": (x, None, x, rstd),
+        "rmsnorm_bwd_dw": (x, weight, x, rstd),
+        "cross_entropy_fwd": (grad, target, weight.abs(), -100, 2),
+        "cross_entropy_fwd_lse": (grad, target, None, -100),
+        "cross_entropy_fwd_saved": (grad, target, None, -100, 0),
+        "cross_entropy_fwd_one_pass": (grad, target, weight.abs(), -100, 1),
+        "cross_entropy_bwd_one_pass": (x, target, None, rows[0], saved, x.clone(), -100, 1),
+        "cross_entropy_fwd_dx": (x, target, weight.abs(), -100),
+        "cross_entropy_fwd_dx_": (x.clone(), target, None, -100),
+        "cross_entropy_bwd": (x, target, weight.abs(), rows, rows, -100, 0),
+        "cross_entropy_bwd_": (x.clone(), target, None, rows[0], saved, -100, 1),
+    }
+
+
+def test_opcheck_of_every_op(data):
+    names = {
+        name.removeprefix("gander::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("gander::")
+    }
+    arguments = calls(*data)
+    assert names == set(arguments)
+    for name, inputs in arguments.items():
+        results = torch.library.opcheck(getattr(ops, name).default, inputs)
+        assert set(results.values()) == {"SUCCESS"}, name
+
+
+@pytest.mark.parametrize("function", [model, model_of_ops])
+def test_gradients(data, function):
+    got, expected = gradients(function, *data), gradients(torch_model, *data)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("function", "backend"), [(model, "inductor"), (model, "aot_eager"), (model_of_ops, "aot_eager")]
+)
+def test_compile_fullgraph(data, function, backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    expected = gradients(function, *data)
+    for a, b in zip(gradients(compiled, *data), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*data), expected[0])
+    if backend != "inductor":  # which would compile once more
+        with torch.inference_mode():
+            torch.testing.assert_close(compiled(*data), expected[0])
+
+
+def test_compile_of_the_functions_without_gradient(data):
+    x, weight, target = data
+
+    def everything(x, weight, target):
+        y = gander.softmax_fwd(x)
+        out, residual, rstd = gander.rmsnorm_fwd(x, weight, store_rstd=True)
+        loss, lse, dx = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
+        return (
+            y,
+            gander.softmax_bwd(x, y),
+            out,
+            residual,
+            *gander.rmsnorm_bwd(x, weight, out, rstd)[:2],
+            loss,
+            dx,
+            gander.cross_entropy_bwd(x, target, loss, lse),
+        )
+
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(x, weight, target), everything(x, weight, target), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compile_of_in_place_gradients(data):
+    x, _, target = data
+    _, expected = gander.cross_entropy_fwd(x, target, return_dx=True)
+
+    def over_input(x):
+        return gander.cross_entropy_fwd(x, target, return_dx=True, inplace_backward=True)[1]
+
+    y = x.clone()
+    assert torch.equal(torch.compile(over_input, fullgraph=True)(y), expected)
+    assert torch.equal(y, expected)
+
+    def loss(x):
+        return gander.cross_entropy(x, target, reduction="sum", inplace_backward=True)
+
+    leaf = x.clone().requires_grad_()
+    torch.compile(loss, fullgraph=True)(leaf).backward()
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_compile_keeps_one_graph_for_other_row_counts(data):
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    x, weight, target = data
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for rows in (6, 4, 5):
+            inputs = x[:rows].clone(), weight, target[:rows].clone()
+            torch.testing.assert_close(compiled(*inputs), model(*inputs))
+
+
+def test_no_gradient_where_none_is_asked_for(data):
+    x, weight, target = data
+    leaf = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert not model(leaf, weight, target).requires_grad
+    with torch.inference_mode():
+        assert model(leaf, weight, target).is_inference()
+    assert not model(x, weight, target).requires_grad
+    # The functions without gradient do not pretend to have one.
+    assert not gander.softmax_fwd(leaf).requires_grad
+    assert not gander.rmsnorm_fwd(leaf, weight)[0].requires_grad
+    assert not gander.cross_entropy_fwd(leaf, target).requires_grad
+
+
+def test_gradients_of_one_input_only(data):
+    x, weight, _ = data
+    dout = torch.randn_like(x)
+    leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    dx, dw = torch.autograd.grad(gander.rmsnorm(leaf, leaf_weight), (leaf, leaf_weight), dout)
+    assert torch.equal(torch.autograd.grad(gander.rmsnorm(x, leaf_weight), leaf_weight, dout)[0], dw)
+    assert torch.equal(torch.autograd.grad(gander.rmsnorm(leaf, weight), leaf, dout)[0], dx)
+
+
+def test_backward_twice_with_retain_graph(data):
+    x, weight, target = data
+    leaf = x.clone().requires_grad_()
+    loss = model(leaf, weight, target)
+    loss.backward(retain_graph=True)
+    first = leaf.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(leaf.grad, 2 * first)
+
+
+@pytest.mark.parametrize("reduction", [1, 2])
+def test_one_pass_of_cross_entropy(data, reduction):
+    """What CUDA tensors get by default, on both devices: any upstream gradient, and backward once more."""
+    x, _, target = data
+    for upstream in (1.0, 0.25, 1.0):
+        leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        loss = gander._pytorch._CrossEntropyOnePass.apply(leaf, target, None, -100, reduction)
+        expected = gander._pytorch._CrossEntropy.apply(other, target, None, -100, reduction, False)
+        torch.testing.assert_close(loss, expected)
+        (loss * upstream).backward(retain_graph=True)
+        (expected * upstream).backward(retain_graph=True)
+        torch.testing.assert_close(leaf.grad, other.grad)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def test_saved_tensors(data):
+    """What each op keeps for backward: no more, and in no hidden place."""
+    x, weight, target = data
+    leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    kept = []
+
+    def sizes(function):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+            function()
+        return sorted(kept)
+
+    assert sizes(lambda: gander.softmax(leaf)) == [(6, 33)]
+    assert sizes(lambda: gander.rmsnorm(leaf, leaf_weight)) == [(6,), (6, 33), (33,)]
+    assert sizes(lambda: gander.cross_entropy(leaf, target)) == [(6,), (6, 33), (13,)]
+    assert sizes(lambda: gander.cross_entropy(leaf, target, reduction="none")) == [(6,), (6, 33), (13,)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, weight, target: gander.softmax(x),
+        lambda x, weight, target: gander.rmsnorm(x, weight),
+        lambda x, weight, target: gander.cross_entropy(x, target),
+    ],
+    ids=["softmax", "rmsnorm", "cross_entropy"],
+)
+class TestRefusals:
+    def test_a_saved_tensor_that_was_changed(self, data, function):
+        x, weight, target = data
+        leaf = x.clone().requires_grad_()
+        hidden = leaf * 1
+        out = function(hidden, weight, target)
+        with torch.no_grad():
+            (out if out.ndim == 2 and out.grad_fn.name().startswith("_Softmax") else hidden).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+    def test_second_derivatives(self, data, function):
+        x, weight, target = data
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(function(leaf, weight, target).sum(), leaf, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives are not supported; use torch's operators"):
+            dx.square().sum().backward()
+
+    def test_create_graph_leaves_other_gradients_differentiable(self, data, function):
+        x, weight, target = data
+        leaf, scale = x.clone().requires_grad_(), torch.ones((), device=x.device, requires_grad=True)
+        (dscale,) = torch.autograd.grad(function(leaf, weight, target).sum() * scale**3, scale, create_graph=True)
+        (second,) = torch.autograd.grad(dscale, scale)
+        torch.testing.assert_close(second, 2 * dscale)
+
+    def test_vmap(self, data, function):
+        x, weight, target = data
+        with pytest.raises(NotImplementedError, match="vmap is not supported"):
+            torch.vmap(function, (0, None, None))(torch.stack([x, x]), weight, target)
+
+    def test_functional_gradients(self, data, function):
+        x, weight, target = data
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            torch.func.grad(lambda x: function(x, weight, target).sum())(x)
+
+    def test_forward_mode(self, data, function):
+        x, weight, target = data
+        with pytest.raises(NotImplementedError, match="forward-mode derivatives are not supported"):
+            torch.func.jvp(lambda x: function(x, weight, target), (x,), (x,))
+
+
+def test_in_place_gradient(data):
+    x, _, target = data
+    leaf = x.clone().requires_grad_()
+    logits = leaf * 1
+    expected = torch.autograd.grad(gander.cross_entropy(logits, target), logits)[0]
+    loss = gander.cross_entropy(logits, target, inplace_backward=True)
+    version = logits._version
+    loss.backward(retain_graph=True)
+    assert logits._version > version
+    assert torch.equal(logits.detach(), expected)
+    assert torch.equal(leaf.grad, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_gradient_is_seen_by_other_users_of_the_logits(data):
+    """The corruption that peers were reported for: logits.exp() saves nothing but its output, square() its input."""
+    x, _, target = data
+    logits = x.clone().requires_grad_() * 1
+    total = gander.cross_entropy(logits, target, inplace_backward=True)
+    penalty = logits.square().sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
+def test_autocast_follows_torch(device):
+    x32, target = rand((6, 33), torch.float32, device), torch.randint(33, (6,), device=device)
+    weight = torch.randn(33, device=device)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x = x32.to(dtype)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            pairs = [
+                (gander.softmax(x), F.softmax(x, -1)),
+                (ops.softmax(x), F.softmax(x, -1)),
+                (gander.rmsnorm(x, weight), rms(x, weight)),
+                (gander.cross_entropy(x, target), ce(x, target)),
+            ]
+            for got, expected in pairs:
+                assert got.dtype == expected.dtype
+                torch.testing.assert_close(got, expected)
+            leaf = x.clone().requires_grad_()
+            loss = model(leaf, weight, target)
+        (dx,) = torch.autograd.grad(loss, leaf)
+        assert dx.dtype == dtype
+        assert loss.dtype == torch.float32
+
+
+def test_autocast_rule_of_softmax_on_cuda():
+    """Checked through the dispatcher, so that the rule is tested where there is no GPU too."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("gander::softmax_fwd", "AutocastCUDA")
+    from gander import _pytorch
+
+    assert _pytorch._softmax_autocast(torch.ones(2, 3, dtype=torch.float16)).dtype == torch.float32
+    assert _pytorch._softmax_autocast(torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_meta_tensors():
+    x = torch.empty(4, 5, 6, device="meta", dtype=torch.bfloat16)
+    target = torch.empty(4, 5, device="meta", dtype=torch.long)
+    assert gander.softmax(x).shape == (4, 5, 6)
+    out, _, rstd = gander.rmsnorm_fwd(x, out_dtype=torch.float16, store_rstd=True)
+    assert (out.dtype, rstd.dtype, rstd.shape) == (torch.float16, torch.float32, (4, 5))
+    loss, lse, dx = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
+    assert (loss.shape, lse.shape, dx.shape) == ((4, 5), (4, 5), (4, 5, 6))
+    assert gander.cross_entropy(x, target).shape == ()
+
+
+def test_views_that_torch_resolves_lazily(device):
+    """A negated view reaches a kernel with the sign applied, and a copy-on-write clone stays shared."""
+    x = torch.randn(4, 6, dtype=torch.complex64, device=device).conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(gander.softmax(x), F.softmax(x, -1))
+    original = torch.randn(4, 6, device=device)
+    lazy = torch._lazy_clone(original)
+    gander.softmax(lazy)
+    assert torch._C._is_cow_tensor(lazy)
+    gander.cross_entropy_fwd(
+        lazy, torch.zeros(4, dtype=torch.long, device=device), return_dx=True, inplace_backward=True
+    )
+    assert not torch.equal(lazy, original)
+
+
+def test_export(data):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = gander.nn.RMSNorm(33)
+
+        def forward(self, x):
+            return gander.softmax(self.norm(x))
+
+    block, x = Block().to(data[0].device), data[0]
+    with torch.no_grad():
+        exported = torch.export.export(block, (x,))
+    assert "gander.rmsnorm_fwd" in str(exported.graph)
+    torch.testing.assert_close(exported.module()(x), block(x))
+
+
+def test_threads(device):
+    """Calls from many threads at once give the bits of a single one; a failing thread's message stays its own."""
+    x, weight = rand((64, 1003), torch.float32, device), rand((1003,), torch.float32, device)
+    target = torch.randint(1003, (64,), device=device)
+    expected = gradients(model, x, weight, target)
+    failures = []
+
+    def work(number):
+        try:
+            for _ in range(20):
+                got = gradients(model, x, weight, target)
+                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+                with pytest.raises(ValueError, match=f"weight has shape \\({number + 1},\\)"):
+                    gander.rmsnorm(x, weight[: number + 1])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_thread_count_of_torch_is_respected(data):
+    before = torch.get_num_threads()
+    expected = model(*data)
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(model(*data), expected)
+        assert "up to 1 threads" in gander.explain("softmax", data[0].cpu())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_is_returned(device):
+    """No handle is leaked on the good path, nor on a failing one."""
+    if device == "cuda":
+        pytest.skip("tests/gpu watches torch.cuda.memory_allocated")
+    import resource
+
+    x, weight = torch.randn(256, 4096), torch.randn(4096)
+    target, bad = torch.randint(4096, (256,)), torch.zeros(3, dtype=torch.long)
+
+    def rounds(count):
+        for _ in range(count):
+            gradients(model, x, weight, target)
+            with pytest.raises(ValueError, match="target has shape"):
+                gander.cross_entropy_fwd(x, bad, return_dx=True)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = rounds(5)
+    assert rounds(30) - before < 40_000, "KiB over 30 rounds; one leaked operand a round makes 120000"
