@@ -133,9 +133,9 @@ struct CrossEntropyForward {
       sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
     if constexpr (Gradient) __syncwarp();
   }
-  template <bool First, class Tile, class Place>
+  template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
-    st.template add<First>(t.a);
+    st.add(t.a);
   }
   __device__ static void keep(const Args& a, int64_t row, const Scalars& sc) { static_cast<float*>(a.logits)[row] = sc.logit; }
   __device__ static Scalars kept(const Args& a, int64_t row) {
@@ -215,7 +215,7 @@ struct CrossEntropyBackward {
     // Given apart, the log-sum is small and its exponential exact to a few ulp, however large the logits.
     sc.scale = expf(-sc.scale) * sc.grad;
   }
-  template <bool First, class Tile, class Place>
+  template <class Tile, class Place>
   __device__ static void add(const Args&, const Scalars&, State&, const Tile&, const Place&, int, int) {}
   __device__ static Scalars kept(const Args& a, int64_t row) {
     Scalars sc = begin(a, row, false);

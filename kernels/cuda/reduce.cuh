@@ -34,11 +34,13 @@ __device__ __forceinline__ float exp_difference(float x, float m) {
 
 // Nothing to agree on.
 struct None {
+  static constexpr bool kMaxFirst = false;
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {}
 };
 
 struct Sum {
+  static constexpr bool kMaxFirst = false;
   float s = 0.f;
   // Products of a vector. They are added up apart: one long chain of additions loses digits, and of squares always the same way.
   template <int E>
@@ -58,6 +60,7 @@ struct Sum {
 // A maximum, and the sum of exponentials relative to it (online softmax). An empty state is (-inf, 0).
 template <class T>
 struct MaxSum {
+  static constexpr bool kMaxFirst = true;
   float m = -kInfinity, s = 0.f;
 
   // What exponentials are taken relative to: a part of the row that is all -inf adds 0, not NaN.
@@ -70,15 +73,26 @@ struct MaxSum {
     s = lanes_sum<L>(s * exp_difference<T>(m, reference(top)));
     m = top;
   }
+  // The state of a row that L lanes hold: they agree on the maximum before they take exponentials, so that no lane's sum is scaled.
+  template <int L, int V>
+  __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V]) {
+    m = lanes_max<L>(tile_max(T(), v));
+    s = lanes_sum<L>(exponentials(v, reference(m)));
+  }
   __device__ __forceinline__ void merge(MaxSum o) {
     const float top = fmaxf(m, o.m), r = reference(top);
     s = s * exp_difference<T>(m, r) + o.s * exp_difference<T>(o.m, r);
     m = top;
   }
-  // Adds a tile of elements; `First` when nothing was added before.
-  template <bool First, int V>
+  // Adds a tile of elements.
+  template <int V>
   __device__ __forceinline__ void add(const uint4 (&v)[V]) {
-    const float top = First ? tile_max(T(), v) : fmaxf(m, tile_max(T(), v)), r = reference(top);
+    const float top = fmaxf(m, tile_max(T(), v)), r = reference(top);
+    s = fmaf(s, exp_difference<T>(m, r), exponentials(v, r));
+    m = top;
+  }
+  template <int V>
+  __device__ __forceinline__ static float exponentials(const uint4 (&v)[V], float r) {
     float sum = 0.f;  // vector by vector: one long chain of additions would lose digits
 #pragma unroll
     for (int i = 0; i < V; i++) {
@@ -89,8 +103,7 @@ struct MaxSum {
       for (int j = 1; j < kElements<T>; j++) t += exp_difference<T>(f[j], r);
       sum += t;
     }
-    s = First ? sum : fmaf(s, exp_difference<T>(m, r), sum);
-    m = top;
+    return sum;
   }
   __device__ __forceinline__ uint64_t bits() const {
     return static_cast<uint64_t>(__float_as_uint(s)) << 32 | __float_as_uint(m);

@@ -29,7 +29,7 @@ struct RMSNormForward {
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
-  template <bool First, class Tile, class Place>
+  template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
@@ -81,7 +81,7 @@ struct RMSNormBackward {
     return {static_cast<const float*>(a.rstd)[row], 0.f};
   }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
-  template <bool First, class Tile, class Place>
+  template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args& a, const Scalars&, State& st, const Tile& t, const Place& p, int e,
                                              int step) {
 #pragma unroll

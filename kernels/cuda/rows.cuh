@@ -16,7 +16,7 @@
 //   begin(args, row, first)              -> Scalars: loads that wait for nothing, issued before those of the row;
 //                                        `first` holds for the thread that writes the row's statistics
 //   follow(args, row, scalars, first)    what depends on them, while the row is on its way
-//   add<First>(args, scalars, state, tile, place, e, step)
+//   add(args, scalars, state, tile, place, e, step)
 //   keep(args, row, scalars), kept(args, row)  carry what the first thread saw from `partial` over to `apply`
 //   end(args, row, scalars, state, first)      the row is complete: statistics are written here
 //   map<General>(args, scalars, a, b, place, e, out)  one vector of the output
@@ -114,6 +114,19 @@ struct Tile {
   }
 };
 
+// The state of what L lanes hold between them.
+template <class Op, int L, class Tile>
+__device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const typename Op::Scalars& sc,
+                                            typename Op::State& st, const Tile& tile, const Place<typename Op::T>& p, int e,
+                                            int step) {
+  if constexpr (Op::State::kMaxFirst) {
+    st.template reduce_tile<L>(tile.a);
+  } else {
+    Op::add(args, sc, st, tile, p, e, step);
+    st.template reduce_lanes<L>();
+  }
+}
+
 template <class Op, int TPR, int V, bool General, bool Cluster>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
@@ -153,8 +166,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   tile.load(p, e, kStep);
   Op::follow(args, active ? row : 0, sc, first);
   State st;
-  Op::template add<true>(args, sc, st, tile, p, e, kStep);
-  st.template reduce_lanes<(TPR < 32 ? TPR : 32)>();
+  reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, sc, st, tile, p, e, kStep);
   if constexpr (kWarps > 1 && !std::is_same_v<State, None>) reduce_warps<kWarps>(st, warp_slots);
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
@@ -200,8 +212,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
     next_sc = Op::begin(args, row + step < rows ? row + step : 0, lane == 0 && row + step < rows);
     next_tile.load(next, e, kStep);
     typename Op::State st;
-    Op::template add<true>(args, sc, st, tile, p, e, kStep);
-    st.template reduce_lanes<TPR>();
+    reduce_tile<Op, TPR>(args, sc, st, tile, p, e, kStep);
     if (active) Op::end(args, row, sc, st, first);
     if constexpr (Op::kMaps) {
       tile.forget(args.rows.zero);
@@ -230,7 +241,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   for (int e = threadIdx.x * kElements<T>; e < p.span.hi; e += V * kStep) {
     Tile<Op, V, General, General> tile;
     tile.load(p, e, kStep);
-    Op::template add<false>(args, sc, st, tile, p, e, kStep);
+    Op::add(args, sc, st, tile, p, e, kStep);
   }
   st.template reduce_lanes<32>();
   reduce_warps<kChunkThreads / 32>(st, warp_slots);

@@ -19,9 +19,9 @@ struct SoftmaxForward {
   __device__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
-  template <bool First, class Tile, class Place>
+  template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
-    st.template add<First>(t.a);
+    st.add(t.a);
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
   __device__ static Scalars kept(const Args&, int64_t) { return {}; }
@@ -55,7 +55,7 @@ struct SoftmaxBackward {
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
-  template <bool First, class Tile, class Place>
+  template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
