@@ -49,7 +49,7 @@ type CrossEntropyArgs struct {
 	Weight       Input  // (N), 0 for none
 	Dloss        Input  // (M) float32
 	Loss         Output // (M) float32, 0 for none
-	RowLosses    Output // (M) pairs of float32: loss and weight of each row, to be totalled; 0 for none
+	RowLosses    Output // (M) pairs of float32: loss and weight of each row, to be totalled; 0 for none or TotalHere
 	Total        Output // one float32, 0 for none
 	Logits       Output // (M) float32: the targets' logits, kept from one launch to the next
 	Max          Output // (M) float32, 0 for none; the whole log-sum-exp where LogSum is 0

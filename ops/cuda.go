@@ -220,7 +220,7 @@ func (c *Call) cudaCrossEntropyForward(ordinal int32, a *kernels.CrossEntropy) e
 			args.Denominator = k.at(k.plan.scratch.denominator)
 		}
 	}
-	if total {
+	if total && !k.plan.totalHere {
 		args.RowLosses = k.at(k.plan.scratch.rowLosses)
 	}
 	if a.Reduction == kernels.ReduceNone {

@@ -402,14 +402,14 @@ func (p *planner) finish() {
 		}
 		p.add(v.Op, v.Shape, true, v, ceil(p.n, columns), 1, 0)
 	case p.total:
-		p.scratch.rowLosses = p.scratch.take(p.m * 8)
 		if last := len(p.launches) - 1; last >= 0 {
 			l := p.launches[last]
 			if l.geometry.Grid == 1 && l.variant.Threads <= kernels.ChunkThreads {
-				p.totalHere = true
+				p.totalHere = true // its rows' losses stay in shared memory
 				return
 			}
 		}
+		p.scratch.rowLosses = p.scratch.take(p.m * 8)
 		p.sumRows(kernels.Total)
 	}
 }

@@ -175,9 +175,9 @@ func (crossEntropyBackward[T]) second(w *worker[T], row, lo, hi int, _ []part, s
 	}
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
-		e := w.scratch(0, j, n)
-		w.kit.exp(e, w.read(0, &w.x, row, j, n), T(s.a))
-		w.kit.store[w.dx.DType](rowAt(&w.dx, row, j), e, T(s.b))
+		dx := w.output(0, &w.dx, row, j, n)
+		w.kit.expScale(dx, w.read(0, &w.x, row, j, n), T(s.a), T(s.b))
+		w.write(&w.dx, row, j, dx)
 	}
 	w.writeTarget(row, lo, hi, s.c)
 }

@@ -17,6 +17,7 @@ type kit[T float] struct {
 
 	max         func(x []T) T                      // a NaN in x may be passed over
 	exp         func(dst, src []T, m T) float64    // dst = exp(src - m); returns the sum
+	expScale    func(dst, src []T, m, c T)         // dst = exp(src - m) * c
 	dot         func(x, y []T) float64             // sum of x * y
 	dot3        func(x, y, z []T) float64          // sum of x * y * z
 	add         func(acc, x []float64)             // acc += x

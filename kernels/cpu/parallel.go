@@ -11,9 +11,9 @@ import (
 // How a call is cut into work depends on the shape alone, never on the number of workers, and every sum has a fixed
 // order: so the number of workers changes no bit of a result.
 const (
-	block       = 1024      // elements that one primitive works on: what the first-level cache holds several of
+	block       = 2048      // elements that one primitive works on: what the first-level cache holds several of
 	longRow     = 128 << 10 // beyond this many elements a row is worked on in two passes over memory
-	widenedRow  = 8 << 10   // beyond this many, widening again costs less than going back to what was widened before
+	widenedRow  = block     // beyond this many, widening again costs less than going back to what was widened before
 	chunk       = 8 * block // elements of a long row that make a task where rows are shared among workers
 	maxTasks    = 256       // tasks that the rows are dealt into
 	serialBytes = 2 << 20   // below this much memory traffic, waking other threads costs more than they save

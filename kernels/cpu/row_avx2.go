@@ -25,6 +25,7 @@ var avx2 = kit[float32]{
 	},
 	max:         maxAVX2,
 	exp:         expAVX2,
+	expScale:    expScaleAVX2,
 	dot:         dotAVX2,
 	dot3:        dot3AVX2,
 	add:         addAVX2,
@@ -139,6 +140,27 @@ func expAVX2(dst, src []float32, m float32) float64 {
 		s0, s1 = fold8(s0, s1, e)
 	}
 	return sum4(s0.Add(s1))
+}
+
+//go:nocheckptr
+func expScaleAVX2(dst, src []float32, m, c float32) {
+	k := lanes
+	low, cv := archsimd.BroadcastFloat32x8(m), archsimd.BroadcastFloat32x8(c)
+	n, i := len(src), 0
+	for ; i+16 <= n; i += 16 {
+		x0, x1 := load8(src, i).Sub(low), load8(src, i+8).Sub(low)
+		p0, scale0 := k.exp8(x0)
+		p1, scale1 := k.exp8(x1)
+		k.scaled8(x0, p0, scale0).Mul(cv).Store(lanes8(dst, i))
+		k.scaled8(x1, p1, scale1).Mul(cv).Store(lanes8(dst, i+8))
+	}
+	for ; i < n; i += 8 {
+		mask := rest8(n - i)
+		x := loadRest8(src, i, mask).Sub(low)
+		p, scale := k.exp8(x)
+		k.scaled8(x, p, scale).Mul(cv).StoreMasked(lanes8(dst, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
 }
 
 func dotAVX2(x, y []float32) float64 {

@@ -28,6 +28,7 @@ var avx512 = kit[float32]{
 	},
 	max:         maxAVX512,
 	exp:         expAVX512,
+	expScale:    expScaleAVX512,
 	dot:         dotAVX512,
 	dot3:        dot3AVX512,
 	add:         addAVX512,
@@ -36,8 +37,14 @@ var avx512 = kit[float32]{
 	softmaxGrad: softmaxGradAVX512,
 	rmsNormGrad: rmsNormGradAVX512,
 
-	dotRaw:         [4]func(x, y unsafe.Pointer, n int) float64{kernels.BFloat16: dotBFloat16AVX512},
-	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, d float32){kernels.BFloat16: softmaxGradBFloat16AVX512},
+	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{
+		kernels.Float16:  dotFloat16AVX512,
+		kernels.BFloat16: dotBFloat16AVX512,
+	},
+	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, d float32){
+		kernels.Float16:  softmaxGradFloat16AVX512,
+		kernels.BFloat16: softmaxGradBFloat16AVX512,
+	},
 }
 
 type (
@@ -134,6 +141,26 @@ func expAVX512(dst, src []float32, m float32) float64 {
 		s0, s1 = fold16(s0, s1, e)
 	}
 	return sum16(s0, s1)
+}
+
+//go:nocheckptr
+func expScaleAVX512(dst, src []float32, m, c float32) {
+	k := lanes
+	low, cv := archsimd.BroadcastFloat32x16(m), archsimd.BroadcastFloat32x16(c)
+	n, i := len(src), 0
+	for ; i+64 <= n; i += 64 {
+		e0, e1 := k.exp16(load16(src, i).Sub(low)), k.exp16(load16(src, i+16).Sub(low))
+		e2, e3 := k.exp16(load16(src, i+32).Sub(low)), k.exp16(load16(src, i+48).Sub(low))
+		e0.Mul(cv).Store(lanes16(dst, i))
+		e1.Mul(cv).Store(lanes16(dst, i+16))
+		e2.Mul(cv).Store(lanes16(dst, i+32))
+		e3.Mul(cv).Store(lanes16(dst, i+48))
+	}
+	for ; i < n; i += 16 {
+		mask := rest16(min(n-i, 16))
+		k.exp16(loadRest16(src, i, mask).Sub(low)).Mul(cv).StoreMasked(lanes16(dst, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
 }
 
 func dotAVX512(x, y []float32) float64 {
@@ -255,17 +282,23 @@ func storeFloat32AVX512(dst unsafe.Pointer, src []float32, c float32) {
 	}
 }
 
-// The conversions of 16-bit rows end with a vector that overlaps the one before it: memory and float32 side never
-// overlap, so converting an element twice is harmless. Rows of less than a vector are left to the portable code.
-
-// In float16_amd64.s, for n a multiple of 16: the instructions for float16 are not in archsimd, and integer arithmetic
-// for it would take a float16 row three times as long.
+// In float16_amd64.s, for n a multiple of the lanes and not 0: the instructions that convert float16 are not in
+// archsimd, and integer arithmetic in their place took three to five times as long.
 //
 //go:noescape
 func widenFloat16x16(dst *float32, src unsafe.Pointer, n int)
 
 //go:noescape
 func narrowFloat16x16(dst unsafe.Pointer, src *float32, n int, c float32)
+
+//go:noescape
+func dotFloat16x32(sum *[8]float64, x, y unsafe.Pointer, n int)
+
+//go:noescape
+func softmaxGradFloat16x16(dst, dy, y unsafe.Pointer, n int, d float32)
+
+// The conversions of 16-bit rows end with a vector that overlaps the one before it: memory and float32 side never
+// overlap, so converting an element twice is harmless. Rows of less than a vector are left to the portable code.
 
 func loadFloat16AVX512(dst []float32, src unsafe.Pointer) {
 	n := len(dst)
@@ -340,10 +373,7 @@ func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64 {
 	}
 	sum := sum16(s0, s1)
 	if i < n {
-		var a, b [64]float32
-		loadBFloat16AVX512(a[:n-i], unsafe.Add(x, 2*i))
-		loadBFloat16AVX512(b[:n-i], unsafe.Add(y, 2*i))
-		sum += dotAVX512(a[:n-i], b[:n-i])
+		sum += dotRest(kernels.BFloat16, unsafe.Add(x, 2*i), unsafe.Add(y, 2*i), n-i)
 	}
 	return sum
 }
@@ -358,10 +388,57 @@ func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, d float32) {
 	}
 	archsimd.ClearAVXUpperBits()
 	if i < n {
-		var a, b [16]float32
-		loadBFloat16(a[:n-i], unsafe.Add(dy, 2*i))
-		loadBFloat16(b[:n-i], unsafe.Add(y, 2*i))
-		softmaxGrad(a[:n-i], a[:n-i], b[:n-i], d)
-		storeBFloat16(unsafe.Add(dst, 2*i), a[:n-i], 1)
+		softmaxGradRest(kernels.BFloat16, unsafe.Add(dst, 2*i), unsafe.Add(dy, 2*i), unsafe.Add(y, 2*i), n-i, d)
 	}
+}
+
+func dotFloat16AVX512(x, y unsafe.Pointer, n int) float64 {
+	var lanes [8]float64
+	i := n &^ 31
+	if i > 0 {
+		dotFloat16x32(&lanes, x, y, i)
+	}
+	sum := 0.0
+	for _, v := range lanes {
+		sum += v
+	}
+	if i < n {
+		sum += dotRest(kernels.Float16, unsafe.Add(x, 2*i), unsafe.Add(y, 2*i), n-i)
+	}
+	return sum
+}
+
+func softmaxGradFloat16AVX512(dst, dy, y unsafe.Pointer, n int, d float32) {
+	i := n &^ 15
+	if i > 0 {
+		softmaxGradFloat16x16(dst, dy, y, i, d)
+	}
+	if i < n {
+		softmaxGradRest(kernels.Float16, unsafe.Add(dst, 2*i), unsafe.Add(dy, 2*i), unsafe.Add(y, 2*i), n-i, d)
+	}
+}
+
+// dotRest and softmaxGradRest do the end of a row, of less than 64 elements, in float32.
+func dotRest(t kernels.DType, x, y unsafe.Pointer, n int) float64 {
+	a, b := loadRest(t, x, n), loadRest(t, y, n)
+	return dotAVX512(a[:n], b[:n])
+}
+
+func softmaxGradRest(t kernels.DType, dst, dy, y unsafe.Pointer, n int, d float32) {
+	a, b := loadRest(t, dy, n), loadRest(t, y, n)
+	softmaxGradAVX512(a[:n], a[:n], b[:n], d)
+	if t == kernels.Float16 {
+		storeFloat16AVX512(dst, a[:n], 1)
+	} else {
+		storeBFloat16AVX512(dst, a[:n], 1)
+	}
+}
+
+func loadRest(t kernels.DType, src unsafe.Pointer, n int) (a [64]float32) {
+	if t == kernels.Float16 {
+		loadFloat16AVX512(a[:n], src)
+	} else {
+		loadBFloat16AVX512(a[:n], src)
+	}
+	return a
 }

@@ -23,6 +23,7 @@ var portable32 = kit[float32]{
 	},
 	max:         maximum[float32],
 	exp:         exp32Row,
+	expScale:    exp32Scale,
 	dot:         dot[float32],
 	dot3:        dot3[float32],
 	add:         add,
@@ -37,6 +38,7 @@ var portable64 = kit[float64]{
 	store:       [4]func(unsafe.Pointer, []float64, float64){kernels.Float64: storeNative[float64]},
 	max:         maximum[float64],
 	exp:         exp64Row,
+	expScale:    exp64Scale,
 	dot:         dot[float64],
 	dot3:        dot3[float64],
 	add:         add,
@@ -128,8 +130,23 @@ func exp32Row(dst, src []float32, m float32) float64 {
 	return s[0] + s[1]
 }
 
+func exp32Scale(dst, src []float32, m, c float32) {
+	dst = dst[:len(src)]
+	for i, v := range src {
+		dst[i] = exp32(v-m) * c
+	}
+}
+
+func exp64Scale(dst, src []float64, m, c float64) {
+	dst = dst[:len(src)]
+	for i, v := range src {
+		dst[i] = math.Exp(v-m) * c
+	}
+}
+
 func exp64Row(dst, src []float64, m float64) float64 {
 	sum := 0.0
+	dst = dst[:len(src)]
 	for i, v := range src {
 		e := math.Exp(v - m)
 		dst[i] = e

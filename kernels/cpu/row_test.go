@@ -147,6 +147,13 @@ func TestStoreScales(t *testing.T) {
 func checkExp(t testing.TB, k *kit[float32], x []float32) {
 	e := make([]float32, len(x))
 	sum, want := k.exp(e, x, 0), 0.0
+	scaled := make([]float32, len(x))
+	k.expScale(scaled, x, 0, 2)
+	for i, v := range e {
+		if v == v && scaled[i] != 2*v {
+			require.Failf(t, "scaled exp", "%s: %v, not twice %v", k.name, scaled[i], v)
+		}
+	}
 	for i, v := range x {
 		exact := math.Exp(float64(v))
 		want += exact

@@ -9,7 +9,11 @@ import (
 // SoftmaxForward computes y = exp(x - max x) / sum exp(x - max x) for each row. y may be x. A row that holds a NaN, an
 // infinity, or nothing above -inf becomes NaN.
 func SoftmaxForward(x, y kernels.Matrix, workers int) {
-	run(&operands{x: x, y: y, keep: longRow}, workers, softmaxForward[float32]{}, softmaxForward[float64]{})
+	o := operands{x: x, y: y, keep: longRow}
+	if x.DType == kernels.Float32 || x.DType == kernels.Float64 {
+		o.keep = math.MaxInt // in y itself
+	}
+	run(&o, workers, softmaxForward[float32]{}, softmaxForward[float64]{})
 }
 
 // SoftmaxBackward computes dx = (dy - sum(dy * y)) * y for each row. dx may be dy or y.
@@ -87,11 +91,14 @@ func (w *worker[T]) normalise(x, y *kernels.Matrix, row, lo, hi int, parts []par
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		p := parts[j/block]
-		e := w.exponentialsAt(y, row, j, n)
-		if !w.whole {
-			w.kit.exp(e, w.read(0, x, row, j, n), reference(T(p.max)))
+		c := T(gain * shift(p.max, high))
+		e := w.output(0, y, row, j, n)
+		if w.whole {
+			w.kit.store[y.DType](rowAt(y, row, j), e, c)
+			continue
 		}
-		w.kit.store[y.DType](rowAt(y, row, j), e, T(gain*shift(p.max, high)))
+		w.kit.expScale(e, w.read(0, x, row, j, n), reference(T(p.max)), c)
+		w.write(y, row, j, e)
 	}
 }
 

@@ -76,13 +76,21 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, float2& sum, At at) {
   return threadIdx.x == 0;
 }
 
+// Loss and weight of each row of a launch of one CTA, which makes the total itself.
+constexpr int kMaxRowsPerCTA = 16;
+__device__ __forceinline__ float2* rows_of_cta() {
+  __shared__ float2 rows[kMaxRowsPerCTA];
+  return rows;
+}
+
 // The sum of all rows' losses, over that of their weights for a mean.
 template <int T, bool Cluster>
 __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
   if (!a.total_here) wait_for_previous_launch();
   const float2* rows = static_cast<const float2*>(a.row_losses);
+  const bool here = a.total_here;
   float2 sum;
-  if (!sum_rows<T, Cluster>(a.rows.m, sum, [rows](int64_t i) { return __ldcg(rows + i); })) return;
+  if (!sum_rows<T, Cluster>(a.rows.m, sum, [=](int64_t i) { return here ? rows_of_cta()[i] : __ldcg(rows + i); })) return;
   if (a.total) *static_cast<float*>(a.total) = a.mean ? sum.x / sum.y : sum.x;
   if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
 }
@@ -158,7 +166,8 @@ struct CrossEntropyForward {
     if (!first) return;
     const float log_sum = logf(st.s);
     const float loss = weight == 0.f ? 0.f : weight * (log_sum + (st.m - sc.logit));
-    if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
+    if (a.total_here) rows_of_cta()[row] = make_float2(loss, weight);
+    else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
     if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = loss;
     if (a.log_sum) {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m;
