@@ -1,10 +1,11 @@
-"""Searches the kernels' launch shapes on a GPU, without the library: every variant that fits a shape is launched through
-the driver, checked against torch in float32/float64, and timed against plain kernels of the same traffic.
+"""Searches the kernels' launch shapes on a GPU, without the library: every variant that fits a shape is launched
+through the driver, checked against torch in float32, and timed against plain kernels of the same traffic.
 
     python3 bench/tune.py TABLE.json IMAGES OUT.jsonl [--ops ...] [--dtypes ...] [--shapes MxN ...]
 
-TABLE.json is what `go run ./internal/cmd/instantiate -json` prints; IMAGES holds <family>.sm_90.fatbin and ceiling.fatbin.
-Each line of OUT is one candidate at one point: microseconds (median), the limit's microseconds, their ratio.
+TABLE.json is what `go run ./internal/cmd/instantiate -json` prints. IMAGES holds <family>.sm_90.fatbin and
+ceiling.fatbin, made by `nvcc -fatbin -arch=sm_90 python/gander/bench/ceiling.cu`. Each line of OUT is one candidate at
+one point: microseconds (median), the limit's microseconds, their ratio.
 """
 
 import argparse
@@ -22,6 +23,10 @@ TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.
 CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "int64": 5}
 
 
+def ceil(a, b):
+    return -(-a // b)
+
+
 def check(code, what):
     if code:
         raise RuntimeError(f"{what}: CUDA error {code}")
@@ -33,9 +38,13 @@ class Attribute(ct.Structure):
 
 class Config(ct.Structure):
     _fields_ = [
-        ("grid", ct.c_uint * 3), ("block", ct.c_uint * 3), ("shared", ct.c_uint), ("stream", ct.c_void_p),
-        ("attributes", ct.POINTER(Attribute)), ("count", ct.c_uint),
-    ]  # fmt: skip
+        ("grid", ct.c_uint * 3),
+        ("block", ct.c_uint * 3),
+        ("shared", ct.c_uint),
+        ("stream", ct.c_void_p),
+        ("attributes", ct.POINTER(Attribute)),
+        ("count", ct.c_uint),
+    ]
 
 
 def config(grid, threads, cluster=1, shared=0, dependent=False):
@@ -98,7 +107,7 @@ class Tuner:
     def __init__(self, table, images, out):
         data = json.loads(pathlib.Path(table).read_text())
         self.variants, self.layouts = data["variants"], data["args"]
-        self.images, self.modules, self.out = pathlib.Path(images), {}, open(out, "w")
+        self.images, self.modules, self.out = pathlib.Path(images), {}, pathlib.Path(out)
         self.timer, self.limits = Timer(), {}
         self.scratch = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
 
@@ -143,7 +152,10 @@ class Tuner:
         e = 16 // size
         nv = -(-n // e) if not general else -(-(n + e - 1) // e)
         mine = [v for v in self.variants if v["Family"].endswith(dtype)]
-        of = lambda o, s: [v for v in mine if v["Op"] == o and v["Shape"] == s and v["General"] == general]
+
+        def of(op, shape):
+            return [v for v in mine if v["Op"] == op and v["Shape"] == shape and v["General"] == general]
+
         dw = op == "rmsnorm_backward"
         if not dw:
             for v in of(op, "rows"):
@@ -160,14 +172,16 @@ class Tuner:
                 cap = v["RowThreads"] * v["Vectors"]
                 if nv <= cap < 2 * nv:
                     for resident in (2, 4, 6, 8, 10, 12, 16):
-                        yield [(v, min(SMS * resident, -(-m // (v["Threads"] // v["RowThreads"]))), 1, 0)], {
-                            "chunk": 1 << 27, "splits": 1, "resident": resident}  # fmt: skip
+                        yield (
+                            [(v, min(SMS * resident, -(-m // (v["Threads"] // v["RowThreads"]))), 1, 0)],
+                            {"chunk": 1 << 27, "splits": 1, "resident": resident},
+                        )
             reduces = op != "cross_entropy_backward"
             maps = op != "cross_entropy_forward"
             partial, apply = of(op, "partial"), of(op, "apply")
             for waves in (1, 2, 4, 8, 16):
                 want = max(1, -(-SMS * waves // m))
-                chunk = max(-(-(-(-nv // want)) // 1024) * 1024, 1024)
+                chunk = max(ceil(ceil(nv, want), 1024) * 1024, 1024)
                 if not reduces:
                     chunk = 1024 * waves
                 splits = -(-nv // chunk)
@@ -193,10 +207,12 @@ class Tuner:
         for waves in (2, 4, 8):
             blocks = min(max(SMS * waves // tiles, 1), m)
             want = max(1, -(-SMS * 4 // m))
-            chunk = max(-(-(-(-nv // want)) // 1024) * 1024, 1024)
+            chunk = max(ceil(ceil(nv, want), 1024) * 1024, 1024)
             splits = -(-nv // chunk)
-            yield [(of(op, "partial")[0], m * splits, 1, 0), (v, tiles * blocks, 1, 0), finish], {
-                "partials": blocks, "chunk": chunk, "splits": splits}  # fmt: skip
+            yield (
+                [(of(op, "partial")[0], m * splits, 1, 0), (v, tiles * blocks, 1, 0), finish],
+                {"partials": blocks, "chunk": chunk, "splits": splits},
+            )
 
     def rings(self, of, op, m, nv, inputs, then):
         for v in of(op, "ring"):
@@ -219,10 +235,12 @@ class Tuner:
                             if groups == 0:
                                 continue
                         groups = min(groups, m)
-                        yield [(v, groups * c, c, shared), *then], {
-                            "partials": groups, "stages": stages, "resident": resident}  # fmt: skip
+                        yield (
+                            [(v, groups * c, c, shared), *then],
+                            {"partials": groups, "stages": stages, "resident": resident},
+                        )
 
-    def point(self, op, dtype, m, n, repeats, quick):
+    def point(self, op, dtype, m, n, repeats):
         t = TYPES[dtype]
         g = torch.Generator(device="cuda").manual_seed(1)
         numel = m * n
@@ -251,19 +269,37 @@ class Tuner:
             rstd[i : i + 4096] = a[i : i + 4096].float().square().mean(-1).add(1e-6).rsqrt()
         target = torch.randint(n, (m,), device="cuda")
         stats = torch.empty(6, max(m, n), device="cuda")
-        off = lambda k: self.scratch.data_ptr() + k
+
+        def off(bytes):
+            return self.scratch.data_ptr() + bytes
+
         base = dict(
-            a=a.data_ptr(), b=b.data_ptr(), y=y.data_ptr(), a_stride=n, b_stride=n, y_stride=n, m=m, n=n,
-            b_type=CODES[dtype], y_type=CODES[dtype], partial=off(0),
-        )  # fmt: skip
+            a=a.data_ptr(),
+            b=b.data_ptr(),
+            y=y.data_ptr(),
+            a_stride=n,
+            b_stride=n,
+            y_stride=n,
+            m=m,
+            n=n,
+            b_type=CODES[dtype],
+            y_type=CODES[dtype],
+            partial=off(0),
+        )
         kind = "SoftmaxArgs"
         if op.startswith("rmsnorm"):
             kind = "RMSNormArgs"
             dw = torch.empty(n, device="cuda", dtype=t)
             base |= dict(
-                weight=w.data_ptr(), weight_type=CODES[dtype], rstd=rstd.data_ptr() if two else stats[0].data_ptr(),
-                inv_n=1.0 / n, eps=1e-6, dw_partial=off(256 << 20), dw=dw.data_ptr(), dw_type=CODES[dtype],
-            )  # fmt: skip
+                weight=w.data_ptr(),
+                weight_type=CODES[dtype],
+                rstd=rstd.data_ptr() if two else stats[0].data_ptr(),
+                inv_n=1.0 / n,
+                eps=1e-6,
+                dw_partial=off(256 << 20),
+                dw=dw.data_ptr(),
+                dw_type=CODES[dtype],
+            )
         if op.startswith("cross_entropy"):
             kind = "CrossEntropyArgs"
             stats[5].fill_(1.0)
@@ -274,10 +310,20 @@ class Tuner:
                 stats[2, i : i + len(mx)] = (f - mx[:, None]).exp_().sum(-1).log()
                 del f
             base |= dict(
-                target=target.data_ptr(), target_type=CODES["int64"], target_stride=1, ignore_index=-100,
-                loss=stats[0].data_ptr(), loss_stride=1, logits=off(512 << 20), dloss=stats[5].data_ptr(), dloss_stride=1,
-                max=stats[1].data_ptr(), max_stride=1, log_sum=stats[2].data_ptr(), log_sum_stride=1,
-            )  # fmt: skip
+                target=target.data_ptr(),
+                target_type=CODES["int64"],
+                target_stride=1,
+                ignore_index=-100,
+                loss=stats[0].data_ptr(),
+                loss_stride=1,
+                logits=off(512 << 20),
+                dloss=stats[5].data_ptr(),
+                dloss_stride=1,
+                max=stats[1].data_ptr(),
+                max_stride=1,
+                log_sum=stats[2].data_ptr(),
+                log_sum_stride=1,
+            )
         rows = min(m, max(1, (1 << 24) // n))
         want = self.expected(op, a[-rows:], b[-rows:], w, rstd[-rows:], target[-rows:])
         best = None
@@ -312,9 +358,20 @@ class Tuner:
                 e2 = (dw.float() - full).norm().item() / full.norm().item()
                 bad = bad or not e2 < {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
             us = self.timer(run, repeats)
-            self.out.write(json.dumps(dict(op=op, dtype=dtype, m=m, n=n, us=us, limit_us=limit, ratio=limit / us, note=note,
-                                           error=err, bad=bad)) + "\n")  # fmt: skip
-            self.out.flush()
+            record = {
+                "op": op,
+                "dtype": dtype,
+                "m": m,
+                "n": n,
+                "us": us,
+                "limit_us": limit,
+                "ratio": limit / us,
+                "note": note,
+                "error": err,
+                "bad": bad,
+            }
+            with self.out.open("a") as out:
+                out.write(json.dumps(record) + "\n")
             if bad:
                 print(f"WRONG {op} {dtype} {m}x{n} {note}: relative error {err}", flush=True)
             if best is None or us < best[0]:
@@ -342,7 +399,10 @@ class Tuner:
         return p
 
 
-OPS = "softmax_forward softmax_backward rmsnorm_forward rmsnorm_backward cross_entropy_forward cross_entropy_forward_dx cross_entropy_backward"
+OPS = (
+    "softmax_forward softmax_backward rmsnorm_forward rmsnorm_backward cross_entropy_forward cross_entropy_forward_dx "
+    "cross_entropy_backward"
+)
 GRID = [(32768, n) for n in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)] + [(16384, 131072), (8192, 262144)]
 
 
@@ -362,7 +422,7 @@ def main():
         for d in o.dtypes:
             for op in o.ops:
                 try:
-                    tuner.point(op, d, m, n, o.repeats, False)
+                    tuner.point(op, d, m, n, o.repeats)
                 except torch.OutOfMemoryError:
                     print(f"{op} {d} {s}: out of memory", flush=True)
                 torch.cuda.empty_cache()

@@ -380,7 +380,7 @@ def rmsnorm_bwd(x, weight, dout, rstd):
 
 
 # Elements of CUDA logits from which a loss and its gradient are made in one pass. Fewer lie in L2 when backward reads
-# them again, and the launch that the pass needs before it costs more than that. The CPU reads x in backward in any case.
+# them again, and the launch that the pass needs before it costs more than that. The CPU's backward reads x in any case.
 _ONE_PASS = 1 << 22
 
 

@@ -166,7 +166,7 @@ static void test_every_op(void) {
   CHECK(fabs(loss.data[0] - log(sum)) < 1e-6 && one.data[0] == M);
   CHECK(fabs(dx.data[0] - (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - exp(1) / sum) < 1e-6);
 
-  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN};
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0};
   one.data[0] = M;
   block two;
   DLTensor* t2 = &fill_vector(&two, 1)->managed.dl_tensor;
@@ -266,7 +266,7 @@ static void test_owned(void) {
                                   NULL, NULL, &w) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   w->deleter(w);
-  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN};
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0};
   CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, &mean, NULL, &y, NULL, NULL) ==
         GANDER_OK);
   CHECK(y->dl_tensor.ndim == 0 && fabs(*(float*)y->dl_tensor.data - log(sum)) < 1e-6);
@@ -285,7 +285,7 @@ static void test_owned_refusals(void) {
   block a, b, c, d, e;
   DLManagedTensorVersioned *const junk = (DLManagedTensorVersioned*)&a, *y = junk, *z = junk, *w = junk;
   DLDataType same = {0, 0, 0}, wide = {kDLFloat, 64, 1};
-  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN};
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0};
   gander_rmsnorm_options unset = {0, NULL, 1e-6};
 
   fill(&a)->managed.version.major = 2;
