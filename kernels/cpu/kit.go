@@ -15,16 +15,16 @@ type kit[T float] struct {
 	load  [4]func(dst []T, src unsafe.Pointer)
 	store [4]func(dst unsafe.Pointer, src []T, c T) // dst = src * c, rounded to nearest even
 
-	max         func(x []T) T                      // a NaN in x may be passed over
-	exp         func(dst, src []T, m T) float64    // dst = exp(src - m); returns the sum
-	expScale    func(dst, src []T, m, c T)         // dst = exp(src - m) * c
-	dot         func(x, y []T) float64             // sum of x * y
-	dot3        func(x, y, z []T) float64          // sum of x * y * z
-	add         func(acc, x []float64)             // acc += x
-	addProduct  func(acc []float64, x, y []T, c T) // acc += x * c * y
-	multiply    func(dst, x, w []T, c T)           // dst = x * c * w
-	softmaxGrad func(dst, dy, y []T, d T)          // dst = (dy - d) * y
-	rmsNormGrad func(dst, x, w, dout []T, k, r T)  // dst = (dout * w - x * k) * r
+	max         func(x []T) T                            // a NaN in x may be passed over
+	exp         func(dst, src []T, m T) float64          // dst = exp(src - m); returns the sum
+	expScale    func(dst, src []T, m, c T)               // dst = exp(src - m) * c
+	dot         func(x, y []T) float64                   // sum of x * y
+	dot3        func(x, y, z []T) float64                // sum of x * y * z
+	add         func(acc, x []float64)                   // acc += x
+	addProduct  func(acc []float64, x, y []T, c float64) // acc += x * c * y
+	multiply    func(dst, x, w []T, c T)                 // dst = x * c * w
+	softmaxGrad func(dst, dy, y []T, d T)                // dst = (dy - d) * y
+	rmsNormGrad func(dst, x, w, dout []T, k, r T)        // dst = (dout * w - x * k) * r
 
 	// softmax's backward pass on memory as it lies, by its DType, where that is faster than by way of load and store
 	dotRaw         [4]func(x, y unsafe.Pointer, n int) float64
@@ -32,8 +32,8 @@ type kit[T float] struct {
 }
 
 // exp is polynomial: with n = round(x / ln 2) and r = x - n ln 2, exp(x) = 2^n (1 + r + r^2 q(r)), where q has the
-// least relative error (2^-28) that a polynomial of degree 4 can have. ln2High has few enough bits for n * ln2High to be
-// exact. Below expLow, where the result would be subnormal, it is 0.
+// least relative error (2^-28) that a polynomial of degree 4 can have. ln2High has few enough bits for n * ln2High to
+// be exact. Below expLow, where the result would be subnormal, it is 0.
 const (
 	log2E   = 1.44269504088896341
 	ln2High = 0.693359375

@@ -61,8 +61,8 @@ type call[T float] struct {
 	op         op[T]
 	rows, cols int
 	blocks     int  // of a row
-	whole      bool // buffers hold whole rows, and keep them between the two passes
-	long       bool
+	whole      bool // what the first pass over a row made is kept for the second
+	long       bool // longer than longRow
 
 	step    step[T]
 	tasks   int
@@ -79,7 +79,6 @@ type call[T float] struct {
 
 type worker[T float] struct {
 	*call[T]
-	id      int
 	task    int
 	buffer  [3][]T // rows or blocks of two operands, and blocks of the weight
 	part    []part
@@ -135,7 +134,7 @@ func (c *call[T]) prepare(workers int) {
 	}
 	c.workers = c.workers[:workers]
 	for i := range c.workers {
-		c.workers[i].call, c.workers[i].id = c, i
+		c.workers[i].call = c
 	}
 }
 

@@ -15,8 +15,8 @@ func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, r
 	run(&o, workers, rmsNormForward[float32]{}, rmsNormForward[float64]{})
 }
 
-// RMSNormBackward computes, with h = x * rstd and g = dout * weight, dx = (g - h * mean(g * h)) * rstd for each row and,
-// where dw is wanted, dw = sum over rows of dout * h. dx may be dout.
+// RMSNormBackward computes, with h = x * rstd and g = dout * weight, dx = (g - h * mean(g * h)) * rstd for each row
+// and, where dw is wanted, dw = sum over rows of dout * h. dx may be dout.
 func RMSNormBackward(x kernels.Matrix, weight kernels.Vector, dout kernels.Matrix, rstd kernels.Vector,
 	dx kernels.Matrix, dw kernels.Vector, workers int) {
 	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, keep: widenedRow}
@@ -96,10 +96,7 @@ func (rmsNormBackward[T]) run(c *call[T]) {
 		sums := partialSums(c.rows, c.cols)
 		c.sums = grown(c.sums, sums*c.cols)
 		c.each(rowsAndSumsStep[T]{}, sums)
-		for i := 1; i < sums; i++ {
-			c.kit.add(c.sums[:c.cols], c.sums[i*c.cols:(i+1)*c.cols])
-		}
-		c.workers[0].writeDW(0, c.sums[:c.cols])
+		c.each(joinSumsStep[T]{}, c.blocks)
 	default:
 		c.shareFirst()
 		c.each(columnsStep[T]{}, c.blocks)
@@ -129,7 +126,7 @@ func (rmsNormBackward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stat
 		n := min(block, hi-j)
 		x, dout := w.again(0, &w.x, row, j, n), w.again(1, &w.dy, row, j, n)
 		if w.dw.Present() {
-			w.kit.addProduct(w.sum[j-w.sumFrom:][:n], x, dout, T(s.a))
+			w.kit.addProduct(w.sum[j-w.sumFrom:][:n], x, dout, s.a)
 		}
 		dx := w.output(1, &w.dx, row, j, n)
 		w.kit.rmsNormGrad(dx, x, w.weightBlock(j, n), dout, T(s.b), T(s.a))
@@ -149,6 +146,18 @@ func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
 	}
 }
 
+// joinSumsStep adds up one block of columns of the partial sums.
+type joinSumsStep[T float] struct{}
+
+func (joinSumsStep[T]) do(w *worker[T], task int) {
+	lo := task * block
+	hi := min(lo+block, w.cols)
+	for i := w.cols; i < len(w.sums); i += w.cols {
+		w.kit.add(w.sums[lo:hi], w.sums[i+lo:i+hi])
+	}
+	w.writeDW(lo, w.sums[lo:hi])
+}
+
 // columnsStep does one block of columns of long rows, so that no partial sums of their length are needed.
 type columnsStep[T float] struct{}
 
@@ -164,15 +173,11 @@ func (columnsStep[T]) do(w *worker[T], task int) {
 	w.writeDW(lo, w.sum)
 }
 
-// writeDW writes dw from column lo on.
+// writeDW writes one block of dw, from column lo on.
 func (w *worker[T]) writeDW(lo int, sum []float64) {
-	for len(sum) > 0 {
-		n := min(block, len(sum))
-		s := w.scratch(0, 0, n)
-		for i := range s {
-			s[i] = T(sum[i])
-		}
-		w.kit.store[w.dw.DType](unsafe.Add(w.dw.Data, lo*int(w.dw.DType.Size())), s, 1)
-		lo, sum = lo+n, sum[n:]
+	s := w.scratch(0, 0, len(sum))
+	for i := range s {
+		s[i] = T(sum[i])
 	}
+	w.kit.store[w.dw.DType](unsafe.Add(w.dw.Data, lo*int(w.dw.DType.Size())), s, 1)
 }

@@ -49,6 +49,10 @@ func lanes8(x []float32, i int) *[8]float32 {
 	return (*[8]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
 }
 
+func lanes4(x []float32, i int) *[4]float32 {
+	return (*[4]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
+}
+
 func halves8(p unsafe.Pointer, i int) *[8]int16 { return (*[8]int16)(unsafe.Add(p, 2*i)) }
 
 func load8(x []float32, i int) f32x8 { return archsimd.LoadFloat32x8(lanes8(x, i)) }
@@ -186,8 +190,7 @@ func rest4(n int) archsimd.Mask32x4 {
 
 //go:nocheckptr
 func wideRest4(x []float32, i int, m archsimd.Mask32x4) f64x4 {
-	p := (*[4]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
-	return archsimd.LoadMaskedFloat32x4(p, m).ConvertToFloat64()
+	return archsimd.LoadMaskedFloat32x4(lanes4(x, i), m).ConvertToFloat64()
 }
 
 func dot3AVX2(x, y, z []float32) float64 {
@@ -220,13 +223,13 @@ func wide4(x []float64, i int) *[4]float64 {
 	return (*[4]float64)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 8*i))
 }
 
-func addProductAVX2(acc []float64, x, y []float32, c float32) {
-	cv := archsimd.BroadcastFloat32x8(c)
+func addProductAVX2(acc []float64, x, y []float32, c float64) {
+	cv := archsimd.BroadcastFloat64x4(c)
 	n, i := len(x), 0
-	for ; i+8 <= n; i += 8 {
-		p := load8(x, i).Mul(cv).Mul(load8(y, i))
-		archsimd.LoadFloat64x4(wide4(acc, i)).Add(p.GetLo().ConvertToFloat64()).Store(wide4(acc, i))
-		archsimd.LoadFloat64x4(wide4(acc, i+4)).Add(p.GetHi().ConvertToFloat64()).Store(wide4(acc, i+4))
+	for ; i+4 <= n; i += 4 {
+		xc := archsimd.LoadFloat32x4(lanes4(x, i)).ConvertToFloat64().Mul(cv)
+		yv := archsimd.LoadFloat32x4(lanes4(y, i)).ConvertToFloat64()
+		xc.MulAdd(yv, archsimd.LoadFloat64x4(wide4(acc, i))).Store(wide4(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
 	addProduct(acc[i:], x[i:], y[i:], c)

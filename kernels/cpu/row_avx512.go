@@ -215,13 +215,13 @@ func wide8(x []float64, i int) *[8]float64 {
 	return (*[8]float64)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 8*i))
 }
 
-func addProductAVX512(acc []float64, x, y []float32, c float32) {
-	cv := archsimd.BroadcastFloat32x16(c)
+func addProductAVX512(acc []float64, x, y []float32, c float64) {
+	cv := archsimd.BroadcastFloat64x8(c)
 	n, i := len(x), 0
-	for ; i+16 <= n; i += 16 {
-		p := load16(x, i).Mul(cv).Mul(load16(y, i))
-		archsimd.LoadFloat64x8(wide8(acc, i)).Add(p.GetLo().ConvertToFloat64()).Store(wide8(acc, i))
-		archsimd.LoadFloat64x8(wide8(acc, i+8)).Add(p.GetHi().ConvertToFloat64()).Store(wide8(acc, i+8))
+	for ; i+8 <= n; i += 8 {
+		xc := load8(x, i).ConvertToFloat64().Mul(cv)
+		sum := xc.MulAdd(load8(y, i).ConvertToFloat64(), archsimd.LoadFloat64x8(wide8(acc, i)))
+		sum.Store(wide8(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
 	addProduct(acc[i:], x[i:], y[i:], c)

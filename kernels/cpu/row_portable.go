@@ -192,10 +192,10 @@ func add(acc, x []float64) {
 	}
 }
 
-func addProduct[T float](acc []float64, x, y []T, c T) {
+func addProduct[T float](acc []float64, x, y []T, c float64) {
 	acc, y = acc[:len(x)], y[:len(x)]
 	for i, v := range x {
-		acc[i] += float64(v * c * y[i])
+		acc[i] += float64(v) * c * float64(y[i])
 	}
 }
 

@@ -212,7 +212,7 @@ static void test_options(void) {
   REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "eps is NaN");
   gander_softmax_options softmax = {sizeof softmax - 8, NULL};
   REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION, "size is 8, expected 16");
-  gander_cross_entropy_options entropy = {sizeof entropy, NULL, -100, 7};
+  gander_cross_entropy_options entropy = {sizeof entropy, NULL, -100, 7, 0};
   REFUSED(gander_cross_entropy_forward(x, y, NULL, y, NULL, NULL, NULL, &entropy, NULL), GANDER_ERROR_OPTION,
           "reduction is 7");
   REFUSED(gander_set_num_threads(-1), GANDER_ERROR_OPTION, "count is -1");
