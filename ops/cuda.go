@@ -52,12 +52,14 @@ func planFor(ordinal int32, f *driver.Facts, r request) (*plan, error) {
 	return p, nil
 }
 
-// cudaCall is one call on its way to the device.
+// cudaCall is one call on its way to the device. It does not hold the Call: what is in one struct with a device that lives on
+// the heap would have to live there too.
 type cudaCall struct {
-	*Call
 	device  *driver.Device
 	plan    *plan
+	stream  uintptr
 	scratch uintptr
+	ours    bool // the scratch memory is the driver's, to be given back
 }
 
 // start opens the device, plans and takes the scratch memory. finish gives it back.
@@ -70,7 +72,7 @@ func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 	if err != nil {
 		return cudaCall{}, err
 	}
-	k := cudaCall{Call: c, device: d, plan: p}
+	k := cudaCall{device: d, plan: p, stream: c.Stream}
 	switch {
 	case p.scratch.size == 0:
 	case c.Allocate != nil:
@@ -83,13 +85,14 @@ func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 		if k.scratch, err = d.Allocate(p.scratch.size, c.Stream); err != nil {
 			return cudaCall{}, cudaError(err)
 		}
+		k.ours = true
 	}
 	return k, nil
 }
 
 func (k *cudaCall) finish() {
-	if k.scratch != 0 && k.Allocate == nil {
-		k.device.Free(k.scratch, k.Stream)
+	if k.ours {
+		k.device.Free(k.scratch, k.stream)
 	}
 }
 
@@ -97,7 +100,7 @@ func (k *cudaCall) finish() {
 func (k *cudaCall) launch(args unsafe.Pointer, bytes uintptr) error {
 	for i := range k.plan.launches {
 		l := &k.plan.launches[i]
-		if err := k.device.Launch(l.variant, l.geometry, args, bytes, k.Stream); err != nil {
+		if err := k.device.Launch(l.variant, l.geometry, args, bytes, k.stream); err != nil {
 			return cudaError(err)
 		}
 	}
