@@ -250,7 +250,7 @@ func (p *planner) chunks(waves int64) {
 func (p *planner) split(why string) {
 	p.chunks(16)
 	grid := p.m * int64(p.splits)
-	p.scratch.partial = p.scratch.take(grid * 8)
+	p.scratch.partial = p.scratch.take(grid * p.stateBytes())
 	if p.op == kernels.CrossEntropyForwardDX {
 		p.scratch.logits = p.scratch.take(p.m * 4)
 	}
@@ -268,7 +268,7 @@ func (p *planner) stream() {
 		return
 	}
 	p.why = fmt.Sprintf("%d rows would leave SMs idle: %d CTAs share each", p.m, p.splits)
-	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * 8)
+	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * p.stateBytes())
 	p.scratch.logits = p.scratch.take(p.m * 4)
 	p.add(p.op, kernels.Partial, p.general, nil, p.m*int64(p.splits), 1, 0)
 	p.add(p.op, kernels.Apply, p.general, nil, p.m, 1, 0)
@@ -291,8 +291,19 @@ func (p *planner) weightedBackward() {
 	case p.general || p.mixed || !p.persistent():
 		p.columns()
 	}
-	p.scratch.dwPartial = p.scratch.take(int64(p.partials) * p.n * 4)
+	p.scratch.dwPartial = p.scratch.take(int64(p.partials) * p.n * p.accumulatorBytes())
 }
+
+// accumulatorBytes is the size of what sums that span threads are taken in: Accumulator in cuda/reduce.cuh.
+func (p *planner) accumulatorBytes() int64 {
+	if p.x == kernels.Float32 {
+		return 8
+	}
+	return 4
+}
+
+// stateBytes is the size of the largest state of a row, a maximum and a sum: MaxSum in cuda/reduce.cuh.
+func (p *planner) stateBytes() int64 { return 2 * p.accumulatorBytes() }
 
 // rings is how RMSNorm brings rows of up to `vectors` vectors through shared memory: CTA shape, cluster, CTAs per SM and rows in
 // flight. Forward, only rows beyond 8192 vectors gain by it. Measured on an H100 with 32768 rows or 4 GiB per tensor, over the plain
@@ -380,7 +391,7 @@ func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
 // columns serves what no persistent kernel does: row sums first, then dx and dw by columns.
 func (p *planner) columns() {
 	p.chunks(4)
-	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * 8)
+	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * p.stateBytes())
 	p.add(p.op, kernels.Partial, p.general, nil, p.m*int64(p.splits), 1, 0)
 	elements := 16 / p.x.Size()
 	tiles := ceil(p.n, kernels.ChunkThreads*elements)

@@ -27,25 +27,26 @@ __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target
 }
 
 // Sums a pair over all rows, in an order that depends on M alone, with one CTA or with one cluster. `at(row)` gives a row's pair;
-// the first thread of all gets the sums.
+// the first thread of all gets the sums. In float64: few terms, and a result that is one number shows every rounding.
 template <int T, bool Cluster, class At>
-__device__ __forceinline__ bool sum_rows(int64_t rows, float2& sum, At at) {
-  __shared__ float2 warps[T / 32];
+__device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
+  __shared__ double2 warps[T / 32];
   int64_t first = threadIdx.x, step = T;
 #ifdef GANDER_SM90
-  __shared__ uint64_t slots[Cluster ? 16 : 1], barrier;
+  __shared__ double2 slots[Cluster ? 16 : 1];
+  __shared__ uint64_t barrier;
   if constexpr (Cluster) {
     if (threadIdx.x == 0) {
       barrier_init(&barrier, 1);
       barrier_init_fence();
-      barrier_expect(&barrier, cluster_size() * sizeof(uint64_t));
+      barrier_expect(&barrier, cluster_size() * sizeof(double2));
     }
     cluster_arrive();
     first += cluster_rank() * T;
     step *= cluster_size();
   }
 #endif
-  sum = make_float2(0.f, 0.f);
+  sum = make_double2(0, 0);
   constexpr int U = 8;
   for (int64_t i = first; i < rows; i += U * step) {
     float2 v[U];
@@ -54,22 +55,23 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, float2& sum, At at) {
 #pragma unroll
     for (int u = 0; u < U; u++) sum.x += v[u].x, sum.y += v[u].y;
   }
-  const auto reduce = [](float2 v) { return make_float2(lanes_sum<32>(v.x), lanes_sum<32>(v.y)); };
+  const auto reduce = [](double2 v) { return make_double2(lanes_sum<32>(v.x), lanes_sum<32>(v.y)); };
   const int lane = threadIdx.x % 32;
   sum = reduce(sum);
   if (lane == 0) warps[threadIdx.x / 32] = sum;
   __syncthreads();
-  sum = reduce(lane < T / 32 ? warps[lane] : make_float2(0.f, 0.f));
+  sum = reduce(lane < T / 32 ? warps[lane] : make_double2(0, 0));
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
     const uint32_t size = cluster_size();
-    if (threadIdx.x < size)
-      send(slots + cluster_rank(), static_cast<uint64_t>(__float_as_uint(sum.y)) << 32 | __float_as_uint(sum.x), &barrier,
-           threadIdx.x);
+    if (threadIdx.x < size) {
+      uint64_t* slot = reinterpret_cast<uint64_t*>(slots + cluster_rank());
+      send(slot, __double_as_longlong(sum.x), &barrier, threadIdx.x);
+      send(slot + 1, __double_as_longlong(sum.y), &barrier, threadIdx.x);
+    }
     barrier_wait_cluster(&barrier, 0);
-    const uint64_t b = lane < size ? slots[lane] : 0;
-    sum = reduce(make_float2(__uint_as_float(static_cast<unsigned>(b)), __uint_as_float(static_cast<unsigned>(b >> 32))));
+    sum = reduce(lane < size ? slots[lane] : make_double2(0, 0));
     return threadIdx.x == 0 && cluster_rank() == 0;
   }
 #endif
@@ -89,7 +91,7 @@ __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
   if (!a.total_here) wait_for_previous_launch();
   const float2* rows = static_cast<const float2*>(a.row_losses);
   const bool here = a.total_here;
-  float2 sum;
+  double2 sum;
   if (!sum_rows<T, Cluster>(a.rows.m, sum, [=](int64_t i) { return here ? rows_of_cta()[i] : __ldcg(rows + i); })) return;
   if (a.total) *static_cast<float*>(a.total) = a.mean ? sum.x / sum.y : sum.x;
   if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
@@ -98,9 +100,17 @@ __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
 // The sum of the rows' weights alone, before a pass that divides by it.
 template <int T, bool Cluster>
 __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
-  float2 sum;
+  double2 sum;
   const auto weight = [&a](int64_t i) { return make_float2(label(a, load_target(a, i)).weight, 0.f); };
   if (sum_rows<T, Cluster>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
+}
+
+// log(s) = k log(2) + log(f), 2^-1/2 <= f < 2^1/2: the sum of two small roundings, where logf(s) has one of s's own magnitude.
+__device__ __forceinline__ float2 log_parts(float s) {
+  if (!(s > 0.f)) return make_float2(logf(s), 0.f);  // NaN, or a row of -inf
+  const int bits = __float_as_int(s), k = (bits - 0x3f3504f3) >> 23;
+  constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // log(2): k times the first is exact
+  return make_float2(k * kHigh, fmaf(k, kLow, logf(__int_as_float(bits - (k << 23)))));
 }
 
 // Takes `amount` off element `i` of a vector, where i lies in it. Only one vector of a row is hit, so that the
@@ -161,11 +171,12 @@ struct CrossEntropyForward {
         const float all = __ldcg(static_cast<const float*>(a.denominator));
         sc.grad = weight == 0.f ? 0.f : weight / all;
       }
-      sc.max = st.m, sc.scale = sc.grad / st.s;
+      sc.max = st.m, sc.scale = sc.grad / static_cast<float>(st.s);
     }
     if (!first) return;
-    const float log_sum = logf(st.s);
-    const float loss = weight == 0.f ? 0.f : weight * (log_sum + (st.m - sc.logit));
+    const float2 log = log_parts(st.s);
+    const float log_sum = log.x + log.y;
+    const float loss = weight == 0.f ? 0.f : weight * ((log.x + (st.m - sc.logit)) + log.y);
     if (a.total_here) rows_of_cta()[row] = make_float2(loss, weight);
     else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
     if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = loss;

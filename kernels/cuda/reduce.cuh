@@ -2,6 +2,9 @@
 #pragma once
 #include "vector.cuh"
 
+#include <cstring>
+#include <type_traits>
+
 namespace gander {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -13,8 +16,8 @@ __device__ __forceinline__ float lanes_max(float v) {
   return v;
 }
 
-template <int L>
-__device__ __forceinline__ float lanes_sum(float v) {
+template <int L, class F>
+__device__ __forceinline__ F lanes_sum(F v) {
 #pragma unroll
   for (int k = L / 2; k; k /= 2) v += __shfl_xor_sync(kAllLanes, v, k);
   return v;
@@ -32,16 +35,58 @@ __device__ __forceinline__ float exp_difference(float x, float m) {
   }
 }
 
+// What sums that span threads are added up in. Results of float32 rows show each rounding of a few large numbers.
+template <class T>
+using Accumulator = std::conditional_t<sizeof(T) == 4, double, float>;
+
+// exp(m - r) for m <= r: takes a sum of exponentials relative to m over to one relative to r. Taken once per thread and row, so it is
+// worth more digits than an element's: the hardware's exponential errs to one side, which a sum shows.
+template <class T>
+__device__ __forceinline__ Accumulator<T> rescaling(float m, float r) {
+  if constexpr (sizeof(T) == 4) {
+    double d = static_cast<double>(m) - r;
+    d = d > -200. ? d : -200.;                       // less is nothing beside 1
+    const double k = rint(d * 1.4426950408889634);   // exp(d) = 2^k exp(x), |x| <= log(2) / 2
+    const double x = fma(k, -0.6931471805599453, d);
+    double e = 1. / 40320;  // Taylor's series to x^8: 2e-10
+#pragma unroll
+    for (int i = 7, f = 5040; i >= 0; f /= i ? i : 1, i--) e = fma(e, x, 1. / f);
+    return e * __hiloint2double((1023 + static_cast<int>(k)) << 20, 0);
+  } else {
+    return expf(m - r);
+  }
+}
+
+// A state in memory. (States have constructors, which shared memory cannot run.)
+template <class State>
+struct alignas(alignof(State)) Slot {
+  uint64_t words[sizeof(State) / 8];
+  __device__ __forceinline__ void set(const State& st) { memcpy(words, &st, sizeof(State)); }
+  __device__ __forceinline__ State get() const {
+    State st;
+    memcpy(&st, words, sizeof(State));
+    return st;
+  }
+  // From global memory, past L1: another launch may have written it.
+  __device__ __forceinline__ State load() const {
+    Slot copy;
+#pragma unroll
+    for (int i = 0; i < sizeof(State) / 8; i++) copy.words[i] = __ldcg(reinterpret_cast<const unsigned long long*>(words) + i);
+    return copy.get();
+  }
+};
+
 // Nothing to agree on.
-struct None {
+struct alignas(8) None {
   static constexpr bool kMaxFirst = false;
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {}
 };
 
-struct Sum {
+template <class T>
+struct alignas(8) Sum {
   static constexpr bool kMaxFirst = false;
-  float s = 0.f;
+  Accumulator<T> s = 0;
   // Products of a vector. They are added up apart: one long chain of additions loses digits, and of squares always the same way.
   template <int E>
   __device__ __forceinline__ void add(const float (&a)[E], const float (&b)[E]) {
@@ -53,15 +98,14 @@ struct Sum {
   template <int L>
   __device__ __forceinline__ void reduce_lanes() { s = lanes_sum<L>(s); }
   __device__ __forceinline__ void merge(Sum o) { s += o.s; }
-  __device__ __forceinline__ uint64_t bits() const { return __float_as_uint(s); }
-  __device__ __forceinline__ static Sum from_bits(uint64_t b) { return {__uint_as_float(static_cast<unsigned>(b))}; }
 };
 
 // A maximum, and the sum of exponentials relative to it (online softmax). An empty state is (-inf, 0).
 template <class T>
-struct MaxSum {
+struct alignas(2 * sizeof(Accumulator<T>)) MaxSum {
   static constexpr bool kMaxFirst = true;
-  float m = -kInfinity, s = 0.f;
+  Accumulator<T> s = 0;
+  float m = -kInfinity;
 
   // What exponentials are taken relative to: a part of the row that is all -inf adds 0, not NaN.
   __device__ __forceinline__ static float reference(float m) { return m == -kInfinity ? 0.f : m; }
@@ -70,7 +114,7 @@ struct MaxSum {
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
     const float top = lanes_max<L>(m);
-    s = lanes_sum<L>(s * exp_difference<T>(m, reference(top)));
+    s = lanes_sum<L>(s * rescaling<T>(m, reference(top)));
     m = top;
   }
   // The state of a row that L lanes hold: they agree on the maximum before they take exponentials, so that no lane's sum is scaled.
@@ -81,19 +125,19 @@ struct MaxSum {
   }
   __device__ __forceinline__ void merge(MaxSum o) {
     const float top = fmaxf(m, o.m), r = reference(top);
-    s = s * exp_difference<T>(m, r) + o.s * exp_difference<T>(o.m, r);
+    s = s * rescaling<T>(m, r) + o.s * rescaling<T>(o.m, r);
     m = top;
   }
   // Adds a tile of elements.
   template <int V>
   __device__ __forceinline__ void add(const uint4 (&v)[V]) {
     const float top = fmaxf(m, tile_max(T(), v)), r = reference(top);
-    s = fmaf(s, exp_difference<T>(m, r), exponentials(v, r));
+    s = s * rescaling<T>(m, r) + exponentials(v, r);
     m = top;
   }
   template <int V>
-  __device__ __forceinline__ static float exponentials(const uint4 (&v)[V], float r) {
-    float sum = 0.f;  // vector by vector: one long chain of additions would lose digits
+  __device__ __forceinline__ static Accumulator<T> exponentials(const uint4 (&v)[V], float r) {
+    Accumulator<T> sum = 0;  // vector by vector: one long chain of additions would lose digits
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float f[kElements<T>];
@@ -105,19 +149,13 @@ struct MaxSum {
     }
     return sum;
   }
-  __device__ __forceinline__ uint64_t bits() const {
-    return static_cast<uint64_t>(__float_as_uint(s)) << 32 | __float_as_uint(m);
-  }
-  __device__ __forceinline__ static MaxSum from_bits(uint64_t b) {
-    return {__uint_as_float(static_cast<unsigned>(b)), __uint_as_float(static_cast<unsigned>(b >> 32))};
-  }
 };
 
 // Merges `count` <= L states; every group of L lanes does the same work, so all lanes end with the same bits.
 template <int L, class State>
-__device__ __forceinline__ State gather(const uint64_t* slots, int count) {
+__device__ __forceinline__ State gather(const Slot<State>* slots, int count) {
   const int lane = threadIdx.x % L;
-  State st = lane < count ? State::from_bits(slots[lane]) : State();
+  State st = lane < count ? slots[lane].get() : State();
   st.template reduce_lanes<L>();
   return st;
 }
@@ -129,9 +167,9 @@ constexpr int kPowerOfTwo<1> = 1;
 
 // ---- warps of a CTA, `Warps` of them per row. `slots` holds one entry per warp of the CTA; a loop alternates between two sets.
 template <int Warps, class State>
-__device__ __forceinline__ void reduce_warps(State& st, uint64_t* slots) {
+__device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots) {
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x % 32 == 0) slots[warp] = st.bits();
+  if (threadIdx.x % 32 == 0) slots[warp].set(st);
   __syncthreads();
   st = gather<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, Warps);
 }
@@ -213,10 +251,15 @@ __device__ __forceinline__ void let_next_launch_start() {
 
 // All CTAs of a cluster exchange their states: warp 0 sends this CTA's to every CTA, and everybody merges in rank order.
 template <class State>
-__device__ __forceinline__ void reduce_cluster(State& st, uint64_t* slots, uint64_t* barrier, uint32_t phase) {
+__device__ __forceinline__ void reduce_cluster(State& st, Slot<State>* slots, uint64_t* barrier, uint32_t phase) {
 #ifdef GANDER_SM90
   const uint32_t size = cluster_size(), rank = cluster_rank();
-  if (threadIdx.x < size) send(slots + rank, st.bits(), barrier, threadIdx.x);
+  if (threadIdx.x < size) {
+    Slot<State> own;
+    own.set(st);
+#pragma unroll
+    for (int i = 0; i < sizeof(State) / 8; i++) send(slots[rank].words + i, own.words[i], barrier, threadIdx.x);
+  }
   barrier_wait_cluster(barrier, phase);
   st = gather<16, State>(slots, size);
 #endif

@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin
 template <class T_>
 struct RMSNormForward {
   using T = T_;
-  using State = Sum;
+  using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false;
@@ -42,16 +42,21 @@ struct RMSNormForward {
   __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&)[E], const float (&)[E]) {
     st.add(x, x);
   }
-  template <int E>
+  // kExact: rounds once, for float32 results of 16-bit rows.
+  template <bool kExact = false, class F, int E>
   __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                                    const float (&w)[E], float (&)[E], float (&y)[E]) {
+                                                    const float (&w)[E], F (&)[E], float (&y)[E]) {
 #pragma unroll
-    for (int j = 0; j < E; j++) y[j] = x[j] * sc.rstd * w[j];
+    for (int j = 0; j < E; j++) {
+      const float h = x[j] * sc.rstd;
+      y[j] = h * w[j];
+      if constexpr (kExact) y[j] = fmaf(h, w[j], fmaf(x[j], sc.rstd, -h) * w[j]);
+    }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
   __device__ static Scalars kept(const Args&, int64_t) { return {}; }
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
-    sc.rstd = __frsqrt_rn(st.s * a.inv_n + a.eps);
+    sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.eps));
     if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
   }
   template <bool General, int E, class Place>
@@ -59,7 +64,7 @@ struct RMSNormForward {
                                              const Place& p, int e, float (&y)[E]) {
     float w[E];
     load_weight<General>(a, p.origin, e, p.span, w);
-    map_vector(sc, x, x, w, w, y);
+    map_vector<General>(sc, x, x, w, w, y);
   }
 };
 
@@ -68,7 +73,7 @@ struct RMSNormForward {
 template <class T_>
 struct RMSNormBackward {
   using T = T_;
-  using State = Sum;
+  using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
@@ -100,20 +105,21 @@ struct RMSNormBackward {
     for (int j = 0; j < E; j++) g[j] = dy[j] * w[j];
     st.add(x, g);
   }
-  template <int E>
+  template <class F, int E>
   __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&dy)[E],
-                                                    const float (&w)[E], float (&dw)[E], float (&dx)[E]) {
+                                                    const float (&w)[E], F (&dw)[E], float (&dx)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       const float h = x[j] * sc.rstd;
-      dw[j] = fmaf(dy[j], h, dw[j]);
+      if constexpr (sizeof(F) == 8) dw[j] += static_cast<double>(dy[j]) * x[j] * sc.rstd;  // h alone would be off one way where it is near 1
+      else dw[j] += dy[j] * h;
       dx[j] = (dy[j] * w[j] - h * sc.mean) * sc.rstd;
     }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
   __device__ static Scalars kept(const Args& a, int64_t row) { return begin(a, row, false); }
   __device__ static void end(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
-    sc.mean = st.s * sc.rstd * a.inv_n;
+    sc.mean = static_cast<float>(st.s) * sc.rstd * a.inv_n;
   }
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&dy)[E],
@@ -150,38 +156,15 @@ struct ColumnWeights {
   }
 };
 
-// A thread's part of dw. For float32 rows it is summed up block by block of rows: one long chain of additions loses digits that
-// a float32 result shows.
-template <class T, int V>
-struct ColumnSums {
-  static constexpr int E = kElements<T>, kBlock = 32;
-  static constexpr bool kBlocked = sizeof(T) == 4;
-  float now[V][E] = {}, before[kBlocked ? V : 1][E] = {};
-  int rows = 0;
-
-  __device__ __forceinline__ void next_row() {
-    if constexpr (kBlocked) {
-      if (++rows % kBlock) return;
+template <class F, int E>
+__device__ __forceinline__ void store_partial(F* p, const F (&v)[E]) {
+  constexpr int kPerVector = 16 / sizeof(F);
 #pragma unroll
-      for (int i = 0; i < V; i++)
-#pragma unroll
-        for (int j = 0; j < E; j++) before[i][j] += now[i][j], now[i][j] = 0.f;
-    }
+  for (int j = 0; j < E; j += kPerVector) {
+    uint4 vector;
+    memcpy(&vector, v + j, 16);
+    *reinterpret_cast<uint4*>(p + j) = vector;
   }
-  __device__ __forceinline__ void finish() {
-    if constexpr (kBlocked) {
-#pragma unroll
-      for (int i = 0; i < V; i++)
-#pragma unroll
-        for (int j = 0; j < E; j++) now[i][j] += before[i][j];
-    }
-  }
-};
-
-template <int E>
-__device__ __forceinline__ void store_partial(float* p, const float (&v)[E]) {
-#pragma unroll
-  for (int j = 0; j < E; j += 4) *reinterpret_cast<float4*>(p + j) = make_float4(v[j], v[j + 1], v[j + 2], v[j + 3]);
 }
 
 // Long rows through persistent CTAs (or clusters) that own fixed columns: rows arrive by bulk copies in a ring of `stages` rows in
@@ -194,7 +177,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   constexpr bool kBackward = Op::kInputs > 1;
   constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kStage = Op::kInputs * kSlice, kMaxStages = 16;
   extern __shared__ __align__(128) uint4 buffer[];  // stages x inputs x kSlice
-  __shared__ uint64_t warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
+  __shared__ Slot<Sum<T>> warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
   if constexpr (kBackward) let_next_launch_start();
   const int tid = threadIdx.x, stages = a.stages;
@@ -226,18 +209,18 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   const Span span = {0, count * E};
   constexpr int kHeld = !kBackward ? 32 : Threads == 1024 ? 8 : 16;  // floats of weights that registers leave room for
   const ColumnWeights<V, E, (V * E <= kHeld)> weights(a, begin * E, tid * E, Threads * E, span);
-  ColumnSums<T, kBackward ? V : 1> dw;
+  Accumulator<T> dw[kBackward ? V : 1][E] = {};
   int stage = 0, set = 0;
   uint32_t phase = 0, merged_phase = 0;
   auto next = Op::begin(a, first_row < rows ? first_row : 0, false);
   for (int64_t row = first_row; row < rows; row += step) {
     auto sc = next;
     if (row + step < rows) next = Op::begin(a, row + step, false);
-    if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(uint64_t));
+    if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(Sum<T>));
     if (count) barrier_wait(full + stage, phase);
     const uint4* from = buffer + stage * kStage + tid;
     uint4 xs[V], ds[kBackward ? V : 1];
-    Sum st;
+    Sum<T> st;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const bool in = tid + i * Threads < count;
@@ -251,7 +234,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
       }
       Op::add_vector(st, fx, fd, w);
     }
-    st.reduce_lanes<32>();
+    st.template reduce_lanes<32>();
     reduce_warps<kWarps>(st, warp_slots[set]);  // its barrier: everybody has read this stage
     if (tid == 0 && row + stages * step < rows) fetch(row + stages * step, stage);
     if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
@@ -266,10 +249,9 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
         unpack(T(), ds[i], fd);
       }
       weights.get(i, w);
-      Op::map_vector(sc, fx, fd, w, dw.now[kBackward ? i : 0], out);
+      Op::map_vector(sc, fx, fd, w, dw[kBackward ? i : 0], out);
       store<false>(y + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
     }
-    if constexpr (kBackward) dw.next_row();
     if (++stage == stages) stage = 0, phase ^= 1;
     merged_phase ^= set;
     set ^= 1;
@@ -277,11 +259,10 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   // Nobody may leave while others may still write into its shared memory.
   if constexpr (Cluster) cluster_arrive(), cluster_wait();
   if constexpr (kBackward) {
-    dw.finish();
-    float* partial = static_cast<float*>(a.dw_partial) + first_row * a.rows.n + begin * E;
+    Accumulator<T>* partial = static_cast<Accumulator<T>*>(a.dw_partial) + first_row * a.rows.n + begin * E;
 #pragma unroll
     for (int i = 0; i < V; i++)
-      if (tid + i * Threads < count) store_partial(partial + (tid + i * Threads) * E, dw.now[i]);
+      if (tid + i * Threads < count) store_partial(partial + (tid + i * Threads) * E, dw[i]);
   }
 #endif
 }
@@ -292,13 +273,13 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   using Op = RMSNormBackward<T>;
   constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR;
   static_assert(TPR <= 32);
-  __shared__ __align__(16) float sum[TPR * V * E];
+  __shared__ Accumulator<T> sum[TPR * V * E];
   let_next_launch_start();
   const int lane = threadIdx.x % TPR, group = threadIdx.x / TPR;
   const int64_t rows = a.rows.m, step = static_cast<int64_t>(gridDim.x) * kGroups;
   const Span span = {0, static_cast<int>(a.rows.n)};
   const ColumnWeights<V, E, (V * E <= 8)> weights(a, 0, lane * E, TPR * E, span);
-  float dw[V][E] = {};
+  Accumulator<T> dw[V][E] = {};
   uint4 x[V], dy[V];
   typename Op::Scalars sc;
   int64_t row = static_cast<int64_t>(blockIdx.x) * kGroups + group;
@@ -318,7 +299,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     uint4 next_x[V], next_dy[V];
     typename Op::Scalars next;
     fetch(row + step, next_x, next_dy, next);
-    Sum st;
+    Sum<T> st;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float fx[E], fd[E], w[E];
@@ -327,7 +308,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       weights.get(i, w);
       Op::add_vector(st, fx, fd, w);
     }
-    st.reduce_lanes<TPR>();
+    st.template reduce_lanes<TPR>();
     Op::end(a, row, sc, st, false);
 #pragma unroll
     for (int i = 0; i < V; i++) {
@@ -349,14 +330,14 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       for (int i = 0; i < V; i++)
 #pragma unroll
         for (int j = 0; j < E; j++) {
-          float& s = sum[(lane + i * TPR) * E + j];
+          Accumulator<T>& s = sum[(lane + i * TPR) * E + j];
           s = g ? s + dw[i][j] : dw[i][j];
         }
     }
     __syncthreads();
   }
   for (int c = threadIdx.x; c < a.rows.n; c += kThreads)
-    static_cast<float*>(a.dw_partial)[static_cast<int64_t>(blockIdx.x) * a.rows.n + c] = sum[c];
+    static_cast<Accumulator<T>*>(a.dw_partial)[static_cast<int64_t>(blockIdx.x) * a.rows.n + c] = sum[c];
 }
 
 // dx and dw of rows that neither shape takes: any alignment, any length, any type of dout. The rows' sums came from `partial`;
@@ -372,7 +353,7 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   const Span span = {0, static_cast<int>(a.rows.n - begin < kTile ? a.rows.n - begin : kTile)};
   const int64_t first = a.rows.m * block / blocks, last = a.rows.m * (block + 1) / blocks;
   const auto column = [](int j) { return General ? static_cast<int>(threadIdx.x) + j * kThreads : static_cast<int>(threadIdx.x) * E + j; };
-  ColumnSums<T, 1> dw;
+  Accumulator<T> dw[1][E] = {};
   float w[E];
 #pragma unroll
   for (int j = 0; j < E; j++)
@@ -393,14 +374,13 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
       unpack(T(), load<false>(x, column(0), span, zero_vector()), fx);
       unpack(T(), load<false>(static_cast<const T*>(dy), column(0), span, zero_vector()), fd);
     }
-    Sum dot;
-    const uint64_t* slots = static_cast<const uint64_t*>(a.rows.partial) + row * a.rows.splits;
-    for (int i = threadIdx.x % 32; i < a.rows.splits; i += 32) dot.merge(Sum::from_bits(slots[i]));
-    dot.reduce_lanes<32>();
+    Sum<T> dot;
+    const Slot<Sum<T>>* slots = static_cast<const Slot<Sum<T>>*>(a.rows.partial) + row * a.rows.splits;
+    for (int i = threadIdx.x % 32; i < a.rows.splits; i += 32) dot.merge(slots[i].load());
+    dot.template reduce_lanes<32>();
     auto sc = RMSNormBackward<T>::begin(a, row, false);
     RMSNormBackward<T>::end(a, row, sc, dot, false);
-    RMSNormBackward<T>::map_vector(sc, fx, fd, w, dw.now[0], out);
-    dw.next_row();
+    RMSNormBackward<T>::map_vector(sc, fx, fd, w, dw[0], out);
     if constexpr (General) {
 #pragma unroll
       for (int j = 0; j < E; j++)
@@ -409,32 +389,34 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
       store<false>(dx, column(0), span, out);
     }
   }
-  dw.finish();
-  float* partial = static_cast<float*>(a.dw_partial) + block * a.rows.n + begin;
+  Accumulator<T>* partial = static_cast<Accumulator<T>*>(a.dw_partial) + block * a.rows.n + begin;
 #pragma unroll
   for (int j = 0; j < E; j++)
-    if (column(j) < span.hi) partial[column(j)] = dw.now[0][j];
+    if (column(j) < span.hi) partial[column(j)] = dw[0][j];
 }
 
 // dw = the sum of the rows of partial dw, in their order. Few columns: a CTA of 32 x 32 threads takes 32 of them. Many: a
 // thread to each, or the CTAs would be more than the work.
-template <int Threads>
+template <class T, int Threads>
 __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
   constexpr int kWarps = Threads == 1024 ? 32 : 1, kColumns = Threads / kWarps;
   wait_for_previous_launch();
   const int lane = threadIdx.x % kColumns, warp = threadIdx.x / kColumns;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + lane;
-  constexpr int U = 4;  // sums at a time: shorter chains of additions, and loads that do not wait for each other
-  float sums[U] = {};
+  constexpr int U = 4;  // loads at a time
+  const Accumulator<T>* partial = static_cast<const Accumulator<T>*>(a.dw_partial);
+  double s = 0;
   if (column < a.rows.n)
-    for (int64_t r = warp; r < a.partials; r += U * kWarps)
+    for (int64_t r = warp; r < a.partials; r += U * kWarps) {
+      Accumulator<T> v[U];
 #pragma unroll
       for (int u = 0; u < U; u++)
-        if (r + u * kWarps < a.partials)
-          sums[u] += static_cast<const float*>(a.dw_partial)[(r + u * kWarps) * a.rows.n + column];
-  float s = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        v[u] = r + u * kWarps < a.partials ? partial[(r + u * kWarps) * a.rows.n + column] : 0;
+#pragma unroll
+      for (int u = 0; u < U; u++) s += v[u];
+    }
   if constexpr (kWarps > 1) {
-    __shared__ float sum[kWarps][kColumns + 1];
+    __shared__ double sum[kWarps][kColumns + 1];
     sum[warp][lane] = s;
     __syncthreads();
     if (warp) return;

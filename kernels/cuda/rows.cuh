@@ -137,16 +137,17 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   const int lane = threadIdx.x % TPR;
   int64_t row;
   int e = lane * kElements<T>;
-  __shared__ uint64_t warp_slots[kWarps > 1 ? kRows * kWarps : 1];
+  __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
 #ifdef GANDER_SM90
-  __shared__ uint64_t cluster_slots[Cluster ? 16 : 1], barrier;
+  __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
+  __shared__ uint64_t barrier;
   if constexpr (Cluster) {
     row = blockIdx.x / cluster_size();
     e += cluster_rank() * kStep * V;
     if (threadIdx.x == 0) {
       barrier_init(&barrier, 1);
       barrier_init_fence();
-      barrier_expect(&barrier, cluster_size() * sizeof(uint64_t));
+      barrier_expect(&barrier, cluster_size() * sizeof(State));
     }
     cluster_arrive();
   } else
@@ -229,7 +230,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kStep = kChunkThreads * kElements<T>;
-  __shared__ uint64_t warp_slots[kChunkThreads / 32];
+  __shared__ Slot<State> warp_slots[kChunkThreads / 32];
   let_next_launch_start();
   const int64_t row = blockIdx.x / args.rows.splits;
   const int chunk = blockIdx.x % args.rows.splits;
@@ -250,7 +251,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
     Op::end(args, row, sc, st, first);
     if constexpr (Op::kTotals) Op::total_if_single(args);
   } else if (first) {
-    static_cast<uint64_t*>(args.rows.partial)[blockIdx.x] = st.bits();
+    static_cast<Slot<State>*>(args.rows.partial)[blockIdx.x].set(st);
     if (chunk == 0) Op::keep(args, row, sc);
   }
 }
@@ -275,9 +276,9 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   auto sc = Op::kept(args, row);
   State st;
   if constexpr (!std::is_same_v<State, None>) {
-    __shared__ uint64_t warp_slots[kChunkThreads / 32];
-    const uint64_t* slots = static_cast<const uint64_t*>(args.rows.partial) + row * args.rows.splits;
-    for (int i = threadIdx.x; i < args.rows.splits; i += kChunkThreads) st.merge(State::from_bits(__ldcg(slots + i)));
+    __shared__ Slot<State> warp_slots[kChunkThreads / 32];
+    const Slot<State>* slots = static_cast<const Slot<State>*>(args.rows.partial) + row * args.rows.splits;
+    for (int i = threadIdx.x; i < args.rows.splits; i += kChunkThreads) st.merge(slots[i].load());
     st.template reduce_lanes<32>();
     reduce_warps<kChunkThreads / 32>(st, warp_slots);
   }

@@ -14,7 +14,7 @@ struct SoftmaxForward {
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
-    float max, sum, scale;
+    float max, sum, rest, scale;  // the sum in two parts, of which float32 rows use both
   };
   __device__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
@@ -26,7 +26,8 @@ struct SoftmaxForward {
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
   __device__ static Scalars kept(const Args&, int64_t) { return {}; }
   __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) {
-    sc = {st.m, st.s, 1.f / st.s};
+    const float sum = st.s;
+    sc = {st.m, sum, static_cast<float>(st.s - sum), 1.f / sum};
   }
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
@@ -35,7 +36,8 @@ struct SoftmaxForward {
     for (int j = 0; j < E; j++) {
       const float e = exp_difference<T>(x[j], sc.max);
       y[j] = e * sc.scale;
-      if constexpr (sizeof(T) == 4) y[j] = fmaf(fmaf(-y[j], sc.sum, e), sc.scale, y[j]);  // rounded as a quotient is
+      if constexpr (sizeof(T) == 4)  // rounded as the quotient is
+        y[j] = fmaf(fmaf(-y[j], sc.rest, fmaf(-y[j], sc.sum, e)), sc.scale, y[j]);
     }
   }
 };
@@ -44,7 +46,7 @@ struct SoftmaxForward {
 template <class T_>
 struct SoftmaxBackward {
   using T = T_;
-  using State = Sum;
+  using State = Sum<T>;
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 2;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
@@ -72,7 +74,11 @@ struct SoftmaxBackward {
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&dy)[E], const float (&y)[E],
                                              const Place&, int, float (&dx)[E]) {
 #pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = (dy[j] - sc.dot) * y[j];
+    for (int j = 0; j < E; j++) {
+      const float p = dy[j] * y[j];
+      dx[j] = fmaf(-sc.dot, y[j], p);
+      if constexpr (sizeof(T) == 4) dx[j] += fmaf(dy[j], y[j], -p);  // the digits of p that matter where the rest cancels
+    }
   }
 };
 

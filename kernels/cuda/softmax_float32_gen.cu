@@ -27,7 +27,7 @@ KERNEL(softmax_forward_rows_float32_512x4_general_cluster, 512, 2, rows_body<Sof
 KERNEL(softmax_forward_rows_float32_1024x4_general_cluster, 1024, 1, rows_body<SoftmaxForward<f32>, 1024, 4, true, true>)
 KERNEL(softmax_forward_partial_float32_256x4, 256, 6, partial_body<SoftmaxForward<f32>, 4, false>)
 KERNEL(softmax_forward_partial_float32_256x2_general, 256, 4, partial_body<SoftmaxForward<f32>, 2, true>)
-KERNEL(softmax_forward_apply_float32_256x4, 256, 6, apply_body<SoftmaxForward<f32>, 4, false>)
+KERNEL(softmax_forward_apply_float32_256x4, 256, 5, apply_body<SoftmaxForward<f32>, 4, false>)
 KERNEL(softmax_forward_apply_float32_256x2_general, 256, 4, apply_body<SoftmaxForward<f32>, 2, true>)
 KERNEL(softmax_backward_rows_float32_8x1, 128, 12, rows_body<SoftmaxBackward<f32>, 8, 1, false, false>)
 KERNEL(softmax_backward_rows_float32_8x2, 128, 12, rows_body<SoftmaxBackward<f32>, 8, 2, false, false>)

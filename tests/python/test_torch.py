@@ -168,7 +168,8 @@ def test_gradients_of_one_input_only(data):
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     dx, dw = torch.autograd.grad(gander.rmsnorm(leaf, leaf_weight), (leaf, leaf_weight), dout)
     assert torch.equal(torch.autograd.grad(gander.rmsnorm(x, leaf_weight), leaf_weight, dout)[0], dw)
-    assert torch.equal(torch.autograd.grad(gander.rmsnorm(leaf, weight), leaf, dout)[0], dx)
+    alone = torch.autograd.grad(gander.rmsnorm(leaf, weight), leaf, dout)[0]
+    torch.testing.assert_close(alone, dx)  # on CUDA another kernel makes it
 
 
 def test_backward_twice_with_retain_graph(data):

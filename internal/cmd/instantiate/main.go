@@ -212,5 +212,5 @@ func body(v *kernels.Variant) string {
 	case kernels.Denominator:
 		return fmt.Sprintf("denominator<%d, %t>", v.Threads, v.Cluster)
 	}
-	return fmt.Sprintf("weight_gradient_body<%d>", v.Threads)
+	return fmt.Sprintf("weight_gradient_body<%s, %d>", t, v.Threads)
 }
