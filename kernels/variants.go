@@ -169,7 +169,6 @@ func resident(v *Variant) int {
 	case v.General, v.Op == RMSNormBackward, v.Vectors*inputs(v.Op) > 4:
 		return max(1, 1024/v.Threads)
 	case v.Op == CrossEntropyBackward, v.Family.DType() == Float16 && v.Op != SoftmaxForward, // they hold more
-		v.Family.DType() == Float32 && v.Family.Group() == "cross_entropy",
 		v.Family.DType() == Float32 && v.Op == SoftmaxForward && v.Shape == Apply:
 		return max(1, 1280/v.Threads)
 	case v.Threads == 1024:

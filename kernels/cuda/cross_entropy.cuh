@@ -105,7 +105,7 @@ __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
   if (sum_rows<T, Cluster>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
 }
 
-// log(s) = k log(2) + log(f), 2^-1/2 <= f < 2^1/2: the sum of two small roundings, where logf(s) has one of s's own magnitude.
+// log(s) = k log(2) + log(f), 2^-1/2 <= f < 2^1/2, not yet added up: no rounding of the sum's magnitude.
 __device__ __forceinline__ float2 log_parts(float s) {
   if (!(s > 0.f)) return make_float2(logf(s), 0.f);  // NaN, or a row of -inf
   const int bits = __float_as_int(s), k = (bits - 0x3f3504f3) >> 23;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void subtract_at(int64_t i, float amount, float (&v)[
 template <class T_, bool Gradient>
 struct CrossEntropyForward {
   using T = T_;
-  using State = MaxSum<T>;
+  using State = MaxSum<T, float>;  // the logarithm takes digits off its sum
   using Args = CrossEntropyArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true;
@@ -171,12 +171,13 @@ struct CrossEntropyForward {
         const float all = __ldcg(static_cast<const float*>(a.denominator));
         sc.grad = weight == 0.f ? 0.f : weight / all;
       }
-      sc.max = st.m, sc.scale = sc.grad / static_cast<float>(st.s);
+      sc.max = st.m, sc.scale = sc.grad / st.s;
     }
     if (!first) return;
     const float2 log = log_parts(st.s);
     const float log_sum = log.x + log.y;
-    const float loss = weight == 0.f ? 0.f : weight * ((log.x + (st.m - sc.logit)) + log.y);
+    const double unweighted = (static_cast<double>(log.x) + log.y) + (static_cast<double>(st.m) - sc.logit);
+    const float loss = weight == 0.f ? 0.f : static_cast<float>(weight * unweighted);
     if (a.total_here) rows_of_cta()[row] = make_float2(loss, weight);
     else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
     if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = loss;

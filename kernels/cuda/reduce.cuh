@@ -41,9 +41,9 @@ using Accumulator = std::conditional_t<sizeof(T) == 4, double, float>;
 
 // exp(m - r) for m <= r: takes a sum of exponentials relative to m over to one relative to r. Taken once per thread and row, so it is
 // worth more digits than an element's: the hardware's exponential errs to one side, which a sum shows.
-template <class T>
-__device__ __forceinline__ Accumulator<T> rescaling(float m, float r) {
-  if constexpr (sizeof(T) == 4) {
+template <class A>
+__device__ __forceinline__ A rescaling(float m, float r) {
+  if constexpr (sizeof(A) == 8) {
     double d = static_cast<double>(m) - r;
     d = d > -200. ? d : -200.;                       // less is nothing beside 1
     const double k = rint(d * 1.4426950408889634);   // exp(d) = 2^k exp(x), |x| <= log(2) / 2
@@ -100,11 +100,11 @@ struct alignas(8) Sum {
   __device__ __forceinline__ void merge(Sum o) { s += o.s; }
 };
 
-// A maximum, and the sum of exponentials relative to it (online softmax). An empty state is (-inf, 0).
-template <class T>
-struct alignas(2 * sizeof(Accumulator<T>)) MaxSum {
+// A maximum, and the sum of exponentials relative to it (online softmax), taken in A. An empty state is (-inf, 0).
+template <class T, class A>
+struct alignas(2 * sizeof(A)) MaxSum {
   static constexpr bool kMaxFirst = true;
-  Accumulator<T> s = 0;
+  A s = 0;
   float m = -kInfinity;
 
   // What exponentials are taken relative to: a part of the row that is all -inf adds 0, not NaN.
@@ -114,7 +114,7 @@ struct alignas(2 * sizeof(Accumulator<T>)) MaxSum {
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
     const float top = lanes_max<L>(m);
-    s = lanes_sum<L>(s * rescaling<T>(m, reference(top)));
+    s = lanes_sum<L>(s * rescaling<A>(m, reference(top)));
     m = top;
   }
   // The state of a row that L lanes hold: they agree on the maximum before they take exponentials, so that no lane's sum is scaled.
@@ -125,19 +125,19 @@ struct alignas(2 * sizeof(Accumulator<T>)) MaxSum {
   }
   __device__ __forceinline__ void merge(MaxSum o) {
     const float top = fmaxf(m, o.m), r = reference(top);
-    s = s * rescaling<T>(m, r) + o.s * rescaling<T>(o.m, r);
+    s = s * rescaling<A>(m, r) + o.s * rescaling<A>(o.m, r);
     m = top;
   }
   // Adds a tile of elements.
   template <int V>
   __device__ __forceinline__ void add(const uint4 (&v)[V]) {
     const float top = fmaxf(m, tile_max(T(), v)), r = reference(top);
-    s = s * rescaling<T>(m, r) + exponentials(v, r);
+    s = s * rescaling<A>(m, r) + exponentials(v, r);
     m = top;
   }
   template <int V>
-  __device__ __forceinline__ static Accumulator<T> exponentials(const uint4 (&v)[V], float r) {
-    Accumulator<T> sum = 0;  // vector by vector: one long chain of additions would lose digits
+  __device__ __forceinline__ static A exponentials(const uint4 (&v)[V], float r) {
+    A sum = 0;  // vector by vector: one long chain of additions would lose digits
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float f[kElements<T>];

@@ -105,13 +105,14 @@ struct RMSNormBackward {
     for (int j = 0; j < E; j++) g[j] = dy[j] * w[j];
     st.add(x, g);
   }
-  template <class F, int E>
+  // kExact: no rounding of dw's terms, which errs to one side where x * rstd is near 1.
+  template <bool kExact = false, class F, int E>
   __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&dy)[E],
                                                     const float (&w)[E], F (&dw)[E], float (&dx)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       const float h = x[j] * sc.rstd;
-      if constexpr (sizeof(F) == 8) dw[j] += static_cast<double>(dy[j]) * x[j] * sc.rstd;  // h alone would be off one way where it is near 1
+      if constexpr (kExact) dw[j] += static_cast<F>(dy[j]) * x[j] * sc.rstd;
       else dw[j] += dy[j] * h;
       dx[j] = (dy[j] * w[j] - h * sc.mean) * sc.rstd;
     }
@@ -380,7 +381,7 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     dot.template reduce_lanes<32>();
     auto sc = RMSNormBackward<T>::begin(a, row, false);
     RMSNormBackward<T>::end(a, row, sc, dot, false);
-    RMSNormBackward<T>::map_vector(sc, fx, fd, w, dw[0], out);
+    RMSNormBackward<T>::template map_vector<sizeof(T) == 4>(sc, fx, fd, w, dw[0], out);
     if constexpr (General) {
 #pragma unroll
       for (int j = 0; j < E; j++)

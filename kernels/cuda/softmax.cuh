@@ -8,7 +8,7 @@ namespace gander {
 template <class T_>
 struct SoftmaxForward {
   using T = T_;
-  using State = MaxSum<T>;
+  using State = MaxSum<T, Accumulator<T>>;
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
@@ -52,7 +52,7 @@ struct SoftmaxBackward {
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
-    float dot;
+    float dot, rest;  // in two parts, of which float32 rows use both
   };
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
@@ -69,7 +69,10 @@ struct SoftmaxBackward {
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
   __device__ static Scalars kept(const Args&, int64_t) { return {}; }
-  __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) { sc.dot = st.s; }
+  __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) {
+    sc.dot = st.s;
+    sc.rest = st.s - sc.dot;
+  }
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&dy)[E], const float (&y)[E],
                                              const Place&, int, float (&dx)[E]) {
@@ -77,7 +80,7 @@ struct SoftmaxBackward {
     for (int j = 0; j < E; j++) {
       const float p = dy[j] * y[j];
       dx[j] = fmaf(-sc.dot, y[j], p);
-      if constexpr (sizeof(T) == 4) dx[j] += fmaf(dy[j], y[j], -p);  // the digits of p that matter where the rest cancels
+      if constexpr (sizeof(T) == 4) dx[j] += fmaf(-sc.rest, y[j], fmaf(dy[j], y[j], -p));  // digits that matter where p and dot * y cancel
     }
   }
 };
