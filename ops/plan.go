@@ -250,7 +250,7 @@ func (p *planner) chunks(waves int64) {
 func (p *planner) split(why string) {
 	p.chunks(16)
 	grid := p.m * int64(p.splits)
-	p.scratch.partial = p.scratch.take(grid * p.stateBytes())
+	p.scratch.partial = p.scratch.take(grid * stateBytes(p.x))
 	if p.op == kernels.CrossEntropyForwardDX {
 		p.scratch.logits = p.scratch.take(p.m * 4)
 	}
@@ -268,7 +268,7 @@ func (p *planner) stream() {
 		return
 	}
 	p.why = fmt.Sprintf("%d rows would leave SMs idle: %d CTAs share each", p.m, p.splits)
-	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * p.stateBytes())
+	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * stateBytes(p.x))
 	p.scratch.logits = p.scratch.take(p.m * 4)
 	p.add(p.op, kernels.Partial, p.general, nil, p.m*int64(p.splits), 1, 0)
 	p.add(p.op, kernels.Apply, p.general, nil, p.m, 1, 0)
@@ -291,19 +291,19 @@ func (p *planner) weightedBackward() {
 	case p.general || p.mixed || !p.persistent():
 		p.columns()
 	}
-	p.scratch.dwPartial = p.scratch.take(int64(p.partials) * p.n * p.accumulatorBytes())
+	p.scratch.dwPartial = p.scratch.take(int64(p.partials) * p.n * accumulatorBytes(p.x))
 }
 
 // accumulatorBytes is the size of what sums that span threads are taken in: Accumulator in cuda/reduce.cuh.
-func (p *planner) accumulatorBytes() int64 {
-	if p.x == kernels.Float32 {
+func accumulatorBytes(x kernels.DType) int64 {
+	if x == kernels.Float32 {
 		return 8
 	}
 	return 4
 }
 
 // stateBytes is the size of the largest state of a row, a maximum and a sum: MaxSum in cuda/reduce.cuh.
-func (p *planner) stateBytes() int64 { return 2 * p.accumulatorBytes() }
+func stateBytes(x kernels.DType) int64 { return 2 * accumulatorBytes(x) }
 
 // rings is how RMSNorm brings rows of up to `vectors` vectors through shared memory: CTA shape, cluster, CTAs per SM and rows in
 // flight. Forward, only rows beyond 8192 vectors gain by it. Measured on an H100 with 32768 rows or 4 GiB per tensor, over the plain
@@ -316,7 +316,7 @@ var rings = map[kernels.Op][]struct {
 		{32768, 512, 4, 16, 1, 3}, // 0.96 / 0.96; in registers 0.93 / 0.93
 	},
 	kernels.RMSNormBackward: {
-		{128, 128, 1, 1, 5, 4},     // 0.96 / 0.96
+		{128, 128, 1, 1, 5, 6},     // 0.94 / 0.95
 		{256, 256, 2, 1, 2, 4},     // 0.98 / 0.97
 		{512, 256, 2, 1, 1, 4},     // 0.99 / 1.00
 		{1024, 256, 2, 2, 1, 8},    // 0.98 / 0.99
@@ -335,7 +335,7 @@ func (p *planner) persistent() bool {
 	if v, c := fitting(lanes, p.vectors, 1); c == 1 {
 		grid := min(sms*int64(v.Resident), ceil(p.m, v.RowsPerCTA()))
 		p.partials = int32(grid)
-		p.add(p.op, v.Shape, false, v, grid, 1, 0)
+		p.add(p.op, v.Shape, false, v, grid, 1, uint32(v.Shared))
 		p.why = fmt.Sprintf("%d lanes hold a row of %d vectors and its part of dw", v.RowThreads, p.vectors)
 		return true
 	}
@@ -391,7 +391,7 @@ func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
 // columns serves what no persistent kernel does: row sums first, then dx and dw by columns.
 func (p *planner) columns() {
 	p.chunks(4)
-	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * p.stateBytes())
+	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * stateBytes(p.x))
 	p.add(p.op, kernels.Partial, p.general, nil, p.m*int64(p.splits), 1, 0)
 	elements := 16 / p.x.Size()
 	tiles := ceil(p.n, kernels.ChunkThreads*elements)

@@ -144,7 +144,7 @@ func TestPlansCoverTheirRows(t *testing.T) {
 				}
 			}
 			if r.dw {
-				require.GreaterOrEqual(t, p.scratch.size, uint64(int64(p.partials)*r.n*p.accumulatorBytes()), what)
+				require.GreaterOrEqual(t, p.scratch.size, uint64(int64(p.partials)*r.n*accumulatorBytes(r.x)), what)
 			}
 			if r.total {
 				require.True(t, p.totalHere || p.launches[len(p.launches)-1].variant.Op == kernels.Total, what)
