@@ -133,14 +133,21 @@ struct Span {
 
 __device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
 
-// The vector at element e, masked elements taken from `fill`. Rows stream through: nothing of them should stay in L1.
+// No streaming hint: with `.cs`, loads cost 2 to 3 % of the bandwidth of an H100. In assembly, so that no load is moved or repeated.
+__device__ __forceinline__ uint4 load_vector(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// The vector at element e, masked elements taken from `fill`.
 template <bool General, class T>
 __device__ __forceinline__ uint4 load(const T* p, int e, Span s, uint4 fill) {
   constexpr int E = kElements<T>;
   if constexpr (!General) {
-    return e < s.hi ? __ldcs(reinterpret_cast<const uint4*>(p + e)) : fill;
+    return e < s.hi ? load_vector(p + e) : fill;
   } else {
-    if (s.whole<E>(e) && aligned16(p + e)) return __ldcs(reinterpret_cast<const uint4*>(p + e));
+    if (s.whole<E>(e) && aligned16(p + e)) return load_vector(p + e);
     if (!s.touches<E>(e)) return fill;
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
     const Bits* q = reinterpret_cast<const Bits*>(p);
