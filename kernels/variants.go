@@ -96,6 +96,13 @@ type Variant struct {
 // Capacity is how many vectors of a row one CTA of an InRegisters, Ring or Lanes variant holds.
 func (v *Variant) Capacity() int64 { return int64(v.RowThreads * v.Vectors) }
 
+// Fetches says whether the kernel brings RMSNorm's weights into the dynamic shared memory of its launch, if that has
+// any: kFetches in cuda/rmsnorm.cuh.
+func (v *Variant) Fetches() bool {
+	return v.Op == RMSNormForward && (v.Shape == InRegisters || v.Shape == Apply) && !v.General &&
+		v.RowThreads >= 128 && v.Capacity() <= 1024
+}
+
 // RowsPerCTA is how many rows one CTA works on at a time.
 func (v *Variant) RowsPerCTA() int64 { return int64(v.Threads / v.RowThreads) }
 

@@ -143,6 +143,9 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 	if grid > maxGrid {
 		grid = 0
 	}
+	if v.Fetches() && grid <= int64(p.facts.SMs*v.Resident) {
+		shared = uint32(v.Capacity() * 16) // no CTA finds the weights in a cache: rather all at once with the row
+	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
 		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
 		// Every kernel that can come second waits by itself where the architecture lets it start early.

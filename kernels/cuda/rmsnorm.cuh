@@ -22,13 +22,32 @@ struct RMSNormForward {
   using Args = RMSNormArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false;
+  template <int TPR, int V>
+  static constexpr bool kFetches = TPR >= 128 && TPR * V <= 1024;  // kernels.Variant.Fetches
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd;
+    unsigned fetched;  // vectors of weights in shared memory, a power of two; or 0
   };
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
+  // With few rows, weights come from memory, not from a cache: each thread copies those of its own columns into shared memory while
+  // the row is reduced, if the launch has any. Many rows would only lose by it.
+  template <int V, int Step, class Place>
+  __device__ __forceinline__ static void fetch(const Args& a, Scalars& sc, const Place& p, int e) {
+    constexpr int E = kElements<T>;
+    extern __shared__ __align__(128) uint4 buffer[];
+    if (dynamic_shared_bytes() == 0 || !a.weight || a.weight_type != kDType<T>) return;
+    sc.fetched = Step / E * V;
+    const T* weight = static_cast<const T*>(a.weight) + p.origin;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * Step;
+      copy_async<16>(buffer + static_cast<unsigned>(ei) / E % (Step / E * V), weight + (ei < p.span.hi ? ei : 0), ei < p.span.hi);
+    }
+    copies_commit();
+  }
   template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
@@ -54,16 +73,19 @@ struct RMSNormForward {
     }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static Scalars kept(const Args&, int64_t) { return {}; }
+  __device__ static void kept(const Args&, int64_t, Scalars&) {}
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
     sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.eps));
     if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
+    if (sc.fetched) copies_wait<0>();
   }
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&y)[E]) {
     float w[E];
-    load_weight<General>(a, p.origin, e, p.span, w);
+    extern __shared__ __align__(128) uint4 buffer[];
+    if (sc.fetched) unpack(T(), buffer[static_cast<unsigned>(e) / E % sc.fetched], w);
+    else load_weight<General>(a, p.origin, e, p.span, w);
     map_vector<General>(sc, x, x, w, w, y);
   }
 };
@@ -77,6 +99,8 @@ struct RMSNormBackward {
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  template <int TPR, int V>
+  static constexpr bool kFetches = false;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd, mean;
@@ -118,7 +142,7 @@ struct RMSNormBackward {
     }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static Scalars kept(const Args& a, int64_t row) { return begin(a, row, false); }
+  __device__ static void kept(const Args& a, int64_t row, Scalars& sc) { sc = begin(a, row, false); }
   __device__ static void end(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
     sc.mean = static_cast<float>(st.s) * sc.rstd * a.inv_n;
   }
@@ -267,19 +291,6 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   }
 #endif
 }
-
-// Asynchronous copies into shared memory that a thread makes for itself alone: no barrier, nothing held in registers. With
-// `in` false the place is filled with zeros.
-template <int Bytes>
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool in) {
-  if constexpr (Bytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(in ? 16 : 0) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(in ? 4 : 0) : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Pending>
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory"); }
 
 // dx and dw, short rows: persistent groups of TPR lanes take a row each, with the next `Stages` - 1 rows on their way.
 template <class T, int TPR, int V, int Stages>

@@ -16,6 +16,9 @@ using f32 = float;
 enum DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64 };
 
 template <class T>
+constexpr DType kDType = std::is_same_v<T, f16> ? kFloat16 : std::is_same_v<T, bf16> ? kBFloat16 : kFloat32;
+
+template <class T>
 constexpr int kElements = 16 / sizeof(T);  // per 16-byte vector
 
 constexpr float kInfinity = __builtin_huge_valf();
@@ -266,5 +269,25 @@ __device__ __forceinline__ const void* advance(const void* p, int32_t type, int6
 __device__ __forceinline__ void* advance(void* p, int32_t type, int64_t elements) {
   return static_cast<char*>(p) + elements * type_size(type);
 }
+
+__device__ __forceinline__ unsigned dynamic_shared_bytes() {
+  unsigned bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+  return bytes;
+}
+
+// Asynchronous copies into shared memory that a thread makes for itself alone: no barrier, nothing held in registers. With
+// `in` false the place is filled with zeros.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool in) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (Bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(in ? 16 : 0) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(in ? 4 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Pending>
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory"); }
 
 }  // namespace gander
