@@ -170,9 +170,9 @@ func (p *planner) rows() {
 		p.split("the second input has another type than x")
 	case p.m <= 16 && p.vectors > 16384:
 		p.split("a few rows this long fill the device only when split")
-	case p.op == kernels.RMSNormForward && !p.general && p.vectors > 8192 && p.m >= 1024 && p.inRing():
+	case p.op == kernels.RMSNormForward && !p.general && p.vectors > ringFrom(p.x) && p.m >= 1024 && p.inRing():
 	case p.op == kernels.RMSNormForward && p.inLoop():
-	case p.inCluster() || p.inOneCTA() || p.inLargeCluster():
+	case p.few() && p.inCluster() || p.inOneCTA() || p.inCluster():
 	default:
 		p.split("the row is longer than a cluster holds in registers")
 	}
@@ -205,41 +205,25 @@ func (p *planner) inLoop() bool {
 	return true
 }
 
-// inCluster spreads few rows over more SMs than one CTA each would use.
+// inCluster spreads a row over the CTAs of a cluster: where one CTA cannot hold it, or where rows are so few that one CTA each would
+// leave SMs idle. Those are best off with the smallest CTAs, and with as many as hold the row and no more: measured on an H100 with
+// 1 to 128 rows of 32768 and 131072 bfloat16.
 func (p *planner) inCluster() bool {
-	const least = 512 // vectors that are worth a CTA: two for each thread
-	c := min(maxCluster(p.facts), powerOfTwo(p.vectors/least+1)/2)
-	for c > 1 && p.m*c > int64(p.facts.SMs) {
-		c /= 2
+	variants := variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, true}]
+	if !p.few() {
+		variants = variants[1:]
 	}
-	if c <= 1 {
-		return false
-	}
-	// Wider clusters first: the fewest vectors per thread.
-	for _, v := range variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, true}] {
-		if v.Capacity()*c >= p.vectors {
-			p.add(p.op, v.Shape, p.general, v, p.m*c, c, 0)
-			p.why = fmt.Sprintf("%d rows would leave SMs idle: %d CTAs share each", p.m, c)
-			return true
-		}
-	}
-	return false
-}
-
-// inLargeCluster holds rows that one CTA cannot hold.
-func (p *planner) inLargeCluster() bool {
-	limit := maxCluster(p.facts)
-	if limit == 1 {
-		return false
-	}
-	v, c := fitting(variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, true}][1:], p.vectors, limit)
-	if v == nil {
+	v, c := fitting(variants, p.vectors, maxCluster(p.facts))
+	if c < 2 {
 		return false
 	}
 	p.add(p.op, v.Shape, p.general, v, p.m*c, c, 0)
 	p.why = fmt.Sprintf("a row of %d vectors fits the registers of %d CTAs", p.vectors, c)
 	return true
 }
+
+// few says whether a CTA for each row would leave SMs idle.
+func (p *planner) few() bool { return p.m < int64(p.facts.SMs) }
 
 // chunks divides rows so that the device is filled `waves` CTAs of ChunkThreads deep per SM.
 func (p *planner) chunks(waves int64) {
@@ -308,13 +292,23 @@ func accumulatorBytes(x kernels.DType) int64 {
 // stateBytes is the size of the largest state of a row, a maximum and a sum: MaxSum in cuda/reduce.cuh.
 func stateBytes(x kernels.DType) int64 { return 2 * accumulatorBytes(x) }
 
+// ringFrom is the vectors of a row from which RMSNorm forward gains by a ring: its kernels for float16 need more registers, and hold
+// fewer rows at a time.
+func ringFrom(x kernels.DType) int64 {
+	if x == kernels.Float16 {
+		return 4096
+	}
+	return 8192
+}
+
 // rings is how RMSNorm brings rows of up to `vectors` vectors through shared memory: CTA shape, cluster, CTAs per SM and rows in
-// flight. Forward, only rows beyond 8192 vectors gain by it. Measured on an H100 with 32768 rows or 4 GiB per tensor, over the plain
+// flight. Measured on an H100 with 32768 rows or 4 GiB per tensor, over the plain
 // kernel of the same traffic: bfloat16 / float32.
 var rings = map[kernels.Op][]struct {
 	vectors, threads, each, cluster, resident, stages int64
 }{
 	kernels.RMSNormForward: {
+		{8192, 512, 2, 8, 2, 4},
 		{16384, 512, 2, 16, 2, 4}, // 0.96 / 0.97; in registers 0.95 / 0.94
 		{32768, 512, 4, 16, 1, 3}, // 0.96 / 0.96; in registers 0.93 / 0.93
 	},
