@@ -162,7 +162,7 @@ func limits(r request) string {
 	case low > 0:
 		text = append(text, "rows of more than "+bytes(low-1))
 	case high == longest:
-		text = append(text, "any row")
+		text = append(text, "rows of any length")
 	default:
 		text = append(text, "rows of up to "+bytes(high))
 	}

@@ -243,14 +243,14 @@ func TestListOfAlgorithms(t *testing.T) {
 		limits[a.Name] = a.Limits
 	}
 	assert.Equal(t, map[string]string{
-		"auto":      "any row",
+		"auto":      "rows of any length",
 		"warp":      "rows of up to 4 KiB, unaligned ones of up to 2 KiB",
 		"block":     "rows of up to 1 GiB",
 		"register":  "rows of up to 64 KiB",
 		"medium":    "rows of up to 64 KiB",
 		"extreme":   "rows of up to 2 MiB, unaligned ones of up to 1 MiB, on compute capability 9.0 or newer",
 		"cluster":   "rows of up to 2 MiB, unaligned ones of up to 1 MiB, on compute capability 9.0 or newer",
-		"arbitrary": "any row",
+		"arbitrary": "rows of any length",
 		"splitk":    "rows of more than 16 KiB",
 	}, limits)
 	list, err = Algorithms("rmsnorm_backward")
