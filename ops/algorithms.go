@@ -241,16 +241,15 @@ func refused(f *driver.Facts, r request) error {
 		limit = fmt.Sprintf("splits %s of more than %d %v elements, these have %d", rows, most(low-1), r.x, r.n)
 	}
 	var others []string
-	for a := range Algorithm(len(algorithmNames)) {
+	for a := Auto + 1; int(a) < len(algorithmNames); a++ {
 		r.Algorithm = a
 		if _, served, err := attempt(f, r); served && err == nil {
 			others = append(others, strconv.Quote(a.String()))
 		}
 	}
-	others = append(others[1:], others[0]) // auto, which serves everything, comes last
-	instead := others[0]
-	if last := len(others) - 1; last > 0 {
-		instead = strings.Join(others[:last], ", ") + " or " + others[last]
+	instead := strconv.Quote(Auto.String())
+	if others != nil {
+		instead = strings.Join(others, ", ") + " or " + instead
 	}
 	return errorf(StatusUnsupported, "%v: algorithm %q %s; use %s", r.op, asked, limit, instead)
 }

@@ -3,6 +3,7 @@ package ops
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -39,6 +40,7 @@ func TestAlgorithmsAreWhatTheySay(t *testing.T) {
 								if err != nil {
 									assert.Regexp(t, fmt.Sprintf(`^%v: algorithm "%v" (holds|splits|takes|needs) .*; use .*"auto"$|thread blocks; pass fewer rows`, op, a),
 										err.Error(), what)
+									assert.Equal(t, a == SplitK && !r.mixed, strings.Contains(err.Error(), " splits rows"), what)
 									continue
 								}
 								requireCovered(t, f, r, p, what)

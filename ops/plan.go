@@ -186,7 +186,7 @@ func (p *planner) rows() (served bool) {
 	case p.Algorithm != Auto:
 		served = p.forced()
 	case p.dw:
-		if p.general || !p.persistent() {
+		if !p.inLanes() && !p.inRing(1, 16) {
 			p.columns()
 		}
 		served = true
@@ -215,7 +215,7 @@ func (p *planner) fastest() {
 		p.split("the second input has another type than x")
 	case p.expected() <= 16 && p.vectors > 16384:
 		p.split("a few rows this long fill the device only when split")
-	case p.op == kernels.RMSNormForward && !p.general && p.vectors > 8192 && p.expected() >= 1024 && p.inRing(1, 16):
+	case p.op == kernels.RMSNormForward && p.vectors > 8192 && p.expected() >= 1024 && p.inRing(1, 16):
 	case p.op == kernels.RMSNormForward && p.inLoop():
 	case p.inCluster() || p.inOneCTA(p.tiles(false)) || p.inLargeCluster(p.tiles(true)[1:], 2):
 	default:
@@ -225,20 +225,20 @@ func (p *planner) fastest() {
 
 // forced takes the regime that the algorithm names, where that has kernels for the request.
 func (p *planner) forced() bool {
-	dw, general := p.dw, p.general
+	ring := ringed(p.op, p.dw)
 	switch a := p.Algorithm; {
 	case a == Arbitrary || a == SplitK:
 		return p.twoPasses()
 	case a == Block:
-		return dw && !general && p.inRing(1, 1, 256) || !dw && !p.mixed && p.inOneCTA(p.tiles(false, 256, 256)) || p.twoPasses()
+		return p.dw && p.inRing(1, 1, 256) || !p.dw && !p.mixed && p.inOneCTA(p.tiles(false, 256, 256)) || p.twoPasses()
 	case p.mixed:
 		return false
-	case dw && (a == Warp || a == Register):
-		return !general && p.inLanes()
-	case a == Medium && ringed(p.op, dw):
-		return !general && p.inRing(1, 1)
-	case a == Extreme && ringed(p.op, dw), dw:
-		return !general && p.inRing(2, 16)
+	case p.dw && (a == Warp || a == Register):
+		return p.inLanes()
+	case ring && a == Medium:
+		return p.inRing(1, 1)
+	case ring && a == Extreme, p.dw:
+		return p.inRing(2, 16)
 	case a == Warp:
 		return p.inLoop() || p.inOneCTA(p.tiles(false, 1, lanesPerWarp))
 	case a == Register:
@@ -374,7 +374,8 @@ func (p *planner) twoPasses() bool {
 	if p.dw {
 		p.columns()
 	} else {
-		p.split("as asked for")
+		p.split("")
+		p.why = fmt.Sprintf("%d CTAs to a row, two passes", p.splits)
 	}
 	switch p.Algorithm {
 	case Block:
@@ -436,8 +437,8 @@ func (r *request) accumulatorBytes() int64 {
 func (p *planner) stateBytes() int64 { return 2 * p.accumulatorBytes() }
 
 // rings is how RMSNorm brings rows of up to `vectors` vectors through shared memory: CTA shape, cluster, CTAs per SM and rows in
-// flight. Forward, only rows beyond 8192 vectors gain by it: shorter ones come this way only when asked to. Measured on an H100 with 32768 rows or 4 GiB per tensor, over the plain
-// kernel of the same traffic: bfloat16 / float32.
+// flight. Forward, only rows beyond 8192 vectors gain by it; the others come this way when they are asked to. Measured on an H100
+// with 32768 rows or 4 GiB per tensor, over the plain kernel of the same traffic: bfloat16 / float32.
 var rings = map[kernels.Op][]struct {
 	vectors, threads, each, cluster, resident, stages int64
 }{
@@ -460,12 +461,9 @@ var rings = map[kernels.Op][]struct {
 	},
 }
 
-// persistent gives fixed columns to threads that keep their part of dw in registers.
-func (p *planner) persistent() bool { return p.inLanes() || p.inRing(1, 16) }
-
-// inLanes gives rows to persistent parts of warps.
+// inLanes gives rows to persistent parts of warps, whose threads keep fixed columns' part of dw in registers.
 func (p *planner) inLanes() bool {
-	v, c := fitting(variantsOf[variantKey{p.op, kernels.Lanes, p.x, false, false}], p.vectors, 1)
+	v, c := fitting(variantsOf[variantKey{p.op, kernels.Lanes, p.x, p.general, false}], p.vectors, 1)
 	if c == 0 {
 		return false
 	}
@@ -480,7 +478,7 @@ func (p *planner) inLanes() bool {
 // inRing brings rows through shared memory, where there is a ring for their length of so many CTAs, with `threads` threads if that
 // is given.
 func (p *planner) inRing(least, most int64, threads ...int64) bool {
-	if p.facts.Major < 9 {
+	if p.general || p.facts.Major < 9 {
 		return false
 	}
 	for _, r := range rings[p.op] {
