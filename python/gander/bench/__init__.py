@@ -43,9 +43,11 @@ def _shard(text: str) -> tuple[int, int]:
 
 def main(
     chosen: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION]", help="host, load, throughput, few, cpu.")
+        list[str] | None, typer.Argument(metavar="[SECTION]", help="host, load, throughput, few, algorithms, cpu.")
     ] = None,
-    providers: Annotated[str | None, typer.Option(help="torch,torch.compile,gander,quack,liger")] = None,
+    providers: Annotated[
+        str | None, typer.Option(help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger")
+    ] = None,
     ops: Annotated[str | None, typer.Option(help="Operators, such as softmax_forward,rmsnorm_backward.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="bfloat16,float16,float32")] = None,
     shapes: Annotated[str | None, typer.Option(help="In place of the grid: 32768x4096,4x1048576.")] = None,
@@ -122,7 +124,8 @@ def _measure(console, store, points, options, limit_seconds) -> bool:
 
     began = time.monotonic()
     for number, point in enumerate(points, 1):
-        if store.has(point.name, options.providers):
+        providers = point.providers or options.providers
+        if store.has(point.name, providers):
             continue
         if limit_seconds is not None and time.monotonic() - began > limit_seconds:
             return False
@@ -130,7 +133,7 @@ def _measure(console, store, points, options, limit_seconds) -> bool:
         try:
             figures = point.measure()
         except Exception as error:  # out of memory, say: the next point is another one
-            figures = {"results": {name: {"error": reason(error)} for name in options.providers}}
+            figures = {"results": {name: {"error": reason(error)} for name in providers}}
         store.add(point.name, figures)
         line = _line(number, len(points), point.name, figures, time.monotonic() - start)
         console.print(line, highlight=False, markup=False, soft_wrap=True)
