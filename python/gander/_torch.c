@@ -931,8 +931,9 @@ static PyObject* tuple_of_arguments(const Job* job, int first, int last, int mor
 static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t count) {
   (void)self, (void)count;
   Job* job = current;
-  const Function* f = job->function;
-  if (!call_kernel(job, f->saving)) {
+  const Function* f = job == NULL ? NULL : job->function;
+  current = NULL;
+  if (job == NULL || !call_kernel(job, f->saving)) {
     python.PyErr_SetString(objects.RuntimeError, "gander: left to the dispatcher");
     return NULL;
   }
