@@ -390,7 +390,7 @@ def _objects_of_torch() -> dict:
 
 
 def _straight_functions() -> dict:
-    """The functions of _torch.c by name; none where this torch, or the moment of the import, does not allow for them."""
+    """The functions of _torch.c by name; none where this torch, or the moment of the import, does not allow them."""
     if _kernels is None:
         return {}
     try:
@@ -406,6 +406,7 @@ def _straight_functions() -> dict:
         words = (ctypes.c_uint64 * 2)()
         return words if library.gander_torch_dispatch_state(words) else None
 
+    # What inference mode changes is learned here, so nothing else may be active on this thread now.
     now = dispatch_state()
     with torch.inference_mode():
         inference = dispatch_state()

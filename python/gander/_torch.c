@@ -268,6 +268,7 @@ static void describe_object(Call* call, Operand* o, Tensor object) {
   if (exchange->dltensor_from_py_object_no_sync(object, &o->dl)) {
     python.PyErr_Clear();
     call->failed = true;
+    o->dl = (DLTensor){0}; /* whatever it had got to */
   } else {
     o->dtype = torch_dtype(o->dl.dtype);
     call->failed |= o->dl.data == NULL; /* empty, or without storage */
@@ -382,20 +383,23 @@ static void compact(Call* call, Operand* o) {
   copy(call, o->handle, given.handle);
 }
 
-/* Rows: adjacent elements in the last dimension, rows one stride apart. */
-static void rows(Call* call, Operand* o, Tensor handle, bool written) {
-  int64_t length, stride;
-  describe(call, o, handle, written);
-  int64_t last = o->dl.ndim - 1;
+/* Makes rows of o: adjacent elements in the last dimension, rows one stride apart. */
+static void arrange(Call* call, Operand* o) {
+  int64_t length, stride, last = o->dl.ndim - 1;
   if (last >= 0 && ((o->dl.shape[last] > 1 && o->dl.strides[last] != 1) ||
                     !collapses(last, o->dl.shape, o->dl.strides, &length, &stride)))
     compact(call, o);
 }
 
+static void rows(Call* call, Operand* o, Tensor handle, bool written) {
+  describe(call, o, handle, written);
+  arrange(call, o);
+}
+
 /* The rows that say where the call runs. */
 static void leading_rows(Call* call, Operand* o, Tensor handle, bool written) {
+  describe(call, o, handle, written);
   if (call->python) {
-    describe(call, o, handle, written);
     call->device_type = o->dl.device.device_type == kDLCUDA ? torch.cuda : torch.cpu;
     call->device_index = o->dl.device.device_id;
     call->failed |= o->dl.device.device_type != kDLCUDA && o->dl.device.device_type != kDLCPU;
@@ -403,7 +407,7 @@ static void leading_rows(Call* call, Operand* o, Tensor handle, bool written) {
              torch.aoti_torch_get_device_index(handle, &call->device_index)) {
     fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
   }
-  rows(call, o, handle, written);
+  arrange(call, o);
 }
 
 /* A vector of adjacent elements. */
@@ -1023,7 +1027,7 @@ static PyObject* kept(PyObject* dictionary, const char* key) {
   return object;
 }
 
-/* Puts the functions above into a dictionary. given: OBJECTS, torch's dtypes, "exchange" (the capsule of DLPack's C
+/* Fills a dictionary with the functions above. given: OBJECTS, torch's dtypes, "exchange" (the capsule of DLPack's C
  * functions), "most" (an int), and for each differentiable operator its Function's apply. state: the dispatch state in
  * inference mode. Returns NULL, or what is missing. To be called once, with the GIL. */
 EXPORT const char* gander_torch_functions(PyObject* given, const uint64_t* state, PyObject* results) {
