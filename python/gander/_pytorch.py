@@ -7,9 +7,9 @@ Importing this module registers everything; the library itself is loaded by the 
   below, which call a raw op, inside an autograd.Function where a gradient is needed. register_autograd would slow
   the calls without gradient too, and would have to recompute rstd and lse in backward.
 
-In the plain case, eager calls on plain tensors with no mode or transform active, the dispatcher only hands arguments
-through, and half of a small call's host time is its. There functions of _torch.c take the tensors straight from Python.
-They give None where anything else is going on, and what they would do is done, or refused, through the dispatcher.
+Eager calls on plain tensors, with no mode or transform active, gain nothing from the dispatcher but its host time.
+There functions of _torch.c take the tensors straight from Python. Where anything else is going on they give None, and
+the call is served, or refused, through the ops above.
 """
 
 import ctypes
