@@ -6,6 +6,10 @@ Importing this module registers everything; the library itself is loaded by the 
 - `torch.ops.gander.softmax`, `.rmsnorm` and `.cross_entropy` are differentiable: they decompose into the functions
   below, which call a raw op, inside an autograd.Function where a gradient is needed. register_autograd would slow
   the calls without gradient too, and would have to recompute rstd and lse in backward.
+
+Eager calls on plain tensors, with no mode or transform active, gain nothing from the dispatcher but its host time.
+There functions of _torch.c take the tensors straight from Python. Where anything else is going on they give None, and
+the call is served, or refused, through the ops above.
 """
 
 import ctypes
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import _library, _ops
 
@@ -80,12 +84,14 @@ for _schema in _SCHEMAS + _SCHEMAS_BY + _SCHEMAS_INVARIANT + _DIFFERENTIABLE:
 # ---- Kernels ----
 
 
+_BINARY = Path(__file__).with_name("_torch.so")
+
+
 def _register_c() -> ctypes.CDLL | None:
     """The C kernels; None where they or this torch's stable C ABI are missing."""
-    binary = Path(__file__).with_name("_torch.so")
-    if os.environ.get("GANDER_TORCH_BINDING") == "ctypes" or not binary.exists():
+    if os.environ.get("GANDER_TORCH_BINDING") == "ctypes" or not _BINARY.exists():
         return None
-    kernels = ctypes.CDLL(str(binary))
+    kernels = ctypes.CDLL(str(_BINARY))
     kernels.gander_torch_register.restype = ctypes.c_char_p
     kernels.gander_torch_failure.argtypes = [ctypes.POINTER(ctypes.c_char_p)]
     return None if kernels.gander_torch_register(os.fsencode(_library.path())) else kernels
@@ -372,8 +378,7 @@ class _CrossEntropy(Function):
         loss, saved = _cross_entropy_fwd_saved(x, target, weight, ignore_index, reduction)
         ctx.save_for_backward(x, target, weight, saved)
         ctx.set_materialize_grads(False)
-        ctx.options = ignore_index, reduction
-        ctx.in_place = in_place
+        ctx.options = ignore_index, reduction, in_place
         return loss
 
     @staticmethod
@@ -382,8 +387,9 @@ class _CrossEntropy(Function):
         if dloss is None:
             return None, None, None, None, None, None
         x, target, weight, saved = ctx.saved_tensors
-        arguments = (x, target, weight, dloss, saved, *ctx.options)
-        if ctx.in_place:
+        *options, in_place = ctx.options
+        arguments = (x, target, weight, dloss, saved, *options)
+        if in_place:
             _cross_entropy_bwd_(*arguments)
             dx = x.detach()
         else:
@@ -397,8 +403,7 @@ class _CrossEntropyInvariant(_CrossEntropy):
         loss, saved = _cross_entropy_fwd_saved_invariant(x, target, weight, ignore_index, reduction)
         ctx.save_for_backward(x, target, weight, saved)
         ctx.set_materialize_grads(False)
-        ctx.options = ignore_index, reduction
-        ctx.in_place = in_place
+        ctx.options = ignore_index, reduction, in_place
         return loss
 
 
@@ -437,10 +442,108 @@ def _traced():
     return is_compiling() or torch._C._are_functorch_transforms_active()
 
 
+# ---- Past the dispatcher ----
+
+# Elements of CUDA logits from which a loss and its gradient are made in one pass. Fewer lie in L2 when backward reads
+# them again, and the launch that the pass needs before it costs more than that. The CPU's backward reads x in any case.
+_ONE_PASS = 1 << 22
+
+
+def _objects_of_torch() -> dict:
+    """What _torch.c uses of torch beside its C ABI. Raises where this torch has it no more."""
+    from torch._C._dynamo import guards
+    from torch.autograd import profiler
+
+    def empty_on(device):
+        def empty(size, stride, dtype):
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        return getattr(guards, f"_empty_strided_{device}", empty)  # inductor's, at two thirds of the time
+
+    return {
+        "Tensor": Tensor,
+        "Parameter": torch.nn.Parameter,
+        "None": None,
+        "False": False,
+        "RuntimeError": RuntimeError,
+        "is_neg": Tensor.is_neg,
+        "is_cow": torch._C._is_cow_tensor,
+        "contiguous": Tensor.contiguous,
+        "empty_strided_cpu": empty_on("cpu"),
+        "empty_strided_cuda": empty_on("cuda"),
+        "forward_ad": vars(forward_ad),
+        "profiler": vars(profiler),
+        "exchange": Tensor.__dlpack_c_exchange_api__,
+        "most": _ONE_PASS,
+        **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")},
+    }
+
+
+def _straight_functions() -> dict:
+    """The functions of _torch.c by name; none where this torch, or the moment of the import, does not allow them."""
+    if _kernels is None:
+        return {}
+    try:
+        objects = _objects_of_torch()
+    except (AttributeError, ImportError):
+        return {}
+    library, functions = ctypes.PyDLL(str(_BINARY)), {}
+    library.gander_torch_dispatch_state.restype = ctypes.c_bool
+    library.gander_torch_functions.restype = ctypes.c_char_p
+    library.gander_torch_functions.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.py_object]
+
+    def dispatch_state():
+        words = (ctypes.c_uint64 * 2)()
+        return words if library.gander_torch_dispatch_state(words) else None
+
+    # What inference mode changes is learned here, so nothing else may be active on this thread now.
+    now = dispatch_state()
+    with torch.inference_mode():
+        inference = dispatch_state()
+    if now is None or not all(inference) or (any(now) and list(now) != list(inference)):
+        return {}
+    classes = {}
+    for name, function in ("softmax", _Softmax), ("rmsnorm", _RMSNorm), ("cross_entropy", _CrossEntropy):
+        classes[name] = type(function)(function.__name__, (function,), {"__module__": __name__})
+        objects[name] = super(Function, classes[name]).apply
+    if library.gander_torch_functions(objects, inference, functions):
+        return {}
+    for function in classes.values():
+        function.forward = functions["forward"]
+    return functions
+
+
+_straight = _straight_functions()
+_straight_softmax, _straight_rmsnorm, _straight_cross_entropy = (
+    _straight.get(name, lambda *arguments: None) for name in ("softmax", "rmsnorm", "cross_entropy")
+)
+
+
+def _straight_or(op):
+    """A raw op, past the dispatcher where that is possible."""
+    straight = _straight.get(op._schema.name.removeprefix("gander::"))
+    if straight is None:
+        return op
+
+    def call(*arguments):
+        if not is_dynamo_compiling() and (results := straight(*arguments)) is not None:
+            return results
+        return op(*arguments)
+
+    return call
+
+
+_softmax_bwd, _rmsnorm_bwd, _rmsnorm_bwd_dw, _cross_entropy_bwd = map(
+    _straight_or, (_softmax_bwd, _rmsnorm_bwd, _rmsnorm_bwd_dw, _cross_entropy_bwd)
+)
+
+
 # ---- The functions behind gander's public ones (_ops.py) ----
 
 
 def softmax(x):
+    if not is_dynamo_compiling() and (y := _straight_softmax(x)) is not None:
+        return y
     if x.requires_grad and is_grad_enabled():
         return (_Softmax.apply if _traced() else _softmax_apply)(x)
     if forward_ad._current_level >= 0:
@@ -461,6 +564,8 @@ def softmax_by(x, algorithm, batch_invariant):
 
 
 def rmsnorm(x, weight=None, out_dtype=None, eps=1e-6):
+    if not is_dynamo_compiling() and (out := _straight_rmsnorm(x, weight, out_dtype, eps)) is not None:
+        return out
     if is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         return (_RMSNorm.apply if _traced() else _rmsnorm_apply)(x, weight, out_dtype, eps)
     if forward_ad._current_level >= 0:
@@ -500,12 +605,11 @@ def rmsnorm_bwd_by(x, weight, dout, rstd, *how):
     return _rmsnorm_bwd_dw_by(x, weight, dout, rstd, *how)
 
 
-# Elements of CUDA logits from which a loss and its gradient are made in one pass. Fewer lie in L2 when backward reads
-# them again, and the launch that the pass needs before it costs more than that. The CPU's backward reads x in any case.
-_ONE_PASS = 1 << 22
-
-
 def cross_entropy(x, target, weight=None, ignore_index=-100, reduction=1, in_place=False):
+    if not is_dynamo_compiling():
+        loss = _straight_cross_entropy(x, target, weight, ignore_index, reduction, in_place)
+        if loss is not None:
+            return loss
     if is_grad_enabled():
         if weight is not None and weight.requires_grad:
             raise _class_weights_need_gradient()

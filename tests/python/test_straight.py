@@ -1,0 +1,379 @@
+"""The way past the dispatcher: taken in the plain case, left in every other, and no difference in the results."""
+
+import resource
+import sys
+import threading
+
+import gander
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytorch = gander._pytorch
+straight = pytorch._straight
+
+NAMES = ("softmax", "rmsnorm", "cross_entropy")
+
+
+def arguments(name, x, weight, target):
+    return {
+        "softmax": (x,),
+        "rmsnorm": (x, weight, None, 1e-6),
+        "cross_entropy": (x, target, None, -100, 1, False),
+    }[name]
+
+
+@pytest.fixture
+def data(device):
+    x, weight = torch.randn(6, 33, device=device), torch.randn(33, device=device)
+    return x, weight, torch.tensor([0, 32, -100, 4, 4, 9], device=device)
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def dispatcher(monkeypatch):
+    """The public functions as they are where the way is not there."""
+
+    def switch():
+        for name in NAMES:
+            monkeypatch.setattr(pytorch, f"_straight_{name}", lambda *_: None)
+
+    return switch
+
+
+def public(name, x, weight, target):
+    """The call of a user."""
+    return {
+        "softmax": lambda: gander.softmax(x),
+        "rmsnorm": lambda: gander.rmsnorm(x, weight),
+        "cross_entropy": lambda: gander.cross_entropy(x, target),
+    }[name]()
+
+
+def taken(name, *inputs):
+    return straight[name](*arguments(name, *inputs)) is not None
+
+
+def test_the_way_is_there():
+    assert set(straight) == {*NAMES, "softmax_bwd", "rmsnorm_bwd", "rmsnorm_bwd_dw", "cross_entropy_bwd", "forward"}
+
+
+def test_taken_in_the_plain_case(name, data):
+    x, weight, target = data
+    leaf, leaf_weight = x.clone().requires_grad_(), torch.nn.Parameter(weight)
+    assert taken(name, x, weight, target)
+    assert taken(name, torch.nn.Parameter(x), leaf_weight, target)
+    assert straight[name](*arguments(name, leaf, weight, target)).requires_grad
+    assert straight[name](*arguments(name, leaf * 1, leaf_weight, target)).requires_grad
+    with torch.no_grad():
+        assert not straight[name](*arguments(name, leaf, leaf_weight, target)).requires_grad
+    with torch.inference_mode():
+        assert straight[name](*arguments(name, leaf, leaf_weight, target)).is_inference()
+    assert not straight[name](*arguments(name, x, weight, target)).is_inference()
+    for dtype in (torch.float16, torch.bfloat16):
+        assert taken(name, x.to(dtype), weight.to(dtype), target.int())
+
+
+def test_taken_on_every_thread(name, data):
+    found = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(taken(name, *data)))
+        thread.start()
+        thread.join()
+    assert found == [True, True]
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class SeenFunction(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Profile:
+    """Of the host's work, and with it all ops by name."""
+
+    def __init__(self):
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def __enter__(self):
+        return self.profile.__enter__()
+
+    def __exit__(self, *error):
+        self.profile.__exit__(*error)
+
+
+MODES = {
+    "dispatch mode": Seen,
+    "function mode": SeenFunction,
+    "default device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "forward AD": forward_ad.dual_level,
+    "profiler": Profile,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_left_in_a_mode(name, data, mode):
+    x, weight, target = data
+    for inputs in (data, (x.clone().requires_grad_(), weight, target)):
+        with MODES[mode]():
+            assert not taken(name, *inputs)
+            with torch.inference_mode():
+                assert not taken(name, *inputs)
+        assert taken(name, *inputs)
+
+
+def test_left_in_a_transform(name, data):
+    x, weight, target = data
+    found = []
+
+    def watch(x):
+        found.append(taken(name, x, weight, target))
+        found.append(taken(name, data[0], weight, target))  # no wrapper, but inside all the same
+        return x.sum()
+
+    torch.vmap(watch)(x.expand(2, 6, 33))
+    torch.func.grad(watch)(x)
+    torch.func.jvp(watch, (x,), (x,))
+    torch.func.functionalize(watch)(x)
+    assert found == [False] * 8
+    assert taken(name, x, weight, target)
+
+
+def test_left_in_tracing(data):
+    x, _, _ = data
+    found = []
+
+    def traced(x):
+        found.append(taken("softmax", x, None, None))
+        return x * 2
+
+    torch.jit.trace(traced, x, check_trace=False)
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    make_fx(traced)(x)
+    make_fx(traced, tracing_mode="fake")(x)
+    assert found == [False] * 3
+
+
+def test_a_profile_shows_the_op(name, data):
+    x, weight, target = data
+    for leaf in (x, x.clone().requires_grad_()):
+        with Profile() as profile:
+            public(name, leaf, weight, target)
+        assert any(event.key.startswith(f"gander::{name}") for event in profile.key_averages())
+
+
+def test_left_for_what_is_no_plain_tensor(name, data):
+    x, weight, target = data
+
+    class Subclass(torch.Tensor):
+        pass
+
+    for other in (
+        None,
+        x.cpu().numpy(),
+        x.as_subclass(Subclass),
+        torch.nn.Parameter(x.as_subclass(Subclass)),
+        x.to("meta"),
+        x.to_sparse(),
+        x.int(),
+        torch.randn(6, 33, dtype=torch.complex64, device=x.device),
+        torch.randn(6, 33, dtype=torch.complex64, device=x.device).conj().imag,
+        torch._lazy_clone(x.clone()),
+        torch._efficientzerotensor((6, 33), device=x.device),
+        torch._to_functional_tensor(x),
+        x[:0],
+        x[:, :0],
+        torch.nested.nested_tensor([x, x[:2]]),
+    ):
+        assert not taken(name, other, weight, target), type(other)
+    assert taken(name, x, weight, target)
+
+
+def test_left_for_other_arguments(data):
+    x, weight, target = data
+    leaf = x.clone().requires_grad_()
+    rmsnorm, cross_entropy = straight["rmsnorm"], straight["cross_entropy"]
+    assert straight["softmax"]() is straight["softmax"](x, x) is None
+    for a in (x, leaf):
+        assert rmsnorm(a, weight, None, "a") is None
+        assert rmsnorm(a, weight, torch.int8, 1e-6) is None
+        assert rmsnorm(a, weight, "float32", 1e-6) is None
+        assert rmsnorm(a, weight[1:], None, 1e-6) is None
+        assert rmsnorm(a, weight.double(), None, 1e-6) is None
+        assert rmsnorm(a, weight.to("meta"), None, 1e-6) is None
+        assert cross_entropy(a, target[1:], None, -100, 1, False) is None
+        assert cross_entropy(a, target.float(), None, -100, 1, False) is None
+        assert cross_entropy(a, target, None, 0.5, 1, False) is None
+        assert cross_entropy(a, target, None, 1 << 70, 1, False) is None
+        assert cross_entropy(a, target, None, -100, 7, False) is None
+        assert cross_entropy(a, target, None, -100, 1, True) is None
+        assert cross_entropy(a, target, weight.clone().requires_grad_(), -100, 1, False) is None
+    if x.is_cuda:
+        assert rmsnorm(x, weight.cpu(), None, 1e-6) is None
+        assert cross_entropy(x, target.cpu(), None, -100, 1, False) is None
+        many = leaf[:1].expand(1 << 18, 33), target[:1].expand(1 << 18)
+        assert cross_entropy(*many, None, -100, 1, False) is None  # one pass for loss and gradient
+        assert cross_entropy(many[0].detach(), many[1], None, -100, 1, False) is not None
+
+
+def test_left_on_a_device_that_is_not_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(6, 33, device="cuda:1")
+    assert not taken("softmax", x, None, None)
+    assert gander.softmax(x).device == x.device
+    with torch.cuda.device(1):
+        assert taken("softmax", x, None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_bits_are_those_of_the_dispatcher(data, dispatcher, dtype):
+    x, weight, target = data
+    wide = torch.randn(6, 66, device=x.device)
+    views = x, x.t().contiguous().t(), wide[:, ::2], wide[:, 1:34], x.view(2, 3, 33), x[0], x[:1].expand(6, 33)
+
+    def everything():
+        results = []
+        for view in views:
+            a, w = view.to(dtype).detach().requires_grad_(), weight.to(dtype).requires_grad_()
+            t = target[: view[..., 0].numel()].view(view.shape[:-1])
+            for out, inputs in (
+                (gander.softmax(a), (a,)),
+                (gander.rmsnorm(a, w), (a, w)),
+                (gander.rmsnorm(a, w.detach(), out_dtype=torch.float32, eps=0.1), (a,)),
+                (gander.rmsnorm(a.detach(), w), (w,)),
+                (gander.rmsnorm(a), (a,)),
+                (gander.cross_entropy(a, t, weight=w.detach().abs(), ignore_index=4), (a,)),
+                (gander.cross_entropy(a, t, reduction="sum"), (a,)),
+                (gander.cross_entropy(a, t.int(), reduction="none"), (a,)),
+            ):
+                results += [out, *torch.autograd.grad(out, inputs, torch.full_like(out, 0.5))]
+            with torch.no_grad():
+                results += [gander.softmax(a), gander.rmsnorm(a, w), gander.cross_entropy(a, t)]
+        return results
+
+    got = everything()
+    dispatcher()
+    expected = everything()
+    assert len(got) == len(expected) > 100
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert a.stride() == b.stride()
+        assert a.requires_grad == b.requires_grad
+        assert (a.grad_fn and a.grad_fn.name()) == (b.grad_fn and b.grad_fn.name())
+
+
+def test_errors_are_those_of_the_dispatcher(data, dispatcher):
+    x, weight, target = data
+    leaf = x.clone().requires_grad_()
+
+    def errors():
+        found = []
+        for a in (x, leaf):
+            for call in (
+                lambda a=a: gander.softmax(a.int()),
+                lambda a=a: gander.softmax(a[:, :0]),
+                lambda a=a: gander.rmsnorm(a, weight[1:]),
+                lambda a=a: gander.rmsnorm(a, weight, out_dtype=torch.int8),
+                lambda a=a: gander.rmsnorm(a, [1.0]),
+                lambda a=a: gander.rmsnorm(a, weight, eps="a"),
+                lambda a=a: gander.cross_entropy(a, target[1:]),
+                lambda a=a: gander.cross_entropy(a, target.float()),
+                lambda a=a: gander.cross_entropy(a, target, weight=weight.clone().requires_grad_()),
+            ):
+                with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+                    call()
+                found.append((error.type, str(error.value)))
+        return found
+
+    got = errors()
+    dispatcher()
+    assert got == errors()
+
+
+def test_hooks_on_saved_tensors_may_call_gander(data):
+    x, weight, target = data
+    leaf = x.clone().requires_grad_()
+    expected = torch.autograd.grad(gander.rmsnorm(leaf, weight).sum(), leaf)[0]
+    packed = []
+
+    def pack(t):
+        packed.append(gander.softmax(x.clone().requires_grad_()) if len(packed) < 3 else None)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = gander.rmsnorm(leaf, weight)
+    assert len(packed) > 2
+    assert torch.equal(torch.autograd.grad(out.sum(), leaf)[0], expected)
+
+    def refuse(t):
+        raise ZeroDivisionError("not saved")
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, lambda t: t), pytest.raises(ZeroDivisionError):
+        gander.rmsnorm(leaf, weight)
+    with torch.no_grad():
+        assert taken("rmsnorm", leaf, weight, target)
+
+
+def test_forward_serves_nobody_else():
+    with pytest.raises(RuntimeError, match="gander"):
+        straight["forward"](object(), torch.ones(2, 3))
+
+
+def test_nothing_is_leaked(data):
+    """References and memory, on the good path, the declined one and the failing one."""
+    x, weight, target = data
+    leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    watched = (x, weight, target, leaf, leaf_weight, torch.float32, torch.Tensor, *straight.values())
+    short, eps, ignored = weight[1:], 1e-6, 1 << 40
+
+    def rounds(count):
+        for _ in range(count):
+            for a, w in ((x, weight), (leaf, leaf_weight), (x.t(), None)):
+                straight["softmax"](a)
+                straight["rmsnorm"](a, w, torch.float32, eps)
+                straight["rmsnorm"](a, short, None, eps)
+                straight["cross_entropy"](a, target, None, ignored, 1, False)
+                straight["cross_entropy"](a, target, None, ignored, 0, True)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    rounds(100)
+    counts = [sys.getrefcount(o) for o in (*watched, eps, ignored, None)]
+    before = rounds(1000)
+    grown = rounds(7000) - before  # 10^5 calls
+    after = [sys.getrefcount(o) for o in (*watched, eps, ignored, None)]
+    assert after[:-1] == counts[:-1]
+    assert abs(after[-1] - counts[-1]) < 100
+    assert grown < 4000, "KiB; one tuple a round makes 500, one tensor 3000"
+    for inputs in (data, (leaf, leaf_weight, target)):
+        out = public("rmsnorm", *inputs)
+        assert sys.getrefcount(out) == 2  # and not the context's, which would be a cycle
+
+
+def test_memory_belongs_to_the_caching_allocator():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    x = torch.randn(1 << 10, 1 << 10, device="cuda")
+    before = torch.cuda.memory_allocated()
+    y = gander.softmax(x)
+    assert torch.cuda.memory_allocated() - before == y.nbytes
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        y.record_stream(side)
+    pointer = y.data_ptr()
+    del y
+    assert torch.empty_like(x).data_ptr() != pointer  # still in use by the side stream
+    torch.cuda.synchronize()
