@@ -253,6 +253,7 @@ func table() []Variant {
 			}
 			chunks(op, Apply, 4/n)
 		}
+		add(RMSNormForward, Ring, false, false, forwardRing...)
 		add(RMSNormForward, Ring, false, true, forwardRing...)
 		add(RMSNormBackward, Ring, false, false, ring...)
 		add(RMSNormBackward, Ring, false, true, ringCluster...)

@@ -72,7 +72,7 @@ func (a Algorithm) what(ring bool) string {
 		if ring {
 			return "one pass: persistent clusters, rows through rings in their shared memory into registers"
 		}
-		return "one pass: each row in the largest register tiles of as few blocks as hold it, up to a cluster"
+		return "one pass: each row in the largest register tiles of as few blocks of a cluster as hold it"
 	case Cluster:
 		if ring {
 			return "one pass: a cluster of blocks to a row, whose sums meet in distributed shared memory"

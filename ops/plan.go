@@ -220,7 +220,7 @@ func (p *planner) fastest() {
 		p.split("a few rows this long fill the device only when split")
 	case p.op == kernels.RMSNormForward && p.vectors > ringFrom(p.x) && p.expected() >= 1024 && p.inRing(1, 16):
 	case p.op == kernels.RMSNormForward && p.inLoop():
-	case p.few() && p.inCluster(p.tiles(true), 2) || p.inOneCTA(p.tiles(false)) || p.inCluster(p.tiles(true)[1:], 2):
+	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.tiles(false)) || p.inCluster(p.tiles(true)[1:]):
 	default:
 		p.split("the row is longer than a cluster holds in registers")
 	}
@@ -249,9 +249,9 @@ func (p *planner) forced() bool {
 	case a == Medium:
 		return p.inOneCTA(largest(p.tiles(false)))
 	case a == Extreme:
-		return p.inCluster(largest(p.tiles(true)), 1)
+		return p.inCluster(largest(p.tiles(true)))
 	}
-	return p.inCluster(p.tiles(true), 2)
+	return p.inCluster(p.tiles(true))
 }
 
 // expected is how many rows a choice is made for: with BatchInvariant as for many, whatever M is.
@@ -312,19 +312,16 @@ func (p *planner) inLoop() bool {
 	return true
 }
 
-// inCluster gives each row to as few CTAs of a cluster as can hold it, which are at least `least`: where one CTA cannot hold it, or
-// where rows are so few that one CTA each would leave SMs idle. Those are best off with the smallest CTAs: measured on an H100 with 1
+// inCluster gives each row to as few CTAs of a cluster as can hold it, and to two at least: where one CTA cannot hold it, or where
+// rows are so few that one CTA each would leave SMs idle. Those are best off with the smallest CTAs: measured on an H100 with 1
 // to 128 rows of 32768 and 131072 bfloat16.
-func (p *planner) inCluster(variants []*kernels.Variant, least int64) bool {
+func (p *planner) inCluster(variants []*kernels.Variant) bool {
 	limit := maxCluster(p.facts)
-	if limit == 1 || limit < least { // no clusters at all
-		return false
-	}
 	v, c := fitting(variants, p.vectors, limit)
-	if v == nil {
+	if v == nil || limit < 2 {
 		return false
 	}
-	c = max(c, least)
+	c = max(c, 2)
 	p.add(p.op, v.Shape, p.general, v, p.m*c, c, 0)
 	p.taken = Cluster
 	p.why = fmt.Sprintf("a row of %d vectors fits the registers of %d CTAs", p.vectors, c)
@@ -484,7 +481,7 @@ func (p *planner) inRing(least, most int64, threads ...int64) bool {
 			threads != nil && r.threads != threads[0] {
 			continue
 		}
-		for _, v := range p.ringVariants(r.cluster) {
+		for _, v := range variantsOf[variantKey{p.op, kernels.Ring, p.x, false, r.cluster > 1}] {
 			// Some parts have less shared memory than the ring was measured with; the kernel itself needs a little.
 			fits := (int64(p.facts.SharedPerBlock) - 4<<10) / p.ringStage(v)
 			if v.Capacity() == r.threads*r.each && fits >= 2 {
@@ -494,14 +491,6 @@ func (p *planner) inRing(least, most int64, threads ...int64) bool {
 		}
 	}
 	return false
-}
-
-// ringVariants are those that a CTA alone, or a cluster, can be launched of. What a cluster runs, one CTA can too.
-func (p *planner) ringVariants(cluster int64) []*kernels.Variant {
-	if alone := variantsOf[variantKey{p.op, kernels.Ring, p.x, false, false}]; cluster == 1 && alone != nil {
-		return alone
-	}
-	return variantsOf[variantKey{p.op, kernels.Ring, p.x, false, true}]
 }
 
 // ringStage is the bytes of shared memory that one row's slices of the inputs take.

@@ -213,9 +213,14 @@ func TestEveryVariantIsUsed(t *testing.T) {
 	used := map[string]bool{}
 	for _, f := range testDevices {
 		everyRequest(func(r request) {
-			if p, err := makePlan(f, r); err == nil {
-				for _, l := range p.launches {
-					used[l.variant.Symbol] = true
+			for _, r.Algorithm = range []Algorithm{Auto, Medium} { // no other name has kernels of its own
+				if r.Algorithm != Auto && !choosable(r.op) {
+					continue
+				}
+				if p, err := makePlan(f, r); err == nil {
+					for _, l := range p.launches {
+						used[l.variant.Symbol] = true
+					}
 				}
 			}
 		})

@@ -53,6 +53,8 @@ KERNEL(rmsnorm_backward_partial_float32_256x2, 256, 4, partial_body<RMSNormBackw
 KERNEL(rmsnorm_backward_partial_float32_256x1_general, 256, 4, partial_body<RMSNormBackward<f32>, 1, true>)
 KERNEL(rmsnorm_backward_apply_float32_256x2, 256, 4, apply_body<RMSNormBackward<f32>, 2, false>)
 KERNEL(rmsnorm_backward_apply_float32_256x1_general, 256, 4, apply_body<RMSNormBackward<f32>, 1, true>)
+KERNEL(rmsnorm_forward_ring_float32_512x2, 512, 2, ring_body<RMSNormForward<f32>, 512, 2, false>)
+KERNEL(rmsnorm_forward_ring_float32_512x4, 512, 1, ring_body<RMSNormForward<f32>, 512, 4, false>)
 KERNEL(rmsnorm_forward_ring_float32_512x2_cluster, 512, 2, ring_body<RMSNormForward<f32>, 512, 2, true>)
 KERNEL(rmsnorm_forward_ring_float32_512x4_cluster, 512, 1, ring_body<RMSNormForward<f32>, 512, 4, true>)
 KERNEL(rmsnorm_backward_ring_float32_128x1, 128, 5, ring_body<RMSNormBackward<f32>, 128, 1, false>)
