@@ -177,7 +177,15 @@ def rmsnorm_bwd(x, weight, dout, rstd, dresidual_out=None, has_bias=False, has_r
 
 
 def cross_entropy(
-    x, target, lse_partial=None, weight=None, ignore_index=-100, reduction="mean", inplace_backward=False
+    x,
+    target,
+    lse_partial=None,
+    weight=None,
+    ignore_index=-100,
+    reduction="mean",
+    inplace_backward=False,
+    *,
+    one_pass=None,
 ):
     """Cross-entropy of logits against class indices, differentiable in x: weight[t] * (lse(x) - x[t]) for each row.
 
@@ -190,6 +198,9 @@ def cross_entropy(
     torch has it), "sum" or "none".
     inplace_backward: backward writes the gradient over x, which saves the memory of x once more. x must not be used
     afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile.
+    one_pass: True makes the gradient along with the loss, which reads x once and holds as much memory as x until
+    backward; False makes it in backward, which reads x again; None chooses by size. Only a mean or a sum on a CUDA
+    device has the choice, without inplace_backward and outside torch.compile.
     lse_partial is not supported yet: NotImplementedError.
     Returns the loss, float32 (float64 for float64): a scalar, or one value per row with "none".
     Raises TypeError (dtype), ValueError (shape, reduction), RuntimeError (device, driver, memory).
@@ -203,7 +214,9 @@ def cross_entropy(
         _check_targets(x, target, ignore_index)
     if isinstance(x, _Tensor):
         try:
-            return _torch.cross_entropy(x, target, weight, ignore_index, _REDUCTIONS[reduction], inplace_backward)
+            return _torch.cross_entropy(
+                x, target, weight, ignore_index, _REDUCTIONS[reduction], inplace_backward, one_pass
+            )
         except _FAILURES as error:
             raise _torch.explained(error, target=target, weight=weight) from None
     return _dlpack.cross_entropy(x, target, weight, ignore_index, _REDUCTIONS[reduction])[0]

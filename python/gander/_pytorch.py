@@ -384,14 +384,16 @@ def rmsnorm_bwd(x, weight, dout, rstd):
 _ONE_PASS = 1 << 22
 
 
-def cross_entropy(x, target, weight=None, ignore_index=-100, reduction=1, in_place=False):
+def cross_entropy(x, target, weight=None, ignore_index=-100, reduction=1, in_place=False, one_pass=None):
     if is_grad_enabled():
         if weight is not None and weight.requires_grad:
             raise NotImplementedError("weight requires a gradient, but class weights have none; detach it")
         if x.requires_grad:
             if _traced():  # a compiled graph plans its own memory, and cannot write to its inputs in backward
                 return _CrossEntropy.apply(x, target, weight, ignore_index, reduction, False)
-            if reduction and x.is_cuda and not in_place and x.numel() >= _ONE_PASS:
+            if one_pass is None:
+                one_pass = x.numel() >= _ONE_PASS
+            if one_pass and reduction and x.is_cuda and not in_place:
                 return _one_pass_apply(x, target, weight, ignore_index, reduction)
             return _cross_entropy_apply(x, target, weight, ignore_index, reduction, in_place)
     if forward_ad._current_level >= 0:
