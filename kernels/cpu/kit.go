@@ -26,7 +26,9 @@ type kit[T float] struct {
 	softmaxGrad func(dst, dy, y []T, d T)                // dst = (dy - d) * y
 	rmsNormGrad func(dst, x, w, dout []T, k, r T)        // dst = (dout * w - x * k) * r
 
-	// softmax's backward pass on memory as it lies, by its DType, where that is faster than by way of load and store
+	// Shortcuts, nil where there is none: a sum without the exponentials themselves, and softmax's backward pass on memory
+	// as it lies, by its DType.
+	expSum         func(src []T, m T) float64 // sum of exp(src - m), to the same bits as exp's
 	dotRaw         [4]func(x, y unsafe.Pointer, n int) float64
 	softmaxGradRaw [4]func(dst, dy, y unsafe.Pointer, n int, d float32)
 }

@@ -37,6 +37,7 @@ var avx512 = kit[float32]{
 	softmaxGrad: softmaxGradAVX512,
 	rmsNormGrad: rmsNormGradAVX512,
 
+	expSum: expSumAVX512,
 	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{
 		kernels.Float16:  dotFloat16AVX512,
 		kernels.BFloat16: dotBFloat16AVX512,
@@ -110,58 +111,16 @@ func maxRest16(x []float32, i int, low f32x16) f32x16 {
 	return loadRest16(x, i, m).Merge(low, m)
 }
 
-// exp16 is e to the x for x <= 0: see kit.go. Where x is below expLow the polynomial means nothing, and is 0 instead.
-func (k *constants) exp16(x f32x16) f32x16 {
-	n := x.MulAdd(c16(&k.log2E), c16(&k.roundBias)).Sub(c16(&k.roundBias))
-	r := n.MulAdd(c16(&k.minusLn2Low), n.MulAdd(c16(&k.minusLn2High), x))
-	p := c16(&k.exp6).MulAdd(r, c16(&k.exp5)).MulAdd(r, c16(&k.exp4)).MulAdd(r, c16(&k.exp3)).
-		MulAdd(r, c16(&k.exp2)).MulAdd(r, c16(&k.one)).MulAdd(r, c16(&k.one))
-	return c16(&k.zero).Merge(p.Scale(n), x.Less(c16(&k.expLow)))
-}
+// In exp_amd64.s.
+//
+//go:noescape
+func expAVX512(dst, src []float32, m float32) float64
 
-//go:nocheckptr
-func expAVX512(dst, src []float32, m float32) float64 {
-	k := lanes
-	var s0, s1 f64x8
-	low := archsimd.BroadcastFloat32x16(m)
-	n, i := len(src), 0
-	for ; i+64 <= n; i += 64 {
-		e0, e1 := k.exp16(load16(src, i).Sub(low)), k.exp16(load16(src, i+16).Sub(low))
-		e2, e3 := k.exp16(load16(src, i+32).Sub(low)), k.exp16(load16(src, i+48).Sub(low))
-		e0.Store(lanes16(dst, i))
-		e1.Store(lanes16(dst, i+16))
-		e2.Store(lanes16(dst, i+32))
-		e3.Store(lanes16(dst, i+48))
-		s0, s1 = fold16(s0, s1, e0.Add(e1).Add(e2.Add(e3)))
-	}
-	for ; i < n; i += 16 {
-		mask := rest16(min(n-i, 16))
-		e := k.exp16(loadRest16(src, i, mask).Sub(low)).Masked(mask)
-		e.StoreMasked(lanes16(dst, i), mask)
-		s0, s1 = fold16(s0, s1, e)
-	}
-	return sum16(s0, s1)
-}
+//go:noescape
+func expSumAVX512(src []float32, m float32) float64
 
-//go:nocheckptr
-func expScaleAVX512(dst, src []float32, m, c float32) {
-	k := lanes
-	low, cv := archsimd.BroadcastFloat32x16(m), archsimd.BroadcastFloat32x16(c)
-	n, i := len(src), 0
-	for ; i+64 <= n; i += 64 {
-		e0, e1 := k.exp16(load16(src, i).Sub(low)), k.exp16(load16(src, i+16).Sub(low))
-		e2, e3 := k.exp16(load16(src, i+32).Sub(low)), k.exp16(load16(src, i+48).Sub(low))
-		e0.Mul(cv).Store(lanes16(dst, i))
-		e1.Mul(cv).Store(lanes16(dst, i+16))
-		e2.Mul(cv).Store(lanes16(dst, i+32))
-		e3.Mul(cv).Store(lanes16(dst, i+48))
-	}
-	for ; i < n; i += 16 {
-		mask := rest16(min(n-i, 16))
-		k.exp16(loadRest16(src, i, mask).Sub(low)).Mul(cv).StoreMasked(lanes16(dst, i), mask)
-	}
-	archsimd.ClearAVXUpperBits()
-}
+//go:noescape
+func expScaleAVX512(dst, src []float32, m, c float32)
 
 func dotAVX512(x, y []float32) float64 {
 	var s0, s1 f64x8

@@ -145,10 +145,16 @@ func TestStoreScales(t *testing.T) {
 
 // checkExp compares the exponentials of x with float64.
 func checkExp(t testing.TB, k *kit[float32], x []float32) {
-	e := make([]float32, len(x))
-	sum, want := k.exp(e, x, 0), 0.0
-	scaled := make([]float32, len(x))
-	k.expScale(scaled, x, 0, 2)
+	e, scaled := make([]float32, len(x)+16), make([]float32, len(x)+16)
+	sum, want := k.exp(e[:len(x)], x, 0), 0.0
+	k.expScale(scaled[:len(x)], x, 0, 2)
+	for _, beyond := range [][]float32{e[len(x):], scaled[len(x):]} {
+		require.Equal(t, make([]float32, 16), beyond, k.name)
+	}
+	e = e[:len(x)]
+	if k.expSum != nil && sum == sum {
+		require.Equal(t, sum, k.expSum(x, 0), k.name)
+	}
 	for i, v := range e {
 		if v == v && scaled[i] != 2*v {
 			require.Failf(t, "scaled exp", "%s: %v, not twice %v", k.name, scaled[i], v)

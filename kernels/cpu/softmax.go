@@ -46,15 +46,16 @@ func (w *worker[T]) exponentials(x, y *kernels.Matrix, row, lo, hi int, parts []
 		n := min(block, hi-j)
 		v := w.read(0, x, row, j, n)
 		high := w.kit.max(v)
-		parts[j/block] = part{float64(high), w.kit.exp(w.exponentialsAt(y, row, j, n), v, reference(high))}
+		parts[j/block].max = float64(high)
+		switch {
+		case w.whole:
+			parts[j/block].sum = w.kit.exp(w.output(0, y, row, j, n), v, reference(high))
+		case w.kit.expSum != nil:
+			parts[j/block].sum = w.kit.expSum(v, reference(high))
+		default:
+			parts[j/block].sum = w.kit.exp(w.scratch(0, j, n), v, reference(high))
+		}
 	}
-}
-
-func (w *worker[T]) exponentialsAt(y *kernels.Matrix, row, j, n int) []T {
-	if w.whole {
-		return w.output(0, y, row, j, n)
-	}
-	return w.scratch(0, j, n)
 }
 
 // reference is what is subtracted from a block with the given maximum: a block of nothing but -inf must give zeros, for
