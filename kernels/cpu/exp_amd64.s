@@ -1,6 +1,7 @@
 //go:build goexperiment.simd
 
 #include "go_asm.h"
+#include "row_amd64.h"
 #include "textflag.h"
 
 // exp of 16 lanes, see kit.go, in assembly: the compiler uses 15 of the 32 registers, keeps constants and intermediate
@@ -53,36 +54,17 @@
 
 // Z8 = exp(src - m) of the first 16 elements, or of all CX if they are fewer: K5 is their mask, in which Z8 is 0 beyond.
 #define EXP16 \
-	MOVL      $-1, AX      ; \
-	BZHIL     CX, AX, AX   ; \
-	KMOVW     AX, K5       ; \
+	REST                   ; \
 	VMOVUPS.Z (SI), K5, Z0 ; \
 	VSUBPS    Z16, Z0, Z0  ; \
 	EXP(Z0, Z4, Z8, K1)    ; \
 	VMOVAPS.Z Z8, K5, Z8
 
-// Adds the lanes of Z8 to the sums in Z12 and Z13.
-#define FOLD \
-	VEXTRACTF64X4 $1, Z8, Y15   ; \
-	VCVTPS2PD     Y8, Z14       ; \
-	VCVTPS2PD     Y15, Z15      ; \
-	VADDPD        Z14, Z12, Z12 ; \
-	VADDPD        Z15, Z13, Z13
-
 #define FOLD64 \
 	VADDPS Z8, Z9, Z8    ; \
 	VADDPS Z10, Z11, Z10 ; \
 	VADDPS Z8, Z10, Z8   ; \
-	FOLD
-
-// X12 = the sum of the lanes of Z12 and Z13.
-#define TOTAL \
-	VADDPD        Z12, Z13, Z12 ; \
-	VEXTRACTF64X4 $1, Z12, Y13  ; \
-	VADDPD        Y12, Y13, Y12 ; \
-	VEXTRACTF128  $1, Y12, X13  ; \
-	VADDPD        X12, X13, X12 ; \
-	VHADDPD       X12, X12, X12
+	FOLD(Z8, Y8)
 
 // func expAVX512(dst, src []float32, m float32) float64
 TEXT ·expAVX512(SB), NOSPLIT, $0-64
@@ -115,7 +97,7 @@ rest:
 last:
 	EXP16
 	VMOVUPS Z8, K5, (DI)
-	FOLD
+	FOLD(Z8, Y8)
 	ADDQ    $64, SI
 	ADDQ    $64, DI
 	SUBQ    $16, CX
@@ -151,7 +133,7 @@ rest:
 
 last:
 	EXP16
-	FOLD
+	FOLD(Z8, Y8)
 	ADDQ $64, SI
 	SUBQ $16, CX
 	JGT  last

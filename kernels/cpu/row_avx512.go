@@ -34,7 +34,6 @@ var avx512 = kit[float32]{
 	add:         addAVX512,
 	addProduct:  addProductAVX512,
 	multiply:    multiplyAVX512,
-	softmaxGrad: softmaxGradAVX512,
 	rmsNormGrad: rmsNormGradAVX512,
 
 	expSum: expSumAVX512,
@@ -42,9 +41,10 @@ var avx512 = kit[float32]{
 		kernels.Float16:  dotFloat16AVX512,
 		kernels.BFloat16: dotBFloat16AVX512,
 	},
-	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, d float32){
+	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool){
 		kernels.Float16:  softmaxGradFloat16AVX512,
 		kernels.BFloat16: softmaxGradBFloat16AVX512,
+		kernels.Float32:  softmaxGradFloat32AVX512,
 	},
 }
 
@@ -199,18 +199,22 @@ func multiplyAVX512(dst, x, w []float32, c float32) {
 	}
 }
 
-//go:nocheckptr
-func softmaxGradAVX512(dst, dy, y []float32, d float32) {
-	dv := archsimd.BroadcastFloat32x16(d)
-	n, i := len(y), 0
-	for ; i+16 <= n; i += 16 {
-		load16(dy, i).Sub(dv).Mul(load16(y, i)).Store(lanes16(dst, i))
-	}
-	if i < n {
-		mask := rest16(n - i)
-		loadRest16(dy, i, mask).Sub(dv).Mul(loadRest16(y, i, mask)).StoreMasked(lanes16(dst, i), mask)
-	}
-}
+// In softmax_amd64.s.
+//
+//go:noescape
+func dotFloat16AVX512(x, y unsafe.Pointer, n int) float64
+
+//go:noescape
+func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64
+
+//go:noescape
+func softmaxGradFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+
+//go:noescape
+func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+
+//go:noescape
+func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 
 //go:nocheckptr
 func rmsNormGradAVX512(dst, x, w, dout []float32, k, r float32) {
@@ -249,12 +253,6 @@ func widenFloat16x16(dst *float32, src unsafe.Pointer, n int)
 
 //go:noescape
 func narrowFloat16x16(dst unsafe.Pointer, src *float32, n int, c float32)
-
-//go:noescape
-func dotFloat16x32(sum *[8]float64, x, y unsafe.Pointer, n int)
-
-//go:noescape
-func softmaxGradFloat16x16(dst, dy, y unsafe.Pointer, n int, d float32)
 
 // The conversions of 16-bit rows end with a vector that overlaps the one before it: memory and float32 side never
 // overlap, so converting an element twice is harmless. Rows of less than a vector are left to the portable code.
@@ -317,87 +315,4 @@ func (k *constants) narrowBFloat16x16(f f32x16) archsimd.Int16x16 {
 	odd := u.ShiftRight(n16(&k.sixteen)).And(n16(&k.bit0))
 	u = n16(&k.bfloat16NaN).Merge(u.Add(odd).Add(n16(&k.bfloat16Half)), f.IsNaN())
 	return u.ShiftRight(n16(&k.sixteen)).TruncateToInt16()
-}
-
-func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64 {
-	k := lanes
-	var s0, s1 f64x8
-	i := 0
-	for ; i+64 <= n; i += 64 {
-		a := k.widenBFloat16x16(halves16(x, i)).Mul(k.widenBFloat16x16(halves16(y, i)))
-		b := k.widenBFloat16x16(halves16(x, i+16)).Mul(k.widenBFloat16x16(halves16(y, i+16)))
-		a = k.widenBFloat16x16(halves16(x, i+32)).MulAdd(k.widenBFloat16x16(halves16(y, i+32)), a)
-		b = k.widenBFloat16x16(halves16(x, i+48)).MulAdd(k.widenBFloat16x16(halves16(y, i+48)), b)
-		s0, s1 = fold16(s0, s1, a.Add(b))
-	}
-	sum := sum16(s0, s1)
-	if i < n {
-		sum += dotRest(kernels.BFloat16, unsafe.Add(x, 2*i), unsafe.Add(y, 2*i), n-i)
-	}
-	return sum
-}
-
-func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, d float32) {
-	k := lanes
-	dv := archsimd.BroadcastFloat32x16(d)
-	i := 0
-	for ; i+16 <= n; i += 16 {
-		v := k.widenBFloat16x16(halves16(dy, i)).Sub(dv).Mul(k.widenBFloat16x16(halves16(y, i)))
-		k.narrowBFloat16x16(v).Store(halves16(dst, i))
-	}
-	archsimd.ClearAVXUpperBits()
-	if i < n {
-		softmaxGradRest(kernels.BFloat16, unsafe.Add(dst, 2*i), unsafe.Add(dy, 2*i), unsafe.Add(y, 2*i), n-i, d)
-	}
-}
-
-func dotFloat16AVX512(x, y unsafe.Pointer, n int) float64 {
-	var lanes [8]float64
-	i := n &^ 31
-	if i > 0 {
-		dotFloat16x32(&lanes, x, y, i)
-	}
-	sum := 0.0
-	for _, v := range lanes {
-		sum += v
-	}
-	if i < n {
-		sum += dotRest(kernels.Float16, unsafe.Add(x, 2*i), unsafe.Add(y, 2*i), n-i)
-	}
-	return sum
-}
-
-func softmaxGradFloat16AVX512(dst, dy, y unsafe.Pointer, n int, d float32) {
-	i := n &^ 15
-	if i > 0 {
-		softmaxGradFloat16x16(dst, dy, y, i, d)
-	}
-	if i < n {
-		softmaxGradRest(kernels.Float16, unsafe.Add(dst, 2*i), unsafe.Add(dy, 2*i), unsafe.Add(y, 2*i), n-i, d)
-	}
-}
-
-// dotRest and softmaxGradRest do the end of a row, of less than 64 elements, in float32.
-func dotRest(t kernels.DType, x, y unsafe.Pointer, n int) float64 {
-	a, b := loadRest(t, x, n), loadRest(t, y, n)
-	return dotAVX512(a[:n], b[:n])
-}
-
-func softmaxGradRest(t kernels.DType, dst, dy, y unsafe.Pointer, n int, d float32) {
-	a, b := loadRest(t, dy, n), loadRest(t, y, n)
-	softmaxGradAVX512(a[:n], a[:n], b[:n], d)
-	if t == kernels.Float16 {
-		storeFloat16AVX512(dst, a[:n], 1)
-	} else {
-		storeBFloat16AVX512(dst, a[:n], 1)
-	}
-}
-
-func loadRest(t kernels.DType, src unsafe.Pointer, n int) (a [64]float32) {
-	if t == kernels.Float16 {
-		loadFloat16AVX512(a[:n], src)
-	} else {
-		loadBFloat16AVX512(a[:n], src)
-	}
-	return a
 }

@@ -206,10 +206,10 @@ func multiply[T float](dst, x, w []T, c T) {
 	}
 }
 
-func softmaxGrad[T float](dst, dy, y []T, d T) {
+func softmaxGrad[T float](dst, dy, y []T, hi, lo T) {
 	dst, y = dst[:len(dy)], y[:len(dy)]
 	for i, v := range dy {
-		dst[i] = (v - d) * y[i]
+		dst[i] = (v - hi - lo) * y[i]
 	}
 }
 
