@@ -24,7 +24,7 @@ type kit[T float] struct {
 	addProduct  func(acc []float64, x, y []T, c float64) // acc += x * c * y
 	multiply    func(dst, x, w []T, c T)                 // dst = x * c * w
 	softmaxGrad func(dst, dy, y []T, hi, lo T)           // dst = ((dy - hi) - lo) * y
-	rmsNormGrad func(dst, x, w, dout []T, k, r T)        // dst = (dout * w - x * k) * r
+	rmsNormGrad func(dst, x, w, dout []T, k, r float64)  // dst = (dout * w - x * k) * r
 
 	// Shortcuts, nil where there is none: a sum without the exponentials themselves, and softmax's backward pass on memory
 	// as it lies, by its DType; with stream dst is aligned to 64 bytes, and written past the cache.

@@ -264,8 +264,8 @@ func softmaxGradAVX2(dst, dy, y []float32, hi, lo float32) {
 }
 
 //go:nocheckptr
-func rmsNormGradAVX2(dst, x, w, dout []float32, k, r float32) {
-	kv, rv := archsimd.BroadcastFloat32x8(-k), archsimd.BroadcastFloat32x8(r)
+func rmsNormGradAVX2(dst, x, w, dout []float32, k, r float64) {
+	kv, rv := archsimd.BroadcastFloat32x8(float32(-k)), archsimd.BroadcastFloat32x8(float32(r))
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
 		load8(dout, i).MulAdd(load8(w, i), load8(x, i).Mul(kv)).Mul(rv).Store(lanes8(dst, i))

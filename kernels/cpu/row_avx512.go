@@ -217,8 +217,8 @@ func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32,
 func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 
 //go:nocheckptr
-func rmsNormGradAVX512(dst, x, w, dout []float32, k, r float32) {
-	kv, rv := archsimd.BroadcastFloat32x16(-k), archsimd.BroadcastFloat32x16(r)
+func rmsNormGradAVX512(dst, x, w, dout []float32, k, r float64) {
+	kv, rv := archsimd.BroadcastFloat32x16(float32(-k)), archsimd.BroadcastFloat32x16(float32(r))
 	n, i := len(x), 0
 	for ; i+16 <= n; i += 16 {
 		load16(dout, i).MulAdd(load16(w, i), load16(x, i).Mul(kv)).Mul(rv).Store(lanes16(dst, i))

@@ -14,7 +14,7 @@ import torch
 from .. import _library
 from . import limit, load
 from .cases import DTYPES, OPERATORS, double, provider, rows_of
-from .timing import GPUTimer, cpu_block, host_cost
+from .timing import GPUTimer, cpu_blocks, host_cost
 
 # Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
 TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 262144))
@@ -156,8 +156,8 @@ def _cpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int)
     torch.manual_seed(0)
     inputs = OPERATORS[op].inputs(m, n, DTYPES[dtype], "cpu")
     calls, results = _prepare(providers, op, inputs, m)
-    for name, call in calls.items():
-        results[name] |= cpu_block(call, options.seconds)._asdict()
+    for name, timing in cpu_blocks(calls, options.seconds).items():
+        results[name] |= timing._asdict()
     return {"results": results}
 
 
@@ -187,7 +187,7 @@ def few(options: Options) -> Iterator[Point]:
 
 
 def cpu(options: Options) -> Iterator[Point]:
-    return _grid("cpu", _cpu_point, CPU, tuple(OPERATORS), ("float32",), options)
+    return _grid("cpu", _cpu_point, CPU, tuple(OPERATORS), ("float32", "bfloat16"), options)
 
 
 # ---- step: cross-entropy as a training step calls it ----
