@@ -200,7 +200,7 @@ class Tuner:
                 if v["RowThreads"] * v["Vectors"] >= nv:
                     for resident in (1, 2, 3, 4):
                         p = min(SMS * resident, -(-m // (v["Threads"] // v["RowThreads"])))
-                        yield [(v, p, 1, 0), finish], {"partials": p, "resident": resident}
+                        yield [(v, p, 1, v["Shared"]), finish], {"partials": p, "resident": resident}
             yield from self.rings(of, op, m, nv, 2, [finish])
         v = of(op, "columns")[0]
         tiles = -(-n // (256 * e))

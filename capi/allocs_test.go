@@ -29,18 +29,22 @@ func TestBorrowedCallsDoNotAllocate(t *testing.T) {
 	softmax := struct {
 		size      uintptr
 		allocator unsafe.Pointer
-	}{16, unsafe.Pointer(&allocator)}
+		how       [2]int32
+	}{24, unsafe.Pointer(&allocator), [2]int32{}}
 	rmsnorm := struct {
 		size      uintptr
 		allocator unsafe.Pointer
 		eps       float64
-	}{24, unsafe.Pointer(&allocator), 1e-6}
+		how       [2]int32
+	}{32, unsafe.Pointer(&allocator), 1e-6, [2]int32{0, 1}}
 	entropy := struct {
 		size      uintptr
 		allocator unsafe.Pointer
 		ignore    int64
 		reduction int32
-	}{32, unsafe.Pointer(&allocator), -100, 0}
+		onePass   int32
+		how       [2]int32
+	}{40, unsafe.Pointer(&allocator), -100, 0, 0, [2]int32{}}
 	so, ro, co := unsafe.Pointer(&softmax), unsafe.Pointer(&rmsnorm), unsafe.Pointer(&entropy)
 	for name, call := range map[string]func() int32{
 		"softmax_forward":  func() int32 { return ganderSoftmaxForward(x, y, so, nil) },

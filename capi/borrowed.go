@@ -13,7 +13,7 @@ func ganderSoftmaxForward(x, y, options, stream unsafe.Pointer) (status int32) {
 	defer recovered(&status)
 	o, err := softmaxOptions(options)
 	if err == nil {
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		err = ops.SoftmaxForward(&c, tensor(x), tensor(y))
 	}
 	return report(err)
@@ -24,7 +24,7 @@ func ganderSoftmaxBackward(dy, y, dx, options, stream unsafe.Pointer) (status in
 	defer recovered(&status)
 	o, err := softmaxOptions(options)
 	if err == nil {
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		err = ops.SoftmaxBackward(&c, tensor(dy), tensor(y), tensor(dx))
 	}
 	return report(err)
@@ -35,7 +35,7 @@ func ganderRMSNormForward(x, weight, y, rstd, options, stream unsafe.Pointer) (s
 	defer recovered(&status)
 	o, err := rmsnormOptions(options)
 	if err == nil {
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		err = ops.RMSNormForward(&c, tensor(x), tensor(weight), tensor(y), tensor(rstd), float64(o.eps))
 	}
 	return report(err)
@@ -46,7 +46,7 @@ func ganderRMSNormBackward(x, weight, dout, rstd, dx, dw, options, stream unsafe
 	defer recovered(&status)
 	o, err := rmsnormOptions(options)
 	if err == nil {
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		err = ops.RMSNormBackward(&c, tensor(x), tensor(weight), tensor(dout), tensor(rstd), tensor(dx), tensor(dw))
 	}
 	return report(err)
@@ -59,7 +59,7 @@ func ganderCrossEntropyForward(
 	defer recovered(&status)
 	o, co, err := crossEntropyOptions(options)
 	if err == nil {
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		err = ops.CrossEntropyForward(&c, tensor(x), tensor(target), tensor(weight), tensor(loss), tensor(lse), tensor(dx),
 			tensor(denominator), co)
 	}
@@ -73,7 +73,7 @@ func ganderCrossEntropyBackward(
 	defer recovered(&status)
 	o, co, err := crossEntropyOptions(options)
 	if err == nil {
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		err = ops.CrossEntropyBackward(&c, tensor(x), tensor(target), tensor(weight), tensor(dloss), tensor(lse),
 			tensor(denominator), tensor(dx), co)
 	}

@@ -77,17 +77,39 @@ typedef struct {
   void* (*allocate)(void* context, size_t bytes);
 } gander_allocator;
 
+/* Ways over the rows that softmax and RMSNorm can be told to take; gander_algorithms() describes them. One that cannot
+ * serve the rows is refused with GANDER_ERROR_UNSUPPORTED and a message that says which limit was passed and which others
+ * can, or replaced by auto where GANDER_ALGORITHM_IF_SERVED is added to it. Host tensors have auto alone. */
+typedef enum {
+  GANDER_ALGORITHM_AUTO = 0,
+  GANDER_ALGORITHM_WARP = 1,
+  GANDER_ALGORITHM_BLOCK = 2,
+  GANDER_ALGORITHM_REGISTER = 3,
+  GANDER_ALGORITHM_MEDIUM = 4,
+  GANDER_ALGORITHM_EXTREME = 5,
+  GANDER_ALGORITHM_CLUSTER = 6,
+  GANDER_ALGORITHM_ARBITRARY = 7,
+  GANDER_ALGORITHM_SPLITK = 8
+} gander_algorithm;
+#define GANDER_ALGORITHM_IF_SERVED 0x100
+
 /* Options that all ops share. `size` is sizeof(the struct) of the caller, so that fields can be added.
- * A NULL options pointer means the defaults: every field 0 unless it says otherwise. */
+ * A NULL options pointer means the defaults: every field 0 unless it says otherwise.
+ * batch_invariant: 1 makes the bits of a row's results independent of how many rows there are. It does not concern sums
+ * over rows (dw, a mean), and rows that are not whole, aligned 16-byte vectors depend on where in 16 bytes they begin. */
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int32_t algorithm;                 /* gander_algorithm */
+  int32_t batch_invariant;
 } gander_softmax_options;
 
 typedef struct {
   size_t size;
   const gander_allocator* allocator;
   double eps;            /* default 1e-6 (NULL options only; a given struct states it) */
+  int32_t algorithm;
+  int32_t batch_invariant;
 } gander_rmsnorm_options;
 
 typedef enum {
@@ -105,6 +127,8 @@ typedef struct {
    * denominator with GANDER_REDUCTION_MEAN); backward is given that dx, apart from x, and makes it again only where dloss,
    * a single element, is not 1: it looks on the device, nothing synchronises. Not with GANDER_REDUCTION_NONE. */
   int32_t one_pass;
+  int32_t algorithm;     /* GANDER_ALGORITHM_AUTO: there are no others */
+  int32_t batch_invariant;
 } gander_cross_entropy_options;
 
 /* ---- Borrowed tensors: nothing is kept, freed or allocated, outputs are written where they lie ---- */
@@ -197,10 +221,16 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
 /* ---- What would run ---- */
 
 /* Says in words which kernel a call would run and why, for aligned compact rows (m, n) of x. op is "softmax_forward",
- * "softmax_backward", "rmsnorm_forward", "rmsnorm_backward", "cross_entropy_forward", "cross_entropy_forward_dx" or
- * "cross_entropy_backward". Writes at most capacity bytes, always with a closing NUL. */
-int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device,
-                       char* text, size_t capacity);
+ * "softmax_backward", "rmsnorm_forward", "rmsnorm_backward" (with a weight), "cross_entropy_forward",
+ * "cross_entropy_forward_dx" or "cross_entropy_backward"; algorithm and batch_invariant are those of its options. Writes at
+ * most capacity bytes, always with a closing NUL. */
+int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device, int32_t algorithm,
+                       int32_t batch_invariant, char* text, size_t capacity);
+
+/* A JSON array of an op's algorithms (op as for gander_explain) in the order of gander_algorithm, each an object of strings:
+ * name, what (it does), limits (which rows it serves). Writes at most capacity bytes, always with a closing NUL: GANDER_ERROR_OPTION
+ * where that is too little. */
+int32_t gander_algorithms(const char* op, char* text, size_t capacity);
 
 #ifdef __cplusplus
 }

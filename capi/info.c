@@ -30,9 +30,14 @@ int32_t gander_warmup(DLDevice device) {
   return ganderWarmup((int32_t)device.device_type, device.device_id);
 }
 
-int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device, char* text,
-                       size_t capacity) {
+int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device, int32_t algorithm,
+                       int32_t batch_invariant, char* text, size_t capacity) {
   GANDER_ENTER();
   return ganderExplain((void*)op, m, n, dtype.code, dtype.bits, dtype.lanes, (int32_t)device.device_type,
-                       device.device_id, text, capacity);
+                       device.device_id, algorithm, batch_invariant, text, capacity);
+}
+
+int32_t gander_algorithms(const char* op, char* text, size_t capacity) {
+  GANDER_ENTER();
+  return ganderAlgorithms((void*)op, text, capacity);
 }

@@ -57,14 +57,11 @@ func ganderWarmup(deviceType, id int32) int32 {
 }
 
 //export ganderExplain
-func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, deviceType, id int32,
+func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, deviceType, id, algorithm, invariant int32,
 	text unsafe.Pointer, capacity uintptr) int32 {
 	return run(func() error {
-		if op == nil {
-			return refuse(ops.StatusNull, "explain: op is NULL, expected an op's name")
-		}
-		if text == nil || capacity == 0 {
-			return refuse(ops.StatusNull, "explain: text is NULL or of no capacity, expected room for the answer")
+		if err := checkText("explain", op, text, capacity); err != nil {
+			return err
 		}
 		d := dlpack.DType{Code: code, Bits: bits, Lanes: lanes}
 		t, ok := ops.DType(d)
@@ -72,7 +69,7 @@ func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16
 			return refuse(ops.StatusDType, "explain: dtype is %v, expected float16, bfloat16, float32 or float64", d)
 		}
 		device := dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}
-		answer, err := ops.Explain(C.GoString((*C.char)(op)), m, n, t, device)
+		answer, err := ops.Explain(C.GoString((*C.char)(op)), m, n, t, device, choice(algorithm, invariant))
 		if err != nil {
 			return err
 		}
@@ -82,8 +79,47 @@ func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16
 				answer = answer[:len(answer)-1]
 			}
 		}
-		room := unsafe.Slice((*byte)(text), len(answer)+1)
-		room[copy(room, answer)] = 0
+		write(text, answer)
 		return nil
 	})
+}
+
+//export ganderAlgorithms
+func ganderAlgorithms(op, text unsafe.Pointer, capacity uintptr) int32 {
+	return run(func() error {
+		if err := checkText("algorithms", op, text, capacity); err != nil {
+			return err
+		}
+		list, err := ops.Algorithms(C.GoString((*C.char)(op)))
+		if err != nil {
+			return err
+		}
+		answer, err := json.Marshal(list)
+		if err != nil {
+			return err
+		}
+		if uintptr(len(answer)) >= capacity {
+			write(text, "")
+			return refuse(ops.StatusOption, "algorithms: capacity is %d, expected %d or more", capacity, len(answer)+1)
+		}
+		write(text, string(answer))
+		return nil
+	})
+}
+
+// checkText checks the arguments of what answers in words.
+func checkText(function string, op, text unsafe.Pointer, capacity uintptr) error {
+	if op == nil {
+		return refuse(ops.StatusNull, "%s: op is NULL, expected an op's name", function)
+	}
+	if text == nil || capacity == 0 {
+		return refuse(ops.StatusNull, "%s: text is NULL or of no capacity, expected room for the answer", function)
+	}
+	return nil
+}
+
+// write writes an answer that fits, and its NUL.
+func write(text unsafe.Pointer, answer string) {
+	room := unsafe.Slice((*byte)(text), len(answer)+1)
+	room[copy(room, answer)] = 0
 }

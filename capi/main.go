@@ -86,8 +86,8 @@ func readOptions[T any](p unsafe.Pointer, defaults T) (T, error) {
 // call says where an op runs and where its temporary memory comes from. It is to be inlined, so that the
 // closure stays on the stack: the functions of borrowed.go defer for themselves, since a closure that run
 // calls would keep this from being inlined.
-func call(stream unsafe.Pointer, a *C.gander_allocator) ops.Call {
-	c := ops.Call{Stream: uintptr(stream)}
+func call(stream unsafe.Pointer, a *C.gander_allocator, how ops.Choice) ops.Call {
+	c := ops.Call{Choice: how, Stream: uintptr(stream)}
 	if a != nil {
 		c.Allocate = func(bytes uint64) (unsafe.Pointer, error) { return allocate(a, bytes) }
 	}
@@ -104,6 +104,14 @@ func allocate(a *C.gander_allocator, bytes uint64) (unsafe.Pointer, error) {
 		return nil, refuse(ops.StatusMemory, "options: the allocator returned NULL for %d bytes", bytes)
 	}
 	return p, nil
+}
+
+// choice is what the options say of algorithms.
+func choice(algorithm, invariant int32) ops.Choice {
+	return ops.Choice{
+		Algorithm: ops.Algorithm(algorithm &^ C.GANDER_ALGORITHM_IF_SERVED),
+		IfServed:  algorithm&C.GANDER_ALGORITHM_IF_SERVED != 0, BatchInvariant: invariant != 0,
+	}
 }
 
 func softmaxOptions(p unsafe.Pointer) (C.gander_softmax_options, error) {

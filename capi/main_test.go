@@ -8,6 +8,7 @@ import (
 	"regexp"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"unsafe"
 
@@ -38,7 +39,7 @@ func TestExports(t *testing.T) {
 	script, err := os.ReadFile("exports.map")
 	require.NoError(t, err)
 	declared := find(`(?m)^[a-z].*[ *](gander_[a-z0-9_]+)\(`, header(t))
-	assert.Len(t, declared, 19)
+	assert.Len(t, declared, 20)
 	assert.Equal(t, declared, find(`(?m)^ +(gander_[a-z0-9_]+);$`, string(script)))
 }
 
@@ -56,6 +57,19 @@ func TestStatuses(t *testing.T) {
 		require.NoError(t, err)
 		assert.EqualValues(t, number, names[m[1]], m[1])
 	}
+}
+
+func TestAlgorithms(t *testing.T) {
+	list, err := ops.Algorithms("softmax_forward")
+	require.NoError(t, err)
+	found := regexp.MustCompile(`GANDER_ALGORITHM_([A-Z]+) = ([0-9]+)`).FindAllStringSubmatch(header(t), -1)
+	require.Len(t, found, len(list))
+	for i, m := range found {
+		assert.Equal(t, strconv.Itoa(i), m[2])
+		assert.Equal(t, strings.ToUpper(list[i].Name), m[1])
+	}
+	assert.Equal(t, ops.Choice{Algorithm: ops.Register, BatchInvariant: true}, choice(int32(ops.Register), 1))
+	assert.Equal(t, ops.Choice{Algorithm: ops.Register, IfServed: true}, choice(int32(ops.Register)|0x100, 0))
 }
 
 func TestPanicsBecomeStatuses(t *testing.T) {

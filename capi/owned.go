@@ -135,7 +135,7 @@ func ganderSoftmax(x, options, stream, y unsafe.Pointer) int32 {
 			return err
 		}
 		ty := out.must("y", y, tx.DType, tx.Dims())
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		return out.run(func() error { return ops.SoftmaxForward(&c, tx, ty) })
 	})
 }
@@ -153,7 +153,7 @@ func ganderSoftmaxGrad(dy, y, options, stream, dx unsafe.Pointer) int32 {
 			return err
 		}
 		tdx := out.must("dx", dx, tdy.DType, tdy.Dims())
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		return out.run(func() error { return ops.SoftmaxBackward(&c, tdy, tensor(y), tdx) })
 	})
 }
@@ -177,7 +177,7 @@ func ganderRMSNorm(x, weight unsafe.Pointer, code, bits uint8, lanes uint16,
 		}
 		ty := out.must("y", y, dtype, tx.Dims())
 		trstd := out.add(rstd, statistic(tx), leading(tx))
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		return out.run(func() error { return ops.RMSNormForward(&c, tx, tensor(weight), ty, trstd, float64(o.eps)) })
 	})
 }
@@ -202,7 +202,7 @@ func ganderRMSNormGrad(x, weight, dout, rstd, options, stream, dx, dw unsafe.Poi
 		case dw != nil:
 			tdw = out.add(dw, tweight.DType, tx.Dims()[tx.Rank()-1:])
 		}
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		return out.run(func() error {
 			return ops.RMSNormBackward(&c, tx, tweight, tensor(dout), tensor(rstd), tdx, tdw)
 		})
@@ -228,7 +228,7 @@ func ganderCrossEntropy(x, target, weight, options, stream, loss, lse, dx unsafe
 		tloss := out.must("loss", loss, statistic(tx), shape)
 		tlse := out.add(lse, statistic(tx), leading(tx))
 		tdx := out.add(dx, tx.DType, tx.Dims())
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		return out.run(func() error {
 			return ops.CrossEntropyForward(&c, tx, tensor(target), tensor(weight), tloss, tlse, tdx, nil, co)
 		})
@@ -252,7 +252,7 @@ func ganderCrossEntropyGrad(x, target, weight, dloss, lse, options, stream, dx u
 			return err
 		}
 		tdx := out.must("dx", dx, tx.DType, tx.Dims())
-		c := call(stream, o.allocator)
+		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
 		return out.run(func() error {
 			return ops.CrossEntropyBackward(&c, tx, tensor(target), tensor(weight), tensor(dloss), tensor(lse), nil, tdx, co)
 		})

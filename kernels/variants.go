@@ -89,10 +89,19 @@ type Variant struct {
 	General    bool // takes any alignment and row stride; the others want 16-byte aligned rows of whole vectors
 	Cluster    bool // launched with clusters: sm_90 and later only
 	Resident   int  // CTAs per SM that the compiler leaves registers for
+	Stages     int  // Lanes: rows that a thread has on their way
+	Shared     int  // Lanes: bytes of dynamic shared memory per CTA
 }
 
 // Capacity is how many vectors of a row one CTA of an InRegisters, Ring or Lanes variant holds.
 func (v *Variant) Capacity() int64 { return int64(v.RowThreads * v.Vectors) }
+
+// Fetches says whether the kernel brings RMSNorm's weights into the dynamic shared memory of its launch, if that has
+// any: kFetches in cuda/rmsnorm.cuh.
+func (v *Variant) Fetches() bool {
+	return v.Op == RMSNormForward && (v.Shape == InRegisters || v.Shape == Apply) && !v.General &&
+		v.RowThreads >= 128 && v.Capacity() <= 1024
+}
 
 // RowsPerCTA is how many rows one CTA works on at a time.
 func (v *Variant) RowsPerCTA() int64 { return int64(v.Threads / v.RowThreads) }
@@ -133,7 +142,7 @@ var (
 		SoftmaxForward:        {{256, 4}, {512, 8}, {1024, 8}},
 		RMSNormForward:        {{256, 4}, {1024, 4}, {1024, 8}},
 		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {1024, 8}},
-		SoftmaxBackward:       {{256, 2}, {512, 4}, {1024, 4}},
+		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {512, 2}, {1024, 2}},
 	}
 
@@ -151,8 +160,11 @@ var (
 	ring        = []shape{{128, 1}, {256, 2}}
 	ringCluster = []shape{{256, 2}, {512, 2}}
 	longRing    = map[DType]shape{Float16: {512, 4}, BFloat16: {1024, 2}, Float32: {512, 4}} // with 64 registers only bfloat16 does not spill
-	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}}
+	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}, {32, 2}}
 )
+
+// laneStages keeps some 100 KiB per SM on their way.
+const laneStages = 3
 
 // resident sets the registers that a thread may use: 64 with the most data in registers or the most code, 32 to 40 otherwise, so that
 // one CTA loads while another stores.
@@ -163,7 +175,7 @@ func resident(v *Variant) int {
 	case v.Shape == Ring:
 		return map[shape]int{{128, 1}: 5, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1, {1024, 2}: 1}[shape{v.Threads, v.Vectors}]
 	case v.Shape == Lanes:
-		return 2
+		return 3
 	case v.Shape == Loop:
 		return 8
 	case v.General, v.Op == RMSNormBackward, v.Vectors*inputs(v.Op) > 4:
@@ -201,7 +213,8 @@ func table() []Variant {
 					General: general, Cluster: cluster, Threads: max(p.threads, 128),
 				}
 				if s == Lanes {
-					v.Threads = 256
+					v.Threads, v.Stages = 256, laneStages
+					v.Shared = v.Stages * v.Threads * (2*16*v.Vectors + 4) // vectors of x and dy, rstd
 				}
 				v.Resident = resident(&v)
 				v.Symbol = fmt.Sprintf("%s_%s_%s_%dx%d", op, s, x, p.threads, p.vectors)

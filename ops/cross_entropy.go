@@ -60,6 +60,7 @@ func CrossEntropyForward(c *Call, x, target, weight, loss, lse, dx, denominator 
 		a.Denominator = k.compact("denominator", denominator, stat, 1, "one for all rows")
 		k.output()
 	}
+	k.chosen(c, kernels.CrossEntropyForward)
 	switch {
 	case k.err != nil:
 		return k.err
@@ -101,6 +102,7 @@ func CrossEntropyBackward(c *Call, x, target, weight, dloss, lse, denominator, d
 	} else {
 		k.output("x")
 	}
+	k.chosen(c, kernels.CrossEntropyBackward)
 	switch {
 	case k.err != nil:
 		return k.err

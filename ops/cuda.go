@@ -33,6 +33,10 @@ func (r *request) hash() uint64 {
 	if r.onePass {
 		h ^= 1 << 18
 	}
+	if r.BatchInvariant {
+		h ^= 1 << 19
+	}
+	h ^= uint64(r.Algorithm) << 20
 	return h ^ h>>32
 }
 
@@ -68,6 +72,7 @@ func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 	if err != nil {
 		return cudaCall{}, cudaError(err)
 	}
+	r.Choice = c.Choice
 	p, err := planFor(ordinal, d.Facts(), r)
 	if err != nil {
 		return cudaCall{}, err
@@ -284,26 +289,13 @@ func cudaWarmup(ordinal int32) error {
 	return nil
 }
 
-// explained names what Explain takes, with the requests that it stands for.
-var explained = map[string]request{
-	"softmax_forward":          {op: kernels.SoftmaxForward},
-	"softmax_backward":         {op: kernels.SoftmaxBackward},
-	"rmsnorm_forward":          {op: kernels.RMSNormForward},
-	"rmsnorm_backward":         {op: kernels.RMSNormBackward, dw: true},
-	"cross_entropy_forward":    {op: kernels.CrossEntropyForward},
-	"cross_entropy_forward_dx": {op: kernels.CrossEntropyForwardDX},
-	"cross_entropy_backward":   {op: kernels.CrossEntropyBackward},
-}
-
-// cudaExplain describes the kernels that aligned compact rows (m, n) would get.
-func cudaExplain(op string, m, n int64, x kernels.DType, ordinal int32) (string, error) {
+// cudaExplain describes the kernels that aligned compact rows would get.
+func cudaExplain(ordinal int32, r request) (string, error) {
 	d, err := driver.Open(ordinal)
 	if err != nil {
 		return "", cudaError(err)
 	}
-	r := explained[op]
-	r.x, r.m, r.n = x, m, n
-	r.general = n*x.Size()%16 != 0
+	r.general = r.n*r.x.Size()%16 != 0
 	p, err := makePlan(d.Facts(), r)
 	if err != nil {
 		return "", err

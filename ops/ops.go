@@ -49,9 +49,10 @@ type Error struct {
 // Error returns the message.
 func (e *Error) Error() string { return e.Message }
 
-// Call is where and with whose memory an op runs. It matters on CUDA devices only; nil means the legacy
-// default stream and the driver's memory pool.
+// Call is how an op runs: where, with whose memory, by which kernels. It matters on CUDA devices only; nil means the legacy
+// default stream, the driver's memory pool and the planner's choice.
 type Call struct {
+	Choice
 	Stream uintptr // a CUstream
 	// Allocate returns device memory for use in Stream's order, or an error; it is called at most once and
 	// keeps what it returned valid until work enqueued on Stream by this call is done.
@@ -96,28 +97,43 @@ func Warmup(d dlpack.Device) error {
 	return cudaWarmup(d.ID)
 }
 
-// Explain says in words what would run an op, and why, for aligned compact rows (m, n) of t on d. op is
-// "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward", "cross_entropy_forward",
-// "cross_entropy_forward_dx" or "cross_entropy_backward".
-func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device) (string, error) {
-	k := check{op: "explain"}
-	switch op {
-	case "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward", "cross_entropy_forward",
-		"cross_entropy_forward_dx", "cross_entropy_backward":
-	default:
+// explained names what Explain takes, with the requests that it stands for.
+var explained = map[string]request{
+	"softmax_forward":          {op: kernels.SoftmaxForward},
+	"softmax_backward":         {op: kernels.SoftmaxBackward},
+	"rmsnorm_forward":          {op: kernels.RMSNormForward},
+	"rmsnorm_backward":         {op: kernels.RMSNormBackward, dw: true},
+	"cross_entropy_forward":    {op: kernels.CrossEntropyForward},
+	"cross_entropy_forward_dx": {op: kernels.CrossEntropyForwardDX},
+	"cross_entropy_backward":   {op: kernels.CrossEntropyBackward},
+}
+
+func (k *check) explained(op string) {
+	if _, ok := explained[op]; !ok {
 		k.fail(StatusOption, "op is %q, expected softmax_forward, softmax_backward, rmsnorm_forward, "+
 			"rmsnorm_backward, cross_entropy_forward, cross_entropy_forward_dx or cross_entropy_backward", op)
 	}
+}
+
+// Explain says in words what would run an op, and why, for aligned compact rows (m, n) of t on d. op is
+// "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward" (with a weight), "cross_entropy_forward",
+// "cross_entropy_forward_dx" or "cross_entropy_backward".
+func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) (string, error) {
+	k := check{op: "explain"}
+	k.explained(op)
 	k.place("device", d)
 	k.dtype("dtype", t, anyFloat)
 	if m < 0 || n < 1 {
 		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
 	}
+	k.chosen(&Call{Choice: c}, explained[op].op)
 	if k.err != nil {
 		return "", k.err
 	}
 	if !d.Host() {
-		return cudaExplain(op, m, n, t, d.ID)
+		r := explained[op]
+		r.x, r.m, r.n, r.Choice = t, m, n, c
+		return cudaExplain(d.ID, r)
 	}
 	accumulator := kernels.Float32
 	if t == kernels.Float64 {

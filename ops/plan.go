@@ -10,6 +10,7 @@ import (
 
 // request is all that a plan follows from, beside the device.
 type request struct {
+	Choice
 	op      kernels.Op
 	x       kernels.DType
 	general bool // some row is not made of aligned 16-byte vectors, or types differ
@@ -35,7 +36,8 @@ type plan struct {
 	partials  int32 // rows of partial dw
 	totalHere bool  // the only CTA makes the total as well
 	scratch   scratch
-	why       string // for people
+	taken     Algorithm // the one whose regime this is, where the op has several
+	why       string    // for people
 }
 
 // scratch is the layout of the call's temporary device memory: offsets in bytes.
@@ -112,6 +114,26 @@ type planner struct {
 
 // makePlan is a pure function of its arguments.
 func makePlan(f *driver.Facts, r request) (*plan, error) {
+	p, served, err := attempt(f, r)
+	switch {
+	case err != nil:
+		return nil, err
+	case served:
+		return p, nil
+	case !r.IfServed:
+		return nil, refused(f, r)
+	}
+	asked := r.Algorithm
+	r.Algorithm = Auto
+	if p, _, err = attempt(f, r); err != nil {
+		return nil, err
+	}
+	p.why = fmt.Sprintf("%v cannot serve these rows: %s", asked, p.why)
+	return p, nil
+}
+
+// attempt makes a plan where the algorithm that is asked for serves the request.
+func attempt(f *driver.Facts, r request) (_ *plan, served bool, _ error) {
 	p := planner{plan: &plan{chunk: wholeRow, splits: 1}, request: r, facts: f}
 	elements := 16 / r.x.Size()
 	p.vectors = ceil(r.n, elements)
@@ -122,17 +144,25 @@ func makePlan(f *driver.Facts, r request) (*plan, error) {
 		p.scratch.denominator = p.scratch.take(4)
 		p.sumRows(kernels.Denominator)
 	}
-	if r.m > 0 {
-		p.rows()
+	if r.m > 0 && !p.rows() {
+		return nil, false, nil
 	}
 	p.finish()
 	for _, l := range p.launches {
 		if l.geometry.Grid == 0 {
-			return nil, errorf(StatusUnsupported,
+			return nil, false, errorf(StatusUnsupported,
 				"%d rows of %d elements need more than %d thread blocks; pass fewer rows at a time", r.m, r.n, maxGrid)
 		}
 	}
-	return p.plan, nil
+	switch {
+	case r.m == 0 || !choosable(r.op):
+	case r.Algorithm == Auto:
+		p.why = fmt.Sprintf("auto takes %v: %s", p.taken, p.why)
+	default:
+		p.taken = r.Algorithm
+		p.why = fmt.Sprintf("%v: %s", p.taken, p.why)
+	}
+	return p.plan, true, nil
 }
 
 // add appends a launch; a grid that cannot be is marked by 0 and refused at the end.
@@ -143,6 +173,9 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 	if grid > maxGrid {
 		grid = 0
 	}
+	if v.Fetches() && grid <= int64(p.facts.SMs*v.Resident) {
+		shared = uint32(v.Capacity() * 16) // no CTA finds the weights in a cache: rather all at once with the row
+	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
 		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
 		// Every kernel that can come second waits by itself where the architecture lets it start early.
@@ -150,38 +183,114 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 	}})
 }
 
-// rows chooses the kernels that go over the rows.
-func (p *planner) rows() {
+// rows chooses the kernels that go over the rows, and tells whether the algorithm that is asked for has any.
+func (p *planner) rows() (served bool) {
 	switch {
-	case p.op == kernels.RMSNormBackward && p.dw:
-		p.weightedBackward()
+	case p.Algorithm != Auto:
+		served = p.forced()
+	case p.dw:
+		if !p.inLanes() && !p.inRing(1, 16) {
+			p.columns()
+		}
+		served = true
+	default:
+		p.fastest()
+		served = true
+	}
+	if served && p.dw {
+		p.scratch.dwPartial = p.scratch.take(int64(p.partials) * p.n * p.accumulatorBytes())
+	}
+	return served
+}
+
+// fastest is auto, but for RMSNorm backward with dw.
+func (p *planner) fastest() {
+	switch {
 	case p.op == kernels.CrossEntropyForward:
-		if !p.inOneCTA() {
+		if !p.inOneCTA(p.tiles(false)) {
 			p.stream()
 		}
 	case p.op == kernels.CrossEntropyBackward:
-		if !p.inOneCTA() {
+		if !p.inOneCTA(p.tiles(false)) {
 			p.elementwise()
 		}
 	case p.mixed:
 		p.split("the second input has another type than x")
-	case p.m <= 16 && p.vectors > 16384:
+	case p.expected() <= 16 && p.vectors > 16384:
 		p.split("a few rows this long fill the device only when split")
-	case p.op == kernels.RMSNormForward && !p.general && p.vectors > 8192 && p.m >= 1024 && p.inRing():
+	case p.op == kernels.RMSNormForward && p.vectors > ringFrom(p.x) && p.expected() >= 1024 && p.inRing(1, 16):
 	case p.op == kernels.RMSNormForward && p.inLoop():
-	case p.inCluster() || p.inOneCTA() || p.inLargeCluster():
+	case p.few() && p.inCluster(p.tiles(true), 2) || p.inOneCTA(p.tiles(false)) || p.inCluster(p.tiles(true)[1:], 2):
 	default:
 		p.split("the row is longer than a cluster holds in registers")
 	}
 }
 
+// forced takes the regime that the algorithm names, where that has kernels for the request.
+func (p *planner) forced() bool {
+	ring := ringed(p.op, p.dw)
+	switch a := p.Algorithm; {
+	case a == Arbitrary || a == SplitK:
+		return p.twoPasses()
+	case a == Block:
+		return p.dw && p.inRing(1, 1, 256) || !p.dw && !p.mixed && p.inOneCTA(p.tiles(false, 256, 256)) || p.twoPasses()
+	case p.mixed:
+		return false
+	case p.dw && (a == Warp || a == Register):
+		return p.inLanes()
+	case ring && a == Medium:
+		return p.inRing(1, 1)
+	case ring && a == Extreme, p.dw:
+		return p.inRing(2, 16)
+	case a == Warp:
+		return p.inLoop() || p.inOneCTA(p.tiles(false, 1, lanesPerWarp))
+	case a == Register:
+		return p.inOneCTA(p.tiles(false))
+	case a == Medium:
+		return p.inOneCTA(largest(p.tiles(false)))
+	case a == Extreme:
+		return p.inCluster(largest(p.tiles(true)), 1)
+	}
+	return p.inCluster(p.tiles(true), 2)
+}
+
+// expected is how many rows a choice is made for: with BatchInvariant as for many, whatever M is.
+func (p *planner) expected() int64 {
+	if p.BatchInvariant {
+		return 1 << 30
+	}
+	return p.m
+}
+
+// tiles returns the variants that hold rows in registers, of one CTA or of a cluster, from short rows to long; only those with
+// row threads in the given range, if one is given.
+func (p *planner) tiles(cluster bool, threads ...int) []*kernels.Variant {
+	all := variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, cluster}]
+	if threads == nil {
+		return all
+	}
+	var some []*kernels.Variant
+	for _, v := range all {
+		if v.RowThreads >= threads[0] && v.RowThreads <= threads[1] {
+			some = append(some, v)
+		}
+	}
+	return some
+}
+
+func largest(variants []*kernels.Variant) []*kernels.Variant { return variants[len(variants)-1:] }
+
 // inOneCTA gives each row to a CTA, or to a part of one, that holds it in registers.
-func (p *planner) inOneCTA() bool {
-	v, c := fitting(variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, false}], p.vectors, 1)
+func (p *planner) inOneCTA(variants []*kernels.Variant) bool {
+	v, c := fitting(variants, p.vectors, 1)
 	if c == 0 {
 		return false
 	}
 	p.add(p.op, v.Shape, p.general, v, ceil(p.m, v.RowsPerCTA()), 1, 0)
+	p.taken = Register
+	if v.RowThreads <= lanesPerWarp {
+		p.taken = Warp
+	}
 	p.why = fmt.Sprintf("a row of %d vectors fits the registers of %d threads", p.vectors, v.RowThreads)
 	return true
 }
@@ -193,57 +302,76 @@ func (p *planner) inLoop() bool {
 	if v == nil {
 		return false
 	}
-	ctas, resident := ceil(p.m, v.RowsPerCTA()), int64(p.facts.SMs*v.Resident)
-	if ctas <= resident || p.vectors*4 <= v.Capacity() {
+	resident := int64(p.facts.SMs * v.Resident)
+	if ceil(p.expected(), v.RowsPerCTA()) <= resident || p.vectors*4 <= v.Capacity() {
 		return false
 	}
-	p.add(p.op, v.Shape, false, v, resident, 1, 0)
+	p.add(p.op, v.Shape, false, v, min(resident, ceil(p.m, v.RowsPerCTA())), 1, 0)
+	p.taken = Warp
 	p.why = fmt.Sprintf("%d lanes hold a row of %d vectors while they load the next", v.RowThreads, p.vectors)
 	return true
 }
 
-// inCluster spreads few rows over more SMs than one CTA each would use.
-func (p *planner) inCluster() bool {
-	const least = 512 // vectors that are worth a CTA: two for each thread
-	c := min(maxCluster(p.facts), powerOfTwo(p.vectors/least+1)/2)
-	for c > 1 && p.m*c > int64(p.facts.SMs) {
-		c /= 2
-	}
-	if c <= 1 {
-		return false
-	}
-	// Wider clusters first: the fewest vectors per thread.
-	for _, v := range variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, true}] {
-		if v.Capacity()*c >= p.vectors {
-			p.add(p.op, v.Shape, p.general, v, p.m*c, c, 0)
-			p.why = fmt.Sprintf("%d rows would leave SMs idle: %d CTAs share each", p.m, c)
-			return true
-		}
-	}
-	return false
-}
-
-// inLargeCluster holds rows that one CTA cannot hold.
-func (p *planner) inLargeCluster() bool {
+// inCluster gives each row to as few CTAs of a cluster as can hold it, which are at least `least`: where one CTA cannot hold it, or
+// where rows are so few that one CTA each would leave SMs idle. Those are best off with the smallest CTAs: measured on an H100 with 1
+// to 128 rows of 32768 and 131072 bfloat16.
+func (p *planner) inCluster(variants []*kernels.Variant, least int64) bool {
 	limit := maxCluster(p.facts)
-	if limit == 1 {
+	if limit == 1 || limit < least { // no clusters at all
 		return false
 	}
-	v, c := fitting(variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, true}][1:], p.vectors, limit)
+	v, c := fitting(variants, p.vectors, limit)
 	if v == nil {
 		return false
 	}
+	c = max(c, least)
 	p.add(p.op, v.Shape, p.general, v, p.m*c, c, 0)
+	p.taken = Cluster
 	p.why = fmt.Sprintf("a row of %d vectors fits the registers of %d CTAs", p.vectors, c)
 	return true
 }
 
-// chunks divides rows so that the device is filled `waves` CTAs of ChunkThreads deep per SM.
+// few says whether a CTA for each row would leave SMs idle, and a row is long enough for several.
+func (p *planner) few() bool {
+	return p.expected() < int64(p.facts.SMs) && p.vectors > p.tiles(true)[0].Capacity()
+}
+
+// chunks divides rows so that the device is filled `waves` CTAs of ChunkThreads deep per SM, or as was asked for.
 func (p *planner) chunks(waves int64) {
 	const least = 4 * kernels.ChunkThreads // vectors that are worth a CTA
 	want := max(1, ceil(int64(p.facts.SMs)*waves, p.m))
+	if p.BatchInvariant { // one row alone should fill the device, and 1024 states are merged at once
+		want = min(ceil(p.vectors, 4*least), 1024)
+	}
+	switch p.Algorithm {
+	case Block:
+		want = 1
+	case SplitK:
+		want = max(want, 2)
+	}
 	p.chunk = min(max(ceil(ceil(p.vectors, want), least)*least, least), maxChunk)
 	p.splits = int32(ceil(p.vectors, p.chunk))
+	p.taken = Arbitrary
+	if p.splits > 1 {
+		p.taken = SplitK
+	}
+}
+
+// twoPasses reads rows twice, in as many CTAs as the algorithm asks for.
+func (p *planner) twoPasses() bool {
+	if p.dw {
+		p.columns()
+	} else {
+		p.split("")
+		p.why = fmt.Sprintf("%d CTAs to a row, two passes", p.splits)
+	}
+	switch p.Algorithm {
+	case Block:
+		return p.splits == 1
+	case SplitK:
+		return p.splits > 1
+	}
+	return true
 }
 
 // split reads rows twice: once for their states, once to map them.
@@ -285,38 +413,41 @@ func (p *planner) elementwise() {
 	p.why = "no row needs another element: chunks of 1024 vectors"
 }
 
-// weightedBackward is RMSNorm backward with dw.
-func (p *planner) weightedBackward() {
-	switch {
-	case p.general || p.mixed || !p.persistent():
-		p.columns()
-	}
-	p.scratch.dwPartial = p.scratch.take(int64(p.partials) * p.n * p.accumulatorBytes())
-}
-
 // accumulatorBytes is the size of what sums that span threads are taken in: Accumulator in cuda/reduce.cuh.
-func (p *planner) accumulatorBytes() int64 {
-	if p.x == kernels.Float32 {
+func (r *request) accumulatorBytes() int64 {
+	if r.x == kernels.Float32 {
 		return 8
 	}
 	return 4
 }
 
 // stateBytes is the size of the largest state of a row, a maximum and a sum: MaxSum in cuda/reduce.cuh.
-func (p *planner) stateBytes() int64 { return 2 * p.accumulatorBytes() }
+func (r *request) stateBytes() int64 { return 2 * r.accumulatorBytes() }
+
+// ringFrom is the vectors of a row from which RMSNorm forward gains by a ring: its kernels for float16 need more registers, and hold
+// fewer rows at a time.
+func ringFrom(x kernels.DType) int64 {
+	if x == kernels.Float16 {
+		return 4096
+	}
+	return 8192
+}
 
 // rings is how RMSNorm brings rows of up to `vectors` vectors through shared memory: CTA shape, cluster, CTAs per SM and rows in
-// flight. Forward, only rows beyond 8192 vectors gain by it. Measured on an H100 with 32768 rows or 4 GiB per tensor, over the plain
-// kernel of the same traffic: bfloat16 / float32.
+// flight. Forward, short rows come this way only when they are asked to. Measured on an H100 with 32768 rows or 4 GiB per tensor, over
+// the plain kernel of the same traffic: bfloat16 / float32.
 var rings = map[kernels.Op][]struct {
 	vectors, threads, each, cluster, resident, stages int64
 }{
 	kernels.RMSNormForward: {
+		{1024, 512, 2, 1, 2, 4},
+		{2048, 512, 4, 1, 1, 3},
+		{8192, 512, 2, 8, 2, 4},
 		{16384, 512, 2, 16, 2, 4}, // 0.96 / 0.97; in registers 0.95 / 0.94
 		{32768, 512, 4, 16, 1, 3}, // 0.96 / 0.96; in registers 0.93 / 0.93
 	},
 	kernels.RMSNormBackward: {
-		{128, 128, 1, 1, 5, 4},     // 0.96 / 0.96
+		{128, 128, 1, 1, 5, 6},     // 0.94 / 0.95
 		{256, 256, 2, 1, 2, 4},     // 0.98 / 0.97
 		{512, 256, 2, 1, 1, 4},     // 0.99 / 1.00
 		{1024, 256, 2, 2, 1, 8},    // 0.98 / 0.99
@@ -328,30 +459,32 @@ var rings = map[kernels.Op][]struct {
 	},
 }
 
-// persistent gives fixed columns to threads that keep their part of dw in registers.
-func (p *planner) persistent() bool {
-	sms := int64(p.facts.SMs)
-	lanes := variantsOf[variantKey{p.op, kernels.Lanes, p.x, false, false}]
-	if v, c := fitting(lanes, p.vectors, 1); c == 1 {
-		grid := min(sms*int64(v.Resident), ceil(p.m, v.RowsPerCTA()))
-		p.partials = int32(grid)
-		p.add(p.op, v.Shape, false, v, grid, 1, 0)
-		p.why = fmt.Sprintf("%d lanes hold a row of %d vectors and its part of dw", v.RowThreads, p.vectors)
-		return true
+// inLanes gives rows to persistent parts of warps, whose threads keep fixed columns' part of dw in registers.
+func (p *planner) inLanes() bool {
+	v, c := fitting(variantsOf[variantKey{p.op, kernels.Lanes, p.x, p.general, false}], p.vectors, 1)
+	if c == 0 {
+		return false
 	}
-	return p.inRing()
+	grid := min(int64(p.facts.SMs*v.Resident), ceil(p.m, v.RowsPerCTA()))
+	p.partials = int32(grid)
+	p.add(p.op, v.Shape, false, v, grid, 1, uint32(v.Shared))
+	p.taken = Warp
+	p.why = fmt.Sprintf("%d lanes hold a row of %d vectors and its part of dw", v.RowThreads, p.vectors)
+	return true
 }
 
-// inRing brings rows through shared memory, where a ring was measured for their length.
-func (p *planner) inRing() bool {
-	if p.facts.Major < 9 {
+// inRing brings rows through shared memory, where there is a ring for their length of so many CTAs, with `threads` threads if that
+// is given.
+func (p *planner) inRing(least, most int64, threads ...int64) bool {
+	if p.general || p.facts.Major < 9 {
 		return false
 	}
 	for _, r := range rings[p.op] {
-		if p.vectors > r.vectors || r.cluster > maxCluster(p.facts) {
+		if p.vectors > r.vectors || r.cluster < least || r.cluster > min(most, maxCluster(p.facts)) ||
+			threads != nil && r.threads != threads[0] {
 			continue
 		}
-		for _, v := range variantsOf[variantKey{p.op, kernels.Ring, p.x, false, r.cluster > 1}] {
+		for _, v := range p.ringVariants(r.cluster) {
 			// Some parts have less shared memory than the ring was measured with; the kernel itself needs a little.
 			fits := (int64(p.facts.SharedPerBlock) - 4<<10) / p.ringStage(v)
 			if v.Capacity() == r.threads*r.each && fits >= 2 {
@@ -361,6 +494,14 @@ func (p *planner) inRing() bool {
 		}
 	}
 	return false
+}
+
+// ringVariants are those that a CTA alone, or a cluster, can be launched of. What a cluster runs, one CTA can too.
+func (p *planner) ringVariants(cluster int64) []*kernels.Variant {
+	if alone := variantsOf[variantKey{p.op, kernels.Ring, p.x, false, false}]; cluster == 1 && alone != nil {
+		return alone
+	}
+	return variantsOf[variantKey{p.op, kernels.Ring, p.x, false, true}]
 }
 
 // ringStage is the bytes of shared memory that one row's slices of the inputs take.
@@ -382,6 +523,10 @@ func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
 	p.stages = int32(min(stages, max(2, ceil(p.m, clusters))))
 	if p.dw {
 		p.partials = int32(clusters)
+	}
+	p.taken = Medium
+	if cluster > 1 {
+		p.taken = Extreme
 	}
 	p.add(p.op, v.Shape, false, v, clusters*cluster, cluster, uint32(int64(p.stages)*p.ringStage(v)))
 	p.why = fmt.Sprintf("%d x %d threads keep the weights of their columns (and dw); %d rows in flight",

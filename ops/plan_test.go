@@ -69,87 +69,91 @@ func TestPlansCoverTheirRows(t *testing.T) {
 				require.Greater(t, r.m*r.n, int64(1)<<40, what)
 				return
 			}
-			require.NotEmpty(t, p.launches, what)
-			require.NotEmpty(t, p.why, what)
-			elements := 16 / r.x.Size()
-			vectors := ceil(r.n, elements)
-			if r.general {
-				vectors = ceil(r.n+elements-1, elements)
-			}
-			if p.splits > 1 || p.chunk < wholeRow {
-				require.GreaterOrEqual(t, p.chunk*int64(p.splits), vectors, what)
-				require.Less(t, p.chunk*int64(p.splits)-p.chunk, vectors, "%s: an empty chunk", what)
-			}
-			require.LessOrEqual(t, p.chunk*elements, int64(1)<<30, "%s: elements of a chunk are counted in 32 bits", what)
-			for i, l := range p.launches {
-				v, g := l.variant, l.geometry
-				require.Equal(t, i > 0 && f.Major >= 9, g.Dependent, what)
-				if v.Op == kernels.Denominator {
-					require.Zero(t, i, "%s: it is read by the next launch", what)
-				}
-				if v.Shape != kernels.Finish {
-					require.Equal(t, r.op, v.Op, what)
-					require.Equal(t, r.general, v.General, what)
-				}
-				require.Equal(t, r.x, v.Family.DType(), what)
-				require.Equal(t, v.Cluster, g.Cluster > 1 || v.Cluster && g.Cluster == 1, what)
-				require.Zero(t, g.Grid%g.Cluster, what)
-				if g.Cluster > 1 {
-					require.LessOrEqual(t, int64(g.Cluster), maxCluster(f), what)
-				}
-				ctas := int64(g.Grid)
-				switch v.Shape {
-				case kernels.InRegisters:
-					require.False(t, r.mixed, what)
-					require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
-					require.GreaterOrEqual(t, ctas/int64(g.Cluster)*v.RowsPerCTA(), r.m, what)
-				case kernels.Loop:
-					require.GreaterOrEqual(t, v.Capacity(), vectors, what)
-					require.Greater(t, r.m, ctas, what)
-				case kernels.Partial:
-					require.Equal(t, r.m*int64(p.splits), ctas, what)
-				case kernels.Apply:
-					if r.op == kernels.CrossEntropyForward {
-						require.Equal(t, r.m, ctas, what)
-					} else {
-						require.Equal(t, r.m*int64(p.splits), ctas, what)
-					}
-				case kernels.Ring, kernels.Lanes:
-					require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
-					require.LessOrEqual(t, ctas/int64(g.Cluster), r.m, what)
-					if r.dw {
-						require.Equal(t, int64(p.partials), ctas/int64(g.Cluster), what)
-					}
-					if v.Shape == kernels.Ring {
-						require.GreaterOrEqual(t, f.Major, 9, what)
-						require.LessOrEqual(t, int(g.Shared)+2<<10, f.SharedPerBlock, what)
-						require.GreaterOrEqual(t, p.stages, int32(2), what)
-						inputs := int64(2)
-						if r.op == kernels.RMSNormForward {
-							inputs = 1
-						}
-						require.Equal(t, int64(p.stages)*inputs*v.Capacity()*16, int64(g.Shared), what)
-					}
-				case kernels.Columns:
-					tile := kernels.ChunkThreads * elements
-					require.Equal(t, ceil(r.n, tile)*int64(p.partials), ctas, what)
-				case kernels.Finish:
-					if v.Op == kernels.WeightGradient {
-						columns := int64(lanesPerWarp)
-						if v.Threads == 256 {
-							columns = 256
-						}
-						require.GreaterOrEqual(t, ctas*columns, r.n, what)
-					}
-				}
-			}
-			if r.dw {
-				require.GreaterOrEqual(t, p.scratch.size, uint64(int64(p.partials)*r.n*p.accumulatorBytes()), what)
-			}
-			if r.total {
-				require.True(t, p.totalHere || p.launches[len(p.launches)-1].variant.Op == kernels.Total, what)
-			}
+			requireCovered(t, f, r, p, what)
 		})
+	}
+}
+
+func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what string) {
+	require.NotEmpty(t, p.launches, what)
+	require.NotEmpty(t, p.why, what)
+	elements := 16 / r.x.Size()
+	vectors := ceil(r.n, elements)
+	if r.general {
+		vectors = ceil(r.n+elements-1, elements)
+	}
+	if p.splits > 1 || p.chunk < wholeRow {
+		require.GreaterOrEqual(t, p.chunk*int64(p.splits), vectors, what)
+		require.Less(t, p.chunk*int64(p.splits)-p.chunk, vectors, "%s: an empty chunk", what)
+	}
+	require.LessOrEqual(t, p.chunk*elements, int64(1)<<30, "%s: elements of a chunk are counted in 32 bits", what)
+	for i, l := range p.launches {
+		v, g := l.variant, l.geometry
+		require.Equal(t, i > 0 && f.Major >= 9, g.Dependent, what)
+		if v.Op == kernels.Denominator {
+			require.Zero(t, i, "%s: it is read by the next launch", what)
+		}
+		if v.Shape != kernels.Finish {
+			require.Equal(t, r.op, v.Op, what)
+			require.Equal(t, r.general, v.General, what)
+		}
+		require.Equal(t, r.x, v.Family.DType(), what)
+		require.Equal(t, v.Cluster, g.Cluster > 1 || v.Cluster && g.Cluster == 1, what)
+		require.Zero(t, g.Grid%g.Cluster, what)
+		if g.Cluster > 1 {
+			require.LessOrEqual(t, int64(g.Cluster), maxCluster(f), what)
+		}
+		ctas := int64(g.Grid)
+		switch v.Shape {
+		case kernels.InRegisters:
+			require.False(t, r.mixed, what)
+			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
+			require.GreaterOrEqual(t, ctas/int64(g.Cluster)*v.RowsPerCTA(), r.m, what)
+		case kernels.Loop:
+			require.GreaterOrEqual(t, v.Capacity(), vectors, what)
+			require.LessOrEqual(t, ctas, ceil(r.m, v.RowsPerCTA()), what)
+		case kernels.Partial:
+			require.Equal(t, r.m*int64(p.splits), ctas, what)
+		case kernels.Apply:
+			if r.op == kernels.CrossEntropyForward {
+				require.Equal(t, r.m, ctas, what)
+			} else {
+				require.Equal(t, r.m*int64(p.splits), ctas, what)
+			}
+		case kernels.Ring, kernels.Lanes:
+			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
+			require.LessOrEqual(t, ctas/int64(g.Cluster), r.m, what)
+			if r.dw {
+				require.Equal(t, int64(p.partials), ctas/int64(g.Cluster), what)
+			}
+			if v.Shape == kernels.Ring {
+				require.GreaterOrEqual(t, f.Major, 9, what)
+				require.LessOrEqual(t, int(g.Shared)+2<<10, f.SharedPerBlock, what)
+				require.GreaterOrEqual(t, p.stages, int32(2), what)
+				inputs := int64(2)
+				if r.op == kernels.RMSNormForward {
+					inputs = 1
+				}
+				require.Equal(t, int64(p.stages)*inputs*v.Capacity()*16, int64(g.Shared), what)
+			}
+		case kernels.Columns:
+			tile := kernels.ChunkThreads * elements
+			require.Equal(t, ceil(r.n, tile)*int64(p.partials), ctas, what)
+		case kernels.Finish:
+			if v.Op == kernels.WeightGradient {
+				columns := int64(lanesPerWarp)
+				if v.Threads == 256 {
+					columns = 256
+				}
+				require.GreaterOrEqual(t, ctas*columns, r.n, what)
+			}
+		}
+	}
+	if r.dw {
+		require.GreaterOrEqual(t, p.scratch.size, uint64(int64(p.partials)*r.n*r.accumulatorBytes()), what)
+	}
+	if r.total {
+		require.True(t, p.totalHere || p.launches[len(p.launches)-1].variant.Op == kernels.Total, what)
 	}
 }
 

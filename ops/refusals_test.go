@@ -320,7 +320,7 @@ func TestExplain(t *testing.T) {
 	host := dlpack.Device{Type: dlpack.CPU}
 	for _, op := range []string{"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward"} {
-		text, err := ops.Explain(op, 3, 4, kernels.BFloat16, host)
+		text, err := ops.Explain(op, 3, 4, kernels.BFloat16, host, ops.Choice{})
 		require.NoError(t, err)
 		assert.Contains(t, text, op+" of 3 rows of 4 bfloat16 on cpu")
 		assert.Contains(t, text, "accumulated in float32")
@@ -343,7 +343,7 @@ func TestExplain(t *testing.T) {
 		{"softmax_forward", 1, 1, kernels.Float32, dlpack.Device{Type: 9}, ops.StatusDevice, "device type 9"},
 		{"softmax_forward", 1, 1, kernels.Float32, dlpack.Device{Type: dlpack.CUDA, ID: 1 << 20}, 0, ""},
 	} {
-		_, err := ops.Explain(c.op, c.m, c.n, c.t, c.d)
+		_, err := ops.Explain(c.op, c.m, c.n, c.t, c.d, ops.Choice{})
 		var e *ops.Error
 		require.ErrorAs(t, err, &e)
 		assert.Contains(t, e.Message, c.message)

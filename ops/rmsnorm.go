@@ -31,6 +31,7 @@ func RMSNormForward(c *Call, x, weight, y, rstd *dlpack.Tensor, eps float64) err
 	if !(eps >= 0) || math.IsInf(eps, 1) {
 		k.fail(StatusOption, "eps is %v, expected a finite number of 0 or more", eps)
 	}
+	k.chosen(c, kernels.RMSNormForward)
 	switch {
 	case k.err != nil:
 		return k.err
@@ -66,6 +67,7 @@ func RMSNormBackward(c *Call, x, weight, dout, rstd, dx, dw *dlpack.Tensor) erro
 		vdw = k.weights("dw", dw, only(vw.DType), mx.Cols)
 		k.output()
 	}
+	k.chosen(c, kernels.RMSNormBackward)
 	switch {
 	case k.err != nil:
 		return k.err

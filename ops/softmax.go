@@ -2,6 +2,7 @@ package ops
 
 import (
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/kernels/cpu"
 )
 
@@ -12,6 +13,7 @@ func SoftmaxForward(c *Call, x, y *dlpack.Tensor) error {
 	mx := k.rows("x", x, anyFloat)
 	my := k.rowsLike("y", y, only(mx.DType), "x", mx)
 	k.output("x")
+	k.chosen(c, kernels.SoftmaxForward)
 	switch {
 	case k.err != nil:
 		return k.err
@@ -32,6 +34,7 @@ func SoftmaxBackward(c *Call, dy, y, dx *dlpack.Tensor) error {
 	my := k.rowsLike("y", y, only(mdy.DType), "dy", mdy)
 	mdx := k.rowsLike("dx", dx, only(mdy.DType), "dy", mdy)
 	k.output("dy", "y")
+	k.chosen(c, kernels.SoftmaxBackward)
 	switch {
 	case k.err != nil:
 		return k.err

@@ -132,6 +132,8 @@ struct CrossEntropyForward {
   using Args = CrossEntropyArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true;
+  template <int TPR, int V>
+  static constexpr bool kFetches = false;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     Label label;
@@ -156,11 +158,9 @@ struct CrossEntropyForward {
     st.add(t.a);
   }
   __device__ static void keep(const Args& a, int64_t row, const Scalars& sc) { static_cast<float*>(a.logits)[row] = sc.logit; }
-  __device__ static Scalars kept(const Args& a, int64_t row) {
-    Scalars sc = {};
+  __device__ static void kept(const Args& a, int64_t row, Scalars& sc) {
     sc.label = label(a, load_target(a, row));
     sc.logit = static_cast<const float*>(a.logits)[row];
-    return sc;
   }
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
     const float weight = sc.label.weight;
@@ -213,6 +213,8 @@ struct CrossEntropyBackward {
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   // The gradient that forward made is right as it is.
+  template <int TPR, int V>
+  static constexpr bool kFetches = false;
   __device__ static bool done(const Args& a) { return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f; }
   struct Scalars {
     int64_t index;
@@ -238,10 +240,9 @@ struct CrossEntropyBackward {
   }
   template <class Tile, class Place>
   __device__ static void add(const Args&, const Scalars&, State&, const Tile&, const Place&, int, int) {}
-  __device__ static Scalars kept(const Args& a, int64_t row) {
-    Scalars sc = begin(a, row, false);
+  __device__ static void kept(const Args& a, int64_t row, Scalars& sc) {
+    sc = begin(a, row, false);
     follow(a, row, sc, false);
-    return sc;
   }
   __device__ static void end(const Args&, int64_t, Scalars&, const State&, bool) {}
   template <bool General, int E, class Place>

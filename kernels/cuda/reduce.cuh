@@ -87,12 +87,13 @@ template <class T>
 struct alignas(8) Sum {
   static constexpr bool kMaxFirst = false;
   Accumulator<T> s = 0;
-  // Products of a vector. They are added up apart: one long chain of additions loses digits, and of squares always the same way.
-  template <int E>
+  // Products of a vector, added up in F. They are added up apart: one long chain of additions loses digits, and of squares always
+  // the same way.
+  template <class F = float, int E>
   __device__ __forceinline__ void add(const float (&a)[E], const float (&b)[E]) {
-    float t = a[0] * b[0];
+    F t = static_cast<F>(a[0]) * b[0];
 #pragma unroll
-    for (int j = 1; j < E; j++) t = fmaf(a[j], b[j], t);
+    for (int j = 1; j < E; j++) t = fma(static_cast<F>(a[j]), static_cast<F>(b[j]), t);
     s += t;
   }
   template <int L>

@@ -22,13 +22,32 @@ struct RMSNormForward {
   using Args = RMSNormArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false;
+  template <int TPR, int V>
+  static constexpr bool kFetches = TPR >= 128 && TPR * V <= 1024;  // kernels.Variant.Fetches
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd;
+    unsigned fetched;  // vectors of weights in shared memory, a power of two; or 0
   };
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
+  // With few rows, weights come from memory, not from a cache: each thread copies those of its own columns into shared memory while
+  // the row is reduced, if the launch has any. Many rows would only lose by it.
+  template <int V, int Step, class Place>
+  __device__ __forceinline__ static void fetch(const Args& a, Scalars& sc, const Place& p, int e) {
+    constexpr int E = kElements<T>;
+    extern __shared__ __align__(128) uint4 buffer[];
+    if (dynamic_shared_bytes() == 0 || !a.weight || a.weight_type != kDType<T>) return;
+    sc.fetched = Step / E * V;
+    const T* weight = static_cast<const T*>(a.weight) + p.origin;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * Step;
+      copy_async<16>(buffer + static_cast<unsigned>(ei) / E % (Step / E * V), weight + (ei < p.span.hi ? ei : 0), ei < p.span.hi);
+    }
+    copies_commit();
+  }
   template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
@@ -54,16 +73,19 @@ struct RMSNormForward {
     }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static Scalars kept(const Args&, int64_t) { return {}; }
+  __device__ static void kept(const Args&, int64_t, Scalars&) {}
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
     sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.eps));
     if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
+    if (sc.fetched) copies_wait<0>();
   }
   template <bool General, int E, class Place>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&y)[E]) {
     float w[E];
-    load_weight<General>(a, p.origin, e, p.span, w);
+    extern __shared__ __align__(128) uint4 buffer[];
+    if (sc.fetched) unpack(T(), buffer[static_cast<unsigned>(e) / E % sc.fetched], w);
+    else load_weight<General>(a, p.origin, e, p.span, w);
     map_vector<General>(sc, x, x, w, w, y);
   }
 };
@@ -77,6 +99,8 @@ struct RMSNormBackward {
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  template <int TPR, int V>
+  static constexpr bool kFetches = false;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd, mean;
@@ -118,7 +142,7 @@ struct RMSNormBackward {
     }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static Scalars kept(const Args& a, int64_t row) { return begin(a, row, false); }
+  __device__ static void kept(const Args& a, int64_t row, Scalars& sc) { sc = begin(a, row, false); }
   __device__ static void end(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
     sc.mean = static_cast<float>(st.s) * sc.rstd * a.inv_n;
   }
@@ -268,47 +292,56 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #endif
 }
 
-// dx and dw, short rows: groups of TPR lanes take a row each, the next row's loads in flight while this one is worked on.
-template <class T, int TPR, int V>
+// dx and dw, short rows: persistent groups of TPR lanes take a row each, with the next `Stages` - 1 rows on their way.
+template <class T, int TPR, int V, int Stages>
 __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   using Op = RMSNormBackward<T>;
-  constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR;
-  static_assert(TPR <= 32);
-  __shared__ Accumulator<T> sum[TPR * V * E];
+  constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR, kWarps = kThreads / 32, kColumns = TPR * V * E;
+  static_assert(TPR <= 32 && kWarps * kColumns * sizeof(Accumulator<T>) <= Stages * 2 * V * kThreads * sizeof(uint4));
+  extern __shared__ __align__(128) uint4 buffer[];  // stages x (V of x, V of dy) x threads; then stages x threads of rstd
+  float* rstd = reinterpret_cast<float*>(buffer + Stages * 2 * V * kThreads);
   let_next_launch_start();
-  const int lane = threadIdx.x % TPR, group = threadIdx.x / TPR;
+  const int tid = threadIdx.x, lane = tid % TPR;
   const int64_t rows = a.rows.m, step = static_cast<int64_t>(gridDim.x) * kGroups;
   const Span span = {0, static_cast<int>(a.rows.n)};
-  const ColumnWeights<V, E, (V * E <= 8)> weights(a, 0, lane * E, TPR * E, span);
-  Accumulator<T> dw[V][E] = {};
-  uint4 x[V], dy[V];
-  typename Op::Scalars sc;
-  int64_t row = static_cast<int64_t>(blockIdx.x) * kGroups + group;
-  const auto fetch = [&](int64_t r, uint4(&xs)[V], uint4(&ds)[V], typename Op::Scalars& s) {
-    const Span in = {0, r < rows ? span.hi : 0};
-    s = Op::begin(a, r < rows ? r : 0, false);
+  const auto fetch = [&](int64_t row, int stage) {
+    const bool active = row < rows;
+    const int64_t r = active ? row : 0;
+    const T* x = static_cast<const T*>(a.rows.a) + r * a.rows.a_stride;
+    const T* dy = static_cast<const T*>(a.rows.b) + r * a.rows.b_stride;
+    uint4* to = buffer + stage * 2 * V * kThreads + tid;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int e = (lane + i * TPR) * E;
-      xs[i] = load<false>(static_cast<const T*>(a.rows.a) + r * a.rows.a_stride, e, in, zero_vector());
-      ds[i] = load<false>(static_cast<const T*>(a.rows.b) + r * a.rows.b_stride, e, in, zero_vector());
+      const bool in = active && e < span.hi;
+      copy_async<16>(to + i * kThreads, x + (in ? e : 0), in);
+      copy_async<16>(to + (V + i) * kThreads, dy + (in ? e : 0), in);
     }
+    copy_async<4>(rstd + stage * kThreads + tid, static_cast<const float*>(a.rstd) + r, active);
+    copies_commit();
   };
-  fetch(row, x, dy, sc);
+  int64_t row = static_cast<int64_t>(blockIdx.x) * kGroups + tid / TPR;
+#pragma unroll
+  for (int i = 0; i < Stages; i++) fetch(row + i * step, i);
+  const ColumnWeights<V, E, (V * E <= 16)> weights(a, 0, lane * E, TPR * E, span);
+  Accumulator<T> dw[V][E] = {};
+  int stage = 0;
   // All groups of a warp take part in its shuffles, so all make as many turns as the first.
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * kGroups; base < rows; base += step, row += step) {
-    uint4 next_x[V], next_dy[V];
-    typename Op::Scalars next;
-    fetch(row + step, next_x, next_dy, next);
+    copies_wait<Stages - 1>();
+    const uint4* from = buffer + stage * 2 * V * kThreads + tid;
+    uint4 x[V], dy[V];
     Sum<T> st;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float fx[E], fd[E], w[E];
-      unpack(T(), x[i], fx);
-      unpack(T(), dy[i], fd);
+      unpack(T(), x[i] = from[i * kThreads], fx);
+      unpack(T(), dy[i] = from[(V + i) * kThreads], fd);
       weights.get(i, w);
       Op::add_vector(st, fx, fd, w);
     }
+    typename Op::Scalars sc = {rstd[stage * kThreads + tid], 0.f};
+    fetch(row + Stages * step, stage);
     st.template reduce_lanes<TPR>();
     Op::end(a, row, sc, st, false);
 #pragma unroll
@@ -321,24 +354,29 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       Op::map_vector(sc, fx, fd, w, dw[i], out);
       const Span in = {0, row < rows ? span.hi : 0};
       store<false>(static_cast<T*>(a.rows.y) + row * a.rows.y_stride, (lane + i * TPR) * E, in, out);
-      x[i] = next_x[i], dy[i] = next_dy[i];
     }
-    sc = next;
+    if (++stage == Stages) stage = 0;
   }
-  for (int g = 0; g < kGroups; g++) {  // in this order on every run
-    if (group == g) {
+  // The groups of a warp, then the warps, in one order on every run.
 #pragma unroll
-      for (int i = 0; i < V; i++)
+  for (int i = 0; i < V; i++)
 #pragma unroll
-        for (int j = 0; j < E; j++) {
-          Accumulator<T>& s = sum[(lane + i * TPR) * E + j];
-          s = g ? s + dw[i][j] : dw[i][j];
-        }
-    }
-    __syncthreads();
+    for (int j = 0; j < E; j++)
+#pragma unroll
+      for (int k = TPR; k < 32; k *= 2) dw[i][j] += __shfl_xor_sync(kAllLanes, dw[i][j], k);
+  copies_wait<0>();
+  __syncthreads();  // the buffer is free
+  Accumulator<T>* sums = reinterpret_cast<Accumulator<T>*>(buffer);
+  if (tid % 32 < TPR)
+#pragma unroll
+    for (int i = 0; i < V; i++) store_partial(sums + tid / 32 * kColumns + (lane + i * TPR) * E, dw[i]);
+  __syncthreads();
+  for (int c = tid; c < a.rows.n; c += kThreads) {
+    Accumulator<T> s = sums[c];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; warp++) s += sums[warp * kColumns + c];
+    static_cast<Accumulator<T>*>(a.dw_partial)[static_cast<int64_t>(blockIdx.x) * a.rows.n + c] = s;
   }
-  for (int c = threadIdx.x; c < a.rows.n; c += kThreads)
-    static_cast<Accumulator<T>*>(a.dw_partial)[static_cast<int64_t>(blockIdx.x) * a.rows.n + c] = sum[c];
 }
 
 // dx and dw of rows that neither shape takes: any alignment, any length, any type of dout. The rows' sums came from `partial`;
@@ -396,38 +434,34 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     if (column(j) < span.hi) partial[column(j)] = dw[0][j];
 }
 
-// dw = the sum of the rows of partial dw, in their order. Few columns: a CTA of 32 x 32 threads takes 32 of them. Many: a
-// thread to each, or the CTAs would be more than the work.
+// dw = the sum of the rows of partial dw, in one order. Few columns: a CTA of 32 x 32 threads takes 32 of them. Many: a thread to
+// each, or the CTAs would be more than the work.
 template <class T, int Threads>
 __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
   constexpr int kWarps = Threads == 1024 ? 32 : 1, kColumns = Threads / kWarps;
-  wait_for_previous_launch();
   const int lane = threadIdx.x % kColumns, warp = threadIdx.x / kColumns;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + lane;
-  constexpr int U = 4;  // loads at a time
-  const Accumulator<T>* partial = static_cast<const Accumulator<T>*>(a.dw_partial);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + lane, n = a.rows.n;
+  const Accumulator<T>* partial = static_cast<const Accumulator<T>*>(a.dw_partial) + column;
+  wait_for_previous_launch();
+  constexpr int U = 16;  // loads at a time: with few rows of partial dw, one round trip to memory is all there is
   double s = 0;
-  if (column < a.rows.n)
+  if (column < n)
     for (int64_t r = warp; r < a.partials; r += U * kWarps) {
       Accumulator<T> v[U];
 #pragma unroll
-      for (int u = 0; u < U; u++)
-        v[u] = r + u * kWarps < a.partials ? partial[(r + u * kWarps) * a.rows.n + column] : 0;
+      for (int u = 0; u < U; u++) v[u] = r + u * kWarps < a.partials ? partial[(r + u * kWarps) * n] : 0;
 #pragma unroll
       for (int u = 0; u < U; u++) s += v[u];
     }
-  if constexpr (kWarps > 1) {
-    __shared__ double sum[kWarps][kColumns + 1];
-    sum[warp][lane] = s;
+  if constexpr (kWarps == 1) {
+    if (column < n) store_float(a.dw, a.dw_type, column, s);
+  } else {  // a warp to each column
+    __shared__ double sums[kWarps][kColumns + 1];
+    sums[warp][lane] = s;
     __syncthreads();
-    if (warp) return;
-#pragma unroll
-    for (int k = kWarps / 2; k; k /= 2)
-#pragma unroll
-      for (int i = 0; i < k; i++) sum[i][lane] += sum[i + k][lane];
-    s = sum[0][lane];
+    s = lanes_sum<32>(sums[lane][warp]);
+    if (lane == 0 && first + warp < n) store_float(a.dw, a.dw_type, first + warp, s);
   }
-  if (column < a.rows.n) store_float(a.dw, a.dw_type, column, s);
 }
 
 }  // namespace gander

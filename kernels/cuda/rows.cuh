@@ -17,7 +17,8 @@
 //                                        `first` holds for the thread that writes the row's statistics
 //   follow(args, row, scalars, first)    what depends on them, while the row is on its way
 //   add(args, scalars, state, tile, place, e, step)
-//   keep(args, row, scalars), kept(args, row)  carry what the first thread saw from `partial` over to `apply`
+//   kFetches<threads per row, V>, fetch<V, step>(args, scalars, place, e)   what else `map` needs, brought into shared memory meanwhile
+//   keep(args, row, scalars), kept(args, row, scalars)  carry what the first thread saw from `partial` over to `apply`
 //   end(args, row, scalars, state, first)      the row is complete: statistics are written here
 //   map<General>(args, scalars, a, b, place, e, out)  one vector of the output
 #pragma once
@@ -165,6 +166,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   auto sc = Op::begin(args, active ? row : 0, first);
   Tile<Op, V, General, false> tile;
   tile.load(p, e, kStep);
+  if constexpr (Op::template kFetches<TPR, V> && !General) Op::template fetch<V, kStep>(args, sc, p, e);
   Op::follow(args, active ? row : 0, sc, first);
   State st;
   reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, sc, st, tile, p, e, kStep);
@@ -272,8 +274,11 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   Tile<Op, V, General, General> tile;
   // The elements do not wait for `partial`: they are in registers when the states are complete.
   if constexpr (Op::kMaps) tile.load(p, e, kStep);
+  typename Op::Scalars sc = {};
+  if constexpr (Op::template kFetches<kChunkThreads, V> && !General)
+    if (p.span.hi <= V * kStep) Op::template fetch<V, kStep>(args, sc, p, e);
   wait_for_previous_launch();
-  auto sc = Op::kept(args, row);
+  Op::kept(args, row, sc);
   State st;
   if constexpr (!std::is_same_v<State, None>) {
     __shared__ Slot<State> warp_slots[kChunkThreads / 32];

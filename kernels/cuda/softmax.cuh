@@ -12,6 +12,8 @@ struct SoftmaxForward {
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  template <int TPR, int V>
+  static constexpr bool kFetches = false;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float max, sum, rest, scale;  // the sum in two parts, of which float32 rows use both
@@ -24,7 +26,7 @@ struct SoftmaxForward {
     st.add(t.a);
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static Scalars kept(const Args&, int64_t) { return {}; }
+  __device__ static void kept(const Args&, int64_t, Scalars&) {}
   __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) {
     const float sum = st.s;
     sc = {st.m, sum, static_cast<float>(st.s - sum), 1.f / sum};
@@ -50,6 +52,8 @@ struct SoftmaxBackward {
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 2;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
+  template <int TPR, int V>
+  static constexpr bool kFetches = false;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float dot, rest;  // in two parts, of which float32 rows use both
@@ -64,11 +68,12 @@ struct SoftmaxBackward {
       float dy[Tile::E], y[Tile::E];
       t.get_a(i, dy);
       t.get_b(i, y);
-      st.add(dy, y);
+      // Rows of a few elements go here: their sum is as large as an element, and its rounding shows.
+      st.template add<std::conditional_t<Tile::kGeneral, Accumulator<T>, float>>(dy, y);
     }
   }
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static Scalars kept(const Args&, int64_t) { return {}; }
+  __device__ static void kept(const Args&, int64_t, Scalars&) {}
   __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) {
     sc.dot = st.s;
     sc.rest = st.s - sc.dot;

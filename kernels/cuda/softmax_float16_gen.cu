@@ -45,6 +45,7 @@ KERNEL(softmax_backward_rows_float16_128x2_general, 128, 8, rows_body<SoftmaxBac
 KERNEL(softmax_backward_rows_float16_512x2_general, 512, 2, rows_body<SoftmaxBackward<f16>, 512, 2, true, false>)
 KERNEL(softmax_backward_rows_float16_1024x2_general, 1024, 1, rows_body<SoftmaxBackward<f16>, 1024, 2, true, false>)
 KERNEL(softmax_backward_rows_float16_256x2_cluster, 256, 5, rows_body<SoftmaxBackward<f16>, 256, 2, false, true>)
+KERNEL(softmax_backward_rows_float16_256x4_cluster, 256, 4, rows_body<SoftmaxBackward<f16>, 256, 4, false, true>)
 KERNEL(softmax_backward_rows_float16_512x4_cluster, 512, 2, rows_body<SoftmaxBackward<f16>, 512, 4, false, true>)
 KERNEL(softmax_backward_rows_float16_1024x4_cluster, 1024, 1, rows_body<SoftmaxBackward<f16>, 1024, 4, false, true>)
 KERNEL(softmax_backward_rows_float16_512x2_general_cluster, 512, 2, rows_body<SoftmaxBackward<f16>, 512, 2, true, true>)

@@ -45,6 +45,7 @@ KERNEL(softmax_backward_rows_float32_128x2_general, 128, 8, rows_body<SoftmaxBac
 KERNEL(softmax_backward_rows_float32_512x2_general, 512, 2, rows_body<SoftmaxBackward<f32>, 512, 2, true, false>)
 KERNEL(softmax_backward_rows_float32_1024x2_general, 1024, 1, rows_body<SoftmaxBackward<f32>, 1024, 2, true, false>)
 KERNEL(softmax_backward_rows_float32_256x2_cluster, 256, 6, rows_body<SoftmaxBackward<f32>, 256, 2, false, true>)
+KERNEL(softmax_backward_rows_float32_256x4_cluster, 256, 4, rows_body<SoftmaxBackward<f32>, 256, 4, false, true>)
 KERNEL(softmax_backward_rows_float32_512x4_cluster, 512, 2, rows_body<SoftmaxBackward<f32>, 512, 4, false, true>)
 KERNEL(softmax_backward_rows_float32_1024x4_cluster, 1024, 1, rows_body<SoftmaxBackward<f32>, 1024, 4, false, true>)
 KERNEL(softmax_backward_rows_float32_512x2_general_cluster, 512, 2, rows_body<SoftmaxBackward<f32>, 512, 2, true, true>)

@@ -6,7 +6,7 @@ The functions take PyTorch tensors (CPU or CUDA, with gradients, under torch.com
 """
 
 from ._hook import register_with_torch as _register_with_torch
-from ._info import __version__, explain, info, warmup
+from ._info import __version__, algorithms, explain, info, warmup
 from ._ops import (
     cross_entropy,
     cross_entropy_bwd,
@@ -22,6 +22,7 @@ from ._ops import (
 
 __all__ = [
     "__version__",
+    "algorithms",
     "cross_entropy",
     "cross_entropy_bwd",
     "cross_entropy_fwd",

@@ -149,28 +149,31 @@ def _like(x, owned):
 # ---- The functions behind gander's public ones (_ops.py) ----
 
 
-def softmax_fwd(x):
-    return _call("gander_softmax", SoftmaxOptions(), x, {"x": x}, True)[0]
+def softmax_fwd(x, algorithm, batch_invariant):
+    return _call("gander_softmax", SoftmaxOptions(None, algorithm, batch_invariant), x, {"x": x}, True)[0]
 
 
-def softmax_bwd(dy, y):
-    return _call("gander_softmax_grad", SoftmaxOptions(), dy, {"dy": dy, "y": y}, True)[0]
+def softmax_bwd(dy, y, algorithm, batch_invariant):
+    options = SoftmaxOptions(None, algorithm, batch_invariant)
+    return _call("gander_softmax_grad", options, dy, {"dy": dy, "y": y}, True)[0]
 
 
-def rmsnorm_fwd(x, weight, out_dtype, eps, store_rstd):
+def rmsnorm_fwd(x, weight, out_dtype, eps, store_rstd, algorithm, batch_invariant):
     dtype = DType() if out_dtype is None else _library.dtype_of(out_dtype, "out_dtype")
     inputs = {"x": x, "weight": weight}
-    return _call("gander_rmsnorm", RMSNormOptions(None, eps), x, inputs, True, store_rstd, extra=(dtype,))
+    options = RMSNormOptions(None, eps, algorithm, batch_invariant)
+    return _call("gander_rmsnorm", options, x, inputs, True, store_rstd, extra=(dtype,))
 
 
-def rmsnorm_bwd(x, weight, dout, rstd):
+def rmsnorm_bwd(x, weight, dout, rstd, algorithm, batch_invariant):
+    options = RMSNormOptions(None, 0.0, algorithm, batch_invariant)
     inputs = {"x": x, "weight": weight, "dout": dout, "rstd": rstd}
-    return _call("gander_rmsnorm_grad", RMSNormOptions(None, 0.0), x, inputs, True, weight is not None)
+    return _call("gander_rmsnorm_grad", options, x, inputs, True, weight is not None)
 
 
-def cross_entropy(x, target, weight, ignore_index, reduction, with_lse=False, with_dx=False):
+def cross_entropy(x, target, weight, ignore_index, reduction, with_lse=False, with_dx=False, batch_invariant=False):
     """[loss, lse or None, dx or None]"""
-    options = CrossEntropyOptions(None, ignore_index, reduction)
+    options = CrossEntropyOptions(None, ignore_index, reduction, 0, 0, batch_invariant)
     inputs = {"x": x, "target": target, "weight": weight}
     return _call("gander_cross_entropy", options, x, inputs, True, with_lse, with_dx)
 

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import sys
+from typing import NamedTuple
 
 from . import _library
 
@@ -26,17 +27,46 @@ def info() -> dict:
     return facts
 
 
-def explain(op: str, x) -> str:
-    """Says in words which kernel a call would run on x, and why.
-
-    op: a name of gander's ("softmax", "softmax_bwd", "rmsnorm", "cross_entropy", ...; "cross_entropy_forward_dx" is
-    the single pass that gives loss and gradient). x: the (..., N) tensor or array; its values are not read.
-    Raises ValueError for another op, and the errors of the op itself for an x that it does not take.
-    """
+def _name(op: str) -> bytes:
+    """The C ABI's name of an op of gander's."""
     base, _, phase = op.rpartition("_")
     name = base + _PHASES["_" + phase] if "_" + phase in _PHASES else op
     if name in ("softmax", "rmsnorm", "cross_entropy"):
         name += "_forward"
+    return name.encode()
+
+
+class Algorithm(NamedTuple):
+    """What `algorithm=` takes: its name, what it does, and which rows it serves."""
+
+    name: str
+    what: str
+    limits: str
+
+    def __repr__(self):
+        return f"<{self.name}: {self.what}; {self.limits}>"
+
+
+def algorithms(op: str) -> list[Algorithm]:
+    """The algorithms of an op ("softmax", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", ...) on CUDA tensors.
+
+    Names are the same for both directions, limits are not: ask for the backward op too. Those of rmsnorm_bwd are for a
+    call with a weight. Row lengths are in bytes; "unaligned" are rows that are not made of whole 16-byte vectors at
+    addresses that are multiples of 16. CPU tensors have "auto" alone. Raises ValueError for another op.
+    """
+    text = ctypes.create_string_buffer(1 << 14)
+    _library.check(_library.load().gander_algorithms(_name(op), text, len(text)))
+    return [Algorithm(**fields) for fields in json.loads(text.value)]
+
+
+def explain(op: str, x, *, algorithm: str = "auto", batch_invariant: bool = False) -> str:
+    """Says in words which algorithm and which kernels a call would run on x, and why.
+
+    op: a name of gander's ("softmax", "softmax_bwd", "rmsnorm", "cross_entropy", ...; "cross_entropy_forward_dx" is
+    the single pass that gives loss and gradient). x: the (..., N) tensor or array; its values are not read.
+    algorithm, batch_invariant: those of the call.
+    Raises ValueError for another op, and the errors of the op itself for an x that it does not take.
+    """
     if len(x.shape) == 0:
         raise ValueError("x has rank 0, expected rank 1 or more")
     *leading, n = x.shape
@@ -44,12 +74,10 @@ def explain(op: str, x) -> str:
     for size in leading:
         m *= size
     kind, index = x.__dlpack_device__()
+    dtype, device = _library.dtype_of(x.dtype, "x"), _library.Device(int(kind), index)
+    how = _library.how(algorithm, batch_invariant)
     text = ctypes.create_string_buffer(4096)
-    _library.check(
-        _library.load().gander_explain(
-            name.encode(), m, n, _library.dtype_of(x.dtype, "x"), _library.Device(int(kind), index), text, len(text)
-        )
-    )
+    _library.check(_library.load().gander_explain(_name(op), m, n, dtype, device, *how, text, len(text)))
     return text.value.decode()
 
 

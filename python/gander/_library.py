@@ -11,6 +11,9 @@ from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_ui
 from pathlib import Path
 
 ABI_VERSION = 1
+# gander_algorithm, and what is added to one where another may take its place.
+ALGORITHMS = ("auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk")
+IF_SERVED = 0x100
 CPU, CUDA = 1, 2  # DLPack's device types
 
 # DLPack's (type code, bits) of each element type, by the name that NumPy and torch use.
@@ -86,12 +89,15 @@ class _Options(ctypes.Structure):
         super().__init__(ctypes.sizeof(self), None if allocator is None else ctypes.pointer(allocator), *fields)
 
 
+_HOW = [("algorithm", c_int32), ("batch_invariant", c_int32)]
+
+
 class SoftmaxOptions(_Options):
-    _fields_ = [("size", c_size_t), ("allocator", POINTER(Allocator))]
+    _fields_ = [("size", c_size_t), ("allocator", POINTER(Allocator)), *_HOW]
 
 
 class RMSNormOptions(_Options):
-    _fields_ = [("size", c_size_t), ("allocator", POINTER(Allocator)), ("eps", c_double)]
+    _fields_ = [("size", c_size_t), ("allocator", POINTER(Allocator)), ("eps", c_double), *_HOW]
 
 
 class CrossEntropyOptions(_Options):
@@ -101,6 +107,7 @@ class CrossEntropyOptions(_Options):
         ("ignore_index", c_int64),
         ("reduction", c_int32),
         ("one_pass", c_int32),
+        *_HOW,
     ]
 
 
@@ -132,7 +139,8 @@ _PROTOTYPES = {
     "gander_build_info": (c_char_p, []),
     "gander_set_num_threads": (c_int32, [c_int32]),
     "gander_warmup": (c_int32, [Device]),
-    "gander_explain": (c_int32, [c_char_p, c_int64, c_int64, DType, Device, c_char_p, c_size_t]),
+    "gander_explain": (c_int32, [c_char_p, c_int64, c_int64, DType, Device, c_int32, c_int32, c_char_p, c_size_t]),
+    "gander_algorithms": (c_int32, [c_char_p, c_char_p, c_size_t]),
 } | {
     f"gander_{op}{suffix}": (c_int32, arguments)
     for op, prototypes in _OPS.items()
@@ -197,6 +205,13 @@ def check(status: int) -> None:
     """Raises the calling thread's last error where a call failed."""
     if status:
         raise exception(status, load().gander_last_error().decode(errors="replace"))
+
+
+def how(algorithm: str, batch_invariant: bool) -> tuple[int, bool]:
+    """The fields that options and raw ops have at their end."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}, expected {', '.join(map(repr, ALGORITHMS[:-1]))} or 'splitk'")
+    return ALGORITHMS.index(algorithm), bool(batch_invariant)
 
 
 def dtype_name(dtype) -> str:

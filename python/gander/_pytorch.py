@@ -49,7 +49,23 @@ _SCHEMAS = (
     "cross_entropy_bwd_(Tensor(a!) x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, int ignore_index,"
     " int reduction) -> ()",
 )
-_RAW_OPS = tuple(schema.partition("(")[0] for schema in _SCHEMAS)
+
+
+def _names(schemas):
+    return tuple(schema.partition("(")[0] for schema in schemas)
+
+
+# The same ops by algorithm (gander_algorithm of gander.h), and with batch-invariant rows. They are apart because every
+# argument that an op has costs each of its calls host time.
+_SCHEMAS_BY = tuple(
+    schema.replace("(", "_by(", 1).replace(") ->", ", int algorithm, bool batch_invariant) ->", 1)
+    for schema in _SCHEMAS[:6]
+)
+_SCHEMAS_INVARIANT = tuple(
+    schema.replace("_(" if "_(" in schema else "(", "_invariant_(" if "_(" in schema else "_invariant(", 1)
+    for schema in _SCHEMAS[6:11]
+)
+_RAW_OPS = _names(_SCHEMAS + _SCHEMAS_BY + _SCHEMAS_INVARIANT)
 _DIFFERENTIABLE = (
     "softmax(Tensor x) -> Tensor",
     "rmsnorm(Tensor x, Tensor? weight=None, ScalarType? out_dtype=None, float eps=1e-06) -> Tensor",
@@ -57,7 +73,7 @@ _DIFFERENTIABLE = (
 )
 
 _registry = torch.library.Library("gander", "FRAGMENT")
-for _schema in _SCHEMAS + _DIFFERENTIABLE:
+for _schema in _SCHEMAS + _SCHEMAS_BY + _SCHEMAS_INVARIANT + _DIFFERENTIABLE:
     _registry.define(_schema)
 
 
@@ -169,11 +185,18 @@ _FAKES = {
     "cross_entropy_bwd_": lambda *a: None,
     "cross_entropy_bwd_one_pass": lambda *a: None,
 }
+_FAKES |= {
+    by: lambda *a, fake=_FAKES[name]: fake(*a[:-2]) for name, by in zip(_FAKES, _names(_SCHEMAS_BY), strict=False)
+}
+_FAKES |= {name: _FAKES[name.replace("_invariant", "")] for name in _names(_SCHEMAS_INVARIANT)}
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"gander::{_name}", _fake, lib=_registry)
 
 _softmax_fwd, _softmax_bwd, _rmsnorm_fwd, _rmsnorm_fwd_rstd, _rmsnorm_bwd, _rmsnorm_bwd_dw = (
-    getattr(torch.ops.gander, name).default for name in _RAW_OPS[:6]
+    getattr(torch.ops.gander, name).default for name in _names(_SCHEMAS[:6])
+)
+_softmax_fwd_by, _softmax_bwd_by, _rmsnorm_fwd_by, _rmsnorm_fwd_rstd_by, _rmsnorm_bwd_by, _rmsnorm_bwd_dw_by = (
+    getattr(torch.ops.gander, name).default for name in _names(_SCHEMAS_BY)
 )
 (
     _cross_entropy_fwd,
@@ -185,9 +208,21 @@ _softmax_fwd, _softmax_bwd, _rmsnorm_fwd, _rmsnorm_fwd_rstd, _rmsnorm_bwd, _rmsn
     _cross_entropy_bwd_one_pass,
     _cross_entropy_bwd,
     _cross_entropy_bwd_,
-) = (getattr(torch.ops.gander, name).default for name in _RAW_OPS[6:])
+) = (getattr(torch.ops.gander, name).default for name in _names(_SCHEMAS[6:]))
+(
+    _cross_entropy_fwd_invariant,
+    _cross_entropy_fwd_lse_invariant,
+    _cross_entropy_fwd_saved_invariant,
+    _cross_entropy_fwd_dx_invariant,
+    _cross_entropy_fwd_dx_invariant_,
+) = (getattr(torch.ops.gander, name).default for name in _names(_SCHEMAS_INVARIANT))
 
-for _mutating in (_cross_entropy_fwd_dx_, _cross_entropy_bwd_one_pass, _cross_entropy_bwd_):
+for _mutating in (
+    _cross_entropy_fwd_dx_,
+    _cross_entropy_fwd_dx_invariant_,
+    _cross_entropy_bwd_one_pass,
+    _cross_entropy_bwd_,
+):
     _registry.impl(_mutating, _bump_version(_mutating), "ADInplaceOrView", with_keyset=True)
 
 
@@ -196,12 +231,16 @@ for _mutating in (_cross_entropy_fwd_dx_, _cross_entropy_bwd_one_pass, _cross_en
 # neither. cross_entropy gives a float32 loss there, as gander always does.
 
 
-def _softmax_autocast(x):
-    with torch.autocast("cuda", enabled=False):
-        return _softmax_fwd(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
+def _autocast(op):
+    def kernel(x, *how):
+        with torch.autocast("cuda", enabled=False):
+            return op(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, *how)
+
+    return kernel
 
 
-_registry.impl("softmax_fwd", _softmax_autocast, "AutocastCUDA")
+for _op in (_softmax_fwd, _softmax_fwd_by):
+    _registry.impl(_op, _autocast(_op), "AutocastCUDA")
 
 
 # ---- What would be silently wrong ----
@@ -265,6 +304,26 @@ class _Softmax(Function):
         return (None if dy is None else _softmax_bwd(dy, *ctx.saved_tensors),)
 
 
+def _where_served(how):
+    """What backward is asked for: the same algorithm, where that serves its rows too."""
+    return how[0] | _library.IF_SERVED, how[1]
+
+
+class _SoftmaxBy(Function):
+    @staticmethod
+    def forward(ctx, x, *how):
+        y = _softmax_fwd_by(x, *how)
+        ctx.save_for_backward(y)
+        ctx.set_materialize_grads(False)
+        ctx.how = _where_served(how)
+        return y
+
+    @staticmethod
+    @_once
+    def backward(ctx, dy):
+        return None if dy is None else _softmax_bwd_by(dy, *ctx.saved_tensors, *ctx.how), None, None
+
+
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, out_dtype, eps):
@@ -283,6 +342,28 @@ class _RMSNorm(Function):
             dx, dw = _rmsnorm_bwd_dw(x, weight, dout, rstd)
             return dx if ctx.needs_input_grad[0] else None, dw, None, None
         return _rmsnorm_bwd(x, weight, dout, rstd), None, None, None
+
+
+class _RMSNormBy(Function):
+    @staticmethod
+    def forward(ctx, x, weight, out_dtype, eps, *how):
+        out, rstd = _rmsnorm_fwd_rstd_by(x, weight, out_dtype, eps, *how)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.how = _where_served(how)
+        return out
+
+    @staticmethod
+    @_once
+    def backward(ctx, dout):
+        dx = dw = None
+        if dout is not None:
+            x, weight, rstd = ctx.saved_tensors
+            if ctx.needs_input_grad[1]:
+                dx, dw = _rmsnorm_bwd_dw_by(x, weight, dout, rstd, *ctx.how)
+            else:
+                dx = _rmsnorm_bwd_by(x, weight, dout, rstd, *ctx.how)
+        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None
 
 
 class _CrossEntropy(Function):
@@ -308,6 +389,17 @@ class _CrossEntropy(Function):
         else:
             dx = _cross_entropy_bwd(*arguments)
         return dx, None, None, None, None, None
+
+
+class _CrossEntropyInvariant(_CrossEntropy):
+    @staticmethod
+    def forward(ctx, x, target, weight, ignore_index, reduction, in_place):
+        loss, saved = _cross_entropy_fwd_saved_invariant(x, target, weight, ignore_index, reduction)
+        ctx.save_for_backward(x, target, weight, saved)
+        ctx.set_materialize_grads(False)
+        ctx.options = ignore_index, reduction
+        ctx.in_place = in_place
+        return loss
 
 
 class _CrossEntropyOnePass(Function):
@@ -357,6 +449,15 @@ def softmax(x):
 
 
 softmax_fwd, softmax_bwd = _softmax_fwd, _softmax_bwd
+softmax_fwd_by, softmax_bwd_by = _softmax_fwd_by, _softmax_bwd_by
+
+
+def softmax_by(x, algorithm, batch_invariant):
+    if x.requires_grad and is_grad_enabled():
+        return _SoftmaxBy.apply(x, algorithm, batch_invariant)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(x)
+    return _softmax_fwd_by(x, algorithm, batch_invariant)
 
 
 def rmsnorm(x, weight=None, out_dtype=None, eps=1e-6):
@@ -379,6 +480,26 @@ def rmsnorm_bwd(x, weight, dout, rstd):
     return _rmsnorm_bwd_dw(x, weight, dout, rstd)
 
 
+def rmsnorm_by(x, weight, out_dtype, eps, *how):
+    if is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        return _RMSNormBy.apply(x, weight, out_dtype, eps, *how)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(x, weight)
+    return _rmsnorm_fwd_by(x, weight, out_dtype, eps, *how)
+
+
+def rmsnorm_fwd_by(x, weight, out_dtype, eps, store_rstd, *how):
+    if store_rstd:
+        return _rmsnorm_fwd_rstd_by(x, weight, out_dtype, eps, *how)
+    return _rmsnorm_fwd_by(x, weight, out_dtype, eps, *how), None
+
+
+def rmsnorm_bwd_by(x, weight, dout, rstd, *how):
+    if weight is None:
+        return _rmsnorm_bwd_by(x, None, dout, rstd, *how), None
+    return _rmsnorm_bwd_dw_by(x, weight, dout, rstd, *how)
+
+
 # Elements of CUDA logits from which a loss and its gradient are made in one pass. Fewer lie in L2 when backward reads
 # them again, and the launch that the pass needs before it costs more than that. The CPU's backward reads x in any case.
 _ONE_PASS = 1 << 22
@@ -387,7 +508,7 @@ _ONE_PASS = 1 << 22
 def cross_entropy(x, target, weight=None, ignore_index=-100, reduction=1, in_place=False, one_pass=None):
     if is_grad_enabled():
         if weight is not None and weight.requires_grad:
-            raise NotImplementedError("weight requires a gradient, but class weights have none; detach it")
+            raise _class_weights_need_gradient()
         if x.requires_grad:
             if _traced():  # a compiled graph plans its own memory, and cannot write to its inputs in backward
                 return _CrossEntropy.apply(x, target, weight, ignore_index, reduction, False)
@@ -399,6 +520,33 @@ def cross_entropy(x, target, weight=None, ignore_index=-100, reduction=1, in_pla
     if forward_ad._current_level >= 0:
         _refuse_tangents(x)
     return _cross_entropy_fwd(x, target, weight, ignore_index, reduction)
+
+
+def _class_weights_need_gradient():
+    return NotImplementedError("weight requires a gradient, but class weights have none; detach it")
+
+
+def cross_entropy_invariant(x, target, weight, ignore_index, reduction, in_place):
+    if is_grad_enabled():
+        if weight is not None and weight.requires_grad:
+            raise _class_weights_need_gradient()
+        if x.requires_grad:  # in two passes whatever x's size
+            in_place = in_place and not _traced()
+            return _CrossEntropyInvariant.apply(x, target, weight, ignore_index, reduction, in_place)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(x)
+    return _cross_entropy_fwd_invariant(x, target, weight, ignore_index, reduction)
+
+
+def cross_entropy_fwd_invariant(x, target, weight, ignore_index, with_lse, with_dx, in_place):
+    """(loss, lse or None, dx or None)"""
+    if with_dx and in_place:
+        return *_cross_entropy_fwd_dx_invariant_(x, target, weight, ignore_index), x
+    if with_dx:
+        return _cross_entropy_fwd_dx_invariant(x, target, weight, ignore_index)
+    if with_lse:
+        return *_cross_entropy_fwd_lse_invariant(x, target, weight, ignore_index), None
+    return _cross_entropy_fwd_invariant(x, target, weight, ignore_index, 0), None, None
 
 
 def cross_entropy_fwd(x, target, weight, ignore_index, with_lse, with_dx, in_place):

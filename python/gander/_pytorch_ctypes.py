@@ -1,6 +1,7 @@
 """The raw ops over ctypes, for a torch without the stable C ABI (before 2.10): same results, more host time."""
 
 import ctypes
+import functools
 
 import torch
 
@@ -71,48 +72,49 @@ def _statistic(x, shape):
     return x.new_empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def softmax_fwd(x):
+def softmax_fwd(x, *how):
     y = x.new_empty(x.shape)
-    _call("gander_softmax_forward", SoftmaxOptions, (), {"x": _rows(x), "y": y})
+    _call("gander_softmax_forward", SoftmaxOptions, how, {"x": _rows(x), "y": y})
     return y
 
 
-def softmax_bwd(dy, y):
+def softmax_bwd(dy, y, *how):
     dx = dy.new_empty(dy.shape)
-    _call("gander_softmax_backward", SoftmaxOptions, (), {"dy": _rows(dy), "y": _rows(y), "dx": dx})
+    tensors = {"dy": _rows(dy), "y": _rows(y), "dx": dx}
+    _call("gander_softmax_backward", SoftmaxOptions, how, tensors)
     return dx
 
 
-def _rmsnorm_fwd(x, weight, out_dtype, eps, rstd):
+def _rmsnorm_fwd(x, weight, out_dtype, eps, rstd, how):
     y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
     tensors = {"x": _rows(x), "weight": _vector(weight), "y": y, "rstd": rstd}
-    _call("gander_rmsnorm_forward", RMSNormOptions, (eps,), tensors)
+    _call("gander_rmsnorm_forward", RMSNormOptions, (eps, *how), tensors)
     return y
 
 
-def rmsnorm_fwd(x, weight, out_dtype, eps):
-    return _rmsnorm_fwd(x, weight, out_dtype, eps, None)
+def rmsnorm_fwd(x, weight, out_dtype, eps, *how):
+    return _rmsnorm_fwd(x, weight, out_dtype, eps, None, how)
 
 
-def rmsnorm_fwd_rstd(x, weight, out_dtype, eps):
+def rmsnorm_fwd_rstd(x, weight, out_dtype, eps, *how):
     rstd = _statistic(x, x.shape[:-1])
-    return _rmsnorm_fwd(x, weight, out_dtype, eps, rstd.view(-1)), rstd
+    return _rmsnorm_fwd(x, weight, out_dtype, eps, rstd.view(-1), how), rstd
 
 
-def _rmsnorm_bwd(x, weight, dout, rstd, dw):
+def _rmsnorm_bwd(x, weight, dout, rstd, dw, how):
     dx = x.new_empty(x.shape)
     tensors = {"x": _rows(x), "weight": _vector(weight), "dout": _rows(dout), "rstd": rstd.reshape(-1)}
-    _call("gander_rmsnorm_backward", RMSNormOptions, (0.0,), tensors | {"dx": dx, "dw": dw})
+    _call("gander_rmsnorm_backward", RMSNormOptions, (0.0, *how), tensors | {"dx": dx, "dw": dw})
     return dx
 
 
-def rmsnorm_bwd(x, weight, dout, rstd):
-    return _rmsnorm_bwd(x, weight, dout, rstd, None)
+def rmsnorm_bwd(x, weight, dout, rstd, *how):
+    return _rmsnorm_bwd(x, weight, dout, rstd, None, how)
 
 
-def rmsnorm_bwd_dw(x, weight, dout, rstd):
+def rmsnorm_bwd_dw(x, weight, dout, rstd, *how):
     dw = weight.new_empty(weight.shape)
-    return _rmsnorm_bwd(x, weight, dout, rstd, dw), dw
+    return _rmsnorm_bwd(x, weight, dout, rstd, dw, how), dw
 
 
 def _targets(op, x, target):
@@ -138,19 +140,20 @@ def _split(saved):
     return saved[:-1].view(2, -1), saved[-1]
 
 
-def cross_entropy_fwd(x, target, weight, ignore_index, reduction):
-    return _cross_entropy_fwd(x, target, weight, (ignore_index, reduction))[0]
+def cross_entropy_fwd(x, target, weight, ignore_index, reduction, batch_invariant=False):
+    return _cross_entropy_fwd(x, target, weight, (ignore_index, reduction, 0, 0, batch_invariant))[0]
 
 
-def cross_entropy_fwd_lse(x, target, weight, ignore_index):
+def cross_entropy_fwd_lse(x, target, weight, ignore_index, batch_invariant=False):
     lse = _statistic(x, x.shape[:-1])
-    return _cross_entropy_fwd(x, target, weight, (ignore_index, 0), lse=lse.view(-1))[0], lse
+    options = (ignore_index, 0, 0, 0, batch_invariant)
+    return _cross_entropy_fwd(x, target, weight, options, lse=lse.view(-1))[0], lse
 
 
-def cross_entropy_fwd_saved(x, target, weight, ignore_index, reduction):
+def cross_entropy_fwd_saved(x, target, weight, ignore_index, reduction, batch_invariant=False):
     saved = _statistic(x, (2 * target.numel() + 1,))
     lse, denominator = _split(saved)
-    options = (ignore_index, reduction)
+    options = (ignore_index, reduction, 0, 0, batch_invariant)
     return _cross_entropy_fwd(x, target, weight, options, lse=lse, denominator=denominator)[0], saved
 
 
@@ -162,14 +165,16 @@ def cross_entropy_fwd_one_pass(x, target, weight, ignore_index, reduction):
     return loss, saved, dx
 
 
-def cross_entropy_fwd_dx(x, target, weight, ignore_index):
+def cross_entropy_fwd_dx(x, target, weight, ignore_index, batch_invariant=False):
     lse, dx = _statistic(x, x.shape[:-1]), x.new_empty(x.shape)
-    return _cross_entropy_fwd(x, target, weight, (ignore_index, 0), lse=lse.view(-1), dx=dx)[0], lse, dx
+    options = (ignore_index, 0, 0, 0, batch_invariant)
+    return _cross_entropy_fwd(x, target, weight, options, lse=lse.view(-1), dx=dx)[0], lse, dx
 
 
-def cross_entropy_fwd_dx_(x, target, weight, ignore_index):
+def cross_entropy_fwd_dx_(x, target, weight, ignore_index, batch_invariant=False):
     lse = _statistic(x, x.shape[:-1])
-    loss, dx = _cross_entropy_fwd(x, target, weight, (ignore_index, 0), lse=lse.view(-1), dx=x)
+    options = (ignore_index, 0, 0, 0, batch_invariant)
+    loss, dx = _cross_entropy_fwd(x, target, weight, options, lse=lse.view(-1), dx=x)
     if dx is not x:
         x.copy_(dx)
     return loss, lse
@@ -208,3 +213,24 @@ def cross_entropy_bwd_(x, target, weight, dloss, lse, ignore_index, reduction):
 
 def cross_entropy_bwd_one_pass(x, target, weight, dloss, saved, dx, ignore_index, reduction):
     _cross_entropy_bwd(x, target, weight, dloss, saved, (ignore_index, reduction, 1), dx)
+
+
+softmax_fwd_by, softmax_bwd_by, rmsnorm_fwd_by, rmsnorm_fwd_rstd_by, rmsnorm_bwd_by, rmsnorm_bwd_dw_by = (
+    softmax_fwd, softmax_bwd, rmsnorm_fwd, rmsnorm_fwd_rstd, rmsnorm_bwd, rmsnorm_bwd_dw
+)  # fmt: skip
+(
+    cross_entropy_fwd_invariant,
+    cross_entropy_fwd_lse_invariant,
+    cross_entropy_fwd_saved_invariant,
+    cross_entropy_fwd_dx_invariant,
+    cross_entropy_fwd_dx_invariant_,
+) = (
+    functools.partial(function, batch_invariant=True)
+    for function in (
+        cross_entropy_fwd,
+        cross_entropy_fwd_lse,
+        cross_entropy_fwd_saved,
+        cross_entropy_fwd_dx,
+        cross_entropy_fwd_dx_,
+    )
+)

@@ -362,22 +362,38 @@ static double as_double(Value value) {
 
 /* ---- The kernels; their schemas are in _pytorch.py ---- */
 
-static void softmax_fwd(Value* stack, uint64_t inputs, uint64_t outputs) {
-  (void)inputs, (void)outputs;
+/* The last two arguments of the ops that are called by algorithm; 0 in the others. */
+typedef struct {
+  int32_t algorithm;
+  bool batch_invariant;
+} How;
+
+static How how_of(const Value* arguments) { return (How){(int32_t)arguments[0], arguments[1] != 0}; }
+
+static void softmax_forward(Value* stack, How how) {
   Call call;
   Operand x, y;
   begin(&call);
   leading_rows(&call, &x, take(&call, stack[0]), false);
   output_like(&call, &y, &x);
   if (ready(&call)) {
-    gander_softmax_options options = {sizeof options, allocator(&call)};
+    gander_softmax_options options = {sizeof options, allocator(&call), how.algorithm, how.batch_invariant};
     done(&call, lib.gander_softmax_forward(&x.dl, &y.dl, &options, call.stream));
   }
   finish(&call, stack, 1, &y.handle);
 }
 
-static void softmax_bwd(Value* stack, uint64_t inputs, uint64_t outputs) {
+static void softmax_fwd(Value* stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
+  softmax_forward(stack, (How){0});
+}
+
+static void softmax_fwd_by(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  softmax_forward(stack, how_of(stack + 1));
+}
+
+static void softmax_backward(Value* stack, How how) {
   Call call;
   Operand dy, y, dx;
   begin(&call);
@@ -386,13 +402,23 @@ static void softmax_bwd(Value* stack, uint64_t inputs, uint64_t outputs) {
   rows(&call, &y, y_handle, false);
   output_like(&call, &dx, &dy);
   if (ready(&call)) {
-    gander_softmax_options options = {sizeof options, allocator(&call)};
+    gander_softmax_options options = {sizeof options, allocator(&call), how.algorithm, how.batch_invariant};
     done(&call, lib.gander_softmax_backward(&dy.dl, &y.dl, &dx.dl, &options, call.stream));
   }
   finish(&call, stack, 1, &dx.handle);
 }
 
-static void rmsnorm_forward(Value* stack, bool with_rstd) {
+static void softmax_bwd(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  softmax_backward(stack, (How){0});
+}
+
+static void softmax_bwd_by(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  softmax_backward(stack, how_of(stack + 2));
+}
+
+static void rmsnorm_forward(Value* stack, bool with_rstd, How how) {
   Call call;
   Operand x, weight, y, rstd = {0};
   Value dtype;
@@ -404,7 +430,8 @@ static void rmsnorm_forward(Value* stack, bool with_rstd) {
   output(&call, &y, x.dl.ndim, x.dl.shape, cast ? (int32_t)dtype : x.dtype);
   if (with_rstd) output_per_row(&call, &rstd, &x);
   if (ready(&call)) {
-    gander_rmsnorm_options options = {sizeof options, allocator(&call), as_double(stack[3])};
+    gander_rmsnorm_options options = {sizeof options, allocator(&call), as_double(stack[3]), how.algorithm,
+                                      how.batch_invariant};
     done(&call, lib.gander_rmsnorm_forward(&x.dl, optional(&weight), &y.dl, optional(&rstd), &options, call.stream));
   }
   finish(&call, stack, with_rstd ? 2 : 1, (Tensor[]){y.handle, rstd.handle});
@@ -412,15 +439,25 @@ static void rmsnorm_forward(Value* stack, bool with_rstd) {
 
 static void rmsnorm_fwd(Value* stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  rmsnorm_forward(stack, false);
+  rmsnorm_forward(stack, false, (How){0});
+}
+
+static void rmsnorm_fwd_by(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  rmsnorm_forward(stack, false, how_of(stack + 4));
 }
 
 static void rmsnorm_fwd_rstd(Value* stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  rmsnorm_forward(stack, true);
+  rmsnorm_forward(stack, true, (How){0});
 }
 
-static void rmsnorm_backward(Value* stack, bool with_dw) {
+static void rmsnorm_fwd_rstd_by(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  rmsnorm_forward(stack, true, how_of(stack + 4));
+}
+
+static void rmsnorm_backward(Value* stack, bool with_dw, How how) {
   Call call;
   Operand x, weight, dout, rstd, dx, dw = {0};
   begin(&call);
@@ -435,7 +472,7 @@ static void rmsnorm_backward(Value* stack, bool with_dw) {
   output_like(&call, &dx, &x);
   if (with_dw) output_like(&call, &dw, &weight);
   if (ready(&call)) {
-    gander_rmsnorm_options options = {sizeof options, allocator(&call), 0};
+    gander_rmsnorm_options options = {sizeof options, allocator(&call), 0, how.algorithm, how.batch_invariant};
     done(&call, lib.gander_rmsnorm_backward(&x.dl, optional(&weight), &dout.dl, &rstd.dl, &dx.dl, optional(&dw),
                                             &options, call.stream));
   }
@@ -444,12 +481,22 @@ static void rmsnorm_backward(Value* stack, bool with_dw) {
 
 static void rmsnorm_bwd(Value* stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  rmsnorm_backward(stack, false);
+  rmsnorm_backward(stack, false, (How){0});
+}
+
+static void rmsnorm_bwd_by(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  rmsnorm_backward(stack, false, how_of(stack + 4));
 }
 
 static void rmsnorm_bwd_dw(Value* stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
-  rmsnorm_backward(stack, true);
+  rmsnorm_backward(stack, true, (How){0});
+}
+
+static void rmsnorm_bwd_dw_by(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  rmsnorm_backward(stack, true, how_of(stack + 4));
 }
 
 /* The target has a value for each row of x: the same leading dimensions, not only as many. */
@@ -473,9 +520,9 @@ static void targets(Call* call, const char* op, Operand* o, Tensor handle, const
   flatten(call, o);
 }
 
-/* What a forward call gives besides the losses. SAVED is all that backward needs, in one allocation of 2 M + 1
+/* What a forward call gives besides the losses, and how (ONE_PASS, INVARIANT). SAVED is all that backward needs, in one allocation of 2 M + 1
  * elements: each row's maximum, each row's logarithm of the sum, and the denominator. */
-enum { LSE = 1, SAVED = 2, DX = 4, IN_PLACE = 8, ONE_PASS = 16 };
+enum { LSE = 1, SAVED = 2, DX = 4, IN_PLACE = 8, ONE_PASS = 16, INVARIANT = 32 };
 
 typedef struct {
   int64_t shape[2], strides[2];
@@ -526,7 +573,8 @@ static void cross_entropy_forward(Value* stack, int32_t reduction, int wanted) {
   if (ready(&call)) {
     gander_cross_entropy_options options = {.size = sizeof options, .allocator = allocator(&call),
                                             .ignore_index = ignore_index, .reduction = reduction,
-                                            .one_pass = (wanted & ONE_PASS) != 0};
+                                            .one_pass = (wanted & ONE_PASS) != 0,
+                                            .batch_invariant = (wanted & INVARIANT) != 0};
     const DLTensor* lse_tensor = wanted & SAVED ? &saved.lse : optional(&lse);
     done(&call, lib.gander_cross_entropy_forward(&x.dl, &target.dl, optional(&weight), &loss.dl, lse_tensor,
                                                  optional(&dx), wanted & SAVED ? &saved.denominator : NULL, &options,
@@ -541,9 +589,19 @@ static void cross_entropy_fwd(Value* stack, uint64_t inputs, uint64_t outputs) {
   cross_entropy_forward(stack, (int32_t)stack[4], 0);
 }
 
+static void cross_entropy_fwd_invariant(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  cross_entropy_forward(stack, (int32_t)stack[4], INVARIANT);
+}
+
 static void cross_entropy_fwd_saved(Value* stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
   cross_entropy_forward(stack, (int32_t)stack[4], SAVED);
+}
+
+static void cross_entropy_fwd_saved_invariant(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  cross_entropy_forward(stack, (int32_t)stack[4], SAVED | INVARIANT);
 }
 
 static void cross_entropy_fwd_one_pass(Value* stack, uint64_t inputs, uint64_t outputs) {
@@ -556,14 +614,29 @@ static void cross_entropy_fwd_lse(Value* stack, uint64_t inputs, uint64_t output
   cross_entropy_forward(stack, GANDER_REDUCTION_NONE, LSE);
 }
 
+static void cross_entropy_fwd_lse_invariant(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  cross_entropy_forward(stack, GANDER_REDUCTION_NONE, LSE | INVARIANT);
+}
+
 static void cross_entropy_fwd_dx(Value* stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
   cross_entropy_forward(stack, GANDER_REDUCTION_NONE, LSE | DX);
 }
 
+static void cross_entropy_fwd_dx_invariant(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  cross_entropy_forward(stack, GANDER_REDUCTION_NONE, LSE | DX | INVARIANT);
+}
+
 static void cross_entropy_fwd_dx_(Value* stack, uint64_t inputs, uint64_t outputs) {
   (void)inputs, (void)outputs;
   cross_entropy_forward(stack, GANDER_REDUCTION_NONE, LSE | IN_PLACE);
+}
+
+static void cross_entropy_fwd_dx_invariant_(Value* stack, uint64_t inputs, uint64_t outputs) {
+  (void)inputs, (void)outputs;
+  cross_entropy_forward(stack, GANDER_REDUCTION_NONE, LSE | IN_PLACE | INVARIANT);
 }
 
 /* Where dx goes: to a new tensor, over x, or over the gradient that the forward pass left there. */
@@ -645,6 +718,13 @@ EXPORT const char* gander_torch_register(const char* library) {
       KERNEL(cross_entropy_fwd),     KERNEL(cross_entropy_fwd_lse), KERNEL(cross_entropy_fwd_saved),
       KERNEL(cross_entropy_fwd_dx),  KERNEL(cross_entropy_fwd_dx_), KERNEL(cross_entropy_fwd_one_pass),
       KERNEL(cross_entropy_bwd),     KERNEL(cross_entropy_bwd_),    KERNEL(cross_entropy_bwd_one_pass),
+      KERNEL(softmax_fwd_by),        KERNEL(softmax_bwd_by),        KERNEL(rmsnorm_fwd_by),
+      KERNEL(rmsnorm_fwd_rstd_by),   KERNEL(rmsnorm_bwd_by),        KERNEL(rmsnorm_bwd_dw_by),
+      KERNEL(cross_entropy_fwd_invariant),
+      KERNEL(cross_entropy_fwd_lse_invariant),
+      KERNEL(cross_entropy_fwd_saved_invariant),
+      KERNEL(cross_entropy_fwd_dx_invariant),
+      KERNEL(cross_entropy_fwd_dx_invariant_),
   };
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   void* cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);

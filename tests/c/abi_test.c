@@ -143,7 +143,7 @@ static void test_every_op(void) {
   DLTensor* t1 = &fill_vector(&one, 1)->managed.dl_tensor;
   one.data[0] = 1;
 
-  gander_rmsnorm_options norm = {sizeof norm, NULL, 0.5};
+  gander_rmsnorm_options norm = {sizeof norm, NULL, 0.5, GANDER_ALGORITHM_AUTO, 1};
   CHECK(gander_rmsnorm_forward(tx, tw, ty, tr, &norm, NULL) == GANDER_OK);
   double r = 1 / sqrt((0 + 1 + 4 + 9) / 4.0 + 0.5);
   for (int i = 0; i < M; ++i) CHECK(fabs(rstd.data[i] - r) < 1e-6);
@@ -166,7 +166,7 @@ static void test_every_op(void) {
   CHECK(fabs(loss.data[0] - log(sum)) < 1e-6 && one.data[0] == M);
   CHECK(fabs(dx.data[0] - (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - exp(1) / sum) < 1e-6);
 
-  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0};
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0, 0, 0};
   one.data[0] = M;
   block two;
   DLTensor* t2 = &fill_vector(&two, 1)->managed.dl_tensor;
@@ -194,27 +194,43 @@ static void test_options(void) {
   struct {
     gander_rmsnorm_options known;
     char more[16];
-  } newer = {{sizeof newer, &allocator, 1e-6}, {0}};
+  } newer = {{sizeof newer, &allocator, 1e-6, 0, 0}, {0}};
   const gander_rmsnorm_options* options = &newer.known;
   CHECK(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL) == GANDER_OK);
   newer.more[15] = 1;
-  REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "byte 39 is set");
+  REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "byte 47 is set");
   newer.known.size = sizeof newer.known;
   CHECK(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL) == GANDER_OK);
   static const size_t wrong[] = {0, 4, 8, sizeof(gander_rmsnorm_options) - 1, 4097, SIZE_MAX};
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
     newer.known.size = wrong[i];
     REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION,
-            "expected 24; set it to sizeof(the struct)");
+            "expected 32; set it to sizeof(the struct)");
   }
   newer.known.size = sizeof newer.known;
   newer.known.eps = NAN;
   REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "eps is NaN");
-  gander_softmax_options softmax = {sizeof softmax - 8, NULL};
-  REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION, "size is 8, expected 16");
-  gander_cross_entropy_options entropy = {sizeof entropy, NULL, -100, 7, 0};
+  gander_softmax_options softmax = {sizeof softmax - 8, NULL, GANDER_ALGORITHM_AUTO, 1};
+  REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION, "size is 16, expected 24");
+  softmax.size = sizeof softmax;
+  CHECK(gander_softmax_forward(x, y, &softmax, NULL) == GANDER_OK);
+  softmax.algorithm = GANDER_ALGORITHM_CLUSTER;
+  REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_UNSUPPORTED,
+          "softmax_forward: algorithm is \"cluster\" on cpu, expected \"auto\"");
+  softmax.algorithm |= GANDER_ALGORITHM_IF_SERVED;
+  CHECK(gander_softmax_forward(x, y, &softmax, NULL) == GANDER_OK);
+  softmax.algorithm = GANDER_ALGORITHM_SPLITK + 1;
+  REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION,
+          "algorithm is 9, expected 0 (auto) to 8 (splitk)");
+  gander_cross_entropy_options entropy = {sizeof entropy, NULL, -100, 7, 0, 0, 0};
   REFUSED(gander_cross_entropy_forward(x, y, NULL, y, NULL, NULL, NULL, &entropy, NULL), GANDER_ERROR_OPTION,
           "reduction is 7");
+  entropy.reduction = GANDER_REDUCTION_NONE;
+  entropy.algorithm = GANDER_ALGORITHM_REGISTER;
+  block t, l;
+  REFUSED(gander_cross_entropy_forward(x, &fill_targets(&t)->managed.dl_tensor, NULL,
+                                       &fill_vector(&l, M)->managed.dl_tensor, NULL, NULL, NULL, &entropy, NULL),
+          GANDER_ERROR_OPTION, "algorithm is \"register\", expected \"auto\": the op has no others");
   REFUSED(gander_set_num_threads(-1), GANDER_ERROR_OPTION, "count is -1");
   CHECK(gander_set_num_threads(1) == GANDER_OK && gander_set_num_threads(0) == GANDER_OK);
 }
@@ -266,7 +282,7 @@ static void test_owned(void) {
                                   NULL, NULL, &w) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   w->deleter(w);
-  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0};
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0, 0, 0};
   CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, &mean, NULL, &y, NULL, NULL) ==
         GANDER_OK);
   CHECK(y->dl_tensor.ndim == 0 && fabs(*(float*)y->dl_tensor.data - log(sum)) < 1e-6);
@@ -285,8 +301,8 @@ static void test_owned_refusals(void) {
   block a, b, c, d, e;
   DLManagedTensorVersioned *const junk = (DLManagedTensorVersioned*)&a, *y = junk, *z = junk, *w = junk;
   DLDataType same = {0, 0, 0}, wide = {kDLFloat, 64, 1};
-  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0};
-  gander_rmsnorm_options unset = {0, NULL, 1e-6};
+  gander_cross_entropy_options mean = {sizeof mean, NULL, -100, GANDER_REDUCTION_MEAN, 0, 0, 0};
+  gander_rmsnorm_options unset = {0, NULL, 1e-6, 0, 0};
 
   fill(&a)->managed.version.major = 2;
   memset(&a.managed.flags, 0xff, sizeof a.managed - offsetof(DLManagedTensorVersioned, flags)); /* not to be read */
@@ -347,19 +363,29 @@ static void test_explain(void) {
   char text[512];
   DLDataType half = {kDLFloat, 16, 1}, bytes = {kDLUInt, 8, 1};
   DLDevice host = {kDLCPU, 0}, metal = {kDLMetal, 0};
-  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, text, sizeof text) == GANDER_OK);
+  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, sizeof text) == GANDER_OK);
   CHECK(strstr(text, "softmax_forward of 8 rows of 4096 float16 on cpu"));
   memset(text, '?', sizeof text);
-  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, text, 8) == GANDER_OK);
+  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, 8) == GANDER_OK);
   CHECK(strcmp(text, "softmax") == 0 && text[8] == '?');
-  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, text, 1) == GANDER_OK && text[0] == '\0');
-  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, text, 0), GANDER_ERROR_NULL, "no capacity");
-  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, NULL, 9), GANDER_ERROR_NULL, "text is NULL");
-  REFUSED(gander_explain(NULL, 8, 4096, half, host, text, 9), GANDER_ERROR_NULL, "op is NULL");
-  REFUSED(gander_explain("relu", 8, 4096, half, host, text, 9), GANDER_ERROR_OPTION, "op is \"relu\"");
-  REFUSED(gander_explain("softmax_forward", 8, 0, half, host, text, 9), GANDER_ERROR_SHAPE, "the shape is (8, 0)");
-  REFUSED(gander_explain("softmax_forward", 8, 9, bytes, host, text, 9), GANDER_ERROR_DTYPE, "dtype is uint8");
-  REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, text, 9), GANDER_ERROR_DEVICE, "device type 8");
+  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, 1) == GANDER_OK && text[0] == '\0');
+  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, 0), GANDER_ERROR_NULL, "no capacity");
+  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, NULL, 9), GANDER_ERROR_NULL, "text is NULL");
+  REFUSED(gander_explain(NULL, 8, 4096, half, host, 0, 0, text, 9), GANDER_ERROR_NULL, "op is NULL");
+  REFUSED(gander_explain("relu", 8, 4096, half, host, 0, 0, text, 9), GANDER_ERROR_OPTION, "op is \"relu\"");
+  REFUSED(gander_explain("softmax_forward", 8, 0, half, host, 0, 0, text, 9), GANDER_ERROR_SHAPE, "the shape is (8, 0)");
+  REFUSED(gander_explain("softmax_forward", 8, 9, bytes, host, 0, 0, text, 9), GANDER_ERROR_DTYPE, "dtype is uint8");
+  REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, 0, 0, text, 9), GANDER_ERROR_DEVICE, "device type 8");
+  REFUSED(gander_explain("softmax_forward", 8, 9, half, host, GANDER_ALGORITHM_WARP, 0, text, 9),
+          GANDER_ERROR_UNSUPPORTED, "explain: algorithm is \"warp\" on cpu");
+  char list[4096];
+  CHECK(gander_algorithms("softmax_forward", list, sizeof list) == GANDER_OK);
+  CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list && strstr(list, "\"limits\":\"rows of up to 64 KiB\""));
+  memset(list, '?', sizeof list);
+  REFUSED(gander_algorithms("softmax_forward", list, 8), GANDER_ERROR_OPTION, "capacity is 8, expected");
+  CHECK(list[0] == '\0' && list[8] == '?');
+  REFUSED(gander_algorithms("relu", list, sizeof list), GANDER_ERROR_OPTION, "op is \"relu\"");
+  REFUSED(gander_algorithms(NULL, list, sizeof list), GANDER_ERROR_NULL, "op is NULL");
   CHECK(gander_warmup(host) == GANDER_OK);
   REFUSED(gander_warmup(metal), GANDER_ERROR_DEVICE, "device type 8");
 }
@@ -414,7 +440,8 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
   FORKED(gander_cross_entropy_backward(x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_backward");
   FORKED(gander_set_num_threads(1), "gander_set_num_threads");
   FORKED(gander_warmup(host), "gander_warmup");
-  FORKED(gander_explain("softmax_forward", 1, 1, half, host, text, sizeof text), "gander_explain");
+  FORKED(gander_explain("softmax_forward", 1, 1, half, host, 0, 0, text, sizeof text), "gander_explain");
+  FORKED(gander_algorithms("softmax_forward", text, sizeof text), "gander_algorithms");
   FORKED(gander_softmax(&fill(&a)->managed, NULL, NULL, &y), "gander_softmax");
   CHECK(a.deleted == 1 && y == NULL);
   FORKED(gander_softmax_grad(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, &y), "gander_softmax_grad");

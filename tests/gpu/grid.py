@@ -149,18 +149,19 @@ def _cross_entropy_one_pass(a):
     return {what: gradient(*how) for what, how in UPSTREAM.items()}
 
 
-def _rmsnorm_forward(a):
-    out, _, rstd = gander.rmsnorm_fwd(a.x, a.weight, eps=EPS, store_rstd=True)
+def _rmsnorm_forward(a, **how):
+    out, _, rstd = gander.rmsnorm_fwd(a.x, a.weight, eps=EPS, store_rstd=True, **how)
     return {"out": out, "rstd": rstd}
 
 
+# The first five take algorithm and batch_invariant.
 OPS = {
-    "softmax_forward": lambda a: {"y": gander.softmax_fwd(a.x)},
-    "softmax_backward": lambda a: {"dx": gander.softmax_bwd(a.dy, a.y)},
+    "softmax_forward": lambda a, **how: {"y": gander.softmax_fwd(a.x, **how)},
+    "softmax_backward": lambda a, **how: {"dx": gander.softmax_bwd(a.dy, a.y, **how)},
     "rmsnorm_forward": _rmsnorm_forward,
-    "rmsnorm_backward": lambda a: {"dx": gander.rmsnorm_bwd(a.x, None, a.dy, a.rstd)[0]},
-    "rmsnorm_backward_dw": lambda a: dict(
-        zip(("dx", "dw"), gander.rmsnorm_bwd(a.x, a.weight, a.dy, a.rstd)[:2], strict=True)
+    "rmsnorm_backward": lambda a, **how: {"dx": gander.rmsnorm_bwd(a.x, None, a.dy, a.rstd, **how)[0]},
+    "rmsnorm_backward_dw": lambda a, **how: dict(
+        zip(("dx", "dw"), gander.rmsnorm_bwd(a.x, a.weight, a.dy, a.rstd, **how)[:2], strict=True)
     ),
     "cross_entropy_forward": _cross_entropy_forward,
     "cross_entropy_forward_dx": _cross_entropy_forward_dx,
@@ -306,13 +307,13 @@ def summing(m):
     return (math.log2(m) + 2) * 2**-24
 
 
-def check(op, cases):
+def check(op, cases, **how):
     """Holds an op against torch and float64 on all the inputs together: a few elements alone have no meaningful RMS."""
     results, rows = {}, []
     for a in cases:
         rows.append(a.m)
         references = REFERENCES[op](a)
-        for what, got in OPS[op](a).items():
+        for what, got in OPS[op](a, **how).items():
             theirs, exact = references[what]
             assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
             parts = results.setdefault(what, SimpleNamespace(got=[], theirs=[], exact=[]))

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import gander
 import pytest
 import torch
 import typer
@@ -139,6 +140,61 @@ def test_bad_options_are_refused(command, arguments, expected):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
 def test_throughput_needs_a_gpu(command):
     assert command("throughput").exit_code == 2
+
+
+def test_algorithms_are_points_of_their_own():
+    points = list(sections.algorithms(sections.Options(providers=("gander",), dtypes=("bfloat16",))))
+    shapes = {(point.name["m"], point.name["n"]) for point in points}
+    assert shapes == {*sections.PUBLISHED, *sections.TRAINING} and len(points) == 4 * len(shapes)
+    assert points[0].providers == ("gander", *(f"gander:{name}" for name in gander._library.ALGORITHMS[1:]))
+    inputs = cases.OPERATORS["rmsnorm_backward"].inputs(2, 8, torch.float32, "cpu")
+    with pytest.raises(NotImplementedError, match='algorithm is "warp" on cpu'):
+        cases.provider("gander:warp").operators["rmsnorm_backward"](*inputs)()
+
+
+def test_table_of_algorithms():
+    base = {
+        "section": "algorithms",
+        "op": "softmax_forward",
+        "dtype": "bfloat16",
+        "environment": {"device": "a", "torch": "b"},
+    }
+    refusal = {"error": 'NotImplementedError: softmax_forward: algorithm "warp" holds ...'}
+    results = {
+        "gander": {"us": 10.2},
+        "gander:warp": refusal,
+        "gander:block": {"us": 10.0},
+        "gander:register": {"error": "X"},
+    }
+    slow = results | {"gander": {"us": 10.4}}
+    records = [
+        base | {"m": 4, "n": 4096, "results": results, "taken": "register"},
+        base | {"m": 4, "n": 8192, "results": slow, "taken": "block"},
+    ]
+    (table,) = report.algorithms_tables(records)
+    assert table.columns == [
+        "operator",
+        "M x N",
+        "auto",
+        "warp",
+        "block",
+        "register",
+        "auto / best",
+        "at most",
+        "auto takes",
+    ]
+    assert table.rows[0] == [
+        "softmax forward",
+        "4 x 4096",
+        "10.2",
+        "",
+        "10.0",
+        "failed",
+        "1.020",
+        "1.03 met",
+        "register",
+    ]
+    assert table.rows[1][-3:] == ["1.040", "1.03 MISSED", "block"]
 
 
 def test_host_modes_differentiate():

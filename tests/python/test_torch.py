@@ -40,7 +40,7 @@ def calls(x, weight, target):
     grad, grad_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     rstd, saved = torch.rand(6, device=x.device), ops.cross_entropy_fwd_saved(x, target, None, -100, 1)[1]
     rows = torch.randn(6, device=x.device)
-    return {
+    plain = {
         "softmax": (grad,),
         "rmsnorm": (grad, grad_weight),
         "cross_entropy": (grad, target, weight.abs()),
@@ -60,6 +60,17 @@ def calls(x, weight, target):
         "cross_entropy_bwd": (x, target, weight.abs(), rows, rows, -100, 0),
         "cross_entropy_bwd_": (x.clone(), target, None, rows[0], saved, -100, 1),
     }
+    by_algorithm = {
+        f"{name}_by": (*plain[name], 0, True) for name in plain if name.startswith(("softmax_", "rmsnorm_"))
+    }
+    invariant = {
+        "cross_entropy_fwd_invariant": (grad, target, weight.abs(), -100, 2),
+        "cross_entropy_fwd_lse_invariant": (grad, target, None, -100),
+        "cross_entropy_fwd_saved_invariant": (grad, target, None, -100, 0),
+        "cross_entropy_fwd_dx_invariant": (x, target, weight.abs(), -100),
+        "cross_entropy_fwd_dx_invariant_": (x.clone(), target, None, -100),
+    }
+    return plain | by_algorithm | invariant
 
 
 def test_opcheck_of_every_op(data):
@@ -330,11 +341,13 @@ def test_autocast_follows_torch(device):
 
 def test_autocast_rule_of_softmax_on_cuda():
     """Checked through the dispatcher, so that the rule is tested where there is no GPU too."""
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("gander::softmax_fwd", "AutocastCUDA")
     from gander import _pytorch
 
-    assert _pytorch._softmax_autocast(torch.ones(2, 3, dtype=torch.float16)).dtype == torch.float32
-    assert _pytorch._softmax_autocast(torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
+    for op, how in ((ops.softmax_fwd.default, ()), (ops.softmax_fwd_by.default, (0, True))):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCUDA")
+        kernel = _pytorch._autocast(op)
+        assert kernel(torch.ones(2, 3, dtype=torch.float16), *how).dtype == torch.float32
+        assert kernel(torch.ones(2, 3, dtype=torch.float64), *how).dtype == torch.float64
 
 
 def test_meta_tensors():

@@ -202,7 +202,7 @@ func body(v *kernels.Variant) string {
 	case kernels.Loop:
 		return fmt.Sprintf("loop_body<%s, %d, %d>", op, v.RowThreads, v.Vectors)
 	case kernels.Lanes:
-		return fmt.Sprintf("lanes_body<%s, %d, %d>", t, v.RowThreads, v.Vectors)
+		return fmt.Sprintf("lanes_body<%s, %d, %d, %d>", t, v.RowThreads, v.Vectors, v.Stages)
 	case kernels.Columns:
 		return fmt.Sprintf("columns_body<%s, %t>", t, v.General)
 	}

@@ -43,9 +43,12 @@ def _shard(text: str) -> tuple[int, int]:
 
 def main(
     chosen: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION]", help="host, load, throughput, odd, few, step, cpu.")
+        list[str] | None,
+        typer.Argument(metavar="[SECTION]", help="host, load, throughput, odd, few, algorithms, step, cpu."),
     ] = None,
-    providers: Annotated[str | None, typer.Option(help="torch,torch.compile,gander,quack,liger,cudnn")] = None,
+    providers: Annotated[
+        str | None, typer.Option(help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,cudnn")
+    ] = None,
     ops: Annotated[str | None, typer.Option(help="Operators, such as softmax_forward,rmsnorm_backward.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="bfloat16,float16,float32")] = None,
     shapes: Annotated[str | None, typer.Option(help="In place of the grid: 32768x4096,4x1048576.")] = None,

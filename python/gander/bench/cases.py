@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import gander
+from gander import _library
 
 EPS = 1e-6
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -241,6 +242,23 @@ def _gander_two_passes():
     return Provider({"cross_entropy": functools.partial(gander.cross_entropy, one_pass=False)}, {})
 
 
+def _gander_by(algorithm):
+    """What takes an algorithm, by one that is named."""
+    how = {"algorithm": algorithm}
+    return Provider(
+        {
+            "softmax": functools.partial(gander.softmax, **how),
+            "rmsnorm": functools.partial(gander.rmsnorm, eps=EPS, **how),
+        },
+        {
+            "softmax_forward": _tuple(functools.partial(gander.softmax_fwd, **how)),
+            "softmax_backward": _tuple(functools.partial(gander.softmax_bwd, **how)),
+            "rmsnorm_forward": _direct(functools.partial(gander.rmsnorm_fwd, eps=EPS, **how)),
+            "rmsnorm_backward": _direct(lambda *inputs: gander.rmsnorm_bwd(*inputs, **how)[:2]),
+        },
+    )
+
+
 def _quack():
     from quack import cross_entropy, rmsnorm, softmax
     from quack.cross_entropy import cross_entropy_fwd
@@ -360,8 +378,11 @@ _PROVIDERS = {
     "liger": (_liger, "liger-kernel"),
     "cudnn": (_cudnn, "nvidia-cudnn-frontend"),
 }
+DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
+_BY_ALGORITHM = {f"gander:{name}": (functools.partial(_gander_by, name), None) for name in _library.ALGORITHMS[1:]}
+_PROVIDERS |= _BY_ALGORITHM
 PROVIDERS = tuple(_PROVIDERS)
-DEFAULT_PROVIDERS = PROVIDERS[:3]
+ALGORITHMS = ("gander", *_BY_ALGORITHM)  # auto and all that it chooses among
 
 
 @functools.cache

@@ -10,15 +10,15 @@ __device__ __forceinline__ void move(const uint4* a, const uint4* b, uint4* c, v
   for (int i = 0; i < U; i++) {
     const vectors j = base + i * blockDim.x;
     v[i] = w[i] = make_uint4(1, 2, 3, 4);
-    if (j < n && Reads > 0) v[i] = __ldcs(a + j);
-    if (j < n && Reads > 1) w[i] = __ldcs(b + j);
+    if (j < n && Reads > 0) v[i] = a[j];
+    if (j < n && Reads > 1) w[i] = b[j];
   }
   unsigned all = 0;
 #pragma unroll
   for (int i = 0; i < U; i++) {
     const vectors j = base + i * blockDim.x;
     if (Reads > 1) v[i].x ^= w[i].x, v[i].y ^= w[i].y, v[i].z ^= w[i].z, v[i].w ^= w[i].w;
-    if (Write && j < n) __stcs(c + j, v[i]);
+    if (Write && j < n) c[j] = v[i];
     all |= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
   }
   // Never true for the data that is used, but the compiler cannot know: the loads stay.

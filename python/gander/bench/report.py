@@ -245,6 +245,36 @@ def few_tables(records) -> list[Table]:
     return tables
 
 
+AUTO_WITHIN = 1.03  # of the best algorithm that can be forced
+
+
+def algorithms_tables(records) -> list[Table]:
+    """Rows are shapes, columns algorithms; empty where one cannot serve a shape."""
+    tables = []
+    for dtype in _dtypes(_of(records, "algorithms")):
+        mine = _of(records, "algorithms", dtype=dtype)
+        forced = unique(name for r in mine for name in r["results"] if name != "gander")
+        rows = []
+        for record in sorted(mine, key=lambda r: r["op"], reverse=True):
+            results = record["results"]
+            auto = results["gander"].get("us")
+            best = min((results[name]["us"] for name in forced if "us" in results[name]), default=None)
+            share = None if None in (auto, best) else auto / best
+            row = [TITLES[record["op"]], _size(record["m"], record["n"]), _figure(results["gander"], "us", "{:.1f}")]
+            row += [_algorithm(results.get(name)) for name in forced]
+            row += ["-" if share is None else f"{share:.3f}", _met(share, AUTO_WITHIN), record.get("taken", "")]
+            rows.append(row)
+        title = f"Algorithms, us, {dtype} ({_where(mine)})"
+        columns = ["operator", "M x N", "auto", *(name.partition(":")[2] for name in forced)]
+        tables.append(Table(title, [*columns, "auto / best", "at most", "auto takes"], rows))
+    return tables
+
+
+def _algorithm(result: dict | None) -> str:
+    refused = result is not None and result.get("error", "").startswith("NotImplementedError")
+    return "" if refused else _figure(result, "us", "{:.1f}")
+
+
 def cpu_tables(records) -> list[Table]:
     records = _of(records, "cpu")
     tables = []
@@ -261,6 +291,7 @@ _SECTIONS = {
     "throughput": throughput_tables,
     "odd": odd_tables,
     "few": few_tables,
+    "algorithms": algorithms_tables,
     "step": step_tables,
     "cpu": cpu_tables,
 }

@@ -6,14 +6,16 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+import gander
+
 from .. import _library
 from . import limit, load
-from .cases import DTYPES, OPERATORS, double, provider, rows_of
+from .cases import ALGORITHMS, DTYPES, OPERATORS, double, provider, rows_of
 from .timing import GPUTimer, cpu_blocks, host_cost
 
 # Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
@@ -22,6 +24,13 @@ TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 2621
 # long enough to be a case of throughput.
 FEW = tuple(
     (m, n) for m in (1, 4, 16, 128) for n in (2**12, 2**15, 2**17, 2**20, 2**22, 2**23, 2**25) if m * n <= 2**27
+)
+# What algorithms for softmax and RMSNorm are commonly compared on.
+PUBLISHED = (
+    (128, 1024),
+    *((2048, n) for n in (1024, 2048, 4096, 8192)),
+    *((4, n) for n in (16384, 32768, 65536, 114688)),
+    *((1, n) for n in (1 << 20, 1 << 25)),
 )
 CPU = tuple((m, 4096) for m in (4, 64, 1024, 16384))  # 64 KiB to 256 MiB of float32
 TINY = (4, 256)
@@ -186,6 +195,19 @@ def few(options: Options) -> Iterator[Point]:
     return _grid("few", _gpu_point, FEW, forward, ("bfloat16",), options)
 
 
+def _algorithms_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+    figures = _gpu_point(providers, options, op, dtype, m, n)
+    rows = torch.empty(n, dtype=DTYPES[dtype], device="cuda").expand(m, n)  # only described
+    return figures | {"taken": gander.explain(op, rows).partition(":")[0].removeprefix("auto takes ")}
+
+
+def algorithms(options: Options) -> Iterator[Point]:
+    """Auto beside every algorithm that can be forced; one that refuses a shape has its reason for a result."""
+    options = replace(options, providers=ALGORITHMS)
+    operators = tuple(op for op in OPERATORS if op.startswith(("softmax", "rmsnorm")))
+    return _grid("algorithms", _algorithms_point, PUBLISHED + TRAINING, operators, ("bfloat16", "float32"), options)
+
+
 def cpu(options: Options) -> Iterator[Point]:
     return _grid("cpu", _cpu_point, CPU, tuple(OPERATORS), ("float32", "bfloat16"), options)
 
@@ -345,10 +367,11 @@ SECTIONS = {
     "throughput": throughput,
     "odd": odd,
     "few": few,
+    "algorithms": algorithms,
     "step": step,
     "cpu": cpu,
 }
-NEEDS_GPU = ("throughput", "odd", "few", "step")
+NEEDS_GPU = ("throughput", "odd", "few", "algorithms", "step")
 
 
 def context_is_lost() -> bool:

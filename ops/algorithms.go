@@ -1,0 +1,255 @@
+package ops
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/gander-go/gander/internal/driver"
+	"github.com/gander-go/gander/kernels"
+)
+
+// Algorithm is a way over the rows that softmax and RMSNorm can be told to take: a restriction on which regimes of the kernels
+// the planner may choose. The numbers are gander_algorithm of gander.h.
+type Algorithm int32
+
+// The algorithms. Algorithms says of each what it is and which rows it serves.
+const (
+	Auto Algorithm = iota
+	Warp
+	Block
+	Register
+	Medium
+	Extreme
+	Cluster
+	Arbitrary
+	SplitK
+)
+
+var algorithmNames = [...]string{"auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk"}
+
+// String returns the name that people use.
+func (a Algorithm) String() string {
+	if a < 0 || int(a) >= len(algorithmNames) {
+		return fmt.Sprintf("algorithm %d", int32(a))
+	}
+	return algorithmNames[a]
+}
+
+// Choice is what a caller asks of the planner. The zero value leaves everything to it.
+type Choice struct {
+	Algorithm Algorithm // of softmax and RMSNorm
+	IfServed  bool      // Auto, and no refusal, where the algorithm cannot serve the rows
+	// BatchInvariant makes the bits of a row's results independent of how many rows there are. Rows that are not made of whole,
+	// aligned 16-byte vectors keep a dependence on where in 16 bytes they begin. Sums over rows are not meant.
+	BatchInvariant bool
+}
+
+// AlgorithmInfo describes an algorithm of one op.
+type AlgorithmInfo struct {
+	Name   string `json:"name"`
+	What   string `json:"what"`
+	Limits string `json:"limits"`
+}
+
+// what tells people what an algorithm does; ring where RMSNorm's rows come through shared memory.
+func (a Algorithm) what(ring bool) string {
+	switch a {
+	case Warp:
+		return "one pass: each row in the registers of 8 to 32 threads of a warp, which shuffle and need no barrier"
+	case Block:
+		return "one block of 256 threads to a row, tree reduction by shuffles and shared memory; a row that its registers do not " +
+			"hold is read twice"
+	case Register:
+		return "one pass: each row in the registers of one block or less, in the smallest tile that holds it"
+	case Medium:
+		if ring {
+			return "one pass: persistent blocks, rows through a ring in shared memory into registers"
+		}
+		return "one pass: each row in the largest register tile of one block; registers hold what other libraries keep in shared " +
+			"memory too"
+	case Extreme:
+		if ring {
+			return "one pass: persistent clusters, rows through rings in their shared memory into registers"
+		}
+		return "one pass: each row in the largest register tiles of as few blocks as hold it, up to a cluster"
+	case Cluster:
+		if ring {
+			return "one pass: a cluster of blocks to a row, whose sums meet in distributed shared memory"
+		}
+		return "one pass: each row in the registers of a cluster of 2 to 16 blocks, whose results meet in distributed shared memory"
+	case Arbitrary:
+		return "two passes: blocks reduce chunks of the rows, then others merge the chunks' results and map"
+	case SplitK:
+		return "two passes as arbitrary, every row split over several blocks: for few long rows"
+	}
+	return "whatever was fastest where it was measured, for the shape and the device"
+}
+
+// Algorithms lists the algorithms of an op that Explain takes, each with what it is and which rows it serves on a device with
+// clusters of 16. The planner itself is asked for the limits.
+func Algorithms(op string) ([]AlgorithmInfo, error) {
+	k := check{op: "algorithms"}
+	k.explained(op)
+	if k.err != nil {
+		return nil, k.err
+	}
+	r := explained[op]
+	var list []AlgorithmInfo
+	for a := range Algorithm(len(algorithmNames)) {
+		if r.Algorithm = a; a != Auto && !choosable(r.op) {
+			break
+		}
+		list = append(list, AlgorithmInfo{a.String(), a.what(ringed(r.op, r.dw)), limits(r)})
+	}
+	return list, nil
+}
+
+// choosable tells whether an op has more than one algorithm.
+func choosable(op kernels.Op) bool {
+	switch op {
+	case kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward:
+		return true
+	}
+	return false
+}
+
+// ringed tells whether an op has kernels that bring rows through shared memory.
+func ringed(op kernels.Op, dw bool) bool {
+	return op == kernels.RMSNormForward || op == kernels.RMSNormBackward && dw
+}
+
+// The devices that limits are told for: one with everything, and one without clusters.
+var (
+	ideal = driver.Facts{Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20,
+		Clusters: [5]int{264, 132, 66, 33, 16}}
+	plain = driver.Facts{Major: 8, SMs: 132, SharedPerBlock: 163 << 10, SharedPerSM: 164 << 10, L2Bytes: 40 << 20}
+)
+
+const (
+	none    = -1
+	longest = 30 // log2 of the vectors of a row that stands for any
+)
+
+// reach asks the planner for the logarithms of the vectors in the shortest and in the longest row that is served. Every border
+// between served and not served is a power of two.
+func reach(f *driver.Facts, r request) (low, high int) {
+	low, high = none, none
+	elements := 16 / r.x.Size()
+	for i := 0; i <= longest; i++ {
+		r.n = elements << i
+		if r.general {
+			r.n -= elements - 1 // the row may begin anywhere in a vector
+		}
+		if _, served, err := attempt(f, r); served && err == nil {
+			if high = i; low == none {
+				low = i
+			}
+		}
+	}
+	return low, high
+}
+
+// limits says which rows are served.
+func limits(r request) string {
+	r.x, r.m = kernels.BFloat16, 1
+	low, high := reach(&ideal, r)
+	_, without := reach(&plain, r)
+	r.general = true
+	_, unaligned := reach(&ideal, r)
+	var text []string
+	switch {
+	case low > 0:
+		text = append(text, "rows of more than "+bytes(low-1))
+	case high == longest:
+		text = append(text, "rows of any length")
+	default:
+		text = append(text, "rows of up to "+bytes(high))
+	}
+	switch {
+	case unaligned == none:
+		text = append(text, "only of whole, aligned 16-byte vectors")
+	case unaligned < high:
+		text = append(text, "unaligned ones of up to "+bytes(unaligned))
+	}
+	switch {
+	case without == none:
+		text = append(text, "on compute capability 9.0 or newer")
+	case without < high:
+		text = append(text, "before compute capability 9.0 of up to "+bytes(without))
+	}
+	return strings.Join(text, ", ")
+}
+
+// bytes is the size of 1 << log vectors.
+func bytes(log int) string {
+	switch {
+	case log < 6:
+		return fmt.Sprintf("%d bytes", 16<<log)
+	case log < 16:
+		return fmt.Sprintf("%d KiB", 1<<(log-6))
+	case log < 26:
+		return fmt.Sprintf("%d MiB", 1<<(log-16))
+	}
+	return fmt.Sprintf("%d GiB", 1<<(log-26))
+}
+
+// chosen checks what a caller asks of the planner, once the device is known. Host tensors have one algorithm, in which no row
+// knows of another.
+func (k *check) chosen(c *Call, op kernels.Op) {
+	switch {
+	case c == nil || c.Algorithm == Auto:
+	case c.Algorithm < 0 || int(c.Algorithm) >= len(algorithmNames):
+		k.fail(StatusOption, "algorithm is %d, expected 0 (%v) to %d (%v)", int32(c.Algorithm), Auto,
+			len(algorithmNames)-1, Algorithm(len(algorithmNames)-1))
+	case !choosable(op):
+		k.fail(StatusOption, "algorithm is %q, expected %q: the op has no others; leave it out", c.Algorithm, Auto)
+	case k.device.Host() && !c.IfServed:
+		k.fail(StatusUnsupported, "algorithm is %q on %v, expected %q: host memory is served by one algorithm; leave it out, or "+
+			"move the operands to a CUDA device", c.Algorithm, k.device, Auto)
+	}
+}
+
+// refused says what the algorithm cannot do, and which others can.
+func refused(f *driver.Facts, r request) error {
+	var limit string
+	asked, aligned := r.Algorithm, r
+	aligned.general, aligned.mixed = false, false
+	low, high := reach(f, r)
+	_, alignedHigh := reach(f, aligned)
+	rows, elements := "rows", 16/r.x.Size()
+	if r.general {
+		rows = "rows that are not whole, aligned 16-byte vectors"
+	}
+	most := func(log int) int64 {
+		if r.general {
+			return elements<<log - elements + 1
+		}
+		return elements << log
+	}
+	switch {
+	case r.mixed && high == none:
+		limit = "takes dout of x's dtype only"
+	case high == none && alignedHigh != none:
+		limit = "takes rows of whole, aligned 16-byte vectors only (and a weight and results of x's dtype, aligned too)"
+	case high == none:
+		limit = fmt.Sprintf("needs clusters of thread blocks that this device, of compute capability %d.%d, does not have",
+			f.Major, f.Minor)
+	case r.n > most(high):
+		limit = fmt.Sprintf("holds %s of up to %d %v elements on this device, these have %d", rows, most(high), r.x, r.n)
+	default:
+		limit = fmt.Sprintf("splits %s of more than %d %v elements, these have %d", rows, most(low-1), r.x, r.n)
+	}
+	var others []string
+	for a := Auto + 1; int(a) < len(algorithmNames); a++ {
+		r.Algorithm = a
+		if _, served, err := attempt(f, r); served && err == nil {
+			others = append(others, strconv.Quote(a.String()))
+		}
+	}
+	instead := strconv.Quote(Auto.String())
+	if others != nil {
+		instead = strings.Join(others, ", ") + " or " + instead
+	}
+	return errorf(StatusUnsupported, "%v: algorithm %q %s; use %s", r.op, asked, limit, instead)
+}

@@ -1,0 +1,159 @@
+"""algorithm= and batch_invariant=: names, lists, refusals, and what the CPU makes of them."""
+
+import gander
+import numpy as np
+import pytest
+import torch
+from gander import _library
+
+NAMES = ("auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk")
+X, W = torch.randn(5, 40), torch.randn(40)
+RSTD = torch.ones(5)
+TARGET = torch.tensor([0, 39, 7, 7, 1])
+
+
+def calls(x, w, rstd):
+    """Every function that takes an algorithm."""
+    return {
+        "softmax": lambda **how: gander.softmax(x, **how),
+        "softmax_fwd": lambda **how: gander.softmax_fwd(x, **how),
+        "softmax_bwd": lambda **how: gander.softmax_bwd(x, x, **how),
+        "rmsnorm": lambda **how: gander.rmsnorm(x, w, **how),
+        "rmsnorm_fwd": lambda **how: gander.rmsnorm_fwd(x, w, store_rstd=True, **how)[2],
+        "rmsnorm_bwd": lambda **how: gander.rmsnorm_bwd(x, w, x, rstd, **how)[1],
+    }
+
+
+ARRAYS = {"torch": calls(X, W, RSTD), "numpy": calls(X.numpy(), W.numpy(), RSTD.numpy())}
+functions = pytest.mark.parametrize("function", ARRAYS["torch"])
+kinds = pytest.mark.parametrize("kind", ARRAYS)
+
+
+@pytest.mark.parametrize("op", ["softmax", "softmax_fwd", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", "softmax_backward"])
+def test_list(op):
+    found = gander.algorithms(op)
+    assert tuple(algorithm.name for algorithm in found) == NAMES == _library.ALGORITHMS
+    assert all(algorithm.what and "rows of" in algorithm.limits for algorithm in found)
+    assert repr(found[1]) == f"<warp: {found[1].what}; {found[1].limits}>"
+
+
+def test_lists_differ_by_direction():
+    forward, backward = gander.algorithms("softmax"), gander.algorithms("softmax_bwd")
+    assert forward[1].limits == "rows of up to 4 KiB, unaligned ones of up to 2 KiB"
+    assert backward[1].limits == "rows of up to 1 KiB"
+
+
+def test_cross_entropy_has_one():
+    assert [algorithm.name for algorithm in gander.algorithms("cross_entropy")] == ["auto"]
+
+
+def test_list_of_another_op():
+    with pytest.raises(ValueError, match='algorithms: op is "conv", expected softmax_forward, softmax_backward'):
+        gander.algorithms("conv")
+
+
+@functions
+@kinds
+def test_unknown_name(kind, function):
+    with pytest.raises(ValueError, match=r"algorithm is 'fast', expected 'auto', 'warp', .* or 'splitk'"):
+        ARRAYS[kind][function](algorithm="fast")
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+@functions
+@kinds
+def test_cpu_has_one(kind, function, name):
+    expected = (
+        f'algorithm is "{name}" on cpu, expected "auto": host memory is served by one algorithm; leave it out, or'
+    )
+    with pytest.raises(NotImplementedError, match=expected):
+        ARRAYS[kind][function](algorithm=name)
+
+
+def test_explain():
+    assert gander.explain("softmax", X, batch_invariant=True) == gander.explain("softmax", X)
+    with pytest.raises(NotImplementedError, match='algorithm is "warp" on cpu'):
+        gander.explain("softmax", X, algorithm="warp")
+    with pytest.raises(ValueError, match="algorithm is 'fast', expected 'auto'"):
+        gander.explain("softmax", X, algorithm="fast")
+    with pytest.raises(ValueError, match='algorithm is "warp", expected "auto": the op has no others'):
+        gander.explain("cross_entropy", X, algorithm="warp")
+
+
+@functions
+@kinds
+def test_invariant_results_are_results(kind, function):
+    call = ARRAYS[kind][function]
+    np.testing.assert_array_equal(call(batch_invariant=True), call())
+
+
+def test_gradients():
+    """Options take the same ways through autograd, torch.compile and the operators."""
+
+    def step(x, w):
+        return gander.rmsnorm(gander.softmax(x, batch_invariant=True), w, batch_invariant=True)
+
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+        out = function(x, w)
+        want = gander.rmsnorm(gander.softmax(x), w)
+        assert torch.equal(out, want)
+        for got, expected in zip(
+            torch.autograd.grad(out.sum(), (x, w)), torch.autograd.grad(want.sum(), (x, w)), strict=True
+        ):
+            assert torch.equal(got, expected)
+    with pytest.raises(NotImplementedError, match='algorithm is "warp" on cpu'):
+        gander.softmax(X.clone().requires_grad_(), algorithm="warp")
+
+
+def test_backward_only_prefers_an_algorithm():
+    y, algorithm = gander.softmax(X), _library.ALGORITHMS.index("warp")
+    with pytest.raises((NotImplementedError, RuntimeError), match='algorithm is "warp" on cpu'):
+        torch.ops.gander.softmax_bwd_by(X, y, algorithm, False)
+    dx = torch.ops.gander.softmax_bwd_by(X, y, algorithm | _library.IF_SERVED, False)
+    assert torch.equal(dx, gander.softmax_bwd(X, y))
+
+
+@pytest.mark.parametrize("n", [40, 1001, 300001])
+def test_bits_of_a_row_do_not_depend_on_the_others(n):
+    x = torch.randn(7, n)
+    weight, target = torch.randn(n), torch.randint(n, (7,))
+
+    def results(x, target):
+        y = gander.softmax_fwd(x, batch_invariant=True)
+        out, _, rstd = gander.rmsnorm_fwd(x, weight, store_rstd=True, batch_invariant=True)
+        loss, lse, dx = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True, batch_invariant=True)
+        return [
+            y,
+            gander.softmax_bwd(x, y, batch_invariant=True),
+            out,
+            rstd,
+            gander.rmsnorm_bwd(x, weight, y, rstd, batch_invariant=True)[0],
+            gander.cross_entropy(x, target, reduction="none", batch_invariant=True),
+            loss,
+            lse,
+            dx,
+        ]
+
+    every = results(x, target)
+    for some in (slice(0, 1), slice(2, 5), slice(6, 7)):
+        for got, want in zip(results(x[some], target[some]), every, strict=True):
+            assert torch.equal(got, want[some])
+
+
+def test_cross_entropy_gradient():
+    x = X.clone().requires_grad_()
+    loss = gander.cross_entropy(x, TARGET, reduction="sum", batch_invariant=True)
+    want = gander.cross_entropy(x, TARGET, reduction="sum")
+    assert torch.equal(loss, want)
+    assert torch.equal(*(torch.autograd.grad(value, x)[0] for value in (loss, want)))
+    compiled = torch.compile(gander.cross_entropy, fullgraph=True, backend="aot_eager")
+    loss = compiled(x, TARGET, reduction="sum", inplace_backward=True, batch_invariant=True)
+    assert torch.equal(
+        *(torch.autograd.grad(value, x)[0] for value in (loss, gander.cross_entropy(x, TARGET, reduction="sum")))
+    )
+    written = X.clone()
+    loss, dx = gander.cross_entropy_fwd(written, TARGET, return_dx=True, inplace_backward=True, batch_invariant=True)
+    assert dx is written and torch.equal(dx, gander.cross_entropy_fwd(X, TARGET, return_dx=True)[1])
+    got = gander.cross_entropy(X.numpy(), TARGET.numpy(), batch_invariant=True)
+    np.testing.assert_array_equal(got, gander.cross_entropy(X.numpy(), TARGET.numpy()))
