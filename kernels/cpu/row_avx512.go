@@ -54,9 +54,8 @@ type (
 	f64x8  = archsimd.Float64x8
 )
 
-// c16 and n16 load a constant's lanes, see lanes.
-func c16(c *floats) f32x16 { return archsimd.LoadFloat32x16((*[16]float32)(c)) }
-func n16(c *ints) i32x16   { return archsimd.LoadInt32x16((*[16]int32)(c)) }
+// n16 loads a constant's lanes, see lanes.
+func n16(c *ints) i32x16 { return archsimd.LoadInt32x16((*[16]int32)(c)) }
 
 // lanes16 points at elements i to i+15.
 func lanes16(x []float32, i int) *[16]float32 {
