@@ -16,7 +16,7 @@ readonly ROOMS="capi dlpack internal kernels ops python"
 readonly GLIBC=2.28                      # the oldest that a wheel runs on; python/pyproject.toml says so too
 
 # What `test` consists of: two lanes that run side by side.
-readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills exports c"
+readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c"
 readonly PYTHON_LANE="ruff pytest notorch"
 
 task_help() {
@@ -147,7 +147,7 @@ unpacked() {
 
 has_go() { [[ $(GOTOOLCHAIN=local go version 2>/dev/null) == *" go1.26"[.\ ]* ]]; }
 
-# compilers: puts Go and the headers of CUDA into the environment; NVCC is CUDA's compiler.
+# compilers: puts Go and the headers of CUDA into the environment; NVCC is CUDA's compiler, its tools lie beside it.
 compilers() {
   local tree tool
   [[ $(uname -sm) == "Linux x86_64" ]] || die "gander builds on Linux x86_64, not on $(uname -sm)"
@@ -312,6 +312,8 @@ generated_files() {
 
 # The compiler reads ptxas' report of every kernel, of cached ones too, and refuses spills and stack frames.
 check_spills() { kernels "${GANDER_ARCHS:-$DEFAULT_ARCHS}"; }
+
+check_sass() { go run ./internal/cmd/checksass "${NVCC%/*}" kernels/images; }
 
 check_exports() { go run ./internal/cmd/checklib $LIBRARY capi/gander.h; }
 

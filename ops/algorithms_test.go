@@ -121,7 +121,7 @@ func TestAlgorithmChoices(t *testing.T) {
 				`use "block", "extreme", "cluster", "arbitrary", "splitk" or "auto"`},
 		{"h100", request{op: softmax, m: 4, n: 1024}, Medium, "softmax_forward_rows_bfloat16_512x8"},
 		{"h100", request{op: softmaxBack, m: 4, n: 1024}, Medium, "softmax_backward_rows_bfloat16_1024x4"},
-		{"h100", request{op: norm, m: 4, n: 16384}, Medium, "rmsnorm_forward_ring_bfloat16_512x4_cluster"},
+		{"h100", request{op: norm, m: 4, n: 16384}, Medium, "rmsnorm_forward_ring_bfloat16_512x4"},
 		{"h100", request{op: norm, general: true, m: 4, n: 1001}, Medium,
 			`rmsnorm_forward: algorithm "medium" takes rows of whole, aligned 16-byte vectors only (and a weight and results of x's ` +
 				`dtype, aligned too); use "warp", "block", "register", "cluster", "arbitrary" or "auto"`},

@@ -23,12 +23,14 @@ type kit[T float] struct {
 	add         func(acc, x []float64)                   // acc += x
 	addProduct  func(acc []float64, x, y []T, c float64) // acc += x * c * y
 	multiply    func(dst, x, w []T, c T)                 // dst = x * c * w
-	softmaxGrad func(dst, dy, y []T, d T)                // dst = (dy - d) * y
-	rmsNormGrad func(dst, x, w, dout []T, k, r T)        // dst = (dout * w - x * k) * r
+	softmaxGrad func(dst, dy, y []T, hi, lo T)           // dst = ((dy - hi) - lo) * y
+	rmsNormGrad func(dst, x, w, dout []T, k, r float64)  // dst = (dout * w - x * k) * r
 
-	// softmax's backward pass on memory as it lies, by its DType, where that is faster than by way of load and store
+	// Shortcuts, nil where there is none: a sum without the exponentials themselves, and softmax's backward pass on memory
+	// as it lies, by its DType; with stream dst is aligned to 64 bytes, and written past the cache.
+	expSum         func(src []T, m T) float64 // sum of exp(src - m), to the same bits as exp's
 	dotRaw         [4]func(x, y unsafe.Pointer, n int) float64
-	softmaxGradRaw [4]func(dst, dy, y unsafe.Pointer, n int, d float32)
+	softmaxGradRaw [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 }
 
 // exp is polynomial: with n = round(x / ln 2) and r = x - n ln 2, exp(x) = 2^n (1 + r + r^2 q(r)), where q has the

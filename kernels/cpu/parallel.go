@@ -16,6 +16,7 @@ const (
 	widenedRow  = block     // beyond this many, widening again costs less than going back to what was widened before
 	chunk       = 8 * block // elements of a long row that make a task where rows are shared among workers
 	maxTasks    = 256       // tasks that the rows are dealt into
+	streamBytes = 32 << 20  // from this much on little of a result would be in the cache for who reads it next
 	serialBytes = 2 << 20   // below this much memory traffic, waking other threads costs more than they save
 )
 
@@ -63,6 +64,7 @@ type call[T float] struct {
 	blocks     int  // of a row
 	whole      bool // what the first pass over a row made is kept for the second
 	long       bool // longer than longRow
+	stream     bool // what is written is not to push out of the cache what is read
 
 	step    step[T]
 	tasks   int
@@ -119,7 +121,7 @@ func (e *engine[T]) run(o *operands, workers int, op op[T]) {
 	c.operands, c.kit, c.op = *o, e.kit, op
 	c.rows, c.cols = int(o.x.Rows), int(o.x.Cols)
 	c.blocks = (c.cols + block - 1) / block
-	c.whole, c.long = c.cols <= o.keep, c.cols > longRow
+	c.whole, c.long, c.stream = c.cols <= o.keep, c.cols > longRow, o.bytes() >= streamBytes
 	c.prepare(max(workers, 1))
 	op.run(c)
 	c.operands, c.op, c.step = operands{}, nil, nil

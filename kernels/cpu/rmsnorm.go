@@ -129,7 +129,7 @@ func (rmsNormBackward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stat
 			w.kit.addProduct(w.sum[j-w.sumFrom:][:n], x, dout, s.a)
 		}
 		dx := w.output(1, &w.dx, row, j, n)
-		w.kit.rmsNormGrad(dx, x, w.weightBlock(j, n), dout, T(s.b), T(s.a))
+		w.kit.rmsNormGrad(dx, x, w.weightBlock(j, n), dout, s.b, s.a)
 		w.write(&w.dx, row, j, dx)
 	}
 }

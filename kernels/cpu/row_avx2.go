@@ -250,22 +250,22 @@ func multiplyAVX2(dst, x, w []float32, c float32) {
 }
 
 //go:nocheckptr
-func softmaxGradAVX2(dst, dy, y []float32, d float32) {
-	dv := archsimd.BroadcastFloat32x8(d)
+func softmaxGradAVX2(dst, dy, y []float32, hi, lo float32) {
+	hv, lv := archsimd.BroadcastFloat32x8(hi), archsimd.BroadcastFloat32x8(lo)
 	n, i := len(y), 0
 	for ; i+8 <= n; i += 8 {
-		load8(dy, i).Sub(dv).Mul(load8(y, i)).Store(lanes8(dst, i))
+		load8(dy, i).Sub(hv).Sub(lv).Mul(load8(y, i)).Store(lanes8(dst, i))
 	}
 	if i < n {
 		mask := rest8(n - i)
-		loadRest8(dy, i, mask).Sub(dv).Mul(loadRest8(y, i, mask)).StoreMasked(lanes8(dst, i), mask)
+		loadRest8(dy, i, mask).Sub(hv).Sub(lv).Mul(loadRest8(y, i, mask)).StoreMasked(lanes8(dst, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()
 }
 
 //go:nocheckptr
-func rmsNormGradAVX2(dst, x, w, dout []float32, k, r float32) {
-	kv, rv := archsimd.BroadcastFloat32x8(-k), archsimd.BroadcastFloat32x8(r)
+func rmsNormGradAVX2(dst, x, w, dout []float32, k, r float64) {
+	kv, rv := archsimd.BroadcastFloat32x8(float32(-k)), archsimd.BroadcastFloat32x8(float32(r))
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
 		load8(dout, i).MulAdd(load8(w, i), load8(x, i).Mul(kv)).Mul(rv).Store(lanes8(dst, i))

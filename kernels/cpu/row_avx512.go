@@ -34,16 +34,17 @@ var avx512 = kit[float32]{
 	add:         addAVX512,
 	addProduct:  addProductAVX512,
 	multiply:    multiplyAVX512,
-	softmaxGrad: softmaxGradAVX512,
 	rmsNormGrad: rmsNormGradAVX512,
 
+	expSum: expSumAVX512,
 	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{
 		kernels.Float16:  dotFloat16AVX512,
 		kernels.BFloat16: dotBFloat16AVX512,
 	},
-	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, d float32){
+	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool){
 		kernels.Float16:  softmaxGradFloat16AVX512,
 		kernels.BFloat16: softmaxGradBFloat16AVX512,
+		kernels.Float32:  softmaxGradFloat32AVX512,
 	},
 }
 
@@ -53,9 +54,8 @@ type (
 	f64x8  = archsimd.Float64x8
 )
 
-// c16 and n16 load a constant's lanes, see lanes.
-func c16(c *floats) f32x16 { return archsimd.LoadFloat32x16((*[16]float32)(c)) }
-func n16(c *ints) i32x16   { return archsimd.LoadInt32x16((*[16]int32)(c)) }
+// n16 loads a constant's lanes, see lanes.
+func n16(c *ints) i32x16 { return archsimd.LoadInt32x16((*[16]int32)(c)) }
 
 // lanes16 points at elements i to i+15.
 func lanes16(x []float32, i int) *[16]float32 {
@@ -110,58 +110,16 @@ func maxRest16(x []float32, i int, low f32x16) f32x16 {
 	return loadRest16(x, i, m).Merge(low, m)
 }
 
-// exp16 is e to the x for x <= 0: see kit.go. Where x is below expLow the polynomial means nothing, and is 0 instead.
-func (k *constants) exp16(x f32x16) f32x16 {
-	n := x.MulAdd(c16(&k.log2E), c16(&k.roundBias)).Sub(c16(&k.roundBias))
-	r := n.MulAdd(c16(&k.minusLn2Low), n.MulAdd(c16(&k.minusLn2High), x))
-	p := c16(&k.exp6).MulAdd(r, c16(&k.exp5)).MulAdd(r, c16(&k.exp4)).MulAdd(r, c16(&k.exp3)).
-		MulAdd(r, c16(&k.exp2)).MulAdd(r, c16(&k.one)).MulAdd(r, c16(&k.one))
-	return c16(&k.zero).Merge(p.Scale(n), x.Less(c16(&k.expLow)))
-}
+// In exp_amd64.s.
+//
+//go:noescape
+func expAVX512(dst, src []float32, m float32) float64
 
-//go:nocheckptr
-func expAVX512(dst, src []float32, m float32) float64 {
-	k := lanes
-	var s0, s1 f64x8
-	low := archsimd.BroadcastFloat32x16(m)
-	n, i := len(src), 0
-	for ; i+64 <= n; i += 64 {
-		e0, e1 := k.exp16(load16(src, i).Sub(low)), k.exp16(load16(src, i+16).Sub(low))
-		e2, e3 := k.exp16(load16(src, i+32).Sub(low)), k.exp16(load16(src, i+48).Sub(low))
-		e0.Store(lanes16(dst, i))
-		e1.Store(lanes16(dst, i+16))
-		e2.Store(lanes16(dst, i+32))
-		e3.Store(lanes16(dst, i+48))
-		s0, s1 = fold16(s0, s1, e0.Add(e1).Add(e2.Add(e3)))
-	}
-	for ; i < n; i += 16 {
-		mask := rest16(min(n-i, 16))
-		e := k.exp16(loadRest16(src, i, mask).Sub(low)).Masked(mask)
-		e.StoreMasked(lanes16(dst, i), mask)
-		s0, s1 = fold16(s0, s1, e)
-	}
-	return sum16(s0, s1)
-}
+//go:noescape
+func expSumAVX512(src []float32, m float32) float64
 
-//go:nocheckptr
-func expScaleAVX512(dst, src []float32, m, c float32) {
-	k := lanes
-	low, cv := archsimd.BroadcastFloat32x16(m), archsimd.BroadcastFloat32x16(c)
-	n, i := len(src), 0
-	for ; i+64 <= n; i += 64 {
-		e0, e1 := k.exp16(load16(src, i).Sub(low)), k.exp16(load16(src, i+16).Sub(low))
-		e2, e3 := k.exp16(load16(src, i+32).Sub(low)), k.exp16(load16(src, i+48).Sub(low))
-		e0.Mul(cv).Store(lanes16(dst, i))
-		e1.Mul(cv).Store(lanes16(dst, i+16))
-		e2.Mul(cv).Store(lanes16(dst, i+32))
-		e3.Mul(cv).Store(lanes16(dst, i+48))
-	}
-	for ; i < n; i += 16 {
-		mask := rest16(min(n-i, 16))
-		k.exp16(loadRest16(src, i, mask).Sub(low)).Mul(cv).StoreMasked(lanes16(dst, i), mask)
-	}
-	archsimd.ClearAVXUpperBits()
-}
+//go:noescape
+func expScaleAVX512(dst, src []float32, m, c float32)
 
 func dotAVX512(x, y []float32) float64 {
 	var s0, s1 f64x8
@@ -240,22 +198,26 @@ func multiplyAVX512(dst, x, w []float32, c float32) {
 	}
 }
 
-//go:nocheckptr
-func softmaxGradAVX512(dst, dy, y []float32, d float32) {
-	dv := archsimd.BroadcastFloat32x16(d)
-	n, i := len(y), 0
-	for ; i+16 <= n; i += 16 {
-		load16(dy, i).Sub(dv).Mul(load16(y, i)).Store(lanes16(dst, i))
-	}
-	if i < n {
-		mask := rest16(n - i)
-		loadRest16(dy, i, mask).Sub(dv).Mul(loadRest16(y, i, mask)).StoreMasked(lanes16(dst, i), mask)
-	}
-}
+// In softmax_amd64.s.
+//
+//go:noescape
+func dotFloat16AVX512(x, y unsafe.Pointer, n int) float64
+
+//go:noescape
+func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64
+
+//go:noescape
+func softmaxGradFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+
+//go:noescape
+func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+
+//go:noescape
+func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 
 //go:nocheckptr
-func rmsNormGradAVX512(dst, x, w, dout []float32, k, r float32) {
-	kv, rv := archsimd.BroadcastFloat32x16(-k), archsimd.BroadcastFloat32x16(r)
+func rmsNormGradAVX512(dst, x, w, dout []float32, k, r float64) {
+	kv, rv := archsimd.BroadcastFloat32x16(float32(-k)), archsimd.BroadcastFloat32x16(float32(r))
 	n, i := len(x), 0
 	for ; i+16 <= n; i += 16 {
 		load16(dout, i).MulAdd(load16(w, i), load16(x, i).Mul(kv)).Mul(rv).Store(lanes16(dst, i))
@@ -290,12 +252,6 @@ func widenFloat16x16(dst *float32, src unsafe.Pointer, n int)
 
 //go:noescape
 func narrowFloat16x16(dst unsafe.Pointer, src *float32, n int, c float32)
-
-//go:noescape
-func dotFloat16x32(sum *[8]float64, x, y unsafe.Pointer, n int)
-
-//go:noescape
-func softmaxGradFloat16x16(dst, dy, y unsafe.Pointer, n int, d float32)
 
 // The conversions of 16-bit rows end with a vector that overlaps the one before it: memory and float32 side never
 // overlap, so converting an element twice is harmless. Rows of less than a vector are left to the portable code.
@@ -358,87 +314,4 @@ func (k *constants) narrowBFloat16x16(f f32x16) archsimd.Int16x16 {
 	odd := u.ShiftRight(n16(&k.sixteen)).And(n16(&k.bit0))
 	u = n16(&k.bfloat16NaN).Merge(u.Add(odd).Add(n16(&k.bfloat16Half)), f.IsNaN())
 	return u.ShiftRight(n16(&k.sixteen)).TruncateToInt16()
-}
-
-func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64 {
-	k := lanes
-	var s0, s1 f64x8
-	i := 0
-	for ; i+64 <= n; i += 64 {
-		a := k.widenBFloat16x16(halves16(x, i)).Mul(k.widenBFloat16x16(halves16(y, i)))
-		b := k.widenBFloat16x16(halves16(x, i+16)).Mul(k.widenBFloat16x16(halves16(y, i+16)))
-		a = k.widenBFloat16x16(halves16(x, i+32)).MulAdd(k.widenBFloat16x16(halves16(y, i+32)), a)
-		b = k.widenBFloat16x16(halves16(x, i+48)).MulAdd(k.widenBFloat16x16(halves16(y, i+48)), b)
-		s0, s1 = fold16(s0, s1, a.Add(b))
-	}
-	sum := sum16(s0, s1)
-	if i < n {
-		sum += dotRest(kernels.BFloat16, unsafe.Add(x, 2*i), unsafe.Add(y, 2*i), n-i)
-	}
-	return sum
-}
-
-func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, d float32) {
-	k := lanes
-	dv := archsimd.BroadcastFloat32x16(d)
-	i := 0
-	for ; i+16 <= n; i += 16 {
-		v := k.widenBFloat16x16(halves16(dy, i)).Sub(dv).Mul(k.widenBFloat16x16(halves16(y, i)))
-		k.narrowBFloat16x16(v).Store(halves16(dst, i))
-	}
-	archsimd.ClearAVXUpperBits()
-	if i < n {
-		softmaxGradRest(kernels.BFloat16, unsafe.Add(dst, 2*i), unsafe.Add(dy, 2*i), unsafe.Add(y, 2*i), n-i, d)
-	}
-}
-
-func dotFloat16AVX512(x, y unsafe.Pointer, n int) float64 {
-	var lanes [8]float64
-	i := n &^ 31
-	if i > 0 {
-		dotFloat16x32(&lanes, x, y, i)
-	}
-	sum := 0.0
-	for _, v := range lanes {
-		sum += v
-	}
-	if i < n {
-		sum += dotRest(kernels.Float16, unsafe.Add(x, 2*i), unsafe.Add(y, 2*i), n-i)
-	}
-	return sum
-}
-
-func softmaxGradFloat16AVX512(dst, dy, y unsafe.Pointer, n int, d float32) {
-	i := n &^ 15
-	if i > 0 {
-		softmaxGradFloat16x16(dst, dy, y, i, d)
-	}
-	if i < n {
-		softmaxGradRest(kernels.Float16, unsafe.Add(dst, 2*i), unsafe.Add(dy, 2*i), unsafe.Add(y, 2*i), n-i, d)
-	}
-}
-
-// dotRest and softmaxGradRest do the end of a row, of less than 64 elements, in float32.
-func dotRest(t kernels.DType, x, y unsafe.Pointer, n int) float64 {
-	a, b := loadRest(t, x, n), loadRest(t, y, n)
-	return dotAVX512(a[:n], b[:n])
-}
-
-func softmaxGradRest(t kernels.DType, dst, dy, y unsafe.Pointer, n int, d float32) {
-	a, b := loadRest(t, dy, n), loadRest(t, y, n)
-	softmaxGradAVX512(a[:n], a[:n], b[:n], d)
-	if t == kernels.Float16 {
-		storeFloat16AVX512(dst, a[:n], 1)
-	} else {
-		storeBFloat16AVX512(dst, a[:n], 1)
-	}
-}
-
-func loadRest(t kernels.DType, src unsafe.Pointer, n int) (a [64]float32) {
-	if t == kernels.Float16 {
-		loadFloat16AVX512(a[:n], src)
-	} else {
-		loadBFloat16AVX512(a[:n], src)
-	}
-	return a
 }

@@ -174,13 +174,13 @@ func dot3[T float](x, y, z []T) float64 {
 	y, z = y[:len(x)], z[:len(x)]
 	var s [4]float64
 	for ; len(x) >= 4; x, y, z = x[4:], y[4:], z[4:] {
-		s[0] += float64(x[0]) * float64(y[0]*z[0])
-		s[1] += float64(x[1]) * float64(y[1]*z[1])
-		s[2] += float64(x[2]) * float64(y[2]*z[2])
-		s[3] += float64(x[3]) * float64(y[3]*z[3])
+		s[0] += float64(x[0]) * float64(y[0]) * float64(z[0])
+		s[1] += float64(x[1]) * float64(y[1]) * float64(z[1])
+		s[2] += float64(x[2]) * float64(y[2]) * float64(z[2])
+		s[3] += float64(x[3]) * float64(y[3]) * float64(z[3])
 	}
 	for i, v := range x {
-		s[i] += float64(v) * float64(y[i]*z[i])
+		s[i] += float64(v) * float64(y[i]) * float64(z[i])
 	}
 	return (s[0] + s[1]) + (s[2] + s[3])
 }
@@ -206,16 +206,16 @@ func multiply[T float](dst, x, w []T, c T) {
 	}
 }
 
-func softmaxGrad[T float](dst, dy, y []T, d T) {
+func softmaxGrad[T float](dst, dy, y []T, hi, lo T) {
 	dst, y = dst[:len(dy)], y[:len(dy)]
 	for i, v := range dy {
-		dst[i] = (v - d) * y[i]
+		dst[i] = (v - hi - lo) * y[i]
 	}
 }
 
-func rmsNormGrad[T float](dst, x, w, dout []T, k, r T) {
+func rmsNormGrad[T float](dst, x, w, dout []T, k, r float64) {
 	dst, w, dout = dst[:len(x)], w[:len(x)], dout[:len(x)]
 	for i, v := range x {
-		dst[i] = (dout[i]*w[i] - v*k) * r
+		dst[i] = T((float64(dout[i])*float64(w[i]) - float64(v)*k) * r)
 	}
 }

@@ -145,10 +145,16 @@ func TestStoreScales(t *testing.T) {
 
 // checkExp compares the exponentials of x with float64.
 func checkExp(t testing.TB, k *kit[float32], x []float32) {
-	e := make([]float32, len(x))
-	sum, want := k.exp(e, x, 0), 0.0
-	scaled := make([]float32, len(x))
-	k.expScale(scaled, x, 0, 2)
+	e, scaled := make([]float32, len(x)+16), make([]float32, len(x)+16)
+	sum, want := k.exp(e[:len(x)], x, 0), 0.0
+	k.expScale(scaled[:len(x)], x, 0, 2)
+	for _, beyond := range [][]float32{e[len(x):], scaled[len(x):]} {
+		require.Equal(t, make([]float32, 16), beyond, k.name)
+	}
+	e = e[:len(x)]
+	if k.expSum != nil && sum == sum {
+		require.Equal(t, sum, k.expSum(x, 0), k.name)
+	}
 	for i, v := range e {
 		if v == v && scaled[i] != 2*v {
 			require.Failf(t, "scaled exp", "%s: %v, not twice %v", k.name, scaled[i], v)
@@ -192,11 +198,16 @@ func TestExp(t *testing.T) {
 	}
 }
 
+func alignedTo64(n int) []float32 {
+	s := make([]float32, n+15)
+	return s[-uintptr(unsafe.Pointer(&s[0]))/4%16:][:n]
+}
+
 // TestPrimitiveLengths compares all kits with plain loops for every length of a row's end.
 func TestPrimitiveLengths(t *testing.T) {
 	for _, k := range kits {
 		for n := 1; n < 140; n++ {
-			x, y, z, dst := make([]float32, n), make([]float32, n), make([]float32, n), make([]float32, n+1)
+			x, y, z, dst := make([]float32, n), make([]float32, n), make([]float32, n), alignedTo64(n+1)
 			acc, more := make([]float64, n), make([]float64, n)
 			largest, dot, dot3 := math.Inf(-1), 0.0, 0.0
 			for i := range n {
@@ -222,8 +233,16 @@ func TestPrimitiveLengths(t *testing.T) {
 			}
 			k.multiply(dst[:n], x, y, 2)
 			each("multiply", func(i int) float32 { return x[i] * 2 * y[i] })
-			k.softmaxGrad(dst[:n], x, y, 2)
-			each("softmaxGrad", func(i int) float32 { return (x[i] - 2) * y[i] })
+			grad := func(i int) float32 { return (x[i] - 2.5) * y[i] }
+			if raw := k.softmaxGradRaw[kernels.Float32]; raw == nil {
+				k.softmaxGrad(dst[:n], x, y, 2, 0.5)
+				each("softmaxGrad", grad)
+			} else {
+				for _, stream := range []bool{false, true} {
+					raw(unsafe.Pointer(&dst[0]), unsafe.Pointer(&x[0]), unsafe.Pointer(&y[0]), n, 2, 0.5, stream)
+					each("softmaxGrad", grad)
+				}
+			}
 			k.rmsNormGrad(dst[:n], x, y, z, 2, 3)
 			each("rmsNormGrad", func(i int) float32 { return (z[i]*y[i] - x[i]*2) * 3 })
 			checkExp(t, k, x)

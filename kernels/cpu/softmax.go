@@ -46,15 +46,16 @@ func (w *worker[T]) exponentials(x, y *kernels.Matrix, row, lo, hi int, parts []
 		n := min(block, hi-j)
 		v := w.read(0, x, row, j, n)
 		high := w.kit.max(v)
-		parts[j/block] = part{float64(high), w.kit.exp(w.exponentialsAt(y, row, j, n), v, reference(high))}
+		parts[j/block].max = float64(high)
+		switch {
+		case w.whole:
+			parts[j/block].sum = w.kit.exp(w.output(0, y, row, j, n), v, reference(high))
+		case w.kit.expSum != nil:
+			parts[j/block].sum = w.kit.expSum(v, reference(high))
+		default:
+			parts[j/block].sum = w.kit.exp(w.scratch(0, j, n), v, reference(high))
+		}
 	}
-}
-
-func (w *worker[T]) exponentialsAt(y *kernels.Matrix, row, j, n int) []T {
-	if w.whole {
-		return w.output(0, y, row, j, n)
-	}
-	return w.scratch(0, j, n)
 }
 
 // reference is what is subtracted from a block with the given maximum: a block of nothing but -inf must give zeros, for
@@ -131,15 +132,27 @@ func total(parts []part) float64 {
 }
 
 func (softmaxBackward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats) {
+	d, rest := split[T](s.a)
 	if raw := w.kit.softmaxGradRaw[w.x.DType]; raw != nil {
-		raw(rowAt(&w.dx, row, lo), rowAt(&w.dy, row, lo), rowAt(&w.x, row, lo), hi-lo, float32(s.a))
+		dx := rowAt(&w.dx, row, lo)
+		raw(dx, rowAt(&w.dy, row, lo), rowAt(&w.x, row, lo), hi-lo, float32(d), float32(rest),
+			w.stream && uintptr(dx)%64 == 0)
 		return
 	}
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		dy, y := w.again(0, &w.dy, row, j, n), w.again(1, &w.x, row, j, n)
 		dx := w.output(0, &w.dx, row, j, n)
-		w.kit.softmaxGrad(dx, dy, y, T(s.a))
+		w.kit.softmaxGrad(dx, dy, y, d, rest)
 		w.write(&w.dx, row, j, dx)
 	}
+}
+
+// split is d and what rounding it to T leaves, without which dy - d loses its digits where dy is close to d.
+func split[T float](d float64) (hi, lo T) {
+	hi = T(d)
+	if rest := d - float64(hi); math.Abs(rest) < math.MaxFloat32 { // not of an infinity or a NaN
+		lo = T(rest)
+	}
+	return hi, lo
 }

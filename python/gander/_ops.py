@@ -227,6 +227,7 @@ def cross_entropy(
     reduction="mean",
     inplace_backward=False,
     *,
+    one_pass=None,
     batch_invariant=False,
 ):
     """Cross-entropy of logits against class indices, differentiable in x: weight[t] * (lse(x) - x[t]) for each row.
@@ -240,6 +241,9 @@ def cross_entropy(
     torch has it), "sum" or "none".
     inplace_backward: backward writes the gradient over x, which saves the memory of x once more. x must not be used
     afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile.
+    one_pass: True makes the gradient along with the loss, which reads x once and holds as much memory as x until
+    backward; False makes it in backward, which reads x again; None chooses by size. Only a mean or a sum on a CUDA
+    device has the choice, without inplace_backward and batch_invariant and outside torch.compile.
     batch_invariant: as of softmax, for the loss of each row and for its gradient with "none" or "sum"; a mean's
     depends on all rows.
     lse_partial is not supported yet: NotImplementedError.
@@ -256,7 +260,9 @@ def cross_entropy(
     if isinstance(x, _Tensor):
         try:
             if not batch_invariant:
-                return _torch.cross_entropy(x, target, weight, ignore_index, _REDUCTIONS[reduction], inplace_backward)
+                return _torch.cross_entropy(
+                    x, target, weight, ignore_index, _REDUCTIONS[reduction], inplace_backward, one_pass
+                )
             return _torch.cross_entropy_invariant(
                 x, target, weight, ignore_index, _REDUCTIONS[reduction], inplace_backward
             )

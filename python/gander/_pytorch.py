@@ -605,8 +605,8 @@ def rmsnorm_bwd_by(x, weight, dout, rstd, *how):
     return _rmsnorm_bwd_dw_by(x, weight, dout, rstd, *how)
 
 
-def cross_entropy(x, target, weight=None, ignore_index=-100, reduction=1, in_place=False):
-    if not is_dynamo_compiling():
+def cross_entropy(x, target, weight=None, ignore_index=-100, reduction=1, in_place=False, one_pass=None):
+    if one_pass is None and not is_dynamo_compiling():
         loss = _straight_cross_entropy(x, target, weight, ignore_index, reduction, in_place)
         if loss is not None:
             return loss
@@ -616,7 +616,9 @@ def cross_entropy(x, target, weight=None, ignore_index=-100, reduction=1, in_pla
         if x.requires_grad:
             if _traced():  # a compiled graph plans its own memory, and cannot write to its inputs in backward
                 return _CrossEntropy.apply(x, target, weight, ignore_index, reduction, False)
-            if reduction and x.is_cuda and not in_place and x.numel() >= _ONE_PASS:
+            if one_pass is None:
+                one_pass = x.numel() >= _ONE_PASS
+            if one_pass and reduction and x.is_cuda and not in_place:
                 return _one_pass_apply(x, target, weight, ignore_index, reduction)
             return _cross_entropy_apply(x, target, weight, ignore_index, reduction, in_place)
     if forward_ad._current_level >= 0:

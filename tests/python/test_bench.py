@@ -1,6 +1,8 @@
 """The benchmark's machinery on tiny shapes: never how fast something is."""
 
+import functools
 import json
+import sys
 from pathlib import Path
 
 import gander
@@ -8,10 +10,10 @@ import pytest
 import torch
 import typer
 from gander import bench
-from gander.bench import cases, limit, load, records, report, sections, timing
+from gander.bench import cases, limit, load, plots, records, report, sections, timing
 from typer.testing import CliRunner
 
-SMALL = ["--shapes", "3x40,2x7", "--seconds", "0"]
+SMALL = ["--shapes", "3x40,2x7", "--seconds", "0", "--dtypes", "float32"]
 
 
 @pytest.fixture
@@ -69,16 +71,13 @@ def test_records_resume_and_report(command):
     shown = command("--report", "a.jsonl")
     assert shown.exit_code == 0
     assert "RMSNorm backward" in shown.output and "3 x 40" in shown.output
+    assert Path("a-cpu-float32.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_resume_measures_points_that_lack_a_provider(command):
-    command(
-        "cpu", "--shapes", "3x4", "--ops", "softmax_forward", "--providers", "torch", "--out", "a", "--seconds", "0"
-    )
-    command(
-        "cpu", "--shapes", "3x4", "--ops", "softmax_forward", "--providers", "torch,gander", "--out", "a", "--seconds",
-        "0", "--resume",
-    )  # fmt: skip
+    one = ["cpu", "--shapes", "3x4", "--ops", "softmax_forward", "--dtypes", "float32", "--seconds", "0", "--out", "a"]
+    command(*one, "--providers", "torch")
+    command(*one, "--providers", "torch,gander", "--resume")
     assert [set(record["results"]) for record in lines("a")] == [{"torch"}, {"torch", "gander"}]
     assert [set(r["results"]) for r in report.latest(records.read(Path("a")))] == [{"torch", "gander"}]
 
@@ -129,6 +128,7 @@ def test_what_is_not_installed_is_left_out(command, monkeypatch):
         (["cpu", "--shard", "3/2"], "is not of the form 1/4"),
         (["--readme", "README.md"], "needs --report"),
         (["--report", "nowhere.jsonl"], "there is no file"),
+        (["--compare", "nowhere.jsonl"], "there is no file"),
     ],
 )
 def test_bad_options_are_refused(command, arguments, expected):
@@ -210,6 +210,30 @@ def test_host_modes_differentiate():
         assert len(both()) == leaves
 
 
+def test_providers_measure_what_they_have(monkeypatch):
+    monkeypatch.setitem(cases._PROVIDERS, "cudnn", (lambda: cases.Provider({}, {"rmsnorm_forward": None}), None))
+    monkeypatch.setattr(cases, "provider", functools.cache(cases.provider.__wrapped__))
+    monkeypatch.setattr(sections, "provider", cases.provider)
+    options = sections.Options(providers=("gander", "cudnn"))
+    having = {(p.name["op"], p.providers) for p in sections.odd(options)}
+    assert having == {(op, ("gander", "cudnn") if op == "rmsnorm_forward" else ("gander",)) for op in cases.OPERATORS}
+    assert list(sections.odd(sections.Options(("cudnn",), operators=("softmax_forward",)))) == []
+    assert {p.providers for p in sections.step(options)} == {("gander", "gander-two-passes")}
+    assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report._STEPS)
+
+
+@pytest.mark.parametrize("name", ["torch", "gander", "gander-two-passes"])
+@pytest.mark.parametrize("mode", sections.STEPS)
+def test_steps_give_the_gradient(name, mode):
+    torch.manual_seed(0)
+    x, target = torch.randn(5, 33, requires_grad=True), torch.randint(33, (5,))
+    call = sections._step_call(cases.provider(name).functions["cross_entropy"], mode, x, target)
+    assert call.factor == {"backward": 1, "a quarter": 0.25, "scaled": 65536}[mode]
+    for _ in range(2):  # anew, not added up
+        assert sections._step_distance(x, target, call(), call.factor) < 1e-5
+    assert sections._step_distance(x, target, 1.1 * call(), call.factor) > 0.05
+
+
 def test_first_calls_in_this_process(monkeypatch):
     monkeypatch.setattr(load, "_NEW", (3, 5))
     figures = load.measure("gander")
@@ -245,6 +269,92 @@ def test_limit_kernels_compile():
     assert limit.compiled("sm_90").startswith(b"\x7fELF")
 
 
+def timing_of(us, **more):
+    return {"us": us, "low": us - 0.1, "high": us + 0.1} | more
+
+
+def step_record():
+    figures = {
+        "torch": timing_of(30.0, ratio=0.5) | {"peak MiB": 600.0, "peak / logits": 3.0},
+        "gander": timing_of(16.0, ratio=0.94) | {"peak MiB": 200.0, "peak / logits": 1.0},
+        "gander-two-passes": timing_of(24.0) | {"peak MiB": 200.0, "peak / logits": 1.0},
+        "liger": {"error": "E"},
+    }
+    name = {"section": "step", "op": "cross_entropy", "mode": "a quarter", "dtype": "bfloat16", "m": 8, "n": 9}
+    return gpu_records()[0] | name | {"results": figures, "limit": timing_of(15.0)}
+
+
+def rows_of(table):
+    return {tuple(row[:2]): row[2:] for row in table.rows}
+
+
+def test_tables_of_steps():
+    (table,) = report.tables([step_record()])
+    assert rows_of(table) == {
+        ("(loss / 4).backward()", "torch"): ["30.0", "0.500", "600", "3.00"],
+        ("(loss / 4).backward()", "gander"): ["16.0", "0.940", "200", "1.00"],
+        ("(loss / 4).backward()", "gander-two-passes"): ["24.0", "-", "200", "1.00"],
+        ("(loss / 4).backward()", "liger"): ["failed"] * 4,
+    }
+
+
+def test_providers_have_no_row_where_they_have_nothing():
+    only = gpu_records()[0] | {"op": "rmsnorm_forward", "results": {"cudnn": {"us": 1.0, "tbps": 1.0}}}
+    (table,) = report.tables([gpu_records()[0], only])
+    assert [row[:2] for row in table.rows if row[1] in ("torch", "gander", "cudnn")] == [
+        ["softmax forward", "torch"], ["softmax forward", "gander"], ["RMSNorm forward", "cudnn"],
+    ]  # fmt: skip
+
+
+def test_summary_of_all_points():
+    fast = gpu_records()[0]
+    slow = fast | {"n": 8192, "results": {"torch": {"us": 5.0}, "gander": {"us": 10.0}, "quack": {"error": "X"}}}
+    failed = fast | {"n": 16384, "results": {"torch": {"error": "X"}, "gander": {"us": 1.0}}}
+    (table,) = report.summary([fast, slow, failed, step_record()])
+    assert rows_of(table) == {
+        ("throughput: softmax forward", "torch"): ["1.00", "2", "0.50", "bfloat16, 32768 x 8192"],
+        ("step: cross-entropy", "torch"): ["1.88", "1", "1.88", "bfloat16, a quarter, 8 x 9"],
+    }
+    assert report.summary([failed]) == []
+
+
+def test_comparison_with_another_run():
+    """Ratios to the limit, in spite of a machine that became slower as a whole; and only what exceeds the spread."""
+
+    def run(*gander, machine=1.0):
+        base = gpu_records()[0]
+        return [
+            base | {"n": n, "results": {"gander": timing_of(us * machine)}, "limit": timing_of(9.0 * machine)}
+            for n, us in enumerate(gander)
+        ]
+
+    (table,) = report.comparison(run(10.0, 10.2, 12.0, 8.0, 7.0, machine=2.0), run(10.0, 10.0, 10.0, 10.0))
+    assert [row[4:] for row in table.rows] == [["1.000", ""], ["0.980", ""], ["0.833", "SLOWER"], ["1.250", "faster"]]
+    assert "4 points" in table.note
+    host = gpu_records()[2] | {"results": {"torch": timing_of(10.0), "gander": timing_of(5.0)}}
+    (table,) = report.comparison([host], [host, gpu_records()[3]])
+    assert table.rows == [["host: softmax", "forward", "2.000", "2.000", "1.000", ""]]
+    assert report.comparison(gpu_records()[:1], [host]) == []
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    few = gpu_records()[0] | {"section": "few", "m": 4}
+    made = plots.draw([*gpu_records(), few, step_record()], tmp_path / "a.jsonl")
+    assert [path.name for path in made] == [
+        "a-throughput-bfloat16.png", "a-few-bfloat16.png", "a-host.png", "a-step.png",
+    ]  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
+
+
+def test_no_pictures_without_matplotlib(command, monkeypatch):
+    Path("a.jsonl").write_text(json.dumps(gpu_records()[0]) + "\n")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = command("--report", "a.jsonl", "--compare", "a.jsonl")
+    assert result.exit_code == 0 and "nothing is drawn" in result.output
+    assert "drawn" not in command("--report", "a.jsonl", "--no-plots").output
+
+
 def gpu_records():
     environment = {
         "device": "NVIDIA H100",
@@ -258,14 +368,14 @@ def gpu_records():
         "date": "2026-01-01T00:00:00+00:00",
         "versions": {"torch": "2.11", "quack": "1"},
     }
-    results = {"torch": {"us": 20.0, "tbps": 1.5}, "gander": {"us": 10.0, "tbps": 2.94, "ratio": 0.98}}
+    results = {"torch": timing_of(20.0, tbps=1.5), "gander": timing_of(10.0, tbps=2.94, ratio=0.98)}
     throughput = {"section": "throughput", "op": "softmax_forward", "dtype": "bfloat16", "m": 32768, "n": 4096}
     host = {"section": "host", "op": "softmax", "mode": "forward"}
     slow = {"torch": {"us": 10.0}, "gander": {"us": 13.0, "over torch": 1.3}}
     calls = {"first": 3.0, "new": [0.2, 0.4]}
     loads = {"library": 1.0, "import": 2.0, "megabytes": 6.8, **dict.fromkeys(load.FUNCTIONS, calls)}
     return [
-        base | throughput | {"results": results, "limit": {"us": 9.8, "tbps": 3.0}},
+        base | throughput | {"results": results, "limit": timing_of(9.8, tbps=3.0)},
         base | throughput | {"n": 262144, "m": 8192, "results": {"torch": {"error": "X"}, "gander": {"error": "Y"}}},
         base | host | {"results": slow},
         base | {"section": "load", "results": {"gander": loads, "torch": {"error": "Z"}}},

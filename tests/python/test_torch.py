@@ -210,6 +210,19 @@ def test_one_pass_of_cross_entropy(data, reduction):
         torch.testing.assert_close(leaf.grad, other.grad)
 
 
+@pytest.mark.parametrize("one_pass", [None, True, False])
+def test_one_pass_is_the_callers_choice(data, one_pass):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, _, target = (t.to(device) for t in data)
+    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss = gander.cross_entropy(leaf, target, one_pass=one_pass)
+    # small tensors take two passes unless told otherwise, the CPU always
+    assert ("OnePass" in type(loss.grad_fn).__name__) == bool(one_pass and device == "cuda")
+    loss.backward()
+    gander.cross_entropy(other, target).backward()
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
 def test_saved_tensors(data):
     """What each op keeps for backward: no more, and in no hidden place."""
     x, weight, target = data

@@ -43,10 +43,11 @@ def _shard(text: str) -> tuple[int, int]:
 
 def main(
     chosen: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION]", help="host, load, throughput, few, algorithms, cpu.")
+        list[str] | None,
+        typer.Argument(metavar="[SECTION]", help="host, load, throughput, odd, few, algorithms, step, cpu."),
     ] = None,
     providers: Annotated[
-        str | None, typer.Option(help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger")
+        str | None, typer.Option(help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,cudnn")
     ] = None,
     ops: Annotated[str | None, typer.Option(help="Operators, such as softmax_forward,rmsnorm_backward.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="bfloat16,float16,float32")] = None,
@@ -60,6 +61,8 @@ def main(
     limit_seconds: Annotated[float | None, typer.Option(help="Begin no point after this time.")] = None,
     report: Annotated[Path | None, typer.Option(help="Measure nothing: print the tables of this file.")] = None,
     readme: Annotated[Path | None, typer.Option(help="With --report: write its tables into this README.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Compare with this file's measurements, point by point.")] = None,
+    plots: Annotated[bool, typer.Option(help="Draw pictures beside the JSON lines.")] = True,
 ) -> None:
     """Measures gander beside torch, torch.compile and others.
 
@@ -69,8 +72,14 @@ def main(
     from rich.console import Console
 
     console = Console(width=None if Console().is_terminal else 160)
+    before = None if compare is None else _read(compare, "--compare")
     if report is not None:
-        _report(console, report, readme)
+        records = _read(report, "--report")
+        _print(console, records, before)
+        if readme is not None:
+            _write_readme(readme, records, report)
+        if plots:
+            _draw(console, records, report)
         return
     if readme is not None:
         raise typer.BadParameter("needs --report FILE", param_hint="--readme")
@@ -99,8 +108,11 @@ def main(
     console.print(f"gander {facts['gander']} ({facts['commit'][:12]}) on {facts['device']}, torch {facts['torch']}")
     points = [point for section in sections for point in SECTIONS[section](options)]
     index, count = _shard(shard)
-    complete = _measure(console, store, points[index - 1 :: count], options, limit_seconds)
-    _print_tables(console, store.path, sections)
+    complete = _measure(console, store, points[index - 1 :: count], limit_seconds)
+    records = _read(store.path, "--out")
+    _print(console, [record for record in records if record["section"] in sections], before)
+    if plots:
+        _draw(console, records, store.path)
     console.print(f"{'complete' if complete else 'unfinished, go on with --resume'}: {store.path}", soft_wrap=True)
 
 
@@ -118,14 +130,13 @@ def _installed(console, names) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _measure(console, store, points, options, limit_seconds) -> bool:
+def _measure(console, store, points, limit_seconds) -> bool:
     """Whether all points are in the store now."""
     from .sections import context_is_lost, forget, reason
 
     began = time.monotonic()
     for number, point in enumerate(points, 1):
-        providers = point.providers or options.providers
-        if store.has(point.name, providers):
+        if store.has(point.name, point.providers):
             continue
         if limit_seconds is not None and time.monotonic() - began > limit_seconds:
             return False
@@ -133,7 +144,7 @@ def _measure(console, store, points, options, limit_seconds) -> bool:
         try:
             figures = point.measure()
         except Exception as error:  # out of memory, say: the next point is another one
-            figures = {"results": {name: {"error": reason(error)} for name in providers}}
+            figures = {"results": {name: {"error": reason(error)} for name in point.providers}}
         store.add(point.name, figures)
         line = _line(number, len(points), point.name, figures, time.monotonic() - start)
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -157,28 +168,38 @@ def _line(number, count, name, figures, seconds) -> str:
     return f"{number}/{count} {what}{shape}: {', '.join(results) or 'done'} [{seconds:.1f} s]"
 
 
-def _print_tables(console, path: Path, sections) -> None:
+def _read(path: Path, option: str) -> list[dict]:
     from .records import read
-    from .report import tables
-
-    records = read(path)
-    for section in sections:
-        for table in tables(records, section):
-            console.print(table.rich())
-
-
-def _report(console, path: Path, readme_path: Path | None) -> None:
-    from .records import read
-    from .report import readme, tables, write_readme
 
     if not path.is_file():
-        raise typer.BadParameter(f"there is no file {path}", param_hint="--report")
-    records = read(path)
-    for table in tables(records):
+        raise typer.BadParameter(f"there is no file {path}", param_hint=option)
+    return read(path)
+
+
+def _print(console, records: list[dict], before: list[dict] | None) -> None:
+    from .report import comparison, summary, tables
+
+    shown = tables(records) + summary(records)
+    if before is not None:
+        shown += comparison(records, before)
+    for table in shown:
         console.print(table.rich())
-    if readme_path is None:
-        return
+
+
+def _write_readme(path: Path, records: list[dict], source: Path) -> None:
+    from .report import readme, write_readme
+
     try:
-        write_readme(readme_path, readme(records, path.as_posix()))
+        write_readme(path, readme(records, source.as_posix()))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--readme") from None
+
+
+def _draw(console, records: list[dict], path: Path) -> None:
+    from .plots import draw
+
+    try:
+        for picture in draw(records, path):
+            console.print(f"drawn: {picture}", soft_wrap=True)
+    except ImportError as error:
+        console.print(f"nothing is drawn: {error}", markup=False)

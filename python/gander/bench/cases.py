@@ -99,7 +99,7 @@ def rows_of(op: str, inputs, rows):
 class Provider:
     """functions: what people call, by name: softmax(x), rmsnorm(x, weight), cross_entropy(x, target), differentiable.
     operators: by name a function that takes the inputs and gives run(), which does the work anew at each call and
-    returns its results, first the one that belongs to the rows."""
+    returns its results, first the one that belongs to the rows. A provider need not have all of either."""
 
     functions: dict[str, Callable]
     operators: dict[str, Callable]
@@ -237,6 +237,11 @@ def _gander():
     )
 
 
+def _gander_two_passes():
+    """Cross-entropy that reads x again in backward, and so keeps no gradient until then."""
+    return Provider({"cross_entropy": functools.partial(gander.cross_entropy, one_pass=False)}, {})
+
+
 def _gander_by(algorithm):
     """What takes an algorithm, by one that is named."""
     how = {"algorithm": algorithm}
@@ -307,13 +312,71 @@ def _liger():
     )
 
 
+def _cudnn():
+    import cudnn
+
+    handle = functools.cache(cudnn.create_handle)
+    types = {
+        torch.float16: cudnn.data_type.HALF,
+        torch.bfloat16: cudnn.data_type.BFLOAT16,
+        torch.float32: cudnn.data_type.FLOAT,
+    }
+
+    def rmsnorm_forward(x, weight):
+        """cuDNN's graph for rows as (M, N, 1, 1) tensors, made once for the shape."""
+        m, n = x.shape
+        rows, scale = x.view(m, n, 1, 1), weight.view(1, n, 1, 1)
+        eps = torch.full((1, 1, 1, 1), EPS)
+        graph = cudnn.pygraph(
+            handle=handle(),
+            io_data_type=types[x.dtype],
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+        )
+        names = [graph.tensor_like(rows), graph.tensor_like(scale)]
+        names.append(
+            graph.tensor(
+                name="epsilon",
+                dim=[1] * 4,
+                stride=[1] * 4,
+                is_pass_by_value=True,
+                data_type=cudnn.data_type.FLOAT,
+            )
+        )
+        out, _ = graph.rmsnorm(
+            name="rmsnorm",
+            norm_forward_phase=cudnn.norm_forward_phase.INFERENCE,
+            input=names[0],
+            scale=names[1],
+            epsilon=names[2],
+        )
+        out.set_output(True).set_data_type(types[x.dtype])
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=x.device)
+
+        def run():
+            y = torch.empty_like(rows)
+            graph.execute({names[0]: rows, names[1]: scale, names[2]: eps, out: y}, workspace, handle=handle())
+            return (y.view(m, n),)
+
+        return run
+
+    return Provider({}, {"rmsnorm_forward": rmsnorm_forward})
+
+
 # By name: how to get it, and the distribution whose version is recorded.
 _PROVIDERS = {
     "torch": (_torch, "torch"),
     "torch.compile": (_torch_compile, "torch"),
     "gander": (_gander, None),
+    "gander-two-passes": (_gander_two_passes, None),
     "quack": (_quack, "quack-kernels"),
     "liger": (_liger, "liger-kernel"),
+    "cudnn": (_cudnn, "nvidia-cudnn-frontend"),
 }
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
 _BY_ALGORITHM = {f"gander:{name}": (functools.partial(_gander_by, name), None) for name in _library.ALGORITHMS[1:]}

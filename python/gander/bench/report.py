@@ -18,7 +18,7 @@ HOST_TARGETS = {
 }
 LIBRARY_MS, NEW_SHAPE_MS, LIBRARY_MEGABYTES = 20, 5, 40
 
-_TITLES = {
+TITLES = {
     "softmax": "softmax",
     "rmsnorm": "RMSNorm",
     "cross_entropy": "cross-entropy",
@@ -70,7 +70,7 @@ def _of(records, section, **wanted):
     return [r for r in records if r["section"] == section and all(r.get(k) == v for k, v in wanted.items())]
 
 
-def _unique(values):
+def unique(values):
     return list(dict.fromkeys(values))
 
 
@@ -93,13 +93,13 @@ def host_tables(records) -> list[Table]:
     records = _of(records, "host")
     if not records:
         return []
-    providers = _unique(name for r in records for name in r["results"])
+    providers = unique(name for r in records for name in r["results"])
     rows = []
     for record in records:
         results = record["results"]
         target = HOST_TARGETS.get((record["op"], record["mode"])) if _on_gpu(record) else None
         ratio = results.get("gander", {}).get("over torch")
-        row = [_TITLES[record["op"]], record["mode"]]
+        row = [TITLES[record["op"]], record["mode"]]
         row += [_figure(results.get(name), "us", "{:.1f}") for name in providers]
         row += ["-" if ratio is None else f"{ratio:.2f}", _met(ratio, target)]
         rows.append(row)
@@ -128,11 +128,11 @@ def load_tables(records) -> list[Table]:
             first, new = figures[function]["first"], figures[function]["new"]
             worst = max(new)
             target = _met(worst, NEW_SHAPE_MS) if name == "gander" and _on_gpu(records[-1]) else ""
-            rows.append([name, f"{_TITLES[function]}: first call, loads the kernels", f"{first:.2f}", ""])
+            rows.append([name, f"{TITLES[function]}: first call, loads the kernels", f"{first:.2f}", ""])
             rows.append(
-                [name, f"{_TITLES[function]}: new shape, median of {len(new)}", f"{statistics.median(new):.2f}", ""]
+                [name, f"{TITLES[function]}: new shape, median of {len(new)}", f"{statistics.median(new):.2f}", ""]
             )
-            rows.append([name, f"{_TITLES[function]}: new shape, worst", f"{worst:.2f}", target])
+            rows.append([name, f"{TITLES[function]}: new shape, worst", f"{worst:.2f}", target])
     return [Table(f"First calls, ms ({_where(records)})", ["provider", "what", "measured", "at most"], rows)]
 
 
@@ -149,17 +149,18 @@ def _figure(result: dict | None, field: str, form: str) -> str:
 
 def _grid_table(records, title, field, form, note, extra: list[tuple[str, Callable[[dict], str]]]) -> Table:
     """Operators x providers against shapes; `extra` rows are made of whole records."""
-    shapes = _unique((r["m"], r["n"]) for r in records)
-    providers = _unique(name for r in records for name in r["results"])
+    shapes = unique((r["m"], r["n"]) for r in records)
+    providers = unique(name for r in records for name in r["results"])
     by_point = {(r["op"], r["m"], r["n"]): r for r in records}
     rows = []
-    for op in _unique(r["op"] for r in records):
+    for op in unique(r["op"] for r in records):
         points = [by_point.get((op, *shape)) for shape in shapes]
         for name in providers:
             cells = [_figure(None if p is None else p["results"].get(name), field, form) for p in points]
-            rows.append([_TITLES[op], name, *cells])
+            if any(cells):  # not every provider has every operator
+                rows.append([TITLES[op], name, *cells])
         for label, cell in extra:
-            rows.append([_TITLES[op], label, *("" if p is None else cell(p) for p in points)])
+            rows.append([TITLES[op], label, *("" if p is None else cell(p) for p in points)])
     return Table(title, ["operator", "", *(_size(*shape) for shape in shapes)], rows, note)
 
 
@@ -168,7 +169,7 @@ def _share(record: dict) -> str:
 
 
 def _best_other(record: dict, field="us") -> float | None:
-    others = [r[field] for name, r in record["results"].items() if name != "gander" and field in r]
+    others = [r[field] for name, r in record["results"].items() if not name.startswith("gander") and field in r]
     return (min if field == "us" else max)(others, default=None)
 
 
@@ -188,24 +189,56 @@ _GPU_NOTE = (
 
 
 def _dtypes(records):
-    return _unique(r["dtype"] for r in records)
+    return unique(r["dtype"] for r in records)
+
+
+def _gpu_tables(records, section, what) -> list[Table]:
+    rows = [("limit", _limit), ("gander / limit", _share), _FASTER]
+    return [
+        _grid_table(mine, f"{what}, TB/s, {dtype} ({_where(mine)})", "tbps", "{:.2f}", _GPU_NOTE, rows)
+        for dtype in _dtypes(_of(records, section))
+        if (mine := _of(records, section, dtype=dtype))
+    ]
 
 
 def throughput_tables(records) -> list[Table]:
-    records = _of(records, "throughput")
-    rows = [("limit", _limit), ("gander / limit", _share), _FASTER]
-    return [
-        _grid_table(mine, f"Throughput, TB/s, {dtype} ({_where(mine)})", "tbps", "{:.2f}", _GPU_NOTE, rows)
-        for dtype in _dtypes(records)
-        if (mine := _of(records, "throughput", dtype=dtype))
-    ]
+    return _gpu_tables(records, "throughput", "Throughput")
+
+
+def odd_tables(records) -> list[Table]:
+    return _gpu_tables(records, "odd", "Off the grid")
+
+
+def step_tables(records) -> list[Table]:
+    tables = []
+    for point in unique((r["dtype"], r["m"], r["n"]) for r in _of(records, "step")):
+        dtype, m, n = point
+        mine = _of(records, "step", dtype=dtype, m=m, n=n)
+        rows = []
+        for record in mine:
+            for name, figures in record["results"].items():
+                row = [_figure(figures, *cell) for cell in _STEP_CELLS]
+                rows.append([_STEPS[record["mode"]], name, *row])
+        title = f"Cross-entropy and its gradient, {dtype}, {_size(m, n)} ({_where(mine)})"
+        note = "Share of the limit: of a kernel that reads the logits once and writes as much."
+        columns = ["us", "share of the limit", "memory beside the logits, MiB", "in sizes of the logits"]
+        tables.append(Table(title, ["step", "provider", *columns], rows, note))
+    return tables
+
+
+_STEPS = {
+    "backward": "loss.backward()",
+    "a quarter": "(loss / 4).backward()",
+    "scaled": "GradScaler.scale(loss).backward()",
+}
+_STEP_CELLS = (("us", "{:.1f}"), ("ratio", "{:.3f}"), ("peak MiB", "{:.0f}"), ("peak / logits", "{:.2f}"))
 
 
 def few_tables(records) -> list[Table]:
     rows = [("a plain kernel of that traffic", lambda r: _figure(r.get("limit"), "us", "{:.1f}")), _FASTER]
     tables = []
     for dtype in _dtypes(_of(records, "few")):
-        for m in _unique(r["m"] for r in _of(records, "few", dtype=dtype)):
+        for m in unique(r["m"] for r in _of(records, "few", dtype=dtype)):
             mine = _of(records, "few", dtype=dtype, m=m)
             title = f"Few rows, us, {dtype}, M = {m} ({_where(mine)})"
             tables.append(_grid_table(mine, title, "us", "{:.1f}", "", rows))
@@ -220,14 +253,14 @@ def algorithms_tables(records) -> list[Table]:
     tables = []
     for dtype in _dtypes(_of(records, "algorithms")):
         mine = _of(records, "algorithms", dtype=dtype)
-        forced = _unique(name for r in mine for name in r["results"] if name != "gander")
+        forced = unique(name for r in mine for name in r["results"] if name != "gander")
         rows = []
         for record in sorted(mine, key=lambda r: r["op"], reverse=True):
             results = record["results"]
             auto = results["gander"].get("us")
             best = min((results[name]["us"] for name in forced if "us" in results[name]), default=None)
             share = None if None in (auto, best) else auto / best
-            row = [_TITLES[record["op"]], _size(record["m"], record["n"]), _figure(results["gander"], "us", "{:.1f}")]
+            row = [TITLES[record["op"]], _size(record["m"], record["n"]), _figure(results["gander"], "us", "{:.1f}")]
             row += [_algorithm(results.get(name)) for name in forced]
             row += ["-" if share is None else f"{share:.3f}", _met(share, AUTO_WITHIN), record.get("taken", "")]
             rows.append(row)
@@ -256,8 +289,10 @@ _SECTIONS = {
     "host": host_tables,
     "load": load_tables,
     "throughput": throughput_tables,
+    "odd": odd_tables,
     "few": few_tables,
     "algorithms": algorithms_tables,
+    "step": step_tables,
     "cpu": cpu_tables,
 }
 
@@ -269,9 +304,78 @@ def latest(records: list[dict]) -> list[dict]:
     return list({key(record): record for record in records}.values())
 
 
-def tables(records: list[dict], section: str | None = None) -> list[Table]:
+def tables(records: list[dict]) -> list[Table]:
     records = latest(records)
-    return [table for name, make in _SECTIONS.items() if section in (None, name) for table in make(records)]
+    return [table for make in _SECTIONS.values() for table in make(records)]
+
+
+# ---- All points in a few lines ----
+
+
+def point_of(record: dict) -> str:
+    """What was measured, without the operator."""
+    parts = [record[part] for part in ("dtype", "mode") if part in record]
+    return ", ".join([*parts, *([_size(record["m"], record["n"])] if "m" in record else [])])
+
+
+def summary(records: list[dict]) -> list[Table]:
+    """How many times as fast as each of the others gander is, by operator."""
+    records = latest(records)
+    rows = []
+    for section in unique(r["section"] for r in records):
+        for op in unique(r["op"] for r in _of(records, section) if "op" in r):
+            mine = _of(records, section, op=op)
+            for name in unique(name for r in mine for name in r["results"] if not name.startswith("gander")):
+                faster = {point_of(r): speed for r in mine if (speed := _times_as_fast(r, name)) is not None}
+                if not faster:
+                    continue
+                worst = min(faster, key=lambda point: faster[point])
+                mean = statistics.geometric_mean(faster.values())
+                cells = f"{mean:.2f}", str(len(faster)), f"{faster[worst]:.2f}", worst
+                rows.append([f"{section}: {TITLES[op]}", name, *cells])
+    title = "How many times as fast as others gander is"
+    columns = ["operator", "than", "geometric mean", "points", "worst", "at"]
+    return [Table(title, columns, rows)] if rows else []
+
+
+def _times_as_fast(record: dict, name: str) -> float | None:
+    mine, other = (record["results"].get(who, {}).get("us") for who in ("gander", name))
+    return None if None in (mine, other) else other / mine
+
+
+# ---- Then and now ----
+
+
+def _relative(record: dict) -> tuple[float, float, float] | None:
+    """gander's speed relative to what was measured beside it: the limit, or torch where there is none. The median, and
+    the least and the most that the spread of both allows."""
+    mine = record["results"].get("gander", {})
+    base = next((b for b in (record.get("limit"), record["results"].get("torch")) if b and "us" in b), None)
+    if "us" not in mine or base is None:
+        return None
+    return base["us"] / mine["us"], base["low"] / mine["high"], base["high"] / mine["low"]
+
+
+def comparison(records: list[dict], before: list[dict]) -> list[Table]:
+    """gander at each point that both runs have. Absolute times mix what changed with the machine's mood, so the ratios
+    are compared; a change counts where the spreads of then and now do not overlap."""
+    from .records import key
+
+    old = {key(record): record for record in latest(before) if record["section"] != "load"}
+    rows, changes = [], []
+    for record in sorted(latest(records), key=lambda r: (r["section"], r.get("op", ""))):
+        then, now = (None if r is None else _relative(r) for r in (old.get(key(record)), record))
+        if then is None or now is None:
+            continue
+        changes.append(now[0] / then[0])
+        flag = "SLOWER" if now[2] < then[1] else "faster" if now[1] > then[2] else ""
+        figures = (f"{figure:.3f}" for figure in (then[0], now[0], changes[-1]))
+        rows.append([f"{record['section']}: {TITLES[record['op']]}", point_of(record), *figures, flag])
+    if not rows:
+        return []
+    note = f"Geometric mean of now / then: {statistics.geometric_mean(changes):.3f}, {len(changes)} points."
+    title = "gander's speed relative to the limit; on the host and on the CPU relative to torch"
+    return [Table(title, ["operator", "point", "then", "now", "now / then", "beyond the spread"], rows, note)]
 
 
 # ---- README ----
@@ -283,10 +387,10 @@ def _readme_throughput(records) -> list[Table]:
         points = {(r["op"], r["n"]): r for r in _of(records, "throughput", dtype=dtype)}
         columns = [n for n in _README_COLUMNS if any(key[1] == n for key in points)]
         rows = []
-        for op in _unique(key[0] for key in points):
+        for op in unique(key[0] for key in points):
             row = [points.get((op, n)) for n in columns]
-            rows.append([_TITLES[op], "gander", *("" if r is None else _mine(r) for r in row)])
-            rows.append([_TITLES[op], "best other", *("" if r is None else _other(r) for r in row)])
+            rows.append([TITLES[op], "gander", *("" if r is None else _mine(r) for r in row)])
+            rows.append([TITLES[op], "best other", *("" if r is None else _other(r) for r in row)])
         result.append(Table(f"TB/s by row length, {dtype}", ["operator", "", *map(str, columns)], rows))
     return result
 
@@ -310,7 +414,7 @@ def readme(records: list[dict], source: str) -> str:
         raise ValueError(f"{source} has no measurement on a GPU, expected one by `bench` on a CUDA device")
     last = gpu[-1]
     facts = last["environment"]
-    others = _unique(
+    others = unique(
         f"{name} {version}"
         for record in gpu
         for name, version in record.get("versions", {}).items()

@@ -16,7 +16,7 @@ import gander
 from .. import _library
 from . import limit, load
 from .cases import ALGORITHMS, DTYPES, OPERATORS, double, provider, rows_of
-from .timing import GPUTimer, cpu_block, host_cost
+from .timing import GPUTimer, cpu_blocks, host_cost
 
 # Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
 TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 262144))
@@ -34,6 +34,9 @@ PUBLISHED = (
 )
 CPU = tuple((m, 4096) for m in (4, 64, 1024, 16384))  # 64 KiB to 256 MiB of float32
 TINY = (4, 256)
+# Off the grid: vocabularies and widths as models have them, some rows unaligned, and a prime number of rows.
+ODD = tuple((4099, n) for n in (1000, 12288, 50257, 128256))
+LOGITS = (8192, 128256)  # of a step: tokens by the vocabulary of Llama 3
 
 # A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that. What is
 # further off than this is not the operator, and its time means nothing.
@@ -54,8 +57,14 @@ class Options:
 @dataclass(frozen=True)
 class Point:
     name: dict
+    providers: tuple[str, ...]  # those that were asked for and have what is measured
     measure: Callable[[], dict]
-    providers: tuple[str, ...] | None = None  # those of the options, if not given
+
+
+def _point(name: dict, providers, measure: Callable[..., dict], *arguments) -> Iterator[Point]:
+    """The point, unless nobody has it; measure(providers, *arguments) gives its figures."""
+    if providers:
+        yield Point(name, providers, functools.partial(measure, providers, *arguments))
 
 
 def reason(error: Exception) -> str:
@@ -88,7 +97,7 @@ def _distance(name, inputs, outputs, m) -> float:
     return ((got - want).norm() - subnormal).item() / max(want.norm().item(), facts.tiny)
 
 
-def _prepare(options: Options, op: str, inputs, m) -> tuple[dict, dict]:
+def _prepare(providers, op: str, inputs, m) -> tuple[dict, dict]:
     """Calls by provider that have run and were right, and the results of the other providers."""
     calls = {}
 
@@ -101,7 +110,7 @@ def _prepare(options: Options, op: str, inputs, m) -> tuple[dict, dict]:
         calls[name] = call
         return {"off": float(f"{off:.2e}")}
 
-    results = _each(options.providers, prepare)
+    results = _each(providers, prepare)
     return calls, results
 
 
@@ -121,19 +130,24 @@ def _limit(traffic: str, inputs) -> dict[str, Callable]:
     return {_fastest[key]: kernels[_fastest[key]]}
 
 
-def _gpu_point(options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+def _gpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
     operator = OPERATORS[op]
     torch.manual_seed(0)
     inputs = operator.inputs(m, n, DTYPES[dtype], "cuda")
-    calls, results = _prepare(options, op, inputs, m)
+    calls, results = _prepare(providers, op, inputs, m)
+    return _beside_the_limit(options, operator.traffic, inputs, calls, results)
+
+
+def _beside_the_limit(options: Options, traffic: str, inputs, calls, results) -> dict:
+    """The calls in turns with a plain kernel; their figures go into the results."""
     figures = {"results": results}
     plain = {}
     try:
-        plain = _limit(operator.traffic, inputs)
+        plain = _limit(traffic, inputs)
     except (limit.Unavailable, torch.OutOfMemoryError) as error:
         figures["limit"] = {"error": reason(error)}
     timings = _gpu_timer()(calls | plain, options.seconds)
-    size = len(operator.traffic) * inputs[0].nbytes
+    size = len(traffic) * inputs[0].nbytes
     for kernel in plain:
         figures["limit"] = timings[kernel]._asdict() | {"kernel": kernel, "tbps": _tbps(size, timings[kernel].us)}
     for name in calls:
@@ -147,12 +161,12 @@ def _tbps(size: int, us: float) -> float:
     return round(size / us / 1e6, 4)
 
 
-def _cpu_point(options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+def _cpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
     torch.manual_seed(0)
     inputs = OPERATORS[op].inputs(m, n, DTYPES[dtype], "cpu")
-    calls, results = _prepare(options, op, inputs, m)
-    for name, call in calls.items():
-        results[name] |= cpu_block(call, options.seconds)._asdict()
+    calls, results = _prepare(providers, op, inputs, m)
+    for name, timing in cpu_blocks(calls, options.seconds).items():
+        results[name] |= timing._asdict()
     return {"results": results}
 
 
@@ -160,11 +174,20 @@ def _grid(section, measure, shapes, operators, dtypes, options: Options) -> Iter
     chosen = itertools.product(options.dtypes or dtypes, options.shapes or shapes, options.operators or operators)
     for dtype, (m, n), op in chosen:
         name = {"section": section, "op": op, "dtype": dtype, "m": m, "n": n}
-        yield Point(name, lambda o=op, d=dtype, m=m, n=n: measure(options, o, d, m, n))
+        having = tuple(who for who in options.providers if op in provider(who).operators)
+        yield from _point(name, having, measure, options, op, dtype, m, n)
+
+
+def _having(providers, *functions: str) -> tuple[str, ...]:
+    return tuple(who for who in providers if set(functions) <= set(provider(who).functions))
 
 
 def throughput(options: Options) -> Iterator[Point]:
     return _grid("throughput", _gpu_point, TRAINING, tuple(OPERATORS), ("bfloat16", "float32"), options)
+
+
+def odd(options: Options) -> Iterator[Point]:
+    return _grid("odd", _gpu_point, ODD, tuple(OPERATORS), ("bfloat16", "float32"), options)
 
 
 def few(options: Options) -> Iterator[Point]:
@@ -172,8 +195,8 @@ def few(options: Options) -> Iterator[Point]:
     return _grid("few", _gpu_point, FEW, forward, ("bfloat16",), options)
 
 
-def _algorithms_point(options: Options, op: str, dtype: str, m: int, n: int) -> dict:
-    figures = _gpu_point(options, op, dtype, m, n)
+def _algorithms_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+    figures = _gpu_point(providers, options, op, dtype, m, n)
     rows = torch.empty(n, dtype=DTYPES[dtype], device="cuda").expand(m, n)  # only described
     return figures | {"taken": gander.explain(op, rows).partition(":")[0].removeprefix("auto takes ")}
 
@@ -182,12 +205,82 @@ def algorithms(options: Options) -> Iterator[Point]:
     """Auto beside every algorithm that can be forced; one that refuses a shape has its reason for a result."""
     options = replace(options, providers=ALGORITHMS)
     operators = tuple(op for op in OPERATORS if op.startswith(("softmax", "rmsnorm")))
-    grid = _grid("algorithms", _algorithms_point, PUBLISHED + TRAINING, operators, ("bfloat16", "float32"), options)
-    return (replace(point, providers=ALGORITHMS) for point in grid)
+    return _grid("algorithms", _algorithms_point, PUBLISHED + TRAINING, operators, ("bfloat16", "float32"), options)
 
 
 def cpu(options: Options) -> Iterator[Point]:
-    return _grid("cpu", _cpu_point, CPU, tuple(OPERATORS), ("float32",), options)
+    return _grid("cpu", _cpu_point, CPU, tuple(OPERATORS), ("float32", "bfloat16"), options)
+
+
+# ---- step: cross-entropy as a training step calls it ----
+
+STEPS = ("backward", "a quarter", "scaled")
+
+
+def _step_call(cross_entropy, mode: str, x, target) -> Callable[[], torch.Tensor]:
+    """Loss and gradient through autograd, which gives x.grad anew: of the loss, of a part of it as gradient
+    accumulation has it, or of the loss times a GradScaler's factor."""
+    scaler = torch.amp.GradScaler(x.device.type, enabled=mode == "scaled")
+    share = 0.25 if mode == "a quarter" else 1.0
+
+    def run():
+        x.grad = None
+        loss = cross_entropy(x, target)
+        scaler.scale(loss if share == 1 else loss * share).backward()
+        return x.grad
+
+    run.factor = scaler.get_scale() * share
+    return run
+
+
+def _step_distance(x, target, gradient, factor) -> float:
+    """How far a step's gradient is from float64 in the first and the last row, relative to its size."""
+    rows = torch.tensor(sorted({0, len(x) - 1}), device=x.device)
+    want = OPERATORS["cross_entropy_loss_gradient"].reference(x[rows].detach().double(), target[rows])[0]
+    want *= factor / len(x)
+    return ((gradient[rows].double() - want).norm() / want.norm()).item()
+
+
+def _peak(call, x) -> dict:
+    """The memory that a step needs besides the logits, and how many times their size that is."""
+    x.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    x.grad = None
+    return {"peak MiB": round(peak / 2**20, 1), "peak / logits": round(peak / x.nbytes, 3)}
+
+
+def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: int) -> dict:
+    torch.manual_seed(0)
+    logits, target = OPERATORS["cross_entropy_forward"].inputs(m, n, DTYPES[dtype], "cuda")
+    calls = {}
+
+    def prepare(name):
+        # liger writes the gradient over the logits, so each has its own: after the first step liger's are others.
+        x = logits.clone().requires_grad_()
+        call = _step_call(provider(name).functions["cross_entropy"], mode, x, target)
+        off = _step_distance(logits, target, call(), call.factor)
+        if not off < _WRONG[x.dtype]:
+            raise ArithmeticError(f"wrong result: {off:.1e} off")
+        figures = {"off": float(f"{off:.2e}")} | _peak(call, x)
+        calls[name] = call
+        return figures
+
+    results = _each(providers, prepare)
+    return _beside_the_limit(options, "rw", (logits,), calls, results)
+
+
+def step(options: Options) -> Iterator[Point]:
+    shapes, dtypes = options.shapes or (LOGITS,), options.dtypes or ("bfloat16",)
+    own = ("gander-two-passes",) if "gander" in options.providers else ()
+    having = _having(dict.fromkeys(options.providers + own), "cross_entropy")
+    for dtype, (m, n), mode in itertools.product(dtypes, shapes, STEPS):
+        name = {"section": "step", "op": "cross_entropy", "dtype": dtype, "m": m, "n": n, "mode": mode}
+        yield from _point(name, having, _step_point, options, mode, dtype, m, n)
 
 
 # ---- host: what a call costs before its kernel starts ----
@@ -205,7 +298,7 @@ def _host_call(function, name, mode, x, weight, target):
     return lambda: torch.autograd.grad(function(*arguments), leaves, seed)
 
 
-def _host_point(options: Options, name: str, mode: str) -> dict:
+def _host_point(providers, options: Options, name: str, mode: str) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     m, n = TINY
     dtype = DTYPES[(options.dtypes or ("bfloat16",))[0]]
@@ -220,7 +313,7 @@ def _host_point(options: Options, name: str, mode: str) -> dict:
         calls[who] = call
         return {}
 
-    results = _each(options.providers, prepare)
+    results = _each(providers, prepare)
     timings = host_cost(calls, torch.cuda.synchronize if device == "cuda" else (lambda: None))
     for who, timing in timings.items():
         results[who] |= timing._asdict()
@@ -233,7 +326,7 @@ def host(options: Options) -> Iterator[Point]:
     for name in load.FUNCTIONS:
         for mode in ("forward", "with gradient", "forward and backward"):
             point = {"section": "host", "op": name, "mode": mode}
-            yield Point(point, lambda name=name, mode=mode: _host_point(options, name, mode))
+            yield from _point(point, _having(options.providers, name), _host_point, options, name, mode)
 
 
 # ---- load: what the first call costs ----
@@ -251,7 +344,7 @@ def _median(runs: list[dict]) -> dict:
     return round(statistics.median(runs), 3)
 
 
-def _load_point(options: Options) -> dict:
+def _load_point(providers) -> dict:
     def first_calls(name):
         processes = 1 if name == "torch.compile" else _PROCESSES  # it takes its time
         figures = _median([load.in_a_fresh_process(name) for _ in range(processes)])
@@ -261,22 +354,24 @@ def _load_point(options: Options) -> dict:
             del figures["import"]
         return figures
 
-    return {"results": _each(options.providers, first_calls)}
+    return {"results": _each(providers, first_calls)}
 
 
 def load_section(options: Options) -> Iterator[Point]:
-    yield Point({"section": "load"}, lambda: _load_point(options))
+    yield from _point({"section": "load"}, _having(options.providers, *load.FUNCTIONS), _load_point)
 
 
 SECTIONS = {
     "host": host,
     "load": load_section,
     "throughput": throughput,
+    "odd": odd,
     "few": few,
     "algorithms": algorithms,
+    "step": step,
     "cpu": cpu,
 }
-NEEDS_GPU = ("throughput", "few", "algorithms")
+NEEDS_GPU = ("throughput", "odd", "few", "algorithms", "step")
 
 
 def context_is_lost() -> bool:

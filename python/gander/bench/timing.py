@@ -96,7 +96,7 @@ class GPUTimer:
         return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def cpu_block(call: Call, seconds: float, least: int = 5, most: int = 1000) -> Timing:
+def _cpu_block(call: Call, seconds: float, least: int, most: int) -> list[float]:
     """Times one call again and again, after a pause: torch's threads spin for a while after their last call, and would
     take the cores from whoever comes next."""
     time.sleep(0.3)
@@ -108,7 +108,18 @@ def cpu_block(call: Call, seconds: float, least: int = 5, most: int = 1000) -> T
             start = time.perf_counter()
             call()
             samples.append((time.perf_counter() - start) * 1e6)
-    return Timing.of(samples)
+    return samples
+
+
+def cpu_blocks(
+    calls: dict[str, Call], seconds: float, rounds: int = 3, least: int = 5, most: int = 1000
+) -> dict[str, Timing]:
+    """Blocks of calls, in turns, so that what else the machine does meets everyone."""
+    samples = {name: [] for name in calls}
+    for _, turn in zip(range(rounds), _turns(list(calls)), strict=False):
+        for name in turn:
+            samples[name] += _cpu_block(calls[name], seconds / rounds, least, most)
+    return {name: Timing.of(values) for name, values in samples.items()}
 
 
 def host_cost(

@@ -1,5 +1,6 @@
 """What this machine has, and each operator against a float64 reference and the clock."""
 
+import functools
 import importlib.util
 import os
 import platform
@@ -17,7 +18,7 @@ import gander
 
 from ..bench import cases
 from ..bench.records import driver_version, processor
-from ..bench.timing import GPUTimer, cpu_block
+from ..bench.timing import GPUTimer, cpu_blocks
 
 # ---- What is here ----
 
@@ -98,7 +99,7 @@ def check(console: Console, device: str, compile: bool, seconds: float, shapes=N
     within a tenth of that of torch's, or within one unit in the last place."""
     dtype = cases.DTYPES[DTYPE[device]]
     compiler = Compiler(device, compile)
-    timer = GPUTimer() if device == "cuda" else None
+    timer = GPUTimer() if device == "cuda" else functools.partial(cpu_blocks, rounds=1)
     table = Table(title=f"Each operator, {DTYPE[device]}: RMS error against float64, and time", title_justify="left")
     for column in ("operator", "M x N"):
         table.add_column(column)
@@ -119,7 +120,7 @@ def check(console: Console, device: str, compile: bool, seconds: float, shapes=N
                 wrong.append(f"{op} at {m} x {n}: RMS error {mine / size:.1e}, torch has {torchs / size:.1e}")
             if compiled := compiler.prepare(op, inputs):
                 calls["torch.compile"] = compiled
-            times = timer(calls, seconds) if timer else {name: cpu_block(call, seconds) for name, call in calls.items()}
+            times = timer(calls, seconds)
             us = {name: f"{timing.us:.1f}" for name, timing in times.items()}
             ratio = times["torch"].us / times["gander"].us
             errors = f"{mine / size:.1e}", f"{torchs / size:.1e}"

@@ -1,0 +1,188 @@
+//go:build goexperiment.simd
+
+#include "go_asm.h"
+#include "row_amd64.h"
+#include "textflag.h"
+
+// exp of 16 lanes, see kit.go, in assembly: the compiler uses 15 of the 32 registers, keeps constants and intermediate
+// values on the stack instead, and takes more than twice as long.
+
+#define CONSTANTS \
+	MOVQ    ·lanes(SB), DX                ; \
+	VMOVUPS constants_log2E(DX), Z17      ; \
+	VMOVUPS constants_minusLn2High(DX), Z18 ; \
+	VMOVUPS constants_minusLn2Low(DX), Z19 ; \
+	VMOVUPS constants_expLow(DX), Z20     ; \
+	VMOVUPS constants_exp6(DX), Z21       ; \
+	VMOVUPS constants_exp5(DX), Z22       ; \
+	VMOVUPS constants_exp4(DX), Z23       ; \
+	VMOVUPS constants_exp3(DX), Z24       ; \
+	VMOVUPS constants_exp2(DX), Z25       ; \
+	VMOVUPS constants_one(DX), Z26
+
+// p = exp(x); x and n are overwritten. Where x is below expLow the polynomial means nothing, and p is 0 instead; a NaN
+// is not below (21 is "not less than").
+#define EXP(x, n, p, k) \
+	VMULPS      Z17, x, n      ; \
+	VRNDSCALEPS $8, n, n       ; \
+	VCMPPS      $21, Z20, x, k ; \
+	VFMADD231PS Z18, n, x      ; \
+	VFMADD231PS Z19, n, x      ; \
+	VMOVAPS     Z21, p         ; \
+	VFMADD213PS Z22, x, p      ; \
+	VFMADD213PS Z23, x, p      ; \
+	VFMADD213PS Z24, x, p      ; \
+	VFMADD213PS Z25, x, p      ; \
+	VFMADD213PS Z26, x, p      ; \
+	VFMADD213PS Z26, x, p      ; \
+	VSCALEFPS.Z n, p, k, p
+
+// Z8 to Z11 = exp(src - m) of 64 elements, for m in Z16.
+#define EXP64 \
+	VMOVUPS (SI), Z0       ; \
+	VMOVUPS 64(SI), Z1     ; \
+	VMOVUPS 128(SI), Z2    ; \
+	VMOVUPS 192(SI), Z3    ; \
+	VSUBPS  Z16, Z0, Z0    ; \
+	VSUBPS  Z16, Z1, Z1    ; \
+	VSUBPS  Z16, Z2, Z2    ; \
+	VSUBPS  Z16, Z3, Z3    ; \
+	EXP(Z0, Z4, Z8, K1)    ; \
+	EXP(Z1, Z5, Z9, K2)    ; \
+	EXP(Z2, Z6, Z10, K3)   ; \
+	EXP(Z3, Z7, Z11, K4)
+
+// Z8 = exp(src - m) of the first 16 elements, or of all CX if they are fewer: K5 is their mask, in which Z8 is 0 beyond.
+#define EXP16 \
+	REST                   ; \
+	VMOVUPS.Z (SI), K5, Z0 ; \
+	VSUBPS    Z16, Z0, Z0  ; \
+	EXP(Z0, Z4, Z8, K1)    ; \
+	VMOVAPS.Z Z8, K5, Z8
+
+#define FOLD64 \
+	VADDPS Z8, Z9, Z8    ; \
+	VADDPS Z10, Z11, Z10 ; \
+	VADDPS Z8, Z10, Z8   ; \
+	FOLD(Z8, Y8)
+
+// func expAVX512(dst, src []float32, m float32) float64
+TEXT ·expAVX512(SB), NOSPLIT, $0-64
+	MOVQ         dst_base+0(FP), DI
+	MOVQ         src_base+24(FP), SI
+	MOVQ         src_len+32(FP), CX
+	VBROADCASTSS m+48(FP), Z16
+	CONSTANTS
+	VPXORQ       Z12, Z12, Z12
+	VPXORQ       Z13, Z13, Z13
+	SUBQ         $64, CX
+	JLT          rest
+
+loop:
+	EXP64
+	VMOVUPS Z8, (DI)
+	VMOVUPS Z9, 64(DI)
+	VMOVUPS Z10, 128(DI)
+	VMOVUPS Z11, 192(DI)
+	FOLD64
+	ADDQ    $256, SI
+	ADDQ    $256, DI
+	SUBQ    $64, CX
+	JGE     loop
+
+rest:
+	ADDQ $64, CX
+	JEQ  done
+
+last:
+	EXP16
+	VMOVUPS Z8, K5, (DI)
+	FOLD(Z8, Y8)
+	ADDQ    $64, SI
+	ADDQ    $64, DI
+	SUBQ    $16, CX
+	JGT     last
+
+done:
+	TOTAL
+	VMOVSD X12, ret+56(FP)
+	VZEROUPPER
+	RET
+
+// func expSumAVX512(src []float32, m float32) float64
+TEXT ·expSumAVX512(SB), NOSPLIT, $0-40
+	MOVQ         src_base+0(FP), SI
+	MOVQ         src_len+8(FP), CX
+	VBROADCASTSS m+24(FP), Z16
+	CONSTANTS
+	VPXORQ       Z12, Z12, Z12
+	VPXORQ       Z13, Z13, Z13
+	SUBQ         $64, CX
+	JLT          rest
+
+loop:
+	EXP64
+	FOLD64
+	ADDQ $256, SI
+	SUBQ $64, CX
+	JGE  loop
+
+rest:
+	ADDQ $64, CX
+	JEQ  done
+
+last:
+	EXP16
+	FOLD(Z8, Y8)
+	ADDQ $64, SI
+	SUBQ $16, CX
+	JGT  last
+
+done:
+	TOTAL
+	VMOVSD X12, ret+32(FP)
+	VZEROUPPER
+	RET
+
+// func expScaleAVX512(dst, src []float32, m, c float32)
+TEXT ·expScaleAVX512(SB), NOSPLIT, $0-56
+	MOVQ         dst_base+0(FP), DI
+	MOVQ         src_base+24(FP), SI
+	MOVQ         src_len+32(FP), CX
+	VBROADCASTSS m+48(FP), Z16
+	VBROADCASTSS c+52(FP), Z27
+	CONSTANTS
+	SUBQ         $64, CX
+	JLT          rest
+
+loop:
+	EXP64
+	VMULPS  Z27, Z8, Z8
+	VMULPS  Z27, Z9, Z9
+	VMULPS  Z27, Z10, Z10
+	VMULPS  Z27, Z11, Z11
+	VMOVUPS Z8, (DI)
+	VMOVUPS Z9, 64(DI)
+	VMOVUPS Z10, 128(DI)
+	VMOVUPS Z11, 192(DI)
+	ADDQ    $256, SI
+	ADDQ    $256, DI
+	SUBQ    $64, CX
+	JGE     loop
+
+rest:
+	ADDQ $64, CX
+	JEQ  done
+
+last:
+	EXP16
+	VMULPS  Z27, Z8, Z8
+	VMOVUPS Z8, K5, (DI)
+	ADDQ    $64, SI
+	ADDQ    $64, DI
+	SUBQ    $16, CX
+	JGT     last
+
+done:
+	VZEROUPPER
+	RET

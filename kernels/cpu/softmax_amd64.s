@@ -1,0 +1,326 @@
+//go:build goexperiment.simd
+
+#include "go_asm.h"
+#include "row_amd64.h"
+#include "textflag.h"
+
+// softmax's backward pass on rows as they lie in memory. SI is dy, DX is y, DI is dst, CX counts elements.
+
+// dy = ((dy - hi) - lo) * y
+#define GRADIENT(dy, y) \
+	VSUBPS Z30, dy, dy ; \
+	VSUBPS Z31, dy, dy ; \
+	VMULPS y, dy, dy
+
+#define GRADIENT_ARGUMENTS \
+	MOVQ         dst+0(FP), DI  ; \
+	MOVQ         dy+8(FP), SI   ; \
+	MOVQ         y+16(FP), DX   ; \
+	MOVQ         n+24(FP), CX   ; \
+	VBROADCASTSS hi+32(FP), Z30 ; \
+	VBROADCASTSS lo+36(FP), Z31 ; \
+	MOVBQZX      stream+40(FP), AX
+
+#define DOT_ARGUMENTS \
+	MOVQ   x+0(FP), SI   ; \
+	MOVQ   y+8(FP), DX   ; \
+	MOVQ   n+16(FP), CX  ; \
+	VPXORQ Z12, Z12, Z12 ; \
+	VPXORQ Z13, Z13, Z13
+
+#define WIDEN_BFLOAT16(z) VPSLLD $16, z, z
+
+// Rounds the lanes of z to bfloat16, in the low half of each.
+#define NARROW_BFLOAT16(z) \
+	VPSRLD    $16, z, Z4     ; \
+	VPANDD    Z27, Z4, Z4    ; \
+	VPADDD    Z28, Z4, Z4    ; \
+	VCMPPS    $3, z, z, K1   ; \
+	VPADDD    Z4, z, z       ; \
+	VMOVDQA32 Z29, K1, z     ; \
+	VPSRLD    $16, z, z
+
+// func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64
+TEXT ·dotBFloat16AVX512(SB), NOSPLIT, $0-32
+	DOT_ARGUMENTS
+	SUBQ $64, CX
+	JLT  rest
+
+loop:
+	VPMOVZXWD   (SI), Z0
+	VPMOVZXWD   (DX), Z4
+	VPMOVZXWD   32(SI), Z1
+	VPMOVZXWD   32(DX), Z5
+	VPMOVZXWD   64(SI), Z2
+	VPMOVZXWD   64(DX), Z6
+	VPMOVZXWD   96(SI), Z3
+	VPMOVZXWD   96(DX), Z7
+	WIDEN_BFLOAT16(Z0)
+	WIDEN_BFLOAT16(Z4)
+	WIDEN_BFLOAT16(Z1)
+	WIDEN_BFLOAT16(Z5)
+	WIDEN_BFLOAT16(Z2)
+	WIDEN_BFLOAT16(Z6)
+	WIDEN_BFLOAT16(Z3)
+	WIDEN_BFLOAT16(Z7)
+	VMULPS      Z0, Z4, Z0
+	VMULPS      Z1, Z5, Z1
+	VFMADD231PS Z2, Z6, Z0
+	VFMADD231PS Z3, Z7, Z1
+	VADDPS      Z0, Z1, Z0
+	FOLD(Z0, Y0)
+	ADDQ        $128, SI
+	ADDQ        $128, DX
+	SUBQ        $64, CX
+	JGE         loop
+
+rest:
+	ADDQ $64, CX
+	JEQ  done
+
+last:
+	REST
+	VPMOVZXWD.Z (SI), K5, Z0
+	VPMOVZXWD.Z (DX), K5, Z4
+	WIDEN_BFLOAT16(Z0)
+	WIDEN_BFLOAT16(Z4)
+	VMULPS      Z0, Z4, Z0
+	FOLD(Z0, Y0)
+	ADDQ        $32, SI
+	ADDQ        $32, DX
+	SUBQ        $16, CX
+	JGT         last
+
+done:
+	TOTAL
+	VMOVSD X12, ret+24(FP)
+	VZEROUPPER
+	RET
+
+// func dotFloat16AVX512(x, y unsafe.Pointer, n int) float64
+TEXT ·dotFloat16AVX512(SB), NOSPLIT, $0-32
+	DOT_ARGUMENTS
+	SUBQ $64, CX
+	JLT  rest
+
+loop:
+	VCVTPH2PS   (SI), Z0
+	VCVTPH2PS   (DX), Z4
+	VCVTPH2PS   32(SI), Z1
+	VCVTPH2PS   32(DX), Z5
+	VCVTPH2PS   64(SI), Z2
+	VCVTPH2PS   64(DX), Z6
+	VCVTPH2PS   96(SI), Z3
+	VCVTPH2PS   96(DX), Z7
+	VMULPS      Z0, Z4, Z0
+	VMULPS      Z1, Z5, Z1
+	VFMADD231PS Z2, Z6, Z0
+	VFMADD231PS Z3, Z7, Z1
+	VADDPS      Z0, Z1, Z0
+	FOLD(Z0, Y0)
+	ADDQ        $128, SI
+	ADDQ        $128, DX
+	SUBQ        $64, CX
+	JGE         loop
+
+rest:
+	ADDQ $64, CX
+	JEQ  done
+
+last:
+	REST
+	VCVTPH2PS.Z (SI), K5, Z0
+	VCVTPH2PS.Z (DX), K5, Z4
+	VMULPS      Z0, Z4, Z0
+	FOLD(Z0, Y0)
+	ADDQ        $32, SI
+	ADDQ        $32, DX
+	SUBQ        $16, CX
+	JGT         last
+
+done:
+	TOTAL
+	VMOVSD X12, ret+24(FP)
+	VZEROUPPER
+	RET
+
+// The gradients go past the cache with stream, for which dst must be aligned to 64 bytes. Those of 16-bit rows prefetch
+// the next row, which mostly follows this one: while they convert and store, the memory has little else to do.
+
+// func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+TEXT ·softmaxGradFloat32AVX512(SB), NOSPLIT, $0-41
+	GRADIENT_ARGUMENTS
+	SUBQ $32, CX
+	JLT rest
+
+loop:
+	VMOVUPS (SI), Z0
+	VMOVUPS 64(SI), Z1
+	GRADIENT(Z0, (DX))
+	GRADIENT(Z1, 64(DX))
+	TESTQ AX, AX
+	JNE stream
+	VMOVUPS Z0, (DI)
+	VMOVUPS Z1, 64(DI)
+	JMP next
+
+stream:
+	VMOVNTPS Z0, (DI)
+	VMOVNTPS Z1, 64(DI)
+
+next:
+	ADDQ $128, SI
+	ADDQ $128, DX
+	ADDQ $128, DI
+	SUBQ $32, CX
+	JGE loop
+
+rest:
+	ADDQ $32, CX
+	JEQ done
+
+last:
+	REST
+	VMOVUPS.Z (SI), K5, Z0
+	VMOVUPS.Z (DX), K5, Z1
+	GRADIENT(Z0, Z1)
+	VMOVUPS Z0, K5, (DI)
+	ADDQ $64, SI
+	ADDQ $64, DX
+	ADDQ $64, DI
+	SUBQ $16, CX
+	JGT last
+
+done:
+	SFENCE
+	VZEROUPPER
+	RET
+
+// func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+TEXT ·softmaxGradBFloat16AVX512(SB), NOSPLIT, $0-41
+	GRADIENT_ARGUMENTS
+	MOVQ ·lanes(SB), R8
+	VMOVUPS constants_bit0(R8), Z27
+	VMOVUPS constants_bfloat16Half(R8), Z28
+	VMOVUPS constants_bfloat16NaN(R8), Z29
+	LEAQ (SI)(CX*2), R8
+	LEAQ (DX)(CX*2), R9
+	SUBQ $32, CX
+	JLT rest
+
+loop:
+	VPMOVZXWD (SI), Z0
+	VPMOVZXWD (DX), Z1
+	VPMOVZXWD 32(SI), Z2
+	VPMOVZXWD 32(DX), Z3
+	WIDEN_BFLOAT16(Z0)
+	WIDEN_BFLOAT16(Z1)
+	WIDEN_BFLOAT16(Z2)
+	WIDEN_BFLOAT16(Z3)
+	GRADIENT(Z0, Z1)
+	GRADIENT(Z2, Z3)
+	NARROW_BFLOAT16(Z0)
+	NARROW_BFLOAT16(Z2)
+	VPMOVDW Z0, Y0
+	VPMOVDW Z2, Y2
+	VINSERTI64X4 $1, Y2, Z0, Z0
+	TESTQ AX, AX
+	JNE stream
+	VMOVUPS Z0, (DI)
+	JMP next
+
+stream:
+	VMOVNTPS Z0, (DI)
+
+next:
+	PREFETCHT0 (R8)
+	PREFETCHT0 (R9)
+	ADDQ $64, SI
+	ADDQ $64, DX
+	ADDQ $64, DI
+	ADDQ $64, R8
+	ADDQ $64, R9
+	SUBQ $32, CX
+	JGE loop
+
+rest:
+	ADDQ $32, CX
+	JEQ done
+
+last:
+	REST
+	VPMOVZXWD.Z (SI), K5, Z0
+	VPMOVZXWD.Z (DX), K5, Z1
+	WIDEN_BFLOAT16(Z0)
+	WIDEN_BFLOAT16(Z1)
+	GRADIENT(Z0, Z1)
+	NARROW_BFLOAT16(Z0)
+	VPMOVDW Z0, K5, (DI)
+	ADDQ $32, SI
+	ADDQ $32, DX
+	ADDQ $32, DI
+	SUBQ $16, CX
+	JGT last
+
+done:
+	SFENCE
+	VZEROUPPER
+	RET
+
+// func softmaxGradFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+TEXT ·softmaxGradFloat16AVX512(SB), NOSPLIT, $0-41
+	GRADIENT_ARGUMENTS
+	LEAQ (SI)(CX*2), R8
+	LEAQ (DX)(CX*2), R9
+	SUBQ $32, CX
+	JLT rest
+
+loop:
+	VCVTPH2PS (SI), Z0
+	VCVTPH2PS (DX), Z1
+	VCVTPH2PS 32(SI), Z2
+	VCVTPH2PS 32(DX), Z3
+	GRADIENT(Z0, Z1)
+	GRADIENT(Z2, Z3)
+	VCVTPS2PH $0, Z0, Y0 // to nearest even
+	VCVTPS2PH $0, Z2, Y2
+	VINSERTI64X4 $1, Y2, Z0, Z0
+	TESTQ AX, AX
+	JNE stream
+	VMOVUPS Z0, (DI)
+	JMP next
+
+stream:
+	VMOVNTPS Z0, (DI)
+
+next:
+	PREFETCHT0 (R8)
+	PREFETCHT0 (R9)
+	ADDQ $64, SI
+	ADDQ $64, DX
+	ADDQ $64, DI
+	ADDQ $64, R8
+	ADDQ $64, R9
+	SUBQ $32, CX
+	JGE loop
+
+rest:
+	ADDQ $32, CX
+	JEQ done
+
+last:
+	REST
+	VCVTPH2PS.Z (SI), K5, Z0
+	VCVTPH2PS.Z (DX), K5, Z1
+	GRADIENT(Z0, Z1)
+	VCVTPS2PH $0, Z0, K5, (DI)
+	ADDQ $32, SI
+	ADDQ $32, DX
+	ADDQ $32, DI
+	SUBQ $16, CX
+	JGT last
+
+done:
+	SFENCE
+	VZEROUPPER
+	RET
