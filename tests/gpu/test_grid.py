@@ -62,8 +62,28 @@ def test_many_long_rows(recorder, dtype, vectors):
     assert_accurate(rstd[::10], theirs[1].flatten(), exact[1], "rstd")
 
 
+# What no shape above takes: the longest rows that a cluster holds where there are many, and what has to be asked for.
+RARE = (
+    ("softmax_forward", 131072, {}),
+    ("softmax_backward", 65536, {}),
+    ("rmsnorm_forward", 131072, {}),
+    ("cross_entropy_forward_dx", 131072, {}),
+    ("rmsnorm_forward", 1024, {"algorithm": "medium"}),
+    ("rmsnorm_forward", 2048, {"algorithm": "medium"}),
+)
+
+
+@pytest.mark.parametrize("op, vectors, how", RARE, ids=lambda p: str(p) if isinstance(p, str | int) else "")
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_rare_shapes(recorder, dtype, op, vectors, how):
+    if how and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("rings in shared memory need compute capability 9.0")
+    recorder.tests += 1
+    check(op, [Inputs(17, vectors * 16 // dtype.itemsize, dtype)], **how)
+
+
 def test_every_kernel_was_launched(recorder):
-    if recorder.tests < (len(OPS) * len(COLUMNS) * 2 + 2) * len(DTYPES):
+    if recorder.tests < (len(OPS) * len(COLUMNS) * 2 + 2 + len(RARE)) * len(DTYPES):
         pytest.skip("only some of the shapes were tested")
     if os.environ.get("GANDER_FORCE_PTX"):
         pytest.skip("GANDER_FORCE_PTX leaves some kernels aside")
