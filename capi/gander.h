@@ -152,7 +152,7 @@ int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const 
  * x, dout, dx: (M, N); weight: (N) or NULL; rstd: M; dw: (N), or NULL where it is not wanted (it must be NULL
  * without a weight). dx has the dtype of x, dw that of weight, dout any of the three (float64 exactly when x is).
  * dx may be dout where the dtypes agree.
- * dw is accumulated in float32 in a fixed order. eps is not used. */
+ * dw is accumulated in float32 or wider in a fixed order. eps is not used. */
 int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                 const DLTensor* rstd, const DLTensor* dx, const DLTensor* dw,
                                 const gander_rmsnorm_options* options, void* stream);

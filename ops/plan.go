@@ -220,6 +220,8 @@ func (p *planner) fastest() {
 		p.split("a few rows this long fill the device only when split")
 	case p.op == kernels.RMSNormForward && p.vectors > ringFrom(p.x) && p.expected() >= 1024 && p.inRing(1, 16):
 	case p.op == kernels.RMSNormForward && p.inLoop():
+	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.inOneCTA(p.tiles(false, 256, 256)):
+		// A CTA brings a row's weights with it. Measured on an H100, 128 x 1024 of bfloat16: 5.2 us, a warp to each row 6.4.
 	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.tiles(false)) || p.inCluster(p.tiles(true)[1:]):
 	default:
 		p.split("the row is longer than a cluster holds in registers")
@@ -440,19 +442,19 @@ var rings = map[kernels.Op][]struct {
 		{1024, 512, 2, 1, 2, 4},
 		{2048, 512, 4, 1, 1, 3},
 		{8192, 512, 2, 8, 2, 4},
-		{16384, 512, 2, 16, 2, 4}, // 0.96 / 0.97; in registers 0.95 / 0.94
-		{32768, 512, 4, 16, 1, 3}, // 0.96 / 0.96; in registers 0.93 / 0.93
+		{16384, 512, 2, 16, 2, 4}, // 0.94 / 0.95
+		{32768, 512, 4, 16, 1, 3}, // 0.94 / 0.95
 	},
 	kernels.RMSNormBackward: {
-		{128, 128, 1, 1, 5, 6},     // 0.94 / 0.95
-		{256, 256, 2, 1, 2, 4},     // 0.98 / 0.97
-		{512, 256, 2, 1, 1, 4},     // 0.99 / 1.00
-		{1024, 256, 2, 2, 1, 8},    // 0.98 / 0.99
-		{2048, 512, 2, 2, 1, 3},    // 0.98 / 0.98
-		{4096, 512, 2, 4, 1, 2},    // 0.96 / 0.97
-		{8192, 256, 2, 16, 1, 8},   // 0.98 / 0.99
-		{16384, 512, 2, 16, 1, 3},  // 0.99 / 0.99
-		{32768, 1024, 2, 16, 1, 2}, // 0.87 / 0.97
+		{128, 128, 1, 1, 5, 6},     // 0.92 / 0.93
+		{256, 256, 2, 1, 2, 4},     // 0.94 / 0.95
+		{512, 256, 2, 1, 1, 4},     // 0.96 / 0.97
+		{1024, 256, 2, 2, 1, 8},    // 0.95 / 0.97
+		{2048, 512, 2, 2, 1, 3},    // 0.95 / 0.95
+		{4096, 512, 2, 4, 1, 2},    // 0.94 / 0.94
+		{8192, 256, 2, 16, 1, 8},   // 0.94 / 0.96
+		{16384, 512, 2, 16, 1, 3},  // 0.97 / 0.97
+		{32768, 1024, 2, 16, 1, 2}, // 0.85 / 0.96
 	},
 }
 

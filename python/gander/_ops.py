@@ -197,7 +197,7 @@ def rmsnorm_bwd(
 
     With h = x * rstd and g = dout * weight: dx = (g - h * mean(g * h)) * rstd, dw = sum over rows of dout * h.
     x, weight, rstd: as in the forward call; dout: x's shape, any of the dtypes. dx has the dtype of x, dw that of
-    weight; dw is accumulated in float32 in a fixed order, so its bits do not change from run to run.
+    weight; dw is accumulated in float32 or wider in a fixed order, so its bits do not change from run to run.
     algorithm: one of gander.algorithms("rmsnorm_bwd"). It, batch_invariant and errors are those of rmsnorm.
     """
     if has_bias:
