@@ -60,21 +60,27 @@ func refuse(s ops.Status, format string, args ...any) error {
 
 func tensor(p unsafe.Pointer) *dlpack.Tensor { return (*dlpack.Tensor)(p) }
 
-// mostOptions is beyond the size of any option struct: what claims more has not set its size.
-const mostOptions = 4096
+// An option struct has had its size and an allocator from the start; what claims to be shorter, or much longer than any, has not
+// set its size.
+const leastOptions, mostOptions = 16, 4096
 
-// readOptions returns the caller's option struct, or the defaults where there is none. A struct of a newer
-// gander is taken if it asks for nothing that this one does not know.
+// readOptions returns the caller's option struct, or the defaults where there is none. What a struct of an older gander lacks has
+// its default. One of a newer gander is taken if it asks for nothing that this one does not know.
 func readOptions[T any](p unsafe.Pointer, defaults T) (T, error) {
 	if p == nil {
 		return defaults, nil
 	}
 	size, known := *(*uintptr)(p), unsafe.Sizeof(defaults)
-	if size < known || size > mostOptions {
+	if size < leastOptions || size%8 != 0 || size > mostOptions {
 		return defaults, refuse(ops.StatusOption, "options: size is %d, expected %d; set it to sizeof(the struct)",
 			size, known)
 	}
-	for i, b := range unsafe.Slice((*byte)(p), size)[known:] {
+	given := unsafe.Slice((*byte)(p), size)
+	if size < known {
+		copy(unsafe.Slice((*byte)(unsafe.Pointer(&defaults)), size), given)
+		return defaults, nil
+	}
+	for i, b := range given[known:] {
 		if b != 0 {
 			return defaults, refuse(ops.StatusOption, "options: byte %d is set, beyond the %d that this version knows, "+
 				"expected zeros there; leave newer fields zero or load a newer libgander", known+uintptr(i), known)

@@ -452,7 +452,6 @@ _ONE_PASS = 1 << 22
 def _objects_of_torch() -> dict:
     """What _torch.c uses of torch beside its C ABI. Raises where this torch has it no more."""
     from torch._C._dynamo import guards
-    from torch.autograd import profiler
 
     def empty_on(device):
         def empty(size, stride, dtype):
@@ -472,7 +471,6 @@ def _objects_of_torch() -> dict:
         "empty_strided_cpu": empty_on("cpu"),
         "empty_strided_cuda": empty_on("cuda"),
         "forward_ad": vars(forward_ad),
-        "profiler": vars(profiler),
         "exchange": Tensor.__dlpack_c_exchange_api__,
         "most": _ONE_PASS,
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")},

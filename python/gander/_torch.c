@@ -126,9 +126,9 @@ static struct {
 /* What gander._pytorch hands over: types, functions of torch, dictionaries of its modules. */
 #define OBJECTS(F)                                                                                               \
   F(Tensor) F(Parameter) F(None) F(False) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous) F(empty_strided_cpu) \
-  F(empty_strided_cuda) F(forward_ad) F(profiler)
+  F(empty_strided_cuda) F(forward_ad)
 #define NAMES(F) \
-  F(requires_grad) F(to_save) F(materialize_grads) F(options) F(_current_level) F(_is_profiler_enabled)
+  F(requires_grad) F(to_save) F(materialize_grads) F(options) F(_current_level)
 #define DECLARE_OBJECT(name) PyObject* name;
 static struct {
   OBJECTS(DECLARE_OBJECT)
@@ -903,7 +903,7 @@ static _Thread_local Job* current; /* what forward() below is to do */
  * guards of every kind show here; inference mode does too, and is no obstacle. */
 static void* libc10;
 static uint64_t inference[2];
-static bool (*torch_function_mode_enabled)(void);
+static bool (*torch_function_mode_enabled)(void), (*has_callbacks)(void);
 
 static const uint64_t* dispatch_state(void) {
   static _Thread_local const uint64_t* state;
@@ -911,14 +911,13 @@ static const uint64_t* dispatch_state(void) {
   return state;
 }
 
-/* May this thread pass the dispatcher by? A profiler is to see the operator, a dual tensor is to be refused. */
+/* May this thread pass the dispatcher by? Profilers and tracers are to see the operator, a dual tensor is to be refused. */
 static bool plain(void) {
   const uint64_t* state = dispatch_state();
   bool known = (state[0] | state[1]) == 0 || (state[0] == inference[0] && state[1] == inference[1]);
-  if (!known || torch_function_mode_enabled()) return false;
-  PyObject* profiled = python.PyDict_GetItem(objects.profiler, names._is_profiler_enabled);
+  if (!known || torch_function_mode_enabled() || has_callbacks()) return false;
   PyObject* level = python.PyDict_GetItem(objects.forward_ad, names._current_level);
-  return profiled == objects.False && level != NULL && python.PyLong_AsLongLong(level) < 0;
+  return level != NULL && python.PyLong_AsLongLong(level) < 0;
 }
 
 static PyObject* none(void) {
@@ -1111,7 +1110,8 @@ EXPORT const char* gander_torch_functions(PyObject* given, const uint64_t* state
   PYTHON_FUNCTIONS(LOOK_UP_PYTHON)
   torch.grad_mode = (__typeof__(torch.grad_mode))dlsym(cpu, "aoti_torch_grad_mode_is_enabled");
   torch_function_mode_enabled = (bool (*)(void))dlsym(cpu, "_ZN2at4impl27torch_function_mode_enabledEv");
-  if (torch.grad_mode == NULL || torch_function_mode_enabled == NULL) return "libtorch_cpu.so";
+  has_callbacks = (bool (*)(void))dlsym(cpu, "_ZN2at12hasCallbacksEv");
+  if (torch.grad_mode == NULL || torch_function_mode_enabled == NULL || has_callbacks == NULL) return "libtorch_cpu.so";
 #define KEEP(name) \
   if ((objects.name = kept(given, #name)) == NULL) return #name;
   OBJECTS(KEEP)

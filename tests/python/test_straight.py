@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import tempfile
 import threading
 
 import gander
@@ -112,6 +113,21 @@ class Profile:
         self.profile.__exit__(*error)
 
 
+class Trace:
+    """Of executed ops, as tools for replay take it: a callback that Python knows nothing of."""
+
+    def __enter__(self):
+        self.file = tempfile.NamedTemporaryFile(suffix=".json")
+        self.observer = torch.profiler.ExecutionTraceObserver()
+        self.observer.register_callback(self.file.name)
+        self.observer.start()
+
+    def __exit__(self, *error):
+        self.observer.stop()
+        self.observer.unregister_callback()
+        self.file.close()
+
+
 MODES = {
     "dispatch mode": Seen,
     "function mode": SeenFunction,
@@ -119,6 +135,7 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "forward AD": forward_ad.dual_level,
     "profiler": Profile,
+    "execution trace": Trace,
 }
 
 
