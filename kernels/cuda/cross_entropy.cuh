@@ -212,9 +212,9 @@ struct CrossEntropyBackward {
   using Args = CrossEntropyArgs;
   static constexpr int kInputs = 1;
   static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
-  // The gradient that forward made is right as it is.
   template <int TPR, int V>
   static constexpr bool kFetches = false;
+  // The gradient that forward made is right as it is.
   __device__ static bool done(const Args& a) { return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f; }
   struct Scalars {
     int64_t index;

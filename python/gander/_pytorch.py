@@ -640,26 +640,34 @@ def cross_entropy_invariant(x, target, weight, ignore_index, reduction, in_place
     return _cross_entropy_fwd_invariant(x, target, weight, ignore_index, reduction)
 
 
-def cross_entropy_fwd_invariant(x, target, weight, ignore_index, with_lse, with_dx, in_place):
-    """(loss, lse or None, dx or None)"""
-    if with_dx and in_place:
-        return *_cross_entropy_fwd_dx_invariant_(x, target, weight, ignore_index), x
-    if with_dx:
-        return _cross_entropy_fwd_dx_invariant(x, target, weight, ignore_index)
-    if with_lse:
-        return *_cross_entropy_fwd_lse_invariant(x, target, weight, ignore_index), None
-    return _cross_entropy_fwd_invariant(x, target, weight, ignore_index, 0), None, None
+# One forward pass over the logits: the ops for the loss alone, with lse, with dx too, and with dx over x.
+_FORWARDS = _cross_entropy_fwd, _cross_entropy_fwd_lse, _cross_entropy_fwd_dx, _cross_entropy_fwd_dx_
+_INVARIANT_FORWARDS = (
+    _cross_entropy_fwd_invariant,
+    _cross_entropy_fwd_lse_invariant,
+    _cross_entropy_fwd_dx_invariant,
+    _cross_entropy_fwd_dx_invariant_,
+)
 
 
-def cross_entropy_fwd(x, target, weight, ignore_index, with_lse, with_dx, in_place):
+def _cross_entropy_parts(ops, x, target, weight, ignore_index, with_lse, with_dx, in_place):
     """(loss, lse or None, dx or None)"""
+    loss, loss_lse, loss_lse_dx, over_x = ops
     if with_dx and in_place:
-        return *_cross_entropy_fwd_dx_(x, target, weight, ignore_index), x
+        return *over_x(x, target, weight, ignore_index), x
     if with_dx:
-        return _cross_entropy_fwd_dx(x, target, weight, ignore_index)
+        return loss_lse_dx(x, target, weight, ignore_index)
     if with_lse:
-        return *_cross_entropy_fwd_lse(x, target, weight, ignore_index), None
-    return _cross_entropy_fwd(x, target, weight, ignore_index, 0), None, None
+        return *loss_lse(x, target, weight, ignore_index), None
+    return loss(x, target, weight, ignore_index, 0), None, None
+
+
+def cross_entropy_fwd(*arguments):
+    return _cross_entropy_parts(_FORWARDS, *arguments)
+
+
+def cross_entropy_fwd_invariant(*arguments):
+    return _cross_entropy_parts(_INVARIANT_FORWARDS, *arguments)
 
 
 def cross_entropy_bwd(x, target, dloss, lse, weight, ignore_index, in_place):
