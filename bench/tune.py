@@ -47,12 +47,14 @@ class Config(ct.Structure):
     ]
 
 
-def config(grid, threads, cluster=1, shared=0, dependent=False):
+def config(grid, threads, cluster=1, shared=0, dependent=False, cooperative=False):
     c = Config((grid, 1, 1), (threads, 1, 1), shared, None, None, 0)
     attributes = []
     if cluster > 1:
         attributes.append(Attribute(4, 0, (cluster, 1, 1)))
-    if dependent:  # programmatic stream serialization: start while the launch before ends
+    if cooperative:  # all CTAs resident at once
+        attributes.append(Attribute(2, 0, (1,)))
+    elif dependent:  # programmatic stream serialization: start while the launch before ends
         attributes.append(Attribute(6, 0, (1,)))
     if attributes:
         c._keep = (Attribute * len(attributes))(*attributes)
@@ -160,7 +162,7 @@ class Tuner:
         if not dw:
             for v in of(op, "rows"):
                 cap = v["RowThreads"] * v["Vectors"]
-                for c in (2, 4, 8, 16) if v["Cluster"] else (1,):
+                for c in (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16) if v["Cluster"] else (1,):
                     if cap * c < nv or (cap * c >= 4 * nv and cap > 8):
                         continue
                     rows = v["Threads"] // v["RowThreads"]
@@ -195,13 +197,28 @@ class Tuner:
             return
         last = [v for v in mine if v["Op"] == "weight_gradient"]
         finish = (last[0], -(-n // 32), 1, 0) if n <= 16384 else (last[1], -(-n // 256), 1, 0)
-        if not general:
-            for v in of(op, "lanes"):
-                if v["RowThreads"] * v["Vectors"] >= nv:
-                    for resident in (1, 2, 3, 4):
-                        p = min(SMS * resident, -(-m // (v["Threads"] // v["RowThreads"])))
-                        yield [(v, p, 1, v["Shared"]), finish], {"partials": p, "resident": resident}
-            yield from self.rings(of, op, m, nv, 2, [finish])
+        for v in of(op, "lanes"):
+            if v["RowThreads"] * v["Vectors"] >= nv:
+                for resident in (1, 2, 3, 4):
+                    p = min(SMS * resident, -(-m // (v["Threads"] // v["RowThreads"])))
+                    if general:  # rows of a CTA lie alike
+                        p = max(p // e, 1) * e
+                    yield [(v, p, 1, v["Shared"]), finish], {"partials": p, "resident": resident}
+        for v in of(op, "team"):
+            cap = v["RowThreads"] * v["Vectors"]
+            if cap * SMS < nv or cap * SMS >= 4 * nv:
+                continue
+            clear = next(v for v in mine if v["Op"] == "clear")
+            most = ((227 << 10) - 2048) // (2 * cap * 16)
+            for stages in sorted({6, 13, 20, min(most, 28)}):
+                if stages > most:
+                    continue
+                for lag in sorted({min(stages - 2, 15), min(stages - 3, 12), min(stages - 4, 8)}):
+                    yield (
+                        [(clear, -(-SMS * 32 // 256), 1, 0), (v, SMS, 1, stages * 2 * cap * 16), finish],
+                        {"partials": 1, "stages": stages, "splits": SMS, "lag": lag},
+                    )
+        yield from self.rings(of, op, m, nv, 2, [finish], e - 1 if general else 0)
         v = of(op, "columns")[0]
         tiles = -(-n // (256 * e))
         for waves in (2, 4, 8):
@@ -214,7 +231,7 @@ class Tuner:
                 {"partials": blocks, "chunk": chunk, "splits": splits},
             )
 
-    def rings(self, of, op, m, nv, inputs, then):
+    def rings(self, of, op, m, nv, inputs, then, pieces=0):
         for v in of(op, "ring"):
             cap = v["RowThreads"] * v["Vectors"]
             for c in (2, 4, 8, 16) if v["Cluster"] else (1,):
@@ -222,7 +239,7 @@ class Tuner:
                     continue
                 for resident in sorted({max(1, v["Resident"] - 1), v["Resident"], v["Resident"] + 1}):
                     for stages in (2, 3, 4, 6, 8):
-                        shared = stages * inputs * cap * 16
+                        shared = stages * inputs * (cap + v["General"]) * 16
                         if shared * resident > 220 << 10:
                             continue
                         groups = SMS * resident
@@ -237,7 +254,7 @@ class Tuner:
                         groups = min(groups, m)
                         yield (
                             [(v, groups * c, c, shared), *then],
-                            {"partials": groups, "stages": stages, "resident": resident},
+                            {"partials": groups + pieces, "stages": stages, "resident": resident},
                         )
 
     def point(self, op, dtype, m, n, repeats):
@@ -334,7 +351,7 @@ class Tuner:
             names = "+".join(s[0]["Symbol"] for s in steps if s[0]["Op"] != "weight_gradient")
             note = f"{names} grid {steps[0][1]} c{steps[0][2]} {extra}"
             launches = [
-                (self.module(v["Family"]).get(v["Symbol"]), config(grid, v["Threads"], c, shared, i > 0))
+                (self.module(v["Family"]).get(v["Symbol"]), config(grid, v["Threads"], c, shared, i > 0, v["Shape"] == "team"))
                 for i, (v, grid, c, shared) in enumerate(steps)
             ]
 

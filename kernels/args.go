@@ -19,7 +19,9 @@ type Rows struct {
 	Chunk                     int64 // 16-byte vectors of a row that a CTA takes; more than the row has where it is not split
 	Splits                    int32 // chunks per row
 	BType, YType              int32 // DType of B and Y
+	Fixed                     int32 // vectors are counted from the row's first element, wherever it lies: the same bits wherever that is
 	Zero                      int32 // 0, which the compiler cannot know (Tile::forget in cuda/rows.cuh)
+	_                         int32
 }
 
 // SoftmaxArgs is the parameter of the softmax kernels.
@@ -40,6 +42,8 @@ type RMSNormArgs struct {
 	InvN       float32 // 1 / N
 	Partials   int32
 	Stages     int32 // rows in the ring
+	Lag        int32 // Team: rows that are summed before the one that is mapped
+	_          int32
 }
 
 // CrossEntropyArgs is the parameter of the cross-entropy kernels.

@@ -6,7 +6,8 @@ import "fmt"
 type Op uint8
 
 // The ops. CrossEntropyForwardDX makes loss and gradient in one pass; WeightGradient and Total complete what
-// other kernels left per CTA or per row; Denominator sums the rows' weights before the rows are read.
+// other kernels left per CTA or per row; Denominator sums the rows' weights before the rows are read; Clear makes way for what a
+// team's CTAs tell each other.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -18,13 +19,14 @@ const (
 	WeightGradient
 	Total
 	Denominator
+	Clear
 )
 
 // String returns the op's name as it stands in symbols.
 func (o Op) String() string {
 	return [...]string{
 		"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",
-		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient", "total", "denominator",
+		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient", "total", "denominator", "clear",
 	}[o]
 }
 
@@ -36,6 +38,7 @@ const (
 	Partial                  // a CTA reduces one chunk of a row
 	Apply                    // a CTA maps one chunk of a row whose partial states are known
 	Ring                     // RMSNorm: persistent CTAs, rows through a ring in shared memory
+	Team                     // RMSNorm backward: a CTA on each SM, which hold a row between them
 	Lanes                    // RMSNorm backward: persistent groups of lanes, a row each
 	Loop                     // short rows, many of them: persistent lanes, the next row on its way
 	Columns                  // RMSNorm backward: a CTA walks down a tile of columns
@@ -44,7 +47,7 @@ const (
 
 // String returns the shape's name as it stands in symbols and explanations.
 func (s Shape) String() string {
-	return [...]string{"rows", "partial", "apply", "ring", "lanes", "loop", "columns", "finish"}[s]
+	return [...]string{"rows", "partial", "apply", "ring", "team", "lanes", "loop", "columns", "finish"}[s]
 }
 
 // Family is the kernels of one group of ops for one element type of x: one translation unit and one device
@@ -59,7 +62,7 @@ var groups = [...]string{"softmax", "rmsnorm", "cross_entropy"}
 func familyOf(op Op, x DType) Family {
 	group := Family(0)
 	switch op {
-	case RMSNormForward, RMSNormBackward, WeightGradient:
+	case RMSNormForward, RMSNormBackward, WeightGradient, Clear:
 		group = 1
 	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator:
 		group = 2
@@ -128,9 +131,9 @@ var (
 	tiny = []shape{{8, 1}, {8, 4}, {16, 4}, {32, 4}}
 
 	inRegisters = map[Op][]shape{
-		SoftmaxForward:        {{32, 8}, {128, 4}, {256, 4}, {512, 8}},
-		RMSNormForward:        {{128, 4}, {256, 4}, {512, 8}},
-		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 8}},
+		SoftmaxForward:        {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		RMSNormForward:        {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		// Longer rows stream: Partial, Apply.
 		CrossEntropyForward:  {{32, 8}, {128, 4}, {256, 4}, {512, 4}},
 		CrossEntropyBackward: {{32, 8}, {128, 4}, {256, 4}, {512, 4}},
@@ -147,9 +150,9 @@ var (
 	}
 
 	// Rows of any alignment, with fewer shapes: they are rarer, and their code is longer.
-	anyInRegisters = map[int][]shape{1: {{8, 1}, {8, 4}, {32, 4}, {128, 4}, {512, 4}, {1024, 4}},
-		2: {{8, 1}, {8, 2}, {32, 2}, {128, 2}, {512, 2}, {1024, 2}}}
-	anyInClusters = map[int][]shape{1: {{512, 4}, {1024, 4}}, 2: {{512, 2}, {1024, 2}}}
+	anyInRegisters = map[int][]shape{1: {{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {192, 4}, {256, 4}, {384, 4}, {512, 4}, {768, 4}, {1024, 4}},
+		2: {{8, 1}, {8, 2}, {16, 2}, {32, 2}, {128, 2}, {192, 2}, {256, 2}, {384, 2}, {512, 2}, {768, 2}, {1024, 2}}}
+	anyInClusters = map[int][]shape{1: {{256, 4}, {512, 4}, {1024, 4}}, 2: {{256, 2}, {512, 2}, {1024, 2}}}
 
 	// RMSNorm of short rows: the weights come out of L1 from the second row on.
 	loops = []shape{{8, 4}, {16, 4}}
@@ -159,7 +162,8 @@ var (
 	forwardRing = []shape{{512, 2}, {512, 4}}
 	ring        = []shape{{128, 1}, {256, 2}}
 	ringCluster = []shape{{256, 2}, {512, 2}}
-	longRing    = map[DType]shape{Float16: {512, 4}, BFloat16: {1024, 2}, Float32: {512, 4}} // with 64 registers only bfloat16 does not spill
+	longRing    = shape{512, 4} // of float32; what 16-bit rows as long would need does not fit the registers
+	team        = []shape{{256, 1}, {512, 1}, {512, 2}}
 	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}, {32, 2}}
 )
 
@@ -173,19 +177,25 @@ func resident(v *Variant) int {
 	case v.Shape == Ring && v.Op == RMSNormForward:
 		return 4 / v.Vectors
 	case v.Shape == Ring:
-		return map[shape]int{{128, 1}: 5, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1, {1024, 2}: 1}[shape{v.Threads, v.Vectors}]
+		return map[shape]int{{128, 1}: 5, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1}[shape{v.Threads, v.Vectors}]
+	case v.Shape == Team:
+		return 1
+	case v.Shape == Lanes && v.General:
+		return 2
 	case v.Shape == Lanes:
 		return 3
 	case v.Shape == Loop:
 		return 8
-	case v.General, v.Op == RMSNormBackward, v.Vectors*inputs(v.Op) > 4:
+	case v.General && v.Family.Group() == "softmax":
+		return max(1, 1280/v.Threads)
+	case v.General, v.Op == RMSNormBackward, v.Vectors*v.Op.Inputs() > 4:
 		return max(1, 1024/v.Threads)
 	case v.Op == CrossEntropyBackward, v.Family.DType() == Float16 && v.Op != SoftmaxForward, // they hold more
 		v.Family.DType() == Float32 && v.Op == SoftmaxForward && v.Shape == Apply:
 		return max(1, 1280/v.Threads)
 	case v.Threads == 1024:
 		return 2
-	case inputs(v.Op) == 2 && (v.Shape == Partial || v.Shape == Apply):
+	case v.Op.Inputs() == 2 && (v.Shape == Partial || v.Shape == Apply):
 		return 5
 	case v.Threads == 128 && (v.Op == SoftmaxForward || v.Op == CrossEntropyForward):
 		return 16
@@ -193,8 +203,9 @@ func resident(v *Variant) int {
 	return 1536 / v.Threads
 }
 
-func inputs(op Op) int {
-	if op == SoftmaxBackward || op == RMSNormBackward {
+// Inputs is how many matrices the op reads.
+func (o Op) Inputs() int {
+	if o == SoftmaxBackward || o == RMSNormBackward {
 		return 2
 	}
 	return 1
@@ -211,6 +222,9 @@ func table() []Variant {
 				v := Variant{
 					Index: len(t), Family: familyOf(op, x), Op: op, Shape: s, RowThreads: p.threads, Vectors: p.vectors,
 					General: general, Cluster: cluster, Threads: max(p.threads, 128),
+				}
+				if s == Team {
+					v.Threads += 6 * 32 // one warp shares sums, four take them, one brings rows
 				}
 				if s == Lanes {
 					v.Threads, v.Stages = 256, laneStages
@@ -235,7 +249,7 @@ func table() []Variant {
 			SoftmaxForward, SoftmaxBackward, RMSNormForward, RMSNormBackward,
 			CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward,
 		} {
-			n := inputs(op)
+			n := op.Inputs()
 			for _, s := range tiny {
 				add(op, InRegisters, false, false, shape{s.threads, max(1, s.vectors/n)})
 			}
@@ -257,11 +271,21 @@ func table() []Variant {
 		add(RMSNormForward, Ring, false, true, forwardRing...)
 		add(RMSNormBackward, Ring, false, false, ring...)
 		add(RMSNormBackward, Ring, false, true, ringCluster...)
-		add(RMSNormBackward, Ring, false, true, longRing[x])
+		if x == Float32 {
+			add(RMSNormBackward, Ring, false, true, longRing)
+		}
+		add(RMSNormBackward, Ring, true, false, ring...)
+		add(RMSNormBackward, Ring, true, true, ringCluster...)
+		if x != Float32 { // for which rows as long as the first holds are left to the ring
+			add(RMSNormBackward, Team, false, false, team[0])
+		}
+		add(RMSNormBackward, Team, false, false, team[1:]...)
 		add(RMSNormBackward, Lanes, false, false, lanes...)
+		add(RMSNormBackward, Lanes, true, false, lanes...)
 		add(RMSNormBackward, Columns, false, false, shape{ChunkThreads, 1})
 		add(RMSNormBackward, Columns, true, false, shape{ChunkThreads, 1})
 		add(WeightGradient, Finish, true, false, shape{1024, 1}, shape{256, 1})
+		add(Clear, Finish, true, false, shape{256, 1})
 		for _, op := range []Op{Total, Denominator} {
 			add(op, Finish, true, false, shape{1024, 1})
 			add(op, Finish, true, true, shape{1024, 1})

@@ -157,6 +157,8 @@ func limits(r request) string {
 	_, without := reach(&plain, r)
 	r.general = true
 	_, unaligned := reach(&ideal, r)
+	r.alike = true
+	_, alike := reach(&ideal, r)
 	var text []string
 	switch {
 	case low > 0:
@@ -167,6 +169,8 @@ func limits(r request) string {
 		text = append(text, "rows of up to "+bytes(high))
 	}
 	switch {
+	case unaligned < alike:
+		text = append(text, "unaligned ones where all operands are off by as much")
 	case unaligned == none:
 		text = append(text, "only of whole, aligned 16-byte vectors")
 	case unaligned < high:
@@ -213,10 +217,12 @@ func (k *check) chosen(c *Call, op kernels.Op) {
 // refused says what the algorithm cannot do, and which others can.
 func refused(f *driver.Facts, r request) error {
 	var limit string
-	asked, aligned := r.Algorithm, r
+	asked, aligned, alike := r.Algorithm, r, r
 	aligned.general, aligned.mixed = false, false
+	alike.alike = true
 	low, high := reach(f, r)
 	_, alignedHigh := reach(f, aligned)
+	_, alikeHigh := reach(f, alike)
 	rows, elements := "rows", 16/r.x.Size()
 	if r.general {
 		rows = "rows that are not whole, aligned 16-byte vectors"
@@ -230,6 +236,8 @@ func refused(f *driver.Facts, r request) error {
 	switch {
 	case r.mixed && high == none:
 		limit = "takes dout of x's dtype only"
+	case high == none && alikeHigh != none:
+		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands are off by as much"
 	case high == none && alignedHigh != none:
 		limit = "takes rows of whole, aligned 16-byte vectors only (and a weight and results of x's dtype, aligned too)"
 	case high == none:

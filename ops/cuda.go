@@ -30,6 +30,9 @@ func (r *request) hash() uint64 {
 	if r.dw || r.total {
 		h ^= 1 << 17
 	}
+	if r.alike {
+		h ^= 1 << 24
+	}
 	if r.onePass {
 		h ^= 1 << 18
 	}
@@ -63,6 +66,7 @@ type cudaCall struct {
 	plan    *plan
 	stream  uintptr
 	scratch uintptr
+	fixed   int32
 	ours    bool // the scratch memory is the driver's, to be given back
 }
 
@@ -78,6 +82,9 @@ func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 		return cudaCall{}, err
 	}
 	k := cudaCall{device: d, plan: p, stream: c.Stream}
+	if c.BatchInvariant {
+		k.fixed = 1
+	}
 	switch {
 	case p.scratch.size == 0:
 	case c.Allocate != nil:
@@ -122,6 +129,7 @@ func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 		A: input(a.Data), B: input(b.Data), Y: output(y.Data), Partial: k.at(k.plan.scratch.partial),
 		AStride: a.Stride, BStride: b.Stride, YStride: y.Stride, M: a.Rows, N: a.Cols,
 		Chunk: k.plan.chunk, Splits: k.plan.splits, BType: int32(b.DType), YType: int32(y.DType),
+		Fixed: k.fixed,
 	}
 }
 
@@ -132,6 +140,17 @@ func output(p unsafe.Pointer) kernels.Output { return kernels.Output(uintptr(p))
 func vectorRows(m kernels.Matrix) bool {
 	size := m.DType.Size()
 	return uintptr(m.Data)%16 == 0 && m.Cols*size%16 == 0 && (m.Rows <= 1 || m.Stride*size%16 == 0)
+}
+
+// alike tells whether the rows of all of them begin at the same place in a 16-byte vector, row by row.
+func alike(first kernels.Matrix, others ...kernels.Matrix) bool {
+	for _, m := range others {
+		apart := uintptr(m.Data) - uintptr(first.Data)
+		if m.DType != first.DType || apart%16 != 0 || (m.Rows > 1 && (m.Stride-first.Stride)*m.DType.Size()%16 != 0) {
+			return false
+		}
+	}
+	return true
 }
 
 func aligned(v kernels.Vector) bool { return uintptr(v.Data)%16 == 0 }
@@ -184,7 +203,8 @@ func (c *Call) cudaRMSNormBackward(
 	mixed := dout.DType != x.DType
 	general := mixed || !vectorRows(x) || !vectorRows(dout) || !vectorRows(dx) || !aligned(weight)
 	k, err := c.start(ordinal, request{
-		op: kernels.RMSNormBackward, x: x.DType, general: general, mixed: mixed, dw: dw.Present(), m: x.Rows, n: x.Cols,
+		op: kernels.RMSNormBackward, x: x.DType, general: general, mixed: mixed, alike: general && alike(x, dout, dx),
+		dw: dw.Present(), m: x.Rows, n: x.Cols,
 	})
 	if err != nil {
 		return err
@@ -192,7 +212,8 @@ func (c *Call) cudaRMSNormBackward(
 	defer k.finish()
 	args := k.rmsnorm(x, dout, dx, weight)
 	args.Rstd, args.Dw, args.DwType = output(rstd.Data), output(dw.Data), int32(dw.DType)
-	args.DwPartial, args.Partials, args.Stages = k.at(k.plan.scratch.dwPartial), k.plan.partials, k.plan.stages
+	args.DwPartial, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
+	args.Stages, args.Lag = k.plan.stages, k.plan.lag
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 
@@ -296,6 +317,7 @@ func cudaExplain(ordinal int32, r request) (string, error) {
 		return "", cudaError(err)
 	}
 	r.general = r.n*r.x.Size()%16 != 0
+	r.alike = r.general
 	p, err := makePlan(d.Facts(), r)
 	if err != nil {
 		return "", err

@@ -15,6 +15,7 @@ type request struct {
 	x       kernels.DType
 	general bool // some row is not made of aligned 16-byte vectors, or types differ
 	mixed   bool // the second input has not x's type
+	alike   bool // general: all operands' rows lie alike in their 16-byte vectors
 	dw      bool // RMSNorm backward: dw is wanted
 	total   bool // cross-entropy: a total or the denominator is wanted
 	onePass bool // cross-entropy: forward's gradient is that of the mean; backward may find its work done
@@ -33,6 +34,7 @@ type plan struct {
 	chunk     int64 // vectors of a row per CTA
 	splits    int32 // CTAs per row where rows are split
 	stages    int32 // rows in the ring of an RMSNorm backward CTA
+	lag       int32 // of them, those that a team sums before it maps one
 	partials  int32 // rows of partial dw
 	totalHere bool  // the only CTA makes the total as well
 	scratch   scratch
@@ -79,10 +81,10 @@ type variantKey struct {
 	cluster bool
 }
 
-// fitting returns the first of the variants that holds `vectors` in at most `ctas` CTAs, with the number of them, a power of two.
+// fitting returns the first of the variants that holds `vectors` in at most `ctas` CTAs, with the number of them.
 func fitting(variants []*kernels.Variant, vectors int64, ctas int64) (*kernels.Variant, int64) {
 	for _, v := range variants {
-		if c := powerOfTwo(ceil(vectors, v.Capacity())); c <= ctas {
+		if c := ceil(vectors, v.Capacity()); c <= ctas {
 			return v, c
 		}
 	}
@@ -135,10 +137,9 @@ func makePlan(f *driver.Facts, r request) (*plan, error) {
 // attempt makes a plan where the algorithm that is asked for serves the request.
 func attempt(f *driver.Facts, r request) (_ *plan, served bool, _ error) {
 	p := planner{plan: &plan{chunk: wholeRow, splits: 1}, request: r, facts: f}
-	elements := 16 / r.x.Size()
-	p.vectors = ceil(r.n, elements)
+	p.vectors = ceil(r.n, r.elements())
 	if r.general {
-		p.vectors = ceil(r.n+elements-1, elements) // the row may begin anywhere in a vector
+		p.vectors = ceil(r.n+r.elements()-1, r.elements()) // the row may begin anywhere in a vector
 	}
 	if r.onePass && r.op == kernels.CrossEntropyForwardDX {
 		p.scratch.denominator = p.scratch.take(4)
@@ -189,7 +190,11 @@ func (p *planner) rows() (served bool) {
 	case p.Algorithm != Auto:
 		served = p.forced()
 	case p.dw:
-		if !p.inLanes() && !p.inRing(1, 16) {
+		switch {
+		case p.n < 4: // x * rstd is nearly 1, and its rounding errs to one side, which a sum shows: `columns` does without
+			p.columns()
+		case p.vectors > teamFrom(p.x) && p.inTeam(), p.inLanes(), p.inRing(1, 16), p.inTeam():
+		default:
 			p.columns()
 		}
 		served = true
@@ -222,7 +227,7 @@ func (p *planner) fastest() {
 	case p.op == kernels.RMSNormForward && p.inLoop():
 	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.inOneCTA(p.tiles(false, 256, 256)):
 		// A CTA brings a row's weights with it. Measured on an H100, 128 x 1024 of bfloat16: 5.2 us, a warp to each row 6.4.
-	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.tiles(false)) || p.inCluster(p.tiles(true)[1:]):
+	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.tiles(false)) || p.inCluster(p.thrifty(p.tiles(true))):
 	default:
 		p.split("the row is longer than a cluster holds in registers")
 	}
@@ -243,7 +248,7 @@ func (p *planner) forced() bool {
 	case ring && a == Medium:
 		return p.inRing(1, 1)
 	case ring && a == Extreme, p.dw:
-		return p.inRing(2, 16)
+		return a == Extreme && p.vectors > teamFrom(p.x) && p.inTeam() || p.inRing(2, 16) || a == Extreme && p.inTeam()
 	case a == Warp:
 		return p.inLoop() || p.inOneCTA(p.tiles(false, 1, lanesPerWarp))
 	case a == Register:
@@ -330,6 +335,17 @@ func (p *planner) inCluster(variants []*kernels.Variant) bool {
 	return true
 }
 
+// thrifty leaves the smallest CTAs aside, where the next hold a row with little left over. Measured on an H100, softmax, over the plain kernel:
+// 50257 bfloat16 in 7 CTAs of 1024 vectors 0.86, in 4 of 2048 0.73; 128256 in 16 of the first 0.91, in 4 of 4096 0.97.
+func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
+	const small = 8 // CTAs: more of the smallest have too much to wait for
+	v, c := fitting(variants[1:], p.vectors, maxCluster(p.facts))
+	if _, least := fitting(variants[:1], p.vectors, small); v != nil && (least == 0 || 5*p.vectors > 4*c*v.Capacity()) {
+		return variants[1:]
+	}
+	return variants
+}
+
 // few says whether a CTA for each row would leave SMs idle, and a row is long enough for several.
 func (p *planner) few() bool {
 	return p.expected() < int64(p.facts.SMs) && p.vectors > p.tiles(true)[0].Capacity()
@@ -412,6 +428,9 @@ func (p *planner) elementwise() {
 	p.why = "no row needs another element: chunks of 1024 vectors"
 }
 
+// elements is how many of x a 16-byte vector holds.
+func (r *request) elements() int64 { return 16 / r.x.Size() }
+
 // accumulatorBytes is the size of what sums that span threads are taken in: Accumulator in cuda/reduce.cuh.
 func (r *request) accumulatorBytes() int64 {
 	if r.x == kernels.Float32 {
@@ -446,25 +465,28 @@ var rings = map[kernels.Op][]struct {
 		{32768, 512, 4, 16, 1, 3}, // 0.94 / 0.95
 	},
 	kernels.RMSNormBackward: {
-		{128, 128, 1, 1, 5, 6},     // 0.92 / 0.93
-		{256, 256, 2, 1, 2, 4},     // 0.94 / 0.95
-		{512, 256, 2, 1, 1, 4},     // 0.96 / 0.97
-		{1024, 256, 2, 2, 1, 8},    // 0.95 / 0.97
-		{2048, 512, 2, 2, 1, 3},    // 0.95 / 0.95
-		{4096, 512, 2, 4, 1, 2},    // 0.94 / 0.94
-		{8192, 256, 2, 16, 1, 8},   // 0.94 / 0.96
-		{16384, 512, 2, 16, 1, 3},  // 0.97 / 0.97
-		{32768, 1024, 2, 16, 1, 2}, // 0.85 / 0.96
+		{128, 128, 1, 1, 5, 6},    // 0.92 / 0.93
+		{256, 256, 2, 1, 2, 4},    // 0.94 / 0.95
+		{512, 256, 2, 1, 1, 4},    // 0.96 / 0.97
+		{1024, 256, 2, 2, 1, 8},   // 0.95 / 0.97
+		{2048, 512, 2, 2, 1, 3},   // 0.95 / 0.95
+		{4096, 512, 2, 4, 1, 2},   // 0.94 / 0.94
+		{8192, 256, 2, 16, 1, 8},  // 0.94 / 0.96
+		{16384, 512, 2, 16, 1, 3}, // 0.97 / 0.97
+		{32768, 512, 4, 16, 1, 2}, // float32 0.96
 	},
 }
 
 // inLanes gives rows to persistent parts of warps, whose threads keep fixed columns' part of dw in registers.
 func (p *planner) inLanes() bool {
 	v, c := fitting(variantsOf[variantKey{p.op, kernels.Lanes, p.x, p.general, false}], p.vectors, 1)
-	if c == 0 {
+	if c == 0 || p.mixed || p.general && (!p.alike || p.BatchInvariant) {
 		return false
 	}
 	grid := min(int64(p.facts.SMs*v.Resident), ceil(p.m, v.RowsPerCTA()))
+	if p.general { // so that a CTA's rows lie alike
+		grid = max(grid/p.elements(), 1) * p.elements()
+	}
 	p.partials = int32(grid)
 	p.add(p.op, v.Shape, false, v, grid, 1, uint32(v.Shared))
 	p.taken = Warp
@@ -472,10 +494,55 @@ func (p *planner) inLanes() bool {
 	return true
 }
 
+// teamFrom is the vectors of a row from which a CTA on each SM is better than a cluster.
+func teamFrom(x kernels.DType) int64 {
+	if x == kernels.Float32 {
+		return 32768
+	}
+	return 16384
+}
+
+// inTeam spreads each row over a CTA on each SM. Measured on an H100 with 4 GiB per tensor, N = 262144, over the plain kernel: bfloat16 0.95
+// (clusters of 16: 0.87), float32 0.95 (two passes: 0.58). The ring hides what CTAs tell each other, which takes several us, if some 48 KiB
+// of it are on their way.
+func (p *planner) inTeam() bool {
+	const (
+		mostStages  = 28 // kMaxStages in cuda/rmsnorm.cuh
+		leastStages = 6
+		mostLag     = 15
+	)
+	members := int64(p.facts.SMs)
+	if !p.dw || p.mixed || p.facts.Major < 9 || p.vectors <= 16*powerOfTwo(members) {
+		return false
+	}
+	for _, v := range variantsOf[variantKey{p.op, kernels.Team, p.x, p.general, false}] {
+		stage := 2 * v.Capacity() * 16
+		stages := min((int64(p.facts.SharedPerBlock)-2<<10)/stage, mostStages)
+		if v.Capacity()*(powerOfTwo(members+1)/2) < p.vectors || stages < leastStages {
+			continue
+		}
+		p.splits, p.stages, p.partials = int32(members), int32(stages), 1
+		p.lag = int32(min(stages-max(2, 48<<10/stage), mostLag))
+		p.scratch.partial = p.scratch.take(members * teamRows * 16)
+		clear := variantsOf[variantKey{kernels.Clear, kernels.Finish, p.x, true, false}][0]
+		p.add(clear.Op, clear.Shape, true, clear, ceil(members*teamRows, int64(clear.Threads)), 1, 0)
+		p.add(p.op, v.Shape, p.general, v, members, 1, uint32(stages*stage))
+		last := &p.launches[len(p.launches)-1].geometry
+		last.Cooperative, last.Dependent = true, false
+		p.taken = Extreme
+		p.why = fmt.Sprintf("%d CTAs hold a row between them, and keep the weights of their columns and dw; %d rows in flight", members, stages)
+		return true
+	}
+	return false
+}
+
+// teamRows is kTeamRows in cuda/rmsnorm.cuh.
+const teamRows = 32
+
 // inRing brings rows through shared memory, where there is a ring for their length of so many CTAs, with `threads` threads if that
 // is given.
 func (p *planner) inRing(least, most int64, threads ...int64) bool {
-	if p.general || p.facts.Major < 9 {
+	if p.mixed || p.general && p.BatchInvariant || p.facts.Major < 9 {
 		return false
 	}
 	for _, r := range rings[p.op] {
@@ -483,7 +550,7 @@ func (p *planner) inRing(least, most int64, threads ...int64) bool {
 			threads != nil && r.threads != threads[0] {
 			continue
 		}
-		for _, v := range variantsOf[variantKey{p.op, kernels.Ring, p.x, false, r.cluster > 1}] {
+		for _, v := range variantsOf[variantKey{p.op, kernels.Ring, p.x, p.general, r.cluster > 1}] {
 			// Some parts have less shared memory than the ring was measured with; the kernel itself needs a little.
 			fits := (int64(p.facts.SharedPerBlock) - 4<<10) / p.ringStage(v)
 			if v.Capacity() == r.threads*r.each && fits >= 2 {
@@ -497,10 +564,11 @@ func (p *planner) inRing(least, most int64, threads ...int64) bool {
 
 // ringStage is the bytes of shared memory that one row's slices of the inputs take.
 func (p *planner) ringStage(v *kernels.Variant) int64 {
-	if p.op == kernels.RMSNormForward {
-		return v.Capacity() * 16
+	vectors := v.Capacity()
+	if v.General {
+		vectors++
 	}
-	return 2 * v.Capacity() * 16
+	return int64(p.op.Inputs()) * vectors * 16
 }
 
 func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
@@ -514,12 +582,15 @@ func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
 	p.stages = int32(min(stages, max(2, ceil(p.m, clusters))))
 	if p.dw {
 		p.partials = int32(clusters)
+		if p.general { // one for each piece of its rows that lies alike: deal_rows in cuda/rmsnorm.cuh
+			p.partials += int32(p.elements() - 1)
+		}
 	}
 	p.taken = Medium
 	if cluster > 1 {
 		p.taken = Extreme
 	}
-	p.add(p.op, v.Shape, false, v, clusters*cluster, cluster, uint32(int64(p.stages)*p.ringStage(v)))
+	p.add(p.op, v.Shape, p.general, v, clusters*cluster, cluster, uint32(int64(p.stages)*p.ringStage(v)))
 	p.why = fmt.Sprintf("%d x %d threads keep the weights of their columns (and dw); %d rows in flight",
 		cluster, v.Threads, p.stages)
 }
@@ -529,8 +600,7 @@ func (p *planner) columns() {
 	p.chunks(4)
 	p.scratch.partial = p.scratch.take(p.m * int64(p.splits) * p.stateBytes())
 	p.add(p.op, kernels.Partial, p.general, nil, p.m*int64(p.splits), 1, 0)
-	elements := 16 / p.x.Size()
-	tiles := ceil(p.n, kernels.ChunkThreads*elements)
+	tiles := ceil(p.n, kernels.ChunkThreads*p.elements())
 	blocks := min(max(int64(p.facts.SMs)*8/tiles, 1), p.m)
 	p.partials = int32(blocks)
 	p.add(p.op, kernels.Columns, p.general, nil, tiles*blocks, 1, 0)

@@ -27,7 +27,8 @@ var rowOps = []kernels.Op{
 // everyRequest calls f for a grid of requests that a caller can make.
 func everyRequest(f func(request)) {
 	lengths := []int64{
-		1, 3, 8, 31, 64, 127, 128, 256, 512, 513, 1000, 1024, 2048, 4096, 4097, 8192, 16384, 32768, 50257, 65536, 131072, 262144, 1 << 20,
+		1, 3, 7, 8, 31, 64, 101, 127, 128, 256, 501, 512, 513, 1000, 1024, 1801, 2048, 3501, 4096, 4097, 7001, 8192, 15001, 16384,
+		30001, 32768, 50257, 65536, 131072, 262144, 1 << 19, 1 << 20,
 		1 << 22, 1 << 25, 1<<31 + 8,
 	}
 	for _, op := range rowOps {
@@ -36,6 +37,7 @@ func everyRequest(f func(request)) {
 				for _, m := range []int64{1, 2, 4, 16, 128, 1000, 32768, 1 << 20} {
 					for _, general := range []bool{false, true} {
 						r := request{op: op, x: x, m: m, n: n, general: general || n*x.Size()%16 != 0}
+						r.alike = r.general && !general
 						f(r)
 						if op == kernels.RMSNormBackward {
 							r.dw = true
@@ -82,15 +84,16 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 	if r.general {
 		vectors = ceil(r.n+elements-1, elements)
 	}
-	if p.splits > 1 || p.chunk < wholeRow {
+	if p.chunk < wholeRow {
 		require.GreaterOrEqual(t, p.chunk*int64(p.splits), vectors, what)
 		require.Less(t, p.chunk*int64(p.splits)-p.chunk, vectors, "%s: an empty chunk", what)
 	}
 	require.LessOrEqual(t, p.chunk*elements, int64(1)<<30, "%s: elements of a chunk are counted in 32 bits", what)
 	for i, l := range p.launches {
 		v, g := l.variant, l.geometry
-		require.Equal(t, i > 0 && f.Major >= 9, g.Dependent, what)
-		if v.Op == kernels.Denominator {
+		require.Equal(t, i > 0 && f.Major >= 9 && !g.Cooperative, g.Dependent, what)
+		require.Equal(t, v.Shape == kernels.Team, g.Cooperative, what)
+		if v.Op == kernels.Denominator || v.Op == kernels.Clear {
 			require.Zero(t, i, "%s: it is read by the next launch", what)
 		}
 		if v.Shape != kernels.Finish {
@@ -122,20 +125,43 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			}
 		case kernels.Ring, kernels.Lanes:
 			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
-			require.LessOrEqual(t, ctas/int64(g.Cluster), r.m, what)
+			parts, alone := ctas/int64(g.Cluster), r.m
+			if r.general && v.Shape == kernels.Lanes {
+				require.Zero(t, ctas%elements, "%s: rows of a CTA that do not lie alike", what)
+				require.True(t, r.alike, what)
+				alone = max(r.m, elements)
+			}
+			require.LessOrEqual(t, parts, alone, what)
+			if r.general && v.Shape == kernels.Ring {
+				parts += elements - 1
+			}
 			if r.dw {
-				require.Equal(t, int64(p.partials), ctas/int64(g.Cluster), what)
+				require.Equal(t, int64(p.partials), parts, what)
+				require.False(t, r.mixed, what)
 			}
 			if v.Shape == kernels.Ring {
 				require.GreaterOrEqual(t, f.Major, 9, what)
 				require.LessOrEqual(t, int(g.Shared)+2<<10, f.SharedPerBlock, what)
 				require.GreaterOrEqual(t, p.stages, int32(2), what)
-				inputs := int64(2)
-				if r.op == kernels.RMSNormForward {
-					inputs = 1
+				slice := v.Capacity()
+				if v.General {
+					slice++
 				}
-				require.Equal(t, int64(p.stages)*inputs*v.Capacity()*16, int64(g.Shared), what)
+				require.Equal(t, int64(p.stages)*int64(v.Op.Inputs())*slice*16, int64(g.Shared), what)
 			}
+		case kernels.Team:
+			members := int64(p.splits)
+			require.GreaterOrEqual(t, v.Capacity()*members, vectors, what)
+			require.GreaterOrEqual(t, vectors, members, "%s: a CTA without columns", what)
+			require.EqualValues(t, 1, p.partials, what)
+			require.Equal(t, members, ctas, what)
+			require.Equal(t, f.SMs, int(g.Grid), "%s: all must be resident", what)
+			require.LessOrEqual(t, int(g.Shared)+2<<10, f.SharedPerBlock, what)
+			require.GreaterOrEqual(t, p.stages-p.lag, int32(2), what)
+			require.GreaterOrEqual(t, p.lag, int32(1), what)
+			require.GreaterOrEqual(t, int32(teamRows), 2*p.lag+2, what)
+			require.Equal(t, int64(p.stages)*2*v.Capacity()*16, int64(g.Shared), what)
+			require.LessOrEqual(t, p.splits*teamRows*16, int32(p.scratch.dwPartial-p.scratch.partial), what)
 		case kernels.Columns:
 			tile := kernels.ChunkThreads * elements
 			require.Equal(t, ceil(r.n, tile)*int64(p.partials), ctas, what)
@@ -189,7 +215,10 @@ func TestPlanRegimes(t *testing.T) {
 			[]kernels.Shape{kernels.InRegisters, kernels.Finish}},
 		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 256, dw: true}, []kernels.Shape{kernels.Lanes, kernels.Finish}},
 		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4096, dw: true}, []kernels.Shape{kernels.Ring, kernels.Finish}},
-		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4097, general: true, dw: true},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4097, general: true, dw: true}, []kernels.Shape{kernels.Ring, kernels.Finish}},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 257, general: true, alike: true, dw: true},
+			[]kernels.Shape{kernels.Lanes, kernels.Finish}},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4097, general: true, mixed: true, dw: true},
 			[]kernels.Shape{kernels.Partial, kernels.Columns, kernels.Finish}},
 		{"ptx80", request{op: kernels.RMSNormBackward, m: 32768, n: 4096, dw: true},
 			[]kernels.Shape{kernels.Partial, kernels.Columns, kernels.Finish}},

@@ -206,6 +206,9 @@ __device__ __forceinline__ void barrier_init_fence() {
 __device__ __forceinline__ void barrier_expect(uint64_t* b, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t phase) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\n"

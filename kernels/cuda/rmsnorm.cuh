@@ -44,7 +44,8 @@ struct RMSNormForward {
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int ei = e + i * Step;
-      copy_async<16>(buffer + static_cast<unsigned>(ei) / E % (Step / E * V), weight + (ei < p.span.hi ? ei : 0), ei < p.span.hi);
+      copy_async<16>(buffer + static_cast<unsigned>(ei) / E % (Step / E * V), weight + (ei < p.span.hi ? ei : 0),
+                     ei < p.span.hi ? 16 : 0);
     }
     copies_commit();
   }
@@ -156,7 +157,7 @@ struct RMSNormBackward {
 };
 
 // The weights of a thread's columns: held as floats for all rows where registers allow, else fetched again from the caches.
-template <int V, int E, bool Held>
+template <int V, int E, bool Held, bool General>
 struct ColumnWeights {
   const RMSNormArgs& args;
   int64_t origin;
@@ -168,7 +169,7 @@ struct ColumnWeights {
       : args(a), origin(origin), e(e), step(step), span(span) {
     if constexpr (Held) {
 #pragma unroll
-      for (int i = 0; i < V; i++) load_weight<false>(a, origin, e + i * step, span, held[i]);
+      for (int i = 0; i < V; i++) load_weight<General>(a, origin, e + i * step, span, held[i]);
     }
   }
   __device__ __forceinline__ void get(int i, float (&w)[E]) const {
@@ -176,43 +177,115 @@ struct ColumnWeights {
 #pragma unroll
       for (int j = 0; j < E; j++) w[j] = held[i][j];
     } else {
-      load_weight<false>(args, origin, e + i * step, span, w);
+      load_weight<General>(args, origin, e + i * step, span, w);
     }
   }
 };
 
-template <class F, int E>
-__device__ __forceinline__ void store_partial(F* p, const F (&v)[E]) {
-  constexpr int kPerVector = 16 / sizeof(F);
+// The part of a row of partial dw that a vector's columns make.
+template <bool General, class F, int E>
+__device__ __forceinline__ void store_partial(F* p, int e, Span s, const F (&v)[E]) {
+  if constexpr (General) {
 #pragma unroll
-  for (int j = 0; j < E; j += kPerVector) {
-    uint4 vector;
-    memcpy(&vector, v + j, 16);
-    *reinterpret_cast<uint4*>(p + j) = vector;
+    for (int j = 0; j < E; j++)
+      if (e + j >= s.lo && e + j < s.hi) p[e + j] = v[j];
+  } else if (e < s.hi) {
+    constexpr int kPerVector = 16 / sizeof(F);
+#pragma unroll
+    for (int j = 0; j < E; j += kPerVector) {
+      uint4 vector;
+      memcpy(&vector, v + j, 16);
+      *reinterpret_cast<uint4*>(p + e + j) = vector;
+    }
+  }
+}
+
+// The part of an input's rows that a CTA of `ring` owns: in a general kernel its 16-byte vectors lie `k` elements before those of the
+// output, and are shifted into place when they are read out of shared memory.
+template <class T, bool General>
+struct Slice {
+  static constexpr int E = kElements<T>;
+  const T* p;  // the first row's, at the CTA's first column
+  int64_t stride;
+  Span span;
+  int k, begin, end;  // vectors to copy, counted from the one that holds p[0]
+
+  __device__ __forceinline__ Slice(const void* base, int64_t stride, int64_t origin, Span span)
+      : p(static_cast<const T*>(base) + origin), stride(stride), span(span) {}
+  // All rows from `row` on are off as it is.
+  __device__ __forceinline__ void begin_at(int64_t row) {
+    k = General ? skew(p + row * stride) : 0;
+    begin = (k + span.lo) / E;
+    end = span.hi > span.lo ? (k + span.hi + E - 1) / E : begin;
+  }
+  // Another row lies behind this one, so that the last vector may be read beyond the row's end.
+  __device__ __forceinline__ bool more(int64_t row, int64_t rows) const { return (rows - 1 - row) * stride >= E; }
+  __device__ __forceinline__ int count(int64_t row, int64_t rows) const {
+    const bool whole = !General || (k + span.hi) % E == 0 || more(row, rows);
+    return max(end - !whole - begin, 0);
+  }
+#ifdef GANDER_SM90
+  __device__ __forceinline__ void copy(uint4* to, int64_t row, int64_t rows, uint64_t* barrier) const {
+    const int vectors = count(row, rows);
+    if (vectors) bulk_copy(to + begin, p + row * stride - k + begin * E, vectors * 16, barrier);
+  }
+#endif
+  __device__ __forceinline__ uint4 read(const uint4* from, int vector, int64_t row, int64_t rows) const {
+    const int e = vector * E;
+    if constexpr (!General) {
+      return e < span.hi ? from[vector] : zero_vector();
+    } else {
+      if (!span.touches<E>(e)) return zero_vector();
+      if (e + E + (k ? E - k : 0) > span.hi && !more(row, rows))
+        return load_elements(p + row * stride + e, span.lo - e, span.hi - e, zero_vector());
+      uint4 v = from[vector];
+      if (k) v = shifted(v, from[vector + 1], k * sizeof(T));
+      return span.whole<E>(e) ? v : masked<T>(v, span.lo - e, span.hi - e, zero_vector());
+    }
+  }
+};
+
+// Which rows a persistent CTA (or cluster) takes, of `ctas`. In a vector kernel every so-manieth. In a general kernel rows that
+// are a vector's number of elements apart lie alike in memory: with those, a thread keeps its columns. All rows, ordered by how they lie,
+// are dealt out in equal parts; `work` is called for each piece of a part that lies alike, also for empty ones, so that the pieces
+// have all numbers from 0 to ctas + E - 2.
+template <bool General, int E, class Work>
+__device__ __forceinline__ void deal_rows(int64_t rows, int64_t cta, int64_t ctas, Work work) {
+  if constexpr (!General) {
+    work(cta, ctas, rows, cta);
+  } else {
+    const auto start = [&](int64_t c) { return c * (rows / E) + min(c, rows % E); };
+    const auto holds = [&](int64_t place) {
+      int c = E - 1;
+      while (start(c) > place) c--;
+      return c;
+    };
+    const int64_t from = rows * cta / ctas, to = rows * (cta + 1) / ctas;
+    const int last = holds(to);
+    for (int c = holds(from); c <= last; c++) {
+      const int64_t first = max(from - start(c), static_cast<int64_t>(0)), end = min(to, start(c + 1)) - start(c);
+      work(c + E * first, static_cast<int64_t>(E), c + E * end, cta + c);
+    }
   }
 }
 
 // Long rows through persistent CTAs (or clusters) that own fixed columns: rows arrive by bulk copies in a ring of `stages` rows in
-// shared memory; the columns' weights, and backward dw, stay in registers. Aligned rows only. Backward, each CTA (cluster) leaves one
-// row of partial dw, which `weight_gradient` adds up.
-template <class Op, int Threads, int V, bool Cluster>
+// shared memory; the columns' weights, and backward dw, stay in registers. Backward, each piece of the rows leaves one row of partial
+// dw, which `weight_gradient` adds up.
+template <class Op, int Threads, int V, bool Cluster, bool General>
 __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
   constexpr bool kBackward = Op::kInputs > 1;
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kStage = Op::kInputs * kSlice, kMaxStages = 16;
-  extern __shared__ __align__(128) uint4 buffer[];  // stages x inputs x kSlice
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kMaxStages = 16;
+  constexpr int kInput = kSlice + General, kStage = Op::kInputs * kInput;  // vectors; a shifted slice touches one more
+  extern __shared__ __align__(128) uint4 buffer[];  // stages x inputs x kInput
   __shared__ Slot<Sum<T>> warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
   if constexpr (kBackward) let_next_launch_start();
   const int tid = threadIdx.x, stages = a.stages;
   const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
-  const int64_t first_row = blockIdx.x / size, step = gridDim.x / size, rows = a.rows.m;
-  const int vectors = static_cast<int>(a.rows.n / E);
-  const int begin = rank * kSlice, count = max(0, min(kSlice, vectors - begin));
-  const T* x = static_cast<const T*>(a.rows.a) + begin * E;
-  const T* dy = static_cast<const T*>(a.rows.b) + begin * E;
-  T* y = static_cast<T*>(a.rows.y) + begin * E;
+  const int64_t rows = a.rows.m, n = a.rows.n;
   if (tid == 0) {
     for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
     barrier_init(merged, 1), barrier_init(merged + 1, 1);
@@ -221,79 +294,249 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   }
   if constexpr (Cluster) cluster_arrive(), cluster_wait();
   else __syncthreads();
-  const auto fetch = [&](int64_t row, int stage) {
-    if (count == 0) return;
-    uint4* to = buffer + stage * kStage;
-    barrier_expect(full + stage, count * 16 * Op::kInputs);
-    bulk_copy(to, x + row * a.rows.a_stride, count * 16, full + stage);
-    if constexpr (kBackward) bulk_copy(to + kSlice, dy + row * a.rows.b_stride, count * 16, full + stage);
-  };
-  if (tid == 0)
-    for (int i = 0; i < stages && first_row + i * step < rows; i++) fetch(first_row + i * step, i);
-
-  const Span span = {0, count * E};
-  constexpr int kHeld = !kBackward ? 32 : Threads == 1024 ? 8 : 16;  // floats of weights that registers leave room for
-  const ColumnWeights<V, E, (V * E <= kHeld)> weights(a, begin * E, tid * E, Threads * E, span);
-  Accumulator<T> dw[kBackward ? V : 1][E] = {};
   int stage = 0, set = 0;
   uint32_t phase = 0, merged_phase = 0;
-  auto next = Op::begin(a, first_row < rows ? first_row : 0, false);
-  for (int64_t row = first_row; row < rows; row += step) {
-    auto sc = next;
-    if (row + step < rows) next = Op::begin(a, row + step, false);
-    if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(Sum<T>));
-    if (count) barrier_wait(full + stage, phase);
-    const uint4* from = buffer + stage * kStage + tid;
-    uint4 xs[V], ds[kBackward ? V : 1];
-    Sum<T> st;
+  deal_rows<General, E>(rows, blockIdx.x / size, gridDim.x / size, [&](int64_t first, int64_t step, int64_t limit, int64_t piece) {
+    const int shift = General ? skew(static_cast<T*>(a.rows.y) + first * a.rows.y_stride) : 0;
+    const int origin = static_cast<int>(rank) * kSlice * E - shift, left = static_cast<int>(n) - origin;
+    const Span span = {max(-origin, 0), max(min(left, kSlice * E), 0), left};
+    Slice<T, General> x(a.rows.a, a.rows.a_stride, origin, span), dy(a.rows.b, a.rows.b_stride, origin, span);
+    x.begin_at(first);
+    if constexpr (kBackward) dy.begin_at(first);
+    T* y = static_cast<T*>(a.rows.y) + origin;
+    const auto fetch = [&](int64_t row, int at) {
+      if (!General && span.hi == 0) return;
+      uint4* to = buffer + at * kStage;
+      int vectors = x.count(row, rows);
+      if constexpr (kBackward) vectors += dy.count(row, rows);
+      barrier_expect(full + at, vectors * 16);
+      x.copy(to, row, rows, full + at);
+      if constexpr (kBackward) dy.copy(to + kInput, row, rows, full + at);
+    };
+    if (tid == 0)
+      for (int i = 0; i < stages && first + i * step < limit; i++) fetch(first + i * step, stage + i < stages ? stage + i : stage + i - stages);
+
+    constexpr int kHeld = !kBackward ? 32 : Threads == 1024 ? 8 : 16;  // floats of weights that registers leave room for
+    const ColumnWeights<V, E, (V * E <= kHeld), General> weights(a, origin, tid * E, Threads * E, span);
+    Accumulator<T> dw[kBackward ? V : 1][E] = {};
+    auto next = Op::begin(a, first < limit ? first : 0, false);
+    for (int64_t row = first; row < limit; row += step) {
+      auto sc = next;
+      if (row + step < limit) next = Op::begin(a, row + step, false);
+      if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(Sum<T>));
+      if (General || span.hi) barrier_wait(full + stage, phase);
+      const uint4* from = buffer + stage * kStage;
+      uint4 xs[V], ds[kBackward ? V : 1];
+      Sum<T> st;
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      const bool in = tid + i * Threads < count;
-      float fx[E], fd[E], w[E];
-      xs[i] = in ? from[i * Threads] : zero_vector();
-      unpack(T(), xs[i], fx);
-      if constexpr (kBackward) {
-        ds[i] = in ? from[i * Threads + kSlice] : zero_vector();
-        unpack(T(), ds[i], fd);
+      for (int i = 0; i < V; i++) {
+        float fx[E], fd[E], w[E];
+        xs[i] = x.read(from, tid + i * Threads, row, rows);
+        unpack(T(), xs[i], fx);
+        if constexpr (kBackward) {
+          ds[i] = dy.read(from + kInput, tid + i * Threads, row, rows);
+          unpack(T(), ds[i], fd);
+          weights.get(i, w);
+        }
+        Op::add_vector(st, fx, fd, w);
+      }
+      st.template reduce_lanes<32>();
+      reduce_warps<kWarps>(st, warp_slots[set]);  // its barrier: everybody has read this stage
+      if (tid == 0 && row + stages * step < limit) fetch(row + stages * step, stage);
+      if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
+      Op::end(a, row, sc, st, tid == 0 && rank == 0);
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        float fx[E], fd[E], w[E], out[E];
+        forget<T>(xs[i], a.rows.zero);
+        unpack(T(), xs[i], fx);
+        if constexpr (kBackward) {
+          forget<T>(ds[i], a.rows.zero);
+          unpack(T(), ds[i], fd);
+        }
         weights.get(i, w);
+        Op::map_vector(sc, fx, fd, w, dw[kBackward ? i : 0], out);
+        store<General>(y + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
       }
-      Op::add_vector(st, fx, fd, w);
+      if (++stage == stages) stage = 0, phase ^= 1;
+      merged_phase ^= set;
+      set ^= 1;
     }
-    st.template reduce_lanes<32>();
-    reduce_warps<kWarps>(st, warp_slots[set]);  // its barrier: everybody has read this stage
-    if (tid == 0 && row + stages * step < rows) fetch(row + stages * step, stage);
-    if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
-    Op::end(a, row, sc, st, tid == 0 && rank == 0);
+    if constexpr (kBackward)
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      float fx[E], fd[E], w[E], out[E];
-      forget<T>(xs[i], a.rows.zero);
-      unpack(T(), xs[i], fx);
-      if constexpr (kBackward) {
-        forget<T>(ds[i], a.rows.zero);
-        unpack(T(), ds[i], fd);
-      }
-      weights.get(i, w);
-      Op::map_vector(sc, fx, fd, w, dw[kBackward ? i : 0], out);
-      store<false>(y + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
-    }
-    if (++stage == stages) stage = 0, phase ^= 1;
-    merged_phase ^= set;
-    set ^= 1;
-  }
+      for (int i = 0; i < V; i++)
+        store_partial<General>(static_cast<Accumulator<T>*>(a.dw_partial) + piece * n + origin, (tid + i * Threads) * E, span, dw[i]);
+  });
   // Nobody may leave while others may still write into its shared memory.
   if constexpr (Cluster) cluster_arrive(), cluster_wait();
-  if constexpr (kBackward) {
-    Accumulator<T>* partial = static_cast<Accumulator<T>*>(a.dw_partial) + first_row * a.rows.n + begin * E;
+#endif
+}
+
+// ---- Rows that clusters do not hold, or only just: dx and dw by a team of CTAs, one on each SM, that hold a row between them.
+
+// A CTA's part of a row's sum, for the other members of its team: two halves of a float64, each beside the number of the row. 8 bytes
+// are written and read at once, so that who finds the number has the half.
+struct Share {
+  __device__ __forceinline__ static void put(uint4* slot, double sum, uint32_t number) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(slot), "r"(__double2loint(sum)), "r"(number),
+                 "r"(__double2hiint(sum))
+                 : "memory");
+  }
+  __device__ __forceinline__ static uint4 look(const uint4* slot) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(slot));
+    return v;
+  }
+  __device__ __forceinline__ static double take(const uint4* slot, uint4 v, uint32_t number) {
+    while (v.y != number || v.w != number) v = look(slot);
+    return __hiloint2double(v.z, v.x);
+  }
+};
+
+// Rows whose shares are kept apart. Who shares row i has mapped row i - 1 - lag, for which all have shared that one; who shared that one
+// has taken all up to row i - 2 - 2 lag. So the lag is 15 at most.
+constexpr int kTeamRows = 32;
+
+// Shares are told from what was in their memory by the row's number, so that it has to be cleared before: number 0 is no row's.
+__device__ __forceinline__ void clear(const RMSNormArgs& a) {
+  uint4* slots = static_cast<uint4*>(a.rows.partial);
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < kTeamRows * a.rows.splits) slots[i] = zero_vector();
+}
+
+// Row i of a team is summed, and its sum is shared by one warp. Others take what all shared, a row each at a time, for it takes about as
+// long as several rows do. Then row i - lag, which has stayed in shared memory, is mapped; and one more warp brings rows as their places
+// become free. All CTAs must be resident at once, and all of them are one team, which leaves one row of partial dw.
+template <class T, int Threads, int V>
+__device__ __forceinline__ void team_body(const RMSNormArgs& a) {
+#ifdef GANDER_SM90
+  using Op = RMSNormBackward<T>;
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kStage = 2 * kSlice, kMaxStages = 28;
+  constexpr int kSlots = 16, kTakers = 4;
+  extern __shared__ __align__(128) uint4 buffer[];  // stages x (x, dy) x kSlice
+  __shared__ Accumulator<T> warp_sums[kSlots][kWarps];
+  __shared__ typename Op::Scalars scalars[kSlots];
+  __shared__ uint64_t full[kMaxStages], empty[kMaxStages], summed[kSlots], merged[kSlots];
+  let_next_launch_start();
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, stages = a.stages, lag = a.lag, members = gridDim.x, member = blockIdx.x;
+  const int64_t n = a.rows.n, vectors = n / E, begin = vectors * member / members;
+  const int count = static_cast<int>(vectors * (member + 1) / members - begin);
+  const int64_t rows = a.rows.m;
+  if (tid == 0) {
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, kWarps);
+    for (int i = 0; i < kSlots; i++) barrier_init(summed + i, kWarps), barrier_init(merged + i, 1);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  uint4* slots = static_cast<uint4*>(a.rows.partial);
+  if (warp == kWarps) {
+    for (int64_t i = 0; i < rows; i++) {
+      const int slot = i % kSlots;
+      barrier_wait(summed + slot, i / kSlots & 1);
+      const double sum = lanes_sum<32>(lane < kWarps ? warp_sums[slot][lane] : Accumulator<T>(0));
+      if (lane == 0) Share::put(slots + i % kTeamRows * members + member, sum, static_cast<uint32_t>(i + 1));
+    }
+  } else if (warp > kWarps + 1) {
+    const float* rstd = static_cast<const float*>(a.rstd);
+    for (int64_t i = warp - kWarps - 2; i < rows; i += kTakers) {
+      const uint4* shares = slots + i % kTeamRows * members;
+      const uint32_t number = static_cast<uint32_t>(i + 1);
+      const float row_rstd = rstd[i];
+      // By when this CTA has summed the next row, the others are likely to have shared this one: looking in vain costs them time.
+      if (i + 1 < rows) barrier_wait(summed + (i + 1) % kSlots, (i + 1) / kSlots & 1);
+      double sum = 0;
+      constexpr int U = 5;  // loads at a time: 160 SMs
+      for (int k = lane; k < members; k += 32 * U) {
+        uint4 v[U];
 #pragma unroll
-    for (int i = 0; i < V; i++)
-      if (tid + i * Threads < count) store_partial(partial + (tid + i * Threads) * E, dw[i]);
+        for (int u = 0; u < U; u++)
+          if (k + 32 * u < members) v[u] = Share::look(shares + k + 32 * u);
+#pragma unroll
+        for (int u = 0; u < U; u++)
+          if (k + 32 * u < members) sum += Share::take(shares + k + 32 * u, v[u], number);
+      }
+      sum = lanes_sum<32>(sum);
+      if (lane == 0) {
+        const int slot = i % kSlots;
+        scalars[slot] = {row_rstd, static_cast<float>(sum) * row_rstd * a.inv_n};
+        barrier_arrive(merged + slot);
+      }
+    }
+  } else if (warp > kWarps) {
+    if (lane) return;
+    const T* x = static_cast<const T*>(a.rows.a) + begin * E;
+    const T* dy = static_cast<const T*>(a.rows.b) + begin * E;
+    int stage = 0;
+    uint32_t phase = 1;  // of a barrier that nobody has waited for yet: the first round passes
+    for (int64_t i = 0; i < rows; i++) {
+      barrier_wait(empty + stage, phase);
+      uint4* to = buffer + stage * kStage;
+      barrier_expect(full + stage, count * 32);
+      bulk_copy(to, x + i * a.rows.a_stride, count * 16, full + stage);
+      bulk_copy(to + kSlice, dy + i * a.rows.b_stride, count * 16, full + stage);
+      if (++stage == stages) stage = 0, phase ^= 1;
+    }
+  } else {
+    const Span span = {0, count * E};
+    const ColumnWeights<V, E, (V * E <= 16), false> weights(a, begin * E, tid * E, Threads * E, span);
+    Accumulator<T> dw[V][E] = {};
+    T* dx = static_cast<T*>(a.rows.y) + begin * E;
+    int stage = 0, last = 0;
+    uint32_t phase = 0;
+    for (int64_t i = 0; i < rows + lag; i++) {
+      if (i < rows) {
+        barrier_wait(full + stage, phase);
+        const uint4* from = buffer + stage * kStage + tid;
+        Sum<T> st;
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+          if (tid + k * Threads >= count) break;
+          float x[E], dy[E], w[E];
+          unpack(T(), from[k * Threads], x);
+          unpack(T(), from[k * Threads + kSlice], dy);
+          weights.get(k, w);
+          Op::add_vector(st, x, dy, w);
+        }
+        st.template reduce_lanes<32>();
+        const int slot = i % kSlots;
+        if (lane == 0) {
+          warp_sums[slot][warp] = st.s;
+          barrier_arrive(summed + slot);
+        }
+        if (++stage == stages) stage = 0, phase ^= 1;
+      }
+      if (i < lag) continue;
+      const int64_t row = i - lag;
+      const int slot = row % kSlots;
+      barrier_wait(merged + slot, row / kSlots & 1);
+      const typename Op::Scalars sc = scalars[slot];
+      const uint4* from = buffer + last * kStage + tid;
+#pragma unroll
+      for (int k = 0; k < V; k++) {
+        float x[E], dy[E], w[E], out[E];
+        const int at = tid + k * Threads;
+        if (at >= count) break;
+        unpack(T(), from[k * Threads], x);
+        unpack(T(), from[k * Threads + kSlice], dy);
+        weights.get(k, w);
+        Op::map_vector(sc, x, dy, w, dw[k], out);
+        store<false>(dx + row * a.rows.y_stride, at * E, span, out);
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + last);
+      if (++last == stages) last = 0;
+    }
+    Accumulator<T>* partial = static_cast<Accumulator<T>*>(a.dw_partial) + begin * E;
+#pragma unroll
+    for (int k = 0; k < V; k++) store_partial<false>(partial, (tid + k * Threads) * E, span, dw[k]);
   }
 #endif
 }
 
-// dx and dw, short rows: persistent groups of TPR lanes take a row each, with the next `Stages` - 1 rows on their way.
-template <class T, int TPR, int V, int Stages>
+// dx and dw, short rows: persistent groups of TPR lanes take a row each, with the next `Stages` - 1 rows on their way. In a general
+// kernel the grid is a multiple of a vector's elements and a CTA's rows are a grid apart: all of them lie alike in memory, and so must
+// the three operands.
+template <class T, int TPR, int V, int Stages, bool General>
 __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   using Op = RMSNormBackward<T>;
   constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR, kWarps = kThreads / 32, kColumns = TPR * V * E;
@@ -302,32 +545,40 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   float* rstd = reinterpret_cast<float*>(buffer + Stages * 2 * V * kThreads);
   let_next_launch_start();
   const int tid = threadIdx.x, lane = tid % TPR;
-  const int64_t rows = a.rows.m, step = static_cast<int64_t>(gridDim.x) * kGroups;
-  const Span span = {0, static_cast<int>(a.rows.n)};
+  const int64_t rows = a.rows.m, ctas = gridDim.x, step = ctas * kGroups, n = a.rows.n;
+  const int shift = General ? skew(static_cast<T*>(a.rows.y) + blockIdx.x * a.rows.y_stride) : 0;
+  const Span span = {shift, static_cast<int>(n) + shift, static_cast<int>(n) + shift};
   const auto fetch = [&](int64_t row, int stage) {
     const bool active = row < rows;
     const int64_t r = active ? row : 0;
-    const T* x = static_cast<const T*>(a.rows.a) + r * a.rows.a_stride;
-    const T* dy = static_cast<const T*>(a.rows.b) + r * a.rows.b_stride;
+    const T* x = static_cast<const T*>(a.rows.a) + r * a.rows.a_stride - shift;
+    const T* dy = static_cast<const T*>(a.rows.b) + r * a.rows.b_stride - shift;
     uint4* to = buffer + stage * 2 * V * kThreads + tid;
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      const int e = (lane + i * TPR) * E;
-      const bool in = active && e < span.hi;
-      copy_async<16>(to + i * kThreads, x + (in ? e : 0), in);
-      copy_async<16>(to + (V + i) * kThreads, dy + (in ? e : 0), in);
+      const int e = (lane + i * TPR) * E, left = span.hi - e;
+      const bool in = active && left > 0;
+      const int bytes = !in ? 0 : General && left < E ? left * static_cast<int>(sizeof(T)) : 16;
+      if (General && in && left < E && (rows - 1 - row) * min(a.rows.a_stride, a.rows.b_stride) < E) {  // nothing lies behind the row
+        to[i * kThreads] = load_elements(x + e, shift - e, left, zero_vector());
+        to[(V + i) * kThreads] = load_elements(dy + e, shift - e, left, zero_vector());
+        continue;
+      }
+      copy_async<16>(to + i * kThreads, x + (in ? e : shift), bytes);
+      copy_async<16>(to + (V + i) * kThreads, dy + (in ? e : shift), bytes);
     }
-    copy_async<4>(rstd + stage * kThreads + tid, static_cast<const float*>(a.rstd) + r, active);
+    copy_async<4>(rstd + stage * kThreads + tid, static_cast<const float*>(a.rstd) + r, active ? 4 : 0);
     copies_commit();
   };
-  int64_t row = static_cast<int64_t>(blockIdx.x) * kGroups + tid / TPR;
+  const int64_t first = General ? blockIdx.x : blockIdx.x * static_cast<int64_t>(kGroups);
+  int64_t row = first + tid / TPR * (General ? ctas : 1);
 #pragma unroll
   for (int i = 0; i < Stages; i++) fetch(row + i * step, i);
-  const ColumnWeights<V, E, (V * E <= 16)> weights(a, 0, lane * E, TPR * E, span);
+  const ColumnWeights<V, E, (V * E <= 16), General> weights(a, -shift, lane * E, TPR * E, span);
   Accumulator<T> dw[V][E] = {};
   int stage = 0;
   // All groups of a warp take part in its shuffles, so all make as many turns as the first.
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kGroups; base < rows; base += step, row += step) {
+  for (int64_t base = first; base < rows; base += step, row += step) {
     copies_wait<Stages - 1>();
     const uint4* from = buffer + stage * 2 * V * kThreads + tid;
     uint4 x[V], dy[V];
@@ -335,8 +586,13 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float fx[E], fd[E], w[E];
-      unpack(T(), x[i] = from[i * kThreads], fx);
-      unpack(T(), dy[i] = from[(V + i) * kThreads], fd);
+      x[i] = from[i * kThreads], dy[i] = from[(V + i) * kThreads];
+      if (General && i == 0 && lane == 0) {  // what lies before the row; behind it zeros were filled in
+        x[i] = masked<T>(x[i], shift, E, zero_vector());
+        dy[i] = masked<T>(dy[i], shift, E, zero_vector());
+      }
+      unpack(T(), x[i], fx);
+      unpack(T(), dy[i], fd);
       weights.get(i, w);
       Op::add_vector(st, fx, fd, w);
     }
@@ -352,8 +608,8 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       unpack(T(), dy[i], fd);
       weights.get(i, w);
       Op::map_vector(sc, fx, fd, w, dw[i], out);
-      const Span in = {0, row < rows ? span.hi : 0};
-      store<false>(static_cast<T*>(a.rows.y) + row * a.rows.y_stride, (lane + i * TPR) * E, in, out);
+      const Span in = {span.lo, row < rows ? span.hi : 0};
+      store<General>(static_cast<T*>(a.rows.y) + row * a.rows.y_stride - shift, (lane + i * TPR) * E, in, out);
     }
     if (++stage == Stages) stage = 0;
   }
@@ -369,13 +625,13 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   Accumulator<T>* sums = reinterpret_cast<Accumulator<T>*>(buffer);
   if (tid % 32 < TPR)
 #pragma unroll
-    for (int i = 0; i < V; i++) store_partial(sums + tid / 32 * kColumns + (lane + i * TPR) * E, dw[i]);
+    for (int i = 0; i < V; i++) store_partial<false>(sums + tid / 32 * kColumns, (lane + i * TPR) * E, Span{0, kColumns}, dw[i]);
   __syncthreads();
-  for (int c = tid; c < a.rows.n; c += kThreads) {
-    Accumulator<T> s = sums[c];
+  for (int c = tid; c < n; c += kThreads) {
+    Accumulator<T> s = sums[c + shift];
 #pragma unroll
-    for (int warp = 1; warp < kWarps; warp++) s += sums[warp * kColumns + c];
-    static_cast<Accumulator<T>*>(a.dw_partial)[static_cast<int64_t>(blockIdx.x) * a.rows.n + c] = s;
+    for (int warp = 1; warp < kWarps; warp++) s += sums[warp * kColumns + c + shift];
+    static_cast<Accumulator<T>*>(a.dw_partial)[static_cast<int64_t>(blockIdx.x) * n + c] = s;
   }
 }
 
@@ -410,8 +666,11 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
         fd[j] = in ? load_float(dy, a.rows.b_type, column(j)) : 0.f;
       }
     } else {
-      unpack(T(), load<false>(x, column(0), span, zero_vector()), fx);
-      unpack(T(), load<false>(static_cast<const T*>(dy), column(0), span, zero_vector()), fd);
+      uint4 vx[1], vd[1];
+      load<false>(x, column(0), 0, span, zero_vector(), vx);
+      load<false>(static_cast<const T*>(dy), column(0), 0, span, zero_vector(), vd);
+      unpack(T(), vx[0], fx);
+      unpack(T(), vd[0], fd);
     }
     Sum<T> dot;
     const Slot<Sum<T>>* slots = static_cast<const Slot<Sum<T>>*>(a.rows.partial) + row * a.rows.splits;

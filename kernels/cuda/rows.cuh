@@ -30,7 +30,8 @@ namespace gander {
 template <int TPR>
 constexpr int kThreads = TPR < 128 ? 128 : TPR;
 
-// Pointers to one row or chunk, all counted in the same elements (see Span).
+// Pointers to one row or chunk, all counted in the same elements (see Span): in a general kernel from where vectors of the output are
+// aligned, or of the first input where there is no output.
 template <class T>
 struct Place {
   const T* a;
@@ -39,17 +40,29 @@ struct Place {
   void* y;
   int64_t origin;  // the element of the row that e = 0 stands for; may be negative
   Span span;
+  int spare;  // elements past the row that a vector load may take in: other rows follow
+
+  __device__ __forceinline__ Span readable() const { return {span.lo, span.hi, span.end + spare}; }
 };
 
 template <class Op, bool General>
 __device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t row, int64_t chunk) {
   using T = typename Op::T;
+  constexpr int E = kElements<T>;
   const T* a = static_cast<const T*>(r.a) + row * r.a_stride;
   int shift = 0;
-  if constexpr (General) shift = (reinterpret_cast<uintptr_t>(a) & 15) / sizeof(T);
-  const int64_t origin = chunk * r.chunk * kElements<T> - shift;
+  if (General && r.fixed) {
+    shift = 0;
+  } else if constexpr (General && Op::kMaps) {
+    const auto y = reinterpret_cast<uintptr_t>(advance(r.y, r.y_type, row * r.y_stride));
+    const int size = type_size(r.y_type);
+    shift = (y & (E * size < 16 ? E * size - 1 : 15)) / size;
+  } else if constexpr (General) {
+    shift = skew(a);
+  }
+  const int64_t origin = chunk * r.chunk * E - shift;
   const int64_t left = r.n - origin;
-  const int64_t most = r.chunk * kElements<T>;
+  const int64_t most = r.chunk * E;
   Place<T> p;
   p.a = a + origin;
   p.b_type = r.b_type;
@@ -57,6 +70,12 @@ __device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t ro
   if constexpr (Op::kMaps) p.y = advance(r.y, r.y_type, row * r.y_stride + origin);
   p.origin = origin;
   p.span = {origin < 0 ? static_cast<int>(-origin) : 0, static_cast<int>(left < most ? left : most)};
+  if constexpr (General) {
+    p.span.end = static_cast<int>(left < most + 4 * E ? left : most + 4 * E);
+    const int64_t rest = r.m - 1 - row;
+    const bool more = rest * r.a_stride >= E && (Op::kInputs < 2 || rest * r.b_stride * type_size(r.b_type) >= 16);
+    p.spare = more ? E : 0;
+  }
   return p;
 }
 
@@ -82,13 +101,12 @@ struct Tile {
 
   // Vectors that lie `step` elements apart, from element e on.
   __device__ __forceinline__ void load(const Place<T>& p, int e, int step) {
+    const Span s = General ? p.readable() : p.span;
+    gander::load<General>(p.a, e, step, s, Op::fill(), a);
+    if constexpr (Op::kInputs > 1 && !Any) gander::load<General>(static_cast<const T*>(p.b), e, step, s, zero_vector(), b);
+    if constexpr (Op::kInputs > 1 && Any)
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      a[i] = gander::load<General>(p.a, e + i * step, p.span, Op::fill());
-      if constexpr (Op::kInputs > 1 && Any) load_floats<true>(p.b, p.b_type, e + i * step, p.span, any[i]);
-      else if constexpr (Op::kInputs > 1)
-        b[i] = gander::load<General>(static_cast<const T*>(p.b), e + i * step, p.span, zero_vector());
-    }
+      for (int i = 0; i < V; i++) load_floats<true>(p.b, p.b_type, e + i * step, s, any[i]);
   }
 
   __device__ __forceinline__ void forget(unsigned zero) {

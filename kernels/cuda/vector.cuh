@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 namespace gander {
 
@@ -125,16 +127,21 @@ __device__ __forceinline__ float tile_max(T, const uint4 (&v)[V]) {
 
 // ---- A row's elements [lo, hi), counted from a pointer p that its vectors are counted from as well.
 // In a vector kernel p is the row, lo is 0 and every vector below hi is whole and aligned. In a general kernel p lies up to
-// one vector before the row so that the first operand's vectors are aligned, and the others take what they get.
+// one vector before the row, so that the vectors that are stored are aligned; operands that are off by another amount are shifted
+// into place. A load is always of 16 aligned bytes that hold an element of the row: it never leaves the memory that the tensor lies
+// in, but for the last one of its last row, which `end` keeps out.
 struct Span {
   int lo, hi;
+  int end;  // vector loads stop here: the end of the row
   template <int E>
   __device__ __forceinline__ bool whole(int e) const { return e >= lo && e + E <= hi; }
   template <int E>
   __device__ __forceinline__ bool touches(int e) const { return e < hi && e + E > lo; }
 };
 
-__device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
+// How many elements p lies past an address that is a multiple of 16 bytes.
+template <class T>
+__device__ __forceinline__ int skew(const T* p) { return (reinterpret_cast<uintptr_t>(p) & 15) / sizeof(T); }
 
 // No streaming hint: with `.cs`, loads cost 2 to 3 % of the bandwidth of an H100. In assembly, so that no load is moved or repeated.
 __device__ __forceinline__ uint4 load_vector(const void* p) {
@@ -143,39 +150,103 @@ __device__ __forceinline__ uint4 load_vector(const void* p) {
   return v;
 }
 
-// The vector at element e, masked elements taken from `fill`.
-template <bool General, class T>
-__device__ __forceinline__ uint4 load(const T* p, int e, Span s, uint4 fill) {
+// The same where `in` holds, else `other`; without a branch, so that the loads of a tile leave together.
+__device__ __forceinline__ uint4 load_vector_if(bool in, const void* p, uint4 other) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(other.x), "+r"(other.y), "+r"(other.z), "+r"(other.w)
+               : "l"(p), "r"(static_cast<unsigned>(in)));
+  return other;
+}
+
+// The first N words of w, taken `bytes` (0 to 14, even) further on.
+template <int N, int W>
+__device__ __forceinline__ void shift_words(unsigned (&w)[W], int bytes) {
+  static_assert(W >= N + 3);
+#pragma unroll
+  for (int i = 0; i < W - 2; i++) w[i] = bytes & 8 ? w[i + 2] : w[i];
+#pragma unroll
+  for (int i = 0; i < N + 1 && i < W - 3; i++) w[i] = bytes & 4 ? w[i + 1] : w[i];
+#pragma unroll
+  for (int i = 0; i < N; i++) w[i] = __funnelshift_r(w[i], w[i + 1], (bytes & 2) * 8);
+}
+
+// Two adjacent vectors' 16 bytes from `bytes` on.
+__device__ __forceinline__ uint4 shifted(uint4 a, uint4 b, int bytes) {
+  unsigned w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  shift_words<4>(w, bytes);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// A vector with `fill` outside [lo, hi), counted in its elements.
+template <class T>
+__device__ __forceinline__ uint4 masked(uint4 v, int lo, int hi, uint4 fill) {
+  unsigned w[4] = {v.x, v.y, v.z, v.w};
+  const unsigned f[4] = {fill.x, fill.y, fill.z, fill.w};
+#pragma unroll
+  for (int j = 0; j < kElements<T>; j++) {
+    const unsigned mask = sizeof(T) == 4 ? ~0u : j % 2 ? 0xffff0000u : 0xffffu;
+    unsigned& word = w[j * sizeof(T) / 4];
+    if (j < lo || j >= hi) word = (word & ~mask) | (f[j * sizeof(T) / 4] & mask);
+  }
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// The elements [lo, hi) of a vector one by one, `fill` outside.
+template <class T>
+__device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4 fill) {
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  constexpr int E = kElements<T>;
+  Bits b[E];
+#pragma unroll
+  for (int j = 0; j < E; j++) b[j] = j >= lo && j < hi ? reinterpret_cast<const Bits*>(p)[j] : 0;
+  uint4 v;
+  memcpy(&v, b, sizeof(v));
+  return masked<T>(v, lo, hi, fill);
+}
+
+// V vectors, `step` elements apart from element e on; masked elements are taken from `fill`.
+template <bool General, class T, int V>
+__device__ __forceinline__ void load(const T* p, int e, int step, Span s, uint4 fill, uint4 (&v)[V]) {
   constexpr int E = kElements<T>;
   if constexpr (!General) {
-    return e < s.hi ? load_vector(p + e) : fill;
-  } else {
-    if (s.whole<E>(e) && aligned16(p + e)) return load_vector(p + e);
-    if (!s.touches<E>(e)) return fill;
-    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-    const Bits* q = reinterpret_cast<const Bits*>(p);
-    unsigned w[4] = {fill.x, fill.y, fill.z, fill.w};
 #pragma unroll
-    for (int j = 0; j < E; j++) {
-      if (e + j < s.lo || e + j >= s.hi) continue;
-      const unsigned b = q[e + j];
-      if constexpr (sizeof(T) == 4) w[j] = b;
-      else w[j / 2] = j % 2 ? (w[j / 2] & 0xffffu) | b << 16 : (w[j / 2] & 0xffff0000u) | b;
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * step;
+      v[i] = ei < s.hi ? load_vector(p + ei) : fill;
     }
-    return make_uint4(w[0], w[1], w[2], w[3]);
+  } else {
+    const int k = skew(p);
+    const auto aligned = [&](int g) { return load_vector_if(s.touches<E>(g) && g + E <= s.end, p + g, fill); };
+    if (k == 0) {
+#pragma unroll
+      for (int i = 0; i < V; i++) v[i] = aligned(e + i * step);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const int ei = e + i * step;
+        const uint4 first = aligned(ei - k), second = aligned(ei - k + E);
+        v[i] = s.touches<E>(ei) ? shifted(first, second, k * sizeof(T)) : fill;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * step, last = ei + E + (k ? E - k : 0);
+      if (!s.touches<E>(ei) || s.whole<E>(ei) && last <= s.end) continue;
+      if (last > s.end) v[i] = load_elements(p + ei, s.lo - ei, s.hi - ei, fill);
+      else v[i] = masked<T>(v[i], s.lo - ei, s.hi - ei, fill);
+    }
   }
 }
 
+__device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
+
+// The vector at element e.
 template <bool General, class T>
 __device__ __forceinline__ void store(T* p, int e, Span s, const float (&f)[kElements<T>]) {
   constexpr int E = kElements<T>;
-  if constexpr (!General) {
-    if (e < s.hi) __stcs(reinterpret_cast<uint4*>(p + e), pack(T(), f));
-  } else {
-    if (s.whole<E>(e) && aligned16(p + e)) {
-      __stcs(reinterpret_cast<uint4*>(p + e), pack(T(), f));
-      return;
-    }
+  if (General ? s.whole<E>(e) && aligned16(p + e) : e < s.hi) {
+    __stcs(reinterpret_cast<uint4*>(p + e), pack(T(), f));
+  } else if constexpr (General) {
 #pragma unroll
     for (int j = 0; j < E; j++)
       if (e + j >= s.lo && e + j < s.hi) p[e + j] = from_float<T>(f[j]);
@@ -208,12 +279,34 @@ __device__ __forceinline__ void load_aligned(const T* p, float (&f)[E]) {
 
 template <bool General, class T, int E>
 __device__ __forceinline__ void load_floats_as(const T* p, int e, Span s, float (&f)[E]) {
-  if (General ? s.whole<E>(e) && aligned16(p + e) : e < s.hi) {
-    load_aligned(p + e, f);
-    return;
-  }
+  if constexpr (!General) {
+    if (e < s.hi) {
+      load_aligned(p + e, f);
+    } else {
 #pragma unroll
-  for (int j = 0; j < E; j++) f[j] = General && e + j >= s.lo && e + j < s.hi ? to_float(p[e + j]) : 0.f;
+      for (int j = 0; j < E; j++) f[j] = 0.f;
+    }
+  } else {
+    constexpr int F = kElements<T>, kLoads = (E + F - 1) / F + 1;
+    const int k = skew(p + e);
+    if (s.whole<E>(e) && e - k + (k + E + F - 1) / F * F <= s.end) {
+      unsigned w[4 * kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; i++) {
+        const uint4 v = i * F < k + E ? *reinterpret_cast<const uint4*>(p + e - k + i * F) : zero_vector();
+        memcpy(w + 4 * i, &v, sizeof(v));
+      }
+      constexpr int kWords = E * sizeof(T) / 4;
+      shift_words<kWords>(w, k * sizeof(T));
+      T values[E];
+      memcpy(values, w, sizeof(values));
+#pragma unroll
+      for (int j = 0; j < E; j++) f[j] = to_float(values[j]);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < E; j++) f[j] = e + j >= s.lo && e + j < s.hi ? to_float(p[e + j]) : 0.f;
+  }
 }
 
 // E elements from element e of an operand of any 16- or 32-bit float type; masked ones are 0.
@@ -227,19 +320,21 @@ __device__ __forceinline__ void load_floats(const void* p, int32_t type, int e, 
 template <class T, int E>
 __device__ __forceinline__ void store_floats_as(T* p, int e, Span s, const float (&f)[E]) {
   constexpr int F = kElements<T>;
-  if (E >= F && s.whole<E>(e) && aligned16(p + e)) {
+  if (!s.whole<E>(e) || reinterpret_cast<uintptr_t>(p + e) % (E < F ? E * sizeof(T) : 16)) {
 #pragma unroll
-    for (int i = 0; i + F <= E; i += F) {
-      float g[F];
-#pragma unroll
-      for (int j = 0; j < F; j++) g[j] = f[i + j];
-      __stcs(reinterpret_cast<uint4*>(p + e + i), pack(T(), g));
-    }
+    for (int j = 0; j < E; j++)
+      if (e + j >= s.lo && e + j < s.hi) p[e + j] = from_float<T>(f[j]);
     return;
   }
 #pragma unroll
-  for (int j = 0; j < E; j++)
-    if (e + j >= s.lo && e + j < s.hi) p[e + j] = from_float<T>(f[j]);
+  for (int i = 0; i < E; i += F) {
+    float g[F] = {};
+#pragma unroll
+    for (int j = 0; j < F && i + j < E; j++) g[j] = f[i + j];
+    const uint4 v = pack(T(), g);
+    if constexpr (E < F) __stcs(reinterpret_cast<uint2*>(p + e), make_uint2(v.x, v.y));
+    else __stcs(reinterpret_cast<uint4*>(p + e + i), v);
+  }
 }
 
 template <int E>
@@ -276,15 +371,15 @@ __device__ __forceinline__ unsigned dynamic_shared_bytes() {
   return bytes;
 }
 
-// Asynchronous copies into shared memory that a thread makes for itself alone: no barrier, nothing held in registers. With
-// `in` false the place is filled with zeros.
-template <int Bytes>
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool in) {
+// Asynchronous copies into shared memory that a thread makes for itself alone: no barrier, nothing held in registers. Of the `Size`
+// bytes, `bytes` are read and the others are zeros.
+template <int Size>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (Bytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(in ? 16 : 0) : "memory");
+  if constexpr (Size == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(in ? 4 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>

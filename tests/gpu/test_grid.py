@@ -68,6 +68,8 @@ RARE = (
     ("softmax_backward", 65536, {}),
     ("rmsnorm_forward", 131072, {}),
     ("cross_entropy_forward_dx", 131072, {}),
+    ("rmsnorm_backward_dw", 65536, {}),
+    ("rmsnorm_backward_dw", 131072, {}),
     ("rmsnorm_forward", 1024, {"algorithm": "medium"}),
     ("rmsnorm_forward", 2048, {"algorithm": "medium"}),
 )
@@ -82,8 +84,20 @@ def test_rare_shapes(recorder, dtype, op, vectors, how):
     check(op, [Inputs(17, vectors * 16 // dtype.itemsize, dtype)], **how)
 
 
+# Lengths between powers of two have kernels of their own only where rows lie anyhow.
+BETWEEN = (450, 900, 1900, 3800)
+
+
+@pytest.mark.parametrize("vectors", BETWEEN)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("op", OPS)
+def test_odd_lengths(recorder, op, dtype, vectors):
+    recorder.tests += 1
+    check(op, [Inputs(140, vectors * 16 // dtype.itemsize - 1, dtype)])
+
+
 def test_every_kernel_was_launched(recorder):
-    if recorder.tests < (len(OPS) * len(COLUMNS) * 2 + 2 + len(RARE)) * len(DTYPES):
+    if recorder.tests < (len(OPS) * len(COLUMNS) * 2 + 2 + len(RARE) + len(OPS) * len(BETWEEN)) * len(DTYPES):
         pytest.skip("only some of the shapes were tested")
     if os.environ.get("GANDER_FORCE_PTX"):
         pytest.skip("GANDER_FORCE_PTX leaves some kernels aside")

@@ -198,17 +198,21 @@ func body(v *kernels.Variant) string {
 	case kernels.Partial, kernels.Apply:
 		return fmt.Sprintf("%s_body<%s, %d, %t>", v.Shape, op, v.Vectors, v.General)
 	case kernels.Ring:
-		return fmt.Sprintf("ring_body<%s, %d, %d, %t>", op, v.Threads, v.Vectors, v.Cluster)
+		return fmt.Sprintf("ring_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.Cluster, v.General)
+	case kernels.Team:
+		return fmt.Sprintf("team_body<%s, %d, %d>", t, v.RowThreads, v.Vectors)
 	case kernels.Loop:
 		return fmt.Sprintf("loop_body<%s, %d, %d>", op, v.RowThreads, v.Vectors)
 	case kernels.Lanes:
-		return fmt.Sprintf("lanes_body<%s, %d, %d, %d>", t, v.RowThreads, v.Vectors, v.Stages)
+		return fmt.Sprintf("lanes_body<%s, %d, %d, %d, %t>", t, v.RowThreads, v.Vectors, v.Stages, v.General)
 	case kernels.Columns:
 		return fmt.Sprintf("columns_body<%s, %t>", t, v.General)
 	}
 	switch v.Op {
 	case kernels.Total:
 		return fmt.Sprintf("total<%d, %t>", v.Threads, v.Cluster)
+	case kernels.Clear:
+		return "clear"
 	case kernels.Denominator:
 		return fmt.Sprintf("denominator<%d, %t>", v.Threads, v.Cluster)
 	}
