@@ -96,7 +96,7 @@ typedef enum {
 /* Options that all ops share. `size` is sizeof(the struct) of the caller, so that fields can be added.
  * A NULL options pointer means the defaults: every field 0 unless it says otherwise.
  * batch_invariant: 1 makes the bits of a row's results independent of how many rows there are. It does not concern sums
- * over rows (dw, a mean), and rows that are not whole, aligned 16-byte vectors depend on where in 16 bytes they begin. */
+ * over rows (dw, a mean), and rows of whole 16-byte vectors have other bits where an operand is not aligned to 16 bytes. */
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */

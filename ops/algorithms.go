@@ -40,8 +40,8 @@ func (a Algorithm) String() string {
 type Choice struct {
 	Algorithm Algorithm // of softmax and RMSNorm
 	IfServed  bool      // Auto, and no refusal, where the algorithm cannot serve the rows
-	// BatchInvariant makes the bits of a row's results independent of how many rows there are. Rows that are not made of whole,
-	// aligned 16-byte vectors keep a dependence on where in 16 bytes they begin. Sums over rows are not meant.
+	// BatchInvariant makes the bits of a row's results independent of how many rows there are, and of where unaligned ones
+	// begin. Rows of whole 16-byte vectors have other bits where an operand is not aligned to 16 bytes. Sums over rows are not meant.
 	BatchInvariant bool
 }
 

@@ -60,7 +60,7 @@ def softmax(x, *, algorithm="auto", batch_invariant=False):
     NotImplementedError, which says why and which others can. The gradient takes the same one where that serves it (see
     gander.algorithms("softmax_bwd")), else "auto". CPU tensors have "auto" alone.
     batch_invariant: a row's bits, and those of its gradient, do not depend on how many rows there are; costs speed
-    where rows are few. Rows that are not whole, aligned 16-byte vectors still depend on where in 16 bytes they begin.
+    where rows are few. Rows of whole 16-byte vectors have other bits where x is not aligned to 16 bytes.
     Returns y, compact, with the shape and dtype of x; under CUDA autocast float32, as F.softmax does.
     Sums are taken in float32 (float64 for float64). A row of -inf, or with a NaN, gives NaN.
     Raises TypeError (dtype), ValueError (shape, algorithm's name), RuntimeError (device, driver, memory).

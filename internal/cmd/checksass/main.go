@@ -121,7 +121,7 @@ var rows = map[kernels.Op]struct {
 func expected(v *kernels.Variant) (least moves) {
 	op := rows[v.Op]
 	switch v.Shape {
-	case kernels.Ring:
+	case kernels.Ring, kernels.Team:
 		least.copies = op.reads
 	case kernels.Apply:
 		if op.writes { // or it joins what the Partial kernels have found, and no more
@@ -137,7 +137,7 @@ func expected(v *kernels.Variant) (least moves) {
 	switch {
 	case v.General && v.Shape == kernels.Columns: // a thread has one column, so that any alignment will do
 		least.loads, least.stores = 0, 0
-	case v.General: // the first operand is read in vectors, the second in what its alignment allows
+	case v.General && v.Shape != kernels.InRegisters && v.Shape != kernels.Lanes: // the second operand may be of any type
 		least.loads = min(least.loads, v.Vectors)
 	}
 	return least
