@@ -351,7 +351,10 @@ class Tuner:
             names = "+".join(s[0]["Symbol"] for s in steps if s[0]["Op"] != "weight_gradient")
             note = f"{names} grid {steps[0][1]} c{steps[0][2]} {extra}"
             launches = [
-                (self.module(v["Family"]).get(v["Symbol"]), config(grid, v["Threads"], c, shared, i > 0, v["Shape"] == "team"))
+                (
+                    self.module(v["Family"]).get(v["Symbol"]),
+                    config(grid, v["Threads"], c, shared, i > 0, v["Shape"] == "team"),
+                )
                 for i, (v, grid, c, shared) in enumerate(steps)
             ]
 

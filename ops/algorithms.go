@@ -217,12 +217,13 @@ func (k *check) chosen(c *Call, op kernels.Op) {
 // refused says what the algorithm cannot do, and which others can.
 func refused(f *driver.Facts, r request) error {
 	var limit string
-	asked, aligned, alike := r.Algorithm, r, r
+	asked, aligned, alike, anyBits := r.Algorithm, r, r, r
 	aligned.general, aligned.mixed = false, false
-	alike.alike = true
+	alike.alike, anyBits.BatchInvariant = true, false
 	low, high := reach(f, r)
 	_, alignedHigh := reach(f, aligned)
 	_, alikeHigh := reach(f, alike)
+	_, anyBitsHigh := reach(f, anyBits)
 	rows, elements := "rows", 16/r.x.Size()
 	if r.general {
 		rows = "rows that are not whole, aligned 16-byte vectors"
@@ -236,6 +237,8 @@ func refused(f *driver.Facts, r request) error {
 	switch {
 	case r.mixed && high == none:
 		limit = "takes dout of x's dtype only"
+	case high == none && anyBitsHigh != none:
+		limit = "takes rows that are not whole, aligned 16-byte vectors only without batch invariance: their bits depend on where they lie"
 	case high == none && alikeHigh != none:
 		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands are off by as much"
 	case high == none && alignedHigh != none:
