@@ -177,11 +177,10 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 	if v.Fetches() && grid <= int64(p.facts.SMs*v.Resident) {
 		shared = uint32(v.Capacity() * 16) // no CTA finds the weights in a cache: rather all at once with the row
 	}
-	// Every kernel that can come second waits by itself where the architecture lets it start early: unless the one before is
-	// cooperative, for which a graph has no such edge.
-	dependent := len(p.launches) > 0 && p.facts.Major >= 9 && !p.launches[len(p.launches)-1].geometry.Cooperative
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
-		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared, Dependent: dependent,
+		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
+		// Every kernel that can come second waits by itself where the architecture lets it start early.
+		Dependent: len(p.launches) > 0 && p.facts.Major >= 9,
 	}})
 }
 

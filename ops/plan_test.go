@@ -91,7 +91,7 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 	require.LessOrEqual(t, p.chunk*elements, int64(1)<<30, "%s: elements of a chunk are counted in 32 bits", what)
 	for i, l := range p.launches {
 		v, g := l.variant, l.geometry
-		require.Equal(t, i > 0 && f.Major >= 9 && !g.Cooperative && !p.launches[i-1].geometry.Cooperative, g.Dependent, what)
+		require.Equal(t, i > 0 && f.Major >= 9 && !g.Cooperative, g.Dependent, what)
 		require.Equal(t, v.Shape == kernels.Team, g.Cooperative, what)
 		if v.Op == kernels.Denominator || v.Op == kernels.Clear {
 			require.Zero(t, i, "%s: it is read by the next launch", what)

@@ -87,7 +87,8 @@ CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t gr
     if (cluster > 1) attributes[config.numAttrs++] = in_clusters(cluster);
     if (cooperative) attributes[config.numAttrs++] = cooperatively();
     if (dependent) attributes[config.numAttrs++] = dependently();
-    status = cuLaunchKernelEx(&config, (CUfunction)function, NULL, extra);
+    // While a stream is captured, a cooperative launch takes its argument by address only (CUDA 13.0).
+    status = cuLaunchKernelEx(&config, (CUfunction)function, cooperative ? &args : NULL, cooperative ? NULL : extra);
   }
   pop(pushed);
   return status;

@@ -410,11 +410,11 @@ func TestLaunch(t *testing.T) {
 		},
 		{
 			3, kernels.Geometry{Grid: 132, Cluster: 1, Cooperative: true}, 1,
-			"cuLaunchKernelEx split grid 132 block 128 shared 0 stream 0x1 args 42/16 cluster 0 cooperative 1",
+			"cuLaunchKernelEx split grid 132 block 128 shared 0 stream 0x1 args 42/0 cluster 0 cooperative 1",
 		},
 		{
 			2, kernels.Geometry{Grid: 4, Cluster: 2, Cooperative: true}, 1,
-			"cuLaunchKernelEx clusters grid 4 block 1024 shared 0 stream 0x1 args 42/16 cluster 2 cooperative 1",
+			"cuLaunchKernelEx clusters grid 4 block 1024 shared 0 stream 0x1 args 42/0 cluster 2 cooperative 1",
 		},
 	} {
 		require.NoError(t, launch(d, c.index, c.g, c.stream))

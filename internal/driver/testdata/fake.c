@@ -157,8 +157,12 @@ CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUl
   return cluster > 8 ? CUDA_ERROR_INVALID_CLUSTER_SIZE : CUDA_SUCCESS;
 }
 
-// A kernel's argument is in a buffer; its first 32 bits are shown.
-static size_t argument(void **extra, int *first) {
+// A kernel's argument is in a buffer, or lies at an address, without its size; its first 32 bits are shown.
+static size_t argument(void **parameters, void **extra, int *first) {
+  if (parameters) {
+    *first = *(int *)parameters[0];
+    return 0;
+  }
   if (extra[0] != CU_LAUNCH_PARAM_BUFFER_POINTER || extra[2] != CU_LAUNCH_PARAM_BUFFER_SIZE || extra[4]) return 0;
   *first = *(int *)extra[1];
   return *(size_t *)extra[3];
@@ -167,7 +171,7 @@ static size_t argument(void **extra, int *first) {
 CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                         unsigned bz, unsigned shared, CUstream stream, void **parameters, void **extra) {
   int first = 0;
-  size_t size = argument(extra, &first);
+  size_t size = argument(parameters, extra, &first);
   return call("cuLaunchKernel", "%s grid %u block %u shared %u stream %#zx args %d/%zu", (const char *)function,
               gx * gy * gz, bx * by * bz, shared, (size_t)stream, first, size);
 }
@@ -176,7 +180,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **parameters, void **extra) {
   unsigned cluster;
   int cooperative, first = 0;
-  size_t size = argument(extra, &first);
+  size_t size = argument(parameters, extra, &first);
   attributes(c, &cluster, &cooperative);
   return call("cuLaunchKernelEx", "%s grid %u block %u shared %u stream %#zx args %d/%zu cluster %u cooperative %d",
               (const char *)function, c->gridDimX * c->gridDimY * c->gridDimZ,
