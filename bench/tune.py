@@ -10,6 +10,7 @@ one point: microseconds (median), the limit's microseconds, their ratio.
 
 import argparse
 import ctypes as ct
+import itertools
 import json
 import pathlib
 import struct
@@ -21,6 +22,8 @@ cuda = ct.CDLL("libcuda.so.1")
 SMS = torch.cuda.get_device_properties(0).multi_processor_count
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "int64": 5}
+
+WAVES = (1, 2, 4, 8, 16, 64, 128)  # CTAs per SM that rows are split for
 
 
 def ceil(a, b):
@@ -63,15 +66,23 @@ def config(grid, threads, cluster=1, shared=0, dependent=False, cooperative=Fals
 
 
 class Module:
-    def __init__(self, path):
-        self.handle, self.functions = ct.c_void_p(), {}
-        image = path.read_bytes()
-        check(cuda.cuModuleLoadData(ct.byref(self.handle), image), path)
+    """The kernels of a family; its images may be several, compiled side by side."""
+
+    def __init__(self, images, family):
+        self.handles, self.functions = [], {}
+        for f in sorted(images.glob(f"{family}.*fatbin")):
+            h = ct.c_void_p()
+            check(cuda.cuModuleLoadData(ct.byref(h), f.read_bytes()), f)
+            self.handles.append(h)
 
     def get(self, name):
         if name not in self.functions:
             f = ct.c_void_p()
-            check(cuda.cuModuleGetFunction(ct.byref(f), self.handle, name.encode()), name)
+            for h in self.handles:
+                if cuda.cuModuleGetFunction(ct.byref(f), h, name.encode()) == 0:
+                    break
+            else:
+                raise RuntimeError(name)
             static = ct.c_int()
             check(cuda.cuFuncGetAttribute(ct.byref(static), 1, f), name)
             check(cuda.cuFuncSetAttribute(f, 8, 227 * 1024 - static.value), name)
@@ -115,8 +126,7 @@ class Tuner:
 
     def module(self, name):
         if name not in self.modules:
-            suffix = "" if name == "ceiling" else ".sm_90"
-            self.modules[name] = Module(self.images / f"{name}{suffix}.fatbin")
+            self.modules[name] = Module(self.images, name)
         return self.modules[name]
 
     def pack(self, kind, **values):
@@ -153,7 +163,7 @@ class Tuner:
         general = n * size % 16 != 0
         e = 16 // size
         nv = -(-n // e) if not general else -(-(n + e - 1) // e)
-        mine = [v for v in self.variants if v["Family"].endswith(dtype)]
+        mine = [v for v in self.variants if v["Family"].endswith(dtype) and v["Family"][:4] == op[:4]]
 
         def of(op, shape):
             return [v for v in mine if v["Op"] == op and v["Shape"] == shape and v["General"] == general]
@@ -162,14 +172,19 @@ class Tuner:
         if not dw:
             for v in of(op, "rows"):
                 cap = v["RowThreads"] * v["Vectors"]
-                for c in (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16) if v["Cluster"] else (1,):
-                    if cap * c < nv or (cap * c >= 4 * nv and cap > 8):
+                for c in range(2, 17) if v["Cluster"] else (1,):
+                    if (
+                        cap * c < nv
+                        or (cap * c >= (2 * nv if c > 2 else 4 * nv) and cap > 8)
+                        or (c > 2 and cap * (c - 1) >= nv)
+                    ):
                         continue
                     rows = v["Threads"] // v["RowThreads"]
                     grid = -(-m // rows) * c
                     yield [(v, grid, c, 0)], {"chunk": 1 << 27, "splits": 1}
-            if op == "rmsnorm_forward" and not general:
+            if op == "rmsnorm_forward":
                 yield from self.rings(of, op, m, nv, 1, [])
+            yield from self.teams(of, mine, op, nv, 2 if op.endswith("backward") else 1, [])
             for v in of(op, "loop"):
                 cap = v["RowThreads"] * v["Vectors"]
                 if nv <= cap < 2 * nv:
@@ -180,8 +195,8 @@ class Tuner:
                         )
             reduces = op != "cross_entropy_backward"
             maps = op != "cross_entropy_forward"
-            partial, apply = of(op, "partial"), of(op, "apply")
-            for waves in (1, 2, 4, 8, 16):
+            apply = of(op, "apply")
+            for partial, waves in itertools.product(of(op, "partial") if reduces else [None], WAVES):
                 want = max(1, -(-SMS * waves // m))
                 chunk = max(ceil(ceil(nv, want), 1024) * 1024, 1024)
                 if not reduces:
@@ -189,7 +204,9 @@ class Tuner:
                 splits = -(-nv // chunk)
                 steps = []
                 if reduces:
-                    steps.append((partial[0], m * splits, 1, 0))
+                    if splits == 1 and waves > 1:
+                        continue
+                    steps.append((partial, m * splits, 1, 0))
                 if maps or splits > 1:
                     steps.append((apply[0], m * splits if maps else m, 1, 0))
                 if nv >= 512 and (m < 1024 or not maps or not reduces):
@@ -204,24 +221,10 @@ class Tuner:
                     if general:  # rows of a CTA lie alike
                         p = max(p // e, 1) * e
                     yield [(v, p, 1, v["Shared"]), finish], {"partials": p, "resident": resident}
-        for v in of(op, "team"):
-            cap = v["RowThreads"] * v["Vectors"]
-            if cap * SMS < nv or cap * SMS >= 4 * nv:
-                continue
-            clear = next(v for v in mine if v["Op"] == "clear")
-            most = ((227 << 10) - 2048) // (2 * cap * 16)
-            for stages in sorted({6, 13, 20, min(most, 28)}):
-                if stages > most:
-                    continue
-                for lag in sorted({min(stages - 2, 15), min(stages - 3, 12), min(stages - 4, 8)}):
-                    yield (
-                        [(clear, -(-SMS * 32 // 256), 1, 0), (v, SMS, 1, stages * 2 * cap * 16), finish],
-                        {"partials": 1, "stages": stages, "splits": SMS, "lag": lag},
-                    )
+        yield from self.teams(of, mine, op, nv, 2, [finish])
         yield from self.rings(of, op, m, nv, 2, [finish], e - 1 if general else 0)
-        v = of(op, "columns")[0]
         tiles = -(-n // (256 * e))
-        for waves in (2, 4, 8):
+        for v, waves in itertools.product(of(op, "columns"), (2, 4, 8)):
             blocks = min(max(SMS * waves // tiles, 1), m)
             want = max(1, -(-SMS * 4 // m))
             chunk = max(ceil(ceil(nv, want), 1024) * 1024, 1024)
@@ -231,11 +234,31 @@ class Tuner:
                 {"partials": blocks, "chunk": chunk, "splits": splits},
             )
 
+    @staticmethod
+    def teams(of, mine, op, nv, inputs, then):
+        for v in of(op, "team"):
+            cap = v["RowThreads"] * v["Vectors"]
+            if cap * SMS < nv or cap * SMS >= 4 * nv:
+                continue
+            clear = next(c for c in mine if c["Op"].endswith("_clear"))
+            together = v["Together"]
+            stage = inputs * together * -(-nv // SMS) * 16
+            most = min(((227 - 12) << 10) // stage, 56)
+            for stages in sorted({6, 13, 20, 27, 40, most}):
+                if stages > most:
+                    continue
+                for lag in sorted({max(1, min(stages - k, 31)) for k in (2, 4, 8, 12, 16)}):
+                    words = SMS * 64 * together
+                    yield (
+                        [(clear, -(-words // 256), 1, 0), (v, SMS, 1, stages * stage), *then],
+                        {"partials": 1, "stages": stages, "splits": SMS * together, "lag": lag},
+                    )
+
     def rings(self, of, op, m, nv, inputs, then, pieces=0):
         for v in of(op, "ring"):
             cap = v["RowThreads"] * v["Vectors"]
-            for c in (2, 4, 8, 16) if v["Cluster"] else (1,):
-                if cap * c < nv or cap * c >= 4 * nv:
+            for c in range(2, 17) if v["Cluster"] else (1,):
+                if cap * c < nv or cap * c >= 4 * nv or (c & (c - 1) and cap * (c - 1) >= nv):
                     continue
                 for resident in sorted({max(1, v["Resident"] - 1), v["Resident"], v["Resident"] + 1}):
                     for stages in (2, 3, 4, 6, 8):
@@ -346,7 +369,8 @@ class Tuner:
         best = None
         for steps, extra in self.candidates(op, dtype, m, n):
             args = dict(base)
-            args.update({k: v for k, v in extra.items() if k not in ("waves", "resident")})
+            fields = {f["Name"] for f in self.layouts[kind]}
+            args.update({k: v for k, v in extra.items() if k in fields})
             packed = self.pack(kind, **args)
             names = "+".join(s[0]["Symbol"] for s in steps if s[0]["Op"] != "weight_gradient")
             note = f"{names} grid {steps[0][1]} c{steps[0][2]} {extra}"

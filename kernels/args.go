@@ -21,6 +21,8 @@ type Rows struct {
 	BType, YType              int32 // DType of B and Y
 	Fixed                     int32 // vectors are counted from the row's first element, wherever it lies: the same bits wherever that is
 	Zero                      int32 // 0, which the compiler cannot know (Tile::forget in cuda/rows.cuh)
+	Stages                    int32 // Ring, Team: what shared memory holds, rows or a team's steps
+	Lag                       int32 // Team: steps that are summed before the one that is mapped
 	_                         int32
 }
 
@@ -41,8 +43,6 @@ type RMSNormArgs struct {
 	Eps        float32
 	InvN       float32 // 1 / N
 	Partials   int32
-	Stages     int32 // rows in the ring
-	Lag        int32 // Team: rows that are summed before the one that is mapped
 	_          int32
 }
 

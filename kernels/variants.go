@@ -6,8 +6,8 @@ import "fmt"
 type Op uint8
 
 // The ops. CrossEntropyForwardDX makes loss and gradient in one pass; WeightGradient and Total complete what
-// other kernels left per CTA or per row; Denominator sums the rows' weights before the rows are read; Clear makes way for what a
-// team's CTAs tell each other.
+// other kernels left per CTA or per row; Denominator sums the rows' weights before the rows are read; SoftmaxClear and
+// RMSNormClear make way for what a team's CTAs tell each other.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -19,14 +19,16 @@ const (
 	WeightGradient
 	Total
 	Denominator
-	Clear
+	SoftmaxClear
+	RMSNormClear
 )
 
 // String returns the op's name as it stands in symbols.
 func (o Op) String() string {
 	return [...]string{
 		"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",
-		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient", "total", "denominator", "clear",
+		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient", "total", "denominator",
+		"softmax_clear", "rmsnorm_clear",
 	}[o]
 }
 
@@ -38,7 +40,7 @@ const (
 	Partial                  // a CTA reduces one chunk of a row
 	Apply                    // a CTA maps one chunk of a row whose partial states are known
 	Ring                     // RMSNorm: persistent CTAs, rows through a ring in shared memory
-	Team                     // RMSNorm backward: a CTA on each SM, which hold a row between them
+	Team                     // a CTA on each SM, which hold a row between them
 	Lanes                    // RMSNorm backward: persistent groups of lanes, a row each
 	Loop                     // short rows, many of them: persistent lanes, the next row on its way
 	Columns                  // RMSNorm backward: a CTA walks down a tile of columns
@@ -62,7 +64,7 @@ var groups = [...]string{"softmax", "rmsnorm", "cross_entropy"}
 func familyOf(op Op, x DType) Family {
 	group := Family(0)
 	switch op {
-	case RMSNormForward, RMSNormBackward, WeightGradient, Clear:
+	case RMSNormForward, RMSNormBackward, WeightGradient, RMSNormClear:
 		group = 1
 	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator:
 		group = 2
@@ -90,13 +92,15 @@ type Variant struct {
 	RowThreads int  // threads of a CTA that share a row
 	Vectors    int  // 16-byte vectors per thread and input
 	General    bool // takes any alignment and row stride; the others want 16-byte aligned rows of whole vectors
+	Alike      bool // general: wants all operands' rows to lie alike in their 16-byte vectors, for which more of them fit the registers
 	Cluster    bool // launched with clusters: sm_90 and later only
 	Resident   int  // CTAs per SM that the compiler leaves registers for
+	Together   int  // Team: rows that are taken together
 	Stages     int  // Lanes: rows that a thread has on their way
 	Shared     int  // Lanes: bytes of dynamic shared memory per CTA
 }
 
-// Capacity is how many vectors of a row one CTA of an InRegisters, Ring or Lanes variant holds.
+// Capacity is how many vectors of a row one CTA of an InRegisters, Ring, Team or Lanes variant holds.
 func (v *Variant) Capacity() int64 { return int64(v.RowThreads * v.Vectors) }
 
 // Fetches says whether the kernel brings RMSNorm's weights into the dynamic shared memory of its launch, if that has
@@ -124,6 +128,28 @@ const ChunkThreads = 256
 // shape is a row of the tables below: threads per row, vectors per thread and input.
 type shape struct{ threads, vectors int }
 
+// team is a row of Team's table: a shape, and the rows that are taken together.
+type team struct {
+	shape
+	together int
+}
+
+// teams is for the rows that clusters do not hold, or only just.
+func teams(op Op, x DType) []team {
+	all := []team{{shape{256, 1}, 3}, {shape{256, 1}, 2}, {shape{256, 2}, 1}, {shape{512, 2}, 1}, {shape{512, 4}, 1}}
+	switch {
+	case op == SoftmaxForward: // exponentials want more threads
+		return append([]team{{shape{512, 1}, 1}}, all[3:]...)
+	case op == RMSNormForward:
+		return all[2:]
+	case op == SoftmaxBackward, x == Float32:
+		return all[2:4]
+	}
+	return all[:4]
+}
+
+func (s shape) capacity() int { return s.threads * s.vectors }
+
 // What rows are tried in, from short to long: the first that holds a row serves it, and the order is that of the measured
 // times (bench/tune.py on an H100; see bench/results). 8 lanes cover the 128 bytes that memory moves at once; four vectors per thread
 // with 32 to 40 registers keep 96 KiB per SM in flight, eight with 64 registers 128 KiB.
@@ -131,20 +157,20 @@ var (
 	tiny = []shape{{8, 1}, {8, 4}, {16, 4}, {32, 4}}
 
 	inRegisters = map[Op][]shape{
-		SoftmaxForward:        {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
-		RMSNormForward:        {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
-		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		SoftmaxForward:        {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 5}, {1024, 8}},
+		RMSNormForward:        {{128, 4}, {256, 4}, {512, 4}, {640, 5}, {1024, 5}, {1024, 8}},
+		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 5}, {1024, 8}},
 		// Longer rows stream: Partial, Apply.
-		CrossEntropyForward:  {{32, 8}, {128, 4}, {256, 4}, {512, 4}},
+		CrossEntropyForward:  {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		CrossEntropyBackward: {{32, 8}, {128, 4}, {256, 4}, {512, 4}},
 		// Two inputs: half the vectors of each. RMSNorm's weights leave no registers for four of each.
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
 	}
 	inClusters = map[Op][]shape{
-		SoftmaxForward:        {{256, 4}, {512, 8}, {1024, 8}},
-		RMSNormForward:        {{256, 4}, {1024, 4}, {1024, 8}},
-		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {1024, 8}},
+		SoftmaxForward:        {{256, 4}, {256, 8}, {512, 8}},
+		RMSNormForward:        {{256, 4}, {1024, 4}},
+		CrossEntropyForwardDX: {{256, 4}, {256, 8}, {512, 8}, {1024, 8}},
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {512, 2}, {1024, 2}},
 	}
@@ -154,16 +180,32 @@ var (
 		2: {{8, 1}, {8, 2}, {16, 2}, {32, 2}, {128, 2}, {192, 2}, {256, 2}, {384, 2}, {512, 2}, {768, 2}, {1024, 2}}}
 	anyInClusters = map[int][]shape{1: {{256, 4}, {512, 4}, {1024, 4}}, 2: {{256, 2}, {512, 2}, {1024, 2}}}
 
+	// Where all operands lie alike, as they nearly always do, nothing has to be shifted, and more vectors fit.
+	alikeInRegisters = map[Op][]shape{
+		SoftmaxForward:        {{128, 6}, {192, 6}, {384, 6}, {512, 8}, {1024, 8}},
+		CrossEntropyForwardDX: {{128, 6}, {192, 6}, {384, 6}, {512, 8}, {1024, 8}},
+		CrossEntropyForward:   {{128, 4}, {128, 6}, {256, 4}, {512, 4}, {512, 8}},
+		SoftmaxBackward:       {{128, 3}, {192, 3}, {256, 4}, {384, 3}, {512, 4}, {1024, 4}},
+	}
+	alikeInClusters = map[Op][]shape{
+		SoftmaxForward:        {{256, 8}, {512, 8}},
+		CrossEntropyForwardDX: {{256, 8}, {512, 8}},
+		SoftmaxBackward:       {{256, 4}, {512, 4}},
+	}
+
+	// Cross-entropy forward, a long row to each CTA.
+	stream      = shape{512, 8}
+	alikeStream = shape{ChunkThreads, 8}
+
 	// RMSNorm of short rows: the weights come out of L1 from the second row on.
 	loops = []shape{{8, 4}, {16, 4}}
 
-	// RMSNorm of the longest rows, which would fetch the weights again with every row; and its backward with dw, whose float32 sums
-	// stay in registers.
+	// RMSNorm of long rows, which would fetch the weights again with every row; and its backward with dw, whose float32 sums stay in
+	// registers.
 	forwardRing = []shape{{512, 2}, {512, 4}}
 	ring        = []shape{{128, 1}, {256, 2}}
 	ringCluster = []shape{{256, 2}, {512, 2}}
 	longRing    = shape{512, 4} // of float32; what 16-bit rows as long would need does not fit the registers
-	team        = []shape{{256, 1}, {512, 1}, {512, 2}}
 	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}, {32, 2}}
 )
 
@@ -186,6 +228,8 @@ func resident(v *Variant) int {
 		return 3
 	case v.Shape == Loop:
 		return 8
+	case v.Alike && v.Vectors*v.Op.Inputs() > 4:
+		return max(1, 1024/v.Threads)
 	case v.General && v.Family.Group() == "softmax":
 		return max(1, 1280/v.Threads)
 	case v.General, v.Op == RMSNormBackward, v.Vectors*v.Op.Inputs() > 4:
@@ -217,78 +261,109 @@ var Variants = table()
 func table() []Variant {
 	var t []Variant
 	for _, x := range []DType{Float16, BFloat16, Float32} {
-		add := func(op Op, s Shape, general, cluster bool, shapes ...shape) {
+		add := func(like Variant, shapes ...shape) {
 			for _, p := range shapes {
-				v := Variant{
-					Index: len(t), Family: familyOf(op, x), Op: op, Shape: s, RowThreads: p.threads, Vectors: p.vectors,
-					General: general, Cluster: cluster, Threads: max(p.threads, 128),
-				}
-				if s == Team {
+				v := like
+				v.Index, v.Family, v.RowThreads, v.Vectors, v.Threads = len(t), familyOf(v.Op, x), p.threads, p.vectors, max(p.threads, 128)
+				if v.Shape == Team {
 					v.Threads += 6 * 32 // one warp shares sums, four take them, one brings rows
 				}
-				if s == Lanes {
+				if v.Shape == Lanes {
 					v.Threads, v.Stages = 256, laneStages
 					v.Shared = v.Stages * v.Threads * (2*16*v.Vectors + 4) // vectors of x and dy, rstd
 				}
 				v.Resident = resident(&v)
-				v.Symbol = fmt.Sprintf("%s_%s_%s_%dx%d", op, s, x, p.threads, p.vectors)
-				if general {
+				v.Symbol = fmt.Sprintf("%s_%s_%s_%dx%d", v.Op, v.Shape, x, p.threads, p.vectors)
+				if v.Together > 0 {
+					v.Symbol += fmt.Sprintf("x%d", v.Together)
+				}
+				switch {
+				case v.Alike:
+					v.Symbol += "_alike"
+				case v.General:
 					v.Symbol += "_general"
 				}
-				if cluster {
+				if v.Cluster {
 					v.Symbol += "_cluster"
 				}
 				t = append(t, v)
 			}
 		}
+		// Rows of any alignment: of two shapes that hold about as much, the faster one first, which takes fewer rows.
+		unaligned := func(like Variant, anyhow, alike []shape) {
+			like.General = true
+			for len(anyhow)+len(alike) > 0 {
+				if like.Alike = len(anyhow) == 0 || len(alike) > 0 && 4*alike[0].capacity() <= 5*anyhow[0].capacity(); like.Alike {
+					add(like, alike[0])
+					alike = alike[1:]
+				} else {
+					add(like, anyhow[0])
+					anyhow = anyhow[1:]
+				}
+			}
+		}
 		chunks := func(op Op, s Shape, vectors int) {
-			add(op, s, false, false, shape{ChunkThreads, vectors})
-			add(op, s, true, false, shape{ChunkThreads, vectors / 2})
+			add(Variant{Op: op, Shape: s}, shape{ChunkThreads, vectors})
+			add(Variant{Op: op, Shape: s, General: true}, shape{ChunkThreads, vectors / 2})
 		}
 		for _, op := range []Op{
 			SoftmaxForward, SoftmaxBackward, RMSNormForward, RMSNormBackward,
 			CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward,
 		} {
 			n := op.Inputs()
+			rows, clusters := Variant{Op: op, Shape: InRegisters}, Variant{Op: op, Shape: InRegisters, Cluster: true}
 			for _, s := range tiny {
-				add(op, InRegisters, false, false, shape{s.threads, max(1, s.vectors/n)})
+				add(rows, shape{s.threads, max(1, s.vectors/n)})
 			}
-			add(op, InRegisters, false, false, inRegisters[op]...)
+			add(rows, inRegisters[op]...)
 			if op == RMSNormForward {
-				add(op, Loop, false, false, loops...)
+				add(Variant{Op: op, Shape: Loop}, loops...)
 			}
-			add(op, InRegisters, true, false, anyInRegisters[n]...)
+			anyhow := anyInRegisters[n]
+			if op == CrossEntropyForward { // whose only operand is off from itself where vectors are counted from a row's first element
+				anyhow = []shape{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 4}, {512, 4}, {1024, 4}}
+			}
+			unaligned(rows, anyhow, alikeInRegisters[op])
 			if inClusters[op] != nil {
-				add(op, InRegisters, false, true, inClusters[op]...)
-				add(op, InRegisters, true, true, anyInClusters[n]...)
+				add(clusters, inClusters[op]...)
+				unaligned(clusters, anyInClusters[n], alikeInClusters[op])
 			}
-			if op != CrossEntropyBackward {
+			switch op {
+			case CrossEntropyForward:
+				chunks(op, Partial, 4)
+				add(Variant{Op: op, Shape: Partial}, stream)
+				add(Variant{Op: op, Shape: Partial, General: true, Alike: true}, alikeStream)
+			case CrossEntropyBackward:
+			default:
 				chunks(op, Partial, 4/n)
 			}
 			chunks(op, Apply, 4/n)
 		}
-		add(RMSNormForward, Ring, false, false, forwardRing...)
-		add(RMSNormForward, Ring, false, true, forwardRing...)
-		add(RMSNormBackward, Ring, false, false, ring...)
-		add(RMSNormBackward, Ring, false, true, ringCluster...)
+		add(Variant{Op: RMSNormForward, Shape: Ring}, forwardRing...)
+		add(Variant{Op: RMSNormForward, Shape: Ring, Cluster: true}, forwardRing...)
+		add(Variant{Op: RMSNormForward, Shape: Ring, General: true, Cluster: true}, forwardRing...)
+		add(Variant{Op: RMSNormBackward, Shape: Ring}, ring...)
+		add(Variant{Op: RMSNormBackward, Shape: Ring, Cluster: true}, ringCluster...)
 		if x == Float32 {
-			add(RMSNormBackward, Ring, false, true, longRing)
+			add(Variant{Op: RMSNormBackward, Shape: Ring, Cluster: true}, longRing)
 		}
-		add(RMSNormBackward, Ring, true, false, ring...)
-		add(RMSNormBackward, Ring, true, true, ringCluster...)
-		if x != Float32 { // for which rows as long as the first holds are left to the ring
-			add(RMSNormBackward, Team, false, false, team[0])
+		add(Variant{Op: RMSNormBackward, Shape: Ring, General: true}, ring...)
+		add(Variant{Op: RMSNormBackward, Shape: Ring, General: true, Cluster: true}, ringCluster...)
+		for _, op := range []Op{SoftmaxForward, SoftmaxBackward, RMSNormForward, RMSNormBackward} {
+			for _, t := range teams(op, x) {
+				add(Variant{Op: op, Shape: Team, Together: t.together}, t.shape)
+			}
 		}
-		add(RMSNormBackward, Team, false, false, team[1:]...)
-		add(RMSNormBackward, Lanes, false, false, lanes...)
-		add(RMSNormBackward, Lanes, true, false, lanes...)
-		add(RMSNormBackward, Columns, false, false, shape{ChunkThreads, 1})
-		add(RMSNormBackward, Columns, true, false, shape{ChunkThreads, 1})
-		add(WeightGradient, Finish, true, false, shape{1024, 1}, shape{256, 1})
-		add(Clear, Finish, true, false, shape{256, 1})
+		add(Variant{Op: RMSNormBackward, Shape: Lanes}, lanes...)
+		add(Variant{Op: RMSNormBackward, Shape: Lanes, General: true}, lanes...)
+		add(Variant{Op: RMSNormBackward, Shape: Columns}, shape{ChunkThreads, 1})
+		add(Variant{Op: RMSNormBackward, Shape: Columns, General: true}, shape{ChunkThreads, 1})
+		add(Variant{Op: WeightGradient, Shape: Finish, General: true}, shape{1024, 1}, shape{256, 1})
+		add(Variant{Op: SoftmaxClear, Shape: Finish, General: true}, shape{256, 1})
+		add(Variant{Op: RMSNormClear, Shape: Finish, General: true}, shape{256, 1})
 		for _, op := range []Op{Total, Denominator} {
-			add(op, Finish, true, false, shape{1024, 1})
-			add(op, Finish, true, true, shape{1024, 1})
+			add(Variant{Op: op, Shape: Finish, General: true}, shape{1024, 1})
+			add(Variant{Op: op, Shape: Finish, General: true, Cluster: true}, shape{1024, 1})
 		}
 	}
 	return t

@@ -70,9 +70,10 @@ func (a Algorithm) what(ring bool) string {
 			"memory too"
 	case Extreme:
 		if ring {
-			return "one pass: persistent clusters, rows through rings in their shared memory into registers"
+			return "one pass: persistent clusters, or a block on each SM, rows through rings in their shared memory into registers"
 		}
-		return "one pass: each row in the largest register tiles of as few blocks of a cluster as hold it"
+		return "one pass: each row in the largest register tiles of as few blocks of a cluster as hold it; longer ones in the shared " +
+			"memory of a block on each SM"
 	case Cluster:
 		if ring {
 			return "one pass: a cluster of blocks to a row, whose sums meet in distributed shared memory"
@@ -122,7 +123,7 @@ func ringed(op kernels.Op, dw bool) bool {
 // The devices that limits are told for: one with everything, and one without clusters.
 var (
 	ideal = driver.Facts{Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20,
-		Clusters: [5]int{264, 132, 66, 33, 16}}
+		Clusters: [17]int{1: 132, 66, 44, 33, 26, 22, 18, 16, 14, 13, 12, 11, 10, 9, 8, 8}}
 	plain = driver.Facts{Major: 8, SMs: 132, SharedPerBlock: 163 << 10, SharedPerSM: 164 << 10, L2Bytes: 40 << 20}
 )
 
@@ -169,8 +170,10 @@ func limits(r request) string {
 		text = append(text, "rows of up to "+bytes(high))
 	}
 	switch {
-	case unaligned < alike:
+	case unaligned == none && alike != none:
 		text = append(text, "unaligned ones where all operands are off by as much")
+	case unaligned < high && unaligned < alike:
+		text = append(text, fmt.Sprintf("unaligned ones of up to %s, or %s where all operands are off by as much", bytes(unaligned), bytes(alike)))
 	case unaligned == none:
 		text = append(text, "only of whole, aligned 16-byte vectors")
 	case unaligned < high:

@@ -117,15 +117,15 @@ func TestAlgorithmChoices(t *testing.T) {
 		{"h100", request{op: normBack, dw: true, m: 2048, n: 8192}, Block, "rmsnorm_backward_partial_bfloat16_256x2"},
 		{"h100", request{op: softmax, m: 2048, n: 4096}, Register, "softmax_forward_rows_bfloat16_128x4"},
 		{"h100", request{op: softmax, x: kernels.Float32, m: 1, n: 65536}, Register,
-			`softmax_forward: algorithm "register" holds rows of up to 16384 float32 elements on this device, these have 65536; ` +
+			`softmax_forward: algorithm "register" holds rows of up to 32768 float32 elements on this device, these have 65536; ` +
 				`use "block", "extreme", "cluster", "arbitrary", "splitk" or "auto"`},
-		{"h100", request{op: softmax, m: 4, n: 1024}, Medium, "softmax_forward_rows_bfloat16_512x8"},
+		{"h100", request{op: softmax, m: 4, n: 1024}, Medium, "softmax_forward_rows_bfloat16_1024x8"},
 		{"h100", request{op: softmaxBack, m: 4, n: 1024}, Medium, "softmax_backward_rows_bfloat16_1024x4"},
 		{"h100", request{op: norm, m: 4, n: 16384}, Medium, "rmsnorm_forward_ring_bfloat16_512x4"},
 		{"h100", request{op: norm, general: true, m: 4, n: 1001}, Medium,
 			`rmsnorm_forward: algorithm "medium" takes rows of whole, aligned 16-byte vectors only (and a weight and results of x's ` +
 				`dtype, aligned too); use "warp", "block", "register", "cluster", "arbitrary" or "auto"`},
-		{"h100", request{op: softmax, m: 4, n: 114688}, Extreme, "softmax_forward_rows_bfloat16_1024x8_cluster"},
+		{"h100", request{op: softmax, m: 4, n: 114688}, Extreme, "softmax_forward_rows_bfloat16_512x8_cluster"},
 		{"h100", request{op: norm, m: 4, n: 114688}, Extreme, "rmsnorm_forward_ring_bfloat16_512x2_cluster"},
 		{"h100", request{op: softmax, m: 128, n: 1024}, Cluster, "softmax_forward_rows_bfloat16_256x4_cluster"},
 		{"a2", request{op: softmax, m: 4, n: 16384}, Cluster,
@@ -248,10 +248,10 @@ func TestListOfAlgorithms(t *testing.T) {
 		"auto":      "rows of any length",
 		"warp":      "rows of up to 4 KiB, unaligned ones of up to 2 KiB",
 		"block":     "rows of up to 1 GiB",
-		"register":  "rows of up to 64 KiB",
-		"medium":    "rows of up to 64 KiB",
-		"extreme":   "rows of up to 2 MiB, unaligned ones of up to 1 MiB, on compute capability 9.0 or newer",
-		"cluster":   "rows of up to 2 MiB, unaligned ones of up to 1 MiB, on compute capability 9.0 or newer",
+		"register":  "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands are off by as much",
+		"medium":    "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands are off by as much",
+		"extreme":   "rows of up to 4 MiB, unaligned ones of up to 1 MiB, on compute capability 9.0 or newer",
+		"cluster":   "rows of up to 1 MiB, on compute capability 9.0 or newer",
 		"arbitrary": "rows of any length",
 		"splitk":    "rows of more than 16 KiB",
 	}, limits)

@@ -129,7 +129,7 @@ func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 		A: input(a.Data), B: input(b.Data), Y: output(y.Data), Partial: k.at(k.plan.scratch.partial),
 		AStride: a.Stride, BStride: b.Stride, YStride: y.Stride, M: a.Rows, N: a.Cols,
 		Chunk: k.plan.chunk, Splits: k.plan.splits, BType: int32(b.DType), YType: int32(y.DType),
-		Fixed: k.fixed,
+		Fixed: k.fixed, Stages: k.plan.stages, Lag: k.plan.lag,
 	}
 }
 
@@ -156,18 +156,20 @@ func alike(first kernels.Matrix, others ...kernels.Matrix) bool {
 func aligned(v kernels.Vector) bool { return uintptr(v.Data)%16 == 0 }
 
 func (c *Call) cudaSoftmaxForward(ordinal int32, x, y kernels.Matrix) error {
-	return c.softmax(ordinal, kernels.SoftmaxForward, x, kernels.Matrix{}, y, !vectorRows(x) || !vectorRows(y))
+	general := !vectorRows(x) || !vectorRows(y)
+	return c.softmax(ordinal, kernels.SoftmaxForward, x, kernels.Matrix{}, y, general, general && alike(x, y))
 }
 
 func (c *Call) cudaSoftmaxBackward(ordinal int32, dy, y, dx kernels.Matrix) error {
-	return c.softmax(ordinal, kernels.SoftmaxBackward, dy, y, dx, !vectorRows(dy) || !vectorRows(y) || !vectorRows(dx))
+	general := !vectorRows(dy) || !vectorRows(y) || !vectorRows(dx)
+	return c.softmax(ordinal, kernels.SoftmaxBackward, dy, y, dx, general, general && alike(dy, y, dx))
 }
 
-func (c *Call) softmax(ordinal int32, op kernels.Op, a, b, y kernels.Matrix, general bool) error {
+func (c *Call) softmax(ordinal int32, op kernels.Op, a, b, y kernels.Matrix, general, alike bool) error {
 	if a.Rows == 0 {
 		return nil
 	}
-	k, err := c.start(ordinal, request{op: op, x: a.DType, general: general, m: a.Rows, n: a.Cols})
+	k, err := c.start(ordinal, request{op: op, x: a.DType, general: general, alike: alike, m: a.Rows, n: a.Cols})
 	if err != nil {
 		return err
 	}
@@ -183,13 +185,15 @@ func (c *Call) cudaRMSNormForward(
 		return nil
 	}
 	general := !vectorRows(x) || !vectorRows(y) || y.DType != x.DType || !aligned(weight)
-	k, err := c.start(ordinal, request{op: kernels.RMSNormForward, x: x.DType, general: general, m: x.Rows, n: x.Cols})
+	k, err := c.start(ordinal, request{
+		op: kernels.RMSNormForward, x: x.DType, general: general, alike: general && alike(x, y), m: x.Rows, n: x.Cols,
+	})
 	if err != nil {
 		return err
 	}
 	defer k.finish()
 	args := k.rmsnorm(x, kernels.Matrix{}, y, weight)
-	args.Rstd, args.Eps, args.Stages = output(rstd.Data), float32(eps), k.plan.stages
+	args.Rstd, args.Eps = output(rstd.Data), float32(eps)
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 
@@ -213,7 +217,6 @@ func (c *Call) cudaRMSNormBackward(
 	args := k.rmsnorm(x, dout, dx, weight)
 	args.Rstd, args.Dw, args.DwType = output(rstd.Data), output(dw.Data), int32(dw.DType)
 	args.DwPartial, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
-	args.Stages, args.Lag = k.plan.stages, k.plan.lag
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 
@@ -232,9 +235,10 @@ func (c *Call) cudaCrossEntropyForward(ordinal int32, a *kernels.CrossEntropy) e
 	if a.X.Rows == 0 && !total {
 		return nil
 	}
+	rowsAlike := general && (a.DX.Data == nil || alike(a.X, a.DX))
 	onePass := a.OnePass && a.Reduction == kernels.ReduceMean && a.DX.Data != nil
 	k, err := c.start(ordinal, request{
-		op: op, x: a.X.DType, general: general, total: total, onePass: onePass, m: a.X.Rows, n: a.X.Cols,
+		op: op, x: a.X.DType, general: general, alike: rowsAlike, total: total, onePass: onePass, m: a.X.Rows, n: a.X.Cols,
 	})
 	if err != nil {
 		return err

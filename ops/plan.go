@@ -98,9 +98,9 @@ func powerOfTwo(n int64) int64 { return 1 << bits.Len64(uint64(max(n, 1)-1)) }
 
 // maxCluster is the largest cluster that the device can hold.
 func maxCluster(f *driver.Facts) int64 {
-	for i := len(f.Clusters) - 1; i > 0; i-- {
-		if f.Clusters[i] > 0 {
-			return 1 << i
+	for c := len(f.Clusters) - 1; c > 1; c-- {
+		if f.Clusters[c] > 0 {
+			return int64(c)
 		}
 	}
 	return 1
@@ -136,6 +136,7 @@ func makePlan(f *driver.Facts, r request) (*plan, error) {
 
 // attempt makes a plan where the algorithm that is asked for serves the request.
 func attempt(f *driver.Facts, r request) (_ *plan, served bool, _ error) {
+	r.alike = r.alike && !r.BatchInvariant // which counts vectors from each row's first element
 	p := planner{plan: &plan{chunk: wholeRow, splits: 1}, request: r, facts: f}
 	p.vectors = ceil(r.n, r.elements())
 	if r.general {
@@ -193,7 +194,7 @@ func (p *planner) rows() (served bool) {
 		switch {
 		case p.n < 4: // x * rstd is nearly 1, and its rounding errs to one side, which a sum shows: `columns` does without
 			p.columns()
-		case p.vectors > teamFrom(p.x) && p.inTeam(), p.inLanes(), p.inRing(1, 16), p.inTeam():
+		case p.vectors > p.teamFrom() && p.inTeam(), p.inLanes(), p.inRing(1, 16), p.inTeam():
 		default:
 			p.columns()
 		}
@@ -223,11 +224,11 @@ func (p *planner) fastest() {
 		p.split("the second input has another type than x")
 	case p.expected() <= 16 && p.vectors > 16384:
 		p.split("a few rows this long fill the device only when split")
-	case p.op == kernels.RMSNormForward && p.vectors > ringFrom(p.x) && p.expected() >= 1024 && p.inRing(1, 16):
+	case p.vectors > p.teamFrom() && p.inTeam():
+	case p.op == kernels.RMSNormForward && p.vectors > p.ringFrom() && p.expected() >= 1024 && p.inRing(1, 16):
 	case p.op == kernels.RMSNormForward && p.inLoop():
-	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.inOneCTA(p.tiles(false, 256, 256)):
-		// A CTA brings a row's weights with it. Measured on an H100, 128 x 1024 of bfloat16: 5.2 us, a warp to each row 6.4.
-	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.tiles(false)) || p.inCluster(p.thrifty(p.tiles(true))):
+	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.alone():
+	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.lasting(p.tiles(false))) || p.inCluster(p.thrifty(p.tiles(true))):
 	default:
 		p.split("the row is longer than a cluster holds in registers")
 	}
@@ -248,7 +249,7 @@ func (p *planner) forced() bool {
 	case ring && a == Medium:
 		return p.inRing(1, 1)
 	case ring && a == Extreme, p.dw:
-		return a == Extreme && p.vectors > teamFrom(p.x) && p.inTeam() || p.inRing(2, 16) || a == Extreme && p.inTeam()
+		return a == Extreme && p.vectors > p.teamFrom() && p.inTeam() || p.inRing(2, 16) || a == Extreme && p.inTeam()
 	case a == Warp:
 		return p.inLoop() || p.inOneCTA(p.tiles(false, 1, lanesPerWarp))
 	case a == Register:
@@ -256,7 +257,7 @@ func (p *planner) forced() bool {
 	case a == Medium:
 		return p.inOneCTA(largest(p.tiles(false)))
 	case a == Extreme:
-		return p.inCluster(largest(p.tiles(true)))
+		return p.vectors > p.teamFrom() && p.inTeam() || p.inCluster(largest(p.tiles(true))) || p.inTeam()
 	}
 	return p.inCluster(p.tiles(true))
 }
@@ -272,15 +273,12 @@ func (p *planner) expected() int64 {
 // tiles returns the variants that hold rows in registers, of one CTA or of a cluster, from short rows to long; only those with
 // row threads in the given range, if one is given.
 func (p *planner) tiles(cluster bool, threads ...int) []*kernels.Variant {
-	all := variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, cluster}]
-	if threads == nil {
-		return all
-	}
 	var some []*kernels.Variant
-	for _, v := range all {
-		if v.RowThreads >= threads[0] && v.RowThreads <= threads[1] {
-			some = append(some, v)
+	for _, v := range variantsOf[variantKey{p.op, kernels.InRegisters, p.x, p.general, cluster}] {
+		if threads != nil && (v.RowThreads < threads[0] || v.RowThreads > threads[1]) || v.Alike && !p.alike {
+			continue
 		}
+		some = append(some, v)
 	}
 	return some
 }
@@ -335,15 +333,50 @@ func (p *planner) inCluster(variants []*kernels.Variant) bool {
 	return true
 }
 
-// thrifty leaves the smallest CTAs aside, where the next hold a row with little left over. Measured on an H100, softmax, over the plain kernel:
-// 50257 bfloat16 in 7 CTAs of 1024 vectors 0.86, in 4 of 2048 0.73; 128256 in 16 of the first 0.91, in 4 of 4096 0.97.
+// thrifty leaves the smallest CTAs aside, where the next hold a row with little left over. Measured on an H100 over the plain kernel:
+// softmax of 50257 bfloat16 in 7 CTAs of 1024 vectors 0.86, in 4 of 2048 0.95; of 131072 in 8 of 2048 0.97, in 4 of 4096 0.98;
+// loss and gradient of 262144 in 16 of 2048 0.96, in 8 of 4096 0.94.
 func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
-	const small = 8 // CTAs: more of the smallest have too much to wait for
+	small := int64(8) // CTAs: more of the smallest have too much to wait for
+	if p.op.Inputs() == 1 && variants[1].RowThreads == variants[0].RowThreads {
+		variants = variants[1:]
+		switch {
+		case p.op == kernels.CrossEntropyForwardDX && p.x != kernels.Float32, p.general:
+			small = 16
+		case p.op == kernels.SoftmaxForward:
+			small = 7
+		}
+		if _, c := fitting(variants[:1], p.vectors, small); c > 0 {
+			return variants
+		}
+		return variants[1:]
+	}
 	v, c := fitting(variants[1:], p.vectors, maxCluster(p.facts))
 	if _, least := fitting(variants[:1], p.vectors, small); v != nil && (least == 0 || 5*p.vectors > 4*c*v.Capacity()) {
 		return variants[1:]
 	}
 	return variants
+}
+
+// lasting leaves aside CTAs of which an SM holds one, where rows are too few to even out what the last of them leave idle.
+func (p *planner) lasting(variants []*kernels.Variant) []*kernels.Variant {
+	if maxCluster(p.facts) > 1 && p.expected() < 8*int64(p.facts.SMs) {
+		for i, v := range variants {
+			if v.Threads == 1024 && v.Resident == 1 && i > 0 {
+				return variants[:i]
+			}
+		}
+	}
+	return variants
+}
+
+// alone gives each of a few rows of RMSNorm to a CTA that brings the weights with it. Measured on an H100, 128 x 1024 of bfloat16:
+// 5.2 us, a warp to each row 6.4.
+func (p *planner) alone() bool {
+	if p.vectors > 256 && p.vectors <= 1024 && p.inRing(1, 1) {
+		return true
+	}
+	return p.inOneCTA(p.tiles(false, 256, 256))
 }
 
 // few says whether a CTA for each row would leave SMs idle, and a row is long enough for several.
@@ -407,7 +440,7 @@ func (p *planner) stream() {
 	p.why = fmt.Sprintf("a row of %d vectors streams through a CTA", p.vectors)
 	p.chunks(4)
 	if p.splits == 1 {
-		p.add(p.op, kernels.Partial, p.general, nil, p.m, 1, 0)
+		p.add(p.op, kernels.Partial, p.general, p.streamer(), p.m, 1, 0)
 		return
 	}
 	p.why = fmt.Sprintf("%d rows would leave SMs idle: %d CTAs share each", p.m, p.splits)
@@ -415,6 +448,16 @@ func (p *planner) stream() {
 	p.scratch.logits = p.scratch.take(p.m * 4)
 	p.add(p.op, kernels.Partial, p.general, nil, p.m*int64(p.splits), 1, 0)
 	p.add(p.op, kernels.Apply, p.general, nil, p.m, 1, 0)
+}
+
+// streamer is the kernel that takes a whole row. Measured on an H100 with 4099 rows of bfloat16, over the plain kernel: 40960 in 256 x 4
+// threads and vectors 0.95, in 512 x 8 less than 0.91; 128256 0.96 and 0.97; unaligned, 50257 in 256 x 2 0.87, in 256 x 8 0.91.
+func (p *planner) streamer() *kernels.Variant {
+	all := variantsOf[variantKey{p.op, kernels.Partial, p.x, p.general, false}]
+	if last := all[len(all)-1]; last.Alike && p.alike || !p.general && p.vectors > 6144 {
+		return last
+	}
+	return all[0]
 }
 
 // elementwise maps rows whose statistics are known.
@@ -442,11 +485,10 @@ func (r *request) accumulatorBytes() int64 {
 // stateBytes is the size of the largest state of a row, a maximum and a sum: MaxSum in cuda/reduce.cuh.
 func (r *request) stateBytes() int64 { return 2 * r.accumulatorBytes() }
 
-// ringFrom is the vectors of a row from which RMSNorm forward gains by a ring: its kernels for float16 need more registers, and hold
-// fewer rows at a time.
-func ringFrom(x kernels.DType) int64 {
-	if x == kernels.Float16 {
-		return 4096
+// ringFrom is the vectors of a row from which RMSNorm forward gains by a ring: unaligned weights are shifted into place only once there.
+func (p *planner) ringFrom() int64 {
+	if p.general {
+		return 2048
 	}
 	return 8192
 }
@@ -460,9 +502,11 @@ var rings = map[kernels.Op][]struct {
 	kernels.RMSNormForward: {
 		{1024, 512, 2, 1, 2, 4},
 		{2048, 512, 4, 1, 1, 3},
-		{8192, 512, 2, 8, 2, 4},
+		{4096, 512, 2, 4, 2, 3}, // 24577 and 50257, unaligned: 0.83 and 0.85
+		{8192, 512, 2, 8, 2, 3},
+		{13312, 512, 4, 8, 1, 3},  // 0.95; unaligned 0.87
 		{16384, 512, 2, 16, 2, 4}, // 0.94 / 0.95
-		{32768, 512, 4, 16, 1, 3}, // 0.94 / 0.95
+		{32768, 512, 4, 16, 1, 4}, // 0.96 / 0.95
 	},
 	kernels.RMSNormBackward: {
 		{128, 128, 1, 1, 5, 6},    // 0.92 / 0.93
@@ -470,8 +514,12 @@ var rings = map[kernels.Op][]struct {
 		{512, 256, 2, 1, 1, 4},    // 0.96 / 0.97
 		{1024, 256, 2, 2, 1, 8},   // 0.95 / 0.97
 		{2048, 512, 2, 2, 1, 3},   // 0.95 / 0.95
+		{3072, 512, 2, 3, 1, 2},   // 20480: 0.91
 		{4096, 512, 2, 4, 1, 2},   // 0.94 / 0.94
-		{8192, 256, 2, 16, 1, 8},  // 0.94 / 0.96
+		{5120, 512, 2, 5, 1, 3},   // 36864: 0.95 (clusters of 8: 0.82)
+		{6144, 512, 2, 6, 1, 3},   // 43008: 0.96
+		{7168, 512, 2, 7, 1, 3},   // 50256: 0.97; 50257, unaligned: 0.74
+		{8192, 512, 2, 8, 1, 2},   // 0.95 / 0.97
 		{16384, 512, 2, 16, 1, 3}, // 0.97 / 0.97
 		{32768, 512, 4, 16, 1, 2}, // float32 0.96
 	},
@@ -480,7 +528,7 @@ var rings = map[kernels.Op][]struct {
 // inLanes gives rows to persistent parts of warps, whose threads keep fixed columns' part of dw in registers.
 func (p *planner) inLanes() bool {
 	v, c := fitting(variantsOf[variantKey{p.op, kernels.Lanes, p.x, p.general, false}], p.vectors, 1)
-	if c == 0 || p.mixed || p.general && (!p.alike || p.BatchInvariant) {
+	if c == 0 || p.mixed || p.general && !p.alike {
 		return false
 	}
 	grid := min(int64(p.facts.SMs*v.Resident), ceil(p.m, v.RowsPerCTA()))
@@ -495,58 +543,72 @@ func (p *planner) inLanes() bool {
 }
 
 // teamFrom is the vectors of a row from which a CTA on each SM is better than a cluster.
-func teamFrom(x kernels.DType) int64 {
-	if x == kernels.Float32 {
-		return 32768
+func (p *planner) teamFrom() int64 {
+	if p.dw && p.x != kernels.Float32 { // for whose dw the registers of a cluster do not suffice
+		return 16384
 	}
-	return 16384
+	return 32768
 }
 
-// inTeam spreads each row over a CTA on each SM. Measured on an H100 with 4 GiB per tensor, N = 262144, over the plain kernel: bfloat16 0.95
-// (clusters of 16: 0.87), float32 0.95 (two passes: 0.58). The ring hides what CTAs tell each other, which takes several us, if some 48 KiB
-// of it are on their way.
+// inTeam spreads each row over a CTA on each SM. Measured on an H100, over the plain kernel: N = 262144 of float32, RMSNorm backward 0.97
+// (two passes: 0.58), forward 0.96 (clusters of 16: 0.87), softmax 0.94 and 0.97 (0.90); RMSNorm backward of bfloat16 with N = 262144
+// 0.96 (0.87), 151936 0.91; softmax forward with N = 2^20 0.95 (0.84). The ring hides what CTAs tell each other, which takes several us,
+// if some 64 KiB of it are on their way.
 func (p *planner) inTeam() bool {
 	const (
-		mostStages  = 28 // kMaxStages in cuda/rmsnorm.cuh
-		leastStages = 6
-		mostLag     = 15
+		mostStages = 56 // kMaxStages in cuda/team.cuh
+		mostLag    = 31
+		static     = 12 << 10 // of shared memory
 	)
 	members := int64(p.facts.SMs)
-	if !p.dw || p.mixed || p.facts.Major < 9 || p.vectors <= 16*powerOfTwo(members) {
+	if p.mixed || p.facts.Major < 9 || p.vectors <= 16*powerOfTwo(members) || p.op == kernels.RMSNormBackward && !p.dw {
 		return false
 	}
 	for _, v := range variantsOf[variantKey{p.op, kernels.Team, p.x, p.general, false}] {
-		stage := 2 * v.Capacity() * 16
-		stages := min((int64(p.facts.SharedPerBlock)-2<<10)/stage, mostStages)
-		if v.Capacity()*(powerOfTwo(members+1)/2) < p.vectors || stages < leastStages {
+		stage := int64(p.op.Inputs()*v.Together) * ceil(p.vectors, members) * 16
+		stages := min((int64(p.facts.SharedPerBlock)-static)/stage, mostStages)
+		least := int64(4)
+		if v.Together > 1 {
+			least = 12
+		}
+		if v.Capacity()*members < p.vectors || stages < least {
 			continue
 		}
-		p.splits, p.stages, p.partials = int32(members), int32(stages), 1
-		p.lag = int32(min(stages-max(2, 48<<10/stage), mostLag))
-		p.scratch.partial = p.scratch.take(members * teamRows * 16)
-		clear := variantsOf[variantKey{kernels.Clear, kernels.Finish, p.x, true, false}][0]
-		p.add(clear.Op, clear.Shape, true, clear, ceil(members*teamRows, int64(clear.Threads)), 1, 0)
+		p.splits, p.stages = int32(members)*int32(v.Together), int32(stages)
+		if p.dw {
+			p.partials = 1
+		}
+		p.lag = int32(max(1, min(stages-max(2, 64<<10/stage), mostLag)))
+		words := members * teamSteps * int64(v.Together)
+		p.scratch.partial = p.scratch.take(words * 16)
+		op := kernels.RMSNormClear
+		if v.Family.Group() == "softmax" {
+			op = kernels.SoftmaxClear
+		}
+		clear := variantsOf[variantKey{op, kernels.Finish, p.x, true, false}][0]
+		p.add(clear.Op, clear.Shape, true, clear, ceil(words, int64(clear.Threads)), 1, 0)
 		p.add(p.op, v.Shape, p.general, v, members, 1, uint32(stages*stage))
 		last := &p.launches[len(p.launches)-1].geometry
 		last.Cooperative, last.Dependent = true, false
 		p.taken = Extreme
-		p.why = fmt.Sprintf("%d CTAs hold a row between them, and keep the weights of their columns and dw; %d rows in flight", members, stages)
+		p.why = fmt.Sprintf("%d CTAs hold a row between them; %d rows in flight", members, stages*int64(v.Together))
 		return true
 	}
 	return false
 }
 
-// teamRows is kTeamRows in cuda/rmsnorm.cuh.
-const teamRows = 32
+// teamSteps is kTeamSteps in cuda/team.cuh.
+const teamSteps = 64
 
 // inRing brings rows through shared memory, where there is a ring for their length of so many CTAs, with `threads` threads if that
 // is given.
 func (p *planner) inRing(least, most int64, threads ...int64) bool {
-	if p.mixed || p.general && p.BatchInvariant || p.facts.Major < 9 {
+	if p.mixed || p.facts.Major < 9 ||
+		p.general && (p.BatchInvariant || p.op == kernels.RMSNormForward && !p.alike) { // whose result may be of another type
 		return false
 	}
 	for _, r := range rings[p.op] {
-		if p.vectors > r.vectors || r.cluster < least || r.cluster > min(most, maxCluster(p.facts)) ||
+		if p.vectors > r.vectors || r.cluster < least || r.cluster > most || r.cluster > 1 && p.facts.Clusters[r.cluster] == 0 ||
 			threads != nil && r.threads != threads[0] {
 			continue
 		}
@@ -573,10 +635,9 @@ func (p *planner) ringStage(v *kernels.Variant) int64 {
 
 func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
 	// No more clusters than are resident at once: one that waits for another to end doubles the time.
-	at := bits.Len64(uint64(cluster)) - 1
-	clusters := int64(p.facts.SMs) * int64(p.facts.Clusters[at]) / int64(max(p.facts.Clusters[0], 1)) * resident
-	if cluster == 1 {
-		clusters = int64(p.facts.SMs) * resident
+	clusters := int64(p.facts.SMs) * resident
+	if cluster > 1 {
+		clusters = int64(p.facts.Clusters[cluster]) * resident
 	}
 	clusters = min(clusters, p.m)
 	p.stages = int32(min(stages, max(2, ceil(p.m, clusters))))

@@ -60,11 +60,11 @@ static CUlaunchAttribute dependently(void) {
                              .value.programmaticStreamSerializationAllowed = 1};
 }
 
-int gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block) {
+int gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared) {
   CUlaunchAttribute attribute = in_clusters(cluster);
   CUlaunchConfig config = {
       .gridDimX = cluster, .gridDimY = 1, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
-      .attrs = &attribute, .numAttrs = 1};
+      .sharedMemBytes = shared, .attrs = &attribute, .numAttrs = 1};
   int count = 0;
   return cuOccupancyMaxActiveClusters(&count, (CUfunction)function, &config) == CUDA_SUCCESS ? count : 0;
 }

@@ -204,8 +204,9 @@ func (d *Device) measure() *Facts {
 		return &f
 	}
 	defer leave()
-	for i := range f.Clusters {
-		f.Clusters[i] = int(C.gander_driver_max_clusters(C.uintptr_t(function), 1<<i, C.uint32_t(probe.Threads)))
+	alone := C.uint32_t(f.SharedPerSM/2 + 1024) // so much shared memory that an SM holds one CTA
+	for c := 1; c < len(f.Clusters); c++ {
+		f.Clusters[c] = int(C.gander_driver_max_clusters(C.uintptr_t(function), C.uint32_t(c), C.uint32_t(probe.Threads), alone))
 	}
 	return &f
 }

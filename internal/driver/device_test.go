@@ -237,9 +237,9 @@ func TestOpen(t *testing.T) {
 func TestFacts(t *testing.T) {
 	base := Facts{
 		Major: 9, Minor: 0, Arch: "sm_90", SMs: 132, SharedPerBlock: 232448, SharedPerSM: 233472, L2Bytes: 50 << 20,
-		Name: "Fake 0", DriverVersion: 13000, Clusters: [5]int{128, 64, 32, 16, 0},
+		Name: "Fake 0", DriverVersion: 13000, Clusters: [17]int{1: 128, 64, 42, 32, 25, 21, 18, 16},
 	}
-	ptx := func(arch string, major int, clusters [5]int) Facts {
+	ptx := func(arch string, major int, clusters [17]int) Facts {
 		f := base
 		f.Arch, f.Major, f.Clusters = arch, major, clusters
 		return f
@@ -249,10 +249,10 @@ func TestFacts(t *testing.T) {
 		want Facts
 	}{
 		"native":     {nil, base},
-		"forced 80":  {[]string{"GANDER_FORCE_PTX=80"}, ptx("compute_80", 8, [5]int{})},
+		"forced 80":  {[]string{"GANDER_FORCE_PTX=80"}, ptx("compute_80", 8, [17]int{})},
 		"forced 90":  {[]string{"GANDER_FORCE_PTX=90"}, ptx("compute_90", 9, base.Clusters)},
 		"newer chip": {[]string{"FAKE_CAPABILITY=120"}, ptx("compute_90", 9, base.Clusters)},
-		"older chip": {[]string{"FAKE_CAPABILITY=89"}, ptx("compute_80", 8, [5]int{})},
+		"older chip": {[]string{"FAKE_CAPABILITY=89"}, ptx("compute_80", 8, [17]int{})},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if !faked(t, c.env...) {
@@ -262,9 +262,9 @@ func TestFacts(t *testing.T) {
 			calls(t)
 			assert.Equal(t, c.want, *d.Facts())
 			asked := calls(t)
-			if c.want.Clusters[0] > 0 {
+			if c.want.Clusters[1] > 0 {
 				assert.Contains(t, asked, "cuModuleLoadData softmax_float16."+c.want.Arch+"| 0x1000 relaxed")
-				assert.Contains(t, asked, "cuOccupancyMaxActiveClusters clusters 4 4 1024| 0x1000 relaxed")
+				assert.Contains(t, asked, "cuOccupancyMaxActiveClusters clusters 4 4 1024 117760| 0x1000 relaxed")
 			} else {
 				assert.Empty(t, asked)
 			}
@@ -383,7 +383,7 @@ func TestLoadingIsTriedAgain(t *testing.T) {
 		assert.EqualError(t, err, "cuModuleLoadData of softmax_bfloat16.sm_90: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
 	}
 	assert.Equal(t, 2, count(calls(t), "cuModuleLoadData"))
-	assert.Equal(t, [5]int{}, d.Facts().Clusters, "no clusters where they cannot be measured")
+	assert.Equal(t, [17]int{}, d.Facts().Clusters, "no clusters where they cannot be measured")
 }
 
 func TestLaunch(t *testing.T) {

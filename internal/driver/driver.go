@@ -54,7 +54,7 @@ type Facts struct {
 	L2Bytes        int64
 	Name           string
 	DriverVersion  int // 13000 for CUDA 13.0
-	// Clusters[i] is how many clusters of 1<<i CTAs with the most threads and little shared memory are
-	// resident at once; 0 where clusters are not supported.
-	Clusters [5]int
+	// Clusters[c] is how many clusters of c CTAs are resident at once where an SM holds one CTA; 0 where there are none
+	// of that size.
+	Clusters [17]int
 }

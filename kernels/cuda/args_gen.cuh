@@ -20,14 +20,16 @@ struct Rows {
   int32_t y_type;
   int32_t fixed;
   int32_t zero;
+  int32_t stages;
+  int32_t lag;
   int32_t padding;
 };
-static_assert(sizeof(Rows) == 104, "the layout is Go's");
+static_assert(sizeof(Rows) == 112, "the layout is Go's");
 
 struct SoftmaxArgs {
   Rows rows;
 };
-static_assert(sizeof(SoftmaxArgs) == 104, "the layout is Go's");
+static_assert(sizeof(SoftmaxArgs) == 112, "the layout is Go's");
 
 struct RMSNormArgs {
   Rows rows;
@@ -40,8 +42,6 @@ struct RMSNormArgs {
   float eps;
   float inv_n;
   int32_t partials;
-  int32_t stages;
-  int32_t lag;
   int32_t padding;
 };
 static_assert(sizeof(RMSNormArgs) == 168, "the layout is Go's");
@@ -71,6 +71,6 @@ struct CrossEntropyArgs {
   int32_t one_pass;
   int32_t padding;
 };
-static_assert(sizeof(CrossEntropyArgs) == 256, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 264, "the layout is Go's");
 
 }  // namespace gander

@@ -85,6 +85,7 @@ struct alignas(8) None {
 
 template <class T>
 struct alignas(8) Sum {
+  using Part = Sum;  // what one of many CTAs makes of its part of a row
   static constexpr bool kMaxFirst = false;
   Accumulator<T> s = 0;
   // Products of a vector, added up in F. They are added up apart: one long chain of additions loses digits, and of squares always
@@ -99,11 +100,17 @@ struct alignas(8) Sum {
   template <int L>
   __device__ __forceinline__ void reduce_lanes() { s = lanes_sum<L>(s); }
   __device__ __forceinline__ void merge(Sum o) { s += o.s; }
+  template <int U>
+  __device__ __forceinline__ void merge(const Sum (&o)[U]) {
+#pragma unroll
+    for (int u = 0; u < U; u++) s += o[u].s;
+  }
 };
 
 // A maximum, and the sum of exponentials relative to it (online softmax), taken in A. An empty state is (-inf, 0).
 template <class T, class A>
 struct alignas(2 * sizeof(A)) MaxSum {
+  using Part = MaxSum<T, float>;  // roundings of many parts even out
   static constexpr bool kMaxFirst = true;
   A s = 0;
   float m = -kInfinity;
@@ -127,6 +134,18 @@ struct alignas(2 * sizeof(A)) MaxSum {
   __device__ __forceinline__ void merge(MaxSum o) {
     const float top = fmaxf(m, o.m), r = reference(top);
     s = s * rescaling<A>(m, r) + o.s * rescaling<A>(o.m, r);
+    m = top;
+  }
+  // Several at a time, of which none waits for another's exponential.
+  template <int U>
+  __device__ __forceinline__ void merge(const MaxSum (&o)[U]) {
+    float top = m;
+#pragma unroll
+    for (int u = 0; u < U; u++) top = fmaxf(top, o[u].m);
+    const float r = reference(top);
+    s *= rescaling<A>(m, r);
+#pragma unroll
+    for (int u = 0; u < U; u++) s += o[u].s * rescaling<A>(o[u].m, r);
     m = top;
   }
   // Adds a tile of elements.

@@ -1,7 +1,7 @@
 // RMSNorm over rows, forward and backward. h = x * rstd, g = dout * weight:
 //   y = h * weight,  dx = (g - h * mean(g * h)) * rstd,  dw = sum over rows of dout * h.
 #pragma once
-#include "rows.cuh"
+#include "team.cuh"
 
 namespace gander {
 
@@ -283,7 +283,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   __shared__ Slot<Sum<T>> warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
   if constexpr (kBackward) let_next_launch_start();
-  const int tid = threadIdx.x, stages = a.stages;
+  const int tid = threadIdx.x, stages = a.rows.stages;
   const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   const int64_t rows = a.rows.m, n = a.rows.n;
   if (tid == 0) {
@@ -372,166 +372,53 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #endif
 }
 
-// ---- Rows that clusters do not hold, or only just: dx and dw by a team of CTAs, one on each SM, that hold a row between them.
+// What a thread of a team keeps of its columns: their weights, and backward their dw.
+template <class Op, int Threads, int V>
+struct WeightsKept {
+  using T = typename Op::T;
+  static constexpr int E = kElements<T>;
+  static constexpr bool kBackward = Op::kInputs > 1;
+  const RMSNormArgs& args;
+  int64_t origin;
+  int e;
+  Span span;
+  ColumnWeights<V, E, (V * E <= 16), false> weights;
+  Accumulator<T> dw[kBackward ? V : 1][E] = {};
 
-// A CTA's part of a row's sum, for the other members of its team: two halves of a float64, each beside the number of the row. 8 bytes
-// are written and read at once, so that who finds the number has the half.
-struct Share {
-  __device__ __forceinline__ static void put(uint4* slot, double sum, uint32_t number) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(slot), "r"(__double2loint(sum)), "r"(number),
-                 "r"(__double2hiint(sum))
-                 : "memory");
+  __device__ __forceinline__ WeightsKept(const RMSNormArgs& args, int64_t origin, int e, int end)
+      : args(args), origin(origin), e(e), span{0, end, end}, weights(args, origin, e, Threads * E, span) {}
+  template <class Tile>
+  __device__ __forceinline__ void reduce(typename Op::State& st, const Tile& tile) const {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      float x[E], dy[E], w[E];
+      tile.get_a(i, x);
+      tile.get_b(i, dy);
+      if constexpr (kBackward) weights.get(i, w);
+      Op::add_vector(st, x, dy, w);
+    }
+    st.template reduce_lanes<32>();
   }
-  __device__ __forceinline__ static uint4 look(const uint4* slot) {
-    uint4 v;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(slot));
-    return v;
+  template <class Tile>
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Tile& tile, int64_t row) {
+    T* y = static_cast<T*>(args.rows.y) + row * args.rows.y_stride + origin;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      float x[E], dy[E], w[E], out[E];
+      tile.get_a(i, x);
+      tile.get_b(i, dy);
+      weights.get(i, w);
+      Op::map_vector(sc, x, dy, w, dw[kBackward ? i : 0], out);
+      store<false>(y, e + i * Threads * E, span, out);
+    }
   }
-  __device__ __forceinline__ static double take(const uint4* slot, uint4 v, uint32_t number) {
-    while (v.y != number || v.w != number) v = look(slot);
-    return __hiloint2double(v.z, v.x);
+  __device__ __forceinline__ void finish() const {
+    if constexpr (kBackward)
+#pragma unroll
+      for (int i = 0; i < V; i++)
+        store_partial<false>(static_cast<Accumulator<T>*>(args.dw_partial) + origin, e + i * Threads * E, span, dw[i]);
   }
 };
-
-// Rows whose shares are kept apart. Who shares row i has mapped row i - 1 - lag, for which all have shared that one; who shared that one
-// has taken all up to row i - 2 - 2 lag. So the lag is 15 at most.
-constexpr int kTeamRows = 32;
-
-// Shares are told from what was in their memory by the row's number, so that it has to be cleared before: number 0 is no row's.
-__device__ __forceinline__ void clear(const RMSNormArgs& a) {
-  uint4* slots = static_cast<uint4*>(a.rows.partial);
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < kTeamRows * a.rows.splits) slots[i] = zero_vector();
-}
-
-// Row i of a team is summed, and its sum is shared by one warp. Others take what all shared, a row each at a time, for it takes about as
-// long as several rows do. Then row i - lag, which has stayed in shared memory, is mapped; and one more warp brings rows as their places
-// become free. All CTAs must be resident at once, and all of them are one team, which leaves one row of partial dw.
-template <class T, int Threads, int V>
-__device__ __forceinline__ void team_body(const RMSNormArgs& a) {
-#ifdef GANDER_SM90
-  using Op = RMSNormBackward<T>;
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kStage = 2 * kSlice, kMaxStages = 28;
-  constexpr int kSlots = 16, kTakers = 4;
-  extern __shared__ __align__(128) uint4 buffer[];  // stages x (x, dy) x kSlice
-  __shared__ Accumulator<T> warp_sums[kSlots][kWarps];
-  __shared__ typename Op::Scalars scalars[kSlots];
-  __shared__ uint64_t full[kMaxStages], empty[kMaxStages], summed[kSlots], merged[kSlots];
-  let_next_launch_start();
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, stages = a.stages, lag = a.lag, members = gridDim.x, member = blockIdx.x;
-  const int64_t n = a.rows.n, vectors = n / E, begin = vectors * member / members;
-  const int count = static_cast<int>(vectors * (member + 1) / members - begin);
-  const int64_t rows = a.rows.m;
-  if (tid == 0) {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, kWarps);
-    for (int i = 0; i < kSlots; i++) barrier_init(summed + i, kWarps), barrier_init(merged + i, 1);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  __syncthreads();
-  uint4* slots = static_cast<uint4*>(a.rows.partial);
-  if (warp == kWarps) {
-    for (int64_t i = 0; i < rows; i++) {
-      const int slot = i % kSlots;
-      barrier_wait(summed + slot, i / kSlots & 1);
-      const double sum = lanes_sum<32>(lane < kWarps ? warp_sums[slot][lane] : Accumulator<T>(0));
-      if (lane == 0) Share::put(slots + i % kTeamRows * members + member, sum, static_cast<uint32_t>(i + 1));
-    }
-  } else if (warp > kWarps + 1) {
-    const float* rstd = static_cast<const float*>(a.rstd);
-    for (int64_t i = warp - kWarps - 2; i < rows; i += kTakers) {
-      const uint4* shares = slots + i % kTeamRows * members;
-      const uint32_t number = static_cast<uint32_t>(i + 1);
-      const float row_rstd = rstd[i];
-      // By when this CTA has summed the next row, the others are likely to have shared this one: looking in vain costs them time.
-      if (i + 1 < rows) barrier_wait(summed + (i + 1) % kSlots, (i + 1) / kSlots & 1);
-      double sum = 0;
-      constexpr int U = 5;  // loads at a time: 160 SMs
-      for (int k = lane; k < members; k += 32 * U) {
-        uint4 v[U];
-#pragma unroll
-        for (int u = 0; u < U; u++)
-          if (k + 32 * u < members) v[u] = Share::look(shares + k + 32 * u);
-#pragma unroll
-        for (int u = 0; u < U; u++)
-          if (k + 32 * u < members) sum += Share::take(shares + k + 32 * u, v[u], number);
-      }
-      sum = lanes_sum<32>(sum);
-      if (lane == 0) {
-        const int slot = i % kSlots;
-        scalars[slot] = {row_rstd, static_cast<float>(sum) * row_rstd * a.inv_n};
-        barrier_arrive(merged + slot);
-      }
-    }
-  } else if (warp > kWarps) {
-    if (lane) return;
-    const T* x = static_cast<const T*>(a.rows.a) + begin * E;
-    const T* dy = static_cast<const T*>(a.rows.b) + begin * E;
-    int stage = 0;
-    uint32_t phase = 1;  // of a barrier that nobody has waited for yet: the first round passes
-    for (int64_t i = 0; i < rows; i++) {
-      barrier_wait(empty + stage, phase);
-      uint4* to = buffer + stage * kStage;
-      barrier_expect(full + stage, count * 32);
-      bulk_copy(to, x + i * a.rows.a_stride, count * 16, full + stage);
-      bulk_copy(to + kSlice, dy + i * a.rows.b_stride, count * 16, full + stage);
-      if (++stage == stages) stage = 0, phase ^= 1;
-    }
-  } else {
-    const Span span = {0, count * E};
-    const ColumnWeights<V, E, (V * E <= 16), false> weights(a, begin * E, tid * E, Threads * E, span);
-    Accumulator<T> dw[V][E] = {};
-    T* dx = static_cast<T*>(a.rows.y) + begin * E;
-    int stage = 0, last = 0;
-    uint32_t phase = 0;
-    for (int64_t i = 0; i < rows + lag; i++) {
-      if (i < rows) {
-        barrier_wait(full + stage, phase);
-        const uint4* from = buffer + stage * kStage + tid;
-        Sum<T> st;
-#pragma unroll
-        for (int k = 0; k < V; k++) {
-          if (tid + k * Threads >= count) break;
-          float x[E], dy[E], w[E];
-          unpack(T(), from[k * Threads], x);
-          unpack(T(), from[k * Threads + kSlice], dy);
-          weights.get(k, w);
-          Op::add_vector(st, x, dy, w);
-        }
-        st.template reduce_lanes<32>();
-        const int slot = i % kSlots;
-        if (lane == 0) {
-          warp_sums[slot][warp] = st.s;
-          barrier_arrive(summed + slot);
-        }
-        if (++stage == stages) stage = 0, phase ^= 1;
-      }
-      if (i < lag) continue;
-      const int64_t row = i - lag;
-      const int slot = row % kSlots;
-      barrier_wait(merged + slot, row / kSlots & 1);
-      const typename Op::Scalars sc = scalars[slot];
-      const uint4* from = buffer + last * kStage + tid;
-#pragma unroll
-      for (int k = 0; k < V; k++) {
-        float x[E], dy[E], w[E], out[E];
-        const int at = tid + k * Threads;
-        if (at >= count) break;
-        unpack(T(), from[k * Threads], x);
-        unpack(T(), from[k * Threads + kSlice], dy);
-        weights.get(k, w);
-        Op::map_vector(sc, x, dy, w, dw[k], out);
-        store<false>(dx + row * a.rows.y_stride, at * E, span, out);
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + last);
-      if (++last == stages) last = 0;
-    }
-    Accumulator<T>* partial = static_cast<Accumulator<T>*>(a.dw_partial) + begin * E;
-#pragma unroll
-    for (int k = 0; k < V; k++) store_partial<false>(partial, (tid + k * Threads) * E, span, dw[k]);
-  }
-#endif
-}
 
 // dx and dw, short rows: persistent groups of TPR lanes take a row each, with the next `Stages` - 1 rows on their way. In a general
 // kernel the grid is a multiple of a vector's elements and a CTA's rows are a grid apart: all of them lie alike in memory, and so must
@@ -550,7 +437,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   const Span span = {shift, static_cast<int>(n) + shift, static_cast<int>(n) + shift};
   const auto fetch = [&](int64_t row, int stage) {
     const bool active = row < rows;
-    const int64_t r = active ? row : 0;
+    const int64_t r = active ? row : General ? blockIdx.x : 0;  // aligned as its rows are; nothing is read
     const T* x = static_cast<const T*>(a.rows.a) + r * a.rows.a_stride - shift;
     const T* dy = static_cast<const T*>(a.rows.b) + r * a.rows.b_stride - shift;
     uint4* to = buffer + stage * 2 * V * kThreads + tid;
@@ -564,8 +451,8 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
         to[(V + i) * kThreads] = load_elements(dy + e, shift - e, left, zero_vector());
         continue;
       }
-      copy_async<16>(to + i * kThreads, x + (in ? e : shift), bytes);
-      copy_async<16>(to + (V + i) * kThreads, dy + (in ? e : shift), bytes);
+      copy_async<16>(to + i * kThreads, x + (in ? e : 0), bytes);
+      copy_async<16>(to + (V + i) * kThreads, dy + (in ? e : 0), bytes);
     }
     copy_async<4>(rstd + stage * kThreads + tid, static_cast<const float*>(a.rstd) + r, active ? 4 : 0);
     copies_commit();
@@ -667,8 +554,8 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
       }
     } else {
       uint4 vx[1], vd[1];
-      load<false>(x, column(0), 0, span, zero_vector(), vx);
-      load<false>(static_cast<const T*>(dy), column(0), 0, span, zero_vector(), vd);
+      load<false, true>(x, column(0), 0, span, zero_vector(), vx);
+      load<false, true>(static_cast<const T*>(dy), column(0), 0, span, zero_vector(), vd);
       unpack(T(), vx[0], fx);
       unpack(T(), vd[0], fd);
     }

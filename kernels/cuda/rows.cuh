@@ -80,7 +80,7 @@ __device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t ro
 }
 
 // V vectors of each input. `Any`: the second input has a run-time type and is held as floats.
-template <class Op, int V, bool General, bool Any>
+template <class Op, int V, bool General, bool Any, bool Alike>
 struct Tile {
   using T = typename Op::T;
   static constexpr bool kGeneral = General;
@@ -102,8 +102,8 @@ struct Tile {
   // Vectors that lie `step` elements apart, from element e on.
   __device__ __forceinline__ void load(const Place<T>& p, int e, int step) {
     const Span s = General ? p.readable() : p.span;
-    gander::load<General>(p.a, e, step, s, Op::fill(), a);
-    if constexpr (Op::kInputs > 1 && !Any) gander::load<General>(static_cast<const T*>(p.b), e, step, s, zero_vector(), b);
+    gander::load<General, Alike>(p.a, e, step, s, Op::fill(), a);
+    if constexpr (Op::kInputs > 1 && !Any) gander::load<General, Alike>(static_cast<const T*>(p.b), e, step, s, zero_vector(), b);
     if constexpr (Op::kInputs > 1 && Any)
 #pragma unroll
       for (int i = 0; i < V; i++) load_floats<true>(p.b, p.b_type, e + i * step, s, any[i]);
@@ -146,7 +146,8 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const
   }
 }
 
-template <class Op, int TPR, int V, bool General, bool Cluster>
+// Alike: all operands' rows lie alike in their 16-byte vectors, aligned or not.
+template <class Op, int TPR, int V, bool General, bool Alike, bool Cluster>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
@@ -182,7 +183,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   Place<T> p = place<Op, General>(args.rows, active ? row : 0, 0);
   if (!active) p.span.lo = p.span.hi = 0;
   auto sc = Op::begin(args, active ? row : 0, first);
-  Tile<Op, V, General, false> tile;
+  Tile<Op, V, General, false, Alike> tile;
   tile.load(p, e, kStep);
   if constexpr (Op::template kFetches<TPR, V> && !General) Op::template fetch<V, kStep>(args, sc, p, e);
   Op::follow(args, active ? row : 0, sc, first);
@@ -198,6 +199,11 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if (active) Op::end(args, row, sc, st, first);
   if constexpr (Op::kMaps) {
     tile.forget(args.rows.zero);
+    if constexpr (General) {  // found out again: to remember it, and what it said of each vector, would cost registers
+      p = place<Op, General>(args.rows, (active ? row : 0) + args.rows.zero, 0);
+      if (!active) p.span.lo = p.span.hi = 0;
+      e += args.rows.zero;
+    }
     tile.map(args, sc, p, e, kStep);
   }
   if constexpr (Op::kTotals) Op::total_if_single(args);
@@ -218,13 +224,13 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
     if (r >= rows) p.span.hi = 0;
     return p;
   };
-  Tile<Op, V, false, false> next_tile;
+  Tile<Op, V, false, false, true> next_tile;
   Place<T> next = at(row);
   auto next_sc = Op::begin(args, row < rows ? row : 0, lane == 0 && row < rows);
   next_tile.load(next, e, kStep);
   // All rows of a warp take part in its shuffles, so all make as many turns as the first.
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * kRows; base < rows; base += step, row += step) {
-    Tile<Op, V, false, false> tile = next_tile;
+    Tile<Op, V, false, false, true> tile = next_tile;
     const Place<T> p = next;
     auto sc = next_sc;
     const bool active = row < rows, first = active && lane == 0;
@@ -242,15 +248,15 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   }
 }
 
-// CTAs of `partial` and `apply`.
+// CTAs of `apply`, and of `partial` with few exceptions.
 constexpr int kChunkThreads = 256;
 
-template <class Op, int V, bool General>
+template <class Op, int Threads, int V, bool General, bool Alike>
 __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
-  constexpr int kStep = kChunkThreads * kElements<T>;
-  __shared__ Slot<State> warp_slots[kChunkThreads / 32];
+  constexpr int kStep = Threads * kElements<T>;
+  __shared__ Slot<State> warp_slots[Threads / 32];
   let_next_launch_start();
   const int64_t row = blockIdx.x / args.rows.splits;
   const int chunk = blockIdx.x % args.rows.splits;
@@ -260,12 +266,12 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   Op::follow(args, row, sc, first && chunk == 0);
   State st;
   for (int e = threadIdx.x * kElements<T>; e < p.span.hi; e += V * kStep) {
-    Tile<Op, V, General, General> tile;
+    Tile<Op, V, General, General && !Alike, Alike> tile;
     tile.load(p, e, kStep);
     Op::add(args, sc, st, tile, p, e, kStep);
   }
   st.template reduce_lanes<32>();
-  reduce_warps<kChunkThreads / 32>(st, warp_slots);
+  reduce_warps<Threads / 32>(st, warp_slots);
   wait_for_previous_launch();  // so that whoever waits for this launch has waited for that one too
   if (args.rows.splits == 1 && !Op::kMaps) {
     Op::end(args, row, sc, st, first);
@@ -289,7 +295,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   const bool first = threadIdx.x == 0 && chunk == 0;
   const Place<T> p = place<Op, General>(args.rows, row, chunk);
   int e = threadIdx.x * kElements<T>;
-  Tile<Op, V, General, General> tile;
+  Tile<Op, V, General, General, !General> tile;
   // The elements do not wait for `partial`: they are in registers when the states are complete.
   if constexpr (Op::kMaps) tile.load(p, e, kStep);
   typename Op::Scalars sc = {};

@@ -1,6 +1,6 @@
 // Softmax over rows, forward and backward.
 #pragma once
-#include "rows.cuh"
+#include "team.cuh"
 
 namespace gander {
 

@@ -204,8 +204,9 @@ __device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4
   return masked<T>(v, lo, hi, fill);
 }
 
-// V vectors, `step` elements apart from element e on; masked elements are taken from `fill`.
-template <bool General, class T, int V>
+// V vectors, `step` elements apart from element e on; masked elements are taken from `fill`. Alike: the caller knows that they are aligned,
+// as they always are in a vector kernel.
+template <bool General, bool Alike, class T, int V>
 __device__ __forceinline__ void load(const T* p, int e, int step, Span s, uint4 fill, uint4 (&v)[V]) {
   constexpr int E = kElements<T>;
   if constexpr (!General) {
@@ -215,7 +216,7 @@ __device__ __forceinline__ void load(const T* p, int e, int step, Span s, uint4 
       v[i] = ei < s.hi ? load_vector(p + ei) : fill;
     }
   } else {
-    const int k = skew(p);
+    const int k = Alike ? 0 : skew(p);
     const auto aligned = [&](int g) { return load_vector_if(s.touches<E>(g) && g + E <= s.end, p + g, fill); };
     if (k == 0) {
 #pragma unroll

@@ -381,7 +381,7 @@ static void test_explain(void) {
           GANDER_ERROR_UNSUPPORTED, "explain: algorithm is \"warp\" on cpu");
   char list[4096];
   CHECK(gander_algorithms("softmax_forward", list, sizeof list) == GANDER_OK);
-  CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list && strstr(list, "\"limits\":\"rows of up to 64 KiB\""));
+  CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list && strstr(list, "\"limits\":\"rows of up to 128 KiB"));
   memset(list, '?', sizeof list);
   REFUSED(gander_algorithms("softmax_forward", list, 8), GANDER_ERROR_OPTION, "capacity is 8, expected");
   CHECK(list[0] == '\0' && list[8] == '?');

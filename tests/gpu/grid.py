@@ -120,10 +120,10 @@ class Inputs:
 # ---- gander: every kernel's op, each result with its name ----
 
 
-def _cross_entropy_forward(a):
-    loss, lse = gander.cross_entropy_fwd(a.x, a.target, return_lse=True)
-    mean = gander.cross_entropy(a.x, a.target, weight=a.class_weight)
-    return {"loss": loss, "lse": lse, "mean": mean, "sum": gander.cross_entropy(a.x, a.target, reduction="sum")}
+def _cross_entropy_forward(a, **how):
+    loss, lse = gander.cross_entropy_fwd(a.x, a.target, return_lse=True, **how)
+    mean = gander.cross_entropy(a.x, a.target, weight=a.class_weight, **how)
+    return {"loss": loss, "lse": lse, "mean": mean, "sum": gander.cross_entropy(a.x, a.target, reduction="sum", **how)}
 
 
 def _cross_entropy_forward_dx(a):

@@ -62,42 +62,87 @@ def test_many_long_rows(recorder, dtype, vectors):
     assert_accurate(rstd[::10], theirs[1].flatten(), exact[1], "rstd")
 
 
-# What no shape above takes: the longest rows that a cluster holds where there are many, and what has to be asked for.
+# What no shape above takes: the longest rows that a cluster or a team holds, and what has to be asked for. Rows are of
+# so many 16-byte vectors, `odd` ones of an element less.
 RARE = (
+    ("softmax_forward", 65536, {}),
     ("softmax_forward", 131072, {}),
+    ("softmax_forward", 200000, {}),
+    ("softmax_forward", 33000, {"odd": True}),
     ("softmax_backward", 65536, {}),
+    ("softmax_backward", 70000, {}),
+    ("softmax_backward", 65536, {"algorithm": "cluster"}),
+    ("softmax_backward", 17000, {"odd": True}),
     ("rmsnorm_forward", 131072, {}),
+    ("rmsnorm_forward", 200000, {}),
+    ("cross_entropy_forward_dx", 60000, {}),
     ("cross_entropy_forward_dx", 131072, {}),
+    ("cross_entropy_forward_dx", 33000, {"odd": True}),
+    ("rmsnorm_backward_dw", 18000, {}),
     ("rmsnorm_backward_dw", 65536, {}),
     ("rmsnorm_backward_dw", 131072, {}),
+    *(("cross_entropy_forward", n, {"odd": True, "batch_invariant": True}) for n in (450, 1000, 1900, 3900, 9000)),
     ("rmsnorm_forward", 1024, {"algorithm": "medium"}),
     ("rmsnorm_forward", 2048, {"algorithm": "medium"}),
 )
 
 
-@pytest.mark.parametrize("op, vectors, how", RARE, ids=lambda p: str(p) if isinstance(p, str | int) else "")
+@pytest.mark.parametrize(
+    "op, vectors, how", RARE, ids=lambda p: str(p) if isinstance(p, str | int) else "-".join(map(str, p.values()))
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_rare_shapes(recorder, dtype, op, vectors, how):
-    if how and torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("rings in shared memory need compute capability 9.0")
+    if "algorithm" in how and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("rings and clusters need compute capability 9.0")
     recorder.tests += 1
-    check(op, [Inputs(17, vectors * 16 // dtype.itemsize, dtype)], **how)
+    how = dict(how)
+    check(op, [Inputs(17, vectors * 16 // dtype.itemsize - how.pop("odd", False), dtype)], **how)
 
 
-# Lengths between powers of two have kernels of their own only where rows lie anyhow.
-BETWEEN = (450, 900, 1900, 3800)
+# Kernels whose CTAs fill an SM serve many rows only.
+MANY = (
+    *(
+        (op, n, aligned, odd)
+        for op in ("softmax_forward", "cross_entropy_forward_dx")
+        for n, odd in ((4600, 0), (6500, 0), (6500, 1))
+    ),
+    *((op, 3900, offset, 0) for op in ("softmax_forward", "rmsnorm_forward", "cross_entropy_forward_dx")),
+    ("softmax_backward", 3900, aligned, 0),
+    ("softmax_backward", 3900, aligned, 1),
+    ("softmax_backward", 1900, aligned, 0),
+    ("softmax_backward", 1900, offset, 0),
+    *(("rmsnorm_forward", n, aligned, 0) for n in (3000, 4600, 6500)),
+    *(("rmsnorm_forward", n, aligned, 1) for n in (5000, 10000)),
+    ("rmsnorm_backward", 1900, aligned, 0),
+    ("rmsnorm_backward", 1900, offset, 0),
+    ("cross_entropy_forward", 6500, aligned, 0),
+    ("cross_entropy_forward", 4600, aligned, 1),
+)
 
 
+@pytest.mark.parametrize("op, vectors, layout, odd", MANY, ids=lambda p: getattr(p, "__name__", str(p)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_many_rows(recorder, dtype, op, vectors, layout, odd):
+    recorder.tests += 1
+    check(op, [Inputs(1100, vectors * 16 // dtype.itemsize - odd, dtype, layout)])
+
+
+# Lengths between powers of two have kernels of their own only where rows are not aligned: where all operands are off by
+# as much, and where results, which begin at a multiple of 16 bytes, are not.
+BETWEEN = (300, 450, 700, 1000, 1100, 1400, 1900, 2900, 3900)
+
+
+@pytest.mark.parametrize("layout", [aligned, offset], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("vectors", BETWEEN)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op", OPS)
-def test_odd_lengths(recorder, op, dtype, vectors):
+def test_odd_lengths(recorder, op, dtype, vectors, layout):
     recorder.tests += 1
-    check(op, [Inputs(140, vectors * 16 // dtype.itemsize - 1, dtype)])
+    check(op, [Inputs(140, vectors * 16 // dtype.itemsize - 1, dtype, layout)])
 
 
 def test_every_kernel_was_launched(recorder):
-    if recorder.tests < (len(OPS) * len(COLUMNS) * 2 + 2 + len(RARE) + len(OPS) * len(BETWEEN)) * len(DTYPES):
+    if recorder.tests < (len(OPS) * (len(COLUMNS) + len(BETWEEN)) * 2 + 2 + len(RARE) + len(MANY)) * len(DTYPES):
         pytest.skip("only some of the shapes were tested")
     if os.environ.get("GANDER_FORCE_PTX"):
         pytest.skip("GANDER_FORCE_PTX leaves some kernels aside")

@@ -68,7 +68,7 @@ func TestExpected(t *testing.T) {
 		"softmax_backward_rows_float32_128x2_general":    {loads: 4, stores: 2},
 		"softmax_backward_partial_float16_256x2":         {loads: 4},
 		"rmsnorm_backward_ring_bfloat16_512x2_cluster":   {copies: 2, stores: 2},
-		"rmsnorm_backward_team_bfloat16_512x2":           {copies: 2, stores: 2},
+		"rmsnorm_backward_team_bfloat16_512x2x1":         {copies: 2, stores: 2},
 		"rmsnorm_backward_columns_float32_256x1":         {loads: 2, stores: 1},
 		"rmsnorm_backward_columns_float32_256x1_general": {},
 		"weight_gradient_finish_float16_1024x1_general":  {},

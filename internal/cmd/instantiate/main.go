@@ -194,13 +194,19 @@ func body(v *kernels.Variant) string {
 	}
 	switch v.Shape {
 	case kernels.InRegisters:
-		return fmt.Sprintf("rows_body<%s, %d, %d, %t, %t>", op, v.RowThreads, v.Vectors, v.General, v.Cluster)
-	case kernels.Partial, kernels.Apply:
-		return fmt.Sprintf("%s_body<%s, %d, %t>", v.Shape, op, v.Vectors, v.General)
+		return fmt.Sprintf("rows_body<%s, %d, %d, %t, %t, %t>", op, v.RowThreads, v.Vectors, v.General, v.Alike, v.Cluster)
+	case kernels.Partial:
+		return fmt.Sprintf("partial_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.General, v.Alike)
+	case kernels.Apply:
+		return fmt.Sprintf("apply_body<%s, %d, %t>", op, v.Vectors, v.General)
 	case kernels.Ring:
 		return fmt.Sprintf("ring_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.Cluster, v.General)
 	case kernels.Team:
-		return fmt.Sprintf("team_body<%s, %d, %d>", t, v.RowThreads, v.Vectors)
+		columns := "NothingKept"
+		if v.Family.Group() == "rmsnorm" {
+			columns = "WeightsKept"
+		}
+		return fmt.Sprintf("team_body<%s, %s, %d, %d, %d>", op, columns, v.RowThreads, v.Vectors, v.Together)
 	case kernels.Loop:
 		return fmt.Sprintf("loop_body<%s, %d, %d>", op, v.RowThreads, v.Vectors)
 	case kernels.Lanes:
@@ -211,7 +217,7 @@ func body(v *kernels.Variant) string {
 	switch v.Op {
 	case kernels.Total:
 		return fmt.Sprintf("total<%d, %t>", v.Threads, v.Cluster)
-	case kernels.Clear:
+	case kernels.SoftmaxClear, kernels.RMSNormClear:
 		return "clear"
 	case kernels.Denominator:
 		return fmt.Sprintf("denominator<%d, %t>", v.Threads, v.Cluster)

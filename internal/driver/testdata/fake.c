@@ -152,8 +152,8 @@ CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUl
   int cooperative;
   attributes(config, &cluster, &cooperative);
   *count = 128 / cluster;
-  call("cuOccupancyMaxActiveClusters", "%s %u %u %u", (const char *)function, cluster, config->gridDimX,
-       config->blockDimX);
+  call("cuOccupancyMaxActiveClusters", "%s %u %u %u %u", (const char *)function, cluster, config->gridDimX,
+       config->blockDimX, config->sharedMemBytes);
   return cluster > 8 ? CUDA_ERROR_INVALID_CLUSTER_SIZE : CUDA_SUCCESS;
 }
 

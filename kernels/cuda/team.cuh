@@ -1,0 +1,236 @@
+// Rows that clusters do not hold, or only just: a team of CTAs, one on each SM, hold a row between them. They tell each other what
+// their parts of it came to through global memory.
+#pragma once
+#include "rows.cuh"
+
+namespace gander {
+
+// What a CTA makes of its part of a row, for the other members of its team: two halves of 64 bits, each beside the number of the step.
+// 8 bytes are written and read at once, so that who finds the number has the half.
+struct Share {
+  template <class T>
+  __device__ __forceinline__ static uint64_t bits(const Sum<T>& st) { return __double_as_longlong(st.s); }
+  template <class T, class A>
+  __device__ __forceinline__ static uint64_t bits(const MaxSum<T, A>& st) {
+    return static_cast<uint64_t>(__float_as_uint(st.m)) << 32 | __float_as_uint(static_cast<float>(st.s));
+  }
+  template <class T>
+  __device__ __forceinline__ static void from(uint64_t bits, Sum<T>& st) { st.s = __longlong_as_double(bits); }
+  template <class T, class A>
+  __device__ __forceinline__ static void from(uint64_t bits, MaxSum<T, A>& st) {
+    st.m = __uint_as_float(bits >> 32), st.s = __uint_as_float(static_cast<uint32_t>(bits));
+  }
+
+  template <class State>
+  __device__ __forceinline__ static void put(ulonglong2* slot, const State& st, uint32_t number) {
+    const uint64_t both = bits(st), beside = static_cast<uint64_t>(number) << 32;
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(slot), "l"(beside | static_cast<uint32_t>(both)),
+                 "l"(beside | both >> 32)
+                 : "memory");
+  }
+  __device__ __forceinline__ static ulonglong2 look(const ulonglong2* slot) {
+    ulonglong2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(slot) : "memory");
+    return v;
+  }
+  template <class State>
+  __device__ __forceinline__ static State take(const ulonglong2* slot, ulonglong2 v, uint32_t number) {
+    while (v.x >> 32 != number || v.y >> 32 != number) v = look(slot);
+    State st;
+    from(v.x & 0xffffffffu | v.y << 32, st);
+    return st;
+  }
+};
+
+// Steps whose shares are kept apart. Who shares step i has mapped step i - 1 - lag, for which all have shared that one; who shared that one
+// has taken all up to step i - 2 - 2 lag. So the lag is 31 at most.
+constexpr int kTeamSteps = 64;
+
+// Shares are told from what was in their memory by the step's number, so that it has to be cleared before: number 0 is no step's.
+template <class Args>
+__device__ __forceinline__ void clear(const Args& args) {
+  const Rows& r = args.rows;
+  ulonglong2* slots = static_cast<ulonglong2*>(r.partial);
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < kTeamSteps * r.splits) slots[i] = make_ulonglong2(0, 0);
+}
+
+// A step is R rows, so that they share the time it takes. A step's rows are summed, and their sums are shared by one warp. Others take what
+// all shared, a step each at a time, for it takes about as long as several steps do. Then step i - lag, which has stayed in shared
+// memory, is mapped; and one more warp brings rows as their places become free. All CTAs must be resident at once, and all of them are
+// one team, which leaves one row of partial dw.
+//
+// What a thread keeps of its columns: `Columns` gives reduce(part, tile) over a warp, map(scalars, tile, row), and finish().
+template <class Op, template <class, int, int> class Columns, int Threads, int V, int R>
+__device__ __forceinline__ void team_body(const typename Op::Args& args) {
+#ifdef GANDER_SM90
+  using T = typename Op::T;
+  using State = typename Op::State;
+  using Part = typename State::Part;
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kInputs = Op::kInputs, kMaxStages = 56, kSlots = 32, kTakers = 4,
+                kAhead = 8;
+  extern __shared__ __align__(128) uint4 buffer[];  // stages x R x inputs x slice
+  __shared__ Slot<Part> warp_slots[kSlots][R][kWarps];
+  __shared__ typename Op::Scalars scalars[kSlots][R];
+  __shared__ uint64_t full[kMaxStages], empty[kMaxStages], summed[kSlots], merged[kSlots];
+  let_next_launch_start();
+  const Rows& r = args.rows;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, stages = r.stages, lag = r.lag, members = gridDim.x, member = blockIdx.x;
+  const int64_t vectors = r.n / E, begin = vectors * member / members;
+  const int count = static_cast<int>(vectors * (member + 1) / members - begin);
+  const int slice = static_cast<int>((vectors + members - 1) / members), row_size = kInputs * slice, stage_size = R * row_size;
+  const int64_t rows = r.m, steps = (rows + R - 1) / R;
+  if (tid == 0) {
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, kWarps);
+    for (int i = 0; i < kSlots; i++) barrier_init(summed + i, kWarps), barrier_init(merged + i, 1);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  ulonglong2* slots = static_cast<ulonglong2*>(r.partial);
+  if (warp == kWarps) {
+    for (int64_t i = 0; i < steps; i++) {
+      const int slot = i % kSlots;
+      barrier_wait(summed + slot, i / kSlots & 1);
+#pragma unroll
+      for (int j = 0; j < R; j++) {
+        const Part st = gather<32, Part>(warp_slots[slot][j], kWarps);
+        if (lane == j) Share::put(slots + (i % kTeamSteps * R + j) * members + member, st, static_cast<uint32_t>(i + 1));
+      }
+    }
+  } else if (warp > kWarps + 1) {
+    for (int64_t i = warp - kWarps - 2; i < steps; i += kTakers) {
+      const ulonglong2* shares = slots + i % kTeamSteps * R * members;
+      const uint32_t number = static_cast<uint32_t>(i + 1);
+      typename Op::Scalars sc[R];
+#pragma unroll
+      for (int j = 0; j < R; j++) sc[j] = Op::begin(args, min(i * R + j, rows - 1), false);
+      // By when this CTA has summed some steps more, the others are likely to have shared this one: looking in vain costs all of them time.
+      const int64_t later = min(i + min(kAhead, lag), steps - 1);
+      barrier_wait(summed + later % kSlots, later / kSlots & 1);
+      State st[R];
+      constexpr int U = 5;  // loads at a time: 160 SMs
+      for (int k = lane; k < members; k += 32 * U) {
+        ulonglong2 v[R][U];
+#pragma unroll
+        for (int j = 0; j < R; j++)
+#pragma unroll
+          for (int u = 0; u < U; u++)
+            if (k + 32 * u < members) v[j][u] = Share::look(shares + j * members + k + 32 * u);
+#pragma unroll
+        for (int j = 0; j < R; j++) {
+          State part[U];
+#pragma unroll
+          for (int u = 0; u < U; u++)
+            if (k + 32 * u < members) part[u] = Share::take<State>(shares + j * members + k + 32 * u, v[j][u], number);
+          st[j].merge(part);
+        }
+      }
+      const int slot = i % kSlots;
+#pragma unroll
+      for (int j = 0; j < R; j++) {
+        st[j].template reduce_lanes<32>();
+        const bool in = i * R + j < rows;
+        if (in) Op::end(args, i * R + j, sc[j], st[j], member == 0 && lane == 0);
+        if (lane == 0) scalars[slot][j] = sc[j];
+      }
+      if (lane == 0) barrier_arrive(merged + slot);
+    }
+  } else if (warp > kWarps) {
+    if (lane) return;
+    const T* a = static_cast<const T*>(r.a) + begin * E;
+    const T* b = static_cast<const T*>(r.b) + begin * E;
+    int stage = 0;
+    uint32_t phase = 1;  // of a barrier that nobody has waited for yet: the first round passes
+    for (int64_t i = 0; i < steps; i++) {
+      barrier_wait(empty + stage, phase);
+      const int n = rows - i * R < R ? static_cast<int>(rows - i * R) : R;
+      barrier_expect(full + stage, n * count * kInputs * 16);
+      for (int j = 0; j < n; j++) {
+        uint4* to = buffer + stage * stage_size + j * row_size;
+        bulk_copy(to, a + (i * R + j) * r.a_stride, count * 16, full + stage);
+        if constexpr (kInputs > 1) bulk_copy(to + slice, b + (i * R + j) * r.b_stride, count * 16, full + stage);
+      }
+      if (++stage == stages) stage = 0, phase ^= 1;
+    }
+  } else {
+    Columns<Op, Threads, V> columns(args, begin * E, tid * E, count * E);
+    // V vectors of each input of one row, as a tile.
+    const auto read = [&](int stage, int j, Tile<Op, V, false, false, true>& tile) {
+      const uint4* from = buffer + stage * stage_size + j * row_size + tid;
+#pragma unroll
+      for (int k = 0; k < V; k++) {
+        const bool in = tid + k * Threads < count;
+        tile.a[k] = in ? from[k * Threads] : Op::fill();
+        if constexpr (kInputs > 1) tile.b[k] = in ? from[k * Threads + slice] : zero_vector();
+      }
+    };
+    int stage = 0, last = 0;
+    uint32_t phase = 0;
+    for (int64_t i = 0; i < steps + lag; i++) {
+      if (i < steps) {
+        barrier_wait(full + stage, phase);
+        const int slot = i % kSlots;
+        Part st[R];
+#pragma unroll
+        for (int j = 0; j < R; j++) {
+          Tile<Op, V, false, false, true> tile;
+          read(stage, j, tile);
+          columns.reduce(st[j], tile);
+        }
+#pragma unroll
+        for (int j = 0; j < R; j++)
+          if (lane == 0) warp_slots[slot][j][warp].set(st[j]);
+        if (lane == 0) barrier_arrive(summed + slot);
+        if (++stage == stages) stage = 0, phase ^= 1;
+      }
+      if (i < lag) continue;
+      const int64_t step = i - lag;
+      const int slot = step % kSlots;
+      barrier_wait(merged + slot, step / kSlots & 1);
+#pragma unroll
+      for (int j = 0; j < R; j++) {
+        if (step * R + j >= rows) break;
+        Tile<Op, V, false, false, true> tile;
+        read(last, j, tile);
+        columns.map(scalars[slot][j], tile, step * R + j);
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + last);
+      if (++last == stages) last = 0;
+    }
+    columns.finish();
+  }
+#endif
+}
+
+// The columns of an op that keeps nothing of them from row to row.
+template <class Op, int Threads, int V>
+struct NothingKept {
+  using T = typename Op::T;
+  static constexpr int kStep = Threads * kElements<T>;
+  const typename Op::Args& args;
+  Place<T> p;
+  int e;
+
+  __device__ __forceinline__ NothingKept(const typename Op::Args& args, int64_t origin, int e, int end) : args(args), e(e) {
+    p.origin = origin;
+    p.span = {0, end, end};
+  }
+  template <class Tile>
+  __device__ __forceinline__ void reduce(typename Op::State::Part& st, const Tile& tile) const {
+    if constexpr (Op::State::kMaxFirst) {
+      st.template reduce_tile<32>(tile.a);
+    } else {
+      Op::add(args, {}, st, tile, p, e, kStep);
+      st.template reduce_lanes<32>();
+    }
+  }
+  template <class Tile>
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Tile& tile, int64_t row) {
+    p.y = static_cast<T*>(args.rows.y) + row * args.rows.y_stride + p.origin;
+    tile.map(args, sc, p, e, kStep);
+  }
+  __device__ __forceinline__ void finish() const {}
+};
+
+}  // namespace gander
