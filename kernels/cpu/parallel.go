@@ -17,7 +17,8 @@ const (
 	chunk       = 8 * block // elements of a long row that make a task where rows are shared among workers
 	maxTasks    = 256       // tasks that the rows are dealt into
 	streamBytes = 32 << 20  // from this much on little of a result would be in the cache for who reads it next
-	serialBytes = 2 << 20   // below this much memory traffic, waking other threads costs more than they save
+	wakingBytes = 512 << 10 // below this much memory traffic, waking other threads costs more than they save
+	sharedBytes = 256 << 10 // likewise, threads that are awake
 )
 
 // operands are what a call reads and writes; each op uses some.
@@ -68,9 +69,10 @@ type call[T float] struct {
 
 	step    step[T]
 	tasks   int
-	next    atomic.Int64
+	sharing int // workers that tasks are dealt to
 	workers []worker[T]
-	wait    sync.WaitGroup
+	crew    crew
+	wakes   bool // it is worth a thread's waking up
 
 	parts   []part    // of all rows, where they are shared among workers
 	stats   []stats   // likewise
@@ -81,6 +83,8 @@ type call[T float] struct {
 
 type worker[T float] struct {
 	*call[T]
+	number  int
+	mine    deal
 	task    int
 	buffer  [3][]T // rows or blocks of two operands, and blocks of the weight
 	part    []part
@@ -113,15 +117,16 @@ func run(o *operands, workers int, op32 op[float32], op64 op[float64]) {
 func (e *engine[T]) run(o *operands, workers int, op op[T]) {
 	c, _ := e.pool.Get().(*call[T])
 	if c == nil {
-		c = new(call[T])
+		c = &call[T]{crew: crew{awake: make(chan struct{}, 1)}}
 	}
-	if o.bytes() < serialBytes {
+	bytes := o.bytes()
+	if bytes < sharedBytes {
 		workers = 1
 	}
-	c.operands, c.kit, c.op = *o, e.kit, op
+	c.operands, c.kit, c.op, c.wakes = *o, e.kit, op, bytes >= wakingBytes
 	c.rows, c.cols = int(o.x.Rows), int(o.x.Cols)
 	c.blocks = (c.cols + block - 1) / block
-	c.whole, c.long, c.stream = c.cols <= o.keep, c.cols > longRow, o.bytes() >= streamBytes
+	c.whole, c.long, c.stream = c.cols <= o.keep, c.cols > longRow, bytes >= streamBytes
 	c.prepare(max(workers, 1))
 	op.run(c)
 	c.operands, c.op, c.step = operands{}, nil, nil
@@ -148,30 +153,57 @@ func grown[E any](s []E, n int) []E {
 	return s[:n]
 }
 
-// each does the tasks of a step, the caller being worker 0, and returns when all are done.
-func (c *call[T]) each(s step[T], tasks int) {
-	c.step, c.tasks = s, tasks
-	c.next.Store(0)
-	for i := 1; i < min(len(c.workers), tasks); i++ {
-		c.wait.Add(1)
-		go c.workers[i].help()
+// deal is the tasks that are left of those dealt to a worker, from the first in the high half to before the last in the low half.
+type deal struct{ left atomic.Uint64 }
+
+func (d *deal) set(lo, hi int) { d.left.Store(uint64(lo)<<32 | uint64(hi)) }
+
+// take removes the first task, or the last for another worker than the one it was dealt to.
+func (d *deal) take(last bool) (task int, ok bool) {
+	for {
+		left := d.left.Load()
+		lo, hi := left>>32, left&(1<<32-1)
+		if lo == hi {
+			return 0, false
+		}
+		if last {
+			if d.left.CompareAndSwap(left, left-1) {
+				return int(hi - 1), true
+			}
+		} else if d.left.CompareAndSwap(left, left+1<<32) {
+			return int(lo), true
+		}
 	}
-	c.workers[0].work()
-	c.wait.Wait()
 }
 
-func (w *worker[T]) help() {
-	w.work()
-	w.wait.Done()
+// each does the tasks of a step, the caller being worker 0, and returns when all are done. A worker gets the same tasks call after
+// call, whose data its cache may still hold, and others' only when it has done its own.
+func (c *call[T]) each(s step[T], tasks int) {
+	c.step, c.tasks, c.sharing = s, tasks, max(min(len(c.workers), tasks), 1)
+	for i := range c.sharing {
+		c.workers[i].number = i
+		c.workers[i].mine.set(i*tasks/c.sharing, (i+1)*tasks/c.sharing)
+	}
+	set := c.crew.open()
+	for i := 1; i < c.sharing; i++ {
+		summon(share{&c.crew, set, &c.workers[i]}, c.wakes)
+	}
+	c.workers[0].work()
+	if c.sharing > 1 {
+		c.crew.close()
+	}
 }
 
 func (w *worker[T]) work() {
-	for {
-		task := int(w.next.Add(1)) - 1
-		if task >= w.tasks {
-			return
+	for i := range w.sharing {
+		whose := &w.workers[(w.number+i)%w.sharing]
+		for {
+			task, ok := whose.mine.take(i > 0)
+			if !ok {
+				break
+			}
+			w.step.do(w, task)
 		}
-		w.step.do(w, task)
 	}
 }
 
@@ -204,14 +236,14 @@ type rowsStep[T float] struct{}
 
 func (rowsStep[T]) do(w *worker[T], task int) {
 	w.task = task
-	lo, hi := share(w.rows, task, w.tasks)
+	lo, hi := rowsOf(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
 		w.row(row)
 	}
 }
 
-// share is the rows of one task.
-func share(rows, task, tasks int) (lo, hi int) {
+// rowsOf is the rows of one task.
+func rowsOf(rows, task, tasks int) (lo, hi int) {
 	each, more := rows/tasks, rows%tasks
 	lo = task*each + min(task, more)
 	hi = lo + each
