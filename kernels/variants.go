@@ -134,7 +134,7 @@ type team struct {
 	together int
 }
 
-// teams is for the rows that clusters do not hold, or only just.
+// teams is for rows of which clusters leave SMs idle, or which they do not hold.
 func teams(op Op, x DType) []team {
 	all := []team{{shape{256, 1}, 3}, {shape{256, 1}, 2}, {shape{256, 2}, 1}, {shape{512, 2}, 1}, {shape{512, 4}, 1}}
 	switch {

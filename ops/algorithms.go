@@ -251,6 +251,8 @@ func refused(f *driver.Facts, r request) error {
 			f.Major, f.Minor)
 	case r.n > most(high):
 		limit = fmt.Sprintf("holds %s of up to %d %v elements on this device, these have %d", rows, most(high), r.x, r.n)
+	case low <= 0:
+		limit = fmt.Sprintf("does not take %s of %d %v elements on this device", rows, r.n, r.x)
 	default:
 		limit = fmt.Sprintf("splits %s of more than %d %v elements, these have %d", rows, most(low-1), r.x, r.n)
 	}

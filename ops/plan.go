@@ -33,8 +33,8 @@ type plan struct {
 	launches  []launch
 	chunk     int64 // vectors of a row per CTA
 	splits    int32 // CTAs per row where rows are split
-	stages    int32 // rows in the ring of an RMSNorm backward CTA
-	lag       int32 // of them, those that a team sums before it maps one
+	stages    int32 // rows in the ring of a CTA, or steps in a team's
+	lag       int32 // of a team's, those that are summed before one is mapped
 	partials  int32 // rows of partial dw
 	totalHere bool  // the only CTA makes the total as well
 	scratch   scratch
@@ -571,7 +571,8 @@ func (p *planner) inTeam() bool {
 		if v.Together > 1 {
 			least = 12
 		}
-		if v.Capacity()*members < p.vectors || stages < least {
+		// Of the members as many as are a power of two, as of a cluster's: so limits are powers of two.
+		if v.Capacity()*(powerOfTwo(members+1)/2) < p.vectors || stages < least {
 			continue
 		}
 		p.splits, p.stages = int32(members)*int32(v.Together), int32(stages)
@@ -635,6 +636,7 @@ func (p *planner) ringStage(v *kernels.Variant) int64 {
 
 func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
 	// No more clusters than are resident at once: one that waits for another to end doubles the time.
+	resident = max(1, min(resident, int64(p.facts.SharedPerSM)/(stages*p.ringStage(v)+1024)))
 	clusters := int64(p.facts.SMs) * resident
 	if cluster > 1 {
 		clusters = int64(p.facts.Clusters[cluster]) * resident
@@ -682,7 +684,8 @@ func (p *planner) finish() {
 	case p.total:
 		if last := len(p.launches) - 1; last >= 0 {
 			l := p.launches[last]
-			if l.geometry.Grid == 1 && l.variant.Threads <= kernels.ChunkThreads {
+			// total_if_single in cuda/cross_entropy.cuh is made for these sizes.
+			if t := l.variant.Threads; l.geometry.Grid == 1 && (t == 128 || t == kernels.ChunkThreads) {
 				p.totalHere = true // its rows' losses stay in shared memory
 				return
 			}

@@ -11,7 +11,7 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// What an H100, the same without clusters (forced PTX of compute_80), and a small Ampere part answer.
+// What an H100, the same without clusters (forced PTX of compute_80), a small Ampere part and a large consumer's part answer.
 var testDevices = map[string]*driver.Facts{
 	"h100":  {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20, Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7}},
 	"ptx80": {Major: 8, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20},
@@ -184,7 +184,12 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 		require.GreaterOrEqual(t, p.scratch.size, uint64(int64(p.partials)*r.n*r.accumulatorBytes()), what)
 	}
 	if r.total {
-		require.True(t, p.totalHere || p.launches[len(p.launches)-1].variant.Op == kernels.Total, what)
+		last := p.launches[len(p.launches)-1]
+		require.True(t, p.totalHere || last.variant.Op == kernels.Total, what)
+		if p.totalHere {
+			require.EqualValues(t, 1, last.geometry.Grid, what)
+			require.Contains(t, []int{128, 256}, last.variant.Threads, "%s: what total_if_single is made for", what)
+		}
 	}
 }
 

@@ -51,7 +51,8 @@ func (c *crew) close() {
 	if uint32(c.state.Add(crewSet)) == 0 {
 		return
 	}
-	if spin(patience, func() bool { return uint32(c.state.Load()) == 0 }) {
+	// Without giving way, unless it has to: a caller from C is tied to its thread, which goes to sleep for that.
+	if spin(patience, runtime.GOMAXPROCS(0) == 1, func() bool { return uint32(c.state.Load()) == 0 }) {
 		return
 	}
 	if uint32(c.state.Add(crewSleeper)) != crewSleeper {
@@ -117,11 +118,11 @@ func (h *helper) linger() bool {
 			continue
 		}
 		asked := func() bool { return h.ready.Load() }
-		if !spin(patience, asked) && idle[i].CompareAndSwap(h, nil) {
+		if !spin(patience, true, asked) && idle[i].CompareAndSwap(h, nil) {
 			return false
 		}
 		for !asked() { // it is on its way
-			pause(1)
+			runtime.Gosched()
 		}
 		h.ready.Store(false)
 		return true
@@ -129,8 +130,8 @@ func (h *helper) linger() bool {
 	return false
 }
 
-// spin waits for a condition without going to sleep, but not longer than its patience, and gives way to goroutines that want to run.
-func spin(patience time.Duration, done func() bool) bool {
+// spin waits for a condition without going to sleep, but not longer than its patience; it can give way to goroutines that want to run.
+func spin(patience time.Duration, yield bool, done func() bool) bool {
 	began := time.Now()
 	for {
 		for range 64 {
@@ -142,6 +143,8 @@ func spin(patience time.Duration, done func() bool) bool {
 		if time.Since(began) > patience {
 			return done()
 		}
-		runtime.Gosched()
+		if yield {
+			runtime.Gosched()
+		}
 	}
 }

@@ -1,4 +1,4 @@
-// Rows that clusters do not hold, or only just: a team of CTAs, one on each SM, hold a row between them. They tell each other what
+// Long rows, some of which clusters do not hold: a team of CTAs, one on each SM, hold a row between them. They tell each other what
 // their parts of it came to through global memory.
 #pragma once
 #include "rows.cuh"

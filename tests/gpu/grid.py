@@ -141,12 +141,14 @@ UPSTREAM = {
 
 
 def _cross_entropy_one_pass(a):
+    found = {}
+
     def gradient(reduction, upstream):
         x = a.x.detach().requires_grad_()
-        loss = gander.cross_entropy(x, a.target, weight=a.class_weight, reduction=reduction)
+        loss = found[reduction] = gander.cross_entropy(x, a.target, weight=a.class_weight, reduction=reduction)
         return torch.autograd.grad(loss, x, torch.full((), upstream(a.m), device=x.device))[0]
 
-    return {what: gradient(*how) for what, how in UPSTREAM.items()}
+    return {what: gradient(*how) for what, how in UPSTREAM.items()} | {"mean": found["mean"].detach()}
 
 
 def _rmsnorm_forward(a, **how):
@@ -271,7 +273,8 @@ def _cross_entropy_one_pass_reference(a):
 
         return in_both(lambda x, w: gradients(lambda x: reduced(x, w), (x,), None)[0], a.x, a.class_weight)
 
-    return {what: gradient(*how) for what, how in UPSTREAM.items()}
+    mean = in_both(lambda x, w: losses(x, a.target, w, "mean"), a.x, a.class_weight)
+    return {what: gradient(*how) for what, how in UPSTREAM.items()} | {"mean": mean}
 
 
 def _cross_entropy_backward(a):

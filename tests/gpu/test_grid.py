@@ -75,10 +75,14 @@ RARE = (
     ("softmax_backward", 17000, {"odd": True}),
     ("rmsnorm_forward", 131072, {}),
     ("rmsnorm_forward", 200000, {}),
+    ("cross_entropy_one_pass", 1001, {"odd": True, "rows": 1}),  # whose CTA might make the total, but has 192 threads
     ("cross_entropy_forward_dx", 60000, {}),
     ("cross_entropy_forward_dx", 131072, {}),
     ("cross_entropy_forward_dx", 33000, {"odd": True}),
     ("rmsnorm_backward_dw", 18000, {}),
+    ("rmsnorm_backward_dw", 18000, {"rows": 211}),  # a team goes round its memory several times
+    ("softmax_forward", 40000, {"rows": 131}),
+    ("rmsnorm_forward", 40000, {"rows": 131}),
     ("rmsnorm_backward_dw", 65536, {}),
     ("rmsnorm_backward_dw", 131072, {}),
     *(("cross_entropy_forward", n, {"odd": True, "batch_invariant": True}) for n in (450, 1000, 1900, 3900, 9000)),
@@ -96,7 +100,8 @@ def test_rare_shapes(recorder, dtype, op, vectors, how):
         pytest.skip("rings and clusters need compute capability 9.0")
     recorder.tests += 1
     how = dict(how)
-    check(op, [Inputs(17, vectors * 16 // dtype.itemsize - how.pop("odd", False), dtype)], **how)
+    rows, odd = how.pop("rows", 17), how.pop("odd", False)
+    check(op, [Inputs(rows, vectors * 16 // dtype.itemsize - odd, dtype)], **how)
 
 
 # Kernels whose CTAs fill an SM serve many rows only.
