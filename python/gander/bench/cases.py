@@ -225,11 +225,11 @@ def _gander():
             "cross_entropy": gander.cross_entropy,
         },
         {
-            "softmax_forward": _tuple(gander.softmax_fwd),
+            "softmax_forward": _tuple(gander.softmax),
             "softmax_backward": _tuple(gander.softmax_bwd),
             "rmsnorm_forward": _direct(lambda x, weight: gander.rmsnorm_fwd(x, weight, eps=EPS)),
             "rmsnorm_backward": _direct(lambda *inputs: gander.rmsnorm_bwd(*inputs)[:2]),
-            "cross_entropy_forward": _tuple(gander.cross_entropy_fwd),
+            "cross_entropy_forward": _tuple(functools.partial(gander.cross_entropy, reduction="none")),
             "cross_entropy_loss_gradient": _direct(
                 lambda x, target: gander.cross_entropy_fwd(x, target, return_dx=True)[::-1]
             ),
