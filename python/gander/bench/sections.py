@@ -16,7 +16,8 @@ import gander
 from .. import _library
 from . import limit, load
 from .cases import ALGORITHMS, DTYPES, OPERATORS, double, provider, rows_of
-from .timing import GPUTimer, cpu_blocks, host_cost
+from .report import ALLOCATING, IN_TURNS
+from .timing import GPUTimer, cpu_blocks, cpu_turns, host_cost, reused_memory
 
 # Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
 TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 262144))
@@ -165,8 +166,13 @@ def _cpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int)
     torch.manual_seed(0)
     inputs = OPERATORS[op].inputs(m, n, DTYPES[dtype], "cpu")
     calls, results = _prepare(providers, op, inputs, m)
-    for name, timing in cpu_blocks(calls, options.seconds).items():
-        results[name] |= timing._asdict()
+    with reused_memory():
+        for name, timing in cpu_blocks(calls, options.seconds).items():
+            results[name] |= timing._asdict()
+        for name, timing in cpu_turns(calls, options.seconds / 2).items():
+            results[name][IN_TURNS] = timing.us
+    for name, timing in cpu_blocks(calls, options.seconds / 2, rounds=2).items():
+        results[name][ALLOCATING] = timing.us
     return {"results": results}
 
 

@@ -1,5 +1,6 @@
 """How long calls take: on the GPU with a cold cache and the host ahead, on the CPU in blocks, on the host alone."""
 
+import ctypes
 import gc
 import statistics
 import time
@@ -109,6 +110,39 @@ def _cpu_block(call: Call, seconds: float, least: int, most: int) -> list[float]
             call()
             samples.append((time.perf_counter() - start) * 1e6)
     return samples
+
+
+@contextmanager
+def reused_memory():
+    """Results lie in memory that is there already: glibc's allocator keeps what is freed, and maps nothing anew."""
+    mmap_threshold, trim_threshold, mmap_max = -3, -1, -4  # <malloc.h>
+    allocator = ctypes.CDLL(None)
+    if not hasattr(allocator, "mallopt"):
+        yield
+        return
+    allocator.mallopt(mmap_max, 0)
+    allocator.mallopt(trim_threshold, -1)
+    try:
+        yield
+    finally:
+        allocator.mallopt(mmap_max, 65536)
+        allocator.mallopt(trim_threshold, 128 << 10)
+        allocator.mallopt(mmap_threshold, 128 << 10)
+
+
+def cpu_turns(calls: dict[str, Call], seconds: float, least: int = 5, most: int = 1000) -> dict[str, Timing]:
+    """A call of each, in turns: whoever comes next finds the others' threads awake and their data in the cache."""
+    samples = {name: [] for name in calls}
+    began = time.perf_counter()
+    with _no_garbage_collection():
+        for rounds, turn in enumerate(_turns(list(calls))):
+            if rounds == most or (rounds >= least and time.perf_counter() - began > seconds * len(calls)):
+                break
+            for name in turn:
+                start = time.perf_counter()
+                calls[name]()
+                samples[name].append((time.perf_counter() - start) * 1e6)
+    return {name: Timing.of(values) for name, values in samples.items()}
 
 
 def cpu_blocks(
