@@ -194,7 +194,7 @@ func (p *planner) rows() (served bool) {
 		switch {
 		case p.n < 4: // x * rstd is nearly 1, and its rounding errs to one side, which a sum shows: `columns` does without
 			p.columns()
-		case p.vectors > p.teamFrom() && p.inTeam(), p.inLanes(), p.inRing(1, 16), p.inTeam():
+		case p.bestInTeam(), p.inLanes(), p.inRing(1, 16), p.inTeam():
 		default:
 			p.columns()
 		}
@@ -224,7 +224,7 @@ func (p *planner) fastest() {
 		p.split("the second input has another type than x")
 	case p.expected() <= 16 && p.vectors > 16384:
 		p.split("a few rows this long fill the device only when split")
-	case p.vectors > p.teamFrom() && p.inTeam():
+	case p.bestInTeam():
 	case p.op == kernels.RMSNormForward && p.vectors > p.ringFrom() && p.expected() >= 1024 && p.inRing(1, 16):
 	case p.op == kernels.RMSNormForward && p.inLoop():
 	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.alone():
@@ -249,7 +249,7 @@ func (p *planner) forced() bool {
 	case ring && a == Medium:
 		return p.inRing(1, 1)
 	case ring && a == Extreme, p.dw:
-		return a == Extreme && p.vectors > p.teamFrom() && p.inTeam() || p.inRing(2, 16) || a == Extreme && p.inTeam()
+		return a == Extreme && p.bestInTeam() || p.inRing(2, 16) || a == Extreme && p.inTeam()
 	case a == Warp:
 		return p.inLoop() || p.inOneCTA(p.tiles(false, 1, lanesPerWarp))
 	case a == Register:
@@ -257,7 +257,7 @@ func (p *planner) forced() bool {
 	case a == Medium:
 		return p.inOneCTA(largest(p.tiles(false)))
 	case a == Extreme:
-		return p.vectors > p.teamFrom() && p.inTeam() || p.inCluster(largest(p.tiles(true))) || p.inTeam()
+		return p.bestInTeam() || p.inCluster(largest(p.tiles(true))) || p.inTeam()
 	}
 	return p.inCluster(p.tiles(true))
 }
@@ -502,8 +502,8 @@ var rings = map[kernels.Op][]struct {
 	kernels.RMSNormForward: {
 		{1024, 512, 2, 1, 2, 4},
 		{2048, 512, 4, 1, 1, 3},
-		{4096, 512, 2, 4, 2, 3}, // 24577 and 50257, unaligned: 0.83 and 0.85
-		{8192, 512, 2, 8, 2, 3},
+		{4096, 512, 2, 4, 2, 3},   // 24577, unaligned: 0.83
+		{8192, 512, 2, 8, 2, 3},   // 50257, unaligned: 0.84
 		{13312, 512, 4, 8, 1, 3},  // 0.95; unaligned 0.87
 		{16384, 512, 2, 16, 2, 4}, // 0.94 / 0.95
 		{32768, 512, 4, 16, 1, 4}, // 0.96 / 0.95
@@ -542,12 +542,13 @@ func (p *planner) inLanes() bool {
 	return true
 }
 
-// teamFrom is the vectors of a row from which a CTA on each SM is better than a cluster.
-func (p *planner) teamFrom() int64 {
+// bestInTeam spreads rows over a CTA on each SM where they are so long that this is better than a cluster.
+func (p *planner) bestInTeam() bool {
+	from := int64(32768)                // vectors
 	if p.dw && p.x != kernels.Float32 { // for whose dw the registers of a cluster do not suffice
-		return 16384
+		from = 16384
 	}
-	return 32768
+	return p.vectors > from && p.inTeam()
 }
 
 // inTeam spreads each row over a CTA on each SM. Measured on an H100, over the plain kernel: N = 262144 of float32, RMSNorm backward 0.97
@@ -557,7 +558,7 @@ func (p *planner) teamFrom() int64 {
 func (p *planner) inTeam() bool {
 	const (
 		mostStages = 56 // kMaxStages in cuda/team.cuh
-		mostLag    = 31
+		mostLag    = teamSteps/2 - 1
 		static     = 12 << 10 // of shared memory
 	)
 	members := int64(p.facts.SMs)

@@ -141,7 +141,7 @@ func (c *call[T]) prepare(workers int) {
 	}
 	c.workers = c.workers[:workers]
 	for i := range c.workers {
-		c.workers[i].call = c
+		c.workers[i].call, c.workers[i].number = c, i
 	}
 }
 
@@ -181,8 +181,7 @@ func (d *deal) take(last bool) (task int, ok bool) {
 func (c *call[T]) each(s step[T], tasks int) {
 	c.step, c.tasks, c.sharing = s, tasks, max(min(len(c.workers), tasks), 1)
 	for i := range c.sharing {
-		c.workers[i].number = i
-		c.workers[i].mine.set(i*tasks/c.sharing, (i+1)*tasks/c.sharing)
+		c.workers[i].mine.set(portion(tasks, i, c.sharing))
 	}
 	set := c.crew.open()
 	for i := 1; i < c.sharing; i++ {
@@ -236,18 +235,18 @@ type rowsStep[T float] struct{}
 
 func (rowsStep[T]) do(w *worker[T], task int) {
 	w.task = task
-	lo, hi := rowsOf(w.rows, task, w.tasks)
+	lo, hi := portion(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
 		w.row(row)
 	}
 }
 
-// rowsOf is the rows of one task.
-func rowsOf(rows, task, tasks int) (lo, hi int) {
-	each, more := rows/tasks, rows%tasks
-	lo = task*each + min(task, more)
+// portion is one of several parts of n things, as equal as they can be.
+func portion(n, part, parts int) (lo, hi int) {
+	each, more := n/parts, n%parts
+	lo = part*each + min(part, more)
 	hi = lo + each
-	if task < more {
+	if part < more {
 		hi++
 	}
 	return lo, hi

@@ -140,7 +140,7 @@ type rowsAndSumsStep[T float] struct{}
 func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
 	w.sum, w.sumFrom = w.sums[task*w.cols:(task+1)*w.cols], 0
 	clear(w.sum)
-	lo, hi := rowsOf(w.rows, task, w.tasks)
+	lo, hi := portion(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
 		w.row(row)
 	}

@@ -140,12 +140,12 @@ UPSTREAM = {
 }
 
 
-def _cross_entropy_one_pass(a):
+def _cross_entropy_one_pass(a, **how):
     found = {}
 
     def gradient(reduction, upstream):
         x = a.x.detach().requires_grad_()
-        loss = found[reduction] = gander.cross_entropy(x, a.target, weight=a.class_weight, reduction=reduction)
+        loss = found[reduction] = gander.cross_entropy(x, a.target, weight=a.class_weight, reduction=reduction, **how)
         return torch.autograd.grad(loss, x, torch.full((), upstream(a.m), device=x.device))[0]
 
     return {what: gradient(*how) for what, how in UPSTREAM.items()} | {"mean": found["mean"].detach()}

@@ -17,7 +17,7 @@ from .. import _library
 from . import limit, load
 from .cases import ALGORITHMS, DTYPES, OPERATORS, double, provider, rows_of
 from .report import ALLOCATING, IN_TURNS
-from .timing import GPUTimer, cpu_blocks, cpu_turns, host_cost, reused_memory
+from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
 
 # Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
 TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 262144))
@@ -169,7 +169,8 @@ def _cpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int)
     with reused_memory():
         for name, timing in cpu_blocks(calls, options.seconds).items():
             results[name] |= timing._asdict()
-        for name, timing in cpu_turns(calls, options.seconds / 2).items():
+        turns = host_cost(calls, lambda: None, options.seconds / 2 * len(calls), least=5, most=1000, batch=1)
+        for name, timing in turns.items():
             results[name][IN_TURNS] = timing.us
     for name, timing in cpu_blocks(calls, options.seconds / 2, rounds=2).items():
         results[name][ALLOCATING] = timing.us

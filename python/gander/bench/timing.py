@@ -130,21 +130,6 @@ def reused_memory():
         allocator.mallopt(mmap_threshold, 128 << 10)
 
 
-def cpu_turns(calls: dict[str, Call], seconds: float, least: int = 5, most: int = 1000) -> dict[str, Timing]:
-    """A call of each, in turns: whoever comes next finds the others' threads awake and their data in the cache."""
-    samples = {name: [] for name in calls}
-    began = time.perf_counter()
-    with _no_garbage_collection():
-        for rounds, turn in enumerate(_turns(list(calls))):
-            if rounds == most or (rounds >= least and time.perf_counter() - began > seconds * len(calls)):
-                break
-            for name in turn:
-                start = time.perf_counter()
-                calls[name]()
-                samples[name].append((time.perf_counter() - start) * 1e6)
-    return {name: Timing.of(values) for name, values in samples.items()}
-
-
 def cpu_blocks(
     calls: dict[str, Call], seconds: float, rounds: int = 3, least: int = 5, most: int = 1000
 ) -> dict[str, Timing]:
