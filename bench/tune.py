@@ -182,8 +182,11 @@ class Tuner:
                     rows = v["Threads"] // v["RowThreads"]
                     grid = -(-m // rows) * c
                     yield [(v, grid, c, 0)], {"chunk": 1 << 27, "splits": 1}
-            if op == "rmsnorm_forward":
-                yield from self.rings(of, op, m, nv, 1, [])
+            for v in of(op, "staged"):
+                cap = v["RowThreads"] * v["Vectors"]
+                for c in range(2, 17) if v["Cluster"] else (1,):
+                    if cap * (c - 1) < nv <= cap * c and cap * c < 4 * nv:
+                        yield [(v, m * c, c, cap * 16)], {"chunk": 1 << 27, "splits": 1}
             yield from self.teams(of, mine, op, nv, 2 if op.endswith("backward") else 1, [])
             for v in of(op, "loop"):
                 cap = v["RowThreads"] * v["Vectors"]

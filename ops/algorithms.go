@@ -52,8 +52,9 @@ type AlgorithmInfo struct {
 	Limits string `json:"limits"`
 }
 
-// what tells people what an algorithm does; ring where RMSNorm's rows come through shared memory.
-func (a Algorithm) what(ring bool) string {
+// what tells people what an algorithm does for an op, whose dw is wanted or not.
+func (a Algorithm) what(op kernels.Op, dw bool) string {
+	staged, ring := op == kernels.RMSNormForward, op == kernels.RMSNormBackward && dw
 	switch a {
 	case Warp:
 		return "one pass: each row in the registers of 8 to 32 threads of a warp, which shuffle and need no barrier"
@@ -63,19 +64,30 @@ func (a Algorithm) what(ring bool) string {
 	case Register:
 		return "one pass: each row in the registers of one block or less, in the smallest tile that holds it"
 	case Medium:
-		if ring {
+		switch {
+		case staged:
+			return "one pass: each row in the shared memory of one block, its weights in registers"
+		case ring:
 			return "one pass: persistent blocks, rows through a ring in shared memory into registers"
 		}
 		return "one pass: each row in the largest register tile of one block; registers hold what other libraries keep in shared " +
 			"memory too"
 	case Extreme:
-		if ring {
+		switch {
+		case staged:
+			return "one pass: each row in the shared memory of as few blocks of a cluster as hold it, its weights in registers; longer " +
+				"ones through rings in that of a block on each SM"
+		case ring:
 			return "one pass: persistent clusters, or a block on each SM, rows through rings in their shared memory into registers"
 		}
 		return "one pass: each row in the largest register tiles of as few blocks of a cluster as hold it; longer ones in the shared " +
 			"memory of a block on each SM"
 	case Cluster:
-		if ring {
+		switch {
+		case staged:
+			return "one pass: each row in the registers of a cluster of 2 to 16 blocks, or longer ones in its shared memory; results meet " +
+				"in distributed shared memory"
+		case ring:
 			return "one pass: a cluster of blocks to a row, whose sums meet in distributed shared memory"
 		}
 		return "one pass: each row in the registers of a cluster of 2 to 16 blocks, whose results meet in distributed shared memory"
@@ -101,7 +113,7 @@ func Algorithms(op string) ([]AlgorithmInfo, error) {
 		if r.Algorithm = a; a != Auto && !choosable(r.op) {
 			break
 		}
-		list = append(list, AlgorithmInfo{a.String(), a.what(ringed(r.op, r.dw)), limits(r)})
+		list = append(list, AlgorithmInfo{a.String(), a.what(r.op, r.dw), limits(r)})
 	}
 	return list, nil
 }
@@ -113,11 +125,6 @@ func choosable(op kernels.Op) bool {
 		return true
 	}
 	return false
-}
-
-// ringed tells whether an op has kernels that bring rows through shared memory.
-func ringed(op kernels.Op, dw bool) bool {
-	return op == kernels.RMSNormForward || op == kernels.RMSNormBackward && dw
 }
 
 // The devices that limits are told for: one with everything, and one without clusters.

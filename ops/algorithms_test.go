@@ -76,7 +76,7 @@ func requireTrue(t *testing.T, a Algorithm, p *plan, what string) {
 		require.EqualValues(t, 1, cluster, what)
 		require.EqualValues(t, 1, p.splits, what)
 	case Register:
-		require.False(t, streams || v.Shape == kernels.Ring, what)
+		require.False(t, streams || v.Shape == kernels.Ring || v.Shape == kernels.Staged, what)
 		require.EqualValues(t, 1, cluster, what)
 	case Medium:
 		require.False(t, streams, what)
@@ -121,12 +121,12 @@ func TestAlgorithmChoices(t *testing.T) {
 				`use "block", "extreme", "cluster", "arbitrary", "splitk" or "auto"`},
 		{"h100", request{op: softmax, m: 4, n: 1024}, Medium, "softmax_forward_rows_bfloat16_1024x8"},
 		{"h100", request{op: softmaxBack, m: 4, n: 1024}, Medium, "softmax_backward_rows_bfloat16_1024x4"},
-		{"h100", request{op: norm, m: 4, n: 16384}, Medium, "rmsnorm_forward_ring_bfloat16_512x4"},
+		{"h100", request{op: norm, m: 4, n: 16384}, Medium, "rmsnorm_forward_staged_bfloat16_512x8"},
 		{"h100", request{op: norm, general: true, m: 4, n: 1001}, Medium,
-			`rmsnorm_forward: algorithm "medium" takes rows of whole, aligned 16-byte vectors only (and a weight and results of x's ` +
-				`dtype, aligned too); use "warp", "block", "register", "cluster", "arbitrary" or "auto"`},
+			`rmsnorm_forward: algorithm "medium" takes rows that are not whole, aligned 16-byte vectors only where all operands are ` +
+				`off by as much; use "warp", "block", "register", "cluster", "arbitrary" or "auto"`},
 		{"h100", request{op: softmax, m: 4, n: 114688}, Extreme, "softmax_forward_rows_bfloat16_512x8_cluster"},
-		{"h100", request{op: norm, m: 4, n: 114688}, Extreme, "rmsnorm_forward_ring_bfloat16_512x2_cluster"},
+		{"h100", request{op: norm, m: 4, n: 114688}, Extreme, "rmsnorm_forward_staged_bfloat16_256x8_cluster"},
 		{"h100", request{op: softmax, m: 128, n: 1024}, Cluster, "softmax_forward_rows_bfloat16_256x4_cluster"},
 		{"a2", request{op: softmax, m: 4, n: 16384}, Cluster,
 			`softmax_forward: algorithm "cluster" needs clusters of thread blocks that this device, of compute capability 8.6, does ` +

@@ -225,10 +225,11 @@ func (p *planner) fastest() {
 	case p.expected() <= 16 && p.vectors > 16384:
 		p.split("a few rows this long fill the device only when split")
 	case p.bestInTeam():
-	case p.op == kernels.RMSNormForward && p.vectors > p.ringFrom() && p.expected() >= 1024 && p.inRing(1, 16):
 	case p.op == kernels.RMSNormForward && p.inLoop():
 	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.alone():
+	case p.op == kernels.RMSNormForward && !p.few() && p.vectors > p.stagedFrom() && p.inStaged(1, 16):
 	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.lasting(p.tiles(false))) || p.inCluster(p.thrifty(p.tiles(true))):
+	case p.op == kernels.RMSNormForward && p.inStaged(2, 16):
 	default:
 		p.split("the row is longer than a cluster holds in registers")
 	}
@@ -236,7 +237,7 @@ func (p *planner) fastest() {
 
 // forced takes the regime that the algorithm names, where that has kernels for the request.
 func (p *planner) forced() bool {
-	ring := ringed(p.op, p.dw)
+	staged, ring := p.op == kernels.RMSNormForward, p.op == kernels.RMSNormBackward && p.dw
 	switch a := p.Algorithm; {
 	case a == Arbitrary || a == SplitK:
 		return p.twoPasses()
@@ -246,9 +247,13 @@ func (p *planner) forced() bool {
 		return false
 	case p.dw && (a == Warp || a == Register):
 		return p.inLanes()
+	case staged && a == Medium:
+		return p.inStaged(1, 1)
+	case staged && a == Extreme:
+		return p.bestInTeam() || p.inStaged(2, 16) || p.inTeam()
 	case ring && a == Medium:
 		return p.inRing(1, 1)
-	case ring && a == Extreme, p.dw:
+	case ring: // Extreme, Cluster
 		return a == Extreme && p.bestInTeam() || p.inRing(2, 16) || a == Extreme && p.inTeam()
 	case a == Warp:
 		return p.inLoop() || p.inOneCTA(p.tiles(false, 1, lanesPerWarp))
@@ -259,7 +264,7 @@ func (p *planner) forced() bool {
 	case a == Extreme:
 		return p.bestInTeam() || p.inCluster(largest(p.tiles(true))) || p.inTeam()
 	}
-	return p.inCluster(p.tiles(true))
+	return p.inCluster(p.tiles(true)) || staged && p.inStaged(2, 16)
 }
 
 // expected is how many rows a choice is made for: with BatchInvariant as for many, whatever M is.
@@ -337,6 +342,9 @@ func (p *planner) inCluster(variants []*kernels.Variant) bool {
 // softmax of 50257 bfloat16 in 7 CTAs of 1024 vectors 0.86, in 4 of 2048 0.95; of 131072 in 8 of 2048 0.97, in 4 of 4096 0.98;
 // loss and gradient of 262144 in 16 of 2048 0.96, in 8 of 4096 0.94.
 func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
+	if len(variants) < 2 {
+		return variants
+	}
 	small := int64(8) // CTAs: more of the smallest have too much to wait for
 	if p.op.Inputs() == 1 && variants[1].RowThreads == variants[0].RowThreads {
 		variants = variants[1:]
@@ -373,7 +381,7 @@ func (p *planner) lasting(variants []*kernels.Variant) []*kernels.Variant {
 // alone gives each of a few rows of RMSNorm to a CTA that brings the weights with it. Measured on an H100, 128 x 1024 of bfloat16:
 // 5.2 us, a warp to each row 6.4.
 func (p *planner) alone() bool {
-	if p.vectors > 256 && p.vectors <= 1024 && p.inRing(1, 1) {
+	if p.vectors > 256 && p.vectors <= 1024 && p.inStaged(1, 1) {
 		return true
 	}
 	return p.inOneCTA(p.tiles(false, 256, 256))
@@ -485,44 +493,80 @@ func (r *request) accumulatorBytes() int64 {
 // stateBytes is the size of the largest state of a row, a maximum and a sum: MaxSum in cuda/reduce.cuh.
 func (r *request) stateBytes() int64 { return 2 * r.accumulatorBytes() }
 
-// ringFrom is the vectors of a row from which RMSNorm forward gains by a ring: unaligned weights are shifted into place only once there.
-func (p *planner) ringFrom() int64 {
+// stagedFrom is the vectors of a row from which many of RMSNorm forward gain by shared memory.
+func (p *planner) stagedFrom() int64 {
 	if p.general {
-		return 2048
+		return 1280
 	}
-	return 8192
+	return 1024
 }
 
-// rings is how RMSNorm brings rows of up to `vectors` vectors through shared memory: CTA shape, cluster, CTAs per SM and rows in
-// flight. Forward, short rows come this way only when they are asked to. Measured on an H100 with 32768 rows or 4 GiB per tensor, over
-// the plain kernel of the same traffic: bfloat16 / float32.
-var rings = map[kernels.Op][]struct {
+// staging is how RMSNorm forward stages rows of up to `vectors` vectors: CTA shape, and whether a cluster takes as many as hold them.
+// Measured on an H100, over the plain kernel: bfloat16 / float32; in brackets unaligned.
+var staging = []struct {
+	vectors, threads, each int64
+	cluster                bool
+}{
+	{1024, 512, 2, false},
+	{3840, 512, 8, false},  // 0.98 to 0.99 (0.84 to 0.94)
+	{8192, 1024, 8, false}, // 0.97 to 0.99 / 0.98 to 0.99 (0.88 to 0.94)
+	{16384, 256, 8, true},  // 0.97 / 0.97 to 0.99 (0.86 / 0.88)
+	{65536, 512, 8, true},  // 131072 0.98, 262144 0.96 / 0.97 (0.83 / 0.81)
+}
+
+// inStaged brings each row into the shared memory of a CTA, or of at least two and as few of a cluster as hold it.
+func (p *planner) inStaged(least, most int64) bool {
+	if p.general && !p.alike || p.mixed {
+		return false
+	}
+	most = min(most, maxCluster(p.facts))
+	for _, s := range staging {
+		ctas := int64(1)
+		if s.cluster {
+			ctas = max(2, ceil(p.vectors, s.threads*s.each))
+		}
+		// An SM holds one CTA of 1024: not where rows are too few to even out what the last of them leave idle, or fill less than
+		// three quarters of it with the many instructions that unaligned rows take.
+		wasteful := s.threads == 1024 && most > 1 && (p.expected() < 8*int64(p.facts.SMs) || p.general && p.vectors <= 5632)
+		if p.vectors > s.vectors || ctas < least || ctas > most || wasteful {
+			continue
+		}
+		for _, v := range variantsOf[variantKey{p.op, kernels.Staged, p.x, p.general, s.cluster}] {
+			shared := v.Capacity() * 16
+			if v.Capacity() != s.threads*s.each || v.RowThreads != int(s.threads) || shared+4<<10 > int64(p.facts.SharedPerBlock) {
+				continue
+			}
+			p.taken = Medium
+			if s.cluster {
+				p.taken = Extreme
+			}
+			p.add(p.op, v.Shape, p.general, v, p.m*ctas, ctas, uint32(shared))
+			p.why = fmt.Sprintf("%d x %d threads copy a row of %d vectors into shared memory while its weights come into registers",
+				ctas, v.Threads, p.vectors)
+			return true
+		}
+	}
+	return false
+}
+
+// rings is how RMSNorm backward brings rows of up to `vectors` vectors through shared memory: CTA shape, cluster, CTAs per SM and rows
+// in flight. Measured on an H100 with 32768 rows or 4 GiB per tensor, over the plain kernel of the same traffic: bfloat16 / float32.
+var rings = []struct {
 	vectors, threads, each, cluster, resident, stages int64
 }{
-	kernels.RMSNormForward: {
-		{1024, 512, 2, 1, 2, 4},
-		{2048, 512, 4, 1, 1, 3},
-		{4096, 512, 2, 4, 2, 3},   // 24577, unaligned: 0.83
-		{8192, 512, 2, 8, 2, 3},   // 50257, unaligned: 0.84
-		{13312, 512, 4, 8, 1, 3},  // 0.95; unaligned 0.87
-		{16384, 512, 2, 16, 2, 4}, // 0.94 / 0.95
-		{32768, 512, 4, 16, 1, 4}, // 0.96 / 0.95
-	},
-	kernels.RMSNormBackward: {
-		{128, 128, 1, 1, 5, 6},    // 0.92 / 0.93
-		{256, 256, 2, 1, 2, 4},    // 0.94 / 0.95
-		{512, 256, 2, 1, 1, 4},    // 0.96 / 0.97
-		{1024, 256, 2, 2, 1, 8},   // 0.95 / 0.97
-		{2048, 512, 2, 2, 1, 3},   // 0.95 / 0.95
-		{3072, 512, 2, 3, 1, 2},   // 20480: 0.91
-		{4096, 512, 2, 4, 1, 2},   // 0.94 / 0.94
-		{5120, 512, 2, 5, 1, 3},   // 36864: 0.95 (clusters of 8: 0.82)
-		{6144, 512, 2, 6, 1, 3},   // 43008: 0.96
-		{7168, 512, 2, 7, 1, 3},   // 50256: 0.97; 50257, unaligned: 0.74
-		{8192, 512, 2, 8, 1, 2},   // 0.95 / 0.97
-		{16384, 512, 2, 16, 1, 3}, // 0.97 / 0.97
-		{32768, 512, 4, 16, 1, 2}, // float32 0.96
-	},
+	{128, 128, 1, 1, 5, 6},    // 0.92 / 0.93
+	{256, 256, 2, 1, 2, 4},    // 0.94 / 0.95
+	{512, 256, 2, 1, 1, 4},    // 0.96 / 0.97
+	{1024, 256, 2, 2, 1, 8},   // 0.95 / 0.97
+	{2048, 512, 2, 2, 1, 3},   // 0.95 / 0.95
+	{3072, 512, 2, 3, 1, 2},   // 20480: 0.91
+	{4096, 512, 2, 4, 1, 2},   // 0.94 / 0.94
+	{5120, 512, 2, 5, 1, 3},   // 36864: 0.95 (clusters of 8: 0.82)
+	{6144, 512, 2, 6, 1, 3},   // 43008: 0.96
+	{7168, 512, 2, 7, 1, 3},   // 50256: 0.97; 50257, unaligned: 0.74
+	{8192, 512, 2, 8, 1, 2},   // 0.95 / 0.97
+	{16384, 512, 2, 16, 1, 3}, // 0.97 / 0.97
+	{32768, 512, 4, 16, 1, 2}, // float32 0.96
 }
 
 // inLanes gives rows to persistent parts of warps, whose threads keep fixed columns' part of dw in registers.
@@ -544,15 +588,18 @@ func (p *planner) inLanes() bool {
 
 // bestInTeam spreads rows over a CTA on each SM where they are so long that this is better than a cluster.
 func (p *planner) bestInTeam() bool {
-	from := int64(32768)                // vectors
-	if p.dw && p.x != kernels.Float32 { // for whose dw the registers of a cluster do not suffice
+	from := int64(32768) // vectors
+	switch {
+	case p.dw && p.x != kernels.Float32: // for whose dw the registers of a cluster do not suffice
 		from = 16384
+	case p.op == kernels.RMSNormForward: // whose rows a cluster stages
+		from = 65536
 	}
 	return p.vectors > from && p.inTeam()
 }
 
 // inTeam spreads each row over a CTA on each SM. Measured on an H100, over the plain kernel: N = 262144 of float32, RMSNorm backward 0.97
-// (two passes: 0.58), forward 0.96 (clusters of 16: 0.87), softmax 0.94 and 0.97 (0.90); RMSNorm backward of bfloat16 with N = 262144
+// (two passes: 0.58), softmax 0.94 and 0.97 (0.90); RMSNorm backward of bfloat16 with N = 262144
 // 0.96 (0.87), 151936 0.91; softmax forward with N = 2^20 0.95 (0.84). The ring hides what CTAs tell each other, which takes several us,
 // if some 64 KiB of it are on their way.
 func (p *planner) inTeam() bool {
@@ -605,11 +652,10 @@ const teamSteps = 64
 // inRing brings rows through shared memory, where there is a ring for their length of so many CTAs, with `threads` threads if that
 // is given.
 func (p *planner) inRing(least, most int64, threads ...int64) bool {
-	if p.mixed || p.facts.Major < 9 ||
-		p.general && (p.BatchInvariant || p.op == kernels.RMSNormForward && !p.alike) { // whose result may be of another type
+	if p.mixed || p.facts.Major < 9 || p.general && p.BatchInvariant {
 		return false
 	}
-	for _, r := range rings[p.op] {
+	for _, r := range rings {
 		if p.vectors > r.vectors || r.cluster < least || r.cluster > most || r.cluster > 1 && p.facts.Clusters[r.cluster] == 0 ||
 			threads != nil && r.threads != threads[0] {
 			continue
@@ -644,18 +690,16 @@ func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
 	}
 	clusters = min(clusters, p.m)
 	p.stages = int32(min(stages, max(2, ceil(p.m, clusters))))
-	if p.dw {
-		p.partials = int32(clusters)
-		if p.general { // one for each piece of its rows that lies alike: deal_rows in cuda/rmsnorm.cuh
-			p.partials += int32(p.elements() - 1)
-		}
+	p.partials = int32(clusters)
+	if p.general { // one for each piece of its rows that lies alike: deal_rows in cuda/rmsnorm.cuh
+		p.partials += int32(p.elements() - 1)
 	}
 	p.taken = Medium
 	if cluster > 1 {
 		p.taken = Extreme
 	}
 	p.add(p.op, v.Shape, p.general, v, clusters*cluster, cluster, uint32(int64(p.stages)*p.ringStage(v)))
-	p.why = fmt.Sprintf("%d x %d threads keep the weights of their columns (and dw); %d rows in flight",
+	p.why = fmt.Sprintf("%d x %d threads keep the weights of their columns and dw; %d rows in flight",
 		cluster, v.Threads, p.stages)
 }
 

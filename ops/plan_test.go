@@ -108,8 +108,13 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 		}
 		ctas := int64(g.Grid)
 		switch v.Shape {
-		case kernels.InRegisters:
+		case kernels.InRegisters, kernels.Staged:
 			require.False(t, r.mixed, what)
+			if v.Shape == kernels.Staged {
+				require.EqualValues(t, v.Capacity()*16, g.Shared, what)
+				require.LessOrEqual(t, int(g.Shared)+4<<10, f.SharedPerBlock, what)
+				require.Equal(t, r.general, r.alike, what)
+			}
 			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
 			require.GreaterOrEqual(t, ctas/int64(g.Cluster)*v.RowsPerCTA(), r.m, what)
 		case kernels.Loop:

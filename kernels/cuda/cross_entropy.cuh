@@ -188,12 +188,13 @@ struct CrossEntropyForward {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m + log_sum;
     }
   }
-  template <bool General, int E, class Place>
+  __device__ __forceinline__ static void relative_to(Scalars& sc, float m) { sc.scale *= rescaling<float>(m, State::reference(sc.max)); }
+  template <bool General, bool Kept = false, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&dx)[E]) {
     const bool zero = sc.grad == 0.f;
 #pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
+    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : (Kept ? x[j] : exp_difference<T>(x[j], sc.max)) * sc.scale;
     subtract_at(sc.label.index - p.origin - e, sc.grad, dx);
   }
   __device__ static void total_if_single(const Args& a) {

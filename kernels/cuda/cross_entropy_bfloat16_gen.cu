@@ -7,8 +7,9 @@ using namespace gander;
   extern "C" __global__ void __launch_bounds__(threads, resident) name(const __grid_constant__ CrossEntropyArgs args) { __VA_ARGS__(args); }
 
 KERNEL(cross_entropy_forward_rows_bfloat16_8x1, 128, 16, rows_body<CrossEntropyForward<bf16, false>, 8, 1, false, false, false>)
-KERNEL(cross_entropy_forward_rows_bfloat16_8x4, 128, 16, rows_body<CrossEntropyForward<bf16, false>, 8, 4, false, false, false>)
-KERNEL(cross_entropy_forward_rows_bfloat16_16x4, 128, 16, rows_body<CrossEntropyForward<bf16, false>, 16, 4, false, false, false>)
+KERNEL(cross_entropy_forward_rows_bfloat16_8x2, 128, 16, rows_body<CrossEntropyForward<bf16, false>, 8, 2, false, false, false>)
+KERNEL(cross_entropy_forward_rows_bfloat16_16x2, 128, 16, rows_body<CrossEntropyForward<bf16, false>, 16, 2, false, false, false>)
+KERNEL(cross_entropy_forward_rows_bfloat16_32x2, 128, 16, rows_body<CrossEntropyForward<bf16, false>, 32, 2, false, false, false>)
 KERNEL(cross_entropy_forward_rows_bfloat16_32x4, 128, 16, rows_body<CrossEntropyForward<bf16, false>, 32, 4, false, false, false>)
 KERNEL(cross_entropy_forward_rows_bfloat16_32x8, 128, 8, rows_body<CrossEntropyForward<bf16, false>, 32, 8, false, false, false>)
 KERNEL(cross_entropy_forward_rows_bfloat16_128x4, 128, 16, rows_body<CrossEntropyForward<bf16, false>, 128, 4, false, false, false>)

@@ -126,10 +126,11 @@ struct alignas(2 * sizeof(A)) MaxSum {
     m = top;
   }
   // The state of a row that L lanes hold: they agree on the maximum before they take exponentials, so that no lane's sum is scaled.
-  template <int L, int V>
-  __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V]) {
+  // Keep: float32 elements become their exponentials relative to it.
+  template <int L, bool Keep = false, int V>
+  __device__ __forceinline__ void reduce_tile(uint4 (&v)[V]) {
     m = lanes_max<L>(tile_max(T(), v));
-    s = lanes_sum<L>(exponentials(v, reference(m)));
+    s = lanes_sum<L>(exponentials<Keep>(v, reference(m)));
   }
   __device__ __forceinline__ void merge(MaxSum o) {
     const float top = fmaxf(m, o.m), r = reference(top);
@@ -155,16 +156,16 @@ struct alignas(2 * sizeof(A)) MaxSum {
     s = s * rescaling<A>(m, r) + exponentials(v, r);
     m = top;
   }
-  template <int V>
-  __device__ __forceinline__ static A exponentials(const uint4 (&v)[V], float r) {
+  template <bool Keep = false, class Vectors>
+  __device__ __forceinline__ static A exponentials(Vectors& v, float r) {
     A sum = 0;  // vector by vector: one long chain of additions would lose digits
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      float f[kElements<T>];
+    for (int i = 0; i < std::extent_v<Vectors>; i++) {
+      float f[kElements<T>], t = 0.f;
       unpack(T(), v[i], f);
-      float t = exp_difference<T>(f[0], r);
 #pragma unroll
-      for (int j = 1; j < kElements<T>; j++) t += exp_difference<T>(f[j], r);
+      for (int j = 0; j < kElements<T>; j++) t += f[j] = exp_difference<T>(f[j], r);
+      if constexpr (Keep) v[i] = pack(T(), f);
       sum += t;
     }
     return sum;

@@ -269,20 +269,19 @@ __device__ __forceinline__ void deal_rows(int64_t rows, int64_t cta, int64_t cta
   }
 }
 
-// Long rows through persistent CTAs (or clusters) that own fixed columns: rows arrive by bulk copies in a ring of `stages` rows in
-// shared memory; the columns' weights, and backward dw, stay in registers. Backward, each piece of the rows leaves one row of partial
-// dw, which `weight_gradient` adds up.
-template <class Op, int Threads, int V, bool Cluster, bool General>
+// dx and dw, long rows through persistent CTAs (or clusters) that own fixed columns: rows arrive by bulk copies in a ring of `stages`
+// rows in shared memory; the columns' weights and dw stay in registers. Each piece of the rows leaves one row of partial dw, which
+// `weight_gradient` adds up.
+template <class T, int Threads, int V, bool Cluster, bool General>
 __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #ifdef GANDER_SM90
-  using T = typename Op::T;
-  constexpr bool kBackward = Op::kInputs > 1;
+  using Op = RMSNormBackward<T>;
   constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kMaxStages = 16;
-  constexpr int kInput = kSlice + General, kStage = Op::kInputs * kInput;  // vectors; a shifted slice touches one more
-  extern __shared__ __align__(128) uint4 buffer[];  // stages x inputs x kInput
+  constexpr int kInput = kSlice + General;  // vectors; a shifted slice touches one more
+  extern __shared__ __align__(128) uint4 buffer[];  // stages x (x, dy) x kInput
   __shared__ Slot<Sum<T>> warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
-  if constexpr (kBackward) let_next_launch_start();
+  let_next_launch_start();
   const int tid = threadIdx.x, stages = a.rows.stages;
   const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   const int64_t rows = a.rows.m, n = a.rows.n;
@@ -302,42 +301,37 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
     const Span span = {max(-origin, 0), max(min(left, kSlice * E), 0), left};
     Slice<T, General> x(a.rows.a, a.rows.a_stride, origin, span), dy(a.rows.b, a.rows.b_stride, origin, span);
     x.begin_at(first);
-    if constexpr (kBackward) dy.begin_at(first);
+    dy.begin_at(first);
     T* y = static_cast<T*>(a.rows.y) + origin;
     const auto fetch = [&](int64_t row, int at) {
       if (!General && span.hi == 0) return;
-      uint4* to = buffer + at * kStage;
-      int vectors = x.count(row, rows);
-      if constexpr (kBackward) vectors += dy.count(row, rows);
-      barrier_expect(full + at, vectors * 16);
+      uint4* to = buffer + at * 2 * kInput;
+      barrier_expect(full + at, (x.count(row, rows) + dy.count(row, rows)) * 16);
       x.copy(to, row, rows, full + at);
-      if constexpr (kBackward) dy.copy(to + kInput, row, rows, full + at);
+      dy.copy(to + kInput, row, rows, full + at);
     };
     if (tid == 0)
       for (int i = 0; i < stages && first + i * step < limit; i++) fetch(first + i * step, stage + i < stages ? stage + i : stage + i - stages);
 
-    constexpr int kHeld = !kBackward ? 32 : Threads == 1024 ? 8 : 16;  // floats of weights that registers leave room for
-    const ColumnWeights<V, E, (V * E <= kHeld), General> weights(a, origin, tid * E, Threads * E, span);
-    Accumulator<T> dw[kBackward ? V : 1][E] = {};
+    const ColumnWeights<V, E, (V * E <= 16), General> weights(a, origin, tid * E, Threads * E, span);
+    Accumulator<T> dw[V][E] = {};
     auto next = Op::begin(a, first < limit ? first : 0, false);
     for (int64_t row = first; row < limit; row += step) {
       auto sc = next;
       if (row + step < limit) next = Op::begin(a, row + step, false);
       if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(Sum<T>));
       if (General || span.hi) barrier_wait(full + stage, phase);
-      const uint4* from = buffer + stage * kStage;
-      uint4 xs[V], ds[kBackward ? V : 1];
+      const uint4* from = buffer + stage * 2 * kInput;
+      uint4 xs[V], ds[V];
       Sum<T> st;
 #pragma unroll
       for (int i = 0; i < V; i++) {
         float fx[E], fd[E], w[E];
         xs[i] = x.read(from, tid + i * Threads, row, rows);
         unpack(T(), xs[i], fx);
-        if constexpr (kBackward) {
-          ds[i] = dy.read(from + kInput, tid + i * Threads, row, rows);
-          unpack(T(), ds[i], fd);
-          weights.get(i, w);
-        }
+        ds[i] = dy.read(from + kInput, tid + i * Threads, row, rows);
+        unpack(T(), ds[i], fd);
+        weights.get(i, w);
         Op::add_vector(st, fx, fd, w);
       }
       st.template reduce_lanes<32>();
@@ -348,28 +342,130 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #pragma unroll
       for (int i = 0; i < V; i++) {
         float fx[E], fd[E], w[E], out[E];
-        forget<T>(xs[i], a.rows.zero);
+        forget<T>(xs[i], a.rows.zero), forget<T>(ds[i], a.rows.zero);
         unpack(T(), xs[i], fx);
-        if constexpr (kBackward) {
-          forget<T>(ds[i], a.rows.zero);
-          unpack(T(), ds[i], fd);
-        }
+        unpack(T(), ds[i], fd);
         weights.get(i, w);
-        Op::map_vector(sc, fx, fd, w, dw[kBackward ? i : 0], out);
+        Op::map_vector(sc, fx, fd, w, dw[i], out);
         store<General>(y + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
       }
       if (++stage == stages) stage = 0, phase ^= 1;
       merged_phase ^= set;
       set ^= 1;
     }
-    if constexpr (kBackward)
 #pragma unroll
-      for (int i = 0; i < V; i++)
-        store_partial<General>(static_cast<Accumulator<T>*>(a.dw_partial) + piece * n + origin, (tid + i * Threads) * E, span, dw[i]);
+    for (int i = 0; i < V; i++)
+      store_partial<General>(static_cast<Accumulator<T>*>(a.dw_partial) + piece * n + origin, (tid + i * Threads) * E, span, dw[i]);
   });
   // Nobody may leave while others may still write into its shared memory.
   if constexpr (Cluster) cluster_arrive(), cluster_wait();
 #endif
+}
+
+// Forward, long rows: a row comes into the shared memory of a CTA, or of a cluster, while its weights come into registers; each thread
+// copies what it works on itself. The weights stay in L1, past which the row's elements come. Weights of another type than x are
+// fetched when they are needed. In a general kernel x and y lie alike, and weights are shifted into place, then too.
+template <class T, int Threads, int V, bool Cluster, bool General>
+__device__ __forceinline__ void staged_body(const RMSNormArgs& a) {
+#ifndef GANDER_SM90
+  if constexpr (Cluster) return;
+#endif
+  using Op = RMSNormForward<T>;
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E;
+  extern __shared__ __align__(128) uint4 buffer[];  // V x threads
+  __shared__ Slot<Sum<T>> warp_slots[kWarps];
+  const int tid = threadIdx.x;
+  int64_t row = blockIdx.x;
+  int e = tid * E;
+  bool first = tid == 0;
+#ifdef GANDER_SM90
+  __shared__ Slot<Sum<T>> cluster_slots[Cluster ? 16 : 1];
+  __shared__ uint64_t barrier;
+  if constexpr (Cluster) {
+    row = blockIdx.x / cluster_size();
+    e += cluster_rank() * kStep * V;
+    first = first && cluster_rank() == 0;
+    if (tid == 0) {
+      barrier_init(&barrier, 1);
+      barrier_init_fence();
+      barrier_expect(&barrier, cluster_size() * sizeof(Sum<T>));
+    }
+    cluster_arrive();
+  }
+#endif
+  const Place<T> p = place<Op, General>(a.rows, row, 0);
+  uint4* mine = buffer + tid;
+  const T* aligned = reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(a.rows.a) & ~uintptr_t{15});  // where nothing is read
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int ei = e + i * kStep;
+    const bool in = ei < p.span.hi;
+    if (General && !in) break;
+    if (General && ei + E > p.readable().end) mine[i * Threads] = load_elements(p.a + ei, p.span.lo - ei, p.span.hi - ei, zero_vector());
+    else copy_async<16>(mine + i * Threads, in ? p.a + ei : aligned, in ? 16 : 0);
+  }
+  copies_commit();
+  const bool early = a.weight && a.weight_type == kDType<T>;
+  uint4 w[V];
+  if constexpr (!General) {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * kStep;
+      w[i] = load_vector_if(early && ei < p.span.hi, static_cast<const T*>(a.weight) + ei, zero_vector());
+    }
+  }
+  copies_wait<0>();
+  Sum<T> st;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int ei = e + i * kStep;
+    if (General && ei >= p.span.hi) break;
+    uint4 v = mine[i * Threads];
+    if (General && !p.span.template whole<E>(ei)) v = masked<T>(v, p.span.lo - ei, p.span.hi - ei, zero_vector());
+    float x[E];
+    unpack(T(), v, x);
+    st.add(x, x);
+  }
+  st.template reduce_lanes<32>();
+  reduce_warps<kWarps>(st, warp_slots);
+#ifdef GANDER_SM90
+  if constexpr (Cluster) {
+    cluster_wait();
+    reduce_cluster(st, cluster_slots, &barrier, 0);
+  }
+#endif
+  typename Op::Scalars sc = {};
+  Op::end(a, row, sc, st, first);
+  const auto map = [&](int i, const float (&weight)[E]) {
+    float x[E], y[E];
+    unpack(T(), mine[i * Threads], x);
+    Op::map_vector(sc, x, x, weight, x, y);
+    store<General>(static_cast<T*>(p.y), e + i * kStep, p.span, y);
+  };
+  if (early) {
+    constexpr int B = V < 4 ? 1 : sizeof(T);  // shifted weights at a time
+#pragma unroll
+    for (int i = 0; i < V; i += B) {
+      if (General && e + i * kStep >= p.span.hi) break;
+      uint4 b[B];
+      if constexpr (General) load<true, false>(static_cast<const T*>(a.weight) + p.origin, e + i * kStep, kStep, p.span, zero_vector(), b);
+#pragma unroll
+      for (int k = 0; k < B; k++) {
+        float weight[E];
+        unpack(T(), General ? b[k] : w[i + k], weight);
+        map(i + k, weight);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * kStep;
+      if (ei >= p.span.hi) break;
+      float weight[E];
+      load_weight<General>(a, p.origin, ei, p.span, weight);
+      map(i, weight);
+    }
+  }
 }
 
 // What a thread of a team keeps of its columns: their weights, and backward their dw.

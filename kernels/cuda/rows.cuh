@@ -20,7 +20,8 @@
 //   kFetches<threads per row, V>, fetch<V, step>(args, scalars, place, e)   what else `map` needs, brought into shared memory meanwhile
 //   keep(args, row, scalars), kept(args, row, scalars)  carry what the first thread saw from `partial` over to `apply`
 //   end(args, row, scalars, state, first)      the row is complete: statistics are written here
-//   map<General>(args, scalars, a, b, place, e, out)  one vector of the output
+//   relative_to(scalars, m)                    the tile holds exponentials relative to m, and `map` is told by Kept
+//   map<General, Kept>(args, scalars, a, b, place, e, out)  one vector of the output
 #pragma once
 #include "args_gen.cuh"
 #include "reduce.cuh"
@@ -117,6 +118,7 @@ struct Tile {
     }
   }
 
+  template <bool Kept = false>
   __device__ __forceinline__ void map(const typename Op::Args& args, const typename Op::Scalars& sc, const Place<T>& p,
                                       int e, int step) const {
 #pragma unroll
@@ -126,20 +128,21 @@ struct Tile {
       float fa[E], fb[E], out[E];
       get_a(i, fa);
       get_b(i, fb);
-      Op::template map<General>(args, sc, fa, fb, p, ei, out);
+      if constexpr (Kept) Op::template map<General, true>(args, sc, fa, fb, p, ei, out);
+      else Op::template map<General>(args, sc, fa, fb, p, ei, out);
       if constexpr (General && Op::kAnyOutput) store_floats(p.y, args.rows.y_type, ei, p.span, out);
       else store<General>(static_cast<T*>(p.y), ei, p.span, out);
     }
   }
 };
 
-// The state of what L lanes hold between them.
-template <class Op, int L, class Tile>
+// The state of what L lanes hold between them. Keep: see MaxSum::reduce_tile.
+template <class Op, int L, bool Keep, class Tile>
 __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const typename Op::Scalars& sc,
-                                            typename Op::State& st, const Tile& tile, const Place<typename Op::T>& p, int e,
+                                            typename Op::State& st, Tile& tile, const Place<typename Op::T>& p, int e,
                                             int step) {
   if constexpr (Op::State::kMaxFirst) {
-    st.template reduce_tile<L>(tile.a);
+    st.template reduce_tile<L, Keep>(tile.a);
   } else {
     Op::add(args, sc, st, tile, p, e, step);
     st.template reduce_lanes<L>();
@@ -188,7 +191,10 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (Op::template kFetches<TPR, V> && !General) Op::template fetch<V, kStep>(args, sc, p, e);
   Op::follow(args, active ? row : 0, sc, first);
   State st;
-  reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, sc, st, tile, p, e, kStep);
+  // The accurate exponential is worth not taking twice, where rows are long enough for that to pay. 16-bit elements have no room for it.
+  constexpr bool kKeep = State::kMaxFirst && Op::kMaps && sizeof(T) == 4 && TPR * V >= 2048;
+  reduce_tile<Op, (TPR < 32 ? TPR : 32), kKeep>(args, sc, st, tile, p, e, kStep);
+  const State own = st;
   if constexpr (kWarps > 1 && !std::is_same_v<State, None>) reduce_warps<kWarps>(st, warp_slots);
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
@@ -198,13 +204,14 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
 #endif
   if (active) Op::end(args, row, sc, st, first);
   if constexpr (Op::kMaps) {
+    if constexpr (kKeep) Op::relative_to(sc, own.m);
     tile.forget(args.rows.zero);
     if constexpr (General) {  // found out again: to remember it, and what it said of each vector, would cost registers
       p = place<Op, General>(args.rows, (active ? row : 0) + args.rows.zero, 0);
       if (!active) p.span.lo = p.span.hi = 0;
       e += args.rows.zero;
     }
-    tile.map(args, sc, p, e, kStep);
+    tile.template map<kKeep>(args, sc, p, e, kStep);
   }
   if constexpr (Op::kTotals) Op::total_if_single(args);
 }
@@ -239,7 +246,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
     next_sc = Op::begin(args, row + step < rows ? row + step : 0, lane == 0 && row + step < rows);
     next_tile.load(next, e, kStep);
     typename Op::State st;
-    reduce_tile<Op, TPR>(args, sc, st, tile, p, e, kStep);
+    reduce_tile<Op, TPR, false>(args, sc, st, tile, p, e, kStep);
     if (active) Op::end(args, row, sc, st, first);
     if constexpr (Op::kMaps) {
       tile.forget(args.rows.zero);

@@ -31,11 +31,21 @@ struct SoftmaxForward {
     const float sum = st.s;
     sc = {st.m, sum, static_cast<float>(st.s - sum), 1.f / sum};
   }
-  template <bool General, int E, class Place>
+  // The quotient exp(m - max) / sum in two parts. No division, whose slow path is a call.
+  __device__ __forceinline__ static void relative_to(Scalars& sc, float m) {
+    const double sum = static_cast<double>(sc.sum) + sc.rest, guess = sc.scale, inverse = fma(guess, fma(-sum, guess, 1.), guess);
+    const double scale = rescaling<double>(m, State::reference(sc.max)) * inverse;
+    sc.scale = scale, sc.rest = scale - sc.scale;
+  }
+  template <bool General, bool Kept = false, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place&, int, float (&y)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
+      if constexpr (Kept) {
+        y[j] = fmaf(x[j], sc.scale, x[j] * sc.rest);
+        continue;
+      }
       const float e = exp_difference<T>(x[j], sc.max);
       y[j] = e * sc.scale;
       if constexpr (sizeof(T) == 4)  // rounded as the quotient is

@@ -217,7 +217,7 @@ struct NothingKept {
     p.span = {0, end, end};
   }
   template <class Tile>
-  __device__ __forceinline__ void reduce(typename Op::State::Part& st, const Tile& tile) const {
+  __device__ __forceinline__ void reduce(typename Op::State::Part& st, Tile& tile) const {
     if constexpr (Op::State::kMaxFirst) {
       st.template reduce_tile<32>(tile.a);
     } else {

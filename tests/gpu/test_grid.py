@@ -88,7 +88,8 @@ RARE = (
     ("rmsnorm_backward_dw", 131072, {}),
     *(("cross_entropy_forward", n, {"odd": True, "batch_invariant": True}) for n in (450, 1000, 1900, 3900, 9000)),
     ("rmsnorm_forward", 1024, {"algorithm": "medium"}),
-    ("rmsnorm_forward", 2048, {"algorithm": "medium"}),
+    ("rmsnorm_forward", 1500, {"algorithm": "register"}),
+    ("rmsnorm_forward", 6500, {"algorithm": "register"}),
 )
 
 
@@ -118,7 +119,7 @@ MANY = (
     ("softmax_backward", 1900, aligned, 0),
     ("softmax_backward", 1900, offset, 0),
     *(("rmsnorm_forward", n, aligned, 0) for n in (3000, 4600, 6500)),
-    *(("rmsnorm_forward", n, aligned, 1) for n in (5000, 10000)),
+    *(("rmsnorm_forward", n, aligned, 1) for n in (3000, 6500, 10000, 20000)),
     ("rmsnorm_backward", 1900, aligned, 0),
     ("rmsnorm_backward", 1900, offset, 0),
     ("cross_entropy_forward", 6500, aligned, 0),

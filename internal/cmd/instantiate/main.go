@@ -199,8 +199,10 @@ func body(v *kernels.Variant) string {
 		return fmt.Sprintf("partial_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.General, v.Alike)
 	case kernels.Apply:
 		return fmt.Sprintf("apply_body<%s, %d, %t>", op, v.Vectors, v.General)
+	case kernels.Staged:
+		return fmt.Sprintf("staged_body<%s, %d, %d, %t, %t>", t, v.Threads, v.Vectors, v.Cluster, v.General)
 	case kernels.Ring:
-		return fmt.Sprintf("ring_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.Cluster, v.General)
+		return fmt.Sprintf("ring_body<%s, %d, %d, %t, %t>", t, v.Threads, v.Vectors, v.Cluster, v.General)
 	case kernels.Team:
 		columns := "NothingKept"
 		if v.Family.Group() == "rmsnorm" {
