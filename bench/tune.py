@@ -185,8 +185,11 @@ class Tuner:
             for v in of(op, "staged"):
                 cap = v["RowThreads"] * v["Vectors"]
                 for c in range(2, 17) if v["Cluster"] else (1,):
-                    if cap * (c - 1) < nv <= cap * c and cap * c < 4 * nv:
-                        yield [(v, m * c, c, cap * 16)], {"chunk": 1 << 27, "splits": 1}
+                    if not cap * (c - 1) < nv <= cap * c or cap * c >= 4 * nv:
+                        continue
+                    # An SM may do better with fewer CTAs than its registers hold.
+                    for shared in sorted({cap * 16, max(cap * 16, (227 << 10) // v["Resident"] + 128)}):
+                        yield [(v, m * c, c, shared)], {"chunk": 1 << 27, "splits": 1, "shared": shared}
             yield from self.teams(of, mine, op, nv, 2 if op.endswith("backward") else 1, [])
             for v in of(op, "loop"):
                 cap = v["RowThreads"] * v["Vectors"]

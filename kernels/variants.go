@@ -39,7 +39,7 @@ const (
 	InRegisters Shape = iota // a row in the registers of RowThreads threads (or of a cluster), read once
 	Partial                  // a CTA reduces one chunk of a row
 	Apply                    // a CTA maps one chunk of a row whose partial states are known
-	Staged                   // RMSNorm forward: a row in the shared memory of a CTA (or of a cluster), its weights in registers
+	Staged                   // a row in the shared memory of a CTA (or of a cluster), read once
 	Ring                     // RMSNorm backward: persistent CTAs, rows through a ring in shared memory
 	Team                     // a CTA on each SM, which hold a row between them
 	Lanes                    // RMSNorm backward: persistent groups of lanes, a row each
@@ -139,9 +139,7 @@ type team struct {
 func teams(op Op, x DType) []team {
 	all := []team{{shape{256, 1}, 3}, {shape{256, 1}, 2}, {shape{256, 2}, 1}, {shape{512, 2}, 1}, {shape{512, 4}, 1}}
 	switch {
-	case op == SoftmaxForward: // exponentials want more threads
-		return append([]team{{shape{512, 1}, 1}}, all[3:]...)
-	case op == RMSNormForward:
+	case op == SoftmaxForward, op == RMSNormForward: // clusters hold longer rows
 		return all[3:]
 	case op == SoftmaxBackward, x == Float32:
 		return all[2:4]
@@ -172,12 +170,13 @@ var (
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
 	}
 	inClusters = map[Op][]shape{
-		SoftmaxForward:        {{256, 4}, {256, 8}, {512, 8}},
+		SoftmaxForward:        {{256, 4}},
 		RMSNormForward:        {{256, 4}},
-		CrossEntropyForwardDX: {{256, 4}, {256, 8}, {512, 8}, {1024, 8}},
+		CrossEntropyForwardDX: {{256, 4}},
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {512, 2}, {1024, 2}},
 	}
+	longInClusters = shape{256, 8} // of 16-bit elements; of float32 shared memory takes rows as long
 
 	// Rows of any alignment, with fewer shapes: they are rarer, and their code is longer.
 	anyInRegisters = map[int][]shape{1: {{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {192, 4}, {256, 4}, {384, 4}, {512, 4}, {768, 4}, {1024, 4}},
@@ -204,9 +203,15 @@ var (
 	// RMSNorm of short rows: the weights come out of L1 from the second row on.
 	loops = []shape{{8, 4}, {16, 4}}
 
-	// RMSNorm of long rows.
-	staged        = []shape{{512, 2}, {512, 8}, {1024, 8}}
-	stagedCluster = []shape{{256, 8}, {512, 8}}
+	// Long rows by way of shared memory, in a CTA or in a cluster.
+	staged = map[Op][]shape{
+		RMSNormForward: {{512, 2}, {512, 8}, {1024, 8}},
+	}
+	stagedInClusters = map[Op][]shape{
+		SoftmaxForward:        {{512, 8}},
+		CrossEntropyForwardDX: {{512, 8}},
+		RMSNormForward:        {{256, 8}, {512, 8}},
+	}
 
 	// RMSNorm backward with dw, whose float32 sums stay in registers.
 	ring        = []shape{{128, 1}, {256, 2}}
@@ -222,6 +227,8 @@ const laneStages = 3
 // one CTA loads while another stores.
 func resident(v *Variant) int {
 	switch {
+	case v.Shape == Staged && v.Op != RMSNormForward && v.Family.DType() == Float32: // 16-bit elements take more registers
+		return max(1, 1536/v.Threads)
 	case v.Shape == Staged:
 		return 1024 / v.Threads
 	case v.Shape == Ring:
@@ -336,6 +343,9 @@ func table() []Variant {
 			unaligned(rows, anyhow, alikeInRegisters[op])
 			if inClusters[op] != nil {
 				add(clusters, inClusters[op]...)
+				if x != Float32 && (op == SoftmaxForward || op == CrossEntropyForwardDX) {
+					add(clusters, longInClusters)
+				}
 				unaligned(clusters, anyInClusters[n], alikeInClusters[op])
 			}
 			switch op {
@@ -349,10 +359,14 @@ func table() []Variant {
 			}
 			chunks(op, Apply, 4/n)
 		}
-		add(Variant{Op: RMSNormForward, Shape: Staged}, staged...)
-		add(Variant{Op: RMSNormForward, Shape: Staged, Cluster: true}, stagedCluster...)
-		add(Variant{Op: RMSNormForward, Shape: Staged, General: true, Alike: true}, staged[1:]...)
-		add(Variant{Op: RMSNormForward, Shape: Staged, General: true, Alike: true, Cluster: true}, stagedCluster...)
+		for _, op := range []Op{SoftmaxForward, RMSNormForward, CrossEntropyForwardDX} {
+			add(Variant{Op: op, Shape: Staged}, staged[op]...)
+			add(Variant{Op: op, Shape: Staged, Cluster: true}, stagedInClusters[op]...)
+		}
+		alike := Variant{Op: RMSNormForward, Shape: Staged, General: true, Alike: true}
+		add(alike, staged[RMSNormForward][1:]...)
+		alike.Cluster = true
+		add(alike, stagedInClusters[RMSNormForward]...)
 		add(Variant{Op: RMSNormBackward, Shape: Ring}, ring...)
 		add(Variant{Op: RMSNormBackward, Shape: Ring, Cluster: true}, ringCluster...)
 		if x == Float32 {

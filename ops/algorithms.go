@@ -54,7 +54,7 @@ type AlgorithmInfo struct {
 
 // what tells people what an algorithm does for an op, whose dw is wanted or not.
 func (a Algorithm) what(op kernels.Op, dw bool) string {
-	staged, ring := op == kernels.RMSNormForward, op == kernels.RMSNormBackward && dw
+	norm, staged, ring := op == kernels.RMSNormForward, op == kernels.RMSNormForward || op == kernels.SoftmaxForward, dw
 	switch a {
 	case Warp:
 		return "one pass: each row in the registers of 8 to 32 threads of a warp, which shuffle and need no barrier"
@@ -65,7 +65,7 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 		return "one pass: each row in the registers of one block or less, in the smallest tile that holds it"
 	case Medium:
 		switch {
-		case staged:
+		case norm:
 			return "one pass: each row in the shared memory of one block, its weights in registers"
 		case ring:
 			return "one pass: persistent blocks, rows through a ring in shared memory into registers"
@@ -75,8 +75,8 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 	case Extreme:
 		switch {
 		case staged:
-			return "one pass: each row in the shared memory of as few blocks of a cluster as hold it, its weights in registers; longer " +
-				"ones through rings in that of a block on each SM"
+			return "one pass: each row in the shared memory of as few blocks of a cluster as hold it; longer ones through rings in that " +
+				"of a block on each SM"
 		case ring:
 			return "one pass: persistent clusters, or a block on each SM, rows through rings in their shared memory into registers"
 		}

@@ -124,8 +124,8 @@ func TestAlgorithmChoices(t *testing.T) {
 		{"h100", request{op: norm, m: 4, n: 16384}, Medium, "rmsnorm_forward_staged_bfloat16_512x8"},
 		{"h100", request{op: norm, general: true, m: 4, n: 1001}, Medium,
 			`rmsnorm_forward: algorithm "medium" takes rows that are not whole, aligned 16-byte vectors only where all operands are ` +
-				`off by as much; use "warp", "block", "register", "cluster", "arbitrary" or "auto"`},
-		{"h100", request{op: softmax, m: 4, n: 114688}, Extreme, "softmax_forward_rows_bfloat16_512x8_cluster"},
+				`off by as much; use "warp", "block", "register", "extreme", "cluster", "arbitrary" or "auto"`},
+		{"h100", request{op: softmax, m: 4, n: 114688}, Extreme, "softmax_forward_staged_bfloat16_512x8_cluster"},
 		{"h100", request{op: norm, m: 4, n: 114688}, Extreme, "rmsnorm_forward_staged_bfloat16_256x8_cluster"},
 		{"h100", request{op: softmax, m: 128, n: 1024}, Cluster, "softmax_forward_rows_bfloat16_256x4_cluster"},
 		{"a2", request{op: softmax, m: 4, n: 16384}, Cluster,

@@ -229,7 +229,7 @@ func (p *planner) fastest() {
 	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.alone():
 	case p.op == kernels.RMSNormForward && !p.few() && p.vectors > p.stagedFrom() && p.inStaged(1, 16):
 	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.lasting(p.tiles(false))) || p.inCluster(p.thrifty(p.tiles(true))):
-	case p.op == kernels.RMSNormForward && p.inStaged(2, 16):
+	case p.inStaged(2, 16):
 	default:
 		p.split("the row is longer than a cluster holds in registers")
 	}
@@ -237,7 +237,6 @@ func (p *planner) fastest() {
 
 // forced takes the regime that the algorithm names, where that has kernels for the request.
 func (p *planner) forced() bool {
-	staged, ring := p.op == kernels.RMSNormForward, p.op == kernels.RMSNormBackward && p.dw
 	switch a := p.Algorithm; {
 	case a == Arbitrary || a == SplitK:
 		return p.twoPasses()
@@ -247,13 +246,11 @@ func (p *planner) forced() bool {
 		return false
 	case p.dw && (a == Warp || a == Register):
 		return p.inLanes()
-	case staged && a == Medium:
+	case p.op == kernels.RMSNormForward && a == Medium:
 		return p.inStaged(1, 1)
-	case staged && a == Extreme:
-		return p.bestInTeam() || p.inStaged(2, 16) || p.inTeam()
-	case ring && a == Medium:
+	case p.dw && a == Medium:
 		return p.inRing(1, 1)
-	case ring: // Extreme, Cluster
+	case p.dw: // Extreme, Cluster
 		return a == Extreme && p.bestInTeam() || p.inRing(2, 16) || a == Extreme && p.inTeam()
 	case a == Warp:
 		return p.inLoop() || p.inOneCTA(p.tiles(false, 1, lanesPerWarp))
@@ -262,9 +259,9 @@ func (p *planner) forced() bool {
 	case a == Medium:
 		return p.inOneCTA(largest(p.tiles(false)))
 	case a == Extreme:
-		return p.bestInTeam() || p.inCluster(largest(p.tiles(true))) || p.inTeam()
+		return p.bestInTeam() || p.inStaged(2, 16) || p.inCluster(largest(p.tiles(true))) || p.inTeam()
 	}
-	return p.inCluster(p.tiles(true)) || staged && p.inStaged(2, 16)
+	return p.inCluster(p.tiles(true)) || p.inStaged(2, 16)
 }
 
 // expected is how many rows a choice is made for: with BatchInvariant as for many, whatever M is.
@@ -339,22 +336,19 @@ func (p *planner) inCluster(variants []*kernels.Variant) bool {
 }
 
 // thrifty leaves the smallest CTAs aside, where the next hold a row with little left over. Measured on an H100 over the plain kernel:
-// softmax of 50257 bfloat16 in 7 CTAs of 1024 vectors 0.86, in 4 of 2048 0.95; of 131072 in 8 of 2048 0.97, in 4 of 4096 0.98;
-// loss and gradient of 262144 in 16 of 2048 0.96, in 8 of 4096 0.94.
+// softmax of 50257 bfloat16 in 7 CTAs of 1024 vectors 0.86, in 4 of 2048 0.95; of 100512 in 7 of 2048 0.96, staged in 4 of 4096 0.89;
+// of 131072 in 8 of 2048 0.97, staged in 4 of 4096 0.98.
 func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
-	if len(variants) < 2 {
-		return variants
-	}
 	small := int64(8) // CTAs: more of the smallest have too much to wait for
+	if p.op.Inputs() == 1 && !p.general {
+		if _, c := fitting(variants[1:], p.vectors, small-1); c > 0 {
+			return variants[1:]
+		}
+		return nil // longer ones are staged
+	}
 	if p.op.Inputs() == 1 && variants[1].RowThreads == variants[0].RowThreads {
 		variants = variants[1:]
-		switch {
-		case p.op == kernels.CrossEntropyForwardDX && p.x != kernels.Float32, p.general:
-			small = 16
-		case p.op == kernels.SoftmaxForward:
-			small = 7
-		}
-		if _, c := fitting(variants[:1], p.vectors, small); c > 0 {
+		if _, c := fitting(variants[:1], p.vectors, 16); c > 0 {
 			return variants
 		}
 		return variants[1:]
@@ -501,17 +495,22 @@ func (p *planner) stagedFrom() int64 {
 	return 1024
 }
 
-// staging is how RMSNorm forward stages rows of up to `vectors` vectors: CTA shape, and whether a cluster takes as many as hold them.
-// Measured on an H100, over the plain kernel: bfloat16 / float32; in brackets unaligned.
-var staging = []struct {
+// staging is how rows of up to `vectors` vectors are staged: CTA shape, and whether a cluster takes as many as hold them. Measured on
+// an H100, over the plain kernel: bfloat16 / float32; in brackets unaligned.
+var staging = map[kernels.Op][]struct {
 	vectors, threads, each int64
 	cluster                bool
 }{
-	{1024, 512, 2, false},
-	{3840, 512, 8, false},  // 0.98 to 0.99 (0.84 to 0.94)
-	{8192, 1024, 8, false}, // 0.97 to 0.99 / 0.98 to 0.99 (0.88 to 0.94)
-	{16384, 256, 8, true},  // 0.97 / 0.97 to 0.99 (0.86 / 0.88)
-	{65536, 512, 8, true},  // 131072 0.98, 262144 0.96 / 0.97 (0.83 / 0.81)
+	kernels.RMSNormForward: {
+		{1024, 512, 2, false},
+		{3840, 512, 8, false},  // 0.98 to 0.99 (0.84 to 0.94)
+		{8192, 1024, 8, false}, // 0.97 to 0.99 / 0.98 to 0.99 (0.88 to 0.94)
+		{16384, 256, 8, true},  // 0.97 / 0.97 to 0.99 (0.86 / 0.88)
+		{65536, 512, 8, true},  // 131072 0.98, 262144 0.97 (0.83 / 0.81)
+	},
+	// 131072 0.98, 262144 0.96 / 0.98. Rows in the registers of a cluster: 0.97 and 0.95, 0.95 and 0.91.
+	kernels.SoftmaxForward:        {{65536, 512, 8, true}},
+	kernels.CrossEntropyForwardDX: {{65536, 512, 8, true}},
 }
 
 // inStaged brings each row into the shared memory of a CTA, or of at least two and as few of a cluster as hold it.
@@ -520,7 +519,7 @@ func (p *planner) inStaged(least, most int64) bool {
 		return false
 	}
 	most = min(most, maxCluster(p.facts))
-	for _, s := range staging {
+	for _, s := range staging[p.op] {
 		ctas := int64(1)
 		if s.cluster {
 			ctas = max(2, ceil(p.vectors, s.threads*s.each))
@@ -541,8 +540,7 @@ func (p *planner) inStaged(least, most int64) bool {
 				p.taken = Extreme
 			}
 			p.add(p.op, v.Shape, p.general, v, p.m*ctas, ctas, uint32(shared))
-			p.why = fmt.Sprintf("%d x %d threads copy a row of %d vectors into shared memory while its weights come into registers",
-				ctas, v.Threads, p.vectors)
+			p.why = fmt.Sprintf("%d x %d threads copy a row of %d vectors into shared memory", ctas, v.Threads, p.vectors)
 			return true
 		}
 	}
@@ -592,14 +590,14 @@ func (p *planner) bestInTeam() bool {
 	switch {
 	case p.dw && p.x != kernels.Float32: // for whose dw the registers of a cluster do not suffice
 		from = 16384
-	case p.op == kernels.RMSNormForward: // whose rows a cluster stages
+	case p.op == kernels.RMSNormForward, p.op == kernels.SoftmaxForward: // whose rows a cluster stages
 		from = 65536
 	}
 	return p.vectors > from && p.inTeam()
 }
 
 // inTeam spreads each row over a CTA on each SM. Measured on an H100, over the plain kernel: N = 262144 of float32, RMSNorm backward 0.97
-// (two passes: 0.58), softmax 0.94 and 0.97 (0.90); RMSNorm backward of bfloat16 with N = 262144
+// (two passes: 0.58), softmax backward 0.97 (0.90); RMSNorm backward of bfloat16 with N = 262144
 // 0.96 (0.87), 151936 0.91; softmax forward with N = 2^20 0.95 (0.84). The ring hides what CTAs tell each other, which takes several us,
 // if some 64 KiB of it are on their way.
 func (p *planner) inTeam() bool {

@@ -157,6 +157,10 @@ struct CrossEntropyForward {
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
     st.add(t.a);
   }
+  // The CTA that holds the target may write over its logit as soon as it has heard of this one.
+  __device__ __forceinline__ static void arrived(const Args& a, Scalars& sc) {
+    asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.zero) : "memory");
+  }
   __device__ static void keep(const Args& a, int64_t row, const Scalars& sc) { static_cast<float*>(a.logits)[row] = sc.logit; }
   __device__ static void kept(const Args& a, int64_t row, Scalars& sc) {
     sc.label = label(a, load_target(a, row));

@@ -32,6 +32,7 @@ struct RMSNormForward {
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
+  __device__ static void arrived(const Args&, const Scalars&) {}
   // With few rows, weights come from memory, not from a cache: each thread copies those of its own columns into shared memory while
   // the row is reduced, if the launch has any. Many rows would only lose by it.
   template <int V, int Step, class Place>
@@ -111,6 +112,7 @@ struct RMSNormBackward {
     return {static_cast<const float*>(a.rstd)[row], 0.f};
   }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
+  __device__ static void arrived(const Args&, const Scalars&) {}
   template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args& a, const Scalars&, State& st, const Tile& t, const Place& p, int e,
                                              int step) {
@@ -362,111 +364,58 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #endif
 }
 
-// Forward, long rows: a row comes into the shared memory of a CTA, or of a cluster, while its weights come into registers; each thread
-// copies what it works on itself. The weights stay in L1, past which the row's elements come. Weights of another type than x are
-// fetched when they are needed. In a general kernel x and y lie alike, and weights are shifted into place, then too.
-template <class T, int Threads, int V, bool Cluster, bool General>
-__device__ __forceinline__ void staged_body(const RMSNormArgs& a) {
-#ifndef GANDER_SM90
-  if constexpr (Cluster) return;
-#endif
-  using Op = RMSNormForward<T>;
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E;
-  extern __shared__ __align__(128) uint4 buffer[];  // V x threads
-  __shared__ Slot<Sum<T>> warp_slots[kWarps];
-  const int tid = threadIdx.x;
-  int64_t row = blockIdx.x;
-  int e = tid * E;
-  bool first = tid == 0;
-#ifdef GANDER_SM90
-  __shared__ Slot<Sum<T>> cluster_slots[Cluster ? 16 : 1];
-  __shared__ uint64_t barrier;
-  if constexpr (Cluster) {
-    row = blockIdx.x / cluster_size();
-    e += cluster_rank() * kStep * V;
-    first = first && cluster_rank() == 0;
-    if (tid == 0) {
-      barrier_init(&barrier, 1);
-      barrier_init_fence();
-      barrier_expect(&barrier, cluster_size() * sizeof(Sum<T>));
-    }
-    cluster_arrive();
-  }
-#endif
-  const Place<T> p = place<Op, General>(a.rows, row, 0);
-  uint4* mine = buffer + tid;
-  const T* aligned = reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(a.rows.a) & ~uintptr_t{15});  // where nothing is read
+// The weights of a thread's part of a staged row: in registers by the time the row has come, and found in L1, past which the row comes.
+// Those of another type than x are fetched when they are needed; of unaligned rows too, and shifted into place then.
+template <class Op, int V, int Step, bool General>
+struct WeightsEarly {
+  using T = typename Op::T;
+  static constexpr int E = kElements<T>;
+  const RMSNormArgs& args;
+  const T* weight;  // null: none, or of another type
+  uint4 w[General ? 1 : V];
+
+  __device__ __forceinline__ WeightsEarly(const RMSNormArgs& args, const Place<T>& p, int e)
+      : args(args), weight(args.weight && args.weight_type == kDType<T> ? static_cast<const T*>(args.weight) + p.origin : nullptr) {
+    if constexpr (!General)
 #pragma unroll
-  for (int i = 0; i < V; i++) {
-    const int ei = e + i * kStep;
-    const bool in = ei < p.span.hi;
-    if (General && !in) break;
-    if (General && ei + E > p.readable().end) mine[i * Threads] = load_elements(p.a + ei, p.span.lo - ei, p.span.hi - ei, zero_vector());
-    else copy_async<16>(mine + i * Threads, in ? p.a + ei : aligned, in ? 16 : 0);
+      for (int i = 0; i < V; i++) {
+        const int ei = e + i * Step;
+        w[i] = load_vector_if(weight && ei < p.span.hi, weight + ei, zero_vector());
+      }
   }
-  copies_commit();
-  const bool early = a.weight && a.weight_type == kDType<T>;
-  uint4 w[V];
-  if constexpr (!General) {
+  // each(i, y): vector i, and what it becomes of its elements.
+  template <bool Kept, class Each>
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Place<T>& p, int e, Each each) const {
+    const auto by = [&](const float (&w)[E]) {
+      return [&](const float (&x)[E], float (&y)[E]) { Op::map_vector(sc, x, x, w, y, y); };
+    };
+    constexpr int B = !General ? 1 : V < 4 ? V : sizeof(T);  // vectors at a time
+    if (weight) {
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int ei = e + i * kStep;
-      w[i] = load_vector_if(early && ei < p.span.hi, static_cast<const T*>(a.weight) + ei, zero_vector());
-    }
-  }
-  copies_wait<0>();
-  Sum<T> st;
+      for (int i = 0; i < V; i += B) {
+        if (General && e + i * Step >= p.span.hi) break;
+        uint4 b[B];
+        if constexpr (General) load<true, false>(weight, e + i * Step, Step, p.span, zero_vector(), b);
+        else b[0] = w[i];
 #pragma unroll
-  for (int i = 0; i < V; i++) {
-    const int ei = e + i * kStep;
-    if (General && ei >= p.span.hi) break;
-    uint4 v = mine[i * Threads];
-    if (General && !p.span.template whole<E>(ei)) v = masked<T>(v, p.span.lo - ei, p.span.hi - ei, zero_vector());
-    float x[E];
-    unpack(T(), v, x);
-    st.add(x, x);
-  }
-  st.template reduce_lanes<32>();
-  reduce_warps<kWarps>(st, warp_slots);
-#ifdef GANDER_SM90
-  if constexpr (Cluster) {
-    cluster_wait();
-    reduce_cluster(st, cluster_slots, &barrier, 0);
-  }
-#endif
-  typename Op::Scalars sc = {};
-  Op::end(a, row, sc, st, first);
-  const auto map = [&](int i, const float (&weight)[E]) {
-    float x[E], y[E];
-    unpack(T(), mine[i * Threads], x);
-    Op::map_vector(sc, x, x, weight, x, y);
-    store<General>(static_cast<T*>(p.y), e + i * kStep, p.span, y);
-  };
-  if (early) {
-    constexpr int B = V < 4 ? 1 : sizeof(T);  // shifted weights at a time
+        for (int k = 0; k < B; k++) {
+          float f[E];
+          unpack(T(), b[k], f);
+          each(i + k, by(f));
+        }
+      }
+    } else {
 #pragma unroll
-    for (int i = 0; i < V; i += B) {
-      if (General && e + i * kStep >= p.span.hi) break;
-      uint4 b[B];
-      if constexpr (General) load<true, false>(static_cast<const T*>(a.weight) + p.origin, e + i * kStep, kStep, p.span, zero_vector(), b);
-#pragma unroll
-      for (int k = 0; k < B; k++) {
-        float weight[E];
-        unpack(T(), General ? b[k] : w[i + k], weight);
-        map(i + k, weight);
+      for (int i = 0; i < V; i++) {
+        const int ei = e + i * Step;
+        if (ei >= p.span.hi) break;
+        float f[E];
+        load_weight<General>(args, p.origin, ei, p.span, f);
+        each(i, by(f));
       }
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int ei = e + i * kStep;
-      if (ei >= p.span.hi) break;
-      float weight[E];
-      load_weight<General>(a, p.origin, ei, p.span, weight);
-      map(i, weight);
-    }
   }
-}
+};
 
 // What a thread of a team keeps of its columns: their weights, and backward their dw.
 template <class Op, int Threads, int V>

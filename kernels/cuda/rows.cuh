@@ -1,8 +1,9 @@
-// The three shapes in which an op runs over rows. An op (softmax.cuh, ...) says what a tile adds to the row's state, what
+// The shapes in which an op runs over rows. An op (softmax.cuh, ...) says what a tile adds to the row's state, what
 // the state means once the row is complete, and what each element becomes; these kernels bring the tiles.
 //
 //   loop     as rows, for short rows: persistent lanes that load the next row while they work on this one
 //   rows     the row lies in registers, spread over TPR threads of a CTA or over all threads of a cluster: read once
+//   staged   the row lies in the shared memory of a CTA or of a cluster, which leaves registers for more, or for other things
 //   partial  one CTA reduces one chunk of a row, streaming; with a single chunk the row is complete and is finished here
 //   apply    one CTA merges the row's partial states and maps one chunk, reading it again
 //
@@ -19,6 +20,7 @@
 //   add(args, scalars, state, tile, place, e, step)
 //   kFetches<threads per row, V>, fetch<V, step>(args, scalars, place, e)   what else `map` needs, brought into shared memory meanwhile
 //   keep(args, row, scalars), kept(args, row, scalars)  carry what the first thread saw from `partial` over to `apply`
+//   arrived(args, scalars)                     before other CTAs may write: what this thread has loaded has arrived
 //   end(args, row, scalars, state, first)      the row is complete: statistics are written here
 //   relative_to(scalars, m)                    the tile holds exponentials relative to m, and `map` is told by Kept
 //   map<General, Kept>(args, scalars, a, b, place, e, out)  one vector of the output
@@ -199,6 +201,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
+    Op::arrived(args, sc);
     reduce_cluster(st, cluster_slots, &barrier, 0);
   }
 #endif
@@ -214,6 +217,121 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     tile.template map<kKeep>(args, sc, p, e, kStep);
   }
   if constexpr (Op::kTotals) Op::total_if_single(args);
+}
+
+// What ops without anything else to bring have of it: see WeightsEarly.
+template <class Op, int V, int Step, bool General>
+struct NothingEarly {
+  using T = typename Op::T;
+  static constexpr int E = kElements<T>;
+  const typename Op::Args& args;
+  __device__ __forceinline__ NothingEarly(const typename Op::Args& args, const Place<T>&, int) : args(args) {}
+  template <bool Kept, class Each>
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Place<T>& p, int e, Each each) const {
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      each(i, [&](const float (&x)[E], float (&y)[E]) { Op::template map<General, Kept>(args, sc, x, x, p, e + i * Step, y); });
+  }
+};
+
+// Long rows by way of shared memory, where each thread copies what it works on itself: no barrier, nothing held in registers. In a
+// general kernel all operands lie alike.
+template <class Op, template <class, int, int, bool> class Early, int Threads, int V, bool Cluster, bool General>
+__device__ __forceinline__ void staged_body(const typename Op::Args& args) {
+#ifndef GANDER_SM90
+  if constexpr (Cluster) return;
+#endif
+  using T = typename Op::T;
+  using State = typename Op::State;
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E;
+  constexpr bool kKeep = State::kMaxFirst && sizeof(T) == 4;
+  static_assert(Op::kInputs == 1 && !(State::kMaxFirst && (General || V % 4)));
+  extern __shared__ __align__(128) uint4 buffer[];  // V x threads
+  __shared__ Slot<State> warp_slots[kWarps];
+  const int tid = threadIdx.x;
+  int64_t row = blockIdx.x;
+  int e = tid * E;
+  bool first = tid == 0;
+#ifdef GANDER_SM90
+  __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
+  __shared__ uint64_t barrier;
+  if constexpr (Cluster) {
+    row = blockIdx.x / cluster_size();
+    e += cluster_rank() * kStep * V;
+    first = first && cluster_rank() == 0;
+    if (tid == 0) {
+      barrier_init(&barrier, 1);
+      barrier_init_fence();
+      barrier_expect(&barrier, cluster_size() * sizeof(State));
+    }
+    cluster_arrive();
+  }
+#endif
+  const Place<T> p = place<Op, General>(args.rows, row, 0);
+  auto sc = Op::begin(args, row, first);
+  uint4* mine = buffer + tid;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int ei = e + i * kStep;
+    if (General && ei >= p.span.hi) break;
+    if (!General && ei >= p.span.hi) mine[i * Threads] = Op::fill();
+    else if (General && ei + E > p.readable().end) mine[i * Threads] = load_elements(p.a + ei, p.span.lo - ei, p.span.hi - ei, Op::fill());
+    else copy_async<16>(mine + i * Threads, p.a + ei, 16);
+  }
+  copies_commit();
+  const Early<Op, V, kStep, General> early(args, p, e);
+  Op::follow(args, row, sc, first);
+  copies_wait<0>();
+  State st;
+  if constexpr (State::kMaxFirst) {
+    const auto take = [&](auto work) {  // four vectors at a time, so that they need few registers
+#pragma unroll
+      for (int i = 0; i < V; i += 4) {
+        uint4 v[4] = {mine[i * Threads], mine[(i + 1) * Threads], mine[(i + 2) * Threads], mine[(i + 3) * Threads]};
+        work(v, mine + i * Threads);
+      }
+    };
+    take([&](auto& v, uint4*) { st.m = fmaxf(st.m, tile_max(T(), v)); });
+    st.m = lanes_max<32>(st.m);
+    take([&](auto& v, uint4* from) {
+      st.s += State::template exponentials<kKeep>(v, State::reference(st.m));
+      if constexpr (kKeep)
+#pragma unroll
+        for (int k = 0; k < 4; k++) from[k * Threads] = v[k];
+    });
+    st.s = lanes_sum<32>(st.s);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * kStep;
+      if (General && ei >= p.span.hi) break;
+      uint4 v = mine[i * Threads];
+      if (General && !p.span.template whole<E>(ei)) v = masked<T>(v, p.span.lo - ei, p.span.hi - ei, Op::fill());
+      float x[E];
+      unpack(T(), v, x);
+      Op::add_vector(st, x, x, x);
+    }
+    st.template reduce_lanes<32>();
+  }
+  const State own = st;
+  reduce_warps<kWarps>(st, warp_slots);
+#ifdef GANDER_SM90
+  if constexpr (Cluster) {
+    cluster_wait();
+    Op::arrived(args, sc);
+    reduce_cluster(st, cluster_slots, &barrier, 0);
+  }
+#endif
+  Op::end(args, row, sc, st, first);
+  if constexpr (kKeep) Op::relative_to(sc, own.m);
+  early.template map<kKeep>(sc, p, e, [&](int i, auto map) {
+    const int ei = e + i * kStep;
+    if (ei >= p.span.hi) return;
+    float x[E], y[E];
+    unpack(T(), mine[i * Threads], x);
+    map(x, y);
+    store<General>(static_cast<T*>(p.y), ei, p.span, y);
+  });
 }
 
 // Short rows, many of them: lanes go from row to row, and load the next while they work on this one.

@@ -21,6 +21,7 @@ struct SoftmaxForward {
   __device__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
+  __device__ static void arrived(const Args&, const Scalars&) {}
   template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
     st.add(t.a);
@@ -71,6 +72,7 @@ struct SoftmaxBackward {
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
+  __device__ static void arrived(const Args&, const Scalars&) {}
   template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
