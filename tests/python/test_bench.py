@@ -221,6 +221,16 @@ def test_providers_measure_what_they_have(monkeypatch):
     assert list(sections.odd(sections.Options(("cudnn",), operators=("softmax_forward",)))) == []
     assert {p.providers for p in sections.step(options)} == {("gander", "gander-two-passes")}
     assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report._STEPS)
+    assert {p.providers for p in sections.host(options)} == {("gander",)}
+    both = sections.Options(providers=("torch.compile", "gander"))
+    assert {p.providers for p in sections.host(both)} == {("torch.compile", "gander", "gander.compile")}
+
+
+def test_host_table_compares_what_is_compiled():
+    results = {name: timing_of(us) for name, us in (("torch.compile", 20.0), ("gander.compile", 15.0), ("gander", 4.0))}
+    (table,) = report.host_tables([gpu_records()[2] | {"results": results}])
+    assert table.columns[-1] == "both compiled"
+    assert [row[-1] for row in table.rows] == ["0.75"]
 
 
 @pytest.mark.parametrize("name", ["torch", "gander", "gander-two-passes"])

@@ -194,18 +194,20 @@ def _compiled(function):
     return prepare
 
 
+def _compiled_functions(functions):
+    return {
+        name: torch.compile(eager, dynamic=False, mode="max-autotune-no-cudagraphs")
+        for name, eager in functions.items()
+    }
+
+
 def _torch_compile():
     # Backward passes as formulas: Inductor fuses them as it does the gradients that autograd traces, and nothing of
     # autograd is timed.
-    def function(eager):
-        return torch.compile(eager, dynamic=False, mode="max-autotune-no-cudagraphs")
-
     return Provider(
-        {
-            "softmax": function(_softmax),
-            "rmsnorm": function(_rmsnorm),
-            "cross_entropy": function(lambda x, target: F.cross_entropy(x, target)),
-        },
+        _compiled_functions(
+            {"softmax": _softmax, "rmsnorm": _rmsnorm, "cross_entropy": lambda x, target: F.cross_entropy(x, target)}
+        ),
         {
             "softmax_forward": _compiled(lambda x: (_softmax(x),)),
             "softmax_backward": _compiled(_float_softmax_backward),
@@ -235,6 +237,11 @@ def _gander():
             ),
         },
     )
+
+
+def _gander_compile():
+    """gander in functions that torch.compile compiles."""
+    return Provider(_compiled_functions(_gander().functions), {})
 
 
 def _gander_two_passes():
@@ -374,6 +381,7 @@ _PROVIDERS = {
     "torch.compile": (_torch_compile, "torch"),
     "gander": (_gander, None),
     "gander-two-passes": (_gander_two_passes, None),
+    "gander.compile": (_gander_compile, None),
     "quack": (_quack, "quack-kernels"),
     "liger": (_liger, "liger-kernel"),
     "cudnn": (_cudnn, "nvidia-cudnn-frontend"),

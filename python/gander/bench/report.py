@@ -105,9 +105,13 @@ def host_tables(records) -> list[Table]:
         row = [TITLES[record["op"]], record["mode"]]
         row += [_figure(results.get(name), "us", "{:.1f}") for name in providers]
         row += ["-" if ratio is None else f"{ratio:.2f}", _met(ratio, target)]
+        if "gander.compile" in providers:
+            ours, theirs = (results.get(name, {}).get("us") for name in ("gander.compile", "torch.compile"))
+            row.append(f"{ours / theirs:.2f}" if ours and theirs else "-")
         rows.append(row)
     title = f"Host time of a call on a tiny tensor, us ({_where(records)})"
-    return [Table(title, ["function", "call", *providers, "gander / torch", "at most"], rows)]
+    columns = ["function", "call", *providers, "gander / torch", "at most"]
+    return [Table(title, [*columns, "both compiled"] if "gander.compile" in providers else columns, rows)]
 
 
 def load_tables(records) -> list[Table]:

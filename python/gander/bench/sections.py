@@ -330,10 +330,12 @@ def _host_point(providers, options: Options, name: str, mode: str) -> dict:
 
 
 def host(options: Options) -> Iterator[Point]:
+    own = ("gander.compile",) if {"gander", "torch.compile"} <= set(options.providers) else ()
+    providers = dict.fromkeys(options.providers + own)
     for name in load.FUNCTIONS:
         for mode in ("forward", "with gradient", "forward and backward"):
             point = {"section": "host", "op": name, "mode": mode}
-            yield from _point(point, _having(options.providers, name), _host_point, options, name, mode)
+            yield from _point(point, _having(providers, name), _host_point, options, name, mode)
 
 
 # ---- load: what the first call costs ----
