@@ -173,6 +173,7 @@ var (
 		SoftmaxForward:        {{256, 4}},
 		RMSNormForward:        {{256, 4}},
 		CrossEntropyForwardDX: {{256, 4}},
+		CrossEntropyForward:   {{256, 4}}, // few rows; many stream
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {512, 2}, {1024, 2}},
 	}
@@ -346,7 +347,9 @@ func table() []Variant {
 				if x != Float32 && (op == SoftmaxForward || op == CrossEntropyForwardDX) {
 					add(clusters, longInClusters)
 				}
-				unaligned(clusters, anyInClusters[n], alikeInClusters[op])
+				if op != CrossEntropyForward {
+					unaligned(clusters, anyInClusters[n], alikeInClusters[op])
+				}
 			}
 			switch op {
 			case CrossEntropyForward:

@@ -213,7 +213,7 @@ func (p *planner) rows() (served bool) {
 func (p *planner) fastest() {
 	switch {
 	case p.op == kernels.CrossEntropyForward:
-		if !p.inOneCTA(p.tiles(false)) {
+		if !(p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.tiles(false))) {
 			p.stream()
 		}
 	case p.op == kernels.CrossEntropyBackward:
@@ -383,7 +383,8 @@ func (p *planner) alone() bool {
 
 // few says whether a CTA for each row would leave SMs idle, and a row is long enough for several.
 func (p *planner) few() bool {
-	return p.expected() < int64(p.facts.SMs) && p.vectors > p.tiles(true)[0].Capacity()
+	clusters := p.tiles(true)
+	return p.expected() < int64(p.facts.SMs) && len(clusters) > 0 && p.vectors > clusters[0].Capacity()
 }
 
 // chunks divides rows so that the device is filled `waves` CTAs of ChunkThreads deep per SM, or as was asked for.

@@ -29,6 +29,7 @@ KERNEL(cross_entropy_forward_rows_float16_512x4_alike, 512, 2, rows_body<CrossEn
 KERNEL(cross_entropy_forward_rows_float16_512x4_general, 512, 2, rows_body<CrossEntropyForward<f16, false>, 512, 4, true, false, false>)
 KERNEL(cross_entropy_forward_rows_float16_512x8_alike, 512, 2, rows_body<CrossEntropyForward<f16, false>, 512, 8, true, true, false>)
 KERNEL(cross_entropy_forward_rows_float16_1024x4_general, 1024, 1, rows_body<CrossEntropyForward<f16, false>, 1024, 4, true, false, false>)
+KERNEL(cross_entropy_forward_rows_float16_256x4_cluster, 256, 5, rows_body<CrossEntropyForward<f16, false>, 256, 4, false, false, true>)
 KERNEL(cross_entropy_forward_partial_float16_256x4, 256, 5, partial_body<CrossEntropyForward<f16, false>, 256, 4, false, false>)
 KERNEL(cross_entropy_forward_partial_float16_256x2_general, 256, 4, partial_body<CrossEntropyForward<f16, false>, 256, 2, true, false>)
 KERNEL(cross_entropy_forward_partial_float16_512x8, 512, 2, partial_body<CrossEntropyForward<f16, false>, 512, 8, false, false>)
