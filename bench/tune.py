@@ -257,7 +257,7 @@ class Tuner:
                     words = SMS * 64 * together
                     yield (
                         [(clear, -(-words // 256), 1, 0), (v, SMS, 1, stages * stage), *then],
-                        {"partials": 1, "stages": stages, "splits": SMS * together, "lag": lag},
+                        {"partials": v["Groups"], "stages": stages, "splits": SMS * together, "lag": lag},
                     )
 
     def rings(self, of, op, m, nv, inputs, then, pieces=0):

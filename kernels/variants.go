@@ -97,6 +97,7 @@ type Variant struct {
 	Cluster    bool // launched with clusters: sm_90 and later only
 	Resident   int  // CTAs per SM that the compiler leaves registers for
 	Together   int  // Team: rows that are taken together
+	Groups     int  // Team: parts of a CTA that take them side by side, each with its own dw
 	Stages     int  // Lanes: rows that a thread has on their way
 	Shared     int  // Lanes: bytes of dynamic shared memory per CTA
 }
@@ -137,7 +138,7 @@ type team struct {
 
 // teams is for rows of which clusters leave SMs idle, or which they do not hold.
 func teams(op Op, x DType) []team {
-	all := []team{{shape{256, 1}, 3}, {shape{256, 1}, 2}, {shape{256, 2}, 1}, {shape{512, 2}, 1}, {shape{512, 4}, 1}}
+	all := []team{{shape{160, 1}, 2}, {shape{256, 1}, 2}, {shape{256, 2}, 1}, {shape{512, 2}, 1}, {shape{512, 4}, 1}}
 	switch {
 	case op == SoftmaxForward, op == RMSNormForward: // clusters hold longer rows
 		return all[3:]
@@ -280,7 +281,11 @@ func table() []Variant {
 				v := like
 				v.Index, v.Family, v.RowThreads, v.Vectors, v.Threads = len(t), familyOf(v.Op, x), p.threads, p.vectors, max(p.threads, 128)
 				if v.Shape == Team {
-					v.Threads += 6 * 32 // one warp shares sums, four take them, one brings rows
+					v.Groups = 1
+					if v.Together == 2 { // whose threads are too few by themselves
+						v.Groups = 2
+					}
+					v.Threads = v.Groups*p.threads + 6*32 // one warp shares sums, four take them, one brings rows
 				}
 				if v.Shape == Lanes {
 					v.Threads, v.Stages = 256, laneStages

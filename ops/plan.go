@@ -598,9 +598,9 @@ func (p *planner) bestInTeam() bool {
 }
 
 // inTeam spreads each row over a CTA on each SM. Measured on an H100, over the plain kernel: N = 262144 of float32, RMSNorm backward 0.97
-// (two passes: 0.58), softmax backward 0.97 (0.90); RMSNorm backward of bfloat16 with N = 262144
-// 0.96 (0.87), 151936 0.91; softmax forward with N = 2^20 0.95 (0.84). The ring hides what CTAs tell each other, which takes several us,
-// if some 64 KiB of it are on their way.
+// (two passes: 0.58), softmax backward 0.97 (0.90); RMSNorm backward of bfloat16 with N = 262144 0.95 (one row after the other: 0.87),
+// 151936 0.92; softmax forward with N = 2^20 0.95 (0.84). The ring hides what CTAs tell each other, which takes several us, if some
+// 64 KiB of it are on their way.
 func (p *planner) inTeam() bool {
 	const (
 		mostStages = 56 // kMaxStages in cuda/team.cuh
@@ -624,7 +624,7 @@ func (p *planner) inTeam() bool {
 		}
 		p.splits, p.stages = int32(members)*int32(v.Together), int32(stages)
 		if p.dw {
-			p.partials = 1
+			p.partials = int32(v.Groups)
 		}
 		p.lag = int32(max(1, min(stages-max(2, 64<<10/stage), mostLag)))
 		words := members * teamSteps * int64(v.Together)

@@ -159,7 +159,7 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			require.Equal(t, members*together, int64(p.splits), what)
 			require.GreaterOrEqual(t, v.Capacity()*members, vectors, what)
 			require.GreaterOrEqual(t, vectors, members, "%s: a CTA without columns", what)
-			require.Equal(t, r.dw, p.partials == 1, what)
+			require.Equal(t, r.dw, p.partials == int32(v.Groups), what)
 			require.Equal(t, members, ctas, what)
 			require.Equal(t, f.SMs, int(g.Grid), "%s: all must be resident", what)
 			require.LessOrEqual(t, int(g.Shared)+12<<10, f.SharedPerBlock, what)

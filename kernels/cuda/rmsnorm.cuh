@@ -457,11 +457,11 @@ struct WeightsKept {
       store<false>(y, e + i * Threads * E, span, out);
     }
   }
-  __device__ __forceinline__ void finish() const {
+  __device__ __forceinline__ void finish(int group) const {
     if constexpr (kBackward)
 #pragma unroll
       for (int i = 0; i < V; i++)
-        store_partial<false>(static_cast<Accumulator<T>*>(args.dw_partial) + origin, e + i * Threads * E, span, dw[i]);
+        store_partial<false>(static_cast<Accumulator<T>*>(args.dw_partial) + group * args.rows.n + origin, e + i * Threads * E, span, dw[i]);
   }
 };
 

@@ -55,20 +55,21 @@ __device__ __forceinline__ void clear(const Args& args) {
   if (i < kTeamSteps * r.splits) slots[i] = make_ulonglong2(0, 0);
 }
 
-// A step is R rows, so that they share the time it takes. A step's rows are summed, and their sums are shared by one warp. Others take what
-// all shared, a step each at a time, for it takes about as long as several steps do. Then step i - lag, which has stayed in shared
-// memory, is mapped; and one more warp brings rows as their places become free. All CTAs must be resident at once, and all of them are
-// one team, which leaves one row of partial dw.
+// A step is R rows, so that they share the time it takes; G groups of `Threads` threads work on them side by side. A step's rows are
+// summed, and their sums are shared by one warp. Others take what all shared, a step each at a time, for it takes about as long as
+// several steps do. Then step i - lag, which has stayed in shared memory, is mapped; and one more warp brings rows as their places become
+// free. All CTAs must be resident at once, and all of them are one team, of which each group leaves one row of partial dw.
 //
 // What a thread keeps of its columns: `Columns` gives reduce(part, tile) over a warp, map(scalars, tile, row), and finish().
-template <class Op, template <class, int, int> class Columns, int Threads, int V, int R>
+template <class Op, template <class, int, int> class Columns, int Threads, int V, int R, int G>
 __device__ __forceinline__ void team_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
   using State = typename Op::State;
   using Part = typename State::Part;
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kInputs = Op::kInputs, kMaxStages = 56, kSlots = 32, kTakers = 4,
-                kAhead = 8;
+  static_assert(R % G == 0);
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kAll = G * kWarps, kInputs = Op::kInputs, kMaxStages = 56, kSlots = 32, kTakers = 4,
+                kAhead = R > 1 ? 6 : 8;
   extern __shared__ __align__(128) uint4 buffer[];  // stages x R x inputs x slice
   __shared__ Slot<Part> warp_slots[kSlots][R][kWarps];
   __shared__ typename Op::Scalars scalars[kSlots][R];
@@ -81,13 +82,13 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
   const int slice = static_cast<int>((vectors + members - 1) / members), row_size = kInputs * slice, stage_size = R * row_size;
   const int64_t rows = r.m, steps = (rows + R - 1) / R;
   if (tid == 0) {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, kWarps);
-    for (int i = 0; i < kSlots; i++) barrier_init(summed + i, kWarps), barrier_init(merged + i, 1);
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, kAll);
+    for (int i = 0; i < kSlots; i++) barrier_init(summed + i, kAll), barrier_init(merged + i, 1);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
   ulonglong2* slots = static_cast<ulonglong2*>(r.partial);
-  if (warp == kWarps) {
+  if (warp == kAll) {
     for (int64_t i = 0; i < steps; i++) {
       const int slot = i % kSlots;
       barrier_wait(summed + slot, i / kSlots & 1);
@@ -97,8 +98,8 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
         if (lane == j) Share::put(slots + (i % kTeamSteps * R + j) * members + member, st, static_cast<uint32_t>(i + 1));
       }
     }
-  } else if (warp > kWarps + 1) {
-    for (int64_t i = warp - kWarps - 2; i < steps; i += kTakers) {
+  } else if (warp > kAll + 1) {
+    for (int64_t i = warp - kAll - 2; i < steps; i += kTakers) {
       const ulonglong2* shares = slots + i % kTeamSteps * R * members;
       const uint32_t number = static_cast<uint32_t>(i + 1);
       typename Op::Scalars sc[R];
@@ -135,7 +136,7 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       }
       if (lane == 0) barrier_arrive(merged + slot);
     }
-  } else if (warp > kWarps) {
+  } else if (warp > kAll) {
     if (lane) return;
     const T* a = static_cast<const T*>(r.a) + begin * E;
     const T* b = static_cast<const T*>(r.b) + begin * E;
@@ -153,13 +154,14 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       if (++stage == stages) stage = 0, phase ^= 1;
     }
   } else {
-    Columns<Op, Threads, V> columns(args, begin * E, tid * E, count * E);
+    const int group = tid / Threads, thread = tid % Threads;
+    Columns<Op, Threads, V> columns(args, begin * E, thread * E, count * E);
     // V vectors of each input of one row, as a tile.
     const auto read = [&](int stage, int j, Tile<Op, V, false, false, true>& tile) {
-      const uint4* from = buffer + stage * stage_size + j * row_size + tid;
+      const uint4* from = buffer + stage * stage_size + j * row_size + thread;
 #pragma unroll
       for (int k = 0; k < V; k++) {
-        const bool in = tid + k * Threads < count;
+        const bool in = thread + k * Threads < count;
         tile.a[k] = in ? from[k * Threads] : Op::fill();
         if constexpr (kInputs > 1) tile.b[k] = in ? from[k * Threads + slice] : zero_vector();
       }
@@ -170,16 +172,16 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       if (i < steps) {
         barrier_wait(full + stage, phase);
         const int slot = i % kSlots;
-        Part st[R];
+        Part st[R / G];
 #pragma unroll
-        for (int j = 0; j < R; j++) {
+        for (int j = 0; j < R / G; j++) {
           Tile<Op, V, false, false, true> tile;
-          read(stage, j, tile);
+          read(stage, j * G + group, tile);
           columns.reduce(st[j], tile);
         }
 #pragma unroll
-        for (int j = 0; j < R; j++)
-          if (lane == 0) warp_slots[slot][j][warp].set(st[j]);
+        for (int j = 0; j < R / G; j++)
+          if (lane == 0) warp_slots[slot][j * G + group][warp % kWarps].set(st[j]);
         if (lane == 0) barrier_arrive(summed + slot);
         if (++stage == stages) stage = 0, phase ^= 1;
       }
@@ -188,7 +190,7 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       const int slot = step % kSlots;
       barrier_wait(merged + slot, step / kSlots & 1);
 #pragma unroll
-      for (int j = 0; j < R; j++) {
+      for (int j = group; j < R; j += G) {
         if (step * R + j >= rows) break;
         Tile<Op, V, false, false, true> tile;
         read(last, j, tile);
@@ -198,7 +200,7 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       if (lane == 0) barrier_arrive(empty + last);
       if (++last == stages) last = 0;
     }
-    columns.finish();
+    columns.finish(group);
   }
 #endif
 }
@@ -230,7 +232,7 @@ struct NothingKept {
     p.y = static_cast<T*>(args.rows.y) + row * args.rows.y_stride + p.origin;
     tile.map(args, sc, p, e, kStep);
   }
-  __device__ __forceinline__ void finish() const {}
+  __device__ __forceinline__ void finish(int) const {}
 };
 
 }  // namespace gander

@@ -212,7 +212,7 @@ func body(v *kernels.Variant) string {
 		if v.Family.Group() == "rmsnorm" {
 			columns = "WeightsKept"
 		}
-		return fmt.Sprintf("team_body<%s, %s, %d, %d, %d>", op, columns, v.RowThreads, v.Vectors, v.Together)
+		return fmt.Sprintf("team_body<%s, %s, %d, %d, %d, %d>", op, columns, v.RowThreads, v.Vectors, v.Together, v.Groups)
 	case kernels.Loop:
 		return fmt.Sprintf("loop_body<%s, %d, %d>", op, v.RowThreads, v.Vectors)
 	case kernels.Lanes:
