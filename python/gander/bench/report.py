@@ -439,7 +439,8 @@ def readme(records: list[dict], source: str) -> str:
     )
     where = f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, Python {facts['python']}"
     beside = ", ".join(["torch", *others])
-    when = f"commit {facts['commit'][:12]}, {last['date'][:10]}"
+    commits = unique(record["environment"]["commit"][:12] for record in gpu)
+    when = f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {last['date'][:10]}"
     parts = [f"{where}; {when}; beside {beside}. All of it stands in [{source}]({source})."]
     throughput = _readme_throughput(gpu)
     if throughput:
@@ -449,7 +450,7 @@ def readme(records: list[dict], source: str) -> str:
             "Cold L2 cache, medians, all providers in turns in one process."
         )
         parts += [table.markdown() for table in throughput]
-    parts += [table.markdown() for table in host_tables(gpu) + load_tables(_mine_only(gpu))]
+    parts += [table.markdown() for table in step_tables(gpu) + host_tables(gpu) + load_tables(_mine_only(gpu))]
     return "\n\n".join(parts)
 
 
