@@ -36,12 +36,7 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
   __shared__ double2 slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
-    if (threadIdx.x == 0) {
-      barrier_init(&barrier, 1);
-      barrier_init_fence();
-      barrier_expect(&barrier, cluster_size() * sizeof(double2));
-    }
-    cluster_arrive();
+    cluster_begin(&barrier, sizeof(double2));
     first += cluster_rank() * T;
     step *= cluster_size();
   }

@@ -241,6 +241,15 @@ __device__ __forceinline__ void barrier_wait_cluster(uint64_t* b, uint32_t phase
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
       "@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(shared_address(b)), "r"(phase) : "memory");
 }
+// Readies the barrier for one exchange, in which every CTA sends `bytes` to every other, and tells the cluster: cluster_wait() before it.
+__device__ __forceinline__ void cluster_begin(uint64_t* barrier, uint32_t bytes) {
+  if (threadIdx.x == 0) {
+    barrier_init(barrier, 1);
+    barrier_init_fence();
+    barrier_expect(barrier, cluster_size() * bytes);
+  }
+  cluster_arrive();
+}
 // Writes 8 bytes into the same place of CTA `rank`, and counts them at its barrier.
 __device__ __forceinline__ void send(uint64_t* slot, uint64_t value, uint64_t* barrier, uint32_t rank) {
   asm volatile(

@@ -169,12 +169,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (Cluster) {
     row = blockIdx.x / cluster_size();
     e += cluster_rank() * kStep * V;
-    if (threadIdx.x == 0) {
-      barrier_init(&barrier, 1);
-      barrier_init_fence();
-      barrier_expect(&barrier, cluster_size() * sizeof(State));
-    }
-    cluster_arrive();
+    cluster_begin(&barrier, sizeof(State));
   } else
 #else
   if constexpr (Cluster) return;
@@ -259,12 +254,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     row = blockIdx.x / cluster_size();
     e += cluster_rank() * kStep * V;
     first = first && cluster_rank() == 0;
-    if (tid == 0) {
-      barrier_init(&barrier, 1);
-      barrier_init_fence();
-      barrier_expect(&barrier, cluster_size() * sizeof(State));
-    }
-    cluster_arrive();
+    cluster_begin(&barrier, sizeof(State));
   }
 #endif
   const Place<T> p = place<Op, General>(args.rows, row, 0);
