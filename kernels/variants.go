@@ -171,14 +171,14 @@ var (
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
 	}
 	inClusters = map[Op][]shape{
-		SoftmaxForward:        {{256, 4}},
+		SoftmaxForward:        {{256, 4}, in16Bits},
 		RMSNormForward:        {{256, 4}},
-		CrossEntropyForwardDX: {{256, 4}},
-		CrossEntropyForward:   {{256, 4}}, // few rows; many stream
+		CrossEntropyForwardDX: {{256, 4}, in16Bits, {1024, 8}}, // there is no team for the longest
+		CrossEntropyForward:   {{256, 4}},                      // few rows; many stream
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {512, 2}, {1024, 2}},
 	}
-	longInClusters = shape{256, 8} // of 16-bit elements; of float32 shared memory takes rows as long
+	in16Bits = shape{256, 8} // float32 rows as long are staged
 
 	// Rows of any alignment, with fewer shapes: they are rarer, and their code is longer.
 	anyInRegisters = map[int][]shape{1: {{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {192, 4}, {256, 4}, {384, 4}, {512, 4}, {768, 4}, {1024, 4}},
@@ -348,9 +348,10 @@ func table() []Variant {
 			}
 			unaligned(rows, anyhow, alikeInRegisters[op])
 			if inClusters[op] != nil {
-				add(clusters, inClusters[op]...)
-				if x != Float32 && (op == SoftmaxForward || op == CrossEntropyForwardDX) {
-					add(clusters, longInClusters)
+				for _, s := range inClusters[op] {
+					if x != Float32 || s != in16Bits {
+						add(clusters, s)
+					}
 				}
 				if op != CrossEntropyForward {
 					unaligned(clusters, anyInClusters[n], alikeInClusters[op])

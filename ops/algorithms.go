@@ -66,7 +66,7 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 	case Medium:
 		switch {
 		case norm:
-			return "one pass: each row in the shared memory of one block, its weights in registers"
+			return "one pass: each row in the shared memory of one block"
 		case ring:
 			return "one pass: persistent blocks, rows through a ring in shared memory into registers"
 		}
@@ -75,8 +75,8 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 	case Extreme:
 		switch {
 		case staged:
-			return "one pass: each row in the shared memory of as few blocks of a cluster as hold it; longer ones through rings in that " +
-				"of a block on each SM"
+			return "one pass: each row in the shared memory of as few blocks of a cluster as hold it (unaligned ones in their registers); " +
+				"longer ones through rings in that of a block on each SM"
 		case ring:
 			return "one pass: persistent clusters, or a block on each SM, rows through rings in their shared memory into registers"
 		}

@@ -228,10 +228,10 @@ func (p *planner) fastest() {
 	case p.op == kernels.RMSNormForward && p.inLoop():
 	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.alone():
 	case p.op == kernels.RMSNormForward && !p.few() && p.vectors > p.stagedFrom() && p.inStaged(1, 16):
-	case p.few() && p.inCluster(p.tiles(true)) || p.inOneCTA(p.lasting(p.tiles(false))) || p.inCluster(p.thrifty(p.tiles(true))):
-	case p.inStaged(2, 16):
+	case p.few() && p.inCluster(p.tiles(true, 256, 256)) || p.inOneCTA(p.lasting(p.tiles(false))) || p.inCluster(p.thrifty(p.tiles(true))):
+	case p.inStaged(2, 16), p.inTeam(), p.inCluster(largest(p.tiles(true))):
 	default:
-		p.split("the row is longer than a cluster holds in registers")
+		p.split("the row is longer than a cluster holds")
 	}
 }
 
@@ -341,7 +341,7 @@ func (p *planner) inCluster(variants []*kernels.Variant) bool {
 func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
 	small := int64(8) // CTAs: more of the smallest have too much to wait for
 	if p.op.Inputs() == 1 && !p.general {
-		if _, c := fitting(variants[1:], p.vectors, small-1); c > 0 {
+		if _, c := fitting(p.tiles(true, 256, 256)[1:], p.vectors, small-1); c > 0 {
 			return variants[1:]
 		}
 		return nil // longer ones are staged
@@ -375,7 +375,7 @@ func (p *planner) lasting(variants []*kernels.Variant) []*kernels.Variant {
 // alone gives each of a few rows of RMSNorm to a CTA that brings the weights with it. Measured on an H100, 128 x 1024 of bfloat16:
 // 5.2 us, a warp to each row 6.4.
 func (p *planner) alone() bool {
-	if p.vectors > 256 && p.vectors <= 1024 && p.inStaged(1, 1) {
+	if p.vectors > 256 && p.vectors <= 1024 && !p.general && p.inStaged(1, 1) {
 		return true
 	}
 	return p.inOneCTA(p.tiles(false, 256, 256))
@@ -512,6 +512,7 @@ var staging = map[kernels.Op][]struct {
 		{1024, 512, 2, false},
 		{3840, 512, 8, false},  // 0.98 to 0.99 (0.84 to 0.94)
 		{8192, 1024, 8, false}, // 0.97 to 0.99 / 0.98 to 0.99 (0.88 to 0.94)
+		{4096, 512, 8, false},  // where that has too little shared memory, or would leave SMs idle
 		{16384, 256, 8, true},  // 0.97 / 0.97 to 0.99 (0.86 / 0.88)
 		{65536, 512, 8, true},  // 131072 0.98, 262144 0.97 (0.83 / 0.81)
 	},
@@ -624,7 +625,7 @@ func (p *planner) inTeam() bool {
 		if v.Together > 1 {
 			least = 12
 		}
-		// Of the members as many as are a power of two, as of a cluster's: so limits are powers of two.
+		// Of the members as many as are a power of two, as of a cluster's: so the longest limit is a power of two.
 		if v.Capacity()*(powerOfTwo(members+1)/2) < p.vectors || stages < least {
 			continue
 		}

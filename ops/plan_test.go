@@ -224,6 +224,12 @@ func TestPlanRegimes(t *testing.T) {
 		{"h100", request{op: kernels.SoftmaxForward, m: 32768, n: 65536}, []kernels.Shape{kernels.InRegisters}},
 		{"h100", request{op: kernels.SoftmaxForward, m: 1, n: 1 << 25}, []kernels.Shape{kernels.Partial, kernels.Apply}},
 		{"ptx80", request{op: kernels.SoftmaxForward, m: 64, n: 262144}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		// Clusters of 8 at most, and 99 KiB of shared memory.
+		{"sm120", request{op: kernels.SoftmaxForward, m: 4000, n: 300000}, []kernels.Shape{kernels.Finish, kernels.Team}},
+		{"sm120", request{op: kernels.RMSNormForward, m: 4000, n: 300000}, []kernels.Shape{kernels.Finish, kernels.Team}},
+		{"sm120", request{op: kernels.CrossEntropyForwardDX, m: 4000, n: 300000}, []kernels.Shape{kernels.InRegisters}},
+		{"sm120", request{op: kernels.RMSNormForward, m: 32768, n: 32768}, []kernels.Shape{kernels.Staged}},
+		{"h100", request{op: kernels.CrossEntropyForwardDX, m: 4000, n: 1 << 20}, []kernels.Shape{kernels.InRegisters}},
 		{"h100", request{op: kernels.CrossEntropyForward, m: 8192, n: 128256}, []kernels.Shape{kernels.Partial}},
 		{"h100", request{op: kernels.CrossEntropyForward, m: 4, n: 256, total: true}, []kernels.Shape{kernels.InRegisters}},
 		{"h100", request{op: kernels.CrossEntropyForward, m: 32768, n: 256, total: true},

@@ -188,7 +188,7 @@ struct CrossEntropyForward {
     }
   }
   __device__ __forceinline__ static void relative_to(Scalars& sc, float m) { sc.scale *= rescaling<float>(m, State::reference(sc.max)); }
-  template <bool General, bool Kept = false, int E, class Place>
+  template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&dx)[E]) {
     const bool zero = sc.grad == 0.f;
@@ -245,7 +245,7 @@ struct CrossEntropyBackward {
     follow(a, row, sc, false);
   }
   __device__ static void end(const Args&, int64_t, Scalars&, const State&, bool) {}
-  template <bool General, int E, class Place>
+  template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&dx)[E]) {
 #pragma unroll

@@ -64,6 +64,7 @@ KERNEL(cross_entropy_forward_dx_rows_float16_1024x4_general, 1024, 1, rows_body<
 KERNEL(cross_entropy_forward_dx_rows_float16_1024x8_alike, 1024, 1, rows_body<CrossEntropyForward<f16, true>, 1024, 8, true, true, false>)
 KERNEL(cross_entropy_forward_dx_rows_float16_256x4_cluster, 256, 5, rows_body<CrossEntropyForward<f16, true>, 256, 4, false, false, true>)
 KERNEL(cross_entropy_forward_dx_rows_float16_256x8_cluster, 256, 4, rows_body<CrossEntropyForward<f16, true>, 256, 8, false, false, true>)
+KERNEL(cross_entropy_forward_dx_rows_float16_1024x8_cluster, 1024, 1, rows_body<CrossEntropyForward<f16, true>, 1024, 8, false, false, true>)
 KERNEL(cross_entropy_forward_dx_rows_float16_256x4_general_cluster, 256, 4, rows_body<CrossEntropyForward<f16, true>, 256, 4, true, false, true>)
 KERNEL(cross_entropy_forward_dx_rows_float16_256x8_alike_cluster, 256, 4, rows_body<CrossEntropyForward<f16, true>, 256, 8, true, true, true>)
 KERNEL(cross_entropy_forward_dx_rows_float16_512x4_general_cluster, 512, 2, rows_body<CrossEntropyForward<f16, true>, 512, 4, true, false, true>)

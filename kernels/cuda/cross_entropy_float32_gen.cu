@@ -63,6 +63,7 @@ KERNEL(cross_entropy_forward_dx_rows_float32_512x8_alike, 512, 2, rows_body<Cros
 KERNEL(cross_entropy_forward_dx_rows_float32_1024x4_general, 1024, 1, rows_body<CrossEntropyForward<f32, true>, 1024, 4, true, false, false>)
 KERNEL(cross_entropy_forward_dx_rows_float32_1024x8_alike, 1024, 1, rows_body<CrossEntropyForward<f32, true>, 1024, 8, true, true, false>)
 KERNEL(cross_entropy_forward_dx_rows_float32_256x4_cluster, 256, 6, rows_body<CrossEntropyForward<f32, true>, 256, 4, false, false, true>)
+KERNEL(cross_entropy_forward_dx_rows_float32_1024x8_cluster, 1024, 1, rows_body<CrossEntropyForward<f32, true>, 1024, 8, false, false, true>)
 KERNEL(cross_entropy_forward_dx_rows_float32_256x4_general_cluster, 256, 4, rows_body<CrossEntropyForward<f32, true>, 256, 4, true, false, true>)
 KERNEL(cross_entropy_forward_dx_rows_float32_256x8_alike_cluster, 256, 4, rows_body<CrossEntropyForward<f32, true>, 256, 8, true, true, true>)
 KERNEL(cross_entropy_forward_dx_rows_float32_512x4_general_cluster, 512, 2, rows_body<CrossEntropyForward<f32, true>, 512, 4, true, false, true>)

@@ -81,7 +81,7 @@ struct RMSNormForward {
     if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
     if (sc.fetched) copies_wait<0>();
   }
-  template <bool General, int E, class Place>
+  template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&y)[E]) {
     float w[E];
@@ -149,7 +149,7 @@ struct RMSNormBackward {
   __device__ static void end(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
     sc.mean = static_cast<float>(st.s) * sc.rstd * a.inv_n;
   }
-  template <bool General, int E, class Place>
+  template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&dy)[E],
                                              const Place& p, int e, float (&dx)[E]) {
     float w[E], unused[E] = {};

@@ -130,8 +130,7 @@ struct Tile {
       float fa[E], fb[E], out[E];
       get_a(i, fa);
       get_b(i, fb);
-      if constexpr (Kept) Op::template map<General, true>(args, sc, fa, fb, p, ei, out);
-      else Op::template map<General>(args, sc, fa, fb, p, ei, out);
+      Op::template map<General, Kept>(args, sc, fa, fb, p, ei, out);
       if constexpr (General && Op::kAnyOutput) store_floats(p.y, args.rows.y_type, ei, p.span, out);
       else store<General>(static_cast<T*>(p.y), ei, p.span, out);
     }

@@ -38,7 +38,7 @@ struct SoftmaxForward {
     const double scale = rescaling<double>(m, State::reference(sc.max)) * inverse;
     sc.scale = scale, sc.rest = scale - sc.scale;
   }
-  template <bool General, bool Kept = false, int E, class Place>
+  template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place&, int, float (&y)[E]) {
 #pragma unroll
@@ -90,7 +90,7 @@ struct SoftmaxBackward {
     sc.dot = st.s;
     sc.rest = st.s - sc.dot;
   }
-  template <bool General, int E, class Place>
+  template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&dy)[E], const float (&y)[E],
                                              const Place&, int, float (&dx)[E]) {
 #pragma unroll

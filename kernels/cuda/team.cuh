@@ -60,7 +60,7 @@ __device__ __forceinline__ void clear(const Args& args) {
 // several steps do. Then step i - lag, which has stayed in shared memory, is mapped; and one more warp brings rows as their places become
 // free. All CTAs must be resident at once, and all of them are one team, of which each group leaves one row of partial dw.
 //
-// What a thread keeps of its columns: `Columns` gives reduce(part, tile) over a warp, map(scalars, tile, row), and finish().
+// What a thread keeps of its columns: `Columns` gives reduce(part, tile) over a warp, map(scalars, tile, row), and finish(group).
 template <class Op, template <class, int, int> class Columns, int Threads, int V, int R, int G>
 __device__ __forceinline__ void team_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
@@ -69,7 +69,7 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
   using Part = typename State::Part;
   static_assert(R % G == 0);
   constexpr int E = kElements<T>, kWarps = Threads / 32, kAll = G * kWarps, kInputs = Op::kInputs, kMaxStages = 56, kSlots = 32, kTakers = 4,
-                kAhead = R > 1 ? 6 : 8;
+                kAhead = R > 1 ? 6 : 8;  // more rows take longer to take
   extern __shared__ __align__(128) uint4 buffer[];  // stages x R x inputs x slice
   __shared__ Slot<Part> warp_slots[kSlots][R][kWarps];
   __shared__ typename Op::Scalars scalars[kSlots][R];
