@@ -228,7 +228,7 @@ class Tuner:
                         p = max(p // e, 1) * e
                     yield [(v, p, 1, v["Shared"]), finish], {"partials": p, "resident": resident}
         yield from self.teams(of, mine, op, nv, 2, [finish])
-        yield from self.rings(of, op, m, nv, 2, [finish], e - 1 if general else 0)
+        yield from self.rings(of, op, m, nv, finish, e - 1 if general else 0)
         tiles = -(-n // (256 * e))
         for v, waves in itertools.product(of(op, "columns"), (2, 4, 8)):
             blocks = min(max(SMS * waves // tiles, 1), m)
@@ -260,7 +260,7 @@ class Tuner:
                         {"partials": v["Groups"], "stages": stages, "splits": SMS * together, "lag": lag},
                     )
 
-    def rings(self, of, op, m, nv, inputs, then, pieces=0):
+    def rings(self, of, op, m, nv, finish, pieces):
         for v in of(op, "ring"):
             cap = v["RowThreads"] * v["Vectors"]
             for c in range(2, 17) if v["Cluster"] else (1,):
@@ -268,7 +268,7 @@ class Tuner:
                     continue
                 for resident in sorted({max(1, v["Resident"] - 1), v["Resident"], v["Resident"] + 1}):
                     for stages in (2, 3, 4, 6, 8):
-                        shared = stages * inputs * (cap + v["General"]) * 16
+                        shared = stages * 2 * (cap + v["General"]) * 16
                         if shared * resident > 220 << 10:
                             continue
                         groups = SMS * resident
@@ -282,7 +282,7 @@ class Tuner:
                                 continue
                         groups = min(groups, m)
                         yield (
-                            [(v, groups * c, c, shared), *then],
+                            [(v, groups * c, c, shared), finish],
                             {"partials": groups + pieces, "stages": stages, "resident": resident},
                         )
 

@@ -230,7 +230,7 @@ const laneStages = 3
 func resident(v *Variant) int {
 	switch {
 	case v.Shape == Staged && v.Op != RMSNormForward && v.Family.DType() == Float32: // 16-bit elements take more registers
-		return max(1, 1536/v.Threads)
+		return 1536 / v.Threads
 	case v.Shape == Staged:
 		return 1024 / v.Threads
 	case v.Shape == Ring:

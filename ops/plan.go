@@ -339,13 +339,14 @@ func (p *planner) inCluster(variants []*kernels.Variant) bool {
 // softmax of 50257 bfloat16 in 7 CTAs of 1024 vectors 0.86, in 4 of 2048 0.95; of 100512 in 7 of 2048 0.96, staged in 4 of 4096 0.89;
 // of 131072 in 8 of 2048 0.97, staged in 4 of 4096 0.98.
 func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
-	small := int64(8) // CTAs: more of the smallest have too much to wait for
 	if p.op.Inputs() == 1 && !p.general {
-		if _, c := fitting(p.tiles(true, 256, 256)[1:], p.vectors, small-1); c > 0 {
-			return variants[1:]
+		some := p.tiles(true, 256, 256)[1:]
+		if _, c := fitting(some, p.vectors, 7); c > 0 {
+			return some
 		}
 		return nil // longer ones are staged
 	}
+	const small = 8 // CTAs: more of the smallest have too much to wait for
 	if p.op.Inputs() == 1 && variants[1].RowThreads == variants[0].RowThreads {
 		variants = variants[1:]
 		if _, c := fitting(variants[:1], p.vectors, 16); c > 0 {

@@ -183,22 +183,22 @@ def _float_loss_gradient(x, target):
     return (log_p.exp() - onehot.float()).to(x.dtype), -log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
+# torch.compile at its best: for one shape, tuned.
+_compile = functools.partial(torch.compile, dynamic=False, mode="max-autotune-no-cudagraphs")
+
+
 def _compiled(function):
     """torch.compile at its best: compiled anew for each shape, tuned, and without autograd's bookkeeping."""
 
     def prepare(*inputs):
         torch.compiler.reset()  # or its limit of compilations per function is met
-        compiled = torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
-        return functools.partial(compiled, *inputs)
+        return functools.partial(_compile(function), *inputs)
 
     return prepare
 
 
 def _compiled_functions(functions):
-    return {
-        name: torch.compile(eager, dynamic=False, mode="max-autotune-no-cudagraphs")
-        for name, eager in functions.items()
-    }
+    return {name: _compile(eager) for name, eager in functions.items()}
 
 
 def _torch_compile():
