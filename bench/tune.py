@@ -51,10 +51,10 @@ class Config(ct.Structure):
 
 
 def config(grid, threads, cluster=1, shared=0, dependent=False, cooperative=False):
-    c = Config((grid, 1, 1), (threads, 1, 1), shared, None, None, 0)
+    c = Config((grid // cluster, cluster, 1), (threads, 1, 1), shared, None, None, 0)
     attributes = []
     if cluster > 1:
-        attributes.append(Attribute(4, 0, (cluster, 1, 1)))
+        attributes.append(Attribute(4, 0, (1, cluster, 1)))  # along y: blockIdx.x counts them
     if cooperative:  # all CTAs resident at once
         attributes.append(Attribute(2, 0, (1,)))
     elif dependent:  # programmatic stream serialization: start while the launch before ends
@@ -182,6 +182,9 @@ class Tuner:
                     rows = v["Threads"] // v["RowThreads"]
                     grid = -(-m // rows) * c
                     yield [(v, grid, c, 0)], {"chunk": 1 << 27, "splits": 1}
+                    # With few CTAs RMSNorm's weights come into shared memory beside the row: Variant.Fetches.
+                    if op == "rmsnorm_forward" and not general and v["RowThreads"] >= 128 and cap <= 1024 and grid <= 8 * SMS:
+                        yield [(v, grid, c, cap * 16)], {"chunk": 1 << 27, "splits": 1, "shared": cap * 16}
             for v in of(op, "staged"):
                 cap = v["RowThreads"] * v["Vectors"]
                 for c in range(2, 17) if v["Cluster"] else (1,):

@@ -47,8 +47,9 @@ CUresult gander_driver_prepare(uintptr_t function, int shared_per_block, int clu
   return status;
 }
 
+// Clusters lie along y, so that blockIdx.x counts them, and no kernel has to divide.
 static CUlaunchAttribute in_clusters(uint32_t cluster) {
-  return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.clusterDim = {cluster, 1, 1}};
+  return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.clusterDim = {1, cluster, 1}};
 }
 
 static CUlaunchAttribute cooperatively(void) {
@@ -63,7 +64,7 @@ static CUlaunchAttribute dependently(void) {
 int gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared) {
   CUlaunchAttribute attribute = in_clusters(cluster);
   CUlaunchConfig config = {
-      .gridDimX = cluster, .gridDimY = 1, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
+      .gridDimX = 1, .gridDimY = cluster, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
       .sharedMemBytes = shared, .attrs = &attribute, .numAttrs = 1};
   int count = 0;
   return cuOccupancyMaxActiveClusters(&count, (CUfunction)function, &config) == CUDA_SUCCESS ? count : 0;
@@ -81,9 +82,10 @@ CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t gr
     status = cuLaunchKernel((CUfunction)function, grid, 1, 1, block, 1, 1, shared, (CUstream)stream, NULL, extra);
   } else {
     CUlaunchAttribute attributes[3];
+    uint32_t together = cluster > 1 ? cluster : 1;
     CUlaunchConfig config = {
-        .gridDimX = grid, .gridDimY = 1, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
-        .sharedMemBytes = shared, .hStream = (CUstream)stream, .attrs = attributes};
+        .gridDimX = grid / together, .gridDimY = together, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1,
+        .blockDimZ = 1, .sharedMemBytes = shared, .hStream = (CUstream)stream, .attrs = attributes};
     if (cluster > 1) attributes[config.numAttrs++] = in_clusters(cluster);
     if (cooperative) attributes[config.numAttrs++] = cooperatively();
     if (dependent) attributes[config.numAttrs++] = dependently();

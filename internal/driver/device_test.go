@@ -264,7 +264,7 @@ func TestFacts(t *testing.T) {
 			asked := calls(t)
 			if c.want.Clusters[1] > 0 {
 				assert.Contains(t, asked, "cuModuleLoadData softmax_float16."+c.want.Arch+"| 0x1000 relaxed")
-				assert.Contains(t, asked, "cuOccupancyMaxActiveClusters clusters 4 4 1024 117760| 0x1000 relaxed")
+				assert.Contains(t, asked, "cuOccupancyMaxActiveClusters clusters 4 1 x 4 1024 117760| 0x1000 relaxed")
 			} else {
 				assert.Empty(t, asked)
 			}
@@ -406,15 +406,15 @@ func TestLaunch(t *testing.T) {
 		},
 		{
 			2, kernels.Geometry{Grid: 32, Cluster: 16, Shared: 4096}, 1,
-			"cuLaunchKernelEx clusters grid 32 block 1024 shared 4096 stream 0x1 args 42/16 cluster 16 cooperative 0",
+			"cuLaunchKernelEx clusters grid 2 x 16 block 1024 shared 4096 stream 0x1 args 42/16 cluster 16 cooperative 0",
 		},
 		{
 			3, kernels.Geometry{Grid: 132, Cluster: 1, Cooperative: true}, 1,
-			"cuLaunchKernelEx split grid 132 block 128 shared 0 stream 0x1 args 42/0 cluster 0 cooperative 1",
+			"cuLaunchKernelEx split grid 132 x 1 block 128 shared 0 stream 0x1 args 42/0 cluster 0 cooperative 1",
 		},
 		{
 			2, kernels.Geometry{Grid: 4, Cluster: 2, Cooperative: true}, 1,
-			"cuLaunchKernelEx clusters grid 4 block 1024 shared 0 stream 0x1 args 42/0 cluster 2 cooperative 1",
+			"cuLaunchKernelEx clusters grid 2 x 2 block 1024 shared 0 stream 0x1 args 42/0 cluster 2 cooperative 1",
 		},
 	} {
 		require.NoError(t, launch(d, c.index, c.g, c.stream))

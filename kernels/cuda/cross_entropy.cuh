@@ -65,7 +65,7 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
       send(slot, __double_as_longlong(sum.x), &barrier, threadIdx.x);
       send(slot + 1, __double_as_longlong(sum.y), &barrier, threadIdx.x);
     }
-    barrier_wait_cluster(&barrier, 0);
+    barrier_wait(&barrier, 0);
     sum = reduce(lane < size ? slots[lane] : make_double2(0, 0));
     return threadIdx.x == 0 && cluster_rank() == 0;
   }
@@ -154,7 +154,7 @@ struct CrossEntropyForward {
   }
   // The CTA that holds the target may write over its logit as soon as it has heard of this one.
   __device__ __forceinline__ static void arrived(const Args& a, Scalars& sc) {
-    asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.zero) : "memory");
+    if constexpr (Gradient) asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.zero) : "memory");
   }
   __device__ static void keep(const Args& a, int64_t row, const Scalars& sc) { static_cast<float*>(a.logits)[row] = sc.logit; }
   __device__ static void kept(const Args& a, int64_t row, Scalars& sc) {

@@ -195,7 +195,7 @@ __device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots) {
   st = gather<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, Warps);
 }
 
-// ---- CTAs of a cluster, over distributed shared memory
+// ---- CTAs of a cluster, over distributed shared memory. Clusters lie along y, so that blockIdx.x counts them.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -213,8 +213,9 @@ __device__ __forceinline__ uint32_t cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
   return r;
 }
-// Every CTA has started and has initialised its barriers. Split, so that loads are issued in between.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Every CTA has started and has initialised its barriers. Split, so that loads are issued in between. Relaxed: barrier_init_fence()
+// shows the barriers to the others, and a release would first wait for the whole device to agree on memory.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_init(uint64_t* b, int count) {
@@ -229,16 +230,11 @@ __device__ __forceinline__ void barrier_expect(uint64_t* b, uint32_t bytes) {
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
+// What is waited for lies in this CTA's shared memory, whoever sent it. Acquiring at the cluster's scope would empty L1 as well.
 __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t phase) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(shared_address(b)), "r"(phase) : "memory");
-}
-__device__ __forceinline__ void barrier_wait_cluster(uint64_t* b, uint32_t phase) {
-  asm volatile(
-      "{\n.reg .pred p;\nWAIT_%=:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
       "@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(shared_address(b)), "r"(phase) : "memory");
 }
 // Readies the barrier for one exchange, in which every CTA sends `bytes` to every other, and tells the cluster: cluster_wait() before it.
@@ -293,7 +289,7 @@ __device__ __forceinline__ void reduce_cluster(State& st, Slot<State>* slots, ui
 #pragma unroll
     for (int i = 0; i < sizeof(State) / 8; i++) send(slots[rank].words + i, own.words[i], barrier, threadIdx.x);
   }
-  barrier_wait_cluster(barrier, phase);
+  barrier_wait(barrier, phase);
   st = gather<16, State>(slots, size);
 #endif
 }

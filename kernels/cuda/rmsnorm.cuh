@@ -297,7 +297,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   else __syncthreads();
   int stage = 0, set = 0;
   uint32_t phase = 0, merged_phase = 0;
-  deal_rows<General, E>(rows, blockIdx.x / size, gridDim.x / size, [&](int64_t first, int64_t step, int64_t limit, int64_t piece) {
+  deal_rows<General, E>(rows, blockIdx.x, gridDim.x, [&](int64_t first, int64_t step, int64_t limit, int64_t piece) {
     const int shift = General ? skew(static_cast<T*>(a.rows.y) + first * a.rows.y_stride) : 0;
     const int origin = static_cast<int>(rank) * kSlice * E - shift, left = static_cast<int>(n) - origin;
     const Span span = {max(-origin, 0), max(min(left, kSlice * E), 0), left};
@@ -359,8 +359,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
     for (int i = 0; i < V; i++)
       store_partial<General>(static_cast<Accumulator<T>*>(a.dw_partial) + piece * n + origin, (tid + i * Threads) * E, span, dw[i]);
   });
-  // Nobody may leave while others may still write into its shared memory.
-  if constexpr (Cluster) cluster_arrive(), cluster_wait();
+  // All that others send into this CTA's shared memory has been waited for: it may leave.
 #endif
 }
 

@@ -159,21 +159,19 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   constexpr int kStep = TPR * kElements<T>;
   if (Op::done(args)) return;
   const int lane = threadIdx.x % TPR;
-  int64_t row;
+  const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   int e = lane * kElements<T>;
   __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
-    row = blockIdx.x / cluster_size();
     e += cluster_rank() * kStep * V;
     cluster_begin(&barrier, sizeof(State));
-  } else
+  }
 #else
   if constexpr (Cluster) return;
 #endif
-    row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   const bool active = kRows == 1 || row < args.rows.m;
   bool first = active && lane == 0;
 #ifdef GANDER_SM90
@@ -243,14 +241,13 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   extern __shared__ __align__(128) uint4 buffer[];  // V x threads
   __shared__ Slot<State> warp_slots[kWarps];
   const int tid = threadIdx.x;
-  int64_t row = blockIdx.x;
+  const int64_t row = blockIdx.x;
   int e = tid * E;
   bool first = tid == 0;
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
-    row = blockIdx.x / cluster_size();
     e += cluster_rank() * kStep * V;
     first = first && cluster_rank() == 0;
     cluster_begin(&barrier, sizeof(State));

@@ -141,7 +141,7 @@ static void attributes(const CUlaunchConfig *config, unsigned *cluster, int *coo
   for (unsigned i = 0; i < config->numAttrs; i++) {
     CUlaunchAttributeValue value = config->attrs[i].value;
     if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-      *cluster = value.clusterDim.x * value.clusterDim.y * value.clusterDim.z;
+      *cluster = value.clusterDim.y;  // they lie along y
     if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) *cooperative = value.cooperative;
   }
 }
@@ -152,8 +152,8 @@ CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUl
   int cooperative;
   attributes(config, &cluster, &cooperative);
   *count = 128 / cluster;
-  call("cuOccupancyMaxActiveClusters", "%s %u %u %u %u", (const char *)function, cluster, config->gridDimX,
-       config->blockDimX, config->sharedMemBytes);
+  call("cuOccupancyMaxActiveClusters", "%s %u %u x %u %u %u", (const char *)function, cluster, config->gridDimX,
+       config->gridDimY, config->blockDimX, config->sharedMemBytes);
   return cluster > 8 ? CUDA_ERROR_INVALID_CLUSTER_SIZE : CUDA_SUCCESS;
 }
 
@@ -182,8 +182,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **p
   int cooperative, first = 0;
   size_t size = argument(parameters, extra, &first);
   attributes(c, &cluster, &cooperative);
-  return call("cuLaunchKernelEx", "%s grid %u block %u shared %u stream %#zx args %d/%zu cluster %u cooperative %d",
-              (const char *)function, c->gridDimX * c->gridDimY * c->gridDimZ,
+  return call("cuLaunchKernelEx", "%s grid %u x %u block %u shared %u stream %#zx args %d/%zu cluster %u cooperative %d",
+              (const char *)function, c->gridDimX, c->gridDimY * c->gridDimZ,
               c->blockDimX * c->blockDimY * c->blockDimZ, c->sharedMemBytes, (size_t)c->hStream, first, size, cluster,
               cooperative);
 }
