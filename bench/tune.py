@@ -182,9 +182,6 @@ class Tuner:
                     rows = v["Threads"] // v["RowThreads"]
                     grid = -(-m // rows) * c
                     yield [(v, grid, c, 0)], {"chunk": 1 << 27, "splits": 1}
-                    # With few CTAs RMSNorm's weights come into shared memory beside the row: Variant.Fetches.
-                    if op == "rmsnorm_forward" and not general and v["RowThreads"] >= 128 and cap <= 1024 and grid <= 8 * SMS:
-                        yield [(v, grid, c, cap * 16)], {"chunk": 1 << 27, "splits": 1, "shared": cap * 16}
             for v in of(op, "staged"):
                 cap = v["RowThreads"] * v["Vectors"]
                 for c in range(2, 17) if v["Cluster"] else (1,):

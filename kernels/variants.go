@@ -105,13 +105,6 @@ type Variant struct {
 // Capacity is how many vectors of a row one CTA of an InRegisters, Staged, Ring, Team or Lanes variant holds.
 func (v *Variant) Capacity() int64 { return int64(v.RowThreads * v.Vectors) }
 
-// Fetches says whether the kernel brings RMSNorm's weights into the dynamic shared memory of its launch, if that has
-// any: kFetches in cuda/rmsnorm.cuh.
-func (v *Variant) Fetches() bool {
-	return v.Op == RMSNormForward && (v.Shape == InRegisters || v.Shape == Apply) && !v.General &&
-		v.RowThreads >= 128 && v.Capacity() <= 1024
-}
-
 // RowsPerCTA is how many rows one CTA works on at a time.
 func (v *Variant) RowsPerCTA() int64 { return int64(v.Threads / v.RowThreads) }
 
@@ -154,31 +147,31 @@ func (s shape) capacity() int { return s.threads * s.vectors }
 // times (bench/tune.py on an H100; see bench/results). 8 lanes cover the 128 bytes that memory moves at once; four vectors per thread
 // with 32 to 40 registers keep 96 KiB per SM in flight, eight with 64 registers 128 KiB.
 var (
-	tiny = []shape{{8, 1}, {8, 4}, {16, 4}, {32, 4}}
+	tiny        = []shape{{8, 1}, {8, 4}, {16, 4}, {32, 4}}
+	tinySoftmax = []shape{{8, 1}, {8, 4}, {16, 4}, {64, 2}, {32, 4}} // exponentials are taken twice: two warps have half of them each
 
-	// Cross-entropy forward, which only reads: more and smaller CTAs even out better. N = 256 0.87 to 0.91, 512 0.91 to 0.92.
-	tinyReads = []shape{{8, 1}, {8, 2}, {16, 2}, {32, 2}, {32, 4}}
+	// Cross-entropy forward, which only reads: more and smaller CTAs even out better. N = 256 0.87 to 0.91.
+	tinyReads = []shape{{8, 1}, {8, 2}, {16, 2}, {16, 4}, {32, 4}}
 
 	inRegisters = map[Op][]shape{
-		SoftmaxForward:        {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 5}, {1024, 8}},
-		RMSNormForward:        {{128, 4}, {256, 4}, {512, 4}, {1024, 8}},
-		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 5}, {1024, 8}},
+		SoftmaxForward:        {{128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
+		RMSNormForward:        {{128, 4}, {256, 4}, {1024, 8}},
+		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		// Longer rows stream: Partial, Apply.
-		CrossEntropyForward:  {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		CrossEntropyForward:  {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		CrossEntropyBackward: {{32, 8}, {128, 4}, {256, 4}, {512, 4}},
 		// Two inputs: half the vectors of each. RMSNorm's weights leave no registers for four of each.
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
 	}
 	inClusters = map[Op][]shape{
-		SoftmaxForward:        {{256, 4}, in16Bits},
-		RMSNormForward:        {{256, 4}},
-		CrossEntropyForwardDX: {{256, 4}, in16Bits, {1024, 8}}, // there is no team for the longest
+		SoftmaxForward:        {{256, 4}, {512, 8}},
+		RMSNormForward:        {},                              // staged
+		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {1024, 8}}, // there is no team for the longest
 		CrossEntropyForward:   {{256, 4}},                      // few rows; many stream
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {512, 2}, {1024, 2}},
 	}
-	in16Bits = shape{256, 8} // float32 rows as long are staged
 
 	// Rows of any alignment, with fewer shapes: they are rarer, and their code is longer.
 	anyInRegisters = map[int][]shape{1: {{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {192, 4}, {256, 4}, {384, 4}, {512, 4}, {768, 4}, {1024, 4}},
@@ -205,15 +198,9 @@ var (
 	// RMSNorm of short rows: the weights come out of L1 from the second row on.
 	loops = []shape{{8, 4}, {16, 4}}
 
-	// Long rows by way of shared memory, in a CTA or in a cluster.
-	staged = map[Op][]shape{
-		RMSNormForward: {{512, 2}, {512, 8}, {1024, 8}},
-	}
-	stagedInClusters = map[Op][]shape{
-		SoftmaxForward:        {{512, 8}},
-		CrossEntropyForwardDX: {{512, 8}},
-		RMSNormForward:        {{256, 8}, {512, 8}},
-	}
+	// RMSNorm of long rows by way of shared memory, in a CTA or in a cluster.
+	staged           = []shape{{512, 8}, {1024, 8}}
+	stagedInClusters = []shape{{256, 4}, {256, 8}, {512, 8}}
 
 	// RMSNorm backward with dw, whose float32 sums stay in registers.
 	ring        = []shape{{128, 1}, {256, 2}}
@@ -229,8 +216,8 @@ const laneStages = 3
 // one CTA loads while another stores.
 func resident(v *Variant) int {
 	switch {
-	case v.Shape == Staged && v.Op != RMSNormForward && v.Family.DType() == Float32: // 16-bit elements take more registers
-		return 1536 / v.Threads
+	case v.Shape == Staged && v.Vectors == 4:
+		return 1280 / v.Threads
 	case v.Shape == Staged:
 		return 1024 / v.Threads
 	case v.Shape == Ring:
@@ -245,18 +232,24 @@ func resident(v *Variant) int {
 		return 8
 	case v.Alike && v.Vectors*v.Op.Inputs() > 4:
 		return max(1, 1024/v.Threads)
+	case !v.General && v.RowThreads <= 32 && v.Op == CrossEntropyForwardDX && v.Family.DType() == Float32,
+		!v.General && v.RowThreads <= 32 && v.Op == CrossEntropyForward && v.Vectors == 4,
+		!v.General && v.Op == RMSNormForward && v.Vectors <= 4: // which holds its weights too
+		return max(1, 1280/v.Threads)
+	case !v.General && v.RowThreads == 32 && v.Op == CrossEntropyForwardDX: // which keeps exponentials
+		return 8
 	case v.General && v.Family.Group() == "softmax":
 		return max(1, 1280/v.Threads)
 	case v.General, v.Op == RMSNormBackward, v.Vectors*v.Op.Inputs() > 4:
 		return max(1, 1024/v.Threads)
-	case v.Op == CrossEntropyBackward, v.Family.DType() == Float16 && v.Op != SoftmaxForward, // they hold more
+	case v.Op == CrossEntropyBackward, v.Family.DType() == Float16 && v.Op != SoftmaxForward && !(v.RowThreads <= 32 && !v.General), // they hold more
 		v.Family.DType() == Float32 && v.Op == SoftmaxForward && v.Shape == Apply:
 		return max(1, 1280/v.Threads)
 	case v.Threads == 1024:
 		return 2
 	case v.Op.Inputs() == 2 && (v.Shape == Partial || v.Shape == Apply):
 		return 5
-	case v.Threads == 128 && (v.Op == SoftmaxForward || v.Op == CrossEntropyForward):
+	case v.Threads == 128 && (v.Op == SoftmaxForward && !(v.Family.DType() == Float32 && v.RowThreads <= 32) || v.Op == CrossEntropyForward):
 		return 16
 	}
 	return 1536 / v.Threads
@@ -331,9 +324,12 @@ func table() []Variant {
 		} {
 			n := op.Inputs()
 			rows, clusters := Variant{Op: op, Shape: InRegisters}, Variant{Op: op, Shape: InRegisters, Cluster: true}
-			if op == CrossEntropyForward {
+			switch op {
+			case CrossEntropyForward:
 				add(rows, tinyReads...)
-			} else {
+			case SoftmaxForward:
+				add(rows, tinySoftmax...)
+			default:
 				for _, s := range tiny {
 					add(rows, shape{s.threads, max(1, s.vectors/n)})
 				}
@@ -348,11 +344,7 @@ func table() []Variant {
 			}
 			unaligned(rows, anyhow, alikeInRegisters[op])
 			if inClusters[op] != nil {
-				for _, s := range inClusters[op] {
-					if x != Float32 || s != in16Bits {
-						add(clusters, s)
-					}
-				}
+				add(clusters, inClusters[op]...)
 				if op != CrossEntropyForward {
 					unaligned(clusters, anyInClusters[n], alikeInClusters[op])
 				}
@@ -368,14 +360,12 @@ func table() []Variant {
 			}
 			chunks(op, Apply, 4/n)
 		}
-		for _, op := range []Op{SoftmaxForward, RMSNormForward, CrossEntropyForwardDX} {
-			add(Variant{Op: op, Shape: Staged}, staged[op]...)
-			add(Variant{Op: op, Shape: Staged, Cluster: true}, stagedInClusters[op]...)
-		}
+		add(Variant{Op: RMSNormForward, Shape: Staged}, staged...)
+		add(Variant{Op: RMSNormForward, Shape: Staged, Cluster: true}, stagedInClusters...)
 		alike := Variant{Op: RMSNormForward, Shape: Staged, General: true, Alike: true}
-		add(alike, staged[RMSNormForward][1:]...)
+		add(alike, staged...)
 		alike.Cluster = true
-		add(alike, stagedInClusters[RMSNormForward]...)
+		add(alike, stagedInClusters[1:]...)
 		add(Variant{Op: RMSNormBackward, Shape: Ring}, ring...)
 		add(Variant{Op: RMSNormBackward, Shape: Ring, Cluster: true}, ringCluster...)
 		if x == Float32 {

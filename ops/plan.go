@@ -175,9 +175,6 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 	if grid > maxGrid {
 		grid = 0
 	}
-	if v.Fetches() && grid <= int64(p.facts.SMs*v.Resident) {
-		shared = uint32(v.Capacity() * 16) // no CTA finds the weights in a cache: rather all at once with the row
-	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
 		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
 		// Every kernel that can come second waits by itself where the architecture lets it start early.
@@ -226,8 +223,7 @@ func (p *planner) fastest() {
 		p.split("a few rows this long fill the device only when split")
 	case p.bestInTeam():
 	case p.op == kernels.RMSNormForward && p.inLoop():
-	case p.op == kernels.RMSNormForward && p.expected() <= int64(p.facts.SMs) && p.vectors >= 128 && p.alone():
-	case p.op == kernels.RMSNormForward && !p.few() && p.vectors > p.stagedFrom() && p.inStaged(1, 16):
+	case p.op == kernels.RMSNormForward && !(p.general && p.few()) && p.vectors > p.stagedFrom() && p.inStaged(1, 16):
 	case p.few() && p.inCluster(p.tiles(true, 256, 256)) || p.inOneCTA(p.lasting(p.tiles(false))) || p.inCluster(p.thrifty(p.tiles(true))):
 	case p.inStaged(2, 16), p.inTeam(), p.inCluster(largest(p.tiles(true))):
 	default:
@@ -285,7 +281,9 @@ func (p *planner) tiles(cluster bool, threads ...int) []*kernels.Variant {
 	return some
 }
 
-func largest(variants []*kernels.Variant) []*kernels.Variant { return variants[len(variants)-1:] }
+func largest(variants []*kernels.Variant) []*kernels.Variant {
+	return variants[max(0, len(variants)-1):]
+}
 
 // inOneCTA gives each row to a CTA, or to a part of one, that holds it in registers.
 func (p *planner) inOneCTA(variants []*kernels.Variant) bool {
@@ -335,16 +333,12 @@ func (p *planner) inCluster(variants []*kernels.Variant) bool {
 	return true
 }
 
-// thrifty leaves the smallest CTAs aside, where the next hold a row with little left over. Measured on an H100 over the plain kernel:
-// softmax of 50257 bfloat16 in 7 CTAs of 1024 vectors 0.86, in 4 of 2048 0.95; of 100512 in 7 of 2048 0.96, staged in 4 of 4096 0.89;
-// of 131072 in 8 of 2048 0.97, staged in 4 of 4096 0.98.
+// thrifty leaves the smallest CTAs aside, where the next hold a row with little left over; not those of aligned rows of one input,
+// which are the best for all that they hold. Measured on an H100 over the plain kernel: unaligned, softmax of 50257 bfloat16 in 7 CTAs of
+// 1024 vectors 0.86, in 4 of 2048 0.95.
 func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
-	if p.op.Inputs() == 1 && !p.general {
-		some := p.tiles(true, 256, 256)[1:]
-		if _, c := fitting(some, p.vectors, 7); c > 0 {
-			return some
-		}
-		return nil // longer ones are staged
+	if p.op.Inputs() == 1 && !p.general || len(variants) < 2 {
+		return variants
 	}
 	const small = 8 // CTAs: more of the smallest have too much to wait for
 	if p.op.Inputs() == 1 && variants[1].RowThreads == variants[0].RowThreads {
@@ -361,37 +355,28 @@ func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
 	return variants
 }
 
-// lasting leaves aside CTAs of which an SM holds one, where rows are too few to even out what the last of them leave idle.
+// lasting leaves large CTAs aside, where there are clusters: for longer aligned rows of one input (measured on an H100, 50256 of bfloat16:
+// softmax 0.986 of the plain kernel, in seven smaller CTAs 0.996), and for others those of which an SM holds one, where rows are
+// too few to even out what the last of them leave idle.
 func (p *planner) lasting(variants []*kernels.Variant) []*kernels.Variant {
-	if maxCluster(p.facts) > 1 && p.expected() < 8*int64(p.facts.SMs) {
-		for i, v := range variants {
-			if v.Threads == 1024 && v.Resident == 1 && i > 0 {
-				return variants[:i]
-			}
+	if maxCluster(p.facts) == 1 {
+		return variants
+	}
+	if p.op.Inputs() == 1 && !p.general && p.vectors > 2560 {
+		return nil
+	}
+	for i, v := range variants {
+		if p.expected() < 8*int64(p.facts.SMs) && v.Threads == 1024 && v.Resident == 1 && i > 0 {
+			return variants[:i]
 		}
 	}
 	return variants
 }
 
-// alone gives each of a few rows of RMSNorm to a CTA that brings the weights with it. Measured on an H100, 128 x 1024 of bfloat16:
-// 5.2 us, a warp to each row 6.4.
-func (p *planner) alone() bool {
-	if p.vectors > 256 && p.vectors <= 1024 && !p.general && p.inStaged(1, 1) {
-		return true
-	}
-	return p.inOneCTA(p.tiles(false, 256, 256))
-}
-
-// few says whether a CTA for each row would leave SMs idle, and a row is long enough for several small ones. Where RMSNorm would need
-// more of those than the device holds at once, fewer and larger ones are better: 256 x 131072 of bfloat16 0.81 of the plain kernel, staged
-// 0.91.
+// few says whether a CTA for each row would leave SMs idle, and a row is long enough for several small ones.
 func (p *planner) few() bool {
 	clusters := p.tiles(true)
-	if p.expected() >= int64(p.facts.SMs) || len(clusters) == 0 || p.vectors <= clusters[0].Capacity() {
-		return false
-	}
-	small := clusters[0]
-	return p.op != kernels.RMSNormForward || p.general || p.m*ceil(p.vectors, small.Capacity()) <= int64(p.facts.SMs*small.Resident)
+	return p.expected() < int64(p.facts.SMs) && len(clusters) > 0 && p.vectors > clusters[0].Capacity()
 }
 
 // chunks divides rows so that the device is filled `waves` CTAs of ChunkThreads deep per SM, or as was asked for.
@@ -503,32 +488,48 @@ func (p *planner) stagedFrom() int64 {
 	return 1024
 }
 
-// staging is how rows of up to `vectors` vectors are staged: CTA shape, and whether a cluster takes as many as hold them. Measured on
-// an H100, over the plain kernel: bfloat16 / float32; in brackets unaligned.
-var staging = map[kernels.Op][]struct {
+// stage is how rows of up to `vectors` vectors are staged: CTA shape, and whether a cluster takes as many as hold them.
+type stage struct {
 	vectors, threads, each int64
 	cluster                bool
-}{
-	kernels.RMSNormForward: {
-		{1024, 512, 2, false},
-		{3840, 512, 8, false},  // 0.98 to 0.99 (0.84 to 0.94)
-		{8192, 1024, 8, false}, // 0.97 to 0.99 / 0.98 to 0.99 (0.88 to 0.94)
-		{4096, 512, 8, false},  // where that has too little shared memory, or would leave SMs idle
-		{16384, 256, 8, true},  // 0.97 / 0.97 to 0.99 (0.86 / 0.88)
-		{65536, 512, 8, true},  // 131072 0.98, 262144 0.97 (0.83 / 0.81)
-	},
-	// 131072 0.98, 262144 0.96 / 0.98. Rows in the registers of a cluster: 0.97 and 0.95, 0.95 and 0.91.
-	kernels.SoftmaxForward:        {{65536, 512, 8, true}},
-	kernels.CrossEntropyForwardDX: {{65536, 512, 8, true}},
 }
 
-// inStaged brings each row into the shared memory of a CTA, or of at least two and as few of a cluster as hold it.
+// Measured on an H100 over the plain kernel, bfloat16 and float32.
+var (
+	staging = []stage{
+		{16384, 256, 4, true}, // 0.99 to 1.00; 128 rows of 131072 0.94
+		{32768, 256, 8, true}, // 262144 of bfloat16 0.98; 128 rows of 65536 0.91 (256 x 4 0.88)
+		{65536, 512, 8, true}, // 0.98
+		{4096, 512, 8, false}, // where there are no clusters: 0.99
+		{8192, 1024, 8, false},
+	}
+	stagingUnaligned = []stage{
+		{3840, 512, 8, false},  // 0.84 to 0.95
+		{8192, 1024, 8, false}, // 0.85 to 0.94
+		{4096, 512, 8, false},  // where that has too little shared memory, or would leave SMs idle
+		{16384, 256, 8, true},  // 0.86 to 0.90
+		{65536, 512, 8, true},  // 0.86
+	}
+)
+
+// inStaged brings each row into the shared memory of a CTA, or of at least two and as few of a cluster as hold it. All CTAs of a few rows
+// should be resident at once.
 func (p *planner) inStaged(least, most int64) bool {
-	if p.general && !p.alike || p.mixed {
+	if p.op != kernels.RMSNormForward || p.general && !p.alike || p.mixed {
 		return false
 	}
+	resident := func(v *kernels.Variant, ctas int64) bool { return p.m*ctas <= int64(p.facts.SMs*v.Resident) }
+	return p.expected() < int64(p.facts.SMs) && p.stagedWhere(least, most, resident) ||
+		p.stagedWhere(least, most, func(*kernels.Variant, int64) bool { return true })
+}
+
+func (p *planner) stagedWhere(least, most int64, suits func(v *kernels.Variant, ctas int64) bool) bool {
+	table := staging
+	if p.general {
+		table = stagingUnaligned
+	}
 	most = min(most, maxCluster(p.facts))
-	for _, s := range staging[p.op] {
+	for _, s := range table {
 		ctas := int64(1)
 		if s.cluster {
 			ctas = max(2, ceil(p.vectors, s.threads*s.each))
@@ -541,7 +542,7 @@ func (p *planner) inStaged(least, most int64) bool {
 		}
 		for _, v := range variantsOf[variantKey{p.op, kernels.Staged, p.x, p.general, s.cluster}] {
 			shared := v.Capacity() * 16
-			if v.Capacity() != s.threads*s.each || v.RowThreads != int(s.threads) || shared+4<<10 > int64(p.facts.SharedPerBlock) {
+			if v.Capacity() != s.threads*s.each || v.RowThreads != int(s.threads) || shared+4<<10 > int64(p.facts.SharedPerBlock) || !suits(v, ctas) {
 				continue
 			}
 			p.taken = Medium

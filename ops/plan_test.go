@@ -263,7 +263,7 @@ func TestEveryVariantIsUsed(t *testing.T) {
 	used := map[string]bool{}
 	for _, f := range testDevices {
 		everyRequest(func(r request) {
-			for _, r.Algorithm = range []Algorithm{Auto, Medium} { // no other name has kernels of its own
+			for _, r.Algorithm = range []Algorithm{Auto, Warp, Medium} { // no other name has kernels of its own
 				if r.Algorithm != Auto && !choosable(r.op) {
 					continue
 				}

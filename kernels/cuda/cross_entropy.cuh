@@ -26,9 +26,9 @@ __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
 }
 
-// Sums a pair over all rows, in an order that depends on M alone, with one CTA or with one cluster. `at(row)` gives a row's pair;
-// the first thread of all gets the sums. In float64: few terms, and a result that is one number shows every rounding.
-template <int T, bool Cluster, class At>
+// Sums a pair over all rows, in an order that depends on M alone, with one CTA or with one cluster; U rows at a time for each thread.
+// `at(row)` gives a row's pair; the first thread of all gets the sums. In float64: few terms, and a result that is one number shows every rounding.
+template <int T, bool Cluster, int U, class At>
 __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
   __shared__ double2 warps[T / 32];
   int64_t first = threadIdx.x, step = T;
@@ -42,7 +42,6 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
   }
 #endif
   sum = make_double2(0, 0);
-  constexpr int U = 8;
   for (int64_t i = first; i < rows; i += U * step) {
     float2 v[U];
 #pragma unroll
@@ -81,13 +80,13 @@ __device__ __forceinline__ float2* rows_of_cta() {
 }
 
 // The sum of all rows' losses, over that of their weights for a mean.
-template <int T, bool Cluster>
+template <int T, bool Cluster, int U = 8>
 __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
   if (!a.total_here) wait_for_previous_launch();
   const float2* rows = static_cast<const float2*>(a.row_losses);
   const bool here = a.total_here;
   double2 sum;
-  if (!sum_rows<T, Cluster>(a.rows.m, sum, [=](int64_t i) { return here ? rows_of_cta()[i] : __ldcg(rows + i); })) return;
+  if (!sum_rows<T, Cluster, U>(a.rows.m, sum, [=](int64_t i) { return here ? rows_of_cta()[i] : __ldcg(rows + i); })) return;
   if (a.total) *static_cast<float*>(a.total) = a.mean ? sum.x / sum.y : sum.x;
   if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
 }
@@ -97,25 +96,27 @@ template <int T, bool Cluster>
 __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
   double2 sum;
   const auto weight = [&a](int64_t i) { return make_float2(label(a, load_target(a, i)).weight, 0.f); };
-  if (sum_rows<T, Cluster>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
+  if (sum_rows<T, Cluster, 8>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
 }
 
-// log(s) = k log(2) + log(f), 2^-1/2 <= f < 2^1/2, not yet added up: no rounding of the sum's magnitude.
+// log(s) = k log(2) + log(f), 2^-1/2 <= f < 2^1/2, not yet added up: no rounding of the sum's magnitude. Of a row of -inf, s is 0.
 __device__ __forceinline__ float2 log_parts(float s) {
-  if (!(s > 0.f)) return make_float2(logf(s), 0.f);  // NaN, or a row of -inf
   const int bits = __float_as_int(s), k = (bits - 0x3f3504f3) >> 23;
   constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // log(2): k times the first is exact
-  return make_float2(k * kHigh, fmaf(k, kLow, logf(__int_as_float(bits - (k << 23)))));
+  const float2 log = {k * kHigh, fmaf(k, kLow, logf(__int_as_float(bits - (k << 23))))};
+  return s > 0.f ? log : make_float2(s == 0.f ? -kInfinity : s, 0.f);  // NaN
 }
 
-// Takes `amount` off element `i` of a vector, where i lies in it. Only one vector of a row is hit, so that the
-// selection costs nothing, and an index known at compile time keeps the vector in registers.
+// Takes `amount` off element `i` of a row's chunk that begins at `origin`, where it lies in the vector at element e of the chunk. Only one
+// vector of a row is hit, so that the selection costs nothing, and an index known at compile time keeps the vector in registers.
 template <int E>
-__device__ __forceinline__ void subtract_at(int64_t i, float amount, float (&v)[E]) {
-  if (i < 0 || i >= E) return;
+__device__ __forceinline__ void subtract_at(int64_t i, int64_t origin, int e, float amount, float (&v)[E]) {
+  const int64_t left = i - origin;
+  const unsigned at = left < 0 || left > INT32_MAX ? ~0u : static_cast<unsigned>(left);  // the same for all vectors, in one register
+  if (at - e >= E) return;
 #pragma unroll
   for (int j = 0; j < E; j++)
-    if (j == i) v[j] -= amount;
+    if (at - e == j) v[j] -= amount;
 }
 
 // loss = weight * (log sum exp(x - max) + max - x[target]); with `Gradient`, in the same pass,
@@ -125,10 +126,11 @@ struct CrossEntropyForward {
   using T = T_;
   using State = MaxSum<T, float>;  // the logarithm takes digits off its sum
   using Args = CrossEntropyArgs;
+  using Label = gander::Label;
   static constexpr int kInputs = 1;
-  static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true;
-  template <int TPR, int V>
-  static constexpr bool kFetches = false;
+  static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true, kClerks = true;
+  template <int V, int Step, bool General, bool>
+  using Early = NothingEarly<CrossEntropyForward, V, Step, General>;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     Label label;
@@ -136,17 +138,19 @@ struct CrossEntropyForward {
     float max, scale, grad;
   };
   __device__ static uint4 fill() { return lowest_vector<T>(); }
+  // Clerk: the row's label is the first thread's alone, who tells the others.
+  template <bool Clerk = false>
   __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool first) {
     Scalars sc = {};
-    if (first || Gradient) sc.label.index = load_target(a, row);
+    if (first || Gradient && !Clerk) sc.label.index = load_target(a, row);
     return sc;
   }
-  // The target's logit is loaded before any thread writes a gradient over it: barriers, or here the warp's, lie in between.
+  // The target's logit is loaded before any thread writes a gradient over it: barriers lie in between.
+  template <bool Clerk = false>
   __device__ __forceinline__ static void follow(const Args& a, int64_t row, Scalars& sc, bool first) {
-    if (first || Gradient) sc.label = label(a, sc.label.index);
+    if (first || Gradient && !Clerk) sc.label = label(a, sc.label.index);
     if (first && sc.label.index >= 0)
       sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
-    if constexpr (Gradient) __syncwarp();
   }
   template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
@@ -162,17 +166,21 @@ struct CrossEntropyForward {
     sc.logit = static_cast<const float*>(a.logits)[row];
   }
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
-    const float weight = sc.label.weight;
-    if constexpr (Gradient) {
-      sc.grad = weight;
-      if (a.one_pass && a.mean) {
-        wait_for_previous_launch();  // the denominator's, which ran while this row was read
-        const float all = __ldcg(static_cast<const float*>(a.denominator));
-        sc.grad = weight == 0.f ? 0.f : weight / all;
-      }
-      sc.max = st.m, sc.scale = sc.grad / st.s;
+    if constexpr (Gradient) prepare(a, sc, st);
+    if (first) record(a, row, sc, st);
+  }
+  // What `map` needs of a complete row.
+  __device__ __forceinline__ static void prepare(const Args& a, Scalars& sc, const State& st) {
+    sc.grad = sc.label.weight;
+    if (a.one_pass && a.mean) {
+      wait_for_previous_launch();  // the denominator's, which ran while this row was read
+      const float all = __ldcg(static_cast<const float*>(a.denominator));
+      sc.grad = sc.grad == 0.f ? 0.f : sc.grad / all;
     }
-    if (!first) return;
+    sc.max = st.m, sc.scale = sc.grad / st.s;
+  }
+  __device__ __forceinline__ static void record(const Args& a, int64_t row, const Scalars& sc, const State& st) {
+    const float weight = sc.label.weight;
     const float2 log = log_parts(st.s);
     const float log_sum = log.x + log.y;
     const double unweighted = (static_cast<double>(log.x) + log.y) + (static_cast<double>(st.m) - sc.logit);
@@ -194,13 +202,13 @@ struct CrossEntropyForward {
     const bool zero = sc.grad == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : (Kept ? x[j] : exp_difference<T>(x[j], sc.max)) * sc.scale;
-    subtract_at(sc.label.index - p.origin - e, sc.grad, dx);
+    subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
   }
   __device__ static void total_if_single(const Args& a) {
     if (!a.total_here) return;
     __syncthreads();
-    if (blockDim.x == 128) total<128, false>(a);
-    else total<256, false>(a);
+    if (blockDim.x == 128) total<128, false, 1>(a);
+    else total<256, false, 1>(a);
   }
 };
 
@@ -211,9 +219,9 @@ struct CrossEntropyBackward {
   using State = None;
   using Args = CrossEntropyArgs;
   static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
-  template <int TPR, int V>
-  static constexpr bool kFetches = false;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false, kClerks = false;
+  template <int V, int Step, bool General, bool>
+  using Early = NothingEarly<CrossEntropyBackward, V, Step, General>;
   // The gradient that forward made is right as it is.
   __device__ static bool done(const Args& a) { return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f; }
   struct Scalars {
@@ -250,7 +258,7 @@ struct CrossEntropyBackward {
                                              const Place& p, int e, float (&dx)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
-    subtract_at(sc.index - p.origin - e, sc.grad, dx);
+    subtract_at(sc.index, p.origin, e, sc.grad, dx);
   }
 };
 

@@ -126,11 +126,11 @@ struct alignas(2 * sizeof(A)) MaxSum {
     m = top;
   }
   // The state of a row that L lanes hold: they agree on the maximum before they take exponentials, so that no lane's sum is scaled.
-  // Keep: float32 elements become their exponentials relative to it.
-  template <int L, bool Keep = false, int V>
-  __device__ __forceinline__ void reduce_tile(uint4 (&v)[V]) {
+  // Keep: the elements' exponentials relative to it are kept.
+  template <int L, bool Keep = false, int V, int K>
+  __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V], float (&kept)[K][kElements<T>]) {
     m = lanes_max<L>(tile_max(T(), v));
-    s = lanes_sum<L>(exponentials<Keep>(v, reference(m)));
+    s = lanes_sum<L>(exponentials<Keep>(v, reference(m), kept));
   }
   __device__ __forceinline__ void merge(MaxSum o) {
     const float top = fmaxf(m, o.m), r = reference(top);
@@ -153,19 +153,23 @@ struct alignas(2 * sizeof(A)) MaxSum {
   template <int V>
   __device__ __forceinline__ void add(const uint4 (&v)[V]) {
     const float top = fmaxf(m, tile_max(T(), v)), r = reference(top);
-    s = s * rescaling<A>(m, r) + exponentials(v, r);
+    float none[1][kElements<T>];
+    s = s * rescaling<A>(m, r) + exponentials<false>(v, r, none);
     m = top;
   }
-  template <bool Keep = false, class Vectors>
-  __device__ __forceinline__ static A exponentials(Vectors& v, float r) {
+  template <bool Keep, int V, int K>
+  __device__ __forceinline__ static A exponentials(const uint4 (&v)[V], float r, float (&kept)[K][kElements<T>]) {
     A sum = 0;  // vector by vector: one long chain of additions would lose digits
 #pragma unroll
-    for (int i = 0; i < std::extent_v<Vectors>; i++) {
+    for (int i = 0; i < V; i++) {
       float f[kElements<T>], t = 0.f;
       unpack(T(), v[i], f);
 #pragma unroll
-      for (int j = 0; j < kElements<T>; j++) t += f[j] = exp_difference<T>(f[j], r);
-      if constexpr (Keep) v[i] = pack(T(), f);
+      for (int j = 0; j < kElements<T>; j++) {
+        const float x = exp_difference<T>(f[j], r);
+        if constexpr (Keep) kept[i][j] = x;
+        t = j ? t + x : x;
+      }
       sum += t;
     }
     return sum;

@@ -15,41 +15,81 @@ __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin
   }
 }
 
+// The weights of V vectors from element e on, in registers by the time the row has come. Those of another type than x are fetched when
+// they are needed; of unaligned rows too, and shifted into place then.
+template <class Op, int V, int Step, bool General, bool Held>
+struct WeightsEarly {
+  using T = typename Op::T;
+  static constexpr int E = kElements<T>;
+  const RMSNormArgs& args;
+  const T* weight;  // null: none, or of another type
+  uint4 w[Held ? V : 1];
+
+  __device__ __forceinline__ WeightsEarly(const RMSNormArgs& args, const Place<T>& p, int e)
+      : args(args), weight(args.weight && args.weight_type == kDType<T> ? static_cast<const T*>(args.weight) + p.origin : nullptr) {
+    bring(p, e);
+  }
+  __device__ __forceinline__ void bring(const Place<T>& p, int e) {
+    if constexpr (Held) {
+      const T* const at = once(weight + e);
+#pragma unroll
+      for (int i = 0; i < V; i++) w[i] = load_vector_if(weight && e + i * Step < p.span.hi, at + i * Step, zero_vector());
+    }
+  }
+  // each(i, map) for every vector i, where map(x, dy, y) makes what becomes of its elements.
+  template <bool Kept, class Each>
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Place<T>& p, int e, Each each) const {
+    const auto by = [&](const float (&w)[E]) {
+      return [&](const float (&x)[E], const float (&dy)[E], float (&y)[E]) {
+        float unused[E] = {};
+        Op::map_vector(sc, x, dy, w, unused, y);
+      };
+    };
+    constexpr int B = Held ? 1 : V < 4 ? V : General ? sizeof(T) : 2;  // vectors at a time
+    if (weight) {
+#pragma unroll
+      for (int i = 0; i < V; i += B) {
+        if (General && e + i * Step >= p.span.hi) break;
+        uint4 b[B];
+        if constexpr (Held) b[0] = w[i];
+        else load<General, false>(weight, e + i * Step, Step, p.span, zero_vector(), b);
+#pragma unroll
+        for (int k = 0; k < B; k++) {
+          float f[E];
+          unpack(T(), b[k], f);
+          each(i + k, by(f));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const int ei = e + i * Step;
+        if (ei >= p.span.hi) break;
+        float f[E];
+        load_weight<General>(args, p.origin, ei, p.span, f);
+        each(i, by(f));
+      }
+    }
+  }
+};
+
 template <class T_>
 struct RMSNormForward {
   using T = T_;
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false;
-  template <int TPR, int V>
-  static constexpr bool kFetches = TPR >= 128 && TPR * V <= 1024;  // kernels.Variant.Fetches
+  static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false, kClerks = false;
+  template <int V, int Step, bool General, bool Held>
+  using Early = WeightsEarly<RMSNormForward, V, Step, General, Held>;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd;
-    unsigned fetched;  // vectors of weights in shared memory, a power of two; or 0
   };
   __device__ static uint4 fill() { return zero_vector(); }
   __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
   __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
   __device__ static void arrived(const Args&, const Scalars&) {}
-  // With few rows, weights come from memory, not from a cache: each thread copies those of its own columns into shared memory while
-  // the row is reduced, if the launch has any. Many rows would only lose by it.
-  template <int V, int Step, class Place>
-  __device__ __forceinline__ static void fetch(const Args& a, Scalars& sc, const Place& p, int e) {
-    constexpr int E = kElements<T>;
-    extern __shared__ __align__(128) uint4 buffer[];
-    if (dynamic_shared_bytes() == 0 || !a.weight || a.weight_type != kDType<T>) return;
-    sc.fetched = Step / E * V;
-    const T* weight = static_cast<const T*>(a.weight) + p.origin;
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int ei = e + i * Step;
-      copy_async<16>(buffer + static_cast<unsigned>(ei) / E % (Step / E * V), weight + (ei < p.span.hi ? ei : 0),
-                     ei < p.span.hi ? 16 : 0);
-    }
-    copies_commit();
-  }
   template <class Tile, class Place>
   __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
@@ -79,15 +119,12 @@ struct RMSNormForward {
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
     sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.eps));
     if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
-    if (sc.fetched) copies_wait<0>();
   }
   template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&y)[E]) {
     float w[E];
-    extern __shared__ __align__(128) uint4 buffer[];
-    if (sc.fetched) unpack(T(), buffer[static_cast<unsigned>(e) / E % sc.fetched], w);
-    else load_weight<General>(a, p.origin, e, p.span, w);
+    load_weight<General>(a, p.origin, e, p.span, w);
     map_vector<General>(sc, x, x, w, w, y);
   }
 };
@@ -100,9 +137,9 @@ struct RMSNormBackward {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
-  template <int TPR, int V>
-  static constexpr bool kFetches = false;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false, kClerks = false;
+  template <int V, int Step, bool General, bool Held>
+  using Early = WeightsEarly<RMSNormBackward, V, Step, General, Held>;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd, mean;
@@ -362,59 +399,6 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   // All that others send into this CTA's shared memory has been waited for: it may leave.
 #endif
 }
-
-// The weights of a thread's part of a staged row: in registers by the time the row has come, and found in L1, past which the row comes.
-// Those of another type than x are fetched when they are needed; of unaligned rows too, and shifted into place then.
-template <class Op, int V, int Step, bool General>
-struct WeightsEarly {
-  using T = typename Op::T;
-  static constexpr int E = kElements<T>;
-  const RMSNormArgs& args;
-  const T* weight;  // null: none, or of another type
-  uint4 w[General ? 1 : V];
-
-  __device__ __forceinline__ WeightsEarly(const RMSNormArgs& args, const Place<T>& p, int e)
-      : args(args), weight(args.weight && args.weight_type == kDType<T> ? static_cast<const T*>(args.weight) + p.origin : nullptr) {
-    if constexpr (!General)
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        const int ei = e + i * Step;
-        w[i] = load_vector_if(weight && ei < p.span.hi, weight + ei, zero_vector());
-      }
-  }
-  // each(i, y): vector i, and what it becomes of its elements.
-  template <bool Kept, class Each>
-  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Place<T>& p, int e, Each each) const {
-    const auto by = [&](const float (&w)[E]) {
-      return [&](const float (&x)[E], float (&y)[E]) { Op::map_vector(sc, x, x, w, y, y); };
-    };
-    constexpr int B = !General ? 1 : V < 4 ? V : sizeof(T);  // vectors at a time
-    if (weight) {
-#pragma unroll
-      for (int i = 0; i < V; i += B) {
-        if (General && e + i * Step >= p.span.hi) break;
-        uint4 b[B];
-        if constexpr (General) load<true, false>(weight, e + i * Step, Step, p.span, zero_vector(), b);
-        else b[0] = w[i];
-#pragma unroll
-        for (int k = 0; k < B; k++) {
-          float f[E];
-          unpack(T(), b[k], f);
-          each(i + k, by(f));
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        const int ei = e + i * Step;
-        if (ei >= p.span.hi) break;
-        float f[E];
-        load_weight<General>(args, p.origin, ei, p.span, f);
-        each(i, by(f));
-      }
-    }
-  }
-};
 
 // What a thread of a team keeps of its columns: their weights, and backward their dw.
 template <class Op, int Threads, int V>

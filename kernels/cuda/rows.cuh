@@ -11,6 +11,7 @@
 //   kInputs          1, or 2: the second input has T in `rows`, any type in general `partial` and `apply` kernels
 //   kMaps            it writes a row; kAnyOutput: of any type where the kernel is a general one
 //   kTotals          a launch of one CTA finishes what spans rows
+//   kClerks          a row's statistics are much work: see clerks_body
 //   done(args)       nothing is left to do
 //   Scalars          what a row needs beside its elements
 //   fill()           what masked elements of the first input read as
@@ -18,7 +19,8 @@
 //                                        `first` holds for the thread that writes the row's statistics
 //   follow(args, row, scalars, first)    what depends on them, while the row is on its way
 //   add(args, scalars, state, tile, place, e, step)
-//   kFetches<threads per row, V>, fetch<V, step>(args, scalars, place, e)   what else `map` needs, brought into shared memory meanwhile
+//   Early<V, step, General, Held>(args, place, e)   what else the V vectors from element e on are mapped with; Held: it lies in registers
+//                                        by then, on its way as early as they are
 //   keep(args, row, scalars), kept(args, row, scalars)  carry what the first thread saw from `partial` over to `apply`
 //   arrived(args, scalars)                     before other CTAs may write: what this thread has loaded has arrived
 //   end(args, row, scalars, state, first)      the row is complete: statistics are written here
@@ -48,11 +50,18 @@ struct Place {
   __device__ __forceinline__ Span readable() const { return {span.lo, span.hi, span.end + spare}; }
 };
 
-template <class Op, bool General>
-__device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t row, int64_t chunk) {
+// One chunk of a row. Whole: rows are not split.
+template <class Op, bool General, bool Whole>
+__device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t row, int64_t chunk = 0) {
   using T = typename Op::T;
   constexpr int E = kElements<T>;
   const T* a = static_cast<const T*>(r.a) + row * r.a_stride;
+  if constexpr (Whole && !General) {
+    Place<T> p = {a, nullptr, 0, nullptr, 0, {0, static_cast<int>(r.n), 0}, 0};
+    if constexpr (Op::kInputs > 1) p.b = static_cast<const T*>(r.b) + row * r.b_stride;
+    if constexpr (Op::kMaps) p.y = static_cast<T*>(r.y) + row * r.y_stride;
+    return p;
+  }
   int shift = 0;
   if (General && r.fixed) {
     shift = 0;
@@ -82,17 +91,41 @@ __device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t ro
   return p;
 }
 
-// V vectors of each input. `Any`: the second input has a run-time type and is held as floats.
-template <class Op, int V, bool General, bool Any, bool Alike>
+// Of ops that map a vector with nothing else: see WeightsEarly.
+template <class Op, int V, int Step, bool General>
+struct NothingEarly {
+  using T = typename Op::T;
+  static constexpr int E = kElements<T>;
+  const typename Op::Args& args;
+  __device__ __forceinline__ NothingEarly(const typename Op::Args& args, const Place<T>&, int) : args(args) {}
+  __device__ __forceinline__ void bring(const Place<T>&, int) {}
+  // each(i, map) for every vector i, where map(a, b, y) makes what becomes of its elements.
+  template <bool Kept, class Each>
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Place<T>& p, int e, Each each) const {
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      each(i, [&](const float (&a)[E], const float (&b)[E], float (&y)[E]) {
+        Op::template map<General, Kept>(args, sc, a, b, p, e + i * Step, y);
+      });
+  }
+};
+
+// V vectors of each input. `Any`: the second input has a run-time type and is held as floats. `Keep`: so is what is kept of the first.
+template <class Op, int V, bool General, bool Any, bool Alike, bool Keep = false>
 struct Tile {
   using T = typename Op::T;
-  static constexpr bool kGeneral = General;
+  static constexpr bool kGeneral = General, kKeep = Keep;
   static constexpr int E = kElements<T>, kB = Op::kInputs > 1 ? V : 1;
   uint4 a[V];
   uint4 b[Any ? 1 : kB];
   float any[Any ? kB : 1][E];
+  float kept[Keep ? V : 1][E];
 
-  __device__ __forceinline__ void get_a(int i, float (&f)[E]) const { unpack(T(), a[i], f); }
+  template <bool Kept = false>
+  __device__ __forceinline__ void get_a(int i, float (&f)[E]) const {
+    if constexpr (Kept) memcpy(f, kept[i], sizeof(f));
+    else unpack(T(), a[i], f);
+  }
   __device__ __forceinline__ void get_b(int i, float (&f)[E]) const {
     if constexpr (Op::kInputs > 1 && Any) {
 #pragma unroll
@@ -120,43 +153,107 @@ struct Tile {
     }
   }
 
-  template <bool Kept = false>
+  template <class Early>
   __device__ __forceinline__ void map(const typename Op::Args& args, const typename Op::Scalars& sc, const Place<T>& p,
-                                      int e, int step) const {
+                                      int e, int step, const Early& early) const {
+    if constexpr (!General) {
+      T* const y = once(static_cast<T*>(p.y) + e);
+      early.template map<Keep>(sc, p, e, [&](int i, auto map) {
+        if (e + i * step >= p.span.hi) return;
+        float fa[E], fb[E], out[E];
+        get_a<Keep>(i, fa);
+        get_b(i, fb);
+        map(fa, fb, out);
+        store_vector(y + i * step, out);
+      });
+    } else {
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int ei = e + i * step;
-      if (General ? !p.span.template touches<E>(ei) : ei >= p.span.hi) continue;
-      float fa[E], fb[E], out[E];
-      get_a(i, fa);
-      get_b(i, fb);
-      Op::template map<General, Kept>(args, sc, fa, fb, p, ei, out);
-      if constexpr (General && Op::kAnyOutput) store_floats(p.y, args.rows.y_type, ei, p.span, out);
-      else store<General>(static_cast<T*>(p.y), ei, p.span, out);
+      for (int i = 0; i < V; i++) {
+        const int ei = e + i * step;
+        if (!p.span.template touches<E>(ei)) continue;
+        float fa[E], fb[E], out[E];
+        get_a<Keep>(i, fa);
+        get_b(i, fb);
+        Op::template map<General, Keep>(args, sc, fa, fb, p, ei, out);
+        if constexpr (Op::kAnyOutput) store_floats(p.y, args.rows.y_type, ei, p.span, out);
+        else store<General>(static_cast<T*>(p.y), ei, p.span, out);
+      }
     }
   }
 };
 
-// The state of what L lanes hold between them. Keep: see MaxSum::reduce_tile.
-template <class Op, int L, bool Keep, class Tile>
+// The state of what L lanes hold between them.
+template <class Op, int L, class Tile>
 __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const typename Op::Scalars& sc,
                                             typename Op::State& st, Tile& tile, const Place<typename Op::T>& p, int e,
                                             int step) {
   if constexpr (Op::State::kMaxFirst) {
-    st.template reduce_tile<L, Keep>(tile.a);
+    st.template reduce_tile<L, Tile::kKeep>(tile.a, tile.kept);
   } else {
     Op::add(args, sc, st, tile, p, e, step);
     st.template reduce_lanes<L>();
   }
 }
 
+// Exponentials that are worth not taking twice: accurate ones, where rows are long enough for that to pay. Those of 16-bit elements need
+// twice the elements' registers, which pays for a warp's whole row beside its clerk's work.
+template <class Op, int TPR, int V, bool General>
+constexpr bool kKeeps = Op::State::kMaxFirst && Op::kMaps &&
+                        (sizeof(typename Op::T) == 4 ? TPR * V >= 2048 : Op::kClerks && TPR == 32 && V == 4 && !General);
+
+// Several rows to a CTA whose statistics are much work: its first threads do that, each for another row. Otherwise every warp would, for
+// the few lanes that come first in a row.
+template <class Op, int TPR, int V, bool General, bool Alike>
+__device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
+  using T = typename Op::T;
+  using State = typename Op::State;
+  constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
+  constexpr bool kKeep = kKeeps<Op, TPR, V, General>;
+  __shared__ Slot<State> states[kRows];
+  __shared__ typename Op::Label labels[Op::kMaps ? kRows : 1];
+  const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows, row = base + group;
+  const bool active = row < args.rows.m, clerk = tid < kRows && base + tid < args.rows.m;
+  int e = lane * kElements<T>;
+  Place<T> p = place<Op, General, true>(args.rows, active ? row : 0);
+  if (!active) p.span.lo = p.span.hi = 0;
+  auto sc = Op::template begin<true>(args, base + tid, clerk);
+  Tile<Op, V, General, false, Alike, kKeep> tile;
+  tile.load(p, e, kStep);
+  Op::template follow<true>(args, base + tid, sc, clerk);
+  State st;
+  reduce_tile<Op, TPR>(args, sc, st, tile, p, e, kStep);
+  if (lane == 0) states[group].set(st);
+  if constexpr (Op::kMaps)
+    if (clerk) labels[tid] = sc.label;
+  __syncthreads();
+  if constexpr (Op::kMaps) {
+    sc.label = labels[group];
+    Op::prepare(args, sc, st);
+    if constexpr (!kKeep) tile.forget(args.rows.zero);
+    if constexpr (General) {
+      p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
+      if (!active) p.span.lo = p.span.hi = 0;
+      e += args.rows.zero;
+    }
+    tile.map(args, sc, p, e, kStep, typename Op::template Early<V, kStep, General, false>(args, p, e));
+    if (clerk) sc.label = labels[tid];
+  }
+  if (clerk) Op::record(args, base + tid + args.rows.zero, sc, states[tid].get());
+  if constexpr (Op::kTotals) Op::total_if_single(args);
+}
+
 // Alike: all operands' rows lie alike in their 16-byte vectors, aligned or not.
 template <class Op, int TPR, int V, bool General, bool Alike, bool Cluster>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
+  if constexpr (Op::kClerks && TPR <= 32) return clerks_body<Op, TPR, V, General, Alike>(args);
+  else {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kWarps = TPR / 32;
   constexpr int kStep = TPR * kElements<T>;
+  constexpr bool kHeld = !General && V <= 4;
+  constexpr bool kKeep = kKeeps<Op, TPR, V, General>;
   if (Op::done(args)) return;
   const int lane = threadIdx.x % TPR;
   const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
@@ -177,17 +274,15 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   if constexpr (Cluster) first = first && cluster_rank() == 0;
 #endif
-  Place<T> p = place<Op, General>(args.rows, active ? row : 0, 0);
+  Place<T> p = place<Op, General, true>(args.rows, active ? row : 0);
   if (!active) p.span.lo = p.span.hi = 0;
   auto sc = Op::begin(args, active ? row : 0, first);
-  Tile<Op, V, General, false, Alike> tile;
+  Tile<Op, V, General, false, Alike, kKeep> tile;
   tile.load(p, e, kStep);
-  if constexpr (Op::template kFetches<TPR, V> && !General) Op::template fetch<V, kStep>(args, sc, p, e);
+  const typename Op::template Early<V, kStep, General, kHeld> early(args, p, e);
   Op::follow(args, active ? row : 0, sc, first);
   State st;
-  // The accurate exponential is worth not taking twice, where rows are long enough for that to pay. 16-bit elements have no room for it.
-  constexpr bool kKeep = State::kMaxFirst && Op::kMaps && sizeof(T) == 4 && TPR * V >= 2048;
-  reduce_tile<Op, (TPR < 32 ? TPR : 32), kKeep>(args, sc, st, tile, p, e, kStep);
+  reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, sc, st, tile, p, e, kStep);
   const State own = st;
   if constexpr (kWarps > 1 && !std::is_same_v<State, None>) reduce_warps<kWarps>(st, warp_slots);
 #ifdef GANDER_SM90
@@ -199,36 +294,22 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
 #endif
   if (active) Op::end(args, row, sc, st, first);
   if constexpr (Op::kMaps) {
-    if constexpr (kKeep) Op::relative_to(sc, own.m);
-    tile.forget(args.rows.zero);
+    if constexpr (kKeep && (kWarps > 1 || Cluster)) Op::relative_to(sc, own.m);
+    if constexpr (!kKeep) tile.forget(args.rows.zero);
     if constexpr (General) {  // found out again: to remember it, and what it said of each vector, would cost registers
-      p = place<Op, General>(args.rows, (active ? row : 0) + args.rows.zero, 0);
+      p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
       if (!active) p.span.lo = p.span.hi = 0;
       e += args.rows.zero;
     }
-    tile.template map<kKeep>(args, sc, p, e, kStep);
+    tile.map(args, sc, p, e, kStep, early);
   }
   if constexpr (Op::kTotals) Op::total_if_single(args);
-}
-
-// What ops without anything else to bring have of it: see WeightsEarly.
-template <class Op, int V, int Step, bool General>
-struct NothingEarly {
-  using T = typename Op::T;
-  static constexpr int E = kElements<T>;
-  const typename Op::Args& args;
-  __device__ __forceinline__ NothingEarly(const typename Op::Args& args, const Place<T>&, int) : args(args) {}
-  template <bool Kept, class Each>
-  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Place<T>& p, int e, Each each) const {
-#pragma unroll
-    for (int i = 0; i < V; i++)
-      each(i, [&](const float (&x)[E], float (&y)[E]) { Op::template map<General, Kept>(args, sc, x, x, p, e + i * Step, y); });
   }
-};
+}
 
 // Long rows by way of shared memory, where each thread copies what it works on itself: no barrier, nothing held in registers. In a
 // general kernel all operands lie alike.
-template <class Op, template <class, int, int, bool> class Early, int Threads, int V, bool Cluster, bool General>
+template <class Op, int Threads, int V, bool Cluster, bool General>
 __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
 #ifndef GANDER_SM90
   if constexpr (Cluster) return;
@@ -236,8 +317,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E;
-  constexpr bool kKeep = State::kMaxFirst && sizeof(T) == 4;
-  static_assert(Op::kInputs == 1 && !(State::kMaxFirst && (General || V % 4)));
+  static_assert(Op::kInputs == 1 && !State::kMaxFirst);
   extern __shared__ __align__(128) uint4 buffer[];  // V x threads
   __shared__ Slot<State> warp_slots[kWarps];
   const int tid = threadIdx.x;
@@ -253,70 +333,51 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     cluster_begin(&barrier, sizeof(State));
   }
 #endif
-  const Place<T> p = place<Op, General>(args.rows, row, 0);
+  const Place<T> p = place<Op, General, true>(args.rows, row);
   auto sc = Op::begin(args, row, first);
   uint4* mine = buffer + tid;
+  const T* const from = once(p.a + e);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int ei = e + i * kStep;
     if (General && ei >= p.span.hi) break;
     if (!General && ei >= p.span.hi) mine[i * Threads] = Op::fill();
-    else if (General && ei + E > p.readable().end) mine[i * Threads] = load_elements(p.a + ei, p.span.lo - ei, p.span.hi - ei, Op::fill());
-    else copy_async<16>(mine + i * Threads, p.a + ei, 16);
+    else if (General && ei + E > p.readable().end) mine[i * Threads] = load_elements(from + i * kStep, p.span.lo - ei, p.span.hi - ei, Op::fill());
+    else copy_async<16>(mine + i * Threads, from + i * kStep, 16);
   }
   copies_commit();
-  const Early<Op, V, kStep, General> early(args, p, e);
+  const typename Op::template Early<V, kStep, General, !General> early(args, p, e);
   Op::follow(args, row, sc, first);
   copies_wait<0>();
   State st;
-  if constexpr (State::kMaxFirst) {
-    const auto take = [&](auto work) {  // four vectors at a time, so that they need few registers
 #pragma unroll
-      for (int i = 0; i < V; i += 4) {
-        uint4 v[4] = {mine[i * Threads], mine[(i + 1) * Threads], mine[(i + 2) * Threads], mine[(i + 3) * Threads]};
-        work(v, mine + i * Threads);
-      }
-    };
-    take([&](auto& v, uint4*) { st.m = fmaxf(st.m, tile_max(T(), v)); });
-    st.m = lanes_max<32>(st.m);
-    take([&](auto& v, uint4* from) {
-      st.s += State::template exponentials<kKeep>(v, State::reference(st.m));
-      if constexpr (kKeep)
-#pragma unroll
-        for (int k = 0; k < 4; k++) from[k * Threads] = v[k];
-    });
-    st.s = lanes_sum<32>(st.s);
-  } else {
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int ei = e + i * kStep;
-      if (General && ei >= p.span.hi) break;
-      uint4 v = mine[i * Threads];
-      if (General && !p.span.template whole<E>(ei)) v = masked<T>(v, p.span.lo - ei, p.span.hi - ei, Op::fill());
-      float x[E];
-      unpack(T(), v, x);
-      Op::add_vector(st, x, x, x);
-    }
-    st.template reduce_lanes<32>();
+  for (int i = 0; i < V; i++) {
+    const int ei = e + i * kStep;
+    if (General && ei >= p.span.hi) break;
+    uint4 v = mine[i * Threads];
+    if (General && !p.span.template whole<E>(ei)) v = masked<T>(v, p.span.lo - ei, p.span.hi - ei, Op::fill());
+    float x[E];
+    unpack(T(), v, x);
+    Op::add_vector(st, x, x, x);
   }
-  const State own = st;
+  st.template reduce_lanes<32>();
   reduce_warps<kWarps>(st, warp_slots);
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
-    Op::arrived(args, sc);
     reduce_cluster(st, cluster_slots, &barrier, 0);
   }
 #endif
   Op::end(args, row, sc, st, first);
-  if constexpr (kKeep) Op::relative_to(sc, own.m);
-  early.template map<kKeep>(sc, p, e, [&](int i, auto map) {
+  T* const to = once(static_cast<T*>(p.y) + e);
+  early.template map<false>(sc, p, e, [&](int i, auto map) {
     const int ei = e + i * kStep;
     if (ei >= p.span.hi) return;
     float x[E], y[E];
     unpack(T(), mine[i * Threads], x);
-    map(x, y);
-    store<General>(static_cast<T*>(p.y), ei, p.span, y);
+    map(x, x, y);
+    if constexpr (General) store<General>(to - e, ei, p.span, y);
+    else store_vector(to + i * kStep, y);
   });
 }
 
@@ -331,7 +392,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   const int64_t rows = args.rows.m, step = static_cast<int64_t>(gridDim.x) * kRows;
   int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   const auto at = [&](int64_t r) {
-    Place<T> p = place<Op, false>(args.rows, r < rows ? r : 0, 0);
+    Place<T> p = place<Op, false, true>(args.rows, r < rows ? r : 0);
     if (r >= rows) p.span.hi = 0;
     return p;
   };
@@ -339,6 +400,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   Place<T> next = at(row);
   auto next_sc = Op::begin(args, row < rows ? row : 0, lane == 0 && row < rows);
   next_tile.load(next, e, kStep);
+  const typename Op::template Early<V, kStep, false, false> early(args, next, e);
   // All rows of a warp take part in its shuffles, so all make as many turns as the first.
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * kRows; base < rows; base += step, row += step) {
     Tile<Op, V, false, false, true> tile = next_tile;
@@ -350,11 +412,11 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
     next_sc = Op::begin(args, row + step < rows ? row + step : 0, lane == 0 && row + step < rows);
     next_tile.load(next, e, kStep);
     typename Op::State st;
-    reduce_tile<Op, TPR, false>(args, sc, st, tile, p, e, kStep);
+    reduce_tile<Op, TPR>(args, sc, st, tile, p, e, kStep);
     if (active) Op::end(args, row, sc, st, first);
     if constexpr (Op::kMaps) {
       tile.forget(args.rows.zero);
-      tile.map(args, sc, p, e, kStep);
+      tile.map(args, sc, p, e, kStep, early);
     }
   }
 }
@@ -372,7 +434,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   const int64_t row = blockIdx.x / args.rows.splits;
   const int chunk = blockIdx.x % args.rows.splits;
   const bool first = threadIdx.x == 0;
-  const Place<T> p = place<Op, General>(args.rows, row, chunk);
+  const Place<T> p = place<Op, General, false>(args.rows, row, chunk);
   auto sc = Op::begin(args, row, first && chunk == 0);
   Op::follow(args, row, sc, first && chunk == 0);
   State st;
@@ -404,14 +466,13 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   const int64_t row = Op::kMaps ? block / args.rows.splits : block;
   const int chunk = Op::kMaps ? block % args.rows.splits : 0;
   const bool first = threadIdx.x == 0 && chunk == 0;
-  const Place<T> p = place<Op, General>(args.rows, row, chunk);
+  const Place<T> p = place<Op, General, false>(args.rows, row, chunk);
   int e = threadIdx.x * kElements<T>;
   Tile<Op, V, General, General, !General> tile;
   // The elements do not wait for `partial`: they are in registers when the states are complete.
   if constexpr (Op::kMaps) tile.load(p, e, kStep);
+  typename Op::template Early<V, kStep, General, !General> early(args, p, e);
   typename Op::Scalars sc = {};
-  if constexpr (Op::template kFetches<kChunkThreads, V> && !General)
-    if (p.span.hi <= V * kStep) Op::template fetch<V, kStep>(args, sc, p, e);
   wait_for_previous_launch();
   Op::kept(args, row, sc);
   State st;
@@ -424,10 +485,12 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   }
   Op::end(args, row, sc, st, first);
   if constexpr (Op::kMaps) {
-    while (e < p.span.hi) {
-      tile.map(args, sc, p, e, kStep);
+    while (true) {
+      tile.map(args, sc, p, e, kStep, early);
       e += V * kStep;
-      if (e < p.span.hi) tile.load(p, e, kStep);
+      if (e >= p.span.hi) break;
+      tile.load(p, e, kStep);
+      early.bring(p, e);
     }
   }
   if constexpr (Op::kTotals) Op::total_if_single(args);

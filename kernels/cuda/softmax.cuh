@@ -11,9 +11,9 @@ struct SoftmaxForward {
   using State = MaxSum<T, Accumulator<T>>;
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
-  template <int TPR, int V>
-  static constexpr bool kFetches = false;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false, kClerks = false;
+  template <int V, int Step, bool General, bool>
+  using Early = NothingEarly<SoftmaxForward, V, Step, General>;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float max, sum, rest, scale;  // the sum in two parts, of which float32 rows use both
@@ -43,11 +43,11 @@ struct SoftmaxForward {
                                              const Place&, int, float (&y)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
-      if constexpr (Kept) {
+      if constexpr (Kept && sizeof(T) == 4) {
         y[j] = fmaf(x[j], sc.scale, x[j] * sc.rest);
         continue;
       }
-      const float e = exp_difference<T>(x[j], sc.max);
+      const float e = Kept ? x[j] : exp_difference<T>(x[j], sc.max);
       y[j] = e * sc.scale;
       if constexpr (sizeof(T) == 4)  // rounded as the quotient is
         y[j] = fmaf(fmaf(-y[j], sc.rest, fmaf(-y[j], sc.sum, e)), sc.scale, y[j]);
@@ -62,9 +62,9 @@ struct SoftmaxBackward {
   using State = Sum<T>;
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 2;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
-  template <int TPR, int V>
-  static constexpr bool kFetches = false;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false, kClerks = false;
+  template <int V, int Step, bool General, bool>
+  using Early = NothingEarly<SoftmaxBackward, V, Step, General>;
   __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float dot, rest;  // in two parts, of which float32 rows use both

@@ -221,7 +221,7 @@ struct NothingKept {
   template <class Tile>
   __device__ __forceinline__ void reduce(typename Op::State::Part& st, Tile& tile) const {
     if constexpr (Op::State::kMaxFirst) {
-      st.template reduce_tile<32>(tile.a);
+      st.template reduce_tile<32>(tile.a, tile.kept);
     } else {
       Op::add(args, {}, st, tile, p, e, kStep);
       st.template reduce_lanes<32>();
@@ -230,7 +230,7 @@ struct NothingKept {
   template <class Tile>
   __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Tile& tile, int64_t row) {
     p.y = static_cast<T*>(args.rows.y) + row * args.rows.y_stride + p.origin;
-    tile.map(args, sc, p, e, kStep);
+    tile.map(args, sc, p, e, kStep, typename Op::template Early<V, kStep, false, false>(args, p, e));
   }
   __device__ __forceinline__ void finish(int) const {}
 };

@@ -158,6 +158,13 @@ __device__ __forceinline__ uint4 load_vector_if(bool in, const void* p, uint4 ot
   return other;
 }
 
+// A pointer that is worked out here, once: what lies a constant beyond it is then reached by the instruction's own offset.
+template <class T>
+__device__ __forceinline__ T* once(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
 // The first N words of w, taken `bytes` (0 to 14, even) further on.
 template <int N, int W>
 __device__ __forceinline__ void shift_words(unsigned (&w)[W], int bytes) {
@@ -210,11 +217,9 @@ template <bool General, bool Alike, class T, int V>
 __device__ __forceinline__ void load(const T* p, int e, int step, Span s, uint4 fill, uint4 (&v)[V]) {
   constexpr int E = kElements<T>;
   if constexpr (!General) {
+    const T* const at = once(p + e);
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int ei = e + i * step;
-      v[i] = ei < s.hi ? load_vector(p + ei) : fill;
-    }
+    for (int i = 0; i < V; i++) v[i] = load_vector_if(e + i * step < s.hi, at + i * step, fill);
   } else {
     const int k = Alike ? 0 : skew(p);
     const auto aligned = [&](int g) { return load_vector_if(s.touches<E>(g) && g + E <= s.end, p + g, fill); };
@@ -241,12 +246,17 @@ __device__ __forceinline__ void load(const T* p, int e, int step, Span s, uint4 
 
 __device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
 
+template <class T>
+__device__ __forceinline__ void store_vector(T* p, const float (&f)[kElements<T>]) {
+  __stcs(reinterpret_cast<uint4*>(p), pack(T(), f));
+}
+
 // The vector at element e.
 template <bool General, class T>
 __device__ __forceinline__ void store(T* p, int e, Span s, const float (&f)[kElements<T>]) {
   constexpr int E = kElements<T>;
   if (General ? s.whole<E>(e) && aligned16(p + e) : e < s.hi) {
-    __stcs(reinterpret_cast<uint4*>(p + e), pack(T(), f));
+    store_vector(p + e, f);
   } else if constexpr (General) {
 #pragma unroll
     for (int j = 0; j < E; j++)

@@ -87,7 +87,10 @@ RARE = (
     ("rmsnorm_backward_dw", 65536, {}),
     ("rmsnorm_backward_dw", 131072, {}),
     *(("cross_entropy_forward", n, {"odd": True, "batch_invariant": True}) for n in (450, 1000, 1900, 3900, 9000)),
+    ("softmax_forward", 100, {"algorithm": "warp"}),
+    ("softmax_forward", 6500, {"algorithm": "register"}),
     ("rmsnorm_forward", 1024, {"algorithm": "medium"}),
+    ("rmsnorm_forward", 6500, {"algorithm": "medium"}),
     ("rmsnorm_forward", 1500, {"algorithm": "register"}),
     ("rmsnorm_forward", 6500, {"algorithm": "register"}),
 )
@@ -111,7 +114,7 @@ MANY = (
     *(
         (op, n, aligned, odd)
         for op in ("softmax_forward", "cross_entropy_forward_dx")
-        for n, odd in ((4600, 0), (6500, 0), (6500, 1))
+        for n, odd in ((2300, 0), (6500, 0), (6500, 1))
     ),
     *((op, 3900, offset, 0) for op in ("softmax_forward", "rmsnorm_forward", "cross_entropy_forward_dx")),
     ("softmax_backward", 3900, aligned, 0),

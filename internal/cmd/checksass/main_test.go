@@ -63,7 +63,7 @@ func TestAgainst(t *testing.T) {
 
 func TestExpected(t *testing.T) {
 	want := map[string]moves{
-		"softmax_forward_rows_bfloat16_32x8":             {loads: 8, stores: 8},
+		"cross_entropy_backward_rows_bfloat16_32x8":      {loads: 8, stores: 8},
 		"softmax_backward_rows_float32_128x2":            {loads: 4, stores: 2},
 		"softmax_backward_rows_float32_128x2_general":    {loads: 4, stores: 2},
 		"softmax_backward_partial_float16_256x2":         {loads: 4},

@@ -200,11 +200,7 @@ func body(v *kernels.Variant) string {
 	case kernels.Apply:
 		return fmt.Sprintf("apply_body<%s, %d, %t>", op, v.Vectors, v.General)
 	case kernels.Staged:
-		early := "NothingEarly"
-		if v.Family.Group() == "rmsnorm" {
-			early = "WeightsEarly"
-		}
-		return fmt.Sprintf("staged_body<%s, %s, %d, %d, %t, %t>", op, early, v.Threads, v.Vectors, v.Cluster, v.General)
+		return fmt.Sprintf("staged_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.Cluster, v.General)
 	case kernels.Ring:
 		return fmt.Sprintf("ring_body<%s, %d, %d, %t, %t>", t, v.Threads, v.Vectors, v.Cluster, v.General)
 	case kernels.Team:
