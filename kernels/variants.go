@@ -242,7 +242,7 @@ func resident(v *Variant) int {
 		return max(1, 1280/v.Threads)
 	case v.General, v.Op == RMSNormBackward, v.Vectors*v.Op.Inputs() > 4:
 		return max(1, 1024/v.Threads)
-	case v.Op == CrossEntropyBackward, v.Family.DType() == Float16 && v.Op != SoftmaxForward && !(v.RowThreads <= 32 && !v.General), // they hold more
+	case v.Op == CrossEntropyBackward, // they hold more
 		v.Family.DType() == Float32 && v.Op == SoftmaxForward && v.Shape == Apply:
 		return max(1, 1280/v.Threads)
 	case v.Threads == 1024:
