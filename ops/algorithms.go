@@ -54,7 +54,7 @@ type AlgorithmInfo struct {
 
 // what tells people what an algorithm does for an op, whose dw is wanted or not.
 func (a Algorithm) what(op kernels.Op, dw bool) string {
-	norm, staged, ring := op == kernels.RMSNormForward, op == kernels.RMSNormForward || op == kernels.SoftmaxForward, dw
+	norm, ring := op == kernels.RMSNormForward, dw
 	switch a {
 	case Warp:
 		return "one pass: each row in the registers of 8 to 32 threads of a warp, which shuffle and need no barrier"
@@ -74,7 +74,7 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 			"memory too"
 	case Extreme:
 		switch {
-		case staged:
+		case norm:
 			return "one pass: each row in the shared memory of as few blocks of a cluster as hold it (unaligned ones in their registers); " +
 				"longer ones through rings in that of a block on each SM"
 		case ring:
@@ -84,9 +84,9 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 			"memory of a block on each SM"
 	case Cluster:
 		switch {
-		case staged:
-			return "one pass: each row in the registers of a cluster of 2 to 16 blocks, or longer ones in its shared memory; results meet " +
-				"in distributed shared memory"
+		case norm:
+			return "one pass: each row in the shared memory of a cluster of 2 to 16 blocks (unaligned ones in their registers); results " +
+				"meet in distributed shared memory"
 		case ring:
 			return "one pass: a cluster of blocks to a row, whose sums meet in distributed shared memory"
 		}
