@@ -156,7 +156,7 @@ var (
 	inRegisters = map[Op][]shape{
 		SoftmaxForward:        {{128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
 		RMSNormForward:        {{128, 4}, {256, 4}, {1024, 8}},
-		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}}, // the last where there are no clusters
 		// Longer rows stream: Partial, Apply.
 		CrossEntropyForward:  {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		CrossEntropyBackward: {{32, 8}, {128, 4}, {256, 4}, {512, 4}},

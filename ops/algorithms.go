@@ -75,7 +75,7 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 	case Extreme:
 		switch {
 		case norm:
-			return "one pass: each row in the shared memory of as few blocks of a cluster as hold it (unaligned ones in their registers); " +
+			return "one pass: each row in the shared memory of a cluster of 2 to 16 blocks (unaligned ones also in their registers); " +
 				"longer ones through rings in that of a block on each SM"
 		case ring:
 			return "one pass: persistent clusters, or a block on each SM, rows through rings in their shared memory into registers"

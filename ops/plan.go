@@ -512,13 +512,16 @@ var (
 	}
 )
 
-// inStaged brings each row into the shared memory of a CTA, or of at least two and as few of a cluster as hold it. All CTAs of a few rows
-// should be resident at once.
+// inStaged brings each row into the shared memory of a CTA, or of a cluster of at least two. All CTAs of a few rows should be resident at
+// once.
 func (p *planner) inStaged(least, most int64) bool {
 	if p.op != kernels.RMSNormForward || p.general && !p.alike || p.mixed {
 		return false
 	}
-	resident := func(v *kernels.Variant, ctas int64) bool { return p.m*ctas <= int64(p.facts.SMs*v.Resident) }
+	resident := func(v *kernels.Variant, ctas int64) bool {
+		perSM := min(int64(v.Resident), int64(p.facts.SharedPerSM)/(v.Capacity()*16+1024))
+		return p.m*ctas <= int64(p.facts.SMs)*perSM
+	}
 	return p.expected() < int64(p.facts.SMs) && p.stagedWhere(least, most, resident) ||
 		p.stagedWhere(least, most, func(*kernels.Variant, int64) bool { return true })
 }

@@ -128,7 +128,7 @@ struct CrossEntropyForward {
   using Args = CrossEntropyArgs;
   using Label = gander::Label;
   static constexpr int kInputs = 1;
-  static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true, kClerks = true;
+  static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true;
   template <int V, int Step, bool General, bool>
   using Early = NothingEarly<CrossEntropyForward, V, Step, General>;
   __device__ static bool done(const Args&) { return false; }
@@ -219,7 +219,7 @@ struct CrossEntropyBackward {
   using State = None;
   using Args = CrossEntropyArgs;
   static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false, kClerks = false;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   template <int V, int Step, bool General, bool>
   using Early = NothingEarly<CrossEntropyBackward, V, Step, General>;
   // The gradient that forward made is right as it is.

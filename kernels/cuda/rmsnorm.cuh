@@ -79,7 +79,7 @@ struct RMSNormForward {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false, kClerks = false;
+  static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false;
   template <int V, int Step, bool General, bool Held>
   using Early = WeightsEarly<RMSNormForward, V, Step, General, Held>;
   __device__ static bool done(const Args&) { return false; }
@@ -137,7 +137,7 @@ struct RMSNormBackward {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false, kClerks = false;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   template <int V, int Step, bool General, bool Held>
   using Early = WeightsEarly<RMSNormBackward, V, Step, General, Held>;
   __device__ static bool done(const Args&) { return false; }

@@ -11,7 +11,6 @@
 //   kInputs          1, or 2: the second input has T in `rows`, any type in general `partial` and `apply` kernels
 //   kMaps            it writes a row; kAnyOutput: of any type where the kernel is a general one
 //   kTotals          a launch of one CTA finishes what spans rows
-//   kClerks          a row's statistics are much work: see clerks_body
 //   done(args)       nothing is left to do
 //   Scalars          what a row needs beside its elements
 //   fill()           what masked elements of the first input read as
@@ -195,20 +194,17 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const
   }
 }
 
-// Exponentials that are worth not taking twice: accurate ones, where rows are long enough for that to pay. Those of 16-bit elements need
-// twice the elements' registers, which pays for a warp's whole row beside its clerk's work.
-template <class Op, int TPR, int V, bool General>
-constexpr bool kKeeps = Op::State::kMaxFirst && Op::kMaps &&
-                        (sizeof(typename Op::T) == 4 ? TPR * V >= 2048 : Op::kClerks && TPR == 32 && V == 4 && !General);
-
-// Several rows to a CTA whose statistics are much work: its first threads do that, each for another row. Otherwise every warp would, for
-// the few lanes that come first in a row.
+// As `rows`, for short rows whose statistics are much work: a CTA's first threads make them, each for another row. Otherwise every warp
+// would, for the few lanes that come first in a row. The op's `begin` and `follow` are those of a clerk; `record` writes the statistics, and
+// `prepare` makes what `map` needs out of a row's label, which its clerk has told the other threads.
 template <class Op, int TPR, int V, bool General, bool Alike>
 __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
-  constexpr bool kKeep = kKeeps<Op, TPR, V, General>;
+  static_assert(TPR <= 32);
+  // Exponentials as floats need twice the registers of 16-bit elements: it pays for a warp's whole row.
+  constexpr bool kKeep = Op::kMaps && sizeof(T) == 2 && TPR == 32 && V == 4 && !General;
   __shared__ Slot<State> states[kRows];
   __shared__ typename Op::Label labels[Op::kMaps ? kRows : 1];
   const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
@@ -246,14 +242,13 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
 // Alike: all operands' rows lie alike in their 16-byte vectors, aligned or not.
 template <class Op, int TPR, int V, bool General, bool Alike, bool Cluster>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
-  if constexpr (Op::kClerks && TPR <= 32) return clerks_body<Op, TPR, V, General, Alike>(args);
-  else {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kWarps = TPR / 32;
   constexpr int kStep = TPR * kElements<T>;
   constexpr bool kHeld = !General && V <= 4;
-  constexpr bool kKeep = kKeeps<Op, TPR, V, General>;
+  // The accurate exponential is worth not taking twice, where rows are long enough for that to pay.
+  constexpr bool kKeep = State::kMaxFirst && Op::kMaps && sizeof(T) == 4 && TPR * V >= 2048;
   if (Op::done(args)) return;
   const int lane = threadIdx.x % TPR;
   const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
@@ -304,7 +299,6 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     tile.map(args, sc, p, e, kStep, early);
   }
   if constexpr (Op::kTotals) Op::total_if_single(args);
-  }
 }
 
 // Long rows by way of shared memory, where each thread copies what it works on itself: no barrier, nothing held in registers. In a

@@ -11,7 +11,7 @@ struct SoftmaxForward {
   using State = MaxSum<T, Accumulator<T>>;
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false, kClerks = false;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   template <int V, int Step, bool General, bool>
   using Early = NothingEarly<SoftmaxForward, V, Step, General>;
   __device__ static bool done(const Args&) { return false; }
@@ -62,7 +62,7 @@ struct SoftmaxBackward {
   using State = Sum<T>;
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 2;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false, kClerks = false;
+  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   template <int V, int Step, bool General, bool>
   using Early = NothingEarly<SoftmaxBackward, V, Step, General>;
   __device__ static bool done(const Args&) { return false; }

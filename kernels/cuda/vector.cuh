@@ -143,14 +143,8 @@ struct Span {
 template <class T>
 __device__ __forceinline__ int skew(const T* p) { return (reinterpret_cast<uintptr_t>(p) & 15) / sizeof(T); }
 
-// No streaming hint: with `.cs`, loads cost 2 to 3 % of the bandwidth of an H100. In assembly, so that no load is moved or repeated.
-__device__ __forceinline__ uint4 load_vector(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
-// The same where `in` holds, else `other`; without a branch, so that the loads of a tile leave together.
+// A vector where `in` holds, else `other`; without a branch, so that the loads of a tile leave together, and in assembly, so that none is
+// moved or repeated. No streaming hint: with `.cs`, loads cost 2 to 3 % of the bandwidth of an H100.
 __device__ __forceinline__ uint4 load_vector_if(bool in, const void* p, uint4 other) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                : "+r"(other.x), "+r"(other.y), "+r"(other.z), "+r"(other.w)
@@ -374,12 +368,6 @@ __device__ __forceinline__ const void* advance(const void* p, int32_t type, int6
 }
 __device__ __forceinline__ void* advance(void* p, int32_t type, int64_t elements) {
   return static_cast<char*>(p) + elements * type_size(type);
-}
-
-__device__ __forceinline__ unsigned dynamic_shared_bytes() {
-  unsigned bytes;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-  return bytes;
 }
 
 // Asynchronous copies into shared memory that a thread makes for itself alone: no barrier, nothing held in registers. Of the `Size`

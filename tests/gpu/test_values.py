@@ -25,7 +25,7 @@ from tolerance import assert_accurate
 
 INF, NAN = math.inf, math.nan
 # One length for each kind of kernel: lanes, CTA, cluster, two passes; whole vectors and others.
-LENGTHS = (1, 3, 31, 256, 4096, 4099, 50257, 65536, 262144, 1 << 20)
+LENGTHS = (1, 3, 31, 256, 1000, 4096, 4099, 50257, 65536, 262144, 1 << 20)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
 by_length = pytest.mark.parametrize("n", LENGTHS)
 

@@ -194,6 +194,9 @@ func body(v *kernels.Variant) string {
 	}
 	switch v.Shape {
 	case kernels.InRegisters:
+		if v.RowThreads <= 32 && (v.Op == kernels.CrossEntropyForward || v.Op == kernels.CrossEntropyForwardDX) {
+			return fmt.Sprintf("clerks_body<%s, %d, %d, %t, %t>", op, v.RowThreads, v.Vectors, v.General, v.Alike)
+		}
 		return fmt.Sprintf("rows_body<%s, %d, %d, %t, %t, %t>", op, v.RowThreads, v.Vectors, v.General, v.Alike, v.Cluster)
 	case kernels.Partial:
 		return fmt.Sprintf("partial_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.General, v.Alike)
