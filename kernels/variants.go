@@ -39,7 +39,7 @@ const (
 	InRegisters Shape = iota // a row in the registers of RowThreads threads (or of a cluster), read once
 	Partial                  // a CTA reduces one chunk of a row
 	Apply                    // a CTA maps one chunk of a row whose partial states are known
-	Staged                   // a row in the shared memory of a CTA (or of a cluster), read once
+	Staged                   // RMSNorm forward: a row in the shared memory of a CTA (or of a cluster)
 	Ring                     // RMSNorm backward: persistent CTAs, rows through a ring in shared memory
 	Team                     // a CTA on each SM, which hold a row between them
 	Lanes                    // RMSNorm backward: persistent groups of lanes, a row each

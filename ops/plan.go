@@ -337,7 +337,7 @@ func (p *planner) inCluster(variants []*kernels.Variant) bool {
 // which are the best for all that they hold. Measured on an H100 over the plain kernel: unaligned, softmax of 50257 bfloat16 in 7 CTAs of
 // 1024 vectors 0.86, in 4 of 2048 0.95.
 func (p *planner) thrifty(variants []*kernels.Variant) []*kernels.Variant {
-	if p.op.Inputs() == 1 && !p.general || len(variants) < 2 {
+	if p.op.Inputs() == 1 && !p.general {
 		return variants
 	}
 	const small = 8 // CTAs: more of the smallest have too much to wait for
@@ -603,7 +603,7 @@ func (p *planner) bestInTeam() bool {
 	switch {
 	case p.dw && p.x != kernels.Float32: // for whose dw the registers of a cluster do not suffice
 		from = 16384
-	case p.op == kernels.RMSNormForward, p.op == kernels.SoftmaxForward: // whose rows a cluster stages
+	case p.op == kernels.RMSNormForward, p.op == kernels.SoftmaxForward: // whose rows a cluster holds
 		from = 65536
 	}
 	return p.vectors > from && p.inTeam()

@@ -43,11 +43,11 @@ struct SoftmaxForward {
                                              const Place&, int, float (&y)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
-      if constexpr (Kept && sizeof(T) == 4) {
+      if constexpr (Kept) {  // of float32 alone
         y[j] = fmaf(x[j], sc.scale, x[j] * sc.rest);
         continue;
       }
-      const float e = Kept ? x[j] : exp_difference<T>(x[j], sc.max);
+      const float e = exp_difference<T>(x[j], sc.max);
       y[j] = e * sc.scale;
       if constexpr (sizeof(T) == 4)  // rounded as the quotient is
         y[j] = fmaf(fmaf(-y[j], sc.rest, fmaf(-y[j], sc.sum, e)), sc.scale, y[j]);
