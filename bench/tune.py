@@ -266,25 +266,24 @@ class Tuner:
             for c in range(2, 17) if v["Cluster"] else (1,):
                 if cap * c < nv or cap * c >= 4 * nv or (c & (c - 1) and cap * (c - 1) >= nv):
                     continue
-                for resident in sorted({max(1, v["Resident"] - 1), v["Resident"], v["Resident"] + 1}):
-                    for stages in (2, 3, 4, 6, 8):
-                        shared = stages * 2 * (cap + v["General"]) * 16
-                        if shared * resident > 220 << 10:
+                for resident, stages in itertools.product(range(1, v["Resident"] + 2), (2, 3, 4, 6, 8)):
+                    shared = stages * 2 * (cap + v["General"]) * 16
+                    if shared * resident > 220 << 10:
+                        continue
+                    groups = SMS * resident
+                    if c > 1:
+                        count = ct.c_int()
+                        f = self.module(v["Family"]).get(v["Symbol"])
+                        conf = config(c * 1024, v["Threads"], c, shared)
+                        check(cuda.cuOccupancyMaxActiveClusters(ct.byref(count), f, ct.byref(conf)), "occupancy")
+                        if count.value < resident * SMS // (c + 1):  # as many as other values of `resident` stand for
                             continue
-                        groups = SMS * resident
-                        if c > 1:
-                            count = ct.c_int()
-                            f = self.module(v["Family"]).get(v["Symbol"])
-                            conf = config(c * 1024, v["Threads"], c, shared)
-                            check(cuda.cuOccupancyMaxActiveClusters(ct.byref(count), f, ct.byref(conf)), "occupancy")
-                            groups = count.value
-                            if groups == 0:
-                                continue
-                        groups = min(groups, m)
-                        yield (
-                            [(v, groups * c, c, shared), finish],
-                            {"partials": groups + pieces, "stages": stages, "resident": resident},
-                        )
+                        groups = min(count.value, resident * SMS // c)
+                    groups = min(groups, m)
+                    yield (
+                        [(v, groups * c, c, shared), finish],
+                        {"partials": groups + pieces, "stages": stages, "resident": resident},
+                    )
 
     def point(self, op, dtype, m, n, repeats):
         t = TYPES[dtype]

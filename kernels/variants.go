@@ -154,11 +154,11 @@ var (
 	tinyReads = []shape{{8, 1}, {8, 2}, {16, 2}, {16, 4}, {32, 4}}
 
 	inRegisters = map[Op][]shape{
-		SoftmaxForward:        {{128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
-		RMSNormForward:        {{128, 4}, {256, 4}, {1024, 8}},
-		CrossEntropyForwardDX: {{128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}}, // the last where there are no clusters
+		SoftmaxForward:        {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
+		RMSNormForward:        {{64, 4}, {128, 4}, {256, 4}, {1024, 8}},
+		CrossEntropyForwardDX: {{128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}}, // the last where there are no clusters
 		// Longer rows stream: Partial, Apply.
-		CrossEntropyForward:  {{128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		CrossEntropyForward:  {{128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		CrossEntropyBackward: {{32, 8}, {128, 4}, {256, 4}, {512, 4}},
 		// Two inputs: half the vectors of each. RMSNorm's weights leave no registers for four of each.
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
@@ -203,7 +203,7 @@ var (
 	stagedInClusters = []shape{{256, 4}, {256, 8}, {512, 8}}
 
 	// RMSNorm backward with dw, whose float32 sums stay in registers.
-	ring        = []shape{{128, 1}, {256, 2}}
+	ring        = []shape{{128, 1}, {256, 1}, {256, 2}}
 	ringCluster = []shape{{256, 2}, {512, 2}}
 	longRing    = shape{512, 4} // of float32; what 16-bit rows as long would need does not fit the registers
 	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}, {32, 2}}
@@ -221,7 +221,7 @@ func resident(v *Variant) int {
 	case v.Shape == Staged:
 		return 1024 / v.Threads
 	case v.Shape == Ring:
-		return map[shape]int{{128, 1}: 5, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1}[shape{v.Threads, v.Vectors}]
+		return map[shape]int{{128, 1}: 5, {256, 1}: 3, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1}[shape{v.Threads, v.Vectors}]
 	case v.Shape == Team:
 		return 1
 	case v.Shape == Lanes && v.General:

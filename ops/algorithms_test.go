@@ -106,7 +106,7 @@ func TestAlgorithmChoices(t *testing.T) {
 	}{
 		{"h100", request{op: softmax, m: 2048, n: 1024}, Warp, "softmax_forward_rows_bfloat16_32x4"},
 		{"h100", request{op: softmax, m: 2048, n: 4096}, Warp,
-			`softmax_forward: algorithm "warp" holds rows of up to 1024 bfloat16 elements on this device, these have 4096; ` +
+			`softmax_forward: algorithm "warp" holds rows of up to 2048 bfloat16 elements on this device, these have 4096; ` +
 				`use "block", "register", "medium", "extreme", "cluster", "arbitrary" or "auto"`},
 		{"h100", request{op: norm, m: 32768, n: 256}, Warp, "rmsnorm_forward_loop_bfloat16_8x4"},
 		{"h100", request{op: norm, m: 4, n: 256}, Warp, "rmsnorm_forward_rows_bfloat16_8x4"},
@@ -246,7 +246,7 @@ func TestListOfAlgorithms(t *testing.T) {
 	}
 	assert.Equal(t, map[string]string{
 		"auto":      "rows of any length",
-		"warp":      "rows of up to 2 KiB",
+		"warp":      "rows of up to 4 KiB, unaligned ones of up to 2 KiB",
 		"block":     "rows of up to 1 GiB",
 		"register":  "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands are off by as much",
 		"medium":    "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands are off by as much",

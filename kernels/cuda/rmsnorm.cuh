@@ -269,18 +269,17 @@ struct Slice {
     if (vectors) bulk_copy(to + begin, p + row * stride - k + begin * E, vectors * 16, barrier);
   }
 #endif
-  __device__ __forceinline__ uint4 read(const uint4* from, int vector, int64_t row, int64_t rows) const {
+  // What lies outside the span is for a general kernel's caller to mask.
+  __device__ __forceinline__ uint4 read(const uint4* from, int vector) const {
+    if constexpr (!General) return vector * E < span.hi ? from[vector] : zero_vector();
+    const uint4 v = from[vector];
+    return k ? shifted(v, from[vector + 1], k * sizeof(T)) : v;
+  }
+  // Of a row whose last vector may have been left out: its elements one by one.
+  __device__ __forceinline__ void complete(uint4& v, int vector, int64_t row) const {
     const int e = vector * E;
-    if constexpr (!General) {
-      return e < span.hi ? from[vector] : zero_vector();
-    } else {
-      if (!span.touches<E>(e)) return zero_vector();
-      if (e + E + (k ? E - k : 0) > span.hi && !more(row, rows))
-        return load_elements(p + row * stride + e, span.lo - e, span.hi - e, zero_vector());
-      uint4 v = from[vector];
-      if (k) v = shifted(v, from[vector + 1], k * sizeof(T));
-      return span.whole<E>(e) ? v : masked<T>(v, span.lo - e, span.hi - e, zero_vector());
-    }
+    if (span.touches<E>(e) && e + E + (k ? E - k : 0) > span.hi)
+      v = load_elements(p + row * stride + e, span.lo - e, span.hi - e, zero_vector());
   }
 };
 
@@ -354,6 +353,12 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 
     const ColumnWeights<V, E, (V * E <= 16), General> weights(a, origin, tid * E, Threads * E, span);
     Accumulator<T> dw[V][E] = {};
+    uint4 inside[V];  // bits of the elements in the span: the rows of a piece lie alike, so that these are worked out once
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int e = (tid + i * Threads) * E;
+      inside[i] = masked<T>(make_uint4(~0u, ~0u, ~0u, ~0u), span.lo - e, span.hi - e, zero_vector());
+    }
     auto next = Op::begin(a, first < limit ? first : 0, false);
     for (int64_t row = first; row < limit; row += step) {
       auto sc = next;
@@ -362,13 +367,26 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
       if (General || span.hi) barrier_wait(full + stage, phase);
       const uint4* from = buffer + stage * 2 * kInput;
       uint4 xs[V], ds[V];
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        xs[i] = x.read(from, tid + i * Threads);
+        ds[i] = dy.read(from + kInput, tid + i * Threads);
+      }
+      if constexpr (General) {
+        if (!x.more(row, rows) || !dy.more(row, rows))
+#pragma unroll
+          for (int i = 0; i < V; i++) {
+            x.complete(xs[i], tid + i * Threads, row);
+            dy.complete(ds[i], tid + i * Threads, row);
+          }
+#pragma unroll
+        for (int i = 0; i < V; i++) xs[i] = xs[i] & inside[i], ds[i] = ds[i] & inside[i];
+      }
       Sum<T> st;
 #pragma unroll
       for (int i = 0; i < V; i++) {
         float fx[E], fd[E], w[E];
-        xs[i] = x.read(from, tid + i * Threads, row, rows);
         unpack(T(), xs[i], fx);
-        ds[i] = dy.read(from + kInput, tid + i * Threads, row, rows);
         unpack(T(), ds[i], fd);
         weights.get(i, w);
         Op::add_vector(st, fx, fd, w);

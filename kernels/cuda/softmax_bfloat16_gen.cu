@@ -11,6 +11,7 @@ KERNEL(softmax_forward_rows_bfloat16_8x4, 128, 16, rows_body<SoftmaxForward<bf16
 KERNEL(softmax_forward_rows_bfloat16_16x4, 128, 16, rows_body<SoftmaxForward<bf16>, 16, 4, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_64x2, 128, 16, rows_body<SoftmaxForward<bf16>, 64, 2, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_32x4, 128, 16, rows_body<SoftmaxForward<bf16>, 32, 4, false, false, false>)
+KERNEL(softmax_forward_rows_bfloat16_32x8, 128, 8, rows_body<SoftmaxForward<bf16>, 32, 8, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_128x4, 128, 16, rows_body<SoftmaxForward<bf16>, 128, 4, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_256x4, 256, 6, rows_body<SoftmaxForward<bf16>, 256, 4, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_512x4, 512, 3, rows_body<SoftmaxForward<bf16>, 512, 4, false, false, false>)

@@ -11,6 +11,7 @@ KERNEL(softmax_forward_rows_float32_8x4, 128, 12, rows_body<SoftmaxForward<f32>,
 KERNEL(softmax_forward_rows_float32_16x4, 128, 12, rows_body<SoftmaxForward<f32>, 16, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float32_64x2, 128, 16, rows_body<SoftmaxForward<f32>, 64, 2, false, false, false>)
 KERNEL(softmax_forward_rows_float32_32x4, 128, 12, rows_body<SoftmaxForward<f32>, 32, 4, false, false, false>)
+KERNEL(softmax_forward_rows_float32_32x8, 128, 8, rows_body<SoftmaxForward<f32>, 32, 8, false, false, false>)
 KERNEL(softmax_forward_rows_float32_128x4, 128, 16, rows_body<SoftmaxForward<f32>, 128, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float32_256x4, 256, 6, rows_body<SoftmaxForward<f32>, 256, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float32_512x4, 512, 3, rows_body<SoftmaxForward<f32>, 512, 4, false, false, false>)

@@ -89,6 +89,7 @@ __device__ __forceinline__ uint4 lowest_vector() {
   return make_uint4(bits, bits, bits, bits);
 }
 __device__ __forceinline__ uint4 zero_vector() { return make_uint4(0, 0, 0, 0); }
+__device__ __forceinline__ uint4 operator&(uint4 a, uint4 b) { return make_uint4(a.x & b.x, a.y & b.y, a.z & b.z, a.w & b.w); }
 
 // Makes the compiler forget what it converted before: 16-bit elements are cheaper to convert again than to hold as floats,
 // and nothing less than a value that it cannot know (`zero`, from the arguments) stops the assembler from holding them.
