@@ -203,7 +203,7 @@ var (
 	stagedInClusters = []shape{{256, 4}, {256, 8}, {512, 8}}
 
 	// RMSNorm backward with dw, whose float32 sums stay in registers.
-	ring        = []shape{{128, 1}, {256, 1}, {256, 2}}
+	ring        = []shape{{128, 1}, {256, 1}, {256, 2}, {512, 2}}
 	ringCluster = []shape{{256, 2}, {512, 2}}
 	longRing    = shape{512, 4} // of float32; what 16-bit rows as long would need does not fit the registers
 	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}, {32, 2}}

@@ -138,13 +138,15 @@ func open(ordinal int32) (*Device, error) {
 	if f.Name, err = device.Name(); err != nil {
 		return nil, failed("cuDeviceGetName", err)
 	}
-	var l2 int
+	var l2, clock, width int
 	for attribute, into := range map[cu.DeviceAttribute]*int{
 		cu.ComputeCapabilityMajor:           &f.Major,
 		cu.ComputeCapabilityMinor:           &f.Minor,
 		cu.MultiprocessorCount:              &f.SMs,
 		cu.MaxSharedMemoryPerMultiprocessor: &f.SharedPerSM,
 		cu.L2CacheSize:                      &l2,
+		cu.MemoryClockRate:                  &clock, // kHz, of a clock on both of whose edges data move
+		cu.GlobalMemoryBusWidth:             &width, // bits
 		sharedPerBlockOptIn:                 &f.SharedPerBlock,
 	} {
 		if *into, err = device.Attribute(attribute); err != nil {
@@ -152,6 +154,7 @@ func open(ordinal int32) (*Device, error) {
 		}
 	}
 	f.L2Bytes = int64(l2)
+	f.MemoryGBs = clock * 2 * width / 8 / 1e6
 	use, err := choose(architectures(), f.Major, f.Minor, forcedPTX())
 	if err != nil {
 		return nil, fmt.Errorf("device %d (%s): %w", ordinal, f.Name, err)

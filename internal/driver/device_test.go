@@ -236,7 +236,7 @@ func TestOpen(t *testing.T) {
 
 func TestFacts(t *testing.T) {
 	base := Facts{
-		Major: 9, Minor: 0, Arch: "sm_90", SMs: 132, SharedPerBlock: 232448, SharedPerSM: 233472, L2Bytes: 50 << 20,
+		Major: 9, Minor: 0, Arch: "sm_90", SMs: 132, SharedPerBlock: 232448, SharedPerSM: 233472, L2Bytes: 50 << 20, MemoryGBs: 3352,
 		Name: "Fake 0", DriverVersion: 13000, Clusters: [17]int{1: 128, 64, 42, 32, 25, 21, 18, 16},
 	}
 	ptx := func(arch string, major int, clusters [17]int) Facts {

@@ -52,6 +52,7 @@ type Facts struct {
 	SharedPerBlock int // bytes, the most that a CTA can opt in to
 	SharedPerSM    int // bytes
 	L2Bytes        int64
+	MemoryGBs      int // the memory's peak bandwidth; 0 where the driver does not tell
 	Name           string
 	DriverVersion  int // 13000 for CUDA 13.0
 	// Clusters[c] is how many clusters of c CTAs are resident at once where an SM holds one CTA; 0 where there are none
