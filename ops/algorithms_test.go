@@ -258,7 +258,7 @@ func TestListOfAlgorithms(t *testing.T) {
 	list, err = Algorithms("rmsnorm_backward")
 	require.NoError(t, err)
 	assert.Equal(t, "rows of up to 1 KiB, unaligned ones where all operands are off by as much", list[Register].Limits)
-	assert.Equal(t, "rows of up to 8 KiB, on compute capability 9.0 or newer", list[Medium].Limits)
+	assert.Equal(t, "rows of up to 16 KiB, on compute capability 9.0 or newer", list[Medium].Limits)
 	list, err = Algorithms("cross_entropy_forward")
 	require.NoError(t, err)
 	assert.Len(t, list, 1)
