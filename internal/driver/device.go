@@ -138,15 +138,13 @@ func open(ordinal int32) (*Device, error) {
 	if f.Name, err = device.Name(); err != nil {
 		return nil, failed("cuDeviceGetName", err)
 	}
-	var l2, clock, width int
+	var l2 int
 	for attribute, into := range map[cu.DeviceAttribute]*int{
 		cu.ComputeCapabilityMajor:           &f.Major,
 		cu.ComputeCapabilityMinor:           &f.Minor,
 		cu.MultiprocessorCount:              &f.SMs,
 		cu.MaxSharedMemoryPerMultiprocessor: &f.SharedPerSM,
 		cu.L2CacheSize:                      &l2,
-		cu.MemoryClockRate:                  &clock, // kHz, of a clock on both of whose edges data move
-		cu.GlobalMemoryBusWidth:             &width, // bits
 		sharedPerBlockOptIn:                 &f.SharedPerBlock,
 	} {
 		if *into, err = device.Attribute(attribute); err != nil {
@@ -154,7 +152,7 @@ func open(ordinal int32) (*Device, error) {
 		}
 	}
 	f.L2Bytes = int64(l2)
-	f.MemoryGBs = clock * 2 * width / 8 / 1e6
+	f.MemoryGBs = memoryGBs(device)
 	use, err := choose(architectures(), f.Major, f.Minor, forcedPTX())
 	if err != nil {
 		return nil, fmt.Errorf("device %d (%s): %w", ordinal, f.Name, err)
@@ -173,6 +171,19 @@ func open(ordinal int32) (*Device, error) {
 	}
 	d.facts = sync.OnceValue(d.measure)
 	return d, nil
+}
+
+// memoryGBs is the memory's peak bandwidth in GB/s, or 0 where the driver does not tell.
+func memoryGBs(device cu.Device) int {
+	clock, err := device.Attribute(cu.MemoryClockRate) // kHz; data move on both edges
+	if err != nil {
+		return 0
+	}
+	width, err := device.Attribute(cu.GlobalMemoryBusWidth) // bits
+	if err != nil {
+		return 0
+	}
+	return clock * 2 * width / 8 / 1e6
 }
 
 // handle reads the C handle that one of gorgonia.org/cu's one-field structs keeps to itself.

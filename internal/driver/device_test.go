@@ -244,6 +244,8 @@ func TestFacts(t *testing.T) {
 		f.Arch, f.Major, f.Clusters = arch, major, clusters
 		return f
 	}
+	untold := base
+	untold.MemoryGBs = 0
 	for name, c := range map[string]struct {
 		env  []string
 		want Facts
@@ -253,6 +255,7 @@ func TestFacts(t *testing.T) {
 		"forced 90":  {[]string{"GANDER_FORCE_PTX=90"}, ptx("compute_90", 9, base.Clusters)},
 		"newer chip": {[]string{"FAKE_CAPABILITY=120"}, ptx("compute_90", 9, base.Clusters)},
 		"older chip": {[]string{"FAKE_CAPABILITY=89"}, ptx("compute_80", 8, [17]int{})},
+		"no bus":     {[]string{"FAKE_MEMORY_BUS=0"}, untold},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if !faked(t, c.env...) {

@@ -86,6 +86,8 @@ RARE = (
     ("rmsnorm_forward", 40000, {"rows": 131}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "medium"}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "medium", "odd": True}),
+    ("rmsnorm_backward_dw", 1000, {"algorithm": "cluster"}),
+    ("rmsnorm_backward_dw", 1000, {"algorithm": "cluster", "odd": True}),
     ("rmsnorm_backward_dw", 65536, {}),
     ("rmsnorm_backward_dw", 131072, {}),
     *(("cross_entropy_forward", n, {"odd": True, "batch_invariant": True}) for n in (450, 1000, 1900, 3900, 9000)),
@@ -98,7 +100,7 @@ RARE = (
 )
 
 
-HOPPER = (("softmax_backward", "cluster"), ("rmsnorm_backward_dw", "medium"))
+HOPPER = (("softmax_backward", "cluster"), ("rmsnorm_backward_dw", "cluster"), ("rmsnorm_backward_dw", "medium"))
 
 
 def holds_in_shared_memory(vectors):

@@ -76,7 +76,9 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: *value = 233472; break;
     case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: *value = 52428800; break;
     case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: *value = 2619000; break;
-    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: *value = 5120; break;
+    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH:
+      if ((*value = number("FAKE_MEMORY_BUS", 5120)) == 0) return CUDA_ERROR_NOT_SUPPORTED;
+      break;
     default: return CUDA_ERROR_INVALID_VALUE;
   }
   return call("cuDeviceGetAttribute", "%d %d", attribute, device);
