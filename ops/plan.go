@@ -91,6 +91,16 @@ func fitting(variants []*kernels.Variant, vectors int64, ctas int64) (*kernels.V
 	return nil, 0
 }
 
+// shaped returns the variant of so many threads and vectors each, or nil.
+func shaped(variants []*kernels.Variant, threads, each int64) *kernels.Variant {
+	for _, v := range variants {
+		if int64(v.RowThreads) == threads && int64(v.Vectors) == each {
+			return v
+		}
+	}
+	return nil
+}
+
 func ceil(a, b int64) int64 { return (a + b - 1) / b }
 
 // powerOfTwo returns the smallest power of two that is at least n.
@@ -543,19 +553,17 @@ func (p *planner) stagedWhere(least, most int64, suits func(v *kernels.Variant, 
 		if p.vectors > s.vectors || ctas < least || ctas > most || wasteful {
 			continue
 		}
-		for _, v := range variantsOf[variantKey{p.op, kernels.Staged, p.x, p.general, s.cluster}] {
-			shared := v.Capacity() * 16
-			if v.Capacity() != s.threads*s.each || v.RowThreads != int(s.threads) || shared+4<<10 > int64(p.facts.SharedPerBlock) || !suits(v, ctas) {
-				continue
-			}
-			p.taken = Medium
-			if s.cluster {
-				p.taken = Extreme
-			}
-			p.add(p.op, v.Shape, p.general, v, p.m*ctas, ctas, uint32(shared))
-			p.why = fmt.Sprintf("%d x %d threads copy a row of %d vectors into shared memory", ctas, v.Threads, p.vectors)
-			return true
+		v := shaped(variantsOf[variantKey{p.op, kernels.Staged, p.x, p.general, s.cluster}], s.threads, s.each)
+		if v == nil || v.Capacity()*16+4<<10 > int64(p.facts.SharedPerBlock) || !suits(v, ctas) {
+			continue
 		}
+		p.taken = Medium
+		if s.cluster {
+			p.taken = Extreme
+		}
+		p.add(p.op, v.Shape, p.general, v, p.m*ctas, ctas, uint32(v.Capacity()*16))
+		p.why = fmt.Sprintf("%d x %d threads copy a row of %d vectors into shared memory", ctas, v.Threads, p.vectors)
+		return true
 	}
 	return false
 }
@@ -702,13 +710,14 @@ func (p *planner) inRing(least, most int64, threads ...int64) bool {
 			threads != nil && r.threads != threads[0] {
 			continue
 		}
-		for _, v := range variantsOf[variantKey{p.op, kernels.Ring, p.x, p.general, r.cluster > 1}] {
-			// Some parts have less shared memory than the ring was measured with; the kernel itself needs a little.
-			fits := (int64(p.facts.SharedPerBlock) - 4<<10) / p.ringStage(v)
-			if v.Capacity() == r.threads*r.each && fits >= 2 {
-				p.ring(v, r.cluster, r.resident, min(r.stages, fits))
-				return true
-			}
+		v := shaped(variantsOf[variantKey{p.op, kernels.Ring, p.x, p.general, r.cluster > 1}], r.threads, r.each)
+		if v == nil {
+			continue
+		}
+		// Some parts have less shared memory than the ring was measured with; the kernel itself needs a little.
+		if fits := (int64(p.facts.SharedPerBlock) - 4<<10) / p.ringStage(v); fits >= 2 {
+			p.ring(v, r.cluster, r.resident, min(r.stages, fits))
+			return true
 		}
 	}
 	return false
@@ -724,12 +733,11 @@ func (p *planner) ringStage(v *kernels.Variant) int64 {
 }
 
 func (p *planner) ring(v *kernels.Variant, cluster, resident, stages int64) {
-	// No more clusters than are resident at once: one that waits for another to end doubles the time.
+	// No more clusters than are resident at once: one that waits for another to end doubles the time. A CTA has some shared memory of its
+	// own and 1 KiB that is reserved for it.
 	resident = max(1, min(resident, int64(p.facts.SharedPerSM)/(stages*p.ringStage(v)+2<<10)))
 	// Each leaves a row of partial dw. Measured on an H100, 4099 x 1000 of bfloat16: 0.65 with five on an SM, 0.69 with three.
-	for resident > 3 && p.m < 8*int64(p.facts.SMs)*resident {
-		resident--
-	}
+	resident = min(resident, max(3, p.m/(8*int64(p.facts.SMs))))
 	clusters := int64(p.facts.SMs) * resident
 	if cluster > 1 {
 		clusters = int64(p.facts.Clusters[cluster]) * resident

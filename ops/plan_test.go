@@ -11,7 +11,7 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// What an H100, the same without clusters (forced PTX of compute_80), a small Ampere part and a large consumer's part answer.
+// What an H100, an H200, an H100 without clusters (forced PTX of compute_80), a small Ampere part and a large consumer's part answer.
 var testDevices = map[string]*driver.Facts{
 	"h100":  {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20, Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7}},
 	"h200":  {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 60 << 20, MemoryGBs: 4917, Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7}},

@@ -98,8 +98,7 @@ RARE = (
     ("rmsnorm_forward", 1500, {"algorithm": "register"}),
     ("rmsnorm_forward", 6500, {"algorithm": "register"}),
 )
-
-
+# What has kernels on compute capability 9.0 and newer only.
 HOPPER = (("softmax_backward", "cluster"), ("rmsnorm_backward_dw", "cluster"), ("rmsnorm_backward_dw", "medium"))
 
 
