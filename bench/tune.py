@@ -190,6 +190,7 @@ class Tuner:
                     # An SM may do better with fewer CTAs than its registers hold.
                     for shared in sorted({cap * 16, max(cap * 16, (227 << 10) // v["Resident"] + 128)}):
                         yield [(v, m * c, c, shared)], {"chunk": 1 << 27, "splits": 1, "shared": shared}
+            yield from self.held(of, mine, op, m, nv, 2 if op.endswith("backward") else 1)
             yield from self.teams(of, mine, op, nv, 2 if op.endswith("backward") else 1, [])
             for v in of(op, "loop"):
                 cap = v["RowThreads"] * v["Vectors"]
@@ -219,7 +220,8 @@ class Tuner:
                     yield steps, {"chunk": chunk, "splits": splits, "waves": waves}
             return
         last = [v for v in mine if v["Op"] == "weight_gradient"]
-        finish = (last[0], -(-n // 32), 1, 0) if n <= 16384 else (last[1], -(-n // 256), 1, 0)
+        v = last[2 if n > 32768 else n > 2048]
+        finish = (v, ceil(n, v["Threads"] // v["RowThreads"]), 1, 0)
         for v in of(op, "lanes"):
             if v["RowThreads"] * v["Vectors"] >= nv:
                 for resident in (1, 2, 3, 4):
@@ -239,6 +241,23 @@ class Tuner:
                 [(of(op, "partial")[0], m * splits, 1, 0), (v, tiles * blocks, 1, 0), finish],
                 {"partials": blocks, "chunk": chunk, "splits": splits},
             )
+
+    @staticmethod
+    def held(of, mine, op, m, nv, inputs):
+        for v in of(op, "held"):
+            if m > 16 or nv < 16384:
+                continue
+            clear = next(c for c in mine if c["Op"].endswith("_clear"))
+            each = v["Resident"]  # CTAs on an SM
+            chunk = ceil(ceil(nv, SMS * each // m), 8) * 8
+            splits = ceil(nv, chunk)
+            tile = inputs * v["RowThreads"] * v["Vectors"] * 16
+            most = min(ceil(chunk * inputs * 16, tile), ((228 << 10) // each - 1792) // tile, 16)
+            for lag in sorted({most, (most + 1) // 2}):
+                yield (
+                    [(clear, ceil(m * splits, 256), 1, 0), (v, m * splits, 1, lag * tile)],
+                    {"chunk": chunk, "splits": splits, "lag": lag},
+                )
 
     @staticmethod
     def teams(of, mine, op, nv, inputs, then):

@@ -13,7 +13,7 @@ type (
 type Rows struct {
 	A, B                      Input  // the first input, and the second where the op has one
 	Y                         Output // the row that is written, where the op writes one
-	Partial                   Output // (M, Splits) states of 8 bytes, where rows are split
+	Partial                   Output // (M, Splits) states, where rows are split; of Team and Held, what their CTAs share
 	AStride, BStride, YStride int64
 	M, N                      int64
 	Chunk                     int64 // 16-byte vectors of a row that a CTA takes; more than the row has where it is not split
@@ -22,7 +22,7 @@ type Rows struct {
 	Fixed                     int32 // vectors are counted from the row's first element, wherever it lies: the same bits wherever that is
 	Zero                      int32 // 0, which the compiler cannot know (Tile::forget in cuda/rows.cuh)
 	Stages                    int32 // Ring, Team: what shared memory holds, rows or a team's steps
-	Lag                       int32 // Team: steps that are summed before the one that is mapped
+	Lag                       int32 // Team: steps that are summed before the one that is mapped; Held: tiles in shared memory
 	_                         int32
 }
 

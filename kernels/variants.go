@@ -45,12 +45,13 @@ const (
 	Lanes                    // RMSNorm backward: persistent groups of lanes, a row each
 	Loop                     // short rows, many of them: persistent lanes, the next row on its way
 	Columns                  // RMSNorm backward: a CTA walks down a tile of columns
+	Held                     // a few long rows, in the shared memory of all SMs as far as that goes
 	Finish                   // sums up what other kernels left
 )
 
 // String returns the shape's name as it stands in symbols and explanations.
 func (s Shape) String() string {
-	return [...]string{"rows", "partial", "apply", "staged", "ring", "team", "lanes", "loop", "columns", "finish"}[s]
+	return [...]string{"rows", "partial", "apply", "staged", "ring", "team", "lanes", "loop", "columns", "held", "finish"}[s]
 }
 
 // Family is the kernels of one group of ops for one element type of x: one translation unit and one device
@@ -90,7 +91,7 @@ type Variant struct {
 	Op         Op
 	Shape      Shape
 	Threads    int  // threads per CTA
-	RowThreads int  // threads of a CTA that share a row
+	RowThreads int  // threads of a CTA that share a row; of WeightGradient, a column
 	Vectors    int  // 16-byte vectors per thread and input
 	General    bool // takes any alignment and row stride; the others want 16-byte aligned rows of whole vectors
 	Alike      bool // general: wants all operands' rows to lie alike in their 16-byte vectors, for which more of them fit the registers
@@ -105,7 +106,7 @@ type Variant struct {
 // Capacity is how many vectors of a row one CTA of an InRegisters, Staged, Ring, Team or Lanes variant holds.
 func (v *Variant) Capacity() int64 { return int64(v.RowThreads * v.Vectors) }
 
-// RowsPerCTA is how many rows one CTA works on at a time.
+// RowsPerCTA is how many rows one CTA works on at a time; of WeightGradient, columns.
 func (v *Variant) RowsPerCTA() int64 { return int64(v.Threads / v.RowThreads) }
 
 // Geometry is how one launch is spread over the device.
@@ -208,6 +209,10 @@ var (
 	ringCluster = []shape{{256, 2}, {512, 2}}
 	longRing    = shape{512, 4} // of float32; what 16-bit rows as long would need does not fit the registers
 	lanes       = []shape{{8, 1}, {8, 2}, {16, 2}, {32, 2}}
+
+	// The last reduction of dw: threads that share a column of partial dw. Few columns, which many CTAs have left; more columns than such
+	// CTAs take in one wave; a thread to each.
+	weightGradient = []shape{{32, 1}, {8, 1}, {1, 1}}
 )
 
 // laneStages keeps some 100 KiB per SM on their way.
@@ -229,6 +234,8 @@ func resident(v *Variant) int {
 		return 2
 	case v.Shape == Lanes:
 		return 3
+	case v.Shape == Held:
+		return 2
 	case v.Shape == Loop:
 		return 8
 	case v.Alike && v.Vectors*v.Op.Inputs() > 4:
@@ -280,6 +287,9 @@ func table() []Variant {
 						v.Groups = 2
 					}
 					v.Threads = v.Groups*p.threads + 6*32 // one warp shares sums, four take them, one brings rows
+				}
+				if v.Op == WeightGradient {
+					v.Threads = ChunkThreads
 				}
 				if v.Shape == Lanes {
 					v.Threads, v.Stages = 256, laneStages
@@ -374,6 +384,9 @@ func table() []Variant {
 		}
 		add(Variant{Op: RMSNormBackward, Shape: Ring, General: true}, ring...)
 		add(Variant{Op: RMSNormBackward, Shape: Ring, General: true, Cluster: true}, ringCluster...)
+		for _, op := range []Op{SoftmaxForward, SoftmaxBackward, RMSNormForward} {
+			add(Variant{Op: op, Shape: Held}, shape{ChunkThreads, 4 / op.Inputs()})
+		}
 		for _, op := range []Op{SoftmaxForward, SoftmaxBackward, RMSNormForward, RMSNormBackward} {
 			for _, t := range teams(op, x) {
 				add(Variant{Op: op, Shape: Team, Together: t.together}, t.shape)
@@ -383,7 +396,7 @@ func table() []Variant {
 		add(Variant{Op: RMSNormBackward, Shape: Lanes, General: true}, lanes...)
 		add(Variant{Op: RMSNormBackward, Shape: Columns}, shape{ChunkThreads, 1})
 		add(Variant{Op: RMSNormBackward, Shape: Columns, General: true}, shape{ChunkThreads, 1})
-		add(Variant{Op: WeightGradient, Shape: Finish, General: true}, shape{1024, 1}, shape{256, 1})
+		add(Variant{Op: WeightGradient, Shape: Finish, General: true}, weightGradient...)
 		add(Variant{Op: SoftmaxClear, Shape: Finish, General: true}, shape{256, 1})
 		add(Variant{Op: RMSNormClear, Shape: Finish, General: true}, shape{256, 1})
 		for _, op := range []Op{Total, Denominator} {

@@ -17,6 +17,7 @@ var testDevices = map[string]*driver.Facts{
 	"h200":  {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 60 << 20, MemoryGBs: 4917, Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7}},
 	"ptx80": {Major: 8, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20},
 	"a2":    {Major: 8, Minor: 6, SMs: 10, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10, L2Bytes: 2 << 20},
+	"mig":   {Major: 9, SMs: 14, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 6 << 20, Clusters: [17]int{1: 14, 7, 4, 3, 2, 2, 2, 1}},
 	"sm120": {Major: 12, SMs: 170, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10, L2Bytes: 96 << 20, Clusters: [17]int{1: 170, 85, 56, 40, 32, 28, 24, 20}},
 }
 
@@ -129,6 +130,20 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			} else {
 				require.Equal(t, r.m*int64(p.splits), ctas, what)
 			}
+		case kernels.Held:
+			require.Equal(t, r.m*int64(p.splits), ctas, what)
+			require.LessOrEqual(t, ctas, 2*int64(f.SMs), "%s: all of them run at once", what)
+			require.False(t, r.general || r.mixed || r.BatchInvariant, what)
+			require.GreaterOrEqual(t, f.Major, 9, what)
+			require.Positive(t, p.lag, what)
+			require.LessOrEqual(t, p.lag, int32(16), what)
+			tile := int64(r.op.Inputs()) * v.Capacity() * 16
+			require.Equal(t, int64(p.lag)*tile, int64(g.Shared), what)
+			require.Less(t, int64(p.lag-1)*v.Capacity(), p.chunk, "%s: a tile that is none", what)
+			require.LessOrEqual(t, 2*(int(g.Shared)+2<<10), f.SharedPerSM+1<<10, what)
+			cleared := p.launches[i-1]
+			require.GreaterOrEqual(t, int64(cleared.geometry.Grid)*int64(cleared.variant.Threads), ctas, what)
+			require.GreaterOrEqual(t, p.scratch.size-p.scratch.partial, uint64(cleared.geometry.Grid)*uint64(cleared.variant.Threads)*16, what)
 		case kernels.Ring, kernels.Lanes:
 			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
 			parts, alone := ctas/int64(g.Cluster), r.m
@@ -223,7 +238,16 @@ func TestPlanRegimes(t *testing.T) {
 	}{
 		{"h100", request{op: kernels.SoftmaxForward, m: 32768, n: 256}, []kernels.Shape{kernels.InRegisters}},
 		{"h100", request{op: kernels.SoftmaxForward, m: 32768, n: 65536}, []kernels.Shape{kernels.InRegisters}},
-		{"h100", request{op: kernels.SoftmaxForward, m: 1, n: 1 << 25}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"h100", request{op: kernels.SoftmaxForward, m: 1, n: 1 << 25}, []kernels.Shape{kernels.Finish, kernels.Held}},
+		{"h100", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 20}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"h100", request{op: kernels.RMSNormForward, m: 4, n: 1 << 20}, []kernels.Shape{kernels.Finish, kernels.Held}},
+		{"h100", request{op: kernels.RMSNormForward, m: 4, n: 1 << 22, general: true}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"h100", request{op: kernels.SoftmaxBackward, m: 16, n: 1 << 23}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"h100", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 22, Choice: Choice{Algorithm: Arbitrary}}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"h100", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 22, Choice: Choice{Algorithm: SplitK}}, []kernels.Shape{kernels.Finish, kernels.Held}},
+		{"h100", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 22, Choice: Choice{BatchInvariant: true}}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"mig", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 20}, []kernels.Shape{kernels.Finish, kernels.Held}},
+		{"sm120", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 22}, []kernels.Shape{kernels.Partial, kernels.Apply}},
 		{"ptx80", request{op: kernels.SoftmaxForward, m: 64, n: 262144}, []kernels.Shape{kernels.Partial, kernels.Apply}},
 		// Clusters of 8 at most, and 99 KiB of shared memory.
 		{"sm120", request{op: kernels.SoftmaxForward, m: 4000, n: 300000}, []kernels.Shape{kernels.Finish, kernels.Team}},

@@ -626,33 +626,33 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     if (column(j) < span.hi) partial[column(j)] = dw[0][j];
 }
 
-// dw = the sum of the rows of partial dw, in one order. Few columns: a CTA of 32 x 32 threads takes 32 of them. Many: a thread to
-// each, or the CTAs would be more than the work.
-template <class T, int Threads>
+// dw = the sum of the rows of partial dw, in one order. `Parts` threads add up each column between them.
+template <class T, int Threads, int Parts>
 __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
-  constexpr int kWarps = Threads == 1024 ? 32 : 1, kColumns = Threads / kWarps;
-  const int lane = threadIdx.x % kColumns, warp = threadIdx.x / kColumns;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + lane, n = a.rows.n;
+  constexpr int kColumns = Threads / Parts;
+  const int part = threadIdx.x / kColumns;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + threadIdx.x % kColumns, n = a.rows.n;
   const Accumulator<T>* partial = static_cast<const Accumulator<T>*>(a.dw_partial) + column;
   wait_for_previous_launch();
   constexpr int U = 16;  // loads at a time: with few rows of partial dw, one round trip to memory is all there is
   double s = 0;
   if (column < n)
-    for (int64_t r = warp; r < a.partials; r += U * kWarps) {
+    for (int64_t r = part; r < a.partials; r += U * Parts) {
       Accumulator<T> v[U];
 #pragma unroll
-      for (int u = 0; u < U; u++) v[u] = r + u * kWarps < a.partials ? partial[(r + u * kWarps) * n] : 0;
+      for (int u = 0; u < U; u++) v[u] = r + u * Parts < a.partials ? partial[(r + u * Parts) * n] : 0;
 #pragma unroll
       for (int u = 0; u < U; u++) s += v[u];
     }
-  if constexpr (kWarps == 1) {
+  if constexpr (Parts == 1) {
     if (column < n) store_float(a.dw, a.dw_type, column, s);
-  } else {  // a warp to each column
-    __shared__ double sums[kWarps][kColumns + 1];
-    sums[warp][lane] = s;
+  } else {  // lanes to each column
+    __shared__ double sums[Parts][kColumns + 1];
+    sums[part][threadIdx.x % kColumns] = s;
     __syncthreads();
-    s = lanes_sum<32>(sums[lane][warp]);
-    if (lane == 0 && first + warp < n) store_float(a.dw, a.dw_type, first + warp, s);
+    const int lane = threadIdx.x % Parts, c = threadIdx.x / Parts;
+    s = lanes_sum<Parts>(sums[lane][c]);
+    if (lane == 0 && first + c < n) store_float(a.dw, a.dw_type, first + c, s);
   }
 }
 

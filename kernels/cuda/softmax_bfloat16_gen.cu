@@ -83,6 +83,8 @@ KERNEL(softmax_backward_partial_bfloat16_256x2, 256, 5, partial_body<SoftmaxBack
 KERNEL(softmax_backward_partial_bfloat16_256x1_general, 256, 5, partial_body<SoftmaxBackward<bf16>, 256, 1, true, false>)
 KERNEL(softmax_backward_apply_bfloat16_256x2, 256, 5, apply_body<SoftmaxBackward<bf16>, 2, false>)
 KERNEL(softmax_backward_apply_bfloat16_256x1_general, 256, 5, apply_body<SoftmaxBackward<bf16>, 1, true>)
+KERNEL(softmax_forward_held_bfloat16_256x4, 256, 2, held_body<SoftmaxForward<bf16>, 256, 4>)
+KERNEL(softmax_backward_held_bfloat16_256x2, 256, 2, held_body<SoftmaxBackward<bf16>, 256, 2>)
 KERNEL(softmax_forward_team_bfloat16_512x2x1, 704, 1, team_body<SoftmaxForward<bf16>, NothingKept, 512, 2, 1, 1>)
 KERNEL(softmax_forward_team_bfloat16_512x4x1, 704, 1, team_body<SoftmaxForward<bf16>, NothingKept, 512, 4, 1, 1>)
 KERNEL(softmax_backward_team_bfloat16_256x2x1, 448, 1, team_body<SoftmaxBackward<bf16>, NothingKept, 256, 2, 1, 1>)

@@ -83,6 +83,8 @@ KERNEL(softmax_backward_partial_float16_256x2, 256, 5, partial_body<SoftmaxBackw
 KERNEL(softmax_backward_partial_float16_256x1_general, 256, 5, partial_body<SoftmaxBackward<f16>, 256, 1, true, false>)
 KERNEL(softmax_backward_apply_float16_256x2, 256, 5, apply_body<SoftmaxBackward<f16>, 2, false>)
 KERNEL(softmax_backward_apply_float16_256x1_general, 256, 5, apply_body<SoftmaxBackward<f16>, 1, true>)
+KERNEL(softmax_forward_held_float16_256x4, 256, 2, held_body<SoftmaxForward<f16>, 256, 4>)
+KERNEL(softmax_backward_held_float16_256x2, 256, 2, held_body<SoftmaxBackward<f16>, 256, 2>)
 KERNEL(softmax_forward_team_float16_512x2x1, 704, 1, team_body<SoftmaxForward<f16>, NothingKept, 512, 2, 1, 1>)
 KERNEL(softmax_forward_team_float16_512x4x1, 704, 1, team_body<SoftmaxForward<f16>, NothingKept, 512, 4, 1, 1>)
 KERNEL(softmax_backward_team_float16_256x2x1, 448, 1, team_body<SoftmaxBackward<f16>, NothingKept, 256, 2, 1, 1>)

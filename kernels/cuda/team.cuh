@@ -1,5 +1,5 @@
-// Long rows, some of which clusters do not hold: a team of CTAs, one on each SM, hold a row between them. They tell each other what
-// their parts of it came to through global memory.
+// Long rows, some of which clusters do not hold: CTAs on all SMs hold a row, or a few, between them. They tell each other what their
+// parts of it came to through global memory. Of many rows, a `team` takes one after the other; of few, all are `held` at once.
 #pragma once
 #include "rows.cuh"
 
@@ -33,12 +33,24 @@ struct Share {
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(slot) : "memory");
     return v;
   }
+  // As `put`, unless it is there: of memory that was cleared.
   template <class State>
-  __device__ __forceinline__ static State take(const ulonglong2* slot, ulonglong2 v, uint32_t number) {
-    while (v.x >> 32 != number || v.y >> 32 != number) v = look(slot);
+  __device__ __forceinline__ static void put_if_absent(ulonglong2* slot, const State& st, uint32_t number) {
+    const uint64_t both = bits(st), beside = static_cast<uint64_t>(number) << 32;
+    atomicCAS(&slot->x, 0ull, beside | static_cast<uint32_t>(both));
+    atomicCAS(&slot->y, 0ull, beside | both >> 32);
+  }
+  __device__ __forceinline__ static bool there(ulonglong2 v, uint32_t number) { return v.x >> 32 == number && v.y >> 32 == number; }
+  template <class State>
+  __device__ __forceinline__ static State state(ulonglong2 v) {
     State st;
     from(v.x & 0xffffffffu | v.y << 32, st);
     return st;
+  }
+  template <class State>
+  __device__ __forceinline__ static State take(const ulonglong2* slot, ulonglong2 v, uint32_t number) {
+    while (!there(v, number)) v = look(slot);
+    return state<State>(v);
   }
 };
 
@@ -49,10 +61,8 @@ constexpr int kTeamSteps = 64;
 // Shares are told from what was in their memory by the step's number, so that it has to be cleared before: number 0 is no step's.
 template <class Args>
 __device__ __forceinline__ void clear(const Args& args) {
-  const Rows& r = args.rows;
-  ulonglong2* slots = static_cast<ulonglong2*>(r.partial);
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < kTeamSteps * r.splits) slots[i] = make_ulonglong2(0, 0);
+  let_next_launch_start();
+  static_cast<ulonglong2*>(args.rows.partial)[blockIdx.x * blockDim.x + threadIdx.x] = make_ulonglong2(0, 0);
 }
 
 // A step is R rows, so that they share the time it takes; G groups of `Threads` threads work on them side by side. A step's rows are
@@ -234,5 +244,133 @@ struct NothingKept {
   }
   __device__ __forceinline__ void finish(int) const {}
 };
+
+// A few long rows, of which each CTA takes a part: it brings the first `lag` tiles into shared memory and reads the others through
+// registers, shares what the part came to, and maps it once all of its row are there. What is not held is read again, from its end, of which
+// L2 has the most.
+//
+// CTAs need not be resident at once. Who has waited long for a share makes it himself, lest the CTA that owes it is waiting for this one's
+// SM: in the same order, so that the bits are the same, and never over one that is there, for then y may be written already where x was.
+template <class Op, int Threads, int V>
+__device__ __forceinline__ void held_body(const typename Op::Args& args) {
+#ifdef GANDER_SM90
+  using T = typename Op::T;
+  using State = typename Op::State;
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E, kTile = V * kStep, kInputs = Op::kInputs, kMostHeld = 16;
+  constexpr int64_t kPatience = 1 << 16;  // cycles: some 40 us
+  extern __shared__ __align__(128) uint4 buffer[];  // held x inputs x V x threads
+  __shared__ Slot<State> warp_slots[2][kWarps];
+  __shared__ uint64_t arrived[kMostHeld];
+  __shared__ int nearest;
+  const Rows& r = args.rows;
+  const int tid = threadIdx.x, parts = r.splits, mine = blockIdx.x % parts;
+  const int64_t row = blockIdx.x / parts;
+  ulonglong2* const shares = static_cast<ulonglong2*>(r.partial) + row * parts;
+  const Place<T> own = place<Op, false, false>(r, row, mine);
+  const int tiles = (own.span.hi + kTile - 1) / kTile, held = min(r.lag, tiles);
+  if (tid == 0) {
+    for (int t = 0; t < held; t++) barrier_init(arrived + t, 1);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    for (int t = 0; t < held; t++) {
+      const uint32_t bytes = min(kTile, own.span.hi - t * kTile) * sizeof(T);
+      uint4* const to = buffer + t * kInputs * V * Threads;
+      barrier_expect(arrived + t, kInputs * bytes);
+      bulk_copy_once(to, own.a + t * kTile, bytes, arrived + t);
+      if constexpr (kInputs > 1) bulk_copy_once(to + V * Threads, static_cast<const T*>(own.b) + t * kTile, bytes, arrived + t);
+    }
+  }
+  __syncthreads();
+  const auto at = [&](int tile) { return tile * kTile + tid * E; };
+  const auto read = [&](int tile, Tile<Op, V, false, false, true>& to) {
+    const uint4* const from = buffer + tile * kInputs * V * Threads + tid;
+#pragma unroll
+    for (int k = 0; k < V; k++) {
+      const bool in = at(tile) + k * kStep < own.span.hi;
+      to.a[k] = in ? from[k * Threads] : Op::fill();
+      if constexpr (kInputs > 1) to.b[k] = in ? from[(V + k) * Threads] : zero_vector();
+    }
+  };
+  struct Step {
+    Tile<Op, V, false, false, true> tile;
+    typename Op::template Early<V, kStep, false, true> early;
+  };
+  typename Op::Scalars sc = {};
+  // Of one part, whose first tiles are `here`.
+  const auto sum = [&](int part, int here) {
+    const Place<T> p = place<Op, false, false>(r, row, part);
+    const int tiles = (p.span.hi + kTile - 1) / kTile;
+    State st;
+    Tile<Op, V, false, false, true> next;
+    if (here < tiles) next.load(p, at(here), kStep);
+    for (int t = 0; t < tiles; t++) {
+      Tile<Op, V, false, false, true> tile;
+      if (t < here) {
+        barrier_wait(arrived + t, 0);
+        read(t, tile);
+      } else {
+        tile = next;
+        if (t + 1 < tiles) next.load(p, at(t + 1), kStep);
+      }
+      Op::add(args, sc, st, tile, p, at(t), kStep);
+    }
+    st.template reduce_lanes<32>();
+    reduce_warps<kWarps>(st, warp_slots[0]);
+    return st;
+  };
+  State st = sum(mine, held);
+  wait_for_previous_launch();  // which cleared the shares
+  if (tid == 0) Share::put(shares + mine, st, 1);
+  // The last two tiles are on their way while the shares are.
+  Step a = {{}, {args, own, at(tiles - 1)}}, b = {{}, {args, own, at(max(tiles - 2, 0))}};
+  const auto load = [&](Step& s, int tile) {
+    if (tile >= held) s.tile.load(own, at(tile), kStep);
+  };
+  const auto fetch = [&](Step& s, int tile) {
+    load(s, tile);
+    s.early.bring(own, at(tile));
+  };
+  load(a, tiles - 1);
+  load(b, max(tiles - 2, 0));
+  // The states of all parts but those that are missing, of which `nearest` becomes the first from `mine` on: not all help the same one.
+  const auto complete = [&] {
+    st = State();
+    int missing = parts;
+    const int64_t start = clock64();
+    for (int i = tid; i < parts; i += Threads) {
+      ulonglong2 v = Share::look(shares + i);
+      while (!Share::there(v, 1) && clock64() - start < kPatience) v = Share::look(shares + i);
+      if (Share::there(v, 1)) st.merge(Share::state<State>(v));
+      else missing = min(missing, (i + parts - mine) % parts);
+    }
+    if (!__syncthreads_or(missing < parts)) return true;
+    if (tid == 0) nearest = parts;
+    __syncthreads();
+    atomicMin(&nearest, missing);
+    __syncthreads();
+    return false;
+  };
+  if (!complete()) {
+    do {
+      const int part = (mine + nearest) % parts;
+      st = sum(part, 0);
+      if (tid == 0) Share::put_if_absent(shares + part, st, 1);
+    } while (!complete());
+    fetch(a, tiles - 1);  // rather than to keep them in registers meanwhile
+    fetch(b, max(tiles - 2, 0));
+  }
+  st.template reduce_lanes<32>();
+  reduce_warps<kWarps>(st, warp_slots[1]);
+  Op::end(args, row, sc, st, tid == 0 && mine == 0);
+  const auto use = [&](Step& s, int tile) {
+    if (tile < held) read(tile, s.tile);
+    s.tile.map(args, sc, own, at(tile), kStep, s.early);
+    if (tile > 1) fetch(s, tile - 2);
+  };
+  for (int t = tiles - 1; t >= 0; t -= 2) {
+    use(a, t);
+    if (t > 0) use(b, t - 1);
+  }
+#endif
+}
 
 }  // namespace gander

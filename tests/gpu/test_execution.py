@@ -1,5 +1,6 @@
 """When and where kernels run: the same bits each time, streams, CUDA graphs, devices, and memory that comes back."""
 
+import ctypes
 import gc
 import sys
 import threading
@@ -8,12 +9,16 @@ from pathlib import Path
 import gander
 import pytest
 import torch
+from gander import _library as abi
 from grid import DTYPES, OPS, Inputs, check, name, same_bits
+
+library = abi.load()
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
 by_op = pytest.mark.parametrize("op", OPS)
-# Lanes; persistent CTAs; a row per CTA; clusters; two passes with scratch memory; both with rows of any alignment.
-SHAPES = ((20000, 64), (4096, 1024), (300, 8192), (3, 65536), (40, 131072), (5, 1 << 20), (1500, 1001), (7, 300001))
+# Lanes; persistent CTAs; a row per CTA; clusters; two passes with scratch memory; rows held by all SMs; the first of these with rows of
+# any alignment.
+SHAPES = ((20000, 64), (4096, 1024), (300, 8192), (3, 65536), (40, 131072), (3, 1 << 20), (6, 1 << 21), (1500, 1001), (7, 300001))
 
 
 def assert_same(got, want, why):
@@ -35,7 +40,7 @@ def test_runs_are_identical(op, dtype):
 def test_two_streams(op):
     """Both streams work at once, on calls that need scratch memory of their own."""
     streams = [torch.cuda.Stream() for _ in range(2)]
-    for m, n in ((2, 300001), (3, 1 << 20), (200, 8192), (400, 1001)):
+    for m, n in ((2, 300001), (3, 1 << 20), (6, 1 << 21), (200, 8192), (400, 1001)):
         cases = [Inputs(m, n, torch.bfloat16, scale=scale) for scale in (1.0, 3.0)]
         expected = [OPS[op](a) for a in cases]
         torch.cuda.synchronize()
@@ -48,6 +53,38 @@ def test_two_streams(op):
         for into, want in zip(results, expected, strict=True):
             for got in into:
                 assert_same(got, want, f"on a stream of its own, {m} x {n}")
+
+
+def softmax_in_place(x):
+    """By the C ABI: torch's operators have no such call."""
+    shape = (ctypes.c_int64 * 2)(*x.shape)
+    dtype = abi.DType(*abi.DTYPES[name(x.dtype)], 1)
+    tensor = ctypes.byref(abi.Tensor(x.data_ptr(), abi.Device(abi.CUDA, 0), 2, dtype, shape, None, 0))
+    abi.check(library.gander_softmax_forward(tensor, tensor, None, torch.cuda.current_stream().cuda_stream))
+
+
+@by_dtype
+def test_rows_held_by_sms_that_others_want_too(dtype):
+    """CTAs wait for what others make of their parts of a row, and some of those find no SM free as long as they do."""
+    a = Inputs(6, 1 << 21, dtype)
+    calls = (OPS["softmax_forward"], OPS["softmax_backward"], OPS["rmsnorm_forward"])
+    want = [call(a) for call in calls]
+    places = [a.x.clone() for _ in range(9)]
+    matrix = torch.randn(4096, 4096, device="cuda").to(dtype)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    got = []
+    for i, x in enumerate(places):
+        with torch.cuda.stream(streams[i % 3]):
+            softmax_in_place(x)
+            got.append([call(a) for call in calls])
+            if i % 2:
+                matrix @ matrix
+    torch.cuda.synchronize()
+    for x, results in zip(places, got, strict=True):
+        assert same_bits(x, next(iter(want[0].values()))), "in place, beside other work"
+        for result, expected in zip(results, want, strict=True):
+            assert_same(result, expected, "beside other work")
 
 
 def test_a_stream_is_waited_for():

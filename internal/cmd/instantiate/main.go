@@ -202,6 +202,8 @@ func body(v *kernels.Variant) string {
 		return fmt.Sprintf("partial_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.General, v.Alike)
 	case kernels.Apply:
 		return fmt.Sprintf("apply_body<%s, %d, %t>", op, v.Vectors, v.General)
+	case kernels.Held:
+		return fmt.Sprintf("held_body<%s, %d, %d>", op, v.Threads, v.Vectors)
 	case kernels.Staged:
 		return fmt.Sprintf("staged_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.Cluster, v.General)
 	case kernels.Ring:
@@ -227,5 +229,5 @@ func body(v *kernels.Variant) string {
 	case kernels.Denominator:
 		return fmt.Sprintf("denominator<%d, %t>", v.Threads, v.Cluster)
 	}
-	return fmt.Sprintf("weight_gradient_body<%s, %d>", t, v.Threads)
+	return fmt.Sprintf("weight_gradient_body<%s, %d, %d>", t, v.Threads, v.RowThreads)
 }
