@@ -94,7 +94,8 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 	case Arbitrary:
 		return "two passes: blocks reduce chunks of the rows, then others merge the chunks' results and map"
 	case SplitK:
-		return "two passes as arbitrary, every row split over several blocks: for few long rows"
+		return "every row split over several blocks, for few long rows: two passes as arbitrary, or one with most of the rows in the shared memory " +
+			"of all SMs"
 	}
 	return "whatever was fastest where it was measured, for the shape and the device"
 }

@@ -128,6 +128,8 @@ func expected(v *kernels.Variant) (least moves) {
 			least.loads = op.reads * v.Vectors
 		}
 	case kernels.Finish:
+	case kernels.Held: // a part of which lies in shared memory
+		least.copies, least.loads = op.reads, op.reads*v.Vectors
 	default:
 		least.loads = op.reads * v.Vectors
 	}
