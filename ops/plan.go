@@ -412,7 +412,7 @@ func (p *planner) chunks(waves int64) {
 	}
 }
 
-// twoPasses reads rows twice, in as many CTAs as the algorithm asks for.
+// twoPasses reads rows twice, in as many CTAs as the algorithm asks for; few rows perhaps once, if it asks for several to each.
 func (p *planner) twoPasses() bool {
 	switch {
 	case p.dw:
@@ -459,10 +459,10 @@ func (p *planner) held() bool {
 	)
 	variants := variantsOf[variantKey{p.op, kernels.Held, p.x, p.general, false}]
 	sms := int64(p.facts.SMs)
-	if variants == nil || p.mixed || p.facts.Major < 9 || p.facts.SharedPerSM < least || p.expected() > min(mostRows, sms*perSM) {
+	if variants == nil || p.mixed || p.facts.Major < 9 || p.facts.SharedPerSM < least || p.expected() > mostRows {
 		return false
 	}
-	from, to := int64(60<<10), int64(1<<50) // bytes of x for each SM
+	from, to := int64(60<<10), int64(4<<20) // bytes of x for each SM
 	switch p.op {
 	case kernels.SoftmaxForward:
 		from, to = 90<<10, 1280<<10
@@ -479,6 +479,9 @@ func (p *planner) held() bool {
 	const whole = 8 // vectors: 128 bytes, which memory moves at once
 	v := variants[0]
 	parts := sms * perSM / p.m
+	if parts < 2 {
+		return false
+	}
 	p.chunk = ceil(ceil(p.vectors, parts), whole) * whole
 	if p.chunk > maxChunk {
 		return false
@@ -489,8 +492,8 @@ func (p *planner) held() bool {
 	p.clear(p.m * int64(p.splits))
 	p.add(p.op, v.Shape, false, v, p.m*int64(p.splits), 1, uint32(int64(p.lag)*tile))
 	p.taken = SplitK
-	p.why = fmt.Sprintf("%d CTAs to a row hold %d of %d KiB each in shared memory", p.splits, int64(p.lag)*tile>>10,
-		int64(p.op.Inputs())*p.chunk*16>>10)
+	each := int64(p.op.Inputs()) * p.chunk * 16
+	p.why = fmt.Sprintf("%d CTAs to a row hold %d of %d KiB each in shared memory", p.splits, min(int64(p.lag)*tile, each)>>10, each>>10)
 	return true
 }
 

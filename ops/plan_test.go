@@ -135,6 +135,7 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			require.LessOrEqual(t, ctas, 2*int64(f.SMs), "%s: all of them run at once", what)
 			require.False(t, r.general || r.mixed || r.BatchInvariant, what)
 			require.GreaterOrEqual(t, f.Major, 9, what)
+			require.Greater(t, p.splits, int32(1), what)
 			require.Positive(t, p.lag, what)
 			require.LessOrEqual(t, p.lag, int32(16), what)
 			tile := int64(r.op.Inputs()) * v.Capacity() * 16
@@ -193,11 +194,7 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			require.Equal(t, ceil(r.n, tile)*int64(p.partials), ctas, what)
 		case kernels.Finish:
 			if v.Op == kernels.WeightGradient {
-				columns := int64(lanesPerWarp)
-				if v.Threads == 256 {
-					columns = 256
-				}
-				require.GreaterOrEqual(t, ctas*columns, r.n, what)
+				require.Equal(t, ceil(r.n, v.RowsPerCTA()), ctas, what)
 			}
 		}
 	}

@@ -121,9 +121,12 @@ __device__ __forceinline__ void subtract_at(int64_t i, int64_t origin, int e, fl
 
 // loss = weight * (log sum exp(x - max) + max - x[target]); with `Gradient`, in the same pass,
 // dx = weight * (softmax(x) - onehot(target)), over the denominator where the pass serves a mean.
-template <class T_, bool Gradient>
+//
+// Apart: what calls `map` puts the target's element right by itself.
+template <class T_, bool Gradient, bool Apart = false>
 struct CrossEntropyForward {
   using T = T_;
+  static constexpr bool kApart = Apart;
   using State = MaxSum<T, float>;  // the logarithm takes digits off its sum
   using Args = CrossEntropyArgs;
   using Label = gander::Label;
@@ -202,7 +205,11 @@ struct CrossEntropyForward {
     const bool zero = sc.grad == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : (Kept ? x[j] : exp_difference<T>(x[j], sc.max)) * sc.scale;
-    subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
+    if (!kApart) subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
+  }
+  // The target's element, which is x, of which `map` knows nothing where kApart.
+  __device__ __forceinline__ static T at_target(const Scalars& sc, T x) {
+    return from_float<T>(sc.grad == 0.f ? 0.f : exp_difference<T>(to_float(x), sc.max) * sc.scale - sc.grad);
   }
   __device__ static void total_if_single(const Args& a) {
     if (!a.total_here) return;

@@ -7,6 +7,8 @@
 //   partial  one CTA reduces one chunk of a row, streaming; with a single chunk the row is complete and is finished here
 //   apply    one CTA merges the row's partial states and maps one chunk, reading it again
 //
+// Rows that all SMs share, `team` and `held`, are in team.cuh; RMSNorm's backward has shapes of its own.
+//
 // An op provides T, State, Args and
 //   kInputs          1, or 2: the second input has T in `rows`, any type in general `partial` and `apply` kernels
 //   kMaps            it writes a row; kAnyOutput: of any type where the kernel is a general one
@@ -226,6 +228,10 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   if constexpr (Op::kMaps) {
     sc.label = labels[group];
     Op::prepare(args, sc, st);
+    const int64_t target = sc.label.index;
+    const bool mine = Op::kApart && active && target >= 0 && target / kElements<T> % TPR == lane;
+    T logit = {};
+    if (mine) logit = p.a[target];
     if constexpr (!kKeep) tile.forget(args.rows.zero);
     if constexpr (General) {
       p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
@@ -233,6 +239,7 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
       e += args.rows.zero;
     }
     tile.map(args, sc, p, e, kStep, typename Op::template Early<V, kStep, General, false>(args, p, e));
+    if (mine) static_cast<T*>(p.y)[target] = Op::at_target(sc, logit);
     if (clerk) sc.label = labels[tid];
   }
   if (clerk) Op::record(args, base + tid + args.rows.zero, sc, states[tid].get());

@@ -257,11 +257,11 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E, kTile = V * kStep, kInputs = Op::kInputs, kMostHeld = 16;
-  constexpr int64_t kPatience = 1 << 16;  // cycles: some 40 us
+  constexpr int64_t kPatience = 1 << 16;  // cycles, some 40 us, and no less than this CTA's own part took
   extern __shared__ __align__(128) uint4 buffer[];  // held x inputs x V x threads
   __shared__ Slot<State> warp_slots[2][kWarps];
   __shared__ uint64_t arrived[kMostHeld];
-  __shared__ int nearest;
+  __shared__ int missing, chosen;
   const Rows& r = args.rows;
   const int tid = threadIdx.x, parts = r.splits, mine = blockIdx.x % parts;
   const int64_t row = blockIdx.x / parts;
@@ -317,7 +317,9 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
     reduce_warps<kWarps>(st, warp_slots[0]);
     return st;
   };
+  const int64_t begun = clock64();
   State st = sum(mine, held);
+  const int64_t summed = clock64(), late = summed + max(summed - begun, kPatience);
   wait_for_previous_launch();  // which cleared the shares
   if (tid == 0) Share::put(shares + mine, st, 1);
   // The last two tiles are on their way while the shares are.
@@ -331,27 +333,28 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
   };
   load(a, tiles - 1);
   load(b, max(tiles - 2, 0));
-  // The states of all parts but those that are missing, of which `nearest` becomes the first from `mine` on: not all help the same one.
+  // The states of all parts; or one part of those that are missing is `chosen`, another one by each of the CTAs that wait.
   const auto complete = [&] {
     st = State();
-    int missing = parts;
-    const int64_t start = clock64();
+    int none = -1;
     for (int i = tid; i < parts; i += Threads) {
       ulonglong2 v = Share::look(shares + i);
-      while (!Share::there(v, 1) && clock64() - start < kPatience) v = Share::look(shares + i);
+      while (!Share::there(v, 1) && clock64() < late) v = Share::look(shares + i);
       if (Share::there(v, 1)) st.merge(Share::state<State>(v));
-      else missing = min(missing, (i + parts - mine) % parts);
+      else none = i;
     }
-    if (!__syncthreads_or(missing < parts)) return true;
-    if (tid == 0) nearest = parts;
+    if (!__syncthreads_or(none >= 0)) return true;
+    if (tid == 0) missing = 0;
     __syncthreads();
-    atomicMin(&nearest, missing);
+    const int rank = none < 0 ? -1 : atomicAdd(&missing, 1);
+    __syncthreads();
+    if (rank == mine % missing) chosen = none;
     __syncthreads();
     return false;
   };
   if (!complete()) {
     do {
-      const int part = (mine + nearest) % parts;
+      const int part = chosen;
       st = sum(part, 0);
       if (tid == 0) Share::put_if_absent(shares + part, st, 1);
     } while (!complete());
