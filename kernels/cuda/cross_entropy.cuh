@@ -121,12 +121,9 @@ __device__ __forceinline__ void subtract_at(int64_t i, int64_t origin, int e, fl
 
 // loss = weight * (log sum exp(x - max) + max - x[target]); with `Gradient`, in the same pass,
 // dx = weight * (softmax(x) - onehot(target)), over the denominator where the pass serves a mean.
-//
-// Apart: what calls `map` puts the target's element right by itself.
-template <class T_, bool Gradient, bool Apart = false>
+template <class T_, bool Gradient>
 struct CrossEntropyForward {
   using T = T_;
-  static constexpr bool kApart = Apart;
   using State = MaxSum<T, float>;  // the logarithm takes digits off its sum
   using Args = CrossEntropyArgs;
   using Label = gander::Label;
@@ -204,12 +201,13 @@ struct CrossEntropyForward {
                                              const Place& p, int e, float (&dx)[E]) {
     const bool zero = sc.grad == 0.f;
 #pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : (Kept ? x[j] : exp_difference<T>(x[j], sc.max)) * sc.scale;
-    if (!kApart) subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
+    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Kept>(sc, x[j]);
+    subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
   }
-  // The target's element, which is x, of which `map` knows nothing where kApart.
-  __device__ __forceinline__ static T at_target(const Scalars& sc, T x) {
-    return from_float<T>(sc.grad == 0.f ? 0.f : exp_difference<T>(to_float(x), sc.max) * sc.scale - sc.grad);
+  // What becomes of any element but the target's.
+  template <bool Kept>
+  __device__ __forceinline__ static float scaled(const Scalars& sc, float x) {
+    return (Kept ? x : exp_difference<T>(x, sc.max)) * sc.scale;
   }
   __device__ static void total_if_single(const Args& a) {
     if (!a.total_here) return;

@@ -207,8 +207,12 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   static_assert(TPR <= 32);
   // Exponentials as floats need twice the registers of 16-bit elements: it pays for a warp's whole row.
   constexpr bool kKeep = Op::kMaps && sizeof(T) == 2 && TPR == 32 && V == 4 && !General;
+  // The target's element is put right by itself. To look for it in each vector takes longer, but for 16-bit elements, whose vectors
+  // are half as many.
+  constexpr bool kApart = Op::kMaps && sizeof(T) == 4 && !General;
   __shared__ Slot<State> states[kRows];
   __shared__ typename Op::Label labels[Op::kMaps ? kRows : 1];
+  __shared__ float logits[kApart ? kRows : 1];
   const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows, row = base + group;
   const bool active = row < args.rows.m, clerk = tid < kRows && base + tid < args.rows.m;
@@ -228,19 +232,43 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   if constexpr (Op::kMaps) {
     sc.label = labels[group];
     Op::prepare(args, sc, st);
-    const int64_t target = sc.label.index;
-    const bool mine = Op::kApart && active && target >= 0 && target / kElements<T> % TPR == lane;
-    T logit = {};
-    if (mine) logit = p.a[target];
-    if constexpr (!kKeep) tile.forget(args.rows.zero);
-    if constexpr (General) {
-      p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
-      if (!active) p.span.lo = p.span.hi = 0;
+    if constexpr (kApart) {
+      if (clerk) logits[tid] = sc.logit;
+      const int64_t again = base + group + args.rows.zero;  // to remember the place would cost registers
+      p = place<Op, General, true>(args.rows, again < args.rows.m ? again : 0);
+      if (again >= args.rows.m) p.span.lo = p.span.hi = 0;
       e += args.rows.zero;
+      const int64_t target = sc.label.index;
+      const bool mine = sc.grad != 0.f && target >= 0 && target < p.span.hi && static_cast<int>(target) / kElements<T> % TPR == lane;
+      const float x_target = mine ? to_float(p.a[target]) : 0.f;
+      if (sc.grad == 0.f) {  // whatever the row's logits are
+        sc.max = sc.scale = 0.f;
+#pragma unroll
+        for (int i = 0; i < V; i++) tile.a[i] = zero_vector();
+      }
+      tile.forget(args.rows.zero);
+      T* const y = once(static_cast<T*>(p.y) + e);
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        if (e + i * kStep >= p.span.hi) break;
+        float x[kElements<T>], dx[kElements<T>];
+        tile.get_a(i, x);
+#pragma unroll
+        for (int j = 0; j < kElements<T>; j++) dx[j] = Op::template scaled<false>(sc, x[j]);
+        store_vector(y + i * kStep, dx);
+      }
+      if (mine) static_cast<T*>(p.y)[target] = from_float<T>(Op::template scaled<false>(sc, x_target) - sc.grad);
+      if (clerk) sc.label = labels[tid], sc.logit = logits[tid];
+    } else {
+      if constexpr (!kKeep) tile.forget(args.rows.zero);
+      if constexpr (General) {
+        p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
+        if (!active) p.span.lo = p.span.hi = 0;
+        e += args.rows.zero;
+      }
+      tile.map(args, sc, p, e, kStep, typename Op::template Early<V, kStep, General, false>(args, p, e));
+      if (clerk) sc.label = labels[tid];
     }
-    tile.map(args, sc, p, e, kStep, typename Op::template Early<V, kStep, General, false>(args, p, e));
-    if (mine) static_cast<T*>(p.y)[target] = Op::at_target(sc, logit);
-    if (clerk) sc.label = labels[tid];
   }
   if (clerk) Op::record(args, base + tid + args.rows.zero, sc, states[tid].get());
   if constexpr (Op::kTotals) Op::total_if_single(args);

@@ -175,6 +175,12 @@ def test_class_weights_of_zero(dtype):
     for reduction in ("none", "mean", "sum"):
         got = gander.cross_entropy(a.x, a.target, weight=weight, reduction=reduction)
         assert_accurate(got, *(losses(x, a.target, weight, reduction) for x in (a.x, a.x.double())), reduction)
+    nothing = (a.target >= 0) & (weight[a.target.clamp(0)] == 0)
+    assert nothing.any() and not nothing.all()
+    x = torch.where(nothing[:, None], torch.nan, a.x)
+    loss, dx = gander.cross_entropy_fwd(x, a.target, weight=weight, return_dx=True)
+    assert not loss[nothing].any() and not dx[nothing].any()
+    assert dx[~nothing].isfinite().all()
 
 
 # ---- Nothing ----

@@ -195,9 +195,6 @@ func body(v *kernels.Variant) string {
 	switch v.Shape {
 	case kernels.InRegisters:
 		if v.RowThreads <= 32 && (v.Op == kernels.CrossEntropyForward || v.Op == kernels.CrossEntropyForwardDX) {
-			if v.Op == kernels.CrossEntropyForwardDX && v.Family.DType() == kernels.Float32 && !v.General {
-				op = fmt.Sprintf("CrossEntropyForward<%s, true, true>", t)
-			}
 			return fmt.Sprintf("clerks_body<%s, %d, %d, %t, %t>", op, v.RowThreads, v.Vectors, v.General, v.Alike)
 		}
 		return fmt.Sprintf("rows_body<%s, %d, %d, %t, %t, %t>", op, v.RowThreads, v.Vectors, v.General, v.Alike, v.Cluster)
