@@ -24,10 +24,12 @@ func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) {
 	run(&o, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
 }
 
-// class is the row's target: whether the row counts for nothing, and whether there is such a column.
+// class is the row's target: whether the row counts for nothing, by its index or its class's weight, and whether there is such a
+// column.
 func (c *call[T]) class(row int) (t int, ignored, valid bool) {
 	v := integerAt(&c.ce.Target, row)
-	return int(v), v == c.ce.IgnoreIndex, v >= 0 && v < int64(c.cols)
+	valid = v >= 0 && v < int64(c.cols)
+	return int(v), v == c.ce.IgnoreIndex || c.classWeight(int(v), valid) == 0, valid
 }
 
 func (c *call[T]) classWeight(t int, valid bool) float64 {

@@ -249,6 +249,27 @@ def test_cross_entropy_ignore_index(device):
         target.clamp_(min=0)
 
 
+@pytest.mark.parametrize("n", [5, 500, 9000])
+def test_rows_that_count_for_nothing(device, n):
+    """Neither those of the ignored class nor those of a class without weight: whatever their logits are."""
+    x, target = rand((20, n), torch.float32, device), torch.arange(20, device=device) % n
+    target[3] = -100
+    weight = torch.ones(n, device=device)
+    weight[target[7]] = 0
+    nothing = (target == -100) | (target == target[7])
+    x[nothing] = torch.nan
+    loss, dx = gander.cross_entropy_fwd(x, target, weight=weight, return_dx=True)
+    assert not loss[nothing].any() and not dx[nothing].any()
+    assert loss.isfinite().all() and dx.isfinite().all()
+    leaf = x.requires_grad_()
+    total = gander.cross_entropy(leaf, target, weight=weight)
+    torch.testing.assert_close(total, loss[~nothing].mean())
+    total.backward()
+    assert not leaf.grad[nothing].any() and leaf.grad.isfinite().all()
+    (leaf.grad,) = torch.autograd.grad(gander.cross_entropy(leaf, target, weight=weight, reduction="sum"), leaf)
+    torch.testing.assert_close(leaf.grad, dx)
+
+
 def test_cross_entropy_without_a_counted_row_follows_torch(device):
     x, target = rand((5, 31), torch.float32, device), torch.full((5,), -100, device=device)
     for reduction in ("none", "mean", "sum"):
