@@ -288,8 +288,8 @@ func table() []Variant {
 					}
 					v.Threads = v.Groups*p.threads + 6*32 // one warp shares sums, four take them, one brings rows
 				}
-				if v.Op == WeightGradient {
-					v.Threads = ChunkThreads
+				if v.Op == WeightGradient { // 16 columns at least
+					v.Threads = max(16*p.threads, ChunkThreads)
 				}
 				if v.Shape == Lanes {
 					v.Threads, v.Stages = 256, laneStages

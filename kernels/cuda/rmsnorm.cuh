@@ -632,15 +632,15 @@ __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
   constexpr int kColumns = Threads / Parts;
   const int part = threadIdx.x / kColumns;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + threadIdx.x % kColumns, n = a.rows.n;
-  const Accumulator<T>* partial = static_cast<const Accumulator<T>*>(a.dw_partial) + column;
+  const Accumulator<T>* at = static_cast<const Accumulator<T>*>(a.dw_partial) + part * n + column;
   wait_for_previous_launch();
   constexpr int U = 16;  // loads at a time: with few rows of partial dw, one round trip to memory is all there is
   double s = 0;
   if (column < n)
-    for (int64_t r = part; r < a.partials; r += U * Parts) {
+    for (int r = part; r < a.partials; r += U * Parts) {
       Accumulator<T> v[U];
 #pragma unroll
-      for (int u = 0; u < U; u++) v[u] = r + u * Parts < a.partials ? partial[(r + u * Parts) * n] : 0;
+      for (int u = 0; u < U; u++, at += Parts * n) v[u] = r + u * Parts < a.partials ? *at : 0;
 #pragma unroll
       for (int u = 0; u < U; u++) s += v[u];
     }

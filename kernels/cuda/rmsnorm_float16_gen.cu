@@ -101,7 +101,7 @@ KERNEL(rmsnorm_backward_lanes_float16_16x2_general, 256, 2, lanes_body<f16, 16, 
 KERNEL(rmsnorm_backward_lanes_float16_32x2_general, 256, 2, lanes_body<f16, 32, 2, 3, true>)
 KERNEL(rmsnorm_backward_columns_float16_256x1, 256, 4, columns_body<f16, false>)
 KERNEL(rmsnorm_backward_columns_float16_256x1_general, 256, 4, columns_body<f16, true>)
-KERNEL(weight_gradient_finish_float16_32x1_general, 256, 4, weight_gradient_body<f16, 256, 32>)
+KERNEL(weight_gradient_finish_float16_32x1_general, 512, 2, weight_gradient_body<f16, 512, 32>)
 KERNEL(weight_gradient_finish_float16_8x1_general, 256, 4, weight_gradient_body<f16, 256, 8>)
 KERNEL(weight_gradient_finish_float16_1x1_general, 256, 4, weight_gradient_body<f16, 256, 1>)
 KERNEL(rmsnorm_clear_finish_float16_256x1_general, 256, 4, clear)

@@ -100,7 +100,7 @@ KERNEL(rmsnorm_backward_lanes_float32_16x2_general, 256, 2, lanes_body<f32, 16, 
 KERNEL(rmsnorm_backward_lanes_float32_32x2_general, 256, 2, lanes_body<f32, 32, 2, 3, true>)
 KERNEL(rmsnorm_backward_columns_float32_256x1, 256, 4, columns_body<f32, false>)
 KERNEL(rmsnorm_backward_columns_float32_256x1_general, 256, 4, columns_body<f32, true>)
-KERNEL(weight_gradient_finish_float32_32x1_general, 256, 4, weight_gradient_body<f32, 256, 32>)
+KERNEL(weight_gradient_finish_float32_32x1_general, 512, 2, weight_gradient_body<f32, 512, 32>)
 KERNEL(weight_gradient_finish_float32_8x1_general, 256, 4, weight_gradient_body<f32, 256, 8>)
 KERNEL(weight_gradient_finish_float32_1x1_general, 256, 4, weight_gradient_body<f32, 256, 1>)
 KERNEL(rmsnorm_clear_finish_float32_256x1_general, 256, 4, clear)
