@@ -88,6 +88,8 @@ RARE = (
     ("rmsnorm_backward_dw", 1000, {"algorithm": "medium", "odd": True}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "cluster"}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "cluster", "odd": True}),
+    ("rmsnorm_backward_dw", 1000, {"rows": 4500}),  # rings of two CTAs, several times round
+    ("rmsnorm_backward_dw", 1000, {"rows": 4500, "odd": True}),
     ("rmsnorm_backward_dw", 65536, {}),
     ("rmsnorm_backward_dw", 131072, {}),
     *(("cross_entropy_forward", n, {"odd": True, "batch_invariant": True}) for n in (450, 1000, 1900, 3900, 9000)),
