@@ -246,9 +246,9 @@ func (p *planner) fastest() {
 }
 
 // splitFrom is the vectors of a row from which few rows are better split than spread over clusters. Measured on an H100: 4 x 114688 of
-// float32, softmax backward 8.7 us and 7.7 in clusters, RMSNorm forward 7.3 and 6.9, softmax forward 8.0 and 8.1.
+// float32, softmax 8.0 to 8.6 us and 8.1 in clusters, its backward 8.7 and 7.7, RMSNorm 7.3 and 6.9.
 func (p *planner) splitFrom() int64 {
-	if !p.general && p.expected() >= 4 && (p.op == kernels.SoftmaxBackward || p.op == kernels.RMSNormForward) {
+	if !p.general && p.expected() >= 4 && p.op != kernels.CrossEntropyForwardDX {
 		return 32768
 	}
 	return 16384

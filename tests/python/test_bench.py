@@ -394,7 +394,11 @@ def gpu_records():
 
 
 def test_readme_table(command):
-    Path("a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in gpu_records()))
+    few = gpu_records()[0] | {"section": "few", "m": 4, "n": 1 << 22}
+    alone = few | {"m": 1, "n": 1 << 25, "results": {"gander": timing_of(30.0, ratio=0.8), "quack": {"error": "X"}}}
+    small = few | {"n": 4096}
+    records = [*gpu_records(), few, alone, small]
+    Path("a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     Path("README.md").write_text(f"before\n{report.BEGIN}\nof yesterday\n{report.END}\nafter\n")
     result = command("--report", "a.jsonl", "--readme", "README.md")
     assert result.exit_code == 0, result.output
@@ -404,6 +408,9 @@ def test_readme_table(command):
         "NVIDIA H100, driver 580.1",
         "| softmax forward | gander | 2.94 (0.98) | - |",
         "| softmax forward | best other | 1.50 | - |",
+        "| operator |  | 4 x 4194304 | 1 x 33554432 |",
+        "| softmax forward | gander | 10.0 (1.02) | 30.0 (1.25) |",
+        "| softmax forward | best other | 20.0 | - |",
         "1.2 MISSED",
         "| gander | load of the library | 1.00 | 20 met |",
     ):

@@ -33,6 +33,7 @@ TITLES = {
     "cross_entropy_loss_gradient": "cross-entropy loss + gradient",
 }
 _README_COLUMNS = (256, 1024, 4096, 16384, 65536, 131072, 262144)
+_README_FEW = ((1, 1 << 20), (4, 1 << 20), (16, 1 << 20), (4, 1 << 22), (4, 1 << 23), (1, 1 << 25))
 
 
 @dataclass
@@ -412,15 +413,34 @@ def _readme_throughput(records) -> list[Table]:
     return result
 
 
+def _readme_few(records) -> list[Table]:
+    points = {(r["op"], (r["m"], r["n"])): r for r in _of(records, "few", dtype="bfloat16")}
+    shapes = [shape for shape in _README_FEW if any(key[1] == shape for key in points)]
+    rows = []
+    for op in unique(key[0] for key in points if key[1] in shapes):
+        row = [points.get((op, shape)) for shape in shapes]
+        rows.append([TITLES[op], "gander", *("" if r is None else _times_a_plain_kernel(r) for r in row)])
+        rows.append([TITLES[op], "best other", *("" if r is None else _other(r, "us", "{:.1f}") for r in row)])
+    if not rows:
+        return []
+    note = "In brackets, times a kernel that only moves those bytes; RMSNorm's weights are not among them."
+    return [Table("Few long rows, bfloat16, us", ["operator", "", *(_size(*s) for s in shapes)], rows, note)]
+
+
+def _times_a_plain_kernel(record) -> str:
+    figures = record["results"].get("gander", {})
+    return f"{figures['us']:.1f} ({1 / figures['ratio']:.2f})" if figures.get("ratio") else "-"
+
+
 def _mine(record) -> str:
     figures = record["results"].get("gander", {})
     share = f" ({figures['ratio']:.2f})" if "ratio" in figures else ""
     return f"{figures['tbps']:.2f}{share}" if "tbps" in figures else "-"
 
 
-def _other(record) -> str:
-    best = _best_other(record, "tbps")
-    return "-" if best is None else f"{best:.2f}"
+def _other(record, field="tbps", form="{:.2f}") -> str:
+    best = _best_other(record, field)
+    return "-" if best is None else form.format(best)
 
 
 def readme(records: list[dict], source: str) -> str:
@@ -450,7 +470,8 @@ def readme(records: list[dict], source: str) -> str:
             "Cold L2 cache, medians, all providers in turns in one process."
         )
         parts += [table.markdown() for table in throughput]
-    parts += [table.markdown() for table in step_tables(gpu) + host_tables(gpu) + load_tables(_mine_only(gpu))]
+    rest = _readme_few(gpu) + step_tables(gpu) + host_tables(gpu) + load_tables(_mine_only(gpu))
+    parts += [table.markdown() for table in rest]
     return "\n\n".join(parts)
 
 
