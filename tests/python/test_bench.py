@@ -198,6 +198,26 @@ def test_table_of_algorithms():
     assert table.rows[1][-3:] == ["1.040", "1.03 MISSED", "block"]
 
 
+def test_what_batch_invariance_costs():
+    options = sections.Options(providers=("torch",))
+    points = list(sections.invariant(options))
+    assert {p.name["op"] for p in points} == set(cases.OPERATORS)
+    assert {p.providers for p in points} == {("gander", "gander-batch-invariant")}
+    base = gpu_records()[0] | {"section": "invariant", "m": 4}
+    both = {"gander": timing_of(10.0), "gander-batch-invariant": timing_of(12.0)}
+    (table,) = report.invariant_tables(
+        [base | {"results": both}, base | {"m": 1, "results": {"gander": {"error": "X"}}}]
+    )
+    assert table.rows == [["softmax forward", "", "12.0 (1.20)", "-"]]
+
+
+@pytest.mark.parametrize("op", cases.OPERATORS)
+def test_batch_invariant_operators(op):
+    x = cases.OPERATORS[op].inputs(7, 40, torch.float32, "cpu")
+    got, want = (cases.provider(name).operators[op](*x)()[0] for name in ("gander-batch-invariant", "gander"))
+    assert torch.equal(got, want)
+
+
 def test_host_modes_differentiate():
     options = sections.Options(providers=("torch", "gander"))
     points = {(p.name["op"], p.name["mode"]) for p in sections.host(options)}

@@ -249,9 +249,8 @@ def _gander_two_passes():
     return Provider({"cross_entropy": functools.partial(gander.cross_entropy, one_pass=False)}, {})
 
 
-def _gander_by(algorithm):
-    """What takes an algorithm, by one that is named."""
-    how = {"algorithm": algorithm}
+def _gander_with(**how):
+    """What takes `algorithm=` and `batch_invariant=`, with one of them."""
     return Provider(
         {
             "softmax": functools.partial(gander.softmax, **how),
@@ -262,6 +261,22 @@ def _gander_by(algorithm):
             "softmax_backward": _tuple(functools.partial(gander.softmax_bwd, **how)),
             "rmsnorm_forward": _direct(functools.partial(gander.rmsnorm_fwd, eps=EPS, **how)),
             "rmsnorm_backward": _direct(lambda *inputs: gander.rmsnorm_bwd(*inputs, **how)[:2]),
+        },
+    )
+
+
+def _gander_batch_invariant():
+    """The same bits for a row, whatever rows come with it."""
+    how = {"batch_invariant": True}
+    some = _gander_with(**how)
+    return Provider(
+        some.functions,
+        some.operators
+        | {
+            "cross_entropy_forward": _tuple(functools.partial(gander.cross_entropy, reduction="none", **how)),
+            "cross_entropy_loss_gradient": _direct(
+                lambda x, target: gander.cross_entropy_fwd(x, target, return_dx=True, **how)[::-1]
+            ),
         },
     )
 
@@ -381,13 +396,16 @@ _PROVIDERS = {
     "torch.compile": (_torch_compile, "torch"),
     "gander": (_gander, None),
     "gander-two-passes": (_gander_two_passes, None),
+    "gander-batch-invariant": (_gander_batch_invariant, None),
     "gander.compile": (_gander_compile, None),
     "quack": (_quack, "quack-kernels"),
     "liger": (_liger, "liger-kernel"),
     "cudnn": (_cudnn, "nvidia-cudnn-frontend"),
 }
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
-_BY_ALGORITHM = {f"gander:{name}": (functools.partial(_gander_by, name), None) for name in _library.ALGORITHMS[1:]}
+_BY_ALGORITHM = {
+    f"gander:{name}": (functools.partial(_gander_with, algorithm=name), None) for name in _library.ALGORITHMS[1:]
+}
 _PROVIDERS |= _BY_ALGORITHM
 PROVIDERS = tuple(_PROVIDERS)
 ALGORITHMS = ("gander", *_BY_ALGORITHM)  # auto and all that it chooses among

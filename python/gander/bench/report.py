@@ -278,6 +278,26 @@ def algorithms_tables(records) -> list[Table]:
     return tables
 
 
+def invariant_tables(records) -> list[Table]:
+    tables = []
+    for dtype in _dtypes(_of(records, "invariant")):
+        points = {(r["op"], (r["m"], r["n"])): r["results"] for r in _of(records, "invariant", dtype=dtype)}
+        shapes = unique(shape for _, shape in points)
+        rows = [
+            [TITLES[op], "", *(_invariant(points.get((op, shape), {})) for shape in shapes)]
+            for op in unique(op for op, _ in points)
+        ]
+        note = "In brackets, times the call without it."
+        title = f"With batch_invariant=True, us, {dtype}"
+        tables.append(Table(title, ["operator", "", *(_size(*shape) for shape in shapes)], rows, note))
+    return tables
+
+
+def _invariant(results: dict) -> str:
+    us, auto = (results.get(name, {}).get("us") for name in ("gander-batch-invariant", "gander"))
+    return f"{us:.1f} ({us / auto:.2f})" if us and auto else "-"
+
+
 def _algorithm(result: dict | None) -> str:
     refused = result is not None and result.get("error", "").startswith("NotImplementedError")
     return "" if refused else _figure(result, "us", "{:.1f}")
@@ -310,6 +330,7 @@ _SECTIONS = {
     "odd": odd_tables,
     "few": few_tables,
     "algorithms": algorithms_tables,
+    "invariant": invariant_tables,
     "step": step_tables,
     "cpu": cpu_tables,
 }
@@ -470,7 +491,7 @@ def readme(records: list[dict], source: str) -> str:
             "Cold L2 cache, medians, all providers in turns in one process."
         )
         parts += [table.markdown() for table in throughput]
-    rest = _readme_few(gpu) + step_tables(gpu) + host_tables(gpu) + load_tables(_mine_only(gpu))
+    rest = _readme_few(gpu) + invariant_tables(gpu) + step_tables(gpu) + host_tables(gpu) + load_tables(_mine_only(gpu))
     parts += [table.markdown() for table in rest]
     return "\n\n".join(parts)
 

@@ -33,6 +33,7 @@ PUBLISHED = (
     *((4, n) for n in (16384, 32768, 65536, 114688)),
     *((1, n) for n in (1 << 20, 1 << 25)),
 )
+INVARIANT = (*((m, n) for m in (1, 16, 128) for n in (4096, 65536)), (4, 1 << 20), (32768, 4096))
 CPU = tuple((m, 4096) for m in (4, 64, 1024, 16384))  # 64 KiB to 256 MiB of float32
 TINY = (4, 256)
 # Off the grid: vocabularies and widths as models have them, some rows unaligned, and a prime number of rows.
@@ -215,6 +216,12 @@ def algorithms(options: Options) -> Iterator[Point]:
     return _grid("algorithms", _algorithms_point, PUBLISHED + TRAINING, operators, ("bfloat16", "float32"), options)
 
 
+def invariant(options: Options) -> Iterator[Point]:
+    """What `batch_invariant=True` costs, which makes every choice as for many rows."""
+    options = replace(options, providers=("gander", "gander-batch-invariant"))
+    return _grid("invariant", _gpu_point, INVARIANT, tuple(OPERATORS), ("bfloat16",), options)
+
+
 def cpu(options: Options) -> Iterator[Point]:
     return _grid("cpu", _cpu_point, CPU, tuple(OPERATORS), ("float32", "bfloat16"), options)
 
@@ -377,10 +384,11 @@ SECTIONS = {
     "odd": odd,
     "few": few,
     "algorithms": algorithms,
+    "invariant": invariant,
     "step": step,
     "cpu": cpu,
 }
-NEEDS_GPU = ("throughput", "odd", "few", "algorithms", "step")
+NEEDS_GPU = ("throughput", "odd", "few", "algorithms", "invariant", "step")
 
 
 def context_is_lost() -> bool:
