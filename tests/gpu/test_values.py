@@ -183,6 +183,16 @@ def test_class_weights_of_zero(dtype):
     assert dx[~nothing].isfinite().all()
 
 
+@by_dtype
+@pytest.mark.parametrize("n", [64, 500, 4096])
+def test_few_rows_as_if_many(dtype, n):
+    """With batch_invariant a launch of one CTA is made of kernels for many rows, and has to total them all the same."""
+    for m in (1, 4, 17):
+        a = Inputs(m, n, dtype)
+        got = gander.cross_entropy(a.x, a.target, batch_invariant=True)
+        assert_accurate(got, *(losses(x, a.target, None, "mean") for x in (a.x, a.x.double())), f"{m} rows")
+
+
 # ---- Nothing ----
 
 
