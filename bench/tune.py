@@ -252,7 +252,8 @@ class Tuner:
             chunk = ceil(ceil(nv, SMS * each // m), 8) * 8
             splits = ceil(nv, chunk)
             tile = inputs * v["RowThreads"] * v["Vectors"] * 16
-            most = min(ceil(chunk * inputs * 16, tile), ((228 << 10) // each - 1792) // tile, 16)
+            room = (228 << 10) // each - 1792  # less what planner.held in ops/plan.go leaves aside
+            most = min(ceil(chunk * inputs * 16, tile), room // tile, 16)
             for lag in sorted({most, (most + 1) // 2}):
                 yield (
                     [(clear, ceil(m * splits, 256), 1, 0), (v, m * splits, 1, lag * tile)],

@@ -103,7 +103,7 @@ type Variant struct {
 	Shared     int  // Lanes: bytes of dynamic shared memory per CTA
 }
 
-// Capacity is how many vectors of a row one CTA of an InRegisters, Staged, Ring, Team or Lanes variant holds.
+// Capacity is how many vectors of a row one CTA of an InRegisters, Staged, Ring, Team or Lanes variant holds; of Held, in a tile.
 func (v *Variant) Capacity() int64 { return int64(v.RowThreads * v.Vectors) }
 
 // RowsPerCTA is how many rows one CTA works on at a time; of WeightGradient, columns.

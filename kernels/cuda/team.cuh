@@ -58,7 +58,8 @@ struct Share {
 // has taken all up to step i - 2 - 2 lag. So the lag is 31 at most.
 constexpr int kTeamSteps = 64;
 
-// Shares are told from what was in their memory by the step's number, so that it has to be cleared before: number 0 is no step's.
+// Shares are told from what was in their memory by the step's number, so that it has to be cleared before: number 0 is no step's. A slot
+// to each thread, and memory for all of them.
 template <class Args>
 __device__ __forceinline__ void clear(const Args& args) {
   let_next_launch_start();
