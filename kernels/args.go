@@ -23,7 +23,7 @@ type Rows struct {
 	Zero                      int32 // 0, which the compiler cannot know (Tile::forget in cuda/rows.cuh)
 	Stages                    int32 // Ring, Team: what shared memory holds, rows or a team's steps
 	Lag                       int32 // Team: steps that are summed before the one that is mapped; Held: tiles in shared memory
-	_                         int32
+	Ahead                     int32 // InRegisters, Staged: from a CTA's rows to those that it has L2 fetch for a later one; 0 for none
 }
 
 // SoftmaxArgs is the parameter of the softmax kernels.

@@ -35,6 +35,7 @@ type plan struct {
 	splits    int32 // CTAs per row where rows are split
 	stages    int32 // rows in the ring of a CTA, or steps in a team's
 	lag       int32 // of a team's, those that are summed before one is mapped; of held rows, tiles in shared memory
+	ahead     int32 // rows from a CTA's to those that it has L2 fetch for a later one; 0 where it does not
 	partials  int32 // rows of partial dw
 	totalHere bool  // the only CTA makes the total as well
 	scratch   scratch
@@ -185,11 +186,27 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 	if grid > maxGrid {
 		grid = 0
 	}
+	if v.Shape == kernels.InRegisters || v.Shape == kernels.Staged {
+		p.ahead = p.lookAhead(v, grid)
+	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
 		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
 		// Every kernel that can come second waits by itself where the architecture lets it start early.
 		Dependent: len(p.launches) > 0 && p.facts.Major >= 9,
 	}})
+}
+
+// lookAhead says how far ahead of its own rows a CTA has L2 fetch those of a later one, where more CTAs come than the device holds at a
+// time and rows are written: reads alone keep the memory busy. Measured on an H100 over the plain kernel, 1 to 3 MiB ahead alike: loss and
+// gradient of 32768 x 512 bfloat16 0.95 to 0.98, softmax of 32768 x 256 float32 0.97 to 1.01; where all CTAs are resident 0.02 to 0.04 lost,
+// and softmax's backward of 8192 x 262144 float32, of which two rows are on their way at a time as it is, 0.98 to 0.90.
+func (p *planner) lookAhead(v *kernels.Variant, grid int64) int32 {
+	const far, threads = 2 << 20, 2048 // bytes; threads that an SM holds
+	row := p.n * p.x.Size() * int64(p.op.Inputs())
+	if p.op == kernels.CrossEntropyForward || grid*int64(v.Threads) <= int64(p.facts.SMs)*threads || 2*row > far {
+		return 0
+	}
+	return int32(max(far/row/v.RowsPerCTA(), 1) * v.RowsPerCTA())
 }
 
 // rows chooses the kernels that go over the rows, and tells whether the algorithm that is asked for has any.

@@ -119,6 +119,7 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			}
 			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
 			require.GreaterOrEqual(t, ctas/int64(g.Cluster)*v.RowsPerCTA(), r.m, what)
+			require.Zero(t, int64(p.ahead)%v.RowsPerCTA(), "%s: no CTA's rows begin there", what)
 		case kernels.Loop:
 			require.GreaterOrEqual(t, v.Capacity(), vectors, what)
 			require.LessOrEqual(t, ctas, ceil(r.m, v.RowsPerCTA()), what)
@@ -224,6 +225,27 @@ func TestScratchDoesNotOverlap(t *testing.T) {
 	assert.GreaterOrEqual(t, s.size, s.rowLosses+3*8)
 	for _, offset := range []uint64{s.logits, s.rowLosses} {
 		assert.Zero(t, offset%256)
+	}
+}
+
+func TestPlanLookAhead(t *testing.T) {
+	for _, c := range []struct {
+		request
+		ahead int32 // rows, of 2 MiB together
+	}{
+		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 4096}, 256},
+		{request{op: kernels.SoftmaxBackward, x: kernels.BFloat16, m: 32768, n: 4096}, 128},
+		{request{op: kernels.CrossEntropyForwardDX, x: kernels.BFloat16, m: 32768, n: 512}, 2048},
+		{request{op: kernels.RMSNormForward, x: kernels.Float32, m: 8192, n: 262144}, 2},
+		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, general: true, m: 4099, n: 50257}, 20},
+		{request{op: kernels.SoftmaxBackward, x: kernels.Float32, m: 8192, n: 262144}, 0},    // a row is more than that
+		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 256}, 0},      // all CTAs are resident
+		{request{op: kernels.CrossEntropyForward, x: kernels.BFloat16, m: 32768, n: 512}, 0}, // nothing is written
+		{request{op: kernels.RMSNormForward, x: kernels.BFloat16, m: 32768, n: 512}, 0},      // in a loop
+	} {
+		p, err := makePlan(testDevices["h100"], c.request)
+		require.NoError(t, err)
+		assert.Equal(t, c.ahead, p.ahead, "%+v", c.request)
 	}
 }
 

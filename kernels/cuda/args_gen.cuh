@@ -22,7 +22,7 @@ struct Rows {
   int32_t zero;
   int32_t stages;
   int32_t lag;
-  int32_t padding;
+  int32_t ahead;
 };
 static_assert(sizeof(Rows) == 112, "the layout is Go's");
 

@@ -278,6 +278,15 @@ __device__ __forceinline__ void bulk_copy_once(void* shared, const void* global,
 }
 #endif
 
+// Has L2 fetch the vectors that `bytes` bytes lie in.
+__device__ __forceinline__ void fetch_into_l2(const void* from, int64_t bytes) {
+#ifdef GANDER_SM90
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(from) & ~uintptr_t(15);
+  const uint32_t size = static_cast<uint32_t>((reinterpret_cast<uintptr_t>(from) + bytes - begin + 15) & ~uintptr_t(15));
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(size) : "memory");
+#endif
+}
+
 // Waits for the launch before this one to be over, where this one was allowed to start early.
 __device__ __forceinline__ void wait_for_previous_launch() {
 #ifdef GANDER_SM90

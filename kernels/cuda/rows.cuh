@@ -196,6 +196,28 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const
   }
 }
 
+// Has L2 fetch what a later CTA will read, so that more is on its way from memory than registers, or shared memory, have room for. A CTA
+// works on `Rows` rows, or a CTA of a cluster on `Slice` elements of one.
+template <class Op, int Rows, bool Cluster, int Slice>
+__device__ __forceinline__ void fetch_ahead(const gander::Rows& r) {
+#ifdef GANDER_SM90
+  using T = typename Op::T;
+  const int64_t next = static_cast<int64_t>(blockIdx.x) * Rows + r.ahead;
+  if (r.ahead == 0 || threadIdx.x != 0 || next + Rows > r.m) return;
+  int64_t origin = 0, count = Rows * r.n;
+  if constexpr (Cluster) {
+    origin = static_cast<int64_t>(cluster_rank()) * Slice;
+    count = min(r.n - origin, static_cast<int64_t>(Slice));
+    if (count <= 0) return;
+  }
+  const auto fetch = [&](const void* x, int64_t stride) {
+    if (Rows == 1 || stride == r.n) fetch_into_l2(static_cast<const T*>(x) + next * stride + origin, count * sizeof(T));
+  };
+  fetch(r.a, r.a_stride);
+  if constexpr (Op::kInputs > 1) fetch(r.b, r.b_stride);
+#endif
+}
+
 // As `rows`, for short rows whose statistics are much work: a CTA's first threads make them, each for another row. Otherwise every warp
 // would, for the few lanes that come first in a row. The op's `begin` and `follow` are those of a clerk; `record` writes the statistics, and
 // `prepare` makes what `map` needs out of a row's label, which its clerk has told the other threads.
@@ -222,6 +244,7 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   auto sc = Op::template begin<true>(args, base + tid, clerk);
   Tile<Op, V, General, false, Alike, kKeep> tile;
   tile.load(p, e, kStep);
+  if constexpr (Op::kMaps) fetch_ahead<Op, kRows, false, 0>(args.rows);
   Op::template follow<true>(args, base + tid, sc, clerk);
   State st;
   reduce_tile<Op, TPR>(args, sc, st, tile, p, e, kStep);
@@ -285,6 +308,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   // The accurate exponential is worth not taking twice, where rows are long enough for that to pay.
   constexpr bool kKeep = State::kMaxFirst && Op::kMaps && sizeof(T) == 4 && TPR * V >= 2048;
   if (Op::done(args)) return;
+  if constexpr (Op::kMaps) fetch_ahead<Op, kRows, Cluster, kStep * V>(args.rows);
   const int lane = threadIdx.x % TPR;
   const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   int e = lane * kElements<T>;
@@ -349,6 +373,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   static_assert(Op::kInputs == 1 && !State::kMaxFirst);
   extern __shared__ __align__(128) uint4 buffer[];  // V x threads
   __shared__ Slot<State> warp_slots[kWarps];
+  fetch_ahead<Op, 1, Cluster, kStep * V>(args.rows);
   const int tid = threadIdx.x;
   const int64_t row = blockIdx.x;
   int e = tid * E;

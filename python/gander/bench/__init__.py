@@ -44,7 +44,7 @@ def _shard(text: str) -> tuple[int, int]:
 def main(
     chosen: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION]", help="host, load, throughput, odd, few, algorithms, step, cpu."),
+        typer.Argument(metavar="[SECTION]", help="host, load, throughput, odd, few, algorithms, invariant, step, cpu."),
     ] = None,
     providers: Annotated[
         str | None, typer.Option(help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,cudnn")
