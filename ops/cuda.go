@@ -129,7 +129,7 @@ func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 		A: input(a.Data), B: input(b.Data), Y: output(y.Data), Partial: k.at(k.plan.scratch.partial),
 		AStride: a.Stride, BStride: b.Stride, YStride: y.Stride, M: a.Rows, N: a.Cols,
 		Chunk: k.plan.chunk, Splits: k.plan.splits, BType: int32(b.DType), YType: int32(y.DType),
-		Fixed: k.fixed, Stages: k.plan.stages, Lag: k.plan.lag, Ahead: k.plan.ahead,
+		Fixed: k.fixed, Stages: k.plan.stages, Lag: k.plan.lag, Ahead: k.plan.ahead, AheadFrom: k.plan.aheadFrom,
 	}
 }
 

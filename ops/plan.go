@@ -36,6 +36,7 @@ type plan struct {
 	stages    int32 // rows in the ring of a CTA, or steps in a team's
 	lag       int32 // of a team's, those that are summed before one is mapped; of held rows, tiles in shared memory
 	ahead     int32 // rows from a CTA's to those that it has L2 fetch for a later one; 0 where it does not
+	aheadFrom int32 // the first CTA, or cluster, that does
 	partials  int32 // rows of partial dw
 	totalHere bool  // the only CTA makes the total as well
 	scratch   scratch
@@ -187,7 +188,7 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 		grid = 0
 	}
 	if v.Shape == kernels.InRegisters || v.Shape == kernels.Staged {
-		p.ahead = p.lookAhead(v, grid)
+		p.lookAhead(v, grid, cluster)
 	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
 		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
@@ -196,17 +197,24 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 	}})
 }
 
-// lookAhead says how far ahead of its own rows a CTA has L2 fetch those of a later one, where more CTAs come than the device holds at a
-// time and rows are written: reads alone keep the memory busy. Measured on an H100 over the plain kernel, 1 to 3 MiB ahead alike: loss and
-// gradient of 32768 x 512 bfloat16 0.95 to 0.98, softmax of 32768 x 256 float32 0.97 to 1.01; where all CTAs are resident 0.02 to 0.04 lost,
-// and softmax's backward of 8192 x 262144 float32, of which two rows are on their way at a time as it is, 0.98 to 0.90.
-func (p *planner) lookAhead(v *kernels.Variant, grid int64) int32 {
-	const far, threads = 2 << 20, 2048 // bytes; threads that an SM holds
+// lookAhead has a CTA tell L2 to fetch the rows of a later one, where more CTAs come than are resident from the start and rows are
+// written: reads alone keep the memory busy. Measured on an H100 over the plain kernel, 1 to 4 MiB ahead alike: loss and gradient of
+// 32768 x 512 bfloat16 0.95 to 0.98, softmax of 32768 x 256 float32 0.97 to 1.01. What those that are resident from the start read is on
+// its way: to fetch it again costs loss and gradient of 32768 x 256 bfloat16 0.04; and softmax's backward of 8192 x 262144 float32, of
+// which a row is 2 MiB, 0.08.
+func (p *planner) lookAhead(v *kernels.Variant, grid, cluster int64) {
+	const far = 2 << 20 // bytes
 	row := p.n * p.x.Size() * int64(p.op.Inputs())
-	if p.op == kernels.CrossEntropyForward || grid*int64(v.Threads) <= int64(p.facts.SMs)*threads || 2*row > far {
-		return 0
+	perSM := int64(v.Resident)
+	if v.Shape == kernels.Staged {
+		perSM = p.stagedPerSM(v)
 	}
-	return int32(max(far/row/v.RowsPerCTA(), 1) * v.RowsPerCTA())
+	resident, rows := int64(p.facts.SMs)*perSM/cluster, v.RowsPerCTA()
+	if p.op == kernels.CrossEntropyForward || grid/cluster <= resident || 2*row > far {
+		return
+	}
+	ctas := max(far/row/rows, 1)
+	p.ahead, p.aheadFrom = int32(ctas*rows), int32(max(resident-ctas, 0))
 }
 
 // rows chooses the kernels that go over the rows, and tells whether the algorithm that is asked for has any.
@@ -626,11 +634,15 @@ func (p *planner) inStaged(least, most int64) bool {
 		return false
 	}
 	resident := func(v *kernels.Variant, ctas int64) bool {
-		perSM := min(int64(v.Resident), int64(p.facts.SharedPerSM)/(v.Capacity()*16+1024))
-		return p.m*ctas <= int64(p.facts.SMs)*perSM
+		return p.m*ctas <= int64(p.facts.SMs)*p.stagedPerSM(v)
 	}
 	return p.expected() < int64(p.facts.SMs) && p.stagedWhere(least, most, resident) ||
 		p.stagedWhere(least, most, func(*kernels.Variant, int64) bool { return true })
+}
+
+// stagedPerSM is how many of v's CTAs an SM holds.
+func (p *planner) stagedPerSM(v *kernels.Variant) int64 {
+	return min(int64(v.Resident), int64(p.facts.SharedPerSM)/(v.Capacity()*16+1024))
 }
 
 func (p *planner) stagedWhere(least, most int64, suits func(v *kernels.Variant, ctas int64) bool) bool {

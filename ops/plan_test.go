@@ -231,21 +231,22 @@ func TestScratchDoesNotOverlap(t *testing.T) {
 func TestPlanLookAhead(t *testing.T) {
 	for _, c := range []struct {
 		request
-		ahead int32 // rows, of 2 MiB together
+		ahead, from int32 // rows of 2 MiB together; CTAs or clusters
 	}{
-		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 4096}, 256},
-		{request{op: kernels.SoftmaxBackward, x: kernels.BFloat16, m: 32768, n: 4096}, 128},
-		{request{op: kernels.CrossEntropyForwardDX, x: kernels.BFloat16, m: 32768, n: 512}, 2048},
-		{request{op: kernels.RMSNormForward, x: kernels.Float32, m: 8192, n: 262144}, 2},
-		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, general: true, m: 4099, n: 50257}, 20},
-		{request{op: kernels.SoftmaxBackward, x: kernels.Float32, m: 8192, n: 262144}, 0},    // a row is more than that
-		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 256}, 0},      // all CTAs are resident
-		{request{op: kernels.CrossEntropyForward, x: kernels.BFloat16, m: 32768, n: 512}, 0}, // nothing is written
-		{request{op: kernels.RMSNormForward, x: kernels.BFloat16, m: 32768, n: 512}, 0},      // in a loop
+		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 4096}, 256, 132*16 - 256},
+		{request{op: kernels.SoftmaxBackward, x: kernels.BFloat16, m: 32768, n: 4096}, 128, 132*6 - 128},
+		{request{op: kernels.CrossEntropyForwardDX, x: kernels.BFloat16, m: 32768, n: 512}, 2048, 132*12 - 256},
+		{request{op: kernels.CrossEntropyForwardDX, x: kernels.BFloat16, m: 32768, n: 256}, 4096, 132*12 - 256},
+		{request{op: kernels.RMSNormForward, x: kernels.Float32, m: 8192, n: 262144}, 2, 132*2/16 - 2},
+		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, general: true, m: 4099, n: 50257}, 20, 132*5/7 - 20},
+		{request{op: kernels.SoftmaxBackward, x: kernels.Float32, m: 8192, n: 262144}, 0, 0},    // a row is more than that
+		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 256}, 0, 0},      // all CTAs are resident
+		{request{op: kernels.CrossEntropyForward, x: kernels.BFloat16, m: 32768, n: 512}, 0, 0}, // nothing is written
+		{request{op: kernels.RMSNormForward, x: kernels.BFloat16, m: 32768, n: 512}, 0, 0},      // in a loop
 	} {
 		p, err := makePlan(testDevices["h100"], c.request)
 		require.NoError(t, err)
-		assert.Equal(t, c.ahead, p.ahead, "%+v", c.request)
+		assert.Equal(t, []int32{c.ahead, c.from}, []int32{p.ahead, p.aheadFrom}, "%+v", c.request)
 	}
 }
 

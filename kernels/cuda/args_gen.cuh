@@ -23,13 +23,15 @@ struct Rows {
   int32_t stages;
   int32_t lag;
   int32_t ahead;
+  int32_t ahead_from;
+  int32_t padding;
 };
-static_assert(sizeof(Rows) == 112, "the layout is Go's");
+static_assert(sizeof(Rows) == 120, "the layout is Go's");
 
 struct SoftmaxArgs {
   Rows rows;
 };
-static_assert(sizeof(SoftmaxArgs) == 112, "the layout is Go's");
+static_assert(sizeof(SoftmaxArgs) == 120, "the layout is Go's");
 
 struct RMSNormArgs {
   Rows rows;
@@ -44,7 +46,7 @@ struct RMSNormArgs {
   int32_t partials;
   int32_t padding;
 };
-static_assert(sizeof(RMSNormArgs) == 168, "the layout is Go's");
+static_assert(sizeof(RMSNormArgs) == 176, "the layout is Go's");
 
 struct CrossEntropyArgs {
   Rows rows;
@@ -71,6 +73,6 @@ struct CrossEntropyArgs {
   int32_t one_pass;
   int32_t padding;
 };
-static_assert(sizeof(CrossEntropyArgs) == 264, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 272, "the layout is Go's");
 
 }  // namespace gander

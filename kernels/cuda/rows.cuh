@@ -203,7 +203,7 @@ __device__ __forceinline__ void fetch_ahead(const gander::Rows& r) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
   const int64_t next = static_cast<int64_t>(blockIdx.x) * Rows + r.ahead;
-  if (r.ahead == 0 || threadIdx.x != 0 || next + Rows > r.m) return;
+  if (r.ahead == 0 || threadIdx.x != 0 || blockIdx.x < r.ahead_from || next + Rows > r.m) return;
   int64_t origin = 0, count = Rows * r.n;
   if constexpr (Cluster) {
     origin = static_cast<int64_t>(cluster_rank()) * Slice;
