@@ -198,23 +198,25 @@ func (p *planner) add(op kernels.Op, s kernels.Shape, general bool, v *kernels.V
 }
 
 // lookAhead has a CTA tell L2 to fetch the rows of a later one, where more CTAs come than are resident from the start and rows are
-// written: reads alone keep the memory busy. Measured on an H100 over the plain kernel, 1 to 4 MiB ahead alike to 0.01: loss and gradient of
-// 32768 x 512 bfloat16 0.95 to 0.98, softmax of 32768 x 256 float32 0.97 to 1.01. What those that are resident from the start read is on
-// its way: to fetch it again costs loss and gradient of 32768 x 256 bfloat16 0.04; and softmax's backward of 8192 x 262144 float32, of
-// which a row is 2 MiB, 0.08.
+// written: reads alone keep the memory busy, and so do long aligned rows of two inputs. Measured over the plain kernel, 1 to 4 MiB ahead
+// alike to 0.01: on an H100 loss and gradient of 32768 x 512 bfloat16 0.95 to 0.98, softmax of 32768 x 256 float32 0.97 to 1.01 and its
+// backward of 32768 x 1001 bfloat16 0.85 to 0.95; on an H200 softmax of 32768 x 8192 bfloat16 0.95 to 1.00, its backward 1.00 to 0.98. What
+// those that are resident from the start read is on its way: to fetch it again costs loss and gradient of 32768 x 256 bfloat16 0.04.
 func (p *planner) lookAhead(v *kernels.Variant, grid, cluster int64) {
 	inputs := int64(p.op.Inputs())
-	far := (4 - inputs) << 20 // bytes
-	row := p.n * p.x.Size() * inputs
+	if p.op == kernels.CrossEntropyForward || inputs > 1 && !p.general && p.vectors > 256 {
+		return
+	}
 	perSM := int64(v.Resident)
 	if v.Shape == kernels.Staged {
 		perSM = p.stagedPerSM(v)
 	}
 	resident, rows := int64(p.facts.SMs)*perSM/cluster, v.RowsPerCTA()
-	if p.op == kernels.CrossEntropyForward || grid/cluster <= resident || 2*row > far {
+	if grid/cluster <= resident {
 		return
 	}
-	ctas := max(far/row/rows, 1)
+	far := (4 - inputs) << 20 // bytes
+	ctas := max(far/(p.n*p.x.Size()*inputs*rows), 1)
 	p.ahead, p.aheadFrom = int32(ctas*rows), int32(max(resident-ctas, 0))
 }
 

@@ -234,12 +234,12 @@ func TestPlanLookAhead(t *testing.T) {
 		ahead, from int32 // rows of 3 MiB together, 2 of two inputs; CTAs or clusters
 	}{
 		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 4096}, 384, 132*16 - 384},
-		{request{op: kernels.SoftmaxBackward, x: kernels.BFloat16, m: 32768, n: 4096}, 128, 132*6 - 128},
+		{request{op: kernels.SoftmaxBackward, x: kernels.BFloat16, m: 32768, n: 2048}, 256, 132*12 - 256},
 		{request{op: kernels.CrossEntropyForwardDX, x: kernels.BFloat16, m: 32768, n: 512}, 3072, 132*12 - 384},
 		{request{op: kernels.CrossEntropyForwardDX, x: kernels.BFloat16, m: 32768, n: 256}, 6144, 132*12 - 384},
 		{request{op: kernels.RMSNormForward, x: kernels.Float32, m: 8192, n: 262144}, 3, 132*2/16 - 3},
 		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, general: true, m: 4099, n: 50257}, 31, 132*5/7 - 31},
-		{request{op: kernels.SoftmaxBackward, x: kernels.Float32, m: 8192, n: 262144}, 0, 0},    // a row is more than that
+		{request{op: kernels.SoftmaxBackward, x: kernels.BFloat16, m: 32768, n: 4096}, 0, 0},    // two inputs, long
 		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 256}, 0, 0},      // all CTAs are resident
 		{request{op: kernels.CrossEntropyForward, x: kernels.BFloat16, m: 32768, n: 512}, 0, 0}, // nothing is written
 		{request{op: kernels.RMSNormForward, x: kernels.BFloat16, m: 32768, n: 512}, 0, 0},      // in a loop
