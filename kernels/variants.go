@@ -158,7 +158,7 @@ var (
 	inRegisters = map[Op][]shape{
 		SoftmaxForward:        {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
 		RMSNormForward:        {{64, 4}, {128, 4}, {256, 4}, {1024, 8}},
-		CrossEntropyForwardDX: {{128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}}, // the last where there are no clusters
+		CrossEntropyForwardDX: {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}}, // the last where there are no clusters
 		// Longer rows stream: Partial, Apply.
 		CrossEntropyForward:  {{128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		CrossEntropyBackward: {{32, 8}, {128, 4}, {256, 4}, {512, 4}},
@@ -240,11 +240,11 @@ func resident(v *Variant) int {
 		return 8
 	case v.Alike && v.Vectors*v.Op.Inputs() > 4:
 		return max(1, 1024/v.Threads)
-	case !v.General && v.RowThreads <= 32 && v.Op == CrossEntropyForwardDX && v.Family.DType() == Float32,
+	case !v.General && v.RowThreads <= 32 && v.Op == CrossEntropyForwardDX && v.Family.DType() == Float32 && v.Vectors <= 4,
 		!v.General && v.RowThreads <= 32 && v.Op == CrossEntropyForward && v.Vectors == 4,
 		!v.General && v.Op == RMSNormForward && v.Vectors <= 4: // which holds its weights too
 		return max(1, 1280/v.Threads)
-	case !v.General && v.RowThreads == 32 && v.Op == CrossEntropyForwardDX: // which keeps exponentials
+	case !v.General && v.RowThreads == 32 && v.Op == CrossEntropyForwardDX: // which keeps exponentials, or eight vectors
 		return 8
 	case v.General && v.Family.Group() == "softmax":
 		return max(1, 1280/v.Threads)

@@ -40,7 +40,7 @@ KERNEL(cross_entropy_forward_dx_rows_float16_8x1, 128, 12, clerks_body<CrossEntr
 KERNEL(cross_entropy_forward_dx_rows_float16_8x4, 128, 12, clerks_body<CrossEntropyForward<f16, true>, 8, 4, false, false>)
 KERNEL(cross_entropy_forward_dx_rows_float16_16x4, 128, 12, clerks_body<CrossEntropyForward<f16, true>, 16, 4, false, false>)
 KERNEL(cross_entropy_forward_dx_rows_float16_32x4, 128, 8, clerks_body<CrossEntropyForward<f16, true>, 32, 4, false, false>)
-KERNEL(cross_entropy_forward_dx_rows_float16_128x2, 128, 12, rows_body<CrossEntropyForward<f16, true>, 128, 2, false, false, false>)
+KERNEL(cross_entropy_forward_dx_rows_float16_32x8, 128, 8, clerks_body<CrossEntropyForward<f16, true>, 32, 8, false, false>)
 KERNEL(cross_entropy_forward_dx_rows_float16_128x4, 128, 12, rows_body<CrossEntropyForward<f16, true>, 128, 4, false, false, false>)
 KERNEL(cross_entropy_forward_dx_rows_float16_256x4, 256, 6, rows_body<CrossEntropyForward<f16, true>, 256, 4, false, false, false>)
 KERNEL(cross_entropy_forward_dx_rows_float16_512x4, 512, 3, rows_body<CrossEntropyForward<f16, true>, 512, 4, false, false, false>)
