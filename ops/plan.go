@@ -274,12 +274,16 @@ func (p *planner) fastest() {
 }
 
 // splitFrom is the vectors of a row from which few rows are better split than spread over clusters. Measured on an H100: 4 x 114688 of
-// float32, softmax 8.0 to 8.6 us and 8.1 in clusters, its backward 8.7 and 7.7, RMSNorm 7.3 and 6.9.
+// float32, softmax 8.0 to 8.6 us and 8.1 in clusters, its backward 8.7 and 7.7, RMSNorm 7.3 and 6.9; 4 x 262144 of bfloat16, softmax 7.95
+// and 8.24.
 func (p *planner) splitFrom() int64 {
-	if !p.general && p.expected() >= 4 && p.op != kernels.CrossEntropyForwardDX {
-		return 32768
+	switch {
+	case p.general || p.expected() < 4 || p.op == kernels.CrossEntropyForwardDX:
+		return 16384
+	case p.op == kernels.SoftmaxForward && p.expected() < 16:
+		return 28672
 	}
-	return 16384
+	return 32768
 }
 
 // forced takes the regime that the algorithm names, where that has kernels for the request.
