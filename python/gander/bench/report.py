@@ -284,12 +284,12 @@ def invariant_tables(records) -> list[Table]:
         points = {(r["op"], (r["m"], r["n"])): r["results"] for r in _of(records, "invariant", dtype=dtype)}
         shapes = unique(shape for _, shape in points)
         rows = [
-            [TITLES[op], "", *(_invariant(points.get((op, shape), {})) for shape in shapes)]
+            [TITLES[op], *(_invariant(points.get((op, shape), {})) for shape in shapes)]
             for op in unique(op for op, _ in points)
         ]
         note = "In brackets, times the call without it."
         title = f"With batch_invariant=True, us, {dtype}"
-        tables.append(Table(title, ["operator", "", *(_size(*shape) for shape in shapes)], rows, note))
+        tables.append(Table(title, ["operator", *(_size(*shape) for shape in shapes)], rows, note))
     return tables
 
 
@@ -337,10 +337,16 @@ _SECTIONS = {
 
 
 def latest(records: list[dict]) -> list[dict]:
-    """Of several measurements of one point the last."""
+    """Of several measurements of one point the last: by operator, then by dtype, whatever the order of the run."""
     from .records import key
 
-    return list({key(record): record for record in records}.values())
+    operators, dtypes = list(TITLES), ["bfloat16", "float16", "float32", None]
+    last = {key(record): record for record in records}.values()
+
+    def place(record):
+        return operators.index(record["op"]) if "op" in record else -1, dtypes.index(record.get("dtype"))
+
+    return sorted(last, key=place)
 
 
 def tables(records: list[dict]) -> list[Table]:
