@@ -120,6 +120,9 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
 			require.GreaterOrEqual(t, ctas/int64(g.Cluster)*v.RowsPerCTA(), r.m, what)
 			require.Zero(t, int64(p.ahead)%v.RowsPerCTA(), "%s: no CTA's rows begin there", what)
+			if bytes := v.Capacity() * 16 * v.RowsPerCTA(); p.ahead > 0 { // the instruction has 16 bits for vectors
+				require.Less(t, bytes+2*16, int64(1<<20), what)
+			}
 		case kernels.Loop:
 			require.GreaterOrEqual(t, v.Capacity(), vectors, what)
 			require.LessOrEqual(t, ctas, ceil(r.m, v.RowsPerCTA()), what)

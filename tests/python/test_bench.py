@@ -170,6 +170,7 @@ def test_table_of_algorithms():
         "op": "softmax_forward",
         "dtype": "bfloat16",
         "environment": {"device": "a", "torch": "b"},
+        "date": "2026-01-01",
     }
     refusal = {"error": 'NotImplementedError: softmax_forward: algorithm "warp" holds ...'}
     results = {

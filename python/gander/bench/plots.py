@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .report import TITLES, latest, unique
+from .report import TITLES, latest, newest, unique
 
 _STYLES = {
     "limit": dict(color="black", linestyle="--", marker=""),
@@ -33,7 +33,7 @@ def draw(records: list[dict], path: Path) -> list[Path]:
             fill(axes)
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
-        environment = records[-1]["environment"]
+        environment = newest(records)["environment"]
         figure.suptitle(f"{title}, {environment['device']}, torch {environment['torch']}")
         made.append(path.with_name(f"{path.stem}-{name}.png"))
         figure.savefig(made[-1], dpi=110)

@@ -42,13 +42,14 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     note: str = ""
+    labels: int = 2  # columns before the figures
 
     def rich(self):
         from rich.table import Table as RichTable
 
         table = RichTable(title=self.title, title_justify="left", caption=self.note, caption_justify="left")
         for i, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+            table.add_column(column, justify="left" if i < self.labels else "right", no_wrap=True)
         for before, row in zip([None, *self.rows], self.rows, strict=False):
             if before is not None and row[0] != before[0]:
                 table.add_section()
@@ -60,7 +61,7 @@ class Table:
             f"**{self.title}**",
             "",
             _line(self.columns),
-            _line(["---", "---", *["--:"] * (len(self.columns) - 2)]),
+            _line([*["---"] * self.labels, *["--:"] * (len(self.columns) - self.labels)]),
         ]
         lines += [_line(row) for row in self.rows]
         return "\n".join([*lines, "", self.note] if self.note else lines)
@@ -76,6 +77,14 @@ def _of(records, section, **wanted):
 
 def unique(values):
     return list(dict.fromkeys(values))
+
+
+def _date(record: dict) -> str:
+    return record["date"]
+
+
+def newest(records: list[dict]) -> dict:
+    return max(records, key=_date)
 
 
 def _size(m: int, n: int) -> str:
@@ -145,7 +154,7 @@ def load_tables(records) -> list[Table]:
 
 
 def _where(records) -> str:
-    environment = records[-1]["environment"]
+    environment = newest(records)["environment"]
     return f"{environment['device']}, torch {environment['torch']}"
 
 
@@ -289,7 +298,7 @@ def invariant_tables(records) -> list[Table]:
         ]
         note = "In brackets, times the call without it."
         title = f"With batch_invariant=True, us, {dtype}"
-        tables.append(Table(title, ["operator", *(_size(*shape) for shape in shapes)], rows, note))
+        tables.append(Table(title, ["operator", *(_size(*shape) for shape in shapes)], rows, note, labels=1))
     return tables
 
 
@@ -476,7 +485,7 @@ def readme(records: list[dict], source: str) -> str:
     gpu = [record for record in records if _on_gpu(record)]
     if not gpu:
         raise ValueError(f"{source} has no measurement on a GPU, expected one by `bench` on a CUDA device")
-    last = gpu[-1]
+    last = newest(gpu)
     facts = last["environment"]
     others = unique(
         f"{name} {version}"
@@ -486,7 +495,7 @@ def readme(records: list[dict], source: str) -> str:
     )
     where = f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, Python {facts['python']}"
     beside = ", ".join(["torch", *others])
-    commits = unique(record["environment"]["commit"][:12] for record in gpu)
+    commits = unique(record["environment"]["commit"][:12] for record in sorted(gpu, key=_date))
     when = f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {last['date'][:10]}"
     parts = [f"{where}; {when}; beside {beside}. All of it stands in [{source}]({source})."]
     throughput = _readme_throughput(gpu)
