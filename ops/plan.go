@@ -207,17 +207,22 @@ func (p *planner) lookAhead(v *kernels.Variant, grid, cluster int64) {
 	if p.op == kernels.CrossEntropyForward || inputs > 1 && !p.general && p.vectors > 256 {
 		return
 	}
-	perSM := int64(v.Resident)
-	if v.Shape == kernels.Staged {
-		perSM = p.stagedPerSM(v)
-	}
-	resident, rows := int64(p.facts.SMs)*perSM/cluster, v.RowsPerCTA()
+	resident, rows := p.resident(v)/cluster, v.RowsPerCTA()
 	if grid/cluster <= resident {
 		return
 	}
 	far := (4 - inputs) << 20 // bytes
 	ctas := max(far/(p.n*p.x.Size()*inputs*rows), 1)
 	p.ahead, p.aheadFrom = int32(ctas*rows), int32(max(resident-ctas, 0))
+}
+
+// resident is how many CTAs of an InRegisters, Staged, Loop or Lanes variant the device holds at a time.
+func (p *planner) resident(v *kernels.Variant) int64 {
+	perSM := int64(v.Resident)
+	if v.Shape == kernels.Staged {
+		perSM = min(perSM, int64(p.facts.SharedPerSM)/(v.Capacity()*16+1024))
+	}
+	return int64(p.facts.SMs) * perSM
 }
 
 // rows chooses the kernels that go over the rows, and tells whether the algorithm that is asked for has any.
@@ -362,7 +367,7 @@ func (p *planner) inLoop() bool {
 	if v == nil {
 		return false
 	}
-	resident := int64(p.facts.SMs * v.Resident)
+	resident := p.resident(v)
 	if ceil(p.expected(), v.RowsPerCTA()) <= resident || p.vectors*4 <= v.Capacity() {
 		return false
 	}
@@ -640,16 +645,9 @@ func (p *planner) inStaged(least, most int64) bool {
 	if p.op != kernels.RMSNormForward || p.general && !p.alike || p.mixed {
 		return false
 	}
-	resident := func(v *kernels.Variant, ctas int64) bool {
-		return p.m*ctas <= int64(p.facts.SMs)*p.stagedPerSM(v)
-	}
-	return p.expected() < int64(p.facts.SMs) && p.stagedWhere(least, most, resident) ||
+	atOnce := func(v *kernels.Variant, ctas int64) bool { return p.m*ctas <= p.resident(v) }
+	return p.expected() < int64(p.facts.SMs) && p.stagedWhere(least, most, atOnce) ||
 		p.stagedWhere(least, most, func(*kernels.Variant, int64) bool { return true })
-}
-
-// stagedPerSM is how many of v's CTAs an SM holds.
-func (p *planner) stagedPerSM(v *kernels.Variant) int64 {
-	return min(int64(v.Resident), int64(p.facts.SharedPerSM)/(v.Capacity()*16+1024))
 }
 
 func (p *planner) stagedWhere(least, most int64, suits func(v *kernels.Variant, ctas int64) bool) bool {
@@ -741,7 +739,7 @@ func (p *planner) inLanes() bool {
 	if c == 0 || p.mixed || p.general && !p.alike {
 		return false
 	}
-	grid := min(int64(p.facts.SMs*v.Resident), ceil(p.m, v.RowsPerCTA()))
+	grid := min(p.resident(v), ceil(p.m, v.RowsPerCTA()))
 	if p.general { // so that a CTA's rows lie alike
 		grid = max(grid/p.elements(), 1) * p.elements()
 	}

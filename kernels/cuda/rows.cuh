@@ -201,6 +201,7 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const
 template <class Op, int Rows, bool Cluster, int Slice>
 __device__ __forceinline__ void fetch_ahead(const gander::Rows& r) {
 #ifdef GANDER_SM90
+  if constexpr (!Op::kMaps) return;  // reads alone keep the memory busy
   using T = typename Op::T;
   const int64_t next = static_cast<int64_t>(blockIdx.x) * Rows + r.ahead;
   if (r.ahead == 0 || threadIdx.x != 0 || blockIdx.x < r.ahead_from || next + Rows > r.m) return;
@@ -244,7 +245,7 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   auto sc = Op::template begin<true>(args, base + tid, clerk);
   Tile<Op, V, General, false, Alike, kKeep> tile;
   tile.load(p, e, kStep);
-  if constexpr (Op::kMaps) fetch_ahead<Op, kRows, false, 0>(args.rows);
+  fetch_ahead<Op, kRows, false, 0>(args.rows);  // after this CTA's own, which is a little faster here
   Op::template follow<true>(args, base + tid, sc, clerk);
   State st;
   reduce_tile<Op, TPR>(args, sc, st, tile, p, e, kStep);
@@ -308,7 +309,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   // The accurate exponential is worth not taking twice, where rows are long enough for that to pay.
   constexpr bool kKeep = State::kMaxFirst && Op::kMaps && sizeof(T) == 4 && TPR * V >= 2048;
   if (Op::done(args)) return;
-  if constexpr (Op::kMaps) fetch_ahead<Op, kRows, Cluster, kStep * V>(args.rows);
+  fetch_ahead<Op, kRows, Cluster, kStep * V>(args.rows);
   const int lane = threadIdx.x % TPR;
   const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   int e = lane * kElements<T>;

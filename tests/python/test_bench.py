@@ -94,6 +94,16 @@ def test_tables_have_one_order():
     assert report.latest([*reversed(points), load]) == [load, *(points[i ^ 1] for i in range(len(points)))]
 
 
+def test_readme_names_the_newest_run():
+    """Which need not be that of the last row of a table."""
+    new, old = (
+        gpu_records()[0] | {"op": op, "date": date}
+        for op, date in (("softmax_forward", "2026-02"), ("rmsnorm_forward", "2026-01"))
+    )
+    new["environment"] = new["environment"] | {"driver": "590.2"}
+    assert "driver 590.2" in report.readme([old, new], "a.jsonl")
+
+
 def test_no_time_left(command):
     result = command("cpu", *SMALL, "--providers", "gander", "--out", "a.jsonl", "--limit-seconds", "-1")
     assert result.exit_code == 0
