@@ -1,0 +1,141 @@
+package main
+
+import (
+	"slices"
+	"strconv"
+	"strings"
+	"unicode"
+
+	"github.com/gander-go/gander/internal/operators"
+)
+
+// operator is an operator with its group.
+type operator struct {
+	*operators.Operator
+	group *operators.Group
+}
+
+// all lists the operators.
+func all() (list []operator) {
+	for i := range operators.Table {
+		g := &operators.Table[i]
+		for j := range g.Operators {
+			list = append(list, operator{&g.Operators[j], g})
+		}
+	}
+	return list
+}
+
+// full is the operator's whole name: "rmsnorm_forward".
+func (o operator) full() string { return o.group.Name + "_" + o.Name }
+
+// goName is its struct in Go: "RMSNormForward".
+func (o operator) goName() string { return o.group.Type + camel(o.Name) }
+
+func (o operator) options() string { return "gander_" + o.group.Name + "_options" }
+
+// inputs and outputs are its operands by direction, in order.
+func (o operator) inputs() []operators.Operand  { return o.filter(false) }
+func (o operator) outputs() []operators.Operand { return o.filter(true) }
+
+func (o operator) filter(output bool) (list []operators.Operand) {
+	for _, p := range o.Operands {
+		if p.Output == output {
+			list = append(list, p)
+		}
+	}
+	return list
+}
+
+// initials are words that Go writes in capitals.
+var initials = []string{"x", "y", "dx", "dy", "dw", "lse"}
+
+// camel turns one_pass into OnePass, and dx into DX.
+func camel(name string) string {
+	if slices.Contains(initials, name) {
+		return strings.ToUpper(name)
+	}
+	var b strings.Builder
+	for _, word := range strings.Split(name, "_") {
+		r := []rune(word)
+		b.WriteRune(unicode.ToUpper(r[0]))
+		b.WriteString(string(r[1:]))
+	}
+	return b.String()
+}
+
+// unexported turns RMSNormForward into rmsNormForward.
+func unexported(name string) string {
+	r := []rune(name)
+	for i := range r {
+		if i > 0 && (i+1 == len(r) || unicode.IsLower(r[i+1])) {
+			break
+		}
+		r[i] = unicode.ToLower(r[i])
+	}
+	return string(r)
+}
+
+// number writes a default value as all languages read it.
+func number(v float64) string { return strconv.FormatFloat(v, 'g', -1, 64) }
+
+// argument is one that an operator of PyTorch takes.
+type argument struct {
+	operators.Option        // with Name and, where it is a number, Type and default
+	kind             string // "tensor", "dtype" or "option"; "extra": an option that concerns the gradient only
+	optional         bool   // of a tensor
+	hasDefault       bool
+}
+
+// arguments lists what an operator of PyTorch takes, in order.
+func arguments(o operator, t *operators.Torch) (list []argument) {
+	required := 0 // arguments up to the last required tensor
+	for _, p := range o.inputs() {
+		if slices.Contains(t.Without, p.Name) {
+			continue
+		}
+		optional := p.Optional && !slices.Contains(t.Must, p.Name)
+		list = append(list, argument{Option: operators.Option{Name: p.Name}, kind: "tensor", optional: optional})
+		if !optional {
+			required = len(list)
+		}
+	}
+	if t.Writes != "" && o.Find(t.Writes).Output { // an output that the caller makes
+		list = append(list, argument{Option: operators.Option{Name: t.Writes}, kind: "tensor"})
+		required = len(list)
+	}
+	for i := range list {
+		list[i].hasDefault = i >= required
+	}
+	for _, name := range t.Results {
+		if choice := o.Find(name).Choice; choice != "" {
+			list = append(list, argument{Option: operators.Option{Name: choice}, kind: "dtype", hasDefault: true})
+		}
+	}
+	for _, option := range o.group.Options {
+		_, fixed := t.Fixed[option.Name]
+		if !fixed && !slices.Contains(t.Without, option.Name) {
+			list = append(list, argument{Option: option, kind: "option", hasDefault: true})
+		}
+	}
+	for _, option := range t.Extra {
+		list = append(list, argument{Option: option, kind: "extra", hasDefault: true})
+	}
+	return list
+}
+
+// value is PyTorch's default.
+func (a argument) value() float64 {
+	if a.Torch != 0 {
+		return a.Torch
+	}
+	return a.Default
+}
+
+// lower lists constants' names as Python has them.
+func lower(list []operators.Constant) (names []string) {
+	for _, c := range list {
+		names = append(names, strings.ToLower(c.Name))
+	}
+	return names
+}

@@ -1,0 +1,188 @@
+package main
+
+import (
+	"fmt"
+	"strings"
+
+	"github.com/gander-go/gander/internal/operators"
+)
+
+var (
+	shapeNames = map[operators.Shape]string{
+		operators.Rows: "rows", operators.Columns: "columns", operators.PerRow: "per_row", operators.Strided: "strided",
+		operators.Upstream: "upstream", operators.Reduced: "reduced", operators.Statistics: "statistics", operators.One: "one",
+	}
+	dtypeNames = map[operators.DType]string{
+		operators.Float: "float", operators.Same: "same", operators.Companion: "companion",
+		operators.Statistic: "statistic", operators.Index: "index",
+	}
+	optionNames = map[operators.OptionType]string{
+		operators.Real: "real", operators.Integer: "integer", operators.Flag: "flag",
+		operators.Reduction: "reduction", operators.Algorithm: "algorithm",
+	}
+)
+
+// pythonTable is python/gander/_operators_gen.py.
+func pythonTable() string {
+	var t text
+	t.add("# %s", generated)
+	t.add("# ruff: noqa: E501")
+	t.add(`"""The tables that the shim reads; _operators.py has their types."""`)
+	t.add("")
+	t.add("from ._operators import Argument, Operand, Operator, Option, TorchOperator")
+	t.add("")
+	t.add("STATUSES = (%s)", quoted(lower(operators.Statuses)...))
+	t.add("ALGORITHMS = (%s)", quoted(lower(operators.Algorithms)...))
+	t.add("IF_SERVED = %d", operators.IfServed)
+	t.add("REDUCTIONS = (%s)", quoted(lower(operators.Reductions)...))
+	t.add("")
+	t.add("OPTIONS = {")
+	for _, g := range operators.Table {
+		t.add("    %q: (", g.Name)
+		for _, o := range g.Options {
+			t.add("        Option(%q, %q, %s),", o.Name, optionNames[o.Type], number(o.Default))
+		}
+		t.add("    ),")
+	}
+	t.add("}")
+	t.add("")
+	t.add("OPERATORS = {")
+	for _, o := range all() {
+		t.add("    %q: Operator(", o.full())
+		t.add("        group=%q,", o.group.Name)
+		t.add("        owned=%q,", o.Owned)
+		t.add("        operands=(")
+		for _, p := range o.Operands {
+			t.add("            %s,", pythonOperand(p))
+		}
+		t.add("        ),")
+		t.add("    ),")
+	}
+	t.add("}")
+	t.add("")
+	t.add("TORCH = {")
+	for _, o := range all() {
+		for i := range o.Torch {
+			pythonTorch(&t, o, &o.Torch[i])
+		}
+	}
+	t.add("}")
+	return t.String()
+}
+
+func pythonOperand(p operators.Operand) string {
+	s := fmt.Sprintf("Operand(%q, %q, %q", p.Name, shapeNames[p.Shape], dtypeNames[p.DType])
+	for _, f := range []struct{ name, value string }{
+		{"like", p.Like}, {"needs", p.Needs}, {"choice", p.Choice}, {"gradient", p.Gradient}, {"read", p.Read},
+	} {
+		if f.value != "" {
+			s += fmt.Sprintf(", %s=%q", f.name, f.value)
+		}
+	}
+	if p.Output {
+		s += ", output=True"
+	}
+	if p.Optional {
+		s += ", optional=True"
+	}
+	return s + ")"
+}
+
+func pythonTorch(t *text, o operator, op *operators.Torch) {
+	t.add("    %q: TorchOperator(", op.Name)
+	t.add("        operator=%q,", o.full())
+	t.add("        schema=%q,", schema(o, op))
+	t.add("        arguments=(")
+	for _, a := range arguments(o, op) {
+		s := fmt.Sprintf("Argument(%q, %q", a.Name, a.kind)
+		if a.kind == "option" || a.kind == "extra" {
+			s += fmt.Sprintf(", type=%q", optionNames[a.Type])
+		}
+		if a.optional {
+			s += ", optional=True"
+		}
+		t.add("            %s),", s)
+	}
+	t.add("        ),")
+	t.add("        results=(%s),", quoted(op.Results...))
+	if len(op.Fixed) > 0 {
+		var fixed []string
+		for _, option := range o.group.Options {
+			if v, ok := op.Fixed[option.Name]; ok {
+				fixed = append(fixed, fmt.Sprintf("%q: %s", option.Name, number(v)))
+			}
+		}
+		t.add("        fixed={%s},", strings.Join(fixed, ", "))
+	}
+	if op.Writes != "" {
+		t.add("        writes=%q,", op.Writes)
+		t.add("        into=%q,", op.Into)
+	}
+	if op.Packed {
+		t.add("        packed=True,")
+	}
+	if op.Saving != "" {
+		t.add("        saving=%q,", op.Saving)
+		t.add("        backward=(%s),", quoted(op.Backward...))
+	}
+	t.add("    ),")
+}
+
+// schema is what PyTorch calls one.
+func schema(o operator, op *operators.Torch) string {
+	var list []string
+	for _, a := range arguments(o, op) {
+		kind, value := "Tensor", "None"
+		switch {
+		case a.kind == "tensor":
+			if a.Name == op.Writes {
+				kind += "(a!)"
+			}
+			if a.optional {
+				kind += "?"
+			}
+		case a.kind == "dtype":
+			kind = "ScalarType?"
+		case a.kind == "extra" && a.value() < 0:
+			kind = "bool?"
+		case a.Type == operators.Real:
+			kind, value = "float", number(a.value())
+		case a.Type == operators.Flag:
+			kind, value = "bool", "False"
+			if a.value() != 0 {
+				value = "True"
+			}
+		default:
+			kind, value = "int", number(a.value())
+		}
+		s := kind + " " + a.Name
+		if a.hasDefault {
+			s += "=" + value
+		}
+		list = append(list, s)
+	}
+	results := "()"
+	switch len(op.Results) {
+	case 0:
+	case 1:
+		results = "Tensor"
+	default:
+		results = "(Tensor " + strings.Join(op.Results, ", Tensor ") + ")"
+	}
+	return fmt.Sprintf("%s(%s) -> %s", op.Name, strings.Join(list, ", "), results)
+}
+
+// quoted lists strings as Python writes the inside of a tuple.
+func quoted(names ...string) string {
+	var b strings.Builder
+	for i, name := range names {
+		if i > 0 {
+			b.WriteString(" ")
+		}
+		fmt.Fprintf(&b, "%q,", name)
+	}
+	if len(names) > 1 {
+		return strings.TrimSuffix(b.String(), ",")
+	}
+	return b.String()
+}

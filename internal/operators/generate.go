@@ -1,0 +1,3 @@
+package operators
+
+//go:generate go run ../cmd/interfaces -root ../..
