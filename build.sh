@@ -197,18 +197,21 @@ nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
 # library CC FOLDER: the C library in Go, and beside it the kernels' registration with PyTorch, which is C alone.
 library() {
-  local linker="-Wl,--version-script=$ROOT/capi/exports.map -Wl,-soname,libgander.so" facts
+  local linker="-Wl,--version-script=$ROOT/capi/exports_gen.map -Wl,-soname,libgander.so" facts
   facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version)"
   CC=$1 go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
     -ldflags "-s -w -buildid= -B=none $facts -extldflags '$linker'" -o "$2/libgander.so" ./capi
   rm -f "$2/libgander.h" # the header is capi/gander.h
-  "$1" -std=gnu11 -O2 -fPIC -fexceptions -fvisibility=hidden -Wall -Wextra -Werror -I capi -I dlpack \
-    -c -o "$STATE/_torch.o" python/gander/_torch.c
-  "$1" -shared -o "$2/_torch.so" "$STATE/_torch.o" -ldl -lpthread
+  local name
+  for name in _torch _fast; do
+    "$1" -std=gnu11 -O2 -fPIC -fexceptions -fvisibility=hidden -Wall -Wextra -Werror -I capi -I dlpack \
+      -c -o "$STATE/$name.o" "python/gander/$name.c"
+  done
+  "$1" -shared -o "$2/_torch.so" "$STATE/_torch.o" "$STATE/_fast.o" -ldl -lpthread
 }
 
 library_sources() {
-  find capi dlpack kernels ops internal/driver python/gander/_torch.c go.mod go.sum -type f ! -name '*_test.go'
+  find capi dlpack kernels ops internal/driver python/gander/_*.[ch] go.mod go.sum -type f ! -name '*_test.go'
 }
 
 # compiled: kernels and library in the checkout, where they are not current.

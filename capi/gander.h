@@ -31,25 +31,27 @@
 extern "C" {
 #endif
 
-#define GANDER_ABI_VERSION 1
+#define GANDER_ABI_VERSION 2
 
+/* generated: statuses, from internal/operators */
 typedef enum {
-  GANDER_OK = 0,
-  GANDER_ERROR_NULL = 1,        /* a required pointer is NULL */
-  GANDER_ERROR_SHAPE = 2,       /* rank or shape */
-  GANDER_ERROR_DTYPE = 3,       /* element type */
-  GANDER_ERROR_DEVICE = 4,      /* device type, or operands on different devices */
-  GANDER_ERROR_LAYOUT = 5,      /* strides that cannot be served */
-  GANDER_ERROR_ALIGNMENT = 6,   /* a pointer that is not aligned to its element */
-  GANDER_ERROR_OVERLAP = 7,     /* an output overlaps another operand */
-  GANDER_ERROR_OPTION = 8,      /* an option's value, or an option struct of unknown size */
-  GANDER_ERROR_VERSION = 9,     /* a DLPack tensor of another major version */
-  GANDER_ERROR_UNSUPPORTED = 10,/* valid, but not served by this build, driver or device */
-  GANDER_ERROR_MEMORY = 11,     /* an allocation failed */
-  GANDER_ERROR_CUDA = 12,       /* the CUDA driver refused */
-  GANDER_ERROR_FORK = 13,       /* called in a child process after fork() */
-  GANDER_ERROR_INTERNAL = 14    /* a defect of gander: please report it */
+  GANDER_OK = 0,                  /* done */
+  GANDER_ERROR_NULL = 1,          /* a required tensor or pointer is missing */
+  GANDER_ERROR_SHAPE = 2,         /* rank or shape */
+  GANDER_ERROR_DTYPE = 3,         /* element type */
+  GANDER_ERROR_DEVICE = 4,        /* device type, or operands on different devices */
+  GANDER_ERROR_LAYOUT = 5,        /* strides that cannot be served */
+  GANDER_ERROR_ALIGNMENT = 6,     /* a pointer that is not aligned to its element */
+  GANDER_ERROR_OVERLAP = 7,       /* an output overlaps another operand */
+  GANDER_ERROR_OPTION = 8,        /* an option's value, or an option struct of unknown size */
+  GANDER_ERROR_VERSION = 9,       /* a DLPack tensor of another major version */
+  GANDER_ERROR_UNSUPPORTED = 10,  /* valid, but not served by this build, driver or device */
+  GANDER_ERROR_MEMORY = 11,       /* an allocation failed */
+  GANDER_ERROR_CUDA = 12,         /* the CUDA driver refused */
+  GANDER_ERROR_FORK = 13,         /* called in a child process after fork() */
+  GANDER_ERROR_INTERNAL = 14      /* a defect of gander: please report it */
 } gander_status;
+/* end of what is generated */
 
 /* The calling thread's last error message (UTF-8; "" before the first error). Valid until the thread's
  * next failing call. */
@@ -80,8 +82,9 @@ typedef struct {
 /* Ways over the rows that softmax and RMSNorm can be told to take; gander_algorithms() describes them. One that cannot
  * serve the rows is refused with GANDER_ERROR_UNSUPPORTED and a message that says which limit was passed and which others
  * can, or replaced by auto where GANDER_ALGORITHM_IF_SERVED is added to it. Host tensors have auto alone. */
+/* generated: choices, from internal/operators */
 typedef enum {
-  GANDER_ALGORITHM_AUTO = 0,
+  GANDER_ALGORITHM_AUTO = 0, /* whatever was fastest where it was measured */
   GANDER_ALGORITHM_WARP = 1,
   GANDER_ALGORITHM_BLOCK = 2,
   GANDER_ALGORITHM_REGISTER = 3,
@@ -93,93 +96,123 @@ typedef enum {
 } gander_algorithm;
 #define GANDER_ALGORITHM_IF_SERVED 0x100
 
+typedef enum {
+  GANDER_REDUCTION_NONE = 0, /* a loss for each row */
+  GANDER_REDUCTION_MEAN = 1, /* the sum of the rows' losses over the sum of the counted rows' weights */
+  GANDER_REDUCTION_SUM = 2 /* the sum of the rows' losses */
+} gander_reduction;
+/* end of what is generated */
+
 /* Options that all ops share. `size` is sizeof(the struct) of the caller, so that fields can be added.
  * A NULL options pointer means the defaults: every field 0 unless it says otherwise.
  * batch_invariant: 1 makes the bits of a row's results independent of how many rows there are. It does not concern sums
  * over rows (dw, a mean), and rows of whole 16-byte vectors have other bits where an operand is not aligned to 16 bytes. */
+/* generated: options, from internal/operators */
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  int32_t algorithm;                 /* gander_algorithm */
-  int32_t batch_invariant;
+  int32_t algorithm; /* how a GPU goes over the rows: a gander_algorithm */
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
 } gander_softmax_options;
 
 typedef struct {
   size_t size;
-  const gander_allocator* allocator;
-  double eps;            /* default 1e-6 (NULL options only; a given struct states it) */
-  int32_t algorithm;
-  int32_t batch_invariant;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* added to the mean of squares; backward does not use it; 1e-06 with NULL options, a given struct states
+   * it */
+  double eps;
+  int32_t algorithm; /* how a GPU goes over the rows: a gander_algorithm */
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
 } gander_rmsnorm_options;
-
-typedef enum {
-  GANDER_REDUCTION_NONE = 0,
-  GANDER_REDUCTION_MEAN = 1,
-  GANDER_REDUCTION_SUM = 2
-} gander_reduction;
 
 typedef struct {
   size_t size;
-  const gander_allocator* allocator;
-  int64_t ignore_index;  /* default -100 (NULL options only; a given struct states it) */
-  int32_t reduction;     /* gander_reduction */
-  /* 1: forward and backward share one pass over x. Forward's dx is then the gradient of the reduced loss (over the
-   * denominator with GANDER_REDUCTION_MEAN); backward is given that dx, apart from x, and makes it again only where dloss,
-   * a single element, is not 1: it looks on the device, nothing synchronises. Not with GANDER_REDUCTION_NONE. */
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* rows with this target count for nothing; -100 with NULL options, a given struct states it */
+  int64_t ignore_index;
+  int32_t reduction; /* what becomes of the rows' losses: a gander_reduction */
+  /* forward and backward share one pass over x. Forward's dx is then the gradient of the reduced loss
+   * (over the denominator with a mean); backward is given that dx, apart from x, and makes it again only
+   * where dloss, a single element, is not 1: it looks on the device, nothing synchronises. Not with
+   * reduction none */
   int32_t one_pass;
-  int32_t algorithm;     /* GANDER_ALGORITHM_AUTO: there are no others */
-  int32_t batch_invariant;
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
 } gander_cross_entropy_options;
+/* end of what is generated */
 
 /* ---- Borrowed tensors: nothing is kept, freed or allocated, outputs are written where they lie ---- */
 
-/* y[i] = exp(x[i] - max x) / sum exp(x - max x) for each row. x, y: (M, N) of one dtype. y may be x. */
-int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y,
-                               const gander_softmax_options* options, void* stream);
+/* generated: borrowed, from internal/operators */
+/* y[i] = exp(x[i] - max x) / sum exp(x - max x) for each row.
+ *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   y: (M, N); x's dtype; may be x where the dtypes agree. */
+int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y, const gander_softmax_options* options,
+                               void* stream);
 
-/* dx = (dy - sum(dy * y)) * y for each row. dy, y, dx: (M, N) of one dtype. dx may be dy or y. */
+/* dx = (dy - sum(dy * y)) * y for each row.
+ *   dy: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   y: (M, N); dy's dtype.
+ *   dx: (M, N); dy's dtype; may be dy or y where the dtypes agree. */
 int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
                                 const gander_softmax_options* options, void* stream);
 
-/* y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row.
- * x: (M, N); weight: (N), contiguous, or NULL; y: (M, N); rstd: M elements, contiguous, or NULL.
- * weight and y may each be float16, bfloat16 or float32, whatever x is (float64 exactly when x is).
- * y may be x where the dtypes agree. */
+/* y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and Sennrich, "Root Mean
+ * Square Layer Normalization", 2019).
+ *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
+ *   y: (M, N); float16, bfloat16 or float32, float64 exactly where x is; may be x where the dtypes agree.
+ *   rstd: M elements, contiguous; float32, float64 where x is; or NULL. */
 int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* y,
                                const DLTensor* rstd, const gander_rmsnorm_options* options, void* stream);
 
-/* With h = x * rstd and g = dout * weight:  dx = (g - h * mean(g * h)) * rstd,  dw = sum over rows of dout * h.
- * x, dout, dx: (M, N); weight: (N) or NULL; rstd: M; dw: (N), or NULL where it is not wanted (it must be NULL
- * without a weight). dx has the dtype of x, dw that of weight, dout any of the three (float64 exactly when x is).
- * dx may be dout where the dtypes agree.
- * dw is accumulated in float32 or wider in a fixed order. eps is not used. */
+/* With h = x * rstd and g = dout * weight: dx = (g - h * mean(g * h)) * rstd for each row, and dw = the
+ * sum over rows of dout * h, accumulated in float32 or wider in a fixed order.
+ *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
+ *   dout: (M, N); float16, bfloat16 or float32, float64 exactly where x is.
+ *   rstd: M elements, contiguous; float32, float64 where x is.
+ *   dx: (M, N); x's dtype; may be dout where the dtypes agree.
+ *   dw: (N), contiguous; weight's dtype; or NULL, as it must be without weight. */
 int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                 const DLTensor* rstd, const DLTensor* dx, const DLTensor* dw,
                                 const gander_rmsnorm_options* options, void* stream);
 
-/* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp.
- * x: (M, N); target: M int32 or int64 elements, any stride; weight: (N) or NULL, float16, bfloat16 or float32
- * (float64 exactly when x is).
- * loss: M elements with GANDER_REDUCTION_NONE, else one element: the sum, or the sum over the sum of the counted
- * rows' weights. A row whose target is ignore_index counts for nothing: its loss is 0 and its gradient 0. A target
- * outside [0, N) is never read with: that row's loss and gradient are NaN.
- * lse: M elements, or (2, M) which receives the maximum and log(sum exp(x - max)) apart (what backward should be
- * given: their sum loses digits where logits are large), or NULL.
- * dx: (M, N) of x's dtype or NULL: in the same pass over x, weight[t] * (softmax(x) - onehot(t)), the gradient of the
- * sum of the losses. dx may be x.
- * denominator: one element or NULL: the mean's denominator, written with any reduction. */
+/* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp; the loss of
+ * each row, their sum, or the sum over the sum of the counted rows' weights (NaN where no row counts). A
+ * row whose target is ignore_index, or whose class has weight 0, counts for nothing: its loss is 0 and its
+ * gradient 0. A target outside [0, N) is never read with: that row's loss and gradient are NaN. dx, in the
+ * same pass over x: weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses.
+ * denominator: the mean's, written with any reduction.
+ *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   target: M elements, any stride; int32 or int64.
+ *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
+ *   loss: M elements with reduction none, else one; float32, float64 where x is.
+ *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
+ *   float32, float64 where x is; or NULL.
+ *   dx: (M, N); x's dtype; may be x where the dtypes agree; or NULL.
+ *   denominator: one element; float32, float64 where x is; or NULL. */
 int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
                                      const DLTensor* loss, const DLTensor* lse, const DLTensor* dx,
-                                     const DLTensor* denominator,
-                                     const gander_cross_entropy_options* options, void* stream);
+                                     const DLTensor* denominator, const gander_cross_entropy_options* options,
+                                     void* stream);
 
-/* dx = dloss * weight[t] * (softmax(x) - onehot(t)), over denominator with GANDER_REDUCTION_MEAN.
- * dloss: M elements with any stride (0 too), or a single one for all rows. lse: M or (2, M), as forward wrote it.
- * denominator: one element; required with GANDER_REDUCTION_MEAN, else NULL. dx: x's shape and dtype; it may be x. */
+/* dx = dloss * weight[t] * (softmax(x) - onehot(t)), over the denominator with a mean, for which
+ * denominator or a lse that contains it is required; denominator must be NULL otherwise. lse: as forward
+ * wrote it, best in two parts, since their sum loses digits where logits are large.
+ *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   target: M elements, any stride; int32 or int64.
+ *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
+ *   dloss: M elements of any stride, or one for all rows; float32, float64 where x is.
+ *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
+ *   float32, float64 where x is.
+ *   denominator: one element; float32, float64 where x is; or NULL.
+ *   dx: (M, N); x's dtype; may be x where the dtypes agree; read too with one_pass, and then apart from
+ *   the inputs. */
 int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
                                       const DLTensor* dloss, const DLTensor* lse, const DLTensor* denominator,
-                                      const DLTensor* dx,
-                                      const gander_cross_entropy_options* options, void* stream);
+                                      const DLTensor* dx, const gander_cross_entropy_options* options,
+                                      void* stream);
+/* end of what is generated */
 
 /* ---- Owned tensors: inputs are consumed, outputs are new ----
  * Every input's deleter is called exactly once, whatever the status. Outputs are compact, live on x's device,
@@ -187,36 +220,42 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
  * stream-ordered: use it on `stream`, or order other streams after it. While `stream` is being captured into a
  * graph they are refused with GANDER_ERROR_CUDA: capture borrowed calls. */
 
+/* generated: owned, from internal/operators */
+/* gander_softmax_forward with tensors that change hands. */
 int32_t gander_softmax(DLManagedTensorVersioned* x, const gander_softmax_options* options, void* stream,
                        DLManagedTensorVersioned** y);
 
+/* gander_softmax_backward with tensors that change hands. */
 int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
-                            const gander_softmax_options* options, void* stream, DLManagedTensorVersioned** dx);
+                            const gander_softmax_options* options, void* stream,
+                            DLManagedTensorVersioned** dx);
 
-/* out_dtype: the dtype of y, or {0, 0, 0} for x's. rstd may be NULL: not wanted. */
+/* gander_rmsnorm_forward with tensors that change hands. out_dtype: the dtype of y, or {0, 0, 0} for x's.
+ * rstd: NULL where not wanted. */
 int32_t gander_rmsnorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight, DLDataType out_dtype,
-                       const gander_rmsnorm_options* options, void* stream,
-                       DLManagedTensorVersioned** y, DLManagedTensorVersioned** rstd);
+                       const gander_rmsnorm_options* options, void* stream, DLManagedTensorVersioned** y,
+                       DLManagedTensorVersioned** rstd);
 
-/* dw may be NULL: not wanted. */
+/* gander_rmsnorm_backward with tensors that change hands. dw: NULL where not wanted. */
 int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
                             DLManagedTensorVersioned* dout, DLManagedTensorVersioned* rstd,
                             const gander_rmsnorm_options* options, void* stream,
                             DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dw);
 
-/* lse (M elements) and dx may be NULL: not wanted. */
+/* gander_cross_entropy_forward with tensors that change hands. lse has M elements. lse, dx, denominator:
+ * NULL where not wanted. */
 int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
-                             DLManagedTensorVersioned* weight,
-                             const gander_cross_entropy_options* options, void* stream,
-                             DLManagedTensorVersioned** loss, DLManagedTensorVersioned** lse,
-                             DLManagedTensorVersioned** dx);
+                             DLManagedTensorVersioned* weight, const gander_cross_entropy_options* options,
+                             void* stream, DLManagedTensorVersioned** loss, DLManagedTensorVersioned** lse,
+                             DLManagedTensorVersioned** dx, DLManagedTensorVersioned** denominator);
 
-/* The gradient of the sum of dloss * loss; dloss: M elements or one (reduction must be none or sum). */
+/* gander_cross_entropy_backward with tensors that change hands. one_pass is refused, as dx would be read. */
 int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
                                   DLManagedTensorVersioned* weight, DLManagedTensorVersioned* dloss,
-                                  DLManagedTensorVersioned* lse,
+                                  DLManagedTensorVersioned* lse, DLManagedTensorVersioned* denominator,
                                   const gander_cross_entropy_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
+/* end of what is generated */
 
 /* ---- What would run ---- */
 

@@ -104,7 +104,7 @@ int32_t gander_end(const gander_input* inputs, size_t count, int32_t status) {
 
 void gander_delete_cuda(DLManagedTensorVersioned* m) {
   /* A forked child has no CUDA: the memory is the parent's. */
-  if (!gander_forked()) ganderFreeOutput(m->dl_tensor.device.device_id, m->dl_tensor.data);
+  if (!gander_forked()) ganderFreeOutput(m->dl_tensor.device.device_id, (uintptr_t)m->dl_tensor.data);
   free(m);
 }
 

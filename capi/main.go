@@ -13,7 +13,6 @@ import (
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
-	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/ops"
 )
 
@@ -90,10 +89,10 @@ func readOptions[T any](p unsafe.Pointer, defaults T) (T, error) {
 }
 
 // call says where an op runs and where its temporary memory comes from. It is to be inlined, so that the
-// closure stays on the stack: the functions of borrowed.go defer for themselves, since a closure that run
-// calls would keep this from being inlined.
-func call(stream unsafe.Pointer, a *C.gander_allocator, how ops.Choice) ops.Call {
-	c := ops.Call{Choice: how, Stream: uintptr(stream)}
+// closure stays on the stack: the borrowing functions defer for themselves, since a closure that run calls
+// would keep this from being inlined.
+func call(stream uintptr, a *C.gander_allocator) ops.Call {
+	c := ops.Call{Stream: stream}
 	if a != nil {
 		c.Allocate = func(bytes uint64) (unsafe.Pointer, error) { return allocate(a, bytes) }
 	}
@@ -112,25 +111,7 @@ func allocate(a *C.gander_allocator, bytes uint64) (unsafe.Pointer, error) {
 	return p, nil
 }
 
-// choice is what the options say of algorithms.
+// choice is what gander_explain is asked about.
 func choice(algorithm, invariant int32) ops.Choice {
-	return ops.Choice{
-		Algorithm: ops.Algorithm(algorithm &^ C.GANDER_ALGORITHM_IF_SERVED),
-		IfServed:  algorithm&C.GANDER_ALGORITHM_IF_SERVED != 0, BatchInvariant: invariant != 0,
-	}
-}
-
-func softmaxOptions(p unsafe.Pointer) (C.gander_softmax_options, error) {
-	return readOptions(p, C.gander_softmax_options{})
-}
-
-func rmsnormOptions(p unsafe.Pointer) (C.gander_rmsnorm_options, error) {
-	return readOptions(p, C.gander_rmsnorm_options{eps: 1e-6})
-}
-
-func crossEntropyOptions(p unsafe.Pointer) (C.gander_cross_entropy_options, ops.CrossEntropyOptions, error) {
-	o, err := readOptions(p, C.gander_cross_entropy_options{ignore_index: ops.DefaultIgnoreIndex})
-	return o, ops.CrossEntropyOptions{
-		IgnoreIndex: int64(o.ignore_index), Reduction: kernels.Reduction(o.reduction), OnePass: o.one_pass != 0,
-	}, err
+	return ops.Choice{Algorithm: ops.Algorithm(algorithm), BatchInvariant: invariant != 0}
 }

@@ -4,6 +4,7 @@ package main
 import "C"
 
 import (
+	"fmt"
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
@@ -11,9 +12,11 @@ import (
 	"github.com/gander-go/gander/ops"
 )
 
-// outputs are the new tensors of one owning call.
+// outputs are the new tensors of one owning call. discard must be deferred: it gives back what deliver has not handed
+// over.
 type outputs struct {
-	device dlpack.Device
+	op     string
+	first  *dlpack.Tensor // the operator's first operand, whose shape and device outputs take
 	stream uintptr
 	made   []output
 	err    error // the first failure to make one
@@ -24,14 +27,22 @@ type output struct {
 	slot   **dlpack.ManagedVersioned // where the caller wants it
 }
 
-// add makes an output for the caller's slot and returns it, or nil where the slot is NULL: not wanted.
-func (o *outputs) add(slot unsafe.Pointer, t dlpack.DType, shape []int64) *dlpack.Tensor {
+// outputsFor checks the first operand, so that shapes can be taken from it.
+func outputsFor(op, name string, first *dlpack.Tensor, stream uintptr) (*outputs, error) {
+	if err := ops.CheckRows(op, name, first); err != nil {
+		return nil, err
+	}
+	return &outputs{op: op, first: first, stream: stream}, nil
+}
+
+// may makes an output for the caller's slot and returns it, or nil where the slot is NULL: not wanted.
+func (o *outputs) may(name string, slot unsafe.Pointer, t dlpack.DType, shape []int64) *dlpack.Tensor {
 	if slot == nil || o.err != nil {
 		return nil
 	}
 	m, err := o.allocate(t, shape)
 	if err != nil {
-		o.err = err
+		o.err = fmt.Errorf("%s: %s: %w", o.op, name, err)
 		return nil
 	}
 	o.made = append(o.made, output{m, (**dlpack.ManagedVersioned)(slot)})
@@ -41,16 +52,16 @@ func (o *outputs) add(slot unsafe.Pointer, t dlpack.DType, shape []int64) *dlpac
 // must makes an output that every caller wants.
 func (o *outputs) must(name string, slot unsafe.Pointer, t dlpack.DType, shape []int64) *dlpack.Tensor {
 	if slot == nil && o.err == nil {
-		o.err = refuse(ops.StatusNull, "%s is NULL, expected where to put the output", name)
+		o.err = refuse(ops.StatusNull, "%s: %s is NULL, expected where to put the output", o.op, name)
 	}
-	return o.add(slot, t, shape)
+	return o.may(name, slot, t, shape)
 }
 
 func (o *outputs) allocate(t dlpack.DType, shape []int64) (*dlpack.ManagedVersioned, error) {
-	if o.device.Host() {
+	if o.first.Device.Host() {
 		return dlpack.NewManaged(t, shape)
 	}
-	device := dlpack.Device{Type: dlpack.CUDA, ID: o.device.ID}
+	device := dlpack.Device{Type: dlpack.CUDA, ID: o.first.Device.ID}
 	m, err := dlpack.NewHeader(device, t, shape)
 	if err != nil {
 		return nil, err
@@ -65,24 +76,11 @@ func (o *outputs) allocate(t dlpack.DType, shape []int64) (*dlpack.ManagedVersio
 	return m, nil
 }
 
-// run calls the op on the outputs and hands them over, or takes them back where something failed.
-func (o *outputs) run(op func() error) (err error) {
-	delivered := false
-	defer func() {
-		if !delivered {
-			for _, m := range o.made {
-				m.tensor.Release()
-			}
-		}
-	}()
-	if o.err != nil {
-		return o.err
-	}
-	if err := op(); err != nil {
-		return err
-	}
-	for _, m := range o.made {
-		if t := &m.tensor.Tensor; !o.device.Host() {
+// deliver hands the outputs over once they have been written.
+func (o *outputs) deliver() error {
+	if !o.first.Device.Host() {
+		for _, m := range o.made {
+			t := &m.tensor.Tensor
 			if err := ops.SealOutput(t.Device.ID, uintptr(t.Data), o.stream); err != nil {
 				return err
 			}
@@ -91,170 +89,63 @@ func (o *outputs) run(op func() error) (err error) {
 	for _, m := range o.made {
 		*m.slot = m.tensor
 	}
-	delivered = true
+	o.made = nil
 	return nil
 }
 
-// begin checks the operand whose device and shape the outputs take.
-func begin(op string, x *dlpack.Tensor, stream unsafe.Pointer) (outputs, error) {
-	if err := ops.CheckRows(op, x); err != nil {
-		return outputs{}, err
+// discard gives back what was not delivered.
+func (o *outputs) discard() {
+	for _, m := range o.made {
+		m.tensor.Release()
 	}
-	return outputs{device: x.Device, stream: uintptr(stream)}, nil
+}
+
+// The shapes of outputs.
+
+func (o *outputs) rows() []int64    { return o.first.Dims() }
+func (o *outputs) columns() []int64 { return o.first.Dims()[o.first.Rank()-1:] }
+func (o *outputs) perRow() []int64  { return o.first.Dims()[:o.first.Rank()-1] }
+
+// reduced is one element, or with reduction none one for each row.
+func (o *outputs) reduced(reduction int32) []int64 {
+	if kernels.Reduction(reduction) != kernels.ReduceNone {
+		return nil
+	}
+	return o.perRow()
+}
+
+// The dtypes of outputs.
+
+func (o *outputs) dtype() dlpack.DType { return o.first.DType }
+
+// chosen is what the caller asked for.
+func (o *outputs) chosen(t dlpack.DType) dlpack.DType {
+	if t == (dlpack.DType{}) {
+		return o.first.DType
+	}
+	return t
+}
+
+// dtypeOf is the dtype of an operand, which is checked later; any where there is none.
+func (o *outputs) dtypeOf(t *dlpack.Tensor) dlpack.DType {
+	if t == nil {
+		return o.first.DType
+	}
+	return t.DType
 }
 
 // statistic is the dtype of what is computed per row.
-func statistic(x *dlpack.Tensor) dlpack.DType {
-	if x.DType == dlpack.Float64 {
+func (o *outputs) statistic() dlpack.DType {
+	if o.first.DType == dlpack.Float64 {
 		return dlpack.Float64
 	}
 	return dlpack.Float32
 }
 
-// leading is the shape of what has one element per row.
-func leading(x *dlpack.Tensor) []int64 { return x.Dims()[:x.Rank()-1] }
-
 //export ganderFreeOutput
-func ganderFreeOutput(device int32, p unsafe.Pointer) {
+func ganderFreeOutput(device int32, p uintptr) {
 	run(func() error {
-		ops.FreeOutput(device, uintptr(p))
+		ops.FreeOutput(device, p)
 		return nil
-	})
-}
-
-//export ganderSoftmax
-func ganderSoftmax(x, options, stream, y unsafe.Pointer) int32 {
-	return run(func() error {
-		o, err := softmaxOptions(options)
-		if err != nil {
-			return err
-		}
-		tx := tensor(x)
-		out, err := begin("softmax", tx, stream)
-		if err != nil {
-			return err
-		}
-		ty := out.must("y", y, tx.DType, tx.Dims())
-		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
-		return out.run(func() error { return ops.SoftmaxForward(&c, tx, ty) })
-	})
-}
-
-//export ganderSoftmaxGrad
-func ganderSoftmaxGrad(dy, y, options, stream, dx unsafe.Pointer) int32 {
-	return run(func() error {
-		o, err := softmaxOptions(options)
-		if err != nil {
-			return err
-		}
-		tdy := tensor(dy)
-		out, err := begin("softmax_grad", tdy, stream)
-		if err != nil {
-			return err
-		}
-		tdx := out.must("dx", dx, tdy.DType, tdy.Dims())
-		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
-		return out.run(func() error { return ops.SoftmaxBackward(&c, tdy, tensor(y), tdx) })
-	})
-}
-
-//export ganderRMSNorm
-func ganderRMSNorm(x, weight unsafe.Pointer, code, bits uint8, lanes uint16,
-	options, stream, y, rstd unsafe.Pointer) int32 {
-	return run(func() error {
-		o, err := rmsnormOptions(options)
-		if err != nil {
-			return err
-		}
-		tx := tensor(x)
-		out, err := begin("rmsnorm", tx, stream)
-		if err != nil {
-			return err
-		}
-		dtype := dlpack.DType{Code: code, Bits: bits, Lanes: lanes}
-		if dtype == (dlpack.DType{}) {
-			dtype = tx.DType
-		}
-		ty := out.must("y", y, dtype, tx.Dims())
-		trstd := out.add(rstd, statistic(tx), leading(tx))
-		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
-		return out.run(func() error { return ops.RMSNormForward(&c, tx, tensor(weight), ty, trstd, float64(o.eps)) })
-	})
-}
-
-//export ganderRMSNormGrad
-func ganderRMSNormGrad(x, weight, dout, rstd, options, stream, dx, dw unsafe.Pointer) int32 {
-	return run(func() error {
-		o, err := rmsnormOptions(options)
-		if err != nil {
-			return err
-		}
-		tx, tweight := tensor(x), tensor(weight)
-		out, err := begin("rmsnorm_grad", tx, stream)
-		if err != nil {
-			return err
-		}
-		tdx := out.must("dx", dx, tx.DType, tx.Dims())
-		var tdw *dlpack.Tensor
-		switch {
-		case dw != nil && weight == nil:
-			return refuse(ops.StatusOption, "rmsnorm_grad: dw is asked for without a weight, expected NULL; pass the weight")
-		case dw != nil:
-			tdw = out.add(dw, tweight.DType, tx.Dims()[tx.Rank()-1:])
-		}
-		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
-		return out.run(func() error {
-			return ops.RMSNormBackward(&c, tx, tweight, tensor(dout), tensor(rstd), tdx, tdw)
-		})
-	})
-}
-
-//export ganderCrossEntropy
-func ganderCrossEntropy(x, target, weight, options, stream, loss, lse, dx unsafe.Pointer) int32 {
-	return run(func() error {
-		o, co, err := crossEntropyOptions(options)
-		if err != nil {
-			return err
-		}
-		tx := tensor(x)
-		out, err := begin("cross_entropy", tx, stream)
-		if err != nil {
-			return err
-		}
-		shape := leading(tx)
-		if co.Reduction != kernels.ReduceNone {
-			shape = nil
-		}
-		tloss := out.must("loss", loss, statistic(tx), shape)
-		tlse := out.add(lse, statistic(tx), leading(tx))
-		tdx := out.add(dx, tx.DType, tx.Dims())
-		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
-		return out.run(func() error {
-			return ops.CrossEntropyForward(&c, tx, tensor(target), tensor(weight), tloss, tlse, tdx, nil, co)
-		})
-	})
-}
-
-//export ganderCrossEntropyGrad
-func ganderCrossEntropyGrad(x, target, weight, dloss, lse, options, stream, dx unsafe.Pointer) int32 {
-	return run(func() error {
-		o, co, err := crossEntropyOptions(options)
-		if err != nil {
-			return err
-		}
-		if co.Reduction == kernels.ReduceMean {
-			return refuse(ops.StatusOption, "cross_entropy_grad: reduction is mean, expected none or sum; divide dloss by the "+
-				"mean's denominator")
-		}
-		tx := tensor(x)
-		out, err := begin("cross_entropy_grad", tx, stream)
-		if err != nil {
-			return err
-		}
-		tdx := out.must("dx", dx, tx.DType, tx.Dims())
-		c := call(stream, o.allocator, choice(int32(o.algorithm), int32(o.batch_invariant)))
-		return out.run(func() error {
-			return ops.CrossEntropyBackward(&c, tx, tensor(target), tensor(weight), tensor(dloss), tensor(lse), nil, tdx, co)
-		})
 	})
 }

@@ -42,7 +42,7 @@ type RMSNormArgs struct {
 	Dw         Output // (N)
 	WeightType int32
 	DwType     int32
-	Eps        float32
+	Options    RMSNormOptions
 	InvN       float32 // 1 / N
 	Partials   int32
 	_          int32

@@ -58,15 +58,6 @@ type Vector struct {
 // Present tells whether an optional operand was given.
 func (v Vector) Present() bool { return v.Data != nil }
 
-// Reduction says what becomes of the rows' losses.
-type Reduction int32
-
-const (
-	ReduceNone Reduction = iota // a loss for each row
-	ReduceMean                  // sum of the rows' losses over the sum of the counted rows' weights
-	ReduceSum                   // sum of the rows' losses
-)
-
 // CrossEntropy is what one cross-entropy call reads and writes, forward or backward.
 // Statistics (Loss, Max, LogSum, Denominator, DLoss) are float32, or float64 where X is float64.
 type CrossEntropy struct {

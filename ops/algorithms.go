@@ -13,21 +13,6 @@ import (
 // the planner may choose. The numbers are gander_algorithm of gander.h.
 type Algorithm int32
 
-// The algorithms. Algorithms says of each what it is and which rows it serves.
-const (
-	Auto Algorithm = iota
-	Warp
-	Block
-	Register
-	Medium
-	Extreme
-	Cluster
-	Arbitrary
-	SplitK
-)
-
-var algorithmNames = [...]string{"auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk"}
-
 // String returns the name that people use.
 func (a Algorithm) String() string {
 	if a < 0 || int(a) >= len(algorithmNames) {
@@ -211,9 +196,9 @@ func bytes(log int) string {
 
 // chosen checks what a caller asks of the planner, once the device is known. Host tensors have one algorithm, in which no row
 // knows of another.
-func (k *check) chosen(c *Call, op kernels.Op) {
+func (k *check) chosen(c Choice, op kernels.Op) {
 	switch {
-	case c == nil || c.Algorithm == Auto:
+	case c.Algorithm == Auto:
 	case c.Algorithm < 0 || int(c.Algorithm) >= len(algorithmNames):
 		k.fail(StatusOption, "algorithm is %d, expected 0 (%v) to %d (%v)", int32(c.Algorithm), Auto,
 			len(algorithmNames)-1, Algorithm(len(algorithmNames)-1))

@@ -69,6 +69,8 @@ func (s types) String() string {
 	return names[0]
 }
 
+const perRow = "one for each row of x"
+
 // check goes through the operands of one call. The first defect is kept in err, and later checks of the
 // call may then see zero values. Nothing is allocated unless there is a defect.
 type check struct {
@@ -76,7 +78,7 @@ type check struct {
 	err    *Error
 	first  string        // the operand that fixed the device
 	device dlpack.Device // of all operands
-	spans  [8]span
+	spans  [12]span
 	count  int
 }
 

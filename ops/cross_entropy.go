@@ -8,139 +8,215 @@ import (
 	"github.com/gander-go/gander/kernels/cpu"
 )
 
-// DefaultIgnoreIndex is the field's habit. It is not the zero value of CrossEntropyOptions, which ignores
-// class 0.
+// DefaultIgnoreIndex is the field's habit. It is not the zero value of IgnoreIndex, with which class 0 counts for
+// nothing.
 const DefaultIgnoreIndex = -100
 
-// CrossEntropyOptions are the options of both directions.
-type CrossEntropyOptions struct {
-	IgnoreIndex int64 // rows with this target count for nothing
-	Reduction   kernels.Reduction
-	// OnePass lets both directions share one pass over x: forward's dx is the gradient of the reduced loss,
-	// and backward, given that dx, makes it again only where dloss is not 1. It needs a reduction.
-	OnePass bool
+// logSumExp is the log-sum-exp of each row: whole in Max where LogSum is absent.
+type logSumExp struct{ Max, LogSum, Denominator kernels.Vector }
+
+func (a *crossEntropyForward) refuse(k *check) {
+	k.onePass(a.OnePass, a.Reduction)
+	if a.LSE.Denominator.Present() && a.Denominator.Present() {
+		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; drop denominator")
+	}
 }
 
-// CrossEntropyForward computes loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the
-// row's log-sum-exp. A row whose target is IgnoreIndex has loss 0 and gradient 0; a target outside [0, N)
-// makes the row's loss and gradient NaN, and nothing is read with it.
-//
-//   - x: (M, N), float16, bfloat16 or float32, on the host also float64.
-//   - target: M elements of int32 or int64, one fixed stride apart.
-//   - weight: (N) or nil; float16, bfloat16 or float32, float64 exactly where x is.
-//   - loss: M elements with ReduceNone, else one: their sum, or the sum over that of the counted rows'
-//     weights, which is NaN where no row counts.
-//   - lse: M elements, or (2, M), which receives the maximum and log(sum exp(x - max)) apart, or nil.
-//   - dx: (M, N) of x's dtype or nil: weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the
-//     losses, or with OnePass that of the reduced loss. dx may be x.
-//   - denominator: one element or nil: the mean's denominator, written with any reduction.
-//
-// loss, lse and denominator are contiguous and float32, or float64 where x is.
-func CrossEntropyForward(c *Call, x, target, weight, loss, lse, dx, denominator *dlpack.Tensor,
-	o CrossEntropyOptions) error {
-	k := check{op: "cross_entropy_forward"}
-	var a kernels.CrossEntropy
-	k.crossEntropy(&a, x, target, weight, o)
-	stat := statistic(a.X.DType)
-	if o.Reduction == kernels.ReduceNone {
-		a.Loss = k.compact("loss", loss, stat, a.X.Rows, perRow+" with reduction none")
-	} else {
-		a.Loss = k.compact("loss", loss, stat, 1, "one sum or mean for all rows")
-	}
-	k.output()
-	if lse != nil {
-		k.lse(&a, lse, stat)
-		k.output()
-	}
-	if dx != nil {
-		a.DX = k.rowsLike("dx", dx, only(a.X.DType), "x", a.X)
-		k.output("x")
-	}
-	if denominator != nil {
-		a.Denominator = k.compact("denominator", denominator, stat, 1, "one for all rows")
-		k.output()
-	}
-	k.chosen(c, kernels.CrossEntropyForward)
-	switch {
-	case k.err != nil:
-		return k.err
-	case a.X.Rows == 0 && !a.Loss.Present() && !a.Denominator.Present():
-		return nil
-	case !k.device.Host():
-		return c.orDefault().cudaCrossEntropyForward(k.device.ID, &a)
-	}
-	cpu.CrossEntropyForward(&a, workers())
-	return nil
-}
-
-// CrossEntropyBackward computes dx = dloss * weight[t] * (softmax(x) - onehot(t)), over denominator with
-// ReduceMean. dloss has M elements one fixed stride apart, which may be 0, or one element for all rows;
-// lse is as forward wrote it; denominator is required with ReduceMean and else nil; dx has x's shape and
-// dtype and may be x. Otherwise the operands are those of CrossEntropyForward.
-func CrossEntropyBackward(c *Call, x, target, weight, dloss, lse, denominator, dx *dlpack.Tensor,
-	o CrossEntropyOptions) error {
-	k := check{op: "cross_entropy_backward"}
-	var a kernels.CrossEntropy
-	k.crossEntropy(&a, x, target, weight, o)
-	stat := statistic(a.X.DType)
-	if o.OnePass || dloss != nil && dloss.Validate() == nil && dloss.Len() == 1 {
-		a.DLoss = k.vector("dloss", dloss, stat, 1, "")
-		a.DLoss.Stride = 0
-	} else {
-		a.DLoss = k.vector("dloss", dloss, stat, a.X.Rows, perRow+", or a single one for all")
-	}
-	k.lse(&a, lse, stat)
-	switch {
-	case o.Reduction == kernels.ReduceMean:
-		a.Denominator = k.compact("denominator", denominator, stat, 1, "one for all rows")
-	case denominator != nil:
-		k.fail(StatusOption, "denominator is given with another reduction than mean, expected NULL; drop it or say mean")
-	}
-	a.DX = k.rowsLike("dx", dx, only(a.X.DType), "x", a.X)
-	if o.OnePass {
-		k.output() // x is read again
-	} else {
-		k.output("x")
-	}
-	k.chosen(c, kernels.CrossEntropyBackward)
-	switch {
-	case k.err != nil:
-		return k.err
-	case a.X.Rows == 0:
-		return nil
-	case !k.device.Host():
-		return c.orDefault().cudaCrossEntropyBackward(k.device.ID, &a)
-	}
-	cpu.CrossEntropyBackward(&a, workers())
-	return nil
-}
-
-// crossEntropy checks what both directions read.
-func (k *check) crossEntropy(a *kernels.CrossEntropy, x, target, weight *dlpack.Tensor, o CrossEntropyOptions) {
-	a.IgnoreIndex, a.Reduction, a.OnePass = o.IgnoreIndex, o.Reduction, o.OnePass
-	if o.OnePass && o.Reduction == kernels.ReduceNone {
+func (k *check) onePass(onePass bool, reduction kernels.Reduction) {
+	if onePass && reduction == kernels.ReduceNone {
 		k.fail(StatusOption, "one_pass is set with reduction none, expected mean or sum; leave it 0")
 	}
-	if o.Reduction < kernels.ReduceNone || o.Reduction > kernels.ReduceSum {
-		k.fail(StatusOption, "reduction is %d, expected none (0), mean (1) or sum (2)", o.Reduction)
+}
+
+// spec is what the kernels read and write.
+func (a *crossEntropyForward) spec() kernels.CrossEntropy {
+	s := kernels.CrossEntropy{
+		X: a.X, Target: a.Target, Weight: a.Weight, IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
+		Loss: a.Loss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX, Denominator: a.Denominator,
 	}
-	a.X = k.rows("x", x, anyFloat)
-	a.Target = k.vector("target", target, anyIndex, a.X.Rows, perRow)
-	if weight != nil {
-		a.Weight = k.weights("weight", weight, companion(a.X.DType), a.X.Cols)
+	if a.LSE.Denominator.Present() {
+		s.Denominator = a.LSE.Denominator
+	}
+	return s
+}
+
+func (a *crossEntropyForward) host() error {
+	s := a.spec()
+	if s.X.Rows == 0 && !s.Loss.Present() && !s.Denominator.Present() {
+		return nil
+	}
+	cpu.CrossEntropyForward(&s, workers())
+	return nil
+}
+
+func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
+	s := a.spec()
+	op, general := kernels.CrossEntropyForward, !vectorRows(s.X)
+	if s.DX.Data != nil {
+		op, general = kernels.CrossEntropyForwardDX, general || !vectorRows(s.DX)
+	}
+	total := s.Reduction != kernels.ReduceNone || s.Denominator.Present()
+	if s.X.Rows == 0 && !total {
+		return nil
+	}
+	rowsAlike := general && (s.DX.Data == nil || alike(s.X, s.DX))
+	onePass := s.OnePass && s.Reduction == kernels.ReduceMean && s.DX.Data != nil
+	k, err := c.start(ordinal, request{
+		op: op, Choice: a.Choice, x: s.X.DType, general: general, alike: rowsAlike, total: total, onePass: onePass,
+		m: s.X.Rows, n: s.X.Cols,
+	})
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := k.crossEntropy(&s)
+	args.Logits = k.at(k.plan.scratch.logits)
+	args.Denominator = output(s.Denominator.Data)
+	if onePass {
+		args.OnePass = 1
+		if args.Denominator == 0 {
+			args.Denominator = k.at(k.plan.scratch.denominator)
+		}
+	}
+	if total && !k.plan.totalHere {
+		args.RowLosses = k.at(k.plan.scratch.rowLosses)
+	}
+	if s.Reduction == kernels.ReduceNone {
+		args.Loss, args.LossStride = output(s.Loss.Data), s.Loss.Stride
+	} else {
+		args.Total = output(s.Loss.Data)
+	}
+	if k.plan.totalHere {
+		args.TotalHere = 1
+	}
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
+
+func (a *crossEntropyBackward) refuse(k *check) {
+	k.onePass(a.OnePass, a.Reduction)
+	if a.OnePass && a.X.Rows > 1 && a.DLoss.Stride != 0 {
+		k.fail(StatusShape, "dloss has %d elements, expected one with one_pass; pass the reduced loss's gradient", a.DLoss.Len)
+	}
+	switch known := a.Denominator.Present() || a.LSE.Denominator.Present(); {
+	case a.Reduction == kernels.ReduceMean && !known:
+		k.fail(StatusNull, "denominator is NULL, expected the mean's denominator; pass it, or a lse that contains it")
+	case a.Reduction != kernels.ReduceMean && a.Denominator.Present():
+		k.fail(StatusOption, "denominator is given with another reduction than mean, expected NULL; drop it or say mean")
 	}
 }
 
-// lse checks the log-sum-exp of the rows, M elements whole or (2, M) in two parts.
-func (k *check) lse(a *kernels.CrossEntropy, t *dlpack.Tensor, stat types) {
-	m := a.X.Rows
-	if k.err != nil || t == nil || t.NDim < 2 || t.Validate() != nil || t.Dim(0) != 2 || t.Len() != 2*m || m == 0 {
-		a.Max = k.compact("lse", t, stat, m, perRow+", or (2, M)")
-		return
+func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
+	s := kernels.CrossEntropy{
+		X: a.X, Target: a.Target, Weight: a.Weight, IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
+		DLoss: a.DLoss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX,
 	}
-	d, ok := k.operand("lse", t, stat)
+	if a.Reduction == kernels.ReduceMean {
+		if s.Denominator = a.Denominator; !s.Denominator.Present() {
+			s.Denominator = a.LSE.Denominator
+		}
+	}
+	return s
+}
+
+func (a *crossEntropyBackward) host() error {
+	if s := a.spec(); s.X.Rows > 0 {
+		cpu.CrossEntropyBackward(&s, workers())
+	}
+	return nil
+}
+
+func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
+	s := a.spec()
+	if s.X.Rows == 0 {
+		return nil
+	}
+	general := !vectorRows(s.X) || !vectorRows(s.DX)
+	k, err := c.start(ordinal, request{
+		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: s.X.DType, general: general, onePass: s.OnePass,
+		m: s.X.Rows, n: s.X.Cols,
+	})
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := k.crossEntropy(&s)
+	args.Dloss, args.DlossStride = input(s.DLoss.Data), s.DLoss.Stride
+	args.Denominator = output(s.Denominator.Data)
+	if s.OnePass {
+		args.OnePass = 1
+	}
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
+
+// crossEntropy fills in what forward and backward share.
+func (k *cudaCall) crossEntropy(s *kernels.CrossEntropy) kernels.CrossEntropyArgs {
+	args := kernels.CrossEntropyArgs{
+		Rows:   k.rows(s.X, kernels.Matrix{}, s.DX),
+		Target: input(s.Target.Data), TargetStride: s.Target.Stride, TargetType: int32(s.Target.DType),
+		Weight: input(s.Weight.Data), WeightType: int32(s.Weight.DType), IgnoreIndex: s.IgnoreIndex,
+		Max: output(s.Max.Data), MaxStride: s.Max.Stride, LogSum: output(s.LogSum.Data), LogSumStride: s.LogSum.Stride,
+	}
+	if s.Reduction == kernels.ReduceMean {
+		args.Mean = 1
+	}
+	return args
+}
+
+// reduction checks an option that says what becomes of the rows' losses.
+func (k *check) reduction(r kernels.Reduction) {
+	if r < kernels.ReduceNone || r > kernels.ReduceSum {
+		k.fail(StatusOption, "reduction is %d, expected none (0), mean (1) or sum (2)", r)
+	}
+}
+
+// reduced checks an operand with an element for each row, or with one where the rows are reduced.
+func (k *check) reduced(name string, t *dlpack.Tensor, allowed types, m int64, r kernels.Reduction) kernels.Vector {
+	if r == kernels.ReduceNone {
+		return k.compact(name, t, allowed, m, perRow+" with reduction none")
+	}
+	return k.compact(name, t, allowed, 1, "one sum or mean for all rows")
+}
+
+// upstream checks the gradient of a reduced operand. One element for all rows has stride 0.
+func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) kernels.Vector {
+	if t != nil && t.Validate() == nil && t.Len() == 1 {
+		v := k.vector(name, t, allowed, 1, "")
+		v.Stride = 0
+		return v
+	}
+	return k.vector(name, t, allowed, m, perRow+", or a single one for all")
+}
+
+// statistics checks the log-sum-exp of the rows: M elements, (2, M) in two parts, or 2 M + 1, those parts and the
+// denominator behind them.
+func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64) (s logSumExp) {
+	const shapes = perRow + ", (2, M), or 2 M + 1 with the denominator"
+	if k.err != nil || t == nil || t.Validate() != nil {
+		s.Max = k.compact(name, t, allowed, m, shapes)
+		return s
+	}
+	switch {
+	case t.NDim == 1 && t.Len() == 2*m+1:
+		all := k.compact(name, t, allowed, 2*m+1, shapes)
+		if k.err != nil {
+			return s
+		}
+		size := all.DType.Size()
+		part := func(from, n int64) kernels.Vector {
+			return kernels.Vector{Data: unsafe.Add(all.Data, from*size), DType: all.DType, Len: n, Stride: 1}
+		}
+		s.Denominator = part(2*m, 1)
+		if m > 0 {
+			s.Max, s.LogSum = part(0, m), part(m, m)
+		}
+		return s
+	case t.NDim < 2 || t.Dim(0) != 2 || t.Len() != 2*m || m == 0:
+		s.Max = k.compact(name, t, allowed, m, shapes)
+		return s
+	}
+	d, ok := k.operand(name, t, allowed)
 	if !ok {
-		return
+		return s
 	}
 	part := *t
 	part.NDim--
@@ -149,11 +225,12 @@ func (k *check) lse(a *kernels.CrossEntropy, t *dlpack.Tensor, stat types) {
 		part.Strides = unsafe.SliceData(unsafe.Slice(t.Strides, t.NDim)[1:])
 	}
 	if stride, ok := collapse(&part, part.Rank()); m > 1 && (!ok || stride != 1) {
-		k.fail(StatusLayout, "lse has strides %s, expected adjacent elements in each of its two parts; make it contiguous",
-			strides(t))
+		k.fail(StatusLayout, "%s has strides %s, expected adjacent elements in each of its two parts; make it contiguous",
+			name, strides(t))
 	}
-	a.Max = kernels.Vector{Data: t.Pointer(), DType: d, Len: m, Stride: 1}
-	a.LogSum = a.Max
-	a.LogSum.Data = unsafe.Add(a.Max.Data, t.Stride(0)*d.Size())
-	k.add(span{"lse", d, int64(uintptr(t.Pointer())), 2, m, t.Stride(0)})
+	s.Max = kernels.Vector{Data: t.Pointer(), DType: d, Len: m, Stride: 1}
+	s.LogSum = s.Max
+	s.LogSum.Data = unsafe.Add(s.Max.Data, t.Stride(0)*d.Size())
+	k.add(span{name, d, int64(uintptr(t.Pointer())), 2, m, t.Stride(0)})
+	return s
 }

@@ -17,7 +17,7 @@ import (
 
 const ignored = ops.DefaultIgnoreIndex
 
-var plain = ops.CrossEntropyOptions{IgnoreIndex: ignored}
+var plain = crossEntropyOptions{IgnoreIndex: ignored}
 
 // entropy is the reference for each row: the loss, its magnitude, the two parts of the log-sum-exp, the
 // gradient for an upstream gradient of 1, and the weight of the row in a mean.
@@ -124,7 +124,7 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 
 	o := plain
 	loss, lse, dx, denominator := empty(t, stat, m), empty(t, stat, 2, m), newMatrix(t, d, nil, m, n, l), empty(t, stat)
-	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, loss, lse, dx.Tensor, denominator, o))
+	require.NoError(t, crossEntropyForward(x.Tensor, target, weight, loss, lse, dx.Tensor, denominator, o))
 	requireClose(t, want.loss, want.sizeLoss, values(t, loss), stat, n)
 	gotDX := dx.result(t)
 	requireClose(t, want.dx, want.sizeDX, gotDX, d, n)
@@ -135,7 +135,7 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 
 	// Only the loss; the whole log-sum-exp.
 	alone, whole := empty(t, stat, m), empty(t, stat, m)
-	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, alone, whole, nil, nil, o))
+	require.NoError(t, crossEntropyForward(x.Tensor, target, weight, alone, whole, nil, nil, o))
 	requireClose(t, want.loss, want.sizeLoss, values(t, alone), stat, n)
 	for i, v := range values(t, whole) {
 		assert.InDelta(t, want.top[i]+want.logSum[i], v, ulp(stat, v)*(16+2*math.Sqrt(float64(n))))
@@ -145,10 +145,10 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 	counted := slices.DeleteFunc(slices.Clone(want.sizeLoss), math.IsNaN)
 	total, mean := empty(t, stat), empty(t, stat, 1)
 	o.Reduction = kernels.ReduceSum
-	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, total, nil, nil, nil, o))
+	require.NoError(t, crossEntropyForward(x.Tensor, target, weight, total, nil, nil, nil, o))
 	requireClose(t, []float64{sum(want.loss)}, []float64{sum(counted)}, values(t, total), stat, n)
 	o.Reduction = kernels.ReduceMean
-	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, mean, nil, nil, denominator, o))
+	require.NoError(t, crossEntropyForward(x.Tensor, target, weight, mean, nil, nil, denominator, o))
 	divisor := sum(want.weight)
 	requireClose(t, []float64{sum(want.loss) / divisor}, []float64{sum(counted) / divisor}, values(t, mean), stat, n)
 
@@ -158,7 +158,7 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 	scaled, size := want.upstream(vd, n)
 	for _, form := range []*dlpack.Tensor{lse, whole} {
 		grad := newMatrix(t, d, nil, m, n, l)
-		require.NoError(t, ops.CrossEntropyBackward(nil, x.Tensor, target, weight, tensor(t, stat, vd, m), form, nil,
+		require.NoError(t, crossEntropyBackward(x.Tensor, target, weight, tensor(t, stat, vd, m), form, nil,
 			grad.Tensor, o))
 		// The whole lse has lost digits where the logits are large.
 		requireClose(t, scaled, addScaled(size, vd, want.top, n), grad.result(t), d, n)
@@ -170,24 +170,24 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 		"strided": view(t, tensor(t, stat, slices.Repeat([]float64{3, 0}, int(m)), 2*m), 0, []int64{m}, []int64{2}),
 	} {
 		grad := newMatrix(t, d, nil, m, n, l)
-		require.NoError(t, ops.CrossEntropyBackward(nil, x.Tensor, target, weight, dloss, lse, nil, grad.Tensor, o), name)
+		require.NoError(t, crossEntropyBackward(x.Tensor, target, weight, dloss, lse, nil, grad.Tensor, o), name)
 		requireClose(t, scaled, size, grad.result(t), d, n)
 	}
 	o.Reduction = kernels.ReduceMean
 	scaled, size = want.upstream(slices.Repeat([]float64{3 / divisor}, int(m)), n)
 	grad := newMatrix(t, d, nil, m, n, l)
-	require.NoError(t, ops.CrossEntropyBackward(nil, x.Tensor, target, weight, tensor(t, stat, three[:1]), lse,
+	require.NoError(t, crossEntropyBackward(x.Tensor, target, weight, tensor(t, stat, three[:1]), lse,
 		denominator, grad.Tensor, o))
 	requireClose(t, scaled, size, grad.result(t), d, n)
 
 	// In x's place, both directions.
 	assert.Equal(t, vx, x.result(t), "x must not change")
 	place := newMatrix(t, d, vx, m, n, l)
-	require.NoError(t, ops.CrossEntropyBackward(nil, place.Tensor, target, weight, tensor(t, stat, three[:1]), lse,
+	require.NoError(t, crossEntropyBackward(place.Tensor, target, weight, tensor(t, stat, three[:1]), lse,
 		denominator, place.Tensor, o))
 	assert.Equal(t, grad.result(t), place.result(t))
 	o.Reduction = kernels.ReduceNone
-	require.NoError(t, ops.CrossEntropyForward(nil, x.Tensor, target, weight, alone, nil, x.Tensor, nil, o))
+	require.NoError(t, crossEntropyForward(x.Tensor, target, weight, alone, nil, x.Tensor, nil, o))
 	assert.Equal(t, gotDX, x.result(t))
 }
 
@@ -212,14 +212,14 @@ func TestTargetsOutOfRange(t *testing.T) {
 			o := plain
 			target := tensor(t, index, vt, m)
 			want := crossEntropy(values(t, x), vt, nil, n)
-			require.NoError(t, ops.CrossEntropyForward(nil, x, target, weight, loss, lse, dx, nil, o))
+			require.NoError(t, crossEntropyForward(x, target, weight, loss, lse, dx, nil, o))
 			requireClose(t, want.loss, want.sizeLoss, values(t, loss), stat, n)
 			requireClose(t, want.dx, want.sizeDX, values(t, dx), d, n)
-			require.NoError(t, ops.CrossEntropyBackward(nil, x, target, weight, tensor(t, stat, []float64{1}), lse, nil, dx, o))
+			require.NoError(t, crossEntropyBackward(x, target, weight, tensor(t, stat, []float64{1}), lse, nil, dx, o))
 			requireClose(t, want.dx, want.sizeDX, values(t, dx), d, n)
 			total := empty(t, stat)
 			o.Reduction = kernels.ReduceSum
-			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, total, nil, nil, nil, o))
+			require.NoError(t, crossEntropyForward(x, target, nil, total, nil, nil, nil, o))
 			assert.True(t, math.IsNaN(values(t, total)[0]), "one bad row shows in the total")
 		}
 	}
@@ -229,7 +229,7 @@ func TestTargetsOutOfRange(t *testing.T) {
 func TestTargetsAreNotTruncated(t *testing.T) {
 	x, target := empty(t, dlpack.Float32, 1, 4), tensor(t, dlpack.Int64, []float64{1 << 32}, 1)
 	loss := empty(t, dlpack.Float32, 1)
-	require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, nil, nil, nil, plain))
+	require.NoError(t, crossEntropyForward(x, target, nil, loss, nil, nil, nil, plain))
 	assert.True(t, math.IsNaN(values(t, loss)[0]))
 }
 
@@ -239,23 +239,23 @@ func TestNothingCounts(t *testing.T) {
 			x, target := empty(t, dlpack.Float32, m, 4), tensor(t, dlpack.Int64, slices.Repeat([]float64{ignored}, int(m)), m)
 			loss, denominator := tensor(t, dlpack.Float32, []float64{7}), tensor(t, dlpack.Float32, []float64{7})
 			dx, lse := empty(t, dlpack.Float32, m, 4), empty(t, dlpack.Float32, 2, m)
-			o := ops.CrossEntropyOptions{IgnoreIndex: ignored, Reduction: kernels.ReduceMean}
-			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, lse, dx, denominator, o))
+			o := crossEntropyOptions{IgnoreIndex: ignored, Reduction: kernels.ReduceMean}
+			require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, dx, denominator, o))
 			assert.True(t, math.IsNaN(values(t, loss)[0]), "a mean over nothing is NaN, as in torch")
 			assert.Equal(t, []float64{0}, values(t, denominator))
 			assert.Equal(t, make([]float64, 4*m), values(t, dx))
-			require.NoError(t, ops.CrossEntropyBackward(nil, x, target, nil, loss, lse, denominator, dx, o))
+			require.NoError(t, crossEntropyBackward(x, target, nil, loss, lse, denominator, dx, o))
 			assert.Equal(t, make([]float64, 4*m), values(t, dx), "the gradient of an ignored row is 0 whatever the divisor")
 
 			o.Reduction = kernels.ReduceSum
-			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, nil, nil, nil, o))
+			require.NoError(t, crossEntropyForward(x, target, nil, loss, nil, nil, nil, o))
 			assert.Equal(t, []float64{0}, values(t, loss))
 
 			o.Reduction = kernels.ReduceNone
 			rows := empty(t, dlpack.Float32, m)
-			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, rows, nil, nil, denominator, o))
+			require.NoError(t, crossEntropyForward(x, target, nil, rows, nil, nil, denominator, o))
 			assert.Equal(t, []float64{0}, values(t, denominator))
-			require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, rows, nil, nil, nil, o))
+			require.NoError(t, crossEntropyForward(x, target, nil, rows, nil, nil, nil, o))
 			assert.Equal(t, make([]float64, m), values(t, rows))
 		})
 	}
@@ -270,7 +270,7 @@ func TestCrossEntropyInfinities(t *testing.T) {
 		10000, 10000, 10000,
 	}, 4, 3)
 	target, loss := tensor(t, dlpack.Int64, []float64{1, 0, 1, 2}, 4), empty(t, dlpack.Float32, 4)
-	require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, nil, nil, nil, plain))
+	require.NoError(t, crossEntropyForward(x, target, nil, loss, nil, nil, nil, plain))
 	got := values(t, loss)
 	assert.InDelta(t, math.Log(2), got[0], 1e-6)
 	assert.Equal(t, inf, got[1])
@@ -290,19 +290,43 @@ func TestCrossEntropyLeadingDimensions(t *testing.T) {
 		"flipped": view(t, tensor(t, dlpack.Int64, []float64{1, 2, 3, 2, 1, 0}, 6), 5, []int64{2, 3}, []int64{-3, -1}),
 	} {
 		loss, lse, dx := empty(t, dlpack.Float32, 2, 3), empty(t, dlpack.Float32, 2, 2, 3), empty(t, dlpack.Float32, 2, 3, 4)
-		require.NoError(t, ops.CrossEntropyForward(nil, x, target, nil, loss, lse, nil, nil, plain), name)
+		require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, nil, nil, plain), name)
 		requireClose(t, want.loss, want.sizeLoss, values(t, loss), dlpack.Float32, 4)
 		one := tensor(t, dlpack.Float32, []float64{1})
-		require.NoError(t, ops.CrossEntropyBackward(nil, x, target, nil, one, lse, nil, dx, plain), name)
+		require.NoError(t, crossEntropyBackward(x, target, nil, one, lse, nil, dx, plain), name)
 		requireClose(t, want.dx, want.sizeDX, values(t, dx), dlpack.Float32, 4)
 	}
 
 	// The parts of lse may be slices of longer ones.
 	loss, long := empty(t, dlpack.Float32, 6), empty(t, dlpack.Float32, 2, 10)
 	cut := view(t, long, 1, []int64{2, 6}, []int64{10, 1})
-	require.NoError(t, ops.CrossEntropyForward(nil, x, spread, nil, loss, cut, nil, nil, plain))
+	require.NoError(t, crossEntropyForward(x, spread, nil, loss, cut, nil, nil, plain))
 	parts := values(t, long)
 	requireClose(t, want.top, want.top, parts[1:7], dlpack.Float32, 4)
 	requireClose(t, want.logSum, ones(6), parts[11:17], dlpack.Float32, 4)
 	assert.Equal(t, []float64{0, 0, 0, 0}, []float64{parts[0], parts[7], parts[10], parts[17]})
+}
+
+// A log-sum-exp of 2 M + 1 elements holds both parts and the denominator, and serves backward by itself.
+func TestCrossEntropyPackedStatistics(t *testing.T) {
+	for _, m := range []int64{0, 1, 3} {
+		x := tensor(t, dlpack.Float32, random(t, rand.New(rand.NewPCG(7, 8)), dlpack.Float32, 4*m), m, 4)
+		target := tensor(t, dlpack.Int64, []float64{1, ignored, 2}[:m], m)
+		one, loss := tensor(t, dlpack.Float32, []float64{1}), empty(t, dlpack.Float32)
+		apart, denominator, packed := empty(t, dlpack.Float32, 2, m), empty(t, dlpack.Float32), empty(t, dlpack.Float32, 2*m+1)
+		o := crossEntropyOptions{IgnoreIndex: ignored, Reduction: kernels.ReduceMean}
+		require.NoError(t, crossEntropyForward(x, target, nil, loss, apart, nil, denominator, o))
+		require.NoError(t, crossEntropyForward(x, target, nil, loss, packed, nil, nil, o))
+		assert.Equal(t, append(values(t, apart), values(t, denominator)...), values(t, packed))
+
+		want, got := empty(t, dlpack.Float32, m, 4), empty(t, dlpack.Float32, m, 4)
+		require.NoError(t, crossEntropyBackward(x, target, nil, one, apart, denominator, want, o))
+		require.NoError(t, crossEntropyBackward(x, target, nil, one, packed, nil, got, o))
+		assert.Equal(t, values(t, want), values(t, got))
+
+		err := crossEntropyForward(x, target, nil, loss, packed, nil, denominator, o)
+		require.ErrorContains(t, err, "denominator is given, and lse has room for it too")
+		o.Reduction = kernels.ReduceSum // has no use for the denominator
+		require.NoError(t, crossEntropyBackward(x, target, nil, one, packed, nil, got, o))
+	}
 }

@@ -76,13 +76,12 @@ func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 	if err != nil {
 		return cudaCall{}, cudaError(err)
 	}
-	r.Choice = c.Choice
 	p, err := planFor(ordinal, d.Facts(), r)
 	if err != nil {
 		return cudaCall{}, err
 	}
 	k := cudaCall{device: d, plan: p, stream: c.Stream}
-	if c.BatchInvariant {
+	if r.BatchInvariant {
 		k.fixed = 1
 	}
 	switch {
@@ -154,153 +153,6 @@ func alike(first kernels.Matrix, others ...kernels.Matrix) bool {
 }
 
 func aligned(v kernels.Vector) bool { return uintptr(v.Data)%16 == 0 }
-
-func (c *Call) cudaSoftmaxForward(ordinal int32, x, y kernels.Matrix) error {
-	general := !vectorRows(x) || !vectorRows(y)
-	return c.softmax(ordinal, kernels.SoftmaxForward, x, kernels.Matrix{}, y, general, general && alike(x, y))
-}
-
-func (c *Call) cudaSoftmaxBackward(ordinal int32, dy, y, dx kernels.Matrix) error {
-	general := !vectorRows(dy) || !vectorRows(y) || !vectorRows(dx)
-	return c.softmax(ordinal, kernels.SoftmaxBackward, dy, y, dx, general, general && alike(dy, y, dx))
-}
-
-func (c *Call) softmax(ordinal int32, op kernels.Op, a, b, y kernels.Matrix, general, alike bool) error {
-	if a.Rows == 0 {
-		return nil
-	}
-	k, err := c.start(ordinal, request{op: op, x: a.DType, general: general, alike: alike, m: a.Rows, n: a.Cols})
-	if err != nil {
-		return err
-	}
-	defer k.finish()
-	args := kernels.SoftmaxArgs{Rows: k.rows(a, b, y)}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
-}
-
-func (c *Call) cudaRMSNormForward(
-	ordinal int32, x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, rstd kernels.Vector, eps float64,
-) error {
-	if x.Rows == 0 {
-		return nil
-	}
-	general := !vectorRows(x) || !vectorRows(y) || y.DType != x.DType || !aligned(weight)
-	k, err := c.start(ordinal, request{
-		op: kernels.RMSNormForward, x: x.DType, general: general, alike: general && alike(x, y), m: x.Rows, n: x.Cols,
-	})
-	if err != nil {
-		return err
-	}
-	defer k.finish()
-	args := k.rmsnorm(x, kernels.Matrix{}, y, weight)
-	args.Rstd, args.Eps = output(rstd.Data), float32(eps)
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
-}
-
-func (c *Call) cudaRMSNormBackward(
-	ordinal int32, x kernels.Matrix, weight kernels.Vector, dout kernels.Matrix, rstd kernels.Vector, dx kernels.Matrix,
-	dw kernels.Vector,
-) error {
-	if x.Rows == 0 && !dw.Present() {
-		return nil
-	}
-	mixed := dout.DType != x.DType
-	general := mixed || !vectorRows(x) || !vectorRows(dout) || !vectorRows(dx) || !aligned(weight)
-	k, err := c.start(ordinal, request{
-		op: kernels.RMSNormBackward, x: x.DType, general: general, mixed: mixed, alike: general && alike(x, dout, dx),
-		dw: dw.Present(), m: x.Rows, n: x.Cols,
-	})
-	if err != nil {
-		return err
-	}
-	defer k.finish()
-	args := k.rmsnorm(x, dout, dx, weight)
-	args.Rstd, args.Dw, args.DwType = output(rstd.Data), output(dw.Data), int32(dw.DType)
-	args.DwPartial, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
-}
-
-func (k *cudaCall) rmsnorm(a, b, y kernels.Matrix, weight kernels.Vector) kernels.RMSNormArgs {
-	return kernels.RMSNormArgs{
-		Rows: k.rows(a, b, y), Weight: input(weight.Data), WeightType: int32(weight.DType), InvN: 1 / float32(a.Cols),
-	}
-}
-
-func (c *Call) cudaCrossEntropyForward(ordinal int32, a *kernels.CrossEntropy) error {
-	op, general := kernels.CrossEntropyForward, !vectorRows(a.X)
-	if a.DX.Data != nil {
-		op, general = kernels.CrossEntropyForwardDX, general || !vectorRows(a.DX)
-	}
-	total := a.Reduction != kernels.ReduceNone || a.Denominator.Present()
-	if a.X.Rows == 0 && !total {
-		return nil
-	}
-	rowsAlike := general && (a.DX.Data == nil || alike(a.X, a.DX))
-	onePass := a.OnePass && a.Reduction == kernels.ReduceMean && a.DX.Data != nil
-	k, err := c.start(ordinal, request{
-		op: op, x: a.X.DType, general: general, alike: rowsAlike, total: total, onePass: onePass, m: a.X.Rows, n: a.X.Cols,
-	})
-	if err != nil {
-		return err
-	}
-	defer k.finish()
-	args := k.crossEntropy(a)
-	args.Logits = k.at(k.plan.scratch.logits)
-	args.Denominator = output(a.Denominator.Data)
-	if onePass {
-		args.OnePass = 1
-		if args.Denominator == 0 {
-			args.Denominator = k.at(k.plan.scratch.denominator)
-		}
-	}
-	if total && !k.plan.totalHere {
-		args.RowLosses = k.at(k.plan.scratch.rowLosses)
-	}
-	if a.Reduction == kernels.ReduceNone {
-		args.Loss, args.LossStride = output(a.Loss.Data), a.Loss.Stride
-	} else {
-		args.Total = output(a.Loss.Data)
-	}
-	if k.plan.totalHere {
-		args.TotalHere = 1
-	}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
-}
-
-func (c *Call) cudaCrossEntropyBackward(ordinal int32, a *kernels.CrossEntropy) error {
-	if a.X.Rows == 0 {
-		return nil
-	}
-	general := !vectorRows(a.X) || !vectorRows(a.DX)
-	k, err := c.start(ordinal, request{
-		op: kernels.CrossEntropyBackward, x: a.X.DType, general: general, onePass: a.OnePass, m: a.X.Rows, n: a.X.Cols,
-	})
-	if err != nil {
-		return err
-	}
-	defer k.finish()
-	args := k.crossEntropy(a)
-	args.Dloss, args.DlossStride = input(a.DLoss.Data), a.DLoss.Stride
-	args.Denominator = output(a.Denominator.Data)
-	if a.OnePass {
-		args.OnePass = 1
-	}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
-}
-
-// crossEntropy fills in what forward and backward share.
-func (k *cudaCall) crossEntropy(a *kernels.CrossEntropy) kernels.CrossEntropyArgs {
-	args := kernels.CrossEntropyArgs{
-		Rows:   k.rows(a.X, kernels.Matrix{}, a.DX),
-		Target: input(a.Target.Data), TargetStride: a.Target.Stride, TargetType: int32(a.Target.DType),
-		Weight: input(a.Weight.Data), WeightType: int32(a.Weight.DType), IgnoreIndex: a.IgnoreIndex,
-		Max: output(a.Max.Data), MaxStride: a.Max.Stride, LogSum: output(a.LogSum.Data), LogSumStride: a.LogSum.Stride,
-	}
-	if a.Reduction == kernels.ReduceMean {
-		args.Mean = 1
-	}
-	return args
-}
 
 // cudaWarmup loads all kernels for a device.
 func cudaWarmup(ordinal int32) error {

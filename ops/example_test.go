@@ -13,7 +13,7 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
-	if err := ops.SoftmaxForward(nil, x, x); err != nil { // in place
+	if err := (ops.SoftmaxForward{X: x, Y: x}).Run(nil); err != nil { // in place
 		fmt.Println(err)
 		return
 	}

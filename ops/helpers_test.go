@@ -9,6 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
+	"github.com/gander-go/gander/ops"
 )
 
 // rowWidths are the N of the numerical tests: odd ones, one beyond a power of two, one that is long.
@@ -198,3 +200,39 @@ func requireClose(t testing.TB, want, magnitude, got []float64, d dlpack.DType, 
 
 // row returns row i of row-major rows of n.
 func row(v []float64, i, n int64) []float64 { return v[i*n : (i+1)*n] }
+
+// The operators, with their operands in order.
+
+func softmaxForward(x, y *dlpack.Tensor) error { return ops.SoftmaxForward{X: x, Y: y}.Run(nil) }
+
+func softmaxBackward(dy, y, dx *dlpack.Tensor) error {
+	return ops.SoftmaxBackward{DY: dy, Y: y, DX: dx}.Run(nil)
+}
+
+func rmsNormForward(x, weight, y, rstd *dlpack.Tensor, eps float64) error {
+	return ops.RMSNormForward{X: x, Weight: weight, Y: y, Rstd: rstd, Eps: eps}.Run(nil)
+}
+
+func rmsNormBackward(x, weight, dout, rstd, dx, dw *dlpack.Tensor) error {
+	return ops.RMSNormBackward{X: x, Weight: weight, DOut: dout, Rstd: rstd, DX: dx, DW: dw}.Run(nil)
+}
+
+type crossEntropyOptions struct {
+	IgnoreIndex int64
+	Reduction   kernels.Reduction
+	OnePass     bool
+}
+
+func crossEntropyForward(x, target, weight, loss, lse, dx, denominator *dlpack.Tensor, o crossEntropyOptions) error {
+	return ops.CrossEntropyForward{
+		X: x, Target: target, Weight: weight, Loss: loss, LSE: lse, DX: dx, Denominator: denominator,
+		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass,
+	}.Run(nil)
+}
+
+func crossEntropyBackward(x, target, weight, dloss, lse, denominator, dx *dlpack.Tensor, o crossEntropyOptions) error {
+	return ops.CrossEntropyBackward{
+		X: x, Target: target, Weight: weight, DLoss: dloss, LSE: lse, Denominator: denominator, DX: dx,
+		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass,
+	}.Run(nil)
+}

@@ -20,25 +20,6 @@ import (
 // Status classifies an Error. The numbers are gander_status of gander.h.
 type Status int32
 
-// The statuses.
-const (
-	StatusOK          Status = iota
-	StatusNull               // a required tensor or pointer is missing
-	StatusShape              // rank or shape
-	StatusDType              // element type
-	StatusDevice             // device type, or operands on different devices
-	StatusLayout             // strides that cannot be served
-	StatusAlignment          // a pointer that is not aligned to its element
-	StatusOverlap            // an output overlaps another operand
-	StatusOption             // an option's value
-	StatusVersion            // a DLPack tensor of another major version
-	StatusUnsupported        // valid, but not served by this build, driver or device
-	StatusMemory             // an allocation failed
-	StatusCUDA               // the CUDA driver refused
-	StatusFork               // called in a child process after fork
-	StatusInternal           // a defect of gander
-)
-
 // Error is what every function of this package returns when it refuses or fails. Message says which
 // argument, what came, what was expected, and what to do.
 type Error struct {
@@ -49,10 +30,9 @@ type Error struct {
 // Error returns the message.
 func (e *Error) Error() string { return e.Message }
 
-// Call is how an op runs: where, with whose memory, by which kernels. It matters on CUDA devices only; nil means the legacy
-// default stream, the driver's memory pool and the planner's choice.
+// Call is where an operator runs and with whose memory. It matters on CUDA devices only; nil means the legacy default
+// stream and the driver's memory pool.
 type Call struct {
-	Choice
 	Stream uintptr // a CUstream
 	// Allocate returns device memory for use in Stream's order, or an error; it is called at most once and
 	// keeps what it returned valid until work enqueued on Stream by this call is done.
@@ -61,7 +41,7 @@ type Call struct {
 
 var defaultCall Call
 
-// orDefault serves callers who have nothing to say.
+// orDefault returns the defaults for a nil Call.
 func (c *Call) orDefault() *Call {
 	if c == nil {
 		return &defaultCall
@@ -126,7 +106,7 @@ func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) 
 	if m < 0 || n < 1 {
 		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
 	}
-	k.chosen(&Call{Choice: c}, explained[op].op)
+	k.chosen(c, explained[op].op)
 	if k.err != nil {
 		return "", k.err
 	}

@@ -5,11 +5,11 @@ import (
 	"github.com/gander-go/gander/internal/driver"
 )
 
-// CheckRows tells whether t can be an operand x of rows (M, N), for callers that make outputs of its shape
-// before they call an op.
-func CheckRows(op string, t *dlpack.Tensor) error {
+// CheckRows tells whether t can be an operator's first operand, for callers that make outputs of its shape before they
+// call it.
+func CheckRows(op, name string, t *dlpack.Tensor) error {
 	k := check{op: op}
-	k.rows("x", t, anyFloat)
+	k.rows(name, t, anyFloat)
 	if k.err != nil {
 		return k.err
 	}

@@ -18,7 +18,7 @@ type operands struct {
 	x, weight, y, rstd, dw, dout              *dlpack.Tensor
 	target, loss, lse, dx, dloss, denominator *dlpack.Tensor
 	eps                                       float64
-	o                                         ops.CrossEntropyOptions
+	o                                         crossEntropyOptions
 }
 
 const mark = 5 // what every output holds before a call
@@ -38,17 +38,17 @@ func newOperands(t testing.TB) *operands {
 }
 
 var calls = map[string]func(a *operands) error{
-	"softmax_forward":  func(a *operands) error { return ops.SoftmaxForward(nil, a.x, a.y) },
-	"softmax_backward": func(a *operands) error { return ops.SoftmaxBackward(nil, a.dout, a.y, a.dx) },
-	"rmsnorm_forward":  func(a *operands) error { return ops.RMSNormForward(nil, a.x, a.weight, a.y, a.rstd, a.eps) },
+	"softmax_forward":  func(a *operands) error { return softmaxForward(a.x, a.y) },
+	"softmax_backward": func(a *operands) error { return softmaxBackward(a.dout, a.y, a.dx) },
+	"rmsnorm_forward":  func(a *operands) error { return rmsNormForward(a.x, a.weight, a.y, a.rstd, a.eps) },
 	"rmsnorm_backward": func(a *operands) error {
-		return ops.RMSNormBackward(nil, a.x, a.weight, a.dout, a.rstd, a.dx, a.dw)
+		return rmsNormBackward(a.x, a.weight, a.dout, a.rstd, a.dx, a.dw)
 	},
 	"cross_entropy_forward": func(a *operands) error {
-		return ops.CrossEntropyForward(nil, a.x, a.target, a.weight, a.loss, a.lse, a.dx, a.denominator, a.o)
+		return crossEntropyForward(a.x, a.target, a.weight, a.loss, a.lse, a.dx, a.denominator, a.o)
 	},
 	"cross_entropy_backward": func(a *operands) error {
-		return ops.CrossEntropyBackward(nil, a.x, a.target, a.weight, a.dloss, a.lse, a.denominator, a.dx, a.o)
+		return crossEntropyBackward(a.x, a.target, a.weight, a.dloss, a.lse, a.denominator, a.dx, a.o)
 	},
 }
 
@@ -100,7 +100,7 @@ func TestRefusals(t *testing.T) {
 		{"cross_entropy_backward", func(a *operands) { a.dx, a.denominator = nil, nil }, ops.StatusNull, "dx is NULL"},
 		{"cross_entropy_backward", func(a *operands) { a.o.Reduction, a.denominator = kernels.ReduceMean, nil },
 			ops.StatusNull,
-			"denominator is NULL, expected a tensor"},
+			"denominator is NULL, expected the mean's denominator"},
 
 		// DLPack itself.
 		{"softmax_forward", func(a *operands) { a.x.NDim = -1 }, ops.StatusShape,
@@ -139,7 +139,7 @@ func TestRefusals(t *testing.T) {
 		{"cross_entropy_forward", func(a *operands) { a.o.Reduction = kernels.ReduceSum }, ops.StatusShape,
 			"loss has shape (3,), which is 3 elements, expected 1: one sum or mean for all rows"},
 		{"cross_entropy_forward", func(a *operands) { a.lse = f32(3, 2) }, ops.StatusShape,
-			"lse has shape (3, 2), which is 6 elements, expected 3: one for each row of x, or (2, M)"},
+			"lse has shape (3, 2), which is 6 elements, expected 3: one for each row of x, (2, M), or 2 M + 1 with the denominator"},
 		{"cross_entropy_forward", func(a *operands) { a.denominator = f32(3) }, ops.StatusShape,
 			"denominator has shape (3,), which is 3 elements, expected 1: one for all rows"},
 		{"cross_entropy_backward", func(a *operands) { a.dloss = f32(2) }, ops.StatusShape,
@@ -287,7 +287,7 @@ func TestOperandsAreValid(t *testing.T) {
 func TestPinnedMemory(t *testing.T) {
 	a := newOperands(t)
 	a.y.Device.Type = dlpack.CUDAHost
-	require.NoError(t, ops.SoftmaxForward(nil, a.x, a.y))
+	require.NoError(t, softmaxForward(a.x, a.y))
 	assert.Equal(t, []float64{0.25, 0.25}, values(t, a.y)[:2])
 }
 

@@ -2,80 +2,73 @@ package ops
 
 import (
 	"math"
+	"unsafe"
 
-	"github.com/gander-go/gander/dlpack"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/kernels/cpu"
 )
 
-const perRow = "one for each row of x"
+func (a *rmsNormForward) refuse(k *check) {
+	if !(a.Eps >= 0) || math.IsInf(a.Eps, 1) {
+		k.fail(StatusOption, "eps is %v, expected a finite number of 0 or more", a.Eps)
+	}
+}
 
-// RMSNormForward computes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row
-// (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). x and y are (M, N); weight (N) and
-// rstd (M elements) are contiguous and may be nil. x, weight and y may each be float16, bfloat16 or
-// float32; on the host all may be float64. rstd is float32, or float64 with a float64 x. y may be x where
-// their dtypes agree.
-func RMSNormForward(c *Call, x, weight, y, rstd *dlpack.Tensor, eps float64) error {
-	k := check{op: "rmsnorm_forward"}
-	mx := k.rows("x", x, anyFloat)
-	var vw, vr kernels.Vector
-	if weight != nil {
-		vw = k.weights("weight", weight, companion(mx.DType), mx.Cols)
+func (a *rmsNormForward) host() error {
+	if a.X.Rows > 0 {
+		cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, a.Eps, workers())
 	}
-	my := k.rowsLike("y", y, companion(mx.DType), "x", mx)
-	k.output("x")
-	if rstd != nil {
-		vr = k.compact("rstd", rstd, statistic(mx.DType), mx.Rows, perRow)
-		k.output()
-	}
-	if !(eps >= 0) || math.IsInf(eps, 1) {
-		k.fail(StatusOption, "eps is %v, expected a finite number of 0 or more", eps)
-	}
-	k.chosen(c, kernels.RMSNormForward)
-	switch {
-	case k.err != nil:
-		return k.err
-	case mx.Rows == 0:
-		return nil
-	case !k.device.Host():
-		return c.orDefault().cudaRMSNormForward(k.device.ID, mx, vw, my, vr, eps)
-	}
-	cpu.RMSNormForward(mx, vw, my, vr, eps, workers())
 	return nil
 }
 
-// RMSNormBackward computes, with h = x * rstd and g = dout * weight, dx = (g - h * mean(g * h)) * rstd for
-// each row and dw = the sum over rows of dout * h, accumulated in float32 in a fixed order. x, dout and dx
-// are (M, N), rstd has M elements as forward wrote them, weight and dw are (N) and may be nil, dw must be
-// without a weight. dx has the dtype of x and dw that of weight; otherwise dtypes are as in forward. dx may
-// be dout where their dtypes agree.
-func RMSNormBackward(c *Call, x, weight, dout, rstd, dx, dw *dlpack.Tensor) error {
-	k := check{op: "rmsnorm_backward"}
-	mx := k.rows("x", x, anyFloat)
-	var vw, vdw kernels.Vector
-	if weight != nil {
-		vw = k.weights("weight", weight, companion(mx.DType), mx.Cols)
-	}
-	mdout := k.rowsLike("dout", dout, companion(mx.DType), "x", mx)
-	vr := k.compact("rstd", rstd, statistic(mx.DType), mx.Rows, perRow)
-	mdx := k.rowsLike("dx", dx, only(mx.DType), "x", mx)
-	k.output("dout")
-	switch {
-	case dw != nil && weight == nil:
-		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
-	case dw != nil:
-		vdw = k.weights("dw", dw, only(vw.DType), mx.Cols)
-		k.output()
-	}
-	k.chosen(c, kernels.RMSNormBackward)
-	switch {
-	case k.err != nil:
-		return k.err
-	case mx.Rows == 0 && !vdw.Present():
+func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
+	if a.X.Rows == 0 {
 		return nil
-	case !k.device.Host():
-		return c.orDefault().cudaRMSNormBackward(k.device.ID, mx, vw, mdout, vr, mdx, vdw)
 	}
-	cpu.RMSNormBackward(mx, vw, mdout, vr, mdx, vdw, workers())
+	general := !vectorRows(a.X) || !vectorRows(a.Y) || a.Y.DType != a.X.DType || !aligned(a.Weight)
+	k, err := c.start(ordinal, request{
+		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general && alike(a.X, a.Y),
+		m: a.X.Rows, n: a.X.Cols,
+	})
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := k.rmsnorm(a.X, kernels.Matrix{}, a.Y, a.Weight, a.options())
+	args.Rstd = output(a.Rstd.Data)
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
+
+func (a *rmsNormBackward) host() error {
+	if a.X.Rows > 0 || a.DW.Present() {
+		cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, workers())
+	}
 	return nil
+}
+
+func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
+	if a.X.Rows == 0 && !a.DW.Present() {
+		return nil
+	}
+	mixed := a.DOut.DType != a.X.DType
+	general := mixed || !vectorRows(a.X) || !vectorRows(a.DOut) || !vectorRows(a.DX) || !aligned(a.Weight)
+	k, err := c.start(ordinal, request{
+		op: kernels.RMSNormBackward, Choice: a.Choice, x: a.X.DType, general: general, mixed: mixed,
+		alike: general && alike(a.X, a.DOut, a.DX), dw: a.DW.Present(), m: a.X.Rows, n: a.X.Cols,
+	})
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := k.rmsnorm(a.X, a.DOut, a.DX, a.Weight, a.options())
+	args.Rstd, args.Dw, args.DwType = output(a.Rstd.Data), output(a.DW.Data), int32(a.DW.DType)
+	args.DwPartial, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
+
+func (k *cudaCall) rmsnorm(first, second, out kernels.Matrix, weight kernels.Vector, o kernels.RMSNormOptions) kernels.RMSNormArgs {
+	return kernels.RMSNormArgs{
+		Rows: k.rows(first, second, out), Weight: input(weight.Data), WeightType: int32(weight.DType), Options: o,
+		InvN: 1 / float32(first.Cols),
+	}
 }

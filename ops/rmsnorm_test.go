@@ -10,7 +10,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gander-go/gander/dlpack"
-	"github.com/gander-go/gander/ops"
 )
 
 const eps = 1e-6
@@ -99,34 +98,34 @@ func testRMSNorm(t *testing.T, r *rand.Rand, d, dtypeW, dtypeY dlpack.DType, m, 
 		if weighted {
 			weight, dw, reference = tensor(t, dtypeW, vw, n), empty(t, dtypeW, n), vw
 		}
-		require.NoError(t, ops.RMSNormForward(nil, x.Tensor, weight, y.Tensor, rstd, eps))
+		require.NoError(t, rmsNormForward(x.Tensor, weight, y.Tensor, rstd, eps))
 		want, magnitude, wantRstd := rmsnorm(vx, reference, n)
 		got := y.result(t)
 		requireClose(t, want, magnitude, got, dtypeY, n)
 		requireClose(t, wantRstd, wantRstd, values(t, rstd), stat, n)
 
 		again := newMatrix(t, dtypeY, nil, m, n, l)
-		require.NoError(t, ops.RMSNormForward(nil, x.Tensor, weight, again.Tensor, nil, eps))
+		require.NoError(t, rmsNormForward(x.Tensor, weight, again.Tensor, nil, eps))
 		assert.Equal(t, got, again.result(t), "rstd wanted or not")
 		if d == dtypeY {
 			place := newMatrix(t, d, vx, m, n, l)
-			require.NoError(t, ops.RMSNormForward(nil, place.Tensor, weight, place.Tensor, nil, eps))
+			require.NoError(t, rmsNormForward(place.Tensor, weight, place.Tensor, nil, eps))
 			assert.Equal(t, got, place.result(t), "in place and apart must agree to the bit")
 		}
 
-		require.NoError(t, ops.RMSNormBackward(nil, x.Tensor, weight, dout.Tensor, rstd, dx.Tensor, dw))
+		require.NoError(t, rmsNormBackward(x.Tensor, weight, dout.Tensor, rstd, dx.Tensor, dw))
 		want, magnitude, wantDW, magnitudeDW := rmsnormGrad(vx, reference, vdout, values(t, rstd), n)
 		got = dx.result(t)
 		requireClose(t, want, magnitude, got, d, n)
 		if weighted {
 			requireClose(t, wantDW, magnitudeDW, values(t, dw), dtypeW, m)
 			again = newMatrix(t, d, nil, m, n, l)
-			require.NoError(t, ops.RMSNormBackward(nil, x.Tensor, weight, dout.Tensor, rstd, again.Tensor, nil))
+			require.NoError(t, rmsNormBackward(x.Tensor, weight, dout.Tensor, rstd, again.Tensor, nil))
 			assert.Equal(t, got, again.result(t), "dw wanted or not")
 		}
 		if d == dtypeY {
 			place := newMatrix(t, d, vdout, m, n, l)
-			require.NoError(t, ops.RMSNormBackward(nil, x.Tensor, weight, place.Tensor, rstd, place.Tensor, nil))
+			require.NoError(t, rmsNormBackward(x.Tensor, weight, place.Tensor, rstd, place.Tensor, nil))
 			assert.Equal(t, got, place.result(t), "dx in dout's place")
 		}
 	}
@@ -137,7 +136,7 @@ func testRMSNorm(t *testing.T, r *rand.Rand, d, dtypeW, dtypeY dlpack.DType, m, 
 // A row of zeros has a finite result: eps is inside of the root.
 func TestRMSNormZeroRow(t *testing.T) {
 	x, y, rstd := empty(t, dlpack.Float32, 1, 7), empty(t, dlpack.Float32, 1, 7), empty(t, dlpack.Float32, 1)
-	require.NoError(t, ops.RMSNormForward(nil, x, nil, y, rstd, 1e-4))
+	require.NoError(t, rmsNormForward(x, nil, y, rstd, 1e-4))
 	assert.Equal(t, make([]float64, 7), values(t, y))
 	assert.InEpsilon(t, 100, values(t, rstd)[0], 1e-6)
 }
@@ -150,9 +149,9 @@ func TestRMSNormExpandedGradient(t *testing.T) {
 	x, weight := tensor(t, dlpack.Float32, vx, m, n), tensor(t, dlpack.Float32, ones(n), n)
 	dout := view(t, tensor(t, dlpack.Float32, vdout, n), 0, []int64{m, n}, []int64{0, 1})
 	y, rstd := empty(t, dlpack.Float32, m, n), empty(t, dlpack.Float32, m)
-	require.NoError(t, ops.RMSNormForward(nil, x, weight, y, rstd, eps))
+	require.NoError(t, rmsNormForward(x, weight, y, rstd, eps))
 	dx, dw := empty(t, dlpack.Float32, m, n), empty(t, dlpack.Float32, n)
-	require.NoError(t, ops.RMSNormBackward(nil, x, weight, dout, rstd, dx, dw))
+	require.NoError(t, rmsNormBackward(x, weight, dout, rstd, dx, dw))
 	want, magnitude, wantDW, magnitudeDW := rmsnormGrad(vx, nil, values(t, dout), values(t, rstd), n)
 	requireClose(t, want, magnitude, values(t, dx), dlpack.Float32, n)
 	requireClose(t, wantDW, magnitudeDW, values(t, dw), dlpack.Float32, m)

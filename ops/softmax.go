@@ -1,48 +1,47 @@
 package ops
 
 import (
-	"github.com/gander-go/gander/dlpack"
+	"unsafe"
+
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/kernels/cpu"
 )
 
-// SoftmaxForward computes y[i] = exp(x[i] - max x) / sum exp(x - max x) for each row. x and y are (M, N)
-// of one dtype: float16, bfloat16 or float32, on the host also float64. y may be x.
-func SoftmaxForward(c *Call, x, y *dlpack.Tensor) error {
-	k := check{op: "softmax_forward"}
-	mx := k.rows("x", x, anyFloat)
-	my := k.rowsLike("y", y, only(mx.DType), "x", mx)
-	k.output("x")
-	k.chosen(c, kernels.SoftmaxForward)
-	switch {
-	case k.err != nil:
-		return k.err
-	case mx.Rows == 0:
-		return nil
-	case !k.device.Host():
-		return c.orDefault().cudaSoftmaxForward(k.device.ID, mx, my)
-	}
-	cpu.SoftmaxForward(mx, my, workers())
+func (a *softmaxForward) host() error {
+	cpu.SoftmaxForward(a.X, a.Y, workers())
 	return nil
 }
 
-// SoftmaxBackward computes dx = (dy - sum(dy * y)) * y for each row. dy, y and dx are (M, N) of one dtype:
-// float16, bfloat16 or float32, on the host also float64. dx may be dy or y.
-func SoftmaxBackward(c *Call, dy, y, dx *dlpack.Tensor) error {
-	k := check{op: "softmax_backward"}
-	mdy := k.rows("dy", dy, anyFloat)
-	my := k.rowsLike("y", y, only(mdy.DType), "dy", mdy)
-	mdx := k.rowsLike("dx", dx, only(mdy.DType), "dy", mdy)
-	k.output("dy", "y")
-	k.chosen(c, kernels.SoftmaxBackward)
-	switch {
-	case k.err != nil:
-		return k.err
-	case mdy.Rows == 0:
-		return nil
-	case !k.device.Host():
-		return c.orDefault().cudaSoftmaxBackward(k.device.ID, mdy, my, mdx)
-	}
-	cpu.SoftmaxBackward(mdy, my, mdx, workers())
+func (a *softmaxForward) cuda(c *Call, ordinal int32) error {
+	general := !vectorRows(a.X) || !vectorRows(a.Y)
+	return c.softmax(ordinal, request{
+		op: kernels.SoftmaxForward, Choice: a.Choice, general: general, alike: general && alike(a.X, a.Y),
+	}, a.X, kernels.Matrix{}, a.Y)
+}
+
+func (a *softmaxBackward) host() error {
+	cpu.SoftmaxBackward(a.DY, a.Y, a.DX, workers())
 	return nil
+}
+
+func (a *softmaxBackward) cuda(c *Call, ordinal int32) error {
+	general := !vectorRows(a.DY) || !vectorRows(a.Y) || !vectorRows(a.DX)
+	return c.softmax(ordinal, request{
+		op: kernels.SoftmaxBackward, Choice: a.Choice, general: general, alike: general && alike(a.DY, a.Y, a.DX),
+	}, a.DY, a.Y, a.DX)
+}
+
+// softmax launches either direction.
+func (c *Call) softmax(ordinal int32, r request, first, second, out kernels.Matrix) error {
+	if first.Rows == 0 {
+		return nil
+	}
+	r.x, r.m, r.n = first.DType, first.Rows, first.Cols
+	k, err := c.start(ordinal, r)
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := kernels.SoftmaxArgs{Rows: k.rows(first, second, out)}
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }

@@ -57,22 +57,22 @@ func TestSoftmax(t *testing.T) {
 				t.Run(fmt.Sprintf("%v/%d/%s", d, n, l.name), func(t *testing.T) {
 					vx := random(t, r, d, m*n)
 					x, y := newMatrix(t, d, vx, m, n, l), newMatrix(t, d, nil, m, n, l)
-					require.NoError(t, ops.SoftmaxForward(nil, x.Tensor, y.Tensor))
+					require.NoError(t, softmaxForward(x.Tensor, y.Tensor))
 					want, magnitude := softmax(vx, n)
 					got := y.result(t)
 					requireClose(t, want, magnitude, got, d, n)
 					assert.Equal(t, vx, x.result(t), "x must not change")
 
-					require.NoError(t, ops.SoftmaxForward(nil, x.Tensor, x.Tensor))
+					require.NoError(t, softmaxForward(x.Tensor, x.Tensor))
 					assert.Equal(t, got, x.result(t), "in place and apart must agree to the bit")
 
 					vdy := random(t, r, d, m*n)
 					dy, dx := newMatrix(t, d, vdy, m, n, l), newMatrix(t, d, nil, m, n, l)
-					require.NoError(t, ops.SoftmaxBackward(nil, dy.Tensor, y.Tensor, dx.Tensor))
+					require.NoError(t, softmaxBackward(dy.Tensor, y.Tensor, dx.Tensor))
 					want, magnitude = softmaxGrad(vdy, got, n)
 					gotDX := dx.result(t)
 					requireClose(t, want, magnitude, gotDX, d, n)
-					require.NoError(t, ops.SoftmaxBackward(nil, dy.Tensor, y.Tensor, dy.Tensor))
+					require.NoError(t, softmaxBackward(dy.Tensor, y.Tensor, dy.Tensor))
 					assert.Equal(t, gotDX, dy.result(t), "dx in dy's place")
 				})
 			}
@@ -91,7 +91,7 @@ func TestSoftmaxSpecialRows(t *testing.T) {
 			10000, 10000, -inf,
 		}, 5, 3)
 		y := empty(t, d, 5, 3)
-		require.NoError(t, ops.SoftmaxForward(nil, x, y))
+		require.NoError(t, softmaxForward(x, y))
 		got := values(t, y)
 		for i, w := range []float64{nan, nan, nan, 0, 0.5, 0.5, nan, nan, nan, nan, nan, nan, 0.5, 0.5, 0} {
 			assert.Truef(t, got[i] == w || math.IsNaN(w) && math.IsNaN(got[i]), "%v: element %d is %v, expected %v", d, i,
@@ -107,36 +107,36 @@ func TestLeadingDimensions(t *testing.T) {
 	for _, dims := range [][]int64{{6, 4}, {2, 3, 4}, {1, 6, 1, 4}, {2, 1, 3, 4}} {
 		x, y := tensor(t, dlpack.Float32, vx, dims...), empty(t, dlpack.Float32, dims...)
 		x.Strides = nil
-		require.NoError(t, ops.SoftmaxForward(nil, x, y))
+		require.NoError(t, softmaxForward(x, y))
 		requireClose(t, want, magnitude, values(t, y), dlpack.Float32, 4)
 	}
 	x, y := tensor(t, dlpack.Float32, vx[:4], 4), empty(t, dlpack.Float32, 1, 4)
-	require.NoError(t, ops.SoftmaxForward(nil, x, y))
+	require.NoError(t, softmaxForward(x, y))
 	requireClose(t, want[:4], magnitude[:4], values(t, y), dlpack.Float32, 4)
 
 	// One row repeated by a stride of 0, and rows that lie apart within one buffer of columns.
 	repeated := view(t, x, 0, []int64{3, 4}, []int64{0, 1})
 	y = empty(t, dlpack.Float32, 3, 4)
-	require.NoError(t, ops.SoftmaxForward(nil, repeated, y))
+	require.NoError(t, softmaxForward(repeated, y))
 	requireClose(t, slices.Repeat(want[:4], 3), slices.Repeat(magnitude[:4], 3), values(t, y), dlpack.Float32, 4)
 
 	both := tensor(t, dlpack.Float32, vx, 3, 8)
 	left, right := view(t, both, 0, []int64{3, 4}, []int64{8, 1}), view(t, both, 4, []int64{3, 4}, []int64{8, 1})
 	want, magnitude = softmax(values(t, left), 4)
-	require.NoError(t, ops.SoftmaxForward(nil, left, right))
+	require.NoError(t, softmaxForward(left, right))
 	requireClose(t, want, magnitude, values(t, right), dlpack.Float32, 4)
 }
 
 func TestNoRows(t *testing.T) {
 	for _, dims := range [][]int64{{0, 4}, {2, 0, 4}} {
 		x, y := empty(t, dlpack.Float16, dims...), empty(t, dlpack.Float16, dims...)
-		require.NoError(t, ops.SoftmaxForward(nil, x, y))
-		require.NoError(t, ops.SoftmaxBackward(nil, x, x, y))
+		require.NoError(t, softmaxForward(x, y))
+		require.NoError(t, softmaxBackward(x, x, y))
 		rstd := empty(t, dlpack.Float32, 0)
-		require.NoError(t, ops.RMSNormForward(nil, x, nil, y, rstd, 1e-6))
-		require.NoError(t, ops.RMSNormBackward(nil, x, nil, x, rstd, y, nil))
+		require.NoError(t, rmsNormForward(x, nil, y, rstd, 1e-6))
+		require.NoError(t, rmsNormBackward(x, nil, x, rstd, y, nil))
 		weight, dw := empty(t, dlpack.Float32, 4), tensor(t, dlpack.Float32, []float64{1, 2, 3, 4}, 4)
-		require.NoError(t, ops.RMSNormBackward(nil, x, weight, x, rstd, y, dw))
+		require.NoError(t, rmsNormBackward(x, weight, x, rstd, y, dw))
 		assert.Equal(t, []float64{0, 0, 0, 0}, values(t, dw), "a sum over no rows")
 	}
 }
@@ -151,9 +151,9 @@ func TestThreadsDoNotChangeBits(t *testing.T) {
 		defer ops.SetNumThreads(0)
 		y, dx := empty(t, dlpack.Float32, m, n), empty(t, dlpack.Float32, m, n)
 		rstd, dw := empty(t, dlpack.Float32, m), empty(t, dlpack.Float32, n)
-		require.NoError(t, ops.SoftmaxForward(nil, x, y))
-		require.NoError(t, ops.RMSNormForward(nil, x, weight, dx, rstd, 1e-6))
-		require.NoError(t, ops.RMSNormBackward(nil, x, weight, y, rstd, dx, dw))
+		require.NoError(t, softmaxForward(x, y))
+		require.NoError(t, rmsNormForward(x, weight, dx, rstd, 1e-6))
+		require.NoError(t, rmsNormBackward(x, weight, y, rstd, dx, dw))
 		return [3][]float64{values(t, y), values(t, dx), values(t, dw)}
 	}
 	one := run(1)

@@ -81,6 +81,7 @@ type Operator struct {
 	Owned    string // "gander_rmsnorm": the same with tensors that change hands
 	Doc      string // the formula, and what the table does not say of the operands
 	Operands []Operand
+	Refuses  bool // package ops refuses more than the table says, in a method of that name
 	Torch    []Torch
 }
 

@@ -52,7 +52,7 @@ var Table = []Group{
 		},
 		Operators: []Operator{
 			{
-				Name: "forward", Owned: "gander_rmsnorm",
+				Name: "forward", Owned: "gander_rmsnorm", Refuses: true,
 				Doc: "y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and Sennrich, \"Root Mean " +
 					"Square Layer Normalization\", 2019).",
 				Operands: []Operand{
@@ -99,7 +99,7 @@ var Table = []Group{
 		},
 		Operators: []Operator{
 			{
-				Name: "forward", Owned: "gander_cross_entropy",
+				Name: "forward", Owned: "gander_cross_entropy", Refuses: true,
 				Doc: "loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp; the loss of each row, " +
 					"their sum, or the sum over the sum of the counted rows' weights (NaN where no row counts). A row whose target is " +
 					"ignore_index, or whose class has weight 0, counts for nothing: its loss is 0 and its gradient 0. A target outside " +
@@ -134,7 +134,7 @@ var Table = []Group{
 				},
 			},
 			{
-				Name: "backward", Owned: "gander_cross_entropy_grad",
+				Name: "backward", Owned: "gander_cross_entropy_grad", Refuses: true,
 				Doc: "dx = dloss * weight[t] * (softmax(x) - onehot(t)), over the denominator with a mean, for which denominator or a " +
 					"lse that contains it is required; denominator must be NULL otherwise. lse: as forward wrote it, best in two parts, " +
 					"since their sum loses digits where logits are large.",

@@ -33,6 +33,11 @@ struct SoftmaxArgs {
 };
 static_assert(sizeof(SoftmaxArgs) == 120, "the layout is Go's");
 
+struct RMSNormOptions {
+  float eps;
+};
+static_assert(sizeof(RMSNormOptions) == 4, "the layout is Go's");
+
 struct RMSNormArgs {
   Rows rows;
   const void* weight;
@@ -41,7 +46,7 @@ struct RMSNormArgs {
   void* dw;
   int32_t weight_type;
   int32_t dw_type;
-  float eps;
+  RMSNormOptions options;
   float inv_n;
   int32_t partials;
   int32_t padding;

@@ -117,7 +117,7 @@ struct RMSNormForward {
   __device__ static void keep(const Args&, int64_t, const Scalars&) {}
   __device__ static void kept(const Args&, int64_t, Scalars&) {}
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
-    sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.eps));
+    sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.options.eps));
     if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
   }
   template <bool General, bool Kept, int E, class Place>

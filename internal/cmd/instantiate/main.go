@@ -110,8 +110,8 @@ func printTable() error {
 }
 
 var argStructTypes = []reflect.Type{
-	reflect.TypeFor[kernels.Rows](), reflect.TypeFor[kernels.SoftmaxArgs](), reflect.TypeFor[kernels.RMSNormArgs](),
-	reflect.TypeFor[kernels.CrossEntropyArgs](),
+	reflect.TypeFor[kernels.Rows](), reflect.TypeFor[kernels.SoftmaxArgs](), reflect.TypeFor[kernels.RMSNormOptions](),
+	reflect.TypeFor[kernels.RMSNormArgs](), reflect.TypeFor[kernels.CrossEntropyArgs](),
 }
 
 func argStructs() []byte {

@@ -47,13 +47,15 @@ func (o operator) filter(output bool) (list []operators.Operand) {
 	return list
 }
 
-// initials are words that Go writes in capitals.
-var initials = []string{"x", "y", "dx", "dy", "dw", "lse"}
+// goWords are names that Go writes in another way than camel would.
+var goWords = map[string]string{
+	"x": "X", "y": "Y", "dx": "DX", "dy": "DY", "dw": "DW", "lse": "LSE", "dloss": "DLoss", "dout": "DOut", "dlse": "DLSE",
+}
 
 // camel turns one_pass into OnePass, and dx into DX.
 func camel(name string) string {
-	if slices.Contains(initials, name) {
-		return strings.ToUpper(name)
+	if word, ok := goWords[name]; ok {
+		return word
 	}
 	var b strings.Builder
 	for _, word := range strings.Split(name, "_") {
@@ -68,7 +70,7 @@ func camel(name string) string {
 func unexported(name string) string {
 	r := []rune(name)
 	for i := range r {
-		if i > 0 && (i+1 == len(r) || unicode.IsLower(r[i+1])) {
+		if i > 0 && i+1 < len(r) && unicode.IsLower(r[i+1]) {
 			break
 		}
 		r[i] = unicode.ToLower(r[i])

@@ -1,0 +1,427 @@
+package main
+
+import (
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/gander-go/gander/internal/operators"
+)
+
+// fill writes the parts of gander.h between "/* generated: NAME */" and "/* end of what is generated */".
+func fill(header string) (string, error) {
+	parts := map[string]func() string{
+		"statuses": cStatuses, "choices": cChoices, "options": cOptions, "borrowed": cBorrowed, "owned": cOwned,
+	}
+	region := regexp.MustCompile(`(?s)(/\* generated: (\w+)[^\n]*\*/\n).*?(/\* end of what is generated \*/)`)
+	found := 0
+	filled := region.ReplaceAllStringFunc(header, func(match string) string {
+		groups := region.FindStringSubmatch(match)
+		part := parts[groups[2]]
+		if part == nil {
+			return match
+		}
+		found++
+		return groups[1] + part() + groups[3]
+	})
+	if found != len(parts) {
+		return "", fmt.Errorf("capi/gander.h has %d of the %d regions that are generated", found, len(parts))
+	}
+	return filled, nil
+}
+
+func cStatuses() string {
+	var t text
+	t.add("typedef enum {")
+	for i, c := range operators.Statuses {
+		comma := ","
+		if i == len(operators.Statuses)-1 {
+			comma = ""
+		}
+		t.add("  %-31s /* %s */", fmt.Sprintf("%s = %d%s", cStatus(c), i, comma), c.Doc)
+	}
+	t.add("} gander_status;")
+	return t.String()
+}
+
+func cStatus(c operators.Constant) string {
+	if c.Name == "OK" {
+		return "GANDER_OK"
+	}
+	return "GANDER_ERROR_" + strings.ToUpper(c.Name)
+}
+
+func cChoices() string {
+	var t text
+	list := func(prefix, name string, constants []operators.Constant) {
+		t.add("typedef enum {")
+		for i, c := range constants {
+			s := fmt.Sprintf("  %s%s = %d", prefix, strings.ToUpper(c.Name), i)
+			if i < len(constants)-1 {
+				s += ","
+			}
+			if c.Doc != "" {
+				s += " /* " + c.Doc + " */"
+			}
+			t.add("%s", s)
+		}
+		t.add("} %s;", name)
+	}
+	list("GANDER_ALGORITHM_", "gander_algorithm", operators.Algorithms)
+	t.add("#define GANDER_ALGORITHM_IF_SERVED %#x\n", operators.IfServed)
+	list("GANDER_REDUCTION_", "gander_reduction", operators.Reductions)
+	return t.String()
+}
+
+var cOptionTypes = map[operators.OptionType]string{
+	operators.Real: "double", operators.Integer: "int64_t", operators.Flag: "int32_t",
+	operators.Reduction: "int32_t", operators.Algorithm: "int32_t",
+}
+
+func cOptions() string {
+	var t text
+	for i, g := range operators.Table {
+		if i > 0 {
+			t.add("")
+		}
+		t.add("typedef struct {")
+		t.add("  size_t size;")
+		t.add("  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */")
+		for _, o := range g.Options {
+			doc := o.Doc
+			switch {
+			case o.Default != 0:
+				doc += fmt.Sprintf("; %s with NULL options, a given struct states it", number(o.Default))
+			case o.Type == operators.Reduction:
+				doc += ": a gander_reduction"
+			case o.Type == operators.Algorithm:
+				doc += ": a gander_algorithm"
+			}
+			line := fmt.Sprintf("  %s %s; /* %s */", cOptionTypes[o.Type], o.Name, doc)
+			if len(line) > 110 {
+				t.add("%s", comment(doc, "  "))
+				line = fmt.Sprintf("  %s %s;", cOptionTypes[o.Type], o.Name)
+			}
+			t.add("%s", line)
+		}
+		t.add("} gander_%s_options;", g.Name)
+	}
+	return t.String()
+}
+
+// comment is a comment in C.
+func comment(words, indent string) string {
+	s := wrap(words, indent+" * ", 107)
+	return indent + "/* " + strings.TrimPrefix(s, indent+" * ") + " */"
+}
+
+// declaration is a function's head in C.
+func declaration(name string, parameters []string) string {
+	head := "int32_t " + name + "("
+	lines, line := []string{}, head
+	for i, p := range parameters {
+		if i < len(parameters)-1 {
+			p += ","
+		} else {
+			p += ")"
+		}
+		if len(line)+1+len(p) > 110 {
+			lines = append(lines, line)
+			line = strings.Repeat(" ", len(head)) + p
+			continue
+		}
+		if line != head {
+			line += " "
+		}
+		line += p
+	}
+	return strings.Join(append(lines, line), "\n")
+}
+
+func borrowedParameters(o operator) (list []string) {
+	for _, p := range o.Operands {
+		list = append(list, "const DLTensor* "+p.Name)
+	}
+	return append(list, "const "+o.options()+"* options", "void* stream")
+}
+
+func ownedParameters(o operator) (list []string) {
+	for _, p := range o.inputs() {
+		list = append(list, "DLManagedTensorVersioned* "+p.Name)
+	}
+	for _, p := range o.outputs() {
+		if p.Choice != "" {
+			list = append(list, "DLDataType "+p.Choice)
+		}
+	}
+	list = append(list, "const "+o.options()+"* options", "void* stream")
+	for _, p := range o.outputs() {
+		list = append(list, "DLManagedTensorVersioned** "+p.Name)
+	}
+	return list
+}
+
+func cBorrowed() string {
+	var t text
+	for i, o := range all() {
+		if i > 0 {
+			t.add("")
+		}
+		t.add("%s", wrap(o.Doc, " * ", 107))
+		for _, p := range o.Operands {
+			t.add("%s", wrap(p.Name+": "+describe(p, o.Operands[0].Name, "NULL")+".", " *   ", 107))
+		}
+		body := t.String()
+		t.Reset()
+		start := strings.LastIndex(body, "\n\n") + 2
+		if i == 0 {
+			start = 0
+		}
+		t.WriteString(body[:start])
+		t.add("/*%s */", strings.TrimSuffix(strings.TrimPrefix(body[start:], " *"), "\n"))
+		t.add("%s;", declaration("gander_"+o.full(), borrowedParameters(o)))
+	}
+	return t.String()
+}
+
+func cOwned() string {
+	var t text
+	for i, o := range all() {
+		if i > 0 {
+			t.add("")
+		}
+		words := "gander_" + o.full() + " with tensors that change hands."
+		var may []string
+		for _, p := range o.outputs() {
+			if p.Optional {
+				may = append(may, p.Name)
+			}
+			if p.Choice != "" {
+				words += fmt.Sprintf(" %s: the dtype of %s, or {0, 0, 0} for %s's.", p.Choice, p.Name, o.Operands[0].Name)
+			}
+			if p.Read != "" {
+				words += fmt.Sprintf(" %s is refused, as %s would be read.", p.Read, p.Name)
+			}
+			if p.Shape == operators.Statistics {
+				words += fmt.Sprintf(" %s has M elements.", p.Name)
+			}
+		}
+		if len(may) > 0 {
+			words += " " + strings.Join(may, ", ") + ": NULL where not wanted."
+		}
+		t.add("%s", comment(words, ""))
+		t.add("%s;", declaration(o.Owned, ownedParameters(o)))
+	}
+	return t.String()
+}
+
+// versionScript lists what gander.h declares.
+func versionScript(header string) string {
+	var names []string
+	for _, m := range regexp.MustCompile(`(?m)^[a-z].*[ *](gander_[a-z0-9_]+)\(`).FindAllStringSubmatch(header, -1) {
+		names = append(names, m[1])
+	}
+	slices.Sort(names)
+	var t text
+	t.add("/* What libgander exports: the names that gander.h declares. %s */", generated)
+	t.add("{\n  global:")
+	for _, name := range names {
+		t.add("    %s;", name)
+	}
+	t.add("  local:\n    *;\n};")
+	return t.String()
+}
+
+// export is the Go function that a C function enters.
+func export(name string) string { return "go" + camel(strings.TrimPrefix(name, "gander")) }
+
+// cExports is capi/exports_gen.c: the C functions, which refuse forked children and enter Go.
+func cExports() string {
+	var t text
+	t.add("//go:build cgo\n\n/* %s */", generated)
+	t.add("#include \"internal.h\"\n#include \"_cgo_export.h\"")
+	for _, o := range all() {
+		t.add("\n%s {", declaration("gander_"+o.full(), borrowedParameters(o)))
+		t.add("  GANDER_ENTER();")
+		var arguments []string
+		for _, p := range o.Operands {
+			arguments = append(arguments, "(void*)"+p.Name)
+		}
+		arguments = append(arguments, "(void*)options", "(uintptr_t)stream")
+		t.add("%s;\n}", cCall("  return "+goExport(o), arguments))
+
+		t.add("\n%s {", declaration(o.Owned, ownedParameters(o)))
+		var inputs, outputs []string
+		arguments = nil
+		for _, p := range o.inputs() {
+			inputs = append(inputs, fmt.Sprintf("{%q, %s}", p.Name, p.Name))
+			arguments = append(arguments, "gander_tensor("+p.Name+")")
+		}
+		for _, p := range o.outputs() {
+			outputs = append(outputs, p.Name)
+			if c := p.Choice; c != "" {
+				arguments = append(arguments, c+".code", c+".bits", c+".lanes")
+			}
+		}
+		arguments = append(append(arguments, "(void*)options", "(uintptr_t)stream"), outputs...)
+		t.add("  const gander_input inputs[] = {%s};", strings.Join(inputs, ", "))
+		t.add("  DLManagedTensorVersioned** const outputs[] = {%s};", strings.Join(outputs, ", "))
+		t.add("  int32_t status = gander_begin(__func__, inputs, %d, outputs, %d);", len(inputs), len(outputs))
+		t.add("  if (status == GANDER_OK) {")
+		t.add("%s;\n  }", cCall("    status = "+goExport(o)+"Owned", arguments))
+		t.add("  return gander_end(inputs, %d, status);\n}", len(inputs))
+	}
+	return t.String()
+}
+
+func goExport(o operator) string { return "gander" + o.goName() }
+
+// cCall is a call, broken into lines.
+func cCall(head string, arguments []string) string {
+	indent := strings.Repeat(" ", len(head)-len(strings.TrimLeft(head, " "))+4)
+	s := wrap(strings.Join(arguments, ", "), indent, 110)
+	one := head + "(" + strings.Join(arguments, ", ") + ")"
+	if len(one) <= 108 {
+		return one
+	}
+	return head + "(\n" + s + ")"
+}
+
+// goExports is capi/exports_gen.go: conversion, and the calls of package ops.
+func goExports() string {
+	var t text
+	t.add("%s\n", goGenerated)
+	t.add("package main\n\n// #include \"internal.h\"\nimport \"C\"\n")
+	t.add("import (\n\"unsafe\"\n\n%q\n%q\n%q\n)\n", "github.com/gander-go/gander/dlpack",
+		"github.com/gander-go/gander/kernels", "github.com/gander-go/gander/ops")
+	t.add("var _ kernels.Reduction // where no option is one")
+	for _, g := range operators.Table {
+		var defaults []string
+		for _, o := range g.Options {
+			if o.Default != 0 {
+				defaults = append(defaults, fmt.Sprintf("%s: %s", o.Name, number(o.Default)))
+			}
+		}
+		t.add("\nfunc %sOptions(p unsafe.Pointer) (C.gander_%s_options, error) {", unexported(g.Type), g.Name)
+		t.add("return readOptions(p, C.gander_%s_options{%s})\n}", g.Name, strings.Join(defaults, ", "))
+	}
+	for _, o := range all() {
+		goBorrowed(&t, o)
+		goOwned(&t, o)
+	}
+	return t.String()
+}
+
+// call writes the struct of package ops. operand tells where each operand is.
+func opsCall(t *text, o operator, operand func(p operators.Operand) string) {
+	t.add("ops.%s{", o.goName())
+	for _, p := range o.Operands {
+		t.add("%s: %s,", field(p.Name), operand(p))
+	}
+	for _, option := range o.group.Options {
+		value := fmt.Sprintf("%s(o.%s)", goOptionTypes[option.Type], option.Name)
+		switch option.Type {
+		case operators.Flag:
+			value = fmt.Sprintf("o.%s != 0", option.Name)
+		case operators.Algorithm:
+			value = fmt.Sprintf("ops.Algorithm(o.%s)", option.Name)
+		}
+		t.add("%s: %s,", camel(option.Name), value)
+	}
+	t.add("}.Run(&c)")
+}
+
+func names(list []operators.Operand) string {
+	var s []string
+	for _, p := range list {
+		s = append(s, goParameter(p.Name))
+	}
+	return strings.Join(s, ", ")
+}
+
+// goParameter is an operand's or an argument's name in Go: dloss, outDtype.
+func goParameter(name string) string {
+	if !strings.Contains(name, "_") {
+		return name
+	}
+	return unexported(camel(name))
+}
+
+func goBorrowed(t *text, o operator) {
+	t.add("\n//export %s", goExport(o))
+	t.add("func %s(%s, options unsafe.Pointer, stream uintptr) (status int32) {", goExport(o), names(o.Operands))
+	t.add("defer recovered(&status)")
+	t.add("o, err := %sOptions(options)", unexported(o.group.Type))
+	t.add("if err == nil {\nc := call(stream, o.allocator)")
+	t.WriteString("err = ")
+	opsCall(t, o, func(p operators.Operand) string { return "tensor(" + goParameter(p.Name) + ")" })
+	t.add("}\nreturn report(err)\n}")
+}
+
+func goOwned(t *text, o operator) {
+	first, name := o.Operands[0], strings.TrimPrefix(o.Owned, "gander_")
+	inputs, outputs := names(o.inputs()), names(o.outputs())
+	dtypes := ""
+	for _, p := range o.outputs() {
+		if p.Choice != "" {
+			c := goParameter(p.Choice)
+			dtypes += fmt.Sprintf(" %[1]sCode, %[1]sBits uint8, %[1]sLanes uint16,", c)
+		}
+	}
+	t.add("\n//export %sOwned", goExport(o))
+	if dtypes == "" {
+		t.add("func %sOwned(%s, options unsafe.Pointer, stream uintptr, %s unsafe.Pointer) int32 {", goExport(o), inputs, outputs)
+	} else {
+		t.add("func %sOwned(%s unsafe.Pointer,%s options unsafe.Pointer, stream uintptr, %s unsafe.Pointer) int32 {",
+			goExport(o), inputs, dtypes, outputs)
+	}
+	t.add("return run(func() error {")
+	t.add("o, err := %sOptions(options)", unexported(o.group.Type))
+	t.add("if err != nil {\nreturn err\n}")
+	t.add("made, err := outputsFor(%q, %q, tensor(%s), stream)", name, first.Name, goParameter(first.Name))
+	t.add("if err != nil {\nreturn err\n}")
+	t.add("defer made.discard()")
+	for _, p := range o.outputs() {
+		slot := goParameter(p.Name)
+		if p.Read != "" {
+			t.add("if o.%s != 0 {", p.Read)
+			t.add("return refuse(ops.StatusOption, %q)\n}", fmt.Sprintf(
+				"%s: %s is set, expected 0: it reads %s, which an owning call makes anew; use gander_%s", name, p.Read, p.Name, o.full()))
+		}
+		if p.Needs != "" {
+			t.add("if %s != nil && %s == nil {", slot, goParameter(p.Needs))
+			t.add("return refuse(ops.StatusOption, %q)\n}", fmt.Sprintf(
+				"%s: %[2]s is asked for without a %[3]s, expected NULL; pass the %[3]s or leave %[2]s NULL", name, p.Name, p.Needs))
+		}
+		method := "must"
+		if p.Optional {
+			method = "may"
+		}
+		shape := map[operators.Shape]string{
+			operators.Rows: "made.rows()", operators.Columns: "made.columns()", operators.PerRow: "made.perRow()",
+			operators.Statistics: "made.perRow()", operators.One: "nil", operators.Reduced: "made.reduced(int32(o.reduction))",
+		}[p.Shape]
+		dtype := "made.dtype()"
+		switch {
+		case p.Choice != "":
+			c := goParameter(p.Choice)
+			dtype = fmt.Sprintf("made.chosen(dlpack.DType{Code: %[1]sCode, Bits: %[1]sBits, Lanes: %[1]sLanes})", c)
+		case p.DType == operators.Statistic:
+			dtype = "made.statistic()"
+		case p.DType == operators.Same && p.Like != first.Name:
+			dtype = fmt.Sprintf("made.dtypeOf(tensor(%s))", goParameter(p.Like))
+		}
+		t.add("t%s := made.%s(%q, %s, %s, %s)", slot, method, p.Name, slot, dtype, shape)
+	}
+	t.add("if made.err != nil {\nreturn made.err\n}")
+	t.add("c := call(stream, o.allocator)")
+	t.WriteString("err = ")
+	opsCall(t, o, func(p operators.Operand) string {
+		if p.Output {
+			return "t" + goParameter(p.Name)
+		}
+		return "tensor(" + goParameter(p.Name) + ")"
+	})
+	t.add("if err != nil {\nreturn err\n}\nreturn made.deliver()\n})\n}")
+}

@@ -1,0 +1,100 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/internal/operators"
+)
+
+// What the generators take for granted of the table.
+func TestTable(t *testing.T) {
+	seen := map[string]bool{}
+	for _, o := range all() {
+		require.NotEmpty(t, o.Operands, o.full())
+		first := o.Operands[0]
+		assert.Equal(t, operators.Rows, first.Shape, o.full())
+		assert.False(t, first.Optional || first.Output, o.full())
+		for _, p := range o.Operands {
+			assert.False(t, seen[o.full()+"."+p.Name], "%s has two operands %s", o.full(), p.Name)
+			seen[o.full()+"."+p.Name] = true
+			if p.DType == operators.Same {
+				assert.NotNil(t, o.Find(p.Like), "%s: %s is like no operand", o.full(), p.Name)
+			}
+			for _, name := range p.Over {
+				require.NotNil(t, o.Find(name))
+				assert.False(t, o.Find(name).Output, "%s: %s over an output", o.full(), p.Name)
+			}
+			if p.Needs != "" {
+				assert.True(t, p.Optional && o.Find(p.Needs).Optional)
+			}
+			if p.Read != "" {
+				assert.True(t, hasOption(o, p.Read), "%s: no option %s", o.full(), p.Read)
+			}
+		}
+		for i := range o.Torch {
+			op := &o.Torch[i]
+			assert.False(t, seen[op.Name], "two operators of PyTorch are called %s", op.Name)
+			seen[op.Name] = true
+			assert.LessOrEqual(t, len(arguments(o, op)), 24, "MAX_ARGUMENTS of _torch.h")
+			for _, name := range op.Results {
+				require.NotNil(t, o.Find(name))
+				assert.True(t, o.Find(name).Output)
+			}
+			for name := range op.Fixed {
+				assert.True(t, hasOption(o, name), "%s fixes %s, which is no option", op.Name, name)
+			}
+			// PyTorch wants arguments without a default before those that have one.
+			defaults := false
+			for _, a := range arguments(o, op) {
+				assert.False(t, defaults && !a.hasDefault, "%s: %s", op.Name, a.Name)
+				defaults = defaults || a.hasDefault
+			}
+			if op.Saving != "" {
+				// It runs in the operator's place, with the operator's first arguments.
+				saving := findTorch(op.Saving)
+				for j, a := range arguments(operatorOf(op.Saving), saving) {
+					assert.Equal(t, a.Name, arguments(o, op)[j].Name)
+				}
+				assert.Equal(t, op.Results[0], saving.Results[0])
+				require.NotEmpty(t, op.Backward)
+			}
+		}
+		assert.LessOrEqual(t, len(o.Operands), 12, "spans in ops/check.go; MAX_OPERANDS of _torch.h")
+	}
+}
+
+func hasOption(o operator, name string) bool {
+	for _, option := range o.group.Options {
+		if option.Name == name {
+			return true
+		}
+	}
+	return false
+}
+
+func TestSchema(t *testing.T) {
+	op := findTorch("rmsnorm")
+	assert.Equal(t, "rmsnorm(Tensor x, Tensor? weight=None, ScalarType? out_dtype=None, float eps=1e-06",
+		strings.Split(schema(operatorOf("rmsnorm"), op), ", int algorithm")[0])
+	assert.True(t, strings.HasPrefix(schema(operatorOf("cross_entropy_bwd_"), findTorch("cross_entropy_bwd_")),
+		"cross_entropy_bwd_(Tensor(a!) x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, "))
+}
+
+func TestNames(t *testing.T) {
+	for name, want := range map[string]string{"one_pass": "OnePass", "dx": "DX", "dloss": "DLoss", "weight": "Weight"} {
+		assert.Equal(t, want, camel(name))
+	}
+	for name, want := range map[string]string{"RMSNormForward": "rmsNormForward", "Softmax": "softmax", "DX": "dx"} {
+		assert.Equal(t, want, unexported(name))
+	}
+	assert.Equal(t, "// one two\n// three", wrap("one two three", "// ", 11))
+}
+
+func TestHeaderWithoutARegion(t *testing.T) {
+	_, err := fill("/* generated: statuses */\n/* end of what is generated */")
+	require.ErrorContains(t, err, "1 of the 5 regions")
+}

@@ -1,0 +1,214 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/gander-go/gander/internal/operators"
+)
+
+// torchOperators is python/gander/_torch_gen.h: for each operator of PyTorch a table for the engine of _torch.c, and the
+// call of the C ABI.
+func torchOperators() string {
+	var t text
+	t.add("/* %s */", generated)
+	t.add("\n#define OPERATOR_FUNCTIONS(F) \\")
+	var functions []string
+	for _, o := range all() {
+		functions = append(functions, "  F(gander_"+o.full()+")")
+	}
+	t.add("%s", strings.Join(functions, " \\\n"))
+	t.add("\nstatic struct {\n  LIBRARY_FUNCTIONS(DECLARE_LIBRARY)\n} lib;")
+	var list []string
+	for _, o := range all() {
+		for i := range o.Torch {
+			op := &o.Torch[i]
+			torchCall(&t, o, op)
+			list = append(list, op.Name)
+		}
+	}
+	t.add("\nenum {")
+	for _, name := range list {
+		t.add("  OP_%s,", strings.ToUpper(name))
+	}
+	t.add("  OPERATOR_COUNT\n};")
+	t.add("\nstatic const Operator operators[] = {")
+	for _, o := range all() {
+		for i := range o.Torch {
+			torchDescription(&t, o, &o.Torch[i])
+		}
+	}
+	t.add("};\n")
+	for _, name := range list {
+		t.add("KERNEL(%s, OP_%s)", name, strings.ToUpper(name))
+	}
+	t.add("\nstatic const Kernel kernels[] = {")
+	for _, name := range list {
+		t.add("    kernel_%s,", name)
+	}
+	t.add("};")
+	return t.String()
+}
+
+// position is where an argument stands, or -1.
+func position(list []argument, name string) int {
+	return slices.IndexFunc(list, func(a argument) bool { return a.Name == name && a.kind != "extra" })
+}
+
+// operandAt is where an operand stands, or -1.
+func (o operator) operandAt(name string) int {
+	return slices.IndexFunc(o.Operands, func(p operators.Operand) bool { return p.Name == name })
+}
+
+// torchCall writes the function that fills in the options and calls the C ABI.
+func torchCall(t *text, o operator, op *operators.Torch) {
+	list := arguments(o, op)
+	t.add("\nstatic int32_t call_%s(Call* call, const Operand* o, const Value* a) {", op.Name)
+	t.add("  (void)a;")
+	t.add("  %s options = {", o.options())
+	t.add("      .size = sizeof options,")
+	t.add("      .allocator = allocator(call),")
+	for _, option := range o.group.Options {
+		at := position(list, option.Name)
+		value := fmt.Sprintf("a[%d]", at)
+		fixed, ok := op.Fixed[option.Name]
+		switch {
+		case at < 0 && ok:
+			value = number(fixed)
+		case at < 0:
+			value = number(option.Default)
+		case option.Type == operators.Real:
+			value = fmt.Sprintf("as_double(%s)", value)
+		case option.Type == operators.Integer:
+			value = "(int64_t)" + value
+		case option.Type == operators.Flag:
+			value = fmt.Sprintf("(%s & 1) != 0", value)
+		default:
+			value = "(int32_t)" + value
+		}
+		t.add("      .%s = %s,", option.Name, value)
+	}
+	t.add("  };")
+	var operands []string
+	for i := range o.Operands {
+		operands = append(operands, fmt.Sprintf("optional(&o[%d])", i))
+	}
+	operands = append(operands, "&options", "call->stream")
+	t.add("%s;\n}", cCall("  return lib.gander_"+o.full(), operands))
+}
+
+// torchDescription writes one row of the engine's table.
+func torchDescription(t *text, o operator, op *operators.Torch) {
+	list := arguments(o, op)
+	kinds := ""
+	for _, a := range list {
+		switch {
+		case a.kind == "tensor" && a.optional:
+			kinds += "O"
+		case a.kind == "tensor":
+			kinds += "T"
+		case a.kind == "dtype":
+			kinds += "d"
+		case a.kind == "extra" && a.value() < 0:
+			kinds += "E"
+		case a.kind == "extra":
+			kinds += "e"
+		case a.Type == operators.Real:
+			kinds += "f"
+		case a.Type == operators.Flag:
+			kinds += "b"
+		default:
+			kinds += "i"
+		}
+	}
+	t.add("    {")
+	t.add("        .name = %q,", op.Name)
+	t.add("        .operator = %q,", o.full())
+	t.add("        .call = call_%s,", op.Name)
+	t.add("        .arguments = %q,", kinds)
+	if at := position(list, "reduction"); at >= 0 {
+		t.add("        .reduction_argument = %d,", at)
+	} else {
+		t.add("        .reduction_argument = -1,")
+		t.add("        .reduction = %d,", int(op.Fixed["reduction"]))
+	}
+	t.add("        .packed = %t,", op.Packed)
+	t.add("        .operand_count = %d,", len(o.Operands))
+	t.add("        .operands = {")
+	for _, p := range o.Operands {
+		at, over, choice, like := position(list, p.Name), -1, position(list, p.Choice), o.operandAt(p.Like)
+		if p.Output && op.Into == p.Name && op.Writes != p.Name {
+			over = o.operandAt(op.Writes)
+		}
+		written := op.Writes == p.Name
+		made := p.Output && slices.Contains(op.Results, p.Name)
+		t.add("            {%q, SHAPE_%s, DTYPE_%s, .argument = %d, .over = %d, .choice = %d, .like = %d, .written = %t, .made = %t},",
+			p.Name, strings.ToUpper(shapeNames[p.Shape]), strings.ToUpper(dtypeNames[p.DType]), at, over, choice, max(like, 0),
+			written, made)
+	}
+	t.add("        },")
+	t.add("        .result_count = %d,", len(op.Results))
+	var results []string
+	for _, name := range op.Results {
+		results = append(results, fmt.Sprint(o.operandAt(name)))
+	}
+	if len(results) > 0 {
+		t.add("        .results = {%s},", strings.Join(results, ", "))
+	}
+	t.add("        .fast = %t,", op.Writes == "")
+	if op.Saving == "" {
+		t.add("        .saving = -1,\n    },")
+		return
+	}
+	t.add("        .saving = OP_%s,", strings.ToUpper(op.Saving))
+	torchSaved(t, o, op, list)
+	t.add("    },")
+}
+
+// torchSaved writes what autograd is told: which arguments have a gradient, and what backward reads.
+func torchSaved(t *text, o operator, op *operators.Torch, list []argument) {
+	saving := findTorch(op.Saving)
+	inputs := make([]string, len(list))
+	for i := range list {
+		inputs[i] = "false"
+	}
+	for _, name := range op.Backward {
+		backward, in := findTorch(name), operatorOf(name)
+		for _, result := range backward.Results {
+			if at := position(list, in.Find(result).Gradient); at >= 0 {
+				inputs[at] = "true"
+			}
+		}
+	}
+	t.add("        .differentiable = {%s},", strings.Join(inputs, ", "))
+	var saved []string
+	backward, in := findTorch(op.Backward[0]), operatorOf(op.Backward[0])
+	for _, a := range arguments(in, backward) {
+		p := in.Find(a.Name)
+		if a.kind != "tensor" || p == nil || p.Gradient != "" {
+			continue
+		}
+		if at := position(list, a.Name); at >= 0 {
+			saved = append(saved, fmt.Sprintf("{false, %d}", at))
+		} else {
+			saved = append(saved, fmt.Sprintf("{true, %d}", slices.Index(saving.Results, a.Name)))
+		}
+	}
+	t.add("        .saved_count = %d,", len(saved))
+	t.add("        .saved = {%s},", strings.Join(saved, ", "))
+}
+
+func findTorch(name string) *operators.Torch {
+	o := operatorOf(name)
+	return &o.Torch[slices.IndexFunc(o.Torch, func(op operators.Torch) bool { return op.Name == name })]
+}
+
+func operatorOf(torch string) operator {
+	for _, o := range all() {
+		if slices.ContainsFunc(o.Torch, func(op operators.Torch) bool { return op.Name == torch }) {
+			return o
+		}
+	}
+	panic("no operator of PyTorch is called " + torch)
+}

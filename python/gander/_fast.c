@@ -1,0 +1,410 @@
+/* From Python straight to the kernels, where PyTorch's dispatcher has nothing to add but its host time.
+ *
+ * Eager calls on plain tensors, with no mode or transform active, are served here; whatever else is going on, and
+ * whatever goes wrong, a function gives None, and gander._fast leaves the call to the dispatcher, which serves or explains
+ * it. What this file relies on is verified by gander._fast before any function is used. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+
+#include "_torch.h"
+
+/* ---- What is used of Python: its limited API, which every interpreter since 3.10 has, and objects of torch ---- */
+
+typedef struct {
+  const char* name;
+  PyObject* (*function)(PyObject* self, PyObject* const* arguments, intptr_t count);
+  int flags;
+  const char* doc;
+} PyMethodDef;
+enum { METH_FASTCALL = 0x80 };
+
+#define PYTHON_FUNCTIONS(F)                                                              \
+  F(void, Py_IncRef, (PyObject*))                                                        \
+  F(void, Py_DecRef, (PyObject*))                                                        \
+  F(PyObject*, PyObject_Type, (PyObject*))                                               \
+  F(PyObject*, PyObject_GetAttr, (PyObject*, PyObject*))                                 \
+  F(int, PyObject_SetAttr, (PyObject*, PyObject*, PyObject*))                            \
+  F(int, PyObject_IsTrue, (PyObject*))                                                   \
+  F(PyObject*, PyObject_CallObject, (PyObject*, PyObject*))                              \
+  F(PyObject*, PyObject_CallFunctionObjArgs, (PyObject*, ...))                           \
+  F(PyObject*, PyDict_GetItem, (PyObject*, PyObject*))                                   \
+  F(PyObject*, PyDict_GetItemString, (PyObject*, const char*))                           \
+  F(int, PyDict_SetItemString, (PyObject*, const char*, PyObject*))                      \
+  F(PyObject*, PyTuple_New, (intptr_t))                                                  \
+  F(int, PyTuple_SetItem, (PyObject*, intptr_t, PyObject*))                              \
+  F(PyObject*, PyLong_FromLongLong, (long long))                                         \
+  F(long long, PyLong_AsLongLong, (PyObject*))                                           \
+  F(double, PyFloat_AsDouble, (PyObject*))                                               \
+  F(PyObject*, PyUnicode_InternFromString, (const char*))                                \
+  F(PyObject*, PyCapsule_New, (void*, const char*, void (*)(PyObject*)))                 \
+  F(void*, PyCapsule_GetPointer, (PyObject*, const char*))                               \
+  F(PyObject*, PyCFunction_NewEx, (PyMethodDef*, PyObject*, PyObject*))                  \
+  F(PyObject*, PyErr_Occurred, (void))                                                   \
+  F(void, PyErr_SetString, (PyObject*, const char*))                                     \
+  F(void, PyErr_Clear, (void))                                                           \
+  F(void*, PyEval_SaveThread, (void))                                                    \
+  F(void, PyEval_RestoreThread, (void*))
+
+#define DECLARE(result, name, arguments) result(*name) arguments;
+static struct {
+  PYTHON_FUNCTIONS(DECLARE)
+} python;
+
+/* What gander._fast hands over: types, functions of torch, dictionaries of its modules. */
+#define OBJECTS(F)                                                                                               \
+  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous) F(empty_strided_cpu) \
+  F(empty_strided_cuda) F(forward_ad)
+#define NAMES(F) \
+  F(requires_grad) F(to_save) F(materialize_grads) F(options) F(_current_level)
+#define DECLARE_OBJECT(name) PyObject* name;
+static struct {
+  OBJECTS(DECLARE_OBJECT)
+} objects;
+static struct {
+  NAMES(DECLARE_OBJECT)
+} names;
+static const DLPackExchangeAPI* exchange;
+
+
+/* What is used of torch beside its C ABI. */
+static struct {
+  bool (*grad_mode)(void);
+  bool (*function_mode)(void); /* at::impl::torch_function_mode_enabled */
+  bool (*callbacks)(void);     /* at::hasCallbacks: a profiler or a tracer */
+} torch;
+
+/* ---- Tensors as Python objects ---- */
+
+/* Through DLPack, which torch's own type offers as C functions. */
+void describe_object(Call* call, Operand* o, Tensor object) {
+  o->handle = object;
+  if (exchange->dltensor_from_py_object_no_sync(object, &o->dl)) {
+    python.PyErr_Clear();
+    call->failed = true;
+    o->dl = (DLTensor){0}; /* whatever it had got to */
+  } else {
+    o->dtype = torch_dtype(o->dl.dtype);
+    call->failed |= o->dl.data == NULL; /* empty, or without storage */
+  }
+}
+
+static PyObject* tuple_of(int64_t count, const int64_t* values) {
+  PyObject* tuple = python.PyTuple_New(count);
+  for (int64_t i = 0; tuple != NULL && i < count; i++)
+    python.PyTuple_SetItem(tuple, i, python.PyLong_FromLongLong(values[i]));
+  return tuple;
+}
+
+Tensor new_object(const Call* call, int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
+  PyObject *type = NULL, *result = NULL;
+  for (int i = 0; i < DTYPE_COUNT; i++)
+    if (dtypes[i].torch == dtype) type = dtypes[i].object;
+  PyObject* arguments = type == NULL ? NULL : python.PyTuple_New(3);
+  if (arguments != NULL) {
+    python.Py_IncRef(type);
+    python.PyTuple_SetItem(arguments, 0, tuple_of(rank, sizes));
+    python.PyTuple_SetItem(arguments, 1, tuple_of(rank, strides));
+    python.PyTuple_SetItem(arguments, 2, type);
+    PyObject* empty = call->cuda ? objects.empty_strided_cuda : objects.empty_strided_cpu;
+    result = python.PyObject_CallObject(empty, arguments);
+    python.Py_DecRef(arguments);
+  }
+  if (result == NULL) python.PyErr_Clear();
+  return (Tensor)result;
+}
+
+Tensor contiguous_object(Tensor object) {
+  PyObject* copied = python.PyObject_CallFunctionObjArgs(objects.contiguous, (PyObject*)object, NULL);
+  if (copied == NULL) python.PyErr_Clear();
+  return (Tensor)copied;
+}
+
+void release_object(Tensor object) { python.Py_DecRef((PyObject*)object); }
+void* release_gil(void) { return python.PyEval_SaveThread(); }
+void take_gil(void* thread) { python.PyEval_RestoreThread(thread); }
+
+/* ---- The functions ---- */
+
+/* A function for Python. It takes what its operator takes, in order. */
+typedef struct {
+  const Operator* op;
+  PyObject* apply; /* of the autograd.Function, where the operator can be differentiated */
+  PyMethodDef method;
+} Function;
+
+enum { MAX_FUNCTIONS = 64 };
+static Function functions[MAX_FUNCTIONS];
+static int64_t most; /* elements on CUDA from which cross-entropy has another way to its gradient */
+
+/* One call of such a function. */
+typedef struct {
+  const Function* function;
+  PyObject* const* arguments;
+  Value stack[MAX_ARGUMENTS], boxes[MAX_ARGUMENTS];
+  bool extra; /* an argument that concerns the gradient only is given */
+  bool declined;
+} Job;
+
+static _Thread_local Job* current; /* what forward() below is to do */
+
+/* torch's dispatch state of this thread, two words that are zero by default. Modes, transforms, autocast, tracing and
+ * guards of every kind show here; inference mode does too, and is no obstacle. */
+static void* libc10;
+static uint64_t inference[2];
+
+static const uint64_t* dispatch_state(void) {
+  static _Thread_local const uint64_t* state;
+  if (state == NULL) state = dlsym(libc10, "_ZN3c104impl26raw_local_dispatch_key_setE");
+  return state;
+}
+
+/* May this thread pass the dispatcher by? Profilers and tracers are to see the operator, a dual tensor is to be refused. */
+static bool plain(void) {
+  const uint64_t* state = dispatch_state();
+  bool known = (state[0] | state[1]) == 0 || (state[0] == inference[0] && state[1] == inference[1]);
+  if (!known || torch.function_mode() || torch.callbacks()) return false;
+  PyObject* level = python.PyDict_GetItem(objects.forward_ad, names._current_level);
+  return level != NULL && python.PyLong_AsLongLong(level) < 0;
+}
+
+static PyObject* none(void) {
+  python.Py_IncRef(objects.None);
+  return objects.None;
+}
+
+static bool is_true(PyObject* owned) {
+  bool result = owned != NULL && python.PyObject_IsTrue(owned) == 1;
+  if (owned == NULL)
+    python.PyErr_Clear();
+  else
+    python.Py_DecRef(owned);
+  return result;
+}
+
+static bool requires_grad(PyObject* tensor) { return is_true(python.PyObject_GetAttr(tensor, names.requires_grad)); }
+
+/* A tensor whose memory is what it stands for: no subclass, nothing that the dispatcher resolves before a kernel. */
+static bool usable(PyObject* object) {
+  PyObject* type = python.PyObject_Type(object);
+  python.Py_DecRef(type); /* the object keeps it */
+  return (type == objects.Tensor || type == objects.Parameter) &&
+         !is_true(python.PyObject_CallFunctionObjArgs(objects.is_neg, object, NULL)) &&
+         !is_true(python.PyObject_CallFunctionObjArgs(objects.is_cow, object, NULL));
+}
+
+static bool convert(Job* job, int i) {
+  PyObject* argument = job->arguments[i];
+  double number;
+  switch (job->function->op->arguments[i]) {
+    case 'T':
+      job->stack[i] = (Value)(uintptr_t)argument;
+      return usable(argument);
+    case 'O':
+      job->boxes[i] = (Value)(uintptr_t)argument;
+      job->stack[i] = argument == objects.None ? 0 : (Value)(uintptr_t)&job->boxes[i];
+      return argument == objects.None || usable(argument);
+    case 'd':
+      job->stack[i] = argument == objects.None ? 0 : (Value)(uintptr_t)&job->boxes[i];
+      for (int j = 0; j < DTYPE_COUNT; j++)
+        if (dtypes[j].object == argument) {
+          job->boxes[i] = (Value)dtypes[j].torch;
+          return true;
+        }
+      return argument == objects.None;
+    case 'b':
+      job->stack[i] = argument == objects.True;
+      return argument == objects.True || argument == objects.False;
+    case 'e':
+    case 'E': /* read by the gradient alone */
+      job->stack[i] = 0;
+      job->extra |= argument != (job->function->op->arguments[i] == 'E' ? objects.None : objects.False);
+      return true;
+    case 'f':
+      number = python.PyFloat_AsDouble(argument);
+      memcpy(&job->stack[i], &number, sizeof number);
+      break;
+    default:
+      job->stack[i] = (Value)python.PyLong_AsLongLong(argument);
+  }
+  if (python.PyErr_Occurred() == NULL) return true;
+  python.PyErr_Clear();
+  return false;
+}
+
+static bool call_kernel(Job* job, const Operator* op) {
+  run_operator(op, job->stack, true);
+  job->declined = job->stack[0] == 0;
+  return !job->declined;
+}
+
+static PyObject* result(const Job* job, int i) { return (PyObject*)(uintptr_t)job->stack[i]; }
+
+static bool set(PyObject* object, PyObject* name, PyObject* owned) {
+  bool ok = owned != NULL && python.PyObject_SetAttr(object, name, owned) == 0;
+  if (owned != NULL) python.Py_DecRef(owned);
+  return ok;
+}
+
+/* What backward reads, in the order of the table. Takes over no reference. */
+static PyObject* tuple_of_saved(const Job* job) {
+  const Operator* op = job->function->op;
+  PyObject* tuple = python.PyTuple_New(op->saved_count);
+  for (int i = 0; tuple != NULL && i < op->saved_count; i++) {
+    int index = op->saved[i].index;
+    PyObject* object = op->saved[i].result ? result(job, index) : job->arguments[index];
+    python.Py_IncRef(object);
+    python.PyTuple_SetItem(tuple, i, object);
+  }
+  return tuple;
+}
+
+/* The arguments that are no tensors. */
+static PyObject* tuple_of_options(const Job* job) {
+  const char* kinds = job->function->op->arguments;
+  int first = 0, count = (int)strlen(kinds);
+  while (first < count && (kinds[first] == 'T' || kinds[first] == 'O')) first++;
+  PyObject* tuple = python.PyTuple_New(count - first);
+  for (int i = first; tuple != NULL && i < count; i++) {
+    python.Py_IncRef(job->arguments[i]);
+    python.PyTuple_SetItem(tuple, i - first, job->arguments[i]);
+  }
+  return tuple;
+}
+
+/* forward() of the autograd.Functions, whose arguments other than ctx are those of the current call. */
+static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t count) {
+  (void)self, (void)count;
+  Job* job = current;
+  const Operator* saving = job == NULL ? NULL : find_operator(job->function->op->saving);
+  current = NULL;
+  if (job == NULL || !call_kernel(job, saving)) {
+    python.PyErr_SetString(objects.RuntimeError, "gander: left to the dispatcher");
+    return NULL;
+  }
+  PyObject *ctx = arguments[0], *out = result(job, 0);
+  bool ok = set(ctx, names.to_save, tuple_of_saved(job)) &&
+            python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
+            set(ctx, names.options, tuple_of_options(job));
+  for (int i = ok; i < saving->result_count; i++) python.Py_DecRef(result(job, i));
+  return ok ? out : NULL;
+}
+
+/* Decides what a call needs: 1 its gradient, 0 no gradient, -1 the dispatcher. */
+static int wanted(const Job* job) {
+  const Operator* op = job->function->op;
+  bool gradient = false;
+  if (!torch.grad_mode()) return 0;
+  for (int i = 0; op->arguments[i] == 'T' || op->arguments[i] == 'O'; i++) {
+    if (job->arguments[i] == objects.None || !requires_grad(job->arguments[i])) continue;
+    if (!op->differentiable[i]) return -1;
+    gradient = true;
+  }
+  if (!gradient) return 0;
+  if (job->function->apply == NULL || job->extra) return -1;
+  if (strchr(op->arguments, 'E') != NULL) {
+    DLTensor x;
+    int64_t elements = 1;
+    if (exchange->dltensor_from_py_object_no_sync(job->arguments[0], &x)) {
+      python.PyErr_Clear();
+      return -1;
+    }
+    for (int32_t i = 0; i < x.ndim; i++) elements *= x.shape[i];
+    if (x.device.device_type == kDLCUDA && elements >= most) return -1;
+  }
+  return 1;
+}
+
+static PyObject* differentiable(Job* job) {
+  Job* outer = current; /* hooks on saved tensors run inside of apply, and may call us */
+  PyObject* inputs[4] = {NULL};
+  int count = 0;
+  for (int i = 0; job->function->op->arguments[i] != 0; i++)
+    if (job->function->op->differentiable[i] && count < 4) inputs[count++] = job->arguments[i];
+  current = job;
+  PyObject* out =
+      python.PyObject_CallFunctionObjArgs(job->function->apply, inputs[0], inputs[1], inputs[2], inputs[3], NULL);
+  current = outer;
+  if (out != NULL || !job->declined) return out;
+  python.PyErr_Clear();
+  return none();
+}
+
+static PyObject* call_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
+  const Function* f = python.PyCapsule_GetPointer(self, NULL);
+  Job job = {.function = f, .arguments = arguments};
+  if (count != (intptr_t)strlen(f->op->arguments) || !plain()) return none();
+  for (int i = 0; i < count; i++)
+    if (!convert(&job, i)) return none();
+  int gradient = wanted(&job);
+  if (gradient > 0) return differentiable(&job);
+  if (gradient < 0 || !call_kernel(&job, f->op)) return none();
+  if (f->op->result_count == 1) return result(&job, 0);
+  PyObject* tuple = python.PyTuple_New(f->op->result_count);
+  for (int i = 0; i < f->op->result_count; i++) {
+    if (tuple != NULL)
+      python.PyTuple_SetItem(tuple, i, result(&job, i));
+    else
+      python.Py_DecRef(result(&job, i));
+  }
+  return tuple;
+}
+
+/* ---- What gander._fast calls through ctypes ---- */
+
+/* Reads the dispatch state. Returns whether this torch has one where it is expected. */
+EXPORT bool gander_torch_dispatch_state(uint64_t* words) {
+  libc10 = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (libc10 == NULL || dispatch_state() == NULL) return false;
+  memcpy(words, dispatch_state(), sizeof inference);
+  return true;
+}
+
+static PyObject* kept(PyObject* dictionary, const char* key) {
+  PyObject* object = python.PyDict_GetItemString(dictionary, key);
+  if (object != NULL) python.Py_IncRef(object);
+  return object;
+}
+
+/* Fills a dictionary with the functions above, by the names of their operators, and "forward". given: OBJECTS, torch's
+ * dtypes, "exchange" (the capsule of DLPack's C functions), "most" (an int), and for each operator that such a function
+ * differentiates its Function's apply. state: the dispatch state in inference mode. Returns NULL, or what is missing. To be
+ * called once, with the GIL. */
+EXPORT const char* gander_fast_functions(PyObject* given, const uint64_t* state, PyObject* results) {
+  static PyMethodDef forward_method = {"forward", forward, METH_FASTCALL, NULL};
+  void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+#define LOOK_UP_PYTHON(result, name, arguments) \
+  if ((python.name = (__typeof__(python.name))dlsym(RTLD_DEFAULT, #name)) == NULL) return #name;
+  PYTHON_FUNCTIONS(LOOK_UP_PYTHON)
+  torch.grad_mode = (__typeof__(torch.grad_mode))dlsym(cpu, "aoti_torch_grad_mode_is_enabled");
+  torch.function_mode = (bool (*)(void))dlsym(cpu, "_ZN2at4impl27torch_function_mode_enabledEv");
+  torch.callbacks = (bool (*)(void))dlsym(cpu, "_ZN2at12hasCallbacksEv");
+  if (torch.grad_mode == NULL || torch.function_mode == NULL || torch.callbacks == NULL) return "libtorch_cpu.so";
+#define KEEP(name) \
+  if ((objects.name = kept(given, #name)) == NULL) return #name;
+  OBJECTS(KEEP)
+#define INTERN(name) \
+  if ((names.name = python.PyUnicode_InternFromString(#name)) == NULL) return #name;
+  NAMES(INTERN)
+  for (int i = 0; i < DTYPE_COUNT; i++) dtypes[i].object = kept(given, dtypes[i].name);
+  PyObject* capsule = python.PyDict_GetItemString(given, "exchange");
+  exchange = capsule == NULL ? NULL : python.PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  if (exchange == NULL || exchange->header.version.major != DLPACK_MAJOR_VERSION ||
+      exchange->dltensor_from_py_object_no_sync == NULL)
+    return "exchange";
+  memcpy(inference, state, sizeof inference);
+  most = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "most"));
+  for (int i = 0; i < MAX_FUNCTIONS && find_operator(i) != NULL; i++) {
+    Function* f = &functions[i];
+    f->op = find_operator(i);
+    if (!f->op->fast) continue;
+    f->method = (PyMethodDef){f->op->name, call_function, METH_FASTCALL, NULL};
+    f->apply = f->op->saving < 0 ? NULL : kept(given, f->op->name);
+    PyObject* self = python.PyCapsule_New(f, NULL, NULL);
+    PyObject* function = python.PyCFunction_NewEx(&f->method, self, NULL);
+    if (function == NULL || python.PyDict_SetItemString(results, f->op->name, function)) return f->op->name;
+  }
+  PyObject* function = python.PyCFunction_NewEx(&forward_method, NULL, NULL);
+  if (function == NULL || python.PyDict_SetItemString(results, "forward", function)) return "forward";
+  return NULL;
+}
