@@ -3,6 +3,20 @@ package kernels
 // The structs below are the kernels' only parameters, passed by value. Their C++ twins in
 // cuda/args_gen.cuh are generated from them.
 
+// What kernels and planner must agree on. cuda/args_gen.cuh has it as kChunkThreads and so on.
+const (
+	ChunkThreads = 256 // threads of the CTAs of Partial, Apply and Columns kernels
+	TeamStages   = 56  // rows that the ring of a Team kernel holds at most
+	TeamSteps    = 64  // steps whose sums a Team kernel keeps apart
+	HeldTiles    = 16  // tiles that a CTA of a Held kernel holds at most
+)
+
+// Limits lists the constants for the device code.
+var Limits = []struct {
+	Name  string
+	Value int
+}{{"ChunkThreads", ChunkThreads}, {"TeamStages", TeamStages}, {"TeamSteps", TeamSteps}, {"HeldTiles", HeldTiles}}
+
 // Input and Output are device addresses that a kernel reads, and that it writes (or reads and writes).
 type (
 	Input  uintptr

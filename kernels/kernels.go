@@ -7,7 +7,7 @@ package kernels
 
 import "unsafe"
 
-// DType is an element type. The numbers are shared with the device code (kernels/cuda/dtype.cuh).
+// DType is an element type. The device code has the same numbers (cuda/args_gen.cuh).
 type DType int32
 
 const (

@@ -118,9 +118,6 @@ type Geometry struct {
 	Dependent   bool   // may start while the launch before it ends: its kernel waits (sm_90 and later)
 }
 
-// ChunkThreads is the CTA size of Partial, Apply and Columns kernels (kChunkThreads in cuda/rows.cuh).
-const ChunkThreads = 256
-
 // shape is a row of the tables below: threads per row, vectors per thread and input.
 type shape struct{ threads, vectors int }
 

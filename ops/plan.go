@@ -502,7 +502,6 @@ func (p *planner) held() bool {
 		perSM    = 2    // CTAs
 		static   = 768  // bytes of shared memory of each, and
 		reserved = 1024 // what the system takes
-		mostHeld = 16   // kMostHeld in cuda/team.cuh
 		least    = 192 << 10
 	)
 	variants := variantsOf[variantKey{p.op, kernels.Held, p.x, p.general, false}]
@@ -536,7 +535,7 @@ func (p *planner) held() bool {
 	}
 	p.splits = int32(ceil(p.vectors, p.chunk))
 	tile, room := int64(p.op.Inputs())*v.Capacity()*16, min(int64(p.facts.SharedPerSM)/perSM-reserved, int64(p.facts.SharedPerBlock))-static
-	p.lag = int32(min(ceil(p.chunk, v.Capacity()), room/tile, mostHeld))
+	p.lag = int32(min(ceil(p.chunk, v.Capacity()), room/tile, kernels.HeldTiles))
 	p.clear(p.m * int64(p.splits))
 	p.add(p.op, v.Shape, false, v, p.m*int64(p.splits), 1, uint32(int64(p.lag)*tile))
 	p.taken = SplitK
@@ -768,9 +767,8 @@ func (p *planner) bestInTeam() bool {
 // 64 KiB of it are on their way.
 func (p *planner) inTeam() bool {
 	const (
-		mostStages = 56 // kMaxStages in cuda/team.cuh
-		mostLag    = teamSteps/2 - 1
-		static     = 12 << 10 // of shared memory
+		mostLag = kernels.TeamSteps/2 - 1
+		static  = 12 << 10 // of shared memory
 	)
 	members := int64(p.facts.SMs)
 	if p.mixed || p.facts.Major < 9 || p.vectors <= 16*powerOfTwo(members) || p.op == kernels.RMSNormBackward && !p.dw {
@@ -778,7 +776,7 @@ func (p *planner) inTeam() bool {
 	}
 	for _, v := range variantsOf[variantKey{p.op, kernels.Team, p.x, p.general, false}] {
 		stage := int64(p.op.Inputs()*v.Together) * ceil(p.vectors, members) * 16
-		stages := min((int64(p.facts.SharedPerBlock)-static)/stage, mostStages)
+		stages := min((int64(p.facts.SharedPerBlock)-static)/stage, kernels.TeamStages)
 		least := int64(4)
 		if v.Together > 1 {
 			least = 12
@@ -792,7 +790,7 @@ func (p *planner) inTeam() bool {
 			p.partials = int32(v.Groups)
 		}
 		p.lag = int32(max(1, min(stages-max(2, 64<<10/stage), mostLag)))
-		p.clear(members * teamSteps * int64(v.Together))
+		p.clear(members * kernels.TeamSteps * int64(v.Together))
 		p.add(p.op, v.Shape, p.general, v, members, 1, uint32(stages*stage))
 		last := &p.launches[len(p.launches)-1].geometry
 		last.Cooperative, last.Dependent = true, false
@@ -802,9 +800,6 @@ func (p *planner) inTeam() bool {
 	}
 	return false
 }
-
-// teamSteps is kTeamSteps in cuda/team.cuh.
-const teamSteps = 64
 
 // inRing brings rows through shared memory, where there is a ring for their length of so many CTAs, with `threads` threads if that
 // is given.

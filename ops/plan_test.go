@@ -186,13 +186,13 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			require.LessOrEqual(t, int(g.Shared)+12<<10, f.SharedPerBlock, what)
 			require.GreaterOrEqual(t, p.stages-p.lag, int32(2), what)
 			require.GreaterOrEqual(t, p.lag, int32(1), what)
-			require.GreaterOrEqual(t, int32(teamSteps), 2*p.lag+2, what)
+			require.GreaterOrEqual(t, int32(kernels.TeamSteps), 2*p.lag+2, what)
 			require.Equal(t, int64(p.stages)*together*int64(r.op.Inputs())*ceil(vectors, members)*16, int64(g.Shared), what)
 			end := p.scratch.size
 			if r.dw {
 				end = p.scratch.dwPartial
 			}
-			require.LessOrEqual(t, uint64(p.splits)*teamSteps*16, end-p.scratch.partial, what)
+			require.LessOrEqual(t, uint64(p.splits)*kernels.TeamSteps*16, end-p.scratch.partial, what)
 		case kernels.Columns:
 			tile := kernels.ChunkThreads * elements
 			require.Equal(t, ceil(r.n, tile)*int64(p.partials), ctas, what)

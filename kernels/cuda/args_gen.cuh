@@ -4,6 +4,13 @@
 
 namespace gander {
 
+enum DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, };
+
+constexpr int kChunkThreads = 256;
+constexpr int kTeamStages = 56;
+constexpr int kTeamSteps = 64;
+constexpr int kHeldTiles = 16;
+
 struct Rows {
   const void* a;
   const void* b;

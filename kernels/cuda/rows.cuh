@@ -28,7 +28,6 @@
 //   relative_to(scalars, m)                    the tile holds exponentials relative to m, and `map` is told by Kept
 //   map<General, Kept>(args, scalars, a, b, place, e, out)  one vector of the output
 #pragma once
-#include "args_gen.cuh"
 #include "reduce.cuh"
 
 namespace gander {
@@ -475,9 +474,6 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
     }
   }
 }
-
-// CTAs of `apply`, and of `partial` with few exceptions.
-constexpr int kChunkThreads = 256;
 
 template <class Op, int Threads, int V, bool General, bool Alike>
 __device__ __forceinline__ void partial_body(const typename Op::Args& args) {

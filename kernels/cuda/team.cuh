@@ -54,9 +54,8 @@ struct Share {
   }
 };
 
-// Steps whose shares are kept apart. Who shares step i has mapped step i - 1 - lag, for which all have shared that one; who shared that one
-// has taken all up to step i - 2 - 2 lag. So the lag is 31 at most.
-constexpr int kTeamSteps = 64;
+// A CTA publishes its sum for step i only after it has written step i - 1 - lag, and it writes a step only once all CTAs have
+// published their sums for it. So the sums of 2 * lag + 2 steps can be in use at once: kTeamSteps slots allow a lag of 31.
 
 // Shares are told from what was in their memory by the step's number, so that it has to be cleared before: number 0 is no step's. A slot
 // to each thread, and memory for all of them.
@@ -79,7 +78,7 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
   using State = typename Op::State;
   using Part = typename State::Part;
   static_assert(R % G == 0);
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kAll = G * kWarps, kInputs = Op::kInputs, kMaxStages = 56, kSlots = 32, kTakers = 4,
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kAll = G * kWarps, kInputs = Op::kInputs, kMaxStages = kTeamStages, kSlots = 32, kTakers = 4,
                 kAhead = R > 1 ? 6 : 8;  // more rows take longer to take
   extern __shared__ __align__(128) uint4 buffer[];  // stages x R x inputs x slice
   __shared__ Slot<Part> warp_slots[kSlots][R][kWarps];
@@ -257,7 +256,7 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
   using State = typename Op::State;
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E, kTile = V * kStep, kInputs = Op::kInputs, kMostHeld = 16;
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E, kTile = V * kStep, kInputs = Op::kInputs, kMostHeld = kHeldTiles;
   constexpr int64_t kPatience = 1 << 16;  // cycles, some 40 us, and no less than this CTA's own part took
   extern __shared__ __align__(128) uint4 buffer[];  // held x inputs x V x threads
   __shared__ Slot<State> warp_slots[2][kWarps];

@@ -8,15 +8,15 @@
 #include <cstring>
 #include <type_traits>
 
+#include "args_gen.cuh"
+
 namespace gander {
 
 using f16 = __half;
 using bf16 = __nv_bfloat16;
 using f32 = float;
 
-// Run-time element types; the numbers of kernels.DType.
-enum DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64 };
-
+// The run-time number of an element type.
 template <class T>
 constexpr DType kDType = std::is_same_v<T, f16> ? kFloat16 : std::is_same_v<T, bf16> ? kBFloat16 : kFloat32;
 

@@ -116,7 +116,14 @@ var argStructTypes = []reflect.Type{
 
 func argStructs() []byte {
 	var b bytes.Buffer
-	b.WriteString(header + "#pragma once\n#include <cstdint>\n\nnamespace gander {\n")
+	b.WriteString(header + "#pragma once\n#include <cstdint>\n\nnamespace gander {\n\nenum DType : int32_t {")
+	for t := kernels.Float16; t <= kernels.Int64; t++ {
+		fmt.Fprintf(&b, " k%s,", dtypeName(t))
+	}
+	b.WriteString(" };\n\n")
+	for _, l := range kernels.Limits {
+		fmt.Fprintf(&b, "constexpr int k%s = %d;\n", l.Name, l.Value)
+	}
 	for _, t := range argStructTypes {
 		fmt.Fprintf(&b, "\nstruct %s {\n", t.Name())
 		for i := range t.NumField() {
@@ -127,6 +134,15 @@ func argStructs() []byte {
 	}
 	b.WriteString("\n}  // namespace gander\n")
 	return b.Bytes()
+}
+
+// dtypeName turns bfloat16 into BFloat16.
+func dtypeName(t kernels.DType) string {
+	name := t.String()
+	if strings.HasPrefix(name, "bf") {
+		return "BF" + name[2:]
+	}
+	return strings.ToUpper(name[:1]) + name[1:]
 }
 
 func cType(t reflect.Type) string {
