@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -113,17 +114,67 @@ func TestOnlyWhatChangedIsCompiledAgain(t *testing.T) {
 	compile("a state that was compiled before")
 }
 
-func TestAnObjectWithoutItsLogIsCompiledAgain(t *testing.T) {
+// damage applies a change to the only object in the cache and returns the object's path.
+func (f *fixture) damage(change func(path string, data []byte)) {
+	objects, err := filepath.Glob(f.path("cache/*"))
+	require.NoError(f, err)
+	require.Len(f, objects, 1)
+	data, err := os.ReadFile(objects[0])
+	require.NoError(f, err)
+	change(objects[0], data)
+}
+
+func TestADamagedObjectIsCompiledAgain(t *testing.T) {
+	overwrite := func(path string, data []byte) { require.NoError(t, os.WriteFile(path, data, 0o666)) }
+	for what, change := range map[string]func(path string, data []byte){
+		"truncated":      func(path string, data []byte) { overwrite(path, data[:len(data)-9]) },
+		"almost nothing": func(path string, data []byte) { overwrite(path, data[:9]) },
+		"empty":          func(path string, _ []byte) { overwrite(path, nil) },
+		"one bit": func(path string, data []byte) {
+			data[len(data)/2] ^= 1
+			overwrite(path, data)
+		},
+		"another's": func(path string, data []byte) {
+			other := filepath.Join(t.TempDir(), strings.Repeat("0", 64)+".object")
+			o := object{image: []byte("another image")}
+			require.NoError(t, o.write(other))
+			moved, err := os.ReadFile(other)
+			require.NoError(t, err)
+			overwrite(path, moved)
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			f := newFixture(t)
+			_, err := f.run("sm_90")
+			require.NoError(t, err)
+			want, err := os.ReadFile(f.path("images/softmax_float16.sm_90.fatbin"))
+			require.NoError(t, err)
+			require.NoError(t, os.RemoveAll(f.path("images")))
+			f.damage(change)
+			for range 2 { // the second time from the cache, which is whole again
+				runs, err := f.run("sm_90")
+				require.NoError(t, err)
+				assert.Equal(t, 4, runs)
+			}
+			got, err := os.ReadFile(f.path("images/softmax_float16.sm_90.fatbin"))
+			require.NoError(t, err)
+			assert.Equal(t, want, got)
+		})
+	}
+}
+
+func TestWhatAKilledProcessLeftGoes(t *testing.T) {
 	f := newFixture(t)
+	f.write("cache/.new-123", "half")
+	f.write("cache/.new-456", "half")
+	long := time.Now().Add(-2 * time.Hour)
+	require.NoError(t, os.Chtimes(f.path("cache/.new-123"), long, long))
+	f.write("images/.new-789", "half")
 	_, err := f.run("sm_90")
 	require.NoError(t, err)
-	logs, err := filepath.Glob(f.path("cache/*.log"))
-	require.NoError(t, err)
-	require.Len(t, logs, 1)
-	require.NoError(t, os.Remove(logs[0]))
-	runs, err := f.run("sm_90")
-	require.NoError(t, err)
-	assert.Equal(t, 4, runs)
+	assert.NoFileExists(t, f.path("cache/.new-123"))
+	assert.FileExists(t, f.path("cache/.new-456"), "another process may be writing it")
+	assert.Equal(t, []string{"softmax_float16.sm_90.fatbin"}, f.images())
 }
 
 func TestASpillIsAnErrorEachTime(t *testing.T) {
@@ -162,8 +213,8 @@ ptxas info    : Used 40 registers, used 0 barriers
 
 func TestReview(t *testing.T) {
 	kernels, registers, problems := review([]*job{
-		{source: "a_gen.cu", arch: "sm_90", log: report},
-		{source: "b_gen.cu", arch: "sm_90", log: "nothing that ptxas would say"},
+		{source: "a_gen.cu", arch: "sm_90", object: object{log: report}},
+		{source: "b_gen.cu", arch: "sm_90", object: object{log: "nothing that ptxas would say"}},
 		{source: "a_gen.cu", arch: "compute_90"},
 	})
 	assert.Equal(t, 2, kernels)

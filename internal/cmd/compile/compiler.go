@@ -36,6 +36,9 @@ func newCompiler(progress io.Writer, nvcc, cache string) (*compiler, error) {
 	if err := os.MkdirAll(cache, 0o777); err != nil {
 		return nil, err
 	}
+	if err := removeAbandoned(cache); err != nil {
+		return nil, err
+	}
 	scratch, err := os.MkdirTemp("", "gander-compile-")
 	return &compiler{progress: progress, nvcc: nvcc, version: string(version), cache: cache, scratch: scratch}, err
 }
@@ -53,30 +56,31 @@ func imageArguments(arch string) []string {
 	return []string{"-fatbin", "-gencode=arch=" + virtual(arch) + ",code=" + arch, "--compress-mode=size", "-Xptxas", "-v"}
 }
 
-// compile fills in the job's image and log, and tells whether nvcc had to run.
+// compile fills in the job's object, and tells whether nvcc had to run.
 func (c *compiler) compile(j *job) (fresh bool, err error) {
 	files := map[string][]byte{}
 	if err := collect(j.source, files); err != nil {
 		return false, err
 	}
 	arguments := [][]string{ptxArguments(virtual(j.arch)), imageArguments(j.arch)}
-	object := filepath.Join(c.cache, c.key(files, arguments)+".fatbin")
-	if c.load(j, object) == nil {
+	cached := filepath.Join(c.cache, c.key(files, arguments)+".object")
+	switch err := j.object.read(cached); {
+	case err == nil:
 		return false, nil
+	case !errors.Is(err, fs.ErrNotExist):
+		fmt.Fprintf(c.progress, "%s: compiled again, for the cache is damaged: %v\n", j.name(), err)
 	}
 	start := time.Now()
 	ptx, err := c.ptx(j.source, virtual(j.arch))
 	if err != nil {
 		return true, err
 	}
-	image, log, err := c.invoke(j.name(), ptx, arguments[1])
-	if err != nil {
+	if j.image, j.log, err = c.invoke(j.name(), ptx, arguments[1]); err != nil {
 		return true, err
 	}
-	if err := errors.Join(writeFile(object+".log", log), writeFile(object, image)); err != nil {
+	if err := j.object.write(cached); err != nil {
 		return true, err
 	}
-	j.image, j.log = image, string(log)
 	fmt.Fprintf(c.progress, "%s: %.1f s\n", j.name(), time.Since(start).Seconds())
 	return true, nil
 }
@@ -92,27 +96,17 @@ func (c *compiler) ptx(source, arch string) (string, error) {
 	return filepath.Join(c.scratch, name), once.(func() error)()
 }
 
-// load reads a cached object with its log, which the review needs.
-func (c *compiler) load(j *job, object string) error {
-	image, err := os.ReadFile(object)
-	if err != nil {
-		return err
-	}
-	log, err := os.ReadFile(object + ".log")
-	j.image, j.log = image, string(log)
-	return err
-}
-
 // invoke lets nvcc make a file in the scratch folder and returns that with what nvcc said.
-func (c *compiler) invoke(name, source string, arguments []string) (made, log []byte, err error) {
+func (c *compiler) invoke(name, source string, arguments []string) (made []byte, log string, err error) {
 	output := filepath.Join(c.scratch, name)
 	command := exec.Command(c.nvcc, append(slices.Clone(arguments), "-o", output, source)...)
 	command.Env = append(os.Environ(), "TMPDIR="+c.scratch)
-	if log, err = command.CombinedOutput(); err != nil {
-		return nil, nil, fmt.Errorf("%w\n%s", err, log)
+	said, err := command.CombinedOutput()
+	if err != nil {
+		return nil, "", fmt.Errorf("%w\n%s", err, said)
 	}
 	made, err = os.ReadFile(output)
-	return made, log, err
+	return made, string(said), err
 }
 
 // key is a digest of everything that decides what nvcc makes of the files.
@@ -145,21 +139,4 @@ func collect(path string, files map[string][]byte) error {
 		}
 	}
 	return nil
-}
-
-// writeFile writes through a rename, so that another process never reads half a file.
-func writeFile(path string, data []byte) error {
-	file, err := os.CreateTemp(filepath.Dir(path), ".new-")
-	if err != nil {
-		return err
-	}
-	_, err = file.Write(data)
-	err = errors.Join(err, file.Chmod(0o644), file.Close())
-	if err == nil {
-		err = os.Rename(file.Name(), path)
-	}
-	if err != nil {
-		err = errors.Join(err, os.Remove(file.Name()))
-	}
-	return err
 }

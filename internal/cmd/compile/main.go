@@ -59,8 +59,7 @@ func run(progress io.Writer, nvcc, cache, out string, archs, sources []string) e
 // job is one image: a source compiled for one architecture.
 type job struct {
 	source, arch string
-	image        []byte
-	log          string // what ptxas said
+	object
 }
 
 // name is the image's file name: softmax_bfloat16_gen.cu for sm_90 becomes softmax_bfloat16.sm_90.fatbin.
@@ -137,12 +136,15 @@ func install(jobs []*job, out string) error {
 			return err
 		}
 	}
-	present, err := filepath.Glob(filepath.Join(out, "*.fatbin"))
-	if err != nil {
-		return err
-	}
-	for _, path := range present {
-		if !wanted[path] {
+	for _, pattern := range []string{"*.fatbin", temporary + "*"} {
+		present, err := filepath.Glob(filepath.Join(out, pattern))
+		if err != nil {
+			return err
+		}
+		for _, path := range present {
+			if wanted[path] {
+				continue
+			}
 			if err := os.Remove(path); err != nil {
 				return err
 			}
