@@ -177,6 +177,23 @@ func TestWhatAKilledProcessLeftGoes(t *testing.T) {
 	assert.Equal(t, []string{"softmax_float16.sm_90.fatbin"}, f.images())
 }
 
+func TestArchitecturesOfAGenerationSharePTX(t *testing.T) {
+	for arch, want := range map[string]string{
+		"sm_75": "compute_75", "sm_80": "compute_80", "sm_86": "compute_80", "sm_89": "compute_80", "sm_90": "compute_90",
+		"sm_90a": "compute_90a", "sm_100": "compute_100", "sm_120": "compute_100",
+		"compute_86": "compute_86", "compute_120": "compute_120",
+	} {
+		assert.Equal(t, want, virtual(arch), arch)
+	}
+	f := newFixture(t)
+	runs, err := f.run("sm_80", "sm_86", "compute_80")
+	require.NoError(t, err)
+	assert.Equal(t, 4, runs, "PTX once, and three images")
+	flags, err := os.ReadFile(f.path("runs.txt"))
+	require.NoError(t, err)
+	assert.Contains(t, string(flags), "-gencode=arch=compute_80,code=sm_86")
+}
+
 func TestASpillIsAnErrorEachTime(t *testing.T) {
 	f := newFixture(t)
 	f.write("softmax_float16_gen.cu", "// SPILL\n")

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -45,8 +46,19 @@ func newCompiler(progress io.Writer, nvcc, cache string) (*compiler, error) {
 
 func (c *compiler) close() error { return os.RemoveAll(c.scratch) }
 
-// virtual is the architecture whose PTX an image is made from: compute_90 for sm_90 and for itself.
-func virtual(arch string) string { return "compute_" + arch[strings.IndexByte(arch, '_')+1:] }
+// generations are the compute capabilities at which the PTX changes: the kernels ask for 9.0, and nvcc has another front
+// end from 10.0 on. In between only the target's name differs.
+var generations = []int{100, 90, 80}
+
+// virtual is the architecture whose PTX an image is made from: compute_80 for sm_86, compute_90 for sm_90 and for itself.
+func virtual(arch string) string {
+	kind, digits, _ := strings.Cut(arch, "_")
+	number, err := strconv.Atoi(digits)
+	if i := slices.IndexFunc(generations, func(g int) bool { return g <= number }); kind == "sm" && err == nil && i >= 0 {
+		return fmt.Sprintf("compute_%d", generations[i])
+	}
+	return "compute_" + digits
+}
 
 func ptxArguments(virtual string) []string {
 	return []string{"-std=c++17", "-O3", "-ptx", "-arch=" + virtual}
