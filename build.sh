@@ -130,6 +130,22 @@ packages() {
   printf '%s\n' "$want" >"$VENV/digest"
 }
 
+# ---- The cache --------------------------------------------------------------------------------------------------
+
+# usable_paths: Go's tools, nvcc, PATH and PYTHONPATH take spaces in a path, but not every character.
+usable_paths() {
+  local path
+  for path in "$ROOT" "$CACHE"; do
+    case $path in
+      *[[:cntrl:]\"\'\`\\\$:\;\&\|\<\>\(\)\{\}\[\]\*\?\#]*)
+        die "Go's tools and PATH do not take the path ${path@Q}: rename or move that folder" \
+          "(XDG_CACHE_HOME moves the cache), so that it has no quotes, brackets or any of \\ \$ : ; & | < > * ? #"
+        ;;
+      [!/]*) die "XDG_CACHE_HOME is '${path%/gander}': set it to a path that begins with /" ;;
+    esac
+  done
+}
+
 # unpacked LOCK: prints the cached folder that holds the packages of a lock file.
 unpacked() {
   local folder fresh
@@ -154,6 +170,7 @@ compilers() {
   for tool in gcc g++; do
     command -v $tool >/dev/null || die "no $tool on PATH: install the C and C++ compilers"
   done
+  usable_paths
   bare_venv
   if ! has_go; then
     tree=$(unpacked requirements-go.txt)
@@ -164,17 +181,13 @@ compilers() {
   NVCC=$tree/nvidia/cu13/bin/nvcc
   # gorgonia.org/cu is written against CUDA 11.8; the driver's ABI is compatible. -w: its warnings are not ours.
   export GOTOOLCHAIN=local GOEXPERIMENT=simd CGO_ENABLED=1 GOFLAGS=-buildvcs=false
-  export CGO_CFLAGS="-O2 -I$tree/nvidia/cuda_runtime/include -w"
+  export CGO_CFLAGS="-O2 '-I$tree/nvidia/cuda_runtime/include' -w" # Go reads the quotes
 }
 
 task_env() {
   compilers
-  cat <<TEXT
-export PATH='$PATH'
-export GOTOOLCHAIN=$GOTOOLCHAIN GOEXPERIMENT=$GOEXPERIMENT CGO_ENABLED=1 GOFLAGS=-tags=cuda
-export CGO_CFLAGS='$CGO_CFLAGS'
-export PYTHONPATH='$ROOT/python'
-TEXT
+  printf 'export %s=%q\n' PATH "$PATH" GOTOOLCHAIN "$GOTOOLCHAIN" GOEXPERIMENT "$GOEXPERIMENT" CGO_ENABLED 1 \
+    GOFLAGS -tags=cuda CGO_CFLAGS "$CGO_CFLAGS" PYTHONPATH "$ROOT/python"
 }
 
 # ---- The library ------------------------------------------------------------------------------------------------
@@ -197,10 +210,10 @@ nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
 # library CC FOLDER: the C library in Go, and beside it the kernels' registration with PyTorch, which is C alone.
 library() {
-  local linker="-Wl,--version-script=$ROOT/capi/exports_gen.map -Wl,-soname,libgander.so" facts
+  local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so" facts
   facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version)"
-  CC=$1 go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
-    -ldflags "-s -w -buildid= -B=none $facts -extldflags '$linker'" -o "$2/libgander.so" ./capi
+  CC="'$1'" go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
+    -ldflags "-s -w -buildid= -B=none $facts -extldflags \"$linker\"" -o "$2/libgander.so" ./capi
   rm -f "$2/libgander.h" # the header is capi/gander.h
   local name
   for name in _torch _fast; do
@@ -429,7 +442,7 @@ task_wheel() {
   local tools stage=$STATE/wheel
   compilers
   tools=$(unpacked requirements-wheel.txt)
-  export ZIG="$VENV/bin/python -m ziglang" ZIG_GLOBAL_CACHE_DIR=$CACHE/zig GLIBC
+  export ZIG_PYTHON=$VENV/bin/python ZIG_GLOBAL_CACHE_DIR=$CACHE/zig GLIBC
   step "kernels for $WHEEL_ARCHS" kernels "$WHEEL_ARCHS"
   rm -rf "$stage" dist
   mkdir -p "$stage" dist

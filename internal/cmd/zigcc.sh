@@ -6,4 +6,4 @@ for argument; do
     -c | -E | -S | '-###' | --version) exec gcc "$@" ;;
   esac
 done
-exec $ZIG cc -target "x86_64-linux-gnu.$GLIBC" "$@"
+exec "$ZIG_PYTHON" -m ziglang cc -target "x86_64-linux-gnu.$GLIBC" "$@"

@@ -60,9 +60,10 @@ func library(t *testing.T, flag string) string {
 	folder, err := os.MkdirTemp("", "driver")
 	require.NoError(t, err)
 	libraries[flag] = folder
-	args := append(strings.Fields(os.Getenv("CGO_CFLAGS")), flag, "-shared", "-fPIC", "-pthread",
-		"-o", filepath.Join(folder, "libcuda.so.1"), "testdata/fake.c")
-	out, err := exec.Command("gcc", args...).CombinedOutput()
+	// The shell splits CGO_CFLAGS as Go does: it may hold quotes.
+	compile := "exec gcc " + os.Getenv("CGO_CFLAGS") + ` -shared -fPIC -pthread "$@"`
+	out, err := exec.Command("sh", "-c", compile, "gcc", flag, "-o", filepath.Join(folder, "libcuda.so.1"),
+		"testdata/fake.c").CombinedOutput()
 	require.NoError(t, err, string(out))
 	return folder
 }

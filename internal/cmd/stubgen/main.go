@@ -138,9 +138,9 @@ func (s symbols) sources(folder string) error {
 	defer os.RemoveAll(temporary)
 	for _, source := range sources {
 		object := filepath.Join(temporary, "object.o")
-		compile := append(strings.Fields(cc), strings.Fields(flags)...)
-		compile = append(compile, "-c", "-o", object, source)
-		if _, err := command(compile[0], compile[1:]...); err != nil {
+		// The shell splits both as Go does: they may hold quotes.
+		compile := "exec " + cc + " " + flags + ` -c -o "$0" "$1"`
+		if _, err := command("sh", "-c", compile, object, source); err != nil {
 			return err
 		}
 		file, err := os.Open(object)

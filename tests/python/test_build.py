@@ -1,0 +1,147 @@
+"""build.sh: paths with spaces. Python, Go and nvcc are stand-ins, except where a test says otherwise."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Stands for .venv/bin/python. What it "installs" as CUDA's toolchain is a compiler that copies, and a header.
+PYTHON = r"""#!/bin/sh
+[ "$1" = -c ] && echo "$SITE"
+[ "$1 $2" = "-m pip" ] || exit 0
+while [ $# -gt 0 ] && [ "$1" != --target ]; do shift; done
+[ $# -gt 0 ] || exit 0
+mkdir -p "$2/nvidia/cu13/bin" "$2/nvidia/cuda_runtime/include"
+echo "enum { STAND_IN = 42 };" >"$2/nvidia/cuda_runtime/include/cuda.h"
+cp "$NVCC" "$2/nvidia/cu13/bin/nvcc"
+"""
+NVCC = r"""#!/bin/sh
+[ "$1" = --version ] && { echo "release 13.0, V13.0.88"; exit; }
+for source; do :; done
+while [ "$1" != -o ]; do shift; done
+cat "$source" >"$2"
+echo "ptxas info    : Compiling entry function 'kernel' for 'sm_90'"
+echo "ptxas info    : Function properties for kernel"
+echo "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+"""
+GO = "#!/bin/sh\necho go version go1.26.8 linux/amd64\n"
+
+
+class Checkout:
+    """A copy of build.sh and of what it reads, in a folder of its own, with a cache of its own."""
+
+    def __init__(self, folder, cache):
+        self.root, self.cache = folder, cache / "gander"
+        for path in [ROOT / "build.sh", *ROOT.glob("requirements*.txt")]:
+            self.write(path.name, path.read_text())
+        self.write(".venv/bin/python", PYTHON)
+        self.write("nvcc", NVCC)
+        self.write("bin/go", GO)
+        self.environment = os.environ | {
+            "XDG_CACHE_HOME": str(cache),
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "NVCC": str(folder / "nvcc"),
+            "SITE": str(folder / ".venv"),
+        }
+        for name in "GANDER_ARCHS", "GANDER_PYTHON", "CC":
+            self.environment.pop(name, None)
+
+    def write(self, name, text):
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(self, *command, **environment):
+        return subprocess.run(
+            command or ["./build.sh", "env"],
+            cwd=self.root,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def toolchain(self):
+        (folder,) = self.cache.glob("requirements-toolchain-*")
+        return folder
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path / "a checkout", tmp_path / "a cache")
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_env_is_quoted(tmp_path, shell):
+    checkout = Checkout(tmp_path / "it is 5% off ~ a checkout!", tmp_path / "a cache")
+    script = 'eval "$(./build.sh env)"; printf "%s\\n" "$PATH" "$PYTHONPATH" "$CGO_CFLAGS" "$GOFLAGS"'
+    done = checkout.run(shell, "-c", script)
+    assert done.returncode == 0, done.stderr
+    path, pythonpath, flags, goflags = done.stdout.splitlines()
+    assert path == checkout.environment["PATH"]
+    assert pythonpath == str(checkout.root / "python")
+    assert shlex.split(flags)[1] == f"-I{checkout.toolchain()}/nvidia/cuda_runtime/include"
+    assert goflags == "-tags=cuda"
+
+
+@pytest.mark.parametrize("character", list("'\":(\\$\n"))
+def test_characters_that_go_does_not_take(tmp_path, character):
+    name = f"a{character}b"
+    for folder, cache in [(name, "cache"), ("checkout", name)]:
+        done = Checkout(tmp_path / folder, tmp_path / cache).run()
+        assert done.returncode == 1
+        assert "Go's tools and PATH do not take the path" in done.stderr
+        assert not done.stdout
+
+
+def test_a_relative_cache(checkout):
+    done = checkout.run(XDG_CACHE_HOME="cache")
+    assert done.returncode == 1
+    assert "XDG_CACHE_HOME is 'cache': set it to a path that begins with /" in done.stderr
+
+
+def test_building_where_paths_have_spaces(checkout):
+    """`build`, where Go, gcc and internal/cmd/compile are the real ones."""
+    (checkout.root / "bin/go").unlink()
+    if shutil.which("go") is None:
+        pytest.skip("no Go on PATH: ./build.sh test pytest finds one")
+    for folder in "internal/cmd/compile", "dlpack", "ops", "internal/driver":
+        (checkout.root / folder).mkdir(parents=True)
+    for source in (ROOT / "internal/cmd/compile").glob("*.go"):
+        checkout.write(f"internal/cmd/compile/{source.name}", source.read_text())
+    for path, text in {
+        "go.mod": "module github.com/gander-go/gander\n\ngo 1.26\n",
+        "go.sum": "",
+        "kernels/cuda/softmax_float16_gen.cu": "// a kernel",
+        "capi/exports.map": "{ global: stand_in; local: *; };\n",
+        "capi/main.go": """package main
+
+// #cgo LDFLAGS: -L${SRCDIR}
+// #include <cuda.h>
+import "C"
+
+//export stand_in
+func stand_in() int { return C.STAND_IN }
+
+func main() {}
+""",
+        "python/gander/_torch.c": "int stand_in_too(void) { return 43; }\n",
+    }.items():
+        checkout.write(path, text)
+    # The folder of Go's own cache follows XDG_CACHE_HOME.
+    objects = subprocess.run(["go", "env", "GOCACHE"], capture_output=True, text=True, check=True).stdout.strip()
+    done = checkout.run("./build.sh", "build", GANDER_ARCHS="sm_80 sm_90", GOCACHE=objects)
+    assert done.returncode == 0, done.stderr
+    images = sorted(path.name for path in (checkout.root / "kernels/images").iterdir())
+    assert images == ["softmax_float16.sm_80.fatbin", "softmax_float16.sm_90.fatbin"]
+    assert (checkout.root / ".venv/gander.pth").read_text() == f"{checkout.root}/python\n"
+    built = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).stand_in())"
+    done = checkout.run(sys.executable, "-c", built, "python/gander/libgander.so")
+    assert done.stdout == "42\n", done.stderr
