@@ -4,6 +4,8 @@ set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
+umask g-w,o-w # compilers are run from the cache, and nobody else may write there
+
 readonly ROOT=$PWD
 readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/gander
 readonly VENV=$ROOT/.venv                # Python packages, from requirements.txt
@@ -35,9 +37,11 @@ usage: ./build.sh TASK [ARGUMENT...]
 
 A machine needs Python 3.10 or newer with venv, gcc and g++; the rest comes from package registries.
 
-  GANDER_ARCHS    architectures to compile for (sm_90 compute_80 compute_90): sm_XY is machine code, compute_XY PTX
-  GANDER_PYTHON   the interpreter for the tasks, in place of .venv and of python3
-  XDG_CACHE_HOME  where toolchain and compiled kernels are kept (~/.cache)
+  GANDER_ARCHS        architectures to compile for (sm_90 compute_80 compute_90): sm_XY is machine code,
+                      compute_XY PTX
+  GANDER_PYTHON       the interpreter for the tasks, in place of .venv and of python3
+  GANDER_TRUST_CACHE  if 1, use the cache although another user owns it or may write to it (containers)
+  XDG_CACHE_HOME      where toolchain and compiled kernels are kept (~/.cache)
 TEXT
 }
 
@@ -146,15 +150,35 @@ usable_paths() {
   done
 }
 
-# unpacked LOCK: prints the cached folder that holds the packages of a lock file.
+# trusted_cache: programs in the cache are run, so nobody but this user and root may be able to change them.
+trusted_cache() {
+  local found
+  [[ ${GANDER_TRUST_CACHE:-} != 1 ]] || return 0
+  mkdir -p "$CACHE"
+  found=$(find -L "$CACHE" -ignore_readdir_race \
+    ! -type l \( -perm /022 -o ! -user "$EUID" ! -user 0 \) -print -quit)
+  [[ -z $found ]] || die "another user may change $found ($(stat -L -c '%A, owner %U' "$found"))," \
+    "and the programs in $CACHE are run. Remove it, or make it yours alone (chown -R, chmod -R go-w)," \
+    "or set GANDER_TRUST_CACHE=1 to use the cache as it is."
+}
+
+# unpacked LOCK: prints the cached folder that holds the packages of a lock file. To be called in a subshell.
 unpacked() {
-  local folder fresh
+  local folder fresh lock
   folder=$CACHE/$(basename "$1" .txt)-$(sha256sum <"$1" | cut -c1-16)
   if [[ ! -d $folder ]]; then
     mkdir -p "$CACHE"
-    fresh=$(mktemp -d "$CACHE/.new-XXXXXX")
-    step "$1 into the cache" pip_install "$VENV/bin/python" --no-deps --target "$fresh" -r "$1"
-    mv -T "$fresh" "$folder" 2>/dev/null || rm -rf "$fresh" # another build was faster
+    exec {lock}>"$CACHE/lock"
+    flock --nonblock "$lock" || { say "waiting for another build that fills $CACHE" && flock "$lock"; }
+    rm -rf "$CACHE"/.new-* # of processes that were killed: a living one would hold the lock
+    if [[ ! -d $folder ]]; then
+      fresh=$(mktemp -d "$CACHE/.new-XXXXXX")
+      trap "rm -rf ${fresh@Q}" EXIT
+      trap 'exit 129' HUP # which ends a subshell without EXIT
+      step "$1 into the cache" pip_install "$VENV/bin/python" --no-deps --target "$fresh" -r "$1"
+      mv -T "$fresh" "$folder"
+    fi
+    exec {lock}>&-
   fi
   printf '%s' "$folder"
 }
@@ -171,6 +195,7 @@ compilers() {
     command -v $tool >/dev/null || die "no $tool on PATH: install the C and C++ compilers"
   done
   usable_paths
+  trusted_cache
   bare_venv
   if ! has_go; then
     tree=$(unpacked requirements-go.txt)

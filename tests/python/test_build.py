@@ -1,10 +1,12 @@
-"""build.sh: paths with spaces. Python, Go and nvcc are stand-ins, except where a test says otherwise."""
+"""build.sh: its cache, and paths with spaces. Python, Go and nvcc are stand-ins, except where a test says otherwise."""
 
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,10 @@ PYTHON = r"""#!/bin/sh
 [ "$1 $2" = "-m pip" ] || exit 0
 while [ $# -gt 0 ] && [ "$1" != --target ]; do shift; done
 [ $# -gt 0 ] || exit 0
+echo "$2" >>"$PIPS"
 mkdir -p "$2/nvidia/cu13/bin" "$2/nvidia/cuda_runtime/include"
+while [ -e "$PIPS.hang" ]; do sleep 0.1; done
+[ ! -e "$PIPS.fail" ] || exit 7
 echo "enum { STAND_IN = 42 };" >"$2/nvidia/cuda_runtime/include/cuda.h"
 cp "$NVCC" "$2/nvidia/cu13/bin/nvcc"
 """
@@ -37,7 +42,7 @@ class Checkout:
     """A copy of build.sh and of what it reads, in a folder of its own, with a cache of its own."""
 
     def __init__(self, folder, cache):
-        self.root, self.cache = folder, cache / "gander"
+        self.root, self.cache, self.pips = folder, cache / "gander", folder / "pips"
         for path in [ROOT / "build.sh", *ROOT.glob("requirements*.txt")]:
             self.write(path.name, path.read_text())
         self.write(".venv/bin/python", PYTHON)
@@ -46,10 +51,11 @@ class Checkout:
         self.environment = os.environ | {
             "XDG_CACHE_HOME": str(cache),
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "PIPS": str(self.pips),
             "NVCC": str(folder / "nvcc"),
             "SITE": str(folder / ".venv"),
         }
-        for name in "GANDER_ARCHS", "GANDER_PYTHON", "CC":
+        for name in "GANDER_TRUST_CACHE", "GANDER_ARCHS", "GANDER_PYTHON", "CC":
             self.environment.pop(name, None)
 
     def write(self, name, text):
@@ -58,24 +64,44 @@ class Checkout:
         path.write_text(text)
         path.chmod(0o755)
 
-    def run(self, *command, **environment):
-        return subprocess.run(
+    def start(self, *command, **environment):
+        return subprocess.Popen(
             command or ["./build.sh", "env"],
             cwd=self.root,
             env=self.environment | environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=300,
+            start_new_session=True,
         )
+
+    def run(self, *command, **environment):
+        process = self.start(*command, **environment)
+        out, err = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def unfinished(self):
+        return list(self.cache.glob(".new-*"))
 
     def toolchain(self):
         (folder,) = self.cache.glob("requirements-toolchain-*")
         return folder
 
+    def assert_whole(self):
+        assert (self.toolchain() / "nvidia/cu13/bin/nvcc").read_text() == NVCC
+        assert not self.unfinished()
+
 
 @pytest.fixture
 def checkout(tmp_path):
     return Checkout(tmp_path / "a checkout", tmp_path / "a cache")
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited for a minute"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
@@ -105,6 +131,89 @@ def test_a_relative_cache(checkout):
     done = checkout.run(XDG_CACHE_HOME="cache")
     assert done.returncode == 1
     assert "XDG_CACHE_HOME is 'cache': set it to a path that begins with /" in done.stderr
+
+
+def test_a_failed_download_leaves_nothing(checkout):
+    fail = Path(f"{checkout.pips}.fail")
+    fail.touch()
+    assert checkout.run().returncode == 7
+    assert not checkout.unfinished()
+    fail.unlink()
+    assert checkout.run().returncode == 0
+    checkout.assert_whole()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_download_leaves_nothing(checkout, how):
+    Path(f"{checkout.pips}.hang").touch()
+    process = checkout.start()
+    until(checkout.pips.exists)
+    assert checkout.unfinished()
+    os.killpg(process.pid, how)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert not checkout.unfinished()
+
+
+def test_a_killed_download_is_removed_by_the_next(checkout):
+    hang = Path(f"{checkout.pips}.hang")
+    hang.touch()
+    process = checkout.start()
+    until(checkout.pips.exists)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert checkout.unfinished()
+    hang.unlink()
+    assert checkout.run().returncode == 0
+    checkout.assert_whole()
+
+
+def test_two_builds_download_once(checkout):
+    hang = Path(f"{checkout.pips}.hang")
+    hang.touch()
+    first = checkout.start()
+    until(checkout.pips.exists)
+    second = checkout.start()
+    assert "waiting for another build" in second.stderr.readline()
+    assert checkout.unfinished(), "the second removed what the first is writing"
+    hang.unlink()
+    for process in first, second:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert len(checkout.pips.read_text().splitlines()) == 1
+    checkout.assert_whole()
+
+
+def test_a_cache_that_others_may_write_to(checkout):
+    assert checkout.run().returncode == 0
+    for path in [checkout.cache, checkout.toolchain(), checkout.toolchain() / "nvidia/cu13/bin/nvcc"]:
+        mode = path.stat().st_mode
+        for bit in 0o020, 0o002:
+            path.chmod(mode | bit)
+            done = checkout.run()
+            assert done.returncode == 1
+            assert f"another user may change {path} (" in done.stderr
+            assert "GANDER_TRUST_CACHE=1" in done.stderr
+            assert checkout.run(GANDER_TRUST_CACHE="1").returncode == 0
+        path.chmod(mode)
+    assert checkout.run().returncode == 0
+    assert "GANDER_TRUST_CACHE" in checkout.run("./build.sh", "help").stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_cache_of_another_user(checkout):
+    assert checkout.run().returncode == 0
+    os.chown(checkout.toolchain() / "nvidia/cu13/bin/nvcc", 12345, -1)
+    done = checkout.run()
+    assert done.returncode == 1
+    assert "nvcc (-rwxr-xr-x, owner UNKNOWN)" in done.stderr
+    assert checkout.run(GANDER_TRUST_CACHE="1").returncode == 0
+
+
+def test_a_umask_that_lets_the_group_write(checkout):
+    for _ in range(2):
+        done = checkout.run("sh", "-c", "umask 002; exec ./build.sh env")
+        assert done.returncode == 0, done.stderr
 
 
 def test_building_where_paths_have_spaces(checkout):
