@@ -63,7 +63,8 @@ const Families = 3 * 3
 
 var groups = [...]string{"softmax", "rmsnorm", "cross_entropy"}
 
-func familyOf(op Op, x DType) Family {
+// FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
+func FamilyOf(op Op, x DType) Family {
 	group := Family(0)
 	switch op {
 	case RMSNormForward, RMSNormBackward, WeightGradient, RMSNormClear:
@@ -277,7 +278,7 @@ func table() []Variant {
 		add := func(like Variant, shapes ...shape) {
 			for _, p := range shapes {
 				v := like
-				v.Index, v.Family, v.RowThreads, v.Vectors, v.Threads = len(t), familyOf(v.Op, x), p.threads, p.vectors, max(p.threads, 128)
+				v.Index, v.Family, v.RowThreads, v.Vectors, v.Threads = len(t), FamilyOf(v.Op, x), p.threads, p.vectors, max(p.threads, 128)
 				if v.Shape == Team {
 					v.Groups = 1
 					if v.Together == 2 { // whose threads are too few by themselves

@@ -76,7 +76,11 @@ func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 	if err != nil {
 		return cudaCall{}, cudaError(err)
 	}
-	p, err := planFor(ordinal, d.Facts(), r)
+	facts, err := d.Facts(kernels.FamilyOf(r.op, r.x))
+	if err != nil {
+		return cudaCall{}, cudaError(err)
+	}
+	p, err := planFor(ordinal, facts, r)
 	if err != nil {
 		return cudaCall{}, err
 	}
@@ -174,7 +178,11 @@ func cudaExplain(ordinal int32, r request) (string, error) {
 	}
 	r.general = r.n*r.x.Size()%16 != 0
 	r.alike = r.general
-	p, err := makePlan(d.Facts(), r)
+	facts, err := d.Facts(kernels.FamilyOf(r.op, r.x))
+	if err != nil {
+		return "", cudaError(err)
+	}
+	p, err := makePlan(facts, r)
 	if err != nil {
 		return "", err
 	}

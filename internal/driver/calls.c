@@ -61,13 +61,16 @@ static CUlaunchAttribute dependently(void) {
                              .value.programmaticStreamSerializationAllowed = 1};
 }
 
-int gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared) {
+// *count is 0 unless the answer is a success.
+CUresult gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared,
+                                    int *count) {
   CUlaunchAttribute attribute = in_clusters(cluster);
   CUlaunchConfig config = {
       .gridDimX = 1, .gridDimY = cluster, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
       .sharedMemBytes = shared, .attrs = &attribute, .numAttrs = 1};
-  int count = 0;
-  return cuOccupancyMaxActiveClusters(&count, (CUfunction)function, &config) == CUDA_SUCCESS ? count : 0;
+  CUresult status = cuOccupancyMaxActiveClusters(count, (CUfunction)function, &config);
+  if (status != CUDA_SUCCESS) *count = 0;
+  return status;
 }
 
 CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t grid, uint32_t cluster, uint32_t block,

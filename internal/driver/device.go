@@ -13,6 +13,7 @@ import (
 	"os"
 	"reflect"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -72,12 +73,15 @@ func result(op string, code C.CUresult) error {
 	}
 }
 
-// failed turns an error of gorgonia.org/cu, whose type is its own but is a CUresult, into ours.
+// resultOf returns the CUDA result in an error of gorgonia.org/cu, whose type is its own but is a CUresult.
+func resultOf(err error) C.CUresult { return C.CUresult(reflect.ValueOf(err).Int()) }
+
+// failed turns an error of gorgonia.org/cu into ours.
 func failed(op string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return result(op, C.CUresult(reflect.ValueOf(err).Int()))
+	return result(op, resultOf(err))
 }
 
 // Device is one CUDA device, with its primary context and what was loaded into it. It lives as long as the
@@ -85,9 +89,11 @@ func failed(op string, err error) error {
 type Device struct {
 	ordinal   int32
 	context   C.uintptr_t
-	basics    Facts            // all but the clusters
-	facts     func() *Facts    // all
-	functions []atomic.Uintptr // by Variant.Index, 0 until first used
+	basics    Facts                 // all but the clusters
+	facts     atomic.Pointer[Facts] // all, nil until the driver has told the clusters
+	functions []atomic.Uintptr      // by Variant.Index, 0 until first used
+
+	measuring sync.Mutex
 
 	loading sync.Mutex
 	modules [kernels.Families]cu.Module // zero until first used
@@ -152,7 +158,9 @@ func open(ordinal int32) (*Device, error) {
 		}
 	}
 	f.L2Bytes = int64(l2)
-	f.MemoryGBs = memoryGBs(device)
+	if f.MemoryGBs, err = memoryGBs(device); err != nil {
+		return nil, err
+	}
 	use, err := choose(architectures(), f.Major, f.Minor, forcedPTX())
 	if err != nil {
 		return nil, fmt.Errorf("device %d (%s): %w", ordinal, f.Name, err)
@@ -162,28 +170,41 @@ func open(ordinal int32) (*Device, error) {
 	if err != nil {
 		return nil, failed("cuDevicePrimaryCtxRetain", err)
 	}
-	d := &Device{
+	return &Device{
 		ordinal:   ordinal,
 		context:   handle(&context),
 		basics:    f,
 		functions: make([]atomic.Uintptr, len(kernels.Variants)),
 		owned:     map[uintptr]C.uintptr_t{},
+	}, nil
+}
+
+// conclusive tells whether a result is an answer that stays the same: success, or there is no such thing
+// here. Any other failure (memory is short, say) may pass.
+func conclusive(code C.CUresult) bool {
+	switch code {
+	case C.CUDA_SUCCESS, C.CUDA_ERROR_INVALID_VALUE, C.CUDA_ERROR_NOT_SUPPORTED,
+		C.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+		return true
 	}
-	d.facts = sync.OnceValue(d.measure)
-	return d, nil
+	return false
 }
 
 // memoryGBs is the memory's peak bandwidth in GB/s, or 0 where the driver does not tell.
-func memoryGBs(device cu.Device) int {
-	clock, err := device.Attribute(cu.MemoryClockRate) // kHz; data move on both edges
-	if err != nil {
-		return 0
+func memoryGBs(device cu.Device) (int, error) {
+	product := 2 // data move on both edges of the clock, whose rate is in kHz; the width is in bits
+	for _, attribute := range []cu.DeviceAttribute{cu.MemoryClockRate, cu.GlobalMemoryBusWidth} {
+		value, err := device.Attribute(attribute)
+		switch {
+		case err == nil:
+			product *= value
+		case conclusive(resultOf(err)):
+			return 0, nil
+		default:
+			return 0, failed(fmt.Sprintf("cuDeviceGetAttribute %d", attribute), err)
+		}
 	}
-	width, err := device.Attribute(cu.GlobalMemoryBusWidth) // bits
-	if err != nil {
-		return 0
-	}
-	return clock * 2 * width / 8 / 1e6
+	return max(product, 0) / 8 / 1e6, nil
 }
 
 // handle reads the C handle that one of gorgonia.org/cu's one-field structs keeps to itself.
@@ -191,38 +212,58 @@ func handle[T cu.CUContext | cu.Function](of *T) C.uintptr_t {
 	return *(*C.uintptr_t)(unsafe.Pointer(of))
 }
 
-// Facts returns what the planner needs to know. The first call on a device that has clusters loads the image
-// that they are measured with.
-func (d *Device) Facts() *Facts { return d.facts() }
+// Facts returns what the planner needs to know, for a launch of the family's kernels. On a device that has
+// clusters, the first call loads the family's image to count them. A failure is returned and not remembered:
+// a plan without clusters would give other bits than the plan of the next call.
+func (d *Device) Facts(family kernels.Family) (*Facts, error) {
+	if f := d.facts.Load(); f != nil {
+		return f, nil
+	}
+	d.measuring.Lock()
+	defer d.measuring.Unlock()
+	if f := d.facts.Load(); f != nil {
+		return f, nil
+	}
+	f, err := d.measure(family)
+	if err != nil {
+		return nil, err
+	}
+	d.facts.Store(f)
+	return f, nil
+}
 
-// measure completes the facts with the clusters that fit. Where the question fails there are none, and plans
-// without clusters are made.
-func (d *Device) measure() *Facts {
+// measure completes the facts with the clusters that fit. Any kernel gives the same answer: it is asked for
+// with so much shared memory that an SM holds one CTA, so only the grouping of the SMs counts. On an H200 all
+// 827 kernels of sm_90, of 128 to 1024 threads, gave one answer.
+func (d *Device) measure(family kernels.Family) (*Facts, error) {
 	f := d.basics
-	var probe *kernels.Variant
-	for i := range kernels.Variants {
-		v := &kernels.Variants[i]
-		if v.Cluster && (probe == nil || v.Threads > probe.Threads) {
-			probe = v
-		}
+	if f.Major < 9 {
+		return &f, nil
 	}
-	if f.Major < 9 || probe == nil {
-		return &f
-	}
+	probe := &kernels.Variants[slices.IndexFunc(kernels.Variants, func(v kernels.Variant) bool {
+		return v.Cluster && v.Family == family // every family has one
+	})]
 	function, err := d.function(probe)
 	if err != nil {
-		return &f
+		return nil, err
 	}
 	leave, err := d.enter()
 	if err != nil {
-		return &f
+		return nil, err
 	}
 	defer leave()
-	alone := C.uint32_t(f.SharedPerSM/2 + 1024) // so much shared memory that an SM holds one CTA
+	alone := C.uint32_t(f.SharedPerSM/2 + 1024)
 	for c := 1; c < len(f.Clusters); c++ {
-		f.Clusters[c] = int(C.gander_driver_max_clusters(C.uintptr_t(function), C.uint32_t(c), C.uint32_t(probe.Threads), alone))
+		var count C.int
+		code := C.gander_driver_max_clusters(C.uintptr_t(function), C.uint32_t(c), C.uint32_t(probe.Threads),
+			alone, &count)
+		if !conclusive(code) {
+			op := fmt.Sprintf("cuOccupancyMaxActiveClusters of %s in clusters of %d", probe.Symbol, c)
+			return nil, result(op, code)
+		}
+		f.Clusters[c] = int(count)
 	}
-	return &f
+	return &f, nil
 }
 
 // enter makes the device's context current on this thread until leave is called, and allows calls that a
@@ -283,7 +324,6 @@ func (d *Device) function(v *kernels.Variant) (uintptr, error) {
 
 // Warmup loads every kernel that the device can run, so that no later call pays for it.
 func (d *Device) Warmup() error {
-	d.Facts()
 	for i := range kernels.Variants {
 		v := &kernels.Variants[i]
 		if v.Cluster && d.basics.Major < 9 {
@@ -293,7 +333,8 @@ func (d *Device) Warmup() error {
 			return err
 		}
 	}
-	return nil
+	_, err := d.Facts(kernels.Variants[0].Family)
+	return err
 }
 
 func flag(b bool) C.int {

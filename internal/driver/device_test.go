@@ -40,6 +40,7 @@ func TestMain(m *testing.M) {
 		{Index: 1, Family: 0, Symbol: "small_clusters", Threads: 512, Cluster: true},
 		{Index: 2, Family: 0, Symbol: "clusters", Threads: 1024, Cluster: true},
 		{Index: 3, Family: 1, Symbol: "split", Threads: 128},
+		{Index: 4, Family: 1, Symbol: "split_clusters", Threads: 512, Cluster: true},
 	}
 	architectures = func() []string { return []string{"compute_80", "compute_90", "sm_90"} }
 	image = func(family kernels.Family, arch string) []byte { return []byte(family.String() + "." + arch) }
@@ -123,6 +124,13 @@ func opened(t *testing.T) *Device {
 	d, err := Open(0)
 	require.NoError(t, err)
 	return d
+}
+
+// facts returns what the device tells a launch of the first family.
+func facts(t *testing.T, d *Device) *Facts {
+	f, err := d.Facts(0)
+	require.NoError(t, err)
+	return f
 }
 
 // current makes a context current on this thread, which the test keeps.
@@ -256,7 +264,8 @@ func TestFacts(t *testing.T) {
 		"forced 90":  {[]string{"GANDER_FORCE_PTX=90"}, ptx("compute_90", 9, base.Clusters)},
 		"newer chip": {[]string{"FAKE_CAPABILITY=120"}, ptx("compute_90", 9, base.Clusters)},
 		"older chip": {[]string{"FAKE_CAPABILITY=89"}, ptx("compute_80", 8, [17]int{})},
-		"no bus":     {[]string{"FAKE_MEMORY_BUS=0"}, untold},
+		"no bus":     {[]string{"FAKE_ATTRIBUTE_37=!801"}, untold},
+		"bus of -1":  {[]string{"FAKE_ATTRIBUTE_37=-1"}, untold},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if !faked(t, c.env...) {
@@ -264,19 +273,89 @@ func TestFacts(t *testing.T) {
 			}
 			d := opened(t)
 			calls(t)
-			assert.Equal(t, c.want, *d.Facts())
+			assert.Equal(t, c.want, *facts(t, d))
 			asked := calls(t)
 			if c.want.Clusters[1] > 0 {
 				assert.Contains(t, asked, "cuModuleLoadData softmax_float16."+c.want.Arch+"| 0x1000 relaxed")
-				assert.Contains(t, asked, "cuOccupancyMaxActiveClusters clusters 4 1 x 4 1024 117760| 0x1000 relaxed")
+				assert.Contains(t, asked,
+					"cuOccupancyMaxActiveClusters small_clusters 4 1 x 4 512 117760| 0x1000 relaxed")
 			} else {
 				assert.Empty(t, asked)
 			}
-			assert.Same(t, d.Facts(), d.Facts())
+			assert.Same(t, facts(t, d), facts(t, d))
 			assert.Empty(t, calls(t), "asked once")
-			assert.Zero(t, testing.AllocsPerRun(100, func() { d.Facts() }))
+			assert.Zero(t, testing.AllocsPerRun(100, func() { d.Facts(0) }))
 		})
 	}
+}
+
+func TestFactsLoadOnlyTheFamilysImage(t *testing.T) {
+	if !faked(t) {
+		return
+	}
+	d := opened(t)
+	f, err := d.Facts(1)
+	require.NoError(t, err)
+	assert.Equal(t, [17]int{1: 128, 64, 42, 32, 25, 21, 18, 16}, f.Clusters)
+	all := calls(t)
+	assert.Equal(t, 1, count(all, "cuModuleLoadData"))
+	assert.Equal(t, 1, count(all, "cuModuleLoadData softmax_bfloat16.sm_90"))
+	assert.Equal(t, 16, count(all, "cuOccupancyMaxActiveClusters split_clusters "))
+	assert.Same(t, f, facts(t, d), "known for all families")
+	assert.Empty(t, calls(t))
+}
+
+// What fails for a moment is no fact: the call fails, and the next one asks again.
+func TestFactsAreTriedAgain(t *testing.T) {
+	want := [17]int{1: 128, 64, 42, 32, 25, 21, 18, 16}
+	for name, c := range map[string]struct {
+		env  []string
+		code int
+		says string
+	}{
+		"image": {[]string{"FAKE_FAIL=cuModuleLoadData=2"}, 2, "cuModuleLoadData of softmax_float16.sm_90: "},
+		"first question": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=2"}, 2,
+			"cuOccupancyMaxActiveClusters of small_clusters in clusters of 1: CUDA_ERROR_OUT_OF_MEMORY (2)"},
+		"fifth question": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=999", "FAKE_FAIL_AFTER=4"}, 999,
+			"cuOccupancyMaxActiveClusters of small_clusters in clusters of 5: "},
+		"last question": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=2", "FAKE_FAIL_AFTER=15"}, 2,
+			"clusters of 16"},
+		"context": {[]string{"FAKE_FAIL=cuCtxPushCurrent=201", "FAKE_FAIL_AFTER=1"}, 201, "cuCtxPushCurrent: "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if !faked(t, c.env...) {
+				return
+			}
+			d := opened(t)
+			f, err := d.Facts(0)
+			assert.Nil(t, f)
+			var failure *Error
+			require.ErrorAs(t, err, &failure)
+			assert.Equal(t, c.code, failure.Code)
+			assert.ErrorContains(t, err, c.says)
+			require.NoError(t, os.Unsetenv("FAKE_FAIL"))
+			assert.Equal(t, want, facts(t, d).Clusters)
+		})
+	}
+	t.Run("no such size", func(t *testing.T) {
+		for _, code := range []string{"1", "801", "912"} { // the driver's answer, which stays the same
+			t.Run(code, func(t *testing.T) {
+				if !faked(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters="+code, "FAKE_FAIL_AFTER=4") {
+					return
+				}
+				assert.Equal(t, [17]int{1: 128, 64, 42, 32}, facts(t, opened(t)).Clusters)
+			})
+		}
+	})
+	t.Run("memory clock", func(t *testing.T) {
+		if !faked(t, "FAKE_ATTRIBUTE_36=!2") {
+			return
+		}
+		_, err := Open(0)
+		assert.EqualError(t, err, "cuDeviceGetAttribute 36: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
+		require.NoError(t, os.Unsetenv("FAKE_ATTRIBUTE_36"))
+		assert.Equal(t, 3352, facts(t, opened(t)).MemoryGBs)
+	})
 }
 
 func TestNoImage(t *testing.T) {
@@ -387,7 +466,6 @@ func TestLoadingIsTriedAgain(t *testing.T) {
 		assert.EqualError(t, err, "cuModuleLoadData of softmax_bfloat16.sm_90: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
 	}
 	assert.Equal(t, 2, count(calls(t), "cuModuleLoadData"))
-	assert.Equal(t, [17]int{}, d.Facts().Clusters, "no clusters where they cannot be measured")
 }
 
 func TestLaunch(t *testing.T) {
@@ -502,6 +580,13 @@ func TestWarmup(t *testing.T) {
 			return
 		}
 		assert.ErrorContains(t, opened(t).Warmup(), "cuFuncSetAttribute of rows: ")
+	})
+	t.Run("without facts", func(t *testing.T) {
+		if !faked(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters=2") {
+			return
+		}
+		assert.ErrorContains(t, opened(t).Warmup(),
+			"cuOccupancyMaxActiveClusters of small_clusters in clusters of 1: ")
 	})
 }
 

@@ -39,7 +39,8 @@ void gander_driver_leave(gander_driver_scope *scope);
 
 // Inside a scope:
 CUresult gander_driver_prepare(uintptr_t function, int shared_per_block, int cluster);
-int gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared);
+CUresult gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared,
+                                    int *count);
 
 // From any thread, whatever context is current, in one call each:
 CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t grid, uint32_t cluster, uint32_t block,

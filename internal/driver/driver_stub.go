@@ -17,8 +17,8 @@ func Status() error { return ErrBuiltWithout }
 // Open answers ErrBuiltWithout.
 func Open(ordinal int32) (*Device, error) { return nil, ErrBuiltWithout }
 
-// Facts is never reached: Open gives no Device out.
-func (d *Device) Facts() *Facts { return &Facts{} }
+// Facts answers ErrBuiltWithout.
+func (d *Device) Facts(family kernels.Family) (*Facts, error) { return nil, ErrBuiltWithout }
 
 // Warmup answers ErrBuiltWithout.
 func (d *Device) Warmup() error { return ErrBuiltWithout }

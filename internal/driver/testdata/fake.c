@@ -1,7 +1,9 @@
 // A libcuda.so.1 for tests on machines without a GPU. Each call is written to $FAKE_LOG as
 //   function arguments... | current context, capture mode
-// and fails with the code that $FAKE_FAIL ("function=code") gives it. Streams 0xCA and up are being captured; the
-// legacy stream is off limits while the file $FAKE_IMPLICIT exists.
+// and fails with the code that $FAKE_FAIL ("function=code") gives it, after $FAKE_FAIL_AFTER successful
+// calls. $FAKE_ATTRIBUTE_<number> is the value of a device attribute, or a result to fail with ("!801").
+// Streams 0xCA and up are being captured; the legacy stream is off limits while the file $FAKE_IMPLICIT
+// exists.
 
 #include <cuda.h>
 #include <pthread.h>
@@ -16,6 +18,11 @@ static __thread int depth; // stack[depth] is current; NULL at the bottom
 static __thread CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 
+static int number(const char *variable, int otherwise) {
+  const char *value = getenv(variable);
+  return value ? atoi(value) : otherwise;
+}
+
 static CUresult call(const char *function, const char *format, ...) {
   va_list args;
   va_start(args, format);
@@ -25,16 +32,15 @@ static CUresult call(const char *function, const char *format, ...) {
   vfprintf(log, format, args);
   fprintf(log, "| %#zx %s\n", (size_t)stack[depth], mode == CU_STREAM_CAPTURE_MODE_RELAXED ? "relaxed" : "global");
   fclose(log);
-  pthread_mutex_unlock(&writing);
   va_end(args);
+  static int succeeded;
+  CUresult status = CUDA_SUCCESS;
   const char *fail = getenv("FAKE_FAIL");
   size_t length = strlen(function);
-  return fail && !strncmp(fail, function, length) && fail[length] == '=' ? atoi(fail + length + 1) : CUDA_SUCCESS;
-}
-
-static int number(const char *variable, int otherwise) {
-  const char *value = getenv(variable);
-  return value ? atoi(value) : otherwise;
+  int chosen = fail && !strncmp(fail, function, length) && fail[length] == '=';
+  if (chosen && succeeded++ >= number("FAKE_FAIL_AFTER", 0)) status = atoi(fail + length + 1);
+  pthread_mutex_unlock(&writing);
+  return status;
 }
 
 CUresult cuInit(unsigned flags) { return call("cuInit", "%u", flags); }
@@ -76,11 +82,14 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: *value = 233472; break;
     case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: *value = 52428800; break;
     case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: *value = 2619000; break;
-    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH:
-      if ((*value = number("FAKE_MEMORY_BUS", 5120)) == 0) return CUDA_ERROR_NOT_SUPPORTED;
-      break;
+    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: *value = 5120; break;
     default: return CUDA_ERROR_INVALID_VALUE;
   }
+  char variable[32];
+  snprintf(variable, sizeof variable, "FAKE_ATTRIBUTE_%d", attribute);
+  const char *given = getenv(variable);
+  if (given && *given == '!') return atoi(given + 1);
+  if (given) *value = atoi(given);
   return call("cuDeviceGetAttribute", "%d %d", attribute, device);
 }
 
@@ -150,15 +159,16 @@ static void attributes(const CUlaunchConfig *config, unsigned *cluster, int *coo
   }
 }
 
-// 128 clusters of one, 64 of 2, and so on; clusters of 16 are an error.
+// 128 clusters of one, 64 of 2, and so on; clusters of more than 8 are an error.
 CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUlaunchConfig *config) {
   unsigned cluster;
   int cooperative;
   attributes(config, &cluster, &cooperative);
   *count = 128 / cluster;
-  call("cuOccupancyMaxActiveClusters", "%s %u %u x %u %u %u", (const char *)function, cluster, config->gridDimX,
-       config->gridDimY, config->blockDimX, config->sharedMemBytes);
-  return cluster > 8 ? CUDA_ERROR_INVALID_CLUSTER_SIZE : CUDA_SUCCESS;
+  CUresult status =
+      call("cuOccupancyMaxActiveClusters", "%s %u %u x %u %u %u", (const char *)function, cluster,
+           config->gridDimX, config->gridDimY, config->blockDimX, config->sharedMemBytes);
+  return status == CUDA_SUCCESS && cluster > 8 ? CUDA_ERROR_INVALID_CLUSTER_SIZE : status;
 }
 
 // A kernel's argument is in a buffer, or lies at an address, without its size; its first 32 bits are shown.

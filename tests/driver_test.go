@@ -1,0 +1,87 @@
+//go:build cuda && cgo && linux && amd64
+
+package tests
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
+	"github.com/gander-go/gander/ops"
+)
+
+// withDriver tells whether this process has the fake CUDA driver of internal/driver. Where not, it runs the
+// test in a process that has, with the given environment, since a process binds one driver once.
+func withDriver(t *testing.T, environment ...string) bool {
+	const inside = "FAKE_LOG"
+	if os.Getenv(inside) != "" {
+		return true
+	}
+	folder := t.TempDir()
+	args := append(strings.Fields(os.Getenv("CGO_CFLAGS")), "-shared", "-fPIC", "-pthread", "-o",
+		filepath.Join(folder, "libcuda.so.1"), "../internal/driver/testdata/fake.c")
+	out, err := exec.Command("gcc", args...).CombinedOutput()
+	require.NoError(t, err, string(out))
+	command := exec.Command(os.Args[0], "-test.count=1", "-test.v", "-test.run=^"+t.Name()+"$")
+	command.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, inside+"="+filepath.Join(folder, "log"),
+		"GANDER_FORCE_PTX=")
+	command.Env = append(command.Env, environment...)
+	out, err = command.CombinedOutput()
+	require.NoError(t, err, string(out))
+	require.Contains(t, string(out), "--- PASS: "+t.Name())
+	return false
+}
+
+// onDevice describes compact bfloat16 rows in device memory, which is never touched.
+func onDevice(t *testing.T, at uintptr, m, n int64) *dlpack.Tensor {
+	x, err := dlpack.New(dlpack.BFloat16, m, n)
+	require.NoError(t, err)
+	x.Device = dlpack.Device{Type: dlpack.CUDA}
+	*(*uintptr)(unsafe.Pointer(&x.Data)) = at
+	return x
+}
+
+// A question about the device that fails for a moment makes the call fail, never take another plan. The next
+// call asks again. No image is loaded but the call's own.
+func TestAFailedQuestionChangesNoPlan(t *testing.T) {
+	if !withDriver(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters=2", "FAKE_FAIL_AFTER=3") {
+		return
+	}
+	const m, n = 64, 65536 // rows of 128 KiB take clusters
+	x, y := onDevice(t, 1<<20, m, n), onDevice(t, 1<<30, m, n)
+	call := func() error { return ops.RMSNormForward(nil, x, nil, y, nil, 0) }
+	explain := func() (string, error) {
+		return ops.Explain("rmsnorm_forward", m, n, kernels.BFloat16, x.Device, ops.Choice{})
+	}
+	log := func() string {
+		text, err := os.ReadFile(os.Getenv("FAKE_LOG"))
+		require.NoError(t, err)
+		return string(text)
+	}
+	for range 2 {
+		err := call()
+		var refused *ops.Error
+		require.ErrorAs(t, err, &refused)
+		assert.Equal(t, ops.StatusMemory, refused.Status)
+		assert.ErrorContains(t, err, "cuOccupancyMaxActiveClusters of rmsnorm_")
+		_, err = explain()
+		assert.ErrorContains(t, err, "cuOccupancyMaxActiveClusters of rmsnorm_")
+	}
+	assert.NotContains(t, log(), "cuLaunchKernel")
+
+	require.NoError(t, os.Unsetenv("FAKE_FAIL"))
+	require.NoError(t, call())
+	assert.Regexp(t, `cuLaunchKernelEx rmsnorm_forward_\S+_cluster .* cluster [2-9]`, log())
+	assert.Equal(t, 1, strings.Count(log(), "cuModuleLoadData"))
+	text, err := explain()
+	require.NoError(t, err)
+	assert.Contains(t, text, "in clusters of")
+}
