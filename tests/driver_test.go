@@ -85,3 +85,17 @@ func TestAFailedQuestionChangesNoPlan(t *testing.T) {
 	require.NoError(t, err)
 	assert.Contains(t, text, "in clusters of")
 }
+
+func TestADeviceThatCannotBeIsRefused(t *testing.T) {
+	if !withDriver(t, "FAKE_ATTRIBUTE_16=0") { // no SMs
+		return
+	}
+	x, y := onDevice(t, 1<<20, 64, 65536), onDevice(t, 1<<30, 64, 65536)
+	_, explained := ops.Explain("softmax_forward", 64, 65536, kernels.BFloat16, x.Device, ops.Choice{})
+	for _, err := range []error{ops.SoftmaxForward(nil, x, y), explained, ops.Warmup(x.Device)} {
+		var refused *ops.Error
+		require.ErrorAs(t, err, &refused)
+		assert.Equal(t, ops.StatusUnsupported, refused.Status)
+		assert.ErrorContains(t, err, "multiprocessors: 0, expected 1 to 65536")
+	}
+}

@@ -161,6 +161,9 @@ func open(ordinal int32) (*Device, error) {
 	if f.MemoryGBs, err = memoryGBs(device); err != nil {
 		return nil, err
 	}
+	if err := f.check(); err != nil {
+		return nil, fmt.Errorf("device %d (%s): %w", ordinal, f.Name, err)
+	}
 	use, err := choose(architectures(), f.Major, f.Minor, forcedPTX())
 	if err != nil {
 		return nil, fmt.Errorf("device %d (%s): %w", ordinal, f.Name, err)

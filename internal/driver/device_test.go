@@ -358,6 +358,34 @@ func TestFactsAreTriedAgain(t *testing.T) {
 	})
 }
 
+func TestFactsThatCannotBe(t *testing.T) {
+	for name, c := range map[string]struct{ attribute, says string }{
+		"no SMs":           {"16=0", "multiprocessors: 0, expected 1 to 65536"},
+		"SMs below none":   {"16=-1", "multiprocessors: -1, expected"},
+		"no shared memory": {"97=0", "bytes of shared memory per block: 0, expected 49152 to"},
+		"a block has more": {"81=100000", "bytes of shared memory per multiprocessor: 100000, expected 232448 to"},
+		"no L2":            {"38=0", "bytes of L2 cache: 0, expected 1 to"},
+		"no capability":    {"75=0", "major compute capability: 0, expected 1 to 99"},
+		"major too large":  {"75=1000000000", "major compute capability: 1000000000, expected"},
+		"minor below none": {"76=-1", "minor compute capability: -1, expected 0 to 9"},
+		"minor too large":  {"76=10", "minor compute capability: 10, expected"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if !faked(t, "FAKE_ATTRIBUTE_"+c.attribute) {
+				return
+			}
+			for range 2 {
+				d, err := Open(0)
+				assert.Nil(t, d)
+				assert.ErrorIs(t, err, ErrFacts)
+				assert.ErrorContains(t, err, "device 0 (Fake 0): the driver describes a device that cannot be: "+c.says)
+				assert.ErrorContains(t, err, "reinstall NVIDIA's driver")
+			}
+			assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "nothing is made on it")
+		})
+	}
+}
+
 func TestNoImage(t *testing.T) {
 	if !faked(t, "FAKE_CAPABILITY=75") {
 		return

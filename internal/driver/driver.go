@@ -23,6 +23,8 @@ var (
 	ErrTooOld = errors.New("the NVIDIA driver is too old")
 	// ErrArch: no image runs on the device.
 	ErrArch = errors.New("no kernels for this device")
+	// ErrFacts: what the driver says of a device cannot be true.
+	ErrFacts = errors.New("the driver describes a device that cannot be")
 )
 
 // Error is a CUDA result other than success.
@@ -58,4 +60,25 @@ type Facts struct {
 	// Clusters[c] is how many clusters of c CTAs are resident at once where an SM holds one CTA; 0 where there are none
 	// of that size.
 	Clusters [17]int
+}
+
+// check refuses facts that the planner would divide by, or size a launch with, and that no device can have.
+func (f *Facts) check() error {
+	for _, fact := range []struct {
+		name               string
+		value, least, most int64
+	}{
+		{"major compute capability", int64(f.Major), 1, 99},
+		{"minor compute capability", int64(f.Minor), 0, 9},
+		{"multiprocessors", int64(f.SMs), 1, 1 << 16},
+		{"bytes of shared memory per block", int64(f.SharedPerBlock), 48 << 10, 1 << 30},
+		{"bytes of shared memory per multiprocessor", int64(f.SharedPerSM), int64(f.SharedPerBlock), 1 << 30},
+		{"bytes of L2 cache", f.L2Bytes, 1, 1 << 40},
+	} {
+		if fact.value < fact.least || fact.value > fact.most {
+			return fmt.Errorf("%w: %s: %d, expected %d to %d; reinstall NVIDIA's driver, or use CPU tensors",
+				ErrFacts, fact.name, fact.value, fact.least, fact.most)
+		}
+	}
+	return nil
 }
