@@ -17,23 +17,36 @@ static volatile int forked;
 static pthread_key_t last_error;
 enum { CAPACITY = 2048 };
 
+/* Whether the process had a key left. Where not, last_error is 0, which is a key of the application's. */
+static int keyed;
+static volatile int lost; /* without a key: there was a message */
+
 static void in_child(void) { forked = 1; }
 
 __attribute__((constructor)) static void prepare(void) {
-  pthread_key_create(&last_error, free);
+  keyed = pthread_key_create(&last_error, free) == 0;
   pthread_atfork(NULL, NULL, in_child);
 }
 
 int gander_forked(void) { return forked; }
 
 const char* gander_last_error(void) {
-  const char* text = pthread_getspecific(last_error);
-  return text ? text : "";
+  const char* text = keyed ? pthread_getspecific(last_error) : NULL;
+  if (text) return text;
+  return lost ? "the message is lost: the process had no thread-local storage key left when it loaded "
+                "libgander (pthread_key_create); the status says what kind of error it was; load libgander "
+                "before the keys run out"
+              : "";
 }
 
-/* The thread's buffer of CAPACITY bytes, or NULL without memory for one. */
+/* The thread's buffer of CAPACITY bytes, or NULL without a key or memory for one. */
 static char* error_buffer(void) {
-  char* text = pthread_getspecific(last_error);
+  char* text;
+  if (!keyed) {
+    lost = 1;
+    return NULL;
+  }
+  text = pthread_getspecific(last_error);
   if (!text) {
     text = calloc(1, CAPACITY);
     if (text && pthread_setspecific(last_error, text)) {

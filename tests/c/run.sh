@@ -29,6 +29,12 @@ check header_cpp17.cpp "${CXX:-c++}" -std=c++17 "$@"
 check example.c "${CC:-cc}" -std=c99 "$@"
 check abi_test.c "${CC:-cc}" -std=c99 "$@"
 
+echo "== keys_test.c"
+"${CC:-cc}" -std=gnu99 "$@" "$here/keys_test.c" -ldl -pthread -o "$work/keys_test"
+for free in 0 1 9; do
+  "$work/keys_test" "$library" $free
+done
+
 echo "== load_test.c"
 "${CC:-cc}" -std=gnu99 -O1 -Wall -Wextra -Werror "$here/load_test.c" -ldl -o "$work/load_test"
 # In a process whose spare static thread-local memory is used up by others, as far as glibc lets us say so.
