@@ -8,18 +8,24 @@ shift
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# check SOURCE COMPILER...: compile a test against the library with all warnings as errors, and run it
-check() {
+# build SOURCE COMPILER...: compile $program, a test, against the library with all warnings as errors
+build() {
   source=$1
   program=$work/${source%.*}
   shift
   echo "== $source"
   "$@" "$here/$source" "$library" -Wl,-rpath,"$folder" -lm -pthread -o "$program"
+}
+
+check() {
+  build "$@"
   "$program"
 }
 
 # The arguments become the includes.
+header=
 for path in "$@"; do
+  [ ! -f "$path/gander.h" ] || header=$path/gander.h
   set -- "$@" "-I$path"
   shift
 done

@@ -1,0 +1,220 @@
+/* Every function of gander.h that has a stream, behind one signature, and the ways to call it wrongly. */
+#ifndef FUNCTIONS_H
+#define FUNCTIONS_H
+
+#include <ctype.h>
+
+#include "tensors.h"
+
+enum { MOST_OPERANDS = 7, MOST_OUTPUTS = 3 };
+
+typedef struct {
+  DLManagedTensorVersioned* operands[MOST_OPERANDS]; /* in the order of the parameters, NULL: not given */
+  DLManagedTensorVersioned** outputs[MOST_OUTPUTS];  /* of an owning function */
+  const void* options;
+  void* stream;
+} arguments;
+
+#define T(i) (a->operands[i] ? &a->operands[i]->dl_tensor : NULL)
+#define I(i) a->operands[i]
+#define O(i) a->outputs[i]
+
+static inline int32_t softmax_forward(const arguments* a) {
+  return gander_softmax_forward(T(0), T(1), a->options, a->stream);
+}
+static inline int32_t softmax_backward(const arguments* a) {
+  return gander_softmax_backward(T(0), T(1), T(2), a->options, a->stream);
+}
+static inline int32_t rmsnorm_forward(const arguments* a) {
+  return gander_rmsnorm_forward(T(0), T(1), T(2), T(3), a->options, a->stream);
+}
+static inline int32_t rmsnorm_backward(const arguments* a) {
+  return gander_rmsnorm_backward(T(0), T(1), T(2), T(3), T(4), T(5), a->options, a->stream);
+}
+static inline int32_t cross_entropy_forward(const arguments* a) {
+  return gander_cross_entropy_forward(T(0), T(1), T(2), T(3), T(4), T(5), T(6), a->options, a->stream);
+}
+static inline int32_t cross_entropy_backward(const arguments* a) {
+  return gander_cross_entropy_backward(T(0), T(1), T(2), T(3), T(4), T(5), T(6), a->options, a->stream);
+}
+static inline int32_t softmax(const arguments* a) {
+  return gander_softmax(I(0), a->options, a->stream, O(0));
+}
+static inline int32_t softmax_grad(const arguments* a) {
+  return gander_softmax_grad(I(0), I(1), a->options, a->stream, O(0));
+}
+static inline int32_t rmsnorm(const arguments* a) {
+  DLDataType same = {0, 0, 0};
+  return gander_rmsnorm(I(0), I(1), same, a->options, a->stream, O(0), O(1));
+}
+static inline int32_t rmsnorm_grad(const arguments* a) {
+  return gander_rmsnorm_grad(I(0), I(1), I(2), I(3), a->options, a->stream, O(0), O(1));
+}
+static inline int32_t cross_entropy(const arguments* a) {
+  return gander_cross_entropy(I(0), I(1), I(2), a->options, a->stream, O(0), O(1), O(2));
+}
+static inline int32_t cross_entropy_grad(const arguments* a) {
+  return gander_cross_entropy_grad(I(0), I(1), I(2), I(3), I(4), a->options, a->stream, O(0));
+}
+
+#undef T
+#undef I
+#undef O
+
+typedef struct {
+  const char* name;
+  int32_t (*call)(const arguments*);
+  /* A letter each: m (M, N), n (N), r (M), s (M) or one element, t targets (M), 1 one element, - none. */
+  const char* operands;
+  int outputs; /* 0: borrowed tensors */
+  const void* wrong_option;
+} function;
+
+static const gander_softmax_options bad_softmax = {.size = sizeof bad_softmax, .algorithm = 99};
+static const gander_rmsnorm_options bad_rmsnorm = {.size = sizeof bad_rmsnorm, .eps = 1e-6, .algorithm = 99};
+static const gander_cross_entropy_options bad_entropy = {.size = sizeof bad_entropy, .reduction = 7};
+
+static const function functions[] = {
+    {"gander_softmax_forward", softmax_forward, "mm", 0, &bad_softmax},
+    {"gander_softmax_backward", softmax_backward, "mmm", 0, &bad_softmax},
+    {"gander_rmsnorm_forward", rmsnorm_forward, "mnmr", 0, &bad_rmsnorm},
+    {"gander_rmsnorm_backward", rmsnorm_backward, "mnmrmn", 0, &bad_rmsnorm},
+    {"gander_cross_entropy_forward", cross_entropy_forward, "mtnrrm1", 0, &bad_entropy},
+    {"gander_cross_entropy_backward", cross_entropy_backward, "mtnsr-m", 0, &bad_entropy},
+    {"gander_softmax", softmax, "m", 1, &bad_softmax},
+    {"gander_softmax_grad", softmax_grad, "mm", 1, &bad_softmax},
+    {"gander_rmsnorm", rmsnorm, "mn", 2, &bad_rmsnorm},
+    {"gander_rmsnorm_grad", rmsnorm_grad, "mnmr", 2, &bad_rmsnorm},
+    {"gander_cross_entropy", cross_entropy, "mtn", 3, &bad_entropy},
+    {"gander_cross_entropy_grad", cross_entropy_grad, "mtnsr", 1, &bad_entropy},
+};
+enum { FUNCTIONS = sizeof functions / sizeof *functions };
+
+/* What is wrong with a call, or with one of its operands. */
+typedef enum {
+  NOTHING, NO_ROWS, OPTIONS, OPTION, SLOT, MISSING, RANK, NO_COLUMNS, LENGTH, DTYPE, DEVICE, MIXED, LAYOUT,
+  ALIGNMENT, VERSION, FAULTS
+} fault;
+static const char* const fault_names[FAULTS] = {
+    "nothing wrong", "no rows, at address 16", "options without a size", "value of an option",
+    "no place for output", "no operand", "rank 0 of operand", "no columns in operand", "length of operand",
+    "dtype of operand", "device type of operand", "device of operand", "stride of operand",
+    "alignment of operand", "DLPack version of operand"};
+
+typedef struct {
+  block blocks[MOST_OPERANDS];
+  DLManagedTensorVersioned* made[MOST_OUTPUTS];
+  arguments a;
+} call;
+
+/* Prepares a call with one fault, at one operand or output. Returns whether there is such a call. */
+static inline int prepare(call* c, const function* f, fault wrong, int at) {
+  static const size_t unset[64];
+  int count = (int)strlen(f->operands), places = wrong == SLOT ? f->outputs : wrong < SLOT ? 1 : count;
+  if (at >= places || (wrong > SLOT && f->operands[at] == '-') || (wrong == VERSION && !f->outputs)) return 0;
+  memset(c, 0, sizeof *c);
+  for (int i = 0; i < count; ++i) {
+    block* b = &c->blocks[i];
+    switch (f->operands[i]) {
+      case 'm': fill(b); break;
+      case 'n': fill_vector(b, N); break;
+      case 'r':
+      case 's': fill_vector(b, M); break;
+      case 't': fill_targets(b); break;
+      case '1': fill_vector(b, 1); break;
+      default: continue;
+    }
+    c->a.operands[i] = &b->managed;
+    if (wrong == NO_ROWS && !strchr("n1", f->operands[i])) { /* which is right, wherever nothing lies */
+      b->shape[0] = 0;
+      b->managed.dl_tensor.data = (void*)16;
+    }
+  }
+  for (int i = 0; i < f->outputs; ++i) {
+    c->made[i] = &c->blocks[0].managed; /* junk, to be overwritten */
+    c->a.outputs[i] = &c->made[i];
+  }
+  DLTensor* t = &c->blocks[at].managed.dl_tensor;
+  switch (wrong) {
+    case NOTHING:
+    case NO_ROWS: break;
+    case OPTIONS: c->a.options = unset; break;
+    case OPTION: c->a.options = f->wrong_option; break;
+    case SLOT: c->a.outputs[at] = NULL; break;
+    case MISSING: c->a.operands[at] = NULL; break;
+    case RANK: t->ndim = 0; break;
+    case NO_COLUMNS: t->shape[t->ndim - 1] = 0; break;
+    case LENGTH: t->shape[t->ndim - 1] += 1; break;
+    case DTYPE: t->dtype.bits = 8; break;
+    case DEVICE: t->device.device_type = kDLMetal; break;
+    case MIXED: t->device = (DLDevice){kDLCUDA, 1 << 20}; break; /* no machine has so many */
+    case LAYOUT: t->strides[t->ndim - 1] = 2; break;
+    case ALIGNMENT: t->byte_offset = 2; break;
+    case VERSION: c->blocks[at].managed.version.major = DLPACK_MAJOR_VERSION + 1; break;
+    case FAULTS: break;
+  }
+  return 1;
+}
+
+/* Whether such a call has to be refused. Some operands may be missing, a scalar, or have any stride. */
+static inline int must_fail(const function* f, fault wrong, int at) {
+  switch (wrong) {
+    case NOTHING:
+    case NO_ROWS: return 0;
+    case SLOT:
+    case MISSING: return at == 0;
+    case RANK: return !strchr("s1", f->operands[at]);
+    case LENGTH: return strlen(f->operands) > 1;
+    case LAYOUT: return f->operands[at] == 'm';
+    default: return 1;
+  }
+}
+
+/* Checks what a call left behind, and releases its outputs. */
+static inline void settle(const call* c, const function* f, fault wrong, int at, int32_t status) {
+  if (wrong <= NO_ROWS) CHECK(status == GANDER_OK);
+  if (must_fail(f, wrong, at)) CHECK(status != GANDER_OK && status != GANDER_ERROR_INTERNAL);
+  for (int i = 0; i < MOST_OPERANDS; ++i) CHECK(c->blocks[i].deleted == (f->outputs && c->a.operands[i]));
+  for (int i = 0; i < f->outputs; ++i) {
+    if (!c->a.outputs[i]) continue;
+    CHECK((c->made[i] != NULL) == (status == GANDER_OK));
+    if (c->made[i]) c->made[i]->deleter(c->made[i]);
+  }
+}
+
+/* Calls `with` for the name of each function that the header declares with a stream. */
+static inline int each_declared(const char* header, void (*with)(const char* name)) {
+  static char text[1 << 20];
+  FILE* file = fopen(header, "r");
+  size_t length = file ? fread(text, 1, sizeof text - 1, file) : 0;
+  int found = 0;
+  CHECK(file && length > 0 && feof(file));
+  fclose(file);
+  for (char *end, *begin = text; (begin = strstr(begin, "/*")) && (end = strstr(begin, "*/"));) {
+    memset(begin, ' ', (size_t)(end + 2 - begin));
+  }
+  for (char* statement = strtok(text, ";"); statement; statement = strtok(NULL, ";")) {
+    char *end = strchr(statement, '('), *name = end;
+    if (!end || !strstr(end, "stream")) continue;
+    while (name > statement && (isalnum((unsigned char)name[-1]) || name[-1] == '_')) --name;
+    *end = '\0';
+    with(name);
+    ++found;
+  }
+  return found;
+}
+
+/* The header and the table above name the same functions. */
+static inline void check_is_listed(const char* name) {
+  for (int i = 0; i < FUNCTIONS; ++i) {
+    if (strcmp(functions[i].name, name) == 0) return;
+  }
+  fprintf(stderr, "%s has no entry in functions.h\n", name);
+  exit(1);
+}
+
+static inline void check_functions(const char* header) {
+  CHECK(each_declared(header, check_is_listed) == FUNCTIONS);
+}
+
+#endif

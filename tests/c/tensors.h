@@ -1,0 +1,74 @@
+/* What the C tests share: checks, and tensors in host memory that count their deleter's calls. */
+#ifndef TENSORS_H
+#define TENSORS_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "gander.h"
+
+#define CHECK(condition) \
+  do { \
+    if (!(condition)) { \
+      fprintf(stderr, "%s:%d: %s\n  last error: %s\n", __FILE__, __LINE__, #condition, gander_last_error()); \
+      exit(1); \
+    } \
+  } while (0)
+
+/* The call is refused with this status and a message that contains this text. */
+#define REFUSED(call, expected, text) \
+  do { \
+    CHECK((call) == (expected)); \
+    CHECK(strstr(gander_last_error(), text)); \
+  } while (0)
+
+enum { M = 2, N = 4 };
+
+/* A float32 tensor with room for its shape, made for (M, N), and a count of its deleter's calls. */
+typedef struct {
+  DLManagedTensorVersioned managed;
+  float data[M * N];
+  int64_t shape[2], strides[2];
+  int deleted;
+} block;
+
+static inline void delete_block(DLManagedTensorVersioned* m) { ++((block*)m->manager_ctx)->deleted; }
+
+static inline block* fill(block* b) {
+  memset(b, 0, sizeof *b);
+  for (int i = 0; i < M * N; ++i) b->data[i] = (float)(i % N);
+  b->shape[0] = M;
+  b->shape[1] = N;
+  b->strides[0] = N;
+  b->strides[1] = 1;
+  b->managed.version.major = DLPACK_MAJOR_VERSION;
+  b->managed.manager_ctx = b;
+  b->managed.deleter = delete_block;
+  DLTensor* t = &b->managed.dl_tensor;
+  t->data = b->data;
+  t->device.device_type = kDLCPU;
+  t->ndim = 2;
+  t->dtype.code = kDLFloat;
+  t->dtype.bits = 32;
+  t->dtype.lanes = 1;
+  t->shape = b->shape;
+  t->strides = b->strides;
+  return b;
+}
+
+static inline block* fill_vector(block* b, int64_t length) {
+  fill(b)->managed.dl_tensor.ndim = 1;
+  b->shape[0] = length;
+  b->strides[0] = 1;
+  return b;
+}
+
+static inline block* fill_targets(block* b) {
+  fill_vector(b, M)->managed.dl_tensor.dtype.code = kDLInt;
+  memset(b->data, 0, sizeof b->data);
+  return b;
+}
+
+#endif
