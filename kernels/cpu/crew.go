@@ -14,8 +14,9 @@ import (
 // helper that has not woken up yet. From high to low bits: the number of the current set of tasks, whether the caller sleeps,
 // and the helpers at work.
 type crew struct {
-	state atomic.Uint64
-	awake chan struct{} // of the sleeping caller
+	state    atomic.Uint64
+	awake    chan struct{}       // of the sleeping caller
+	panicked atomic.Pointer[any] // what the first helper that panicked did so with
 }
 
 const (
@@ -39,14 +40,27 @@ func (c *crew) join(set uint64) bool {
 	}
 }
 
+// leave is deferred by helpers. It keeps a helper's panic for the caller: in the helper's goroutine nobody could recover it,
+// and the process would end.
 func (c *crew) leave() {
+	if p := recover(); p != nil {
+		first := p
+		c.panicked.CompareAndSwap(nil, &first)
+	}
 	if uint32(c.state.Add(^uint64(crewMember-1))) == crewSleeper {
 		c.awake <- struct{}{}
 	}
 }
 
-// close lets nobody join any more and returns when all who did have left.
+// close lets nobody join any more, waits until all who did have left, and panics if one of them did.
 func (c *crew) close() {
+	c.wait()
+	if p := c.panicked.Swap(nil); p != nil {
+		panic(*p)
+	}
+}
+
+func (c *crew) wait() {
 	const patience = 50 * time.Microsecond
 	if uint32(c.state.Add(crewSet)) == 0 {
 		return
@@ -70,8 +84,8 @@ type share struct {
 
 func (s *share) do() {
 	if s.crew.join(s.set) {
+		defer s.crew.leave()
 		s.part.work()
-		s.crew.leave()
 	}
 }
 

@@ -128,7 +128,7 @@ func (e *engine[T]) run(o *operands, workers int, op op[T]) {
 	c.blocks = (c.cols + block - 1) / block
 	c.whole, c.long, c.stream = c.cols <= o.keep, c.cols > longRow, bytes >= streamBytes
 	c.prepare(max(workers, 1))
-	op.run(c)
+	op.run(c) // what panics is not used again
 	c.operands, c.op, c.step = operands{}, nil, nil
 	e.pool.Put(c)
 }
@@ -177,20 +177,21 @@ func (d *deal) take(last bool) (task int, ok bool) {
 }
 
 // each does the tasks of a step, the caller being worker 0, and returns when all are done. A worker gets the same tasks call after
-// call, whose data its cache may still hold, and others' only when it has done its own.
+// call, whose data its cache may still hold, and others' only when it has done its own. A panic of any worker is the caller's, and
+// leaves each only when no helper uses the caller's memory any more.
 func (c *call[T]) each(s step[T], tasks int) {
 	c.step, c.tasks, c.sharing = s, tasks, max(min(len(c.workers), tasks), 1)
 	for i := range c.sharing {
 		c.workers[i].mine.set(portion(tasks, i, c.sharing))
 	}
-	set := c.crew.open()
-	for i := 1; i < c.sharing; i++ {
-		summon(share{&c.crew, set, &c.workers[i]}, c.wakes)
+	if c.sharing > 1 {
+		set := c.crew.open()
+		defer c.crew.close()
+		for i := 1; i < c.sharing; i++ {
+			summon(share{&c.crew, set, &c.workers[i]}, c.wakes)
+		}
 	}
 	c.workers[0].work()
-	if c.sharing > 1 {
-		c.crew.close()
-	}
 }
 
 func (w *worker[T]) work() {

@@ -1,0 +1,131 @@
+package cpu
+
+import (
+	"bytes"
+	"runtime"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// failing is softmax whose first pass calls a function before it reads a row.
+type failing struct {
+	softmaxForward[float32]
+	before func(worker int)
+}
+
+func (f failing) run(c *call[float32]) { c.eachRow() }
+
+func (f failing) first(w *worker[float32], row, lo, hi int, parts []part) {
+	f.before(w.number)
+	f.softmaxForward.first(w, row, lo, hi, parts)
+}
+
+// recovered runs a call that is large enough for helpers, and returns what it panics with.
+func recovered(x, y matrix, before func(worker int)) (p any) {
+	defer func() { p = recover() }()
+	o := operands{x: x.Matrix, y: y.Matrix, keep: longRow}
+	engine32.run(&o, 4, failing{before: before})
+	return nil
+}
+
+func until(done func() bool) {
+	for !done() {
+		runtime.Gosched()
+	}
+}
+
+// requireUnharmed runs all ops with helpers, on calls that are pooled and on new ones.
+func requireUnharmed(t *testing.T) {
+	t.Helper()
+	shape := sharedShapes[0]
+	want := everything(kernels.Float32, shape[0], shape[1], 1, false)
+	for range 2 {
+		got := everything(kernels.Float32, shape[0], shape[1], 4, false)
+		for name := range want {
+			require.True(t, bytes.Equal(want[name], got[name]), name)
+		}
+	}
+}
+
+// TestPanicOfHelper: it reaches the caller, with a long row's step or with whole rows, once no helper is at work.
+func TestPanicOfHelper(t *testing.T) {
+	for _, shape := range sharedShapes {
+		x := newMatrix(kernels.Float32, shape[0], shape[1], 0, 0).fill(func(_, j int) float64 { return float64(j % 5) })
+		y := newMatrix(kernels.Float32, shape[0], shape[1], 0, 0)
+		for range 5 {
+			var panicked, working atomic.Int64
+			p := recovered(x, y, func(worker int) {
+				working.Add(1)
+				defer working.Add(-1)
+				if worker == 0 {
+					until(func() bool { return panicked.Load() > 0 })
+					return
+				}
+				panicked.Add(1)
+				time.Sleep(time.Millisecond)
+				panic("a helper's defect")
+			})
+			require.Zero(t, working.Load(), "a helper is at work after the call")
+			require.Equal(t, "a helper's defect", p)
+		}
+	}
+	requireUnharmed(t)
+}
+
+// TestPanicOfCaller: the call is not left before the helpers have stopped writing.
+func TestPanicOfCaller(t *testing.T) {
+	x := newMatrix(kernels.Float32, 900, 600, 0, 0).fill(func(_, j int) float64 { return float64(j % 5) })
+	y := newMatrix(kernels.Float32, 900, 600, 0, 0)
+	for range 5 {
+		var came, left atomic.Bool
+		var working atomic.Int64
+		p := recovered(x, y, func(worker int) {
+			if worker == 0 {
+				until(came.Load)
+				left.Store(true)
+				panic("the caller's defect")
+			}
+			working.Add(1)
+			defer working.Add(-1)
+			if !came.Swap(true) {
+				until(left.Load)
+				time.Sleep(time.Millisecond)
+			}
+		})
+		written := y.clone()
+		require.Zero(t, working.Load(), "a helper is at work after the call")
+		require.Equal(t, "the caller's defect", p)
+		time.Sleep(time.Millisecond)
+		require.True(t, bytes.Equal(written.bytes, y.bytes), "a helper wrote after the call")
+	}
+	requireUnharmed(t)
+}
+
+// TestPanicOfBoth: one of the two reaches the caller, and none is left for the crew's next use.
+func TestPanicOfBoth(t *testing.T) {
+	c := newCrew()
+	for _, want := range []any{"a helper's defect", nil} {
+		var joined atomic.Bool
+		summon(share{c, c.open(), job(func() {
+			joined.Store(true)
+			if want != nil {
+				panic(want)
+			}
+		})}, true)
+		until(joined.Load)
+		func() {
+			defer func() { assert.Equal(t, want, recover()) }()
+			defer c.close()
+			if want != nil {
+				panic("the caller's defect")
+			}
+		}()
+		assert.Nil(t, c.panicked.Load())
+	}
+}
