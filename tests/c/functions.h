@@ -6,88 +6,26 @@
 
 #include "tensors.h"
 
-enum { MOST_OPERANDS = 7, MOST_OUTPUTS = 3 };
-
-typedef struct {
-  DLManagedTensorVersioned* operands[MOST_OPERANDS]; /* in the order of the parameters, NULL: not given */
-  DLManagedTensorVersioned** outputs[MOST_OUTPUTS];  /* of an owning function */
-  const void* options;
-  void* stream;
-} arguments;
-
-#define T(i) (a->operands[i] ? &a->operands[i]->dl_tensor : NULL)
-#define I(i) a->operands[i]
-#define O(i) a->outputs[i]
-
-static inline int32_t softmax_forward(const arguments* a) {
-  return gander_softmax_forward(T(0), T(1), a->options, a->stream);
-}
-static inline int32_t softmax_backward(const arguments* a) {
-  return gander_softmax_backward(T(0), T(1), T(2), a->options, a->stream);
-}
-static inline int32_t rmsnorm_forward(const arguments* a) {
-  return gander_rmsnorm_forward(T(0), T(1), T(2), T(3), a->options, a->stream);
-}
-static inline int32_t rmsnorm_backward(const arguments* a) {
-  return gander_rmsnorm_backward(T(0), T(1), T(2), T(3), T(4), T(5), a->options, a->stream);
-}
-static inline int32_t cross_entropy_forward(const arguments* a) {
-  return gander_cross_entropy_forward(T(0), T(1), T(2), T(3), T(4), T(5), T(6), a->options, a->stream);
-}
-static inline int32_t cross_entropy_backward(const arguments* a) {
-  return gander_cross_entropy_backward(T(0), T(1), T(2), T(3), T(4), T(5), T(6), a->options, a->stream);
-}
-static inline int32_t softmax(const arguments* a) {
-  return gander_softmax(I(0), a->options, a->stream, O(0));
-}
-static inline int32_t softmax_grad(const arguments* a) {
-  return gander_softmax_grad(I(0), I(1), a->options, a->stream, O(0));
-}
-static inline int32_t rmsnorm(const arguments* a) {
-  DLDataType same = {0, 0, 0};
-  return gander_rmsnorm(I(0), I(1), same, a->options, a->stream, O(0), O(1));
-}
-static inline int32_t rmsnorm_grad(const arguments* a) {
-  return gander_rmsnorm_grad(I(0), I(1), I(2), I(3), a->options, a->stream, O(0), O(1));
-}
-static inline int32_t cross_entropy(const arguments* a) {
-  return gander_cross_entropy(I(0), I(1), I(2), a->options, a->stream, O(0), O(1), O(2));
-}
-static inline int32_t cross_entropy_grad(const arguments* a) {
-  return gander_cross_entropy_grad(I(0), I(1), I(2), I(3), I(4), a->options, a->stream, O(0));
-}
-
-#undef T
-#undef I
-#undef O
-
-typedef struct {
-  const char* name;
-  int32_t (*call)(const arguments*);
-  /* A letter each: m (M, N), n (N), r (M), s (M) or one element, t targets (M), 1 one element, - none. */
-  const char* operands;
-  int outputs; /* 0: borrowed tensors */
-  const void* wrong_option;
-} function;
-
-static const gander_softmax_options bad_softmax = {.size = sizeof bad_softmax, .algorithm = 99};
-static const gander_rmsnorm_options bad_rmsnorm = {.size = sizeof bad_rmsnorm, .eps = 1e-6, .algorithm = 99};
-static const gander_cross_entropy_options bad_entropy = {.size = sizeof bad_entropy, .reduction = 7};
-
-static const function functions[] = {
-    {"gander_softmax_forward", softmax_forward, "mm", 0, &bad_softmax},
-    {"gander_softmax_backward", softmax_backward, "mmm", 0, &bad_softmax},
-    {"gander_rmsnorm_forward", rmsnorm_forward, "mnmr", 0, &bad_rmsnorm},
-    {"gander_rmsnorm_backward", rmsnorm_backward, "mnmrmn", 0, &bad_rmsnorm},
-    {"gander_cross_entropy_forward", cross_entropy_forward, "mtnrrm1", 0, &bad_entropy},
-    {"gander_cross_entropy_backward", cross_entropy_backward, "mtnsr-m", 0, &bad_entropy},
-    {"gander_softmax", softmax, "m", 1, &bad_softmax},
-    {"gander_softmax_grad", softmax_grad, "mm", 1, &bad_softmax},
-    {"gander_rmsnorm", rmsnorm, "mn", 2, &bad_rmsnorm},
-    {"gander_rmsnorm_grad", rmsnorm_grad, "mnmr", 2, &bad_rmsnorm},
-    {"gander_cross_entropy", cross_entropy, "mtn", 3, &bad_entropy},
-    {"gander_cross_entropy_grad", cross_entropy_grad, "mtnsr", 1, &bad_entropy},
-};
+/* What functions_gen.h, made from the table of operators, is written in. */
+#define TYPES_OF_FUNCTIONS \
+  typedef struct { \
+    DLManagedTensorVersioned* operands[MOST_OPERANDS]; /* in the order of the parameters, NULL: not given */ \
+    DLManagedTensorVersioned** outputs[MOST_OUTPUTS];  /* of an owning function */ \
+    const void* options; \
+    void* stream; \
+  } arguments; \
+  static inline DLTensor* borrowed(const arguments* a, int i) { \
+    return a->operands[i] ? &a->operands[i]->dl_tensor : NULL; \
+  } \
+  typedef struct { \
+    const char* name; \
+    int32_t (*call)(const arguments*); \
+    /* A letter each: m (M, N), n (N), r (M), s (M) or one element, t targets (M), 1 one element, - none. */ \
+    const char* operands; \
+    int outputs; /* 0: borrowed tensors */ \
+    const void* wrong_option; /* NULL: no value of an option is wrong */ \
+  } function;
+#include "functions_gen.h"
 enum { FUNCTIONS = sizeof functions / sizeof *functions };
 
 /* What is wrong with a call, or with one of its operands. */
@@ -111,6 +49,7 @@ typedef struct {
 static inline int prepare(call* c, const function* f, fault wrong, int at) {
   static const size_t unset[64];
   int count = (int)strlen(f->operands), places = wrong == SLOT ? f->outputs : wrong < SLOT ? 1 : count;
+  if (wrong == OPTION && !f->wrong_option) return 0;
   if (at >= places || (wrong > SLOT && f->operands[at] == '-') || (wrong == VERSION && !f->outputs)) return 0;
   memset(c, 0, sizeof *c);
   for (int i = 0; i < count; ++i) {

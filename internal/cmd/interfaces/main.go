@@ -45,6 +45,7 @@ func write(root string) error {
 		"capi/exports_gen.map":            versionScript(contract),
 		"python/gander/_operators_gen.py": pythonTable(),
 		"python/gander/_torch_gen.h":      torchOperators(),
+		"tests/c/functions_gen.h":         testFunctions(),
 	}
 	for path, text := range files {
 		data := []byte(text)

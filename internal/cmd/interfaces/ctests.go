@@ -1,0 +1,87 @@
+package main
+
+import (
+	"fmt"
+	"strings"
+
+	"github.com/gander-go/gander/internal/operators"
+)
+
+// testFunctions is tests/c/functions_gen.h: every operator behind one signature, for the tests that call them all.
+func testFunctions() string {
+	var t text
+	t.add("/* %s */\n", generated)
+	for _, g := range operators.Table {
+		for _, option := range g.Options {
+			if option.Type == operators.Algorithm || option.Type == operators.Reduction {
+				t.add("static const gander_%s_options bad_%s = {.size = sizeof bad_%s, .%s = 99};", g.Name, g.Name, g.Name, option.Name)
+				break
+			}
+		}
+	}
+	var rows []string
+	operands, outputs := 0, 0
+	for _, o := range all() {
+		wrong := "NULL"
+		for _, option := range o.group.Options {
+			if option.Type == operators.Algorithm || option.Type == operators.Reduction {
+				wrong = "&bad_" + o.group.Name
+			}
+		}
+		call := func(name, function string, arguments []string) {
+			t.add("\nstatic inline int32_t %s(const arguments* a) {\n%s;\n}", name, cCall("  return "+function, arguments))
+		}
+		var borrowed, owned []string
+		for i := range o.Operands {
+			borrowed = append(borrowed, fmt.Sprintf("borrowed(a, %d)", i))
+		}
+		call("call_"+o.full(), "gander_"+o.full(), append(borrowed, "a->options", "a->stream"))
+		for i := range o.inputs() {
+			owned = append(owned, fmt.Sprintf("a->operands[%d]", i))
+		}
+		for _, p := range o.outputs() {
+			if p.Choice != "" {
+				owned = append(owned, "(DLDataType){0, 0, 0}")
+			}
+		}
+		owned = append(owned, "a->options", "a->stream")
+		for i := range o.outputs() {
+			owned = append(owned, fmt.Sprintf("a->outputs[%d]", i))
+		}
+		call("call_"+strings.TrimPrefix(o.Owned, "gander_")+"_owned", o.Owned, owned)
+		rows = append(rows,
+			fmt.Sprintf("    {\"gander_%s\", call_%s, \"%s\", 0, %s},", o.full(), o.full(), letters(o.Operands), wrong),
+			fmt.Sprintf("    {%q, call_%s_owned, \"%s\", %d, %s},", o.Owned, strings.TrimPrefix(o.Owned, "gander_"),
+				letters(o.inputs()), len(o.outputs()), wrong))
+		operands, outputs = max(operands, len(o.Operands)), max(outputs, len(o.outputs()))
+	}
+	t.add("\nstatic const function functions[] = {\n%s\n};", strings.Join(rows, "\n"))
+	return strings.Replace(t.String(), "*/\n", fmt.Sprintf("*/\nenum { MOST_OPERANDS = %d, MOST_OUTPUTS = %d };\n"+
+		"TYPES_OF_FUNCTIONS\n", operands, outputs), 1)
+}
+
+// letters says how to make valid operands for a call with the default options.
+func letters(list []operators.Operand) string {
+	var b strings.Builder
+	for _, p := range list {
+		switch p.Shape {
+		case operators.Rows:
+			b.WriteByte('m')
+		case operators.Columns:
+			b.WriteByte('n')
+		case operators.Strided:
+			b.WriteByte('t')
+		case operators.Upstream:
+			b.WriteByte('s')
+		case operators.One:
+			if p.Optional && !p.Output { // wanted with another reduction only
+				b.WriteByte('-')
+			} else {
+				b.WriteByte('1')
+			}
+		default:
+			b.WriteByte('r')
+		}
+	}
+	return b.String()
+}
