@@ -16,6 +16,12 @@
  * Aliasing.   An output may be the very same rows as x, dy or dout where its documentation says so; any
  *             other overlap is refused.
  * Threads.    All functions may be called from any thread at any time.
+ * Signals.    Install signal handlers before the library is loaded, or by sigaction() with SA_ONSTACK. One
+ *             that signal() installs after the load lacks that flag: it may run on the small stack of Go code
+ *             that it interrupts, write over what lies next to it, and so crash or hang the process. Handlers
+ *             have 32 KiB of stack. Handlers of SIGSEGV, SIGBUS, SIGFPE and SIGPIPE from before the load are
+ *             still called for what happens outside of Go. SIGURG is Go's own: an earlier handler is no
+ *             longer called.
  * fork.       The library does not survive fork(): in a child of a process that had loaded it every
  *             function returns GANDER_ERROR_FORK (use spawn or forkserver).
  */

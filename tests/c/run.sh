@@ -41,6 +41,12 @@ for free in 0 1 9; do
   "$work/keys_test" "$library" $free
 done
 
+echo "== signal_test.c"
+"${CC:-cc}" -std=gnu99 "$@" "$here/signal_test.c" -ldl -o "$work/signal_test"
+for when in before onstack; do
+  "$work/signal_test" "$library" $when
+done
+
 echo "== load_test.c"
 "${CC:-cc}" -std=gnu99 -O1 -Wall -Wextra -Werror "$here/load_test.c" -ldl -o "$work/load_test"
 # In a process whose spare static thread-local memory is used up by others, as far as glibc lets us say so.

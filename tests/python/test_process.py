@@ -1,6 +1,7 @@
 """What gander does to its process: imports, lazy loading, forks, both bindings, the command line."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -118,6 +119,94 @@ def test_fork_before_the_first_call_is_fine():
             os._exit(0 if gander.softmax(torch.zeros(2, 4))[0, 0] == 0.25 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         gander.softmax(torch.zeros(2, 4))
+    """)
+
+
+# ---- Signals: a call on the CPU uses all threads, and a handler may find any of them in Go ----
+
+
+def test_python_handlers_run_while_calls_stay_right():
+    python("""
+        import signal, torch, gander
+        ticks = 0
+        def tick(*_):
+            global ticks
+            ticks += 1
+        small, large = torch.randn(4, 64), torch.randn(512, 2048)
+        signal.signal(signal.SIGUSR1, tick)  # before the library is loaded
+        expected = gander.softmax(small), gander.softmax(large)
+        signal.signal(signal.SIGALRM, tick)  # after it
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        calls = 0
+        while calls < 1000 or ticks < 100:
+            calls += 1
+            assert torch.equal(gander.softmax(small), expected[0])
+            assert torch.equal(gander.softmax(large), expected[1])
+            try:
+                gander.softmax(small.int())
+                raise AssertionError("no error")
+            except TypeError:
+                pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        ticks = 0
+        signal.raise_signal(signal.SIGUSR1)
+        assert ticks == 1
+    """)
+
+
+def test_an_interrupt_during_a_call_is_raised_after_it():
+    python("""
+        import os, signal, threading, torch, gander
+        x = torch.randn(2048, 8192)
+        expected = gander.softmax(x)
+        for _ in range(10):
+            timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+            results = [expected]
+            try:
+                timer.start()
+                while True:
+                    results[0] = gander.softmax(x)
+            except KeyboardInterrupt:
+                timer.join()
+            assert torch.equal(results[0], expected)
+        assert torch.equal(gander.softmax(x), expected)
+    """)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_faulthandler_reports_a_crash_whenever_it_was_enabled(when):
+    script = f"""
+        import ctypes, faulthandler, resource, gander, numpy as np
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if {when!r} == "before":
+            faulthandler.enable()
+        x = np.arange(2**20, dtype=np.float32).reshape(512, 2048) % 61
+        expected = gander.softmax(x)
+        if {when!r} == "after":
+            faulthandler.enable()
+        for _ in range(100):
+            assert np.array_equal(gander.softmax(x), expected)
+        print("calls are right", flush=True)
+        ctypes.string_at(0)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "calls are right\n", done.stderr
+    assert done.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in done.stderr and "in string_at" in done.stderr
+
+
+def test_a_closed_pipe_is_still_an_exception():
+    python("""
+        import os, gander, numpy as np
+        gander.softmax(np.ones((2, 3), np.float32))
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            os.write(writer, b"x")
+            raise AssertionError("no error")
+        except BrokenPipeError:
+            pass
     """)
 
 
