@@ -35,6 +35,17 @@ check header_cpp17.cpp "${CXX:-c++}" -std=c++17 "$@"
 check example.c "${CC:-cc}" -std=c99 "$@"
 check abi_test.c "${CC:-cc}" -std=c99 "$@"
 
+# Go ends the process at the first defect that it finds, so each function has one of its own. The last line that
+# it prints is its result, or the call in which it ended.
+build stack_test.c "${CC:-cc}" -std=c99 "$@"
+functions=$("$program" "$header")
+failed=0
+for function in $functions; do
+  GOTRACEBACK=none "$program" "$header" "$function" >"$work/log" || failed=1
+  tail -n 1 "$work/log"
+done
+[ $failed = 0 ]
+
 echo "== keys_test.c"
 "${CC:-cc}" -std=gnu99 "$@" "$here/keys_test.c" -ldl -pthread -o "$work/keys_test"
 for free in 0 1 9; do
