@@ -22,6 +22,10 @@
  *             have 32 KiB of stack. Handlers of SIGSEGV, SIGBUS, SIGFPE and SIGPIPE from before the load are
  *             still called for what happens outside of Go. SIGURG is Go's own: an earlier handler is no
  *             longer called.
+ * Memory.     A call on host tensors returns GANDER_ERROR_MEMORY where its temporary memory cannot be had.
+ *             Go's runtime has no such answer. It aborts the process where the system refuses it a thread or
+ *             heap for small objects, at any time, or at load about 1 GiB of address space (RLIMIT_NPROC,
+ *             RLIMIT_AS).
  * fork.       The library does not survive fork(): in a child of a process that had loaded it every
  *             function returns GANDER_ERROR_FORK (use spawn or forkserver).
  */

@@ -45,8 +45,7 @@ func (a *crossEntropyForward) host() error {
 	if s.X.Rows == 0 && !s.Loss.Present() && !s.Denominator.Present() {
 		return nil
 	}
-	cpu.CrossEntropyForward(&s, workers())
-	return nil
+	return cpu.CrossEntropyForward(&s, workers())
 }
 
 func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
@@ -120,7 +119,7 @@ func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
 
 func (a *crossEntropyBackward) host() error {
 	if s := a.spec(); s.X.Rows > 0 {
-		cpu.CrossEntropyBackward(&s, workers())
+		return cpu.CrossEntropyBackward(&s, workers())
 	}
 	return nil
 }

@@ -75,7 +75,7 @@ func (o SoftmaxForward) Run(c *Call) error {
 		return k.err
 	}
 	if k.device.Host() {
-		return a.host()
+		return hostError(k.op, a.host())
 	}
 	return a.cuda(c.orDefault(), k.device.ID)
 }
@@ -115,7 +115,7 @@ func (o SoftmaxBackward) Run(c *Call) error {
 		return k.err
 	}
 	if k.device.Host() {
-		return a.host()
+		return hostError(k.op, a.host())
 	}
 	return a.cuda(c.orDefault(), k.device.ID)
 }
@@ -170,7 +170,7 @@ func (o RMSNormForward) Run(c *Call) error {
 		return k.err
 	}
 	if k.device.Host() {
-		return a.host()
+		return hostError(k.op, a.host())
 	}
 	return a.cuda(c.orDefault(), k.device.ID)
 }
@@ -239,7 +239,7 @@ func (o RMSNormBackward) Run(c *Call) error {
 		return k.err
 	}
 	if k.device.Host() {
-		return a.host()
+		return hostError(k.op, a.host())
 	}
 	return a.cuda(c.orDefault(), k.device.ID)
 }
@@ -329,7 +329,7 @@ func (o CrossEntropyForward) Run(c *Call) error {
 		return k.err
 	}
 	if k.device.Host() {
-		return a.host()
+		return hostError(k.op, a.host())
 	}
 	return a.cuda(c.orDefault(), k.device.ID)
 }
@@ -410,7 +410,7 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 		return k.err
 	}
 	if k.device.Host() {
-		return a.host()
+		return hostError(k.op, a.host())
 	}
 	return a.cuda(c.orDefault(), k.device.ID)
 }

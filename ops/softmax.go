@@ -8,8 +8,7 @@ import (
 )
 
 func (a *softmaxForward) host() error {
-	cpu.SoftmaxForward(a.X, a.Y, workers())
-	return nil
+	return cpu.SoftmaxForward(a.X, a.Y, workers())
 }
 
 func (a *softmaxForward) cuda(c *Call, ordinal int32) error {
@@ -20,8 +19,7 @@ func (a *softmaxForward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *softmaxBackward) host() error {
-	cpu.SoftmaxBackward(a.DY, a.Y, a.DX, workers())
-	return nil
+	return cpu.SoftmaxBackward(a.DY, a.Y, a.DX, workers())
 }
 
 func (a *softmaxBackward) cuda(c *Call, ordinal int32) error {

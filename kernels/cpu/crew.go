@@ -40,8 +40,8 @@ func (c *crew) join(set uint64) bool {
 	}
 }
 
-// leave is deferred by helpers. It keeps a helper's panic for the caller: in the helper's goroutine nobody could recover it,
-// and the process would end.
+// leave is deferred by helpers. It keeps a helper's panic for the caller: in the helper's goroutine nobody
+// else could recover it, and the process would end.
 func (c *crew) leave() {
 	if p := recover(); p != nil {
 		first := p

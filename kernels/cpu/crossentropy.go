@@ -9,19 +9,19 @@ import (
 
 // CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row and, where DX is
 // given, weight[t] * (softmax(x) - onehot(t)) in the same pass. DX may be X.
-func CrossEntropyForward(a *kernels.CrossEntropy, workers int) {
+func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX, ce: *a}
 	if a.DX.Data != nil {
 		o.keep = longRow
 	}
-	run(&o, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
+	return run(&o, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
 }
 
 // CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) for each row, over the denominator
 // where Reduction is ReduceMean. DX may be X.
-func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) {
+func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX, ce: *a}
-	run(&o, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
+	return run(&o, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
 }
 
 // class is the row's target: whether the row counts for nothing, by its index or its class's weight, and whether there is such a
@@ -54,6 +54,8 @@ func (w *worker[T]) writeZeros(row, lo, hi int) {
 }
 
 type crossEntropyForward[T float] struct{}
+
+func (crossEntropyForward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
 func (crossEntropyForward[T]) run(c *call[T]) {
 	clear(c.losses[:])
@@ -144,6 +146,8 @@ func (crossEntropyForward[T]) second(w *worker[T], row, lo, hi int, parts []part
 }
 
 type crossEntropyBackward[T float] struct{}
+
+func (crossEntropyBackward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
 func (crossEntropyBackward[T]) run(c *call[T]) { c.eachRow() }
 

@@ -53,10 +53,13 @@ func requireUnharmed(t *testing.T) {
 	}
 }
 
-// TestPanicOfHelper: it reaches the caller, with a long row's step or with whole rows, once no helper is at work.
+func digits(_, j int) float64 { return float64(j % 5) }
+
+// TestPanicOfHelper: it reaches the caller once no helper is at work, whether tasks are rows or parts of a
+// row.
 func TestPanicOfHelper(t *testing.T) {
 	for _, shape := range sharedShapes {
-		x := newMatrix(kernels.Float32, shape[0], shape[1], 0, 0).fill(func(_, j int) float64 { return float64(j % 5) })
+		x := newMatrix(kernels.Float32, shape[0], shape[1], 0, 0).fill(digits)
 		y := newMatrix(kernels.Float32, shape[0], shape[1], 0, 0)
 		for range 5 {
 			var panicked, working atomic.Int64
@@ -80,7 +83,7 @@ func TestPanicOfHelper(t *testing.T) {
 
 // TestPanicOfCaller: the call is not left before the helpers have stopped writing.
 func TestPanicOfCaller(t *testing.T) {
-	x := newMatrix(kernels.Float32, 900, 600, 0, 0).fill(func(_, j int) float64 { return float64(j % 5) })
+	x := newMatrix(kernels.Float32, 900, 600, 0, 0).fill(digits)
 	y := newMatrix(kernels.Float32, 900, 600, 0, 0)
 	for range 5 {
 		var came, left atomic.Bool

@@ -38,9 +38,10 @@ func (o *operands) bytes() int {
 	return total
 }
 
-// op is a reduction over rows: a first pass over each block of a row, whose results join into what the second pass
-// over the blocks needs. run says in which order.
+// op is a reduction over rows: a first pass over each block of a row, whose results join into what the second
+// pass over the blocks needs. run says in which order, plan how many tasks and how much workspace that takes.
 type op[T float] interface {
+	plan(c *call[T], workers int)
 	run(c *call[T])
 	first(w *worker[T], row, lo, hi int, parts []part)
 	join(w *worker[T], row int, parts []part) stats
@@ -51,14 +52,24 @@ type op[T float] interface {
 type part struct{ max, sum float64 }
 type stats struct{ a, b, c float64 }
 
+// plan is how a call's rows are cut into tasks, and what workspace that takes beside the workers' buffers.
+type plan struct {
+	split   bool // a row is shared among workers: the parts and stats of all rows are kept
+	tasks   int  // of the step with the most
+	weights int  // elements of RMSNorm's weight, widened, or ones
+	sums    int  // rows of partial sums of dw
+	columns int  // of dw that a task sums over all rows
+}
+
 // step is a set of tasks that can be done in any order.
 type step[T float] interface {
 	do(w *worker[T], task int)
 }
 
-// call is one call under way. Calls are pooled with their buffers, so that small ones allocate nothing.
+// call is one call under way. Calls are pooled with some workspace, so that small ones allocate nothing.
 type call[T float] struct {
 	operands
+	plan       plan
 	kit        *kit[T]
 	op         op[T]
 	rows, cols int
@@ -70,15 +81,18 @@ type call[T float] struct {
 	step    step[T]
 	tasks   int
 	sharing int // workers that tasks are dealt to
+	room    int // elements of a buffer for a block
 	workers []worker[T]
 	crew    crew
 	wakes   bool // it is worth a thread's waking up
 
+	losses [maxTasks]struct{ loss, weight float64 }
+
+	own     []byte    // workspace, which lasts as long as the call is pooled
 	parts   []part    // of all rows, where they are shared among workers
 	stats   []stats   // likewise
 	weights []T       // RMSNorm's weight, widened, or ones
 	sums    []float64 // partial sums of dw
-	losses  [maxTasks]struct{ loss, weight float64 }
 }
 
 type worker[T float] struct {
@@ -86,13 +100,13 @@ type worker[T float] struct {
 	number  int
 	mine    deal
 	task    int
-	buffer  [3][]T // rows or blocks of two operands, and blocks of the weight
+	buffer  []T // rows or blocks of two operands, and blocks of the weight: see scratch
 	part    []part
 	target  float64   // logit of the current row's class
 	sum     []float64 // of dw: columns from sumFrom on
 	sumFrom int
-	columns []float64 // room for sum where rows are long
-	_       [64]byte  // keeps two workers out of one cache line
+	columns []float64       // room for sum where rows are long
+	_       [cacheLine]byte // keeps two workers out of one cache line
 }
 
 type engine[T float] struct {
@@ -105,19 +119,18 @@ var (
 	engine64 = engine[float64]{kit: &portable64}
 )
 
-// run carries out an op, in float64 where x is.
-func run(o *operands, workers int, op32 op[float32], op64 op[float64]) {
+// run carries out an op, in float64 where x is. Its error is a *MemoryError.
+func run(o *operands, workers int, op32 op[float32], op64 op[float64]) error {
 	if o.x.DType == kernels.Float64 {
-		engine64.run(o, workers, op64)
-	} else {
-		engine32.run(o, workers, op32)
+		return engine64.run(o, workers, op64)
 	}
+	return engine32.run(o, workers, op32)
 }
 
-func (e *engine[T]) run(o *operands, workers int, op op[T]) {
+func (e *engine[T]) run(o *operands, workers int, op op[T]) error {
 	c, _ := e.pool.Get().(*call[T])
 	if c == nil {
-		c = &call[T]{crew: crew{awake: make(chan struct{}, 1)}}
+		c = &call[T]{crew: crew{awake: make(chan struct{}, 1)}, own: make([]byte, ownBytes)}
 	}
 	bytes := o.bytes()
 	if bytes < sharedBytes {
@@ -127,10 +140,74 @@ func (e *engine[T]) run(o *operands, workers int, op op[T]) {
 	c.rows, c.cols = int(o.x.Rows), int(o.x.Cols)
 	c.blocks = (c.cols + block - 1) / block
 	c.whole, c.long, c.stream = c.cols <= o.keep, c.cols > longRow, bytes >= streamBytes
-	c.prepare(max(workers, 1))
-	op.run(c) // what panics is not used again
+	op.plan(c, workers)
+	c.prepare(max(min(workers, c.plan.tasks), 1))
+	err := c.run() // a call that panics is not pooled again
 	c.operands, c.op, c.step = operands{}, nil, nil
 	e.pool.Put(c)
+	return err
+}
+
+// run gets all workspace before anything is written.
+func (c *call[T]) run() error {
+	memory, err := c.reserve()
+	if err != nil {
+		return err
+	}
+	defer c.vacate(memory)
+	c.op.run(c)
+	return nil
+}
+
+// planRows is the plan of eachRow.
+func (c *call[T]) planRows(workers int) {
+	c.plan = plan{tasks: min(c.rows, maxTasks)}
+	if c.long && c.rows < 4*workers && c.rows <= maxTasks && workers > 1 {
+		c.plan = plan{split: true, tasks: c.rows * c.chunks()}
+	}
+}
+
+// reserve lays out the workspace, in the call's own memory or in what it returns.
+func (c *call[T]) reserve() (memory []byte, err error) {
+	bytes := c.layOut(c.own)
+	if bytes <= len(c.own) {
+		return nil, nil
+	}
+	memory, err = spare.get(bytes)
+	if err == nil {
+		c.layOut(memory)
+	}
+	return memory, err
+}
+
+// vacate gives back what reserve returned. No pointer to it stays: it may become part of Go's heap.
+func (c *call[T]) vacate(memory []byte) {
+	if memory != nil {
+		c.layOut(nil)
+		spare.put(memory)
+	}
+}
+
+// layOut says where everything lies in a workspace, and how large that has to be.
+func (c *call[T]) layOut(memory []byte) int {
+	a := arena{memory: memory}
+	shared, blocks := 0, c.blocks // parts of all rows, or each worker's of its row
+	if c.plan.split {
+		shared, blocks = c.rows, 0
+	}
+	c.parts, c.stats = take[part](&a, shared*c.blocks), take[stats](&a, shared)
+	c.weights, c.sums = take[T](&a, c.plan.weights), take[float64](&a, c.plan.sums*c.cols)
+	c.room = min(c.cols+15, block) &^ 15 // whole cache lines
+	first := c.room
+	if c.whole && c.x.DType != native[T]() {
+		first = c.cols
+	}
+	for i := range c.workers {
+		w := &c.workers[i]
+		w.buffer = take[T](&a, first+2*c.room)
+		w.part, w.columns, w.sum = take[part](&a, blocks), take[float64](&a, c.plan.columns), nil
+	}
+	return a.used
 }
 
 func (c *call[T]) prepare(workers int) {
@@ -143,14 +220,6 @@ func (c *call[T]) prepare(workers int) {
 	for i := range c.workers {
 		c.workers[i].call, c.workers[i].number = c, i
 	}
-}
-
-// grown is a slice of n elements, s where it is large enough; what it holds does not matter.
-func grown[E any](s []E, n int) []E {
-	if n > cap(s) {
-		return make([]E, n)
-	}
-	return s[:n]
 }
 
 // deal is the tasks that are left of those dealt to a worker, from the first in the high half to before the last in the low half.
@@ -176,20 +245,25 @@ func (d *deal) take(last bool) (task int, ok bool) {
 	}
 }
 
-// each does the tasks of a step, the caller being worker 0, and returns when all are done. A worker gets the same tasks call after
-// call, whose data its cache may still hold, and others' only when it has done its own. A panic of any worker is the caller's, and
-// leaves each only when no helper uses the caller's memory any more.
+// each does the tasks of a step, the caller being worker 0, and returns when all are done. A worker gets the
+// same tasks call after call, whose data its cache may still hold, and others' only when it has done its own.
+// A panic of a worker becomes one of the caller, after all helpers have left: none writes to the caller's
+// memory any more.
 func (c *call[T]) each(s step[T], tasks int) {
 	c.step, c.tasks, c.sharing = s, tasks, max(min(len(c.workers), tasks), 1)
+	if c.sharing == 1 {
+		for task := range tasks {
+			s.do(&c.workers[0], task)
+		}
+		return
+	}
 	for i := range c.sharing {
 		c.workers[i].mine.set(portion(tasks, i, c.sharing))
 	}
-	if c.sharing > 1 {
-		set := c.crew.open()
-		defer c.crew.close()
-		for i := 1; i < c.sharing; i++ {
-			summon(share{&c.crew, set, &c.workers[i]}, c.wakes)
-		}
+	set := c.crew.open()
+	defer c.crew.close()
+	for i := 1; i < c.sharing; i++ {
+		summon(share{&c.crew, set, &c.workers[i]}, c.wakes)
 	}
 	c.workers[0].work()
 }
@@ -209,7 +283,7 @@ func (w *worker[T]) work() {
 
 // eachRow runs the op over all rows: row by row, or with the rows shared where they are long and too few.
 func (c *call[T]) eachRow() {
-	if c.long && c.rows < 4*len(c.workers) && c.rows <= maxTasks && len(c.workers) > 1 {
+	if c.plan.split {
 		c.shareFirst()
 		c.each(secondStep[T]{}, c.rows*c.chunks())
 		return
@@ -221,8 +295,6 @@ func (c *call[T]) chunks() int { return (c.cols + chunk - 1) / chunk }
 
 // shareFirst does the first pass of all rows, many workers to a row, and joins each row's parts.
 func (c *call[T]) shareFirst() {
-	c.parts = grown(c.parts, c.rows*c.blocks)
-	c.stats = grown(c.stats, c.rows)
 	c.each(firstStep[T]{}, c.rows*c.chunks())
 	for row := range c.rows {
 		c.workers[0].task = row
@@ -254,7 +326,6 @@ func portion(n, part, parts int) (lo, hi int) {
 }
 
 func (w *worker[T]) row(row int) {
-	w.part = grown(w.part, w.blocks)
 	w.op.first(w, row, 0, w.cols, w.part)
 	w.op.second(w, row, 0, w.cols, w.part, w.op.join(w, row, w.part))
 }
@@ -278,15 +349,14 @@ func view[T float](m *kernels.Matrix, row, j, n int) []T {
 	return unsafe.Slice((*T)(rowAt(m, row, j)), n)
 }
 
-// scratch is room for n elements from column j on, in the worker's buffer of the given number.
+// scratch is room for n elements from column j on, in the worker's buffer 0, 1 or 2. Each holds a block.
+// Buffer 0, the last in memory, holds a whole row where that is kept for the second pass.
 func (w *worker[T]) scratch(number, j, n int) []T {
-	b := &w.buffer[number]
+	from := (2 - number) * w.room
 	if w.whole {
-		*b = grown(*b, w.cols)
-		return (*b)[j : j+n]
+		from += j
 	}
-	*b = grown(*b, min(w.cols, block))
-	return (*b)[:n]
+	return w.buffer[from : from+n]
 }
 
 // read is n elements of a row: where they lie, or widened into a buffer.

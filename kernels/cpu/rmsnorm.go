@@ -10,20 +10,25 @@ import (
 // RMSNormForward computes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
 // Sennrich, 2019). weight may be absent (ones), rstd not wanted. y may be x.
 func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, rstd kernels.Vector,
-	eps float64, workers int) {
+	eps float64, workers int) error {
 	o := operands{x: x, weight: weight, y: y, rstd: rstd, eps: eps, keep: widenedRow}
-	run(&o, workers, rmsNormForward[float32]{}, rmsNormForward[float64]{})
+	return run(&o, workers, rmsNormForward[float32]{}, rmsNormForward[float64]{})
 }
 
 // RMSNormBackward computes, with h = x * rstd and g = dout * weight, dx = (g - h * mean(g * h)) * rstd for each row
 // and, where dw is wanted, dw = sum over rows of dout * h. dx may be dout.
 func RMSNormBackward(x kernels.Matrix, weight kernels.Vector, dout kernels.Matrix, rstd kernels.Vector,
-	dx kernels.Matrix, dw kernels.Vector, workers int) {
+	dx kernels.Matrix, dw kernels.Vector, workers int) error {
 	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, keep: widenedRow}
-	run(&o, workers, rmsNormBackward[float32]{}, rmsNormBackward[float64]{})
+	return run(&o, workers, rmsNormBackward[float32]{}, rmsNormBackward[float64]{})
 }
 
 type rmsNormForward[T float] struct{}
+
+func (rmsNormForward[T]) plan(c *call[T], workers int) {
+	c.planRows(workers)
+	c.plan.weights = c.weightElements()
+}
 
 func (rmsNormForward[T]) run(c *call[T]) {
 	c.widenWeight()
@@ -55,16 +60,24 @@ func (rmsNormForward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats
 	}
 }
 
-// widenWeight widens the weight once for all rows where it needs that; long rows do it block by block.
+// weightElements is how much of the weight is widened once for all rows; long rows do it block by block.
+func (c *call[T]) weightElements() int {
+	switch {
+	case !c.weight.Present():
+		return min(c.cols, block)
+	case c.weight.DType != native[T]() && !c.long:
+		return c.cols
+	}
+	return 0
+}
+
 func (c *call[T]) widenWeight() {
 	switch {
 	case !c.weight.Present():
-		c.weights = grown(c.weights, min(c.cols, block))
 		for i := range c.weights {
 			c.weights[i] = 1
 		}
-	case c.weight.DType != native[T]() && !c.long:
-		c.weights = grown(c.weights, c.cols)
+	case len(c.weights) > 0:
 		c.kit.load[c.weight.DType](c.weights, c.weight.Data)
 	}
 }
@@ -87,15 +100,26 @@ func (w *worker[T]) weightBlock(j, n int) []T {
 
 type rmsNormBackward[T float] struct{}
 
+func (rmsNormBackward[T]) plan(c *call[T], workers int) {
+	switch {
+	case !c.dw.Present():
+		c.planRows(workers)
+	case !c.long:
+		sums := partialSums(c.rows, c.cols)
+		c.plan = plan{tasks: max(sums, c.blocks), sums: sums}
+	default:
+		c.plan = plan{split: true, tasks: max(c.rows*c.chunks(), c.blocks), columns: block}
+	}
+	c.plan.weights = c.weightElements()
+}
+
 func (rmsNormBackward[T]) run(c *call[T]) {
 	c.widenWeight()
 	switch {
 	case !c.dw.Present():
 		c.eachRow()
 	case !c.long:
-		sums := partialSums(c.rows, c.cols)
-		c.sums = grown(c.sums, sums*c.cols)
-		c.each(rowsAndSumsStep[T]{}, sums)
+		c.each(rowsAndSumsStep[T]{}, c.plan.sums)
 		c.each(joinSumsStep[T]{}, c.blocks)
 	default:
 		c.shareFirst()
@@ -164,7 +188,6 @@ type columnsStep[T float] struct{}
 func (columnsStep[T]) do(w *worker[T], task int) {
 	lo := task * block
 	hi := min(lo+block, w.cols)
-	w.columns = grown(w.columns, block)
 	w.sum, w.sumFrom = w.columns[:hi-lo], lo
 	clear(w.sum)
 	for row := range w.rows {

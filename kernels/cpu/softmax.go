@@ -8,21 +8,23 @@ import (
 
 // SoftmaxForward computes y = exp(x - max x) / sum exp(x - max x) for each row. y may be x. A row that holds a NaN, an
 // infinity, or nothing above -inf becomes NaN.
-func SoftmaxForward(x, y kernels.Matrix, workers int) {
+func SoftmaxForward(x, y kernels.Matrix, workers int) error {
 	o := operands{x: x, y: y, keep: longRow}
 	if x.DType == kernels.Float32 || x.DType == kernels.Float64 {
 		o.keep = math.MaxInt // in y itself
 	}
-	run(&o, workers, softmaxForward[float32]{}, softmaxForward[float64]{})
+	return run(&o, workers, softmaxForward[float32]{}, softmaxForward[float64]{})
 }
 
 // SoftmaxBackward computes dx = (dy - sum(dy * y)) * y for each row. dx may be dy or y.
-func SoftmaxBackward(dy, y, dx kernels.Matrix, workers int) {
+func SoftmaxBackward(dy, y, dx kernels.Matrix, workers int) error {
 	o := operands{x: y, dy: dy, dx: dx, keep: widenedRow}
-	run(&o, workers, softmaxBackward[float32]{}, softmaxBackward[float64]{})
+	return run(&o, workers, softmaxBackward[float32]{}, softmaxBackward[float64]{})
 }
 
 type softmaxForward[T float] struct{}
+
+func (softmaxForward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
 func (softmaxForward[T]) run(c *call[T]) { c.eachRow() }
 
@@ -104,6 +106,8 @@ func (w *worker[T]) normalise(x, y *kernels.Matrix, row, lo, hi int, parts []par
 }
 
 type softmaxBackward[T float] struct{}
+
+func (softmaxBackward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
 func (softmaxBackward[T]) run(c *call[T]) { c.eachRow() }
 

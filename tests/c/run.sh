@@ -34,6 +34,7 @@ check header_c99.c "${CC:-cc}" -std=c99 "$@"
 check header_cpp17.cpp "${CXX:-c++}" -std=c++17 "$@"
 check example.c "${CC:-cc}" -std=c99 "$@"
 check abi_test.c "${CC:-cc}" -std=c99 "$@"
+check memory_test.c "${CC:-cc}" -std=gnu99 -D_GNU_SOURCE "$@"
 
 # Go ends the process at the first defect that it finds, so each function has one of its own. The last line that
 # it prints is its result, or the call in which it ended.

@@ -184,7 +184,7 @@ func goOperator(t *text, o operator) {
 		t.add("a.refuse(&k)")
 	}
 	t.add("if k.err != nil {\nreturn k.err\n}")
-	t.add("if k.device.Host() {\nreturn a.host()\n}")
+	t.add("if k.device.Host() {\nreturn hostError(k.op, a.host())\n}")
 	t.add("return a.cuda(c.orDefault(), k.device.ID)")
 	t.add("}\n")
 	if onDevice(*o.group) {

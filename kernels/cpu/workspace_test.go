@@ -1,0 +1,248 @@
+package cpu
+
+import (
+	"bytes"
+	"errors"
+	"sync"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// system counts what calls allocate, and refuses when told to.
+type system struct {
+	lock            sync.Mutex
+	refuse          func(bytes int) bool
+	refused, mapped int // calls of allocate
+	used            int // bytes
+}
+
+var errRefused = errors.New("refused by the test")
+
+// simulate replaces the system's memory, and begins and ends with nothing kept.
+func simulate(t *testing.T) *system {
+	s := &system{refuse: func(int) bool { return false }}
+	spare.shrink(0)
+	previous, giveBack := allocate, release
+	t.Cleanup(func() {
+		spare.shrink(0)
+		allocate, release = previous, giveBack
+		assert.Zero(t, s.used, "memory was not released")
+	})
+	allocate = func(n int) ([]byte, error) {
+		s.lock.Lock()
+		defer s.lock.Unlock()
+		if s.refuse(n) {
+			s.refused++
+			return nil, errRefused
+		}
+		s.mapped++
+		s.used += n
+		return previous(n)
+	}
+	release = func(memory []byte) {
+		s.lock.Lock()
+		defer s.lock.Unlock()
+		s.used -= len(memory)
+		giveBack(memory)
+	}
+	return s
+}
+
+// TestNoMemory: every op that needs more than a call's own workspace is refused before it writes anything.
+func TestNoMemory(t *testing.T) {
+	const workers = 16 // so that their buffers alone need more
+	s := simulate(t)
+	for _, dtype := range floatTypes[1:] { // Float16 takes the path of BFloat16
+		for _, shape := range sharedShapes {
+			rows, n := shape[0], shape[1]
+			var outputs []*buffer
+			stat := statistics(dtype)
+			matrix := func() kernels.Matrix {
+				m := newMatrix(dtype, rows, n, 0, 0)
+				outputs = append(outputs, m.buffer)
+				return m.Matrix
+			}
+			vector := func(dtype kernels.DType, n int) kernels.Vector {
+				b, p := newBuffer(dtype, n, 0)
+				outputs = append(outputs, b)
+				return kernels.Vector{Data: p, DType: dtype, Len: int64(n), Stride: 1}
+			}
+			one := func(int) float64 { return 1 }
+			x := newMatrix(dtype, rows, n, 0, 0).fill(digits).Matrix
+			weight, rstd := newVector(dtype, n, one), newVector(stat, rows, one)
+			perRow := func() kernels.Vector { return vector(stat, rows) }
+			a := kernels.CrossEntropy{X: x, Target: newTargets(make([]int64, rows)...), IgnoreIndex: -1,
+				Loss: perRow(), Max: perRow(), LogSum: perRow(), Denominator: vector(stat, 1), DX: matrix()}
+			b := a
+			b.Max, b.LogSum, b.DLoss, b.DX = rstd, rstd, rstd, matrix()
+			s.refuse = func(int) bool { return true }
+			for name, call := range map[string]func() error{
+				"softmax forward":  func() error { return SoftmaxForward(x, matrix(), workers) },
+				"softmax backward": func() error { return SoftmaxBackward(x, x, matrix(), workers) },
+				"rmsnorm forward": func() error {
+					return RMSNormForward(x, weight, matrix(), perRow(), 1e-6, workers)
+				},
+				"rmsnorm backward": func() error {
+					return RMSNormBackward(x, weight, x, rstd, matrix(), vector(dtype, n), workers)
+				},
+				"cross-entropy forward":  func() error { return CrossEntropyForward(&a, workers) },
+				"cross-entropy backward": func() error { return CrossEntropyBackward(&b, workers) },
+			} {
+				var missing *MemoryError
+				require.ErrorAs(t, call(), &missing, "%s %v %v", name, dtype, shape)
+				require.ErrorIs(t, missing, errRefused)
+				require.Greater(t, missing.Bytes, ownBytes)
+			}
+			for _, b := range outputs {
+				require.Equal(t, len(b.bytes), bytes.Count(b.bytes, []byte{0xa5}), "an output was written")
+			}
+
+			zeros := func(_, _ int) float64 { return 0 }
+			small, y := newMatrix(dtype, 1, 4, 0, 0).fill(zeros), newMatrix(dtype, 1, 4, 0, 0)
+			require.NoError(t, SoftmaxForward(small.Matrix, y.Matrix, workers), "it needs no more memory")
+			require.Equal(t, 0.25, y.at(0, 3))
+		}
+	}
+	s.refuse = func(int) bool { return false }
+	requireUnharmed(t)
+}
+
+// TestOwnWorkspace: calls on one thread with rows of a block ask the system for nothing.
+func TestOwnWorkspace(t *testing.T) {
+	s := simulate(t)
+	for _, dtype := range floatTypes {
+		everything(dtype, 7, block, 1, false)
+	}
+	assert.Zero(t, s.mapped)
+}
+
+// TestWorkspaceIsKept: the next call finds it, whatever its op and type, and the most recent of it stays.
+func TestWorkspaceIsKept(t *testing.T) {
+	s := simulate(t)
+	for range 3 {
+		everything(kernels.Float32, 900, 600, 2, false)
+	}
+	assert.Equal(t, 1, s.mapped)
+	everything(kernels.Float64, 200, 300, 2, false)
+	assert.Equal(t, 1, s.mapped)
+	assert.Equal(t, spare.bytes, s.used)
+
+	const n = keptBytes / 4
+	var all [][]byte
+	for range 6 {
+		memory, err := spare.get(n)
+		require.NoError(t, err)
+		require.Len(t, memory, n)
+		all = append(all, memory)
+	}
+	for _, memory := range all {
+		spare.put(memory)
+		require.LessOrEqual(t, spare.bytes, keptBytes)
+	}
+	assert.Equal(t, keptBytes, s.used)
+	require.Len(t, spare.kept, 4)
+	for i, memory := range spare.kept {
+		assert.Same(t, &all[2+i][0], &memory[0], "the oldest is to be released")
+	}
+	memory, err := spare.get(n + 1)
+	require.NoError(t, err)
+	assert.Len(t, memory, n+granularity)
+	spare.put(memory)
+	memory, err = spare.get(1)
+	require.NoError(t, err)
+	assert.Len(t, memory, n, "the smallest that is large enough")
+	spare.put(memory)
+}
+
+// TestKeptMemoryIsNoReasonToFail: what no call uses is released where the system has no more.
+func TestKeptMemoryIsNoReasonToFail(t *testing.T) {
+	s := simulate(t)
+	const limit = 8 * granularity
+	s.refuse = func(bytes int) bool { return s.used+bytes > limit }
+	small, err := spare.get(5 * granularity)
+	require.NoError(t, err)
+	_, err = spare.get(6 * granularity)
+	require.Error(t, err)
+	spare.put(small)
+	large, err := spare.get(6 * granularity)
+	require.NoError(t, err)
+	assert.Equal(t, 2, s.refused)
+	spare.put(large)
+}
+
+// TestPanicGivesBackWorkspace: it is kept for the next call, although the call that panicked is dropped.
+func TestPanicGivesBackWorkspace(t *testing.T) {
+	s := simulate(t)
+	x := newMatrix(kernels.Float32, 900, 5000, 0, 0).fill(digits)
+	for range 3 {
+		require.Equal(t, "a defect", recovered(x, x, func(int) { panic("a defect") }))
+	}
+	assert.Equal(t, spare.bytes, s.used)
+	assert.Positive(t, s.mapped)
+}
+
+// TestArena: slices begin at a cache line and do not overlap; without memory they are counted all the same.
+func TestArena(t *testing.T) {
+	memory := make([]byte, ownBytes)
+	deal := func(memory []byte) (int, [][2]uintptr) {
+		var spans [][2]uintptr
+		a := arena{memory: memory}
+		span := func(p unsafe.Pointer, bytes uintptr) {
+			spans = append(spans, [2]uintptr{uintptr(p), uintptr(p) + bytes})
+		}
+		for n := range 40 {
+			f, d, p, s := take[float32](&a, n), take[float64](&a, n), take[part](&a, n), take[stats](&a, n)
+			if memory != nil {
+				require.Equal(t, [4]int{n, n, n, n}, [4]int{len(f), len(d), len(p), len(s)})
+			} else {
+				require.Zero(t, len(f)+len(d)+len(p)+len(s))
+			}
+			span(unsafe.Pointer(unsafe.SliceData(f)), uintptr(4*n))
+			span(unsafe.Pointer(unsafe.SliceData(d)), uintptr(8*n))
+			span(unsafe.Pointer(unsafe.SliceData(p)), uintptr(16*n))
+			span(unsafe.Pointer(unsafe.SliceData(s)), uintptr(24*n))
+		}
+		return a.used, spans
+	}
+	need, _ := deal(nil)
+	used, spans := deal(memory)
+	assert.Equal(t, need, used)
+	end := uintptr(unsafe.Pointer(&memory[0]))
+	for _, s := range spans {
+		if s[0] == 0 {
+			continue // of no elements
+		}
+		require.Zero(t, s[0]%cacheLine)
+		require.GreaterOrEqual(t, s[0], end)
+		end = s[1]
+	}
+	require.LessOrEqual(t, end, uintptr(unsafe.Pointer(&memory[0]))+uintptr(used))
+	a := arena{memory: memory[:need-1]}
+	a.used = need - cacheLine
+	assert.Nil(t, take[float64](&a, 8))
+}
+
+// TestConcurrentCalls: calls at the same time have workspaces of their own.
+func TestConcurrentCalls(t *testing.T) {
+	shapes := [][2]int{{60, 600}, {40, 4097}, {300, 1000}, {5, 30000}}
+	var group sync.WaitGroup
+	for _, shape := range shapes {
+		want := everything(kernels.BFloat16, shape[0], shape[1], 1, false)
+		for range 2 {
+			group.Go(func() {
+				for range 3 {
+					got := everything(kernels.BFloat16, shape[0], shape[1], 3, false)
+					for name := range want {
+						assert.True(t, bytes.Equal(want[name], got[name]), "%s %v", name, shape)
+					}
+				}
+			})
+		}
+	}
+	group.Wait()
+}
