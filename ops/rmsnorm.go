@@ -16,7 +16,7 @@ func (a *rmsNormForward) refuse(k *check) {
 
 func (a *rmsNormForward) host() error {
 	if a.X.Rows > 0 {
-		return cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, a.Eps, workers())
+		return cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, cpu.RMSNormOptions{Eps: a.Eps}, workers())
 	}
 	return nil
 }
@@ -41,7 +41,7 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 
 func (a *rmsNormBackward) host() error {
 	if a.X.Rows > 0 || a.DW.Present() {
-		return cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, workers())
+		return cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, cpu.RMSNormOptions{}, workers())
 	}
 	return nil
 }

@@ -259,16 +259,16 @@ func TestRMSNorm(t *testing.T) {
 			x, y := newMatrix(dtype, rows, n, gap, offset).fill(normal), newMatrix(next, rows, n, gap+1, offset)
 			w := newVector(other, n, func(int) float64 { return r.NormFloat64() })
 			rstd := newVector(statistics(dtype), rows, func(int) float64 { return 0 })
-			RMSNormForward(x.Matrix, w, y.Matrix, rstd, eps, 1)
+			RMSNormForward(x.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: eps}, 1)
 			y.requireIntact(t)
 
 			dout, dx := newMatrix(other, rows, n, gap, offset+1).fill(normal), newMatrix(dtype, rows, n, gap+2, offset)
 			dw := newVector(other, n, func(int) float64 { return 7 })
-			RMSNormBackward(x.Matrix, w, dout.Matrix, rstd, dx.Matrix, dw, 1)
+			RMSNormBackward(x.Matrix, w, dout.Matrix, rstd, dx.Matrix, dw, RMSNormOptions{}, 1)
 			dx.requireIntact(t)
 			bare, bareX := newMatrix(next, rows, n, 0, 0), newMatrix(dtype, rows, n, 0, 0)
-			RMSNormForward(x.Matrix, absent, bare.Matrix, absent, eps, 1)
-			RMSNormBackward(x.Matrix, absent, dout.Matrix, rstd, bareX.Matrix, absent, 1)
+			RMSNormForward(x.Matrix, absent, bare.Matrix, absent, RMSNormOptions{Eps: eps}, 1)
+			RMSNormBackward(x.Matrix, absent, dout.Matrix, rstd, bareX.Matrix, absent, RMSNormOptions{}, 1)
 
 			weight, ones := values(w), make([]float64, n)
 			for j := range ones {
@@ -538,12 +538,12 @@ func TestNoRows(t *testing.T) {
 		SoftmaxBackward(x, x, x, 4)
 		ones := func(n int) kernels.Vector { return newVector(dtype, n, func(int) float64 { return 1 }) }
 		w, dw := ones(5), ones(5)
-		RMSNormForward(x, w, x, none, 1e-6, 4)
-		RMSNormBackward(x, w, x, none, x, dw, 4)
+		RMSNormForward(x, w, x, none, RMSNormOptions{Eps: 1e-6}, 4)
+		RMSNormBackward(x, w, x, none, x, dw, RMSNormOptions{}, 4)
 		require.Equal(t, make([]float64, 5), values(dw))
 		long := kernels.Matrix{DType: dtype, Cols: longRow + 3, Stride: longRow + 3}
 		w, dw = ones(longRow+3), ones(longRow+3)
-		RMSNormBackward(long, w, long, none, long, dw, 4)
+		RMSNormBackward(long, w, long, none, long, dw, RMSNormOptions{}, 4)
 		require.Equal(t, make([]float64, longRow+3), values(dw))
 		a := kernels.CrossEntropy{X: x, Target: kernels.Vector{DType: kernels.Int64, Stride: 1}, Loss: one(1),
 			Reduction: kernels.ReduceMean, Denominator: one(1)}
@@ -591,13 +591,13 @@ func everything(dtype kernels.DType, rows, n, workers int, inPlace bool) map[str
 	in = x.clone()
 	y = output(in)
 	rstd := zeros(rows)
-	RMSNormForward(in.Matrix, w, y.Matrix, rstd, 1e-6, workers)
+	RMSNormForward(in.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: 1e-6}, workers)
 	keep("rmsnorm", y)
 	keepVector("rstd", rstd)
 	in = dy.clone()
 	dx = output(in)
 	dw := newVector(dtype, n, func(int) float64 { return 0 })
-	RMSNormBackward(x.Matrix, w, in.Matrix, rstd, dx.Matrix, dw, workers)
+	RMSNormBackward(x.Matrix, w, in.Matrix, rstd, dx.Matrix, dw, RMSNormOptions{}, workers)
 	keep("rmsnorm backward", dx)
 	keepVector("dw", dw)
 
@@ -678,8 +678,8 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 			for name, call := range map[string]func(){
 				"softmax forward":        func() { SoftmaxForward(x.Matrix, y.Matrix, 8) },
 				"softmax backward":       func() { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, 8) },
-				"rmsnorm forward":        func() { RMSNormForward(x.Matrix, w, y.Matrix, rstd, 1e-6, 8) },
-				"rmsnorm backward":       func() { RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, 8) },
+				"rmsnorm forward":        func() { RMSNormForward(x.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: 1e-6}, 8) },
+				"rmsnorm backward":       func() { RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, RMSNormOptions{}, 8) },
 				"cross-entropy forward":  func() { CrossEntropyForward(&a, 8) },
 				"cross-entropy backward": func() { CrossEntropyBackward(&a, 8) },
 			} {
@@ -724,8 +724,8 @@ func BenchmarkOps(b *testing.B) {
 			}{
 				{"SoftmaxForward", 2, func(k int) { SoftmaxForward(x.Matrix, y.Matrix, k) }},
 				{"SoftmaxBackward", 3, func(k int) { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, k) }},
-				{"RMSNormForward", 2, func(k int) { RMSNormForward(x.Matrix, w, y.Matrix, rstd, 1e-6, k) }},
-				{"RMSNormBackward", 3, func(k int) { RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, k) }},
+				{"RMSNormForward", 2, func(k int) { RMSNormForward(x.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: 1e-6}, k) }},
+				{"RMSNormBackward", 3, func(k int) { RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, RMSNormOptions{}, k) }},
 				{"CrossEntropyForward", 1, func(k int) { CrossEntropyForward(&a, k) }},
 				{"CrossEntropyForwardDX", 2, func(k int) { CrossEntropyForward(&withDX, k) }},
 				{"CrossEntropyBackward", 2, func(k int) { CrossEntropyBackward(&withDX, k) }},

@@ -25,7 +25,7 @@ const (
 type operands struct {
 	x, y, dy, dx     kernels.Matrix
 	weight, rstd, dw kernels.Vector
-	eps              float64
+	norm             RMSNormOptions
 	ce               kernels.CrossEntropy // less its X and DX, which are x and dx
 	keep             int                  // elements up to which the second pass over a row uses what the first made
 }

@@ -7,19 +7,24 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
+// RMSNormOptions are the numbers that RMSNorm takes.
+type RMSNormOptions struct {
+	Eps float64 // backward does not use it
+}
+
 // RMSNormForward computes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
 // Sennrich, 2019). weight may be absent (ones), rstd not wanted. y may be x.
 func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, rstd kernels.Vector,
-	eps float64, workers int) error {
-	o := operands{x: x, weight: weight, y: y, rstd: rstd, eps: eps, keep: widenedRow}
+	norm RMSNormOptions, workers int) error {
+	o := operands{x: x, weight: weight, y: y, rstd: rstd, norm: norm, keep: widenedRow}
 	return run(&o, workers, rmsNormForward[float32]{}, rmsNormForward[float64]{})
 }
 
 // RMSNormBackward computes, with h = x * rstd and g = dout * weight, dx = (g - h * mean(g * h)) * rstd for each row
 // and, where dw is wanted, dw = sum over rows of dout * h. dx may be dout.
 func RMSNormBackward(x kernels.Matrix, weight kernels.Vector, dout kernels.Matrix, rstd kernels.Vector,
-	dx kernels.Matrix, dw kernels.Vector, workers int) error {
-	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, keep: widenedRow}
+	dx kernels.Matrix, dw kernels.Vector, norm RMSNormOptions, workers int) error {
+	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, norm: norm, keep: widenedRow}
 	return run(&o, workers, rmsNormBackward[float32]{}, rmsNormBackward[float64]{})
 }
 
@@ -43,7 +48,7 @@ func (rmsNormForward[T]) first(w *worker[T], row, lo, hi int, parts []part) {
 }
 
 func (rmsNormForward[T]) join(w *worker[T], row int, parts []part) stats {
-	rstd := 1 / math.Sqrt(total(parts)/float64(w.cols)+w.eps)
+	rstd := 1 / math.Sqrt(total(parts)/float64(w.cols)+w.norm.Eps)
 	if w.rstd.Present() {
 		put(&w.rstd, row, rstd)
 	}

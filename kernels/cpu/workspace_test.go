@@ -85,10 +85,10 @@ func TestNoMemory(t *testing.T) {
 				"softmax forward":  func() error { return SoftmaxForward(x, matrix(), workers) },
 				"softmax backward": func() error { return SoftmaxBackward(x, x, matrix(), workers) },
 				"rmsnorm forward": func() error {
-					return RMSNormForward(x, weight, matrix(), perRow(), 1e-6, workers)
+					return RMSNormForward(x, weight, matrix(), perRow(), RMSNormOptions{Eps: 1e-6}, workers)
 				},
 				"rmsnorm backward": func() error {
-					return RMSNormBackward(x, weight, x, rstd, matrix(), vector(dtype, n), workers)
+					return RMSNormBackward(x, weight, x, rstd, matrix(), vector(dtype, n), RMSNormOptions{}, workers)
 				},
 				"cross-entropy forward":  func() error { return CrossEntropyForward(&a, workers) },
 				"cross-entropy backward": func() error { return CrossEntropyBackward(&b, workers) },

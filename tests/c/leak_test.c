@@ -1,7 +1,7 @@
 /* Every refusal of every owning function leaves nothing behind: leak_test HEADER
  *
- * The leak sanitizer, where it is linked, looks after each call for memory that nothing points to. It sees what
- * the library allocates for C (outputs, messages). Go's own memory is not malloc's. */
+ * The leak sanitizer, where it is linked, looks after each call for memory that nothing points to. It sees
+ * what the library allocates for C (outputs, messages). Go's own memory is not malloc's. */
 #include "functions.h"
 
 int __lsan_do_recoverable_leak_check(void) __attribute__((weak));

@@ -36,13 +36,16 @@ check example.c "${CC:-cc}" -std=c99 "$@"
 check abi_test.c "${CC:-cc}" -std=c99 "$@"
 check memory_test.c "${CC:-cc}" -std=gnu99 -D_GNU_SOURCE "$@"
 
-# Go ends the process at the first defect that it finds, so each function has one of its own. The last line that
-# it prints is its result, or the call in which it ended.
+# Go ends the process at the first defect that it finds, so each function has one of its own. The last line
+# that it prints is its result, or the call in which it ended.
 build stack_test.c "${CC:-cc}" -std=c99 "$@"
 functions=$("$program" "$header")
 failed=0
 for function in $functions; do
-  GOTRACEBACK=none "$program" "$header" "$function" >"$work/log" || failed=1
+  if ! "$program" "$header" "$function" >"$work/log" 2>"$work/dump"; then
+    failed=1
+    head -n 3 "$work/dump"
+  fi
   tail -n 1 "$work/log"
 done
 [ $failed = 0 ]
