@@ -88,7 +88,8 @@ type call[T float] struct {
 
 	losses [maxTasks]struct{ loss, weight float64 }
 
-	own     []byte    // workspace, which lasts as long as the call is pooled
+	own     []byte    // workspace that lasts as long as the call is pooled
+	mapped  []byte    // workspace instead of own where that is too small
 	parts   []part    // of all rows, where they are shared among workers
 	stats   []stats   // likewise
 	weights []T       // RMSNorm's weight, widened, or ones
@@ -143,18 +144,16 @@ func (e *engine[T]) run(o *operands, workers int, op op[T]) error {
 	op.plan(c, workers)
 	c.prepare(max(min(workers, c.plan.tasks), 1))
 	err := c.run() // a call that panics is not pooled again
-	c.operands, c.op, c.step = operands{}, nil, nil
 	e.pool.Put(c)
 	return err
 }
 
 // run gets all workspace before anything is written.
 func (c *call[T]) run() error {
-	memory, err := c.reserve()
-	if err != nil {
+	defer c.forget()
+	if err := c.reserve(); err != nil {
 		return err
 	}
-	defer c.vacate(memory)
 	c.op.run(c)
 	return nil
 }
@@ -167,25 +166,27 @@ func (c *call[T]) planRows(workers int) {
 	}
 }
 
-// reserve lays out the workspace, in the call's own memory or in what it returns.
-func (c *call[T]) reserve() (memory []byte, err error) {
+// reserve lays out the workspace, in the call's own memory or in mapped memory.
+func (c *call[T]) reserve() (err error) {
 	bytes := c.layOut(c.own)
 	if bytes <= len(c.own) {
-		return nil, nil
+		return nil
 	}
-	memory, err = spare.get(bytes)
+	c.mapped, err = spare.get(bytes)
 	if err == nil {
-		c.layOut(memory)
+		c.layOut(c.mapped)
 	}
-	return memory, err
+	return err
 }
 
-// vacate gives back what reserve returned. No pointer to it stays: it may become part of Go's heap.
-func (c *call[T]) vacate(memory []byte) {
-	if memory != nil {
+// forget gives mapped memory back. No pointer to that or to the caller's memory stays: the addresses may become
+// part of Go's heap, whose pointers the garbage collector checks.
+func (c *call[T]) forget() {
+	if c.mapped != nil {
 		c.layOut(nil)
-		spare.put(memory)
+		spare.put(c.mapped)
 	}
+	c.mapped, c.operands, c.op, c.step = nil, operands{}, nil, nil
 }
 
 // layOut says where everything lies in a workspace, and how large that has to be.
