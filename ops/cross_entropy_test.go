@@ -191,6 +191,110 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 	assert.Equal(t, gotDX, x.result(t))
 }
 
+// TestCrossEntropyOnePass: with one_pass forward's dx is the gradient of the reduced loss, and backward
+// leaves that as it is or makes it again, as dloss says.
+func TestCrossEntropyOnePass(t *testing.T) {
+	r := rand.New(rand.NewPCG(7, 8))
+	for _, d := range floats {
+		for _, reduction := range []kernels.Reduction{kernels.ReduceMean, kernels.ReduceSum} {
+			// One row to a task, several, and rows that are shared among threads.
+			for _, shape := range [][2]int64{{1, 1}, {7, 33}, {700, 130}, {2, 131100}} {
+				if shape[1] > 1000 && d != dlpack.Float32 {
+					continue // 16 bits go its way once widened; the reference is no better than float64
+				}
+				for _, weighted := range []bool{false, true} {
+					name := fmt.Sprintf("%v/%d/%v/weighted=%v", d, reduction, shape, weighted)
+					t.Run(name, func(t *testing.T) {
+						testOnePass(t, r, d, reduction, shape[0], shape[1], weighted)
+					})
+				}
+			}
+		}
+	}
+}
+
+func testOnePass(t *testing.T, r *rand.Rand, d dlpack.DType, reduction kernels.Reduction, m, n int64,
+	weighted bool) {
+	stat := statistic(d)
+	vx, vt := random(t, r, d, m*n), make([]float64, m)
+	for i := range vt {
+		vt[i] = float64(r.Int64N(n))
+		if i%5 == 1 {
+			vt[i] = ignored
+		}
+	}
+	var vw []float64
+	var weight *dlpack.Tensor
+	if weighted {
+		vw = random(t, r, d, n)
+		for i := range vw {
+			vw[i] = math.Abs(vw[i])
+		}
+		weight = tensor(t, d, vw, n)
+	}
+	x, target := tensor(t, d, vx, m, n), tensor(t, dlpack.Int64, vt, m)
+	want := crossEntropy(vx, vt, vw, n)
+	divisor := 1.0
+	if reduction == kernels.ReduceMean {
+		divisor = sum(want.weight)
+	}
+	gradient := func(dloss float64) (dx, size []float64) {
+		return want.upstream(slices.Repeat([]float64{dloss / divisor}, int(m)), n)
+	}
+
+	o := crossEntropyOptions{IgnoreIndex: ignored, Reduction: reduction, OnePass: true}
+	loss, lse, denominator := empty(t, stat), empty(t, stat, 2, m), empty(t, stat)
+	dx := newMatrix(t, d, nil, m, n, layouts[1])
+	require.NoError(t, crossEntropyForward(x, target, weight, loss, lse, dx.Tensor, denominator, o))
+	total := sum(want.loss) / divisor
+	requireClose(t, []float64{total}, []float64{sum(want.sizeLoss) / divisor}, values(t, loss), stat, n)
+	weights := sum(want.weight)
+	requireClose(t, []float64{weights}, []float64{weights}, values(t, denominator), stat, m)
+	right, size := gradient(1)
+	requireClose(t, right, size, dx.result(t), d, n)
+
+	// Without a denominator, and in x's place.
+	place := tensor(t, d, vx, m, n)
+	require.NoError(t, crossEntropyForward(place, target, weight, loss, lse, place, nil, o))
+	assert.Equal(t, dx.result(t), values(t, place))
+
+	if reduction == kernels.ReduceSum {
+		denominator = nil
+	}
+	for _, dloss := range []float64{1, -0.75, 0} {
+		backward := func(dx *dlpack.Tensor) {
+			dloss := tensor(t, stat, []float64{dloss})
+			err := crossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, o)
+			require.NoError(t, err)
+		}
+		given := newMatrix(t, d, slices.Repeat([]float64{mark}, int(m*n)), m, n, layouts[1])
+		backward(given.Tensor)
+		if dloss == 1 {
+			assert.Equal(t, slices.Repeat([]float64{mark}, int(m*n)), given.result(t), "dx is right as it is")
+			continue
+		}
+		right, size := gradient(dloss)
+		requireClose(t, right, size, given.result(t), d, n)
+	}
+}
+
+// TestOnePassWhereNothingCounts: the denominator is 0, and so is the gradient.
+func TestOnePassWhereNothingCounts(t *testing.T) {
+	for name, class := range map[string]float64{"ignored": ignored, "weight 0": 1} {
+		x := empty(t, dlpack.Float32, 3, 4)
+		target := tensor(t, dlpack.Int64, []float64{class, class, class}, 3)
+		weight := tensor(t, dlpack.Float32, []float64{1, 0, 1, 1}, 4)
+		loss, denominator := empty(t, dlpack.Float32), tensor(t, dlpack.Float32, []float64{mark})
+		dx := tensor(t, dlpack.Float32, slices.Repeat([]float64{mark}, 12), 3, 4)
+		o := crossEntropyOptions{IgnoreIndex: ignored, Reduction: kernels.ReduceMean, OnePass: true}
+		err := crossEntropyForward(x, target, weight, loss, nil, dx, denominator, o)
+		require.NoError(t, err, name)
+		assert.True(t, math.IsNaN(values(t, loss)[0]), name)
+		assert.Equal(t, []float64{0}, values(t, denominator), name)
+		assert.Equal(t, make([]float64, 12), values(t, dx), name)
+	}
+}
+
 // addScaled adds what rounding the whole log-sum-exp, about top, does to a gradient of one unit.
 func addScaled(size, scale, top []float64, n int64) []float64 {
 	v := slices.Clone(size)

@@ -617,6 +617,14 @@ func everything(dtype kernels.DType, rows, n, workers int, inPlace bool) map[str
 	keepVector("denominator", a.Denominator)
 	keepVector("max", a.Max)
 	keepVector("log-sum", a.LogSum)
+	in = x.clone()
+	dx = output(in)
+	a.X, a.DX, a.Loss, a.Denominator, a.OnePass = in.Matrix, dx.Matrix, zeros(1), zeros(1), true
+	CrossEntropyForward(&a, workers)
+	keep("cross-entropy in one pass", dx)
+	keepVector("one pass's loss", a.Loss)
+	keepVector("one pass's denominator", a.Denominator)
+	a.OnePass = false
 	a.Reduction = kernels.ReduceSum
 	a.X, a.DX, a.Loss = x.Matrix, kernels.Matrix{}, zeros(1)
 	CrossEntropyForward(&a, workers)

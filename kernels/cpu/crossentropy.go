@@ -7,8 +7,9 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row and, where DX is
-// given, weight[t] * (softmax(x) - onehot(t)) in the same pass. DX may be X.
+// CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row and,
+// where DX is given, weight[t] * (softmax(x) - onehot(t)) in the same pass, over the denominator with OnePass
+// and ReduceMean. DX may be X.
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX, ce: *a}
 	if a.DX.Data != nil {
@@ -17,9 +18,12 @@ func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	return run(&o, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
 }
 
-// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) for each row, over the denominator
-// where Reduction is ReduceMean. DX may be X.
+// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) for each row, over the
+// denominator with ReduceMean. DX may be X. With OnePass and a dloss of 1, DX holds that already.
 func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
+	if a.OnePass && at(&a.DLoss, 0) == 1 {
+		return nil
+	}
 	o := operands{x: a.X, dx: a.DX, ce: *a}
 	return run(&o, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
 }
@@ -58,13 +62,15 @@ type crossEntropyForward[T float] struct{}
 func (crossEntropyForward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
 func (crossEntropyForward[T]) run(c *call[T]) {
+	c.divisor = 1
+	if c.ce.OnePass && c.ce.Reduction == kernels.ReduceMean && c.dx.Data != nil {
+		clear(c.losses[:])
+		c.each(weightsStep[T]{}, min(c.rows, maxTasks))
+		_, c.divisor = c.totals()
+	}
 	clear(c.losses[:])
 	c.eachRow()
-	loss, weight := 0.0, 0.0
-	for i := range c.losses {
-		loss += c.losses[i].loss
-		weight += c.losses[i].weight
-	}
+	loss, weight := c.totals()
 	switch c.ce.Reduction {
 	case kernels.ReduceSum:
 		put(&c.ce.Loss, 0, loss)
@@ -73,6 +79,27 @@ func (crossEntropyForward[T]) run(c *call[T]) {
 	}
 	if c.ce.Denominator.Present() {
 		put(&c.ce.Denominator, 0, weight)
+	}
+}
+
+// totals adds up the rows' losses and weights, task by task.
+func (c *call[T]) totals() (loss, weight float64) {
+	for i := range c.losses {
+		loss += c.losses[i].loss
+		weight += c.losses[i].weight
+	}
+	return loss, weight
+}
+
+// weightsStep adds up the weights of the rows of a task, in the same order as the pass over the rows does.
+type weightsStep[T float] struct{}
+
+func (weightsStep[T]) do(w *worker[T], task int) {
+	lo, hi := portion(w.rows, task, w.tasks)
+	for row := lo; row < hi; row++ {
+		if t, ignored, valid := w.class(row); !ignored {
+			w.losses[task].weight += w.classWeight(t, valid)
+		}
 	}
 }
 
@@ -120,7 +147,8 @@ func (crossEntropyForward[T]) join(w *worker[T], row int, parts []part) stats {
 	if w.dx.Data == nil {
 		return stats{}
 	}
-	return stats{a: high, b: weight / sum, c: weight * (math.Exp(logit-high)/sum - 1)}
+	gradient := weight / w.divisor
+	return stats{a: high, b: gradient / sum, c: gradient * (math.Exp(logit-high)/sum - 1)}
 }
 
 func (w *worker[T]) writeLSE(row int, high, logSum float64) {

@@ -86,7 +86,8 @@ type call[T float] struct {
 	crew    crew
 	wakes   bool // it is worth a thread's waking up
 
-	losses [maxTasks]struct{ loss, weight float64 }
+	losses  [maxTasks]struct{ loss, weight float64 }
+	divisor float64 // of the gradient that cross-entropy's forward pass makes
 
 	own     []byte    // workspace that lasts as long as the call is pooled
 	mapped  []byte    // workspace instead of own where that is too small
