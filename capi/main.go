@@ -113,5 +113,5 @@ func allocate(a *C.gander_allocator, bytes uint64) (unsafe.Pointer, error) {
 
 // choice is what gander_explain is asked about.
 func choice(algorithm, invariant int32) ops.Choice {
-	return ops.Choice{Algorithm: ops.Algorithm(algorithm), BatchInvariant: invariant != 0}
+	return ops.Choose(ops.Algorithm(algorithm), invariant != 0)
 }

@@ -30,6 +30,16 @@ type Choice struct {
 	BatchInvariant bool
 }
 
+// Choose returns the Choice of an option's number, which may have IfServed added. A number that is no algorithm is left as it
+// is, so that its refusal names what came.
+func Choose(a Algorithm, batchInvariant bool) Choice {
+	c := Choice{Algorithm: a, BatchInvariant: batchInvariant}
+	if bare := a &^ IfServed; bare >= 0 && int(bare) < len(algorithmNames) {
+		c.Algorithm, c.IfServed = bare, bare != a
+	}
+	return c
+}
+
 // AlgorithmInfo describes an algorithm of one op.
 type AlgorithmInfo struct {
 	Name   string `json:"name"`

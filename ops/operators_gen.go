@@ -65,7 +65,7 @@ type softmaxForward struct {
 func (o SoftmaxForward) Run(c *Call) error {
 	k := check{op: "softmax_forward"}
 	a := softmaxForward{
-		Choice: Choice{Algorithm: o.Algorithm &^ IfServed, IfServed: o.Algorithm&IfServed != 0, BatchInvariant: o.BatchInvariant},
+		Choice: Choose(o.Algorithm, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	a.Y = k.rowsLike("y", o.Y, only(a.X.DType), "x", a.X)
@@ -104,7 +104,7 @@ type softmaxBackward struct {
 func (o SoftmaxBackward) Run(c *Call) error {
 	k := check{op: "softmax_backward"}
 	a := softmaxBackward{
-		Choice: Choice{Algorithm: o.Algorithm &^ IfServed, IfServed: o.Algorithm&IfServed != 0, BatchInvariant: o.BatchInvariant},
+		Choice: Choose(o.Algorithm, o.BatchInvariant),
 	}
 	a.DY = k.rows("dy", o.DY, anyFloat)
 	a.Y = k.rowsLike("y", o.Y, only(a.DY.DType), "dy", a.DY)
@@ -152,7 +152,7 @@ func (o RMSNormForward) Run(c *Call) error {
 	k := check{op: "rmsnorm_forward"}
 	a := rmsNormForward{
 		Eps:    o.Eps,
-		Choice: Choice{Algorithm: o.Algorithm &^ IfServed, IfServed: o.Algorithm&IfServed != 0, BatchInvariant: o.BatchInvariant},
+		Choice: Choose(o.Algorithm, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	if o.Weight != nil {
@@ -217,7 +217,7 @@ func (o RMSNormBackward) Run(c *Call) error {
 	k := check{op: "rmsnorm_backward"}
 	a := rmsNormBackward{
 		Eps:    o.Eps,
-		Choice: Choice{Algorithm: o.Algorithm &^ IfServed, IfServed: o.Algorithm&IfServed != 0, BatchInvariant: o.BatchInvariant},
+		Choice: Choose(o.Algorithm, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	if o.Weight != nil {
@@ -302,7 +302,7 @@ func (o CrossEntropyForward) Run(c *Call) error {
 		IgnoreIndex: o.IgnoreIndex,
 		Reduction:   o.Reduction,
 		OnePass:     o.OnePass,
-		Choice:      Choice{BatchInvariant: o.BatchInvariant},
+		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
 	a.X = k.rows("x", o.X, anyFloat)
@@ -386,7 +386,7 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 		IgnoreIndex: o.IgnoreIndex,
 		Reduction:   o.Reduction,
 		OnePass:     o.OnePass,
-		Choice:      Choice{BatchInvariant: o.BatchInvariant},
+		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
 	a.X = k.rows("x", o.X, anyFloat)

@@ -161,6 +161,9 @@ static void test_options(void) {
   softmax.algorithm = GANDER_ALGORITHM_SPLITK + 1;
   REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION,
           "algorithm is 9, expected 0 (auto) to 8 (splitk)");
+  softmax.algorithm = -1;
+  REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION,
+          "algorithm is -1, expected 0 (auto) to 8 (splitk)");
   gander_cross_entropy_options entropy = {.size = sizeof entropy, .ignore_index = -100, .reduction = 7};
   REFUSED(gander_cross_entropy_forward(x, y, NULL, y, NULL, NULL, NULL, &entropy, NULL), GANDER_ERROR_OPTION,
           "reduction is 7");
@@ -315,6 +318,10 @@ static void test_explain(void) {
   REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, 0, 0, text, 9), GANDER_ERROR_DEVICE, "device type 8");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, host, GANDER_ALGORITHM_WARP, 0, text, 9),
           GANDER_ERROR_UNSUPPORTED, "explain: algorithm is \"warp\" on cpu");
+  REFUSED(gander_explain("softmax_forward", 8, 9, half, host, 0x300, 0, text, 9), GANDER_ERROR_OPTION,
+          "algorithm is 768, expected 0 (auto) to 8 (splitk)");
+  CHECK(gander_explain("softmax_forward", 8, 9, half, host, GANDER_ALGORITHM_WARP | GANDER_ALGORITHM_IF_SERVED, 0, text,
+                       sizeof text) == GANDER_OK);
   char list[4096];
   CHECK(gander_algorithms("softmax_forward", list, sizeof list) == GANDER_OK);
   CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list && strstr(list, "\"limits\":\"rows of up to 128 KiB"));

@@ -142,13 +142,12 @@ func goOperator(t *text, o operator) {
 		}
 		t.add("%s %s", field(p.Name), kind)
 	}
-	choice := ""
+	algorithm := "Auto"
 	for _, option := range o.group.Options {
 		switch {
 		case option.Type == operators.Algorithm:
-			choice = ", Algorithm: o.Algorithm &^ IfServed, IfServed: o.Algorithm&IfServed != 0" + choice
+			algorithm = "o.Algorithm"
 		case option.Name == "batch_invariant":
-			choice += ", BatchInvariant: o.BatchInvariant"
 		default:
 			t.add("%s %s", camel(option.Name), goOptionTypes[option.Type])
 		}
@@ -165,7 +164,7 @@ func goOperator(t *text, o operator) {
 			t.add("%[1]s: o.%[1]s,", camel(option.Name))
 		}
 	}
-	t.add("Choice: Choice{%s},", strings.TrimPrefix(choice, ", "))
+	t.add("Choice: Choose(%s, o.BatchInvariant),", algorithm)
 	t.add("}")
 	for _, option := range o.group.Options {
 		if option.Type == operators.Reduction {
