@@ -276,6 +276,10 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
 int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device, int32_t algorithm,
                        int32_t batch_invariant, char* text, size_t capacity);
 
+/* gander_explain for a GPU that need not be there, by its name: "a100", "h100" or "h200". */
+int32_t gander_explain_device(const char* op, int64_t m, int64_t n, DLDataType dtype, const char* device, int32_t algorithm,
+                              int32_t batch_invariant, char* text, size_t capacity);
+
 /* A JSON array of an op's algorithms (op as for gander_explain) in the order of gander_algorithm, each an object of strings:
  * name, what (it does), limits (which rows it serves). Writes at most capacity bytes, always with a closing NUL: GANDER_ERROR_OPTION
  * where that is too little. */

@@ -37,6 +37,13 @@ int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, D
                        device.device_id, algorithm, batch_invariant, text, capacity);
 }
 
+int32_t gander_explain_device(const char* op, int64_t m, int64_t n, DLDataType dtype, const char* device, int32_t algorithm,
+                              int32_t batch_invariant, char* text, size_t capacity) {
+  GANDER_ENTER();
+  return ganderExplainDevice((void*)op, m, n, dtype.code, dtype.bits, dtype.lanes, (void*)device, algorithm,
+                             batch_invariant, text, capacity);
+}
+
 int32_t gander_algorithms(const char* op, char* text, size_t capacity) {
   GANDER_ENTER();
   return ganderAlgorithms((void*)op, text, capacity);

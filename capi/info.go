@@ -59,6 +59,26 @@ func ganderWarmup(deviceType, id int32) int32 {
 //export ganderExplain
 func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, deviceType, id, algorithm, invariant int32,
 	text unsafe.Pointer, capacity uintptr) int32 {
+	device := dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}
+	return explain(op, code, bits, lanes, text, capacity, func(op string, t kernels.DType) (string, error) {
+		return ops.Explain(op, m, n, t, device, choice(algorithm, invariant))
+	})
+}
+
+//export ganderExplainDevice
+func ganderExplainDevice(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, device unsafe.Pointer,
+	algorithm, invariant int32, text unsafe.Pointer, capacity uintptr) int32 {
+	return explain(op, code, bits, lanes, text, capacity, func(op string, t kernels.DType) (string, error) {
+		if device == nil {
+			return "", refuse(ops.StatusNull, "explain: device is NULL, expected the name of one")
+		}
+		return ops.ExplainDevice(op, m, n, t, C.GoString((*C.char)(device)), choice(algorithm, invariant))
+	})
+}
+
+// explain writes an answer, cut off where the caller has no room for all of it.
+func explain(op unsafe.Pointer, code, bits uint8, lanes uint16, text unsafe.Pointer, capacity uintptr,
+	ask func(op string, t kernels.DType) (string, error)) int32 {
 	return run(func() error {
 		if err := checkText("explain", op, text, capacity); err != nil {
 			return err
@@ -68,8 +88,7 @@ func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16
 		if !ok {
 			return refuse(ops.StatusDType, "explain: dtype is %v, expected float16, bfloat16, float32 or float64", d)
 		}
-		device := dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}
-		answer, err := ops.Explain(C.GoString((*C.char)(op)), m, n, t, device, choice(algorithm, invariant))
+		answer, err := ask(C.GoString((*C.char)(op)), t)
 		if err != nil {
 			return err
 		}

@@ -176,13 +176,18 @@ func cudaExplain(ordinal int32, r request) (string, error) {
 	if err != nil {
 		return "", cudaError(err)
 	}
-	r.general = r.n*r.x.Size()%16 != 0
-	r.alike = r.general
 	facts, err := d.Facts(kernels.FamilyOf(r.op, r.x))
 	if err != nil {
 		return "", cudaError(err)
 	}
-	p, err := makePlan(facts, r)
+	return explainPlan(facts, r)
+}
+
+// explainPlan describes the kernels of a plan for aligned compact rows.
+func explainPlan(f *driver.Facts, r request) (string, error) {
+	r.general = r.n*r.x.Size()%16 != 0
+	r.alike = r.general
+	p, err := makePlan(f, r)
 	if err != nil {
 		return "", err
 	}

@@ -100,19 +100,11 @@ func (k *check) explained(op string) {
 // "cross_entropy_forward_dx" or "cross_entropy_backward".
 func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) (string, error) {
 	k := check{op: "explain"}
-	k.explained(op)
-	k.place("device", d)
-	k.dtype("dtype", t, anyFloat)
-	if m < 0 || n < 1 {
-		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
-	}
-	k.chosen(c, explained[op].op)
+	r := k.explain(op, m, n, t, d, c)
 	if k.err != nil {
 		return "", k.err
 	}
 	if !d.Host() {
-		r := explained[op]
-		r.x, r.m, r.n, r.Choice = t, m, n, c
 		return cudaExplain(d.ID, r)
 	}
 	accumulator := kernels.Float32
@@ -122,4 +114,18 @@ func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) 
 	return fmt.Sprintf("%s of %d rows of %d %v on %v: Go with %s instructions, accumulated in %v, on the calling "+
 		"thread where the operands are small and else spread over up to %d threads", op, m, n, t, d, cpu.SIMD(),
 		accumulator, workers()), nil
+}
+
+// explain checks what Explain is asked, and returns the request.
+func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) request {
+	r := explained[op]
+	r.x, r.m, r.n, r.Choice = t, m, n, c
+	k.explained(op)
+	k.place("device", d)
+	k.dtype("dtype", t, anyFloat)
+	if m < 0 || n < 1 {
+		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
+	}
+	k.chosen(c, r.op)
+	return r
 }

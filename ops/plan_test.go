@@ -11,15 +11,20 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// What an H100, an H200, an H100 without clusters (forced PTX of compute_80), a small Ampere part and a large consumer's part answer.
-var testDevices = map[string]*driver.Facts{
-	"h100":  {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20, Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7}},
-	"h200":  {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 60 << 20, MemoryGBs: 4917, Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7}},
-	"ptx80": {Major: 8, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20},
-	"a2":    {Major: 8, Minor: 6, SMs: 10, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10, L2Bytes: 2 << 20},
-	"mig":   {Major: 9, SMs: 14, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 6 << 20, Clusters: [17]int{1: 14, 7, 4, 3, 2, 2, 2, 1}},
-	"sm120": {Major: 12, SMs: 170, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10, L2Bytes: 96 << 20, Clusters: [17]int{1: 170, 85, 56, 40, 32, 28, 24, 20}},
-}
+// Those known by name, an H100 without clusters (forced PTX of compute_80), a small Ampere part, a slice of an H100 and a large
+// consumer's part.
+var testDevices = func() map[string]*driver.Facts {
+	all := map[string]*driver.Facts{
+		"ptx80": {Major: 8, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20},
+		"a2":    {Major: 8, Minor: 6, SMs: 10, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10, L2Bytes: 2 << 20},
+		"mig":   {Major: 9, SMs: 14, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 6 << 20, Clusters: [17]int{1: 14, 7, 4, 3, 2, 2, 2, 1}},
+		"sm120": {Major: 12, SMs: 170, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10, L2Bytes: 96 << 20, Clusters: [17]int{1: 170, 85, 56, 40, 32, 28, 24, 20}},
+	}
+	for name, facts := range devices {
+		all[name] = &facts
+	}
+	return all
+}()
 
 var rowOps = []kernels.Op{
 	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,

@@ -322,6 +322,14 @@ static void test_explain(void) {
           "algorithm is 768, expected 0 (auto) to 8 (splitk)");
   CHECK(gander_explain("softmax_forward", 8, 9, half, host, GANDER_ALGORITHM_WARP | GANDER_ALGORITHM_IF_SERVED, 0, text,
                        sizeof text) == GANDER_OK);
+
+  CHECK(gander_explain_device("softmax_forward", 4096, 8192, half, "h100", 0, 0, text, sizeof text) == GANDER_OK);
+  CHECK(strstr(text, "auto takes register") == text && strstr(text, "softmax_") && strstr(text, "CTAs of"));
+  REFUSED(gander_explain_device("softmax_forward", 8, 9, half, "tpu", 0, 0, text, 9), GANDER_ERROR_OPTION,
+          "device is \"tpu\", expected a device of this machine or a100, h100, h200");
+  REFUSED(gander_explain_device("softmax_forward", 8, 9, half, NULL, 0, 0, text, 9), GANDER_ERROR_NULL, "device is NULL");
+  REFUSED(gander_explain_device("softmax_forward", 8, 9, bytes, "h100", 0, 0, text, 9), GANDER_ERROR_DTYPE,
+          "dtype is uint8");
   char list[4096];
   CHECK(gander_algorithms("softmax_forward", list, sizeof list) == GANDER_OK);
   CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list && strstr(list, "\"limits\":\"rows of up to 128 KiB"));
@@ -385,6 +393,7 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
   FORKED(gander_set_num_threads(1), "gander_set_num_threads");
   FORKED(gander_warmup(host), "gander_warmup");
   FORKED(gander_explain("softmax_forward", 1, 1, half, host, 0, 0, text, sizeof text), "gander_explain");
+  FORKED(gander_explain_device("softmax_forward", 1, 1, half, "h100", 0, 0, text, sizeof text), "gander_explain_device");
   FORKED(gander_algorithms("softmax_forward", text, sizeof text), "gander_algorithms");
   FORKED(gander_softmax(&fill(&a)->managed, NULL, NULL, &y), "gander_softmax");
   CHECK(a.deleted == 1 && y == NULL);

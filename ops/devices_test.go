@@ -1,0 +1,50 @@
+package ops
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// TestExplainDevice asks for GPUs that are not there.
+func TestExplainDevice(t *testing.T) {
+	for name, facts := range devices {
+		for op, r := range explained {
+			text, err := ExplainDevice(op, 4096, 65536, kernels.BFloat16, name, Choice{})
+			require.NoError(t, err)
+			r.x, r.m, r.n = kernels.BFloat16, 4096, 65536
+			want, err := makePlan(&facts, r)
+			require.NoError(t, err)
+			assert.Equal(t, want.String(), text, "%s on %s", op, name)
+		}
+	}
+	for device, limit := range map[string]string{"h100": "", "a100": "needs clusters of thread blocks"} {
+		_, err := ExplainDevice("softmax_forward", 4096, 65536, kernels.BFloat16, device, Choice{Algorithm: Cluster})
+		if limit == "" {
+			require.NoError(t, err)
+			continue
+		}
+		require.ErrorContains(t, err, limit)
+	}
+	for _, c := range []struct {
+		op, device string
+		t          kernels.DType
+		status     Status
+		message    string
+	}{
+		{"softmax_forward", "H100", kernels.Float32, StatusOption,
+			`explain: device is "H100", expected a device of this machine or a100, h100, h200`},
+		{"relu", "h100", kernels.Float32, StatusOption, `explain: op is "relu"`},
+		{"softmax_forward", "h100", kernels.Int32, StatusDType, "dtype has dtype int32"},
+		{"softmax_forward", "h100", kernels.Float64, StatusUnsupported, "dtype has dtype float64"},
+	} {
+		_, err := ExplainDevice(c.op, 1, 1, c.t, c.device, Choice{})
+		var e *Error
+		require.ErrorAs(t, err, &e)
+		assert.Equal(t, c.status, e.Status)
+		assert.Contains(t, e.Message, c.message)
+	}
+}
