@@ -1,5 +1,6 @@
-"""The ops on objects with `__dlpack__` (NumPy, CuPy, JAX, ...): no torch, no gradients, results of the same kind.
+"""The operators on objects with `__dlpack__` (NumPy, CuPy, JAX, ...): no torch, no gradients, results of the same kind.
 
+`operators` has the functions of _pytorch.py with the same arguments; they follow the tables (_operators_gen.py).
 CuPy arrays are served on CuPy's current stream, other CUDA arrays on the legacy default stream; the producer is
 told so through `__dlpack__(stream=...)`. Results on a CUDA device are ready in that stream's order.
 """
@@ -7,9 +8,12 @@ told so through `__dlpack__(stream=...)`. Results on a CUDA device are ready in 
 import ctypes
 import sys
 from ctypes import POINTER, byref, c_char_p, c_int, c_void_p, cast, py_object
+from operator import index
+from types import SimpleNamespace
 
 from . import _library
-from ._library import CrossEntropyOptions, Deleter, DType, Legacy, Managed, RMSNormOptions, SoftmaxOptions
+from ._library import Deleter, DType, Legacy, Managed
+from ._operators_gen import OPERATORS, OPTIONS, TORCH
 
 # Names of a DLPack capsule, before and after somebody has taken what is inside.
 _NAME, _USED, _LEGACY_NAME = b"dltensor_versioned", b"used_dltensor_versioned", b"dltensor"
@@ -43,6 +47,13 @@ def _export(x, name, stream):
         raise TypeError(f"{name} is a {type(x).__name__} that cannot be exported through DLPack: {error}") from None
 
 
+def _borrowed(capsule):
+    """What an export holds, and its tensor."""
+    kind, name = (Managed, _NAME) if _capsule_is_valid(capsule, _NAME) else (Legacy, _LEGACY_NAME)
+    managed = cast(_capsule_pointer(capsule, name), POINTER(kind))
+    return managed, managed.contents.tensor
+
+
 def _stream(x):
     """The stream of x's library, as a cudaStream_t and as DLPack numbers it; None for host memory."""
     if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] != _library.CUDA:
@@ -52,33 +63,39 @@ def _stream(x):
     return pointer, pointer or _LEGACY_STREAM
 
 
-def _call(name, options, like, inputs, *wanted, extra=()):
-    """Calls an owning entry point. inputs: arrays by argument name. wanted: whether each output is wanted.
+def _run(operator, inputs, dtypes, options, results):
+    """Calls the operator's owning function. Returns the outputs that `results` names, in this order.
 
-    Returns the outputs, None for those not wanted. The library consumes its inputs whatever comes of the call, so
-    nothing here may fail between handing over the first one and the call itself.
+    The library consumes its inputs whatever comes of the call, so nothing here may fail between handing over the
+    first one and the call itself.
     """
-    function = getattr(_library.load(), name)
+    function = getattr(_library.load(), operator.owned)
+    like = inputs[0]
     stream, dlpack_stream = _stream(like)
-    capsules = [None if x is None else _export(x, key, dlpack_stream) for key, x in inputs.items()]
+    names = [operand.name for operand in operator.operands if not operand.output]
+    capsules = [None if x is None else _export(x, name, dlpack_stream) for x, name in zip(inputs, names, strict=True)]
     pointers, unowned = [], []
     for capsule in capsules:
         if capsule is None:
             pointers.append(None)
-        elif _capsule_is_valid(capsule, _NAME):
-            pointers.append(cast(_capsule_pointer(capsule, _NAME), POINTER(Managed)))
-        else:  # from before DLPack 1.0: lent without a deleter; the capsule frees it when this function returns
-            legacy = cast(_capsule_pointer(capsule, _LEGACY_NAME), POINTER(Legacy)).contents
-            unowned.append(Managed(1, 0, None, Deleter(), 0, legacy.tensor))
-            pointers.append(ctypes.pointer(unowned[-1]))
-    outputs = [POINTER(Managed)() if w else None for w in wanted]
-    results = [None if output is None else byref(output) for output in outputs]
+            continue
+        managed, tensor = _borrowed(capsule)
+        if managed._type_ is Legacy:  # lent without a deleter; the capsule frees it when this function returns
+            unowned.append(Managed(1, 0, None, Deleter(), 0, tensor))
+            managed = ctypes.pointer(unowned[-1])
+        pointers.append(managed)
+    outputs = {
+        operand.name: POINTER(Managed)() if operand.name in results else None
+        for operand in operator.operands
+        if operand.output
+    }
+    slots = [None if output is None else byref(output) for output in outputs.values()]
     for capsule in capsules:
         if capsule is not None and _capsule_is_valid(capsule, _NAME):
             _capsule_set_name(capsule, _USED)
-    _library.check(function(*pointers, *extra, byref(options), stream, *results))
-    owned = [None if output is None else _Owned(output) for output in outputs]
-    return [None if result is None else _like(like, result) for result in owned]
+    _library.check(function(*pointers, *dtypes, byref(options), stream, *slots))
+    owned = {name: _Owned(output) for name, output in outputs.items() if output is not None}
+    return tuple(_like(like, owned[name]) for name in results)
 
 
 # ---- Out ----
@@ -149,36 +166,52 @@ def _like(x, owned):
 # ---- The functions behind gander's public ones (_ops.py) ----
 
 
-def softmax_fwd(x, algorithm, batch_invariant):
-    return _call("gander_softmax", SoftmaxOptions(None, algorithm, batch_invariant), x, {"x": x}, True)[0]
+def _number(option, value):
+    """An option's value as its field takes it; ctypes itself would cut off what does not fit."""
+    try:
+        if isinstance(value, str):  # float would read it
+            raise TypeError
+        if option.type == "real":
+            return float(value)
+        number = int(bool(value)) if option.type == "flag" else index(value)
+    except TypeError:
+        raise TypeError(f"{option.name} is {value!r}, expected a number") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{option.name} is {number}, expected 64 bits at most")
+    return number
 
 
-def softmax_bwd(dy, y, algorithm, batch_invariant):
-    options = SoftmaxOptions(None, algorithm, batch_invariant)
-    return _call("gander_softmax_grad", options, dy, {"dy": dy, "y": y}, True)[0]
+def _function(torch_operator):
+    """A function with the arguments and results of an operator of PyTorch."""
+    operator = OPERATORS[torch_operator.operator]
+    options = OPTIONS[operator.group]
+
+    def call(*arguments):
+        given = {}
+        for argument, value in zip(torch_operator.arguments, arguments, strict=True):
+            if argument.kind != "extra":  # those concern the gradient
+                given[argument.name] = value
+        inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
+        choices = [operand.choice for operand in operator.operands if operand.choice]
+        dtypes = [DType() if given[name] is None else _library.dtype_of(given[name], name) for name in choices]
+        given |= torch_operator.fixed
+        values = {option.name: _number(option, given[option.name]) for option in options if option.name in given}
+        how = _library.options(operator.group, **values)
+        results = _run(operator, inputs, dtypes, how, torch_operator.results)
+        return results if len(results) > 1 else results[0]
+
+    return call
 
 
-def rmsnorm_fwd(x, weight, out_dtype, eps, store_rstd, algorithm, batch_invariant):
-    dtype = DType() if out_dtype is None else _library.dtype_of(out_dtype, "out_dtype")
-    inputs = {"x": x, "weight": weight}
-    options = RMSNormOptions(None, eps, algorithm, batch_invariant)
-    return _call("gander_rmsnorm", options, x, inputs, True, store_rstd, extra=(dtype,))
+def _refuse_to_write(*_):
+    raise NotImplementedError("inplace_backward is not supported yet; it is for torch tensors only")
 
 
-def rmsnorm_bwd(x, weight, dout, rstd, algorithm, batch_invariant):
-    options = RMSNormOptions(None, 0.0, algorithm, batch_invariant)
-    inputs = {"x": x, "weight": weight, "dout": dout, "rstd": rstd}
-    return _call("gander_rmsnorm_grad", options, x, inputs, True, weight is not None)
+def _explained(error, **_):
+    return error
 
 
-def cross_entropy(x, target, weight, ignore_index, reduction, with_lse=False, with_dx=False, batch_invariant=False):
-    """[loss, lse or None, dx or None]"""
-    options = CrossEntropyOptions(None, ignore_index, reduction, 0, 0, batch_invariant)
-    inputs = {"x": x, "target": target, "weight": weight}
-    return _call("gander_cross_entropy", options, x, inputs, True, with_lse, with_dx)
-
-
-def cross_entropy_bwd(x, target, dloss, lse, weight, ignore_index):
-    options = CrossEntropyOptions(None, ignore_index, 0)
-    inputs = {"x": x, "target": target, "weight": weight, "dloss": dloss, "lse": lse}
-    return _call("gander_cross_entropy_grad", options, x, inputs, True)[0]
+operators = SimpleNamespace(explained=_explained)
+for _name, _torch_operator in TORCH.items():
+    if not _torch_operator.packed:  # what only autograd needs
+        setattr(operators, _name, _refuse_to_write if _torch_operator.writes else _function(_torch_operator))

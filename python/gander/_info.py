@@ -5,7 +5,8 @@ import json
 import sys
 from typing import NamedTuple
 
-from . import _library
+from . import _library, _ops
+from ._operators_gen import ALGORITHMS
 
 __version__ = "0.1.0"
 
@@ -75,7 +76,7 @@ def explain(op: str, x, *, algorithm: str = "auto", batch_invariant: bool = Fals
         m *= size
     kind, index = x.__dlpack_device__()
     dtype, device = _library.dtype_of(x.dtype, "x"), _library.Device(int(kind), index)
-    how = _library.how(algorithm, batch_invariant)
+    how = _ops._number("algorithm", algorithm, ALGORITHMS), bool(batch_invariant)
     text = ctypes.create_string_buffer(4096)
     _library.check(_library.load().gander_explain(_name(op), m, n, dtype, device, *how, text, len(text)))
     return text.value.decode()

@@ -1,7 +1,7 @@
 """libgander: where it is, its structs and functions, and what its statuses become in Python.
 
-The library is loaded by the first call that needs it, so that importing gander stays cheap and a process that
-forks before its first call is unharmed.
+Option structs and prototypes of the operators follow the table (_operators_gen.py). The library is loaded by the first
+call that needs it, so that importing gander stays cheap and a process that forks before its first call is unharmed.
 """
 
 import ctypes
@@ -9,11 +9,12 @@ import functools
 import os
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
-ABI_VERSION = 1
-# gander_algorithm, and what is added to one where another may take its place.
-ALGORITHMS = ("auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk")
-IF_SERVED = 0x100
+from ._operators import Operator, Option
+from ._operators_gen import OPERATORS, OPTIONS, STATUSES
+
+ABI_VERSION = 2
 CPU, CUDA = 1, 2  # DLPack's device types
 
 # DLPack's (type code, bits) of each element type, by the name that NumPy and torch use.
@@ -77,6 +78,7 @@ Managed._fields_ = [
     ("tensor", Tensor),
 ]
 
+
 Allocate = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_size_t)
 
 
@@ -84,68 +86,59 @@ class Allocator(ctypes.Structure):
     _fields_ = [("context", c_void_p), ("allocate", Allocate)]
 
 
-class _Options(ctypes.Structure):
-    def __init__(self, allocator=None, *fields):
-        super().__init__(ctypes.sizeof(self), None if allocator is None else ctypes.pointer(allocator), *fields)
+def _struct(options: tuple[Option, ...]) -> type[ctypes.Structure]:
+    """gander_<group>_options"""
+    types = {"real": c_double, "integer": c_int64}
+    fields = [(option.name, types.get(option.type, c_int32)) for option in options]
+    head = [("size", c_size_t), ("allocator", POINTER(Allocator))]
+    return type("Options", (ctypes.Structure,), {"_fields_": head + fields})
 
 
-_HOW = [("algorithm", c_int32), ("batch_invariant", c_int32)]
+_STRUCTS = {group: _struct(options) for group, options in OPTIONS.items()}
 
 
-class SoftmaxOptions(_Options):
-    _fields_ = [("size", c_size_t), ("allocator", POINTER(Allocator)), *_HOW]
-
-
-class RMSNormOptions(_Options):
-    _fields_ = [("size", c_size_t), ("allocator", POINTER(Allocator)), ("eps", c_double), *_HOW]
-
-
-class CrossEntropyOptions(_Options):
-    _fields_ = [
-        ("size", c_size_t),
-        ("allocator", POINTER(Allocator)),
-        ("ignore_index", c_int64),
-        ("reduction", c_int32),
-        ("one_pass", c_int32),
-        *_HOW,
-    ]
-
-
-_TENSOR, _MANAGED, _OUT = POINTER(Tensor), POINTER(Managed), POINTER(POINTER(Managed))
-
-
-def _op(options, borrowed, owned, grad_owned, *extra):
-    """The prototypes of one op: forward and backward, borrowed (how many tensors each) and owned (inputs, outputs)."""
-    tail = [POINTER(options), c_void_p]
-    (inputs, outputs), (grad_inputs, grad_outputs) = owned, grad_owned
-    return (
-        [_TENSOR] * borrowed[0] + tail,
-        [_TENSOR] * borrowed[1] + tail,
-        [_MANAGED] * inputs + list(extra) + tail + [_OUT] * outputs,
-        [_MANAGED] * grad_inputs + tail + [_OUT] * grad_outputs,
+def options(group: str, allocator: Allocator | None = None, **values: float) -> ctypes.Structure:
+    """The options of a call; what is not given has its default."""
+    struct = _STRUCTS[group]
+    return struct(
+        size=ctypes.sizeof(struct),
+        allocator=None if allocator is None else ctypes.pointer(allocator),
+        **{option.name: option.default for option in OPTIONS[group]} | values,
     )
 
 
-_OPS = {
-    "softmax": _op(SoftmaxOptions, (2, 3), (1, 1), (2, 1)),
-    "rmsnorm": _op(RMSNormOptions, (4, 6), (2, 2), (4, 2), DType),
-    "cross_entropy": _op(CrossEntropyOptions, (7, 7), (3, 3), (5, 1)),
-}
+def _how(operator: Operator) -> list:
+    return [POINTER(_STRUCTS[operator.group]), c_void_p]  # options and stream
 
-_PROTOTYPES = {
+
+def _borrowed(operator: Operator) -> list:
+    """The parameters of the function that writes where its caller says."""
+    return [POINTER(Tensor) for _ in operator.operands] + _how(operator)
+
+
+def _owned(operator: Operator) -> list:
+    """The parameters of the function whose tensors change hands."""
+    inputs = [POINTER(Managed) for operand in operator.operands if not operand.output]
+    dtypes = [DType for operand in operator.operands if operand.choice]
+    outputs = [POINTER(POINTER(Managed)) for operand in operator.operands if operand.output]
+    return inputs + dtypes + _how(operator) + outputs
+
+
+_EXPLAIN = [c_char_p, c_int64, c_int64, DType]
+PROTOTYPES = {
     "gander_last_error": (c_char_p, []),
     "gander_version": (c_char_p, []),
     "gander_abi_version": (c_int32, []),
     "gander_build_info": (c_char_p, []),
     "gander_set_num_threads": (c_int32, [c_int32]),
     "gander_warmup": (c_int32, [Device]),
-    "gander_explain": (c_int32, [c_char_p, c_int64, c_int64, DType, Device, c_int32, c_int32, c_char_p, c_size_t]),
+    "gander_explain": (c_int32, [*_EXPLAIN, Device, c_int32, c_int32, c_char_p, c_size_t]),
+    "gander_explain_device": (c_int32, [*_EXPLAIN, c_char_p, c_int32, c_int32, c_char_p, c_size_t]),
     "gander_algorithms": (c_int32, [c_char_p, c_char_p, c_size_t]),
-} | {
-    f"gander_{op}{suffix}": (c_int32, arguments)
-    for op, prototypes in _OPS.items()
-    for suffix, arguments in zip(("_forward", "_backward", "", "_grad"), prototypes, strict=True)
 }
+for _name, _operator in OPERATORS.items():
+    PROTOTYPES[f"gander_{_name}"] = c_int32, _borrowed(_operator)
+    PROTOTYPES[_operator.owned] = c_int32, _owned(_operator)
 
 
 def path() -> Path:
@@ -163,42 +156,35 @@ def load() -> ctypes.CDLL:
             f"gander: cannot load its library: {error}; reinstall gander-kernels, run ./build.sh build in a checkout, "
             "or set GANDER_LIBRARY"
         ) from None
-    for name, (result, arguments) in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    if library.gander_abi_version() != ABI_VERSION:
+    if library.gander_abi_version() != ABI_VERSION:  # first: another version may lack functions
         raise RuntimeError(
             f"gander: {path()} has ABI version {library.gander_abi_version()}, expected {ABI_VERSION}; "
             "reinstall gander-kernels"
         )
+    for name, (result, arguments) in PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 
-# By gander_status (gander.h); 0 is success.
-_EXCEPTIONS = (
-    None,
-    ValueError,  # NULL
-    ValueError,  # SHAPE
-    TypeError,  # DTYPE
-    RuntimeError,  # DEVICE
-    ValueError,  # LAYOUT
-    ValueError,  # ALIGNMENT
-    ValueError,  # OVERLAP
-    ValueError,  # OPTION
-    RuntimeError,  # VERSION
-    NotImplementedError,  # UNSUPPORTED
-    RuntimeError,  # MEMORY
-    RuntimeError,  # CUDA
-    RuntimeError,  # FORK
-    RuntimeError,  # INTERNAL
-)
-STATUS_MEMORY = 11
+# What a status becomes where it is not RuntimeError.
+_EXCEPTIONS = {
+    "null": ValueError,
+    "shape": ValueError,
+    "dtype": TypeError,
+    "layout": ValueError,
+    "alignment": ValueError,
+    "overlap": ValueError,
+    "option": ValueError,
+    "unsupported": NotImplementedError,
+}
+STATUS_MEMORY = STATUSES.index("memory")
 
 
 def exception(status: int, message: str) -> Exception:
     """The exception of a failed call."""
-    kind = _EXCEPTIONS[status] if status < len(_EXCEPTIONS) else RuntimeError
-    return kind(message)
+    name = STATUSES[status] if status < len(STATUSES) else ""
+    return _EXCEPTIONS.get(name, RuntimeError)(message)
 
 
 def check(status: int) -> None:
@@ -207,22 +193,15 @@ def check(status: int) -> None:
         raise exception(status, load().gander_last_error().decode(errors="replace"))
 
 
-def how(algorithm: str, batch_invariant: bool) -> tuple[int, bool]:
-    """The fields that options and raw ops have at their end."""
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm is {algorithm!r}, expected {', '.join(map(repr, ALGORITHMS[:-1]))} or 'splitk'")
-    return ALGORITHMS.index(algorithm), bool(batch_invariant)
-
-
-def dtype_name(dtype) -> str:
+def dtype_name(dtype: Any, argument: str) -> str:
     """The plain name of a NumPy, torch, CuPy or JAX dtype, or of one given by name."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    return (name or str(dtype)).rpartition(".")[2]
-
-
-def dtype_of(dtype, argument: str) -> DType:
-    """DLPack's description of a dtype."""
-    name = dtype_name(dtype)
+    name = (name or str(dtype)).rpartition(".")[2]
     if name not in DTYPES:
         raise TypeError(f"{argument} is {name}, expected float16, bfloat16, float32 or float64")
-    return DType(*DTYPES[name], 1)
+    return name
+
+
+def dtype_of(dtype: Any, argument: str) -> DType:
+    """DLPack's description of a dtype."""
+    return DType(*DTYPES[dtype_name(dtype, argument)], 1)

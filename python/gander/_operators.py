@@ -50,7 +50,7 @@ class TorchOperator(NamedTuple):
     schema: str
     arguments: tuple[Argument, ...]
     results: tuple[str, ...]
-    fixed: dict[str, float] = {}  # options that it does not take
+    fixed: dict[str, float] = {}  # noqa: RUF012 - never written to; options that it does not take
     writes: str = ""  # the argument that it writes
     into: str = ""  # the output that is written there
     packed: bool = False  # its statistics are of 2 M + 1 elements: maxima, logarithms of the sums, denominator

@@ -1,20 +1,61 @@
 """gander's public functions. They take PyTorch tensors (_pytorch.py) or any objects with `__dlpack__` (_dlpack.py)."""
 
-from . import _dlpack
-from ._library import how as _how
+from __future__ import annotations
 
-_Tensor = ()  # torch.Tensor as soon as torch is there: isinstance(x, ()) is False
-_torch = None
+import sys
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+
+from . import _dlpack, _library
+from ._operators_gen import ALGORITHMS, REDUCTIONS, Algorithm, Reduction
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+
+class Array(Protocol):
+    """An array of NumPy, CuPy, JAX, ...: what is exported through DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+A = TypeVar("A", bound=Array)
+
+_Tensor: Any = ()  # torch.Tensor as soon as torch is there: isinstance(x, ()) is False
+_torch: Any = None  # _pytorch.py
 _debug = False
 
 _FAILURES = (AttributeError, RuntimeError)  # what torch raises for a failed op, or for an argument that is no tensor
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
-def use_torch(module) -> None:
+def use_torch(module: Any) -> None:
     """Called by _pytorch.py when its operators are registered."""
     global _Tensor, _torch
-    _Tensor, _torch = module.Tensor, module
+    _Tensor, _torch = sys.modules["torch"].Tensor, module
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, _Tensor) else x
+
+
+def _number(argument: str, name: Any, names: tuple[str, ...]) -> int:
+    """A name as the library takes it."""
+    if name not in names:
+        *others, last = map(repr, names)
+        raise ValueError(f"{argument} is {name!r}, expected {', '.join(others)} or {last}")
+    return names.index(name)
+
+
+def _dtype(ops: Any, value: Any) -> Any:
+    """out_dtype as ops take it: PyTorch's operators know PyTorch's dtypes only."""
+    if ops is not _torch:
+        return value
+    torch = sys.modules["torch"]
+    return value if isinstance(value, torch.dtype) else getattr(torch, _library.dtype_name(value, "out_dtype"))
+
+
+def _epsilon(x: Any) -> float:
+    """torch's eps=None: the machine epsilon of the dtype that it computes in."""
+    return 2.0**-52 if x.dtype.itemsize == 8 else 2.0**-23
 
 
 def set_debug(enabled: bool) -> None:
@@ -27,8 +68,8 @@ def set_debug(enabled: bool) -> None:
     _debug = bool(enabled)
 
 
-def _check_targets(x, target, ignore_index) -> None:
-    if _torch is not None and _torch.is_compiling():
+def _check_targets(x: Any, target: Any, ignore_index: int) -> None:
+    if _torch is not None and sys.modules["torch"].compiler.is_compiling():
         return
     classes = x.shape[-1]
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
@@ -38,11 +79,19 @@ def _check_targets(x, target, ignore_index) -> None:
         )
 
 
-def _not_yet(argument: str, instead: str):
+_THIRD_IN_TORCH = "class weights, which are third in torch, as weight="
+
+
+def _not_yet(argument: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"{argument} is not supported yet; {instead}")
 
 
-def _check_rmsnorm(bias, residual, residual_dtype, weight_offset) -> None:
+def _check_rmsnorm(weight: Any, bias: Any, residual: Any, residual_dtype: Any, weight_offset: float) -> None:
+    if isinstance(weight, (int, tuple, list)):
+        raise TypeError(
+            f"weight is {weight!r}, expected a tensor or None; unlike torch's, rmsnorm(x, weight) has no "
+            "normalized_shape: it normalizes the last dimension"
+        )
     if bias is not None:
         raise _not_yet("bias", "add it to the result")
     if residual is not None or residual_dtype is not None:
@@ -51,7 +100,11 @@ def _check_rmsnorm(bias, residual, residual_dtype, weight_offset) -> None:
         raise _not_yet("weight_offset", "add it to weight before the call")
 
 
-def softmax(x, *, algorithm="auto", batch_invariant=False):
+@overload
+def softmax(x: Tensor, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> Tensor: ...
+@overload
+def softmax(x: A, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> A: ...
+def softmax(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """Softmax over the last dimension, differentiable: y = exp(x - max x) / sum exp(x - max x).
 
     x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A torch tensor on the
@@ -66,64 +119,92 @@ def softmax(x, *, algorithm="auto", batch_invariant=False):
     Raises TypeError (dtype), ValueError (shape, algorithm's name), RuntimeError (device, driver, memory).
     Maximum subtracted first: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    if isinstance(x, _Tensor):
-        try:
-            if algorithm == "auto" and not batch_invariant:
-                return _torch.softmax(x)
-            return _torch.softmax_by(x, *_how(algorithm, batch_invariant))
-        except _FAILURES as error:
-            raise _torch.explained(error) from None
-    return _dlpack.softmax_fwd(x, *_how(algorithm, batch_invariant))
+    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    try:
+        return ops.softmax(x, how, bool(batch_invariant))
+    except _FAILURES as error:
+        raise ops.explained(error) from None
 
 
-def softmax_fwd(x, *, algorithm="auto", batch_invariant=False):
+@overload
+def softmax_fwd(x: Tensor, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> Tensor: ...
+@overload
+def softmax_fwd(x: A, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> A: ...
+def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """softmax(x) without a gradient."""
-    if isinstance(x, _Tensor):
-        try:
-            if algorithm == "auto" and not batch_invariant:
-                return _torch.softmax_fwd(x)
-            return _torch.softmax_fwd_by(x, *_how(algorithm, batch_invariant))
-        except _FAILURES as error:
-            raise _torch.explained(error) from None
-    return _dlpack.softmax_fwd(x, *_how(algorithm, batch_invariant))
+    return softmax(_detached(x), algorithm=algorithm, batch_invariant=batch_invariant)
 
 
-def softmax_bwd(dy, y, *, algorithm="auto", batch_invariant=False):
+@overload
+def softmax_bwd(dy: Tensor, y: Tensor, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> Tensor: ...
+@overload
+def softmax_bwd(dy: A, y: Array, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> A: ...
+def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """The gradient of softmax: dx = (dy - sum(dy * y)) * y for each row.
 
     dy, y: (..., N) of one shape, dtype and device; y is what the forward call returned. Returns dx, like dy.
     algorithm: one of gander.algorithms("softmax_bwd"). It, batch_invariant and errors are those of softmax.
     """
-    if isinstance(dy, _Tensor):
-        try:
-            if algorithm == "auto" and not batch_invariant:
-                return _torch.softmax_bwd(dy, y)
-            return _torch.softmax_bwd_by(dy, y, *_how(algorithm, batch_invariant))
-        except _FAILURES as error:
-            raise _torch.explained(error, y=y) from None
-    return _dlpack.softmax_bwd(dy, y, *_how(algorithm, batch_invariant))
+    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    ops = _torch if isinstance(dy, _Tensor) else _dlpack.operators
+    try:
+        return ops.softmax_bwd(dy, y, how, bool(batch_invariant))
+    except _FAILURES as error:
+        raise ops.explained(error, y=y) from None
 
 
+@overload
 def rmsnorm(
-    x,
-    weight=None,
-    bias=None,
-    residual=None,
-    out_dtype=None,
-    residual_dtype=None,
-    eps=1e-6,
-    prenorm=False,
-    weight_offset=0.0,
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: None = ...,
+    residual: None = ...,
+    out_dtype: dtype | str | None = ...,
+    residual_dtype: None = ...,
+    eps: float | None = ...,
+    prenorm: Literal[False] = ...,
+    weight_offset: float = ...,
     *,
-    algorithm="auto",
-    batch_invariant=False,
-):
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> Tensor: ...
+@overload
+def rmsnorm(
+    x: A,
+    weight: Array | None = ...,
+    bias: None = ...,
+    residual: None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: None = ...,
+    eps: float | None = ...,
+    prenorm: Literal[False] = ...,
+    weight_offset: float = ...,
+    *,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> A: ...
+def rmsnorm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    residual: Any = None,
+    out_dtype: Any = None,
+    residual_dtype: Any = None,
+    eps: float | None = 1e-6,
+    prenorm: bool = False,
+    weight_offset: float = 0.0,
+    *,
+    algorithm: Algorithm = "auto",
+    batch_invariant: bool = False,
+) -> Any:
     """RMSNorm over the last dimension, differentiable in x and weight: x / sqrt(mean(x^2) + eps) * weight.
 
     x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A torch tensor on the
     CPU or a CUDA device, or an object with `__dlpack__`, which gives a result of its own kind and no gradient.
     weight: (N), of any of these dtypes whatever x is (float64 exactly when x is), or None.
-    out_dtype: the dtype of the result, x's by default. eps: added to the mean of squares.
+    out_dtype: the dtype of the result, or its name ("float16"); x's by default.
+    eps: added to the mean of squares; None is torch's default, the machine epsilon of float32 (float64 for float64).
     bias, residual, residual_dtype, prenorm and weight_offset are not supported yet: NotImplementedError.
     algorithm, batch_invariant: as of softmax, with gander.algorithms("rmsnorm") and ("rmsnorm_bwd"); the gradient of
     weight is a sum over rows, and its bits depend on them all.
@@ -132,67 +213,127 @@ def rmsnorm(
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     if bias is not None or residual is not None or residual_dtype is not None or weight_offset:
-        _check_rmsnorm(bias, residual, residual_dtype, weight_offset)
+        _check_rmsnorm(weight, bias, residual, residual_dtype, weight_offset)
     if prenorm:
         raise _not_yet("prenorm", "add the residual to x before the call")
-    if isinstance(x, _Tensor):
-        try:
-            if algorithm == "auto" and not batch_invariant:
-                return _torch.rmsnorm(x, weight, out_dtype, eps)
-            return _torch.rmsnorm_by(x, weight, out_dtype, eps, *_how(algorithm, batch_invariant))
-        except _FAILURES as error:
-            raise _torch.explained(error, weight=weight) from None
-    return _dlpack.rmsnorm_fwd(x, weight, out_dtype, eps, False, *_how(algorithm, batch_invariant))[0]
+    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    try:
+        if out_dtype is not None:
+            out_dtype = _dtype(ops, out_dtype)
+        if eps is None:
+            eps = _epsilon(x)
+        return ops.rmsnorm(x, weight, out_dtype, eps, how, bool(batch_invariant))
+    except _FAILURES as error:
+        raise ops.explained(error, weight=weight) from None
 
 
+@overload
 def rmsnorm_fwd(
-    x,
-    weight=None,
-    bias=None,
-    residual=None,
-    out_dtype=None,
-    residual_dtype=None,
-    eps=1e-6,
-    store_rstd=False,
-    weight_offset=0.0,
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: None = ...,
+    residual: None = ...,
+    out_dtype: dtype | str | None = ...,
+    residual_dtype: None = ...,
+    eps: float | None = ...,
+    store_rstd: bool = ...,
+    weight_offset: float = ...,
     *,
-    algorithm="auto",
-    batch_invariant=False,
-):
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor, Tensor | None]: ...
+@overload
+def rmsnorm_fwd(
+    x: A,
+    weight: Array | None = ...,
+    bias: None = ...,
+    residual: None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: None = ...,
+    eps: float | None = ...,
+    store_rstd: bool = ...,
+    weight_offset: float = ...,
+    *,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> tuple[A, A, A | None]: ...
+def rmsnorm_fwd(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    residual: Any = None,
+    out_dtype: Any = None,
+    residual_dtype: Any = None,
+    eps: float | None = 1e-6,
+    store_rstd: bool = False,
+    weight_offset: float = 0.0,
+    *,
+    algorithm: Algorithm = "auto",
+    batch_invariant: bool = False,
+) -> Any:
     """rmsnorm without a gradient. Returns (out, residual_out, rstd).
 
     residual_out is x itself. rstd = 1 / sqrt(mean(x^2) + eps), float32 (float64 for float64) of shape x.shape[:-1],
     with store_rstd, else None. Arguments and errors are those of rmsnorm.
     """
-    _check_rmsnorm(bias, residual, residual_dtype, weight_offset)
-    if isinstance(x, _Tensor):
-        try:
-            if algorithm == "auto" and not batch_invariant:
-                out, rstd = _torch.rmsnorm_fwd(x, weight, out_dtype, eps, store_rstd)
-            else:
-                how = _how(algorithm, batch_invariant)
-                out, rstd = _torch.rmsnorm_fwd_by(x, weight, out_dtype, eps, store_rstd, *how)
-        except _FAILURES as error:
-            raise _torch.explained(error, weight=weight) from None
-    else:
-        how = _how(algorithm, batch_invariant)
-        out, rstd = _dlpack.rmsnorm_fwd(x, weight, out_dtype, eps, store_rstd, *how)
+    if bias is not None or residual is not None or residual_dtype is not None or weight_offset:
+        _check_rmsnorm(weight, bias, residual, residual_dtype, weight_offset)
+    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    try:
+        if out_dtype is not None:
+            out_dtype = _dtype(ops, out_dtype)
+        if eps is None:
+            eps = _epsilon(x)
+        arguments = _detached(x), _detached(weight), out_dtype, eps, how, bool(batch_invariant)
+        out, rstd = ops.rmsnorm_fwd(*arguments) if store_rstd else (ops.rmsnorm(*arguments), None)
+    except _FAILURES as error:
+        raise ops.explained(error, weight=weight) from None
     return out, x, rstd
 
 
+@overload
 def rmsnorm_bwd(
-    x,
-    weight,
-    dout,
-    rstd,
-    dresidual_out=None,
-    has_bias=False,
-    has_residual=False,
-    weight_offset=0.0,
+    x: Tensor,
+    weight: Tensor | None,
+    dout: Tensor,
+    rstd: Tensor,
+    dresidual_out: None = ...,
+    has_bias: Literal[False] = ...,
+    has_residual: Literal[False] = ...,
+    weight_offset: float = ...,
     *,
-    algorithm="auto",
-    batch_invariant=False,
-):
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor | None, None, None]: ...
+@overload
+def rmsnorm_bwd(
+    x: A,
+    weight: Array | None,
+    dout: Array,
+    rstd: Array,
+    dresidual_out: None = ...,
+    has_bias: Literal[False] = ...,
+    has_residual: Literal[False] = ...,
+    weight_offset: float = ...,
+    *,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> tuple[A, A | None, None, None]: ...
+def rmsnorm_bwd(
+    x: Any,
+    weight: Any,
+    dout: Any,
+    rstd: Any,
+    dresidual_out: Any = None,
+    has_bias: bool = False,
+    has_residual: bool = False,
+    weight_offset: float = 0.0,
+    *,
+    algorithm: Algorithm = "auto",
+    batch_invariant: bool = False,
+) -> Any:
     """The gradient of rmsnorm. Returns (dx, dw, db, dresidual); db and dresidual are None, dw is without a weight.
 
     With h = x * rstd and g = dout * weight: dx = (g - h * mean(g * h)) * rstd, dw = sum over rows of dout * h.
@@ -204,32 +345,58 @@ def rmsnorm_bwd(
         raise _not_yet("has_bias", "the gradient of a bias is dout summed over its rows")
     if has_residual or dresidual_out is not None:
         raise _not_yet("dresidual_out", "add it to dx")
-    _check_rmsnorm(None, None, None, weight_offset)
-    if isinstance(x, _Tensor):
-        try:
-            if algorithm == "auto" and not batch_invariant:
-                dx, dw = _torch.rmsnorm_bwd(x, weight, dout, rstd)
-            else:
-                dx, dw = _torch.rmsnorm_bwd_by(x, weight, dout, rstd, *_how(algorithm, batch_invariant))
-        except _FAILURES as error:
-            raise _torch.explained(error, weight=weight, dout=dout, rstd=rstd) from None
-    else:
-        dx, dw = _dlpack.rmsnorm_bwd(x, weight, dout, rstd, *_how(algorithm, batch_invariant))
+    if weight_offset:
+        _check_rmsnorm(weight, None, None, None, weight_offset)
+    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    try:
+        if weight is None:
+            dx, dw = ops.rmsnorm_bwd(x, None, dout, rstd, how, bool(batch_invariant)), None
+        else:
+            dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, how, bool(batch_invariant))
+    except _FAILURES as error:
+        raise ops.explained(error, weight=weight, dout=dout, rstd=rstd) from None
     return dx, dw, None, None
 
 
+@overload
 def cross_entropy(
-    x,
-    target,
-    lse_partial=None,
-    weight=None,
-    ignore_index=-100,
-    reduction="mean",
-    inplace_backward=False,
+    x: Tensor,
+    target: Tensor,
+    lse_partial: None = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    inplace_backward: bool = ...,
     *,
-    one_pass=None,
-    batch_invariant=False,
-):
+    one_pass: bool | None = ...,
+    batch_invariant: bool = ...,
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    x: A,
+    target: Array,
+    lse_partial: None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    inplace_backward: bool = ...,
+    *,
+    one_pass: bool | None = ...,
+    batch_invariant: bool = ...,
+) -> A: ...
+def cross_entropy(
+    x: Any,
+    target: Any,
+    lse_partial: Any = None,
+    weight: Any = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    inplace_backward: bool = False,
+    *,
+    one_pass: bool | None = None,
+    batch_invariant: bool = False,
+) -> Any:
     """Cross-entropy of logits against class indices, differentiable in x: weight[t] * (lse(x) - x[t]) for each row.
 
     x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A
@@ -252,39 +419,135 @@ def cross_entropy(
     lse is kept as maximum and logarithm of the sum apart for backward: dx = dloss * weight[t] * (softmax(x) - 1[t]).
     """
     if lse_partial is not None:
-        raise _not_yet("lse_partial", "pass whole rows of logits")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}, expected 'mean', 'sum' or 'none'")
+        raise _not_yet("lse_partial", f"pass whole rows of logits, and {_THIRD_IN_TORCH}")
+    number = 1 if reduction == "mean" else _number("reduction", reduction, REDUCTIONS)
     if _debug:
         _check_targets(x, target, ignore_index)
-    if isinstance(x, _Tensor):
-        try:
-            if not batch_invariant:
-                return _torch.cross_entropy(
-                    x, target, weight, ignore_index, _REDUCTIONS[reduction], inplace_backward, one_pass
-                )
-            return _torch.cross_entropy_invariant(
-                x, target, weight, ignore_index, _REDUCTIONS[reduction], inplace_backward
-            )
-        except _FAILURES as error:
-            raise _torch.explained(error, target=target, weight=weight) from None
-    return _dlpack.cross_entropy(
-        x, target, weight, ignore_index, _REDUCTIONS[reduction], batch_invariant=bool(batch_invariant)
-    )[0]
+    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    try:
+        return ops.cross_entropy(
+            x, target, weight, ignore_index, number, bool(batch_invariant), bool(inplace_backward), one_pass
+        )
+    except _FAILURES as error:
+        raise ops.explained(error, target=target, weight=weight) from None
 
 
+@overload
 def cross_entropy_fwd(
-    x,
-    target,
-    target_logit=None,
-    weight=None,
-    ignore_index=-100,
-    return_lse=False,
-    return_dx=False,
-    inplace_backward=False,
+    x: Tensor,
+    target: Tensor,
+    target_logit: None = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    return_lse: Literal[False] = ...,
+    return_dx: Literal[False] = ...,
+    inplace_backward: bool = ...,
     *,
-    batch_invariant=False,
-):
+    batch_invariant: bool = ...,
+) -> Tensor: ...
+@overload
+def cross_entropy_fwd(
+    x: Tensor,
+    target: Tensor,
+    target_logit: None = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[True],
+    return_dx: Literal[True],
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def cross_entropy_fwd(
+    x: Tensor,
+    target: Tensor,
+    target_logit: None = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[True],
+    return_dx: Literal[False] = ...,
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def cross_entropy_fwd(
+    x: Tensor,
+    target: Tensor,
+    target_logit: None = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    return_dx: Literal[True],
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def cross_entropy_fwd(
+    x: A,
+    target: Array,
+    target_logit: None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    return_lse: Literal[False] = ...,
+    return_dx: Literal[False] = ...,
+    inplace_backward: bool = ...,
+    *,
+    batch_invariant: bool = ...,
+) -> A: ...
+@overload
+def cross_entropy_fwd(
+    x: A,
+    target: Array,
+    target_logit: None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[True],
+    return_dx: Literal[True],
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+) -> tuple[A, A, A]: ...
+@overload
+def cross_entropy_fwd(
+    x: A,
+    target: Array,
+    target_logit: None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[True],
+    return_dx: Literal[False] = ...,
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+) -> tuple[A, A]: ...
+@overload
+def cross_entropy_fwd(
+    x: A,
+    target: Array,
+    target_logit: None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    return_dx: Literal[True],
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+) -> tuple[A, A]: ...
+def cross_entropy_fwd(
+    x: Any,
+    target: Any,
+    target_logit: Any = None,
+    weight: Any = None,
+    ignore_index: int = -100,
+    return_lse: bool = False,
+    return_dx: bool = False,
+    inplace_backward: bool = False,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
     """The loss of each row, without a gradient. Returns loss, (loss, lse), (loss, dx) or (loss, lse, dx).
 
     loss and lse (the log-sum-exp of each row): float32 (float64 for float64) of shape x.shape[:-1].
@@ -293,26 +556,54 @@ def cross_entropy_fwd(
     target_logit is not supported yet: NotImplementedError. Other arguments and errors: cross_entropy.
     """
     if target_logit is not None:
-        raise _not_yet("target_logit", "leave it out")
+        raise _not_yet("target_logit", f"leave it out, and pass {_THIRD_IN_TORCH}")
     if _debug:
         _check_targets(x, target, ignore_index)
-    if isinstance(x, _Tensor):
-        try:
-            forward = _torch.cross_entropy_fwd_invariant if batch_invariant else _torch.cross_entropy_fwd
-            loss, lse, dx = forward(x, target, weight, ignore_index, return_lse, return_dx, inplace_backward)
-        except _FAILURES as error:
-            raise _torch.explained(error, target=target, weight=weight) from None
-    else:
+    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    try:
+        arguments = _detached(x), target, _detached(weight), ignore_index
         if return_dx and inplace_backward:
-            raise _not_yet("inplace_backward", "it is for torch tensors only")
-        loss, lse, dx = _dlpack.cross_entropy(
-            x, target, weight, ignore_index, 0, return_lse, return_dx, bool(batch_invariant)
-        )
-    extra = (lse,) * bool(return_lse) + (dx,) * bool(return_dx)
-    return (loss, *extra) if extra else loss
+            (loss, lse), dx = ops.cross_entropy_fwd_dx_(*arguments, bool(batch_invariant)), x
+        elif return_dx:
+            loss, lse, dx = ops.cross_entropy_fwd_dx(*arguments, bool(batch_invariant))
+        elif return_lse:
+            return ops.cross_entropy_fwd_lse(*arguments, bool(batch_invariant))
+        else:
+            return ops.cross_entropy(*arguments, 0, bool(batch_invariant), False, None)
+    except _FAILURES as error:
+        raise ops.explained(error, target=target, weight=weight) from None
+    return (loss, lse, dx) if return_lse else (loss, dx)
 
 
-def cross_entropy_bwd(x, target, dloss, lse, weight=None, ignore_index=-100, inplace_backward=False):
+@overload
+def cross_entropy_bwd(
+    x: Tensor,
+    target: Tensor,
+    dloss: Tensor,
+    lse: Tensor,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    inplace_backward: bool = ...,
+) -> Tensor: ...
+@overload
+def cross_entropy_bwd(
+    x: A,
+    target: Array,
+    dloss: Array,
+    lse: Array,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    inplace_backward: Literal[False] = ...,
+) -> A: ...
+def cross_entropy_bwd(
+    x: Any,
+    target: Any,
+    dloss: Any,
+    lse: Any,
+    weight: Any = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+) -> Any:
     """The gradient of the rows' losses: dx = dloss * weight[t] * (softmax(x) - 1[t]), with x's shape and dtype.
 
     dloss: x.shape[:-1] of any stride, or a single value for all rows; lse: x.shape[:-1] as cross_entropy_fwd gave it;
@@ -321,11 +612,11 @@ def cross_entropy_bwd(x, target, dloss, lse, weight=None, ignore_index=-100, inp
     """
     if _debug:
         _check_targets(x, target, ignore_index)
-    if isinstance(x, _Tensor):
-        try:
-            return _torch.cross_entropy_bwd(x, target, dloss, lse, weight, ignore_index, inplace_backward)
-        except _FAILURES as error:
-            raise _torch.explained(error, target=target, dloss=dloss, lse=lse, weight=weight) from None
-    if inplace_backward:
-        raise _not_yet("inplace_backward", "it is for torch tensors only")
-    return _dlpack.cross_entropy_bwd(x, target, dloss, lse, weight, ignore_index)
+    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    try:
+        if inplace_backward:
+            ops.cross_entropy_bwd_(_detached(x), target, weight, dloss, lse, ignore_index, 0, False)
+            return x
+        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, ignore_index, 0, False)
+    except _FAILURES as error:
+        raise ops.explained(error, target=target, dloss=dloss, lse=lse, weight=weight) from None

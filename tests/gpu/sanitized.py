@@ -97,10 +97,12 @@ def scratch(context, size):
 
 
 ALLOCATOR = abi.Allocator(None, scratch)
-SOFTMAX, RMSNORM = abi.SoftmaxOptions(ALLOCATOR), abi.RMSNormOptions(ALLOCATOR, 1e-6)
+SOFTMAX, RMSNORM = abi.options("softmax", ALLOCATOR), abi.options("rmsnorm", ALLOCATOR)
 IGNORED = -100
-NONE, MEAN = abi.CrossEntropyOptions(ALLOCATOR, IGNORED, 0), abi.CrossEntropyOptions(ALLOCATOR, IGNORED, 1)
-ONE_PASS = abi.CrossEntropyOptions(ALLOCATOR, IGNORED, 1, 1)
+NONE, MEAN, ONE_PASS = (
+    abi.options("cross_entropy", ALLOCATOR, reduction=reduction, one_pass=one_pass)
+    for reduction, one_pass in ((0, 0), (1, 0), (1, 1))
+)
 RANDOM = np.random.default_rng(0)
 VALUES = RANDOM.standard_normal(1 << 24, dtype=np.float32)
 

@@ -4,7 +4,7 @@ import gander
 import numpy as np
 import pytest
 import torch
-from gander import _library
+from gander._operators_gen import ALGORITHMS, IF_SERVED
 
 NAMES = ("auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk")
 X, W = torch.randn(5, 40), torch.randn(40)
@@ -32,7 +32,7 @@ kinds = pytest.mark.parametrize("kind", ARRAYS)
 @pytest.mark.parametrize("op", ["softmax", "softmax_fwd", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", "softmax_backward"])
 def test_list(op):
     found = gander.algorithms(op)
-    assert tuple(algorithm.name for algorithm in found) == NAMES == _library.ALGORITHMS
+    assert tuple(algorithm.name for algorithm in found) == NAMES == ALGORITHMS
     assert all(algorithm.what and "rows of" in algorithm.limits for algorithm in found)
     assert repr(found[1]) == f"<warp: {found[1].what}; {found[1].limits}>"
 
@@ -107,10 +107,10 @@ def test_gradients():
 
 
 def test_backward_only_prefers_an_algorithm():
-    y, algorithm = gander.softmax(X), _library.ALGORITHMS.index("warp")
+    y, algorithm = gander.softmax(X), ALGORITHMS.index("warp")
     with pytest.raises((NotImplementedError, RuntimeError), match='algorithm is "warp" on cpu'):
-        torch.ops.gander.softmax_bwd_by(X, y, algorithm, False)
-    dx = torch.ops.gander.softmax_bwd_by(X, y, algorithm | _library.IF_SERVED, False)
+        torch.ops.gander.softmax_bwd(X, y, algorithm, False)
+    dx = torch.ops.gander.softmax_bwd(X, y, algorithm | IF_SERVED, False)
     assert torch.equal(dx, gander.softmax_bwd(X, y))
 
 

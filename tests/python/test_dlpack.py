@@ -9,7 +9,8 @@ import gander
 import numpy as np
 import pytest
 import torch
-from gander import _dlpack
+from gander import _dlpack, _library
+from gander._operators_gen import OPERATORS
 
 F16, F32, F64 = np.float16, np.float32, np.float64
 
@@ -77,6 +78,38 @@ def test_read_only_arrays():
 def test_row_stride_and_offset():
     base = rows(4, 20)
     np.testing.assert_array_equal(gander.softmax(base[:, 3:10]), gander.softmax(base[:, 3:10].copy()))
+
+
+def test_options_of_other_kinds():
+    x, target = rows(4, 6), np.zeros(4, int)
+    np.testing.assert_array_equal(gander.rmsnorm(x, eps=np.float32(0.5)), gander.rmsnorm(x, eps=0.5))
+    np.testing.assert_array_equal(gander.softmax(x, batch_invariant=np.True_), gander.softmax(x))
+    got = gander.cross_entropy(x, target, ignore_index=np.int16(0), reduction="none")
+    np.testing.assert_array_equal(got, np.zeros(4))
+    with pytest.raises(TypeError, match="eps is 'small', expected a number"):
+        gander.rmsnorm(x, eps="small")
+    with pytest.raises(TypeError, match=r"ignore_index is 0\.5, expected a number"):
+        gander.cross_entropy(x, target, ignore_index=0.5)
+    with pytest.raises(ValueError, match="ignore_index is 18446744073709551616, expected 64 bits at most"):
+        gander.cross_entropy(x, target, ignore_index=2**64)
+
+
+def test_the_binding_covers_the_table():
+    """Every function of every operator has its prototype, and what arrays can do has its function."""
+    for name, operator in OPERATORS.items():
+        for function in (f"gander_{name}", operator.owned):
+            assert getattr(_library.load(), function).argtypes == _library.PROTOTYPES[function][1]
+    options = _library.options("rmsnorm", batch_invariant=1)
+    assert (options.size, options.eps, options.algorithm, options.batch_invariant) == (32, 1e-6, 0, 1)
+    assert _library.options("cross_entropy").ignore_index == -100
+    assert {"softmax", "rmsnorm_bwd_dw", "cross_entropy_fwd_dx"} <= set(vars(_dlpack.operators))
+
+
+def test_a_library_of_another_abi_version(monkeypatch):
+    monkeypatch.setattr(_library, "ABI_VERSION", 99)
+    monkeypatch.setitem(_library.PROTOTYPES, "gander_of_version_99", (None, []))
+    with pytest.raises(RuntimeError, match=r"has ABI version \d+, expected 99; reinstall gander-kernels"):
+        _library.load.__wrapped__()
 
 
 def test_results_can_be_written_and_outlive_their_inputs():

@@ -4,6 +4,7 @@ import math
 import warnings
 
 import gander
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,10 @@ def rms(x, weight=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of mixed dtypes
         return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def accumulator_eps(dtype):
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
 def grads(function, *inputs):
@@ -147,6 +152,29 @@ def test_rmsnorm_of_mixed_dtypes(device, dtype, weight_dtype, out_dtype):
     assert_accurate(dx, torch_dx.to(dtype), exact_dx, "dx")
     assert_accurate(dw, torch_dw.to(weight_dtype), exact_dw, "dw")
     assert (dx.dtype, dw.dtype) == (dtype, weight_dtype)
+
+
+@dtypes
+def test_rmsnorm_eps_none_is_that_of_torch(served, dtype):
+    """Where x is small it decides."""
+    x = rand((16, 33), dtype, served, 1e-3)
+    got, fwd = gander.rmsnorm(x, eps=None), gander.rmsnorm_fwd(x, eps=None)[0]
+    assert_accurate(got, F.rms_norm(x, (33,)), F.rms_norm(x.double(), (33,), eps=accumulator_eps(dtype)))
+    assert torch.equal(got, fwd)
+    assert torch.equal(
+        torch.from_numpy(gander.rmsnorm(x.float().cpu().numpy(), eps=None)), gander.rmsnorm(x.float(), eps=None).cpu()
+    )
+
+
+def test_rmsnorm_out_dtype_by_name(device):
+    x = rand((4, 33), torch.float32, device)
+    for out_dtype in ("float16", "torch.float16", np.float16, np.dtype("float16"), torch.float16):
+        assert gander.rmsnorm(x, out_dtype=out_dtype).dtype == torch.float16
+        assert gander.rmsnorm_fwd(x, out_dtype=out_dtype, store_rstd=True)[0].dtype == torch.float16
+    compiled = torch.compile(
+        lambda x: gander.rmsnorm(x, out_dtype="bfloat16", eps=None), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(x), gander.rmsnorm(x, out_dtype=torch.bfloat16, eps=None))
 
 
 @low_dtypes
