@@ -18,9 +18,9 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 
 @app.command()
 def info(as_json: bool = typer.Option(False, "--json", help="Print one JSON object.")) -> None:
-    """Say what is installed, what it was built for, and how torch is bound."""
+    """Say what is installed, what it was built for, and how torch is served."""
     with contextlib.suppress(ImportError):
-        importlib.import_module("torch")  # to say how it is bound
+        importlib.import_module("torch")  # to say how it is served
     facts = gander.info()
     if as_json:
         typer.echo(json.dumps(facts))

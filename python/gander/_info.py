@@ -5,7 +5,7 @@ import json
 import sys
 from typing import NamedTuple
 
-from . import _library, _ops
+from . import _hook, _library, _ops
 from ._operators_gen import ALGORITHMS
 
 __version__ = "0.1.0"
@@ -14,18 +14,20 @@ _PHASES = {"": "_forward", "_fwd": "_forward", "_bwd": "_backward"}
 
 
 def info() -> dict:
-    """Facts about this installation: what the library was built from and for, and how torch is bound.
+    """Facts about this installation: what the library was built from and for, and how torch is served.
 
     Keys: those of gander_build_info (version, abi_version, commit, go, nvcc, architectures, simd), library (its
-    path), torch (its version, or None where torch is not imported), torch_binding ("stable C ABI", "ctypes" or None).
+    path), torch (its version, or None where torch is not imported), fast_path (True where eager calls go past torch's
+    dispatcher, else why they do not; None without torch).
     Raises RuntimeError where the library cannot be loaded.
     """
     facts = json.loads(_library.load().gander_build_info())
-    facts["library"] = str(_library.path())
-    torch, binding = sys.modules.get("torch"), sys.modules.get(f"{__package__}._pytorch")
-    facts["torch"] = None if torch is None else torch.__version__
-    facts["torch_binding"] = None if binding is None else binding.binding
-    return facts
+    torch, pytorch = sys.modules.get("torch"), sys.modules.get(f"{__package__}._pytorch")
+    return facts | {
+        "library": str(_library.path()),
+        "torch": None if torch is None else torch.__version__,
+        "fast_path": _hook.failure() if pytorch is None else pytorch.fast_path,
+    }
 
 
 def _name(op: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
-from . import _dlpack, _library
+from . import _dlpack, _hook, _library
 from ._operators_gen import ALGORITHMS, REDUCTIONS, Algorithm, Reduction
 
 if TYPE_CHECKING:
@@ -33,8 +33,15 @@ def use_torch(module: Any) -> None:
     _Tensor, _torch = sys.modules["torch"].Tensor, module
 
 
+def _operators_of(x: Any) -> Any:
+    """What serves an x that is no torch tensor, or one whose operators nobody has registered yet."""
+    return _torch if _hook.meets_tensor(x) else _dlpack.operators
+
+
 def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, _Tensor) else x
+    if x is None or not (isinstance(x, _Tensor) or _hook.meets_tensor(x)):
+        return x
+    return x.detach()
 
 
 def _number(argument: str, name: Any, names: tuple[str, ...]) -> int:
@@ -120,7 +127,7 @@ def softmax(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = Fa
     Maximum subtracted first: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
-    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         return ops.softmax(x, how, bool(batch_invariant))
     except _FAILURES as error:
@@ -147,7 +154,7 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
     algorithm: one of gander.algorithms("softmax_bwd"). It, batch_invariant and errors are those of softmax.
     """
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
-    ops = _torch if isinstance(dy, _Tensor) else _dlpack.operators
+    ops = _torch if isinstance(dy, _Tensor) else _operators_of(dy)
     try:
         return ops.softmax_bwd(dy, y, how, bool(batch_invariant))
     except _FAILURES as error:
@@ -217,7 +224,7 @@ def rmsnorm(
     if prenorm:
         raise _not_yet("prenorm", "add the residual to x before the call")
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
-    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
@@ -280,7 +287,7 @@ def rmsnorm_fwd(
     if bias is not None or residual is not None or residual_dtype is not None or weight_offset:
         _check_rmsnorm(weight, bias, residual, residual_dtype, weight_offset)
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
-    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
@@ -348,7 +355,7 @@ def rmsnorm_bwd(
     if weight_offset:
         _check_rmsnorm(weight, None, None, None, weight_offset)
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
-    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if weight is None:
             dx, dw = ops.rmsnorm_bwd(x, None, dout, rstd, how, bool(batch_invariant)), None
@@ -423,7 +430,7 @@ def cross_entropy(
     number = 1 if reduction == "mean" else _number("reduction", reduction, REDUCTIONS)
     if _debug:
         _check_targets(x, target, ignore_index)
-    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         return ops.cross_entropy(
             x, target, weight, ignore_index, number, bool(batch_invariant), bool(inplace_backward), one_pass
@@ -559,7 +566,7 @@ def cross_entropy_fwd(
         raise _not_yet("target_logit", f"leave it out, and pass {_THIRD_IN_TORCH}")
     if _debug:
         _check_targets(x, target, ignore_index)
-    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         arguments = _detached(x), target, _detached(weight), ignore_index
         if return_dx and inplace_backward:
@@ -612,7 +619,7 @@ def cross_entropy_bwd(
     """
     if _debug:
         _check_targets(x, target, ignore_index)
-    ops = _torch if isinstance(x, _Tensor) else _dlpack.operators
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if inplace_backward:
             ops.cross_entropy_bwd_(_detached(x), target, weight, dloss, lse, ignore_index, 0, False)

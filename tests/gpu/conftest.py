@@ -184,7 +184,7 @@ class Summary:
                 "driver": driver_version(),
                 "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "commit": commit(facts),
-                "gander": {key: facts[key] for key in ("version", "architectures", "go", "nvcc", "torch_binding")},
+                "gander": {key: facts[key] for key in ("version", "architectures", "go", "nvcc", "fast_path")},
                 "python": sys.version.split()[0],
                 "torch": torch.__version__,
                 "cuda": torch.version.cuda,

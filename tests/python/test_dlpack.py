@@ -251,7 +251,7 @@ def test_without_torch():
         x = np.arange(12, dtype=np.float32).reshape(3, 4)
         y = gander.softmax(x)
         assert type(y) is np.ndarray and np.allclose(y.sum(1), 1)
-        assert gander.info()["torch"] is None and gander.info()["torch_binding"] is None
+        assert gander.info()["torch"] is None and gander.info()["fast_path"] is None
         gander.warmup("cpu")
         try:
             gander.nn

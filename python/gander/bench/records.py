@@ -46,7 +46,7 @@ def environment() -> dict:
         "gander": gander.__version__,
         "commit": info["commit"],
         "architectures": info["architectures"],
-        "binding": info["torch_binding"],
+        "fast_path": info["fast_path"],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processor": processor(),

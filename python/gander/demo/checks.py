@@ -41,9 +41,9 @@ def describe(console: Console, device: str) -> None:
         table.add_row("GPU", "none that torch can use: everything below runs on the processor")
     table.add_row("Python, torch", f"{platform.python_version()}, {torch.__version__}")
     size = Path(info["library"]).stat().st_size / 1e6
-    table.add_row(
-        "gander", f"{info['version']} ({info['commit'][:12]}), {size:.1f} MB, through {info['torch_binding']}"
-    )
+    table.add_row("gander", f"{info['version']} ({info['commit'][:12]}), {size:.1f} MB")
+    past = info["fast_path"]
+    table.add_row("eager calls", "past torch's dispatcher" if past is True else f"through torch's dispatcher: {past}")
     table.add_row("kernels for", ", ".join(info["architectures"]) or "no GPU: a build without CUDA")
     table.add_row("on the processor", info["simd"])
     table.add_row("used here", device)
