@@ -37,6 +37,9 @@ def _export(x, name, stream):
     """A DLPack capsule of x, of DLPack 1 where its producer knows that."""
     if not hasattr(x, "__dlpack__"):
         raise TypeError(f"{name} is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__")
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(x, masked.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...)")
     options = {} if stream is None else {"stream": stream}
     try:
         try:
@@ -52,6 +55,44 @@ def _borrowed(capsule):
     kind, name = (Managed, _NAME) if _capsule_is_valid(capsule, _NAME) else (Legacy, _LEGACY_NAME)
     managed = cast(_capsule_pointer(capsule, name), POINTER(kind))
     return managed, managed.contents.tensor
+
+
+def _stride(sizes, strides):
+    """The one stride with which these dimensions are walked in order, None where there is none."""
+    stride, count = 1, 1
+    for size, step in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1:
+            if count == 1:
+                stride = step
+            elif step != stride * count:
+                return None
+            count *= size
+    return stride
+
+
+def _is_served(tensor, shape):
+    """Whether the library takes an operand of this shape (see _operators.Operand) as its elements lie."""
+    rank = tensor.ndim
+    sizes = tensor.shape[:rank]
+    if not tensor.strides or 0 in sizes:
+        return True
+    strides = tensor.strides[:rank]
+    if shape == "rows":
+        return _stride(sizes[-1:], strides[-1:]) == 1 and _stride(sizes[:-1], strides[:-1]) is not None
+    stride = _stride(sizes, strides)
+    return stride is not None if shape in ("strided", "upstream") else stride == 1
+
+
+def _lend(x, operand, stream):
+    """A capsule of x, or of a compact copy where the library cannot take x as its elements lie."""
+    if x is None:
+        return None
+    capsule = _export(x, operand.name, stream)
+    if not _is_served(_borrowed(capsule)[1], operand.shape):
+        library = type(x).__module__.partition(".")[0]
+        if library in ("numpy", "cupy"):  # the library refuses others in words
+            return _export(sys.modules[library].ascontiguousarray(x), operand.name, stream)
+    return capsule
 
 
 def _stream(x):
@@ -72,8 +113,8 @@ def _run(operator, inputs, dtypes, options, results):
     function = getattr(_library.load(), operator.owned)
     like = inputs[0]
     stream, dlpack_stream = _stream(like)
-    names = [operand.name for operand in operator.operands if not operand.output]
-    capsules = [None if x is None else _export(x, name, dlpack_stream) for x, name in zip(inputs, names, strict=True)]
+    operands = [operand for operand in operator.operands if not operand.output]
+    capsules = [_lend(x, operand, dlpack_stream) for x, operand in zip(inputs, operands, strict=True)]
     pointers, unowned = [], []
     for capsule in capsules:
         if capsule is None:
