@@ -257,3 +257,17 @@ def test_warmup_and_explain():
     gander.warmup("cuda")
     text = gander.explain("softmax", torch.empty(4, 1 << 20, device="cuda", dtype=torch.bfloat16))
     assert "softmax_forward" in text and "CTAs" in text
+
+
+def test_explain_by_name_is_explain_on_the_device():
+    """The facts of the GPUs that are known by name are those that they answer."""
+    name = next((name for name in ("h100", "h200", "a100") if name in torch.cuda.get_device_name().lower()), None)
+    if name is None:
+        pytest.skip(f"{torch.cuda.get_device_name()} is not known by name")
+    if torch.cuda.get_device_properties(0).multi_processor_count != {"a100": 108}.get(name, 132):
+        pytest.skip("a slice of a GPU, or one with fewer SMs than the SXM part")
+    for op in ("softmax", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", "cross_entropy", "cross_entropy_fwd_dx"):
+        for shape in ((1, 1 << 22), (4, 1 << 20), (16, 65536), (1000, 4097), (32768, 131072), (1 << 20, 64)):
+            for dtype in (torch.bfloat16, torch.float32):
+                rows = {"shape": shape, "dtype": dtype}
+                assert gander.explain(op, **rows, device=name) == gander.explain(op, **rows, device="cuda")

@@ -80,6 +80,66 @@ def test_explain():
         gander.explain("cross_entropy", X, algorithm="warp")
 
 
+H100 = {"shape": (4096, 8192), "dtype": "bfloat16", "device": "h100"}
+LONG = {"shape": (4096, 65536), "dtype": torch.float32}
+
+
+def test_explain_for_a_gpu_that_is_not_there():
+    text = gander.explain("softmax", **H100)
+    assert text.startswith("auto takes register: a row of 1024 vectors")
+    assert "softmax_forward_rows_bfloat16_256x4: 4096 CTAs of 256 threads" in text
+    x = torch.empty(2, 2048, 8192, device="meta", dtype=torch.bfloat16)
+    for device in ("h100", "H100", "h200"):
+        assert gander.explain("softmax", x, device=device) == text
+    assert gander.explain("softmax", x, shape=8192, device="h100").endswith(": 1 CTAs of 256 threads")
+    assert gander.explain("softmax", **H100 | {"dtype": np.float32}) != text
+    assert gander.explain("softmax", **H100, algorithm="cluster") != text
+    assert "in clusters of 16" in gander.explain("softmax", **LONG, device="h100")
+    assert "in clusters of" not in gander.explain("softmax", **LONG, device="a100")
+    assert gander.explain("cross_entropy_fwd_dx", **H100) != gander.explain("cross_entropy_fwd", **H100)
+    assert gander.explain("softmax", **H100 | {"device": "cpu"}) == gander.explain(
+        "softmax", **H100 | {"device": torch.device("cpu")}
+    )
+
+
+def test_algorithms_of_rows():
+    def names(op, *rows, **more):
+        return [algorithm.name for algorithm in gander.algorithms(op, *rows, **more)]
+
+    assert names("softmax", X) == names("softmax", X.numpy()) == ["auto"]
+    assert names("softmax", X, device="h100") == list(NAMES[:-1])  # "splitk" is for long rows
+    assert "cluster" in names("softmax", **LONG, device="h100")
+    assert "cluster" not in names("softmax", **LONG, device="a100")
+    assert names("cross_entropy", **H100) == ["auto"]
+    with pytest.raises(ValueError, match='op is "conv"'):
+        gander.algorithms("conv", X)
+    with pytest.raises(TypeError, match="shape is missing"):
+        gander.algorithms("softmax", device="h100")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_explain_and_algorithms_inside_compiled_functions(dynamic):
+    said = []
+
+    def function(x):
+        texts = (
+            gander.explain("softmax", x),
+            gander.explain("softmax", x, device="h100"),
+            gander.explain("rmsnorm", **H100),
+        )
+        names = [algorithm.name for algorithm in gander.algorithms("softmax") + gander.algorithms("softmax", x)]
+        return x + 1, texts, names
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=dynamic)
+    for shape in ((4, 7), (5, 7), (2, 3, 9)):
+        x = torch.zeros(shape)
+        _, *got = compiled(x)
+        _, *want = function(x)
+        assert got == want
+        said.append(got)
+    assert said[0] != said[1] != said[2]
+
+
 @functions
 @kinds
 def test_invariant_results_are_results(kind, function):

@@ -208,6 +208,32 @@ CASES = {
         ValueError,
         'op is "conv", expected softmax_forward',
     ),
+    "explain of no op": (
+        lambda: gander.explain(None, X),
+        TypeError,
+        "op is None, expected an operator's name, such as 'softmax' or 'rmsnorm_bwd'",
+    ),
+    "explain of a tensor": (
+        lambda: gander.explain(X, "softmax"),
+        TypeError,
+        "op is a Tensor, expected an operator's name",
+    ),
+    "algorithms of no op": (lambda: gander.algorithms(None), TypeError, "op is None, expected an operator's name"),
+    "explain of a list": (
+        lambda: gander.explain("softmax", [1.0]),
+        TypeError,
+        "x is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "explain of nothing": (
+        lambda: gander.explain("softmax", shape=(4, 6), dtype="float32"),
+        TypeError,
+        "device is missing, expected x, or shape, dtype and device",
+    ),
+    "explain for a device of its own": (
+        lambda: gander.explain("softmax", X, device="tpu"),
+        ValueError,
+        'device is "tpu", expected a device of this machine or a100, h100, h200',
+    ),
     "explain of integers": (lambda: gander.explain("softmax", INTS), TypeError, "dtype int32, expected float16"),
     "explain of rank 0": (
         lambda: gander.explain("softmax", X[0, 0]),
