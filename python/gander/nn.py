@@ -1,11 +1,28 @@
-"""Drop-ins for torch.nn's RMSNorm, CrossEntropyLoss and Softmax: same constructors, state_dict and repr."""
+"""Drop-ins for torch.nn's RMSNorm, CrossEntropyLoss and Softmax: same constructors, state_dict and repr.
+
+What a constructor is told and gander cannot serve, the constructor refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from . import _ops
+from ._operators_gen import REDUCTIONS
 from ._ops import cross_entropy, rmsnorm, softmax
 
 __all__ = ["CrossEntropyLoss", "RMSNorm", "Softmax"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _check_weight(weight: Tensor | None) -> None:
+    if weight is not None and weight.dtype not in _DTYPES:
+        raise TypeError(f"weight has dtype {weight.dtype}, expected float16, bfloat16, float32 or float64")
 
 
 class RMSNorm(nn.RMSNorm):
@@ -16,33 +33,53 @@ class RMSNorm(nn.RMSNorm):
     gander.rmsnorm.
     """
 
-    def forward(self, x):
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | tuple[int, ...] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        if not self.normalized_shape or min(self.normalized_shape) < 1:
+            raise ValueError(f"normalized_shape is {self.normalized_shape}, expected one or more sizes of 1 or more")
+        if eps is not None and not 0 <= eps < math.inf:
+            raise ValueError(f"eps is {eps}, expected None or a finite number of 0 or more")
+        _check_weight(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
         dims = len(self.normalized_shape)
         if tuple(x.shape[x.ndim - dims :]) != self.normalized_shape:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, expected last dimensions {self.normalized_shape}: normalized_shape"
             )
-        eps = self.eps
-        if eps is None:
-            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        weight = self.weight
+        if weight is not None and (x.dtype is torch.float64) != (weight.dtype is torch.float64):
+            weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
         if dims == 1:
-            return rmsnorm(x, self.weight, eps=eps)
-        weight = None if self.weight is None else self.weight.flatten()
-        return rmsnorm(x.flatten(x.ndim - dims), weight, eps=eps).view(x.shape)
+            return rmsnorm(x, weight, eps=self.eps)
+        weight = None if weight is None else weight.flatten()
+        return rmsnorm(x.flatten(x.ndim - dims), weight, eps=self.eps).view(x.shape)
 
 
 class Softmax(nn.Softmax):
     """torch.nn.Softmax(dim=None). See gander.softmax; a dimension that is not the last one is moved there and back."""
 
-    def forward(self, x):
+    def __init__(self, dim: int | None = None) -> None:
+        super().__init__(dim)
+        if dim is not None and not isinstance(dim, int):
+            raise TypeError(f"dim is {dim!r}, expected an int or None")
+
+    def forward(self, input: Tensor) -> Tensor:
         dim = self.dim
         if dim is None:  # torch's rule from before dim was asked for
-            dim = 0 if x.ndim in (0, 1, 3) else 1
-        if x.ndim == 0:
-            return softmax(x.view(1)).view(())
-        if dim in (-1, x.ndim - 1):
-            return softmax(x)
-        return softmax(x.movedim(dim, -1)).movedim(-1, dim)
+            dim = 0 if input.ndim in (0, 1, 3) else 1
+        if input.ndim == 0:
+            return softmax(input.view(1)).view(())
+        if dim in (-1, input.ndim - 1):
+            return softmax(input)
+        return softmax(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -53,13 +90,34 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     for float64). See gander.cross_entropy. Label smoothing and class probabilities raise NotImplementedError.
     """
 
-    def forward(self, input, target):
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        _check_weight(weight)
+        _ops._number("reduction", self.reduction, REDUCTIONS)
+        self._check_label_smoothing()
+
+    def _check_label_smoothing(self) -> None:
         if self.label_smoothing:
             raise NotImplementedError("label_smoothing is not supported yet; use torch.nn.CrossEntropyLoss")
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        self._check_label_smoothing()  # an attribute can be set later
         if target.is_floating_point():
             raise NotImplementedError("class probabilities in target are not supported; use torch.nn.CrossEntropyLoss")
         if input.ndim > 2:
             input = input.movedim(1, -1)
         return cross_entropy(
-            input, target, weight=self.weight, ignore_index=self.ignore_index, reduction=self.reduction
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,  # type: ignore[arg-type]
         )

@@ -1,6 +1,8 @@
 """gander.nn against torch.nn: constructors, state_dict, repr, results and gradients."""
 
+import copy
 import inspect
+import pickle
 
 import gander
 import pytest
@@ -35,13 +37,22 @@ def compare(mine, theirs, x, *rest):
         assert_accurate(a, b, c)
 
 
+def parameters(function):
+    """All but annotations, which are not the same in all versions of torch."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_signature_and_type(name):
     mine, theirs = getattr(gander.nn, name), getattr(nn, name)
-    assert inspect.signature(mine) == inspect.signature(theirs)
+    assert parameters(mine) == parameters(theirs)
+    assert parameters(mine.forward) == parameters(theirs.forward)
     assert issubclass(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    "kept", [lambda module: module, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 @pytest.mark.parametrize(
     ("name", "arguments", "options"),
     [
@@ -52,11 +63,61 @@ def test_signature_and_type(name):
         ("Softmax", (1,), {}),
     ],
 )
-def test_state_and_repr(name, arguments, options):
-    mine, theirs = both(name, *arguments, **options)
-    assert repr(mine) == repr(theirs)
+def test_state_and_repr(name, arguments, options, kept):
+    mine, theirs = map(kept, both(name, *arguments, **options))
+    assert type(mine) is getattr(gander.nn, name)
+    assert repr(mine) == repr(theirs) and mine.extra_repr() == theirs.extra_repr()
     assert mine.state_dict().keys() == theirs.state_dict().keys()
     mine.load_state_dict(theirs.state_dict())
+
+
+def test_on_the_meta_device():
+    with torch.device("meta"):
+        norm = gander.nn.RMSNorm(33)
+    assert norm(torch.empty(4, 33, device="meta")).shape == (4, 33)
+    assert norm.to_empty(device="cpu").weight.shape == (33,)
+
+
+@pytest.mark.parametrize(
+    ("construct", "exception", "message"),
+    [
+        (
+            lambda: gander.nn.RMSNorm(0),
+            ValueError,
+            r"normalized_shape is \(0,\), expected one or more sizes of 1 or more",
+        ),
+        (lambda: gander.nn.RMSNorm(()), ValueError, r"normalized_shape is \(\), expected one or more"),
+        (
+            lambda: gander.nn.RMSNorm(8, eps=-1.0),
+            ValueError,
+            "eps is -1.0, expected None or a finite number of 0 or more",
+        ),
+        (
+            lambda: gander.nn.RMSNorm(8, dtype=torch.complex64),
+            TypeError,
+            "weight has dtype torch.complex64, expected float16",
+        ),
+        (lambda: gander.nn.Softmax("rows"), TypeError, "dim is 'rows', expected an int or None"),
+        (
+            lambda: gander.nn.CrossEntropyLoss(reduction="avg"),
+            ValueError,
+            "reduction is 'avg', expected 'none', 'mean' or 'sum'",
+        ),
+        (
+            lambda: gander.nn.CrossEntropyLoss(label_smoothing=0.1),
+            NotImplementedError,
+            "label_smoothing is not supported yet; use torch.nn.CrossEntropyLoss",
+        ),
+        (
+            lambda: gander.nn.CrossEntropyLoss(weight=torch.ones(3, dtype=torch.int64)),
+            TypeError,
+            "weight has dtype torch.int64, expected float16, bfloat16, float32 or float64",
+        ),
+    ],
+)
+def test_what_constructors_refuse(construct, exception, message):
+    with pytest.raises(exception, match=message):
+        construct()
 
 
 @pytest.mark.parametrize("eps", [None, 1e-5])
@@ -83,6 +144,27 @@ def test_rmsnorm_of_small_values_follows_torch(device, dtype):
     torch.testing.assert_close(mine(x), theirs(x))
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("eps", [None, 1e-5])
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_rmsnorm_of_mixed_dtypes_follows_torch(dtype, weight_dtype, eps):
+    """With float64 too: the result has x's dtype, gradients that of their tensors."""
+    mine, theirs = both("RMSNorm", 33, eps=eps, dtype=weight_dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(rand((33,), weight_dtype, "cpu"))
+    mine.load_state_dict(theirs.state_dict())
+    data, results = rand((4, 33), torch.float64, "cpu").mul(1e-2).to(dtype), []
+    for module in (mine, theirs):
+        x = data.clone().requires_grad_()
+        out = module(x)
+        out.sum().backward()
+        results.append((out.detach(), x.grad, module.weight.grad))
+    tolerance = 32 * max(torch.finfo(kind).eps for kind in (dtype, weight_dtype))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
 def test_rmsnorm_of_another_shape():
     with pytest.raises(ValueError, match=r"x has shape \(4, 32\), expected last dimensions \(33,\): normalized_shape"):
         gander.nn.RMSNorm(33)(torch.ones(4, 32))
@@ -91,6 +173,21 @@ def test_rmsnorm_of_another_shape():
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
 def test_softmax(device, dim):
     compare(*both("Softmax", dim), rand((5, 7, 31), torch.float32, device))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -3])
+def test_softmax_is_contiguous(device, dim):
+    mine, theirs = both("Softmax", dim)
+    for x in (torch.randn(5, 7, 31, device=device), torch.randn(31, 5, 7, device=device).permute(1, 2, 0)):
+        assert mine(x).stride() == theirs(x).stride() == (217, 31, 1)
+
+
+def test_keywords_are_those_of_torch():
+    x, target = torch.randn(4, 33), torch.randint(33, (4,))
+    torch.testing.assert_close(gander.nn.Softmax(-1)(input=x), nn.Softmax(-1)(input=x))
+    torch.testing.assert_close(gander.nn.RMSNorm(33)(x=x), nn.RMSNorm(33)(x=x))
+    mine, theirs = both("CrossEntropyLoss")
+    torch.testing.assert_close(mine(input=x, target=target), theirs(input=x, target=target))
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
@@ -116,11 +213,17 @@ def test_cross_entropy_loss_with_class_weights(device):
 
 
 def test_what_cross_entropy_loss_does_not_serve():
-    x = torch.randn(4, 6)
-    with pytest.raises(NotImplementedError, match="label_smoothing is not supported yet"):
-        gander.nn.CrossEntropyLoss(label_smoothing=0.1)(x, torch.zeros(4, dtype=torch.long))
+    x, loss = torch.randn(4, 6), gander.nn.CrossEntropyLoss()
     with pytest.raises(NotImplementedError, match="class probabilities in target are not supported"):
-        gander.nn.CrossEntropyLoss()(x, x.softmax(-1))
+        loss(x, x.softmax(-1))
+    loss.label_smoothing = 0.1
+    with pytest.raises(NotImplementedError, match="label_smoothing is not supported yet"):
+        loss(x, torch.zeros(4, dtype=torch.long))
+
+
+def test_deprecated_arguments_of_cross_entropy_loss():
+    with pytest.warns(UserWarning, match="size_average and reduce"):
+        assert gander.nn.CrossEntropyLoss(size_average=False).reduction == "sum"
 
 
 def test_compile_fullgraph(device):
@@ -128,7 +231,7 @@ def test_compile_fullgraph(device):
         def __init__(self):
             super().__init__()
             self.norm, self.softmax, self.loss = (
-                gander.nn.RMSNorm(33),
+                gander.nn.RMSNorm((7, 33)),
                 gander.nn.Softmax(1),
                 gander.nn.CrossEntropyLoss(),
             )
