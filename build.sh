@@ -19,7 +19,7 @@ readonly GLIBC=2.28                      # the oldest that a wheel runs on; pyth
 
 # What `test` consists of: two lanes that run side by side.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c"
-readonly PYTHON_LANE="ruff pytest notorch"
+readonly PYTHON_LANE="ruff types pytest notorch"
 
 task_help() {
   cat <<'TEXT'
@@ -363,6 +363,16 @@ check_c() { sh tests/c/run.sh $LIBRARY capi dlpack; }
 check_ruff() {
   "$VENV/bin/ruff" check --output-format concise .
   "$VENV/bin/ruff" format --check .
+}
+
+# README's first example, and calls of every kind, as type checkers see them. torch's own functions lack annotations.
+check_types() {
+  local folder=$STATE/types
+  mkdir -p "$folder"
+  awk '/^```python$/ { on = 1; next } /^```$/ && on { exit } on' README.md >"$folder/readme.py"
+  MYPYPATH=python "$VENV/bin/mypy" --strict --untyped-calls-exclude torch --follow-imports silent \
+    --cache-dir "$folder/cache" "$folder/readme.py" tests/types/calls.py
+  "$VENV/bin/pyright" --pythonpath "$VENV/bin/python" --project tests/types
 }
 
 # Two workers on two cores: OpenMP's threads must not spin while they wait.

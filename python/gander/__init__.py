@@ -5,6 +5,8 @@ The functions take PyTorch tensors (CPU or CUDA, with gradients, under torch.com
 (`torch.ops.gander`) are registered as soon as torch is imported, and the library is loaded by the first call.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from ._hook import register_with_torch as _register_with_torch
 from ._info import __version__, algorithms, explain, info, warmup
 from ._ops import (
@@ -41,10 +43,13 @@ __all__ = [
 
 _register_with_torch()
 
+if _TYPE_CHECKING:
+    from . import nn
+else:
 
-def __getattr__(name):
-    if name == "nn":  # needs torch, so it is imported when it is asked for
-        import importlib
+    def __getattr__(name):
+        if name == "nn":  # needs torch, so it is imported when it is asked for
+            import importlib
 
-        return importlib.import_module(".nn", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return importlib.import_module(".nn", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

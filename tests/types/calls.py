@@ -1,0 +1,72 @@
+"""What type checkers make of gander's functions. `./build.sh test types` has them read it; nothing runs it."""
+
+import gander
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+Array = npt.NDArray[np.float32]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.norm = gander.nn.RMSNorm(8, eps=1e-6, dtype=torch.bfloat16)
+        self.softmax = gander.nn.Softmax(dim=-1)
+        self.loss = gander.nn.CrossEntropyLoss(reduction="sum")
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        assert_type(self.norm.forward(x), Tensor)
+        assert_type(self.softmax.forward(input=x), Tensor)
+        return self.loss.forward(input=gander.rmsnorm(x, self.weight), target=target)
+
+
+def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
+    assert_type(gander.softmax(x, algorithm="cluster", batch_invariant=True), Tensor)
+    assert_type(gander.softmax(parameter), Tensor)
+    assert_type(gander.softmax_fwd(x), Tensor)
+    assert_type(gander.softmax_bwd(x, x), Tensor)
+    assert_type(gander.rmsnorm(x, parameter, out_dtype=torch.float16, eps=None), Tensor)
+    assert_type(gander.rmsnorm(x, out_dtype="float16"), Tensor)
+    out, residual, rstd = gander.rmsnorm_fwd(x, parameter, store_rstd=True)
+    assert_type(out, Tensor)
+    assert_type(residual, Tensor)
+    assert rstd is not None
+    dx, dw, _, _ = gander.rmsnorm_bwd(x, parameter, out, rstd)
+    assert_type(dx, Tensor)
+    assert_type(dw, Tensor | None)
+    assert_type(gander.cross_entropy(x, target, weight=parameter, reduction="none"), Tensor)
+    assert_type(gander.cross_entropy_fwd(x, target), Tensor)
+    assert_type(gander.cross_entropy_fwd(x, target, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(gander.cross_entropy_fwd(x, target, return_dx=True, inplace_backward=True), tuple[Tensor, Tensor])
+    assert_type(gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(gander.cross_entropy_bwd(x, target, x, x, inplace_backward=True), Tensor)
+
+
+def arrays(x: Array, target: npt.NDArray[np.int64]) -> None:
+    assert_type(gander.softmax(x), Array)
+    assert_type(gander.softmax_bwd(x, x), Array)
+    assert_type(gander.rmsnorm(x, x, out_dtype=np.float32), Array)
+    assert_type(gander.rmsnorm_fwd(x)[0], Array)
+    assert_type(gander.cross_entropy(x, target), Array)
+    assert_type(gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True), tuple[Array, Array, Array])
+    assert_type(gander.cross_entropy_bwd(x, target, x, x), Array)
+
+
+def about(x: Tensor) -> None:
+    assert_type(gander.explain("softmax", x, algorithm="warp"), str)
+    assert_type(gander.explain("rmsnorm", shape=(4, 8), dtype="bfloat16", device="h100"), str)
+    assert_type([algorithm.name for algorithm in gander.algorithms("softmax_bwd")], list[str])
+    gander.set_debug(True)
+    gander.warmup(torch.device("cpu"))
+
+
+def mistakes(x: Tensor, target: Tensor) -> None:
+    """Each of these is an error; a checker that sees none has an unneeded comment to report."""
+    gander.softmax(x, algorithm="fast")  # type: ignore[call-overload]
+    gander.cross_entropy(x, target, reduction="avg")  # type: ignore[call-overload]
+    gander.cross_entropy(x, target, x)  # type: ignore[call-overload]
+    gander.softmax([1.0])  # type: ignore[call-overload]
