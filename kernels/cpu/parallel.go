@@ -180,8 +180,8 @@ func (c *call[T]) reserve() (err error) {
 	return err
 }
 
-// forget gives mapped memory back. No pointer to that or to the caller's memory stays: the addresses may become
-// part of Go's heap, whose pointers the garbage collector checks.
+// forget gives mapped memory back. No pointer to that or to the caller's memory stays: the addresses may
+// become part of Go's heap, whose pointers the garbage collector checks.
 func (c *call[T]) forget() {
 	if c.mapped != nil {
 		c.layOut(nil)
