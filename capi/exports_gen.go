@@ -135,6 +135,7 @@ func ganderRMSNormForward(x, weight, y, rstd, options unsafe.Pointer, stream uin
 			Eps:            float64(o.eps),
 			Algorithm:      ops.Algorithm(o.algorithm),
 			BatchInvariant: o.batch_invariant != 0,
+			WeightOffset:   float64(o.weight_offset),
 		}.Run(&c)
 	}
 	return report(err)
@@ -166,6 +167,7 @@ func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeB
 			Eps:            float64(o.eps),
 			Algorithm:      ops.Algorithm(o.algorithm),
 			BatchInvariant: o.batch_invariant != 0,
+			WeightOffset:   float64(o.weight_offset),
 		}.Run(&c)
 		if err != nil {
 			return err
@@ -190,6 +192,7 @@ func ganderRMSNormBackward(x, weight, dout, rstd, dx, dw, options unsafe.Pointer
 			Eps:            float64(o.eps),
 			Algorithm:      ops.Algorithm(o.algorithm),
 			BatchInvariant: o.batch_invariant != 0,
+			WeightOffset:   float64(o.weight_offset),
 		}.Run(&c)
 	}
 	return report(err)
@@ -226,6 +229,7 @@ func ganderRMSNormBackwardOwned(x, weight, dout, rstd, options unsafe.Pointer, s
 			Eps:            float64(o.eps),
 			Algorithm:      ops.Algorithm(o.algorithm),
 			BatchInvariant: o.batch_invariant != 0,
+			WeightOffset:   float64(o.weight_offset),
 		}.Run(&c)
 		if err != nil {
 			return err

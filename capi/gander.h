@@ -133,6 +133,7 @@ typedef struct {
   double eps;
   int32_t algorithm; /* how a GPU goes over the rows: a gander_algorithm */
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+  double weight_offset; /* added to each weight; needs a weight */
 } gander_rmsnorm_options;
 
 typedef struct {
@@ -166,8 +167,8 @@ int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y, const gande
 int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
                                 const gander_softmax_options* options, void* stream);
 
-/* y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and Sennrich, "Root Mean
- * Square Layer Normalization", 2019).
+/* y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
+ * Sennrich, "Root Mean Square Layer Normalization", 2019).
  *   x: (M, N); float16, bfloat16, float32, on the host also float64.
  *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
  *   y: (M, N); float16, bfloat16 or float32, float64 exactly where x is; may be x where the dtypes agree.
@@ -175,8 +176,8 @@ int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLT
 int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* y,
                                const DLTensor* rstd, const gander_rmsnorm_options* options, void* stream);
 
-/* With h = x * rstd and g = dout * weight: dx = (g - h * mean(g * h)) * rstd for each row, and dw = the
- * sum over rows of dout * h, accumulated in float32 or wider in a fixed order.
+/* With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd for each
+ * row, and dw = the sum over rows of dout * h, accumulated in float32 or wider in a fixed order.
  *   x: (M, N); float16, bfloat16, float32, on the host also float64.
  *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
  *   dout: (M, N); float16, bfloat16 or float32, float64 exactly where x is.

@@ -14,5 +14,6 @@ const (
 
 // RMSNormOptions are the options that the kernels of rmsnorm take.
 type RMSNormOptions struct {
-	Eps float32 // added to the mean of squares; backward does not use it
+	Eps          float32 // added to the mean of squares; backward does not use it
+	WeightOffset float32 // added to each weight; needs a weight
 }

@@ -120,8 +120,8 @@ func (o SoftmaxBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
-// RMSNormForward is the operator rmsnorm_forward: y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps)
-// for each row (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+// RMSNormForward is the operator rmsnorm_forward: y = x * rstd * (weight + weight_offset) with rstd = 1 /
+// sqrt(mean(x^2) + eps) for each row (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type RMSNormForward struct {
@@ -135,15 +135,17 @@ type RMSNormForward struct {
 	Eps            float64   // added to the mean of squares; backward does not use it
 	Algorithm      Algorithm // how a GPU goes over the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
+	WeightOffset   float64   // added to each weight; needs a weight
 }
 
 // rmsNormForward is a RMSNormForward whose operands have been checked.
 type rmsNormForward struct {
-	X      kernels.Matrix
-	Weight kernels.Vector
-	Y      kernels.Matrix
-	Rstd   kernels.Vector
-	Eps    float64
+	X            kernels.Matrix
+	Weight       kernels.Vector
+	Y            kernels.Matrix
+	Rstd         kernels.Vector
+	Eps          float64
+	WeightOffset float64
 	Choice
 }
 
@@ -151,8 +153,9 @@ type rmsNormForward struct {
 func (o RMSNormForward) Run(c *Call) error {
 	k := check{op: "rmsnorm_forward"}
 	a := rmsNormForward{
-		Eps:    o.Eps,
-		Choice: Choose(o.Algorithm, o.BatchInvariant),
+		Eps:          o.Eps,
+		WeightOffset: o.WeightOffset,
+		Choice:       Choose(o.Algorithm, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	if o.Weight != nil {
@@ -177,13 +180,14 @@ func (o RMSNormForward) Run(c *Call) error {
 
 func (a *rmsNormForward) options() kernels.RMSNormOptions {
 	return kernels.RMSNormOptions{
-		Eps: float32(a.Eps),
+		Eps:          float32(a.Eps),
+		WeightOffset: float32(a.WeightOffset),
 	}
 }
 
-// RMSNormBackward is the operator rmsnorm_backward: With h = x * rstd and g = dout * weight: dx = (g - h *
-// mean(g * h)) * rstd for each row, and dw = the sum over rows of dout * h, accumulated in float32 or wider
-// in a fixed order.
+// RMSNormBackward is the operator rmsnorm_backward: With h = x * rstd and g = dout * (weight +
+// weight_offset): dx = (g - h * mean(g * h)) * rstd for each row, and dw = the sum over rows of dout * h,
+// accumulated in float32 or wider in a fixed order.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type RMSNormBackward struct {
@@ -198,17 +202,19 @@ type RMSNormBackward struct {
 	Eps            float64   // added to the mean of squares; backward does not use it
 	Algorithm      Algorithm // how a GPU goes over the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
+	WeightOffset   float64   // added to each weight; needs a weight
 }
 
 // rmsNormBackward is a RMSNormBackward whose operands have been checked.
 type rmsNormBackward struct {
-	X      kernels.Matrix
-	Weight kernels.Vector
-	DOut   kernels.Matrix
-	Rstd   kernels.Vector
-	DX     kernels.Matrix
-	DW     kernels.Vector
-	Eps    float64
+	X            kernels.Matrix
+	Weight       kernels.Vector
+	DOut         kernels.Matrix
+	Rstd         kernels.Vector
+	DX           kernels.Matrix
+	DW           kernels.Vector
+	Eps          float64
+	WeightOffset float64
 	Choice
 }
 
@@ -216,8 +222,9 @@ type rmsNormBackward struct {
 func (o RMSNormBackward) Run(c *Call) error {
 	k := check{op: "rmsnorm_backward"}
 	a := rmsNormBackward{
-		Eps:    o.Eps,
-		Choice: Choose(o.Algorithm, o.BatchInvariant),
+		Eps:          o.Eps,
+		WeightOffset: o.WeightOffset,
+		Choice:       Choose(o.Algorithm, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	if o.Weight != nil {
@@ -235,6 +242,7 @@ func (o RMSNormBackward) Run(c *Call) error {
 		k.output()
 	}
 	k.chosen(a.Choice, kernels.RMSNormBackward)
+	a.refuse(&k)
 	if k.err != nil {
 		return k.err
 	}
@@ -246,7 +254,8 @@ func (o RMSNormBackward) Run(c *Call) error {
 
 func (a *rmsNormBackward) options() kernels.RMSNormOptions {
 	return kernels.RMSNormOptions{
-		Eps: float32(a.Eps),
+		Eps:          float32(a.Eps),
+		WeightOffset: float32(a.WeightOffset),
 	}
 }
 

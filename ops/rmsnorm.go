@@ -12,11 +12,29 @@ func (a *rmsNormForward) refuse(k *check) {
 	if !(a.Eps >= 0) || math.IsInf(a.Eps, 1) {
 		k.fail(StatusOption, "eps is %v, expected a finite number of 0 or more", a.Eps)
 	}
+	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
+}
+
+func (a *rmsNormBackward) refuse(k *check) { a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight) }
+
+// weightOffset checks the option and returns what is added to each weight: -0 for 0, which leaves a weight of -0 what it
+// is.
+func (k *check) weightOffset(offset float64, weight kernels.Vector) float64 {
+	switch {
+	case offset == 0:
+		return math.Copysign(0, -1)
+	case math.IsNaN(offset) || math.IsInf(offset, 0):
+		k.fail(StatusOption, "weight_offset is %v, expected a finite number", offset)
+	case !weight.Present():
+		k.fail(StatusOption, "weight_offset is %v without a weight, expected 0; pass the weight or drop weight_offset", offset)
+	}
+	return offset
 }
 
 func (a *rmsNormForward) host() error {
 	if a.X.Rows > 0 {
-		return cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, cpu.RMSNormOptions{Eps: a.Eps}, workers())
+		o := cpu.RMSNormOptions{Eps: a.Eps, WeightOffset: a.WeightOffset}
+		return cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, o, workers())
 	}
 	return nil
 }
@@ -41,7 +59,8 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 
 func (a *rmsNormBackward) host() error {
 	if a.X.Rows > 0 || a.DW.Present() {
-		return cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, cpu.RMSNormOptions{}, workers())
+		o := cpu.RMSNormOptions{WeightOffset: a.WeightOffset}
+		return cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, o, workers())
 	}
 	return nil
 }

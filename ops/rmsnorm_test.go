@@ -4,12 +4,14 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/ops"
 )
 
 const eps = 1e-6
@@ -155,4 +157,49 @@ func TestRMSNormExpandedGradient(t *testing.T) {
 	want, magnitude, wantDW, magnitudeDW := rmsnormGrad(vx, nil, values(t, dout), values(t, rstd), n)
 	requireClose(t, want, magnitude, values(t, dx), dlpack.Float32, n)
 	requireClose(t, wantDW, magnitudeDW, values(t, dw), dlpack.Float32, m)
+}
+
+// With weight_offset the weight counts as weight + offset, whose gradient is the weight's. 0 changes no bit, of a weight
+// of -0 neither.
+func TestRMSNormWeightOffset(t *testing.T) {
+	for _, n := range []int64{5, 1000, 132000} { // long rows widen the weight block by block
+		for _, d := range floats {
+			for _, dw := range companions(d) {
+				if n > 1000 && d != dlpack.BFloat16 && d != dw { // the weight is widened all the same
+					continue
+				}
+				const m, offset = 2, 0.5
+				r := rand.New(rand.NewPCG(uint64(n), uint64(d.Bits)))
+				x, dout := tensor(t, d, random(t, r, d, m*n), m, n), tensor(t, d, random(t, r, d, m*n), m, n)
+				w := random(t, r, dlpack.Float16, n)
+				for i := range w {
+					w[i] = math.Mod(math.Round(w[i]*16), 64) / 16 // w + offset is a number of every dtype
+				}
+				moved := make([]float64, n)
+				for i := range w {
+					moved[i] = w[i] + offset
+				}
+				w[0] = math.Copysign(0, -1)
+				moved[0] = offset
+				results := func(weight []float64, offset float64) (all [][]float64) {
+					v, y, rstd := tensor(t, dw, weight, n), empty(t, d, m, n), empty(t, statistic(d), m)
+					dx, dweight := empty(t, d, m, n), empty(t, dw, n)
+					require.NoError(t, ops.RMSNormForward{X: x, Weight: v, Y: y, Rstd: rstd, Eps: eps, WeightOffset: offset}.Run(nil))
+					require.NoError(t, ops.RMSNormBackward{X: x, Weight: v, DOut: dout, Rstd: rstd, DX: dx, DW: dweight,
+						WeightOffset: offset}.Run(nil))
+					return [][]float64{values(t, y), values(t, rstd), values(t, dx), values(t, dweight)}
+				}
+				want, got, without := results(moved, 0), results(w, offset), results(w, 0)
+				for i := range want {
+					assert.True(t, slices.Equal(want[i], got[i]), "result %d of %v, weight %v, n %d", i, d, dw, n)
+				}
+				assert.True(t, math.Signbit(without[0][0]) != math.Signbit(values(t, x)[0]), "-0 stays -0")
+			}
+		}
+	}
+	x, y, w := empty(t, dlpack.Float32, 1, 4), empty(t, dlpack.Float32, 1, 4), empty(t, dlpack.Float32, 4)
+	err := ops.RMSNormForward{X: x, Y: y, WeightOffset: 1}.Run(nil)
+	require.ErrorContains(t, err, "weight_offset is 1 without a weight, expected 0")
+	err = ops.RMSNormForward{X: x, Weight: w, Y: y, WeightOffset: math.NaN()}.Run(nil)
+	require.ErrorContains(t, err, "weight_offset is NaN, expected a finite number")
 }

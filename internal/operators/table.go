@@ -49,11 +49,12 @@ var Table = []Group{
 		Options: []Option{
 			{Name: "eps", Type: Real, Default: 1e-6, Device: true, Doc: "added to the mean of squares; backward does not use it"},
 			algorithm, batchInvariant,
+			{Name: "weight_offset", Type: Real, Device: true, Doc: "added to each weight; needs a weight"},
 		},
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_rmsnorm", Refuses: true,
-				Doc: "y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and Sennrich, \"Root Mean " +
+				Doc: "y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and Sennrich, \"Root Mean " +
 					"Square Layer Normalization\", 2019).",
 				Operands: []Operand{
 					x, weight,
@@ -68,8 +69,8 @@ var Table = []Group{
 				},
 			},
 			{
-				Name: "backward", Owned: "gander_rmsnorm_grad",
-				Doc: "With h = x * rstd and g = dout * weight: dx = (g - h * mean(g * h)) * rstd for each row, and dw = the sum over " +
+				Name: "backward", Owned: "gander_rmsnorm_grad", Refuses: true,
+				Doc: "With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd for each row, and dw = the sum over " +
 					"rows of dout * h, accumulated in float32 or wider in a fixed order.",
 				Operands: []Operand{
 					x, weight,

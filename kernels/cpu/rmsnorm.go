@@ -9,7 +9,8 @@ import (
 
 // RMSNormOptions are the numbers that RMSNorm takes.
 type RMSNormOptions struct {
-	Eps float64 // backward does not use it
+	Eps          float64 // backward does not use it
+	WeightOffset float64 // added to each weight
 }
 
 // RMSNormForward computes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
@@ -65,12 +66,29 @@ func (rmsNormForward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats
 	}
 }
 
+// weightAsIs tells whether the weight can be read where it lies.
+func (c *call[T]) weightAsIs() bool {
+	return c.weight.DType == native[T]() && c.norm.WeightOffset == 0
+}
+
+// loadWeight widens weights and adds the offset.
+func (c *call[T]) loadWeight(to []T, from unsafe.Pointer) {
+	if c.weight.DType == native[T]() {
+		copy(to, unsafe.Slice((*T)(from), len(to)))
+	} else {
+		c.kit.load[c.weight.DType](to, from)
+	}
+	for i := range to {
+		to[i] += T(c.norm.WeightOffset)
+	}
+}
+
 // weightElements is how much of the weight is widened once for all rows; long rows do it block by block.
 func (c *call[T]) weightElements() int {
 	switch {
 	case !c.weight.Present():
 		return min(c.cols, block)
-	case c.weight.DType != native[T]() && !c.long:
+	case !c.weightAsIs() && !c.long:
 		return c.cols
 	}
 	return 0
@@ -83,7 +101,7 @@ func (c *call[T]) widenWeight() {
 			c.weights[i] = 1
 		}
 	case len(c.weights) > 0:
-		c.kit.load[c.weight.DType](c.weights, c.weight.Data)
+		c.loadWeight(c.weights, c.weight.Data)
 	}
 }
 
@@ -93,13 +111,13 @@ func (w *worker[T]) weightBlock(j, n int) []T {
 	}
 	p := unsafe.Add(w.weight.Data, j*int(w.weight.DType.Size()))
 	switch {
-	case w.weight.DType == native[T]():
+	case w.weightAsIs():
 		return unsafe.Slice((*T)(p), n)
 	case !w.long:
 		return w.weights[j : j+n]
 	}
 	s := w.scratch(2, j, n)
-	w.kit.load[w.weight.DType](s, p)
+	w.loadWeight(s, p)
 	return s
 }
 

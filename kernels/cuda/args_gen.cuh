@@ -42,8 +42,9 @@ static_assert(sizeof(SoftmaxArgs) == 120, "the layout is Go's");
 
 struct RMSNormOptions {
   float eps;
+  float weight_offset;
 };
-static_assert(sizeof(RMSNormOptions) == 4, "the layout is Go's");
+static_assert(sizeof(RMSNormOptions) == 8, "the layout is Go's");
 
 struct RMSNormArgs {
   Rows rows;
@@ -58,7 +59,7 @@ struct RMSNormArgs {
   int32_t partials;
   int32_t padding;
 };
-static_assert(sizeof(RMSNormArgs) == 176, "the layout is Go's");
+static_assert(sizeof(RMSNormArgs) == 184, "the layout is Go's");
 
 struct CrossEntropyArgs {
   Rows rows;

@@ -5,10 +5,17 @@
 
 namespace gander {
 
+template <int E>
+__device__ __forceinline__ void add_offset(const RMSNormArgs& a, float (&w)[E]) {
+#pragma unroll
+  for (int j = 0; j < E; j++) w[j] += a.options.weight_offset;  // -0 for none: the weight keeps its bits
+}
+
 template <bool General, int E>
 __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin, int e, Span span, float (&w)[E]) {
   if (a.weight) {
     load_floats<General>(advance(a.weight, a.weight_type, origin), a.weight_type, e, span, w);
+    add_offset(a, w);
   } else {
 #pragma unroll
     for (int j = 0; j < E; j++) w[j] = 1.f;
@@ -57,6 +64,7 @@ struct WeightsEarly {
         for (int k = 0; k < B; k++) {
           float f[E];
           unpack(T(), b[k], f);
+          add_offset(args, f);
           each(i + k, by(f));
         }
       }
@@ -585,7 +593,7 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   float w[E];
 #pragma unroll
   for (int j = 0; j < E; j++)
-    w[j] = a.weight && column(j) < span.hi ? load_float(a.weight, a.weight_type, begin + column(j)) : 1.f;
+    w[j] = a.weight && column(j) < span.hi ? load_float(a.weight, a.weight_type, begin + column(j)) + a.options.weight_offset : 1.f;
   for (int64_t row = first; row < last; row++) {
     const T* x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
     const void* dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);

@@ -23,6 +23,7 @@ OPTIONS = {
         Option("eps", "real", 1e-06),
         Option("algorithm", "algorithm", 0),
         Option("batch_invariant", "flag", 0),
+        Option("weight_offset", "real", 0),
     ),
     "cross_entropy": (
         Option("ignore_index", "integer", -100),
@@ -126,7 +127,7 @@ TORCH = {
     ),
     "rmsnorm": TorchOperator(
         operator="rmsnorm_forward",
-        schema="rmsnorm(Tensor x, Tensor? weight=None, ScalarType? out_dtype=None, float eps=1e-06, int algorithm=0, bool batch_invariant=False) -> Tensor",
+        schema="rmsnorm(Tensor x, Tensor? weight=None, ScalarType? out_dtype=None, float eps=1e-06, int algorithm=0, bool batch_invariant=False, float weight_offset=0) -> Tensor",
         arguments=(
             Argument("x", "tensor"),
             Argument("weight", "tensor", optional=True),
@@ -134,6 +135,7 @@ TORCH = {
             Argument("eps", "option", type="real"),
             Argument("algorithm", "option", type="algorithm"),
             Argument("batch_invariant", "option", type="flag"),
+            Argument("weight_offset", "option", type="real"),
         ),
         results=("y",),
         saving="rmsnorm_fwd",
@@ -141,7 +143,7 @@ TORCH = {
     ),
     "rmsnorm_fwd": TorchOperator(
         operator="rmsnorm_forward",
-        schema="rmsnorm_fwd(Tensor x, Tensor? weight=None, ScalarType? out_dtype=None, float eps=1e-06, int algorithm=0, bool batch_invariant=False) -> (Tensor y, Tensor rstd)",
+        schema="rmsnorm_fwd(Tensor x, Tensor? weight=None, ScalarType? out_dtype=None, float eps=1e-06, int algorithm=0, bool batch_invariant=False, float weight_offset=0) -> (Tensor y, Tensor rstd)",
         arguments=(
             Argument("x", "tensor"),
             Argument("weight", "tensor", optional=True),
@@ -149,6 +151,7 @@ TORCH = {
             Argument("eps", "option", type="real"),
             Argument("algorithm", "option", type="algorithm"),
             Argument("batch_invariant", "option", type="flag"),
+            Argument("weight_offset", "option", type="real"),
         ),
         results=("y", "rstd"),
         saving="rmsnorm_fwd",
@@ -156,7 +159,7 @@ TORCH = {
     ),
     "rmsnorm_bwd": TorchOperator(
         operator="rmsnorm_backward",
-        schema="rmsnorm_bwd(Tensor x, Tensor? weight, Tensor dout, Tensor rstd, int algorithm=0, bool batch_invariant=False) -> Tensor",
+        schema="rmsnorm_bwd(Tensor x, Tensor? weight, Tensor dout, Tensor rstd, int algorithm=0, bool batch_invariant=False, float weight_offset=0) -> Tensor",
         arguments=(
             Argument("x", "tensor"),
             Argument("weight", "tensor", optional=True),
@@ -164,12 +167,13 @@ TORCH = {
             Argument("rstd", "tensor"),
             Argument("algorithm", "option", type="algorithm"),
             Argument("batch_invariant", "option", type="flag"),
+            Argument("weight_offset", "option", type="real"),
         ),
         results=("dx",),
     ),
     "rmsnorm_bwd_dw": TorchOperator(
         operator="rmsnorm_backward",
-        schema="rmsnorm_bwd_dw(Tensor x, Tensor weight, Tensor dout, Tensor rstd, int algorithm=0, bool batch_invariant=False) -> (Tensor dx, Tensor dw)",
+        schema="rmsnorm_bwd_dw(Tensor x, Tensor weight, Tensor dout, Tensor rstd, int algorithm=0, bool batch_invariant=False, float weight_offset=0) -> (Tensor dx, Tensor dw)",
         arguments=(
             Argument("x", "tensor"),
             Argument("weight", "tensor"),
@@ -177,6 +181,7 @@ TORCH = {
             Argument("rstd", "tensor"),
             Argument("algorithm", "option", type="algorithm"),
             Argument("batch_invariant", "option", type="flag"),
+            Argument("weight_offset", "option", type="real"),
         ),
         results=("dx", "dw"),
     ),

@@ -93,7 +93,7 @@ def _not_yet(argument: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"{argument} is not supported yet; {instead}")
 
 
-def _check_rmsnorm(weight: Any, bias: Any, residual: Any, residual_dtype: Any, weight_offset: float) -> None:
+def _check_rmsnorm(weight: Any, bias: Any, residual: Any, residual_dtype: Any) -> None:
     if isinstance(weight, (int, tuple, list)):
         raise TypeError(
             f"weight is {weight!r}, expected a tensor or None; unlike torch's, rmsnorm(x, weight) has no "
@@ -103,8 +103,6 @@ def _check_rmsnorm(weight: Any, bias: Any, residual: Any, residual_dtype: Any, w
         raise _not_yet("bias", "add it to the result")
     if residual is not None or residual_dtype is not None:
         raise _not_yet("residual", "add it to x before the call")
-    if weight_offset:
-        raise _not_yet("weight_offset", "add it to weight before the call")
 
 
 @overload
@@ -212,15 +210,16 @@ def rmsnorm(
     weight: (N), of any of these dtypes whatever x is (float64 exactly when x is), or None.
     out_dtype: the dtype of the result, or its name ("float16"); x's by default.
     eps: added to the mean of squares; None is torch's default, the machine epsilon of float32 (float64 for float64).
-    bias, residual, residual_dtype, prenorm and weight_offset are not supported yet: NotImplementedError.
+    weight_offset: added to each weight, as Gemma's norms have it; refused without a weight.
+    bias, residual, residual_dtype and prenorm are not supported yet: NotImplementedError.
     algorithm, batch_invariant: as of softmax, with gander.algorithms("rmsnorm") and ("rmsnorm_bwd"); the gradient of
     weight is a sum over rows, and its bits depend on them all.
     Returns a compact tensor of x's shape. Everything is computed in float32 (float64 for float64).
     Raises TypeError (dtype), ValueError (shape, algorithm's name), RuntimeError (device, driver, memory).
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if bias is not None or residual is not None or residual_dtype is not None or weight_offset:
-        _check_rmsnorm(weight, bias, residual, residual_dtype, weight_offset)
+    if bias is not None or residual is not None or residual_dtype is not None:
+        _check_rmsnorm(weight, bias, residual, residual_dtype)
     if prenorm:
         raise _not_yet("prenorm", "add the residual to x before the call")
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
@@ -230,7 +229,7 @@ def rmsnorm(
             out_dtype = _dtype(ops, out_dtype)
         if eps is None:
             eps = _epsilon(x)
-        return ops.rmsnorm(x, weight, out_dtype, eps, how, bool(batch_invariant))
+        return ops.rmsnorm(x, weight, out_dtype, eps, how, bool(batch_invariant), weight_offset)
     except _FAILURES as error:
         raise ops.explained(error, weight=weight) from None
 
@@ -284,8 +283,8 @@ def rmsnorm_fwd(
     residual_out is x itself. rstd = 1 / sqrt(mean(x^2) + eps), float32 (float64 for float64) of shape x.shape[:-1],
     with store_rstd, else None. Arguments and errors are those of rmsnorm.
     """
-    if bias is not None or residual is not None or residual_dtype is not None or weight_offset:
-        _check_rmsnorm(weight, bias, residual, residual_dtype, weight_offset)
+    if bias is not None or residual is not None or residual_dtype is not None:
+        _check_rmsnorm(weight, bias, residual, residual_dtype)
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
@@ -293,7 +292,7 @@ def rmsnorm_fwd(
             out_dtype = _dtype(ops, out_dtype)
         if eps is None:
             eps = _epsilon(x)
-        arguments = _detached(x), _detached(weight), out_dtype, eps, how, bool(batch_invariant)
+        arguments = _detached(x), _detached(weight), out_dtype, eps, how, bool(batch_invariant), weight_offset
         out, rstd = ops.rmsnorm_fwd(*arguments) if store_rstd else (ops.rmsnorm(*arguments), None)
     except _FAILURES as error:
         raise ops.explained(error, weight=weight) from None
@@ -343,7 +342,8 @@ def rmsnorm_bwd(
 ) -> Any:
     """The gradient of rmsnorm. Returns (dx, dw, db, dresidual); db and dresidual are None, dw is without a weight.
 
-    With h = x * rstd and g = dout * weight: dx = (g - h * mean(g * h)) * rstd, dw = sum over rows of dout * h.
+    With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd, dw = sum over rows of
+    dout * h.
     x, weight, rstd: as in the forward call; dout: x's shape, any of the dtypes. dx has the dtype of x, dw that of
     weight; dw is accumulated in float32 or wider in a fixed order, so its bits do not change from run to run.
     algorithm: one of gander.algorithms("rmsnorm_bwd"). It, batch_invariant and errors are those of rmsnorm.
@@ -352,15 +352,13 @@ def rmsnorm_bwd(
         raise _not_yet("has_bias", "the gradient of a bias is dout summed over its rows")
     if has_residual or dresidual_out is not None:
         raise _not_yet("dresidual_out", "add it to dx")
-    if weight_offset:
-        _check_rmsnorm(weight, None, None, None, weight_offset)
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if weight is None:
-            dx, dw = ops.rmsnorm_bwd(x, None, dout, rstd, how, bool(batch_invariant)), None
+            dx, dw = ops.rmsnorm_bwd(x, None, dout, rstd, how, bool(batch_invariant), weight_offset), None
         else:
-            dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, how, bool(batch_invariant))
+            dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, how, bool(batch_invariant), weight_offset)
     except _FAILURES as error:
         raise ops.explained(error, weight=weight, dout=dout, rstd=rstd) from None
     return dx, dw, None, None

@@ -43,6 +43,7 @@ static int32_t call_rmsnorm(Call* call, const Operand* o, const Value* a) {
       .eps = as_double(a[3]),
       .algorithm = (int32_t)a[4],
       .batch_invariant = (a[5] & 1) != 0,
+      .weight_offset = as_double(a[6]),
   };
   return lib.gander_rmsnorm_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
@@ -56,6 +57,7 @@ static int32_t call_rmsnorm_fwd(Call* call, const Operand* o, const Value* a) {
       .eps = as_double(a[3]),
       .algorithm = (int32_t)a[4],
       .batch_invariant = (a[5] & 1) != 0,
+      .weight_offset = as_double(a[6]),
   };
   return lib.gander_rmsnorm_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
@@ -69,6 +71,7 @@ static int32_t call_rmsnorm_bwd(Call* call, const Operand* o, const Value* a) {
       .eps = 1e-06,
       .algorithm = (int32_t)a[4],
       .batch_invariant = (a[5] & 1) != 0,
+      .weight_offset = as_double(a[6]),
   };
   return lib.gander_rmsnorm_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -83,6 +86,7 @@ static int32_t call_rmsnorm_bwd_dw(Call* call, const Operand* o, const Value* a)
       .eps = 1e-06,
       .algorithm = (int32_t)a[4],
       .batch_invariant = (a[5] & 1) != 0,
+      .weight_offset = as_double(a[6]),
   };
   return lib.gander_rmsnorm_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -288,7 +292,7 @@ static const Operator operators[] = {
         .name = "rmsnorm",
         .operator = "rmsnorm_forward",
         .call = call_rmsnorm,
-        .arguments = "TOdfib",
+        .arguments = "TOdfibf",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
@@ -303,7 +307,7 @@ static const Operator operators[] = {
         .results = {2},
         .fast = true,
         .saving = OP_RMSNORM_FWD,
-        .differentiable = {true, true, false, false, false, false},
+        .differentiable = {true, true, false, false, false, false, false},
         .saved_count = 3,
         .saved = {{false, 0}, {false, 1}, {true, 1}},
     },
@@ -311,7 +315,7 @@ static const Operator operators[] = {
         .name = "rmsnorm_fwd",
         .operator = "rmsnorm_forward",
         .call = call_rmsnorm_fwd,
-        .arguments = "TOdfib",
+        .arguments = "TOdfibf",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
@@ -326,7 +330,7 @@ static const Operator operators[] = {
         .results = {2, 3},
         .fast = true,
         .saving = OP_RMSNORM_FWD,
-        .differentiable = {true, true, false, false, false, false},
+        .differentiable = {true, true, false, false, false, false, false},
         .saved_count = 3,
         .saved = {{false, 0}, {false, 1}, {true, 1}},
     },
@@ -334,7 +338,7 @@ static const Operator operators[] = {
         .name = "rmsnorm_bwd",
         .operator = "rmsnorm_backward",
         .call = call_rmsnorm_bwd,
-        .arguments = "TOTTib",
+        .arguments = "TOTTibf",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
@@ -356,7 +360,7 @@ static const Operator operators[] = {
         .name = "rmsnorm_bwd_dw",
         .operator = "rmsnorm_backward",
         .call = call_rmsnorm_bwd_dw,
-        .arguments = "TTTTib",
+        .arguments = "TTTTibf",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,

@@ -163,9 +163,9 @@ CASES = {
     ),
     "prenorm": (lambda: gander.rmsnorm(X, prenorm=True), NotImplementedError, "prenorm is not supported yet"),
     "a weight offset": (
-        lambda: gander.rmsnorm(X, WEIGHT, weight_offset=1.0),
-        NotImplementedError,
-        "weight_offset is not supported yet; add it to weight before the call",
+        lambda: gander.rmsnorm(X, weight_offset=1.0),
+        ValueError,
+        "weight_offset is 1 without a weight, expected 0; pass the weight or drop weight_offset",
     ),
     "the gradient of a bias": (
         lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, has_bias=True),

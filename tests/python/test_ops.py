@@ -130,6 +130,32 @@ def test_rmsnorm_backward_without_weight(device, dtype, shape):
     assert_accurate(*got, grads(rms, x)[1], grads(rms, x.double())[1])
 
 
+@pytest.mark.parametrize("offset", [1.0, -0.25])
+@pytest.mark.parametrize("shape", [(7, 31), (33, 256), (129, 1000), (5, 8192), (3, 50257)], ids=str)
+@pytest.mark.parametrize("dtype", LOW, ids=lambda d: str(d)[6:])
+def test_rmsnorm_weight_offset(device, dtype, shape, offset):
+    """The bits of a weight that the offset was added to before; a weight's gradient is the moved weight's."""
+    x, dout = rand(shape, dtype, device), rand(shape, dtype, device)
+    weight = (torch.randint(-64, 64, shape[-1:], device=device) / 16).to(dtype)  # weight + offset is exact
+
+    def results(weight, **options):
+        x_, weight_ = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = gander.rmsnorm(x_, weight_, **options)
+        out.backward(dout)
+        fwd, _, rstd = gander.rmsnorm_fwd(x, weight, store_rstd=True, **options)
+        dx, dw, _, _ = gander.rmsnorm_bwd(x, weight, dout, rstd, **options)
+        assert torch.equal(out, fwd) and torch.equal(x_.grad, dx) and torch.equal(weight_.grad, dw)
+        return out.detach(), dx, dw
+
+    for want, got in zip(results(weight + offset), results(weight, weight_offset=offset), strict=True):
+        assert torch.equal(want, got)
+
+
+def test_rmsnorm_without_weight_offset_keeps_negative_zeros(device):
+    weight = torch.full((8,), -0.0, device=device)
+    assert gander.rmsnorm(torch.ones(3, 8, device=device), weight, weight_offset=0.0).signbit().all()
+
+
 @pytest.mark.parametrize("out_dtype", LOW, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("weight_dtype", LOW, ids=lambda d: str(d)[6:])
 @low_dtypes
