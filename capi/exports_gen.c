@@ -135,3 +135,40 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
   }
   return gander_end(inputs, 6, status);
 }
+
+int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
+                                 const gander_logsumexp_options* options, void* stream) {
+  GANDER_ENTER();
+  return ganderLogSumExpForward((void*)x, (void*)lse, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_logsumexp(DLManagedTensorVersioned* x, const gander_logsumexp_options* options, void* stream,
+                         DLManagedTensorVersioned** lse) {
+  const gander_input inputs[] = {{"x", x}};
+  DLManagedTensorVersioned** const outputs[] = {lse};
+  int32_t status = gander_begin(__func__, inputs, 1, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderLogSumExpForwardOwned(gander_tensor(x), (void*)options, (uintptr_t)stream, lse);
+  }
+  return gander_end(inputs, 1, status);
+}
+
+int32_t gander_logsumexp_backward(const DLTensor* x, const DLTensor* dlse, const DLTensor* lse,
+                                  const DLTensor* dx, const gander_logsumexp_options* options, void* stream) {
+  GANDER_ENTER();
+  return ganderLogSumExpBackward(
+      (void*)x, (void*)dlse, (void*)lse, (void*)dx, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_logsumexp_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dlse,
+                              DLManagedTensorVersioned* lse, const gander_logsumexp_options* options,
+                              void* stream, DLManagedTensorVersioned** dx) {
+  const gander_input inputs[] = {{"x", x}, {"dlse", dlse}, {"lse", lse}};
+  DLManagedTensorVersioned** const outputs[] = {dx};
+  int32_t status = gander_begin(__func__, inputs, 3, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderLogSumExpBackwardOwned(
+        gander_tensor(x), gander_tensor(dlse), gander_tensor(lse), (void*)options, (uintptr_t)stream, dx);
+  }
+  return gander_end(inputs, 3, status);
+}

@@ -27,6 +27,10 @@ func crossEntropyOptions(p unsafe.Pointer) (C.gander_cross_entropy_options, erro
 	return readOptions(p, C.gander_cross_entropy_options{ignore_index: -100})
 }
 
+func logSumExpOptions(p unsafe.Pointer) (C.gander_logsumexp_options, error) {
+	return readOptions(p, C.gander_logsumexp_options{})
+}
+
 //export ganderSoftmaxForward
 func ganderSoftmaxForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
@@ -355,6 +359,98 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator,
 			IgnoreIndex:    int64(o.ignore_index),
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderLogSumExpForward
+func ganderLogSumExpForward(x, lse, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := logSumExpOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.LogSumExpForward{
+			X:              tensor(x),
+			LSE:            tensor(lse),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderLogSumExpForwardOwned
+func ganderLogSumExpForwardOwned(x, options unsafe.Pointer, stream uintptr, lse unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := logSumExpOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("logsumexp", "x", tensor(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tlse := made.must("lse", lse, made.statistic(), made.perRow())
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.LogSumExpForward{
+			X:              tensor(x),
+			LSE:            tlse,
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderLogSumExpBackward
+func ganderLogSumExpBackward(x, dlse, lse, dx, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := logSumExpOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.LogSumExpBackward{
+			X:              tensor(x),
+			DLSE:           tensor(dlse),
+			LSE:            tensor(lse),
+			DX:             tensor(dx),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderLogSumExpBackwardOwned
+func ganderLogSumExpBackwardOwned(x, dlse, lse, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := logSumExpOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("logsumexp_grad", "x", tensor(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdx := made.must("dx", dx, made.dtype(), made.rows())
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.LogSumExpBackward{
+			X:              tensor(x),
+			DLSE:           tensor(dlse),
+			LSE:            tensor(lse),
+			DX:             tdx,
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {

@@ -149,6 +149,12 @@ typedef struct {
   int32_t one_pass;
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
 } gander_cross_entropy_options;
+
+typedef struct {
+  size_t size;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_logsumexp_options;
 /* end of what is generated */
 
 /* ---- Borrowed tensors: nothing is kept, freed or allocated, outputs are written where they lie ---- */
@@ -223,6 +229,21 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
                                       const DLTensor* dloss, const DLTensor* lse, const DLTensor* denominator,
                                       const DLTensor* dx, const gander_cross_entropy_options* options,
                                       void* stream);
+
+/* lse = log(sum exp(x)) for each row, its maximum subtracted first. A row of -inf gives -inf; one with
+ * +inf or NaN gives NaN.
+ *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   lse: M elements, contiguous; float32, float64 where x is. */
+int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
+                                 const gander_logsumexp_options* options, void* stream);
+
+/* dx = dlse * exp(x - lse) for each row.
+ *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   dlse: M elements, any stride; float32, float64 where x is.
+ *   lse: M elements, contiguous; float32, float64 where x is.
+ *   dx: (M, N); x's dtype; may be x where the dtypes agree. */
+int32_t gander_logsumexp_backward(const DLTensor* x, const DLTensor* dlse, const DLTensor* lse,
+                                  const DLTensor* dx, const gander_logsumexp_options* options, void* stream);
 /* end of what is generated */
 
 /* ---- Owned tensors: inputs are consumed, outputs are new ----
@@ -266,6 +287,15 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
                                   DLManagedTensorVersioned* lse, DLManagedTensorVersioned* denominator,
                                   const gander_cross_entropy_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
+
+/* gander_logsumexp_forward with tensors that change hands. */
+int32_t gander_logsumexp(DLManagedTensorVersioned* x, const gander_logsumexp_options* options, void* stream,
+                         DLManagedTensorVersioned** lse);
+
+/* gander_logsumexp_backward with tensors that change hands. */
+int32_t gander_logsumexp_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dlse,
+                              DLManagedTensorVersioned* lse, const gander_logsumexp_options* options,
+                              void* stream, DLManagedTensorVersioned** dx);
 /* end of what is generated */
 
 /* ---- What would run ---- */

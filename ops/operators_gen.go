@@ -423,3 +423,80 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 	}
 	return a.cuda(c.orDefault(), k.device.ID)
 }
+
+// LogSumExpForward is the operator logsumexp_forward: lse = log(sum exp(x)) for each row, its maximum
+// subtracted first. A row of -inf gives -inf; one with +inf or NaN gives NaN.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type LogSumExpForward struct {
+	X   *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
+	LSE *dlpack.Tensor // M elements, contiguous; float32, float64 where x is
+
+	BatchInvariant bool // a row's bits do not depend on how many rows there are
+}
+
+// logSumExpForward is a LogSumExpForward whose operands have been checked.
+type logSumExpForward struct {
+	X   kernels.Matrix
+	LSE kernels.Vector
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o LogSumExpForward) Run(c *Call) error {
+	k := check{op: "logsumexp_forward"}
+	a := logSumExpForward{
+		Choice: Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, anyFloat)
+	a.LSE = k.compact("lse", o.LSE, statistic(a.X.DType), a.X.Rows, perRow)
+	k.output()
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// LogSumExpBackward is the operator logsumexp_backward: dx = dlse * exp(x - lse) for each row.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type LogSumExpBackward struct {
+	X    *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
+	DLSE *dlpack.Tensor // M elements, any stride; float32, float64 where x is
+	LSE  *dlpack.Tensor // M elements, contiguous; float32, float64 where x is
+	DX   *dlpack.Tensor // (M, N); x's dtype; may be x where the dtypes agree
+
+	BatchInvariant bool // a row's bits do not depend on how many rows there are
+}
+
+// logSumExpBackward is a LogSumExpBackward whose operands have been checked.
+type logSumExpBackward struct {
+	X    kernels.Matrix
+	DLSE kernels.Vector
+	LSE  kernels.Vector
+	DX   kernels.Matrix
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o LogSumExpBackward) Run(c *Call) error {
+	k := check{op: "logsumexp_backward"}
+	a := logSumExpBackward{
+		Choice: Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, anyFloat)
+	a.DLSE = k.vector("dlse", o.DLSE, statistic(a.X.DType), a.X.Rows, perRow)
+	a.LSE = k.compact("lse", o.LSE, statistic(a.X.DType), a.X.Rows, perRow)
+	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType), "x", a.X)
+	k.output("x")
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}

@@ -86,12 +86,15 @@ var explained = map[string]request{
 	"cross_entropy_forward":    {op: kernels.CrossEntropyForward},
 	"cross_entropy_forward_dx": {op: kernels.CrossEntropyForwardDX},
 	"cross_entropy_backward":   {op: kernels.CrossEntropyBackward},
+	"logsumexp_forward":        {op: kernels.CrossEntropyForward},
+	"logsumexp_backward":       {op: kernels.CrossEntropyBackward},
 }
 
 func (k *check) explained(op string) {
 	if _, ok := explained[op]; !ok {
 		k.fail(StatusOption, "op is %q, expected softmax_forward, softmax_backward, rmsnorm_forward, "+
-			"rmsnorm_backward, cross_entropy_forward, cross_entropy_forward_dx or cross_entropy_backward", op)
+			"rmsnorm_backward, cross_entropy_forward, cross_entropy_forward_dx, cross_entropy_backward, logsumexp_forward or "+
+			"logsumexp_backward", op)
 	}
 }
 

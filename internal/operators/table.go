@@ -158,4 +158,33 @@ var Table = []Group{
 			},
 		},
 	},
+	{
+		Name: "logsumexp", Type: "LogSumExp",
+		Options: []Option{batchInvariant},
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_logsumexp",
+				Doc: "lse = log(sum exp(x)) for each row, its maximum subtracted first. A row of -inf gives -inf; one with +inf or NaN " +
+					"gives NaN.",
+				Operands: []Operand{
+					x,
+					{Name: "lse", Shape: PerRow, DType: Statistic, Output: true},
+				},
+				Torch: []Torch{
+					{Name: "logsumexp", Results: []string{"lse"}, Saving: "logsumexp", Backward: []string{"logsumexp_bwd"}},
+				},
+			},
+			{
+				Name: "backward", Owned: "gander_logsumexp_grad",
+				Doc: "dx = dlse * exp(x - lse) for each row.",
+				Operands: []Operand{
+					x,
+					{Name: "dlse", Shape: Strided, DType: Statistic, Gradient: "lse"},
+					{Name: "lse", Shape: PerRow, DType: Statistic},
+					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}, Gradient: "x"},
+				},
+				Torch: []Torch{{Name: "logsumexp_bwd", Results: []string{"dx"}}},
+			},
+		},
+	},
 }

@@ -29,8 +29,11 @@ func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 }
 
 // class is the row's target: whether the row counts for nothing, by its index or its class's weight, and whether there is such a
-// column.
+// column. Without targets, for a log-sum-exp alone, every row counts and has none.
 func (c *call[T]) class(row int) (t int, ignored, valid bool) {
+	if !c.ce.Target.Present() {
+		return 0, false, false
+	}
 	v := integerAt(&c.ce.Target, row)
 	valid = v >= 0 && v < int64(c.cols)
 	return int(v), v == c.ce.IgnoreIndex || c.classWeight(int(v), valid) == 0, valid
@@ -141,7 +144,7 @@ func (crossEntropyForward[T]) join(w *worker[T], row int, parts []part) stats {
 	}
 	w.losses[w.task].loss += loss
 	w.losses[w.task].weight += weight
-	if w.ce.Reduction == kernels.ReduceNone {
+	if w.ce.Reduction == kernels.ReduceNone && w.ce.Loss.Present() {
 		put(&w.ce.Loss, row, loss)
 	}
 	if w.dx.Data == nil {
@@ -188,7 +191,10 @@ func (crossEntropyBackward[T]) join(w *worker[T], row int, _ []part) stats {
 		return stats{}
 	}
 	gradient, logit := math.NaN(), math.NaN()
-	if valid {
+	switch {
+	case !w.ce.Target.Present():
+		gradient = at(&w.ce.DLoss, row)
+	case valid:
 		logit = w.logit(row, t)
 		gradient = at(&w.ce.DLoss, row) * w.classWeight(t, valid)
 		if w.ce.Reduction == kernels.ReduceMean {

@@ -14,13 +14,16 @@ struct Label {
 };
 constexpr int64_t kNone = INT64_MIN / 2;
 
+// Without targets, for a log-sum-exp alone, every row has the weight 1 and no element of its own.
 __device__ __forceinline__ int64_t load_target(const CrossEntropyArgs& a, int64_t row) {
+  if (!a.target) return kNone;
   const int64_t i = row * a.target_stride;
   if (a.target_type == kInt64) return static_cast<const int64_t*>(a.target)[i];
   return static_cast<const int32_t*>(a.target)[i];
 }
 
 __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target) {
+  if (!a.target) return {kNone, 1.f};
   if (target == a.ignore_index) return {kNone, 0.f};
   if (target < 0 || target >= a.rows.n) return {kNone, kNaN};
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};

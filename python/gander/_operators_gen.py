@@ -31,6 +31,9 @@ OPTIONS = {
         Option("one_pass", "flag", 0),
         Option("batch_invariant", "flag", 0),
     ),
+    "logsumexp": (
+        Option("batch_invariant", "flag", 0),
+    ),
 }
 
 OPERATORS = {
@@ -97,6 +100,24 @@ OPERATORS = {
             Operand("lse", "statistics", "statistic"),
             Operand("denominator", "one", "statistic", optional=True),
             Operand("dx", "rows", "same", like="x", gradient="x", read="one_pass", output=True),
+        ),
+    ),
+    "logsumexp_forward": Operator(
+        group="logsumexp",
+        owned="gander_logsumexp",
+        operands=(
+            Operand("x", "rows", "float"),
+            Operand("lse", "per_row", "statistic", output=True),
+        ),
+    ),
+    "logsumexp_backward": Operator(
+        group="logsumexp",
+        owned="gander_logsumexp_grad",
+        operands=(
+            Operand("x", "rows", "float"),
+            Operand("dlse", "strided", "statistic", gradient="lse"),
+            Operand("lse", "per_row", "statistic"),
+            Operand("dx", "rows", "same", like="x", gradient="x", output=True),
         ),
     ),
 }
@@ -328,5 +349,27 @@ TORCH = {
         fixed={"one_pass": 1},
         writes="dx",
         into="dx",
+    ),
+    "logsumexp": TorchOperator(
+        operator="logsumexp_forward",
+        schema="logsumexp(Tensor x, bool batch_invariant=False) -> Tensor",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("batch_invariant", "option", type="flag"),
+        ),
+        results=("lse",),
+        saving="logsumexp",
+        backward=("logsumexp_bwd",),
+    ),
+    "logsumexp_bwd": TorchOperator(
+        operator="logsumexp_backward",
+        schema="logsumexp_bwd(Tensor x, Tensor dlse, Tensor lse, bool batch_invariant=False) -> Tensor",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("dlse", "tensor"),
+            Argument("lse", "tensor"),
+            Argument("batch_invariant", "option", type="flag"),
+        ),
+        results=("dx",),
     ),
 }

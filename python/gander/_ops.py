@@ -625,3 +625,25 @@ def cross_entropy_bwd(
         return ops.cross_entropy_bwd(x, target, weight, dloss, lse, ignore_index, 0, False)
     except _FAILURES as error:
         raise ops.explained(error, target=target, dloss=dloss, lse=lse, weight=weight) from None
+
+
+@overload
+def logsumexp(x: Tensor, *, batch_invariant: bool = ...) -> Tensor: ...
+@overload
+def logsumexp(x: A, *, batch_invariant: bool = ...) -> A: ...
+def logsumexp(x: Any, *, batch_invariant: bool = False) -> Any:
+    """log(sum exp(x)) over the last dimension, differentiable: the maximum of a row is subtracted first.
+
+    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A torch tensor on the
+    CPU or a CUDA device, or an object with `__dlpack__`, which gives a result of its own kind and no gradient.
+    batch_invariant: as of softmax, for a row's value and its gradient.
+    Returns x.shape[:-1], float32 (float64 for float64), whatever x is. A row of -inf gives -inf; one with +inf or NaN
+    gives NaN, where torch.logsumexp gives +inf for +inf.
+    Raises TypeError (dtype), ValueError (shape), RuntimeError (device, driver, memory).
+    Gradient: dx = dlse * exp(x - lse).
+    """
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    try:
+        return ops.logsumexp(x, bool(batch_invariant))
+    except _FAILURES as error:
+        raise ops.explained(error) from None

@@ -6,7 +6,9 @@
   F(gander_rmsnorm_forward) \
   F(gander_rmsnorm_backward) \
   F(gander_cross_entropy_forward) \
-  F(gander_cross_entropy_backward)
+  F(gander_cross_entropy_backward) \
+  F(gander_logsumexp_forward) \
+  F(gander_logsumexp_backward)
 
 static struct {
   LIBRARY_FUNCTIONS(DECLARE_LIBRARY)
@@ -228,6 +230,27 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       optional(&o[6]), &options, call->stream);
 }
 
+static int32_t call_logsumexp(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_logsumexp_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .batch_invariant = (a[1] & 1) != 0,
+  };
+  return lib.gander_logsumexp_forward(optional(&o[0]), optional(&o[1]), &options, call->stream);
+}
+
+static int32_t call_logsumexp_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_logsumexp_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .batch_invariant = (a[3] & 1) != 0,
+  };
+  return lib.gander_logsumexp_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
+}
+
 enum {
   OP_SOFTMAX,
   OP_SOFTMAX_BWD,
@@ -244,6 +267,8 @@ enum {
   OP_CROSS_ENTROPY_BWD,
   OP_CROSS_ENTROPY_BWD_,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
+  OP_LOGSUMEXP,
+  OP_LOGSUMEXP_BWD,
   OPERATOR_COUNT
 };
 
@@ -583,6 +608,47 @@ static const Operator operators[] = {
         .fast = false,
         .saving = -1,
     },
+    {
+        .name = "logsumexp",
+        .operator = "logsumexp_forward",
+        .call = call_logsumexp,
+        .arguments = "Tb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 2,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"lse", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 1,
+        .results = {1},
+        .fast = true,
+        .saving = OP_LOGSUMEXP,
+        .differentiable = {true, false},
+        .saved_count = 2,
+        .saved = {{false, 0}, {true, 0}},
+    },
+    {
+        .name = "logsumexp_bwd",
+        .operator = "logsumexp_backward",
+        .call = call_logsumexp_bwd,
+        .arguments = "TTTb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 4,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dlse", SHAPE_STRIDED, DTYPE_STATISTIC, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"lse", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 1,
+        .results = {3},
+        .fast = true,
+        .saving = -1,
+    },
 };
 
 KERNEL(softmax, OP_SOFTMAX)
@@ -600,6 +666,8 @@ KERNEL(cross_entropy_fwd_one_pass, OP_CROSS_ENTROPY_FWD_ONE_PASS)
 KERNEL(cross_entropy_bwd, OP_CROSS_ENTROPY_BWD)
 KERNEL(cross_entropy_bwd_, OP_CROSS_ENTROPY_BWD_)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
+KERNEL(logsumexp, OP_LOGSUMEXP)
+KERNEL(logsumexp_bwd, OP_LOGSUMEXP_BWD)
 
 static const Kernel kernels[] = {
     kernel_softmax,
@@ -617,4 +685,6 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_bwd,
     kernel_cross_entropy_bwd_,
     kernel_cross_entropy_bwd_one_pass,
+    kernel_logsumexp,
+    kernel_logsumexp_bwd,
 };

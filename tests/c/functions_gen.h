@@ -69,6 +69,24 @@ static inline int32_t call_cross_entropy_grad_owned(const arguments* a) {
       a->options, a->stream, a->outputs[0]);
 }
 
+static inline int32_t call_logsumexp_forward(const arguments* a) {
+  return gander_logsumexp_forward(borrowed(a, 0), borrowed(a, 1), a->options, a->stream);
+}
+
+static inline int32_t call_logsumexp_owned(const arguments* a) {
+  return gander_logsumexp(a->operands[0], a->options, a->stream, a->outputs[0]);
+}
+
+static inline int32_t call_logsumexp_backward(const arguments* a) {
+  return gander_logsumexp_backward(
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), a->options, a->stream);
+}
+
+static inline int32_t call_logsumexp_grad_owned(const arguments* a) {
+  return gander_logsumexp_grad(
+      a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0]);
+}
+
 static const function functions[] = {
     {"gander_softmax_forward", call_softmax_forward, "mm", 0, &bad_softmax},
     {"gander_softmax", call_softmax_owned, "m", 1, &bad_softmax},
@@ -82,4 +100,8 @@ static const function functions[] = {
     {"gander_cross_entropy", call_cross_entropy_owned, "mtn", 4, &bad_cross_entropy},
     {"gander_cross_entropy_backward", call_cross_entropy_backward, "mtnsr-m", 0, &bad_cross_entropy},
     {"gander_cross_entropy_grad", call_cross_entropy_grad_owned, "mtnsr-", 1, &bad_cross_entropy},
+    {"gander_logsumexp_forward", call_logsumexp_forward, "mr", 0, NULL},
+    {"gander_logsumexp", call_logsumexp_owned, "m", 1, NULL},
+    {"gander_logsumexp_backward", call_logsumexp_backward, "mtrm", 0, NULL},
+    {"gander_logsumexp_grad", call_logsumexp_grad_owned, "mtr", 1, NULL},
 };

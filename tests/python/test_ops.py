@@ -379,6 +379,27 @@ def test_targets_out_of_range_are_never_read_with(device):
 # ---- layouts ----
 
 
+# ---- logsumexp ----
+
+
+@shapes
+@dtypes
+def test_logsumexp(served, dtype, shape):
+    x = rand(shape, dtype, served)
+    wide = torch.promote_types(dtype, torch.float32)
+    want, want_dx = grads(lambda x: torch.logsumexp(x.to(torch.float64), -1).to(wide), x)
+    got, dx = grads(gander.logsumexp, x)
+    assert got.dtype == wide and dx.dtype == dtype
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(dx, want_dx)
+
+
+def test_logsumexp_special_values(device):
+    inf = float("inf")
+    x = torch.tensor([[-inf, -inf], [-inf, 2.0], [float("nan"), 1.0], [1e4, 1e4]], device=device)
+    torch.testing.assert_close(gander.logsumexp(x), torch.logsumexp(x, -1), equal_nan=True)
+
+
 def layouts(dtype, device, n=67):
     """Views of (..., n) that are not compact rows."""
     base = rand((5, 4, 2 * n + 1), dtype, device)

@@ -1,0 +1,59 @@
+package ops
+
+import (
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+	"github.com/gander-go/gander/kernels/cpu"
+)
+
+// The kernels are those of cross-entropy, which take no target to mean that only the log-sum-exp is wanted, and that
+// the gradient has no target's part.
+
+func (a *logSumExpForward) spec() kernels.CrossEntropy { return kernels.CrossEntropy{X: a.X, Max: a.LSE} }
+
+func (a *logSumExpForward) host() error {
+	if a.X.Rows == 0 {
+		return nil
+	}
+	s := a.spec()
+	return cpu.CrossEntropyForward(&s, workers())
+}
+
+func (a *logSumExpForward) cuda(c *Call, ordinal int32) error {
+	return c.logSumExp(ordinal, a.spec(), request{op: kernels.CrossEntropyForward, Choice: a.Choice, general: !vectorRows(a.X)})
+}
+
+func (a *logSumExpBackward) spec() kernels.CrossEntropy {
+	return kernels.CrossEntropy{X: a.X, DLoss: a.DLSE, Max: a.LSE, DX: a.DX}
+}
+
+func (a *logSumExpBackward) host() error {
+	if a.X.Rows == 0 {
+		return nil
+	}
+	s := a.spec()
+	return cpu.CrossEntropyBackward(&s, workers())
+}
+
+func (a *logSumExpBackward) cuda(c *Call, ordinal int32) error {
+	general := !vectorRows(a.X) || !vectorRows(a.DX)
+	return c.logSumExp(ordinal, a.spec(), request{op: kernels.CrossEntropyBackward, Choice: a.Choice, general: general})
+}
+
+// logSumExp launches either direction.
+func (c *Call) logSumExp(ordinal int32, s kernels.CrossEntropy, r request) error {
+	if s.X.Rows == 0 {
+		return nil
+	}
+	r.x, r.m, r.n, r.alike = s.X.DType, s.X.Rows, s.X.Cols, r.general && s.DX.Data == nil
+	k, err := c.start(ordinal, r)
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := k.crossEntropy(&s)
+	args.Logits = k.at(k.plan.scratch.logits)
+	args.Dloss, args.DlossStride = input(s.DLoss.Data), s.DLoss.Stride
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
