@@ -97,7 +97,7 @@ type Variant struct {
 	General    bool // takes any alignment and row stride; the others want 16-byte aligned rows of whole vectors
 	Alike      bool // general: wants all operands' rows to lie alike in their 16-byte vectors, for which more of them fit the registers
 	Cluster    bool // launched with clusters: sm_90 and later only
-	Resident   int  // CTAs per SM that the compiler leaves registers for
+	Resident   int  // CTAs per SM that the compiler leaves registers for on sm_90; ResidentOn has the others
 	Together   int  // Team: rows that are taken together
 	Groups     int  // Team: parts of a CTA that take them side by side, each with its own dw
 	Stages     int  // Lanes: rows that a thread has on their way

@@ -10,7 +10,9 @@ import (
 // The kernels are those of cross-entropy, which take no target to mean that only the log-sum-exp is wanted, and that
 // the gradient has no target's part.
 
-func (a *logSumExpForward) spec() kernels.CrossEntropy { return kernels.CrossEntropy{X: a.X, Max: a.LSE} }
+func (a *logSumExpForward) spec() kernels.CrossEntropy {
+	return kernels.CrossEntropy{X: a.X, Max: a.LSE}
+}
 
 func (a *logSumExpForward) host() error {
 	if a.X.Rows == 0 {

@@ -782,7 +782,8 @@ func (p *planner) inTeam() bool {
 			least = 12
 		}
 		// Of the members as many as are a power of two, as of a cluster's: so the longest limit is a power of two.
-		if v.Capacity()*(powerOfTwo(members+1)/2) < p.vectors || stages < least {
+		missing := p.facts.Major == 12 && !v.In("sm_120")
+		if v.Capacity()*(powerOfTwo(members+1)/2) < p.vectors || stages < least || missing {
 			continue
 		}
 		p.splits, p.stages = int32(members)*int32(v.Together), int32(stages)

@@ -43,7 +43,7 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 	if a.X.Rows == 0 {
 		return nil
 	}
-	general := !vectorRows(a.X) || !vectorRows(a.Y) || a.Y.DType != a.X.DType || !aligned(a.Weight)
+	general := !vectorRows(a.X) || !vectorRows(a.Y) || a.Y.DType != a.X.DType || !aligned(a.Weight) || a.WeightOffset != 0
 	k, err := c.start(ordinal, request{
 		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general && alike(a.X, a.Y),
 		m: a.X.Rows, n: a.X.Cols,
@@ -70,7 +70,8 @@ func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
 		return nil
 	}
 	mixed := a.DOut.DType != a.X.DType
-	general := mixed || !vectorRows(a.X) || !vectorRows(a.DOut) || !vectorRows(a.DX) || !aligned(a.Weight)
+	general := mixed || !vectorRows(a.X) || !vectorRows(a.DOut) || !vectorRows(a.DX) || !aligned(a.Weight) ||
+		a.WeightOffset != 0
 	k, err := c.start(ordinal, request{
 		op: kernels.RMSNormBackward, Choice: a.Choice, x: a.X.DType, general: general, mixed: mixed,
 		alike: general && alike(a.X, a.DOut, a.DX), dw: a.DW.Present(), m: a.X.Rows, n: a.X.Cols,

@@ -325,11 +325,11 @@ func (d *Device) function(v *kernels.Variant) (uintptr, error) {
 	return uintptr(f), nil
 }
 
-// Warmup loads every kernel that the device can run, so that no later call pays for it.
+// Warmup loads every kernel that the device's images hold, so that no later call pays for it.
 func (d *Device) Warmup() error {
 	for i := range kernels.Variants {
 		v := &kernels.Variants[i]
-		if v.Cluster && d.basics.Major < 9 {
+		if !v.In(d.basics.Arch) {
 			continue
 		}
 		if _, err := d.function(v); err != nil {
@@ -365,4 +365,25 @@ func (d *Device) Launch(v *kernels.Variant, g kernels.Geometry, args unsafe.Poin
 	}
 	return result(fmt.Sprintf("launch of %s (grid %d, cluster %d, block %d, shared memory %d, arguments %d bytes)",
 		v.Symbol, g.Grid, g.Cluster, v.Threads, g.Shared, bytes), code)
+}
+
+// check refuses facts that the planner would divide by, or size a launch with, and that no device can have.
+func (f *Facts) check() error {
+	for _, fact := range []struct {
+		name               string
+		value, least, most int64
+	}{
+		{"major compute capability", int64(f.Major), 1, 99},
+		{"minor compute capability", int64(f.Minor), 0, 9},
+		{"multiprocessors", int64(f.SMs), 1, 1 << 16},
+		{"bytes of shared memory per block", int64(f.SharedPerBlock), 48 << 10, 1 << 30},
+		{"bytes of shared memory per multiprocessor", int64(f.SharedPerSM), int64(f.SharedPerBlock), 1 << 30},
+		{"bytes of L2 cache", f.L2Bytes, 1, 1 << 40},
+	} {
+		if fact.value < fact.least || fact.value > fact.most {
+			return fmt.Errorf("%w: %s: %d, expected %d to %d; reinstall NVIDIA's driver, or use CPU tensors",
+				ErrFacts, fact.name, fact.value, fact.least, fact.most)
+		}
+	}
+	return nil
 }

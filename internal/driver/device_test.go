@@ -41,6 +41,7 @@ func TestMain(m *testing.M) {
 		{Index: 2, Family: 0, Symbol: "clusters", Threads: 1024, Cluster: true},
 		{Index: 3, Family: 1, Symbol: "split", Threads: 128},
 		{Index: 4, Family: 1, Symbol: "split_clusters", Threads: 512, Cluster: true},
+		{Index: 5, Family: 1, Symbol: "ring", Threads: 128, Shape: kernels.Ring},
 	}
 	architectures = func() []string { return []string{"compute_80", "compute_90", "sm_90"} }
 	image = func(family kernels.Family, arch string) []byte { return []byte(family.String() + "." + arch) }
@@ -470,7 +471,7 @@ func TestModulesLoadOnce(t *testing.T) {
 		"cuModuleLoadData softmax_bfloat16.sm_90| 0x1000 relaxed",
 		"cuModuleGetFunction softmax_float16.sm_90 rows| 0x1000 relaxed",
 		"cuModuleGetFunction softmax_float16.sm_90 clusters| 0x1000 relaxed",
-		"cuModuleGetFunction softmax_bfloat16.sm_90 split| 0x1000 relaxed",
+		"cuModuleGetFunction softmax_bfloat16.sm_90 ring| 0x1000 relaxed",
 		"cuFuncSetAttribute rows 8 232400| 0x1000 relaxed",
 		"cuFuncSetAttribute clusters 8 232400| 0x1000 relaxed",
 		"cuFuncSetAttribute clusters 14 1| 0x1000 relaxed",
@@ -512,7 +513,7 @@ func TestLaunch(t *testing.T) {
 		{0, kernels.Geometry{Grid: 1}, 2, "cuLaunchKernel rows grid 1 block 256 shared 0 stream 0x2 args 42/16"},
 		{
 			3, kernels.Geometry{Grid: 1<<31 - 1, Cluster: 1, Shared: 230000}, 0xABC,
-			"cuLaunchKernel split grid 2147483647 block 128 shared 230000 stream 0xabc args 42/16",
+			"cuLaunchKernel ring grid 2147483647 block 128 shared 230000 stream 0xabc args 42/16",
 		},
 		{
 			2, kernels.Geometry{Grid: 32, Cluster: 16, Shared: 4096}, 1,
@@ -520,7 +521,7 @@ func TestLaunch(t *testing.T) {
 		},
 		{
 			3, kernels.Geometry{Grid: 132, Cluster: 1, Cooperative: true}, 1,
-			"cuLaunchKernelEx split grid 132 x 1 block 128 shared 0 stream 0x1 args 42/0 cluster 0 cooperative 1",
+			"cuLaunchKernelEx ring grid 132 x 1 block 128 shared 0 stream 0x1 args 42/0 cluster 0 cooperative 1",
 		},
 		{
 			2, kernels.Geometry{Grid: 4, Cluster: 2, Cooperative: true}, 1,
@@ -594,14 +595,14 @@ func TestWarmup(t *testing.T) {
 		require.NoError(t, launch(d, 2, kernels.Geometry{Grid: 1, Cluster: 1}, 0))
 		assert.Zero(t, count(calls(t), "cuModule"), "nothing is left to load")
 	})
-	t.Run("without clusters", func(t *testing.T) {
+	t.Run("only what the images hold", func(t *testing.T) {
 		if !faked(t, "GANDER_FORCE_PTX=80") {
 			return
 		}
 		require.NoError(t, opened(t).Warmup())
 		all := calls(t)
 		assert.Equal(t, 2, count(all, "cuModuleGetFunction"))
-		assert.Zero(t, count(all, "cuModuleGetFunction softmax_float16.compute_80 clusters"))
+		assert.Equal(t, 1, count(all, "cuModuleGetFunction softmax_float16.compute_80 rows"))
 	})
 	t.Run("fails", func(t *testing.T) {
 		if !faked(t, "FAKE_FAIL=cuFuncSetAttribute=1") {

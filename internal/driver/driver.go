@@ -61,24 +61,3 @@ type Facts struct {
 	// of that size.
 	Clusters [17]int
 }
-
-// check refuses facts that the planner would divide by, or size a launch with, and that no device can have.
-func (f *Facts) check() error {
-	for _, fact := range []struct {
-		name               string
-		value, least, most int64
-	}{
-		{"major compute capability", int64(f.Major), 1, 99},
-		{"minor compute capability", int64(f.Minor), 0, 9},
-		{"multiprocessors", int64(f.SMs), 1, 1 << 16},
-		{"bytes of shared memory per block", int64(f.SharedPerBlock), 48 << 10, 1 << 30},
-		{"bytes of shared memory per multiprocessor", int64(f.SharedPerSM), int64(f.SharedPerBlock), 1 << 30},
-		{"bytes of L2 cache", f.L2Bytes, 1, 1 << 40},
-	} {
-		if fact.value < fact.least || fact.value > fact.most {
-			return fmt.Errorf("%w: %s: %d, expected %d to %d; reinstall NVIDIA's driver, or use CPU tensors",
-				ErrFacts, fact.name, fact.value, fact.least, fact.most)
-		}
-	}
-	return nil
-}

@@ -14,16 +14,18 @@ struct Label {
 };
 constexpr int64_t kNone = INT64_MIN / 2;
 
-// Without targets, for a log-sum-exp alone, every row has the weight 1 and no element of its own.
+// Optional: without targets, for a log-sum-exp alone, every row has the weight 1 and no element of its own.
+template <bool Optional>
 __device__ __forceinline__ int64_t load_target(const CrossEntropyArgs& a, int64_t row) {
-  if (!a.target) return kNone;
+  if (Optional && !a.target) return kNone;
   const int64_t i = row * a.target_stride;
   if (a.target_type == kInt64) return static_cast<const int64_t*>(a.target)[i];
   return static_cast<const int32_t*>(a.target)[i];
 }
 
+template <bool Optional>
 __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target) {
-  if (!a.target) return {kNone, 1.f};
+  if (Optional && !a.target) return {kNone, 1.f};
   if (target == a.ignore_index) return {kNone, 0.f};
   if (target < 0 || target >= a.rows.n) return {kNone, kNaN};
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
@@ -98,7 +100,7 @@ __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
 template <int T, bool Cluster>
 __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
   double2 sum;
-  const auto weight = [&a](int64_t i) { return make_float2(label(a, load_target(a, i)).weight, 0.f); };
+  const auto weight = [&a](int64_t i) { return make_float2(label<false>(a, load_target<false>(a, i)).weight, 0.f); };
   if (sum_rows<T, Cluster, 8>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
 }
 
@@ -145,13 +147,13 @@ struct CrossEntropyForward {
   template <bool Clerk = false>
   __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool first) {
     Scalars sc = {};
-    if (first || Gradient && !Clerk) sc.label.index = load_target(a, row);
+    if (first || Gradient && !Clerk) sc.label.index = load_target<!Gradient>(a, row);
     return sc;
   }
   // The target's logit is loaded before any thread writes a gradient over it: barriers lie in between.
   template <bool Clerk = false>
   __device__ __forceinline__ static void follow(const Args& a, int64_t row, Scalars& sc, bool first) {
-    if (first || Gradient && !Clerk) sc.label = label(a, sc.label.index);
+    if (first || Gradient && !Clerk) sc.label = label<!Gradient>(a, sc.label.index);
     if (first && sc.label.index >= 0)
       sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
   }
@@ -165,7 +167,7 @@ struct CrossEntropyForward {
   }
   __device__ static void keep(const Args& a, int64_t row, const Scalars& sc) { static_cast<float*>(a.logits)[row] = sc.logit; }
   __device__ static void kept(const Args& a, int64_t row, Scalars& sc) {
-    sc.label = label(a, load_target(a, row));
+    sc.label = label<!Gradient>(a, load_target<!Gradient>(a, row));
     sc.logit = static_cast<const float*>(a.logits)[row];
   }
   __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
@@ -240,14 +242,14 @@ struct CrossEntropyBackward {
   __device__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool) {
     Scalars sc;
-    sc.index = load_target(a, row);
+    sc.index = load_target<true>(a, row);
     sc.grad = static_cast<const float*>(a.dloss)[row * a.dloss_stride];
     sc.max = static_cast<const float*>(a.max)[row * a.max_stride];
     sc.scale = a.log_sum ? static_cast<const float*>(a.log_sum)[row * a.log_sum_stride] : 0.f;
     return sc;
   }
   __device__ __forceinline__ static void follow(const Args& a, int64_t, Scalars& sc, bool) {
-    const Label l = label(a, sc.index);
+    const Label l = label<true>(a, sc.index);
     sc.index = l.index, sc.zero = l.weight == 0.f;
     sc.grad *= l.weight;
     if (a.mean) sc.grad /= *static_cast<const float*>(a.denominator);

@@ -5,6 +5,7 @@
 
 namespace gander {
 
+// General kernels alone add an offset to the weights: the others have no register to spare for it.
 template <int E>
 __device__ __forceinline__ void add_offset(const RMSNormArgs& a, float (&w)[E]) {
 #pragma unroll
@@ -15,7 +16,7 @@ template <bool General, int E>
 __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin, int e, Span span, float (&w)[E]) {
   if (a.weight) {
     load_floats<General>(advance(a.weight, a.weight_type, origin), a.weight_type, e, span, w);
-    add_offset(a, w);
+    if constexpr (General) add_offset(a, w);
   } else {
 #pragma unroll
     for (int j = 0; j < E; j++) w[j] = 1.f;
@@ -64,7 +65,6 @@ struct WeightsEarly {
         for (int k = 0; k < B; k++) {
           float f[E];
           unpack(T(), b[k], f);
-          add_offset(args, f);
           each(i + k, by(f));
         }
       }

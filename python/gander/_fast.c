@@ -149,20 +149,25 @@ typedef struct {
 static _Thread_local Job* current; /* what forward() below is to do */
 
 /* torch's dispatch state of this thread, two words that are zero by default. Modes, transforms, autocast, tracing and
- * guards of every kind show here; inference mode does too, and is no obstacle. */
+ * guards of every kind show here. So do inference mode, and the autograd engine in a backward pass, which are no
+ * obstacles. */
+typedef struct {
+  uint64_t included, excluded;
+} State;
 static void* libc10;
-static uint64_t inference[2];
+static State inference, backward;
 
-static const uint64_t* dispatch_state(void) {
-  static _Thread_local const uint64_t* state;
+static const State* dispatch_state(void) {
+  static _Thread_local const State* state;
   if (state == NULL) state = dlsym(libc10, "_ZN3c104impl26raw_local_dispatch_key_setE");
   return state;
 }
 
 /* May this thread pass the dispatcher by? Profilers and tracers are to see the operator, a dual tensor is to be refused. */
 static bool plain(void) {
-  const uint64_t* state = dispatch_state();
-  bool known = (state[0] | state[1]) == 0 || (state[0] == inference[0] && state[1] == inference[1]);
+  const State* state = dispatch_state();
+  bool known = (state->included | state->excluded) == 0 || memcmp(state, &backward, sizeof backward) == 0 ||
+               memcmp(state, &inference, sizeof inference) == 0;
   if (!known || torch.function_mode() || torch.callbacks()) return false;
   PyObject* level = python.PyDict_GetItem(objects.forward_ad, names._current_level);
   return level != NULL && python.PyLong_AsLongLong(level) < 0;
@@ -353,10 +358,10 @@ static PyObject* call_function(PyObject* self, PyObject* const* arguments, intpt
 /* ---- What gander._fast calls through ctypes ---- */
 
 /* Reads the dispatch state. Returns whether this torch has one where it is expected. */
-EXPORT bool gander_torch_dispatch_state(uint64_t* words) {
+EXPORT bool gander_torch_dispatch_state(State* state) {
   libc10 = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
   if (libc10 == NULL || dispatch_state() == NULL) return false;
-  memcpy(words, dispatch_state(), sizeof inference);
+  *state = *dispatch_state();
   return true;
 }
 
@@ -368,9 +373,9 @@ static PyObject* kept(PyObject* dictionary, const char* key) {
 
 /* Fills a dictionary with the functions above, by the names of their operators, and "forward". given: OBJECTS, torch's
  * dtypes, "exchange" (the capsule of DLPack's C functions), "most" (an int), and for each operator that such a function
- * differentiates its Function's apply. state: the dispatch state in inference mode. Returns NULL, or what is missing. To be
- * called once, with the GIL. */
-EXPORT const char* gander_fast_functions(PyObject* given, const uint64_t* state, PyObject* results) {
+ * differentiates its Function's apply. states: the dispatch state in inference mode and in a backward pass. Returns NULL, or
+ * what is missing. To be called once, with the GIL. */
+EXPORT const char* gander_fast_functions(PyObject* given, const State* states, PyObject* results) {
   static PyMethodDef forward_method = {"forward", forward, METH_FASTCALL, NULL};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
 #define LOOK_UP_PYTHON(result, name, arguments) \
@@ -392,7 +397,8 @@ EXPORT const char* gander_fast_functions(PyObject* given, const uint64_t* state,
   if (exchange == NULL || exchange->header.version.major != DLPACK_MAJOR_VERSION ||
       exchange->dltensor_from_py_object_no_sync == NULL)
     return "exchange";
-  memcpy(inference, state, sizeof inference);
+  inference = states[0];
+  backward = states[1];
   most = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "most"));
   for (int i = 0; i < MAX_FUNCTIONS && find_operator(i) != NULL; i++) {
     Function* f = &functions[i];

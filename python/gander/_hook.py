@@ -39,28 +39,36 @@ def meets_tensor(x) -> bool:
     return True
 
 
-class _TorchFinder:
-    """Finds torch as the finders after it do, and has the operators registered once torch has run."""
+class _Finder:
+    """Finds a module as the finders after it do, and has something done once the module has run."""
 
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name != "torch":
+    def __init__(self, name, action):
+        self.name, self._action = name, action
+
+    def find_spec(self, name, path=None, target=None):
+        finders = list(sys.meta_path)
+        if name != self.name or self not in finders:
             return None
-        for finder in tuple(sys.meta_path):
-            find = None if finder is cls else getattr(finder, "find_spec", None)
+        for finder in finders[finders.index(self) + 1 :]:
+            find = getattr(finder, "find_spec", None)
             spec = None if find is None else find(name, path, target)
             if spec is not None:
-                if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, _TorchLoader):
-                    spec.loader = _TorchLoader(spec.loader)
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self)
                 return spec
         return None
 
+    def done(self):
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._action()
 
-class _TorchLoader:
-    """Another finder's loader of torch. It is left as it is: such a loader may load other modules too."""
 
-    def __init__(self, loader):
-        self._loader = loader
+class _Loader:
+    """Another finder's loader. That one is left as it is: it may load other modules too."""
+
+    def __init__(self, loader, finder):
+        self._loader, self._finder = loader, finder
 
     def __getattr__(self, name):
         if name == "_loader":  # a copy that is being made has none yet
@@ -73,18 +81,20 @@ class _TorchLoader:
     def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        if _TorchFinder in sys.meta_path:
-            sys.meta_path.remove(_TorchFinder)
-        register()
+        self._finder.done()
+
+
+def after_import(name, action) -> None:
+    """Calls action() once the module has been imported: now, if it has been."""
+    if sys.modules.get(name) is None:
+        sys.meta_path.insert(0, _Finder(name, action))
+        return
+    module = importlib.import_module(name)  # waits where another thread is importing it
+    if not getattr(module.__spec__, "_initializing", False):
+        action()
+    # Else the module itself imports gander, and is not complete. With torch, the first call with a tensor registers.
 
 
 def register_with_torch() -> None:
-    """Now, or when torch is imported."""
-    if sys.modules.get("torch") is None:
-        if _TorchFinder not in sys.meta_path:
-            sys.meta_path.insert(0, _TorchFinder)
-        return
-    torch = importlib.import_module("torch")  # waits where another thread is importing it
-    if not getattr(torch.__spec__, "_initializing", False):
-        register()
-    # Else torch itself imports gander, and is not complete: the first call with a tensor registers.
+    """Registers the operators when torch has been imported."""
+    after_import("torch", register)

@@ -41,7 +41,7 @@ def _operators_of(x: Any) -> Any:
 def _detached(x: Any) -> Any:
     if x is None or not (isinstance(x, _Tensor) or _hook.meets_tensor(x)):
         return x
-    return x.detach()
+    return x.detach() if x.requires_grad else x
 
 
 def _number(argument: str, name: Any, names: tuple[str, ...]) -> int:

@@ -67,9 +67,9 @@ class Softmax(nn.Softmax):
     """torch.nn.Softmax(dim=None). See gander.softmax; a dimension that is not the last one is moved there and back."""
 
     def __init__(self, dim: int | None = None) -> None:
-        super().__init__(dim)
         if dim is not None and not isinstance(dim, int):
             raise TypeError(f"dim is {dim!r}, expected an int or None")
+        super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
         dim = self.dim

@@ -81,7 +81,7 @@ static void test_every_op(void) {
   DLTensor* t1 = &fill_vector(&one, 1)->managed.dl_tensor;
   one.data[0] = 1;
 
-  gander_rmsnorm_options norm = {sizeof norm, NULL, 0.5, GANDER_ALGORITHM_AUTO, 1};
+  gander_rmsnorm_options norm = {.size = sizeof norm, .eps = 0.5, .batch_invariant = 1};
   CHECK(gander_rmsnorm_forward(tx, tw, ty, tr, &norm, NULL) == GANDER_OK);
   double r = 1 / sqrt((0 + 1 + 4 + 9) / 4.0 + 0.5);
   for (int i = 0; i < M; ++i) CHECK(fabs(rstd.data[i] - r) < 1e-6);
@@ -132,18 +132,20 @@ static void test_options(void) {
   struct {
     gander_rmsnorm_options known;
     char more[16];
-  } newer = {{sizeof newer, &allocator, 1e-6, 0, 0}, {0}};
+  } newer = {{.size = sizeof newer, .allocator = &allocator, .eps = 1e-6}, {0}};
   const gander_rmsnorm_options* options = &newer.known;
   CHECK(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL) == GANDER_OK);
   newer.more[15] = 1;
-  REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "byte 47 is set");
+  char text[64];
+  snprintf(text, sizeof text, "byte %zu is set", sizeof newer - 1);
+  REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, text);
   newer.known.size = sizeof newer.known;
   CHECK(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL) == GANDER_OK);
   static const size_t wrong[] = {0, 4, 8, sizeof(gander_rmsnorm_options) - 1, 4097, SIZE_MAX};
+  snprintf(text, sizeof text, "expected %zu; set it to sizeof(the struct)", sizeof newer.known);
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
     newer.known.size = wrong[i];
-    REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION,
-            "expected 32; set it to sizeof(the struct)");
+    REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, text);
   }
   newer.known.size = sizeof newer.known;
   newer.known.eps = NAN;
@@ -240,7 +242,7 @@ static void test_owned_refusals(void) {
   DLManagedTensorVersioned *const junk = (DLManagedTensorVersioned*)&a, *y = junk, *z = junk, *w = junk;
   DLDataType same = {0, 0, 0}, wide = {kDLFloat, 64, 1};
   gander_cross_entropy_options mean = {.size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
-  gander_rmsnorm_options unset = {0, NULL, 1e-6, 0, 0};
+  gander_rmsnorm_options unset = {.eps = 1e-6};
 
   fill(&a)->managed.version.major = 2;
   memset(&a.managed.flags, 0xff, sizeof a.managed - offsetof(DLManagedTensorVersioned, flags)); /* not to be read */

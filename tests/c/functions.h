@@ -103,7 +103,11 @@ static inline int must_fail(const function* f, fault wrong, int at) {
     case SLOT:
     case MISSING: return at == 0;
     case RANK: return !strchr("s1", f->operands[at]);
-    case LENGTH: return strlen(f->operands) > 1;
+    case LENGTH: { /* the columns of rows may be any number, if no other operand has them too */
+      size_t others = 0;
+      for (const char* p = f->operands; *p; ++p) others += *p == 'm' || *p == 'n';
+      return f->operands[at] != 'm' || others > 1;
+    }
     case LAYOUT: return f->operands[at] == 'm';
     default: return 1;
   }

@@ -102,6 +102,6 @@ static const function functions[] = {
     {"gander_cross_entropy_grad", call_cross_entropy_grad_owned, "mtnsr-", 1, &bad_cross_entropy},
     {"gander_logsumexp_forward", call_logsumexp_forward, "mr", 0, NULL},
     {"gander_logsumexp", call_logsumexp_owned, "m", 1, NULL},
-    {"gander_logsumexp_backward", call_logsumexp_backward, "mtrm", 0, NULL},
-    {"gander_logsumexp_grad", call_logsumexp_grad_owned, "mtr", 1, NULL},
+    {"gander_logsumexp_backward", call_logsumexp_backward, "mrrm", 0, NULL},
+    {"gander_logsumexp_grad", call_logsumexp_grad_owned, "mrr", 1, NULL},
 };

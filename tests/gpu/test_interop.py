@@ -73,11 +73,9 @@ def test_cupy(cupy, dtype, m, n):
 
 def test_cupy_strides(cupy):
     x = cupy.random.standard_normal((64, 300), dtype=cupy.float32)
-    for view in (x[:, 3:200], x[::2], x[5:, :128]):
+    for view in (x[:, 3:200], x[::2], x[5:, :128], x.T, x[:, ::3]):
         got = torch.from_dlpack(gander.softmax(view))
         assert same_bits(got, gander.softmax(torch.from_dlpack(view)))
-    with pytest.raises(ValueError, match="stride"):
-        gander.softmax(x.T)
 
 
 def test_cupy_memory_comes_back(cupy):

@@ -223,12 +223,13 @@ def test_building_where_paths_have_spaces(checkout):
         pytest.skip("no Go on PATH: ./build.sh test pytest finds one")
     for folder in "internal/cmd/compile", "dlpack", "ops", "internal/driver":
         (checkout.root / folder).mkdir(parents=True)
-    for source in (ROOT / "internal/cmd/compile").glob("*.go"):
-        checkout.write(f"internal/cmd/compile/{source.name}", source.read_text())
+    for package in "internal/cmd/compile", "kernels":
+        for source in (ROOT / package).glob("*.go"):
+            checkout.write(f"{package}/{source.name}", source.read_text())
     for path, text in {
         "go.mod": "module github.com/gander-go/gander\n\ngo 1.26\n",
         "go.sum": "",
-        "kernels/cuda/softmax_float16_gen.cu": "// a kernel",
+        "kernels/cuda/stand_in_gen.cu": "// a kernel",
         "capi/exports.map": "{ global: stand_in; local: *; };\n",
         "capi/main.go": """package main
 
@@ -249,7 +250,7 @@ func main() {}
     done = checkout.run("./build.sh", "build", GANDER_ARCHS="sm_80 sm_90", GOCACHE=objects)
     assert done.returncode == 0, done.stderr
     images = sorted(path.name for path in (checkout.root / "kernels/images").iterdir())
-    assert images == ["softmax_float16.sm_80.fatbin", "softmax_float16.sm_90.fatbin"]
+    assert images == ["stand_in.sm_80.fatbin", "stand_in.sm_90.fatbin"]
     assert (checkout.root / ".venv/gander.pth").read_text() == f"{checkout.root}/python\n"
     built = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).stand_in())"
     done = checkout.run(sys.executable, "-c", built, "python/gander/libgander.so")

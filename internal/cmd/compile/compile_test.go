@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -10,6 +11,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/gander-go/gander/kernels"
 )
 
 // fakeNVCC appends a line to runs.txt for each compilation, "compiles" the source's own text into the image, and
@@ -33,7 +36,11 @@ type fixture struct {
 	folder string
 }
 
+// newFixture makes a folder of sources, of which the table of variants knows nothing.
 func newFixture(t *testing.T) *fixture {
+	variants := kernels.Variants
+	t.Cleanup(func() { kernels.Variants = variants })
+	kernels.Variants = nil
 	f := &fixture{t, t.TempDir()}
 	f.write("nvcc", fakeNVCC)
 	f.write("version.txt", "13.0")
@@ -180,7 +187,7 @@ func TestWhatAKilledProcessLeftGoes(t *testing.T) {
 func TestArchitecturesOfAGenerationSharePTX(t *testing.T) {
 	for arch, want := range map[string]string{
 		"sm_75": "compute_75", "sm_80": "compute_80", "sm_86": "compute_80", "sm_89": "compute_80", "sm_90": "compute_90",
-		"sm_90a": "compute_90a", "sm_100": "compute_100", "sm_120": "compute_100",
+		"sm_90a": "compute_90a", "sm_100": "compute_90", "sm_120": "compute_90",
 		"compute_86": "compute_86", "compute_120": "compute_120",
 	} {
 		assert.Equal(t, want, virtual(arch), arch)
@@ -192,6 +199,81 @@ func TestArchitecturesOfAGenerationSharePTX(t *testing.T) {
 	flags, err := os.ReadFile(f.path("runs.txt"))
 	require.NoError(t, err)
 	assert.Contains(t, string(flags), "-gencode=arch=compute_80,code=sm_86")
+}
+
+// ptx is a kernel as nvcc 13.0 writes it.
+func ptx(symbol string, resident int) string {
+	return fmt.Sprintf(`.visible .entry %[1]s(
+	.param .align 8 .b8 %[1]s_param_0[80]
+)
+.maxntid 128, 1, 1
+.minnctapersm %[2]d
+{
+	// begin inline asm
+	{
+.reg .pred p;
+}
+	// end inline asm
+	ret;
+
+}
+`, symbol, resident)
+}
+
+func TestPTXIsAdaptedToTheArchitecture(t *testing.T) {
+	const (
+		limited  = "rmsnorm_forward_rows_float16_8x4"
+		clusters = "rmsnorm_forward_rows_float16_8x4_cluster"
+		team     = "rmsnorm_backward_team_float16_256x1x2"
+	)
+	f := newFixture(t)
+	source := func(residents ...int) string {
+		text := ".version 9.0\n"
+		for i, symbol := range []string{limited, clusters, team, "unknown"} {
+			if residents[i] >= 0 {
+				text += ptx(symbol, residents[i])
+			}
+		}
+		return text
+	}
+	const gone = -1
+	table := []kernels.Variant{
+		{Symbol: limited, Resident: 10},
+		{Symbol: clusters, Resident: 10, Cluster: true},
+		{Symbol: team, Resident: 1, Shape: kernels.Team},
+	}
+	kernels.Variants = table
+	f.write("softmax_float16_gen.cu", source(10, 10, 1, 7))
+	_, err := f.run("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_80", "compute_90")
+	require.NoError(t, err)
+	for arch, want := range map[string]string{
+		"sm_80":      source(9, gone, gone, 7),
+		"sm_86":      source(9, gone, gone, 7),
+		"sm_90":      source(10, 10, 1, 7),
+		"sm_100":     source(9, 10, 1, 7),
+		"sm_120":     strings.Replace(source(9, 10, 0, 7), ".minnctapersm 0\n", "", 1),
+		"compute_80": source(9, gone, gone, 7),
+		"compute_90": strings.Replace(source(9, 10, 0, 7), ".minnctapersm 0\n", "", 1),
+	} {
+		image, err := os.ReadFile(f.path("images/softmax_float16." + arch + ".fatbin"))
+		require.NoError(t, err)
+		assert.Equal(t, want, string(image), arch)
+	}
+
+	before, err := f.run("sm_80")
+	require.NoError(t, err)
+	kernels.Variants = table[1:]
+	after, err := f.run("sm_80")
+	require.NoError(t, err)
+	assert.Equal(t, before+2, after, "other changes are another image")
+
+	kernels.Variants = append(table, kernels.Variant{Symbol: "absent", Cluster: true})
+	_, err = f.run("sm_80")
+	require.ErrorContains(t, err, "the PTX has no kernel absent")
+	kernels.Variants = table
+	f.write("softmax_float16_gen.cu", strings.ReplaceAll(source(10, 10, 1, 7), ".minnctapersm 10\n", ""))
+	_, err = f.run("sm_80")
+	require.ErrorContains(t, err, "the PTX of "+limited+" has no directive .minnctapersm")
 }
 
 func TestASpillIsAnErrorEachTime(t *testing.T) {

@@ -46,11 +46,12 @@ func newCompiler(progress io.Writer, nvcc, cache string) (*compiler, error) {
 
 func (c *compiler) close() error { return os.RemoveAll(c.scratch) }
 
-// generations are the compute capabilities at which the PTX changes: the kernels ask for 9.0, and nvcc has another front
-// end from 10.0 on. In between only the target's name differs.
-var generations = []int{100, 90, 80}
+// generations are the compute capabilities that the kernels tell apart. In between nvcc makes the same PTX,
+// but for the target's name; from 10.0 on its front end is another one, with whose PTX more kernels spill.
+var generations = []int{90, 80}
 
-// virtual is the architecture whose PTX an image is made from: compute_80 for sm_86, compute_90 for sm_90 and for itself.
+// virtual is the architecture whose PTX an image is made from: compute_80 for sm_86, compute_90 for sm_120
+// and for itself.
 func virtual(arch string) string {
 	kind, digits, _ := strings.Cut(arch, "_")
 	number, err := strconv.Atoi(digits)
@@ -64,8 +65,14 @@ func ptxArguments(virtual string) []string {
 	return []string{"-std=c++17", "-O3", "-ptx", "-arch=" + virtual}
 }
 
-func imageArguments(arch string) []string {
-	return []string{"-fatbin", "-gencode=arch=" + virtual(arch) + ",code=" + arch, "--compress-mode=size", "-Xptxas", "-v"}
+func imageArguments(unit, arch string) []string {
+	target := "-gencode=arch=" + virtual(arch) + ",code=" + arch
+	all := []string{"-fatbin", target, "--compress-mode=size", "-Xptxas", "-v"}
+	if strings.HasPrefix(unit, "cross_entropy") && arch == "sm_120" {
+		// Some kernels of 1024 threads spill, and no limit is wider than theirs.
+		all = append(all, "-Xptxas", "--register-usage-level=3")
+	}
+	return all
 }
 
 // compile fills in the job's object, and tells whether nvcc had to run.
@@ -74,8 +81,9 @@ func (c *compiler) compile(j *job) (fresh bool, err error) {
 	if err := collect(j.source, files); err != nil {
 		return false, err
 	}
-	arguments := [][]string{ptxArguments(virtual(j.arch)), imageArguments(j.arch)}
-	cached := filepath.Join(c.cache, c.key(files, arguments)+".object")
+	arguments := [][]string{ptxArguments(virtual(j.arch)), imageArguments(j.unit(), j.arch)}
+	changes := adaptations(j.unit(), j.arch)
+	cached := filepath.Join(c.cache, c.key(files, arguments, changes)+".object")
 	switch err := j.object.read(cached); {
 	case err == nil:
 		return false, nil
@@ -85,6 +93,9 @@ func (c *compiler) compile(j *job) (fresh bool, err error) {
 	start := time.Now()
 	ptx, err := c.ptx(j.source, virtual(j.arch))
 	if err != nil {
+		return true, err
+	}
+	if ptx, err = c.adapted(ptx, j.arch, changes); err != nil {
 		return true, err
 	}
 	if j.image, j.log, err = c.invoke(j.name(), ptx, arguments[1]); err != nil {
@@ -108,6 +119,22 @@ func (c *compiler) ptx(source, arch string) (string, error) {
 	return filepath.Join(c.scratch, name), once.(func() error)()
 }
 
+// adapted makes the changes for an architecture in a copy of the PTX, and returns the copy's file.
+func (c *compiler) adapted(ptx, arch string, changes []adaptation) (string, error) {
+	if len(changes) == 0 {
+		return ptx, nil
+	}
+	text, err := os.ReadFile(ptx)
+	if err != nil {
+		return "", err
+	}
+	if text, err = adapt(text, changes); err != nil {
+		return "", err
+	}
+	path := strings.TrimSuffix(ptx, ".ptx") + "." + arch + ".ptx"
+	return path, os.WriteFile(path, text, 0o644)
+}
+
 // invoke lets nvcc make a file in the scratch folder and returns that with what nvcc said.
 func (c *compiler) invoke(name, source string, arguments []string) (made []byte, log string, err error) {
 	output := filepath.Join(c.scratch, name)
@@ -122,9 +149,9 @@ func (c *compiler) invoke(name, source string, arguments []string) (made []byte,
 }
 
 // key is a digest of everything that decides what nvcc makes of the files.
-func (c *compiler) key(files map[string][]byte, arguments [][]string) string {
+func (c *compiler) key(files map[string][]byte, arguments [][]string, changes []adaptation) string {
 	digest := sha256.New()
-	fmt.Fprintf(digest, "%q %q", c.version, arguments)
+	fmt.Fprintf(digest, "%q %q %v", c.version, arguments, changes)
 	for _, path := range slices.Sorted(maps.Keys(files)) {
 		fmt.Fprintf(digest, " %q %x", filepath.ToSlash(path), sha256.Sum256(files[path]))
 	}

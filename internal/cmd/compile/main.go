@@ -62,11 +62,13 @@ type job struct {
 	object
 }
 
-// name is the image's file name: softmax_bfloat16_gen.cu for sm_90 becomes softmax_bfloat16.sm_90.fatbin.
-func (j *job) name() string {
-	unit := strings.TrimSuffix(strings.TrimSuffix(filepath.Base(j.source), ".cu"), "_gen")
-	return unit + "." + j.arch + ".fatbin"
+// unit is what the source is called: softmax_bfloat16 for softmax_bfloat16_gen.cu.
+func (j *job) unit() string {
+	return strings.TrimSuffix(strings.TrimSuffix(filepath.Base(j.source), ".cu"), "_gen")
 }
+
+// name is the image's file name: softmax_bfloat16_gen.cu for sm_90 becomes softmax_bfloat16.sm_90.fatbin.
+func (j *job) name() string { return j.unit() + "." + j.arch + ".fatbin" }
 
 func plan(sources, archs []string) []*job {
 	var native, ptx []*job

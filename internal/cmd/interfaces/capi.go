@@ -233,9 +233,6 @@ func versionScript(header string) string {
 	return t.String()
 }
 
-// export is the Go function that a C function enters.
-func export(name string) string { return "go" + camel(strings.TrimPrefix(name, "gander")) }
-
 // cExports is capi/exports_gen.c: the C functions, which refuse forked children and enter Go.
 func cExports() string {
 	var t text

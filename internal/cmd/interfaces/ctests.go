@@ -70,7 +70,11 @@ func letters(list []operators.Operand) string {
 		case operators.Columns:
 			b.WriteByte('n')
 		case operators.Strided:
-			b.WriteByte('t')
+			if p.DType == operators.Index {
+				b.WriteByte('t')
+			} else {
+				b.WriteByte('r')
+			}
 		case operators.Upstream:
 			b.WriteByte('s')
 		case operators.One:

@@ -1,6 +1,14 @@
-"""The way past the dispatcher: taken in the plain case, left in every other, and no difference in the results."""
+"""The way past the dispatcher: taken in the plain case, left in every other, and no difference in the
+results.
 
+Where GANDER_FAST_PATH=0 or this torch's version turn it off, what remains to be seen is that nothing else
+changes.
+"""
+
+import os
+import re
 import resource
+import subprocess
 import sys
 import tempfile
 import threading
@@ -8,22 +16,28 @@ import threading
 import gander
 import pytest
 import torch
+from gander import _fast
+from gander._operators_gen import TORCH
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytorch = gander._pytorch
-straight = pytorch._straight
+fast = _fast._functions
+pytestmark = pytest.mark.skipif(pytorch.fast_path is not True, reason=str(pytorch.fast_path))
 
-NAMES = ("softmax", "rmsnorm", "cross_entropy")
+NAMES = ("softmax", "rmsnorm", "cross_entropy", "logsumexp")
+HOW = {
+    "softmax": (0, False),
+    "rmsnorm": (None, 1e-6, 0, False, 0.0),
+    "cross_entropy": (-100, 1, False, False, None),
+    "logsumexp": (False,),
+}
 
 
 def arguments(name, x, weight, target):
-    return {
-        "softmax": (x,),
-        "rmsnorm": (x, weight, None, 1e-6),
-        "cross_entropy": (x, target, None, -100, 1, False),
-    }[name]
+    inputs = {"rmsnorm": (x, weight), "cross_entropy": (x, target, None)}.get(name, (x,))
+    return *inputs, *HOW[name]
 
 
 @pytest.fixture
@@ -39,11 +53,12 @@ def name(request):
 
 @pytest.fixture
 def dispatcher(monkeypatch):
-    """The public functions as they are where the way is not there."""
+    """The operators as they are where the way is not there."""
 
     def switch():
-        for name in NAMES:
-            monkeypatch.setattr(pytorch, f"_straight_{name}", lambda *_: None)
+        for name in TORCH:
+            monkeypatch.setattr(pytorch, name, getattr(torch.ops.gander, name).default)
+        monkeypatch.setattr(_fast, "call", lambda name: getattr(torch.ops.gander, name).default)
 
     return switch
 
@@ -54,15 +69,87 @@ def public(name, x, weight, target):
         "softmax": lambda: gander.softmax(x),
         "rmsnorm": lambda: gander.rmsnorm(x, weight),
         "cross_entropy": lambda: gander.cross_entropy(x, target),
+        "logsumexp": lambda: gander.logsumexp(x),
     }[name]()
 
 
 def taken(name, *inputs):
-    return straight[name](*arguments(name, *inputs)) is not None
+    return fast[name](*arguments(name, *inputs)) is not None
 
 
 def test_the_way_is_there():
-    assert set(straight) == {*NAMES, "softmax_bwd", "rmsnorm_bwd", "rmsnorm_bwd_dw", "cross_entropy_bwd", "forward"}
+    assert gander.info()["fast_path"] is True
+    assert set(fast) == {name for name, operator in TORCH.items() if not operator.writes}
+
+
+def run(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+CALL = (
+    "; x = torch.randn(3, 4, requires_grad=True); y = gander.softmax(x); y[0, 0].backward(); assert x.grad is not None"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "environment", "reason"),
+    [
+        ("pass", {"GANDER_FAST_PATH": "0"}, "GANDER_FAST_PATH is 0"),
+        ("torch.__version__ = '2.9.1'", {}, "torch is 2.9.1, and 2.10 to"),
+        ("torch.__version__ = '3.0.0+cpu'", {}, r"torch is 3.0.0\+cpu, and 2.10 to"),
+        ("del torch._C._is_cow_tensor", {}, "lacks what it relies on: .*_is_cow_tensor"),
+        ("keys = torch._C._dispatch_tls_local_include_set(); torch._C._dispatch_tls_local_include_set = lambda: keys",
+         {}, "has another dispatch state"),
+        ("mode = torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize); mode.__enter__()",
+         {}, "has another dispatch state, or a mode was active"),
+    ],
+    ids=["switch", "older", "newer", "symbol", "meaning", "not at rest"],
+)  # fmt: skip
+def test_off_with_a_reason(change, environment, reason):
+    out = run(f"import torch; {change}; import gander{CALL}; print(gander.info()['fast_path'])", **environment)
+    assert re.search(reason, out), out
+
+
+def test_off_where_an_answer_differs():
+    code = (
+        "import torch, gander; from gander import _fast; "
+        "right = _fast._functions['rmsnorm']; "
+        "_fast._functions['rmsnorm'] = lambda *a: right(*a) + 1e-6"
+        f"{CALL}; print(gander.info()['fast_path']); print(len(_fast._functions))"
+    )
+    assert run(code).split("\n") == [
+        f"torch {torch.__version__} gives another answer through its dispatcher: rmsnorm",
+        "0",
+    ]
+
+
+def test_nothing_is_checked_at_import():
+    """The check needs the library, which an import must not load."""
+    code = "import torch, gander; print(gander._fast._checked, 'libgander' in open('/proc/self/maps').read())"
+    assert run(code) == "False False"
+    assert run(f"import torch, gander{CALL}; print(gander._fast._checked)") == "True"
+
+
+def test_the_check_is_of_no_concern_to_the_caller():
+    """The first call comes from inside of hooks, of inference mode, without gradients, in a backward pass."""
+    hooks = (
+        "import torch, gander; kept = []; x = torch.randn(3, 4, requires_grad=True)\n"
+        "with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):\n"
+        "    gander.rmsnorm(x)\n"
+        "print(kept)"
+    )
+    assert run(hooks) == "[torch.Size([3, 4]), torch.Size([3])]"
+    for mode in ("inference_mode", "no_grad"):
+        code = (
+            f"import torch, gander; x = torch.randn(3, 4, requires_grad=True)\nwith torch.{mode}():\n"
+            "    y = gander.softmax(x)\n"
+            f"print(y.is_inference(), y.requires_grad, gander._fast._checked)"
+        )
+        assert run(code) == f"{mode == 'inference_mode'} False True"
 
 
 def test_taken_in_the_plain_case(name, data):
@@ -70,13 +157,13 @@ def test_taken_in_the_plain_case(name, data):
     leaf, leaf_weight = x.clone().requires_grad_(), torch.nn.Parameter(weight)
     assert taken(name, x, weight, target)
     assert taken(name, torch.nn.Parameter(x), leaf_weight, target)
-    assert straight[name](*arguments(name, leaf, weight, target)).requires_grad
-    assert straight[name](*arguments(name, leaf * 1, leaf_weight, target)).requires_grad
+    assert fast[name](*arguments(name, leaf, weight, target)).requires_grad
+    assert fast[name](*arguments(name, leaf * 1, leaf_weight, target)).requires_grad
     with torch.no_grad():
-        assert not straight[name](*arguments(name, leaf, leaf_weight, target)).requires_grad
+        assert not fast[name](*arguments(name, leaf, leaf_weight, target)).requires_grad
     with torch.inference_mode():
-        assert straight[name](*arguments(name, leaf, leaf_weight, target)).is_inference()
-    assert not straight[name](*arguments(name, x, weight, target)).is_inference()
+        assert fast[name](*arguments(name, leaf, leaf_weight, target)).is_inference()
+    assert not fast[name](*arguments(name, x, weight, target)).is_inference()
     for dtype in (torch.float16, torch.bfloat16):
         assert taken(name, x.to(dtype), weight.to(dtype), target.int())
 
@@ -88,6 +175,34 @@ def test_taken_on_every_thread(name, data):
         thread.start()
         thread.join()
     assert found == [True, True]
+
+
+def test_taken_in_a_backward_pass(name, data):
+    found = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found.append(taken(name, *data))
+            return gradient
+
+    Watch.apply(data[0].clone().requires_grad_()).sum().backward()
+    assert found == [True]
+
+
+def test_left_where_a_gradient_is_wanted_that_it_does_not_make(data):
+    """A gradient operator's own, and several results'."""
+    x, weight, _ = data
+    leaf, rstd = x.clone().requires_grad_(), torch.rand(6, device=x.device)
+    assert fast["softmax_bwd"](leaf, x, 0, False) is None
+    assert fast["rmsnorm_bwd_dw"](x, weight.clone().requires_grad_(), x, rstd, 0, False, 0.0) is None
+    assert fast["rmsnorm_fwd"](leaf, weight, *HOW["rmsnorm"]) is None
+    with torch.no_grad():
+        assert fast["softmax_bwd"](leaf, x, 0, False) is not None
 
 
 class Seen(TorchDispatchMode):
@@ -221,28 +336,29 @@ def test_left_for_what_is_no_plain_tensor(name, data):
 def test_left_for_other_arguments(data):
     x, weight, target = data
     leaf = x.clone().requires_grad_()
-    rmsnorm, cross_entropy = straight["rmsnorm"], straight["cross_entropy"]
-    assert straight["softmax"]() is straight["softmax"](x, x) is None
+    rmsnorm, cross_entropy = fast["rmsnorm"], fast["cross_entropy"]
+    assert fast["softmax"]() is fast["softmax"](x) is fast["softmax"](x, 0, 1) is fast["softmax"](x, "a", False) is None
     for a in (x, leaf):
-        assert rmsnorm(a, weight, None, "a") is None
-        assert rmsnorm(a, weight, torch.int8, 1e-6) is None
-        assert rmsnorm(a, weight, "float32", 1e-6) is None
-        assert rmsnorm(a, weight[1:], None, 1e-6) is None
-        assert rmsnorm(a, weight.double(), None, 1e-6) is None
-        assert rmsnorm(a, weight.to("meta"), None, 1e-6) is None
-        assert cross_entropy(a, target[1:], None, -100, 1, False) is None
-        assert cross_entropy(a, target.float(), None, -100, 1, False) is None
-        assert cross_entropy(a, target, None, 0.5, 1, False) is None
-        assert cross_entropy(a, target, None, 1 << 70, 1, False) is None
-        assert cross_entropy(a, target, None, -100, 7, False) is None
-        assert cross_entropy(a, target, None, -100, 1, True) is None
-        assert cross_entropy(a, target, weight.clone().requires_grad_(), -100, 1, False) is None
+        assert rmsnorm(a, weight, None, "a", *HOW["rmsnorm"][2:]) is None
+        assert rmsnorm(a, weight, torch.int8, *HOW["rmsnorm"][1:]) is None
+        assert rmsnorm(a, weight, "float32", *HOW["rmsnorm"][1:]) is None
+        assert rmsnorm(a, weight[1:], *HOW["rmsnorm"]) is None
+        assert rmsnorm(a, weight.double(), *HOW["rmsnorm"]) is None
+        assert rmsnorm(a, weight.to("meta"), *HOW["rmsnorm"]) is None
+        assert cross_entropy(a, target[1:], None, *HOW["cross_entropy"]) is None
+        assert cross_entropy(a, target.float(), None, *HOW["cross_entropy"]) is None
+        assert cross_entropy(a, target, None, 0.5, 1, False, False, None) is None
+        assert cross_entropy(a, target, None, 1 << 70, 1, False, False, None) is None
+        assert cross_entropy(a, target, None, -100, 7, False, False, None) is None
+    for in_place, one_pass in (True, None), (False, True), (False, False):
+        assert cross_entropy(leaf, target, None, -100, 1, False, in_place, one_pass) is None
+    assert cross_entropy(leaf, target, weight.clone().requires_grad_(), *HOW["cross_entropy"]) is None
     if x.is_cuda:
-        assert rmsnorm(x, weight.cpu(), None, 1e-6) is None
-        assert cross_entropy(x, target.cpu(), None, -100, 1, False) is None
+        assert rmsnorm(x, weight.cpu(), *HOW["rmsnorm"]) is None
+        assert cross_entropy(x, target.cpu(), None, *HOW["cross_entropy"]) is None
         many = leaf[:1].expand(1 << 18, 33), target[:1].expand(1 << 18)
-        assert cross_entropy(*many, None, -100, 1, False) is None  # one pass for loss and gradient
-        assert cross_entropy(many[0].detach(), many[1], None, -100, 1, False) is not None
+        assert cross_entropy(*many, None, *HOW["cross_entropy"]) is None  # one pass for loss and gradient
+        assert cross_entropy(many[0].detach(), many[1], None, *HOW["cross_entropy"]) is not None
 
 
 def test_left_on_a_device_that_is_not_current():
@@ -275,6 +391,7 @@ def test_the_bits_are_those_of_the_dispatcher(data, dispatcher, dtype):
                 (gander.cross_entropy(a, t, weight=w.detach().abs(), ignore_index=4), (a,)),
                 (gander.cross_entropy(a, t, reduction="sum"), (a,)),
                 (gander.cross_entropy(a, t.int(), reduction="none"), (a,)),
+                (gander.logsumexp(a), (a,)),
             ):
                 results += [out, *torch.autograd.grad(out, inputs, torch.full_like(out, 0.5))]
             with torch.no_grad():
@@ -344,26 +461,27 @@ def test_hooks_on_saved_tensors_may_call_gander(data):
         assert taken("rmsnorm", leaf, weight, target)
 
 
-def test_forward_serves_nobody_else():
+def test_forward_serves_nobody_else(data):
+    forward = type(gander.softmax(data[0].clone().requires_grad_()).grad_fn)._forward_cls.forward
     with pytest.raises(RuntimeError, match="gander"):
-        straight["forward"](object(), torch.ones(2, 3))
+        forward(object(), torch.ones(2, 3))
 
 
 def test_nothing_is_leaked(data):
     """References and memory, on the good path, the declined one and the failing one."""
     x, weight, target = data
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    watched = (x, weight, target, leaf, leaf_weight, torch.float32, torch.Tensor, *straight.values())
+    watched = (x, weight, target, leaf, leaf_weight, torch.float32, torch.Tensor, *fast.values())
     short, eps, ignored = weight[1:], 1e-6, 1 << 40
 
     def rounds(count):
         for _ in range(count):
             for a, w in ((x, weight), (leaf, leaf_weight), (x.t(), None)):
-                straight["softmax"](a)
-                straight["rmsnorm"](a, w, torch.float32, eps)
-                straight["rmsnorm"](a, short, None, eps)
-                straight["cross_entropy"](a, target, None, ignored, 1, False)
-                straight["cross_entropy"](a, target, None, ignored, 0, True)
+                fast["softmax"](a, 0, False)
+                fast["rmsnorm"](a, w, torch.float32, eps, 0, False, 0.0)
+                fast["rmsnorm"](a, short, None, eps, 0, False, 0.0)
+                fast["cross_entropy"](a, target, None, ignored, 1, False, False, None)
+                fast["cross_entropy"](a, target, None, ignored, 0, False, True, None)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     rounds(100)

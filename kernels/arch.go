@@ -1,0 +1,76 @@
+package kernels
+
+import (
+	"regexp"
+	"strconv"
+	"strings"
+)
+
+// elsewhere lists the variants that spill registers on other architectures than sm_90 when ptxas has to
+// leave room for Resident CTAs per SM, with the largest number at which they do not. With 0, only the
+// size of a CTA limits its registers, which makes ptxas choose differently. Found with nvcc 13.0.
+// ./build.sh wheel compiles for all of these architectures and refuses spills.
+var elsewhere = []struct {
+	major    int // of the compute capability
+	variants *regexp.Regexp
+	resident int
+}{
+	{8, symbols(`rmsnorm_forward_rows_\w+_(8|16|32|64)x4`), 9},
+	{8, symbols(`cross_entropy_forward_partial_\w+_256x8_alike`), 3},
+
+	{10, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64)x4`), 9},
+
+	{12, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64|128)x4`), 9},
+	{12, symbols(`rmsnorm_forward_rows_b?float16_256x4`), 4},
+	{12, symbols(`rmsnorm_forward_apply_b?float16_256x2_general`), 3},
+	{12, symbols(`rmsnorm_backward_ring_b?float16_256x1_general`), 2},
+	{12, symbols(`rmsnorm_backward_team_b?float16_(256x1x2|512x2x1)`), 0},
+	{12, symbols(`softmax_forward_apply_\w+_256x2_general`), 4},
+	{12, symbols(`softmax_forward_rows_float32_(8|16|32)x4_general`), 9},
+	{12, symbols(`softmax_backward_apply_float32_256x1_general`), 4},
+	{12, symbols(`cross_entropy_forward_dx_rows_b?float16_(8|16)x4`), 10},
+	{12, symbols(`cross_entropy_forward_dx_rows_\w+_256x4_cluster`), 5},
+}
+
+func symbols(pattern string) *regexp.Regexp { return regexp.MustCompile("^(" + pattern + ")$") }
+
+// capability is the number in an architecture's name: 86 for sm_86 and for compute_86, which is PTX.
+func capability(arch string) (number int, ptx bool) {
+	kind, digits, _ := strings.Cut(arch, "_")
+	number, _ = strconv.Atoi(strings.TrimRight(digits, "af"))
+	return number, kind == "compute"
+}
+
+// ResidentOn is how many CTAs per SM the compiler leaves registers for in the image of an architecture,
+// such as "sm_86" or "compute_80". 0 leaves the number to the compiler, which then leaves registers for
+// at least one.
+func (v *Variant) ResidentOn(arch string) int {
+	number, ptx := capability(arch)
+	resident := v.Resident
+	for _, row := range elsewhere {
+		applies := row.major == number/10
+		if ptx && number >= 90 {
+			applies = row.major >= number/10 // it runs on all of them
+		}
+		if applies && row.variants.MatchString(v.Symbol) {
+			resident = min(resident, row.resident)
+		}
+	}
+	return resident
+}
+
+// spillsOnSM120 spills whatever its limit is. The planner takes another kernel there.
+const spillsOnSM120 = "rmsnorm_backward_team_float16_512x2x1"
+
+// In tells whether the image of an architecture holds the variant. It leaves out what no plan launches there.
+func (v *Variant) In(arch string) bool {
+	number, ptx := capability(arch)
+	switch {
+	case number < 90: // no clusters, no bulk copies; and what clears memory for those that use them
+		return !v.Cluster && v.Shape != Ring && v.Shape != Team && v.Shape != Held &&
+			v.Op != SoftmaxClear && v.Op != RMSNormClear
+	case number/10 == 12 && !ptx: // 99 KiB of shared memory: not two rows of the longest ring
+		return (v.Shape != Ring || v.Capacity() <= 1024) && v.Symbol != spillsOnSM120
+	}
+	return true
+}

@@ -1,0 +1,178 @@
+"""Results of gander's operators for tensors without data: shapes, dtypes and devices, from the table of
+operators.
+
+They refuse what the kernels refuse, with the same kind of exception. Sizes may be symbolic. Comparing equal
+ones adds no guard, and a condition on sizes that are known only at run time becomes an assertion in the
+graph.
+"""
+
+import math
+
+import torch
+
+from ._operators_gen import ALGORITHMS, IF_SERVED, REDUCTIONS, TORCH
+from ._schemas import arguments, complete, operands, registry, untraced
+
+_INDEX = (torch.int32, torch.int64)
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _listed(dtypes):
+    *first, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+class _Call:
+    """One call of an operator, and what its operands are checked against."""
+
+    def __init__(self, name, values):
+        self.operator, self.operands, self.values = TORCH[name], operands(name), values
+        self.name = next(iter(self.operands))
+        self.first = values[self.name]
+        self.leading, self.rows, self.columns = (), 1, 1  # known once the first operand is checked
+
+    def fail(self, kind, message):
+        raise kind(f"{self.operator.operator}: {message}")
+
+    def check(self, condition, message):
+        """Refuses a shape. The condition may be symbolic, so the message is a function."""
+        torch._check_value(condition, lambda: f"{self.operator.operator}: {message()}")
+
+    def option(self, name):
+        return self.values.get(name, self.operator.fixed.get(name, 0))
+
+    def dtypes(self, operand):
+        """The dtypes that an operand may have."""
+        if operand.dtype == "same" and operand.like in self.values:
+            return (self.values[operand.like].dtype,)
+        wide = self.first.dtype == torch.float64
+        return {
+            "float": (*_NARROW, torch.float64),
+            "companion": (torch.float64,) if wide else _NARROW,
+            "statistic": (torch.float64,) if wide else (torch.float32,),
+            "index": _INDEX,
+        }[operand.dtype]
+
+    def check_dtype(self, name, dtype, allowed):
+        if dtype not in allowed:
+            self.fail(TypeError, f"{name} has dtype {_listed([dtype])}, expected {_listed(allowed)}; convert it")
+
+    def check_input(self, operand, tensor):
+        name, device = operand.name, tensor.device
+        if device != self.first.device:
+            expected = f"{self.first.device} as {self.name}"
+            self.fail(RuntimeError, f"{name} is on {device}, expected {expected}; move one of them")
+        self.check_dtype(name, tensor.dtype, self.dtypes(operand))
+        if tensor.dtype == torch.float64 and device.type == "cuda":
+            self.fail(
+                NotImplementedError,
+                f"{name} has dtype float64 on {device}, expected {_listed(_NARROW)} there; convert it, or move the "
+                "operands to host memory, where float64 is served",
+            )
+        getattr(self, f"check_{operand.shape}")(name, tensor)
+
+    def check_rows(self, name, tensor):
+        shape = tuple(tensor.shape)
+        if not shape:
+            self.fail(ValueError, f"{name} has rank 0, expected rows (M, N) of rank 1 or more; reshape it to (1, 1)")
+        self.check(
+            shape[-1] >= 1,
+            lambda: f"{name} has shape {shape}, expected a last dimension of 1 or more; skip the call",
+        )
+        if tensor is self.first:
+            self.leading, self.columns = shape[:-1], shape[-1]
+            self.rows = math.prod(self.leading)
+        self.check(
+            (shape[-1] == self.columns) & (math.prod(shape[:-1]) == self.rows),
+            lambda: f"{name} has shape {shape}, expected {self.rows} rows of {self.columns} as {self.name}",
+        )
+
+    def check_columns(self, name, tensor):
+        if tensor.ndim != 1:
+            expected = f"rank 1: (N) with N = {self.columns} columns"
+            self.fail(ValueError, f"{name} has rank {tensor.ndim}, expected {expected}")
+        self.check_count(name, tensor, tensor.numel() == self.columns, f"{self.columns}: one for each column")
+
+    def check_count(self, name, tensor, condition, expected):
+        self.check(
+            condition,
+            lambda: (
+                f"{name} has shape {tuple(tensor.shape)}, which is {tensor.numel()} elements, expected "
+                f"{expected} of {self.name}"
+            ),
+        )
+
+    def check_per_row(self, name, tensor):
+        self.check_count(name, tensor, tensor.numel() == self.rows, f"{self.rows}: one for each row")
+
+    def check_strided(self, name, tensor):
+        same = tensor.ndim == len(self.leading)
+        for size, expected in zip(tensor.shape, self.leading, strict=False):
+            same = same & (size == expected)
+        self.check(
+            same,
+            lambda: (
+                f"{name} has shape {tuple(tensor.shape)}, expected {tuple(self.leading)}, the leading "
+                f"dimensions of {self.name}"
+            ),
+        )
+
+    def check_upstream(self, name, tensor):
+        count, expected = tensor.numel(), "a single element for all rows"
+        fits = count == 1
+        shared = any(operand.read and self.option(operand.read) for operand in self.operands.values())
+        if tensor.ndim and not shared:
+            fits, expected = fits | (count == self.rows), f"{self.rows} or {expected}"
+        self.check_count(name, tensor, fits, expected)
+
+    def check_statistics(self, name, tensor):
+        count, packed = tensor.numel(), 2 * self.rows + 1
+        fits, expected = count == packed, f"{packed}: maxima, logarithms and denominator for the rows"
+        if REDUCTIONS[self.option("reduction")] != "mean":
+            fits, expected = fits | (count == self.rows), f"{self.rows}: one for each row"
+        self.check_count(name, tensor, fits, expected)
+
+    def check_option(self, argument, value):
+        if argument.type == "algorithm" and value & ~IF_SERVED not in range(len(ALGORITHMS)):
+            expected = f"0 ({ALGORITHMS[0]}) to {len(ALGORITHMS) - 1} ({ALGORITHMS[-1]})"
+        elif argument.type == "reduction" and value not in range(len(REDUCTIONS)):
+            expected = ", ".join(f"{name} ({code})" for code, name in enumerate(REDUCTIONS))
+        else:
+            return
+        self.fail(ValueError, f"{argument.name} is {value}, expected {expected}")
+
+    def result(self, operand):
+        dtype = self.dtypes(operand)[0]
+        if operand.dtype == "companion":
+            dtype = self.values.get(operand.choice) or self.first.dtype
+            self.check_dtype(operand.name, dtype, self.dtypes(operand))
+        shapes = {
+            "rows": self.first.shape,
+            "columns": (self.columns,),
+            "one": (),
+            "reduced": () if self.option("reduction") else self.leading,
+            "statistics": (2 * self.rows + 1,) if self.operator.packed else self.leading,
+        }
+        return self.first.new_empty(shapes.get(operand.shape, self.leading), dtype=dtype)
+
+
+def _fake(name):
+    """The function that stands for an operator's kernels."""
+    operator, of = TORCH[name], operands(name)
+
+    def fake(*given):
+        values = complete(name, given)
+        call = _Call(name, dict(zip(arguments(name), values, strict=True)))
+        for argument, value in zip(operator.arguments, values, strict=True):
+            if argument.kind == "option":
+                call.check_option(argument, value)
+            elif argument.kind == "tensor" and value is not None:
+                call.check_input(of[argument.name], value)
+        results = tuple(call.result(of[result]) for result in operator.results)
+        return results[0] if len(results) == 1 else results or None
+
+    return fake
+
+
+for _operator in TORCH:
+    torch.library.register_fake(f"gander::{_operator}", untraced(_fake(_operator)), lib=registry)

@@ -1,0 +1,246 @@
+"""The gradients of gander's operators: an Autograd kernel for each, made from the table of operators.
+
+An operator that has a gradient runs an autograd.Function, whose forward runs the operator's saving variant
+below autograd. So a graph that is recorded above autograd (torch.export, dynamo) keeps the operator that was
+called, and one that is recorded below it has the saving operator and the gradient operators.
+register_autograd cannot do this: its backward sees only what the operator returns, and torch.func's
+transforms refuse it.
+
+Operators that have no gradient get an Autograd kernel too. Without one, torch would treat their results as
+constants.
+"""
+
+from operator import itemgetter
+
+import torch
+from torch import Tensor, enable_grad, is_grad_enabled
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import Function, forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+from . import _fast
+from ._operators_gen import IF_SERVED, TORCH
+from ._schemas import (
+    arguments,
+    complete,
+    differentiable,
+    made,
+    overloads,
+    registry,
+    saved,
+    tensors,
+    untraced,
+    upstream,
+)
+
+_AFTER = torch._C._after_autograd_keyset
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_in_transform = torch._C._are_functorch_transforms_active
+
+_NO_SECOND = "gander: second derivatives are not supported; use torch's operators"
+_NO_FORWARD = "gander: forward-mode derivatives are not supported; use torch's operators"
+
+
+def picker(names: list[str], among: list[str]):
+    """A function that takes a tuple of the values of `among` and returns the tuple of those named."""
+    indices = [among.index(name) for name in names]
+    if len(indices) == 1:
+        return lambda values: (values[indices[0]],)
+    return itemgetter(*indices)
+
+
+def maker_arguments(maker: str, name: str, kept: list[str]):
+    """A function that returns a gradient operator's arguments, given a tuple of the saved tensors `kept`, the
+    upstream gradient, and ctx.options of operator `name`."""
+    options = arguments(name)[len(tensors(name)) :]
+    return picker(arguments(maker), [*kept, upstream(maker), *options])
+
+
+def backward(name: str, inputs: list[str]):
+    """backward() of an operator's autograd.Function, whose apply takes `inputs`.
+
+    It reads ctx.saved_tensors, in the order of saved(name), and ctx.options, the arguments that are no
+    tensors.
+    """
+    results, plans = TORCH[TORCH[name].saving].results, {}
+
+    def plan(needs):
+        """How the needed gradients are made: by the last gradient operator that makes all of them."""
+        wanted = {argument for argument, needed in zip(inputs, needs, strict=True) if needed}
+        maker = [maker for maker in TORCH[name].backward if wanted <= set(made(maker))][-1]
+        types, gradients = [argument.type for argument in TORCH[maker].arguments], made(maker)
+        plans[needs] = (
+            _fast.call(maker),
+            maker_arguments(maker, name, saved(name)),
+            types.index("algorithm") if "algorithm" in types else None,
+            len(gradients) == 1,
+            [(inputs.index(argument), gradients.index(argument)) for argument in wanted],
+        )
+        return plans[needs]
+
+    def backward(ctx, gradient, *others):
+        for result, other in zip(results[1:], others, strict=False):
+            if other is not None:
+                raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
+        gradients = [None] * len(inputs)
+        if gradient is not None:
+            needs = ctx.needs_input_grad
+            call, pick, algorithm, single, places = plans.get(needs) or plan(needs)
+            given = pick((*ctx.saved_tensors, gradient, *ctx.options))
+            if algorithm is not None and given[algorithm]:  # forward's, if it serves these rows in backward too
+                given = (*given[:algorithm], given[algorithm] | IF_SERVED, *given[algorithm + 1 :])
+            answer = call(*given)
+            for place, index in places:
+                gradients[place] = answer if single else answer[index]
+        return tuple(gradients)
+
+    return backward
+
+
+def forward(name: str, saving: str, kept: list[str]):
+    """forward() of an operator's autograd.Function, whose apply takes a keyset and the operator's arguments."""
+    overload, results = overloads[saving], TORCH[saving].results
+    count, first_option = len(TORCH[saving].arguments), len(tensors(name))
+    to_save = picker(kept, [*arguments(name), *results])
+    single, public = len(results) == 1, len(TORCH[name].results) == 1
+
+    def forward(ctx, keyset, *given):
+        answer = below(overload, keyset, given[:count])
+        if single:
+            answer = (answer,)
+        ctx.save_for_backward(*to_save((*given, *answer)))
+        ctx.set_materialize_grads(False)
+        ctx.options = given[first_option:]
+        return answer[0] if public else answer
+
+    return forward
+
+
+def below(overload, keyset, given):
+    """Calls an operator below autograd, from forward() of an autograd.Function.
+
+    autograd turns gradients and tangents off there, but the operator goes on to torch.func's outer
+    transforms, which want theirs.
+    """
+    if _in_transform():
+        with enable_grad(), _set_fwd_grad_enabled(True), _below_autograd():
+            return overload.redispatch(keyset & _AFTER, *given)
+    with _below_autograd():
+        return overload.redispatch(keyset & _AFTER, *given)
+
+
+def function(title: str, forward, backward) -> type[Function]:
+    title = "Gander" + "".join(word.capitalize() for word in title.split("_"))
+    methods = {"forward": forward and staticmethod(untraced(forward)), "backward": staticmethod(untraced(backward))}
+    return type(Function)(title, (Function,), methods | {"__module__": __name__})
+
+
+def apply_of(function: type[Function]):
+    """function.apply without its Python part, which is for torch.func's transforms.
+
+    The dispatcher shows them our operators, and each of them then uses the function at its own level.
+    """
+    apply = super(Function, function).apply
+
+    def call(*inputs):
+        if _in_transform():
+            with enable_single_level_autograd_function():
+                return apply(*inputs)
+        return apply(*inputs)
+
+    return call
+
+
+def _refusal(name):
+    """The apply of an operator that has no gradient: its results refuse to be differentiated."""
+    message = _NO_SECOND
+    if not any(made(name)):
+        public = next(other for other, of in TORCH.items() if of.saving and of.operator == TORCH[name].operator)
+        message = f"gander: {name} has no gradient; detach its inputs, or use {public}"
+
+    def forward(ctx, keyset, *given):
+        return below(overloads[name], keyset, given)
+
+    def backward(ctx, *gradients):
+        raise NotImplementedError(message)
+
+    return apply_of(function(name, forward, backward))
+
+
+def _same(ctx, gradient, *sources):
+    return gradient.view_as(gradient)
+
+
+def _refuse_second(ctx, *gradients):
+    raise NotImplementedError(_NO_SECOND)
+
+
+_once = apply_of(function("once", _same, _refuse_second))
+
+
+def once(gradient: Tensor, *sources: Tensor) -> Tensor:
+    """A gradient that was computed from sources out of autograd's sight, made to refuse a second derivative."""
+    return _once(gradient, *sources) if is_grad_enabled() else gradient
+
+
+def _refuse_tangents(given):
+    for tensor in given:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(_NO_FORWARD)
+
+
+def _kernel(name, choose):
+    """An operator's Autograd kernel."""
+    operator, overload, count = TORCH[name], overloads[name], len(tensors(name))
+    own = None
+    if operator.saving:
+        inputs = ["", *arguments(name)]  # the keyset first
+        own = apply_of(function(name, forward(name, operator.saving, saved(name)), backward(name, inputs)))
+    elif not operator.writes:
+        own = _refusal(name)
+
+    def with_gradient(keyset, given):
+        for argument, tensor in zip(tensors(name), given, strict=False):
+            if tensor is None or not tensor.requires_grad:
+                continue
+            if operator.writes:
+                raise NotImplementedError(
+                    f"gander: {name} has no gradient, and {argument} requires one; detach it, or use torch.no_grad()"
+                )
+            if operator.saving and argument not in differentiable(name):
+                raise NotImplementedError(
+                    f"gander: {argument} requires a gradient, but {name} has none for it; detach it"
+                )
+        return (own if choose is None else choose(own, given))(keyset, *given)
+
+    def kernel(keyset, *given):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(given[:count])
+        if is_grad_enabled():
+            for tensor in given[:count]:
+                if tensor is not None and tensor.requires_grad:
+                    return with_gradient(keyset, complete(name, given))
+        with _below_autograd():
+            return overload.redispatch(keyset & _AFTER, *given)
+
+    return kernel
+
+
+def register(choices: dict) -> None:
+    """Registers the Autograd kernels.
+
+    choices: by operator, a function that chooses the apply of the autograd.Function for a call that needs a
+    gradient. It takes the apply of the operator's own Function, and all arguments of the call.
+    """
+    for name in TORCH:
+        registry.impl(name, untraced(_kernel(name, choices.get(name))), "Autograd", with_keyset=True)
+
+
+def fast_functions() -> dict:
+    """The autograd.Functions of the fast path (_fast.py), which sets their forward. Their apply takes the
+    arguments that have a gradient and returns a single result."""
+    return {
+        name: function(name, None, backward(name, differentiable(name)))
+        for name, operator in TORCH.items()
+        if operator.saving and len(operator.results) == 1
+    }

@@ -1,0 +1,72 @@
+"""torch.ops.gander: the operators as torch knows them, and what follows for them from the table of operators."""
+
+import torch
+from torch._C._dynamo import eval_frame
+
+from ._operators_gen import OPERATORS, TORCH
+
+registry = torch.library.Library("gander", "FRAGMENT")
+for _operator in TORCH.values():
+    registry.define(_operator.schema)
+
+overloads = {name: getattr(torch.ops.gander, name).default for name in TORCH}
+_defaults = {
+    name: tuple(argument.default_value for argument in overload._schema.arguments if argument.has_default_value())
+    for name, overload in overloads.items()
+}
+
+
+def complete(name: str, given: tuple) -> tuple:
+    """All arguments of a call. The dispatcher leaves out those at the end that have their default values."""
+    missing = len(TORCH[name].arguments) - len(given)
+    return given + _defaults[name][-missing:] if missing else given
+
+
+def operands(name: str) -> dict:
+    """An operator's operands by name."""
+    return {operand.name: operand for operand in OPERATORS[TORCH[name].operator].operands}
+
+
+def arguments(name: str) -> list[str]:
+    return [argument.name for argument in TORCH[name].arguments]
+
+
+def tensors(name: str) -> list[str]:
+    """The arguments that are tensors. They come first."""
+    return [argument.name for argument in TORCH[name].arguments if argument.kind == "tensor"]
+
+
+def made(name: str) -> list[str]:
+    """For each result of an operator the operand whose gradient it is, or ""."""
+    return [operands(name)[result].gradient for result in TORCH[name].results]
+
+
+def differentiable(name: str) -> list[str]:
+    """The arguments for which an operator has a gradient."""
+    gradients = {gradient for maker in TORCH[name].backward for gradient in made(maker)}
+    return [argument for argument in tensors(name) if argument in gradients]
+
+
+def upstream(maker: str) -> str:
+    """The argument of a gradient operator that is the gradient of the forward operator's result."""
+    of = operands(maker)
+    return next(name for name in tensors(maker) if of[name].gradient and not of[name].output)
+
+
+def saved(name: str) -> list[str]:
+    """What is saved for an operator's gradient: the other tensors that its first gradient operator reads."""
+    first = TORCH[name].backward[0]
+    return [argument for argument in tensors(first) if argument != upstream(first)]
+
+
+def untraced(function):
+    """Keeps dynamo away from a function and from what it calls.
+
+    torch's dispatcher and its autograd engine call our kernels as Python functions. Where a compiled function
+    falls back to eager execution, dynamo would compile those calls too. Its fake tensors have no tangents, so
+    it would compile the check for tangents into "there are none". torch._disable_dynamo does the same as
+    this, but costs host time in every call.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function

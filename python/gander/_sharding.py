@@ -1,0 +1,98 @@
+"""DTensor rules for gander's operators, from the table of operators.
+
+Leading dimensions may be sharded, alike for all operands that have rows. What has an element for each column
+(a weight) is replicated. Its gradient is a partial sum, and so is the sum of losses. Other placements are
+refused here, because DTensor would gather the tensor without a word.
+
+DTensor takes about as long to import as the rest of torch, so the rules are registered when a program imports
+it.
+"""
+
+import warnings
+
+from . import _hook
+from ._operators_gen import REDUCTIONS, TORCH
+from ._schemas import arguments, complete, operands, overloads
+
+_DTensor: type | tuple = ()  # isinstance(x, ()) is False
+
+
+def rows_are_sharded(x) -> bool:
+    return isinstance(x, _DTensor) and any(map(_is_shard, x.placements))
+
+
+def _is_shard(placement):
+    return not (placement.is_replicate() or placement.is_partial())
+
+
+def _rule(name, given):
+    """The placements that an operator takes on one dimension of the mesh: pairs of results' and arguments'."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    operator, of = TORCH[name], operands(name)
+    specs = dict(zip(arguments(name), complete(name, given), strict=True))
+    inputs = {argument: spec for argument, spec in specs.items() if argument in of and spec is not None}
+    results = [of[result] for result in operator.results]
+    reduction = REDUCTIONS[specs.get("reduction", operator.fixed.get("reduction", 0))]
+    leading = next(iter(inputs.values())).ndim - 1
+
+    def refuse(what):
+        raise NotImplementedError(f"gander: {name}: {what}")
+
+    if operator.writes:  # DTensor takes an operator of such a name for one that returns its first argument
+        refuse("a DTensor cannot be written over; use the operator that returns its results")
+    shards = []
+    for argument, spec in inputs.items():
+        used = [placement for placement in spec.placements if _is_shard(placement)]
+        if not used:
+            continue
+        found, by_row = f"{argument} has placements {spec.placements}, expected", spec.ndim == leading
+        if of[argument].shape == "columns":
+            refuse(f"{found} Replicate: it has one element for each column; redistribute it")
+        if of[argument].shape == "statistics" and not by_row:
+            refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
+        if any(placement.dim >= leading for placement in used) or not (by_row or of[argument].shape == "rows"):
+            refuse(f"{found} Shard of a leading dimension, because rows are reduced whole; redistribute it")
+        shards += [placement for placement in used if placement not in shards]
+    if shards and reduction == "mean" and any(result.shape == "reduced" for result in results):
+        refuse(
+            "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and divide "
+            "by the sum of the counted rows' weights over all ranks"
+        )
+    if shards and operator.packed:
+        refuse(
+            "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, or use "
+            "an operator that returns one for each row"
+        )
+
+    def placed(operand, shard, ndim=None):
+        if operand.shape == "columns":
+            return Partial("sum") if operand.output else Replicate()
+        if operand.shape == "reduced" and reduction == "sum":
+            return Partial("sum")
+        if operand.shape == "upstream" and ndim != leading:  # one element for all rows
+            return Replicate()
+        return shard
+
+    def placements(shard):
+        sharded = {argument: placed(of[argument], shard, spec.ndim) for argument, spec in inputs.items()}
+        return [placed(result, shard) for result in results], [sharded.get(argument) for argument in specs]
+
+    replicated = [Replicate() for _ in results], [Replicate() if argument in inputs else None for argument in specs]
+    return [replicated, *map(placements, shards)]
+
+
+def _register() -> None:
+    global _DTensor
+    try:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.experimental import register_sharding
+
+        for name, overload in overloads.items():
+            register_sharding(overload)(lambda *given, name=name: _rule(name, given))
+        _DTensor = DTensor
+    except Exception as error:  # importing DTensor must not fail for it
+        warnings.warn(f"gander: its operators do not take DTensors: {error}", RuntimeWarning, stacklevel=2)
+
+
+_hook.after_import("torch.distributed.tensor", _register)

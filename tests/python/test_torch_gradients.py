@@ -1,0 +1,499 @@
+"""Gradients equal torch's own on every way that PyTorch has to record, trace, transform and replay a
+function."""
+
+import functools
+
+import gander
+import pytest
+import torch
+import torch.nn.functional as F
+from gander import _cross_entropy
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+ops = torch.ops.gander
+N = 33
+
+
+def theirs_rmsnorm(x, weight=None):
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def loss(reduction, weighted=False):
+    """Cross-entropy as functions of logits, a weight that scales them, and targets: (gander's, torch's)."""
+
+    def mine(x, weight, target):
+        classes = torch.linspace(0.5, 1.5, N) if weighted else None
+        return gander.cross_entropy(x * weight, target, weight=classes, reduction=reduction)
+
+    def theirs(x, weight, target):
+        classes = torch.linspace(0.5, 1.5, N) if weighted else None
+        return F.cross_entropy(x * weight, target, weight=classes, reduction=reduction)
+
+    return mine, theirs
+
+
+PAIRS = {
+    "softmax": (
+        lambda x, weight, target: gander.softmax(x * weight),
+        lambda x, weight, target: F.softmax(x * weight, -1),
+    ),
+    "rmsnorm": (
+        lambda x, weight, target: gander.rmsnorm(x * 2, weight, weight_offset=0.5),
+        lambda x, weight, target: theirs_rmsnorm(x * 2, weight + 0.5),
+    ),
+    "rmsnorm without weight": (
+        lambda x, weight, target: gander.rmsnorm(x * weight),
+        lambda x, weight, target: theirs_rmsnorm(x * weight),
+    ),
+    "rmsnorm_fwd": (
+        lambda x, weight, target: ops.rmsnorm_fwd(x * 2, weight)[0],
+        lambda x, weight, target: theirs_rmsnorm(x * 2, weight),
+    ),
+    "logsumexp": (
+        lambda x, weight, target: gander.logsumexp(x * weight),
+        lambda x, weight, target: torch.logsumexp(x * weight, -1),
+    ),
+    "mean": loss("mean"),
+    "weighted mean": loss("mean", True),
+    "sum": loss("sum"),
+    "none": loss("none"),
+    "cross_entropy_fwd": (
+        lambda x, weight, target: ops.cross_entropy_fwd(x * weight, target)[0],
+        lambda x, weight, target: F.cross_entropy(x * weight, target),
+    ),
+}
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request):
+    return PAIRS[request.param]
+
+
+@pytest.fixture
+def inputs():
+    return torch.randn(6, N), torch.rand(N) + 0.5, torch.tensor([0, 32, -100, 4, 4, 9])
+
+
+def scalar(function):
+    return lambda *inputs: function(*inputs).square().sum()
+
+
+def gradients(function, inputs):
+    """Of a scalar, with respect to x and weight."""
+    x, weight, target = inputs
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    function(*leaves, target).backward()
+    return leaves[0].grad, leaves[1].grad
+
+
+def expected(pair, inputs):
+    return gradients(scalar(pair[1]), inputs)
+
+
+def check(got, want):
+    got, want = (value if isinstance(value, tuple) else (value,) for value in (got, want))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def compiled(function, backend, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+# ---- Eager ----
+
+
+def test_eager(pair, inputs):
+    check(gradients(scalar(pair[0]), inputs), expected(pair, inputs))
+
+
+def test_of_a_part_of_the_inputs(pair, inputs):
+    x, weight, target = inputs
+    for wanted in (0, 1):
+        leaves = [x.clone(), weight.clone()]
+        leaves[wanted].requires_grad_()
+        got = torch.autograd.grad(scalar(pair[0])(*leaves, target), leaves[wanted])
+        check(got, expected(pair, inputs)[wanted])
+
+
+def test_backward_again(pair, inputs):
+    """Accumulated over two graphs, and over one that is retained."""
+    x, weight, target = inputs
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    for _ in range(2):
+        out = scalar(pair[0])(*leaves, target)
+        out.backward(retain_graph=True)
+    out.backward()
+    check(tuple(leaf.grad for leaf in leaves), tuple(3 * g for g in expected(pair, inputs)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(pair, inputs, reentrant):
+    def function(*inputs):
+        return checkpoint(scalar(pair[0]), *inputs, use_reentrant=reentrant)
+
+    check(gradients(function, inputs), expected(pair, inputs))
+
+
+def test_hooks_on_saved_tensors(pair, inputs):
+    """They see all that is kept, and what they give in its place is used."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+        got = gradients(scalar(pair[0]), inputs)
+    check(got, expected(pair, inputs))
+    with torch.autograd.graph.save_on_cpu():
+        check(gradients(scalar(pair[0]), inputs), expected(pair, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_a_scaled_loss(dtype, one_pass, monkeypatch):
+    """GradScaler's first factor: backward gets 65536 and no intermediate value may underflow or overflow."""
+    monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: one_pass)
+    x, target = (torch.randn(64, 4096) * 3).to(dtype), torch.randint(4096, (64,))
+    mine, theirs = x.clone().requires_grad_(), x.float().requires_grad_()
+    (gander.cross_entropy(mine, target, one_pass=one_pass) * 65536.0).backward()
+    (F.cross_entropy(theirs, target) * 65536.0).backward()
+    torch.testing.assert_close(mine.grad.float(), theirs.grad, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+# ---- torch.func ----
+
+
+def test_func_grad(pair, inputs):
+    check(torch.func.grad(scalar(pair[0]), argnums=(0, 1))(*inputs), expected(pair, inputs))
+
+
+def test_func_vjp(pair, inputs):
+    x, weight, target = inputs
+    out, pull = torch.func.vjp(lambda x, weight: pair[0](x, weight, target), x, weight)
+    check(pull(2 * out), expected(pair, inputs))
+
+
+def test_func_jacrev(pair, inputs):
+    got, want = (torch.func.jacrev(function, argnums=(0, 1))(*inputs) for function in pair)
+    check(got, want)
+
+
+def test_functional_call(pair, inputs):
+    x, weight, target = inputs
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(N))
+
+        def forward(self, x):
+            return scalar(pair[0])(x, self.weight, target)
+
+    module = Module()
+    got = torch.func.grad(lambda p, x: torch.func.functional_call(module, p, (x,)))({"weight": weight}, x)
+    check(got["weight"], expected(pair, inputs)[1])
+
+
+@pytest.mark.parametrize("how", [{"inplace_backward": True}, {"one_pass": True}], ids=str)
+def test_in_place_and_one_pass_are_for_eager_calls(inputs, how, monkeypatch):
+    """In transforms and graphs they are ignored, and nothing is written over."""
+    monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
+    x, _, target = inputs
+    before, want = x.clone(), torch.func.grad(F.cross_entropy)(x, target)
+
+    def gradient(x):
+        return torch.func.grad(lambda x: gander.cross_entropy(x, target, **how))(x)
+
+    check(gradient(x), want)
+    check(compiled(gradient, "aot_eager")(x), want)
+    check(torch.vmap(gradient)(x[None]), want[None])
+    leaf = x.clone().requires_grad_()
+    compiled(lambda x: gander.cross_entropy(x, target, **how), "aot_eager")(leaf).backward()
+    check((leaf.grad, leaf.detach(), x), (want, before, before))
+
+
+@pytest.mark.parametrize("function", ["softmax", "rmsnorm", "cross_entropy"])
+def test_torch_ops_with_func(function, inputs):
+    """Right through torch.ops, with no function of gander's around it."""
+    x, weight, target = inputs
+    arguments = {"softmax": (x,), "rmsnorm": (x, weight), "cross_entropy": (x, target)}[function]
+    theirs = {"softmax": lambda x: F.softmax(x, -1), "rmsnorm": theirs_rmsnorm, "cross_entropy": F.cross_entropy}
+    op = getattr(ops, function)
+    check(torch.func.jacrev(op)(*arguments), torch.func.jacrev(theirs[function])(*arguments))
+    out, pull = torch.func.vjp(lambda x: op(x, *arguments[1:]), x)
+    check(pull(out), torch.func.vjp(lambda x: theirs[function](x, *arguments[1:]), x)[1](out))
+
+
+# ---- torch.compile ----
+
+BACKENDS = ("eager", "aot_eager")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(pair, inputs, backend, dynamic):
+    function = compiled(scalar(pair[0]), backend, dynamic=dynamic)
+    check(gradients(function, inputs), expected(pair, inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_func(pair, inputs, backend):
+    """Faults of the layer before: zeros, on every backend."""
+    function = compiled(lambda *inputs: torch.func.grad(scalar(pair[0]), argnums=(0, 1))(*inputs), backend)
+    check(function(*inputs), expected(pair, inputs))
+
+    def pulled(x, weight, target):
+        out, pull = torch.func.vjp(lambda x, weight: pair[0](x, weight, target), x, weight)
+        return pull(2 * out)
+
+    check(compiled(pulled, backend)(*inputs), expected(pair, inputs))
+    function = compiled(lambda *inputs: torch.func.jacrev(pair[0], argnums=(0, 1))(*inputs), backend)
+    check(function(*inputs), torch.func.jacrev(pair[1], argnums=(0, 1))(*inputs))
+
+
+def test_compiled_by_inductor(inputs):
+    def model(which):
+        softmax, rmsnorm, cross_entropy = (PAIRS[name][which] for name in ("softmax", "rmsnorm", "mean"))
+        return lambda x, weight, target: cross_entropy(softmax(rmsnorm(x, weight, None), weight, None), weight, target)
+
+    check(gradients(compiled(model(0), "inductor"), inputs), gradients(model(1), inputs))
+    by_func = compiled(lambda *inputs: torch.func.grad(model(0), argnums=(0, 1))(*inputs), "inductor")
+    check(by_func(*inputs), gradients(model(1), inputs))
+
+
+def test_compiled_with_dynamic_rows(pair, inputs):
+    """One graph, forward and backward, for every number of rows."""
+    function = compiled(scalar(pair[0]), "aot_eager", dynamic=True)
+    x, weight, target = inputs
+    check(gradients(function, inputs), expected(pair, inputs))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (5, 4):
+            some = x[:rows].clone(), weight, target[:rows].clone()
+            check(gradients(function, some), expected(pair, some))
+
+
+def test_compiled_backward(pair, inputs):
+    """Compiled autograd, which traces backward() itself."""
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        got = gradients(scalar(pair[0]), inputs)
+    check(got, expected(pair, inputs))
+
+
+# ---- Recorded graphs ----
+
+
+class Model(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.linear = torch.nn.Linear(N, N)
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, N))
+        self.register_buffer("target", torch.tensor([0, 32, -100, 4, 4, 9]))
+
+    def forward(self, x):
+        return self.function(self.linear(x), self.weight, self.target)
+
+
+def operators_of(graph):
+    names = (str(node.target) for node in graph.nodes)
+    return {name.removeprefix("gander.").removesuffix(".default") for name in names if name.startswith("gander.")}
+
+
+def check_trained(replayed, pair, x):
+    """The gradients of what a recorded graph computes, with its own parameters, against those of torch's
+    operators."""
+    torch.manual_seed(1)
+    model = Model(pair[1])
+    parameters = dict(model.named_parameters())
+    values = {name: p for name, p in replayed.named_parameters() if name in parameters}
+    model.load_state_dict({name: p.detach() for name, p in values.items()}, strict=False)
+    replayed(x).square().sum().backward()
+    model(x).square().sum().backward()
+    for name, parameter in parameters.items():
+        assert values[name].grad is not None, f"{name} has no gradient"
+        torch.testing.assert_close(values[name].grad, parameter.grad)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_exported(pair, request, strict, decomposed):
+    """Faults of the layer before: nothing before an operator of gander's got a gradient."""
+    torch.manual_seed(1)
+    x = torch.randn(6, N)
+    exported = torch.export.export(Model(pair[0]), (x,), strict=strict)
+    if decomposed:
+        exported = exported.run_decompositions()
+    name = {"mean": "cross_entropy", "weighted mean": "cross_entropy", "sum": "cross_entropy", "none": "cross_entropy"}
+    case = request.node.callspec.params["pair"].removesuffix(" without weight")
+    assert operators_of(exported.graph) == {name.get(case, case)}
+    check_trained(exported.module(), pair, x)
+
+
+def test_exported_for_inference(inputs):
+    """The graph holds the operators that save nothing."""
+    model = Model(lambda *inputs: model_of_all(*inputs))
+
+    def model_of_all(x, weight, target):
+        return gander.cross_entropy(gander.softmax(gander.rmsnorm(x, weight)), target)
+
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            exported = torch.export.export(model, (inputs[0],)).run_decompositions()
+        assert operators_of(exported.graph) == {"rmsnorm", "softmax", "cross_entropy"}
+        with torch.no_grad():
+            torch.testing.assert_close(exported.module()(inputs[0]), model(inputs[0]))
+
+
+def test_exported_with_dynamic_rows(pair):
+    torch.manual_seed(1)
+    model = Model(lambda x, weight, target: pair[0](x, weight, target[: x.shape[0]]))
+    rows = torch.export.Dim("rows", min=2, max=6)
+    exported = torch.export.export(model, (torch.randn(6, N),), dynamic_shapes=({0: rows},))
+    theirs = lambda x, weight, target: pair[1](x, weight, target[: x.shape[0]])  # noqa: E731
+    check_trained(exported.module(), (None, theirs), torch.randn(4, N))
+
+
+def test_dynamo_export(pair):
+    torch.manual_seed(1)
+    x = torch.randn(6, N)
+    torch._dynamo.reset()
+    model = Model(pair[0])
+    graph, _ = torch._dynamo.export(model)(x)
+    graph(x).square().sum().backward()
+    theirs = Model(pair[1])
+    theirs.load_state_dict(model.state_dict())
+    theirs(x).square().sum().backward()
+    for parameter in theirs.parameters():
+        (same,) = (p for p in graph.parameters() if torch.equal(p, parameter))
+        torch.testing.assert_close(same.grad, parameter.grad)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_make_fx(pair, inputs, mode, leaves, pre_dispatch):
+    x, weight, target = inputs
+    x, weight = x.clone().requires_grad_(leaves), weight.clone().requires_grad_(leaves)
+    graph = make_fx(scalar(pair[0]), tracing_mode=mode, pre_dispatch=pre_dispatch)(x, weight, target)
+    check(gradients(graph, inputs), expected(pair, inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_jit_trace(pair, inputs):
+    traced = torch.jit.trace(scalar(pair[0]), inputs, check_trace=False)
+    check(gradients(traced, inputs), expected(pair, inputs))
+
+
+# ---- Refusals: what would be silently wrong ----
+
+FORWARD = "forward-mode derivatives are not supported; use torch's operators"
+SECOND = "second derivatives are not supported; use torch's operators"
+
+
+def dual(function, inputs, leaf=False):
+    x, weight, target = inputs
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(x.clone().requires_grad_(leaf), torch.ones_like(x))
+        return function(x, weight, target)
+
+
+def jvp(function, x, weight, target):
+    return torch.func.jvp(lambda x: function(x, weight, target), (x,), (x,))
+
+
+def hessian(function, *inputs):
+    return torch.func.hessian(scalar(function))(*inputs)
+
+
+def twice(function, *inputs):
+    return torch.func.grad(lambda *inputs: torch.func.grad(scalar(function))(*inputs).sum())(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [(jvp, FORWARD), (hessian, FORWARD), (twice, SECOND)],
+    ids=["jvp", "hessian", "grad of grad"],
+)
+class TestTransformsRefused:
+    def test_eager(self, pair, inputs, transform, message):
+        with pytest.raises(NotImplementedError, match=message):
+            transform(pair[0], *inputs)
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_compiled(self, pair, inputs, transform, message, backend):
+        with pytest.raises(Exception, match=message):
+            compiled(functools.partial(transform, pair[0]), backend)(*inputs)
+        torch._dynamo.reset()
+        if transform is twice:  # dynamo itself fails where it leaves its graph in the middle of this
+            message = f"False != True|{message}"
+        with pytest.raises(Exception, match=message):
+            torch.compile(functools.partial(transform, pair[0]), backend=backend)(*inputs)
+
+
+def test_duals_are_refused(pair, inputs):
+    for leaf in (False, True):
+        with pytest.raises(NotImplementedError, match=FORWARD):
+            dual(pair[0], inputs, leaf)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "inductor"])
+def test_compiled_duals_are_refused(inputs, backend):
+    """Given from outside, and made inside. Fault of the layer before: the tangent was lost."""
+    function = compiled(lambda x, weight, target: gander.rmsnorm(x, weight), backend)
+    with pytest.raises(NotImplementedError, match=FORWARD):
+        dual(function, inputs)
+    with pytest.raises(NotImplementedError, match="jvp|" + FORWARD):
+        dual(function, inputs, leaf=True)
+
+    def inside(x, weight, target):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(gander.rmsnorm(forward_ad.make_dual(x, x), weight)).tangent
+
+    with pytest.raises(Exception, match=FORWARD):
+        compiled(inside, backend)(*inputs)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_second_derivatives_of_eager_gradients(pair, inputs, in_place):
+    x, weight, target = inputs
+    function = pair[0]
+    if in_place:
+        function = lambda x, weight, target: gander.cross_entropy(x * weight, target, inplace_backward=True)  # noqa: E731
+    leaf = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(scalar(function)(leaf, weight, target), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match=SECOND):
+        dx.square().sum().backward()
+
+
+def test_statistics_have_no_gradient(inputs):
+    x, weight, target = inputs
+    leaf = x.clone().requires_grad_()
+    for name, arguments in ("rmsnorm_fwd", (leaf, weight)), ("cross_entropy_fwd", (leaf, target)):
+        out, statistics = getattr(ops, name)(*arguments)
+        with pytest.raises(NotImplementedError, match=f"of {name} has no gradient; detach it"):
+            (out.sum() + statistics.sum()).backward()
+
+
+@pytest.mark.parametrize("name", ["cross_entropy_fwd_lse", "cross_entropy_fwd_dx", "cross_entropy_fwd_one_pass"])
+def test_operators_without_a_gradient(inputs, name):
+    x, _, target = inputs
+    out = getattr(ops, name)(x.clone().requires_grad_(), target)
+    for result in out:
+        with pytest.raises(NotImplementedError, match=f"{name} has no gradient; detach its inputs, or use cross_e"):
+            result.sum().backward(retain_graph=True)
+
+
+def test_operators_that_write(inputs):
+    x, _, target = inputs
+    with pytest.raises(NotImplementedError, match=r"x requires one; detach it, or use torch\.no_grad"):
+        ops.cross_entropy_fwd_dx_(x.clone().requires_grad_() * 1, target)
+    loss, lse = ops.cross_entropy_fwd_lse(x, target)
+    with pytest.raises(NotImplementedError, match="dloss requires one"):
+        ops.cross_entropy_bwd_(x.clone(), target, None, loss.requires_grad_(), lse, -100, 0)
+
+
+def test_class_weights_have_no_gradient(inputs):
+    x, weight, target = inputs
+    for op in (ops.cross_entropy, ops.cross_entropy_fwd):
+        with pytest.raises(NotImplementedError, match=r"weight requires a gradient, but cross_\w+ has none"):
+            op(x, target, weight.clone().requires_grad_())

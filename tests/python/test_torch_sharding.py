@@ -1,0 +1,254 @@
+"""DTensor: rows go with rows, without a collective; what cannot be so is refused in words.
+
+On one rank of a group that is not there (torch's fake backend), whose collectives are counted, not run. Two
+ranks, and what they compute together, are in test_two_ranks.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import gander
+import pytest
+import torch
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh  # noqa: E402
+from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+ops = torch.ops.gander
+N = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh():
+    return init_device_mesh("cpu", (4,))
+
+
+@pytest.fixture
+def local():
+    """What this rank has of x, of a weight and of targets."""
+    return torch.randn(4, 3, N), torch.rand(N), torch.randint(N, (4, 3))
+
+
+def place(tensor, mesh, *placements):
+    return DTensor.from_local(tensor.detach(), mesh, placements)
+
+
+def leaf(tensor, mesh, *placements):
+    return place(tensor, mesh, *placements).requires_grad_()
+
+
+def collectives(function):
+    """A function's results, and how many collectives it took."""
+    with CommDebugMode() as counter:
+        results = function()
+    return results, counter.get_total_counts()
+
+
+def check(got, want, *placements):
+    assert got.placements == placements
+    assert torch.equal(got.to_local(), want)
+
+
+SHARDS = [(Shard(0),), (Shard(1),), (Replicate(),)]
+FUNCTIONS = {
+    "softmax": lambda x, weight, target: gander.softmax(x),
+    "rmsnorm": lambda x, weight, target: gander.rmsnorm(x, weight),
+    "rmsnorm without weight": lambda x, weight, target: gander.rmsnorm(x, out_dtype=torch.bfloat16),
+    "logsumexp": lambda x, weight, target: gander.logsumexp(x),
+    "sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum"),
+    "none": lambda x, weight, target: gander.cross_entropy(x, target, weight=weight, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("placements", SHARDS, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_results(name, placements, mode, mesh, local):
+    x, weight, target = local
+    with mode():
+        want = FUNCTIONS[name](*local)
+        inputs = place(x, mesh, *placements), place(weight, mesh, Replicate()), place(target, mesh, *placements)
+        got, count = collectives(lambda: FUNCTIONS[name](*inputs))
+    expected = (Partial("sum"),) if name == "sum" and placements != (Replicate(),) else placements
+    check(got, want, *expected)
+    assert count == 0
+    if got.ndim:
+        assert got.shape[0] == (4 * 4 if placements == (Shard(0),) else 4)
+
+
+@pytest.mark.parametrize("placements", SHARDS, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients(name, placements, mesh, local):
+    x, weight, target = local
+    plain = x.clone().requires_grad_(), weight.clone().requires_grad_(name == "rmsnorm")
+    wanted = plain[: 1 + (name == "rmsnorm")]
+    out = FUNCTIONS[name](*plain, target)
+    upstream = torch.rand_like(out)
+    want = torch.autograd.grad(out, wanted, upstream)
+
+    leaves = leaf(x, mesh, *placements), place(weight, mesh, Replicate()).requires_grad_(name == "rmsnorm")
+    got, forward = collectives(lambda: FUNCTIONS[name](*leaves, place(target, mesh, *placements)))
+    # the gradient of a partial sum is the same on every rank
+    upstream = place(upstream, mesh, *(got.placements if got.placements != (Partial("sum"),) else (Replicate(),)))
+    gradients, backward = collectives(lambda: torch.autograd.grad(got, leaves[: len(wanted)], upstream))
+    assert forward == backward == 0
+    torch.testing.assert_close(gradients[0].to_local(), want[0])
+    assert gradients[0].placements == placements
+    if name == "rmsnorm":
+        check(gradients[1], want[1], Partial("sum") if placements != (Replicate(),) else Replicate())
+
+
+def test_a_mean_of_replicated_rows(mesh, local):
+    x, _, target = local
+    logits = leaf(x, mesh, Replicate())
+    loss, count = collectives(lambda: gander.cross_entropy(logits, place(target, mesh, Replicate())))
+    plain = x.clone().requires_grad_()
+    check(loss, gander.cross_entropy(plain, target), Replicate())
+    (dx,) = torch.autograd.grad(loss, logits)
+    check(dx, torch.autograd.grad(gander.cross_entropy(plain, target), plain)[0], Replicate())
+    assert count == 0
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_mean_over_sharded_rows_is_refused(mesh, local, mode):
+    x, _, target = local
+    for logits in place(x, mesh, Shard(0)), leaf(x, mesh, Shard(0)):
+        with mode(), pytest.raises(NotImplementedError, match=r"a mean over sharded rows .* use reduction='sum'"):
+            gander.cross_entropy(logits, place(target, mesh, Shard(0)))
+
+
+def test_sharded_rows_are_refused(mesh, local):
+    x, weight, target = local
+    columns = place(x, mesh, Shard(2))
+    whole = place(torch.rand(4 * N), mesh, Replicate())
+    targets = place(target, mesh, Replicate())
+    for call in (
+        lambda: gander.softmax(columns),
+        lambda: gander.softmax(columns.detach().requires_grad_()),
+        lambda: gander.softmax_bwd(columns, place(torch.rand(4, 3, 4 * N), mesh, Replicate())),
+        lambda: gander.rmsnorm(columns, whole),
+        lambda: gander.logsumexp(columns),
+        lambda: gander.cross_entropy(columns, targets),
+        lambda: gander.cross_entropy(columns.detach().requires_grad_(), targets, reduction="sum"),
+    ):
+        with CommDebugMode() as counter, pytest.raises(NotImplementedError, match="expected Shard of a leading"):
+            call()
+        assert counter.get_total_counts() == 0
+    with pytest.raises(NotImplementedError, match=r"weight has placements .* expected Replicate: it has one element"):
+        gander.rmsnorm(place(torch.rand(4, 4 * N), mesh, Replicate()), place(weight, mesh, Shard(0)))
+
+
+def test_what_has_no_shards_is_refused(mesh, local):
+    x, _, target = local
+    logits, targets = place(x, mesh, Shard(0)), place(target, mesh, Shard(0))
+    with pytest.raises(NotImplementedError, match="statistics of all rows are returned in one tensor"):
+        ops.cross_entropy_fwd(logits, targets, None, -100, 2)
+    with pytest.raises(NotImplementedError, match="a DTensor cannot be written over"):
+        ops.cross_entropy_fwd_dx_(logits, targets)
+
+
+def test_a_partial_sum_is_reduced(mesh, local):
+    """As by torch's operators that are not linear."""
+    out, count = collectives(lambda: gander.softmax(place(local[0], mesh, Partial("sum"))))
+    assert out.placements == (Replicate(),)
+    assert count == 1
+    norm, count = collectives(
+        lambda: gander.rmsnorm_bwd(
+            place(local[0], mesh, Shard(0)),
+            place(local[1], mesh, Replicate()),
+            place(torch.rand(16, 3, N), mesh, Partial("sum")),
+            place(torch.rand(4, 3), mesh, Shard(0)),
+        )
+    )
+    assert [t.placements for t in norm[:2]] == [(Shard(0),), (Partial("sum"),)]
+    assert count == 1  # a reduce-scatter
+
+
+def test_two_dimensions_of_a_mesh(local):
+    mesh = init_device_mesh("cpu", (2, 2))
+    x, weight, target = local
+    for placements in (Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(1)):
+        logits, w = leaf(x, mesh, *placements), leaf(weight, mesh, Replicate(), Replicate())
+        y, count = collectives(functools.partial(gander.rmsnorm, logits, w))
+        check(y.detach(), gander.rmsnorm(x, weight), *placements)
+        dx, dw = torch.autograd.grad(y, (logits, w), y.detach())
+        assert dx.placements == placements
+        assert dw.placements == tuple(p if p == Replicate() else Partial("sum") for p in placements)
+        loss = gander.cross_entropy(logits, place(target, mesh, *placements), reduction="sum")
+        assert loss.placements == dw.placements
+        assert torch.autograd.grad(loss, logits)[0].placements == placements
+        assert count == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(mesh, local, backend):
+    torch._dynamo.reset()
+    x, weight, target = local
+
+    def loss(x, weight, target):
+        return gander.cross_entropy(gander.rmsnorm(x, weight), target, reduction="sum")
+
+    inputs = leaf(x, mesh, Shard(0)), leaf(weight, mesh, Replicate())
+    targets = place(target, mesh, Shard(0))
+    want = torch.autograd.grad(loss(*inputs, targets), inputs)
+    got = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(*inputs, targets), inputs)
+    for a, b in zip(got, want, strict=True):
+        check(a, b.to_local(), *b.placements)
+
+
+RANK = """
+import sys, torch, torch.nn.functional as F, gander
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2, store=dist.FileStore(sys.argv[2], 2))
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+x, weight, target = torch.randn(5, 3, 8), torch.rand(8), torch.randint(8, (5, 3))
+target[0, 1] = -100
+leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+logits = F.rms_norm(leaves[0], (8,), leaves[1], 1e-6).flatten(0, 1)
+F.cross_entropy(logits, target.flatten(), reduction="sum").backward()
+for shard in Shard(0), Shard(1):
+    a = distribute_tensor(x, mesh, [shard]).requires_grad_()
+    b = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
+    loss = gander.cross_entropy(gander.rmsnorm(a, b), distribute_tensor(target, mesh, [shard]), reduction="sum")
+    loss.backward()
+    torch.testing.assert_close(a.grad.full_tensor(), leaves[0].grad)
+    torch.testing.assert_close(b.grad.full_tensor(), leaves[1].grad)
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks(tmp_path):
+    """Rows that do not divide evenly, and the gradients of both ranks together."""
+    command = sys.executable, "-c", RANK
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+
+def test_nothing_of_it_is_imported_before_it_is_used():
+    """It would take about as long as the rest of torch. Looking for it changes nothing."""
+    code = (
+        "import importlib.util, sys, torch, gander; name = 'torch.distributed.tensor'; assert name not in sys.modules\n"
+        "importlib.util.find_spec(name); assert name not in sys.modules and not gander._sharding._DTensor\n"
+        "import torch.distributed.tensor; assert gander._sharding._DTensor is torch.distributed.tensor.DTensor"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ, check=True, timeout=300)

@@ -1,0 +1,208 @@
+"""vmap gives what a loop over the samples gives, and the gradient of each sample is its own."""
+
+import gander
+import pytest
+import torch
+import torch.nn.functional as F
+
+ops = torch.ops.gander
+B, M, N = 5, 6, 33
+
+
+@pytest.fixture
+def batch():
+    """Two targets of each sample are ignored, in another sample other ones."""
+    target = torch.randint(N, (B, M))
+    for sample in range(B):
+        target[sample, torch.randperm(M)[: sample % M]] = -100
+    return {"x": torch.randn(B, M, N), "weight": torch.rand(B, N) + 0.5, "target": target}
+
+
+PAIRS = {
+    "softmax": (lambda x, weight, target: gander.softmax(x), lambda x, weight, target: F.softmax(x, -1)),
+    "rmsnorm": (
+        lambda x, weight, target: gander.rmsnorm(x, weight),
+        lambda x, weight, target: F.rms_norm(x, (N,), weight, 1e-6),
+    ),
+    "logsumexp": (
+        lambda x, weight, target: gander.logsumexp(x),
+        lambda x, weight, target: torch.logsumexp(x, -1),
+    ),
+} | {
+    reduction: (
+        lambda x, weight, target, reduction=reduction: gander.cross_entropy(
+            x, target, weight=weight.detach(), reduction=reduction
+        ),
+        lambda x, weight, target, reduction=reduction: F.cross_entropy(
+            x, target, weight=weight.detach(), reduction=reduction
+        ),
+    )
+    for reduction in ("none", "sum", "mean")
+}
+BATCHED = [("x",), ("weight",), ("target",), ("x", "weight"), ("x", "target"), ("x", "weight", "target")]
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request):
+    return PAIRS[request.param]
+
+
+def given(batch, batched, dims=(0, 0, 0)):
+    """Arguments of which some are batched, and in_dims."""
+    dims = tuple(dim if name in batched else None for name, dim in zip(batch, dims, strict=True))
+    pairs = zip(batch.values(), dims, strict=True)
+    return [value[0] if dim is None else value.movedim(0, dim) for value, dim in pairs], dims
+
+
+def check(got, want):
+    got, want = (value if isinstance(value, tuple) else (value,) for value in (got, want))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("batched", BATCHED, ids="-".join)
+def test_results(pair, batch, batched):
+    values, dims = given(batch, batched)
+    check(torch.vmap(pair[0], dims)(*values), torch.vmap(pair[1], dims)(*values))
+
+
+def test_batches_in_other_dimensions(pair, batch):
+    values, dims = given(batch, ("x", "weight", "target"), (1, 1, 1))
+    check(torch.vmap(pair[0], dims)(*values), torch.vmap(pair[1], dims)(*values))
+
+
+def test_batches_of_batches(pair, batch):
+    x = torch.randn(2, B, M, N)
+    inner = lambda function: torch.vmap(function, (0, 0, 0))  # noqa: E731
+    got, want = (torch.vmap(inner(function), (0, None, None))(x, batch["weight"], batch["target"]) for function in pair)
+    check(got, want)
+
+
+@pytest.mark.parametrize("batched", BATCHED, ids="-".join)
+def test_gradients_per_sample(pair, batch, batched):
+    """A rule that makes the batch more rows would give the dw, and the mean's gradient, of all samples
+    together."""
+    values, dims = given(batch, batched)
+
+    def gradients(function):
+        scalar = lambda *inputs: function(*inputs).square().sum()  # noqa: E731
+        return torch.vmap(torch.func.grad(scalar, argnums=(0, 1)), dims)(*values)
+
+    check(gradients(pair[0]), gradients(pair[1]))
+
+
+def test_gradients_of_a_batch(pair, batch):
+    def gradients(function):
+        def total(x, weight):
+            return torch.vmap(function, (0, None, 0))(x, weight, batch["target"]).square().nansum()
+
+        return torch.func.grad(total, argnums=(0, 1))(batch["x"], batch["weight"][0])
+
+    check(gradients(pair[0]), gradients(pair[1]))
+
+
+def test_gradients_of_what_the_function_closes_over(batch):
+    def gradient(norm):
+        weight = batch["weight"][0].clone().requires_grad_()
+        torch.vmap(lambda x: norm(x, weight))(batch["x"]).square().sum().backward()
+        return weight.grad
+
+    check(gradient(gander.rmsnorm), gradient(lambda x, weight: F.rms_norm(x, (N,), weight, 1e-6)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(pair, batch, backend):
+    torch._dynamo.reset()
+
+    def gradients(function):
+        scalar = lambda *inputs: function(*inputs).square().sum()  # noqa: E731
+        return lambda *inputs: torch.vmap(torch.func.grad(scalar, argnums=(0, 1)), (0, None, 0))(*inputs)
+
+    values, _ = given(batch, ("x", "target"))
+    check(torch.compile(gradients(pair[0]), backend=backend, fullgraph=True)(*values), gradients(pair[1])(*values))
+
+
+def test_every_operator(batch):
+    """Against a loop, with everything batched, and with what the first argument is not."""
+    x, weight, target = batch.values()
+    rstd, lse = torch.rand(B, M) + 0.5, torch.randn(B, M)
+    saved = torch.stack([ops.cross_entropy_fwd(a, b)[1] for a, b in zip(x, target, strict=True)])
+    calls = {
+        "softmax": (x,),
+        "softmax_bwd": (x, x.softmax(-1)),
+        "rmsnorm": (x, weight),
+        "rmsnorm_fwd": (x, weight),
+        "rmsnorm_bwd": (x, weight, x.flip(0), rstd),
+        "rmsnorm_bwd_dw": (x, weight, x.flip(0), rstd),
+        "cross_entropy": (x, target, weight),
+        "cross_entropy_fwd": (x, target, weight),
+        "cross_entropy_fwd_lse": (x, target, weight),
+        "cross_entropy_fwd_dx": (x, target, weight),
+        "cross_entropy_fwd_one_pass": (x, target, weight),
+        "cross_entropy_bwd": (x, target, weight, rstd[:, 0], saved),
+        "logsumexp": (x,),
+        "logsumexp_bwd": (x, rstd, lse),
+    }
+    assert set(calls) == {name for name, operator in gander._operators_gen.TORCH.items() if not operator.writes}
+    for name, arguments in calls.items():
+        op = getattr(ops, name)
+        others = len(arguments) - 1
+        for dims in {(0,) + (0,) * others, (0,) + (None,) * others, (None,) + (0,) * others} - {(None,)}:
+            values = [a if dim == 0 else a[1] for a, dim in zip(arguments, dims, strict=True)]
+            each = [op(*(a[b] if dim == 0 else a for a, dim in zip(values, dims, strict=True))) for b in range(B)]
+            if isinstance(each[0], torch.Tensor):
+                each = [(result,) for result in each]
+            want = tuple(map(torch.stack, zip(*each, strict=True)))
+            check(torch.vmap(op, dims)(*values), want)
+
+
+def test_unreduced_gradients_with_one_value_for_all_rows(batch):
+    """A dloss of a sample is one for its rows, or one for each."""
+    x, _, target = batch.values()
+    _, lse = ops.cross_entropy_fwd_lse(x, target)
+    for dloss in torch.rand(B), torch.rand(B, M), torch.rand(()):
+        dims = (0, 0, None, 0 if dloss.ndim else None, 0, None, None)
+        got = torch.vmap(ops.cross_entropy_bwd, dims)(x, target, None, dloss, lse, -100, 0)
+        each = [
+            ops.cross_entropy_bwd(x[b], target[b], None, dloss[b] if dloss.ndim else dloss, lse[b], -100, 0)
+            for b in range(B)
+        ]
+        check(got, torch.stack(each))
+
+
+def test_samples_of_one_row(batch):
+    """(N) without leading dimensions, where the batch is the only one."""
+    x, weight, target = batch["x"][:, 0], batch["weight"][0], batch["target"][:, 0]
+    check(torch.vmap(gander.softmax)(x), F.softmax(x, -1))
+    check(torch.vmap(gander.rmsnorm, (0, None))(x, weight), F.rms_norm(x, (N,), weight, 1e-6))
+    got = torch.vmap(lambda x, t: gander.cross_entropy(x, t, reduction="sum"))(x, target)
+    check(got, F.cross_entropy(x, target, reduction="none"))
+
+
+def test_scalars_are_no_rows():
+    """Folded, the batch would be taken for the columns."""
+    with pytest.raises((ValueError, RuntimeError), match="rank 0, expected rows"):
+        torch.vmap(gander.softmax)(torch.randn(B))
+
+
+def test_operators_that_write(batch):
+    x, _, target = batch.values()
+    written = x.clone()
+    loss, lse = torch.vmap(ops.cross_entropy_fwd_dx_)(written, target)
+    each = [ops.cross_entropy_fwd_dx(x[b], target[b]) for b in range(B)]
+    check((loss, lse, written), tuple(map(torch.stack, zip(*each, strict=True))))
+    moved = x.movedim(0, 1).clone()
+    torch.vmap(ops.cross_entropy_fwd_dx_, (1, 0))(moved, target)
+    check(moved.movedim(1, 0), written)
+    saved = torch.stack([ops.cross_entropy_fwd(x[b], target[b])[1] for b in range(B)])
+    written = x.clone()
+    torch.vmap(lambda x, t, s: ops.cross_entropy_bwd_(x, t, None, torch.ones(()), s) or x)(written, target, saved)
+    each = [ops.cross_entropy_bwd(x[b], target[b], None, torch.ones(()), saved[b]) for b in range(B)]
+    check(written, torch.stack(each))
+    with pytest.raises(ValueError, match="over the same x; batch it too"):
+        torch.vmap(ops.cross_entropy_fwd_dx_, (None, 0))(x[0].clone(), target)
+
+
+def test_no_samples():
+    with pytest.raises(ValueError, match="batch of size 0"):
+        torch.vmap(lambda x, t: gander.cross_entropy(x, t))(torch.randn(0, M, N), torch.zeros(0, M, dtype=torch.long))
