@@ -230,7 +230,7 @@ def test_building_where_paths_have_spaces(checkout):
         "go.mod": "module github.com/gander-go/gander\n\ngo 1.26\n",
         "go.sum": "",
         "kernels/cuda/stand_in_gen.cu": "// a kernel",
-        "capi/exports.map": "{ global: stand_in; local: *; };\n",
+        "capi/exports_gen.map": "{ global: stand_in; local: *; };\n",
         "capi/main.go": """package main
 
 // #cgo LDFLAGS: -L${SRCDIR}
@@ -243,6 +243,7 @@ func stand_in() int { return C.STAND_IN }
 func main() {}
 """,
         "python/gander/_torch.c": "int stand_in_too(void) { return 43; }\n",
+        "python/gander/_fast.c": "int stand_in_as_well(void) { return 44; }\n",
     }.items():
         checkout.write(path, text)
     # The folder of Go's own cache follows XDG_CACHE_HOME.
