@@ -57,7 +57,7 @@ func TestAFailedQuestionChangesNoPlan(t *testing.T) {
 	}
 	const m, n = 64, 65536 // rows of 128 KiB take clusters
 	x, y := onDevice(t, 1<<20, m, n), onDevice(t, 1<<30, m, n)
-	call := func() error { return ops.RMSNormForward(nil, x, nil, y, nil, 0) }
+	call := func() error { return ops.RMSNormForward{X: x, Y: y}.Run(nil) }
 	explain := func() (string, error) {
 		return ops.Explain("rmsnorm_forward", m, n, kernels.BFloat16, x.Device, ops.Choice{})
 	}
@@ -92,7 +92,7 @@ func TestADeviceThatCannotBeIsRefused(t *testing.T) {
 	}
 	x, y := onDevice(t, 1<<20, 64, 65536), onDevice(t, 1<<30, 64, 65536)
 	_, explained := ops.Explain("softmax_forward", 64, 65536, kernels.BFloat16, x.Device, ops.Choice{})
-	for _, err := range []error{ops.SoftmaxForward(nil, x, y), explained, ops.Warmup(x.Device)} {
+	for _, err := range []error{ops.SoftmaxForward{X: x, Y: y}.Run(nil), explained, ops.Warmup(x.Device)} {
 		var refused *ops.Error
 		require.ErrorAs(t, err, &refused)
 		assert.Equal(t, ops.StatusUnsupported, refused.Status)
