@@ -26,9 +26,10 @@ func withDriver(t *testing.T, environment ...string) bool {
 		return true
 	}
 	folder := t.TempDir()
-	args := append(strings.Fields(os.Getenv("CGO_CFLAGS")), "-shared", "-fPIC", "-pthread", "-o",
-		filepath.Join(folder, "libcuda.so.1"), "../internal/driver/testdata/fake.c")
-	out, err := exec.Command("gcc", args...).CombinedOutput()
+	// The shell splits CGO_CFLAGS as Go does: it may hold quotes.
+	compile := "exec gcc " + os.Getenv("CGO_CFLAGS") + ` -shared -fPIC -pthread "$@"`
+	out, err := exec.Command("sh", "-c", compile, "gcc", "-o", filepath.Join(folder, "libcuda.so.1"),
+		"../internal/driver/testdata/fake.c").CombinedOutput()
 	require.NoError(t, err, string(out))
 	command := exec.Command(os.Args[0], "-test.count=1", "-test.v", "-test.run=^"+t.Name()+"$")
 	command.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, inside+"="+filepath.Join(folder, "log"),
