@@ -512,7 +512,7 @@ func TestLaunch(t *testing.T) {
 		{0, kernels.Geometry{Grid: 1, Cluster: 1}, 0, "cuLaunchKernel rows grid 1 block 256 shared 0 stream 0 args 42/16"},
 		{0, kernels.Geometry{Grid: 1}, 2, "cuLaunchKernel rows grid 1 block 256 shared 0 stream 0x2 args 42/16"},
 		{
-			3, kernels.Geometry{Grid: 1<<31 - 1, Cluster: 1, Shared: 230000}, 0xABC,
+			5, kernels.Geometry{Grid: 1<<31 - 1, Cluster: 1, Shared: 230000}, 0xABC,
 			"cuLaunchKernel ring grid 2147483647 block 128 shared 230000 stream 0xabc args 42/16",
 		},
 		{
@@ -520,7 +520,7 @@ func TestLaunch(t *testing.T) {
 			"cuLaunchKernelEx clusters grid 2 x 16 block 1024 shared 4096 stream 0x1 args 42/16 cluster 16 cooperative 0",
 		},
 		{
-			3, kernels.Geometry{Grid: 132, Cluster: 1, Cooperative: true}, 1,
+			5, kernels.Geometry{Grid: 132, Cluster: 1, Cooperative: true}, 1,
 			"cuLaunchKernelEx ring grid 132 x 1 block 128 shared 0 stream 0x1 args 42/0 cluster 0 cooperative 1",
 		},
 		{

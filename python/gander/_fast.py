@@ -19,7 +19,7 @@ import struct
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ._operators_gen import TORCH
@@ -126,7 +126,7 @@ def _find(library, functions, most):
         "exchange": Tensor.__dlpack_c_exchange_api__,
         "most": most,
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")},
-        **{name: super(Function, function).apply for name, function in functions.items()},
+        **{name: function.apply for name, function in functions.items()},
     }
     missing = library.gander_fast_functions(given, (ctypes.c_uint64 * 4)(*states), _functions)
     if missing:

@@ -15,8 +15,9 @@ from operator import itemgetter
 import torch
 from torch import Tensor, enable_grad, is_grad_enabled
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
 
 from . import _fast
 from ._operators_gen import IF_SERVED, TORCH
@@ -129,18 +130,17 @@ def below(overload, keyset, given):
         return overload.redispatch(keyset & _AFTER, *given)
 
 
-def function(title: str, forward, backward) -> type[Function]:
+def function(title: str, forward, backward) -> type[_SingleLevelFunction]:
+    """An autograd.Function without the Python part of apply, which is for torch.func's transforms: the
+    dispatcher shows them our operators, and each of them then uses the function at its own level."""
     title = "Gander" + "".join(word.capitalize() for word in title.split("_"))
     methods = {"forward": forward and staticmethod(untraced(forward)), "backward": staticmethod(untraced(backward))}
-    return type(Function)(title, (Function,), methods | {"__module__": __name__})
+    return type(_SingleLevelFunction)(title, (_SingleLevelFunction,), methods | {"__module__": __name__})
 
 
-def apply_of(function: type[Function]):
-    """function.apply without its Python part, which is for torch.func's transforms.
-
-    The dispatcher shows them our operators, and each of them then uses the function at its own level.
-    """
-    apply = super(Function, function).apply
+def apply_of(function: type[_SingleLevelFunction]):
+    """function.apply, also within torch.func's transforms, which refuse a function of a single level unasked."""
+    apply = function.apply
 
     def call(*inputs):
         if _in_transform():
