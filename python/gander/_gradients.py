@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, enable_grad, is_grad_enabled
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
@@ -134,7 +134,11 @@ def function(title: str, forward, backward) -> type[_SingleLevelFunction]:
     """An autograd.Function without the Python part of apply, which is for torch.func's transforms: the
     dispatcher shows them our operators, and each of them then uses the function at its own level."""
     title = "Gander" + "".join(word.capitalize() for word in title.split("_"))
-    methods = {"forward": forward and staticmethod(untraced(forward)), "backward": staticmethod(untraced(backward))}
+    methods = {
+        "forward": forward and staticmethod(untraced(forward)),
+        "backward": staticmethod(untraced(backward)),
+        "_compiled_autograd_key": staticmethod(Function._compiled_autograd_key),  # compiled autograd asks for it
+    }
     return type(_SingleLevelFunction)(title, (_SingleLevelFunction,), methods | {"__module__": __name__})
 
 

@@ -118,7 +118,7 @@ def test_off_where_an_answer_differs():
     code = (
         "import torch, gander; from gander import _fast; "
         "right = _fast._functions['rmsnorm']; "
-        "_fast._functions['rmsnorm'] = lambda *a: right(*a) + 1e-6"
+        "_fast._functions['rmsnorm'] = lambda *a: (y := right(*a), y.data.add_(1e-6))[0]"
         f"{CALL}; print(gander.info()['fast_path']); print(len(_fast._functions))"
     )
     assert run(code).split("\n") == [
