@@ -197,9 +197,9 @@ int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const
 /* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp; the loss of
  * each row, their sum, or the sum over the sum of the counted rows' weights (NaN where no row counts). A
  * row whose target is ignore_index, or whose class has weight 0, counts for nothing: its loss is 0 and its
- * gradient 0. A target outside [0, N) is never read with: that row's loss and gradient are NaN. dx, in the
- * same pass over x: weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses.
- * denominator: the mean's, written with any reduction.
+ * gradient 0. A target outside [0, N) is never read with: that row's loss and gradient are NaN, and with a
+ * mean those of all rows. dx, in the same pass over x: weight[t] * (softmax(x) - onehot(t)), the gradient
+ * of the sum of the losses. denominator: the mean's, written with any reduction.
  *   x: (M, N); float16, bfloat16, float32, on the host also float64.
  *   target: M elements, any stride; int32 or int64.
  *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.

@@ -39,8 +39,13 @@ func (c *call[T]) class(row int) (t int, ignored, valid bool) {
 	return int(v), v == c.ce.IgnoreIndex || c.classWeight(int(v), valid) == 0, valid
 }
 
+// classWeight is what a row counts in a mean: NaN where its target is no class, which makes NaN of the mean and
+// of all its gradients.
 func (c *call[T]) classWeight(t int, valid bool) float64 {
-	if valid && c.ce.Weight.Present() {
+	switch {
+	case c.ce.Target.Present() && !valid:
+		return math.NaN()
+	case c.ce.Weight.Present():
 		return at(&c.ce.Weight, t)
 	}
 	return 1
@@ -138,9 +143,6 @@ func (crossEntropyForward[T]) join(w *worker[T], row int, parts []part) stats {
 		}
 		weight = w.classWeight(t, valid)
 		loss = weight * ((high - logit) + logSum)
-		if !valid {
-			sum = math.NaN()
-		}
 	}
 	w.losses[w.task].loss += loss
 	w.losses[w.task].weight += weight

@@ -407,7 +407,7 @@ def cross_entropy(
     x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A
     torch tensor on the CPU or a CUDA device, or an object with `__dlpack__` (no gradient).
     target: x.shape[:-1], int32 or int64. Rows whose target is ignore_index count for nothing; a target outside
-    [0, N) is never read with and makes that row's loss and gradient NaN (see set_debug).
+    [0, N) is never read with and makes that row's loss and gradient NaN, with "mean" those of all rows (see set_debug).
     weight: (N) class weights, float16, bfloat16 or float32, or None.
     reduction: "mean" (over the sum of the counted rows' weights; NaN where no row counts, with gradients of zero, as
     torch has it), "sum" or "none".

@@ -376,7 +376,11 @@ def test_targets_out_of_range_are_never_read_with(device):
     bad = torch.tensor([False, True, True, True, True, False], device=device)
     assert torch.equal(loss.isnan(), bad)
     assert torch.equal(dx.isnan(), bad[:, None].expand_as(dx))
-    assert gander.cross_entropy(x, target).isnan()
+    leaf = x.clone().requires_grad_()
+    mean = gander.cross_entropy(leaf, target)
+    mean.backward()
+    assert mean.isnan()
+    assert leaf.grad.isnan().all()
 
 
 # ---- layouts ----
