@@ -28,6 +28,8 @@ usage: ./build.sh TASK [ARGUMENT...]
   build      compile the kernels and the library into python/gander
   demo       what this machine has, each op checked and timed, and a small language model trained with gander
   test       everything that can be checked without a GPU; `test NAME...` runs only these checks
+  test-torch tests/python with other releases of torch: `test-torch 2.11.0`, `test-torch oldest`; those that
+             are checked are listed in python/gander/_fast.py, and `test` runs the newest of them
   bench      host cost, load time and throughput, beside torch and torch.compile
   gpu-test   tests/gpu; where the library is built it needs Python, torch and pytest, and installs nothing
   wheel      a manylinux wheel for all architectures, in dist/
@@ -378,6 +380,31 @@ check_types() {
 # Two workers on two cores: OpenMP's threads must not spin while they wait.
 check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 600; }
 
+# torch_venv FOLDER VERSION: .venv's packages with another torch. No lock names what that one needs.
+torch_venv() {
+  local lock=$STATE/without-torch.txt want
+  awk '/^[^ ]/ { on = !/^(torch|triton|nvidia-.*|cuda-.*)==/ } on' requirements.txt >"$lock"
+  want=$(digest "$1" "$2" "$("$VENV/bin/python" --version)" <<<"$lock")
+  [[ -f $1/digest && $(<"$1/digest") == "$want" ]] && return
+  make_venv "$1"
+  pip_install "$1/bin/python" --no-deps -r "$lock"
+  "$1/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-compile "torch==$2"
+  printf '%s\n' "$want" >"$1/digest"
+}
+
+task_test-torch() {
+  local version folder tested
+  read -ra tested < <(sed -n 's/^TESTED = (\(.*\))$/\1/p' python/gander/_fast.py | tr -d '",')
+  (($# > 0)) || die "test-torch needs a release of torch, or 'oldest'; ${tested[*]} are those that are checked"
+  built
+  for version in "${@/#oldest/${tested[0]}}"; do
+    folder=$STATE/torch-$version
+    step "torch $version into .build/torch-$version" torch_venv "$folder" "$version"
+    step "tests/python with torch $version" env OMP_WAIT_POLICY=passive PYTHONPATH="$ROOT/python" \
+      "$folder/bin/python" -m pytest tests/python -n 2 --timeout 600 -q
+  done
+}
+
 # numpy_venv FOLDER: an environment with NumPy alone, from the same lock file.
 numpy_venv() {
   local lock=$STATE/numpy.txt want
@@ -514,7 +541,7 @@ task_clean() {
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | demo | test | bench | gpu-test | wheel | env | clean | help) "task_$TASK" "${@:2}" ;;
+  build | demo | test | test-torch | bench | gpu-test | wheel | env | clean | help) "task_$TASK" "${@:2}" ;;
   --check)
     compilers
     "check_$2"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import gander
 import pytest
@@ -99,8 +100,8 @@ CALL = (
     ("change", "environment", "reason"),
     [
         ("pass", {"GANDER_FAST_PATH": "0"}, "GANDER_FAST_PATH is 0"),
-        ("torch.__version__ = '2.9.1'", {}, "torch is 2.9.1, and 2.10 to"),
-        ("torch.__version__ = '3.0.0+cpu'", {}, r"torch is 3.0.0\+cpu, and 2.10 to"),
+        ("torch.__version__ = '2.9.1'", {}, "torch is 2.9.1, and 2.10.0 to"),
+        ("torch.__version__ = '3.0.0+cpu'", {}, r"torch is 3.0.0\+cpu, and 2.10.0 to"),
         ("del torch._C._is_cow_tensor", {}, "lacks what it relies on: .*_is_cow_tensor"),
         ("keys = torch._C._dispatch_tls_local_include_set(); torch._C._dispatch_tls_local_include_set = lambda: keys",
          {}, "has another dispatch state"),
@@ -125,6 +126,14 @@ def test_off_where_an_answer_differs():
         f"torch {torch.__version__} gives another answer through its dispatcher: rmsnorm",
         "0",
     ]
+
+
+def test_versions():
+    """The newest release that is checked is the one in .venv, and README names all of them."""
+    root = Path(__file__).parents[2]
+    assert f"torch=={_fast.TESTED[-1]};" in (root / "requirements.in").read_text()
+    *others, last = (version.removesuffix(".0") for version in _fast.TESTED)
+    assert f"tested with {', '.join(others)} and {last}" in (root / "README.md").read_text()
 
 
 def test_nothing_is_checked_at_import():
