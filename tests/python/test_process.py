@@ -17,7 +17,7 @@ def python(script, *arguments, **environment):
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
@@ -365,7 +365,7 @@ def test_faulthandler_reports_a_crash_whenever_it_was_enabled(when):
         ctypes.string_at(0)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.stdout == "calls are right\n", done.stderr
     assert done.returncode == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in done.stderr and "in string_at" in done.stderr
@@ -416,7 +416,7 @@ def test_warmup():
 def test_command_line_says_what_is_here():
     pytest.importorskip("typer", reason="the command line needs the extra `demo`")
     for arguments, expected in ((["info"], "fast_path      "), (["demo", "--help"], "--steps")):
-        done = subprocess.run([sys.executable, "-m", "gander", *arguments], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-m", "gander", *arguments], capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
 

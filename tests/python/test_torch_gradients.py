@@ -440,10 +440,9 @@ def test_duals_are_refused(pair, inputs):
 def test_compiled_duals_are_refused(inputs, backend):
     """Given from outside, and made inside. Fault of the layer before: the tangent was lost."""
     function = compiled(lambda x, weight, target: gander.rmsnorm(x, weight), backend)
-    with pytest.raises(NotImplementedError, match=FORWARD):
-        dual(function, inputs)
-    with pytest.raises(NotImplementedError, match="jvp|" + FORWARD):
-        dual(function, inputs, leaf=True)
+    for leaf in False, True:  # newer releases refuse them by themselves
+        with pytest.raises(Exception, match="jvp|silently drop the tangent|" + FORWARD):
+            dual(function, inputs, leaf)
 
     def inside(x, weight, target):
         with forward_ad.dual_level():

@@ -32,8 +32,9 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def mesh():
+@pytest.fixture(scope="module")
+def mesh(group):
+    """One for all: torch 2.15 compiles for a first mesh only, its own functions too."""
     return init_device_mesh("cpu", (4,))
 
 
