@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer
 from gander import bench
-from gander.bench import cases, limit, load, plots, records, report, sections, timing
+from gander.bench import cases, limit, load, plots, records, report, results, sections, timing
 from typer.testing import CliRunner
 
 SMALL = ["--shapes", "3x40,2x7", "--seconds", "0", "--dtypes", "float32"]
@@ -94,14 +94,14 @@ def test_tables_have_one_order():
     assert report.latest([*reversed(points), load]) == [load, *(points[i ^ 1] for i in range(len(points)))]
 
 
-def test_readme_names_the_newest_run():
+def test_results_name_the_newest_run():
     """Which need not be that of the last row of a table."""
     new, old = (
         gpu_records()[0] | {"op": op, "date": date}
         for op, date in (("softmax_forward", "2026-02"), ("rmsnorm_forward", "2026-01"))
     )
     new["environment"] = new["environment"] | {"driver": "590.2"}
-    assert "driver 590.2" in report.readme([old, new], "a.jsonl")
+    assert "driver 590.2" in results.document({"a.jsonl": [old, new]}, "a command")
 
 
 def test_no_time_left(command):
@@ -148,7 +148,7 @@ def test_what_is_not_installed_is_left_out(command, monkeypatch):
         (["cpu", "--shapes", "3by4"], "is not of the form"),
         (["cpu", "--shapes", "0x4"], "is not of the form"),
         (["cpu", "--shard", "3/2"], "is not of the form 1/4"),
-        (["--readme", "README.md"], "needs --report"),
+        (["--results", "RESULTS.md"], "needs --report"),
         (["--report", "nowhere.jsonl"], "there is no file"),
         (["--compare", "nowhere.jsonl"], "there is no file"),
     ],
@@ -435,35 +435,118 @@ def gpu_records():
     ]
 
 
-def test_readme_table(command):
+def test_results(command):
     few = gpu_records()[0] | {"section": "few", "m": 4, "n": 1 << 22}
     alone = few | {"m": 1, "n": 1 << 25, "results": {"gander": timing_of(30.0, ratio=0.8), "quack": {"error": "X"}}}
-    small = few | {"n": 4096}
-    records = [*gpu_records(), few, alone, small]
-    Path("a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    Path("README.md").write_text(f"before\n{report.BEGIN}\nof yesterday\n{report.END}\nafter\n")
-    result = command("--report", "a.jsonl", "--readme", "README.md")
+    Path("a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*gpu_records(), few, alone]))
+    Path("b.jsonl").write_text(json.dumps(cpu_record()) + "\n")
+    Path("RESULTS.md").write_text("of yesterday")
+    result = command("--no-plots", "--report", "a.jsonl", "--report", "b.jsonl", "--results", "RESULTS.md")
     assert result.exit_code == 0, result.output
-    text = Path("README.md").read_text()
-    assert text.startswith("before\n") and text.endswith(f"{report.END}\nafter\n") and "yesterday" not in text
+    text = Path("RESULTS.md").read_text()
     for expected in (
-        "NVIDIA H100, driver 580.1",
+        "./build.sh bench --no-plots --report a.jsonl --report b.jsonl --results RESULTS.md",
+        "## NVIDIA H100, a.jsonl",
+        "driver 580.1",
         "| softmax forward | gander | 2.94 (0.98) | - |",
         "| softmax forward | best other | 1.50 | - |",
-        "| operator |  | 4 x 4194304 | 1 x 33554432 |",
-        "| softmax forward | gander | 10.0 (1.02) | 30.0 (1.25) |",
-        "| softmax forward | best other | 20.0 | - |",
-        "1.2 MISSED",
+        "| operator |  | 1 x 33554432 |",
+        "| softmax forward | gander | 30.0 (1.25) |",
+        "| softmax forward | gander | 10.0 (1.02) |",
+        "| softmax forward | best other | 20.0 |",
         "| gander | load of the library | 1.00 | 20 met |",
+        "## a processor, b.jsonl",
+        "2 threads",
     ):
         assert expected in text
+    assert "yesterday" not in text
     assert "gander / limit" in result.output and "failed" in result.output
 
 
-def test_readme_needs_markers_and_a_gpu(command):
+def test_plot_of_the_results(command):
+    pytest.importorskip("matplotlib")
     Path("a.jsonl").write_text(json.dumps(gpu_records()[0]) + "\n")
-    Path("README.md").write_text("nothing here\n")
-    assert command("--report", "a.jsonl", "--readme", "README.md").exit_code == 2
-    assert Path("README.md").read_text() == "nothing here\n"
-    with pytest.raises(ValueError, match="no measurement on a GPU"):
-        report.readme([gpu_records()[0] | {"environment": {"device": "a processor"}}], "a.jsonl")
+    pictures = []
+    for _ in range(2):
+        assert command("--no-plots", "--report", "a.jsonl", "--results", "RESULTS.md").exit_code == 0
+        pictures.append(Path("throughput.svg").read_text())
+    assert "<svg" in pictures[0] and pictures[0] == pictures[1]
+
+
+def cpu_record():
+    environment = {"device": "a processor", "threads": 2, "torch": "2.11", "python": "3.12", "commit": "0123456789ab"}
+    name = {"section": "cpu", "op": "rmsnorm_forward", "dtype": "float32", "m": 64, "n": 4096}
+    figures = {report.IN_TURNS: 1.0, report.ALLOCATING: 1.0}
+    both = {"torch": timing_of(14.0, **figures), "gander": timing_of(10.0, **figures)}
+    return gpu_records()[0] | name | {"environment": environment, "results": both}
+
+
+def test_targets_that_are_missed():
+    """Each kind of target, at one point that meets it and one that does not; what failed has missed."""
+    fast, failed, host, loads = gpu_records()
+    short = fast | {"n": 512, "results": {"gander": timing_of(10.0, ratio=0.96), "quack": timing_of(9.0)}}
+    few = fast | {"section": "few", "m": 4, "n": 1 << 20}
+    algorithms = fast | {"section": "algorithms"}
+    auto = {"gander": timing_of(10.0), "gander:warp": timing_of(9.0), "gander:block": {"error": "X"}}
+    records = [
+        fast, failed, short, host, loads, cpu_record(),
+        few | {"results": {"gander": timing_of(10.0), "quack": timing_of(13.0)}},
+        few | {"n": 1 << 22, "results": {"gander": timing_of(10.0, ratio=0.5)}},
+        step_record() | {"mode": "backward"},
+        algorithms | {"results": auto},
+        algorithms | {"n": 8192, "results": auto | {"gander:warp": timing_of(10.0)}},
+    ]  # fmt: skip
+    found = results.checks(records)
+    assert {check.target for check in found if check.met()} == {
+        "share of the limit, throughput",
+        "speed over the best other's, throughput",
+        "speed over the best other's, few",
+        "library, MB",
+        "load of the library, ms",
+        "first call of a new shape, ms",
+        "time of auto over the best",
+    }
+    assert {tuple(check.row()) for check in found if not check.met()} == {
+        ("share of the limit, throughput", "softmax forward", "bfloat16, 8192 x 262144", "failed", "at least 0.97"),
+        ("speed over the best other's, throughput", "softmax forward", "bfloat16, 32768 x 512", "0.9", "at least 0.98"),
+        ("speed over quack's, geometric mean", "softmax forward", "bfloat16", "0.9", "at least 1.03"),
+        ("speed over quack's", "softmax forward", "bfloat16, 4 x 1048576", "1.3", "at least 1.4"),
+        ("times a plain copy", "softmax forward", "bfloat16, 4 x 4194304", "2", "at most 1.35"),
+        ("speed over torch's", "cross-entropy", "bfloat16, backward, 8 x 9", "1.875", "at least 2"),
+        ("host time over torch's", "softmax", "forward", "1.3", "at most 1"),
+        (
+            "time of auto over the best",
+            "softmax forward",
+            "bfloat16, 32768 x 4096",
+            "1.111",
+            "at most 1.03",
+        ),
+        ("speed over torch's, CPU", "RMSNorm forward", "float32, 64 x 4096", "1.4", "at least 1.5"),
+    }
+
+
+@pytest.mark.parametrize(
+    "op, dtype, m, n, share",
+    [
+        ("softmax_forward", "bfloat16", 32768, 1024, 0.97),
+        ("softmax_forward", "bfloat16", 32768, 512, 0.95),
+        ("cross_entropy_forward", "float32", 32768, 1024, 0.94),
+        ("cross_entropy_forward", "bfloat16", 32768, 4096, 0.97),
+        ("rmsnorm_backward", "float32", 32768, 1024, 0.90),
+        ("rmsnorm_backward", "float32", 32768, 2048, 0.95),
+    ],
+)
+def test_target_by_size(op, dtype, m, n, share):
+    record = {"section": "odd", "op": op, "dtype": dtype, "m": m, "n": n, "results": {"gander": {"ratio": share}}}
+    (check,) = results.checks([record])
+    assert check.met() and check.at_least == share
+
+
+def test_committed_results_are_what_their_files_say():
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "bench/RESULTS.md").read_text()
+    command = next(line.strip() for line in text.splitlines() if line.startswith("    ./build.sh bench"))
+    words = command.split()
+    files = [root / words[i + 1] for i, word in enumerate(words) if word == "--report"]
+    made = results.document({file.name: records.read(file) for file in files}, command)
+    assert made == text, f"run {command} and commit what it wrote"

@@ -59,8 +59,12 @@ def main(
     resume: Annotated[bool, typer.Option("--resume", help="Keep the file, and skip the points in it.")] = False,
     shard: Annotated[str, typer.Option(help="I/N: only every Nth point, from the Ith on.")] = "1/1",
     limit_seconds: Annotated[float | None, typer.Option(help="Begin no point after this time.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Measure nothing: print the tables of this file.")] = None,
-    readme: Annotated[Path | None, typer.Option(help="With --report: write its tables into this README.")] = None,
+    report: Annotated[
+        list[Path] | None, typer.Option(help="Measure nothing: print the tables of this file. May be repeated.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="With --report: write all tables to this Markdown file, a plot beside it.")
+    ] = None,
     compare: Annotated[Path | None, typer.Option(help="Compare with this file's measurements, point by point.")] = None,
     plots: Annotated[bool, typer.Option(help="Draw pictures beside the JSON lines.")] = True,
 ) -> None:
@@ -73,16 +77,17 @@ def main(
 
     console = Console(width=None if Console().is_terminal else 160)
     before = None if compare is None else _read(compare, "--compare")
-    if report is not None:
-        records = _read(report, "--report")
-        _print(console, records, before)
-        if readme is not None:
-            _write_readme(readme, records, report)
-        if plots:
-            _draw(console, records, report)
+    if report:
+        files = {path: _read(path, "--report") for path in report}
+        for path, records in files.items():
+            _print(console, records, before)
+            if plots:
+                _draw(console, records, path)
+        if results is not None:
+            _write_results(console, results, files)
         return
-    if readme is not None:
-        raise typer.BadParameter("needs --report FILE", param_hint="--readme")
+    if results is not None:
+        raise typer.BadParameter("needs --report FILE", param_hint="--results")
     # The advice of Inductor's developers for reductions; it must be set before Inductor is imported.
     os.environ.setdefault("TORCHINDUCTOR_MULTI_KERNEL", "1")
     import torch
@@ -186,13 +191,15 @@ def _print(console, records: list[dict], before: list[dict] | None) -> None:
         console.print(table.rich())
 
 
-def _write_readme(path: Path, records: list[dict], source: Path) -> None:
-    from .report import readme, write_readme
+def _write_results(console, path: Path, files: dict[Path, list[dict]]) -> None:
+    from .plots import draw_throughput
+    from .results import document
 
-    try:
-        write_readme(path, readme(records, source.as_posix()))
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--readme") from None
+    reports = " ".join(f"--report {file.as_posix()}" for file in files)
+    command = f"./build.sh bench --no-plots {reports} --results {path.as_posix()}"
+    path.write_text(document({file.name: records for file, records in files.items()}, command))
+    console.print(f"written: {path}", soft_wrap=True)
+    draw_throughput(next(iter(files.values())), path.with_name("throughput.svg"))
 
 
 def _draw(console, records: list[dict], path: Path) -> None:

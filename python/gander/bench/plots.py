@@ -18,26 +18,41 @@ _STYLES = {
 
 def draw(records: list[dict], path: Path) -> list[Path]:
     """Draws beside the JSON lines of this path, and returns the files. Raises ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     records = latest(records)
     made = []
     for name, title, panels in _pictures(records):
-        columns, rows = min(3, len(panels)), -(-len(panels) // 3)
-        figure = Figure(figsize=(5 * columns, 3.8 * rows), layout="constrained")
-        FigureCanvasAgg(figure)
-        for place, (panel, fill) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(rows, columns, place)
-            axes.set_title(panel)
-            fill(axes)
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
-        environment = newest(records)["environment"]
-        figure.suptitle(f"{title}, {environment['device']}, torch {environment['torch']}")
         made.append(path.with_name(f"{path.stem}-{name}.png"))
-        figure.savefig(made[-1], dpi=110)
+        _figure(records, title, panels).savefig(made[-1], dpi=110)
     return made
+
+
+def draw_throughput(records: list[dict], path: Path) -> None:
+    """The README's plot: throughput in bfloat16. Nothing where that was not measured."""
+    from matplotlib import rc_context
+
+    records = latest(records)
+    for name, title, panels in _pictures(records):
+        if name == "throughput-bfloat16":
+            with rc_context({"svg.hashsalt": "gander", "svg.fonttype": "none"}):  # reproducible, and text as text
+                _figure(records, title, panels).savefig(path, metadata={"Date": None})
+
+
+def _figure(records, title: str, panels: "Panels"):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns, rows = min(3, len(panels)), -(-len(panels) // 3)
+    figure = Figure(figsize=(5 * columns, 3.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (panel, fill) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, columns, place)
+        axes.set_title(panel)
+        fill(axes)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    environment = newest(records)["environment"]
+    figure.suptitle(f"{title}, {environment['device']}, torch {environment['torch']}")
+    return figure
 
 
 Panels = dict[str, Callable]

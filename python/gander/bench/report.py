@@ -1,25 +1,22 @@
-"""Tables of what was measured, for a terminal and for the README."""
+"""Tables of what was measured, for a terminal and for bench/RESULTS.md."""
 
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 
 # What gander aims at: host time of a call over torch's own, without and with gradient; milliseconds; megabytes.
 HOST_TARGETS = {
-    ("softmax", "forward"): 1.2,
-    ("rmsnorm", "forward"): 1.0,
-    ("cross_entropy", "forward"): 0.7,
-    ("softmax", "with gradient"): 1.9,
-    ("rmsnorm", "with gradient"): 1.4,
-    ("cross_entropy", "with gradient"): 0.9,
+    ("softmax", "forward"): 1.0,
+    ("rmsnorm", "forward"): 0.75,
+    ("cross_entropy", "forward"): 0.5,
+    ("softmax", "with gradient"): 1.4,
+    ("rmsnorm", "with gradient"): 1.0,
+    ("cross_entropy", "with gradient"): 0.65,
 }
 # What is measured on the CPU besides blocks of calls whose results lie in memory that is reused.
 IN_TURNS, ALLOCATING = "us in turns", "us allocating"
-LIBRARY_MS, NEW_SHAPE_MS, LIBRARY_MEGABYTES = 20, 5, 40
+LIBRARY_MS, NEW_SHAPE_MS, LIBRARY_MEGABYTES = 20, 1, 40
 
 TITLES = {
     "softmax": "softmax",
@@ -32,8 +29,6 @@ TITLES = {
     "cross_entropy_forward": "cross-entropy forward",
     "cross_entropy_loss_gradient": "cross-entropy loss + gradient",
 }
-_README_COLUMNS = (256, 1024, 4096, 16384, 65536, 131072, 262144)
-_README_FEW = ((1, 1 << 20), (4, 1 << 20), (16, 1 << 20), (4, 1 << 22), (4, 1 << 23), (1, 1 << 25))
 
 
 @dataclass
@@ -71,7 +66,7 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _of(records, section, **wanted):
+def of(records, section, **wanted):
     return [r for r in records if r["section"] == section and all(r.get(k) == v for k, v in wanted.items())]
 
 
@@ -95,7 +90,7 @@ def _met(figure: float | None, target: float | None) -> str:
     return "" if None in (figure, target) else f"{target:g} {'met' if figure <= target else 'MISSED'}"
 
 
-def _on_gpu(record: dict) -> bool:
+def on_gpu(record: dict) -> bool:
     return "driver" in record["environment"]
 
 
@@ -103,14 +98,14 @@ def _on_gpu(record: dict) -> bool:
 
 
 def host_tables(records) -> list[Table]:
-    records = _of(records, "host")
+    records = of(records, "host")
     if not records:
         return []
     providers = unique(name for r in records for name in r["results"])
     rows = []
     for record in records:
         results = record["results"]
-        target = HOST_TARGETS.get((record["op"], record["mode"])) if _on_gpu(record) else None
+        target = HOST_TARGETS.get((record["op"], record["mode"])) if on_gpu(record) else None
         ratio = results.get("gander", {}).get("over torch")
         row = [TITLES[record["op"]], record["mode"]]
         row += [_figure(results.get(name), "us", "{:.1f}") for name in providers]
@@ -125,7 +120,7 @@ def host_tables(records) -> list[Table]:
 
 
 def load_tables(records) -> list[Table]:
-    records = _of(records, "load")
+    records = of(records, "load")
     if not records:
         return []
     results = records[-1]["results"]
@@ -144,7 +139,7 @@ def load_tables(records) -> list[Table]:
         for function in ("softmax", "rmsnorm", "cross_entropy"):
             first, new = figures[function]["first"], figures[function]["new"]
             worst = max(new)
-            target = _met(worst, NEW_SHAPE_MS) if name == "gander" and _on_gpu(records[-1]) else ""
+            target = _met(worst, NEW_SHAPE_MS) if name == "gander" and on_gpu(records[-1]) else ""
             rows.append([name, f"{TITLES[function]}: first call, loads the kernels", f"{first:.2f}", ""])
             rows.append(
                 [name, f"{TITLES[function]}: new shape, median of {len(new)}", f"{statistics.median(new):.2f}", ""]
@@ -185,13 +180,13 @@ def _share(record: dict) -> str:
     return _figure(record["results"].get("gander"), "ratio", "{:.3f}")
 
 
-def _best_other(record: dict, field="us") -> float | None:
+def best_other(record: dict, field="us") -> float | None:
     others = [r[field] for name, r in record["results"].items() if not name.startswith("gander") and field in r]
     return (min if field.startswith("us") else max)(others, default=None)
 
 
 def _speedup(record: dict, field="us") -> str:
-    best, mine = _best_other(record, field), record["results"].get("gander", {}).get(field)
+    best, mine = best_other(record, field), record["results"].get("gander", {}).get(field)
     return "-" if None in (best, mine) else f"{best / mine:.2f}"
 
 
@@ -213,8 +208,8 @@ def _gpu_tables(records, section, what) -> list[Table]:
     rows = [("limit", _limit), ("gander / limit", _share), _FASTER]
     return [
         _grid_table(mine, f"{what}, TB/s, {dtype} ({_where(mine)})", "tbps", "{:.2f}", _GPU_NOTE, rows)
-        for dtype in _dtypes(_of(records, section))
-        if (mine := _of(records, section, dtype=dtype))
+        for dtype in _dtypes(of(records, section))
+        if (mine := of(records, section, dtype=dtype))
     ]
 
 
@@ -228,9 +223,9 @@ def odd_tables(records) -> list[Table]:
 
 def step_tables(records) -> list[Table]:
     tables = []
-    for point in unique((r["dtype"], r["m"], r["n"]) for r in _of(records, "step")):
+    for point in unique((r["dtype"], r["m"], r["n"]) for r in of(records, "step")):
         dtype, m, n = point
-        mine = _of(records, "step", dtype=dtype, m=m, n=n)
+        mine = of(records, "step", dtype=dtype, m=m, n=n)
         rows = []
         for record in mine:
             for name, figures in record["results"].items():
@@ -254,9 +249,9 @@ _STEP_CELLS = (("us", "{:.1f}"), ("ratio", "{:.3f}"), ("peak MiB", "{:.0f}"), ("
 def few_tables(records) -> list[Table]:
     rows = [("a plain kernel of that traffic", lambda r: _figure(r.get("limit"), "us", "{:.1f}")), _FASTER]
     tables = []
-    for dtype in _dtypes(_of(records, "few")):
-        for m in unique(r["m"] for r in _of(records, "few", dtype=dtype)):
-            mine = _of(records, "few", dtype=dtype, m=m)
+    for dtype in _dtypes(of(records, "few")):
+        for m in unique(r["m"] for r in of(records, "few", dtype=dtype)):
+            mine = of(records, "few", dtype=dtype, m=m)
             title = f"Few rows, us, {dtype}, M = {m} ({_where(mine)})"
             tables.append(_grid_table(mine, title, "us", "{:.1f}", "", rows))
     return tables
@@ -268,8 +263,8 @@ AUTO_WITHIN = 1.03  # of the best algorithm that can be forced
 def algorithms_tables(records) -> list[Table]:
     """Rows are shapes, columns algorithms; empty where one cannot serve a shape."""
     tables = []
-    for dtype in _dtypes(_of(records, "algorithms")):
-        mine = _of(records, "algorithms", dtype=dtype)
+    for dtype in _dtypes(of(records, "algorithms")):
+        mine = of(records, "algorithms", dtype=dtype)
         forced = unique(name for r in mine for name in r["results"] if name != "gander")
         rows = []
         for record in sorted(mine, key=lambda r: r["op"], reverse=True):
@@ -289,8 +284,8 @@ def algorithms_tables(records) -> list[Table]:
 
 def invariant_tables(records) -> list[Table]:
     tables = []
-    for dtype in _dtypes(_of(records, "invariant")):
-        points = {(r["op"], (r["m"], r["n"])): r["results"] for r in _of(records, "invariant", dtype=dtype)}
+    for dtype in _dtypes(of(records, "invariant")):
+        points = {(r["op"], (r["m"], r["n"])): r["results"] for r in of(records, "invariant", dtype=dtype)}
         shapes = unique(shape for _, shape in points)
         rows = [
             [TITLES[op], *(_invariant(points.get((op, shape), {})) for shape in shapes)]
@@ -319,10 +314,10 @@ _CPU_NOTE = (
 
 
 def cpu_tables(records) -> list[Table]:
-    records = _of(records, "cpu")
+    records = of(records, "cpu")
     tables = []
     for dtype in _dtypes(records):
-        mine = _of(records, "cpu", dtype=dtype)
+        mine = of(records, "cpu", dtype=dtype)
         title = f"CPU, us, {dtype}, {mine[-1]['environment']['threads']} threads ({_where(mine)})"
         others = [
             (f"the same, {field.removeprefix('us ')}", partial(_speedup, field=field))
@@ -377,8 +372,8 @@ def summary(records: list[dict]) -> list[Table]:
     records = latest(records)
     rows = []
     for section in unique(r["section"] for r in records):
-        for op in unique(r["op"] for r in _of(records, section) if "op" in r):
-            mine = _of(records, section, op=op)
+        for op in unique(r["op"] for r in of(records, section) if "op" in r):
+            mine = of(records, section, op=op)
             for name in unique(name for r in mine for name in r["results"] if not name.startswith("gander")):
                 faster = {point_of(r): speed for r in mine if (speed := _times_as_fast(r, name)) is not None}
                 if not faster:
@@ -430,100 +425,3 @@ def comparison(records: list[dict], before: list[dict]) -> list[Table]:
     note = f"Geometric mean of now / then: {statistics.geometric_mean(changes):.3f}, {len(changes)} points."
     title = "gander's speed relative to the limit; on the host and on the CPU relative to torch"
     return [Table(title, ["operator", "point", "then", "now", "now / then", "beyond the spread"], rows, note)]
-
-
-# ---- README ----
-
-
-def _readme_throughput(records) -> list[Table]:
-    result = []
-    for dtype in _dtypes(_of(records, "throughput")):
-        points = {(r["op"], r["n"]): r for r in _of(records, "throughput", dtype=dtype)}
-        columns = [n for n in _README_COLUMNS if any(key[1] == n for key in points)]
-        rows = []
-        for op in unique(key[0] for key in points):
-            row = [points.get((op, n)) for n in columns]
-            rows.append([TITLES[op], "gander", *("" if r is None else _mine(r) for r in row)])
-            rows.append([TITLES[op], "best other", *("" if r is None else _other(r) for r in row)])
-        result.append(Table(f"TB/s by row length, {dtype}", ["operator", "", *map(str, columns)], rows))
-    return result
-
-
-def _readme_few(records) -> list[Table]:
-    points = {(r["op"], (r["m"], r["n"])): r for r in _of(records, "few", dtype="bfloat16")}
-    shapes = [shape for shape in _README_FEW if any(key[1] == shape for key in points)]
-    rows = []
-    for op in unique(key[0] for key in points if key[1] in shapes):
-        row = [points.get((op, shape)) for shape in shapes]
-        rows.append([TITLES[op], "gander", *("" if r is None else _times_a_plain_kernel(r) for r in row)])
-        rows.append([TITLES[op], "best other", *("" if r is None else _other(r, "us", "{:.1f}") for r in row)])
-    if not rows:
-        return []
-    note = "In brackets, times a kernel that only moves those bytes; RMSNorm's weights are not among them."
-    return [Table("Few long rows, bfloat16, us", ["operator", "", *(_size(*s) for s in shapes)], rows, note)]
-
-
-def _times_a_plain_kernel(record) -> str:
-    figures = record["results"].get("gander", {})
-    return f"{figures['us']:.1f} ({1 / figures['ratio']:.2f})" if figures.get("ratio") else "-"
-
-
-def _mine(record) -> str:
-    figures = record["results"].get("gander", {})
-    share = f" ({figures['ratio']:.2f})" if "ratio" in figures else ""
-    return f"{figures['tbps']:.2f}{share}" if "tbps" in figures else "-"
-
-
-def _other(record, field="tbps", form="{:.2f}") -> str:
-    best = _best_other(record, field)
-    return "-" if best is None else form.format(best)
-
-
-def readme(records: list[dict], source: str) -> str:
-    """The text between the README's markers."""
-    records = latest(records)
-    gpu = [record for record in records if _on_gpu(record)]
-    if not gpu:
-        raise ValueError(f"{source} has no measurement on a GPU, expected one by `bench` on a CUDA device")
-    last = newest(gpu)
-    facts = last["environment"]
-    others = unique(
-        f"{name} {version}"
-        for record in gpu
-        for name, version in record.get("versions", {}).items()
-        if name not in ("gander", "torch")
-    )
-    where = f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, Python {facts['python']}"
-    beside = ", ".join(["torch", *others])
-    commits = unique(record["environment"]["commit"][:12] for record in sorted(gpu, key=_date))
-    when = f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {last['date'][:10]}"
-    parts = [f"{where}; {when}; beside {beside}. All of it stands in [{source}]({source})."]
-    throughput = _readme_throughput(gpu)
-    if throughput:
-        parts.append(
-            "TB/s of the (M, N) tensors that an operator must read and write; in brackets the share of what a kernel "
-            "that only moves those bytes reaches at that size. M is 32768, 16384 at N = 131072 and 8192 at N = 262144. "
-            "Cold L2 cache, medians, all providers in turns in one process."
-        )
-        parts += [table.markdown() for table in throughput]
-    rest = _readme_few(gpu) + invariant_tables(gpu) + step_tables(gpu) + host_tables(gpu) + load_tables(_mine_only(gpu))
-    parts += [table.markdown() for table in rest]
-    return "\n\n".join(parts)
-
-
-def _mine_only(records):
-    """First calls of gander alone: those of the others are in the file."""
-    result = []
-    for record in _of(records, "load"):
-        result.append(record | {"results": {k: v for k, v in record["results"].items() if k == "gander"}})
-    return result
-
-
-def write_readme(path: Path, text: str) -> None:
-    """Puts text between the markers. Raises ValueError where the file has none."""
-    old = path.read_text()
-    head, begin, rest = old.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no lines {BEGIN} and {END}")
-    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")

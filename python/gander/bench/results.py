@@ -1,0 +1,317 @@
+"""bench/RESULTS.md: the tables of several files of measurements, and each point that misses its target."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .report import (
+    AUTO_WITHIN,
+    HOST_TARGETS,
+    LIBRARY_MEGABYTES,
+    LIBRARY_MS,
+    NEW_SHAPE_MS,
+    TITLES,
+    Table,
+    algorithms_tables,
+    best_other,
+    cpu_tables,
+    host_tables,
+    invariant_tables,
+    latest,
+    load_tables,
+    newest,
+    of,
+    on_gpu,
+    point_of,
+    step_tables,
+    summary,
+    unique,
+)
+
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MIB = 1 << 20
+_FORWARD = ("softmax_forward", "rmsnorm_forward", "cross_entropy_forward")
+_SPREAD = ("softmax_forward", "rmsnorm_forward")  # have targets for a few rows of millions of elements
+
+
+# ---- Targets ----
+
+
+class Check(NamedTuple):
+    """One target at one point. What is measured is a ratio, milliseconds or megabytes; None where it failed."""
+
+    target: str
+    op: str
+    point: str
+    measured: float | None
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def met(self) -> bool:
+        if self.measured is None:
+            return False
+        return self.measured >= self.at_least if self.at_most is None else self.measured <= self.at_most
+
+    def row(self) -> list[str]:
+        measured = "failed" if self.measured is None else f"{self.measured:.4g}"
+        target = f"at least {self.at_least:g}" if self.at_most is None else f"at most {self.at_most:g}"
+        return [self.target, TITLES.get(self.op, self.op), self.point, measured, target]
+
+
+def _share_of_limit(record: dict) -> float:
+    """What share of the speed of a kernel that only moves the bytes is aimed at."""
+    size = record["m"] * record["n"] * _BYTES[record["dtype"]]
+    if record["op"] == "rmsnorm_backward":
+        return 0.95 if record["n"] > 1024 else 0.90
+    if record["op"] == "cross_entropy_forward" and size < 256 * _MIB:
+        return 0.94
+    return 0.97 if size >= 64 * _MIB else 0.95
+
+
+def _times_a_copy(record: dict) -> float | None:
+    """How many times as long as a plain copy softmax and RMSNorm may take where a few long rows are the tensor."""
+    few = {(4, 1 << 22): 1.35, (4, 1 << 23): 1.5, (1, 1 << 25): 1.5}
+    target = few.get((record["m"], record["n"]))
+    if target is None or record["op"] not in _SPREAD:
+        return None
+    return 1.6 if record["dtype"] == "float32" else target
+
+
+def _against_the_limit(records) -> Iterator[Check]:
+    for section in ("throughput", "odd"):
+        for r in of(records, section):
+            share = r["results"]["gander"].get("ratio")
+            name = f"share of the limit, {section}"
+            yield Check(name, r["op"], point_of(r), share, at_least=_share_of_limit(r))
+    for r in of(records, "few"):
+        target, share = _times_a_copy(r), r["results"]["gander"].get("ratio")
+        if target:
+            yield Check("times a plain copy", r["op"], point_of(r), share and 1 / share, at_most=target)
+
+
+def _against_peers(records) -> Iterator[Check]:
+    for section, target in (("throughput", 0.98), ("odd", 0.98), ("few", 1.0)):
+        for r in of(records, section):
+            best = best_other(r)
+            if best is not None:
+                mine = r["results"]["gander"].get("us")
+                name = f"speed over the best other's, {section}"
+                yield Check(name, r["op"], point_of(r), mine and best / mine, at_least=target)
+    yield from _against_quack(of(records, "throughput"))
+    for r in of(records, "few", dtype="bfloat16", m=4, n=1 << 20):
+        if r["op"] in _SPREAD:
+            yield from _faster_than("quack", r, 1.4)
+    for r in of(records, "step", mode="backward"):
+        yield from _faster_than("quack", r, 1.35)
+        yield from _faster_than("torch", r, 2)
+
+
+def _times_as_fast(record: dict, name: str) -> float | None:
+    mine, other = (record["results"].get(who, {}).get("us") for who in ("gander", name))
+    return other / mine if mine and other else None
+
+
+def _faster_than(name: str, record: dict, target: float) -> Iterator[Check]:
+    speed = _times_as_fast(record, name)
+    if speed is not None:
+        yield Check(f"speed over {name}'s", record["op"], point_of(record), speed, at_least=target)
+
+
+def _against_quack(records) -> Iterator[Check]:
+    """Geometric means over the row lengths of the grid."""
+    for op, dtype in unique((r["op"], r["dtype"]) for r in records):
+        mine = [r for r in records if (r["op"], r["dtype"]) == (op, dtype)]
+        long = [r for r in mine if r["n"] >= 131072]
+        wanted = [(mine, 1.03 if op in _FORWARD else 1.15 if op == "rmsnorm_backward" else 1.0, dtype)]
+        if op == "rmsnorm_backward":
+            wanted.append((long, 1.4, f"{dtype}, N >= 131072"))
+        for points, target, where in wanted:
+            speeds = [speed for r in points if (speed := _times_as_fast(r, "quack")) is not None]
+            if speeds:
+                mean = statistics.geometric_mean(speeds)
+                yield Check("speed over quack's, geometric mean", op, where, mean, at_least=target)
+
+
+def _host(records) -> Iterator[Check]:
+    for r in filter(on_gpu, of(records, "host")):
+        op, mode, us = r["op"], r["mode"], {name: figures.get("us") for name, figures in r["results"].items()}
+        if (op, mode) not in HOST_TARGETS or not us.get("gander"):
+            continue
+        half = 0.6 if (op, mode) == ("softmax", "with gradient") else 0.5
+        for name, target in (("torch", HOST_TARGETS[op, mode]), ("quack", half), ("liger", half)):
+            if us.get(name):
+                yield Check(f"host time over {name}'s", op, mode, us["gander"] / us[name], at_most=target)
+        if us.get("gander.compile") and us.get("torch.compile"):
+            ratio = us["gander.compile"] / us["torch.compile"]
+            yield Check("host time compiled over torch's compiled", op, mode, ratio, at_most=1)
+
+
+def _first_calls(records) -> Iterator[Check]:
+    for r in filter(on_gpu, of(records, "load")):
+        mine = r["results"]["gander"]
+        yield Check("library, MB", "", "", mine.get("megabytes"), at_most=LIBRARY_MEGABYTES)
+        yield Check("load of the library, ms", "", "", mine.get("library"), at_most=LIBRARY_MS)
+        for op in ("softmax", "rmsnorm", "cross_entropy"):
+            worst = max(mine[op]["new"]) if op in mine else None
+            yield Check("first call of a new shape, ms", op, "worst", worst, at_most=NEW_SHAPE_MS)
+
+
+def _algorithms(records) -> Iterator[Check]:
+    for r in of(records, "algorithms"):
+        us = {name: figures["us"] for name, figures in r["results"].items() if "us" in figures}
+        auto, forced = us.pop("gander", None), us
+        if forced:
+            ratio = auto and auto / min(forced.values())
+            yield Check("time of auto over the best", r["op"], point_of(r), ratio, at_most=AUTO_WITHIN)
+
+
+def _cpu(records) -> Iterator[Check]:
+    for r in of(records, "cpu"):
+        if r["m"] * r["n"] * _BYTES[r["dtype"]] >= 64 << 10:
+            target = 1.0 if r["op"].startswith("softmax") else 1.5
+            yield Check("speed over torch's, CPU", r["op"], point_of(r), _times_as_fast(r, "torch"), at_least=target)
+
+
+_CHECKS: tuple[Callable, ...] = (_against_the_limit, _against_peers, _host, _first_calls, _algorithms, _cpu)
+
+
+def checks(records: list[dict]) -> list[Check]:
+    return [check for kind in _CHECKS for check in kind(records)]
+
+
+def _targets(records) -> list[Table]:
+    """How many points meet each target, and those that do not."""
+    found = checks(records)
+    counts = []
+    for name in unique(check.target for check in found):
+        mine = [check.met() for check in found if check.target == name]
+        counts.append([name, str(sum(mine)), str(len(mine))])
+    misses = [check.row() for check in found if not check.met()]
+    tables = [Table("Targets", ["target", "met", "of"], counts, labels=1)]
+    if misses:
+        columns = ["target", "operator", "point", "measured", "target"]
+        tables.append(Table("Targets that are missed", columns, misses, labels=3))
+    return tables
+
+
+# ---- Tables ----
+
+
+def _compact(title: str, records, heading: Callable, mine: Callable, other: Callable) -> Table:
+    """Operators against shapes: gander, and the best of the others."""
+    points = {(r["op"], heading(r)): r for r in records}
+    columns = unique(heading(r) for r in sorted(records, key=lambda r: r["n"]))
+    rows = []
+    for op in unique(op for op, _ in points):
+        for name, cell in (("gander", mine), ("best other", other)):
+            row = [cell(points[op, column]) if (op, column) in points else "" for column in columns]
+            if any(text.strip("-") for text in row):  # nobody else may have been measured
+                rows.append([TITLES[op], name, *row])
+    return Table(title, ["operator", "", *columns], rows)
+
+
+def _shape(record: dict) -> str:
+    return f"{record['m']} x {record['n']}"
+
+
+def _speed(record: dict) -> str:
+    figures = record["results"].get("gander", {})
+    share = f" ({figures['ratio']:.2f})" if "ratio" in figures else ""
+    return f"{figures['tbps']:.2f}{share}" if "tbps" in figures else "-"
+
+
+def _time(record: dict) -> str:
+    figures = record["results"].get("gander", {})
+    times = f" ({1 / figures['ratio']:.2f})" if figures.get("ratio") else ""
+    return f"{figures['us']:.1f}{times}" if "us" in figures else "-"
+
+
+def _best(field: str, form: str) -> Callable[[dict], str]:
+    def cell(record):
+        best = best_other(record, field)
+        return "-" if best is None else form.format(best)
+
+    return cell
+
+
+def _throughput(records) -> list[Table]:
+    tables = []
+    for section, title, heading in (
+        ("throughput", "TB/s by row length N", lambda r: str(r["n"])),
+        ("odd", "TB/s off the grid", _shape),
+    ):
+        for dtype in unique(r["dtype"] for r in of(records, section)):
+            mine = of(records, section, dtype=dtype)
+            best = _best("tbps", "{:.2f}")
+            tables.append(_compact(f"{title}, {dtype}", mine, heading, _speed, best))
+    return tables
+
+
+def _few(records) -> list[Table]:
+    tables = []
+    for dtype, m in sorted({(r["dtype"], r["m"]) for r in of(records, "few")}):
+        mine = of(records, "few", dtype=dtype, m=m)
+        best = _best("us", "{:.1f}")
+        tables.append(_compact(f"Few rows, us, {dtype}, M = {m}", mine, _shape, _time, best))
+    return tables
+
+
+_TABLES: tuple[Callable, ...] = (
+    _throughput, _few, invariant_tables, step_tables, host_tables, load_tables, algorithms_tables, cpu_tables, summary,
+)  # fmt: skip
+
+
+# ---- The document ----
+
+_HEAD = """\
+# Results
+
+Written by this command; do not edit:
+
+    {command}
+
+- TB/s count the (M, N) tensors that an operator must read and write, and nothing else. In the tables by row length
+  M is 32768, 16384 at N = 131072 and 8192 at N = 262144.
+- The limit is the fastest of several plain kernels that only move those bytes, measured in the same process. In
+  brackets after a speed stands the share of the limit's speed, after a time how many times the limit's time it is.
+  RMSNorm's weights are not counted.
+- On a GPU the L2 cache is cold, times are medians, and all providers take turns in one process.
+- "best other" is the fastest of the providers that the section names beside gander.
+
+[README.md](README.md) says how a point is measured. [TRIED.md](TRIED.md) says what bounds the points that miss their
+target, and what was tried. Each file below holds all figures, with device, versions and commit on each line.
+"""
+
+
+def _title(name: str, records) -> str:
+    return f"{newest(records)['environment']['device']}, {name}"
+
+
+def _facts(records) -> str:
+    last = newest(records)
+    facts = last["environment"]
+    where = [f"driver {facts['driver']}" if on_gpu(last) else f"{facts['threads']} threads"]
+    where += [f"torch {facts['torch']}", f"Python {facts['python']}"]
+    others = unique(
+        name if name == "torch" else f"{name} {version}"
+        for record in records
+        for name, version in record.get("versions", {}).items()
+        if not name.startswith("gander")
+    )
+    beside = f"; beside {', '.join(others)}" if others else ""
+    commits = unique(r["environment"]["commit"][:12] for r in sorted(records, key=lambda r: r["date"]))
+    return f"{', '.join(where)}; commit {', '.join(commits)}; {last['date'][:10]}{beside}."
+
+
+def document(sources: dict[str, list[dict]], command: str) -> str:
+    """The Markdown of measurements by the name of their file."""
+    sources = {name: latest(records) for name, records in sources.items()}
+    parts = [_HEAD.format(command=command), "## Targets, and what misses them"]
+    for name, records in sources.items():
+        parts.append(f"### {_title(name, records)}")
+        parts += [table.markdown() for table in _targets(records)]
+    for name, records in sources.items():
+        parts.append(f"## {_title(name, records)}")
+        parts.append(f"{_facts(records)} All figures: [{name}](results/{name}).")
+        parts += [table.markdown() for make in _TABLES for table in make(records)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
