@@ -19,28 +19,28 @@ var (
 	absent      kernels.Vector
 )
 
-// forEachKit runs a test with every instruction set of this machine.
-func forEachKit(t *testing.T, test func(t *testing.T)) {
-	for _, k := range kits {
+// forEachInstructionSet runs a test with every instruction set of this machine.
+func forEachInstructionSet(t *testing.T, test func(t *testing.T)) {
+	for _, k := range supportedRowFuncs {
 		t.Run(k.name, func(t *testing.T) {
-			use(t, k)
+			useRowFuncs(t, k)
 			test(t)
 		})
 	}
 }
 
 // typesOf are the types to test with a kit: float64 has one of its own, and goes with the portable one.
-func typesOf(k *kit[float32]) []kernels.DType {
+func typesOf(k *rowFuncs[float32]) []kernels.DType {
 	if k == &portable32 {
 		return floatTypes
 	}
 	return floatTypes[:3]
 }
 
-func use(t testing.TB, k *kit[float32]) {
-	before := engine32.kit
-	t.Cleanup(func() { engine32.kit = before })
-	engine32.kit = k
+func useRowFuncs(t testing.TB, k *rowFuncs[float32]) {
+	before := engine32.funcs
+	t.Cleanup(func() { engine32.funcs = before })
+	engine32.funcs = k
 }
 
 // buffer is memory with a margin that must stay as it is.
@@ -169,8 +169,8 @@ func requireClose(t *testing.T, dtype kernels.DType, want, got, allowed float64,
 
 // forEachShape runs a test over element types, sizes and layouts.
 func forEachShape(t *testing.T, test func(t *testing.T, x kernels.DType, n, gap, offset int, r *rand.Rand)) {
-	forEachKit(t, func(t *testing.T) {
-		for _, x := range typesOf(engine32.kit) {
+	forEachInstructionSet(t, func(t *testing.T) {
+		for _, x := range typesOf(engine32.funcs) {
 			for i, n := range columnSizes {
 				layouts := [][2]int{{5, 3}, {0, 0}}
 				if n > 1000 {
@@ -421,8 +421,8 @@ func weightOf(w kernels.Vector, i int64) float64 {
 // TestSpecialValues: sizes of one block, of several with one that is -inf throughout, and of a long row.
 func TestSpecialValues(t *testing.T) {
 	inf, nan := math.Inf(1), math.NaN()
-	forEachKit(t, func(t *testing.T) {
-		for _, dtype := range typesOf(engine32.kit) {
+	forEachInstructionSet(t, func(t *testing.T) {
+		for _, dtype := range typesOf(engine32.funcs) {
 			for _, n := range []int{3, 70, 3 * block, longRow + 1} {
 				if n > longRow && dtype == kernels.Float16 {
 					continue // takes the path of BFloat16
@@ -554,7 +554,7 @@ func TestNoRows(t *testing.T) {
 }
 
 // everything runs all ops on the same inputs, in place where inPlace says so, and returns all that they wrote.
-func everything(dtype kernels.DType, rows, n, workers int, inPlace bool) map[string][]byte {
+func runAllOps(dtype kernels.DType, rows, n, workers int, inPlace bool) map[string][]byte {
 	r := rand.New(rand.NewPCG(1, 2))
 	normal := func(_, _ int) float64 { return r.Float64()*8 - 4 }
 	x, dy := newMatrix(dtype, rows, n, 1, 1).fill(normal), newMatrix(dtype, rows, n, 1, 1).fill(normal)
@@ -637,16 +637,16 @@ func everything(dtype kernels.DType, rows, n, workers int, inPlace bool) map[str
 	return written
 }
 
-// sharedShapes are large enough for several workers: rows each, and few rows that are shared.
-var sharedShapes = [][2]int{{900, 600}, {3, longRow + 50001}}
+// parallelShapes are large enough for several workers: rows each, and few rows that are shared.
+var parallelShapes = [][2]int{{900, 600}, {3, longRow + 50001}}
 
 func TestWorkersChangeNothing(t *testing.T) {
-	forEachKit(t, func(t *testing.T) {
-		for _, dtype := range typesOf(engine32.kit)[1:] { // Float16 takes the path of BFloat16
-			for _, shape := range sharedShapes {
-				want := everything(dtype, shape[0], shape[1], 1, false)
+	forEachInstructionSet(t, func(t *testing.T) {
+		for _, dtype := range typesOf(engine32.funcs)[1:] { // Float16 takes the path of BFloat16
+			for _, shape := range parallelShapes {
+				want := runAllOps(dtype, shape[0], shape[1], 1, false)
 				for _, workers := range []int{2, 7} {
-					got := everything(dtype, shape[0], shape[1], workers, false)
+					got := runAllOps(dtype, shape[0], shape[1], workers, false)
 					for name := range want {
 						require.True(t, bytes.Equal(want[name], got[name]), "%s %v %v with %d workers", name, dtype, shape, workers)
 					}
@@ -657,11 +657,11 @@ func TestWorkersChangeNothing(t *testing.T) {
 }
 
 func TestInPlace(t *testing.T) {
-	forEachKit(t, func(t *testing.T) {
-		for _, dtype := range typesOf(engine32.kit)[1:] {
-			for _, shape := range append(sharedShapes, [2]int{5, 3}, [2]int{40, 4097}) {
-				want := everything(dtype, shape[0], shape[1], 2, false)
-				got := everything(dtype, shape[0], shape[1], 2, true)
+	forEachInstructionSet(t, func(t *testing.T) {
+		for _, dtype := range typesOf(engine32.funcs)[1:] {
+			for _, shape := range append(parallelShapes, [2]int{5, 3}, [2]int{40, 4097}) {
+				want := runAllOps(dtype, shape[0], shape[1], 2, false)
+				got := runAllOps(dtype, shape[0], shape[1], 2, true)
 				for name := range want {
 					require.True(t, bytes.Equal(want[name], got[name]), "%s %v %v", name, dtype, shape)
 				}
@@ -674,7 +674,7 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector makes sync.Pool drop what it is given")
 	}
-	forEachKit(t, func(t *testing.T) {
+	forEachInstructionSet(t, func(t *testing.T) {
 		for _, dtype := range floatTypes {
 			stat := statistics(dtype)
 			one := func(_, _ int) float64 { return 1 }
@@ -697,14 +697,14 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 	})
 }
 
-func TestChosenKit(t *testing.T) {
-	for _, k := range kits {
+func TestChooseRowFuncs(t *testing.T) {
+	for _, k := range supportedRowFuncs {
 		t.Setenv("GANDER_SIMD", k.name)
-		require.Same(t, k, chosenKit())
+		require.Same(t, k, chooseRowFuncs())
 	}
 	t.Setenv("GANDER_SIMD", "avx1024")
-	require.Same(t, kits[0], chosenKit(), "an unknown name gives the fastest")
-	require.Equal(t, engine32.kit.name, SIMD())
+	require.Same(t, supportedRowFuncs[0], chooseRowFuncs(), "an unknown name gives the fastest")
+	require.Equal(t, engine32.funcs.name, SIMD())
 	require.Contains(t, []string{"avx512", "avx2", "portable"}, SIMD())
 }
 

@@ -13,7 +13,7 @@ import (
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX, ce: *a}
 	if a.DX.Data != nil {
-		o.keep = longRow
+		o.reuseUpTo = longRow
 	}
 	return run(&o, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
 }
@@ -30,7 +30,7 @@ func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 
 // class is the row's target: whether the row counts for nothing, by its index or its class's weight, and whether there is such a
 // column. Without targets, for a log-sum-exp alone, every row counts and has none.
-func (c *call[T]) class(row int) (t int, ignored, valid bool) {
+func (c *call[T]) targetOf(row int) (t int, ignored, valid bool) {
 	if !c.ce.Target.Present() {
 		return 0, false, false
 	}
@@ -55,7 +55,7 @@ func (c *call[T]) logit(row, t int) float64 { return scalar(c.x.DType, rowAt(&c.
 
 // writeTarget writes the gradient at the target, where that lies between lo and hi.
 func (w *worker[T]) writeTarget(row, lo, hi int, gradient float64) {
-	if t, _, valid := w.class(row); valid && lo <= t && t < hi {
+	if t, _, valid := w.targetOf(row); valid && lo <= t && t < hi {
 		putScalar(w.dx.DType, rowAt(&w.dx, row, t), gradient)
 	}
 }
@@ -73,11 +73,11 @@ func (crossEntropyForward[T]) run(c *call[T]) {
 	c.divisor = 1
 	if c.ce.OnePass && c.ce.Reduction == kernels.ReduceMean && c.dx.Data != nil {
 		clear(c.losses[:])
-		c.each(weightsStep[T]{}, min(c.rows, maxTasks))
+		c.runStep(weightsStep[T]{}, min(c.rows, maxTasks))
 		_, c.divisor = c.totals()
 	}
 	clear(c.losses[:])
-	c.eachRow()
+	c.runRows()
 	loss, weight := c.totals()
 	switch c.ce.Reduction {
 	case kernels.ReduceSum:
@@ -103,41 +103,41 @@ func (c *call[T]) totals() (loss, weight float64) {
 type weightsStep[T float] struct{}
 
 func (weightsStep[T]) do(w *worker[T], task int) {
-	lo, hi := portion(w.rows, task, w.tasks)
+	lo, hi := subrange(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
-		if t, ignored, valid := w.class(row); !ignored {
+		if t, ignored, valid := w.targetOf(row); !ignored {
 			w.losses[task].weight += w.classWeight(t, valid)
 		}
 	}
 }
 
 // unread tells whether nothing of a row is wanted.
-func (w *worker[T]) unread(ignored bool) bool { return ignored && !w.ce.Max.Present() }
+func (w *worker[T]) skipped(ignored bool) bool { return ignored && !w.ce.Max.Present() }
 
-func (crossEntropyForward[T]) first(w *worker[T], row, lo, hi int, parts []part) {
-	t, ignored, valid := w.class(row)
-	if w.unread(ignored) {
+func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
+	t, ignored, valid := w.targetOf(row)
+	if w.skipped(ignored) {
 		return
 	}
-	if w.whole && valid {
-		w.target = w.logit(row, t) // before the exponentials are written over it
+	if w.reuse && valid {
+		w.targetLogit = w.logit(row, t) // before the exponentials are written over it
 	}
-	w.exponentials(&w.x, &w.dx, row, lo, hi, parts)
+	w.expBlocks(&w.x, &w.dx, row, lo, hi, partials)
 }
 
-// join: a is the maximum, b what the exponentials are multiplied by, c the gradient at the target.
-func (crossEntropyForward[T]) join(w *worker[T], row int, parts []part) stats {
-	t, ignored, valid := w.class(row)
+// combine: a is the maximum, b what the exponentials are multiplied by, c the gradient at the target.
+func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
+	t, ignored, valid := w.targetOf(row)
 	high, sum, logSum := math.NaN(), math.NaN(), math.NaN()
-	if !w.unread(ignored) {
-		high, sum = logSumExp(parts)
+	if !w.skipped(ignored) {
+		high, sum = logSumExp(partials)
 		logSum = math.Log(sum)
 		w.writeLSE(row, high, logSum)
 	}
 	loss, weight, logit := 0.0, 0.0, math.NaN()
 	if !ignored {
-		if valid && w.whole {
-			logit = w.target
+		if valid && w.reuse {
+			logit = w.targetLogit
 		} else if valid {
 			logit = w.logit(row, t)
 		}
@@ -150,10 +150,10 @@ func (crossEntropyForward[T]) join(w *worker[T], row int, parts []part) stats {
 		put(&w.ce.Loss, row, loss)
 	}
 	if w.dx.Data == nil {
-		return stats{}
+		return rowStats{}
 	}
 	gradient := weight / w.divisor
-	return stats{a: high, b: gradient / sum, c: gradient * (math.Exp(logit-high)/sum - 1)}
+	return rowStats{a: high, b: gradient / sum, c: gradient * (math.Exp(logit-high)/sum - 1)}
 }
 
 func (w *worker[T]) writeLSE(row int, high, logSum float64) {
@@ -166,15 +166,15 @@ func (w *worker[T]) writeLSE(row int, high, logSum float64) {
 	}
 }
 
-func (crossEntropyForward[T]) second(w *worker[T], row, lo, hi int, parts []part, s stats) {
+func (crossEntropyForward[T]) secondPass(w *worker[T], row, lo, hi int, partials []partial, s rowStats) {
 	if w.dx.Data == nil {
 		return
 	}
-	if _, ignored, _ := w.class(row); ignored {
+	if _, ignored, _ := w.targetOf(row); ignored {
 		w.writeZeros(row, lo, hi)
 		return
 	}
-	w.normalise(&w.x, &w.dx, row, lo, hi, parts, s.a, s.b)
+	w.rescale(&w.x, &w.dx, row, lo, hi, partials, s.a, s.b)
 	w.writeTarget(row, lo, hi, s.c)
 }
 
@@ -182,15 +182,15 @@ type crossEntropyBackward[T float] struct{}
 
 func (crossEntropyBackward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
-func (crossEntropyBackward[T]) run(c *call[T]) { c.eachRow() }
+func (crossEntropyBackward[T]) run(c *call[T]) { c.runRows() }
 
-func (crossEntropyBackward[T]) first(*worker[T], int, int, int, []part) {}
+func (crossEntropyBackward[T]) firstPass(*worker[T], int, int, int, []partial) {}
 
-// join: as in the forward pass, except that a may be the whole log-sum-exp.
-func (crossEntropyBackward[T]) join(w *worker[T], row int, _ []part) stats {
-	t, ignored, valid := w.class(row)
+// combine: as in the forward pass, except that a may be the whole log-sum-exp.
+func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowStats {
+	t, ignored, valid := w.targetOf(row)
 	if ignored {
-		return stats{}
+		return rowStats{}
 	}
 	gradient, logit := math.NaN(), math.NaN()
 	switch {
@@ -207,18 +207,18 @@ func (crossEntropyBackward[T]) join(w *worker[T], row int, _ []part) stats {
 	if w.ce.LogSum.Present() {
 		logSum = at(&w.ce.LogSum, row)
 	}
-	return stats{a: high, b: gradient * math.Exp(-logSum), c: gradient * (math.Exp(logit-high-logSum) - 1)}
+	return rowStats{a: high, b: gradient * math.Exp(-logSum), c: gradient * (math.Exp(logit-high-logSum) - 1)}
 }
 
-func (crossEntropyBackward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats) {
-	if _, ignored, _ := w.class(row); ignored {
+func (crossEntropyBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
+	if _, ignored, _ := w.targetOf(row); ignored {
 		w.writeZeros(row, lo, hi)
 		return
 	}
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		dx := w.output(0, &w.dx, row, j, n)
-		w.kit.expScale(dx, w.read(0, &w.x, row, j, n), T(s.a), T(s.b))
+		w.funcs.expScale(dx, w.read(0, &w.x, row, j, n), T(s.a), T(s.b))
 		w.write(&w.dx, row, j, dx)
 	}
 	w.writeTarget(row, lo, hi, s.c)

@@ -4,11 +4,11 @@
 #include "row_amd64.h"
 #include "textflag.h"
 
-// exp of 16 lanes, see kit.go, in assembly: the compiler uses 15 of the 32 registers, keeps constants and intermediate
+// exp of 16 lanes, see row.go, in assembly: the compiler uses 15 of the 32 registers, keeps constants and intermediate
 // values on the stack instead, and takes more than twice as long.
 
-#define CONSTANTS \
-	MOVQ    ·lanes(SB), DX                ; \
+#define LOAD_CONSTANTS \
+	MOVQ    ·simdConstants(SB), DX                ; \
 	VMOVUPS constants_log2E(DX), Z17      ; \
 	VMOVUPS constants_minusLn2High(DX), Z18 ; \
 	VMOVUPS constants_minusLn2Low(DX), Z19 ; \
@@ -54,17 +54,17 @@
 
 // Z8 = exp(src - m) of the first 16 elements, or of all CX if they are fewer: K5 is their mask, in which Z8 is 0 beyond.
 #define EXP16 \
-	REST                   ; \
+	TAIL_MASK                   ; \
 	VMOVUPS.Z (SI), K5, Z0 ; \
 	VSUBPS    Z16, Z0, Z0  ; \
 	EXP(Z0, Z4, Z8, K1)    ; \
 	VMOVAPS.Z Z8, K5, Z8
 
-#define FOLD64 \
+#define ACCUMULATE64 \
 	VADDPS Z8, Z9, Z8    ; \
 	VADDPS Z10, Z11, Z10 ; \
 	VADDPS Z8, Z10, Z8   ; \
-	FOLD(Z8, Y8)
+	ACCUMULATE(Z8, Y8)
 
 // func expAVX512(dst, src []float32, m float32) float64
 TEXT ·expAVX512(SB), NOSPLIT, $0-64
@@ -72,11 +72,11 @@ TEXT ·expAVX512(SB), NOSPLIT, $0-64
 	MOVQ         src_base+24(FP), SI
 	MOVQ         src_len+32(FP), CX
 	VBROADCASTSS m+48(FP), Z16
-	CONSTANTS
+	LOAD_CONSTANTS
 	VPXORQ       Z12, Z12, Z12
 	VPXORQ       Z13, Z13, Z13
 	SUBQ         $64, CX
-	JLT          rest
+	JLT          tail
 
 loop:
 	EXP64
@@ -84,27 +84,27 @@ loop:
 	VMOVUPS Z9, 64(DI)
 	VMOVUPS Z10, 128(DI)
 	VMOVUPS Z11, 192(DI)
-	FOLD64
+	ACCUMULATE64
 	ADDQ    $256, SI
 	ADDQ    $256, DI
 	SUBQ    $64, CX
 	JGE     loop
 
-rest:
+tail:
 	ADDQ $64, CX
 	JEQ  done
 
-last:
+tailLoop:
 	EXP16
 	VMOVUPS Z8, K5, (DI)
-	FOLD(Z8, Y8)
+	ACCUMULATE(Z8, Y8)
 	ADDQ    $64, SI
 	ADDQ    $64, DI
 	SUBQ    $16, CX
-	JGT     last
+	JGT     tailLoop
 
 done:
-	TOTAL
+	HORIZONTAL_SUM
 	VMOVSD X12, ret+56(FP)
 	VZEROUPPER
 	RET
@@ -114,32 +114,32 @@ TEXT ·expSumAVX512(SB), NOSPLIT, $0-40
 	MOVQ         src_base+0(FP), SI
 	MOVQ         src_len+8(FP), CX
 	VBROADCASTSS m+24(FP), Z16
-	CONSTANTS
+	LOAD_CONSTANTS
 	VPXORQ       Z12, Z12, Z12
 	VPXORQ       Z13, Z13, Z13
 	SUBQ         $64, CX
-	JLT          rest
+	JLT          tail
 
 loop:
 	EXP64
-	FOLD64
+	ACCUMULATE64
 	ADDQ $256, SI
 	SUBQ $64, CX
 	JGE  loop
 
-rest:
+tail:
 	ADDQ $64, CX
 	JEQ  done
 
-last:
+tailLoop:
 	EXP16
-	FOLD(Z8, Y8)
+	ACCUMULATE(Z8, Y8)
 	ADDQ $64, SI
 	SUBQ $16, CX
-	JGT  last
+	JGT  tailLoop
 
 done:
-	TOTAL
+	HORIZONTAL_SUM
 	VMOVSD X12, ret+32(FP)
 	VZEROUPPER
 	RET
@@ -151,9 +151,9 @@ TEXT ·expScaleAVX512(SB), NOSPLIT, $0-56
 	MOVQ         src_len+32(FP), CX
 	VBROADCASTSS m+48(FP), Z16
 	VBROADCASTSS c+52(FP), Z27
-	CONSTANTS
+	LOAD_CONSTANTS
 	SUBQ         $64, CX
-	JLT          rest
+	JLT          tail
 
 loop:
 	EXP64
@@ -170,18 +170,18 @@ loop:
 	SUBQ    $64, CX
 	JGE     loop
 
-rest:
+tail:
 	ADDQ $64, CX
 	JEQ  done
 
-last:
+tailLoop:
 	EXP16
 	VMULPS  Z27, Z8, Z8
 	VMOVUPS Z8, K5, (DI)
 	ADDQ    $64, SI
 	ADDQ    $64, DI
 	SUBQ    $16, CX
-	JGT     last
+	JGT     tailLoop
 
 done:
 	VZEROUPPER

@@ -14,23 +14,23 @@ import (
 )
 
 // failing is softmax whose first pass calls a function before it reads a row.
-type failing struct {
+type panickingOp struct {
 	softmaxForward[float32]
 	before func(worker int)
 }
 
-func (f failing) run(c *call[float32]) { c.eachRow() }
+func (f panickingOp) run(c *call[float32]) { c.runRows() }
 
-func (f failing) first(w *worker[float32], row, lo, hi int, parts []part) {
+func (f panickingOp) firstPass(w *worker[float32], row, lo, hi int, partials []partial) {
 	f.before(w.number)
-	f.softmaxForward.first(w, row, lo, hi, parts)
+	f.softmaxForward.firstPass(w, row, lo, hi, partials)
 }
 
 // recovered runs a call that is large enough for helpers, and returns what it panics with.
-func recovered(x, y matrix, before func(worker int)) (p any) {
+func panicOf(x, y matrix, before func(worker int)) (p any) {
 	defer func() { p = recover() }()
-	o := operands{x: x.Matrix, y: y.Matrix, keep: longRow}
-	engine32.run(&o, 4, failing{before: before})
+	o := operands{x: x.Matrix, y: y.Matrix, reuseUpTo: longRow}
+	engine32.run(&o, 4, panickingOp{before: before})
 	return nil
 }
 
@@ -40,13 +40,13 @@ func until(done func() bool) {
 	}
 }
 
-// requireUnharmed runs all ops with helpers, on calls that are pooled and on new ones.
-func requireUnharmed(t *testing.T) {
+// requireStillWorks runs all ops with helpers, on calls that are pooled and on new ones.
+func requireStillWorks(t *testing.T) {
 	t.Helper()
-	shape := sharedShapes[0]
-	want := everything(kernels.Float32, shape[0], shape[1], 1, false)
+	shape := parallelShapes[0]
+	want := runAllOps(kernels.Float32, shape[0], shape[1], 1, false)
 	for range 2 {
-		got := everything(kernels.Float32, shape[0], shape[1], 4, false)
+		got := runAllOps(kernels.Float32, shape[0], shape[1], 4, false)
 		for name := range want {
 			require.True(t, bytes.Equal(want[name], got[name]), name)
 		}
@@ -55,15 +55,15 @@ func requireUnharmed(t *testing.T) {
 
 func digits(_, j int) float64 { return float64(j % 5) }
 
-// TestPanicOfHelper: it reaches the caller once no helper is at work, whether tasks are rows or parts of a
+// TestPanicOfHelper: it reaches the caller once no helper is at work, whether tasks are rows or partials of a
 // row.
 func TestPanicOfHelper(t *testing.T) {
-	for _, shape := range sharedShapes {
+	for _, shape := range parallelShapes {
 		x := newMatrix(kernels.Float32, shape[0], shape[1], 0, 0).fill(digits)
 		y := newMatrix(kernels.Float32, shape[0], shape[1], 0, 0)
 		for range 5 {
 			var panicked, working atomic.Int64
-			p := recovered(x, y, func(worker int) {
+			p := panicOf(x, y, func(worker int) {
 				working.Add(1)
 				defer working.Add(-1)
 				if worker == 0 {
@@ -78,7 +78,7 @@ func TestPanicOfHelper(t *testing.T) {
 			require.Equal(t, "a helper's defect", p)
 		}
 	}
-	requireUnharmed(t)
+	requireStillWorks(t)
 }
 
 // TestPanicOfCaller: the call is not left before the helpers have stopped writing.
@@ -88,7 +88,7 @@ func TestPanicOfCaller(t *testing.T) {
 	for range 5 {
 		var came, left atomic.Bool
 		var working atomic.Int64
-		p := recovered(x, y, func(worker int) {
+		p := panicOf(x, y, func(worker int) {
 			if worker == 0 {
 				until(came.Load)
 				left.Store(true)
@@ -107,15 +107,15 @@ func TestPanicOfCaller(t *testing.T) {
 		time.Sleep(time.Millisecond)
 		require.True(t, bytes.Equal(written.bytes, y.bytes), "a helper wrote after the call")
 	}
-	requireUnharmed(t)
+	requireStillWorks(t)
 }
 
 // TestPanicOfBoth: one of the two reaches the caller, and none is left for the crew's next use.
 func TestPanicOfBoth(t *testing.T) {
-	c := newCrew()
+	g := newGroup()
 	for _, want := range []any{"a helper's defect", nil} {
 		var joined atomic.Bool
-		summon(share{c, c.open(), job(func() {
+		submit(job{g, g.generation(), tasks(func() {
 			joined.Store(true)
 			if want != nil {
 				panic(want)
@@ -124,11 +124,11 @@ func TestPanicOfBoth(t *testing.T) {
 		until(joined.Load)
 		func() {
 			defer func() { assert.Equal(t, want, recover()) }()
-			defer c.close()
+			defer g.finish()
 			if want != nil {
 				panic("the caller's defect")
 			}
 		}()
-		assert.Nil(t, c.panicked.Load())
+		assert.Nil(t, g.panicked.Load())
 	}
 }

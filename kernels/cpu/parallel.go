@@ -11,14 +11,14 @@ import (
 // How a call is cut into work depends on the shape alone, never on the number of workers, and every sum has a fixed
 // order: so the number of workers changes no bit of a result.
 const (
-	block       = 2048      // elements that one primitive works on: what the first-level cache holds several of
-	longRow     = 128 << 10 // beyond this many elements a row is worked on in two passes over memory
-	widenedRow  = block     // beyond this many, widening again costs less than going back to what was widened before
-	chunk       = 8 * block // elements of a long row that make a task where rows are shared among workers
-	maxTasks    = 256       // tasks that the rows are dealt into
-	streamBytes = 32 << 20  // from this much on little of a result would be in the cache for who reads it next
-	wakingBytes = 512 << 10 // below this much memory traffic, waking other threads costs more than they save
-	sharedBytes = 256 << 10 // likewise, threads that are awake
+	block         = 2048      // elements that one primitive works on: what the first-level cache holds several of
+	longRow       = 128 << 10 // beyond this many elements a row is worked on in two passes over memory
+	reusedRow     = block     // beyond this many, widening again costs less than going back to what was widened before
+	chunk         = 8 * block // elements of a long row that make a task where rows are shared among workers
+	maxTasks      = 256       // tasks that the rows are dealt into
+	streamBytes   = 32 << 20  // from this much on little of a result would be in the cache for who reads it next
+	startBytes    = 512 << 10 // below this much memory traffic, waking other threads costs more than they save
+	parallelBytes = 256 << 10 // likewise, threads that are awake
 )
 
 // operands are what a call reads and writes; each op uses some.
@@ -27,7 +27,7 @@ type operands struct {
 	weight, rstd, dw kernels.Vector
 	norm             RMSNormOptions
 	ce               kernels.CrossEntropy // less its X and DX, which are x and dx
-	keep             int                  // elements up to which the second pass over a row uses what the first made
+	reuseUpTo        int                  // elements up to which the second pass over a row uses what the first made
 }
 
 func (o *operands) bytes() int {
@@ -43,22 +43,22 @@ func (o *operands) bytes() int {
 type op[T float] interface {
 	plan(c *call[T], workers int)
 	run(c *call[T])
-	first(w *worker[T], row, lo, hi int, parts []part)
-	join(w *worker[T], row int, parts []part) stats
-	second(w *worker[T], row, lo, hi int, parts []part, s stats)
+	firstPass(w *worker[T], row, lo, hi int, partials []partial)
+	combine(w *worker[T], row int, partials []partial) rowStats
+	secondPass(w *worker[T], row, lo, hi int, partials []partial, s rowStats)
 }
 
 // part is what the first pass leaves of one block, stats what they join into. Ops give a, b and c their meaning.
-type part struct{ max, sum float64 }
-type stats struct{ a, b, c float64 }
+type partial struct{ max, sum float64 }
+type rowStats struct{ a, b, c float64 }
 
 // plan is how a call's rows are cut into tasks, and what workspace that takes beside the workers' buffers.
 type plan struct {
-	split   bool // a row is shared among workers: the parts and stats of all rows are kept
-	tasks   int  // of the step with the most
-	weights int  // elements of RMSNorm's weight, widened, or ones
-	sums    int  // rows of partial sums of dw
-	columns int  // of dw that a task sums over all rows
+	splitRows bool // a row is shared among workers: the partials and stats of all rows are kept
+	tasks     int  // of the step with the most
+	weights   int  // elements of RMSNorm's weight, widened, or ones
+	sums      int  // rows of partial sums of dw
+	columns   int  // of dw that a task sums over all rows
 }
 
 // step is a set of tasks that can be done in any order.
@@ -70,55 +70,55 @@ type step[T float] interface {
 type call[T float] struct {
 	operands
 	plan       plan
-	kit        *kit[T]
+	funcs      *rowFuncs[T]
 	op         op[T]
 	rows, cols int
 	blocks     int  // of a row
-	whole      bool // what the first pass over a row made is kept for the second
+	reuse      bool // what the first pass over a row made is kept for the second
 	long       bool // longer than longRow
 	stream     bool // what is written is not to push out of the cache what is read
 
-	step    step[T]
-	tasks   int
-	sharing int // workers that tasks are dealt to
-	room    int // elements of a buffer for a block
-	workers []worker[T]
-	crew    crew
-	wakes   bool // it is worth a thread's waking up
+	step      step[T]
+	tasks     int
+	active    int // workers that tasks are dealt to
+	blockRoom int // elements of a buffer for a block
+	workers   []worker[T]
+	group     group
+	mayStart  bool // it is worth a thread's waking up
 
 	losses  [maxTasks]struct{ loss, weight float64 }
 	divisor float64 // of the gradient that cross-entropy's forward pass makes
 
-	own     []byte    // workspace that lasts as long as the call is pooled
-	mapped  []byte    // workspace instead of own where that is too small
-	parts   []part    // of all rows, where they are shared among workers
-	stats   []stats   // likewise
-	weights []T       // RMSNorm's weight, widened, or ones
-	sums    []float64 // partial sums of dw
+	fixed         []byte     // workspace that lasts as long as the call is pooled
+	mapped        []byte     // workspace instead of own where that is too small
+	splitPartials []partial  // of all rows, where they are shared among workers
+	splitStats    []rowStats // likewise
+	weights       []T        // RMSNorm's weight, widened, or ones
+	sums          []float64  // partial sums of dw
 }
 
 type worker[T float] struct {
 	*call[T]
-	number  int
-	mine    deal
-	task    int
-	buffer  []T // rows or blocks of two operands, and blocks of the weight: see scratch
-	part    []part
-	target  float64   // logit of the current row's class
-	sum     []float64 // of dw: columns from sumFrom on
-	sumFrom int
-	columns []float64       // room for sum where rows are long
-	_       [cacheLine]byte // keeps two workers out of one cache line
+	number      int
+	queue       taskQueue
+	task        int
+	buffer      []T // rows or blocks of two operands, and blocks of the weight: see scratch
+	partials    []partial
+	targetLogit float64   // logit of the current row's class
+	sum         []float64 // of dw: columns from sumFrom on
+	sumFrom     int
+	columns     []float64       // room for sum where rows are long
+	_           [cacheLine]byte // keeps two workers out of one cache line
 }
 
 type engine[T float] struct {
-	kit  *kit[T]
-	pool sync.Pool
+	funcs *rowFuncs[T]
+	pool  sync.Pool
 }
 
 var (
-	engine32 = engine[float32]{kit: chosenKit()}
-	engine64 = engine[float64]{kit: &portable64}
+	engine32 = engine[float32]{funcs: chooseRowFuncs()}
+	engine64 = engine[float64]{funcs: &portable64}
 )
 
 // run carries out an op, in float64 where x is. Its error is a *MemoryError.
@@ -132,16 +132,16 @@ func run(o *operands, workers int, op32 op[float32], op64 op[float64]) error {
 func (e *engine[T]) run(o *operands, workers int, op op[T]) error {
 	c, _ := e.pool.Get().(*call[T])
 	if c == nil {
-		c = &call[T]{crew: crew{awake: make(chan struct{}, 1)}, own: make([]byte, ownBytes)}
+		c = &call[T]{group: group{awake: make(chan struct{}, 1)}, fixed: make([]byte, fixedBytes)}
 	}
 	bytes := o.bytes()
-	if bytes < sharedBytes {
+	if bytes < parallelBytes {
 		workers = 1
 	}
-	c.operands, c.kit, c.op, c.wakes = *o, e.kit, op, bytes >= wakingBytes
+	c.operands, c.funcs, c.op, c.mayStart = *o, e.funcs, op, bytes >= startBytes
 	c.rows, c.cols = int(o.x.Rows), int(o.x.Cols)
 	c.blocks = (c.cols + block - 1) / block
-	c.whole, c.long, c.stream = c.cols <= o.keep, c.cols > longRow, bytes >= streamBytes
+	c.reuse, c.long, c.stream = c.cols <= o.reuseUpTo, c.cols > longRow, bytes >= streamBytes
 	op.plan(c, workers)
 	c.prepare(max(min(workers, c.plan.tasks), 1))
 	err := c.run() // a call that panics is not pooled again
@@ -151,7 +151,7 @@ func (e *engine[T]) run(o *operands, workers int, op op[T]) error {
 
 // run gets all workspace before anything is written.
 func (c *call[T]) run() error {
-	defer c.forget()
+	defer c.reset()
 	if err := c.reserve(); err != nil {
 		return err
 	}
@@ -159,21 +159,21 @@ func (c *call[T]) run() error {
 	return nil
 }
 
-// planRows is the plan of eachRow.
+// planRows is the plan of runRows.
 func (c *call[T]) planRows(workers int) {
 	c.plan = plan{tasks: min(c.rows, maxTasks)}
 	if c.long && c.rows < 4*workers && c.rows <= maxTasks && workers > 1 {
-		c.plan = plan{split: true, tasks: c.rows * c.chunks()}
+		c.plan = plan{splitRows: true, tasks: c.rows * c.chunks()}
 	}
 }
 
 // reserve lays out the workspace, in the call's own memory or in mapped memory.
 func (c *call[T]) reserve() (err error) {
-	bytes := c.layOut(c.own)
-	if bytes <= len(c.own) {
+	bytes := c.layOut(c.fixed)
+	if bytes <= len(c.fixed) {
 		return nil
 	}
-	c.mapped, err = spare.get(bytes)
+	c.mapped, err = freeMemory.get(bytes)
 	if err == nil {
 		c.layOut(c.mapped)
 	}
@@ -182,10 +182,10 @@ func (c *call[T]) reserve() (err error) {
 
 // forget gives mapped memory back. No pointer to that or to the caller's memory stays: the addresses may
 // become part of Go's heap, whose pointers the garbage collector checks.
-func (c *call[T]) forget() {
+func (c *call[T]) reset() {
 	if c.mapped != nil {
 		c.layOut(nil)
-		spare.put(c.mapped)
+		freeMemory.put(c.mapped)
 	}
 	c.mapped, c.operands, c.op, c.step = nil, operands{}, nil, nil
 }
@@ -193,21 +193,21 @@ func (c *call[T]) forget() {
 // layOut says where everything lies in a workspace, and how large that has to be.
 func (c *call[T]) layOut(memory []byte) int {
 	a := arena{memory: memory}
-	shared, blocks := 0, c.blocks // parts of all rows, or each worker's of its row
-	if c.plan.split {
+	shared, blocks := 0, c.blocks // partials of all rows, or each worker's of its row
+	if c.plan.splitRows {
 		shared, blocks = c.rows, 0
 	}
-	c.parts, c.stats = take[part](&a, shared*c.blocks), take[stats](&a, shared)
+	c.splitPartials, c.splitStats = take[partial](&a, shared*c.blocks), take[rowStats](&a, shared)
 	c.weights, c.sums = take[T](&a, c.plan.weights), take[float64](&a, c.plan.sums*c.cols)
-	c.room = min(c.cols+15, block) &^ 15 // whole cache lines
-	first := c.room
-	if c.whole && c.x.DType != native[T]() {
+	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
+	first := c.blockRoom
+	if c.reuse && c.x.DType != native[T]() {
 		first = c.cols
 	}
 	for i := range c.workers {
 		w := &c.workers[i]
-		w.buffer = take[T](&a, first+2*c.room)
-		w.part, w.columns, w.sum = take[part](&a, blocks), take[float64](&a, c.plan.columns), nil
+		w.buffer = take[T](&a, first+2*c.blockRoom)
+		w.partials, w.columns, w.sum = take[partial](&a, blocks), take[float64](&a, c.plan.columns), nil
 	}
 	return a.used
 }
@@ -225,23 +225,23 @@ func (c *call[T]) prepare(workers int) {
 }
 
 // deal is the tasks that are left of those dealt to a worker, from the first in the high half to before the last in the low half.
-type deal struct{ left atomic.Uint64 }
+type taskQueue struct{ left atomic.Uint64 }
 
-func (d *deal) set(lo, hi int) { d.left.Store(uint64(lo)<<32 | uint64(hi)) }
+func (q *taskQueue) set(lo, hi int) { q.left.Store(uint64(lo)<<32 | uint64(hi)) }
 
 // take removes the first task, or the last for another worker than the one it was dealt to.
-func (d *deal) take(last bool) (task int, ok bool) {
+func (q *taskQueue) take(last bool) (task int, ok bool) {
 	for {
-		left := d.left.Load()
+		left := q.left.Load()
 		lo, hi := left>>32, left&(1<<32-1)
 		if lo == hi {
 			return 0, false
 		}
 		if last {
-			if d.left.CompareAndSwap(left, left-1) {
+			if q.left.CompareAndSwap(left, left-1) {
 				return int(hi - 1), true
 			}
-		} else if d.left.CompareAndSwap(left, left+1<<32) {
+		} else if q.left.CompareAndSwap(left, left+1<<32) {
 			return int(lo), true
 		}
 	}
@@ -251,30 +251,30 @@ func (d *deal) take(last bool) (task int, ok bool) {
 // same tasks call after call, whose data its cache may still hold, and others' only when it has done its own.
 // A panic of a worker becomes one of the caller, after all helpers have left: none writes to the caller's
 // memory any more.
-func (c *call[T]) each(s step[T], tasks int) {
-	c.step, c.tasks, c.sharing = s, tasks, max(min(len(c.workers), tasks), 1)
-	if c.sharing == 1 {
+func (c *call[T]) runStep(s step[T], tasks int) {
+	c.step, c.tasks, c.active = s, tasks, max(min(len(c.workers), tasks), 1)
+	if c.active == 1 {
 		for task := range tasks {
 			s.do(&c.workers[0], task)
 		}
 		return
 	}
-	for i := range c.sharing {
-		c.workers[i].mine.set(portion(tasks, i, c.sharing))
+	for i := range c.active {
+		c.workers[i].queue.set(subrange(tasks, i, c.active))
 	}
-	set := c.crew.open()
-	defer c.crew.close()
-	for i := 1; i < c.sharing; i++ {
-		summon(share{&c.crew, set, &c.workers[i]}, c.wakes)
+	generation := c.group.generation()
+	defer c.group.finish()
+	for i := 1; i < c.active; i++ {
+		submit(job{&c.group, generation, &c.workers[i]}, c.mayStart)
 	}
-	c.workers[0].work()
+	c.workers[0].runTasks()
 }
 
-func (w *worker[T]) work() {
-	for i := range w.sharing {
-		whose := &w.workers[(w.number+i)%w.sharing]
+func (w *worker[T]) runTasks() {
+	for i := range w.active {
+		victim := &w.workers[(w.number+i)%w.active]
 		for {
-			task, ok := whose.mine.take(i > 0)
+			task, ok := victim.queue.take(i > 0)
 			if !ok {
 				break
 			}
@@ -283,67 +283,69 @@ func (w *worker[T]) work() {
 	}
 }
 
-// eachRow runs the op over all rows: row by row, or with the rows shared where they are long and too few.
-func (c *call[T]) eachRow() {
-	if c.plan.split {
-		c.shareFirst()
-		c.each(secondStep[T]{}, c.rows*c.chunks())
+// runRows runs the op over all rows: row by row, or with the rows shared where they are long and too few.
+func (c *call[T]) runRows() {
+	if c.plan.splitRows {
+		c.splitFirstPass()
+		c.runStep(secondPassStep[T]{}, c.rows*c.chunks())
 		return
 	}
-	c.each(rowsStep[T]{}, min(c.rows, maxTasks))
+	c.runStep(rowsStep[T]{}, min(c.rows, maxTasks))
 }
 
 func (c *call[T]) chunks() int { return (c.cols + chunk - 1) / chunk }
 
-// shareFirst does the first pass of all rows, many workers to a row, and joins each row's parts.
-func (c *call[T]) shareFirst() {
-	c.each(firstStep[T]{}, c.rows*c.chunks())
+// splitFirstPass does the first pass of all rows, many workers to a row, and joins each row's partials.
+func (c *call[T]) splitFirstPass() {
+	c.runStep(firstPassStep[T]{}, c.rows*c.chunks())
 	for row := range c.rows {
 		c.workers[0].task = row
-		c.stats[row] = c.op.join(&c.workers[0], row, c.rowParts(row))
+		c.splitStats[row] = c.op.combine(&c.workers[0], row, c.splitRowPartials(row))
 	}
 }
 
-func (c *call[T]) rowParts(row int) []part { return c.parts[row*c.blocks : (row+1)*c.blocks] }
+func (c *call[T]) splitRowPartials(row int) []partial {
+	return c.splitPartials[row*c.blocks : (row+1)*c.blocks]
+}
 
 type rowsStep[T float] struct{}
 
 func (rowsStep[T]) do(w *worker[T], task int) {
 	w.task = task
-	lo, hi := portion(w.rows, task, w.tasks)
+	lo, hi := subrange(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
 		w.row(row)
 	}
 }
 
-// portion is one of several parts of n things, as equal as they can be.
-func portion(n, part, parts int) (lo, hi int) {
-	each, more := n/parts, n%parts
-	lo = part*each + min(part, more)
+// portion is one of several partials of n things, as equal as they can be.
+func subrange(n, i, count int) (lo, hi int) {
+	each, more := n/count, n%count
+	lo = i*each + min(i, more)
 	hi = lo + each
-	if part < more {
+	if i < more {
 		hi++
 	}
 	return lo, hi
 }
 
 func (w *worker[T]) row(row int) {
-	w.op.first(w, row, 0, w.cols, w.part)
-	w.op.second(w, row, 0, w.cols, w.part, w.op.join(w, row, w.part))
+	w.op.firstPass(w, row, 0, w.cols, w.partials)
+	w.op.secondPass(w, row, 0, w.cols, w.partials, w.op.combine(w, row, w.partials))
 }
 
-type firstStep[T float] struct{}
+type firstPassStep[T float] struct{}
 
-func (firstStep[T]) do(w *worker[T], task int) {
+func (firstPassStep[T]) do(w *worker[T], task int) {
 	row, lo := task/w.chunks(), task%w.chunks()*chunk
-	w.op.first(w, row, lo, min(lo+chunk, w.cols), w.rowParts(row))
+	w.op.firstPass(w, row, lo, min(lo+chunk, w.cols), w.splitRowPartials(row))
 }
 
-type secondStep[T float] struct{}
+type secondPassStep[T float] struct{}
 
-func (secondStep[T]) do(w *worker[T], task int) {
+func (secondPassStep[T]) do(w *worker[T], task int) {
 	row, lo := task/w.chunks(), task%w.chunks()*chunk
-	w.op.second(w, row, lo, min(lo+chunk, w.cols), w.rowParts(row), w.stats[row])
+	w.op.secondPass(w, row, lo, min(lo+chunk, w.cols), w.splitRowPartials(row), w.splitStats[row])
 }
 
 // view is n elements of a row that are T in memory.
@@ -354,8 +356,8 @@ func view[T float](m *kernels.Matrix, row, j, n int) []T {
 // scratch is room for n elements from column j on, in the worker's buffer 0, 1 or 2. Each holds a block.
 // Buffer 0, the last in memory, holds a whole row where that is kept for the second pass.
 func (w *worker[T]) scratch(number, j, n int) []T {
-	from := (2 - number) * w.room
-	if w.whole {
+	from := (2 - number) * w.blockRoom
+	if w.reuse {
 		from += j
 	}
 	return w.buffer[from : from+n]
@@ -367,13 +369,13 @@ func (w *worker[T]) read(number int, m *kernels.Matrix, row, j, n int) []T {
 		return view[T](m, row, j, n)
 	}
 	s := w.scratch(number, j, n)
-	w.kit.load[m.DType](s, rowAt(m, row, j))
+	w.funcs.load[m.DType](s, rowAt(m, row, j))
 	return s
 }
 
 // again is what read gave in the first pass.
-func (w *worker[T]) again(number int, m *kernels.Matrix, row, j, n int) []T {
-	if w.whole && m.DType != native[T]() {
+func (w *worker[T]) reread(number int, m *kernels.Matrix, row, j, n int) []T {
+	if w.reuse && m.DType != native[T]() {
 		return w.scratch(number, j, n)
 	}
 	return w.read(number, m, row, j, n)
@@ -390,6 +392,6 @@ func (w *worker[T]) output(number int, m *kernels.Matrix, row, j, n int) []T {
 // write brings what was made in output to where it belongs.
 func (w *worker[T]) write(m *kernels.Matrix, row, j int, s []T) {
 	if m.DType != native[T]() {
-		w.kit.store[m.DType](rowAt(m, row, j), s, 1)
+		w.funcs.store[m.DType](rowAt(m, row, j), s, 1)
 	}
 }

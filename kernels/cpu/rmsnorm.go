@@ -17,7 +17,7 @@ type RMSNormOptions struct {
 // Sennrich, 2019). weight may be absent (ones), rstd not wanted. y may be x.
 func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, rstd kernels.Vector,
 	norm RMSNormOptions, workers int) error {
-	o := operands{x: x, weight: weight, y: y, rstd: rstd, norm: norm, keep: widenedRow}
+	o := operands{x: x, weight: weight, y: y, rstd: rstd, norm: norm, reuseUpTo: reusedRow}
 	return run(&o, workers, rmsNormForward[float32]{}, rmsNormForward[float64]{})
 }
 
@@ -25,7 +25,7 @@ func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, r
 // and, where dw is wanted, dw = sum over rows of dout * h. dx may be dout.
 func RMSNormBackward(x kernels.Matrix, weight kernels.Vector, dout kernels.Matrix, rstd kernels.Vector,
 	dx kernels.Matrix, dw kernels.Vector, norm RMSNormOptions, workers int) error {
-	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, norm: norm, keep: widenedRow}
+	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, norm: norm, reuseUpTo: reusedRow}
 	return run(&o, workers, rmsNormBackward[float32]{}, rmsNormBackward[float64]{})
 }
 
@@ -37,37 +37,37 @@ func (rmsNormForward[T]) plan(c *call[T], workers int) {
 }
 
 func (rmsNormForward[T]) run(c *call[T]) {
-	c.widenWeight()
-	c.eachRow()
+	c.prepareWeight()
+	c.runRows()
 }
 
-func (rmsNormForward[T]) first(w *worker[T], row, lo, hi int, parts []part) {
+func (rmsNormForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
 	for j := lo; j < hi; j += block {
 		x := w.read(0, &w.x, row, j, min(block, hi-j))
-		parts[j/block].sum = w.kit.dot(x, x)
+		partials[j/block].sum = w.funcs.dot(x, x)
 	}
 }
 
-func (rmsNormForward[T]) join(w *worker[T], row int, parts []part) stats {
-	rstd := 1 / math.Sqrt(total(parts)/float64(w.cols)+w.norm.Eps)
+func (rmsNormForward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
+	rstd := 1 / math.Sqrt(total(partials)/float64(w.cols)+w.norm.Eps)
 	if w.rstd.Present() {
 		put(&w.rstd, row, rstd)
 	}
-	return stats{a: rstd}
+	return rowStats{a: rstd}
 }
 
-func (rmsNormForward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats) {
+func (rmsNormForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
-		x := w.again(0, &w.x, row, j, n)
+		x := w.reread(0, &w.x, row, j, n)
 		y := w.output(0, &w.y, row, j, n)
-		w.kit.multiply(y, x, w.weightBlock(j, n), T(s.a))
+		w.funcs.multiply(y, x, w.weightBlock(j, n), T(s.a))
 		w.write(&w.y, row, j, y)
 	}
 }
 
-// weightAsIs tells whether the weight can be read where it lies.
-func (c *call[T]) weightAsIs() bool {
+// weightIsNative tells whether the weight can be read where it lies.
+func (c *call[T]) weightIsNative() bool {
 	return c.weight.DType == native[T]() && c.norm.WeightOffset == 0
 }
 
@@ -76,7 +76,7 @@ func (c *call[T]) loadWeight(to []T, from unsafe.Pointer) {
 	if c.weight.DType == native[T]() {
 		copy(to, unsafe.Slice((*T)(from), len(to)))
 	} else {
-		c.kit.load[c.weight.DType](to, from)
+		c.funcs.load[c.weight.DType](to, from)
 	}
 	for i := range to {
 		to[i] += T(c.norm.WeightOffset)
@@ -88,13 +88,13 @@ func (c *call[T]) weightElements() int {
 	switch {
 	case !c.weight.Present():
 		return min(c.cols, block)
-	case !c.weightAsIs() && !c.long:
+	case !c.weightIsNative() && !c.long:
 		return c.cols
 	}
 	return 0
 }
 
-func (c *call[T]) widenWeight() {
+func (c *call[T]) prepareWeight() {
 	switch {
 	case !c.weight.Present():
 		for i := range c.weights {
@@ -111,7 +111,7 @@ func (w *worker[T]) weightBlock(j, n int) []T {
 	}
 	p := unsafe.Add(w.weight.Data, j*int(w.weight.DType.Size()))
 	switch {
-	case w.weightAsIs():
+	case w.weightIsNative():
 		return unsafe.Slice((*T)(p), n)
 	case !w.long:
 		return w.weights[j : j+n]
@@ -131,22 +131,22 @@ func (rmsNormBackward[T]) plan(c *call[T], workers int) {
 		sums := partialSums(c.rows, c.cols)
 		c.plan = plan{tasks: max(sums, c.blocks), sums: sums}
 	default:
-		c.plan = plan{split: true, tasks: max(c.rows*c.chunks(), c.blocks), columns: block}
+		c.plan = plan{splitRows: true, tasks: max(c.rows*c.chunks(), c.blocks), columns: block}
 	}
 	c.plan.weights = c.weightElements()
 }
 
 func (rmsNormBackward[T]) run(c *call[T]) {
-	c.widenWeight()
+	c.prepareWeight()
 	switch {
 	case !c.dw.Present():
-		c.eachRow()
+		c.runRows()
 	case !c.long:
-		c.each(rowsAndSumsStep[T]{}, c.plan.sums)
-		c.each(joinSumsStep[T]{}, c.blocks)
+		c.runStep(rowsAndSumsStep[T]{}, c.plan.sums)
+		c.runStep(joinSumsStep[T]{}, c.blocks)
 	default:
-		c.shareFirst()
-		c.each(columnsStep[T]{}, c.blocks)
+		c.splitFirstPass()
+		c.runStep(columnsStep[T]{}, c.blocks)
 	}
 }
 
@@ -154,29 +154,29 @@ func (rmsNormBackward[T]) run(c *call[T]) {
 // small part of the traffic and to fit in 32 MiB.
 func partialSums(rows, cols int) int { return max(1, min(64, rows/8, 4<<20/cols)) }
 
-func (rmsNormBackward[T]) first(w *worker[T], row, lo, hi int, parts []part) {
+func (rmsNormBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		x, dout := w.read(0, &w.x, row, j, n), w.read(1, &w.dy, row, j, n)
-		parts[j/block].sum = w.kit.dot3(x, dout, w.weightBlock(j, n))
+		partials[j/block].sum = w.funcs.dot3(x, dout, w.weightBlock(j, n))
 	}
 }
 
-// join: a is rstd, b is rstd * mean(g * h).
-func (rmsNormBackward[T]) join(w *worker[T], row int, parts []part) stats {
+// combine: a is rstd, b is rstd * mean(g * h).
+func (rmsNormBackward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
 	rstd := at(&w.rstd, row)
-	return stats{a: rstd, b: rstd * rstd * total(parts) / float64(w.cols)}
+	return rowStats{a: rstd, b: rstd * rstd * total(partials) / float64(w.cols)}
 }
 
-func (rmsNormBackward[T]) second(w *worker[T], row, lo, hi int, _ []part, s stats) {
+func (rmsNormBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
-		x, dout := w.again(0, &w.x, row, j, n), w.again(1, &w.dy, row, j, n)
+		x, dout := w.reread(0, &w.x, row, j, n), w.reread(1, &w.dy, row, j, n)
 		if w.dw.Present() {
-			w.kit.addProduct(w.sum[j-w.sumFrom:][:n], x, dout, s.a)
+			w.funcs.addProduct(w.sum[j-w.sumFrom:][:n], x, dout, s.a)
 		}
 		dx := w.output(1, &w.dx, row, j, n)
-		w.kit.rmsNormGrad(dx, x, w.weightBlock(j, n), dout, s.b, s.a)
+		w.funcs.rmsNormGrad(dx, x, w.weightBlock(j, n), dout, s.b, s.a)
 		w.write(&w.dx, row, j, dx)
 	}
 }
@@ -187,7 +187,7 @@ type rowsAndSumsStep[T float] struct{}
 func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
 	w.sum, w.sumFrom = w.sums[task*w.cols:(task+1)*w.cols], 0
 	clear(w.sum)
-	lo, hi := portion(w.rows, task, w.tasks)
+	lo, hi := subrange(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
 		w.row(row)
 	}
@@ -200,7 +200,7 @@ func (joinSumsStep[T]) do(w *worker[T], task int) {
 	lo := task * block
 	hi := min(lo+block, w.cols)
 	for i := w.cols; i < len(w.sums); i += w.cols {
-		w.kit.add(w.sums[lo:hi], w.sums[i+lo:i+hi])
+		w.funcs.add(w.sums[lo:hi], w.sums[i+lo:i+hi])
 	}
 	w.writeDW(lo, w.sums[lo:hi])
 }
@@ -214,7 +214,7 @@ func (columnsStep[T]) do(w *worker[T], task int) {
 	w.sum, w.sumFrom = w.columns[:hi-lo], lo
 	clear(w.sum)
 	for row := range w.rows {
-		w.op.second(w, row, lo, hi, nil, w.stats[row])
+		w.op.secondPass(w, row, lo, hi, nil, w.splitStats[row])
 	}
 	w.writeDW(lo, w.sum)
 }
@@ -225,5 +225,5 @@ func (w *worker[T]) writeDW(lo int, sum []float64) {
 	for i := range s {
 		s[i] = T(sum[i])
 	}
-	w.kit.store[w.dw.DType](unsafe.Add(w.dw.Data, lo*int(w.dw.DType.Size())), s, 1)
+	w.funcs.store[w.dw.DType](unsafe.Add(w.dw.Data, lo*int(w.dw.DType.Size())), s, 1)
 }

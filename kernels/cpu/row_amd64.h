@@ -1,13 +1,13 @@
 // Parts of the assembly for AVX-512: sums in 16 lanes of float64, and ends of rows under a mask.
 
 // K5 = a mask of the first 16 elements, or of all CX if they are fewer.
-#define REST \
+#define TAIL_MASK \
 	MOVL  $-1, AX    ; \
 	BZHIL CX, AX, AX ; \
 	KMOVW AX, K5
 
 // Adds the lanes of z, whose low half is y, to the sums in Z12 and Z13.
-#define FOLD(z, y) \
+#define ACCUMULATE(z, y) \
 	VEXTRACTF64X4 $1, z, Y15    ; \
 	VCVTPS2PD     y, Z14        ; \
 	VCVTPS2PD     Y15, Z15      ; \
@@ -15,7 +15,7 @@
 	VADDPD        Z15, Z13, Z13
 
 // X12 = the sum of the lanes of Z12 and Z13.
-#define TOTAL \
+#define HORIZONTAL_SUM \
 	VADDPD        Z12, Z13, Z12 ; \
 	VEXTRACTF64X4 $1, Z12, Y13  ; \
 	VADDPD        Y12, Y13, Y12 ; \

@@ -12,7 +12,7 @@ import (
 
 // The primitives for AVX2 with FMA: 8 lanes, otherwise like those for AVX-512.
 
-var avx2 = kit[float32]{
+var avx2 = rowFuncs[float32]{
 	name: "avx2",
 	load: [4]func([]float32, unsafe.Pointer){
 		kernels.Float16:  loadFloat16AVX2,
@@ -45,30 +45,30 @@ type (
 func c8(c *floats) f32x8 { return archsimd.LoadFloat32x8((*[8]float32)(c[:])) }
 func n8(c *ints) i32x8   { return archsimd.LoadInt32x8((*[8]int32)(c[:])) }
 
-func lanes8(x []float32, i int) *[8]float32 {
+func floatPtr8(x []float32, i int) *[8]float32 {
 	return (*[8]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
 }
 
-func lanes4(x []float32, i int) *[4]float32 {
+func floatPtr4(x []float32, i int) *[4]float32 {
 	return (*[4]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
 }
 
-func halves8(p unsafe.Pointer, i int) *[8]int16 { return (*[8]int16)(unsafe.Add(p, 2*i)) }
+func int16Ptr8(p unsafe.Pointer, i int) *[8]int16 { return (*[8]int16)(unsafe.Add(p, 2*i)) }
 
-func load8(x []float32, i int) f32x8 { return archsimd.LoadFloat32x8(lanes8(x, i)) }
+func load8(x []float32, i int) f32x8 { return archsimd.LoadFloat32x8(floatPtr8(x, i)) }
 
 var iota8 = [8]int32{0, 1, 2, 3, 4, 5, 6, 7}
 
-func rest8(n int) archsimd.Mask32x8 {
+func tailMask8(n int) archsimd.Mask32x8 {
 	return archsimd.BroadcastInt32x8(int32(n)).Greater(archsimd.LoadInt32x8(&iota8))
 }
 
-func loadRest8(x []float32, i int, m archsimd.Mask32x8) f32x8 {
-	return archsimd.LoadMaskedFloat32x8(lanes8(x, i), m)
+func loadTail8(x []float32, i int, m archsimd.Mask32x8) f32x8 {
+	return archsimd.LoadMaskedFloat32x8(floatPtr8(x, i), m)
 }
 
-// fold8 adds the lanes of a short sum to those of a long one.
-func fold8(s0, s1 f64x4, v f32x8) (f64x4, f64x4) {
+// accumulate8 adds the lanes of a short sum to those of a long one.
+func accumulate8(s0, s1 f64x4, v f32x8) (f64x4, f64x4) {
 	return s0.Add(v.GetLo().ConvertToFloat64()), s1.Add(v.GetHi().ConvertToFloat64())
 }
 
@@ -98,8 +98,8 @@ func maxAVX2(x []float32) float32 {
 		m3 = m3.Max(load8(x, i+24))
 	}
 	for ; i < n; i += 8 {
-		mask := rest8(n - i)
-		m0 = m0.Max(loadRest8(x, i, mask).Merge(low, mask))
+		mask := tailMask8(n - i)
+		m0 = m0.Max(loadTail8(x, i, mask).Merge(low, mask))
 	}
 	m0 = m0.Max(m1).Max(m2.Max(m3))
 	return max4(m0.GetLo().Max(m0.GetHi()))
@@ -122,7 +122,7 @@ func (k *constants) scaled8(x, power, scale f32x8) f32x8 {
 
 //go:nocheckptr
 func expAVX2(dst, src []float32, m float32) float64 {
-	k := lanes
+	k := simdConstants
 	var s0, s1 f64x4
 	low := archsimd.BroadcastFloat32x8(m)
 	n, i := len(src), 0
@@ -131,38 +131,38 @@ func expAVX2(dst, src []float32, m float32) float64 {
 		p0, scale0 := k.exp8(x0)
 		p1, scale1 := k.exp8(x1)
 		e0, e1 := k.scaled8(x0, p0, scale0), k.scaled8(x1, p1, scale1)
-		e0.Store(lanes8(dst, i))
-		e1.Store(lanes8(dst, i+8))
-		s0, s1 = fold8(s0, s1, e0.Add(e1))
+		e0.Store(floatPtr8(dst, i))
+		e1.Store(floatPtr8(dst, i+8))
+		s0, s1 = accumulate8(s0, s1, e0.Add(e1))
 	}
 	for ; i < n; i += 8 {
-		mask := rest8(n - i)
-		x := loadRest8(src, i, mask).Sub(low)
+		mask := tailMask8(n - i)
+		x := loadTail8(src, i, mask).Sub(low)
 		p, scale := k.exp8(x)
 		e := k.scaled8(x, p, scale).Masked(mask)
-		e.StoreMasked(lanes8(dst, i), mask)
-		s0, s1 = fold8(s0, s1, e)
+		e.StoreMasked(floatPtr8(dst, i), mask)
+		s0, s1 = accumulate8(s0, s1, e)
 	}
 	return sum4(s0.Add(s1))
 }
 
 //go:nocheckptr
 func expScaleAVX2(dst, src []float32, m, c float32) {
-	k := lanes
+	k := simdConstants
 	low, cv := archsimd.BroadcastFloat32x8(m), archsimd.BroadcastFloat32x8(c)
 	n, i := len(src), 0
 	for ; i+16 <= n; i += 16 {
 		x0, x1 := load8(src, i).Sub(low), load8(src, i+8).Sub(low)
 		p0, scale0 := k.exp8(x0)
 		p1, scale1 := k.exp8(x1)
-		k.scaled8(x0, p0, scale0).Mul(cv).Store(lanes8(dst, i))
-		k.scaled8(x1, p1, scale1).Mul(cv).Store(lanes8(dst, i+8))
+		k.scaled8(x0, p0, scale0).Mul(cv).Store(floatPtr8(dst, i))
+		k.scaled8(x1, p1, scale1).Mul(cv).Store(floatPtr8(dst, i+8))
 	}
 	for ; i < n; i += 8 {
-		mask := rest8(n - i)
-		x := loadRest8(src, i, mask).Sub(low)
+		mask := tailMask8(n - i)
+		x := loadTail8(src, i, mask).Sub(low)
 		p, scale := k.exp8(x)
-		k.scaled8(x, p, scale).Mul(cv).StoreMasked(lanes8(dst, i), mask)
+		k.scaled8(x, p, scale).Mul(cv).StoreMasked(floatPtr8(dst, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()
 }
@@ -175,22 +175,22 @@ func dotAVX2(x, y []float32) float64 {
 		b := load8(x, i+8).Mul(load8(y, i+8))
 		a = load8(x, i+16).MulAdd(load8(y, i+16), a)
 		b = load8(x, i+24).MulAdd(load8(y, i+24), b)
-		s0, s1 = fold8(s0, s1, a.Add(b))
+		s0, s1 = accumulate8(s0, s1, a.Add(b))
 	}
 	for ; i < n; i += 4 {
-		mask := rest4(n - i)
-		s0 = wideRest4(x, i, mask).MulAdd(wideRest4(y, i, mask), s0)
+		mask := tailMask4(n - i)
+		s0 = loadTailWide4(x, i, mask).MulAdd(loadTailWide4(y, i, mask), s0)
 	}
 	return sum4(s0.Add(s1))
 }
 
-func rest4(n int) archsimd.Mask32x4 {
+func tailMask4(n int) archsimd.Mask32x4 {
 	return archsimd.BroadcastInt32x4(int32(n)).Greater(archsimd.LoadInt32x8(&iota8).GetLo())
 }
 
 //go:nocheckptr
-func wideRest4(x []float32, i int, m archsimd.Mask32x4) f64x4 {
-	return archsimd.LoadMaskedFloat32x4(lanes4(x, i), m).ConvertToFloat64()
+func loadTailWide4(x []float32, i int, m archsimd.Mask32x4) f64x4 {
+	return archsimd.LoadMaskedFloat32x4(floatPtr4(x, i), m).ConvertToFloat64()
 }
 
 func dot3AVX2(x, y, z []float32) float64 {
@@ -201,11 +201,11 @@ func dot3AVX2(x, y, z []float32) float64 {
 		b := load8(y, i+8).Mul(load8(z, i+8)).Mul(load8(x, i+8))
 		a = load8(y, i+16).Mul(load8(z, i+16)).MulAdd(load8(x, i+16), a)
 		b = load8(y, i+24).Mul(load8(z, i+24)).MulAdd(load8(x, i+24), b)
-		s0, s1 = fold8(s0, s1, a.Add(b))
+		s0, s1 = accumulate8(s0, s1, a.Add(b))
 	}
 	for ; i < n; i += 4 {
-		mask := rest4(n - i)
-		s0 = wideRest4(y, i, mask).Mul(wideRest4(z, i, mask)).MulAdd(wideRest4(x, i, mask), s0)
+		mask := tailMask4(n - i)
+		s0 = loadTailWide4(y, i, mask).Mul(loadTailWide4(z, i, mask)).MulAdd(loadTailWide4(x, i, mask), s0)
 	}
 	return sum4(s0.Add(s1))
 }
@@ -213,13 +213,13 @@ func dot3AVX2(x, y, z []float32) float64 {
 func addAVX2(acc, x []float64) {
 	n, i := len(x), 0
 	for ; i+4 <= n; i += 4 {
-		archsimd.LoadFloat64x4(wide4(acc, i)).Add(archsimd.LoadFloat64x4(wide4(x, i))).Store(wide4(acc, i))
+		archsimd.LoadFloat64x4(doublePtr4(acc, i)).Add(archsimd.LoadFloat64x4(doublePtr4(x, i))).Store(doublePtr4(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
 	add(acc[i:], x[i:])
 }
 
-func wide4(x []float64, i int) *[4]float64 {
+func doublePtr4(x []float64, i int) *[4]float64 {
 	return (*[4]float64)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 8*i))
 }
 
@@ -227,9 +227,9 @@ func addProductAVX2(acc []float64, x, y []float32, c float64) {
 	cv := archsimd.BroadcastFloat64x4(c)
 	n, i := len(x), 0
 	for ; i+4 <= n; i += 4 {
-		xc := archsimd.LoadFloat32x4(lanes4(x, i)).ConvertToFloat64().Mul(cv)
-		yv := archsimd.LoadFloat32x4(lanes4(y, i)).ConvertToFloat64()
-		xc.MulAdd(yv, archsimd.LoadFloat64x4(wide4(acc, i))).Store(wide4(acc, i))
+		xc := archsimd.LoadFloat32x4(floatPtr4(x, i)).ConvertToFloat64().Mul(cv)
+		yv := archsimd.LoadFloat32x4(floatPtr4(y, i)).ConvertToFloat64()
+		xc.MulAdd(yv, archsimd.LoadFloat64x4(doublePtr4(acc, i))).Store(doublePtr4(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
 	addProduct(acc[i:], x[i:], y[i:], c)
@@ -240,11 +240,11 @@ func multiplyAVX2(dst, x, w []float32, c float32) {
 	cv := archsimd.BroadcastFloat32x8(c)
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
-		load8(x, i).Mul(cv).Mul(load8(w, i)).Store(lanes8(dst, i))
+		load8(x, i).Mul(cv).Mul(load8(w, i)).Store(floatPtr8(dst, i))
 	}
 	if i < n {
-		mask := rest8(n - i)
-		loadRest8(x, i, mask).Mul(cv).Mul(loadRest8(w, i, mask)).StoreMasked(lanes8(dst, i), mask)
+		mask := tailMask8(n - i)
+		loadTail8(x, i, mask).Mul(cv).Mul(loadTail8(w, i, mask)).StoreMasked(floatPtr8(dst, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()
 }
@@ -254,11 +254,11 @@ func softmaxGradAVX2(dst, dy, y []float32, hi, lo float32) {
 	hv, lv := archsimd.BroadcastFloat32x8(hi), archsimd.BroadcastFloat32x8(lo)
 	n, i := len(y), 0
 	for ; i+8 <= n; i += 8 {
-		load8(dy, i).Sub(hv).Sub(lv).Mul(load8(y, i)).Store(lanes8(dst, i))
+		load8(dy, i).Sub(hv).Sub(lv).Mul(load8(y, i)).Store(floatPtr8(dst, i))
 	}
 	if i < n {
-		mask := rest8(n - i)
-		loadRest8(dy, i, mask).Sub(hv).Sub(lv).Mul(loadRest8(y, i, mask)).StoreMasked(lanes8(dst, i), mask)
+		mask := tailMask8(n - i)
+		loadTail8(dy, i, mask).Sub(hv).Sub(lv).Mul(loadTail8(y, i, mask)).StoreMasked(floatPtr8(dst, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()
 }
@@ -268,12 +268,12 @@ func rmsNormGradAVX2(dst, x, w, dout []float32, k, r float64) {
 	kv, rv := archsimd.BroadcastFloat32x8(float32(-k)), archsimd.BroadcastFloat32x8(float32(r))
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
-		load8(dout, i).MulAdd(load8(w, i), load8(x, i).Mul(kv)).Mul(rv).Store(lanes8(dst, i))
+		load8(dout, i).MulAdd(load8(w, i), load8(x, i).Mul(kv)).Mul(rv).Store(floatPtr8(dst, i))
 	}
 	if i < n {
-		mask := rest8(n - i)
-		v := loadRest8(dout, i, mask).MulAdd(loadRest8(w, i, mask), loadRest8(x, i, mask).Mul(kv)).Mul(rv)
-		v.StoreMasked(lanes8(dst, i), mask)
+		mask := tailMask8(n - i)
+		v := loadTail8(dout, i, mask).MulAdd(loadTail8(w, i, mask), loadTail8(x, i, mask).Mul(kv)).Mul(rv)
+		v.StoreMasked(floatPtr8(dst, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()
 }
@@ -284,12 +284,12 @@ func storeFloat32AVX2(dst unsafe.Pointer, src []float32, c float32) {
 	n, i := len(src), 0
 	out := unsafe.Slice((*float32)(dst), n)
 	for ; i+16 <= n; i += 16 {
-		load8(src, i).Mul(cv).Store(lanes8(out, i))
-		load8(src, i+8).Mul(cv).Store(lanes8(out, i+8))
+		load8(src, i).Mul(cv).Store(floatPtr8(out, i))
+		load8(src, i+8).Mul(cv).Store(floatPtr8(out, i+8))
 	}
 	for ; i < n; i += 8 {
-		mask := rest8(n - i)
-		loadRest8(src, i, mask).Mul(cv).StoreMasked(lanes8(out, i), mask)
+		mask := tailMask8(n - i)
+		loadTail8(src, i, mask).Mul(cv).StoreMasked(floatPtr8(out, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()
 }
@@ -300,11 +300,11 @@ func loadFloat16AVX2(dst []float32, src unsafe.Pointer) {
 		loadFloat16(dst, src)
 		return
 	}
-	k := lanes
+	k := simdConstants
 	for i := 0; i+8 <= n; i += 8 {
-		k.widenFloat16x8(extend8(src, i)).Store(lanes8(dst, i))
+		k.widenFloat16x8(loadExtended8(src, i)).Store(floatPtr8(dst, i))
 	}
-	k.widenFloat16x8(extend8(src, n-8)).Store(lanes8(dst, n-8))
+	k.widenFloat16x8(loadExtended8(src, n-8)).Store(floatPtr8(dst, n-8))
 	archsimd.ClearAVXUpperBits()
 }
 
@@ -314,11 +314,11 @@ func loadBFloat16AVX2(dst []float32, src unsafe.Pointer) {
 		loadBFloat16(dst, src)
 		return
 	}
-	k := lanes
+	k := simdConstants
 	for i := 0; i+8 <= n; i += 8 {
-		k.widenBFloat16x8(extend8(src, i)).Store(lanes8(dst, i))
+		k.widenBFloat16x8(loadExtended8(src, i)).Store(floatPtr8(dst, i))
 	}
-	k.widenBFloat16x8(extend8(src, n-8)).Store(lanes8(dst, n-8))
+	k.widenBFloat16x8(loadExtended8(src, n-8)).Store(floatPtr8(dst, n-8))
 	archsimd.ClearAVXUpperBits()
 }
 
@@ -328,12 +328,12 @@ func storeFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
 		storeFloat16(dst, src, c)
 		return
 	}
-	k := lanes
+	k := simdConstants
 	cv := archsimd.BroadcastFloat32x8(c)
 	for i := 0; i+8 <= n; i += 8 {
-		k.narrowFloat16x8(load8(src, i).Mul(cv)).Store(halves8(dst, i))
+		k.narrowFloat16x8(load8(src, i).Mul(cv)).Store(int16Ptr8(dst, i))
 	}
-	k.narrowFloat16x8(load8(src, n-8).Mul(cv)).Store(halves8(dst, n-8))
+	k.narrowFloat16x8(load8(src, n-8).Mul(cv)).Store(int16Ptr8(dst, n-8))
 	archsimd.ClearAVXUpperBits()
 }
 
@@ -343,17 +343,17 @@ func storeBFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
 		storeBFloat16(dst, src, c)
 		return
 	}
-	k := lanes
+	k := simdConstants
 	cv := archsimd.BroadcastFloat32x8(c)
 	for i := 0; i+8 <= n; i += 8 {
-		k.narrowBFloat16x8(load8(src, i).Mul(cv)).Store(halves8(dst, i))
+		k.narrowBFloat16x8(load8(src, i).Mul(cv)).Store(int16Ptr8(dst, i))
 	}
-	k.narrowBFloat16x8(load8(src, n-8).Mul(cv)).Store(halves8(dst, n-8))
+	k.narrowBFloat16x8(load8(src, n-8).Mul(cv)).Store(int16Ptr8(dst, n-8))
 	archsimd.ClearAVXUpperBits()
 }
 
-func extend8(src unsafe.Pointer, i int) i32x8 {
-	return archsimd.LoadInt16x8(halves8(src, i)).AsUint16x8().ExtendToUint32().AsInt32x8()
+func loadExtended8(src unsafe.Pointer, i int) i32x8 {
+	return archsimd.LoadInt16x8(int16Ptr8(src, i)).AsUint16x8().ExtendToUint32().AsInt32x8()
 }
 
 func (k *constants) widenBFloat16x8(h i32x8) f32x8 { return h.ShiftLeft(n8(&k.sixteen)).AsFloat32x8() }

@@ -15,7 +15,7 @@ import (
 //
 // The compiler takes Max and Min for commutative, so what they do with a NaN is anybody's guess.
 
-var avx512 = kit[float32]{
+var avx512 = rowFuncs[float32]{
 	name: "avx512",
 	load: [4]func([]float32, unsafe.Pointer){
 		kernels.Float16:  loadFloat16AVX512,
@@ -57,24 +57,24 @@ type (
 // n16 loads a constant's lanes, see lanes.
 func n16(c *ints) i32x16 { return archsimd.LoadInt32x16((*[16]int32)(c)) }
 
-// lanes16 points at elements i to i+15.
-func lanes16(x []float32, i int) *[16]float32 {
+// floatPtr16 points at elements i to i+15.
+func floatPtr16(x []float32, i int) *[16]float32 {
 	return (*[16]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
 }
 
-func halves16(p unsafe.Pointer, i int) *[16]int16 { return (*[16]int16)(unsafe.Add(p, 2*i)) }
+func int16Ptr16(p unsafe.Pointer, i int) *[16]int16 { return (*[16]int16)(unsafe.Add(p, 2*i)) }
 
-func load16(x []float32, i int) f32x16 { return archsimd.LoadFloat32x16(lanes16(x, i)) }
+func load16(x []float32, i int) f32x16 { return archsimd.LoadFloat32x16(floatPtr16(x, i)) }
 
-// rest16 masks the n lanes of a row's end.
-func rest16(n int) archsimd.Mask32x16 { return archsimd.Mask32x16FromBits(1<<n - 1) }
+// tailMask16 masks the n lanes of a row's end.
+func tailMask16(n int) archsimd.Mask32x16 { return archsimd.Mask32x16FromBits(1<<n - 1) }
 
-func loadRest16(x []float32, i int, m archsimd.Mask32x16) f32x16 {
-	return archsimd.LoadMaskedFloat32x16(lanes16(x, i), m)
+func loadTail16(x []float32, i int, m archsimd.Mask32x16) f32x16 {
+	return archsimd.LoadMaskedFloat32x16(floatPtr16(x, i), m)
 }
 
-// fold16 adds the lanes of a short sum to those of a long one.
-func fold16(s0, s1 f64x8, v f32x16) (f64x8, f64x8) {
+// accumulate16 adds the lanes of a short sum to those of a long one.
+func accumulate16(s0, s1 f64x8, v f32x16) (f64x8, f64x8) {
 	return s0.Add(v.GetLo().ConvertToFloat64()), s1.Add(v.GetHi().ConvertToFloat64())
 }
 
@@ -97,7 +97,7 @@ func maxAVX512(x []float32) float32 {
 		m0 = m0.Max(load16(x, i))
 	}
 	if i < n {
-		m1 = m1.Max(maxRest16(x, i, low))
+		m1 = m1.Max(maxTail16(x, i, low))
 	}
 	m0 = m0.Max(m1).Max(m2.Max(m3))
 	m := m0.GetLo().Max(m0.GetHi())
@@ -105,9 +105,9 @@ func maxAVX512(x []float32) float32 {
 }
 
 //go:nocheckptr
-func maxRest16(x []float32, i int, low f32x16) f32x16 {
-	m := rest16(len(x) - i)
-	return loadRest16(x, i, m).Merge(low, m)
+func maxTail16(x []float32, i int, low f32x16) f32x16 {
+	m := tailMask16(len(x) - i)
+	return loadTail16(x, i, m).Merge(low, m)
 }
 
 // In exp_amd64.s.
@@ -129,18 +129,18 @@ func dotAVX512(x, y []float32) float64 {
 		b := load16(x, i+16).Mul(load16(y, i+16))
 		a = load16(x, i+32).MulAdd(load16(y, i+32), a)
 		b = load16(x, i+48).MulAdd(load16(y, i+48), b)
-		s0, s1 = fold16(s0, s1, a.Add(b))
+		s0, s1 = accumulate16(s0, s1, a.Add(b))
 	}
 	for ; i < n; i += 8 {
-		mask := rest8(n - i)
-		s0 = wideRest8(x, i, mask).MulAdd(wideRest8(y, i, mask), s0)
+		mask := tailMask8(n - i)
+		s0 = loadTailWide8(x, i, mask).MulAdd(loadTailWide8(y, i, mask), s0)
 	}
 	return sum16(s0, s1)
 }
 
 //go:nocheckptr
-func wideRest8(x []float32, i int, m archsimd.Mask32x8) f64x8 {
-	return loadRest8(x, i, m).ConvertToFloat64()
+func loadTailWide8(x []float32, i int, m archsimd.Mask32x8) f64x8 {
+	return loadTail8(x, i, m).ConvertToFloat64()
 }
 
 func dot3AVX512(x, y, z []float32) float64 {
@@ -151,11 +151,11 @@ func dot3AVX512(x, y, z []float32) float64 {
 		b := load16(y, i+16).Mul(load16(z, i+16)).Mul(load16(x, i+16))
 		a = load16(y, i+32).Mul(load16(z, i+32)).MulAdd(load16(x, i+32), a)
 		b = load16(y, i+48).Mul(load16(z, i+48)).MulAdd(load16(x, i+48), b)
-		s0, s1 = fold16(s0, s1, a.Add(b))
+		s0, s1 = accumulate16(s0, s1, a.Add(b))
 	}
 	for ; i < n; i += 8 {
-		mask := rest8(n - i)
-		s0 = wideRest8(y, i, mask).Mul(wideRest8(z, i, mask)).MulAdd(wideRest8(x, i, mask), s0)
+		mask := tailMask8(n - i)
+		s0 = loadTailWide8(y, i, mask).Mul(loadTailWide8(z, i, mask)).MulAdd(loadTailWide8(x, i, mask), s0)
 	}
 	return sum16(s0, s1)
 }
@@ -163,13 +163,13 @@ func dot3AVX512(x, y, z []float32) float64 {
 func addAVX512(acc, x []float64) {
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
-		archsimd.LoadFloat64x8(wide8(acc, i)).Add(archsimd.LoadFloat64x8(wide8(x, i))).Store(wide8(acc, i))
+		archsimd.LoadFloat64x8(doublePtr8(acc, i)).Add(archsimd.LoadFloat64x8(doublePtr8(x, i))).Store(doublePtr8(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
 	add(acc[i:], x[i:])
 }
 
-func wide8(x []float64, i int) *[8]float64 {
+func doublePtr8(x []float64, i int) *[8]float64 {
 	return (*[8]float64)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 8*i))
 }
 
@@ -178,8 +178,8 @@ func addProductAVX512(acc []float64, x, y []float32, c float64) {
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
 		xc := load8(x, i).ConvertToFloat64().Mul(cv)
-		sum := xc.MulAdd(load8(y, i).ConvertToFloat64(), archsimd.LoadFloat64x8(wide8(acc, i)))
-		sum.Store(wide8(acc, i))
+		sum := xc.MulAdd(load8(y, i).ConvertToFloat64(), archsimd.LoadFloat64x8(doublePtr8(acc, i)))
+		sum.Store(doublePtr8(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
 	addProduct(acc[i:], x[i:], y[i:], c)
@@ -190,11 +190,11 @@ func multiplyAVX512(dst, x, w []float32, c float32) {
 	cv := archsimd.BroadcastFloat32x16(c)
 	n, i := len(x), 0
 	for ; i+16 <= n; i += 16 {
-		load16(x, i).Mul(cv).Mul(load16(w, i)).Store(lanes16(dst, i))
+		load16(x, i).Mul(cv).Mul(load16(w, i)).Store(floatPtr16(dst, i))
 	}
 	if i < n {
-		mask := rest16(n - i)
-		loadRest16(x, i, mask).Mul(cv).Mul(loadRest16(w, i, mask)).StoreMasked(lanes16(dst, i), mask)
+		mask := tailMask16(n - i)
+		loadTail16(x, i, mask).Mul(cv).Mul(loadTail16(w, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
 	}
 }
 
@@ -220,12 +220,12 @@ func rmsNormGradAVX512(dst, x, w, dout []float32, k, r float64) {
 	kv, rv := archsimd.BroadcastFloat32x16(float32(-k)), archsimd.BroadcastFloat32x16(float32(r))
 	n, i := len(x), 0
 	for ; i+16 <= n; i += 16 {
-		load16(dout, i).MulAdd(load16(w, i), load16(x, i).Mul(kv)).Mul(rv).Store(lanes16(dst, i))
+		load16(dout, i).MulAdd(load16(w, i), load16(x, i).Mul(kv)).Mul(rv).Store(floatPtr16(dst, i))
 	}
 	if i < n {
-		mask := rest16(n - i)
-		v := loadRest16(dout, i, mask).MulAdd(loadRest16(w, i, mask), loadRest16(x, i, mask).Mul(kv)).Mul(rv)
-		v.StoreMasked(lanes16(dst, i), mask)
+		mask := tailMask16(n - i)
+		v := loadTail16(dout, i, mask).MulAdd(loadTail16(w, i, mask), loadTail16(x, i, mask).Mul(kv)).Mul(rv)
+		v.StoreMasked(floatPtr16(dst, i), mask)
 	}
 }
 
@@ -235,12 +235,12 @@ func storeFloat32AVX512(dst unsafe.Pointer, src []float32, c float32) {
 	n, i := len(src), 0
 	out := unsafe.Slice((*float32)(dst), n)
 	for ; i+32 <= n; i += 32 {
-		load16(src, i).Mul(cv).Store(lanes16(out, i))
-		load16(src, i+16).Mul(cv).Store(lanes16(out, i+16))
+		load16(src, i).Mul(cv).Store(floatPtr16(out, i))
+		load16(src, i+16).Mul(cv).Store(floatPtr16(out, i+16))
 	}
 	for ; i < n; i += 16 {
-		mask := rest16(min(n-i, 16))
-		loadRest16(src, i, mask).Mul(cv).StoreMasked(lanes16(out, i), mask)
+		mask := tailMask16(min(n-i, 16))
+		loadTail16(src, i, mask).Mul(cv).StoreMasked(floatPtr16(out, i), mask)
 	}
 }
 
@@ -282,11 +282,11 @@ func loadBFloat16AVX512(dst []float32, src unsafe.Pointer) {
 		loadBFloat16(dst, src)
 		return
 	}
-	k := lanes
+	k := simdConstants
 	for i := 0; i+16 <= n; i += 16 {
-		k.widenBFloat16x16(halves16(src, i)).Store(lanes16(dst, i))
+		k.widenBFloat16x16(int16Ptr16(src, i)).Store(floatPtr16(dst, i))
 	}
-	k.widenBFloat16x16(halves16(src, n-16)).Store(lanes16(dst, n-16))
+	k.widenBFloat16x16(int16Ptr16(src, n-16)).Store(floatPtr16(dst, n-16))
 	archsimd.ClearAVXUpperBits()
 }
 
@@ -300,12 +300,12 @@ func storeBFloat16AVX512(dst unsafe.Pointer, src []float32, c float32) {
 		storeBFloat16(dst, src, c)
 		return
 	}
-	k := lanes
+	k := simdConstants
 	cv := archsimd.BroadcastFloat32x16(c)
 	for i := 0; i+16 <= n; i += 16 {
-		k.narrowBFloat16x16(load16(src, i).Mul(cv)).Store(halves16(dst, i))
+		k.narrowBFloat16x16(load16(src, i).Mul(cv)).Store(int16Ptr16(dst, i))
 	}
-	k.narrowBFloat16x16(load16(src, n-16).Mul(cv)).Store(halves16(dst, n-16))
+	k.narrowBFloat16x16(load16(src, n-16).Mul(cv)).Store(int16Ptr16(dst, n-16))
 	archsimd.ClearAVXUpperBits()
 }
 

@@ -10,7 +10,7 @@ import (
 // The portable primitives: plain Go for every machine. Reductions have four lanes of float64, which costs
 // scalar code next to nothing.
 
-var portable32 = kit[float32]{
+var portable32 = rowFuncs[float32]{
 	name: "portable",
 	load: [4]func([]float32, unsafe.Pointer){
 		kernels.Float16:  loadFloat16,
@@ -33,7 +33,7 @@ var portable32 = kit[float32]{
 	rmsNormGrad: rmsNormGrad[float32],
 }
 
-var portable64 = kit[float64]{
+var portable64 = rowFuncs[float64]{
 	name:        "portable",
 	store:       [4]func(unsafe.Pointer, []float64, float64){kernels.Float64: storeNative[float64]},
 	max:         maximum[float64],

@@ -54,7 +54,7 @@ func all16() []uint16 {
 }
 
 // store narrows with the kit under test.
-func store(k *kit[float32], t kernels.DType, src []float32) []uint16 {
+func store(k *rowFuncs[float32], t kernels.DType, src []float32) []uint16 {
 	dst := make([]uint16, len(src))
 	k.store[t](unsafe.Pointer(&dst[0]), src, 1)
 	return dst
@@ -62,7 +62,7 @@ func store(k *kit[float32], t kernels.DType, src []float32) []uint16 {
 
 func TestConversionsOfAllValues(t *testing.T) {
 	for _, f := range formats {
-		for _, k := range kits {
+		for _, k := range supportedRowFuncs {
 			in := all16()
 			out := make([]float32, len(in))
 			k.load[f.dtype](out, unsafe.Pointer(&in[0]))
@@ -104,7 +104,7 @@ func TestRoundsToNearestEven(t *testing.T) {
 		expect(math.MaxFloat32, infinity)
 		expect(math.Inf(1), infinity)
 		expect(0x1p-149, 0)
-		for _, k := range kits {
+		for _, k := range supportedRowFuncs {
 			require.Equal(t, want, store(k, f.dtype, in), "%v %s", f.dtype, k.name)
 		}
 		for _, bits := range []uint32{0x7fc00000, 0x7f800001, 0x7fffffff, 0xff800001, 0xffffffff} {
@@ -112,7 +112,7 @@ func TestRoundsToNearestEven(t *testing.T) {
 			for i := range nan {
 				nan[i] = math.Float32frombits(bits)
 			}
-			for _, k := range kits {
+			for _, k := range supportedRowFuncs {
 				for _, h := range store(k, f.dtype, nan) {
 					require.True(t, math.IsNaN(f.value(h)), "%v %s %#x became %#x", f.dtype, k.name, bits, h)
 				}
@@ -122,7 +122,7 @@ func TestRoundsToNearestEven(t *testing.T) {
 }
 
 func TestStoreScales(t *testing.T) {
-	for _, k := range kits {
+	for _, k := range supportedRowFuncs {
 		for n := 1; n < 70; n++ {
 			src, dst := make([]float32, n), make([]float32, n)
 			for i := range src {
@@ -144,7 +144,7 @@ func TestStoreScales(t *testing.T) {
 }
 
 // checkExp compares the exponentials of x with float64.
-func checkExp(t testing.TB, k *kit[float32], x []float32) {
+func checkExp(t testing.TB, k *rowFuncs[float32], x []float32) {
 	e, scaled := make([]float32, len(x)+16), make([]float32, len(x)+16)
 	sum, want := k.exp(e[:len(x)], x, 0), 0.0
 	k.expScale(scaled[:len(x)], x, 0, 2)
@@ -180,7 +180,7 @@ func checkExp(t testing.TB, k *kit[float32], x []float32) {
 }
 
 func TestExp(t *testing.T) {
-	for _, k := range kits {
+	for _, k := range supportedRowFuncs {
 		var x []float32
 		for bits := uint32(0); bits < math.Float32bits(90); bits += 4099 { // 272 thousand numbers of either sign
 			x = append(x, -math.Float32frombits(bits))
@@ -203,9 +203,9 @@ func alignedTo64(n int) []float32 {
 	return s[-uintptr(unsafe.Pointer(&s[0]))/4%16:][:n]
 }
 
-// TestPrimitiveLengths compares all kits with plain loops for every length of a row's end.
+// TestPrimitiveLengths compares all supportedRowFuncs with plain loops for every length of a row's end.
 func TestPrimitiveLengths(t *testing.T) {
-	for _, k := range kits {
+	for _, k := range supportedRowFuncs {
 		for n := 1; n < 140; n++ {
 			x, y, z, dst := make([]float32, n), make([]float32, n), make([]float32, n), alignedTo64(n+1)
 			acc, more := make([]float64, n), make([]float64, n)
@@ -258,7 +258,7 @@ func FuzzExp(f *testing.F) {
 		for i := range x {
 			x[i] = -float32(math.Abs(float64(math.Float32frombits(a + uint32(i)*b))))
 		}
-		for _, k := range kits {
+		for _, k := range supportedRowFuncs {
 			checkExp(t, k, x)
 		}
 	})
@@ -273,7 +273,7 @@ func FuzzConversions(f *testing.F) {
 			x[i] = math.Float32frombits(a + uint32(i)*b)
 		}
 		for _, format := range formats {
-			for _, k := range kits {
+			for _, k := range supportedRowFuncs {
 				for i, h := range store(k, format.dtype, x) {
 					if x[i] != x[i] {
 						require.True(t, math.IsNaN(format.value(h)), "%v %s", format.dtype, k.name)

@@ -7,9 +7,9 @@ import (
 	"simd/archsimd"
 )
 
-// vectorKits are the kits beyond the portable one that this machine can run, fastest first.
-func vectorKits() []*kit[float32] {
-	var k []*kit[float32]
+// simdRowFuncs are the supportedRowFuncs beyond the portable one that this machine can run, fastest first.
+func simdRowFuncs() []*rowFuncs[float32] {
+	var k []*rowFuncs[float32]
 	if archsimd.X86.AVX512() {
 		k = append(k, &avx512)
 	}
@@ -40,7 +40,7 @@ type (
 )
 
 // lanes is on the heap because an object of this size begins at a cache line there, unlike a global variable.
-var lanes = newConstants()
+var simdConstants = newConstants()
 
 func newConstants() *constants {
 	c := new(constants)

@@ -2,4 +2,4 @@
 
 package cpu
 
-func vectorKits() []*kit[float32] { return nil }
+func simdRowFuncs() []*rowFuncs[float32] { return nil }

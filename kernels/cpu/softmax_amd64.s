@@ -36,7 +36,7 @@
 	VPSLLD $16, p, even ; \
 	VPANDD p, Z26, odd
 
-#define HIGH_HALVES \
+#define LOAD_HIGH_HALF_MASK \
 	MOVL         $0xffff0000, R8 ; \
 	VPBROADCASTD R8, Z26
 
@@ -52,9 +52,9 @@
 // func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64
 TEXT ·dotBFloat16AVX512(SB), NOSPLIT, $0-32
 	DOT_ARGUMENTS
-	HIGH_HALVES
+	LOAD_HIGH_HALF_MASK
 	SUBQ $64, CX
-	JLT  rest
+	JLT  tail
 
 loop:
 	WIDEN_PAIRS((SI), Z0, Z1)
@@ -66,31 +66,31 @@ loop:
 	VFMADD231PS Z2, Z6, Z0
 	VFMADD231PS Z3, Z7, Z1
 	VADDPS      Z0, Z1, Z0
-	FOLD(Z0, Y0)
+	ACCUMULATE(Z0, Y0)
 	ADDQ        $128, SI
 	ADDQ        $128, DX
 	SUBQ        $64, CX
 	JGE         loop
 
-rest:
+tail:
 	ADDQ $64, CX
 	JEQ  done
 
-last:
-	REST
+tailLoop:
+	TAIL_MASK
 	VPMOVZXWD.Z (SI), K5, Z0
 	VPMOVZXWD.Z (DX), K5, Z4
 	WIDEN_BFLOAT16(Z0)
 	WIDEN_BFLOAT16(Z4)
 	VMULPS      Z0, Z4, Z0
-	FOLD(Z0, Y0)
+	ACCUMULATE(Z0, Y0)
 	ADDQ        $32, SI
 	ADDQ        $32, DX
 	SUBQ        $16, CX
-	JGT         last
+	JGT         tailLoop
 
 done:
-	TOTAL
+	HORIZONTAL_SUM
 	VMOVSD X12, ret+24(FP)
 	VZEROUPPER
 	RET
@@ -99,7 +99,7 @@ done:
 TEXT ·dotFloat16AVX512(SB), NOSPLIT, $0-32
 	DOT_ARGUMENTS
 	SUBQ $64, CX
-	JLT  rest
+	JLT  tail
 
 loop:
 	VCVTPH2PS   (SI), Z0
@@ -115,29 +115,29 @@ loop:
 	VFMADD231PS Z2, Z6, Z0
 	VFMADD231PS Z3, Z7, Z1
 	VADDPS      Z0, Z1, Z0
-	FOLD(Z0, Y0)
+	ACCUMULATE(Z0, Y0)
 	ADDQ        $128, SI
 	ADDQ        $128, DX
 	SUBQ        $64, CX
 	JGE         loop
 
-rest:
+tail:
 	ADDQ $64, CX
 	JEQ  done
 
-last:
-	REST
+tailLoop:
+	TAIL_MASK
 	VCVTPH2PS.Z (SI), K5, Z0
 	VCVTPH2PS.Z (DX), K5, Z4
 	VMULPS      Z0, Z4, Z0
-	FOLD(Z0, Y0)
+	ACCUMULATE(Z0, Y0)
 	ADDQ        $32, SI
 	ADDQ        $32, DX
 	SUBQ        $16, CX
-	JGT         last
+	JGT         tailLoop
 
 done:
-	TOTAL
+	HORIZONTAL_SUM
 	VMOVSD X12, ret+24(FP)
 	VZEROUPPER
 	RET
@@ -149,7 +149,7 @@ done:
 TEXT ·softmaxGradFloat32AVX512(SB), NOSPLIT, $0-41
 	GRADIENT_ARGUMENTS
 	SUBQ $32, CX
-	JLT rest
+	JLT tail
 
 loop:
 	VMOVUPS (SI), Z0
@@ -173,12 +173,12 @@ next:
 	SUBQ $32, CX
 	JGE loop
 
-rest:
+tail:
 	ADDQ $32, CX
 	JEQ done
 
-last:
-	REST
+tailLoop:
+	TAIL_MASK
 	VMOVUPS.Z (SI), K5, Z0
 	VMOVUPS.Z (DX), K5, Z1
 	GRADIENT(Z0, Z1)
@@ -187,7 +187,7 @@ last:
 	ADDQ $64, DX
 	ADDQ $64, DI
 	SUBQ $16, CX
-	JGT last
+	JGT tailLoop
 
 done:
 	SFENCE
@@ -197,17 +197,17 @@ done:
 // func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 TEXT ·softmaxGradBFloat16AVX512(SB), NOSPLIT, $0-41
 	GRADIENT_ARGUMENTS
-	MOVQ ·lanes(SB), R8
+	MOVQ ·simdConstants(SB), R8
 	VMOVUPS constants_bit0(R8), Z27
 	VMOVUPS constants_bfloat16Half(R8), Z28
 	VMOVUPS constants_bfloat16NaN(R8), Z29
-	HIGH_HALVES
+	LOAD_HIGH_HALF_MASK
 	MOVL $0xaaaaaaaa, R8
 	KMOVD R8, K2
 	LEAQ (SI)(CX*2), R8
 	LEAQ (DX)(CX*2), R9
 	SUBQ $32, CX
-	JLT rest
+	JLT tail
 
 loop:
 	WIDEN_PAIRS((SI), Z0, Z2)
@@ -237,12 +237,12 @@ next:
 	SUBQ $32, CX
 	JGE loop
 
-rest:
+tail:
 	ADDQ $32, CX
 	JEQ done
 
-last:
-	REST
+tailLoop:
+	TAIL_MASK
 	VPMOVZXWD.Z (SI), K5, Z0
 	VPMOVZXWD.Z (DX), K5, Z1
 	WIDEN_BFLOAT16(Z0)
@@ -255,7 +255,7 @@ last:
 	ADDQ $32, DX
 	ADDQ $32, DI
 	SUBQ $16, CX
-	JGT last
+	JGT tailLoop
 
 done:
 	SFENCE
@@ -268,7 +268,7 @@ TEXT ·softmaxGradFloat16AVX512(SB), NOSPLIT, $0-41
 	LEAQ (SI)(CX*2), R8
 	LEAQ (DX)(CX*2), R9
 	SUBQ $32, CX
-	JLT rest
+	JLT tail
 
 loop:
 	VCVTPH2PS (SI), Z0
@@ -299,12 +299,12 @@ next:
 	SUBQ $32, CX
 	JGE loop
 
-rest:
+tail:
 	ADDQ $32, CX
 	JEQ done
 
-last:
-	REST
+tailLoop:
+	TAIL_MASK
 	VCVTPH2PS.Z (SI), K5, Z0
 	VCVTPH2PS.Z (DX), K5, Z1
 	GRADIENT(Z0, Z1)
@@ -313,7 +313,7 @@ last:
 	ADDQ $32, DX
 	ADDQ $32, DI
 	SUBQ $16, CX
-	JGT last
+	JGT tailLoop
 
 done:
 	SFENCE

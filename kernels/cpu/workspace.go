@@ -7,14 +7,14 @@ import (
 	"unsafe"
 )
 
-// A call's workspace is the memory that it needs beside its operands. A pooled call has ownBytes of it. A
+// A call's workspace is the memory that it needs beside its operands. A pooled call has fixedBytes of it. A
 // larger one is mapped: Go's heap ends the process where it cannot grow, while a mapping that is refused is
 // an error.
 const (
-	ownBytes    = 96 << 10 // enough for rows of a block on one thread
-	granularity = 64 << 10 // sizes are multiples of it, so that similar shapes use the same memory
-	keptBytes   = 64 << 20 // that may stay allocated between calls: twice the largest partial sums of dw
-	cacheLine   = 64
+	fixedBytes   = 96 << 10 // enough for rows of a block on one thread
+	granularity  = 64 << 10 // sizes are multiples of it, so that similar shapes use the same memory
+	maxFreeBytes = 64 << 20 // that may stay allocated between calls: twice the largest partial sums of dw
+	cacheLine    = 64
 )
 
 // allocate returns memory of a multiple of granularity, release gives it back. Tests replace them.
@@ -40,7 +40,7 @@ type arena struct {
 }
 
 // take returns n elements, which hold anything, or nil where the arena is too small.
-func take[E float | part | stats](a *arena, n int) []E {
+func take[E float | partial | rowStats](a *arena, n int) []E {
 	var e E
 	from := a.used
 	a.used += (n*int(unsafe.Sizeof(e)) + cacheLine - 1) &^ (cacheLine - 1)
@@ -51,16 +51,16 @@ func take[E float | part | stats](a *arena, n int) []E {
 }
 
 // cache is memory that no call uses at the moment. Memory that is new costs a page fault for every 4 KiB.
-type cache struct {
-	lock  sync.Mutex
-	kept  [][]byte // the oldest first
-	bytes int
+type freeList struct {
+	lock   sync.Mutex
+	blocks [][]byte // the oldest first
+	bytes  int
 }
 
-var spare cache
+var freeMemory freeList
 
 // get returns memory of n bytes or more.
-func (s *cache) get(n int) ([]byte, error) {
+func (s *freeList) get(n int) ([]byte, error) {
 	if memory := s.find(n); memory != nil {
 		return memory, nil
 	}
@@ -76,42 +76,42 @@ func (s *cache) get(n int) ([]byte, error) {
 }
 
 // find removes the smallest memory that is large enough, or returns nil.
-func (s *cache) find(n int) []byte {
+func (s *freeList) find(n int) []byte {
 	s.lock.Lock()
 	defer s.lock.Unlock()
 	best := -1
-	for i, memory := range s.kept {
-		if len(memory) >= n && (best < 0 || len(memory) < len(s.kept[best])) {
+	for i, memory := range s.blocks {
+		if len(memory) >= n && (best < 0 || len(memory) < len(s.blocks[best])) {
 			best = i
 		}
 	}
 	if best < 0 {
 		return nil
 	}
-	memory := s.kept[best]
-	s.kept = slices.Delete(s.kept, best, best+1)
+	memory := s.blocks[best]
+	s.blocks = slices.Delete(s.blocks, best, best+1)
 	s.bytes -= len(memory)
 	return memory
 }
 
 // put keeps memory for a later call, in place of older memory where that is too much together.
-func (s *cache) put(memory []byte) {
+func (s *freeList) put(memory []byte) {
 	s.lock.Lock()
-	s.kept = append(s.kept, memory)
+	s.blocks = append(s.blocks, memory)
 	s.bytes += len(memory)
 	s.lock.Unlock()
-	s.shrink(keptBytes)
+	s.shrink(maxFreeBytes)
 }
 
 // shrink releases the oldest memory until at most limit bytes are kept, and tells whether it released any.
-func (s *cache) shrink(limit int) bool {
+func (s *freeList) shrink(limit int) bool {
 	s.lock.Lock()
 	count := 0
 	for ; s.bytes > limit; count++ {
-		s.bytes -= len(s.kept[count])
+		s.bytes -= len(s.blocks[count])
 	}
-	old := slices.Clone(s.kept[:count])
-	s.kept = slices.Delete(s.kept, 0, count)
+	old := slices.Clone(s.blocks[:count])
+	s.blocks = slices.Delete(s.blocks, 0, count)
 	s.lock.Unlock()
 	for _, memory := range old {
 		release(memory)

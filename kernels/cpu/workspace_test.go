@@ -26,10 +26,10 @@ var errRefused = errors.New("refused by the test")
 // simulate replaces the system's memory, and begins and ends with nothing kept.
 func simulate(t *testing.T) *system {
 	s := &system{refuse: func(int) bool { return false }}
-	spare.shrink(0)
+	freeMemory.shrink(0)
 	previous, giveBack := allocate, release
 	t.Cleanup(func() {
-		spare.shrink(0)
+		freeMemory.shrink(0)
 		allocate, release = previous, giveBack
 		assert.Zero(t, s.used, "memory was not released")
 	})
@@ -58,7 +58,7 @@ func TestNoMemory(t *testing.T) {
 	const workers = 16 // so that their buffers alone need more
 	s := simulate(t)
 	for _, dtype := range floatTypes[1:] { // Float16 takes the path of BFloat16
-		for _, shape := range sharedShapes {
+		for _, shape := range parallelShapes {
 			rows, n := shape[0], shape[1]
 			var outputs []*buffer
 			stat := statistics(dtype)
@@ -96,7 +96,7 @@ func TestNoMemory(t *testing.T) {
 				var missing *MemoryError
 				require.ErrorAs(t, call(), &missing, "%s %v %v", name, dtype, shape)
 				require.ErrorIs(t, missing, errRefused)
-				require.Greater(t, missing.Bytes, ownBytes)
+				require.Greater(t, missing.Bytes, fixedBytes)
 			}
 			for _, b := range outputs {
 				require.Equal(t, len(b.bytes), bytes.Count(b.bytes, []byte{0xa5}), "an output was written")
@@ -109,70 +109,70 @@ func TestNoMemory(t *testing.T) {
 		}
 	}
 	s.refuse = func(int) bool { return false }
-	requireUnharmed(t)
+	requireStillWorks(t)
 }
 
-// TestOwnWorkspace: calls on one thread with rows of a block ask the system for nothing.
-func TestOwnWorkspace(t *testing.T) {
+// TestSmallCallsMapNothing: calls on one thread with rows of a block ask the system for nothing.
+func TestSmallCallsMapNothing(t *testing.T) {
 	s := simulate(t)
 	for _, dtype := range floatTypes {
-		everything(dtype, 7, block, 1, false)
+		runAllOps(dtype, 7, block, 1, false)
 	}
 	assert.Zero(t, s.mapped)
 }
 
-// TestWorkspaceIsKept: the next call finds it, whatever its op and type, and the most recent of it stays.
-func TestWorkspaceIsKept(t *testing.T) {
+// TestWorkspaceIsReused: the next call finds it, whatever its op and type, and the most recent of it stays.
+func TestWorkspaceIsReused(t *testing.T) {
 	s := simulate(t)
 	for range 3 {
-		everything(kernels.Float32, 900, 600, 2, false)
+		runAllOps(kernels.Float32, 900, 600, 2, false)
 	}
 	assert.Equal(t, 1, s.mapped)
-	everything(kernels.Float64, 200, 300, 2, false)
+	runAllOps(kernels.Float64, 200, 300, 2, false)
 	assert.Equal(t, 1, s.mapped)
-	assert.Equal(t, spare.bytes, s.used)
+	assert.Equal(t, freeMemory.bytes, s.used)
 
-	const n = keptBytes / 4
+	const n = maxFreeBytes / 4
 	var all [][]byte
 	for range 6 {
-		memory, err := spare.get(n)
+		memory, err := freeMemory.get(n)
 		require.NoError(t, err)
 		require.Len(t, memory, n)
 		all = append(all, memory)
 	}
 	for _, memory := range all {
-		spare.put(memory)
-		require.LessOrEqual(t, spare.bytes, keptBytes)
+		freeMemory.put(memory)
+		require.LessOrEqual(t, freeMemory.bytes, maxFreeBytes)
 	}
-	assert.Equal(t, keptBytes, s.used)
-	require.Len(t, spare.kept, 4)
-	for i, memory := range spare.kept {
+	assert.Equal(t, maxFreeBytes, s.used)
+	require.Len(t, freeMemory.blocks, 4)
+	for i, memory := range freeMemory.blocks {
 		assert.Same(t, &all[2+i][0], &memory[0], "the oldest is to be released")
 	}
-	memory, err := spare.get(n + 1)
+	memory, err := freeMemory.get(n + 1)
 	require.NoError(t, err)
 	assert.Len(t, memory, n+granularity)
-	spare.put(memory)
-	memory, err = spare.get(1)
+	freeMemory.put(memory)
+	memory, err = freeMemory.get(1)
 	require.NoError(t, err)
 	assert.Len(t, memory, n, "the smallest that is large enough")
-	spare.put(memory)
+	freeMemory.put(memory)
 }
 
-// TestKeptMemoryIsNoReasonToFail: what no call uses is released where the system has no more.
-func TestKeptMemoryIsNoReasonToFail(t *testing.T) {
+// TestFreeMemoryIsReleasedWhenMappingFails: what no call uses is released where the system has no more.
+func TestFreeMemoryIsReleasedWhenMappingFails(t *testing.T) {
 	s := simulate(t)
 	const limit = 8 * granularity
 	s.refuse = func(bytes int) bool { return s.used+bytes > limit }
-	small, err := spare.get(5 * granularity)
+	small, err := freeMemory.get(5 * granularity)
 	require.NoError(t, err)
-	_, err = spare.get(6 * granularity)
+	_, err = freeMemory.get(6 * granularity)
 	require.Error(t, err)
-	spare.put(small)
-	large, err := spare.get(6 * granularity)
+	freeMemory.put(small)
+	large, err := freeMemory.get(6 * granularity)
 	require.NoError(t, err)
 	assert.Equal(t, 2, s.refused)
-	spare.put(large)
+	freeMemory.put(large)
 }
 
 // TestPanicGivesBackWorkspace: it is kept for the next call, although the call that panicked is dropped.
@@ -180,23 +180,23 @@ func TestPanicGivesBackWorkspace(t *testing.T) {
 	s := simulate(t)
 	x := newMatrix(kernels.Float32, 900, 5000, 0, 0).fill(digits)
 	for range 3 {
-		require.Equal(t, "a defect", recovered(x, x, func(int) { panic("a defect") }))
+		require.Equal(t, "a defect", panicOf(x, x, func(int) { panic("a defect") }))
 	}
-	assert.Equal(t, spare.bytes, s.used)
+	assert.Equal(t, freeMemory.bytes, s.used)
 	assert.Positive(t, s.mapped)
 }
 
 // TestArena: slices begin at a cache line and do not overlap; without memory they are counted all the same.
 func TestArena(t *testing.T) {
-	memory := make([]byte, ownBytes)
-	deal := func(memory []byte) (int, [][2]uintptr) {
+	memory := make([]byte, fixedBytes)
+	allocateAll := func(memory []byte) (int, [][2]uintptr) {
 		var spans [][2]uintptr
 		a := arena{memory: memory}
 		span := func(p unsafe.Pointer, bytes uintptr) {
 			spans = append(spans, [2]uintptr{uintptr(p), uintptr(p) + bytes})
 		}
 		for n := range 40 {
-			f, d, p, s := take[float32](&a, n), take[float64](&a, n), take[part](&a, n), take[stats](&a, n)
+			f, d, p, s := take[float32](&a, n), take[float64](&a, n), take[partial](&a, n), take[rowStats](&a, n)
 			if memory != nil {
 				require.Equal(t, [4]int{n, n, n, n}, [4]int{len(f), len(d), len(p), len(s)})
 			} else {
@@ -209,8 +209,8 @@ func TestArena(t *testing.T) {
 		}
 		return a.used, spans
 	}
-	need, _ := deal(nil)
-	used, spans := deal(memory)
+	need, _ := allocateAll(nil)
+	used, spans := allocateAll(memory)
 	assert.Equal(t, need, used)
 	end := uintptr(unsafe.Pointer(&memory[0]))
 	for _, s := range spans {
@@ -232,11 +232,11 @@ func TestConcurrentCalls(t *testing.T) {
 	shapes := [][2]int{{60, 600}, {40, 4097}, {300, 1000}, {5, 30000}}
 	var group sync.WaitGroup
 	for _, shape := range shapes {
-		want := everything(kernels.BFloat16, shape[0], shape[1], 1, false)
+		want := runAllOps(kernels.BFloat16, shape[0], shape[1], 1, false)
 		for range 2 {
 			group.Go(func() {
 				for range 3 {
-					got := everything(kernels.BFloat16, shape[0], shape[1], 3, false)
+					got := runAllOps(kernels.BFloat16, shape[0], shape[1], 3, false)
 					for name := range want {
 						assert.True(t, bytes.Equal(want[name], got[name]), "%s %v", name, shape)
 					}

@@ -8,7 +8,7 @@ import (
 // kit is the row primitives of one instruction set. A call works on one block of a row: slices of equal length, of any
 // alignment. Results may be written over an input. Sums have a few lanes of float64; vector code adds up to four
 // float32 results before it widens them, and so keeps nearly all the digits at little cost.
-type kit[T float] struct {
+type rowFuncs[T float] struct {
 	name string
 
 	// By kernels.DType of the memory; load of T's own type is not there, since nothing needs it.
@@ -52,18 +52,18 @@ const (
 	roundBias = 0x1.8p23 + 127
 )
 
-// kits are what this machine can run, fastest first.
-var kits = append(vectorKits(), &portable32)
+// supportedRowFuncs are what this machine can run, fastest first.
+var supportedRowFuncs = append(simdRowFuncs(), &portable32)
 
 // SIMD names the instruction set that rows are computed with: "avx512", "avx2" or "portable".
-func SIMD() string { return engine32.kit.name }
+func SIMD() string { return engine32.funcs.name }
 
-// chosenKit is the fastest kit, or the one that the environment names.
-func chosenKit() *kit[float32] {
-	for _, k := range kits {
+// chooseRowFuncs is the fastest kit, or the one that the environment names.
+func chooseRowFuncs() *rowFuncs[float32] {
+	for _, k := range supportedRowFuncs {
 		if k.name == os.Getenv("GANDER_SIMD") {
 			return k
 		}
 	}
-	return kits[0]
+	return supportedRowFuncs[0]
 }
