@@ -29,7 +29,8 @@ func forEachInstructionSet(t *testing.T, test func(t *testing.T)) {
 	}
 }
 
-// typesOf are the types to test with a kit: float64 has one of its own, and goes with the portable one.
+// typesOf are the types to test with a table. float64 is tested with the portable one only: it always uses
+// portable64.
 func typesOf(k *rowFuncs[float32]) []kernels.DType {
 	if k == &portable32 {
 		return floatTypes
@@ -43,7 +44,7 @@ func useRowFuncs(t testing.TB, k *rowFuncs[float32]) {
 	engine32.funcs = k
 }
 
-// buffer is memory with a margin that must stay as it is.
+// buffer is memory between two margins that must not be written.
 type buffer struct {
 	bytes []byte
 	used  map[int]bool // offsets of elements
@@ -61,16 +62,17 @@ func newBuffer(t kernels.DType, elements, offset int) (*buffer, unsafe.Pointer) 
 	return b, unsafe.Pointer(&b.bytes[margin+offset*size])
 }
 
-// matrix is a Matrix with memory of its own, rows gap elements apart, offset elements into an aligned buffer.
+// matrix is a Matrix and the buffer that it lies in.
 type matrix struct {
 	kernels.Matrix
 	*buffer
 }
 
+// newMatrix places rows with gaps of gap elements, offset elements into an aligned buffer.
 func newMatrix(t kernels.DType, rows, cols, gap, offset int) matrix {
 	b, p := newBuffer(t, rows*(cols+gap), offset)
-	m := matrix{kernels.Matrix{Data: p, DType: t, Rows: int64(rows), Cols: int64(cols), Stride: int64(cols + gap)}, b}
-	return m
+	m := kernels.Matrix{Data: p, DType: t, Rows: int64(rows), Cols: int64(cols), Stride: int64(cols + gap)}
+	return matrix{m, b}
 }
 
 func (m matrix) fill(f func(row, j int) float64) matrix {
@@ -102,7 +104,7 @@ func (m matrix) clone() matrix {
 	return c
 }
 
-// requireIntact checks that nothing but the matrix' elements was written.
+// requireIntact checks that nothing outside of the matrix's elements was written.
 func (m matrix) requireIntact(t *testing.T) {
 	t.Helper()
 	c := m.clone()
@@ -112,7 +114,7 @@ func (m matrix) requireIntact(t *testing.T) {
 			p[i] = 0xa5
 		}
 	}
-	require.Equal(t, len(c.bytes), bytes.Count(c.bytes, []byte{0xa5}), "outside of the rows")
+	require.Equal(t, len(c.bytes), bytes.Count(c.bytes, []byte{0xa5}), "written outside of the rows")
 }
 
 func newVector(t kernels.DType, n int, f func(i int) float64) kernels.Vector {
@@ -122,7 +124,9 @@ func newVector(t kernels.DType, n int, f func(i int) float64) kernels.Vector {
 }
 
 func newTargets(targets ...int64) kernels.Vector {
-	return kernels.Vector{Data: unsafe.Pointer(&targets[0]), DType: kernels.Int64, Len: int64(len(targets)), Stride: 1}
+	return kernels.Vector{
+		Data: unsafe.Pointer(&targets[0]), DType: kernels.Int64, Len: int64(len(targets)), Stride: 1,
+	}
 }
 
 func values(v kernels.Vector) []float64 {
@@ -133,7 +137,7 @@ func values(v kernels.Vector) []float64 {
 	return a
 }
 
-// statistics is the type of loss, lse and rstd beside x of the given type.
+// statistics is the type of loss, lse and rstd for an x of the given type.
 func statistics(x kernels.DType) kernels.DType {
 	if x == kernels.Float64 {
 		return x
@@ -141,8 +145,8 @@ func statistics(x kernels.DType) kernels.DType {
 	return kernels.Float32
 }
 
-// epsilon is half a unit in the last place of 1 in the type that x is computed in; for float64 128 times that, because
-// the reference's own sums are no better.
+// epsilon is half an ulp of 1 in the type that x is computed in. For float64 it is 128 times that,
+// because the reference also computes its sums in float64.
 func epsilon(x kernels.DType) float64 {
 	if x == kernels.Float64 {
 		return 0x1p-46
@@ -150,20 +154,22 @@ func epsilon(x kernels.DType) float64 {
 	return 0x1p-24
 }
 
-// ulp is the distance of the numbers of a type around v.
+// ulp is the distance between neighbouring numbers of a type at v.
 func ulp(t kernels.DType, v float64) float64 {
 	digits := [...]int{kernels.Float16: 10, kernels.BFloat16: 7, kernels.Float32: 23, kernels.Float64: 52}[t]
-	lowest := [...]int{kernels.Float16: -14, kernels.BFloat16: -126, kernels.Float32: -126, kernels.Float64: -1022}[t]
+	lowest := [...]int{kernels.Float16: -14, kernels.BFloat16: -126, kernels.Float32: -126,
+		kernels.Float64: -1022}[t]
 	_, e := math.Frexp(v)
 	return math.Ldexp(1, max(e-1, lowest)-digits)
 }
 
-// requireClose allows an error before rounding to type t, and that rounding.
+// requireClose allows the given error plus the error of rounding to dtype.
 func requireClose(t *testing.T, dtype kernels.DType, want, got, allowed float64, row, j int) {
 	t.Helper()
 	limit := allowed + ulp(dtype, math.Abs(want)+allowed)/2
 	if !(math.Abs(got-want) <= limit) && got != want {
-		require.Failf(t, "too far", "row %d, column %d: want %v, got %v, allowed %v", row, j, want, got, limit)
+		require.Failf(t, "too far", "row %d, column %d: want %v, got %v, allowed %v",
+			row, j, want, got, limit)
 	}
 }
 
@@ -177,7 +183,7 @@ func forEachShape(t *testing.T, test func(t *testing.T, x kernels.DType, n, gap,
 					layouts = layouts[:1]
 				}
 				if raceEnabled && n > 1000 {
-					continue // these calls run on one thread; the test of workers has long rows
+					continue // slow, and single-threaded: TestWorkersChangeNothing covers long rows
 				}
 				for _, layout := range layouts {
 					name := fmt.Sprintf("%v/%d/gap%d", x, n, layout[0])
@@ -249,20 +255,22 @@ func TestRMSNorm(t *testing.T) {
 			others = []kernels.DType{kernels.Float64}
 		}
 		for i, other := range others {
-			rows, next := 21, others[(i+1)%len(others)] // 21 are enough for two partial sums of dw
+			rows, next := 21, others[(i+1)%len(others)] // 21 rows give two partial sums of dw
 			if n > 1000 {
 				rows = 3
 			}
 			if n > 5000 && i > 0 {
 				break
 			}
-			x, y := newMatrix(dtype, rows, n, gap, offset).fill(normal), newMatrix(next, rows, n, gap+1, offset)
+			x := newMatrix(dtype, rows, n, gap, offset).fill(normal)
+			y := newMatrix(next, rows, n, gap+1, offset)
 			w := newVector(other, n, func(int) float64 { return r.NormFloat64() })
 			rstd := newVector(statistics(dtype), rows, func(int) float64 { return 0 })
 			RMSNormForward(x.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: eps}, 1)
 			y.requireIntact(t)
 
-			dout, dx := newMatrix(other, rows, n, gap, offset+1).fill(normal), newMatrix(dtype, rows, n, gap+2, offset)
+			dout := newMatrix(other, rows, n, gap, offset+1).fill(normal)
+			dx := newMatrix(dtype, rows, n, gap+2, offset)
 			dw := newVector(other, n, func(int) float64 { return 7 })
 			RMSNormBackward(x.Matrix, w, dout.Matrix, rstd, dx.Matrix, dw, RMSNormOptions{}, 1)
 			dx.requireIntact(t)
@@ -302,8 +310,9 @@ func checkRMSNormRow(t *testing.T, dtype kernels.DType, x []float64, rstd, eps f
 	requireClose(t, dtype, want, rstd, 2*epsilon(dtype)*want, row, 0)
 }
 
-// checkRMSNorm checks a row of y and of dx with the rstd that backward was given.
-func checkRMSNorm(t *testing.T, dtype, yType kernels.DType, x, dout, w, y, dx []float64, rstd float64, row int) {
+// checkRMSNorm checks a row of y and of dx, given the rstd that was passed to backward.
+func checkRMSNorm(t *testing.T, dtype, yType kernels.DType, x, dout, w, y, dx []float64, rstd float64,
+	row int) {
 	t.Helper()
 	e, mean, size := epsilon(dtype), 0.0, 0.0
 	for j := range x {
@@ -366,7 +375,8 @@ func TestCrossEntropy(t *testing.T) {
 
 		dx := newMatrix(dtype, rows, n, gap+2, offset)
 		d := a
-		d.DLoss, d.DX, d.Reduction = newVector(stat, 1, func(int) float64 { return 1.5 }), dx.Matrix, kernels.ReduceMean
+		d.DX, d.Reduction = dx.Matrix, kernels.ReduceMean
+		d.DLoss = newVector(stat, 1, func(int) float64 { return 1.5 })
 		d.DLoss.Stride = 0
 		CrossEntropyBackward(&d, 1)
 		dx.requireIntact(t)
@@ -394,7 +404,7 @@ func TestCrossEntropy(t *testing.T) {
 			weight := weightOf(w, target[row])
 			loss := weight * (high - v[k] + math.Log(sum))
 			requireClose(t, stat, loss, at(&a.Loss, row), 4*e*weight*(1+math.Log(sum)), row, k)
-			logSum := at(&a.LogSum, row) // what backward is given
+			logSum := at(&a.LogSum, row) // the rounded value, which backward reads
 			for j := range n {
 				hot := 0.0
 				if j == k {
@@ -418,14 +428,14 @@ func weightOf(w kernels.Vector, i int64) float64 {
 	return at(&w, int(i))
 }
 
-// TestSpecialValues: sizes of one block, of several with one that is -inf throughout, and of a long row.
+// TestSpecialValues has rows of one block, rows of several blocks of which one is all -inf, and a long row.
 func TestSpecialValues(t *testing.T) {
 	inf, nan := math.Inf(1), math.NaN()
 	forEachInstructionSet(t, func(t *testing.T) {
 		for _, dtype := range typesOf(engine32.funcs) {
 			for _, n := range []int{3, 70, 3 * block, longRow + 1} {
 				if n > longRow && dtype == kernels.Float16 {
-					continue // takes the path of BFloat16
+					continue // has the same code path as BFloat16
 				}
 				for name, special := range map[string]struct {
 					at     func(j int) bool
@@ -448,8 +458,8 @@ func TestSpecialValues(t *testing.T) {
 					y, dx := newMatrix(dtype, 1, n, 0, 0), newMatrix(dtype, 1, n, 0, 0)
 					stat := statistics(dtype)
 					one := func() kernels.Vector { return newVector(stat, 1, func(int) float64 { return 1 }) }
-					a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(2), IgnoreIndex: -100, Loss: one(),
-						Max: one(), LogSum: one(), DX: dx.Matrix, DLoss: one()}
+					a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(2), IgnoreIndex: -100,
+						Loss: one(), Max: one(), LogSum: one(), DX: dx.Matrix, DLoss: one()}
 					SoftmaxForward(x.Matrix, y.Matrix, 1)
 					CrossEntropyForward(&a, 1)
 					back := newMatrix(dtype, 1, n, 0, 0)
@@ -459,8 +469,9 @@ func TestSpecialValues(t *testing.T) {
 					want, _, _ := softmaxReference(x.row(0))
 					for j := range n {
 						got := [3]float64{y.at(0, j), dx.at(0, j), back.at(0, j)}
+						isNaN := math.IsNaN(got[0]) && math.IsNaN(got[1]) && math.IsNaN(got[2])
 						switch {
-						case special.allNaN && !(math.IsNaN(got[0]) && math.IsNaN(got[1]) && math.IsNaN(got[2])),
+						case special.allNaN && !isNaN,
 							!special.allNaN && special.at(j) && got != [3]float64{}:
 							require.Failf(t, name, "%v, %d columns, at %d: %v", dtype, n, j, got)
 						case !special.allNaN && !special.at(j):
@@ -486,11 +497,16 @@ func TestTargets(t *testing.T) {
 		dx := newMatrix(dtype, 5, 4, 0, 0)
 		stat := statistics(dtype)
 		zeros := func(n int) kernels.Vector { return newVector(stat, n, func(int) float64 { return 0 }) }
-		targets := []int32{1, 99, 4, 99, -1, 99, -100, 99, -100, 99} // two apart: fine, one too far, below, ignored twice
-		a := kernels.CrossEntropy{X: x.Matrix, IgnoreIndex: -100, Loss: zeros(5), Max: zeros(5), LogSum: zeros(5),
-			DX: dx.Matrix, Denominator: zeros(1), DLoss: newVector(stat, 5, func(int) float64 { return nan }),
+		// With a stride of 2: valid, too large, negative, ignored, ignored.
+		targets := []int32{1, 99, 4, 99, -1, 99, -100, 99, -100, 99}
+		a := kernels.CrossEntropy{X: x.Matrix, IgnoreIndex: -100,
+			Loss: zeros(5), Max: zeros(5), LogSum: zeros(5), DX: dx.Matrix, Denominator: zeros(1),
+			DLoss:  newVector(stat, 5, func(int) float64 { return nan }),
 			Weight: newVector(dtype, 4, func(int) float64 { return 2 }),
-			Target: kernels.Vector{Data: unsafe.Pointer(&targets[0]), DType: kernels.Int32, Len: 5, Stride: 2}}
+			Target: kernels.Vector{
+				Data: unsafe.Pointer(&targets[0]), DType: kernels.Int32, Len: 5, Stride: 2,
+			},
+		}
 		check := func(finite bool) {
 			t.Helper()
 			for j := range 4 {
@@ -506,7 +522,7 @@ func TestTargets(t *testing.T) {
 		loss := values(a.Loss)
 		require.False(t, math.IsNaN(loss[0]))
 		require.True(t, math.IsNaN(loss[1]) && math.IsNaN(loss[2]), loss)
-		require.Equal(t, []float64{0, 0}, loss[3:], "an ignored row may hold anything")
+		require.Equal(t, []float64{0, 0}, loss[3:], "an ignored row may contain a NaN")
 		require.True(t, math.IsNaN(at(&a.Denominator, 0)), "a mean over targets that are no classes")
 		require.Equal(t, []float64{0, 2, 2, 0}, values(a.Max)[:4], "ignored rows too")
 		CrossEntropyBackward(&a, 1)
@@ -553,7 +569,7 @@ func TestNoRows(t *testing.T) {
 	}
 }
 
-// everything runs all ops on the same inputs, in place where inPlace says so, and returns all that they wrote.
+// runAllOps runs all ops on the same inputs, with inPlace in place, and returns the bytes of all outputs.
 func runAllOps(dtype kernels.DType, rows, n, workers int, inPlace bool) map[string][]byte {
 	r := rand.New(rand.NewPCG(1, 2))
 	normal := func(_, _ int) float64 { return r.Float64()*8 - 4 }
@@ -608,8 +624,8 @@ func runAllOps(dtype kernels.DType, rows, n, workers int, inPlace bool) map[stri
 	in = x.clone()
 	dx = output(in)
 	a := kernels.CrossEntropy{X: in.Matrix, Target: newTargets(targets...), Weight: w, IgnoreIndex: -1,
-		Reduction: kernels.ReduceMean, Loss: zeros(1), Max: zeros(rows), LogSum: zeros(rows), Denominator: zeros(1),
-		DX: dx.Matrix, DLoss: newVector(stat, 1, func(int) float64 { return 0.5 })}
+		Reduction: kernels.ReduceMean, Loss: zeros(1), Max: zeros(rows), LogSum: zeros(rows),
+		Denominator: zeros(1), DX: dx.Matrix, DLoss: newVector(stat, 1, func(int) float64 { return 0.5 })}
 	a.DLoss.Stride = 0
 	CrossEntropyForward(&a, workers)
 	keep("cross-entropy with gradient", dx)
@@ -637,18 +653,20 @@ func runAllOps(dtype kernels.DType, rows, n, workers int, inPlace bool) map[stri
 	return written
 }
 
-// parallelShapes are large enough for several workers: rows each, and few rows that are shared.
+// parallelShapes are large enough for several workers: one has many rows, the other few rows, which are
+// split.
 var parallelShapes = [][2]int{{900, 600}, {3, longRow + 50001}}
 
 func TestWorkersChangeNothing(t *testing.T) {
 	forEachInstructionSet(t, func(t *testing.T) {
-		for _, dtype := range typesOf(engine32.funcs)[1:] { // Float16 takes the path of BFloat16
+		for _, dtype := range typesOf(engine32.funcs)[1:] { // Float16 has the same code path as BFloat16
 			for _, shape := range parallelShapes {
 				want := runAllOps(dtype, shape[0], shape[1], 1, false)
 				for _, workers := range []int{2, 7} {
 					got := runAllOps(dtype, shape[0], shape[1], workers, false)
 					for name := range want {
-						require.True(t, bytes.Equal(want[name], got[name]), "%s %v %v with %d workers", name, dtype, shape, workers)
+						require.True(t, bytes.Equal(want[name], got[name]), "%s %v %v with %d workers",
+							name, dtype, shape, workers)
 					}
 				}
 			}
@@ -679,15 +697,20 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 			stat := statistics(dtype)
 			one := func(_, _ int) float64 { return 1 }
 			x, y := newMatrix(dtype, 4, 100, 0, 0).fill(one), newMatrix(dtype, 4, 100, 0, 0)
-			ones := func(t kernels.DType, n int) kernels.Vector { return newVector(t, n, func(int) float64 { return 1 }) }
+			ones := func(t kernels.DType, n int) kernels.Vector {
+				return newVector(t, n, func(int) float64 { return 1 })
+			}
 			w, dw, rstd := ones(dtype, 100), ones(dtype, 100), ones(stat, 4)
-			a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(1, 2, 3, 4), Loss: ones(stat, 4), Max: ones(stat, 4),
-				LogSum: ones(stat, 4), DX: y.Matrix, DLoss: ones(stat, 4)}
+			a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(1, 2, 3, 4), Loss: ones(stat, 4),
+				Max: ones(stat, 4), LogSum: ones(stat, 4), DX: y.Matrix, DLoss: ones(stat, 4)}
+			norm := RMSNormOptions{Eps: 1e-6}
 			for name, call := range map[string]func(){
-				"softmax forward":        func() { SoftmaxForward(x.Matrix, y.Matrix, 8) },
-				"softmax backward":       func() { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, 8) },
-				"rmsnorm forward":        func() { RMSNormForward(x.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: 1e-6}, 8) },
-				"rmsnorm backward":       func() { RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, RMSNormOptions{}, 8) },
+				"softmax forward":  func() { SoftmaxForward(x.Matrix, y.Matrix, 8) },
+				"softmax backward": func() { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, 8) },
+				"rmsnorm forward":  func() { RMSNormForward(x.Matrix, w, y.Matrix, rstd, norm, 8) },
+				"rmsnorm backward": func() {
+					RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, norm, 8)
+				},
 				"cross-entropy forward":  func() { CrossEntropyForward(&a, 8) },
 				"cross-entropy backward": func() { CrossEntropyBackward(&a, 8) },
 			} {
@@ -719,10 +742,14 @@ func BenchmarkOps(b *testing.B) {
 			r := rand.New(rand.NewPCG(1, 2))
 			x := newMatrix(dtype, rows, n, 0, 0).fill(func(_, _ int) float64 { return r.NormFloat64() })
 			y := newMatrix(dtype, rows, n, 0, 0).fill(func(_, _ int) float64 { return 0 })
-			ones := func(t kernels.DType, n int) kernels.Vector { return newVector(t, n, func(int) float64 { return 1 }) }
+			ones := func(t kernels.DType, n int) kernels.Vector {
+				return newVector(t, n, func(int) float64 { return 1 })
+			}
 			w, dw, rstd := ones(dtype, n), ones(dtype, n), ones(stat, rows)
-			a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(make([]int64, rows)...), IgnoreIndex: -1,
-				Loss: ones(stat, rows), Max: ones(stat, rows), LogSum: ones(stat, rows), DLoss: ones(stat, rows)}
+			a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(make([]int64, rows)...),
+				IgnoreIndex: -1, Loss: ones(stat, rows), Max: ones(stat, rows), LogSum: ones(stat, rows),
+				DLoss: ones(stat, rows)}
+			norm := RMSNormOptions{Eps: 1e-6}
 			withDX := a
 			withDX.DX = y.Matrix
 			for _, op := range []struct {
@@ -732,8 +759,10 @@ func BenchmarkOps(b *testing.B) {
 			}{
 				{"SoftmaxForward", 2, func(k int) { SoftmaxForward(x.Matrix, y.Matrix, k) }},
 				{"SoftmaxBackward", 3, func(k int) { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, k) }},
-				{"RMSNormForward", 2, func(k int) { RMSNormForward(x.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: 1e-6}, k) }},
-				{"RMSNormBackward", 3, func(k int) { RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, RMSNormOptions{}, k) }},
+				{"RMSNormForward", 2, func(k int) { RMSNormForward(x.Matrix, w, y.Matrix, rstd, norm, k) }},
+				{"RMSNormBackward", 3, func(k int) {
+					RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, norm, k)
+				}},
 				{"CrossEntropyForward", 1, func(k int) { CrossEntropyForward(&a, k) }},
 				{"CrossEntropyForwardDX", 2, func(k int) { CrossEntropyForward(&withDX, k) }},
 				{"CrossEntropyBackward", 2, func(k int) { CrossEntropyBackward(&withDX, k) }},

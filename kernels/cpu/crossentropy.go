@@ -7,9 +7,9 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row and,
-// where DX is given, weight[t] * (softmax(x) - onehot(t)) in the same pass, over the denominator with OnePass
-// and ReduceMean. DX may be X.
+// CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row. If DX
+// is present it also computes dx = weight[t] * (softmax(x) - onehot(t)), divided by the denominator with
+// OnePass and ReduceMean. DX may be X.
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX, ce: *a}
 	if a.DX.Data != nil {
@@ -18,8 +18,9 @@ func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	return run(&o, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
 }
 
-// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) for each row, over the
-// denominator with ReduceMean. DX may be X. With OnePass and a dloss of 1, DX holds that already.
+// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) for each row, divided by
+// the denominator with ReduceMean. DX may be X. With OnePass and a dloss of 1 it does nothing: forward has
+// already written that gradient to DX.
 func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 	if a.OnePass && at(&a.DLoss, 0) == 1 {
 		return nil
@@ -28,8 +29,9 @@ func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 	return run(&o, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
 }
 
-// class is the row's target: whether the row counts for nothing, by its index or its class's weight, and whether there is such a
-// column. Without targets, for a log-sum-exp alone, every row counts and has none.
+// targetOf returns a row's target. The row is ignored if its target is the ignored index or has weight 0. The
+// target is valid if it is a column. Without targets, which is how a log-sum-exp alone is computed, no row is
+// ignored and no target is valid.
 func (c *call[T]) targetOf(row int) (t int, ignored, valid bool) {
 	if !c.ce.Target.Present() {
 		return 0, false, false
@@ -53,14 +55,14 @@ func (c *call[T]) classWeight(t int, valid bool) float64 {
 
 func (c *call[T]) logit(row, t int) float64 { return scalar(c.x.DType, rowAt(&c.x, row, t)) }
 
-// writeTarget writes the gradient at the target, where that lies between lo and hi.
+// writeTarget writes the gradient at the target, if that is in columns lo to hi.
 func (w *worker[T]) writeTarget(row, lo, hi int, gradient float64) {
 	if t, _, valid := w.targetOf(row); valid && lo <= t && t < hi {
 		putScalar(w.dx.DType, rowAt(&w.dx, row, t), gradient)
 	}
 }
 
-// writeZeros is the gradient of an ignored row, whatever is in it.
+// writeZeros writes the gradient of an ignored row, which is 0 even if x has NaNs.
 func (w *worker[T]) writeZeros(row, lo, hi int) {
 	clear(unsafe.Slice((*byte)(rowAt(&w.dx, row, lo)), (hi-lo)*int(w.dx.DType.Size())))
 }
@@ -90,7 +92,7 @@ func (crossEntropyForward[T]) run(c *call[T]) {
 	}
 }
 
-// totals adds up the rows' losses and weights, task by task.
+// totals adds up the tasks' sums of losses and weights.
 func (c *call[T]) totals() (loss, weight float64) {
 	for i := range c.losses {
 		loss += c.losses[i].loss
@@ -99,7 +101,7 @@ func (c *call[T]) totals() (loss, weight float64) {
 	return loss, weight
 }
 
-// weightsStep adds up the weights of the rows of a task, in the same order as the pass over the rows does.
+// weightsStep adds up the weights of each task's rows, in the same order as crossEntropyForward does.
 type weightsStep[T float] struct{}
 
 func (weightsStep[T]) do(w *worker[T], task int) {
@@ -111,7 +113,7 @@ func (weightsStep[T]) do(w *worker[T], task int) {
 	}
 }
 
-// unread tells whether nothing of a row is wanted.
+// skipped tells whether a row need not be read: it is ignored, and its log-sum-exp is not wanted either.
 func (w *worker[T]) skipped(ignored bool) bool { return ignored && !w.ce.Max.Present() }
 
 func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
@@ -120,12 +122,12 @@ func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials 
 		return
 	}
 	if w.reuse && valid {
-		w.targetLogit = w.logit(row, t) // before the exponentials are written over it
+		w.targetLogit = w.logit(row, t) // now, because the exponentials may overwrite x
 	}
 	w.expBlocks(&w.x, &w.dx, row, lo, hi, partials)
 }
 
-// combine: a is the maximum, b what the exponentials are multiplied by, c the gradient at the target.
+// combine: a is the maximum, b the factor of the exponentials, c the gradient at the target.
 func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
 	t, ignored, valid := w.targetOf(row)
 	high, sum, logSum := math.NaN(), math.NaN(), math.NaN()
@@ -186,7 +188,7 @@ func (crossEntropyBackward[T]) run(c *call[T]) { c.runRows() }
 
 func (crossEntropyBackward[T]) firstPass(*worker[T], int, int, int, []partial) {}
 
-// combine: as in the forward pass, except that a may be the whole log-sum-exp.
+// combine: as in the forward pass, except that a is the log-sum-exp if it was stored as one number.
 func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowStats {
 	t, ignored, valid := w.targetOf(row)
 	if ignored {

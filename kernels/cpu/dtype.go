@@ -7,10 +7,10 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// float is a type that rows are computed in: float64 for float64 input, float32 for all else.
+// float is a type that rows are computed in: float64 for float64 input, float32 for other input.
 type float interface{ float32 | float64 }
 
-// native is the DType whose elements are T itself, so that rows of it need no widening.
+// native is the DType of T. Rows of that type are computed on in place, without conversion.
 func native[T float]() kernels.DType {
 	var z T
 	if unsafe.Sizeof(z) == 4 {
@@ -39,9 +39,11 @@ func narrowFloat16(f float32) uint16 {
 	switch magnitude := u & 0x7fffffff; {
 	case magnitude > 0x7f800000:
 		return sign | 0x7e00
-	case magnitude >= 143<<23: // 65536 and above; what rounds up to it carries into infinity below
+	case magnitude >= 143<<23: // 65536 and above; smaller values that round up to it become infinity below
 		return sign | 0x7c00
-	case magnitude < 113<<23: // subnormal in float16: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
+	case magnitude < 113<<23:
+		// Subnormal in float16. Adding 0.5 rounds to a multiple of 2^-24, whose factor the low bits then
+		// hold.
 		return sign | uint16(math.Float32bits(math.Float32frombits(magnitude)+0.5)-126<<23)
 	default:
 		return sign | uint16((magnitude+0xfff+magnitude>>13&1-112<<23)>>13)
@@ -58,12 +60,12 @@ func narrowBFloat16(f float32) uint16 {
 	return uint16((u + 0x7fff + u>>16&1) >> 16)
 }
 
-// rowAt points at element j of a row.
+// rowAt returns the address of element j of a row.
 func rowAt(m *kernels.Matrix, row, j int) unsafe.Pointer {
 	return unsafe.Add(m.Data, (row*int(m.Stride)+j)*int(m.DType.Size()))
 }
 
-// at reads element i of a vector, whatever its floating type.
+// at reads element i of a vector of any floating-point type.
 func at(v *kernels.Vector, i int) float64 {
 	p := unsafe.Add(v.Data, i*int(v.Stride*v.DType.Size()))
 	return scalar(v.DType, p)

@@ -4,8 +4,9 @@
 #include "row_amd64.h"
 #include "textflag.h"
 
-// exp of 16 lanes, see row.go, in assembly: the compiler uses 15 of the 32 registers, keeps constants and intermediate
-// values on the stack instead, and takes more than twice as long.
+// The exponential function for 16 lanes; row.go has the formula. It is in assembly because the Go compiler
+// uses only 15 of the 32 vector registers and spills the rest to the stack, which took more than twice as
+// long.
 
 #define LOAD_CONSTANTS \
 	MOVQ    ·simdConstants(SB), DX                ; \
@@ -20,8 +21,8 @@
 	VMOVUPS constants_exp2(DX), Z25       ; \
 	VMOVUPS constants_one(DX), Z26
 
-// p = exp(x); x and n are overwritten. Where x is below expLow the polynomial means nothing, and p is 0 instead; a NaN
-// is not below (21 is "not less than").
+// p = exp(x), or 0 where x is below expLow. x, n and k are overwritten. Comparison 21 is "not less than",
+// which also holds for a NaN, so exp(NaN) is NaN.
 #define EXP(x, n, p, k) \
 	VMULPS      Z17, x, n      ; \
 	VRNDSCALEPS $8, n, n       ; \
@@ -52,7 +53,8 @@
 	EXP(Z2, Z6, Z10, K3)   ; \
 	EXP(Z3, Z7, Z11, K4)
 
-// Z8 = exp(src - m) of the first 16 elements, or of all CX if they are fewer: K5 is their mask, in which Z8 is 0 beyond.
+// Z8 = exp(src - m) of the first min(CX, 16) elements, and 0 in the other lanes. K5 = the mask of these
+// elements.
 #define EXP16 \
 	TAIL_MASK                   ; \
 	VMOVUPS.Z (SI), K5, Z0 ; \
@@ -60,6 +62,7 @@
 	EXP(Z0, Z4, Z8, K1)    ; \
 	VMOVAPS.Z Z8, K5, Z8
 
+// Adds Z8 to Z11 to the sums in Z12 and Z13.
 #define ACCUMULATE64 \
 	VADDPS Z8, Z9, Z8    ; \
 	VADDPS Z10, Z11, Z10 ; \

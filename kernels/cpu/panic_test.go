@@ -13,7 +13,7 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// failing is softmax whose first pass calls a function before it reads a row.
+// panickingOp is softmax whose first pass calls a function before it reads a row.
 type panickingOp struct {
 	softmaxForward[float32]
 	before func(worker int)
@@ -26,7 +26,7 @@ func (f panickingOp) firstPass(w *worker[float32], row, lo, hi int, partials []p
 	f.softmaxForward.firstPass(w, row, lo, hi, partials)
 }
 
-// recovered runs a call that is large enough for helpers, and returns what it panics with.
+// panicOf runs a call that is large enough for helpers, and returns the value that it panics with.
 func panicOf(x, y matrix, before func(worker int)) (p any) {
 	defer func() { p = recover() }()
 	o := operands{x: x.Matrix, y: y.Matrix, reuseUpTo: longRow}
@@ -40,7 +40,7 @@ func until(done func() bool) {
 	}
 }
 
-// requireStillWorks runs all ops with helpers, on calls that are pooled and on new ones.
+// requireStillWorks runs all ops with helpers, first with calls from the pool.
 func requireStillWorks(t *testing.T) {
 	t.Helper()
 	shape := parallelShapes[0]
@@ -55,8 +55,8 @@ func requireStillWorks(t *testing.T) {
 
 func digits(_, j int) float64 { return float64(j % 5) }
 
-// TestPanicOfHelper: it reaches the caller once no helper is at work, whether tasks are rows or partials of a
-// row.
+// TestPanicOfHelper: the panic reaches the caller after all helpers have stopped, for whole rows and for
+// split rows.
 func TestPanicOfHelper(t *testing.T) {
 	for _, shape := range parallelShapes {
 		x := newMatrix(kernels.Float32, shape[0], shape[1], 0, 0).fill(digits)
@@ -74,14 +74,14 @@ func TestPanicOfHelper(t *testing.T) {
 				time.Sleep(time.Millisecond)
 				panic("a helper's defect")
 			})
-			require.Zero(t, working.Load(), "a helper is at work after the call")
+			require.Zero(t, working.Load(), "a helper still runs after the call")
 			require.Equal(t, "a helper's defect", p)
 		}
 	}
 	requireStillWorks(t)
 }
 
-// TestPanicOfCaller: the call is not left before the helpers have stopped writing.
+// TestPanicOfCaller: the call does not return before the helpers have stopped writing.
 func TestPanicOfCaller(t *testing.T) {
 	x := newMatrix(kernels.Float32, 900, 600, 0, 0).fill(digits)
 	y := newMatrix(kernels.Float32, 900, 600, 0, 0)
@@ -102,7 +102,7 @@ func TestPanicOfCaller(t *testing.T) {
 			}
 		})
 		written := y.clone()
-		require.Zero(t, working.Load(), "a helper is at work after the call")
+		require.Zero(t, working.Load(), "a helper still runs after the call")
 		require.Equal(t, "the caller's defect", p)
 		time.Sleep(time.Millisecond)
 		require.True(t, bytes.Equal(written.bytes, y.bytes), "a helper wrote after the call")
@@ -110,7 +110,7 @@ func TestPanicOfCaller(t *testing.T) {
 	requireStillWorks(t)
 }
 
-// TestPanicOfBoth: one of the two reaches the caller, and none is left for the crew's next use.
+// TestPanicOfBoth: one of the two panics reaches the caller, and the group's next use sees none.
 func TestPanicOfBoth(t *testing.T) {
 	g := newGroup()
 	for _, want := range []any{"a helper's defect", nil} {

@@ -8,26 +8,26 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// How a call is cut into work depends on the shape alone, never on the number of workers, and every sum has a fixed
-// order: so the number of workers changes no bit of a result.
+// Every row is reduced in the same blocks, and every sum has a fixed order. So a result has the same bits for
+// every number of workers.
 const (
-	block         = 2048      // elements that one primitive works on: what the first-level cache holds several of
-	longRow       = 128 << 10 // beyond this many elements a row is worked on in two passes over memory
-	reusedRow     = block     // beyond this many, widening again costs less than going back to what was widened before
-	chunk         = 8 * block // elements of a long row that make a task where rows are shared among workers
-	maxTasks      = 256       // tasks that the rows are dealt into
-	streamBytes   = 32 << 20  // from this much on little of a result would be in the cache for who reads it next
-	startBytes    = 512 << 10 // below this much memory traffic, waking other threads costs more than they save
-	parallelBytes = 256 << 10 // likewise, threads that are awake
+	block         = 2048      // elements that one row function works on; several blocks fit in the L1 cache
+	longRow       = 128 << 10 // in a row of more elements, the second pass reads memory again
+	reusedRow     = block     // in a row of more elements, converting again is cheaper than reading a copy
+	chunk         = 8 * block // elements per task where the row is split among workers
+	maxTasks      = 256       // the most tasks that whole rows are grouped into
+	streamBytes   = 32 << 20  // calls of this size write past the cache: it would keep little of them
+	startBytes    = 512 << 10 // in smaller calls, starting goroutines costs more than it saves
+	parallelBytes = 256 << 10 // in smaller calls, using idle helpers costs more than it saves
 )
 
-// operands are what a call reads and writes; each op uses some.
+// operands are what a call reads and writes. Each op uses some of them.
 type operands struct {
 	x, y, dy, dx     kernels.Matrix
 	weight, rstd, dw kernels.Vector
 	norm             RMSNormOptions
-	ce               kernels.CrossEntropy // less its X and DX, which are x and dx
-	reuseUpTo        int                  // elements up to which the second pass over a row uses what the first made
+	ce               kernels.CrossEntropy // its X and DX are unused: x and dx take their place
+	reuseUpTo        int                  // the longest row whose second pass reuses results of the first
 }
 
 func (o *operands) bytes() int {
@@ -38,82 +38,88 @@ func (o *operands) bytes() int {
 	return total
 }
 
-// op is a reduction over rows: a first pass over each block of a row, whose results join into what the second
-// pass over the blocks needs. run says in which order, plan how many tasks and how much workspace that takes.
+// op is a reduction over rows. The first pass reduces each block of a row to a partial result, combine turns
+// a row's partial results into its statistics, and the second pass uses those to write the row.
 type op[T float] interface {
-	plan(c *call[T], workers int)
-	run(c *call[T])
+	plan(c *call[T], workers int) // sets c.plan
+	run(c *call[T])               // runs the passes over all rows
 	firstPass(w *worker[T], row, lo, hi int, partials []partial)
 	combine(w *worker[T], row int, partials []partial) rowStats
 	secondPass(w *worker[T], row, lo, hi int, partials []partial, s rowStats)
 }
 
-// part is what the first pass leaves of one block, stats what they join into. Ops give a, b and c their meaning.
+// partial is the result of the first pass over one block.
 type partial struct{ max, sum float64 }
+
+// rowStats is what the second pass needs. Each op documents the meaning of a, b and c at its combine.
 type rowStats struct{ a, b, c float64 }
 
-// plan is how a call's rows are cut into tasks, and what workspace that takes beside the workers' buffers.
+// plan is how a call is split into tasks, and the workspace that it needs besides the workers' buffers.
 type plan struct {
-	splitRows bool // a row is shared among workers: the partials and stats of all rows are kept
-	tasks     int  // of the step with the most
-	weights   int  // elements of RMSNorm's weight, widened, or ones
+	splitRows bool // workers share a row; partials and statistics of all rows are stored
+	tasks     int  // of the step that has the most
+	weights   int  // elements of the converted RMSNorm weight, or of a block of ones
 	sums      int  // rows of partial sums of dw
-	columns   int  // of dw that a task sums over all rows
+	columns   int  // columns of dw that one task sums over all rows
 }
 
-// step is a set of tasks that can be done in any order.
+// step is a set of tasks that can run in any order.
 type step[T float] interface {
 	do(w *worker[T], task int)
 }
 
-// call is one call under way. Calls are pooled with some workspace, so that small ones allocate nothing.
+// call is the state of one call. Calls are pooled together with a small workspace, so that small ones
+// allocate nothing.
 type call[T float] struct {
 	operands
 	plan       plan
 	funcs      *rowFuncs[T]
 	op         op[T]
 	rows, cols int
-	blocks     int  // of a row
-	reuse      bool // what the first pass over a row made is kept for the second
-	long       bool // longer than longRow
-	stream     bool // what is written is not to push out of the cache what is read
+	blocks     int  // per row
+	reuse      bool // the second pass reuses what the first one computed
+	long       bool // rows are longer than longRow
+	stream     bool // outputs are written past the cache, so that inputs stay in it
 
 	step      step[T]
 	tasks     int
-	active    int // workers that tasks are dealt to
-	blockRoom int // elements of a buffer for a block
+	active    int // workers that have tasks in this step
+	blockRoom int // elements of a buffer for one block
 	workers   []worker[T]
 	group     group
-	mayStart  bool // it is worth a thread's waking up
+	mayStart  bool // the call is large enough to start goroutines
 
-	losses  [maxTasks]struct{ loss, weight float64 }
-	divisor float64 // of the gradient that cross-entropy's forward pass makes
+	losses  [maxTasks]struct{ loss, weight float64 } // sums over the rows of each task
+	divisor float64                                  // of the gradient that crossEntropyForward writes
 
-	fixed         []byte     // workspace that lasts as long as the call is pooled
-	mapped        []byte     // workspace instead of own where that is too small
-	splitPartials []partial  // of all rows, where they are shared among workers
-	splitStats    []rowStats // likewise
-	weights       []T        // RMSNorm's weight, widened, or ones
-	sums          []float64  // partial sums of dw
+	fixed         []byte     // the workspace that is pooled with the call
+	mapped        []byte     // the workspace of this call, if fixed is too small
+	splitPartials []partial  // of all rows, with plan.splitRows
+	splitStats    []rowStats // of all rows, with plan.splitRows
+	weights       []T        // see plan.weights
+	sums          []float64  // see plan.sums
 }
 
+// worker is the state of one worker of a call. Worker 0 runs on the caller's goroutine, the others on
+// helpers.
 type worker[T float] struct {
 	*call[T]
 	number      int
 	queue       taskQueue
-	task        int
-	buffer      []T // rows or blocks of two operands, and blocks of the weight: see scratch
+	task        int // the current one
+	buffer      []T // three parts, see scratch
 	partials    []partial
-	targetLogit float64   // logit of the current row's class
-	sum         []float64 // of dw: columns from sumFrom on
-	sumFrom     int
-	columns     []float64       // room for sum where rows are long
-	_           [cacheLine]byte // keeps two workers out of one cache line
+	targetLogit float64         // of the current row
+	sum         []float64       // sums of dw over rows, from column sumFrom on
+	sumFrom     int             // column
+	columns     []float64       // memory for sum, see plan.columns
+	_           [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
 }
 
+// engine runs ops that compute in T.
 type engine[T float] struct {
 	funcs *rowFuncs[T]
-	pool  sync.Pool
+	pool  sync.Pool // of *call[T]
 }
 
 var (
@@ -121,7 +127,7 @@ var (
 	engine64 = engine[float64]{funcs: &portable64}
 )
 
-// run carries out an op, in float64 where x is. Its error is a *MemoryError.
+// run computes in float64 if x is float64, else in float32. Its error is a *MemoryError.
 func run(o *operands, workers int, op32 op[float32], op64 op[float64]) error {
 	if o.x.DType == kernels.Float64 {
 		return engine64.run(o, workers, op64)
@@ -144,12 +150,12 @@ func (e *engine[T]) run(o *operands, workers int, op op[T]) error {
 	c.reuse, c.long, c.stream = c.cols <= o.reuseUpTo, c.cols > longRow, bytes >= streamBytes
 	op.plan(c, workers)
 	c.prepare(max(min(workers, c.plan.tasks), 1))
-	err := c.run() // a call that panics is not pooled again
-	e.pool.Put(c)
+	err := c.run()
+	e.pool.Put(c) // not reached after a panic: that call's state is not reused
 	return err
 }
 
-// run gets all workspace before anything is written.
+// run allocates all workspace first: a call that fails has written nothing.
 func (c *call[T]) run() error {
 	defer c.reset()
 	if err := c.reserve(); err != nil {
@@ -159,7 +165,7 @@ func (c *call[T]) run() error {
 	return nil
 }
 
-// planRows is the plan of runRows.
+// planRows sets the plan that runRows needs.
 func (c *call[T]) planRows(workers int) {
 	c.plan = plan{tasks: min(c.rows, maxTasks)}
 	if c.long && c.rows < 4*workers && c.rows <= maxTasks && workers > 1 {
@@ -167,7 +173,7 @@ func (c *call[T]) planRows(workers int) {
 	}
 }
 
-// reserve lays out the workspace, in the call's own memory or in mapped memory.
+// reserve places the workspace in c.fixed, or in mapped memory if it is too large for that.
 func (c *call[T]) reserve() (err error) {
 	bytes := c.layOut(c.fixed)
 	if bytes <= len(c.fixed) {
@@ -180,8 +186,8 @@ func (c *call[T]) reserve() (err error) {
 	return err
 }
 
-// forget gives mapped memory back. No pointer to that or to the caller's memory stays: the addresses may
-// become part of Go's heap, whose pointers the garbage collector checks.
+// reset gives mapped memory back and drops all pointers to it and to the caller's memory. If such an address
+// later becomes part of Go's heap, a stale pointer to it would make the garbage collector abort.
 func (c *call[T]) reset() {
 	if c.mapped != nil {
 		c.layOut(nil)
@@ -190,14 +196,15 @@ func (c *call[T]) reset() {
 	c.mapped, c.operands, c.op, c.step = nil, operands{}, nil, nil
 }
 
-// layOut says where everything lies in a workspace, and how large that has to be.
+// layOut places all buffers in memory and returns the bytes that they need. If memory is too small, it leaves
+// buffers nil.
 func (c *call[T]) layOut(memory []byte) int {
 	a := arena{memory: memory}
-	shared, blocks := 0, c.blocks // partials of all rows, or each worker's of its row
+	splitRows, blocks := 0, c.blocks // partials are stored for all rows, or for each worker's current row
 	if c.plan.splitRows {
-		shared, blocks = c.rows, 0
+		splitRows, blocks = c.rows, 0
 	}
-	c.splitPartials, c.splitStats = take[partial](&a, shared*c.blocks), take[rowStats](&a, shared)
+	c.splitPartials, c.splitStats = take[partial](&a, splitRows*c.blocks), take[rowStats](&a, splitRows)
 	c.weights, c.sums = take[T](&a, c.plan.weights), take[float64](&a, c.plan.sums*c.cols)
 	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
@@ -224,20 +231,21 @@ func (c *call[T]) prepare(workers int) {
 	}
 }
 
-// deal is the tasks that are left of those dealt to a worker, from the first in the high half to before the last in the low half.
+// taskQueue is the range of tasks that a worker has not started. The high half of left is the first one, the
+// low half the one after the last.
 type taskQueue struct{ left atomic.Uint64 }
 
 func (q *taskQueue) set(lo, hi int) { q.left.Store(uint64(lo)<<32 | uint64(hi)) }
 
-// take removes the first task, or the last for another worker than the one it was dealt to.
-func (q *taskQueue) take(last bool) (task int, ok bool) {
+// take removes the first task for the queue's owner, or the last one for a worker that steals.
+func (q *taskQueue) take(steal bool) (task int, ok bool) {
 	for {
 		left := q.left.Load()
 		lo, hi := left>>32, left&(1<<32-1)
 		if lo == hi {
 			return 0, false
 		}
-		if last {
+		if steal {
 			if q.left.CompareAndSwap(left, left-1) {
 				return int(hi - 1), true
 			}
@@ -247,10 +255,10 @@ func (q *taskQueue) take(last bool) (task int, ok bool) {
 	}
 }
 
-// each does the tasks of a step, the caller being worker 0, and returns when all are done. A worker gets the
-// same tasks call after call, whose data its cache may still hold, and others' only when it has done its own.
-// A panic of a worker becomes one of the caller, after all helpers have left: none writes to the caller's
-// memory any more.
+// runStep runs the tasks of a step and returns when all are done. Each worker starts with the same tasks in
+// every call, because its cache may still hold their data, and steals tasks when its queue is empty. A panic
+// of a worker is raised again on the caller's goroutine after all helpers have left, when none of them can
+// still write to the caller's memory.
 func (c *call[T]) runStep(s step[T], tasks int) {
 	c.step, c.tasks, c.active = s, tasks, max(min(len(c.workers), tasks), 1)
 	if c.active == 1 {
@@ -283,7 +291,7 @@ func (w *worker[T]) runTasks() {
 	}
 }
 
-// runRows runs the op over all rows: row by row, or with the rows shared where they are long and too few.
+// runRows runs both passes over all rows. A task is a range of rows, or with plan.splitRows a chunk of one.
 func (c *call[T]) runRows() {
 	if c.plan.splitRows {
 		c.splitFirstPass()
@@ -295,7 +303,7 @@ func (c *call[T]) runRows() {
 
 func (c *call[T]) chunks() int { return (c.cols + chunk - 1) / chunk }
 
-// splitFirstPass does the first pass of all rows, many workers to a row, and joins each row's partials.
+// splitFirstPass runs the first pass with several workers per row, and combines each row's partials.
 func (c *call[T]) splitFirstPass() {
 	c.runStep(firstPassStep[T]{}, c.rows*c.chunks())
 	for row := range c.rows {
@@ -318,7 +326,7 @@ func (rowsStep[T]) do(w *worker[T], task int) {
 	}
 }
 
-// portion is one of several partials of n things, as equal as they can be.
+// subrange is part i of 0 to n, divided into count parts whose sizes differ by at most 1.
 func subrange(n, i, count int) (lo, hi int) {
 	each, more := n/count, n%count
 	lo = i*each + min(i, more)
@@ -348,13 +356,13 @@ func (secondPassStep[T]) do(w *worker[T], task int) {
 	w.op.secondPass(w, row, lo, min(lo+chunk, w.cols), w.splitRowPartials(row), w.splitStats[row])
 }
 
-// view is n elements of a row that are T in memory.
+// view is n elements of a row in place. Their type in memory is T.
 func view[T float](m *kernels.Matrix, row, j, n int) []T {
 	return unsafe.Slice((*T)(rowAt(m, row, j)), n)
 }
 
-// scratch is room for n elements from column j on, in the worker's buffer 0, 1 or 2. Each holds a block.
-// Buffer 0, the last in memory, holds a whole row where that is kept for the second pass.
+// scratch is space for n elements from column j on in part 0, 1 or 2 of the worker's buffer. Each part holds
+// a block, except that part 0 holds a whole row with w.reuse. It is the last in memory, so it can be longer.
 func (w *worker[T]) scratch(number, j, n int) []T {
 	from := (2 - number) * w.blockRoom
 	if w.reuse {
@@ -363,7 +371,7 @@ func (w *worker[T]) scratch(number, j, n int) []T {
 	return w.buffer[from : from+n]
 }
 
-// read is n elements of a row: where they lie, or widened into a buffer.
+// read is n elements of a row: in place if their type is T, else converted into the numbered scratch space.
 func (w *worker[T]) read(number int, m *kernels.Matrix, row, j, n int) []T {
 	if m.DType == native[T]() {
 		return view[T](m, row, j, n)
@@ -373,7 +381,7 @@ func (w *worker[T]) read(number int, m *kernels.Matrix, row, j, n int) []T {
 	return s
 }
 
-// again is what read gave in the first pass.
+// reread is what read returned in the first pass. It converts again only without w.reuse.
 func (w *worker[T]) reread(number int, m *kernels.Matrix, row, j, n int) []T {
 	if w.reuse && m.DType != native[T]() {
 		return w.scratch(number, j, n)
@@ -381,7 +389,8 @@ func (w *worker[T]) reread(number int, m *kernels.Matrix, row, j, n int) []T {
 	return w.read(number, m, row, j, n)
 }
 
-// output is where to make n elements of a row: where they belong, or in a buffer for write.
+// output is where to compute n elements of a row: in place if their type is T, else in scratch space, from
+// where write converts them.
 func (w *worker[T]) output(number int, m *kernels.Matrix, row, j, n int) []T {
 	if m.DType == native[T]() {
 		return view[T](m, row, j, n)
@@ -389,7 +398,7 @@ func (w *worker[T]) output(number int, m *kernels.Matrix, row, j, n int) []T {
 	return w.scratch(number, j, n)
 }
 
-// write brings what was made in output to where it belongs.
+// write converts what was computed in output's scratch space and stores it in the row.
 func (w *worker[T]) write(m *kernels.Matrix, row, j int, s []T) {
 	if m.DType != native[T]() {
 		w.funcs.store[m.DType](rowAt(m, row, j), s, 1)

@@ -1,6 +1,6 @@
 package cpu
 
-// pause passes the time of n > 0 PAUSE instructions, which leave a core to its other thread.
+// pause executes n > 0 PAUSE instructions. While one waits, the core's other hardware thread runs faster.
 //
 //go:noescape
 func pause(n uint32)

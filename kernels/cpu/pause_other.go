@@ -4,5 +4,5 @@ package cpu
 
 import "runtime"
 
-// pause gives way to other goroutines.
+// pause yields to other goroutines.
 func pause(uint32) { runtime.Gosched() }

@@ -15,7 +15,8 @@ import (
 // group is the set of helpers that work on the current tasks of a call. Each set of tasks is a generation.
 // A helper can join a generation until the caller finishes it.
 //
-// From its high to its low bits, state is the generation, whether the caller sleeps, and the number of members.
+// From its high to its low bits, state is the generation, whether the caller sleeps, and the number of
+// members.
 type group struct {
 	state    atomic.Uint64
 	awake    chan struct{}       // wakes the sleeping caller
@@ -68,8 +69,8 @@ func (g *group) wait() {
 	if uint32(g.state.Add(groupGeneration)) == 0 {
 		return
 	}
-	// Yielding would put the caller's thread to sleep, because a goroutine that was called from C is locked to
-	// its thread. With one processor it has to yield, or no helper could run.
+	// Yielding would put the caller's thread to sleep, because a goroutine that was called from C is locked
+	// to its thread. With one processor it has to yield, or no helper could run.
 	if spin(limit, runtime.GOMAXPROCS(0) == 1, func() bool { return uint32(g.state.Load()) == 0 }) {
 		return
 	}

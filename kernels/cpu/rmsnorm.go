@@ -7,25 +7,26 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// RMSNormOptions are the numbers that RMSNorm takes.
+// RMSNormOptions are the scalar options of RMSNorm.
 type RMSNormOptions struct {
-	Eps          float64 // backward does not use it
+	Eps          float64 // not used by backward
 	WeightOffset float64 // added to each weight
 }
 
 // RMSNormForward computes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
-// Sennrich, 2019). weight may be absent (ones), rstd not wanted. y may be x.
+// Sennrich, 2019). An absent weight means ones. rstd is written unless it is absent. y may be x.
 func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, rstd kernels.Vector,
 	norm RMSNormOptions, workers int) error {
 	o := operands{x: x, weight: weight, y: y, rstd: rstd, norm: norm, reuseUpTo: reusedRow}
 	return run(&o, workers, rmsNormForward[float32]{}, rmsNormForward[float64]{})
 }
 
-// RMSNormBackward computes, with h = x * rstd and g = dout * weight, dx = (g - h * mean(g * h)) * rstd for each row
-// and, where dw is wanted, dw = sum over rows of dout * h. dx may be dout.
+// RMSNormBackward computes dx = (g - h * mean(g * h)) * rstd for each row, with h = x * rstd and
+// g = dout * weight. Unless dw is absent it also computes dw = sum over rows of dout * h. dx may be dout.
 func RMSNormBackward(x kernels.Matrix, weight kernels.Vector, dout kernels.Matrix, rstd kernels.Vector,
 	dx kernels.Matrix, dw kernels.Vector, norm RMSNormOptions, workers int) error {
-	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, norm: norm, reuseUpTo: reusedRow}
+	o := operands{x: x, weight: weight, dy: dout, rstd: rstd, dx: dx, dw: dw, norm: norm}
+	o.reuseUpTo = reusedRow
 	return run(&o, workers, rmsNormBackward[float32]{}, rmsNormBackward[float64]{})
 }
 
@@ -48,6 +49,7 @@ func (rmsNormForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []par
 	}
 }
 
+// combine: a is rstd.
 func (rmsNormForward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
 	rstd := 1 / math.Sqrt(total(partials)/float64(w.cols)+w.norm.Eps)
 	if w.rstd.Present() {
@@ -66,12 +68,12 @@ func (rmsNormForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, 
 	}
 }
 
-// weightIsNative tells whether the weight can be read where it lies.
+// weightIsNative tells whether the weight can be used in place.
 func (c *call[T]) weightIsNative() bool {
 	return c.weight.DType == native[T]() && c.norm.WeightOffset == 0
 }
 
-// loadWeight widens weights and adds the offset.
+// loadWeight converts weights to T and adds the offset.
 func (c *call[T]) loadWeight(to []T, from unsafe.Pointer) {
 	if c.weight.DType == native[T]() {
 		copy(to, unsafe.Slice((*T)(from), len(to)))
@@ -83,7 +85,8 @@ func (c *call[T]) loadWeight(to []T, from unsafe.Pointer) {
 	}
 }
 
-// weightElements is how much of the weight is widened once for all rows; long rows do it block by block.
+// weightElements is how much of the weight is converted once for all rows. Long rows convert it block by
+// block.
 func (c *call[T]) weightElements() int {
 	switch {
 	case !c.weight.Present():
@@ -143,15 +146,15 @@ func (rmsNormBackward[T]) run(c *call[T]) {
 		c.runRows()
 	case !c.long:
 		c.runStep(rowsAndSumsStep[T]{}, c.plan.sums)
-		c.runStep(joinSumsStep[T]{}, c.blocks)
+		c.runStep(addSumsStep[T]{}, c.blocks)
 	default:
 		c.splitFirstPass()
 		c.runStep(columnsStep[T]{}, c.blocks)
 	}
 }
 
-// partialSums is how many rows of partial sums of dw to make: enough to share the work, few enough for them to be a
-// small part of the traffic and to fit in 32 MiB.
+// partialSums is how many rows of partial sums of dw are computed. Each is a task, so there should be enough
+// for all workers. They should also be a small part of the memory traffic, and fit in 32 MiB.
 func partialSums(rows, cols int) int { return max(1, min(64, rows/8, 4<<20/cols)) }
 
 func (rmsNormBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
@@ -181,7 +184,7 @@ func (rmsNormBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial,
 	}
 }
 
-// rowsAndSumsStep does some rows, and sums their part of dw.
+// rowsAndSumsStep processes a range of rows, and adds up their contribution to dw.
 type rowsAndSumsStep[T float] struct{}
 
 func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
@@ -193,10 +196,10 @@ func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
 	}
 }
 
-// joinSumsStep adds up one block of columns of the partial sums.
-type joinSumsStep[T float] struct{}
+// addSumsStep adds up one block of columns of the partial sums.
+type addSumsStep[T float] struct{}
 
-func (joinSumsStep[T]) do(w *worker[T], task int) {
+func (addSumsStep[T]) do(w *worker[T], task int) {
 	lo := task * block
 	hi := min(lo+block, w.cols)
 	for i := w.cols; i < len(w.sums); i += w.cols {
@@ -205,7 +208,8 @@ func (joinSumsStep[T]) do(w *worker[T], task int) {
 	w.writeDW(lo, w.sums[lo:hi])
 }
 
-// columnsStep does one block of columns of long rows, so that no partial sums of their length are needed.
+// columnsStep runs the second pass of all rows on one block of columns. So long rows need no partial sums of
+// their length.
 type columnsStep[T float] struct{}
 
 func (columnsStep[T]) do(w *worker[T], task int) {
@@ -219,7 +223,7 @@ func (columnsStep[T]) do(w *worker[T], task int) {
 	w.writeDW(lo, w.sum)
 }
 
-// writeDW writes one block of dw, from column lo on.
+// writeDW stores the sums of one block of columns from lo on.
 func (w *worker[T]) writeDW(lo int, sum []float64) {
 	s := w.scratch(0, 0, len(sum))
 	for i := range s {

@@ -5,17 +5,18 @@ import (
 	"unsafe"
 )
 
-// kit is the row primitives of one instruction set. A call works on one block of a row: slices of equal length, of any
-// alignment. Results may be written over an input. Sums have a few lanes of float64; vector code adds up to four
-// float32 results before it widens them, and so keeps nearly all the digits at little cost.
+// rowFuncs is the table of row functions of one instruction set. A function works on one block of a row: its
+// slices have equal lengths and any alignment, and dst may be an input. Sums are accumulated in several lanes
+// of float64. Vector code first adds up to four float32 results: converting fewer values costs less, and the
+// rounding error stays small.
 type rowFuncs[T float] struct {
 	name string
 
-	// By kernels.DType of the memory; load of T's own type is not there, since nothing needs it.
+	// Indexed by the kernels.DType in memory. There is no load for T itself, which is read in place.
 	load  [4]func(dst []T, src unsafe.Pointer)
 	store [4]func(dst unsafe.Pointer, src []T, c T) // dst = src * c, rounded to nearest even
 
-	max         func(x []T) T                            // a NaN in x may be passed over
+	max         func(x []T) T                            // may or may not ignore a NaN in x
 	exp         func(dst, src []T, m T) float64          // dst = exp(src - m); returns the sum
 	expScale    func(dst, src []T, m, c T)               // dst = exp(src - m) * c
 	dot         func(x, y []T) float64                   // sum of x * y
@@ -26,16 +27,18 @@ type rowFuncs[T float] struct {
 	softmaxGrad func(dst, dy, y []T, hi, lo T)           // dst = ((dy - hi) - lo) * y
 	rmsNormGrad func(dst, x, w, dout []T, k, r float64)  // dst = (dout * w - x * k) * r
 
-	// Shortcuts, nil where there is none: a sum without the exponentials themselves, and softmax's backward pass on memory
-	// as it lies, by its DType; with stream dst is aligned to 64 bytes, and written past the cache.
-	expSum         func(src []T, m T) float64 // sum of exp(src - m), to the same bits as exp's
+	// Fast paths, nil where there is none. dotRaw and softmaxGradRaw take memory of the DType that they are
+	// indexed by, without a conversion to T. With stream, dst is aligned to 64 bytes and written past the
+	// cache.
+	expSum         func(src []T, m T) float64 // sum of exp(src - m), with the same bits as exp's
 	dotRaw         [4]func(x, y unsafe.Pointer, n int) float64
 	softmaxGradRaw [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 }
 
-// exp is polynomial: with n = round(x / ln 2) and r = x - n ln 2, exp(x) = 2^n (1 + r + r^2 q(r)), where q has the
-// least relative error (2^-28) that a polynomial of degree 4 can have. ln2High has few enough bits for n * ln2High to
-// be exact. Below expLow, where the result would be subnormal, it is 0.
+// The exponential function in float32: with n = round(x / ln 2) and r = x - n ln 2, exp(x) is 2^n (1 + r +
+// r^2 q(r)). q is the polynomial of degree 4 with the smallest relative error, 2^-28. ln 2 is split into
+// ln2High + ln2Low, where ln2High has so few bits that n * ln2High is exact. For x below expLow the result
+// would be subnormal, and 0 is returned instead.
 const (
 	log2E   = 1.44269504088896341
 	ln2High = 0.693359375
@@ -48,17 +51,18 @@ const (
 	exp5 = 0.00836871687973
 	exp6 = 0.00138145986467
 
-	// Adding roundBias to |v| < 2^21 rounds v to an integer, which the low bits then hold plus the exponent's bias.
+	// v + roundBias, for |v| < 2^21, rounds v to an integer. The low bits of the sum are that integer plus
+	// float32's exponent bias of 127.
 	roundBias = 0x1.8p23 + 127
 )
 
-// supportedRowFuncs are what this machine can run, fastest first.
+// supportedRowFuncs are the tables that this machine can run, fastest first.
 var supportedRowFuncs = append(simdRowFuncs(), &portable32)
 
-// SIMD names the instruction set that rows are computed with: "avx512", "avx2" or "portable".
+// SIMD returns the instruction set in use: "avx512", "avx2" or "portable".
 func SIMD() string { return engine32.funcs.name }
 
-// chooseRowFuncs is the fastest kit, or the one that the environment names.
+// chooseRowFuncs returns the table that GANDER_SIMD names, or else the fastest.
 func chooseRowFuncs() *rowFuncs[float32] {
 	for _, k := range supportedRowFuncs {
 		if k.name == os.Getenv("GANDER_SIMD") {

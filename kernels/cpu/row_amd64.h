@@ -1,12 +1,12 @@
-// Parts of the assembly for AVX-512: sums in 16 lanes of float64, and ends of rows under a mask.
+// Macros for the AVX-512 assembly: sums in 16 lanes of float64, and masks for the last elements of a row.
 
-// K5 = a mask of the first 16 elements, or of all CX if they are fewer.
+// K5 = a mask that selects the first min(CX, 16) elements.
 #define TAIL_MASK \
 	MOVL  $-1, AX    ; \
 	BZHIL CX, AX, AX ; \
 	KMOVW AX, K5
 
-// Adds the lanes of z, whose low half is y, to the sums in Z12 and Z13.
+// Adds the float32 lanes of z to the sums in Z12 and Z13. y is the low half of z.
 #define ACCUMULATE(z, y) \
 	VEXTRACTF64X4 $1, z, Y15    ; \
 	VCVTPS2PD     y, Z14        ; \

@@ -10,7 +10,7 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// The primitives for AVX2 with FMA: 8 lanes, otherwise like those for AVX-512.
+// The row functions for AVX2 with FMA: 8 lanes, otherwise like those for AVX-512.
 
 var avx2 = rowFuncs[float32]{
 	name: "avx2",
@@ -41,10 +41,11 @@ type (
 	f64x4 = archsimd.Float64x4
 )
 
-// c8 and n8 load half the lanes of a constant.
+// c8 and n8 load a constant. They use half of its 16 lanes.
 func c8(c *floats) f32x8 { return archsimd.LoadFloat32x8((*[8]float32)(c[:])) }
 func n8(c *ints) i32x8   { return archsimd.LoadInt32x8((*[8]int32)(c[:])) }
 
+// floatPtr8 points at elements i to i+7. The pointers below are alike.
 func floatPtr8(x []float32, i int) *[8]float32 {
 	return (*[8]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
 }
@@ -59,6 +60,7 @@ func load8(x []float32, i int) f32x8 { return archsimd.LoadFloat32x8(floatPtr8(x
 
 var iota8 = [8]int32{0, 1, 2, 3, 4, 5, 6, 7}
 
+// tailMask8 selects the first n lanes, or all if n is larger.
 func tailMask8(n int) archsimd.Mask32x8 {
 	return archsimd.BroadcastInt32x8(int32(n)).Greater(archsimd.LoadInt32x8(&iota8))
 }
@@ -67,7 +69,7 @@ func loadTail8(x []float32, i int, m archsimd.Mask32x8) f32x8 {
 	return archsimd.LoadMaskedFloat32x8(floatPtr8(x, i), m)
 }
 
-// accumulate8 adds the lanes of a short sum to those of a long one.
+// accumulate8 adds the lanes of v to sums in float64.
 func accumulate8(s0, s1 f64x4, v f32x8) (f64x4, f64x4) {
 	return s0.Add(v.GetLo().ConvertToFloat64()), s1.Add(v.GetHi().ConvertToFloat64())
 }
@@ -105,8 +107,8 @@ func maxAVX2(x []float32) float32 {
 	return max4(m0.GetLo().Max(m0.GetHi()))
 }
 
-// exp8 is exp16 in two steps, each small enough to be inlined, with 2^n made of the low bits of the rounded quotient
-// (infinity for n > 127).
+// exp8 computes exp(x) as power * scale, which scaled8 multiplies: each function is small enough to be
+// inlined. scale is 2^n, made from the low bits of t, or infinity for n > 127. See row.go for the formula.
 func (k *constants) exp8(x f32x8) (power, scale f32x8) {
 	t := x.MulAdd(c8(&k.log2E), c8(&k.roundBias))
 	n := t.Sub(c8(&k.roundBias))
@@ -116,6 +118,7 @@ func (k *constants) exp8(x f32x8) (power, scale f32x8) {
 	return p, t.AsInt32x8().Min(n8(&k.roundBias128)).ShiftLeft(n8(&k.twentyThree)).AsFloat32x8()
 }
 
+// scaled8 is power * scale, or 0 where x is below expLow.
 func (k *constants) scaled8(x, power, scale f32x8) f32x8 {
 	return c8(&k.zero).Merge(power.Mul(scale), x.Less(c8(&k.expLow)))
 }
@@ -213,7 +216,8 @@ func dot3AVX2(x, y, z []float32) float64 {
 func addAVX2(acc, x []float64) {
 	n, i := len(x), 0
 	for ; i+4 <= n; i += 4 {
-		archsimd.LoadFloat64x4(doublePtr4(acc, i)).Add(archsimd.LoadFloat64x4(doublePtr4(x, i))).Store(doublePtr4(acc, i))
+		archsimd.LoadFloat64x4(doublePtr4(acc, i)).
+			Add(archsimd.LoadFloat64x4(doublePtr4(x, i))).Store(doublePtr4(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
 	add(acc[i:], x[i:])
@@ -352,13 +356,14 @@ func storeBFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
 	archsimd.ClearAVXUpperBits()
 }
 
+// loadExtended8 loads 8 numbers of 16 bits and extends them with zeros to 32.
 func loadExtended8(src unsafe.Pointer, i int) i32x8 {
 	return archsimd.LoadInt16x8(int16Ptr8(src, i)).AsUint16x8().ExtendToUint32().AsInt32x8()
 }
 
 func (k *constants) widenBFloat16x8(h i32x8) f32x8 { return h.ShiftLeft(n8(&k.sixteen)).AsFloat32x8() }
 
-// widenFloat16x8 takes the steps of widenFloat16.
+// widenFloat16x8 follows the steps of widenFloat16.
 func (k *constants) widenFloat16x8(h i32x8) f32x8 {
 	sign := h.And(n8(&k.halfSign))
 	magnitude := h.Xor(sign).ShiftLeft(n8(&k.thirteen))
@@ -369,7 +374,8 @@ func (k *constants) widenFloat16x8(h i32x8) f32x8 {
 	return v.Or(sign.ShiftLeft(n8(&k.sixteen))).AsFloat32x8()
 }
 
-// narrowFloat16x8 takes the steps of narrowFloat16; clamping to 65536 makes an infinity of all that lies above.
+// narrowFloat16x8 follows the steps of narrowFloat16. Magnitudes are clamped to 65536, which becomes
+// infinity.
 func (k *constants) narrowFloat16x8(f f32x8) archsimd.Int16x8 {
 	u := f.AsInt32x8()
 	sign := u.And(n8(&k.sign))

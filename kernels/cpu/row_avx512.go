@@ -10,10 +10,11 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// The primitives for AVX-512: 16 lanes, ends of rows under a mask. Those that take a mask point an array type at
-// memory of which only the unmasked part is theirs, hence nocheckptr.
+// The row functions for AVX-512: 16 lanes, and masks for the last elements of a row. Functions with masked
+// loads or stores form array pointers that reach beyond the row. The masked lanes are not accessed, but
+// checkptr would report the pointers, hence nocheckptr.
 //
-// The compiler takes Max and Min for commutative, so what they do with a NaN is anybody's guess.
+// The compiler may swap the operands of Max and Min, so their result for a NaN is unspecified.
 
 var avx512 = rowFuncs[float32]{
 	name: "avx512",
@@ -54,10 +55,10 @@ type (
 	f64x8  = archsimd.Float64x8
 )
 
-// n16 loads a constant's lanes, see lanes.
+// n16 loads a constant.
 func n16(c *ints) i32x16 { return archsimd.LoadInt32x16((*[16]int32)(c)) }
 
-// floatPtr16 points at elements i to i+15.
+// floatPtr16 points at elements i to i+15. The pointers below are alike.
 func floatPtr16(x []float32, i int) *[16]float32 {
 	return (*[16]float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 4*i))
 }
@@ -66,14 +67,14 @@ func int16Ptr16(p unsafe.Pointer, i int) *[16]int16 { return (*[16]int16)(unsafe
 
 func load16(x []float32, i int) f32x16 { return archsimd.LoadFloat32x16(floatPtr16(x, i)) }
 
-// tailMask16 masks the n lanes of a row's end.
+// tailMask16 selects the first n lanes.
 func tailMask16(n int) archsimd.Mask32x16 { return archsimd.Mask32x16FromBits(1<<n - 1) }
 
 func loadTail16(x []float32, i int, m archsimd.Mask32x16) f32x16 {
 	return archsimd.LoadMaskedFloat32x16(floatPtr16(x, i), m)
 }
 
-// accumulate16 adds the lanes of a short sum to those of a long one.
+// accumulate16 adds the lanes of v to sums in float64.
 func accumulate16(s0, s1 f64x8, v f32x16) (f64x8, f64x8) {
 	return s0.Add(v.GetLo().ConvertToFloat64()), s1.Add(v.GetHi().ConvertToFloat64())
 }
@@ -163,7 +164,8 @@ func dot3AVX512(x, y, z []float32) float64 {
 func addAVX512(acc, x []float64) {
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
-		archsimd.LoadFloat64x8(doublePtr8(acc, i)).Add(archsimd.LoadFloat64x8(doublePtr8(x, i))).Store(doublePtr8(acc, i))
+		archsimd.LoadFloat64x8(doublePtr8(acc, i)).
+			Add(archsimd.LoadFloat64x8(doublePtr8(x, i))).Store(doublePtr8(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
 	add(acc[i:], x[i:])
@@ -244,8 +246,8 @@ func storeFloat32AVX512(dst unsafe.Pointer, src []float32, c float32) {
 	}
 }
 
-// In float16_amd64.s, for n a multiple of the lanes and not 0: the instructions that convert float16 are not in
-// archsimd, and integer arithmetic in their place took three to five times as long.
+// In float16_amd64.s, because archsimd lacks the instructions that convert float16. Converting with integer
+// arithmetic took three to five times as long. n is a positive multiple of 16.
 //
 //go:noescape
 func widenFloat16x16(dst *float32, src unsafe.Pointer, n int)
@@ -253,8 +255,9 @@ func widenFloat16x16(dst *float32, src unsafe.Pointer, n int)
 //go:noescape
 func narrowFloat16x16(dst unsafe.Pointer, src *float32, n int, c float32)
 
-// The conversions of 16-bit rows end with a vector that overlaps the one before it: memory and float32 side never
-// overlap, so converting an element twice is harmless. Rows of less than a vector are left to the portable code.
+// The conversions below end with a vector that overlaps the one before it. Converting an element twice is
+// harmless, because source and destination do not overlap. The portable code converts rows shorter than a
+// vector.
 
 func loadFloat16AVX512(dst []float32, src unsafe.Pointer) {
 	n := len(dst)

@@ -7,8 +7,8 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// The portable primitives: plain Go for every machine. Reductions have four lanes of float64, which costs
-// scalar code next to nothing.
+// The row functions in plain Go, for every machine. Sums have four independent accumulators in float64, which
+// scalar code computes at almost no extra cost.
 
 var portable32 = rowFuncs[float32]{
 	name: "portable",
@@ -85,7 +85,8 @@ func maximum[T float](x []T) T {
 	low := T(math.Inf(-1))
 	m := [4]T{low, low, low, low}
 	for ; len(x) >= 4; x = x[4:] {
-		m[0], m[1], m[2], m[3] = larger(m[0], x[0]), larger(m[1], x[1]), larger(m[2], x[2]), larger(m[3], x[3])
+		m[0], m[1] = larger(m[0], x[0]), larger(m[1], x[1])
+		m[2], m[3] = larger(m[2], x[2]), larger(m[3], x[3])
 	}
 	for _, v := range x {
 		m[0] = larger(m[0], v)

@@ -10,7 +10,7 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// format describes a 16-bit float, for conversions that owe nothing to the code under test.
+// format describes a 16-bit float, for reference conversions that share no code with the package.
 type format struct {
 	dtype    kernels.DType
 	mantissa int
@@ -53,7 +53,7 @@ func all16() []uint16 {
 	return a
 }
 
-// store narrows with the kit under test.
+// store converts with the table under test.
 func store(k *rowFuncs[float32], t kernels.DType, src []float32) []uint16 {
 	dst := make([]uint16, len(src))
 	k.store[t](unsafe.Pointer(&dst[0]), src, 1)
@@ -74,7 +74,8 @@ func TestConversionsOfAllValues(t *testing.T) {
 					same = out[i] != out[i] && math.IsNaN(f.value(back[i]))
 				}
 				if !same {
-					require.Failf(t, "conversion", "%v %s: %#x is %v, became %v and %#x", f.dtype, k.name, h, want, out[i], back[i])
+					require.Failf(t, "conversion", "%v %s: %#x is %v, became %v and %#x",
+						f.dtype, k.name, h, want, out[i], back[i])
 				}
 			}
 		}
@@ -92,7 +93,7 @@ func TestRoundsToNearestEven(t *testing.T) {
 		}
 		for h := uint16(0); h < infinity; h++ {
 			low, high := f.value(h), f.value(h+1)
-			if h+1 == infinity { // rounding is as if the exponents went on
+			if h+1 == infinity { // numbers round to infinity as if it were the next finite one
 				high = 2*low - f.value(h-1)
 			}
 			middle := float32((low + high) / 2)
@@ -171,7 +172,8 @@ func checkExp(t testing.TB, k *rowFuncs[float32], x []float32) {
 		case exact > math.MaxFloat32:
 			require.True(t, math.IsInf(float64(e[i]), 1), "%s: exp(%v) is %v", k.name, v, e[i])
 		case !(math.Abs(float64(e[i])-exact) <= ulp(kernels.Float32, exact)):
-			require.Failf(t, "exp is not exact to an ulp", "%s: exp(%v) is %v, not %v", k.name, v, e[i], exact)
+			require.Failf(t, "exp is off by more than an ulp", "%s: exp(%v) is %v, not %v",
+				k.name, v, e[i], exact)
 		}
 	}
 	if !math.IsNaN(want) && !math.IsInf(want, 0) {
@@ -182,7 +184,8 @@ func checkExp(t testing.TB, k *rowFuncs[float32], x []float32) {
 func TestExp(t *testing.T) {
 	for _, k := range supportedRowFuncs {
 		var x []float32
-		for bits := uint32(0); bits < math.Float32bits(90); bits += 4099 { // 272 thousand numbers of either sign
+		// 272 thousand numbers of each sign.
+		for bits := uint32(0); bits < math.Float32bits(90); bits += 4099 {
 			x = append(x, -math.Float32frombits(bits))
 			if math.Float32frombits(bits) < 88.7 {
 				x = append(x, math.Float32frombits(bits))
@@ -194,7 +197,8 @@ func TestExp(t *testing.T) {
 		}
 		edge := float32(expLow)
 		checkExp(t, k, []float32{edge, math.Nextafter32(edge, 0), math.Nextafter32(edge, -100), -1e4, -1e30,
-			-math.MaxFloat32, float32(math.Inf(-1)), 0, float32(math.NaN()), math.Float32frombits(0xffffffff), 89, 1000})
+			-math.MaxFloat32, float32(math.Inf(-1)), 0, float32(math.NaN()), math.Float32frombits(0xffffffff),
+			89, 1000})
 	}
 }
 
@@ -203,8 +207,9 @@ func alignedTo64(n int) []float32 {
 	return s[-uintptr(unsafe.Pointer(&s[0]))/4%16:][:n]
 }
 
-// TestPrimitiveLengths compares all supportedRowFuncs with plain loops for every length of a row's end.
-func TestPrimitiveLengths(t *testing.T) {
+// TestRowFuncLengths compares all tables with plain loops, for lengths that end at every position in a
+// vector.
+func TestRowFuncLengths(t *testing.T) {
 	for _, k := range supportedRowFuncs {
 		for n := 1; n < 140; n++ {
 			x, y, z, dst := make([]float32, n), make([]float32, n), make([]float32, n), alignedTo64(n+1)
@@ -218,7 +223,8 @@ func TestPrimitiveLengths(t *testing.T) {
 				dot3 += float64(x[i] * y[i] * z[i])
 			}
 			require.Equal(t, largest, float64(k.max(x)), "%s %d", k.name, n)
-			require.Equal(t, dot, k.dot(x, y), "%s %d", k.name, n) // small integers: exact in any order
+			// Sums of small integers are exact in any order.
+			require.Equal(t, dot, k.dot(x, y), "%s %d", k.name, n)
 			require.Equal(t, dot3, k.dot3(x, y, z), "%s %d", k.name, n)
 			k.add(acc, more)
 			k.addProduct(acc, x, y, 2)
@@ -239,7 +245,8 @@ func TestPrimitiveLengths(t *testing.T) {
 				each("softmaxGrad", grad)
 			} else {
 				for _, stream := range []bool{false, true} {
-					raw(unsafe.Pointer(&dst[0]), unsafe.Pointer(&x[0]), unsafe.Pointer(&y[0]), n, 2, 0.5, stream)
+					raw(unsafe.Pointer(&dst[0]), unsafe.Pointer(&x[0]), unsafe.Pointer(&y[0]), n, 2, 0.5,
+						stream)
 					each("softmaxGrad", grad)
 				}
 			}

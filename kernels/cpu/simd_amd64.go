@@ -7,7 +7,7 @@ import (
 	"simd/archsimd"
 )
 
-// simdRowFuncs are the supportedRowFuncs beyond the portable one that this machine can run, fastest first.
+// simdRowFuncs are the vector tables that this machine can run, fastest first.
 func simdRowFuncs() []*rowFuncs[float32] {
 	var k []*rowFuncs[float32]
 	if archsimd.X86.AVX512() {
@@ -19,8 +19,8 @@ func simdRowFuncs() []*rowFuncs[float32] {
 	return k
 }
 
-// constants are whole vectors: loading them costs less than the broadcasts that the compiler makes of constants, and
-// shifts by a vector less than those by a scalar.
+// constants holds each constant as a whole vector. Loading one is faster than the broadcast that the compiler
+// emits, and a shift by a vector is faster than one by a scalar.
 type constants struct {
 	log2E, roundBias, minusLn2High, minusLn2Low, expLow floats
 	exp6, exp5, exp4, exp3, exp2, one, zero             floats
@@ -28,7 +28,7 @@ type constants struct {
 
 	sixteen, bit0, bfloat16Half, bfloat16NaN ints
 
-	// For float16: exponents are in the place that they have in float32.
+	// For float16. Exponents are shifted to their position in float32.
 	thirteen, sign, halfSign, halfLargest, halfRound, halfNaN ints
 	bias1, bias112, bias113, bias126, bias143                 ints
 	half, halfSmallest                                        floats
@@ -39,15 +39,17 @@ type (
 	ints   [16]int32
 )
 
-// lanes is on the heap because an object of this size begins at a cache line there, unlike a global variable.
+// simdConstants is on the heap, where an object of this size starts at a cache line. A global variable need
+// not.
 var simdConstants = newConstants()
 
 func newConstants() *constants {
 	c := new(constants)
 	for p, v := range map[*floats]float32{
 		&c.log2E: log2E, &c.roundBias: roundBias, &c.minusLn2High: -ln2High, &c.minusLn2Low: -ln2Low,
-		&c.expLow: expLow, &c.exp6: exp6, &c.exp5: exp5, &c.exp4: exp4, &c.exp3: exp3, &c.exp2: exp2, &c.one: 1,
-		&c.half: 0.5, &c.halfSmallest: 0x1p-14,
+		&c.expLow: expLow,
+		&c.exp6:   exp6, &c.exp5: exp5, &c.exp4: exp4, &c.exp3: exp3, &c.exp2: exp2,
+		&c.one: 1, &c.half: 0.5, &c.halfSmallest: 0x1p-14,
 	} {
 		for i := range p {
 			p[i] = v
@@ -58,7 +60,8 @@ func newConstants() *constants {
 		&c.sixteen: 16, &c.bit0: 1, &c.bfloat16Half: 0x7fff, &c.bfloat16NaN: 0x7fc00000,
 		&c.thirteen: 13, &c.sign: math.MinInt32, &c.halfSign: 0x8000, &c.halfLargest: 0x7c00<<13 - 1,
 		&c.halfRound: 0xfff - 112<<23, &c.halfNaN: 0x7e00,
-		&c.bias1: 1 << 23, &c.bias112: 112 << 23, &c.bias113: 113 << 23, &c.bias126: 126 << 23, &c.bias143: 143 << 23,
+		&c.bias1: 1 << 23, &c.bias112: 112 << 23, &c.bias113: 113 << 23,
+		&c.bias126: 126 << 23, &c.bias143: 143 << 23,
 	} {
 		for i := range p {
 			p[i] = v

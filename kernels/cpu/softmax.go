@@ -6,12 +6,12 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// SoftmaxForward computes y = exp(x - max x) / sum exp(x - max x) for each row. y may be x. A row that holds a NaN, an
-// infinity, or nothing above -inf becomes NaN.
+// SoftmaxForward computes y = exp(x - max x) / sum exp(x - max x) for each row. y may be x. A row becomes NaN
+// if it contains a NaN or +inf, or if all of it is -inf.
 func SoftmaxForward(x, y kernels.Matrix, workers int) error {
 	o := operands{x: x, y: y, reuseUpTo: longRow}
 	if x.DType == kernels.Float32 || x.DType == kernels.Float64 {
-		o.reuseUpTo = math.MaxInt // in y itself
+		o.reuseUpTo = math.MaxInt // y itself stores the exponentials
 	}
 	return run(&o, workers, softmaxForward[float32]{}, softmaxForward[float64]{})
 }
@@ -41,8 +41,9 @@ func (softmaxForward[T]) secondPass(w *worker[T], row, lo, hi int, partials []pa
 	w.rescale(&w.x, &w.y, row, lo, hi, partials, s.a, s.b)
 }
 
-// exponentials takes the exponentials of each block, less the block's own maximum, so that one pass over memory and one
-// exponential per element are enough; whole rows keep them for normalise, where y will be or in the buffer.
+// expBlocks computes the exponentials of each block relative to the block's own maximum. So one read of x and
+// one exponential per element suffice: rescale corrects for the row's maximum. With w.reuse it stores the
+// exponentials for rescale, in y or in scratch space.
 func (w *worker[T]) expBlocks(x, y *kernels.Matrix, row, lo, hi int, partials []partial) {
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
@@ -60,8 +61,8 @@ func (w *worker[T]) expBlocks(x, y *kernels.Matrix, row, lo, hi int, partials []
 	}
 }
 
-// reference is what is subtracted from a block with the given maximum: a block of nothing but -inf must give zeros, for
-// other blocks of the row may be finite.
+// finiteMax is what is subtracted from a block with the given maximum: 0 if that is -inf. The exponentials of
+// a block of -inf are then 0 rather than NaN, which is right for a row whose other blocks are finite.
 func finiteMax[T float](high T) T {
 	if math.IsInf(float64(high), -1) {
 		return 0
@@ -69,7 +70,7 @@ func finiteMax[T float](high T) T {
 	return high
 }
 
-// logSumExp joins blocks into the row's maximum and its sum of exp(x - max).
+// logSumExp combines the blocks into the row's maximum and its sum of exp(x - max).
 func logSumExp(partials []partial) (high, sum float64) {
 	high = math.Inf(-1)
 	for _, p := range partials {
@@ -81,7 +82,7 @@ func logSumExp(partials []partial) (high, sum float64) {
 	return high, sum
 }
 
-// shift is exp(from - to) with 1 for a block of -inf in a row of -inf.
+// expDiff is exp(from - to). It is 1 for equal arguments, also if both are -inf.
 func expDiff(from, to float64) float64 {
 	if from == to {
 		return 1
@@ -89,7 +90,7 @@ func expDiff(from, to float64) float64 {
 	return math.Exp(from - to)
 }
 
-// normalise brings a row's exponentials to one maximum, and writes them times gain.
+// rescale writes gain * exp(x - high), where high is the row's maximum, from the exponentials of expBlocks.
 func (w *worker[T]) rescale(x, y *kernels.Matrix, row, lo, hi int, partials []partial, high, gain float64) {
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
@@ -152,10 +153,11 @@ func (softmaxBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial,
 	}
 }
 
-// split is d and what rounding it to T leaves, without which dy - d loses its digits where dy is close to d.
+// splitFloat rounds d to hi and the remainder to lo. Without lo, dy - d would lose precision where dy is
+// close to d.
 func splitFloat[T float](d float64) (hi, lo T) {
 	hi = T(d)
-	if rest := d - float64(hi); math.Abs(rest) < math.MaxFloat32 { // not of an infinity or a NaN
+	if rest := d - float64(hi); math.Abs(rest) < math.MaxFloat32 { // false for an infinity and a NaN
 		lo = T(rest)
 	}
 	return hi, lo

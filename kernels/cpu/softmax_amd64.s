@@ -4,7 +4,7 @@
 #include "row_amd64.h"
 #include "textflag.h"
 
-// softmax's backward pass on rows as they lie in memory. SI is dy, DX is y, DI is dst, CX counts elements.
+// Softmax backward, directly on rows in memory. SI points at dy, DX at y, DI at dst. CX counts elements.
 
 // dy = ((dy - hi) - lo) * y
 #define GRADIENT(dy, y) \
@@ -30,8 +30,8 @@
 
 #define WIDEN_BFLOAT16(z) VPSLLD $16, z, z
 
-// Of 32 bfloat16 at p, the even ones and the odd ones as float32: half the work of widening them in their order, in which nothing here
-// takes them.
+// Converts 32 bfloat16 at p to float32: those with even indices, and those with odd ones. This takes half the
+// instructions of a conversion in order, and the code below works in any order.
 #define WIDEN_PAIRS(p, even, odd) \
 	VPSLLD $16, p, even ; \
 	VPANDD p, Z26, odd
@@ -40,7 +40,7 @@
 	MOVL         $0xffff0000, R8 ; \
 	VPBROADCASTD R8, Z26
 
-// Rounds the lanes of z to bfloat16, in the high half of each.
+// Rounds the lanes of z to bfloat16. The result is in the high half of each lane.
 #define ROUND_BFLOAT16(z) \
 	VPSRLD    $16, z, Z4   ; \
 	VPANDD    Z27, Z4, Z4  ; \
@@ -142,8 +142,9 @@ done:
 	VZEROUPPER
 	RET
 
-// The gradients go past the cache with stream, for which dst must be aligned to 64 bytes. Those of 16-bit rows prefetch
-// the next row, which mostly follows this one: while they convert and store, the memory has little else to do.
+// With stream, the gradient is written past the cache, and dst must be aligned to 64 bytes. The functions for
+// 16-bit rows prefetch the next row, which usually follows this one in memory: while they convert and store,
+// they issue few loads.
 
 // func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 TEXT ·softmaxGradFloat32AVX512(SB), NOSPLIT, $0-41

@@ -7,39 +7,40 @@ import (
 	"unsafe"
 )
 
-// A call's workspace is the memory that it needs beside its operands. A pooled call has fixedBytes of it. A
-// larger one is mapped: Go's heap ends the process where it cannot grow, while a mapping that is refused is
-// an error.
+// A call's workspace is the memory that it needs besides its operands. Each pooled call owns fixedBytes of
+// it. A larger workspace is mapped: if Go's heap cannot grow the process ends, whereas a failed mapping is an
+// error that can be returned.
 const (
-	fixedBytes   = 96 << 10 // enough for rows of a block on one thread
-	granularity  = 64 << 10 // sizes are multiples of it, so that similar shapes use the same memory
-	maxFreeBytes = 64 << 20 // that may stay allocated between calls: twice the largest partial sums of dw
+	fixedBytes   = 96 << 10 // enough for one worker and rows of one block
+	granularity  = 64 << 10 // mappings are multiples of it, so that calls on similar shapes can reuse them
+	maxFreeBytes = 64 << 20 // the most that stays mapped between calls: twice the largest partial sums of dw
 	cacheLine    = 64
 )
 
-// allocate returns memory of a multiple of granularity, release gives it back. Tests replace them.
+// allocate maps memory whose size is a multiple of granularity, and release unmaps it. Tests replace them.
 var allocate, release = mapMemory, unmapMemory
 
 // MemoryError says that there is no memory for a call's workspace. The call has written nothing.
 type MemoryError struct {
-	Bytes int   // that were asked for
-	Err   error // the system's answer
+	Bytes int   // requested
+	Err   error // from the operating system
 }
 
 func (e *MemoryError) Error() string {
 	return fmt.Sprintf("no memory for a workspace of %d bytes (%v)", e.Bytes, e.Err)
 }
 
-// Unwrap returns the system's answer.
+// Unwrap returns the operating system's error.
 func (e *MemoryError) Unwrap() error { return e.Err }
 
-// arena deals out memory from its start. Beyond its end it only counts.
+// arena is a bump allocator. Once memory is used up it only counts bytes, so that a first run with too little
+// memory tells how much is needed.
 type arena struct {
 	memory []byte
 	used   int
 }
 
-// take returns n elements, which hold anything, or nil where the arena is too small.
+// take returns n uninitialized elements, or nil if the arena is too small.
 func take[E float | partial | rowStats](a *arena, n int) []E {
 	var e E
 	from := a.used
@@ -50,7 +51,7 @@ func take[E float | partial | rowStats](a *arena, n int) []E {
 	return unsafe.Slice((*E)(unsafe.Pointer(&a.memory[from])), n)
 }
 
-// cache is memory that no call uses at the moment. Memory that is new costs a page fault for every 4 KiB.
+// freeList keeps mappings that no call uses for later calls, because new memory costs a page fault per 4 KiB.
 type freeList struct {
 	lock   sync.Mutex
 	blocks [][]byte // the oldest first
@@ -59,7 +60,7 @@ type freeList struct {
 
 var freeMemory freeList
 
-// get returns memory of n bytes or more.
+// get returns memory of n bytes or more, mapping it if no free block is large enough.
 func (s *freeList) get(n int) ([]byte, error) {
 	if memory := s.find(n); memory != nil {
 		return memory, nil
@@ -75,7 +76,7 @@ func (s *freeList) get(n int) ([]byte, error) {
 	return memory, nil
 }
 
-// find removes the smallest memory that is large enough, or returns nil.
+// find removes and returns the smallest block of n bytes or more, or returns nil.
 func (s *freeList) find(n int) []byte {
 	s.lock.Lock()
 	defer s.lock.Unlock()
@@ -94,7 +95,7 @@ func (s *freeList) find(n int) []byte {
 	return memory
 }
 
-// put keeps memory for a later call, in place of older memory where that is too much together.
+// put adds a block, and releases the oldest ones beyond maxFreeBytes.
 func (s *freeList) put(memory []byte) {
 	s.lock.Lock()
 	s.blocks = append(s.blocks, memory)
@@ -103,7 +104,7 @@ func (s *freeList) put(memory []byte) {
 	s.shrink(maxFreeBytes)
 }
 
-// shrink releases the oldest memory until at most limit bytes are kept, and tells whether it released any.
+// shrink releases the oldest blocks until at most limit bytes are left. It tells whether it released any.
 func (s *freeList) shrink(limit int) bool {
 	s.lock.Lock()
 	count := 0

@@ -2,7 +2,7 @@
 
 package cpu
 
-// Without mmap in the standard library the workspace lies in Go's heap.
+// The standard library has no mmap here, so the workspace is on Go's heap.
 
 func mapMemory(n int) ([]byte, error) { return make([]byte, n), nil }
 

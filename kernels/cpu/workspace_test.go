@@ -13,8 +13,8 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// system counts what calls allocate, and refuses when told to.
-type system struct {
+// fakeSystem counts the memory that calls map, and refuses when refuse says so.
+type fakeSystem struct {
 	lock            sync.Mutex
 	refuse          func(bytes int) bool
 	refused, mapped int // calls of allocate
@@ -23,9 +23,9 @@ type system struct {
 
 var errRefused = errors.New("refused by the test")
 
-// simulate replaces the system's memory, and begins and ends with nothing kept.
-func simulate(t *testing.T) *system {
-	s := &system{refuse: func(int) bool { return false }}
+// simulate replaces allocate and release for a test. Free memory is released before and after it.
+func simulate(t *testing.T) *fakeSystem {
+	s := &fakeSystem{refuse: func(int) bool { return false }}
 	freeMemory.shrink(0)
 	previous, giveBack := allocate, release
 	t.Cleanup(func() {
@@ -53,9 +53,9 @@ func simulate(t *testing.T) *system {
 	return s
 }
 
-// TestNoMemory: every op that needs more than a call's own workspace is refused before it writes anything.
+// TestNoMemory: an op that cannot map its workspace fails before it writes anything.
 func TestNoMemory(t *testing.T) {
-	const workers = 16 // so that their buffers alone need more
+	const workers = 16 // their buffers alone exceed fixedBytes
 	s := simulate(t)
 	for _, dtype := range floatTypes[1:] { // Float16 takes the path of BFloat16
 		for _, shape := range parallelShapes {
@@ -88,7 +88,8 @@ func TestNoMemory(t *testing.T) {
 					return RMSNormForward(x, weight, matrix(), perRow(), RMSNormOptions{Eps: 1e-6}, workers)
 				},
 				"rmsnorm backward": func() error {
-					return RMSNormBackward(x, weight, x, rstd, matrix(), vector(dtype, n), RMSNormOptions{}, workers)
+					dx, dw := matrix(), vector(dtype, n)
+					return RMSNormBackward(x, weight, x, rstd, dx, dw, RMSNormOptions{}, workers)
 				},
 				"cross-entropy forward":  func() error { return CrossEntropyForward(&a, workers) },
 				"cross-entropy backward": func() error { return CrossEntropyBackward(&b, workers) },
@@ -104,7 +105,7 @@ func TestNoMemory(t *testing.T) {
 
 			zeros := func(_, _ int) float64 { return 0 }
 			small, y := newMatrix(dtype, 1, 4, 0, 0).fill(zeros), newMatrix(dtype, 1, 4, 0, 0)
-			require.NoError(t, SoftmaxForward(small.Matrix, y.Matrix, workers), "it needs no more memory")
+			require.NoError(t, SoftmaxForward(small.Matrix, y.Matrix, workers), "it needs no mapped memory")
 			require.Equal(t, 0.25, y.at(0, 3))
 		}
 	}
@@ -112,7 +113,7 @@ func TestNoMemory(t *testing.T) {
 	requireStillWorks(t)
 }
 
-// TestSmallCallsMapNothing: calls on one thread with rows of a block ask the system for nothing.
+// TestSmallCallsMapNothing: one worker and rows of one block fit in the fixed workspace.
 func TestSmallCallsMapNothing(t *testing.T) {
 	s := simulate(t)
 	for _, dtype := range floatTypes {
@@ -121,7 +122,7 @@ func TestSmallCallsMapNothing(t *testing.T) {
 	assert.Zero(t, s.mapped)
 }
 
-// TestWorkspaceIsReused: the next call finds it, whatever its op and type, and the most recent of it stays.
+// TestWorkspaceIsReused: later calls of any op and type reuse it, and the most recently used blocks are kept.
 func TestWorkspaceIsReused(t *testing.T) {
 	s := simulate(t)
 	for range 3 {
@@ -147,7 +148,7 @@ func TestWorkspaceIsReused(t *testing.T) {
 	assert.Equal(t, maxFreeBytes, s.used)
 	require.Len(t, freeMemory.blocks, 4)
 	for i, memory := range freeMemory.blocks {
-		assert.Same(t, &all[2+i][0], &memory[0], "the oldest is to be released")
+		assert.Same(t, &all[2+i][0], &memory[0], "the oldest should be released")
 	}
 	memory, err := freeMemory.get(n + 1)
 	require.NoError(t, err)
@@ -159,7 +160,8 @@ func TestWorkspaceIsReused(t *testing.T) {
 	freeMemory.put(memory)
 }
 
-// TestFreeMemoryIsReleasedWhenMappingFails: what no call uses is released where the system has no more.
+// TestFreeMemoryIsReleasedWhenMappingFails: after a failed mapping, unused blocks are released for another
+// try.
 func TestFreeMemoryIsReleasedWhenMappingFails(t *testing.T) {
 	s := simulate(t)
 	const limit = 8 * granularity
@@ -175,7 +177,8 @@ func TestFreeMemoryIsReleasedWhenMappingFails(t *testing.T) {
 	freeMemory.put(large)
 }
 
-// TestPanicGivesBackWorkspace: it is kept for the next call, although the call that panicked is dropped.
+// TestPanicGivesBackWorkspace: a call that panics returns its workspace, although the call itself is not
+// reused.
 func TestPanicGivesBackWorkspace(t *testing.T) {
 	s := simulate(t)
 	x := newMatrix(kernels.Float32, 900, 5000, 0, 0).fill(digits)
@@ -186,7 +189,7 @@ func TestPanicGivesBackWorkspace(t *testing.T) {
 	assert.Positive(t, s.mapped)
 }
 
-// TestArena: slices begin at a cache line and do not overlap; without memory they are counted all the same.
+// TestArena: slices start at cache lines and do not overlap. Without memory the bytes are still counted.
 func TestArena(t *testing.T) {
 	memory := make([]byte, fixedBytes)
 	allocateAll := func(memory []byte) (int, [][2]uintptr) {
@@ -196,7 +199,8 @@ func TestArena(t *testing.T) {
 			spans = append(spans, [2]uintptr{uintptr(p), uintptr(p) + bytes})
 		}
 		for n := range 40 {
-			f, d, p, s := take[float32](&a, n), take[float64](&a, n), take[partial](&a, n), take[rowStats](&a, n)
+			f, d := take[float32](&a, n), take[float64](&a, n)
+			p, s := take[partial](&a, n), take[rowStats](&a, n)
 			if memory != nil {
 				require.Equal(t, [4]int{n, n, n, n}, [4]int{len(f), len(d), len(p), len(s)})
 			} else {
@@ -215,7 +219,7 @@ func TestArena(t *testing.T) {
 	end := uintptr(unsafe.Pointer(&memory[0]))
 	for _, s := range spans {
 		if s[0] == 0 {
-			continue // of no elements
+			continue // no elements
 		}
 		require.Zero(t, s[0]%cacheLine)
 		require.GreaterOrEqual(t, s[0], end)
@@ -227,7 +231,7 @@ func TestArena(t *testing.T) {
 	assert.Nil(t, take[float64](&a, 8))
 }
 
-// TestConcurrentCalls: calls at the same time have workspaces of their own.
+// TestConcurrentCalls: concurrent calls have separate workspaces.
 func TestConcurrentCalls(t *testing.T) {
 	shapes := [][2]int{{60, 600}, {40, 4097}, {300, 1000}, {5, 30000}}
 	var group sync.WaitGroup

@@ -8,5 +8,5 @@ func mapMemory(n int) ([]byte, error) {
 	return syscall.Mmap(-1, 0, n, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
 }
 
-// unmapMemory cannot fail with what mapMemory returned.
+// unmapMemory ignores the error: munmap of a whole mapping does not fail.
 func unmapMemory(memory []byte) { _ = syscall.Munmap(memory) }
