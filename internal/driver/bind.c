@@ -1,10 +1,10 @@
 //go:build cuda && cgo && linux && amd64
 
-// libcuda, bound at first use.
+// Binds libcuda at first use.
 //
-// Linking -lcuda would make the library unloadable on a machine without a driver. Instead every cu* function
-// that this program calls is defined here, in stubs_gen_amd64.S, as a jump through a slot. Before
-// gander_driver_bind the slots answer CUDA_ERROR_NOT_INITIALIZED.
+// A library linked with -lcuda could not be loaded on a machine without a driver. Instead every cu* function
+// that this program calls is defined in stubs_gen_amd64.S as a jump through a table. Before
+// gander_driver_bind fills the table, these functions return CUDA_ERROR_NOT_INITIALIZED.
 
 #define _GNU_SOURCE
 #include "driver.h"
@@ -12,8 +12,8 @@
 #include <dlfcn.h>
 #include <stdio.h>
 
-// gorgonia.org/cu calls this when it is loaded and ends the process if it fails; the driver's own is called
-// by gander_driver_bind.
+// gorgonia.org/cu calls cuInit when the program starts, and ends the process if it fails. This one always
+// succeeds. gander_driver_bind calls the driver's cuInit.
 #pragma GCC visibility push(hidden)
 CUresult cuInit(unsigned int flags) {
   (void)flags;
@@ -21,7 +21,7 @@ CUresult cuInit(unsigned int flags) {
 }
 #pragma GCC visibility pop
 
-// Stands in for what this driver lacks.
+// The target of functions that this driver lacks.
 static CUresult missing(void) { return CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND; }
 
 void gander_driver_bind(gander_driver_binding *binding) {

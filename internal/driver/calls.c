@@ -1,10 +1,11 @@
 //go:build cuda && cgo && linux && amd64
 
-// Each function is one crossing from Go: make the context current if it is not, call the driver, restore.
+// Each function is a single cgo call, because cgo calls are slow. It makes the context current, calls the
+// driver, and restores the previous context.
 
 #include "driver.h"
 
-// The context is most often current already: frameworks keep the primary one current.
+// Makes the context current if it is not. Usually it is: frameworks keep the primary context current.
 static CUresult push(uintptr_t context, int *pushed) {
   CUcontext current = NULL;
   CUresult status = cuCtxGetCurrent(&current);
@@ -34,37 +35,39 @@ void gander_driver_leave(gander_driver_scope *scope) {
   pop(scope->pushed);
 }
 
-// Attributes of a function hold for its context, so they are set once: all the shared memory that its static
-// part leaves, and clusters above the portable 8.
+// Sets the attributes of a function in its context, once: dynamic shared memory up to the limit that its
+// static shared memory leaves, and clusters of more than 8 CTAs, which is the portable limit.
 CUresult gander_driver_prepare(uintptr_t function, int shared_per_block, int cluster) {
   CUfunction f = (CUfunction)function;
-  int fixed = 0;
-  CUresult status = cuFuncGetAttribute(&fixed, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, f);
+  int static_shared = 0;
+  CUresult status = cuFuncGetAttribute(&static_shared, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, f);
   if (status == CUDA_SUCCESS)
-    status = cuFuncSetAttribute(f, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_per_block - fixed);
+    status = cuFuncSetAttribute(f, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                shared_per_block - static_shared);
   if (status == CUDA_SUCCESS && cluster)
     status = cuFuncSetAttribute(f, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
   return status;
 }
 
-// Clusters lie along y, so that blockIdx.x counts them, and no kernel has to divide.
-static CUlaunchAttribute in_clusters(uint32_t cluster) {
-  return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value.clusterDim = {1, cluster, 1}};
+// Clusters extend along y. So blockIdx.x is the cluster's index, and kernels need no division.
+static CUlaunchAttribute cluster_attribute(uint32_t cluster) {
+  return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+                             .value.clusterDim = {1, cluster, 1}};
 }
 
-static CUlaunchAttribute cooperatively(void) {
+static CUlaunchAttribute cooperative_attribute(void) {
   return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .value.cooperative = 1};
 }
 
-static CUlaunchAttribute dependently(void) {
+static CUlaunchAttribute dependent_attribute(void) {
   return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
                              .value.programmaticStreamSerializationAllowed = 1};
 }
 
-// *count is 0 unless the answer is a success.
+// *count is 0 if the call fails.
 CUresult gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared,
                                     int *count) {
-  CUlaunchAttribute attribute = in_clusters(cluster);
+  CUlaunchAttribute attribute = cluster_attribute(cluster);
   CUlaunchConfig config = {
       .gridDimX = 1, .gridDimY = cluster, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
       .sharedMemBytes = shared, .attrs = &attribute, .numAttrs = 1};
@@ -73,27 +76,32 @@ CUresult gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32
   return status;
 }
 
-CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t grid, uint32_t cluster, uint32_t block,
-                              uint32_t shared, int cooperative, int dependent, uintptr_t stream, void *args,
-                              size_t bytes) {
+CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t grid, uint32_t cluster,
+                              uint32_t block, uint32_t shared, int cooperative, int dependent,
+                              uintptr_t stream, void *args, size_t bytes) {
   int pushed;
   CUresult status = push(context, &pushed);
   if (status != CUDA_SUCCESS) return status;
-  // As a buffer of a stated size: the driver reads no further, and refuses a struct larger than the kernel's.
-  void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, args, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes, CU_LAUNCH_PARAM_END};
+  // A buffer with a size rather than a pointer: the driver checks that it is not larger than the kernel's
+  // parameter, and does not read beyond it.
+  void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, args, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes,
+                   CU_LAUNCH_PARAM_END};
   if (cluster <= 1 && !cooperative && !dependent) {
-    status = cuLaunchKernel((CUfunction)function, grid, 1, 1, block, 1, 1, shared, (CUstream)stream, NULL, extra);
+    status = cuLaunchKernel((CUfunction)function, grid, 1, 1, block, 1, 1, shared, (CUstream)stream, NULL,
+                            extra);
   } else {
     CUlaunchAttribute attributes[3];
-    uint32_t together = cluster > 1 ? cluster : 1;
+    uint32_t cluster_size = cluster > 1 ? cluster : 1;
     CUlaunchConfig config = {
-        .gridDimX = grid / together, .gridDimY = together, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1,
-        .blockDimZ = 1, .sharedMemBytes = shared, .hStream = (CUstream)stream, .attrs = attributes};
-    if (cluster > 1) attributes[config.numAttrs++] = in_clusters(cluster);
-    if (cooperative) attributes[config.numAttrs++] = cooperatively();
-    if (dependent) attributes[config.numAttrs++] = dependently();
-    // While a stream is captured, a cooperative launch takes its argument by address only (CUDA 13.0).
-    status = cuLaunchKernelEx(&config, (CUfunction)function, cooperative ? &args : NULL, cooperative ? NULL : extra);
+        .gridDimX = grid / cluster_size, .gridDimY = cluster_size, .gridDimZ = 1,
+        .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
+        .sharedMemBytes = shared, .hStream = (CUstream)stream, .attrs = attributes};
+    if (cluster > 1) attributes[config.numAttrs++] = cluster_attribute(cluster);
+    if (cooperative) attributes[config.numAttrs++] = cooperative_attribute();
+    if (dependent) attributes[config.numAttrs++] = dependent_attribute();
+    // During stream capture, CUDA 13.0 rejects a cooperative launch with a buffer, so pass a pointer instead.
+    status = cuLaunchKernelEx(&config, (CUfunction)function, cooperative ? &args : NULL,
+                              cooperative ? NULL : extra);
   }
   pop(pushed);
   return status;
@@ -157,8 +165,9 @@ CUresult gander_driver_free_owned(uintptr_t context, uintptr_t p, uintptr_t even
   gander_driver_scope scope;
   CUresult status = gander_driver_enter(context, &scope);
   if (status != CUDA_SUCCESS) return status;
-  // The legacy stream must not be touched while a stream that synchronises with it is captured: that would
-  // break the capture. This question is allowed, and then answers CUDA_ERROR_STREAM_CAPTURE_IMPLICIT.
+  // While a stream that synchronizes with the legacy stream is captured, work on the legacy stream would
+  // invalidate the capture. cuStreamIsCapturing does not, and returns CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+  // then.
   status = cuStreamIsCapturing(CU_STREAM_LEGACY, &capture);
   if (status == CUDA_SUCCESS) status = cuStreamWaitEvent(CU_STREAM_LEGACY, (CUevent)event, 0);
   if (status == CUDA_SUCCESS) status = cuMemFreeAsync(p, CU_STREAM_LEGACY);

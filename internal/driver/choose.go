@@ -6,15 +6,16 @@ import (
 	"strings"
 )
 
-// choice is the architecture whose images serve a device, and the compute capability they may use.
+// choice is the architecture of the images that a device runs, and the compute capability that they may use.
 type choice struct {
 	arch         string
 	major, minor int
 }
 
-// choose picks among the architectures that images were built for. Machine code runs on a device of the same
-// major capability and at least its minor one, so the nearest such image wins; PTX runs on anything from its
-// own capability up, so the highest is the fallback. force, if not empty, demands the PTX of that number.
+// choose selects one of the architectures that images were built for. Machine code runs on devices with the
+// same major capability and at least its minor one, and the highest such image is best. PTX runs on devices
+// of at least its capability, and the highest is the fallback. force, if not empty, requires the PTX image of
+// that number.
 func choose(archs []string, major, minor int, force string) (choice, error) {
 	device := 10*major + minor
 	native, ptx := -1, -1
@@ -22,7 +23,7 @@ func choose(archs []string, major, minor int, force string) (choice, error) {
 		kind, digits, _ := strings.Cut(arch, "_")
 		number, err := strconv.Atoi(digits)
 		if err != nil || number > device {
-			continue // "sm_90a" and the like run on one chip only: not made here
+			continue // too new, or like "sm_90a", which runs on one architecture only and is not built here
 		}
 		switch {
 		case kind == "sm" && number/10 == major:
@@ -42,10 +43,12 @@ func choose(archs []string, major, minor int, force string) (choice, error) {
 		have = strings.Join(archs, ", ")
 	}
 	if force != "" {
-		return choice{}, fmt.Errorf("%w: GANDER_FORCE_PTX=%s asks for compute_%s, which the library lacks or a device of "+
-			"compute capability %d.%d cannot run; unset it, or set it to the number of a PTX image (images: %s)",
+		return choice{}, fmt.Errorf("%w: GANDER_FORCE_PTX=%s asks for compute_%s, which the library lacks or a "+
+			"device of compute capability %d.%d cannot run; unset it, or set it to the number of a PTX image "+
+			"(images: %s)",
 			ErrArch, force, force, major, minor, have)
 	}
-	return choice{}, fmt.Errorf("%w: its compute capability is %d.%d; build with sm_%d%d in GANDER_ARCHS (images: %s)",
+	return choice{}, fmt.Errorf("%w: its compute capability is %d.%d; build with sm_%d%d in GANDER_ARCHS "+
+		"(images: %s)",
 		ErrArch, major, minor, major, minor, have)
 }

@@ -26,7 +26,9 @@ func TestChoose(t *testing.T) {
 		"forced 80":                  {standard, 9, 0, "80", choice{"compute_80", 8, 0}},
 		"forced 90":                  {standard, 9, 0, "90", choice{"compute_90", 9, 0}},
 		"forced on a newer chip":     {wheel, 12, 0, "80", choice{"compute_80", 8, 0}},
-		"names of one chip only":     {[]string{"sm_90a", "compute_90a", "compute_80"}, 9, 0, "", choice{"compute_80", 8, 0}},
+		"names of one chip only": {
+			[]string{"sm_90a", "compute_90a", "compute_80"}, 9, 0, "", choice{"compute_80", 8, 0},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := choose(c.archs, c.major, c.minor, c.force)

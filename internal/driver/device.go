@@ -23,13 +23,13 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// needed is what the images need: those that nvcc 13.0 makes run from driver R580 on.
+// needed is the driver version that images need: those of nvcc 13.0 need driver R580 or newer.
 const needed, neededRelease = 13000, "R580"
 
-// gorgonia.org/cu does not name this attribute.
+// gorgonia.org/cu has no name for this attribute.
 const sharedPerBlockOptIn cu.DeviceAttribute = C.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
-// Where images come from.
+// Where images come from. Tests replace them.
 var (
 	architectures = kernels.Architectures
 	image         = kernels.Image
@@ -37,7 +37,8 @@ var (
 
 var forcedPTX = sync.OnceValue(func() string { return os.Getenv("GANDER_FORCE_PTX") })
 
-// Status tells whether a usable driver was found: nil, or why not and what to do. It looks once.
+// Status returns nil if a usable driver was found, else an error that says why not and what to do. The driver
+// is looked up once.
 func Status() error { return bind().err }
 
 type binding struct {
@@ -51,11 +52,12 @@ var bind = sync.OnceValue(func() binding {
 	version := int(b.version)
 	switch {
 	case b.problem[0] != 0:
-		return binding{version, fmt.Errorf("%w: %s; CUDA tensors need NVIDIA's driver, %s or newer, CPU tensors work without",
-			ErrNoDriver, C.GoString(&b.problem[0]), neededRelease)}
+		return binding{version, fmt.Errorf("%w: %s; CUDA tensors need NVIDIA's driver, %s or newer, "+
+			"CPU tensors work without", ErrNoDriver, C.GoString(&b.problem[0]), neededRelease)}
 	case version < needed:
-		return binding{version, fmt.Errorf("%w: it supports CUDA %d.%d, the kernels need %d.%d; install driver %s or newer",
-			ErrTooOld, version/1000, version%1000/10, needed/1000, needed%1000/10, neededRelease)}
+		return binding{version, fmt.Errorf("%w: it supports CUDA %d.%d, the kernels need %d.%d; "+
+			"install driver %s or newer", ErrTooOld, version/1000, version%1000/10, needed/1000,
+			needed%1000/10, neededRelease)}
 	}
 	return binding{version, result("cuInit", b.init)}
 })
@@ -73,10 +75,10 @@ func result(op string, code C.CUresult) error {
 	}
 }
 
-// resultOf returns the CUDA result in an error of gorgonia.org/cu, whose type is its own but is a CUresult.
+// resultOf returns the CUDA result in an error of gorgonia.org/cu. The error's unexported type is an integer.
 func resultOf(err error) C.CUresult { return C.CUresult(reflect.ValueOf(err).Int()) }
 
-// failed turns an error of gorgonia.org/cu into ours.
+// failed turns an error of gorgonia.org/cu into an *Error.
 func failed(op string, err error) error {
 	if err == nil {
 		return nil
@@ -84,23 +86,23 @@ func failed(op string, err error) error {
 	return result(op, resultOf(err))
 }
 
-// Device is one CUDA device, with its primary context and what was loaded into it. It lives as long as the
+// Device is one CUDA device, with its primary context and the modules loaded into it. It lives as long as the
 // process and may be used by any thread.
 type Device struct {
 	ordinal   int32
 	context   C.uintptr_t
-	basics    Facts                 // all but the clusters
-	facts     atomic.Pointer[Facts] // all, nil until the driver has told the clusters
-	functions []atomic.Uintptr      // by Variant.Index, 0 until first used
+	basics    Facts                 // without Clusters
+	facts     atomic.Pointer[Facts] // with Clusters; nil until they are measured
+	functions []atomic.Uintptr      // by Variant.Index; 0 until first used
 
 	measuring sync.Mutex
 
 	loading sync.Mutex
 	modules [kernels.Families]cu.Module // zero until first used
 
-	memory sync.Mutex
-	owned  map[uintptr]C.uintptr_t // outputs: the event after which the call that made one is done with it
-	late   []uintptr               // outputs whose release had to be put off
+	memory  sync.Mutex
+	owned   map[uintptr]C.uintptr_t // the event after which each output is complete
+	pending []uintptr               // outputs that FreeOwned could not free yet
 }
 
 var (
@@ -108,8 +110,8 @@ var (
 	devices [64]atomic.Pointer[Device]
 )
 
-// Open returns a device by its ordinal among those that the process can see. The first call retains its
-// primary context; later ones cost an atomic load.
+// Open returns a device by its ordinal among those visible to the process. The first call retains its
+// primary context. Later calls cost an atomic load.
 func Open(ordinal int32) (*Device, error) {
 	if uint32(ordinal) < uint32(len(devices)) {
 		if d := devices[ordinal].Load(); d != nil {
@@ -182,8 +184,8 @@ func open(ordinal int32) (*Device, error) {
 	}, nil
 }
 
-// conclusive tells whether a result is an answer that stays the same: success, or there is no such thing
-// here. Any other failure (memory is short, say) may pass.
+// conclusive tells whether a result will stay the same: success, or not supported.
+// Other failures, such as a lack of memory, may be temporary.
 func conclusive(code C.CUresult) bool {
 	switch code {
 	case C.CUDA_SUCCESS, C.CUDA_ERROR_INVALID_VALUE, C.CUDA_ERROR_NOT_SUPPORTED,
@@ -193,9 +195,9 @@ func conclusive(code C.CUresult) bool {
 	return false
 }
 
-// memoryGBs is the memory's peak bandwidth in GB/s, or 0 where the driver does not tell.
+// memoryGBs is the memory's peak bandwidth in GB/s, or 0 if the driver does not report it.
 func memoryGBs(device cu.Device) (int, error) {
-	product := 2 // data move on both edges of the clock, whose rate is in kHz; the width is in bits
+	product := 2 // transfers per clock cycle; the clock rate is in kHz, the bus width in bits
 	for _, attribute := range []cu.DeviceAttribute{cu.MemoryClockRate, cu.GlobalMemoryBusWidth} {
 		value, err := device.Attribute(attribute)
 		switch {
@@ -210,14 +212,14 @@ func memoryGBs(device cu.Device) (int, error) {
 	return max(product, 0) / 8 / 1e6, nil
 }
 
-// handle reads the C handle that one of gorgonia.org/cu's one-field structs keeps to itself.
+// handle reads the C handle in a struct of gorgonia.org/cu, whose only field is unexported.
 func handle[T cu.CUContext | cu.Function](of *T) C.uintptr_t {
 	return *(*C.uintptr_t)(unsafe.Pointer(of))
 }
 
-// Facts returns what the planner needs to know, for a launch of the family's kernels. On a device that has
-// clusters, the first call loads the family's image to count them. A failure is returned and not remembered:
-// a plan without clusters would give other bits than the plan of the next call.
+// Facts returns the device's properties for a plan with the family's kernels. On a device that supports
+// clusters, the first call loads the family's image to count them. After an error the next call tries again:
+// plans without clusters instead would give results with other bits.
 func (d *Device) Facts(family kernels.Family) (*Facts, error) {
 	if f := d.facts.Load(); f != nil {
 		return f, nil
@@ -235,9 +237,9 @@ func (d *Device) Facts(family kernels.Family) (*Facts, error) {
 	return f, nil
 }
 
-// measure completes the facts with the clusters that fit. Any kernel gives the same answer: it is asked for
-// with so much shared memory that an SM holds one CTA, so only the grouping of the SMs counts. On an H200 all
-// 827 kernels of sm_90, of 128 to 1024 threads, gave one answer.
+// measure adds Clusters to the facts. Every kernel of the device gives the same counts, because the question
+// is asked with so much shared memory that only one CTA fits on an SM. Then only the grouping of SMs matters.
+// On an H200 all 827 kernels of sm_90, of 128 to 1024 threads, gave the same counts.
 func (d *Device) measure(family kernels.Family) (*Facts, error) {
 	f := d.basics
 	if f.Major < 9 {
@@ -255,11 +257,11 @@ func (d *Device) measure(family kernels.Family) (*Facts, error) {
 		return nil, err
 	}
 	defer leave()
-	alone := C.uint32_t(f.SharedPerSM/2 + 1024)
+	oneCTAPerSM := C.uint32_t(f.SharedPerSM/2 + 1024)
 	for c := 1; c < len(f.Clusters); c++ {
 		var count C.int
 		code := C.gander_driver_max_clusters(C.uintptr_t(function), C.uint32_t(c), C.uint32_t(probe.Threads),
-			alone, &count)
+			oneCTAPerSM, &count)
 		if !conclusive(code) {
 			op := fmt.Sprintf("cuOccupancyMaxActiveClusters of %s in clusters of %d", probe.Symbol, c)
 			return nil, result(op, code)
@@ -269,8 +271,8 @@ func (d *Device) measure(family kernels.Family) (*Facts, error) {
 	return &f, nil
 }
 
-// enter makes the device's context current on this thread until leave is called, and allows calls that a
-// capture in progress would otherwise forbid.
+// enter makes the device's context current on this thread until leave is called. Until then it also allows
+// calls that a stream capture on another thread would otherwise forbid.
 func (d *Device) enter() (leave func(), err error) {
 	var scope C.gander_driver_scope
 	runtime.LockOSThread()
@@ -284,7 +286,7 @@ func (d *Device) enter() (leave func(), err error) {
 	}, nil
 }
 
-// function returns a variant's kernel, loading its family's image if it is the family's first.
+// function returns a variant's kernel. It loads the family's image if that is not loaded yet.
 func (d *Device) function(v *kernels.Variant) (uintptr, error) {
 	d.loading.Lock()
 	defer d.loading.Unlock()
@@ -317,7 +319,8 @@ func (d *Device) function(v *kernels.Variant) (uintptr, error) {
 		cluster = 1
 	}
 	f := handle(&function)
-	err = result("cuFuncSetAttribute of "+v.Symbol, C.gander_driver_prepare(f, C.int(d.basics.SharedPerBlock), cluster))
+	err = result("cuFuncSetAttribute of "+v.Symbol,
+		C.gander_driver_prepare(f, C.int(d.basics.SharedPerBlock), cluster))
 	if err != nil {
 		return 0, err
 	}
@@ -325,7 +328,7 @@ func (d *Device) function(v *kernels.Variant) (uintptr, error) {
 	return uintptr(f), nil
 }
 
-// Warmup loads every kernel that the device's images hold, so that no later call pays for it.
+// Warmup loads all kernels in the device's images, so that no later call has to.
 func (d *Device) Warmup() error {
 	for i := range kernels.Variants {
 		v := &kernels.Variants[i]
@@ -347,9 +350,10 @@ func flag(b bool) C.int {
 	return 0
 }
 
-// Launch enqueues a kernel whose only parameter is the struct of the given size that args points to, which is
+// Launch enqueues a kernel. Its only parameter is the struct of the given size that args points to, which is
 // copied before Launch returns.
-func (d *Device) Launch(v *kernels.Variant, g kernels.Geometry, args unsafe.Pointer, bytes, stream uintptr) error {
+func (d *Device) Launch(v *kernels.Variant, g kernels.Geometry, args unsafe.Pointer,
+	bytes, stream uintptr) error {
 	f := d.functions[v.Index].Load()
 	if f == 0 {
 		var err error
@@ -358,16 +362,17 @@ func (d *Device) Launch(v *kernels.Variant, g kernels.Geometry, args unsafe.Poin
 		}
 	}
 	code := C.gander_driver_launch(d.context, C.uintptr_t(f), C.uint32_t(g.Grid), C.uint32_t(g.Cluster),
-		C.uint32_t(v.Threads), C.uint32_t(g.Shared), flag(g.Cooperative), flag(g.Dependent), C.uintptr_t(stream), args,
-		C.size_t(bytes))
+		C.uint32_t(v.Threads), C.uint32_t(g.Shared), flag(g.Cooperative), flag(g.Dependent),
+		C.uintptr_t(stream), args, C.size_t(bytes))
 	if code == C.CUDA_SUCCESS {
 		return nil
 	}
-	return result(fmt.Sprintf("launch of %s (grid %d, cluster %d, block %d, shared memory %d, arguments %d bytes)",
-		v.Symbol, g.Grid, g.Cluster, v.Threads, g.Shared, bytes), code)
+	op := fmt.Sprintf("launch of %s (grid %d, cluster %d, block %d, shared memory %d, arguments %d bytes)",
+		v.Symbol, g.Grid, g.Cluster, v.Threads, g.Shared, bytes)
+	return result(op, code)
 }
 
-// check refuses facts that the planner would divide by, or size a launch with, and that no device can have.
+// check rejects impossible values of facts that the planner divides by or computes launch sizes from.
 func (f *Facts) check() error {
 	for _, fact := range []struct {
 		name               string

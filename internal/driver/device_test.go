@@ -21,11 +21,12 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// The tests run against testdata/fake.c, in a process of their own, since a process binds one libcuda once.
+// Each test runs in a separate process with the fake driver of testdata/fake.c, because a process binds
+// libcuda only once.
 
 const (
-	logVariable     = "FAKE_LOG"            // set in the process of a test
-	loadingVariable = "GANDER_TEST_NO_CUDA" // set in a process that only loads this package and asks for Status
+	logVariable     = "FAKE_LOG"            // set in the process that runs a test
+	loadingVariable = "GANDER_TEST_NO_CUDA" // set in a process that only loads this package and calls Status
 )
 
 func TestMain(m *testing.M) {
@@ -62,7 +63,7 @@ func library(t *testing.T, flag string) string {
 	folder, err := os.MkdirTemp("", "driver")
 	require.NoError(t, err)
 	libraries[flag] = folder
-	// The shell splits CGO_CFLAGS as Go does: it may hold quotes.
+	// The shell splits CGO_CFLAGS as Go does, with quotes.
 	compile := "exec gcc " + os.Getenv("CGO_CFLAGS") + ` -shared -fPIC -pthread "$@"`
 	out, err := exec.Command("sh", "-c", compile, "gcc", flag, "-o", filepath.Join(folder, "libcuda.so.1"),
 		"testdata/fake.c").CombinedOutput()
@@ -70,8 +71,8 @@ func library(t *testing.T, flag string) string {
 	return folder
 }
 
-// faked tells whether this is the process in which the test is to run; else it runs it in one that finds the
-// fake driver and has the given environment.
+// faked returns true in the process that runs a test. In the parent it starts that process, with the fake
+// driver and the given environment, and returns false.
 func faked(t *testing.T, env ...string) bool {
 	if os.Getenv(logVariable) != "" {
 		return true
@@ -86,15 +87,15 @@ func run(t *testing.T, folder string, env ...string) {
 		parts[i] = "^" + regexp.QuoteMeta(part) + "$"
 	}
 	command := exec.Command(os.Args[0], "-test.count=1", "-test.run="+strings.Join(parts, "/"))
-	command.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, logVariable+"="+filepath.Join(t.TempDir(), "log"),
-		"GANDER_FORCE_PTX=", "GORACE=atexit_sleep_ms=0")
+	command.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder,
+		logVariable+"="+filepath.Join(t.TempDir(), "log"), "GANDER_FORCE_PTX=", "GORACE=atexit_sleep_ms=0")
 	command.Env = append(command.Env, env...)
 	out, err := command.CombinedOutput()
 	require.NoError(t, err, string(out))
 	require.NotContains(t, string(out), "no tests to run")
 }
 
-// calls returns what the fake driver was called with since the last time, without the calls that ask for attributes.
+// calls returns the calls of the fake driver since the last time, except queries of attributes.
 func calls(t *testing.T) []string {
 	path := os.Getenv(logVariable)
 	text, err := os.ReadFile(path)
@@ -127,20 +128,20 @@ func opened(t *testing.T) *Device {
 	return d
 }
 
-// facts returns what the device tells a launch of the first family.
+// facts returns the facts for the first family.
 func facts(t *testing.T, d *Device) *Facts {
 	f, err := d.Facts(0)
 	require.NoError(t, err)
 	return f
 }
 
-// current makes a context current on this thread, which the test keeps.
+// current makes a context current on this thread, and locks the test to it.
 func current(t *testing.T, context uintptr) {
 	runtime.LockOSThread()
 	require.NoError(t, cu.SetCurrentContext(*(*cu.CUContext)(unsafe.Pointer(&context))))
 }
 
-// arguments stands for a kernel's parameter.
+// arguments is a kernel's parameter.
 type arguments struct {
 	first, second int32
 	third         int64
@@ -230,7 +231,7 @@ func TestOpen(t *testing.T) {
 		"cuDevicePrimaryCtxRetain 0| 0 global",
 	}, calls(t))
 	assert.Same(t, d, opened(t))
-	assert.Empty(t, calls(t), "a cached device asks nothing")
+	assert.Empty(t, calls(t), "a cached device makes no calls")
 	assert.Zero(t, testing.AllocsPerRun(100, func() { Open(0) }))
 
 	second, err := Open(1)
@@ -246,16 +247,17 @@ func TestOpen(t *testing.T) {
 
 func TestFacts(t *testing.T) {
 	base := Facts{
-		Major: 9, Minor: 0, Arch: "sm_90", SMs: 132, SharedPerBlock: 232448, SharedPerSM: 233472, L2Bytes: 50 << 20, MemoryGBs: 3352,
-		Name: "Fake 0", DriverVersion: 13000, Clusters: [17]int{1: 128, 64, 42, 32, 25, 21, 18, 16},
+		Major: 9, Minor: 0, Arch: "sm_90", SMs: 132, SharedPerBlock: 232448, SharedPerSM: 233472,
+		L2Bytes: 50 << 20, MemoryGBs: 3352, Name: "Fake 0", DriverVersion: 13000,
+		Clusters: [17]int{1: 128, 64, 42, 32, 25, 21, 18, 16},
 	}
 	ptx := func(arch string, major int, clusters [17]int) Facts {
 		f := base
 		f.Arch, f.Major, f.Clusters = arch, major, clusters
 		return f
 	}
-	untold := base
-	untold.MemoryGBs = 0
+	unknown := base
+	unknown.MemoryGBs = 0
 	for name, c := range map[string]struct {
 		env  []string
 		want Facts
@@ -265,8 +267,8 @@ func TestFacts(t *testing.T) {
 		"forced 90":  {[]string{"GANDER_FORCE_PTX=90"}, ptx("compute_90", 9, base.Clusters)},
 		"newer chip": {[]string{"FAKE_CAPABILITY=120"}, ptx("compute_90", 9, base.Clusters)},
 		"older chip": {[]string{"FAKE_CAPABILITY=89"}, ptx("compute_80", 8, [17]int{})},
-		"no bus":     {[]string{"FAKE_ATTRIBUTE_37=!801"}, untold},
-		"bus of -1":  {[]string{"FAKE_ATTRIBUTE_37=-1"}, untold},
+		"no bus":     {[]string{"FAKE_ATTRIBUTE_37=!801"}, unknown},
+		"bus of -1":  {[]string{"FAKE_ATTRIBUTE_37=-1"}, unknown},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if !faked(t, c.env...) {
@@ -284,7 +286,7 @@ func TestFacts(t *testing.T) {
 				assert.Empty(t, asked)
 			}
 			assert.Same(t, facts(t, d), facts(t, d))
-			assert.Empty(t, calls(t), "asked once")
+			assert.Empty(t, calls(t), "queried once")
 			assert.Zero(t, testing.AllocsPerRun(100, func() { d.Facts(0) }))
 		})
 	}
@@ -306,7 +308,7 @@ func TestFactsLoadOnlyTheFamilysImage(t *testing.T) {
 	assert.Empty(t, calls(t))
 }
 
-// What fails for a moment is no fact: the call fails, and the next one asks again.
+// After a temporary failure the call fails, and the next one queries again.
 func TestFactsAreTriedAgain(t *testing.T) {
 	want := [17]int{1: 128, 64, 42, 32, 25, 21, 18, 16}
 	for name, c := range map[string]struct {
@@ -339,7 +341,7 @@ func TestFactsAreTriedAgain(t *testing.T) {
 		})
 	}
 	t.Run("no such size", func(t *testing.T) {
-		for _, code := range []string{"1", "801", "912"} { // the driver's answer, which stays the same
+		for _, code := range []string{"1", "801", "912"} { // permanent failures
 			t.Run(code, func(t *testing.T) {
 				if !faked(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters="+code, "FAKE_FAIL_AFTER=4") {
 					return
@@ -359,16 +361,16 @@ func TestFactsAreTriedAgain(t *testing.T) {
 	})
 }
 
-func TestFactsThatCannotBe(t *testing.T) {
+func TestImpossibleFacts(t *testing.T) {
 	for name, c := range map[string]struct{ attribute, says string }{
 		"no SMs":           {"16=0", "multiprocessors: 0, expected 1 to 65536"},
-		"SMs below none":   {"16=-1", "multiprocessors: -1, expected"},
+		"negative SMs":     {"16=-1", "multiprocessors: -1, expected"},
 		"no shared memory": {"97=0", "bytes of shared memory per block: 0, expected 49152 to"},
 		"a block has more": {"81=100000", "bytes of shared memory per multiprocessor: 100000, expected 232448 to"},
 		"no L2":            {"38=0", "bytes of L2 cache: 0, expected 1 to"},
 		"no capability":    {"75=0", "major compute capability: 0, expected 1 to 99"},
 		"major too large":  {"75=1000000000", "major compute capability: 1000000000, expected"},
-		"minor below none": {"76=-1", "minor compute capability: -1, expected 0 to 9"},
+		"negative minor":   {"76=-1", "minor compute capability: -1, expected 0 to 9"},
 		"minor too large":  {"76=10", "minor compute capability: 10, expected"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -379,10 +381,11 @@ func TestFactsThatCannotBe(t *testing.T) {
 				d, err := Open(0)
 				assert.Nil(t, d)
 				assert.ErrorIs(t, err, ErrFacts)
-				assert.ErrorContains(t, err, "device 0 (Fake 0): the driver describes a device that cannot be: "+c.says)
+				assert.ErrorContains(t, err,
+					"device 0 (Fake 0): the driver reports impossible device properties: "+c.says)
 				assert.ErrorContains(t, err, "reinstall NVIDIA's driver")
 			}
-			assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "nothing is made on it")
+			assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "no context is created on it")
 		})
 	}
 }
@@ -394,7 +397,7 @@ func TestNoImage(t *testing.T) {
 	_, err := Open(0)
 	assert.ErrorIs(t, err, ErrArch)
 	assert.ErrorContains(t, err, "device 0 (Fake 0)")
-	assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "nothing is made on a device that is not served")
+	assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "no context is created on it")
 }
 
 func TestFamilyWithoutImage(t *testing.T) {
@@ -427,7 +430,7 @@ func TestContextIsRestored(t *testing.T) {
 	launchRows()
 	assert.Equal(t, []string{
 		"cuLaunchKernel rows grid 7 block 256 shared 0 stream 0x5 args 42/16| 0x1000 global",
-	}, calls(t), "the primary context is current: it is left alone")
+	}, calls(t), "the primary context is already current")
 
 	current(t, 0xBEEF)
 	p, err := d.Allocate(8, 5)
@@ -492,7 +495,8 @@ func TestLoadingIsTriedAgain(t *testing.T) {
 		var failure *Error
 		require.ErrorAs(t, err, &failure)
 		assert.Equal(t, CodeOutOfMemory, failure.Code)
-		assert.EqualError(t, err, "cuModuleLoadData of softmax_bfloat16.sm_90: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
+		assert.EqualError(t, err,
+			"cuModuleLoadData of softmax_bfloat16.sm_90: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
 	}
 	assert.Equal(t, 2, count(calls(t), "cuModuleLoadData"))
 }
@@ -509,15 +513,22 @@ func TestLaunch(t *testing.T) {
 		stream uintptr
 		want   string
 	}{
-		{0, kernels.Geometry{Grid: 1, Cluster: 1}, 0, "cuLaunchKernel rows grid 1 block 256 shared 0 stream 0 args 42/16"},
-		{0, kernels.Geometry{Grid: 1}, 2, "cuLaunchKernel rows grid 1 block 256 shared 0 stream 0x2 args 42/16"},
+		{
+			0, kernels.Geometry{Grid: 1, Cluster: 1}, 0,
+			"cuLaunchKernel rows grid 1 block 256 shared 0 stream 0 args 42/16",
+		},
+		{
+			0, kernels.Geometry{Grid: 1}, 2,
+			"cuLaunchKernel rows grid 1 block 256 shared 0 stream 0x2 args 42/16",
+		},
 		{
 			5, kernels.Geometry{Grid: 1<<31 - 1, Cluster: 1, Shared: 230000}, 0xABC,
 			"cuLaunchKernel ring grid 2147483647 block 128 shared 230000 stream 0xabc args 42/16",
 		},
 		{
 			2, kernels.Geometry{Grid: 32, Cluster: 16, Shared: 4096}, 1,
-			"cuLaunchKernelEx clusters grid 2 x 16 block 1024 shared 4096 stream 0x1 args 42/16 cluster 16 cooperative 0",
+			"cuLaunchKernelEx clusters grid 2 x 16 block 1024 shared 4096 stream 0x1 args 42/16 cluster 16 " +
+				"cooperative 0",
 		},
 		{
 			5, kernels.Geometry{Grid: 132, Cluster: 1, Cooperative: true}, 1,
@@ -539,7 +550,9 @@ func TestLaunchAllocatesNothing(t *testing.T) {
 		return
 	}
 	d := opened(t)
-	for _, g := range []kernels.Geometry{{Grid: 1, Cluster: 1}, {Grid: 2, Cluster: 2, Shared: 64, Cooperative: true}} {
+	for _, g := range []kernels.Geometry{
+		{Grid: 1, Cluster: 1}, {Grid: 2, Cluster: 2, Shared: 64, Cooperative: true},
+	} {
 		assert.Zero(t, testing.AllocsPerRun(100, func() {
 			if launch(d, 2, g, 0) != nil {
 				t.Error("launch failed")
@@ -554,8 +567,8 @@ func TestLaunchFails(t *testing.T) {
 			return
 		}
 		err := launch(opened(t), 0, kernels.Geometry{Grid: 3, Cluster: 1, Shared: 8}, 0)
-		assert.EqualError(t, err, "launch of rows (grid 3, cluster 1, block 256, shared memory 8, arguments 16 bytes): "+
-			"CUDA_ERROR_FAKE (719): it is fake")
+		assert.EqualError(t, err, "launch of rows (grid 3, cluster 1, block 256, shared memory 8, "+
+			"arguments 16 bytes): CUDA_ERROR_FAKE (719): it is fake")
 	})
 	t.Run("with an unknown result", func(t *testing.T) {
 		if !faked(t, "FAKE_FAIL=cuLaunchKernelEx=9999") {
@@ -568,7 +581,8 @@ func TestLaunchFails(t *testing.T) {
 		if !faked(t, "FAKE_FAIL=cuModuleGetFunction=500") {
 			return
 		}
-		assert.ErrorContains(t, launch(opened(t), 0, kernels.Geometry{Grid: 1}, 0), "cuModuleGetFunction of rows: ")
+		err := launch(opened(t), 0, kernels.Geometry{Grid: 1}, 0)
+		assert.ErrorContains(t, err, "cuModuleGetFunction of rows: ")
 	})
 	t.Run("without the context", func(t *testing.T) {
 		if !faked(t, "FAKE_FAIL=cuCtxPushCurrent=201") {
@@ -578,7 +592,7 @@ func TestLaunchFails(t *testing.T) {
 		assert.ErrorContains(t, launch(d, 0, kernels.Geometry{Grid: 1}, 0), "cuCtxPushCurrent: ")
 		_, err := d.Allocate(1, 0)
 		assert.ErrorContains(t, err, "(201)")
-		assert.Zero(t, count(calls(t), "cuCtxPopCurrent"), "what was not pushed is not popped")
+		assert.Zero(t, count(calls(t), "cuCtxPopCurrent"), "nothing was pushed, so nothing is popped")
 	})
 }
 
@@ -701,10 +715,10 @@ func TestOwnedWhileCapturing(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(implicit, nil, 0o600))
 	d.FreeOwned(first)
-	assert.Zero(t, count(calls(t), "cuMemFreeAsync"), "put off: it would break the capture")
+	assert.Zero(t, count(calls(t), "cuMemFreeAsync"), "not freed yet: it would invalidate the capture")
 	require.NoError(t, os.Remove(implicit))
 	d.FreeOwned(second)
 	assert.Equal(t, 2, count(calls(t), "cuMemFreeAsync"))
 	assert.Empty(t, d.owned)
-	assert.Empty(t, d.late)
+	assert.Empty(t, d.pending)
 }

@@ -1,10 +1,10 @@
-// Package driver binds the immutable table of package kernels to the CUDA devices of this machine: it loads
-// images, launches kernels on the caller's stream and gives out stream-ordered memory.
+// Package driver runs the kernels of package kernels on the CUDA devices of this machine. It loads
+// images, launches kernels on the caller's stream, and allocates stream-ordered memory.
 //
-// It needs no CUDA library to build or to load: libcuda is looked up at the first use (see bind.c), and a
-// process without a driver gets an error, never a failed load. The real package is behind the build tag cuda;
-// without it every call answers ErrBuiltWithout. It works in each device's primary context, which it shares
-// with the CUDA runtime and with every framework, and never waits for a device.
+// It needs no CUDA library to build or to load: libcuda is loaded at the first use (see bind.c). Without a
+// driver, calls return an error. With the build tag cuda the package is complete;
+// without it every call returns ErrBuiltWithout. It works in each device's primary context, which it shares
+// with the CUDA runtime and with frameworks. It never waits for a device.
 package driver
 
 import (
@@ -23,15 +23,15 @@ var (
 	ErrTooOld = errors.New("the NVIDIA driver is too old")
 	// ErrArch: no image runs on the device.
 	ErrArch = errors.New("no kernels for this device")
-	// ErrFacts: what the driver says of a device cannot be true.
-	ErrFacts = errors.New("the driver describes a device that cannot be")
+	// ErrFacts: the driver reports impossible properties of a device.
+	ErrFacts = errors.New("the driver reports impossible device properties")
 )
 
 // Error is a CUDA result other than success.
 type Error struct {
 	Code int    // CUresult
 	Name string // "CUDA_ERROR_OUT_OF_MEMORY"
-	Op   string // what was tried: the driver's function and what it was called on
+	Op   string // the driver's function and what it was called on
 	Text string // the driver's description
 }
 
@@ -41,23 +41,23 @@ func (e *Error) Error() string { return fmt.Sprintf("%s: %s (%d): %s", e.Op, e.N
 const (
 	CodeOutOfMemory        = 2   // an allocation failed
 	CodeInvalidDevice      = 101 // no such device
-	CodeCaptureUnsupported = 900 // not possible while the stream is captured into a graph
+	CodeCaptureUnsupported = 900 // not allowed while the stream is captured into a graph
 )
 
-// Facts is what the planner knows of a device.
+// Facts are the properties of a device that the planner uses.
 type Facts struct {
-	// The compute capability that kernels may use: the device's, or that of the PTX image where it is
-	// served from one.
+	// The compute capability that kernels may use: the device's, or that of the PTX image if the device
+	// runs PTX.
 	Major, Minor   int
 	Arch           string // the images in use: "sm_90", "compute_80"
 	SMs            int
-	SharedPerBlock int // bytes, the most that a CTA can opt in to
+	SharedPerBlock int // bytes, the maximum that a CTA can opt in to
 	SharedPerSM    int // bytes
 	L2Bytes        int64
-	MemoryGBs      int // the memory's peak bandwidth; 0 where the driver does not tell
+	MemoryGBs      int // the memory's peak bandwidth, or 0 if the driver does not report it
 	Name           string
 	DriverVersion  int // 13000 for CUDA 13.0
-	// Clusters[c] is how many clusters of c CTAs are resident at once where an SM holds one CTA; 0 where there are none
-	// of that size.
+	// Clusters[c] is how many clusters of c CTAs can be resident at once with one CTA per SM, or 0 if that
+	// size is not supported.
 	Clusters [17]int
 }

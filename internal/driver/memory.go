@@ -7,8 +7,8 @@ import "C"
 
 import "fmt"
 
-// Allocate returns scratch memory of the device's stream-ordered pool, to be used by work on the stream. On a
-// stream that is being captured it becomes part of the graph. Of no bytes it returns 0.
+// Allocate returns scratch memory from the device's stream-ordered pool, for work on the stream. On a
+// stream that is being captured, the allocation becomes part of the graph. For 0 bytes it returns 0.
 func (d *Device) Allocate(bytes uint64, stream uintptr) (uintptr, error) {
 	if bytes == 0 {
 		return 0, nil
@@ -25,20 +25,20 @@ func allocation(bytes uint64, code C.CUresult) error {
 	return result(fmt.Sprintf("cuMemAllocAsync of %d bytes", bytes), code)
 }
 
-// Free gives scratch memory back after the work enqueued on the stream so far. What fails here (a context
-// that is gone) has no remedy, so there is no error.
+// Free frees scratch memory after the work enqueued on the stream so far. It returns no error, because a
+// failure, such as a destroyed context, has no remedy.
 func (d *Device) Free(p, stream uintptr) {
 	if p != 0 {
 		C.gander_driver_free(d.context, C.uintptr_t(p), C.uintptr_t(stream))
 	}
 }
 
-// AllocateOwned returns memory for an output that outlives the call: its owner gives it back with FreeOwned
-// at any later time, from any thread, when the stream may no longer exist. Seal must follow once the work
-// that writes it is enqueued.
+// AllocateOwned returns memory for an output that outlives the call. Its owner frees it with FreeOwned
+// at any later time, from any thread, even if the stream no longer exists. Seal must be called after the work
+// that writes the memory is enqueued.
 //
 // On a stream that is being captured it fails with CodeCaptureUnsupported: the memory would belong to the
-// graph and be allocated anew at each replay, so outputs of captured calls must be the caller's.
+// graph and be allocated again at each replay. So the caller must allocate the outputs of captured calls.
 func (d *Device) AllocateOwned(bytes uint64, stream uintptr) (uintptr, error) {
 	if bytes == 0 {
 		return 0, nil
@@ -55,7 +55,7 @@ func (d *Device) AllocateOwned(bytes uint64, stream uintptr) (uintptr, error) {
 	return uintptr(p), nil
 }
 
-// Seal marks the point of the stream after which an output of AllocateOwned is complete.
+// Seal records the event after which an output of AllocateOwned is complete.
 func (d *Device) Seal(p, stream uintptr) error {
 	if p == 0 {
 		return nil
@@ -65,30 +65,30 @@ func (d *Device) Seal(p, stream uintptr) error {
 	return result("cuEventRecord", C.gander_driver_seal(d.context, d.owned[p], C.uintptr_t(stream)))
 }
 
-// FreeOwned gives an output back, in the order of the legacy default stream: after the work that made it, and
-// after everything enqueued so far on that stream and on streams that synchronise with it. Readers on
-// non-blocking streams must be done, or be ordered before one of those, when the owner lets go. Nothing waits
-// on the host. While a stream that synchronises with the legacy one is being captured the release is put off
-// to the next call of AllocateOwned or FreeOwned.
+// FreeOwned frees an output in the order of the legacy default stream: after the work that wrote it, and
+// after everything enqueued so far on that stream and on streams that synchronize with it. Readers on
+// non-blocking streams must have finished, or be ordered before one of those. The host does not wait.
+// While a stream that synchronizes with the legacy one is being captured, the output is freed by
+// the next call of AllocateOwned or FreeOwned instead.
 func (d *Device) FreeOwned(p uintptr) {
 	if p == 0 {
 		return
 	}
 	d.memory.Lock()
 	defer d.memory.Unlock()
-	d.late = append(d.late, p)
+	d.pending = append(d.pending, p)
 	d.release()
 }
 
-// release frees the outputs that were let go. d.memory is held.
+// release frees the pending outputs. The caller holds d.memory.
 func (d *Device) release() {
-	for len(d.late) > 0 {
-		p := d.late[0]
+	for len(d.pending) > 0 {
+		p := d.pending[0]
 		code := C.gander_driver_free_owned(d.context, C.uintptr_t(p), d.owned[p])
 		if code == C.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
 			return
 		}
-		delete(d.owned, p) // on any other failure the context is gone, and the memory with it
-		d.late = d.late[1:]
+		delete(d.owned, p) // after any other failure the context is gone, and the memory with it
+		d.pending = d.pending[1:]
 	}
 }

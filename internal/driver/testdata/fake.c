@@ -1,9 +1,9 @@
-// A libcuda.so.1 for tests on machines without a GPU. Each call is written to $FAKE_LOG as
+// A libcuda.so.1 for tests on machines without a GPU. Each call is logged to $FAKE_LOG as
 //   function arguments... | current context, capture mode
-// and fails with the code that $FAKE_FAIL ("function=code") gives it, after $FAKE_FAIL_AFTER successful
-// calls. $FAKE_ATTRIBUTE_<number> is the value of a device attribute, or a result to fail with ("!801").
-// Streams 0xCA and up are being captured; the legacy stream is off limits while the file $FAKE_IMPLICIT
-// exists.
+// $FAKE_FAIL ("function=code") makes a function fail with that code, after $FAKE_FAIL_AFTER successful calls.
+// $FAKE_ATTRIBUTE_<number> is the value of a device attribute, or an error code for it ("!801"). Streams 0xCA
+// and up are being captured. A query of the legacy stream fails as during a capture while the file
+// $FAKE_IMPLICIT exists.
 
 #include <cuda.h>
 #include <pthread.h>
@@ -30,7 +30,8 @@ static CUresult call(const char *function, const char *format, ...) {
   FILE *log = fopen(getenv("FAKE_LOG"), "a");
   fprintf(log, "%s ", function);
   vfprintf(log, format, args);
-  fprintf(log, "| %#zx %s\n", (size_t)stack[depth], mode == CU_STREAM_CAPTURE_MODE_RELAXED ? "relaxed" : "global");
+  fprintf(log, "| %#zx %s\n", (size_t)stack[depth],
+          mode == CU_STREAM_CAPTURE_MODE_RELAXED ? "relaxed" : "global");
   fclose(log);
   va_end(args);
   static int succeeded;
@@ -99,7 +100,9 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
   return call("cuDevicePrimaryCtxRetain", "%d", device);
 }
 
-CUresult cuCtxCreate(CUcontext *context, unsigned flags, CUdevice device) { return call("cuCtxCreate", "%d", device); }
+CUresult cuCtxCreate(CUcontext *context, unsigned flags, CUdevice device) {
+  return call("cuCtxCreate", "%d", device);
+}
 
 CUresult cuCtxGetCurrent(CUcontext *context) {
   *context = stack[depth];
@@ -129,7 +132,7 @@ CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *other) {
   return CUDA_SUCCESS;
 }
 
-// The tests' images are text.
+// The images of the tests are strings.
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   *module = (CUmodule)strdup(image);
   return call("cuModuleLoadData", "%s", (const char *)image);
@@ -154,12 +157,12 @@ static void attributes(const CUlaunchConfig *config, unsigned *cluster, int *coo
   for (unsigned i = 0; i < config->numAttrs; i++) {
     CUlaunchAttributeValue value = config->attrs[i].value;
     if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-      *cluster = value.clusterDim.y;  // they lie along y
+      *cluster = value.clusterDim.y;  // clusters extend along y
     if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) *cooperative = value.cooperative;
   }
 }
 
-// 128 clusters of one, 64 of 2, and so on; clusters of more than 8 are an error.
+// There are 128 / c clusters of c CTAs. Clusters of more than 8 CTAs are an error.
 CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUlaunchConfig *config) {
   unsigned cluster;
   int cooperative;
@@ -171,13 +174,14 @@ CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUl
   return status == CUDA_SUCCESS && cluster > 8 ? CUDA_ERROR_INVALID_CLUSTER_SIZE : status;
 }
 
-// A kernel's argument is in a buffer, or lies at an address, without its size; its first 32 bits are shown.
+// Returns the size of a kernel's argument, or 0 if it is passed by address, and its first 32 bits.
 static size_t argument(void **parameters, void **extra, int *first) {
   if (parameters) {
     *first = *(int *)parameters[0];
     return 0;
   }
-  if (extra[0] != CU_LAUNCH_PARAM_BUFFER_POINTER || extra[2] != CU_LAUNCH_PARAM_BUFFER_SIZE || extra[4]) return 0;
+  if (extra[0] != CU_LAUNCH_PARAM_BUFFER_POINTER || extra[2] != CU_LAUNCH_PARAM_BUFFER_SIZE || extra[4])
+    return 0;
   *first = *(int *)extra[1];
   return *(size_t *)extra[3];
 }
@@ -186,8 +190,8 @@ CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned 
                         unsigned bz, unsigned shared, CUstream stream, void **parameters, void **extra) {
   int first = 0;
   size_t size = argument(parameters, extra, &first);
-  return call("cuLaunchKernel", "%s grid %u block %u shared %u stream %#zx args %d/%zu", (const char *)function,
-              gx * gy * gz, bx * by * bz, shared, (size_t)stream, first, size);
+  return call("cuLaunchKernel", "%s grid %u block %u shared %u stream %#zx args %d/%zu",
+              (const char *)function, gx * gy * gz, bx * by * bz, shared, (size_t)stream, first, size);
 }
 
 #ifndef WITHOUT_LAUNCH_EX
@@ -196,10 +200,11 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **p
   int cooperative, first = 0;
   size_t size = argument(parameters, extra, &first);
   attributes(c, &cluster, &cooperative);
-  return call("cuLaunchKernelEx", "%s grid %u x %u block %u shared %u stream %#zx args %d/%zu cluster %u cooperative %d",
+  return call("cuLaunchKernelEx",
+              "%s grid %u x %u block %u shared %u stream %#zx args %d/%zu cluster %u cooperative %d",
               (const char *)function, c->gridDimX, c->gridDimY * c->gridDimZ,
-              c->blockDimX * c->blockDimY * c->blockDimZ, c->sharedMemBytes, (size_t)c->hStream, first, size, cluster,
-              cooperative);
+              c->blockDimX * c->blockDimY * c->blockDimZ, c->sharedMemBytes, (size_t)c->hStream, first, size,
+              cluster, cooperative);
 }
 #endif
 
@@ -216,7 +221,8 @@ CUresult cuMemFreeAsync(CUdeviceptr p, CUstream stream) {
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
   const char *implicit = getenv("FAKE_IMPLICIT");
   *status = (size_t)stream >= 0xCA ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
-  if (stream == CU_STREAM_LEGACY && implicit && !access(implicit, F_OK)) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+  if (stream == CU_STREAM_LEGACY && implicit && !access(implicit, F_OK))
+    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
   return CUDA_SUCCESS;
 }
 
