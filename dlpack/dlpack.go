@@ -1,9 +1,9 @@
-// Package dlpack is Go's view of DLPack, the in-memory tensor structure that array libraries exchange.
-// Its structs have the memory layout of dlpack.h, so that a C pointer is read in place, without a copy.
+// Package dlpack implements DLPack, the in-memory tensor structure that array libraries exchange.
+// Its structs have the memory layout of dlpack.h, so that Go can read a C struct in place.
 //
-// A Tensor is borrowed: whoever made it keeps the memory. New makes a tensor in memory of the Go heap.
-// With cgo, Adopt takes over a managed tensor from C and NewManaged makes one for C. The package knows
-// nothing of CUDA and never touches the elements of a tensor that is not in host memory.
+// A Tensor is borrowed: its producer owns the memory. New makes a tensor on the Go heap. With cgo, Adopt
+// takes ownership of a managed tensor from C, and NewManaged makes one for C. The package does not use CUDA,
+// and never accesses the elements of a tensor that is not in host memory.
 package dlpack
 
 import (
@@ -13,18 +13,18 @@ import (
 	"unsafe"
 )
 
-// The version of the structs below. Another minor version only adds enumerators; another major version
-// may move every field but ManagedVersioned's version, context and deleter.
+// The version of the structs below. Another minor version only adds enumerators. Another major version
+// may move all fields except Version, Context and Deleter of ManagedVersioned.
 const (
 	MajorVersion = 1
 	MinorVersion = 3
 )
 
-// MaxRank is the largest rank that Validate accepts: more than any array library makes, and few enough
-// that a corrupt rank does not send a reader far beyond the shape.
+// MaxRank is the largest rank that Validate accepts. No array library makes larger ones, and it limits
+// how far beyond a shape a corrupt rank makes Validate read.
 const MaxRank = 64
 
-// What an error of this package wraps.
+// The errors of this package wrap one of these.
 var (
 	ErrNull    = errors.New("a NULL pointer")
 	ErrShape   = errors.New("a bad shape")
@@ -38,7 +38,7 @@ var (
 // DeviceType is DLDeviceType.
 type DeviceType int32
 
-// The device types that gander knows; others pass through as numbers.
+// The device types with names. Others are formatted as numbers.
 const (
 	CPU         DeviceType = 1
 	CUDA        DeviceType = 2
@@ -52,7 +52,7 @@ type Device struct {
 	ID   int32
 }
 
-// Host tells whether the CPU reads the device's memory as its own. Managed memory counts as a device's.
+// Host tells whether the device's memory is host memory. Managed memory is not.
 func (d Device) Host() bool { return d.Type == CPU || d.Type == CUDAHost }
 
 // String returns "cpu", "cuda:1" and the like.
@@ -70,7 +70,7 @@ func (d Device) String() string {
 	return fmt.Sprintf("device type %d:%d", d.Type, d.ID)
 }
 
-// The type codes that are named in messages; others pass through as numbers.
+// The type codes with names. Others are formatted as numbers.
 const (
 	codeInt    = 0
 	codeUInt   = 1
@@ -85,7 +85,7 @@ type DType struct {
 	Lanes uint16
 }
 
-// The dtypes that host tensors can be converted from and to.
+// The dtypes that Float64s and SetFloat64s convert.
 var (
 	Float16  = DType{codeFloat, 16, 1}
 	BFloat16 = DType{codeBFloat, 16, 1}
@@ -98,7 +98,7 @@ var (
 // Size returns the bytes of one element, rounded up.
 func (d DType) Size() int64 { return (int64(d.Bits)*int64(d.Lanes) + 7) / 8 }
 
-// String returns the name that torch and NumPy use where there is one.
+// String returns the name that torch and NumPy use, if there is one.
 func (d DType) String() string {
 	name := fmt.Sprintf("dtype code %d of %d bits", d.Code, d.Bits)
 	switch d.Code {
@@ -117,8 +117,8 @@ func (d DType) String() string {
 	return name
 }
 
-// Tensor is DLTensor. Shape and Strides point to NDim numbers; Strides counts elements, and nil means
-// compact rows (producers before DLPack 1.2). Data is nil where the tensor has no elements.
+// Tensor is DLTensor. Shape and Strides point to NDim numbers. Strides counts elements; nil means
+// row-major and compact (producers before DLPack 1.2). Data can be nil if the tensor has no elements.
 type Tensor struct {
 	Data       unsafe.Pointer
 	Device     Device
@@ -142,7 +142,7 @@ type Version struct{ Major, Minor uint32 }
 // Bits of ManagedVersioned.Flags.
 const (
 	FlagReadOnly      = 1 << 0
-	FlagCopied        = 1 << 1 // the producer made a copy, which the consumer alone uses
+	FlagCopied        = 1 << 1 // the producer made a copy for the consumer alone
 	FlagSubbytePadded = 1 << 2
 )
 
@@ -155,8 +155,8 @@ type ManagedVersioned struct {
 	Tensor  Tensor
 }
 
-// Import returns m's tensor once it is known to be readable. It borrows: m is still to be released, also
-// after an error. Nothing but the version of a tensor of another major version is read.
+// Import validates m's tensor and returns it. The caller must still release m, even after an error. If the
+// major version differs, only the version is read.
 func (m *ManagedVersioned) Import() (*Tensor, error) {
 	if m == nil {
 		return nil, fmt.Errorf("%w: the managed tensor is NULL, expected a DLManagedTensorVersioned", ErrNull)
@@ -168,8 +168,7 @@ func (m *ManagedVersioned) Import() (*Tensor, error) {
 	return &m.Tensor, m.Tensor.Validate()
 }
 
-// Import returns m's tensor once it is known to be readable. It borrows: m is still to be released, also
-// after an error.
+// Import validates m's tensor and returns it. The caller must still release m, even after an error.
 func (m *Managed) Import() (*Tensor, error) {
 	if m == nil {
 		return nil, fmt.Errorf("%w: the managed tensor is NULL, expected a DLManagedTensor", ErrNull)

@@ -37,7 +37,8 @@ func TestLayout(t *testing.T) {
 		unsafe.Offsetof(v.Data), unsafe.Offsetof(v.Device), unsafe.Offsetof(v.NDim), unsafe.Offsetof(v.DType),
 		unsafe.Offsetof(v.Shape), unsafe.Offsetof(v.Strides), unsafe.Offsetof(v.ByteOffset)})
 	assert.Equal(t, []uintptr{0, 8, 16, 24, 32}, []uintptr{
-		unsafe.Offsetof(w.Version), unsafe.Offsetof(w.Context), unsafe.Offsetof(w.Deleter), unsafe.Offsetof(w.Flags),
+		unsafe.Offsetof(w.Version), unsafe.Offsetof(w.Context), unsafe.Offsetof(w.Deleter),
+		unsafe.Offsetof(w.Flags),
 		unsafe.Offsetof(w.Tensor)})
 	assert.Equal(t, []uintptr{0, 48, 56}, []uintptr{
 		unsafe.Offsetof(m.Tensor), unsafe.Offsetof(m.Context), unsafe.Offsetof(m.Deleter)})
@@ -49,7 +50,9 @@ func ints(v ...int64) *int64 { return unsafe.SliceData(v) }
 var (
 	cell  [64]byte
 	host  = dlpack.Device{Type: dlpack.CPU}
-	valid = dlpack.Tensor{Data: unsafe.Pointer(&cell), Device: host, NDim: 2, DType: dlpack.Float32, Shape: ints(2, 3)}
+	valid = dlpack.Tensor{
+		Data: unsafe.Pointer(&cell), Device: host, NDim: 2, DType: dlpack.Float32, Shape: ints(2, 3),
+	}
 )
 
 func TestValidateRefuses(t *testing.T) {
@@ -68,10 +71,13 @@ func TestValidateRefuses(t *testing.T) {
 		{"dimension", func(v *dlpack.Tensor) { v.Shape = ints(2, -3) }, dlpack.ErrShape, "dimension 1 is -3"},
 		{"count", func(v *dlpack.Tensor) { v.Shape = ints(1<<32, 1<<32) }, dlpack.ErrShape, "more than 2^63 bytes"},
 		{"bytes", func(v *dlpack.Tensor) { v.Shape = ints(1<<31, 1<<30) }, dlpack.ErrShape, "more than 2^63 bytes"},
-		{"data", func(v *dlpack.Tensor) { v.Data = nil }, dlpack.ErrNull, "data is NULL, expected the address of 24 bytes"},
+		{"data", func(v *dlpack.Tensor) { v.Data = nil }, dlpack.ErrNull,
+			"data is NULL, expected the address of 24 bytes"},
 		{"stride", func(v *dlpack.Tensor) { v.Strides = ints(most, 1) }, dlpack.ErrLayout, "beyond 64 bits"},
-		{"negative", func(v *dlpack.Tensor) { v.Strides = ints(math.MinInt64, 1) }, dlpack.ErrLayout, "beyond 64 bits"},
-		{"two strides", func(v *dlpack.Tensor) { v.Strides = ints(1<<60, 1<<60) }, dlpack.ErrLayout, "beyond 64 bits"},
+		{"negative", func(v *dlpack.Tensor) { v.Strides = ints(math.MinInt64, 1) }, dlpack.ErrLayout,
+			"beyond 64 bits"},
+		{"two strides", func(v *dlpack.Tensor) { v.Strides = ints(1<<60, 1<<60) }, dlpack.ErrLayout,
+			"beyond 64 bits"},
 		{"below zero", func(v *dlpack.Tensor) { v.Strides = ints(-1<<58, 1) }, dlpack.ErrLayout, "address space"},
 		{"byte_offset", func(v *dlpack.Tensor) { v.ByteOffset = math.MaxUint64 }, dlpack.ErrLayout,
 			"byte_offset 18446744073709551615"},
@@ -90,15 +96,19 @@ func TestValidateRefuses(t *testing.T) {
 
 func TestValidateAccepts(t *testing.T) {
 	for name, edit := range map[string]func(*dlpack.Tensor){
-		"compact":                func(*dlpack.Tensor) {},
-		"strides":                func(v *dlpack.Tensor) { v.Strides = ints(4, 1) },
-		"negative stride":        func(v *dlpack.Tensor) { v.Data, v.Strides = unsafe.Pointer(&cell[16]), ints(-4, 1) },
-		"repeated":               func(v *dlpack.Tensor) { v.Strides = ints(0, 0) },
-		"rank 0":                 func(v *dlpack.Tensor) { v.NDim, v.Shape = 0, nil },
-		"no elements":            func(v *dlpack.Tensor) { v.Data, v.Shape = nil, ints(0, 3) },
-		"no elements, huge":      func(v *dlpack.Tensor) { v.Data, v.Shape = nil, ints(math.MaxInt64, 0) },
-		"stride of one, ignored": func(v *dlpack.Tensor) { v.Shape, v.Strides = ints(1, 3), ints(math.MaxInt64, 1) },
-		"byte_offset":            func(v *dlpack.Tensor) { v.ByteOffset = 8 },
+		"compact": func(*dlpack.Tensor) {},
+		"strides": func(v *dlpack.Tensor) { v.Strides = ints(4, 1) },
+		"negative stride": func(v *dlpack.Tensor) {
+			v.Data, v.Strides = unsafe.Pointer(&cell[16]), ints(-4, 1)
+		},
+		"repeated":          func(v *dlpack.Tensor) { v.Strides = ints(0, 0) },
+		"rank 0":            func(v *dlpack.Tensor) { v.NDim, v.Shape = 0, nil },
+		"no elements":       func(v *dlpack.Tensor) { v.Data, v.Shape = nil, ints(0, 3) },
+		"no elements, huge": func(v *dlpack.Tensor) { v.Data, v.Shape = nil, ints(math.MaxInt64, 0) },
+		"stride of one, ignored": func(v *dlpack.Tensor) {
+			v.Shape, v.Strides = ints(1, 3), ints(math.MaxInt64, 1)
+		},
+		"byte_offset": func(v *dlpack.Tensor) { v.ByteOffset = 8 },
 	} {
 		t.Run(name, func(t *testing.T) {
 			v := valid
@@ -113,7 +123,8 @@ func TestAccessors(t *testing.T) {
 	v.NDim, v.Shape = 3, ints(2, 3, 4)
 	assert.Equal(t, 3, v.Rank())
 	assert.Equal(t, []int64{2, 3, 4}, v.Dims())
-	assert.Equal(t, []int64{12, 4, 1}, []int64{v.Stride(0), v.Stride(1), v.Stride(2)}, "NULL strides are compact")
+	assert.Equal(t, []int64{12, 4, 1}, []int64{v.Stride(0), v.Stride(1), v.Stride(2)},
+		"NULL strides are compact")
 	assert.EqualValues(t, 24, v.Len())
 	v.Strides = ints(1, 2, 6)
 	assert.Equal(t, []int64{1, 2, 6}, []int64{v.Stride(0), v.Stride(1), v.Stride(2)})
@@ -164,7 +175,8 @@ func TestImportDoesNotAllocate(t *testing.T) {
 
 func TestNames(t *testing.T) {
 	for want, d := range map[string]dlpack.DType{
-		"float16": dlpack.Float16, "bfloat16": dlpack.BFloat16, "float32": dlpack.Float32, "float64": dlpack.Float64,
+		"float16": dlpack.Float16, "bfloat16": dlpack.BFloat16,
+		"float32": dlpack.Float32, "float64": dlpack.Float64,
 		"int32": dlpack.Int32, "int64": dlpack.Int64, "uint8": {Code: 1, Bits: 8, Lanes: 1},
 		"float32 x 4 lanes": {Code: 2, Bits: 32, Lanes: 4}, "dtype code 6 of 8 bits": {Code: 6, Bits: 8, Lanes: 1},
 	} {
@@ -178,8 +190,8 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// FuzzTensor feeds the importer anything that a broken producer could send. What it accepts must be
-// described by numbers that no later computation on them overflows.
+// FuzzTensor imports arbitrary tensors, as a broken producer could send. Computations on a tensor that Import
+// accepts must not overflow.
 func FuzzTensor(f *testing.F) {
 	for _, seed := range []struct {
 		major       uint32
@@ -201,7 +213,8 @@ func FuzzTensor(f *testing.F) {
 		{1, 2, 2, 64, 1, [2]int64{9, 9}, [2]int64{-1, -9}, 1 << 63, true, true},
 		{1, 65, 2, 255, 65535, [2]int64{1, 1}, [2]int64{}, math.MaxUint64, true, true},
 	} {
-		f.Add(seed.major, seed.rank, seed.code, seed.width, seed.lanes, seed.shape[0], seed.shape[1], seed.strides[0],
+		f.Add(seed.major, seed.rank, seed.code, seed.width, seed.lanes, seed.shape[0], seed.shape[1],
+			seed.strides[0],
 			seed.strides[1], seed.offset, seed.data, seed.strided)
 	}
 	f.Fuzz(func(t *testing.T, major uint32, rank int32, code, width uint8, lanes uint16, d0, d1, s0, s1 int64,

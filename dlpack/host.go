@@ -7,13 +7,13 @@ import (
 	"unsafe"
 )
 
-// alignment of the memory that this package allocates, as DLPack asks for.
+// alignment is that of allocated memory, as DLPack requires.
 const alignment = 256
 
-// maxBytes is more than any host has; beyond it the allocators of Go and C do not answer with an error.
+// maxBytes is more than any host has. Larger requests could crash an allocator.
 const maxBytes = 1 << 46
 
-// Borrow describes memory that belongs to someone else. strides may be nil for compact rows. The memory
+// Borrow makes a tensor of memory that the caller owns. nil strides mean compact and row-major. The memory
 // must stay valid while the tensor is used.
 func Borrow(data unsafe.Pointer, d Device, t DType, shape, strides []int64) (*Tensor, error) {
 	if strides != nil && len(strides) != len(shape) {
@@ -31,14 +31,14 @@ func Borrow(data unsafe.Pointer, d Device, t DType, shape, strides []int64) (*Te
 	return v, nil
 }
 
-// New makes a compact tensor of zeros in host memory of the Go heap: it needs no release, and it must not
-// be kept by C beyond a call.
+// New makes a compact tensor of zeros on the Go heap. The garbage collector frees it, so C must not keep it
+// after a call returns.
 func New(t DType, shape ...int64) (*Tensor, error) {
 	bytes, err := compact(t, shape)
 	if err != nil {
 		return nil, err
 	}
-	dims := make([]int64, 2*len(shape)) // the shape and the strides
+	dims := make([]int64, 2*len(shape)) // shape, then strides
 	v := &Tensor{
 		Device: Device{Type: CPU}, NDim: int32(len(shape)), DType: t,
 		Shape: unsafe.SliceData(dims), Strides: unsafe.SliceData(dims[len(shape):]),
@@ -51,7 +51,7 @@ func New(t DType, shape ...int64) (*Tensor, error) {
 	return v, nil
 }
 
-// FromFloat64s makes a tensor as New does and sets its elements, in row-major order.
+// FromFloat64s makes a tensor as New does, with elements in row-major order.
 func FromFloat64s(t DType, values []float64, shape ...int64) (*Tensor, error) {
 	v, err := New(t, shape...)
 	if err != nil {
@@ -131,14 +131,16 @@ type codec struct {
 	store func(unsafe.Pointer, float64)
 }
 
-func number[T float32 | float64 | int32 | int64]() codec {
+// nativeCodec is for types that Go has.
+func nativeCodec[T float32 | float64 | int32 | int64]() codec {
 	return codec{
 		load:  func(p unsafe.Pointer) float64 { return float64(*(*T)(p)) },
 		store: func(p unsafe.Pointer, v float64) { *(*T)(p) = T(v) },
 	}
 }
 
-func small(f format) codec {
+// float16Codec is for 16-bit formats.
+func float16Codec(f format) codec {
 	return codec{
 		load:  func(p unsafe.Pointer) float64 { return f.decode(*(*uint16)(p)) },
 		store: func(p unsafe.Pointer, v float64) { *(*uint16)(p) = f.encode(v) },
@@ -146,18 +148,18 @@ func small(f format) codec {
 }
 
 var codecs = map[DType]codec{
-	Float16:  small(format{mantissa: 10, bias: 15}),
-	BFloat16: small(format{mantissa: 7, bias: 127}),
-	Float32:  number[float32](),
-	Float64:  number[float64](),
-	Int32:    number[int32](),
-	Int64:    number[int64](),
+	Float16:  float16Codec(format{mantissa: 10, bias: 15}),
+	BFloat16: float16Codec(format{mantissa: 7, bias: 127}),
+	Float32:  nativeCodec[float32](),
+	Float64:  nativeCodec[float64](),
+	Int32:    nativeCodec[int32](),
+	Int64:    nativeCodec[int64](),
 }
 
 // format is a binary floating-point format of 16 bits.
 type format struct{ mantissa, bias int }
 
-// encode rounds once, from float64: by way of float32 a tie could be rounded twice.
+// encode rounds directly from float64. Rounding to float32 first could round twice.
 func (f format) encode(v float64) uint16 {
 	sign := uint16(math.Float64bits(v) >> 48 & 0x8000)
 	infinity := uint16(2*f.bias+1) << f.mantissa
@@ -169,15 +171,15 @@ func (f format) encode(v float64) uint16 {
 	case v == 0:
 		return sign
 	}
-	least := 1 - f.bias // exponent of the smallest normal and of all subnormal numbers
-	exponent := max(math.Ilogb(v), least)
+	lowest := 1 - f.bias // exponent of the smallest normal and of all subnormal numbers
+	exponent := max(math.Ilogb(v), lowest)
 	if exponent > f.bias {
 		return sign | infinity
 	}
 	units := uint16(math.RoundToEven(math.Ldexp(math.Abs(v), f.mantissa-exponent)))
-	// The hidden bit of a normal number adds the 1 that its exponent field has over a subnormal's, and a
-	// carry out of the mantissa leads to the next exponent, or to infinity.
-	return sign | (uint16(exponent-least)<<f.mantissa + units)
+	// units includes the hidden bit of a normal number, which adds 1 to the exponent field, as it should. A
+	// carry out of the mantissa increments the exponent, possibly to infinity.
+	return sign | (uint16(exponent-lowest)<<f.mantissa + units)
 }
 
 func (f format) decode(h uint16) float64 {
@@ -199,16 +201,18 @@ func (f format) decode(h uint16) float64 {
 	return v
 }
 
-// codec checks that t can be read here and returns what reads it.
+// codec returns the codec of t's dtype, or an error if t is not a valid host tensor of such a dtype.
 func (t *Tensor) codec() (codec, error) {
 	if err := t.Validate(); err != nil {
 		return codec{}, err
 	}
 	if !t.Device.Host() {
-		return codec{}, fmt.Errorf("%w: it is on %v, expected host memory; copy it to the host first", ErrDevice, t.Device)
+		return codec{}, fmt.Errorf("%w: it is on %v, expected host memory; copy it to the host first",
+			ErrDevice, t.Device)
 	}
 	if c, ok := codecs[t.DType]; ok {
 		return c, nil
 	}
-	return codec{}, fmt.Errorf("%w: %v, expected float16, bfloat16, float32, float64, int32 or int64", ErrDType, t.DType)
+	return codec{}, fmt.Errorf("%w: %v, expected float16, bfloat16, float32, float64, int32 or int64",
+		ErrDType, t.DType)
 }

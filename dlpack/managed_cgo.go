@@ -19,7 +19,7 @@ static void release_unversioned(void* m) {
 
 static void free_block(DLManagedTensorVersioned* m) { free(m); }
 
-// One block: the struct, the shape, the strides, and the elements on the next multiple of `alignment`.
+// Allocates the struct, the shape, the strides and the elements as one block. The elements are aligned.
 static void* make_block(size_t rank, size_t bytes, size_t alignment) {
   size_t head = sizeof(DLManagedTensorVersioned) + 2 * rank * sizeof(int64_t);
   head = (head + alignment - 1) / alignment * alignment;
@@ -45,27 +45,27 @@ import (
 	"unsafe"
 )
 
-// Release gives m back to its producer. It must be called once, and m is gone afterwards.
+// Release calls the producer's deleter. It must be called once; m is invalid afterwards.
 func (m *ManagedVersioned) Release() { C.release_versioned(unsafe.Pointer(m)) }
 
-// Release gives m back to its producer. It must be called once, and m is gone afterwards.
+// Release calls the producer's deleter. It must be called once; m is invalid afterwards.
 func (m *Managed) Release() { C.release_unversioned(unsafe.Pointer(m)) }
 
-// Owned is a tensor that was handed over by its producer.
+// Owned is a tensor whose ownership the producer has transferred.
 type Owned struct {
 	Tensor   *Tensor
 	release  func()
 	released atomic.Bool
 }
 
-// Release gives the memory back to the producer, at the first call.
+// Release calls the producer's deleter, the first time only.
 func (o *Owned) Release() {
 	if !o.released.Swap(true) {
 		o.release()
 	}
 }
 
-// Adopt takes a managed tensor over. Where it cannot be read, it has been released already.
+// Adopt takes ownership of a managed tensor. If it returns an error, it has released the tensor.
 func Adopt(m *ManagedVersioned) (*Owned, error) {
 	t, err := m.Import()
 	if err == nil {
@@ -77,7 +77,7 @@ func Adopt(m *ManagedVersioned) (*Owned, error) {
 	return nil, err
 }
 
-// AdoptUnversioned takes a managed tensor over. Where it cannot be read, it has been released already.
+// AdoptUnversioned takes ownership of a managed tensor. If it returns an error, it has released the tensor.
 func AdoptUnversioned(m *Managed) (*Owned, error) {
 	t, err := m.Import()
 	if err == nil {
@@ -89,8 +89,8 @@ func AdoptUnversioned(m *Managed) (*Owned, error) {
 	return nil, err
 }
 
-// NewManaged makes a compact tensor in host memory that belongs to C, elements not set: Release, or its
-// deleter called from C, frees it.
+// NewManaged makes a compact tensor in memory of C's allocator. Its elements are uninitialized. Release, or
+// its deleter called from C, frees it.
 func NewManaged(t DType, shape []int64) (*ManagedVersioned, error) {
 	bytes, err := compact(t, shape)
 	if err != nil {
@@ -99,8 +99,8 @@ func NewManaged(t DType, shape []int64) (*ManagedVersioned, error) {
 	return newManaged(Device{Type: CPU}, t, shape, bytes)
 }
 
-// NewHeader makes a compact tensor without memory for its elements. The caller sets Data, and a Deleter
-// that gives Data back and then calls C's free on the managed tensor.
+// NewHeader makes a compact tensor without memory for its elements. The caller must set Data, and a Deleter
+// that frees Data and then calls C's free on the managed tensor.
 func NewHeader(d Device, t DType, shape []int64) (*ManagedVersioned, error) {
 	if _, err := compact(t, shape); err != nil {
 		return nil, err

@@ -10,14 +10,14 @@ import (
 // Rank returns the number of dimensions.
 func (t *Tensor) Rank() int { return int(t.NDim) }
 
-// Dims returns the shape in place. It must not be changed.
+// Dims returns the tensor's own shape, which must not be modified.
 func (t *Tensor) Dims() []int64 { return unsafe.Slice(t.Shape, t.NDim) }
 
 // Dim returns the size of dimension i.
 func (t *Tensor) Dim(i int) int64 { return t.Dims()[i] }
 
-// Stride returns how many elements lie between neighbours in dimension i. It means nothing where the
-// dimension has fewer than two.
+// Stride returns the distance, in elements, between neighbours in dimension i. It has no meaning if the
+// dimension's size is less than 2.
 func (t *Tensor) Stride(i int) int64 {
 	if t.Strides != nil {
 		return unsafe.Slice(t.Strides, t.NDim)[i]
@@ -38,7 +38,7 @@ func (t *Tensor) Len() int64 {
 	return n
 }
 
-// Pointer returns the address of the first element, nil where Data is nil.
+// Pointer returns the address of the first element, or nil if Data is nil.
 func (t *Tensor) Pointer() unsafe.Pointer {
 	if t.Data == nil {
 		return nil
@@ -46,8 +46,8 @@ func (t *Tensor) Pointer() unsafe.Pointer {
 	return unsafe.Add(t.Data, t.ByteOffset)
 }
 
-// Validate tells whether the other methods can be trusted with t: every field is in its range, and the
-// elements' number, bytes and addresses are numbers that fit. It does not read the elements.
+// Validate returns an error unless the other methods are safe to call: every field must be in its range, and
+// the number, sizes and addresses of the elements must not overflow. It does not read the elements.
 func (t *Tensor) Validate() error {
 	if t == nil {
 		return fmt.Errorf("%w: the tensor is NULL, expected a DLTensor", ErrNull)
@@ -70,18 +70,20 @@ func (t *Tensor) Validate() error {
 	first, carry := bits.Add64(uint64(uintptr(t.Data)), t.ByteOffset, 0)
 	last, carry2 := bits.Add64(first, above+size-1, 0)
 	if carry|carry2 != 0 || below > first || last > math.MaxInt64 {
-		return fmt.Errorf("%w: byte_offset %d and the strides lead outside of the address space", ErrLayout, t.ByteOffset)
+		return fmt.Errorf("%w: byte_offset %d and the strides lead outside of the address space",
+			ErrLayout, t.ByteOffset)
 	}
 	return nil
 }
 
-// bytes returns how many bytes the elements take when compact.
+// bytes returns the size of the elements of a compact tensor.
 func (t *Tensor) bytes() (uint64, error) {
 	switch {
 	case t.NDim < 0 || t.NDim > MaxRank:
 		return 0, fmt.Errorf("%w: ndim is %d, expected 0 to %d", ErrShape, t.NDim, MaxRank)
 	case t.NDim > 0 && t.Shape == nil:
-		return 0, fmt.Errorf("%w: shape is NULL with ndim %d, expected an array of that many sizes", ErrNull, t.NDim)
+		return 0, fmt.Errorf("%w: shape is NULL with ndim %d, expected an array of that many sizes",
+			ErrNull, t.NDim)
 	case t.DType.Bits == 0 || t.DType.Lanes == 0:
 		return 0, fmt.Errorf("%w: %d bits in %d lanes, expected at least one of each", ErrDType, t.DType.Bits,
 			t.DType.Lanes)
@@ -107,7 +109,7 @@ func (t *Tensor) bytes() (uint64, error) {
 	return total, nil
 }
 
-// reach returns how many bytes before and after the first element the first bytes of the others lie.
+// reach returns how far the other elements start before and after the first one, in bytes.
 func (t *Tensor) reach(size uint64) (below, above uint64, ok bool) {
 	for i, d := range t.Dims() {
 		s := t.Stride(i)

@@ -1,7 +1,7 @@
 //go:build cgo
 
-// Package producer makes managed tensors in C that count their deleter's calls, for tests: Go does not
-// allow cgo in test files.
+// Package producer makes managed tensors in C that count the calls of their deleter. It is for tests, in a
+// package because Go does not allow cgo in test files.
 package producer
 
 /*
@@ -36,8 +36,8 @@ import "C"
 
 import "unsafe"
 
-// Producer makes int32 tensors of rank 0 whose element is the number of deleter calls so far. What it
-// makes outlives its deleter, so that a second call is seen and not a crash. Close frees all.
+// Producer makes int32 tensors of rank 0 whose element is the number of deleter calls so far. The deleter
+// frees nothing, so that a test can detect a second call. Close frees all tensors.
 type Producer struct {
 	count  *C.int
 	blocks []unsafe.Pointer
@@ -73,7 +73,7 @@ func (p *Producer) Close() {
 	C.free(unsafe.Pointer(p.count))
 }
 
-// Sizes returns what C says are the sizes of DLTensor, DLManagedTensor and DLManagedTensorVersioned.
+// Sizes returns C's sizes of DLTensor, DLManagedTensor and DLManagedTensorVersioned.
 func Sizes() [3]uintptr {
 	return [3]uintptr{C.sizeof_DLTensor, C.sizeof_DLManagedTensor, C.sizeof_DLManagedTensorVersioned}
 }
