@@ -2,7 +2,7 @@
 
 //go:build cuda && cgo && linux && amd64
 
-// CUDA_ERROR_NOT_INITIALIZED, what a slot answers until bind.c has filled it.
+// Returns CUDA_ERROR_NOT_INITIALIZED. The target of every entry until bind.c sets it.
 	.text
 	.type unbound, @function
 unbound:
@@ -11,7 +11,7 @@ unbound:
 	ret
 	.size unbound, .-unbound
 
-// One function: a jump, its name, and its entry {name, target} in the table.
+// Defines one function: the jump, the name, and the table entry {name, target}.
 	.macro cu function
 	.text
 	.globl \function

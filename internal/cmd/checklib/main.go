@@ -1,10 +1,10 @@
-// Command checklib tells whether the shared library is fit to be loaded anywhere:
+// Command checklib checks that the shared library can be loaded anywhere:
 //
 //	checklib libgander.so gander.h
 //
-// Its exports are exactly the functions that the header declares, it needs no libcuda and leaves no cu* symbol
-// undefined (both would make the load fail on a machine without a driver), and its code needs no relocation and
-// its stack is not executable (hardened systems refuse either).
+// It must export exactly the functions that the header declares. It must not need libcuda or undefined cu*
+// symbols, which would make it unloadable without a driver. It must have no text relocations and no
+// executable stack, which hardened systems refuse.
 package main
 
 import (
@@ -29,7 +29,7 @@ func main() {
 	}
 }
 
-// check returns all that is wrong, joined.
+// check returns all problems, joined.
 func check(library, header string) error {
 	text, err := os.ReadFile(header)
 	if err != nil {
@@ -96,8 +96,8 @@ var (
 	function       = regexp.MustCompile(`\b(\w+)\s*\([^()]*\)\s*;`)
 )
 
-// declarations returns the functions that a C header declares. It expects no parameter that is written as a
-// function pointer: such types have names.
+// declarations returns the functions that a C header declares. It does not understand parameters that are
+// written as function pointers rather than with a typedef.
 func declarations(header string) map[string]bool {
 	header = comment.ReplaceAllString(header, " ")
 	header = directive.ReplaceAllString(header, "")

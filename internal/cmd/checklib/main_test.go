@@ -33,11 +33,15 @@ func TestCheck(t *testing.T) {
 	for name, c := range map[string]struct {
 		source string
 		flags  []string
-		want   []string // nothing: the library is fit
+		want   []string // empty: the library is accepted
 	}{
-		"fit":      {source: version + softmax + "__attribute__((visibility(\"hidden\"))) int helper(void) { return 1; }"},
-		"missing":  {source: version, want: []string{"does not export gander_softmax"}},
-		"too much": {source: version + softmax + "int helper(void) { return 1; }", want: []string{"exports helper"}},
+		"accepted": {
+			source: version + softmax + "__attribute__((visibility(\"hidden\"))) int helper(void) { return 1; }",
+		},
+		"missing": {source: version, want: []string{"does not export gander_softmax"}},
+		"too much": {
+			source: version + softmax + "int helper(void) { return 1; }", want: []string{"exports helper"},
+		},
 		"undefined": {
 			source: version + "int cuInit(int); int gander_softmax(void) { return cuInit(0); }",
 			want:   []string{"cuInit is undefined"},
@@ -49,7 +53,9 @@ func TestCheck(t *testing.T) {
 			source: version + softmax + "__asm__(\".text\\n.quad gander_version\");", flags: []string{"-Wl,-z,notext"},
 			want: []string{"text relocations"},
 		},
-		"two problems": {source: softmax + "int helper(void) { return 1; }", want: []string{"gander_version", "helper"}},
+		"two problems": {
+			source: softmax + "int helper(void) { return 1; }", want: []string{"gander_version", "helper"},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			library, header := build(t, c.source, c.flags...)
@@ -80,7 +86,7 @@ func TestUnreadable(t *testing.T) {
 	assert.Error(t, check(header, header), "not a library")
 }
 
-// build compiles a shared library and writes the header beside it.
+// build compiles a shared library and writes the header next to it.
 func build(t *testing.T, source string, flags ...string) (library, headerPath string) {
 	folder := t.TempDir()
 	code := filepath.Join(folder, "code.c")

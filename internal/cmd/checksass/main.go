@@ -1,10 +1,10 @@
-// Command checksass reads the machine code of the sm_90 images, and refuses kernels whose rows do not move as the table
-// of variants says:
+// Command checksass checks the memory instructions in the machine code of the sm_90 images against the table
+// of variants:
 //
 //	checksass FOLDER-OF-CUOBJDUMP-AND-NVDISASM FOLDER-OF-IMAGES
 //
-// No kernel touches local memory, which is where spilled registers and arrays on the stack go. Rows are read and written
-// 16 bytes at a time, or by bulk copies.
+// No kernel may access local memory, which holds spilled registers and arrays on the stack. Rows must be read
+// and written with 16-byte vectors or bulk copies.
 package main
 
 import (
@@ -31,11 +31,11 @@ func main() {
 		fmt.Fprintln(os.Stderr, "checksass:", err)
 		os.Exit(1)
 	}
-	fmt.Printf("%d kernels for %s: rows move in 16-byte vectors or bulk copies, and nothing through local memory\n",
+	fmt.Printf("%d kernels for %s: rows move in 16-byte vectors or bulk copies, none through local memory\n",
 		len(kernels.Variants), arch)
 }
 
-// check returns all that is wrong, joined.
+// check returns all problems, joined.
 func check(tools, images string) error {
 	var found [kernels.Families]error
 	var families sync.WaitGroup
@@ -55,7 +55,7 @@ func check(tools, images string) error {
 	return errors.Join(found[:]...)
 }
 
-// disassemble takes the machine code out of an image and returns what nvdisasm makes of it.
+// disassemble extracts the machine code of an image and returns nvdisasm's text.
 func disassemble(tools, image string) (string, error) {
 	image, err := filepath.Abs(image)
 	if err != nil {
@@ -67,15 +67,16 @@ func disassemble(tools, image string) (string, error) {
 	}
 	defer os.RemoveAll(scratch)
 	extract := exec.Command(filepath.Join(tools, "cuobjdump"), "-xelf", "all", image)
-	extract.Dir = scratch // where it writes
-	if said, err := extract.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("cuobjdump %s: %w\n%s", image, err, said)
+	extract.Dir = scratch // cuobjdump writes to its working directory
+	if output, err := extract.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("cuobjdump %s: %w\n%s", image, err, output)
 	}
 	elfs, err := filepath.Glob(filepath.Join(scratch, "*.cubin"))
 	if err != nil {
 		return "", err
 	}
-	text, err := exec.Command(filepath.Join(tools, "nvdisasm"), append([]string{"--print-code"}, elfs...)...).Output()
+	arguments := append([]string{"--print-code"}, elfs...)
+	text, err := exec.Command(filepath.Join(tools, "nvdisasm"), arguments...).Output()
 	if err != nil {
 		return "", fmt.Errorf("nvdisasm on the code of %s: %w", image, err)
 	}
@@ -102,8 +103,8 @@ func review(f kernels.Family, found map[string]moves) error {
 	return errors.Join(problems...)
 }
 
-// rows is how many rows an op reads, and whether it writes one, for each row that it works on. The ops that are not
-// here finish what others left, and see no rows.
+// rows is how many rows an op reads, and whether it writes one, per row of its result. Ops that are not in
+// this map only combine partial results.
 var rows = map[kernels.Op]struct {
 	reads  int
 	writes bool
@@ -117,18 +118,18 @@ var rows = map[kernels.Op]struct {
 	kernels.CrossEntropyBackward:  {1, true},
 }
 
-// expected is the least that a variant's code must hold.
+// expected is the minimum of each count in a variant's code.
 func expected(v *kernels.Variant) (least moves) {
 	op := rows[v.Op]
 	switch v.Shape {
 	case kernels.Ring, kernels.Team:
 		least.copies = op.reads
 	case kernels.Apply:
-		if op.writes { // or it joins what the Partial kernels have found, and no more
+		if op.writes { // otherwise it only combines the results of the Partial kernels
 			least.loads = op.reads * v.Vectors
 		}
 	case kernels.Finish:
-	case kernels.Held: // a part of which lies in shared memory
+	case kernels.Held: // a part of the rows is in shared memory
 		least.copies, least.loads = op.reads, op.reads*v.Vectors
 	default:
 		least.loads = op.reads * v.Vectors
@@ -137,16 +138,17 @@ func expected(v *kernels.Variant) (least moves) {
 		least.stores = v.Vectors
 	}
 	switch {
-	case v.General && v.Shape == kernels.Columns: // a thread has one column, so that any alignment will do
+	case v.General && v.Shape == kernels.Columns: // a thread processes one column, so alignment does not matter
 		least.loads, least.stores = 0, 0
-	case v.General && v.Shape != kernels.InRegisters && v.Shape != kernels.Lanes: // the second operand may be of any type
+	case v.General && v.Shape != kernels.InRegisters && v.Shape != kernels.Lanes:
+		// The second operand may have any type.
 		least.loads = min(least.loads, v.Vectors)
 	}
 	return least
 }
 
-// moves counts a kernel's instructions that move rows. The kernels write these, and nothing else, with the hint that they
-// stream (EF, evict first); among the loads are those of RMSNorm's weights.
+// moves counts a kernel's instructions that move rows. Kernels store rows, and nothing else, with the hint EF
+// (evict first). The loads include those of RMSNorm's weights.
 type moves struct {
 	loads, stores, copies int // LDG.E.128 or, into shared memory, LDGSTS.E.128; STG.E.EF.128; UBLKCP
 	narrow                int // streaming stores of less than 16 bytes
@@ -171,7 +173,7 @@ func (m *moves) count(instruction string) {
 	}
 }
 
-// against lists what is missing or too much.
+// against lists the counts that are too small, and those that should be 0.
 func (m moves) against(least moves, general bool) (problems []string) {
 	atLeast := func(what string, got, want int) {
 		if got < want {
@@ -185,12 +187,14 @@ func (m moves) against(least moves, general bool) (problems []string) {
 		problems = append(problems, fmt.Sprintf("writes rows in less than 16 bytes, %d times", m.narrow))
 	}
 	if m.local > 0 {
-		problems = append(problems, fmt.Sprintf("has %d instructions LDL or STL: it spills or has arrays on the stack", m.local))
+		problems = append(problems,
+			fmt.Sprintf("has %d instructions LDL or STL: it spills or has arrays on the stack", m.local))
 	}
 	return problems
 }
 
-// parse reads nvdisasm's text: a section for each kernel with all that it calls, a line for each instruction, such as
+// parse reads nvdisasm's text. Each kernel has a section, which includes the functions that it calls. Each
+// instruction has a line such as
 //
 //	/*0400*/              @!P1 LDG.E.EF.128 R4, desc[UR4][R26.64] ;
 func parse(text string) map[string]moves {

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Lines of nvdisasm 13.2: a softmax kernel, then one that was made to spill.
+// Lines of nvdisasm 13.2: a softmax kernel, then a kernel that spills.
 const text = `	.target	sm_90
 
 //--------------------- .text.softmax_forward_rows_bfloat16_8x1 --------------------------
@@ -50,7 +50,8 @@ func TestAgainst(t *testing.T) {
 		got  moves
 		says string
 	}{
-		{moves{loads: 3, stores: 2, copies: 1}, "has 3 loads LDG.E.128 or LDGSTS.E.128 of rows, expected 4 or more"},
+		{moves{loads: 3, stores: 2, copies: 1},
+			"has 3 loads LDG.E.128 or LDGSTS.E.128 of rows, expected 4 or more"},
 		{moves{loads: 4, stores: 1, copies: 1}, "has 1 stores STG.E.EF.128 of rows, expected 2 or more"},
 		{moves{loads: 4, stores: 2}, "has 0 bulk copies UBLKCP of rows, expected 1 or more"},
 		{moves{loads: 4, stores: 2, copies: 1, narrow: 8}, "writes rows in less than 16 bytes, 8 times"},

@@ -9,16 +9,16 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// adaptation is what one kernel's PTX, which is made for sm_90, needs to serve another architecture.
+// adaptation is a change to one kernel's PTX, which is tuned for sm_90, for another architecture.
 type adaptation struct {
 	Symbol   string
-	Drop     bool // the architecture has no use for the kernel
-	Resident int  // else: CTAs per SM to leave registers for, or 0
+	Drop     bool // remove the kernel: the architecture does not use it
+	Resident int  // if not dropped: minimum of resident CTAs per SM, which limits registers; 0 for no limit
 }
 
-// adaptations lists those of a unit's kernels for an architecture. The limits are written into the PTX,
-// not chosen by the source, so that all architectures of a generation, and the PTX that is embedded, come
-// from one run of the front end.
+// adaptations lists the changes to a unit's kernels for an architecture. The limits are edited in the PTX
+// rather than compiled from the source, so that the compiler's front end runs only once for all architectures
+// of a generation and for the embedded PTX.
 func adaptations(unit, arch string) (all []adaptation) {
 	for i := range kernels.Variants {
 		v := &kernels.Variants[i]
@@ -39,7 +39,7 @@ var (
 	residencyLine = regexp.MustCompile(`(?m)^\.minnctapersm \d+\n`)
 )
 
-// adapt makes the changes in a unit's PTX: some declarations, then one kernel after the other.
+// adapt applies the changes to a unit's PTX, which is some declarations followed by the kernels.
 func adapt(ptx []byte, changes []adaptation) ([]byte, error) {
 	wanted := map[string]adaptation{}
 	for _, change := range changes {

@@ -15,8 +15,8 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// fakeNVCC appends a line to runs.txt for each compilation, "compiles" the source's own text into the image, and
-// reports the spills that the source asks for.
+// fakeNVCC appends a line to runs.txt for each compilation. Its image is the source's text, and it reports
+// the spills that the source names.
 const fakeNVCC = `#!/bin/sh
 here=$(dirname "$0")
 [ "$1" = --version ] && { cat "$here/version.txt"; exit; }
@@ -36,7 +36,7 @@ type fixture struct {
 	folder string
 }
 
-// newFixture makes a folder of sources, of which the table of variants knows nothing.
+// newFixture makes a folder of sources that are not in the table of variants.
 func newFixture(t *testing.T) *fixture {
 	variants := kernels.Variants
 	t.Cleanup(func() { kernels.Variants = variants })
@@ -57,7 +57,7 @@ func (f *fixture) write(name, text string) {
 	require.NoError(f, os.WriteFile(f.path(name), []byte(text), 0o777))
 }
 
-// run compiles and returns how often nvcc ran so far.
+// run compiles and returns the number of runs of nvcc so far.
 func (f *fixture) run(archs ...string) (runs int, err error) {
 	sources := []string{f.path("softmax_float16_gen.cu")}
 	err = run(io.Discard, f.path("nvcc"), f.path("cache"), f.path("images"), archs, sources)
@@ -84,7 +84,8 @@ func TestEachSourceAndArchitectureIsAnImage(t *testing.T) {
 		"softmax_float16.sm_90.fatbin"}, f.images())
 	flags, err := os.ReadFile(f.path("runs.txt"))
 	require.NoError(t, err)
-	for _, flag := range []string{"-ptx -arch=compute_80", "-ptx -arch=compute_90", "-gencode=arch=compute_90,code=sm_90",
+	for _, flag := range []string{"-ptx -arch=compute_80", "-ptx -arch=compute_90",
+		"-gencode=arch=compute_90,code=sm_90",
 		"-gencode=arch=compute_80,code=compute_80", "-gencode=arch=compute_90,code=compute_90"} {
 		assert.Equal(t, 1, strings.Count(string(flags), flag), flag)
 	}
@@ -111,8 +112,9 @@ func TestOnlyWhatChangedIsCompiledAgain(t *testing.T) {
 	}
 	compile("first")
 	compile("nothing changed")
-	for _, name := range []string{"softmax_float16_gen.cu", "body.cuh", "parts/part.cuh", "version.txt", "not_ours.h"} {
-		before, _ := os.ReadFile(f.path(name)) // not_ours.h appears
+	for _, name := range []string{"softmax_float16_gen.cu", "body.cuh", "parts/part.cuh", "version.txt",
+		"not_ours.h"} {
+		before, _ := os.ReadFile(f.path(name)) // not_ours.h does not exist yet
 		f.write(name, string(before)+"// changed\n")
 		want += 2
 		compile(name)
@@ -121,7 +123,7 @@ func TestOnlyWhatChangedIsCompiledAgain(t *testing.T) {
 	compile("a state that was compiled before")
 }
 
-// damage applies a change to the only object in the cache and returns the object's path.
+// damage changes the only object in the cache and returns its path.
 func (f *fixture) damage(change func(path string, data []byte)) {
 	objects, err := filepath.Glob(f.path("cache/*"))
 	require.NoError(f, err)
@@ -158,7 +160,7 @@ func TestADamagedObjectIsCompiledAgain(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, os.RemoveAll(f.path("images")))
 			f.damage(change)
-			for range 2 { // the second time from the cache, which is whole again
+			for range 2 { // the second run uses the repaired cache
 				runs, err := f.run("sm_90")
 				require.NoError(t, err)
 				assert.Equal(t, 4, runs)
@@ -186,7 +188,8 @@ func TestWhatAKilledProcessLeftGoes(t *testing.T) {
 
 func TestArchitecturesOfAGenerationSharePTX(t *testing.T) {
 	for arch, want := range map[string]string{
-		"sm_75": "compute_75", "sm_80": "compute_80", "sm_86": "compute_80", "sm_89": "compute_80", "sm_90": "compute_90",
+		"sm_75": "compute_75", "sm_80": "compute_80", "sm_86": "compute_80",
+		"sm_89": "compute_80", "sm_90": "compute_90",
 		"sm_90a": "compute_90a", "sm_100": "compute_90", "sm_120": "compute_90",
 		"compute_86": "compute_86", "compute_120": "compute_120",
 	} {
@@ -295,7 +298,7 @@ func TestACompilerErrorIsReported(t *testing.T) {
 	assert.NoDirExists(t, f.path("images"))
 }
 
-// A report of ptxas 13.0 on a kernel that calls a function.
+// A report of ptxas 13.0 for a kernel that calls a function.
 const report = `ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'caller' for 'sm_90'
 ptxas info    : Function properties for caller

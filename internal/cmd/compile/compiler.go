@@ -23,10 +23,10 @@ import (
 type compiler struct {
 	progress io.Writer // gets a line for each compilation
 	nvcc     string
-	version  string // what `nvcc --version` says: part of every key
+	version  string // output of `nvcc --version`, part of every cache key
 	cache    string
-	scratch  string   // PTX and nvcc's own files, removed at the end
-	made     sync.Map // name of a PTX -> func() error that makes it
+	scratch  string   // for PTX and nvcc's temporary files; removed at the end
+	ptxs     sync.Map // name of a PTX file -> func() error that compiles it once
 }
 
 func newCompiler(progress io.Writer, nvcc, cache string) (*compiler, error) {
@@ -41,21 +41,25 @@ func newCompiler(progress io.Writer, nvcc, cache string) (*compiler, error) {
 		return nil, err
 	}
 	scratch, err := os.MkdirTemp("", "gander-compile-")
-	return &compiler{progress: progress, nvcc: nvcc, version: string(version), cache: cache, scratch: scratch}, err
+	return &compiler{
+		progress: progress, nvcc: nvcc, version: string(version), cache: cache, scratch: scratch,
+	}, err
 }
 
 func (c *compiler) close() error { return os.RemoveAll(c.scratch) }
 
-// generations are the compute capabilities that the kernels tell apart. In between nvcc makes the same PTX,
-// but for the target's name; from 10.0 on its front end is another one, with whose PTX more kernels spill.
+// generations are the compute capabilities that the kernels' source distinguishes. For those in between nvcc
+// emits the same PTX with another target name. For 10.0 and higher it uses a different front end, with which
+// more kernels spill, so images for those are compiled from the PTX for 9.0.
 var generations = []int{90, 80}
 
-// virtual is the architecture whose PTX an image is made from: compute_80 for sm_86, compute_90 for sm_120
-// and for itself.
+// virtual is the architecture of the PTX that an image is compiled from: compute_80 for sm_86, compute_90 for
+// sm_120 and for compute_90.
 func virtual(arch string) string {
 	kind, digits, _ := strings.Cut(arch, "_")
 	number, err := strconv.Atoi(digits)
-	if i := slices.IndexFunc(generations, func(g int) bool { return g <= number }); kind == "sm" && err == nil && i >= 0 {
+	i := slices.IndexFunc(generations, func(g int) bool { return g <= number })
+	if kind == "sm" && err == nil && i >= 0 {
 		return fmt.Sprintf("compute_%d", generations[i])
 	}
 	return "compute_" + digits
@@ -69,7 +73,8 @@ func imageArguments(unit, arch string) []string {
 	target := "-gencode=arch=" + virtual(arch) + ",code=" + arch
 	all := []string{"-fatbin", target, "--compress-mode=size", "-Xptxas", "-v"}
 	if strings.HasPrefix(unit, "cross_entropy") && arch == "sm_120" {
-		// Some kernels of 1024 threads spill, and no limit is wider than theirs.
+		// Some kernels with 1024 threads spill, although their register limit is already the highest
+		// possible.
 		all = append(all, "-Xptxas", "--register-usage-level=3")
 	}
 	return all
@@ -88,7 +93,7 @@ func (c *compiler) compile(j *job) (fresh bool, err error) {
 	case err == nil:
 		return false, nil
 	case !errors.Is(err, fs.ErrNotExist):
-		fmt.Fprintf(c.progress, "%s: compiled again, for the cache is damaged: %v\n", j.name(), err)
+		fmt.Fprintf(c.progress, "%s: the cache is damaged, compiling again: %v\n", j.name(), err)
 	}
 	start := time.Now()
 	ptx, err := c.ptx(j.source, virtual(j.arch))
@@ -108,18 +113,18 @@ func (c *compiler) compile(j *job) (fresh bool, err error) {
 	return true, nil
 }
 
-// ptx makes a source's PTX, once, and returns its file. Most of the time goes into it, and machine code and PTX of one
-// architecture share it.
+// ptx compiles a source to PTX, once, and returns the file. This takes most of the time, and is shared by all
+// images of the same virtual architecture.
 func (c *compiler) ptx(source, arch string) (string, error) {
 	name := strings.TrimSuffix(filepath.Base(source), ".cu") + "." + arch + ".ptx"
-	once, _ := c.made.LoadOrStore(name, sync.OnceValue(func() error {
+	compileOnce, _ := c.ptxs.LoadOrStore(name, sync.OnceValue(func() error {
 		_, _, err := c.invoke(name, source, ptxArguments(arch))
 		return err
 	}))
-	return filepath.Join(c.scratch, name), once.(func() error)()
+	return filepath.Join(c.scratch, name), compileOnce.(func() error)()
 }
 
-// adapted makes the changes for an architecture in a copy of the PTX, and returns the copy's file.
+// adapted applies the changes for an architecture to a copy of the PTX, and returns the copy's path.
 func (c *compiler) adapted(ptx, arch string, changes []adaptation) (string, error) {
 	if len(changes) == 0 {
 		return ptx, nil
@@ -135,20 +140,20 @@ func (c *compiler) adapted(ptx, arch string, changes []adaptation) (string, erro
 	return path, os.WriteFile(path, text, 0o644)
 }
 
-// invoke lets nvcc make a file in the scratch folder and returns that with what nvcc said.
+// invoke runs nvcc and returns the file that it made and its messages.
 func (c *compiler) invoke(name, source string, arguments []string) (made []byte, log string, err error) {
 	output := filepath.Join(c.scratch, name)
 	command := exec.Command(c.nvcc, append(slices.Clone(arguments), "-o", output, source)...)
 	command.Env = append(os.Environ(), "TMPDIR="+c.scratch)
-	said, err := command.CombinedOutput()
+	messages, err := command.CombinedOutput()
 	if err != nil {
-		return nil, "", fmt.Errorf("%w\n%s", err, said)
+		return nil, "", fmt.Errorf("%w\n%s", err, messages)
 	}
 	made, err = os.ReadFile(output)
-	return made, string(said), err
+	return made, string(messages), err
 }
 
-// key is a digest of everything that decides what nvcc makes of the files.
+// key is a digest of everything that the compiled image depends on.
 func (c *compiler) key(files map[string][]byte, arguments [][]string, changes []adaptation) string {
 	digest := sha256.New()
 	fmt.Fprintf(digest, "%q %q %v", c.version, arguments, changes)
@@ -160,8 +165,8 @@ func (c *compiler) key(files map[string][]byte, arguments [][]string, changes []
 
 var include = regexp.MustCompile(`(?m)^[ \t]*#[ \t]*include[ \t]*"([^"]+)"`)
 
-// collect reads a source and all that it includes by relative path. What is included in angle brackets, or is not
-// there, comes with the compiler, whose version stands for it.
+// collect reads a source and all files that it includes by relative path. Headers in angle brackets, and
+// those that do not exist at the path, come with the compiler, whose version is part of the key.
 func collect(path string, files map[string][]byte) error {
 	if _, seen := files[path]; seen {
 		return nil

@@ -1,6 +1,6 @@
-// Command compile turns CUDA sources into the device images that package kernels embeds: one fatbin for each
-// source and architecture. It compiles on all cores, keeps what it compiled in a cache addressed by content, and
-// refuses kernels that spill registers.
+// Command compile compiles CUDA sources to the device images that package kernels embeds: one fatbin for each
+// source and architecture. It uses all cores, caches images by a hash of their content, and rejects kernels
+// that spill registers.
 package main
 
 import (
@@ -19,7 +19,7 @@ import (
 func main() {
 	nvcc := flag.String("nvcc", "nvcc", "CUDA's compiler")
 	cache := flag.String("cache", "", "folder of compiled objects")
-	out := flag.String("out", "", "folder that gets exactly the images of the given sources and architectures")
+	out := flag.String("out", "", "folder for the images; other images in it are removed")
 	archs := flag.String("archs", "sm_90 compute_80 compute_90", "sm_XY for machine code, compute_XY for PTX")
 	flag.Parse()
 	if err := run(os.Stdout, *nvcc, *cache, *out, strings.Fields(*archs), flag.Args()); err != nil {
@@ -36,8 +36,8 @@ func run(progress io.Writer, nvcc, cache, out string, archs, sources []string) e
 	if err != nil {
 		return err
 	}
-	defer func() { _ = compiler.close() }() // a leftover costs room in the folder of temporary files and nothing else
-	// Machine code first: PTX is quick, and fills the cores while the last of the long jobs ends.
+	defer func() { _ = compiler.close() }() // an error only leaves temporary files behind
+	// Machine code first: the PTX jobs are short, and keep all cores busy while the last long job ends.
 	jobs := plan(sources, archs)
 	start := time.Now()
 	compiled, err := compileAll(compiler, jobs)
@@ -62,7 +62,7 @@ type job struct {
 	object
 }
 
-// unit is what the source is called: softmax_bfloat16 for softmax_bfloat16_gen.cu.
+// unit is the name of the source: softmax_bfloat16 for softmax_bfloat16_gen.cu.
 func (j *job) unit() string {
 	return strings.TrimSuffix(strings.TrimSuffix(filepath.Base(j.source), ".cu"), "_gen")
 }
@@ -87,7 +87,8 @@ func plan(sources, archs []string) []*job {
 
 func isNative(arch string) bool { return strings.HasPrefix(arch, "sm_") }
 
-// compileAll fills in every job and returns how many were not in the cache. After a failure it starts no other.
+// compileAll sets every job's object and returns how many were not in the cache. It stops after the first
+// failure.
 func compileAll(c *compiler, jobs []*job) (int, error) {
 	var mu sync.Mutex
 	var failure error
@@ -122,7 +123,7 @@ func compileAll(c *compiler, jobs []*job) (int, error) {
 	return compiled, failure
 }
 
-// install makes the folder hold exactly the jobs' images, and touches only files that differ.
+// install makes the folder contain exactly the jobs' images. It only writes files that differ.
 func install(jobs []*job, out string) error {
 	if err := os.MkdirAll(out, 0o777); err != nil {
 		return err
@@ -155,7 +156,7 @@ func install(jobs []*job, out string) error {
 	return nil
 }
 
-// review counts the kernels of machine code and lists what ptxas could not keep in registers.
+// review counts the kernels in machine code, and lists those that use a stack or spill registers.
 func review(jobs []*job) (kernels, registers int, problems []string) {
 	for _, j := range jobs {
 		if !isNative(j.arch) {
@@ -169,7 +170,8 @@ func review(jobs []*job) (kernels, registers int, problems []string) {
 			}
 			registers = max(registers, u.registers)
 			if u.stack+u.spillStores+u.spillLoads > 0 {
-				problems = append(problems, fmt.Sprintf("%s in %s: %d bytes of stack, %d of spill stores, %d of spill loads",
+				problems = append(problems, fmt.Sprintf(
+					"%s in %s: %d bytes of stack, %d of spill stores, %d of spill loads",
 					u.function, j.name(), u.stack, u.spillStores, u.spillLoads))
 			}
 		}

@@ -11,14 +11,14 @@ import (
 	"time"
 )
 
-// object is what a compilation made. Its file begins with a digest of the file's name and of the rest, so
-// that a damaged or misplaced file is never embedded.
+// object is the result of a compilation. Its file starts with a digest of the file's name and content, so
+// that a damaged or renamed file is never used.
 type object struct {
 	image []byte
-	log   string // what ptxas said
+	log   string // of ptxas
 }
 
-// content is an object as it is encoded.
+// content is an object's encoding.
 type content struct {
 	Image []byte
 	Log   string
@@ -53,11 +53,12 @@ func (o *object) write(path string) error {
 	return writeFile(path, append(sum[:], encoded.Bytes()...))
 }
 
-// temporary begins the name of a file that is not complete.
+// temporary is the prefix of an incomplete file's name.
 const temporary = ".new-"
 
-// writeFile writes through a rename, so that another process never reads half a file. The data is synced
-// before the rename and the folder after it, so that a crash of the machine leaves no half a file either.
+// writeFile writes a temporary file and renames it, so that no other process reads an incomplete file. It
+// syncs the data before the rename and the folder after it, so that a crash of the machine leaves no
+// incomplete file either.
 func writeFile(path string, data []byte) error {
 	file, err := os.CreateTemp(filepath.Dir(path), temporary)
 	if err != nil {
@@ -82,7 +83,8 @@ func syncFolder(path string) error {
 	return errors.Join(folder.Sync(), folder.Close())
 }
 
-// removeAbandoned removes temporary files of killed processes: writing one takes far less than an hour.
+// removeAbandoned removes temporary files that are older than an hour. Their processes must have been killed,
+// because writing a file takes far less time.
 func removeAbandoned(folder string) error {
 	paths, err := filepath.Glob(filepath.Join(folder, temporary+"*"))
 	if err != nil {
@@ -91,7 +93,7 @@ func removeAbandoned(folder string) error {
 	for _, path := range paths {
 		info, err := os.Stat(path)
 		if err != nil || time.Since(info.ModTime()) < time.Hour {
-			continue // gone by now, or in use
+			continue // already removed, or in use
 		}
 		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return err

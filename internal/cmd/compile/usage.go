@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// usage is what `ptxas -v` reports of one function.
+// usage is what `ptxas -v` reports for one function.
 type usage struct {
 	function                       string
 	entry                          bool // a kernel, not a device function that was not inlined
@@ -15,14 +15,15 @@ type usage struct {
 }
 
 var (
-	entryLine     = regexp.MustCompile(`Compiling entry function '([^']+)'`)
-	functionLine  = regexp.MustCompile(`Function properties for (\S+)`)
-	spillLine     = regexp.MustCompile(`(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads`)
+	entryLine    = regexp.MustCompile(`Compiling entry function '([^']+)'`)
+	functionLine = regexp.MustCompile(`Function properties for (\S+)`)
+	spillLine    = regexp.MustCompile(
+		`(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads`)
 	registersLine = regexp.MustCompile(`Used (\d+) registers`)
 )
 
-// parseUsage reads the report: for each kernel one line that names it, then for it and for each function that it
-// calls a pair of lines with the stack, then the kernel's registers.
+// parseUsage reads the report. For each kernel it has a line with the name, a pair of lines with the stack
+// usage of the kernel and of each function that it calls, and a line with the kernel's registers.
 func parseUsage(log string) []usage {
 	var all []usage
 	var kernel, function string
@@ -41,7 +42,7 @@ func parseUsage(log string) []usage {
 	return all
 }
 
-// number reads digits that a pattern has already matched.
+// number converts digits that a pattern has matched.
 func number(digits string) int {
 	n, _ := strconv.Atoi(digits)
 	return n
