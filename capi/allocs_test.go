@@ -1,6 +1,6 @@
 //go:build cgo && !race
 
-// Under the race detector sync.Pool drops what it holds at random, and the CPU backend's pools allocate anew.
+// Not with the race detector: sync.Pool then drops objects at random, and the CPU backend allocates new ones.
 
 package main
 
@@ -14,7 +14,7 @@ import (
 	"github.com/gander-go/gander/dlpack"
 )
 
-// From the export down, a borrowed call with options and an allocator costs no memory.
+// A call on borrowed tensors, with options and an allocator, allocates nothing.
 func TestBorrowedCallsDoNotAllocate(t *testing.T) {
 	tensor := func(d dlpack.DType, dims ...int64) unsafe.Pointer {
 		v, err := dlpack.New(d, dims...)
@@ -29,13 +29,13 @@ func TestBorrowedCallsDoNotAllocate(t *testing.T) {
 	softmax := struct {
 		size      uintptr
 		allocator unsafe.Pointer
-		how       [2]int32
+		choice    [2]int32 // algorithm, batch_invariant
 	}{24, unsafe.Pointer(&allocator), [2]int32{}}
 	rmsnorm := struct {
 		size      uintptr
 		allocator unsafe.Pointer
 		eps       float64
-		how       [2]int32
+		choice    [2]int32
 	}{32, unsafe.Pointer(&allocator), 1e-6, [2]int32{0, 1}}
 	entropy := struct {
 		size      uintptr

@@ -125,7 +125,13 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
                                   DLManagedTensorVersioned* lse, DLManagedTensorVersioned* denominator,
                                   const gander_cross_entropy_options* options, void* stream,
                                   DLManagedTensorVersioned** dx) {
-  const gander_input inputs[] = {{"x", x}, {"target", target}, {"weight", weight}, {"dloss", dloss}, {"lse", lse}, {"denominator", denominator}};
+  const gander_input inputs[] = {
+      {"x", x},
+      {"target", target},
+      {"weight", weight},
+      {"dloss", dloss},
+      {"lse", lse},
+      {"denominator", denominator}};
   DLManagedTensorVersioned** const outputs[] = {dx};
   int32_t status = gander_begin(__func__, inputs, 6, outputs, 1);
   if (status == GANDER_OK) {

@@ -8,12 +8,11 @@ import "C"
 import (
 	"unsafe"
 
-	"github.com/gander-go/gander/dlpack"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/ops"
 )
 
-var _ kernels.Reduction // where no option is one
+var _ kernels.Reduction // the import may otherwise be unused
 
 func softmaxOptions(p unsafe.Pointer) (C.gander_softmax_options, error) {
 	return readOptions(p, C.gander_softmax_options{})
@@ -59,7 +58,7 @@ func ganderSoftmaxForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsa
 			return err
 		}
 		defer made.discard()
-		ty := made.must("y", y, made.dtype(), made.rows())
+		ty := made.required("y", y, made.dtype(), made.rows())
 		if made.err != nil {
 			return made.err
 		}
@@ -106,7 +105,7 @@ func ganderSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr, d
 			return err
 		}
 		defer made.discard()
-		tdx := made.must("dx", dx, made.dtype(), made.rows())
+		tdx := made.required("dx", dx, made.dtype(), made.rows())
 		if made.err != nil {
 			return made.err
 		}
@@ -146,7 +145,8 @@ func ganderRMSNormForward(x, weight, y, rstd, options unsafe.Pointer, stream uin
 }
 
 //export ganderRMSNormForwardOwned
-func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeBits uint8, outDtypeLanes uint16, options unsafe.Pointer, stream uintptr, y, rstd unsafe.Pointer) int32 {
+func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeBits uint8,
+	outDtypeLanes uint16, options unsafe.Pointer, stream uintptr, y, rstd unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := rmsNormOptions(options)
 		if err != nil {
@@ -157,8 +157,8 @@ func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeB
 			return err
 		}
 		defer made.discard()
-		ty := made.must("y", y, made.chosen(dlpack.DType{Code: outDtypeCode, Bits: outDtypeBits, Lanes: outDtypeLanes}), made.rows())
-		trstd := made.may("rstd", rstd, made.statistic(), made.perRow())
+		ty := made.required("y", y, made.requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes), made.rows())
+		trstd := made.optional("rstd", rstd, made.statistic(), made.perRow())
 		if made.err != nil {
 			return made.err
 		}
@@ -181,7 +181,8 @@ func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeB
 }
 
 //export ganderRMSNormBackward
-func ganderRMSNormBackward(x, weight, dout, rstd, dx, dw, options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderRMSNormBackward(x, weight, dout, rstd, dx, dw, options unsafe.Pointer,
+	stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := rmsNormOptions(options)
 	if err == nil {
@@ -203,7 +204,8 @@ func ganderRMSNormBackward(x, weight, dout, rstd, dx, dw, options unsafe.Pointer
 }
 
 //export ganderRMSNormBackwardOwned
-func ganderRMSNormBackwardOwned(x, weight, dout, rstd, options unsafe.Pointer, stream uintptr, dx, dw unsafe.Pointer) int32 {
+func ganderRMSNormBackwardOwned(x, weight, dout, rstd, options unsafe.Pointer, stream uintptr, dx,
+	dw unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := rmsNormOptions(options)
 		if err != nil {
@@ -214,11 +216,12 @@ func ganderRMSNormBackwardOwned(x, weight, dout, rstd, options unsafe.Pointer, s
 			return err
 		}
 		defer made.discard()
-		tdx := made.must("dx", dx, made.dtype(), made.rows())
+		tdx := made.required("dx", dx, made.dtype(), made.rows())
 		if dw != nil && weight == nil {
-			return refuse(ops.StatusOption, "rmsnorm_grad: dw is asked for without a weight, expected NULL; pass the weight or leave dw NULL")
+			return refuse(ops.StatusOption, "rmsnorm_grad: dw is requested without a weight, expected NULL; "+
+				"pass the weight or leave dw NULL")
 		}
-		tdw := made.may("dw", dw, made.dtypeOf(tensor(weight)), made.columns())
+		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight)), made.columns())
 		if made.err != nil {
 			return made.err
 		}
@@ -243,7 +246,8 @@ func ganderRMSNormBackwardOwned(x, weight, dout, rstd, options unsafe.Pointer, s
 }
 
 //export ganderCrossEntropyForward
-func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, options unsafe.Pointer,
+	stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := crossEntropyOptions(options)
 	if err == nil {
@@ -266,7 +270,8 @@ func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, op
 }
 
 //export ganderCrossEntropyForwardOwned
-func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, stream uintptr, loss, lse, dx, denominator unsafe.Pointer) int32 {
+func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, stream uintptr, loss, lse,
+	dx, denominator unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := crossEntropyOptions(options)
 		if err != nil {
@@ -277,10 +282,10 @@ func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, s
 			return err
 		}
 		defer made.discard()
-		tloss := made.must("loss", loss, made.statistic(), made.reduced(int32(o.reduction)))
-		tlse := made.may("lse", lse, made.statistic(), made.perRow())
-		tdx := made.may("dx", dx, made.dtype(), made.rows())
-		tdenominator := made.may("denominator", denominator, made.statistic(), nil)
+		tloss := made.required("loss", loss, made.statistic(), made.reduced(int32(o.reduction)))
+		tlse := made.optional("lse", lse, made.statistic(), made.perRow())
+		tdx := made.optional("dx", dx, made.dtype(), made.rows())
+		tdenominator := made.optional("denominator", denominator, made.statistic(), nil)
 		if made.err != nil {
 			return made.err
 		}
@@ -306,7 +311,8 @@ func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, s
 }
 
 //export ganderCrossEntropyBackward
-func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, options unsafe.Pointer,
+	stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := crossEntropyOptions(options)
 	if err == nil {
@@ -329,7 +335,8 @@ func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, 
 }
 
 //export ganderCrossEntropyBackwardOwned
-func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
+func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator, options unsafe.Pointer,
+	stream uintptr, dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := crossEntropyOptions(options)
 		if err != nil {
@@ -341,9 +348,10 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator,
 		}
 		defer made.discard()
 		if o.one_pass != 0 {
-			return refuse(ops.StatusOption, "cross_entropy_grad: one_pass is set, expected 0: it reads dx, which an owning call makes anew; use gander_cross_entropy_backward")
+			return refuse(ops.StatusOption, "cross_entropy_grad: one_pass is set, expected 0: "+
+				"it reads dx, which an owning call allocates; use gander_cross_entropy_backward")
 		}
-		tdx := made.must("dx", dx, made.dtype(), made.rows())
+		tdx := made.required("dx", dx, made.dtype(), made.rows())
 		if made.err != nil {
 			return made.err
 		}
@@ -395,7 +403,7 @@ func ganderLogSumExpForwardOwned(x, options unsafe.Pointer, stream uintptr, lse 
 			return err
 		}
 		defer made.discard()
-		tlse := made.must("lse", lse, made.statistic(), made.perRow())
+		tlse := made.required("lse", lse, made.statistic(), made.perRow())
 		if made.err != nil {
 			return made.err
 		}
@@ -430,7 +438,8 @@ func ganderLogSumExpBackward(x, dlse, lse, dx, options unsafe.Pointer, stream ui
 }
 
 //export ganderLogSumExpBackwardOwned
-func ganderLogSumExpBackwardOwned(x, dlse, lse, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
+func ganderLogSumExpBackwardOwned(x, dlse, lse, options unsafe.Pointer, stream uintptr,
+	dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := logSumExpOptions(options)
 		if err != nil {
@@ -441,7 +450,7 @@ func ganderLogSumExpBackwardOwned(x, dlse, lse, options unsafe.Pointer, stream u
 			return err
 		}
 		defer made.discard()
-		tdx := made.must("dx", dx, made.dtype(), made.rows())
+		tdx := made.required("dx", dx, made.dtype(), made.rows())
 		if made.err != nil {
 			return made.err
 		}

@@ -1,33 +1,31 @@
-/* gander: row reductions (softmax, RMSNorm, cross-entropy; forward and backward) at the speed of memory.
+/* gander: row reductions (softmax, RMSNorm, cross-entropy; forward and backward) at memory bandwidth.
  *
  * The C ABI of libgander. It takes DLPack tensors in host memory or in CUDA device memory.
  *
  * Status.     Every function that can fail returns 0 (GANDER_OK) or one of the codes below;
- *             gander_last_error() then gives the calling thread's message: which argument, what came,
- *             what was expected, what to do. Nothing is written to any output of a refused call.
+ *             gander_last_error() then returns the calling thread's message: which argument, its value,
+ *             what was expected, what to do. A refused call writes nothing to its outputs.
  * Streams.    Work on CUDA tensors is enqueued on `stream` (a cudaStream_t or CUstream; NULL is the legacy
- *             default stream) and nothing synchronises. Work on host tensors is done on return; `stream`
+ *             default stream); no call synchronizes. Work on host tensors is done on return; `stream`
  *             is ignored.
  * Layout.     An operand of "rows" (M, N) may have any rank >= 1: N is its last dimension, whose elements
  *             must be adjacent, and the leading dimensions must collapse into M rows one fixed stride apart.
  *             Pointers need to be aligned to the element only. M = 0 is valid; N must be >= 1.
  * Types.      x: float16, bfloat16 or float32; on host memory also float64. Statistics (loss, lse, rstd,
  *             denominator, dloss) are float32, or float64 where x is float64.
- * Aliasing.   An output may be the very same rows as x, dy or dout where its documentation says so; any
- *             other overlap is refused.
+ * Aliasing.   An output may be exactly the same rows as an input if its documentation says so. Any other
+ *             overlap is refused.
  * Threads.    All functions may be called from any thread at any time.
- * Signals.    Install signal handlers before the library is loaded, or by sigaction() with SA_ONSTACK. One
- *             that signal() installs after the load lacks that flag: it may run on the small stack of Go code
- *             that it interrupts, write over what lies next to it, and so crash or hang the process. Handlers
- *             have 32 KiB of stack. Handlers of SIGSEGV, SIGBUS, SIGFPE and SIGPIPE from before the load are
- *             still called for what happens outside of Go. SIGURG is Go's own: an earlier handler is no
- *             longer called.
- * Memory.     A call on host tensors returns GANDER_ERROR_MEMORY where its temporary memory cannot be had.
- *             Go's runtime has no such answer. It aborts the process where the system refuses it a thread or
- *             heap for small objects, at any time, or at load about 1 GiB of address space (RLIMIT_NPROC,
- *             RLIMIT_AS).
- * fork.       The library does not survive fork(): in a child of a process that had loaded it every
- *             function returns GANDER_ERROR_FORK (use spawn or forkserver).
+ * Signals.    Install signal handlers before the library is loaded, or by sigaction() with SA_ONSTACK. A
+ *             handler that signal() installs after the load lacks that flag. It may run on the small stack of
+ *             Go code that it interrupts, overflow it, and so crash or hang the process. Handlers have 32 KiB
+ *             of stack. Earlier handlers of SIGSEGV, SIGBUS, SIGFPE and SIGPIPE are still called for signals
+ *             outside of Go code. An earlier handler of SIGURG, which Go uses, is no longer called.
+ * Memory.     A call on host tensors returns GANDER_ERROR_MEMORY if its temporary memory cannot be allocated.
+ *             Go's runtime cannot return an error. It aborts the process if the system refuses it a thread or
+ *             heap memory (RLIMIT_NPROC, RLIMIT_AS), or about 1 GiB of address space when it is loaded.
+ * fork.       The library does not survive fork(). In a child of a process that has loaded it, every
+ *             function returns GANDER_ERROR_FORK. Use spawn or forkserver.
  */
 #ifndef GANDER_H
 #define GANDER_H
@@ -59,7 +57,7 @@ typedef enum {
   GANDER_ERROR_MEMORY = 11,       /* an allocation failed */
   GANDER_ERROR_CUDA = 12,         /* the CUDA driver refused */
   GANDER_ERROR_FORK = 13,         /* called in a child process after fork() */
-  GANDER_ERROR_INTERNAL = 14      /* a defect of gander: please report it */
+  GANDER_ERROR_INTERNAL = 14      /* a bug in gander: please report it */
 } gander_status;
 /* end of what is generated */
 
@@ -72,29 +70,31 @@ const char* gander_version(void);
 /* GANDER_ABI_VERSION of the library. */
 int32_t gander_abi_version(void);
 /* A JSON object: version, abi_version, commit, go, nvcc, architectures (images in the library), simd (the
- * instruction set that host tensors are served with). After fork() it is empty, unless it was asked for before. */
+ * instruction set for host tensors). After fork() it is empty, unless the parent has called this function. */
 const char* gander_build_info(void);
 
-/* Caps the threads that one call on host tensors uses, 0 (the default): all that the Go runtime has. */
+/* Limits the threads that one call on host tensors uses. 0, the default, means all threads of the Go
+ * runtime. */
 int32_t gander_set_num_threads(int32_t count);
 
-/* Loads all kernels for a device, so that no later call pays for it. */
+/* Loads all kernels for a device, so that no later call has to. */
 int32_t gander_warmup(DLDevice device);
 
-/* Where a call gets temporary device memory from. `allocate` returns memory on the device of the operands
- * which may be used by work enqueued on the call's stream, or NULL; the caller frees it any time after the
- * call returned, in stream order. It is called at most once per call, and not for host tensors. */
+/* A source of temporary device memory. `allocate` returns NULL, or memory on the operands' device that work
+ * on the call's stream may use. The caller frees it in stream order, at any time after the call returned.
+ * `allocate` is called at most once per call, and never for host tensors. */
 typedef struct {
   void* context;
   void* (*allocate)(void* context, size_t bytes);
 } gander_allocator;
 
-/* Ways over the rows that softmax and RMSNorm can be told to take; gander_algorithms() describes them. One that cannot
- * serve the rows is refused with GANDER_ERROR_UNSUPPORTED and a message that says which limit was passed and which others
- * can, or replaced by auto where GANDER_ALGORITHM_IF_SERVED is added to it. Host tensors have auto alone. */
+/* Algorithms that can be requested for softmax and RMSNorm; gander_algorithms() describes them. If one
+ * does not support the rows, the call is refused with GANDER_ERROR_UNSUPPORTED. The message says which
+ * limit was exceeded and which algorithms support the rows. With GANDER_ALGORITHM_IF_SERVED added to it,
+ * auto takes its place instead. Host tensors support auto only. */
 /* generated: choices, from internal/operators */
 typedef enum {
-  GANDER_ALGORITHM_AUTO = 0, /* whatever was fastest where it was measured */
+  GANDER_ALGORITHM_AUTO = 0, /* the one that was fastest in measurements */
   GANDER_ALGORITHM_WARP = 1,
   GANDER_ALGORITHM_BLOCK = 2,
   GANDER_ALGORITHM_REGISTER = 3,
@@ -113,25 +113,26 @@ typedef enum {
 } gander_reduction;
 /* end of what is generated */
 
-/* Options that all ops share. `size` is sizeof(the struct) of the caller, so that fields can be added.
- * A NULL options pointer means the defaults: every field 0 unless it says otherwise.
- * batch_invariant: 1 makes the bits of a row's results independent of how many rows there are. It does not concern sums
- * over rows (dw, a mean), and rows of whole 16-byte vectors have other bits where an operand is not aligned to 16 bytes. */
+/* Options. `size` must be sizeof(the struct), so that later versions can add fields. A NULL options
+ * pointer means the defaults: every field is 0 unless its comment says otherwise.
+ * batch_invariant: with 1, the bits of a row's results do not depend on the number of rows. This does not
+ * apply to sums over rows (dw, a mean). If rows are whole 16-byte vectors, their bits also depend on
+ * whether all operands are aligned to 16 bytes. */
 /* generated: options, from internal/operators */
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  int32_t algorithm; /* how a GPU goes over the rows: a gander_algorithm */
+  int32_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
 } gander_softmax_options;
 
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* added to the mean of squares; backward does not use it; 1e-06 with NULL options, a given struct states
+  /* added to the mean of squares; not used by backward; 1e-06 with NULL options; an option struct must set
    * it */
   double eps;
-  int32_t algorithm; /* how a GPU goes over the rows: a gander_algorithm */
+  int32_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
   double weight_offset; /* added to each weight; needs a weight */
 } gander_rmsnorm_options;
@@ -139,13 +140,12 @@ typedef struct {
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* rows with this target count for nothing; -100 with NULL options, a given struct states it */
+  /* rows with this target are ignored; -100 with NULL options; an option struct must set it */
   int64_t ignore_index;
-  int32_t reduction; /* what becomes of the rows' losses: a gander_reduction */
-  /* forward and backward share one pass over x. Forward's dx is then the gradient of the reduced loss
-   * (over the denominator with a mean); backward is given that dx, apart from x, and makes it again only
-   * where dloss, a single element, is not 1: it looks on the device, nothing synchronises. Not with
-   * reduction none */
+  int32_t reduction; /* how the rows' losses are reduced: a gander_reduction */
+  /* forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
+   * backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
+   * element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none */
   int32_t one_pass;
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
 } gander_cross_entropy_options;
@@ -157,163 +157,165 @@ typedef struct {
 } gander_logsumexp_options;
 /* end of what is generated */
 
-/* ---- Borrowed tensors: nothing is kept, freed or allocated, outputs are written where they lie ---- */
+/* ---- Borrowed tensors: nothing is kept, freed or allocated; outputs are written in place ---- */
 
 /* generated: borrowed, from internal/operators */
 /* y[i] = exp(x[i] - max x) / sum exp(x - max x) for each row.
- *   x: (M, N); float16, bfloat16, float32, on the host also float64.
- *   y: (M, N); x's dtype; may be x where the dtypes agree. */
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   y: (M, N); x's dtype; may be x if the dtypes agree. */
 int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y, const gander_softmax_options* options,
                                void* stream);
 
 /* dx = (dy - sum(dy * y)) * y for each row.
- *   dy: (M, N); float16, bfloat16, float32, on the host also float64.
+ *   dy: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   y: (M, N); dy's dtype.
- *   dx: (M, N); dy's dtype; may be dy or y where the dtypes agree. */
+ *   dx: (M, N); dy's dtype; may be dy or y if the dtypes agree. */
 int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
                                 const gander_softmax_options* options, void* stream);
 
 /* y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
  * Sennrich, "Root Mean Square Layer Normalization", 2019).
- *   x: (M, N); float16, bfloat16, float32, on the host also float64.
- *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
- *   y: (M, N); float16, bfloat16 or float32, float64 exactly where x is; may be x where the dtypes agree.
- *   rstd: M elements, contiguous; float32, float64 where x is; or NULL. */
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
+ *   rstd: M elements, contiguous; float64 if x is, else float32; or NULL. */
 int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* y,
                                const DLTensor* rstd, const gander_rmsnorm_options* options, void* stream);
 
 /* With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd for each
- * row, and dw = the sum over rows of dout * h, accumulated in float32 or wider in a fixed order.
- *   x: (M, N); float16, bfloat16, float32, on the host also float64.
- *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
- *   dout: (M, N); float16, bfloat16 or float32, float64 exactly where x is.
- *   rstd: M elements, contiguous; float32, float64 where x is.
- *   dx: (M, N); x's dtype; may be dout where the dtypes agree.
- *   dw: (N), contiguous; weight's dtype; or NULL, as it must be without weight. */
+ * row, and dw = the sum over rows of dout * h, accumulated in at least float32 in a fixed order.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   dout: (M, N); float64 if x is, else float16, bfloat16 or float32.
+ *   rstd: M elements, contiguous; float64 if x is, else float32.
+ *   dx: (M, N); x's dtype; may be dout if the dtypes agree.
+ *   dw: (N), contiguous; weight's dtype; or NULL; must be NULL without weight. */
 int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                 const DLTensor* rstd, const DLTensor* dx, const DLTensor* dw,
                                 const gander_rmsnorm_options* options, void* stream);
 
-/* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp; the loss of
- * each row, their sum, or the sum over the sum of the counted rows' weights (NaN where no row counts). A
- * row whose target is ignore_index, or whose class has weight 0, counts for nothing: its loss is 0 and its
- * gradient 0. A target outside [0, N) is never read with: that row's loss and gradient are NaN, and with a
- * mean those of all rows. dx, in the same pass over x: weight[t] * (softmax(x) - onehot(t)), the gradient
- * of the sum of the losses. denominator: the mean's, written with any reduction.
- *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+/* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp. loss is the
+ * loss of each row, their sum, or their mean: the sum divided by the denominator, which is the sum of the
+ * weights of the rows that are not ignored (NaN if all are). A row is ignored if its target is
+ * ignore_index or a class of weight 0; its loss and gradient are 0. The loss and gradient of a row whose
+ * target is outside of [0, N) are NaN, as is a mean that it takes part in, with all gradients of the mean.
+ * dx = weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses, is computed in the
+ * same pass over x. denominator is written with any reduction.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: M elements, any stride; int32 or int64.
- *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
- *   loss: M elements with reduction none, else one; float32, float64 where x is.
+ *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   loss: M elements with reduction none, else one; float64 if x is, else float32.
  *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
- *   float32, float64 where x is; or NULL.
- *   dx: (M, N); x's dtype; may be x where the dtypes agree; or NULL.
- *   denominator: one element; float32, float64 where x is; or NULL. */
+ *   float64 if x is, else float32; or NULL.
+ *   dx: (M, N); x's dtype; may be x if the dtypes agree; or NULL.
+ *   denominator: one element; float64 if x is, else float32; or NULL. */
 int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
                                      const DLTensor* loss, const DLTensor* lse, const DLTensor* dx,
                                      const DLTensor* denominator, const gander_cross_entropy_options* options,
                                      void* stream);
 
-/* dx = dloss * weight[t] * (softmax(x) - onehot(t)), over the denominator with a mean, for which
- * denominator or a lse that contains it is required; denominator must be NULL otherwise. lse: as forward
- * wrote it, best in two parts, since their sum loses digits where logits are large.
- *   x: (M, N); float16, bfloat16, float32, on the host also float64.
+/* dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction mean. That
+ * requires denominator, or a lse that contains it; otherwise denominator must be NULL. lse is what forward
+ * wrote. Its two parts are more accurate than their sum, which loses digits if logits are large.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: M elements, any stride; int32 or int64.
- *   weight: (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or NULL.
- *   dloss: M elements of any stride, or one for all rows; float32, float64 where x is.
+ *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   dloss: M elements of any stride, or one for all rows; float64 if x is, else float32.
  *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
- *   float32, float64 where x is.
- *   denominator: one element; float32, float64 where x is; or NULL.
- *   dx: (M, N); x's dtype; may be x where the dtypes agree; read too with one_pass, and then apart from
- *   the inputs. */
+ *   float64 if x is, else float32.
+ *   denominator: one element; float64 if x is, else float32; or NULL.
+ *   dx: (M, N); x's dtype; may be x if the dtypes agree; with one_pass it is also read, and must not
+ *   overlap an input. */
 int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
                                       const DLTensor* dloss, const DLTensor* lse, const DLTensor* denominator,
                                       const DLTensor* dx, const gander_cross_entropy_options* options,
                                       void* stream);
 
-/* lse = log(sum exp(x)) for each row, its maximum subtracted first. A row of -inf gives -inf; one with
- * +inf or NaN gives NaN.
- *   x: (M, N); float16, bfloat16, float32, on the host also float64.
- *   lse: M elements, contiguous; float32, float64 where x is. */
+/* lse = log(sum exp(x)) for each row, computed with the maximum subtracted. A row of -inf gives -inf. A
+ * row with +inf or NaN gives NaN.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   lse: M elements, contiguous; float64 if x is, else float32. */
 int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
                                  const gander_logsumexp_options* options, void* stream);
 
 /* dx = dlse * exp(x - lse) for each row.
- *   x: (M, N); float16, bfloat16, float32, on the host also float64.
- *   dlse: M elements, any stride; float32, float64 where x is.
- *   lse: M elements, contiguous; float32, float64 where x is.
- *   dx: (M, N); x's dtype; may be x where the dtypes agree. */
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   dlse: M elements, any stride; float64 if x is, else float32.
+ *   lse: M elements, contiguous; float64 if x is, else float32.
+ *   dx: (M, N); x's dtype; may be x if the dtypes agree. */
 int32_t gander_logsumexp_backward(const DLTensor* x, const DLTensor* dlse, const DLTensor* lse,
                                   const DLTensor* dx, const gander_logsumexp_options* options, void* stream);
 /* end of what is generated */
 
 /* ---- Owned tensors: inputs are consumed, outputs are new ----
- * Every input's deleter is called exactly once, whatever the status. Outputs are compact, live on x's device,
- * and must be released through their deleter; on failure they are set to NULL. The memory of CUDA outputs is
- * stream-ordered: use it on `stream`, or order other streams after it. While `stream` is being captured into a
- * graph they are refused with GANDER_ERROR_CUDA: capture borrowed calls. */
+ * Every input's deleter is called exactly once, whatever the status. Outputs are compact, are on x's
+ * device, and must be released through their deleter. On failure they are set to NULL. The memory of CUDA
+ * outputs is stream-ordered: use it on `stream`, or order other streams after it. While `stream` is being
+ * captured into a graph, these functions return GANDER_ERROR_CUDA; capture calls on borrowed tensors
+ * instead. */
 
 /* generated: owned, from internal/operators */
-/* gander_softmax_forward with tensors that change hands. */
+/* gander_softmax_forward with owned tensors. */
 int32_t gander_softmax(DLManagedTensorVersioned* x, const gander_softmax_options* options, void* stream,
                        DLManagedTensorVersioned** y);
 
-/* gander_softmax_backward with tensors that change hands. */
+/* gander_softmax_backward with owned tensors. */
 int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
                             const gander_softmax_options* options, void* stream,
                             DLManagedTensorVersioned** dx);
 
-/* gander_rmsnorm_forward with tensors that change hands. out_dtype: the dtype of y, or {0, 0, 0} for x's.
- * rstd: NULL where not wanted. */
+/* gander_rmsnorm_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's. rstd: NULL
+ * if not needed. */
 int32_t gander_rmsnorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight, DLDataType out_dtype,
                        const gander_rmsnorm_options* options, void* stream, DLManagedTensorVersioned** y,
                        DLManagedTensorVersioned** rstd);
 
-/* gander_rmsnorm_backward with tensors that change hands. dw: NULL where not wanted. */
+/* gander_rmsnorm_backward with owned tensors. dw: NULL if not needed. */
 int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
                             DLManagedTensorVersioned* dout, DLManagedTensorVersioned* rstd,
                             const gander_rmsnorm_options* options, void* stream,
                             DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dw);
 
-/* gander_cross_entropy_forward with tensors that change hands. lse has M elements. lse, dx, denominator:
- * NULL where not wanted. */
+/* gander_cross_entropy_forward with owned tensors. lse has M elements. lse, dx, denominator: NULL if not
+ * needed. */
 int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
                              DLManagedTensorVersioned* weight, const gander_cross_entropy_options* options,
                              void* stream, DLManagedTensorVersioned** loss, DLManagedTensorVersioned** lse,
                              DLManagedTensorVersioned** dx, DLManagedTensorVersioned** denominator);
 
-/* gander_cross_entropy_backward with tensors that change hands. one_pass is refused, as dx would be read. */
+/* gander_cross_entropy_backward with owned tensors. one_pass is refused: it would read dx. */
 int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
                                   DLManagedTensorVersioned* weight, DLManagedTensorVersioned* dloss,
                                   DLManagedTensorVersioned* lse, DLManagedTensorVersioned* denominator,
                                   const gander_cross_entropy_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
 
-/* gander_logsumexp_forward with tensors that change hands. */
+/* gander_logsumexp_forward with owned tensors. */
 int32_t gander_logsumexp(DLManagedTensorVersioned* x, const gander_logsumexp_options* options, void* stream,
                          DLManagedTensorVersioned** lse);
 
-/* gander_logsumexp_backward with tensors that change hands. */
+/* gander_logsumexp_backward with owned tensors. */
 int32_t gander_logsumexp_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dlse,
                               DLManagedTensorVersioned* lse, const gander_logsumexp_options* options,
                               void* stream, DLManagedTensorVersioned** dx);
 /* end of what is generated */
 
-/* ---- What would run ---- */
+/* ---- Which kernel would run ---- */
 
-/* Says in words which kernel a call would run and why, for aligned compact rows (m, n) of x. op is "softmax_forward",
- * "softmax_backward", "rmsnorm_forward", "rmsnorm_backward" (with a weight), "cross_entropy_forward",
- * "cross_entropy_forward_dx" or "cross_entropy_backward"; algorithm and batch_invariant are those of its options. Writes at
- * most capacity bytes, always with a closing NUL. */
-int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device, int32_t algorithm,
-                       int32_t batch_invariant, char* text, size_t capacity);
+/* Describes the kernel that a call would run, and why, for aligned compact rows (m, n) of x. op is
+ * "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward" (with a weight),
+ * "cross_entropy_forward", "cross_entropy_forward_dx" or "cross_entropy_backward". algorithm and
+ * batch_invariant are as in its options. Writes at most capacity bytes, always with a terminating NUL. */
+int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device,
+                       int32_t algorithm, int32_t batch_invariant, char* text, size_t capacity);
 
-/* gander_explain for a GPU that need not be there, by its name: "a100", "h100" or "h200". */
-int32_t gander_explain_device(const char* op, int64_t m, int64_t n, DLDataType dtype, const char* device, int32_t algorithm,
-                              int32_t batch_invariant, char* text, size_t capacity);
+/* gander_explain for a GPU by its name, "a100", "h100" or "h200". The machine need not have it. */
+int32_t gander_explain_device(const char* op, int64_t m, int64_t n, DLDataType dtype, const char* device,
+                              int32_t algorithm, int32_t batch_invariant, char* text, size_t capacity);
 
-/* A JSON array of an op's algorithms (op as for gander_explain) in the order of gander_algorithm, each an object of strings:
- * name, what (it does), limits (which rows it serves). Writes at most capacity bytes, always with a closing NUL: GANDER_ERROR_OPTION
- * where that is too little. */
+/* A JSON array of an op's algorithms (op as for gander_explain), in the order of gander_algorithm. Each is
+ * an object of strings: name, what (it does), limits (which rows it supports). Writes at most capacity
+ * bytes, always with a terminating NUL. If that is too little it returns GANDER_ERROR_OPTION. */
 int32_t gander_algorithms(const char* op, char* text, size_t capacity);
 
 #ifdef __cplusplus

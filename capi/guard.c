@@ -1,6 +1,6 @@
 //go:build cgo
 
-/* The fork flag, the last error, and what brackets a call. */
+/* The fork flag, the last error, and the begin and end of owning calls. */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -12,14 +12,16 @@
 
 static volatile int forked;
 
-/* Each thread's last error, freed when the thread ends. It is no _Thread_local array: Go makes all of the
- * library's thread-local memory static, and a library that is loaded late gets a few hundred bytes of that. */
+/* Each thread's last error, freed when the thread ends. It is not a _Thread_local array: Go requires the
+ * library's thread-local memory to be static, and a library loaded by dlopen gets only a few hundred bytes
+ * of static memory. */
 static pthread_key_t last_error;
 enum { CAPACITY = 2048 };
 
-/* Whether the process had a key left. Where not, last_error is 0, which is a key of the application's. */
+/* Whether last_error is a key of this library. If the process had none left, it is 0, which is another
+ * library's key. */
 static int keyed;
-static volatile int lost; /* without a key: there was a message */
+static volatile int lost; /* a message could not be stored, because there is no key */
 
 static void in_child(void) { forked = 1; }
 
@@ -39,7 +41,7 @@ const char* gander_last_error(void) {
               : "";
 }
 
-/* The thread's buffer of CAPACITY bytes, or NULL without a key or memory for one. */
+/* The thread's buffer of CAPACITY bytes, or NULL if there is no key or no memory. */
 static char* error_buffer(void) {
   char* text;
   if (!keyed) {
@@ -61,8 +63,9 @@ void gander_set_error(const char* message, size_t length) {
   char* text = error_buffer();
   if (!text) return;
   if (length >= CAPACITY) {
-    /* Cut before a whole UTF-8 character. */
-    for (length = CAPACITY - 1; length > 0 && ((unsigned char)message[length] & 0xc0) == 0x80; --length) continue;
+    /* Truncate at the start of a UTF-8 character. */
+    length = CAPACITY - 1;
+    while (length > 0 && ((unsigned char)message[length] & 0xc0) == 0x80) --length;
   }
   memcpy(text, message, length);
   text[length] = '\0';
@@ -81,8 +84,8 @@ int32_t gander_fail(int32_t status, const char* format, ...) {
 
 int32_t gander_fail_fork(const char* function) {
   return gander_fail(GANDER_ERROR_FORK,
-                     "%s: called in a child process after fork(), which libgander does not survive; start the process "
-                     "by spawn or forkserver, or load libgander only in the child", function);
+                     "%s: called in a child process after fork(), which libgander does not survive; start "
+                     "the process by spawn or forkserver, or load libgander only in the child", function);
 }
 
 int32_t gander_begin(const char* function, const gander_input* inputs, size_t count,
@@ -95,7 +98,8 @@ int32_t gander_begin(const char* function, const gander_input* inputs, size_t co
     const DLManagedTensorVersioned* m = inputs[i].tensor;
     if (m && m->version.major != DLPACK_MAJOR_VERSION) {
       return gander_fail(GANDER_ERROR_VERSION,
-                         "%s: %s is a DLPack tensor of version %u.%u, expected %d.x; ask its producer for version %d",
+                         "%s: %s is a DLPack tensor of version %u.%u, expected %d.x; "
+                         "ask its producer for version %d",
                          function, inputs[i].name, (unsigned)m->version.major, (unsigned)m->version.minor,
                          DLPACK_MAJOR_VERSION, DLPACK_MAJOR_VERSION);
     }
@@ -106,7 +110,7 @@ int32_t gander_begin(const char* function, const gander_input* inputs, size_t co
 int32_t gander_end(const gander_input* inputs, size_t count, int32_t status) {
   for (size_t i = 0; i < count; ++i) {
     DLManagedTensorVersioned* m = inputs[i].tensor;
-    /* One tensor may be given for two inputs; it has one deleter call to its name. */
+    /* A tensor that is passed as two inputs must be deleted only once. */
     for (size_t j = 0; j < i; ++j) {
       if (inputs[j].tensor == inputs[i].tensor) m = NULL;
     }
@@ -116,7 +120,7 @@ int32_t gander_end(const gander_input* inputs, size_t count, int32_t status) {
 }
 
 void gander_delete_cuda(DLManagedTensorVersioned* m) {
-  /* A forked child has no CUDA: the memory is the parent's. */
+  /* A forked child cannot use CUDA. The memory belongs to the parent. */
   if (!gander_forked()) ganderFreeOutput(m->dl_tensor.device.device_id, (uintptr_t)m->dl_tensor.data);
   free(m);
 }

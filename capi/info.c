@@ -1,6 +1,6 @@
 //go:build cgo
 
-/* What the library is, and what concerns all ops. */
+/* Functions that do not run an op. */
 #include "internal.h"
 #include "_cgo_export.h"
 
@@ -30,15 +30,15 @@ int32_t gander_warmup(DLDevice device) {
   return ganderWarmup((int32_t)device.device_type, device.device_id);
 }
 
-int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device, int32_t algorithm,
-                       int32_t batch_invariant, char* text, size_t capacity) {
+int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device,
+                       int32_t algorithm, int32_t batch_invariant, char* text, size_t capacity) {
   GANDER_ENTER();
   return ganderExplain((void*)op, m, n, dtype.code, dtype.bits, dtype.lanes, (int32_t)device.device_type,
                        device.device_id, algorithm, batch_invariant, text, capacity);
 }
 
-int32_t gander_explain_device(const char* op, int64_t m, int64_t n, DLDataType dtype, const char* device, int32_t algorithm,
-                              int32_t batch_invariant, char* text, size_t capacity) {
+int32_t gander_explain_device(const char* op, int64_t m, int64_t n, DLDataType dtype, const char* device,
+                              int32_t algorithm, int32_t batch_invariant, char* text, size_t capacity) {
   GANDER_ENTER();
   return ganderExplainDevice((void*)op, m, n, dtype.code, dtype.bits, dtype.lanes, (void*)device, algorithm,
                              batch_invariant, text, capacity);

@@ -16,12 +16,12 @@ import (
 	"github.com/gander-go/gander/ops"
 )
 
-// What the build says of itself: -ldflags "-X main.commit=... -X main.nvcc=...".
+// Set by -ldflags "-X main.commit=... -X main.nvcc=...".
 var commit, nvcc = "unknown", "none"
 
-// buildInfo is a C string that lives as long as the process.
+// buildInfo is a C string that is never freed.
 var buildInfo = sync.OnceValue(func() *C.char {
-	architectures := append([]string{}, kernels.Architectures()...) // [] and not null where there are none
+	architectures := append([]string{}, kernels.Architectures()...) // [] rather than null if there are none
 	text, err := json.Marshal(struct {
 		Version       string   `json:"version"`
 		ABIVersion    int      `json:"abi_version"`
@@ -57,8 +57,8 @@ func ganderWarmup(deviceType, id int32) int32 {
 }
 
 //export ganderExplain
-func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, deviceType, id, algorithm, invariant int32,
-	text unsafe.Pointer, capacity uintptr) int32 {
+func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, deviceType, id, algorithm,
+	invariant int32, text unsafe.Pointer, capacity uintptr) int32 {
 	device := dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}
 	return explain(op, code, bits, lanes, text, capacity, func(op string, t kernels.DType) (string, error) {
 		return ops.Explain(op, m, n, t, device, choice(algorithm, invariant))
@@ -76,7 +76,7 @@ func ganderExplainDevice(op unsafe.Pointer, m, n int64, code, bits uint8, lanes 
 	})
 }
 
-// explain writes an answer, cut off where the caller has no room for all of it.
+// explain writes an answer, truncated to the caller's capacity.
 func explain(op unsafe.Pointer, code, bits uint8, lanes uint16, text unsafe.Pointer, capacity uintptr,
 	ask func(op string, t kernels.DType) (string, error)) int32 {
 	return run(func() error {
@@ -126,18 +126,19 @@ func ganderAlgorithms(op, text unsafe.Pointer, capacity uintptr) int32 {
 	})
 }
 
-// checkText checks the arguments of what answers in words.
+// checkText checks the arguments of functions that write text.
 func checkText(function string, op, text unsafe.Pointer, capacity uintptr) error {
 	if op == nil {
 		return refuse(ops.StatusNull, "%s: op is NULL, expected an op's name", function)
 	}
 	if text == nil || capacity == 0 {
-		return refuse(ops.StatusNull, "%s: text is NULL or of no capacity, expected room for the answer", function)
+		return refuse(ops.StatusNull, "%s: text is NULL or of no capacity, expected a buffer for the answer",
+			function)
 	}
 	return nil
 }
 
-// write writes an answer that fits, and its NUL.
+// write writes an answer that fits, and a NUL.
 func write(text unsafe.Pointer, answer string) {
 	room := unsafe.Slice((*byte)(text), len(answer)+1)
 	room[copy(room, answer)] = 0

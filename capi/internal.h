@@ -1,4 +1,4 @@
-/* What the C files of the library share. The version script keeps all of it inside of the library. */
+/* Shared by the C files of the library. The version script does not export any of it. */
 #ifndef GANDER_INTERNAL_H
 #define GANDER_INTERNAL_H
 
@@ -6,14 +6,14 @@
 
 #define GANDER_VERSION "0.1.0"
 
-/* 1 in a child process after fork(): Go's threads are not there, and a call into Go would hang. */
+/* 1 in a child process after fork(). It has none of Go's threads, so a call of Go would hang. */
 int gander_forked(void);
 
 /* Set the calling thread's last error. */
 void gander_set_error(const char* message, size_t length);
 int32_t gander_fail(int32_t status, const char* format, ...);
 
-/* Refuses a call of `function` in a forked child. */
+/* Sets the error of a call of `function` in a forked child. */
 int32_t gander_fail_fork(const char* function);
 
 #define GANDER_ENTER() \
@@ -21,18 +21,18 @@ int32_t gander_fail_fork(const char* function);
     if (gander_forked()) return gander_fail_fork(__func__); \
   } while (0)
 
-/* Owning calls: begin sets the outputs to NULL and refuses forked children and foreign versions; end
- * releases the inputs and hands the status on. */
+/* For owning calls. gander_begin sets the outputs to NULL, and refuses calls in forked children and
+ * tensors of other DLPack versions. gander_end releases the inputs and returns the status. */
 typedef struct {
   const char* name;
-  DLManagedTensorVersioned* tensor; /* NULL: not given */
+  DLManagedTensorVersioned* tensor; /* may be NULL */
 } gander_input;
 
 int32_t gander_begin(const char* function, const gander_input* inputs, size_t count,
                      DLManagedTensorVersioned** const* outputs, size_t output_count);
 int32_t gander_end(const gander_input* inputs, size_t count, int32_t status);
 
-/* The tensor of an input that begin has let pass, or NULL. */
+/* The tensor of an input that gander_begin has accepted, or NULL. */
 static inline void* gander_tensor(DLManagedTensorVersioned* m) { return m ? &m->dl_tensor : NULL; }
 
 /* The deleter of outputs in CUDA memory. */

@@ -1,6 +1,6 @@
-// Command capi is libgander, the C ABI of gander: build it with -buildmode=c-shared. gander.h is its
-// contract. Each function of the header is a C function (*.c) that refuses to run in a forked child and then
-// enters the Go function of the same name, which converts the arguments and calls package ops.
+// Command capi is libgander, the C ABI of gander, built with -buildmode=c-shared. gander.h documents it. Each
+// function of the header is a C function (*.c). It returns an error in a forked child, and else calls the
+// exported Go function of the same name, which converts the arguments and calls package ops.
 package main
 
 // #cgo CFLAGS: -I${SRCDIR}/../dlpack -Wall -Wextra
@@ -18,20 +18,20 @@ import (
 
 func main() {}
 
-// recovered, deferred, turns a panic into a status.
+// recovered must be deferred. It turns a panic into a status.
 func recovered(status *int32) {
 	if p := recover(); p != nil {
 		*status = report(refuse(ops.StatusInternal, "internal error: %v; please report it", p))
 	}
 }
 
-// run turns what f returns, or panics with, into a status and the thread's last error.
+// run calls f and turns its error or panic into a status and the thread's last error.
 func run(f func() error) (status int32) {
 	defer recovered(&status)
 	return report(f())
 }
 
-// report sets the thread's last error, if there is one, and returns its status.
+// report sets the thread's last error, unless err is nil, and returns the status.
 func report(err error) int32 {
 	if err == nil {
 		return int32(ops.StatusOK)
@@ -59,12 +59,13 @@ func refuse(s ops.Status, format string, args ...any) error {
 
 func tensor(p unsafe.Pointer) *dlpack.Tensor { return (*dlpack.Tensor)(p) }
 
-// An option struct has had its size and an allocator from the start; what claims to be shorter, or much longer than any, has not
-// set its size.
+// Every version of an option struct has a size and an allocator. If size is smaller than that, or implausibly
+// large, the caller has not set it.
 const leastOptions, mostOptions = 16, 4096
 
-// readOptions returns the caller's option struct, or the defaults where there is none. What a struct of an older gander lacks has
-// its default. One of a newer gander is taken if it asks for nothing that this one does not know.
+// readOptions returns the caller's option struct, or the defaults if it is NULL. Fields that the struct of an
+// older version lacks have their defaults. The struct of a newer version is accepted if all fields that this
+// version does not know are zero.
 func readOptions[T any](p unsafe.Pointer, defaults T) (T, error) {
 	if p == nil {
 		return defaults, nil
@@ -81,16 +82,16 @@ func readOptions[T any](p unsafe.Pointer, defaults T) (T, error) {
 	}
 	for i, b := range given[known:] {
 		if b != 0 {
-			return defaults, refuse(ops.StatusOption, "options: byte %d is set, beyond the %d that this version knows, "+
-				"expected zeros there; leave newer fields zero or load a newer libgander", known+uintptr(i), known)
+			return defaults, refuse(ops.StatusOption, "options: byte %d is set, beyond the %d that this version "+
+				"knows, expected zeros there; leave newer fields zero or load a newer libgander", known+uintptr(i), known)
 		}
 	}
 	return *(*T)(p), nil
 }
 
-// call says where an op runs and where its temporary memory comes from. It is to be inlined, so that the
-// closure stays on the stack: the borrowing functions defer for themselves, since a closure that run calls
-// would keep this from being inlined.
+// call returns an op's stream and allocator. It must be inlined into the exported function, so that the
+// closure does not escape to the heap. So the functions for borrowed tensors defer recovered themselves:
+// inside of a closure for run, call would not be inlined.
 func call(stream uintptr, a *C.gander_allocator) ops.Call {
 	c := ops.Call{Stream: stream}
 	if a != nil {
@@ -101,8 +102,8 @@ func call(stream uintptr, a *C.gander_allocator) ops.Call {
 
 func allocate(a *C.gander_allocator, bytes uint64) (unsafe.Pointer, error) {
 	if a.allocate == nil {
-		return nil, refuse(ops.StatusNull, "options: allocator.allocate is NULL, expected a function; set it, or drop the "+
-			"allocator")
+		return nil, refuse(ops.StatusNull, "options: allocator.allocate is NULL, expected a function; set it, "+
+			"or drop the allocator")
 	}
 	p := C.gander_call_allocator(a, C.size_t(bytes))
 	if p == nil {
@@ -111,7 +112,7 @@ func allocate(a *C.gander_allocator, bytes uint64) (unsafe.Pointer, error) {
 	return p, nil
 }
 
-// choice is what gander_explain is asked about.
+// choice converts the arguments of gander_explain.
 func choice(algorithm, invariant int32) ops.Choice {
 	return ops.Choose(ops.Algorithm(algorithm), invariant != 0)
 }

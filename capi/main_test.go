@@ -34,7 +34,7 @@ func find(pattern, text string) (names []string) {
 	return names
 }
 
-// The version script lets through what the header declares, no more and no less.
+// The version script exports exactly the functions that the header declares.
 func TestExports(t *testing.T) {
 	script, err := os.ReadFile("exports_gen.map")
 	require.NoError(t, err)

@@ -12,22 +12,22 @@ import (
 	"github.com/gander-go/gander/ops"
 )
 
-// outputs are the new tensors of one owning call. discard must be deferred: it gives back what deliver has not handed
-// over.
+// outputs are the new tensors of one owning call. discard must be deferred. It releases them unless deliver
+// has transferred them to the caller.
 type outputs struct {
 	op     string
 	first  *dlpack.Tensor // the operator's first operand, whose shape and device outputs take
 	stream uintptr
 	made   []output
-	err    error // the first failure to make one
+	err    error // the first failed allocation
 }
 
 type output struct {
 	tensor *dlpack.ManagedVersioned
-	slot   **dlpack.ManagedVersioned // where the caller wants it
+	slot   **dlpack.ManagedVersioned // the caller's variable
 }
 
-// outputsFor checks the first operand, so that shapes can be taken from it.
+// outputsFor checks the first operand, which determines the shapes of outputs.
 func outputsFor(op, name string, first *dlpack.Tensor, stream uintptr) (*outputs, error) {
 	if err := ops.CheckRows(op, name, first); err != nil {
 		return nil, err
@@ -35,8 +35,8 @@ func outputsFor(op, name string, first *dlpack.Tensor, stream uintptr) (*outputs
 	return &outputs{op: op, first: first, stream: stream}, nil
 }
 
-// may makes an output for the caller's slot and returns it, or nil where the slot is NULL: not wanted.
-func (o *outputs) may(name string, slot unsafe.Pointer, t dlpack.DType, shape []int64) *dlpack.Tensor {
+// optional allocates an output for the caller's slot. It returns nil if the slot is NULL.
+func (o *outputs) optional(name string, slot unsafe.Pointer, t dlpack.DType, shape []int64) *dlpack.Tensor {
 	if slot == nil || o.err != nil {
 		return nil
 	}
@@ -49,12 +49,12 @@ func (o *outputs) may(name string, slot unsafe.Pointer, t dlpack.DType, shape []
 	return &m.Tensor
 }
 
-// must makes an output that every caller wants.
-func (o *outputs) must(name string, slot unsafe.Pointer, t dlpack.DType, shape []int64) *dlpack.Tensor {
+// required allocates an output whose slot must not be NULL.
+func (o *outputs) required(name string, slot unsafe.Pointer, t dlpack.DType, shape []int64) *dlpack.Tensor {
 	if slot == nil && o.err == nil {
-		o.err = refuse(ops.StatusNull, "%s: %s is NULL, expected where to put the output", o.op, name)
+		o.err = refuse(ops.StatusNull, "%s: %s is NULL, expected a pointer for the output", o.op, name)
 	}
-	return o.may(name, slot, t, shape)
+	return o.optional(name, slot, t, shape)
 }
 
 func (o *outputs) allocate(t dlpack.DType, shape []int64) (*dlpack.ManagedVersioned, error) {
@@ -76,7 +76,7 @@ func (o *outputs) allocate(t dlpack.DType, shape []int64) (*dlpack.ManagedVersio
 	return m, nil
 }
 
-// deliver hands the outputs over once they have been written.
+// deliver transfers the outputs to the caller, after the work that writes them is enqueued.
 func (o *outputs) deliver() error {
 	if !o.first.Device.Host() {
 		for _, m := range o.made {
@@ -93,7 +93,7 @@ func (o *outputs) deliver() error {
 	return nil
 }
 
-// discard gives back what was not delivered.
+// discard releases outputs that were not delivered.
 func (o *outputs) discard() {
 	for _, m := range o.made {
 		m.tensor.Release()
@@ -106,7 +106,7 @@ func (o *outputs) rows() []int64    { return o.first.Dims() }
 func (o *outputs) columns() []int64 { return o.first.Dims()[o.first.Rank()-1:] }
 func (o *outputs) perRow() []int64  { return o.first.Dims()[:o.first.Rank()-1] }
 
-// reduced is one element, or with reduction none one for each row.
+// reduced is the shape of a loss: one element, or one per row with reduction none.
 func (o *outputs) reduced(reduction int32) []int64 {
 	if kernels.Reduction(reduction) != kernels.ReduceNone {
 		return nil
@@ -118,15 +118,16 @@ func (o *outputs) reduced(reduction int32) []int64 {
 
 func (o *outputs) dtype() dlpack.DType { return o.first.DType }
 
-// chosen is what the caller asked for.
-func (o *outputs) chosen(t dlpack.DType) dlpack.DType {
+// requestedDType is the dtype that the caller requested, or that of the first operand for {0, 0, 0}.
+func (o *outputs) requestedDType(code, bits uint8, lanes uint16) dlpack.DType {
+	t := dlpack.DType{Code: code, Bits: bits, Lanes: lanes}
 	if t == (dlpack.DType{}) {
 		return o.first.DType
 	}
 	return t
 }
 
-// dtypeOf is the dtype of an operand, which is checked later; any where there is none.
+// dtypeOf is the dtype of an operand. For nil it is any dtype, because the call is refused later.
 func (o *outputs) dtypeOf(t *dlpack.Tensor) dlpack.DType {
 	if t == nil {
 		return o.first.DType
@@ -134,7 +135,7 @@ func (o *outputs) dtypeOf(t *dlpack.Tensor) dlpack.DType {
 	return t.DType
 }
 
-// statistic is the dtype of what is computed per row.
+// statistic is the dtype of results per row.
 func (o *outputs) statistic() dlpack.DType {
 	if o.first.DType == dlpack.Float64 {
 		return dlpack.Float64

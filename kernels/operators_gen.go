@@ -2,7 +2,7 @@
 
 package kernels
 
-// Reduction says what becomes of the rows' losses.
+// Reduction is how the rows' losses are reduced.
 type Reduction int32
 
 // The reductions.
@@ -12,8 +12,8 @@ const (
 	ReduceSum  Reduction = 2 // the sum of the rows' losses
 )
 
-// RMSNormOptions are the options that the kernels of rmsnorm take.
+// RMSNormOptions are the options that are passed to the kernels of rmsnorm.
 type RMSNormOptions struct {
-	Eps          float32 // added to the mean of squares; backward does not use it
+	Eps          float32 // added to the mean of squares; not used by backward
 	WeightOffset float32 // added to each weight; needs a weight
 }

@@ -23,10 +23,10 @@ const (
 	StatusMemory      Status = 11 // an allocation failed
 	StatusCUDA        Status = 12 // the CUDA driver refused
 	StatusFork        Status = 13 // called in a child process after fork()
-	StatusInternal    Status = 14 // a defect of gander: please report it
+	StatusInternal    Status = 14 // a bug in gander: please report it
 )
 
-// The algorithms. Algorithms says of each what it is and which rows it serves.
+// The algorithms. Algorithms describes them, and the rows that they serve.
 const (
 	Auto      Algorithm = 0
 	Warp      Algorithm = 1
@@ -37,7 +37,7 @@ const (
 	Cluster   Algorithm = 6
 	Arbitrary Algorithm = 7
 	SplitK    Algorithm = 8
-	// IfServed, added to an algorithm, has Auto take its place where it cannot serve the rows.
+	// IfServed, added to an algorithm, lets Auto take its place for rows that it cannot serve.
 	IfServed Algorithm = 0x100
 )
 
@@ -47,10 +47,10 @@ var algorithmNames = [...]string{"auto", "warp", "block", "register", "medium", 
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type SoftmaxForward struct {
-	X *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
-	Y *dlpack.Tensor // (M, N); x's dtype; may be x where the dtypes agree
+	X *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Y *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree
 
-	Algorithm      Algorithm // how a GPU goes over the rows
+	Algorithm      Algorithm // how a GPU processes the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
 }
 
@@ -84,11 +84,11 @@ func (o SoftmaxForward) Run(c *Call) error {
 //
 // M and N are the rows and columns of dy. A refused call writes nothing.
 type SoftmaxBackward struct {
-	DY *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
+	DY *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
 	Y  *dlpack.Tensor // (M, N); dy's dtype
-	DX *dlpack.Tensor // (M, N); dy's dtype; may be dy or y where the dtypes agree
+	DX *dlpack.Tensor // (M, N); dy's dtype; may be dy or y if the dtypes agree
 
-	Algorithm      Algorithm // how a GPU goes over the rows
+	Algorithm      Algorithm // how a GPU processes the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
 }
 
@@ -125,15 +125,14 @@ func (o SoftmaxBackward) Run(c *Call) error {
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type RMSNormForward struct {
-	X *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
-	// (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or nil
-	Weight *dlpack.Tensor
-	// (M, N); float16, bfloat16 or float32, float64 exactly where x is; may be x where the dtypes agree
+	X      *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Weight *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
 	Y    *dlpack.Tensor
-	Rstd *dlpack.Tensor // M elements, contiguous; float32, float64 where x is; or nil
+	Rstd *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
 
-	Eps            float64   // added to the mean of squares; backward does not use it
-	Algorithm      Algorithm // how a GPU goes over the rows
+	Eps            float64   // added to the mean of squares; not used by backward
+	Algorithm      Algorithm // how a GPU processes the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
 	WeightOffset   float64   // added to each weight; needs a weight
 }
@@ -187,20 +186,19 @@ func (a *rmsNormForward) options() kernels.RMSNormOptions {
 
 // RMSNormBackward is the operator rmsnorm_backward: With h = x * rstd and g = dout * (weight +
 // weight_offset): dx = (g - h * mean(g * h)) * rstd for each row, and dw = the sum over rows of dout * h,
-// accumulated in float32 or wider in a fixed order.
+// accumulated in at least float32 in a fixed order.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type RMSNormBackward struct {
-	X *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
-	// (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or nil
-	Weight *dlpack.Tensor
-	DOut   *dlpack.Tensor // (M, N); float16, bfloat16 or float32, float64 exactly where x is
-	Rstd   *dlpack.Tensor // M elements, contiguous; float32, float64 where x is
-	DX     *dlpack.Tensor // (M, N); x's dtype; may be dout where the dtypes agree
-	DW     *dlpack.Tensor // (N), contiguous; weight's dtype; or nil, as it must be without weight
+	X      *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Weight *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	DOut   *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32
+	Rstd   *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
+	DX     *dlpack.Tensor // (M, N); x's dtype; may be dout if the dtypes agree
+	DW     *dlpack.Tensor // (N), contiguous; weight's dtype; or nil; must be nil without weight
 
-	Eps            float64   // added to the mean of squares; backward does not use it
-	Algorithm      Algorithm // how a GPU goes over the rows
+	Eps            float64   // added to the mean of squares; not used by backward
+	Algorithm      Algorithm // how a GPU processes the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
 	WeightOffset   float64   // added to each weight; needs a weight
 }
@@ -260,32 +258,30 @@ func (a *rmsNormBackward) options() kernels.RMSNormOptions {
 }
 
 // CrossEntropyForward is the operator cross_entropy_forward: loss[m] = weight[t] * (lse[m] - x[m, t]) with t
-// = target[m] and lse the row's log-sum-exp; the loss of each row, their sum, or the sum over the sum of the
-// counted rows' weights (NaN where no row counts). A row whose target is ignore_index, or whose class has
-// weight 0, counts for nothing: its loss is 0 and its gradient 0. A target outside [0, N) is never read with:
-// that row's loss and gradient are NaN, and with a mean those of all rows. dx, in the same pass over x:
-// weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses. denominator: the mean's,
-// written with any reduction.
+// = target[m] and lse the row's log-sum-exp. loss is the loss of each row, their sum, or their mean: the sum
+// divided by the denominator, which is the sum of the weights of the rows that are not ignored (NaN if all
+// are). A row is ignored if its target is ignore_index or a class of weight 0; its loss and gradient are 0.
+// The loss and gradient of a row whose target is outside of [0, N) are NaN, as is a mean that it takes part
+// in, with all gradients of the mean. dx = weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of
+// the losses, is computed in the same pass over x. denominator is written with any reduction.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type CrossEntropyForward struct {
-	X      *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
+	X      *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
 	Target *dlpack.Tensor // M elements, any stride; int32 or int64
-	// (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or nil
-	Weight *dlpack.Tensor
-	Loss   *dlpack.Tensor // M elements with reduction none, else one; float32, float64 where x is
+	Weight *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	Loss   *dlpack.Tensor // M elements with reduction none, else one; float64 if x is, else float32
 	// M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
-	// float32, float64 where x is; or nil
+	// float64 if x is, else float32; or nil
 	LSE         *dlpack.Tensor
-	DX          *dlpack.Tensor // (M, N); x's dtype; may be x where the dtypes agree; or nil
-	Denominator *dlpack.Tensor // one element; float32, float64 where x is; or nil
+	DX          *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree; or nil
+	Denominator *dlpack.Tensor // one element; float64 if x is, else float32; or nil
 
-	IgnoreIndex int64             // rows with this target count for nothing
-	Reduction   kernels.Reduction // what becomes of the rows' losses
-	// forward and backward share one pass over x. Forward's dx is then the gradient of the reduced loss
-	// (over the denominator with a mean); backward is given that dx, apart from x, and makes it again only
-	// where dloss, a single element, is not 1: it looks on the device, nothing synchronises. Not with
-	// reduction none
+	IgnoreIndex int64             // rows with this target are ignored
+	Reduction   kernels.Reduction // how the rows' losses are reduced
+	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
+	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
+	// element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 }
@@ -345,31 +341,29 @@ func (o CrossEntropyForward) Run(c *Call) error {
 }
 
 // CrossEntropyBackward is the operator cross_entropy_backward: dx = dloss * weight[t] * (softmax(x) -
-// onehot(t)), over the denominator with a mean, for which denominator or a lse that contains it is required;
-// denominator must be NULL otherwise. lse: as forward wrote it, best in two parts, since their sum loses
-// digits where logits are large.
+// onehot(t)), divided by the denominator with reduction mean. That requires denominator, or a lse that
+// contains it; otherwise denominator must be NULL. lse is what forward wrote. Its two parts are more accurate
+// than their sum, which loses digits if logits are large.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type CrossEntropyBackward struct {
-	X      *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
+	X      *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
 	Target *dlpack.Tensor // M elements, any stride; int32 or int64
-	// (N), contiguous; float16, bfloat16 or float32, float64 exactly where x is; or nil
-	Weight *dlpack.Tensor
-	DLoss  *dlpack.Tensor // M elements of any stride, or one for all rows; float32, float64 where x is
+	Weight *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	DLoss  *dlpack.Tensor // M elements of any stride, or one for all rows; float64 if x is, else float32
 	// M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
-	// float32, float64 where x is
+	// float64 if x is, else float32
 	LSE         *dlpack.Tensor
-	Denominator *dlpack.Tensor // one element; float32, float64 where x is; or nil
-	// (M, N); x's dtype; may be x where the dtypes agree; read too with one_pass, and then apart from the
-	// inputs
+	Denominator *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	// (M, N); x's dtype; may be x if the dtypes agree; with one_pass it is also read, and must not overlap
+	// an input
 	DX *dlpack.Tensor
 
-	IgnoreIndex int64             // rows with this target count for nothing
-	Reduction   kernels.Reduction // what becomes of the rows' losses
-	// forward and backward share one pass over x. Forward's dx is then the gradient of the reduced loss
-	// (over the denominator with a mean); backward is given that dx, apart from x, and makes it again only
-	// where dloss, a single element, is not 1: it looks on the device, nothing synchronises. Not with
-	// reduction none
+	IgnoreIndex int64             // rows with this target are ignored
+	Reduction   kernels.Reduction // how the rows' losses are reduced
+	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
+	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
+	// element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 }
@@ -425,13 +419,13 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
-// LogSumExpForward is the operator logsumexp_forward: lse = log(sum exp(x)) for each row, its maximum
-// subtracted first. A row of -inf gives -inf; one with +inf or NaN gives NaN.
+// LogSumExpForward is the operator logsumexp_forward: lse = log(sum exp(x)) for each row, computed with the
+// maximum subtracted. A row of -inf gives -inf. A row with +inf or NaN gives NaN.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LogSumExpForward struct {
-	X   *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
-	LSE *dlpack.Tensor // M elements, contiguous; float32, float64 where x is
+	X   *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	LSE *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
 
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 }
@@ -465,10 +459,10 @@ func (o LogSumExpForward) Run(c *Call) error {
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LogSumExpBackward struct {
-	X    *dlpack.Tensor // (M, N); float16, bfloat16, float32, on the host also float64
-	DLSE *dlpack.Tensor // M elements, any stride; float32, float64 where x is
-	LSE  *dlpack.Tensor // M elements, contiguous; float32, float64 where x is
-	DX   *dlpack.Tensor // (M, N); x's dtype; may be x where the dtypes agree
+	X    *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	DLSE *dlpack.Tensor // M elements, any stride; float64 if x is, else float32
+	LSE  *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
+	DX   *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree
 
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 }

@@ -1,10 +1,10 @@
 package operators
 
-// Constant is a named number: its position in its list.
+// Constant is a named number. Its value is its position in the list.
 type Constant struct{ Name, Doc string }
 
-// Statuses are what every function of the C ABI returns. They are GANDER_OK and GANDER_ERROR_SHAPE in C, StatusShape in
-// Go.
+// Statuses are the results of functions of the C ABI. Their names are GANDER_OK and GANDER_ERROR_SHAPE in C,
+// and StatusShape in Go.
 var Statuses = []Constant{
 	{"OK", "done"},
 	{"Null", "a required tensor or pointer is missing"},
@@ -20,20 +20,21 @@ var Statuses = []Constant{
 	{"Memory", "an allocation failed"},
 	{"CUDA", "the CUDA driver refused"},
 	{"Fork", "called in a child process after fork()"},
-	{"Internal", "a defect of gander: please report it"},
+	{"Internal", "a bug in gander: please report it"},
 }
 
-// Algorithms are GANDER_ALGORITHM_AUTO in C, Auto in Go and "auto" in Python. gander_algorithms says what each does.
+// Algorithms are named GANDER_ALGORITHM_AUTO in C, Auto in Go and "auto" in Python. gander_algorithms
+// describes them.
 var Algorithms = []Constant{
-	{"Auto", "whatever was fastest where it was measured"},
-	{"Warp", ""}, {"Block", ""}, {"Register", ""}, {"Medium", ""}, {"Extreme", ""}, {"Cluster", ""}, {"Arbitrary", ""},
-	{"SplitK", ""},
+	{"Auto", "the one that was fastest in measurements"},
+	{"Warp", ""}, {"Block", ""}, {"Register", ""}, {"Medium", ""}, {"Extreme", ""},
+	{"Cluster", ""}, {"Arbitrary", ""}, {"SplitK", ""},
 }
 
-// IfServed is added to an algorithm where another may take its place.
+// IfServed can be added to an algorithm, so that Auto takes its place for rows that it cannot serve.
 const IfServed = 0x100
 
-// Reductions are GANDER_REDUCTION_NONE in C, ReduceNone in Go and "none" in Python.
+// Reductions are named GANDER_REDUCTION_NONE in C, ReduceNone in Go and "none" in Python.
 var Reductions = []Constant{
 	{"None", "a loss for each row"},
 	{"Mean", "the sum of the rows' losses over the sum of the counted rows' weights"},

@@ -1,9 +1,10 @@
-// Package operators is the table that defines every operator of gander once: its operands, its options, what each
-// means, and how PyTorch names it. internal/cmd/interfaces generates from it the C ABI, its conversion to package ops,
-// and what PyTorch and Python need; what an operator computes, and what it refuses beyond the table, is in package ops.
+// Package operators is the table that defines every operator of gander: its operands, its options, their
+// documentation, and its operators in PyTorch. internal/cmd/interfaces generates from it the C ABI, the
+// conversion from that to package ops, and the tables for PyTorch and Python. What an operator computes, and
+// which calls it refuses beyond what the table says, is in package ops.
 package operators
 
-// Shape is how many elements an operand has. M and N are the rows and columns of the operator's first operand.
+// Shape is the shape of an operand. M and N are the rows and columns of the operator's first operand.
 type Shape int
 
 // The shapes.
@@ -11,22 +12,22 @@ const (
 	Rows       Shape = iota // (M, N): any rank of 1 or more, N adjacent elements in the last dimension
 	Columns                 // (N), contiguous
 	PerRow                  // M elements, contiguous
-	Strided                 // M elements, any stride: an input
-	Upstream                // M elements, any stride, or a single one for all rows: an input
-	Reduced                 // M elements with reduction none, else one
-	Statistics              // a log-sum-exp: M elements, (2, M) for its two parts, or 2 M + 1 with the denominator behind
+	Strided                 // M elements with any stride; inputs only
+	Upstream                // M elements with any stride, or a single one for all rows; inputs only
+	Reduced                 // M elements with reduction none, otherwise one
+	Statistics              // a log-sum-exp: M elements; (2, M) in two parts; or 2 M + 1 with a denominator
 	One                     // one element
 )
 
-// DType is which element types an operand may have.
+// DType is a rule for an operand's element type.
 type DType int
 
-// The rules. Float64 is for host memory only.
+// The rules. float64 is supported in host memory only.
 const (
 	Float     DType = iota // float16, bfloat16, float32 or float64
-	Same                   // that of the operand Like
-	Companion              // float16, bfloat16 or float32 whatever the first operand is; float64 exactly where that is
-	Statistic              // float32; float64 where the first operand is
+	Same                   // the type of the operand that Like names
+	Companion              // float64 if the first operand is float64, else any of float16, bfloat16 and float32
+	Statistic              // float64 if the first operand is float64, else float32
 	Index                  // int32 or int64
 )
 
@@ -35,20 +36,20 @@ type Operand struct {
 	Name     string
 	Shape    Shape
 	DType    DType
-	Like     string   // the operand whose dtype a Same one has
-	Output   bool     // written; what is read is an input
+	Like     string   // with Same, the operand that has the same dtype
+	Output   bool     // written; other operands are inputs
 	Optional bool     // may be absent
-	Needs    string   // an optional operand that must be there where this one is
-	Over     []string // inputs whose very rows an output may be
-	Read     string   // the flag with which an output is read too, and then lies apart from all inputs
-	Choice   string   // the argument by which callers choose the dtype of a Companion output; x's where they do not
-	Gradient string   // the operand whose gradient this is
+	Needs    string   // an optional operand that must be present if this one is
+	Over     []string // inputs that the output may overwrite in place
+	Read     string   // the flag with which the output is also read; it must not be an input then
+	Choice   string   // the argument that sets the dtype of a Companion output; x's dtype by default
+	Gradient string   // the operand that this is the gradient of
 }
 
 // OptionType is the type of an option's value.
 type OptionType int
 
-// The types, as C has them: double, int64_t, and int32_t for the others.
+// The types. In C they are double, int64_t, and int32_t for the others.
 const (
 	Real OptionType = iota
 	Integer
@@ -57,53 +58,53 @@ const (
 	Algorithm // gander_algorithm
 )
 
-// Option is a number that an operator takes beside its operands.
+// Option is a scalar argument of an operator.
 type Option struct {
 	Name    string
 	Type    OptionType
-	Default float64 // what a NULL or shorter option struct means
-	Torch   float64 // PyTorch's default, where it is not Default
-	Doc     string  // for the field in C and in Go
-	Device  bool    // a kernel's parameter too, as float32
+	Default float64 // with a NULL option struct, or one that is too short to have the field
+	Torch   float64 // PyTorch's default, if it differs from Default
+	Doc     string  // comment of the field in C and in Go
+	Device  bool    // also passed to kernels, as float32
 }
 
-// Group is the operators that share their options.
+// Group is a set of operators with the same options.
 type Group struct {
 	Name      string // "rmsnorm"
-	Type      string // "RMSNorm", as Go's names begin
+	Type      string // "RMSNorm": prefix of names in Go
 	Options   []Option
 	Operators []Operator
 }
 
 // Operator is one function.
 type Operator struct {
-	Name     string // "forward": gander_rmsnorm_forward borrows its operands, ops.RMSNormForward is its struct in Go
-	Owned    string // "gander_rmsnorm": the same with tensors that change hands
-	Doc      string // the formula, and what the table does not say of the operands
+	Name     string // "forward", for gander_rmsnorm_forward in C and ops.RMSNormForward in Go
+	Owned    string // "gander_rmsnorm": the C function that owns its inputs and returns new outputs
+	Doc      string // the formula, and facts about the operands that the table does not have
 	Operands []Operand
-	Refuses  bool // package ops refuses more than the table says, in a method of that name
+	Refuses  bool // package ops has a method refuse with more checks
 	Torch    []Torch
 }
 
-// Torch is an operator of PyTorch: a set of results of an operator of gander. Its arguments are the inputs, the dtypes
-// that can be chosen, and the options, in this order, with their defaults.
+// Torch is an operator of PyTorch that returns some of the outputs of an operator of gander. Its arguments
+// are the inputs, the arguments of Choice, and the options, in this order.
 type Torch struct {
 	Name    string
-	Results []string           // the outputs that it returns
-	Writes  string             // the operand that it writes, an input of PyTorch's
-	Into    string             // the output that is written there, Writes itself where that is an output
-	Without []string           // options that it does not take, and optional inputs
-	Fixed   map[string]float64 // options that it does not take, and their values
-	Must    []string           // optional inputs that it cannot do without
-	Packed  bool               // its Statistics are of 2 M + 1 elements: all that backward needs in one tensor
-	Extra   []Option           // arguments that concern its gradient only; Flags are optional where Torch is -1
-	Saving  string             // the operator that its gradient runs in its place, which returns what backward reads too
-	// Backward lists the operators that make its gradients; the last one that makes all that are wanted runs. None: it
-	// cannot be differentiated.
+	Results []string           // outputs that it returns
+	Writes  string             // the argument that it modifies
+	Into    string             // the output that is written to Writes; the same if Writes is an output
+	Without []string           // options and optional inputs that are not arguments
+	Fixed   map[string]float64 // values of options that are not arguments
+	Must    []string           // optional inputs that it requires
+	Packed  bool               // its Statistics have 2 M + 1 elements, so that one tensor is enough for backward
+	Extra   []Option           // arguments for its gradient only; a Flag with a Torch of -1 is optional
+	Saving  string             // the operator that autograd runs instead, which also returns what backward reads
+	// Backward lists operators that compute its gradients. Autograd runs the last one that computes all that
+	// are needed. Without any, the operator is not differentiable.
 	Backward []string
 }
 
-// Find returns the operand of a name.
+// Find returns the operand with a name, or nil.
 func (o *Operator) Find(name string) *Operand {
 	for i := range o.Operands {
 		if o.Operands[i].Name == name {

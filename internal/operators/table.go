@@ -1,21 +1,21 @@
 package operators
 
-// What all groups have.
+// Options of several groups.
 var (
 	algorithm = Option{Name: "algorithm", Type: Algorithm,
-		Doc: "how a GPU goes over the rows"}
+		Doc: "how a GPU processes the rows"}
 	batchInvariant = Option{Name: "batch_invariant", Type: Flag,
 		Doc: "a row's bits do not depend on how many rows there are"}
 )
 
-// Operands that several operators have.
+// Operands of several operators.
 var (
 	x      = Operand{Name: "x", Shape: Rows, DType: Float}
 	weight = Operand{Name: "weight", Shape: Columns, DType: Companion, Optional: true}
 	target = Operand{Name: "target", Shape: Strided, DType: Index}
 )
 
-// Table is all operators, in the order of gander.h.
+// Table defines all operators, in the order of gander.h.
 var Table = []Group{
 	{
 		Name: "softmax", Type: "Softmax",
@@ -38,7 +38,8 @@ var Table = []Group{
 				Operands: []Operand{
 					{Name: "dy", Shape: Rows, DType: Float, Gradient: "y"},
 					{Name: "y", Shape: Rows, DType: Same, Like: "dy"},
-					{Name: "dx", Shape: Rows, DType: Same, Like: "dy", Output: true, Over: []string{"dy", "y"}, Gradient: "x"},
+					{Name: "dx", Shape: Rows, DType: Same, Like: "dy", Output: true, Over: []string{"dy", "y"},
+						Gradient: "x"},
 				},
 				Torch: []Torch{{Name: "softmax_bwd", Results: []string{"dx"}}},
 			},
@@ -47,15 +48,16 @@ var Table = []Group{
 	{
 		Name: "rmsnorm", Type: "RMSNorm",
 		Options: []Option{
-			{Name: "eps", Type: Real, Default: 1e-6, Device: true, Doc: "added to the mean of squares; backward does not use it"},
+			{Name: "eps", Type: Real, Default: 1e-6, Device: true,
+				Doc: "added to the mean of squares; not used by backward"},
 			algorithm, batchInvariant,
 			{Name: "weight_offset", Type: Real, Device: true, Doc: "added to each weight; needs a weight"},
 		},
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_rmsnorm", Refuses: true,
-				Doc: "y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and Sennrich, \"Root Mean " +
-					"Square Layer Normalization\", 2019).",
+				Doc: "y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each row " +
+					"(Zhang and Sennrich, \"Root Mean Square Layer Normalization\", 2019).",
 				Operands: []Operand{
 					x, weight,
 					{Name: "y", Shape: Rows, DType: Companion, Output: true, Over: []string{"x"}, Choice: "out_dtype"},
@@ -70,8 +72,9 @@ var Table = []Group{
 			},
 			{
 				Name: "backward", Owned: "gander_rmsnorm_grad", Refuses: true,
-				Doc: "With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd for each row, and dw = the sum over " +
-					"rows of dout * h, accumulated in float32 or wider in a fixed order.",
+				Doc: "With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd " +
+					"for each row, and dw = the sum over rows of dout * h, accumulated in at least float32 in a " +
+					"fixed order.",
 				Operands: []Operand{
 					x, weight,
 					{Name: "dout", Shape: Rows, DType: Companion, Gradient: "y"},
@@ -82,7 +85,8 @@ var Table = []Group{
 				},
 				Torch: []Torch{
 					{Name: "rmsnorm_bwd", Results: []string{"dx"}, Without: []string{"eps"}},
-					{Name: "rmsnorm_bwd_dw", Results: []string{"dx", "dw"}, Without: []string{"eps"}, Must: []string{"weight"}},
+					{Name: "rmsnorm_bwd_dw", Results: []string{"dx", "dw"}, Without: []string{"eps"},
+						Must: []string{"weight"}},
 				},
 			},
 		},
@@ -90,23 +94,25 @@ var Table = []Group{
 	{
 		Name: "cross_entropy", Type: "CrossEntropy",
 		Options: []Option{
-			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this target count for nothing"},
-			{Name: "reduction", Type: Reduction, Torch: 1, Doc: "what becomes of the rows' losses"},
+			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this target are ignored"},
+			{Name: "reduction", Type: Reduction, Torch: 1, Doc: "how the rows' losses are reduced"},
 			{Name: "one_pass", Type: Flag,
-				Doc: "forward and backward share one pass over x. Forward's dx is then the gradient of the reduced loss (over the " +
-					"denominator with a mean); backward is given that dx, apart from x, and makes it again only where dloss, a single " +
-					"element, is not 1: it looks on the device, nothing synchronises. Not with reduction none"},
+				Doc: "forward also computes the gradient, in the same pass over x: dx is the gradient of the " +
+					"reduced loss. backward takes that dx, which must not overlap x, and computes it again only " +
+					"if dloss, a single element, is not 1. It reads dloss on the device, without " +
+					"synchronization. Not with reduction none"},
 			batchInvariant,
 		},
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_cross_entropy", Refuses: true,
-				Doc: "loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp; the loss of each row, " +
-					"their sum, or the sum over the sum of the counted rows' weights (NaN where no row counts). A row whose target is " +
-					"ignore_index, or whose class has weight 0, counts for nothing: its loss is 0 and its gradient 0. A target outside " +
-					"[0, N) is never read with: that row's loss and gradient are NaN, and with a mean those of all rows. dx, in the " +
-					"same pass over x: weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses. denominator: the mean's, written with any " +
-					"reduction.",
+				Doc: "loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp. " +
+					"loss is the loss of each row, their sum, or their mean: the sum divided by the denominator, " +
+					"which is the sum of the weights of the rows that are not ignored (NaN if all are). A row is " +
+					"ignored if its target is ignore_index or a class of weight 0; its loss and gradient are 0. " +
+					"The loss and gradient of a row whose target is outside of [0, N) are NaN, as is a mean that it " +
+					"takes part in, with all gradients of the mean. dx = weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses, is computed in the same " +
+					"pass over x. denominator is written with any reduction.",
 				Operands: []Operand{
 					x, target, weight,
 					{Name: "loss", Shape: Reduced, DType: Statistic, Output: true},
@@ -118,7 +124,8 @@ var Table = []Group{
 					{Name: "cross_entropy", Results: []string{"loss"}, Fixed: map[string]float64{"one_pass": 0},
 						Extra: []Option{
 							{Name: "inplace_backward", Type: Flag, Doc: "backward writes the gradient over x"},
-							{Name: "one_pass", Type: Flag, Torch: -1, Doc: "whether forward makes the gradient too; by x's size if None"},
+							{Name: "one_pass", Type: Flag, Torch: -1,
+								Doc: "whether forward also computes the gradient; None decides by x's size"},
 						},
 						Saving: "cross_entropy_fwd", Backward: []string{"cross_entropy_bwd"}},
 					{Name: "cross_entropy_fwd", Results: []string{"loss", "lse"}, Packed: true,
@@ -136,9 +143,10 @@ var Table = []Group{
 			},
 			{
 				Name: "backward", Owned: "gander_cross_entropy_grad", Refuses: true,
-				Doc: "dx = dloss * weight[t] * (softmax(x) - onehot(t)), over the denominator with a mean, for which denominator or a " +
-					"lse that contains it is required; denominator must be NULL otherwise. lse: as forward wrote it, best in two parts, " +
-					"since their sum loses digits where logits are large.",
+				Doc: "dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction " +
+					"mean. That requires denominator, or a lse that contains it; otherwise denominator must be " +
+					"NULL. lse is what forward wrote. Its two parts are more accurate than their sum, which loses " +
+					"digits if logits are large.",
 				Operands: []Operand{
 					x, target, weight,
 					{Name: "dloss", Shape: Upstream, DType: Statistic, Gradient: "loss"},
@@ -164,8 +172,8 @@ var Table = []Group{
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_logsumexp",
-				Doc: "lse = log(sum exp(x)) for each row, its maximum subtracted first. A row of -inf gives -inf; one with +inf or NaN " +
-					"gives NaN.",
+				Doc: "lse = log(sum exp(x)) for each row, computed with the maximum subtracted. A row of -inf " +
+					"gives -inf. A row with +inf or NaN gives NaN.",
 				Operands: []Operand{
 					x,
 					{Name: "lse", Shape: PerRow, DType: Statistic, Output: true},

@@ -269,7 +269,7 @@ static void test_owned_refusals(void) {
   CHECK(a.deleted == 1 && y == NULL);
 
   REFUSED(gander_softmax(NULL, NULL, NULL, &y), GANDER_ERROR_NULL, "x is NULL");
-  REFUSED(gander_softmax(&fill(&a)->managed, NULL, NULL, NULL), GANDER_ERROR_NULL, "y is NULL, expected where to put");
+  REFUSED(gander_softmax(&fill(&a)->managed, NULL, NULL, NULL), GANDER_ERROR_NULL, "y is NULL, expected a pointer");
   CHECK(a.deleted == 1);
 
   y = z = junk;
@@ -285,7 +285,7 @@ static void test_owned_refusals(void) {
   y = z = junk;
   REFUSED(gander_rmsnorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, &fill_vector(&c, M)->managed, NULL, NULL,
                               &y, &z),
-          GANDER_ERROR_OPTION, "dw is asked for without a weight");
+          GANDER_ERROR_OPTION, "dw is requested without a weight");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL);
 
   y = z = w = junk;

@@ -2,9 +2,12 @@
 enum { MOST_OPERANDS = 7, MOST_OUTPUTS = 4 };
 TYPES_OF_FUNCTIONS
 
-static const gander_softmax_options bad_softmax = {.size = sizeof bad_softmax, .algorithm = 99};
-static const gander_rmsnorm_options bad_rmsnorm = {.size = sizeof bad_rmsnorm, .algorithm = 99};
-static const gander_cross_entropy_options bad_cross_entropy = {.size = sizeof bad_cross_entropy, .reduction = 99};
+static const gander_softmax_options bad_softmax = {
+    .size = sizeof bad_softmax, .algorithm = 99};
+static const gander_rmsnorm_options bad_rmsnorm = {
+    .size = sizeof bad_rmsnorm, .algorithm = 99};
+static const gander_cross_entropy_options bad_cross_entropy = {
+    .size = sizeof bad_cross_entropy, .reduction = 99};
 
 static inline int32_t call_softmax_forward(const arguments* a) {
   return gander_softmax_forward(borrowed(a, 0), borrowed(a, 1), a->options, a->stream);

@@ -9,7 +9,7 @@ import (
 	"github.com/gander-go/gander/internal/operators"
 )
 
-// fill writes the parts of gander.h between "/* generated: NAME */" and "/* end of what is generated */".
+// fill replaces the parts of gander.h between "/* generated: NAME */" and "/* end of what is generated */".
 func fill(header string) (string, error) {
 	parts := map[string]func() string{
 		"statuses": cStatuses, "choices": cChoices, "options": cOptions, "borrowed": cBorrowed, "owned": cOwned,
@@ -26,7 +26,7 @@ func fill(header string) (string, error) {
 		return groups[1] + part() + groups[3]
 	})
 	if found != len(parts) {
-		return "", fmt.Errorf("capi/gander.h has %d of the %d regions that are generated", found, len(parts))
+		return "", fmt.Errorf("capi/gander.h has %d of the %d generated regions", found, len(parts))
 	}
 	return filled, nil
 }
@@ -92,7 +92,7 @@ func cOptions() string {
 			doc := o.Doc
 			switch {
 			case o.Default != 0:
-				doc += fmt.Sprintf("; %s with NULL options, a given struct states it", number(o.Default))
+				doc += fmt.Sprintf("; %s with NULL options; an option struct must set it", number(o.Default))
 			case o.Type == operators.Reduction:
 				doc += ": a gander_reduction"
 			case o.Type == operators.Algorithm:
@@ -110,13 +110,13 @@ func cOptions() string {
 	return t.String()
 }
 
-// comment is a comment in C.
+// comment formats words as a C comment.
 func comment(words, indent string) string {
 	s := wrap(words, indent+" * ", 107)
 	return indent + "/* " + strings.TrimPrefix(s, indent+" * ") + " */"
 }
 
-// declaration is a function's head in C.
+// declaration is the declaration of a C function, without a semicolon.
 func declaration(name string, parameters []string) string {
 	head := "int32_t " + name + "("
 	lines, line := []string{}, head
@@ -191,7 +191,7 @@ func cOwned() string {
 		if i > 0 {
 			t.add("")
 		}
-		words := "gander_" + o.full() + " with tensors that change hands."
+		words := "gander_" + o.full() + " with owned tensors."
 		var may []string
 		for _, p := range o.outputs() {
 			if p.Optional {
@@ -201,14 +201,14 @@ func cOwned() string {
 				words += fmt.Sprintf(" %s: the dtype of %s, or {0, 0, 0} for %s's.", p.Choice, p.Name, o.Operands[0].Name)
 			}
 			if p.Read != "" {
-				words += fmt.Sprintf(" %s is refused, as %s would be read.", p.Read, p.Name)
+				words += fmt.Sprintf(" %s is refused: it would read %s.", p.Read, p.Name)
 			}
 			if p.Shape == operators.Statistics {
 				words += fmt.Sprintf(" %s has M elements.", p.Name)
 			}
 		}
 		if len(may) > 0 {
-			words += " " + strings.Join(may, ", ") + ": NULL where not wanted."
+			words += " " + strings.Join(may, ", ") + ": NULL if not needed."
 		}
 		t.add("%s", comment(words, ""))
 		t.add("%s;", declaration(o.Owned, ownedParameters(o)))
@@ -216,15 +216,16 @@ func cOwned() string {
 	return t.String()
 }
 
-// versionScript lists what gander.h declares.
+// versionScript exports the functions that gander.h declares.
 func versionScript(header string) string {
 	var names []string
-	for _, m := range regexp.MustCompile(`(?m)^[a-z].*[ *](gander_[a-z0-9_]+)\(`).FindAllStringSubmatch(header, -1) {
+	function := regexp.MustCompile(`(?m)^[a-z].*[ *](gander_[a-z0-9_]+)\(`)
+	for _, m := range function.FindAllStringSubmatch(header, -1) {
 		names = append(names, m[1])
 	}
 	slices.Sort(names)
 	var t text
-	t.add("/* What libgander exports: the names that gander.h declares. %s */", generated)
+	t.add("/* The exports of libgander: the functions of gander.h. */\n/* %s */", generated)
 	t.add("{\n  global:")
 	for _, name := range names {
 		t.add("    %s;", name)
@@ -233,7 +234,7 @@ func versionScript(header string) string {
 	return t.String()
 }
 
-// cExports is capi/exports_gen.c: the C functions, which refuse forked children and enter Go.
+// cExports generates capi/exports_gen.c: the C functions, which refuse forked children and call Go.
 func cExports() string {
 	var t text
 	t.add("//go:build cgo\n\n/* %s */", generated)
@@ -262,7 +263,11 @@ func cExports() string {
 			}
 		}
 		arguments = append(append(arguments, "(void*)options", "(uintptr_t)stream"), outputs...)
-		t.add("  const gander_input inputs[] = {%s};", strings.Join(inputs, ", "))
+		line := fmt.Sprintf("  const gander_input inputs[] = {%s};", strings.Join(inputs, ", "))
+		if len(line) > 110 {
+			line = fmt.Sprintf("  const gander_input inputs[] = {\n      %s};", strings.Join(inputs, ",\n      "))
+		}
+		t.add("%s", line)
 		t.add("  DLManagedTensorVersioned** const outputs[] = {%s};", strings.Join(outputs, ", "))
 		t.add("  int32_t status = gander_begin(__func__, inputs, %d, outputs, %d);", len(inputs), len(outputs))
 		t.add("  if (status == GANDER_OK) {")
@@ -274,7 +279,7 @@ func cExports() string {
 
 func goExport(o operator) string { return "gander" + o.goName() }
 
-// cCall is a call, broken into lines.
+// cCall is a function call, on several lines if it is long.
 func cCall(head string, arguments []string) string {
 	indent := strings.Repeat(" ", len(head)-len(strings.TrimLeft(head, " "))+4)
 	s := wrap(strings.Join(arguments, ", "), indent, 110)
@@ -285,14 +290,14 @@ func cCall(head string, arguments []string) string {
 	return head + "(\n" + s + ")"
 }
 
-// goExports is capi/exports_gen.go: conversion, and the calls of package ops.
+// goExports generates capi/exports_gen.go, which converts arguments and calls package ops.
 func goExports() string {
 	var t text
 	t.add("%s\n", goGenerated)
 	t.add("package main\n\n// #include \"internal.h\"\nimport \"C\"\n")
-	t.add("import (\n\"unsafe\"\n\n%q\n%q\n%q\n)\n", "github.com/gander-go/gander/dlpack",
-		"github.com/gander-go/gander/kernels", "github.com/gander-go/gander/ops")
-	t.add("var _ kernels.Reduction // where no option is one")
+	t.add("import (\n\"unsafe\"\n\n%q\n%q\n)\n", "github.com/gander-go/gander/kernels",
+		"github.com/gander-go/gander/ops")
+	t.add("var _ kernels.Reduction // the import may otherwise be unused")
 	for _, g := range operators.Table {
 		var defaults []string
 		for _, o := range g.Options {
@@ -310,7 +315,7 @@ func goExports() string {
 	return t.String()
 }
 
-// call writes the struct of package ops. operand tells where each operand is.
+// opsCall writes the struct of package ops and its Run. operand returns the expression for an operand.
 func opsCall(t *text, o operator, operand func(p operators.Operand) string) {
 	t.add("ops.%s{", o.goName())
 	for _, p := range o.Operands {
@@ -337,7 +342,7 @@ func names(list []operators.Operand) string {
 	return strings.Join(s, ", ")
 }
 
-// goParameter is an operand's or an argument's name in Go: dloss, outDtype.
+// goParameter is the name of an operand or argument in Go: dloss, outDtype.
 func goParameter(name string) string {
 	if !strings.Contains(name, "_") {
 		return name
@@ -345,9 +350,26 @@ func goParameter(name string) string {
 	return unexported(camel(name))
 }
 
+// goHead is the head of a Go function, on several lines if it is long. Only a comma can end a line.
+func goHead(name, parameters, result string) string {
+	head, width := "func "+name+"(", len("func "+name+"(")
+	list := strings.SplitAfter(parameters, ", ")
+	for i, p := range list {
+		if i == len(list)-1 {
+			p += ") " + result + " {"
+		}
+		if width+len(p) > 107 {
+			head, width = strings.TrimSuffix(head, " ")+"\n", 0
+		}
+		head, width = head+p, width+len(p)
+	}
+	return head
+}
+
 func goBorrowed(t *text, o operator) {
 	t.add("\n//export %s", goExport(o))
-	t.add("func %s(%s, options unsafe.Pointer, stream uintptr) (status int32) {", goExport(o), names(o.Operands))
+	parameters := names(o.Operands) + ", options unsafe.Pointer, stream uintptr"
+	t.add("%s", goHead(goExport(o), parameters, "(status int32)"))
 	t.add("defer recovered(&status)")
 	t.add("o, err := %sOptions(options)", unexported(o.group.Type))
 	t.add("if err == nil {\nc := call(stream, o.allocator)")
@@ -368,11 +390,11 @@ func goOwned(t *text, o operator) {
 	}
 	t.add("\n//export %sOwned", goExport(o))
 	if dtypes == "" {
-		t.add("func %sOwned(%s, options unsafe.Pointer, stream uintptr, %s unsafe.Pointer) int32 {", goExport(o), inputs, outputs)
+		inputs += ", options unsafe.Pointer, "
 	} else {
-		t.add("func %sOwned(%s unsafe.Pointer,%s options unsafe.Pointer, stream uintptr, %s unsafe.Pointer) int32 {",
-			goExport(o), inputs, dtypes, outputs)
+		inputs += " unsafe.Pointer," + dtypes + " options unsafe.Pointer, "
 	}
+	t.add("%s", goHead(goExport(o)+"Owned", inputs+"stream uintptr, "+outputs+" unsafe.Pointer", "int32"))
 	t.add("return run(func() error {")
 	t.add("o, err := %sOptions(options)", unexported(o.group.Type))
 	t.add("if err != nil {\nreturn err\n}")
@@ -383,27 +405,30 @@ func goOwned(t *text, o operator) {
 		slot := goParameter(p.Name)
 		if p.Read != "" {
 			t.add("if o.%s != 0 {", p.Read)
-			t.add("return refuse(ops.StatusOption, %q)\n}", fmt.Sprintf(
-				"%s: %s is set, expected 0: it reads %s, which an owning call makes anew; use gander_%s", name, p.Read, p.Name, o.full()))
+			t.add("return refuse(ops.StatusOption, %q+\n%q)\n}",
+				fmt.Sprintf("%s: %s is set, expected 0: ", name, p.Read),
+				fmt.Sprintf("it reads %s, which an owning call allocates; use gander_%s", p.Name, o.full()))
 		}
 		if p.Needs != "" {
 			t.add("if %s != nil && %s == nil {", slot, goParameter(p.Needs))
-			t.add("return refuse(ops.StatusOption, %q)\n}", fmt.Sprintf(
-				"%s: %[2]s is asked for without a %[3]s, expected NULL; pass the %[3]s or leave %[2]s NULL", name, p.Name, p.Needs))
+			t.add("return refuse(ops.StatusOption, %q+\n%q)\n}",
+				fmt.Sprintf("%s: %s is requested without a %s, expected NULL; ", name, p.Name, p.Needs),
+				fmt.Sprintf("pass the %s or leave %s NULL", p.Needs, p.Name))
 		}
-		method := "must"
+		method := "required"
 		if p.Optional {
-			method = "may"
+			method = "optional"
 		}
 		shape := map[operators.Shape]string{
 			operators.Rows: "made.rows()", operators.Columns: "made.columns()", operators.PerRow: "made.perRow()",
-			operators.Statistics: "made.perRow()", operators.One: "nil", operators.Reduced: "made.reduced(int32(o.reduction))",
+			operators.Statistics: "made.perRow()", operators.One: "nil",
+			operators.Reduced: "made.reduced(int32(o.reduction))",
 		}[p.Shape]
 		dtype := "made.dtype()"
 		switch {
 		case p.Choice != "":
 			c := goParameter(p.Choice)
-			dtype = fmt.Sprintf("made.chosen(dlpack.DType{Code: %[1]sCode, Bits: %[1]sBits, Lanes: %[1]sLanes})", c)
+			dtype = fmt.Sprintf("made.requestedDType(%[1]sCode, %[1]sBits, %[1]sLanes)", c)
 		case p.DType == operators.Statistic:
 			dtype = "made.statistic()"
 		case p.DType == operators.Same && p.Like != first.Name:

@@ -7,14 +7,16 @@ import (
 	"github.com/gander-go/gander/internal/operators"
 )
 
-// testFunctions is tests/c/functions_gen.h: every operator behind one signature, for the tests that call them all.
+// testFunctions generates tests/c/functions_gen.h: a function for every operator, all with the same
+// signature.
 func testFunctions() string {
 	var t text
 	t.add("/* %s */\n", generated)
 	for _, g := range operators.Table {
 		for _, option := range g.Options {
 			if option.Type == operators.Algorithm || option.Type == operators.Reduction {
-				t.add("static const gander_%s_options bad_%s = {.size = sizeof bad_%s, .%s = 99};", g.Name, g.Name, g.Name, option.Name)
+				t.add("static const gander_%[1]s_options bad_%[1]s = {\n    .size = sizeof bad_%[1]s, .%[2]s = 99};",
+					g.Name, option.Name)
 				break
 			}
 		}
@@ -29,7 +31,8 @@ func testFunctions() string {
 			}
 		}
 		call := func(name, function string, arguments []string) {
-			t.add("\nstatic inline int32_t %s(const arguments* a) {\n%s;\n}", name, cCall("  return "+function, arguments))
+			t.add("\nstatic inline int32_t %s(const arguments* a) {\n%s;\n}", name,
+				cCall("  return "+function, arguments))
 		}
 		var borrowed, owned []string
 		for i := range o.Operands {
@@ -50,17 +53,19 @@ func testFunctions() string {
 		}
 		call("call_"+strings.TrimPrefix(o.Owned, "gander_")+"_owned", o.Owned, owned)
 		rows = append(rows,
-			fmt.Sprintf("    {\"gander_%s\", call_%s, \"%s\", 0, %s},", o.full(), o.full(), letters(o.Operands), wrong),
+			fmt.Sprintf("    {\"gander_%s\", call_%s, \"%s\", 0, %s},", o.full(), o.full(), letters(o.Operands),
+				wrong),
 			fmt.Sprintf("    {%q, call_%s_owned, \"%s\", %d, %s},", o.Owned, strings.TrimPrefix(o.Owned, "gander_"),
 				letters(o.inputs()), len(o.outputs()), wrong))
 		operands, outputs = max(operands, len(o.Operands)), max(outputs, len(o.outputs()))
 	}
 	t.add("\nstatic const function functions[] = {\n%s\n};", strings.Join(rows, "\n"))
-	return strings.Replace(t.String(), "*/\n", fmt.Sprintf("*/\nenum { MOST_OPERANDS = %d, MOST_OUTPUTS = %d };\n"+
-		"TYPES_OF_FUNCTIONS\n", operands, outputs), 1)
+	head := fmt.Sprintf("*/\nenum { MOST_OPERANDS = %d, MOST_OUTPUTS = %d };\nTYPES_OF_FUNCTIONS\n",
+		operands, outputs)
+	return strings.Replace(t.String(), "*/\n", head, 1)
 }
 
-// letters says how to make valid operands for a call with the default options.
+// letters encodes the operands of a valid call with the default options.
 func letters(list []operators.Operand) string {
 	var b strings.Builder
 	for _, p := range list {
@@ -78,7 +83,7 @@ func letters(list []operators.Operand) string {
 		case operators.Upstream:
 			b.WriteByte('s')
 		case operators.One:
-			if p.Optional && !p.Output { // wanted with another reduction only
+			if p.Optional && !p.Output { // only used with another reduction
 				b.WriteByte('-')
 			} else {
 				b.WriteByte('1')

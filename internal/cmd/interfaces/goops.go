@@ -7,12 +7,12 @@ import (
 	"github.com/gander-go/gander/internal/operators"
 )
 
-// deviceOptions is kernels/operators_gen.go.
+// deviceOptions generates kernels/operators_gen.go.
 func deviceOptions() string {
 	var t text
 	t.add("%s\n", goGenerated)
 	t.add("package kernels\n")
-	t.add("// Reduction says what becomes of the rows' losses.\ntype Reduction int32\n")
+	t.add("// Reduction is how the rows' losses are reduced.\ntype Reduction int32\n")
 	t.add("// The reductions.\nconst (")
 	for i, c := range operators.Reductions {
 		t.add("Reduce%s Reduction = %d // %s", c.Name, i, c.Doc)
@@ -22,7 +22,7 @@ func deviceOptions() string {
 		if !onDevice(g) {
 			continue
 		}
-		t.add("\n// %sOptions are the options that the kernels of %s take.", g.Type, g.Name)
+		t.add("\n// %sOptions are the options that are passed to the kernels of %s.", g.Type, g.Name)
 		t.add("type %sOptions struct {", g.Type)
 		for _, o := range g.Options {
 			if o.Device {
@@ -45,37 +45,39 @@ func onDevice(g operators.Group) bool {
 
 var shapeDocs = map[operators.Shape]string{
 	operators.Rows: "(M, N)", operators.Columns: "(N), contiguous", operators.PerRow: "M elements, contiguous",
-	operators.Strided: "M elements, any stride", operators.Upstream: "M elements of any stride, or one for all rows",
-	operators.Reduced: "M elements with reduction none, else one", operators.One: "one element",
-	operators.Statistics: "M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator",
+	operators.Strided:  "M elements, any stride",
+	operators.Upstream: "M elements of any stride, or one for all rows",
+	operators.Reduced:  "M elements with reduction none, else one", operators.One: "one element",
+	operators.Statistics: "M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: " +
+		"those and the denominator",
 }
 
-// describe says what a table knows of an operand. first is the operator's first operand.
+// describe documents an operand's shape, dtype and rules. first is the operator's first operand.
 func describe(p operators.Operand, first, absent string) string {
 	s := shapeDocs[p.Shape]
 	switch p.DType {
 	case operators.Float:
-		s += "; float16, bfloat16, float32, on the host also float64"
+		s += "; float16, bfloat16 or float32, on the host also float64"
 	case operators.Same:
 		s += "; " + p.Like + "'s dtype"
 	case operators.Companion:
-		s += "; float16, bfloat16 or float32, float64 exactly where " + first + " is"
+		s += "; float64 if " + first + " is, else float16, bfloat16 or float32"
 	case operators.Statistic:
-		s += "; float32, float64 where " + first + " is"
+		s += "; float64 if " + first + " is, else float32"
 	case operators.Index:
 		s += "; int32 or int64"
 	}
 	if len(p.Over) > 0 {
-		s += "; may be " + strings.Join(p.Over, " or ") + " where the dtypes agree"
+		s += "; may be " + strings.Join(p.Over, " or ") + " if the dtypes agree"
 	}
 	if p.Read != "" {
-		s += "; read too with " + p.Read + ", and then apart from the inputs"
+		s += "; with " + p.Read + " it is also read, and must not overlap an input"
 	}
 	if p.Optional {
 		s += "; or " + absent
 	}
 	if p.Needs != "" {
-		s += ", as it must be without " + p.Needs
+		s += "; must be " + absent + " without " + p.Needs
 	}
 	return s
 }
@@ -85,7 +87,7 @@ var goOptionTypes = map[operators.OptionType]string{
 	operators.Reduction: "kernels.Reduction", operators.Algorithm: "Algorithm",
 }
 
-// goOperators is ops/operators_gen.go.
+// goOperators generates ops/operators_gen.go.
 func goOperators() string {
 	var t text
 	t.add("%s\n", goGenerated)
@@ -99,11 +101,11 @@ func goOperators() string {
 		t.add("Status%s Status = %d // %s", c.Name, i, c.Doc)
 	}
 	t.add(")\n")
-	t.add("// The algorithms. Algorithms says of each what it is and which rows it serves.\nconst (")
+	t.add("// The algorithms. Algorithms describes them, and the rows that they serve.\nconst (")
 	for i, c := range operators.Algorithms {
 		t.add("%s Algorithm = %d", c.Name, i)
 	}
-	t.add("// IfServed, added to an algorithm, has Auto take its place where it cannot serve the rows.")
+	t.add("// IfServed, added to an algorithm, lets Auto take its place for rows that it cannot serve.")
 	t.add("IfServed Algorithm = %#x", operators.IfServed)
 	t.add(")\n")
 	t.add("var algorithmNames = [...]string{%s}\n", quoted(lower(operators.Algorithms)...))
@@ -113,13 +115,14 @@ func goOperators() string {
 	return t.String()
 }
 
-// field is an operand's or an option's name in Go.
+// field is the name of an operand or option in Go.
 func field(name string) string { return camel(name) }
 
 func goOperator(t *text, o operator) {
 	name, checked, first := o.goName(), unexported(o.goName()), o.Operands[0].Name
 	t.add("%s\n//", wrap(name+" is the operator "+o.full()+": "+o.Doc, "// ", 110))
-	t.add("%s", wrap("M and N are the rows and columns of "+first+". A refused call writes nothing.", "// ", 110))
+	rows := "M and N are the rows and columns of " + first + ". A refused call writes nothing."
+	t.add("%s", wrap(rows, "// ", 110))
 	t.add("type %s struct {", name)
 	for _, p := range o.Operands {
 		goField(t, field(p.Name)+" *dlpack.Tensor", describe(p, first, "nil"))
@@ -198,7 +201,7 @@ func goOperator(t *text, o operator) {
 	}
 }
 
-// goField writes a field of a struct with its comment behind it, or above where it is long.
+// goField writes a field of a struct. A long comment is above it, a short one on the same line.
 func goField(t *text, declaration, doc string) {
 	if len(doc) > 80 {
 		t.add("%s\n%s", wrap(doc, "// ", 105), declaration)
@@ -225,8 +228,8 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	f := field(p.Name)
 	if p.Needs != "" {
 		t.add("if o.%s != nil && o.%s == nil {", f, field(p.Needs))
-		t.add("k.fail(StatusOption, %q)", fmt.Sprintf("%[1]s is given without a %[2]s, expected NULL; pass the %[2]s or drop %[1]s",
-			p.Name, p.Needs))
+		t.add("k.fail(StatusOption, %q)", fmt.Sprintf(
+			"%[1]s is given without a %[2]s, expected NULL; pass the %[2]s or drop %[1]s", p.Name, p.Needs))
 		t.add("}")
 	}
 	if p.Optional {

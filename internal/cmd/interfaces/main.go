@@ -1,6 +1,6 @@
-// Command interfaces writes what follows from the table of operators (internal/operators): the checks of package ops,
-// the C ABI with its header, the functions that PyTorch calls, and the tables that Python reads. It is run by
-// `go generate ./internal/operators`.
+// Command interfaces generates code from the table of operators (internal/operators): the checks of package
+// ops, the C ABI with its header, the functions that PyTorch calls, and the tables that Python reads. `go
+// generate ./internal/operators` runs it.
 package main
 
 import (
@@ -32,17 +32,17 @@ func write(root string) error {
 	if err != nil {
 		return err
 	}
-	contract, err := fill(string(header))
+	cHeader, err := fill(string(header))
 	if err != nil {
 		return err
 	}
 	files := map[string]string{
 		"kernels/operators_gen.go":        deviceOptions(),
 		"ops/operators_gen.go":            goOperators(),
-		"capi/gander.h":                   contract,
+		"capi/gander.h":                   cHeader,
 		"capi/exports_gen.c":              cExports(),
 		"capi/exports_gen.go":             goExports(),
-		"capi/exports_gen.map":            versionScript(contract),
+		"capi/exports_gen.map":            versionScript(cHeader),
 		"python/gander/_operators_gen.py": pythonTable(),
 		"python/gander/_torch_gen.h":      torchOperators(),
 		"tests/c/functions_gen.h":         testFunctions(),
@@ -65,13 +65,13 @@ func write(root string) error {
 	return nil
 }
 
-// text is a file in the making.
+// text builds a file.
 type text struct{ strings.Builder }
 
 // add writes a line.
 func (t *text) add(format string, args ...any) { fmt.Fprintf(t, format+"\n", args...) }
 
-// wrap breaks words into lines of at most width bytes, each after a prefix.
+// wrap breaks words into lines of at most width bytes, each with a prefix.
 func wrap(words, prefix string, width int) string {
 	var lines []string
 	line := ""

@@ -85,10 +85,12 @@ func TestSchema(t *testing.T) {
 }
 
 func TestNames(t *testing.T) {
-	for name, want := range map[string]string{"one_pass": "OnePass", "dx": "DX", "dloss": "DLoss", "weight": "Weight"} {
+	for name, want := range map[string]string{"one_pass": "OnePass", "dx": "DX", "dloss": "DLoss",
+		"weight": "Weight"} {
 		assert.Equal(t, want, camel(name))
 	}
-	for name, want := range map[string]string{"RMSNormForward": "rmsNormForward", "Softmax": "softmax", "DX": "dx"} {
+	for name, want := range map[string]string{"RMSNormForward": "rmsNormForward", "Softmax": "softmax",
+		"DX": "dx"} {
 		assert.Equal(t, want, unexported(name))
 	}
 	assert.Equal(t, "// one two\n// three", wrap("one two three", "// ", 11))
@@ -96,5 +98,5 @@ func TestNames(t *testing.T) {
 
 func TestHeaderWithoutARegion(t *testing.T) {
 	_, err := fill("/* generated: statuses */\n/* end of what is generated */")
-	require.ErrorContains(t, err, "1 of the 5 regions")
+	require.ErrorContains(t, err, "1 of the 5 generated regions")
 }

@@ -26,10 +26,10 @@ func all() (list []operator) {
 	return list
 }
 
-// full is the operator's whole name: "rmsnorm_forward".
+// full is the operator's full name: "rmsnorm_forward".
 func (o operator) full() string { return o.group.Name + "_" + o.Name }
 
-// goName is its struct in Go: "RMSNormForward".
+// goName is the name of its struct in Go: "RMSNormForward".
 func (o operator) goName() string { return o.group.Type + camel(o.Name) }
 
 func (o operator) options() string { return "gander_" + o.group.Name + "_options" }
@@ -47,9 +47,10 @@ func (o operator) filter(output bool) (list []operators.Operand) {
 	return list
 }
 
-// goWords are names that Go writes in another way than camel would.
+// goWords are names whose Go spelling differs from what camel would return.
 var goWords = map[string]string{
-	"x": "X", "y": "Y", "dx": "DX", "dy": "DY", "dw": "DW", "lse": "LSE", "dloss": "DLoss", "dout": "DOut", "dlse": "DLSE",
+	"x": "X", "y": "Y", "dx": "DX", "dy": "DY", "dw": "DW", "lse": "LSE", "dloss": "DLoss",
+	"dout": "DOut", "dlse": "DLSE",
 }
 
 // camel turns one_pass into OnePass, and dx into DX.
@@ -78,18 +79,18 @@ func unexported(name string) string {
 	return string(r)
 }
 
-// number writes a default value as all languages read it.
+// number formats a default value in a syntax that all languages share.
 func number(v float64) string { return strconv.FormatFloat(v, 'g', -1, 64) }
 
-// argument is one that an operator of PyTorch takes.
+// argument is an argument of an operator of PyTorch.
 type argument struct {
-	operators.Option        // with Name and, where it is a number, Type and default
-	kind             string // "tensor", "dtype" or "option"; "extra": an option that concerns the gradient only
+	operators.Option        // Name and, of a scalar, Type and default
+	kind             string // "tensor", "dtype" or "option"; "extra": an option for the gradient only
 	optional         bool   // of a tensor
 	hasDefault       bool
 }
 
-// arguments lists what an operator of PyTorch takes, in order.
+// arguments lists the arguments of an operator of PyTorch, in order.
 func arguments(o operator, t *operators.Torch) (list []argument) {
 	required := 0 // arguments up to the last required tensor
 	for _, p := range o.inputs() {
@@ -102,7 +103,7 @@ func arguments(o operator, t *operators.Torch) (list []argument) {
 			required = len(list)
 		}
 	}
-	if t.Writes != "" && o.Find(t.Writes).Output { // an output that the caller makes
+	if t.Writes != "" && o.Find(t.Writes).Output { // an output that the caller allocates
 		list = append(list, argument{Option: operators.Option{Name: t.Writes}, kind: "tensor"})
 		required = len(list)
 	}
@@ -134,7 +135,7 @@ func (a argument) value() float64 {
 	return a.Default
 }
 
-// lower lists constants' names as Python has them.
+// lower lists the names of constants in lower case, as in Python.
 func lower(list []operators.Constant) (names []string) {
 	for _, c := range list {
 		names = append(names, strings.ToLower(c.Name))

@@ -9,8 +9,9 @@ import (
 
 var (
 	shapeNames = map[operators.Shape]string{
-		operators.Rows: "rows", operators.Columns: "columns", operators.PerRow: "per_row", operators.Strided: "strided",
-		operators.Upstream: "upstream", operators.Reduced: "reduced", operators.Statistics: "statistics", operators.One: "one",
+		operators.Rows: "rows", operators.Columns: "columns", operators.PerRow: "per_row",
+		operators.Strided: "strided", operators.Upstream: "upstream", operators.Reduced: "reduced",
+		operators.Statistics: "statistics", operators.One: "one",
 	}
 	dtypeNames = map[operators.DType]string{
 		operators.Float: "float", operators.Same: "same", operators.Companion: "companion",
@@ -22,7 +23,7 @@ var (
 	}
 )
 
-// pythonTable is python/gander/_operators_gen.py.
+// pythonTable generates python/gander/_operators_gen.py.
 func pythonTable() string {
 	var t text
 	t.add("# %s", generated)
@@ -133,7 +134,7 @@ func pythonTorch(t *text, o operator, op *operators.Torch) {
 	t.add("    ),")
 }
 
-// schema is what PyTorch calls one.
+// schema is an operator's schema in PyTorch's syntax.
 func schema(o operator, op *operators.Torch) string {
 	var list []string
 	for _, a := range arguments(o, op) {
@@ -177,7 +178,7 @@ func schema(o operator, op *operators.Torch) string {
 	return fmt.Sprintf("%s(%s) -> %s", op.Name, strings.Join(list, ", "), results)
 }
 
-// quoted lists strings as Python writes the inside of a tuple.
+// quoted lists strings in the syntax of a Python tuple, without parentheses.
 func quoted(names ...string) string {
 	var b strings.Builder
 	for i, name := range names {

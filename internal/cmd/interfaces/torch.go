@@ -8,8 +8,8 @@ import (
 	"github.com/gander-go/gander/internal/operators"
 )
 
-// torchOperators is python/gander/_torch_gen.h: for each operator of PyTorch a table for the engine of _torch.c, and the
-// call of the C ABI.
+// torchOperators generates python/gander/_torch_gen.h. For each operator of PyTorch it has a table for
+// _torch.c and a function that calls the C ABI.
 func torchOperators() string {
 	var t text
 	t.add("/* %s */", generated)
@@ -51,12 +51,12 @@ func torchOperators() string {
 	return t.String()
 }
 
-// position is where an argument stands, or -1.
+// position is the index of an argument, or -1.
 func position(list []argument, name string) int {
 	return slices.IndexFunc(list, func(a argument) bool { return a.Name == name && a.kind != "extra" })
 }
 
-// operandAt is where an operand stands, or -1.
+// operandAt is the index of an operand, or -1.
 func (o operator) operandAt(name string) int {
 	return slices.IndexFunc(o.Operands, func(p operators.Operand) bool { return p.Name == name })
 }
@@ -98,7 +98,7 @@ func torchCall(t *text, o operator, op *operators.Torch) {
 	t.add("%s;\n}", cCall("  return lib.gander_"+o.full(), operands))
 }
 
-// torchDescription writes one row of the engine's table.
+// torchDescription writes one row of the table for _torch.c.
 func torchDescription(t *text, o operator, op *operators.Torch) {
 	list := arguments(o, op)
 	kinds := ""
@@ -143,9 +143,9 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 		}
 		written := op.Writes == p.Name
 		made := p.Output && slices.Contains(op.Results, p.Name)
-		t.add("            {%q, SHAPE_%s, DTYPE_%s, .argument = %d, .over = %d, .choice = %d, .like = %d, .written = %t, .made = %t},",
-			p.Name, strings.ToUpper(shapeNames[p.Shape]), strings.ToUpper(dtypeNames[p.DType]), at, over, choice, max(like, 0),
-			written, made)
+		t.add("            {%q, SHAPE_%s, DTYPE_%s, .argument = %d, .over = %d, .choice = %d, .like = %d, "+
+			".written = %t, .made = %t},", p.Name, strings.ToUpper(shapeNames[p.Shape]),
+			strings.ToUpper(dtypeNames[p.DType]), at, over, choice, max(like, 0), written, made)
 	}
 	t.add("        },")
 	t.add("        .result_count = %d,", len(op.Results))
@@ -166,7 +166,7 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 	t.add("    },")
 }
 
-// torchSaved writes what autograd is told: which arguments have a gradient, and what backward reads.
+// torchSaved writes what autograd needs: the differentiable arguments, and the tensors that backward reads.
 func torchSaved(t *text, o operator, op *operators.Torch, list []argument) {
 	saving := findTorch(op.Saving)
 	inputs := make([]string, len(list))
@@ -210,5 +210,5 @@ func operatorOf(torch string) operator {
 			return o
 		}
 	}
-	panic("no operator of PyTorch is called " + torch)
+	panic("no operator of PyTorch has the name " + torch)
 }
