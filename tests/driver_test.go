@@ -18,15 +18,15 @@ import (
 	"github.com/gander-go/gander/ops"
 )
 
-// withDriver tells whether this process has the fake CUDA driver of internal/driver. Where not, it runs the
-// test in a process that has, with the given environment, since a process binds one driver once.
+// withDriver returns true in a process with the fake CUDA driver of internal/driver. Otherwise it runs the
+// test in such a process, with the given environment, and returns false: a process binds a driver only once.
 func withDriver(t *testing.T, environment ...string) bool {
 	const inside = "FAKE_LOG"
 	if os.Getenv(inside) != "" {
 		return true
 	}
 	folder := t.TempDir()
-	// The shell splits CGO_CFLAGS as Go does: it may hold quotes.
+	// The shell splits CGO_CFLAGS as Go does, with quotes.
 	compile := "exec gcc " + os.Getenv("CGO_CFLAGS") + ` -shared -fPIC -pthread "$@"`
 	out, err := exec.Command("sh", "-c", compile, "gcc", "-o", filepath.Join(folder, "libcuda.so.1"),
 		"../internal/driver/testdata/fake.c").CombinedOutput()
@@ -41,7 +41,7 @@ func withDriver(t *testing.T, environment ...string) bool {
 	return false
 }
 
-// onDevice describes compact bfloat16 rows in device memory, which is never touched.
+// onDevice makes a tensor of compact bfloat16 rows in device memory, which is never accessed.
 func onDevice(t *testing.T, at uintptr, m, n int64) *dlpack.Tensor {
 	x, err := dlpack.New(dlpack.BFloat16, m, n)
 	require.NoError(t, err)
@@ -50,9 +50,9 @@ func onDevice(t *testing.T, at uintptr, m, n int64) *dlpack.Tensor {
 	return x
 }
 
-// A question about the device that fails for a moment makes the call fail, never take another plan. The next
-// call asks again. No image is loaded but the call's own.
-func TestAFailedQuestionChangesNoPlan(t *testing.T) {
+// If a query of the device fails temporarily, the call fails rather than use another plan, and the next call
+// queries again. Only the image that the call needs is loaded.
+func TestFailedQueryChangesNoPlan(t *testing.T) {
 	if !withDriver(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters=2", "FAKE_FAIL_AFTER=3") {
 		return
 	}
@@ -87,7 +87,7 @@ func TestAFailedQuestionChangesNoPlan(t *testing.T) {
 	assert.Contains(t, text, "in clusters of")
 }
 
-func TestADeviceThatCannotBeIsRefused(t *testing.T) {
+func TestImpossibleDeviceIsRefused(t *testing.T) {
 	if !withDriver(t, "FAKE_ATTRIBUTE_16=0") { // no SMs
 		return
 	}

@@ -1,4 +1,4 @@
-// Package tests holds the checks that concern more than one room.
+// Package tests has the tests of more than one package.
 package tests
 
 import (
@@ -32,7 +32,8 @@ var rooms = map[string][]string{
 func walk(t *testing.T, room string, f func(path, text string), endings ...string) {
 	t.Helper()
 	found := false
-	require.NoError(t, filepath.WalkDir(filepath.Join("..", room), func(path string, d fs.DirEntry, err error) error {
+	root := filepath.Join("..", room)
+	require.NoError(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() || !slices.Contains(endings, filepath.Ext(path)) {
 			return err
 		}
@@ -76,8 +77,9 @@ func TestImportsPointOneWay(t *testing.T) {
 func TestNoCgo(t *testing.T) {
 	for _, room := range []string{"ops", "kernels", "dlpack"} {
 		walk(t, room, func(path, _ string) {
-			if strings.HasSuffix(path, "_cgo.go") || strings.Contains(filepath.ToSlash(path), "dlpack/internal/producer/") {
-				return // cgo by name, and behind the tag
+			producer := strings.Contains(filepath.ToSlash(path), "dlpack/internal/producer/")
+			if strings.HasSuffix(path, "_cgo.go") || producer {
+				return // these files have the build tag cgo
 			}
 			assert.NotContainsf(t, imports(t, path), "C", "%s", path)
 		}, ".go")
@@ -91,10 +93,11 @@ func TestKernelsKnowNothingOfDLPack(t *testing.T) {
 	}, ".go", ".cu", ".cuh", ".h")
 }
 
-// Only the shim and the tests speak to torch; elsewhere it may be named, as what a result agrees with.
+// Only the Python package and the tests may use torch. Other code may mention it.
 func TestNoTorchBelowPython(t *testing.T) {
 	use := regexp.MustCompile(
-		`(?m)^\s*(import|from)\s+torch\b|#\s*include\s*[<"](torch|ATen|c10)/|\b(torch|at|c10)::|\b(aoti_)?torch_[a-z]`)
+		`(?m)^\s*(import|from)\s+torch\b|#\s*include\s*[<"](torch|ATen|c10)/|` +
+			`\b(torch|at|c10)::|\b(aoti_)?torch_[a-z]`)
 	for room := range rooms {
 		walk(t, room, func(path, text string) {
 			assert.Emptyf(t, use.FindString(text), "%s", path)

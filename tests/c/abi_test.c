@@ -1,4 +1,4 @@
-/* The C ABI where nothing else looks: refusals, option structs, deleters, threads, fork. */
+/* The C ABI: refusals, option structs, deleters, threads, fork. */
 #define _POSIX_C_SOURCE 200809L
 #include <math.h>
 #include <pthread.h>
@@ -12,7 +12,7 @@
 
 #include "tensors.h"
 
-/* The softmax of a row 0 1 2 3. */
+/* Checks the softmax of rows 0 1 2 3. */
 static void check_softmax(const float* y) {
   double sum = 0;
   for (int j = 0; j < N; ++j) sum += exp(j);
@@ -24,8 +24,9 @@ static void test_info(void) {
   CHECK(strcmp(gander_version(), "0.1.0") == 0);
   CHECK(gander_abi_version() == GANDER_ABI_VERSION);
   const char* info = gander_build_info();
-  static const char* const keys[] = {"\"version\":\"0.1.0\"", "\"abi_version\":2", "\"commit\":", "\"go\":\"go1.",
-                                     "\"nvcc\":", "\"architectures\":[", "\"simd\":"};
+  static const char* const keys[] = {
+      "\"version\":\"0.1.0\"", "\"abi_version\":2", "\"commit\":", "\"go\":\"go1.", "\"nvcc\":",
+      "\"architectures\":[",   "\"simd\":"};
   for (size_t i = 0; i < sizeof keys / sizeof *keys; ++i) CHECK(strstr(info, keys[i]));
   CHECK(gander_build_info() == info);
 }
@@ -41,7 +42,8 @@ static void test_borrowed(void) {
   REFUSED(gander_softmax_forward(NULL, y, NULL, NULL), GANDER_ERROR_NULL, "softmax_forward: x is NULL");
   REFUSED(gander_softmax_forward(x, NULL, NULL, NULL), GANDER_ERROR_NULL, "softmax_forward: y is NULL");
   a.shape[0] = 1;
-  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE, "2 rows of 4, expected 1 rows of 4 as x");
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE,
+          "2 rows of 4, expected 1 rows of 4 as x");
   a.shape[0] = M;
   x->ndim = -3;
   REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE, "ndim is -3");
@@ -64,13 +66,13 @@ static void test_borrowed(void) {
   REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_OVERLAP, "y overlaps x");
   x->byte_offset = 0;
   x->device.device_type = y->device.device_type = kDLCUDA;
-  x->device.device_id = y->device.device_id = 1 << 20; /* no machine has so many */
+  x->device.device_id = y->device.device_id = 1 << 20; /* no machine has so many devices */
   int32_t status = gander_softmax_forward(x, y, NULL, NULL);
   CHECK(status == GANDER_ERROR_UNSUPPORTED || status == GANDER_ERROR_DEVICE);
   for (int i = 0; i < M * N; ++i) CHECK(a.data[i] == (float)(i % N) && b.data[i] == (float)(i % N));
 }
 
-/* Every function hands its arguments on in the right order. */
+/* Every function passes its arguments in the right order. */
 static void test_every_op(void) {
   block x, weight, y, rstd, dout, dx, dw, target, loss, lse, one;
   DLTensor *tx = &fill(&x)->managed.dl_tensor, *tw = &fill_vector(&weight, N)->managed.dl_tensor;
@@ -99,16 +101,18 @@ static void test_every_op(void) {
 
   CHECK(gander_cross_entropy_forward(tx, tt, tw, tl, te, NULL, NULL, NULL, NULL) == GANDER_OK);
   double sum = exp(0) + exp(1) + exp(2) + exp(3);
-  for (int i = 0; i < M; ++i) CHECK(fabs(lse.data[i] - log(sum)) < 1e-6 && loss.data[i] == 0); /* weight[0] is 0 */
+  for (int i = 0; i < M; ++i)
+    CHECK(fabs(lse.data[i] - log(sum)) < 1e-6 && loss.data[i] == 0); /* weight[0] is 0 */
   CHECK(gander_cross_entropy_forward(tx, tt, NULL, tl, NULL, tdx, t1, NULL, NULL) == GANDER_OK);
   CHECK(fabs(loss.data[0] - log(sum)) < 1e-6 && one.data[0] == M);
   CHECK(fabs(dx.data[0] - (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - exp(1) / sum) < 1e-6);
 
-  gander_cross_entropy_options mean = {.size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
+  gander_cross_entropy_options mean = {
+      .size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
   one.data[0] = M;
   block two;
   DLTensor* t2 = &fill_vector(&two, 1)->managed.dl_tensor;
-  two.data[0] = 4; /* dloss: over the denominator of 2 it doubles the gradient */
+  two.data[0] = 4; /* dloss: divided by the denominator of 2 it doubles the gradient */
   CHECK(gander_cross_entropy_backward(tx, tt, NULL, t2, te, t1, tdx, &mean, NULL) == GANDER_OK);
   CHECK(fabs(dx.data[0] - 2 * (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - 2 * exp(1) / sum) < 1e-6);
 
@@ -150,7 +154,8 @@ static void test_options(void) {
   newer.known.size = sizeof newer.known;
   newer.known.eps = NAN;
   REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "eps is NaN");
-  gander_softmax_options softmax = {sizeof softmax - 8, NULL, -1, -1};  /* of an older header: the rest is not looked at */
+  /* With the size of an older header, later fields are not read. */
+  gander_softmax_options softmax = {sizeof softmax - 8, NULL, -1, -1};
   CHECK(gander_softmax_forward(x, y, &softmax, NULL) == GANDER_OK);
   softmax.algorithm = GANDER_ALGORITHM_AUTO, softmax.batch_invariant = 1;
   softmax.size = sizeof softmax;
@@ -180,27 +185,29 @@ static void test_owned(void) {
 
   CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK);
   CHECK(a.deleted == 1);
-  CHECK(y->version.major == 1 && y->dl_tensor.ndim == 2 && y->dl_tensor.shape[1] == N && y->dl_tensor.strides[0] == N);
+  CHECK(y->version.major == 1 && y->dl_tensor.ndim == 2 && y->dl_tensor.shape[1] == N &&
+        y->dl_tensor.strides[0] == N);
   CHECK((uintptr_t)y->dl_tensor.data % 256 == 0 && y->dl_tensor.device.device_type == kDLCPU);
   check_softmax(y->dl_tensor.data);
 
-  /* An output is an input of the next call. */
+  /* An output can be the input of another call. */
   CHECK(gander_softmax_grad(&fill(&a)->managed, y, NULL, NULL, &z) == GANDER_OK && a.deleted == 1);
   z->deleter(z);
 
-  /* A tensor without a deleter, and one that is two inputs. */
+  /* A tensor without a deleter, and a tensor that is passed as two inputs. */
   fill(&a)->managed.deleter = NULL;
   CHECK(gander_softmax(&a.managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 0);
   y->deleter(y);
   CHECK(gander_softmax_grad(&fill(&a)->managed, &a.managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 1);
   y->deleter(y);
 
-  CHECK(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, N)->managed, half, NULL, NULL, &y, &z) == GANDER_OK);
+  CHECK(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, N)->managed, half, NULL, NULL, &y, &z) ==
+        GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1);
   CHECK(y->dl_tensor.dtype.bits == 16 && z->dl_tensor.dtype.bits == 32 && z->dl_tensor.ndim == 1);
   y->deleter(y);
-  CHECK(gander_rmsnorm_grad(&fill(&a)->managed, &fill_vector(&b, N)->managed, &fill(&c)->managed, z, NULL, NULL, &y,
-                            &w) == GANDER_OK);
+  CHECK(gander_rmsnorm_grad(&fill(&a)->managed, &fill_vector(&b, N)->managed, &fill(&c)->managed, z, NULL,
+                            NULL, &y, &w) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   CHECK(y->dl_tensor.ndim == 2 && w->dl_tensor.ndim == 1 && w->dl_tensor.shape[0] == N);
   y->deleter(y);
@@ -216,19 +223,20 @@ static void test_owned(void) {
   double sum = exp(0) + exp(1) + exp(2) + exp(3);
   CHECK(fabs(((float*)y->dl_tensor.data)[1] - log(sum)) < 1e-6);
   w->deleter(w);
-  CHECK(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed, &fill_vector(&c, N)->managed, y, z,
-                                  NULL, NULL, NULL, &w) == GANDER_OK);
+  CHECK(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed,
+                                  &fill_vector(&c, N)->managed, y, z, NULL, NULL, NULL, &w) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   w->deleter(w);
-  gander_cross_entropy_options mean = {.size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
-  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, &mean, NULL, &y, NULL, NULL,
-                             &z) == GANDER_OK);
+  gander_cross_entropy_options mean = {
+      .size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, &mean, NULL, &y, NULL,
+                             NULL, &z) == GANDER_OK);
   CHECK(*(float*)z->dl_tensor.data == M);
   z->deleter(z);
   CHECK(y->dl_tensor.ndim == 0 && fabs(*(float*)y->dl_tensor.data - log(sum)) < 1e-6);
   y->deleter(y);
 
-  /* No rows: no elements, no data. */
+  /* Without rows there is no data. */
   fill(&a)->shape[0] = 0;
   a.managed.dl_tensor.data = NULL;
   CHECK(gander_softmax(&a.managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 1);
@@ -236,16 +244,18 @@ static void test_owned(void) {
   y->deleter(y);
 }
 
-/* Whatever is wrong, inputs are released once and outputs are NULL. */
+/* After any error, inputs have been released once and outputs are NULL. */
 static void test_owned_refusals(void) {
   block a, b, c, d, e;
   DLManagedTensorVersioned *const junk = (DLManagedTensorVersioned*)&a, *y = junk, *z = junk, *w = junk;
   DLDataType same = {0, 0, 0}, wide = {kDLFloat, 64, 1};
-  gander_cross_entropy_options mean = {.size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
+  gander_cross_entropy_options mean = {
+      .size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
   gander_rmsnorm_options unset = {.eps = 1e-6};
 
   fill(&a)->managed.version.major = 2;
-  memset(&a.managed.flags, 0xff, sizeof a.managed - offsetof(DLManagedTensorVersioned, flags)); /* not to be read */
+  /* Fields that must not be read. */
+  memset(&a.managed.flags, 0xff, sizeof a.managed - offsetof(DLManagedTensorVersioned, flags));
   REFUSED(gander_softmax(&a.managed, NULL, NULL, &y), GANDER_ERROR_VERSION,
           "gander_softmax: x is a DLPack tensor of version 2.0, expected 1.x");
   CHECK(a.deleted == 1 && y == NULL);
@@ -263,13 +273,14 @@ static void test_owned_refusals(void) {
 
   y = junk;
   fill(&a)->managed.dl_tensor.device.device_type = kDLCUDA;
-  a.managed.dl_tensor.device.device_id = 1 << 20; /* no machine has so many */
+  a.managed.dl_tensor.device.device_id = 1 << 20; /* no machine has so many devices */
   int32_t status = gander_softmax(&a.managed, NULL, NULL, &y);
   CHECK(status == GANDER_ERROR_UNSUPPORTED || status == GANDER_ERROR_DEVICE);
   CHECK(a.deleted == 1 && y == NULL);
 
   REFUSED(gander_softmax(NULL, NULL, NULL, &y), GANDER_ERROR_NULL, "x is NULL");
-  REFUSED(gander_softmax(&fill(&a)->managed, NULL, NULL, NULL), GANDER_ERROR_NULL, "y is NULL, expected a pointer");
+  REFUSED(gander_softmax(&fill(&a)->managed, NULL, NULL, NULL), GANDER_ERROR_NULL,
+          "y is NULL, expected a pointer");
   CHECK(a.deleted == 1);
 
   y = z = junk;
@@ -279,24 +290,25 @@ static void test_owned_refusals(void) {
   REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, wide, NULL, NULL, &y, NULL), GANDER_ERROR_DTYPE,
           "y has dtype float64");
   CHECK(a.deleted == 1 && y == NULL);
-  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, same, &unset, NULL, &y, NULL), GANDER_ERROR_OPTION, "size is 0");
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, same, &unset, NULL, &y, NULL), GANDER_ERROR_OPTION,
+          "size is 0");
   CHECK(a.deleted == 1 && y == NULL);
 
   y = z = junk;
-  REFUSED(gander_rmsnorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, &fill_vector(&c, M)->managed, NULL, NULL,
-                              &y, &z),
+  REFUSED(gander_rmsnorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, &fill_vector(&c, M)->managed,
+                              NULL, NULL, &y, &z),
           GANDER_ERROR_OPTION, "dw is requested without a weight");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL);
 
   y = z = w = junk;
   fill_targets(&b)->managed.dl_tensor.dtype.code = kDLFloat;
-  REFUSED(gander_cross_entropy(&fill(&a)->managed, &b.managed, &fill_vector(&c, N)->managed, NULL, NULL, &y, &z, &w,
-                               NULL),
+  REFUSED(gander_cross_entropy(&fill(&a)->managed, &b.managed, &fill_vector(&c, N)->managed, NULL, NULL, &y,
+                               &z, &w, NULL),
           GANDER_ERROR_DTYPE, "target has dtype float32, expected int32 or int64");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL && w == NULL);
-  REFUSED(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed, &fill_vector(&c, N)->managed,
-                                    &fill_vector(&d, M)->managed, &fill_vector(&e, M)->managed, NULL, &mean, NULL,
-                                    &y),
+  REFUSED(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed,
+                                    &fill_vector(&c, N)->managed, &fill_vector(&d, M)->managed,
+                                    &fill_vector(&e, M)->managed, NULL, &mean, NULL, &y),
           GANDER_ERROR_NULL, "denominator is NULL, expected the mean's denominator");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1 && e.deleted == 1 && y == NULL);
 }
@@ -310,31 +322,41 @@ static void test_explain(void) {
   memset(text, '?', sizeof text);
   CHECK(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, 8) == GANDER_OK);
   CHECK(strcmp(text, "softmax") == 0 && text[8] == '?');
-  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, 1) == GANDER_OK && text[0] == '\0');
-  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, 0), GANDER_ERROR_NULL, "no capacity");
-  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, NULL, 9), GANDER_ERROR_NULL, "text is NULL");
+  CHECK(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, 1) == GANDER_OK &&
+        text[0] == '\0');
+  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, text, 0), GANDER_ERROR_NULL,
+          "no capacity");
+  REFUSED(gander_explain("softmax_forward", 8, 4096, half, host, 0, 0, NULL, 9), GANDER_ERROR_NULL,
+          "text is NULL");
   REFUSED(gander_explain(NULL, 8, 4096, half, host, 0, 0, text, 9), GANDER_ERROR_NULL, "op is NULL");
   REFUSED(gander_explain("relu", 8, 4096, half, host, 0, 0, text, 9), GANDER_ERROR_OPTION, "op is \"relu\"");
-  REFUSED(gander_explain("softmax_forward", 8, 0, half, host, 0, 0, text, 9), GANDER_ERROR_SHAPE, "the shape is (8, 0)");
-  REFUSED(gander_explain("softmax_forward", 8, 9, bytes, host, 0, 0, text, 9), GANDER_ERROR_DTYPE, "dtype is uint8");
-  REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, 0, 0, text, 9), GANDER_ERROR_DEVICE, "device type 8");
+  REFUSED(gander_explain("softmax_forward", 8, 0, half, host, 0, 0, text, 9), GANDER_ERROR_SHAPE,
+          "the shape is (8, 0)");
+  REFUSED(gander_explain("softmax_forward", 8, 9, bytes, host, 0, 0, text, 9), GANDER_ERROR_DTYPE,
+          "dtype is uint8");
+  REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, 0, 0, text, 9), GANDER_ERROR_DEVICE,
+          "device type 8");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, host, GANDER_ALGORITHM_WARP, 0, text, 9),
           GANDER_ERROR_UNSUPPORTED, "explain: algorithm is \"warp\" on cpu");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, host, 0x300, 0, text, 9), GANDER_ERROR_OPTION,
           "algorithm is 768, expected 0 (auto) to 8 (splitk)");
-  CHECK(gander_explain("softmax_forward", 8, 9, half, host, GANDER_ALGORITHM_WARP | GANDER_ALGORITHM_IF_SERVED, 0, text,
+  CHECK(gander_explain("softmax_forward", 8, 9, half, host,
+                       GANDER_ALGORITHM_WARP | GANDER_ALGORITHM_IF_SERVED, 0, text,
                        sizeof text) == GANDER_OK);
 
-  CHECK(gander_explain_device("softmax_forward", 4096, 8192, half, "h100", 0, 0, text, sizeof text) == GANDER_OK);
+  CHECK(gander_explain_device("softmax_forward", 4096, 8192, half, "h100", 0, 0, text, sizeof text) ==
+        GANDER_OK);
   CHECK(strstr(text, "auto takes register") == text && strstr(text, "softmax_") && strstr(text, "CTAs of"));
   REFUSED(gander_explain_device("softmax_forward", 8, 9, half, "tpu", 0, 0, text, 9), GANDER_ERROR_OPTION,
           "device is \"tpu\", expected a device of this machine or a100, h100, h200");
-  REFUSED(gander_explain_device("softmax_forward", 8, 9, half, NULL, 0, 0, text, 9), GANDER_ERROR_NULL, "device is NULL");
+  REFUSED(gander_explain_device("softmax_forward", 8, 9, half, NULL, 0, 0, text, 9), GANDER_ERROR_NULL,
+          "device is NULL");
   REFUSED(gander_explain_device("softmax_forward", 8, 9, bytes, "h100", 0, 0, text, 9), GANDER_ERROR_DTYPE,
           "dtype is uint8");
   char list[4096];
   CHECK(gander_algorithms("softmax_forward", list, sizeof list) == GANDER_OK);
-  CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list && strstr(list, "\"limits\":\"rows of up to 128 KiB"));
+  CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list &&
+        strstr(list, "\"limits\":\"rows of up to 128 KiB"));
   memset(list, '?', sizeof list);
   REFUSED(gander_algorithms("softmax_forward", list, 8), GANDER_ERROR_OPTION, "capacity is 8, expected");
   CHECK(list[0] == '\0' && list[8] == '?');
@@ -344,7 +366,7 @@ static void test_explain(void) {
   REFUSED(gander_warmup(metal), GANDER_ERROR_DEVICE, "device type 8");
 }
 
-/* Each thread has its own last error, and a tensor may be released by another thread than made it. */
+/* Each thread has its own last error. A thread can release a tensor that another one made. */
 static void* worker(void* number) {
   int n = *(int*)number;
   char expected[64];
@@ -354,8 +376,8 @@ static void* worker(void* number) {
   for (int i = 0; i < 500; ++i) {
     block a, b;
     fill(&a)->managed.dl_tensor.ndim = -n;
-    REFUSED(gander_softmax_forward(&a.managed.dl_tensor, &fill(&b)->managed.dl_tensor, NULL, NULL), GANDER_ERROR_SHAPE,
-            expected);
+    REFUSED(gander_softmax_forward(&a.managed.dl_tensor, &fill(&b)->managed.dl_tensor, NULL, NULL),
+            GANDER_ERROR_SHAPE, expected);
     if (y) y->deleter(y);
     CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK);
     check_softmax(y->dl_tensor.data);
@@ -377,7 +399,7 @@ static void test_threads(void) {
   }
 }
 
-/* In a forked child every function answers at once, and deleters still work. */
+/* In a forked child every function returns an error, and deleters still work. */
 static void forked_child(DLManagedTensorVersioned* inherited) {
   block a, b, c, d, e;
   DLTensor* x = &fill(&a)->managed.dl_tensor;
@@ -395,7 +417,8 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
   FORKED(gander_set_num_threads(1), "gander_set_num_threads");
   FORKED(gander_warmup(host), "gander_warmup");
   FORKED(gander_explain("softmax_forward", 1, 1, half, host, 0, 0, text, sizeof text), "gander_explain");
-  FORKED(gander_explain_device("softmax_forward", 1, 1, half, "h100", 0, 0, text, sizeof text), "gander_explain_device");
+  FORKED(gander_explain_device("softmax_forward", 1, 1, half, "h100", 0, 0, text, sizeof text),
+         "gander_explain_device");
   FORKED(gander_algorithms("softmax_forward", text, sizeof text), "gander_algorithms");
   FORKED(gander_softmax(&fill(&a)->managed, NULL, NULL, &y), "gander_softmax");
   CHECK(a.deleted == 1 && y == NULL);
@@ -403,14 +426,16 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
   CHECK(a.deleted == 1 && b.deleted == 1);
   FORKED(gander_rmsnorm(&fill(&a)->managed, NULL, half, NULL, NULL, &y, &z), "gander_rmsnorm");
   CHECK(a.deleted == 1 && z == NULL);
-  FORKED(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, &fill(&d)->managed, NULL, NULL,
-                             &y, &z), "gander_rmsnorm_grad");
+  FORKED(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, &fill(&d)->managed,
+                             NULL, NULL, &y, &z),
+         "gander_rmsnorm_grad");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1);
   FORKED(gander_cross_entropy(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, NULL, &y, &z, &w, NULL),
          "gander_cross_entropy");
   CHECK(a.deleted == 1 && b.deleted == 1 && w == NULL);
-  FORKED(gander_cross_entropy_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, &fill(&d)->managed,
-                                   &fill(&e)->managed, NULL, NULL, NULL, &y), "gander_cross_entropy_grad");
+  FORKED(gander_cross_entropy_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed,
+                                   &fill(&d)->managed, &fill(&e)->managed, NULL, NULL, NULL, &y),
+         "gander_cross_entropy_grad");
   CHECK(a.deleted == 1 && e.deleted == 1);
   CHECK(strcmp(gander_version(), "0.1.0") == 0 && gander_abi_version() == GANDER_ABI_VERSION);
   CHECK(gander_build_info()[0] == '{');
@@ -425,7 +450,7 @@ static void test_fork(void) {
   pid_t child = fork();
   CHECK(child >= 0);
   if (child == 0) {
-    alarm(20); /* rather than hang */
+    alarm(20); /* end the child if it hangs */
     forked_child(y);
     _exit(0);
   }
@@ -433,7 +458,7 @@ static void test_fork(void) {
   CHECK(waitpid(child, &status, 0) == child);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   y->deleter(y);
-  CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK); /* the parent goes on */
+  CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK); /* the parent still works */
   y->deleter(y);
 }
 

@@ -1,9 +1,7 @@
-/* Softmax, and a cross-entropy loss with its gradient, on tensors in host memory.
- *
- *   cc example.c libgander.so -I<folder of gander.h and dlpack.h> -lm -o example && ./example
- *
- * On a GPU the only differences are the device, {kDLCUDA, ordinal}, pointers to its memory, and the last
- * argument: the stream to work on. */
+/* Computes softmax, and a cross-entropy loss with its gradient, on tensors in host memory.  cc example.c
+ * libgander.so -I<folder of gander.h and dlpack.h> -lm -o example && ./example  For a GPU, the device is
+ * {kDLCUDA, ordinal}, pointers are to its memory, and the last argument of a call is the stream. Nothing
+ * else differs. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -12,7 +10,7 @@
 
 enum { M = 3, N = 5 };
 
-/* Describes compact memory of this program; nothing is copied. */
+/* Makes a tensor of compact memory, without a copy. */
 static DLTensor tensor(void* data, int code, int bits, int32_t ndim, int64_t* shape, int64_t* strides) {
   DLTensor t = {0};
   t.data = data;
@@ -54,7 +52,7 @@ int main(void) {
     return failed("cross-entropy");
   }
 
-  /* Check both against the same formulas in double. */
+  /* Compare both with the same formulas in double. */
   double expected_loss = 0, worst = 0;
   for (int i = 0; i < M; ++i) {
     double top = -INFINITY, sum = 0;
@@ -69,7 +67,8 @@ int main(void) {
     }
     printf("\n");
   }
-  printf("loss %.6f, expected %.6f; largest error of a probability or gradient %.1e\n", loss, expected_loss, worst);
+  printf("loss %.6f, expected %.6f; largest error of a probability or gradient %.1e\n", loss, expected_loss,
+         worst);
   if (!(worst < 1e-6) || !(fabs(loss - expected_loss) < 1e-6)) {
     printf("wrong\n");
     return 1;

@@ -1,4 +1,4 @@
-/* Every function of gander.h that has a stream, behind one signature, and the ways to call it wrongly. */
+/* All functions of gander.h that have a stream, with the same signature, and faulty calls of them. */
 #ifndef FUNCTIONS_H
 #define FUNCTIONS_H
 
@@ -6,10 +6,10 @@
 
 #include "tensors.h"
 
-/* What functions_gen.h, made from the table of operators, is written in. */
+/* The types that functions_gen.h uses, which is generated from the table of operators. */
 #define TYPES_OF_FUNCTIONS \
   typedef struct { \
-    DLManagedTensorVersioned* operands[MOST_OPERANDS]; /* in the order of the parameters, NULL: not given */ \
+    DLManagedTensorVersioned* operands[MOST_OPERANDS]; /* in the order of the parameters; can be NULL */ \
     DLManagedTensorVersioned** outputs[MOST_OUTPUTS];  /* of an owning function */ \
     const void* options; \
     void* stream; \
@@ -20,22 +20,22 @@
   typedef struct { \
     const char* name; \
     int32_t (*call)(const arguments*); \
-    /* A letter each: m (M, N), n (N), r (M), s (M) or one element, t targets (M), 1 one element, - none. */ \
+    /* A letter for each: m (M, N), n (N), r (M), s (M) or 1, t targets (M), 1 one element, - NULL. */ \
     const char* operands; \
-    int outputs; /* 0: borrowed tensors */ \
-    const void* wrong_option; /* NULL: no value of an option is wrong */ \
+    int outputs; /* 0 if tensors are borrowed */ \
+    const void* wrong_option; /* NULL if no option has invalid values */ \
   } function;
 #include "functions_gen.h"
 enum { FUNCTIONS = sizeof functions / sizeof *functions };
 
-/* What is wrong with a call, or with one of its operands. */
+/* Faults of a call, or of one of its operands. */
 typedef enum {
   NOTHING, NO_ROWS, OPTIONS, OPTION, SLOT, MISSING, RANK, NO_COLUMNS, LENGTH, DTYPE, DEVICE, MIXED, LAYOUT,
   ALIGNMENT, VERSION, FAULTS
 } fault;
 static const char* const fault_names[FAULTS] = {
     "nothing wrong", "no rows, at address 16", "options without a size", "value of an option",
-    "no place for output", "no operand", "rank 0 of operand", "no columns in operand", "length of operand",
+    "NULL for output", "no operand", "rank 0 of operand", "no columns in operand", "length of operand",
     "dtype of operand", "device type of operand", "device of operand", "stride of operand",
     "alignment of operand", "DLPack version of operand"};
 
@@ -45,7 +45,7 @@ typedef struct {
   arguments a;
 } call;
 
-/* Prepares a call with one fault, at one operand or output. Returns whether there is such a call. */
+/* Prepares a call with a fault of one operand or output. Returns whether that fault is possible. */
 static inline int prepare(call* c, const function* f, fault wrong, int at) {
   static const size_t unset[64];
   int count = (int)strlen(f->operands), places = wrong == SLOT ? f->outputs : wrong < SLOT ? 1 : count;
@@ -64,13 +64,13 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
       default: continue;
     }
     c->a.operands[i] = &b->managed;
-    if (wrong == NO_ROWS && !strchr("n1", f->operands[i])) { /* which is right, wherever nothing lies */
+    if (wrong == NO_ROWS && !strchr("n1", f->operands[i])) { /* valid: the address is not used */
       b->shape[0] = 0;
       b->managed.dl_tensor.data = (void*)16;
     }
   }
   for (int i = 0; i < f->outputs; ++i) {
-    c->made[i] = &c->blocks[0].managed; /* junk, to be overwritten */
+    c->made[i] = &c->blocks[0].managed; /* must be overwritten */
     c->a.outputs[i] = &c->made[i];
   }
   DLTensor* t = &c->blocks[at].managed.dl_tensor;
@@ -86,7 +86,7 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
     case LENGTH: t->shape[t->ndim - 1] += 1; break;
     case DTYPE: t->dtype.bits = 8; break;
     case DEVICE: t->device.device_type = kDLMetal; break;
-    case MIXED: t->device = (DLDevice){kDLCUDA, 1 << 20}; break; /* no machine has so many */
+    case MIXED: t->device = (DLDevice){kDLCUDA, 1 << 20}; break; /* no machine has so many devices */
     case LAYOUT: t->strides[t->ndim - 1] = 2; break;
     case ALIGNMENT: t->byte_offset = 2; break;
     case VERSION: c->blocks[at].managed.version.major = DLPACK_MAJOR_VERSION + 1; break;
@@ -95,7 +95,7 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
   return 1;
 }
 
-/* Whether such a call has to be refused. Some operands may be missing, a scalar, or have any stride. */
+/* Whether a call must be refused. Some operands can be NULL, a scalar, or have any stride. */
 static inline int must_fail(const function* f, fault wrong, int at) {
   switch (wrong) {
     case NOTHING:
@@ -103,7 +103,7 @@ static inline int must_fail(const function* f, fault wrong, int at) {
     case SLOT:
     case MISSING: return at == 0;
     case RANK: return !strchr("s1", f->operands[at]);
-    case LENGTH: { /* the columns of rows may be any number, if no other operand has them too */
+    case LENGTH: { /* any number of columns is valid if no other operand has columns */
       size_t others = 0;
       for (const char* p = f->operands; *p; ++p) others += *p == 'm' || *p == 'n';
       return f->operands[at] != 'm' || others > 1;
@@ -113,8 +113,8 @@ static inline int must_fail(const function* f, fault wrong, int at) {
   }
 }
 
-/* Checks what a call left behind, and releases its outputs. */
-static inline void settle(const call* c, const function* f, fault wrong, int at, int32_t status) {
+/* Checks the results of a call and releases its outputs. */
+static inline void check_and_release(const call* c, const function* f, fault wrong, int at, int32_t status) {
   if (wrong <= NO_ROWS) CHECK(status == GANDER_OK);
   if (must_fail(f, wrong, at)) CHECK(status != GANDER_OK && status != GANDER_ERROR_INTERNAL);
   for (int i = 0; i < MOST_OPERANDS; ++i) CHECK(c->blocks[i].deleted == (f->outputs && c->a.operands[i]));
@@ -125,7 +125,7 @@ static inline void settle(const call* c, const function* f, fault wrong, int at,
   }
 }
 
-/* Calls `with` for the name of each function that the header declares with a stream. */
+/* Calls `with` with the name of each function in the header that has a stream. */
 static inline int each_declared(const char* header, void (*with)(const char* name)) {
   static char text[1 << 20];
   FILE* file = fopen(header, "r");
@@ -147,7 +147,7 @@ static inline int each_declared(const char* header, void (*with)(const char* nam
   return found;
 }
 
-/* The header and the table above name the same functions. */
+/* Checks that the header and the table have the same functions. */
 static inline void check_is_listed(const char* name) {
   for (int i = 0; i < FUNCTIONS; ++i) {
     if (strcmp(functions[i].name, name) == 0) return;

@@ -1,7 +1,6 @@
-/* A process with few thread-local storage keys left, or none: keys_test LIBRARY FREE_KEYS
- *
- * glibc has 1024 keys. Those that the process took before it loaded the library are its own, and so are their
- * values. */
+/* Loads the library in a process that has few or no thread-local storage keys left: keys_test LIBRARY
+ * FREE_KEYS  glibc has 1024 keys. The library must not change the values of those that the process created
+ * before. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -25,7 +24,7 @@ static int count, spare;
 static const char* (*last_error)(void);
 static int32_t (*softmax)(const DLTensor*, const DLTensor*, const gander_softmax_options*, void*);
 
-/* Every value of this thread is what `own` set, or NULL where it set none. */
+/* Checks that every key of this thread has its value in `own`, or NULL without `own`. */
 static void check_values(char* const* own) {
   for (int i = 0; i < count; ++i) {
     char* value = pthread_getspecific(keys[i]);

@@ -1,7 +1,6 @@
-/* Every refusal of every owning function leaves nothing behind: leak_test HEADER
- *
- * The leak sanitizer, where it is linked, looks after each call for memory that nothing points to. It sees
- * what the library allocates for C (outputs, messages). Go's own memory is not malloc's. */
+/* Checks that refused calls of owning functions leak nothing: leak_test HEADER  If the leak sanitizer is
+ * linked, it checks after each call for memory without references. It covers what the library allocates
+ * for C (outputs, messages), but not Go's heap. */
 #include "functions.h"
 
 int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
@@ -17,7 +16,7 @@ int main(int argc, char** argv) {
         call c;
         if (!prepare(&c, f, wrong, at)) continue;
         int32_t status = f->call(&c.a);
-        settle(&c, f, wrong, at, status);
+        check_and_release(&c, f, wrong, at, status);
         refusals += status != GANDER_OK;
         if (__lsan_do_recoverable_leak_check && __lsan_do_recoverable_leak_check()) {
           fprintf(stderr, "%s leaks: %s %d, status %d\n", f->name, fault_names[wrong], at, (int)status);

@@ -1,4 +1,4 @@
-/* The library can be loaded late, as Python does, and is there to stay: load_test LIBRARY */
+/* Loads the library with dlopen, as Python does, twice: load_test LIBRARY */
 #include <dlfcn.h>
 #include <stdio.h>
 
@@ -12,7 +12,7 @@ int main(int argc, char** argv) {
     const char* (*info)(void);
     *(void**)&info = dlsym(library, "gander_build_info");
     printf("%s\n", info());
-    dlclose(library); /* Go's runtime stays, and so must its code */
+    dlclose(library); /* must not unload it, since Go's runtime cannot be stopped */
   }
   return 0;
 }

@@ -1,4 +1,4 @@
-/* A process that may have no more memory: calls on host tensors that need some are refused, no more. */
+/* With too little address space, calls on host tensors return an error. The process does not abort. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -17,18 +17,18 @@
     } \
   } while (0)
 
-/* RMSNorm's dw has 32 MiB of partial sums for these rows. */
+/* For these rows RMSNorm backward has 32 MiB of partial sums of dw. */
 enum { M = 512, N = 64 << 10, CALLERS = 6 };
 
 static const DLDataType bfloat16 = {kDLBfloat, 16, 1}, float32 = {kDLFloat, 32, 1};
-static const uint16_t one = 0x3f80; /* in bfloat16 */
+static const uint16_t one = 0x3f80; /* 1 in bfloat16 */
 
 static DLTensor borrow(void* data, DLDataType dtype, int32_t ndim, int64_t* shape, int64_t* strides) {
   DLTensor t = {data, {kDLCPU, 0}, ndim, dtype, shape, strides, 0};
   return t;
 }
 
-/* A backward pass with outputs of its own. x and dout are one row of ones, over and over. */
+/* The operands of one thread's calls. All rows of x and dout are the same row of ones. */
 typedef struct {
   uint16_t *dx, *dw;
   float rstd[M];
@@ -71,7 +71,7 @@ static void* caller(void* argument) {
   return NULL;
 }
 
-/* Lets the process have this much more address space than it has. */
+/* Limits the address space to what the process uses plus `more` bytes. */
 static void limit_memory(size_t more) {
   FILE* file = fopen("/proc/self/statm", "r");
   unsigned long pages;
@@ -84,7 +84,7 @@ static void limit_memory(size_t more) {
 }
 
 int main(void) {
-  /* Threads, Go's too, cost address space: make these and what Go needs for them before the limit. */
+  /* Threads need address space, including those of Go: start them before the limit. */
   pthread_attr_t attributes;
   CHECK(pthread_attr_init(&attributes) == 0 && pthread_attr_setstacksize(&attributes, 256 << 10) == 0);
   CHECK(pthread_setattr_default_np(&attributes) == 0);

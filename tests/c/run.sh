@@ -36,8 +36,8 @@ check example.c "${CC:-cc}" -std=c99 "$@"
 check abi_test.c "${CC:-cc}" -std=c99 "$@"
 check memory_test.c "${CC:-cc}" -std=gnu99 -D_GNU_SOURCE "$@"
 
-# Go ends the process at the first defect that it finds, so each function has one of its own. The last line
-# that it prints is its result, or the call in which it ended.
+# Go aborts the process at the first error, so each function is tested in a separate process. The last line
+# that a process prints is the result, or the call in which it was aborted.
 build stack_test.c "${CC:-cc}" -std=c99 "$@"
 functions=$("$program" "$header")
 failed=0
@@ -50,7 +50,7 @@ for function in $functions; do
 done
 [ $failed = 0 ]
 
-# The leak sanitizer needs liblsan and ptrace: it is used where it finds the leaks of a program that has some.
+# The leak sanitizer needs liblsan and ptrace. It is used if it finds the leaks of leaky.c.
 leaks=-fsanitize=leak
 cat >"$work/leaky.c" <<'END'
 #include <stdlib.h>
@@ -59,7 +59,7 @@ int main(void) { for (int i = 0; i < 9; ++i) last = malloc(9); }
 END
 if ! { "${CC:-cc}" $leaks "$work/leaky.c" -o "$work/leaky" && "$work/leaky"; } 2>&1 |
   grep -q 'detected memory leaks'; then
-  echo "no leak sanitizer here: leak_test.c counts the deleters' calls alone"
+  echo "no leak sanitizer here: leak_test.c only counts calls of deleters"
   leaks=
 fi
 build leak_test.c "${CC:-cc}" -std=c99 $leaks "$@"
@@ -79,5 +79,5 @@ done
 
 echo "== load_test.c"
 "${CC:-cc}" -std=gnu99 -O1 -Wall -Wextra -Werror "$here/load_test.c" -ldl -o "$work/load_test"
-# In a process whose spare static thread-local memory is used up by others, as far as glibc lets us say so.
+# As if other libraries had used up the static thread-local memory that glibc reserves for dlopen.
 GLIBC_TUNABLES=glibc.rtld.optional_static_tls=0 "$work/load_test" "$library"

@@ -1,10 +1,10 @@
-/* C signal handlers beside Go: signal_test LIBRARY WHEN
+/* C signal handlers in a process with Go: signal_test LIBRARY WHEN
  *
- * A timer of 1 kHz interrupts calls that keep all threads busy. WHEN says how its handler is installed:
+ * A timer interrupts calls on all threads 1000 times per second. WHEN says how its handler is installed:
  *   before   by signal(), before the library is loaded: Go then adds SA_ONSTACK
  *   onstack  by sigaction() with SA_ONSTACK, after the library is loaded
- * Installed by signal() after the load it would run on a goroutine's stack, and write over what lies beyond.
- * Faults of the program's own code still reach the handlers that it installed before the load. */
+ * Installed by signal() after the load, it would run on a goroutine's stack and overflow it.
+ * The program's handlers for faults, installed before the load, must still be called. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <setjmp.h>
@@ -28,7 +28,7 @@ enum { M = 512, N = 2048, CALLS = 500, USED = 16 << 10 };
 
 static volatile sig_atomic_t ticks;
 
-/* Uses half of the stack that Go gives its threads for signals. */
+/* Uses half of the signal stack of Go's threads. */
 static void on_tick(int number) {
   volatile char used[USED];
   for (int i = 0; i < USED; ++i) used[i] = (char)number;

@@ -1,9 +1,8 @@
-/* Go's stack grows during calls: stack_test HEADER lists the functions, stack_test HEADER FUNCTION calls one.
- *
- * A thread that is new to Go starts on a small goroutine stack, which its first deep call copies to a larger
- * one. The copier ends the process where it finds a small integer in a pointer's place, and streams may be
- * small integers: 1 is the legacy and 2 the per-thread default stream. So each call has a thread of its own.
- * These threads stay until the end, since Go would give the grown stack of one that ends to the next. */
+/* Growth of Go's stack during calls: stack_test HEADER lists the functions, stack_test HEADER FUNCTION
+ * tests one.  The first call of a thread starts on a small goroutine stack, which Go copies to a larger
+ * one when it is full. Go aborts the process if a pointer in the stack has the value of a small integer,
+ * and streams can have such values: 1 is the legacy and 2 the per-thread default stream. So each call runs
+ * on a new thread. The threads do not end before the last call, because Go would reuse their large stacks. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 
@@ -25,7 +24,7 @@ static void* call_once(void* given) {
   call c;
   CHECK(prepare(&c, t->f, t->wrong, t->at));
   c.a.stream = t->stream;
-  settle(&c, t->f, t->wrong, t->at, t->f->call(&c.a));
+  check_and_release(&c, t->f, t->wrong, t->at, t->f->call(&c.a));
   pthread_mutex_lock(&lock);
   ++done;
   pthread_cond_broadcast(&changed);

@@ -1,4 +1,4 @@
-/* What the C tests share: checks, and tensors in host memory that count their deleter's calls. */
+/* Shared by the C tests: checks, and tensors in host memory that count the calls of their deleter. */
 #ifndef TENSORS_H
 #define TENSORS_H
 
@@ -17,7 +17,7 @@
     } \
   } while (0)
 
-/* The call is refused with this status and a message that contains this text. */
+/* Checks that a call returns this status, with a message that contains this text. */
 #define REFUSED(call, expected, text) \
   do { \
     CHECK((call) == (expected)); \
@@ -26,7 +26,7 @@
 
 enum { M = 2, N = 4 };
 
-/* A float32 tensor with room for its shape, made for (M, N), and a count of its deleter's calls. */
+/* A float32 tensor of shape (M, N) with its memory, and a count of the calls of its deleter. */
 typedef struct {
   DLManagedTensorVersioned managed;
   float data[M * N];
