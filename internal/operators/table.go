@@ -111,7 +111,8 @@ var Table = []Group{
 					"which is the sum of the weights of the rows that are not ignored (NaN if all are). A row is " +
 					"ignored if its target is ignore_index or a class of weight 0; its loss and gradient are 0. " +
 					"The loss and gradient of a row whose target is outside of [0, N) are NaN, as is a mean that it " +
-					"takes part in, with all gradients of the mean. dx = weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses, is computed in the same " +
+					"takes part in, with all gradients of the mean. dx = weight[t] * (softmax(x) - onehot(t)), the " +
+					"gradient of the sum of the losses, is computed in the same " +
 					"pass over x. denominator is written with any reduction.",
 				Operands: []Operand{
 					x, target, weight,
