@@ -93,6 +93,13 @@ def _not_yet(argument: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"{argument} is not supported yet; {instead}")
 
 
+def _check_reals(eps: Any, weight_offset: Any) -> None:
+    """Refuses tensors, as torch does: one that requires a gradient would get none."""
+    for name, value in ("eps", eps), ("weight_offset", weight_offset):
+        if isinstance(value, _Tensor):
+            raise TypeError(f"{name} is a tensor, expected a number, which has no gradient; pass float({name})")
+
+
 def _check_rmsnorm(weight: Any, bias: Any, residual: Any, residual_dtype: Any) -> None:
     if isinstance(weight, (int, tuple, list)):
         raise TypeError(
@@ -222,6 +229,8 @@ def rmsnorm(
         _check_rmsnorm(weight, bias, residual, residual_dtype)
     if prenorm:
         raise _not_yet("prenorm", "add the residual to x before the call")
+    if type(eps) is not float or type(weight_offset) is not float:
+        _check_reals(eps, weight_offset)
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
@@ -285,6 +294,8 @@ def rmsnorm_fwd(
     """
     if bias is not None or residual is not None or residual_dtype is not None:
         _check_rmsnorm(weight, bias, residual, residual_dtype)
+    if type(eps) is not float or type(weight_offset) is not float:
+        _check_reals(eps, weight_offset)
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
@@ -352,6 +363,8 @@ def rmsnorm_bwd(
         raise _not_yet("has_bias", "the gradient of a bias is dout summed over its rows")
     if has_residual or dresidual_out is not None:
         raise _not_yet("dresidual_out", "add it to dx")
+    if type(weight_offset) is not float:
+        _check_reals(None, weight_offset)
     how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:

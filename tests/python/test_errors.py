@@ -167,6 +167,21 @@ CASES = {
         ValueError,
         "weight_offset is 1 without a weight, expected 0; pass the weight or drop weight_offset",
     ),
+    "a weight offset that is a parameter": (
+        lambda: gander.rmsnorm(X, WEIGHT, weight_offset=torch.tensor(1.0, requires_grad=True)),
+        TypeError,
+        r"weight_offset is a tensor, expected a number, which has no gradient; pass float\(weight_offset\)",
+    ),
+    "an eps that is a tensor": (
+        lambda: gander.rmsnorm_fwd(X, WEIGHT, eps=torch.tensor(1e-6)),
+        TypeError,
+        r"eps is a tensor, expected a number, which has no gradient; pass float\(eps\)",
+    ),
+    "the gradient with a weight offset that is a tensor": (
+        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, weight_offset=torch.tensor(1.0)),
+        TypeError,
+        "weight_offset is a tensor, expected a number",
+    ),
     "the gradient of a bias": (
         lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, has_bias=True),
         NotImplementedError,
