@@ -70,6 +70,8 @@ class _Call:
                 "operands to host memory, where float64 is served",
             )
         getattr(self, f"check_{operand.shape}")(name, tensor)
+        if name == self.operator.writes:
+            self.check_separate(name, tensor)
 
     def check_rows(self, name, tensor):
         shape = tuple(tensor.shape)
@@ -131,6 +133,18 @@ class _Call:
         if REDUCTIONS[self.option("reduction")] != "mean":
             fits, expected = fits | (count == self.rows), f"{self.rows}: one for each row"
         self.check_count(name, tensor, fits, expected)
+
+    def check_separate(self, name, tensor):
+        """Refuses elements that may share memory, as check_separate of _torch.c does."""
+        strides = tensor.stride()
+        for i, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
+            inner = (j for j, other in enumerate(strides) if j != i and other <= stride)
+            if stride <= sum((tensor.shape[j] - 1) * strides[j] for j in inner) and size > 1:
+                self.fail(
+                    ValueError,
+                    f"{name} has strides {tuple(strides)}, expected elements that do not share memory, because the "
+                    "gradient is written over them; pass a copy, or leave inplace_backward out",
+                )
 
     def check_option(self, argument, value):
         if argument.type == "algorithm" and value & ~IF_SERVED not in range(len(ALGORITHMS)):

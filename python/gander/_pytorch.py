@@ -57,17 +57,11 @@ def explained(error: RuntimeError, **arguments) -> Exception:
 def _counts_version(name):
     """A kernel that counts a new version of the written tensor, as autograd expects. Our kernels write
     without torch."""
-    written, overload, after = TORCH[name].writes, overloads[name], torch._C._after_ADInplaceOrView_keyset
-    position = arguments(name).index(written)
+    overload, after = overloads[name], torch._C._after_ADInplaceOrView_keyset
+    position = arguments(name).index(TORCH[name].writes)
 
     def kernel(keyset, *given):
-        tensor = given[position]
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"{written} has strides {tensor.stride()}, expected elements that do not share memory, because {name} "
-                "writes over them; pass a copy, or leave inplace_backward out"
-            )
-        torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version(given[position])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return overload.redispatch(keyset & after, *given)
 

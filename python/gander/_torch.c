@@ -268,22 +268,43 @@ static void locate(Call* call, const Operand* first, Tensor handle) {
   }
 }
 
+/* Writes numbers as "2, 3", as many as fit. */
+static void list_numbers(char* text, size_t size, int64_t count, const int64_t* numbers) {
+  size_t n = 0;
+  text[0] = 0;
+  for (int64_t i = 0; i < count && n < size - 24; i++)
+    n += (size_t)snprintf(text + n, size - n, "%s%lld", i ? ", " : "", (long long)numbers[i]);
+}
+
 /* An operand with an element for each row must have the leading dimensions of the first one, not only as many elements. */
 static void check_leading(Call* call, const Operator* op, const char* name, const Operand* o, const Operand* first) {
+  char found[256], expected[256];
   if (call->failed || first->dl.ndim == 0 ||
       (o->dl.ndim == first->dl.ndim - 1 &&
        memcmp(o->dl.shape, first->dl.shape, sizeof(int64_t) * (size_t)o->dl.ndim) == 0))
     return;
-  char text[2][256];
-  const DLTensor* shapes[2] = {&o->dl, &first->dl};
-  for (int i = 0; i < 2; i++) {
-    size_t n = 0;
-    for (int64_t j = 0; j < shapes[i]->ndim - i && n < sizeof text[i] - 24; j++)
-      n += (size_t)snprintf(text[i] + n, sizeof text[i] - n, "%s%lld", j ? ", " : "", (long long)shapes[i]->shape[j]);
-    text[i][n] = 0;
-  }
+  list_numbers(found, sizeof found, o->dl.ndim, o->dl.shape);
+  list_numbers(expected, sizeof expected, first->dl.ndim - 1, first->dl.shape);
   fail(call, GANDER_ERROR_SHAPE, "%s: %s has shape (%s), expected (%s), the leading dimensions of %s", op->operator,
-       name, text[0], text[1], op->operands[0].name);
+       name, found, expected, op->operands[0].name);
+}
+
+/* An operand that is written may have each element once in memory only: a compact copy of it is copied back. Also
+ * refuses interleaved dimensions that happen not to meet, such as sizes (3, 2) with strides (2, 3). */
+static void check_separate(Call* call, const Operator* op, const char* name, const DLTensor* t) {
+  char strides[256];
+  for (int32_t i = 0; i < t->ndim; i++) {
+    int64_t reach = 0; /* of the dimensions inside of i */
+    for (int32_t j = 0; j < t->ndim; j++)
+      if (j != i && t->strides[j] <= t->strides[i]) reach += (t->shape[j] - 1) * t->strides[j];
+    if (t->shape[i] < 2 || t->strides[i] > reach) continue;
+    list_numbers(strides, sizeof strides, t->ndim, t->strides);
+    fail(call, GANDER_ERROR_OVERLAP,
+         "%s: %s has strides (%s), expected elements that do not share memory, because the gradient is written over "
+         "them; pass a copy, or leave inplace_backward out",
+         op->operator, name, strides);
+    return;
+  }
 }
 
 /* The dtype of statistics (loss, lse, rstd). */
@@ -374,6 +395,7 @@ static void given(Call* call, const Operator* op, int i, Operand* operands, Tens
   describe(call, o, handle, op->operands[i].written);
   if (i == 0) locate(call, o, handle);
   if (call->failed) return;
+  if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
   switch (op->operands[i].shape) {
     case SHAPE_ROWS:
       arrange(call, o);

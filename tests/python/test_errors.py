@@ -152,7 +152,7 @@ CASES = {
     "cross_entropy_bwd in place over an expanded tensor": (
         lambda: gander.cross_entropy_bwd(X[:1].expand(4, 6), TARGET, LSE, LSE, inplace_backward=True),
         ValueError,
-        r"x has strides \(0, 1\), expected elements that do not share memory, because .* over them",
+        r"x has strides \(0, 1\), expected elements that do not share memory, because the gradient is written",
     ),
     "a bias": (lambda: gander.rmsnorm(X, bias=WEIGHT), NotImplementedError, "bias is not supported yet"),
     "a residual": (lambda: gander.rmsnorm(X, residual=X), NotImplementedError, "residual is not supported yet"),

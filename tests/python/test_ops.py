@@ -491,6 +491,18 @@ def test_in_place_gradients_over_any_layout(device, layout):
     assert torch.equal(y, gander.cross_entropy_bwd(x, target, torch.ones_like(loss), lse))
 
 
+@pytest.mark.parametrize("strides", [(0, 1), (1, 2), (1, 1), (7, 0)], ids=str)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_in_place_gradients_over_shared_memory_are_refused(device, strides, mode):
+    """Fault: with strides (1, 2) the gradient was wrong, since elements were written more than once."""
+    with mode():
+        memory = torch.arange(100.0, device=device)
+        x, target = memory.as_strided((4, 7), strides), torch.zeros(4, dtype=torch.long, device=device)
+        with pytest.raises(ValueError, match="expected elements that do not share memory"):
+            gander.cross_entropy_fwd(x, target, return_dx=True, inplace_backward=True)
+        assert torch.equal(memory, torch.arange(100.0, device=device))
+
+
 @pytest.mark.parametrize("shape", [(0, 7), (3, 0, 7)])
 @low_dtypes
 def test_no_rows(device, dtype, shape):

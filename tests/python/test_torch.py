@@ -368,7 +368,10 @@ def test_meta_tensors():
 
 
 def meta(tensor):
-    return tensor.to("meta") if isinstance(tensor, torch.Tensor) else tensor
+    """An argument without data; unlike .to("meta"), it keeps the strides of any tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def refused(x, weight, target):
@@ -404,6 +407,8 @@ def refused(x, weight, target):
         "lse: without the mean's denominator": (ops.cross_entropy_bwd, x, target, None, rstd[0], lse),
         "lse: half": (ops.cross_entropy_bwd, x, target, None, rstd[0], saved.half()),
         "dloss: for each row": (ops.cross_entropy_bwd_one_pass, x, target, None, rstd, saved, x.clone()),
+        "x: rows that are one": (ops.cross_entropy_fwd_dx_, x[:1].expand(6, 33), target),
+        "x: columns that share memory": (ops.cross_entropy_fwd_dx_, x.as_strided((6, 33), (1, 5)), target),
         "dx: another dtype": (ops.cross_entropy_bwd_one_pass, x, target, None, rstd[0], saved, x.half()),
     }
 
