@@ -50,20 +50,11 @@ func (a *crossEntropyForward) host() error {
 
 func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	s := a.spec()
-	op, general := kernels.CrossEntropyForward, !vectorRows(s.X)
-	if s.DX.Data != nil {
-		op, general = kernels.CrossEntropyForwardDX, general || !vectorRows(s.DX)
-	}
-	total := s.Reduction != kernels.ReduceNone || s.Denominator.Present()
-	if s.X.Rows == 0 && !total {
+	r := a.request()
+	if s.X.Rows == 0 && !r.total {
 		return nil
 	}
-	rowsAlike := general && (s.DX.Data == nil || alike(s.X, s.DX))
-	onePass := s.OnePass && s.Reduction == kernels.ReduceMean && s.DX.Data != nil
-	k, err := c.start(ordinal, request{
-		op: op, Choice: a.Choice, x: s.X.DType, general: general, alike: rowsAlike, total: total, onePass: onePass,
-		m: s.X.Rows, n: s.X.Cols,
-	})
+	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err
 	}
@@ -71,13 +62,13 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	args := k.crossEntropy(&s)
 	args.Logits = k.at(k.plan.scratch.logits)
 	args.Denominator = output(s.Denominator.Data)
-	if onePass {
+	if r.onePass {
 		args.OnePass = 1
 		if args.Denominator == 0 {
 			args.Denominator = k.at(k.plan.scratch.denominator)
 		}
 	}
-	if total && !k.plan.totalHere {
+	if r.total && !k.plan.totalHere {
 		args.RowLosses = k.at(k.plan.scratch.rowLosses)
 	}
 	if s.Reduction == kernels.ReduceNone {
@@ -91,6 +82,22 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 
+func (a *crossEntropyForward) request() request {
+	r := request{
+		op: kernels.CrossEntropyForward, Choice: a.Choice, x: a.X.DType, general: !vectorRows(a.X),
+		total: a.Reduction != kernels.ReduceNone || a.Denominator.Present() || a.LSE.Denominator.Present(),
+		m:     a.X.Rows, n: a.X.Cols,
+	}
+	r.alike = r.general
+	if a.DX.Data != nil {
+		r.op = kernels.CrossEntropyForwardDX
+		r.general = r.general || !vectorRows(a.DX)
+		r.alike = r.general && alike(a.X, a.DX)
+		r.onePass = a.OnePass && a.Reduction == kernels.ReduceMean
+	}
+	return r
+}
+
 func (a *crossEntropyBackward) refuse(k *check) {
 	k.onePass(a.OnePass, a.Reduction)
 	if a.OnePass && a.X.Rows > 1 && a.DLoss.Stride != 0 {
@@ -101,6 +108,13 @@ func (a *crossEntropyBackward) refuse(k *check) {
 		k.fail(StatusNull, "denominator is NULL, expected the mean's denominator; pass it, or a lse that contains it")
 	case a.Reduction != kernels.ReduceMean && a.Denominator.Present():
 		k.fail(StatusOption, "denominator is given with another reduction than mean, expected NULL; drop it or say mean")
+	}
+}
+
+func (a *crossEntropyBackward) request() request {
+	return request{
+		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: a.X.DType, onePass: a.OnePass,
+		general: !vectorRows(a.X) || !vectorRows(a.DX), m: a.X.Rows, n: a.X.Cols,
 	}
 }
 
@@ -129,11 +143,7 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	if s.X.Rows == 0 {
 		return nil
 	}
-	general := !vectorRows(s.X) || !vectorRows(s.DX)
-	k, err := c.start(ordinal, request{
-		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: s.X.DType, general: general, onePass: s.OnePass,
-		m: s.X.Rows, n: s.X.Cols,
-	})
+	k, err := c.start(ordinal, a.request())
 	if err != nil {
 		return err
 	}

@@ -23,7 +23,15 @@ func (a *logSumExpForward) host() error {
 }
 
 func (a *logSumExpForward) cuda(c *Call, ordinal int32) error {
-	return c.logSumExp(ordinal, a.spec(), request{op: kernels.CrossEntropyForward, Choice: a.Choice, general: !vectorRows(a.X)})
+	return c.logSumExp(ordinal, a.spec(), a.request())
+}
+
+func (a *logSumExpForward) request() request {
+	general := !vectorRows(a.X)
+	return request{
+		op: kernels.CrossEntropyForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general,
+		m: a.X.Rows, n: a.X.Cols,
+	}
 }
 
 func (a *logSumExpBackward) spec() kernels.CrossEntropy {
@@ -39,8 +47,14 @@ func (a *logSumExpBackward) host() error {
 }
 
 func (a *logSumExpBackward) cuda(c *Call, ordinal int32) error {
-	general := !vectorRows(a.X) || !vectorRows(a.DX)
-	return c.logSumExp(ordinal, a.spec(), request{op: kernels.CrossEntropyBackward, Choice: a.Choice, general: general})
+	return c.logSumExp(ordinal, a.spec(), a.request())
+}
+
+func (a *logSumExpBackward) request() request {
+	return request{
+		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: a.X.DType, general: !vectorRows(a.X) || !vectorRows(a.DX),
+		m: a.X.Rows, n: a.X.Cols,
+	}
 }
 
 // logSumExp launches either direction.
@@ -48,7 +62,6 @@ func (c *Call) logSumExp(ordinal int32, s kernels.CrossEntropy, r request) error
 	if s.X.Rows == 0 {
 		return nil
 	}
-	r.x, r.m, r.n, r.alike = s.X.DType, s.X.Rows, s.X.Cols, r.general && s.DX.Data == nil
 	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err

@@ -43,11 +43,7 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 	if a.X.Rows == 0 {
 		return nil
 	}
-	general := !vectorRows(a.X) || !vectorRows(a.Y) || a.Y.DType != a.X.DType || !aligned(a.Weight) || a.WeightOffset != 0
-	k, err := c.start(ordinal, request{
-		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general && alike(a.X, a.Y),
-		m: a.X.Rows, n: a.X.Cols,
-	})
+	k, err := c.start(ordinal, a.request())
 	if err != nil {
 		return err
 	}
@@ -55,6 +51,14 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 	args := k.rmsnorm(a.X, kernels.Matrix{}, a.Y, a.Weight, a.options())
 	args.Rstd = output(a.Rstd.Data)
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
+
+func (a *rmsNormForward) request() request {
+	general := !vectorRows(a.X) || !vectorRows(a.Y) || a.Y.DType != a.X.DType || !aligned(a.Weight) || a.WeightOffset != 0
+	return request{
+		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general && alike(a.X, a.Y),
+		m: a.X.Rows, n: a.X.Cols,
+	}
 }
 
 func (a *rmsNormBackward) host() error {
@@ -69,13 +73,7 @@ func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
 	if a.X.Rows == 0 && !a.DW.Present() {
 		return nil
 	}
-	mixed := a.DOut.DType != a.X.DType
-	general := mixed || !vectorRows(a.X) || !vectorRows(a.DOut) || !vectorRows(a.DX) || !aligned(a.Weight) ||
-		a.WeightOffset != 0
-	k, err := c.start(ordinal, request{
-		op: kernels.RMSNormBackward, Choice: a.Choice, x: a.X.DType, general: general, mixed: mixed,
-		alike: general && alike(a.X, a.DOut, a.DX), dw: a.DW.Present(), m: a.X.Rows, n: a.X.Cols,
-	})
+	k, err := c.start(ordinal, a.request())
 	if err != nil {
 		return err
 	}
@@ -84,6 +82,16 @@ func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
 	args.Rstd, args.Dw, args.DwType = output(a.Rstd.Data), output(a.DW.Data), int32(a.DW.DType)
 	args.DwPartial, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
+
+func (a *rmsNormBackward) request() request {
+	mixed := a.DOut.DType != a.X.DType
+	general := mixed || !vectorRows(a.X) || !vectorRows(a.DOut) || !vectorRows(a.DX) || !aligned(a.Weight) ||
+		a.WeightOffset != 0
+	return request{
+		op: kernels.RMSNormBackward, Choice: a.Choice, x: a.X.DType, general: general, mixed: mixed,
+		alike: general && alike(a.X, a.DOut, a.DX), dw: a.DW.Present(), m: a.X.Rows, n: a.X.Cols,
+	}
 }
 
 func (k *cudaCall) rmsnorm(first, second, out kernels.Matrix, weight kernels.Vector, o kernels.RMSNormOptions) kernels.RMSNormArgs {

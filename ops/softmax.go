@@ -12,10 +12,15 @@ func (a *softmaxForward) host() error {
 }
 
 func (a *softmaxForward) cuda(c *Call, ordinal int32) error {
+	return c.softmax(ordinal, a.request(), a.X, kernels.Matrix{}, a.Y)
+}
+
+func (a *softmaxForward) request() request {
 	general := !vectorRows(a.X) || !vectorRows(a.Y)
-	return c.softmax(ordinal, request{
-		op: kernels.SoftmaxForward, Choice: a.Choice, general: general, alike: general && alike(a.X, a.Y),
-	}, a.X, kernels.Matrix{}, a.Y)
+	return request{
+		op: kernels.SoftmaxForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general && alike(a.X, a.Y),
+		m: a.X.Rows, n: a.X.Cols,
+	}
 }
 
 func (a *softmaxBackward) host() error {
@@ -23,10 +28,15 @@ func (a *softmaxBackward) host() error {
 }
 
 func (a *softmaxBackward) cuda(c *Call, ordinal int32) error {
+	return c.softmax(ordinal, a.request(), a.DY, a.Y, a.DX)
+}
+
+func (a *softmaxBackward) request() request {
 	general := !vectorRows(a.DY) || !vectorRows(a.Y) || !vectorRows(a.DX)
-	return c.softmax(ordinal, request{
-		op: kernels.SoftmaxBackward, Choice: a.Choice, general: general, alike: general && alike(a.DY, a.Y, a.DX),
-	}, a.DY, a.Y, a.DX)
+	return request{
+		op: kernels.SoftmaxBackward, Choice: a.Choice, x: a.DY.DType, general: general,
+		alike: general && alike(a.DY, a.Y, a.DX), m: a.DY.Rows, n: a.DY.Cols,
+	}
 }
 
 // softmax launches either direction.
@@ -34,7 +44,6 @@ func (c *Call) softmax(ordinal int32, r request, first, second, out kernels.Matr
 	if first.Rows == 0 {
 		return nil
 	}
-	r.x, r.m, r.n = first.DType, first.Rows, first.Cols
 	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err
