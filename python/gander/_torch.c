@@ -68,6 +68,12 @@ static double as_double(Value value) {
   return number;
 }
 
+/* What does not fit becomes a number that is refused too, not another one that is served. */
+static int32_t as_int32(Value value) {
+  int64_t number = (int64_t)value;
+  return number > INT32_MAX ? INT32_MAX : number < INT32_MIN ? INT32_MIN : (int32_t)number;
+}
+
 #define LIBRARY_FUNCTIONS(F) F(gander_abi_version) F(gander_last_error) F(gander_set_num_threads) OPERATOR_FUNCTIONS(F)
 #define DECLARE_LIBRARY(name) __typeof__(&name) name;
 #define KERNEL(op, index) \
@@ -420,7 +426,7 @@ static void given(Call* call, const Operator* op, int i, Operand* operands, Tens
 static void made(Call* call, const Operator* op, int i, Operand* operands, const Value* arguments) {
   const Operand* first = &operands[0];
   int64_t rank = first->dl.ndim > 0 ? first->dl.ndim - 1 : 0, size;
-  int reduction = op->reduction_argument < 0 ? op->reduction : (int)arguments[op->reduction_argument];
+  int reduction = op->reduction_argument < 0 ? op->reduction : as_int32(arguments[op->reduction_argument]);
   int32_t dtype = first->dtype;
   if (call->failed) return;
   if (op->operands[i].dtype == DTYPE_STATISTIC) dtype = statistics(first);

@@ -19,7 +19,7 @@ static int32_t call_softmax(Call* call, const Operand* o, const Value* a) {
   gander_softmax_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .algorithm = (int32_t)a[1],
+      .algorithm = as_int32(a[1]),
       .batch_invariant = (a[2] & 1) != 0,
   };
   return lib.gander_softmax_forward(optional(&o[0]), optional(&o[1]), &options, call->stream);
@@ -30,7 +30,7 @@ static int32_t call_softmax_bwd(Call* call, const Operand* o, const Value* a) {
   gander_softmax_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .algorithm = (int32_t)a[2],
+      .algorithm = as_int32(a[2]),
       .batch_invariant = (a[3] & 1) != 0,
   };
   return lib.gander_softmax_backward(
@@ -43,7 +43,7 @@ static int32_t call_rmsnorm(Call* call, const Operand* o, const Value* a) {
       .size = sizeof options,
       .allocator = allocator(call),
       .eps = as_double(a[3]),
-      .algorithm = (int32_t)a[4],
+      .algorithm = as_int32(a[4]),
       .batch_invariant = (a[5] & 1) != 0,
       .weight_offset = as_double(a[6]),
   };
@@ -57,7 +57,7 @@ static int32_t call_rmsnorm_fwd(Call* call, const Operand* o, const Value* a) {
       .size = sizeof options,
       .allocator = allocator(call),
       .eps = as_double(a[3]),
-      .algorithm = (int32_t)a[4],
+      .algorithm = as_int32(a[4]),
       .batch_invariant = (a[5] & 1) != 0,
       .weight_offset = as_double(a[6]),
   };
@@ -71,7 +71,7 @@ static int32_t call_rmsnorm_bwd(Call* call, const Operand* o, const Value* a) {
       .size = sizeof options,
       .allocator = allocator(call),
       .eps = 1e-06,
-      .algorithm = (int32_t)a[4],
+      .algorithm = as_int32(a[4]),
       .batch_invariant = (a[5] & 1) != 0,
       .weight_offset = as_double(a[6]),
   };
@@ -86,7 +86,7 @@ static int32_t call_rmsnorm_bwd_dw(Call* call, const Operand* o, const Value* a)
       .size = sizeof options,
       .allocator = allocator(call),
       .eps = 1e-06,
-      .algorithm = (int32_t)a[4],
+      .algorithm = as_int32(a[4]),
       .batch_invariant = (a[5] & 1) != 0,
       .weight_offset = as_double(a[6]),
   };
@@ -101,7 +101,7 @@ static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) 
       .size = sizeof options,
       .allocator = allocator(call),
       .ignore_index = (int64_t)a[3],
-      .reduction = (int32_t)a[4],
+      .reduction = as_int32(a[4]),
       .one_pass = 0,
       .batch_invariant = (a[5] & 1) != 0,
   };
@@ -116,7 +116,7 @@ static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value*
       .size = sizeof options,
       .allocator = allocator(call),
       .ignore_index = (int64_t)a[3],
-      .reduction = (int32_t)a[4],
+      .reduction = as_int32(a[4]),
       .one_pass = 0,
       .batch_invariant = (a[5] & 1) != 0,
   };
@@ -176,7 +176,7 @@ static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, con
       .size = sizeof options,
       .allocator = allocator(call),
       .ignore_index = (int64_t)a[3],
-      .reduction = (int32_t)a[4],
+      .reduction = as_int32(a[4]),
       .one_pass = 1,
       .batch_invariant = (a[5] & 1) != 0,
   };
@@ -191,7 +191,7 @@ static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value*
       .size = sizeof options,
       .allocator = allocator(call),
       .ignore_index = (int64_t)a[5],
-      .reduction = (int32_t)a[6],
+      .reduction = as_int32(a[6]),
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
   };
@@ -206,7 +206,7 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
       .size = sizeof options,
       .allocator = allocator(call),
       .ignore_index = (int64_t)a[5],
-      .reduction = (int32_t)a[6],
+      .reduction = as_int32(a[6]),
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
   };
@@ -221,7 +221,7 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       .size = sizeof options,
       .allocator = allocator(call),
       .ignore_index = (int64_t)a[6],
-      .reduction = (int32_t)a[7],
+      .reduction = as_int32(a[7]),
       .one_pass = 1,
       .batch_invariant = (a[8] & 1) != 0,
   };

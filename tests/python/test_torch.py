@@ -402,6 +402,8 @@ def refused(x, weight, target):
         "reduction": (ops.cross_entropy, x, target, None, -100, 3),
         "algorithm": (ops.softmax, x, 99),
         "negative algorithm": (ops.softmax, x, -1),
+        "algorithm: 0 in its lower 32 bits": (ops.softmax, x, 1 << 32),
+        "reduction: 1 in its lower 32 bits": (ops.cross_entropy, x, target, None, -100, -(1 << 32) + 1),
         "dloss: another length": (ops.cross_entropy_bwd, x, target, None, rstd[1:], lse, -100, 0),
         "lse: another length": (ops.cross_entropy_bwd, x, target, None, rstd, lse[1:], -100, 0),
         "lse: without the mean's denominator": (ops.cross_entropy_bwd, x, target, None, rstd[0], lse),

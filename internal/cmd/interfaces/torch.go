@@ -85,7 +85,7 @@ func torchCall(t *text, o operator, op *operators.Torch) {
 		case option.Type == operators.Flag:
 			value = fmt.Sprintf("(%s & 1) != 0", value)
 		default:
-			value = "(int32_t)" + value
+			value = fmt.Sprintf("as_int32(%s)", value)
 		}
 		t.add("      .%s = %s,", option.Name, value)
 	}
