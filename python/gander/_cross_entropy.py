@@ -35,6 +35,16 @@ def _gradients(dx):
 
 _in_own_pass = maker_arguments("cross_entropy_bwd", _NAME, _SAVED)
 
+
+def _backward_in_own_pass(saved, dloss, options):
+    return _gradients(_fast.call("cross_entropy_bwd")(*_in_own_pass((*saved, dloss, *options))))
+
+
+def _is_batched(dloss):
+    """Whether dloss stands for a batch (vmap, is_grads_batched), whose gradients do not fit into one tensor."""
+    return torch._C._functorch.is_batchedtensor(dloss) or torch._C._functorch.is_legacy_batchedtensor(dloss)
+
+
 # ---- In place of the logits ----
 
 _over_x = maker_arguments("cross_entropy_bwd_", _NAME, _SAVED)
@@ -43,6 +53,8 @@ _over_x = maker_arguments("cross_entropy_bwd_", _NAME, _SAVED)
 def _backward_in_place(ctx, dloss):
     if dloss is None:
         return _gradients(None)
+    if _is_batched(dloss):
+        return _backward_in_own_pass(ctx.saved_tensors, dloss, ctx.options)
     x, *others = _over_x((*ctx.saved_tensors, dloss, *ctx.options))
     with no_grad():
         overloads["cross_entropy_bwd_"](x, *others)
@@ -64,8 +76,8 @@ def _backward_one_pass(ctx, dloss):
     if dloss is None:
         return _gradients(None)
     *others, dx = ctx.saved_tensors
-    if getattr(ctx, "given_away", False) or is_compiling():
-        return _gradients(_fast.call("cross_entropy_bwd")(*_in_own_pass((*others, dloss, *ctx.options))))
+    if getattr(ctx, "given_away", False) or is_compiling() or _is_batched(dloss):
+        return _backward_in_own_pass(others, dloss, ctx.options)
     ctx.given_away = True
     with _below_versions():
         overloads["cross_entropy_bwd_one_pass"](*_over_dx((*others, dx, dloss, *ctx.options)))

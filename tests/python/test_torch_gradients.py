@@ -211,6 +211,26 @@ def test_in_place_and_one_pass_are_for_eager_calls(inputs, how, monkeypatch):
     check((leaf.grad, leaf.detach(), x), (want, before, before))
 
 
+@pytest.mark.parametrize("how", [{"inplace_backward": True}, {"one_pass": True}], ids=str)
+@pytest.mark.parametrize("by_func", [False, True])
+def test_batches_of_upstream_gradients(inputs, how, by_func, monkeypatch):
+    """Fault: where a gradient is written over a tensor, is_grads_batched failed with a message of torch's."""
+    monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
+    x, _, target = inputs
+    x.requires_grad_()
+    upstream = torch.tensor([1.0, -2.0, 0.5])
+
+    def jacobian(loss):
+        if by_func:
+            return torch.func.vmap(lambda v: torch.autograd.grad(loss, x, v, retain_graph=True)[0])(upstream)
+        return torch.autograd.grad(loss, x, upstream, is_grads_batched=True, retain_graph=True)[0]
+
+    loss = gander.cross_entropy(x * 2, target, reduction="sum", **how)
+    expected = jacobian(F.cross_entropy(x * 2, target, reduction="sum"))
+    check(jacobian(loss), expected)
+    check(torch.autograd.grad(loss, x)[0], expected[0])
+
+
 @pytest.mark.parametrize("function", ["softmax", "rmsnorm", "cross_entropy"])
 def test_torch_ops_with_func(function, inputs):
     """Right through torch.ops, with no function of gander's around it."""
