@@ -53,8 +53,8 @@ static struct {
 
 /* What gander._fast hands over: types, functions of torch, dictionaries of its modules. */
 #define OBJECTS(F)                                                                                               \
-  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous) F(empty_strided_cpu) \
-  F(empty_strided_cuda) F(forward_ad)
+  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous)                \
+  F(empty_strided_cpu) F(empty_strided_cuda) F(forward_ad)
 #define NAMES(F) \
   F(requires_grad) F(to_save) F(materialize_grads) F(options) F(_current_level)
 #define DECLARE_OBJECT(name) PyObject* name;
@@ -65,7 +65,6 @@ static struct {
   NAMES(DECLARE_OBJECT)
 } names;
 static const DLPackExchangeAPI* exchange;
-
 
 /* What is used of torch beside its C ABI. */
 static struct {
@@ -291,8 +290,10 @@ static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t co
   bool ok = set(ctx, names.to_save, tuple_of_saved(job)) &&
             python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
             set(ctx, names.options, tuple_of_options(job));
-  for (int i = ok; i < saving->result_count; i++) python.Py_DecRef(result(job, i));
-  return ok ? out : NULL;
+  for (int i = 1; i < saving->result_count; i++) python.Py_DecRef(result(job, i)); /* ctx keeps what it needs */
+  if (ok) return out;
+  python.Py_DecRef(out);
+  return NULL;
 }
 
 /* Decides what a call needs: 1 its gradient, 0 no gradient, -1 the dispatcher. */
