@@ -75,8 +75,9 @@ for _name, _operator in TORCH.items():
 
 # ---- Autocast ----
 
-# Operators that run in float32 under CUDA autocast, as in torch 2.11. F.rms_norm keeps the dtype of its
-# input, cross-entropy gives a float32 loss in any case, and CPU autocast casts none of them.
+# Operators that run in float32 under CUDA autocast. RMSNorm keeps the dtype of its input, as F.rms_norm does in
+# torch 2.10 and 2.11; 2.15 registers a cast to float32 for it. Cross-entropy's loss is float32 in any case, and
+# CPU autocast casts none of them.
 _IN_FLOAT32 = ("softmax",)
 
 
