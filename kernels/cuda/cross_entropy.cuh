@@ -127,50 +127,45 @@ __device__ __forceinline__ void subtract_at(int64_t i, int64_t origin, int e, fl
 // loss = weight * (log sum exp(x - max) + max - x[target]); with `Gradient`, in the same pass,
 // dx = weight * (softmax(x) - onehot(target)), over the denominator where the pass serves a mean.
 template <class T_, bool Gradient>
-struct CrossEntropyForward {
+struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using T = T_;
   using State = MaxSum<T, float>;  // the logarithm takes digits off its sum
   using Args = CrossEntropyArgs;
   using Label = gander::Label;
-  static constexpr int kInputs = 1;
-  static constexpr bool kMaps = Gradient, kAnyOutput = false, kTotals = true;
-  template <int V, int Step, bool General, bool>
-  using Early = NothingEarly<CrossEntropyForward, V, Step, General>;
-  __device__ static bool done(const Args&) { return false; }
+  static constexpr bool kHasOutput = Gradient;
   struct Scalars {
     Label label;
     float logit;  // x[target], the first thread's only
     float max, scale, grad;
   };
-  __device__ static uint4 fill() { return lowest_vector<T>(); }
   // Clerk: the row's label is the first thread's alone, who tells the others.
   template <bool Clerk = false>
-  __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool first) {
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool first) {
     Scalars sc = {};
     if (first || Gradient && !Clerk) sc.label.index = load_target<!Gradient>(a, row);
     return sc;
   }
   // The target's logit is loaded before any thread writes a gradient over it: barriers lie in between.
   template <bool Clerk = false>
-  __device__ __forceinline__ static void follow(const Args& a, int64_t row, Scalars& sc, bool first) {
+  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t row, Scalars& sc, bool first) {
     if (first || Gradient && !Clerk) sc.label = label<!Gradient>(a, sc.label.index);
     if (first && sc.label.index >= 0)
       sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
   }
-  template <class Tile, class Place>
-  __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
-    st.add(t.a);
-  }
   // The CTA that holds the target may write over its logit as soon as it has heard of this one.
-  __device__ __forceinline__ static void arrived(const Args& a, Scalars& sc) {
+  __device__ __forceinline__ static void await_scalars(const Args& a, Scalars& sc) {
     if constexpr (Gradient) asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.zero) : "memory");
   }
-  __device__ static void keep(const Args& a, int64_t row, const Scalars& sc) { static_cast<float*>(a.logits)[row] = sc.logit; }
-  __device__ static void kept(const Args& a, int64_t row, Scalars& sc) {
+  __device__ __forceinline__ static void save_scalars(const Args& a, int64_t row, const Scalars& sc) {
+    static_cast<float*>(a.logits)[row] = sc.logit;
+  }
+  __device__ __forceinline__ static Scalars restore_scalars(const Args& a, int64_t row) {
+    Scalars sc = {};
     sc.label = label<!Gradient>(a, load_target<!Gradient>(a, row));
     sc.logit = static_cast<const float*>(a.logits)[row];
+    return sc;
   }
-  __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
     if constexpr (Gradient) prepare(a, sc, st);
     if (first) record(a, row, sc, st);
   }
@@ -200,7 +195,7 @@ struct CrossEntropyForward {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m + log_sum;
     }
   }
-  __device__ __forceinline__ static void relative_to(Scalars& sc, float m) { sc.scale *= rescaling<float>(m, State::reference(sc.max)); }
+  __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) { sc.scale *= rescaling<float>(m, State::reference(sc.max)); }
   template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&dx)[E]) {
@@ -214,7 +209,7 @@ struct CrossEntropyForward {
   __device__ __forceinline__ static float scaled(const Scalars& sc, float x) {
     return (Kept ? x : exp_difference<T>(x, sc.max)) * sc.scale;
   }
-  __device__ static void total_if_single(const Args& a) {
+  __device__ __forceinline__ static void finish_launch(const Args& a) {
     if (!a.total_here) return;
     __syncthreads();
     if (blockDim.x == 128) total<128, false, 1>(a);
@@ -224,23 +219,19 @@ struct CrossEntropyForward {
 
 // dx = dloss * weight * (softmax(x) - onehot(target)), from the log-sum-exp of forward. No thread needs another.
 template <class T_>
-struct CrossEntropyBackward {
+struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   using T = T_;
   using State = None;
   using Args = CrossEntropyArgs;
-  static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
-  template <int V, int Step, bool General, bool>
-  using Early = NothingEarly<CrossEntropyBackward, V, Step, General>;
   // The gradient that forward made is right as it is.
-  __device__ static bool done(const Args& a) { return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f; }
+  __device__ __forceinline__ static bool already_done(const Args& a) { return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f; }
   struct Scalars {
     int64_t index;
     float max, scale, grad;
     bool zero;
   };
-  __device__ static uint4 fill() { return lowest_vector<T>(); }
-  __device__ __forceinline__ static Scalars begin(const Args& a, int64_t row, bool) {
+  __device__ __forceinline__ static uint4 fill() { return lowest_vector<T>(); }
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
     Scalars sc;
     sc.index = load_target<true>(a, row);
     sc.grad = static_cast<const float*>(a.dloss)[row * a.dloss_stride];
@@ -248,7 +239,7 @@ struct CrossEntropyBackward {
     sc.scale = a.log_sum ? static_cast<const float*>(a.log_sum)[row * a.log_sum_stride] : 0.f;
     return sc;
   }
-  __device__ __forceinline__ static void follow(const Args& a, int64_t, Scalars& sc, bool) {
+  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
     const Label l = label<true>(a, sc.index);
     sc.index = l.index, sc.zero = l.weight == 0.f;
     sc.grad *= l.weight;
@@ -256,13 +247,7 @@ struct CrossEntropyBackward {
     // Given apart, the log-sum is small and its exponential exact to a few ulp, however large the logits.
     sc.scale = expf(-sc.scale) * sc.grad;
   }
-  template <class Tile, class Place>
-  __device__ static void add(const Args&, const Scalars&, State&, const Tile&, const Place&, int, int) {}
-  __device__ static void kept(const Args& a, int64_t row, Scalars& sc) {
-    sc = begin(a, row, false);
-    follow(a, row, sc, false);
-  }
-  __device__ static void end(const Args&, int64_t, Scalars&, const State&, bool) {}
+  __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars&, const State&, bool) {}
   template <bool General, bool Kept, int E, class Place>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
                                              const Place& p, int e, float (&dx)[E]) {

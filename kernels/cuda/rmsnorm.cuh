@@ -82,24 +82,18 @@ struct WeightsEarly {
 };
 
 template <class T_>
-struct RMSNormForward {
+struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
   using T = T_;
   using State = Sum<T>;
   using Args = RMSNormArgs;
-  static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = true, kTotals = false;
+  static constexpr bool kAnyOutputType = true;
   template <int V, int Step, bool General, bool Held>
   using Early = WeightsEarly<RMSNormForward, V, Step, General, Held>;
-  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd;
   };
-  __device__ static uint4 fill() { return zero_vector(); }
-  __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
-  __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
-  __device__ static void arrived(const Args&, const Scalars&) {}
   template <class Tile, class Place>
-  __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float x[Tile::E];
@@ -122,9 +116,7 @@ struct RMSNormForward {
       if constexpr (kExact) y[j] = fmaf(h, w[j], fmaf(x[j], sc.rstd, -h) * w[j]);
     }
   }
-  __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static void kept(const Args&, int64_t, Scalars&) {}
-  __device__ __forceinline__ static void end(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
     sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.options.eps));
     if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
   }
@@ -140,26 +132,21 @@ struct RMSNormForward {
 // As part of `rows`, `partial` and `apply`: dx alone, where dw is not wanted, or the row sums of `columns`. `ring` and `lanes` hold
 // dw too.
 template <class T_>
-struct RMSNormBackward {
+struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   using T = T_;
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
   template <int V, int Step, bool General, bool Held>
   using Early = WeightsEarly<RMSNormBackward, V, Step, General, Held>;
-  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float rstd, mean;
   };
-  __device__ static uint4 fill() { return zero_vector(); }
-  __device__ static Scalars begin(const Args& a, int64_t row, bool) {
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
     return {static_cast<const float*>(a.rstd)[row], 0.f};
   }
-  __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
-  __device__ static void arrived(const Args&, const Scalars&) {}
   template <class Tile, class Place>
-  __device__ __forceinline__ static void add(const Args& a, const Scalars&, State& st, const Tile& t, const Place& p, int e,
+  __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& t, const Place& p, int e,
                                              int step) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
@@ -189,9 +176,7 @@ struct RMSNormBackward {
       dx[j] = (dy[j] * w[j] - h * sc.mean) * sc.rstd;
     }
   }
-  __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static void kept(const Args& a, int64_t row, Scalars& sc) { sc = begin(a, row, false); }
-  __device__ static void end(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
     sc.mean = static_cast<float>(st.s) * sc.rstd * a.inv_n;
   }
   template <bool General, bool Kept, int E, class Place>
@@ -367,10 +352,10 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
       const int e = (tid + i * Threads) * E;
       inside[i] = masked<T>(make_uint4(~0u, ~0u, ~0u, ~0u), span.lo - e, span.hi - e, zero_vector());
     }
-    auto next = Op::begin(a, first < limit ? first : 0, false);
+    auto next = Op::load_scalars(a, first < limit ? first : 0, false);
     for (int64_t row = first; row < limit; row += step) {
       auto sc = next;
-      if (row + step < limit) next = Op::begin(a, row + step, false);
+      if (row + step < limit) next = Op::load_scalars(a, row + step, false);
       if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(Sum<T>));
       if (General || span.hi) barrier_wait(full + stage, phase);
       const uint4* from = buffer + stage * 2 * kInput;
@@ -403,7 +388,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
       reduce_warps<kWarps>(st, warp_slots[set]);  // its barrier: everybody has read this stage
       if (tid == 0 && row + stages * step < limit) fetch(row + stages * step, stage);
       if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
-      Op::end(a, row, sc, st, tid == 0 && rank == 0);
+      Op::finalize(a, row, sc, st, tid == 0 && rank == 0);
 #pragma unroll
       for (int i = 0; i < V; i++) {
         float fx[E], fd[E], w[E], out[E];
@@ -540,7 +525,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     typename Op::Scalars sc = {rstd[stage * kThreads + tid], 0.f};
     fetch(row + Stages * step, stage);
     st.template reduce_lanes<TPR>();
-    Op::end(a, row, sc, st, false);
+    Op::finalize(a, row, sc, st, false);
 #pragma unroll
     for (int i = 0; i < V; i++) {
       forget<T>(x[i], a.rows.zero), forget<T>(dy[i], a.rows.zero);
@@ -617,8 +602,8 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     const Slot<Sum<T>>* slots = static_cast<const Slot<Sum<T>>*>(a.rows.partial) + row * a.rows.splits;
     for (int i = threadIdx.x % 32; i < a.rows.splits; i += 32) dot.merge(slots[i].load());
     dot.template reduce_lanes<32>();
-    auto sc = RMSNormBackward<T>::begin(a, row, false);
-    RMSNormBackward<T>::end(a, row, sc, dot, false);
+    auto sc = RMSNormBackward<T>::load_scalars(a, row, false);
+    RMSNormBackward<T>::finalize(a, row, sc, dot, false);
     RMSNormBackward<T>::template map_vector<sizeof(T) == 4>(sc, fx, fd, w, dw[0], out);
     if constexpr (General) {
 #pragma unroll

@@ -9,24 +9,7 @@
 //
 // Rows that all SMs share, `team` and `held`, are in team.cuh; RMSNorm's backward has shapes of its own.
 //
-// An op provides T, State, Args and
-//   kInputs          1, or 2: the second input has T in `rows`, any type in general `partial` and `apply` kernels
-//   kMaps            it writes a row; kAnyOutput: of any type where the kernel is a general one
-//   kTotals          a launch of one CTA finishes what spans rows
-//   done(args)       nothing is left to do
-//   Scalars          what a row needs beside its elements
-//   fill()           what masked elements of the first input read as
-//   begin(args, row, first)              -> Scalars: loads that wait for nothing, issued before those of the row;
-//                                        `first` holds for the thread that writes the row's statistics
-//   follow(args, row, scalars, first)    what depends on them, while the row is on its way
-//   add(args, scalars, state, tile, place, e, step)
-//   Early<V, step, General, Held>(args, place, e)   what else the V vectors from element e on are mapped with; Held: it lies in registers
-//                                        by then, on its way as early as they are
-//   keep(args, row, scalars), kept(args, row, scalars)  carry what the first thread saw from `partial` over to `apply`
-//   arrived(args, scalars)                     before other CTAs may write: what this thread has loaded has arrived
-//   end(args, row, scalars, state, first)      the row is complete: statistics are written here
-//   relative_to(scalars, m)                    the tile holds exponentials relative to m, and `map` is told by Kept
-//   map<General, Kept>(args, scalars, a, b, place, e, out)  one vector of the output
+// An op derives from RowOperator, which lists the hooks that it can replace, and provides T, State, Scalars and Args.
 #pragma once
 #include "reduce.cuh"
 
@@ -59,13 +42,13 @@ __device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t ro
   if constexpr (Whole && !General) {
     Place<T> p = {a, nullptr, 0, nullptr, 0, {0, static_cast<int>(r.n), 0}, 0};
     if constexpr (Op::kInputs > 1) p.b = static_cast<const T*>(r.b) + row * r.b_stride;
-    if constexpr (Op::kMaps) p.y = static_cast<T*>(r.y) + row * r.y_stride;
+    if constexpr (Op::kHasOutput) p.y = static_cast<T*>(r.y) + row * r.y_stride;
     return p;
   }
   int shift = 0;
   if (General && r.fixed) {
     shift = 0;
-  } else if constexpr (General && Op::kMaps) {
+  } else if constexpr (General && Op::kHasOutput) {
     const auto y = reinterpret_cast<uintptr_t>(advance(r.y, r.y_type, row * r.y_stride));
     const int size = type_size(r.y_type);
     shift = (y & (E * size < 16 ? E * size - 1 : 15)) / size;
@@ -79,7 +62,7 @@ __device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t ro
   p.a = a + origin;
   p.b_type = r.b_type;
   if constexpr (Op::kInputs > 1) p.b = advance(r.b, r.b_type, row * r.b_stride + origin);
-  if constexpr (Op::kMaps) p.y = advance(r.y, r.y_type, row * r.y_stride + origin);
+  if constexpr (Op::kHasOutput) p.y = advance(r.y, r.y_type, row * r.y_stride + origin);
   p.origin = origin;
   p.span = {origin < 0 ? static_cast<int>(-origin) : 0, static_cast<int>(left < most ? left : most)};
   if constexpr (General) {
@@ -108,6 +91,62 @@ struct NothingEarly {
         Op::template map<General, Kept>(args, sc, a, b, p, e + i * Step, y);
       });
   }
+};
+
+// The base of an op: its hooks, with a default for each that most ops do without. `first` holds for one thread of a row, which writes the
+// row's statistics. An op of its own has to say
+//   finalize(args, row, scalars, state, first)  the row is complete: makes what `map` needs of its state, and writes its statistics
+//   map<General, Kept>(args, scalars, a, b, place, e, out)  one vector of the output; Kept: `a` holds exponentials that were kept
+//   rebase_scale(scalars, m)                    those are relative to m; only where State::kMaxFirst
+template <class Op>
+struct RowOperator {
+  static constexpr int kInputs = 1;              // or 2: the second input has T in `rows`, any type in general `partial` and `apply` kernels
+  static constexpr bool kHasOutput = true;       // it writes a row
+  static constexpr bool kAnyOutputType = false;  // of any type where the kernel is a general one
+
+  // What the V vectors from element e on are mapped with beside the row; Held: it lies in registers by then.
+  template <int V, int Step, bool General, bool Held>
+  using Early = NothingEarly<Op, V, Step, General>;
+
+  // Nothing is left to do for this launch.
+  template <class Args>
+  __device__ __forceinline__ static bool already_done(const Args&) {
+    return false;
+  }
+  // What masked elements of the first input read as.
+  __device__ __forceinline__ static uint4 fill() {
+    if constexpr (Op::State::kMaxFirst) return lowest_vector<typename Op::T>();
+    else return zero_vector();
+  }
+  // What a row needs beside its elements: loads that wait for nothing, issued before those of the row.
+  template <class Args>
+  __device__ __forceinline__ static auto load_scalars(const Args&, int64_t row, bool first) {
+    return typename Op::Scalars{};
+  }
+  // Loads that depend on those, while the row is on its way.
+  template <class Args, class Scalars>
+  __device__ __forceinline__ static void resolve_scalars(const Args&, int64_t row, Scalars&, bool first) {}
+  // Waits until they have arrived: other CTAs may write the row from now on.
+  template <class Args, class Scalars>
+  __device__ __forceinline__ static void await_scalars(const Args&, Scalars&) {}
+  // `partial` has them saved for `apply`, which restores them; the default loads them again.
+  template <class Args, class Scalars>
+  __device__ __forceinline__ static void save_scalars(const Args&, int64_t row, const Scalars&) {}
+  template <class Args>
+  __device__ __forceinline__ static auto restore_scalars(const Args& args, int64_t row) {
+    auto sc = Op::load_scalars(args, row, false);
+    Op::resolve_scalars(args, row, sc, false);
+    return sc;
+  }
+  // Adds a tile to a thread's state.
+  template <class Args, class State, class Tile, class Place>
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& tile, const Place&, int e, int step) {
+    if constexpr (State::kMaxFirst) st.add(tile.a);
+    else static_assert(std::is_same_v<State, None>, "a sum needs an accumulate of its own");
+  }
+  // Each CTA's last step.
+  template <class Args>
+  __device__ __forceinline__ static void finish_launch(const Args&) {}
 };
 
 // V vectors of each input. `Any`: the second input has a run-time type and is held as floats. `Keep`: so is what is kept of the first.
@@ -175,7 +214,7 @@ struct Tile {
         get_a<Keep>(i, fa);
         get_b(i, fb);
         Op::template map<General, Keep>(args, sc, fa, fb, p, ei, out);
-        if constexpr (Op::kAnyOutput) store_floats(p.y, args.rows.y_type, ei, p.span, out);
+        if constexpr (Op::kAnyOutputType) store_floats(p.y, args.rows.y_type, ei, p.span, out);
         else store<General>(static_cast<T*>(p.y), ei, p.span, out);
       }
     }
@@ -184,13 +223,12 @@ struct Tile {
 
 // The state of what L lanes hold between them.
 template <class Op, int L, class Tile>
-__device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const typename Op::Scalars& sc,
-                                            typename Op::State& st, Tile& tile, const Place<typename Op::T>& p, int e,
-                                            int step) {
+__device__ __forceinline__ void reduce_tile(const typename Op::Args& args, typename Op::State& st, Tile& tile,
+                                            const Place<typename Op::T>& p, int e, int step) {
   if constexpr (Op::State::kMaxFirst) {
     st.template reduce_tile<L, Tile::kKeep>(tile.a, tile.kept);
   } else {
-    Op::add(args, sc, st, tile, p, e, step);
+    Op::accumulate(args, st, tile, p, e, step);
     st.template reduce_lanes<L>();
   }
 }
@@ -200,7 +238,7 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, const
 template <class Op, int Rows, bool Cluster, int Slice>
 __device__ __forceinline__ void fetch_ahead(const gander::Rows& r) {
 #ifdef GANDER_SM90
-  if constexpr (!Op::kMaps) return;  // reads alone keep the memory busy
+  if constexpr (!Op::kHasOutput) return;  // reads alone keep the memory busy
   using T = typename Op::T;
   const int64_t next = static_cast<int64_t>(blockIdx.x) * Rows + r.ahead;
   if (r.ahead == 0 || threadIdx.x != 0 || blockIdx.x < r.ahead_from || next + Rows > r.m) return;
@@ -228,12 +266,12 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
   static_assert(TPR <= 32);
   // Exponentials as floats need twice the registers of 16-bit elements: it pays for a warp's whole row.
-  constexpr bool kKeep = Op::kMaps && sizeof(T) == 2 && TPR == 32 && V == 4 && !General;
+  constexpr bool kKeep = Op::kHasOutput && sizeof(T) == 2 && TPR == 32 && V == 4 && !General;
   // The target's element is put right by itself. To look for it in each vector takes longer, but for 16-bit elements, whose vectors
   // are half as many.
-  constexpr bool kApart = Op::kMaps && sizeof(T) == 4 && !General;
+  constexpr bool kApart = Op::kHasOutput && sizeof(T) == 4 && !General;
   __shared__ Slot<State> states[kRows];
-  __shared__ typename Op::Label labels[Op::kMaps ? kRows : 1];
+  __shared__ typename Op::Label labels[Op::kHasOutput ? kRows : 1];
   __shared__ float logits[kApart ? kRows : 1];
   const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows, row = base + group;
@@ -241,18 +279,18 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   int e = lane * kElements<T>;
   Place<T> p = place<Op, General, true>(args.rows, active ? row : 0);
   if (!active) p.span.lo = p.span.hi = 0;
-  auto sc = Op::template begin<true>(args, base + tid, clerk);
+  auto sc = Op::template load_scalars<true>(args, base + tid, clerk);
   Tile<Op, V, General, false, Alike, kKeep> tile;
   tile.load(p, e, kStep);
   fetch_ahead<Op, kRows, false, 0>(args.rows);  // after this CTA's own, which is a little faster here
-  Op::template follow<true>(args, base + tid, sc, clerk);
+  Op::template resolve_scalars<true>(args, base + tid, sc, clerk);
   State st;
-  reduce_tile<Op, TPR>(args, sc, st, tile, p, e, kStep);
+  reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
   if (lane == 0) states[group].set(st);
-  if constexpr (Op::kMaps)
+  if constexpr (Op::kHasOutput)
     if (clerk) labels[tid] = sc.label;
   __syncthreads();
-  if constexpr (Op::kMaps) {
+  if constexpr (Op::kHasOutput) {
     sc.label = labels[group];
     Op::prepare(args, sc, st);
     if constexpr (kApart) {
@@ -294,7 +332,7 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
     }
   }
   if (clerk) Op::record(args, base + tid + args.rows.zero, sc, states[tid].get());
-  if constexpr (Op::kTotals) Op::total_if_single(args);
+  Op::finish_launch(args);
 }
 
 // Alike: all operands' rows lie alike in their 16-byte vectors, aligned or not.
@@ -306,8 +344,8 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   constexpr int kStep = TPR * kElements<T>;
   constexpr bool kHeld = !General && V <= 4;
   // The accurate exponential is worth not taking twice, where rows are long enough for that to pay.
-  constexpr bool kKeep = State::kMaxFirst && Op::kMaps && sizeof(T) == 4 && TPR * V >= 2048;
-  if (Op::done(args)) return;
+  constexpr bool kKeep = State::kMaxFirst && Op::kHasOutput && sizeof(T) == 4 && TPR * V >= 2048;
+  if (Op::already_done(args)) return;
   fetch_ahead<Op, kRows, Cluster, kStep * V>(args.rows);
   const int lane = threadIdx.x % TPR;
   const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
@@ -330,25 +368,25 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
 #endif
   Place<T> p = place<Op, General, true>(args.rows, active ? row : 0);
   if (!active) p.span.lo = p.span.hi = 0;
-  auto sc = Op::begin(args, active ? row : 0, first);
+  auto sc = Op::load_scalars(args, active ? row : 0, first);
   Tile<Op, V, General, false, Alike, kKeep> tile;
   tile.load(p, e, kStep);
   const typename Op::template Early<V, kStep, General, kHeld> early(args, p, e);
-  Op::follow(args, active ? row : 0, sc, first);
+  Op::resolve_scalars(args, active ? row : 0, sc, first);
   State st;
-  reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, sc, st, tile, p, e, kStep);
+  reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, st, tile, p, e, kStep);
   const State own = st;
   if constexpr (kWarps > 1 && !std::is_same_v<State, None>) reduce_warps<kWarps>(st, warp_slots);
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
-    Op::arrived(args, sc);
+    Op::await_scalars(args, sc);
     reduce_cluster(st, cluster_slots, &barrier, 0);
   }
 #endif
-  if (active) Op::end(args, row, sc, st, first);
-  if constexpr (Op::kMaps) {
-    if constexpr (kKeep && (kWarps > 1 || Cluster)) Op::relative_to(sc, own.m);
+  if (active) Op::finalize(args, row, sc, st, first);
+  if constexpr (Op::kHasOutput) {
+    if constexpr (kKeep && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
     if constexpr (!kKeep) tile.forget(args.rows.zero);
     if constexpr (General) {  // found out again: to remember it, and what it said of each vector, would cost registers
       p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
@@ -357,7 +395,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     }
     tile.map(args, sc, p, e, kStep, early);
   }
-  if constexpr (Op::kTotals) Op::total_if_single(args);
+  Op::finish_launch(args);
 }
 
 // Long rows by way of shared memory, where each thread copies what it works on itself: no barrier, nothing held in registers. In a
@@ -388,7 +426,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   }
 #endif
   const Place<T> p = place<Op, General, true>(args.rows, row);
-  auto sc = Op::begin(args, row, first);
+  auto sc = Op::load_scalars(args, row, first);
   uint4* mine = buffer + tid;
   const T* const from = once(p.a + e);
 #pragma unroll
@@ -401,7 +439,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   }
   copies_commit();
   const typename Op::template Early<V, kStep, General, !General> early(args, p, e);
-  Op::follow(args, row, sc, first);
+  Op::resolve_scalars(args, row, sc, first);
   copies_wait<0>();
   State st;
 #pragma unroll
@@ -422,7 +460,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     reduce_cluster(st, cluster_slots, &barrier, 0);
   }
 #endif
-  Op::end(args, row, sc, st, first);
+  Op::finalize(args, row, sc, st, first);
   T* const to = once(static_cast<T*>(p.y) + e);
   early.template map<false>(sc, p, e, [&](int i, auto map) {
     const int ei = e + i * kStep;
@@ -441,7 +479,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   using T = typename Op::T;
   static_assert(TPR <= 32);
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
-  if (Op::done(args)) return;
+  if (Op::already_done(args)) return;
   const int lane = threadIdx.x % TPR, e = lane * kElements<T>;
   const int64_t rows = args.rows.m, step = static_cast<int64_t>(gridDim.x) * kRows;
   int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
@@ -452,7 +490,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   };
   Tile<Op, V, false, false, true> next_tile;
   Place<T> next = at(row);
-  auto next_sc = Op::begin(args, row < rows ? row : 0, lane == 0 && row < rows);
+  auto next_sc = Op::load_scalars(args, row < rows ? row : 0, lane == 0 && row < rows);
   next_tile.load(next, e, kStep);
   const typename Op::template Early<V, kStep, false, false> early(args, next, e);
   // All rows of a warp take part in its shuffles, so all make as many turns as the first.
@@ -461,14 +499,14 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
     const Place<T> p = next;
     auto sc = next_sc;
     const bool active = row < rows, first = active && lane == 0;
-    Op::follow(args, active ? row : 0, sc, first);
+    Op::resolve_scalars(args, active ? row : 0, sc, first);
     next = at(row + step);
-    next_sc = Op::begin(args, row + step < rows ? row + step : 0, lane == 0 && row + step < rows);
+    next_sc = Op::load_scalars(args, row + step < rows ? row + step : 0, lane == 0 && row + step < rows);
     next_tile.load(next, e, kStep);
     typename Op::State st;
-    reduce_tile<Op, TPR>(args, sc, st, tile, p, e, kStep);
-    if (active) Op::end(args, row, sc, st, first);
-    if constexpr (Op::kMaps) {
+    reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
+    if (active) Op::finalize(args, row, sc, st, first);
+    if constexpr (Op::kHasOutput) {
       tile.forget(args.rows.zero);
       tile.map(args, sc, p, e, kStep, early);
     }
@@ -486,23 +524,23 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   const int chunk = blockIdx.x % args.rows.splits;
   const bool first = threadIdx.x == 0;
   const Place<T> p = place<Op, General, false>(args.rows, row, chunk);
-  auto sc = Op::begin(args, row, first && chunk == 0);
-  Op::follow(args, row, sc, first && chunk == 0);
+  auto sc = Op::load_scalars(args, row, first && chunk == 0);
+  Op::resolve_scalars(args, row, sc, first && chunk == 0);
   State st;
   for (int e = threadIdx.x * kElements<T>; e < p.span.hi; e += V * kStep) {
     Tile<Op, V, General, General && !Alike, Alike> tile;
     tile.load(p, e, kStep);
-    Op::add(args, sc, st, tile, p, e, kStep);
+    Op::accumulate(args, st, tile, p, e, kStep);
   }
   st.template reduce_lanes<32>();
   reduce_warps<Threads / 32>(st, warp_slots);
   wait_for_previous_launch();  // so that whoever waits for this launch has waited for that one too
-  if (args.rows.splits == 1 && !Op::kMaps) {
-    Op::end(args, row, sc, st, first);
-    if constexpr (Op::kTotals) Op::total_if_single(args);
+  if (args.rows.splits == 1 && !Op::kHasOutput) {
+    Op::finalize(args, row, sc, st, first);
+    Op::finish_launch(args);
   } else if (first) {
     static_cast<Slot<State>*>(args.rows.partial)[blockIdx.x].set(st);
-    if (chunk == 0) Op::keep(args, row, sc);
+    if (chunk == 0) Op::save_scalars(args, row, sc);
   }
 }
 
@@ -511,21 +549,20 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kStep = kChunkThreads * kElements<T>;
-  if (Op::done(args)) return;
+  if (Op::already_done(args)) return;
   // Last chunk first: the end of what `partial` read is still in L2.
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
-  const int64_t row = Op::kMaps ? block / args.rows.splits : block;
-  const int chunk = Op::kMaps ? block % args.rows.splits : 0;
+  const int64_t row = Op::kHasOutput ? block / args.rows.splits : block;
+  const int chunk = Op::kHasOutput ? block % args.rows.splits : 0;
   const bool first = threadIdx.x == 0 && chunk == 0;
   const Place<T> p = place<Op, General, false>(args.rows, row, chunk);
   int e = threadIdx.x * kElements<T>;
   Tile<Op, V, General, General, !General> tile;
   // The elements do not wait for `partial`: they are in registers when the states are complete.
-  if constexpr (Op::kMaps) tile.load(p, e, kStep);
+  if constexpr (Op::kHasOutput) tile.load(p, e, kStep);
   typename Op::template Early<V, kStep, General, !General> early(args, p, e);
-  typename Op::Scalars sc = {};
   wait_for_previous_launch();
-  Op::kept(args, row, sc);
+  auto sc = Op::restore_scalars(args, row);
   State st;
   if constexpr (!std::is_same_v<State, None>) {
     __shared__ Slot<State> warp_slots[kChunkThreads / 32];
@@ -534,8 +571,8 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
     st.template reduce_lanes<32>();
     reduce_warps<kChunkThreads / 32>(st, warp_slots);
   }
-  Op::end(args, row, sc, st, first);
-  if constexpr (Op::kMaps) {
+  Op::finalize(args, row, sc, st, first);
+  if constexpr (Op::kHasOutput) {
     while (true) {
       tile.map(args, sc, p, e, kStep, early);
       e += V * kStep;
@@ -544,7 +581,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
       early.bring(p, e);
     }
   }
-  if constexpr (Op::kTotals) Op::total_if_single(args);
+  Op::finish_launch(args);
 }
 
 }  // namespace gander

@@ -6,34 +6,19 @@ namespace gander {
 
 // y = exp(x - max) / sum exp(x - max)
 template <class T_>
-struct SoftmaxForward {
+struct SoftmaxForward : RowOperator<SoftmaxForward<T_>> {
   using T = T_;
   using State = MaxSum<T, Accumulator<T>>;
   using Args = SoftmaxArgs;
-  static constexpr int kInputs = 1;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
-  template <int V, int Step, bool General, bool>
-  using Early = NothingEarly<SoftmaxForward, V, Step, General>;
-  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float max, sum, rest, scale;  // the sum in two parts, of which float32 rows use both
   };
-  __device__ static uint4 fill() { return lowest_vector<T>(); }
-  __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
-  __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
-  __device__ static void arrived(const Args&, const Scalars&) {}
-  template <class Tile, class Place>
-  __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
-    st.add(t.a);
-  }
-  __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static void kept(const Args&, int64_t, Scalars&) {}
-  __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) {
+  __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars& sc, const State& st, bool) {
     const float sum = st.s;
     sc = {st.m, sum, static_cast<float>(st.s - sum), 1.f / sum};
   }
   // The quotient exp(m - max) / sum in two parts. No division, whose slow path is a call.
-  __device__ __forceinline__ static void relative_to(Scalars& sc, float m) {
+  __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) {
     const double sum = static_cast<double>(sc.sum) + sc.rest, guess = sc.scale, inverse = fma(guess, fma(-sum, guess, 1.), guess);
     const double scale = rescaling<double>(m, State::reference(sc.max)) * inverse;
     sc.scale = scale, sc.rest = scale - sc.scale;
@@ -57,24 +42,16 @@ struct SoftmaxForward {
 
 // dx = (dy - sum(dy * y)) * y
 template <class T_>
-struct SoftmaxBackward {
+struct SoftmaxBackward : RowOperator<SoftmaxBackward<T_>> {
   using T = T_;
   using State = Sum<T>;
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 2;
-  static constexpr bool kMaps = true, kAnyOutput = false, kTotals = false;
-  template <int V, int Step, bool General, bool>
-  using Early = NothingEarly<SoftmaxBackward, V, Step, General>;
-  __device__ static bool done(const Args&) { return false; }
   struct Scalars {
     float dot, rest;  // in two parts, of which float32 rows use both
   };
-  __device__ static uint4 fill() { return zero_vector(); }
-  __device__ static Scalars begin(const Args&, int64_t, bool) { return {}; }
-  __device__ static void follow(const Args&, int64_t, Scalars&, bool) {}
-  __device__ static void arrived(const Args&, const Scalars&) {}
   template <class Tile, class Place>
-  __device__ __forceinline__ static void add(const Args&, const Scalars&, State& st, const Tile& t, const Place&, int, int) {
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const Place&, int, int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float dy[Tile::E], y[Tile::E];
@@ -84,9 +61,7 @@ struct SoftmaxBackward {
       st.template add<std::conditional_t<Tile::kGeneral, Accumulator<T>, float>>(dy, y);
     }
   }
-  __device__ static void keep(const Args&, int64_t, const Scalars&) {}
-  __device__ static void kept(const Args&, int64_t, Scalars&) {}
-  __device__ static void end(const Args&, int64_t, Scalars& sc, const State& st, bool) {
+  __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars& sc, const State& st, bool) {
     sc.dot = st.s;
     sc.rest = st.s - sc.dot;
   }

@@ -114,7 +114,7 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       const uint32_t number = static_cast<uint32_t>(i + 1);
       typename Op::Scalars sc[R];
 #pragma unroll
-      for (int j = 0; j < R; j++) sc[j] = Op::begin(args, min(i * R + j, rows - 1), false);
+      for (int j = 0; j < R; j++) sc[j] = Op::load_scalars(args, min(i * R + j, rows - 1), false);
       // By when this CTA has summed some steps more, the others are likely to have shared this one: looking in vain costs all of them time.
       const int64_t later = min(i + min(kAhead, lag), steps - 1);
       barrier_wait(summed + later % kSlots, later / kSlots & 1);
@@ -141,7 +141,7 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       for (int j = 0; j < R; j++) {
         st[j].template reduce_lanes<32>();
         const bool in = i * R + j < rows;
-        if (in) Op::end(args, i * R + j, sc[j], st[j], member == 0 && lane == 0);
+        if (in) Op::finalize(args, i * R + j, sc[j], st[j], member == 0 && lane == 0);
         if (lane == 0) scalars[slot][j] = sc[j];
       }
       if (lane == 0) barrier_arrive(merged + slot);
@@ -233,7 +233,7 @@ struct NothingKept {
     if constexpr (Op::State::kMaxFirst) {
       st.template reduce_tile<32>(tile.a, tile.kept);
     } else {
-      Op::add(args, {}, st, tile, p, e, kStep);
+      Op::accumulate(args, st, tile, p, e, kStep);
       st.template reduce_lanes<32>();
     }
   }
@@ -311,7 +311,7 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
         tile = next;
         if (t + 1 < tiles) next.load(p, at(t + 1), kStep);
       }
-      Op::add(args, sc, st, tile, p, at(t), kStep);
+      Op::accumulate(args, st, tile, p, at(t), kStep);
     }
     st.template reduce_lanes<32>();
     reduce_warps<kWarps>(st, warp_slots[0]);
@@ -363,7 +363,7 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
   }
   st.template reduce_lanes<32>();
   reduce_warps<kWarps>(st, warp_slots[1]);
-  Op::end(args, row, sc, st, tid == 0 && mine == 0);
+  Op::finalize(args, row, sc, st, tid == 0 && mine == 0);
   const auto use = [&](Step& s, int tile) {
     if (tile < held) read(tile, s.tile);
     s.tile.map(args, sc, own, at(tile), kStep, s.early);
