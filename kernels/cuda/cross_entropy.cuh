@@ -131,7 +131,6 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using T = T_;
   using State = MaxSum<T, float>;  // the logarithm takes digits off its sum
   using Args = CrossEntropyArgs;
-  using Label = gander::Label;
   static constexpr bool kHasOutput = Gradient;
   struct Scalars {
     Label label;
@@ -256,5 +255,84 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     subtract_at(sc.index, p.origin, e, sc.grad, dx);
   }
 };
+
+// As `rows`, for short rows whose statistics are much work: a CTA's first threads make them, each for another row. Otherwise every warp
+// would, for the few lanes that come first in a row. The op's `begin` and `follow` are those of a clerk; `record` writes the statistics, and
+// `prepare` makes what `map` needs out of a row's label, which its clerk has told the other threads.
+template <class Op, int TPR, int V, bool General, bool Alike>
+__device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
+  using T = typename Op::T;
+  using State = typename Op::State;
+  constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
+  static_assert(TPR <= 32);
+  // Exponentials as floats need twice the registers of 16-bit elements: it pays for a warp's whole row.
+  constexpr bool kKeep = Op::kHasOutput && sizeof(T) == 2 && TPR == 32 && V == 4 && !General;
+  // The target's element is put right by itself. To look for it in each vector takes longer, but for 16-bit elements, whose vectors
+  // are half as many.
+  constexpr bool kApart = Op::kHasOutput && sizeof(T) == 4 && !General;
+  __shared__ Slot<State> states[kRows];
+  __shared__ Label labels[Op::kHasOutput ? kRows : 1];
+  __shared__ float logits[kApart ? kRows : 1];
+  const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows, row = base + group;
+  const bool active = row < args.rows.m, clerk = tid < kRows && base + tid < args.rows.m;
+  int e = lane * kElements<T>;
+  Place<T> p = place<Op, General, true>(args.rows, active ? row : 0);
+  if (!active) p.span.lo = p.span.hi = 0;
+  auto sc = Op::template load_scalars<true>(args, base + tid, clerk);
+  Tile<Op, V, General, false, Alike, kKeep> tile;
+  tile.load(p, e, kStep);
+  fetch_ahead<Op, kRows, false, 0>(args.rows);  // after this CTA's own, which is a little faster here
+  Op::template resolve_scalars<true>(args, base + tid, sc, clerk);
+  State st;
+  reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
+  if (lane == 0) states[group].set(st);
+  if constexpr (Op::kHasOutput)
+    if (clerk) labels[tid] = sc.label;
+  __syncthreads();
+  if constexpr (Op::kHasOutput) {
+    sc.label = labels[group];
+    Op::prepare(args, sc, st);
+    if constexpr (kApart) {
+      if (clerk) logits[tid] = sc.logit;
+      const int64_t again = base + group + args.rows.zero;  // to remember the place would cost registers
+      p = place<Op, General, true>(args.rows, again < args.rows.m ? again : 0);
+      if (again >= args.rows.m) p.span.lo = p.span.hi = 0;
+      e += args.rows.zero;
+      const int64_t target = sc.label.index;
+      const bool mine = sc.grad != 0.f && target >= 0 && target < p.span.hi && static_cast<int>(target) / kElements<T> % TPR == lane;
+      const float x_target = mine ? to_float(p.a[target]) : 0.f;
+      if (sc.grad == 0.f) {  // whatever the row's logits are
+        sc.max = sc.scale = 0.f;
+#pragma unroll
+        for (int i = 0; i < V; i++) tile.a[i] = zero_vector();
+      }
+      tile.forget(args.rows.zero);
+      T* const y = once(static_cast<T*>(p.y) + e);
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        if (e + i * kStep >= p.span.hi) break;
+        float x[kElements<T>], dx[kElements<T>];
+        tile.get_a(i, x);
+#pragma unroll
+        for (int j = 0; j < kElements<T>; j++) dx[j] = Op::template scaled<false>(sc, x[j]);
+        store_vector(y + i * kStep, dx);
+      }
+      if (mine) static_cast<T*>(p.y)[target] = from_float<T>(Op::template scaled<false>(sc, x_target) - sc.grad);
+      if (clerk) sc.label = labels[tid], sc.logit = logits[tid];
+    } else {
+      if constexpr (!kKeep) tile.forget(args.rows.zero);
+      if constexpr (General) {
+        p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
+        if (!active) p.span.lo = p.span.hi = 0;
+        e += args.rows.zero;
+      }
+      tile.map(args, sc, p, e, kStep, typename Op::template Early<V, kStep, General, false>(args, p, e));
+      if (clerk) sc.label = labels[tid];
+    }
+  }
+  if (clerk) Op::record(args, base + tid + args.rows.zero, sc, states[tid].get());
+  Op::finish_launch(args);
+}
 
 }  // namespace gander

@@ -188,6 +188,81 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   }
 };
 
+// Long rows by way of shared memory, where each thread copies what it works on itself: no barrier, nothing held in registers. In a
+// general kernel all operands lie alike.
+template <class Op, int Threads, int V, bool Cluster, bool General>
+__device__ __forceinline__ void staged_body(const typename Op::Args& args) {
+#ifndef GANDER_SM90
+  if constexpr (Cluster) return;
+#endif
+  using T = typename Op::T;
+  using State = typename Op::State;
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E;
+  static_assert(Op::kInputs == 1 && !State::kMaxFirst);
+  extern __shared__ __align__(128) uint4 buffer[];  // V x threads
+  __shared__ Slot<State> warp_slots[kWarps];
+  fetch_ahead<Op, 1, Cluster, kStep * V>(args.rows);
+  const int tid = threadIdx.x;
+  const int64_t row = blockIdx.x;
+  int e = tid * E;
+  bool first = tid == 0;
+#ifdef GANDER_SM90
+  __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
+  __shared__ uint64_t barrier;
+  if constexpr (Cluster) {
+    e += cluster_rank() * kStep * V;
+    first = first && cluster_rank() == 0;
+    cluster_begin(&barrier, sizeof(State));
+  }
+#endif
+  const Place<T> p = place<Op, General, true>(args.rows, row);
+  auto sc = Op::load_scalars(args, row, first);
+  uint4* mine = buffer + tid;
+  const T* const from = once(p.a + e);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int ei = e + i * kStep;
+    if (General && ei >= p.span.hi) break;
+    if (!General && ei >= p.span.hi) mine[i * Threads] = Op::fill();
+    else if (General && ei + E > p.readable().end) mine[i * Threads] = load_elements(from + i * kStep, p.span.lo - ei, p.span.hi - ei, Op::fill());
+    else copy_async<16>(mine + i * Threads, from + i * kStep, 16);
+  }
+  copies_commit();
+  const typename Op::template Early<V, kStep, General, !General> early(args, p, e);
+  Op::resolve_scalars(args, row, sc, first);
+  copies_wait<0>();
+  State st;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int ei = e + i * kStep;
+    if (General && ei >= p.span.hi) break;
+    uint4 v = mine[i * Threads];
+    if (General && !p.span.template whole<E>(ei)) v = masked<T>(v, p.span.lo - ei, p.span.hi - ei, Op::fill());
+    float x[E];
+    unpack(T(), v, x);
+    Op::add_vector(st, x, x, x);
+  }
+  st.template reduce_lanes<32>();
+  reduce_warps<kWarps>(st, warp_slots);
+#ifdef GANDER_SM90
+  if constexpr (Cluster) {
+    cluster_wait();
+    reduce_cluster(st, cluster_slots, &barrier, 0);
+  }
+#endif
+  Op::finalize(args, row, sc, st, first);
+  T* const to = once(static_cast<T*>(p.y) + e);
+  early.template map<false>(sc, p, e, [&](int i, auto map) {
+    const int ei = e + i * kStep;
+    if (ei >= p.span.hi) return;
+    float x[E], y[E];
+    unpack(T(), mine[i * Threads], x);
+    map(x, x, y);
+    if constexpr (General) store<General>(to - e, ei, p.span, y);
+    else store_vector(to + i * kStep, y);
+  });
+}
+
 // The weights of a thread's columns: held as floats for all rows where registers allow, else fetched again from the caches.
 template <int V, int E, bool Held, bool General>
 struct ColumnWeights {
