@@ -12,12 +12,12 @@ struct Label {
   int64_t index;  // kNone for neither
   float weight;
 };
-constexpr int64_t kNone = INT64_MIN / 2;
+constexpr int64_t kNoTarget = INT64_MIN / 2;
 
 // Optional: without targets, for a log-sum-exp alone, every row has the weight 1 and no element of its own.
 template <bool Optional>
 __device__ __forceinline__ int64_t load_target(const CrossEntropyArgs& a, int64_t row) {
-  if (Optional && !a.target) return kNone;
+  if (Optional && !a.target) return kNoTarget;
   const int64_t i = row * a.target_stride;
   if (a.target_type == kInt64) return static_cast<const int64_t*>(a.target)[i];
   return static_cast<const int32_t*>(a.target)[i];
@@ -25,9 +25,9 @@ __device__ __forceinline__ int64_t load_target(const CrossEntropyArgs& a, int64_
 
 template <bool Optional>
 __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target) {
-  if (Optional && !a.target) return {kNone, 1.f};
-  if (target == a.ignore_index) return {kNone, 0.f};
-  if (target < 0 || target >= a.rows.n) return {kNone, kNaN};
+  if (Optional && !a.target) return {kNoTarget, 1.f};
+  if (target == a.ignore_index) return {kNoTarget, 0.f};
+  if (target < 0 || target >= a.rows.n) return {kNoTarget, kNaN};
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
 }
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
 
 // Loss and weight of each row of a launch of one CTA, which makes the total itself.
 constexpr int kMaxRowsPerCTA = 16;
-__device__ __forceinline__ float2* rows_of_cta() {
+__device__ __forceinline__ float2* cta_row_losses() {
   __shared__ float2 rows[kMaxRowsPerCTA];
   return rows;
 }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
   const float2* rows = static_cast<const float2*>(a.row_losses);
   const bool here = a.total_here;
   double2 sum;
-  if (!sum_rows<T, Cluster, U>(a.rows.m, sum, [=](int64_t i) { return here ? rows_of_cta()[i] : __ldcg(rows + i); })) return;
+  if (!sum_rows<T, Cluster, U>(a.rows.m, sum, [=](int64_t i) { return here ? cta_row_losses()[i] : __ldcg(rows + i); })) return;
   if (a.total) *static_cast<float*>(a.total) = a.mean ? sum.x / sum.y : sum.x;
   if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
 }
@@ -138,17 +138,17 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     float max, scale, grad;
   };
   // Clerk: the row's label is the first thread's alone, who tells the others.
-  template <bool Clerk = false>
-  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool first) {
+  template <bool StatsThread = false>
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool leader) {
     Scalars sc = {};
-    if (first || Gradient && !Clerk) sc.label.index = load_target<!Gradient>(a, row);
+    if (leader || Gradient && !StatsThread) sc.label.index = load_target<!Gradient>(a, row);
     return sc;
   }
   // The target's logit is loaded before any thread writes a gradient over it: barriers lie in between.
-  template <bool Clerk = false>
-  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t row, Scalars& sc, bool first) {
-    if (first || Gradient && !Clerk) sc.label = label<!Gradient>(a, sc.label.index);
-    if (first && sc.label.index >= 0)
+  template <bool StatsThread = false>
+  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t row, Scalars& sc, bool leader) {
+    if (leader || Gradient && !StatsThread) sc.label = label<!Gradient>(a, sc.label.index);
+    if (leader && sc.label.index >= 0)
       sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
   }
   // The CTA that holds the target may write over its logit as soon as it has heard of this one.
@@ -164,9 +164,9 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     sc.logit = static_cast<const float*>(a.logits)[row];
     return sc;
   }
-  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st, bool leader) {
     if constexpr (Gradient) prepare(a, sc, st);
-    if (first) record(a, row, sc, st);
+    if (leader) record(a, row, sc, st);
   }
   // What `map` needs of a complete row.
   __device__ __forceinline__ static void prepare(const Args& a, Scalars& sc, const State& st) {
@@ -184,7 +184,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const float log_sum = log.x + log.y;
     const double unweighted = (static_cast<double>(log.x) + log.y) + (static_cast<double>(st.m) - sc.logit);
     const float loss = weight == 0.f ? 0.f : static_cast<float>(weight * unweighted);
-    if (a.total_here) rows_of_cta()[row] = make_float2(loss, weight);
+    if (a.total_here) cta_row_losses()[row] = make_float2(loss, weight);
     else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
     if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = loss;
     if (a.log_sum) {
@@ -194,19 +194,19 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m + log_sum;
     }
   }
-  __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) { sc.scale *= rescaling<float>(m, State::reference(sc.max)); }
-  template <bool General, bool Kept, int E, class Place>
+  __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) { sc.scale *= rescale_factor<float>(m, State::reference(sc.max)); }
+  template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                             const Place& p, int e, float (&dx)[E]) {
+                                             const View& p, int e, float (&dx)[E]) {
     const bool zero = sc.grad == 0.f;
 #pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Kept>(sc, x[j]);
+    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
     subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
   }
   // What becomes of any element but the target's.
-  template <bool Kept>
+  template <bool Cached>
   __device__ __forceinline__ static float scaled(const Scalars& sc, float x) {
-    return (Kept ? x : exp_difference<T>(x, sc.max)) * sc.scale;
+    return (Cached ? x : exp_difference<T>(x, sc.max)) * sc.scale;
   }
   __device__ __forceinline__ static void finish_launch(const Args& a) {
     if (!a.total_here) return;
@@ -220,7 +220,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
 template <class T_>
 struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   using T = T_;
-  using State = None;
+  using State = NoState;
   using Args = CrossEntropyArgs;
   // The gradient that forward made is right as it is.
   __device__ __forceinline__ static bool already_done(const Args& a) { return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f; }
@@ -247,9 +247,9 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     sc.scale = expf(-sc.scale) * sc.grad;
   }
   __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars&, const State&, bool) {}
-  template <bool General, bool Kept, int E, class Place>
+  template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                             const Place& p, int e, float (&dx)[E]) {
+                                             const View& p, int e, float (&dx)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
     subtract_at(sc.index, p.origin, e, sc.grad, dx);
@@ -259,59 +259,59 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
 // As `rows`, for short rows whose statistics are much work: a CTA's first threads make them, each for another row. Otherwise every warp
 // would, for the few lanes that come first in a row. The op's `begin` and `follow` are those of a clerk; `record` writes the statistics, and
 // `prepare` makes what `map` needs out of a row's label, which its clerk has told the other threads.
-template <class Op, int TPR, int V, bool General, bool Alike>
+template <class Op, int TPR, int V, bool Unaligned, bool SameOffset>
 __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
   static_assert(TPR <= 32);
   // Exponentials as floats need twice the registers of 16-bit elements: it pays for a warp's whole row.
-  constexpr bool kKeep = Op::kHasOutput && sizeof(T) == 2 && TPR == 32 && V == 4 && !General;
+  constexpr bool kCacheExp = Op::kHasOutput && sizeof(T) == 2 && TPR == 32 && V == 4 && !Unaligned;
   // The target's element is put right by itself. To look for it in each vector takes longer, but for 16-bit elements, whose vectors
   // are half as many.
-  constexpr bool kApart = Op::kHasOutput && sizeof(T) == 4 && !General;
+  constexpr bool kPatchTarget = Op::kHasOutput && sizeof(T) == 4 && !Unaligned;
   __shared__ Slot<State> states[kRows];
   __shared__ Label labels[Op::kHasOutput ? kRows : 1];
-  __shared__ float logits[kApart ? kRows : 1];
+  __shared__ float logits[kPatchTarget ? kRows : 1];
   const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows, row = base + group;
-  const bool active = row < args.rows.m, clerk = tid < kRows && base + tid < args.rows.m;
+  const bool active = row < args.rows.m, stats_thread = tid < kRows && base + tid < args.rows.m;
   int e = lane * kElements<T>;
-  Place<T> p = place<Op, General, true>(args.rows, active ? row : 0);
-  if (!active) p.span.lo = p.span.hi = 0;
-  auto sc = Op::template load_scalars<true>(args, base + tid, clerk);
-  Tile<Op, V, General, false, Alike, kKeep> tile;
+  RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
+  if (!active) p.bounds.lo = p.bounds.hi = 0;
+  auto sc = Op::template load_scalars<true>(args, base + tid, stats_thread);
+  Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
-  fetch_ahead<Op, kRows, false, 0>(args.rows);  // after this CTA's own, which is a little faster here
-  Op::template resolve_scalars<true>(args, base + tid, sc, clerk);
+  prefetch_later_rows<Op, kRows, false, 0>(args.rows);  // after this CTA's own, which is a little faster here
+  Op::template resolve_scalars<true>(args, base + tid, sc, stats_thread);
   State st;
   reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
   if (lane == 0) states[group].set(st);
   if constexpr (Op::kHasOutput)
-    if (clerk) labels[tid] = sc.label;
+    if (stats_thread) labels[tid] = sc.label;
   __syncthreads();
   if constexpr (Op::kHasOutput) {
     sc.label = labels[group];
     Op::prepare(args, sc, st);
-    if constexpr (kApart) {
-      if (clerk) logits[tid] = sc.logit;
+    if constexpr (kPatchTarget) {
+      if (stats_thread) logits[tid] = sc.logit;
       const int64_t again = base + group + args.rows.zero;  // to remember the place would cost registers
-      p = place<Op, General, true>(args.rows, again < args.rows.m ? again : 0);
-      if (again >= args.rows.m) p.span.lo = p.span.hi = 0;
+      p = row_view<Op, Unaligned, true>(args.rows, again < args.rows.m ? again : 0);
+      if (again >= args.rows.m) p.bounds.lo = p.bounds.hi = 0;
       e += args.rows.zero;
       const int64_t target = sc.label.index;
-      const bool mine = sc.grad != 0.f && target >= 0 && target < p.span.hi && static_cast<int>(target) / kElements<T> % TPR == lane;
+      const bool mine = sc.grad != 0.f && target >= 0 && target < p.bounds.hi && static_cast<int>(target) / kElements<T> % TPR == lane;
       const float x_target = mine ? to_float(p.a[target]) : 0.f;
       if (sc.grad == 0.f) {  // whatever the row's logits are
         sc.max = sc.scale = 0.f;
 #pragma unroll
         for (int i = 0; i < V; i++) tile.a[i] = zero_vector();
       }
-      tile.forget(args.rows.zero);
-      T* const y = once(static_cast<T*>(p.y) + e);
+      tile.rematerialize(args.rows.zero);
+      T* const y = opaque(static_cast<T*>(p.y) + e);
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        if (e + i * kStep >= p.span.hi) break;
+        if (e + i * kStep >= p.bounds.hi) break;
         float x[kElements<T>], dx[kElements<T>];
         tile.get_a(i, x);
 #pragma unroll
@@ -319,19 +319,19 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
         store_vector(y + i * kStep, dx);
       }
       if (mine) static_cast<T*>(p.y)[target] = from_float<T>(Op::template scaled<false>(sc, x_target) - sc.grad);
-      if (clerk) sc.label = labels[tid], sc.logit = logits[tid];
+      if (stats_thread) sc.label = labels[tid], sc.logit = logits[tid];
     } else {
-      if constexpr (!kKeep) tile.forget(args.rows.zero);
-      if constexpr (General) {
-        p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
-        if (!active) p.span.lo = p.span.hi = 0;
+      if constexpr (!kCacheExp) tile.rematerialize(args.rows.zero);
+      if constexpr (Unaligned) {
+        p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.zero);
+        if (!active) p.bounds.lo = p.bounds.hi = 0;
         e += args.rows.zero;
       }
-      tile.map(args, sc, p, e, kStep, typename Op::template Early<V, kStep, General, false>(args, p, e));
-      if (clerk) sc.label = labels[tid];
+      tile.map(args, sc, p, e, kStep, typename Op::template EpilogueOperands<V, kStep, Unaligned, false>(args, p, e));
+      if (stats_thread) sc.label = labels[tid];
     }
   }
-  if (clerk) Op::record(args, base + tid + args.rows.zero, sc, states[tid].get());
+  if (stats_thread) Op::record(args, base + tid + args.rows.zero, sc, states[tid].get());
   Op::finish_launch(args);
 }
 

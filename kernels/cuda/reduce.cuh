@@ -42,7 +42,7 @@ using Accumulator = std::conditional_t<sizeof(T) == 4, double, float>;
 // exp(m - r) for m <= r: takes a sum of exponentials relative to m over to one relative to r. Taken once per thread and row, so it is
 // worth more digits than an element's: the hardware's exponential errs to one side, which a sum shows.
 template <class A>
-__device__ __forceinline__ A rescaling(float m, float r) {
+__device__ __forceinline__ A rescale_factor(float m, float r) {
   if constexpr (sizeof(A) == 8) {
     double d = static_cast<double>(m) - r;
     d = d > -200. ? d : -200.;                       // less is nothing beside 1
@@ -77,7 +77,7 @@ struct alignas(alignof(State)) Slot {
 };
 
 // Nothing to agree on.
-struct alignas(8) None {
+struct alignas(8) NoState {
   static constexpr bool kMaxFirst = false;
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {}
@@ -85,7 +85,7 @@ struct alignas(8) None {
 
 template <class T>
 struct alignas(8) Sum {
-  using Part = Sum;  // what one of many CTAs makes of its part of a row
+  using Partial = Sum;  // what one of many CTAs makes of its part of a row
   static constexpr bool kMaxFirst = false;
   Accumulator<T> s = 0;
   // Products of a vector, added up in F. They are added up apart: one long chain of additions loses digits, and of squares always
@@ -110,7 +110,7 @@ struct alignas(8) Sum {
 // A maximum, and the sum of exponentials relative to it (online softmax), taken in A. An empty state is (-inf, 0).
 template <class T, class A>
 struct alignas(2 * sizeof(A)) MaxSum {
-  using Part = MaxSum<T, float>;  // roundings of many parts even out
+  using Partial = MaxSum<T, float>;  // roundings of many parts even out
   static constexpr bool kMaxFirst = true;
   A s = 0;
   float m = -kInfinity;
@@ -122,19 +122,19 @@ struct alignas(2 * sizeof(A)) MaxSum {
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
     const float top = lanes_max<L>(m);
-    s = lanes_sum<L>(s * rescaling<A>(m, reference(top)));
+    s = lanes_sum<L>(s * rescale_factor<A>(m, reference(top)));
     m = top;
   }
   // The state of a row that L lanes hold: they agree on the maximum before they take exponentials, so that no lane's sum is scaled.
   // Keep: the elements' exponentials relative to it are kept.
-  template <int L, bool Keep = false, int V, int K>
-  __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V], float (&kept)[K][kElements<T>]) {
+  template <int L, bool CacheExp = false, int V, int K>
+  __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V], float (&exps)[K][kElements<T>]) {
     m = lanes_max<L>(tile_max(T(), v));
-    s = lanes_sum<L>(exponentials<Keep>(v, reference(m), kept));
+    s = lanes_sum<L>(exponentials<CacheExp>(v, reference(m), exps));
   }
   __device__ __forceinline__ void merge(MaxSum o) {
     const float top = fmaxf(m, o.m), r = reference(top);
-    s = s * rescaling<A>(m, r) + o.s * rescaling<A>(o.m, r);
+    s = s * rescale_factor<A>(m, r) + o.s * rescale_factor<A>(o.m, r);
     m = top;
   }
   // Several at a time, of which none waits for another's exponential.
@@ -144,9 +144,9 @@ struct alignas(2 * sizeof(A)) MaxSum {
 #pragma unroll
     for (int u = 0; u < U; u++) top = fmaxf(top, o[u].m);
     const float r = reference(top);
-    s *= rescaling<A>(m, r);
+    s *= rescale_factor<A>(m, r);
 #pragma unroll
-    for (int u = 0; u < U; u++) s += o[u].s * rescaling<A>(o[u].m, r);
+    for (int u = 0; u < U; u++) s += o[u].s * rescale_factor<A>(o[u].m, r);
     m = top;
   }
   // Adds a tile of elements.
@@ -154,11 +154,11 @@ struct alignas(2 * sizeof(A)) MaxSum {
   __device__ __forceinline__ void add(const uint4 (&v)[V]) {
     const float top = fmaxf(m, tile_max(T(), v)), r = reference(top);
     float none[1][kElements<T>];
-    s = s * rescaling<A>(m, r) + exponentials<false>(v, r, none);
+    s = s * rescale_factor<A>(m, r) + exponentials<false>(v, r, none);
     m = top;
   }
-  template <bool Keep, int V, int K>
-  __device__ __forceinline__ static A exponentials(const uint4 (&v)[V], float r, float (&kept)[K][kElements<T>]) {
+  template <bool CacheExp, int V, int K>
+  __device__ __forceinline__ static A exponentials(const uint4 (&v)[V], float r, float (&exps)[K][kElements<T>]) {
     A sum = 0;  // vector by vector: one long chain of additions would lose digits
 #pragma unroll
     for (int i = 0; i < V; i++) {
@@ -167,7 +167,7 @@ struct alignas(2 * sizeof(A)) MaxSum {
 #pragma unroll
       for (int j = 0; j < kElements<T>; j++) {
         const float x = exp_difference<T>(f[j], r);
-        if constexpr (Keep) kept[i][j] = x;
+        if constexpr (CacheExp) exps[i][j] = x;
         t = j ? t + x : x;
       }
       sum += t;
@@ -178,7 +178,7 @@ struct alignas(2 * sizeof(A)) MaxSum {
 
 // Merges `count` <= L states; every group of L lanes does the same work, so all lanes end with the same bits.
 template <int L, class State>
-__device__ __forceinline__ State gather(const Slot<State>* slots, int count) {
+__device__ __forceinline__ State merge_slots(const Slot<State>* slots, int count) {
   const int lane = threadIdx.x % L;
   State st = lane < count ? slots[lane].get() : State();
   st.template reduce_lanes<L>();
@@ -196,7 +196,7 @@ __device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots) {
   const int warp = threadIdx.x / 32;
   if (threadIdx.x % 32 == 0) slots[warp].set(st);
   __syncthreads();
-  st = gather<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, Warps);
+  st = merge_slots<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, Warps);
 }
 
 // ---- CTAs of a cluster, over distributed shared memory. Clusters lie along y, so that blockIdx.x counts them.
@@ -279,7 +279,7 @@ __device__ __forceinline__ void bulk_copy_once(void* shared, const void* global,
 #endif
 
 // Has L2 fetch the vectors that `bytes` bytes lie in.
-__device__ __forceinline__ void fetch_into_l2(const void* from, int64_t bytes) {
+__device__ __forceinline__ void prefetch_l2(const void* from, int64_t bytes) {
 #ifdef GANDER_SM90
   const uintptr_t begin = reinterpret_cast<uintptr_t>(from) & ~uintptr_t(15);
   const uint32_t size = static_cast<uint32_t>((reinterpret_cast<uintptr_t>(from) + bytes - begin + 15) & ~uintptr_t(15));
@@ -313,7 +313,7 @@ __device__ __forceinline__ void reduce_cluster(State& st, Slot<State>* slots, ui
     for (int i = 0; i < sizeof(State) / 8; i++) send(slots[rank].words + i, own.words[i], barrier, threadIdx.x);
   }
   barrier_wait(barrier, phase);
-  st = gather<16, State>(slots, size);
+  st = merge_slots<16, State>(slots, size);
 #endif
 }
 

@@ -1,7 +1,7 @@
 // RMSNorm over rows, forward and backward. h = x * rstd, g = dout * weight:
 //   y = h * weight,  dx = (g - h * mean(g * h)) * rstd,  dw = sum over rows of dout * h.
 #pragma once
-#include "team.cuh"
+#include "grid.cuh"
 
 namespace gander {
 
@@ -12,11 +12,11 @@ __device__ __forceinline__ void add_offset(const RMSNormArgs& a, float (&w)[E]) 
   for (int j = 0; j < E; j++) w[j] += a.options.weight_offset;  // -0 for none: the weight keeps its bits
 }
 
-template <bool General, int E>
-__device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin, int e, Span span, float (&w)[E]) {
+template <bool Unaligned, int E>
+__device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin, int e, Bounds bounds, float (&w)[E]) {
   if (a.weight) {
-    load_floats<General>(advance(a.weight, a.weight_type, origin), a.weight_type, e, span, w);
-    if constexpr (General) add_offset(a, w);
+    load_floats<Unaligned>(advance(a.weight, a.weight_type, origin), a.weight_type, e, bounds, w);
+    if constexpr (Unaligned) add_offset(a, w);
   } else {
 #pragma unroll
     for (int j = 0; j < E; j++) w[j] = 1.f;
@@ -25,57 +25,57 @@ __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin
 
 // The weights of V vectors from element e on, in registers by the time the row has come. Those of another type than x are fetched when
 // they are needed; of unaligned rows too, and shifted into place then.
-template <class Op, int V, int Step, bool General, bool Held>
-struct WeightsEarly {
+template <class Op, int V, int Step, bool Unaligned, bool InRegisters>
+struct WeightOperands {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
   const RMSNormArgs& args;
   const T* weight;  // null: none, or of another type
-  uint4 w[Held ? V : 1];
+  uint4 w[InRegisters ? V : 1];
 
-  __device__ __forceinline__ WeightsEarly(const RMSNormArgs& args, const Place<T>& p, int e)
+  __device__ __forceinline__ WeightOperands(const RMSNormArgs& args, const RowView<T>& p, int e)
       : args(args), weight(args.weight && args.weight_type == kDType<T> ? static_cast<const T*>(args.weight) + p.origin : nullptr) {
-    bring(p, e);
+    load(p, e);
   }
-  __device__ __forceinline__ void bring(const Place<T>& p, int e) {
-    if constexpr (Held) {
-      const T* const at = once(weight + e);
+  __device__ __forceinline__ void load(const RowView<T>& p, int e) {
+    if constexpr (InRegisters) {
+      const T* const at = opaque(weight + e);
 #pragma unroll
-      for (int i = 0; i < V; i++) w[i] = load_vector_if(weight && e + i * Step < p.span.hi, at + i * Step, zero_vector());
+      for (int i = 0; i < V; i++) w[i] = load_vector_if(weight && e + i * Step < p.bounds.hi, at + i * Step, zero_vector());
     }
   }
   // each(i, map) for every vector i, where map(x, dy, y) makes what becomes of its elements.
-  template <bool Kept, class Each>
-  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Place<T>& p, int e, Each each) const {
-    const auto by = [&](const float (&w)[E]) {
+  template <bool Cached, class Each>
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const RowView<T>& p, int e, Each each) const {
+    const auto with_weight = [&](const float (&w)[E]) {
       return [&](const float (&x)[E], const float (&dy)[E], float (&y)[E]) {
         float unused[E] = {};
         Op::map_vector(sc, x, dy, w, unused, y);
       };
     };
-    constexpr int B = Held ? 1 : V < 4 ? V : General ? sizeof(T) : 2;  // vectors at a time
+    constexpr int B = InRegisters ? 1 : V < 4 ? V : Unaligned ? sizeof(T) : 2;  // vectors at a time
     if (weight) {
 #pragma unroll
       for (int i = 0; i < V; i += B) {
-        if (General && e + i * Step >= p.span.hi) break;
+        if (Unaligned && e + i * Step >= p.bounds.hi) break;
         uint4 b[B];
-        if constexpr (Held) b[0] = w[i];
-        else load<General, false>(weight, e + i * Step, Step, p.span, zero_vector(), b);
+        if constexpr (InRegisters) b[0] = w[i];
+        else gander::load<Unaligned, false>(weight, e + i * Step, Step, p.bounds, zero_vector(), b);
 #pragma unroll
         for (int k = 0; k < B; k++) {
           float f[E];
           unpack(T(), b[k], f);
-          each(i + k, by(f));
+          each(i + k, with_weight(f));
         }
       }
     } else {
 #pragma unroll
       for (int i = 0; i < V; i++) {
         const int ei = e + i * Step;
-        if (ei >= p.span.hi) break;
+        if (ei >= p.bounds.hi) break;
         float f[E];
-        load_weight<General>(args, p.origin, ei, p.span, f);
-        each(i, by(f));
+        load_weight<Unaligned>(args, p.origin, ei, p.bounds, f);
+        each(i, with_weight(f));
       }
     }
   }
@@ -87,13 +87,13 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr bool kAnyOutputType = true;
-  template <int V, int Step, bool General, bool Held>
-  using Early = WeightsEarly<RMSNormForward, V, Step, General, Held>;
+  template <int V, int Step, bool Unaligned, bool InRegisters>
+  using EpilogueOperands = WeightOperands<RMSNormForward, V, Step, Unaligned, InRegisters>;
   struct Scalars {
     float rstd;
   };
-  template <class Tile, class Place>
-  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const Place&, int, int) {
+  template <class Tile, class View>
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const View&, int, int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float x[Tile::E];
@@ -116,16 +116,16 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
       if constexpr (kExact) y[j] = fmaf(h, w[j], fmaf(x[j], sc.rstd, -h) * w[j]);
     }
   }
-  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st, bool first) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st, bool leader) {
     sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.options.eps));
-    if (first && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
+    if (leader && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
   }
-  template <bool General, bool Kept, int E, class Place>
+  template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                             const Place& p, int e, float (&y)[E]) {
+                                             const View& p, int e, float (&y)[E]) {
     float w[E];
-    load_weight<General>(a, p.origin, e, p.span, w);
-    map_vector<General>(sc, x, x, w, w, y);
+    load_weight<Unaligned>(a, p.origin, e, p.bounds, w);
+    map_vector<Unaligned>(sc, x, x, w, w, y);
   }
 };
 
@@ -137,23 +137,23 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
-  template <int V, int Step, bool General, bool Held>
-  using Early = WeightsEarly<RMSNormBackward, V, Step, General, Held>;
+  template <int V, int Step, bool Unaligned, bool InRegisters>
+  using EpilogueOperands = WeightOperands<RMSNormBackward, V, Step, Unaligned, InRegisters>;
   struct Scalars {
     float rstd, mean;
   };
   __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
     return {static_cast<const float*>(a.rstd)[row], 0.f};
   }
-  template <class Tile, class Place>
-  __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& t, const Place& p, int e,
+  template <class Tile, class View>
+  __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& t, const View& p, int e,
                                              int step) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float x[Tile::E], dy[Tile::E], w[Tile::E];
       t.get_a(i, x);
       t.get_b(i, dy);
-      load_weight<Tile::kGeneral>(a, p.origin, e + i * step, p.span, w);
+      load_weight<Tile::kUnaligned>(a, p.origin, e + i * step, p.bounds, w);
       add_vector(st, x, dy, w);
     }
   }
@@ -179,18 +179,18 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   __device__ __forceinline__ static void finalize(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
     sc.mean = static_cast<float>(st.s) * sc.rstd * a.inv_n;
   }
-  template <bool General, bool Kept, int E, class Place>
+  template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&dy)[E],
-                                             const Place& p, int e, float (&dx)[E]) {
+                                             const View& p, int e, float (&dx)[E]) {
     float w[E], unused[E] = {};
-    load_weight<General>(a, p.origin, e, p.span, w);
+    load_weight<Unaligned>(a, p.origin, e, p.bounds, w);
     map_vector(sc, x, dy, w, unused, dx);
   }
 };
 
 // Long rows by way of shared memory, where each thread copies what it works on itself: no barrier, nothing held in registers. In a
 // general kernel all operands lie alike.
-template <class Op, int Threads, int V, bool Cluster, bool General>
+template <class Op, int Threads, int V, bool Cluster, bool Unaligned>
 __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
 #ifndef GANDER_SM90
   if constexpr (Cluster) return;
@@ -201,43 +201,43 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   static_assert(Op::kInputs == 1 && !State::kMaxFirst);
   extern __shared__ __align__(128) uint4 buffer[];  // V x threads
   __shared__ Slot<State> warp_slots[kWarps];
-  fetch_ahead<Op, 1, Cluster, kStep * V>(args.rows);
+  prefetch_later_rows<Op, 1, Cluster, kStep * V>(args.rows);
   const int tid = threadIdx.x;
   const int64_t row = blockIdx.x;
   int e = tid * E;
-  bool first = tid == 0;
+  bool leader = tid == 0;
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
     e += cluster_rank() * kStep * V;
-    first = first && cluster_rank() == 0;
+    leader = leader && cluster_rank() == 0;
     cluster_begin(&barrier, sizeof(State));
   }
 #endif
-  const Place<T> p = place<Op, General, true>(args.rows, row);
-  auto sc = Op::load_scalars(args, row, first);
+  const RowView<T> p = row_view<Op, Unaligned, true>(args.rows, row);
+  auto sc = Op::load_scalars(args, row, leader);
   uint4* mine = buffer + tid;
-  const T* const from = once(p.a + e);
+  const T* const from = opaque(p.a + e);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int ei = e + i * kStep;
-    if (General && ei >= p.span.hi) break;
-    if (!General && ei >= p.span.hi) mine[i * Threads] = Op::fill();
-    else if (General && ei + E > p.readable().end) mine[i * Threads] = load_elements(from + i * kStep, p.span.lo - ei, p.span.hi - ei, Op::fill());
+    if (Unaligned && ei >= p.bounds.hi) break;
+    if (!Unaligned && ei >= p.bounds.hi) mine[i * Threads] = Op::fill();
+    else if (Unaligned && ei + E > p.load_bounds().end) mine[i * Threads] = load_elements(from + i * kStep, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
     else copy_async<16>(mine + i * Threads, from + i * kStep, 16);
   }
   copies_commit();
-  const typename Op::template Early<V, kStep, General, !General> early(args, p, e);
-  Op::resolve_scalars(args, row, sc, first);
+  const typename Op::template EpilogueOperands<V, kStep, Unaligned, !Unaligned> operands(args, p, e);
+  Op::resolve_scalars(args, row, sc, leader);
   copies_wait<0>();
   State st;
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int ei = e + i * kStep;
-    if (General && ei >= p.span.hi) break;
+    if (Unaligned && ei >= p.bounds.hi) break;
     uint4 v = mine[i * Threads];
-    if (General && !p.span.template whole<E>(ei)) v = masked<T>(v, p.span.lo - ei, p.span.hi - ei, Op::fill());
+    if (Unaligned && !p.bounds.template whole<E>(ei)) v = masked<T>(v, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
     float x[E];
     unpack(T(), v, x);
     Op::add_vector(st, x, x, x);
@@ -250,49 +250,49 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     reduce_cluster(st, cluster_slots, &barrier, 0);
   }
 #endif
-  Op::finalize(args, row, sc, st, first);
-  T* const to = once(static_cast<T*>(p.y) + e);
-  early.template map<false>(sc, p, e, [&](int i, auto map) {
+  Op::finalize(args, row, sc, st, leader);
+  T* const to = opaque(static_cast<T*>(p.y) + e);
+  operands.template map<false>(sc, p, e, [&](int i, auto map) {
     const int ei = e + i * kStep;
-    if (ei >= p.span.hi) return;
+    if (ei >= p.bounds.hi) return;
     float x[E], y[E];
     unpack(T(), mine[i * Threads], x);
     map(x, x, y);
-    if constexpr (General) store<General>(to - e, ei, p.span, y);
+    if constexpr (Unaligned) store<Unaligned>(to - e, ei, p.bounds, y);
     else store_vector(to + i * kStep, y);
   });
 }
 
 // The weights of a thread's columns: held as floats for all rows where registers allow, else fetched again from the caches.
-template <int V, int E, bool Held, bool General>
+template <int V, int E, bool InRegisters, bool Unaligned>
 struct ColumnWeights {
   const RMSNormArgs& args;
   int64_t origin;
   int e, step;
-  Span span;
-  float held[Held ? V : 1][E];
+  Bounds bounds;
+  float cached[InRegisters ? V : 1][E];
 
-  __device__ __forceinline__ ColumnWeights(const RMSNormArgs& a, int64_t origin, int e, int step, Span span)
-      : args(a), origin(origin), e(e), step(step), span(span) {
-    if constexpr (Held) {
+  __device__ __forceinline__ ColumnWeights(const RMSNormArgs& a, int64_t origin, int e, int step, Bounds bounds)
+      : args(a), origin(origin), e(e), step(step), bounds(bounds) {
+    if constexpr (InRegisters) {
 #pragma unroll
-      for (int i = 0; i < V; i++) load_weight<General>(a, origin, e + i * step, span, held[i]);
+      for (int i = 0; i < V; i++) load_weight<Unaligned>(a, origin, e + i * step, bounds, cached[i]);
     }
   }
   __device__ __forceinline__ void get(int i, float (&w)[E]) const {
-    if constexpr (Held) {
+    if constexpr (InRegisters) {
 #pragma unroll
-      for (int j = 0; j < E; j++) w[j] = held[i][j];
+      for (int j = 0; j < E; j++) w[j] = cached[i][j];
     } else {
-      load_weight<General>(args, origin, e + i * step, span, w);
+      load_weight<Unaligned>(args, origin, e + i * step, bounds, w);
     }
   }
 };
 
 // The part of a row of partial dw that a vector's columns make.
-template <bool General, class F, int E>
-__device__ __forceinline__ void store_partial(F* p, int e, Span s, const F (&v)[E]) {
-  if constexpr (General) {
+template <bool Unaligned, class F, int E>
+__device__ __forceinline__ void store_partial(F* p, int e, Bounds s, const F (&v)[E]) {
+  if constexpr (Unaligned) {
 #pragma unroll
     for (int j = 0; j < E; j++)
       if (e + j >= s.lo && e + j < s.hi) p[e + j] = v[j];
@@ -309,26 +309,26 @@ __device__ __forceinline__ void store_partial(F* p, int e, Span s, const F (&v)[
 
 // The part of an input's rows that a CTA of `ring` owns: in a general kernel its 16-byte vectors lie `k` elements before those of the
 // output, and are shifted into place when they are read out of shared memory.
-template <class T, bool General>
+template <class T, bool Unaligned>
 struct Slice {
   static constexpr int E = kElements<T>;
   const T* p;  // the first row's, at the CTA's first column
   int64_t stride;
-  Span span;
+  Bounds bounds;
   int k, begin, end;  // vectors to copy, counted from the one that holds p[0]
 
-  __device__ __forceinline__ Slice(const void* base, int64_t stride, int64_t origin, Span span)
-      : p(static_cast<const T*>(base) + origin), stride(stride), span(span) {}
+  __device__ __forceinline__ Slice(const void* base, int64_t stride, int64_t origin, Bounds bounds)
+      : p(static_cast<const T*>(base) + origin), stride(stride), bounds(bounds) {}
   // All rows from `row` on are off as it is.
-  __device__ __forceinline__ void begin_at(int64_t row) {
-    k = General ? skew(p + row * stride) : 0;
-    begin = (k + span.lo) / E;
-    end = span.hi > span.lo ? (k + span.hi + E - 1) / E : begin;
+  __device__ __forceinline__ void set_alignment(int64_t row) {
+    k = Unaligned ? vector_offset(p + row * stride) : 0;
+    begin = (k + bounds.lo) / E;
+    end = bounds.hi > bounds.lo ? (k + bounds.hi + E - 1) / E : begin;
   }
   // Another row lies behind this one, so that the last vector may be read beyond the row's end.
-  __device__ __forceinline__ bool more(int64_t row, int64_t rows) const { return (rows - 1 - row) * stride >= E; }
+  __device__ __forceinline__ bool row_follows(int64_t row, int64_t rows) const { return (rows - 1 - row) * stride >= E; }
   __device__ __forceinline__ int count(int64_t row, int64_t rows) const {
-    const bool whole = !General || (k + span.hi) % E == 0 || more(row, rows);
+    const bool whole = !Unaligned || (k + bounds.hi) % E == 0 || row_follows(row, rows);
     return max(end - !whole - begin, 0);
   }
 #ifdef GANDER_SM90
@@ -339,15 +339,15 @@ struct Slice {
 #endif
   // What lies outside the span is for a general kernel's caller to mask.
   __device__ __forceinline__ uint4 read(const uint4* from, int vector) const {
-    if constexpr (!General) return vector * E < span.hi ? from[vector] : zero_vector();
+    if constexpr (!Unaligned) return vector * E < bounds.hi ? from[vector] : zero_vector();
     const uint4 v = from[vector];
     return k ? shifted(v, from[vector + 1], k * sizeof(T)) : v;
   }
   // Of a row whose last vector may have been left out: its elements one by one.
-  __device__ __forceinline__ void complete(uint4& v, int vector, int64_t row) const {
+  __device__ __forceinline__ void load_tail(uint4& v, int vector, int64_t row) const {
     const int e = vector * E;
-    if (span.touches<E>(e) && e + E + (k ? E - k : 0) > span.hi)
-      v = load_elements(p + row * stride + e, span.lo - e, span.hi - e, zero_vector());
+    if (bounds.touches<E>(e) && e + E + (k ? E - k : 0) > bounds.hi)
+      v = load_elements(p + row * stride + e, bounds.lo - e, bounds.hi - e, zero_vector());
   }
 };
 
@@ -355,9 +355,9 @@ struct Slice {
 // are a vector's number of elements apart lie alike in memory: with those, a thread keeps its columns. All rows, ordered by how they lie,
 // are dealt out in equal parts; `work` is called for each piece of a part that lies alike, also for empty ones, so that the pieces
 // have all numbers from 0 to ctas + E - 2.
-template <bool General, int E, class Work>
-__device__ __forceinline__ void deal_rows(int64_t rows, int64_t cta, int64_t ctas, Work work) {
-  if constexpr (!General) {
+template <bool Unaligned, int E, class Work>
+__device__ __forceinline__ void partition_rows(int64_t rows, int64_t cta, int64_t ctas, Work work) {
+  if constexpr (!Unaligned) {
     work(cta, ctas, rows, cta);
   } else {
     const auto start = [&](int64_t c) { return c * (rows / E) + min(c, rows % E); };
@@ -378,12 +378,12 @@ __device__ __forceinline__ void deal_rows(int64_t rows, int64_t cta, int64_t cta
 // dx and dw, long rows through persistent CTAs (or clusters) that own fixed columns: rows arrive by bulk copies in a ring of `stages`
 // rows in shared memory; the columns' weights and dw stay in registers. Each piece of the rows leaves one row of partial dw, which
 // `weight_gradient` adds up.
-template <class T, int Threads, int V, bool Cluster, bool General>
+template <class T, int Threads, int V, bool Cluster, bool Unaligned>
 __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #ifdef GANDER_SM90
   using Op = RMSNormBackward<T>;
   constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kMaxStages = 16;
-  constexpr int kInput = kSlice + General;  // vectors; a shifted slice touches one more
+  constexpr int kInput = kSlice + Unaligned;  // vectors; a shifted slice touches one more
   extern __shared__ __align__(128) uint4 buffer[];  // stages x (x, dy) x kInput
   __shared__ Slot<Sum<T>> warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
@@ -401,16 +401,16 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   else __syncthreads();
   int stage = 0, set = 0;
   uint32_t phase = 0, merged_phase = 0;
-  deal_rows<General, E>(rows, blockIdx.x, gridDim.x, [&](int64_t first, int64_t step, int64_t limit, int64_t piece) {
-    const int shift = General ? skew(static_cast<T*>(a.rows.y) + first * a.rows.y_stride) : 0;
+  partition_rows<Unaligned, E>(rows, blockIdx.x, gridDim.x, [&](int64_t first, int64_t step, int64_t limit, int64_t piece) {
+    const int shift = Unaligned ? vector_offset(static_cast<T*>(a.rows.y) + first * a.rows.y_stride) : 0;
     const int origin = static_cast<int>(rank) * kSlice * E - shift, left = static_cast<int>(n) - origin;
-    const Span span = {max(-origin, 0), max(min(left, kSlice * E), 0), left};
-    Slice<T, General> x(a.rows.a, a.rows.a_stride, origin, span), dy(a.rows.b, a.rows.b_stride, origin, span);
-    x.begin_at(first);
-    dy.begin_at(first);
+    const Bounds bounds = {max(-origin, 0), max(min(left, kSlice * E), 0), left};
+    Slice<T, Unaligned> x(a.rows.a, a.rows.a_stride, origin, bounds), dy(a.rows.b, a.rows.b_stride, origin, bounds);
+    x.set_alignment(first);
+    dy.set_alignment(first);
     T* y = static_cast<T*>(a.rows.y) + origin;
     const auto fetch = [&](int64_t row, int at) {
-      if (!General && span.hi == 0) return;
+      if (!Unaligned && bounds.hi == 0) return;
       uint4* to = buffer + at * 2 * kInput;
       barrier_expect(full + at, (x.count(row, rows) + dy.count(row, rows)) * 16);
       x.copy(to, row, rows, full + at);
@@ -419,20 +419,20 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
     if (tid == 0)
       for (int i = 0; i < stages && first + i * step < limit; i++) fetch(first + i * step, stage + i < stages ? stage + i : stage + i - stages);
 
-    const ColumnWeights<V, E, (V * E <= 16), General> weights(a, origin, tid * E, Threads * E, span);
+    const ColumnWeights<V, E, (V * E <= 16), Unaligned> weights(a, origin, tid * E, Threads * E, bounds);
     Accumulator<T> dw[V][E] = {};
     uint4 inside[V];  // bits of the elements in the span: the rows of a piece lie alike, so that these are worked out once
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int e = (tid + i * Threads) * E;
-      inside[i] = masked<T>(make_uint4(~0u, ~0u, ~0u, ~0u), span.lo - e, span.hi - e, zero_vector());
+      inside[i] = masked<T>(make_uint4(~0u, ~0u, ~0u, ~0u), bounds.lo - e, bounds.hi - e, zero_vector());
     }
     auto next = Op::load_scalars(a, first < limit ? first : 0, false);
     for (int64_t row = first; row < limit; row += step) {
       auto sc = next;
       if (row + step < limit) next = Op::load_scalars(a, row + step, false);
       if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(Sum<T>));
-      if (General || span.hi) barrier_wait(full + stage, phase);
+      if (Unaligned || bounds.hi) barrier_wait(full + stage, phase);
       const uint4* from = buffer + stage * 2 * kInput;
       uint4 xs[V], ds[V];
 #pragma unroll
@@ -440,12 +440,12 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
         xs[i] = x.read(from, tid + i * Threads);
         ds[i] = dy.read(from + kInput, tid + i * Threads);
       }
-      if constexpr (General) {
-        if (!x.more(row, rows) || !dy.more(row, rows))
+      if constexpr (Unaligned) {
+        if (!x.row_follows(row, rows) || !dy.row_follows(row, rows))
 #pragma unroll
           for (int i = 0; i < V; i++) {
-            x.complete(xs[i], tid + i * Threads, row);
-            dy.complete(ds[i], tid + i * Threads, row);
+            x.load_tail(xs[i], tid + i * Threads, row);
+            dy.load_tail(ds[i], tid + i * Threads, row);
           }
 #pragma unroll
         for (int i = 0; i < V; i++) xs[i] = xs[i] & inside[i], ds[i] = ds[i] & inside[i];
@@ -467,12 +467,12 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #pragma unroll
       for (int i = 0; i < V; i++) {
         float fx[E], fd[E], w[E], out[E];
-        forget<T>(xs[i], a.rows.zero), forget<T>(ds[i], a.rows.zero);
+        rematerialize<T>(xs[i], a.rows.zero), rematerialize<T>(ds[i], a.rows.zero);
         unpack(T(), xs[i], fx);
         unpack(T(), ds[i], fd);
         weights.get(i, w);
         Op::map_vector(sc, fx, fd, w, dw[i], out);
-        store<General>(y + row * a.rows.y_stride, (tid + i * Threads) * E, span, out);
+        store<Unaligned>(y + row * a.rows.y_stride, (tid + i * Threads) * E, bounds, out);
       }
       if (++stage == stages) stage = 0, phase ^= 1;
       merged_phase ^= set;
@@ -480,7 +480,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
     }
 #pragma unroll
     for (int i = 0; i < V; i++)
-      store_partial<General>(static_cast<Accumulator<T>*>(a.dw_partial) + piece * n + origin, (tid + i * Threads) * E, span, dw[i]);
+      store_partial<Unaligned>(static_cast<Accumulator<T>*>(a.dw_partial) + piece * n + origin, (tid + i * Threads) * E, bounds, dw[i]);
   });
   // All that others send into this CTA's shared memory has been waited for: it may leave.
 #endif
@@ -495,12 +495,12 @@ struct WeightsKept {
   const RMSNormArgs& args;
   int64_t origin;
   int e;
-  Span span;
+  Bounds bounds;
   ColumnWeights<V, E, (V * E <= 16), false> weights;
   Accumulator<T> dw[kBackward ? V : 1][E] = {};
 
   __device__ __forceinline__ WeightsKept(const RMSNormArgs& args, int64_t origin, int e, int end)
-      : args(args), origin(origin), e(e), span{0, end, end}, weights(args, origin, e, Threads * E, span) {}
+      : args(args), origin(origin), e(e), bounds{0, end, end}, weights(args, origin, e, Threads * E, bounds) {}
   template <class Tile>
   __device__ __forceinline__ void reduce(typename Op::State& st, const Tile& tile) const {
 #pragma unroll
@@ -523,21 +523,21 @@ struct WeightsKept {
       tile.get_b(i, dy);
       weights.get(i, w);
       Op::map_vector(sc, x, dy, w, dw[kBackward ? i : 0], out);
-      store<false>(y, e + i * Threads * E, span, out);
+      store<false>(y, e + i * Threads * E, bounds, out);
     }
   }
   __device__ __forceinline__ void finish(int group) const {
     if constexpr (kBackward)
 #pragma unroll
       for (int i = 0; i < V; i++)
-        store_partial<false>(static_cast<Accumulator<T>*>(args.dw_partial) + group * args.rows.n + origin, e + i * Threads * E, span, dw[i]);
+        store_partial<false>(static_cast<Accumulator<T>*>(args.dw_partial) + group * args.rows.n + origin, e + i * Threads * E, bounds, dw[i]);
   }
 };
 
 // dx and dw, short rows: persistent groups of TPR lanes take a row each, with the next `Stages` - 1 rows on their way. In a general
 // kernel the grid is a multiple of a vector's elements and a CTA's rows are a grid apart: all of them lie alike in memory, and so must
 // the three operands.
-template <class T, int TPR, int V, int Stages, bool General>
+template <class T, int TPR, int V, int Stages, bool Unaligned>
 __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   using Op = RMSNormBackward<T>;
   constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR, kWarps = kThreads / 32, kColumns = TPR * V * E;
@@ -547,20 +547,20 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   let_next_launch_start();
   const int tid = threadIdx.x, lane = tid % TPR;
   const int64_t rows = a.rows.m, ctas = gridDim.x, step = ctas * kGroups, n = a.rows.n;
-  const int shift = General ? skew(static_cast<T*>(a.rows.y) + blockIdx.x * a.rows.y_stride) : 0;
-  const Span span = {shift, static_cast<int>(n) + shift, static_cast<int>(n) + shift};
+  const int shift = Unaligned ? vector_offset(static_cast<T*>(a.rows.y) + blockIdx.x * a.rows.y_stride) : 0;
+  const Bounds bounds = {shift, static_cast<int>(n) + shift, static_cast<int>(n) + shift};
   const auto fetch = [&](int64_t row, int stage) {
     const bool active = row < rows;
-    const int64_t r = active ? row : General ? blockIdx.x : 0;  // aligned as its rows are; nothing is read
+    const int64_t r = active ? row : Unaligned ? blockIdx.x : 0;  // aligned as its rows are; nothing is read
     const T* x = static_cast<const T*>(a.rows.a) + r * a.rows.a_stride - shift;
     const T* dy = static_cast<const T*>(a.rows.b) + r * a.rows.b_stride - shift;
     uint4* to = buffer + stage * 2 * V * kThreads + tid;
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      const int e = (lane + i * TPR) * E, left = span.hi - e;
+      const int e = (lane + i * TPR) * E, left = bounds.hi - e;
       const bool in = active && left > 0;
-      const int bytes = !in ? 0 : General && left < E ? left * static_cast<int>(sizeof(T)) : 16;
-      if (General && in && left < E && (rows - 1 - row) * min(a.rows.a_stride, a.rows.b_stride) < E) {  // nothing lies behind the row
+      const int bytes = !in ? 0 : Unaligned && left < E ? left * static_cast<int>(sizeof(T)) : 16;
+      if (Unaligned && in && left < E && (rows - 1 - row) * min(a.rows.a_stride, a.rows.b_stride) < E) {  // nothing lies behind the row
         to[i * kThreads] = load_elements(x + e, shift - e, left, zero_vector());
         to[(V + i) * kThreads] = load_elements(dy + e, shift - e, left, zero_vector());
         continue;
@@ -571,11 +571,11 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     copy_async<4>(rstd + stage * kThreads + tid, static_cast<const float*>(a.rstd) + r, active ? 4 : 0);
     copies_commit();
   };
-  const int64_t first = General ? blockIdx.x : blockIdx.x * static_cast<int64_t>(kGroups);
-  int64_t row = first + tid / TPR * (General ? ctas : 1);
+  const int64_t first = Unaligned ? blockIdx.x : blockIdx.x * static_cast<int64_t>(kGroups);
+  int64_t row = first + tid / TPR * (Unaligned ? ctas : 1);
 #pragma unroll
   for (int i = 0; i < Stages; i++) fetch(row + i * step, i);
-  const ColumnWeights<V, E, (V * E <= 16), General> weights(a, -shift, lane * E, TPR * E, span);
+  const ColumnWeights<V, E, (V * E <= 16), Unaligned> weights(a, -shift, lane * E, TPR * E, bounds);
   Accumulator<T> dw[V][E] = {};
   int stage = 0;
   // All groups of a warp take part in its shuffles, so all make as many turns as the first.
@@ -588,7 +588,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     for (int i = 0; i < V; i++) {
       float fx[E], fd[E], w[E];
       x[i] = from[i * kThreads], dy[i] = from[(V + i) * kThreads];
-      if (General && i == 0 && lane == 0) {  // what lies before the row; behind it zeros were filled in
+      if (Unaligned && i == 0 && lane == 0) {  // what lies before the row; behind it zeros were filled in
         x[i] = masked<T>(x[i], shift, E, zero_vector());
         dy[i] = masked<T>(dy[i], shift, E, zero_vector());
       }
@@ -603,14 +603,14 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     Op::finalize(a, row, sc, st, false);
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      forget<T>(x[i], a.rows.zero), forget<T>(dy[i], a.rows.zero);
+      rematerialize<T>(x[i], a.rows.zero), rematerialize<T>(dy[i], a.rows.zero);
       float fx[E], fd[E], w[E], out[E];
       unpack(T(), x[i], fx);
       unpack(T(), dy[i], fd);
       weights.get(i, w);
       Op::map_vector(sc, fx, fd, w, dw[i], out);
-      const Span in = {span.lo, row < rows ? span.hi : 0};
-      store<General>(static_cast<T*>(a.rows.y) + row * a.rows.y_stride - shift, (lane + i * TPR) * E, in, out);
+      const Bounds in = {bounds.lo, row < rows ? bounds.hi : 0};
+      store<Unaligned>(static_cast<T*>(a.rows.y) + row * a.rows.y_stride - shift, (lane + i * TPR) * E, in, out);
     }
     if (++stage == Stages) stage = 0;
   }
@@ -626,7 +626,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   Accumulator<T>* sums = reinterpret_cast<Accumulator<T>*>(buffer);
   if (tid % 32 < TPR)
 #pragma unroll
-    for (int i = 0; i < V; i++) store_partial<false>(sums + tid / 32 * kColumns, (lane + i * TPR) * E, Span{0, kColumns}, dw[i]);
+    for (int i = 0; i < V; i++) store_partial<false>(sums + tid / 32 * kColumns, (lane + i * TPR) * E, Bounds{0, kColumns}, dw[i]);
   __syncthreads();
   for (int c = tid; c < n; c += kThreads) {
     Accumulator<T> s = sums[c + shift];
@@ -639,37 +639,37 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
 // dx and dw of rows that neither shape takes: any alignment, any length, any type of dout. The rows' sums came from `partial`;
 // here a CTA owns a tile of columns and walks down a block of rows. Vectors where rows are aligned, else elements that lie
 // a CTA apart, so that a warp's accesses stay adjacent.
-template <class T, bool General>
+template <class T, bool Unaligned>
 __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   constexpr int kThreads = 256, E = kElements<T>, kTile = kThreads * E;
   wait_for_previous_launch();
   const int64_t tiles = (a.rows.n + kTile - 1) / kTile;
   const int64_t tile = blockIdx.x % tiles, block = blockIdx.x / tiles, blocks = gridDim.x / tiles;
   const int64_t begin = tile * kTile;
-  const Span span = {0, static_cast<int>(a.rows.n - begin < kTile ? a.rows.n - begin : kTile)};
+  const Bounds bounds = {0, static_cast<int>(a.rows.n - begin < kTile ? a.rows.n - begin : kTile)};
   const int64_t first = a.rows.m * block / blocks, last = a.rows.m * (block + 1) / blocks;
-  const auto column = [](int j) { return General ? static_cast<int>(threadIdx.x) + j * kThreads : static_cast<int>(threadIdx.x) * E + j; };
+  const auto column = [](int j) { return Unaligned ? static_cast<int>(threadIdx.x) + j * kThreads : static_cast<int>(threadIdx.x) * E + j; };
   Accumulator<T> dw[1][E] = {};
   float w[E];
 #pragma unroll
   for (int j = 0; j < E; j++)
-    w[j] = a.weight && column(j) < span.hi ? load_float(a.weight, a.weight_type, begin + column(j)) + a.options.weight_offset : 1.f;
+    w[j] = a.weight && column(j) < bounds.hi ? load_float(a.weight, a.weight_type, begin + column(j)) + a.options.weight_offset : 1.f;
   for (int64_t row = first; row < last; row++) {
     const T* x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
     const void* dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);
     T* dx = static_cast<T*>(a.rows.y) + row * a.rows.y_stride + begin;
     float fx[E], fd[E], out[E];
-    if constexpr (General) {
+    if constexpr (Unaligned) {
 #pragma unroll
       for (int j = 0; j < E; j++) {
-        const bool in = column(j) < span.hi;
+        const bool in = column(j) < bounds.hi;
         fx[j] = in ? to_float(x[column(j)]) : 0.f;
         fd[j] = in ? load_float(dy, a.rows.b_type, column(j)) : 0.f;
       }
     } else {
       uint4 vx[1], vd[1];
-      load<false, true>(x, column(0), 0, span, zero_vector(), vx);
-      load<false, true>(static_cast<const T*>(dy), column(0), 0, span, zero_vector(), vd);
+      load<false, true>(x, column(0), 0, bounds, zero_vector(), vx);
+      load<false, true>(static_cast<const T*>(dy), column(0), 0, bounds, zero_vector(), vd);
       unpack(T(), vx[0], fx);
       unpack(T(), vd[0], fd);
     }
@@ -680,18 +680,18 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     auto sc = RMSNormBackward<T>::load_scalars(a, row, false);
     RMSNormBackward<T>::finalize(a, row, sc, dot, false);
     RMSNormBackward<T>::template map_vector<sizeof(T) == 4>(sc, fx, fd, w, dw[0], out);
-    if constexpr (General) {
+    if constexpr (Unaligned) {
 #pragma unroll
       for (int j = 0; j < E; j++)
-        if (column(j) < span.hi) dx[column(j)] = from_float<T>(out[j]);
+        if (column(j) < bounds.hi) dx[column(j)] = from_float<T>(out[j]);
     } else {
-      store<false>(dx, column(0), span, out);
+      store<false>(dx, column(0), bounds, out);
     }
   }
   Accumulator<T>* partial = static_cast<Accumulator<T>*>(a.dw_partial) + block * a.rows.n + begin;
 #pragma unroll
   for (int j = 0; j < E; j++)
-    if (column(j) < span.hi) partial[column(j)] = dw[0][j];
+    if (column(j) < bounds.hi) partial[column(j)] = dw[0][j];
 }
 
 // dw = the sum of the rows of partial dw, in one order. `Parts` threads add up each column between them.

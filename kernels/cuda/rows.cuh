@@ -21,74 +21,74 @@ constexpr int kThreads = TPR < 128 ? 128 : TPR;
 // Pointers to one row or chunk, all counted in the same elements (see Span): in a general kernel from where vectors of the output are
 // aligned, or of the first input where there is no output.
 template <class T>
-struct Place {
+struct RowView {
   const T* a;
   const void* b;
   int32_t b_type;
   void* y;
   int64_t origin;  // the element of the row that e = 0 stands for; may be negative
-  Span span;
-  int spare;  // elements past the row that a vector load may take in: other rows follow
+  Bounds bounds;
+  int overread;  // elements past the row that a vector load may take in: other rows follow
 
-  __device__ __forceinline__ Span readable() const { return {span.lo, span.hi, span.end + spare}; }
+  __device__ __forceinline__ Bounds load_bounds() const { return {bounds.lo, bounds.hi, bounds.end + overread}; }
 };
 
 // One chunk of a row. Whole: rows are not split.
-template <class Op, bool General, bool Whole>
-__device__ __forceinline__ Place<typename Op::T> place(const Rows& r, int64_t row, int64_t chunk = 0) {
+template <class Op, bool Unaligned, bool FullRow>
+__device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64_t row, int64_t chunk = 0) {
   using T = typename Op::T;
   constexpr int E = kElements<T>;
   const T* a = static_cast<const T*>(r.a) + row * r.a_stride;
-  if constexpr (Whole && !General) {
-    Place<T> p = {a, nullptr, 0, nullptr, 0, {0, static_cast<int>(r.n), 0}, 0};
+  if constexpr (FullRow && !Unaligned) {
+    RowView<T> p = {a, nullptr, 0, nullptr, 0, {0, static_cast<int>(r.n), 0}, 0};
     if constexpr (Op::kInputs > 1) p.b = static_cast<const T*>(r.b) + row * r.b_stride;
     if constexpr (Op::kHasOutput) p.y = static_cast<T*>(r.y) + row * r.y_stride;
     return p;
   }
   int shift = 0;
-  if (General && r.fixed) {
+  if (Unaligned && r.fixed) {
     shift = 0;
-  } else if constexpr (General && Op::kHasOutput) {
+  } else if constexpr (Unaligned && Op::kHasOutput) {
     const auto y = reinterpret_cast<uintptr_t>(advance(r.y, r.y_type, row * r.y_stride));
     const int size = type_size(r.y_type);
     shift = (y & (E * size < 16 ? E * size - 1 : 15)) / size;
-  } else if constexpr (General) {
-    shift = skew(a);
+  } else if constexpr (Unaligned) {
+    shift = vector_offset(a);
   }
   const int64_t origin = chunk * r.chunk * E - shift;
   const int64_t left = r.n - origin;
   const int64_t most = r.chunk * E;
-  Place<T> p;
+  RowView<T> p;
   p.a = a + origin;
   p.b_type = r.b_type;
   if constexpr (Op::kInputs > 1) p.b = advance(r.b, r.b_type, row * r.b_stride + origin);
   if constexpr (Op::kHasOutput) p.y = advance(r.y, r.y_type, row * r.y_stride + origin);
   p.origin = origin;
-  p.span = {origin < 0 ? static_cast<int>(-origin) : 0, static_cast<int>(left < most ? left : most)};
-  if constexpr (General) {
-    p.span.end = static_cast<int>(left < most + 4 * E ? left : most + 4 * E);
+  p.bounds = {origin < 0 ? static_cast<int>(-origin) : 0, static_cast<int>(left < most ? left : most)};
+  if constexpr (Unaligned) {
+    p.bounds.end = static_cast<int>(left < most + 4 * E ? left : most + 4 * E);
     const int64_t rest = r.m - 1 - row;
-    const bool more = rest * r.a_stride >= E && (Op::kInputs < 2 || rest * r.b_stride * type_size(r.b_type) >= 16);
-    p.spare = more ? E : 0;
+    const bool row_follows = rest * r.a_stride >= E && (Op::kInputs < 2 || rest * r.b_stride * type_size(r.b_type) >= 16);
+    p.overread = row_follows ? E : 0;
   }
   return p;
 }
 
 // Of ops that map a vector with nothing else: see WeightsEarly.
-template <class Op, int V, int Step, bool General>
-struct NothingEarly {
+template <class Op, int V, int Step, bool Unaligned>
+struct NoEpilogueOperands {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
   const typename Op::Args& args;
-  __device__ __forceinline__ NothingEarly(const typename Op::Args& args, const Place<T>&, int) : args(args) {}
-  __device__ __forceinline__ void bring(const Place<T>&, int) {}
+  __device__ __forceinline__ NoEpilogueOperands(const typename Op::Args& args, const RowView<T>&, int) : args(args) {}
+  __device__ __forceinline__ void load(const RowView<T>&, int) {}
   // each(i, map) for every vector i, where map(a, b, y) makes what becomes of its elements.
-  template <bool Kept, class Each>
-  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Place<T>& p, int e, Each each) const {
+  template <bool Cached, class Each>
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const RowView<T>& p, int e, Each each) const {
 #pragma unroll
     for (int i = 0; i < V; i++)
       each(i, [&](const float (&a)[E], const float (&b)[E], float (&y)[E]) {
-        Op::template map<General, Kept>(args, sc, a, b, p, e + i * Step, y);
+        Op::template map<Unaligned, Cached>(args, sc, a, b, p, e + i * Step, y);
       });
   }
 };
@@ -105,8 +105,8 @@ struct RowOperator {
   static constexpr bool kAnyOutputType = false;  // of any type where the kernel is a general one
 
   // What the V vectors from element e on are mapped with beside the row; Held: it lies in registers by then.
-  template <int V, int Step, bool General, bool Held>
-  using Early = NothingEarly<Op, V, Step, General>;
+  template <int V, int Step, bool Unaligned, bool InRegisters>
+  using EpilogueOperands = NoEpilogueOperands<Op, V, Step, Unaligned>;
 
   // Nothing is left to do for this launch.
   template <class Args>
@@ -120,12 +120,12 @@ struct RowOperator {
   }
   // What a row needs beside its elements: loads that wait for nothing, issued before those of the row.
   template <class Args>
-  __device__ __forceinline__ static auto load_scalars(const Args&, int64_t row, bool first) {
+  __device__ __forceinline__ static auto load_scalars(const Args&, int64_t row, bool leader) {
     return typename Op::Scalars{};
   }
   // Loads that depend on those, while the row is on its way.
   template <class Args, class Scalars>
-  __device__ __forceinline__ static void resolve_scalars(const Args&, int64_t row, Scalars&, bool first) {}
+  __device__ __forceinline__ static void resolve_scalars(const Args&, int64_t row, Scalars&, bool leader) {}
   // Waits until they have arrived: other CTAs may write the row from now on.
   template <class Args, class Scalars>
   __device__ __forceinline__ static void await_scalars(const Args&, Scalars&) {}
@@ -139,10 +139,10 @@ struct RowOperator {
     return sc;
   }
   // Adds a tile to a thread's state.
-  template <class Args, class State, class Tile, class Place>
-  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& tile, const Place&, int e, int step) {
+  template <class Args, class State, class Tile, class View>
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& tile, const View&, int e, int step) {
     if constexpr (State::kMaxFirst) st.add(tile.a);
-    else static_assert(std::is_same_v<State, None>, "a sum needs an accumulate of its own");
+    else static_assert(std::is_same_v<State, NoState>, "a sum needs an accumulate of its own");
   }
   // Each CTA's last step.
   template <class Args>
@@ -150,57 +150,57 @@ struct RowOperator {
 };
 
 // V vectors of each input. `Any`: the second input has a run-time type and is held as floats. `Keep`: so is what is kept of the first.
-template <class Op, int V, bool General, bool Any, bool Alike, bool Keep = false>
+template <class Op, int V, bool Unaligned, bool RuntimeTypeB, bool SameOffset, bool CacheExp = false>
 struct Tile {
   using T = typename Op::T;
-  static constexpr bool kGeneral = General, kKeep = Keep;
+  static constexpr bool kUnaligned = Unaligned, kCacheExp = CacheExp;
   static constexpr int E = kElements<T>, kB = Op::kInputs > 1 ? V : 1;
   uint4 a[V];
-  uint4 b[Any ? 1 : kB];
-  float any[Any ? kB : 1][E];
-  float kept[Keep ? V : 1][E];
+  uint4 b[RuntimeTypeB ? 1 : kB];
+  float b_floats[RuntimeTypeB ? kB : 1][E];
+  float exps[CacheExp ? V : 1][E];
 
-  template <bool Kept = false>
+  template <bool Cached = false>
   __device__ __forceinline__ void get_a(int i, float (&f)[E]) const {
-    if constexpr (Kept) memcpy(f, kept[i], sizeof(f));
+    if constexpr (Cached) memcpy(f, exps[i], sizeof(f));
     else unpack(T(), a[i], f);
   }
   __device__ __forceinline__ void get_b(int i, float (&f)[E]) const {
-    if constexpr (Op::kInputs > 1 && Any) {
+    if constexpr (Op::kInputs > 1 && RuntimeTypeB) {
 #pragma unroll
-      for (int j = 0; j < E; j++) f[j] = any[i][j];
+      for (int j = 0; j < E; j++) f[j] = b_floats[i][j];
     } else if constexpr (Op::kInputs > 1) {
       unpack(T(), b[i], f);
     }
   }
 
   // Vectors that lie `step` elements apart, from element e on.
-  __device__ __forceinline__ void load(const Place<T>& p, int e, int step) {
-    const Span s = General ? p.readable() : p.span;
-    gander::load<General, Alike>(p.a, e, step, s, Op::fill(), a);
-    if constexpr (Op::kInputs > 1 && !Any) gander::load<General, Alike>(static_cast<const T*>(p.b), e, step, s, zero_vector(), b);
-    if constexpr (Op::kInputs > 1 && Any)
+  __device__ __forceinline__ void load(const RowView<T>& p, int e, int step) {
+    const Bounds s = Unaligned ? p.load_bounds() : p.bounds;
+    gander::load<Unaligned, SameOffset>(p.a, e, step, s, Op::fill(), a);
+    if constexpr (Op::kInputs > 1 && !RuntimeTypeB) gander::load<Unaligned, SameOffset>(static_cast<const T*>(p.b), e, step, s, zero_vector(), b);
+    if constexpr (Op::kInputs > 1 && RuntimeTypeB)
 #pragma unroll
-      for (int i = 0; i < V; i++) load_floats<true>(p.b, p.b_type, e + i * step, s, any[i]);
+      for (int i = 0; i < V; i++) load_floats<true>(p.b, p.b_type, e + i * step, s, b_floats[i]);
   }
 
-  __device__ __forceinline__ void forget(unsigned zero) {
+  __device__ __forceinline__ void rematerialize(unsigned zero) {
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      gander::forget<T>(a[i], zero);
-      if constexpr (Op::kInputs > 1 && !Any) gander::forget<T>(b[i], zero);
+      gander::rematerialize<T>(a[i], zero);
+      if constexpr (Op::kInputs > 1 && !RuntimeTypeB) gander::rematerialize<T>(b[i], zero);
     }
   }
 
-  template <class Early>
-  __device__ __forceinline__ void map(const typename Op::Args& args, const typename Op::Scalars& sc, const Place<T>& p,
-                                      int e, int step, const Early& early) const {
-    if constexpr (!General) {
-      T* const y = once(static_cast<T*>(p.y) + e);
-      early.template map<Keep>(sc, p, e, [&](int i, auto map) {
-        if (e + i * step >= p.span.hi) return;
+  template <class Operands>
+  __device__ __forceinline__ void map(const typename Op::Args& args, const typename Op::Scalars& sc, const RowView<T>& p,
+                                      int e, int step, const Operands& operands) const {
+    if constexpr (!Unaligned) {
+      T* const y = opaque(static_cast<T*>(p.y) + e);
+      operands.template map<CacheExp>(sc, p, e, [&](int i, auto map) {
+        if (e + i * step >= p.bounds.hi) return;
         float fa[E], fb[E], out[E];
-        get_a<Keep>(i, fa);
+        get_a<CacheExp>(i, fa);
         get_b(i, fb);
         map(fa, fb, out);
         store_vector(y + i * step, out);
@@ -209,13 +209,13 @@ struct Tile {
 #pragma unroll
       for (int i = 0; i < V; i++) {
         const int ei = e + i * step;
-        if (!p.span.template touches<E>(ei)) continue;
+        if (!p.bounds.template touches<E>(ei)) continue;
         float fa[E], fb[E], out[E];
-        get_a<Keep>(i, fa);
+        get_a<CacheExp>(i, fa);
         get_b(i, fb);
-        Op::template map<General, Keep>(args, sc, fa, fb, p, ei, out);
-        if constexpr (Op::kAnyOutputType) store_floats(p.y, args.rows.y_type, ei, p.span, out);
-        else store<General>(static_cast<T*>(p.y), ei, p.span, out);
+        Op::template map<Unaligned, CacheExp>(args, sc, fa, fb, p, ei, out);
+        if constexpr (Op::kAnyOutputType) store_floats(p.y, args.rows.y_type, ei, p.bounds, out);
+        else store<Unaligned>(static_cast<T*>(p.y), ei, p.bounds, out);
       }
     }
   }
@@ -224,9 +224,9 @@ struct Tile {
 // The state of what L lanes hold between them.
 template <class Op, int L, class Tile>
 __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, typename Op::State& st, Tile& tile,
-                                            const Place<typename Op::T>& p, int e, int step) {
+                                            const RowView<typename Op::T>& p, int e, int step) {
   if constexpr (Op::State::kMaxFirst) {
-    st.template reduce_tile<L, Tile::kKeep>(tile.a, tile.kept);
+    st.template reduce_tile<L, Tile::kCacheExp>(tile.a, tile.exps);
   } else {
     Op::accumulate(args, st, tile, p, e, step);
     st.template reduce_lanes<L>();
@@ -236,7 +236,7 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, typen
 // Has L2 fetch what a later CTA will read, so that more is on its way from memory than registers, or shared memory, have room for. A CTA
 // works on `Rows` rows, or a CTA of a cluster on `Slice` elements of one.
 template <class Op, int Rows, bool Cluster, int Slice>
-__device__ __forceinline__ void fetch_ahead(const gander::Rows& r) {
+__device__ __forceinline__ void prefetch_later_rows(const gander::Rows& r) {
 #ifdef GANDER_SM90
   if constexpr (!Op::kHasOutput) return;  // reads alone keep the memory busy
   using T = typename Op::T;
@@ -249,7 +249,7 @@ __device__ __forceinline__ void fetch_ahead(const gander::Rows& r) {
     if (count <= 0) return;
   }
   const auto fetch = [&](const void* x, int64_t stride) {
-    if (Rows == 1 || stride == r.n) fetch_into_l2(static_cast<const T*>(x) + next * stride + origin, count * sizeof(T));
+    if (Rows == 1 || stride == r.n) prefetch_l2(static_cast<const T*>(x) + next * stride + origin, count * sizeof(T));
   };
   fetch(r.a, r.a_stride);
   if constexpr (Op::kInputs > 1) fetch(r.b, r.b_stride);
@@ -257,17 +257,17 @@ __device__ __forceinline__ void fetch_ahead(const gander::Rows& r) {
 }
 
 // Alike: all operands' rows lie alike in their 16-byte vectors, aligned or not.
-template <class Op, int TPR, int V, bool General, bool Alike, bool Cluster>
+template <class Op, int TPR, int V, bool Unaligned, bool SameOffset, bool Cluster>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kWarps = TPR / 32;
   constexpr int kStep = TPR * kElements<T>;
-  constexpr bool kHeld = !General && V <= 4;
+  constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
   // The accurate exponential is worth not taking twice, where rows are long enough for that to pay.
-  constexpr bool kKeep = State::kMaxFirst && Op::kHasOutput && sizeof(T) == 4 && TPR * V >= 2048;
+  constexpr bool kCacheExp = State::kMaxFirst && Op::kHasOutput && sizeof(T) == 4 && TPR * V >= 2048;
   if (Op::already_done(args)) return;
-  fetch_ahead<Op, kRows, Cluster, kStep * V>(args.rows);
+  prefetch_later_rows<Op, kRows, Cluster, kStep * V>(args.rows);
   const int lane = threadIdx.x % TPR;
   const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   int e = lane * kElements<T>;
@@ -283,21 +283,21 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (Cluster) return;
 #endif
   const bool active = kRows == 1 || row < args.rows.m;
-  bool first = active && lane == 0;
+  bool leader = active && lane == 0;
 #ifdef GANDER_SM90
-  if constexpr (Cluster) first = first && cluster_rank() == 0;
+  if constexpr (Cluster) leader = leader && cluster_rank() == 0;
 #endif
-  Place<T> p = place<Op, General, true>(args.rows, active ? row : 0);
-  if (!active) p.span.lo = p.span.hi = 0;
-  auto sc = Op::load_scalars(args, active ? row : 0, first);
-  Tile<Op, V, General, false, Alike, kKeep> tile;
+  RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
+  if (!active) p.bounds.lo = p.bounds.hi = 0;
+  auto sc = Op::load_scalars(args, active ? row : 0, leader);
+  Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
-  const typename Op::template Early<V, kStep, General, kHeld> early(args, p, e);
-  Op::resolve_scalars(args, active ? row : 0, sc, first);
+  const typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters> operands(args, p, e);
+  Op::resolve_scalars(args, active ? row : 0, sc, leader);
   State st;
   reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, st, tile, p, e, kStep);
   const State own = st;
-  if constexpr (kWarps > 1 && !std::is_same_v<State, None>) reduce_warps<kWarps>(st, warp_slots);
+  if constexpr (kWarps > 1 && !std::is_same_v<State, NoState>) reduce_warps<kWarps>(st, warp_slots);
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
@@ -305,16 +305,16 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     reduce_cluster(st, cluster_slots, &barrier, 0);
   }
 #endif
-  if (active) Op::finalize(args, row, sc, st, first);
+  if (active) Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
-    if constexpr (kKeep && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
-    if constexpr (!kKeep) tile.forget(args.rows.zero);
-    if constexpr (General) {  // found out again: to remember it, and what it said of each vector, would cost registers
-      p = place<Op, General, true>(args.rows, (active ? row : 0) + args.rows.zero);
-      if (!active) p.span.lo = p.span.hi = 0;
+    if constexpr (kCacheExp && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
+    if constexpr (!kCacheExp) tile.rematerialize(args.rows.zero);
+    if constexpr (Unaligned) {  // found out again: to remember it, and what it said of each vector, would cost registers
+      p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.zero);
+      if (!active) p.bounds.lo = p.bounds.hi = 0;
       e += args.rows.zero;
     }
-    tile.map(args, sc, p, e, kStep, early);
+    tile.map(args, sc, p, e, kStep, operands);
   }
   Op::finish_launch(args);
 }
@@ -330,36 +330,36 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   const int64_t rows = args.rows.m, step = static_cast<int64_t>(gridDim.x) * kRows;
   int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   const auto at = [&](int64_t r) {
-    Place<T> p = place<Op, false, true>(args.rows, r < rows ? r : 0);
-    if (r >= rows) p.span.hi = 0;
+    RowView<T> p = row_view<Op, false, true>(args.rows, r < rows ? r : 0);
+    if (r >= rows) p.bounds.hi = 0;
     return p;
   };
   Tile<Op, V, false, false, true> next_tile;
-  Place<T> next = at(row);
+  RowView<T> next = at(row);
   auto next_sc = Op::load_scalars(args, row < rows ? row : 0, lane == 0 && row < rows);
   next_tile.load(next, e, kStep);
-  const typename Op::template Early<V, kStep, false, false> early(args, next, e);
+  const typename Op::template EpilogueOperands<V, kStep, false, false> operands(args, next, e);
   // All rows of a warp take part in its shuffles, so all make as many turns as the first.
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * kRows; base < rows; base += step, row += step) {
     Tile<Op, V, false, false, true> tile = next_tile;
-    const Place<T> p = next;
+    const RowView<T> p = next;
     auto sc = next_sc;
-    const bool active = row < rows, first = active && lane == 0;
-    Op::resolve_scalars(args, active ? row : 0, sc, first);
+    const bool active = row < rows, leader = active && lane == 0;
+    Op::resolve_scalars(args, active ? row : 0, sc, leader);
     next = at(row + step);
     next_sc = Op::load_scalars(args, row + step < rows ? row + step : 0, lane == 0 && row + step < rows);
     next_tile.load(next, e, kStep);
     typename Op::State st;
     reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
-    if (active) Op::finalize(args, row, sc, st, first);
+    if (active) Op::finalize(args, row, sc, st, leader);
     if constexpr (Op::kHasOutput) {
-      tile.forget(args.rows.zero);
-      tile.map(args, sc, p, e, kStep, early);
+      tile.rematerialize(args.rows.zero);
+      tile.map(args, sc, p, e, kStep, operands);
     }
   }
 }
 
-template <class Op, int Threads, int V, bool General, bool Alike>
+template <class Op, int Threads, int V, bool Unaligned, bool SameOffset>
 __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
@@ -368,13 +368,13 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   let_next_launch_start();
   const int64_t row = blockIdx.x / args.rows.splits;
   const int chunk = blockIdx.x % args.rows.splits;
-  const bool first = threadIdx.x == 0;
-  const Place<T> p = place<Op, General, false>(args.rows, row, chunk);
-  auto sc = Op::load_scalars(args, row, first && chunk == 0);
-  Op::resolve_scalars(args, row, sc, first && chunk == 0);
+  const bool leader = threadIdx.x == 0;
+  const RowView<T> p = row_view<Op, Unaligned, false>(args.rows, row, chunk);
+  auto sc = Op::load_scalars(args, row, leader && chunk == 0);
+  Op::resolve_scalars(args, row, sc, leader && chunk == 0);
   State st;
-  for (int e = threadIdx.x * kElements<T>; e < p.span.hi; e += V * kStep) {
-    Tile<Op, V, General, General && !Alike, Alike> tile;
+  for (int e = threadIdx.x * kElements<T>; e < p.bounds.hi; e += V * kStep) {
+    Tile<Op, V, Unaligned, Unaligned && !SameOffset, SameOffset> tile;
     tile.load(p, e, kStep);
     Op::accumulate(args, st, tile, p, e, kStep);
   }
@@ -382,15 +382,15 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   reduce_warps<Threads / 32>(st, warp_slots);
   wait_for_previous_launch();  // so that whoever waits for this launch has waited for that one too
   if (args.rows.splits == 1 && !Op::kHasOutput) {
-    Op::finalize(args, row, sc, st, first);
+    Op::finalize(args, row, sc, st, leader);
     Op::finish_launch(args);
-  } else if (first) {
+  } else if (leader) {
     static_cast<Slot<State>*>(args.rows.partial)[blockIdx.x].set(st);
     if (chunk == 0) Op::save_scalars(args, row, sc);
   }
 }
 
-template <class Op, int V, bool General>
+template <class Op, int V, bool Unaligned>
 __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
@@ -400,31 +400,31 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
   const int64_t row = Op::kHasOutput ? block / args.rows.splits : block;
   const int chunk = Op::kHasOutput ? block % args.rows.splits : 0;
-  const bool first = threadIdx.x == 0 && chunk == 0;
-  const Place<T> p = place<Op, General, false>(args.rows, row, chunk);
+  const bool leader = threadIdx.x == 0 && chunk == 0;
+  const RowView<T> p = row_view<Op, Unaligned, false>(args.rows, row, chunk);
   int e = threadIdx.x * kElements<T>;
-  Tile<Op, V, General, General, !General> tile;
+  Tile<Op, V, Unaligned, Unaligned, !Unaligned> tile;
   // The elements do not wait for `partial`: they are in registers when the states are complete.
   if constexpr (Op::kHasOutput) tile.load(p, e, kStep);
-  typename Op::template Early<V, kStep, General, !General> early(args, p, e);
+  typename Op::template EpilogueOperands<V, kStep, Unaligned, !Unaligned> operands(args, p, e);
   wait_for_previous_launch();
   auto sc = Op::restore_scalars(args, row);
   State st;
-  if constexpr (!std::is_same_v<State, None>) {
+  if constexpr (!std::is_same_v<State, NoState>) {
     __shared__ Slot<State> warp_slots[kChunkThreads / 32];
     const Slot<State>* slots = static_cast<const Slot<State>*>(args.rows.partial) + row * args.rows.splits;
     for (int i = threadIdx.x; i < args.rows.splits; i += kChunkThreads) st.merge(slots[i].load());
     st.template reduce_lanes<32>();
     reduce_warps<kChunkThreads / 32>(st, warp_slots);
   }
-  Op::finalize(args, row, sc, st, first);
+  Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
     while (true) {
-      tile.map(args, sc, p, e, kStep, early);
+      tile.map(args, sc, p, e, kStep, operands);
       e += V * kStep;
-      if (e >= p.span.hi) break;
+      if (e >= p.bounds.hi) break;
       tile.load(p, e, kStep);
-      early.bring(p, e);
+      operands.load(p, e);
     }
   }
   Op::finish_launch(args);

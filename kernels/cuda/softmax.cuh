@@ -1,6 +1,6 @@
 // Softmax over rows, forward and backward.
 #pragma once
-#include "team.cuh"
+#include "grid.cuh"
 
 namespace gander {
 
@@ -20,15 +20,15 @@ struct SoftmaxForward : RowOperator<SoftmaxForward<T_>> {
   // The quotient exp(m - max) / sum in two parts. No division, whose slow path is a call.
   __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) {
     const double sum = static_cast<double>(sc.sum) + sc.rest, guess = sc.scale, inverse = fma(guess, fma(-sum, guess, 1.), guess);
-    const double scale = rescaling<double>(m, State::reference(sc.max)) * inverse;
+    const double scale = rescale_factor<double>(m, State::reference(sc.max)) * inverse;
     sc.scale = scale, sc.rest = scale - sc.scale;
   }
-  template <bool General, bool Kept, int E, class Place>
+  template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                             const Place&, int, float (&y)[E]) {
+                                             const View&, int, float (&y)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
-      if constexpr (Kept) {  // of float32 alone
+      if constexpr (Cached) {  // of float32 alone
         y[j] = fmaf(x[j], sc.scale, x[j] * sc.rest);
         continue;
       }
@@ -50,24 +50,24 @@ struct SoftmaxBackward : RowOperator<SoftmaxBackward<T_>> {
   struct Scalars {
     float dot, rest;  // in two parts, of which float32 rows use both
   };
-  template <class Tile, class Place>
-  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const Place&, int, int) {
+  template <class Tile, class View>
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const View&, int, int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float dy[Tile::E], y[Tile::E];
       t.get_a(i, dy);
       t.get_b(i, y);
       // Rows of a few elements go here: their sum is as large as an element, and its rounding shows.
-      st.template add<std::conditional_t<Tile::kGeneral, Accumulator<T>, float>>(dy, y);
+      st.template add<std::conditional_t<Tile::kUnaligned, Accumulator<T>, float>>(dy, y);
     }
   }
   __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars& sc, const State& st, bool) {
     sc.dot = st.s;
     sc.rest = st.s - sc.dot;
   }
-  template <bool General, bool Kept, int E, class Place>
+  template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&dy)[E], const float (&y)[E],
-                                             const Place&, int, float (&dx)[E]) {
+                                             const View&, int, float (&dx)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       const float p = dy[j] * y[j];

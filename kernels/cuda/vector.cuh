@@ -94,7 +94,7 @@ __device__ __forceinline__ uint4 operator&(uint4 a, uint4 b) { return make_uint4
 // Makes the compiler forget what it converted before: 16-bit elements are cheaper to convert again than to hold as floats,
 // and nothing less than a value that it cannot know (`zero`, from the arguments) stops the assembler from holding them.
 template <class T>
-__device__ __forceinline__ void forget(uint4& v, unsigned zero) {
+__device__ __forceinline__ void rematerialize(uint4& v, unsigned zero) {
   if constexpr (sizeof(T) == 2) v = make_uint4(v.x ^ zero, v.y ^ zero, v.z ^ zero, v.w ^ zero);
 }
 
@@ -131,7 +131,7 @@ __device__ __forceinline__ float tile_max(T, const uint4 (&v)[V]) {
 // one vector before the row, so that the vectors that are stored are aligned; operands that are off by another amount are shifted
 // into place. A load is always of 16 aligned bytes that hold an element of the row: it never leaves the memory that the tensor lies
 // in, but for the last one of its last row, which `end` keeps out.
-struct Span {
+struct Bounds {
   int lo, hi;
   int end;  // vector loads stop here: the end of the row
   template <int E>
@@ -142,7 +142,7 @@ struct Span {
 
 // How many elements p lies past an address that is a multiple of 16 bytes.
 template <class T>
-__device__ __forceinline__ int skew(const T* p) { return (reinterpret_cast<uintptr_t>(p) & 15) / sizeof(T); }
+__device__ __forceinline__ int vector_offset(const T* p) { return (reinterpret_cast<uintptr_t>(p) & 15) / sizeof(T); }
 
 // A vector where `in` holds, else `other`; without a branch, so that the loads of a tile leave together, and in assembly, so that none is
 // moved or repeated. No streaming hint: with `.cs`, loads cost 2 to 3 % of the bandwidth of an H100.
@@ -155,7 +155,7 @@ __device__ __forceinline__ uint4 load_vector_if(bool in, const void* p, uint4 ot
 
 // A pointer that is worked out here, once: what lies a constant beyond it is then reached by the instruction's own offset.
 template <class T>
-__device__ __forceinline__ T* once(T* p) {
+__device__ __forceinline__ T* opaque(T* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
@@ -208,15 +208,15 @@ __device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4
 
 // V vectors, `step` elements apart from element e on; masked elements are taken from `fill`. Alike: the caller knows that they are aligned,
 // as they always are in a vector kernel.
-template <bool General, bool Alike, class T, int V>
-__device__ __forceinline__ void load(const T* p, int e, int step, Span s, uint4 fill, uint4 (&v)[V]) {
+template <bool Unaligned, bool SameOffset, class T, int V>
+__device__ __forceinline__ void load(const T* p, int e, int step, Bounds s, uint4 fill, uint4 (&v)[V]) {
   constexpr int E = kElements<T>;
-  if constexpr (!General) {
-    const T* const at = once(p + e);
+  if constexpr (!Unaligned) {
+    const T* const at = opaque(p + e);
 #pragma unroll
     for (int i = 0; i < V; i++) v[i] = load_vector_if(e + i * step < s.hi, at + i * step, fill);
   } else {
-    const int k = Alike ? 0 : skew(p);
+    const int k = SameOffset ? 0 : vector_offset(p);
     const auto aligned = [&](int g) { return load_vector_if(s.touches<E>(g) && g + E <= s.end, p + g, fill); };
     if (k == 0) {
 #pragma unroll
@@ -247,12 +247,12 @@ __device__ __forceinline__ void store_vector(T* p, const float (&f)[kElements<T>
 }
 
 // The vector at element e.
-template <bool General, class T>
-__device__ __forceinline__ void store(T* p, int e, Span s, const float (&f)[kElements<T>]) {
+template <bool Unaligned, class T>
+__device__ __forceinline__ void store(T* p, int e, Bounds s, const float (&f)[kElements<T>]) {
   constexpr int E = kElements<T>;
-  if (General ? s.whole<E>(e) && aligned16(p + e) : e < s.hi) {
+  if (Unaligned ? s.whole<E>(e) && aligned16(p + e) : e < s.hi) {
     store_vector(p + e, f);
-  } else if constexpr (General) {
+  } else if constexpr (Unaligned) {
 #pragma unroll
     for (int j = 0; j < E; j++)
       if (e + j >= s.lo && e + j < s.hi) p[e + j] = from_float<T>(f[j]);
@@ -283,9 +283,9 @@ __device__ __forceinline__ void load_aligned(const T* p, float (&f)[E]) {
   }
 }
 
-template <bool General, class T, int E>
-__device__ __forceinline__ void load_floats_as(const T* p, int e, Span s, float (&f)[E]) {
-  if constexpr (!General) {
+template <bool Unaligned, class T, int E>
+__device__ __forceinline__ void load_floats_as(const T* p, int e, Bounds s, float (&f)[E]) {
+  if constexpr (!Unaligned) {
     if (e < s.hi) {
       load_aligned(p + e, f);
     } else {
@@ -294,7 +294,7 @@ __device__ __forceinline__ void load_floats_as(const T* p, int e, Span s, float 
     }
   } else {
     constexpr int F = kElements<T>, kLoads = (E + F - 1) / F + 1;
-    const int k = skew(p + e);
+    const int k = vector_offset(p + e);
     if (s.whole<E>(e) && e - k + (k + E + F - 1) / F * F <= s.end) {
       unsigned w[4 * kLoads];
 #pragma unroll
@@ -316,15 +316,15 @@ __device__ __forceinline__ void load_floats_as(const T* p, int e, Span s, float 
 }
 
 // E elements from element e of an operand of any 16- or 32-bit float type; masked ones are 0.
-template <bool General, int E>
-__device__ __forceinline__ void load_floats(const void* p, int32_t type, int e, Span s, float (&f)[E]) {
-  if (type == kBFloat16) load_floats_as<General>(static_cast<const bf16*>(p), e, s, f);
-  else if (type == kFloat16) load_floats_as<General>(static_cast<const f16*>(p), e, s, f);
-  else load_floats_as<General>(static_cast<const f32*>(p), e, s, f);
+template <bool Unaligned, int E>
+__device__ __forceinline__ void load_floats(const void* p, int32_t type, int e, Bounds s, float (&f)[E]) {
+  if (type == kBFloat16) load_floats_as<Unaligned>(static_cast<const bf16*>(p), e, s, f);
+  else if (type == kFloat16) load_floats_as<Unaligned>(static_cast<const f16*>(p), e, s, f);
+  else load_floats_as<Unaligned>(static_cast<const f32*>(p), e, s, f);
 }
 
 template <class T, int E>
-__device__ __forceinline__ void store_floats_as(T* p, int e, Span s, const float (&f)[E]) {
+__device__ __forceinline__ void store_floats_as(T* p, int e, Bounds s, const float (&f)[E]) {
   constexpr int F = kElements<T>;
   if (!s.whole<E>(e) || reinterpret_cast<uintptr_t>(p + e) % (E < F ? E * sizeof(T) : 16)) {
 #pragma unroll
@@ -344,7 +344,7 @@ __device__ __forceinline__ void store_floats_as(T* p, int e, Span s, const float
 }
 
 template <int E>
-__device__ __forceinline__ void store_floats(void* p, int32_t type, int e, Span s, const float (&f)[E]) {
+__device__ __forceinline__ void store_floats(void* p, int32_t type, int e, Bounds s, const float (&f)[E]) {
   if (type == kBFloat16) store_floats_as(static_cast<bf16*>(p), e, s, f);
   else if (type == kFloat16) store_floats_as(static_cast<f16*>(p), e, s, f);
   else store_floats_as(static_cast<f32*>(p), e, s, f);

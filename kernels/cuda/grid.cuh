@@ -7,50 +7,50 @@ namespace gander {
 
 // What a CTA makes of its part of a row, for the other members of its team: two halves of 64 bits, each beside the number of the step.
 // 8 bytes are written and read at once, so that who finds the number has the half.
-struct Share {
+struct TaggedState {
   template <class T>
-  __device__ __forceinline__ static uint64_t bits(const Sum<T>& st) { return __double_as_longlong(st.s); }
+  __device__ __forceinline__ static uint64_t encode(const Sum<T>& st) { return __double_as_longlong(st.s); }
   template <class T, class A>
-  __device__ __forceinline__ static uint64_t bits(const MaxSum<T, A>& st) {
+  __device__ __forceinline__ static uint64_t encode(const MaxSum<T, A>& st) {
     return static_cast<uint64_t>(__float_as_uint(st.m)) << 32 | __float_as_uint(static_cast<float>(st.s));
   }
   template <class T>
-  __device__ __forceinline__ static void from(uint64_t bits, Sum<T>& st) { st.s = __longlong_as_double(bits); }
+  __device__ __forceinline__ static void decode_bits(uint64_t bits, Sum<T>& st) { st.s = __longlong_as_double(bits); }
   template <class T, class A>
-  __device__ __forceinline__ static void from(uint64_t bits, MaxSum<T, A>& st) {
+  __device__ __forceinline__ static void decode_bits(uint64_t bits, MaxSum<T, A>& st) {
     st.m = __uint_as_float(bits >> 32), st.s = __uint_as_float(static_cast<uint32_t>(bits));
   }
 
   template <class State>
-  __device__ __forceinline__ static void put(ulonglong2* slot, const State& st, uint32_t number) {
-    const uint64_t both = bits(st), beside = static_cast<uint64_t>(number) << 32;
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(slot), "l"(beside | static_cast<uint32_t>(both)),
-                 "l"(beside | both >> 32)
+  __device__ __forceinline__ static void publish(ulonglong2* slot, const State& st, uint32_t number) {
+    const uint64_t bits = encode(st), tag = static_cast<uint64_t>(number) << 32;
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(slot), "l"(tag | static_cast<uint32_t>(bits)),
+                 "l"(tag | bits >> 32)
                  : "memory");
   }
-  __device__ __forceinline__ static ulonglong2 look(const ulonglong2* slot) {
+  __device__ __forceinline__ static ulonglong2 load(const ulonglong2* slot) {
     ulonglong2 v;
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(slot) : "memory");
     return v;
   }
   // As `put`, unless it is there: of memory that was cleared.
   template <class State>
-  __device__ __forceinline__ static void put_if_absent(ulonglong2* slot, const State& st, uint32_t number) {
-    const uint64_t both = bits(st), beside = static_cast<uint64_t>(number) << 32;
-    atomicCAS(&slot->x, 0ull, beside | static_cast<uint32_t>(both));
-    atomicCAS(&slot->y, 0ull, beside | both >> 32);
+  __device__ __forceinline__ static void publish_if_absent(ulonglong2* slot, const State& st, uint32_t number) {
+    const uint64_t bits = encode(st), tag = static_cast<uint64_t>(number) << 32;
+    atomicCAS(&slot->x, 0ull, tag | static_cast<uint32_t>(bits));
+    atomicCAS(&slot->y, 0ull, tag | bits >> 32);
   }
-  __device__ __forceinline__ static bool there(ulonglong2 v, uint32_t number) { return v.x >> 32 == number && v.y >> 32 == number; }
+  __device__ __forceinline__ static bool ready(ulonglong2 v, uint32_t number) { return v.x >> 32 == number && v.y >> 32 == number; }
   template <class State>
-  __device__ __forceinline__ static State state(ulonglong2 v) {
+  __device__ __forceinline__ static State decode(ulonglong2 v) {
     State st;
-    from(v.x & 0xffffffffu | v.y << 32, st);
+    decode_bits(v.x & 0xffffffffu | v.y << 32, st);
     return st;
   }
   template <class State>
-  __device__ __forceinline__ static State take(const ulonglong2* slot, ulonglong2 v, uint32_t number) {
-    while (!there(v, number)) v = look(slot);
-    return state<State>(v);
+  __device__ __forceinline__ static State wait(const ulonglong2* slot, ulonglong2 v, uint32_t number) {
+    while (!ready(v, number)) v = load(slot);
+    return decode<State>(v);
   }
 };
 
@@ -76,63 +76,63 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
   using State = typename Op::State;
-  using Part = typename State::Part;
+  using Partial = typename State::Partial;
   static_assert(R % G == 0);
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kAll = G * kWarps, kInputs = Op::kInputs, kMaxStages = kTeamStages, kSlots = 32, kTakers = 4,
-                kAhead = R > 1 ? 6 : 8;  // more rows take longer to take
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kComputeWarps = G * kWarps, kInputs = Op::kInputs, kMaxStages = kTeamStages, kSlots = 32, kMergeWarps = 4,
+                kMergeDelay = R > 1 ? 6 : 8;  // more rows take longer to take
   extern __shared__ __align__(128) uint4 buffer[];  // stages x R x inputs x slice
-  __shared__ Slot<Part> warp_slots[kSlots][R][kWarps];
+  __shared__ Slot<Partial> warp_slots[kSlots][R][kWarps];
   __shared__ typename Op::Scalars scalars[kSlots][R];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages], summed[kSlots], merged[kSlots];
   let_next_launch_start();
   const Rows& r = args.rows;
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, stages = r.stages, lag = r.lag, members = gridDim.x, member = blockIdx.x;
-  const int64_t vectors = r.n / E, begin = vectors * member / members;
-  const int count = static_cast<int>(vectors * (member + 1) / members - begin);
-  const int slice = static_cast<int>((vectors + members - 1) / members), row_size = kInputs * slice, stage_size = R * row_size;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, stages = r.stages, depth = r.lag, ctas = gridDim.x, cta = blockIdx.x;
+  const int64_t vectors = r.n / E, begin = vectors * cta / ctas;
+  const int count = static_cast<int>(vectors * (cta + 1) / ctas - begin);
+  const int slice = static_cast<int>((vectors + ctas - 1) / ctas), row_size = kInputs * slice, stage_size = R * row_size;
   const int64_t rows = r.m, steps = (rows + R - 1) / R;
   if (tid == 0) {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, kAll);
-    for (int i = 0; i < kSlots; i++) barrier_init(summed + i, kAll), barrier_init(merged + i, 1);
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, kComputeWarps);
+    for (int i = 0; i < kSlots; i++) barrier_init(summed + i, kComputeWarps), barrier_init(merged + i, 1);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
   ulonglong2* slots = static_cast<ulonglong2*>(r.partial);
-  if (warp == kAll) {
+  if (warp == kComputeWarps) {
     for (int64_t i = 0; i < steps; i++) {
       const int slot = i % kSlots;
       barrier_wait(summed + slot, i / kSlots & 1);
 #pragma unroll
       for (int j = 0; j < R; j++) {
-        const Part st = gather<32, Part>(warp_slots[slot][j], kWarps);
-        if (lane == j) Share::put(slots + (i % kTeamSteps * R + j) * members + member, st, static_cast<uint32_t>(i + 1));
+        const Partial st = merge_slots<32, Partial>(warp_slots[slot][j], kWarps);
+        if (lane == j) TaggedState::publish(slots + (i % kTeamSteps * R + j) * ctas + cta, st, static_cast<uint32_t>(i + 1));
       }
     }
-  } else if (warp > kAll + 1) {
-    for (int64_t i = warp - kAll - 2; i < steps; i += kTakers) {
-      const ulonglong2* shares = slots + i % kTeamSteps * R * members;
+  } else if (warp > kComputeWarps + 1) {
+    for (int64_t i = warp - kComputeWarps - 2; i < steps; i += kMergeWarps) {
+      const ulonglong2* published = slots + i % kTeamSteps * R * ctas;
       const uint32_t number = static_cast<uint32_t>(i + 1);
       typename Op::Scalars sc[R];
 #pragma unroll
       for (int j = 0; j < R; j++) sc[j] = Op::load_scalars(args, min(i * R + j, rows - 1), false);
       // By when this CTA has summed some steps more, the others are likely to have shared this one: looking in vain costs all of them time.
-      const int64_t later = min(i + min(kAhead, lag), steps - 1);
+      const int64_t later = min(i + min(kMergeDelay, depth), steps - 1);
       barrier_wait(summed + later % kSlots, later / kSlots & 1);
       State st[R];
       constexpr int U = 5;  // loads at a time: 160 SMs
-      for (int k = lane; k < members; k += 32 * U) {
+      for (int k = lane; k < ctas; k += 32 * U) {
         ulonglong2 v[R][U];
 #pragma unroll
         for (int j = 0; j < R; j++)
 #pragma unroll
           for (int u = 0; u < U; u++)
-            if (k + 32 * u < members) v[j][u] = Share::look(shares + j * members + k + 32 * u);
+            if (k + 32 * u < ctas) v[j][u] = TaggedState::load(published + j * ctas + k + 32 * u);
 #pragma unroll
         for (int j = 0; j < R; j++) {
           State part[U];
 #pragma unroll
           for (int u = 0; u < U; u++)
-            if (k + 32 * u < members) part[u] = Share::take<State>(shares + j * members + k + 32 * u, v[j][u], number);
+            if (k + 32 * u < ctas) part[u] = TaggedState::wait<State>(published + j * ctas + k + 32 * u, v[j][u], number);
           st[j].merge(part);
         }
       }
@@ -141,12 +141,12 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       for (int j = 0; j < R; j++) {
         st[j].template reduce_lanes<32>();
         const bool in = i * R + j < rows;
-        if (in) Op::finalize(args, i * R + j, sc[j], st[j], member == 0 && lane == 0);
+        if (in) Op::finalize(args, i * R + j, sc[j], st[j], cta == 0 && lane == 0);
         if (lane == 0) scalars[slot][j] = sc[j];
       }
       if (lane == 0) barrier_arrive(merged + slot);
     }
-  } else if (warp > kAll) {
+  } else if (warp > kComputeWarps) {
     if (lane) return;
     const T* a = static_cast<const T*>(r.a) + begin * E;
     const T* b = static_cast<const T*>(r.b) + begin * E;
@@ -178,11 +178,11 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
     };
     int stage = 0, last = 0;
     uint32_t phase = 0;
-    for (int64_t i = 0; i < steps + lag; i++) {
+    for (int64_t i = 0; i < steps + depth; i++) {
       if (i < steps) {
         barrier_wait(full + stage, phase);
         const int slot = i % kSlots;
-        Part st[R / G];
+        Partial st[R / G];
 #pragma unroll
         for (int j = 0; j < R / G; j++) {
           Tile<Op, V, false, false, true> tile;
@@ -195,8 +195,8 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
         if (lane == 0) barrier_arrive(summed + slot);
         if (++stage == stages) stage = 0, phase ^= 1;
       }
-      if (i < lag) continue;
-      const int64_t step = i - lag;
+      if (i < depth) continue;
+      const int64_t step = i - depth;
       const int slot = step % kSlots;
       barrier_wait(merged + slot, step / kSlots & 1);
 #pragma unroll
@@ -221,17 +221,17 @@ struct NothingKept {
   using T = typename Op::T;
   static constexpr int kStep = Threads * kElements<T>;
   const typename Op::Args& args;
-  Place<T> p;
+  RowView<T> p;
   int e;
 
   __device__ __forceinline__ NothingKept(const typename Op::Args& args, int64_t origin, int e, int end) : args(args), e(e) {
     p.origin = origin;
-    p.span = {0, end, end};
+    p.bounds = {0, end, end};
   }
   template <class Tile>
-  __device__ __forceinline__ void reduce(typename Op::State::Part& st, Tile& tile) const {
+  __device__ __forceinline__ void reduce(typename Op::State::Partial& st, Tile& tile) const {
     if constexpr (Op::State::kMaxFirst) {
-      st.template reduce_tile<32>(tile.a, tile.kept);
+      st.template reduce_tile<32>(tile.a, tile.exps);
     } else {
       Op::accumulate(args, st, tile, p, e, kStep);
       st.template reduce_lanes<32>();
@@ -240,7 +240,7 @@ struct NothingKept {
   template <class Tile>
   __device__ __forceinline__ void map(const typename Op::Scalars& sc, const Tile& tile, int64_t row) {
     p.y = static_cast<T*>(args.rows.y) + row * args.rows.y_stride + p.origin;
-    tile.map(args, sc, p, e, kStep, typename Op::template Early<V, kStep, false, false>(args, p, e));
+    tile.map(args, sc, p, e, kStep, typename Op::template EpilogueOperands<V, kStep, false, false>(args, p, e));
   }
   __device__ __forceinline__ void finish(int) const {}
 };
@@ -256,27 +256,27 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
   using State = typename Op::State;
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E, kTile = V * kStep, kInputs = Op::kInputs, kMostHeld = kHeldTiles;
-  constexpr int64_t kPatience = 1 << 16;  // cycles, some 40 us, and no less than this CTA's own part took
+  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E, kTile = V * kStep, kInputs = Op::kInputs, kMaxTiles = kHeldTiles;
+  constexpr int64_t kMinWait = 1 << 16;  // cycles, some 40 us, and no less than this CTA's own part took
   extern __shared__ __align__(128) uint4 buffer[];  // held x inputs x V x threads
   __shared__ Slot<State> warp_slots[2][kWarps];
-  __shared__ uint64_t arrived[kMostHeld];
+  __shared__ uint64_t loaded[kMaxTiles];
   __shared__ int missing, chosen;
   const Rows& r = args.rows;
-  const int tid = threadIdx.x, parts = r.splits, mine = blockIdx.x % parts;
+  const int tid = threadIdx.x, parts = r.splits, own_part = blockIdx.x % parts;
   const int64_t row = blockIdx.x / parts;
-  ulonglong2* const shares = static_cast<ulonglong2*>(r.partial) + row * parts;
-  const Place<T> own = place<Op, false, false>(r, row, mine);
-  const int tiles = (own.span.hi + kTile - 1) / kTile, held = min(r.lag, tiles);
+  ulonglong2* const published = static_cast<ulonglong2*>(r.partial) + row * parts;
+  const RowView<T> own = row_view<Op, false, false>(r, row, own_part);
+  const int tiles = (own.bounds.hi + kTile - 1) / kTile, cached = min(r.lag, tiles);
   if (tid == 0) {
-    for (int t = 0; t < held; t++) barrier_init(arrived + t, 1);
+    for (int t = 0; t < cached; t++) barrier_init(loaded + t, 1);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    for (int t = 0; t < held; t++) {
-      const uint32_t bytes = min(kTile, own.span.hi - t * kTile) * sizeof(T);
+    for (int t = 0; t < cached; t++) {
+      const uint32_t bytes = min(kTile, own.bounds.hi - t * kTile) * sizeof(T);
       uint4* const to = buffer + t * kInputs * V * Threads;
-      barrier_expect(arrived + t, kInputs * bytes);
-      bulk_copy_once(to, own.a + t * kTile, bytes, arrived + t);
-      if constexpr (kInputs > 1) bulk_copy_once(to + V * Threads, static_cast<const T*>(own.b) + t * kTile, bytes, arrived + t);
+      barrier_expect(loaded + t, kInputs * bytes);
+      bulk_copy_once(to, own.a + t * kTile, bytes, loaded + t);
+      if constexpr (kInputs > 1) bulk_copy_once(to + V * Threads, static_cast<const T*>(own.b) + t * kTile, bytes, loaded + t);
     }
   }
   __syncthreads();
@@ -285,27 +285,27 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
     const uint4* const from = buffer + tile * kInputs * V * Threads + tid;
 #pragma unroll
     for (int k = 0; k < V; k++) {
-      const bool in = at(tile) + k * kStep < own.span.hi;
+      const bool in = at(tile) + k * kStep < own.bounds.hi;
       to.a[k] = in ? from[k * Threads] : Op::fill();
       if constexpr (kInputs > 1) to.b[k] = in ? from[(V + k) * Threads] : zero_vector();
     }
   };
   struct Step {
     Tile<Op, V, false, false, true> tile;
-    typename Op::template Early<V, kStep, false, true> early;
+    typename Op::template EpilogueOperands<V, kStep, false, true> operands;
   };
   typename Op::Scalars sc = {};
   // Of one part, whose first tiles are `here`.
   const auto sum = [&](int part, int here) {
-    const Place<T> p = place<Op, false, false>(r, row, part);
-    const int tiles = (p.span.hi + kTile - 1) / kTile;
+    const RowView<T> p = row_view<Op, false, false>(r, row, part);
+    const int tiles = (p.bounds.hi + kTile - 1) / kTile;
     State st;
     Tile<Op, V, false, false, true> next;
     if (here < tiles) next.load(p, at(here), kStep);
     for (int t = 0; t < tiles; t++) {
       Tile<Op, V, false, false, true> tile;
       if (t < here) {
-        barrier_wait(arrived + t, 0);
+        barrier_wait(loaded + t, 0);
         read(t, tile);
       } else {
         tile = next;
@@ -318,18 +318,18 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
     return st;
   };
   const int64_t begun = clock64();
-  State st = sum(mine, held);
-  const int64_t summed = clock64(), late = summed + max(summed - begun, kPatience);
+  State st = sum(own_part, cached);
+  const int64_t summed = clock64(), deadline = summed + max(summed - begun, kMinWait);
   wait_for_previous_launch();  // which cleared the shares
-  if (tid == 0) Share::put(shares + mine, st, 1);
+  if (tid == 0) TaggedState::publish(published + own_part, st, 1);
   // The last two tiles are on their way while the shares are.
   Step a = {{}, {args, own, at(tiles - 1)}}, b = {{}, {args, own, at(max(tiles - 2, 0))}};
   const auto load = [&](Step& s, int tile) {
-    if (tile >= held) s.tile.load(own, at(tile), kStep);
+    if (tile >= cached) s.tile.load(own, at(tile), kStep);
   };
   const auto fetch = [&](Step& s, int tile) {
     load(s, tile);
-    s.early.bring(own, at(tile));
+    s.operands.load(own, at(tile));
   };
   load(a, tiles - 1);
   load(b, max(tiles - 2, 0));
@@ -338,9 +338,9 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
     st = State();
     int none = -1;
     for (int i = tid; i < parts; i += Threads) {
-      ulonglong2 v = Share::look(shares + i);
-      while (!Share::there(v, 1) && clock64() < late) v = Share::look(shares + i);
-      if (Share::there(v, 1)) st.merge(Share::state<State>(v));
+      ulonglong2 v = TaggedState::load(published + i);
+      while (!TaggedState::ready(v, 1) && clock64() < deadline) v = TaggedState::load(published + i);
+      if (TaggedState::ready(v, 1)) st.merge(TaggedState::decode<State>(v));
       else none = i;
     }
     if (!__syncthreads_or(none >= 0)) return true;
@@ -348,7 +348,7 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
     __syncthreads();
     const int rank = none < 0 ? -1 : atomicAdd(&missing, 1);
     __syncthreads();
-    if (rank == mine % missing) chosen = none;
+    if (rank == own_part % missing) chosen = none;
     __syncthreads();
     return false;
   };
@@ -356,17 +356,17 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
     do {
       const int part = chosen;
       st = sum(part, 0);
-      if (tid == 0) Share::put_if_absent(shares + part, st, 1);
+      if (tid == 0) TaggedState::publish_if_absent(published + part, st, 1);
     } while (!complete());
     fetch(a, tiles - 1);  // rather than to keep them in registers meanwhile
     fetch(b, max(tiles - 2, 0));
   }
   st.template reduce_lanes<32>();
   reduce_warps<kWarps>(st, warp_slots[1]);
-  Op::finalize(args, row, sc, st, tid == 0 && mine == 0);
+  Op::finalize(args, row, sc, st, tid == 0 && own_part == 0);
   const auto use = [&](Step& s, int tile) {
-    if (tile < held) read(tile, s.tile);
-    s.tile.map(args, sc, own, at(tile), kStep, s.early);
+    if (tile < cached) read(tile, s.tile);
+    s.tile.map(args, sc, own, at(tile), kStep, s.operands);
     if (tile > 1) fetch(s, tile - 2);
   };
   for (int t = tiles - 1; t >= 0; t -= 2) {
