@@ -224,7 +224,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     const int ei = e + i * kStep;
     if (Unaligned && ei >= p.bounds.hi) break;
     if (!Unaligned && ei >= p.bounds.hi) mine[i * Threads] = Op::fill();
-    else if (Unaligned && ei + E > p.load_bounds().end) mine[i * Threads] = load_elements(from + i * kStep, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
+    else if (Unaligned && ei + E > p.load_bounds().load_end) mine[i * Threads] = load_elements(from + i * kStep, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
     else copy_async<16>(mine + i * Threads, from + i * kStep, 16);
   }
   copies_commit();

@@ -30,7 +30,7 @@ struct RowView {
   Bounds bounds;
   int overread;  // elements past the row that a vector load may take in: other rows follow
 
-  __device__ __forceinline__ Bounds load_bounds() const { return {bounds.lo, bounds.hi, bounds.end + overread}; }
+  __device__ __forceinline__ Bounds load_bounds() const { return {bounds.lo, bounds.hi, bounds.load_end + overread}; }
 };
 
 // One chunk of a row. Whole: rows are not split.
@@ -66,7 +66,7 @@ __device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64
   p.origin = origin;
   p.bounds = {origin < 0 ? static_cast<int>(-origin) : 0, static_cast<int>(left < most ? left : most)};
   if constexpr (Unaligned) {
-    p.bounds.end = static_cast<int>(left < most + 4 * E ? left : most + 4 * E);
+    p.bounds.load_end = static_cast<int>(left < most + 4 * E ? left : most + 4 * E);
     const int64_t rest = r.m - 1 - row;
     const bool row_follows = rest * r.a_stride >= E && (Op::kInputs < 2 || rest * r.b_stride * type_size(r.b_type) >= 16);
     p.overread = row_follows ? E : 0;

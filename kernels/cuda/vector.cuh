@@ -133,7 +133,7 @@ __device__ __forceinline__ float tile_max(T, const uint4 (&v)[V]) {
 // in, but for the last one of its last row, which `end` keeps out.
 struct Bounds {
   int lo, hi;
-  int end;  // vector loads stop here: the end of the row
+  int load_end;  // vector loads stop here: the end of the row
   template <int E>
   __device__ __forceinline__ bool whole(int e) const { return e >= lo && e + E <= hi; }
   template <int E>
@@ -217,7 +217,7 @@ __device__ __forceinline__ void load(const T* p, int e, int step, Bounds s, uint
     for (int i = 0; i < V; i++) v[i] = load_vector_if(e + i * step < s.hi, at + i * step, fill);
   } else {
     const int k = SameOffset ? 0 : vector_offset(p);
-    const auto aligned = [&](int g) { return load_vector_if(s.touches<E>(g) && g + E <= s.end, p + g, fill); };
+    const auto aligned = [&](int g) { return load_vector_if(s.touches<E>(g) && g + E <= s.load_end, p + g, fill); };
     if (k == 0) {
 #pragma unroll
       for (int i = 0; i < V; i++) v[i] = aligned(e + i * step);
@@ -232,8 +232,8 @@ __device__ __forceinline__ void load(const T* p, int e, int step, Bounds s, uint
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int ei = e + i * step, last = ei + E + (k ? E - k : 0);
-      if (!s.touches<E>(ei) || s.whole<E>(ei) && last <= s.end) continue;
-      if (last > s.end) v[i] = load_elements(p + ei, s.lo - ei, s.hi - ei, fill);
+      if (!s.touches<E>(ei) || s.whole<E>(ei) && last <= s.load_end) continue;
+      if (last > s.load_end) v[i] = load_elements(p + ei, s.lo - ei, s.hi - ei, fill);
       else v[i] = masked<T>(v[i], s.lo - ei, s.hi - ei, fill);
     }
   }
@@ -295,7 +295,7 @@ __device__ __forceinline__ void load_floats_as(const T* p, int e, Bounds s, floa
   } else {
     constexpr int F = kElements<T>, kLoads = (E + F - 1) / F + 1;
     const int k = vector_offset(p + e);
-    if (s.whole<E>(e) && e - k + (k + E + F - 1) / F * F <= s.end) {
+    if (s.whole<E>(e) && e - k + (k + E + F - 1) / F * F <= s.load_end) {
       unsigned w[4 * kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; i++) {
