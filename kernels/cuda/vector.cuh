@@ -1,4 +1,4 @@
-// Element types and 16-byte vectors: loading, converting, storing.
+// Element types, and 16-byte vectors of elements: how they are loaded, converted and stored.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,19 +16,21 @@ using f16 = __half;
 using bf16 = __nv_bfloat16;
 using f32 = float;
 
-// The run-time number of an element type.
+// The DType that stands for an element type at run time.
 template <class T>
 constexpr DType kDType = std::is_same_v<T, f16> ? kFloat16 : std::is_same_v<T, bf16> ? kBFloat16 : kFloat32;
 
 template <class T>
-constexpr int kElements = 16 / sizeof(T);  // per 16-byte vector
+constexpr int kElements = 16 / sizeof(T);  // elements of a 16-byte vector
 
 constexpr float kInfinity = __builtin_huge_valf();
 
-// ---- one vector of T <-> floats. 16-bit rows stay packed in registers and are converted again when needed.
+// ---- Conversion between one vector of T and floats.
+// 16-bit elements stay packed in registers. They are converted again each time they are needed.
 
 __device__ __forceinline__ void unpack(f32, uint4 v, float (&f)[4]) {
-  f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y), f[2] = __uint_as_float(v.z), f[3] = __uint_as_float(v.w);
+  f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y);
+  f[2] = __uint_as_float(v.z), f[3] = __uint_as_float(v.w);
 }
 
 __device__ __forceinline__ void unpack(bf16, uint4 v, float (&f)[8]) {
@@ -50,7 +52,8 @@ __device__ __forceinline__ void unpack(f16, uint4 v, float (&f)[8]) {
 }
 
 __device__ __forceinline__ uint4 pack(f32, const float (&f)[4]) {
-  return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
+  return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]),
+                    __float_as_uint(f[3]));
 }
 
 __device__ __forceinline__ unsigned pack2(bf16, float a, float b) {
@@ -65,7 +68,8 @@ __device__ __forceinline__ unsigned pack2(f16, float a, float b) {
 
 template <class T>
 __device__ __forceinline__ uint4 pack(T t, const float (&f)[8]) {
-  return make_uint4(pack2(t, f[0], f[1]), pack2(t, f[2], f[3]), pack2(t, f[4], f[5]), pack2(t, f[6], f[7]));
+  return make_uint4(pack2(t, f[0], f[1]), pack2(t, f[2], f[3]), pack2(t, f[4], f[5]),
+                    pack2(t, f[6], f[7]));
 }
 
 template <class T>
@@ -82,24 +86,29 @@ __device__ __forceinline__ T from_float(float v) {
   else return __float2half_rn(v);
 }
 
-// A vector whose elements are all -infinity, and one of zeros: what masked elements read as.
+// Vectors of the values that elements out of bounds have: -infinity or zero.
 template <class T>
 __device__ __forceinline__ uint4 lowest_vector() {
-  constexpr unsigned bits = sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, bf16> ? 0xff80ff80u : 0xfc00fc00u;
+  constexpr unsigned bits16 = std::is_same_v<T, bf16> ? 0xff80ff80u : 0xfc00fc00u;
+  constexpr unsigned bits = sizeof(T) == 4 ? 0xff800000u : bits16;
   return make_uint4(bits, bits, bits, bits);
 }
 __device__ __forceinline__ uint4 zero_vector() { return make_uint4(0, 0, 0, 0); }
-__device__ __forceinline__ uint4 operator&(uint4 a, uint4 b) { return make_uint4(a.x & b.x, a.y & b.y, a.z & b.z, a.w & b.w); }
+__device__ __forceinline__ uint4 operator&(uint4 a, uint4 b) {
+  return make_uint4(a.x & b.x, a.y & b.y, a.z & b.z, a.w & b.w);
+}
 
-// Makes the compiler forget what it converted before: 16-bit elements are cheaper to convert again than to hold as floats,
-// and nothing less than a value that it cannot know (`zero`, from the arguments) stops the assembler from holding them.
+// Makes the compiler convert v again instead of keeping earlier conversions in registers. Floats take twice
+// the registers of 16-bit elements, and converting again is cheap. `zero` is a kernel argument that is always
+// 0. ptxas cannot know that, so the XOR hides the value from it. An empty asm statement would hide it from
+// the front end alone.
 template <class T>
 __device__ __forceinline__ void rematerialize(uint4& v, unsigned zero) {
   if constexpr (sizeof(T) == 2) v = make_uint4(v.x ^ zero, v.y ^ zero, v.z ^ zero, v.w ^ zero);
 }
 
-// The largest element of a tile; a NaN is passed over here and comes back through the sum. Packed 16-bit maxima
-// are exact and cost half the work.
+// The largest element of V vectors. NaNs are ignored here: they appear in the sum of exponentials later.
+// Packed maxima of 16-bit elements are exact and take half the instructions.
 template <int V>
 __device__ __forceinline__ float tile_max(f32, const uint4 (&v)[V]) {
   float m = -kInfinity;
@@ -126,26 +135,32 @@ __device__ __forceinline__ float tile_max(T, const uint4 (&v)[V]) {
   return fmaxf(to_float(r.x), to_float(r.y));
 }
 
-// ---- A row's elements [lo, hi), counted from a pointer p that its vectors are counted from as well.
-// In a vector kernel p is the row, lo is 0 and every vector below hi is whole and aligned. In a general kernel p lies up to
-// one vector before the row, so that the vectors that are stored are aligned; operands that are off by another amount are shifted
-// into place. A load is always of 16 aligned bytes that hold an element of the row: it never leaves the memory that the tensor lies
-// in, but for the last one of its last row, which `end` keeps out.
+// ---- Bounds of a row, or of a part of it: its elements are p[lo] to p[hi - 1] for some pointer p.
+//
+// Aligned kernels: p is the start of the row, and lo is 0. All vectors are aligned, and none is cut by hi.
+//
+// Unaligned kernels: p lies up to one vector before the row, where vectors of the output are aligned. An
+// input may be misaligned there. It is then loaded as aligned vectors, which are shifted into place. A vector
+// load reads 16 aligned bytes with at least one element of the row. `load_end` keeps such loads from passing
+// the end of the tensor in its last row.
 struct Bounds {
   int lo, hi;
-  int load_end;  // vector loads stop here: the end of the row
+  int load_end;  // 16-byte loads must end here at the latest
   template <int E>
   __device__ __forceinline__ bool whole(int e) const { return e >= lo && e + E <= hi; }
   template <int E>
   __device__ __forceinline__ bool touches(int e) const { return e < hi && e + E > lo; }
 };
 
-// How many elements p lies past an address that is a multiple of 16 bytes.
+// How many elements p lies after the last 16-byte boundary.
 template <class T>
-__device__ __forceinline__ int vector_offset(const T* p) { return (reinterpret_cast<uintptr_t>(p) & 15) / sizeof(T); }
+__device__ __forceinline__ int vector_offset(const T* p) {
+  return (reinterpret_cast<uintptr_t>(p) & 15) / sizeof(T);
+}
 
-// A vector where `in` holds, else `other`; without a branch, so that the loads of a tile leave together, and in assembly, so that none is
-// moved or repeated. No streaming hint: with `.cs`, loads cost 2 to 3 % of the bandwidth of an H100.
+// Loads a vector if `in` holds, else returns `other`. The load is predicated: without branches, all loads of
+// a tile are issued together. It is inline assembly, which the compiler neither moves nor repeats. It has no
+// streaming hint: `.cs` on loads cost 2 to 3 % of the bandwidth on an H100.
 __device__ __forceinline__ uint4 load_vector_if(bool in, const void* p, uint4 other) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                : "+r"(other.x), "+r"(other.y), "+r"(other.z), "+r"(other.w)
@@ -153,14 +168,15 @@ __device__ __forceinline__ uint4 load_vector_if(bool in, const void* p, uint4 ot
   return other;
 }
 
-// A pointer that is worked out here, once: what lies a constant beyond it is then reached by the instruction's own offset.
+// Hides from the compiler how p was computed. Accesses at constant distances from p then use the
+// instruction's immediate offset, instead of an address register for each.
 template <class T>
 __device__ __forceinline__ T* opaque(T* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
 
-// The first N words of w, taken `bytes` (0 to 14, even) further on.
+// Shifts w down by `bytes`, an even number from 0 to 14. Only the first N words of the result are valid.
 template <int N, int W>
 __device__ __forceinline__ void shift_words(unsigned (&w)[W], int bytes) {
   static_assert(W >= N + 3);
@@ -172,14 +188,14 @@ __device__ __forceinline__ void shift_words(unsigned (&w)[W], int bytes) {
   for (int i = 0; i < N; i++) w[i] = __funnelshift_r(w[i], w[i + 1], (bytes & 2) * 8);
 }
 
-// Two adjacent vectors' 16 bytes from `bytes` on.
+// The 16 bytes that begin `bytes` after the start of the adjacent vectors a and b.
 __device__ __forceinline__ uint4 shifted(uint4 a, uint4 b, int bytes) {
   unsigned w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   shift_words<4>(w, bytes);
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// A vector with `fill` outside [lo, hi), counted in its elements.
+// Replaces the elements of v outside of [lo, hi) by those of `fill`.
 template <class T>
 __device__ __forceinline__ uint4 masked(uint4 v, int lo, int hi, uint4 fill) {
   unsigned w[4] = {v.x, v.y, v.z, v.w};
@@ -193,7 +209,7 @@ __device__ __forceinline__ uint4 masked(uint4 v, int lo, int hi, uint4 fill) {
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// The elements [lo, hi) of a vector one by one, `fill` outside.
+// Loads the elements [lo, hi) of a vector one by one. The others are those of `fill`.
 template <class T>
 __device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4 fill) {
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
@@ -206,8 +222,9 @@ __device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4
   return masked<T>(v, lo, hi, fill);
 }
 
-// V vectors, `step` elements apart from element e on; masked elements are taken from `fill`. Alike: the caller knows that they are aligned,
-// as they always are in a vector kernel.
+// Loads V vectors, the first at element e, each `step` elements after the one before. Elements out of bounds
+// are those of `fill`. Unaligned: p may have any alignment, unless SameOffset promises that p is aligned to
+// 16 bytes.
 template <bool Unaligned, bool SameOffset, class T, int V>
 __device__ __forceinline__ void load(const T* p, int e, int step, Bounds s, uint4 fill, uint4 (&v)[V]) {
   constexpr int E = kElements<T>;
@@ -217,7 +234,9 @@ __device__ __forceinline__ void load(const T* p, int e, int step, Bounds s, uint
     for (int i = 0; i < V; i++) v[i] = load_vector_if(e + i * step < s.hi, at + i * step, fill);
   } else {
     const int k = SameOffset ? 0 : vector_offset(p);
-    const auto aligned = [&](int g) { return load_vector_if(s.touches<E>(g) && g + E <= s.load_end, p + g, fill); };
+    const auto aligned = [&](int g) {
+      return load_vector_if(s.touches<E>(g) && g + E <= s.load_end, p + g, fill);
+    };
     if (k == 0) {
 #pragma unroll
       for (int i = 0; i < V; i++) v[i] = aligned(e + i * step);
@@ -239,14 +258,16 @@ __device__ __forceinline__ void load(const T* p, int e, int step, Bounds s, uint
   }
 }
 
-__device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
+__device__ __forceinline__ bool aligned16(const void* p) {
+  return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
+}
 
 template <class T>
 __device__ __forceinline__ void store_vector(T* p, const float (&f)[kElements<T>]) {
   __stcs(reinterpret_cast<uint4*>(p), pack(T(), f));
 }
 
-// The vector at element e.
+// Stores the vector at element e, except for elements out of bounds.
 template <bool Unaligned, class T>
 __device__ __forceinline__ void store(T* p, int e, Bounds s, const float (&f)[kElements<T>]) {
   constexpr int E = kElements<T>;
@@ -259,13 +280,13 @@ __device__ __forceinline__ void store(T* p, int e, Bounds s, const float (&f)[kE
   }
 }
 
-// ---- operands whose element type is known at run time only
+// ---- Operands whose element type is known at run time only.
 
-// E adjacent elements, aligned to 16 bytes or to their own whole size.
+// Loads E adjacent elements. They are aligned to 16 bytes, or to E elements if these have fewer bytes.
 template <class T, int E>
 __device__ __forceinline__ void load_aligned(const T* p, float (&f)[E]) {
   constexpr int F = kElements<T>;
-  if constexpr (E < F) {  // half a vector of 16-bit elements
+  if constexpr (E < F) {  // four 16-bit elements: half a vector
     static_assert(2 * E == F);
     const uint2 v = *reinterpret_cast<const uint2*>(p);
     float g[F];
@@ -315,7 +336,7 @@ __device__ __forceinline__ void load_floats_as(const T* p, int e, Bounds s, floa
   }
 }
 
-// E elements from element e of an operand of any 16- or 32-bit float type; masked ones are 0.
+// Loads E elements from element e on, as floats. Elements out of bounds are 0.
 template <bool Unaligned, int E>
 __device__ __forceinline__ void load_floats(const void* p, int32_t type, int e, Bounds s, float (&f)[E]) {
   if (type == kBFloat16) load_floats_as<Unaligned>(static_cast<const bf16*>(p), e, s, f);
@@ -362,7 +383,7 @@ __device__ __forceinline__ void store_float(void* p, int32_t type, int64_t i, fl
   else static_cast<f32*>(p)[i] = v;
 }
 
-// An operand of run-time type, moved by whole elements.
+// Pointer arithmetic on elements of a run-time type.
 __device__ __forceinline__ int type_size(int32_t type) { return type == kFloat32 ? 4 : 2; }
 __device__ __forceinline__ const void* advance(const void* p, int32_t type, int64_t elements) {
   return static_cast<const char*>(p) + elements * type_size(type);
@@ -371,18 +392,22 @@ __device__ __forceinline__ void* advance(void* p, int32_t type, int64_t elements
   return static_cast<char*>(p) + elements * type_size(type);
 }
 
-// Asynchronous copies into shared memory that a thread makes for itself alone: no barrier, nothing held in registers. Of the `Size`
-// bytes, `bytes` are read and the others are zeros.
+// Copies `Size` bytes to shared memory asynchronously (cp.async). Only the first `bytes` are read, and the
+// rest is filled with zeros. If the copying thread alone uses the data, it needs no barrier.
 template <int Size>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (Size == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
+                 : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(bytes)
+                 : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory"); }
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
 
 }  // namespace gander
