@@ -1,4 +1,5 @@
-// What a row is reduced to, and how the threads of a row agree on it: lanes, then warps, then the CTAs of a cluster.
+// The state that a row is reduced to, and its reduction over lanes, warps and the CTAs of a cluster.
+// All threads of a row get the result.
 #pragma once
 #include "vector.cuh"
 
@@ -23,8 +24,9 @@ __device__ __forceinline__ F lanes_sum(F v) {
   return v;
 }
 
-// exp(x - m), the difference taken first: x * log2(e) - m * log2(e) in one fused step loses digits where |x| is
-// large. float32 rows get the accurate exponential, 16-bit rows the hardware's (2 ulp of float32).
+// exp(x - m). The difference is computed first: x * log2(e) - m * log2(e) in one FMA loses digits where |x|
+// is large. float32 rows use the accurate exponential. 16-bit rows use the hardware's, whose error is 2 ulp
+// of float32.
 template <class T>
 __device__ __forceinline__ float exp_difference(float x, float m) {
   if constexpr (sizeof(T) == 4) return expf(x - m);
@@ -35,20 +37,22 @@ __device__ __forceinline__ float exp_difference(float x, float m) {
   }
 }
 
-// What sums that span threads are added up in. Results of float32 rows show each rounding of a few large numbers.
+// The type of sums across threads. It is double for float32 rows: the terms are few and large, and rounding
+// them to float would show in the result.
 template <class T>
 using Accumulator = std::conditional_t<sizeof(T) == 4, double, float>;
 
-// exp(m - r) for m <= r: takes a sum of exponentials relative to m over to one relative to r. Taken once per thread and row, so it is
-// worth more digits than an element's: the hardware's exponential errs to one side, which a sum shows.
+// exp(m - r) for m <= r: the factor that turns a sum of exp(x - m) into a sum of exp(x - r). It is more
+// accurate than exp_difference: the hardware's exponential has a bias, which would show in the sum. That
+// costs little, because a thread needs it once per row.
 template <class A>
 __device__ __forceinline__ A rescale_factor(float m, float r) {
   if constexpr (sizeof(A) == 8) {
     double d = static_cast<double>(m) - r;
-    d = d > -200. ? d : -200.;                       // less is nothing beside 1
-    const double k = rint(d * 1.4426950408889634);   // exp(d) = 2^k exp(x), |x| <= log(2) / 2
+    d = d > -200. ? d : -200.;                      // exp(-200) is negligible compared with 1
+    const double k = rint(d * 1.4426950408889634);  // exp(d) = 2^k exp(x), |x| <= log(2) / 2
     const double x = fma(k, -0.6931471805599453, d);
-    double e = 1. / 40320;  // Taylor's series to x^8: 2e-10
+    double e = 1. / 40320;  // Taylor series up to x^8: an error of 2e-10
 #pragma unroll
     for (int i = 7, f = 5040; i >= 0; f /= i ? i : 1, i--) e = fma(e, x, 1. / f);
     return e * __hiloint2double((1023 + static_cast<int>(k)) << 20, 0);
@@ -57,7 +61,7 @@ __device__ __forceinline__ A rescale_factor(float m, float r) {
   }
 }
 
-// A state in memory. (States have constructors, which shared memory cannot run.)
+// A state in shared or global memory. States themselves cannot be __shared__, because they have constructors.
 template <class State>
 struct alignas(alignof(State)) Slot {
   uint64_t words[sizeof(State) / 8];
@@ -67,16 +71,19 @@ struct alignas(alignof(State)) Slot {
     memcpy(&st, words, sizeof(State));
     return st;
   }
-  // From global memory, past L1: another launch may have written it.
+  // Reads global memory through L2 only: L1 may hold what was there before another launch wrote it.
   __device__ __forceinline__ State load() const {
     Slot copy;
 #pragma unroll
-    for (int i = 0; i < sizeof(State) / 8; i++) copy.words[i] = __ldcg(reinterpret_cast<const unsigned long long*>(words) + i);
+    for (int i = 0; i < sizeof(State) / 8; i++)
+      copy.words[i] = __ldcg(reinterpret_cast<const unsigned long long*>(words) + i);
     return copy.get();
   }
 };
 
-// Nothing to agree on.
+// The state of an operator that reduces nothing.
+//
+// A state's kMaxFirst says that the lanes of a row must agree on the maximum before they sum.
 struct alignas(8) NoState {
   static constexpr bool kMaxFirst = false;
   template <int L>
@@ -85,11 +92,11 @@ struct alignas(8) NoState {
 
 template <class T>
 struct alignas(8) Sum {
-  using Partial = Sum;  // what one of many CTAs makes of its part of a row
+  using Partial = Sum;  // the state of a part of a row, where a row has many
   static constexpr bool kMaxFirst = false;
   Accumulator<T> s = 0;
-  // Products of a vector, added up in F. They are added up apart: one long chain of additions loses digits, and of squares always
-  // the same way.
+  // Adds the products a[j] * b[j]. They are summed in F before they are added to s. One long chain of
+  // additions would lose more digits, and for squares, which are all positive, the errors would not cancel.
   template <class F = float, int E>
   __device__ __forceinline__ void add(const float (&a)[E], const float (&b)[E]) {
     F t = static_cast<F>(a[0]) * b[0];
@@ -107,26 +114,27 @@ struct alignas(8) Sum {
   }
 };
 
-// A maximum, and the sum of exponentials relative to it (online softmax), taken in A. An empty state is (-inf, 0).
+// Online softmax: a maximum m, and s = sum of exp(x - m), of type A. The empty state is m = -inf, s = 0.
 template <class T, class A>
 struct alignas(2 * sizeof(A)) MaxSum {
-  using Partial = MaxSum<T, float>;  // roundings of many parts even out
+  using Partial = MaxSum<T, float>;  // float suffices: rounding errors of many parts average out
   static constexpr bool kMaxFirst = true;
   A s = 0;
   float m = -kInfinity;
 
-  // What exponentials are taken relative to: a part of the row that is all -inf adds 0, not NaN.
+  // What is subtracted in exponents, for a maximum of m. It is never -inf, so that elements of -inf add 0 and
+  // not NaN.
   __device__ __forceinline__ static float reference(float m) { return m == -kInfinity ? 0.f : m; }
 
-  // One exponential per lane, not one per step: all lanes agree on the maximum first.
+  // The lanes agree on the maximum first. So each lane computes one exponential instead of one per shuffle.
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
     const float top = lanes_max<L>(m);
     s = lanes_sum<L>(s * rescale_factor<A>(m, reference(top)));
     m = top;
   }
-  // The state of a row that L lanes hold: they agree on the maximum before they take exponentials, so that no lane's sum is scaled.
-  // Keep: the elements' exponentials relative to it are kept.
+  // The state of the elements of L lanes. They agree on the maximum before they compute exponentials, so that
+  // no sum has to be rescaled. CacheExp: stores the elements' exponentials to exps.
   template <int L, bool CacheExp = false, int V, int K>
   __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V], float (&exps)[K][kElements<T>]) {
     m = lanes_max<L>(tile_max(T(), v));
@@ -137,7 +145,7 @@ struct alignas(2 * sizeof(A)) MaxSum {
     s = s * rescale_factor<A>(m, r) + o.s * rescale_factor<A>(o.m, r);
     m = top;
   }
-  // Several at a time, of which none waits for another's exponential.
+  // Merges U states. Their rescale factors do not depend on each other.
   template <int U>
   __device__ __forceinline__ void merge(const MaxSum (&o)[U]) {
     float top = m;
@@ -158,8 +166,9 @@ struct alignas(2 * sizeof(A)) MaxSum {
     m = top;
   }
   template <bool CacheExp, int V, int K>
-  __device__ __forceinline__ static A exponentials(const uint4 (&v)[V], float r, float (&exps)[K][kElements<T>]) {
-    A sum = 0;  // vector by vector: one long chain of additions would lose digits
+  __device__ __forceinline__ static A exponentials(const uint4 (&v)[V], float r,
+                                                   float (&exps)[K][kElements<T>]) {
+    A sum = 0;  // each vector is summed by itself: one long chain of additions would lose digits
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float f[kElements<T>], t = 0.f;
@@ -176,7 +185,7 @@ struct alignas(2 * sizeof(A)) MaxSum {
   }
 };
 
-// Merges `count` <= L states; every group of L lanes does the same work, so all lanes end with the same bits.
+// Merges `count` <= L states. Each group of L lanes does the same work, so that all lanes get the same bits.
 template <int L, class State>
 __device__ __forceinline__ State merge_slots(const Slot<State>* slots, int count) {
   const int lane = threadIdx.x % L;
@@ -186,11 +195,12 @@ __device__ __forceinline__ State merge_slots(const Slot<State>* slots, int count
 }
 
 template <int N>
-constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(N + 1) / 2>;  // the next one, from N on
+constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(N + 1) / 2>;  // the smallest power of two that is at least N
 template <>
 constexpr int kPowerOfTwo<1> = 1;
 
-// ---- warps of a CTA, `Warps` of them per row. `slots` holds one entry per warp of the CTA; a loop alternates between two sets.
+// ---- Reduction over the warps of a row, `Warps` of them. `slots` has an entry for each warp of the CTA.
+// There is only one barrier, so successive calls must alternate between two arrays of slots.
 template <int Warps, class State>
 __device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots) {
   const int warp = threadIdx.x / 32;
@@ -199,7 +209,8 @@ __device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots) {
   st = merge_slots<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, Warps);
 }
 
-// ---- CTAs of a cluster, over distributed shared memory. Clusters lie along y, so that blockIdx.x counts them.
+// ---- Reduction over the CTAs of a cluster, through distributed shared memory.
+// Clusters extend along y, so that blockIdx.x is the number of the cluster.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -217,10 +228,15 @@ __device__ __forceinline__ uint32_t cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
   return r;
 }
-// Every CTA has started and has initialised its barriers. Split, so that loads are issued in between. Relaxed: barrier_init_fence()
-// shows the barriers to the others, and a release would first wait for the whole device to agree on memory.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// After arrive and wait, every CTA of the cluster has started and has initialized its barriers. They are two
+// calls so that loads can be issued in between. The arrival is relaxed, since barrier_init_fence() has made
+// the barriers visible to the cluster. A release would wait for all earlier memory operations.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_init(uint64_t* b, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
@@ -229,19 +245,22 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_expect(uint64_t* b, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
-// What is waited for lies in this CTA's shared memory, whoever sent it. Acquiring at the cluster's scope would empty L1 as well.
+// Acquires at the scope of the CTA: the data lies in this CTA's shared memory, even if another CTA sent it.
+// The scope of the cluster would also invalidate L1.
 __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t phase) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
       "@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(shared_address(b)), "r"(phase) : "memory");
 }
-// Readies the barrier for one exchange, in which every CTA sends `bytes` to every other, and tells the cluster: cluster_wait() before it.
+// Initializes the barrier for one exchange, in which every CTA sends `bytes` bytes to every CTA, and arrives
+// at the cluster's barrier. cluster_wait() must come before the exchange.
 __device__ __forceinline__ void cluster_begin(uint64_t* barrier, uint32_t bytes) {
   if (threadIdx.x == 0) {
     barrier_init(barrier, 1);
@@ -250,67 +269,75 @@ __device__ __forceinline__ void cluster_begin(uint64_t* barrier, uint32_t bytes)
   }
   cluster_arrive();
 }
-// Writes 8 bytes into the same place of CTA `rank`, and counts them at its barrier.
+// Writes 8 bytes to `slot` in the shared memory of CTA `rank`, and signals them to that CTA's `barrier`.
 __device__ __forceinline__ void send(uint64_t* slot, uint64_t value, uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 s, b;\n"
       "mapa.shared::cluster.u32 s, %0, %3;\nmapa.shared::cluster.u32 b, %1, %3;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [s], %2, [b];\n}" ::"r"(shared_address(slot)),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [s], %2, [b];\n}" ::"r"(
+          shared_address(slot)),
       "r"(shared_address(barrier)), "l"(value), "r"(rank)
       : "memory");
 }
-__device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
+                                          uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
           shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
-// As bulk_copy, of what nobody reads again: L2 gives it up before anything else.
-__device__ __forceinline__ void bulk_copy_once(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+// Like bulk_copy, for data that is not read again. L2 evicts it first.
+__device__ __forceinline__ void bulk_copy_once(void* shared, const void* global, uint32_t bytes,
+                                               uint64_t* barrier) {
   asm volatile(
       "{\n.reg .b64 policy;\n"
       "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}" ::"r"(
-          shared_address(shared)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], policy;\n}" ::"r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 #endif
 
-// Has L2 fetch the vectors that `bytes` bytes lie in.
+// Prefetches into L2 the 16-byte vectors that the `bytes` bytes at `from` lie in.
 __device__ __forceinline__ void prefetch_l2(const void* from, int64_t bytes) {
 #ifdef GANDER_SM90
   const uintptr_t begin = reinterpret_cast<uintptr_t>(from) & ~uintptr_t(15);
-  const uint32_t size = static_cast<uint32_t>((reinterpret_cast<uintptr_t>(from) + bytes - begin + 15) & ~uintptr_t(15));
+  const uintptr_t end = reinterpret_cast<uintptr_t>(from) + bytes;
+  const uint32_t size = static_cast<uint32_t>((end - begin + 15) & ~uintptr_t(15));
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(size) : "memory");
 #endif
 }
 
-// Waits for the launch before this one to be over, where this one was allowed to start early.
+// Programmatic dependent launch: waits until the launch before this one has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_launch() {
 #ifdef GANDER_SM90
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next launch of the same call start as soon as all CTAs of this one have: it gets ready, and waits.
+// Programmatic dependent launch: lets the next launch start once all CTAs of this one have called this or
+// have ended. The next launch has to call wait_for_previous_launch() before it uses results of this one.
 __device__ __forceinline__ void let_next_launch_start() {
 #ifdef GANDER_SM90
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// All CTAs of a cluster exchange their states: warp 0 sends this CTA's to every CTA, and everybody merges in rank order.
+// All CTAs of a cluster exchange their states. Warp 0 sends this CTA's state to each CTA of the cluster. Each
+// thread merges the states in the order of ranks.
 template <class State>
-__device__ __forceinline__ void reduce_cluster(State& st, Slot<State>* slots, uint64_t* barrier, uint32_t phase) {
+__device__ __forceinline__ void reduce_cluster(State& st, Slot<State>* slots, uint64_t* barrier,
+                                               uint32_t phase) {
 #ifdef GANDER_SM90
   const uint32_t size = cluster_size(), rank = cluster_rank();
   if (threadIdx.x < size) {
     Slot<State> own;
     own.set(st);
 #pragma unroll
-    for (int i = 0; i < sizeof(State) / 8; i++) send(slots[rank].words + i, own.words[i], barrier, threadIdx.x);
+    for (int i = 0; i < sizeof(State) / 8; i++)
+      send(slots[rank].words + i, own.words[i], barrier, threadIdx.x);
   }
   barrier_wait(barrier, phase);
   st = merge_slots<16, State>(slots, size);
