@@ -1,39 +1,45 @@
-// The shapes in which an op runs over rows. An op (softmax.cuh, ...) says what a tile adds to the row's state, what
-// the state means once the row is complete, and what each element becomes; these kernels bring the tiles.
+// Kernel bodies that serve all operators. An operator (softmax.cuh, ...) says how elements are accumulated to
+// a row's state, what is computed from the complete state, and how each element is mapped. The bodies move
+// the data.
 //
-//   loop     as rows, for short rows: persistent lanes that load the next row while they work on this one
-//   rows     the row lies in registers, spread over TPR threads of a CTA or over all threads of a cluster: read once
-//   staged   the row lies in the shared memory of a CTA or of a cluster, which leaves registers for more, or for other things
-//   partial  one CTA reduces one chunk of a row, streaming; with a single chunk the row is complete and is finished here
-//   apply    one CTA merges the row's partial states and maps one chunk, reading it again
+//   rows_body     a row lies in the registers of TPR threads of a CTA, or of all threads of a cluster
+//   loop_body     like rows_body, for short rows: persistent CTAs load the next rows while they compute
+//   partial_body  a CTA streams through one chunk of a row and stores the chunk's state
+//   apply_body    a CTA merges the states of a row's chunks, then reads and maps one chunk
 //
-// Rows that all SMs share, `team` and `held`, are in team.cuh; RMSNorm's backward has shapes of its own.
+// Bodies for rows that are spread over the whole grid are in grid.cuh. RMSNorm and cross-entropy have some of
+// their own.
 //
-// An op derives from RowOperator, which lists the hooks that it can replace, and provides T, State, Scalars and Args.
+// An unaligned kernel takes rows of any length, stride and alignment. The others, aligned kernels,
+// need rows that begin at 16-byte boundaries and consist of whole vectors.
 #pragma once
 #include "reduce.cuh"
 
 namespace gander {
 
+// Threads of a CTA whose rows have TPR threads each.
 template <int TPR>
 constexpr int kThreads = TPR < 128 ? 128 : TPR;
 
-// Pointers to one row or chunk, all counted in the same elements (see Span): in a general kernel from where vectors of the output are
-// aligned, or of the first input where there is no output.
+// A row, or one chunk of it. The same element index e applies to all pointers and bounds (see Bounds). In an
+// unaligned kernel e = 0 is where a vector of the output is aligned, or one of the first input if the
+// operator has no output.
 template <class T>
 struct RowView {
   const T* a;
   const void* b;
   int32_t b_type;
   void* y;
-  int64_t origin;  // the element of the row that e = 0 stands for; may be negative
+  int64_t origin;  // position in the row of e = 0; may be negative
   Bounds bounds;
-  int overread;  // elements past the row that a vector load may take in: other rows follow
+  int overread;  // elements of the tensor after the row's end that a 16-byte load may touch
 
-  __device__ __forceinline__ Bounds load_bounds() const { return {bounds.lo, bounds.hi, bounds.load_end + overread}; }
+  __device__ __forceinline__ Bounds load_bounds() const {
+    return {bounds.lo, bounds.hi, bounds.load_end + overread};
+  }
 };
 
-// One chunk of a row. Whole: rows are not split.
+// The view of a chunk. FullRow: a row is a single chunk.
 template <class Op, bool Unaligned, bool FullRow>
 __device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64_t row, int64_t chunk = 0) {
   using T = typename Op::T;
@@ -45,9 +51,9 @@ __device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64
     if constexpr (Op::kHasOutput) p.y = static_cast<T*>(r.y) + row * r.y_stride;
     return p;
   }
-  int shift = 0;
+  int shift = 0;  // from the view's e = 0 to the first element of the row
   if (Unaligned && r.fixed) {
-    shift = 0;
+    shift = 0;  // whatever the alignment is, so that results do not depend on it
   } else if constexpr (Unaligned && Op::kHasOutput) {
     const auto y = reinterpret_cast<uintptr_t>(advance(r.y, r.y_type, row * r.y_stride));
     const int size = type_size(r.y_type);
@@ -68,23 +74,27 @@ __device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64
   if constexpr (Unaligned) {
     p.bounds.load_end = static_cast<int>(left < most + 4 * E ? left : most + 4 * E);
     const int64_t rest = r.m - 1 - row;
-    const bool row_follows = rest * r.a_stride >= E && (Op::kInputs < 2 || rest * r.b_stride * type_size(r.b_type) >= 16);
+    const bool row_follows = rest * r.a_stride >= E &&
+                             (Op::kInputs < 2 || rest * r.b_stride * type_size(r.b_type) >= 16);
     p.overread = row_follows ? E : 0;
   }
   return p;
 }
 
-// Of ops that map a vector with nothing else: see WeightsEarly.
+// The epilogue operands of an operator that has none (see RowOperator).
 template <class Op, int V, int Step, bool Unaligned>
 struct NoEpilogueOperands {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
   const typename Op::Args& args;
-  __device__ __forceinline__ NoEpilogueOperands(const typename Op::Args& args, const RowView<T>&, int) : args(args) {}
+  __device__ __forceinline__ NoEpilogueOperands(const typename Op::Args& args, const RowView<T>&, int)
+      : args(args) {}
   __device__ __forceinline__ void load(const RowView<T>&, int) {}
-  // each(i, map) for every vector i, where map(a, b, y) makes what becomes of its elements.
+  // Calls each(i, map) for each vector i. map(a, b, y) computes vector i of the output from those of the
+  // inputs.
   template <bool Cached, class Each>
-  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const RowView<T>& p, int e, Each each) const {
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const RowView<T>& p, int e,
+                                      Each each) const {
 #pragma unroll
     for (int i = 0; i < V; i++)
       each(i, [&](const float (&a)[E], const float (&b)[E], float (&y)[E]) {
@@ -93,43 +103,53 @@ struct NoEpilogueOperands {
   }
 };
 
-// The base of an op: its hooks, with a default for each that most ops do without. `first` holds for one thread of a row, which writes the
-// row's statistics. An op of its own has to say
-//   finalize(args, row, scalars, state, first)  the row is complete: makes what `map` needs of its state, and writes its statistics
-//   map<General, Kept>(args, scalars, a, b, place, e, out)  one vector of the output; Kept: `a` holds exponentials that were kept
-//   rebase_scale(scalars, m)                    those are relative to m; only where State::kMaxFirst
+// The base of an operator: the hooks that it can replace, and their defaults. An operator also has to define
+//   T        the element type
+//   State    what a row is reduced to
+//   Args     the kernel's argument
+//   Scalars  values of one row
+//   finalize(args, row, scalars, state, leader)
+//       computes from a row's complete state what `map` needs, and stores the row's statistics
+//   map<Unaligned, Cached>(args, scalars, a, b, view, e, out)
+//       computes one vector of the output. Cached: `a` holds exponentials of the elements
+//   rebase_scale(scalars, m)
+//       for states with kMaxFirst: cached exponentials are relative to m, not to the row's maximum
+// `leader` is true in one thread of a row, which stores the row's statistics.
 template <class Op>
 struct RowOperator {
-  static constexpr int kInputs = 1;              // or 2: the second input has T in `rows`, any type in general `partial` and `apply` kernels
-  static constexpr bool kHasOutput = true;       // it writes a row
-  static constexpr bool kAnyOutputType = false;  // of any type where the kernel is a general one
+  // 1 or 2. The second input has the type T. In unaligned kernels of partial_body and apply_body it may have
+  // any float type.
+  static constexpr int kInputs = 1;
+  static constexpr bool kHasOutput = true;       // `map` is called, and its result stored
+  static constexpr bool kAnyOutputType = false;  // in unaligned kernels the output has any float type, else T
 
-  // What the V vectors from element e on are mapped with beside the row; Held: it lies in registers by then.
+  // What `map` needs beside the row, such as weights, for V vectors that are `Step` elements apart.
+  // InRegisters: the constructor loads them into registers. So these loads overlap with those of the row.
   template <int V, int Step, bool Unaligned, bool InRegisters>
   using EpilogueOperands = NoEpilogueOperands<Op, V, Step, Unaligned>;
 
-  // Nothing is left to do for this launch.
+  // True if the launch has nothing to do.
   template <class Args>
   __device__ __forceinline__ static bool already_done(const Args&) {
     return false;
   }
-  // What masked elements of the first input read as.
+  // The value that elements of the first input have out of bounds.
   __device__ __forceinline__ static uint4 fill() {
     if constexpr (Op::State::kMaxFirst) return lowest_vector<typename Op::T>();
     else return zero_vector();
   }
-  // What a row needs beside its elements: loads that wait for nothing, issued before those of the row.
+  // Loads of a row's scalars that depend on no other load. They are issued before the loads of the row.
   template <class Args>
   __device__ __forceinline__ static auto load_scalars(const Args&, int64_t row, bool leader) {
     return typename Op::Scalars{};
   }
-  // Loads that depend on those, while the row is on its way.
+  // Loads that depend on these. They are issued while the row is being loaded.
   template <class Args, class Scalars>
   __device__ __forceinline__ static void resolve_scalars(const Args&, int64_t row, Scalars&, bool leader) {}
-  // Waits until they have arrived: other CTAs may write the row from now on.
+  // Waits for these loads. Afterwards other CTAs of the cluster may overwrite the row.
   template <class Args, class Scalars>
   __device__ __forceinline__ static void await_scalars(const Args&, Scalars&) {}
-  // `partial` has them saved for `apply`, which restores them; the default loads them again.
+  // partial_body saves scalars and apply_body restores them. The default loads them again.
   template <class Args, class Scalars>
   __device__ __forceinline__ static void save_scalars(const Args&, int64_t row, const Scalars&) {}
   template <class Args>
@@ -140,16 +160,18 @@ struct RowOperator {
   }
   // Adds a tile to a thread's state.
   template <class Args, class State, class Tile, class View>
-  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& tile, const View&, int e, int step) {
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& tile, const View&,
+                                                    int e, int step) {
     if constexpr (State::kMaxFirst) st.add(tile.a);
     else static_assert(std::is_same_v<State, NoState>, "a sum needs an accumulate of its own");
   }
-  // Each CTA's last step.
+  // The last step of each CTA.
   template <class Args>
   __device__ __forceinline__ static void finish_launch(const Args&) {}
 };
 
-// V vectors of each input. `Any`: the second input has a run-time type and is held as floats. `Keep`: so is what is kept of the first.
+// V vectors of each input. RuntimeTypeB: the second input has a type known at run time, and is stored as
+// floats. CacheExp: exponentials of the first input are stored too.
 template <class Op, int V, bool Unaligned, bool RuntimeTypeB, bool SameOffset, bool CacheExp = false>
 struct Tile {
   using T = typename Op::T;
@@ -174,11 +196,12 @@ struct Tile {
     }
   }
 
-  // Vectors that lie `step` elements apart, from element e on.
+  // Loads vectors that are `step` elements apart, the first at element e.
   __device__ __forceinline__ void load(const RowView<T>& p, int e, int step) {
     const Bounds s = Unaligned ? p.load_bounds() : p.bounds;
     gander::load<Unaligned, SameOffset>(p.a, e, step, s, Op::fill(), a);
-    if constexpr (Op::kInputs > 1 && !RuntimeTypeB) gander::load<Unaligned, SameOffset>(static_cast<const T*>(p.b), e, step, s, zero_vector(), b);
+    if constexpr (Op::kInputs > 1 && !RuntimeTypeB)
+      gander::load<Unaligned, SameOffset>(static_cast<const T*>(p.b), e, step, s, zero_vector(), b);
     if constexpr (Op::kInputs > 1 && RuntimeTypeB)
 #pragma unroll
       for (int i = 0; i < V; i++) load_floats<true>(p.b, p.b_type, e + i * step, s, b_floats[i]);
@@ -193,8 +216,8 @@ struct Tile {
   }
 
   template <class Operands>
-  __device__ __forceinline__ void map(const typename Op::Args& args, const typename Op::Scalars& sc, const RowView<T>& p,
-                                      int e, int step, const Operands& operands) const {
+  __device__ __forceinline__ void map(const typename Op::Args& args, const typename Op::Scalars& sc,
+                                      const RowView<T>& p, int e, int step, const Operands& operands) const {
     if constexpr (!Unaligned) {
       T* const y = opaque(static_cast<T*>(p.y) + e);
       operands.template map<CacheExp>(sc, p, e, [&](int i, auto map) {
@@ -221,7 +244,7 @@ struct Tile {
   }
 };
 
-// The state of what L lanes hold between them.
+// Reduces the tiles of L lanes to one state.
 template <class Op, int L, class Tile>
 __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, typename Op::State& st, Tile& tile,
                                             const RowView<typename Op::T>& p, int e, int step) {
@@ -233,12 +256,14 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, typen
   }
 }
 
-// Has L2 fetch what a later CTA will read, so that more is on its way from memory than registers, or shared memory, have room for. A CTA
-// works on `Rows` rows, or a CTA of a cluster on `Slice` elements of one.
+// Prefetches into L2 the rows of a CTA that starts later. Registers and shared memory alone do not hold
+// enough loads in flight to saturate memory while rows are also written. A CTA works on `Rows` rows, or in a
+// cluster on `Slice` elements of one row. It prefetches what lies `r.ahead` rows further on. CTAs with
+// numbers below `r.ahead_from` do not prefetch.
 template <class Op, int Rows, bool Cluster, int Slice>
 __device__ __forceinline__ void prefetch_later_rows(const gander::Rows& r) {
 #ifdef GANDER_SM90
-  if constexpr (!Op::kHasOutput) return;  // reads alone keep the memory busy
+  if constexpr (!Op::kHasOutput) return;  // reads alone saturate memory
   using T = typename Op::T;
   const int64_t next = static_cast<int64_t>(blockIdx.x) * Rows + r.ahead;
   if (r.ahead == 0 || threadIdx.x != 0 || blockIdx.x < r.ahead_from || next + Rows > r.m) return;
@@ -249,14 +274,16 @@ __device__ __forceinline__ void prefetch_later_rows(const gander::Rows& r) {
     if (count <= 0) return;
   }
   const auto fetch = [&](const void* x, int64_t stride) {
-    if (Rows == 1 || stride == r.n) prefetch_l2(static_cast<const T*>(x) + next * stride + origin, count * sizeof(T));
+    if (Rows == 1 || stride == r.n)
+      prefetch_l2(static_cast<const T*>(x) + next * stride + origin, count * sizeof(T));
   };
   fetch(r.a, r.a_stride);
   if constexpr (Op::kInputs > 1) fetch(r.b, r.b_stride);
 #endif
 }
 
-// Alike: all operands' rows lie alike in their 16-byte vectors, aligned or not.
+// SameOffset: in each row, all operands are equally far from a 16-byte boundary. So no input has to be
+// shifted.
 template <class Op, int TPR, int V, bool Unaligned, bool SameOffset, bool Cluster>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
@@ -264,7 +291,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   constexpr int kRows = kThreads<TPR> / TPR, kWarps = TPR / 32;
   constexpr int kStep = TPR * kElements<T>;
   constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
-  // The accurate exponential is worth not taking twice, where rows are long enough for that to pay.
+  // The accurate exponential is expensive. In long rows of float32 it is computed once and kept in registers.
   constexpr bool kCacheExp = State::kMaxFirst && Op::kHasOutput && sizeof(T) == 4 && TPR * V >= 2048;
   if (Op::already_done(args)) return;
   prefetch_later_rows<Op, kRows, Cluster, kStep * V>(args.rows);
@@ -292,7 +319,8 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   auto sc = Op::load_scalars(args, active ? row : 0, leader);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
-  const typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters> operands(args, p, e);
+  using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters>;
+  const Operands operands(args, p, e);
   Op::resolve_scalars(args, active ? row : 0, sc, leader);
   State st;
   reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, st, tile, p, e, kStep);
@@ -309,7 +337,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (Op::kHasOutput) {
     if constexpr (kCacheExp && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
     if constexpr (!kCacheExp) tile.rematerialize(args.rows.zero);
-    if constexpr (Unaligned) {  // found out again: to remember it, and what it said of each vector, would cost registers
+    if constexpr (Unaligned) {  // computed again: the view and masks derived from it would take registers
       p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.zero);
       if (!active) p.bounds.lo = p.bounds.hi = 0;
       e += args.rows.zero;
@@ -319,7 +347,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   Op::finish_launch(args);
 }
 
-// Short rows, many of them: lanes go from row to row, and load the next while they work on this one.
+// Many short rows: persistent groups of TPR lanes, which load their next row while they compute this one.
 template <class Op, int TPR, int V>
 __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   using T = typename Op::T;
@@ -339,7 +367,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   auto next_sc = Op::load_scalars(args, row < rows ? row : 0, lane == 0 && row < rows);
   next_tile.load(next, e, kStep);
   const typename Op::template EpilogueOperands<V, kStep, false, false> operands(args, next, e);
-  // All rows of a warp take part in its shuffles, so all make as many turns as the first.
+  // All lanes of a warp take part in its shuffles. So all groups do as many iterations as the CTA's first.
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * kRows; base < rows; base += step, row += step) {
     Tile<Op, V, false, false, true> tile = next_tile;
     const RowView<T> p = next;
@@ -359,6 +387,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   }
 }
 
+// Computes the state of one chunk of a row. If a row is a single chunk and has no output, this completes it.
 template <class Op, int Threads, int V, bool Unaligned, bool SameOffset>
 __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   using T = typename Op::T;
@@ -380,7 +409,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   }
   st.template reduce_lanes<32>();
   reduce_warps<Threads / 32>(st, warp_slots);
-  wait_for_previous_launch();  // so that whoever waits for this launch has waited for that one too
+  wait_for_previous_launch();  // so that a launch that waits for this one has also waited for the one before
   if (args.rows.splits == 1 && !Op::kHasOutput) {
     Op::finalize(args, row, sc, st, leader);
     Op::finish_launch(args);
@@ -390,13 +419,14 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   }
 }
 
+// Merges the states that partial_body has stored for a row's chunks, and maps one of the chunks.
 template <class Op, int V, bool Unaligned>
 __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kStep = kChunkThreads * kElements<T>;
   if (Op::already_done(args)) return;
-  // Last chunk first: the end of what `partial` read is still in L2.
+  // Chunks are taken in reverse order, because L2 still holds those that partial_body read last.
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
   const int64_t row = Op::kHasOutput ? block / args.rows.splits : block;
   const int chunk = Op::kHasOutput ? block % args.rows.splits : 0;
@@ -404,7 +434,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   const RowView<T> p = row_view<Op, Unaligned, false>(args.rows, row, chunk);
   int e = threadIdx.x * kElements<T>;
   Tile<Op, V, Unaligned, Unaligned, !Unaligned> tile;
-  // The elements do not wait for `partial`: they are in registers when the states are complete.
+  // These loads are issued before waiting for partial_body.
   if constexpr (Op::kHasOutput) tile.load(p, e, kStep);
   typename Op::template EpilogueOperands<V, kStep, Unaligned, !Unaligned> operands(args, p, e);
   wait_for_previous_launch();
