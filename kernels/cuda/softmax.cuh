@@ -11,30 +11,34 @@ struct SoftmaxForward : RowOperator<SoftmaxForward<T_>> {
   using State = MaxSum<T, Accumulator<T>>;
   using Args = SoftmaxArgs;
   struct Scalars {
-    float max, sum, rest, scale;  // the sum in two parts, of which float32 rows use both
+    float max;
+    float sum, rest;  // the sum in double is sum + rest; only float32 rows use rest
+    float scale;      // 1 / sum, unless rebase_scale has changed it
   };
   __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars& sc, const State& st, bool) {
     const float sum = st.s;
     sc = {st.m, sum, static_cast<float>(st.s - sum), 1.f / sum};
   }
-  // The quotient exp(m - max) / sum in two parts. No division, whose slow path is a call.
+  // From here on, scale + rest = exp(m - max) / sum in double. The inverse of the sum is one Newton step from
+  // its float approximation: a division in double has a slow path that is a function call.
   __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) {
-    const double sum = static_cast<double>(sc.sum) + sc.rest, guess = sc.scale, inverse = fma(guess, fma(-sum, guess, 1.), guess);
+    const double sum = static_cast<double>(sc.sum) + sc.rest, guess = sc.scale;
+    const double inverse = fma(guess, fma(-sum, guess, 1.), guess);
     const double scale = rescale_factor<double>(m, State::reference(sc.max)) * inverse;
     sc.scale = scale, sc.rest = scale - sc.scale;
   }
   template <bool Unaligned, bool Cached, int E, class View>
-  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                             const View&, int, float (&y)[E]) {
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
+                                             const float (&)[E], const View&, int, float (&y)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
-      if constexpr (Cached) {  // of float32 alone
+      if constexpr (Cached) {  // float32 only
         y[j] = fmaf(x[j], sc.scale, x[j] * sc.rest);
         continue;
       }
       const float e = exp_difference<T>(x[j], sc.max);
       y[j] = e * sc.scale;
-      if constexpr (sizeof(T) == 4)  // rounded as the quotient is
+      if constexpr (sizeof(T) == 4)  // corrects y to the rounded quotient e / (sum + rest)
         y[j] = fmaf(fmaf(-y[j], sc.rest, fmaf(-y[j], sc.sum, e)), sc.scale, y[j]);
     }
   }
@@ -48,16 +52,18 @@ struct SoftmaxBackward : RowOperator<SoftmaxBackward<T_>> {
   using Args = SoftmaxArgs;
   static constexpr int kInputs = 2;
   struct Scalars {
-    float dot, rest;  // in two parts, of which float32 rows use both
+    float dot, rest;  // the sum in double is dot + rest; only float32 rows use rest
   };
   template <class Tile, class View>
-  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const View&, int, int) {
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const View&, int,
+                                                    int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float dy[Tile::E], y[Tile::E];
       t.get_a(i, dy);
       t.get_b(i, y);
-      // Rows of a few elements go here: their sum is as large as an element, and its rounding shows.
+      // Rows of a few elements, which unaligned kernels serve, have sums as small as one element. Float
+      // products would show in the result.
       st.template add<std::conditional_t<Tile::kUnaligned, Accumulator<T>, float>>(dy, y);
     }
   }
@@ -66,13 +72,15 @@ struct SoftmaxBackward : RowOperator<SoftmaxBackward<T_>> {
     sc.rest = st.s - sc.dot;
   }
   template <bool Unaligned, bool Cached, int E, class View>
-  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&dy)[E], const float (&y)[E],
-                                             const View&, int, float (&dx)[E]) {
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&dy)[E],
+                                             const float (&y)[E], const View&, int, float (&dx)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       const float p = dy[j] * y[j];
       dx[j] = fmaf(-sc.dot, y[j], p);
-      if constexpr (sizeof(T) == 4) dx[j] += fmaf(-sc.rest, y[j], fmaf(dy[j], y[j], -p));  // digits that matter where p and dot * y cancel
+      // Adds what p and dot have lost to rounding, which matters where p and dot * y nearly cancel.
+      if constexpr (sizeof(T) == 4)
+        dx[j] += fmaf(-sc.rest, y[j], fmaf(dy[j], y[j], -p));
     }
   }
 };
