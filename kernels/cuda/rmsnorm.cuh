@@ -1,19 +1,27 @@
-// RMSNorm over rows, forward and backward. h = x * rstd, g = dout * weight:
+// RMSNorm over rows, forward and backward. With h = x * rstd and g = dout * weight:
 //   y = h * weight,  dx = (g - h * mean(g * h)) * rstd,  dw = sum over rows of dout * h.
+//
+// Besides the bodies of rows.cuh and grid.cuh:
+//   staged_body           forward, with a row in the shared memory of a CTA or of a cluster
+//   ring_body             dx and dw of long rows: persistent CTAs or clusters, a ring in shared memory
+//   lanes_body            dx and dw of short rows: persistent groups of lanes
+//   columns_body          dx and dw of any rows: a CTA walks down a tile of columns
+//   weight_gradient_body  dw, from the partial dw that these and team_body store
 #pragma once
 #include "grid.cuh"
 
 namespace gander {
 
-// General kernels alone add an offset to the weights: the others have no register to spare for it.
+// Only unaligned kernels add weight_offset: the others have no register left for it.
 template <int E>
 __device__ __forceinline__ void add_offset(const RMSNormArgs& a, float (&w)[E]) {
 #pragma unroll
-  for (int j = 0; j < E; j++) w[j] += a.options.weight_offset;  // -0 for none: the weight keeps its bits
+  for (int j = 0; j < E; j++) w[j] += a.options.weight_offset;  // if none, -0: adding it changes no bit
 }
 
 template <bool Unaligned, int E>
-__device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin, int e, Bounds bounds, float (&w)[E]) {
+__device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin, int e, Bounds bounds,
+                                            float (&w)[E]) {
   if (a.weight) {
     load_floats<Unaligned>(advance(a.weight, a.weight_type, origin), a.weight_type, e, bounds, w);
     if constexpr (Unaligned) add_offset(a, w);
@@ -23,37 +31,44 @@ __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin
   }
 }
 
-// The weights of V vectors from element e on, in registers by the time the row has come. Those of another type than x are fetched when
-// they are needed; of unaligned rows too, and shifted into place then.
+// The weights of V vectors, the first at element e. InRegisters: loaded when the object is constructed.
+// Otherwise, and for weights of another type than x, they are loaded in `map`, and shifted there if rows are
+// unaligned.
 template <class Op, int V, int Step, bool Unaligned, bool InRegisters>
 struct WeightOperands {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
   const RMSNormArgs& args;
-  const T* weight;  // null: none, or of another type
+  const T* weight;  // null if there is none, or if it has another type
   uint4 w[InRegisters ? V : 1];
 
   __device__ __forceinline__ WeightOperands(const RMSNormArgs& args, const RowView<T>& p, int e)
-      : args(args), weight(args.weight && args.weight_type == kDType<T> ? static_cast<const T*>(args.weight) + p.origin : nullptr) {
+      : args(args),
+        weight(args.weight && args.weight_type == kDType<T> ? static_cast<const T*>(args.weight) + p.origin
+                                                            : nullptr) {
     load(p, e);
   }
   __device__ __forceinline__ void load(const RowView<T>& p, int e) {
     if constexpr (InRegisters) {
       const T* const at = opaque(weight + e);
 #pragma unroll
-      for (int i = 0; i < V; i++) w[i] = load_vector_if(weight && e + i * Step < p.bounds.hi, at + i * Step, zero_vector());
+      for (int i = 0; i < V; i++)
+        w[i] = load_vector_if(weight && e + i * Step < p.bounds.hi, at + i * Step, zero_vector());
     }
   }
-  // each(i, map) for every vector i, where map(x, dy, y) makes what becomes of its elements.
+  // Calls each(i, map) for each vector i. map(x, dy, y) computes vector i of the output from those of the
+  // inputs.
   template <bool Cached, class Each>
-  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const RowView<T>& p, int e, Each each) const {
+  __device__ __forceinline__ void map(const typename Op::Scalars& sc, const RowView<T>& p, int e,
+                                      Each each) const {
     const auto with_weight = [&](const float (&w)[E]) {
       return [&](const float (&x)[E], const float (&dy)[E], float (&y)[E]) {
         float unused[E] = {};
         Op::map_vector(sc, x, dy, w, unused, y);
       };
     };
-    constexpr int B = InRegisters ? 1 : V < 4 ? V : Unaligned ? sizeof(T) : 2;  // vectors at a time
+    // How many vectors of weights are loaded at a time.
+    constexpr int B = InRegisters ? 1 : V < 4 ? V : Unaligned ? sizeof(T) : 2;
     if (weight) {
 #pragma unroll
       for (int i = 0; i < V; i += B) {
@@ -93,7 +108,8 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
     float rstd;
   };
   template <class Tile, class View>
-  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const View&, int, int) {
+  __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const View&, int,
+                                                    int) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float x[Tile::E];
@@ -102,13 +118,16 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
     }
   }
   template <int E>
-  __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&)[E], const float (&)[E]) {
+  __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&)[E],
+                                                    const float (&)[E]) {
     st.add(x, x);
   }
-  // kExact: rounds once, for float32 results of 16-bit rows.
+  // kExact: the result is rounded only once. That matters in unaligned kernels, which can store it as
+  // float32.
   template <bool kExact = false, class F, int E>
-  __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                                    const float (&w)[E], F (&)[E], float (&y)[E]) {
+  __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E],
+                                                    const float (&)[E], const float (&w)[E], F (&)[E],
+                                                    float (&y)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       const float h = x[j] * sc.rstd;
@@ -116,21 +135,22 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
       if constexpr (kExact) y[j] = fmaf(h, w[j], fmaf(x[j], sc.rstd, -h) * w[j]);
     }
   }
-  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st, bool leader) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
+                                                  bool leader) {
     sc.rstd = __frsqrt_rn(fmaf(st.s, a.inv_n, a.options.eps));
     if (leader && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
   }
   template <bool Unaligned, bool Cached, int E, class View>
-  __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                             const View& p, int e, float (&y)[E]) {
+  __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E],
+                                             const float (&)[E], const View& p, int e, float (&y)[E]) {
     float w[E];
     load_weight<Unaligned>(a, p.origin, e, p.bounds, w);
     map_vector<Unaligned>(sc, x, x, w, w, y);
   }
 };
 
-// As part of `rows`, `partial` and `apply`: dx alone, where dw is not wanted, or the row sums of `columns`. `ring` and `lanes` hold
-// dw too.
+// The hooks compute dx alone. dw is summed by team_body, ring_body, lanes_body and columns_body. columns_body
+// takes the states of rows from partial_body.
 template <class T_>
 struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   using T = T_;
@@ -146,8 +166,8 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
     return {static_cast<const float*>(a.rstd)[row], 0.f};
   }
   template <class Tile, class View>
-  __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& t, const View& p, int e,
-                                             int step) {
+  __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& t, const View& p,
+                                                    int e, int step) {
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(t.a)>; i++) {
       float x[Tile::E], dy[Tile::E], w[Tile::E];
@@ -158,16 +178,18 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
     }
   }
   template <int E>
-  __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&dy)[E], const float (&w)[E]) {
+  __device__ __forceinline__ static void add_vector(State& st, const float (&x)[E], const float (&dy)[E],
+                                                    const float (&w)[E]) {
     float g[E];
 #pragma unroll
     for (int j = 0; j < E; j++) g[j] = dy[j] * w[j];
     st.add(x, g);
   }
-  // kExact: no rounding of dw's terms, which errs to one side where x * rstd is near 1.
+  // kExact: the terms of dw are not rounded to float. That rounding is biased where x * rstd is near 1.
   template <bool kExact = false, class F, int E>
-  __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E], const float (&dy)[E],
-                                                    const float (&w)[E], F (&dw)[E], float (&dx)[E]) {
+  __device__ __forceinline__ static void map_vector(const Scalars& sc, const float (&x)[E],
+                                                    const float (&dy)[E], const float (&w)[E], F (&dw)[E],
+                                                    float (&dx)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
       const float h = x[j] * sc.rstd;
@@ -176,20 +198,22 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
       dx[j] = (dy[j] * w[j] - h * sc.mean) * sc.rstd;
     }
   }
-  __device__ __forceinline__ static void finalize(const Args& a, int64_t, Scalars& sc, const State& st, bool) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t, Scalars& sc, const State& st,
+                                                  bool) {
     sc.mean = static_cast<float>(st.s) * sc.rstd * a.inv_n;
   }
   template <bool Unaligned, bool Cached, int E, class View>
-  __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E], const float (&dy)[E],
-                                             const View& p, int e, float (&dx)[E]) {
+  __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E],
+                                             const float (&dy)[E], const View& p, int e, float (&dx)[E]) {
     float w[E], unused[E] = {};
     load_weight<Unaligned>(a, p.origin, e, p.bounds, w);
     map_vector(sc, x, dy, w, unused, dx);
   }
 };
 
-// Long rows by way of shared memory, where each thread copies what it works on itself: no barrier, nothing held in registers. In a
-// general kernel all operands lie alike.
+// Forward, long rows: a row lies in the shared memory of a CTA or of a cluster, which saves registers. Each
+// thread copies the elements that it works on itself, so that the copies need no barrier. In an unaligned
+// kernel all operands have the same offset.
 template <class Op, int Threads, int V, bool Cluster, bool Unaligned>
 __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
 #ifndef GANDER_SM90
@@ -224,7 +248,8 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     const int ei = e + i * kStep;
     if (Unaligned && ei >= p.bounds.hi) break;
     if (!Unaligned && ei >= p.bounds.hi) mine[i * Threads] = Op::fill();
-    else if (Unaligned && ei + E > p.load_bounds().load_end) mine[i * Threads] = load_elements(from + i * kStep, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
+    else if (Unaligned && ei + E > p.load_bounds().load_end)
+      mine[i * Threads] = load_elements(from + i * kStep, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
     else copy_async<16>(mine + i * Threads, from + i * kStep, 16);
   }
   copies_commit();
@@ -237,7 +262,8 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     const int ei = e + i * kStep;
     if (Unaligned && ei >= p.bounds.hi) break;
     uint4 v = mine[i * Threads];
-    if (Unaligned && !p.bounds.template whole<E>(ei)) v = masked<T>(v, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
+    if (Unaligned && !p.bounds.template whole<E>(ei))
+      v = masked<T>(v, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
     float x[E];
     unpack(T(), v, x);
     Op::add_vector(st, x, x, x);
@@ -263,7 +289,8 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   });
 }
 
-// The weights of a thread's columns: held as floats for all rows where registers allow, else fetched again from the caches.
+// The weights of a thread's columns. InRegisters: kept as floats for all rows. Otherwise each use loads them
+// again, normally from L1.
 template <int V, int E, bool InRegisters, bool Unaligned>
 struct ColumnWeights {
   const RMSNormArgs& args;
@@ -272,7 +299,8 @@ struct ColumnWeights {
   Bounds bounds;
   float cached[InRegisters ? V : 1][E];
 
-  __device__ __forceinline__ ColumnWeights(const RMSNormArgs& a, int64_t origin, int e, int step, Bounds bounds)
+  __device__ __forceinline__ ColumnWeights(const RMSNormArgs& a, int64_t origin, int e, int step,
+                                           Bounds bounds)
       : args(a), origin(origin), e(e), step(step), bounds(bounds) {
     if constexpr (InRegisters) {
 #pragma unroll
@@ -289,7 +317,7 @@ struct ColumnWeights {
   }
 };
 
-// The part of a row of partial dw that a vector's columns make.
+// Stores the partial dw of one vector's columns.
 template <bool Unaligned, class F, int E>
 __device__ __forceinline__ void store_partial(F* p, int e, Bounds s, const F (&v)[E]) {
   if constexpr (Unaligned) {
@@ -307,26 +335,32 @@ __device__ __forceinline__ void store_partial(F* p, int e, Bounds s, const F (&v
   }
 }
 
-// The part of an input's rows that a CTA of `ring` owns: in a general kernel its 16-byte vectors lie `k` elements before those of the
-// output, and are shifted into place when they are read out of shared memory.
+// The columns of an input that a CTA of ring_body owns. In an unaligned kernel the 16-byte vectors of the
+// input begin `k` elements before those of the output. They are copied to shared memory as they are, and
+// shifted when they are read.
 template <class T, bool Unaligned>
 struct Slice {
   static constexpr int E = kElements<T>;
-  const T* p;  // the first row's, at the CTA's first column
+  const T* p;  // the CTA's first column in row 0
   int64_t stride;
   Bounds bounds;
-  int k, begin, end;  // vectors to copy, counted from the one that holds p[0]
+  int k;
+  int begin, end;  // the vectors to copy; number 0 is the one that holds p[0]
 
   __device__ __forceinline__ Slice(const void* base, int64_t stride, int64_t origin, Bounds bounds)
       : p(static_cast<const T*>(base) + origin), stride(stride), bounds(bounds) {}
-  // All rows from `row` on are off as it is.
+  // All rows that follow must be aligned as this one.
   __device__ __forceinline__ void set_alignment(int64_t row) {
     k = Unaligned ? vector_offset(p + row * stride) : 0;
     begin = (k + bounds.lo) / E;
     end = bounds.hi > bounds.lo ? (k + bounds.hi + E - 1) / E : begin;
   }
-  // Another row lies behind this one, so that the last vector may be read beyond the row's end.
-  __device__ __forceinline__ bool row_follows(int64_t row, int64_t rows) const { return (rows - 1 - row) * stride >= E; }
+  // True if enough rows follow that the load of this row's last vector stays within the tensor.
+  __device__ __forceinline__ bool row_follows(int64_t row, int64_t rows) const {
+    return (rows - 1 - row) * stride >= E;
+  }
+  // The number of vectors that `copy` copies. It leaves out a last vector that could pass the end of the
+  // tensor.
   __device__ __forceinline__ int count(int64_t row, int64_t rows) const {
     const bool whole = !Unaligned || (k + bounds.hi) % E == 0 || row_follows(row, rows);
     return max(end - !whole - begin, 0);
@@ -337,13 +371,13 @@ struct Slice {
     if (vectors) bulk_copy(to + begin, p + row * stride - k + begin * E, vectors * 16, barrier);
   }
 #endif
-  // What lies outside the span is for a general kernel's caller to mask.
+  // In an unaligned kernel the caller has to mask what is out of bounds.
   __device__ __forceinline__ uint4 read(const uint4* from, int vector) const {
     if constexpr (!Unaligned) return vector * E < bounds.hi ? from[vector] : zero_vector();
     const uint4 v = from[vector];
     return k ? shifted(v, from[vector + 1], k * sizeof(T)) : v;
   }
-  // Of a row whose last vector may have been left out: its elements one by one.
+  // Loads the elements of a vector that `copy` may have left out.
   __device__ __forceinline__ void load_tail(uint4& v, int vector, int64_t row) const {
     const int e = vector * E;
     if (bounds.touches<E>(e) && e + E + (k ? E - k : 0) > bounds.hi)
@@ -351,39 +385,44 @@ struct Slice {
   }
 };
 
-// Which rows a persistent CTA (or cluster) takes, of `ctas`. In a vector kernel every so-manieth. In a general kernel rows that
-// are a vector's number of elements apart lie alike in memory: with those, a thread keeps its columns. All rows, ordered by how they lie,
-// are dealt out in equal parts; `work` is called for each piece of a part that lies alike, also for empty ones, so that the pieces
-// have all numbers from 0 to ctas + E - 2.
+// Divides the rows among persistent CTAs (or clusters), of which there are `ctas`.
+//
+// Aligned kernels: CTA c takes the rows c, c + ctas, c + 2 * ctas and so on.
+//
+// Unaligned kernels: rows that are E rows apart have the same alignment (E elements are a vector), and a
+// thread can keep its columns only among such rows. So the rows are sorted by row % E, and each CTA takes an
+// equal, contiguous part of that order. It calls `work` for each run of the same alignment in its part, even
+// for empty ones. So the runs of all CTAs have each number from 0 to ctas + E - 2.
 template <bool Unaligned, int E, class Work>
 __device__ __forceinline__ void partition_rows(int64_t rows, int64_t cta, int64_t ctas, Work work) {
   if constexpr (!Unaligned) {
     work(cta, ctas, rows, cta);
   } else {
     const auto start = [&](int64_t c) { return c * (rows / E) + min(c, rows % E); };
-    const auto holds = [&](int64_t place) {
+    const auto residue = [&](int64_t position) {
       int c = E - 1;
-      while (start(c) > place) c--;
+      while (start(c) > position) c--;
       return c;
     };
     const int64_t from = rows * cta / ctas, to = rows * (cta + 1) / ctas;
-    const int last = holds(to);
-    for (int c = holds(from); c <= last; c++) {
-      const int64_t first = max(from - start(c), static_cast<int64_t>(0)), end = min(to, start(c + 1)) - start(c);
+    const int last = residue(to);
+    for (int c = residue(from); c <= last; c++) {
+      const int64_t first = max(from - start(c), static_cast<int64_t>(0));
+      const int64_t end = min(to, start(c + 1)) - start(c);
       work(c + E * first, static_cast<int64_t>(E), c + E * end, cta + c);
     }
   }
 }
 
-// dx and dw, long rows through persistent CTAs (or clusters) that own fixed columns: rows arrive by bulk copies in a ring of `stages`
-// rows in shared memory; the columns' weights and dw stay in registers. Each piece of the rows leaves one row of partial dw, which
-// `weight_gradient` adds up.
+// dx and dw, long rows: persistent CTAs (or clusters) that own fixed columns. Rows arrive by bulk copies in a
+// ring of `stages` rows in shared memory. The columns' weights and dw stay in registers. Each run of rows
+// (see partition_rows) leaves one row of partial dw, and weight_gradient_body sums these.
 template <class T, int Threads, int V, bool Cluster, bool Unaligned>
 __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #ifdef GANDER_SM90
   using Op = RMSNormBackward<T>;
   constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kMaxStages = 16;
-  constexpr int kInput = kSlice + Unaligned;  // vectors; a shifted slice touches one more
+  constexpr int kInput = kSlice + Unaligned;  // vectors of an input and row; a shifted slice touches one more
   extern __shared__ __align__(128) uint4 buffer[];  // stages x (x, dy) x kInput
   __shared__ Slot<Sum<T>> warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
@@ -401,11 +440,12 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
   else __syncthreads();
   int stage = 0, set = 0;
   uint32_t phase = 0, merged_phase = 0;
-  partition_rows<Unaligned, E>(rows, blockIdx.x, gridDim.x, [&](int64_t first, int64_t step, int64_t limit, int64_t piece) {
+  const auto work = [&](int64_t first, int64_t step, int64_t limit, int64_t run) {
     const int shift = Unaligned ? vector_offset(static_cast<T*>(a.rows.y) + first * a.rows.y_stride) : 0;
     const int origin = static_cast<int>(rank) * kSlice * E - shift, left = static_cast<int>(n) - origin;
     const Bounds bounds = {max(-origin, 0), max(min(left, kSlice * E), 0), left};
-    Slice<T, Unaligned> x(a.rows.a, a.rows.a_stride, origin, bounds), dy(a.rows.b, a.rows.b_stride, origin, bounds);
+    Slice<T, Unaligned> x(a.rows.a, a.rows.a_stride, origin, bounds);
+    Slice<T, Unaligned> dy(a.rows.b, a.rows.b_stride, origin, bounds);
     x.set_alignment(first);
     dy.set_alignment(first);
     T* y = static_cast<T*>(a.rows.y) + origin;
@@ -417,11 +457,12 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
       dy.copy(to + kInput, row, rows, full + at);
     };
     if (tid == 0)
-      for (int i = 0; i < stages && first + i * step < limit; i++) fetch(first + i * step, stage + i < stages ? stage + i : stage + i - stages);
+      for (int i = 0; i < stages && first + i * step < limit; i++)
+        fetch(first + i * step, stage + i < stages ? stage + i : stage + i - stages);
 
     const ColumnWeights<V, E, (V * E <= 16), Unaligned> weights(a, origin, tid * E, Threads * E, bounds);
     Accumulator<T> dw[V][E] = {};
-    uint4 inside[V];  // bits of the elements in the span: the rows of a piece lie alike, so that these are worked out once
+    uint4 inside[V];  // masks of the elements within bounds, the same for all rows of the run
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int e = (tid + i * Threads) * E;
@@ -460,7 +501,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
         Op::add_vector(st, fx, fd, w);
       }
       st.template reduce_lanes<32>();
-      reduce_warps<kWarps>(st, warp_slots[set]);  // its barrier: everybody has read this stage
+      reduce_warps<kWarps>(st, warp_slots[set]);  // after its barrier all threads have read the stage
       if (tid == 0 && row + stages * step < limit) fetch(row + stages * step, stage);
       if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
       Op::finalize(a, row, sc, st, tid == 0 && rank == 0);
@@ -480,13 +521,15 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
     }
 #pragma unroll
     for (int i = 0; i < V; i++)
-      store_partial<Unaligned>(static_cast<Accumulator<T>*>(a.dw_partial) + piece * n + origin, (tid + i * Threads) * E, bounds, dw[i]);
-  });
-  // All that others send into this CTA's shared memory has been waited for: it may leave.
+      store_partial<Unaligned>(static_cast<Accumulator<T>*>(a.dw_partial) + run * n + origin,
+                               (tid + i * Threads) * E, bounds, dw[i]);
+  };
+  partition_rows<Unaligned, E>(rows, blockIdx.x, gridDim.x, work);
+  // The CTA may exit: it has received all that others send to its shared memory.
 #endif
 }
 
-// What a thread of a team keeps of its columns: their weights, and backward their dw.
+// The `Columns` of team_body: the weights of a thread's columns, and in backward their dw.
 template <class Op, int Threads, int V>
 struct WeightsKept {
   using T = typename Op::T;
@@ -500,7 +543,11 @@ struct WeightsKept {
   Accumulator<T> dw[kBackward ? V : 1][E] = {};
 
   __device__ __forceinline__ WeightsKept(const RMSNormArgs& args, int64_t origin, int e, int end)
-      : args(args), origin(origin), e(e), bounds{0, end, end}, weights(args, origin, e, Threads * E, bounds) {}
+      : args(args),
+        origin(origin),
+        e(e),
+        bounds{0, end, end},
+        weights(args, origin, e, Threads * E, bounds) {}
   template <class Tile>
   __device__ __forceinline__ void reduce(typename Op::State& st, const Tile& tile) const {
 #pragma unroll
@@ -530,19 +577,24 @@ struct WeightsKept {
     if constexpr (kBackward)
 #pragma unroll
       for (int i = 0; i < V; i++)
-        store_partial<false>(static_cast<Accumulator<T>*>(args.dw_partial) + group * args.rows.n + origin, e + i * Threads * E, bounds, dw[i]);
+        store_partial<false>(static_cast<Accumulator<T>*>(args.dw_partial) + group * args.rows.n + origin,
+                             e + i * Threads * E, bounds, dw[i]);
   }
 };
 
-// dx and dw, short rows: persistent groups of TPR lanes take a row each, with the next `Stages` - 1 rows on their way. In a general
-// kernel the grid is a multiple of a vector's elements and a CTA's rows are a grid apart: all of them lie alike in memory, and so must
-// the three operands.
+// dx and dw, short rows: persistent groups of TPR lanes, each of which works on one row and copies its next
+// `Stages` - 1 rows to shared memory meanwhile. In an unaligned kernel the rows of a CTA are gridDim.x rows
+// apart, and gridDim.x is a multiple of E. So they all have the same alignment. The three operands must have
+// the same offset too.
 template <class T, int TPR, int V, int Stages, bool Unaligned>
 __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   using Op = RMSNormBackward<T>;
-  constexpr int E = kElements<T>, kThreads = 256, kGroups = kThreads / TPR, kWarps = kThreads / 32, kColumns = TPR * V * E;
-  static_assert(TPR <= 32 && kWarps * kColumns * sizeof(Accumulator<T>) <= Stages * 2 * V * kThreads * sizeof(uint4));
-  extern __shared__ __align__(128) uint4 buffer[];  // stages x (V of x, V of dy) x threads; then stages x threads of rstd
+  constexpr int E = kElements<T>, kColumns = TPR * V * E;
+  constexpr int kThreads = 256, kGroups = kThreads / TPR, kWarps = kThreads / 32;
+  static_assert(TPR <= 32);
+  static_assert(kWarps * kColumns * sizeof(Accumulator<T>) <= Stages * 2 * V * kThreads * sizeof(uint4));
+  // stages x (x, dy) x V x threads, then rstd: stages x threads
+  extern __shared__ __align__(128) uint4 buffer[];
   float* rstd = reinterpret_cast<float*>(buffer + Stages * 2 * V * kThreads);
   let_next_launch_start();
   const int tid = threadIdx.x, lane = tid % TPR;
@@ -551,7 +603,8 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   const Bounds bounds = {shift, static_cast<int>(n) + shift, static_cast<int>(n) + shift};
   const auto fetch = [&](int64_t row, int stage) {
     const bool active = row < rows;
-    const int64_t r = active ? row : Unaligned ? blockIdx.x : 0;  // aligned as its rows are; nothing is read
+    // Inactive groups read nothing, but need an address of the right alignment.
+    const int64_t r = active ? row : Unaligned ? blockIdx.x : 0;
     const T* x = static_cast<const T*>(a.rows.a) + r * a.rows.a_stride - shift;
     const T* dy = static_cast<const T*>(a.rows.b) + r * a.rows.b_stride - shift;
     uint4* to = buffer + stage * 2 * V * kThreads + tid;
@@ -560,7 +613,8 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       const int e = (lane + i * TPR) * E, left = bounds.hi - e;
       const bool in = active && left > 0;
       const int bytes = !in ? 0 : Unaligned && left < E ? left * static_cast<int>(sizeof(T)) : 16;
-      if (Unaligned && in && left < E && (rows - 1 - row) * min(a.rows.a_stride, a.rows.b_stride) < E) {  // nothing lies behind the row
+      const bool row_follows = (rows - 1 - row) * min(a.rows.a_stride, a.rows.b_stride) >= E;
+      if (Unaligned && in && left < E && !row_follows) {  // a 16-byte load could pass the end of the tensor
         to[i * kThreads] = load_elements(x + e, shift - e, left, zero_vector());
         to[(V + i) * kThreads] = load_elements(dy + e, shift - e, left, zero_vector());
         continue;
@@ -578,7 +632,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   const ColumnWeights<V, E, (V * E <= 16), Unaligned> weights(a, -shift, lane * E, TPR * E, bounds);
   Accumulator<T> dw[V][E] = {};
   int stage = 0;
-  // All groups of a warp take part in its shuffles, so all make as many turns as the first.
+  // All lanes of a warp take part in its shuffles. So all groups do as many iterations as the CTA's first.
   for (int64_t base = first; base < rows; base += step, row += step) {
     copies_wait<Stages - 1>();
     const uint4* from = buffer + stage * 2 * V * kThreads + tid;
@@ -588,7 +642,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     for (int i = 0; i < V; i++) {
       float fx[E], fd[E], w[E];
       x[i] = from[i * kThreads], dy[i] = from[(V + i) * kThreads];
-      if (Unaligned && i == 0 && lane == 0) {  // what lies before the row; behind it zeros were filled in
+      if (Unaligned && i == 0 && lane == 0) {  // masks elements before the row; those after it are zeros
         x[i] = masked<T>(x[i], shift, E, zero_vector());
         dy[i] = masked<T>(dy[i], shift, E, zero_vector());
       }
@@ -610,11 +664,12 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       weights.get(i, w);
       Op::map_vector(sc, fx, fd, w, dw[i], out);
       const Bounds in = {bounds.lo, row < rows ? bounds.hi : 0};
-      store<Unaligned>(static_cast<T*>(a.rows.y) + row * a.rows.y_stride - shift, (lane + i * TPR) * E, in, out);
+      T* const y = static_cast<T*>(a.rows.y) + row * a.rows.y_stride - shift;
+      store<Unaligned>(y, (lane + i * TPR) * E, in, out);
     }
     if (++stage == Stages) stage = 0;
   }
-  // The groups of a warp, then the warps, in one order on every run.
+  // Sums dw over the groups of a warp, then over the warps, in a fixed order.
 #pragma unroll
   for (int i = 0; i < V; i++)
 #pragma unroll
@@ -626,7 +681,8 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   Accumulator<T>* sums = reinterpret_cast<Accumulator<T>*>(buffer);
   if (tid % 32 < TPR)
 #pragma unroll
-    for (int i = 0; i < V; i++) store_partial<false>(sums + tid / 32 * kColumns, (lane + i * TPR) * E, Bounds{0, kColumns}, dw[i]);
+    for (int i = 0; i < V; i++)
+      store_partial<false>(sums + tid / 32 * kColumns, (lane + i * TPR) * E, Bounds{0, kColumns}, dw[i]);
   __syncthreads();
   for (int c = tid; c < n; c += kThreads) {
     Accumulator<T> s = sums[c + shift];
@@ -636,9 +692,10 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   }
 }
 
-// dx and dw of rows that neither shape takes: any alignment, any length, any type of dout. The rows' sums came from `partial`;
-// here a CTA owns a tile of columns and walks down a block of rows. Vectors where rows are aligned, else elements that lie
-// a CTA apart, so that a warp's accesses stay adjacent.
+// dx and dw of rows that no other body takes: any alignment, any length, any type of dout. partial_body has
+// computed the rows' states. A CTA owns a tile of columns, and a block of rows which it walks down. In an
+// aligned kernel a thread owns a vector. In an unaligned kernel its elements are 256 columns apart, so that a
+// warp's accesses are adjacent.
 template <class T, bool Unaligned>
 __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   constexpr int kThreads = 256, E = kElements<T>, kTile = kThreads * E;
@@ -648,12 +705,17 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   const int64_t begin = tile * kTile;
   const Bounds bounds = {0, static_cast<int>(a.rows.n - begin < kTile ? a.rows.n - begin : kTile)};
   const int64_t first = a.rows.m * block / blocks, last = a.rows.m * (block + 1) / blocks;
-  const auto column = [](int j) { return Unaligned ? static_cast<int>(threadIdx.x) + j * kThreads : static_cast<int>(threadIdx.x) * E + j; };
+  const auto column = [](int j) {
+    const int tid = threadIdx.x;
+    return Unaligned ? tid + j * kThreads : tid * E + j;
+  };
   Accumulator<T> dw[1][E] = {};
   float w[E];
 #pragma unroll
   for (int j = 0; j < E; j++)
-    w[j] = a.weight && column(j) < bounds.hi ? load_float(a.weight, a.weight_type, begin + column(j)) + a.options.weight_offset : 1.f;
+    w[j] = a.weight && column(j) < bounds.hi
+               ? load_float(a.weight, a.weight_type, begin + column(j)) + a.options.weight_offset
+               : 1.f;
   for (int64_t row = first; row < last; row++) {
     const T* x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
     const void* dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);
@@ -694,15 +756,16 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
     if (column(j) < bounds.hi) partial[column(j)] = dw[0][j];
 }
 
-// dw = the sum of the rows of partial dw, in one order. `Parts` threads add up each column between them.
+// dw: sums the rows of partial dw in a fixed order. `Parts` threads share a column.
 template <class T, int Threads, int Parts>
 __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
   constexpr int kColumns = Threads / Parts;
   const int part = threadIdx.x / kColumns;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + threadIdx.x % kColumns, n = a.rows.n;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + threadIdx.x % kColumns;
+  const int64_t n = a.rows.n;
   const Accumulator<T>* at = static_cast<const Accumulator<T>*>(a.dw_partial) + part * n + column;
   wait_for_previous_launch();
-  constexpr int U = 16;  // loads at a time: with few rows of partial dw, one round trip to memory is all there is
+  constexpr int U = 16;  // loads at a time: few rows of partial dw are then read in one round trip to memory
   double s = 0;
   if (column < n)
     for (int r = part; r < a.partials; r += U * Parts) {
@@ -714,7 +777,7 @@ __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
     }
   if constexpr (Parts == 1) {
     if (column < n) store_float(a.dw, a.dw_type, column, s);
-  } else {  // lanes to each column
+  } else {  // transposes through shared memory, so that the parts of a column are in adjacent lanes
     __shared__ double sums[Parts][kColumns + 1];
     sums[part][threadIdx.x % kColumns] = s;
     __syncthreads();
