@@ -6,15 +6,16 @@ namespace gander {
 
 constexpr float kNaN = __builtin_nanf("");
 
-// A row's target and its weight: 0 for a row that counts for nothing (its logits must not matter, NaN among them or not), NaN for
-// a target outside the classes, which is never read with.
+// A row's target and the weight of the row. The weight is 0 if the row is ignored: then its logits must not
+// matter, not even if there is a NaN among them. It is NaN if the target is not a class: then no element is
+// read at the target.
 struct Label {
-  int64_t index;  // kNone for neither
+  int64_t index;  // kNoTarget in both cases
   float weight;
 };
 constexpr int64_t kNoTarget = INT64_MIN / 2;
 
-// Optional: without targets, for a log-sum-exp alone, every row has the weight 1 and no element of its own.
+// Optional: a launch for log-sum-exp alone has no targets. Then each row has the weight 1 and no target.
 template <bool Optional>
 __device__ __forceinline__ int64_t load_target(const CrossEntropyArgs& a, int64_t row) {
   if (Optional && !a.target) return kNoTarget;
@@ -31,8 +32,10 @@ __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
 }
 
-// Sums a pair over all rows, in an order that depends on M alone, with one CTA or with one cluster; U rows at a time for each thread.
-// `at(row)` gives a row's pair; the first thread of all gets the sums. In float64: few terms, and a result that is one number shows every rounding.
+// Sums pairs over all rows, with one CTA or one cluster. `at(row)` returns a row's pair. True is returned in
+// the one thread that has the sums. The order of summation depends on the number of rows alone. Sums are in
+// double: there are few terms, and a result of one number shows each rounding error. U is how many rows a
+// thread loads at a time.
 template <int T, bool Cluster, int U, class At>
 __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
   __shared__ double2 warps[T / 32];
@@ -77,83 +80,95 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
   return threadIdx.x == 0;
 }
 
-// Loss and weight of each row of a launch of one CTA, which makes the total itself.
+// The loss and weight of each row, in launches of a single CTA that also compute the total (total_here).
 constexpr int kMaxRowsPerCTA = 16;
 __device__ __forceinline__ float2* cta_row_losses() {
   __shared__ float2 rows[kMaxRowsPerCTA];
   return rows;
 }
 
-// The sum of all rows' losses, over that of their weights for a mean.
+// The sum of all rows' losses. For a mean it is divided by the sum of their weights.
 template <int T, bool Cluster, int U = 8>
 __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
   if (!a.total_here) wait_for_previous_launch();
   const float2* rows = static_cast<const float2*>(a.row_losses);
   const bool here = a.total_here;
   double2 sum;
-  if (!sum_rows<T, Cluster, U>(a.rows.m, sum, [=](int64_t i) { return here ? cta_row_losses()[i] : __ldcg(rows + i); })) return;
+  const bool has_sum = sum_rows<T, Cluster, U>(
+      a.rows.m, sum, [=](int64_t i) { return here ? cta_row_losses()[i] : __ldcg(rows + i); });
+  if (!has_sum) return;
   if (a.total) *static_cast<float*>(a.total) = a.mean ? sum.x / sum.y : sum.x;
   if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
 }
 
-// The sum of the rows' weights alone, before a pass that divides by it.
+// The sum of the rows' weights, for a pass over the rows that divides by it.
 template <int T, bool Cluster>
 __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
   double2 sum;
-  const auto weight = [&a](int64_t i) { return make_float2(label<false>(a, load_target<false>(a, i)).weight, 0.f); };
+  const auto weight = [&a](int64_t i) {
+    return make_float2(label<false>(a, load_target<false>(a, i)).weight, 0.f);
+  };
   if (sum_rows<T, Cluster, 8>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
 }
 
-// log(s) = k log(2) + log(f), 2^-1/2 <= f < 2^1/2, not yet added up: no rounding of the sum's magnitude. Of a row of -inf, s is 0.
+// log(s) as two terms: log(s) = k log(2) + log(f), where s = 2^k f and 2^-1/2 <= f < 2^1/2. Adding them in
+// float would round to the magnitude of the sum. s is 0 if all elements of the row are -inf.
 __device__ __forceinline__ float2 log_parts(float s) {
   const int bits = __float_as_int(s), k = (bits - 0x3f3504f3) >> 23;
-  constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // log(2): k times the first is exact
+  constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // log(2) = kHigh + kLow; k * kHigh is exact
   const float2 log = {k * kHigh, fmaf(k, kLow, logf(__int_as_float(bits - (k << 23))))};
-  return s > 0.f ? log : make_float2(s == 0.f ? -kInfinity : s, 0.f);  // NaN
+  return s > 0.f ? log : make_float2(s == 0.f ? -kInfinity : s, 0.f);  // if s is NaN, NaN
 }
 
-// Takes `amount` off element `i` of a row's chunk that begins at `origin`, where it lies in the vector at element e of the chunk. Only one
-// vector of a row is hit, so that the selection costs nothing, and an index known at compile time keeps the vector in registers.
+// Subtracts `amount` from element i of the row, if the vector v at element e of a view contains it. `origin`
+// is the view's origin. Only one vector of a row contains it, so the branch costs little. The loop uses
+// constant indices, which keeps v in registers.
 template <int E>
 __device__ __forceinline__ void subtract_at(int64_t i, int64_t origin, int e, float amount, float (&v)[E]) {
   const int64_t left = i - origin;
-  const unsigned at = left < 0 || left > INT32_MAX ? ~0u : static_cast<unsigned>(left);  // the same for all vectors, in one register
+  // The position of i in the view. It is the same for all vectors, so that it takes one register.
+  const unsigned at = left < 0 || left > INT32_MAX ? ~0u : static_cast<unsigned>(left);
   if (at - e >= E) return;
 #pragma unroll
   for (int j = 0; j < E; j++)
     if (at - e == j) v[j] -= amount;
 }
 
-// loss = weight * (log sum exp(x - max) + max - x[target]); with `Gradient`, in the same pass,
-// dx = weight * (softmax(x) - onehot(target)), over the denominator where the pass serves a mean.
+// loss = weight * (log sum exp(x - max) + max - x[target])
+//
+// Gradient: the same pass computes dx = weight * (softmax(x) - onehot(target)). For a mean it divides that by
+// the sum of the weights.
 template <class T_, bool Gradient>
 struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using T = T_;
-  using State = MaxSum<T, float>;  // the logarithm takes digits off its sum
+  using State = MaxSum<T, float>;  // float suffices: the logarithm makes the error of the sum small
   using Args = CrossEntropyArgs;
   static constexpr bool kHasOutput = Gradient;
   struct Scalars {
     Label label;
-    float logit;  // x[target], the first thread's only
+    float logit;  // x[target], in the row's leader only
     float max, scale, grad;
   };
-  // Clerk: the row's label is the first thread's alone, who tells the others.
+  // StatsThread: only the leader needs the label (see clerks_body).
   template <bool StatsThread = false>
   __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool leader) {
     Scalars sc = {};
     if (leader || Gradient && !StatsThread) sc.label.index = load_target<!Gradient>(a, row);
     return sc;
   }
-  // The target's logit is loaded before any thread writes a gradient over it: barriers lie in between.
+  // Loads the target's logit. There is a barrier before any thread may overwrite it with a gradient.
   template <bool StatsThread = false>
-  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t row, Scalars& sc, bool leader) {
+  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t row, Scalars& sc,
+                                                         bool leader) {
     if (leader || Gradient && !StatsThread) sc.label = label<!Gradient>(a, sc.label.index);
     if (leader && sc.label.index >= 0)
       sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
   }
-  // The CTA that holds the target may write over its logit as soon as it has heard of this one.
+  // Another CTA of the cluster may overwrite the target's logit as soon as it has this CTA's state. So the
+  // load must be complete before that is sent. An instruction that uses the value waits for it.
   __device__ __forceinline__ static void await_scalars(const Args& a, Scalars& sc) {
-    if constexpr (Gradient) asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.zero) : "memory");
+    if constexpr (Gradient)
+      asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.zero) : "memory");
   }
   __device__ __forceinline__ static void save_scalars(const Args& a, int64_t row, const Scalars& sc) {
     static_cast<float*>(a.logits)[row] = sc.logit;
@@ -164,21 +179,24 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     sc.logit = static_cast<const float*>(a.logits)[row];
     return sc;
   }
-  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st, bool leader) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
+                                                  bool leader) {
     if constexpr (Gradient) prepare(a, sc, st);
     if (leader) record(a, row, sc, st);
   }
-  // What `map` needs of a complete row.
+  // Computes what `map` needs from the state of a complete row.
   __device__ __forceinline__ static void prepare(const Args& a, Scalars& sc, const State& st) {
     sc.grad = sc.label.weight;
     if (a.one_pass && a.mean) {
-      wait_for_previous_launch();  // the denominator's, which ran while this row was read
+      wait_for_previous_launch();  // it sums the weights while this launch reads the row
       const float all = __ldcg(static_cast<const float*>(a.denominator));
       sc.grad = sc.grad == 0.f ? 0.f : sc.grad / all;
     }
     sc.max = st.m, sc.scale = sc.grad / st.s;
   }
-  __device__ __forceinline__ static void record(const Args& a, int64_t row, const Scalars& sc, const State& st) {
+  // Stores the statistics of a row: its loss, and its log-sum-exp.
+  __device__ __forceinline__ static void record(const Args& a, int64_t row, const Scalars& sc,
+                                                const State& st) {
     const float weight = sc.label.weight;
     const float2 log = log_parts(st.s);
     const float log_sum = log.x + log.y;
@@ -194,16 +212,18 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m + log_sum;
     }
   }
-  __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) { sc.scale *= rescale_factor<float>(m, State::reference(sc.max)); }
+  __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) {
+    sc.scale *= rescale_factor<float>(m, State::reference(sc.max));
+  }
   template <bool Unaligned, bool Cached, int E, class View>
-  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                             const View& p, int e, float (&dx)[E]) {
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
+                                             const float (&)[E], const View& p, int e, float (&dx)[E]) {
     const bool zero = sc.grad == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
     subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
   }
-  // What becomes of any element but the target's.
+  // The gradient of any element but the target's.
   template <bool Cached>
   __device__ __forceinline__ static float scaled(const Scalars& sc, float x) {
     return (Cached ? x : exp_difference<T>(x, sc.max)) * sc.scale;
@@ -216,14 +236,18 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   }
 };
 
-// dx = dloss * weight * (softmax(x) - onehot(target)), from the log-sum-exp of forward. No thread needs another.
+// dx = dloss * weight * (softmax(x) - onehot(target))
+//
+// It uses the log-sum-exp of forward, so that nothing is reduced.
 template <class T_>
 struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   using T = T_;
   using State = NoState;
   using Args = CrossEntropyArgs;
-  // The gradient that forward made is right as it is.
-  __device__ __forceinline__ static bool already_done(const Args& a) { return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f; }
+  // True if forward has computed the gradient already, and there is no factor to apply.
+  __device__ __forceinline__ static bool already_done(const Args& a) {
+    return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f;
+  }
   struct Scalars {
     int64_t index;
     float max, scale, grad;
@@ -243,32 +267,35 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     sc.index = l.index, sc.zero = l.weight == 0.f;
     sc.grad *= l.weight;
     if (a.mean) sc.grad /= *static_cast<const float*>(a.denominator);
-    // Given apart, the log-sum is small and its exponential exact to a few ulp, however large the logits.
+    // Maximum and log-sum are separate. So the log-sum is small, and its exponential is accurate to a few
+    // ulp, even if the logits are large.
     sc.scale = expf(-sc.scale) * sc.grad;
   }
   __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars&, const State&, bool) {}
   template <bool Unaligned, bool Cached, int E, class View>
-  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E], const float (&)[E],
-                                             const View& p, int e, float (&dx)[E]) {
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
+                                             const float (&)[E], const View& p, int e, float (&dx)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
     subtract_at(sc.index, p.origin, e, sc.grad, dx);
   }
 };
 
-// As `rows`, for short rows whose statistics are much work: a CTA's first threads make them, each for another row. Otherwise every warp
-// would, for the few lanes that come first in a row. The op's `begin` and `follow` are those of a clerk; `record` writes the statistics, and
-// `prepare` makes what `map` needs out of a row's label, which its clerk has told the other threads.
+// Forward, for short rows. Several rows share a warp. Computing one row's loss (a log, some float64) on one
+// lane still costs the whole warp those instructions, about a quarter of the row's. So the first threads of
+// the CTA each compute the loss of a different row. These statistics threads also load the labels and the
+// targets' logits, and pass the labels to the threads of the rows through shared memory.
 template <class Op, int TPR, int V, bool Unaligned, bool SameOffset>
 __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
   static_assert(TPR <= 32);
-  // Exponentials as floats need twice the registers of 16-bit elements: it pays for a warp's whole row.
+  // Keeping exponentials as floats takes twice the registers of 16-bit elements. It pays only for this size
+  // of row.
   constexpr bool kCacheExp = Op::kHasOutput && sizeof(T) == 2 && TPR == 32 && V == 4 && !Unaligned;
-  // The target's element is put right by itself. To look for it in each vector takes longer, but for 16-bit elements, whose vectors
-  // are half as many.
+  // The target's gradient is stored by itself, after the row's vectors. Comparing each vector's position with
+  // the target is slower for float32. It is faster for 16-bit elements, which have half as many vectors.
   constexpr bool kPatchTarget = Op::kHasOutput && sizeof(T) == 4 && !Unaligned;
   __shared__ Slot<State> states[kRows];
   __shared__ Label labels[Op::kHasOutput ? kRows : 1];
@@ -282,7 +309,7 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   auto sc = Op::template load_scalars<true>(args, base + tid, stats_thread);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
-  prefetch_later_rows<Op, kRows, false, 0>(args.rows);  // after this CTA's own, which is a little faster here
+  prefetch_later_rows<Op, kRows, false, 0>(args.rows);  // a little faster here than before tile.load
   Op::template resolve_scalars<true>(args, base + tid, sc, stats_thread);
   State st;
   reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
@@ -295,14 +322,15 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
     Op::prepare(args, sc, st);
     if constexpr (kPatchTarget) {
       if (stats_thread) logits[tid] = sc.logit;
-      const int64_t again = base + group + args.rows.zero;  // to remember the place would cost registers
+      const int64_t again = base + group + args.rows.zero;  // the view is computed again, to save registers
       p = row_view<Op, Unaligned, true>(args.rows, again < args.rows.m ? again : 0);
       if (again >= args.rows.m) p.bounds.lo = p.bounds.hi = 0;
       e += args.rows.zero;
       const int64_t target = sc.label.index;
-      const bool mine = sc.grad != 0.f && target >= 0 && target < p.bounds.hi && static_cast<int>(target) / kElements<T> % TPR == lane;
+      const bool mine = sc.grad != 0.f && target >= 0 && target < p.bounds.hi &&
+                        static_cast<int>(target) / kElements<T> % TPR == lane;
       const float x_target = mine ? to_float(p.a[target]) : 0.f;
-      if (sc.grad == 0.f) {  // whatever the row's logits are
+      if (sc.grad == 0.f) {  // makes all gradients 0, even if a logit is NaN
         sc.max = sc.scale = 0.f;
 #pragma unroll
         for (int i = 0; i < V; i++) tile.a[i] = zero_vector();
@@ -318,7 +346,8 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
         for (int j = 0; j < kElements<T>; j++) dx[j] = Op::template scaled<false>(sc, x[j]);
         store_vector(y + i * kStep, dx);
       }
-      if (mine) static_cast<T*>(p.y)[target] = from_float<T>(Op::template scaled<false>(sc, x_target) - sc.grad);
+      if (mine)
+        static_cast<T*>(p.y)[target] = from_float<T>(Op::template scaled<false>(sc, x_target) - sc.grad);
       if (stats_thread) sc.label = labels[tid], sc.logit = logits[tid];
     } else {
       if constexpr (!kCacheExp) tile.rematerialize(args.rows.zero);
@@ -327,7 +356,8 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
         if (!active) p.bounds.lo = p.bounds.hi = 0;
         e += args.rows.zero;
       }
-      tile.map(args, sc, p, e, kStep, typename Op::template EpilogueOperands<V, kStep, Unaligned, false>(args, p, e));
+      using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, false>;
+      tile.map(args, sc, p, e, kStep, Operands(args, p, e));
       if (stats_thread) sc.label = labels[tid];
     }
   }
