@@ -271,7 +271,6 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     // ulp, even if the logits are large.
     sc.scale = expf(-sc.scale) * sc.grad;
   }
-  __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars&, const State&, bool) {}
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {

@@ -108,8 +108,6 @@ struct NoEpilogueOperands {
 //   State    what a row is reduced to
 //   Args     the kernel's argument
 //   Scalars  values of one row
-//   finalize(args, row, scalars, state, leader)
-//       computes from a row's complete state what `map` needs, and stores the row's statistics
 //   map<Unaligned, Cached>(args, scalars, a, b, view, e, out)
 //       computes one vector of the output. Cached: `a` holds exponentials of the elements
 //   rebase_scale(scalars, m)
@@ -163,7 +161,13 @@ struct RowOperator {
   __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& tile, const View&,
                                                     int e, int step) {
     if constexpr (State::kMaxFirst) st.add(tile.a);
-    else static_assert(std::is_same_v<State, NoState>, "a sum needs an accumulate of its own");
+    else static_assert(std::is_same_v<State, NoState>, "an operator of sums has to define accumulate");
+  }
+  // Computes what `map` needs from a row's complete state, and stores the row's statistics.
+  template <class Args, class Scalars, class State>
+  __device__ __forceinline__ static void finalize(const Args&, int64_t row, Scalars&, const State&,
+                                                  bool leader) {
+    static_assert(std::is_same_v<State, NoState>, "an operator that reduces has to define finalize");
   }
   // The last step of each CTA.
   template <class Args>
