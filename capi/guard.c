@@ -85,7 +85,8 @@ int32_t gander_fail(int32_t status, const char* format, ...) {
 int32_t gander_fail_fork(const char* function) {
   return gander_fail(GANDER_ERROR_FORK,
                      "%s: called in a child process after fork(), which libgander does not survive; start "
-                     "the process by spawn or forkserver, or load libgander only in the child", function);
+                     "the process by spawn or forkserver, or load libgander only in the child",
+                     function);
 }
 
 int32_t gander_begin(const char* function, const gander_input* inputs, size_t count,

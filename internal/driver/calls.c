@@ -6,7 +6,7 @@
 #include "driver.h"
 
 // Makes the context current if it is not. Usually it is: frameworks keep the primary context current.
-static CUresult push(uintptr_t context, int *pushed) {
+static CUresult push(uintptr_t context, int* pushed) {
   CUcontext current = NULL;
   CUresult status = cuCtxGetCurrent(&current);
   *pushed = 0;
@@ -21,7 +21,7 @@ static void pop(int pushed) {
   if (pushed) cuCtxPopCurrent(&ignored);
 }
 
-CUresult gander_driver_enter(uintptr_t context, gander_driver_scope *scope) {
+CUresult gander_driver_enter(uintptr_t context, gander_driver_scope* scope) {
   CUresult status = push(context, &scope->pushed);
   if (status != CUDA_SUCCESS) return status;
   scope->mode = CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -30,7 +30,7 @@ CUresult gander_driver_enter(uintptr_t context, gander_driver_scope *scope) {
   return status;
 }
 
-void gander_driver_leave(gander_driver_scope *scope) {
+void gander_driver_leave(gander_driver_scope* scope) {
   cuThreadExchangeStreamCaptureMode(&scope->mode);
   pop(scope->pushed);
 }
@@ -66,11 +66,17 @@ static CUlaunchAttribute dependent_attribute(void) {
 
 // *count is 0 if the call fails.
 CUresult gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared,
-                                    int *count) {
+                                    int* count) {
   CUlaunchAttribute attribute = cluster_attribute(cluster);
-  CUlaunchConfig config = {
-      .gridDimX = 1, .gridDimY = cluster, .gridDimZ = 1, .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
-      .sharedMemBytes = shared, .attrs = &attribute, .numAttrs = 1};
+  CUlaunchConfig config = {.gridDimX = 1,
+                           .gridDimY = cluster,
+                           .gridDimZ = 1,
+                           .blockDimX = block,
+                           .blockDimY = 1,
+                           .blockDimZ = 1,
+                           .sharedMemBytes = shared,
+                           .attrs = &attribute,
+                           .numAttrs = 1};
   CUresult status = cuOccupancyMaxActiveClusters(count, (CUfunction)function, &config);
   if (status != CUDA_SUCCESS) *count = 0;
   return status;
@@ -78,24 +84,29 @@ CUresult gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32
 
 CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t grid, uint32_t cluster,
                               uint32_t block, uint32_t shared, int cooperative, int dependent,
-                              uintptr_t stream, void *args, size_t bytes) {
+                              uintptr_t stream, void* args, size_t bytes) {
   int pushed;
   CUresult status = push(context, &pushed);
   if (status != CUDA_SUCCESS) return status;
   // A buffer with a size rather than a pointer: the driver checks that it is not larger than the kernel's
   // parameter, and does not read beyond it.
-  void *extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, args, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes,
+  void* extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, args, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes,
                    CU_LAUNCH_PARAM_END};
   if (cluster <= 1 && !cooperative && !dependent) {
-    status = cuLaunchKernel((CUfunction)function, grid, 1, 1, block, 1, 1, shared, (CUstream)stream, NULL,
-                            extra);
+    status =
+        cuLaunchKernel((CUfunction)function, grid, 1, 1, block, 1, 1, shared, (CUstream)stream, NULL, extra);
   } else {
     CUlaunchAttribute attributes[3];
     uint32_t cluster_size = cluster > 1 ? cluster : 1;
-    CUlaunchConfig config = {
-        .gridDimX = grid / cluster_size, .gridDimY = cluster_size, .gridDimZ = 1,
-        .blockDimX = block, .blockDimY = 1, .blockDimZ = 1,
-        .sharedMemBytes = shared, .hStream = (CUstream)stream, .attrs = attributes};
+    CUlaunchConfig config = {.gridDimX = grid / cluster_size,
+                             .gridDimY = cluster_size,
+                             .gridDimZ = 1,
+                             .blockDimX = block,
+                             .blockDimY = 1,
+                             .blockDimZ = 1,
+                             .sharedMemBytes = shared,
+                             .hStream = (CUstream)stream,
+                             .attrs = attributes};
     if (cluster > 1) attributes[config.numAttrs++] = cluster_attribute(cluster);
     if (cooperative) attributes[config.numAttrs++] = cooperative_attribute();
     if (dependent) attributes[config.numAttrs++] = dependent_attribute();
@@ -107,7 +118,7 @@ CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t gr
   return status;
 }
 
-CUresult gander_driver_allocate(uintptr_t context, size_t bytes, uintptr_t stream, uintptr_t *p) {
+CUresult gander_driver_allocate(uintptr_t context, size_t bytes, uintptr_t stream, uintptr_t* p) {
   CUdeviceptr device = 0;
   int pushed;
   CUresult status = push(context, &pushed);
@@ -127,8 +138,8 @@ CUresult gander_driver_free(uintptr_t context, uintptr_t p, uintptr_t stream) {
   return status;
 }
 
-CUresult gander_driver_allocate_owned(uintptr_t context, size_t bytes, uintptr_t stream, uintptr_t *p,
-                                      uintptr_t *event) {
+CUresult gander_driver_allocate_owned(uintptr_t context, size_t bytes, uintptr_t stream, uintptr_t* p,
+                                      uintptr_t* event) {
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   CUdeviceptr device = 0;
   CUevent allocated = NULL;

@@ -105,7 +105,9 @@ struct alignas(8) Sum {
     s += t;
   }
   template <int L>
-  __device__ __forceinline__ void reduce_lanes() { s = lanes_sum<L>(s); }
+  __device__ __forceinline__ void reduce_lanes() {
+    s = lanes_sum<L>(s);
+  }
   __device__ __forceinline__ void merge(Sum o) { s += o.s; }
   template <int U>
   __device__ __forceinline__ void merge(const Sum (&o)[U]) {
@@ -257,7 +259,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t phase) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(shared_address(b)), "r"(phase) : "memory");
+      "@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(shared_address(b)),
+      "r"(phase)
+      : "memory");
 }
 // Initializes the barrier for one exchange, in which every CTA sends `bytes` bytes to every CTA, and arrives
 // at the cluster's barrier. cluster_wait() must come before the exchange.

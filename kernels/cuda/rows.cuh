@@ -74,8 +74,8 @@ __device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64
   if constexpr (Unaligned) {
     p.bounds.load_end = static_cast<int>(left < most + 4 * E ? left : most + 4 * E);
     const int64_t rest = r.m - 1 - row;
-    const bool row_follows = rest * r.a_stride >= E &&
-                             (Op::kInputs < 2 || rest * r.b_stride * type_size(r.b_type) >= 16);
+    const bool row_follows =
+        rest * r.a_stride >= E && (Op::kInputs < 2 || rest * r.b_stride * type_size(r.b_type) >= 16);
     p.overread = row_follows ? E : 0;
   }
   return p;

@@ -79,8 +79,7 @@ struct SoftmaxBackward : RowOperator<SoftmaxBackward<T_>> {
       const float p = dy[j] * y[j];
       dx[j] = fmaf(-sc.dot, y[j], p);
       // Adds what p and dot have lost to rounding, which matters where p and dot * y nearly cancel.
-      if constexpr (sizeof(T) == 4)
-        dx[j] += fmaf(-sc.rest, y[j], fmaf(dy[j], y[j], -p));
+      if constexpr (sizeof(T) == 4) dx[j] += fmaf(-sc.rest, y[j], fmaf(dy[j], y[j], -p));
     }
   }
 };

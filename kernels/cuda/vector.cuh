@@ -18,7 +18,9 @@ using f32 = float;
 
 // The DType that stands for an element type at run time.
 template <class T>
-constexpr DType kDType = std::is_same_v<T, f16> ? kFloat16 : std::is_same_v<T, bf16> ? kBFloat16 : kFloat32;
+constexpr DType kDType = std::is_same_v<T, f16>    ? kFloat16
+                         : std::is_same_v<T, bf16> ? kBFloat16
+                                                   : kFloat32;
 
 template <class T>
 constexpr int kElements = 16 / sizeof(T);  // elements of a 16-byte vector
@@ -68,8 +70,7 @@ __device__ __forceinline__ unsigned pack2(f16, float a, float b) {
 
 template <class T>
 __device__ __forceinline__ uint4 pack(T t, const float (&f)[8]) {
-  return make_uint4(pack2(t, f[0], f[1]), pack2(t, f[2], f[3]), pack2(t, f[4], f[5]),
-                    pack2(t, f[6], f[7]));
+  return make_uint4(pack2(t, f[0], f[1]), pack2(t, f[2], f[3]), pack2(t, f[4], f[5]), pack2(t, f[6], f[7]));
 }
 
 template <class T>
@@ -147,9 +148,13 @@ struct Bounds {
   int lo, hi;
   int load_end;  // 16-byte loads must end here at the latest
   template <int E>
-  __device__ __forceinline__ bool whole(int e) const { return e >= lo && e + E <= hi; }
+  __device__ __forceinline__ bool whole(int e) const {
+    return e >= lo && e + E <= hi;
+  }
   template <int E>
-  __device__ __forceinline__ bool touches(int e) const { return e < hi && e + E > lo; }
+  __device__ __forceinline__ bool touches(int e) const {
+    return e < hi && e + E > lo;
+  }
 };
 
 // How many elements p lies after the last 16-byte boundary.

@@ -1,15 +1,16 @@
 /* From Python straight to the kernels, where PyTorch's dispatcher has nothing to add but its host time.
  *
- * Eager calls on plain tensors, with no mode or transform active, are served here; whatever else is going on, and
- * whatever goes wrong, a function gives None, and gander._fast leaves the call to the dispatcher, which serves or explains
- * it. What this file relies on is verified by gander._fast before any function is used. */
+ * Eager calls on plain tensors, with no mode or transform active, are served here; whatever else is going on,
+ * and whatever goes wrong, a function gives None, and gander._fast leaves the call to the dispatcher, which
+ * serves or explains it. What this file relies on is verified by gander._fast before any function is used. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>
 
 #include "_torch.h"
 
-/* ---- What is used of Python: its limited API, which every interpreter since 3.10 has, and objects of torch ---- */
+/* ---- What is used of Python: its limited API, which every interpreter since 3.10 has, and objects of torch
+ * ---- */
 
 typedef struct {
   const char* name;
@@ -19,32 +20,34 @@ typedef struct {
 } PyMethodDef;
 enum { METH_FASTCALL = 0x80 };
 
-#define PYTHON_FUNCTIONS(F)                                                              \
-  F(void, Py_IncRef, (PyObject*))                                                        \
-  F(void, Py_DecRef, (PyObject*))                                                        \
-  F(PyObject*, PyObject_Type, (PyObject*))                                               \
-  F(PyObject*, PyObject_GetAttr, (PyObject*, PyObject*))                                 \
-  F(int, PyObject_SetAttr, (PyObject*, PyObject*, PyObject*))                            \
-  F(int, PyObject_IsTrue, (PyObject*))                                                   \
-  F(PyObject*, PyObject_CallObject, (PyObject*, PyObject*))                              \
-  F(PyObject*, PyObject_CallFunctionObjArgs, (PyObject*, ...))                           \
-  F(PyObject*, PyDict_GetItem, (PyObject*, PyObject*))                                   \
-  F(PyObject*, PyDict_GetItemString, (PyObject*, const char*))                           \
-  F(int, PyDict_SetItemString, (PyObject*, const char*, PyObject*))                      \
-  F(PyObject*, PyTuple_New, (intptr_t))                                                  \
-  F(int, PyTuple_SetItem, (PyObject*, intptr_t, PyObject*))                              \
-  F(PyObject*, PyLong_FromLongLong, (long long))                                         \
-  F(long long, PyLong_AsLongLong, (PyObject*))                                           \
-  F(double, PyFloat_AsDouble, (PyObject*))                                               \
-  F(PyObject*, PyUnicode_InternFromString, (const char*))                                \
-  F(PyObject*, PyCapsule_New, (void*, const char*, void (*)(PyObject*)))                 \
-  F(void*, PyCapsule_GetPointer, (PyObject*, const char*))                               \
-  F(PyObject*, PyCFunction_NewEx, (PyMethodDef*, PyObject*, PyObject*))                  \
-  F(PyObject*, PyErr_Occurred, (void))                                                   \
-  F(void, PyErr_SetString, (PyObject*, const char*))                                     \
-  F(void, PyErr_Clear, (void))                                                           \
-  F(void*, PyEval_SaveThread, (void))                                                    \
+// clang-format off
+#define PYTHON_FUNCTIONS(F) \
+  F(void, Py_IncRef, (PyObject*)) \
+  F(void, Py_DecRef, (PyObject*)) \
+  F(PyObject*, PyObject_Type, (PyObject*)) \
+  F(PyObject*, PyObject_GetAttr, (PyObject*, PyObject*)) \
+  F(int, PyObject_SetAttr, (PyObject*, PyObject*, PyObject*)) \
+  F(int, PyObject_IsTrue, (PyObject*)) \
+  F(PyObject*, PyObject_CallObject, (PyObject*, PyObject*)) \
+  F(PyObject*, PyObject_CallFunctionObjArgs, (PyObject*, ...)) \
+  F(PyObject*, PyDict_GetItem, (PyObject*, PyObject*)) \
+  F(PyObject*, PyDict_GetItemString, (PyObject*, const char*)) \
+  F(int, PyDict_SetItemString, (PyObject*, const char*, PyObject*)) \
+  F(PyObject*, PyTuple_New, (intptr_t)) \
+  F(int, PyTuple_SetItem, (PyObject*, intptr_t, PyObject*)) \
+  F(PyObject*, PyLong_FromLongLong, (long long)) \
+  F(long long, PyLong_AsLongLong, (PyObject*)) \
+  F(double, PyFloat_AsDouble, (PyObject*)) \
+  F(PyObject*, PyUnicode_InternFromString, (const char*)) \
+  F(PyObject*, PyCapsule_New, (void*, const char*, void (*)(PyObject*))) \
+  F(void*, PyCapsule_GetPointer, (PyObject*, const char*)) \
+  F(PyObject*, PyCFunction_NewEx, (PyMethodDef*, PyObject*, PyObject*)) \
+  F(PyObject*, PyErr_Occurred, (void)) \
+  F(void, PyErr_SetString, (PyObject*, const char*)) \
+  F(void, PyErr_Clear, (void)) \
+  F(void*, PyEval_SaveThread, (void)) \
   F(void, PyEval_RestoreThread, (void*))
+// clang-format on
 
 #define DECLARE(result, name, arguments) result(*name) arguments;
 static struct {
@@ -52,11 +55,13 @@ static struct {
 } python;
 
 /* What gander._fast hands over: types, functions of torch, dictionaries of its modules. */
-#define OBJECTS(F)                                                                                               \
-  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous)                \
+// clang-format off
+#define OBJECTS(F) \
+  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous) \
   F(empty_strided_cpu) F(empty_strided_cuda) F(forward_ad)
 #define NAMES(F) \
   F(requires_grad) F(to_save) F(materialize_grads) F(options) F(_current_level)
+// clang-format on
 #define DECLARE_OBJECT(name) PyObject* name;
 static struct {
   OBJECTS(DECLARE_OBJECT)
@@ -95,7 +100,8 @@ static PyObject* tuple_of(int64_t count, const int64_t* values) {
   return tuple;
 }
 
-Tensor new_object(const Call* call, int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
+Tensor new_object(const Call* call, int64_t rank, const int64_t* sizes, const int64_t* strides,
+                  int32_t dtype) {
   PyObject *type = NULL, *result = NULL;
   for (int i = 0; i < DTYPE_COUNT; i++)
     if (dtypes[i].torch == dtype) type = dtypes[i].object;
@@ -147,9 +153,9 @@ typedef struct {
 
 static _Thread_local Job* current; /* what forward() below is to do */
 
-/* torch's dispatch state of this thread, two words that are zero by default. Modes, transforms, autocast, tracing and
- * guards of every kind show here. So do inference mode, and the autograd engine in a backward pass, which are no
- * obstacles. */
+/* torch's dispatch state of this thread, two words that are zero by default. Modes, transforms, autocast,
+ * tracing and guards of every kind show here. So do inference mode, and the autograd engine in a backward
+ * pass, which are no obstacles. */
 typedef struct {
   uint64_t included, excluded;
 } State;
@@ -162,7 +168,8 @@ static const State* dispatch_state(void) {
   return state;
 }
 
-/* May this thread pass the dispatcher by? Profilers and tracers are to see the operator, a dual tensor is to be refused. */
+/* May this thread pass the dispatcher by? Profilers and tracers are to see the operator, a dual tensor is to
+ * be refused. */
 static bool plain(void) {
   const State* state = dispatch_state();
   bool known = (state->included | state->excluded) == 0 || memcmp(state, &backward, sizeof backward) == 0 ||
@@ -179,16 +186,17 @@ static PyObject* none(void) {
 
 static bool is_true(PyObject* owned) {
   bool result = owned != NULL && python.PyObject_IsTrue(owned) == 1;
-  if (owned == NULL)
-    python.PyErr_Clear();
-  else
-    python.Py_DecRef(owned);
+  if (owned == NULL) python.PyErr_Clear();
+  else python.Py_DecRef(owned);
   return result;
 }
 
-static bool requires_grad(PyObject* tensor) { return is_true(python.PyObject_GetAttr(tensor, names.requires_grad)); }
+static bool requires_grad(PyObject* tensor) {
+  return is_true(python.PyObject_GetAttr(tensor, names.requires_grad));
+}
 
-/* A tensor whose memory is what it stands for: no subclass, nothing that the dispatcher resolves before a kernel. */
+/* A tensor whose memory is what it stands for: no subclass, nothing that the dispatcher resolves before a
+ * kernel. */
 static bool usable(PyObject* object) {
   PyObject* type = python.PyObject_Type(object);
   python.Py_DecRef(type); /* the object keeps it */
@@ -201,9 +209,7 @@ static bool convert(Job* job, int i) {
   PyObject* argument = job->arguments[i];
   double number;
   switch (job->function->op->arguments[i]) {
-    case 'T':
-      job->stack[i] = (Value)(uintptr_t)argument;
-      return usable(argument);
+    case 'T': job->stack[i] = (Value)(uintptr_t)argument; return usable(argument);
     case 'O':
       job->boxes[i] = (Value)(uintptr_t)argument;
       job->stack[i] = argument == objects.None ? 0 : (Value)(uintptr_t)&job->boxes[i];
@@ -228,8 +234,7 @@ static bool convert(Job* job, int i) {
       number = python.PyFloat_AsDouble(argument);
       memcpy(&job->stack[i], &number, sizeof number);
       break;
-    default:
-      job->stack[i] = (Value)python.PyLong_AsLongLong(argument);
+    default: job->stack[i] = (Value)python.PyLong_AsLongLong(argument);
   }
   if (python.PyErr_Occurred() == NULL) return true;
   python.PyErr_Clear();
@@ -290,7 +295,8 @@ static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t co
   bool ok = set(ctx, names.to_save, tuple_of_saved(job)) &&
             python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
             set(ctx, names.options, tuple_of_options(job));
-  for (int i = 1; i < saving->result_count; i++) python.Py_DecRef(result(job, i)); /* ctx keeps what it needs */
+  for (int i = 1; i < saving->result_count; i++)
+    python.Py_DecRef(result(job, i)); /* ctx keeps what it needs */
   if (ok) return out;
   python.Py_DecRef(out);
   return NULL;
@@ -328,8 +334,8 @@ static PyObject* differentiable(Job* job) {
   for (int i = 0; job->function->op->arguments[i] != 0; i++)
     if (job->function->op->differentiable[i] && count < 4) inputs[count++] = job->arguments[i];
   current = job;
-  PyObject* out =
-      python.PyObject_CallFunctionObjArgs(job->function->apply, inputs[0], inputs[1], inputs[2], inputs[3], NULL);
+  PyObject* out = python.PyObject_CallFunctionObjArgs(job->function->apply, inputs[0], inputs[1], inputs[2],
+                                                      inputs[3], NULL);
   current = outer;
   if (out != NULL || !job->declined) return out;
   python.PyErr_Clear();
@@ -348,10 +354,8 @@ static PyObject* call_function(PyObject* self, PyObject* const* arguments, intpt
   if (f->op->result_count == 1) return result(&job, 0);
   PyObject* tuple = python.PyTuple_New(f->op->result_count);
   for (int i = 0; i < f->op->result_count; i++) {
-    if (tuple != NULL)
-      python.PyTuple_SetItem(tuple, i, result(&job, i));
-    else
-      python.Py_DecRef(result(&job, i));
+    if (tuple != NULL) python.PyTuple_SetItem(tuple, i, result(&job, i));
+    else python.Py_DecRef(result(&job, i));
   }
   return tuple;
 }
@@ -372,10 +376,10 @@ static PyObject* kept(PyObject* dictionary, const char* key) {
   return object;
 }
 
-/* Fills a dictionary with the functions above, by the names of their operators, and "forward". given: OBJECTS, torch's
- * dtypes, "exchange" (the capsule of DLPack's C functions), "most" (an int), and for each operator that such a function
- * differentiates its Function's apply. states: the dispatch state in inference mode and in a backward pass. Returns NULL, or
- * what is missing. To be called once, with the GIL. */
+/* Fills a dictionary with the functions above, by the names of their operators, and "forward". given:
+ * OBJECTS, torch's dtypes, "exchange" (the capsule of DLPack's C functions), "most" (an int), and for each
+ * operator that such a function differentiates its Function's apply. states: the dispatch state in inference
+ * mode and in a backward pass. Returns NULL, or what is missing. To be called once, with the GIL. */
 EXPORT const char* gander_fast_functions(PyObject* given, const State* states, PyObject* results) {
   static PyMethodDef forward_method = {"forward", forward, METH_FASTCALL, NULL};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -385,7 +389,8 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   torch.grad_mode = (__typeof__(torch.grad_mode))dlsym(cpu, "aoti_torch_grad_mode_is_enabled");
   torch.function_mode = (bool (*)(void))dlsym(cpu, "_ZN2at4impl27torch_function_mode_enabledEv");
   torch.callbacks = (bool (*)(void))dlsym(cpu, "_ZN2at12hasCallbacksEv");
-  if (torch.grad_mode == NULL || torch.function_mode == NULL || torch.callbacks == NULL) return "libtorch_cpu.so";
+  if (torch.grad_mode == NULL || torch.function_mode == NULL || torch.callbacks == NULL)
+    return "libtorch_cpu.so";
 #define KEEP(name) \
   if ((objects.name = kept(given, #name)) == NULL) return #name;
   OBJECTS(KEEP)

@@ -1,16 +1,17 @@
 /* gander's kernels for PyTorch's dispatcher, through PyTorch's stable C ABI (torch 2.10 or newer).
  *
- * No header of torch or Python is included: the few functions needed are declared here and looked up in the libtorch
- * and the interpreter that the process has already loaded, so one binary serves every torch that keeps the ABI, CPU or
- * CUDA build, and every Python. libgander itself is loaded by the first kernel that runs.
+ * No header of torch or Python is included: the few functions needed are declared here and looked up in the
+ * libtorch and the interpreter that the process has already loaded, so one binary serves every torch that
+ * keeps the ABI, CPU or CUDA build, and every Python. libgander itself is loaded by the first kernel that
+ * runs.
  *
  *   gcc -O2 -std=gnu11 -fPIC -shared -fexceptions -fvisibility=hidden -I capi -I dlpack \
  *       python/gander/_torch.c python/gander/_fast.c -o python/gander/_torch.so -ldl -lpthread
  *
- * All operators run through run_operator, which reads their table (_torch_gen.h). It owns the handles it is given. It
- * borrows each tensor as a DLTensor, allocates the outputs through torch, calls the borrowing C function, deletes the
- * handles and only then reports a failure: that throws a C++ exception through the frames of this file (hence
- * -fexceptions), never through a frame of Go. */
+ * All operators run through run_operator, which reads their table (_torch_gen.h). It owns the handles it is
+ * given. It borrows each tensor as a DLTensor, allocates the outputs through torch, calls the borrowing C
+ * function, deletes the handles and only then reports a failure: that throws a C++ exception through the
+ * frames of this file (hence -fexceptions), never through a frame of Go. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -24,24 +25,24 @@
 /* The torch whose schemas and conventions this file was written for: 2.10.0. */
 #define TORCH_ABI (UINT64_C(2) << 56 | UINT64_C(10) << 48)
 
-#define TORCH_FUNCTIONS(F)                                                                                      \
-  F(int32_t, aoti_torch_library_init_impl, (const char*, const char*, const char*, uint32_t, TorchLibrary*))    \
-  F(int32_t, torch_library_impl, (TorchLibrary, const char*, Kernel, uint64_t))                                 \
-  F(void, aoti_torch_check, (bool, const char*, const char*, uint32_t, const char*))                            \
-  F(int32_t, aoti_torch_delete_tensor_object, (Tensor))                                                         \
-  F(int32_t, aoti_torch_get_dim, (Tensor, int64_t*))                                                            \
-  F(int32_t, aoti_torch_get_sizes, (Tensor, int64_t**))                                                         \
-  F(int32_t, aoti_torch_get_strides, (Tensor, int64_t**))                                                       \
-  F(int32_t, aoti_torch_get_dtype, (Tensor, int32_t*))                                                          \
-  F(int32_t, aoti_torch_get_device_type, (Tensor, int32_t*))                                                    \
-  F(int32_t, aoti_torch_get_device_index, (Tensor, int32_t*))                                                   \
-  F(int32_t, torch_get_const_data_ptr, (Tensor, const void**))                                                  \
-  F(int32_t, torch_get_mutable_data_ptr, (Tensor, void**))                                                      \
-  F(int32_t, aoti_torch_empty_strided,                                                                          \
-    (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor*))                              \
-  F(int32_t, aoti_torch_copy_, (Tensor, Tensor, int32_t))                                                       \
-  F(int32_t, torch_get_num_threads, (uint32_t*))                                                                \
-  F(int32_t, aoti_torch_device_type_cpu, (void))                                                                \
+#define TORCH_FUNCTIONS(F) \
+  F(int32_t, aoti_torch_library_init_impl, (const char*, const char*, const char*, uint32_t, TorchLibrary*)) \
+  F(int32_t, torch_library_impl, (TorchLibrary, const char*, Kernel, uint64_t)) \
+  F(void, aoti_torch_check, (bool, const char*, const char*, uint32_t, const char*)) \
+  F(int32_t, aoti_torch_delete_tensor_object, (Tensor)) \
+  F(int32_t, aoti_torch_get_dim, (Tensor, int64_t*)) \
+  F(int32_t, aoti_torch_get_sizes, (Tensor, int64_t**)) \
+  F(int32_t, aoti_torch_get_strides, (Tensor, int64_t**)) \
+  F(int32_t, aoti_torch_get_dtype, (Tensor, int32_t*)) \
+  F(int32_t, aoti_torch_get_device_type, (Tensor, int32_t*)) \
+  F(int32_t, aoti_torch_get_device_index, (Tensor, int32_t*)) \
+  F(int32_t, torch_get_const_data_ptr, (Tensor, const void**)) \
+  F(int32_t, torch_get_mutable_data_ptr, (Tensor, void**)) \
+  F(int32_t, aoti_torch_empty_strided, \
+    (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor*)) \
+  F(int32_t, aoti_torch_copy_, (Tensor, Tensor, int32_t)) \
+  F(int32_t, torch_get_num_threads, (uint32_t*)) \
+  F(int32_t, aoti_torch_device_type_cpu, (void)) \
   F(int32_t, aoti_torch_device_type_cuda, (void))
 
 #define DECLARE(result, name, arguments) result(*name) arguments;
@@ -74,7 +75,8 @@ static int32_t as_int32(Value value) {
   return number > INT32_MAX ? INT32_MAX : number < INT32_MIN ? INT32_MIN : (int32_t)number;
 }
 
-#define LIBRARY_FUNCTIONS(F) F(gander_abi_version) F(gander_last_error) F(gander_set_num_threads) OPERATOR_FUNCTIONS(F)
+#define LIBRARY_FUNCTIONS(F) \
+  F(gander_abi_version) F(gander_last_error) F(gander_set_num_threads) OPERATOR_FUNCTIONS(F)
 #define DECLARE_LIBRARY(name) __typeof__(&name) name;
 #define KERNEL(op, index) \
   static void kernel_##op(Value* stack, uint64_t inputs, uint64_t outputs) { \
@@ -94,15 +96,17 @@ static void load(void) {
     snprintf(load_error, sizeof load_error, "gander: cannot load its library: %s", dlerror());
     return;
   }
-#define LOOK_UP(name)                                                                                  \
-  if ((lib.name = (__typeof__(&name))dlsym(handle, #name)) == NULL) {                                  \
-    snprintf(load_error, sizeof load_error, "gander: %.800s has no " #name "; reinstall gander", library_path); \
-    return;                                                                                            \
+#define LOOK_UP(name) \
+  if ((lib.name = (__typeof__(&name))dlsym(handle, #name)) == NULL) { \
+    snprintf(load_error, sizeof load_error, "gander: %.800s has no " #name "; reinstall gander", \
+             library_path); \
+    return; \
   }
   LIBRARY_FUNCTIONS(LOOK_UP)
   if (lib.gander_abi_version() != GANDER_ABI_VERSION)
-    snprintf(load_error, sizeof load_error, "gander: %.800s has ABI version %d, expected %d; reinstall gander",
-             library_path, (int)lib.gander_abi_version(), GANDER_ABI_VERSION);
+    snprintf(load_error, sizeof load_error,
+             "gander: %.800s has ABI version %d, expected %d; reinstall gander", library_path,
+             (int)lib.gander_abi_version(), GANDER_ABI_VERSION);
 }
 
 /* ---- One call ---- */
@@ -142,7 +146,8 @@ int32_t torch_dtype(DLDataType dtype) {
 }
 
 /* Do these dimensions collapse into `length` elements that lie one stride apart? */
-static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t* length, int64_t* stride) {
+static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t* length,
+                      int64_t* stride) {
   int64_t inner = 1; /* elements in the dimensions inside of i */
   bool ok = true;
   *length = 1;
@@ -189,16 +194,17 @@ static void describe(Call* call, Operand* o, Tensor handle, bool written) {
 static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, int32_t dtype) {
   int64_t strides[MAX_RANK], stride = 1;
   Tensor handle = NULL;
-  if (rank > MAX_RANK) fail(call, GANDER_ERROR_SHAPE, "x: rank %lld, expected at most %d", (long long)rank, MAX_RANK);
+  if (rank > MAX_RANK)
+    fail(call, GANDER_ERROR_SHAPE, "x: rank %lld, expected at most %d", (long long)rank, MAX_RANK);
   if (call->failed) return;
   for (int64_t i = rank - 1; i >= 0; i--) {
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
-  if (call->python)
-    handle = new_object(call, rank, sizes, strides, dtype);
+  if (call->python) handle = new_object(call, rank, sizes, strides, dtype);
   else
-    torch.aoti_torch_empty_strided(rank, sizes, strides, dtype, call->device_type, call->device_index, &handle);
+    torch.aoti_torch_empty_strided(rank, sizes, strides, dtype, call->device_type, call->device_index,
+                                   &handle);
   if (handle == NULL) {
     fail(call, GANDER_ERROR_MEMORY, "gander: torch could not allocate %lld elements", (long long)stride);
     return;
@@ -207,13 +213,14 @@ static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, i
   describe(call, o, handle, true);
   /* From Python the current device gives the memory, which need not be the operand's. */
   if (call->device_type == torch.cuda && o->dl.device.device_id != call->device_index)
-    fail(call, GANDER_ERROR_DEVICE, "gander: torch allocated on device %d, expected %d", o->dl.device.device_id,
-         call->device_index);
+    fail(call, GANDER_ERROR_DEVICE, "gander: torch allocated on device %d, expected %d",
+         o->dl.device.device_id, call->device_index);
 }
 
 static void copy(Call* call, Tensor to, Tensor from) {
   if (!call->failed && torch.aoti_torch_copy_(to, from, 0))
-    fail(call, GANDER_ERROR_MEMORY, "gander: torch could not copy a tensor whose strides gander cannot serve");
+    fail(call, GANDER_ERROR_MEMORY,
+         "gander: torch could not copy a tensor whose strides gander cannot serve");
 }
 
 /* Replaces an operand by a compact copy of it. */
@@ -282,8 +289,10 @@ static void list_numbers(char* text, size_t size, int64_t count, const int64_t* 
     n += (size_t)snprintf(text + n, size - n, "%s%lld", i ? ", " : "", (long long)numbers[i]);
 }
 
-/* An operand with an element for each row must have the leading dimensions of the first one, not only as many elements. */
-static void check_leading(Call* call, const Operator* op, const char* name, const Operand* o, const Operand* first) {
+/* An operand with an element for each row must have the leading dimensions of the first one, not only as many
+ * elements. */
+static void check_leading(Call* call, const Operator* op, const char* name, const Operand* o,
+                          const Operand* first) {
   char found[256], expected[256];
   if (call->failed || first->dl.ndim == 0 ||
       (o->dl.ndim == first->dl.ndim - 1 &&
@@ -291,12 +300,12 @@ static void check_leading(Call* call, const Operator* op, const char* name, cons
     return;
   list_numbers(found, sizeof found, o->dl.ndim, o->dl.shape);
   list_numbers(expected, sizeof expected, first->dl.ndim - 1, first->dl.shape);
-  fail(call, GANDER_ERROR_SHAPE, "%s: %s has shape (%s), expected (%s), the leading dimensions of %s", op->operator,
-       name, found, expected, op->operands[0].name);
+  fail(call, GANDER_ERROR_SHAPE, "%s: %s has shape (%s), expected (%s), the leading dimensions of %s",
+       op->operator, name, found, expected, op->operands[0].name);
 }
 
-/* An operand that is written may have each element once in memory only: a compact copy of it is copied back. Also
- * refuses interleaved dimensions that happen not to meet, such as sizes (3, 2) with strides (2, 3). */
+/* An operand that is written may have each element once in memory only: a compact copy of it is copied back.
+ * Also refuses interleaved dimensions that happen not to meet, such as sizes (3, 2) with strides (2, 3). */
 static void check_separate(Call* call, const Operator* op, const char* name, const DLTensor* t) {
   char strides[256];
   for (int32_t i = 0; i < t->ndim; i++) {
@@ -306,7 +315,8 @@ static void check_separate(Call* call, const Operator* op, const char* name, con
     if (t->shape[i] < 2 || t->strides[i] > reach) continue;
     list_numbers(strides, sizeof strides, t->ndim, t->strides);
     fail(call, GANDER_ERROR_OVERLAP,
-         "%s: %s has strides (%s), expected elements that do not share memory, because the gradient is written over "
+         "%s: %s has strides (%s), expected elements that do not share memory, because the gradient is "
+         "written over "
          "them; pass a copy, or leave inplace_backward out",
          op->operator, name, strides);
     return;
@@ -324,8 +334,8 @@ static void* scratch(void* context, size_t bytes) {
   Call* call = context; /* without the GIL, if it came from Python */
   int64_t size = (int64_t)bytes, stride = 1;
   void* data = NULL;
-  if (torch.aoti_torch_empty_strided(1, &size, &stride, torch_dtype((DLDataType){kDLUInt, 8, 1}), call->device_type,
-                                     call->device_index, &call->scratch) ||
+  if (torch.aoti_torch_empty_strided(1, &size, &stride, torch_dtype((DLDataType){kDLUInt, 8, 1}),
+                                     call->device_type, call->device_index, &call->scratch) ||
       torch.torch_get_mutable_data_ptr(call->scratch, &data))
     fail(call, GANDER_ERROR_MEMORY, "gander: torch could not allocate %lld bytes", (long long)size);
   return data;
@@ -344,7 +354,8 @@ static bool ready(Call* call) {
       fail(call, GANDER_ERROR_CUDA, "gander: torch gave no CUDA stream");
   } else {
     uint32_t count = 0;
-    if (torch.torch_get_num_threads(&count) == 0 && count != atomic_load_explicit(&threads, memory_order_relaxed)) {
+    if (torch.torch_get_num_threads(&count) == 0 &&
+        count != atomic_load_explicit(&threads, memory_order_relaxed)) {
       atomic_store_explicit(&threads, count, memory_order_relaxed);
       lib.gander_set_num_threads((int32_t)count);
     }
@@ -359,10 +370,8 @@ static void finish(Call* call, Value* stack, int count, const Tensor* results) {
     bool kept = false;
     for (int j = 0; j < count; j++) kept |= call->owned[i] == results[j];
     if (kept && !call->failed) continue;
-    if (call->python)
-      release_object(call->owned[i]);
-    else
-      torch.aoti_torch_delete_tensor_object(call->owned[i]);
+    if (call->python) release_object(call->owned[i]);
+    else torch.aoti_torch_delete_tensor_object(call->owned[i]);
   }
   if (call->scratch != NULL) torch.aoti_torch_delete_tensor_object(call->scratch);
   if (call->failed && call->python) {
@@ -375,7 +384,8 @@ static void finish(Call* call, Value* stack, int count, const Tensor* results) {
 
 /* ---- Any operator ---- */
 
-/* The arguments out of their boxes: a tensor's handle or 0, a dtype's code or -1, 0 or 1 or -1 for a bool or None. */
+/* The arguments out of their boxes: a tensor's handle or 0, a dtype's code or -1, 0 or 1 or -1 for a bool or
+ * None. */
 static void unpack(Call* call, const Operator* op, const Value* stack, Value* arguments) {
   for (int i = 0; op->arguments[i] != 0; i++) {
     Value value = stack[i];
@@ -403,22 +413,14 @@ static void given(Call* call, const Operator* op, int i, Operand* operands, Tens
   if (call->failed) return;
   if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
   switch (op->operands[i].shape) {
-    case SHAPE_ROWS:
-      arrange(call, o);
-      break;
-    case SHAPE_COLUMNS:
-      pack(call, o);
-      break;
+    case SHAPE_ROWS: arrange(call, o); break;
+    case SHAPE_COLUMNS: pack(call, o); break;
     case SHAPE_STRIDED:
       check_leading(call, op, op->operands[i].name, o, &operands[0]);
       flatten(call, o);
       break;
-    case SHAPE_UPSTREAM:
-      flatten(call, o);
-      break;
-    default:
-      pack(call, o);
-      flatten(call, o);
+    case SHAPE_UPSTREAM: flatten(call, o); break;
+    default: pack(call, o); flatten(call, o);
   }
 }
 
@@ -434,15 +436,9 @@ static void made(Call* call, const Operator* op, int i, Operand* operands, const
   if (op->operands[i].choice >= 0 && (int32_t)arguments[op->operands[i].choice] >= 0)
     dtype = (int32_t)arguments[op->operands[i].choice];
   switch (op->operands[i].shape) {
-    case SHAPE_ROWS:
-      output(call, &operands[i], first->dl.ndim, first->dl.shape, dtype);
-      return;
-    case SHAPE_COLUMNS:
-      output(call, &operands[i], first->dl.ndim > 0, first->dl.shape + rank, dtype);
-      return;
-    case SHAPE_ONE:
-      output(call, &operands[i], 0, NULL, dtype);
-      return;
+    case SHAPE_ROWS: output(call, &operands[i], first->dl.ndim, first->dl.shape, dtype); return;
+    case SHAPE_COLUMNS: output(call, &operands[i], first->dl.ndim > 0, first->dl.shape + rank, dtype); return;
+    case SHAPE_ONE: output(call, &operands[i], 0, NULL, dtype); return;
     case SHAPE_REDUCED:
       if (reduction != GANDER_REDUCTION_NONE) rank = 0;
       break;
@@ -453,8 +449,7 @@ static void made(Call* call, const Operator* op, int i, Operand* operands, const
       size = 2 * size + 1;
       output(call, &operands[i], 1, &size, dtype);
       return;
-    default:
-      break;
+    default: break;
   }
   output(call, &operands[i], rank, first->dl.shape, dtype);
   if (!call->failed) flatten(call, &operands[i]);
@@ -506,15 +501,16 @@ EXPORT int32_t gander_torch_failure(const char** message) {
   return status;
 }
 
-/* Registers the kernels of both devices; library is the path of libgander, loaded later. Returns NULL, or what
- * this torch lacks. Schemas are defined first, in Python. */
+/* Registers the kernels of both devices; library is the path of libgander, loaded later. Returns NULL, or
+ * what this torch lacks. Schemas are defined first, in Python. */
 EXPORT const char* gander_torch_register(const char* library) {
   static const char* const keys[] = {"CPU", "CUDA"};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   void* cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   if (cpu == NULL) return "libtorch_cpu.so is not loaded";
 #define LOOK_UP_TORCH(result, name, arguments) \
-  if ((torch.name = (__typeof__(torch.name))dlsym(cpu, #name)) == NULL) return "libtorch_cpu.so has no " #name;
+  if ((torch.name = (__typeof__(torch.name))dlsym(cpu, #name)) == NULL) \
+    return "libtorch_cpu.so has no " #name;
   TORCH_FUNCTIONS(LOOK_UP_TORCH)
   if ((torch.delete_value = (__typeof__(torch.delete_value))dlsym(cpu, "_ZdlPv")) == NULL)
     return "libtorch_cpu.so does not link the C++ library";
@@ -522,7 +518,7 @@ EXPORT const char* gander_torch_register(const char* library) {
     torch.current_cuda_stream =
         (__typeof__(torch.current_cuda_stream))dlsym(cuda, "aoti_torch_get_current_cuda_stream");
   for (int i = 0; i < DTYPE_COUNT; i++) {
-    int32_t (*getter)(void) = (int32_t(*)(void))dlsym(cpu, dtypes[i].getter);
+    int32_t (*getter)(void) = (int32_t (*)(void))dlsym(cpu, dtypes[i].getter);
     if (getter == NULL) return dtypes[i].getter;
     dtypes[i].torch = getter();
   }
@@ -535,7 +531,8 @@ EXPORT const char* gander_torch_register(const char* library) {
     if (torch.aoti_torch_library_init_impl("gander", keys[i], "_torch.c", 0, &registry))
       return "torch refused the registration";
     for (int j = 0; j < OPERATOR_COUNT; j++)
-      if (torch.torch_library_impl(registry, operators[j].name, kernels[j], TORCH_ABI)) return "torch refused a kernel";
+      if (torch.torch_library_impl(registry, operators[j].name, kernels[j], TORCH_ABI))
+        return "torch refused a kernel";
   }
   return NULL;
 }

@@ -1,4 +1,5 @@
-/* What _torch.c, the kernels for PyTorch's dispatcher, and _fast.c, the shorter way to them from Python, share. */
+/* What _torch.c, the kernels for PyTorch's dispatcher, and _fast.c, the shorter way to them from Python,
+ * share. */
 #ifndef GANDER_TORCH_H
 #define GANDER_TORCH_H
 
@@ -11,18 +12,21 @@
 
 /* ---- torch's types: torch/csrc/stable/c/shim.h and torch/csrc/inductor/aoti_torch/c/shim.h ---- */
 
-typedef uint64_t Value; /* StableIValue: an int, a double or a handle; an optional is NULL or a Value* that we delete */
+/* StableIValue: an int, a double or a handle; an optional is NULL or a Value* that we delete. */
+typedef uint64_t Value;
 typedef struct AtenTensorOpaque* Tensor;
 typedef struct TorchLibraryOpaque* TorchLibrary;
 typedef void (*Kernel)(Value* stack, uint64_t inputs, uint64_t outputs);
 typedef struct _object PyObject;
 
 /* torch's code of each element type beside DLPack's. */
-#define DTYPES(F)                                                                                               \
-  F(float16, kDLFloat, 16) F(bfloat16, kDLBfloat, 16) F(float32, kDLFloat, 32) F(float64, kDLFloat, 64)         \
-  F(int32, kDLInt, 32) F(int64, kDLInt, 64) F(int8, kDLInt, 8) F(int16, kDLInt, 16) F(uint8, kDLUInt, 8)        \
-  F(uint16, kDLUInt, 16) F(uint32, kDLUInt, 32) F(uint64, kDLUInt, 64) F(bool, kDLBool, 8)                      \
+// clang-format off
+#define DTYPES(F) \
+  F(float16, kDLFloat, 16) F(bfloat16, kDLBfloat, 16) F(float32, kDLFloat, 32) F(float64, kDLFloat, 64) \
+  F(int32, kDLInt, 32) F(int64, kDLInt, 64) F(int8, kDLInt, 8) F(int16, kDLInt, 16) F(uint8, kDLUInt, 8) \
+  F(uint16, kDLUInt, 16) F(uint32, kDLUInt, 32) F(uint64, kDLUInt, 64) F(bool, kDLBool, 8) \
   F(complex32, kDLComplex, 32) F(complex64, kDLComplex, 64) F(complex128, kDLComplex, 128)
+// clang-format on
 extern struct DType {
   const char* getter; /* of torch's code */
   int32_t torch;
@@ -41,8 +45,8 @@ enum { MAX_ARGUMENTS = 24, MAX_OPERANDS = 16, MAX_OWNED = 48, MAX_RANK = 64 };
 
 typedef struct {
   bool failed;  /* everything after the first failure is skipped */
-  bool python;  /* from Python with the GIL: a Tensor is a Python object, inputs and boxes are borrowed, and a failure
-                 * throws nothing but leaves NULL on the stack */
+  bool python;  /* from Python with the GIL: a Tensor is a Python object, inputs and boxes are borrowed, and a
+                 * failure throws nothing but leaves NULL on the stack */
   void* thread; /* Python's thread state while the GIL is released */
   int owned_count;
   Tensor owned[MAX_OWNED];           /* deleted when the call ends */
@@ -63,7 +67,14 @@ typedef struct {
 /* ---- The table of operators (_torch_gen.h, from internal/operators) ---- */
 
 typedef enum {
-  SHAPE_ROWS, SHAPE_COLUMNS, SHAPE_PER_ROW, SHAPE_STRIDED, SHAPE_UPSTREAM, SHAPE_REDUCED, SHAPE_STATISTICS, SHAPE_ONE
+  SHAPE_ROWS,
+  SHAPE_COLUMNS,
+  SHAPE_PER_ROW,
+  SHAPE_STRIDED,
+  SHAPE_UPSTREAM,
+  SHAPE_REDUCED,
+  SHAPE_STATISTICS,
+  SHAPE_ONE
 } Shape;
 typedef enum { DTYPE_FLOAT, DTYPE_SAME, DTYPE_COMPANION, DTYPE_STATISTIC, DTYPE_INDEX } DTypeRule;
 
@@ -71,8 +82,8 @@ typedef struct {
   const char* name;
   const char* operator; /* of gander, as messages name it */
   int32_t (*call)(Call* call, const Operand* operands, const Value* arguments);
-  const char* arguments; /* T: a tensor, O: a tensor or None, d: a dtype or None, f: a float, i: an int, b: a bool;
-                          * e: a bool and E: a bool or None that concern the gradient only */
+  const char* arguments;  /* T: a tensor, O: a tensor or None, d: a dtype or None, f: a float, i: an int, b: a
+                           * bool; e: a bool and E: a bool or None that concern the gradient only */
   int reduction_argument; /* -1: reduction is fixed */
   int reduction;
   bool packed; /* statistics are of 2 M + 1 elements */
@@ -90,8 +101,8 @@ typedef struct {
   } operands[MAX_OPERANDS];
   int result_count;
   int results[MAX_OPERANDS];
-  bool fast;  /* it has a function of _fast.c */
-  int saving; /* the operator that runs where a gradient is wanted, -1: none */
+  bool fast;                          /* it has a function of _fast.c */
+  int saving;                         /* the operator that runs where a gradient is wanted, -1: none */
   bool differentiable[MAX_ARGUMENTS]; /* arguments that have a gradient */
   int saved_count;
   struct {
@@ -107,7 +118,8 @@ void own(Call* call, Tensor handle);
 
 /* What _torch.c needs of _fast.c: tensors as Python objects. */
 void describe_object(Call* call, Operand* o, Tensor object);
-Tensor new_object(const Call* call, int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype);
+Tensor new_object(const Call* call, int64_t rank, const int64_t* sizes, const int64_t* strides,
+                  int32_t dtype);
 Tensor contiguous_object(Tensor object); /* NULL: failed */
 void release_object(Tensor object);
 void* release_gil(void);

@@ -466,15 +466,10 @@ int main(void) {
   static const struct {
     const char* name;
     void (*run)(void);
-  } tests[] = {{"info", test_info},
-               {"borrowed", test_borrowed},
-               {"every op", test_every_op},
-               {"options", test_options},
-               {"owned", test_owned},
-               {"owned refusals", test_owned_refusals},
-               {"explain", test_explain},
-               {"threads", test_threads},
-               {"fork", test_fork}};
+  } tests[] = {
+      {"info", test_info},       {"borrowed", test_borrowed}, {"every op", test_every_op},
+      {"options", test_options}, {"owned", test_owned},       {"owned refusals", test_owned_refusals},
+      {"explain", test_explain}, {"threads", test_threads},   {"fork", test_fork}};
   for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {
     tests[i].run();
     printf("ok  %s\n", tests[i].name);

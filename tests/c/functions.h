@@ -22,7 +22,7 @@
     int32_t (*call)(const arguments*); \
     /* A letter for each: m (M, N), n (N), r (M), s (M) or 1, t targets (M), 1 one element, - NULL. */ \
     const char* operands; \
-    int outputs; /* 0 if tensors are borrowed */ \
+    int outputs;              /* 0 if tensors are borrowed */ \
     const void* wrong_option; /* NULL if no option has invalid values */ \
   } function;
 #include "functions_gen.h"
@@ -30,14 +30,29 @@ enum { FUNCTIONS = sizeof functions / sizeof *functions };
 
 /* Faults of a call, or of one of its operands. */
 typedef enum {
-  NOTHING, NO_ROWS, OPTIONS, OPTION, SLOT, MISSING, RANK, NO_COLUMNS, LENGTH, DTYPE, DEVICE, MIXED, LAYOUT,
-  ALIGNMENT, VERSION, FAULTS
+  NOTHING,
+  NO_ROWS,
+  OPTIONS,
+  OPTION,
+  SLOT,
+  MISSING,
+  RANK,
+  NO_COLUMNS,
+  LENGTH,
+  DTYPE,
+  DEVICE,
+  MIXED,
+  LAYOUT,
+  ALIGNMENT,
+  VERSION,
+  FAULTS
 } fault;
 static const char* const fault_names[FAULTS] = {
-    "nothing wrong", "no rows, at address 16", "options without a size", "value of an option",
-    "NULL for output", "no operand", "rank 0 of operand", "no columns in operand", "length of operand",
-    "dtype of operand", "device type of operand", "device of operand", "stride of operand",
-    "alignment of operand", "DLPack version of operand"};
+    "nothing wrong",      "no rows, at address 16", "options without a size",
+    "value of an option", "NULL for output",        "no operand",
+    "rank 0 of operand",  "no columns in operand",  "length of operand",
+    "dtype of operand",   "device type of operand", "device of operand",
+    "stride of operand",  "alignment of operand",   "DLPack version of operand"};
 
 typedef struct {
   block blocks[MOST_OPERANDS];
