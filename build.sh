@@ -19,7 +19,7 @@ readonly GLIBC=2.28                      # the oldest that a wheel runs on; pyth
 
 # What `test` consists of: two lanes that run side by side.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c"
-readonly PYTHON_LANE="ruff types pytest notorch"
+readonly PYTHON_LANE="ruff clangformat types pytest notorch"
 
 task_help() {
   cat <<'TEXT'
@@ -365,6 +365,12 @@ check_c() { sh tests/c/run.sh $LIBRARY capi dlpack; }
 check_ruff() {
   "$VENV/bin/ruff" check --output-format concise .
   "$VENV/bin/ruff" format --check .
+}
+
+# C and CUDA; what is generated or comes from elsewhere keeps its form, and so do the macros of Go's assembler.
+check_clangformat() {
+  git ls-files -z -- '*.c' '*.h' '*.cuh' '*.cpp' ':!*_gen.*' ':!dlpack/dlpack.h' ':!capi/gander.h' ':!kernels/cpu' |
+    xargs -0 "$VENV/bin/clang-format" --dry-run --Werror
 }
 
 # README's first example, and calls of every kind, as type checkers see them. torch's own functions lack annotations.
