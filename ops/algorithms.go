@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/gander-go/gander/internal/driver"
+	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -142,7 +143,7 @@ func reach(f *driver.Facts, r request) (low, high int) {
 	elements := 16 / r.x.Size()
 	for i := 0; i <= longest; i++ {
 		r.n = elements << i
-		if r.general {
+		if r.layout != policy.Aligned {
 			r.n -= elements - 1 // the row may begin anywhere in a vector
 		}
 		if _, served, err := attempt(f, r); served && err == nil {
@@ -159,10 +160,10 @@ func limits(r request) string {
 	r.x, r.m = kernels.BFloat16, 1
 	low, high := reach(&ideal, r)
 	_, without := reach(&plain, r)
-	r.general = true
+	r.layout = policy.MixedOffsets
 	_, unaligned := reach(&ideal, r)
-	r.alike = true
-	_, alike := reach(&ideal, r)
+	r.layout = policy.SameOffset
+	_, sameOffset := reach(&ideal, r)
 	var text []string
 	switch {
 	case low > 0:
@@ -173,10 +174,11 @@ func limits(r request) string {
 		text = append(text, "rows of up to "+bytes(high))
 	}
 	switch {
-	case unaligned == none && alike != none:
-		text = append(text, "unaligned ones where all operands are off by as much")
-	case unaligned < high && unaligned < alike:
-		text = append(text, fmt.Sprintf("unaligned ones of up to %s, or %s where all operands are off by as much", bytes(unaligned), bytes(alike)))
+	case unaligned == none && sameOffset != none:
+		text = append(text, "unaligned ones where all operands have the same offset")
+	case unaligned < high && unaligned < sameOffset:
+		text = append(text, fmt.Sprintf("unaligned ones of up to %s, or %s where all operands have the same offset",
+			bytes(unaligned), bytes(sameOffset)))
 	case unaligned == none:
 		text = append(text, "only of whole, aligned 16-byte vectors")
 	case unaligned < high:
@@ -223,30 +225,33 @@ func (k *check) chosen(c Choice, op kernels.Op) {
 // refused says what the algorithm cannot do, and which others can.
 func refused(f *driver.Facts, r request) error {
 	var limit string
-	asked, aligned, alike, anyBits := r.Algorithm, r, r, r
-	aligned.general, aligned.mixed = false, false
-	alike.alike, anyBits.BatchInvariant = true, false
+	asked, aligned, same, anyBits := r.Algorithm, r, r, r
+	aligned.layout = policy.Aligned
+	if r.layout == policy.MixedOffsets {
+		same.layout = policy.SameOffset
+	}
+	anyBits.BatchInvariant = false
 	low, high := reach(f, r)
 	_, alignedHigh := reach(f, aligned)
-	_, alikeHigh := reach(f, alike)
+	_, sameHigh := reach(f, same)
 	_, anyBitsHigh := reach(f, anyBits)
 	rows, elements := "rows", 16/r.x.Size()
-	if r.general {
+	if r.layout != policy.Aligned {
 		rows = "rows that are not whole, aligned 16-byte vectors"
 	}
 	most := func(log int) int64 {
-		if r.general {
+		if r.layout != policy.Aligned {
 			return elements<<log - elements + 1
 		}
 		return elements << log
 	}
 	switch {
-	case r.mixed && high == none:
+	case r.layout == policy.MixedTypes && high == none:
 		limit = "takes dout of x's dtype only"
 	case high == none && anyBitsHigh != none:
 		limit = "takes rows that are not whole, aligned 16-byte vectors only without batch invariance: their bits depend on where they lie"
-	case high == none && alikeHigh != none:
-		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands are off by as much"
+	case high == none && sameHigh != none:
+		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands have the same offset"
 	case high == none && alignedHigh != none:
 		limit = "takes rows of whole, aligned 16-byte vectors only (and a weight and results of x's dtype, aligned too)"
 	case high == none:

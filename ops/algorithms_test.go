@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -34,13 +35,16 @@ func TestAlgorithmsAreWhatTheySay(t *testing.T) {
 					for _, x := range []kernels.DType{kernels.BFloat16, kernels.Float32} {
 						for a := Warp; a <= SplitK; a++ {
 							for _, dw := range []bool{false, op == kernels.RMSNormBackward} {
-								r := request{op: op, x: x, m: m, n: n, general: n*x.Size()%16 != 0, dw: dw, Choice: Choice{Algorithm: a}}
+								r := request{op: op, x: x, m: m, n: n, dw: dw, Choice: Choice{Algorithm: a}}
+								if n*x.Size()%16 != 0 {
+									r.layout = policy.MixedOffsets
+								}
 								what := fmt.Sprintf("%s %+v", name, r)
 								p, err := makePlan(f, r)
 								if err != nil {
 									assert.Regexp(t, fmt.Sprintf(`^%v: algorithm "%v" (holds|splits|takes|needs) .*; use .*"auto"$|thread blocks; pass fewer rows`, op, a),
 										err.Error(), what)
-									assert.Equal(t, a == SplitK && !r.mixed, strings.Contains(err.Error(), " splits rows"), what)
+									assert.Equal(t, a == SplitK && r.layout != policy.MixedTypes, strings.Contains(err.Error(), " splits rows"), what)
 									continue
 								}
 								requireCovered(t, f, r, p, what)
@@ -122,9 +126,9 @@ func TestAlgorithmChoices(t *testing.T) {
 		{"h100", request{op: softmax, m: 4, n: 1024}, Medium, "softmax_forward_rows_bfloat16_1024x8"},
 		{"h100", request{op: softmaxBack, m: 4, n: 1024}, Medium, "softmax_backward_rows_bfloat16_1024x4"},
 		{"h100", request{op: norm, m: 4, n: 16384}, Medium, "rmsnorm_forward_staged_bfloat16_512x8"},
-		{"h100", request{op: norm, general: true, m: 4, n: 1001}, Medium,
-			`rmsnorm_forward: algorithm "medium" takes rows that are not whole, aligned 16-byte vectors only where all operands are ` +
-				`off by as much; use "warp", "block", "register", "extreme", "cluster", "arbitrary" or "auto"`},
+		{"h100", request{op: norm, layout: policy.MixedOffsets, m: 4, n: 1001}, Medium,
+			`rmsnorm_forward: algorithm "medium" takes rows that are not whole, aligned 16-byte vectors only where all operands have ` +
+				`the same offset; use "warp", "block", "register", "extreme", "cluster", "arbitrary" or "auto"`},
 		{"h100", request{op: softmax, m: 4, n: 114688}, Extreme, "softmax_forward_rows_bfloat16_512x8_cluster"},
 		{"h100", request{op: norm, m: 4, n: 114688}, Extreme, "rmsnorm_forward_staged_bfloat16_256x4_cluster"},
 		{"h100", request{op: softmax, m: 128, n: 1024}, Cluster, "softmax_forward_rows_bfloat16_256x4_cluster"},
@@ -137,7 +141,7 @@ func TestAlgorithmChoices(t *testing.T) {
 		{"h100", request{op: softmax, m: 4, n: 8192}, SplitK,
 			`softmax_forward: algorithm "splitk" splits rows of more than 8192 bfloat16 elements, these have 8192; ` +
 				`use "block", "register", "medium", "extreme", "cluster", "arbitrary" or "auto"`},
-		{"h100", request{op: normBack, mixed: true, general: true, m: 4, n: 1024}, Register,
+		{"h100", request{op: normBack, layout: policy.MixedTypes, m: 4, n: 1024}, Register,
 			`rmsnorm_backward: algorithm "register" takes dout of x's dtype only; use "block", "arbitrary" or "auto"`},
 	}
 	for _, c := range cases {
@@ -172,7 +176,7 @@ func TestPreferredAlgorithm(t *testing.T) {
 func TestAutoTakesOneOfThem(t *testing.T) {
 	for name, f := range testDevices {
 		everyRequest(func(r request) {
-			if !choosable(r.op) || r.mixed {
+			if !choosable(r.op) || r.layout == policy.MixedTypes {
 				return
 			}
 			p, err := makePlan(f, r)
@@ -249,8 +253,8 @@ func TestListOfAlgorithms(t *testing.T) {
 		"auto":      "rows of any length",
 		"warp":      "rows of up to 4 KiB, unaligned ones of up to 2 KiB",
 		"block":     "rows of up to 1 GiB",
-		"register":  "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands are off by as much",
-		"medium":    "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands are off by as much",
+		"register":  "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands have the same offset",
+		"medium":    "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands have the same offset",
 		"extreme":   "rows of up to 4 MiB, unaligned ones of up to 1 MiB, on compute capability 9.0 or newer",
 		"cluster":   "rows of up to 1 MiB, on compute capability 9.0 or newer",
 		"arbitrary": "rows of any length",
@@ -258,7 +262,7 @@ func TestListOfAlgorithms(t *testing.T) {
 	}, limits)
 	list, err = Algorithms("rmsnorm_backward")
 	require.NoError(t, err)
-	assert.Equal(t, "rows of up to 1 KiB, unaligned ones where all operands are off by as much", list[Register].Limits)
+	assert.Equal(t, "rows of up to 1 KiB, unaligned ones where all operands have the same offset", list[Register].Limits)
 	assert.Equal(t, "rows of up to 16 KiB, on compute capability 9.0 or newer", list[Medium].Limits)
 	list, err = Algorithms("cross_entropy_forward")
 	require.NoError(t, err)

@@ -84,15 +84,13 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 
 func (a *crossEntropyForward) request() request {
 	r := request{
-		op: kernels.CrossEntropyForward, Choice: a.Choice, x: a.X.DType, general: !vectorRows(a.X),
+		op: kernels.CrossEntropyForward, Choice: a.Choice, x: a.X.DType, layout: layoutOf(true, a.X),
 		total: a.Reduction != kernels.ReduceNone || a.Denominator.Present() || a.LSE.Denominator.Present(),
 		m:     a.X.Rows, n: a.X.Cols,
 	}
-	r.alike = r.general
 	if a.DX.Data != nil {
 		r.op = kernels.CrossEntropyForwardDX
-		r.general = r.general || !vectorRows(a.DX)
-		r.alike = r.general && alike(a.X, a.DX)
+		r.layout = layoutOf(true, a.X, a.DX)
 		r.onePass = a.OnePass && a.Reduction == kernels.ReduceMean
 	}
 	return r
@@ -114,7 +112,7 @@ func (a *crossEntropyBackward) refuse(k *check) {
 func (a *crossEntropyBackward) request() request {
 	return request{
 		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: a.X.DType, onePass: a.OnePass,
-		general: !vectorRows(a.X) || !vectorRows(a.DX), m: a.X.Rows, n: a.X.Cols,
+		layout: layoutOf(true, a.X, a.DX), m: a.X.Rows, n: a.X.Cols,
 	}
 }
 

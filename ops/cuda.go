@@ -7,6 +7,7 @@ import (
 	"unsafe"
 
 	"github.com/gander-go/gander/internal/driver"
+	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -24,14 +25,8 @@ var devicePlans [64]plans
 
 func (r *request) hash() uint64 {
 	h := uint64(r.m)*0x9e3779b97f4a7c15 ^ uint64(r.n)*0xc2b2ae3d27d4eb4f ^ uint64(r.op)<<8 ^ uint64(r.x)
-	if r.general {
-		h ^= 1 << 16
-	}
 	if r.dw || r.total {
 		h ^= 1 << 17
-	}
-	if r.alike {
-		h ^= 1 << 24
 	}
 	if r.onePass {
 		h ^= 1 << 18
@@ -39,7 +34,7 @@ func (r *request) hash() uint64 {
 	if r.BatchInvariant {
 		h ^= 1 << 19
 	}
-	h ^= uint64(r.Algorithm) << 20
+	h ^= uint64(r.Algorithm)<<20 ^ uint64(r.layout)<<24
 	return h ^ h>>32
 }
 
@@ -132,7 +127,7 @@ func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 		A: input(a.Data), B: input(b.Data), Y: output(y.Data), Partial: k.at(k.plan.scratch.partial),
 		AStride: a.Stride, BStride: b.Stride, YStride: y.Stride, M: a.Rows, N: a.Cols,
 		Chunk: k.plan.chunk, Splits: k.plan.splits, BType: int32(b.DType), YType: int32(y.DType),
-		Fixed: k.fixed, Stages: k.plan.stages, Lag: k.plan.lag, Ahead: k.plan.ahead, AheadFrom: k.plan.aheadFrom,
+		Fixed: k.fixed, Stages: k.plan.stages, Lag: k.plan.depth, Ahead: k.plan.prefetch, AheadFrom: k.plan.prefetchFrom,
 	}
 }
 
@@ -145,8 +140,9 @@ func vectorRows(m kernels.Matrix) bool {
 	return uintptr(m.Data)%16 == 0 && m.Cols*size%16 == 0 && (m.Rows <= 1 || m.Stride*size%16 == 0)
 }
 
-// alike tells whether the rows of all of them begin at the same place in a 16-byte vector, row by row.
-func alike(first kernels.Matrix, others ...kernels.Matrix) bool {
+// sameOffset tells whether the rows of all of them have one type and begin, row by row, at the same offset from a 16-byte
+// boundary.
+func sameOffset(first kernels.Matrix, others ...kernels.Matrix) bool {
 	for _, m := range others {
 		apart := uintptr(m.Data) - uintptr(first.Data)
 		if m.DType != first.DType || apart%16 != 0 || (m.Rows > 1 && (m.Stride-first.Stride)*m.DType.Size()%16 != 0) {
@@ -185,8 +181,10 @@ func cudaExplain(ordinal int32, r request) (string, error) {
 
 // explainPlan describes the kernels of a plan for aligned compact rows.
 func explainPlan(f *driver.Facts, r request) (string, error) {
-	r.general = r.n*r.x.Size()%16 != 0
-	r.alike = r.general
+	r.layout = policy.Aligned
+	if r.n*r.x.Size()%16 != 0 {
+		r.layout = policy.SameOffset
+	}
 	p, err := makePlan(f, r)
 	if err != nil {
 		return "", err

@@ -27,9 +27,8 @@ func (a *logSumExpForward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *logSumExpForward) request() request {
-	general := !vectorRows(a.X)
 	return request{
-		op: kernels.CrossEntropyForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general,
+		op: kernels.CrossEntropyForward, Choice: a.Choice, x: a.X.DType, layout: layoutOf(true, a.X),
 		m: a.X.Rows, n: a.X.Cols,
 	}
 }
@@ -52,7 +51,7 @@ func (a *logSumExpBackward) cuda(c *Call, ordinal int32) error {
 
 func (a *logSumExpBackward) request() request {
 	return request{
-		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: a.X.DType, general: !vectorRows(a.X) || !vectorRows(a.DX),
+		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: a.X.DType, layout: layoutOf(true, a.X, a.DX),
 		m: a.X.Rows, n: a.X.Cols,
 	}
 }

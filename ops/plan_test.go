@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gander-go/gander/internal/driver"
+	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -43,13 +44,18 @@ func everyRequest(f func(request)) {
 			for _, n := range lengths {
 				for _, m := range []int64{1, 2, 4, 16, 128, 1000, 32768, 1 << 20} {
 					for _, general := range []bool{false, true} {
-						r := request{op: op, x: x, m: m, n: n, general: general || n*x.Size()%16 != 0}
-						r.alike = r.general && !general
+						r := request{op: op, x: x, m: m, n: n}
+						switch {
+						case general:
+							r.layout = policy.MixedOffsets
+						case n*x.Size()%16 != 0:
+							r.layout = policy.SameOffset
+						}
 						f(r)
 						if op == kernels.RMSNormBackward {
 							r.dw = true
 							f(r)
-							r.mixed, r.general = true, true
+							r.layout = policy.MixedTypes
 							f(r)
 						}
 						if op == kernels.CrossEntropyForward || op == kernels.CrossEntropyForwardDX {
@@ -88,7 +94,8 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 	require.NotEmpty(t, p.why, what)
 	elements := 16 / r.x.Size()
 	vectors := ceil(r.n, elements)
-	if r.general {
+	general := r.layout != policy.Aligned
+	if general {
 		vectors = ceil(r.n+elements-1, elements)
 	}
 	if p.chunk < wholeRow {
@@ -105,27 +112,27 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 		}
 		if v.Shape != kernels.Finish {
 			require.Equal(t, r.op, v.Op, what)
-			require.Equal(t, r.general, v.General, what)
+			require.Equal(t, general, v.General, what)
 		}
 		require.Equal(t, r.x, v.Family.DType(), what)
 		require.Equal(t, v.Cluster, g.Cluster > 1 || v.Cluster && g.Cluster == 1, what)
 		require.Zero(t, g.Grid%g.Cluster, what)
 		if g.Cluster > 1 {
-			require.LessOrEqual(t, int64(g.Cluster), maxCluster(f), what)
+			require.LessOrEqual(t, int64(g.Cluster), newQuery(f, r).maxCluster, what)
 		}
 		ctas := int64(g.Grid)
 		switch v.Shape {
 		case kernels.InRegisters, kernels.Staged:
-			require.False(t, r.mixed, what)
+			require.NotEqual(t, policy.MixedTypes, r.layout, what)
 			if v.Shape == kernels.Staged {
 				require.EqualValues(t, v.Capacity()*16, g.Shared, what)
 				require.LessOrEqual(t, int(g.Shared)+4<<10, f.SharedPerBlock, what)
-				require.Equal(t, r.general, r.alike, what)
+				require.LessOrEqual(t, r.layout, policy.SameOffset, what)
 			}
 			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
 			require.GreaterOrEqual(t, ctas/int64(g.Cluster)*v.RowsPerCTA(), r.m, what)
-			require.Zero(t, int64(p.ahead)%v.RowsPerCTA(), "%s: no CTA's rows begin there", what)
-			if bytes := v.Capacity() * 16 * v.RowsPerCTA(); p.ahead > 0 { // the instruction has 16 bits for vectors
+			require.Zero(t, int64(p.prefetch)%v.RowsPerCTA(), "%s: no CTA's rows begin there", what)
+			if bytes := v.Capacity() * 16 * v.RowsPerCTA(); p.prefetch > 0 { // the instruction has 16 bits for vectors
 				require.Less(t, bytes+2*16, int64(1<<20), what)
 			}
 		case kernels.Loop:
@@ -142,14 +149,14 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 		case kernels.Held:
 			require.Equal(t, r.m*int64(p.splits), ctas, what)
 			require.LessOrEqual(t, ctas, 2*int64(f.SMs), "%s: all of them run at once", what)
-			require.False(t, r.general || r.mixed || r.BatchInvariant, what)
+			require.False(t, general || r.BatchInvariant, what)
 			require.GreaterOrEqual(t, f.Major, 9, what)
 			require.Greater(t, p.splits, int32(1), what)
-			require.Positive(t, p.lag, what)
-			require.LessOrEqual(t, p.lag, int32(16), what)
+			require.Positive(t, p.depth, what)
+			require.LessOrEqual(t, p.depth, int32(16), what)
 			tile := int64(r.op.Inputs()) * v.Capacity() * 16
-			require.Equal(t, int64(p.lag)*tile, int64(g.Shared), what)
-			require.Less(t, int64(p.lag-1)*v.Capacity(), p.chunk, "%s: a tile that is none", what)
+			require.Equal(t, int64(p.depth)*tile, int64(g.Shared), what)
+			require.Less(t, int64(p.depth-1)*v.Capacity(), p.chunk, "%s: a tile that is none", what)
 			require.LessOrEqual(t, 2*(int(g.Shared)+2<<10), f.SharedPerSM+1<<10, what)
 			cleared := p.launches[i-1]
 			require.GreaterOrEqual(t, int64(cleared.geometry.Grid)*int64(cleared.variant.Threads), ctas, what)
@@ -157,18 +164,18 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 		case kernels.Ring, kernels.Lanes:
 			require.GreaterOrEqual(t, v.Capacity()*int64(g.Cluster), vectors, what)
 			parts, alone := ctas/int64(g.Cluster), r.m
-			if r.general && v.Shape == kernels.Lanes {
+			if general && v.Shape == kernels.Lanes {
 				require.Zero(t, ctas%elements, "%s: rows of a CTA that do not lie alike", what)
-				require.True(t, r.alike, what)
+				require.Equal(t, policy.SameOffset, r.layout, what)
 				alone = max(r.m, elements)
 			}
 			require.LessOrEqual(t, parts, alone, what)
-			if r.general && v.Shape == kernels.Ring {
+			if general && v.Shape == kernels.Ring {
 				parts += elements - 1
 			}
 			if r.dw {
 				require.Equal(t, int64(p.partials), parts, what)
-				require.False(t, r.mixed, what)
+				require.NotEqual(t, policy.MixedTypes, r.layout, what)
 			}
 			if v.Shape == kernels.Ring {
 				require.GreaterOrEqual(t, f.Major, 9, what)
@@ -189,9 +196,9 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			require.Equal(t, members, ctas, what)
 			require.Equal(t, f.SMs, int(g.Grid), "%s: all must be resident", what)
 			require.LessOrEqual(t, int(g.Shared)+12<<10, f.SharedPerBlock, what)
-			require.GreaterOrEqual(t, p.stages-p.lag, int32(2), what)
-			require.GreaterOrEqual(t, p.lag, int32(1), what)
-			require.GreaterOrEqual(t, int32(kernels.TeamSteps), 2*p.lag+2, what)
+			require.GreaterOrEqual(t, p.stages-p.depth, int32(2), what)
+			require.GreaterOrEqual(t, p.depth, int32(1), what)
+			require.GreaterOrEqual(t, int32(kernels.TeamSteps), 2*p.depth+2, what)
 			require.Equal(t, int64(p.stages)*together*int64(r.op.Inputs())*ceil(vectors, members)*16, int64(g.Shared), what)
 			end := p.scratch.size
 			if r.dw {
@@ -246,7 +253,7 @@ func TestPlanLookAhead(t *testing.T) {
 		{request{op: kernels.CrossEntropyForwardDX, x: kernels.BFloat16, m: 32768, n: 512}, 3072, 132*12 - 384},
 		{request{op: kernels.CrossEntropyForwardDX, x: kernels.BFloat16, m: 32768, n: 256}, 6144, 132*12 - 384},
 		{request{op: kernels.RMSNormForward, x: kernels.Float32, m: 8192, n: 262144}, 3, 132*2/16 - 3},
-		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, general: true, m: 4099, n: 50257}, 31, 132*5/7 - 31},
+		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, layout: policy.MixedOffsets, m: 4099, n: 50257}, 31, 132*5/7 - 31},
 		{request{op: kernels.SoftmaxBackward, x: kernels.BFloat16, m: 32768, n: 4096}, 0, 0},    // two inputs, long
 		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 256}, 0, 0},      // all CTAs are resident
 		{request{op: kernels.CrossEntropyForward, x: kernels.BFloat16, m: 32768, n: 512}, 0, 0}, // nothing is written
@@ -254,7 +261,7 @@ func TestPlanLookAhead(t *testing.T) {
 	} {
 		p, err := makePlan(testDevices["h100"], c.request)
 		require.NoError(t, err)
-		assert.Equal(t, []int32{c.ahead, c.from}, []int32{p.ahead, p.aheadFrom}, "%+v", c.request)
+		assert.Equal(t, []int32{c.ahead, c.from}, []int32{p.prefetch, p.prefetchFrom}, "%+v", c.request)
 	}
 }
 
@@ -269,7 +276,7 @@ func TestPlanRegimes(t *testing.T) {
 		{"h100", request{op: kernels.SoftmaxForward, m: 1, n: 1 << 25}, []kernels.Shape{kernels.Finish, kernels.Held}},
 		{"h100", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 20}, []kernels.Shape{kernels.Partial, kernels.Apply}},
 		{"h100", request{op: kernels.RMSNormForward, m: 4, n: 1 << 20}, []kernels.Shape{kernels.Finish, kernels.Held}},
-		{"h100", request{op: kernels.RMSNormForward, m: 4, n: 1 << 22, general: true}, []kernels.Shape{kernels.Partial, kernels.Apply}},
+		{"h100", request{op: kernels.RMSNormForward, m: 4, n: 1 << 22, layout: policy.MixedOffsets}, []kernels.Shape{kernels.Partial, kernels.Apply}},
 		{"h100", request{op: kernels.SoftmaxBackward, m: 16, n: 1 << 23}, []kernels.Shape{kernels.Partial, kernels.Apply}},
 		{"h100", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 22, Choice: Choice{Algorithm: Arbitrary}}, []kernels.Shape{kernels.Partial, kernels.Apply}},
 		{"h100", request{op: kernels.SoftmaxForward, m: 4, n: 1 << 22, Choice: Choice{Algorithm: SplitK}}, []kernels.Shape{kernels.Finish, kernels.Held}},
@@ -289,10 +296,10 @@ func TestPlanRegimes(t *testing.T) {
 			[]kernels.Shape{kernels.InRegisters, kernels.Finish}},
 		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 256, dw: true}, []kernels.Shape{kernels.Lanes, kernels.Finish}},
 		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4096, dw: true}, []kernels.Shape{kernels.Ring, kernels.Finish}},
-		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4097, general: true, dw: true}, []kernels.Shape{kernels.Ring, kernels.Finish}},
-		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 257, general: true, alike: true, dw: true},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4097, layout: policy.MixedOffsets, dw: true}, []kernels.Shape{kernels.Ring, kernels.Finish}},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 257, layout: policy.SameOffset, dw: true},
 			[]kernels.Shape{kernels.Lanes, kernels.Finish}},
-		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4097, general: true, mixed: true, dw: true},
+		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 4097, layout: policy.MixedTypes, dw: true},
 			[]kernels.Shape{kernels.Partial, kernels.Columns, kernels.Finish}},
 		{"ptx80", request{op: kernels.RMSNormBackward, m: 32768, n: 4096, dw: true},
 			[]kernels.Shape{kernels.Partial, kernels.Columns, kernels.Finish}},

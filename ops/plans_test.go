@@ -97,13 +97,15 @@ var storedOperators = map[string]func(c storedCase, first, second, out kernels.M
 		return (&crossEntropyForward{X: first, DX: out}).request()
 	},
 	"cross_entropy_forward_dx one pass": func(_ storedCase, first, _, out kernels.Matrix) request {
-		return (&crossEntropyForward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true}).request()
+		a := crossEntropyForward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true}
+		return a.request()
 	},
 	"cross_entropy_backward": func(_ storedCase, first, _, out kernels.Matrix) request {
 		return (&crossEntropyBackward{X: first, DX: out}).request()
 	},
 	"cross_entropy_backward one pass": func(_ storedCase, first, _, out kernels.Matrix) request {
-		return (&crossEntropyBackward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true}).request()
+		a := crossEntropyBackward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true}
+		return a.request()
 	},
 	"logsumexp_forward": func(_ storedCase, first, _, _ kernels.Matrix) request {
 		return (&logSumExpForward{X: first}).request()
@@ -213,7 +215,7 @@ func describe(p *plan) string {
 		name  string
 		value int32
 		none  int32
-	}{{"splits", p.splits, 1}, {"stages", p.stages, 0}, {"depth", p.lag, 0}} {
+	}{{"splits", p.splits, 1}, {"stages", p.stages, 0}, {"depth", p.depth, 0}} {
 		if number.value != number.none {
 			fmt.Fprintf(&b, " %s=%d", number.name, number.value)
 		}
@@ -221,7 +223,7 @@ func describe(p *plan) string {
 	if p.totalHere {
 		b.WriteString(" total")
 	}
-	if p.ahead > 0 {
+	if p.prefetch > 0 {
 		b.WriteString(" prefetch")
 	}
 	return b.String()
@@ -243,7 +245,7 @@ func numbers(b []byte, p *plan) []byte {
 	}
 	b = append(strconv.AppendBool(b, p.totalHere), ' ')
 	s := p.scratch
-	add(p.chunk, int64(p.splits), int64(p.stages), int64(p.lag), int64(p.ahead), int64(p.aheadFrom))
+	add(p.chunk, int64(p.splits), int64(p.stages), int64(p.depth), int64(p.prefetch), int64(p.prefetchFrom))
 	add(int64(p.partials), int64(s.partial), int64(s.dwPartial), int64(s.rowLosses), int64(s.logits))
 	add(int64(s.denominator), int64(s.size), int64(p.taken))
 	return b
@@ -437,8 +439,9 @@ func compareBodies(was, is string) (kernels, numbers []string) {
 			}
 		}
 		if !found && oldSums[i] != nowSums[i] {
-			numbers = append(numbers, fmt.Sprintf("n = %d: the same kernels (%s), but another grid, chunk, prefetch "+
-				"distance, number of partial sums or scratch memory", n, now[i*len(storedRows)]))
+			numbers = append(numbers, fmt.Sprintf("n = %d: the same kernels (%s), but another grid, "+
+				"chunk, prefetch distance, number of partial sums or scratch memory",
+				n, now[i*len(storedRows)]))
 		}
 	}
 	return kernels, numbers

@@ -4,6 +4,7 @@ import (
 	"math"
 	"unsafe"
 
+	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/kernels/cpu"
 )
@@ -54,10 +55,9 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *rmsNormForward) request() request {
-	general := !vectorRows(a.X) || !vectorRows(a.Y) || a.Y.DType != a.X.DType || !aligned(a.Weight) || a.WeightOffset != 0
 	return request{
-		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general && alike(a.X, a.Y),
-		m: a.X.Rows, n: a.X.Cols,
+		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, m: a.X.Rows, n: a.X.Cols,
+		layout: layoutOf(aligned(a.Weight) && a.WeightOffset == 0, a.X, a.Y),
 	}
 }
 
@@ -85,12 +85,13 @@ func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *rmsNormBackward) request() request {
-	mixed := a.DOut.DType != a.X.DType
-	general := mixed || !vectorRows(a.X) || !vectorRows(a.DOut) || !vectorRows(a.DX) || !aligned(a.Weight) ||
-		a.WeightOffset != 0
+	layout := layoutOf(aligned(a.Weight) && a.WeightOffset == 0, a.X, a.DOut, a.DX)
+	if a.DOut.DType != a.X.DType {
+		layout = policy.MixedTypes
+	}
 	return request{
-		op: kernels.RMSNormBackward, Choice: a.Choice, x: a.X.DType, general: general, mixed: mixed,
-		alike: general && alike(a.X, a.DOut, a.DX), dw: a.DW.Present(), m: a.X.Rows, n: a.X.Cols,
+		op: kernels.RMSNormBackward, Choice: a.Choice, x: a.X.DType, layout: layout, dw: a.DW.Present(),
+		m: a.X.Rows, n: a.X.Cols,
 	}
 }
 

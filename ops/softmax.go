@@ -16,9 +16,8 @@ func (a *softmaxForward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *softmaxForward) request() request {
-	general := !vectorRows(a.X) || !vectorRows(a.Y)
 	return request{
-		op: kernels.SoftmaxForward, Choice: a.Choice, x: a.X.DType, general: general, alike: general && alike(a.X, a.Y),
+		op: kernels.SoftmaxForward, Choice: a.Choice, x: a.X.DType, layout: layoutOf(true, a.X, a.Y),
 		m: a.X.Rows, n: a.X.Cols,
 	}
 }
@@ -32,10 +31,9 @@ func (a *softmaxBackward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *softmaxBackward) request() request {
-	general := !vectorRows(a.DY) || !vectorRows(a.Y) || !vectorRows(a.DX)
 	return request{
-		op: kernels.SoftmaxBackward, Choice: a.Choice, x: a.DY.DType, general: general,
-		alike: general && alike(a.DY, a.Y, a.DX), m: a.DY.Rows, n: a.DY.Cols,
+		op: kernels.SoftmaxBackward, Choice: a.Choice, x: a.DY.DType, layout: layoutOf(true, a.DY, a.Y, a.DX),
+		m: a.DY.Rows, n: a.DY.Cols,
 	}
 }
 

@@ -24,7 +24,8 @@ var rooms = map[string][]string{
 	"dlpack":          {"dlpack"},
 	"kernels":         {"kernels"},
 	"internal/driver": {"internal/driver", "kernels", "dlpack"},
-	"ops":             {"ops", "internal/driver", "kernels", "dlpack"},
+	"internal/policy": {"internal/policy", "kernels"},
+	"ops":             {"ops", "internal/driver", "internal/policy", "kernels", "dlpack"},
 	"capi":            {"capi", "ops", "internal/driver", "kernels", "dlpack"},
 }
 
