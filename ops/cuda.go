@@ -39,6 +39,9 @@ func (r *request) hash() uint64 {
 }
 
 func planFor(ordinal int32, f *driver.Facts, r request) (*plan, error) {
+	if tuningFile != "" {
+		return tuningPlan(f, r)
+	}
 	if int(ordinal) >= len(devicePlans) {
 		return makePlan(f, r)
 	}
@@ -185,7 +188,11 @@ func explainPlan(f *driver.Facts, r request) (string, error) {
 	if r.n*r.x.Size()%16 != 0 {
 		r.layout = policy.SameOffset
 	}
-	p, err := makePlan(f, r)
+	planned := makePlan
+	if tuningFile != "" {
+		planned = tuningPlan
+	}
+	p, err := planned(f, r)
 	if err != nil {
 		return "", err
 	}
@@ -195,6 +202,9 @@ func explainPlan(f *driver.Facts, r request) (string, error) {
 // String says what a plan launches and why.
 func (p *plan) String() string {
 	text := p.why
+	if p.row != nil {
+		text += "\npolicy: " + p.row.String()
+	}
 	for _, l := range p.launches {
 		text += fmt.Sprintf("\n%s: %d CTAs of %d threads", l.variant.Symbol, l.geometry.Grid, l.variant.Threads)
 		if l.geometry.Cluster > 1 {

@@ -38,8 +38,9 @@ type plan struct {
 	partials     int32 // rows of partial dw
 	totalHere    bool  // the only CTA makes the total as well
 	scratch      scratch
-	taken        Algorithm // the one whose regime this is, where the op has several
-	why          string    // for people
+	taken        Algorithm   // the one whose regime this is, where the op has several
+	row          *policy.Row // the policy's, of the kernels that go over the rows
+	why          string      // for people
 }
 
 // scratch is the layout of the call's temporary device memory: offsets in bytes.
@@ -86,10 +87,18 @@ func makePlan(f *driver.Facts, r request) (*plan, error) {
 
 // attempt makes a plan where the algorithm that is asked for serves the request.
 func attempt(f *driver.Facts, r request) (_ *plan, served bool, _ error) {
+	return attemptBy(f, r, nil)
+}
+
+// attemptBy is attempt by other rows than the policy's, if any are given.
+func attemptBy(f *driver.Facts, r request, rows []policy.Row) (_ *plan, served bool, _ error) {
 	q := newQuery(f, r)
+	if rows == nil {
+		rows = policy.Rows(deviceOf(f), q.operator(), q.x, q.layout)
+	}
 	p := q.begin()
 	if r.m > 0 {
-		if p = q.choose(); p == nil {
+		if p = q.choose(rows); p == nil {
 			return nil, false, nil
 		}
 	}

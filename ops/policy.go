@@ -6,19 +6,19 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// choose returns the plan of the first row of the device's policy that the algorithm may take, that is
+// choose returns the plan of the first row of a policy that the algorithm may take, that is
 // meant for such rows, and whose regime serves them: nil where there is none.
-func (q *query) choose() *plan {
+func (q *query) choose(rows []policy.Row) *plan {
 	algorithm := q.Algorithm
 	// x * rstd is nearly 1 in rows this short. Its rounding errs to one side, which shows in a sum. The
 	// kernel that goes by columns does without that product.
 	if q.dw && q.n < 4 && algorithm == Auto {
 		algorithm = Arbitrary
 	}
-	rows := policy.Rows(deviceOf(q.facts), q.operator(), q.x, q.layout)
 	for i := range rows {
 		if row := &rows[i]; row.Takes(int32(algorithm)) && q.meant(row) {
 			if p := regimes[row.Regime](q, row); p != nil {
+				p.row = row
 				return p
 			}
 		}

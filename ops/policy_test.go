@@ -40,10 +40,10 @@ func TestFirstRowThatFitsWins(t *testing.T) {
 	q := newQuery(testDevices["h100"], r)
 	rows := policy.Rows(policy.H100, policy.CrossEntropyForwardDX, kernels.BFloat16, policy.Aligned)
 	before := *q
-	alone := q.choose()
+	alone := q.choose(rows)
 	for i := range rows {
 		regimes[rows[i].Regime](q, &rows[i])
 		assert.Equal(t, before, *q, "%v", &rows[i])
 	}
-	assert.Equal(t, alone, q.choose())
+	assert.Equal(t, alone, q.choose(rows))
 }

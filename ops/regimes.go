@@ -79,7 +79,7 @@ func (q *query) chunkKernel(shape kernels.Shape) *kernels.Variant {
 // registers gives each row to a CTA, or to a part of one, that holds it in registers.
 func registers(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.InRegisters, row, false)
-	if v == nil || q.layout == policy.MixedTypes || q.vectors > v.Capacity() {
+	if v == nil || q.layout == policy.MixedTypes || q.dw || q.vectors > v.Capacity() {
 		return nil
 	}
 	p := q.begin()
@@ -105,7 +105,7 @@ func (q *query) clusterSize(v *kernels.Variant, row *policy.Row) int64 {
 // rows are so few that one CTA each would leave SMs idle.
 func clusterRegisters(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.InRegisters, row, true)
-	if v == nil || q.layout == policy.MixedTypes {
+	if v == nil || q.layout == policy.MixedTypes || q.dw {
 		return nil
 	}
 	ctas := q.clusterSize(v, row)
@@ -145,6 +145,15 @@ func sharedMemory(q *query, row *policy.Row) *plan {
 	return p
 }
 
+// persistent is how many CTAs go from row to row: as many as the policy's row names, or else all that are
+// resident.
+func (q *query) persistent(v *kernels.Variant, row *policy.Row) int64 {
+	if row.Resident > 0 {
+		return int64(q.facts.SMs * row.Resident)
+	}
+	return q.resident(v)
+}
+
 // persistentLoop lets parts of warps go from row to row, where there are more rows than the device holds at
 // a time.
 func persistentLoop(q *query, row *policy.Row) *plan {
@@ -152,7 +161,7 @@ func persistentLoop(q *query, row *policy.Row) *plan {
 	if v == nil || q.vectors > v.Capacity() {
 		return nil
 	}
-	resident := q.resident(v)
+	resident := q.persistent(v, row)
 	if ceil(q.expected(), v.RowsPerCTA()) <= resident {
 		return nil
 	}
@@ -167,10 +176,10 @@ func persistentLoop(q *query, row *policy.Row) *plan {
 // registers.
 func persistentLanes(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.Lanes, row, false)
-	if v == nil || q.vectors > v.Capacity() || q.layout > policy.SameOffset {
+	if v == nil || !q.dw || q.vectors > v.Capacity() || q.layout > policy.SameOffset {
 		return nil
 	}
-	grid := min(q.resident(v), ceil(q.m, v.RowsPerCTA()))
+	grid := min(q.persistent(v, row), ceil(q.m, v.RowsPerCTA()))
 	if q.unaligned { // so that a CTA's rows all have the same offset
 		grid = max(grid/q.elements(), 1) * q.elements()
 	}
@@ -188,7 +197,7 @@ func persistentRing(q *query, row *policy.Row) *plan {
 	cluster := max(1, int64(row.MaxCTAs))
 	v := q.kernel(kernels.Ring, row, cluster > 1)
 	switch {
-	case v == nil, q.vectors > cluster*v.Capacity():
+	case v == nil, !q.dw, q.vectors > cluster*v.Capacity():
 		return nil
 	case q.layout == policy.MixedTypes, q.unaligned && q.BatchInvariant:
 		return nil
@@ -250,6 +259,8 @@ func gridCooperative(q *query, row *policy.Row) *plan {
 	switch {
 	case v == nil, q.layout == policy.MixedTypes, q.facts.Major < 9:
 		return nil
+	case q.op == kernels.RMSNormBackward && !q.dw:
+		return nil
 	case q.vectors <= 16*powerOfTwo(ctas):
 		return nil
 	case v.Capacity()*(powerOfTwo(ctas+1)/2) < q.vectors: // so that the longest row is a power of two
@@ -259,6 +270,9 @@ func gridCooperative(q *query, row *policy.Row) *plan {
 	}
 	stage := int64(q.op.Inputs()*v.Together) * ceil(q.vectors, ctas) * 16
 	stages := min((int64(q.facts.SharedPerBlock)-static)/stage, kernels.TeamStages)
+	if row.Stages > 0 {
+		stages = min(stages, int64(row.Stages))
+	}
 	if stages < 4 || v.Together > 1 && stages < 12 {
 		return nil
 	}
@@ -295,7 +309,7 @@ func gridSharedMemory(q *query, row *policy.Row) *plan {
 	case q.facts.Major < 9, q.facts.SharedPerSM < least:
 		return nil
 	}
-	perSM := int64(row.Resident)
+	perSM := max(1, int64(row.Resident))
 	parts := int64(q.facts.SMs) * perSM / q.m
 	if parts < 2 {
 		return nil
@@ -335,7 +349,7 @@ func (q *query) clear(p *plan, sums int64) {
 // for.
 func (q *query) split(p *plan, perSM int) {
 	const least = 4 * kernels.ChunkThreads // vectors that are worth a CTA
-	want := max(1, ceil(int64(q.facts.SMs*perSM), q.m))
+	want := max(1, ceil(int64(q.facts.SMs*max(1, perSM)), q.m))
 	if q.BatchInvariant { // one row alone should fill the device, and 1024 states are merged at once
 		want = min(ceil(q.vectors, 4*least), 1024)
 	}
@@ -366,6 +380,9 @@ func (q *query) asked(p *plan) bool {
 
 // twoPasses reads rows twice: once to reduce them, once to map them.
 func twoPasses(q *query, row *policy.Row) *plan {
+	if q.dw || q.op == kernels.CrossEntropyForward || q.op == kernels.CrossEntropyBackward {
+		return nil
+	}
 	p := q.begin()
 	q.split(p, row.Resident)
 	if !q.asked(p) {
@@ -394,6 +411,9 @@ func twoPasses(q *query, row *policy.Row) *plan {
 // byColumns serves RMSNorm backward where no persistent kernel does: row sums first, then dx and
 // dw by columns.
 func byColumns(q *query, row *policy.Row) *plan {
+	if !q.dw {
+		return nil
+	}
 	p := q.begin()
 	q.split(p, row.Resident)
 	if !q.asked(p) {
@@ -411,10 +431,14 @@ func byColumns(q *query, row *policy.Row) *plan {
 
 // stream reads rows once and keeps nothing of them.
 func stream(q *query, row *policy.Row) *plan {
+	v := q.kernel(kernels.Partial, row, false)
+	if v == nil || q.op != kernels.CrossEntropyForward {
+		return nil
+	}
 	p := q.begin()
 	q.split(p, row.Resident)
 	if p.splits == 1 {
-		q.add(p, q.kernel(kernels.Partial, row, false), q.m, 1, 0)
+		q.add(p, v, q.m, 1, 0)
 		p.why = fmt.Sprintf("a row of %d vectors streams through a CTA", q.vectors)
 		return p
 	}
@@ -428,6 +452,9 @@ func stream(q *query, row *policy.Row) *plan {
 
 // elementwise maps rows whose statistics are known.
 func elementwise(q *query, _ *policy.Row) *plan {
+	if q.op != kernels.CrossEntropyBackward {
+		return nil
+	}
 	p := q.begin()
 	p.chunk = 4 * kernels.ChunkThreads
 	if q.onePass {

@@ -1,0 +1,79 @@
+"""bench/tune.py without a GPU: what it times, and that the library plans by the row it asks for."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gander
+import pytest
+
+PATH = Path(__file__).parents[2] / "bench" / "tune.py"
+spec = importlib.util.spec_from_file_location("tune", PATH)
+tune = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tune)
+
+
+@pytest.mark.parametrize(
+    ("n", "itemsize", "mixed", "layout", "vectors"),
+    [
+        (1024, 2, False, "aligned", 128),
+        (1001, 2, False, "same-offset", 126),
+        (1, 4, False, "same-offset", 1),
+        (1024, 2, True, "mixed-offsets", 129),
+    ],
+)
+def test_lengths_are_counted_as_the_policy_counts_them(n, itemsize, mixed, layout, vectors):
+    assert tune.layout_of(n, itemsize, mixed) == layout
+    assert tune.vectors_of(n, itemsize, layout) == vectors
+
+
+def test_rows_for_a_length():
+    candidates = {
+        "softmax_forward bfloat16 aligned": [
+            {"row": "short", "over": 0, "up_to": 128},
+            {"row": "long", "over": 128, "up_to": 512},
+            {"row": "any", "over": 64, "up_to": 0},
+        ]
+    }
+    key = "softmax_forward", "bfloat16", "aligned"
+    found = [tune.rows_for(candidates, *key, vectors) for vectors in (64, 128, 129, 513)]
+    assert found == [["short"], ["short", "any"], ["long", "any"], ["any"]]
+    assert tune.rows_for(candidates, "softmax_forward", "float32", "aligned", 1) == []
+
+
+def test_every_operator_is_one_of_the_benchmark_and_of_explain():
+    from gander.bench.cases import OPERATORS
+
+    for name, explained in tune.OPERATORS.values():
+        assert name in OPERATORS
+        text = gander.explain(explained, shape=(4096, 4096), dtype="bfloat16", device="h100")
+        assert tune.policy_row(text).split()[0].startswith("auto")
+    assert tune.policy_row("nothing\nof the kind") == ""
+
+
+def test_the_library_plans_by_the_row_in_the_file(tmp_path):
+    row = tmp_path / "row"
+    script = """
+import json, pathlib, sys, gander
+answers = []
+for row in json.loads(sys.argv[2]):
+    pathlib.Path(sys.argv[1]).write_text(row)
+    try:
+        answers.append(gander.explain("softmax", shape=(4096, 4096), dtype="bfloat16", device="h100"))
+    except NotImplementedError as error:
+        answers.append(f"refused: {error}")
+print(json.dumps(answers))
+"""
+    rows = ["", "auto - - - registers 512x8", "auto - - - registers 8x4"]
+    command = [sys.executable, "-c", script, str(row), json.dumps(rows)]
+    done = subprocess.run(
+        command, env=os.environ | {"GANDER_TUNE": str(row)}, capture_output=True, text=True, check=True
+    )
+    usual, forced, refused = json.loads(done.stdout)
+    assert usual == gander.explain("softmax", shape=(4096, 4096), dtype="bfloat16", device="h100")
+    assert "softmax_forward_rows_bfloat16_512x8" in forced
+    assert refused.startswith("refused: ")
+    assert "cannot be served by auto - - - registers 8x4" in refused
