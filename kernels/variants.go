@@ -216,51 +216,6 @@ var (
 // laneStages keeps some 100 KiB per SM on their way.
 const laneStages = 3
 
-// resident sets the registers that a thread may use: 64 with the most data in registers or the most code, 32 to 40 otherwise, so that
-// one CTA loads while another stores.
-func resident(v *Variant) int {
-	switch {
-	case v.Shape == Staged && v.Vectors == 4:
-		return 1280 / v.Threads
-	case v.Shape == Staged:
-		return 1024 / v.Threads
-	case v.Shape == Ring:
-		return map[shape]int{{128, 1}: 5, {256, 1}: 3, {256, 2}: 2, {512, 2}: 1, {512, 4}: 1}[shape{v.Threads, v.Vectors}]
-	case v.Shape == Team:
-		return 1
-	case v.Shape == Lanes && v.General:
-		return 2
-	case v.Shape == Lanes:
-		return 3
-	case v.Shape == Held:
-		return 2
-	case v.Shape == Loop:
-		return 8
-	case v.Alike && v.Vectors*v.Op.Inputs() > 4:
-		return max(1, 1024/v.Threads)
-	case !v.General && v.RowThreads <= 32 && v.Op == CrossEntropyForwardDX && v.Family.DType() == Float32 && v.Vectors <= 4,
-		!v.General && v.RowThreads <= 32 && v.Op == CrossEntropyForward && v.Vectors == 4,
-		!v.General && v.Op == RMSNormForward && v.Vectors <= 4: // which holds its weights too
-		return max(1, 1280/v.Threads)
-	case !v.General && v.RowThreads == 32 && v.Op == CrossEntropyForwardDX: // which keeps exponentials, or eight vectors
-		return 8
-	case v.General && v.Family.Group() == "softmax":
-		return max(1, 1280/v.Threads)
-	case v.General, v.Op == RMSNormBackward, v.Vectors*v.Op.Inputs() > 4:
-		return max(1, 1024/v.Threads)
-	case v.Op == CrossEntropyBackward, // they hold more
-		v.Family.DType() == Float32 && v.Op == SoftmaxForward && v.Shape == Apply:
-		return max(1, 1280/v.Threads)
-	case v.Threads == 1024:
-		return 2
-	case v.Op.Inputs() == 2 && (v.Shape == Partial || v.Shape == Apply):
-		return 5
-	case v.Threads == 128 && (v.Op == SoftmaxForward && !(v.Family.DType() == Float32 && v.RowThreads <= 32) || v.Op == CrossEntropyForward):
-		return 16
-	}
-	return 1536 / v.Threads
-}
-
 // Inputs is how many matrices the op reads.
 func (o Op) Inputs() int {
 	if o == SoftmaxBackward || o == RMSNormBackward {
