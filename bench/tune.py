@@ -4,9 +4,9 @@
     python bench/tune.py candidates.json h100 bench/results/DEVICE-COMMIT.jsonl --ops softmax_forward
     cd internal/policy && go run ../cmd/policy -measurements ../../bench/results/DEVICE-COMMIT.jsonl
 
-Each row that fits a shape is forced: GANDER_TUNE names a file with the row by which the library plans. Its result
-is compared with float64, and it is timed in turns with what the policy takes and with a plain kernel of the
-same traffic. A line of the output is one row at one shape. The last command brings them into the policy.
+Each row that fits a shape is forced: GANDER_TUNE names a file with the row by which the library plans. Its
+result is compared with float64. It is timed in turns with what the policy takes and with a plain kernel of
+the same traffic. A line of the output is one row at one shape. The last command brings them into the policy.
 """
 
 import argparse
@@ -78,7 +78,8 @@ def shifted(tensor):
     return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
 
 
-def measure(options, candidates, row_file, operator, dtype, m, n):
+def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
+    """The records of one operator at one shape."""
     import gander
     import torch
     from gander.bench import sections
@@ -89,7 +90,7 @@ def measure(options, candidates, row_file, operator, dtype, m, n):
     case, itemsize = CASES[name], DTYPES[dtype].itemsize
     layout = layout_of(n, itemsize, options.mixed_offsets)
     torch.manual_seed(0)
-    inputs = case.inputs(m, n, DTYPES[dtype], "cuda")
+    inputs = case.inputs(m, n, DTYPES[dtype], where)
     if options.mixed_offsets:
         inputs = (shifted(inputs[0]), *inputs[1:])
     usual = provider("gander").operators[name](*inputs)

@@ -3,8 +3,8 @@ package kernels
 import "slices"
 
 // occupancy says for how many threads on an SM the compiler leaves registers: 65536 / threads for each. The
-// first row that is for a kernel counts. With more threads, one CTA loads while another stores. With fewer, each
-// thread holds more data.
+// first row that is for a kernel counts. With more threads, one CTA loads while another stores. With fewer,
+// each thread holds more data.
 var occupancy = []struct {
 	threads int // on an SM; a CTA of more threads is alone on it
 	shapes  []Shape

@@ -142,9 +142,9 @@ func teams(op Op, x DType) []team {
 
 func (s shape) capacity() int { return s.threads * s.vectors }
 
-// What rows are tried in, from short to long: the first that holds a row serves it, and the order is that of the measured
-// times (bench/tune.py on an H100). 8 lanes cover the 128 bytes that memory moves at once; four vectors per thread
-// with 32 to 40 registers keep 96 KiB per SM in flight, eight with 64 registers 128 KiB.
+// Which tiles are compiled, from short rows to long. The policy (internal/policy) has which of them a request gets.
+// 8 lanes cover the 128 bytes that memory moves at once; four vectors per thread with 32 to 40 registers keep 96 KiB
+// per SM in flight, eight with 64 registers 128 KiB.
 var (
 	tiny        = []shape{{8, 1}, {8, 4}, {16, 4}, {32, 4}}
 	tinySoftmax = []shape{{8, 1}, {8, 4}, {16, 4}, {64, 2}, {32, 4}} // exponentials are taken twice: two warps have half of them each

@@ -177,7 +177,8 @@ func limits(r request) string {
 	case unaligned == none && sameOffset != none:
 		text = append(text, "unaligned ones where all operands have the same offset")
 	case unaligned < high && unaligned < sameOffset:
-		text = append(text, fmt.Sprintf("unaligned ones of up to %s, or %s where all operands have the same offset",
+		text = append(text, fmt.Sprintf(
+			"unaligned ones of up to %s, or %s where all operands have the same offset",
 			bytes(unaligned), bytes(sameOffset)))
 	case unaligned == none:
 		text = append(text, "only of whole, aligned 16-byte vectors")
@@ -251,7 +252,8 @@ func refused(f *driver.Facts, r request) error {
 	case high == none && anyBitsHigh != none:
 		limit = "takes rows that are not whole, aligned 16-byte vectors only without batch invariance: their bits depend on where they lie"
 	case high == none && sameHigh != none:
-		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands have the same offset"
+		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands have the same " +
+			"offset"
 	case high == none && alignedHigh != none:
 		limit = "takes rows of whole, aligned 16-byte vectors only (and a weight and results of x's dtype, aligned too)"
 	case high == none:

@@ -130,7 +130,8 @@ func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 		A: input(a.Data), B: input(b.Data), Y: output(y.Data), Partial: k.at(k.plan.scratch.partial),
 		AStride: a.Stride, BStride: b.Stride, YStride: y.Stride, M: a.Rows, N: a.Cols,
 		Chunk: k.plan.chunk, Splits: k.plan.splits, BType: int32(b.DType), YType: int32(y.DType),
-		Fixed: k.fixed, Stages: k.plan.stages, Lag: k.plan.depth, Ahead: k.plan.prefetch, AheadFrom: k.plan.prefetchFrom,
+		Fixed: k.fixed, Stages: k.plan.stages, Lag: k.plan.depth,
+		Ahead: k.plan.prefetch, AheadFrom: k.plan.prefetchFrom,
 	}
 }
 
@@ -143,7 +144,7 @@ func vectorRows(m kernels.Matrix) bool {
 	return uintptr(m.Data)%16 == 0 && m.Cols*size%16 == 0 && (m.Rows <= 1 || m.Stride*size%16 == 0)
 }
 
-// sameOffset tells whether the rows of all of them have one type and begin, row by row, at the same offset from a 16-byte
+// sameOffset tells whether all have one type, and their rows begin, row by row, at the same offset from a 16-byte
 // boundary.
 func sameOffset(first kernels.Matrix, others ...kernels.Matrix) bool {
 	for _, m := range others {
@@ -206,12 +207,13 @@ func (p *plan) String() string {
 		text += "\npolicy: " + p.row.String()
 	}
 	for _, l := range p.launches {
-		text += fmt.Sprintf("\n%s: %d CTAs of %d threads", l.variant.Symbol, l.geometry.Grid, l.variant.Threads)
-		if l.geometry.Cluster > 1 {
-			text += fmt.Sprintf(" in clusters of %d", l.geometry.Cluster)
+		g := l.geometry
+		text += fmt.Sprintf("\n%s: %d CTAs of %d threads", l.variant.Symbol, g.Grid, l.variant.Threads)
+		if g.Cluster > 1 {
+			text += fmt.Sprintf(" in clusters of %d", g.Cluster)
 		}
-		if l.geometry.Shared > 0 {
-			text += fmt.Sprintf(", %d KiB of shared memory", l.geometry.Shared>>10)
+		if g.Shared > 0 {
+			text += fmt.Sprintf(", %d KiB of shared memory", g.Shared>>10)
 		}
 	}
 	if p.scratch.size > 0 {

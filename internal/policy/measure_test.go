@@ -168,5 +168,5 @@ func TestMeasurementsThatCannotBe(t *testing.T) {
 	assert.ErrorContains(t, err, `"relu", expected one of softmax_forward`)
 	bad[0].Operator = "rmsnorm_forward"
 	_, err = f.Apply(bad, "")
-	assert.ErrorContains(t, err, "h100; rmsnorm_forward; bfloat16; aligned was measured, but the policy has no")
+	assert.ErrorContains(t, err, "h100; rmsnorm_forward; bfloat16; aligned was measured, but the")
 }

@@ -77,3 +77,31 @@ print(json.dumps(answers))
     assert "softmax_forward_rows_bfloat16_512x8" in forced
     assert refused.startswith("refused: ")
     assert "cannot be served by auto - - - registers 8x4" in refused
+
+
+def test_measurements_are_what_the_policy_reads(tmp_path, monkeypatch):
+    from gander.bench import sections
+
+    def timed(options, traffic, inputs, calls, results):
+        for us, (row, call) in enumerate(calls.items(), 1):
+            call()
+            assert row_file.read_text() == row
+            results[row] |= {"us": us, "low": us, "high": us}
+        return {"limit": {"us": 0.5}}
+
+    monkeypatch.setattr(sections, "_beside_the_limit", timed)
+    row_file = tmp_path / "row"
+    options = tune.arguments(["candidates.json", "h100", "out.jsonl"])
+    rows = [{"row": "auto - - - registers 8x1", "over": 0, "up_to": 0}]
+    for operator in tune.OPERATORS:
+        candidates = {f"{operator} float32 aligned": rows}
+        found = list(tune.measure(options, candidates, row_file, operator, "float32", 4, 64, where="cpu"))
+        assert [(r["row"], r["us"], r["limit_us"]) for r in found] == [("", 1, 0.5), (rows[0]["row"], 2, 0.5)]
+        for record in found:
+            assert record["operator"] == operator
+            assert record["layout"] == "aligned"
+            assert (record["device"], record["m"], record["n"]) == ("h100", 4, 64)
+    options.mixed_offsets = True
+    found = list(tune.measure(options, {}, row_file, "softmax_backward", "float32", 4, 64, where="cpu"))
+    assert [r["layout"] for r in found] == ["mixed-offsets"]
+    assert row_file.read_text() == ""
