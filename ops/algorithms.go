@@ -10,11 +10,11 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// Algorithm is a way over the rows that softmax and RMSNorm can be told to take: a restriction on which regimes of the kernels
-// the planner may choose. The numbers are gander_algorithm of gander.h.
+// Algorithm restricts which kernels the planner may choose for softmax and RMSNorm. The numbers are
+// gander_algorithm of gander.h.
 type Algorithm int32
 
-// String returns the name that people use.
+// String returns the name that Explain and the Python package use.
 func (a Algorithm) String() string {
 	if a < 0 || int(a) >= len(algorithmNames) {
 		return fmt.Sprintf("algorithm %d", int32(a))
@@ -22,17 +22,19 @@ func (a Algorithm) String() string {
 	return algorithmNames[a]
 }
 
-// Choice is what a caller asks of the planner. The zero value leaves everything to it.
+// Choice is what a caller asks of the planner. The zero value leaves every decision to it.
 type Choice struct {
 	Algorithm Algorithm // of softmax and RMSNorm
-	IfServed  bool      // Auto, and no refusal, where the algorithm cannot serve the rows
-	// BatchInvariant makes the bits of a row's results independent of how many rows there are, and of where unaligned ones
-	// begin. Rows of whole 16-byte vectors have other bits where an operand is not aligned to 16 bytes. Sums over rows are not meant.
+	IfServed  bool      // for rows that Algorithm cannot serve, use Auto and do not fail
+	// BatchInvariant makes the bits of a row's results independent of the number of rows.
+	// Where rows are not whole 16-byte vectors, the bits do not depend on a row's address either.
+	// Rows of whole 16-byte vectors get different bits if an operand is not aligned to 16 bytes.
+	// Sums over rows, such as dw, are not covered.
 	BatchInvariant bool
 }
 
-// Choose returns the Choice of an option's number, which may have IfServed added. A number that is no algorithm is left as it
-// is, so that its refusal names what came.
+// Choose decodes the number of the option algorithm, to which IfServed may be added. It keeps a number that
+// is no algorithm as it is, so that the error can report it.
 func Choose(a Algorithm, batchInvariant bool) Choice {
 	c := Choice{Algorithm: a, BatchInvariant: batchInvariant}
 	if bare := a &^ IfServed; bare >= 0 && int(bare) < len(algorithmNames) {
@@ -48,15 +50,16 @@ type AlgorithmInfo struct {
 	Limits string `json:"limits"`
 }
 
-// what tells people what an algorithm does for an op, whose dw is wanted or not.
+// what describes an algorithm of an op. dw says whether the op computes the gradient of the weight.
 func (a Algorithm) what(op kernels.Op, dw bool) string {
 	norm, ring := op == kernels.RMSNormForward, dw
 	switch a {
 	case Warp:
-		return "one pass: each row in the registers of 8 to 32 threads of a warp, which shuffle and need no barrier"
+		return "one pass: each row in the registers of 8 to 32 threads of a warp, reduced by shuffles " +
+			"without a barrier"
 	case Block:
-		return "one block of 256 threads to a row, tree reduction by shuffles and shared memory; a row that its registers do not " +
-			"hold is read twice"
+		return "one block of 256 threads for each row, tree reduction by shuffles and through shared " +
+			"memory; a row that does not fit in the block's registers is read twice"
 	case Register:
 		return "one pass: each row in the registers of one block or less, in the smallest tile that holds it"
 	case Medium:
@@ -64,43 +67,49 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 		case norm:
 			return "one pass: each row in the shared memory of one block"
 		case ring:
-			return "one pass: persistent blocks, rows through a ring in shared memory into registers"
+			return "one pass: persistent blocks, which load rows through a ring buffer in shared memory " +
+				"into registers"
 		}
-		return "one pass: each row in the largest register tile of one block; registers hold what other libraries keep in shared " +
-			"memory too"
+		return "one pass: each row in the largest register tile of one block, where other libraries use " +
+			"shared memory"
 	case Extreme:
 		switch {
 		case norm:
-			return "one pass: each row in the shared memory of a cluster of 2 to 16 blocks (unaligned ones also in their registers); " +
-				"longer ones through rings in that of a block on each SM"
+			return "one pass: each row in the shared memory of a cluster of 2 to 16 blocks (unaligned rows " +
+				"also in its registers); longer rows through ring buffers in the shared memory of one " +
+				"block on each SM"
 		case ring:
-			return "one pass: persistent clusters, or a block on each SM, rows through rings in their shared memory into registers"
+			return "one pass: persistent clusters, or one block on each SM, which load rows through ring " +
+				"buffers in shared memory into registers"
 		}
-		return "one pass: each row in the largest register tiles of as few blocks of a cluster as hold it; longer ones in the shared " +
-			"memory of a block on each SM"
+		return "one pass: each row in the largest register tiles of a cluster of as few blocks as " +
+			"possible; longer rows in the shared memory of one block on each SM"
 	case Cluster:
 		switch {
 		case norm:
-			return "one pass: each row in the shared memory of a cluster of 2 to 16 blocks (unaligned ones in their registers); results " +
-				"meet in distributed shared memory"
+			return "one pass: each row in the shared memory of a cluster of 2 to 16 blocks (unaligned rows " +
+				"in its registers), which exchange partial results through distributed shared memory"
 		case ring:
-			return "one pass: a cluster of blocks to a row, whose sums meet in distributed shared memory"
+			return "one pass: a cluster of blocks for each row, which exchange partial sums through " +
+				"distributed shared memory"
 		}
-		return "one pass: each row in the registers of a cluster of 2 to 16 blocks, whose results meet in distributed shared memory"
+		return "one pass: each row in the registers of a cluster of 2 to 16 blocks, which exchange partial " +
+			"results through distributed shared memory"
 	case Arbitrary:
-		return "two passes: blocks reduce chunks of the rows, then others merge the chunks' results and map"
+		return "two passes: blocks reduce chunks of the rows; then other blocks merge the partial results " +
+			"and write the output"
 	case SplitK:
-		return "every row split over several blocks, for few long rows: two passes as arbitrary, or one with most of the rows in the shared memory " +
-			"of all SMs"
+		return "every row split over several blocks, for few long rows: two passes like arbitrary, or one " +
+			"pass with most of the rows in the shared memory of all SMs"
 	}
-	return "whatever was fastest where it was measured, for the shape and the device"
+	return "the algorithm that was fastest in measurements for the shape and the device"
 }
 
-// Algorithms lists the algorithms of an op that Explain takes, each with what it is and which rows it serves on a device with
-// clusters of 16. The planner itself is asked for the limits.
+// Algorithms lists the algorithms of an op that Explain knows. Each has a description, and the rows that it
+// serves on a device with clusters of up to 16 CTAs. These limits are found by asking the planner.
 func Algorithms(op string) ([]AlgorithmInfo, error) {
 	k := check{op: "algorithms"}
-	k.explained(op)
+	k.explainable(op)
 	if k.err != nil {
 		return nil, k.err
 	}
@@ -115,7 +124,7 @@ func Algorithms(op string) ([]AlgorithmInfo, error) {
 	return list, nil
 }
 
-// choosable tells whether an op has more than one algorithm.
+// choosable reports whether an op has more than one algorithm.
 func choosable(op kernels.Op) bool {
 	switch op {
 	case kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward:
@@ -124,20 +133,24 @@ func choosable(op kernels.Op) bool {
 	return false
 }
 
-// The devices that limits are told for: one with everything, and one without clusters.
+// The devices that limits are computed for: one with clusters of every size, and one without clusters.
 var (
-	ideal = driver.Facts{Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20,
-		Clusters: [17]int{1: 132, 66, 44, 33, 26, 22, 18, 16, 14, 13, 12, 11, 10, 9, 8, 8}}
-	plain = driver.Facts{Major: 8, SMs: 132, SharedPerBlock: 163 << 10, SharedPerSM: 164 << 10, L2Bytes: 40 << 20}
+	ideal = driver.Facts{
+		Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20,
+		Clusters: [17]int{1: 132, 66, 44, 33, 26, 22, 18, 16, 14, 13, 12, 11, 10, 9, 8, 8},
+	}
+	plain = driver.Facts{
+		Major: 8, SMs: 132, SharedPerBlock: 163 << 10, SharedPerSM: 164 << 10, L2Bytes: 40 << 20,
+	}
 )
 
 const (
-	none    = -1
-	longest = 30 // log2 of the vectors of a row that stands for any
+	none    = -1 // instead of a logarithm: no row is served
+	longest = 30 // log2 of the vectors in the longest row that is tried; if that is served, any length is
 )
 
-// reach asks the planner for the logarithms of the vectors in the shortest and in the longest row that is served. Every border
-// between served and not served is a power of two.
+// reach asks the planner for the shortest and the longest row that an algorithm serves. It returns the base-2
+// logarithms of their 16-byte vectors. It tries powers of two only, because every limit is one.
 func reach(f *driver.Facts, r request) (low, high int) {
 	low, high = none, none
 	elements := 16 / r.x.Size()
@@ -155,7 +168,7 @@ func reach(f *driver.Facts, r request) (low, high int) {
 	return low, high
 }
 
-// limits says which rows are served.
+// limits describes the rows that an algorithm serves.
 func limits(r request) string {
 	r.x, r.m = kernels.BFloat16, 1
 	low, high := reach(&ideal, r)
@@ -194,7 +207,7 @@ func limits(r request) string {
 	return strings.Join(text, ", ")
 }
 
-// bytes is the size of 1 << log vectors.
+// bytes formats the size of 1 << log vectors of 16 bytes.
 func bytes(log int) string {
 	switch {
 	case log < 6:
@@ -207,8 +220,8 @@ func bytes(log int) string {
 	return fmt.Sprintf("%d GiB", 1<<(log-26))
 }
 
-// chosen checks what a caller asks of the planner, once the device is known. Host tensors have one algorithm, in which no row
-// knows of another.
+// chosen checks the algorithm that a caller asks for. The operands come first, because it needs their device.
+// Host memory has one algorithm, which is batch-invariant.
 func (k *check) chosen(c Choice, op kernels.Op) {
 	switch {
 	case c.Algorithm == Auto:
@@ -216,14 +229,15 @@ func (k *check) chosen(c Choice, op kernels.Op) {
 		k.fail(StatusOption, "algorithm is %d, expected 0 (%v) to %d (%v)", int32(c.Algorithm), Auto,
 			len(algorithmNames)-1, Algorithm(len(algorithmNames)-1))
 	case !choosable(op):
-		k.fail(StatusOption, "algorithm is %q, expected %q: the op has no others; leave it out", c.Algorithm, Auto)
+		k.fail(StatusOption, "algorithm is %q, expected %q: the op has no others; leave it out",
+			c.Algorithm, Auto)
 	case k.device.Host() && !c.IfServed:
-		k.fail(StatusUnsupported, "algorithm is %q on %v, expected %q: host memory is served by one algorithm; leave it out, or "+
-			"move the operands to a CUDA device", c.Algorithm, k.device, Auto)
+		k.fail(StatusUnsupported, "algorithm is %q on %v, expected %q: host memory is served by one "+
+			"algorithm; leave it out, or move the operands to a CUDA device", c.Algorithm, k.device, Auto)
 	}
 }
 
-// refused says what the algorithm cannot do, and which others can.
+// refused explains why the algorithm cannot serve the request, and names the algorithms that can.
 func refused(f *driver.Facts, r request) error {
 	var limit string
 	asked, aligned, same, anyBits := r.Algorithm, r, r, r
@@ -255,16 +269,19 @@ func refused(f *driver.Facts, r request) error {
 		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands have the same " +
 			"offset"
 	case high == none && alignedHigh != none:
-		limit = "takes rows of whole, aligned 16-byte vectors only (and a weight and results of x's dtype, aligned too)"
+		limit = "takes rows of whole, aligned 16-byte vectors only " +
+			"(and a weight and results of x's dtype, aligned too)"
 	case high == none:
-		limit = fmt.Sprintf("needs clusters of thread blocks that this device, of compute capability %d.%d, does not have",
-			f.Major, f.Minor)
+		limit = fmt.Sprintf("needs clusters of thread blocks that this device, of compute capability %d.%d, "+
+			"does not have", f.Major, f.Minor)
 	case r.n > most(high):
-		limit = fmt.Sprintf("holds %s of up to %d %v elements on this device, these have %d", rows, most(high), r.x, r.n)
+		limit = fmt.Sprintf("holds %s of up to %d %v elements on this device, these have %d",
+			rows, most(high), r.x, r.n)
 	case low <= 0:
 		limit = fmt.Sprintf("does not take %s of %d %v elements on this device", rows, r.n, r.x)
 	default:
-		limit = fmt.Sprintf("splits %s of more than %d %v elements, these have %d", rows, most(low-1), r.x, r.n)
+		limit = fmt.Sprintf("splits %s of more than %d %v elements, these have %d",
+			rows, most(low-1), r.x, r.n)
 	}
 	var others []string
 	for a := Auto + 1; int(a) < len(algorithmNames); a++ {

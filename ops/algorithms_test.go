@@ -13,9 +13,11 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-var choosableOps = []kernels.Op{kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward}
+var choosableOps = []kernels.Op{
+	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,
+}
 
-// shapesOf names the kernels that go over the rows.
+// shapesOf returns the shapes of a plan's kernels that process the rows.
 func shapesOf(p *plan) (shapes []kernels.Shape) {
 	for _, l := range p.launches {
 		if l.variant.Shape != kernels.Finish {
@@ -25,12 +27,15 @@ func shapesOf(p *plan) (shapes []kernels.Shape) {
 	return shapes
 }
 
-// TestAlgorithmsAreWhatTheySay checks every name on every shape: it is served as it promises, or refused for a limit.
+// TestAlgorithmsAreWhatTheySay tries every algorithm on every shape. The plan must match the algorithm's
+// description, or the error must name a limit.
 func TestAlgorithmsAreWhatTheySay(t *testing.T) {
 	served := map[string]bool{}
 	for name, f := range testDevices {
 		for _, op := range choosableOps {
-			for _, n := range []int64{1, 3, 64, 500, 1024, 4096, 4097, 8192, 16384, 50257, 65536, 114688, 1 << 20, 1 << 25} {
+			for _, n := range []int64{
+				1, 3, 64, 500, 1024, 4096, 4097, 8192, 16384, 50257, 65536, 114688, 1 << 20, 1 << 25,
+			} {
 				for _, m := range []int64{1, 4, 128, 2048, 1 << 20} {
 					for _, x := range []kernels.DType{kernels.BFloat16, kernels.Float32} {
 						for a := Warp; a <= SplitK; a++ {
@@ -64,7 +69,7 @@ func TestAlgorithmsAreWhatTheySay(t *testing.T) {
 	}
 }
 
-// requireTrue holds a plan against the algorithm's description.
+// requireTrue compares a plan with the algorithm's description.
 func requireTrue(t *testing.T, a Algorithm, p *plan, what string) {
 	first := p.launches[0]
 	v, cluster := first.variant, first.geometry.Cluster
@@ -101,12 +106,15 @@ func requireTrue(t *testing.T, a Algorithm, p *plan, what string) {
 }
 
 func TestAlgorithmChoices(t *testing.T) {
-	const softmax, softmaxBack, norm, normBack = kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward
+	const (
+		softmax, softmaxBack = kernels.SoftmaxForward, kernels.SoftmaxBackward
+		norm, normBack       = kernels.RMSNormForward, kernels.RMSNormBackward
+	)
 	cases := []struct {
 		device string
 		r      request
 		a      Algorithm
-		want   string // the first kernel, or the refusal
+		want   string // the first kernel, or the error
 	}{
 		{"h100", request{op: softmax, m: 2048, n: 1024}, Warp, "softmax_forward_rows_bfloat16_32x4"},
 		{"h100", request{op: softmax, m: 2048, n: 4096}, Warp,
@@ -158,7 +166,7 @@ func TestAlgorithmChoices(t *testing.T) {
 	}
 }
 
-// What is only preferred is no reason to refuse.
+// With IfServed, an algorithm that cannot serve the rows is no error.
 func TestPreferredAlgorithm(t *testing.T) {
 	f := testDevices["h100"]
 	r := request{op: kernels.RMSNormBackward, x: kernels.BFloat16, m: 2048, n: 4096, dw: true,
@@ -172,7 +180,7 @@ func TestPreferredAlgorithm(t *testing.T) {
 	assert.Contains(t, p.String(), "register: ")
 }
 
-// Auto says which algorithm it takes, and with that name takes the same kernels.
+// Auto reports which algorithm it takes. A request for that algorithm gets the same kernels.
 func TestAutoTakesOneOfThem(t *testing.T) {
 	for name, f := range testDevices {
 		everyRequest(func(r request) {
@@ -193,7 +201,8 @@ func TestAutoTakesOneOfThem(t *testing.T) {
 	}
 }
 
-// TestBatchInvariantPlans proves that nothing which decides the order of a row's sums follows from the number of rows.
+// TestBatchInvariantPlans checks that the order in which a row is summed does not depend on the number of
+// rows.
 func TestBatchInvariantPlans(t *testing.T) {
 	type order struct {
 		variant *kernels.Variant
@@ -204,7 +213,7 @@ func TestBatchInvariantPlans(t *testing.T) {
 	rows := []int64{1, 2, 3, 4, 16, 17, 64, 128, 1000, 1024, 32768, 1 << 20}
 	for name, f := range testDevices {
 		everyRequest(func(r request) {
-			if r.m != 1 { // once for each of the rest
+			if r.m != 1 { // the numbers of rows follow below
 				return
 			}
 			for a := Auto; a <= SplitK && (a == Auto || choosable(r.op)); a++ {
@@ -214,14 +223,16 @@ func TestBatchInvariantPlans(t *testing.T) {
 					r.m = m
 					p, served, err := attempt(f, r)
 					if err != nil {
-						require.Greater(t, r.m*r.n, int64(1)<<40, "%s %+v: more CTAs than a grid has", name, r)
+						require.Greater(t, r.m*r.n, int64(1)<<40,
+							"%s %+v: more CTAs than a grid has", name, r)
 						continue
 					}
 					var orders []order
 					if served {
 						for _, l := range p.launches {
 							if l.variant.Shape != kernels.Finish {
-								orders = append(orders, order{l.variant, l.geometry.Cluster, p.chunk, p.splits})
+								orders = append(orders,
+									order{l.variant, l.geometry.Cluster, p.chunk, p.splits})
 							}
 						}
 						if i == 0 {

@@ -1,6 +1,7 @@
 //go:build !race
 
-// Under the race detector sync.Pool drops what it holds at random, and the CPU backend's pools allocate anew.
+// Not under the race detector: there sync.Pool drops objects at random, and the CPU operators have to
+// allocate new ones.
 
 package ops_test
 

@@ -10,7 +10,7 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// DType returns the element type that a DLPack dtype stands for, and whether it is one that ops know.
+// DType returns the element type of a DLPack dtype, and whether any op takes it.
 func DType(d dlpack.DType) (kernels.DType, bool) {
 	switch d {
 	case dlpack.Float16:
@@ -40,7 +40,7 @@ const (
 	anyIndex types = 1<<kernels.Int32 | 1<<kernels.Int64
 )
 
-// companion is the set for operands that need not have x's dtype: float64 goes with float64 only.
+// companion returns the types of an operand that need not have x's type. float64 goes with float64 only.
 func companion(x kernels.DType) types {
 	if x == kernels.Float64 {
 		return only(x)
@@ -48,7 +48,7 @@ func companion(x kernels.DType) types {
 	return lowFloat
 }
 
-// statistic is the type of what is computed per row.
+// statistic returns the type of results per row, such as rstd, the loss or the log-sum-exp.
 func statistic(x kernels.DType) types {
 	if x == kernels.Float64 {
 		return only(x)
@@ -71,15 +71,15 @@ func (s types) String() string {
 
 const perRow = "one for each row of x"
 
-// check goes through the operands of one call. The first defect is kept in err, and later checks of the
-// call may then see zero values. Nothing is allocated unless there is a defect.
+// check validates the operands of one call. It keeps the first error; later checks of the call may then see
+// zero values. It allocates memory only if there is an error.
 type check struct {
 	op     string
 	err    *Error
-	first  string        // the operand that fixed the device
+	first  string        // the first operand, which sets the device for all
 	device dlpack.Device // of all operands
-	spans  [12]span
-	count  int
+	spans  [12]span      // the memory of the operands so far
+	count  int           // of spans
 }
 
 // span is the memory of one operand: rows of cols elements.
@@ -117,7 +117,7 @@ func (k *check) operand(name string, t *dlpack.Tensor, allowed types) (d kernels
 		k.fail(status, "%s is not a valid DLPack tensor, it has %v", name, err)
 		return 0, false
 	}
-	k.place(name, t.Device)
+	k.sameDevice(name, t.Device)
 	d, ok = DType(t.DType)
 	if !ok {
 		k.fail(StatusDType, "%s has dtype %v, expected %v; convert it", name, t.DType, allowed)
@@ -125,30 +125,31 @@ func (k *check) operand(name string, t *dlpack.Tensor, allowed types) (d kernels
 	}
 	k.dtype(name, d, allowed)
 	if t.Len() > 0 && int64(uintptr(t.Pointer()))%d.Size() != 0 {
-		k.fail(StatusAlignment, "%s begins at an address that is %d beyond a multiple of %d, expected a multiple, "+
+		k.fail(StatusAlignment, "%s begins %d bytes after a multiple of %d, expected an address aligned to "+
 			"the size of a %v; copy it", name, int64(uintptr(t.Pointer()))%d.Size(), d.Size(), d)
 	}
 	return d, k.err == nil
 }
 
-// dtype checks an element type, once the device is known.
+// dtype checks an element type. It needs the device of the operands.
 func (k *check) dtype(name string, d kernels.DType, allowed types) {
 	switch {
 	case allowed&only(d) == 0:
 		k.fail(StatusDType, "%s has dtype %v, expected %v; convert it", name, d, allowed)
 	case d == kernels.Float64 && !k.device.Host():
-		k.fail(StatusUnsupported, "%s has dtype float64 on %v, expected %v there; convert it, or move the operands to "+
-			"host memory, where float64 is served", name, k.device, lowFloat)
+		k.fail(StatusUnsupported, "%s has dtype float64 on %v, expected %v there; convert it, or move the "+
+			"operands to host memory, where float64 is served", name, k.device, lowFloat)
 	}
 }
 
-// place checks that an operand is where the others are. Managed memory is reachable from any CUDA device.
-func (k *check) place(name string, d dlpack.Device) {
+// sameDevice checks that an operand is on the device of the others. Every CUDA device can access managed
+// memory.
+func (k *check) sameDevice(name string, d dlpack.Device) {
 	switch d.Type {
 	case dlpack.CPU, dlpack.CUDAHost, dlpack.CUDA, dlpack.CUDAManaged:
 	default:
-		k.fail(StatusDevice, "%s is on %v, expected cpu (1), cuda (2), cuda_host (3) or cuda_managed (13); copy it there",
-			name, d)
+		k.fail(StatusDevice, "%s is on %v, expected cpu (1), cuda (2), cuda_host (3) or cuda_managed (13); "+
+			"copy it there", name, d)
 	}
 	switch {
 	case k.first == "":
@@ -170,48 +171,55 @@ func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matri
 	last := t.Rank() - 1
 	switch {
 	case last < 0:
-		k.fail(StatusShape, "%s has rank 0, expected rows (M, N) of rank 1 or more; reshape it to (1, 1)", name)
+		k.fail(StatusShape, "%s has rank 0, expected rows (M, N) of rank 1 or more; reshape it to (1, 1)",
+			name)
 		return kernels.Matrix{}
 	case t.Dim(last) == 0:
-		k.fail(StatusShape, "%s has shape %s, expected a last dimension of 1 or more; skip the call", name, shape(t))
+		k.fail(StatusShape, "%s has shape %s, expected a last dimension of 1 or more; skip the call",
+			name, shape(t))
 		return kernels.Matrix{}
 	case t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1:
-		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements (stride 1); make it "+
-			"contiguous", name, t.Stride(last))
+		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements "+
+			"(stride 1); make it contiguous", name, t.Stride(last))
 		return kernels.Matrix{}
 	}
-	m := kernels.Matrix{Data: t.Pointer(), DType: d, Rows: t.Len() / t.Dim(last), Cols: t.Dim(last), Stride: t.Dim(last)}
+	m := kernels.Matrix{
+		Data: t.Pointer(), DType: d, Rows: t.Len() / t.Dim(last), Cols: t.Dim(last), Stride: t.Dim(last),
+	}
 	switch {
 	case m.Rows == 0:
 		m.Data = nil
 	case m.Rows > 1:
 		if m.Stride, ok = collapse(t, last); !ok {
-			k.fail(StatusLayout, "%s has shape %s and strides %s, expected leading dimensions that collapse into rows one "+
-				"fixed stride apart; make it contiguous", name, shape(t), strides(t))
+			k.fail(StatusLayout, "%s has shape %s and strides %s, expected leading dimensions that collapse "+
+				"into rows one fixed stride apart; make it contiguous", name, shape(t), strides(t))
 		}
 	}
 	k.add(span{name, d, int64(uintptr(m.Data)), m.Rows, m.Cols, m.Stride})
 	return m
 }
 
-// rowsLike checks an operand of rows that must have as many rows and columns as x, the operand named like.
-func (k *check) rowsLike(name string, t *dlpack.Tensor, allowed types, like string, x kernels.Matrix) kernels.Matrix {
+// rowsLike checks an operand that must have as many rows and columns as x, whose name is like.
+func (k *check) rowsLike(
+	name string, t *dlpack.Tensor, allowed types, like string, x kernels.Matrix,
+) kernels.Matrix {
 	m := k.rows(name, t, allowed)
 	if k.err == nil && (m.Rows != x.Rows || m.Cols != x.Cols) {
-		k.fail(StatusShape, "%s has shape %s, which is %d rows of %d, expected %d rows of %d as %s", name, shape(t), m.Rows,
-			m.Cols, x.Rows, x.Cols, like)
+		k.fail(StatusShape, "%s has shape %s, which is %d rows of %d, expected %d rows of %d as %s",
+			name, shape(t), m.Rows, m.Cols, x.Rows, x.Cols, like)
 	}
 	return m
 }
 
-// vector checks an operand of n elements a fixed stride apart, n being what `what` says.
+// vector checks an operand of n elements with a fixed stride. what explains n in the error.
 func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, what string) kernels.Vector {
 	d, ok := k.operand(name, t, allowed)
 	if !ok {
 		return kernels.Vector{}
 	}
 	if t.Len() != n {
-		k.fail(StatusShape, "%s has shape %s, which is %d elements, expected %d: %s", name, shape(t), t.Len(), n, what)
+		k.fail(StatusShape, "%s has shape %s, which is %d elements, expected %d: %s",
+			name, shape(t), t.Len(), n, what)
 		return kernels.Vector{}
 	}
 	v := kernels.Vector{Data: t.Pointer(), DType: d, Len: n, Stride: 1}
@@ -220,8 +228,8 @@ func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, wh
 		v.Data = nil
 	case n > 1:
 		if v.Stride, ok = collapse(t, t.Rank()); !ok {
-			k.fail(StatusLayout, "%s has shape %s and strides %s, expected elements one fixed stride apart; make it contiguous",
-				name, shape(t), strides(t))
+			k.fail(StatusLayout, "%s has shape %s and strides %s, expected elements one fixed stride apart; "+
+				"make it contiguous", name, shape(t), strides(t))
 		}
 	}
 	k.add(span{name, d, int64(uintptr(v.Data)), n, 1, v.Stride})
@@ -232,7 +240,8 @@ func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, wh
 func (k *check) compact(name string, t *dlpack.Tensor, allowed types, n int64, what string) kernels.Vector {
 	v := k.vector(name, t, allowed, n, what)
 	if k.err == nil && v.Stride != 1 {
-		k.fail(StatusLayout, "%s has stride %d, expected adjacent elements (stride 1); make it contiguous", name, v.Stride)
+		k.fail(StatusLayout, "%s has stride %d, expected adjacent elements (stride 1); make it contiguous",
+			name, v.Stride)
 	}
 	return v
 }
@@ -245,8 +254,8 @@ func (k *check) weights(name string, t *dlpack.Tensor, allowed types, n int64) k
 	return k.compact(name, t, allowed, n, "one for each column of x")
 }
 
-// collapse returns the one stride that walks the first `rank` dimensions of t, which have two elements or
-// more between them.
+// collapse returns the stride between consecutive elements of the first `rank` dimensions of t, in row-major
+// order. ok is false if there is no such fixed stride.
 func collapse(t *dlpack.Tensor, rank int) (stride int64, ok bool) {
 	n := int64(1)
 	for i := rank - 1; i >= 0; i-- {
@@ -269,16 +278,16 @@ func (k *check) add(s span) {
 	k.count++
 }
 
-// output checks that the operand added last can be written: its elements are apart from one another and
-// from those of all operands added before, but for those named in same, whose very rows it may be.
+// output checks that the operand added last can be written. Its rows must not overlap one another, nor any
+// operand added before. The operands named in same are exceptions: it may be exactly the same memory.
 func (k *check) output(same ...string) {
 	if k.err != nil {
 		return
 	}
 	w := &k.spans[k.count-1]
 	if w.rows > 1 && w.cols > max(w.stride, -w.stride) {
-		k.fail(StatusLayout, "%s has rows of %d elements %d apart, expected an output whose rows do not overlap; make it "+
-			"contiguous", w.name, w.cols, w.stride)
+		k.fail(StatusLayout, "%s has rows of %d elements %d apart, expected an output whose rows do not "+
+			"overlap; make it contiguous", w.name, w.cols, w.stride)
 	}
 	for i := range k.spans[:k.count-1] {
 		s := &k.spans[i]
@@ -291,18 +300,19 @@ func (k *check) output(same ...string) {
 		}
 		switch {
 		case !allowed:
-			k.fail(StatusOverlap, "%s overlaps %s, expected separate memory; allocate %s apart", w.name, s.name, w.name)
+			k.fail(StatusOverlap, "%s overlaps %s, expected separate memory; allocate %s separately",
+				w.name, s.name, w.name)
 		case !w.same(s):
-			k.fail(StatusOverlap, "%s overlaps %s without being the very same rows of the same dtype, expected those or "+
-				"separate memory; allocate %s apart", w.name, s.name, w.name)
+			k.fail(StatusOverlap, "%s overlaps %s, expected exactly the same rows and dtype, or separate "+
+				"memory; allocate %s separately", w.name, s.name, w.name)
 		}
 	}
 }
 
 // bounds returns the addresses of the first byte and of the byte after the last.
 func (s *span) bounds() (low, high int64) {
-	reach := (s.rows - 1) * s.stride * s.dtype.Size()
-	return s.data + min(reach, 0), s.data + max(reach, 0) + s.cols*s.dtype.Size()
+	last := (s.rows - 1) * s.stride * s.dtype.Size() // the last row's offset, negative where the stride is
+	return s.data + min(last, 0), s.data + max(last, 0) + s.cols*s.dtype.Size()
 }
 
 func (s *span) overlaps(o *span) bool {
@@ -314,8 +324,8 @@ func (s *span) overlaps(o *span) bool {
 	if high <= low2 || high2 <= low {
 		return false
 	}
-	// Slices of the columns of one buffer share its range of bytes, yet no element: their rows are equally
-	// far apart, and within one such distance each takes its own part.
+	// Two slices of a buffer's columns have overlapping address ranges but may share no element. Their rows
+	// have the same pitch, so it is enough to compare the bytes that they use within one pitch.
 	pitch := abs(s.stride * s.dtype.Size())
 	if s.rows < 2 || o.rows < 2 || pitch == 0 || pitch != abs(o.stride*o.dtype.Size()) {
 		return true
@@ -324,7 +334,7 @@ func (s *span) overlaps(o *span) bool {
 	return shift < s.cols*s.dtype.Size() || shift+o.cols*o.dtype.Size() > pitch
 }
 
-// same tells whether two operands are element for element the same memory.
+// same reports whether two operands consist of the same elements in memory, in the same order.
 func (s *span) same(o *span) bool {
 	return s.data == o.data && s.dtype == o.dtype && s.rows == o.rows && s.cols == o.cols &&
 		(s.rows < 2 || s.stride == o.stride)
@@ -336,7 +346,7 @@ func shape(t *dlpack.Tensor) string { return list(t.Rank(), t.Dim) }
 
 func strides(t *dlpack.Tensor) string { return list(t.Rank(), t.Stride) }
 
-// list writes numbers without letting their tensor escape to the heap.
+// list formats n numbers. It does not use fmt, which would make the tensor escape to the heap.
 func list(n int, number func(int) int64) string {
 	text := []byte{'('}
 	for i := range n {

@@ -8,17 +8,19 @@ import (
 	"github.com/gander-go/gander/kernels/cpu"
 )
 
-// DefaultIgnoreIndex is the field's habit. It is not the zero value of IgnoreIndex, with which class 0 counts for
-// nothing.
+// DefaultIgnoreIndex is the value that PyTorch uses. The zero value of IgnoreIndex ignores the rows of class
+// 0 instead.
 const DefaultIgnoreIndex = -100
 
-// logSumExp is the log-sum-exp of each row: whole in Max where LogSum is absent.
+// logSumExp is the log-sum-exp of each row, Max + LogSum. If LogSum is absent, Max holds the sum. Denominator
+// is the divisor of a mean, if the same tensor holds that too.
 type logSumExp struct{ Max, LogSum, Denominator kernels.Vector }
 
 func (a *crossEntropyForward) refuse(k *check) {
 	k.onePass(a.OnePass, a.Reduction)
 	if a.LSE.Denominator.Present() && a.Denominator.Present() {
-		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; drop denominator")
+		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; "+
+			"drop denominator")
 	}
 }
 
@@ -28,10 +30,11 @@ func (k *check) onePass(onePass bool, reduction kernels.Reduction) {
 	}
 }
 
-// spec is what the kernels read and write.
+// spec describes the call to the kernels: what they read and write, and the options.
 func (a *crossEntropyForward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
-		X: a.X, Target: a.Target, Weight: a.Weight, IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
+		X: a.X, Target: a.Target, Weight: a.Weight,
+		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
 		Loss: a.Loss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX, Denominator: a.Denominator,
 	}
 	if a.LSE.Denominator.Present() {
@@ -99,13 +102,16 @@ func (a *crossEntropyForward) request() request {
 func (a *crossEntropyBackward) refuse(k *check) {
 	k.onePass(a.OnePass, a.Reduction)
 	if a.OnePass && a.X.Rows > 1 && a.DLoss.Stride != 0 {
-		k.fail(StatusShape, "dloss has %d elements, expected one with one_pass; pass the reduced loss's gradient", a.DLoss.Len)
+		k.fail(StatusShape, "dloss has %d elements, expected one with one_pass; pass the gradient of the "+
+			"reduced loss", a.DLoss.Len)
 	}
 	switch known := a.Denominator.Present() || a.LSE.Denominator.Present(); {
 	case a.Reduction == kernels.ReduceMean && !known:
-		k.fail(StatusNull, "denominator is NULL, expected the mean's denominator; pass it, or a lse that contains it")
+		k.fail(StatusNull, "denominator is NULL, expected the mean's denominator; pass it, or an lse that "+
+			"contains it")
 	case a.Reduction != kernels.ReduceMean && a.Denominator.Present():
-		k.fail(StatusOption, "denominator is given with another reduction than mean, expected NULL; drop it or say mean")
+		k.fail(StatusOption, "denominator is given with another reduction than mean, expected NULL; "+
+			"drop it or set reduction to mean")
 	}
 }
 
@@ -118,7 +124,8 @@ func (a *crossEntropyBackward) request() request {
 
 func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
-		X: a.X, Target: a.Target, Weight: a.Weight, IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
+		X: a.X, Target: a.Target, Weight: a.Weight,
+		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
 		DLoss: a.DLoss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX,
 	}
 	if a.Reduction == kernels.ReduceMean {
@@ -155,13 +162,14 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 
-// crossEntropy fills in what forward and backward share.
+// crossEntropy fills in the arguments that forward and backward share.
 func (k *cudaCall) crossEntropy(s *kernels.CrossEntropy) kernels.CrossEntropyArgs {
 	args := kernels.CrossEntropyArgs{
 		Rows:   k.rows(s.X, kernels.Matrix{}, s.DX),
 		Target: input(s.Target.Data), TargetStride: s.Target.Stride, TargetType: int32(s.Target.DType),
 		Weight: input(s.Weight.Data), WeightType: int32(s.Weight.DType), IgnoreIndex: s.IgnoreIndex,
-		Max: output(s.Max.Data), MaxStride: s.Max.Stride, LogSum: output(s.LogSum.Data), LogSumStride: s.LogSum.Stride,
+		Max: output(s.Max.Data), MaxStride: s.Max.Stride,
+		LogSum: output(s.LogSum.Data), LogSumStride: s.LogSum.Stride,
 	}
 	if s.Reduction == kernels.ReduceMean {
 		args.Mean = 1
@@ -169,22 +177,24 @@ func (k *cudaCall) crossEntropy(s *kernels.CrossEntropy) kernels.CrossEntropyArg
 	return args
 }
 
-// reduction checks an option that says what becomes of the rows' losses.
+// reduction checks the option of that name.
 func (k *check) reduction(r kernels.Reduction) {
 	if r < kernels.ReduceNone || r > kernels.ReduceSum {
 		k.fail(StatusOption, "reduction is %d, expected none (0), mean (1) or sum (2)", r)
 	}
 }
 
-// reduced checks an operand with an element for each row, or with one where the rows are reduced.
-func (k *check) reduced(name string, t *dlpack.Tensor, allowed types, m int64, r kernels.Reduction) kernels.Vector {
+// reduced checks an operand with one element for each row, or a single element if the rows are reduced.
+func (k *check) reduced(
+	name string, t *dlpack.Tensor, allowed types, m int64, r kernels.Reduction,
+) kernels.Vector {
 	if r == kernels.ReduceNone {
 		return k.compact(name, t, allowed, m, perRow+" with reduction none")
 	}
 	return k.compact(name, t, allowed, 1, "one sum or mean for all rows")
 }
 
-// upstream checks the gradient of a reduced operand. One element for all rows has stride 0.
+// upstream checks the gradient of a reduced operand. A single element applies to all rows: its stride is 0.
 func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) kernels.Vector {
 	if t != nil && t.Validate() == nil && t.Len() == 1 {
 		v := k.vector(name, t, allowed, 1, "")
@@ -194,8 +204,8 @@ func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) 
 	return k.vector(name, t, allowed, m, perRow+", or a single one for all")
 }
 
-// statistics checks the log-sum-exp of the rows: M elements, (2, M) in two parts, or 2 M + 1, those parts and the
-// denominator behind them.
+// statistics checks the log-sum-exp of the rows. It has M elements; or shape (2, M), with the maxima and the
+// logarithms of the sums; or 2 M + 1 elements, the same two parts and then the denominator.
 func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64) (s logSumExp) {
 	const shapes = perRow + ", (2, M), or 2 M + 1 with the denominator"
 	if k.err != nil || t == nil || t.Validate() != nil {
@@ -232,8 +242,8 @@ func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64
 		part.Strides = unsafe.SliceData(unsafe.Slice(t.Strides, t.NDim)[1:])
 	}
 	if stride, ok := collapse(&part, part.Rank()); m > 1 && (!ok || stride != 1) {
-		k.fail(StatusLayout, "%s has strides %s, expected adjacent elements in each of its two parts; make it contiguous",
-			name, strides(t))
+		k.fail(StatusLayout, "%s has strides %s, expected adjacent elements in each of its two parts; "+
+			"make it contiguous", name, strides(t))
 	}
 	s.Max = kernels.Vector{Data: t.Pointer(), DType: d, Len: m, Stride: 1}
 	s.LogSum = s.Max

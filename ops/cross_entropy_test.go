@@ -19,8 +19,9 @@ const ignored = ops.DefaultIgnoreIndex
 
 var plain = crossEntropyOptions{IgnoreIndex: ignored}
 
-// entropy is the reference for each row: the loss, its magnitude, the two parts of the log-sum-exp, the
-// gradient for an upstream gradient of 1, and the weight of the row in a mean.
+// entropy is the reference result of each row. The gradient is that for an upstream gradient of 1. sizeLoss
+// and sizeDX are the magnitudes from which requireClose computes its bounds. The log-sum-exp is top + logSum.
+// weight is the weight of the row in a mean.
 type entropy struct {
 	loss, sizeLoss, top, logSum, dx, sizeDX, weight []float64
 }
@@ -103,7 +104,9 @@ func TestCrossEntropy(t *testing.T) {
 	}
 }
 
-func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType, m, n int64, l layout, weighted bool) {
+func testCrossEntropy(
+	t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType, m, n int64, l layout, weighted bool,
+) {
 	stat := statistic(d)
 	vx, vt := random(t, r, d, m*n), make([]float64, m)
 	for i := range vt {
@@ -123,7 +126,8 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 	want := crossEntropy(vx, vt, vw, n)
 
 	o := plain
-	loss, lse, dx, denominator := empty(t, stat, m), empty(t, stat, 2, m), newMatrix(t, d, nil, m, n, l), empty(t, stat)
+	loss, lse, denominator := empty(t, stat, m), empty(t, stat, 2, m), empty(t, stat)
+	dx := newMatrix(t, d, nil, m, n, l)
 	require.NoError(t, crossEntropyForward(x.Tensor, target, weight, loss, lse, dx.Tensor, denominator, o))
 	requireClose(t, want.loss, want.sizeLoss, values(t, loss), stat, n)
 	gotDX := dx.result(t)
@@ -133,7 +137,7 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 	requireClose(t, want.top, want.top, parts[:m], stat, n)
 	requireClose(t, want.logSum, ones(int(m)), parts[m:], stat, n)
 
-	// Only the loss; the whole log-sum-exp.
+	// Only the loss, and the log-sum-exp as one number.
 	alone, whole := empty(t, stat, m), empty(t, stat, m)
 	require.NoError(t, crossEntropyForward(x.Tensor, target, weight, alone, whole, nil, nil, o))
 	requireClose(t, want.loss, want.sizeLoss, values(t, alone), stat, n)
@@ -141,7 +145,7 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 		assert.InDelta(t, want.top[i]+want.logSum[i], v, ulp(stat, v)*(16+2*math.Sqrt(float64(n))))
 	}
 
-	// Totals.
+	// Reduced losses.
 	counted := slices.DeleteFunc(slices.Clone(want.sizeLoss), math.IsNaN)
 	total, mean := empty(t, stat), empty(t, stat, 1)
 	o.Reduction = kernels.ReduceSum
@@ -150,9 +154,11 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 	o.Reduction = kernels.ReduceMean
 	require.NoError(t, crossEntropyForward(x.Tensor, target, weight, mean, nil, nil, denominator, o))
 	divisor := sum(want.weight)
-	requireClose(t, []float64{sum(want.loss) / divisor}, []float64{sum(counted) / divisor}, values(t, mean), stat, n)
+	requireClose(t, []float64{sum(want.loss) / divisor}, []float64{sum(counted) / divisor}, values(t, mean),
+		stat, n)
 
-	// Backward: a gradient per row with either form of lse, one for all rows, and a mean's.
+	// Backward with an upstream gradient per row and both forms of lse; with a single one; with that of a
+	// mean.
 	vd := random(t, r, stat, m)
 	o.Reduction = kernels.ReduceNone
 	scaled, size := want.upstream(vd, n)
@@ -160,17 +166,20 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 		grad := newMatrix(t, d, nil, m, n, l)
 		require.NoError(t, crossEntropyBackward(x.Tensor, target, weight, tensor(t, stat, vd, m), form, nil,
 			grad.Tensor, o))
-		// The whole lse has lost digits where the logits are large.
+		// As one number, the log-sum-exp has fewer digits after the point if the logits are large.
 		requireClose(t, scaled, addScaled(size, vd, want.top, n), grad.result(t), d, n)
 	}
 	three := slices.Repeat([]float64{3}, int(m))
 	scaled, size = want.upstream(three, n)
 	for name, dloss := range map[string]*dlpack.Tensor{
-		"single": tensor(t, stat, three[:1]), "repeated": view(t, tensor(t, stat, three[:1], 1), 0, []int64{m}, []int64{0}),
-		"strided": view(t, tensor(t, stat, slices.Repeat([]float64{3, 0}, int(m)), 2*m), 0, []int64{m}, []int64{2}),
+		"single":   tensor(t, stat, three[:1]),
+		"repeated": view(t, tensor(t, stat, three[:1], 1), 0, []int64{m}, []int64{0}),
+		"strided": view(t, tensor(t, stat, slices.Repeat([]float64{3, 0}, int(m)), 2*m), 0,
+			[]int64{m}, []int64{2}),
 	} {
 		grad := newMatrix(t, d, nil, m, n, l)
-		require.NoError(t, crossEntropyBackward(x.Tensor, target, weight, dloss, lse, nil, grad.Tensor, o), name)
+		err := crossEntropyBackward(x.Tensor, target, weight, dloss, lse, nil, grad.Tensor, o)
+		require.NoError(t, err, name)
 		requireClose(t, scaled, size, grad.result(t), d, n)
 	}
 	o.Reduction = kernels.ReduceMean
@@ -180,7 +189,7 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 		denominator, grad.Tensor, o))
 	requireClose(t, scaled, size, grad.result(t), d, n)
 
-	// In x's place, both directions.
+	// With dx in x's memory, backward and forward.
 	assert.Equal(t, vx, x.result(t), "x must not change")
 	place := newMatrix(t, d, vx, m, n, l)
 	require.NoError(t, crossEntropyBackward(place.Tensor, target, weight, tensor(t, stat, three[:1]), lse,
@@ -191,16 +200,18 @@ func testCrossEntropy(t *testing.T, r *rand.Rand, d, dtypeW, index dlpack.DType,
 	assert.Equal(t, gotDX, x.result(t))
 }
 
-// TestCrossEntropyOnePass: with one_pass forward's dx is the gradient of the reduced loss, and backward
-// leaves that as it is or makes it again, as dloss says.
+// TestCrossEntropyOnePass: with one_pass, forward writes the gradient of the reduced loss to dx. Backward
+// leaves that if dloss is 1, and otherwise computes the gradient again.
 func TestCrossEntropyOnePass(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
 	for _, d := range floats {
 		for _, reduction := range []kernels.Reduction{kernels.ReduceMean, kernels.ReduceSum} {
-			// One row to a task, several, and rows that are shared among threads.
+			// Tasks of one row, tasks of several rows, and rows that several threads share.
 			for _, shape := range [][2]int64{{1, 1}, {7, 33}, {700, 130}, {2, 131100}} {
 				if shape[1] > 1000 && d != dlpack.Float32 {
-					continue // 16 bits go its way once widened; the reference is no better than float64
+					// 16-bit types run float32's code after conversion. The reference is no more exact than
+					// float64.
+					continue
 				}
 				for _, weighted := range []bool{false, true} {
 					name := fmt.Sprintf("%v/%d/%v/weighted=%v", d, reduction, shape, weighted)
@@ -253,7 +264,7 @@ func testOnePass(t *testing.T, r *rand.Rand, d dlpack.DType, reduction kernels.R
 	right, size := gradient(1)
 	requireClose(t, right, size, dx.result(t), d, n)
 
-	// Without a denominator, and in x's place.
+	// Without a denominator, and with dx in x's memory.
 	place := tensor(t, d, vx, m, n)
 	require.NoError(t, crossEntropyForward(place, target, weight, loss, lse, place, nil, o))
 	assert.Equal(t, dx.result(t), values(t, place))
@@ -270,7 +281,8 @@ func testOnePass(t *testing.T, r *rand.Rand, d dlpack.DType, reduction kernels.R
 		given := newMatrix(t, d, slices.Repeat([]float64{mark}, int(m*n)), m, n, layouts[1])
 		backward(given.Tensor)
 		if dloss == 1 {
-			assert.Equal(t, slices.Repeat([]float64{mark}, int(m*n)), given.result(t), "dx is right as it is")
+			assert.Equal(t, slices.Repeat([]float64{mark}, int(m*n)), given.result(t),
+				"dx must not be written")
 			continue
 		}
 		right, size := gradient(dloss)
@@ -278,8 +290,9 @@ func testOnePass(t *testing.T, r *rand.Rand, d dlpack.DType, reduction kernels.R
 	}
 }
 
-// TestOnePassWhereNothingCounts: the denominator is 0, and so is the gradient.
-func TestOnePassWhereNothingCounts(t *testing.T) {
+// TestOnePassWithoutWeight: all rows are ignored or have weight 0. The denominator is 0, and so is the
+// gradient.
+func TestOnePassWithoutWeight(t *testing.T) {
 	for name, class := range map[string]float64{"ignored": ignored, "weight 0": 1} {
 		x := empty(t, dlpack.Float32, 3, 4)
 		target := tensor(t, dlpack.Int64, []float64{class, class, class}, 3)
@@ -295,7 +308,7 @@ func TestOnePassWhereNothingCounts(t *testing.T) {
 	}
 }
 
-// addScaled adds what rounding the whole log-sum-exp, about top, does to a gradient of one unit.
+// addScaled adds to size the error of a gradient that comes from a rounded log-sum-exp of about top.
 func addScaled(size, scale, top []float64, n int64) []float64 {
 	v := slices.Clone(size)
 	for i := range v {
@@ -311,7 +324,8 @@ func TestTargetsOutOfRange(t *testing.T) {
 	for _, index := range []dlpack.DType{dlpack.Int32, dlpack.Int64} {
 		for _, d := range floats {
 			stat := statistic(d)
-			x, weight := tensor(t, d, random(t, rand.New(rand.NewPCG(3, 4)), d, m*n), m, n), tensor(t, d, ones(n), n)
+			x := tensor(t, d, random(t, rand.New(rand.NewPCG(3, 4)), d, m*n), m, n)
+			weight := tensor(t, d, ones(n), n)
 			loss, lse, dx := empty(t, stat, m), empty(t, stat, 2, m), empty(t, d, m, n)
 			o := plain
 			target := tensor(t, index, vt, m)
@@ -319,12 +333,13 @@ func TestTargetsOutOfRange(t *testing.T) {
 			require.NoError(t, crossEntropyForward(x, target, weight, loss, lse, dx, nil, o))
 			requireClose(t, want.loss, want.sizeLoss, values(t, loss), stat, n)
 			requireClose(t, want.dx, want.sizeDX, values(t, dx), d, n)
-			require.NoError(t, crossEntropyBackward(x, target, weight, tensor(t, stat, []float64{1}), lse, nil, dx, o))
+			one := tensor(t, stat, []float64{1})
+			require.NoError(t, crossEntropyBackward(x, target, weight, one, lse, nil, dx, o))
 			requireClose(t, want.dx, want.sizeDX, values(t, dx), d, n)
 			total := empty(t, stat)
 			o.Reduction = kernels.ReduceSum
 			require.NoError(t, crossEntropyForward(x, target, nil, total, nil, nil, nil, o))
-			assert.True(t, math.IsNaN(values(t, total)[0]), "one bad row shows in the total")
+			assert.True(t, math.IsNaN(values(t, total)[0]), "one invalid target makes the sum NaN")
 		}
 	}
 }
@@ -337,19 +352,22 @@ func TestTargetsAreNotTruncated(t *testing.T) {
 	assert.True(t, math.IsNaN(values(t, loss)[0]))
 }
 
-func TestNothingCounts(t *testing.T) {
+func TestAllRowsIgnored(t *testing.T) {
 	for name, m := range map[string]int64{"ignored": 3, "no rows": 0} {
 		t.Run(name, func(t *testing.T) {
-			x, target := empty(t, dlpack.Float32, m, 4), tensor(t, dlpack.Int64, slices.Repeat([]float64{ignored}, int(m)), m)
-			loss, denominator := tensor(t, dlpack.Float32, []float64{7}), tensor(t, dlpack.Float32, []float64{7})
+			x := empty(t, dlpack.Float32, m, 4)
+			target := tensor(t, dlpack.Int64, slices.Repeat([]float64{ignored}, int(m)), m)
+			loss := tensor(t, dlpack.Float32, []float64{7})
+			denominator := tensor(t, dlpack.Float32, []float64{7})
 			dx, lse := empty(t, dlpack.Float32, m, 4), empty(t, dlpack.Float32, 2, m)
 			o := crossEntropyOptions{IgnoreIndex: ignored, Reduction: kernels.ReduceMean}
 			require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, dx, denominator, o))
-			assert.True(t, math.IsNaN(values(t, loss)[0]), "a mean over nothing is NaN, as in torch")
+			assert.True(t, math.IsNaN(values(t, loss)[0]), "a mean over no rows is NaN, as in torch")
 			assert.Equal(t, []float64{0}, values(t, denominator))
 			assert.Equal(t, make([]float64, 4*m), values(t, dx))
 			require.NoError(t, crossEntropyBackward(x, target, nil, loss, lse, denominator, dx, o))
-			assert.Equal(t, make([]float64, 4*m), values(t, dx), "the gradient of an ignored row is 0 whatever the divisor")
+			assert.Equal(t, make([]float64, 4*m), values(t, dx),
+				"the gradient of an ignored row is 0 whatever the divisor")
 
 			o.Reduction = kernels.ReduceSum
 			require.NoError(t, crossEntropyForward(x, target, nil, loss, nil, nil, nil, o))
@@ -382,18 +400,20 @@ func TestCrossEntropyInfinities(t *testing.T) {
 	assert.InDelta(t, math.Log(3), got[3], 1e-6)
 }
 
-// Leading dimensions: targets and losses may have those of x, and target any one stride.
+// Targets and losses may have the leading dimensions of x. The target may have any fixed stride.
 func TestCrossEntropyLeadingDimensions(t *testing.T) {
 	vx, vt := random(t, rand.New(rand.NewPCG(5, 6)), dlpack.Float32, 24), []float64{0, 1, 2, 3, 2, 1}
 	x := tensor(t, dlpack.Float32, vx, 2, 3, 4)
 	spread := tensor(t, dlpack.Int64, vt, 6)
 	want := crossEntropy(vx, vt, nil, 4)
 	for name, target := range map[string]*dlpack.Tensor{
-		"as x":    view(t, spread, 0, []int64{2, 3}, nil),
-		"flat":    spread,
-		"flipped": view(t, tensor(t, dlpack.Int64, []float64{1, 2, 3, 2, 1, 0}, 6), 5, []int64{2, 3}, []int64{-3, -1}),
+		"as x": view(t, spread, 0, []int64{2, 3}, nil),
+		"flat": spread,
+		"flipped": view(t, tensor(t, dlpack.Int64, []float64{1, 2, 3, 2, 1, 0}, 6), 5,
+			[]int64{2, 3}, []int64{-3, -1}),
 	} {
-		loss, lse, dx := empty(t, dlpack.Float32, 2, 3), empty(t, dlpack.Float32, 2, 2, 3), empty(t, dlpack.Float32, 2, 3, 4)
+		loss, lse := empty(t, dlpack.Float32, 2, 3), empty(t, dlpack.Float32, 2, 2, 3)
+		dx := empty(t, dlpack.Float32, 2, 3, 4)
 		require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, nil, nil, plain), name)
 		requireClose(t, want.loss, want.sizeLoss, values(t, loss), dlpack.Float32, 4)
 		one := tensor(t, dlpack.Float32, []float64{1})
@@ -401,7 +421,7 @@ func TestCrossEntropyLeadingDimensions(t *testing.T) {
 		requireClose(t, want.dx, want.sizeDX, values(t, dx), dlpack.Float32, 4)
 	}
 
-	// The parts of lse may be slices of longer ones.
+	// The two parts of lse may be slices of a larger tensor.
 	loss, long := empty(t, dlpack.Float32, 6), empty(t, dlpack.Float32, 2, 10)
 	cut := view(t, long, 1, []int64{2, 6}, []int64{10, 1})
 	require.NoError(t, crossEntropyForward(x, spread, nil, loss, cut, nil, nil, plain))
@@ -411,13 +431,15 @@ func TestCrossEntropyLeadingDimensions(t *testing.T) {
 	assert.Equal(t, []float64{0, 0, 0, 0}, []float64{parts[0], parts[7], parts[10], parts[17]})
 }
 
-// A log-sum-exp of 2 M + 1 elements holds both parts and the denominator, and serves backward by itself.
+// A log-sum-exp of 2 M + 1 elements holds both parts and the denominator, so that backward needs no other
+// statistics.
 func TestCrossEntropyPackedStatistics(t *testing.T) {
 	for _, m := range []int64{0, 1, 3} {
 		x := tensor(t, dlpack.Float32, random(t, rand.New(rand.NewPCG(7, 8)), dlpack.Float32, 4*m), m, 4)
 		target := tensor(t, dlpack.Int64, []float64{1, ignored, 2}[:m], m)
 		one, loss := tensor(t, dlpack.Float32, []float64{1}), empty(t, dlpack.Float32)
-		apart, denominator, packed := empty(t, dlpack.Float32, 2, m), empty(t, dlpack.Float32), empty(t, dlpack.Float32, 2*m+1)
+		apart, packed := empty(t, dlpack.Float32, 2, m), empty(t, dlpack.Float32, 2*m+1)
+		denominator := empty(t, dlpack.Float32)
 		o := crossEntropyOptions{IgnoreIndex: ignored, Reduction: kernels.ReduceMean}
 		require.NoError(t, crossEntropyForward(x, target, nil, loss, apart, nil, denominator, o))
 		require.NoError(t, crossEntropyForward(x, target, nil, loss, packed, nil, nil, o))
@@ -430,7 +452,7 @@ func TestCrossEntropyPackedStatistics(t *testing.T) {
 
 		err := crossEntropyForward(x, target, nil, loss, packed, nil, denominator, o)
 		require.ErrorContains(t, err, "denominator is given, and lse has room for it too")
-		o.Reduction = kernels.ReduceSum // has no use for the denominator
+		o.Reduction = kernels.ReduceSum // ignores the denominator
 		require.NoError(t, crossEntropyBackward(x, target, nil, one, packed, nil, got, o))
 	}
 }

@@ -11,17 +11,19 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// plans remembers plans by request, direct-mapped: a training loop asks for the same few again and again.
-// An entry is immutable, so that a lost race costs one more plan and nothing else.
-type plans [256]atomic.Pointer[remembered]
+// planCache is a direct-mapped cache of plans: a training loop repeats the same few requests. Entries are
+// immutable. Where two goroutines store different entries in one slot, the only cost is that one plan is made
+// again.
+type planCache [256]atomic.Pointer[cachedPlan]
 
-type remembered struct {
+type cachedPlan struct {
 	request request
 	plan    *plan
 }
 
-// devicePlans holds each device's plans by its number; a device beyond the table plans anew on each call.
-var devicePlans [64]plans
+// planCaches has one cache for each device ordinal. Calls on a device with a higher ordinal make a plan each
+// time.
+var planCaches [64]planCache
 
 func (r *request) hash() uint64 {
 	h := uint64(r.m)*0x9e3779b97f4a7c15 ^ uint64(r.n)*0xc2b2ae3d27d4eb4f ^ uint64(r.op)<<8 ^ uint64(r.x)
@@ -42,10 +44,10 @@ func planFor(ordinal int32, f *driver.Facts, r request) (*plan, error) {
 	if tuningFile != "" {
 		return tuningPlan(f, r)
 	}
-	if int(ordinal) >= len(devicePlans) {
+	if int(ordinal) >= len(planCaches) {
 		return makePlan(f, r)
 	}
-	slot := &devicePlans[ordinal][r.hash()%uint64(len(plans{}))]
+	slot := &planCaches[ordinal][r.hash()%uint64(len(planCache{}))]
 	if e := slot.Load(); e != nil && e.request == r {
 		return e.plan, nil
 	}
@@ -53,22 +55,22 @@ func planFor(ordinal int32, f *driver.Facts, r request) (*plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	slot.Store(&remembered{r, p})
+	slot.Store(&cachedPlan{r, p})
 	return p, nil
 }
 
-// cudaCall is one call on its way to the device. It does not hold the Call: what is in one struct with a device that lives on
-// the heap would have to live there too.
+// cudaCall is what one call needs to launch its kernels. It copies the stream and does not point to the Call:
+// the struct's device escapes to the heap, and escape analysis would then move the Call there too.
 type cudaCall struct {
-	device  *driver.Device
-	plan    *plan
-	stream  uintptr
-	scratch uintptr
-	fixed   int32
-	ours    bool // the scratch memory is the driver's, to be given back
+	device   *driver.Device
+	plan     *plan
+	stream   uintptr
+	scratch  uintptr
+	fixed    int32 // 1 for batch-invariant results
+	fromPool bool  // scratch is from the driver's memory pool, and finish frees it
 }
 
-// start opens the device, plans and takes the scratch memory. finish gives it back.
+// start opens the device, makes the plan and allocates scratch memory. The caller must call finish.
 func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 	d, err := driver.Open(ordinal)
 	if err != nil {
@@ -98,13 +100,14 @@ func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 		if k.scratch, err = d.Allocate(p.scratch.size, c.Stream); err != nil {
 			return cudaCall{}, cudaError(err)
 		}
-		k.ours = true
+		k.fromPool = true
 	}
 	return k, nil
 }
 
+// finish frees scratch memory that came from the driver's pool, in the stream's order.
 func (k *cudaCall) finish() {
-	if k.ours {
+	if k.fromPool {
 		k.device.Free(k.scratch, k.stream)
 	}
 }
@@ -120,11 +123,13 @@ func (k *cudaCall) launch(args unsafe.Pointer, bytes uintptr) error {
 	return nil
 }
 
+// at returns the address of an offset in the scratch memory.
 func (k *cudaCall) at(offset uint64) kernels.Output {
 	return kernels.Output(k.scratch + uintptr(offset))
 }
 
-// rows fills in what all kernels need. b is empty where the op has one input, y where it writes no rows.
+// rows fills in the arguments that all kernels take. b is empty if the op has one input, and y if it writes
+// no rows.
 func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 	return kernels.Rows{
 		A: input(a.Data), B: input(b.Data), Y: output(y.Data), Partial: k.at(k.plan.scratch.partial),
@@ -138,7 +143,7 @@ func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 func input(p unsafe.Pointer) kernels.Input   { return kernels.Input(uintptr(p)) }
 func output(p unsafe.Pointer) kernels.Output { return kernels.Output(uintptr(p)) }
 
-// vectorRows tells whether every row of m is made of whole, aligned 16-byte vectors.
+// vectorRows reports whether every row of m consists of whole, aligned 16-byte vectors.
 func vectorRows(m kernels.Matrix) bool {
 	size := m.DType.Size()
 	return uintptr(m.Data)%16 == 0 && m.Cols*size%16 == 0 && (m.Rows <= 1 || m.Stride*size%16 == 0)
@@ -149,7 +154,8 @@ func vectorRows(m kernels.Matrix) bool {
 func sameOffset(first kernels.Matrix, others ...kernels.Matrix) bool {
 	for _, m := range others {
 		apart := uintptr(m.Data) - uintptr(first.Data)
-		if m.DType != first.DType || apart%16 != 0 || (m.Rows > 1 && (m.Stride-first.Stride)*m.DType.Size()%16 != 0) {
+		if m.DType != first.DType || apart%16 != 0 ||
+			m.Rows > 1 && (m.Stride-first.Stride)*m.DType.Size()%16 != 0 {
 			return false
 		}
 	}
@@ -170,7 +176,7 @@ func cudaWarmup(ordinal int32) error {
 	return nil
 }
 
-// cudaExplain describes the kernels that aligned compact rows would get.
+// cudaExplain describes the kernels that would serve aligned compact rows.
 func cudaExplain(ordinal int32, r request) (string, error) {
 	d, err := driver.Open(ordinal)
 	if err != nil {
@@ -226,7 +232,7 @@ func errorf(s Status, format string, args ...any) error {
 	return &Error{Status: s, Message: fmt.Sprintf(format, args...)}
 }
 
-// cudaError gives the driver's errors a status.
+// cudaError converts an error of internal/driver to an Error.
 func cudaError(err error) error {
 	var result *driver.Error
 	switch {

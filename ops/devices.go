@@ -10,17 +10,27 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// devices are the GPUs that ExplainDevice knows by name. SMs, memory sizes and bandwidths are those of NVIDIA's datasheets for
-// the SXM parts (A100 of 80 GB); how many clusters are resident is what an H100 and an H200 answered.
+// devices are the GPUs that ExplainDevice knows by name. SMs, memory sizes and bandwidths are from NVIDIA's
+// datasheets for the SXM parts (for the A100, the one with 80 GB). Clusters is how many clusters of each size
+// can be resident, as the CUDA driver reported it on an H100 and on an H200.
 var devices = map[string]driver.Facts{
-	"a100": {Major: 8, SMs: 108, SharedPerBlock: 163 << 10, SharedPerSM: 164 << 10, L2Bytes: 40 << 20, MemoryGBs: 2039},
-	"h100": {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 50 << 20, MemoryGBs: 3352,
-		Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7}},
-	"h200": {Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10, L2Bytes: 60 << 20, MemoryGBs: 4917,
-		Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7}},
+	"a100": {
+		Major: 8, SMs: 108, SharedPerBlock: 163 << 10, SharedPerSM: 164 << 10,
+		L2Bytes: 40 << 20, MemoryGBs: 2039,
+	},
+	"h100": {
+		Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10,
+		L2Bytes: 50 << 20, MemoryGBs: 3352,
+		Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7},
+	},
+	"h200": {
+		Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10,
+		L2Bytes: 60 << 20, MemoryGBs: 4917,
+		Clusters: [17]int{1: 132, 66, 39, 31, 22, 17, 15, 15, 13, 12, 8, 8, 7, 7, 7, 7},
+	},
 }
 
-// ExplainDevice is Explain for a GPU that need not be there: "a100", "h100" or "h200".
+// ExplainDevice is Explain for a GPU that this machine need not have: "a100", "h100" or "h200".
 func ExplainDevice(op string, m, n int64, t kernels.DType, device string, c Choice) (string, error) {
 	k := check{op: "explain"}
 	facts, ok := devices[device]

@@ -9,7 +9,7 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// TestExplainDevice asks for GPUs that are not there.
+// TestExplainDevice needs none of the GPUs that it names.
 func TestExplainDevice(t *testing.T) {
 	for name, facts := range devices {
 		for op, r := range explained {
@@ -22,7 +22,8 @@ func TestExplainDevice(t *testing.T) {
 		}
 	}
 	for device, limit := range map[string]string{"h100": "", "a100": "needs clusters of thread blocks"} {
-		_, err := ExplainDevice("softmax_forward", 4096, 65536, kernels.BFloat16, device, Choice{Algorithm: Cluster})
+		c := Choice{Algorithm: Cluster}
+		_, err := ExplainDevice("softmax_forward", 4096, 65536, kernels.BFloat16, device, c)
 		if limit == "" {
 			require.NoError(t, err)
 			continue

@@ -13,12 +13,12 @@ import (
 	"github.com/gander-go/gander/ops"
 )
 
-// rowWidths are the N of the numerical tests: odd ones, one beyond a power of two, one that is long.
+// rowWidths are the values of N in the numerical tests.
 var rowWidths = []int64{1, 3, 31, 127, 1000, 4097}
 
 var floats = []dlpack.DType{dlpack.Float16, dlpack.BFloat16, dlpack.Float32, dlpack.Float64}
 
-// companions are the dtypes that weight, y and dout may have beside an x of type d.
+// companions returns the dtypes that weight, y and dout may have if x has dtype d.
 func companions(d dlpack.DType) []dlpack.DType {
 	if d == dlpack.Float64 {
 		return []dlpack.DType{d}
@@ -33,8 +33,8 @@ func statistic(d dlpack.DType) dlpack.DType {
 	return dlpack.Float32
 }
 
-// layout places rows in a larger buffer: pad elements between them, offset elements before them. A flipped
-// one has the last row first.
+// layout places rows in a larger buffer, with offset elements before them and pad elements between them. If
+// flip is set, the last row comes first.
 type layout struct {
 	name        string
 	pad, offset int64
@@ -47,8 +47,8 @@ var layouts = []layout{
 	{name: "flipped", pad: 1, offset: 5, flip: true},
 }
 
-// layoutsFor returns all layouts where an op's operands have one dtype, and the hardest where they are mixed:
-// how dtypes are read does not depend on where the rows are.
+// layoutsFor returns the layouts to test. Where an op's operands differ in dtype it returns only the hardest
+// one, since the conversion of elements does not depend on the layout.
 func layoutsFor(uniform bool) []layout {
 	if uniform {
 		return layouts
@@ -56,16 +56,17 @@ func layoutsFor(uniform bool) []layout {
 	return layouts[2:]
 }
 
-const guard = 77 // what the elements between the rows hold
+const guard = 77 // the value of the elements before, between and after the rows
 
-// matrix is rows in a guarded buffer.
+// matrix is a tensor of rows in a buffer whose other elements are guard.
 type matrix struct {
 	*dlpack.Tensor
 	buffer *dlpack.Tensor
-	at     []int64 // position in the buffer of each row
+	at     []int64 // index in the buffer of each row's first element
 }
 
-// newMatrix makes rows of the values that d gives to the given ones, or of the guard where they are nil.
+// newMatrix makes rows with the given values, converted to d. If values is nil, the rows are filled with
+// guard too.
 func newMatrix(t testing.TB, d dlpack.DType, values []float64, m, n int64, l layout) matrix {
 	stride := n + l.pad
 	buffer, err := dlpack.New(d, l.offset+m*stride+1)
@@ -93,7 +94,7 @@ func newMatrix(t testing.TB, d dlpack.DType, values []float64, m, n int64, l lay
 	return x
 }
 
-// result returns the rows' elements and checks that nothing was written between them.
+// result returns the rows' elements and checks that nothing was written outside of the rows.
 func (x matrix) result(t testing.TB) []float64 {
 	t.Helper()
 	all, err := x.buffer.Float64s()
@@ -134,7 +135,7 @@ func values(t testing.TB, v *dlpack.Tensor) []float64 {
 	return got
 }
 
-// view describes memory of v with another shape; strides nil means compact.
+// view returns a tensor of another shape in v's memory, from element skip on. strides nil means compact.
 func view(t testing.TB, v *dlpack.Tensor, skip int64, dims, strides []int64) *dlpack.Tensor {
 	t.Helper()
 	w, err := dlpack.Borrow(unsafe.Add(v.Data, skip*v.DType.Size()), v.Device, v.DType, dims, strides)
@@ -142,7 +143,8 @@ func view(t testing.TB, v *dlpack.Tensor, skip int64, dims, strides []int64) *dl
 	return w
 }
 
-// random returns normally distributed numbers with an outlier in every 64, rounded to d.
+// random returns normally distributed numbers, rounded to d. About one in 64 is an outlier, ten times as
+// large.
 func random(t testing.TB, r *rand.Rand, d dlpack.DType, n int64) []float64 {
 	v := make([]float64, n)
 	for i := range v {
@@ -154,7 +156,7 @@ func random(t testing.TB, r *rand.Rand, d dlpack.DType, n int64) []float64 {
 	return values(t, tensor(t, d, v, n))
 }
 
-// ulp returns the distance of d's numbers around v.
+// ulp returns the distance between adjacent numbers of type d near v.
 func ulp(d dlpack.DType, v float64) float64 {
 	bits, least := 52, -1022
 	switch d {
@@ -172,9 +174,10 @@ func ulp(d dlpack.DType, v float64) float64 {
 	return math.Ldexp(1, exponent-bits)
 }
 
-// requireClose compares with a reference. Beside one ulp of the output, the bound is what n operations in
-// the accumulator's precision do to a sum of terms of the given total magnitude: their errors add up like
-// a random walk, and 16 covers the constants, the exponential's error included.
+// requireClose compares got with a reference. The bound is one ulp of the output type, and the error of n
+// operations in the accumulator's precision on terms of the given total magnitude. The rounding errors of n
+// operations grow with the square root of n, as in a random walk. The constant 16 covers the rest, such as
+// the error of the exponential.
 func requireClose(t testing.TB, want, magnitude, got []float64, d dlpack.DType, n int64) {
 	t.Helper()
 	require.Len(t, got, len(want))
@@ -186,7 +189,8 @@ func requireClose(t testing.TB, want, magnitude, got []float64, d dlpack.DType, 
 	for i, w := range want {
 		if math.IsNaN(w) || math.IsInf(w, 0) {
 			if w != got[i] && !(math.IsNaN(w) && math.IsNaN(got[i])) {
-				require.Failf(t, "not the expected special value", "element %d is %v, expected %v", i, got[i], w)
+				require.Failf(t, "not the expected special value",
+					"element %d is %v, expected %v", i, got[i], w)
 			}
 			continue
 		}
@@ -223,14 +227,18 @@ type crossEntropyOptions struct {
 	OnePass     bool
 }
 
-func crossEntropyForward(x, target, weight, loss, lse, dx, denominator *dlpack.Tensor, o crossEntropyOptions) error {
+func crossEntropyForward(
+	x, target, weight, loss, lse, dx, denominator *dlpack.Tensor, o crossEntropyOptions,
+) error {
 	return ops.CrossEntropyForward{
 		X: x, Target: target, Weight: weight, Loss: loss, LSE: lse, DX: dx, Denominator: denominator,
 		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass,
 	}.Run(nil)
 }
 
-func crossEntropyBackward(x, target, weight, dloss, lse, denominator, dx *dlpack.Tensor, o crossEntropyOptions) error {
+func crossEntropyBackward(
+	x, target, weight, dloss, lse, denominator, dx *dlpack.Tensor, o crossEntropyOptions,
+) error {
 	return ops.CrossEntropyBackward{
 		X: x, Target: target, Weight: weight, DLoss: dloss, LSE: lse, Denominator: denominator, DX: dx,
 		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass,

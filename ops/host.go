@@ -1,6 +1,7 @@
 package ops
 
-// hostError is what a CPU operator returns as an Error: nothing but memory can fail it.
+// hostError converts the error of a CPU operator to an Error. A CPU operator fails only if it cannot allocate
+// memory.
 func hostError(op string, err error) error {
 	if err == nil {
 		return nil

@@ -7,8 +7,8 @@ import (
 	"github.com/gander-go/gander/kernels/cpu"
 )
 
-// The kernels are those of cross-entropy, which take no target to mean that only the log-sum-exp is wanted, and that
-// the gradient has no target's part.
+// Log-sum-exp runs the kernels of cross-entropy without a target. Forward then computes only the log-sum-exp,
+// and backward leaves out the target's term of the gradient.
 
 func (a *logSumExpForward) spec() kernels.CrossEntropy {
 	return kernels.CrossEntropy{X: a.X, Max: a.LSE}
@@ -56,7 +56,7 @@ func (a *logSumExpBackward) request() request {
 	}
 }
 
-// logSumExp launches either direction.
+// logSumExp launches forward or backward.
 func (c *Call) logSumExp(ordinal int32, s kernels.CrossEntropy, r request) error {
 	if s.X.Rows == 0 {
 		return nil

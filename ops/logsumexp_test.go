@@ -16,7 +16,7 @@ import (
 func TestLogSumExp(t *testing.T) {
 	const m = 3
 	for _, d := range floats {
-		for _, n := range append(rowWidths, 140000) { // the last is shared among workers
+		for _, n := range append(rowWidths, 140000) { // several threads share a row of 140000
 			t.Run(fmt.Sprintf("%v/%d", d, n), func(t *testing.T) {
 				r := rand.New(rand.NewPCG(uint64(n), uint64(d.Bits)))
 				stat := statistic(d)
@@ -36,7 +36,8 @@ func TestLogSumExp(t *testing.T) {
 					want[i], size[i] = top+math.Log(sum), math.Abs(top)+1
 					for j, v := range row {
 						p := vd[i] * math.Exp(v-want[i])
-						wantDX[int64(i)*n+int64(j)], sizeDX[int64(i)*n+int64(j)] = p, (2+math.Abs(want[i]))*math.Abs(p)
+						wantDX[int64(i)*n+int64(j)] = p
+						sizeDX[int64(i)*n+int64(j)] = (2 + math.Abs(want[i])) * math.Abs(p)
 					}
 				}
 				require.NoError(t, ops.LogSumExpForward{X: x, LSE: lse}.Run(nil))
@@ -53,10 +54,12 @@ func TestLogSumExp(t *testing.T) {
 
 func TestLogSumExpOfInfinities(t *testing.T) {
 	inf := math.Inf(1)
-	x, lse := tensor(t, dlpack.Float32, []float64{-inf, -inf, -inf, 1, 0, math.NaN()}, 3, 2), empty(t, dlpack.Float32, 3)
+	x := tensor(t, dlpack.Float32, []float64{-inf, -inf, -inf, 1, 0, math.NaN()}, 3, 2)
+	lse := empty(t, dlpack.Float32, 3)
 	require.NoError(t, ops.LogSumExpForward{X: x, LSE: lse}.Run(nil))
 	got := values(t, lse)
 	assert.Equal(t, []float64{-inf, 1}, got[:2])
 	assert.True(t, math.IsNaN(got[2]))
-	require.NoError(t, ops.LogSumExpForward{X: empty(t, dlpack.Float32, 0, 4), LSE: empty(t, dlpack.Float32, 0)}.Run(nil))
+	x, lse = empty(t, dlpack.Float32, 0, 4), empty(t, dlpack.Float32, 0)
+	require.NoError(t, ops.LogSumExpForward{X: x, LSE: lse}.Run(nil))
 }

@@ -1,6 +1,6 @@
 //go:build linux && !race
 
-// The race detector maps memory of its own, which a limit would refuse it.
+// Not under the race detector, which maps memory of its own: the limit would make that fail.
 
 package ops_test
 
@@ -27,14 +27,15 @@ func TestMemoryLimit(t *testing.T) {
 	program, err := os.Executable()
 	require.NoError(t, err)
 	child := exec.CommandContext(t.Context(), program, "-test.run=^TestInMemoryLimit$", "-test.v")
-	child.Env = append(os.Environ(), memoryChild+"=1", "GOMAXPROCS=2") // few threads: their stacks count, too
+	// The stacks of threads are within the limit too, so there are few threads.
+	child.Env = append(os.Environ(), memoryChild+"=1", "GOMAXPROCS=2")
 	output, err := child.CombinedOutput()
 	require.NoError(t, err, "%s", output)
 	assert.Contains(t, string(output), "--- PASS: TestInMemoryLimit")
 }
 
-// TestInMemoryLimit: a call whose workspace the system refuses is an error and writes nothing. A smaller call
-// then succeeds, and so does the same one when there is memory again.
+// TestInMemoryLimit: a call that cannot allocate its workspace returns an error and writes nothing. A smaller
+// call then succeeds, and so does the same call once the limit is lifted.
 func TestInMemoryLimit(t *testing.T) {
 	if os.Getenv(memoryChild) == "" {
 		t.Skip("TestMemoryLimit runs it in a process of its own")

@@ -1,7 +1,9 @@
-// Package ops says what each op means: it checks the arguments, plans, and dispatches to the CPU or to a
-// CUDA device. All ops work over the last dimension of their operands, which are rows (M, N): rank 1 or
-// more, N adjacent elements in the last dimension, leading dimensions that collapse into M rows one fixed
-// stride apart. M may be 0, N may not. A refused call writes nothing.
+// Package ops implements the operators. It checks the arguments, chooses the kernels, and runs them on the
+// CPU or on a CUDA device.
+//
+// All ops work on the last dimension of their operands, which are M rows of N elements. An operand has rank 1
+// or more. The elements of a row are adjacent. The leading dimensions collapse into M rows with one fixed
+// stride. M may be 0, N may not. A refused call writes nothing.
 //
 // Tensors on CUDA devices need a build with the tag cuda.
 package ops
@@ -20,8 +22,8 @@ import (
 // Status classifies an Error. The numbers are gander_status of gander.h.
 type Status int32
 
-// Error is what every function of this package returns when it refuses or fails. Message says which
-// argument, what came, what was expected, and what to do.
+// Error is the error of every function of this package. Message names the argument, what came, what was
+// expected, and what to do.
 type Error struct {
 	Status  Status
 	Message string
@@ -30,12 +32,12 @@ type Error struct {
 // Error returns the message.
 func (e *Error) Error() string { return e.Message }
 
-// Call is where an operator runs and with whose memory. It matters on CUDA devices only; nil means the legacy default
-// stream and the driver's memory pool.
+// Call holds the stream and the memory allocator of a call. It matters on CUDA devices only. A nil Call means
+// the legacy default stream and the driver's memory pool.
 type Call struct {
 	Stream uintptr // a CUstream
-	// Allocate returns device memory for use in Stream's order, or an error; it is called at most once and
-	// keeps what it returned valid until work enqueued on Stream by this call is done.
+	// Allocate returns device memory that may be used in Stream's order, or an error. A call uses it at most
+	// once. The memory must stay valid until the work that the call enqueues on Stream is done.
 	Allocate func(bytes uint64) (unsafe.Pointer, error)
 }
 
@@ -51,8 +53,8 @@ func (c *Call) orDefault() *Call {
 
 var threads atomic.Int64
 
-// SetNumThreads caps the threads that one call on host tensors uses. 0, the default, and below: all that
-// the Go runtime has.
+// SetNumThreads limits the threads of one call on host tensors. 0, which is the default, and negative numbers
+// mean GOMAXPROCS.
 func SetNumThreads(n int) { threads.Store(int64(n)) }
 
 // workers returns how many threads a call may use.
@@ -64,10 +66,10 @@ func workers() int {
 	return all
 }
 
-// Warmup loads everything that ops on d will need, so that no later call pays for it.
+// Warmup loads everything that ops on d will need, so that no later call has to.
 func Warmup(d dlpack.Device) error {
 	k := check{op: "warmup"}
-	k.place("device", d)
+	k.sameDevice("device", d)
 	if k.err != nil {
 		return k.err
 	}
@@ -77,7 +79,7 @@ func Warmup(d dlpack.Device) error {
 	return cudaWarmup(d.ID)
 }
 
-// explained names what Explain takes, with the requests that it stands for.
+// explained maps the names that Explain takes to the requests that it plans.
 var explained = map[string]request{
 	"softmax_forward":          {op: kernels.SoftmaxForward},
 	"softmax_backward":         {op: kernels.SoftmaxBackward},
@@ -90,17 +92,19 @@ var explained = map[string]request{
 	"logsumexp_backward":       {op: kernels.CrossEntropyBackward},
 }
 
-func (k *check) explained(op string) {
+// explainable checks a name that Explain is given.
+func (k *check) explainable(op string) {
 	if _, ok := explained[op]; !ok {
 		k.fail(StatusOption, "op is %q, expected softmax_forward, softmax_backward, rmsnorm_forward, "+
-			"rmsnorm_backward, cross_entropy_forward, cross_entropy_forward_dx, cross_entropy_backward, logsumexp_forward or "+
-			"logsumexp_backward", op)
+			"rmsnorm_backward, cross_entropy_forward, cross_entropy_forward_dx, cross_entropy_backward, "+
+			"logsumexp_forward or logsumexp_backward", op)
 	}
 }
 
-// Explain says in words what would run an op, and why, for aligned compact rows (m, n) of t on d. op is
-// "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward" (with a weight), "cross_entropy_forward",
-// "cross_entropy_forward_dx" or "cross_entropy_backward".
+// Explain describes in words what would run an op, and why, for aligned compact rows (m, n) of t on d. op is
+// "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward" (with a weight),
+// "cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "logsumexp_forward" or
+// "logsumexp_backward".
 func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) (string, error) {
 	k := check{op: "explain"}
 	r := k.explain(op, m, n, t, d, c)
@@ -114,17 +118,17 @@ func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) 
 	if t == kernels.Float64 {
 		accumulator = kernels.Float64
 	}
-	return fmt.Sprintf("%s of %d rows of %d %v on %v: Go with %s instructions, accumulated in %v, on the calling "+
-		"thread where the operands are small and else spread over up to %d threads", op, m, n, t, d, cpu.SIMD(),
-		accumulator, workers()), nil
+	return fmt.Sprintf("%s of %d rows of %d %v on %v: Go with %s instructions, accumulated in %v, on the "+
+		"calling thread if the operands are small, otherwise on up to %d threads",
+		op, m, n, t, d, cpu.SIMD(), accumulator, workers()), nil
 }
 
-// explain checks what Explain is asked, and returns the request.
+// explain checks the arguments of Explain and returns the request.
 func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) request {
 	r := explained[op]
 	r.x, r.m, r.n, r.Choice = t, m, n, c
-	k.explained(op)
-	k.place("device", d)
+	k.explainable(op)
+	k.sameDevice("device", d)
 	k.dtype("dtype", t, anyFloat)
 	if m < 0 || n < 1 {
 		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)

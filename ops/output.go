@@ -5,8 +5,8 @@ import (
 	"github.com/gander-go/gander/internal/driver"
 )
 
-// CheckRows tells whether t can be an operator's first operand, for callers that make outputs of its shape before they
-// call it.
+// CheckRows checks that t can be an operator's first operand. Callers that allocate outputs of its shape use
+// it before they call the operator.
 func CheckRows(op, name string, t *dlpack.Tensor) error {
 	k := check{op: op}
 	k.rows(name, t, anyFloat)
@@ -16,8 +16,9 @@ func CheckRows(op, name string, t *dlpack.Tensor) error {
 	return nil
 }
 
-// AllocateOutput returns memory of a CUDA device for an output that outlives the call which writes it on
-// the stream. SealOutput must follow once that call has returned, or FreeOutput if it failed.
+// AllocateOutput allocates memory of a CUDA device for an output that outlives the call. stream is the stream
+// on which the call writes the output. After the call, the caller must call SealOutput, or FreeOutput if the
+// call failed.
 func AllocateOutput(device int32, bytes uint64, stream uintptr) (uintptr, error) {
 	d, err := driver.Open(device)
 	if err != nil {
@@ -30,7 +31,7 @@ func AllocateOutput(device int32, bytes uint64, stream uintptr) (uintptr, error)
 	return p, nil
 }
 
-// SealOutput marks the point of the stream after which an output is complete.
+// SealOutput records in the stream the event after which an output is complete.
 func SealOutput(device int32, p, stream uintptr) error {
 	d, err := driver.Open(device)
 	if err != nil {
@@ -42,7 +43,7 @@ func SealOutput(device int32, p, stream uintptr) error {
 	return nil
 }
 
-// FreeOutput gives an output's memory back, at any time and from any thread.
+// FreeOutput frees an output's memory. It may be called at any time and from any thread.
 func FreeOutput(device int32, p uintptr) {
 	if d, err := driver.Open(device); err == nil {
 		d.FreeOwned(p)

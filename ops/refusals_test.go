@@ -13,7 +13,7 @@ import (
 	"github.com/gander-go/gander/ops"
 )
 
-// operands are valid operands of all ops for x (3, 4), which a case then spoils.
+// operands are valid operands of all ops for x (3, 4). A case then makes one of them invalid.
 type operands struct {
 	x, weight, y, rstd, dw, dout              *dlpack.Tensor
 	target, loss, lse, dx, dloss, denominator *dlpack.Tensor
@@ -21,7 +21,7 @@ type operands struct {
 	o                                         crossEntropyOptions
 }
 
-const mark = 5 // what every output holds before a call
+const mark = 5 // the value of every output's elements before a call
 
 func newOperands(t testing.TB) *operands {
 	f := func(dims ...int64) *dlpack.Tensor {
@@ -34,7 +34,8 @@ func newOperands(t testing.TB) *operands {
 		return v
 	}
 	return &operands{x: f(3, 4), weight: f(4), y: f(3, 4), rstd: f(3), dw: f(4), dout: f(3, 4),
-		target: empty(t, dlpack.Int64, 3), loss: f(3), lse: f(2, 3), dx: f(3, 4), dloss: f(), denominator: f(), eps: eps}
+		target: empty(t, dlpack.Int64, 3), loss: f(3), lse: f(2, 3), dx: f(3, 4), dloss: f(),
+		denominator: f(), eps: eps}
 }
 
 var calls = map[string]func(a *operands) error{
@@ -83,32 +84,44 @@ func TestRefusals(t *testing.T) {
 		// A required operand is missing.
 		{"softmax_forward", func(a *operands) { a.x = nil }, ops.StatusNull, "x is NULL, expected a tensor"},
 		{"softmax_forward", func(a *operands) { a.y = nil }, ops.StatusNull, "y is NULL, expected a tensor"},
-		{"softmax_backward", func(a *operands) { a.dout = nil }, ops.StatusNull, "dy is NULL, expected a tensor"},
+		{"softmax_backward", func(a *operands) { a.dout = nil }, ops.StatusNull,
+			"dy is NULL, expected a tensor"},
 		{"softmax_backward", func(a *operands) { a.y = nil }, ops.StatusNull, "y is NULL, expected a tensor"},
-		{"softmax_backward", func(a *operands) { a.dx = nil }, ops.StatusNull, "dx is NULL, expected a tensor"},
+		{"softmax_backward", func(a *operands) { a.dx = nil }, ops.StatusNull,
+			"dx is NULL, expected a tensor"},
 		{"rmsnorm_forward", func(a *operands) { a.x = nil }, ops.StatusNull, "x is NULL, expected a tensor"},
 		{"rmsnorm_forward", func(a *operands) { a.y = nil }, ops.StatusNull, "y is NULL, expected a tensor"},
 		{"rmsnorm_backward", func(a *operands) { a.x = nil }, ops.StatusNull, "x is NULL, expected a tensor"},
-		{"rmsnorm_backward", func(a *operands) { a.dout = nil }, ops.StatusNull, "dout is NULL, expected a tensor"},
-		{"rmsnorm_backward", func(a *operands) { a.rstd = nil }, ops.StatusNull, "rstd is NULL, expected a tensor"},
-		{"rmsnorm_backward", func(a *operands) { a.dx = nil }, ops.StatusNull, "dx is NULL, expected a tensor"},
-		{"cross_entropy_forward", func(a *operands) { a.x = nil }, ops.StatusNull, "x is NULL, expected a tensor"},
-		{"cross_entropy_forward", func(a *operands) { a.target = nil }, ops.StatusNull, "target is NULL, expected a tensor"},
-		{"cross_entropy_forward", func(a *operands) { a.loss = nil }, ops.StatusNull, "loss is NULL, expected a tensor"},
-		{"cross_entropy_backward", func(a *operands) { a.dloss = nil }, ops.StatusNull, "dloss is NULL, expected a tensor"},
-		{"cross_entropy_backward", func(a *operands) { a.lse = nil }, ops.StatusNull, "lse is NULL, expected a tensor"},
-		{"cross_entropy_backward", func(a *operands) { a.dx, a.denominator = nil, nil }, ops.StatusNull, "dx is NULL"},
-		{"cross_entropy_backward", func(a *operands) { a.o.Reduction, a.denominator = kernels.ReduceMean, nil },
-			ops.StatusNull,
-			"denominator is NULL, expected the mean's denominator"},
+		{"rmsnorm_backward", func(a *operands) { a.dout = nil }, ops.StatusNull,
+			"dout is NULL, expected a tensor"},
+		{"rmsnorm_backward", func(a *operands) { a.rstd = nil }, ops.StatusNull,
+			"rstd is NULL, expected a tensor"},
+		{"rmsnorm_backward", func(a *operands) { a.dx = nil }, ops.StatusNull,
+			"dx is NULL, expected a tensor"},
+		{"cross_entropy_forward", func(a *operands) { a.x = nil }, ops.StatusNull,
+			"x is NULL, expected a tensor"},
+		{"cross_entropy_forward", func(a *operands) { a.target = nil }, ops.StatusNull,
+			"target is NULL, expected a tensor"},
+		{"cross_entropy_forward", func(a *operands) { a.loss = nil }, ops.StatusNull,
+			"loss is NULL, expected a tensor"},
+		{"cross_entropy_backward", func(a *operands) { a.dloss = nil }, ops.StatusNull,
+			"dloss is NULL, expected a tensor"},
+		{"cross_entropy_backward", func(a *operands) { a.lse = nil }, ops.StatusNull,
+			"lse is NULL, expected a tensor"},
+		{"cross_entropy_backward", func(a *operands) { a.dx, a.denominator = nil, nil }, ops.StatusNull,
+			"dx is NULL"},
+		{"cross_entropy_backward", func(a *operands) {
+			a.o.Reduction, a.denominator = kernels.ReduceMean, nil
+		}, ops.StatusNull, "denominator is NULL, expected the mean's denominator"},
 
-		// DLPack itself.
+		// Invalid DLPack tensors.
 		{"softmax_forward", func(a *operands) { a.x.NDim = -1 }, ops.StatusShape,
 			"x is not a valid DLPack tensor, it has a bad shape: ndim is -1, expected 0 to 64"},
 		{"softmax_forward", func(a *operands) { a.x.Shape = nil }, ops.StatusNull,
 			"x is not a valid DLPack tensor, it has a NULL pointer: shape is NULL with ndim 2"},
 		{"softmax_forward", func(a *operands) { a.x.Data = nil }, ops.StatusNull,
-			"x is not a valid DLPack tensor, it has a NULL pointer: data is NULL, expected the address of 48 bytes"},
+			"x is not a valid DLPack tensor, it has a NULL pointer: data is NULL, expected the address of " +
+				"48 bytes"},
 		{"softmax_forward", func(a *operands) { a.x.DType.Lanes = 0 }, ops.StatusDType,
 			"x is not a valid DLPack tensor, it has a bad dtype: 32 bits in 0 lanes"},
 		{"softmax_forward", func(a *operands) { a.x.ByteOffset = math.MaxUint64 }, ops.StatusLayout,
@@ -130,27 +143,33 @@ func TestRefusals(t *testing.T) {
 		{"rmsnorm_forward", func(a *operands) { a.rstd = f32(4) }, ops.StatusShape,
 			"rstd has shape (4,), which is 4 elements, expected 3: one for each row of x"},
 		{"rmsnorm_backward", func(a *operands) { a.dw = f32(3) }, ops.StatusShape, "dw has shape (3,)"},
-		{"rmsnorm_backward", func(a *operands) { a.dout = f32(4, 3) }, ops.StatusShape, "dout has shape (4, 3)"},
+		{"rmsnorm_backward", func(a *operands) { a.dout = f32(4, 3) }, ops.StatusShape,
+			"dout has shape (4, 3)"},
 		{"rmsnorm_backward", func(a *operands) { a.dx = f32(2, 4) }, ops.StatusShape, "dx has shape (2, 4)"},
 		{"cross_entropy_forward", func(a *operands) { a.target = empty(t, dlpack.Int64, 4) }, ops.StatusShape,
 			"target has shape (4,), which is 4 elements, expected 3: one for each row of x"},
 		{"cross_entropy_forward", func(a *operands) { a.loss = f32(1) }, ops.StatusShape,
-			"loss has shape (1,), which is 1 elements, expected 3: one for each row of x with reduction none"},
+			"loss has shape (1,), which is 1 elements, expected 3: one for each row of x with reduction " +
+				"none"},
 		{"cross_entropy_forward", func(a *operands) { a.o.Reduction = kernels.ReduceSum }, ops.StatusShape,
 			"loss has shape (3,), which is 3 elements, expected 1: one sum or mean for all rows"},
 		{"cross_entropy_forward", func(a *operands) { a.lse = f32(3, 2) }, ops.StatusShape,
-			"lse has shape (3, 2), which is 6 elements, expected 3: one for each row of x, (2, M), or 2 M + 1 with the denominator"},
+			"lse has shape (3, 2), which is 6 elements, expected 3: one for each row of x, (2, M), or " +
+				"2 M + 1 with the denominator"},
 		{"cross_entropy_forward", func(a *operands) { a.denominator = f32(3) }, ops.StatusShape,
 			"denominator has shape (3,), which is 3 elements, expected 1: one for all rows"},
 		{"cross_entropy_backward", func(a *operands) { a.dloss = f32(2) }, ops.StatusShape,
-			"dloss has shape (2,), which is 2 elements, expected 3: one for each row of x, or a single one for all"},
+			"dloss has shape (2,), which is 2 elements, expected 3: one for each row of x, or a single " +
+				"one for all"},
 
 		// Element types.
 		{"softmax_forward", func(a *operands) { a.x = empty(t, dlpack.Int32, 3, 4) }, ops.StatusDType,
 			"x has dtype int32, expected float16, bfloat16, float32 or float64; convert it"},
-		{"softmax_forward", func(a *operands) { a.x.DType = dlpack.DType{Code: 1, Bits: 8, Lanes: 1} }, ops.StatusDType,
+		{"softmax_forward", func(a *operands) { a.x.DType = dlpack.DType{Code: 1, Bits: 8, Lanes: 1} },
+			ops.StatusDType,
 			"x has dtype uint8, expected float16, bfloat16, float32 or float64; convert it"},
-		{"softmax_forward", func(a *operands) { a.x.DType.Lanes = 4 }, ops.StatusDType, "x has dtype float32 x 4 lanes"},
+		{"softmax_forward", func(a *operands) { a.x.DType.Lanes = 4 }, ops.StatusDType,
+			"x has dtype float32 x 4 lanes"},
 		{"softmax_forward", func(a *operands) { a.y = empty(t, dlpack.Float16, 3, 4) }, ops.StatusDType,
 			"y has dtype float16, expected float32; convert it"},
 		{"rmsnorm_forward", func(a *operands) { a.weight = float64s(4) }, ops.StatusDType,
@@ -172,70 +191,90 @@ func TestRefusals(t *testing.T) {
 
 		// Devices.
 		{"softmax_forward", func(a *operands) { a.on(dlpack.Device{Type: 8}) }, ops.StatusDevice,
-			"x is on device type 8:0, expected cpu (1), cuda (2), cuda_host (3) or cuda_managed (13); copy it there"},
+			"x is on device type 8:0, expected cpu (1), cuda (2), cuda_host (3) or cuda_managed (13); " +
+				"copy it there"},
 		{"softmax_forward", func(a *operands) { a.y.Device = cuda(0) }, ops.StatusDevice,
 			"y is on cuda:0, expected cpu as x; move one of them"},
 		{"softmax_forward", func(a *operands) { a.x.Device, a.y.Device = cuda(0), cuda(1) }, ops.StatusDevice,
 			"y is on cuda:1, expected cuda:0 as x; move one of them"},
-		{"rmsnorm_forward", func(a *operands) { a.on(cuda(1)); a.x.Device.Type = dlpack.CUDAManaged; a.rstd.Device.ID = 0 },
-			ops.StatusDevice, "rstd is on cuda:0, expected cuda:1 as x; move one of them"},
+		{"rmsnorm_forward", func(a *operands) {
+			a.on(cuda(1))
+			a.x.Device.Type = dlpack.CUDAManaged
+			a.rstd.Device.ID = 0
+		}, ops.StatusDevice, "rstd is on cuda:0, expected cuda:1 as x; move one of them"},
 		{"softmax_forward", func(a *operands) { a.x, a.y = float64s(3, 4), float64s(3, 4); a.on(cuda(2)) },
 			ops.StatusUnsupported,
-			"x has dtype float64 on cuda:2, expected float16, bfloat16 or float32 there; convert it, or move the operands to " +
-				"host memory, where float64 is served"},
+			"x has dtype float64 on cuda:2, expected float16, bfloat16 or float32 there; convert it, or " +
+				"move the operands to host memory, where float64 is served"},
 
 		// Strides.
-		{"softmax_forward", func(a *operands) { a.x = strided([]int64{3, 4}, []int64{1, 3}) }, ops.StatusLayout,
-			"x has stride 3 in its last dimension, expected adjacent elements (stride 1); make it contiguous"},
-		{"softmax_forward", func(a *operands) { a.x = strided([]int64{3, 4}, []int64{1, 0}) }, ops.StatusLayout,
+		{"softmax_forward", func(a *operands) { a.x = strided([]int64{3, 4}, []int64{1, 3}) },
+			ops.StatusLayout,
+			"x has stride 3 in its last dimension, expected adjacent elements (stride 1); make it " +
+				"contiguous"},
+		{"softmax_forward", func(a *operands) { a.x = strided([]int64{3, 4}, []int64{1, 0}) },
+			ops.StatusLayout,
 			"x has stride 0 in its last dimension"},
-		{"softmax_forward", func(a *operands) { a.x = strided([]int64{3, 2, 4}, []int64{4, 12, 1}) }, ops.StatusLayout,
-			"x has shape (3, 2, 4) and strides (4, 12, 1), expected leading dimensions that collapse into rows " +
-				"one fixed stride apart; make it contiguous"},
-		{"softmax_forward", func(a *operands) { a.y = strided([]int64{3, 4}, []int64{2, 1}) }, ops.StatusLayout,
-			"y has rows of 4 elements 2 apart, expected an output whose rows do not overlap; make it contiguous"},
-		{"rmsnorm_forward", func(a *operands) { a.weight = strided([]int64{4}, []int64{2}) }, ops.StatusLayout,
+		{"softmax_forward", func(a *operands) { a.x = strided([]int64{3, 2, 4}, []int64{4, 12, 1}) },
+			ops.StatusLayout,
+			"x has shape (3, 2, 4) and strides (4, 12, 1), expected leading dimensions that collapse into " +
+				"rows one fixed stride apart; make it contiguous"},
+		{"softmax_forward", func(a *operands) { a.y = strided([]int64{3, 4}, []int64{2, 1}) },
+			ops.StatusLayout,
+			"y has rows of 4 elements 2 apart, expected an output whose rows do not overlap; make it " +
+				"contiguous"},
+		{"rmsnorm_forward", func(a *operands) { a.weight = strided([]int64{4}, []int64{2}) },
+			ops.StatusLayout,
 			"weight has stride 2, expected adjacent elements (stride 1); make it contiguous"},
 		{"rmsnorm_forward", func(a *operands) { a.rstd = strided([]int64{3}, []int64{0}) }, ops.StatusLayout,
 			"rstd has stride 0, expected adjacent elements (stride 1); make it contiguous"},
 		{"cross_entropy_forward", func(a *operands) {
 			a.x, a.target = f32(2, 3, 4), view(t, empty(t, dlpack.Int64, 9), 0, []int64{2, 3}, []int64{1, 2})
-		}, ops.StatusLayout, "target has shape (2, 3) and strides (1, 2), expected elements one fixed stride apart; " +
-			"make it contiguous"},
-		{"cross_entropy_forward", func(a *operands) { a.lse = strided([]int64{2, 3}, []int64{1, 2}) }, ops.StatusLayout,
-			"lse has strides (1, 2), expected adjacent elements in each of its two parts; make it contiguous"},
-		{"cross_entropy_forward", func(a *operands) { a.lse = strided([]int64{2, 3}, []int64{0, 1}) }, ops.StatusLayout,
+		}, ops.StatusLayout, "target has shape (2, 3) and strides (1, 2), expected elements one fixed " +
+			"stride apart; make it contiguous"},
+		{"cross_entropy_forward", func(a *operands) { a.lse = strided([]int64{2, 3}, []int64{1, 2}) },
+			ops.StatusLayout,
+			"lse has strides (1, 2), expected adjacent elements in each of its two parts; make it " +
+				"contiguous"},
+		{"cross_entropy_forward", func(a *operands) { a.lse = strided([]int64{2, 3}, []int64{0, 1}) },
+			ops.StatusLayout,
 			"lse has rows of 3 elements 0 apart, expected an output whose rows do not overlap"},
 
 		// Alignment.
 		{"softmax_forward", func(a *operands) { a.x = shift(f32(3, 4), 2) }, ops.StatusAlignment,
-			"x begins at an address that is 2 beyond a multiple of 4, expected a multiple, the size of a float32; copy it"},
-		{"cross_entropy_forward", func(a *operands) { a.target = shift(empty(t, dlpack.Int64, 3), 4) }, ops.StatusAlignment,
-			"target begins at an address that is 4 beyond a multiple of 8"},
+			"x begins 2 bytes after a multiple of 4, expected an address aligned to the size of a " +
+				"float32; copy it"},
+		{"cross_entropy_forward", func(a *operands) { a.target = shift(empty(t, dlpack.Int64, 3), 4) },
+			ops.StatusAlignment,
+			"target begins 4 bytes after a multiple of 8"},
 
 		// Overlap.
 		{"softmax_forward", func(a *operands) {
 			a.y = view(t, a.x, 1, []int64{2, 4}, nil)
 			a.x = view(t, a.x, 0, []int64{2, 4}, nil)
-		},
-			ops.StatusOverlap, "y overlaps x without being the very same rows of the same dtype, expected those or separate " +
-				"memory; allocate y apart"},
+		}, ops.StatusOverlap, "y overlaps x, expected exactly the same rows and dtype, or separate memory; " +
+			"allocate y separately"},
 		{"rmsnorm_backward", func(a *operands) { a.dx = a.x }, ops.StatusOverlap,
-			"dx overlaps x, expected separate memory; allocate dx apart"},
+			"dx overlaps x, expected separate memory; allocate dx separately"},
 		{"rmsnorm_backward", func(a *operands) { a.dw = a.weight }, ops.StatusOverlap, "dw overlaps weight"},
-		{"rmsnorm_forward", func(a *operands) { a.weight = view(t, a.y, 4, []int64{4}, nil) }, ops.StatusOverlap,
-			"y overlaps weight, expected separate memory; allocate y apart"},
-		{"rmsnorm_forward", func(a *operands) { a.rstd = view(t, a.y, 0, []int64{3}, nil) }, ops.StatusOverlap,
-			"rstd overlaps y, expected separate memory; allocate rstd apart"},
+		{"rmsnorm_forward", func(a *operands) { a.weight = view(t, a.y, 4, []int64{4}, nil) },
+			ops.StatusOverlap,
+			"y overlaps weight, expected separate memory; allocate y separately"},
+		{"rmsnorm_forward", func(a *operands) { a.rstd = view(t, a.y, 0, []int64{3}, nil) },
+			ops.StatusOverlap,
+			"rstd overlaps y, expected separate memory; allocate rstd separately"},
 		{"softmax_forward", func(a *operands) {
 			b := f32(40) // columns 0 to 3 and 3 to 6 of the same rows
-			a.x, a.y = view(t, b, 0, []int64{3, 4}, []int64{8, 1}), view(t, b, 3, []int64{3, 4}, []int64{8, 1})
-		}, ops.StatusOverlap, "y overlaps x without being the very same rows"},
+			a.x = view(t, b, 0, []int64{3, 4}, []int64{8, 1})
+			a.y = view(t, b, 3, []int64{3, 4}, []int64{8, 1})
+		}, ops.StatusOverlap, "y overlaps x, expected exactly the same rows"},
 		{"softmax_forward", func(a *operands) {
-			b := f32(40) // y's first columns are x's last ones, a row further
-			a.x, a.y = view(t, b, 5, []int64{3, 4}, []int64{8, 1}), view(t, b, 8, []int64{3, 4}, []int64{8, 1})
-		}, ops.StatusOverlap, "y overlaps x without being the very same rows"},
-		{"cross_entropy_forward", func(a *operands) { a.denominator = view(t, a.loss, 2, nil, nil) }, ops.StatusOverlap,
+			b := f32(40) // the last element of each row of x is the first of the same row of y
+			a.x = view(t, b, 5, []int64{3, 4}, []int64{8, 1})
+			a.y = view(t, b, 8, []int64{3, 4}, []int64{8, 1})
+		}, ops.StatusOverlap, "y overlaps x, expected exactly the same rows"},
+		{"cross_entropy_forward", func(a *operands) { a.denominator = view(t, a.loss, 2, nil, nil) },
+			ops.StatusOverlap,
 			"denominator overlaps loss"},
 
 		// Options.
@@ -247,9 +286,11 @@ func TestRefusals(t *testing.T) {
 			"dw is given without a weight, expected NULL; pass the weight or drop dw"},
 		{"cross_entropy_forward", func(a *operands) { a.o.Reduction = 3 }, ops.StatusOption,
 			"reduction is 3, expected none (0), mean (1) or sum (2)"},
-		{"cross_entropy_backward", func(a *operands) { a.o.Reduction = -1 }, ops.StatusOption, "reduction is -1"},
+		{"cross_entropy_backward", func(a *operands) { a.o.Reduction = -1 }, ops.StatusOption,
+			"reduction is -1"},
 		{"cross_entropy_backward", func(a *operands) {}, ops.StatusOption,
-			"denominator is given with another reduction than mean, expected NULL; drop it or say mean"},
+			"denominator is given with another reduction than mean, expected NULL; drop it or set " +
+				"reduction to mean"},
 	}
 	for _, c := range cases {
 		t.Run(c.op+"/"+c.message, func(t *testing.T) {
@@ -261,7 +302,8 @@ func TestRefusals(t *testing.T) {
 			assert.Equal(t, c.status, e.Status)
 			assert.Contains(t, e.Message, c.op+": "+c.message)
 			for _, v := range []*dlpack.Tensor{a.y, a.rstd, a.dw, a.loss, a.lse, a.dx} {
-				if v == nil || v.DType != dlpack.Float32 || !v.Device.Host() || v.Validate() != nil || v.NDim == 0 {
+				if v == nil || v.DType != dlpack.Float32 || !v.Device.Host() || v.Validate() != nil ||
+					v.NDim == 0 {
 					continue
 				}
 				for _, got := range values(t, v) {
@@ -272,7 +314,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// What the refusals start from is valid.
+// The operands that TestRefusals starts from are valid.
 func TestOperandsAreValid(t *testing.T) {
 	for op, call := range calls {
 		a := newOperands(t)
@@ -283,7 +325,7 @@ func TestOperandsAreValid(t *testing.T) {
 	}
 }
 
-// Pinned memory is host memory, and mixes with it.
+// Pinned memory is host memory. A call may use it together with pageable memory.
 func TestPinnedMemory(t *testing.T) {
 	a := newOperands(t)
 	a.y.Device.Type = dlpack.CUDAHost
@@ -294,14 +336,15 @@ func TestPinnedMemory(t *testing.T) {
 func TestCUDAWithoutDevice(t *testing.T) {
 	for op, call := range calls {
 		a := newOperands(t)
-		// An ordinal that no machine has: these addresses are not the device's.
+		// The operands are host memory, so the ordinal must be one that no machine has.
 		a.on(dlpack.Device{Type: dlpack.CUDA, ID: 1 << 20})
 		if op == "cross_entropy_backward" {
 			a.denominator = nil
 		}
 		var e *ops.Error
 		require.ErrorAs(t, call(a), &e, op)
-		assert.Contains(t, []ops.Status{ops.StatusUnsupported, ops.StatusDevice, ops.StatusCUDA}, e.Status, op)
+		expected := []ops.Status{ops.StatusUnsupported, ops.StatusDevice, ops.StatusCUDA}
+		assert.Contains(t, expected, e.Status, op)
 		assert.NotEmpty(t, e.Message)
 	}
 }
@@ -333,7 +376,8 @@ func TestExplain(t *testing.T) {
 		status  ops.Status
 		message string
 	}{
-		{"softmax", 1, 1, kernels.Float32, host, ops.StatusOption, `explain: op is "softmax", expected softmax_forward`},
+		{"softmax", 1, 1, kernels.Float32, host, ops.StatusOption,
+			`explain: op is "softmax", expected softmax_forward`},
 		{"softmax_forward", -1, 1, kernels.Float32, host, ops.StatusShape,
 			"the shape is (-1, 1), expected M >= 0 rows of N >= 1"},
 		{"softmax_forward", 1, 0, kernels.Float32, host, ops.StatusShape, "the shape is (1, 0)"},

@@ -18,8 +18,8 @@ func (a *rmsNormForward) refuse(k *check) {
 
 func (a *rmsNormBackward) refuse(k *check) { a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight) }
 
-// weightOffset checks the option and returns what is added to each weight: -0 for 0, which leaves a weight of -0 what it
-// is.
+// weightOffset checks the option and returns the number to add to each weight. For 0 it returns -0, which
+// leaves every weight as it is: -0 + 0 would be 0, but -0 + -0 is -0.
 func (k *check) weightOffset(offset float64, weight kernels.Vector) float64 {
 	switch {
 	case offset == 0:
@@ -27,7 +27,8 @@ func (k *check) weightOffset(offset float64, weight kernels.Vector) float64 {
 	case math.IsNaN(offset) || math.IsInf(offset, 0):
 		k.fail(StatusOption, "weight_offset is %v, expected a finite number", offset)
 	case !weight.Present():
-		k.fail(StatusOption, "weight_offset is %v without a weight, expected 0; pass the weight or drop weight_offset", offset)
+		k.fail(StatusOption, "weight_offset is %v without a weight, expected 0; pass the weight or drop "+
+			"weight_offset", offset)
 	}
 	return offset
 }
@@ -95,9 +96,12 @@ func (a *rmsNormBackward) request() request {
 	}
 }
 
-func (k *cudaCall) rmsnorm(first, second, out kernels.Matrix, weight kernels.Vector, o kernels.RMSNormOptions) kernels.RMSNormArgs {
+// rmsnorm fills in the arguments that forward and backward share.
+func (k *cudaCall) rmsnorm(
+	first, second, out kernels.Matrix, weight kernels.Vector, o kernels.RMSNormOptions,
+) kernels.RMSNormArgs {
 	return kernels.RMSNormArgs{
-		Rows: k.rows(first, second, out), Weight: input(weight.Data), WeightType: int32(weight.DType), Options: o,
-		InvN: 1 / float32(first.Cols),
+		Rows: k.rows(first, second, out), Weight: input(weight.Data), WeightType: int32(weight.DType),
+		Options: o, InvN: 1 / float32(first.Cols),
 	}
 }

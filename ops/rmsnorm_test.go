@@ -16,7 +16,7 @@ import (
 
 const eps = 1e-6
 
-// rmsnorm is the reference; weight may be nil.
+// rmsnorm is the reference. weight may be nil.
 func rmsnorm(x, weight []float64, n int64) (y, magnitude, rstd []float64) {
 	for i := range int64(len(x)) / n {
 		r := row(x, i, n)
@@ -108,11 +108,11 @@ func testRMSNorm(t *testing.T, r *rand.Rand, d, dtypeW, dtypeY dlpack.DType, m, 
 
 		again := newMatrix(t, dtypeY, nil, m, n, l)
 		require.NoError(t, rmsNormForward(x.Tensor, weight, again.Tensor, nil, eps))
-		assert.Equal(t, got, again.result(t), "rstd wanted or not")
+		assert.Equal(t, got, again.result(t), "the same bits without rstd")
 		if d == dtypeY {
 			place := newMatrix(t, d, vx, m, n, l)
 			require.NoError(t, rmsNormForward(place.Tensor, weight, place.Tensor, nil, eps))
-			assert.Equal(t, got, place.result(t), "in place and apart must agree to the bit")
+			assert.Equal(t, got, place.result(t), "the same bits in place")
 		}
 
 		require.NoError(t, rmsNormBackward(x.Tensor, weight, dout.Tensor, rstd, dx.Tensor, dw))
@@ -123,19 +123,19 @@ func testRMSNorm(t *testing.T, r *rand.Rand, d, dtypeW, dtypeY dlpack.DType, m, 
 			requireClose(t, wantDW, magnitudeDW, values(t, dw), dtypeW, m)
 			again = newMatrix(t, d, nil, m, n, l)
 			require.NoError(t, rmsNormBackward(x.Tensor, weight, dout.Tensor, rstd, again.Tensor, nil))
-			assert.Equal(t, got, again.result(t), "dw wanted or not")
+			assert.Equal(t, got, again.result(t), "the same bits without dw")
 		}
 		if d == dtypeY {
 			place := newMatrix(t, d, vdout, m, n, l)
 			require.NoError(t, rmsNormBackward(x.Tensor, weight, place.Tensor, rstd, place.Tensor, nil))
-			assert.Equal(t, got, place.result(t), "dx in dout's place")
+			assert.Equal(t, got, place.result(t), "the same bits with dx in dout's memory")
 		}
 	}
 	assert.Equal(t, vx, x.result(t), "x must not change")
 	assert.Equal(t, vdout, dout.result(t), "dout must not change")
 }
 
-// A row of zeros has a finite result: eps is inside of the root.
+// A row of zeros has a finite result, because eps is added under the root.
 func TestRMSNormZeroRow(t *testing.T) {
 	x, y, rstd := empty(t, dlpack.Float32, 1, 7), empty(t, dlpack.Float32, 1, 7), empty(t, dlpack.Float32, 1)
 	require.NoError(t, rmsNormForward(x, nil, y, rstd, 1e-4))
@@ -143,7 +143,7 @@ func TestRMSNormZeroRow(t *testing.T) {
 	assert.InEpsilon(t, 100, values(t, rstd)[0], 1e-6)
 }
 
-// A dout that is one row repeated, as autograd hands on an expanded gradient.
+// dout is one row repeated with stride 0. Autograd passes expanded gradients in this form.
 func TestRMSNormExpandedGradient(t *testing.T) {
 	const m, n = 4, 33
 	r := rand.New(rand.NewPCG(7, 8))
@@ -159,13 +159,13 @@ func TestRMSNormExpandedGradient(t *testing.T) {
 	requireClose(t, wantDW, magnitudeDW, values(t, dw), dlpack.Float32, m)
 }
 
-// With weight_offset the weight counts as weight + offset, whose gradient is the weight's. 0 changes no bit, of a weight
-// of -0 neither.
+// With weight_offset the results are those of the weights weight + offset. The gradient of both is the same.
+// An offset of 0 changes no bit, even of a weight of -0.
 func TestRMSNormWeightOffset(t *testing.T) {
-	for _, n := range []int64{5, 1000, 132000} { // long rows widen the weight block by block
+	for _, n := range []int64{5, 1000, 132000} { // in long rows the weight is converted block by block
 		for _, d := range floats {
 			for _, dw := range companions(d) {
-				if n > 1000 && d != dlpack.BFloat16 && d != dw { // the weight is widened all the same
+				if n > 1000 && d != dlpack.BFloat16 && d != dw { // the weight is converted in the same way
 					continue
 				}
 				const m, offset = 2, 0.5
@@ -173,7 +173,7 @@ func TestRMSNormWeightOffset(t *testing.T) {
 				x, dout := tensor(t, d, random(t, r, d, m*n), m, n), tensor(t, d, random(t, r, d, m*n), m, n)
 				w := random(t, r, dlpack.Float16, n)
 				for i := range w {
-					w[i] = math.Mod(math.Round(w[i]*16), 64) / 16 // w + offset is a number of every dtype
+					w[i] = math.Mod(math.Round(w[i]*16), 64) / 16 // w + offset is exact in every dtype
 				}
 				moved := make([]float64, n)
 				for i := range w {
@@ -184,14 +184,18 @@ func TestRMSNormWeightOffset(t *testing.T) {
 				results := func(weight []float64, offset float64) (all [][]float64) {
 					v, y, rstd := tensor(t, dw, weight, n), empty(t, d, m, n), empty(t, statistic(d), m)
 					dx, dweight := empty(t, d, m, n), empty(t, dw, n)
-					require.NoError(t, ops.RMSNormForward{X: x, Weight: v, Y: y, Rstd: rstd, Eps: eps, WeightOffset: offset}.Run(nil))
-					require.NoError(t, ops.RMSNormBackward{X: x, Weight: v, DOut: dout, Rstd: rstd, DX: dx, DW: dweight,
-						WeightOffset: offset}.Run(nil))
+					require.NoError(t, ops.RMSNormForward{
+						X: x, Weight: v, Y: y, Rstd: rstd, Eps: eps, WeightOffset: offset,
+					}.Run(nil))
+					require.NoError(t, ops.RMSNormBackward{
+						X: x, Weight: v, DOut: dout, Rstd: rstd, DX: dx, DW: dweight, WeightOffset: offset,
+					}.Run(nil))
 					return [][]float64{values(t, y), values(t, rstd), values(t, dx), values(t, dweight)}
 				}
 				want, got, without := results(moved, 0), results(w, offset), results(w, 0)
 				for i := range want {
-					assert.True(t, slices.Equal(want[i], got[i]), "result %d of %v, weight %v, n %d", i, d, dw, n)
+					assert.True(t, slices.Equal(want[i], got[i]),
+						"result %d of %v, weight %v, n %d", i, d, dw, n)
 				}
 				assert.True(t, math.Signbit(without[0][0]) != math.Signbit(values(t, x)[0]), "-0 stays -0")
 			}

@@ -37,7 +37,7 @@ func (a *softmaxBackward) request() request {
 	}
 }
 
-// softmax launches either direction.
+// softmax launches forward or backward.
 func (c *Call) softmax(ordinal int32, r request, first, second, out kernels.Matrix) error {
 	if first.Rows == 0 {
 		return nil

@@ -14,8 +14,8 @@ import (
 	"github.com/gander-go/gander/ops"
 )
 
-// softmax is the reference. The magnitude of an output is its size times what an error of one unit in
-// x - max x makes of it.
+// softmax is the reference. The magnitude of an output p is p * max(1, max x - x), because a relative error e
+// of x - max x changes p by p * (max x - x) * e.
 func softmax(x []float64, n int64) (y, magnitude []float64) {
 	for i := range int64(len(x)) / n {
 		r := row(x, i, n)
@@ -64,7 +64,7 @@ func TestSoftmax(t *testing.T) {
 					assert.Equal(t, vx, x.result(t), "x must not change")
 
 					require.NoError(t, softmaxForward(x.Tensor, x.Tensor))
-					assert.Equal(t, got, x.result(t), "in place and apart must agree to the bit")
+					assert.Equal(t, got, x.result(t), "the same bits in place")
 
 					vdy := random(t, r, d, m*n)
 					dy, dx := newMatrix(t, d, vdy, m, n, l), newMatrix(t, d, nil, m, n, l)
@@ -73,7 +73,7 @@ func TestSoftmax(t *testing.T) {
 					gotDX := dx.result(t)
 					requireClose(t, want, magnitude, gotDX, d, n)
 					require.NoError(t, softmaxBackward(dy.Tensor, y.Tensor, dy.Tensor))
-					assert.Equal(t, gotDX, dy.result(t), "dx in dy's place")
+					assert.Equal(t, gotDX, dy.result(t), "the same bits with dx in dy's memory")
 				})
 			}
 		}
@@ -86,7 +86,7 @@ func TestSoftmaxSpecialRows(t *testing.T) {
 		x := tensor(t, d, []float64{
 			-inf, -inf, -inf, // torch: NaN
 			-inf, 0, 0,
-			inf, 0, 0, // torch: NaN, since inf - inf spoils the sum
+			inf, 0, 0, // torch: NaN, because inf - inf is NaN and so is the sum
 			nan, 0, 0,
 			10000, 10000, -inf,
 		}, 5, 3)
@@ -94,13 +94,13 @@ func TestSoftmaxSpecialRows(t *testing.T) {
 		require.NoError(t, softmaxForward(x, y))
 		got := values(t, y)
 		for i, w := range []float64{nan, nan, nan, 0, 0.5, 0.5, nan, nan, nan, nan, nan, nan, 0.5, 0.5, 0} {
-			assert.Truef(t, got[i] == w || math.IsNaN(w) && math.IsNaN(got[i]), "%v: element %d is %v, expected %v", d, i,
-				got[i], w)
+			assert.Truef(t, got[i] == w || math.IsNaN(w) && math.IsNaN(got[i]),
+				"%v: element %d is %v, expected %v", d, i, got[i], w)
 		}
 	}
 }
 
-// Rows may be spread over any number of leading dimensions, and a single row may have rank 1.
+// The rows may form any number of leading dimensions, and a single row may have rank 1.
 func TestLeadingDimensions(t *testing.T) {
 	vx := random(t, rand.New(rand.NewPCG(3, 4)), dlpack.Float32, 24)
 	want, magnitude := softmax(vx, 4)
@@ -114,14 +114,16 @@ func TestLeadingDimensions(t *testing.T) {
 	require.NoError(t, softmaxForward(x, y))
 	requireClose(t, want[:4], magnitude[:4], values(t, y), dlpack.Float32, 4)
 
-	// One row repeated by a stride of 0, and rows that lie apart within one buffer of columns.
+	// One row repeated with stride 0. Then x and y as slices of the columns of one buffer.
 	repeated := view(t, x, 0, []int64{3, 4}, []int64{0, 1})
 	y = empty(t, dlpack.Float32, 3, 4)
 	require.NoError(t, softmaxForward(repeated, y))
-	requireClose(t, slices.Repeat(want[:4], 3), slices.Repeat(magnitude[:4], 3), values(t, y), dlpack.Float32, 4)
+	requireClose(t, slices.Repeat(want[:4], 3), slices.Repeat(magnitude[:4], 3), values(t, y),
+		dlpack.Float32, 4)
 
 	both := tensor(t, dlpack.Float32, vx, 3, 8)
-	left, right := view(t, both, 0, []int64{3, 4}, []int64{8, 1}), view(t, both, 4, []int64{3, 4}, []int64{8, 1})
+	left := view(t, both, 0, []int64{3, 4}, []int64{8, 1})
+	right := view(t, both, 4, []int64{3, 4}, []int64{8, 1})
 	want, magnitude = softmax(values(t, left), 4)
 	require.NoError(t, softmaxForward(left, right))
 	requireClose(t, want, magnitude, values(t, right), dlpack.Float32, 4)
@@ -141,7 +143,7 @@ func TestNoRows(t *testing.T) {
 	}
 }
 
-// Big enough to be spread over threads: the number of threads must not show in the bits.
+// The number of threads does not change the bits. The operands are large enough for several threads.
 func TestThreadsDoNotChangeBits(t *testing.T) {
 	const m, n = 600, 1023
 	vx := random(t, rand.New(rand.NewPCG(5, 6)), dlpack.Float32, m*n)

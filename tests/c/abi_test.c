@@ -58,7 +58,7 @@ static void test_borrowed(void) {
   REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_LAYOUT, "stride 2 in its last dimension");
   a.strides[1] = 1;
   x->byte_offset = 2;
-  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_ALIGNMENT, "2 beyond a multiple of 4");
+  REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_ALIGNMENT, "2 bytes after a multiple of 4");
   x->byte_offset = 4;
   a.shape[0] = 1;
   b.shape[0] = 1;
