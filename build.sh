@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
-# gander's tasks by name; ./build.sh help lists them. Each task makes what it needs and nothing that it already has.
+# Runs gander's tasks by name; ./build.sh help lists them. A task builds what it needs and skips what is up to
+# date.
 set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-umask g-w,o-w # compilers are run from the cache, and nobody else may write there
+umask g-w,o-w # programs are run from the cache, so only this user may write there
 
 readonly ROOT=$PWD
 readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/gander
 readonly VENV=$ROOT/.venv                # Python packages, from requirements.txt
-readonly STATE=$ROOT/.build              # stamps, logs and scratch of this checkout
+readonly STATE=$ROOT/.build              # this checkout's stamps, logs and temporary files
 readonly LIBRARY=python/gander/libgander.so
 readonly KERNEL=python/gander/_torch.so  # the kernels' registration with PyTorch
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_90"
-readonly ROOMS="capi dlpack internal kernels ops python"
-readonly GLIBC=2.28                      # the oldest that a wheel runs on; python/pyproject.toml says so too
+readonly SOURCES="capi dlpack internal kernels ops python"
+readonly GLIBC=2.28                      # the oldest glibc for wheels; python/pyproject.toml names it too
 
-# What `test` consists of: two lanes that run side by side.
+# The checks of `test`: two sequences that run in parallel.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c"
 readonly PYTHON_LANE="ruff clangformat types pytest notorch"
 
@@ -26,28 +27,29 @@ task_help() {
 usage: ./build.sh TASK [ARGUMENT...]
 
   build      compile the kernels and the library into python/gander
-  demo       what this machine has, each op checked and timed, and a small language model trained with gander
-  test       everything that can be checked without a GPU; `test NAME...` runs only these checks
-  test-torch tests/python with other releases of torch: `test-torch 2.11.0`, `test-torch oldest`; those that
-             are checked are listed in python/gander/_fast.py, and `test` runs the newest of them
-  bench      host cost, load time and throughput, beside torch and torch.compile
-  gpu-test   tests/gpu; where the library is built it needs Python, torch and pytest, and installs nothing
-  wheel      a manylinux wheel for all architectures, in dist/
-  env        lines for a shell: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
-  clean      remove what was built in this checkout; `clean --cache` also the toolchain and the compiled kernels
-  help       this text
+  demo       show this machine, check and time each op, and train a small language model with gander
+  test       run all checks that need no GPU; `test NAME...` runs only these checks
+  test-torch run tests/python with other releases of torch: `test-torch 2.11.0`, `test-torch oldest`;
+             python/gander/_fast.py lists the releases that are tested, and `test` runs the newest of them
+  bench      measure host overhead, load time and throughput, next to torch and torch.compile
+  gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest
+  wheel      build a manylinux wheel for all architectures, in dist/
+  env        print shell commands: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
+  clean      remove what was built in this checkout; `clean --cache` also removes the toolchain and the
+             compiled kernels
+  help       print this text
 
-A machine needs Python 3.10 or newer with venv, gcc and g++; the rest comes from package registries.
+The machine needs Python 3.10 or newer with venv, gcc and g++. The rest comes from package registries.
 
   GANDER_ARCHS        architectures to compile for (sm_90 compute_80 compute_90): sm_XY is machine code,
                       compute_XY PTX
-  GANDER_PYTHON       the interpreter for the tasks, in place of .venv and of python3
-  GANDER_TRUST_CACHE  if 1, use the cache although another user owns it or may write to it (containers)
-  XDG_CACHE_HOME      where toolchain and compiled kernels are kept (~/.cache)
+  GANDER_PYTHON       the Python interpreter for the tasks, instead of .venv and python3
+  GANDER_TRUST_CACHE  if 1, use the cache even if another user owns it or may write to it (containers)
+  XDG_CACHE_HOME      where the toolchain and the compiled kernels are kept (~/.cache)
 TEXT
 }
 
-# ---- Saying what happens ----------------------------------------------------------------------------------------
+# ---- Messages ----
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -56,13 +58,13 @@ die() {
   exit 1
 }
 
-# seconds_since START: tenths of seconds since an EPOCHREALTIME.
+# seconds_since START: prints the seconds since START, an EPOCHREALTIME, with one decimal.
 seconds_since() {
   local tenths=$(((${EPOCHREALTIME//[.,]/} - ${1//[.,]/}) / 100000))
   printf '%d.%d' $((tenths / 10)) $((tenths % 10))
 }
 
-# step TEXT COMMAND...: one line when it starts, one with the seconds when it is done.
+# step TEXT COMMAND...: runs the command and prints TEXT before it, and TEXT with the seconds after it.
 step() {
   local text=$1 start=$EPOCHREALTIME
   say "-> $text"
@@ -70,7 +72,8 @@ step() {
   say "   $text: $(seconds_since "$start") s"
 }
 
-# background COMMAND...: in a process group of its own, which ends with this process at the latest.
+# background COMMAND...: starts the command in its own process group. The EXIT trap kills the group if it
+# still runs.
 JOBS=()
 background() {
   set -m
@@ -80,23 +83,26 @@ background() {
 }
 trap 'for job in "${JOBS[@]}"; do kill -- "-$job" 2>/dev/null || true; done' EXIT
 
-# ---- Content ----------------------------------------------------------------------------------------------------
+# ---- Digests and stamps ----
 
-# digest WORD...: one digest of the words and of the content and names of all the files named on standard input.
+# digest WORD...: prints one digest of the words, and of names and content of the files listed on standard
+# input.
 digest() {
   { printf '%s\n' "$@"; LC_ALL=C sort | xargs -r -d '\n' sha256sum; } | sha256sum | cut -d' ' -f1
 }
 
-# current NAME DIGEST: whether stamp NAME says DIGEST.
+# current NAME DIGEST: succeeds if stamp NAME contains DIGEST.
 current() { [[ -f $STATE/$1 && $(<"$STATE/$1") == "$2" ]]; }
 
+# stamp NAME DIGEST: writes stamp NAME.
 stamp() {
   mkdir -p "$STATE"
   printf '%s\n' "$2" >"$STATE/$1"
 }
 
-# ---- Python -----------------------------------------------------------------------------------------------------
+# ---- Python ----
 
+# base_python: prints the interpreter from which virtual environments are made.
 base_python() {
   local python=${GANDER_PYTHON:-python3}
   command -v "$python" >/dev/null || die "no $python on PATH: install Python 3.10 or newer"
@@ -111,16 +117,17 @@ make_venv() { # FOLDER
   "$python" -m venv --clear "$1" || die "$python cannot make a virtual environment: install its venv module"
 }
 
-# pip_install PYTHON ARGUMENT...: only what the lock file names, by hash.
+# pip_install PYTHON ARGUMENT...: installs packages, each of which must have a hash in the lock file.
 pip_install() {
   "$1" -m pip install --quiet --no-input --disable-pip-version-check --no-compile --require-hashes "${@:2}"
 }
 
+# bare_venv: makes .venv, without packages, if it does not exist.
 bare_venv() {
   "$VENV/bin/python" -c 'import pip' 2>/dev/null || step "a virtual environment in .venv" make_venv "$VENV"
 }
 
-# fill_venv: the packages, and a path file that makes .venv import gander from this checkout.
+# fill_venv: installs the packages, and a path file that makes .venv import gander from this checkout.
 fill_venv() {
   local site
   pip_install "$VENV/bin/python" -r requirements.txt
@@ -128,6 +135,7 @@ fill_venv() {
   printf '%s\n' "$ROOT/python" >"$site/gander.pth"
 }
 
+# packages: fills .venv if its packages are not those of requirements.txt.
 packages() {
   local want
   want=$(ls requirements.txt | digest "$ROOT" "$("$VENV/bin/python" --version)")
@@ -136,23 +144,26 @@ packages() {
   printf '%s\n' "$want" >"$VENV/digest"
 }
 
-# ---- The cache --------------------------------------------------------------------------------------------------
+# ---- The cache ----
 
-# usable_paths: Go's tools, nvcc, PATH and PYTHONPATH take spaces in a path, but not every character.
+# usable_paths: refuses paths with characters that Go's tools, nvcc, PATH or PYTHONPATH cannot handle. Spaces
+# work.
 usable_paths() {
   local path
   for path in "$ROOT" "$CACHE"; do
     case $path in
       *[[:cntrl:]\"\'\`\\\$:\;\&\|\<\>\(\)\{\}\[\]\*\?\#]*)
         die "Go's tools and PATH do not take the path ${path@Q}: rename or move that folder" \
-          "(XDG_CACHE_HOME moves the cache), so that it has no quotes, brackets or any of \\ \$ : ; & | < > * ? #"
+          "(XDG_CACHE_HOME moves the cache), so that it has no quotes, no brackets and none of" \
+          "\\ \$ : ; & | < > * ? #"
         ;;
       [!/]*) die "XDG_CACHE_HOME is '${path%/gander}': set it to a path that begins with /" ;;
     esac
   done
 }
 
-# trusted_cache: programs in the cache are run, so nobody but this user and root may be able to change them.
+# trusted_cache: refuses a cache that anyone but this user or root can change, because programs are run from
+# it.
 trusted_cache() {
   local found
   [[ ${GANDER_TRUST_CACHE:-} != 1 ]] || return 0
@@ -164,7 +175,8 @@ trusted_cache() {
     "or set GANDER_TRUST_CACHE=1 to use the cache as it is."
 }
 
-# unpacked LOCK: prints the cached folder that holds the packages of a lock file. To be called in a subshell.
+# unpacked LOCK: prints the folder in the cache that holds the packages of a lock file, and fills it first if
+# needed. It must run in a subshell, because it sets traps.
 unpacked() {
   local folder fresh lock
   folder=$CACHE/$(basename "$1" .txt)-$(sha256sum <"$1" | cut -c1-16)
@@ -172,11 +184,11 @@ unpacked() {
     mkdir -p "$CACHE"
     exec {lock}>"$CACHE/lock"
     flock --nonblock "$lock" || { say "waiting for another build that fills $CACHE" && flock "$lock"; }
-    rm -rf "$CACHE"/.new-* # of processes that were killed: a living one would hold the lock
+    rm -rf "$CACHE"/.new-* # left by killed processes: a running one would hold the lock
     if [[ ! -d $folder ]]; then
       fresh=$(mktemp -d "$CACHE/.new-XXXXXX")
       trap "rm -rf ${fresh@Q}" EXIT
-      trap 'exit 129' HUP # which ends a subshell without EXIT
+      trap 'exit 129' HUP # by default SIGHUP ends a subshell without its EXIT trap
       step "$1 into the cache" pip_install "$VENV/bin/python" --no-deps --target "$fresh" -r "$1"
       mv -T "$fresh" "$folder"
     fi
@@ -185,11 +197,12 @@ unpacked() {
   printf '%s' "$folder"
 }
 
-# ---- Compilers --------------------------------------------------------------------------------------------------
+# ---- Compilers ----
 
 has_go() { [[ $(GOTOOLCHAIN=local go version 2>/dev/null) == *" go1.26"[.\ ]* ]]; }
 
-# compilers: puts Go and the headers of CUDA into the environment; NVCC is CUDA's compiler, its tools lie beside it.
+# compilers: sets up the environment for Go and cgo with CUDA's headers. Sets NVCC to CUDA's compiler; CUDA's
+# other tools are in the same folder.
 compilers() {
   local tree tool
   [[ $(uname -sm) == "Linux x86_64" ]] || die "gander builds on Linux x86_64, not on $(uname -sm)"
@@ -206,7 +219,8 @@ compilers() {
   fi
   tree=$(unpacked requirements-toolchain.txt)
   NVCC=$tree/nvidia/cu13/bin/nvcc
-  # gorgonia.org/cu is written against CUDA 11.8; the driver's ABI is compatible. -w: its warnings are not ours.
+  # gorgonia.org/cu was written for CUDA 11.8. The driver's ABI is compatible. -w suppresses warnings in that
+  # package.
   export GOTOOLCHAIN=local GOEXPERIMENT=simd CGO_ENABLED=1 GOFLAGS=-buildvcs=false
   export CGO_CFLAGS="-O2 '-I$tree/nvidia/cuda_runtime/include' -w" # Go reads the quotes
 }
@@ -217,15 +231,17 @@ task_env() {
     GOFLAGS -tags=cuda CGO_CFLAGS "$CGO_CFLAGS" PYTHONPATH "$ROOT/python"
 }
 
-# ---- The library ------------------------------------------------------------------------------------------------
+# ---- The library ----
 
-# kernels ARCHS: kernels/images holds exactly the images of these architectures.
+# kernels ARCHS: compiles the kernels. kernels/images then holds the images of these architectures and no
+# others.
 kernels() {
   mkdir -p "$STATE"
   go build -o "$STATE/compile" ./internal/cmd/compile
   "$STATE/compile" -nvcc "$NVCC" -cache "$CACHE/objects" -archs "$1" -out kernels/images kernels/cuda/*_gen.cu
 }
 
+# commit: prints the commit of the checkout, with -dirty if tracked files have changed.
 commit() {
   local id
   id=$(git rev-parse HEAD 2>/dev/null) || { printf unknown; return; }
@@ -235,7 +251,8 @@ commit() {
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
-# library CC FOLDER: the C library in Go, and beside it the kernels' registration with PyTorch, which is C alone.
+# library CC FOLDER: builds libgander.so from Go, and _torch.so, which registers the operators with PyTorch,
+# from C.
 library() {
   local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so" facts
   facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version)"
@@ -254,7 +271,7 @@ library_sources() {
   find capi dlpack kernels ops internal/driver python/gander/_*.[ch] go.mod go.sum -type f ! -name '*_test.go'
 }
 
-# compiled: kernels and library in the checkout, where they are not current.
+# compiled: builds the kernels and the library if they are not up to date.
 compiled() {
   local archs=${GANDER_ARCHS:-$DEFAULT_ARCHS} want
   step "kernels for $archs" kernels "$archs"
@@ -264,7 +281,8 @@ compiled() {
   stamp library "$want"
 }
 
-# built: everything in place. Installing torch waits for the network and compiling takes the cores, so both at once.
+# built: builds everything. The packages are installed during compilation: one waits for the network, the
+# other uses the cores.
 built() {
   compilers
   background packages
@@ -277,8 +295,8 @@ task_build() {
   say "built $LIBRARY ($(du -h $LIBRARY | cut -f1)); .venv/bin/python imports gander"
 }
 
-# runnable: sets PYTHON to an interpreter that can import gander. A machine that only got the built library (a GPU
-# host, say) has torch already, so there nothing is installed.
+# runnable: sets PYTHON to an interpreter that can import gander. If the library was copied here already
+# built, as to a GPU host, it installs nothing and expects torch to be there.
 runnable() {
   if [[ -f $LIBRARY && -f $KERNEL && (-n ${GANDER_PYTHON:-} || ! -d $VENV) ]]; then
     PYTHON=${GANDER_PYTHON:-python3}
@@ -304,7 +322,7 @@ task_gpu-test() {
   exec "$PYTHON" -m pytest tests/gpu "$@"
 }
 
-# ---- Checks -----------------------------------------------------------------------------------------------------
+# ---- Checks ----
 
 check_gofmt() {
   local files
@@ -337,23 +355,27 @@ check_nocgo() {
 
 check_race() { go_test -race -tags cuda ./...; }
 
-# Generated files are what their generators make, in a copy, so that the checkout is left alone.
+# Generated files must be what their generators write. They run in a copy, so that the checkout does not
+# change.
 check_generated() {
   local copy=$STATE/generated
   rm -rf "$copy"
   mkdir -p "$copy"
-  tar -c --exclude=__pycache__ --exclude='*.so' $ROOMS tests go.mod go.sum | tar -x -C "$copy"
+  tar -c --exclude=__pycache__ --exclude='*.so' $SOURCES tests go.mod go.sum | tar -x -C "$copy"
   (cd "$copy" && go generate ./...)
   diff <(generated_files .) <(generated_files "$copy") || die "run go generate ./... and commit what it wrote"
   rm -rf "$copy"
 }
 
-# generated_files FOLDER: a digest and a name for each. Parts of gander.h are generated.
+# generated_files FOLDER: prints a digest and the name of each generated file. Parts of gander.h are generated
+# too.
 generated_files() {
-  (cd "$1" && find $ROOMS tests \( -name '*_gen.*' -o -path capi/gander.h \) -type f | LC_ALL=C sort | xargs -r sha256sum)
+  (cd "$1" && find $SOURCES tests \( -name '*_gen.*' -o -path capi/gander.h \) -type f |
+    LC_ALL=C sort | xargs -r sha256sum)
 }
 
-# The compiler reads ptxas' report of every kernel, of cached ones too, and refuses spills and stack frames.
+# internal/cmd/compile reads ptxas' report of every kernel, also of cached ones, and refuses spills and stack
+# frames.
 check_spills() { kernels "${GANDER_ARCHS:-$DEFAULT_ARCHS}"; }
 
 check_sass() { go run ./internal/cmd/checksass "${NVCC%/*}" kernels/images; }
@@ -367,13 +389,14 @@ check_ruff() {
   "$VENV/bin/ruff" format --check .
 }
 
-# C and CUDA; what is generated or comes from elsewhere keeps its form, and so do the macros of Go's assembler.
+# C and CUDA, but not generated and vendored files, nor the macros of Go's assembler.
 check_clangformat() {
-  git ls-files -z -- '*.c' '*.h' '*.cuh' '*.cpp' ':!*_gen.*' ':!dlpack/dlpack.h' ':!capi/gander.h' ':!kernels/cpu' |
+  git ls-files -z -- '*.c' '*.h' '*.cuh' '*.cpp' \
+    ':!*_gen.*' ':!dlpack/dlpack.h' ':!capi/gander.h' ':!kernels/cpu' |
     xargs -0 "$VENV/bin/clang-format" --dry-run --Werror
 }
 
-# README's first example, and calls of every kind, as type checkers see them. torch's own functions lack annotations.
+# Type-checks README's first example and calls of every function. torch's own functions have no annotations.
 check_types() {
   local folder=$STATE/types
   mkdir -p "$folder"
@@ -383,10 +406,11 @@ check_types() {
   "$VENV/bin/pyright" --pythonpath "$VENV/bin/python" --project tests/types
 }
 
-# Two workers on two cores: OpenMP's threads must not spin while they wait.
+# Two workers share two cores, so OpenMP's threads must not spin while they wait.
 check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 600; }
 
-# torch_venv FOLDER VERSION: .venv's packages with another torch. No lock names what that one needs.
+# torch_venv FOLDER VERSION: makes an environment with .venv's packages and another torch. There is no lock
+# file for that torch and its dependencies.
 torch_venv() {
   local lock=$STATE/without-torch.txt want
   awk '/^[^ ]/ { on = !/^(torch|triton|nvidia-.*|cuda-.*)==/ } on' requirements.txt >"$lock"
@@ -401,7 +425,7 @@ torch_venv() {
 task_test-torch() {
   local version folder tested
   read -ra tested < <(sed -n 's/^TESTED = (\(.*\))$/\1/p' python/gander/_fast.py | tr -d '",')
-  (($# > 0)) || die "test-torch needs a release of torch, or 'oldest'; ${tested[*]} are those that are checked"
+  (($# > 0)) || die "test-torch needs a release of torch, or 'oldest'; ${tested[*]} are tested"
   built
   for version in "${@/#oldest/${tested[0]}}"; do
     folder=$STATE/torch-$version
@@ -411,7 +435,7 @@ task_test-torch() {
   done
 }
 
-# numpy_venv FOLDER: an environment with NumPy alone, from the same lock file.
+# numpy_venv FOLDER: makes an environment with NumPy alone, from the same lock file.
 numpy_venv() {
   local lock=$STATE/numpy.txt want
   awk '/^[^ ]/ { on = /^numpy==/ } on' requirements.txt >"$lock"
@@ -439,7 +463,7 @@ check_notorch() {
   PYTHONPATH=python "$STATE/numpy/bin/python" -c "$TRY_NUMPY"
 }
 
-# lane NAME...: runs checks one after the other, each in a process of its own, and notes how each ended.
+# lane NAME...: runs checks one after the other, each in its own process, and stores their results.
 lane() {
   local name start log
   for name in "$@"; do
@@ -456,7 +480,8 @@ lane() {
   done
 }
 
-# tally LOG [failed]: how many tests a check passed and failed; a check that counts none is itself one test.
+# tally LOG [failed]: prints how many tests of a check passed and failed. A check without tests counts as one
+# test.
 tally() {
   local passed failed
   passed=$(count "$1.log" '^--- PASS' ' passed')
@@ -469,7 +494,7 @@ tally() {
   printf '%d %d\n' "$passed" "$failed"
 }
 
-# count FILE GO PYTEST: Go's result lines, or the number before a word in pytest's last line.
+# count FILE GO PYTEST: counts the lines that match GO, and adds the number before PYTEST in the last line.
 count() {
   local go pytest
   go=$(grep -c -- "$2" "$1" || true)
@@ -477,7 +502,7 @@ count() {
   printf '%d' $((go + ${pytest:-0}))
 }
 
-# summary NAME...: the closing line, only when each check has left its result.
+# summary NAME...: prints the totals. It fails if a check failed or has no result.
 summary() {
   local name passed=0 failed=0 p f
   for name in "$@"; do
@@ -503,9 +528,10 @@ task_test() {
   summary $go $python
 }
 
-# ---- Shipping and cleaning --------------------------------------------------------------------------------------
+# ---- Wheel and clean ----
 
-# An old glibc for the linker, all architectures, and a wheel that an empty environment can install.
+# Links the library against an old glibc, with kernels for all architectures, and tries the wheel in an empty
+# environment.
 task_wheel() {
   local tools stage=$STATE/wheel
   compilers
@@ -517,13 +543,14 @@ task_wheel() {
   cp -R python "$stage"
   cp LICENSE README.md "$stage/python"
   cp capi/gander.h dlpack/dlpack.h "$stage/python/gander"
-  PYTHONPATH=$tools step "the library for glibc $GLIBC" library "$ROOT/internal/cmd/zigcc.sh" "$stage/python/gander"
+  PYTHONPATH=$tools step "the library for glibc $GLIBC" \
+    library "$ROOT/internal/cmd/zigcc.sh" "$stage/python/gander"
   PYTHONPATH=$tools step "the wheel" pack "$stage/python"
   step "the wheel in an empty environment" try_wheel "$stage/venv"
   say "$(ls dist/*.whl) ($(du -h dist/*.whl | cut -f1))"
 }
 
-# pack FOLDER: the wheel, whose libraries must ask for no glibc newer than its name promises.
+# pack FOLDER: builds the wheel, and checks that its libraries need no newer glibc than its name says.
 pack() {
   local report minor
   "$VENV/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist "$1"
@@ -532,7 +559,7 @@ pack() {
   [[ -n $minor ]] && ((minor <= ${GLIBC#2.})) || die "the wheel does not run on glibc $GLIBC: $report"
 }
 
-# try_wheel VENV: installs the wheel beside NumPy alone, and runs an op from another folder.
+# try_wheel VENV: installs the wheel in an environment with NumPy alone, and runs an op from another folder.
 try_wheel() {
   numpy_venv "$1"
   "$1/bin/python" -m pip install --quiet --no-input --no-deps --no-index dist/*.whl
