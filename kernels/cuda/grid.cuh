@@ -133,8 +133,9 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
 #pragma unroll
       for (int j = 0; j < R; j++) {
         const Partial st = merge_slots<32, Partial>(warp_slots[slot][j], kWarps);
-        ulonglong2* const to = slots + (i % kTeamSteps * R + j) * ctas + cta;
-        if (lane == j) TaggedState::publish(to, st, static_cast<uint32_t>(i + 1));
+        if (lane == j)
+          TaggedState::publish(slots + (i % kTeamSteps * R + j) * ctas + cta, st,
+                               static_cast<uint32_t>(i + 1));
       }
     }
   } else if (warp > kComputeWarps + 1) {  // mergers

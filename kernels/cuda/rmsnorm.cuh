@@ -613,8 +613,8 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       const int e = (lane + i * TPR) * E, left = bounds.hi - e;
       const bool in = active && left > 0;
       const int bytes = !in ? 0 : Unaligned && left < E ? left * static_cast<int>(sizeof(T)) : 16;
-      const bool row_follows = (rows - 1 - row) * min(a.rows.a_stride, a.rows.b_stride) >= E;
-      if (Unaligned && in && left < E && !row_follows) {  // a 16-byte load could pass the end of the tensor
+      if (Unaligned && in && left < E && (rows - 1 - row) * min(a.rows.a_stride, a.rows.b_stride) < E) {
+        // A 16-byte load could pass the end of the tensor.
         to[i * kThreads] = load_elements(x + e, shift - e, left, zero_vector());
         to[(V + i) * kThreads] = load_elements(dy + e, shift - e, left, zero_vector());
         continue;
