@@ -1,4 +1,4 @@
-"""The first gander call of this process, and the first of every op and dtype, happens inside a CUDA graph capture."""
+"""A program whose first gander call, and the first of every op and dtype, is in a CUDA graph capture."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,8 @@ from grid import DTYPES, OPS, Inputs, same_bits  # noqa: E402
 
 def operands(n, dtype, scale):
     a = Inputs(40, n, dtype, scale=scale)
-    a.x, a.dy, a.y, a.weight, a.target, a.class_weight, a.dloss  # noqa: B018  made now, without gander
+    # Create the cached properties now, before the capture and without gander.
+    a.x, a.dy, a.y, a.weight, a.target, a.class_weight, a.dloss  # noqa: B018
     a.rstd = (a.x.float().square().mean(-1) + 1e-6).rsqrt()
     a.lse = torch.logsumexp(a.x.float(), -1)
     return a

@@ -1,8 +1,8 @@
-"""Tests for a host with a GPU: Python, torch, pytest and the built library are all they need.
+"""Tests for a host with a GPU. They need only Python, torch, pytest and the built library.
 
-Tests that run a program of their own (a sanitizer, another image, a first call in a fresh process) name it in a `job`
-mark. All these programs are started before the first test, a few at a time, and run beside the tests that need the
-device in this process.
+Some tests run a separate program: a sanitizer, another kernel image, a first call in a new process. They
+name it in a `job` mark. These programs start before the first test, a few at a time, and run in parallel with
+the other tests.
 """
 
 import json
@@ -19,11 +19,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]  # tolerance.py is there
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-# Compiled graphs of an earlier gander must not be taken from inductor's cache.
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]  # the latter for tolerance.py
+inherited = os.environ.get("PYTHONPATH")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [inherited])])
+# A new cache for inductor, without graphs that another version of gander compiled.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="gander-inductor-"))
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the device
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX reserves most of the memory
 
 import gander  # noqa: E402
 import pytest  # noqa: E402
@@ -37,15 +38,15 @@ def pytest_addoption(parser):
     parser.addoption(
         "--summary",
         metavar="FILE",
-        help="where to write what was tested on what, as JSON; by default bench/results/gpu-test-<device>.json "
-        "when all of tests/gpu runs, and nowhere otherwise",
+        help="write a summary of the tests and the device to this file, as JSON; the default is "
+        "bench/results/gpu-test-<device>.json if all of tests/gpu runs, otherwise no file",
     )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "core: shapes that every image of the library is tried on")
-    config.addinivalue_line("markers", "job(*command, **environment): a Python program that runs beside the tests")
-    config.addinivalue_line("markers", "gib(count): device memory that a test needs")
+    config.addinivalue_line("markers", "core: shapes that are tested with every image of the library")
+    config.addinivalue_line("markers", "job(*command, **environment): a program to run for the test")
+    config.addinivalue_line("markers", "gib(count): the device memory that a test needs")
     config.stash[SUMMARY] = Summary()
 
 
@@ -63,11 +64,11 @@ def on_the_device():
         pytest.skip("no CUDA device, or a torch that cannot use it")
     torch.manual_seed(0)
     yield
-    if torch.cuda.memory_reserved() > 4 << 30:  # what lies in torch's cache is lacking in the programs beside
+    if torch.cuda.memory_reserved() > 4 << 30:  # leave memory for the programs of the jobs
         torch.cuda.empty_cache()
 
 
-# ---- Programs that run beside the tests ----
+# ---- Programs that run in parallel to the tests ----
 
 
 class Jobs:
@@ -124,9 +125,8 @@ JOBS = pytest.StashKey[Jobs]()
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: item.path.name == "test_large.py"
-    )  # last: these want the device's memory for themselves
+    # test_large.py comes last: it needs most of the device's memory, and so waits for the jobs.
+    items.sort(key=lambda item: item.path.name == "test_large.py")
 
 
 def pytest_collection_finish(session):
@@ -141,7 +141,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture
 def job(request):
-    """The result of the test's program: returncode, and in stdout all its output."""
+    """The result of the test's program, with returncode and stdout. stdout includes stderr."""
     command = request.node.get_closest_marker("job").args
     if not shutil.which(str(command[0])):
         pytest.skip(f"{command[0]} is not on PATH")
@@ -150,7 +150,7 @@ def job(request):
 
 @pytest.fixture
 def jobs_done(request):
-    """The device for this process alone."""
+    """Waits until no job uses the device."""
     request.config.stash[JOBS].wait()
 
 
@@ -169,13 +169,16 @@ class Summary:
             self.outcomes[report.outcome] = self.outcomes.get(report.outcome, 0) + 1
         if report.skipped:
             reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-            self.skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid.partition("::")[2])
+            tests = self.skipped.setdefault(reason.removeprefix("Skipped: "), [])
+            tests.append(report.nodeid.partition("::")[2])
         elif report.failed:
             self.failed.append(report.nodeid)
-        self.notes += [value for key, value in report.user_properties if key == "note" and report.when == "call"]
+        if report.when == "call":
+            self.notes += [value for key, value in report.user_properties if key == "note"]
 
     def write(self, path):
         facts, device = gander.info(), torch.cuda.get_device_properties(0)
+        about_gander = ("version", "architectures", "go", "nvcc", "fast_path")
         text = json.dumps(
             {
                 "device": device.name,
@@ -184,7 +187,7 @@ class Summary:
                 "driver": driver_version(),
                 "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "commit": commit(facts),
-                "gander": {key: facts[key] for key in ("version", "architectures", "go", "nvcc", "fast_path")},
+                "gander": {key: facts[key] for key in about_gander},
                 "python": sys.version.split()[0],
                 "torch": torch.__version__,
                 "cuda": torch.version.cuda,
@@ -240,9 +243,9 @@ def pytest_sessionfinish(session):
     if config.option.collectonly or not torch.cuda.is_available():
         return
     options = config.option
-    everything = not (options.keyword or options.markexpr) and [Path(a).resolve() for a in config.args] == [HERE]
+    selected = options.keyword or options.markexpr
     path = options.summary
-    if path is None and everything:
+    if path is None and not selected and [Path(a).resolve() for a in config.args] == [HERE]:
         device = torch.cuda.get_device_name(0).lower().replace(" ", "-")
         path = ROOT / "bench" / "results" / f"gpu-test-{device}.json"
     if path:

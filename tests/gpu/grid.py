@@ -1,4 +1,4 @@
-"""What the tests share: shapes, inputs, gander's ops on them, and what torch and float64 make of them."""
+"""Shared by the tests: shapes, inputs, gander's ops on them, and the results of torch and of float64."""
 
 import math
 import warnings
@@ -14,10 +14,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 EPS = 1e-6
 IGNORED = -100
 
-# Row lengths on both sides of every border between kernels: the registers of a few lanes, of a CTA, of a cluster.
+# Row lengths just below and above those at which the planner changes to another kernel.
 COLUMNS = (
-    *(1, 3, 7, 8, 31, 64, 101, 127, 128, 255, 256, 512, 513, 1000, 1024, 1800, 2048, 4096, 4097, 8192, 16384, 32768),
-    *(50257, 65536, 131072, 262144, 1 << 20, 1 << 22, 1 << 25),
+    *(1, 3, 7, 8, 31, 64, 101, 127, 128, 255, 256, 512, 513, 1000, 1024, 1800, 2048, 4096, 4097, 8192),
+    *(16384, 32768, 50257, 65536, 131072, 262144, 1 << 20, 1 << 22, 1 << 25),
 )
 
 
@@ -26,7 +26,7 @@ def name(dtype):
 
 
 def rows_of(n):
-    """Too few rows to fill the device, some, and enough for persistent kernels to go round several times."""
+    """Numbers of rows: from too few to fill the device to several rounds of persistent kernels."""
     if n >= 1 << 24:
         return 1, 3
     if n >= 1 << 20:
@@ -34,7 +34,7 @@ def rows_of(n):
     return 1, 3, 64, 199, min(20000, max(200, (1 << 24) // n))
 
 
-# ---- Layouts: the same values, elsewhere in memory ----
+# ---- Layouts: the same values at other places in memory ----
 
 
 def aligned(x):
@@ -42,12 +42,12 @@ def aligned(x):
 
 
 def offset(x):
-    """Begins one element after a multiple of 16 bytes, as does every row where their length is such a multiple."""
+    """A copy, one element after a multiple of 16 bytes. So are its rows if they are whole 16-byte vectors."""
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
 
 
 def strided(x, gap=16):
-    """Rows that lie further apart than they are long."""
+    """Rows with a gap between them."""
     if x.ndim < 2:
         return x.contiguous()
     wide = torch.full((*x.shape[:-1], x.shape[-1] + gap), torch.nan, dtype=x.dtype, device=x.device)
@@ -63,9 +63,9 @@ def transposed(x):
 
 
 class Inputs:
-    """The operands of one call of any op. Each is made when it is first asked for, and the same whatever the layout.
+    """The operands of one call of any op, each made at its first use. The layout does not change the values.
 
-    Results of one magnitude: with a few large ones among them, the largest error would be a matter of luck.
+    All values have one magnitude: with a few large ones, the maximum error would be a matter of luck.
     """
 
     def __init__(self, m, n, dtype, layout=aligned, scale=1.0):
@@ -117,22 +117,25 @@ class Inputs:
         return gander.cross_entropy_fwd(self.x, self.target, return_lse=True)[1]
 
 
-# ---- gander: every kernel's op, each result with its name ----
+# ---- gander's ops: {name: function of Inputs that returns {name of a result: tensor}} ----
 
 
-def _cross_entropy_forward(a, **how):
-    loss, lse = gander.cross_entropy_fwd(a.x, a.target, return_lse=True, **how)
-    mean = gander.cross_entropy(a.x, a.target, weight=a.class_weight, **how)
-    return {"loss": loss, "lse": lse, "mean": mean, "sum": gander.cross_entropy(a.x, a.target, reduction="sum", **how)}
+def _cross_entropy_forward(a, **options):
+    loss, lse = gander.cross_entropy_fwd(a.x, a.target, return_lse=True, **options)
+    mean = gander.cross_entropy(a.x, a.target, weight=a.class_weight, **options)
+    total = gander.cross_entropy(a.x, a.target, reduction="sum", **options)
+    return {"loss": loss, "lse": lse, "mean": mean, "sum": total}
 
 
 def _cross_entropy_forward_dx(a):
-    loss, lse, dx = gander.cross_entropy_fwd(a.x, a.target, weight=a.class_weight, return_lse=True, return_dx=True)
+    weight = a.class_weight
+    loss, lse, dx = gander.cross_entropy_fwd(a.x, a.target, weight=weight, return_lse=True, return_dx=True)
     return {"loss": loss, "lse": lse, "dx": dx}
 
 
-# Upstream gradients for the one pass that loss and gradient of a reduced loss share: 1 finds its work done. Rows
-# counted in a mean by their number, so that gradients of all sizes of M are of one magnitude.
+# Upstream gradients of a reduced loss whose forward computes the gradient as well. Backward keeps that
+# gradient if the upstream gradient is 1, and otherwise computes it again. The scaled mean is multiplied by M,
+# so that its gradients have the same magnitude for every M.
 UPSTREAM = {
     "dx of sum": ("sum", lambda m: 1.0),
     "dx of a scaled mean": ("mean", float),
@@ -140,30 +143,36 @@ UPSTREAM = {
 }
 
 
-def _cross_entropy_one_pass(a, **how):
+def _cross_entropy_one_pass(a, **options):
     found = {}
 
     def gradient(reduction, upstream):
         x = a.x.detach().requires_grad_()
-        loss = found[reduction] = gander.cross_entropy(x, a.target, weight=a.class_weight, reduction=reduction, **how)
+        weight = a.class_weight
+        loss = gander.cross_entropy(x, a.target, weight=weight, reduction=reduction, **options)
+        found[reduction] = loss
         return torch.autograd.grad(loss, x, torch.full((), upstream(a.m), device=x.device))[0]
 
-    return {what: gradient(*how) for what, how in UPSTREAM.items()} | {"mean": found["mean"].detach()}
+    return {what: gradient(*case) for what, case in UPSTREAM.items()} | {"mean": found["mean"].detach()}
 
 
-def _rmsnorm_forward(a, **how):
-    out, _, rstd = gander.rmsnorm_fwd(a.x, a.weight, eps=EPS, store_rstd=True, **how)
+def _rmsnorm_forward(a, **options):
+    out, _, rstd = gander.rmsnorm_fwd(a.x, a.weight, eps=EPS, store_rstd=True, **options)
     return {"out": out, "rstd": rstd}
 
 
-# The first five take algorithm and batch_invariant.
+def _rmsnorm_backward_dx(a, **options):
+    return {"dx": gander.rmsnorm_bwd(a.x, None, a.dy, a.rstd, **options)[0]}
+
+
+# The first five take the options algorithm and batch_invariant.
 OPS = {
-    "softmax_forward": lambda a, **how: {"y": gander.softmax_fwd(a.x, **how)},
-    "softmax_backward": lambda a, **how: {"dx": gander.softmax_bwd(a.dy, a.y, **how)},
+    "softmax_forward": lambda a, **options: {"y": gander.softmax_fwd(a.x, **options)},
+    "softmax_backward": lambda a, **options: {"dx": gander.softmax_bwd(a.dy, a.y, **options)},
     "rmsnorm_forward": _rmsnorm_forward,
-    "rmsnorm_backward": lambda a, **how: {"dx": gander.rmsnorm_bwd(a.x, None, a.dy, a.rstd, **how)[0]},
-    "rmsnorm_backward_dw": lambda a, **how: dict(
-        zip(("dx", "dw"), gander.rmsnorm_bwd(a.x, a.weight, a.dy, a.rstd, **how)[:2], strict=True)
+    "rmsnorm_backward": _rmsnorm_backward_dx,
+    "rmsnorm_backward_dw": lambda a, **options: dict(
+        zip(("dx", "dw"), gander.rmsnorm_bwd(a.x, a.weight, a.dy, a.rstd, **options)[:2], strict=True)
     ),
     "cross_entropy_forward": _cross_entropy_forward,
     "cross_entropy_forward_dx": _cross_entropy_forward_dx,
@@ -179,18 +188,18 @@ OPS = {
 
 def rms_norm(x, weight):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of mixed dtypes
+        warnings.simplefilter("ignore", UserWarning)  # about mixed dtypes
         return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
 def gradients(function, inputs, dout):
-    """Of a function with several inputs, of which some may be None."""
+    """The gradients of a function with respect to its inputs, except those that are None."""
     inputs = [None if x is None else x.detach().requires_grad_() for x in inputs]
     return torch.autograd.grad(function(*inputs), [x for x in inputs if x is not None], dout)
 
 
 def in_both(function, *inputs):
-    """A function of floating-point tensors as torch computes it in their dtypes, and in float64."""
+    """The results of a function in the dtypes of its inputs, and in float64."""
     return function(*inputs), function(*(None if x is None else x.double() for x in inputs))
 
 
@@ -205,7 +214,7 @@ def _softmax_backward(a):
 
 
 def exact_rms_norm(x, weight=None):
-    """out and rstd. torch's own kernel, in float64 too, makes a whole row NaN where one element is infinite."""
+    """out and rstd in float64. torch's own kernel makes a whole row NaN if one element is infinite."""
     x = x.double()
     rstd = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     return x * rstd * (1 if weight is None else weight.double()), rstd[..., 0]
@@ -231,11 +240,15 @@ def _rmsnorm_backward(a, weight=None):
 
 
 def moved(theirs, exact, given):
-    """torch's result with its own error, around what is exact for the rounded statistics that gander was given."""
+    """torch's result, shifted to the exact result for the rounded statistics that gander was given.
+
+    Its error stays the same: theirs - exact.
+    """
     return theirs.double() - exact + given
 
 
-# gander's loss is float32 whatever x is. torch's is x's, so that it is given float32 copies: a stricter measure.
+# gander's loss is float32 for every dtype of x. torch's loss has the dtype of x, so torch gets float32 copies
+# of 16-bit inputs.
 def losses(x, target, weight=None, reduction="none"):
     x = x if x.dtype == torch.float64 else x.float()
     weight = None if weight is None else weight.to(x.dtype)
@@ -259,10 +272,14 @@ def _cross_entropy_reference(a):
 def _cross_entropy_dx_reference(a):
     target, weight = a.target, a.class_weight
     ones = torch.ones(a.m, device="cuda")
+
+    def gradient(x, w, dloss):
+        return gradients(lambda x: losses(x, target, w), (x,), dloss)[0]
+
     return {
         "loss": in_both(lambda x, w: losses(x, target, w), a.x, weight),
         "lse": in_both(lse_of, a.x),
-        "dx": in_both(lambda x, w, d: gradients(lambda x: losses(x, target, w), (x,), d)[0], a.x, weight, ones),
+        "dx": in_both(gradient, a.x, weight, ones),
     }
 
 
@@ -274,7 +291,7 @@ def _cross_entropy_one_pass_reference(a):
         return in_both(lambda x, w: gradients(lambda x: reduced(x, w), (x,), None)[0], a.x, a.class_weight)
 
     mean = in_both(lambda x, w: losses(x, a.target, w, "mean"), a.x, a.class_weight)
-    return {what: gradient(*how) for what, how in UPSTREAM.items()} | {"mean": mean}
+    return {what: gradient(*case) for what, case in UPSTREAM.items()} | {"mean": mean}
 
 
 def _cross_entropy_backward(a):
@@ -305,20 +322,26 @@ REFERENCES = {
 
 
 def summing(m):
-    """The relative rounding of a sum of m losses as a tree and of what follows. It is one number for a whole call, and
-    may by chance be 0 in torch's: no measure for gander's."""
+    """The relative rounding error of a tree sum of m losses and of the operations after it.
+
+    A call has only one such sum. torch's may be exact by chance, so its error is no bound for gander's.
+    """
     return (math.log2(m) + 2) * 2**-24
 
 
-def check(op, cases, **how):
-    """Holds an op against torch and float64 on all the inputs together: a few elements alone have no meaningful RMS."""
+def check(op, cases, **options):
+    """Compares an op with torch and float64.
+
+    All cases are compared together, because a few elements have no meaningful root mean square error.
+    """
     results, rows = {}, []
     for a in cases:
         rows.append(a.m)
         references = REFERENCES[op](a)
-        for what, got in OPS[op](a, **how).items():
+        for what, got in OPS[op](a, **options).items():
             theirs, exact = references[what]
-            assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+            shapes = tuple(got.shape), tuple(exact.shape)
+            assert shapes[0] == shapes[1], f"{what}: shape {shapes[0]}, expected {shapes[1]}"
             parts = results.setdefault(what, SimpleNamespace(got=[], theirs=[], exact=[]))
             for part, value in ((parts.got, got), (parts.theirs, theirs), (parts.exact, exact)):
                 part.append(value.flatten())
@@ -333,7 +356,7 @@ def check(op, cases, **how):
 
 
 def same_bits(a, b):
-    """Equality that knows NaN and the sign of zero."""
+    """Equality of bits: NaN equals the same NaN, and 0 differs from -0."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return (
         a.dtype == b.dtype

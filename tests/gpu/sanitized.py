@@ -1,7 +1,8 @@
-"""Calls of every op through the C ABI, without torch, for compute-sanitizer to watch: python sanitized.py grid.
+"""Calls every op through the C ABI, without torch, under compute-sanitizer: python sanitized.py grid.
 
-Every tensor, and the scratch memory too, is an allocation of exactly its size, so that an access beyond it is seen.
-The other words (short, race, diverge) make a mistake on purpose, which the sanitizer has to find.
+Every tensor is an allocation of exactly its size, and so is the scratch memory. The sanitizer then sees any
+access beyond it. The other arguments (short, race, diverge) make a mistake on purpose that the sanitizer must
+find.
 """
 
 import ctypes
@@ -15,10 +16,11 @@ from gander import _library as abi
 
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
 
-# (rows, columns): a few rows of every length go to clusters, more to single CTAs; many, to persistent kernels that go
-# round several times, and to the total over a cluster.
+LENGTHS = (1, 3, 31, 64, 128, 255, 256, 512, 513, 1000, 1024, 2048, 4096, 4097)
+# (rows, columns). Few rows take kernels with clusters, more rows those with one CTA per row. Many rows take
+# persistent kernels, for several rounds, and the reduction of losses by a cluster.
 GRID = (
-    *((m, n) for m in (3, 150) for n in (1, 3, 31, 64, 128, 255, 256, 512, 513, 1000, 1024, 2048, 4096, 4097)),
+    *((m, n) for m in (3, 150) for n in LENGTHS),
     *((m, n) for m in (2, 140) for n in (8192, 16384, 20001)),
     *((2, n) for n in (32768, 50257, 65536, 131072, 262144, 1 << 20, (1 << 20) + 3, 1 << 22)),
     *((m, n) for m, n in ((17000, 8), (20000, 64), (9000, 129), (3000, 1024))),
@@ -57,14 +59,17 @@ def free_all():
 
 
 def encoded(values, dtype):
-    """The bytes of an array in a dtype that NumPy may not have."""
+    """An array with the bytes of the values in a dtype, which NumPy need not know."""
     if dtype == "bfloat16":
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(dtype)
 
 
 class Tensor:
-    """A new allocation of `shape` elements after `offset` that belong to nobody; it ends with the last element."""
+    """A tensor in a new allocation, which begins with `offset` unused elements and ends with the tensor.
+
+    claimed: the shape in the DLPack tensor, if it differs from the allocated one.
+    """
 
     def __init__(self, dtype, *shape, values=None, offset=0, claimed=None):
         count = int(np.prod(shape))
@@ -93,7 +98,7 @@ def scratch(context, size):
     try:
         return allocate(size)
     except RuntimeError:
-        return None  # the library reports it; an exception here would leave an undefined result
+        return None  # the library reports it; after an exception ctypes would return an undefined value
 
 
 ALLOCATOR = abi.Allocator(None, scratch)
@@ -113,7 +118,7 @@ def call(function, *arguments, options):
 
 
 def calls(dtype, m, n, offset):
-    """Every op once on operands that begin `offset` elements after an aligned address."""
+    """Calls every op on operands that begin `offset` elements after an aligned address."""
 
     def given(*shape, dtype=dtype):
         return Tensor(dtype, *shape, values=VALUES[: int(np.prod(shape))], offset=offset)
@@ -143,10 +148,10 @@ def calls(dtype, m, n, offset):
     count += call(forward, x, target, class_weight, mean, parts, None, denominator, options=MEAN)
     count += call(backward, x, target, class_weight, mean, parts, denominator, dx, options=MEAN)
     count += call(backward, x, target, None, dloss, lse, None, dx, options=NONE)
-    for upstream in (1.0, 0.5):  # the gradient is there already, or is made again
-        given_upstream = statistic(1, values=np.array([upstream]))
+    for upstream in (1.0, 0.5):  # backward keeps forward's gradient, or computes it again
+        dmean = statistic(1, values=np.array([upstream]))
         count += call(forward, x, target, class_weight, mean, parts, dx, denominator, options=ONE_PASS)
-        count += call(backward, x, target, class_weight, given_upstream, parts, denominator, dx, options=ONE_PASS)
+        count += call(backward, x, target, class_weight, dmean, parts, denominator, dx, options=ONE_PASS)
     count += call(forward, x, target, class_weight, loss, None, x, None, options=NONE)
     if dtype != "float32":  # operands of several types
         wide = given(m, n, dtype="float32")
@@ -167,7 +172,7 @@ def grid():
 
 
 def short():
-    """x has half the rows that it claims."""
+    """The memory of x has half the rows of its shape."""
     x = Tensor("float32", 64, 4096, values=VALUES[: 64 * 4096], claimed=(128, 4096))
     call("gander_softmax_forward", x, Tensor("float32", 128, 4096), options=SOFTMAX)
     free_all()

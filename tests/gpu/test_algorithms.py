@@ -1,4 +1,4 @@
-"""Algorithms by name: right values where they serve, a reason where they do not; rows whose bits stay the same."""
+"""Algorithms by name: values, errors for rows that they do not serve, gradients, and batch invariance."""
 
 import re
 
@@ -22,17 +22,17 @@ def on_hopper():
 
 
 def rows_of(n):
-    """One row, a few, and enough for persistent CTAs to go round."""
+    """One row, a few, and enough for several rounds of persistent CTAs."""
     return (1, 3, 64) if n > 1 << 17 else (1, 3, 199, 2000) if n <= 8192 else (1, 3, 199)
 
 
-def served(op, a, **how):
-    """Whether the algorithm serves these inputs; a refusal has to say why and what does."""
+def served(op, a, **options):
+    """Whether the algorithm serves these inputs. If not, the error must say why, and which algorithms do."""
     try:
-        OPS[op](a, **how)
+        OPS[op](a, **options)
         return True
     except NotImplementedError as refusal:
-        assert re.search(REFUSED.format(how["algorithm"]), str(refusal)), refusal
+        assert re.search(REFUSED.format(options["algorithm"]), str(refusal)), refusal
         return False
 
 
@@ -49,7 +49,7 @@ def test_values(op, dtype, algorithm):
             if cases:
                 check(op, cases, algorithm=algorithm)
     if algorithm in ("extreme", "cluster") and not on_hopper():
-        assert counts == [0, 0], "clusters on a device without them"
+        assert counts == [0, 0], "served on a device without clusters"
         pytest.skip("clusters need compute capability 9.0")
     if not counts[0]:
         assert not on_hopper(), "the algorithm serves no shape at all"
@@ -59,7 +59,7 @@ def test_values(op, dtype, algorithm):
 @by_dtype
 @by_op
 def test_results_agree(op, dtype):
-    """An algorithm changes the order of sums and nothing else."""
+    """An algorithm changes only the order of sums."""
     a = Inputs(40, 4096, dtype)
     want = OPS[op](a)
     for algorithm in NAMES:
@@ -73,19 +73,21 @@ def test_refusals():
     for algorithm in ("warp", "register", "medium"):
         with pytest.raises(
             NotImplementedError,
-            match=rf'softmax_forward: algorithm "{algorithm}" holds rows of up to \d+ bfloat16 elements on this '
-            r'device, these have 1048576; use .*"arbitrary", "splitk" or "auto"$',
+            match=rf'softmax_forward: algorithm "{algorithm}" holds rows of up to \d+ bfloat16 elements on '
+            r'this device, these have 1048576; use .*"arbitrary", "splitk" or "auto"$',
         ):
             gander.softmax(x, algorithm=algorithm)
     few = torch.empty(4, 1024, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="splits rows of more than 8192 bfloat16 elements, these have 1024"):
+    message = "splits rows of more than 8192 bfloat16 elements, these have 1024"
+    with pytest.raises(NotImplementedError, match=message):
         gander.softmax(few, algorithm="splitk")
     weight = torch.empty(1001, device="cuda")
     if on_hopper():
         with pytest.raises(NotImplementedError, match="vectors only where all operands have the same offset"):
             gander.rmsnorm(offset(torch.empty(4, 1001, device="cuda")), weight, algorithm="medium")
     else:
-        with pytest.raises(NotImplementedError, match=r"needs clusters .* compute capability \d+\.\d+, does not have"):
+        message = r"needs clusters .* compute capability \d+\.\d+, does not have"
+        with pytest.raises(NotImplementedError, match=message):
             gander.softmax(few, algorithm="cluster")
     with pytest.raises(ValueError, match="algorithm is 'fast', expected 'auto'"):
         gander.softmax(few, algorithm="fast")
@@ -106,7 +108,7 @@ def test_explain():
 
 @by_dtype
 def test_gradients_follow(dtype):
-    """Backward takes the algorithm of forward where that serves it, and auto where it does not."""
+    """Backward uses the algorithm of forward if that serves it, and otherwise auto."""
     for n, algorithms in ((1024, ("block", "arbitrary", "register")), (16384, ("splitk", "register"))):
         a = Inputs(64, n, dtype)
         for algorithm in algorithms:
@@ -116,13 +118,14 @@ def test_gradients_follow(dtype):
             y = gander.softmax(x, algorithm=algorithm)
             assert same_bits(y.detach(), gander.softmax_fwd(a.x, algorithm=algorithm))
             (dx,) = torch.autograd.grad(y, x, a.dy)
-            strict = served("softmax_backward", a, algorithm=algorithm)
-            how = {"algorithm": algorithm} if strict else {}
-            assert same_bits(dx, gander.softmax_bwd(a.dy, y.detach(), **how))
+            same = served("softmax_backward", a, algorithm=algorithm)
+            options = {"algorithm": algorithm} if same else {}
+            assert same_bits(dx, gander.softmax_bwd(a.dy, y.detach(), **options))
             out = gander.rmsnorm(x, weight, eps=EPS, algorithm=algorithm)
             rstd = gander.rmsnorm_fwd(a.x, a.weight, eps=EPS, store_rstd=True, algorithm=algorithm)[2]
-            how = {"algorithm": algorithm} if served("rmsnorm_backward_dw", a, algorithm=algorithm) else {}
-            want = gander.rmsnorm_bwd(a.x, a.weight, a.dy, rstd, **how)[:2]
+            same = served("rmsnorm_backward_dw", a, algorithm=algorithm)
+            options = {"algorithm": algorithm} if same else {}
+            want = gander.rmsnorm_bwd(a.x, a.weight, a.dy, rstd, **options)[:2]
             for got, expected in zip(torch.autograd.grad(out, (x, weight), a.dy), want, strict=True):
                 assert same_bits(got, expected)
 
@@ -131,16 +134,16 @@ def test_compiled():
     a = Inputs(64, 1024, torch.bfloat16)
 
     def step(x, weight):
-        return gander.rmsnorm(gander.softmax(x, algorithm="block"), weight, algorithm="register", batch_invariant=True)
+        y = gander.softmax(x, algorithm="block")
+        return gander.rmsnorm(y, weight, algorithm="register", batch_invariant=True)
 
     def gradients(function):
         x, weight = a.x.detach().requires_grad_(), a.weight.detach().requires_grad_()
         out = function(x, weight)
         return out.detach(), *torch.autograd.grad(out, (x, weight), a.dy)
 
-    for got, want in zip(
-        gradients(torch.compile(step, fullgraph=True, backend="aot_eager")), gradients(step), strict=True
-    ):
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(gradients(compiled), gradients(step), strict=True):
         assert same_bits(got, want)
 
 
@@ -148,22 +151,24 @@ def test_compiled():
 
 
 class Some:
-    """Some of the rows of an op's inputs: where they lie, or copies elsewhere."""
+    """Some of the rows of an op's inputs: views of them, or what `place` makes of the views."""
 
     def __init__(self, a, rows, place=lambda x: x):
         self.x, self.dy, self.y, self.weight = place(a.x[rows]), place(a.dy[rows]), place(a.y[rows]), a.weight
-        self.rstd, self.target, self.dloss, self.lse = a.rstd[rows], a.target[rows], a.dloss[rows], a.lse[rows]
+        self.rstd, self.target = a.rstd[rows], a.target[rows]
+        self.dloss, self.lse = a.dloss[rows], a.lse[rows]
 
 
-def per_row(op, a, **how):
-    results = OPS[op](a, batch_invariant=True, **how)
-    results.pop("dw", None)  # a sum over rows
+def per_row(op, a, **options):
+    results = OPS[op](a, batch_invariant=True, **options)
+    results.pop("dw", None)  # a sum over rows, which is not batch-invariant
     return results
 
 
 def cross_entropy(a):
-    loss, lse = gander.cross_entropy_fwd(a.x, a.target, return_lse=True, batch_invariant=True)
-    both, _, dx = gander.cross_entropy_fwd(a.x, a.target, return_lse=True, return_dx=True, batch_invariant=True)
+    options = {"return_lse": True, "batch_invariant": True}
+    loss, lse = gander.cross_entropy_fwd(a.x, a.target, **options)
+    both, _, dx = gander.cross_entropy_fwd(a.x, a.target, return_dx=True, **options)
     x = a.x.detach().requires_grad_()
     total = gander.cross_entropy(x, a.target, reduction="sum", batch_invariant=True)
     return {
@@ -177,7 +182,7 @@ def cross_entropy(a):
 
 
 def assert_invariant(function, a):
-    """Rows at the front and in the middle, alone and with others, as among all; unaligned ones anywhere."""
+    """Some of the rows have the same bits as among all rows. Unaligned rows have them at any address."""
     every = function(a)
     places = [lambda x: x]
     if a.n * a.x.element_size() % 16:
@@ -187,7 +192,8 @@ def assert_invariant(function, a):
             rows = slice(first, min(first + m, a.m))
             for place in places:
                 for what, got in function(Some(a, rows, place)).items():
-                    assert same_bits(got, every[what][rows]), f"{what}: other bits with {m} of {a.n} from {first} on"
+                    same = same_bits(got, every[what][rows])
+                    assert same, f"{what}: other bits with {m} rows of {a.n} from row {first} on"
 
 
 INVARIANT_LENGTHS = (8, 200, 256, 1001, 1024, 4096, 16384, 50257, 65536, 131072, 262144, 1 << 20)

@@ -1,4 +1,4 @@
-"""When and where kernels run: the same bits each time, streams, CUDA graphs, devices, and memory that comes back."""
+"""Execution: the same bits in each run, streams, threads, CUDA graphs, devices, and freed memory."""
 
 import ctypes
 import gc
@@ -16,7 +16,8 @@ library = abi.load()
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
 by_op = pytest.mark.parametrize("op", OPS)
-# Lanes; persistent CTAs; a row per CTA; clusters; two passes with scratch memory; rows held by all SMs; any alignment.
+# Several rows per warp; persistent CTAs; one row per CTA; clusters; two passes with scratch memory; rows in
+# the shared memory of all SMs; unaligned rows.
 SHAPES = (
     *((20000, 64), (4096, 1024), (300, 8192), (3, 65536), (40, 131072), (3, 1 << 20), (6, 1 << 21)),
     *((1500, 1001), (7, 300001)),
@@ -40,7 +41,7 @@ def test_runs_are_identical(op, dtype):
 
 @by_op
 def test_two_streams(op):
-    """Both streams work at once, on calls that need scratch memory of their own."""
+    """Calls that need scratch memory run on two streams at once."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     for m, n in ((2, 300001), (3, 1 << 20), (6, 1 << 21), (200, 8192), (400, 1001)):
         cases = [Inputs(m, n, torch.bfloat16, scale=scale) for scale in (1.0, 3.0)]
@@ -58,7 +59,7 @@ def test_two_streams(op):
 
 
 def softmax_in_place(x):
-    """By the C ABI: torch's operators have no such call."""
+    """Calls the C ABI, because the PyTorch operators have no in-place form."""
     shape = (ctypes.c_int64 * 2)(*x.shape)
     dtype = abi.DType(*abi.DTYPES[name(x.dtype)], 1)
     tensor = ctypes.byref(abi.Tensor(x.data_ptr(), abi.Device(abi.CUDA, 0), 2, dtype, shape, None, 0))
@@ -66,8 +67,8 @@ def softmax_in_place(x):
 
 
 @by_dtype
-def test_rows_held_by_sms_that_others_want_too(dtype):
-    """CTAs wait for what others make of their parts of a row, and some of those find no SM free as long as they do."""
+def test_grid_wide_kernels_beside_other_work(dtype):
+    """CTAs that share a row wait for each other. Other work may occupy the SMs that some of them need."""
     a = Inputs(6, 1 << 21, dtype)
     calls = (OPS["softmax_forward"], OPS["softmax_backward"], OPS["rmsnorm_forward"])
     want = [call(a) for call in calls]
@@ -90,7 +91,7 @@ def test_rows_held_by_sms_that_others_want_too(dtype):
 
 
 def test_a_stream_is_waited_for():
-    """Work is enqueued on torch's current stream: behind what is under way there, and before what follows."""
+    """gander enqueues its work on torch's current stream, between earlier and later work."""
     stream = torch.cuda.Stream()
     a = Inputs(64, 4096, torch.float32)
     want = gander.softmax(a.x)
@@ -120,7 +121,8 @@ def test_threads():
         except BaseException as failure:
             failures.append(failure)
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(a, want, strict=True) for _ in range(2)]
+    pairs = [pair for pair in zip(a, want, strict=True) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -134,11 +136,11 @@ def test_threads():
 @by_dtype
 @by_op
 def test_graph_replay(op, dtype):
-    """A graph works on what its inputs hold when it is replayed, and takes no memory of others."""
+    """A graph reads its inputs at the time of its replay, and its memory is not shared with other calls."""
     for m, n in SHAPES[1:]:
         a, b = Inputs(m, n, dtype), Inputs(m, n, dtype, scale=3.0)
         operands = ("x", "dy", "y", "weight", "rstd", "target", "class_weight", "dloss", "lse")
-        for operand in operands:  # made before the capture
+        for operand in operands:  # create the cached properties before the capture
             getattr(a, operand), getattr(b, operand)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -155,8 +157,8 @@ def test_graph_replay(op, dtype):
 
 def test_graph_of_a_training_step():
     m, n = 512, 5003
-    x, weight = Inputs(m, n, torch.float32).x.requires_grad_(), Inputs(m, n, torch.float32).weight.requires_grad_()
-    target = Inputs(m, n, torch.float32).target
+    a = Inputs(m, n, torch.float32)
+    x, weight, target = a.x.requires_grad_(), a.weight.requires_grad_(), a.target
 
     def step():
         loss = gander.cross_entropy(gander.softmax(gander.rmsnorm(x, weight)), target)
@@ -185,7 +187,7 @@ def test_first_calls_of_a_process_in_a_capture(job):
 @by_op
 def test_device_that_is_not_current(op):
     if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU only: a tensor on a device that is not current needs two")
+        pytest.skip("needs two GPUs, of which one is not the current device")
     assert torch.cuda.current_device() == 0
     a = Inputs(40, 5003, torch.bfloat16)
     want = OPS[op](a)
@@ -242,10 +244,9 @@ def test_refused_calls_leave_nothing():
 
 
 def test_out_of_memory():
-    # An input of one element that reads as twice the device's memory: what is too large is its copy, or the result.
-    huge = torch.ones(1, 1, device="cuda", dtype=torch.bfloat16).expand(
-        torch.cuda.get_device_properties(0).total_memory, 1
-    )
+    # The input is one element, expanded to twice the device's memory. Its copy or the result does not fit.
+    rows = torch.cuda.get_device_properties(0).total_memory
+    huge = torch.ones(1, 1, device="cuda", dtype=torch.bfloat16).expand(rows, 1)
     before = torch.cuda.memory_allocated()
     with pytest.raises(torch.cuda.OutOfMemoryError, match="allocate"):
         gander.softmax(huge)
@@ -260,12 +261,13 @@ def test_warmup_and_explain():
 
 
 def test_explain_by_name_is_explain_on_the_device():
-    """The facts of the GPUs that are known by name are those that they answer."""
-    name = next((name for name in ("h100", "h200", "a100") if name in torch.cuda.get_device_name().lower()), None)
+    """The stored facts of a GPU that explain knows by name are those that the driver reports."""
+    device = torch.cuda.get_device_name()
+    name = next((name for name in ("h100", "h200", "a100") if name in device.lower()), None)
     if name is None:
-        pytest.skip(f"{torch.cuda.get_device_name()} is not known by name")
+        pytest.skip(f"explain does not know {device} by name")
     if torch.cuda.get_device_properties(0).multi_processor_count != {"a100": 108}.get(name, 132):
-        pytest.skip("a slice of a GPU, or one with fewer SMs than the SXM part")
+        pytest.skip("a MIG slice, or a GPU with fewer SMs than the SXM part")
     for op in ("softmax", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", "cross_entropy", "cross_entropy_fwd_dx"):
         for shape in ((1, 1 << 22), (4, 1 << 20), (16, 65536), (1000, 4097), (32768, 131072), (1 << 20, 64)):
             for dtype in (torch.bfloat16, torch.float32):

@@ -1,4 +1,4 @@
-"""Every op and dtype over the whole range of shapes, until every kernel in the library has run."""
+"""Every op and dtype over the whole range of shapes. Every kernel in the library must have run at the end."""
 
 import os
 import re
@@ -11,12 +11,12 @@ from grid import COLUMNS, DTYPES, EPS, OPS, Inputs, aligned, check, exact_rms_no
 from tolerance import assert_accurate
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
-# What the PTX images are tried on.
+# The row lengths that are tested with every image, also with PTX.
 CORE = {3, 64, 127, 1000, 1024, 4096, 4097, 16384, 50257, 131072, 1 << 20}
 
 
 class Recorder:
-    """Names the kernels that ran on the device."""
+    """Records the names of the kernels that run on the device."""
 
     def __init__(self):
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -39,8 +39,12 @@ def recorder():
     recorder.stop()
 
 
+def column(n):
+    return pytest.param(n, marks=[pytest.mark.core] * (n in CORE), id=f"n{n}")
+
+
 @pytest.mark.parametrize("layout", [aligned, offset], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("n", [pytest.param(n, marks=[pytest.mark.core] * (n in CORE), id=f"n{n}") for n in COLUMNS])
+@pytest.mark.parametrize("n", [column(n) for n in COLUMNS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op", OPS)
 def test_op(recorder, op, dtype, n, layout):
@@ -51,7 +55,7 @@ def test_op(recorder, op, dtype, n, layout):
 @pytest.mark.parametrize("vectors", [16384, 32768])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_many_long_rows(recorder, dtype, vectors):
-    """RMSNorm forward has kernels of its own for these. Some of the rows are looked at."""
+    """RMSNorm forward has separate kernels for these. The test compares every tenth row."""
     recorder.tests += 1
     a = Inputs(1031, vectors * 16 // dtype.itemsize, dtype)
     out, _, rstd = gander.rmsnorm_fwd(a.x, a.weight, eps=EPS, store_rstd=True)
@@ -62,8 +66,9 @@ def test_many_long_rows(recorder, dtype, vectors):
     assert_accurate(rstd[::10], theirs[1].flatten(), exact[1], "rstd")
 
 
-# What no shape above takes: the longest rows that a cluster or a team holds, and what has to be asked for. Rows are of
-# so many 16-byte vectors, `odd` ones of an element less.
+# (op, 16-byte vectors per row, options) for kernels that no shape above uses: those for the longest rows of a
+# cluster or of a grid-wide kernel, and those that only an option selects. With `odd`, rows are one element
+# shorter.
 RARE = (
     ("softmax_forward", 65536, {}),
     ("softmax_forward", 131072, {}),
@@ -75,24 +80,28 @@ RARE = (
     ("softmax_backward", 17000, {"odd": True}),
     ("rmsnorm_forward", 131072, {}),
     ("rmsnorm_forward", 200000, {}),
-    # One CTA, of 192 threads, that must not make the total.
+    # One CTA of 192 threads, a kernel that cannot reduce the losses of the rows itself.
     ("cross_entropy_one_pass", 1001, {"odd": True, "rows": 1, "one_pass": True}),
     ("cross_entropy_forward_dx", 60000, {}),
     ("cross_entropy_forward_dx", 131072, {}),
     ("cross_entropy_forward_dx", 33000, {"odd": True}),
     ("rmsnorm_backward_dw", 18000, {}),
-    ("rmsnorm_backward_dw", 18000, {"rows": 211}),  # a team goes round its memory several times
+    ("rmsnorm_backward_dw", 18000, {"rows": 211}),  # several rounds of a grid-wide kernel's ring buffer
     ("softmax_forward", 40000, {"rows": 131}),
     ("rmsnorm_forward", 40000, {"rows": 131}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "medium"}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "medium", "odd": True}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "cluster"}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "cluster", "odd": True}),
-    ("rmsnorm_backward_dw", 1000, {"rows": 4500}),  # rings of two CTAs, several times round
+    ("rmsnorm_backward_dw", 1000, {"rows": 4500}),  # several rounds of the ring buffers of two CTAs
     ("rmsnorm_backward_dw", 1000, {"rows": 4500, "odd": True}),
     ("rmsnorm_backward_dw", 65536, {}),
     ("rmsnorm_backward_dw", 131072, {}),
-    *(("cross_entropy_forward", n, {"odd": True, "batch_invariant": True}) for n in (450, 1000, 1900, 3900, 9000)),
+    ("cross_entropy_forward", 450, {"odd": True, "batch_invariant": True}),
+    ("cross_entropy_forward", 1000, {"odd": True, "batch_invariant": True}),
+    ("cross_entropy_forward", 1900, {"odd": True, "batch_invariant": True}),
+    ("cross_entropy_forward", 3900, {"odd": True, "batch_invariant": True}),
+    ("cross_entropy_forward", 9000, {"odd": True, "batch_invariant": True}),
     ("softmax_forward", 100, {"algorithm": "warp"}),
     ("softmax_forward", 6500, {"algorithm": "register"}),
     ("rmsnorm_forward", 1024, {"algorithm": "medium"}),
@@ -100,32 +109,41 @@ RARE = (
     ("rmsnorm_forward", 1500, {"algorithm": "register"}),
     ("rmsnorm_forward", 6500, {"algorithm": "register"}),
 )
-# What has kernels on compute capability 9.0 and newer only.
-HOPPER = (("softmax_backward", "cluster"), ("rmsnorm_backward_dw", "cluster"), ("rmsnorm_backward_dw", "medium"))
+# Algorithms that need compute capability 9.0.
+HOPPER = (
+    ("softmax_backward", "cluster"),
+    ("rmsnorm_backward_dw", "cluster"),
+    ("rmsnorm_backward_dw", "medium"),
+)
 
 
 def holds_in_shared_memory(vectors):
-    """Whether a block can have as much as the smallest kernel that holds such a row: 64 or 128 KiB, and a little."""
+    """Whether a block can have enough shared memory for the smallest kernel that holds such a row.
+
+    That needs 64 or 128 KiB for the row, and less than 4 KiB for everything else.
+    """
     needs = (64 if vectors <= 4096 else 128) + 4 << 10
     return torch.cuda.get_device_properties(0).shared_memory_per_block_optin >= needs
 
 
-@pytest.mark.parametrize(
-    "op, vectors, how", RARE, ids=lambda p: str(p) if isinstance(p, str | int) else "-".join(map(str, p.values()))
-)
+def label(parameter):
+    return "-".join(map(str, parameter.values())) if isinstance(parameter, dict) else str(parameter)
+
+
+@pytest.mark.parametrize("op, vectors, options", RARE, ids=label)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_rare_shapes(recorder, dtype, op, vectors, how):
-    if (op, how.get("algorithm")) in HOPPER and torch.cuda.get_device_capability()[0] < 9:
+def test_rare_shapes(recorder, dtype, op, vectors, options):
+    if (op, options.get("algorithm")) in HOPPER and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("clusters and bulk copies need compute capability 9.0")
-    if how.get("algorithm") == "medium" and not holds_in_shared_memory(vectors):
+    if options.get("algorithm") == "medium" and not holds_in_shared_memory(vectors):
         pytest.skip("this device's shared memory does not hold the row")
     recorder.tests += 1
-    how = dict(how)
-    rows, odd = how.pop("rows", 17), how.pop("odd", False)
-    check(op, [Inputs(rows, vectors * 16 // dtype.itemsize - odd, dtype)], **how)
+    options = dict(options)
+    rows, odd = options.pop("rows", 17), options.pop("odd", False)
+    check(op, [Inputs(rows, vectors * 16 // dtype.itemsize - odd, dtype)], **options)
 
 
-# Kernels whose CTAs fill an SM serve many rows only.
+# Kernels of which one CTA fills an SM. The planner uses them only for many rows.
 MANY = (
     *(
         (op, n, aligned, odd)
@@ -153,8 +171,9 @@ def test_many_rows(recorder, dtype, op, vectors, layout, odd):
     check(op, [Inputs(1100, vectors * 16 // dtype.itemsize - odd, dtype, layout)])
 
 
-# Lengths between powers of two have kernels of their own only where rows are not aligned: where all operands are off by
-# as much, and where results, which begin at a multiple of 16 bytes, are not.
+# Row lengths that are not a multiple of 16 bytes have kernels for sizes between powers of two. With
+# `aligned`, the rows of all operands have the same offset. With `offset`, the offsets are mixed, because
+# results are aligned.
 BETWEEN = (300, 450, 700, 1000, 1100, 1400, 1900, 2900, 3900)
 
 
@@ -168,10 +187,11 @@ def test_odd_lengths(recorder, op, dtype, vectors, layout):
 
 
 def test_every_kernel_was_launched(recorder):
-    if recorder.tests < (len(OPS) * (len(COLUMNS) + len(BETWEEN)) * 2 + 2 + len(RARE) + len(MANY)) * len(DTYPES):
+    tests = len(OPS) * (len(COLUMNS) + len(BETWEEN)) * 2 + 2 + len(RARE) + len(MANY)
+    if recorder.tests < tests * len(DTYPES):
         pytest.skip("only some of the shapes were tested")
     if os.environ.get("GANDER_FORCE_PTX"):
-        pytest.skip("GANDER_FORCE_PTX leaves some kernels aside")
+        pytest.skip("some kernels are not used with GANDER_FORCE_PTX")
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("kernels for clusters run on compute capability 9.0 and later only")
     launched = recorder.stop()
@@ -181,7 +201,7 @@ def test_every_kernel_was_launched(recorder):
     for source in SOURCES.glob("*_gen.cu"):
         compiled.update(re.findall(r"^KERNEL\((\w+), \d", source.read_text(), re.MULTILINE))
     assert len(compiled) > 100, f"no kernels are listed in {SOURCES}"
-    # For devices without clusters, of an operator whose algorithm cannot be chosen; with GANDER_FORCE_PTX they do run.
+    # These run only on devices without clusters (or with GANDER_FORCE_PTX), and no option selects them.
     compiled -= {f"cross_entropy_forward_dx_rows_{name(dtype)}_1024x8" for dtype in DTYPES}
     never = sorted(compiled - launched)
     assert not never, f"{len(never)} of {len(compiled)} kernels never ran: {', '.join(never)}"

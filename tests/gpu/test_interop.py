@@ -1,4 +1,4 @@
-"""CuPy and JAX arrays on the device, through __dlpack__: results of the same kind, in the order of the right stream."""
+"""CuPy and JAX arrays on the device, through __dlpack__: types of results, and the order on streams."""
 
 import gc
 
@@ -32,7 +32,7 @@ def jax():
 
 
 def results(a):
-    """Every function on arrays of any library, with what torch tensors of the same values give."""
+    """The results of every function on arrays of any library."""
     y = gander.softmax_fwd(a.x)
     out, _, rstd = gander.rmsnorm_fwd(a.x, a.weight, store_rstd=True)
     loss, lse, dx = gander.cross_entropy_fwd(a.x, a.target, return_lse=True, return_dx=True)
@@ -81,7 +81,8 @@ def test_cupy_strides(cupy):
 def test_cupy_memory_comes_back(cupy):
     runtime = cupy.cuda.runtime
     pool = runtime.deviceGetDefaultMemPool(0)
-    x = cupy.random.standard_normal((3, 300001), dtype=cupy.float32)  # two passes: scratch from the driver's pool
+    # Rows this long take two passes, whose scratch memory comes from the driver's pool.
+    x = cupy.random.standard_normal((3, 300001), dtype=cupy.float32)
     target = cupy.zeros(3, dtype=cupy.int64)
 
     def used():
@@ -107,7 +108,7 @@ def test_cupy_memory_comes_back(cupy):
 )
 def test_jax(jax, dtype, m, n):
     a = Inputs(m, n, dtype)
-    a.target = a.target.int()  # JAX has no 64-bit integers unless asked
+    a.target = a.target.int()  # by default JAX has no 64-bit integers
     want = results(a)
     torch.cuda.synchronize()
     got = results(Arrays(a, lambda t: jax.dlpack.from_dlpack(t.contiguous())))

@@ -1,4 +1,4 @@
-"""More than 2^31 elements: in all rows together, in the number of rows, in one row, between two rows."""
+"""More than 2^31 elements: in all rows together, in one row, or between two rows; and more than 2^31 rows."""
 
 import gander
 import pytest
@@ -16,7 +16,7 @@ def room(request, jobs_done):
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if free < need:
-        pytest.skip(f"{need >> 30} GiB of device memory are needed, {free >> 30} GiB are free")
+        pytest.skip(f"needs {need >> 30} GiB of device memory, {free >> 30} GiB are free")
     yield
     torch.cuda.empty_cache()
 
@@ -26,12 +26,12 @@ def filled(shape, dtype):
 
 
 def sampled(m, n):
-    """The first and the last row, and those around element 2^31."""
+    """The indices of the first and the last rows, and of those around element 2^31."""
     border = LIMIT // n
     return [0, 1, border - 1, border, border + 1, m - 2, m - 1]
 
 
-# Rows of whole vectors, and rows that begin anywhere.
+# Rows of whole 16-byte vectors, and unaligned rows.
 SHAPES = pytest.mark.parametrize("m, n", [(70000, 32768), (43000, 50257)])
 gib = pytest.mark.gib
 
@@ -66,7 +66,7 @@ def test_rmsnorm(m, n):
         for a, b, c in ((few, weight, dfew), (few.double(), weight.double(), dfew.double()))
     )
     assert_accurate(dx[rows], theirs, exact, "dx")
-    # dw of some columns, from all rows: float64 against float32 sums that are rounded once.
+    # dw of some columns, summed over all rows in float64. theirs is the exact sum, rounded once.
     columns = torch.tensor([0, 1, 777, n // 2, n - 2, n - 1], device="cuda")
     h, d = x[:, columns].double() * rstd.double()[:, None], dout[:, columns].double()
     exact = (h * d).sum(0)
@@ -113,7 +113,7 @@ def test_float32():
 
 @gib(20)
 def test_rows_of_one_element():
-    """More rows than 2^31: more than any grid has CTAs."""
+    """More than 2^31 rows. A grid has fewer CTAs."""
     x = filled((LIMIT + 1000, 1), torch.bfloat16)
     y = gander.softmax(x)
     assert bool((y == 1).all())
@@ -142,9 +142,9 @@ def test_rows_far_apart():
 @gib(40)
 @pytest.mark.parametrize("n", [LIMIT + 64, LIMIT + 4097])
 def test_one_row(n):
-    """A row longer than 2^31, whose exact sums are taken piece by piece."""
+    """A row of more than 2^31 elements. The exact sums are computed piece by piece."""
     x = filled((1, n), torch.bfloat16)
-    # Values that a sum over part of the row would miss.
+    # The largest values are at the end, so that a sum without the end of the row is clearly wrong.
     x[0, -5:] = torch.tensor([9, 10, 8, 9.5, 11], dtype=torch.bfloat16)
     pieces = x[0].split(1 << 27)
     total = sum(piece.double().sub_(11).exp_().sum() for piece in pieces)
@@ -169,7 +169,7 @@ def test_one_row(n):
     assert_accurate(got_rstd, rstd.float().view(1), rstd.view(1), "rstd")
     exact = few.double() * rstd
     assert_accurate(out[0, at], exact.to(out.dtype), exact, "out")
-    # The row is its own weight and its own dout: dw = x * h, and mean(g * h) = rstd * mean(x^3).
+    # weight and dout are x as well: dw = x * h, and mean(g * h) = rstd * mean(x^3).
     del out
     dx, dw = gander.rmsnorm_bwd(x, x[0], x, got_rstd)[:2]
     exact = few.double().square() * rstd

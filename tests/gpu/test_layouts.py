@@ -1,4 +1,4 @@
-"""Operands as they come: strides, offsets, expanded gradients, dtypes that differ, targets and weights of each kind."""
+"""Forms of operands: strides, offsets, expanded gradients, mixed dtypes, kinds of targets and weights."""
 
 import gander
 import pytest
@@ -44,7 +44,8 @@ def test_layout(op, dtype, n, layout):
 @by_dtype
 @by_op
 def test_copies_give_the_same_bits(op, dtype):
-    # Whole vectors at any stride take the kernel of compact rows; transposed operands are copied first.
+    # Strided rows of whole 16-byte vectors use the kernels of compact rows. Transposed operands are copied
+    # first.
     results = [OPS[op](Inputs(67, 1024, dtype, layout)) for layout in (aligned, strided, transposed)]
     for what, expected in results[0].items():
         for other in results[1:]:
@@ -54,7 +55,8 @@ def test_copies_give_the_same_bits(op, dtype):
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     op=st.sampled_from(sorted(OPS)),
-    dtype=st.sampled_from(DTYPES[:2]),  # float32 is left to the shapes above: its maxima over few elements are luck
+    # Not float32: its maximum error over few elements is a matter of luck.
+    dtype=st.sampled_from(DTYPES[:2]),
     m=st.integers(1, 150),
     n=st.one_of(st.integers(1, 600), st.integers(600, 20000)),
     shift=st.integers(0, 9),
@@ -74,7 +76,7 @@ def test_any_placement(op, dtype, m, n, shift, gap):
 @pytest.mark.parametrize("n", [64, 1024, 16384, 262144])
 @by_dtype
 def test_one_misaligned_operand(operand, dtype, n):
-    """The others are aligned: what is good for one operand must not be assumed of another."""
+    """One operand is misaligned and the others are aligned: kernels must not take one's alignment for all."""
     for op in OPS:
         a = Inputs(5, n, dtype)
         setattr(a, operand, offset(getattr(a, operand)))
@@ -83,14 +85,14 @@ def test_one_misaligned_operand(operand, dtype, n):
         check(op, (a, b))
 
 
-# ---- Dtypes that differ ----
+# ---- Mixed dtypes ----
 
 
 @pytest.mark.parametrize("n", [31, 1000, 4096, 50257, 300000])
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=name)
 @by_dtype
 def test_rmsnorm_dtypes(dtype, weight_dtype, n):
-    """torch refuses or promotes most mixtures: it is given float32 copies, and its results are rounded once."""
+    """torch refuses or promotes most mixed dtypes. It gets float32 copies; its results are rounded once."""
     x, dout = Inputs(130, n, dtype).x, Inputs(130, n, dtype).dy
     weight = Inputs(130, n, weight_dtype).weight
     rstd = gander.rmsnorm_fwd(x, store_rstd=True, eps=EPS)[2]
@@ -108,7 +110,8 @@ def test_rmsnorm_dtypes(dtype, weight_dtype, n):
         assert_accurate(dw, theirs[1].to(weight_dtype), exacts[1], "dw")
         alone = gander.rmsnorm_bwd(x, None, dy, rstd)[0]
         theirs = gradients(rms_norm, (x.float(), None), dy.float())[0].to(dtype)
-        assert_accurate(alone, theirs, gradients(rms_norm, (x.double(), None), dy.double())[0], "dx without weight")
+        exact_alone = gradients(rms_norm, (x.double(), None), dy.double())[0]
+        assert_accurate(alone, theirs, exact_alone, "dx without weight")
 
 
 @pytest.mark.parametrize("n", [31, 4096, 300000])
@@ -157,13 +160,13 @@ def test_leading_dimensions():
     assert same_bits(gander.softmax(a.x[7]), gander.softmax(a.x[7:8])[0])
 
 
-# ---- Gradients that are not there in full ----
+# ---- Expanded gradients ----
 
 
 @by_length
 @by_dtype
 def test_expanded_gradients(dtype, n):
-    """What .sum() and .mean() hand to backward: one element, stride 0."""
+    """The gradients that .sum() and .mean() pass to backward: one element with stride 0."""
     a = Inputs(130, n, dtype)
     one = torch.full((), 0.75, dtype=dtype, device="cuda")
     full = one.expand(a.m, n).contiguous()

@@ -1,4 +1,4 @@
-"""What needs a process of its own: NVIDIA's sanitizers, and the PTX images that newer devices will run."""
+"""Tests in a separate process: NVIDIA's sanitizers, and the PTX images that newer devices will run."""
 
 import re
 import sys
@@ -13,13 +13,14 @@ CALLS = HERE / "sanitized.py"
 def sanitizer(tool, *arguments):
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "86"]
     if tool == "racecheck":
-        # Below errors it warns of a thread that initialises a barrier and then arrives at it, which is no race.
+        # At lower levels it also warns about a thread that initializes a barrier and then arrives at it. That
+        # is no race.
         command += ["--racecheck-detect-level", "error"]
     return pytest.mark.job(*command, sys.executable, CALLS, *arguments)
 
 
 def errors_of(job):
-    """How many errors the sanitizer counted; it must have come to its end."""
+    """The number of errors in the sanitizer's summary. The summary shows that it ran to the end."""
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)s?", job.stdout)
     assert summary, job.stdout[-4000:]
     return int(summary[1])
@@ -52,7 +53,7 @@ def test_sanitizer_sees_planted_defects(job, defect):
 
 
 def forced(number, dtype):
-    """The shapes of test_grid.py marked as core, from the PTX of a compute capability."""
+    """Runs the core shapes of test_grid.py with the PTX image of a compute capability."""
     selection = "float16 and not bfloat16" if dtype == "float16" else dtype
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "core", "-k", selection]
     return pytest.mark.job(*command, HERE / "test_grid.py", GANDER_FORCE_PTX=number)
@@ -92,12 +93,14 @@ def call(**environment):
 
 @call(GANDER_FORCE_PTX="80")
 def test_ptx_80_is_compiled_and_uses_no_clusters(job):
-    assert "sum: 1.0" in job.stdout and "compiled: True" in job.stdout and "clusters" not in job.stdout, job.stdout
+    assert "sum: 1.0" in job.stdout and "compiled: True" in job.stdout, job.stdout
+    assert "clusters" not in job.stdout, job.stdout
 
 
 @call(GANDER_FORCE_PTX="90")
 def test_ptx_90_is_compiled_and_uses_clusters(job):
-    assert "sum: 1.0" in job.stdout and "compiled: True" in job.stdout and "clusters" in job.stdout, job.stdout
+    assert "sum: 1.0" in job.stdout and "compiled: True" in job.stdout, job.stdout
+    assert "clusters" in job.stdout, job.stdout
 
 
 @call()

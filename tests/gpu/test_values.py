@@ -1,4 +1,4 @@
-"""Values that break careless kernels: infinities, NaN, large logits, targets out of range, nothing at all."""
+"""Values that are easy to get wrong: infinities, NaN, large logits, targets out of range, no rows."""
 
 import math
 
@@ -24,14 +24,15 @@ from grid import (
 from tolerance import assert_accurate
 
 INF, NAN = math.inf, math.nan
-# One length for each kind of kernel: lanes, CTA, cluster, two passes; whole vectors and others.
+# Lengths for each kind of kernel: several rows per warp, a CTA per row, a cluster per row, two passes. Some
+# rows are whole 16-byte vectors, some are not.
 LENGTHS = (1, 3, 31, 256, 1000, 4096, 4099, 50257, 65536, 262144, 1 << 20)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
 by_length = pytest.mark.parametrize("n", LENGTHS)
 
 
 def special(n, dtype):
-    """Rows with -inf here and there, in whole tiles, everywhere; with NaN, with +inf; equal, zero and large rows."""
+    """Rows with some or all elements -inf, NaN or +inf; rows of equal elements; rows of large elements."""
     x = Inputs(14, n, dtype).x
     x[0, ::3] = -INF
     x[1, : n // 2] = -INF
@@ -68,10 +69,10 @@ def test_cross_entropy(dtype, n):
     for placed in (x, offset(x)):
         loss, lse, dx = gander.cross_entropy_fwd(placed, target, return_lse=True, return_dx=True)
         exact = lse_of(placed.double())
-        exact[8:10] = NAN  # +inf is to lse what it is to the loss; torch.logsumexp alone says inf
+        exact[8:10] = NAN  # with +inf, gander's lse is NaN like the loss; torch.logsumexp returns inf
         assert_accurate(lse, lse_of(placed), exact, "lse", torch.nan_to_num(exact.abs(), 0, 0, 0) * 2**-24)
         assert_accurate(loss, losses(placed, target), losses(placed.double(), target), "loss")
-        alone = gander.cross_entropy(placed, target, reduction="none")  # other kernels than with dx
+        alone = gander.cross_entropy(placed, target, reduction="none")  # uses other kernels than with dx
         assert_accurate(alone, losses(placed, target), losses(placed.double(), target), "loss alone")
         ones = torch.ones(len(x), device="cuda")
         theirs, exact = (
@@ -80,7 +81,8 @@ def test_cross_entropy(dtype, n):
         )
         assert_accurate(dx, theirs, exact, "dx")
         leaf = placed.detach().requires_grad_()
-        (through_autograd,) = torch.autograd.grad(gander.cross_entropy(leaf, target, reduction="none"), leaf, ones)
+        loss = gander.cross_entropy(leaf, target, reduction="none")
+        (through_autograd,) = torch.autograd.grad(loss, leaf, ones)
         assert_accurate(through_autograd, theirs, exact, "dx of autograd")
 
 
@@ -92,7 +94,7 @@ def test_rmsnorm(dtype, n):
     for placed in (x, offset(x)):
         out = gander.rmsnorm(placed, weight, eps=EPS)
         exact = exact_rms_norm(placed, weight)[0]
-        theirs = exact.to(dtype)  # torch's own kernel makes whole rows NaN where one element is infinite
+        theirs = exact.to(dtype)  # torch's own kernel makes a whole row NaN if one element is infinite
         finite = placed.isfinite().all(-1)
         theirs[finite] = rms_norm(placed[finite], weight)
         assert_accurate(out, theirs, exact)
@@ -103,7 +105,7 @@ def test_rmsnorm(dtype, n):
 @pytest.mark.parametrize("n", [31, 4096, 50257, 262144])
 @by_dtype
 def test_logits_far_from_zero(dtype, n):
-    """The difference to the maximum is what matters: losses must not lose the digits that 1e4 takes."""
+    """The loss depends on differences of logits, so an offset of 1e4 must not cost it digits."""
     a = Inputs(64, n, dtype)
     x = (a.x + 1e4).to(dtype)
     assert_accurate(gander.softmax(x), F.softmax(x, -1), F.softmax(x.double(), -1))
@@ -112,11 +114,14 @@ def test_logits_far_from_zero(dtype, n):
     assert (got.double() - losses(x.double(), a.target)).abs().max() < 1e-4
     leaf = x.detach().requires_grad_()
     (dx,) = torch.autograd.grad(gander.cross_entropy(leaf, a.target, reduction="sum"), leaf)
-    theirs, exact = (gradients(lambda x: losses(x, a.target, None, "sum"), (v,), None)[0] for v in (x, x.double()))
-    assert_accurate(dx, theirs, exact, "dx")
+
+    def gradient(x):
+        return gradients(lambda x: losses(x, a.target, None, "sum"), (x,), None)[0]
+
+    assert_accurate(dx, gradient(x), gradient(x.double()), "dx")
 
 
-# ---- Targets that name no class ----
+# ---- Targets out of range, ignored rows and weights of 0 ----
 
 
 @pytest.mark.parametrize("n", [1, 31, 4096, 50257, 262144, 1 << 20])
@@ -129,21 +134,23 @@ def test_targets_out_of_range(dtype, n):
     mixed = target.clone()
     mixed[2:10] = bad
     for layout in (aligned, offset):
-        loss, lse, dx = gander.cross_entropy_fwd(layout(a.x), mixed, weight=None, return_lse=True, return_dx=True)
+        x = layout(a.x)
+        loss, lse, dx = gander.cross_entropy_fwd(x, mixed, weight=None, return_lse=True, return_dx=True)
         assert loss[2:10].isnan().all() and dx[2:10].isnan().all()
         assert lse.isfinite().all()
         good = [0, 1, 10, 11]
         assert loss[good].isfinite().all() and dx[good].isfinite().all()
-        dx = gander.cross_entropy_bwd(layout(a.x), mixed, torch.ones(12, device="cuda"), lse)
+        dx = gander.cross_entropy_bwd(x, mixed, torch.ones(12, device="cuda"), lse)
         assert dx[2:10].isnan().all() and dx[good].isfinite().all()
-    for got, want in zip(gander.cross_entropy_fwd(a.x, mixed, return_lse=True, return_dx=True), clean, strict=True):
+    results = gander.cross_entropy_fwd(a.x, mixed, return_lse=True, return_dx=True)
+    for got, want in zip(results, clean, strict=True):
         assert same_bits(got[:2], want[:2]) and same_bits(got[10:], want[10:])
     assert gander.cross_entropy(a.x, mixed).isnan()
 
 
 @pytest.mark.parametrize("n", [31, 4096, 262144])
 @by_dtype
-def test_ignored_rows_are_not_looked_at(dtype, n):
+def test_ignored_rows_are_not_read(dtype, n):
     a = Inputs(40, n, dtype)
     target = torch.randint(n, (40,), device="cuda")
     target[::4] = IGNORED
@@ -163,7 +170,7 @@ def test_all_rows_ignored(dtype):
     x = a.x.detach().requires_grad_()
     loss = gander.cross_entropy(x, target)
     loss.backward()
-    assert loss.isnan() and not x.grad.any()  # as torch has it
+    assert loss.isnan() and not x.grad.any()  # as in torch
     assert gander.cross_entropy(x, target, reduction="sum") == 0
 
 
@@ -174,26 +181,27 @@ def test_class_weights_of_zero(dtype):
     weight[::2] = 0
     for reduction in ("none", "mean", "sum"):
         got = gander.cross_entropy(a.x, a.target, weight=weight, reduction=reduction)
-        assert_accurate(got, *(losses(x, a.target, weight, reduction) for x in (a.x, a.x.double())), reduction)
-    nothing = (a.target >= 0) & (weight[a.target.clamp(0)] == 0)
-    assert nothing.any() and not nothing.all()
-    x = torch.where(nothing[:, None], torch.nan, a.x)
+        theirs, exact = (losses(x, a.target, weight, reduction) for x in (a.x, a.x.double()))
+        assert_accurate(got, theirs, exact, reduction)
+    weightless = (a.target >= 0) & (weight[a.target.clamp(0)] == 0)
+    assert weightless.any() and not weightless.all()
+    x = torch.where(weightless[:, None], torch.nan, a.x)
     loss, dx = gander.cross_entropy_fwd(x, a.target, weight=weight, return_dx=True)
-    assert not loss[nothing].any() and not dx[nothing].any()
-    assert dx[~nothing].isfinite().all()
+    assert not loss[weightless].any() and not dx[weightless].any()
+    assert dx[~weightless].isfinite().all()
 
 
 @by_dtype
 @pytest.mark.parametrize("n", [64, 500, 4096])
 def test_few_rows_as_if_many(dtype, n):
-    """With batch_invariant a launch of one CTA is made of kernels for many rows, and has to total them all the same."""
+    """batch_invariant selects kernels for many rows. They must also reduce the losses of a few rows."""
     for m in (1, 4, 17):
         a = Inputs(m, n, dtype)
         got = gander.cross_entropy(a.x, a.target, batch_invariant=True)
         assert_accurate(got, *(losses(x, a.target, None, "mean") for x in (a.x, a.x.double())), f"{m} rows")
 
 
-# ---- Nothing ----
+# ---- No rows ----
 
 
 @by_dtype

@@ -1,4 +1,4 @@
-"""What is torch's on a CUDA device: autograd, torch.compile, opcheck, autocast, gradients in place, refusals."""
+"""Integration with torch on CUDA: autograd, torch.compile, opcheck, autocast, gradients in place, errors."""
 
 import sys
 from pathlib import Path
@@ -19,26 +19,29 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
     sys.executable, "-m", "pytest", "-q", "-k", "cuda and not thread_count", "-p", "no:cacheprovider", SUITE
 )
 def test_python_suite_on_cuda(job, record_property):
-    """opcheck of every op, torch.compile, export, autograd, autocast, threads: written once, for both devices."""
+    """Runs the CUDA tests of tests/python/test_torch.py. That file's tests run on both devices."""
     assert job.returncode == 0 and " passed" in job.stdout, job.stdout[-6000:]
-    record_property("note", "tests/python/test_torch.py on cuda: " + job.stdout.strip().rpartition("\n")[2].strip("= "))
+    last = job.stdout.strip().rpartition("\n")[2].strip("= ")
+    record_property("note", f"tests/python/test_torch.py on cuda: {last}")
 
 
 @pytest.mark.parametrize("n", [256, 1001, 32768, 262144])
 @by_dtype
 def test_autograd(dtype, n):
-    """All of forward and backward at once, as a model calls them, with the reductions' own gradients."""
+    """Forward and backward through autograd, with every reduction."""
     a = Inputs(400 if n < 10000 else 40, n, dtype)
+
+    def loss_gradient(x, reduction, dloss):
+        return gradients(lambda x: losses(x, a.target, a.class_weight, reduction), (x,), dloss)[0]
+
     for reduction in ("mean", "sum", "none"):
         dloss = a.dloss if reduction == "none" else torch.tensor(1.5, device="cuda")
         x = a.x.detach().requires_grad_()
         loss = gander.cross_entropy(x, a.target, weight=a.class_weight, reduction=reduction)
         (dx,) = torch.autograd.grad(loss, x, dloss)
-        theirs, exact = (
-            gradients(lambda x: losses(x, a.target, a.class_weight, reduction), (v,), dloss.to(d))[0]  # noqa: B023
-            for v, d in ((a.x, torch.float32), (a.x.double(), torch.float64))
-        )
-        # The denominator of a mean is one rounded number for all rows.
+        theirs = loss_gradient(a.x, reduction, dloss.float())
+        exact = loss_gradient(a.x.double(), reduction, dloss.double())
+        # All rows are divided by the same rounded denominator.
         extra = exact.abs() * summing(a.m) if reduction == "mean" else 0.0
         assert_accurate(dx, theirs, exact, f"dx of {reduction}", extra)
     for function, reference in (
@@ -58,7 +61,7 @@ def test_autograd(dtype, n):
 
 @by_dtype
 def test_compile(dtype):
-    """One graph, whatever the number of rows, with the same results on the device."""
+    """One graph serves every number of rows, with the results of eager mode."""
 
     def model(x, weight, target):
         return gander.cross_entropy(gander.softmax(gander.rmsnorm(x, weight)) * 8, target)
@@ -74,16 +77,20 @@ def test_compile(dtype):
             if function is model:
                 expected = results
         for got, want in zip(results, expected, strict=True):
-            # Inductor fuses the product with neighbours and may round it elsewhere.
+            # Inductor fuses the multiplication with other operations and may round at other points.
             torch.testing.assert_close(got, want)
 
 
-# Rows that do not lie alike; several to a CTA, of which the last is not full; and one to a cluster.
+# Unaligned rows; several rows per CTA, with fewer in the last CTA; one row per cluster.
 @pytest.mark.parametrize("m, n", [(300, 1001), (299, 64), (299, 1000), (40, 50256)])
 @by_dtype
 def test_gradient_in_place(dtype, m, n):
     a = Inputs(m, n, dtype)
-    theirs, exact = (gradients(lambda x: losses(x, a.target, None, "mean"), (x,), None)[0] for x in (a.x, a.x.double()))
+
+    def gradient(x):
+        return gradients(lambda x: losses(x, a.target, None, "mean"), (x,), None)[0]
+
+    theirs, exact = gradient(a.x), gradient(a.x.double())
     leaf = a.x.detach().clone().requires_grad_()
     logits = leaf * 1
     version = logits._version
@@ -91,7 +98,7 @@ def test_gradient_in_place(dtype, m, n):
     (dx,) = torch.autograd.grad(loss, logits)
     assert_accurate(dx, theirs, exact, "dx", exact.abs() * summing(a.m))
     assert dx.data_ptr() == logits.data_ptr() and logits._version > version
-    # Whoever else saved the logits is told, and gets no wrong gradient.
+    # Another operation that saved the logits raises an error and computes no wrong gradient.
     logits = leaf * 1
     other = logits.square().sum()
     loss = gander.cross_entropy(logits, a.target, inplace_backward=True)
@@ -102,7 +109,7 @@ def test_gradient_in_place(dtype, m, n):
     loss, dx = gander.cross_entropy_fwd(x, a.target, return_dx=True, inplace_backward=True)
     assert dx is x
     assert same_bits(x, gander.cross_entropy_fwd(a.x, a.target, return_dx=True)[1])
-    strided = torch.zeros(n, m, dtype=dtype, device="cuda").t().copy_(a.x)  # copied, and copied back
+    strided = torch.zeros(n, m, dtype=dtype, device="cuda").t().copy_(a.x)  # gander copies it and copies back
     gander.cross_entropy_fwd(strided, a.target, return_dx=True, inplace_backward=True)
     assert same_bits(strided, x)
 
@@ -110,7 +117,7 @@ def test_gradient_in_place(dtype, m, n):
 @pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16], ids=name)
 @by_dtype
 def test_autocast(dtype, cast):
-    """The dtypes that torch's own operators give under autocast on CUDA; the loss stays float32."""
+    """Results have the dtypes of torch's own operators under autocast on CUDA. The loss stays float32."""
     a = Inputs(300, 1000, dtype)
     with torch.autocast("cuda", dtype=cast):
         y = gander.softmax(a.x)
@@ -125,7 +132,8 @@ def test_autocast(dtype, cast):
 
 
 def test_opcheck():
-    x, target = torch.randn(30, 1001, device="cuda", requires_grad=True), Inputs(30, 1001, torch.float32).target
+    x = torch.randn(30, 1001, device="cuda", requires_grad=True)
+    target = Inputs(30, 1001, torch.float32).target
     weight = torch.randn(1001, device="cuda", requires_grad=True)
     for op, arguments in (
         (torch.ops.gander.softmax, (x,)),
@@ -135,7 +143,7 @@ def test_opcheck():
         assert set(torch.library.opcheck(op.default, arguments).values()) == {"SUCCESS"}
 
 
-# ---- Refusals ----
+# ---- Errors ----
 
 X = (4, 1001)
 
@@ -165,7 +173,11 @@ REFUSALS = {
         RuntimeError,
         "target is on cpu.*expected cuda",
     ),
-    "an array": (lambda: gander.cross_entropy(cuda(*X), np.zeros(4, np.int64)), TypeError, "target is a ndarray"),
+    "an array": (
+        lambda: gander.cross_entropy(cuda(*X), np.zeros(4, np.int64)),
+        TypeError,
+        "target is a ndarray",
+    ),
     "another shape": (
         lambda: gander.softmax_bwd(cuda(*X), cuda(4, 1000)),
         ValueError,
@@ -198,7 +210,7 @@ def test_refusals(case):
     call, exception, message = REFUSALS[case]
     with pytest.raises(exception, match=message):
         call()
-    torch.cuda.synchronize()  # nothing was enqueued that fails later
+    torch.cuda.synchronize()  # would raise if a kernel had been launched and failed
 
 
 def test_nothing_is_written_on_refusal():
