@@ -264,10 +264,11 @@ func refused(f *driver.Facts, r request) error {
 	case r.layout == policy.MixedTypes && high == none:
 		limit = "takes dout of x's dtype only"
 	case high == none && anyBitsHigh != none:
-		limit = "takes rows that are not whole, aligned 16-byte vectors only without batch invariance: their bits depend on where they lie"
+		limit = "takes rows that are not whole, aligned 16-byte vectors only without batch invariance: " +
+			"their bits depend on their addresses"
 	case high == none && sameHigh != none:
-		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands have the same " +
-			"offset"
+		limit = "takes rows that are not whole, aligned 16-byte vectors only where all operands have " +
+			"the same offset"
 	case high == none && alignedHigh != none:
 		limit = "takes rows of whole, aligned 16-byte vectors only " +
 			"(and a weight and results of x's dtype, aligned too)"

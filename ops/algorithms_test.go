@@ -47,9 +47,7 @@ func TestAlgorithmsAreWhatTheySay(t *testing.T) {
 								what := fmt.Sprintf("%s %+v", name, r)
 								p, err := makePlan(f, r)
 								if err != nil {
-									assert.Regexp(t, fmt.Sprintf(`^%v: algorithm "%v" (holds|splits|takes|needs) .*; use .*"auto"$|thread blocks; pass fewer rows`, op, a),
-										err.Error(), what)
-									assert.Equal(t, a == SplitK && r.layout != policy.MixedTypes, strings.Contains(err.Error(), " splits rows"), what)
+									requireLimit(t, r, err, what)
 									continue
 								}
 								requireCovered(t, f, r, p, what)
@@ -67,6 +65,15 @@ func TestAlgorithmsAreWhatTheySay(t *testing.T) {
 			assert.True(t, served[fmt.Sprint(op, false, a)], "%v %v", op, a)
 		}
 	}
+}
+
+// requireLimit checks that an error names a limit of the algorithm, or of the grid's size.
+func requireLimit(t *testing.T, r request, err error, what string) {
+	a := r.Algorithm
+	limit := fmt.Sprintf(`^%v: algorithm "%v" (holds|splits|takes|needs) .*; use .*"auto"$`, r.op, a)
+	assert.Regexp(t, limit+"|thread blocks; pass fewer rows", err.Error(), what)
+	splits := strings.Contains(err.Error(), " splits rows")
+	assert.Equal(t, a == SplitK && r.layout != policy.MixedTypes, splits, what)
 }
 
 // requireTrue compares a plan with the algorithm's description.
@@ -118,39 +125,51 @@ func TestAlgorithmChoices(t *testing.T) {
 	}{
 		{"h100", request{op: softmax, m: 2048, n: 1024}, Warp, "softmax_forward_rows_bfloat16_32x4"},
 		{"h100", request{op: softmax, m: 2048, n: 4096}, Warp,
-			`softmax_forward: algorithm "warp" holds rows of up to 2048 bfloat16 elements on this device, these have 4096; ` +
-				`use "block", "register", "medium", "extreme", "cluster", "arbitrary" or "auto"`},
+			`softmax_forward: algorithm "warp" holds rows of up to 2048 bfloat16 elements on this device, ` +
+				`these have 4096; use "block", "register", "medium", "extreme", "cluster", "arbitrary" or ` +
+				`"auto"`},
 		{"h100", request{op: norm, m: 32768, n: 256}, Warp, "rmsnorm_forward_loop_bfloat16_8x4"},
 		{"h100", request{op: norm, m: 4, n: 256}, Warp, "rmsnorm_forward_rows_bfloat16_8x4"},
-		{"h100", request{op: normBack, dw: true, m: 2048, n: 256}, Register, "rmsnorm_backward_lanes_bfloat16_16x2"},
+		{"h100", request{op: normBack, dw: true, m: 2048, n: 256}, Register,
+			"rmsnorm_backward_lanes_bfloat16_16x2"},
 		{"h100", request{op: softmax, m: 2048, n: 1024}, Block, "softmax_forward_rows_bfloat16_256x4"},
 		{"h100", request{op: softmax, m: 2048, n: 65536}, Block, "softmax_forward_partial_bfloat16_256x4"},
-		{"h100", request{op: normBack, dw: true, m: 2048, n: 4096}, Block, "rmsnorm_backward_ring_bfloat16_256x2"},
-		{"h100", request{op: normBack, dw: true, m: 2048, n: 8192}, Block, "rmsnorm_backward_partial_bfloat16_256x2"},
+		{"h100", request{op: normBack, dw: true, m: 2048, n: 4096}, Block,
+			"rmsnorm_backward_ring_bfloat16_256x2"},
+		{"h100", request{op: normBack, dw: true, m: 2048, n: 8192}, Block,
+			"rmsnorm_backward_partial_bfloat16_256x2"},
 		{"h100", request{op: softmax, m: 2048, n: 4096}, Register, "softmax_forward_rows_bfloat16_128x4"},
 		{"h100", request{op: softmax, x: kernels.Float32, m: 1, n: 65536}, Register,
-			`softmax_forward: algorithm "register" holds rows of up to 32768 float32 elements on this device, these have 65536; ` +
-				`use "block", "extreme", "cluster", "arbitrary", "splitk" or "auto"`},
+			`softmax_forward: algorithm "register" holds rows of up to 32768 float32 elements on this ` +
+				`device, these have 65536; use "block", "extreme", "cluster", "arbitrary", "splitk" or ` +
+				`"auto"`},
 		{"h100", request{op: softmax, m: 4, n: 1024}, Medium, "softmax_forward_rows_bfloat16_1024x8"},
 		{"h100", request{op: softmaxBack, m: 4, n: 1024}, Medium, "softmax_backward_rows_bfloat16_1024x4"},
 		{"h100", request{op: norm, m: 4, n: 16384}, Medium, "rmsnorm_forward_staged_bfloat16_512x8"},
 		{"h100", request{op: norm, layout: policy.MixedOffsets, m: 4, n: 1001}, Medium,
-			`rmsnorm_forward: algorithm "medium" takes rows that are not whole, aligned 16-byte vectors only where all operands have ` +
-				`the same offset; use "warp", "block", "register", "extreme", "cluster", "arbitrary" or "auto"`},
-		{"h100", request{op: softmax, m: 4, n: 114688}, Extreme, "softmax_forward_rows_bfloat16_512x8_cluster"},
-		{"h100", request{op: norm, m: 4, n: 114688}, Extreme, "rmsnorm_forward_staged_bfloat16_256x4_cluster"},
-		{"h100", request{op: softmax, m: 128, n: 1024}, Cluster, "softmax_forward_rows_bfloat16_256x4_cluster"},
+			`rmsnorm_forward: algorithm "medium" takes rows that are not whole, aligned 16-byte vectors ` +
+				`only where all operands have the same offset; use "warp", "block", "register", ` +
+				`"extreme", "cluster", "arbitrary" or "auto"`},
+		{"h100", request{op: softmax, m: 4, n: 114688}, Extreme,
+			"softmax_forward_rows_bfloat16_512x8_cluster"},
+		{"h100", request{op: norm, m: 4, n: 114688}, Extreme,
+			"rmsnorm_forward_staged_bfloat16_256x4_cluster"},
+		{"h100", request{op: softmax, m: 128, n: 1024}, Cluster,
+			"softmax_forward_rows_bfloat16_256x4_cluster"},
 		{"a2", request{op: softmax, m: 4, n: 16384}, Cluster,
-			`softmax_forward: algorithm "cluster" needs clusters of thread blocks that this device, of compute capability 8.6, does ` +
-				`not have; use "block", "register", "medium", "arbitrary", "splitk" or "auto"`},
+			`softmax_forward: algorithm "cluster" needs clusters of thread blocks that this device, of ` +
+				`compute capability 8.6, does not have; use "block", "register", "medium", "arbitrary", ` +
+				`"splitk" or "auto"`},
 		{"h100", request{op: softmax, m: 128, n: 1024}, Arbitrary, "softmax_forward_partial_bfloat16_256x4"},
 		{"h100", request{op: softmax, m: 1, n: 1 << 20}, SplitK, "softmax_forward_partial_bfloat16_256x4"},
-		{"h100", request{op: softmax, m: 1, n: 1 << 25}, SplitK, "softmax_clear_finish_bfloat16_256x1_general"}, // held
+		{"h100", request{op: softmax, m: 1, n: 1 << 25}, SplitK,
+			"softmax_clear_finish_bfloat16_256x1_general"},
 		{"h100", request{op: softmax, m: 4, n: 8192}, SplitK,
-			`softmax_forward: algorithm "splitk" splits rows of more than 8192 bfloat16 elements, these have 8192; ` +
-				`use "block", "register", "medium", "extreme", "cluster", "arbitrary" or "auto"`},
+			`softmax_forward: algorithm "splitk" splits rows of more than 8192 bfloat16 elements, these ` +
+				`have 8192; use "block", "register", "medium", "extreme", "cluster", "arbitrary" or "auto"`},
 		{"h100", request{op: normBack, layout: policy.MixedTypes, m: 4, n: 1024}, Register,
-			`rmsnorm_backward: algorithm "register" takes dout of x's dtype only; use "block", "arbitrary" or "auto"`},
+			`rmsnorm_backward: algorithm "register" takes dout of x's dtype only; use "block", ` +
+				`"arbitrary" or "auto"`},
 	}
 	for _, c := range cases {
 		if c.r.x == kernels.Float16 {
@@ -260,12 +279,14 @@ func TestListOfAlgorithms(t *testing.T) {
 		assert.NotEmpty(t, a.What)
 		limits[a.Name] = a.Limits
 	}
+	const tile = "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands " +
+		"have the same offset"
 	assert.Equal(t, map[string]string{
 		"auto":      "rows of any length",
 		"warp":      "rows of up to 4 KiB, unaligned ones of up to 2 KiB",
 		"block":     "rows of up to 1 GiB",
-		"register":  "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands have the same offset",
-		"medium":    "rows of up to 128 KiB, unaligned ones of up to 64 KiB, or 128 KiB where all operands have the same offset",
+		"register":  tile,
+		"medium":    tile,
 		"extreme":   "rows of up to 4 MiB, unaligned ones of up to 1 MiB, on compute capability 9.0 or newer",
 		"cluster":   "rows of up to 1 MiB, on compute capability 9.0 or newer",
 		"arbitrary": "rows of any length",
@@ -273,7 +294,8 @@ func TestListOfAlgorithms(t *testing.T) {
 	}, limits)
 	list, err = Algorithms("rmsnorm_backward")
 	require.NoError(t, err)
-	assert.Equal(t, "rows of up to 1 KiB, unaligned ones where all operands have the same offset", list[Register].Limits)
+	assert.Equal(t, "rows of up to 1 KiB, unaligned ones where all operands have the same offset",
+		list[Register].Limits)
 	assert.Equal(t, "rows of up to 16 KiB, on compute capability 9.0 or newer", list[Medium].Limits)
 	list, err = Algorithms("cross_entropy_forward")
 	require.NoError(t, err)

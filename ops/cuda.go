@@ -149,8 +149,8 @@ func vectorRows(m kernels.Matrix) bool {
 	return uintptr(m.Data)%16 == 0 && m.Cols*size%16 == 0 && (m.Rows <= 1 || m.Stride*size%16 == 0)
 }
 
-// sameOffset tells whether all have one type, and their rows begin, row by row, at the same offset from a 16-byte
-// boundary.
+// sameOffset reports whether all matrices have one type and equal offsets: row i begins equally far from a
+// 16-byte boundary in each of them.
 func sameOffset(first kernels.Matrix, others ...kernels.Matrix) bool {
 	for _, m := range others {
 		apart := uintptr(m.Data) - uintptr(first.Data)
