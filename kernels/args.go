@@ -34,7 +34,7 @@ type Rows struct {
 	Splits                    int32 // chunks per row
 	BType, YType              int32 // DType of B and Y
 	Fixed                     int32 // vectors are counted from the row's first element, wherever it lies: the same bits wherever that is
-	Zero                      int32 // 0, which the compiler cannot know (Tile::forget in cuda/rows.cuh)
+	Zero                      int32 // 0, which the compiler cannot know (Tile::rematerialize in cuda/rows.cuh)
 	Stages                    int32 // Ring, Team: what shared memory holds, rows or a team's steps
 	Lag                       int32 // Team: steps that are summed before the one that is mapped; Held: tiles in shared memory
 	Ahead                     int32 // InRegisters, Staged: from a CTA's rows to those that it has L2 fetch for a later one; 0 for none

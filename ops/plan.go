@@ -252,7 +252,7 @@ func (q *query) finish(p *plan) {
 	case q.total:
 		if last := len(p.launches) - 1; last >= 0 {
 			l := p.launches[last]
-			// total_if_single in cuda/cross_entropy.cuh is made for these sizes.
+			// finish_launch in cuda/cross_entropy.cuh is made for these sizes.
 			if t := l.variant.Threads; l.geometry.Grid == 1 && (t == 128 || t == kernels.ChunkThreads) {
 				p.totalHere = true // its rows' losses stay in shared memory
 				return

@@ -222,7 +222,7 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 		require.True(t, p.totalHere || last.variant.Op == kernels.Total, what)
 		if p.totalHere {
 			require.EqualValues(t, 1, last.geometry.Grid, what)
-			require.Contains(t, []int{128, 256}, last.variant.Threads, "%s: what total_if_single is made for", what)
+			require.Contains(t, []int{128, 256}, last.variant.Threads, "%s: what finish_launch is made for", what)
 		}
 	}
 }

@@ -227,7 +227,7 @@ func persistentRing(q *query, row *policy.Row) *plan {
 	p := q.begin()
 	p.stages = int32(min(stages, max(2, ceil(q.m, clusters))))
 	p.partials = int32(clusters)
-	if q.unaligned { // pieces whose rows have the same offset get one each: deal_rows in cuda/rmsnorm.cuh
+	if q.unaligned { // pieces whose rows have the same offset get one each: partition_rows in cuda/rmsnorm.cuh
 		p.partials += int32(q.elements() - 1)
 	}
 	p.taken = Medium
