@@ -12,7 +12,9 @@ try:
 except ImportError:
     sys.exit("python -m gander needs the packages of its demo: pip install 'gander-kernels[demo]'")
 
-app = typer.Typer(help="gander: row reductions at the speed of memory.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="gander: row reductions at the speed of memory.", no_args_is_help=True, add_completion=False
+)
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

@@ -36,7 +36,9 @@ _capsule_set_name = _capsule_function("PyCapsule_SetName", c_int, py_object, c_c
 def _export(x, name, stream):
     """A DLPack capsule of x, of DLPack 1 where its producer knows that."""
     if not hasattr(x, "__dlpack__"):
-        raise TypeError(f"{name} is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__")
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__"
+        )
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(x, masked.MaskedArray):
         raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...)")
@@ -47,7 +49,9 @@ def _export(x, name, stream):
         except TypeError:
             return x.__dlpack__(**options)
     except (BufferError, TypeError, ValueError) as error:
-        raise TypeError(f"{name} is a {type(x).__name__} that cannot be exported through DLPack: {error}") from None
+        raise TypeError(
+            f"{name} is a {type(x).__name__} that cannot be exported through DLPack: {error}"
+        ) from None
 
 
 def _borrowed(capsule):
@@ -121,7 +125,9 @@ def _run(operator, inputs, dtypes, options, results):
             pointers.append(None)
             continue
         managed, tensor = _borrowed(capsule)
-        if managed._type_ is Legacy:  # lent without a deleter; the capsule frees it when this function returns
+        if (
+            managed._type_ is Legacy
+        ):  # lent without a deleter; the capsule frees it when this function returns
             unowned.append(Managed(1, 0, None, Deleter(), 0, tensor))
             managed = ctypes.pointer(unowned[-1])
         pointers.append(managed)
@@ -234,9 +240,13 @@ def _function(torch_operator):
                 given[argument.name] = value
         inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
         choices = [operand.choice for operand in operator.operands if operand.choice]
-        dtypes = [DType() if given[name] is None else _library.dtype_of(given[name], name) for name in choices]
+        dtypes = [
+            DType() if given[name] is None else _library.dtype_of(given[name], name) for name in choices
+        ]
         given |= torch_operator.fixed
-        values = {option.name: _number(option, given[option.name]) for option in options if option.name in given}
+        values = {
+            option.name: _number(option, given[option.name]) for option in options if option.name in given
+        }
         how = _library.options(operator.group, **values)
         results = _run(operator, inputs, dtypes, how, torch_operator.results)
         return results if len(results) > 1 else results[0]

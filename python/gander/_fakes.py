@@ -55,7 +55,9 @@ class _Call:
 
     def check_dtype(self, name, dtype, allowed):
         if dtype not in allowed:
-            self.fail(TypeError, f"{name} has dtype {_listed([dtype])}, expected {_listed(allowed)}; convert it")
+            self.fail(
+                TypeError, f"{name} has dtype {_listed([dtype])}, expected {_listed(allowed)}; convert it"
+            )
 
     def check_input(self, operand, tensor):
         name, device = operand.name, tensor.device
@@ -76,7 +78,9 @@ class _Call:
     def check_rows(self, name, tensor):
         shape = tuple(tensor.shape)
         if not shape:
-            self.fail(ValueError, f"{name} has rank 0, expected rows (M, N) of rank 1 or more; reshape it to (1, 1)")
+            self.fail(
+                ValueError, f"{name} has rank 0, expected rows (M, N) of rank 1 or more; reshape it to (1, 1)"
+            )
         self.check(
             shape[-1] >= 1,
             lambda: f"{name} has shape {shape}, expected a last dimension of 1 or more; skip the call",

@@ -109,7 +109,9 @@ def _find(library, functions, most):
         return f"torch {torch.__version__} has another dispatch state"
     states = _states(library.gander_torch_dispatch_state)
     if states is None:
-        return f"torch {torch.__version__} has another dispatch state, or a mode was active when it was imported"
+        return (
+            f"torch {torch.__version__} has another dispatch state, or a mode was active when it was imported"
+        )
     _hooks()
     given = {
         "Tensor": Tensor,
@@ -163,7 +165,10 @@ def _states(read):
     """
 
     def of_torch():
-        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        included, excluded = (
+            torch._C._dispatch_tls_local_include_set(),
+            torch._C._dispatch_tls_local_exclude_set(),
+        )
         return [included.raw_repr(), excluded.raw_repr()]
 
     def words():
@@ -171,7 +176,9 @@ def _states(read):
         return list(state) if read(state) else None
 
     named = torch._C._parse_dispatch_key("Named")  # newer releases have no named tensors
-    in_backward = () if named is None else (torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(named)),)
+    in_backward = (
+        () if named is None else (torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(named)),)
+    )
     functional = torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize)
     guards = (torch.inference_mode(), *in_backward, functional)
     with torch.inference_mode(False):
@@ -181,7 +188,9 @@ def _states(read):
         for guard in guards:
             with guard:
                 states.append(words())
-                if states[-1] != [a ^ b for a, b in zip(of_torch(), rest, strict=True)] or not any(states[-1]):
+                if states[-1] != [a ^ b for a, b in zip(of_torch(), rest, strict=True)] or not any(
+                    states[-1]
+                ):
                     return None
     return states[0] + (states[1] if in_backward else states[0])
 

@@ -88,7 +88,9 @@ def backward(name: str, inputs: list[str]):
             needs = ctx.needs_input_grad
             call, pick, algorithm, single, places = plans.get(needs) or plan(needs)
             given = pick((*ctx.saved_tensors, gradient, *ctx.options))
-            if algorithm is not None and given[algorithm]:  # forward's, if it serves these rows in backward too
+            if (
+                algorithm is not None and given[algorithm]
+            ):  # forward's, if it serves these rows in backward too
                 given = (*given[:algorithm], given[algorithm] | IF_SERVED, *given[algorithm + 1 :])
             answer = call(*given)
             for place, index in places:
@@ -137,7 +139,9 @@ def function(title: str, forward, backward) -> type[_SingleLevelFunction]:
     methods = {
         "forward": forward and staticmethod(untraced(forward)),
         "backward": staticmethod(untraced(backward)),
-        "_compiled_autograd_key": staticmethod(Function._compiled_autograd_key),  # compiled autograd asks for it
+        "_compiled_autograd_key": staticmethod(
+            Function._compiled_autograd_key
+        ),  # compiled autograd asks for it
     }
     return type(_SingleLevelFunction)(title, (_SingleLevelFunction,), methods | {"__module__": __name__})
 
@@ -159,7 +163,9 @@ def _refusal(name):
     """The apply of an operator that has no gradient: its results refuse to be differentiated."""
     message = _NO_SECOND
     if not any(made(name)):
-        public = next(other for other, of in TORCH.items() if of.saving and of.operator == TORCH[name].operator)
+        public = next(
+            other for other, of in TORCH.items() if of.saving and of.operator == TORCH[name].operator
+        )
         message = f"gander: {name} has no gradient; detach its inputs, or use {public}"
 
     def forward(ctx, keyset, *given):

@@ -39,7 +39,9 @@ def info() -> dict[str, Any]:
 
 def _constant(function: Any) -> Any:
     """Lets torch.compile call a function while it traces, and take what it returns as a constant."""
-    function._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, but for its import
+    function._dynamo_marked_constant = (
+        True  # as torch.compiler.assume_constant_result does, but for its import
+    )
     return function
 
 
@@ -70,7 +72,9 @@ def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str
     """Rows, columns, dtype and device: x's where they are not given."""
     if x is not None:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(f"x is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__")
+            raise TypeError(
+                f"x is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__"
+            )
         shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype
         if device is None and isinstance(x, _ops._Tensor):
             device = x.device

@@ -195,7 +195,9 @@ def check(status: int) -> None:
 
 def dtype_name(dtype: Any, argument: str) -> str:
     """The plain name of a NumPy, torch, CuPy or JAX dtype, or of one given by name."""
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    name = (
+        dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    )
     name = (name or str(dtype)).rpartition(".")[2]
     if name not in DTYPES:
         raise TypeError(f"{argument} is {name}, expected float16, bfloat16, float32 or float64")

@@ -53,6 +53,10 @@ class TorchOperator(NamedTuple):
     fixed: dict[str, float] = {}  # noqa: RUF012 - never written to; options that it does not take
     writes: str = ""  # the argument that it writes
     into: str = ""  # the output that is written there
-    packed: bool = False  # its statistics are of 2 M + 1 elements: maxima, logarithms of the sums, denominator
-    saving: str = ""  # the operator that runs in its place where a gradient is wanted, and returns what backward reads
+    packed: bool = (
+        False  # its statistics are of 2 M + 1 elements: maxima, logarithms of the sums, denominator
+    )
+    saving: str = (
+        ""  # the operator that runs in its place where a gradient is wanted, and returns what backward reads
+    )
     backward: tuple[str, ...] = ()  # what makes its gradients: the last one that makes all that are wanted

@@ -24,7 +24,10 @@ _Tensor: Any = ()  # torch.Tensor as soon as torch is there: isinstance(x, ()) i
 _torch: Any = None  # _pytorch.py
 _debug = False
 
-_FAILURES = (AttributeError, RuntimeError)  # what torch raises for a failed op, or for an argument that is no tensor
+_FAILURES = (
+    AttributeError,
+    RuntimeError,
+)  # what torch raises for a failed op, or for an argument that is no tensor
 
 
 def use_torch(module: Any) -> None:
@@ -57,7 +60,9 @@ def _dtype(ops: Any, value: Any) -> Any:
     if ops is not _torch:
         return value
     torch = sys.modules["torch"]
-    return value if isinstance(value, torch.dtype) else getattr(torch, _library.dtype_name(value, "out_dtype"))
+    return (
+        value if isinstance(value, torch.dtype) else getattr(torch, _library.dtype_name(value, "out_dtype"))
+    )
 
 
 def _epsilon(x: Any) -> float:
@@ -97,7 +102,9 @@ def _check_reals(eps: Any, weight_offset: Any) -> None:
     """Refuses tensors, as torch does: one that requires a gradient would get none."""
     for name, value in ("eps", eps), ("weight_offset", weight_offset):
         if isinstance(value, _Tensor):
-            raise TypeError(f"{name} is a tensor, expected a number, which has no gradient; pass float({name})")
+            raise TypeError(
+                f"{name} is a tensor, expected a number, which has no gradient; pass float({name})"
+            )
 
 
 def _check_rmsnorm(weight: Any, bias: Any, residual: Any, residual_dtype: Any) -> None:
@@ -149,7 +156,9 @@ def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool 
 
 
 @overload
-def softmax_bwd(dy: Tensor, y: Tensor, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> Tensor: ...
+def softmax_bwd(
+    dy: Tensor, y: Tensor, *, algorithm: Algorithm = ..., batch_invariant: bool = ...
+) -> Tensor: ...
 @overload
 def softmax_bwd(dy: A, y: Array, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> A: ...
 def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:

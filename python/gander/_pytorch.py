@@ -42,13 +42,19 @@ def explained(error: RuntimeError, **arguments) -> Exception:
     """The exception that a user is to see for an error out of the dispatcher: one of the right type."""
     for name, value in arguments.items():
         if value is not None and not isinstance(value, Tensor):
-            return TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor, like the first argument")
+            return TypeError(
+                f"{name} is a {type(value).__name__}, expected a torch.Tensor, like the first argument"
+            )
     message = ctypes.c_char_p()
     status = _kernels.gander_torch_failure(ctypes.byref(message))
     text = (message.value or b"").decode(errors="replace")
     if not status or text not in str(error):
         return error
-    return torch.cuda.OutOfMemoryError(text) if status == _library.STATUS_MEMORY else _library.exception(status, text)
+    return (
+        torch.cuda.OutOfMemoryError(text)
+        if status == _library.STATUS_MEMORY
+        else _library.exception(status, text)
+    )
 
 
 # ---- Operators that write over an argument ----

@@ -11,7 +11,9 @@ for _operator in TORCH.values():
 
 overloads = {name: getattr(torch.ops.gander, name).default for name in TORCH}
 _defaults = {
-    name: tuple(argument.default_value for argument in overload._schema.arguments if argument.has_default_value())
+    name: tuple(
+        argument.default_value for argument in overload._schema.arguments if argument.has_default_value()
+    )
     for name, overload in overloads.items()
 }
 

@@ -51,7 +51,9 @@ def _rule(name, given):
             refuse(f"{found} Replicate: it has one element for each column; redistribute it")
         if of[argument].shape == "statistics" and not by_row:
             refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
-        if any(placement.dim >= leading for placement in used) or not (by_row or of[argument].shape == "rows"):
+        if any(placement.dim >= leading for placement in used) or not (
+            by_row or of[argument].shape == "rows"
+        ):
             refuse(f"{found} Shard of a leading dimension, because rows are reduced whole; redistribute it")
         shards += [placement for placement in used if placement not in shards]
     if shards and reduction == "mean" and any(result.shape == "reduced" for result in results):
@@ -78,7 +80,10 @@ def _rule(name, given):
         sharded = {argument: placed(of[argument], shard, spec.ndim) for argument, spec in inputs.items()}
         return [placed(result, shard) for result in results], [sharded.get(argument) for argument in specs]
 
-    replicated = [Replicate() for _ in results], [Replicate() if argument in inputs else None for argument in specs]
+    replicated = (
+        [Replicate() for _ in results],
+        [Replicate() if argument in inputs else None for argument in specs],
+    )
     return [replicated, *map(placements, shards)]
 
 

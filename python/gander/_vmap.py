@@ -10,7 +10,12 @@ import torch
 from ._operators_gen import REDUCTIONS, TORCH
 from ._schemas import arguments, complete, operands, overloads, registry, untraced
 
-_BY_ROW = {"rows", "per_row", "reduced", "statistics"}  # without a reduction, these have an element for each row
+_BY_ROW = {
+    "rows",
+    "per_row",
+    "reduced",
+    "statistics",
+}  # without a reduction, these have an element for each row
 
 
 def _folded(name, values, dims, size):
@@ -45,9 +50,16 @@ def _folded(name, values, dims, size):
 def _each(overload, values, dims, size):
     """The results of one call for each sample, stacked."""
     if not size:
-        raise ValueError(f"gander: vmap of {overload} got a batch of size 0, expected 1 or more; skip the call")
+        raise ValueError(
+            f"gander: vmap of {overload} got a batch of size 0, expected 1 or more; skip the call"
+        )
     results = [
-        overload(*(value if dims[name] is None else value.select(dims[name], sample) for name, value in values.items()))
+        overload(
+            *(
+                value if dims[name] is None else value.select(dims[name], sample)
+                for name, value in values.items()
+            )
+        )
         for sample in range(size)
     ]
     if isinstance(results[0], tuple):

@@ -43,7 +43,9 @@ class RMSNorm(nn.RMSNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
         if not self.normalized_shape or min(self.normalized_shape) < 1:
-            raise ValueError(f"normalized_shape is {self.normalized_shape}, expected one or more sizes of 1 or more")
+            raise ValueError(
+                f"normalized_shape is {self.normalized_shape}, expected one or more sizes of 1 or more"
+            )
         if eps is not None and not 0 <= eps < math.inf:
             raise ValueError(f"eps is {eps}, expected None or a finite number of 0 or more")
         _check_weight(self.weight)
@@ -111,7 +113,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         self._check_label_smoothing()  # an attribute can be set later
         if target.is_floating_point():
-            raise NotImplementedError("class probabilities in target are not supported; use torch.nn.CrossEntropyLoss")
+            raise NotImplementedError(
+                "class probabilities in target are not supported; use torch.nn.CrossEntropyLoss"
+            )
         if input.ndim > 2:
             input = input.movedim(1, -1)
         return cross_entropy(

@@ -29,7 +29,9 @@ functions = pytest.mark.parametrize("function", ARRAYS["torch"])
 kinds = pytest.mark.parametrize("kind", ARRAYS)
 
 
-@pytest.mark.parametrize("op", ["softmax", "softmax_fwd", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", "softmax_backward"])
+@pytest.mark.parametrize(
+    "op", ["softmax", "softmax_fwd", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", "softmax_backward"]
+)
 def test_list(op):
     found = gander.algorithms(op)
     assert tuple(algorithm.name for algorithm in found) == NAMES == ALGORITHMS
@@ -48,7 +50,9 @@ def test_cross_entropy_has_one():
 
 
 def test_list_of_another_op():
-    with pytest.raises(ValueError, match='algorithms: op is "conv", expected softmax_forward, softmax_backward'):
+    with pytest.raises(
+        ValueError, match='algorithms: op is "conv", expected softmax_forward, softmax_backward'
+    ):
         gander.algorithms("conv")
 
 
@@ -63,9 +67,7 @@ def test_unknown_name(kind, function):
 @functions
 @kinds
 def test_cpu_has_one(kind, function, name):
-    expected = (
-        f'algorithm is "{name}" on cpu, expected "auto": host memory is served by one algorithm; leave it out, or'
-    )
+    expected = f'algorithm is "{name}" on cpu, expected "auto": host memory is served by one algorithm; leave it out, or'
     with pytest.raises(NotImplementedError, match=expected):
         ARRAYS[kind][function](algorithm=name)
 
@@ -127,7 +129,9 @@ def test_explain_and_algorithms_inside_compiled_functions(dynamic):
             gander.explain("softmax", x, device="h100"),
             gander.explain("rmsnorm", **H100),
         )
-        names = [algorithm.name for algorithm in gander.algorithms("softmax") + gander.algorithms("softmax", x)]
+        names = [
+            algorithm.name for algorithm in gander.algorithms("softmax") + gander.algorithms("softmax", x)
+        ]
         return x + 1, texts, names
 
     compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=dynamic)
@@ -182,7 +186,9 @@ def test_bits_of_a_row_do_not_depend_on_the_others(n):
     def results(x, target):
         y = gander.softmax_fwd(x, batch_invariant=True)
         out, _, rstd = gander.rmsnorm_fwd(x, weight, store_rstd=True, batch_invariant=True)
-        loss, lse, dx = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True, batch_invariant=True)
+        loss, lse, dx = gander.cross_entropy_fwd(
+            x, target, return_lse=True, return_dx=True, batch_invariant=True
+        )
         return [
             y,
             gander.softmax_bwd(x, y, batch_invariant=True),
@@ -210,10 +216,15 @@ def test_cross_entropy_gradient():
     compiled = torch.compile(gander.cross_entropy, fullgraph=True, backend="aot_eager")
     loss = compiled(x, TARGET, reduction="sum", inplace_backward=True, batch_invariant=True)
     assert torch.equal(
-        *(torch.autograd.grad(value, x)[0] for value in (loss, gander.cross_entropy(x, TARGET, reduction="sum")))
+        *(
+            torch.autograd.grad(value, x)[0]
+            for value in (loss, gander.cross_entropy(x, TARGET, reduction="sum"))
+        )
     )
     written = X.clone()
-    loss, dx = gander.cross_entropy_fwd(written, TARGET, return_dx=True, inplace_backward=True, batch_invariant=True)
+    loss, dx = gander.cross_entropy_fwd(
+        written, TARGET, return_dx=True, inplace_backward=True, batch_invariant=True
+    )
     assert dx is written and torch.equal(dx, gander.cross_entropy_fwd(X, TARGET, return_dx=True)[1])
     got = gander.cross_entropy(X.numpy(), TARGET.numpy(), batch_invariant=True)
     np.testing.assert_array_equal(got, gander.cross_entropy(X.numpy(), TARGET.numpy()))

@@ -76,7 +76,19 @@ def test_records_resume_and_report(command):
 
 
 def test_resume_measures_points_that_lack_a_provider(command):
-    one = ["cpu", "--shapes", "3x4", "--ops", "softmax_forward", "--dtypes", "float32", "--seconds", "0", "--out", "a"]
+    one = [
+        "cpu",
+        "--shapes",
+        "3x4",
+        "--ops",
+        "softmax_forward",
+        "--dtypes",
+        "float32",
+        "--seconds",
+        "0",
+        "--out",
+        "a",
+    ]
     command(*one, "--providers", "torch")
     command(*one, "--providers", "torch,gander", "--resume")
     assert [set(record["results"]) for record in lines("a")] == [{"torch"}, {"torch", "gander"}]
@@ -135,7 +147,9 @@ def test_what_is_not_installed_is_left_out(command, monkeypatch):
         raise ImportError("No module named 'quack'")
 
     monkeypatch.setitem(cases._PROVIDERS, "quack", (missing, "quack-kernels"))
-    result = command("cpu", "--providers", "gander,quack", "--shapes", "2x3", "--ops", "softmax_forward", "--out", "a")
+    result = command(
+        "cpu", "--providers", "gander,quack", "--shapes", "2x3", "--ops", "softmax_forward", "--out", "a"
+    )
     assert "quack is left out: ImportError" in result.output
     assert list(lines("a")[0]["results"]) == ["gander"]
 
@@ -168,7 +182,10 @@ def test_algorithms_are_points_of_their_own():
     points = list(sections.algorithms(sections.Options(providers=("gander",), dtypes=("bfloat16",))))
     shapes = {(point.name["m"], point.name["n"]) for point in points}
     assert shapes == {*sections.PUBLISHED, *sections.TRAINING} and len(points) == 4 * len(shapes)
-    assert points[0].providers == ("gander", *(f"gander:{name}" for name in gander._operators_gen.ALGORITHMS[1:]))
+    assert points[0].providers == (
+        "gander",
+        *(f"gander:{name}" for name in gander._operators_gen.ALGORITHMS[1:]),
+    )
     inputs = cases.OPERATORS["rmsnorm_backward"].inputs(2, 8, torch.float32, "cpu")
     with pytest.raises(NotImplementedError, match='algorithm is "warp" on cpu'):
         cases.provider("gander:warp").operators["rmsnorm_backward"](*inputs)()
@@ -247,19 +264,26 @@ def test_host_modes_differentiate():
     x, weight, target = torch.randn(4, 8), torch.ones(8), torch.randint(8, (4,))
     for name, leaves in (("softmax", 1), ("rmsnorm", 2), ("cross_entropy", 1)):
         function = cases.provider("gander").functions[name]
-        make = [sections._host_call(function, name, mode, x, weight, target) for mode in ("forward", "with gradient")]
+        make = [
+            sections._host_call(function, name, mode, x, weight, target)
+            for mode in ("forward", "with gradient")
+        ]
         assert [call().requires_grad for call in make] == [False, True]
         both = sections._host_call(function, name, "forward and backward", x, weight, target)
         assert len(both()) == leaves
 
 
 def test_providers_measure_what_they_have(monkeypatch):
-    monkeypatch.setitem(cases._PROVIDERS, "cudnn", (lambda: cases.Provider({}, {"rmsnorm_forward": None}), None))
+    monkeypatch.setitem(
+        cases._PROVIDERS, "cudnn", (lambda: cases.Provider({}, {"rmsnorm_forward": None}), None)
+    )
     monkeypatch.setattr(cases, "provider", functools.cache(cases.provider.__wrapped__))
     monkeypatch.setattr(sections, "provider", cases.provider)
     options = sections.Options(providers=("gander", "cudnn"))
     having = {(p.name["op"], p.providers) for p in sections.odd(options)}
-    assert having == {(op, ("gander", "cudnn") if op == "rmsnorm_forward" else ("gander",)) for op in cases.OPERATORS}
+    assert having == {
+        (op, ("gander", "cudnn") if op == "rmsnorm_forward" else ("gander",)) for op in cases.OPERATORS
+    }
     assert list(sections.odd(sections.Options(("cudnn",), operators=("softmax_forward",)))) == []
     assert {p.providers for p in sections.step(options)} == {("gander", "gander-two-passes")}
     assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report._STEPS)
@@ -269,7 +293,10 @@ def test_providers_measure_what_they_have(monkeypatch):
 
 
 def test_host_table_compares_what_is_compiled():
-    results = {name: timing_of(us) for name, us in (("torch.compile", 20.0), ("gander.compile", 15.0), ("gander", 4.0))}
+    results = {
+        name: timing_of(us)
+        for name, us in (("torch.compile", 20.0), ("gander.compile", 15.0), ("gander", 4.0))
+    }
     (table,) = report.host_tables([gpu_records()[2] | {"results": results}])
     assert table.columns[-1] == "both compiled"
     assert [row[-1] for row in table.rows] == ["0.75"]
@@ -303,15 +330,39 @@ def test_timings():
     assert timing.Timing.of([float(i) for i in range(11)]) == (5.0, 1.0, 9.0, 11)
     calls = []
     figures = timing.host_cost(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, lambda: None, seconds=0, least=3, batch=2
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
+        lambda: None,
+        seconds=0,
+        least=3,
+        batch=2,
     )
     assert figures["a"].repeats == figures["b"].repeats == 3
-    assert calls[4:] == ["a", "a", "b", "b", "b", "b", "a", "a", "a", "a", "b", "b"]  # in turns, after warming up
+    assert calls[4:] == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "b",
+        "b",
+        "a",
+        "a",
+        "a",
+        "a",
+        "b",
+        "b",
+    ]  # in turns, after warming up
 
 
 def test_a_line_that_was_cut_off_is_dropped(tmp_path):
     path = tmp_path / "a.jsonl"
-    whole = {"section": "cpu", "op": "softmax_forward", "dtype": "float32", "m": 1, "n": 2, "results": {"torch": {}}}
+    whole = {
+        "section": "cpu",
+        "op": "softmax_forward",
+        "dtype": "float32",
+        "m": 1,
+        "n": 2,
+        "results": {"torch": {}},
+    }
     path.write_text(json.dumps(whole) + "\n" + json.dumps(whole)[:30])
     store = records.Store(path, resume=True)
     assert store.has(whole, ["torch"]) and not store.has(whole | {"n": 3}, ["torch"])
@@ -333,7 +384,14 @@ def step_record():
         "gander-two-passes": timing_of(24.0) | {"peak MiB": 200.0, "peak / logits": 1.0},
         "liger": {"error": "E"},
     }
-    name = {"section": "step", "op": "cross_entropy", "mode": "a quarter", "dtype": "bfloat16", "m": 8, "n": 9}
+    name = {
+        "section": "step",
+        "op": "cross_entropy",
+        "mode": "a quarter",
+        "dtype": "bfloat16",
+        "m": 8,
+        "n": 9,
+    }
     return gpu_records()[0] | name | {"results": figures, "limit": timing_of(15.0)}
 
 
@@ -361,7 +419,10 @@ def test_providers_have_no_row_where_they_have_nothing():
 
 def test_summary_of_all_points():
     fast = gpu_records()[0]
-    slow = fast | {"n": 8192, "results": {"torch": {"us": 5.0}, "gander": {"us": 10.0}, "quack": {"error": "X"}}}
+    slow = fast | {
+        "n": 8192,
+        "results": {"torch": {"us": 5.0}, "gander": {"us": 10.0}, "quack": {"error": "X"}},
+    }
     failed = fast | {"n": 16384, "results": {"torch": {"error": "X"}, "gander": {"us": 1.0}}}
     (table,) = report.summary([fast, slow, failed, step_record()])
     assert rows_of(table) == {
@@ -382,7 +443,12 @@ def test_comparison_with_another_run():
         ]
 
     (table,) = report.comparison(run(10.0, 10.2, 12.0, 8.0, 7.0, machine=2.0), run(10.0, 10.0, 10.0, 10.0))
-    assert [row[4:] for row in table.rows] == [["1.000", ""], ["0.980", ""], ["0.833", "SLOWER"], ["1.250", "faster"]]
+    assert [row[4:] for row in table.rows] == [
+        ["1.000", ""],
+        ["0.980", ""],
+        ["0.833", "SLOWER"],
+        ["1.250", "faster"],
+    ]
     assert "4 points" in table.note
     host = gpu_records()[2] | {"results": {"torch": timing_of(10.0), "gander": timing_of(5.0)}}
     (table,) = report.comparison([host], [host, gpu_records()[3]])
@@ -422,14 +488,22 @@ def gpu_records():
         "versions": {"torch": "2.11", "quack": "1"},
     }
     results = {"torch": timing_of(20.0, tbps=1.5), "gander": timing_of(10.0, tbps=2.94, ratio=0.98)}
-    throughput = {"section": "throughput", "op": "softmax_forward", "dtype": "bfloat16", "m": 32768, "n": 4096}
+    throughput = {
+        "section": "throughput",
+        "op": "softmax_forward",
+        "dtype": "bfloat16",
+        "m": 32768,
+        "n": 4096,
+    }
     host = {"section": "host", "op": "softmax", "mode": "forward"}
     slow = {"torch": {"us": 10.0}, "gander": {"us": 13.0, "over torch": 1.3}}
     calls = {"first": 3.0, "new": [0.2, 0.4]}
     loads = {"library": 1.0, "import": 2.0, "megabytes": 6.8, **dict.fromkeys(load.FUNCTIONS, calls)}
     return [
         base | throughput | {"results": results, "limit": timing_of(9.8, tbps=3.0)},
-        base | throughput | {"n": 262144, "m": 8192, "results": {"torch": {"error": "X"}, "gander": {"error": "Y"}}},
+        base
+        | throughput
+        | {"n": 262144, "m": 8192, "results": {"torch": {"error": "X"}, "gander": {"error": "Y"}}},
         base | host | {"results": slow},
         base | {"section": "load", "results": {"gander": loads, "torch": {"error": "Z"}}},
     ]
@@ -437,7 +511,11 @@ def gpu_records():
 
 def test_results(command):
     few = gpu_records()[0] | {"section": "few", "m": 4, "n": 1 << 22}
-    alone = few | {"m": 1, "n": 1 << 25, "results": {"gander": timing_of(30.0, ratio=0.8), "quack": {"error": "X"}}}
+    alone = few | {
+        "m": 1,
+        "n": 1 << 25,
+        "results": {"gander": timing_of(30.0, ratio=0.8), "quack": {"error": "X"}},
+    }
     Path("a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*gpu_records(), few, alone]))
     Path("b.jsonl").write_text(json.dumps(cpu_record()) + "\n")
     Path("RESULTS.md").write_text("of yesterday")
@@ -474,7 +552,13 @@ def test_plot_of_the_results(command):
 
 
 def cpu_record():
-    environment = {"device": "a processor", "threads": 2, "torch": "2.11", "python": "3.12", "commit": "0123456789ab"}
+    environment = {
+        "device": "a processor",
+        "threads": 2,
+        "torch": "2.11",
+        "python": "3.12",
+        "commit": "0123456789ab",
+    }
     name = {"section": "cpu", "op": "rmsnorm_forward", "dtype": "float32", "m": 64, "n": 4096}
     figures = {report.IN_TURNS: 1.0, report.ALLOCATING: 1.0}
     both = {"torch": timing_of(14.0, **figures), "gander": timing_of(10.0, **figures)}
@@ -507,8 +591,20 @@ def test_targets_that_are_missed():
         "time of auto over the best",
     }
     assert {tuple(check.row()) for check in found if not check.met()} == {
-        ("share of the limit, throughput", "softmax forward", "bfloat16, 8192 x 262144", "failed", "at least 0.97"),
-        ("speed over the best other's, throughput", "softmax forward", "bfloat16, 32768 x 512", "0.9", "at least 0.98"),
+        (
+            "share of the limit, throughput",
+            "softmax forward",
+            "bfloat16, 8192 x 262144",
+            "failed",
+            "at least 0.97",
+        ),
+        (
+            "speed over the best other's, throughput",
+            "softmax forward",
+            "bfloat16, 32768 x 512",
+            "0.9",
+            "at least 0.98",
+        ),
         ("speed over quack's, geometric mean", "softmax forward", "bfloat16", "0.9", "at least 1.03"),
         ("speed over quack's", "softmax forward", "bfloat16, 4 x 1048576", "1.3", "at least 1.4"),
         ("times a plain copy", "softmax forward", "bfloat16, 4 x 4194304", "2", "at most 1.35"),
@@ -537,7 +633,14 @@ def test_targets_that_are_missed():
     ],
 )
 def test_target_by_size(op, dtype, m, n, share):
-    record = {"section": "odd", "op": op, "dtype": dtype, "m": m, "n": n, "results": {"gander": {"ratio": share}}}
+    record = {
+        "section": "odd",
+        "op": op,
+        "dtype": dtype,
+        "m": m,
+        "n": n,
+        "results": {"gander": {"ratio": share}},
+    }
     (check,) = results.checks([record])
     assert check.met() and check.at_least == share
 

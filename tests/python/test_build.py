@@ -247,7 +247,9 @@ func main() {}
     }.items():
         checkout.write(path, text)
     # The folder of Go's own cache follows XDG_CACHE_HOME.
-    objects = subprocess.run(["go", "env", "GOCACHE"], capture_output=True, text=True, check=True).stdout.strip()
+    objects = subprocess.run(
+        ["go", "env", "GOCACHE"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     done = checkout.run("./build.sh", "build", GANDER_ARCHS="sm_80 sm_90", GOCACHE=objects)
     assert done.returncode == 0, done.stderr
     images = sorted(path.name for path in (checkout.root / "kernels/images").iterdir())

@@ -41,7 +41,12 @@ def test_trains_both_ways_and_draws(console, tmp_path):
     run(console, tmp_path / "demo.png")
     said = console.export_text()
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    for expected in ("This machine", "softmax backward", "Largest difference between the curves", "gander step 6/6"):
+    for expected in (
+        "This machine",
+        "softmax backward",
+        "Largest difference between the curves",
+        "gander step 6/6",
+    ):
         assert expected in said
     assert "FAILED" not in said
 
@@ -56,7 +61,9 @@ def test_curves_that_part_fail(console, tmp_path, monkeypatch, training_alone):
 
 
 def test_curves_that_are_nan_fail(console, tmp_path, monkeypatch, training_alone):
-    monkeypatch.setattr(training, "GANDER", replace(training.GANDER, rmsnorm=lambda x, weight: x * float("nan")))
+    monkeypatch.setattr(
+        training, "GANDER", replace(training.GANDER, rmsnorm=lambda x, weight: x * float("nan"))
+    )
     with pytest.raises(typer.Exit):
         run(console, tmp_path / "demo.png")
 

@@ -30,7 +30,11 @@ def assert_same(array, tensor):
 @pytest.mark.parametrize("dtype", [F16, F32, F64])
 def test_results_are_those_of_torch_tensors(dtype, shape):
     """Bit for bit: the tests of accuracy then hold here too."""
-    x, dy, weight = rows(*shape, dtype=dtype), rows(*shape, dtype=dtype)[::-1].copy(), rows(shape[-1], dtype=dtype)
+    x, dy, weight = (
+        rows(*shape, dtype=dtype),
+        rows(*shape, dtype=dtype)[::-1].copy(),
+        rows(shape[-1], dtype=dtype),
+    )
     target = np.random.default_rng(1).integers(0, shape[-1], shape[:-1] or (1,)).reshape(shape[:-1])
     tx, tdy, tweight, ttarget = map(torch.from_numpy, (x, dy, weight, target))
     y, ty = gander.softmax(x), gander.softmax(tx)
@@ -44,13 +48,16 @@ def test_results_are_those_of_torch_tensors(dtype, shape):
     assert_same(rstd, trstd)
     assert_same(gander.rmsnorm(x), gander.rmsnorm(tx))
     for got, expected in zip(
-        gander.rmsnorm_bwd(x, weight, dy, rstd)[:2], gander.rmsnorm_bwd(tx, tweight, tdy, trstd)[:2], strict=True
+        gander.rmsnorm_bwd(x, weight, dy, rstd)[:2],
+        gander.rmsnorm_bwd(tx, tweight, tdy, trstd)[:2],
+        strict=True,
     ):
         assert_same(got, expected)
     assert gander.rmsnorm_bwd(x, None, dy, rstd)[1:] == (None, None, None)
     for reduction in ("none", "mean", "sum"):
         assert_same(
-            gander.cross_entropy(x, target, reduction=reduction), gander.cross_entropy(tx, ttarget, reduction=reduction)
+            gander.cross_entropy(x, target, reduction=reduction),
+            gander.cross_entropy(tx, ttarget, reduction=reduction),
         )
     loss, lse, dx = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
     for got, expected in zip(
@@ -59,7 +66,8 @@ def test_results_are_those_of_torch_tensors(dtype, shape):
         assert_same(got, expected)
     again = gander.cross_entropy_bwd(x, target, np.ones_like(loss), lse)
     assert_same(
-        again, gander.cross_entropy_bwd(tx, ttarget, torch.ones_like(torch.from_numpy(loss)), torch.from_numpy(lse))
+        again,
+        gander.cross_entropy_bwd(tx, ttarget, torch.ones_like(torch.from_numpy(loss)), torch.from_numpy(lse)),
     )
 
 
@@ -108,7 +116,9 @@ def test_any_layout_gives_the_bits_of_compact_rows(layout):
         yield from gander.rmsnorm_bwd(x, weight, x, np.stack([rstd, rstd], -1)[..., 0])[:2]
         loss, lse, dx = gander.cross_entropy_fwd(x, target, weight=weight, return_lse=True, return_dx=True)
         yield from (loss, lse, dx)
-        yield gander.cross_entropy_bwd(x, target, np.stack([loss, loss], -1)[..., 0], np.stack([lse, lse], -1)[..., 0])
+        yield gander.cross_entropy_bwd(
+            x, target, np.stack([loss, loss], -1)[..., 0], np.stack([lse, lse], -1)[..., 0]
+        )
 
     compact = [array.copy(order="C") for array in (x, weight, target)]
     for got, expected in zip(results(x, weight, target), results(*compact), strict=True):
@@ -131,7 +141,9 @@ def test_masked_arrays_are_refused():
         (lambda: gander.rmsnorm(x.data, x[0]), "weight"),
         (lambda: gander.cross_entropy(x.data, np.ma.masked_array([0, 1, 2, 3], [0, 0, 0, 1])), "target"),
     ):
-        with pytest.raises(TypeError, match=rf"{name} is a masked array, whose mask would be lost; pass {name}.filled"):
+        with pytest.raises(
+            TypeError, match=rf"{name} is a masked array, whose mask would be lost; pass {name}.filled"
+        ):
             call()
 
 
@@ -253,12 +265,28 @@ def test_deleters_run_once_on_success_and_on_refusal():
     ("call", "exception", "message"),
     [
         (lambda x: gander.softmax(x.astype(int)), TypeError, "x has dtype int64, expected float16"),
-        (lambda x: gander.softmax(x.astype(">f4")), TypeError, "x is a ndarray that cannot be exported through DLPack"),
-        (lambda x: gander.rmsnorm(x, [1.0]), TypeError, "weight is a list, expected a torch.Tensor or an object with"),
-        (lambda x: gander.rmsnorm(x, x[0, :3].copy()), ValueError, r"weight has shape \(3,\), which is 3 elements"),
+        (
+            lambda x: gander.softmax(x.astype(">f4")),
+            TypeError,
+            "x is a ndarray that cannot be exported through DLPack",
+        ),
+        (
+            lambda x: gander.rmsnorm(x, [1.0]),
+            TypeError,
+            "weight is a list, expected a torch.Tensor or an object with",
+        ),
+        (
+            lambda x: gander.rmsnorm(x, x[0, :3].copy()),
+            ValueError,
+            r"weight has shape \(3,\), which is 3 elements",
+        ),
         (lambda x: gander.rmsnorm(x, out_dtype="int8"), TypeError, "out_dtype is int8|y has dtype int8"),
         (lambda x: gander.rmsnorm(x, out_dtype="quad"), TypeError, "out_dtype is quad, expected float16"),
-        (lambda x: gander.rmsnorm(x, out_dtype="bfloat16"), TypeError, "numpy cannot take this result through DLPack"),
+        (
+            lambda x: gander.rmsnorm(x, out_dtype="bfloat16"),
+            TypeError,
+            "numpy cannot take this result through DLPack",
+        ),
         (lambda x: gander.cross_entropy(x, np.zeros(3, int)), ValueError, r"target has shape \(3,\)"),
         (
             lambda x: gander.cross_entropy_fwd(x, np.zeros(4, int), return_dx=True, inplace_backward=True),
@@ -286,7 +314,9 @@ def test_a_dtype_that_numpy_cannot_export():
 def test_debug_checks_targets():
     gander.set_debug(True)
     try:
-        with pytest.raises(IndexError, match="target has the class 6, expected 0 to 5, or ignore_index = -100"):
+        with pytest.raises(
+            IndexError, match="target has the class 6, expected 0 to 5, or ignore_index = -100"
+        ):
             gander.cross_entropy(rows(3, 6), np.array([0, 6, -100]))
     finally:
         gander.set_debug(False)
@@ -313,5 +343,7 @@ def test_without_torch():
         except ImportError:
             print("fine")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")

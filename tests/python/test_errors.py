@@ -53,7 +53,11 @@ CASES = {
         TypeError,
         "y has dtype float16, expected float32; convert it",
     ),
-    "softmax_bwd of a list": (lambda: gander.softmax_bwd(X, [1.0]), TypeError, "y is a list, expected a torch.Tensor"),
+    "softmax_bwd of a list": (
+        lambda: gander.softmax_bwd(X, [1.0]),
+        TypeError,
+        "y is a list, expected a torch.Tensor",
+    ),
     "rmsnorm, a short weight": (
         lambda: gander.rmsnorm(X, WEIGHT[:5]),
         ValueError,
@@ -110,7 +114,9 @@ CASES = {
         r"cross_entropy_forward: target has shape \(3\), expected \(4\), the leading dimensions of x",
     ),
     "cross_entropy, a transposed target": (
-        lambda: gander.cross_entropy(X.view(2, 2, 6).expand(3, 2, 2, 6)[:, 0], torch.zeros(2, 3, dtype=torch.long)),
+        lambda: gander.cross_entropy(
+            X.view(2, 2, 6).expand(3, 2, 2, 6)[:, 0], torch.zeros(2, 3, dtype=torch.long)
+        ),
         ValueError,
         r"target has shape \(2, 3\), expected \(3, 2\), the leading dimensions of x",
     ),
@@ -155,7 +161,11 @@ CASES = {
         r"x has strides \(0, 1\), expected elements that do not share memory, because the gradient is written",
     ),
     "a bias": (lambda: gander.rmsnorm(X, bias=WEIGHT), NotImplementedError, "bias is not supported yet"),
-    "a residual": (lambda: gander.rmsnorm(X, residual=X), NotImplementedError, "residual is not supported yet"),
+    "a residual": (
+        lambda: gander.rmsnorm(X, residual=X),
+        NotImplementedError,
+        "residual is not supported yet",
+    ),
     "a residual dtype": (
         lambda: gander.rmsnorm_fwd(X, residual_dtype=torch.float32),
         NotImplementedError,
@@ -233,7 +243,11 @@ CASES = {
         TypeError,
         "op is a Tensor, expected an operator's name",
     ),
-    "algorithms of no op": (lambda: gander.algorithms(None), TypeError, "op is None, expected an operator's name"),
+    "algorithms of no op": (
+        lambda: gander.algorithms(None),
+        TypeError,
+        "op is None, expected an operator's name",
+    ),
     "explain of a list": (
         lambda: gander.explain("softmax", [1.0]),
         TypeError,
@@ -249,7 +263,11 @@ CASES = {
         ValueError,
         'device is "tpu", expected a device of this machine or a100, h100, h200',
     ),
-    "explain of integers": (lambda: gander.explain("softmax", INTS), TypeError, "dtype int32, expected float16"),
+    "explain of integers": (
+        lambda: gander.explain("softmax", INTS),
+        TypeError,
+        "dtype int32, expected float16",
+    ),
     "explain of rank 0": (
         lambda: gander.explain("softmax", X[0, 0]),
         ValueError,

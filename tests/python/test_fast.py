@@ -85,15 +85,17 @@ def test_the_way_is_there():
 
 def run(code, **environment):
     result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
-CALL = (
-    "; x = torch.randn(3, 4, requires_grad=True); y = gander.softmax(x); y[0, 0].backward(); assert x.grad is not None"
-)
+CALL = "; x = torch.randn(3, 4, requires_grad=True); y = gander.softmax(x); y[0, 0].backward(); assert x.grad is not None"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,9 @@ CALL = (
     ids=["switch", "older", "newer", "symbol", "meaning", "not at rest"],
 )  # fmt: skip
 def test_off_with_a_reason(change, environment, reason):
-    out = run(f"import torch; {change}; import gander{CALL}; print(gander.info()['fast_path'])", **environment)
+    out = run(
+        f"import torch; {change}; import gander{CALL}; print(gander.info()['fast_path'])", **environment
+    )
     assert re.search(reason, out), out
 
 
@@ -346,7 +350,13 @@ def test_left_for_other_arguments(data):
     x, weight, target = data
     leaf = x.clone().requires_grad_()
     rmsnorm, cross_entropy = fast["rmsnorm"], fast["cross_entropy"]
-    assert fast["softmax"]() is fast["softmax"](x) is fast["softmax"](x, 0, 1) is fast["softmax"](x, "a", False) is None
+    assert (
+        fast["softmax"]()
+        is fast["softmax"](x)
+        is fast["softmax"](x, 0, 1)
+        is fast["softmax"](x, "a", False)
+        is None
+    )
     for a in (x, leaf):
         assert rmsnorm(a, weight, None, "a", *HOW["rmsnorm"][2:]) is None
         assert rmsnorm(a, weight, torch.int8, *HOW["rmsnorm"][1:]) is None
@@ -384,7 +394,15 @@ def test_left_on_a_device_that_is_not_current():
 def test_the_bits_are_those_of_the_dispatcher(data, dispatcher, dtype):
     x, weight, target = data
     wide = torch.randn(6, 66, device=x.device)
-    views = x, x.t().contiguous().t(), wide[:, ::2], wide[:, 1:34], x.view(2, 3, 33), x[0], x[:1].expand(6, 33)
+    views = (
+        x,
+        x.t().contiguous().t(),
+        wide[:, ::2],
+        wide[:, 1:34],
+        x.view(2, 3, 33),
+        x[0],
+        x[:1].expand(6, 33),
+    )
 
     def everything():
         results = []

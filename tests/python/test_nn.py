@@ -15,9 +15,9 @@ NAMES = ["RMSNorm", "CrossEntropyLoss", "Softmax"]
 
 
 def both(name, *arguments, device="cpu", **options):
-    return getattr(gander.nn, name)(*arguments, **options).to(device), getattr(nn, name)(*arguments, **options).to(
-        device
-    )
+    return getattr(gander.nn, name)(*arguments, **options).to(device), getattr(nn, name)(
+        *arguments, **options
+    ).to(device)
 
 
 def compare(mine, theirs, x, *rest):
@@ -166,7 +166,9 @@ def test_rmsnorm_of_mixed_dtypes_follows_torch(dtype, weight_dtype, eps):
 
 
 def test_rmsnorm_of_another_shape():
-    with pytest.raises(ValueError, match=r"x has shape \(4, 32\), expected last dimensions \(33,\): normalized_shape"):
+    with pytest.raises(
+        ValueError, match=r"x has shape \(4, 32\), expected last dimensions \(33,\): normalized_shape"
+    ):
         gander.nn.RMSNorm(33)(torch.ones(4, 32))
 
 

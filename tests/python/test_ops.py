@@ -191,7 +191,8 @@ def test_rmsnorm_eps_none_is_that_of_torch(served, dtype):
     assert_accurate(got, F.rms_norm(x, (33,)), F.rms_norm(x.double(), (33,), eps=accumulator_eps(dtype)))
     assert torch.equal(got, fwd)
     assert torch.equal(
-        torch.from_numpy(gander.rmsnorm(x.float().cpu().numpy(), eps=None)), gander.rmsnorm(x.float(), eps=None).cpu()
+        torch.from_numpy(gander.rmsnorm(x.float().cpu().numpy(), eps=None)),
+        gander.rmsnorm(x.float(), eps=None).cpu(),
     )
 
 
@@ -286,7 +287,9 @@ def test_cross_entropy_class_weights(device, dtype, reduction):
     for class_weights in (weight, weight.to(torch.float16)):
         options = {"weight": class_weights.float(), "reduction": reduction}
         wide = {"weight": class_weights.double(), "reduction": reduction}
-        got = grads(lambda x, w=class_weights: gander.cross_entropy(x, target, weight=w, reduction=reduction), x)
+        got = grads(
+            lambda x, w=class_weights: gander.cross_entropy(x, target, weight=w, reduction=reduction), x
+        )
         theirs = grads(lambda x, o=options: ce(x, target, **o), x)
         exact = grads(lambda x, o=wide: ce(x, target, **o), x.double())
         for what, *results in zip(("loss", "dx"), got, theirs, exact, strict=True):
@@ -323,7 +326,9 @@ def test_rows_that_count_for_nothing(device, n):
     torch.testing.assert_close(total, loss[~nothing].mean())
     total.backward()
     assert not leaf.grad[nothing].any() and leaf.grad.isfinite().all()
-    (leaf.grad,) = torch.autograd.grad(gander.cross_entropy(leaf, target, weight=weight, reduction="sum"), leaf)
+    (leaf.grad,) = torch.autograd.grad(
+        gander.cross_entropy(leaf, target, weight=weight, reduction="sum"), leaf
+    )
     torch.testing.assert_close(leaf.grad, dx)
 
 
@@ -337,7 +342,9 @@ def test_cross_entropy_without_a_counted_row_follows_torch(device):
 
 def test_cross_entropy_int32_targets(device):
     x, target = rand((50, 31), torch.float32, device), torch.randint(31, (50,), device=device)
-    torch.testing.assert_close(gander.cross_entropy(x, target.int()), gander.cross_entropy(x, target), rtol=0, atol=0)
+    torch.testing.assert_close(
+        gander.cross_entropy(x, target.int()), gander.cross_entropy(x, target), rtol=0, atol=0
+    )
 
 
 @low_dtypes
@@ -361,7 +368,10 @@ def test_cross_entropy_special_values(device, dtype):
 @low_dtypes
 def test_cross_entropy_of_large_logits(device, dtype):
     """Logits around 1e4: the backward pass keeps its digits only if maximum and logarithm are kept apart."""
-    x, target = rand((64, 333), torch.float32, device).add(1e4).to(dtype), torch.randint(333, (64,), device=device)
+    x, target = (
+        rand((64, 333), torch.float32, device).add(1e4).to(dtype),
+        torch.randint(333, (64,), device=device),
+    )
     got = grads(lambda x: gander.cross_entropy(x, target, reduction="none"), x)
     theirs = grads(lambda x: ce(x, target, reduction="none"), x)
     exact = grads(lambda x: ce(x, target, reduction="none"), x.double())
@@ -447,7 +457,9 @@ def test_layouts_give_the_bits_of_compact_rows(device, dtype, layout):
 
     # The incoming gradient has the layout too.
     for got, expected in zip(
-        results(x, weight, strided_target, x), results(compact, weight.contiguous(), target, compact), strict=True
+        results(x, weight, strided_target, x),
+        results(compact, weight.contiguous(), target, compact),
+        strict=True,
     ):
         assert got.is_contiguous()
         assert torch.equal(got, expected)
@@ -516,7 +528,10 @@ def test_no_rows(device, dtype, shape):
     for reduction in ("none", "mean", "sum"):
         got = grads(lambda x, r=reduction: gander.cross_entropy(x, target, reduction=r), x)
         theirs = grads(
-            lambda x, r=reduction: F.cross_entropy(x.float().movedim(-1, min(1, x.ndim - 1)), target, reduction=r), x
+            lambda x, r=reduction: F.cross_entropy(
+                x.float().movedim(-1, min(1, x.ndim - 1)), target, reduction=r
+            ),
+            x,
         )
         torch.testing.assert_close(got[0].flatten(), theirs[0].flatten(), equal_nan=True)
         assert got[1].shape == x.shape
@@ -549,14 +564,19 @@ def test_gradients_by_finite_differences():
     classes = torch.rand(11, dtype=torch.float64)
     target = torch.tensor([0, 10, -100, 4, 4])
     options = {"eps": 1e-6, "atol": 1e-7, "rtol": 1e-5}
-    for softmax, rmsnorm in ((gander.softmax, gander.rmsnorm), (torch.ops.gander.softmax, torch.ops.gander.rmsnorm)):
+    for softmax, rmsnorm in (
+        (gander.softmax, gander.rmsnorm),
+        (torch.ops.gander.softmax, torch.ops.gander.rmsnorm),
+    ):
         assert torch.autograd.gradcheck(softmax, (x,), **options)
         assert torch.autograd.gradcheck(rmsnorm, (x, weight), **options)
         assert torch.autograd.gradcheck(rmsnorm, (x,), **options)
     for reduction in ("none", "mean", "sum"):
         for class_weights in (None, classes):
             assert torch.autograd.gradcheck(
-                lambda x, w=class_weights, r=reduction: gander.cross_entropy(x, target, weight=w, reduction=r),
+                lambda x, w=class_weights, r=reduction: gander.cross_entropy(
+                    x, target, weight=w, reduction=r
+                ),
                 (x,),
                 **options,
             )

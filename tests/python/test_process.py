@@ -416,7 +416,9 @@ def test_warmup():
 def test_command_line_says_what_is_here():
     pytest.importorskip("typer", reason="the command line needs the extra `demo`")
     for arguments, expected in ((["info"], "fast_path      "), (["demo", "--help"], "--steps")):
-        done = subprocess.run([sys.executable, "-m", "gander", *arguments], capture_output=True, text=True, timeout=400)
+        done = subprocess.run(
+            [sys.executable, "-m", "gander", *arguments], capture_output=True, text=True, timeout=400
+        )
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
 

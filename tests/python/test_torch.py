@@ -66,7 +66,9 @@ def calls(x, weight, target):
 
 def test_opcheck_of_every_op(data):
     names = {
-        name.removeprefix("gander::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("gander::")
+        name.removeprefix("gander::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("gander::")
     }
     arguments = calls(*data)
     assert names == set(arguments)
@@ -194,7 +196,9 @@ def test_one_pass_of_cross_entropy(data, reduction, hooked, monkeypatch):
     monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
     for upstream in (1.0, 0.25, 1.0):
         leaf, other, kept = x.clone().requires_grad_(), x.clone().requires_grad_(), []
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t) or t, lambda t: t
+        )
         with hooks if hooked else contextlib.nullcontext():
             loss = gander.cross_entropy(leaf, target, reduction=reduction, one_pass=True)
         assert "OnePass" in type(loss.grad_fn).__name__
@@ -246,7 +250,9 @@ def test_saved_tensors(data):
 
     def sizes(function):
         kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+        ):
             function()
         return sorted(kept)
 
@@ -280,13 +286,17 @@ class TestRefusals:
         x, weight, target = data
         leaf = x.clone().requires_grad_()
         (dx,) = torch.autograd.grad(function(leaf, weight, target).sum(), leaf, create_graph=True)
-        with pytest.raises(NotImplementedError, match="second derivatives are not supported; use torch's operators"):
+        with pytest.raises(
+            NotImplementedError, match="second derivatives are not supported; use torch's operators"
+        ):
             dx.square().sum().backward()
 
     def test_create_graph_leaves_other_gradients_differentiable(self, data, function):
         x, weight, target = data
         leaf, scale = x.clone().requires_grad_(), torch.ones((), device=x.device, requires_grad=True)
-        (dscale,) = torch.autograd.grad(function(leaf, weight, target).sum() * scale**3, scale, create_graph=True)
+        (dscale,) = torch.autograd.grad(
+            function(leaf, weight, target).sum() * scale**3, scale, create_graph=True
+        )
         (second,) = torch.autograd.grad(dscale, scale)
         torch.testing.assert_close(second, 2 * dscale)
 

@@ -236,7 +236,11 @@ def test_torch_ops_with_func(function, inputs):
     """Right through torch.ops, with no function of gander's around it."""
     x, weight, target = inputs
     arguments = {"softmax": (x,), "rmsnorm": (x, weight), "cross_entropy": (x, target)}[function]
-    theirs = {"softmax": lambda x: F.softmax(x, -1), "rmsnorm": theirs_rmsnorm, "cross_entropy": F.cross_entropy}
+    theirs = {
+        "softmax": lambda x: F.softmax(x, -1),
+        "rmsnorm": theirs_rmsnorm,
+        "cross_entropy": F.cross_entropy,
+    }
     op = getattr(ops, function)
     check(torch.func.jacrev(op)(*arguments), torch.func.jacrev(theirs[function])(*arguments))
     out, pull = torch.func.vjp(lambda x: op(x, *arguments[1:]), x)
@@ -273,7 +277,9 @@ def test_compiled_func(pair, inputs, backend):
 def test_compiled_by_inductor(inputs):
     def model(which):
         softmax, rmsnorm, cross_entropy = (PAIRS[name][which] for name in ("softmax", "rmsnorm", "mean"))
-        return lambda x, weight, target: cross_entropy(softmax(rmsnorm(x, weight, None), weight, None), weight, target)
+        return lambda x, weight, target: cross_entropy(
+            softmax(rmsnorm(x, weight, None), weight, None), weight, target
+        )
 
     check(gradients(compiled(model(0), "inductor"), inputs), gradients(model(1), inputs))
     by_func = compiled(lambda *inputs: torch.func.grad(model(0), argnums=(0, 1))(*inputs), "inductor")
@@ -316,7 +322,9 @@ class Model(torch.nn.Module):
 
 def operators_of(graph):
     names = (str(node.target) for node in graph.nodes)
-    return {name.removeprefix("gander.").removesuffix(".default") for name in names if name.startswith("gander.")}
+    return {
+        name.removeprefix("gander.").removesuffix(".default") for name in names if name.startswith("gander.")
+    }
 
 
 def check_trained(replayed, pair, x):
@@ -343,7 +351,12 @@ def test_exported(pair, request, strict, decomposed):
     exported = torch.export.export(Model(pair[0]), (x,), strict=strict)
     if decomposed:
         exported = exported.run_decompositions()
-    name = {"mean": "cross_entropy", "weighted mean": "cross_entropy", "sum": "cross_entropy", "none": "cross_entropy"}
+    name = {
+        "mean": "cross_entropy",
+        "weighted mean": "cross_entropy",
+        "sum": "cross_entropy",
+        "none": "cross_entropy",
+    }
     case = request.node.callspec.params["pair"].removesuffix(" without weight")
     assert operators_of(exported.graph) == {name.get(case, case)}
     check_trained(exported.module(), pair, x)
@@ -493,12 +506,16 @@ def test_statistics_have_no_gradient(inputs):
             (out.sum() + statistics.sum()).backward()
 
 
-@pytest.mark.parametrize("name", ["cross_entropy_fwd_lse", "cross_entropy_fwd_dx", "cross_entropy_fwd_one_pass"])
+@pytest.mark.parametrize(
+    "name", ["cross_entropy_fwd_lse", "cross_entropy_fwd_dx", "cross_entropy_fwd_one_pass"]
+)
 def test_operators_without_a_gradient(inputs, name):
     x, _, target = inputs
     out = getattr(ops, name)(x.clone().requires_grad_(), target)
     for result in out:
-        with pytest.raises(NotImplementedError, match=f"{name} has no gradient; detach its inputs, or use cross_e"):
+        with pytest.raises(
+            NotImplementedError, match=f"{name} has no gradient; detach its inputs, or use cross_e"
+        ):
             result.sum().backward(retain_graph=True)
 
 

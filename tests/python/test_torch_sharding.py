@@ -82,7 +82,11 @@ def test_results(name, placements, mode, mesh, local):
     x, weight, target = local
     with mode():
         want = FUNCTIONS[name](*local)
-        inputs = place(x, mesh, *placements), place(weight, mesh, Replicate()), place(target, mesh, *placements)
+        inputs = (
+            place(x, mesh, *placements),
+            place(weight, mesh, Replicate()),
+            place(target, mesh, *placements),
+        )
         got, count = collectives(lambda: FUNCTIONS[name](*inputs))
     expected = (Partial("sum"),) if name == "sum" and placements != (Replicate(),) else placements
     check(got, want, *expected)
@@ -104,7 +108,9 @@ def test_gradients(name, placements, mesh, local):
     leaves = leaf(x, mesh, *placements), place(weight, mesh, Replicate()).requires_grad_(name == "rmsnorm")
     got, forward = collectives(lambda: FUNCTIONS[name](*leaves, place(target, mesh, *placements)))
     # the gradient of a partial sum is the same on every rank
-    upstream = place(upstream, mesh, *(got.placements if got.placements != (Partial("sum"),) else (Replicate(),)))
+    upstream = place(
+        upstream, mesh, *(got.placements if got.placements != (Partial("sum"),) else (Replicate(),))
+    )
     gradients, backward = collectives(lambda: torch.autograd.grad(got, leaves[: len(wanted)], upstream))
     assert forward == backward == 0
     torch.testing.assert_close(gradients[0].to_local(), want[0])
@@ -128,7 +134,10 @@ def test_a_mean_of_replicated_rows(mesh, local):
 def test_a_mean_over_sharded_rows_is_refused(mesh, local, mode):
     x, _, target = local
     for logits in place(x, mesh, Shard(0)), leaf(x, mesh, Shard(0)):
-        with mode(), pytest.raises(NotImplementedError, match=r"a mean over sharded rows .* use reduction='sum'"):
+        with (
+            mode(),
+            pytest.raises(NotImplementedError, match=r"a mean over sharded rows .* use reduction='sum'"),
+        ):
             gander.cross_entropy(logits, place(target, mesh, Shard(0)))
 
 
@@ -146,10 +155,15 @@ def test_sharded_rows_are_refused(mesh, local):
         lambda: gander.cross_entropy(columns, targets),
         lambda: gander.cross_entropy(columns.detach().requires_grad_(), targets, reduction="sum"),
     ):
-        with CommDebugMode() as counter, pytest.raises(NotImplementedError, match="expected Shard of a leading"):
+        with (
+            CommDebugMode() as counter,
+            pytest.raises(NotImplementedError, match="expected Shard of a leading"),
+        ):
             call()
         assert counter.get_total_counts() == 0
-    with pytest.raises(NotImplementedError, match=r"weight has placements .* expected Replicate: it has one element"):
+    with pytest.raises(
+        NotImplementedError, match=r"weight has placements .* expected Replicate: it has one element"
+    ):
         gander.rmsnorm(place(torch.rand(4, 4 * N), mesh, Replicate()), place(weight, mesh, Shard(0)))
 
 

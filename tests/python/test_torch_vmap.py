@@ -74,7 +74,9 @@ def test_batches_in_other_dimensions(pair, batch):
 def test_batches_of_batches(pair, batch):
     x = torch.randn(2, B, M, N)
     inner = lambda function: torch.vmap(function, (0, 0, 0))  # noqa: E731
-    got, want = (torch.vmap(inner(function), (0, None, None))(x, batch["weight"], batch["target"]) for function in pair)
+    got, want = (
+        torch.vmap(inner(function), (0, None, None))(x, batch["weight"], batch["target"]) for function in pair
+    )
     check(got, want)
 
 
@@ -119,7 +121,10 @@ def test_compiled(pair, batch, backend):
         return lambda *inputs: torch.vmap(torch.func.grad(scalar, argnums=(0, 1)), (0, None, 0))(*inputs)
 
     values, _ = given(batch, ("x", "target"))
-    check(torch.compile(gradients(pair[0]), backend=backend, fullgraph=True)(*values), gradients(pair[1])(*values))
+    check(
+        torch.compile(gradients(pair[0]), backend=backend, fullgraph=True)(*values),
+        gradients(pair[1])(*values),
+    )
 
 
 def test_every_operator(batch):
@@ -143,13 +148,17 @@ def test_every_operator(batch):
         "logsumexp": (x,),
         "logsumexp_bwd": (x, rstd, lse),
     }
-    assert set(calls) == {name for name, operator in gander._operators_gen.TORCH.items() if not operator.writes}
+    assert set(calls) == {
+        name for name, operator in gander._operators_gen.TORCH.items() if not operator.writes
+    }
     for name, arguments in calls.items():
         op = getattr(ops, name)
         others = len(arguments) - 1
         for dims in {(0,) + (0,) * others, (0,) + (None,) * others, (None,) + (0,) * others} - {(None,)}:
             values = [a if dim == 0 else a[1] for a, dim in zip(arguments, dims, strict=True)]
-            each = [op(*(a[b] if dim == 0 else a for a, dim in zip(values, dims, strict=True))) for b in range(B)]
+            each = [
+                op(*(a[b] if dim == 0 else a for a, dim in zip(values, dims, strict=True))) for b in range(B)
+            ]
             if isinstance(each[0], torch.Tensor):
                 each = [(result,) for result in each]
             want = tuple(map(torch.stack, zip(*each, strict=True)))
@@ -196,7 +205,9 @@ def test_operators_that_write(batch):
     check(moved.movedim(1, 0), written)
     saved = torch.stack([ops.cross_entropy_fwd(x[b], target[b])[1] for b in range(B)])
     written = x.clone()
-    torch.vmap(lambda x, t, s: ops.cross_entropy_bwd_(x, t, None, torch.ones(()), s) or x)(written, target, saved)
+    torch.vmap(lambda x, t, s: ops.cross_entropy_bwd_(x, t, None, torch.ones(()), s) or x)(
+        written, target, saved
+    )
     each = [ops.cross_entropy_bwd(x[b], target[b], None, torch.ones(()), saved[b]) for b in range(B)]
     check(written, torch.stack(each))
     with pytest.raises(ValueError, match="over the same x; batch it too"):
@@ -205,4 +216,6 @@ def test_operators_that_write(batch):
 
 def test_no_samples():
     with pytest.raises(ValueError, match="batch of size 0"):
-        torch.vmap(lambda x, t: gander.cross_entropy(x, t))(torch.randn(0, M, N), torch.zeros(0, M, dtype=torch.long))
+        torch.vmap(lambda x, t: gander.cross_entropy(x, t))(
+            torch.randn(0, M, N), torch.zeros(0, M, dtype=torch.long)
+        )

@@ -35,7 +35,9 @@ def assert_accurate(got, theirs, exact, what="result", extra=0.0):
     got, theirs = got.double(), theirs.double()
     finite = exact.isfinite()
     special = ~finite
-    torch.testing.assert_close(got[special], exact[special], rtol=0, atol=0, equal_nan=True, msg=f"{what}: not finite")
+    torch.testing.assert_close(
+        got[special], exact[special], rtol=0, atol=0, equal_nan=True, msg=f"{what}: not finite"
+    )
     if not finite.any():
         return
     extra = torch.as_tensor(extra, dtype=torch.float64, device=exact.device).expand_as(exact)[finite]

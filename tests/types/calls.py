@@ -42,8 +42,12 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(gander.cross_entropy(x, target, weight=parameter, reduction="none"), Tensor)
     assert_type(gander.cross_entropy_fwd(x, target), Tensor)
     assert_type(gander.cross_entropy_fwd(x, target, return_lse=True), tuple[Tensor, Tensor])
-    assert_type(gander.cross_entropy_fwd(x, target, return_dx=True, inplace_backward=True), tuple[Tensor, Tensor])
-    assert_type(gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(
+        gander.cross_entropy_fwd(x, target, return_dx=True, inplace_backward=True), tuple[Tensor, Tensor]
+    )
+    assert_type(
+        gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True), tuple[Tensor, Tensor, Tensor]
+    )
     assert_type(gander.cross_entropy_bwd(x, target, x, x, inplace_backward=True), Tensor)
 
 
@@ -54,7 +58,9 @@ def arrays(x: Array, target: npt.NDArray[np.int64]) -> None:
     assert_type(gander.rmsnorm_fwd(x)[0], Array)
     assert_type(gander.logsumexp(x), Array)
     assert_type(gander.cross_entropy(x, target), Array)
-    assert_type(gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True), tuple[Array, Array, Array])
+    assert_type(
+        gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True), tuple[Array, Array, Array]
+    )
     assert_type(gander.cross_entropy_bwd(x, target, x, x), Array)
 
 

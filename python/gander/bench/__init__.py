@@ -44,28 +44,38 @@ def _shard(text: str) -> tuple[int, int]:
 def main(
     chosen: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION]", help="host, load, throughput, odd, few, algorithms, invariant, step, cpu."),
+        typer.Argument(
+            metavar="[SECTION]", help="host, load, throughput, odd, few, algorithms, invariant, step, cpu."
+        ),
     ] = None,
     providers: Annotated[
         str | None, typer.Option(help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,cudnn")
     ] = None,
-    ops: Annotated[str | None, typer.Option(help="Operators, such as softmax_forward,rmsnorm_backward.")] = None,
+    ops: Annotated[
+        str | None, typer.Option(help="Operators, such as softmax_forward,rmsnorm_backward.")
+    ] = None,
     dtypes: Annotated[str | None, typer.Option(help="bfloat16,float16,float32")] = None,
     shapes: Annotated[str | None, typer.Option(help="In place of the grid: 32768x4096,4x1048576.")] = None,
     seconds: Annotated[float, typer.Option(help="For the timing of one point, at least 10 rounds.")] = 0.4,
     out: Annotated[
         Path | None, typer.Option(help="JSON lines; bench/results/DEVICE-COMMIT.jsonl if not given.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the file, and skip the points in it.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the file, and skip the points in it.")
+    ] = False,
     shard: Annotated[str, typer.Option(help="I/N: only every Nth point, from the Ith on.")] = "1/1",
     limit_seconds: Annotated[float | None, typer.Option(help="Begin no point after this time.")] = None,
     report: Annotated[
-        list[Path] | None, typer.Option(help="Measure nothing: print the tables of this file. May be repeated.")
+        list[Path] | None,
+        typer.Option(help="Measure nothing: print the tables of this file. May be repeated."),
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="With --report: write all tables to this Markdown file, a plot beside it.")
+        Path | None,
+        typer.Option(help="With --report: write all tables to this Markdown file, a plot beside it."),
     ] = None,
-    compare: Annotated[Path | None, typer.Option(help="Compare with this file's measurements, point by point.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Compare with this file's measurements, point by point.")
+    ] = None,
     plots: Annotated[bool, typer.Option(help="Draw pictures beside the JSON lines.")] = True,
 ) -> None:
     """Measures gander beside torch, torch.compile and others.
@@ -100,7 +110,9 @@ def main(
     sections = _words(",".join(chosen), tuple(SECTIONS), "SECTION") if chosen else None
     sections = sections or _DEFAULT_SECTIONS["cuda" if gpu else "cpu"]
     if not gpu and set(sections) & set(NEEDS_GPU):
-        raise typer.BadParameter(f"{' and '.join(NEEDS_GPU)} need a GPU, and torch finds none", param_hint="SECTION")
+        raise typer.BadParameter(
+            f"{' and '.join(NEEDS_GPU)} need a GPU, and torch finds none", param_hint="SECTION"
+        )
     options = Options(
         providers=_installed(console, _words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),
         operators=_words(ops, tuple(OPERATORS), "--ops"),
@@ -110,7 +122,9 @@ def main(
     )
     store = Store(out or default_path(), resume)
     facts = environment()
-    console.print(f"gander {facts['gander']} ({facts['commit'][:12]}) on {facts['device']}, torch {facts['torch']}")
+    console.print(
+        f"gander {facts['gander']} ({facts['commit'][:12]}) on {facts['device']}, torch {facts['torch']}"
+    )
     points = [point for section in sections for point in SECTIONS[section](options)]
     index, count = _shard(shard)
     complete = _measure(console, store, points[index - 1 :: count], limit_seconds)
@@ -118,7 +132,9 @@ def main(
     _print(console, [record for record in records if record["section"] in sections], before)
     if plots:
         _draw(console, records, store.path)
-    console.print(f"{'complete' if complete else 'unfinished, go on with --resume'}: {store.path}", soft_wrap=True)
+    console.print(
+        f"{'complete' if complete else 'unfinished, go on with --resume'}: {store.path}", soft_wrap=True
+    )
 
 
 def _installed(console, names) -> tuple[str, ...]:
@@ -154,7 +170,9 @@ def _measure(console, store, points, limit_seconds) -> bool:
         line = _line(number, len(points), point.name, figures, time.monotonic() - start)
         console.print(line, highlight=False, markup=False, soft_wrap=True)
         if context_is_lost():
-            console.print("The GPU is lost to this process after an error; --resume goes on with the next point.")
+            console.print(
+                "The GPU is lost to this process after an error; --resume goes on with the next point."
+            )
             raise typer.Exit(1)
         forget()
     return True

@@ -206,7 +206,11 @@ def _torch_compile():
     # autograd is timed.
     return Provider(
         _compiled_functions(
-            {"softmax": _softmax, "rmsnorm": _rmsnorm, "cross_entropy": lambda x, target: F.cross_entropy(x, target)}
+            {
+                "softmax": _softmax,
+                "rmsnorm": _rmsnorm,
+                "cross_entropy": lambda x, target: F.cross_entropy(x, target),
+            }
         ),
         {
             "softmax_forward": _compiled(lambda x: (_softmax(x),)),
@@ -382,7 +386,9 @@ def _cudnn():
 
         def run():
             y = torch.empty_like(rows)
-            graph.execute({names[0]: rows, names[1]: scale, names[2]: eps, out: y}, workspace, handle=handle())
+            graph.execute(
+                {names[0]: rows, names[1]: scale, names[2]: eps, out: y}, workspace, handle=handle()
+            )
             return (y.view(m, n),)
 
         return run
@@ -404,7 +410,8 @@ _PROVIDERS = {
 }
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
 _BY_ALGORITHM = {
-    f"gander:{name}": (functools.partial(_gander_with, algorithm=name), None) for name in _operators_gen.ALGORITHMS[1:]
+    f"gander:{name}": (functools.partial(_gander_with, algorithm=name), None)
+    for name in _operators_gen.ALGORITHMS[1:]
 }
 _PROVIDERS |= _BY_ALGORITHM
 PROVIDERS = tuple(_PROVIDERS)

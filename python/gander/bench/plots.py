@@ -33,7 +33,9 @@ def draw_throughput(records: list[dict], path: Path) -> None:
     records = latest(records)
     for name, title, panels in _pictures(records):
         if name == "throughput-bfloat16":
-            with rc_context({"svg.hashsalt": "gander", "svg.fonttype": "none"}):  # reproducible, and text as text
+            with rc_context(
+                {"svg.hashsalt": "gander", "svg.fonttype": "none"}
+            ):  # reproducible, and text as text
                 _figure(records, title, panels).savefig(path, metadata={"Date": None})
 
 
@@ -69,7 +71,9 @@ def _pictures(records) -> Iterable[tuple[str, str, Panels]]:
         mine = [r for r in records if r["section"] == section]
         for dtype in unique(r["dtype"] for r in mine):
             panels: Panels = {}
-            for op, m in unique((r["op"], r["m"] if section == "few" else None) for r in mine if r["dtype"] == dtype):
+            for op, m in unique(
+                (r["op"], r["m"] if section == "few" else None) for r in mine if r["dtype"] == dtype
+            ):
                 points = [r for r in mine if (r["dtype"], r["op"]) == (dtype, op) and m in (None, r["m"])]
                 panel = TITLES[op] + (f", M = {m}" if m else "")
                 panels[panel] = _lines(points, "m" if section == "cpu" else "n", figure, label)
@@ -94,7 +98,9 @@ def _lines(points: list[dict], over: str, figure: str, label: str) -> Callable:
             found = [(r[over], f[figure]) for r in points if figure in (f := _figures(r).get(name, {}))]
             if found:
                 axes.plot(
-                    *zip(*found, strict=True), label=name, **dict(marker="o", markersize=3) | _STYLES.get(name, {})
+                    *zip(*found, strict=True),
+                    label=name,
+                    **dict(marker="o", markersize=3) | _STYLES.get(name, {}),
                 )
         axes.set_xscale("log", base=2)
         axes.set(xlabel=over.upper(), ylabel=label)

@@ -55,7 +55,11 @@ def environment() -> dict:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["triton"] = importlib.metadata.version("triton")
     if torch.cuda.is_available():
-        facts |= {"device": torch.cuda.get_device_name(), "driver": driver_version(), "cuda": torch.version.cuda}
+        facts |= {
+            "device": torch.cuda.get_device_name(),
+            "driver": driver_version(),
+            "cuda": torch.version.cuda,
+        }
     else:
         facts |= {"device": processor(), "simd": info["simd"]}
     return facts

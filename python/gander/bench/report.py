@@ -134,7 +134,12 @@ def load_tables(records) -> list[Table]:
             rows += [
                 [name, "size of the library, MB", f"{size:.1f}", _met(size, LIBRARY_MEGABYTES)],
                 [name, "import after torch", f"{figures['import']:.2f}", ""],
-                [name, "load of the library", f"{figures['library']:.2f}", _met(figures["library"], LIBRARY_MS)],
+                [
+                    name,
+                    "load of the library",
+                    f"{figures['library']:.2f}",
+                    _met(figures["library"], LIBRARY_MS),
+                ],
             ]
         for function in ("softmax", "rmsnorm", "cross_entropy"):
             first, new = figures[function]["first"], figures[function]["new"]
@@ -142,7 +147,12 @@ def load_tables(records) -> list[Table]:
             target = _met(worst, NEW_SHAPE_MS) if name == "gander" and on_gpu(records[-1]) else ""
             rows.append([name, f"{TITLES[function]}: first call, loads the kernels", f"{first:.2f}", ""])
             rows.append(
-                [name, f"{TITLES[function]}: new shape, median of {len(new)}", f"{statistics.median(new):.2f}", ""]
+                [
+                    name,
+                    f"{TITLES[function]}: new shape, median of {len(new)}",
+                    f"{statistics.median(new):.2f}",
+                    "",
+                ]
             )
             rows.append([name, f"{TITLES[function]}: new shape, worst", f"{worst:.2f}", target])
     return [Table(f"First calls, ms ({_where(records)})", ["provider", "what", "measured", "at most"], rows)]
@@ -181,7 +191,9 @@ def _share(record: dict) -> str:
 
 
 def best_other(record: dict, field="us") -> float | None:
-    others = [r[field] for name, r in record["results"].items() if not name.startswith("gander") and field in r]
+    others = [
+        r[field] for name, r in record["results"].items() if not name.startswith("gander") and field in r
+    ]
     return (min if field.startswith("us") else max)(others, default=None)
 
 
@@ -195,9 +207,7 @@ def _limit(record: dict) -> str:
 
 
 _FASTER = ("gander, times as fast as the best other", _speedup)
-_GPU_NOTE = (
-    "Bytes are those of the (M, N) tensors that must be read and written; the limit is a kernel that only moves them."
-)
+_GPU_NOTE = "Bytes are those of the (M, N) tensors that must be read and written; the limit is a kernel that only moves them."
 
 
 def _dtypes(records):
@@ -272,9 +282,17 @@ def algorithms_tables(records) -> list[Table]:
             auto = results["gander"].get("us")
             best = min((results[name]["us"] for name in forced if "us" in results[name]), default=None)
             share = None if None in (auto, best) else auto / best
-            row = [TITLES[record["op"]], _size(record["m"], record["n"]), _figure(results["gander"], "us", "{:.1f}")]
+            row = [
+                TITLES[record["op"]],
+                _size(record["m"], record["n"]),
+                _figure(results["gander"], "us", "{:.1f}"),
+            ]
             row += [_algorithm(results.get(name)) for name in forced]
-            row += ["-" if share is None else f"{share:.3f}", _met(share, AUTO_WITHIN), record.get("taken", "")]
+            row += [
+                "-" if share is None else f"{share:.3f}",
+                _met(share, AUTO_WITHIN),
+                record.get("taken", ""),
+            ]
             rows.append(row)
         title = f"Algorithms, us, {dtype} ({_where(mine)})"
         columns = ["operator", "M x N", "auto", *(name.partition(":")[2] for name in forced)]

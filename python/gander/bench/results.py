@@ -169,7 +169,9 @@ def _cpu(records) -> Iterator[Check]:
     for r in of(records, "cpu"):
         if r["m"] * r["n"] * _BYTES[r["dtype"]] >= 64 << 10:
             target = 1.0 if r["op"].startswith("softmax") else 1.5
-            yield Check("speed over torch's, CPU", r["op"], point_of(r), _times_as_fast(r, "torch"), at_least=target)
+            yield Check(
+                "speed over torch's, CPU", r["op"], point_of(r), _times_as_fast(r, "torch"), at_least=target
+            )
 
 
 _CHECKS: tuple[Callable, ...] = (_against_the_limit, _against_peers, _host, _first_calls, _algorithms, _cpu)

@@ -24,7 +24,10 @@ TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 2621
 # Few rows, where the question is how long one row keeps how much of the GPU busy. Beyond 2^27 elements a tensor is
 # long enough to be a case of throughput.
 FEW = tuple(
-    (m, n) for m in (1, 4, 16, 128) for n in (2**12, 2**15, 2**17, 2**20, 2**22, 2**23, 2**25) if m * n <= 2**27
+    (m, n)
+    for m in (1, 4, 16, 128)
+    for n in (2**12, 2**15, 2**17, 2**20, 2**22, 2**23, 2**25)
+    if m * n <= 2**27
 )
 # What algorithms for softmax and RMSNorm are commonly compared on.
 PUBLISHED = (
@@ -151,7 +154,10 @@ def _beside_the_limit(options: Options, traffic: str, inputs, calls, results) ->
     timings = _gpu_timer()(calls | plain, options.seconds)
     size = len(traffic) * inputs[0].nbytes
     for kernel in plain:
-        figures["limit"] = timings[kernel]._asdict() | {"kernel": kernel, "tbps": _tbps(size, timings[kernel].us)}
+        figures["limit"] = timings[kernel]._asdict() | {
+            "kernel": kernel,
+            "tbps": _tbps(size, timings[kernel].us),
+        }
     for name in calls:
         results[name] |= timings[name]._asdict() | {"tbps": _tbps(size, timings[name].us)}
         if plain:
@@ -179,7 +185,9 @@ def _cpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int)
 
 
 def _grid(section, measure, shapes, operators, dtypes, options: Options) -> Iterator[Point]:
-    chosen = itertools.product(options.dtypes or dtypes, options.shapes or shapes, options.operators or operators)
+    chosen = itertools.product(
+        options.dtypes or dtypes, options.shapes or shapes, options.operators or operators
+    )
     for dtype, (m, n), op in chosen:
         name = {"section": section, "op": op, "dtype": dtype, "m": m, "n": n}
         having = tuple(who for who in options.providers if op in provider(who).operators)
@@ -213,7 +221,9 @@ def algorithms(options: Options) -> Iterator[Point]:
     """Auto beside every algorithm that can be forced; one that refuses a shape has its reason for a result."""
     options = replace(options, providers=ALGORITHMS)
     operators = tuple(op for op in OPERATORS if op.startswith(("softmax", "rmsnorm")))
-    return _grid("algorithms", _algorithms_point, PUBLISHED + TRAINING, operators, ("bfloat16", "float32"), options)
+    return _grid(
+        "algorithms", _algorithms_point, PUBLISHED + TRAINING, operators, ("bfloat16", "float32"), options
+    )
 
 
 def invariant(options: Options) -> Iterator[Point]:

@@ -81,7 +81,9 @@ class GPUTimer:
         us = statistics.median(host)
         return int(min(us, _MOST_US) * _HOST_MARGIN * _CYCLES_PER_US) if us > _HIDDEN_US else 0
 
-    def __call__(self, calls: dict[str, Call], seconds: float, least: int = 10, most: int = 100) -> dict[str, Timing]:
+    def __call__(
+        self, calls: dict[str, Call], seconds: float, least: int = 10, most: int = 100
+    ) -> dict[str, Timing]:
         """At least `least` rounds, then more until the seconds are over. The calls have run before."""
         delays = {name: self._delay(call) for name, call in calls.items()}
         samples = {name: [] for name in calls}
@@ -142,7 +144,12 @@ def cpu_blocks(
 
 
 def host_cost(
-    calls: dict[str, Call], settle: Call, seconds: float = 2, least: int = 10, most: int = 40, batch: int = 100
+    calls: dict[str, Call],
+    settle: Call,
+    seconds: float = 2,
+    least: int = 10,
+    most: int = 40,
+    batch: int = 100,
 ) -> dict[str, Timing]:
     """The host's time per call, in turns. settle() waits for the device; a batch must fit into its queue."""
     samples = {name: [] for name in calls}

@@ -14,7 +14,9 @@ import typer
 
 def main(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps, in place of the default.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default the GPU where there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; by default the GPU where there is one.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the parameters and of the order of the batches.")] = 0,
     output: Annotated[Path, typer.Option(help="The picture.")] = Path("demo.png"),
     compile: Annotated[bool, typer.Option(help="Time torch.compile too.")] = True,
@@ -36,7 +38,9 @@ def main(
         console = Console(width=140)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in SHAPES or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"{device} is not here, expected cpu or an available cuda", param_hint="--device")
+        raise typer.BadParameter(
+            f"{device} is not here, expected cpu or an available cuda", param_hint="--device"
+        )
     config = GPU if device == "cuda" else CPU
     if steps is not None:
         config = replace(config, steps=steps)

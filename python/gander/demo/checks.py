@@ -43,7 +43,9 @@ def describe(console: Console, device: str) -> None:
     size = Path(info["library"]).stat().st_size / 1e6
     table.add_row("gander", f"{info['version']} ({info['commit'][:12]}), {size:.1f} MB")
     past = info["fast_path"]
-    table.add_row("eager calls", "past torch's dispatcher" if past is True else f"through torch's dispatcher: {past}")
+    table.add_row(
+        "eager calls", "past torch's dispatcher" if past is True else f"through torch's dispatcher: {past}"
+    )
     table.add_row("kernels for", ", ".join(info["architectures"]) or "no GPU: a build without CUDA")
     table.add_row("on the processor", info["simd"])
     table.add_row("used here", device)
@@ -100,10 +102,19 @@ def check(console: Console, device: str, compile: bool, seconds: float, shapes=N
     dtype = cases.DTYPES[DTYPE[device]]
     compiler = Compiler(device, compile)
     timer = GPUTimer() if device == "cuda" else functools.partial(cpu_blocks, rounds=1)
-    table = Table(title=f"Each operator, {DTYPE[device]}: RMS error against float64, and time", title_justify="left")
+    table = Table(
+        title=f"Each operator, {DTYPE[device]}: RMS error against float64, and time", title_justify="left"
+    )
     for column in ("operator", "M x N"):
         table.add_column(column)
-    for column in ("error", "torch's error", "gander, us", "torch, us", "torch.compile, us", "torch / gander"):
+    for column in (
+        "error",
+        "torch's error",
+        "gander, us",
+        "torch, us",
+        "torch.compile, us",
+        "torch / gander",
+    ):
         table.add_column(column, justify="right")
     wrong = []
     with console.status("checking and timing the operators"):

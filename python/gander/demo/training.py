@@ -184,7 +184,9 @@ def corpus(megabytes: float = 4) -> Tensor:
         if len(text) > megabytes * 2**20:
             break
     if len(text) < 2**16:
-        raise RuntimeError(f"{folder} holds {len(text)} bytes of Python source, expected the standard library's files")
+        raise RuntimeError(
+            f"{folder} holds {len(text)} bytes of Python source, expected the standard library's files"
+        )
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
@@ -192,7 +194,9 @@ def train(operators: Operators, config: Config, text: Tensor, device: str, seed:
     """progress(run) is called after each step."""
     torch.manual_seed(seed)
     model = Model(operators, config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+    )
     order = torch.Generator().manual_seed(seed)
     run = Run()
     for step in range(config.steps):
@@ -238,7 +242,9 @@ def train_both(console: Console, config: Config, device: str, seed: int) -> dict
                 state = f"loss {run.losses[-1]:.4f}, {run.milliseconds[-1]:.0f} ms a step"
                 bar.update(task, completed=done, state=state)
                 # Where nothing can be redrawn: some lines to see that it goes on.
-                if not console.is_terminal and (done == config.steps or done % max(1, config.steps // 4) == 0):
+                if not console.is_terminal and (
+                    done == config.steps or done % max(1, config.steps // 4) == 0
+                ):
                     console.print(f"  {name:6} step {done}/{config.steps}: {state}", highlight=False)
 
             runs[operators.name] = train(operators, config, text, device, seed, progress)
