@@ -1,8 +1,8 @@
 """Row reductions at the speed of memory: softmax, RMSNorm and cross-entropy, forward and backward.
 
-The functions take PyTorch tensors (CPU or CUDA, with gradients, under torch.compile) and any other object with
-`__dlpack__` (NumPy, CuPy, JAX). Importing gander imports neither torch nor the library: the operators
-(`torch.ops.gander`) are registered as soon as torch is imported, and the library is loaded by the first call.
+The functions take PyTorch tensors (CPU or CUDA, with gradients, under torch.compile) and any other object
+with `__dlpack__` (NumPy, CuPy, JAX). Importing gander imports neither torch nor the library. The operators
+(`torch.ops.gander`) are registered when torch is imported, and the first call loads the library.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -50,7 +50,7 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        if name == "nn":  # needs torch, so it is imported when it is asked for
+        if name == "nn":  # imported at its first use, because it imports torch
             import importlib
 
             return importlib.import_module(".nn", __name__)

@@ -1,4 +1,7 @@
-"""`python -m gander info | demo | bench`. The options of demo and bench are the parameters of their main functions."""
+"""`python -m gander info | demo | bench`.
+
+The options of demo and bench are the parameters of their main functions.
+"""
 
 import contextlib
 import importlib
@@ -20,9 +23,9 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 
 @app.command()
 def info(as_json: bool = typer.Option(False, "--json", help="Print one JSON object.")) -> None:
-    """Say what is installed, what it was built for, and how torch is served."""
+    """Print what is installed, what it was built for, and how calls with torch tensors are served."""
     with contextlib.suppress(ImportError):
-        importlib.import_module("torch")  # to say how it is served
+        importlib.import_module("torch")  # gander.info() reports on torch only if it is imported
     facts = gander.info()
     if as_json:
         typer.echo(json.dumps(facts))
@@ -45,7 +48,7 @@ def demo(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASSED_ON)
 def bench(context: typer.Context) -> None:
-    """Measure host time and throughput beside torch and torch.compile."""
+    """Measure host time and throughput, and compare them with torch and torch.compile."""
     _run("bench", context.args)
 
 

@@ -1,8 +1,11 @@
-"""The operators on objects with `__dlpack__` (NumPy, CuPy, JAX, ...): no torch, no gradients, results of the same kind.
+"""The operators on objects with `__dlpack__` (NumPy, CuPy, JAX, ...), without torch and without gradients.
 
-`operators` has the functions of _pytorch.py with the same arguments; they follow the tables (_operators_gen.py).
-CuPy arrays are served on CuPy's current stream, other CUDA arrays on the legacy default stream; the producer is
-told so through `__dlpack__(stream=...)`. Results on a CUDA device are ready in that stream's order.
+Results are arrays of the same library as the first argument.
+
+`operators` has functions with the names and arguments of those in _pytorch.py. They are made from the table
+of operators (_operators_gen.py). CuPy arrays are processed on CuPy's current stream, and other CUDA arrays on
+the legacy default stream. The producer gets this stream through `__dlpack__(stream=...)`. Results on a CUDA
+device are ready in the order of that stream.
 """
 
 import ctypes
@@ -15,9 +18,9 @@ from . import _library
 from ._library import Deleter, DType, Legacy, Managed
 from ._operators_gen import OPERATORS, OPTIONS, TORCH
 
-# Names of a DLPack capsule, before and after somebody has taken what is inside.
+# Names of DLPack capsules. A consumer renames a capsule when it takes ownership of the tensor.
 _NAME, _USED, _LEGACY_NAME = b"dltensor_versioned", b"used_dltensor_versioned", b"dltensor"
-_LEGACY_STREAM = 1  # DLPack's number for CUDA's default stream
+_LEGACY_STREAM = 1  # DLPack's number for CUDA's legacy default stream
 
 
 def _capsule_function(name, result, *arguments):
@@ -30,11 +33,11 @@ _capsule_pointer = _capsule_function("PyCapsule_GetPointer", c_void_p, py_object
 _capsule_set_name = _capsule_function("PyCapsule_SetName", c_int, py_object, c_char_p)
 
 
-# ---- In ----
+# ---- Inputs ----
 
 
 def _export(x, name, stream):
-    """A DLPack capsule of x, of DLPack 1 where its producer knows that."""
+    """A DLPack capsule of x, versioned (DLPack 1) if x's library supports that."""
     if not hasattr(x, "__dlpack__"):
         raise TypeError(
             f"{name} is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__"
@@ -54,15 +57,15 @@ def _export(x, name, stream):
         ) from None
 
 
-def _borrowed(capsule):
-    """What an export holds, and its tensor."""
+def _contents(capsule):
+    """The managed tensor in a capsule, and the DLTensor in that."""
     kind, name = (Managed, _NAME) if _capsule_is_valid(capsule, _NAME) else (Legacy, _LEGACY_NAME)
     managed = cast(_capsule_pointer(capsule, name), POINTER(kind))
     return managed, managed.contents.tensor
 
 
 def _stride(sizes, strides):
-    """The one stride with which these dimensions are walked in order, None where there is none."""
+    """The stride if these dimensions collapse into one, else None."""
     stride, count = 1, 1
     for size, step in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1:
@@ -74,8 +77,8 @@ def _stride(sizes, strides):
     return stride
 
 
-def _is_served(tensor, shape):
-    """Whether the library takes an operand of this shape (see _operators.Operand) as its elements lie."""
+def _is_supported(tensor, shape):
+    """Whether the library supports the strides of an operand of this shape (see _operators.Operand)."""
     rank = tensor.ndim
     sizes = tensor.shape[:rank]
     if not tensor.strides or 0 in sizes:
@@ -87,20 +90,20 @@ def _is_served(tensor, shape):
     return stride is not None if shape in ("strided", "upstream") else stride == 1
 
 
-def _lend(x, operand, stream):
-    """A capsule of x, or of a compact copy where the library cannot take x as its elements lie."""
+def _input(x, operand, stream):
+    """A capsule of x, or of a contiguous copy if the library does not support the strides of x."""
     if x is None:
         return None
     capsule = _export(x, operand.name, stream)
-    if not _is_served(_borrowed(capsule)[1], operand.shape):
+    if not _is_supported(_contents(capsule)[1], operand.shape):
         library = type(x).__module__.partition(".")[0]
-        if library in ("numpy", "cupy"):  # the library refuses others in words
+        if library in ("numpy", "cupy"):  # for other libraries libgander's error says what to do
             return _export(sys.modules[library].ascontiguousarray(x), operand.name, stream)
     return capsule
 
 
 def _stream(x):
-    """The stream of x's library, as a cudaStream_t and as DLPack numbers it; None for host memory."""
+    """The stream to use for x, as a cudaStream_t and as DLPack's number. (None, None) for host memory."""
     if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] != _library.CUDA:
         return None, None
     cupy = sys.modules.get("cupy")
@@ -109,25 +112,24 @@ def _stream(x):
 
 
 def _run(operator, inputs, dtypes, options, results):
-    """Calls the operator's owning function. Returns the outputs that `results` names, in this order.
+    """Calls the operator's function that owns its inputs. Returns the outputs named in `results`.
 
-    The library consumes its inputs whatever comes of the call, so nothing here may fail between handing over the
-    first one and the call itself.
+    The library consumes its inputs even if the call fails. So nothing here may fail between the renaming of
+    the first capsule and the call.
     """
     function = getattr(_library.load(), operator.owned)
     like = inputs[0]
     stream, dlpack_stream = _stream(like)
     operands = [operand for operand in operator.operands if not operand.output]
-    capsules = [_lend(x, operand, dlpack_stream) for x, operand in zip(inputs, operands, strict=True)]
+    capsules = [_input(x, operand, dlpack_stream) for x, operand in zip(inputs, operands, strict=True)]
     pointers, unowned = [], []
     for capsule in capsules:
         if capsule is None:
             pointers.append(None)
             continue
-        managed, tensor = _borrowed(capsule)
-        if (
-            managed._type_ is Legacy
-        ):  # lent without a deleter; the capsule frees it when this function returns
+        managed, tensor = _contents(capsule)
+        # A legacy tensor is passed without a deleter. Its capsule frees it when this function returns.
+        if managed._type_ is Legacy:
             unowned.append(Managed(1, 0, None, Deleter(), 0, tensor))
             managed = ctypes.pointer(unowned[-1])
         pointers.append(managed)
@@ -145,11 +147,11 @@ def _run(operator, inputs, dtypes, options, results):
     return tuple(_like(like, owned[name]) for name in results)
 
 
-# ---- Out ----
+# ---- Outputs ----
 
 
 class _Owned:
-    """A tensor of libgander's, which whoever calls `__dlpack__` first takes over."""
+    """A tensor allocated by libgander. The first caller of `__dlpack__` becomes its owner."""
 
     def __init__(self, managed):
         self._managed = managed
@@ -157,7 +159,7 @@ class _Owned:
 
     def _take(self):
         if not _capsule_is_valid(self._capsule, _NAME):
-            raise BufferError("this result of gander's has been taken through __dlpack__ before")
+            raise BufferError("this result of gander's was already consumed through __dlpack__")
         return self._capsule
 
     def __dlpack_device__(self):
@@ -185,7 +187,7 @@ def _delete(managed):
         managed.contents.deleter(cast(managed, c_void_p))
 
 
-_exported = {}  # what consumers from before DLPack 1.0 hold, by address
+_exported = {}  # legacy tensors that are held by consumers from before DLPack 1.0, by address
 
 
 @Deleter
@@ -194,7 +196,7 @@ def _free_legacy(address):
 
 
 def _like(x, owned):
-    """A result as an array of x's library; as it is where that has no from_dlpack."""
+    """A result as an array of x's library, or unchanged if that has no from_dlpack."""
     library = type(x).__module__.partition(".")[0]
     if library in ("numpy", "cupy"):
         from_dlpack = sys.modules[library].from_dlpack
@@ -214,9 +216,9 @@ def _like(x, owned):
 
 
 def _number(option, value):
-    """An option's value as its field takes it; ctypes itself would cut off what does not fit."""
+    """An option's value for its field. Refuses integers of more than 64 bits, which ctypes would truncate."""
     try:
-        if isinstance(value, str):  # float would read it
+        if isinstance(value, str):  # float() would parse it
             raise TypeError
         if option.type == "real":
             return float(value)
@@ -229,14 +231,14 @@ def _number(option, value):
 
 
 def _function(torch_operator):
-    """A function with the arguments and results of an operator of PyTorch."""
+    """A function with the arguments and results of one of gander's PyTorch operators."""
     operator = OPERATORS[torch_operator.operator]
     options = OPTIONS[operator.group]
 
     def call(*arguments):
         given = {}
         for argument, value in zip(torch_operator.arguments, arguments, strict=True):
-            if argument.kind != "extra":  # those concern the gradient
+            if argument.kind != "extra":  # only the gradient uses those
                 given[argument.name] = value
         inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
         choices = [operand.choice for operand in operator.operands if operand.choice]
@@ -247,15 +249,15 @@ def _function(torch_operator):
         values = {
             option.name: _number(option, given[option.name]) for option in options if option.name in given
         }
-        how = _library.options(operator.group, **values)
-        results = _run(operator, inputs, dtypes, how, torch_operator.results)
+        struct = _library.options(operator.group, **values)
+        results = _run(operator, inputs, dtypes, struct, torch_operator.results)
         return results if len(results) > 1 else results[0]
 
     return call
 
 
-def _refuse_to_write(*_):
-    raise NotImplementedError("inplace_backward is not supported yet; it is for torch tensors only")
+def _refuse_in_place(*_):
+    raise NotImplementedError("inplace_backward is supported for torch tensors only")
 
 
 def _explained(error, **_):
@@ -264,5 +266,5 @@ def _explained(error, **_):
 
 operators = SimpleNamespace(explained=_explained)
 for _name, _torch_operator in TORCH.items():
-    if not _torch_operator.packed:  # what only autograd needs
-        setattr(operators, _name, _refuse_to_write if _torch_operator.writes else _function(_torch_operator))
+    if not _torch_operator.packed:  # those are only for autograd
+        setattr(operators, _name, _refuse_in_place if _torch_operator.writes else _function(_torch_operator))

@@ -1,7 +1,8 @@
-"""Registers gander's operators with PyTorch when torch is imported, whichever of the two comes first.
+"""Registers gander's operators with PyTorch when torch is imported, before or after gander.
 
-Graphs that were exported or cached look torch.ops.gander up before any call of ours, so registration cannot wait for
-one; and a program that uses NumPy arrays only must not pay for importing torch. Hence a finder that waits for torch.
+Exported or cached graphs look up torch.ops.gander before any call of gander's functions, so registration
+cannot wait for the first call. A program that only uses NumPy arrays must not spend time on importing torch.
+So an import hook (a finder in sys.meta_path) waits for the import of torch.
 """
 
 import importlib
@@ -11,7 +12,8 @@ _failure: Exception | None = None
 
 
 def register() -> None:
-    """Registers the operators. Where that fails, `import torch` must not: the first call with a tensor says why."""
+    """Registers the operators. A failure must not make `import torch` fail: the first call with a tensor
+    raises it."""
     global _failure
     if _failure is None:
         try:
@@ -25,22 +27,24 @@ def failure() -> str | None:
     return _failure and f"{type(_failure).__name__}: {_failure}"
 
 
-def meets_tensor(x) -> bool:
-    """Whether x is a tensor of a torch that no finder saw; its operators are registered then."""
+def is_late_tensor(x) -> bool:
+    """Whether x is a torch tensor, for a torch that was imported without the import hook. Then the operators
+    are registered here."""
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     if not isinstance(kind, type) or not isinstance(x, kind):
         return False
     register()
     if _failure is not None:
+        version = getattr(sys.modules["torch"], "__version__", "")
         raise RuntimeError(
-            f"gander could not register its operators with torch {getattr(sys.modules['torch'], '__version__', '')}: "
-            f"{failure()}; gander.info() has the versions, and arrays with __dlpack__ are served without torch"
+            f"gander could not register its operators with torch {version}: {failure()}; gander.info() has "
+            "the versions, and arrays with __dlpack__ are served without torch"
         ) from _failure
     return True
 
 
 class _Finder:
-    """Finds a module as the finders after it do, and has something done once the module has run."""
+    """Finds a module through the finders after this one, and calls an action after the module has run."""
 
     def __init__(self, name, action):
         self.name, self._action = name, action
@@ -65,13 +69,13 @@ class _Finder:
 
 
 class _Loader:
-    """Another finder's loader. That one is left as it is: it may load other modules too."""
+    """Wraps another finder's loader, which is not changed, because it may load other modules too."""
 
     def __init__(self, loader, finder):
         self._loader, self._finder = loader, finder
 
     def __getattr__(self, name):
-        if name == "_loader":  # a copy that is being made has none yet
+        if name == "_loader":  # not set yet on an object that copy.copy() is making
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -85,16 +89,17 @@ class _Loader:
 
 
 def after_import(name, action) -> None:
-    """Calls action() once the module has been imported: now, if it has been."""
+    """Calls action() after the module is imported, or now if it already is."""
     if sys.modules.get(name) is None:
         sys.meta_path.insert(0, _Finder(name, action))
         return
-    module = importlib.import_module(name)  # waits where another thread is importing it
+    module = importlib.import_module(name)  # waits if another thread is importing it
+    # If the module is still initializing, it is the module itself that imports gander. For torch, the first
+    # call with a tensor then registers the operators.
     if not getattr(module.__spec__, "_initializing", False):
         action()
-    # Else the module itself imports gander, and is not complete. With torch, the first call with a tensor registers.
 
 
 def register_with_torch() -> None:
-    """Registers the operators when torch has been imported."""
+    """Registers the operators after torch is imported."""
     after_import("torch", register)

@@ -1,4 +1,4 @@
-"""What gander is running on, and what a call would run."""
+"""Facts about this installation, and about what a call would run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __version__ = "0.1.0"
 
 
 def info() -> dict[str, Any]:
-    """Facts about this installation: what the library was built from and for, and how torch is served.
+    """Facts about this installation: what the library was built from and for, and how it works with torch.
 
-    Keys: those of gander_build_info (version, abi_version, commit, go, nvcc, architectures, simd), library (its
-    path), torch (its version, or None where torch is not imported), fast_path (True where eager calls go past torch's
-    dispatcher, else why they do not; None without torch).
-    Raises RuntimeError where the library cannot be loaded.
+    Keys: version, abi_version, commit, go, nvcc, architectures, simd (all from gander_build_info); library
+    (its path); torch (its version, or None if torch is not imported); fast_path (True if eager calls bypass
+    torch's dispatcher, else the reason why not; None without torch).
+    Raises RuntimeError if the library cannot be loaded.
     """
     facts: dict[str, Any] = json.loads(_library.load().gander_build_info())
     torch, pytorch = sys.modules.get("torch"), sys.modules.get(f"{__package__}._pytorch")
@@ -38,10 +38,11 @@ def info() -> dict[str, Any]:
 
 
 def _constant(function: Any) -> Any:
-    """Lets torch.compile call a function while it traces, and take what it returns as a constant."""
-    function._dynamo_marked_constant = (
-        True  # as torch.compiler.assume_constant_result does, but for its import
-    )
+    """Makes torch.compile call a function while it traces, and use the result as a constant.
+
+    This is what torch.compiler.assume_constant_result does. It is done here without importing torch.
+    """
+    function._dynamo_marked_constant = True
     return function
 
 
@@ -52,13 +53,13 @@ def _check_op(op: str) -> None:
 
 
 def _name(op: str) -> bytes:
-    """The C ABI's name of an op of gander's."""
+    """The C ABI's name of one of gander's ops."""
     name = op.replace("_fwd", "_forward").replace("_bwd", "_backward")
     return (f"{name}_forward" if f"{name}_forward" in OPERATORS else name).encode()
 
 
 def _device(name: str) -> _library.Device | None:
-    """A device of this machine; None for one that is meant by its name."""
+    """The device of this machine with this name. None for the name of a GPU model, such as "h100"."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         return None
@@ -69,13 +70,14 @@ def _device(name: str) -> _library.Device | None:
 
 
 def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str, str]:
-    """Rows, columns, dtype and device: x's where they are not given."""
+    """The number of rows, the number of columns, the dtype and the device. By default they are those of x."""
     if x is not None:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(
                 f"x is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__"
             )
-        shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype
+        shape = x.shape if shape is None else shape
+        dtype = x.dtype if dtype is None else dtype
         if device is None and isinstance(x, _ops._Tensor):
             device = x.device
         elif device is None:
@@ -87,13 +89,13 @@ def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not sizes:
         raise ValueError("x has rank 0, expected rank 1 or more")
-    # operator.index gives torch.compile numbers for its symbols.
+    # Inside torch.compile sizes may be symbolic. operator.index makes them numbers.
     rows, columns = map(operator.index, (math.prod(sizes[:-1]), sizes[-1]))
     return rows, columns, _library.dtype_name(dtype, "dtype"), str(device)
 
 
 class Algorithm(NamedTuple):
-    """What `algorithm=` takes: its name, what it does, and which rows it serves."""
+    """A value of `algorithm=`: its name, what it does, and which rows it supports."""
 
     name: str
     what: str
@@ -113,16 +115,17 @@ def algorithms(
 ) -> list[Algorithm]:
     """The algorithms of an op ("softmax", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", ...) on CUDA tensors.
 
-    Names are the same for both directions, limits are not: ask for the backward op too. Those of rmsnorm_bwd are for a
-    call with a weight. Row lengths are in bytes; "unaligned" are rows that are not made of whole 16-byte vectors at
-    addresses that are multiples of 16. CPU tensors have "auto" alone.
-    x, or shape, dtype and device, as of explain: only the algorithms that serve these rows there.
+    Forward and backward have algorithms of the same names, but with other limits, so ask for the backward op
+    too. The limits of rmsnorm_bwd are for a call with a weight. They are row lengths in bytes. A row is
+    aligned if it consists of whole 16-byte vectors at addresses that are multiples of 16. CPU tensors only
+    have "auto".
+    With x, or with shape, dtype and device (see explain): only the algorithms that support these rows there.
     Raises ValueError for another op.
     """
     _check_op(op)
     if x is None and shape is None and dtype is None and device is None:
         return _algorithms(op)
-    return _serving(op, *_rows_of(x, shape, dtype, device))
+    return _supporting(op, *_rows_of(x, shape, dtype, device))
 
 
 @_constant
@@ -133,15 +136,15 @@ def _algorithms(op: str) -> list[Algorithm]:
 
 
 @_constant
-def _serving(op: str, *rows: Any) -> list[Algorithm]:
-    def serves(algorithm: Algorithm) -> bool:
+def _supporting(op: str, *rows: Any) -> list[Algorithm]:
+    def supports(algorithm: Algorithm) -> bool:
         try:
             return bool(_explain(op, *rows, algorithm.name, False))
         except NotImplementedError:
             return False
 
-    _explain(op, *rows, "auto", False)  # what is not for an algorithm to serve is refused
-    return [algorithm for algorithm in _algorithms(op) if serves(algorithm)]
+    _explain(op, *rows, "auto", False)  # raises the error of a call that no algorithm supports
+    return [algorithm for algorithm in _algorithms(op) if supports(algorithm)]
 
 
 def explain(
@@ -154,15 +157,17 @@ def explain(
     algorithm: _Name = "auto",
     batch_invariant: bool = False,
 ) -> str:
-    """Says in words which algorithm and which kernels a call would run on x, and why.
+    """A text that says which algorithm and which kernels a call would run on x, and why.
 
-    op: a name of gander's ("softmax", "softmax_bwd", "rmsnorm", "cross_entropy", ...; "cross_entropy_fwd_dx" is
-    the single pass that gives loss and gradient). x: the (..., N) tensor or array; its values are not read.
-    shape, dtype, device: in place of x's, or of x. dtype may be a name ("bfloat16"). device: "cpu", "cuda", "cuda:1",
-    a torch.device, or the name of a GPU that need not be there: "a100", "h100" or "h200".
+    op: the name of one of gander's ops ("softmax", "softmax_bwd", "rmsnorm", "cross_entropy", ...).
+    "cross_entropy_fwd_dx" is the single pass that computes loss and gradient.
+    x: the (..., N) tensor or array. Its values are not read.
+    shape, dtype, device: replace those of x, or x itself. dtype may be a name ("bfloat16"). device: "cpu",
+    "cuda", "cuda:1", a torch.device, or the name of a GPU that this machine need not have: "a100", "h100" or
+    "h200".
     algorithm, batch_invariant: those of the call.
-    Raises ValueError for another op, and the errors of the op itself for rows that it does not take. Inside
-    torch.compile the answer is made once, while the graph is.
+    Raises ValueError for another op, and the op's own errors for rows that it does not support. Inside
+    torch.compile the text is made only once, when the graph is traced.
     """
     _check_op(op)
     return _explain(op, *_rows_of(x, shape, dtype, device), algorithm, batch_invariant)
@@ -170,20 +175,21 @@ def explain(
 
 @_constant
 def _explain(op: str, m: int, n: int, dtype: str, device: str, algorithm: Any, batch_invariant: bool) -> str:
-    name, kind = _name(op), _library.dtype_of(dtype, "dtype")
-    how = _ops._number("algorithm", algorithm, ALGORITHMS), bool(batch_invariant)
-    text, library, here = ctypes.create_string_buffer(4096), _library.load(), _device(device)
-    ask = library.gander_explain_device if here is None else library.gander_explain
-    where = device.lower().encode() if here is None else here
-    _library.check(ask(name, m, n, kind, where, *how, text, len(text)))
+    rows = _name(op), m, n, _library.dtype_of(dtype, "dtype")
+    code = _ops._code("algorithm", algorithm, ALGORITHMS)
+    text, library, found = ctypes.create_string_buffer(4096), _library.load(), _device(device)
+    function = library.gander_explain_device if found is None else library.gander_explain
+    where = device.lower().encode() if found is None else found
+    _library.check(function(*rows, where, code, bool(batch_invariant), text, len(text)))
     return text.value.decode()
 
 
 def warmup(device: torch.device | str = "cuda") -> None:
-    """Loads all of gander's kernels for a device now, so that no later call pays for it.
+    """Loads all of gander's kernels for a device now, so that no later call spends time on it.
 
-    device: "cpu", "cuda" (the current device where torch is imported, else the first), "cuda:1", or a torch.device.
-    Raises ValueError for another device, RuntimeError where it cannot be used.
+    device: "cpu", "cuda" (the current device if torch is imported, else the first), "cuda:1", or a
+    torch.device.
+    Raises ValueError for another device, and RuntimeError if the device cannot be used.
     """
     found = _device(str(device))
     if found is None:

@@ -1,7 +1,8 @@
-"""libgander: where it is, its structs and functions, and what its statuses become in Python.
+"""libgander: its path, its structs and functions, and the Python exceptions for its statuses.
 
-Option structs and prototypes of the operators follow the table (_operators_gen.py). The library is loaded by the first
-call that needs it, so that importing gander stays cheap and a process that forks before its first call is unharmed.
+Option structs and prototypes of the operators are made from the table of operators (_operators_gen.py). The
+library is loaded by the first call that needs it. So importing gander is cheap, and a process may fork before
+its first call.
 """
 
 import ctypes
@@ -60,7 +61,7 @@ class Tensor(ctypes.Structure):
 
 
 class Legacy(ctypes.Structure):
-    """DLManagedTensor, from before DLPack 1.0."""
+    """DLManagedTensor, the unversioned struct from before DLPack 1.0."""
 
 
 class Managed(ctypes.Structure):
@@ -98,7 +99,7 @@ _STRUCTS = {group: _struct(options) for group, options in OPTIONS.items()}
 
 
 def options(group: str, allocator: Allocator | None = None, **values: float) -> ctypes.Structure:
-    """The options of a call; what is not given has its default."""
+    """The options of a call. Those that are not given have their default values."""
     struct = _STRUCTS[group]
     return struct(
         size=ctypes.sizeof(struct),
@@ -107,21 +108,21 @@ def options(group: str, allocator: Allocator | None = None, **values: float) -> 
     )
 
 
-def _how(operator: Operator) -> list:
-    return [POINTER(_STRUCTS[operator.group]), c_void_p]  # options and stream
+def _options_and_stream(operator: Operator) -> list:
+    return [POINTER(_STRUCTS[operator.group]), c_void_p]
 
 
-def _borrowed(operator: Operator) -> list:
-    """The parameters of the function that writes where its caller says."""
-    return [POINTER(Tensor) for _ in operator.operands] + _how(operator)
+def _borrowing(operator: Operator) -> list:
+    """The parameters of the function that borrows all its tensors, outputs included."""
+    return [POINTER(Tensor) for _ in operator.operands] + _options_and_stream(operator)
 
 
-def _owned(operator: Operator) -> list:
-    """The parameters of the function whose tensors change hands."""
+def _owning(operator: Operator) -> list:
+    """The parameters of the function that takes ownership of its inputs and returns new outputs."""
     inputs = [POINTER(Managed) for operand in operator.operands if not operand.output]
     dtypes = [DType for operand in operator.operands if operand.choice]
     outputs = [POINTER(POINTER(Managed)) for operand in operator.operands if operand.output]
-    return inputs + dtypes + _how(operator) + outputs
+    return inputs + dtypes + _options_and_stream(operator) + outputs
 
 
 _EXPLAIN = [c_char_p, c_int64, c_int64, DType]
@@ -137,26 +138,26 @@ PROTOTYPES = {
     "gander_algorithms": (c_int32, [c_char_p, c_char_p, c_size_t]),
 }
 for _name, _operator in OPERATORS.items():
-    PROTOTYPES[f"gander_{_name}"] = c_int32, _borrowed(_operator)
-    PROTOTYPES[_operator.owned] = c_int32, _owned(_operator)
+    PROTOTYPES[f"gander_{_name}"] = c_int32, _borrowing(_operator)
+    PROTOTYPES[_operator.owned] = c_int32, _owning(_operator)
 
 
 def path() -> Path:
-    """Where the library is: GANDER_LIBRARY, or libgander.so beside this file."""
+    """The path of the library: GANDER_LIBRARY, or libgander.so in this file's folder."""
     return Path(os.environ.get("GANDER_LIBRARY") or Path(__file__).with_name("libgander.so"))
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, loaded at the first call."""
+    """The library. The first call loads it."""
     try:
         library = ctypes.CDLL(str(path()))
     except OSError as error:
         raise RuntimeError(
-            f"gander: cannot load its library: {error}; reinstall gander-kernels, run ./build.sh build in a checkout, "
-            "or set GANDER_LIBRARY"
+            f"gander: cannot load its library: {error}; reinstall gander-kernels, run ./build.sh build in a "
+            "checkout, or set GANDER_LIBRARY"
         ) from None
-    if library.gander_abi_version() != ABI_VERSION:  # first: another version may lack functions
+    if library.gander_abi_version() != ABI_VERSION:  # checked first: another version may lack functions
         raise RuntimeError(
             f"gander: {path()} has ABI version {library.gander_abi_version()}, expected {ABI_VERSION}; "
             "reinstall gander-kernels"
@@ -167,7 +168,7 @@ def load() -> ctypes.CDLL:
     return library
 
 
-# What a status becomes where it is not RuntimeError.
+# The exceptions for statuses. Those that are not listed raise RuntimeError.
 _EXCEPTIONS = {
     "null": ValueError,
     "shape": ValueError,
@@ -188,17 +189,18 @@ def exception(status: int, message: str) -> Exception:
 
 
 def check(status: int) -> None:
-    """Raises the calling thread's last error where a call failed."""
+    """Raises the calling thread's last error if a call failed."""
     if status:
         raise exception(status, load().gander_last_error().decode(errors="replace"))
 
 
 def dtype_name(dtype: Any, argument: str) -> str:
-    """The plain name of a NumPy, torch, CuPy or JAX dtype, or of one given by name."""
-    name = (
-        dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    )
-    name = (name or str(dtype)).rpartition(".")[2]
+    """The name in DTYPES of a dtype of NumPy, torch, CuPy or JAX, or of one given by its name."""
+    if isinstance(dtype, str):
+        name = dtype
+    else:
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = name.rpartition(".")[2]
     if name not in DTYPES:
         raise TypeError(f"{argument} is {name}, expected float16, bfloat16, float32 or float64")
     return name

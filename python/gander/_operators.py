@@ -4,18 +4,22 @@ from typing import NamedTuple
 
 
 class Operand(NamedTuple):
-    """A tensor that an operator reads or writes. M and N are the rows and columns of the operator's first operand."""
+    """A tensor that an operator reads or writes. M and N are the rows and columns of its first operand."""
 
     name: str
-    shape: str  # "rows" (M, N), "columns" (N), "per_row" M, "strided" M, "upstream" M or 1, "reduced" M or 1 by the
-    # reduction, "statistics" M or (2, M) or 2 M + 1, "one" 1
-    dtype: str  # "float"; "same": that of `like`; "companion": any but float64, which goes with float64; "statistic":
-    # float32, float64 with float64; "index": int32 or int64
+    # "rows": (M, N). "columns": (N). "per_row": M elements, contiguous. "strided": M elements with any
+    # stride. "upstream": M elements or 1. "reduced": M elements, or 1 with a reduction. "statistics": shape
+    # (M), (2, M) or (2 M + 1). "one": 1 element.
+    shape: str
+    # "float": any float dtype. "same": that of the operand `like`. "companion": float64 if the first operand
+    # has it, else any other float dtype. "statistic": float64 if the first operand has it, else float32.
+    # "index": int32 or int64.
+    dtype: str
     like: str = ""
-    needs: str = ""  # an optional operand that must be there where this one is
+    needs: str = ""  # an optional operand that must be given if this one is
     choice: str = ""  # the argument by which callers choose the dtype of an output
     gradient: str = ""  # the operand whose gradient this is
-    read: str = ""  # the flag with which an output is read too
+    read: str = ""  # the flag that makes an output also an input
     output: bool = False
     optional: bool = False
 
@@ -29,34 +33,34 @@ class Option(NamedTuple):
 class Operator(NamedTuple):
     """A function of the C ABI."""
 
-    group: str  # whose options it has
-    owned: str  # the function whose tensors change hands
+    group: str  # the operators with the same options, for example "softmax"
+    owned: str  # the variant that takes ownership of its inputs and returns new outputs
     operands: tuple[Operand, ...]
 
 
 class Argument(NamedTuple):
-    """What an operator of PyTorch takes."""
+    """An argument of an operator of PyTorch."""
 
     name: str
-    kind: str  # "tensor", "dtype", "option", or "extra": an option that concerns its gradient only
+    kind: str  # "tensor", "dtype", "option", or "extra": an option that only its gradient uses
     type: str = ""
     optional: bool = False
 
 
 class TorchOperator(NamedTuple):
-    """An operator of PyTorch: one set of results of an operator."""
+    """An operator of PyTorch: an operator of the C ABI that computes one selection of its outputs."""
 
     operator: str
     schema: str
     arguments: tuple[Argument, ...]
     results: tuple[str, ...]
-    fixed: dict[str, float] = {}  # noqa: RUF012 - never written to; options that it does not take
+    # The values of options that are not among its arguments.
+    fixed: dict[str, float] = {}  # noqa: RUF012 - never written to
     writes: str = ""  # the argument that it writes
     into: str = ""  # the output that is written there
-    packed: bool = (
-        False  # its statistics are of 2 M + 1 elements: maxima, logarithms of the sums, denominator
-    )
-    saving: str = (
-        ""  # the operator that runs in its place where a gradient is wanted, and returns what backward reads
-    )
-    backward: tuple[str, ...] = ()  # what makes its gradients: the last one that makes all that are wanted
+    # Its statistics have 2 M + 1 elements: maxima, logarithms of the sums, denominator.
+    packed: bool = False
+    # The operator that runs in its place if a gradient is needed. It also returns what backward reads.
+    saving: str = ""
+    # The operators that compute its gradients. The last one that computes all that are needed is used.
+    backward: tuple[str, ...] = ()

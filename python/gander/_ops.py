@@ -1,4 +1,5 @@
-"""gander's public functions. They take PyTorch tensors (_pytorch.py) or any objects with `__dlpack__` (_dlpack.py)."""
+"""gander's public functions. They take PyTorch tensors (served by _pytorch.py) or any other objects with
+`__dlpack__` (served by _dlpack.py)."""
 
 from __future__ import annotations
 
@@ -13,21 +14,19 @@ if TYPE_CHECKING:
 
 
 class Array(Protocol):
-    """An array of NumPy, CuPy, JAX, ...: what is exported through DLPack."""
+    """An array of NumPy, CuPy, JAX or another library that exports arrays through DLPack."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 A = TypeVar("A", bound=Array)
 
-_Tensor: Any = ()  # torch.Tensor as soon as torch is there: isinstance(x, ()) is False
-_torch: Any = None  # _pytorch.py
+_Tensor: Any = ()  # torch.Tensor once torch is imported; until then isinstance(x, ()) is False
+_torch: Any = None  # the module _pytorch once torch is imported
 _debug = False
 
-_FAILURES = (
-    AttributeError,
-    RuntimeError,
-)  # what torch raises for a failed op, or for an argument that is no tensor
+# What torch raises if an operator fails, or if an argument is not a tensor.
+_FAILURES = (AttributeError, RuntimeError)
 
 
 def use_torch(module: Any) -> None:
@@ -37,18 +36,18 @@ def use_torch(module: Any) -> None:
 
 
 def _operators_of(x: Any) -> Any:
-    """What serves an x that is no torch tensor, or one whose operators nobody has registered yet."""
-    return _torch if _hook.meets_tensor(x) else _dlpack.operators
+    """The module that serves x, if x is not a torch tensor or the operators are not registered yet."""
+    return _torch if _hook.is_late_tensor(x) else _dlpack.operators
 
 
 def _detached(x: Any) -> Any:
-    if x is None or not (isinstance(x, _Tensor) or _hook.meets_tensor(x)):
+    if x is None or not (isinstance(x, _Tensor) or _hook.is_late_tensor(x)):
         return x
     return x.detach() if x.requires_grad else x
 
 
-def _number(argument: str, name: Any, names: tuple[str, ...]) -> int:
-    """A name as the library takes it."""
+def _code(argument: str, name: Any, names: tuple[str, ...]) -> int:
+    """The number by which the library knows a name."""
     if name not in names:
         *others, last = map(repr, names)
         raise ValueError(f"{argument} is {name!r}, expected {', '.join(others)} or {last}")
@@ -56,25 +55,25 @@ def _number(argument: str, name: Any, names: tuple[str, ...]) -> int:
 
 
 def _dtype(ops: Any, value: Any) -> Any:
-    """out_dtype as ops take it: PyTorch's operators know PyTorch's dtypes only."""
+    """out_dtype in the form that ops accepts. PyTorch's operators accept only PyTorch's dtypes."""
     if ops is not _torch:
         return value
     torch = sys.modules["torch"]
-    return (
-        value if isinstance(value, torch.dtype) else getattr(torch, _library.dtype_name(value, "out_dtype"))
-    )
+    if isinstance(value, torch.dtype):
+        return value
+    return getattr(torch, _library.dtype_name(value, "out_dtype"))
 
 
 def _epsilon(x: Any) -> float:
-    """torch's eps=None: the machine epsilon of the dtype that it computes in."""
+    """What eps=None means in torch: the machine epsilon of the dtype that it computes in."""
     return 2.0**-52 if x.dtype.itemsize == 8 else 2.0**-23
 
 
 def set_debug(enabled: bool) -> None:
-    """Makes the cross-entropy functions check every target, and raise IndexError where one is out of range.
+    """Makes the cross-entropy functions check every target and raise IndexError if one is out of range.
 
-    The check waits for the GPU, so it is off by default: a row whose target is out of range then gets a loss and a
-    gradient of NaN. Calls inside a torch.compile graph are not checked.
+    The check waits for the GPU, so it is off by default. Without it a row whose target is out of range gets a
+    loss and a gradient of NaN. Calls inside a torch.compile graph are not checked.
     """
     global _debug
     _debug = bool(enabled)
@@ -87,7 +86,8 @@ def _check_targets(x: Any, target: Any, ignore_index: int) -> None:
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(bad.any()):
         raise IndexError(
-            f"target has the class {int(target[bad][0])}, expected 0 to {classes - 1}, or ignore_index = {ignore_index}"
+            f"target has the class {int(target[bad][0])}, expected 0 to {classes - 1}, "
+            f"or ignore_index = {ignore_index}"
         )
 
 
@@ -99,7 +99,7 @@ def _not_yet(argument: str, instead: str) -> NotImplementedError:
 
 
 def _check_reals(eps: Any, weight_offset: Any) -> None:
-    """Refuses tensors, as torch does: one that requires a gradient would get none."""
+    """Refuses tensors, as torch does. A tensor that requires a gradient would silently get none."""
     for name, value in ("eps", eps), ("weight_offset", weight_offset):
         if isinstance(value, _Tensor):
             raise TypeError(
@@ -126,22 +126,25 @@ def softmax(x: A, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) ->
 def softmax(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """Softmax over the last dimension, differentiable: y = exp(x - max x) / sum exp(x - max x).
 
-    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A torch tensor on the
-    CPU or a CUDA device, or an object with `__dlpack__`, which gives a result of its own kind and no gradient.
-    algorithm: how the GPU goes over the rows, one of gander.algorithms("softmax"); one that cannot serve x raises
-    NotImplementedError, which says why and which others can. The gradient takes the same one where that serves it (see
-    gander.algorithms("softmax_bwd")), else "auto". CPU tensors have "auto" alone.
-    batch_invariant: a row's bits, and those of its gradient, do not depend on how many rows there are; costs speed
-    where rows are few. Rows of whole 16-byte vectors have other bits where x is not aligned to 16 bytes.
-    Returns y, compact, with the shape and dtype of x; under CUDA autocast float32, as F.softmax does.
-    Sums are taken in float32 (float64 for float64). A row of -inf, or with a NaN, gives NaN.
-    Raises TypeError (dtype), ValueError (shape, algorithm's name), RuntimeError (device, driver, memory).
-    Maximum subtracted first: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
+    tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
+    of the same library, without a gradient.
+    algorithm: which kind of GPU kernel runs, one of gander.algorithms("softmax"). An algorithm that does not
+    support x raises NotImplementedError, which says why and which others do. Backward uses the same algorithm
+    if it supports these rows (see gander.algorithms("softmax_bwd")), else "auto". CPU tensors only have
+    "auto".
+    batch_invariant: the bits of a row's result and of its gradient do not depend on the number of rows. This
+    is slower if there are few rows. Rows of whole 16-byte vectors have other bits if x is not aligned to 16
+    bytes.
+    Returns y, contiguous, with the shape and dtype of x. Under CUDA autocast it is float32, like F.softmax.
+    Sums are computed in float32 (float64 for float64). A row that is all -inf or has a NaN gives NaN.
+    Raises TypeError (dtype), ValueError (shape, algorithm), RuntimeError (device, driver, memory).
+    Subtracts the maximum first: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        return ops.softmax(x, how, bool(batch_invariant))
+        return ops.softmax(x, code, bool(batch_invariant))
     except _FAILURES as error:
         raise ops.explained(error) from None
 
@@ -164,13 +167,15 @@ def softmax_bwd(dy: A, y: Array, *, algorithm: Algorithm = ..., batch_invariant:
 def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """The gradient of softmax: dx = (dy - sum(dy * y)) * y for each row.
 
-    dy, y: (..., N) of one shape, dtype and device; y is what the forward call returned. Returns dx, like dy.
-    algorithm: one of gander.algorithms("softmax_bwd"). It, batch_invariant and errors are those of softmax.
+    dy, y: (..., N) of the same shape, dtype and device. y is the result of the forward call.
+    Returns dx, with the shape and dtype of dy.
+    algorithm: one of gander.algorithms("softmax_bwd"). algorithm, batch_invariant and errors are otherwise as
+    in softmax.
     """
-    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(dy, _Tensor) else _operators_of(dy)
     try:
-        return ops.softmax_bwd(dy, y, how, bool(batch_invariant))
+        return ops.softmax_bwd(dy, y, code, bool(batch_invariant))
     except _FAILURES as error:
         raise ops.explained(error, y=y) from None
 
@@ -221,17 +226,19 @@ def rmsnorm(
 ) -> Any:
     """RMSNorm over the last dimension, differentiable in x and weight: x / sqrt(mean(x^2) + eps) * weight.
 
-    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A torch tensor on the
-    CPU or a CUDA device, or an object with `__dlpack__`, which gives a result of its own kind and no gradient.
-    weight: (N), of any of these dtypes whatever x is (float64 exactly when x is), or None.
-    out_dtype: the dtype of the result, or its name ("float16"); x's by default.
-    eps: added to the mean of squares; None is torch's default, the machine epsilon of float32 (float64 for float64).
-    weight_offset: added to each weight, as Gemma's norms have it; refused without a weight.
+    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
+    tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
+    of the same library, without a gradient.
+    weight: (N), of any of these dtypes, not only x's, or None. It must be float64 if and only if x is.
+    out_dtype: the dtype of the result, or its name ("float16"). By default that of x.
+    eps: added to the mean of squares. None is torch's default: the machine epsilon of float32 (of float64 for
+    float64).
+    weight_offset: added to each weight, as in Gemma's norms. Refused without a weight.
     bias, residual, residual_dtype and prenorm are not supported yet: NotImplementedError.
-    algorithm, batch_invariant: as of softmax, with gander.algorithms("rmsnorm") and ("rmsnorm_bwd"); the gradient of
-    weight is a sum over rows, and its bits depend on them all.
-    Returns a compact tensor of x's shape. Everything is computed in float32 (float64 for float64).
-    Raises TypeError (dtype), ValueError (shape, algorithm's name), RuntimeError (device, driver, memory).
+    algorithm, batch_invariant: as in softmax, with gander.algorithms("rmsnorm") and ("rmsnorm_bwd"). The
+    gradient of weight is a sum over rows, so its bits depend on all of them.
+    Returns a contiguous tensor of x's shape. Everything is computed in float32 (float64 for float64).
+    Raises TypeError (dtype), ValueError (shape, algorithm), RuntimeError (device, driver, memory).
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     if bias is not None or residual is not None or residual_dtype is not None:
@@ -240,14 +247,14 @@ def rmsnorm(
         raise _not_yet("prenorm", "add the residual to x before the call")
     if type(eps) is not float or type(weight_offset) is not float:
         _check_reals(eps, weight_offset)
-    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
         if eps is None:
             eps = _epsilon(x)
-        return ops.rmsnorm(x, weight, out_dtype, eps, how, bool(batch_invariant), weight_offset)
+        return ops.rmsnorm(x, weight, out_dtype, eps, code, bool(batch_invariant), weight_offset)
     except _FAILURES as error:
         raise ops.explained(error, weight=weight) from None
 
@@ -298,21 +305,22 @@ def rmsnorm_fwd(
 ) -> Any:
     """rmsnorm without a gradient. Returns (out, residual_out, rstd).
 
-    residual_out is x itself. rstd = 1 / sqrt(mean(x^2) + eps), float32 (float64 for float64) of shape x.shape[:-1],
-    with store_rstd, else None. Arguments and errors are those of rmsnorm.
+    residual_out is x itself. rstd is 1 / sqrt(mean(x^2) + eps), float32 (float64 for float64) of shape
+    x.shape[:-1], or None without store_rstd. Arguments and errors are those of rmsnorm.
     """
     if bias is not None or residual is not None or residual_dtype is not None:
         _check_rmsnorm(weight, bias, residual, residual_dtype)
     if type(eps) is not float or type(weight_offset) is not float:
         _check_reals(eps, weight_offset)
-    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
         if eps is None:
             eps = _epsilon(x)
-        arguments = _detached(x), _detached(weight), out_dtype, eps, how, bool(batch_invariant), weight_offset
+        options = out_dtype, eps, code, bool(batch_invariant), weight_offset
+        arguments = _detached(x), _detached(weight), *options
         out, rstd = ops.rmsnorm_fwd(*arguments) if store_rstd else (ops.rmsnorm(*arguments), None)
     except _FAILURES as error:
         raise ops.explained(error, weight=weight) from None
@@ -360,13 +368,16 @@ def rmsnorm_bwd(
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
 ) -> Any:
-    """The gradient of rmsnorm. Returns (dx, dw, db, dresidual); db and dresidual are None, dw is without a weight.
+    """The gradient of rmsnorm. Returns (dx, dw, db, dresidual). db and dresidual are None, and so is dw
+    without a weight.
 
-    With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd, dw = sum over rows of
-    dout * h.
-    x, weight, rstd: as in the forward call; dout: x's shape, any of the dtypes. dx has the dtype of x, dw that of
-    weight; dw is accumulated in float32 or wider in a fixed order, so its bits do not change from run to run.
-    algorithm: one of gander.algorithms("rmsnorm_bwd"). It, batch_invariant and errors are those of rmsnorm.
+    With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd, and dw is
+    the sum of dout * h over the rows.
+    x, weight, rstd: as in the forward call. dout: x's shape, any of the dtypes.
+    dx has the dtype of x, and dw that of weight. dw is accumulated in float32 or wider in a fixed order, so
+    its bits do not change from run to run.
+    algorithm: one of gander.algorithms("rmsnorm_bwd"). algorithm, batch_invariant and errors are otherwise as
+    in rmsnorm.
     """
     if has_bias:
         raise _not_yet("has_bias", "the gradient of a bias is dout summed over its rows")
@@ -374,13 +385,13 @@ def rmsnorm_bwd(
         raise _not_yet("dresidual_out", "add it to dx")
     if type(weight_offset) is not float:
         _check_reals(None, weight_offset)
-    how = 0 if algorithm == "auto" else _number("algorithm", algorithm, ALGORITHMS)
+    code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if weight is None:
-            dx, dw = ops.rmsnorm_bwd(x, None, dout, rstd, how, bool(batch_invariant), weight_offset), None
+            dx, dw = ops.rmsnorm_bwd(x, None, dout, rstd, code, bool(batch_invariant), weight_offset), None
         else:
-            dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, how, bool(batch_invariant), weight_offset)
+            dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, code, bool(batch_invariant), weight_offset)
     except _FAILURES as error:
         raise ops.explained(error, weight=weight, dout=dout, rstd=rstd) from None
     return dx, dw, None, None
@@ -424,36 +435,40 @@ def cross_entropy(
     one_pass: bool | None = None,
     batch_invariant: bool = False,
 ) -> Any:
-    """Cross-entropy of logits against class indices, differentiable in x: weight[t] * (lse(x) - x[t]) for each row.
+    """Cross-entropy of logits and class indices, differentiable in x.
 
-    x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A
-    torch tensor on the CPU or a CUDA device, or an object with `__dlpack__` (no gradient).
-    target: x.shape[:-1], int32 or int64. Rows whose target is ignore_index count for nothing; a target outside
-    [0, N) is never read with and makes that row's loss and gradient NaN, with "mean" those of all rows (see set_debug).
+    The loss of a row is weight[t] * (lse(x) - x[t]), where t is its target and lse(x) its log-sum-exp.
+    x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU also float64), any
+    strides. A torch tensor on the CPU or a CUDA device, or an object with `__dlpack__` (no gradient).
+    target: x.shape[:-1], int32 or int64. Rows whose target is ignore_index are ignored. Another target that
+    is not in [0, N) is never used as an index. It makes the loss and the gradient of its row NaN, and with
+    "mean" those of all rows (see set_debug).
     weight: (N) class weights, float16, bfloat16 or float32, or None.
-    reduction: "mean" (over the sum of the counted rows' weights; NaN where no row counts, with gradients of zero, as
-    torch has it), "sum" or "none".
-    inplace_backward: backward writes the gradient over x, which saves the memory of x once more. x must not be used
-    afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile.
-    one_pass: True makes the gradient along with the loss, which reads x once and holds as much memory as x until
-    backward; False makes it in backward, which reads x again; None chooses by size. Only a mean or a sum on a CUDA
-    device has the choice, without inplace_backward and batch_invariant and outside torch.compile.
-    batch_invariant: as of softmax, for the loss of each row and for its gradient with "none" or "sum"; a mean's
-    depends on all rows.
+    reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
+    ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
+    inplace_backward: backward writes the gradient over x, which saves a tensor of the size of x. x must not
+    be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile.
+    one_pass: True computes the gradient together with the loss. This reads x once, and keeps a tensor of the
+    size of x until backward. False computes it in backward, which reads x again. None chooses by size. It
+    applies only to a mean or a sum on a CUDA device, without inplace_backward and batch_invariant, outside
+    torch.compile.
+    batch_invariant: as in softmax, for the loss of each row, and for its gradient with "none" or "sum". The
+    gradient of a mean depends on all rows.
     lse_partial is not supported yet: NotImplementedError.
-    Returns the loss, float32 (float64 for float64): a scalar, or one value per row with "none".
+    Returns the loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
     Raises TypeError (dtype), ValueError (shape, reduction), RuntimeError (device, driver, memory).
-    lse is kept as maximum and logarithm of the sum apart for backward: dx = dloss * weight[t] * (softmax(x) - 1[t]).
+    Gradient: dx = dloss * weight[t] * (softmax(x) - 1[t]). For accuracy, the maximum and the logarithm of the
+    sum are saved for it as two numbers, not as lse.
     """
     if lse_partial is not None:
         raise _not_yet("lse_partial", f"pass whole rows of logits, and {_THIRD_IN_TORCH}")
-    number = 1 if reduction == "mean" else _number("reduction", reduction, REDUCTIONS)
+    code = 1 if reduction == "mean" else _code("reduction", reduction, REDUCTIONS)
     if _debug:
         _check_targets(x, target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         return ops.cross_entropy(
-            x, target, weight, ignore_index, number, bool(batch_invariant), bool(inplace_backward), one_pass
+            x, target, weight, ignore_index, code, bool(batch_invariant), bool(inplace_backward), one_pass
         )
     except _FAILURES as error:
         raise ops.explained(error, target=target, weight=weight) from None
@@ -578,9 +593,10 @@ def cross_entropy_fwd(
     """The loss of each row, without a gradient. Returns loss, (loss, lse), (loss, dx) or (loss, lse, dx).
 
     loss and lse (the log-sum-exp of each row): float32 (float64 for float64) of shape x.shape[:-1].
-    dx: the gradient of the sum of the losses, made in the same pass over x, with x's shape and dtype; with
-    inplace_backward it is written over x, and x itself is returned.
-    target_logit is not supported yet: NotImplementedError. Other arguments and errors: cross_entropy.
+    dx: the gradient of the sum of the losses, computed in the same pass over x, with x's shape and dtype.
+    With inplace_backward it is written over x, and x itself is returned.
+    target_logit is not supported yet: NotImplementedError. Other arguments and errors are those of
+    cross_entropy.
     """
     if target_logit is not None:
         raise _not_yet("target_logit", f"leave it out, and pass {_THIRD_IN_TORCH}")
@@ -631,11 +647,13 @@ def cross_entropy_bwd(
     ignore_index: int = -100,
     inplace_backward: bool = False,
 ) -> Any:
-    """The gradient of the rows' losses: dx = dloss * weight[t] * (softmax(x) - 1[t]), with x's shape and dtype.
+    """The gradient of the rows' losses: dx = dloss * weight[t] * (softmax(x) - 1[t]), with x's shape and
+    dtype.
 
-    dloss: x.shape[:-1] of any stride, or a single value for all rows; lse: x.shape[:-1] as cross_entropy_fwd gave it;
-    both float32 (float64 for float64). With inplace_backward dx is written over x, and x itself is returned.
-    A row's bits never depend on other rows. Other arguments and errors: cross_entropy.
+    dloss: x.shape[:-1] with any strides, or a single value for all rows. lse: x.shape[:-1], as returned by
+    cross_entropy_fwd. Both are float32 (float64 for float64).
+    With inplace_backward dx is written over x, and x itself is returned.
+    The bits of a row never depend on other rows. Other arguments and errors are those of cross_entropy.
     """
     if _debug:
         _check_targets(x, target, ignore_index)
@@ -654,13 +672,14 @@ def logsumexp(x: Tensor, *, batch_invariant: bool = ...) -> Tensor: ...
 @overload
 def logsumexp(x: A, *, batch_invariant: bool = ...) -> A: ...
 def logsumexp(x: Any, *, batch_invariant: bool = False) -> Any:
-    """log(sum exp(x)) over the last dimension, differentiable: the maximum of a row is subtracted first.
+    """log(sum exp(x)) over the last dimension, differentiable. The maximum of a row is subtracted first.
 
-    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU float64 too), any strides. A torch tensor on the
-    CPU or a CUDA device, or an object with `__dlpack__`, which gives a result of its own kind and no gradient.
-    batch_invariant: as of softmax, for a row's value and its gradient.
-    Returns x.shape[:-1], float32 (float64 for float64), whatever x is. A row of -inf gives -inf; one with +inf or NaN
-    gives NaN, where torch.logsumexp gives +inf for +inf.
+    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
+    tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
+    of the same library, without a gradient.
+    batch_invariant: as in softmax, for the value of a row and its gradient.
+    Returns x.shape[:-1], float32 also for 16-bit x (float64 for float64). A row that is all -inf gives -inf.
+    A row with +inf or NaN gives NaN, while torch.logsumexp gives +inf for +inf.
     Raises TypeError (dtype), ValueError (shape), RuntimeError (device, driver, memory).
     Gradient: dx = dlse * exp(x - lse).
     """

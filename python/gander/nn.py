@@ -1,6 +1,6 @@
-"""Drop-ins for torch.nn's RMSNorm, CrossEntropyLoss and Softmax: same constructors, state_dict and repr.
+"""Replacements for torch.nn's RMSNorm, CrossEntropyLoss and Softmax: same constructors, state_dict and repr.
 
-What a constructor is told and gander cannot serve, the constructor refuses.
+A constructor refuses arguments that gander does not support.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def _check_weight(weight: Tensor | None) -> None:
 class RMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm(normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None).
 
-    Normalizes over the last len(normalized_shape) dimensions. eps=None is what torch makes of it: the machine epsilon
-    of the dtype it computes in, float32 for 16-bit x (its page says x's dtype). The result has x's dtype. See
-    gander.rmsnorm.
+    Normalizes over the last len(normalized_shape) dimensions. eps=None means the same as in torch: the
+    machine epsilon of the dtype that torch computes in, which for 16-bit x is float32 (torch's documentation
+    says x's dtype). The result has x's dtype. See gander.rmsnorm.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class RMSNorm(nn.RMSNorm):
         dims = len(self.normalized_shape)
         if tuple(x.shape[x.ndim - dims :]) != self.normalized_shape:
             raise ValueError(
-                f"x has shape {tuple(x.shape)}, expected last dimensions {self.normalized_shape}: normalized_shape"
+                f"x has shape {tuple(x.shape)}, expected last dimensions {self.normalized_shape}: "
+                "normalized_shape"
             )
         weight = self.weight
         if weight is not None and (x.dtype is torch.float64) != (weight.dtype is torch.float64):
@@ -66,7 +67,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Softmax(nn.Softmax):
-    """torch.nn.Softmax(dim=None). See gander.softmax; a dimension that is not the last one is moved there and back."""
+    """torch.nn.Softmax(dim=None). See gander.softmax.
+
+    A dimension other than the last is moved to the end and back, which copies.
+    """
 
     def __init__(self, dim: int | None = None) -> None:
         if dim is not None and not isinstance(dim, int):
@@ -75,7 +79,7 @@ class Softmax(nn.Softmax):
 
     def forward(self, input: Tensor) -> Tensor:
         dim = self.dim
-        if dim is None:  # torch's rule from before dim was asked for
+        if dim is None:  # torch's deprecated default
             dim = 0 if input.ndim in (0, 1, 3) else 1
         if input.ndim == 0:
             return softmax(input.view(1)).view(())
@@ -85,11 +89,12 @@ class Softmax(nn.Softmax):
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """torch.nn.CrossEntropyLoss(weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-    label_smoothing=0.0).
+    """torch.nn.CrossEntropyLoss(weight=None, size_average=None, ignore_index=-100, reduce=None,
+    reduction="mean", label_smoothing=0.0).
 
-    input: (C), (N, C) or (N, C, d1, ...); target: class indices, input's shape without C. The loss is float32 (float64
-    for float64). See gander.cross_entropy. Label smoothing and class probabilities raise NotImplementedError.
+    input: (C), (N, C) or (N, C, d1, ...). target: class indices, with the shape of input without C. The loss
+    is float32 (float64 for float64). Label smoothing and class probabilities raise NotImplementedError. See
+    gander.cross_entropy.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         _check_weight(weight)
-        _ops._number("reduction", self.reduction, REDUCTIONS)
+        _ops._code("reduction", self.reduction, REDUCTIONS)
         self._check_label_smoothing()
 
     def _check_label_smoothing(self) -> None:
@@ -111,7 +116,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             raise NotImplementedError("label_smoothing is not supported yet; use torch.nn.CrossEntropyLoss")
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        self._check_label_smoothing()  # an attribute can be set later
+        self._check_label_smoothing()  # the attribute may have been set after construction
         if target.is_floating_point():
             raise NotImplementedError(
                 "class probabilities in target are not supported; use torch.nn.CrossEntropyLoss"
