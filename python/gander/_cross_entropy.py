@@ -1,8 +1,8 @@
-"""How cross-entropy's gradient is computed: in a pass of its own, in place of the logits, or along with the
-loss.
+"""Three ways to compute cross-entropy's gradient: in backward in a separate pass, in backward over the logits
+(in place), or in forward together with the loss (one pass).
 
-The last two are for eager calls. A graph plans its own memory, and in backward it cannot write to its inputs,
-so it always gets the first.
+The last two are for eager calls only. A compiled graph plans its own memory, and its backward cannot write to
+its inputs, so it always uses the first.
 """
 
 import torch
@@ -11,14 +11,22 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import _fast
-from ._gradients import apply_of, below, forward, function, maker_arguments, once, picker
+from ._gradients import (
+    apply_of,
+    call_below_autograd,
+    forward,
+    function,
+    gradient_arguments,
+    once_differentiable,
+    selector,
+)
 from ._operators_gen import REDUCTIONS, TORCH
 from ._schemas import arguments, overloads, saved
 from ._sharding import rows_are_sharded
 
-# From this many elements of CUDA logits on, the loss and its gradient are computed in one pass. The logits of
-# smaller ones are still in L2 when backward reads them again, and the additional launch of the single pass
-# costs more than that. On the CPU backward reads the logits in any case.
+# CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
+# are still in L2 when backward reads them again, which costs less than the additional launch of the single
+# pass. On the CPU backward always reads the logits.
 ONE_PASS = 1 << 22
 
 _NAME = "cross_entropy"
@@ -29,25 +37,25 @@ _below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 def _gradients(dx):
-    """What backward returns for apply(keyset, x, ...)."""
+    """What backward returns for apply(keyset, x, ...): a gradient for each argument."""
     return None, dx, *[None] * (len(_ARGUMENTS) - 1)
 
 
-_in_own_pass = maker_arguments("cross_entropy_bwd", _NAME, _SAVED)
+_own_pass_arguments = gradient_arguments("cross_entropy_bwd", _NAME, _SAVED)
 
 
 def _backward_in_own_pass(saved, dloss, options):
-    return _gradients(_fast.call("cross_entropy_bwd")(*_in_own_pass((*saved, dloss, *options))))
+    return _gradients(_fast.call("cross_entropy_bwd")(*_own_pass_arguments((*saved, dloss, *options))))
 
 
 def _is_batched(dloss):
-    """Whether dloss stands for a batch (vmap, is_grads_batched), whose gradients do not fit into one tensor."""
+    """Whether dloss is batched (vmap, is_grads_batched). Then one tensor does not hold all gradients."""
     return torch._C._functorch.is_batchedtensor(dloss) or torch._C._functorch.is_legacy_batchedtensor(dloss)
 
 
-# ---- In place of the logits ----
+# ---- In place, over the logits ----
 
-_over_x = maker_arguments("cross_entropy_bwd_", _NAME, _SAVED)
+_in_place_arguments = gradient_arguments("cross_entropy_bwd_", _NAME, _SAVED)
 
 
 def _backward_in_place(ctx, dloss):
@@ -55,44 +63,45 @@ def _backward_in_place(ctx, dloss):
         return _gradients(None)
     if _is_batched(dloss):
         return _backward_in_own_pass(ctx.saved_tensors, dloss, ctx.options)
-    x, *others = _over_x((*ctx.saved_tensors, dloss, *ctx.options))
+    x, *others = _in_place_arguments((*ctx.saved_tensors, dloss, *ctx.options))
     with no_grad():
         overloads["cross_entropy_bwd_"](x, *others)
-    return _gradients(once(x.detach(), x, dloss))
+    return _gradients(once_differentiable(x.detach(), x, dloss))
 
 
-# ---- Along with the loss ----
+# ---- In one pass with the loss ----
 
-_over_dx = maker_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED, "dx"])
+_one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED, "dx"])
 
 
 def _backward_one_pass(ctx, dloss):
-    """Returns forward's dx, scaled in place by dloss, in the first backward pass, and a new tensor in any
-    later one.
+    """The first backward pass returns forward's dx, scaled in place by dloss. A later one returns a new
+    tensor.
 
     dx is a saved tensor, so hooks on saved tensors see it: an activation checkpoint drops it like the others.
-    Scaling it does not count as a new version, because autograd would then refuse a later backward pass.
+    Scaling it does not increment its version, because autograd would then refuse a later backward pass.
     """
     if dloss is None:
         return _gradients(None)
     *others, dx = ctx.saved_tensors
-    if getattr(ctx, "given_away", False) or is_compiling() or _is_batched(dloss):
+    if getattr(ctx, "dx_was_returned", False) or is_compiling() or _is_batched(dloss):
         return _backward_in_own_pass(others, dloss, ctx.options)
-    ctx.given_away = True
+    ctx.dx_was_returned = True
     with _below_versions():
-        overloads["cross_entropy_bwd_one_pass"](*_over_dx((*others, dx, dloss, *ctx.options)))
-    return _gradients(once(dx, others[0], dloss))
+        overloads["cross_entropy_bwd_one_pass"](*_one_pass_arguments((*others, dx, dloss, *ctx.options)))
+    return _gradients(once_differentiable(dx, others[0], dloss))
 
 
-# ---- DTensors whose rows are sharded: backward may read only statistics that are sharded like the rows ----
+# ---- DTensors with sharded rows: backward may only read statistics that are sharded like the rows ----
 
-_per_row = picker(arguments("cross_entropy_fwd_lse"), _ARGUMENTS)
+_per_row_arguments = selector(arguments("cross_entropy_fwd_lse"), _ARGUMENTS)
 _REDUCTION = arguments("cross_entropy_bwd").index("reduction")
 
 
 def _forward_by_row(ctx, keyset, *given):
     values = dict(zip(_ARGUMENTS, given, strict=True))
-    loss, values["lse"] = below(overloads["cross_entropy_fwd_lse"], keyset, _per_row(given))
+    overload = overloads["cross_entropy_fwd_lse"]
+    loss, values["lse"] = call_below_autograd(overload, keyset, _per_row_arguments(given))
     ctx.save_for_backward(*(values[name] for name in _SAVED))
     ctx.set_materialize_grads(False)
     ctx.options = given[_ARGUMENTS.index("weight") + 1 :]
@@ -102,7 +111,7 @@ def _forward_by_row(ctx, keyset, *given):
 def _backward_by_row(ctx, dloss):
     if dloss is None:
         return _gradients(None)
-    given = [*_in_own_pass((*ctx.saved_tensors, dloss, *ctx.options))]
+    given = [*_own_pass_arguments((*ctx.saved_tensors, dloss, *ctx.options))]
     given[_REDUCTION] = _NONE
     return _gradients(overloads["cross_entropy_bwd"](*given))
 
@@ -134,10 +143,13 @@ def _has_one_pass(x):
 
 
 def choose(two_passes, given):
-    """The apply of the autograd.Function for a call that needs a gradient. two_passes: the operator's own."""
+    """The apply of the autograd.Function for a call that needs a gradient.
+
+    two_passes: the apply that computes the gradient in a separate pass.
+    """
     values = dict(zip(_ARGUMENTS, given, strict=True))
     x, one_pass = values["x"], values["one_pass"]
-    if rows_are_sharded(x) and values["reduction"] != _MEAN:  # the operator's sharding rule refuses a mean
+    if rows_are_sharded(x) and values["reduction"] != _MEAN:  # the sharding rule refuses a mean
         return _by_row
     if not _is_eager(x):
         return two_passes

@@ -1,9 +1,8 @@
-"""Results of gander's operators for tensors without data: shapes, dtypes and devices, from the table of
-operators.
+"""Fake kernels: the shapes, dtypes and devices of the operators' results, from the table of operators.
 
-They refuse what the kernels refuse, with the same kind of exception. Sizes may be symbolic. Comparing equal
-ones adds no guard, and a condition on sizes that are known only at run time becomes an assertion in the
-graph.
+They refuse what the real kernels refuse, with the same type of exception. Sizes may be symbolic. Comparing
+equal symbolic sizes adds no guard. A condition on sizes that are only known at run time becomes an assertion
+in the graph.
 """
 
 import math
@@ -23,7 +22,7 @@ def _listed(dtypes):
 
 
 class _Call:
-    """One call of an operator, and what its operands are checked against."""
+    """One call of an operator. It checks the operands and makes the results."""
 
     def __init__(self, name, values):
         self.operator, self.operands, self.values = TORCH[name], operands(name), values
@@ -42,7 +41,7 @@ class _Call:
         return self.values.get(name, self.operator.fixed.get(name, 0))
 
     def dtypes(self, operand):
-        """The dtypes that an operand may have."""
+        """The dtypes that an operand may have. The first is the default of a result."""
         if operand.dtype == "same" and operand.like in self.values:
             return (self.values[operand.like].dtype,)
         wide = self.first.dtype == torch.float64
@@ -68,8 +67,8 @@ class _Call:
         if tensor.dtype == torch.float64 and device.type == "cuda":
             self.fail(
                 NotImplementedError,
-                f"{name} has dtype float64 on {device}, expected {_listed(_NARROW)} there; convert it, or move the "
-                "operands to host memory, where float64 is served",
+                f"{name} has dtype float64 on {device}, expected {_listed(_NARROW)} there; convert it, or "
+                "move the operands to host memory, where float64 is served",
             )
         getattr(self, f"check_{operand.shape}")(name, tensor)
         if name == self.operator.writes:
@@ -139,15 +138,15 @@ class _Call:
         self.check_count(name, tensor, fits, expected)
 
     def check_separate(self, name, tensor):
-        """Refuses elements that may share memory, as check_separate of _torch.c does."""
+        """Refuses tensors with elements that may share memory, like check_separate in _torch.c."""
         strides = tensor.stride()
         for i, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
             inner = (j for j, other in enumerate(strides) if j != i and other <= stride)
             if stride <= sum((tensor.shape[j] - 1) * strides[j] for j in inner) and size > 1:
                 self.fail(
                     ValueError,
-                    f"{name} has strides {tuple(strides)}, expected elements that do not share memory, because the "
-                    "gradient is written over them; pass a copy, or leave inplace_backward out",
+                    f"{name} has strides {tuple(strides)}, expected elements that do not share memory, "
+                    "because the gradient is written over them; pass a copy, or leave inplace_backward out",
                 )
 
     def check_option(self, argument, value):
@@ -175,7 +174,7 @@ class _Call:
 
 
 def _fake(name):
-    """The function that stands for an operator's kernels."""
+    """The fake kernel of an operator."""
     operator, of = TORCH[name], operands(name)
 
     def fake(*given):

@@ -1,16 +1,15 @@
-/* From Python straight to the kernels, where PyTorch's dispatcher has nothing to add but its host time.
+/* The fast path: calls the kernels directly from Python, without PyTorch's dispatcher, which costs host time.
  *
- * Eager calls on plain tensors, with no mode or transform active, are served here; whatever else is going on,
- * and whatever goes wrong, a function gives None, and gander._fast leaves the call to the dispatcher, which
- * serves or explains it. What this file relies on is verified by gander._fast before any function is used. */
+ * It handles eager calls on plain tensors, with no mode or transform active. For any other call, and after
+ * any failure, a function returns None. Then gander._fast calls the dispatcher, which runs the operator or
+ * raises its error. gander._fast checks what this file relies on before it uses any function. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>
 
 #include "_torch.h"
 
-/* ---- What is used of Python: its limited API, which every interpreter since 3.10 has, and objects of torch
- * ---- */
+/* ---- Python's limited API, which every interpreter since 3.10 has, and objects of torch ---- */
 
 typedef struct {
   const char* name;
@@ -54,7 +53,7 @@ static struct {
   PYTHON_FUNCTIONS(DECLARE)
 } python;
 
-/* What gander._fast hands over: types, functions of torch, dictionaries of its modules. */
+/* Objects that gander._fast passes: types and functions of torch, and a module's dictionary. */
 // clang-format off
 #define OBJECTS(F) \
   F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous) \
@@ -71,25 +70,25 @@ static struct {
 } names;
 static const DLPackExchangeAPI* exchange;
 
-/* What is used of torch beside its C ABI. */
+/* Functions of torch that are not in its stable C ABI. */
 static struct {
   bool (*grad_mode)(void);
   bool (*function_mode)(void); /* at::impl::torch_function_mode_enabled */
-  bool (*callbacks)(void);     /* at::hasCallbacks: a profiler or a tracer */
+  bool (*callbacks)(void);     /* at::hasCallbacks: true if a profiler or a tracer is active */
 } torch;
 
 /* ---- Tensors as Python objects ---- */
 
-/* Through DLPack, which torch's own type offers as C functions. */
+/* Describes a tensor through the C functions for DLPack that torch.Tensor provides. */
 void describe_object(Call* call, Operand* o, Tensor object) {
   o->handle = object;
   if (exchange->dltensor_from_py_object_no_sync(object, &o->dl)) {
     python.PyErr_Clear();
     call->failed = true;
-    o->dl = (DLTensor){0}; /* whatever it had got to */
+    o->dl = (DLTensor){0}; /* it may have been filled partly */
   } else {
     o->dtype = torch_dtype(o->dl.dtype);
-    call->failed |= o->dl.data == NULL; /* empty, or without storage */
+    call->failed |= o->dl.data == NULL; /* an empty tensor, or one without storage */
   }
 }
 
@@ -127,35 +126,35 @@ Tensor contiguous_object(Tensor object) {
 
 void release_object(Tensor object) { python.Py_DecRef((PyObject*)object); }
 void* release_gil(void) { return python.PyEval_SaveThread(); }
-void take_gil(void* thread) { python.PyEval_RestoreThread(thread); }
+void acquire_gil(void* thread) { python.PyEval_RestoreThread(thread); }
 
 /* ---- The functions ---- */
 
-/* A function for Python. It takes what its operator takes, in order. */
+/* A function for Python. It takes its operator's arguments, by position. */
 typedef struct {
   const Operator* op;
-  PyObject* apply; /* of the autograd.Function, where the operator can be differentiated */
+  PyObject* apply; /* apply of the autograd.Function, NULL if the operator cannot be differentiated */
   PyMethodDef method;
 } Function;
 
 enum { MAX_FUNCTIONS = 64 };
 static Function functions[MAX_FUNCTIONS];
-static int64_t most; /* elements on CUDA from which cross-entropy has another way to its gradient */
+static int64_t one_pass; /* CUDA tensors of this many elements or more: gander._fast.start says why */
 
 /* One call of such a function. */
 typedef struct {
   const Function* function;
   PyObject* const* arguments;
   Value stack[MAX_ARGUMENTS], boxes[MAX_ARGUMENTS];
-  bool extra; /* an argument that concerns the gradient only is given */
+  bool extra; /* an argument that only the gradient uses does not have its default value */
   bool declined;
-} Job;
+} FastCall;
 
-static _Thread_local Job* current; /* what forward() below is to do */
+static _Thread_local FastCall* current; /* the call that forward() runs */
 
-/* torch's dispatch state of this thread, two words that are zero by default. Modes, transforms, autocast,
- * tracing and guards of every kind show here. So do inference mode, and the autograd engine in a backward
- * pass, which are no obstacles. */
+/* torch's dispatch state of this thread: two sets of dispatch keys, which are zero by default. Active modes,
+ * transforms, autocast, tracing and guards change it. Inference mode and a backward pass change it too, but
+ * do not prevent the fast path. */
 typedef struct {
   uint64_t included, excluded;
 } State;
@@ -168,9 +167,9 @@ static const State* dispatch_state(void) {
   return state;
 }
 
-/* May this thread pass the dispatcher by? Profilers and tracers are to see the operator, a dual tensor is to
- * be refused. */
-static bool plain(void) {
+/* Whether this thread may bypass the dispatcher. It may not if a profiler or a tracer must see the operator,
+ * or if forward-mode differentiation is active, because the operators must refuse dual tensors. */
+static bool may_bypass(void) {
   const State* state = dispatch_state();
   bool known = (state->included | state->excluded) == 0 || memcmp(state, &backward, sizeof backward) == 0 ||
                memcmp(state, &inference, sizeof inference) == 0;
@@ -195,59 +194,60 @@ static bool requires_grad(PyObject* tensor) {
   return is_true(python.PyObject_GetAttr(tensor, names.requires_grad));
 }
 
-/* A tensor whose memory is what it stands for: no subclass, nothing that the dispatcher resolves before a
- * kernel. */
+/* Whether an object is a plain tensor: no subclass, no lazy negation and no copy-on-write tensor, which the
+ * dispatcher would resolve before a kernel runs. */
 static bool usable(PyObject* object) {
   PyObject* type = python.PyObject_Type(object);
-  python.Py_DecRef(type); /* the object keeps it */
+  python.Py_DecRef(type); /* the object still holds a reference to it */
   return (type == objects.Tensor || type == objects.Parameter) &&
          !is_true(python.PyObject_CallFunctionObjArgs(objects.is_neg, object, NULL)) &&
          !is_true(python.PyObject_CallFunctionObjArgs(objects.is_cow, object, NULL));
 }
 
-static bool convert(Job* job, int i) {
-  PyObject* argument = job->arguments[i];
+/* Puts argument i on the stack. Returns false if the fast path does not support it. */
+static bool convert(FastCall* call, int i) {
+  PyObject* argument = call->arguments[i];
   double number;
-  switch (job->function->op->arguments[i]) {
-    case 'T': job->stack[i] = (Value)(uintptr_t)argument; return usable(argument);
+  switch (call->function->op->arguments[i]) {
+    case 'T': call->stack[i] = (Value)(uintptr_t)argument; return usable(argument);
     case 'O':
-      job->boxes[i] = (Value)(uintptr_t)argument;
-      job->stack[i] = argument == objects.None ? 0 : (Value)(uintptr_t)&job->boxes[i];
+      call->boxes[i] = (Value)(uintptr_t)argument;
+      call->stack[i] = argument == objects.None ? 0 : (Value)(uintptr_t)&call->boxes[i];
       return argument == objects.None || usable(argument);
     case 'd':
-      job->stack[i] = argument == objects.None ? 0 : (Value)(uintptr_t)&job->boxes[i];
+      call->stack[i] = argument == objects.None ? 0 : (Value)(uintptr_t)&call->boxes[i];
       for (int j = 0; j < DTYPE_COUNT; j++)
         if (dtypes[j].object == argument) {
-          job->boxes[i] = (Value)dtypes[j].torch;
+          call->boxes[i] = (Value)dtypes[j].torch;
           return true;
         }
       return argument == objects.None;
     case 'b':
-      job->stack[i] = argument == objects.True;
+      call->stack[i] = argument == objects.True;
       return argument == objects.True || argument == objects.False;
     case 'e':
-    case 'E': /* read by the gradient alone */
-      job->stack[i] = 0;
-      job->extra |= argument != (job->function->op->arguments[i] == 'E' ? objects.None : objects.False);
+    case 'E': /* only the gradient uses these */
+      call->stack[i] = 0;
+      call->extra |= argument != (call->function->op->arguments[i] == 'E' ? objects.None : objects.False);
       return true;
     case 'f':
       number = python.PyFloat_AsDouble(argument);
-      memcpy(&job->stack[i], &number, sizeof number);
+      memcpy(&call->stack[i], &number, sizeof number);
       break;
-    default: job->stack[i] = (Value)python.PyLong_AsLongLong(argument);
+    default: call->stack[i] = (Value)python.PyLong_AsLongLong(argument);
   }
   if (python.PyErr_Occurred() == NULL) return true;
   python.PyErr_Clear();
   return false;
 }
 
-static bool call_kernel(Job* job, const Operator* op) {
-  run_operator(op, job->stack, true);
-  job->declined = job->stack[0] == 0;
-  return !job->declined;
+static bool call_kernel(FastCall* call, const Operator* op) {
+  run_operator(op, call->stack, true);
+  call->declined = call->stack[0] == 0;
+  return !call->declined;
 }
 
-static PyObject* result(const Job* job, int i) { return (PyObject*)(uintptr_t)job->stack[i]; }
+static PyObject* result(const FastCall* call, int i) { return (PyObject*)(uintptr_t)call->stack[i]; }
 
 static bool set(PyObject* object, PyObject* name, PyObject* owned) {
   bool ok = owned != NULL && python.PyObject_SetAttr(object, name, owned) == 0;
@@ -255,114 +255,117 @@ static bool set(PyObject* object, PyObject* name, PyObject* owned) {
   return ok;
 }
 
-/* What backward reads, in the order of the table. Takes over no reference. */
-static PyObject* tuple_of_saved(const Job* job) {
-  const Operator* op = job->function->op;
+/* The tensors that backward reads, in the order of the table, as new references. */
+static PyObject* tuple_of_saved(const FastCall* call) {
+  const Operator* op = call->function->op;
   PyObject* tuple = python.PyTuple_New(op->saved_count);
   for (int i = 0; tuple != NULL && i < op->saved_count; i++) {
     int index = op->saved[i].index;
-    PyObject* object = op->saved[i].result ? result(job, index) : job->arguments[index];
+    PyObject* object = op->saved[i].result ? result(call, index) : call->arguments[index];
     python.Py_IncRef(object);
     python.PyTuple_SetItem(tuple, i, object);
   }
   return tuple;
 }
 
-/* The arguments that are no tensors. */
-static PyObject* tuple_of_options(const Job* job) {
-  const char* kinds = job->function->op->arguments;
+/* The arguments that are not tensors. */
+static PyObject* tuple_of_options(const FastCall* call) {
+  const char* kinds = call->function->op->arguments;
   int first = 0, count = (int)strlen(kinds);
   while (first < count && (kinds[first] == 'T' || kinds[first] == 'O')) first++;
   PyObject* tuple = python.PyTuple_New(count - first);
   for (int i = first; tuple != NULL && i < count; i++) {
-    python.Py_IncRef(job->arguments[i]);
-    python.PyTuple_SetItem(tuple, i - first, job->arguments[i]);
+    python.Py_IncRef(call->arguments[i]);
+    python.PyTuple_SetItem(tuple, i - first, call->arguments[i]);
   }
   return tuple;
 }
 
-/* forward() of the autograd.Functions, whose arguments other than ctx are those of the current call. */
+/* forward() of the autograd.Functions. It reads the arguments other than ctx from the current call. */
 static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t count) {
   (void)self, (void)count;
-  Job* job = current;
-  const Operator* saving = job == NULL ? NULL : find_operator(job->function->op->saving);
+  FastCall* call = current;
+  const Operator* saving = call == NULL ? NULL : find_operator(call->function->op->saving);
   current = NULL;
-  if (job == NULL || !call_kernel(job, saving)) {
+  if (call == NULL || !call_kernel(call, saving)) {
     python.PyErr_SetString(objects.RuntimeError, "gander: left to the dispatcher");
     return NULL;
   }
-  PyObject *ctx = arguments[0], *out = result(job, 0);
-  bool ok = set(ctx, names.to_save, tuple_of_saved(job)) &&
+  PyObject *ctx = arguments[0], *out = result(call, 0);
+  bool ok = set(ctx, names.to_save, tuple_of_saved(call)) &&
             python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
-            set(ctx, names.options, tuple_of_options(job));
+            set(ctx, names.options, tuple_of_options(call));
   for (int i = 1; i < saving->result_count; i++)
-    python.Py_DecRef(result(job, i)); /* ctx keeps what it needs */
+    python.Py_DecRef(result(call, i)); /* ctx keeps what it needs */
   if (ok) return out;
   python.Py_DecRef(out);
   return NULL;
 }
 
-/* Decides what a call needs: 1 its gradient, 0 no gradient, -1 the dispatcher. */
-static int wanted(const Job* job) {
-  const Operator* op = job->function->op;
+/* How to run a call. */
+typedef enum { WITHOUT_GRADIENT, WITH_GRADIENT, THROUGH_DISPATCHER } Route;
+
+static Route choose_route(const FastCall* call) {
+  const Operator* op = call->function->op;
   bool gradient = false;
-  if (!torch.grad_mode()) return 0;
+  if (!torch.grad_mode()) return WITHOUT_GRADIENT;
   for (int i = 0; op->arguments[i] == 'T' || op->arguments[i] == 'O'; i++) {
-    if (job->arguments[i] == objects.None || !requires_grad(job->arguments[i])) continue;
-    if (!op->differentiable[i]) return -1;
+    if (call->arguments[i] == objects.None || !requires_grad(call->arguments[i])) continue;
+    if (!op->differentiable[i]) return THROUGH_DISPATCHER;
     gradient = true;
   }
-  if (!gradient) return 0;
-  if (job->function->apply == NULL || job->extra) return -1;
+  if (!gradient) return WITHOUT_GRADIENT;
+  if (call->function->apply == NULL || call->extra) return THROUGH_DISPATCHER;
   if (strchr(op->arguments, 'E') != NULL) {
     DLTensor x;
     int64_t elements = 1;
-    if (exchange->dltensor_from_py_object_no_sync(job->arguments[0], &x)) {
+    if (exchange->dltensor_from_py_object_no_sync(call->arguments[0], &x)) {
       python.PyErr_Clear();
-      return -1;
+      return THROUGH_DISPATCHER;
     }
     for (int32_t i = 0; i < x.ndim; i++) elements *= x.shape[i];
-    if (x.device.device_type == kDLCUDA && elements >= most) return -1;
+    if (x.device.device_type == kDLCUDA && elements >= one_pass) return THROUGH_DISPATCHER;
   }
-  return 1;
+  return WITH_GRADIENT;
 }
 
-static PyObject* differentiable(Job* job) {
-  Job* outer = current; /* hooks on saved tensors run inside of apply, and may call us */
+/* Calls apply, which calls forward(). */
+static PyObject* call_apply(FastCall* call) {
+  FastCall* outer = current; /* apply runs hooks on saved tensors, which may call these functions again */
   PyObject* inputs[4] = {NULL};
   int count = 0;
-  for (int i = 0; job->function->op->arguments[i] != 0; i++)
-    if (job->function->op->differentiable[i] && count < 4) inputs[count++] = job->arguments[i];
-  current = job;
-  PyObject* out = python.PyObject_CallFunctionObjArgs(job->function->apply, inputs[0], inputs[1], inputs[2],
+  for (int i = 0; call->function->op->arguments[i] != 0; i++)
+    if (call->function->op->differentiable[i] && count < 4) inputs[count++] = call->arguments[i];
+  current = call;
+  PyObject* out = python.PyObject_CallFunctionObjArgs(call->function->apply, inputs[0], inputs[1], inputs[2],
                                                       inputs[3], NULL);
   current = outer;
-  if (out != NULL || !job->declined) return out;
+  if (out != NULL || !call->declined) return out;
   python.PyErr_Clear();
   return none();
 }
 
 static PyObject* call_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
   const Function* f = python.PyCapsule_GetPointer(self, NULL);
-  Job job = {.function = f, .arguments = arguments};
-  if (count != (intptr_t)strlen(f->op->arguments) || !plain()) return none();
+  FastCall call = {.function = f, .arguments = arguments};
+  if (count != (intptr_t)strlen(f->op->arguments) || !may_bypass()) return none();
   for (int i = 0; i < count; i++)
-    if (!convert(&job, i)) return none();
-  int gradient = wanted(&job);
-  if (gradient > 0) return differentiable(&job);
-  if (gradient < 0 || !call_kernel(&job, f->op)) return none();
-  if (f->op->result_count == 1) return result(&job, 0);
+    if (!convert(&call, i)) return none();
+  Route route = choose_route(&call);
+  if (route == WITH_GRADIENT) return call_apply(&call);
+  if (route == THROUGH_DISPATCHER || !call_kernel(&call, f->op)) return none();
+  if (f->op->result_count == 1) return result(&call, 0);
   PyObject* tuple = python.PyTuple_New(f->op->result_count);
   for (int i = 0; i < f->op->result_count; i++) {
-    if (tuple != NULL) python.PyTuple_SetItem(tuple, i, result(&job, i));
-    else python.Py_DecRef(result(&job, i));
+    if (tuple != NULL) python.PyTuple_SetItem(tuple, i, result(&call, i));
+    else python.Py_DecRef(result(&call, i));
   }
   return tuple;
 }
 
-/* ---- What gander._fast calls through ctypes ---- */
+/* ---- Functions that gander._fast calls through ctypes ---- */
 
-/* Reads the dispatch state. Returns whether this torch has one where it is expected. */
+/* Reads the dispatch state. Returns false if this torch does not have it under the expected symbol. */
 EXPORT bool gander_torch_dispatch_state(State* state) {
   libc10 = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
   if (libc10 == NULL || dispatch_state() == NULL) return false;
@@ -370,16 +373,18 @@ EXPORT bool gander_torch_dispatch_state(State* state) {
   return true;
 }
 
-static PyObject* kept(PyObject* dictionary, const char* key) {
+/* A new reference to an item of a dictionary, or NULL. */
+static PyObject* get_item(PyObject* dictionary, const char* key) {
   PyObject* object = python.PyDict_GetItemString(dictionary, key);
   if (object != NULL) python.Py_IncRef(object);
   return object;
 }
 
-/* Fills a dictionary with the functions above, by the names of their operators, and "forward". given:
- * OBJECTS, torch's dtypes, "exchange" (the capsule of DLPack's C functions), "most" (an int), and for each
- * operator that such a function differentiates its Function's apply. states: the dispatch state in inference
- * mode and in a backward pass. Returns NULL, or what is missing. To be called once, with the GIL. */
+/* Fills the dictionary `results` with "forward", and a function for each operator by its name.
+ *
+ * given: OBJECTS, torch's dtypes, "exchange" (the capsule of DLPack's C functions), "one_pass" (an int), and
+ * by operator the apply of the autograd.Functions. states: the dispatch states in inference mode and in a
+ * backward pass. Returns NULL, or the name of what is missing. Must be called only once, with the GIL. */
 EXPORT const char* gander_fast_functions(PyObject* given, const State* states, PyObject* results) {
   static PyMethodDef forward_method = {"forward", forward, METH_FASTCALL, NULL};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -392,12 +397,12 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   if (torch.grad_mode == NULL || torch.function_mode == NULL || torch.callbacks == NULL)
     return "libtorch_cpu.so";
 #define KEEP(name) \
-  if ((objects.name = kept(given, #name)) == NULL) return #name;
+  if ((objects.name = get_item(given, #name)) == NULL) return #name;
   OBJECTS(KEEP)
 #define INTERN(name) \
   if ((names.name = python.PyUnicode_InternFromString(#name)) == NULL) return #name;
   NAMES(INTERN)
-  for (int i = 0; i < DTYPE_COUNT; i++) dtypes[i].object = kept(given, dtypes[i].name);
+  for (int i = 0; i < DTYPE_COUNT; i++) dtypes[i].object = get_item(given, dtypes[i].name);
   PyObject* capsule = python.PyDict_GetItemString(given, "exchange");
   exchange = capsule == NULL ? NULL : python.PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   if (exchange == NULL || exchange->header.version.major != DLPACK_MAJOR_VERSION ||
@@ -405,13 +410,13 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
     return "exchange";
   inference = states[0];
   backward = states[1];
-  most = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "most"));
+  one_pass = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "one_pass"));
   for (int i = 0; i < MAX_FUNCTIONS && find_operator(i) != NULL; i++) {
     Function* f = &functions[i];
     f->op = find_operator(i);
     if (!f->op->fast) continue;
     f->method = (PyMethodDef){f->op->name, call_function, METH_FASTCALL, NULL};
-    f->apply = f->op->saving < 0 ? NULL : kept(given, f->op->name);
+    f->apply = f->op->saving < 0 ? NULL : get_item(given, f->op->name);
     PyObject* self = python.PyCapsule_New(f, NULL, NULL);
     PyObject* function = python.PyCFunction_NewEx(&f->method, self, NULL);
     if (function == NULL || python.PyDict_SetItemString(results, f->op->name, function)) return f->op->name;

@@ -1,13 +1,13 @@
-"""The fast path past torch's dispatcher: calls that take it, and checks of what it relies on (_fast.c).
+"""The fast path, which bypasses torch's dispatcher, and the checks of what it relies on (_fast.c).
 
-For an eager call on plain tensors, with no mode or transform active, the dispatcher costs host time and adds
-nothing. A function of _fast.c takes the tensors of such a call straight from Python. For any other call, and
-for one that fails, it returns None. The call then goes through the dispatcher, which serves or refuses it.
+For an eager call on plain tensors, with no mode or transform active, the dispatcher only costs host time. For
+such a call a function of _fast.c takes the tensors directly from Python. For any other call, or if the call
+fails, it returns None. The call then goes through the dispatcher, which runs it or raises its error.
 
 The fast path relies on parts of torch that are not public. When torch is imported, this file checks that the
-symbols are there, and the size and the meaning of the thread's dispatch state. Answers can be checked only by
-the first call, because they need the library, which an import must not load. The fast path is off, and
-gander.info() says why, if a check fails, if torch's version is outside of those that are tested, or if
+symbols exist, and the size and the meaning of the thread's dispatch state. Results can only be checked in the
+first call, because they need the library, which an import must not load. The fast path is off, and
+gander.info() says why, if a check fails, if torch's version is not in the tested range, or if
 GANDER_FAST_PATH is 0.
 """
 
@@ -25,13 +25,13 @@ from torch.compiler import is_dynamo_compiling
 from ._operators_gen import TORCH
 from ._schemas import complete, differentiable, operands, overloads, tensors
 
-# The releases of torch that the checks run: the oldest that gander takes, 2.11, and the newest, which is the
+# The releases of torch that are tested: the oldest that gander supports, 2.11, and the newest, which is the
 # one in requirements.in. `./build.sh test-torch` reads this line.
 TESTED = ("2.10.0", "2.11.0", "2.15.0")
 
 _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
-_functions: dict = {}  # of _fast.c, by operator
+_functions: dict = {}  # the functions of _fast.c, by operator
 _off: str | None = None  # why the fast path is off
 _checked = _checking = False
 
@@ -44,7 +44,7 @@ def status() -> bool | str:
 
 
 def call(name: str):
-    """A function that calls an operator with all its arguments, past the dispatcher if possible."""
+    """A function that calls an operator with all its arguments, and bypasses the dispatcher if possible."""
     overload = overloads[name]
     if name not in _functions:
         return overload
@@ -72,16 +72,17 @@ def call(name: str):
 # ---- When torch is imported ----
 
 
-def start(binary, functions: dict, most: int) -> None:
-    """Finds the functions of _fast.c.
+def start(binary, functions: dict, one_pass: int) -> None:
+    """Loads the functions of _fast.c.
 
-    functions: for each operator that the fast path differentiates its autograd.Function, whose forward is set
-    here.
-    most: the elements of a CUDA tensor from which cross-entropy computes its gradient in another way.
+    functions: the autograd.Functions of the operators that the fast path can differentiate. Their forward is
+    set here.
+    one_pass: for CUDA tensors of this many elements or more, the dispatcher's kernel computes cross-entropy's
+    gradient in one pass with the loss. The fast path leaves these calls to the dispatcher.
     """
     global _off
     try:
-        _off = _untested() or _find(ctypes.PyDLL(str(binary)), functions, most)
+        _off = _untested() or _find(ctypes.PyDLL(str(binary)), functions, one_pass)
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError) as error:
         _off = f"torch {torch.__version__} lacks what it relies on: {error}"
     if _off:
@@ -100,7 +101,7 @@ def _untested():
     return None
 
 
-def _find(library, functions, most):
+def _find(library, functions, one_pass):
     """Fills _functions. Returns what is missing, or None."""
     library.gander_torch_dispatch_state.restype = ctypes.c_bool
     library.gander_fast_functions.restype = ctypes.c_char_p
@@ -127,7 +128,7 @@ def _find(library, functions, most):
         "empty_strided_cuda": _empty_on("cuda"),
         "forward_ad": vars(forward_ad),
         "exchange": Tensor.__dlpack_c_exchange_api__,
-        "most": most,
+        "one_pass": one_pass,
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")},
         **{name: function.apply for name, function in functions.items()},
     }
@@ -158,10 +159,10 @@ def _symbol_size(name):
 
 
 def _states(read):
-    """The dispatch states other than zero in which the fast path is taken.
+    """The nonzero dispatch states in which the fast path is taken: inference mode and a backward pass.
 
-    They are those of inference mode and of a backward pass, for which autograd's engine excludes the key of
-    named tensors. None if what _fast.c reads is not what torch says of the thread's state.
+    In a backward pass autograd's engine excludes the key of named tensors. Returns None if the state that
+    _fast.c reads is not the one that torch reports.
     """
 
     def of_torch():
@@ -176,9 +177,9 @@ def _states(read):
         return list(state) if read(state) else None
 
     named = torch._C._parse_dispatch_key("Named")  # newer releases have no named tensors
-    in_backward = (
-        () if named is None else (torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(named)),)
-    )
+    in_backward = ()
+    if named is not None:
+        in_backward = (torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(named)),)
     functional = torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize)
     guards = (torch.inference_mode(), *in_backward, functional)
     with torch.inference_mode(False):
@@ -188,9 +189,8 @@ def _states(read):
         for guard in guards:
             with guard:
                 states.append(words())
-                if states[-1] != [a ^ b for a, b in zip(of_torch(), rest, strict=True)] or not any(
-                    states[-1]
-                ):
+                expected = [a ^ b for a, b in zip(of_torch(), rest, strict=True)]
+                if states[-1] != expected or not any(states[-1]):
                     return None
     return states[0] + (states[1] if in_backward else states[0])
 
@@ -201,7 +201,8 @@ def _empty_on(device):
 
     from torch._C._dynamo import guards
 
-    return getattr(guards, f"_empty_strided_{device}", empty)  # inductor's, in two thirds of the time
+    # Inductor's function takes two thirds of the time of torch.empty_strided.
+    return getattr(guards, f"_empty_strided_{device}", empty)
 
 
 # ---- At the first call ----
@@ -210,7 +211,7 @@ _SHAPES = {"rows": (2, 8), "columns": (8,), "per_row": (2,), "strided": (2,), "s
 
 
 def _example(name):
-    """Arguments of a call on two rows of eight."""
+    """Arguments of a call on two rows of eight elements."""
 
     def tensor(operand):
         shape = torch.Size(_SHAPES.get(operand.shape, ()))
@@ -221,8 +222,8 @@ def _example(name):
     return complete(name, tuple(tensor(operands(name)[argument]) for argument in tensors(name)))
 
 
-def _answers(name, function, leaves):
-    """What a function returns, and the gradients of its arguments `leaves`, or None if it returns None."""
+def _results(name, function, leaves):
+    """A function's results, then the gradients of its arguments `leaves`. None if it returns None."""
     arguments = _example(name)
     for argument, tensor in zip(tensors(name), arguments, strict=False):
         tensor.requires_grad_(argument in leaves)
@@ -230,7 +231,7 @@ def _answers(name, function, leaves):
     if results is None:
         return None
     results = [results] if isinstance(results, Tensor) else [*results]
-    if leaves:  # from backward() itself: no hook and no compiled autograd has a part in this
+    if leaves:  # calls the backward node directly, so hooks and compiled autograd are not involved
         gradients = results[0].grad_fn.apply(torch.ones_like(results[0]))
         results += [gradient for gradient in gradients if gradient is not None]
     return results
@@ -241,29 +242,30 @@ def _same(a, b):
 
 
 def _hooks():
-    """Hooks on saved tensors, which must not see the tensors of a check."""
+    """The active hooks on saved tensors, if any. They must not see the tensors of a check."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _differs():
-    """The operator whose function does not give the dispatcher's bits; "" if there is none; None if one
-    declines."""
+    """The first operator whose function does not return the same bits as the dispatcher, or "".
+
+    None if a function returned None, so that there is nothing to compare.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         for name, function in _functions.items():
-            single = len(TORCH[name].results) == 1  # the others leave gradients to the dispatcher
+            single = len(TORCH[name].results) == 1  # for others gradients go through the dispatcher
             for leaves in {(), tuple(differentiable(name)) if single else ()}:
-                answers = _answers(name, function, leaves)
-                if answers is None:
+                results = _results(name, function, leaves)
+                if results is None:
                     return None
-                expected = _answers(name, overloads[name], leaves)
-                if len(answers) != len(expected) or not all(map(_same, answers, expected)):
+                expected = _results(name, overloads[name], leaves)
+                if len(results) != len(expected) or not all(map(_same, results, expected)):
                     return name
     return ""
 
 
 def _check() -> bool:
-    """Whether every function gives the dispatcher's bits. Also False if that cannot be found out at this
-    moment."""
+    """Whether every function returns the dispatcher's bits. Also False if that cannot be checked now."""
     global _checked, _checking, _off
     if not (_checked or _off or _checking or _hooks()):
         _checking = True
@@ -271,7 +273,7 @@ def _check() -> bool:
             name = _differs()
             _checked = name == ""
             if name:
-                _off = f"torch {torch.__version__} gives another answer through its dispatcher: {name}"
+                _off = f"torch {torch.__version__} returns another result through its dispatcher: {name}"
                 _functions.clear()
         finally:
             _checking = False

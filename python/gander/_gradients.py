@@ -25,7 +25,7 @@ from ._schemas import (
     arguments,
     complete,
     differentiable,
-    made,
+    gradients_of,
     overloads,
     registry,
     saved,
@@ -42,37 +42,39 @@ _NO_SECOND = "gander: second derivatives are not supported; use torch's operator
 _NO_FORWARD = "gander: forward-mode derivatives are not supported; use torch's operators"
 
 
-def picker(names: list[str], among: list[str]):
-    """A function that takes a tuple of the values of `among` and returns the tuple of those named."""
+def selector(names: list[str], among: list[str]):
+    """A function that takes a tuple with a value for each name in `among`, and returns those of `names`."""
     indices = [among.index(name) for name in names]
     if len(indices) == 1:
         return lambda values: (values[indices[0]],)
     return itemgetter(*indices)
 
 
-def maker_arguments(maker: str, name: str, kept: list[str]):
-    """A function that returns a gradient operator's arguments, given a tuple of the saved tensors `kept`, the
-    upstream gradient, and ctx.options of operator `name`."""
+def gradient_arguments(gradient_op: str, name: str, kept: list[str]):
+    """A function that returns the arguments of a gradient operator.
+
+    It takes one tuple: the saved tensors `kept`, the upstream gradient, and ctx.options of operator `name`.
+    """
     options = arguments(name)[len(tensors(name)) :]
-    return picker(arguments(maker), [*kept, upstream(maker), *options])
+    return selector(arguments(gradient_op), [*kept, upstream(gradient_op), *options])
 
 
 def backward(name: str, inputs: list[str]):
     """backward() of an operator's autograd.Function, whose apply takes `inputs`.
 
-    It reads ctx.saved_tensors, in the order of saved(name), and ctx.options, the arguments that are no
-    tensors.
+    It reads ctx.saved_tensors, in the order of saved(name), and ctx.options, the other arguments.
     """
     results, plans = TORCH[TORCH[name].saving].results, {}
 
     def plan(needs):
-        """How the needed gradients are made: by the last gradient operator that makes all of them."""
+        """How to compute the needed gradients: the last gradient operator that returns all of them."""
         wanted = {argument for argument, needed in zip(inputs, needs, strict=True) if needed}
-        maker = [maker for maker in TORCH[name].backward if wanted <= set(made(maker))][-1]
-        types, gradients = [argument.type for argument in TORCH[maker].arguments], made(maker)
+        gradient_op = [op for op in TORCH[name].backward if wanted <= set(gradients_of(op))][-1]
+        types = [argument.type for argument in TORCH[gradient_op].arguments]
+        gradients = gradients_of(gradient_op)
         plans[needs] = (
-            _fast.call(maker),
-            maker_arguments(maker, name, saved(name)),
+            _fast.call(gradient_op),
+            gradient_arguments(gradient_op, name, saved(name)),
             types.index("algorithm") if "algorithm" in types else None,
             len(gradients) == 1,
             [(inputs.index(argument), gradients.index(argument)) for argument in wanted],
@@ -88,9 +90,8 @@ def backward(name: str, inputs: list[str]):
             needs = ctx.needs_input_grad
             call, pick, algorithm, single, places = plans.get(needs) or plan(needs)
             given = pick((*ctx.saved_tensors, gradient, *ctx.options))
-            if (
-                algorithm is not None and given[algorithm]
-            ):  # forward's, if it serves these rows in backward too
+            # IF_SERVED: use forward's algorithm if it supports these rows in backward too, else "auto".
+            if algorithm is not None and given[algorithm]:
                 given = (*given[:algorithm], given[algorithm] | IF_SERVED, *given[algorithm + 1 :])
             answer = call(*given)
             for place, index in places:
@@ -101,14 +102,14 @@ def backward(name: str, inputs: list[str]):
 
 
 def forward(name: str, saving: str, kept: list[str]):
-    """forward() of an operator's autograd.Function, whose apply takes a keyset and the operator's arguments."""
+    """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments."""
     overload, results = overloads[saving], TORCH[saving].results
     count, first_option = len(TORCH[saving].arguments), len(tensors(name))
-    to_save = picker(kept, [*arguments(name), *results])
+    to_save = selector(kept, [*arguments(name), *results])
     single, public = len(results) == 1, len(TORCH[name].results) == 1
 
     def forward(ctx, keyset, *given):
-        answer = below(overload, keyset, given[:count])
+        answer = call_below_autograd(overload, keyset, given[:count])
         if single:
             answer = (answer,)
         ctx.save_for_backward(*to_save((*given, *answer)))
@@ -119,11 +120,11 @@ def forward(name: str, saving: str, kept: list[str]):
     return forward
 
 
-def below(overload, keyset, given):
+def call_below_autograd(overload, keyset, given):
     """Calls an operator below autograd, from forward() of an autograd.Function.
 
-    autograd turns gradients and tangents off there, but the operator goes on to torch.func's outer
-    transforms, which want theirs.
+    autograd disables gradients and tangents in forward(). They are enabled here if a transform of torch.func
+    is active, because the call continues to the outer transforms, which need them.
     """
     if _in_transform():
         with enable_grad(), _set_fwd_grad_enabled(True), _below_autograd():
@@ -133,21 +134,23 @@ def below(overload, keyset, given):
 
 
 def function(title: str, forward, backward) -> type[_SingleLevelFunction]:
-    """An autograd.Function without the Python part of apply, which is for torch.func's transforms: the
-    dispatcher shows them our operators, and each of them then uses the function at its own level."""
+    """An autograd.Function without the Python part of apply, which supports torch.func's transforms.
+
+    That part is not needed: the dispatcher passes our operators to each transform, which then uses the
+    function at its own level.
+    """
     title = "Gander" + "".join(word.capitalize() for word in title.split("_"))
     methods = {
         "forward": forward and staticmethod(untraced(forward)),
         "backward": staticmethod(untraced(backward)),
-        "_compiled_autograd_key": staticmethod(
-            Function._compiled_autograd_key
-        ),  # compiled autograd asks for it
+        # Compiled autograd calls this one.
+        "_compiled_autograd_key": staticmethod(Function._compiled_autograd_key),
     }
     return type(_SingleLevelFunction)(title, (_SingleLevelFunction,), methods | {"__module__": __name__})
 
 
 def apply_of(function: type[_SingleLevelFunction]):
-    """function.apply, also within torch.func's transforms, which refuse a function of a single level unasked."""
+    """function.apply, also inside torch.func's transforms, which accept such functions only on request."""
     apply = function.apply
 
     def call(*inputs):
@@ -160,16 +163,16 @@ def apply_of(function: type[_SingleLevelFunction]):
 
 
 def _refusal(name):
-    """The apply of an operator that has no gradient: its results refuse to be differentiated."""
+    """The apply of an operator that has no gradient. Differentiating its results raises an error."""
     message = _NO_SECOND
-    if not any(made(name)):
+    if not any(gradients_of(name)):
         public = next(
             other for other, of in TORCH.items() if of.saving and of.operator == TORCH[name].operator
         )
         message = f"gander: {name} has no gradient; detach its inputs, or use {public}"
 
     def forward(ctx, keyset, *given):
-        return below(overloads[name], keyset, given)
+        return call_below_autograd(overloads[name], keyset, given)
 
     def backward(ctx, *gradients):
         raise NotImplementedError(message)
@@ -185,12 +188,12 @@ def _refuse_second(ctx, *gradients):
     raise NotImplementedError(_NO_SECOND)
 
 
-_once = apply_of(function("once", _same, _refuse_second))
+_once_differentiable = apply_of(function("once_differentiable", _same, _refuse_second))
 
 
-def once(gradient: Tensor, *sources: Tensor) -> Tensor:
-    """A gradient that was computed from sources out of autograd's sight, made to refuse a second derivative."""
-    return _once(gradient, *sources) if is_grad_enabled() else gradient
+def once_differentiable(gradient: Tensor, *sources: Tensor) -> Tensor:
+    """A gradient that was computed from sources below autograd. Its own derivative raises an error."""
+    return _once_differentiable(gradient, *sources) if is_grad_enabled() else gradient
 
 
 def _refuse_tangents(given):
@@ -204,7 +207,7 @@ def _kernel(name, choose):
     operator, overload, count = TORCH[name], overloads[name], len(tensors(name))
     own = None
     if operator.saving:
-        inputs = ["", *arguments(name)]  # the keyset first
+        inputs = ["", *arguments(name)]  # apply takes the keyset first
         own = apply_of(function(name, forward(name, operator.saving, saved(name)), backward(name, inputs)))
     elif not operator.writes:
         own = _refusal(name)
@@ -215,7 +218,8 @@ def _kernel(name, choose):
                 continue
             if operator.writes:
                 raise NotImplementedError(
-                    f"gander: {name} has no gradient, and {argument} requires one; detach it, or use torch.no_grad()"
+                    f"gander: {name} has no gradient, and {argument} requires one; detach it, or use "
+                    "torch.no_grad()"
                 )
             if operator.saving and argument not in differentiable(name):
                 raise NotImplementedError(
@@ -247,8 +251,8 @@ def register(choices: dict) -> None:
 
 
 def fast_functions() -> dict:
-    """The autograd.Functions of the fast path (_fast.py), which sets their forward. Their apply takes the
-    arguments that have a gradient and returns a single result."""
+    """The autograd.Functions of the fast path (_fast.py), by operator. Their apply takes the arguments that
+    have a gradient and returns a single result. _fast.py sets their forward."""
     return {
         name: function(name, None, backward(name, differentiable(name)))
         for name, operator in TORCH.items()

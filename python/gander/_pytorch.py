@@ -1,11 +1,11 @@
-"""gander's operators in PyTorch: schemas, kernels, fakes, gradients, and rules for vmap, autocast and
+"""gander's operators in PyTorch: schemas, kernels, fake kernels, gradients, and rules for vmap, autocast and
 DTensor.
 
-Importing this module registers them. The library is loaded by the first kernel that runs. Everything here is
-made from the table of operators (_operators_gen.py), so a new operator or option changes nothing in it.
+Importing this module registers them. The first kernel that runs loads the library. Everything here is made
+from the table of operators (_operators_gen.py), so a new operator or option needs no change here.
 
-This module has a function for each operator of torch.ops.gander, of the same name, which takes all of the
-operator's arguments by position. Where possible, such a function bypasses torch's dispatcher (_fast.py).
+This module has a function for each operator of torch.ops.gander, with the same name. It takes all of the
+operator's arguments by position. If possible, it bypasses torch's dispatcher (_fast.py).
 """
 
 import ctypes
@@ -39,7 +39,11 @@ _kernels = _register_kernels()
 
 
 def explained(error: RuntimeError, **arguments) -> Exception:
-    """The exception that a user is to see for an error out of the dispatcher: one of the right type."""
+    """The exception to raise for an error from the dispatcher: one of the right type.
+
+    A kernel can only make torch raise RuntimeError. It keeps the status of its failure, which decides the
+    type.
+    """
     for name, value in arguments.items():
         if value is not None and not isinstance(value, Tensor):
             return TypeError(
@@ -50,19 +54,17 @@ def explained(error: RuntimeError, **arguments) -> Exception:
     text = (message.value or b"").decode(errors="replace")
     if not status or text not in str(error):
         return error
-    return (
-        torch.cuda.OutOfMemoryError(text)
-        if status == _library.STATUS_MEMORY
-        else _library.exception(status, text)
-    )
+    if status == _library.STATUS_MEMORY:
+        return torch.cuda.OutOfMemoryError(text)
+    return _library.exception(status, text)
 
 
 # ---- Operators that write over an argument ----
 
 
-def _counts_version(name):
-    """A kernel that counts a new version of the written tensor, as autograd expects. Our kernels write
-    without torch."""
+def _increments_version(name):
+    """A kernel that increments the version of the written tensor, as autograd expects. torch does not see
+    that our kernels write."""
     overload, after = overloads[name], torch._C._after_ADInplaceOrView_keyset
     position = arguments(name).index(TORCH[name].writes)
 
@@ -76,14 +78,14 @@ def _counts_version(name):
 
 for _name, _operator in TORCH.items():
     if _operator.writes:
-        registry.impl(_name, untraced(_counts_version(_name)), "ADInplaceOrView", with_keyset=True)
+        registry.impl(_name, untraced(_increments_version(_name)), "ADInplaceOrView", with_keyset=True)
 
 
 # ---- Autocast ----
 
-# Operators that run in float32 under CUDA autocast. RMSNorm keeps the dtype of its input, as F.rms_norm does in
-# torch 2.10 and 2.11; 2.15 registers a cast to float32 for it. Cross-entropy's loss is float32 in any case, and
-# CPU autocast casts none of them.
+# Operators that run in float32 under CUDA autocast. RMSNorm keeps the dtype of its input, like F.rms_norm in
+# torch 2.10 and 2.11 (2.15 registers a cast to float32 for it). Cross-entropy's loss is always float32. CPU
+# autocast casts none of these operators.
 _IN_FLOAT32 = ("softmax",)
 
 
@@ -113,7 +115,8 @@ globals().update({name: _fast.call(name) for name in TORCH})
 
 
 def __getattr__(name):
-    if name == "fast_path":  # True, or why not: known once the first call has checked it
+    # True, or why the fast path is off. Not a constant, because the first call may turn it off.
+    if name == "fast_path":
         return _fast.status()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

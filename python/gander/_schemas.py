@@ -1,4 +1,5 @@
-"""torch.ops.gander: the operators as torch knows them, and what follows for them from the table of operators."""
+"""torch.ops.gander: registers the operators' schemas, and answers questions about operators from their table
+(_operators_gen.py)."""
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -19,7 +20,7 @@ _defaults = {
 
 
 def complete(name: str, given: tuple) -> tuple:
-    """All arguments of a call. The dispatcher leaves out those at the end that have their default values."""
+    """All arguments of a call. The dispatcher omits trailing arguments that have their default values."""
     missing = len(TORCH[name].arguments) - len(given)
     return given + _defaults[name][-missing:] if missing else given
 
@@ -38,36 +39,37 @@ def tensors(name: str) -> list[str]:
     return [argument.name for argument in TORCH[name].arguments if argument.kind == "tensor"]
 
 
-def made(name: str) -> list[str]:
-    """For each result of an operator the operand whose gradient it is, or ""."""
+def gradients_of(name: str) -> list[str]:
+    """For each result of an operator the operand whose gradient it is, or "" if it is no gradient."""
     return [operands(name)[result].gradient for result in TORCH[name].results]
 
 
 def differentiable(name: str) -> list[str]:
     """The arguments for which an operator has a gradient."""
-    gradients = {gradient for maker in TORCH[name].backward for gradient in made(maker)}
+    gradients = {gradient for gradient_op in TORCH[name].backward for gradient in gradients_of(gradient_op)}
     return [argument for argument in tensors(name) if argument in gradients]
 
 
-def upstream(maker: str) -> str:
+def upstream(gradient_op: str) -> str:
     """The argument of a gradient operator that is the gradient of the forward operator's result."""
-    of = operands(maker)
-    return next(name for name in tensors(maker) if of[name].gradient and not of[name].output)
+    of = operands(gradient_op)
+    return next(name for name in tensors(gradient_op) if of[name].gradient and not of[name].output)
 
 
 def saved(name: str) -> list[str]:
-    """What is saved for an operator's gradient: the other tensors that its first gradient operator reads."""
+    """The tensors that are saved for backward: the arguments of the first gradient operator without the
+    upstream gradient."""
     first = TORCH[name].backward[0]
     return [argument for argument in tensors(first) if argument != upstream(first)]
 
 
 def untraced(function):
-    """Keeps dynamo away from a function and from what it calls.
+    """Makes dynamo skip a function and the functions that it calls.
 
-    torch's dispatcher and its autograd engine call our kernels as Python functions. Where a compiled function
+    torch's dispatcher and its autograd engine call our kernels as Python functions. When a compiled function
     falls back to eager execution, dynamo would compile those calls too. Its fake tensors have no tangents, so
-    it would compile the check for tangents into "there are none". torch._disable_dynamo does the same as
-    this, but costs host time in every call.
+    the compiled check for tangents would never find one. torch._disable_dynamo has the same effect, but costs
+    host time in every call.
     """
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

@@ -1,11 +1,11 @@
 """DTensor rules for gander's operators, from the table of operators.
 
-Leading dimensions may be sharded, alike for all operands that have rows. What has an element for each column
-(a weight) is replicated. Its gradient is a partial sum, and so is the sum of losses. Other placements are
-refused here, because DTensor would gather the tensor without a word.
+Leading dimensions may be sharded, in the same way for all operands that have rows. An operand with an element
+for each column (a weight) is replicated. Its gradient is a partial sum, and so is the sum of losses. Other
+placements are refused here, because DTensor would gather the tensor without an error.
 
-DTensor takes about as long to import as the rest of torch, so the rules are registered when a program imports
-it.
+Importing DTensor takes about as long as importing the rest of torch, so the rules are registered when a
+program imports it.
 """
 
 import warnings
@@ -26,7 +26,10 @@ def _is_shard(placement):
 
 
 def _rule(name, given):
-    """The placements that an operator takes on one dimension of the mesh: pairs of results' and arguments'."""
+    """The placements that an operator supports on one dimension of the mesh.
+
+    Returns pairs: the placements of the results, and those of the arguments.
+    """
     from torch.distributed.tensor import Partial, Replicate
 
     operator, of = TORCH[name], operands(name)
@@ -39,7 +42,7 @@ def _rule(name, given):
     def refuse(what):
         raise NotImplementedError(f"gander: {name}: {what}")
 
-    if operator.writes:  # DTensor takes an operator of such a name for one that returns its first argument
+    if operator.writes:  # DTensor assumes that an operator whose name ends in "_" returns its first argument
         refuse("a DTensor cannot be written over; use the operator that returns its results")
     shards = []
     for argument, spec in inputs.items():
@@ -58,13 +61,13 @@ def _rule(name, given):
         shards += [placement for placement in used if placement not in shards]
     if shards and reduction == "mean" and any(result.shape == "reduced" for result in results):
         refuse(
-            "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and divide "
-            "by the sum of the counted rows' weights over all ranks"
+            "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and "
+            "divide by the sum over all ranks of the weights of the rows that are not ignored"
         )
     if shards and operator.packed:
         refuse(
-            "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, or use "
-            "an operator that returns one for each row"
+            "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, "
+            "or use an operator that returns one for each row"
         )
 
     def placed(operand, shard, ndim=None):
@@ -96,7 +99,7 @@ def _register() -> None:
         for name, overload in overloads.items():
             register_sharding(overload)(lambda *given, name=name: _rule(name, given))
         _DTensor = DTensor
-    except Exception as error:  # importing DTensor must not fail for it
+    except Exception as error:  # a failure here must not make the import of DTensor fail
         warnings.warn(f"gander: its operators do not take DTensors: {error}", RuntimeWarning, stacklevel=2)
 
 

@@ -1,17 +1,17 @@
 /* gander's kernels for PyTorch's dispatcher, through PyTorch's stable C ABI (torch 2.10 or newer).
  *
- * No header of torch or Python is included: the few functions needed are declared here and looked up in the
- * libtorch and the interpreter that the process has already loaded, so one binary serves every torch that
- * keeps the ABI, CPU or CUDA build, and every Python. libgander itself is loaded by the first kernel that
- * runs.
+ * No header of torch or Python is included. The few functions that are needed are declared here, and looked
+ * up in the libtorch and the interpreter that the process has already loaded. So one binary works with every
+ * torch that keeps the ABI, CPU or CUDA build, and with every Python. The first kernel that runs loads
+ * libgander.
  *
  *   gcc -O2 -std=gnu11 -fPIC -shared -fexceptions -fvisibility=hidden -I capi -I dlpack \
  *       python/gander/_torch.c python/gander/_fast.c -o python/gander/_torch.so -ldl -lpthread
  *
- * All operators run through run_operator, which reads their table (_torch_gen.h). It owns the handles it is
- * given. It borrows each tensor as a DLTensor, allocates the outputs through torch, calls the borrowing C
- * function, deletes the handles and only then reports a failure: that throws a C++ exception through the
- * frames of this file (hence -fexceptions), never through a frame of Go. */
+ * All operators run through run_operator, which reads the table of operators (_torch_gen.h). It owns the
+ * handles that it gets. It describes each tensor as a DLTensor, allocates the outputs through torch, calls
+ * the C function that borrows them, and deletes the handles. Only then does it report a failure. This throws
+ * a C++ exception through the frames of this file (hence -fexceptions), but never through a frame of Go. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -22,7 +22,7 @@
 
 #include "_torch.h"
 
-/* The torch whose schemas and conventions this file was written for: 2.10.0. */
+/* The version of torch whose ABI this file uses: 2.10.0. */
 #define TORCH_ABI (UINT64_C(2) << 56 | UINT64_C(10) << 48)
 
 #define TORCH_FUNCTIONS(F) \
@@ -57,9 +57,9 @@ struct DType dtypes[] = {
 #define DTYPE(name, code, bits) {"aoti_torch_dtype_" #name, -1, {code, bits, 1}, #name, NULL},
     DTYPES(DTYPE)};
 
-/* ---- libgander, loaded once by the first kernel ---- */
+/* ---- libgander, loaded by the first kernel ---- */
 
-/* Declared before the table, which calls them. */
+/* The table of operators uses these functions. */
 static const gander_allocator* allocator(const Call* call);
 static const DLTensor* optional(const Operand* o) { return o->handle == NULL ? NULL : &o->dl; }
 
@@ -69,7 +69,8 @@ static double as_double(Value value) {
   return number;
 }
 
-/* What does not fit becomes a number that is refused too, not another one that is served. */
+/* A number that does not fit saturates, so that libgander refuses it. Truncation could make it a valid one.
+ */
 static int32_t as_int32(Value value) {
   int64_t number = (int64_t)value;
   return number > INT32_MAX ? INT32_MAX : number < INT32_MIN ? INT32_MIN : (int32_t)number;
@@ -87,7 +88,7 @@ static int32_t as_int32(Value value) {
 #include "_torch_gen.h"
 
 static char library_path[4096];
-static char load_error[1024]; /* empty: loaded */
+static char load_error[1024]; /* empty if libgander was loaded */
 static pthread_once_t load_once = PTHREAD_ONCE_INIT;
 
 static void load(void) {
@@ -111,7 +112,7 @@ static void load(void) {
 
 /* ---- One call ---- */
 
-/* The calling thread's last failure, which gander._pytorch raises as the right Python type. */
+/* The calling thread's last failure. gander._pytorch reads it to raise the right type of exception. */
 static _Thread_local struct {
   int32_t status;
   char message[1024];
@@ -120,7 +121,7 @@ static _Thread_local struct {
 static void fail(Call* call, int32_t status, const char* format, ...) {
   if (call->failed) return;
   call->failed = true;
-  if (call->python) return; /* whoever asked goes through the dispatcher then, and fails there */
+  if (call->python) return; /* gander._fast then repeats the call through the dispatcher, which reports it */
   failure.status = status;
   va_list arguments;
   va_start(arguments, format);
@@ -129,7 +130,7 @@ static void fail(Call* call, int32_t status, const char* format, ...) {
 }
 
 void own(Call* call, Tensor handle) {
-  if (call->owned_count == MAX_OWNED) __builtin_trap(); /* twice the operands: each and a copy */
+  if (call->owned_count == MAX_OWNED) __builtin_trap(); /* it has room for all operands and their copies */
   call->owned[call->owned_count++] = handle;
 }
 
@@ -145,10 +146,10 @@ int32_t torch_dtype(DLDataType dtype) {
   return -1;
 }
 
-/* Do these dimensions collapse into `length` elements that lie one stride apart? */
+/* Whether these dimensions collapse into a single one, of `length` elements with one stride. */
 static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t* length,
                       int64_t* stride) {
-  int64_t inner = 1; /* elements in the dimensions inside of i */
+  int64_t inner = 1; /* the number of elements in the dimensions after i */
   bool ok = true;
   *length = 1;
   *stride = 1;
@@ -162,8 +163,7 @@ static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides
   return ok || *length == 0;
 }
 
-/* Fills o with a description of the tensor. Outputs are written; inputs are only read, which leaves a
- * copy-on-write tensor shared. */
+/* Fills o with a description of the tensor. An input's const pointer leaves a copy-on-write tensor shared. */
 static void describe(Call* call, Operand* o, Tensor handle, bool written) {
   int32_t device = -1, index = 0, bad = 0;
   int64_t rank = 0;
@@ -190,7 +190,7 @@ static void describe(Call* call, Operand* o, Tensor handle, bool written) {
   o->dl.device.device_id = device == torch.cuda ? index : 0;
 }
 
-/* A new compact tensor on the first operand's device. */
+/* A new contiguous tensor on the first operand's device. */
 static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, int32_t dtype) {
   int64_t strides[MAX_RANK], stride = 1;
   Tensor handle = NULL;
@@ -211,7 +211,8 @@ static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, i
   }
   own(call, handle);
   describe(call, o, handle, true);
-  /* From Python the current device gives the memory, which need not be the operand's. */
+  /* Called from Python, torch allocates on the current device, which may be another one than the operand's.
+   */
   if (call->device_type == torch.cuda && o->dl.device.device_id != call->device_index)
     fail(call, GANDER_ERROR_DEVICE, "gander: torch allocated on device %d, expected %d",
          o->dl.device.device_id, call->device_index);
@@ -223,8 +224,8 @@ static void copy(Call* call, Tensor to, Tensor from) {
          "gander: torch could not copy a tensor whose strides gander cannot serve");
 }
 
-/* Replaces an operand by a compact copy of it. */
-static void compact(Call* call, Operand* o) {
+/* Replaces an operand by a contiguous copy of it. */
+static void make_contiguous(Call* call, Operand* o) {
   Operand given = *o;
   if (call->failed) return;
   memset(o, 0, sizeof *o);
@@ -242,25 +243,25 @@ static void compact(Call* call, Operand* o) {
   copy(call, o->handle, given.handle);
 }
 
-/* Makes rows of o: adjacent elements in the last dimension, rows one stride apart. */
-static void arrange(Call* call, Operand* o) {
+/* Copies o unless it has rows: contiguous elements in the last dimension, and one stride between rows. */
+static void make_rows(Call* call, Operand* o) {
   int64_t length, stride, last = o->dl.ndim - 1;
   if (last >= 0 && ((o->dl.shape[last] > 1 && o->dl.strides[last] != 1) ||
                     !collapses(last, o->dl.shape, o->dl.strides, &length, &stride)))
-    compact(call, o);
+    make_contiguous(call, o);
 }
 
-/* Makes adjacent elements of o. */
-static void pack(Call* call, Operand* o) {
+/* Copies o unless it is contiguous. */
+static void ensure_contiguous(Call* call, Operand* o) {
   int64_t length, stride;
   if (!collapses(o->dl.ndim, o->dl.shape, o->dl.strides, &length, &stride) || (length > 1 && stride != 1))
-    compact(call, o);
+    make_contiguous(call, o);
 }
 
-/* Makes one dimension of all of them: a value for each row, any stride apart. */
+/* Collapses all dimensions of o into one, with any stride: a value for each row. Copies o if they do not. */
 static void flatten(Call* call, Operand* o) {
   if (!collapses(o->dl.ndim, o->dl.shape, o->dl.strides, &o->length, &o->stride)) {
-    compact(call, o);
+    make_contiguous(call, o);
     collapses(o->dl.ndim, o->dl.shape, o->dl.strides, &o->length, &o->stride);
   }
   o->dl.ndim = 1;
@@ -268,8 +269,8 @@ static void flatten(Call* call, Operand* o) {
   o->dl.strides = &o->stride;
 }
 
-/* Says where the call runs: where the first operand is. */
-static void locate(Call* call, const Operand* first, Tensor handle) {
+/* Sets the device of the call, which is that of the first operand. */
+static void set_device(Call* call, const Operand* first, Tensor handle) {
   call->cuda = first->dl.device.device_type == kDLCUDA;
   if (call->python) {
     call->device_type = first->dl.device.device_type == kDLCUDA ? torch.cuda : torch.cpu;
@@ -289,8 +290,8 @@ static void list_numbers(char* text, size_t size, int64_t count, const int64_t* 
     n += (size_t)snprintf(text + n, size - n, "%s%lld", i ? ", " : "", (long long)numbers[i]);
 }
 
-/* An operand with an element for each row must have the leading dimensions of the first one, not only as many
- * elements. */
+/* An operand with an element for each row must have the leading dimensions of the first operand. The same
+ * number of elements is not enough. */
 static void check_leading(Call* call, const Operator* op, const char* name, const Operand* o,
                           const Operand* first) {
   char found[256], expected[256];
@@ -304,20 +305,20 @@ static void check_leading(Call* call, const Operator* op, const char* name, cons
        op->operator, name, found, expected, op->operands[0].name);
 }
 
-/* An operand that is written may have each element once in memory only: a compact copy of it is copied back.
- * Also refuses interleaved dimensions that happen not to meet, such as sizes (3, 2) with strides (2, 3). */
+/* Refuses an operand that is written if its elements may share memory, because a contiguous copy of it is
+ * copied back. It also refuses interleaved dimensions that do not overlap, such as sizes (3, 2) with strides
+ * (2, 3). */
 static void check_separate(Call* call, const Operator* op, const char* name, const DLTensor* t) {
   char strides[256];
   for (int32_t i = 0; i < t->ndim; i++) {
-    int64_t reach = 0; /* of the dimensions inside of i */
+    int64_t reach = 0; /* the largest offset within the dimensions of smaller stride than i */
     for (int32_t j = 0; j < t->ndim; j++)
       if (j != i && t->strides[j] <= t->strides[i]) reach += (t->shape[j] - 1) * t->strides[j];
     if (t->shape[i] < 2 || t->strides[i] > reach) continue;
     list_numbers(strides, sizeof strides, t->ndim, t->strides);
     fail(call, GANDER_ERROR_OVERLAP,
          "%s: %s has strides (%s), expected elements that do not share memory, because the gradient is "
-         "written over "
-         "them; pass a copy, or leave inplace_backward out",
+         "written over them; pass a copy, or leave inplace_backward out",
          op->operator, name, strides);
     return;
   }
@@ -329,9 +330,9 @@ static int32_t statistics(const Operand* first) {
   return torch_dtype((DLDataType){kDLFloat, wide ? 64 : 32, 1});
 }
 
-/* Scratch on the GPU comes from torch's allocator, like everything else; it is freed in stream order. */
+/* Scratch memory on the GPU comes from torch's allocator, which frees it in stream order. */
 static void* scratch(void* context, size_t bytes) {
-  Call* call = context; /* without the GIL, if it came from Python */
+  Call* call = context; /* the GIL is released here if the call is from Python */
   int64_t size = (int64_t)bytes, stride = 1;
   void* data = NULL;
   if (torch.aoti_torch_empty_strided(1, &size, &stride, torch_dtype((DLDataType){kDLUInt, 8, 1}),
@@ -345,8 +346,9 @@ static const gander_allocator* allocator(const Call* call) {
   return call->device_type == torch.cuda ? &call->allocator : NULL;
 }
 
-/* Asks for the device's stream, or has the CPU kernels use as many threads as torch does. True: go ahead. */
-static bool ready(Call* call) {
+/* Gets the device's current stream, or makes the CPU kernels use as many threads as torch. Releases the GIL.
+ * Returns false if the call has failed. */
+static bool prepare(Call* call) {
   static _Atomic uint32_t threads;
   if (call->failed) return false;
   if (call->device_type == torch.cuda) {
@@ -364,7 +366,7 @@ static bool ready(Call* call) {
   return !call->failed;
 }
 
-/* Deletes all handles but the results', which go to the stack. Throws where the call failed. */
+/* Deletes all handles except the results', which it puts on the stack. Throws if the call failed. */
 static void finish(Call* call, Value* stack, int count, const Tensor* results) {
   for (int i = 0; i < call->owned_count; i++) {
     bool kept = false;
@@ -384,8 +386,8 @@ static void finish(Call* call, Value* stack, int count, const Tensor* results) {
 
 /* ---- Any operator ---- */
 
-/* The arguments out of their boxes: a tensor's handle or 0, a dtype's code or -1, 0 or 1 or -1 for a bool or
- * None. */
+/* Reads the arguments out of their boxes: a tensor is its handle or 0, a dtype its code or -1, a bool 0 or 1,
+ * or -1 for None. */
 static void unpack(Call* call, const Operator* op, const Value* stack, Value* arguments) {
   for (int i = 0; op->arguments[i] != 0; i++) {
     Value value = stack[i];
@@ -405,27 +407,27 @@ static void unpack(Call* call, const Operator* op, const Value* stack, Value* ar
   }
 }
 
-/* An operand that an argument gives. */
-static void given(Call* call, const Operator* op, int i, Operand* operands, Tensor handle) {
+/* Fills an operand that is an argument. */
+static void fill_input(Call* call, const Operator* op, int i, Operand* operands, Tensor handle) {
   Operand* o = &operands[i];
   describe(call, o, handle, op->operands[i].written);
-  if (i == 0) locate(call, o, handle);
+  if (i == 0) set_device(call, o, handle);
   if (call->failed) return;
   if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
   switch (op->operands[i].shape) {
-    case SHAPE_ROWS: arrange(call, o); break;
-    case SHAPE_COLUMNS: pack(call, o); break;
+    case SHAPE_ROWS: make_rows(call, o); break;
+    case SHAPE_COLUMNS: ensure_contiguous(call, o); break;
     case SHAPE_STRIDED:
       check_leading(call, op, op->operands[i].name, o, &operands[0]);
       flatten(call, o);
       break;
     case SHAPE_UPSTREAM: flatten(call, o); break;
-    default: pack(call, o); flatten(call, o);
+    default: ensure_contiguous(call, o); flatten(call, o);
   }
 }
 
-/* An operand that is a result. */
-static void made(Call* call, const Operator* op, int i, Operand* operands, const Value* arguments) {
+/* Allocates an operand that is a new tensor. */
+static void make_output(Call* call, const Operator* op, int i, Operand* operands, const Value* arguments) {
   const Operand* first = &operands[0];
   int64_t rank = first->dl.ndim > 0 ? first->dl.ndim - 1 : 0, size;
   int reduction = op->reduction_argument < 0 ? op->reduction : as_int32(arguments[op->reduction_argument]);
@@ -468,16 +470,16 @@ void run_operator(const Operator* op, Value* stack, bool python) {
   for (int i = 0; i < op->operand_count; i++) {
     if (op->operands[i].argument >= 0) {
       Tensor handle = (Tensor)(uintptr_t)arguments[op->operands[i].argument];
-      if (handle != NULL) given(&call, op, i, operands, handle);
+      if (handle != NULL) fill_input(&call, op, i, operands, handle);
     } else if (op->operands[i].over >= 0) {
       operands[i] = operands[op->operands[i].over];
     } else if (op->operands[i].made) {
-      made(&call, op, i, operands, arguments);
+      make_output(&call, op, i, operands, arguments);
     }
   }
-  if (ready(&call)) {
+  if (prepare(&call)) {
     int32_t status = op->call(&call, operands, arguments);
-    if (call.python) take_gil(call.thread);
+    if (call.python) acquire_gil(call.thread);
     if (status != GANDER_OK) fail(&call, status, "%s", lib.gander_last_error());
   }
   for (int i = 0; i < op->operand_count; i++) {
@@ -491,9 +493,9 @@ void run_operator(const Operator* op, Value* stack, bool python) {
 
 const Operator* find_operator(int index) { return index < OPERATOR_COUNT ? &operators[index] : NULL; }
 
-/* ---- What gander._pytorch calls through ctypes ---- */
+/* ---- Functions that gander._pytorch calls through ctypes ---- */
 
-/* The status of the calling thread's last failed kernel, which is then forgotten, and its message. */
+/* Returns the status of the calling thread's last failed kernel, and clears it. Also returns its message. */
 EXPORT int32_t gander_torch_failure(const char** message) {
   int32_t status = failure.status;
   failure.status = GANDER_OK;
@@ -501,8 +503,9 @@ EXPORT int32_t gander_torch_failure(const char** message) {
   return status;
 }
 
-/* Registers the kernels of both devices; library is the path of libgander, loaded later. Returns NULL, or
- * what this torch lacks. Schemas are defined first, in Python. */
+/* Registers the kernels for both devices. The schemas must have been defined before, in Python. `library` is
+ * the path of libgander, which is loaded later. Returns NULL, or a message that says what this torch lacks.
+ */
 EXPORT const char* gander_torch_register(const char* library) {
   static const char* const keys[] = {"CPU", "CUDA"};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);

@@ -1,5 +1,5 @@
-/* What _torch.c, the kernels for PyTorch's dispatcher, and _fast.c, the shorter way to them from Python,
- * share. */
+/* Shared by _torch.c, the kernels for PyTorch's dispatcher, and _fast.c, the fast path that calls them
+ * directly from Python. */
 #ifndef GANDER_TORCH_H
 #define GANDER_TORCH_H
 
@@ -12,14 +12,14 @@
 
 /* ---- torch's types: torch/csrc/stable/c/shim.h and torch/csrc/inductor/aoti_torch/c/shim.h ---- */
 
-/* StableIValue: an int, a double or a handle; an optional is NULL or a Value* that we delete. */
+/* StableIValue: an int, a double or a handle. An optional is NULL or a Value* that the kernel deletes. */
 typedef uint64_t Value;
 typedef struct AtenTensorOpaque* Tensor;
 typedef struct TorchLibraryOpaque* TorchLibrary;
 typedef void (*Kernel)(Value* stack, uint64_t inputs, uint64_t outputs);
 typedef struct _object PyObject;
 
-/* torch's code of each element type beside DLPack's. */
+/* Each element type: torch's code and DLPack's type. */
 // clang-format off
 #define DTYPES(F) \
   F(float16, kDLFloat, 16) F(bfloat16, kDLBfloat, 16) F(float32, kDLFloat, 32) F(float64, kDLFloat, 64) \
@@ -28,11 +28,11 @@ typedef struct _object PyObject;
   F(complex32, kDLComplex, 32) F(complex64, kDLComplex, 64) F(complex128, kDLComplex, 128)
 // clang-format on
 extern struct DType {
-  const char* getter; /* of torch's code */
+  const char* getter; /* the function of torch that returns its code */
   int32_t torch;
   DLDataType dl;
   const char* name;
-  PyObject* object; /* torch.float32 and so on; NULL: not for an output */
+  PyObject* object; /* torch.float32 and so on. NULL: outputs do not have this dtype */
 } dtypes[];
 #define COUNT_DTYPE(name, code, bits) +1
 enum { DTYPE_COUNT = 0 DTYPES(COUNT_DTYPE) };
@@ -44,24 +44,24 @@ int32_t torch_dtype(DLDataType dtype);
 enum { MAX_ARGUMENTS = 24, MAX_OPERANDS = 16, MAX_OWNED = 48, MAX_RANK = 64 };
 
 typedef struct {
-  bool failed;  /* everything after the first failure is skipped */
-  bool python;  /* from Python with the GIL: a Tensor is a Python object, inputs and boxes are borrowed, and a
-                 * failure throws nothing but leaves NULL on the stack */
+  bool failed; /* everything after the first failure is skipped */
+  bool python; /* called from Python with the GIL: a Tensor is a Python object, inputs and boxes are borrowed,
+                * and a failure throws no exception but leaves NULL on the stack */
   void* thread; /* Python's thread state while the GIL is released */
   int owned_count;
   Tensor owned[MAX_OWNED];           /* deleted when the call ends */
-  Tensor scratch;                    /* so is this, always a handle */
+  Tensor scratch;                    /* deleted too. Always a handle, also when called from Python */
   bool cuda;                         /* the first operand is on a CUDA device */
-  int32_t device_type, device_index; /* torch's, of the first operand */
+  int32_t device_type, device_index; /* torch's codes for the device of the first operand */
   void* stream;
   gander_allocator allocator;
 } Call;
 
 typedef struct {
-  Tensor handle; /* NULL: absent. A compact copy where the layout of the given tensor cannot be served. */
+  Tensor handle; /* NULL: absent. A contiguous copy if the kernels do not support the tensor's strides. */
   DLTensor dl;
-  int32_t dtype;          /* torch's */
-  int64_t length, stride; /* shape and strides of an operand that was flattened to a vector */
+  int32_t dtype;          /* torch's code */
+  int64_t length, stride; /* shape and stride of an operand that was flattened to a vector */
 } Operand;
 
 /* ---- The table of operators (_torch_gen.h, from internal/operators) ---- */
@@ -80,49 +80,49 @@ typedef enum { DTYPE_FLOAT, DTYPE_SAME, DTYPE_COMPANION, DTYPE_STATISTIC, DTYPE_
 
 typedef struct {
   const char* name;
-  const char* operator; /* of gander, as messages name it */
+  const char* operator; /* the operator's name in messages */
   int32_t (*call)(Call* call, const Operand* operands, const Value* arguments);
-  const char* arguments;  /* T: a tensor, O: a tensor or None, d: a dtype or None, f: a float, i: an int, b: a
-                           * bool; e: a bool and E: a bool or None that concern the gradient only */
-  int reduction_argument; /* -1: reduction is fixed */
+  const char* arguments;  /* T: a tensor, O: a tensor or None, d: a dtype or None, f: a float, i: an int,
+                           * b: a bool, e: a bool that only the gradient uses, E: such a bool or None */
+  int reduction_argument; /* -1: it has no such argument, and uses `reduction` */
   int reduction;
-  bool packed; /* statistics are of 2 M + 1 elements */
+  bool packed; /* statistics have 2 M + 1 elements */
   int operand_count;
   struct {
     const char* name;
     Shape shape;
     DTypeRule dtype;
-    int argument; /* that gives it, or -1 */
+    int argument; /* the argument that it is, or -1 */
     int over;     /* the operand that it is written over, or -1 */
     int choice;   /* the argument that chooses its dtype, or -1 */
-    int like;     /* the operand whose dtype SAME means */
+    int like;     /* the operand that DTYPE_SAME refers to */
     bool written; /* the argument's tensor is written */
     bool made;    /* a new tensor */
   } operands[MAX_OPERANDS];
   int result_count;
   int results[MAX_OPERANDS];
-  bool fast;                          /* it has a function of _fast.c */
-  int saving;                         /* the operator that runs where a gradient is wanted, -1: none */
+  bool fast;                          /* _fast.c has a function for it */
+  int saving;                         /* the operator that runs if a gradient is needed, -1: none */
   bool differentiable[MAX_ARGUMENTS]; /* arguments that have a gradient */
   int saved_count;
   struct {
-    bool result; /* of the saving operator; else an argument */
+    bool result; /* a result of the saving operator, else an argument */
     int index;
-  } saved[MAX_ARGUMENTS]; /* what backward reads */
+  } saved[MAX_ARGUMENTS]; /* the tensors that backward reads */
 } Operator;
 
-/* What _fast.c needs of _torch.c. */
-const Operator* find_operator(int index); /* NULL beyond the last */
+/* Defined in _torch.c, used by _fast.c. */
+const Operator* find_operator(int index); /* NULL if index is too large */
 void run_operator(const Operator* op, Value* stack, bool python);
 void own(Call* call, Tensor handle);
 
-/* What _torch.c needs of _fast.c: tensors as Python objects. */
+/* Defined in _fast.c, used by _torch.c: tensors as Python objects. */
 void describe_object(Call* call, Operand* o, Tensor object);
 Tensor new_object(const Call* call, int64_t rank, const int64_t* sizes, const int64_t* strides,
                   int32_t dtype);
 Tensor contiguous_object(Tensor object); /* NULL: failed */
 void release_object(Tensor object);
 void* release_gil(void);
-void take_gil(void* thread);
+void acquire_gil(void* thread);
 
 #endif

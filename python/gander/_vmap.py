@@ -1,8 +1,8 @@
 """vmap rules for gander's operators, from the table of operators.
 
-If every result has rows, the batch dimension becomes more rows. A result that sums over rows (a mean, dw)
-would mix the samples of a batch, and a batched weight differs from row to row. Then the operator runs once
-for each sample.
+If every result has rows, the batch dimension becomes a dimension of rows, and the operator runs once.
+Otherwise the operator runs for each sample. A result that sums over rows (a mean, dw) would mix the samples
+of a batch. A batched weight would differ from row to row.
 """
 
 import torch
@@ -10,20 +10,16 @@ import torch
 from ._operators_gen import REDUCTIONS, TORCH
 from ._schemas import arguments, complete, operands, overloads, registry, untraced
 
-_BY_ROW = {
-    "rows",
-    "per_row",
-    "reduced",
-    "statistics",
-}  # without a reduction, these have an element for each row
+# Shapes with an element for each row, if there is no reduction.
+_BY_ROW = {"rows", "per_row", "reduced", "statistics"}
 
 
 def _folded(name, values, dims, size):
-    """The arguments of one call with the batch as more rows, or None if its results would not be the same."""
+    """The arguments of a single call whose rows include the batch, or None if its results would differ."""
     operator, of = TORCH[name], operands(name)
     reduction = values.get("reduction", operator.fixed.get("reduction", 0))
-    made = {of[result].shape for result in (*operator.results, operator.into) if result}
-    if operator.packed or REDUCTIONS[reduction] != "none" or not made <= _BY_ROW:
+    shapes = {of[result].shape for result in (*operator.results, operator.into) if result}
+    if operator.packed or REDUCTIONS[reduction] != "none" or not shapes <= _BY_ROW:
         return None
     folded, leading = dict(values), None
     for argument, value in values.items():
@@ -35,7 +31,7 @@ def _folded(name, values, dims, size):
                 return None
             continue
         value = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-        if leading is None:  # those of the first operand
+        if leading is None:  # the first operand decides
             leading = value.shape[:-1]
         if shape == "rows" and value.ndim < 2:  # a sample has rank 0, which the operator refuses
             return None
@@ -75,8 +71,8 @@ def _rule(name):
         dims = dict.fromkeys(names) | dict(zip(names, in_dims, strict=False))
         if operator.writes and dims[operator.writes] is None:
             raise ValueError(
-                f"gander: vmap of {name} would write the results of all samples over the same {operator.writes}; "
-                "batch it too"
+                f"gander: vmap of {name} would write the results of all samples over the same "
+                f"{operator.writes}; batch it too"
             )
         folded = _folded(name, values, dims, info.batch_size)
         if folded is None:

@@ -127,7 +127,7 @@ def test_off_where_an_answer_differs():
         f"{CALL}; print(gander.info()['fast_path']); print(len(_fast._functions))"
     )
     assert run(code).split("\n") == [
-        f"torch {torch.__version__} gives another answer through its dispatcher: rmsnorm",
+        f"torch {torch.__version__} returns another result through its dispatcher: rmsnorm",
         "0",
     ]
 
