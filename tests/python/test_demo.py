@@ -57,7 +57,7 @@ def test_curves_that_part_fail(console, tmp_path, monkeypatch, training_alone):
     with pytest.raises(typer.Exit) as stop:
         run(console, tmp_path / "demo.png")
     assert stop.value.exit_code == 1
-    assert "FAILED: the loss curves are" in console.export_text()
+    assert "FAILED: the loss curves differ by" in console.export_text()
 
 
 def test_curves_that_are_nan_fail(console, tmp_path, monkeypatch, training_alone):
@@ -116,4 +116,4 @@ def test_an_absent_device_is_refused():
     app.command()(demo.main)
     result = CliRunner().invoke(app, ["--device", "tpu"])
     assert result.exit_code == 2
-    assert "tpu is not here" in result.output
+    assert "tpu is not available" in result.output

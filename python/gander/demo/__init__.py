@@ -1,7 +1,9 @@
-"""`python -m gander demo`: this machine, each operator checked and timed, and a language model trained with gander.
+"""`python -m gander demo`: describes this machine, checks and times each operator, and trains a language
+model.
 
-The model is small and Llama-like and predicts the bytes of the source files of Python's standard library. It is trained
-twice from one seed, on the same batches: with torch's operators and with gander's. The two loss curves must agree.
+The model is small and similar to Llama. It predicts the bytes of the source files of Python's standard
+library. It is trained twice with the same seed and the same batches, once with torch's operators and once
+with gander's. The two loss curves must agree.
 """
 
 import os
@@ -22,10 +24,10 @@ def main(
     compile: Annotated[bool, typer.Option(help="Time torch.compile too.")] = True,
     seconds: Annotated[float, typer.Option(help="For the timing of one operator at one shape.")] = 0.1,
 ) -> None:
-    """Shows what this machine has, checks and times each operator, and trains a small language model twice: with
-    torch's operators and with gander's. Fails where an operator is wrong or the loss curves do not agree."""
-    # torch's threads otherwise spin between operators, and take the cores from whatever runs beside them: gander's
-    # threads, or another program, which makes a step ten times as long. It has to be set before torch is imported.
+    """Describes this machine, checks and times each operator, and trains a small language model twice: with
+    torch's operators and with gander's. Fails if an operator is wrong or the loss curves do not agree."""
+    # By default torch's threads spin between operators. They compete for the cores with gander's threads or
+    # other programs, which makes a step ten times as long. The variable must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
     from rich.console import Console
@@ -39,7 +41,7 @@ def main(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in SHAPES or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(
-            f"{device} is not here, expected cpu or an available cuda", param_hint="--device"
+            f"{device} is not available, expected cpu, or cuda on a machine with a GPU", param_hint="--device"
         )
     config = GPU if device == "cuda" else CPU
     if steps is not None:
@@ -54,20 +56,21 @@ def demonstrate(console, device, config, seed, output, compile, seconds) -> None
     failures = checks.check(console, device, compile, seconds)
     runs = training.train_both(console, config, device, seed)
     training.plot(runs, config, checks.name_of(device), output)
-    apart = training.difference(runs)
-    most = max(apart)
+    differences = training.difference(runs)
+    largest = max(differences)
     torch_step, gander_step = (run.step for run in runs.values())
     console.print(
         f"Loss {runs['torch'].losses[0]:.3f} -> {runs['torch'].losses[-1]:.3f} with torch, -> "
         f"{runs['gander'].losses[-1]:.3f} with gander; a step {torch_step:.1f} ms and {gander_step:.1f} ms."
     )
     console.print(
-        f"Largest difference between the curves: {most:.2e} at step {apart.index(most)}, allowed {config.agreement:g}."
+        f"Largest difference between the curves: {largest:.2e} at step {differences.index(largest)}, "
+        f"allowed {config.agreement:g}."
     )
     console.print(f"The curves are in {output}.", soft_wrap=True)
-    # Written this way round so that NaN fails too.
-    if not most <= config.agreement:
-        failures.append(f"the loss curves are {most:.2e} apart, more than {config.agreement:g}")
+    # Not `largest > config.agreement`, so that NaN fails too.
+    if not largest <= config.agreement:
+        failures.append(f"the loss curves differ by {largest:.2e}, more than {config.agreement:g}")
     for failure in failures:
         console.print(f"FAILED: {failure}", style="bold red", soft_wrap=True)
     if failures:

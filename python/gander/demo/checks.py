@@ -1,4 +1,4 @@
-"""What this machine has, and each operator against a float64 reference and the clock."""
+"""Describes this machine. Checks each operator against a float64 reference, and times it."""
 
 import functools
 import importlib.util
@@ -20,7 +20,7 @@ from ..bench import cases
 from ..bench.records import driver_version, processor
 from ..bench.timing import GPUTimer, cpu_blocks
 
-# ---- What is here ----
+# ---- This machine ----
 
 
 def name_of(device: str) -> str:
@@ -30,7 +30,8 @@ def name_of(device: str) -> str:
 def describe(console: Console, device: str) -> None:
     info = gander.info()
     table = Table(show_header=False, title="This machine", title_justify="left")
-    threads = f"torch uses {torch.get_num_threads()} threads, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', '')}"
+    policy = os.environ.get("OMP_WAIT_POLICY", "")
+    threads = f"torch uses {torch.get_num_threads()} threads, OMP_WAIT_POLICY={policy}"
     table.add_row("processor", f"{processor()}, {os.cpu_count()} cores; {threads}")
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
@@ -42,13 +43,13 @@ def describe(console: Console, device: str) -> None:
     table.add_row("Python, torch", f"{platform.python_version()}, {torch.__version__}")
     size = Path(info["library"]).stat().st_size / 1e6
     table.add_row("gander", f"{info['version']} ({info['commit'][:12]}), {size:.1f} MB")
-    past = info["fast_path"]
+    fast = info["fast_path"]
     table.add_row(
-        "eager calls", "past torch's dispatcher" if past is True else f"through torch's dispatcher: {past}"
+        "eager calls", "bypass torch's dispatcher" if fast is True else f"through torch's dispatcher: {fast}"
     )
-    table.add_row("kernels for", ", ".join(info["architectures"]) or "no GPU: a build without CUDA")
-    table.add_row("on the processor", info["simd"])
-    table.add_row("used here", device)
+    table.add_row("GPU kernels for", ", ".join(info["architectures"]) or "no GPU: a build without CUDA")
+    table.add_row("CPU kernels for", info["simd"])
+    table.add_row("device of the demo", device)
     console.print(table)
 
 
@@ -56,11 +57,11 @@ def describe(console: Console, device: str) -> None:
 
 SHAPES = {"cuda": ((8192, 1024), (8192, 8192), (2048, 50257)), "cpu": ((512, 1000), (256, 8192))}
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
-COMPILE_SECONDS = 60  # what torch.compile may take in all: it is a guest here
+COMPILE_SECONDS = 60  # after this time nothing more is compiled, so that the demo stays short
 
 
 class Compiler:
-    """torch.compile as long as it works and does not take too long; says why where it does not."""
+    """Compiles operators with torch.compile until an error occurs or the time is up. Keeps the reason."""
 
     def __init__(self, device: str, wanted: bool):
         self.seconds = 0.0
@@ -72,14 +73,14 @@ class Compiler:
 
     def prepare(self, op: str, inputs) -> Callable | None:
         if self.obstacle is None and self.seconds > COMPILE_SECONDS:
-            self.obstacle = f"it had compiled for {self.seconds:.0f} s when its time was up"
+            self.obstacle = f"compiling has taken {self.seconds:.0f} s, more than {COMPILE_SECONDS} s"
         if self.obstacle is not None:
             return None
         start = time.perf_counter()
         try:
             call = cases.provider("torch.compile").operators[op](*inputs)
             call()
-        except Exception as error:  # whatever is missing on this machine: the comparison goes on without
+        except Exception as error:  # for example, something is not installed: continue without torch.compile
             self.obstacle = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
             return None
         self.seconds += time.perf_counter() - start
@@ -87,7 +88,8 @@ class Compiler:
 
 
 def error_of(results, reference) -> tuple[float, float]:
-    """RMS error of all results and RMS of what they should be; the largest of the results counts."""
+    """The RMS error of a result and the RMS of its reference, for the result with the largest relative
+    error."""
     worst = 0.0, 1.0
     for got, want in zip(results, reference, strict=False):
         size = want.square().mean().sqrt().item()
@@ -97,8 +99,8 @@ def error_of(results, reference) -> tuple[float, float]:
 
 
 def check(console: Console, device: str, compile: bool, seconds: float, shapes=None) -> list[str]:
-    """Prints a table and returns what is wrong in it. An operator is right when its RMS error against float64 is
-    within a tenth of that of torch's, or within one unit in the last place."""
+    """Prints a table and returns the failures. An operator fails if its RMS error against float64 is more
+    than 1.1 times that of torch's operator, and more than one unit in the last place."""
     dtype = cases.DTYPES[DTYPE[device]]
     compiler = Compiler(device, compile)
     timer = GPUTimer() if device == "cuda" else functools.partial(cpu_blocks, rounds=1)

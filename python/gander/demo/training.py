@@ -19,12 +19,12 @@ import gander
 EPS = 1e-6
 
 
-# ---- What is swapped ----
+# ---- The operators that are compared ----
 
 
 @dataclass(frozen=True)
 class Operators:
-    """All that differs between the two training runs."""
+    """The operators of a training run. Nothing else differs between the two runs."""
 
     name: str
     softmax: Callable[[Tensor], Tensor]  # over the last dimension
@@ -51,10 +51,14 @@ GANDER = Operators(
 
 @dataclass(frozen=True)
 class Config:
-    """agreement: how far apart the loss curves may be at any step. Both runs compute one function with sums in another
-    order and other roundings, and each step of training amplifies what the steps before have left. Gradients are
-    clipped and the learning rate is moderate, because an unstable run amplifies without bound: at 3e-3 and without
-    clipping the curves came 4e-2 apart in float32."""
+    """The size of the model and of its training.
+
+    agreement: the largest difference of the loss curves that is allowed at any step. Both runs compute the
+    same function, but with sums in another order and other roundings. Each step of training amplifies the
+    differences of the steps before. Gradients are clipped and the learning rate is moderate, because an
+    unstable run amplifies without bound: in float32, at a learning rate of 3e-3 and without clipping, the
+    curves differed by 4e-2.
+    """
 
     width: int
     layers: int
@@ -67,16 +71,17 @@ class Config:
     agreement: float
 
 
-# Measured: 1e-4 over these steps, and 1e-3 at a learning rate of 3e-3, which is close to unstable. The order of sums
-# depends on the processor and on the number of threads, so the bound is wider.
+# The measured difference is 1e-4 over these steps, and 1e-3 at a learning rate of 3e-3, which is close to
+# unstable. The order of sums depends on the processor and on the number of threads, so more is allowed.
 CPU = Config(128, 2, 4, 128, 8, 300, 2e-3, torch.float32, agreement=1e-2)
-# bfloat16 keeps 8 bits, so the runs part sooner: 2e-2 in 120 steps of the small model in bfloat16.
+# bfloat16 has 8 significant bits, so the differences are larger: 2e-2 in 120 steps of the small model in
+# bfloat16.
 GPU = Config(768, 8, 12, 512, 32, 300, 6e-4, torch.bfloat16, agreement=1e-1)
 VOCABULARY = 256  # bytes
 
 
 class Linear(nn.Linear):
-    """Computes in the dtype of x: the activations' in the model, whatever the parameters are kept in."""
+    """Computes in the dtype of x, the activations. The parameters may have another dtype."""
 
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs, bias=False)
@@ -129,7 +134,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """tokens (batch, length) of the next tokens: the mean loss."""
+    """forward(tokens, target), both (batch, length), returns the mean loss. target: the next tokens."""
 
     def __init__(self, operators: Operators, config: Config):
         super().__init__()
@@ -154,7 +159,7 @@ class Model(nn.Module):
 
 
 def rotate(x, rotation):
-    """Rotary position embedding: pairs of channels turned by an angle that grows with the position."""
+    """Rotary position embedding: rotates pairs of channels by an angle that grows with the position."""
     (a, b), (cos, sin) = x.chunk(2, -1), rotation
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
@@ -221,8 +226,8 @@ def train_both(console: Console, config: Config, device: str, seed: int) -> dict
     text = corpus()
     parameters = sum(p.numel() for p in Model(TORCH, config).parameters())
     console.print(
-        f"Training a byte-level model of {parameters / 1e6:.1f} M parameters on {len(text) / 1e6:.1f} MB of Python's "
-        f"standard library: {config.steps} steps of {config.batch} x {config.context} bytes, "
+        f"Training a byte-level model of {parameters / 1e6:.1f} M parameters on {len(text) / 1e6:.1f} MB of "
+        f"Python's standard library: {config.steps} steps of {config.batch} x {config.context} bytes, "
         f"{str(config.dtype).removeprefix('torch.')}, {device}"
     )
     columns = (
@@ -241,7 +246,7 @@ def train_both(console: Console, config: Config, device: str, seed: int) -> dict
                 done = len(run.losses)
                 state = f"loss {run.losses[-1]:.4f}, {run.milliseconds[-1]:.0f} ms a step"
                 bar.update(task, completed=done, state=state)
-                # Where nothing can be redrawn: some lines to see that it goes on.
+                # Without a terminal there is no progress bar, so some lines show the progress.
                 if not console.is_terminal and (
                     done == config.steps or done % max(1, config.steps // 4) == 0
                 ):
