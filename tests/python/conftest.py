@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Compiled graphs of an earlier gander must not be taken from inductor's cache.
+# Inductor's cache may hold graphs that were compiled with an earlier version of gander.
 CACHE = tempfile.mkdtemp(prefix="gander-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""algorithm= and batch_invariant=: names, lists, refusals, and what the CPU makes of them."""
+"""algorithm= and batch_invariant=: names, lists, refusals, and their effect on the CPU."""
 
 import gander
 import numpy as np
@@ -15,12 +15,12 @@ TARGET = torch.tensor([0, 39, 7, 7, 1])
 def calls(x, w, rstd):
     """Every function that takes an algorithm."""
     return {
-        "softmax": lambda **how: gander.softmax(x, **how),
-        "softmax_fwd": lambda **how: gander.softmax_fwd(x, **how),
-        "softmax_bwd": lambda **how: gander.softmax_bwd(x, x, **how),
-        "rmsnorm": lambda **how: gander.rmsnorm(x, w, **how),
-        "rmsnorm_fwd": lambda **how: gander.rmsnorm_fwd(x, w, store_rstd=True, **how)[2],
-        "rmsnorm_bwd": lambda **how: gander.rmsnorm_bwd(x, w, x, rstd, **how)[1],
+        "softmax": lambda **options: gander.softmax(x, **options),
+        "softmax_fwd": lambda **options: gander.softmax_fwd(x, **options),
+        "softmax_bwd": lambda **options: gander.softmax_bwd(x, x, **options),
+        "rmsnorm": lambda **options: gander.rmsnorm(x, w, **options),
+        "rmsnorm_fwd": lambda **options: gander.rmsnorm_fwd(x, w, store_rstd=True, **options)[2],
+        "rmsnorm_bwd": lambda **options: gander.rmsnorm_bwd(x, w, x, rstd, **options)[1],
     }
 
 
@@ -45,11 +45,11 @@ def test_lists_differ_by_direction():
     assert backward[1].limits == "rows of up to 1 KiB"
 
 
-def test_cross_entropy_has_one():
+def test_cross_entropy_has_one_algorithm():
     assert [algorithm.name for algorithm in gander.algorithms("cross_entropy")] == ["auto"]
 
 
-def test_list_of_another_op():
+def test_algorithms_of_an_unknown_op():
     with pytest.raises(
         ValueError, match='algorithms: op is "conv", expected softmax_forward, softmax_backward'
     ):
@@ -66,8 +66,11 @@ def test_unknown_name(kind, function):
 @pytest.mark.parametrize("name", NAMES[1:])
 @functions
 @kinds
-def test_cpu_has_one(kind, function, name):
-    expected = f'algorithm is "{name}" on cpu, expected "auto": host memory is served by one algorithm; leave it out, or'
+def test_cpu_has_one_algorithm(kind, function, name):
+    expected = (
+        f'algorithm is "{name}" on cpu, expected "auto": host memory is served by one algorithm; '
+        "leave it out, or"
+    )
     with pytest.raises(NotImplementedError, match=expected):
         ARRAYS[kind][function](algorithm=name)
 
@@ -86,7 +89,7 @@ H100 = {"shape": (4096, 8192), "dtype": "bfloat16", "device": "h100"}
 LONG = {"shape": (4096, 65536), "dtype": torch.float32}
 
 
-def test_explain_for_a_gpu_that_is_not_there():
+def test_explain_for_a_gpu_of_another_machine():
     text = gander.explain("softmax", **H100)
     assert text.startswith("auto takes register: a row of 1024 vectors")
     assert "softmax_forward_rows_bfloat16_256x4: 4096 CTAs of 256 threads" in text
@@ -146,13 +149,13 @@ def test_explain_and_algorithms_inside_compiled_functions(dynamic):
 
 @functions
 @kinds
-def test_invariant_results_are_results(kind, function):
+def test_batch_invariant_results_are_correct(kind, function):
     call = ARRAYS[kind][function]
     np.testing.assert_array_equal(call(batch_invariant=True), call())
 
 
 def test_gradients():
-    """Options take the same ways through autograd, torch.compile and the operators."""
+    """autograd, torch.compile and the operators all pass the options on."""
 
     def step(x, w):
         return gander.rmsnorm(gander.softmax(x, batch_invariant=True), w, batch_invariant=True)
@@ -179,7 +182,7 @@ def test_backward_only_prefers_an_algorithm():
 
 
 @pytest.mark.parametrize("n", [40, 1001, 300001])
-def test_bits_of_a_row_do_not_depend_on_the_others(n):
+def test_bits_of_a_row_do_not_depend_on_other_rows(n):
     x = torch.randn(7, n)
     weight, target = torch.randn(n), torch.randint(n, (7,))
 

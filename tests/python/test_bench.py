@@ -1,4 +1,4 @@
-"""The benchmark's machinery on tiny shapes: never how fast something is."""
+"""The benchmark's code on tiny shapes. No test checks a time."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ SMALL = ["--shapes", "3x40,2x7", "--seconds", "0", "--dtypes", "float32"]
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """The command in an empty folder."""
+    """Runs the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
     app = typer.Typer()
@@ -107,7 +107,7 @@ def test_tables_have_one_order():
 
 
 def test_results_name_the_newest_run():
-    """Which need not be that of the last row of a table."""
+    """The newest run is not always that of a table's last row."""
     new, old = (
         gpu_records()[0] | {"op": op, "date": date}
         for op, date in (("softmax_forward", "2026-02"), ("rmsnorm_forward", "2026-01"))
@@ -309,7 +309,7 @@ def test_steps_give_the_gradient(name, mode):
     x, target = torch.randn(5, 33, requires_grad=True), torch.randint(33, (5,))
     call = sections._step_call(cases.provider(name).functions["cross_entropy"], mode, x, target)
     assert call.factor == {"backward": 1, "a quarter": 0.25, "scaled": 65536}[mode]
-    for _ in range(2):  # anew, not added up
+    for _ in range(2):  # the second call must not accumulate into the first one's gradient
         assert sections._step_distance(x, target, call(), call.factor) < 1e-5
     assert sections._step_distance(x, target, 1.1 * call(), call.factor) > 0.05
 
@@ -433,7 +433,8 @@ def test_summary_of_all_points():
 
 
 def test_comparison_with_another_run():
-    """Ratios to the limit, in spite of a machine that became slower as a whole; and only what exceeds the spread."""
+    """Compares ratios to the limit, because the whole machine may have become slower. Only differences larger
+    than the spread count."""
 
     def run(*gander, machine=1.0):
         base = gpu_records()[0]
@@ -566,7 +567,8 @@ def cpu_record():
 
 
 def test_targets_that_are_missed():
-    """Each kind of target, at one point that meets it and one that does not; what failed has missed."""
+    """Each kind of target, at a point that meets it and at one that does not. A failed measurement misses
+    it."""
     fast, failed, host, loads = gpu_records()
     short = fast | {"n": 512, "results": {"gander": timing_of(10.0, ratio=0.96), "quack": timing_of(9.0)}}
     few = fast | {"section": "few", "m": 4, "n": 1 << 20}

@@ -1,4 +1,4 @@
-"""build.sh: its cache, and paths with spaces. Python, Go and nvcc are stand-ins, except where a test says otherwise."""
+"""build.sh: its cache, and paths with spaces. Python, Go and nvcc are mocks unless a test says otherwise."""
 
 import os
 import shlex
@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Stands for .venv/bin/python. What it "installs" as CUDA's toolchain is a compiler that copies, and a header.
+# A mock of .venv/bin/python. The CUDA toolchain that it "installs" is a compiler that copies its input, and a
+# header.
 PYTHON = r"""#!/bin/sh
 [ "$1" = -c ] && echo "$SITE"
 [ "$1 $2" = "-m pip" ] || exit 0
@@ -39,7 +40,7 @@ GO = "#!/bin/sh\necho go version go1.26.8 linux/amd64\n"
 
 
 class Checkout:
-    """A copy of build.sh and of what it reads, in a folder of its own, with a cache of its own."""
+    """A copy of build.sh and of the files that it reads, in a separate folder, with a separate cache."""
 
     def __init__(self, folder, cache):
         self.root, self.cache, self.pips = folder, cache / "gander", folder / "pips"
@@ -118,7 +119,7 @@ def test_env_is_quoted(tmp_path, shell):
 
 
 @pytest.mark.parametrize("character", list("'\":(\\$\n"))
-def test_characters_that_go_does_not_take(tmp_path, character):
+def test_characters_that_go_does_not_support(tmp_path, character):
     name = f"a{character}b"
     for folder, cache in [(name, "cache"), ("checkout", name)]:
         done = Checkout(tmp_path / folder, tmp_path / cache).run()
@@ -217,7 +218,7 @@ def test_a_umask_that_lets_the_group_write(checkout):
 
 
 def test_building_where_paths_have_spaces(checkout):
-    """`build`, where Go, gcc and internal/cmd/compile are the real ones."""
+    """Runs `build` with the real Go, gcc and internal/cmd/compile."""
     (checkout.root / "bin/go").unlink()
     if shutil.which("go") is None:
         pytest.skip("no Go on PATH: ./build.sh test pytest finds one")

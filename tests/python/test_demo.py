@@ -1,4 +1,4 @@
-"""The demo: a small model trained both ways, and that it fails loudly."""
+"""The demo trains a small model with torch's operators and with gander's, and reports failures."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def run(console, path, config=TINY):
     demo.demonstrate(console, "cpu", config, 0, path, compile=False, seconds=0)
 
 
-def test_trains_both_ways_and_draws(console, tmp_path):
+def test_trains_with_both_and_draws(console, tmp_path):
     run(console, tmp_path / "demo.png")
     said = console.export_text()
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -51,7 +51,7 @@ def test_trains_both_ways_and_draws(console, tmp_path):
     assert "FAILED" not in said
 
 
-def test_curves_that_part_fail(console, tmp_path, monkeypatch, training_alone):
+def test_loss_curves_that_differ_fail(console, tmp_path, monkeypatch, training_alone):
     softmax = training.GANDER.softmax
     monkeypatch.setattr(training, "GANDER", replace(training.GANDER, softmax=lambda x: softmax(x * 1.5)))
     with pytest.raises(typer.Exit) as stop:
@@ -60,7 +60,7 @@ def test_curves_that_part_fail(console, tmp_path, monkeypatch, training_alone):
     assert "FAILED: the loss curves differ by" in console.export_text()
 
 
-def test_curves_that_are_nan_fail(console, tmp_path, monkeypatch, training_alone):
+def test_loss_curves_with_nan_fail(console, tmp_path, monkeypatch, training_alone):
     monkeypatch.setattr(
         training, "GANDER", replace(training.GANDER, rmsnorm=lambda x, weight: x * float("nan"))
     )
@@ -83,7 +83,7 @@ def test_a_wrong_operator_is_reported(console, monkeypatch):
     assert failure.startswith("softmax_forward at 3 x 40")
 
 
-def test_without_a_compiler_it_says_so(console, monkeypatch):
+def test_a_missing_compiler_is_reported(console, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert checks.check(console, "cpu", compile=True, seconds=0) == []
     assert "it needs a C++ compiler" in console.export_text()
@@ -111,7 +111,7 @@ def test_attention_does_not_look_ahead():
     assert not torch.equal(seen[0][:, -1], seen[1][:, -1])
 
 
-def test_an_absent_device_is_refused():
+def test_an_unavailable_device_is_refused():
     app = typer.Typer()
     app.command()(demo.main)
     result = CliRunner().invoke(app, ["--device", "tpu"])

@@ -1,4 +1,4 @@
-"""NumPy arrays, and anything else with `__dlpack__`: the owning C functions, with no torch in the process."""
+"""NumPy arrays and other objects with `__dlpack__`: the C functions that own their tensors, without torch."""
 
 import ctypes
 import gc
@@ -29,7 +29,7 @@ def assert_same(array, tensor):
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 65), (0, 7)])
 @pytest.mark.parametrize("dtype", [F16, F32, F64])
 def test_results_are_those_of_torch_tensors(dtype, shape):
-    """Bit for bit: the tests of accuracy then hold here too."""
+    """The bits are the same, so that the tests of accuracy for torch tensors hold for arrays too."""
     x, dy, weight = (
         rows(*shape, dtype=dtype),
         rows(*shape, dtype=dtype)[::-1].copy(),
@@ -94,7 +94,7 @@ LAYOUTS = {
     "leading dimensions swapped": rows(4, 5, 9).transpose(1, 0, 2),
     "broadcast rows": np.broadcast_to(rows(1, 9), (6, 9)),
     "broadcast columns": np.broadcast_to(rows(6, 1), (6, 9)),
-    "broadcast in between": np.broadcast_to(rows(3, 1, 9), (3, 4, 9)),
+    "broadcast middle dimension": np.broadcast_to(rows(3, 1, 9), (3, 4, 9)),
     "rows backwards": rows(6, 9)[::-1],
     "columns backwards": rows(6, 9)[:, ::-1],
     "every other element": rows(18)[::2],
@@ -103,7 +103,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_gives_the_bits_of_compact_rows(layout):
+def test_any_layout_gives_the_bits_of_contiguous_rows(layout):
     x = LAYOUTS[layout]
     weight = rows(2, 9).T[:, 0]
     target = np.random.default_rng(1).integers(0, 9, (*x.shape[:-1], 2))[..., 0]
@@ -126,7 +126,7 @@ def test_any_layout_gives_the_bits_of_compact_rows(layout):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_what_numpy_itself_cannot_export():
+def test_arrays_that_numpy_cannot_export():
     record = np.zeros(4, dtype=[("a", F32), ("b", F16)])["a"]
     with pytest.raises(
         TypeError, match=r"x is a ndarray that cannot be exported through DLPack: .* multiple of itemsize"
@@ -147,7 +147,7 @@ def test_masked_arrays_are_refused():
             call()
 
 
-def test_options_of_other_kinds():
+def test_options_of_other_types():
     x, target = rows(4, 6), np.zeros(4, int)
     np.testing.assert_array_equal(gander.rmsnorm(x, eps=np.float32(0.5)), gander.rmsnorm(x, eps=0.5))
     np.testing.assert_array_equal(gander.softmax(x, batch_invariant=np.True_), gander.softmax(x))
@@ -162,7 +162,7 @@ def test_options_of_other_kinds():
 
 
 def test_the_binding_covers_the_table():
-    """Every function of every operator has its prototype, and what arrays can do has its function."""
+    """Every function of every operator has a prototype, and there are functions for arrays."""
     for name, operator in OPERATORS.items():
         for function in (f"gander_{name}", operator.owned):
             assert getattr(_library.load(), function).argtypes == _library.PROTOTYPES[function][1]
@@ -192,7 +192,7 @@ def test_results_can_be_written_and_outlive_their_inputs():
 
 
 class Legacy:
-    """An array of a library from before DLPack 1.0, whose from_dlpack takes unversioned capsules."""
+    """An array of a library from before DLPack 1.0. Its from_dlpack accepts only unversioned capsules."""
 
     def __init__(self, array):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
@@ -243,7 +243,7 @@ def test_a_library_without_from_dlpack_gets_the_result_itself():
 
 
 def test_deleters_run_once_on_success_and_on_refusal():
-    """Memory comes back: 64 MB a round would show after a few."""
+    """Memory is freed. A leak would be 64 MB in each round."""
     import resource
 
     x, short = rows(1024, 4096), rows(5)

@@ -1,4 +1,4 @@
-"""Every wrong call is refused with the right exception and a message that says what to do; nothing is written."""
+"""Every wrong call raises the right exception, with a message that says what to do. Nothing is written."""
 
 import gander
 import pytest
@@ -135,7 +135,7 @@ CASES = {
         ValueError,
         r"weight has shape \(5,\), which is 5 elements, expected 6: one for each column of x",
     ),
-    "cross_entropy, a reduction of its own": (
+    "cross_entropy, an unknown reduction": (
         lambda: gander.cross_entropy(X, TARGET, reduction="avg"),
         ValueError,
         "reduction is 'avg', expected 'none', 'mean' or 'sum'",
@@ -148,7 +148,8 @@ CASES = {
     "cross_entropy_bwd, a short dloss": (
         lambda: gander.cross_entropy_bwd(X, TARGET, LSE[:3], LSE),
         ValueError,
-        r"dloss has shape \(3,\), which is 3 elements, expected 4: one for each row of x, or a single one for all",
+        r"dloss has shape \(3,\), which is 3 elements, expected 4: one for each row of x, or a single one "
+        "for all",
     ),
     "cross_entropy_bwd, a short lse": (
         lambda: gander.cross_entropy_bwd(X, TARGET, LSE, LSE[:3]),
@@ -158,7 +159,8 @@ CASES = {
     "cross_entropy_bwd in place over an expanded tensor": (
         lambda: gander.cross_entropy_bwd(X[:1].expand(4, 6), TARGET, LSE, LSE, inplace_backward=True),
         ValueError,
-        r"x has strides \(0, 1\), expected elements that do not share memory, because the gradient is written",
+        r"x has strides \(0, 1\), expected elements that do not share memory, because the gradient "
+        "is written over them",
     ),
     "a bias": (lambda: gander.rmsnorm(X, bias=WEIGHT), NotImplementedError, "bias is not supported yet"),
     "a residual": (
@@ -205,30 +207,32 @@ CASES = {
     "cross_entropy in torch's order": (
         lambda: gander.cross_entropy(X, TARGET, WEIGHT),
         NotImplementedError,
-        "lse_partial is not supported yet; pass whole rows of logits, and class weights, which are third in torch, as "
-        "weight=",
+        "lse_partial is not supported yet; pass whole rows of logits, and class weights, which are third in "
+        "torch, as weight=",
     ),
     "cross_entropy_fwd in torch's order": (
         lambda: gander.cross_entropy_fwd(X, TARGET, WEIGHT),
         NotImplementedError,
-        "target_logit is not supported yet; leave it out, and pass class weights, which are third in torch, as weight=",
+        "target_logit is not supported yet; leave it out, and pass class weights, which are third in torch, "
+        "as weight=",
     ),
     "rmsnorm in torch's order": (
         lambda: gander.rmsnorm(X, (6,), WEIGHT),
         TypeError,
-        r"weight is \(6,\), expected a tensor or None; unlike torch's, rmsnorm\(x, weight\) has no normalized_shape",
+        r"weight is \(6,\), expected a tensor or None; unlike torch's, rmsnorm\(x, weight\) has no "
+        "normalized_shape",
     ),
-    "rmsnorm, an out_dtype of no name": (
+    "rmsnorm, an unknown out_dtype": (
         lambda: gander.rmsnorm(X, out_dtype="quad"),
         TypeError,
         "out_dtype is quad, expected float16, bfloat16, float32 or float64",
     ),
-    "an algorithm that is no name": (
+    "an algorithm that is not a name": (
         lambda: gander.softmax(X, algorithm=["warp"]),
         ValueError,
         r"algorithm is \['warp'\], expected 'auto', 'warp', .* or 'splitk'",
     ),
-    "explain of an op of its own": (
+    "explain of an unknown op": (
         lambda: gander.explain("conv", X),
         ValueError,
         'op is "conv", expected softmax_forward',
@@ -258,7 +262,7 @@ CASES = {
         TypeError,
         "device is missing, expected x, or shape, dtype and device",
     ),
-    "explain for a device of its own": (
+    "explain for an unknown device": (
         lambda: gander.explain("softmax", X, device="tpu"),
         ValueError,
         'device is "tpu", expected a device of this machine or a100, h100, h200',
@@ -273,7 +277,7 @@ CASES = {
         ValueError,
         "x has rank 0, expected rank 1 or more",
     ),
-    "warmup of a device of its own": (
+    "warmup of an unknown device": (
         lambda: gander.warmup("tpu"),
         ValueError,
         "device is 'tpu', expected 'cpu', 'cuda' or 'cuda:<index>'",
@@ -299,7 +303,7 @@ def test_operands_on_two_devices():
 
 @pytest.mark.parametrize("name", ["rmsnorm, a short weight", "cross_entropy, a short target"])
 def test_ops_of_torch_refuse_too(name):
-    """Through torch.ops the type is what torch's C ABI can raise; the message is the same."""
+    """Through torch.ops the message is the same. The exception's type is one that torch's C ABI can raise."""
     call = {
         "rmsnorm, a short weight": lambda: torch.ops.gander.rmsnorm(X, WEIGHT[:5]),
         "cross_entropy, a short target": lambda: torch.ops.gander.cross_entropy(X, TARGET[:3]),
@@ -309,7 +313,7 @@ def test_ops_of_torch_refuse_too(name):
 
 
 def test_errors_of_torch_pass_unchanged():
-    """A failure that is not gander's is not dressed up as the last one of gander's."""
+    """An error of torch is not replaced by gander's last error."""
     with pytest.raises(ValueError, match="weight has shape"):
         gander.rmsnorm(X, WEIGHT[:5])
     with pytest.raises(NotImplementedError, match="SparseCPU"):

@@ -1,8 +1,6 @@
-"""The way past the dispatcher: taken in the plain case, left in every other, and no difference in the
-results.
+"""The fast path, which bypasses the dispatcher: taken in the plain case only, with the same results.
 
-Where GANDER_FAST_PATH=0 or this torch's version turn it off, what remains to be seen is that nothing else
-changes.
+These tests are skipped if GANDER_FAST_PATH=0 or this version of torch turns it off.
 """
 
 import os
@@ -28,7 +26,7 @@ fast = _fast._functions
 pytestmark = pytest.mark.skipif(pytorch.fast_path is not True, reason=str(pytorch.fast_path))
 
 NAMES = ("softmax", "rmsnorm", "cross_entropy", "logsumexp")
-HOW = {
+OPTIONS = {
     "softmax": (0, False),
     "rmsnorm": (None, 1e-6, 0, False, 0.0),
     "cross_entropy": (-100, 1, False, False, None),
@@ -38,7 +36,7 @@ HOW = {
 
 def arguments(name, x, weight, target):
     inputs = {"rmsnorm": (x, weight), "cross_entropy": (x, target, None)}.get(name, (x,))
-    return *inputs, *HOW[name]
+    return *inputs, *OPTIONS[name]
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def name(request):
 
 @pytest.fixture
 def dispatcher(monkeypatch):
-    """The operators as they are where the way is not there."""
+    """A function that turns the fast path off: all operators go through the dispatcher."""
 
     def switch():
         for name in TORCH:
@@ -65,7 +63,7 @@ def dispatcher(monkeypatch):
 
 
 def public(name, x, weight, target):
-    """The call of a user."""
+    """Calls a public function."""
     return {
         "softmax": lambda: gander.softmax(x),
         "rmsnorm": lambda: gander.rmsnorm(x, weight),
@@ -78,7 +76,7 @@ def taken(name, *inputs):
     return fast[name](*arguments(name, *inputs)) is not None
 
 
-def test_the_way_is_there():
+def test_fast_path_is_on():
     assert gander.info()["fast_path"] is True
     assert set(fast) == {name for name, operator in TORCH.items() if not operator.writes}
 
@@ -95,7 +93,10 @@ def run(code, **environment):
     return result.stdout.strip()
 
 
-CALL = "; x = torch.randn(3, 4, requires_grad=True); y = gander.softmax(x); y[0, 0].backward(); assert x.grad is not None"
+CALL = (
+    "; x = torch.randn(3, 4, requires_grad=True); y = gander.softmax(x); y[0, 0].backward(); "
+    "assert x.grad is not None"
+)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +106,13 @@ CALL = "; x = torch.randn(3, 4, requires_grad=True); y = gander.softmax(x); y[0,
         ("torch.__version__ = '2.9.1'", {}, "torch is 2.9.1, and 2.10.0 to"),
         ("torch.__version__ = '3.0.0+cpu'", {}, r"torch is 3.0.0\+cpu, and 2.10.0 to"),
         ("del torch._C._is_cow_tensor", {}, "lacks what it relies on: .*_is_cow_tensor"),
-        ("keys = torch._C._dispatch_tls_local_include_set(); torch._C._dispatch_tls_local_include_set = lambda: keys",
+        ("keys = torch._C._dispatch_tls_local_include_set(); "
+         "torch._C._dispatch_tls_local_include_set = lambda: keys",
          {}, "has another dispatch state"),
         ("mode = torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize); mode.__enter__()",
          {}, "has another dispatch state, or a mode was active"),
     ],
-    ids=["switch", "older", "newer", "symbol", "meaning", "not at rest"],
+    ids=["switch", "older", "newer", "symbol", "meaning", "mode"],
 )  # fmt: skip
 def test_off_with_a_reason(change, environment, reason):
     out = run(
@@ -119,7 +121,7 @@ def test_off_with_a_reason(change, environment, reason):
     assert re.search(reason, out), out
 
 
-def test_off_where_an_answer_differs():
+def test_off_if_a_result_differs():
     code = (
         "import torch, gander; from gander import _fast; "
         "right = _fast._functions['rmsnorm']; "
@@ -133,7 +135,7 @@ def test_off_where_an_answer_differs():
 
 
 def test_versions():
-    """The newest release that is checked is the one in .venv, and README names all of them."""
+    """The newest release that is tested is the one in .venv, and README names all of them."""
     root = Path(__file__).parents[2]
     assert f"torch=={_fast.TESTED[-1]};" in (root / "requirements.in").read_text()
     *others, last = (version.removesuffix(".0") for version in _fast.TESTED)
@@ -147,8 +149,8 @@ def test_nothing_is_checked_at_import():
     assert run(f"import torch, gander{CALL}; print(gander._fast._checked)") == "True"
 
 
-def test_the_check_is_of_no_concern_to_the_caller():
-    """The first call comes from inside of hooks, of inference mode, without gradients, in a backward pass."""
+def test_the_check_has_no_effect_on_the_caller():
+    """The first call may be inside of hooks or of inference mode, or without gradients."""
     hooks = (
         "import torch, gander; kept = []; x = torch.randn(3, 4, requires_grad=True)\n"
         "with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):\n"
@@ -207,13 +209,13 @@ def test_taken_in_a_backward_pass(name, data):
     assert found == [True]
 
 
-def test_left_where_a_gradient_is_wanted_that_it_does_not_make(data):
-    """A gradient operator's own, and several results'."""
+def test_not_taken_for_gradients_that_it_does_not_compute(data):
+    """Gradients of gradient operators, and of operators with several results."""
     x, weight, _ = data
     leaf, rstd = x.clone().requires_grad_(), torch.rand(6, device=x.device)
     assert fast["softmax_bwd"](leaf, x, 0, False) is None
     assert fast["rmsnorm_bwd_dw"](x, weight.clone().requires_grad_(), x, rstd, 0, False, 0.0) is None
-    assert fast["rmsnorm_fwd"](leaf, weight, *HOW["rmsnorm"]) is None
+    assert fast["rmsnorm_fwd"](leaf, weight, *OPTIONS["rmsnorm"]) is None
     with torch.no_grad():
         assert fast["softmax_bwd"](leaf, x, 0, False) is not None
 
@@ -229,7 +231,7 @@ class SeenFunction(TorchFunctionMode):
 
 
 class Profile:
-    """Of the host's work, and with it all ops by name."""
+    """A profile of the host's work, which lists all ops by name."""
 
     def __init__(self):
         self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -242,7 +244,8 @@ class Profile:
 
 
 class Trace:
-    """Of executed ops, as tools for replay take it: a callback that Python knows nothing of."""
+    """A trace of the executed ops, as tools that replay them need it. Its callback is not visible to
+    Python."""
 
     def __enter__(self):
         self.file = tempfile.NamedTemporaryFile(suffix=".json")
@@ -268,7 +271,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_left_in_a_mode(name, data, mode):
+def test_not_taken_in_a_mode(name, data, mode):
     x, weight, target = data
     for inputs in (data, (x.clone().requires_grad_(), weight, target)):
         with MODES[mode]():
@@ -278,13 +281,13 @@ def test_left_in_a_mode(name, data, mode):
         assert taken(name, *inputs)
 
 
-def test_left_in_a_transform(name, data):
+def test_not_taken_in_a_transform(name, data):
     x, weight, target = data
     found = []
 
     def watch(x):
         found.append(taken(name, x, weight, target))
-        found.append(taken(name, data[0], weight, target))  # no wrapper, but inside all the same
+        found.append(taken(name, data[0], weight, target))  # a plain tensor, but inside the transform
         return x.sum()
 
     torch.vmap(watch)(x.expand(2, 6, 33))
@@ -295,7 +298,7 @@ def test_left_in_a_transform(name, data):
     assert taken(name, x, weight, target)
 
 
-def test_left_in_tracing(data):
+def test_not_taken_in_tracing(data):
     x, _, _ = data
     found = []
 
@@ -319,7 +322,7 @@ def test_a_profile_shows_the_op(name, data):
         assert any(event.key.startswith(f"gander::{name}") for event in profile.key_averages())
 
 
-def test_left_for_what_is_no_plain_tensor(name, data):
+def test_not_taken_for_other_than_plain_tensors(name, data):
     x, weight, target = data
 
     class Subclass(torch.Tensor):
@@ -346,7 +349,7 @@ def test_left_for_what_is_no_plain_tensor(name, data):
     assert taken(name, x, weight, target)
 
 
-def test_left_for_other_arguments(data):
+def test_not_taken_for_other_arguments(data):
     x, weight, target = data
     leaf = x.clone().requires_grad_()
     rmsnorm, cross_entropy = fast["rmsnorm"], fast["cross_entropy"]
@@ -358,29 +361,29 @@ def test_left_for_other_arguments(data):
         is None
     )
     for a in (x, leaf):
-        assert rmsnorm(a, weight, None, "a", *HOW["rmsnorm"][2:]) is None
-        assert rmsnorm(a, weight, torch.int8, *HOW["rmsnorm"][1:]) is None
-        assert rmsnorm(a, weight, "float32", *HOW["rmsnorm"][1:]) is None
-        assert rmsnorm(a, weight[1:], *HOW["rmsnorm"]) is None
-        assert rmsnorm(a, weight.double(), *HOW["rmsnorm"]) is None
-        assert rmsnorm(a, weight.to("meta"), *HOW["rmsnorm"]) is None
-        assert cross_entropy(a, target[1:], None, *HOW["cross_entropy"]) is None
-        assert cross_entropy(a, target.float(), None, *HOW["cross_entropy"]) is None
+        assert rmsnorm(a, weight, None, "a", *OPTIONS["rmsnorm"][2:]) is None
+        assert rmsnorm(a, weight, torch.int8, *OPTIONS["rmsnorm"][1:]) is None
+        assert rmsnorm(a, weight, "float32", *OPTIONS["rmsnorm"][1:]) is None
+        assert rmsnorm(a, weight[1:], *OPTIONS["rmsnorm"]) is None
+        assert rmsnorm(a, weight.double(), *OPTIONS["rmsnorm"]) is None
+        assert rmsnorm(a, weight.to("meta"), *OPTIONS["rmsnorm"]) is None
+        assert cross_entropy(a, target[1:], None, *OPTIONS["cross_entropy"]) is None
+        assert cross_entropy(a, target.float(), None, *OPTIONS["cross_entropy"]) is None
         assert cross_entropy(a, target, None, 0.5, 1, False, False, None) is None
         assert cross_entropy(a, target, None, 1 << 70, 1, False, False, None) is None
         assert cross_entropy(a, target, None, -100, 7, False, False, None) is None
     for in_place, one_pass in (True, None), (False, True), (False, False):
         assert cross_entropy(leaf, target, None, -100, 1, False, in_place, one_pass) is None
-    assert cross_entropy(leaf, target, weight.clone().requires_grad_(), *HOW["cross_entropy"]) is None
+    assert cross_entropy(leaf, target, weight.clone().requires_grad_(), *OPTIONS["cross_entropy"]) is None
     if x.is_cuda:
-        assert rmsnorm(x, weight.cpu(), *HOW["rmsnorm"]) is None
-        assert cross_entropy(x, target.cpu(), None, *HOW["cross_entropy"]) is None
+        assert rmsnorm(x, weight.cpu(), *OPTIONS["rmsnorm"]) is None
+        assert cross_entropy(x, target.cpu(), None, *OPTIONS["cross_entropy"]) is None
         many = leaf[:1].expand(1 << 18, 33), target[:1].expand(1 << 18)
-        assert cross_entropy(*many, None, *HOW["cross_entropy"]) is None  # one pass for loss and gradient
-        assert cross_entropy(many[0].detach(), many[1], None, *HOW["cross_entropy"]) is not None
+        assert cross_entropy(*many, None, *OPTIONS["cross_entropy"]) is None  # one pass for loss and gradient
+        assert cross_entropy(many[0].detach(), many[1], None, *OPTIONS["cross_entropy"]) is not None
 
 
-def test_left_on_a_device_that_is_not_current():
+def test_not_taken_on_a_device_that_is_not_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x = torch.randn(6, 33, device="cuda:1")
@@ -488,14 +491,14 @@ def test_hooks_on_saved_tensors_may_call_gander(data):
         assert taken("rmsnorm", leaf, weight, target)
 
 
-def test_forward_serves_nobody_else(data):
+def test_forward_refuses_other_callers(data):
     forward = type(gander.softmax(data[0].clone().requires_grad_()).grad_fn)._forward_cls.forward
     with pytest.raises(RuntimeError, match="gander"):
         forward(object(), torch.ones(2, 3))
 
 
 def test_nothing_is_leaked(data):
-    """References and memory, on the good path, the declined one and the failing one."""
+    """References and memory, for calls that succeed, that are declined and that fail."""
     x, weight, target = data
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     watched = (x, weight, target, leaf, leaf_weight, torch.float32, torch.Tensor, *fast.values())
@@ -518,10 +521,10 @@ def test_nothing_is_leaked(data):
     after = [sys.getrefcount(o) for o in (*watched, eps, ignored, None)]
     assert after[:-1] == counts[:-1]
     assert abs(after[-1] - counts[-1]) < 100
-    assert grown < 4000, "KiB; one tuple a round makes 500, one tensor 3000"
+    assert grown < 4000, "KiB; a leak of one tuple per round is 500, of one tensor 3000"
     for inputs in (data, (leaf, leaf_weight, target)):
         out = public("rmsnorm", *inputs)
-        assert sys.getrefcount(out) == 2  # and not the context's, which would be a cycle
+        assert sys.getrefcount(out) == 2  # the context holds none, which would be a cycle
 
 
 def test_memory_belongs_to_the_caching_allocator():

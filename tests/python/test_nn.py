@@ -38,7 +38,7 @@ def compare(mine, theirs, x, *rest):
 
 
 def parameters(function):
-    """All but annotations, which are not the same in all versions of torch."""
+    """The parameters without their annotations, which differ between versions of torch."""
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
@@ -115,7 +115,7 @@ def test_on_the_meta_device():
         ),
     ],
 )
-def test_what_constructors_refuse(construct, exception, message):
+def test_constructors_refuse(construct, exception, message):
     with pytest.raises(exception, match=message):
         construct()
 
@@ -138,7 +138,7 @@ def test_rmsnorm(device, shape, eps):
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_rmsnorm_of_small_values_follows_torch(device, dtype):
-    """Where eps=None decides the result, and float32 weights do not decide its dtype."""
+    """eps=None matters for small values. The result has x's dtype, also with float32 weights."""
     mine, theirs = both("RMSNorm", 33, device=device)
     x = (rand((4, 33), torch.float32, device) * 1e-2).to(dtype)
     torch.testing.assert_close(mine(x), theirs(x))
@@ -149,7 +149,7 @@ def test_rmsnorm_of_small_values_follows_torch(device, dtype):
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_rmsnorm_of_mixed_dtypes_follows_torch(dtype, weight_dtype, eps):
-    """With float64 too: the result has x's dtype, gradients that of their tensors."""
+    """The result has x's dtype, and gradients have that of their tensors, also with float64."""
     mine, theirs = both("RMSNorm", 33, eps=eps, dtype=weight_dtype)
     with torch.no_grad():
         theirs.weight.copy_(rand((33,), weight_dtype, "cpu"))
@@ -214,7 +214,7 @@ def test_cross_entropy_loss_with_class_weights(device):
     compare(mine, theirs, rand((20, 31), torch.float32, device), torch.randint(31, (20,), device=device))
 
 
-def test_what_cross_entropy_loss_does_not_serve():
+def test_cross_entropy_loss_refuses():
     x, loss = torch.randn(4, 6), gander.nn.CrossEntropyLoss()
     with pytest.raises(NotImplementedError, match="class probabilities in target are not supported"):
         loss(x, x.softmax(-1))

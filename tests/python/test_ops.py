@@ -1,4 +1,5 @@
-"""Each op against float64: dtypes, shapes, layouts, special values, the same bits on every run."""
+"""Each op is compared with float64: dtypes, shapes, layouts, special values. The bits are the same in every
+run."""
 
 import math
 import warnings
@@ -12,7 +13,8 @@ from tolerance import assert_accurate
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LOW = DTYPES[:3]
-# Odd sizes: below a vector, off by one around powers of two, a vocabulary. Enough rows for a root mean square.
+# Odd sizes: less than a vector, powers of two plus and minus one, a vocabulary. There are enough rows for a
+# root mean square.
 SHAPES = [(1000, 1), (1000, 3), (256, 31), (256, 127), (128, 1000), (32, 4097), (4, 50257)]
 EPS = 1e-6
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -28,7 +30,8 @@ def served(device, dtype):
 
 
 def rand(shape, dtype, device, scale=1.0):
-    """Normal values with outliers: without them a softmax or a mean of squares is not put to any test."""
+    """Normally distributed values with outliers. Without outliers softmax and a mean of squares would be
+    easy."""
     x = torch.randn(shape, dtype=torch.float64) * scale
     x[torch.rand(shape) < 0.01] *= 8
     return x.to(device=device, dtype=dtype)
@@ -36,7 +39,7 @@ def rand(shape, dtype, device, scale=1.0):
 
 def rms(x, weight=None):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of mixed dtypes
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about mixed dtypes
         return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
@@ -134,7 +137,7 @@ def test_rmsnorm_backward_without_weight(device, dtype, shape):
 @pytest.mark.parametrize("shape", [(7, 31), (33, 256), (129, 1000), (5, 8192), (3, 50257)], ids=str)
 @pytest.mark.parametrize("dtype", LOW, ids=lambda d: str(d)[6:])
 def test_rmsnorm_weight_offset(device, dtype, shape, offset):
-    """As a weight that the offset was added to before, on the CPU to the bit; its gradient is the moved weight's."""
+    """The same as adding the offset to the weight before the call, on the CPU with the same bits."""
     x, dout = rand(shape, dtype, device), rand(shape, dtype, device)
     weight = (torch.randint(-64, 64, shape[-1:], device=device) / 16).to(dtype)  # weight + offset is exact
 
@@ -150,7 +153,7 @@ def test_rmsnorm_weight_offset(device, dtype, shape, offset):
     for want, got in zip(results(weight + offset), results(weight, weight_offset=offset), strict=True):
         if device == "cpu":
             assert torch.equal(want, got)
-        else:  # kernels for rows at any address serve an offset
+        else:  # a weight offset uses the kernels for rows at any address
             torch.testing.assert_close(got, want)
 
 
@@ -185,7 +188,7 @@ def test_rmsnorm_of_mixed_dtypes(device, dtype, weight_dtype, out_dtype):
 
 @dtypes
 def test_rmsnorm_eps_none_is_that_of_torch(served, dtype):
-    """Where x is small it decides."""
+    """The values are so small that eps decides the result."""
     x = rand((16, 33), dtype, served, 1e-3)
     got, fwd = gander.rmsnorm(x, eps=None), gander.rmsnorm_fwd(x, eps=None)[0]
     assert_accurate(got, F.rms_norm(x, (33,)), F.rms_norm(x.double(), (33,), eps=accumulator_eps(dtype)))
@@ -223,7 +226,7 @@ def test_rmsnorm_special_values(device, dtype):
 
 
 def ce(x, target, **options):
-    """In float32 at least, as gander gives its losses."""
+    """torch's cross-entropy in float32 or wider, like gander's losses."""
     return F.cross_entropy(x if x.dtype == torch.float64 else x.float(), target, **options)
 
 
@@ -272,7 +275,7 @@ def test_cross_entropy_fwd_and_bwd(served, dtype, shape):
     assert_accurate(dx, torch_dx, exact_dx, "dx")
     for dloss in (torch.ones_like(loss), torch.ones_like(loss[:1]).expand_as(loss), torch.ones_like(loss[0])):
         again = gander.cross_entropy_bwd(x, target, dloss, lse)
-        # This lse is one number; where logits are large its last digits are the accuracy of the probabilities.
+        # lse is a single number here. For large logits its rounding limits the accuracy of the probabilities.
         assert_accurate(again, torch_dx, exact_dx, "dx of cross_entropy_bwd", 2**-23 * float(lse.abs().max()))
     torch.testing.assert_close(gander.cross_entropy_fwd(x, target), loss, rtol=0, atol=0)
     torch.testing.assert_close(gander.cross_entropy_fwd(x, target, return_lse=True)[1], lse, rtol=0, atol=0)
@@ -310,8 +313,8 @@ def test_cross_entropy_ignore_index(device):
 
 
 @pytest.mark.parametrize("n", [5, 500, 9000])
-def test_rows_that_count_for_nothing(device, n):
-    """Neither those of the ignored class nor those of a class without weight: whatever their logits are."""
+def test_ignored_rows_do_not_affect_the_mean(device, n):
+    """Rows of the ignored class and of a class of weight 0 have no effect, even if their logits are NaN."""
     x, target = rand((20, n), torch.float32, device), torch.arange(20, device=device) % n
     target[3] = -100
     weight = torch.ones(n, device=device)
@@ -332,7 +335,7 @@ def test_rows_that_count_for_nothing(device, n):
     torch.testing.assert_close(leaf.grad, dx)
 
 
-def test_cross_entropy_without_a_counted_row_follows_torch(device):
+def test_cross_entropy_with_all_rows_ignored_follows_torch(device):
     x, target = rand((5, 31), torch.float32, device), torch.full((5,), -100, device=device)
     for reduction in ("none", "mean", "sum"):
         got = grads(lambda x, r=reduction: gander.cross_entropy(x, target, reduction=r), x)
@@ -349,7 +352,7 @@ def test_cross_entropy_int32_targets(device):
 
 @low_dtypes
 def test_cross_entropy_special_values(device, dtype):
-    """-inf logits, whole rows of them, NaN and +inf give what the formula gives in float64."""
+    """-inf logits, rows that are all -inf, NaN and +inf give the same as the formula in float64."""
     x = torch.randn(8, 70, device=device).to(dtype)
     x[0, 3] = -math.inf
     x[1, :64] = -math.inf  # a whole tile
@@ -367,7 +370,7 @@ def test_cross_entropy_special_values(device, dtype):
 
 @low_dtypes
 def test_cross_entropy_of_large_logits(device, dtype):
-    """Logits around 1e4: the backward pass keeps its digits only if maximum and logarithm are kept apart."""
+    """Logits around 1e4. Backward is only accurate if maximum and logarithm are saved as two numbers."""
     x, target = (
         rand((64, 333), torch.float32, device).add(1e4).to(dtype),
         torch.randint(333, (64,), device=device),
@@ -379,7 +382,7 @@ def test_cross_entropy_of_large_logits(device, dtype):
         assert_accurate(*results, what)
 
 
-def test_targets_out_of_range_are_never_read_with(device):
+def test_targets_out_of_range_are_never_used_as_an_index(device):
     x = rand((6, 31), torch.float32, device)
     target = torch.tensor([0, 31, -1, 2**31, -(2**40), 30], device=device)
     loss, dx = grads(lambda x: gander.cross_entropy(x, target, reduction="none"), x)
@@ -418,7 +421,7 @@ def test_logsumexp_special_values(device):
 
 
 def layouts(dtype, device, n=67):
-    """Views of (..., n) that are not compact rows."""
+    """Views of shape (..., n) whose rows are not contiguous."""
     base = rand((5, 4, 2 * n + 1), dtype, device)
     return {
         "sliced": base[..., :n],
@@ -437,7 +440,7 @@ def layouts(dtype, device, n=67):
 
 @pytest.mark.parametrize("layout", layouts(torch.float32, "cpu"))
 @low_dtypes
-def test_layouts_give_the_bits_of_compact_rows(device, dtype, layout):
+def test_layouts_give_the_bits_of_contiguous_rows(device, dtype, layout):
     x = layouts(dtype, device)[layout]
     compact = x.clone(memory_format=torch.contiguous_format)
     weight = rand((2, x.shape[-1]), dtype, device).t()[:, 0]  # strided
@@ -455,7 +458,7 @@ def test_layouts_give_the_bits_of_compact_rows(device, dtype, layout):
         yield from torch.autograd.grad(loss, leaf, dout[..., 0].float())
         yield from gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
 
-    # The incoming gradient has the layout too.
+    # The upstream gradient has the same layout.
     for got, expected in zip(
         results(x, weight, strided_target, x),
         results(compact, weight.contiguous(), target, compact),
@@ -467,7 +470,7 @@ def test_layouts_give_the_bits_of_compact_rows(device, dtype, layout):
 
 @low_dtypes
 def test_expanded_gradients(device, dtype):
-    """.sum().backward() sends a gradient whose strides are all zero."""
+    """.sum().backward() passes a gradient whose strides are all zero."""
     x, weight = rand((9, 67), dtype, device), rand((67,), dtype, device)
     target = torch.randint(67, (9,), device=device)
     for function in (
@@ -506,7 +509,8 @@ def test_in_place_gradients_over_any_layout(device, layout):
 @pytest.mark.parametrize("strides", [(0, 1), (1, 2), (1, 1), (7, 0)], ids=str)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_in_place_gradients_over_shared_memory_are_refused(device, strides, mode):
-    """Fault: with strides (1, 2) the gradient was wrong, since elements were written more than once."""
+    """Regression test: with strides (1, 2) the gradient was wrong, because elements were written
+    repeatedly."""
     with mode():
         memory = torch.arange(100.0, device=device)
         x, target = memory.as_strided((4, 7), strides), torch.zeros(4, dtype=torch.long, device=device)
@@ -558,7 +562,8 @@ def test_the_same_bits_on_every_run(device, dtype):
 
 
 def test_gradients_by_finite_differences():
-    """float64: gradcheck's central differences with a step of 1e-6 agree to 1e-5 of the value plus 1e-7."""
+    """In float64, gradcheck's central differences with a step of 1e-6. Tolerances: 1e-5 relative, 1e-7
+    absolute."""
     x = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, dtype=torch.float64, requires_grad=True)
     classes = torch.rand(11, dtype=torch.float64)

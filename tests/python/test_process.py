@@ -1,4 +1,4 @@
-"""What gander does to its process: imports, lazy loading, forks, the command line."""
+"""gander's effects on its process: imports, lazy loading, forks, signals, the command line."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import torch
 
 
 def python(script, *arguments, **environment):
-    """Runs a script and returns what it prints; it must print nothing to stderr."""
+    """Runs a script and returns its output. It must print nothing to stderr."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
@@ -28,7 +28,7 @@ def python(script, *arguments, **environment):
 LOADED = "lambda: any(str(gander._library.path()) in line for line in open('/proc/self/maps'))"
 
 
-def test_import_brings_neither_torch_nor_numpy_nor_the_library():
+def test_import_loads_neither_torch_nor_numpy_nor_the_library():
     python(f"""
         import sys, gander
         loaded = {LOADED}
@@ -38,7 +38,7 @@ def test_import_brings_neither_torch_nor_numpy_nor_the_library():
 
 
 @pytest.mark.parametrize("first", ["torch", "gander"])
-def test_operators_are_registered_whichever_import_comes_first(first):
+def test_operators_are_registered_in_either_order_of_imports(first):
     python(f"""
         import {first}, torch, gander, sys
         loaded = {LOADED}
@@ -61,7 +61,7 @@ def test_functions_imported_before_torch_take_tensors():
 
 @pytest.mark.parametrize("how", ["find_spec", "find_spec twice", "the loader's other methods", "LazyLoader"])
 def test_torch_may_be_looked_for_before_it_is_imported(how):
-    """As transformers, accelerate and jax do."""
+    """transformers, accelerate and jax do this."""
     python(
         """
         import copy, importlib.util, sys, gander
@@ -87,8 +87,8 @@ def test_torch_may_be_looked_for_before_it_is_imported(how):
     )
 
 
-def test_a_loader_of_many_modules_is_left_as_it_is():
-    """Those of zip files and of frozen programs load other modules too; the latter is a class."""
+def test_a_loader_of_many_modules_is_not_changed():
+    """The loaders of zip files and of frozen programs load other modules too. The latter is a class."""
     python("""
         import importlib.util, sys
         torch_spec = importlib.util.find_spec("torch")
@@ -97,7 +97,8 @@ def test_a_loader_of_many_modules_is_left_as_it_is():
             @staticmethod
             def find_spec(name, path=None, target=None):
                 if name in ("torch", "other"):
-                    return importlib.util.spec_from_loader(name, Frozen, origin=torch_spec.origin, is_package=True)
+                    origin = torch_spec.origin
+                    return importlib.util.spec_from_loader(name, Frozen, origin=origin, is_package=True)
 
             @staticmethod
             def is_package(name):
@@ -110,7 +111,8 @@ def test_a_loader_of_many_modules_is_left_as_it_is():
             @staticmethod
             def exec_module(module):
                 if module.__name__ == "torch":
-                    module.__path__[:], module.__file__ = torch_spec.submodule_search_locations, torch_spec.origin
+                    module.__path__[:] = torch_spec.submodule_search_locations
+                    module.__file__ = torch_spec.origin
                     torch_spec.loader.exec_module(module)
 
         before = vars(Frozen).copy()
@@ -125,8 +127,8 @@ def test_a_loader_of_many_modules_is_left_as_it_is():
     """)
 
 
-def test_several_may_wait_for_one_module(tmp_path):
-    """Beside finders that ask all finders themselves, as import hooks do."""
+def test_several_finders_may_wait_for_one_module(tmp_path):
+    """Some import hooks are finders that ask all other finders."""
     (tmp_path / "awaited.py").write_text("")
     python(f"""
         import importlib.util, sys
@@ -167,12 +169,13 @@ def test_a_zipped_torch_is_imported(tmp_path):
         import sys
         sys.path.insert(0, {str(tmp_path / "all.zip")!r})
         import gander, torch, other
-        assert type(torch.__loader__).__name__ == "zipimporter" and vars(other.__loader__) == vars(torch.__loader__)
+        assert type(torch.__loader__).__name__ == "zipimporter"
+        assert vars(other.__loader__) == vars(torch.__loader__)
     """)
 
 
-def test_a_torch_that_no_finder_saw():
-    """The first call with a tensor registers."""
+def test_a_torch_imported_without_the_import_hook():
+    """The first call with a tensor registers the operators."""
     python("""
         import sys, gander
         finders = [finder for finder in sys.meta_path if "gander" in str(finder)]
@@ -186,8 +189,8 @@ def test_a_torch_that_no_finder_saw():
     """)
 
 
-def test_torch_may_be_on_its_way_when_gander_is_imported(tmp_path):
-    """In another thread, or because torch itself imports gander."""
+def test_torch_may_be_initializing_when_gander_is_imported(tmp_path):
+    """Another thread may be importing torch, or torch itself may import gander."""
     python("""
         import importlib, sys, threading, time
         thread = threading.Thread(target=importlib.import_module, args=("torch",))
@@ -209,7 +212,7 @@ def test_torch_may_be_on_its_way_when_gander_is_imported(tmp_path):
     """)
 
 
-def test_a_registration_that_fails_is_said_at_the_first_call(tmp_path):
+def test_a_failed_registration_is_reported_by_the_first_call(tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '1.2'\nclass Tensor:\n    pass\n")
     for first, second in (("torch", "gander"), ("gander", "torch")):
         python(f"""
@@ -229,7 +232,7 @@ def test_a_registration_that_fails_is_said_at_the_first_call(tmp_path):
         """)
 
 
-def test_a_failed_import_of_torch_is_its_own(tmp_path):
+def test_a_failed_import_of_torch_raises_its_own_error(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('broken torch')")
     python(f"""
         import sys
@@ -257,7 +260,8 @@ def test_a_missing_library_is_one_clear_error(tmp_path):
                 try:
                     call()
                 except RuntimeError as error:
-                    assert type(error) is RuntimeError and "gander: cannot load its library" in str(error), error
+                    assert type(error) is RuntimeError
+                    assert "gander: cannot load its library" in str(error), error
                 else:
                     raise AssertionError("no error")
         """,
@@ -286,7 +290,7 @@ def test_fork_after_a_call_is_refused_and_does_not_hang():
     """)
 
 
-def test_fork_before_the_first_call_is_fine():
+def test_fork_before_the_first_call_works():
     python("""
         import os, torch, gander
         child = os.fork()
@@ -297,10 +301,11 @@ def test_fork_before_the_first_call_is_fine():
     """)
 
 
-# ---- Signals: a call on the CPU uses all threads, and a handler may find any of them in Go ----
+# ---- Signals: a call on the CPU uses all threads, and the signal may arrive while any of them runs Go code
+# ----
 
 
-def test_python_handlers_run_while_calls_stay_right():
+def test_python_signal_handlers_run_and_results_stay_correct():
     python("""
         import signal, torch, gander
         ticks = 0
@@ -413,7 +418,7 @@ def test_warmup():
     gander.warmup(torch.device("cpu"))
 
 
-def test_command_line_says_what_is_here():
+def test_info_on_the_command_line():
     pytest.importorskip("typer", reason="the command line needs the extra `demo`")
     for arguments, expected in ((["info"], "fast_path      "), (["demo", "--help"], "--steps")):
         done = subprocess.run(

@@ -39,7 +39,7 @@ def gradients(function, x, weight, target):
 
 
 def calls(x, weight, target):
-    """Arguments for every op; where a result has no gradient, none of them requires one."""
+    """Arguments for every op. None of them requires a gradient if a result has none."""
     grad, grad_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     rstd, (_, saved) = torch.rand(6, device=x.device), ops.cross_entropy_fwd(x, target)
     rows = torch.randn(6, device=x.device)
@@ -95,7 +95,7 @@ def test_compile_fullgraph(data, function, backend):
         torch.testing.assert_close(a, b)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*data), expected[0])
-    if backend != "inductor":  # which would compile once more
+    if backend != "inductor":  # inductor would compile once more
         with torch.inference_mode():
             torch.testing.assert_close(compiled(*data), expected[0])
 
@@ -152,7 +152,7 @@ def test_compile_keeps_one_graph_for_other_row_counts(data):
             torch.testing.assert_close(compiled(*inputs), model(*inputs))
 
 
-def test_no_gradient_where_none_is_asked_for(data):
+def test_no_gradient_if_none_is_needed(data):
     x, weight, target = data
     leaf = x.clone().requires_grad_()
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_no_gradient_where_none_is_asked_for(data):
     with torch.inference_mode():
         assert model(leaf, weight, target).is_inference()
     assert not model(x, weight, target).requires_grad
-    # The functions without gradient do not pretend to have one.
+    # The results of functions without a gradient do not require one.
     assert not gander.softmax_fwd(leaf).requires_grad
     assert not gander.rmsnorm_fwd(leaf, weight)[0].requires_grad
     assert not gander.cross_entropy_fwd(leaf, target).requires_grad
@@ -173,7 +173,7 @@ def test_gradients_of_one_input_only(data):
     dx, dw = torch.autograd.grad(gander.rmsnorm(leaf, leaf_weight), (leaf, leaf_weight), dout)
     assert torch.equal(torch.autograd.grad(gander.rmsnorm(x, leaf_weight), leaf_weight, dout)[0], dw)
     alone = torch.autograd.grad(gander.rmsnorm(leaf, weight), leaf, dout)[0]
-    torch.testing.assert_close(alone, dx)  # on CUDA another kernel makes it
+    torch.testing.assert_close(alone, dx)  # not equal, because on CUDA another kernel computes it
 
 
 def test_backward_twice_with_retain_graph(data):
@@ -189,7 +189,8 @@ def test_backward_twice_with_retain_graph(data):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_one_pass_of_cross_entropy(data, reduction, hooked, monkeypatch):
-    """What CUDA tensors get by default, on both devices: any upstream gradient, and backward once more."""
+    """The default for large CUDA tensors, here on both devices, with any upstream gradient and a second
+    backward."""
     from gander import _cross_entropy
 
     x, _, target = data
@@ -213,8 +214,8 @@ def test_one_pass_of_cross_entropy(data, reduction, hooked, monkeypatch):
         torch.testing.assert_close(leaf.grad, other.grad)
 
 
-def test_one_pass_keeps_nothing_out_of_the_hooks_sight(data, monkeypatch):
-    """A checkpoint drops what is saved: so the gradient must be among it."""
+def test_one_pass_saves_everything_through_the_hooks(data, monkeypatch):
+    """A checkpoint drops saved tensors, so the gradient must be a saved tensor."""
     from gander import _cross_entropy
 
     x, _, target = data
@@ -235,7 +236,7 @@ def test_one_pass_is_the_callers_choice(data, one_pass):
     x, _, target = (t.to(device) for t in data)
     leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     loss = gander.cross_entropy(leaf, target, one_pass=one_pass)
-    # small tensors take two passes unless told otherwise, the CPU always
+    # Small tensors use two passes by default, and CPU tensors always.
     assert ("OnePass" in type(loss.grad_fn).__name__) == bool(one_pass and device == "cuda")
     loss.backward()
     gander.cross_entropy(other, target).backward()
@@ -243,7 +244,7 @@ def test_one_pass_is_the_callers_choice(data, one_pass):
 
 
 def test_saved_tensors(data):
-    """What each op keeps for backward: no more, and in no hidden place."""
+    """Each op saves exactly these tensors for backward, and keeps no other references."""
     x, weight, target = data
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     kept = []
@@ -322,7 +323,8 @@ def test_in_place_gradient(data):
 
 
 def test_in_place_gradient_is_seen_by_other_users_of_the_logits(data):
-    """The corruption that peers were reported for: logits.exp() saves nothing but its output, square() its input."""
+    """Other libraries silently corrupted gradients here: logits.exp() saves its output, and square() its
+    input."""
     x, _, target = data
     logits = x.clone().requires_grad_() * 1
     total = gander.cross_entropy(logits, target, inplace_backward=True)
@@ -355,7 +357,7 @@ def test_autocast_follows_torch(device):
 
 
 def test_autocast_rule_of_softmax_on_cuda():
-    """Checked through the dispatcher, so that the rule is tested where there is no GPU too."""
+    """Calls the rule itself, so that it is tested without a GPU too."""
     from gander import _pytorch
 
     op = ops.softmax.default
@@ -378,14 +380,14 @@ def test_meta_tensors():
 
 
 def meta(tensor):
-    """An argument without data; unlike .to("meta"), it keeps the strides of any tensor."""
+    """An argument without data. Unlike .to("meta"), this keeps the strides of any tensor."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def refused(x, weight, target):
-    """Calls that no kernel serves."""
+    """Calls that no kernel supports."""
     rstd, lse = torch.rand(6), torch.rand(6)
     saved = torch.rand(13)
     return {
@@ -430,7 +432,7 @@ CASES = refused(torch.ones(6, 33), torch.ones(33), torch.zeros(6, dtype=torch.lo
 
 @pytest.mark.parametrize("case", CASES)
 def test_fakes_refuse_what_kernels_refuse(case):
-    """Fault of the layer before: on meta and fake tensors wrong shapes and integer dtypes passed."""
+    """Regression test: meta and fake tensors of wrong shapes and of integer dtypes were accepted."""
     op, *arguments = CASES[case]
     with pytest.raises(RuntimeError) as kernels:
         op(*arguments)
@@ -447,7 +449,7 @@ def test_fakes_refuse_what_kernels_refuse(case):
 
 
 def test_fakes_refuse_mixed_devices(data):
-    """Fault of the layer before: a CPU tensor with a meta weight gave uninitialised memory."""
+    """Regression test: a CPU tensor with a meta weight gave uninitialized memory."""
     x, weight, target = (t.cpu() for t in data)
     y, rstd = ops.rmsnorm_fwd(x, weight)
     for op, arguments in (
@@ -474,7 +476,7 @@ def test_fakes_refuse_mixed_devices(data):
             call()
 
 
-def test_fakes_know_where_float64_is_served():
+def test_fakes_refuse_float64_on_cuda():
     with FakeTensorMode():
         with pytest.raises(NotImplementedError, match="x has dtype float64 on cuda:0, expected float16"):
             gander.softmax(torch.ones(2, 3, dtype=torch.float64, device="cuda"))
@@ -483,8 +485,8 @@ def test_fakes_know_where_float64_is_served():
             gander.rmsnorm(torch.ones(2, 3, device="cuda"), torch.ones(3))
 
 
-def test_fakes_take_sizes_that_only_the_run_knows():
-    """Unbacked sizes: what they must be is asserted when the graph runs."""
+def test_fakes_accept_unbacked_sizes():
+    """Conditions on unbacked sizes become assertions in the graph."""
 
     class Picked(torch.nn.Module):
         def forward(self, x, mask, target, weight):
@@ -500,7 +502,7 @@ def test_fakes_take_sizes_that_only_the_run_knows():
 
 
 def test_views_that_torch_resolves_lazily(device):
-    """A negated view reaches a kernel with the sign applied, and a copy-on-write clone stays shared."""
+    """A negative view is resolved before a kernel gets it. A copy-on-write clone stays shared."""
     x = torch.randn(4, 6, dtype=torch.complex64, device=device).conj().imag
     assert x.is_neg()
     torch.testing.assert_close(gander.softmax(x), F.softmax(x, -1))
@@ -515,7 +517,8 @@ def test_views_that_torch_resolves_lazily(device):
 
 
 def test_threads(device):
-    """Calls from many threads at once give the bits of a single one; a failing thread's message stays its own."""
+    """Calls from many threads at once give the same bits as a single call. Each thread gets its own
+    message."""
     x, weight = rand((64, 1003), torch.float32, device), rand((1003,), torch.float32, device)
     target = torch.randint(1003, (64,), device=device)
     expected = gradients(model, x, weight, target)
@@ -551,7 +554,7 @@ def test_thread_count_of_torch_is_respected(data):
 
 
 def test_memory_is_returned(device):
-    """No handle is leaked on the good path, nor on a failing one."""
+    """No handle is leaked, by calls that succeed and by calls that fail."""
     if device == "cuda":
         pytest.skip("tests/gpu watches torch.cuda.memory_allocated")
     import resource

@@ -1,5 +1,4 @@
-"""Gradients equal torch's own on every way that PyTorch has to record, trace, transform and replay a
-function."""
+"""Gradients equal torch's, however PyTorch records, traces, transforms and replays a function."""
 
 import functools
 
@@ -21,7 +20,7 @@ def theirs_rmsnorm(x, weight=None):
 
 
 def loss(reduction, weighted=False):
-    """Cross-entropy as functions of logits, a weight that scales them, and targets: (gander's, torch's)."""
+    """gander's and torch's cross-entropy, as functions of logits, a weight that scales them, and targets."""
 
     def mine(x, weight, target):
         classes = torch.linspace(0.5, 1.5, N) if weighted else None
@@ -81,7 +80,7 @@ def scalar(function):
 
 
 def gradients(function, inputs):
-    """Of a scalar, with respect to x and weight."""
+    """The gradients of a scalar with respect to x and weight."""
     x, weight, target = inputs
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
     function(*leaves, target).backward()
@@ -110,7 +109,7 @@ def test_eager(pair, inputs):
     check(gradients(scalar(pair[0]), inputs), expected(pair, inputs))
 
 
-def test_of_a_part_of_the_inputs(pair, inputs):
+def test_gradients_of_a_part_of_the_inputs(pair, inputs):
     x, weight, target = inputs
     for wanted in (0, 1):
         leaves = [x.clone(), weight.clone()]
@@ -120,7 +119,7 @@ def test_of_a_part_of_the_inputs(pair, inputs):
 
 
 def test_backward_again(pair, inputs):
-    """Accumulated over two graphs, and over one that is retained."""
+    """Gradients are accumulated over two graphs, and over a graph that is retained."""
     x, weight, target = inputs
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
     for _ in range(2):
@@ -139,7 +138,7 @@ def test_checkpointed(pair, inputs, reentrant):
 
 
 def test_hooks_on_saved_tensors(pair, inputs):
-    """They see all that is kept, and what they give in its place is used."""
+    """The hooks see all saved tensors, and backward uses the tensors that they return."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
         got = gradients(scalar(pair[0]), inputs)
     check(got, expected(pair, inputs))
@@ -150,7 +149,7 @@ def test_hooks_on_saved_tensors(pair, inputs):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_a_scaled_loss(dtype, one_pass, monkeypatch):
-    """GradScaler's first factor: backward gets 65536 and no intermediate value may underflow or overflow."""
+    """GradScaler's initial factor is 65536. No intermediate value of backward may underflow or overflow."""
     monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: one_pass)
     x, target = (torch.randn(64, 4096) * 3).to(dtype), torch.randint(4096, (64,))
     mine, theirs = x.clone().requires_grad_(), x.float().requires_grad_()
@@ -195,7 +194,7 @@ def test_functional_call(pair, inputs):
 
 @pytest.mark.parametrize("how", [{"inplace_backward": True}, {"one_pass": True}], ids=str)
 def test_in_place_and_one_pass_are_for_eager_calls(inputs, how, monkeypatch):
-    """In transforms and graphs they are ignored, and nothing is written over."""
+    """Transforms and graphs ignore these options, and do not write over the logits."""
     monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
     x, _, target = inputs
     before, want = x.clone(), torch.func.grad(F.cross_entropy)(x, target)
@@ -214,7 +213,7 @@ def test_in_place_and_one_pass_are_for_eager_calls(inputs, how, monkeypatch):
 @pytest.mark.parametrize("how", [{"inplace_backward": True}, {"one_pass": True}], ids=str)
 @pytest.mark.parametrize("by_func", [False, True])
 def test_batches_of_upstream_gradients(inputs, how, by_func, monkeypatch):
-    """Fault: where a gradient is written over a tensor, is_grads_batched failed with a message of torch's."""
+    """Regression test: with a gradient in place, is_grads_batched failed with a message of torch."""
     monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
     x, _, target = inputs
     x.requires_grad_()
@@ -233,7 +232,7 @@ def test_batches_of_upstream_gradients(inputs, how, by_func, monkeypatch):
 
 @pytest.mark.parametrize("function", ["softmax", "rmsnorm", "cross_entropy"])
 def test_torch_ops_with_func(function, inputs):
-    """Right through torch.ops, with no function of gander's around it."""
+    """Operators that are called through torch.ops, without gander's functions."""
     x, weight, target = inputs
     arguments = {"softmax": (x,), "rmsnorm": (x, weight), "cross_entropy": (x, target)}[function]
     theirs = {
@@ -261,7 +260,7 @@ def test_compiled(pair, inputs, backend, dynamic):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_func(pair, inputs, backend):
-    """Faults of the layer before: zeros, on every backend."""
+    """Regression test: the gradients were zero, with every backend."""
     function = compiled(lambda *inputs: torch.func.grad(scalar(pair[0]), argnums=(0, 1))(*inputs), backend)
     check(function(*inputs), expected(pair, inputs))
 
@@ -298,7 +297,7 @@ def test_compiled_with_dynamic_rows(pair, inputs):
 
 
 def test_compiled_backward(pair, inputs):
-    """Compiled autograd, which traces backward() itself."""
+    """Compiled autograd traces backward() itself."""
     torch._dynamo.reset()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
         got = gradients(scalar(pair[0]), inputs)
@@ -328,8 +327,7 @@ def operators_of(graph):
 
 
 def check_trained(replayed, pair, x):
-    """The gradients of what a recorded graph computes, with its own parameters, against those of torch's
-    operators."""
+    """Compares the gradients of a recorded graph, in its own parameters, with those of torch's operators."""
     torch.manual_seed(1)
     model = Model(pair[1])
     parameters = dict(model.named_parameters())
@@ -345,7 +343,7 @@ def check_trained(replayed, pair, x):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_exported(pair, request, strict, decomposed):
-    """Faults of the layer before: nothing before an operator of gander's got a gradient."""
+    """Regression test: the inputs of gander's operators got no gradient."""
     torch.manual_seed(1)
     x = torch.randn(6, N)
     exported = torch.export.export(Model(pair[0]), (x,), strict=strict)
@@ -363,7 +361,7 @@ def test_exported(pair, request, strict, decomposed):
 
 
 def test_exported_for_inference(inputs):
-    """The graph holds the operators that save nothing."""
+    """The graph has the operators that save nothing for backward."""
     model = Model(lambda *inputs: model_of_all(*inputs))
 
     def model_of_all(x, weight, target):
@@ -417,7 +415,7 @@ def test_jit_trace(pair, inputs):
     check(gradients(traced, inputs), expected(pair, inputs))
 
 
-# ---- Refusals: what would be silently wrong ----
+# ---- Refusals of calls whose gradients would be silently wrong ----
 
 FORWARD = "forward-mode derivatives are not supported; use torch's operators"
 SECOND = "second derivatives are not supported; use torch's operators"
@@ -457,7 +455,7 @@ class TestTransformsRefused:
         with pytest.raises(Exception, match=message):
             compiled(functools.partial(transform, pair[0]), backend)(*inputs)
         torch._dynamo.reset()
-        if transform is twice:  # dynamo itself fails where it leaves its graph in the middle of this
+        if transform is twice:  # dynamo fails if this has a graph break
             message = f"False != True|{message}"
         with pytest.raises(Exception, match=message):
             torch.compile(functools.partial(transform, pair[0]), backend=backend)(*inputs)
@@ -471,9 +469,9 @@ def test_duals_are_refused(pair, inputs):
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "inductor"])
 def test_compiled_duals_are_refused(inputs, backend):
-    """Given from outside, and made inside. Fault of the layer before: the tangent was lost."""
+    """Dual tensors that are arguments, and those made inside. Regression test: the tangent was lost."""
     function = compiled(lambda x, weight, target: gander.rmsnorm(x, weight), backend)
-    for leaf in False, True:  # newer releases refuse them by themselves
+    for leaf in False, True:  # newer releases of torch refuse them
         with pytest.raises(Exception, match="jvp|silently drop the tangent|" + FORWARD):
             dual(function, inputs, leaf)
 

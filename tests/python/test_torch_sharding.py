@@ -1,7 +1,7 @@
-"""DTensor: rows go with rows, without a collective; what cannot be so is refused in words.
+"""DTensor: operands with sharded rows need no collective. Other placements are refused with an error.
 
-On one rank of a group that is not there (torch's fake backend), whose collectives are counted, not run. Two
-ranks, and what they compute together, are in test_two_ranks.
+Most tests run on one rank with torch's fake backend, which counts collectives and does not run them.
+test_two_ranks runs two ranks.
 """
 
 import functools
@@ -34,13 +34,13 @@ def group():
 
 @pytest.fixture(scope="module")
 def mesh(group):
-    """One for all: torch 2.15 compiles for a first mesh only, its own functions too."""
+    """One mesh for all tests, because torch 2.15 compiles only for the first mesh, also its own functions."""
     return init_device_mesh("cpu", (4,))
 
 
 @pytest.fixture
 def local():
-    """What this rank has of x, of a weight and of targets."""
+    """This rank's parts of x, of a weight and of targets."""
     return torch.randn(4, 3, N), torch.rand(N), torch.randint(N, (4, 3))
 
 
@@ -53,7 +53,7 @@ def leaf(tensor, mesh, *placements):
 
 
 def collectives(function):
-    """A function's results, and how many collectives it took."""
+    """A function's results, and its number of collectives."""
     with CommDebugMode() as counter:
         results = function()
     return results, counter.get_total_counts()
@@ -167,7 +167,7 @@ def test_sharded_rows_are_refused(mesh, local):
         gander.rmsnorm(place(torch.rand(4, 4 * N), mesh, Replicate()), place(weight, mesh, Shard(0)))
 
 
-def test_what_has_no_shards_is_refused(mesh, local):
+def test_operands_that_cannot_be_sharded_are_refused(mesh, local):
     x, _, target = local
     logits, targets = place(x, mesh, Shard(0)), place(target, mesh, Shard(0))
     with pytest.raises(NotImplementedError, match="statistics of all rows are returned in one tensor"):
@@ -177,7 +177,7 @@ def test_what_has_no_shards_is_refused(mesh, local):
 
 
 def test_a_partial_sum_is_reduced(mesh, local):
-    """As by torch's operators that are not linear."""
+    """torch's nonlinear operators do this too."""
     out, count = collectives(lambda: gander.softmax(place(local[0], mesh, Partial("sum"))))
     assert out.placements == (Replicate(),)
     assert count == 1
@@ -240,8 +240,8 @@ F.cross_entropy(logits, target.flatten(), reduction="sum").backward()
 for shard in Shard(0), Shard(1):
     a = distribute_tensor(x, mesh, [shard]).requires_grad_()
     b = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
-    loss = gander.cross_entropy(gander.rmsnorm(a, b), distribute_tensor(target, mesh, [shard]), reduction="sum")
-    loss.backward()
+    logits, targets = gander.rmsnorm(a, b), distribute_tensor(target, mesh, [shard])
+    gander.cross_entropy(logits, targets, reduction="sum").backward()
     torch.testing.assert_close(a.grad.full_tensor(), leaves[0].grad)
     torch.testing.assert_close(b.grad.full_tensor(), leaves[1].grad)
 dist.destroy_process_group()
@@ -249,7 +249,7 @@ dist.destroy_process_group()
 
 
 def test_two_ranks(tmp_path):
-    """Rows that do not divide evenly, and the gradients of both ranks together."""
+    """The number of rows is not divisible by the number of ranks. Checks the gathered gradients."""
     command = sys.executable, "-c", RANK
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
@@ -259,11 +259,13 @@ def test_two_ranks(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], errors
 
 
-def test_nothing_of_it_is_imported_before_it_is_used():
-    """It would take about as long as the rest of torch. Looking for it changes nothing."""
+def test_dtensor_is_not_imported_before_it_is_used():
+    """Importing it takes about as long as the rest of torch. find_spec must not import it."""
     code = (
-        "import importlib.util, sys, torch, gander; name = 'torch.distributed.tensor'; assert name not in sys.modules\n"
+        "import importlib.util, sys, torch, gander\n"
+        "name = 'torch.distributed.tensor'; assert name not in sys.modules\n"
         "importlib.util.find_spec(name); assert name not in sys.modules and not gander._sharding._DTensor\n"
-        "import torch.distributed.tensor; assert gander._sharding._DTensor is torch.distributed.tensor.DTensor"
+        "import torch.distributed.tensor\n"
+        "assert gander._sharding._DTensor is torch.distributed.tensor.DTensor"
     )
     subprocess.run([sys.executable, "-c", code], env=os.environ, check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""vmap gives what a loop over the samples gives, and the gradient of each sample is its own."""
+"""vmap gives the results of a loop over the samples, and each sample has its own gradient."""
 
 import gander
 import pytest
@@ -11,7 +11,7 @@ B, M, N = 5, 6, 33
 
 @pytest.fixture
 def batch():
-    """Two targets of each sample are ignored, in another sample other ones."""
+    """Two targets of each sample are ignored, at different positions."""
     target = torch.randint(N, (B, M))
     for sample in range(B):
         target[sample, torch.randperm(M)[: sample % M]] = -100
@@ -48,7 +48,7 @@ def pair(request):
 
 
 def given(batch, batched, dims=(0, 0, 0)):
-    """Arguments of which some are batched, and in_dims."""
+    """The arguments, some of them batched, and in_dims."""
     dims = tuple(dim if name in batched else None for name, dim in zip(batch, dims, strict=True))
     pairs = zip(batch.values(), dims, strict=True)
     return [value[0] if dim is None else value.movedim(0, dim) for value, dim in pairs], dims
@@ -82,8 +82,7 @@ def test_batches_of_batches(pair, batch):
 
 @pytest.mark.parametrize("batched", BATCHED, ids="-".join)
 def test_gradients_per_sample(pair, batch, batched):
-    """A rule that makes the batch more rows would give the dw, and the mean's gradient, of all samples
-    together."""
+    """If the batch became rows, dw and the gradient of a mean would be those of all samples together."""
     values, dims = given(batch, batched)
 
     def gradients(function):
@@ -128,7 +127,7 @@ def test_compiled(pair, batch, backend):
 
 
 def test_every_operator(batch):
-    """Against a loop, with everything batched, and with what the first argument is not."""
+    """Compares with a loop, with all arguments batched, and with all but the first."""
     x, weight, target = batch.values()
     rstd, lse = torch.rand(B, M) + 0.5, torch.randn(B, M)
     saved = torch.stack([ops.cross_entropy_fwd(a, b)[1] for a, b in zip(x, target, strict=True)])
@@ -166,7 +165,7 @@ def test_every_operator(batch):
 
 
 def test_unreduced_gradients_with_one_value_for_all_rows(batch):
-    """A dloss of a sample is one for its rows, or one for each."""
+    """The dloss of a sample is one value for all its rows, or one for each."""
     x, _, target = batch.values()
     _, lse = ops.cross_entropy_fwd_lse(x, target)
     for dloss in torch.rand(B), torch.rand(B, M), torch.rand(()):
@@ -180,7 +179,7 @@ def test_unreduced_gradients_with_one_value_for_all_rows(batch):
 
 
 def test_samples_of_one_row(batch):
-    """(N) without leading dimensions, where the batch is the only one."""
+    """Samples of shape (N), so that the batch is the only leading dimension."""
     x, weight, target = batch["x"][:, 0], batch["weight"][0], batch["target"][:, 0]
     check(torch.vmap(gander.softmax)(x), F.softmax(x, -1))
     check(torch.vmap(gander.rmsnorm, (0, None))(x, weight), F.rms_norm(x, (N,), weight, 1e-6))
@@ -188,8 +187,8 @@ def test_samples_of_one_row(batch):
     check(got, F.cross_entropy(x, target, reduction="none"))
 
 
-def test_scalars_are_no_rows():
-    """Folded, the batch would be taken for the columns."""
+def test_samples_of_rank_0_are_refused():
+    """If the batch became rows, it would be the columns."""
     with pytest.raises((ValueError, RuntimeError), match="rank 0, expected rows"):
         torch.vmap(gander.softmax)(torch.randn(B))
 

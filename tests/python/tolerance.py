@@ -1,34 +1,37 @@
-"""How close is close enough: derived from torch's own operator, never chosen.
+"""The tolerance of the tests of accuracy. It is derived from the error of torch's own operator.
 
-Against the exact result (float64, on the very same input) gander may have a root mean square error of 1.1 times that of
-torch's operator in the same dtypes, and a maximum error of 1.5 times torch's, or of one ulp of the output's dtype.
+Both errors are against the exact result (float64, of the same input). gander's root mean square error may be
+1.1 times that of torch's operator in the same dtypes. Its maximum error may be 1.5 times torch's, or one ulp
+of the output's dtype.
 """
 
 import torch
 
-# A root mean square that rests on fewer errors than this is luck (torch's operator may happen to be exact): there only
-# the maximum counts.
+# A root mean square of fewer effective errors than this is left to chance, because torch's operator may
+# happen to be exact. Then only the maximum is checked.
 ENOUGH = 100
 
 
 def ulp(exact, dtype):
-    """The distance between neighbours of dtype at each value of exact."""
+    """The distance between neighbouring numbers of dtype at each value of exact."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(exact.abs().clamp(min=info.tiny))[1] - 1
     return torch.ldexp(torch.full_like(exact, info.eps), exponent)
 
 
-def carriers(error):
-    """How many errors a root mean square rests on: n where all are alike, 1 where one outweighs the others."""
+def effective_count(error):
+    """The effective number of errors in a root mean square: n if all are equal, 1 if one dominates."""
     squares = error.square()
     total = squares.sum()
     return float(total**2 / squares.square().sum()) if total > 0 else 0.0
 
 
 def assert_accurate(got, theirs, exact, what="result", extra=0.0):
-    """got: gander's result. theirs: that of torch's operator in the same dtypes. exact: the result in float64.
+    """got: gander's result. theirs: that of torch's operator in the same dtypes. exact: the result in
+    float64.
 
-    extra: an allowance for each element that a documented cause adds (lse as an output: |lse| * 2^-24).
+    extra: an additional absolute tolerance for each element, for a documented reason (lse as an output:
+    |lse| * 2^-24).
     """
     assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
     exact, dtype = exact.double(), got.dtype
@@ -43,14 +46,15 @@ def assert_accurate(got, theirs, exact, what="result", extra=0.0):
     extra = torch.as_tensor(extra, dtype=torch.float64, device=exact.device).expand_as(exact)[finite]
     exact, error, theirs = exact[finite], (got - exact)[finite].abs(), (theirs - exact)[finite].abs()
     assert error.isfinite().all(), f"{what}: not finite where the exact result is"
-    if dtype == torch.float64:  # exact is no more so: rounding of a few sums and products
+    if dtype == torch.float64:  # exact has rounding errors too, of a few sums and products
         bound = 1e-13 * (exact.abs() + exact.abs().max())
     else:
         bound = torch.maximum(ulp(exact, dtype), 1.5 * theirs.max().expand_as(exact)) + extra
     excess = (error - bound).max()
     assert excess <= 0, (
-        f"{what}: maximum error {error.max():.3g}, {excess:.3g} beyond its bound (torch's maximum: {theirs.max():.3g})"
+        f"{what}: maximum error {error.max():.3g}, {excess:.3g} beyond its bound "
+        f"(torch's maximum: {theirs.max():.3g})"
     )
-    if dtype != torch.float64 and min(carriers(error), carriers(theirs)) >= ENOUGH:
+    if dtype != torch.float64 and min(effective_count(error), effective_count(theirs)) >= ENOUGH:
         mine, torchs = error.square().mean().sqrt(), theirs.square().mean().sqrt()
         assert mine <= 1.1 * torchs + extra.max(), f"{what}: RMS error {mine:.4g}, torch's {torchs:.4g}"

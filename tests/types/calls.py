@@ -1,4 +1,5 @@
-"""What type checkers make of gander's functions. `./build.sh test types` has them read it; nothing runs it."""
+"""Calls of gander's functions for type checkers to check. `./build.sh test types` checks this file. It never
+runs."""
 
 import gander
 import numpy as np
@@ -73,7 +74,7 @@ def about(x: Tensor) -> None:
 
 
 def mistakes(x: Tensor, target: Tensor) -> None:
-    """Each of these is an error; a checker that sees none has an unneeded comment to report."""
+    """Each line is an error. A checker that does not find it reports the comment as unneeded."""
     gander.softmax(x, algorithm="fast")  # type: ignore[call-overload]
     gander.cross_entropy(x, target, reduction="avg")  # type: ignore[call-overload]
     gander.cross_entropy(x, target, x)  # type: ignore[call-overload]
