@@ -144,13 +144,13 @@ def test_a_failed_download_leaves_nothing(checkout):
     checkout.assert_whole()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_download_leaves_nothing(checkout, how):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_download_leaves_nothing(checkout, number):
     Path(f"{checkout.pips}.hang").touch()
     process = checkout.start()
     until(checkout.pips.exists)
     assert checkout.unfinished()
-    os.killpg(process.pid, how)
+    os.killpg(process.pid, number)
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert not checkout.unfinished()

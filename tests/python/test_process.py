@@ -59,20 +59,22 @@ def test_functions_imported_before_torch_take_tensors():
     """)
 
 
-@pytest.mark.parametrize("how", ["find_spec", "find_spec twice", "the loader's other methods", "LazyLoader"])
-def test_torch_may_be_looked_for_before_it_is_imported(how):
+@pytest.mark.parametrize(
+    "lookup", ["find_spec", "find_spec twice", "the loader's other methods", "LazyLoader"]
+)
+def test_torch_may_be_looked_for_before_it_is_imported(lookup):
     """transformers, accelerate and jax do this."""
     python(
         """
         import copy, importlib.util, sys, gander
-        how = sys.argv[1]
+        lookup = sys.argv[1]
         spec = importlib.util.find_spec("torch")
         assert spec.name == "torch" and spec.origin.endswith("__init__.py") and "torch" not in sys.modules
-        if how == "find_spec twice":
+        if lookup == "find_spec twice":
             assert importlib.util.find_spec("torch").origin == spec.origin
-        elif how == "the loader's other methods":
+        elif lookup == "the loader's other methods":
             assert spec.loader.is_package("torch") and "import" in copy.copy(spec.loader).get_source("torch")
-        elif how == "LazyLoader":
+        elif lookup == "LazyLoader":
             spec.loader = importlib.util.LazyLoader(spec.loader)
             sys.modules["torch"] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules["torch"])
@@ -83,7 +85,7 @@ def test_torch_may_be_looked_for_before_it_is_imported(how):
         assert "gander" not in type(torch.__loader__).__module__ + type(torch.__spec__.loader).__module__
         assert not any(getattr(finder, "name", None) == "torch" for finder in sys.meta_path)
         """,
-        how,
+        lookup,
     )
 
 

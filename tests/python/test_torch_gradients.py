@@ -192,27 +192,27 @@ def test_functional_call(pair, inputs):
     check(got["weight"], expected(pair, inputs)[1])
 
 
-@pytest.mark.parametrize("how", [{"inplace_backward": True}, {"one_pass": True}], ids=str)
-def test_in_place_and_one_pass_are_for_eager_calls(inputs, how, monkeypatch):
+@pytest.mark.parametrize("options", [{"inplace_backward": True}, {"one_pass": True}], ids=str)
+def test_in_place_and_one_pass_are_for_eager_calls(inputs, options, monkeypatch):
     """Transforms and graphs ignore these options, and do not write over the logits."""
     monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
     x, _, target = inputs
     before, want = x.clone(), torch.func.grad(F.cross_entropy)(x, target)
 
     def gradient(x):
-        return torch.func.grad(lambda x: gander.cross_entropy(x, target, **how))(x)
+        return torch.func.grad(lambda x: gander.cross_entropy(x, target, **options))(x)
 
     check(gradient(x), want)
     check(compiled(gradient, "aot_eager")(x), want)
     check(torch.vmap(gradient)(x[None]), want[None])
     leaf = x.clone().requires_grad_()
-    compiled(lambda x: gander.cross_entropy(x, target, **how), "aot_eager")(leaf).backward()
+    compiled(lambda x: gander.cross_entropy(x, target, **options), "aot_eager")(leaf).backward()
     check((leaf.grad, leaf.detach(), x), (want, before, before))
 
 
-@pytest.mark.parametrize("how", [{"inplace_backward": True}, {"one_pass": True}], ids=str)
+@pytest.mark.parametrize("options", [{"inplace_backward": True}, {"one_pass": True}], ids=str)
 @pytest.mark.parametrize("by_func", [False, True])
-def test_batches_of_upstream_gradients(inputs, how, by_func, monkeypatch):
+def test_batches_of_upstream_gradients(inputs, options, by_func, monkeypatch):
     """Regression test: with a gradient in place, is_grads_batched failed with a message of torch."""
     monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
     x, _, target = inputs
@@ -224,7 +224,7 @@ def test_batches_of_upstream_gradients(inputs, how, by_func, monkeypatch):
             return torch.func.vmap(lambda v: torch.autograd.grad(loss, x, v, retain_graph=True)[0])(upstream)
         return torch.autograd.grad(loss, x, upstream, is_grads_batched=True, retain_graph=True)[0]
 
-    loss = gander.cross_entropy(x * 2, target, reduction="sum", **how)
+    loss = gander.cross_entropy(x * 2, target, reduction="sum", **options)
     expected = jacobian(F.cross_entropy(x * 2, target, reduction="sum"))
     check(jacobian(loss), expected)
     check(torch.autograd.grad(loss, x)[0], expected[0])
