@@ -80,8 +80,8 @@ def main(
 ) -> None:
     """Measures gander beside torch, torch.compile and others.
 
-    Without sections: host, load and throughput on a GPU; host, load and cpu without one. A ratio is always taken
-    within one process at one point. What fails is recorded, and the rest goes on.
+    Without sections: host, load and throughput on a GPU; host, load and cpu without one. Ratios are always
+    taken within one process at one point. What fails is recorded, and the rest goes on.
     """
     from rich.console import Console
 

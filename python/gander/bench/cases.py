@@ -20,9 +20,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Operator:
-    """inputs(m, n, dtype, device) gives tensors, reference(*inputs) the results for float64 inputs, of which the first
-    has the rows. traffic: how many of the (M, N) tensors have to be read and written, "r", "rw" or "rrw"; statistics,
-    targets and weights are not counted. shared: the position of an input that is not split into rows."""
+    """inputs(m, n, dtype, device) gives tensors, reference(*inputs) the results for float64 inputs, of which
+    the first has the rows. traffic: how many of the (M, N) tensors have to be read and written, "r", "rw" or
+    "rrw"; statistics, targets and weights are not counted. shared: the position of an input that is not split
+    into rows."""
 
     traffic: str
     inputs: Callable[..., tuple]
@@ -97,9 +98,10 @@ def rows_of(op: str, inputs, rows):
 
 @dataclass(frozen=True)
 class Provider:
-    """functions: what people call, by name: softmax(x), rmsnorm(x, weight), cross_entropy(x, target), differentiable.
-    operators: by name a function that takes the inputs and gives run(), which does the work anew at each call and
-    returns its results, first the one that belongs to the rows. A provider need not have all of either."""
+    """functions: what people call, by name: softmax(x), rmsnorm(x, weight), cross_entropy(x, target),
+    differentiable. operators: by name a function that takes the inputs and gives run(), which does the work
+    anew at each call and returns its results, first the one that belongs to the rows. A provider need not
+    have all of either."""
 
     functions: dict[str, Callable]
     operators: dict[str, Callable]
@@ -202,8 +204,8 @@ def _compiled_functions(functions):
 
 
 def _torch_compile():
-    # Backward passes as formulas: Inductor fuses them as it does the gradients that autograd traces, and nothing of
-    # autograd is timed.
+    # Backward passes as formulas: Inductor fuses them as it does the gradients that autograd traces, and
+    # nothing of autograd is timed.
     return Provider(
         _compiled_functions(
             {

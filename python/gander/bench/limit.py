@@ -1,6 +1,7 @@
 """What the memory of this GPU gives: plain kernels that move the bytes of an operator and compute nothing.
 
-ceiling.cu is compiled when it is needed, by the NVRTC that torch brings along, so a GPU host needs no CUDA toolkit.
+ceiling.cu is compiled when it is needed, by the NVRTC that comes with torch: a GPU host needs no CUDA
+toolkit.
 """
 
 import ctypes
@@ -63,8 +64,8 @@ def _functions(architecture: str) -> dict[str, ctypes.c_void_p]:
 
 
 def launches(traffic: str, tensors: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
-    """Plain kernels by name that move the bytes of these tensors: "r" reads the first, "rw" writes as much besides,
-    "rrw" reads the first two and writes as much as one of them."""
+    """Plain kernels by name that move the bytes of these tensors: "r" reads the first, "rw" writes as much
+    besides, "rrw" reads the first two and writes as much as one of them."""
     major, minor = torch.cuda.get_device_capability()
     functions = _functions(f"sm_{major}{minor}")
     cuda = ctypes.CDLL("libcuda.so.1")

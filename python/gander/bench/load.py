@@ -29,9 +29,9 @@ def _ms(call) -> float:
 
 
 def measure(name: str) -> dict:
-    """Milliseconds until results are there: for gander the `library`'s load, and by function the `first` call, which
-    loads what the function needs, then the calls on each `new` shape. Before them the provider has used the device
-    once, with another data type."""
+    """Milliseconds until results are there: for gander the `library`'s load, and by function the `first`
+    call, which loads what the function needs, then the calls on each `new` shape. Before them the provider
+    has used the device once, with another data type."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,8 +73,8 @@ def measure(name: str) -> dict:
 
 
 def in_a_fresh_process(name: str) -> dict:
-    """measure(name), with the time that `import gander` takes after torch. Compiled code that is cached on disk would
-    hide what the first user of a shape waits for, so the caches are empty ones."""
+    """measure(name), with the time that `import gander` takes after torch. Compiled code that is cached on
+    disk would hide what the first user of a shape waits for, so the caches are empty ones."""
     with tempfile.TemporaryDirectory() as empty:
         caches = {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
         child = subprocess.run(

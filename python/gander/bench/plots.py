@@ -17,7 +17,7 @@ _STYLES = {
 
 
 def draw(records: list[dict], path: Path) -> list[Path]:
-    """Draws beside the JSON lines of this path, and returns the files. Raises ImportError without matplotlib."""
+    """Draws next to the JSON lines of this path. Returns the files. Raises ImportError without matplotlib."""
     records = latest(records)
     made = []
     for name, title, panels in _pictures(records):

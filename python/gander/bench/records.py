@@ -1,4 +1,4 @@
-"""Measurements as JSON lines: one line for each point, with all providers' figures and where they come from."""
+"""Measurements as JSON lines: one for each point, with all providers' figures and where they come from."""
 
 import contextlib
 import datetime

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-# What gander aims at: host time of a call over torch's own, without and with gradient; milliseconds; megabytes.
+# gander's targets: host time of a call over torch's own, without and with gradient; milliseconds; megabytes.
 HOST_TARGETS = {
     ("softmax", "forward"): 1.0,
     ("rmsnorm", "forward"): 0.75,
@@ -207,7 +207,10 @@ def _limit(record: dict) -> str:
 
 
 _FASTER = ("gander, times as fast as the best other", _speedup)
-_GPU_NOTE = "Bytes are those of the (M, N) tensors that must be read and written; the limit is a kernel that only moves them."
+_GPU_NOTE = (
+    "Bytes are those of the (M, N) tensors that must be read and written; "
+    "the limit is a kernel that only moves them."
+)
 
 
 def _dtypes(records):
@@ -326,7 +329,8 @@ def _algorithm(result: dict | None) -> str:
 
 
 _CPU_NOTE = (
-    "Each provider in its own blocks, results in memory that is reused; in turns: a call of each after the other; "
+    "Each provider in its own blocks, results in memory that is reused; "
+    "in turns: a call of each after the other; "
     "allocating: results in memory that the system maps anew, as it does from 128 KiB on."
 )
 
@@ -359,7 +363,7 @@ _SECTIONS = {
 
 
 def latest(records: list[dict]) -> list[dict]:
-    """Of several measurements of one point the last: by operator, then by dtype, whatever the order of the run."""
+    """The last measurement of each point: by operator, then by dtype, in any order of the run."""
     from .records import key
 
     operators, dtypes = list(TITLES), ["bfloat16", "float16", "float32", None]
@@ -414,8 +418,8 @@ def _times_as_fast(record: dict, name: str) -> float | None:
 
 
 def _relative(record: dict) -> tuple[float, float, float] | None:
-    """gander's speed relative to what was measured beside it: the limit, or torch where there is none. The median, and
-    the least and the most that the spread of both allows."""
+    """gander's speed relative to what was measured beside it: the limit, or torch where there is none. The
+    median, and the least and the most that the spread of both allows."""
     mine = record["results"].get("gander", {})
     base = next((b for b in (record.get("limit"), record["results"].get("torch")) if b and "us" in b), None)
     if "us" not in mine or base is None:
@@ -424,8 +428,8 @@ def _relative(record: dict) -> tuple[float, float, float] | None:
 
 
 def comparison(records: list[dict], before: list[dict]) -> list[Table]:
-    """gander at each point that both runs have. Absolute times mix what changed with the machine's mood, so the ratios
-    are compared; a change counts where the spreads of then and now do not overlap."""
+    """gander at each point that both runs have. Absolute times mix what changed with the machine's mood, so
+    the ratios are compared; a change counts where the spreads of then and now do not overlap."""
     from .records import key
 
     old = {key(record): record for record in latest(before) if record["section"] != "load"}

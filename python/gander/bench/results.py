@@ -38,7 +38,7 @@ _SPREAD = ("softmax_forward", "rmsnorm_forward")  # have targets for a few rows 
 
 
 class Check(NamedTuple):
-    """One target at one point. What is measured is a ratio, milliseconds or megabytes; None where it failed."""
+    """One target at one point. Measured is a ratio, milliseconds or megabytes; None where the run failed."""
 
     target: str
     op: str
@@ -69,7 +69,7 @@ def _share_of_limit(record: dict) -> float:
 
 
 def _times_a_copy(record: dict) -> float | None:
-    """How many times as long as a plain copy softmax and RMSNorm may take where a few long rows are the tensor."""
+    """How many times as long as a plain copy softmax and RMSNorm may take on a few long rows."""
     few = {(4, 1 << 22): 1.35, (4, 1 << 23): 1.5, (1, 1 << 25): 1.5}
     target = few.get((record["m"], record["n"]))
     if target is None or record["op"] not in _SPREAD:
@@ -259,7 +259,8 @@ def _few(records) -> list[Table]:
 
 
 _TABLES: tuple[Callable, ...] = (
-    _throughput, _few, invariant_tables, step_tables, host_tables, load_tables, algorithms_tables, cpu_tables, summary,
+    _throughput, _few, invariant_tables, step_tables, host_tables, load_tables, algorithms_tables, cpu_tables,
+    summary,
 )  # fmt: skip
 
 
@@ -272,16 +273,17 @@ Written by this command; do not edit:
 
     {command}
 
-- TB/s count the (M, N) tensors that an operator must read and write, and nothing else. In the tables by row length
-  M is 32768, 16384 at N = 131072 and 8192 at N = 262144.
-- The limit is the fastest of several plain kernels that only move those bytes, measured in the same process. In
-  brackets after a speed stands the share of the limit's speed, after a time how many times the limit's time it is.
-  RMSNorm's weights are not counted.
+- TB/s count the (M, N) tensors that an operator must read and write, and nothing else. In the tables by row
+  length M is 32768, 16384 at N = 131072 and 8192 at N = 262144.
+- The limit is the fastest of several plain kernels that only move those bytes, measured in the same process.
+  In brackets after a speed stands the share of the limit's speed, after a time how many times the limit's
+  time it is. RMSNorm's weights are not counted.
 - On a GPU the L2 cache is cold, times are medians, and all providers take turns in one process.
 - "best other" is the fastest of the providers that the section names beside gander.
 
-[README.md](README.md) says how a point is measured. [TRIED.md](TRIED.md) says what bounds the points that miss their
-target, and what was tried. Each file below holds all figures, with device, versions and commit on each line.
+[README.md](README.md) says how a point is measured. [TRIED.md](TRIED.md) says what bounds the points that
+miss their target, and what was tried. Each file below holds all figures, with device, versions and commit on
+each line.
 """
 
 

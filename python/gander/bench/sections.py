@@ -21,8 +21,8 @@ from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
 
 # Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
 TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 262144))
-# Few rows, where the question is how long one row keeps how much of the GPU busy. Beyond 2^27 elements a tensor is
-# long enough to be a case of throughput.
+# Few rows, where the question is how long one row keeps how much of the GPU busy. Beyond 2^27 elements a
+# tensor is long enough to be a case of throughput.
 FEW = tuple(
     (m, n)
     for m in (1, 4, 16, 128)
@@ -43,8 +43,8 @@ TINY = (4, 256)
 ODD = tuple((4099, n) for n in (1000, 12288, 50257, 128256))
 LOGITS = (8192, 128256)  # of a step: tokens by the vocabulary of Llama 3
 
-# A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that. What is
-# further off than this is not the operator, and its time means nothing.
+# A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that.
+# What is further off than this is not the operator, and its time means nothing.
 _WRONG = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
 
 
@@ -218,7 +218,7 @@ def _algorithms_point(providers, options: Options, op: str, dtype: str, m: int, 
 
 
 def algorithms(options: Options) -> Iterator[Point]:
-    """Auto beside every algorithm that can be forced; one that refuses a shape has its reason for a result."""
+    """Auto next to every algorithm that can be forced. One that refuses a shape has its reason as result."""
     options = replace(options, providers=ALGORITHMS)
     operators = tuple(op for op in OPERATORS if op.startswith(("softmax", "rmsnorm")))
     return _grid(
@@ -284,7 +284,7 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
     calls = {}
 
     def prepare(name):
-        # liger writes the gradient over the logits, so each has its own: after the first step liger's are others.
+        # liger writes the gradient over the logits, so each has its own: liger's change after the first step.
         x = logits.clone().requires_grad_()
         call = _step_call(provider(name).functions["cross_entropy"], mode, x, target)
         off = _step_distance(logits, target, call(), call.factor)

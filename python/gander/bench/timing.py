@@ -1,4 +1,5 @@
-"""How long calls take: on the GPU with a cold cache and the host ahead, on the CPU in blocks, on the host alone."""
+"""How long calls take: on the GPU with a cold L2 and the host ahead, on the CPU in blocks, on the host
+alone."""
 
 import ctypes
 import gc
@@ -51,8 +52,8 @@ def _no_garbage_collection():
 
 
 class GPUTimer:
-    """Times calls with CUDA events, in turns. Before each the L2 cache is flushed, and the GPU is kept busy until the
-    host has enqueued the call, so that what is timed is the GPU's work and nothing of Python's."""
+    """Times calls with CUDA events, in turns. Before each the L2 cache is flushed, and the GPU is kept busy
+    until the host has enqueued the call, so that what is timed is the GPU's work and nothing of Python's."""
 
     def __init__(self):
         size = max(256 << 20, 4 * torch.cuda.get_device_properties().L2_cache_size)
@@ -100,8 +101,8 @@ class GPUTimer:
 
 
 def _cpu_block(call: Call, seconds: float, least: int, most: int) -> list[float]:
-    """Times one call again and again, after a pause: torch's threads spin for a while after their last call, and would
-    take the cores from whoever comes next."""
+    """Times one call again and again, after a pause: torch's threads spin for a while after their last call,
+    and would take the cores from whoever comes next."""
     time.sleep(0.3)
     samples = []
     began = time.perf_counter()
@@ -116,7 +117,7 @@ def _cpu_block(call: Call, seconds: float, least: int, most: int) -> list[float]
 
 @contextmanager
 def reused_memory():
-    """Results lie in memory that is there already: glibc's allocator keeps what is freed, and maps nothing anew."""
+    """Results reuse memory: glibc's allocator keeps what is freed, and maps nothing anew."""
     mmap_threshold, trim_threshold, mmap_max = -3, -1, -4  # <malloc.h>
     allocator = ctypes.CDLL(None)
     if not hasattr(allocator, "mallopt"):
