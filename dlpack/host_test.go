@@ -51,15 +51,15 @@ func TestHostRefusals(t *testing.T) {
 	require.ErrorIs(t, err, dlpack.ErrShape)
 	_, err = dlpack.New(dlpack.Float32, 1<<50)
 	require.ErrorIs(t, err, dlpack.ErrMemory)
-	_, err = dlpack.Borrow(nil, host, dlpack.Float32, []int64{2}, nil)
+	_, err = dlpack.Borrow(nil, cpu, dlpack.Float32, []int64{2}, nil)
 	require.ErrorIs(t, err, dlpack.ErrNull)
-	_, err = dlpack.Borrow(v.Data, host, dlpack.Float32, []int64{2}, []int64{1, 1})
+	_, err = dlpack.Borrow(v.Data, cpu, dlpack.Float32, []int64{2}, []int64{1, 1})
 	require.ErrorIs(t, err, dlpack.ErrLayout)
 
 	v.Device = dlpack.Device{Type: dlpack.CUDA}
 	_, err = v.Float64s()
 	require.ErrorIs(t, err, dlpack.ErrDevice, "device memory must not be read")
-	v.Device, v.DType = host, dlpack.DType{Code: 1, Bits: 8, Lanes: 1}
+	v.Device, v.DType = cpu, dlpack.DType{Code: 1, Bits: 8, Lanes: 1}
 	_, err = v.Float64s()
 	require.ErrorIs(t, err, dlpack.ErrDType)
 	v.DType.Bits = 0

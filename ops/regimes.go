@@ -8,8 +8,11 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// regimes make a plan by a row of the policy, or nil where the row's kernel cannot serve the request on
-// this device. They change neither.
+// regimes has a function for each regime of the policy. It makes a plan for a request by a row of the policy,
+// or returns nil if the row's kernel cannot serve the request on this device. It changes neither argument.
+//
+// In this file a variable named row is a row of the policy, never a row of the matrix. Figures such as 0.97
+// are shares of the limit: the speed relative to the fastest kernel that only moves the same bytes.
 var regimes = [...]func(*query, *policy.Row) *plan{
 	policy.Registers:           registers,
 	policy.ClusterRegisters:    clusterRegisters,
@@ -26,7 +29,7 @@ var regimes = [...]func(*query, *policy.Row) *plan{
 	policy.Elementwise:         elementwise,
 }
 
-// kernelKey finds kernels by what they do.
+// kernelKey is what kernels are looked up by, before their tile.
 type kernelKey struct {
 	op      kernels.Op
 	shape   kernels.Shape
@@ -35,7 +38,7 @@ type kernelKey struct {
 	cluster bool
 }
 
-// kernelsOf has them in the table's order.
+// kernelsOf lists the kernels of each key, in the order of kernels.Variants.
 var kernelsOf = func() map[kernelKey][]*kernels.Variant {
 	t := map[kernelKey][]*kernels.Variant{}
 	for i := range kernels.Variants {
@@ -46,20 +49,21 @@ var kernelsOf = func() map[kernelKey][]*kernels.Variant {
 	return t
 }()
 
-func kernelOf(k kernelKey, threads, each int64) *kernels.Variant {
+// kernelOf returns the kernel with a tile of threads and of vectors for each thread, or nil.
+func kernelOf(k kernelKey, threads, vectors int64) *kernels.Variant {
 	for _, v := range kernelsOf[k] {
-		if int64(v.RowThreads) == threads && int64(v.Vectors) == each {
+		if int64(v.RowThreads) == threads && int64(v.Vectors) == vectors {
 			return v
 		}
 	}
 	return nil
 }
 
-// kernel returns the kernel with a row's tile, or nil. Of two with the same tile, the one that wants all
-// operands at the same offset is taken where they are.
-func (q *query) kernel(shape kernels.Shape, row *policy.Row, clusters bool) *kernels.Variant {
+// kernel returns the kernel with the tile of a policy row, or nil. There can be two, one of which requires
+// that all operands have the same offset from a 16-byte boundary. If they have, that one is returned.
+func (q *query) kernel(shape kernels.Shape, row *policy.Row, cluster bool) *kernels.Variant {
 	var found *kernels.Variant
-	for _, v := range kernelsOf[kernelKey{q.op, shape, q.x, q.unaligned, clusters}] {
+	for _, v := range kernelsOf[kernelKey{q.op, shape, q.x, q.unaligned, cluster}] {
 		switch {
 		case v.RowThreads != row.Threads || v.Vectors != row.Vectors || v.Together != row.Together:
 		case v.Alike && q.layout == policy.SameOffset:
@@ -71,12 +75,12 @@ func (q *query) kernel(shape kernels.Shape, row *policy.Row, clusters bool) *ker
 	return found
 }
 
-// chunkKernel is the kernel that reduces or maps chunks of rows.
+// chunkKernel returns the kernel of a shape whose CTAs each process a chunk of a row.
 func (q *query) chunkKernel(shape kernels.Shape) *kernels.Variant {
 	return kernelsOf[kernelKey{q.op, shape, q.x, q.unaligned, false}][0]
 }
 
-// registers gives each row to a CTA, or to a part of one, that holds it in registers.
+// registers holds each row in the registers of a CTA, or of a part of one.
 func registers(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.InRegisters, row, false)
 	if v == nil || q.layout == policy.MixedTypes || q.dw || q.vectors > v.Capacity() {
@@ -92,7 +96,8 @@ func registers(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// clusterSize is how many CTAs of a kernel take a row, within the policy's limits; 0 where they cannot.
+// clusterSize returns how many CTAs of a kernel hold a row of the matrix, or 0 if that is more than the
+// policy row or the device allows.
 func (q *query) clusterSize(v *kernels.Variant, row *policy.Row) int64 {
 	ctas := max(ceil(q.vectors, v.Capacity()), int64(row.MinCTAs))
 	if ctas > min(int64(row.MaxCTAs), q.maxCluster) {
@@ -101,8 +106,8 @@ func (q *query) clusterSize(v *kernels.Variant, row *policy.Row) int64 {
 	return ctas
 }
 
-// clusterRegisters gives each row to as few CTAs of a cluster as hold it: where one CTA cannot, or where
-// rows are so few that one CTA each would leave SMs idle.
+// clusterRegisters holds each row in the registers of a cluster, with as few CTAs as the policy row allows.
+// It serves rows that one CTA cannot hold, and rows so few that one CTA for each would leave SMs idle.
 func clusterRegisters(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.InRegisters, row, true)
 	if v == nil || q.layout == policy.MixedTypes || q.dw {
@@ -120,7 +125,7 @@ func clusterRegisters(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// sharedMemory copies each row into the shared memory of a CTA, or of a cluster of at least two.
+// sharedMemory copies each row into the shared memory of a CTA, or of a cluster of two or more.
 func sharedMemory(q *query, row *policy.Row) *plan {
 	inCluster := row.Regime == policy.ClusterSharedMemory
 	v := q.kernel(kernels.Staged, row, inCluster)
@@ -140,28 +145,28 @@ func sharedMemory(q *query, row *policy.Row) *plan {
 		p.taken = Extreme
 	}
 	q.add(p, v, q.m*ctas, ctas, uint32(v.Capacity()*16))
-	p.why = fmt.Sprintf("%d x %d threads copy a row of %d vectors into shared memory",
+	p.why = fmt.Sprintf("%d CTAs of %d threads copy a row of %d vectors into shared memory",
 		ctas, v.Threads, q.vectors)
 	return p
 }
 
-// persistent is how many CTAs go from row to row: as many as the policy's row names, or else all that are
-// resident.
-func (q *query) persistent(v *kernels.Variant, row *policy.Row) int64 {
+// persistentCTAs returns the size of a persistent grid: as many CTAs per SM as the policy row says, or as
+// many as can be resident at once if it says nothing.
+func (q *query) persistentCTAs(v *kernels.Variant, row *policy.Row) int64 {
 	if row.Resident > 0 {
 		return int64(q.facts.SMs * row.Resident)
 	}
 	return q.resident(v)
 }
 
-// persistentLoop lets parts of warps go from row to row, where there are more rows than the device holds at
-// a time.
+// persistentLoop launches a persistent grid in which parts of warps loop over rows. It serves more rows than
+// the grid processes at a time.
 func persistentLoop(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.Loop, row, false)
 	if v == nil || q.vectors > v.Capacity() {
 		return nil
 	}
-	resident := q.persistent(v, row)
+	resident := q.persistentCTAs(v, row)
 	if ceil(q.expected(), v.RowsPerCTA()) <= resident {
 		return nil
 	}
@@ -172,15 +177,15 @@ func persistentLoop(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// persistentLanes gives rows to persistent parts of warps, whose threads keep fixed columns' part of dw in
-// registers.
+// persistentLanes launches a persistent grid in which parts of warps loop over rows. A thread works on the
+// same columns of each row, and keeps their dw in registers.
 func persistentLanes(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.Lanes, row, false)
 	if v == nil || !q.dw || q.vectors > v.Capacity() || q.layout > policy.SameOffset {
 		return nil
 	}
-	grid := min(q.persistent(v, row), ceil(q.m, v.RowsPerCTA()))
-	if q.unaligned { // so that a CTA's rows all have the same offset
+	grid := min(q.persistentCTAs(v, row), ceil(q.m, v.RowsPerCTA()))
+	if q.unaligned { // a multiple of this many CTAs, so that all rows of a CTA have the same offset
 		grid = max(grid/q.elements(), 1) * q.elements()
 	}
 	p := q.begin()
@@ -191,8 +196,8 @@ func persistentLanes(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// persistentRing gives rows to persistent CTAs or clusters. The next rows come into a ring in shared
-// memory; the weights of a CTA's columns and their dw stay in registers.
+// persistentRing launches a persistent grid in which CTAs or clusters loop over rows. Shared memory is a ring
+// buffer into which the next rows are copied. The weights and dw of a thread's columns stay in registers.
 func persistentRing(q *query, row *policy.Row) *plan {
 	cluster := max(1, int64(row.MaxCTAs))
 	v := q.kernel(kernels.Ring, row, cluster > 1)
@@ -204,20 +209,21 @@ func persistentRing(q *query, row *policy.Row) *plan {
 	case q.facts.Major < 9, cluster > 1 && q.facts.Clusters[cluster] == 0:
 		return nil
 	}
-	stage := v.Capacity() * 16 * int64(q.op.Inputs()) // bytes of a row's slices
+	stage := v.Capacity() * 16 * int64(q.op.Inputs()) // bytes of a CTA's part of a row, for all inputs
 	if v.General {
 		stage += 16 * int64(q.op.Inputs())
 	}
-	// Some devices have less shared memory than the ring was measured with. The kernel itself needs a little.
+	// Some devices have less shared memory than those the policy was measured on. 4 KiB are left for static
+	// shared memory.
 	stages := min(int64(row.Stages), (int64(q.facts.SharedPerBlock)-4<<10)/stage)
 	if stages < 2 {
 		return nil
 	}
-	// No more clusters than are resident at once: one that waits for another to end doubles the time. A CTA
-	// has some shared memory of its own and 1 KiB that is reserved for it.
+	// No more clusters than can be resident at once: a second wave would double the time. Each CTA also needs
+	// static shared memory, and 1 KiB is reserved for it.
 	resident := max(1, min(int64(row.Resident), int64(q.facts.SharedPerSM)/(stages*stage+2<<10)))
-	// Each leaves a row of partial dw. Measured on an H100, 4099 x 1000 bfloat16: 0.65 with five on an SM,
-	// 0.69 with three.
+	// Each cluster writes a row of partial dw. So for few rows of the matrix fewer clusters are faster. H100,
+	// 4099 x 1000 bfloat16: 0.65 with five CTAs per SM, 0.69 with three.
 	resident = min(resident, max(3, q.m/(8*int64(q.facts.SMs))))
 	clusters := int64(q.facts.SMs) * resident
 	if cluster > 1 {
@@ -227,7 +233,7 @@ func persistentRing(q *query, row *policy.Row) *plan {
 	p := q.begin()
 	p.stages = int32(min(stages, max(2, ceil(q.m, clusters))))
 	p.partials = int32(clusters)
-	if q.unaligned { // pieces whose rows have the same offset get one each: partition_rows in cuda/rmsnorm.cuh
+	if q.unaligned { // one for each run of rows with the same offset: partition_rows in cuda/rmsnorm.cuh
 		p.partials += int32(q.elements() - 1)
 	}
 	p.taken = Medium
@@ -235,7 +241,7 @@ func persistentRing(q *query, row *policy.Row) *plan {
 		p.taken = Extreme
 	}
 	q.add(p, v, clusters*cluster, cluster, uint32(int64(p.stages)*stage))
-	p.why = fmt.Sprintf("%d x %d threads keep the weights of their columns and dw; %d rows in flight",
+	p.why = fmt.Sprintf("%d CTAs of %d threads keep the weights and dw of their columns; %d rows in flight",
 		cluster, v.Threads, p.stages)
 	return p
 }
@@ -243,16 +249,17 @@ func persistentRing(q *query, row *policy.Row) *plan {
 // powerOfTwo returns the smallest power of two that is at least n.
 func powerOfTwo(n int64) int64 { return 1 << bits.Len64(uint64(max(n, 1)-1)) }
 
-// gridCooperative spreads each row over a CTA on each SM. Measured on an H100, over the plain kernel: N =
-// 262144 float32, RMSNorm backward 0.97 (two passes 0.58), softmax backward 0.97 (0.90); RMSNorm backward
-// bfloat16 262144 0.95 (one row after the other 0.87), 151936 0.92; softmax forward 2^20 0.95 (0.84). CTAs
-// exchange sums through global memory, which takes several us. The ring hides that if some 64 KiB of it are
-// in flight.
+// gridCooperative divides each row among one CTA on each SM. The CTAs exchange sums through global memory,
+// which takes several us. The ring buffer hides that latency while some 64 KiB of it are being loaded.
+//
+// H100, with the regime that was used before in parentheses: float32, N = 262144, RMSNorm backward 0.97
+// (0.58), softmax backward 0.97 (0.90); softmax forward, N = 2^20, 0.95 (0.84). RMSNorm backward in bfloat16:
+// 0.95 at N = 262144 (0.87 with one row at a time instead of two), 0.92 at 151936.
 func gridCooperative(q *query, row *policy.Row) *plan {
 	const (
-		mostDepth = kernels.TeamSteps/2 - 1
-		static    = 12 << 10 // of shared memory
-		inFlight  = 64 << 10
+		maxDepth = kernels.TeamSteps/2 - 1
+		static   = 12 << 10 // bytes of static shared memory
+		inFlight = 64 << 10 // bytes
 	)
 	ctas := int64(q.facts.SMs)
 	v := q.kernel(kernels.Team, row, false)
@@ -263,7 +270,7 @@ func gridCooperative(q *query, row *policy.Row) *plan {
 		return nil
 	case q.vectors <= 16*powerOfTwo(ctas):
 		return nil
-	case v.Capacity()*(powerOfTwo(ctas+1)/2) < q.vectors: // so that the longest row is a power of two
+	case v.Capacity()*(powerOfTwo(ctas+1)/2) < q.vectors: // the longest row is a power of two of vectors
 		return nil
 	case q.facts.Major == 12 && !v.In("sm_120"):
 		return nil
@@ -281,7 +288,7 @@ func gridCooperative(q *query, row *policy.Row) *plan {
 	if q.dw {
 		p.partials = int32(v.Groups)
 	}
-	p.depth = int32(max(1, min(stages-max(2, inFlight/stage), mostDepth)))
+	p.depth = int32(max(1, min(stages-max(2, inFlight/stage), maxDepth)))
 	q.clear(p, ctas*kernels.TeamSteps*int64(v.Together))
 	g := q.add(p, v, ctas, 1, uint32(stages*stage))
 	g.Cooperative, g.Dependent = true, false
@@ -291,22 +298,26 @@ func gridCooperative(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// gridSharedMemory reads a few long rows once, as far as the shared memory of all SMs holds them, and the
-// rest twice. Measured on an H100, two passes and this, times a copy: bfloat16 softmax 4 x 2^22 1.37 and
-// 1.19, 1 x 2^25 1.53 and 1.29, RMSNorm 1.55 and 1.35, 1.94 and 1.78; 4 x 2^20 1.37 and 1.40, 1.40 and
-// 1.37; softmax 16 x 2^23 1.49 and 1.55.
+// gridSharedMemory keeps as much of a few long rows as the shared memory of all SMs holds, and reads only the
+// rest a second time. Time relative to a copy of x in bfloat16 on an H100, of two passes and of this regime:
+//
+//	shape      softmax        RMSNorm
+//	4 x 2^20   1.37 and 1.40  1.40 and 1.37
+//	4 x 2^22   1.37 and 1.19  1.55 and 1.35
+//	1 x 2^25   1.53 and 1.29  1.94 and 1.78
+//	16 x 2^23  1.49 and 1.55
 func gridSharedMemory(q *query, row *policy.Row) *plan {
 	const (
-		static   = 768  // bytes of shared memory of each CTA, and
-		reserved = 1024 // what the system takes
-		least    = 192 << 10
-		whole    = 8 // vectors: 128 bytes, which memory moves at once
+		static      = 768       // bytes of static shared memory of each CTA
+		reserved    = 1024      // bytes of shared memory that CUDA reserves for each CTA
+		minPerSM    = 192 << 10 // bytes of shared memory
+		granularity = 8         // vectors: 128 bytes, a cache line
 	)
 	v := q.kernel(kernels.Held, row, false)
 	switch {
 	case v == nil, q.layout == policy.MixedTypes, q.BatchInvariant:
 		return nil
-	case q.facts.Major < 9, q.facts.SharedPerSM < least:
+	case q.facts.Major < 9, q.facts.SharedPerSM < minPerSM:
 		return nil
 	}
 	perSM := max(1, int64(row.Resident))
@@ -315,7 +326,7 @@ func gridSharedMemory(q *query, row *policy.Row) *plan {
 		return nil
 	}
 	p := q.begin()
-	p.chunk = ceil(ceil(q.vectors, parts), whole) * whole
+	p.chunk = ceil(ceil(q.vectors, parts), granularity) * granularity
 	if p.chunk > maxChunk {
 		return nil
 	}
@@ -328,12 +339,12 @@ func gridSharedMemory(q *query, row *policy.Row) *plan {
 	q.add(p, v, q.m*int64(p.splits), 1, uint32(int64(p.depth)*tile))
 	p.taken = SplitK
 	each := inputs * p.chunk * 16
-	p.why = fmt.Sprintf("%d CTAs to a row keep %d of %d KiB each in shared memory", p.splits,
+	p.why = fmt.Sprintf("%d CTAs per row each keep %d of %d KiB in shared memory", p.splits,
 		min(int64(p.depth)*tile, each)>>10, each>>10)
 	return p
 }
 
-// clear appends what clears the memory through which CTAs exchange the sums of their parts of rows.
+// clear appends the kernel that clears the memory through which CTAs exchange partial sums of rows.
 func (q *query) clear(p *plan, sums int64) {
 	op := kernels.RMSNormClear
 	if q.op == kernels.SoftmaxForward || q.op == kernels.SoftmaxBackward {
@@ -345,13 +356,15 @@ func (q *query) clear(p *plan, sums int64) {
 	q.add(p, v, grid, 1, 0)
 }
 
-// split divides rows so that the device is filled with so many CTAs of ChunkThreads per SM, or as was asked
-// for.
+// split chooses into how many chunks each row is divided, one CTA for each. There are chunks enough for perSM
+// CTAs on each SM, unless the requested algorithm or BatchInvariant decides the number.
 func (q *query) split(p *plan, perSM int) {
-	const least = 4 * kernels.ChunkThreads // vectors that are worth a CTA
+	const minChunk = 4 * kernels.ChunkThreads // vectors; less work is not worth a CTA
 	want := max(1, ceil(int64(q.facts.SMs*max(1, perSM)), q.m))
-	if q.BatchInvariant { // one row alone should fill the device, and 1024 states are merged at once
-		want = min(ceil(q.vectors, 4*least), 1024)
+	if q.BatchInvariant {
+		// The number must not depend on M, and one row alone should fill the device. At most 1024 states can
+		// be merged at once.
+		want = min(ceil(q.vectors, 4*minChunk), 1024)
 	}
 	switch q.Algorithm {
 	case Block:
@@ -359,7 +372,7 @@ func (q *query) split(p *plan, perSM int) {
 	case SplitK:
 		want = max(want, 2)
 	}
-	p.chunk = min(max(ceil(ceil(q.vectors, want), least)*least, least), maxChunk)
+	p.chunk = min(max(ceil(ceil(q.vectors, want), minChunk)*minChunk, minChunk), maxChunk)
 	p.splits = int32(ceil(q.vectors, p.chunk))
 	p.taken = Arbitrary
 	if p.splits > 1 {
@@ -367,8 +380,8 @@ func (q *query) split(p *plan, perSM int) {
 	}
 }
 
-// asked tells whether rows are divided as the algorithm promises.
-func (q *query) asked(p *plan) bool {
+// splitAsRequested reports whether rows are divided as the requested algorithm promises.
+func (q *query) splitAsRequested(p *plan) bool {
 	switch q.Algorithm {
 	case Block:
 		return p.splits == 1
@@ -385,7 +398,7 @@ func twoPasses(q *query, row *policy.Row) *plan {
 	}
 	p := q.begin()
 	q.split(p, row.Resident)
-	if !q.asked(p) {
+	if !q.splitAsRequested(p) {
 		return nil
 	}
 	grid := q.m * int64(p.splits)
@@ -398,7 +411,7 @@ func twoPasses(q *query, row *policy.Row) *plan {
 	why := "the row is longer than a cluster holds"
 	switch {
 	case q.Algorithm != Auto:
-		why = fmt.Sprintf("%d CTAs to a row", p.splits)
+		why = fmt.Sprintf("%d CTAs per row", p.splits)
 	case q.layout == policy.MixedTypes:
 		why = "the second input has another type than x"
 	case row.Below.N > 0:
@@ -408,15 +421,15 @@ func twoPasses(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// byColumns serves RMSNorm backward where no persistent kernel does: row sums first, then dx and
-// dw by columns.
+// byColumns serves RMSNorm backward where no persistent kernel does. The first pass computes the sums of
+// rows. In the second, each CTA computes dx and dw of a tile of columns.
 func byColumns(q *query, row *policy.Row) *plan {
 	if !q.dw {
 		return nil
 	}
 	p := q.begin()
 	q.split(p, row.Resident)
-	if !q.asked(p) {
+	if !q.splitAsRequested(p) {
 		return nil
 	}
 	p.scratch.partial = p.scratch.take(q.m * int64(p.splits) * q.stateBytes())
@@ -429,7 +442,7 @@ func byColumns(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// stream reads rows once and keeps nothing of them.
+// stream computes statistics of rows in one pass over them, and writes no output of the rows' size.
 func stream(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.Partial, row, false)
 	if v == nil || q.op != kernels.CrossEntropyForward {
@@ -450,7 +463,7 @@ func stream(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// elementwise maps rows whose statistics are known.
+// elementwise computes each element of the output by itself. The rows' statistics are an input.
 func elementwise(q *query, _ *policy.Row) *plan {
 	if q.op != kernels.CrossEntropyBackward {
 		return nil
@@ -458,10 +471,10 @@ func elementwise(q *query, _ *policy.Row) *plan {
 	p := q.begin()
 	p.chunk = 4 * kernels.ChunkThreads
 	if q.onePass {
-		p.chunk = min(q.vectors, maxChunk) // few CTAs: most often they find the work done
+		p.chunk = min(q.vectors, maxChunk) // few CTAs, since usually forward has computed dx and they exit
 	}
 	p.splits = int32(ceil(q.vectors, p.chunk))
 	q.add(p, q.chunkKernel(kernels.Apply), q.m*int64(p.splits), 1, 0)
-	p.why = "no row needs another element: chunks of 1024 vectors"
+	p.why = fmt.Sprintf("the statistics of rows are known: chunks of %d vectors", p.chunk)
 	return p
 }

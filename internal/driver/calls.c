@@ -1,11 +1,11 @@
 //go:build cuda && cgo && linux && amd64
 
-// Each function is a single cgo call, because cgo calls are slow. It makes the context current, calls the
-// driver, and restores the previous context.
+// cgo calls are slow. So each operation on a device is one C function that makes the device's context
+// current, calls the driver, and restores the previous context.
 
 #include "driver.h"
 
-// Makes the context current if it is not. Usually it is: frameworks keep the primary context current.
+// Makes the context current unless it already is. Usually it is: frameworks keep the primary context current.
 static CUresult push(uintptr_t context, int* pushed) {
   CUcontext current = NULL;
   CUresult status = cuCtxGetCurrent(&current);
@@ -35,8 +35,9 @@ void gander_driver_leave(gander_driver_scope* scope) {
   pop(scope->pushed);
 }
 
-// Sets the attributes of a function in its context, once: dynamic shared memory up to the limit that its
-// static shared memory leaves, and clusters of more than 8 CTAs, which is the portable limit.
+// Must be called once for each function, before its first launch. It allows as much dynamic shared memory as
+// the function's static shared memory leaves. With `cluster` it also allows clusters of more than 8 CTAs: 8
+// is the limit on which portable code can rely.
 CUresult gander_driver_prepare(uintptr_t function, int shared_per_block, int cluster) {
   CUfunction f = (CUfunction)function;
   int static_shared = 0;
@@ -49,7 +50,7 @@ CUresult gander_driver_prepare(uintptr_t function, int shared_per_block, int clu
   return status;
 }
 
-// Clusters extend along y. So blockIdx.x is the cluster's index, and kernels need no division.
+// Clusters extend along y. So blockIdx.x is the index of the cluster, without a division.
 static CUlaunchAttribute cluster_attribute(uint32_t cluster) {
   return (CUlaunchAttribute){.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
                              .value.clusterDim = {1, cluster, 1}};
@@ -64,7 +65,7 @@ static CUlaunchAttribute dependent_attribute(void) {
                              .value.programmaticStreamSerializationAllowed = 1};
 }
 
-// *count is 0 if the call fails.
+// Counts the clusters of a size that can be resident at once. *count is 0 if the call fails.
 CUresult gander_driver_max_clusters(uintptr_t function, uint32_t cluster, uint32_t block, uint32_t shared,
                                     int* count) {
   CUlaunchAttribute attribute = cluster_attribute(cluster);
@@ -88,8 +89,8 @@ CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t gr
   int pushed;
   CUresult status = push(context, &pushed);
   if (status != CUDA_SUCCESS) return status;
-  // A buffer with a size rather than a pointer: the driver checks that it is not larger than the kernel's
-  // parameter, and does not read beyond it.
+  // The kernel's parameter is passed as a buffer with a size. So the driver checks that the buffer is not
+  // larger than the parameter, and reads no further. With a pointer it could do neither.
   void* extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER, args, CU_LAUNCH_PARAM_BUFFER_SIZE, &bytes,
                    CU_LAUNCH_PARAM_END};
   if (cluster <= 1 && !cooperative && !dependent) {
@@ -110,7 +111,7 @@ CUresult gander_driver_launch(uintptr_t context, uintptr_t function, uint32_t gr
     if (cluster > 1) attributes[config.numAttrs++] = cluster_attribute(cluster);
     if (cooperative) attributes[config.numAttrs++] = cooperative_attribute();
     if (dependent) attributes[config.numAttrs++] = dependent_attribute();
-    // During stream capture, CUDA 13.0 rejects a cooperative launch with a buffer, so pass a pointer instead.
+    // CUDA 13.0 rejects a buffer in a cooperative launch during stream capture. Those get a pointer instead.
     status = cuLaunchKernelEx(&config, (CUfunction)function, cooperative ? &args : NULL,
                               cooperative ? NULL : extra);
   }
@@ -142,26 +143,28 @@ CUresult gander_driver_allocate_owned(uintptr_t context, size_t bytes, uintptr_t
                                       uintptr_t* event) {
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   CUdeviceptr device = 0;
-  CUevent allocated = NULL;
+  CUevent ready = NULL;
   gander_driver_scope scope;
   CUresult status = gander_driver_enter(context, &scope);
   if (status != CUDA_SUCCESS) return status;
   status = cuStreamIsCapturing((CUstream)stream, &capture);
   if (status == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE)
     status = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  if (status == CUDA_SUCCESS) status = cuEventCreate(&allocated, CU_EVENT_DISABLE_TIMING);
+  if (status == CUDA_SUCCESS) status = cuEventCreate(&ready, CU_EVENT_DISABLE_TIMING);
   if (status == CUDA_SUCCESS) status = cuMemAllocAsync(&device, bytes, (CUstream)stream);
   if (status == CUDA_SUCCESS) {
-    status = cuEventRecord(allocated, (CUstream)stream);
+    // Recorded a first time, so that the free is ordered after the allocation even if no other work follows.
+    status = cuEventRecord(ready, (CUstream)stream);
     if (status != CUDA_SUCCESS) cuMemFreeAsync(device, (CUstream)stream);
   }
-  if (status != CUDA_SUCCESS && allocated) cuEventDestroy(allocated);
+  if (status != CUDA_SUCCESS && ready) cuEventDestroy(ready);
   *p = device;
-  *event = (uintptr_t)allocated;
+  *event = (uintptr_t)ready;
   gander_driver_leave(&scope);
   return status;
 }
 
+// Records the event after which an output is complete.
 CUresult gander_driver_seal(uintptr_t context, uintptr_t event, uintptr_t stream) {
   int pushed;
   CUresult status = push(context, &pushed);
@@ -176,9 +179,8 @@ CUresult gander_driver_free_owned(uintptr_t context, uintptr_t p, uintptr_t even
   gander_driver_scope scope;
   CUresult status = gander_driver_enter(context, &scope);
   if (status != CUDA_SUCCESS) return status;
-  // While a stream that synchronizes with the legacy stream is captured, work on the legacy stream would
-  // invalidate the capture. cuStreamIsCapturing does not, and returns CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-  // then.
+  // Work on the legacy stream would invalidate the capture of any stream that synchronizes with it. During
+  // such a capture cuStreamIsCapturing returns CUDA_ERROR_STREAM_CAPTURE_IMPLICIT and does no harm.
   status = cuStreamIsCapturing(CU_STREAM_LEGACY, &capture);
   if (status == CUDA_SUCCESS) status = cuStreamWaitEvent(CU_STREAM_LEGACY, (CUevent)event, 0);
   if (status == CUDA_SUCCESS) status = cuMemFreeAsync(p, CU_STREAM_LEGACY);

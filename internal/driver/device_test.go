@@ -21,16 +21,16 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// Each test runs in a separate process with the fake driver of testdata/fake.c, because a process binds
-// libcuda only once.
+// Each test starts a child process that runs the same test with the fake driver of testdata/fake.c, because a
+// process loads libcuda only once.
 
 const (
-	logVariable     = "FAKE_LOG"            // set in the process that runs a test
-	loadingVariable = "GANDER_TEST_NO_CUDA" // set in a process that only loads this package and calls Status
+	logVariable    = "FAKE_LOG"            // set in a child process that runs a test
+	statusVariable = "GANDER_TEST_NO_CUDA" // set in a child process that only calls Status
 )
 
 func TestMain(m *testing.M) {
-	if os.Getenv(loadingVariable) != "" {
+	if os.Getenv(statusVariable) != "" {
 		if !errors.Is(Status(), ErrNoDriver) {
 			os.Exit(3)
 		}
@@ -55,7 +55,7 @@ func TestMain(m *testing.M) {
 
 var libraries = map[string]string{} // folders of compiled fake drivers, by flag
 
-// library compiles the fake driver and returns its folder.
+// library compiles the fake driver with a flag of gcc and returns its folder.
 func library(t *testing.T, flag string) string {
 	if folder, ok := libraries[flag]; ok {
 		return folder
@@ -63,7 +63,7 @@ func library(t *testing.T, flag string) string {
 	folder, err := os.MkdirTemp("", "driver")
 	require.NoError(t, err)
 	libraries[flag] = folder
-	// The shell splits CGO_CFLAGS as Go does, with quotes.
+	// A shell splits CGO_CFLAGS into arguments as Go does: quotes are honored.
 	compile := "exec gcc " + os.Getenv("CGO_CFLAGS") + ` -shared -fPIC -pthread "$@"`
 	out, err := exec.Command("sh", "-c", compile, "gcc", flag, "-o", filepath.Join(folder, "libcuda.so.1"),
 		"testdata/fake.c").CombinedOutput()
@@ -71,17 +71,18 @@ func library(t *testing.T, flag string) string {
 	return folder
 }
 
-// faked returns true in the process that runs a test. In the parent it starts that process, with the fake
+// inChild returns true in the child process that runs a test. In the parent it runs the child, with the fake
 // driver and the given environment, and returns false.
-func faked(t *testing.T, env ...string) bool {
+func inChild(t *testing.T, env ...string) bool {
 	if os.Getenv(logVariable) != "" {
 		return true
 	}
-	run(t, library(t, "-O1"), env...)
+	runChild(t, library(t, "-O1"), env...)
 	return false
 }
 
-func run(t *testing.T, folder string, env ...string) {
+// runChild runs the test in a child process that loads libcuda from a folder.
+func runChild(t *testing.T, folder string, env ...string) {
 	parts := strings.Split(t.Name(), "/")
 	for i, part := range parts {
 		parts[i] = "^" + regexp.QuoteMeta(part) + "$"
@@ -95,7 +96,8 @@ func run(t *testing.T, folder string, env ...string) {
 	require.NotContains(t, string(out), "no tests to run")
 }
 
-// calls returns the calls of the fake driver since the last time, except queries of attributes.
+// calls returns the log of the fake driver since the last time, without queries of attributes. A line ends
+// with the current context and the thread's stream capture mode.
 func calls(t *testing.T) []string {
 	path := os.Getenv(logVariable)
 	text, err := os.ReadFile(path)
@@ -113,6 +115,7 @@ func calls(t *testing.T) []string {
 	return lines
 }
 
+// count returns how many lines begin with the prefix.
 func count(lines []string, prefix string) (n int) {
 	for _, line := range lines {
 		if strings.HasPrefix(line, prefix) {
@@ -128,20 +131,21 @@ func opened(t *testing.T) *Device {
 	return d
 }
 
-// facts returns the facts for the first family.
+// facts returns the device's properties for the first kernel family.
 func facts(t *testing.T, d *Device) *Facts {
 	f, err := d.Facts(0)
 	require.NoError(t, err)
 	return f
 }
 
-// current makes a context current on this thread, and locks the test to it.
-func current(t *testing.T, context uintptr) {
+// makeCurrent locks the test to its thread, and makes a context current there.
+func makeCurrent(t *testing.T, context uintptr) {
 	runtime.LockOSThread()
 	require.NoError(t, cu.SetCurrentContext(*(*cu.CUContext)(unsafe.Pointer(&context))))
 }
 
-// arguments is a kernel's parameter.
+// arguments is the struct that a kernel takes as its only parameter. In the log, "args 42/16" is the value of
+// `first` and the size that was passed, or 0 where none is.
 type arguments struct {
 	first, second int32
 	third         int64
@@ -157,16 +161,16 @@ func launch(d *Device, index int, g kernels.Geometry, stream uintptr) error {
 func TestWithoutDriver(t *testing.T) {
 	folder := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(folder, "libcuda.so.1"), []byte("no library"), 0o600))
-	t.Run("says nothing", func(t *testing.T) {
+	t.Run("prints nothing", func(t *testing.T) {
 		command := exec.Command(os.Args[0])
-		command.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, loadingVariable+"=1")
+		command.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, statusVariable+"=1")
 		out, err := command.CombinedOutput()
 		assert.NoError(t, err)
 		assert.Empty(t, string(out))
 	})
-	t.Run("refuses", func(t *testing.T) {
+	t.Run("returns errors", func(t *testing.T) {
 		if os.Getenv(logVariable) == "" {
-			run(t, folder)
+			runChild(t, folder)
 			return
 		}
 		_, err := cu.NumDevices()
@@ -185,7 +189,7 @@ func TestWithoutDriver(t *testing.T) {
 }
 
 func TestOldDriver(t *testing.T) {
-	if !faked(t, "FAKE_VERSION=12040") {
+	if !inChild(t, "FAKE_VERSION=12040") {
 		return
 	}
 	_, err := Open(0)
@@ -195,7 +199,7 @@ func TestOldDriver(t *testing.T) {
 }
 
 func TestDriverThatFails(t *testing.T) {
-	if !faked(t, "FAKE_FAIL=cuInit=100") {
+	if !inChild(t, "FAKE_FAIL=cuInit=100") {
 		return
 	}
 	_, err := Open(0)
@@ -208,7 +212,7 @@ func TestDriverThatFails(t *testing.T) {
 
 func TestDriverThatLacksAFunction(t *testing.T) {
 	if os.Getenv(logVariable) == "" {
-		run(t, library(t, "-DWITHOUT_LAUNCH_EX"))
+		runChild(t, library(t, "-DWITHOUT_LAUNCH_EX"))
 		return
 	}
 	d := opened(t)
@@ -221,7 +225,7 @@ func TestDriverThatLacksAFunction(t *testing.T) {
 }
 
 func TestOpen(t *testing.T) {
-	if !faked(t) {
+	if !inChild(t) {
 		return
 	}
 	d := opened(t)
@@ -262,28 +266,29 @@ func TestFacts(t *testing.T) {
 		env  []string
 		want Facts
 	}{
-		"native":     {nil, base},
-		"forced 80":  {[]string{"GANDER_FORCE_PTX=80"}, ptx("compute_80", 8, [17]int{})},
-		"forced 90":  {[]string{"GANDER_FORCE_PTX=90"}, ptx("compute_90", 9, base.Clusters)},
-		"newer chip": {[]string{"FAKE_CAPABILITY=120"}, ptx("compute_90", 9, base.Clusters)},
-		"older chip": {[]string{"FAKE_CAPABILITY=89"}, ptx("compute_80", 8, [17]int{})},
-		"no bus":     {[]string{"FAKE_ATTRIBUTE_37=!801"}, unknown},
-		"bus of -1":  {[]string{"FAKE_ATTRIBUTE_37=-1"}, unknown},
+		"native":                {nil, base},
+		"forced 80":             {[]string{"GANDER_FORCE_PTX=80"}, ptx("compute_80", 8, [17]int{})},
+		"forced 90":             {[]string{"GANDER_FORCE_PTX=90"}, ptx("compute_90", 9, base.Clusters)},
+		"newer GPU":             {[]string{"FAKE_CAPABILITY=120"}, ptx("compute_90", 9, base.Clusters)},
+		"older GPU":             {[]string{"FAKE_CAPABILITY=89"}, ptx("compute_80", 8, [17]int{})},
+		"bus width unsupported": {[]string{"FAKE_ATTRIBUTE_37=!801"}, unknown},
+		"negative bus width":    {[]string{"FAKE_ATTRIBUTE_37=-1"}, unknown},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if !faked(t, c.env...) {
+			if !inChild(t, c.env...) {
 				return
 			}
 			d := opened(t)
 			calls(t)
 			assert.Equal(t, c.want, *facts(t, d))
-			asked := calls(t)
+			queries := calls(t)
 			if c.want.Clusters[1] > 0 {
-				assert.Contains(t, asked, "cuModuleLoadData softmax_float16."+c.want.Arch+"| 0x1000 relaxed")
-				assert.Contains(t, asked,
+				assert.Contains(t, queries,
+					"cuModuleLoadData softmax_float16."+c.want.Arch+"| 0x1000 relaxed")
+				assert.Contains(t, queries,
 					"cuOccupancyMaxActiveClusters small_clusters 4 1 x 4 512 117760| 0x1000 relaxed")
 			} else {
-				assert.Empty(t, asked)
+				assert.Empty(t, queries)
 			}
 			assert.Same(t, facts(t, d), facts(t, d))
 			assert.Empty(t, calls(t), "queried once")
@@ -292,8 +297,8 @@ func TestFacts(t *testing.T) {
 	}
 }
 
-func TestFactsLoadOnlyTheFamilysImage(t *testing.T) {
-	if !faked(t) {
+func TestFactsLoadOneImage(t *testing.T) {
+	if !inChild(t) {
 		return
 	}
 	d := opened(t)
@@ -304,29 +309,30 @@ func TestFactsLoadOnlyTheFamilysImage(t *testing.T) {
 	assert.Equal(t, 1, count(all, "cuModuleLoadData"))
 	assert.Equal(t, 1, count(all, "cuModuleLoadData softmax_bfloat16.sm_90"))
 	assert.Equal(t, 16, count(all, "cuOccupancyMaxActiveClusters split_clusters "))
-	assert.Same(t, f, facts(t, d), "known for all families")
+	assert.Same(t, f, facts(t, d), "the same for all families")
 	assert.Empty(t, calls(t))
 }
 
-// After a temporary failure the call fails, and the next one queries again.
-func TestFactsAreTriedAgain(t *testing.T) {
+// After a temporary failure Facts returns an error, and its next call queries the driver again.
+func TestFactsAreRetried(t *testing.T) {
 	want := [17]int{1: 128, 64, 42, 32, 25, 21, 18, 16}
 	for name, c := range map[string]struct {
 		env  []string
 		code int
-		says string
+		text string
 	}{
 		"image": {[]string{"FAKE_FAIL=cuModuleLoadData=2"}, 2, "cuModuleLoadData of softmax_float16.sm_90: "},
-		"first question": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=2"}, 2,
+		"first query": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=2"}, 2,
 			"cuOccupancyMaxActiveClusters of small_clusters in clusters of 1: CUDA_ERROR_OUT_OF_MEMORY (2)"},
-		"fifth question": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=999", "FAKE_FAIL_AFTER=4"}, 999,
+		"fifth query": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=999", "FAKE_FAIL_AFTER=4"}, 999,
 			"cuOccupancyMaxActiveClusters of small_clusters in clusters of 5: "},
-		"last question": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=2", "FAKE_FAIL_AFTER=15"}, 2,
+		"last query": {[]string{"FAKE_FAIL=cuOccupancyMaxActiveClusters=2", "FAKE_FAIL_AFTER=15"}, 2,
 			"clusters of 16"},
-		"context": {[]string{"FAKE_FAIL=cuCtxPushCurrent=201", "FAKE_FAIL_AFTER=1"}, 201, "cuCtxPushCurrent: "},
+		"context": {[]string{"FAKE_FAIL=cuCtxPushCurrent=201", "FAKE_FAIL_AFTER=1"}, 201,
+			"cuCtxPushCurrent: "},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if !faked(t, c.env...) {
+			if !inChild(t, c.env...) {
 				return
 			}
 			d := opened(t)
@@ -335,15 +341,15 @@ func TestFactsAreTriedAgain(t *testing.T) {
 			var failure *Error
 			require.ErrorAs(t, err, &failure)
 			assert.Equal(t, c.code, failure.Code)
-			assert.ErrorContains(t, err, c.says)
+			assert.ErrorContains(t, err, c.text)
 			require.NoError(t, os.Unsetenv("FAKE_FAIL"))
 			assert.Equal(t, want, facts(t, d).Clusters)
 		})
 	}
-	t.Run("no such size", func(t *testing.T) {
+	t.Run("unsupported cluster size", func(t *testing.T) {
 		for _, code := range []string{"1", "801", "912"} { // permanent failures
 			t.Run(code, func(t *testing.T) {
-				if !faked(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters="+code, "FAKE_FAIL_AFTER=4") {
+				if !inChild(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters="+code, "FAKE_FAIL_AFTER=4") {
 					return
 				}
 				assert.Equal(t, [17]int{1: 128, 64, 42, 32}, facts(t, opened(t)).Clusters)
@@ -351,7 +357,7 @@ func TestFactsAreTriedAgain(t *testing.T) {
 		}
 	})
 	t.Run("memory clock", func(t *testing.T) {
-		if !faked(t, "FAKE_ATTRIBUTE_36=!2") {
+		if !inChild(t, "FAKE_ATTRIBUTE_36=!2") {
 			return
 		}
 		_, err := Open(0)
@@ -361,20 +367,21 @@ func TestFactsAreTriedAgain(t *testing.T) {
 	})
 }
 
-func TestImpossibleFacts(t *testing.T) {
-	for name, c := range map[string]struct{ attribute, says string }{
+func TestImpossibleProperties(t *testing.T) {
+	for name, c := range map[string]struct{ attribute, text string }{
 		"no SMs":           {"16=0", "multiprocessors: 0, expected 1 to 65536"},
 		"negative SMs":     {"16=-1", "multiprocessors: -1, expected"},
 		"no shared memory": {"97=0", "bytes of shared memory per block: 0, expected 49152 to"},
-		"a block has more": {"81=100000", "bytes of shared memory per multiprocessor: 100000, expected 232448 to"},
-		"no L2":            {"38=0", "bytes of L2 cache: 0, expected 1 to"},
-		"no capability":    {"75=0", "major compute capability: 0, expected 1 to 99"},
-		"major too large":  {"75=1000000000", "major compute capability: 1000000000, expected"},
-		"negative minor":   {"76=-1", "minor compute capability: -1, expected 0 to 9"},
-		"minor too large":  {"76=10", "minor compute capability: 10, expected"},
+		"less than per block": {"81=100000",
+			"bytes of shared memory per multiprocessor: 100000, expected 232448 to"},
+		"no L2":           {"38=0", "bytes of L2 cache: 0, expected 1 to"},
+		"no capability":   {"75=0", "major compute capability: 0, expected 1 to 99"},
+		"major too large": {"75=1000000000", "major compute capability: 1000000000, expected"},
+		"negative minor":  {"76=-1", "minor compute capability: -1, expected 0 to 9"},
+		"minor too large": {"76=10", "minor compute capability: 10, expected"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if !faked(t, "FAKE_ATTRIBUTE_"+c.attribute) {
+			if !inChild(t, "FAKE_ATTRIBUTE_"+c.attribute) {
 				return
 			}
 			for range 2 {
@@ -382,26 +389,26 @@ func TestImpossibleFacts(t *testing.T) {
 				assert.Nil(t, d)
 				assert.ErrorIs(t, err, ErrFacts)
 				assert.ErrorContains(t, err,
-					"device 0 (Fake 0): the driver reports impossible device properties: "+c.says)
+					"device 0 (Fake 0): the driver reports impossible device properties: "+c.text)
 				assert.ErrorContains(t, err, "reinstall NVIDIA's driver")
 			}
-			assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "no context is created on it")
+			assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "its primary context is not retained")
 		})
 	}
 }
 
 func TestNoImage(t *testing.T) {
-	if !faked(t, "FAKE_CAPABILITY=75") {
+	if !inChild(t, "FAKE_CAPABILITY=75") {
 		return
 	}
 	_, err := Open(0)
 	assert.ErrorIs(t, err, ErrArch)
 	assert.ErrorContains(t, err, "device 0 (Fake 0)")
-	assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "no context is created on it")
+	assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "its primary context is not retained")
 }
 
 func TestFamilyWithoutImage(t *testing.T) {
-	if !faked(t) {
+	if !inChild(t) {
 		return
 	}
 	image = func(kernels.Family, string) []byte { return nil }
@@ -411,12 +418,12 @@ func TestFamilyWithoutImage(t *testing.T) {
 }
 
 func TestContextIsRestored(t *testing.T) {
-	if !faked(t) {
+	if !inChild(t) {
 		return
 	}
 	d := opened(t)
 	launchRows := func() { require.NoError(t, launch(d, 0, kernels.Geometry{Grid: 7, Cluster: 1}, 5)) }
-	current(t, 0xBEEF)
+	makeCurrent(t, 0xBEEF)
 	launchRows()
 	calls(t)
 	launchRows()
@@ -426,13 +433,13 @@ func TestContextIsRestored(t *testing.T) {
 		"cuCtxPopCurrent 0x1000| 0xbeef global",
 	}, calls(t))
 
-	current(t, 0x1000)
+	makeCurrent(t, 0x1000)
 	launchRows()
 	assert.Equal(t, []string{
 		"cuLaunchKernel rows grid 7 block 256 shared 0 stream 0x5 args 42/16| 0x1000 global",
 	}, calls(t), "the primary context is already current")
 
-	current(t, 0xBEEF)
+	makeCurrent(t, 0xBEEF)
 	p, err := d.Allocate(8, 5)
 	require.NoError(t, err)
 	d.Free(p, 5)
@@ -447,13 +454,13 @@ func TestContextIsRestored(t *testing.T) {
 	all := calls(t)
 	assert.Zero(t, count(all, "cuCtxCreate"))
 	assert.Equal(t, count(all, "cuCtxPushCurrent"), count(all, "cuCtxPopCurrent"))
-	for _, line := range all {
+	for _, line := range all { // every call but cuCtxPush and cuCtxPop runs in the device's context
 		assert.True(t, strings.Contains(line, "| 0x1000 ") != strings.HasPrefix(line, "cuCtxP"), line)
 	}
 }
 
 func TestModulesLoadOnce(t *testing.T) {
-	if !faked(t) {
+	if !inChild(t) {
 		return
 	}
 	d := opened(t)
@@ -485,8 +492,8 @@ func TestModulesLoadOnce(t *testing.T) {
 	assert.Equal(t, 2, count(all, "cuModuleLoadData"))
 }
 
-func TestLoadingIsTriedAgain(t *testing.T) {
-	if !faked(t, "FAKE_FAIL=cuModuleLoadData=2") {
+func TestLoadingIsRetried(t *testing.T) {
+	if !inChild(t, "FAKE_FAIL=cuModuleLoadData=2") {
 		return
 	}
 	d := opened(t)
@@ -502,11 +509,11 @@ func TestLoadingIsTriedAgain(t *testing.T) {
 }
 
 func TestLaunch(t *testing.T) {
-	if !faked(t) {
+	if !inChild(t) {
 		return
 	}
 	d := opened(t)
-	current(t, 0x1000)
+	makeCurrent(t, 0x1000)
 	for _, c := range []struct {
 		index  int
 		g      kernels.Geometry
@@ -532,11 +539,13 @@ func TestLaunch(t *testing.T) {
 		},
 		{
 			5, kernels.Geometry{Grid: 132, Cluster: 1, Cooperative: true}, 1,
-			"cuLaunchKernelEx ring grid 132 x 1 block 128 shared 0 stream 0x1 args 42/0 cluster 0 cooperative 1",
+			"cuLaunchKernelEx ring grid 132 x 1 block 128 shared 0 stream 0x1 args 42/0 cluster 0 " +
+				"cooperative 1",
 		},
 		{
 			2, kernels.Geometry{Grid: 4, Cluster: 2, Cooperative: true}, 1,
-			"cuLaunchKernelEx clusters grid 2 x 2 block 1024 shared 0 stream 0x1 args 42/0 cluster 2 cooperative 1",
+			"cuLaunchKernelEx clusters grid 2 x 2 block 1024 shared 0 stream 0x1 args 42/0 cluster 2 " +
+				"cooperative 1",
 		},
 	} {
 		require.NoError(t, launch(d, c.index, c.g, c.stream))
@@ -546,7 +555,7 @@ func TestLaunch(t *testing.T) {
 }
 
 func TestLaunchAllocatesNothing(t *testing.T) {
-	if !faked(t) {
+	if !inChild(t) {
 		return
 	}
 	d := opened(t)
@@ -563,7 +572,7 @@ func TestLaunchAllocatesNothing(t *testing.T) {
 
 func TestLaunchFails(t *testing.T) {
 	t.Run("with a known result", func(t *testing.T) {
-		if !faked(t, "FAKE_FAIL=cuLaunchKernel=719") {
+		if !inChild(t, "FAKE_FAIL=cuLaunchKernel=719") {
 			return
 		}
 		err := launch(opened(t), 0, kernels.Geometry{Grid: 3, Cluster: 1, Shared: 8}, 0)
@@ -571,21 +580,21 @@ func TestLaunchFails(t *testing.T) {
 			"arguments 16 bytes): CUDA_ERROR_FAKE (719): it is fake")
 	})
 	t.Run("with an unknown result", func(t *testing.T) {
-		if !faked(t, "FAKE_FAIL=cuLaunchKernelEx=9999") {
+		if !inChild(t, "FAKE_FAIL=cuLaunchKernelEx=9999") {
 			return
 		}
 		err := launch(opened(t), 2, kernels.Geometry{Grid: 2, Cluster: 2}, 0)
 		assert.ErrorContains(t, err, "CUDA_ERROR (9999): the driver has no description")
 	})
-	t.Run("without the kernel", func(t *testing.T) {
-		if !faked(t, "FAKE_FAIL=cuModuleGetFunction=500") {
+	t.Run("if the image lacks the kernel", func(t *testing.T) {
+		if !inChild(t, "FAKE_FAIL=cuModuleGetFunction=500") {
 			return
 		}
 		err := launch(opened(t), 0, kernels.Geometry{Grid: 1}, 0)
 		assert.ErrorContains(t, err, "cuModuleGetFunction of rows: ")
 	})
-	t.Run("without the context", func(t *testing.T) {
-		if !faked(t, "FAKE_FAIL=cuCtxPushCurrent=201") {
+	t.Run("if the context cannot be pushed", func(t *testing.T) {
+		if !inChild(t, "FAKE_FAIL=cuCtxPushCurrent=201") {
 			return
 		}
 		d := opened(t)
@@ -598,7 +607,7 @@ func TestLaunchFails(t *testing.T) {
 
 func TestWarmup(t *testing.T) {
 	t.Run("all", func(t *testing.T) {
-		if !faked(t) {
+		if !inChild(t) {
 			return
 		}
 		d := opened(t)
@@ -610,7 +619,7 @@ func TestWarmup(t *testing.T) {
 		assert.Zero(t, count(calls(t), "cuModule"), "nothing is left to load")
 	})
 	t.Run("only what the images hold", func(t *testing.T) {
-		if !faked(t, "GANDER_FORCE_PTX=80") {
+		if !inChild(t, "GANDER_FORCE_PTX=80") {
 			return
 		}
 		require.NoError(t, opened(t).Warmup())
@@ -619,13 +628,13 @@ func TestWarmup(t *testing.T) {
 		assert.Equal(t, 1, count(all, "cuModuleGetFunction softmax_float16.compute_80 rows"))
 	})
 	t.Run("fails", func(t *testing.T) {
-		if !faked(t, "FAKE_FAIL=cuFuncSetAttribute=1") {
+		if !inChild(t, "FAKE_FAIL=cuFuncSetAttribute=1") {
 			return
 		}
 		assert.ErrorContains(t, opened(t).Warmup(), "cuFuncSetAttribute of rows: ")
 	})
-	t.Run("without facts", func(t *testing.T) {
-		if !faked(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters=2") {
+	t.Run("without cluster counts", func(t *testing.T) {
+		if !inChild(t, "FAKE_FAIL=cuOccupancyMaxActiveClusters=2") {
 			return
 		}
 		assert.ErrorContains(t, opened(t).Warmup(),
@@ -634,11 +643,11 @@ func TestWarmup(t *testing.T) {
 }
 
 func TestScratch(t *testing.T) {
-	if !faked(t) {
+	if !inChild(t) {
 		return
 	}
 	d := opened(t)
-	current(t, 0x1000)
+	makeCurrent(t, 0x1000)
 	calls(t)
 	p, err := d.Allocate(1<<40, 0xCA)
 	require.NoError(t, err)
@@ -655,7 +664,7 @@ func TestScratch(t *testing.T) {
 }
 
 func TestMemoryRunsOut(t *testing.T) {
-	if !faked(t, "FAKE_FAIL=cuMemAllocAsync=2") {
+	if !inChild(t, "FAKE_FAIL=cuMemAllocAsync=2") {
 		return
 	}
 	d := opened(t)
@@ -668,11 +677,11 @@ func TestMemoryRunsOut(t *testing.T) {
 }
 
 func TestOwned(t *testing.T) {
-	if !faked(t) {
+	if !inChild(t) {
 		return
 	}
 	d := opened(t)
-	current(t, 0x1000)
+	makeCurrent(t, 0x1000)
 	calls(t)
 	p, err := d.AllocateOwned(64, 5)
 	require.NoError(t, err)
@@ -696,9 +705,11 @@ func TestOwned(t *testing.T) {
 	assert.Empty(t, d.owned)
 }
 
+// While the file `implicit` exists, the fake driver behaves as if a stream that synchronizes with the legacy
+// stream were being captured.
 func TestOwnedWhileCapturing(t *testing.T) {
 	implicit := filepath.Join(t.TempDir(), "implicit")
-	if !faked(t, "FAKE_IMPLICIT="+implicit) {
+	if !inChild(t, "FAKE_IMPLICIT="+implicit) {
 		return
 	}
 	implicit = os.Getenv("FAKE_IMPLICIT")
@@ -715,7 +726,7 @@ func TestOwnedWhileCapturing(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(implicit, nil, 0o600))
 	d.FreeOwned(first)
-	assert.Zero(t, count(calls(t), "cuMemFreeAsync"), "not freed yet: it would invalidate the capture")
+	assert.Zero(t, count(calls(t), "cuMemFreeAsync"), "not freed yet: that would invalidate the capture")
 	require.NoError(t, os.Remove(implicit))
 	d.FreeOwned(second)
 	assert.Equal(t, 2, count(calls(t), "cuMemFreeAsync"))

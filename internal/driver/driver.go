@@ -1,10 +1,10 @@
 // Package driver runs the kernels of package kernels on the CUDA devices of this machine. It loads
 // images, launches kernels on the caller's stream, and allocates stream-ordered memory.
 //
-// It needs no CUDA library to build or to load: libcuda is loaded at the first use (see bind.c). Without a
-// driver, calls return an error. With the build tag cuda the package is complete;
-// without it every call returns ErrBuiltWithout. It works in each device's primary context, which it shares
-// with the CUDA runtime and with frameworks. It never waits for a device.
+// A program with this package is built and started without any CUDA library: libcuda is loaded at the first
+// use (see bind.c). Without a driver, calls return an error. In a build without the tag cuda, they return
+// ErrBuiltWithout. The package uses each device's primary context, which it shares with the CUDA runtime and
+// with frameworks. It never synchronizes the host with a device.
 package driver
 
 import (
@@ -31,13 +31,13 @@ var (
 type Error struct {
 	Code int    // CUresult
 	Name string // "CUDA_ERROR_OUT_OF_MEMORY"
-	Op   string // the driver's function and what it was called on
-	Text string // the driver's description
+	Op   string // the driver function, and what it was called on
+	Text string // the driver's description of the result
 }
 
 func (e *Error) Error() string { return fmt.Sprintf("%s: %s (%d): %s", e.Op, e.Name, e.Code, e.Text) }
 
-// CUDA results that callers tell apart.
+// CUDA results that callers handle separately.
 const (
 	CodeOutOfMemory        = 2   // an allocation failed
 	CodeInvalidDevice      = 101 // no such device
@@ -49,12 +49,12 @@ type Facts struct {
 	// The compute capability that kernels may use: the device's, or that of the PTX image if the device
 	// runs PTX.
 	Major, Minor   int
-	Arch           string // the images in use: "sm_90", "compute_80"
+	Arch           string // the architecture of the images in use: "sm_90", "compute_80"
 	SMs            int
-	SharedPerBlock int // bytes, the maximum that a CTA can opt in to
+	SharedPerBlock int // bytes: the opt-in maximum of a CTA
 	SharedPerSM    int // bytes
 	L2Bytes        int64
-	MemoryGBs      int // the memory's peak bandwidth, or 0 if the driver does not report it
+	MemoryGBs      int // the memory's peak bandwidth in GB/s, or 0 if the driver does not report it
 	Name           string
 	DriverVersion  int // 13000 for CUDA 13.0
 	// Clusters[c] is how many clusters of c CTAs can be resident at once with one CTA per SM, or 0 if that

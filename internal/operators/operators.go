@@ -1,21 +1,21 @@
-// Package operators is the table that defines every operator of gander: its operands, its options, their
-// documentation, and its operators in PyTorch. internal/cmd/interfaces generates from it the C ABI, the
-// conversion from that to package ops, and the tables for PyTorch and Python. What an operator computes, and
-// which calls it refuses beyond what the table says, is in package ops.
+// Package operators defines the operators of gander in a table: the operands and options of each, their
+// documentation, and the PyTorch operators that call it. From the table, internal/cmd/interfaces generates
+// the C ABI, the Go code that passes its calls on to package ops, and the tables for PyTorch and Python. The
+// computations are in package ops, and so are checks of arguments that the table cannot express.
 package operators
 
-// Shape is the shape of an operand. M and N are the rows and columns of the operator's first operand.
+// Shape is the shape of an operand. The operator's first operand has M rows and N columns.
 type Shape int
 
 // The shapes.
 const (
-	Rows       Shape = iota // (M, N): any rank of 1 or more, N adjacent elements in the last dimension
+	Rows       Shape = iota // (..., N) of rank 1 or more; M is the product of the others; N has stride 1
 	Columns                 // (N), contiguous
 	PerRow                  // M elements, contiguous
 	Strided                 // M elements with any stride; inputs only
-	Upstream                // M elements with any stride, or a single one for all rows; inputs only
-	Reduced                 // M elements with reduction none, otherwise one
-	Statistics              // a log-sum-exp: M elements; (2, M) in two parts; or 2 M + 1 with a denominator
+	Upstream                // a Reduced operand's gradient: M elements with any stride, or one; inputs only
+	Reduced                 // M elements with reduction none, otherwise one element
+	Statistics              // log-sum-exp: (M); (2, M): maxima, logs of sums; (2 M + 1): and the denominator
 	One                     // one element
 )
 
@@ -26,8 +26,8 @@ type DType int
 const (
 	Float     DType = iota // float16, bfloat16, float32 or float64
 	Same                   // the type of the operand that Like names
-	Companion              // float64 if the first operand is float64, else any of float16, bfloat16 and float32
-	Statistic              // float64 if the first operand is float64, else float32
+	Companion              // float64 if the first operand is float64, otherwise float16, bfloat16 or float32
+	Statistic              // float64 if the first operand is float64, otherwise float32
 	Index                  // int32 or int64
 )
 
@@ -36,13 +36,13 @@ type Operand struct {
 	Name     string
 	Shape    Shape
 	DType    DType
-	Like     string   // with Same, the operand that has the same dtype
-	Output   bool     // written; other operands are inputs
+	Like     string   // Same: the operand whose dtype it has
+	Output   bool     // whether the operator writes it; other operands are inputs
 	Optional bool     // may be absent
-	Needs    string   // an optional operand that must be present if this one is
-	Over     []string // inputs that the output may overwrite in place
-	Read     string   // the flag with which the output is also read; it must not be an input then
-	Choice   string   // the argument that sets the dtype of a Companion output; x's dtype by default
+	Needs    string   // the optional operand without which this one must be absent
+	Over     []string // inputs that the output may be, for a call in place
+	Read     string   // the flag with which the output is read first; it must not overlap an input then
+	Choice   string   // the argument that sets a Companion output's dtype; by default it is x's
 	Gradient string   // the operand that this is the gradient of
 }
 
@@ -62,16 +62,16 @@ const (
 type Option struct {
 	Name    string
 	Type    OptionType
-	Default float64 // with a NULL option struct, or one that is too short to have the field
-	Torch   float64 // PyTorch's default, if it differs from Default
-	Doc     string  // comment of the field in C and in Go
+	Default float64 // used if the option struct is NULL, or too short to have the field
+	Torch   float64 // PyTorch's default, or 0 if it is Default
+	Doc     string  // the field's comment in C and in Go
 	Device  bool    // also passed to kernels, as float32
 }
 
 // Group is a set of operators with the same options.
 type Group struct {
 	Name      string // "rmsnorm"
-	Type      string // "RMSNorm": prefix of names in Go
+	Type      string // "RMSNorm": the prefix of its names in Go
 	Options   []Option
 	Operators []Operator
 }
@@ -79,32 +79,32 @@ type Group struct {
 // Operator is one function.
 type Operator struct {
 	Name     string // "forward", for gander_rmsnorm_forward in C and ops.RMSNormForward in Go
-	Owned    string // "gander_rmsnorm": the C function that owns its inputs and returns new outputs
-	Doc      string // the formula, and facts about the operands that the table does not have
+	Owned    string // "gander_rmsnorm": the C function that consumes its inputs and allocates its outputs
+	Doc      string // the formula, and what the table cannot express about the operands
 	Operands []Operand
-	Refuses  bool // package ops has a method refuse with more checks
+	Refuses  bool // package ops has a method named refuse that checks more than the table
 	Torch    []Torch
 }
 
-// Torch is an operator of PyTorch that returns some of the outputs of an operator of gander. Its arguments
-// are the inputs, the arguments of Choice, and the options, in this order.
+// Torch is a PyTorch operator that calls an operator of gander and returns some of its outputs. Its arguments
+// are the inputs, then the output in Writes if there is one, the dtypes named by Choice, and the options.
 type Torch struct {
 	Name    string
-	Results []string           // outputs that it returns
-	Writes  string             // the argument that it modifies
-	Into    string             // the output that is written to Writes; the same if Writes is an output
-	Without []string           // options and optional inputs that are not arguments
-	Fixed   map[string]float64 // values of options that are not arguments
-	Must    []string           // optional inputs that it requires
-	Packed  bool               // its Statistics have 2 M + 1 elements, so that one tensor is enough for backward
-	Extra   []Option           // arguments for its gradient only; a Flag with a Torch of -1 is optional
-	Saving  string             // the operator that autograd runs instead, which also returns what backward reads
-	// Backward lists operators that compute its gradients. Autograd runs the last one that computes all that
-	// are needed. Without any, the operator is not differentiable.
+	Results []string           // the outputs that it returns
+	Writes  string             // the argument that it modifies in place: an input or an output
+	Into    string             // the output that is stored in that argument
+	Without []string           // options and optional inputs that it has no argument for
+	Fixed   map[string]float64 // values of options that it has no argument for
+	Must    []string           // optional inputs that are required arguments
+	Packed  bool               // its Statistics have 2 M + 1 elements, with the denominator for backward
+	Extra   []Option           // options for autograd only; a Flag whose Torch is -1 defaults to None
+	Saving  string             // the operator that autograd runs instead: it also returns what backward reads
+	// Backward lists the operators that compute its gradients. Autograd runs the last of those that compute
+	// every gradient that is needed. If the list is empty, the operator is not differentiable.
 	Backward []string
 }
 
-// Find returns the operand with a name, or nil.
+// Find returns the operand with the given name, or nil.
 func (o *Operator) Find(name string) *Operand {
 	for i := range o.Operands {
 		if o.Operands[i].Name == name {

@@ -13,7 +13,7 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// Measurement is a line that bench/tune.py writes: how long a row of the policy took on one shape.
+// Measurement is the time of one shape with one row of the policy: a line that bench/tune.py writes.
 type Measurement struct {
 	Device   string  `json:"device"`
 	Operator string  `json:"operator"`
@@ -21,13 +21,13 @@ type Measurement struct {
 	Layout   string  `json:"layout"`
 	M        int64   `json:"m"`
 	N        int64   `json:"n"`
-	Row      string  `json:"row"`      // empty: what the policy takes
-	Policy   string  `json:"policy"`   // with an empty Row: the row that it takes, where that is known
+	Row      string  `json:"row"`      // the row that was timed; empty for the one that the policy chooses
+	Policy   string  `json:"policy"`   // if Row is empty: the row that the policy chooses, if known
 	US       float64 `json:"us"`       // microseconds
-	LimitUS  float64 `json:"limit_us"` // of the best plain kernel with the same traffic; 0 where not measured
+	LimitUS  float64 `json:"limit_us"` // of the fastest kernel that only moves the bytes; 0 if not measured
 }
 
-// ReadMeasurements reads a file of them, a JSON object on each line.
+// ReadMeasurements parses a file of measurements, with a JSON object on each line.
 func ReadMeasurements(text []byte) (all []Measurement, err error) {
 	scanner := bufio.NewScanner(bytes.NewReader(text))
 	scanner.Buffer(nil, 1<<20)
@@ -45,21 +45,21 @@ func ReadMeasurements(text []byte) (all []Measurement, err error) {
 	return all, scanner.Err()
 }
 
-// Noise is the share by which two times may differ and count as equal.
+// Noise is the relative difference up to which two times count as equal.
 const Noise = 0.02
 
-// shape is a measured point of a key.
+// shape is the shape of a measured matrix: 16-byte vectors per row, and the number of rows M.
 type shape struct{ vectors, m int64 }
 
-// point is what was measured for a shape.
+// point is what was measured for one key and shape.
 type point struct {
 	limitUS  float64
-	policyUS float64         // 0 where it was not measured
-	policy   Row             // the row that the policy takes; zero where it is not known
-	us       map[Row]float64 // by row, without its conditions
+	policyUS float64         // 0 if not measured
+	policy   Row             // the row that the policy chooses; zero if not known
+	us       map[Row]float64 // by Row.choice
 }
 
-// choice is a row without the conditions under which it is taken, and without what was measured.
+// choice returns the row without its conditions, such as lengths, and without its measured figures.
 func (r Row) choice() Row {
 	r.For, r.Over, r.UpTo, r.From, r.Below = 0, 0, 0, Count{}, Count{}
 	r.MinKiB, r.MaxKiB, r.MinFill, r.NoClusters, r.OneWave = 0, 0, 0, false, false
@@ -67,7 +67,7 @@ func (r Row) choice() Row {
 	return r
 }
 
-// kernel is a row's choice of a compiled kernel.
+// kernel identifies the compiled kernel that a row chooses.
 type kernel struct {
 	regime                     Regime
 	threads, vectors, together int
@@ -75,14 +75,16 @@ type kernel struct {
 
 func (r *Row) kernel() kernel { return kernel{r.Regime, r.Threads, r.Vectors, r.Together} }
 
-// Apply brings measurements into the policy, and says what it did.
+// Apply updates the policy by measurements, and returns a line for each shape that gets another row. Comments
+// in the policy name the source.
 //
-// A shape's choice moves only where another row is more than Noise faster than what the policy takes. Of
-// the rows within Noise of the fastest one, those that serve the most such shapes are taken, and rather
-// kernels that the list has already: so that fewer kernels are needed. A moved choice holds for lengths
-// above the next shorter one that was measured with as many rows (or for its own length alone), and for at
-// least its number of rows, but fewer than the next larger number that was measured for its length. What
-// was not measured keeps its rows.
+// A shape gets another row only if that is more than Noise faster than the one that the policy chooses. Of
+// the rows within Noise of the fastest, it gets the one that is good for the most such shapes. In a tie, a
+// row whose kernel the list already uses is preferred. So fewer kernels are needed.
+//
+// The new row holds for the shape's length, and for shorter ones down to the next that was measured with the
+// same M, or for its own length alone if there is none. It holds for the shape's M and more, up to the next
+// larger M that was measured for this length. Shapes that were not measured keep their rows.
 func (f *File) Apply(measurements []Measurement, source string) (report []string, err error) {
 	points, err := collect(measurements)
 	if err != nil {
@@ -95,12 +97,13 @@ func (f *File) Apply(measurements []Measurement, source string) (report []string
 		}
 	}
 	for k := range points {
-		return nil, fmt.Errorf("%v was measured, but the policy has no rows for it", k)
+		return nil, fmt.Errorf("%v was measured, but the policy has no rows for it; add a section to "+
+			"policy.txt", k)
 	}
 	return report, nil
 }
 
-// collect sorts measurements by key and shape. Of several times of one row the shortest counts.
+// collect groups measurements by key and shape. Of several times of the same row, the shortest counts.
 func collect(measurements []Measurement) (map[Key]map[shape]*point, error) {
 	points := map[Key]map[shape]*point{}
 	for _, m := range measurements {
@@ -158,7 +161,7 @@ func (m *Measurement) key() (k Key, err error) {
 	return Key{Device(numbers[0]), Operator(numbers[1]), kernels.DType(numbers[2]), Layout(numbers[3])}, nil
 }
 
-// move changes the rows of one key.
+// move gives shapes of one key other rows where those are faster (see Apply), and reports which.
 func (f *File) move(k Key, shapes map[shape]*point, source string) (report []string) {
 	used := map[kernel]bool{}
 	for _, line := range f.Lists[k] {
@@ -230,7 +233,8 @@ func (f *File) move(k Key, shapes map[shape]*point, source string) (report []str
 	return report
 }
 
-// extend appends a row, or lets the last one that is alike but for its lengths reach as far.
+// extend appends a row. If there is one that differs only in its lengths, and ends where the new one begins,
+// that one is extended instead.
 func extend(lines []Line, next Line) []Line {
 	for i := range lines {
 		l := &lines[i].Row
@@ -243,23 +247,23 @@ func extend(lines []Line, next Line) []Line {
 	return append(lines, next)
 }
 
-// replaces tells whether a row that an earlier measurement brought is no longer reached.
+// replaces reports whether an old row came from a measurement, and the new row l makes it unreachable.
 func (l *Line) replaces(old Line) bool {
 	measured := len(old.Comment) > 0 && strings.HasPrefix(old.Comment[0], "# Measured: ")
-	fewer := l.Below == Count{} || old.Below != Count{} && old.Below.N <= l.Below.N
-	shorter := old.Over >= l.Over && old.UpTo <= l.UpTo
-	return measured && old.For == l.For && shorter && old.From.N >= l.From.N && fewer
+	belowCovered := l.Below == Count{} || old.Below != Count{} && old.Below.N <= l.Below.N
+	lengthsCovered := old.Over >= l.Over && old.UpTo <= l.UpTo
+	return measured && old.For == l.For && lengthsCovered && old.From.N >= l.From.N && belowCovered
 }
 
-// mostWanted returns the row that is good for the most shapes that have not moved yet; of several, one
-// whose kernel is used already, then the fastest.
+// mostWanted returns the row that is good for the most of the shapes that have no new row yet: a step of a
+// greedy set cover. In a tie it prefers a row whose kernel is already used, and then the fastest.
 func mostWanted(
 	good map[shape][]Row, moved map[shape]Row, used map[kernel]bool, shapes map[shape]*point,
 ) Row {
 	type vote struct {
-		row    Row
-		shapes int
-		loss   float64 // summed over the fastest
+		row      Row
+		shapes   int
+		slowdown float64 // sum over the shapes of its time divided by the shortest
 	}
 	votes := map[Row]*vote{}
 	for s, rows := range good {
@@ -271,7 +275,7 @@ func mostWanted(
 				votes[row] = &vote{row: row}
 			}
 			votes[row].shapes++
-			votes[row].loss += shapes[s].us[row] / shapes[s].best()
+			votes[row].slowdown += shapes[s].us[row] / shapes[s].best()
 		}
 	}
 	unused := func(r Row) int {
@@ -282,12 +286,12 @@ func mostWanted(
 	}
 	best := slices.MinFunc(slices.Collect(maps.Values(votes)), func(a, b *vote) int {
 		return cmp.Or(cmp.Compare(b.shapes, a.shapes), cmp.Compare(unused(a.row), unused(b.row)),
-			cmp.Compare(a.loss, b.loss), cmp.Compare(a.row.String(), b.row.String()))
+			cmp.Compare(a.slowdown, b.slowdown), cmp.Compare(a.row.String(), b.row.String()))
 	})
 	return best.row
 }
 
-// best is the shortest time that was measured for other rows than the policy's.
+// best returns the shortest time of the rows that were timed by name, or 0 if there are none.
 func (p *point) best() float64 {
 	if len(p.us) == 0 {
 		return 0
@@ -295,16 +299,17 @@ func (p *point) best() float64 {
 	return slices.Min(slices.Collect(maps.Values(p.us)))
 }
 
+// ratio is the share of the limit that a time reaches, rounded to three digits after the point.
 func ratio(limitUS, us float64) float64 { return float64(int(limitUS/us*1000+0.5)) / 1000 }
 
-// name is a row's regime and tile, without blanks.
+// name returns a row's regime and tile. It has no spaces, since those separate the columns of policy.txt.
 func (r *Row) name() string {
 	f := r.fields()
 	return f[4] + ":" + f[5]
 }
 
-// annotate fills in what was measured of a row that stays, unless it is there already and differs by no
-// more than Noise.
+// annotate sets the ratio and the runner-up of the row that the policy chooses for a point. It leaves a ratio
+// that differs by less than Noise.
 func (f *File) annotate(k Key, p *point) {
 	if p.limitUS == 0 || p.policyUS == 0 || p.policy.For == 0 {
 		return
@@ -330,9 +335,9 @@ func (f *File) annotate(k Key, p *point) {
 	f.Lists[k] = lines
 }
 
-// Spare lists the kernels that, wherever they were measured as the policy's choice, are within Noise of
-// another kernel that is chosen somewhere else.
-func Spare(measurements []Measurement) ([]string, error) {
+// Redundant lists kernels that the policy could do without: for each measured shape for which it chooses one,
+// another kernel that it chooses for some shape of the same key is as fast, within Noise.
+func Redundant(measurements []Measurement) ([]string, error) {
 	points, err := collect(measurements)
 	if err != nil {
 		return nil, err
@@ -345,19 +350,20 @@ func Spare(measurements []Measurement) ([]string, error) {
 				chosen[p.policy.kernel()] = append(chosen[p.policy.kernel()], p)
 			}
 		}
-		for own, at := range chosen {
-			spare := !slices.ContainsFunc(at, func(p *point) bool {
+		for candidate, at := range chosen {
+			redundant := !slices.ContainsFunc(at, func(p *point) bool {
 				for row, us := range p.us {
-					if row.kernel() != own && chosen[row.kernel()] != nil && us <= p.policyUS*(1+Noise) {
+					other := row.kernel()
+					if other != candidate && chosen[other] != nil && us <= p.policyUS*(1+Noise) {
 						return false
 					}
 				}
 				return true
 			})
-			if spare {
+			if redundant {
 				report = append(report, fmt.Sprintf(
-					"%v: %v %dx%d is chosen for %d shapes, and another chosen kernel is as fast",
-					k, own.regime, own.threads, own.vectors, len(at)))
+					"%v: %v %dx%d is chosen for %d shapes; for each, another chosen kernel is as fast",
+					k, candidate.regime, candidate.threads, candidate.vectors, len(at)))
 			}
 		}
 	}

@@ -141,18 +141,18 @@ func TestWithoutMeasurementsNothingChanges(t *testing.T) {
 	assert.Equal(t, formatted(t, smallPolicy), text)
 }
 
-func TestSpareKernels(t *testing.T) {
+func TestRedundantKernels(t *testing.T) {
 	one := measured(4096, 2048, 100, map[string]float64{"registers 256x4": 101})
 	two := measured(4096, 8192, 100, map[string]float64{"registers 128x4": 150})
 	two[0].Policy = "auto - 1024 - registers 256x4"
-	spare, err := Spare(append(one, two...))
+	redundant, err := Redundant(append(one, two...))
 	require.NoError(t, err)
 	assert.Equal(t, []string{"h100; softmax_forward; bfloat16; aligned: " +
-		"registers 128x4 is chosen for 1 shapes, and another chosen kernel is as fast"}, spare)
+		"registers 128x4 is chosen for 1 shapes; for each, another chosen kernel is as fast"}, redundant)
 	one[1].US = 103
-	spare, err = Spare(append(one, two...))
+	redundant, err = Redundant(append(one, two...))
 	require.NoError(t, err)
-	assert.Empty(t, spare)
+	assert.Empty(t, redundant)
 }
 
 func TestMeasurementsThatCannotBe(t *testing.T) {
@@ -168,5 +168,6 @@ func TestMeasurementsThatCannotBe(t *testing.T) {
 	assert.ErrorContains(t, err, `"relu", expected one of softmax_forward`)
 	bad[0].Operator = "rmsnorm_forward"
 	_, err = f.Apply(bad, "")
-	assert.ErrorContains(t, err, "h100; rmsnorm_forward; bfloat16; aligned was measured, but the")
+	assert.ErrorContains(t, err, "h100; rmsnorm_forward; bfloat16; aligned was measured, but the policy "+
+		"has no rows for it; add a section to policy.txt")
 }

@@ -139,7 +139,7 @@ func install(jobs []*job, out string) error {
 			return err
 		}
 	}
-	for _, pattern := range []string{"*.fatbin", temporary + "*"} {
+	for _, pattern := range []string{"*.fatbin", temporaryPrefix + "*"} {
 		present, err := filepath.Glob(filepath.Join(out, pattern))
 		if err != nil {
 			return err

@@ -11,14 +11,14 @@ import (
 	"time"
 )
 
-// object is the result of a compilation. Its file starts with a digest of the file's name and content, so
-// that a damaged or renamed file is never used.
+// object is the result of compiling one source for one architecture. In the cache its file begins with a
+// SHA-256 digest of the file's name and content. So a damaged or renamed file is never used.
 type object struct {
 	image []byte
-	log   string // of ptxas
+	log   string // what ptxas printed
 }
 
-// content is an object's encoding.
+// content is the part of an object's file that gob encodes. gob encodes exported fields only.
 type content struct {
 	Image []byte
 	Log   string
@@ -28,6 +28,7 @@ func digest(path string, encoded []byte) [sha256.Size]byte {
 	return sha256.Sum256(append([]byte(filepath.Base(path)+"\n"), encoded...))
 }
 
+// read reads a file that write wrote.
 func (o *object) read(path string) error {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -53,14 +54,14 @@ func (o *object) write(path string) error {
 	return writeFile(path, append(sum[:], encoded.Bytes()...))
 }
 
-// temporary is the prefix of an incomplete file's name.
-const temporary = ".new-"
+// temporaryPrefix begins the names of files that are still being written.
+const temporaryPrefix = ".new-"
 
-// writeFile writes a temporary file and renames it, so that no other process reads an incomplete file. It
-// syncs the data before the rename and the folder after it, so that a crash of the machine leaves no
-// incomplete file either.
+// writeFile replaces a file atomically: it writes a temporary file and renames it. So no other process reads
+// an incomplete file. It syncs the data before the rename, and the folder after it. So a crash of the machine
+// leaves no incomplete file either.
 func writeFile(path string, data []byte) error {
-	file, err := os.CreateTemp(filepath.Dir(path), temporary)
+	file, err := os.CreateTemp(filepath.Dir(path), temporaryPrefix)
 	if err != nil {
 		return err
 	}
@@ -75,6 +76,7 @@ func writeFile(path string, data []byte) error {
 	return syncFolder(filepath.Dir(path))
 }
 
+// syncFolder makes renames in a folder durable.
 func syncFolder(path string) error {
 	folder, err := os.Open(path)
 	if err != nil {
@@ -83,10 +85,10 @@ func syncFolder(path string) error {
 	return errors.Join(folder.Sync(), folder.Close())
 }
 
-// removeAbandoned removes temporary files that are older than an hour. Their processes must have been killed,
-// because writing a file takes far less time.
+// removeAbandoned removes temporary files that are older than an hour. Writing a file takes far less time, so
+// the processes that wrote them were killed.
 func removeAbandoned(folder string) error {
-	paths, err := filepath.Glob(filepath.Join(folder, temporary+"*"))
+	paths, err := filepath.Glob(filepath.Join(folder, temporaryPrefix+"*"))
 	if err != nil {
 		return err
 	}

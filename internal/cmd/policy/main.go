@@ -77,15 +77,15 @@ func apply(file *policy.File, paths []string, report io.Writer) error {
 		if err != nil {
 			return fmt.Errorf("%s: %w", path, err)
 		}
-		spare, err := policy.Spare(all)
+		redundant, err := policy.Redundant(all)
 		if err != nil {
 			return fmt.Errorf("%s: %w", path, err)
 		}
 		for _, line := range moved {
 			fmt.Fprintln(report, "moved:", line)
 		}
-		for _, line := range spare {
-			fmt.Fprintln(report, "spare:", line)
+		for _, line := range redundant {
+			fmt.Fprintln(report, "redundant:", line)
 		}
 	}
 	return nil
