@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"go/format"
+	"slices"
 	"strings"
 
 	"github.com/gander-go/gander/kernels"
@@ -67,11 +68,7 @@ import "github.com/gander-go/gander/kernels"
 
 func (s *section) has(numbers ...int) bool {
 	for i, list := range [][]int{s.devices, s.operators, s.types, s.layouts} {
-		found := false
-		for _, n := range list {
-			found = found || n == numbers[i]
-		}
-		if !found {
+		if !slices.Contains(list, numbers[i]) {
 			return false
 		}
 	}
