@@ -135,10 +135,7 @@ func newQuery(f *driver.Facts, r request) *query {
 	if r.BatchInvariant && r.layout == policy.SameOffset {
 		q.layout = policy.MixedOffsets // vectors are counted from each row's first element
 	}
-	q.vectors = ceil(r.n, r.elements())
-	if q.unaligned {
-		q.vectors = ceil(r.n+r.elements()-1, r.elements()) // the row may begin anywhere in a vector
-	}
+	q.vectors = r.layout.Vectors(r.n, r.elements())
 	for c := len(f.Clusters) - 1; c > 1; c-- {
 		if f.Clusters[c] > 0 {
 			q.maxCluster = int64(c)

@@ -114,11 +114,7 @@ func collect(measurements []Measurement) (map[Key]map[shape]*point, error) {
 		if points[k] == nil {
 			points[k] = map[shape]*point{}
 		}
-		elements := 16 / k.Type.Size()
-		s := shape{(m.N + elements - 1) / elements, m.M}
-		if k.Layout != Aligned {
-			s.vectors = (m.N + 2*elements - 2) / elements
-		}
+		s := shape{k.Layout.Vectors(m.N, 16/k.Type.Size()), m.M}
 		p := points[k][s]
 		if p == nil {
 			p = &point{us: map[Row]float64{}}

@@ -44,6 +44,14 @@ const (
 	MixedTypes                 // the second input has another type than x
 )
 
+// Vectors is how many 16-byte vectors of so many elements a row of n elements may touch.
+func (l Layout) Vectors(n, elements int64) int64 {
+	if l != Aligned {
+		n += elements - 1 // the row may begin anywhere in a vector
+	}
+	return (n + elements - 1) / elements
+}
+
 // Regime is a way to spread rows over the device.
 type Regime uint8
 
