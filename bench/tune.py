@@ -12,6 +12,7 @@ the same traffic. A line of the output is one row at one shape. The last command
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -128,38 +129,59 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
         }
 
 
+def check_that_rows_are_forced(row_file):
+    """Raises RuntimeError if the library does not plan by the row in the file."""
+    import gander
+
+    row = "auto - - - registers 512x8"
+    row_file.write_text(row)
+    explanation = gander.explain("softmax", shape=(4096, 4096), dtype="bfloat16", device="h100")
+    row_file.write_text("")
+    if policy_row(explanation) != row:
+        raise RuntimeError(f"the library does not read {row_file}: GANDER_TUNE must be set when Python starts")
+
+
+def run(options, row_file):
+    """Measures all shapes. The environment of this process names the row file."""
+    import torch
+    from gander.bench import records
+
+    check_that_rows_are_forced(row_file)
+    candidates = json.loads(options.candidates.read_text())
+    with options.out.open("a") as out:
+        for m, n in options.shapes:
+            for dtype in options.dtypes:
+                for operator in options.ops:
+                    try:
+                        found = list(measure(options, candidates, row_file, operator, dtype, m, n))
+                    except torch.OutOfMemoryError:
+                        print(f"{operator} {dtype} {m} x {n}: out of memory", flush=True)
+                        continue
+                    environment = records.environment()
+                    for record in found:
+                        out.write(json.dumps(record | {"environment": environment}) + "\n")
+                    out.flush()
+                    usual = next(r["us"] for r in found if r["row"] == "")
+                    best = min(found, key=lambda r: r["us"])
+                    print(
+                        f"{operator:26} {dtype:9} {m:6} x {n:<8} {usual:9.2f} us, best {best['us']:9.2f} "
+                        f"by {best['row'] or 'the policy'}, of {len(found)}",
+                        flush=True,
+                    )
+                    torch.cuda.empty_cache()
+
+
 def main(argv=None):
     options = arguments(argv)
-    candidates = json.loads(options.candidates.read_text())
+    if row_file := os.environ.get("GANDER_TUNE"):
+        run(options, Path(row_file))
+        return 0
+    # Go sees the environment with which the process has started. So a process is started that has the variable.
     with tempfile.TemporaryDirectory() as folder:
         row_file = Path(folder, "row")
         row_file.write_text("")
-        os.environ["GANDER_TUNE"] = str(row_file)  # read when the library is loaded
-        import torch
-        from gander.bench import records
-
-        with options.out.open("a") as out:
-            for m, n in options.shapes:
-                for dtype in options.dtypes:
-                    for operator in options.ops:
-                        try:
-                            found = list(measure(options, candidates, row_file, operator, dtype, m, n))
-                        except torch.OutOfMemoryError:
-                            print(f"{operator} {dtype} {m} x {n}: out of memory", flush=True)
-                            continue
-                        environment = records.environment()
-                        for record in found:
-                            out.write(json.dumps(record | {"environment": environment}) + "\n")
-                        out.flush()
-                        usual = next(r["us"] for r in found if r["row"] == "")
-                        best = min(found, key=lambda r: r["us"])
-                        print(
-                            f"{operator:26} {dtype:9} {m:6} x {n:<8} {usual:9.2f} us, best {best['us']:9.2f} "
-                            f"by {best['row'] or 'the policy'}, of {len(found)}",
-                            flush=True,
-                        )
-                        torch.cuda.empty_cache()
-    return 0
+        again = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)]
+        return subprocess.run(again, env=os.environ | {"GANDER_TUNE": str(row_file)}).returncode
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ func (v *Variant) In(arch string) bool {
 	case number < 90: // no clusters, no bulk copies; and what clears memory for those that use them
 		return !v.Cluster && v.Shape != Ring && v.Shape != Team && v.Shape != Held &&
 			v.Op != SoftmaxClear && v.Op != RMSNormClear
+	case v.NoClusters:
+		return false
 	case number/10 == 12 && !ptx: // 99 KiB of shared memory: not two rows of the longest ring
 		return (v.Shape != Ring || v.Capacity() <= 1024) && v.Symbol != spillsOnSM120
 	}

@@ -10,7 +10,7 @@ func TestSM90IsWhatTheTableSays(t *testing.T) {
 	for i := range Variants {
 		v := &Variants[i]
 		assert.Equal(t, v.Resident, v.ResidentOn("sm_90"), v.Symbol)
-		assert.True(t, v.In("sm_90"), v.Symbol)
+		assert.Equal(t, !v.NoClusters, v.In("sm_90"), v.Symbol)
 	}
 }
 
@@ -63,6 +63,8 @@ func TestIn(t *testing.T) {
 		"rmsnorm_backward_ring_float32_512x2":        {"compute_80": false, "sm_120": true},
 		"rmsnorm_clear_finish_float32_256x1_general": {"sm_86": false, "sm_90": true},
 		"softmax_forward_held_float32_256x4":         {"sm_86": false, "sm_90": true},
+		"softmax_backward_rows_float32_1024x2": {"sm_80": true, "compute_80": true, "sm_90": false,
+			"compute_90": false, "sm_100": false, "sm_120": false},
 	} {
 		for arch, in := range want {
 			assert.Equal(t, in, find(t, symbol).In(arch), "%s in %s", symbol, arch)

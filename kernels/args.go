@@ -39,7 +39,7 @@ type Rows struct {
 	Lag                       int32 // Team: steps that are summed before the one that is mapped; Held: tiles in shared memory
 	Ahead                     int32 // InRegisters, Staged: from a CTA's rows to those that it has L2 fetch for a later one; 0 for none
 	AheadFrom                 int32 // the first CTA, or cluster, that does
-	_                         int32
+	RowThreads                int32 // Elementwise: threads of a CTA that share a row
 }
 
 // SoftmaxArgs is the parameter of the softmax kernels.

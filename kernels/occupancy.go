@@ -82,6 +82,17 @@ const (
 	sameOffset        // of those, the ones that want all operands at the same offset
 )
 
+// layoutOf is the layout that a kernel is for.
+func layoutOf(v *Variant) layout {
+	switch {
+	case v.Alike:
+		return sameOffset
+	case v.General:
+		return unaligned
+	}
+	return aligned
+}
+
 func (l layout) holds(v *Variant) bool {
 	switch l {
 	case aligned:

@@ -1,6 +1,9 @@
 package kernels
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // Op is what a kernel computes.
 type Op uint8
@@ -46,12 +49,13 @@ const (
 	Loop                     // short rows, many of them: persistent lanes, the next row on its way
 	Columns                  // RMSNorm backward: a CTA walks down a tile of columns
 	Held                     // a few long rows, in the shared memory of all SMs as far as that goes
+	Elementwise              // cross-entropy backward: any number of threads share a row
 	Finish                   // sums up what other kernels left
 )
 
 // String returns the shape's name as it stands in symbols and explanations.
 func (s Shape) String() string {
-	return [...]string{"rows", "partial", "apply", "staged", "ring", "team", "lanes", "loop", "columns", "held", "finish"}[s]
+	return [...]string{"rows", "partial", "apply", "staged", "ring", "team", "lanes", "loop", "columns", "held", "elementwise", "finish"}[s]
 }
 
 // Family is the kernels of one group of ops for one element type of x: one translation unit and one device
@@ -97,6 +101,7 @@ type Variant struct {
 	General    bool // takes any alignment and row stride; the others want 16-byte aligned rows of whole vectors
 	Alike      bool // general: wants all operands' rows to lie alike in their 16-byte vectors, for which more of them fit the registers
 	Cluster    bool // launched with clusters: sm_90 and later only
+	NoClusters bool // compiled only for architectures without clusters, which are faster than this tile
 	Resident   int  // CTAs per SM that the compiler leaves registers for on sm_90; ResidentOn has the others
 	Together   int  // Team: rows that are taken together
 	Groups     int  // Team: parts of a CTA that take them side by side, each with its own dw
@@ -147,7 +152,8 @@ func (s shape) capacity() int { return s.threads * s.vectors }
 // per SM in flight, eight with 64 registers 128 KiB.
 var (
 	tiny        = []shape{{8, 1}, {8, 4}, {16, 4}, {32, 4}}
-	tinySoftmax = []shape{{8, 1}, {8, 4}, {16, 4}, {64, 2}, {32, 4}} // exponentials are taken twice: two warps have half of them each
+	tinyRMSNorm = []shape{{8, 1}, {8, 4}, {32, 4}}                   // many rows of 33 to 64 vectors take Loop
+	tinySoftmax = []shape{{8, 1}, {8, 4}, {16, 4}, {64, 2}, {32, 4}} // two warps have half of the exponentials each
 
 	// Cross-entropy forward, which only reads: more and smaller CTAs even out better. N = 256 0.87 to 0.91.
 	tinyReads = []shape{{8, 1}, {8, 2}, {16, 2}, {16, 4}, {32, 4}}
@@ -158,8 +164,7 @@ var (
 		RMSNormForward:        {{64, 4}, {128, 4}, {256, 4}, {1024, 8}},
 		CrossEntropyForwardDX: {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}}, // the last where there are no clusters
 		// Longer rows stream: Partial, Apply.
-		CrossEntropyForward:  {{128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
-		CrossEntropyBackward: {{32, 8}, {128, 4}, {256, 4}, {512, 4}},
+		CrossEntropyForward: {{128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		// Two inputs: half the vectors of each. RMSNorm's weights leave no registers for four of each.
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
@@ -170,13 +175,28 @@ var (
 		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {1024, 8}}, // there is no team for the longest
 		CrossEntropyForward:   {{256, 4}},                      // few rows; many stream
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
-		RMSNormBackward:       {{256, 2}, {512, 2}, {1024, 2}},
+		RMSNormBackward:       {{256, 2}, {1024, 2}},
 	}
 
 	// Rows of any alignment, with fewer shapes: they are rarer, and their code is longer.
 	anyInRegisters = map[int][]shape{1: {{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {192, 4}, {256, 4}, {384, 4}, {512, 4}, {768, 4}, {1024, 4}},
 		2: {{8, 1}, {8, 2}, {16, 2}, {32, 2}, {128, 2}, {192, 2}, {256, 2}, {384, 2}, {512, 2}, {768, 2}, {1024, 2}}}
-	anyInClusters = map[int][]shape{1: {{256, 4}, {512, 4}, {1024, 4}}, 2: {{256, 2}, {512, 2}, {1024, 2}}}
+	anyInClusters = map[Op][]shape{
+		SoftmaxForward:        {{256, 4}, {512, 4}, {1024, 4}},
+		RMSNormForward:        {{256, 4}, {512, 4}, {1024, 4}},
+		CrossEntropyForwardDX: {{256, 4}, {512, 4}},
+		SoftmaxBackward:       {{256, 2}, {512, 2}, {1024, 2}},
+		RMSNormBackward:       {{256, 2}, {512, 2}, {1024, 2}},
+	}
+
+	// Clusters are faster than these tiles. So these are compiled only for architectures without clusters.
+	clusterless = map[Op]map[layout][]shape{
+		SoftmaxForward:        {unaligned: {{768, 4}}, sameOffset: {{512, 8}}},
+		SoftmaxBackward:       {aligned: {{1024, 2}}, unaligned: {{768, 2}}, sameOffset: {{512, 4}}},
+		RMSNormForward:        {unaligned: {{768, 4}}},
+		RMSNormBackward:       {unaligned: {{768, 2}}},
+		CrossEntropyForwardDX: {aligned: {{1024, 8}}, unaligned: {{768, 4}, {1024, 4}}, sameOffset: {{1024, 8}}},
+	}
 
 	// Where all operands lie alike, as they nearly always do, nothing has to be shifted, and more vectors fit.
 	alikeInRegisters = map[Op][]shape{
@@ -249,6 +269,8 @@ func table() []Variant {
 					v.Shared = v.Stages * v.Threads * (2*16*v.Vectors + 4) // vectors of x and dy, rstd
 				}
 				v.Resident = resident(&v)
+				v.NoClusters = v.Shape == InRegisters && !v.Cluster &&
+					slices.Contains(clusterless[v.Op][layoutOf(&v)], p)
 				v.Symbol = fmt.Sprintf("%s_%s_%s_%dx%d", v.Op, v.Shape, x, p.threads, p.vectors)
 				if v.Together > 0 {
 					v.Symbol += fmt.Sprintf("x%d", v.Together)
@@ -266,7 +288,7 @@ func table() []Variant {
 			}
 		}
 		// Rows of any alignment: of two shapes that hold about as much, the faster one first, which takes fewer rows.
-		unaligned := func(like Variant, anyhow, alike []shape) {
+		addUnaligned := func(like Variant, anyhow, alike []shape) {
 			like.General = true
 			for len(anyhow)+len(alike) > 0 {
 				if like.Alike = len(anyhow) == 0 || len(alike) > 0 && 4*alike[0].capacity() <= 5*anyhow[0].capacity(); like.Alike {
@@ -284,7 +306,7 @@ func table() []Variant {
 		}
 		for _, op := range []Op{
 			SoftmaxForward, SoftmaxBackward, RMSNormForward, RMSNormBackward,
-			CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward,
+			CrossEntropyForward, CrossEntropyForwardDX,
 		} {
 			n := op.Inputs()
 			rows, clusters := Variant{Op: op, Shape: InRegisters}, Variant{Op: op, Shape: InRegisters, Cluster: true}
@@ -293,6 +315,8 @@ func table() []Variant {
 				add(rows, tinyReads...)
 			case SoftmaxForward:
 				add(rows, tinySoftmax...)
+			case RMSNormForward:
+				add(rows, tinyRMSNorm...)
 			default:
 				for _, s := range tiny {
 					add(rows, shape{s.threads, max(1, s.vectors/n)})
@@ -306,23 +330,23 @@ func table() []Variant {
 			if op == CrossEntropyForward { // whose only operand is off from itself where vectors are counted from a row's first element
 				anyhow = []shape{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 4}, {512, 4}, {1024, 4}}
 			}
-			unaligned(rows, anyhow, alikeInRegisters[op])
+			addUnaligned(rows, anyhow, alikeInRegisters[op])
 			if inClusters[op] != nil {
 				add(clusters, inClusters[op]...)
-				if op != CrossEntropyForward {
-					unaligned(clusters, anyInClusters[n], alikeInClusters[op])
-				}
+				addUnaligned(clusters, anyInClusters[op], alikeInClusters[op])
 			}
 			switch op {
 			case CrossEntropyForward:
 				chunks(op, Partial, 4)
 				add(Variant{Op: op, Shape: Partial}, stream)
 				add(Variant{Op: op, Shape: Partial, General: true, Alike: true}, alikeStream)
-			case CrossEntropyBackward:
 			default:
 				chunks(op, Partial, 4/n)
 			}
 			chunks(op, Apply, 4/n)
+		}
+		for _, general := range []bool{false, true} {
+			add(Variant{Op: CrossEntropyBackward, Shape: Elementwise, General: general}, shape{ChunkThreads, 4})
 		}
 		add(Variant{Op: RMSNormForward, Shape: Staged}, staged...)
 		add(Variant{Op: RMSNormForward, Shape: Staged, Cluster: true}, stagedInClusters...)

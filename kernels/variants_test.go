@@ -27,3 +27,23 @@ func TestEveryFamilyHasAKernelInClusters(t *testing.T) {
 	}
 	assert.Len(t, families, Families)
 }
+
+// TestEveryTileWithoutClustersIsCompiled: each row of clusterless names a kernel.
+func TestEveryTileWithoutClustersIsCompiled(t *testing.T) {
+	type key struct {
+		op     Op
+		layout layout
+	}
+	want, got := map[key]int{}, map[key]int{}
+	for op, layouts := range clusterless {
+		for l, tiles := range layouts {
+			want[key{op, l}] = 3 * len(tiles)
+		}
+	}
+	for i := range Variants {
+		if v := &Variants[i]; v.NoClusters {
+			got[key{v.Op, layoutOf(v)}]++
+		}
+	}
+	assert.Equal(t, want, got)
+}

@@ -35,6 +35,7 @@ type plan struct {
 	depth        int32 // GridCooperative: steps summed before one is mapped; GridSharedMemory: tiles kept
 	prefetch     int32 // rows from a CTA's to those that it prefetches into L2; 0 for none
 	prefetchFrom int32 // the first CTA, or cluster, that does
+	rowThreads   int32 // Elementwise: threads of a CTA that share a row
 	partials     int32 // rows of partial dw
 	totalHere    bool  // the only CTA makes the total as well
 	scratch      scratch
@@ -182,8 +183,13 @@ func (q *query) add(p *plan, v *kernels.Variant, grid, cluster int64, shared uin
 	if grid > maxGrid {
 		grid = 0
 	}
-	if v.Shape == kernels.InRegisters || v.Shape == kernels.Staged {
-		q.prefetchRows(p, v, grid, cluster)
+	switch v.Shape {
+	case kernels.InRegisters, kernels.Staged:
+		q.prefetchRows(p, v, v.RowsPerCTA(), grid, cluster)
+	case kernels.Elementwise:
+		if p.splits == 1 {
+			q.prefetchRows(p, v, int64(v.Threads)/int64(p.rowThreads), grid, 1)
+		}
 	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
 		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
@@ -202,12 +208,12 @@ func (q *query) add(p *plan, v *kernels.Variant, grid, cluster int64, shared uin
 // and gradient of 32768 x 512 bfloat16 0.95 and 0.98, softmax of 32768 x 256 float32 0.97 and 1.01, its
 // backward of 32768 x 1001 bfloat16 0.85 and 0.95. H200: softmax of 32768 x 8192 bfloat16 0.95 and 1.00,
 // but its backward 1.00 and 0.98.
-func (q *query) prefetchRows(p *plan, v *kernels.Variant, grid, cluster int64) {
+func (q *query) prefetchRows(p *plan, v *kernels.Variant, rows, grid, cluster int64) {
 	inputs := int64(q.op.Inputs())
 	if q.op == kernels.CrossEntropyForward || inputs > 1 && !q.unaligned && q.vectors > 256 {
 		return
 	}
-	firstWave, rows := q.resident(v)/cluster, v.RowsPerCTA()
+	firstWave := q.resident(v) / cluster
 	if grid/cluster <= firstWave {
 		return
 	}

@@ -140,6 +140,17 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			require.LessOrEqual(t, ctas, ceil(r.m, v.RowsPerCTA()), what)
 		case kernels.Partial:
 			require.Equal(t, r.m*int64(p.splits), ctas, what)
+		case kernels.Elementwise:
+			threads := int64(p.rowThreads)
+			require.Positive(t, threads, what)
+			require.LessOrEqual(t, threads, int64(v.Threads), what)
+			rows := int64(v.Threads) / threads
+			require.Equal(t, ceil(r.m, rows)*int64(p.splits), ctas, what)
+			require.Zero(t, int64(p.prefetch)%rows, "%s: no CTA's rows begin there", what)
+			if p.prefetch > 0 {
+				require.EqualValues(t, 1, p.splits, what)
+				require.Less(t, vectors*16*rows+2*16, int64(1<<20), what)
+			}
 		case kernels.Apply:
 			if r.op == kernels.CrossEntropyForward {
 				require.Equal(t, r.m, ctas, what)
@@ -323,7 +334,7 @@ func TestEveryVariantIsUsed(t *testing.T) {
 	used := map[string]bool{}
 	for _, f := range testDevices {
 		everyRequest(func(r request) {
-			for _, r.Algorithm = range []Algorithm{Auto, Warp, Medium} { // no other name has kernels of its own
+			for _, r.Algorithm = range []Algorithm{Auto, Warp, Medium, Extreme} { // the others have no kernels of their own
 				if r.Algorithm != Auto && !choosable(r.op) {
 					continue
 				}

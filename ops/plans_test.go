@@ -215,7 +215,7 @@ func describe(p *plan) string {
 		name  string
 		value int32
 		none  int32
-	}{{"splits", p.splits, 1}, {"stages", p.stages, 0}, {"depth", p.depth, 0}} {
+	}{{"splits", p.splits, 1}, {"stages", p.stages, 0}, {"depth", p.depth, 0}, {"threads", p.rowThreads, 0}} {
 		if number.value != number.none {
 			fmt.Fprintf(&b, " %s=%d", number.name, number.value)
 		}

@@ -66,6 +66,7 @@ func (q *query) kernel(shape kernels.Shape, row *policy.Row, cluster bool) *kern
 	for _, v := range kernelsOf[kernelKey{q.op, shape, q.x, q.unaligned, cluster}] {
 		switch {
 		case v.RowThreads != row.Threads || v.Vectors != row.Vectors || v.Together != row.Together:
+		case v.NoClusters && q.facts.Major >= 9:
 		case v.Alike && q.layout == policy.SameOffset:
 			return v
 		case !v.Alike && found == nil:
@@ -96,11 +97,11 @@ func registers(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// clusterSize returns how many CTAs of a kernel hold a row of the matrix, or 0 if that is more than the
-// policy row or the device allows.
+// clusterSize returns how many CTAs of a kernel hold a row of the matrix, or 0 if the policy row or the device
+// does not allow that many. One CTA is no cluster: its kernel would fault.
 func (q *query) clusterSize(v *kernels.Variant, row *policy.Row) int64 {
 	ctas := max(ceil(q.vectors, v.Capacity()), int64(row.MinCTAs))
-	if ctas > min(int64(row.MaxCTAs), q.maxCluster) {
+	if ctas < 2 || ctas > min(int64(row.MaxCTAs), q.maxCluster) {
 		return 0
 	}
 	return ctas
@@ -463,18 +464,41 @@ func stream(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// elementwise computes each element of the output by itself. The rows' statistics are an input.
+// elementwise computes each element of the output by itself. The rows' statistics are an input. Any number of
+// threads can share a row, so the rows of a CTA, or one chunk of each of them, use nearly all of its threads.
 func elementwise(q *query, _ *policy.Row) *plan {
 	if q.op != kernels.CrossEntropyBackward {
 		return nil
 	}
+	v := kernelsOf[kernelKey{q.op, kernels.Elementwise, q.x, q.unaligned, false}][0]
 	p := q.begin()
-	p.chunk = 4 * kernels.ChunkThreads
-	if q.onePass {
-		p.chunk = min(q.vectors, maxChunk) // few CTAs, since usually forward has computed dx and they exit
+	perThread := int64(v.Vectors)
+	if q.onePass { // one chunk for each row: few CTAs, since usually forward has computed dx and they exit
+		p.chunk, p.splits = min(q.vectors, maxChunk), int32(ceil(q.vectors, maxChunk))
+	} else {
+		p.chunk, p.splits = fullChunks(q.vectors, perThread)
 	}
-	p.splits = int32(ceil(q.vectors, p.chunk))
-	q.add(p, q.chunkKernel(kernels.Apply), q.m*int64(p.splits), 1, 0)
-	p.why = fmt.Sprintf("the statistics of rows are known: chunks of %d vectors", p.chunk)
+	rows := max(1, int64(v.Threads)/ceil(p.chunk, perThread))
+	p.rowThreads = int32(int64(v.Threads) / rows)
+	q.add(p, v, ceil(q.m, rows)*int64(p.splits), 1, 0)
+	p.why = fmt.Sprintf("the statistics of rows are known: %d threads for each chunk of %d vectors",
+		p.rowThreads, p.chunk)
 	return p
+}
+
+// fullChunks divides a row into as few chunks as possible of which one or several fill a CTA, with perThread
+// vectors for each thread. A division that fills it by less than 5 % more is not worth its chunks.
+func fullChunks(vectors, perThread int64) (chunk int64, splits int32) {
+	const minChunk = 64 // vectors
+	most := kernels.ChunkThreads * perThread
+	least := ceil(vectors, most)
+	chunk, splits = ceil(vectors, least), int32(least)
+	full := chunk * (kernels.ChunkThreads / ceil(chunk, perThread))
+	for n := least + 1; n < least+8 && vectors >= n*minChunk; n++ {
+		c := ceil(vectors, n)
+		if f := c * (kernels.ChunkThreads / ceil(c, perThread)); 100*f > 105*full {
+			chunk, splits, full = c, int32(n), f
+		}
+	}
+	return chunk, int32(ceil(vectors, chunk))
 }

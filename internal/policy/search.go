@@ -106,7 +106,7 @@ func Candidates(op Operator, x kernels.DType, l Layout) (rows []Row) {
 			for _, n := range []int{2, 4, 8} {
 				add(ByColumns, func(r *Row) { *r = Row{For: auto, Regime: ByColumns, Resident: n} })
 			}
-		case shape == kernels.Apply && op == CrossEntropyBackward:
+		case shape == kernels.Elementwise:
 			add(Elementwise, func(r *Row) { *r = Row{For: auto, Regime: Elementwise} })
 		}
 	}

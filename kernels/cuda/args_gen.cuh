@@ -31,7 +31,7 @@ struct Rows {
   int32_t lag;
   int32_t ahead;
   int32_t ahead_from;
-  int32_t padding;
+  int32_t row_threads;
 };
 static_assert(sizeof(Rows) == 120, "the layout is Go's");
 

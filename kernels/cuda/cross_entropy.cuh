@@ -280,6 +280,44 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   }
 };
 
+// Maps rows whose statistics are known. Nothing is reduced, so any number of threads can share a row: the launch
+// says how many. A CTA maps several rows, or one chunk of each of them.
+template <class Op, int V, bool Unaligned>
+__device__ __forceinline__ void elementwise_body(const typename Op::Args& args) {
+  using T = typename Op::T;
+  constexpr int E = kElements<T>;
+  if (Op::already_done(args)) return;
+  const Rows& r = args.rows;
+  const unsigned threads = r.row_threads, rows = kChunkThreads / threads;
+  prefetch_later_rows<Op, false, 0>(r, rows);
+  const unsigned group = threadIdx.x / threads, lane = threadIdx.x % threads;
+  const int64_t row = static_cast<int64_t>(blockIdx.x / r.splits) * rows + group;
+  if (group >= rows || row >= r.m) return;
+  const RowView<T> p = row_view<Op, Unaligned, false>(r, row, blockIdx.x % r.splits);
+  const Bounds load_bounds = Unaligned ? p.load_bounds() : p.bounds;
+  auto sc = Op::load_scalars(args, row, false);
+  T* const y = static_cast<T*>(p.y);
+  const int step = threads * E;
+  int e = lane * E;
+  uint4 v[V];
+  load<Unaligned, false>(p.a, e, step, load_bounds, Op::fill(), v);
+  Op::resolve_scalars(args, row, sc, false);
+  while (true) {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int at = e + i * step;
+      if (Unaligned ? !p.bounds.template touches<E>(at) : at >= p.bounds.hi) continue;
+      float x[E], out[E];
+      unpack(T(), v[i], x);
+      Op::template map<Unaligned, false>(args, sc, x, x, p, at, out);
+      store<Unaligned>(y, at, p.bounds, out);
+    }
+    e += V * step;
+    if (e >= p.bounds.hi) break;
+    load<Unaligned, false>(p.a, e, step, load_bounds, Op::fill(), v);
+  }
+}
+
 // Forward, for short rows. Several rows share a warp. Computing one row's loss (a log, some float64) on one
 // lane still costs the whole warp those instructions, about a quarter of the row's. So the first threads of
 // the CTA each compute the loss of a different row. These statistics threads also load the labels and the
@@ -308,7 +346,7 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
   auto sc = Op::template load_scalars<true>(args, base + tid, stats_thread);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
-  prefetch_later_rows<Op, kRows, false, 0>(args.rows);  // a little faster here than before tile.load
+  prefetch_later_rows<Op, false, 0>(args.rows, kRows);  // a little faster here than before tile.load
   Op::template resolve_scalars<true>(args, base + tid, sc, stats_thread);
   State st;
   reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);

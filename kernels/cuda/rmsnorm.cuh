@@ -225,7 +225,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   static_assert(Op::kInputs == 1 && !State::kMaxFirst);
   extern __shared__ __align__(128) uint4 buffer[];  // V x threads
   __shared__ Slot<State> warp_slots[kWarps];
-  prefetch_later_rows<Op, 1, Cluster, kStep * V>(args.rows);
+  prefetch_later_rows<Op, Cluster, kStep * V>(args.rows, 1);
   const int tid = threadIdx.x;
   const int64_t row = blockIdx.x;
   int e = tid * E;

@@ -8,7 +8,6 @@ using namespace gander;
 
 KERNEL(rmsnorm_forward_rows_float16_8x1, 128, 10, rows_body<RMSNormForward<f16>, 8, 1, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_8x4, 128, 10, rows_body<RMSNormForward<f16>, 8, 4, false, false, false>)
-KERNEL(rmsnorm_forward_rows_float16_16x4, 128, 10, rows_body<RMSNormForward<f16>, 16, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_32x4, 128, 10, rows_body<RMSNormForward<f16>, 32, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_64x4, 128, 10, rows_body<RMSNormForward<f16>, 64, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_128x4, 128, 10, rows_body<RMSNormForward<f16>, 128, 4, false, false, false>)
@@ -25,7 +24,7 @@ KERNEL(rmsnorm_forward_rows_float16_192x4_general, 192, 5, rows_body<RMSNormForw
 KERNEL(rmsnorm_forward_rows_float16_256x4_general, 256, 4, rows_body<RMSNormForward<f16>, 256, 4, true, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_384x4_general, 384, 2, rows_body<RMSNormForward<f16>, 384, 4, true, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_512x4_general, 512, 2, rows_body<RMSNormForward<f16>, 512, 4, true, false, false>)
-KERNEL(rmsnorm_forward_rows_float16_768x4_general, 768, 1, rows_body<RMSNormForward<f16>, 768, 4, true, false, false>)
+KERNEL(rmsnorm_forward_rows_float16_768x4_general, 768, 1, rows_body<RMSNormForward<f16>, 768, 4, true, false, false>)  // dropped where there are clusters
 KERNEL(rmsnorm_forward_rows_float16_1024x4_general, 1024, 1, rows_body<RMSNormForward<f16>, 1024, 4, true, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_256x4_general_cluster, 256, 4, rows_body<RMSNormForward<f16>, 256, 4, true, false, true>)
 KERNEL(rmsnorm_forward_rows_float16_512x4_general_cluster, 512, 2, rows_body<RMSNormForward<f16>, 512, 4, true, false, true>)
@@ -51,10 +50,9 @@ KERNEL(rmsnorm_backward_rows_float16_192x2_general, 192, 5, rows_body<RMSNormBac
 KERNEL(rmsnorm_backward_rows_float16_256x2_general, 256, 4, rows_body<RMSNormBackward<f16>, 256, 2, true, false, false>)
 KERNEL(rmsnorm_backward_rows_float16_384x2_general, 384, 2, rows_body<RMSNormBackward<f16>, 384, 2, true, false, false>)
 KERNEL(rmsnorm_backward_rows_float16_512x2_general, 512, 2, rows_body<RMSNormBackward<f16>, 512, 2, true, false, false>)
-KERNEL(rmsnorm_backward_rows_float16_768x2_general, 768, 1, rows_body<RMSNormBackward<f16>, 768, 2, true, false, false>)
+KERNEL(rmsnorm_backward_rows_float16_768x2_general, 768, 1, rows_body<RMSNormBackward<f16>, 768, 2, true, false, false>)  // dropped where there are clusters
 KERNEL(rmsnorm_backward_rows_float16_1024x2_general, 1024, 1, rows_body<RMSNormBackward<f16>, 1024, 2, true, false, false>)
 KERNEL(rmsnorm_backward_rows_float16_256x2_cluster, 256, 4, rows_body<RMSNormBackward<f16>, 256, 2, false, false, true>)
-KERNEL(rmsnorm_backward_rows_float16_512x2_cluster, 512, 2, rows_body<RMSNormBackward<f16>, 512, 2, false, false, true>)
 KERNEL(rmsnorm_backward_rows_float16_1024x2_cluster, 1024, 1, rows_body<RMSNormBackward<f16>, 1024, 2, false, false, true>)
 KERNEL(rmsnorm_backward_rows_float16_256x2_general_cluster, 256, 4, rows_body<RMSNormBackward<f16>, 256, 2, true, false, true>)
 KERNEL(rmsnorm_backward_rows_float16_512x2_general_cluster, 512, 2, rows_body<RMSNormBackward<f16>, 512, 2, true, false, true>)

@@ -8,7 +8,6 @@ using namespace gander;
 
 KERNEL(rmsnorm_forward_rows_float32_8x1, 128, 10, rows_body<RMSNormForward<f32>, 8, 1, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_8x4, 128, 10, rows_body<RMSNormForward<f32>, 8, 4, false, false, false>)
-KERNEL(rmsnorm_forward_rows_float32_16x4, 128, 10, rows_body<RMSNormForward<f32>, 16, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_32x4, 128, 10, rows_body<RMSNormForward<f32>, 32, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_64x4, 128, 10, rows_body<RMSNormForward<f32>, 64, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_128x4, 128, 10, rows_body<RMSNormForward<f32>, 128, 4, false, false, false>)
@@ -25,7 +24,7 @@ KERNEL(rmsnorm_forward_rows_float32_192x4_general, 192, 5, rows_body<RMSNormForw
 KERNEL(rmsnorm_forward_rows_float32_256x4_general, 256, 4, rows_body<RMSNormForward<f32>, 256, 4, true, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_384x4_general, 384, 2, rows_body<RMSNormForward<f32>, 384, 4, true, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_512x4_general, 512, 2, rows_body<RMSNormForward<f32>, 512, 4, true, false, false>)
-KERNEL(rmsnorm_forward_rows_float32_768x4_general, 768, 1, rows_body<RMSNormForward<f32>, 768, 4, true, false, false>)
+KERNEL(rmsnorm_forward_rows_float32_768x4_general, 768, 1, rows_body<RMSNormForward<f32>, 768, 4, true, false, false>)  // dropped where there are clusters
 KERNEL(rmsnorm_forward_rows_float32_1024x4_general, 1024, 1, rows_body<RMSNormForward<f32>, 1024, 4, true, false, false>)
 KERNEL(rmsnorm_forward_rows_float32_256x4_general_cluster, 256, 4, rows_body<RMSNormForward<f32>, 256, 4, true, false, true>)
 KERNEL(rmsnorm_forward_rows_float32_512x4_general_cluster, 512, 2, rows_body<RMSNormForward<f32>, 512, 4, true, false, true>)
@@ -51,10 +50,9 @@ KERNEL(rmsnorm_backward_rows_float32_192x2_general, 192, 5, rows_body<RMSNormBac
 KERNEL(rmsnorm_backward_rows_float32_256x2_general, 256, 4, rows_body<RMSNormBackward<f32>, 256, 2, true, false, false>)
 KERNEL(rmsnorm_backward_rows_float32_384x2_general, 384, 2, rows_body<RMSNormBackward<f32>, 384, 2, true, false, false>)
 KERNEL(rmsnorm_backward_rows_float32_512x2_general, 512, 2, rows_body<RMSNormBackward<f32>, 512, 2, true, false, false>)
-KERNEL(rmsnorm_backward_rows_float32_768x2_general, 768, 1, rows_body<RMSNormBackward<f32>, 768, 2, true, false, false>)
+KERNEL(rmsnorm_backward_rows_float32_768x2_general, 768, 1, rows_body<RMSNormBackward<f32>, 768, 2, true, false, false>)  // dropped where there are clusters
 KERNEL(rmsnorm_backward_rows_float32_1024x2_general, 1024, 1, rows_body<RMSNormBackward<f32>, 1024, 2, true, false, false>)
 KERNEL(rmsnorm_backward_rows_float32_256x2_cluster, 256, 4, rows_body<RMSNormBackward<f32>, 256, 2, false, false, true>)
-KERNEL(rmsnorm_backward_rows_float32_512x2_cluster, 512, 2, rows_body<RMSNormBackward<f32>, 512, 2, false, false, true>)
 KERNEL(rmsnorm_backward_rows_float32_1024x2_cluster, 1024, 1, rows_body<RMSNormBackward<f32>, 1024, 2, false, false, true>)
 KERNEL(rmsnorm_backward_rows_float32_256x2_general_cluster, 256, 4, rows_body<RMSNormBackward<f32>, 256, 2, true, false, true>)
 KERNEL(rmsnorm_backward_rows_float32_512x2_general_cluster, 512, 2, rows_body<RMSNormBackward<f32>, 512, 2, true, false, true>)

@@ -261,24 +261,24 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, typen
 }
 
 // Prefetches into L2 the rows of a CTA that starts later. Registers and shared memory alone do not hold
-// enough loads in flight to saturate memory while rows are also written. A CTA works on `Rows` rows, or in a
+// enough loads in flight to saturate memory while rows are also written. A CTA works on `rows` rows, or in a
 // cluster on `Slice` elements of one row. It prefetches what lies `r.ahead` rows further on. CTAs with
 // numbers below `r.ahead_from` do not prefetch.
-template <class Op, int Rows, bool Cluster, int Slice>
-__device__ __forceinline__ void prefetch_later_rows(const gander::Rows& r) {
+template <class Op, bool Cluster, int Slice>
+__device__ __forceinline__ void prefetch_later_rows(const Rows& r, int rows) {
 #ifdef GANDER_SM90
   if constexpr (!Op::kHasOutput) return;  // reads alone saturate memory
   using T = typename Op::T;
-  const int64_t next = static_cast<int64_t>(blockIdx.x) * Rows + r.ahead;
-  if (r.ahead == 0 || threadIdx.x != 0 || blockIdx.x < r.ahead_from || next + Rows > r.m) return;
-  int64_t origin = 0, count = Rows * r.n;
+  const int64_t next = static_cast<int64_t>(blockIdx.x) * rows + r.ahead;
+  if (r.ahead == 0 || threadIdx.x != 0 || blockIdx.x < r.ahead_from || next + rows > r.m) return;
+  int64_t origin = 0, count = rows * r.n;
   if constexpr (Cluster) {
     origin = static_cast<int64_t>(cluster_rank()) * Slice;
     count = min(r.n - origin, static_cast<int64_t>(Slice));
     if (count <= 0) return;
   }
   const auto fetch = [&](const void* x, int64_t stride) {
-    if (Rows == 1 || stride == r.n)
+    if (rows == 1 || stride == r.n)
       prefetch_l2(static_cast<const T*>(x) + next * stride + origin, count * sizeof(T));
   };
   fetch(r.a, r.a_stride);
@@ -298,7 +298,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   // The accurate exponential is expensive. In long rows of float32 it is computed once and kept in registers.
   constexpr bool kCacheExp = State::kMaxFirst && Op::kHasOutput && sizeof(T) == 4 && TPR * V >= 2048;
   if (Op::already_done(args)) return;
-  prefetch_later_rows<Op, kRows, Cluster, kStep * V>(args.rows);
+  prefetch_later_rows<Op, Cluster, kStep * V>(args.rows, kRows);
   const int lane = threadIdx.x % TPR;
   const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   int e = lane * kElements<T>;

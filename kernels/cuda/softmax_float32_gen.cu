@@ -29,8 +29,8 @@ KERNEL(softmax_forward_rows_float32_256x4_general, 256, 5, rows_body<SoftmaxForw
 KERNEL(softmax_forward_rows_float32_384x4_general, 384, 3, rows_body<SoftmaxForward<f32>, 384, 4, true, false, false>)
 KERNEL(softmax_forward_rows_float32_384x6_alike, 384, 2, rows_body<SoftmaxForward<f32>, 384, 6, true, true, false>)
 KERNEL(softmax_forward_rows_float32_512x4_general, 512, 2, rows_body<SoftmaxForward<f32>, 512, 4, true, false, false>)
-KERNEL(softmax_forward_rows_float32_768x4_general, 768, 1, rows_body<SoftmaxForward<f32>, 768, 4, true, false, false>)
-KERNEL(softmax_forward_rows_float32_512x8_alike, 512, 2, rows_body<SoftmaxForward<f32>, 512, 8, true, true, false>)
+KERNEL(softmax_forward_rows_float32_768x4_general, 768, 1, rows_body<SoftmaxForward<f32>, 768, 4, true, false, false>)  // dropped where there are clusters
+KERNEL(softmax_forward_rows_float32_512x8_alike, 512, 2, rows_body<SoftmaxForward<f32>, 512, 8, true, true, false>)  // dropped where there are clusters
 KERNEL(softmax_forward_rows_float32_1024x4_general, 1024, 1, rows_body<SoftmaxForward<f32>, 1024, 4, true, false, false>)
 KERNEL(softmax_forward_rows_float32_1024x8_alike, 1024, 1, rows_body<SoftmaxForward<f32>, 1024, 8, true, true, false>)
 KERNEL(softmax_forward_rows_float32_256x4_cluster, 256, 6, rows_body<SoftmaxForward<f32>, 256, 4, false, false, true>)
@@ -51,7 +51,7 @@ KERNEL(softmax_backward_rows_float32_32x2, 128, 12, rows_body<SoftmaxBackward<f3
 KERNEL(softmax_backward_rows_float32_128x2, 128, 12, rows_body<SoftmaxBackward<f32>, 128, 2, false, false, false>)
 KERNEL(softmax_backward_rows_float32_256x2, 256, 6, rows_body<SoftmaxBackward<f32>, 256, 2, false, false, false>)
 KERNEL(softmax_backward_rows_float32_512x2, 512, 3, rows_body<SoftmaxBackward<f32>, 512, 2, false, false, false>)
-KERNEL(softmax_backward_rows_float32_1024x2, 1024, 2, rows_body<SoftmaxBackward<f32>, 1024, 2, false, false, false>)
+KERNEL(softmax_backward_rows_float32_1024x2, 1024, 2, rows_body<SoftmaxBackward<f32>, 1024, 2, false, false, false>)  // dropped where there are clusters
 KERNEL(softmax_backward_rows_float32_1024x4, 1024, 1, rows_body<SoftmaxBackward<f32>, 1024, 4, false, false, false>)
 KERNEL(softmax_backward_rows_float32_8x1_general, 128, 10, rows_body<SoftmaxBackward<f32>, 8, 1, true, false, false>)
 KERNEL(softmax_backward_rows_float32_8x2_general, 128, 10, rows_body<SoftmaxBackward<f32>, 8, 2, true, false, false>)
@@ -66,8 +66,8 @@ KERNEL(softmax_backward_rows_float32_384x2_general, 384, 3, rows_body<SoftmaxBac
 KERNEL(softmax_backward_rows_float32_256x4_alike, 256, 4, rows_body<SoftmaxBackward<f32>, 256, 4, true, true, false>)
 KERNEL(softmax_backward_rows_float32_384x3_alike, 384, 2, rows_body<SoftmaxBackward<f32>, 384, 3, true, true, false>)
 KERNEL(softmax_backward_rows_float32_512x2_general, 512, 2, rows_body<SoftmaxBackward<f32>, 512, 2, true, false, false>)
-KERNEL(softmax_backward_rows_float32_768x2_general, 768, 1, rows_body<SoftmaxBackward<f32>, 768, 2, true, false, false>)
-KERNEL(softmax_backward_rows_float32_512x4_alike, 512, 2, rows_body<SoftmaxBackward<f32>, 512, 4, true, true, false>)
+KERNEL(softmax_backward_rows_float32_768x2_general, 768, 1, rows_body<SoftmaxBackward<f32>, 768, 2, true, false, false>)  // dropped where there are clusters
+KERNEL(softmax_backward_rows_float32_512x4_alike, 512, 2, rows_body<SoftmaxBackward<f32>, 512, 4, true, true, false>)  // dropped where there are clusters
 KERNEL(softmax_backward_rows_float32_1024x2_general, 1024, 1, rows_body<SoftmaxBackward<f32>, 1024, 2, true, false, false>)
 KERNEL(softmax_backward_rows_float32_1024x4_alike, 1024, 1, rows_body<SoftmaxBackward<f32>, 1024, 4, true, true, false>)
 KERNEL(softmax_backward_rows_float32_256x2_cluster, 256, 6, rows_body<SoftmaxBackward<f32>, 256, 2, false, false, true>)

@@ -105,3 +105,15 @@ def test_measurements_are_what_the_policy_reads(tmp_path, monkeypatch):
     found = list(tune.measure(options, {}, row_file, "softmax_backward", "float32", 4, 64, where="cpu"))
     assert [r["layout"] for r in found] == ["mixed-offsets"]
     assert row_file.read_text() == ""
+
+
+def test_a_run_forces_the_rows_it_names(tmp_path, monkeypatch):
+    candidates, out = tmp_path / "candidates.json", tmp_path / "out.jsonl"
+    candidates.write_text("{}")
+    monkeypatch.delenv("GANDER_TUNE", raising=False)
+    nothing = [str(candidates), "h100", str(out), "--shapes"]  # no shape: only the check of the row file
+    assert tune.main(nothing) == 0
+    assert out.read_text() == ""
+    monkeypatch.setenv("GANDER_TUNE", str(tmp_path / "row"))  # too late for the library of this process
+    with pytest.raises(RuntimeError, match="GANDER_TUNE must be set when Python starts"):
+        tune.main(nothing)

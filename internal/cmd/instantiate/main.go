@@ -155,7 +155,11 @@ func unit(f kernels.Family) []byte {
 		argTypes[f.Group()] + " args) { __VA_ARGS__(args); }\n\n")
 	for i := range kernels.Variants {
 		if v := &kernels.Variants[i]; v.Family == f {
-			fmt.Fprintf(&b, "KERNEL(%s, %d, %d, %s)\n", v.Symbol, v.Threads, v.Resident, body(v))
+			fmt.Fprintf(&b, "KERNEL(%s, %d, %d, %s)", v.Symbol, v.Threads, v.Resident, body(v))
+			if v.NoClusters {
+				b.WriteString("  // dropped where there are clusters")
+			}
+			b.WriteByte('\n')
 		}
 	}
 	return b.Bytes()
@@ -178,6 +182,8 @@ func body(v *kernels.Variant) string {
 		return fmt.Sprintf("partial_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.General, v.Alike)
 	case kernels.Apply:
 		return fmt.Sprintf("apply_body<%s, %d, %t>", op, v.Vectors, v.General)
+	case kernels.Elementwise:
+		return fmt.Sprintf("elementwise_body<%s, %d, %t>", op, v.Vectors, v.General)
 	case kernels.Held:
 		return fmt.Sprintf("held_body<%s, %d, %d>", op, v.Threads, v.Vectors)
 	case kernels.Staged:
