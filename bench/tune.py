@@ -138,7 +138,8 @@ def check_that_rows_are_forced(row_file):
     explanation = gander.explain("softmax", shape=(4096, 4096), dtype="bfloat16", device="h100")
     row_file.write_text("")
     if policy_row(explanation) != row:
-        raise RuntimeError(f"the library does not read {row_file}: GANDER_TUNE must be set when Python starts")
+        reason = f"the library does not read {row_file}: GANDER_TUNE must be set when Python starts"
+        raise RuntimeError(reason)
 
 
 def run(options, row_file):
@@ -176,7 +177,7 @@ def main(argv=None):
     if row_file := os.environ.get("GANDER_TUNE"):
         run(options, Path(row_file))
         return 0
-    # Go sees the environment with which the process has started. So a process is started that has the variable.
+    # Go sees the environment with which its process has started. So another process gets the variable.
     with tempfile.TemporaryDirectory() as folder:
         row_file = Path(folder, "row")
         row_file.write_text("")

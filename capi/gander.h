@@ -215,8 +215,8 @@ int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, 
                                      void* stream);
 
 /* dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction mean. That
- * requires denominator, or a lse that contains it; otherwise denominator must be NULL. lse is what forward
- * wrote. Its two parts are more accurate than their sum, which loses digits if logits are large.
+ * requires denominator, or an lse that contains it; otherwise denominator must be NULL. lse is what
+ * forward wrote. Its two parts are more accurate than their sum, which loses digits if logits are large.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: M elements, any stride; int32 or int64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.

@@ -16,18 +16,18 @@ var elsewhere = []struct {
 	resident int
 }{
 	{8, symbols(`rmsnorm_forward_rows_\w+_(8|16|32|64)x4`), 9},
-	{8, symbols(`cross_entropy_forward_partial_\w+_256x8_alike`), 3},
+	{8, symbols(`cross_entropy_forward_partial_\w+_256x8_same_offset`), 3},
 
 	{10, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64)x4`), 9},
 
 	{12, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64|128)x4`), 9},
 	{12, symbols(`rmsnorm_forward_rows_b?float16_256x4`), 4},
-	{12, symbols(`rmsnorm_forward_apply_b?float16_256x2_general`), 3},
-	{12, symbols(`rmsnorm_backward_ring_b?float16_256x1_general`), 2},
-	{12, symbols(`rmsnorm_backward_team_b?float16_(256x1x2|512x2x1)`), 0},
-	{12, symbols(`softmax_forward_apply_\w+_256x2_general`), 4},
-	{12, symbols(`softmax_forward_rows_float32_(8|16|32)x4_general`), 9},
-	{12, symbols(`softmax_backward_apply_float32_256x1_general`), 4},
+	{12, symbols(`rmsnorm_forward_apply_b?float16_256x2_unaligned`), 3},
+	{12, symbols(`rmsnorm_backward_ring_b?float16_256x1_unaligned`), 2},
+	{12, symbols(`rmsnorm_backward_grid_cooperative_b?float16_(256x1x2|512x2x1)`), 0},
+	{12, symbols(`softmax_forward_apply_\w+_256x2_unaligned`), 4},
+	{12, symbols(`softmax_forward_rows_float32_(8|16|32)x4_unaligned`), 9},
+	{12, symbols(`softmax_backward_apply_float32_256x1_unaligned`), 4},
 	{12, symbols(`cross_entropy_forward_dx_rows_b?float16_(8|16)x4`), 10},
 	{12, symbols(`cross_entropy_forward_dx_rows_\w+_256x4_cluster`), 5},
 }
@@ -60,14 +60,14 @@ func (v *Variant) ResidentOn(arch string) int {
 }
 
 // spillsOnSM120 spills whatever its limit is. The planner takes another kernel there.
-const spillsOnSM120 = "rmsnorm_backward_team_float16_512x2x1"
+const spillsOnSM120 = "rmsnorm_backward_grid_cooperative_float16_512x2x1"
 
 // In tells whether the image of an architecture holds the variant. It leaves out what no plan launches there.
 func (v *Variant) In(arch string) bool {
 	number, ptx := capability(arch)
 	switch {
 	case number < 90: // no clusters, no bulk copies; and what clears memory for those that use them
-		return !v.Cluster && v.Shape != Ring && v.Shape != Team && v.Shape != Held &&
+		return !v.Cluster && v.Shape != Ring && v.Shape != GridCooperative && v.Shape != GridSharedMemory &&
 			v.Op != SoftmaxClear && v.Op != RMSNormClear
 	case v.NoClusters:
 		return false

@@ -5,17 +5,20 @@ package kernels
 
 // What kernels and planner must agree on. cuda/args_gen.cuh has it as kChunkThreads and so on.
 const (
-	ChunkThreads = 256 // threads of the CTAs of Partial, Apply and Columns kernels
-	TeamStages   = 56  // rows that the ring of a Team kernel holds at most
-	TeamSteps    = 64  // steps whose sums a Team kernel keeps apart
-	HeldTiles    = 16  // tiles that a CTA of a Held kernel holds at most
+	ChunkThreads = 256 // threads of the CTAs of Partial, Apply, Elementwise and Columns kernels
+	GridStages   = 56  // GridCooperative: stages that the ring buffer has at most
+	GridSteps    = 64  // GridCooperative: steps whose states have slots of their own
+	GridTiles    = 16  // GridSharedMemory: tiles that a CTA keeps at most
 )
 
 // Limits lists the constants for the device code.
 var Limits = []struct {
 	Name  string
 	Value int
-}{{"ChunkThreads", ChunkThreads}, {"TeamStages", TeamStages}, {"TeamSteps", TeamSteps}, {"HeldTiles", HeldTiles}}
+}{
+	{"ChunkThreads", ChunkThreads},
+	{"GridStages", GridStages}, {"GridSteps", GridSteps}, {"GridTiles", GridTiles},
+}
 
 // Input and Output are device addresses that a kernel reads, and that it writes (or reads and writes).
 type (
@@ -25,21 +28,38 @@ type (
 
 // Rows is what every row kernel works on. Strides count elements.
 type Rows struct {
-	A, B                      Input  // the first input, and the second where the op has one
-	Y                         Output // the row that is written, where the op writes one
-	Partial                   Output // (M, Splits) states, where rows are split; of Team and Held, what their CTAs share
+	A, B Input  // the first input, and the second if the op has one
+	Y    Output // the rows that are written, if the op writes rows
+
+	// (M, Splits) states of rows that are split. GridCooperative, GridSharedMemory: the slots through which
+	// CTAs exchange states.
+	Partial Output
+
 	AStride, BStride, YStride int64
 	M, N                      int64
-	Chunk                     int64 // 16-byte vectors of a row that a CTA takes; more than the row has where it is not split
+	Chunk                     int64 // 16-byte vectors of a row that a CTA processes; a split row has more
 	Splits                    int32 // chunks per row
 	BType, YType              int32 // DType of B and Y
-	Fixed                     int32 // vectors are counted from the row's first element, wherever it lies: the same bits wherever that is
-	Zero                      int32 // 0, which the compiler cannot know (Tile::rematerialize in cuda/rows.cuh)
-	Stages                    int32 // Ring, Team: what shared memory holds, rows or a team's steps
-	Lag                       int32 // Team: steps that are summed before the one that is mapped; Held: tiles in shared memory
-	Ahead                     int32 // InRegisters, Staged: from a CTA's rows to those that it has L2 fetch for a later one; 0 for none
-	AheadFrom                 int32 // the first CTA, or cluster, that does
-	RowThreads                int32 // Elementwise: threads of a CTA that share a row
+
+	// Vectors are counted from the row's first element, not from a 16-byte boundary. So the bits of a result
+	// do not depend on where the row lies.
+	IgnoreAlignment int32
+
+	OpaqueZero int32 // 0, which the compiler cannot know (Tile::rematerialize in cuda/rows.cuh)
+
+	// Stages of the ring buffer. Ring: rows. GridCooperative: steps of one or more rows.
+	Stages int32
+
+	// GridCooperative: steps that are reduced before one is mapped. GridSharedMemory: tiles that a CTA keeps in
+	// shared memory.
+	Depth int32
+
+	// InRegisters, Staged, Elementwise: a CTA prefetches into L2 the rows that lie this many rows after its
+	// own. 0 for none. PrefetchFrom is the first CTA, or cluster, that does.
+	PrefetchDistance int32
+	PrefetchFrom     int32
+
+	RowThreads int32 // Elementwise: threads of a CTA that share a row
 }
 
 // SoftmaxArgs is the parameter of the softmax kernels.
@@ -51,7 +71,7 @@ type SoftmaxArgs struct {
 type RMSNormArgs struct {
 	Rows       Rows
 	Weight     Input  // (N), 0 for none
-	Rstd       Output // (M) float32: forward writes it unless 0, backward reads it
+	Rstd       Output // (M) float32: forward writes it unless it is 0, backward reads it
 	DwPartial  Output // (Partials, N) float32
 	Dw         Output // (N)
 	WeightType int32
@@ -62,29 +82,29 @@ type RMSNormArgs struct {
 	_          int32
 }
 
-// CrossEntropyArgs is the parameter of the cross-entropy kernels.
+// CrossEntropyArgs is the parameter of the cross-entropy kernels. Outputs that are 0 are not written.
 type CrossEntropyArgs struct {
-	Rows         Rows
-	Target       Input  // (M) int32 or int64
-	Weight       Input  // (N), 0 for none
-	Dloss        Input  // (M) float32
-	Loss         Output // (M) float32, 0 for none
-	RowLosses    Output // (M) pairs of float32: loss and weight of each row, to be totalled; 0 for none or TotalHere
-	Total        Output // one float32, 0 for none
-	Logits       Output // (M) float32: the targets' logits, kept from one launch to the next
-	Max          Output // (M) float32, 0 for none; the whole log-sum-exp where LogSum is 0
-	LogSum       Output // (M) float32, 0 for none
-	Denominator  Output // one float32, 0 for none
-	TargetStride int64
-	LossStride   int64
-	DlossStride  int64
-	MaxStride    int64
-	LogSumStride int64
-	IgnoreIndex  int64
-	TargetType   int32
-	WeightType   int32
-	Mean         int32 // the total is divided by the sum of the weights
-	TotalHere    int32 // the launch is one CTA, which makes the total as well
-	OnePass      int32 // forward divides dx by the denominator with Mean; backward ends at once where Dloss is 1
-	_            int32
+	Rows           Rows
+	Target         Input  // (M) int32 or int64
+	Weight         Input  // (N), 0 for none
+	Dloss          Input  // (M) float32
+	Loss           Output // (M) float32
+	RowLosses      Output // (M) pairs of float32: loss and weight of each row, unless SingleCTATotal
+	Total          Output // one float32
+	TargetLogits   Output // (M) float32: the targets' logits, kept from one launch to the next
+	Max            Output // (M) float32; the whole log-sum-exp if LogSum is 0
+	LogSum         Output // (M) float32
+	Denominator    Output // one float32
+	TargetStride   int64
+	LossStride     int64
+	DlossStride    int64
+	MaxStride      int64
+	LogSumStride   int64
+	IgnoreIndex    int64
+	TargetType     int32
+	WeightType     int32
+	Mean           int32 // the total is divided by the sum of the weights
+	SingleCTATotal int32 // the launch is one CTA, which also computes the total
+	OnePass        int32 // with Mean, forward divides dx by the denominator; backward exits if Dloss is 1
+	_              int32
 }

@@ -64,11 +64,11 @@ type CrossEntropy struct {
 	X           Matrix // logits (M, N)
 	Target      Vector // class of each row (M), int32 or int64
 	Weight      Vector // weight of each class (N), optional
-	IgnoreIndex int64  // rows with this target count for nothing
+	IgnoreIndex int64  // rows with this target are left out: loss and gradient 0, weight 0 in a mean
 	Reduction   Reduction
 
-	// OnePass: forward's DX is the gradient of the reduced loss (over the denominator with ReduceMean); backward finds that
-	// gradient in DX and makes it again only where DLoss is not 1.
+	// OnePass: forward's DX is the gradient of the reduced loss; with ReduceMean it is divided by the
+	// denominator. Backward finds that gradient in DX, and computes it again only if DLoss is not 1.
 	OnePass bool
 
 	// Forward writes:
@@ -76,7 +76,7 @@ type CrossEntropy struct {
 	// Max and LogSum hold the two parts of each row's log-sum-exp; Max alone receives the whole where
 	// LogSum is absent. Both are optional in the forward call.
 	Max, LogSum Vector
-	DX          Matrix // gradient for an upstream gradient of 1 per row (weights applied); optional in the forward call
+	DX          Matrix // weighted gradient for an upstream gradient of 1 per row; optional in forward
 	Denominator Vector // one element: the mean's denominator; optional
 
 	// Backward reads Max, LogSum and Denominator as well, and writes DX:

@@ -19,7 +19,7 @@ var occupancy = []struct {
 	{threads: 1024, shapes: []Shape{Staged}},
 	{threads: 640, shapes: []Shape{Ring}, rows: limits{128, 128}},
 	{threads: 768, shapes: []Shape{Ring}, rows: limits{256, 256}, vectors: limits{2, 2}},
-	{threads: 512, shapes: []Shape{Ring, Team, Held}},
+	{threads: 512, shapes: []Shape{Ring, GridCooperative, GridSharedMemory}},
 	{threads: 512, shapes: []Shape{Lanes}, layout: unaligned},
 	{threads: 768, shapes: []Shape{Lanes}},
 	{threads: 1024, shapes: []Shape{Loop}},
@@ -85,9 +85,9 @@ const (
 // layoutOf is the layout that a kernel is for.
 func layoutOf(v *Variant) layout {
 	switch {
-	case v.Alike:
+	case v.SameOffset:
 		return sameOffset
-	case v.General:
+	case v.Unaligned:
 		return unaligned
 	}
 	return aligned
@@ -96,11 +96,11 @@ func layoutOf(v *Variant) layout {
 func (l layout) holds(v *Variant) bool {
 	switch l {
 	case aligned:
-		return !v.General
+		return !v.Unaligned
 	case unaligned:
-		return v.General
+		return v.Unaligned
 	case sameOffset:
-		return v.Alike
+		return v.SameOffset
 	}
 	return true
 }

@@ -100,14 +100,14 @@ func requireTrue(t *testing.T, a Algorithm, p *plan, what string) {
 		require.GreaterOrEqual(t, v.Threads, 128, what)
 	case Extreme:
 		require.False(t, streams, what)
-		require.True(t, v.Cluster || p.launches[1].variant.Shape == kernels.Team, what)
+		require.True(t, v.Cluster || p.launches[1].variant.Shape == kernels.GridCooperative, what)
 	case Cluster:
 		require.False(t, streams, what)
 		require.Greater(t, cluster, uint32(1), what)
 	case Arbitrary:
 		require.True(t, streams, what)
 	case SplitK:
-		require.True(t, streams || p.launches[1].variant.Shape == kernels.Held, what)
+		require.True(t, streams || p.launches[1].variant.Shape == kernels.GridSharedMemory, what)
 		require.Greater(t, p.splits, int32(1), what)
 	}
 }
@@ -163,7 +163,7 @@ func TestAlgorithmChoices(t *testing.T) {
 		{"h100", request{op: softmax, m: 128, n: 1024}, Arbitrary, "softmax_forward_partial_bfloat16_256x4"},
 		{"h100", request{op: softmax, m: 1, n: 1 << 20}, SplitK, "softmax_forward_partial_bfloat16_256x4"},
 		{"h100", request{op: softmax, m: 1, n: 1 << 25}, SplitK,
-			"softmax_clear_finish_bfloat16_256x1_general"},
+			"softmax_clear_finish_bfloat16_256x1_unaligned"},
 		{"h100", request{op: softmax, m: 4, n: 8192}, SplitK,
 			`softmax_forward: algorithm "splitk" splits rows of more than 8192 bfloat16 elements, these ` +
 				`have 8192; use "block", "register", "medium", "extreme", "cluster", "arbitrary" or "auto"`},

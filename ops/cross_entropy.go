@@ -63,7 +63,7 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	}
 	defer k.finish()
 	args := k.crossEntropy(&s)
-	args.Logits = k.at(k.plan.scratch.logits)
+	args.TargetLogits = k.at(k.plan.scratch.logits)
 	args.Denominator = output(s.Denominator.Data)
 	if r.onePass {
 		args.OnePass = 1
@@ -71,7 +71,7 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 			args.Denominator = k.at(k.plan.scratch.denominator)
 		}
 	}
-	if r.total && !k.plan.totalHere {
+	if r.total && !k.plan.singleCTATotal {
 		args.RowLosses = k.at(k.plan.scratch.rowLosses)
 	}
 	if s.Reduction == kernels.ReduceNone {
@@ -79,8 +79,8 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	} else {
 		args.Total = output(s.Loss.Data)
 	}
-	if k.plan.totalHere {
-		args.TotalHere = 1
+	if k.plan.singleCTATotal {
+		args.SingleCTATotal = 1
 	}
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }

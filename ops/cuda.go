@@ -62,12 +62,12 @@ func planFor(ordinal int32, f *driver.Facts, r request) (*plan, error) {
 // cudaCall is what one call needs to launch its kernels. It copies the stream and does not point to the Call:
 // the struct's device escapes to the heap, and escape analysis would then move the Call there too.
 type cudaCall struct {
-	device   *driver.Device
-	plan     *plan
-	stream   uintptr
-	scratch  uintptr
-	fixed    int32 // 1 for batch-invariant results
-	fromPool bool  // scratch is from the driver's memory pool, and finish frees it
+	device          *driver.Device
+	plan            *plan
+	stream          uintptr
+	scratch         uintptr
+	ignoreAlignment int32 // 1 for batch-invariant results
+	fromPool        bool  // scratch is from the driver's memory pool, and finish frees it
 }
 
 // start opens the device, makes the plan and allocates scratch memory. The caller must call finish.
@@ -86,7 +86,7 @@ func (c *Call) start(ordinal int32, r request) (cudaCall, error) {
 	}
 	k := cudaCall{device: d, plan: p, stream: c.Stream}
 	if r.BatchInvariant {
-		k.fixed = 1
+		k.ignoreAlignment = 1
 	}
 	switch {
 	case p.scratch.size == 0:
@@ -135,8 +135,8 @@ func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 		A: input(a.Data), B: input(b.Data), Y: output(y.Data), Partial: k.at(k.plan.scratch.partial),
 		AStride: a.Stride, BStride: b.Stride, YStride: y.Stride, M: a.Rows, N: a.Cols,
 		Chunk: k.plan.chunk, Splits: k.plan.splits, BType: int32(b.DType), YType: int32(y.DType),
-		Fixed: k.fixed, Stages: k.plan.stages, Lag: k.plan.depth,
-		Ahead: k.plan.prefetch, AheadFrom: k.plan.prefetchFrom, RowThreads: k.plan.rowThreads,
+		IgnoreAlignment: k.ignoreAlignment, Stages: k.plan.stages, Depth: k.plan.depth,
+		PrefetchDistance: k.plan.prefetch, PrefetchFrom: k.plan.prefetchFrom, RowThreads: k.plan.rowThreads,
 	}
 }
 

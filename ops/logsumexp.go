@@ -67,7 +67,7 @@ func (c *Call) logSumExp(ordinal int32, s kernels.CrossEntropy, r request) error
 	}
 	defer k.finish()
 	args := k.crossEntropy(&s)
-	args.Logits = k.at(k.plan.scratch.logits)
+	args.TargetLogits = k.at(k.plan.scratch.logits)
 	args.Dloss, args.DlossStride = input(s.DLoss.Data), s.DLoss.Stride
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }

@@ -341,7 +341,7 @@ func (o CrossEntropyForward) Run(c *Call) error {
 }
 
 // CrossEntropyBackward is the operator cross_entropy_backward: dx = dloss * weight[t] * (softmax(x) -
-// onehot(t)), divided by the denominator with reduction mean. That requires denominator, or a lse that
+// onehot(t)), divided by the denominator with reduction mean. That requires denominator, or an lse that
 // contains it; otherwise denominator must be NULL. lse is what forward wrote. Its two parts are more accurate
 // than their sum, which loses digits if logits are large.
 //

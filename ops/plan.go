@@ -28,20 +28,20 @@ type launch struct {
 
 // plan says which kernels serve a request, in order, and what they need. It is immutable once made.
 type plan struct {
-	launches     []launch
-	chunk        int64 // vectors of a row per CTA
-	splits       int32 // CTAs per row where rows are split
-	stages       int32 // rows in a CTA's ring, or steps in a grid-cooperative kernel's
-	depth        int32 // GridCooperative: steps summed before one is mapped; GridSharedMemory: tiles kept
-	prefetch     int32 // rows from a CTA's to those that it prefetches into L2; 0 for none
-	prefetchFrom int32 // the first CTA, or cluster, that does
-	rowThreads   int32 // Elementwise: threads of a CTA that share a row
-	partials     int32 // rows of partial dw
-	totalHere    bool  // the only CTA makes the total as well
-	scratch      scratch
-	taken        Algorithm   // the one whose regime this is, where the op has several
-	row          *policy.Row // the policy's, of the kernels that go over the rows
-	why          string      // for people
+	launches       []launch
+	chunk          int64 // vectors of a row per CTA
+	splits         int32 // CTAs per row where rows are split
+	stages         int32 // rows in a CTA's ring, or steps in a grid-cooperative kernel's
+	depth          int32 // GridCooperative: steps summed before one is mapped; GridSharedMemory: tiles kept
+	prefetch       int32 // rows from a CTA's to those that it prefetches into L2; 0 for none
+	prefetchFrom   int32 // the first CTA, or cluster, that does
+	rowThreads     int32 // Elementwise: threads of a CTA that share a row
+	partials       int32 // rows of partial dw
+	singleCTATotal bool  // the only CTA makes the total as well
+	scratch        scratch
+	taken          Algorithm   // the one whose regime this is, where the op has several
+	row            *policy.Row // the policy's, of the kernels that go over the rows
+	why            string      // for people
 }
 
 // scratch is the layout of the call's temporary device memory: offsets in bytes.
@@ -246,7 +246,7 @@ func (q *query) finish(p *plan) {
 		}
 		for _, w := range weightGradients {
 			if q.n <= w.upTo {
-				key := kernelKey{op: kernels.WeightGradient, shape: kernels.Finish, x: q.x, general: true}
+				key := kernelKey{op: kernels.WeightGradient, shape: kernels.Finish, x: q.x, unaligned: true}
 				v := kernelOf(key, w.threads, 1)
 				q.add(p, v, ceil(q.n, v.RowsPerCTA()), 1, 0)
 				return
@@ -257,7 +257,7 @@ func (q *query) finish(p *plan) {
 			l := p.launches[last]
 			// finish_launch in cuda/cross_entropy.cuh is made for these sizes.
 			if t := l.variant.Threads; l.geometry.Grid == 1 && (t == 128 || t == kernels.ChunkThreads) {
-				p.totalHere = true // its rows' losses stay in shared memory
+				p.singleCTATotal = true // its rows' losses stay in shared memory
 				return
 			}
 		}
@@ -269,7 +269,7 @@ func (q *query) finish(p *plan) {
 // sumRows appends what sums a number of each row.
 func (q *query) sumRows(p *plan, op kernels.Op) {
 	const alone = 16384 // rows that one CTA sums as fast as a cluster would
-	key := kernelKey{op: op, shape: kernels.Finish, x: q.x, general: true}
+	key := kernelKey{op: op, shape: kernels.Finish, x: q.x, unaligned: true}
 	ctas := int64(1)
 	if c := min(q.maxCluster, 8); q.m > alone && c > 1 {
 		key.cluster, ctas = true, c

@@ -220,7 +220,7 @@ func describe(p *plan) string {
 			fmt.Fprintf(&b, " %s=%d", number.name, number.value)
 		}
 	}
-	if p.totalHere {
+	if p.singleCTATotal {
 		b.WriteString(" total")
 	}
 	if p.prefetch > 0 {
@@ -243,7 +243,7 @@ func numbers(b []byte, p *plan) []byte {
 		b = append(strconv.AppendBool(b, g.Cooperative), ' ')
 		b = append(strconv.AppendBool(b, g.Dependent), ' ')
 	}
-	b = append(strconv.AppendBool(b, p.totalHere), ' ')
+	b = append(strconv.AppendBool(b, p.singleCTATotal), ' ')
 	s := p.scratch
 	add(p.chunk, int64(p.splits), int64(p.stages), int64(p.depth), int64(p.prefetch), int64(p.prefetchFrom))
 	add(int64(p.partials), int64(s.partial), int64(s.dwPartial), int64(s.rowLosses), int64(s.logits))

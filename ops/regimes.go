@@ -31,11 +31,11 @@ var regimes = [...]func(*query, *policy.Row) *plan{
 
 // kernelKey is what kernels are looked up by, before their tile.
 type kernelKey struct {
-	op      kernels.Op
-	shape   kernels.Shape
-	x       kernels.DType
-	general bool
-	cluster bool
+	op        kernels.Op
+	shape     kernels.Shape
+	x         kernels.DType
+	unaligned bool
+	cluster   bool
 }
 
 // kernelsOf lists the kernels of each key, in the order of kernels.Variants.
@@ -43,7 +43,7 @@ var kernelsOf = func() map[kernelKey][]*kernels.Variant {
 	t := map[kernelKey][]*kernels.Variant{}
 	for i := range kernels.Variants {
 		v := &kernels.Variants[i]
-		k := kernelKey{v.Op, v.Shape, v.Family.DType(), v.General, v.Cluster}
+		k := kernelKey{v.Op, v.Shape, v.Family.DType(), v.Unaligned, v.Cluster}
 		t[k] = append(t[k], v)
 	}
 	return t
@@ -65,11 +65,11 @@ func (q *query) kernel(shape kernels.Shape, row *policy.Row, cluster bool) *kern
 	var found *kernels.Variant
 	for _, v := range kernelsOf[kernelKey{q.op, shape, q.x, q.unaligned, cluster}] {
 		switch {
-		case v.RowThreads != row.Threads || v.Vectors != row.Vectors || v.Together != row.Together:
+		case v.RowThreads != row.Threads || v.Vectors != row.Vectors || v.RowsPerStep != row.RowsPerStep:
 		case v.NoClusters && q.facts.Major >= 9:
-		case v.Alike && q.layout == policy.SameOffset:
+		case v.SameOffset && q.layout == policy.SameOffset:
 			return v
-		case !v.Alike && found == nil:
+		case !v.SameOffset && found == nil:
 			found = v
 		}
 	}
@@ -97,8 +97,8 @@ func registers(q *query, row *policy.Row) *plan {
 	return p
 }
 
-// clusterSize returns how many CTAs of a kernel hold a row of the matrix, or 0 if the policy row or the device
-// does not allow that many. One CTA is no cluster: its kernel would fault.
+// clusterSize returns how many CTAs of a kernel hold a row of the matrix, or 0 if the policy row or the
+// device does not allow that many. One CTA is no cluster: its kernel would fault.
 func (q *query) clusterSize(v *kernels.Variant, row *policy.Row) int64 {
 	ctas := max(ceil(q.vectors, v.Capacity()), int64(row.MinCTAs))
 	if ctas < 2 || ctas > min(int64(row.MaxCTAs), q.maxCluster) {
@@ -211,7 +211,7 @@ func persistentRing(q *query, row *policy.Row) *plan {
 		return nil
 	}
 	stage := v.Capacity() * 16 * int64(q.op.Inputs()) // bytes of a CTA's part of a row, for all inputs
-	if v.General {
+	if v.Unaligned {
 		stage += 16 * int64(q.op.Inputs())
 	}
 	// Some devices have less shared memory than those the policy was measured on. 4 KiB are left for static
@@ -258,12 +258,12 @@ func powerOfTwo(n int64) int64 { return 1 << bits.Len64(uint64(max(n, 1)-1)) }
 // 0.95 at N = 262144 (0.87 with one row at a time instead of two), 0.92 at 151936.
 func gridCooperative(q *query, row *policy.Row) *plan {
 	const (
-		maxDepth = kernels.TeamSteps/2 - 1
+		maxDepth = kernels.GridSteps/2 - 1
 		static   = 12 << 10 // bytes of static shared memory
 		inFlight = 64 << 10 // bytes
 	)
 	ctas := int64(q.facts.SMs)
-	v := q.kernel(kernels.Team, row, false)
+	v := q.kernel(kernels.GridCooperative, row, false)
 	switch {
 	case v == nil, q.layout == policy.MixedTypes, q.facts.Major < 9:
 		return nil
@@ -276,26 +276,26 @@ func gridCooperative(q *query, row *policy.Row) *plan {
 	case q.facts.Major == 12 && !v.In("sm_120"):
 		return nil
 	}
-	stage := int64(q.op.Inputs()*v.Together) * ceil(q.vectors, ctas) * 16
-	stages := min((int64(q.facts.SharedPerBlock)-static)/stage, kernels.TeamStages)
+	stage := int64(q.op.Inputs()*v.RowsPerStep) * ceil(q.vectors, ctas) * 16
+	stages := min((int64(q.facts.SharedPerBlock)-static)/stage, kernels.GridStages)
 	if row.Stages > 0 {
 		stages = min(stages, int64(row.Stages))
 	}
-	if stages < 4 || v.Together > 1 && stages < 12 {
+	if stages < 4 || v.RowsPerStep > 1 && stages < 12 {
 		return nil
 	}
 	p := q.begin()
-	p.splits, p.stages = int32(ctas)*int32(v.Together), int32(stages)
+	p.splits, p.stages = int32(ctas)*int32(v.RowsPerStep), int32(stages)
 	if q.dw {
-		p.partials = int32(v.Groups)
+		p.partials = int32(v.ComputeGroups)
 	}
 	p.depth = int32(max(1, min(stages-max(2, inFlight/stage), maxDepth)))
-	q.clear(p, ctas*kernels.TeamSteps*int64(v.Together))
+	q.clear(p, ctas*kernels.GridSteps*int64(v.RowsPerStep))
 	g := q.add(p, v, ctas, 1, uint32(stages*stage))
 	g.Cooperative, g.Dependent = true, false
 	p.taken = Extreme
 	p.why = fmt.Sprintf("%d persistent CTAs share each row; %d rows in flight",
-		ctas, stages*int64(v.Together))
+		ctas, stages*int64(v.RowsPerStep))
 	return p
 }
 
@@ -314,7 +314,7 @@ func gridSharedMemory(q *query, row *policy.Row) *plan {
 		minPerSM    = 192 << 10 // bytes of shared memory
 		granularity = 8         // vectors: 128 bytes, a cache line
 	)
-	v := q.kernel(kernels.Held, row, false)
+	v := q.kernel(kernels.GridSharedMemory, row, false)
 	switch {
 	case v == nil, q.layout == policy.MixedTypes, q.BatchInvariant:
 		return nil
@@ -335,7 +335,7 @@ func gridSharedMemory(q *query, row *policy.Row) *plan {
 	inputs := int64(q.op.Inputs())
 	tile := inputs * v.Capacity() * 16
 	room := min(int64(q.facts.SharedPerSM)/perSM-reserved, int64(q.facts.SharedPerBlock)) - static
-	p.depth = int32(min(ceil(p.chunk, v.Capacity()), room/tile, kernels.HeldTiles))
+	p.depth = int32(min(ceil(p.chunk, v.Capacity()), room/tile, kernels.GridTiles))
 	q.clear(p, q.m*int64(p.splits))
 	q.add(p, v, q.m*int64(p.splits), 1, uint32(int64(p.depth)*tile))
 	p.taken = SplitK

@@ -20,8 +20,8 @@ var (
 	linked = regexp.MustCompile(`\]\(([^)#:]+)\)`)
 	single = regexp.MustCompile("(?:^|[ (`])(\\w+\\.(?:go|cuh?|[chs]|py|sh|md|jsonl|svg))\\b")
 	// What is built, what stands for any name, and what a test makes.
-	absent = regexp.MustCompile(
-		`\.so$|^kernels/images|^python/(build|\*\.egg-info)$|/(FILE|DEVICE-COMMIT)\.jsonl$|/stand_in_gen\.cu$|results/gpu-test$`)
+	absent = regexp.MustCompile(`\.so$|^kernels/images|^python/(build|\*\.egg-info)$|` +
+		`/(FILE|DEVICE-COMMIT)\.jsonl$|/stand_in_gen\.cu$|results/gpu-test$`)
 )
 
 // sources are the endings of the files that are read.
@@ -35,7 +35,8 @@ func TestNamedPathsExist(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		if d.IsDir() && path != ".." && (strings.HasPrefix(d.Name(), ".") || d.Name() == "dist" || d.Name() == "build") {
+		made := strings.HasPrefix(d.Name(), ".") || d.Name() == "dist" || d.Name() == "build"
+		if d.IsDir() && path != ".." && made {
 			return fs.SkipDir
 		}
 		base[d.Name()] = true

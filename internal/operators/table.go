@@ -145,7 +145,7 @@ var Table = []Group{
 			{
 				Name: "backward", Owned: "gander_cross_entropy_grad", Refuses: true,
 				Doc: "dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction " +
-					"mean. That requires denominator, or a lse that contains it; otherwise denominator must be " +
+					"mean. That requires denominator, or an lse that contains it; otherwise denominator must be " +
 					"NULL. lse is what forward wrote. Its two parts are more accurate than their sum, which loses " +
 					"digits if logits are large.",
 				Operands: []Operand{

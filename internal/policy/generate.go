@@ -102,7 +102,7 @@ func (r *Row) literal() string {
 	add(true, "Regime: %s", regimeIdentifiers[r.Regime])
 	add(r.Threads > 0, "Threads: %d", r.Threads)
 	add(r.Vectors > 0, "Vectors: %d", r.Vectors)
-	add(r.Together > 0, "Together: %d", r.Together)
+	add(r.RowsPerStep > 0, "RowsPerStep: %d", r.RowsPerStep)
 	add(r.MinCTAs > 0, "MinCTAs: %d", r.MinCTAs)
 	add(r.MaxCTAs > 0, "MaxCTAs: %d", r.MaxCTAs)
 	add(r.Resident > 0, "Resident: %d", r.Resident)

@@ -73,7 +73,7 @@ type kernel struct {
 	threads, vectors, together int
 }
 
-func (r *Row) kernel() kernel { return kernel{r.Regime, r.Threads, r.Vectors, r.Together} }
+func (r *Row) kernel() kernel { return kernel{r.Regime, r.Threads, r.Vectors, r.RowsPerStep} }
 
 // Apply updates the policy by measurements, and returns a line for each shape that gets another row. Comments
 // in the policy name the source.

@@ -100,7 +100,7 @@ type Row struct {
 
 	Regime           Regime
 	Threads, Vectors int // of a CTA for each row, and 16-byte vectors for each thread and input
-	Together         int // GridCooperative: rows that are taken together
+	RowsPerStep      int // GridCooperative: rows that are taken together
 	MinCTAs, MaxCTAs int // of a cluster; 0 where a CTA takes a row
 	Resident         int // CTAs for each SM: of a persistent grid, or that rows are split for; 0 for one
 	Stages           int // PersistentRing: rows in flight

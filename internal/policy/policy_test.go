@@ -76,7 +76,7 @@ func TestEveryTileIsCompiled(t *testing.T) {
 	}
 	compiled := map[kernel]bool{}
 	for _, v := range kernels.Variants {
-		compiled[kernel{v.Op, v.Family.DType(), !v.General, v.RowThreads, v.Vectors, v.Together}] = true
+		compiled[kernel{v.Op, v.Family.DType(), !v.Unaligned, v.RowThreads, v.Vectors, v.RowsPerStep}] = true
 	}
 	f, _ := read(t)
 	for _, k := range f.Keys() {
@@ -84,7 +84,7 @@ func TestEveryTileIsCompiled(t *testing.T) {
 			r := line.Row
 			if r.Threads > 0 {
 				want := kernel{
-					kernelOps[k.Operator], k.Type, k.Layout == Aligned, r.Threads, r.Vectors, r.Together,
+					kernelOps[k.Operator], k.Type, k.Layout == Aligned, r.Threads, r.Vectors, r.RowsPerStep,
 				}
 				assert.True(t, compiled[want], "%v: %v", k, &r)
 			}

@@ -18,13 +18,13 @@ func Candidates(op Operator, x kernels.DType, l Layout) (rows []Row) {
 	seen := map[Row]bool{}
 	for i := range kernels.Variants {
 		v := &kernels.Variants[i]
-		misplaced := v.General != (l != Aligned) || v.Alike && l != SameOffset
+		misplaced := v.Unaligned != (l != Aligned) || v.SameOffset && l != SameOffset
 		if v.Op != kernelOps[op] || v.Family.DType() != x || misplaced {
 			continue
 		}
 		add := func(regime Regime, edit func(*Row)) {
 			r := Row{
-				For: auto, Regime: regime, Threads: v.RowThreads, Vectors: v.Vectors, Together: v.Together,
+				For: auto, Regime: regime, Threads: v.RowThreads, Vectors: v.Vectors, RowsPerStep: v.RowsPerStep,
 			}
 			edit(&r)
 			if !seen[r] {
@@ -88,11 +88,11 @@ func Candidates(op Operator, x kernels.DType, l Layout) (rows []Row) {
 					}
 				}
 			}
-		case shape == kernels.Team && op != RMSNormBackwardDX:
+		case shape == kernels.GridCooperative && op != RMSNormBackwardDX:
 			for _, stages := range []int{0, 6, 13, 20, 27, 40} {
 				add(GridCooperative, func(r *Row) { r.Stages = stages })
 			}
-		case shape == kernels.Held:
+		case shape == kernels.GridSharedMemory:
 			add(GridSharedMemory, func(r *Row) { r.Over, r.Below, r.Resident = 16383, Count{N: 17}, 2 })
 		case shape == kernels.Partial && op == CrossEntropyForward:
 			perSM(1, 2, 4, 8, 16)(Stream)

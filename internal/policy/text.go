@@ -59,7 +59,7 @@ type File struct {
 }
 
 // Parse reads policy.txt: sections of "[devices; operators; types; layouts]", which hold for all
-// combinations of what they name, with a line for each row.
+// combinations of what they name, with a line for each row. The name "any" stands for all of a list.
 func Parse(text []byte) (*File, error) {
 	f := &File{Lists: map[Key][]Line{}}
 	var keys []Key
@@ -110,7 +110,11 @@ func parseSection(line string) (keys []Key, err error) {
 	}
 	var found [4][]int
 	for i, names := range [][]string{DeviceNames, OperatorNames, TypeNames, LayoutNames} {
-		for _, name := range strings.Fields(parts[i]) {
+		wanted := strings.Fields(parts[i])
+		if slices.Equal(wanted, []string{anyName}) {
+			wanted = names
+		}
+		for _, name := range wanted {
 			n, err := indexOf(name, names)
 			if err != nil {
 				return nil, err
@@ -180,7 +184,7 @@ func ParseRow(line string) (r Row, err error) {
 			if err != nil || i > 2 {
 				return r, fmt.Errorf("%q, expected a tile as 256x4", fields[5])
 			}
-			*[]*int{&r.Threads, &r.Vectors, &r.Together}[i] = int(n)
+			*[]*int{&r.Threads, &r.Vectors, &r.RowsPerStep}[i] = int(n)
 		}
 	}
 	for _, field := range fields[columns:] {
@@ -285,8 +289,8 @@ func (r *Row) fields() []string {
 	if r.Threads > 0 {
 		tile = fmt.Sprintf("%dx%d", r.Threads, r.Vectors)
 	}
-	if r.Together > 0 {
-		tile += fmt.Sprintf("x%d", r.Together)
+	if r.RowsPerStep > 0 {
+		tile += fmt.Sprintf("x%d", r.RowsPerStep)
 	}
 	f := []string{
 		strings.Join(algorithms, ","), dash(r.Over), dash(r.UpTo), formatCounts(r.From, r.Below),
@@ -342,12 +346,17 @@ func (f *File) Format() []byte {
 	return b.Bytes()
 }
 
+const anyName = "any" // of a section: all devices, operators, types or layouts
+
 func names(numbers []int, of []string) string {
-	var all []string
-	for _, n := range numbers {
-		all = append(all, of[n])
+	if len(numbers) == len(of) {
+		return anyName
 	}
-	return strings.Join(all, " ")
+	var some []string
+	for _, n := range numbers {
+		some = append(some, of[n])
+	}
+	return strings.Join(some, " ")
 }
 
 // section is a list of rows, and the products of devices, operators, types and layouts that have it.

@@ -41,8 +41,8 @@ func (c *call[T]) targetOf(row int) (t int, ignored, valid bool) {
 	return int(v), v == c.ce.IgnoreIndex || c.classWeight(int(v), valid) == 0, valid
 }
 
-// classWeight is what a row counts in a mean: NaN where its target is no class, which makes NaN of the mean and
-// of all its gradients.
+// classWeight is the weight of a row in a mean. It is NaN if the row's target is not a class: then the mean
+// and all its gradients become NaN.
 func (c *call[T]) classWeight(t int, valid bool) float64 {
 	switch {
 	case c.ce.Target.Present() && !valid:

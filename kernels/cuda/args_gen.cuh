@@ -7,9 +7,9 @@ namespace gander {
 enum DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, };
 
 constexpr int kChunkThreads = 256;
-constexpr int kTeamStages = 56;
-constexpr int kTeamSteps = 64;
-constexpr int kHeldTiles = 16;
+constexpr int kGridStages = 56;
+constexpr int kGridSteps = 64;
+constexpr int kGridTiles = 16;
 
 struct Rows {
   const void* a;
@@ -25,12 +25,12 @@ struct Rows {
   int32_t splits;
   int32_t b_type;
   int32_t y_type;
-  int32_t fixed;
-  int32_t zero;
+  int32_t ignore_alignment;
+  int32_t opaque_zero;
   int32_t stages;
-  int32_t lag;
-  int32_t ahead;
-  int32_t ahead_from;
+  int32_t depth;
+  int32_t prefetch_distance;
+  int32_t prefetch_from;
   int32_t row_threads;
 };
 static_assert(sizeof(Rows) == 120, "the layout is Go's");
@@ -69,7 +69,7 @@ struct CrossEntropyArgs {
   void* loss;
   void* row_losses;
   void* total;
-  void* logits;
+  void* target_logits;
   void* max;
   void* log_sum;
   void* denominator;
@@ -82,7 +82,7 @@ struct CrossEntropyArgs {
   int32_t target_type;
   int32_t weight_type;
   int32_t mean;
-  int32_t total_here;
+  int32_t single_cta_total;
   int32_t one_pass;
   int32_t padding;
 };

@@ -80,7 +80,8 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
   return threadIdx.x == 0;
 }
 
-// The loss and weight of each row, in launches of a single CTA that also compute the total (total_here).
+// The loss and weight of each row, in launches of a single CTA that also compute the total
+// (single_cta_total).
 constexpr int kMaxRowsPerCTA = 16;
 __device__ __forceinline__ float2* cta_row_losses() {
   __shared__ float2 rows[kMaxRowsPerCTA];
@@ -90,9 +91,9 @@ __device__ __forceinline__ float2* cta_row_losses() {
 // The sum of all rows' losses. For a mean it is divided by the sum of their weights.
 template <int T, bool Cluster, int U = 8>
 __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
-  if (!a.total_here) wait_for_previous_launch();
+  if (!a.single_cta_total) wait_for_previous_launch();
   const float2* rows = static_cast<const float2*>(a.row_losses);
-  const bool here = a.total_here;
+  const bool here = a.single_cta_total;
   double2 sum;
   const bool has_sum = sum_rows<T, Cluster, U>(
       a.rows.m, sum, [=](int64_t i) { return here ? cta_row_losses()[i] : __ldcg(rows + i); });
@@ -149,7 +150,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     float logit;  // x[target], in the row's leader only
     float max, scale, grad;
   };
-  // StatsThread: only the leader needs the label (see clerks_body).
+  // StatsThread: only the leader needs the label (see short_rows_body).
   template <bool StatsThread = false>
   __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool leader) {
     Scalars sc = {};
@@ -168,15 +169,15 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   // load must be complete before that is sent. An instruction that uses the value waits for it.
   __device__ __forceinline__ static void await_scalars(const Args& a, Scalars& sc) {
     if constexpr (Gradient)
-      asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.zero) : "memory");
+      asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.opaque_zero) : "memory");
   }
   __device__ __forceinline__ static void save_scalars(const Args& a, int64_t row, const Scalars& sc) {
-    static_cast<float*>(a.logits)[row] = sc.logit;
+    static_cast<float*>(a.target_logits)[row] = sc.logit;
   }
   __device__ __forceinline__ static Scalars restore_scalars(const Args& a, int64_t row) {
     Scalars sc = {};
     sc.label = label<!Gradient>(a, load_target<!Gradient>(a, row));
-    sc.logit = static_cast<const float*>(a.logits)[row];
+    sc.logit = static_cast<const float*>(a.target_logits)[row];
     return sc;
   }
   __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
@@ -202,7 +203,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const float log_sum = log.x + log.y;
     const double unweighted = (static_cast<double>(log.x) + log.y) + (static_cast<double>(st.m) - sc.logit);
     const float loss = weight == 0.f ? 0.f : static_cast<float>(weight * unweighted);
-    if (a.total_here) cta_row_losses()[row] = make_float2(loss, weight);
+    if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, weight);
     else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
     if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = loss;
     if (a.log_sum) {
@@ -229,7 +230,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     return (Cached ? x : exp_difference<T>(x, sc.max)) * sc.scale;
   }
   __device__ __forceinline__ static void finish_launch(const Args& a) {
-    if (!a.total_here) return;
+    if (!a.single_cta_total) return;
     __syncthreads();
     if (blockDim.x == 128) total<128, false, 1>(a);
     else total<256, false, 1>(a);
@@ -280,8 +281,8 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   }
 };
 
-// Maps rows whose statistics are known. Nothing is reduced, so any number of threads can share a row: the launch
-// says how many. A CTA maps several rows, or one chunk of each of them.
+// Maps rows whose statistics are known. Nothing is reduced, so any number of threads can share a row: the
+// launch says how many. A CTA maps several rows, or one chunk of each of them.
 template <class Op, int V, bool Unaligned>
 __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) {
   using T = typename Op::T;
@@ -323,7 +324,7 @@ __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) 
 // the CTA each compute the loss of a different row. These statistics threads also load the labels and the
 // targets' logits, and pass the labels to the threads of the rows through shared memory.
 template <class Op, int TPR, int V, bool Unaligned, bool SameOffset>
-__device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
+__device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
@@ -359,10 +360,11 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
     Op::prepare(args, sc, st);
     if constexpr (kPatchTarget) {
       if (stats_thread) logits[tid] = sc.logit;
-      const int64_t again = base + group + args.rows.zero;  // the view is computed again, to save registers
+      const int64_t again =
+          base + group + args.rows.opaque_zero;  // the view is computed again, to save registers
       p = row_view<Op, Unaligned, true>(args.rows, again < args.rows.m ? again : 0);
       if (again >= args.rows.m) p.bounds.lo = p.bounds.hi = 0;
-      e += args.rows.zero;
+      e += args.rows.opaque_zero;
       const int64_t target = sc.label.index;
       const bool mine = sc.grad != 0.f && target >= 0 && target < p.bounds.hi &&
                         static_cast<int>(target) / kElements<T> % TPR == lane;
@@ -372,7 +374,7 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
 #pragma unroll
         for (int i = 0; i < V; i++) tile.a[i] = zero_vector();
       }
-      tile.rematerialize(args.rows.zero);
+      tile.rematerialize(args.rows.opaque_zero);
       T* const y = opaque(static_cast<T*>(p.y) + e);
 #pragma unroll
       for (int i = 0; i < V; i++) {
@@ -387,18 +389,18 @@ __device__ __forceinline__ void clerks_body(const typename Op::Args& args) {
         static_cast<T*>(p.y)[target] = from_float<T>(Op::template scaled<false>(sc, x_target) - sc.grad);
       if (stats_thread) sc.label = labels[tid], sc.logit = logits[tid];
     } else {
-      if constexpr (!kCacheExp) tile.rematerialize(args.rows.zero);
+      if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
       if constexpr (Unaligned) {
-        p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.zero);
+        p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
         if (!active) p.bounds.lo = p.bounds.hi = 0;
-        e += args.rows.zero;
+        e += args.rows.opaque_zero;
       }
       using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, false>;
       tile.map(args, sc, p, e, kStep, Operands(args, p, e));
       if (stats_thread) sc.label = labels[tid];
     }
   }
-  if (stats_thread) Op::record(args, base + tid + args.rows.zero, sc, states[tid].get());
+  if (stats_thread) Op::record(args, base + tid + args.rows.opaque_zero, sc, states[tid].get());
   Op::finish_launch(args);
 }
 

@@ -1,8 +1,11 @@
 // Kernel bodies for long rows, each of which is spread over CTAs of the whole grid. The CTAs exchange the
 // states of their parts through global memory.
 //
-//   team_body  many rows: all CTAs together work on one row after the other (persistent, cooperative launch)
-//   held_body  few rows: each CTA works on a part of one row, and all rows are worked on at once
+//   grid_cooperative_body    many rows: all CTAs together work on one row after the other. A cooperative
+//   launch
+//                            of persistent CTAs
+//   grid_shared_memory_body  few rows: each CTA works on a part of one row, and all rows are worked on at
+//   once
 #pragma once
 #include "rows.cuh"
 
@@ -71,7 +74,7 @@ struct TaggedState {
 // Clears the slots for the next launch. Each launch uses the same tags, so old ones must not remain. 0 is
 // never a tag. There must be a thread for each slot.
 template <class Args>
-__device__ __forceinline__ void clear(const Args& args) {
+__device__ __forceinline__ void clear_slots(const Args& args) {
   let_next_launch_start();
   static_cast<ulonglong2*>(args.rows.partial)[blockIdx.x * blockDim.x + threadIdx.x] = make_ulonglong2(0, 0);
 }
@@ -90,20 +93,20 @@ __device__ __forceinline__ void clear(const Args& args) {
 //
 // A CTA publishes its states of step i only after it has mapped step i - 1 - depth, and it maps a step only
 // after all CTAs have published theirs. So the slots of 2 * depth + 2 steps can be in use at once, and
-// kTeamSteps = 64 slots allow a depth of 31.
+// kGridSteps = 64 slots allow a depth of 31.
 //
 // `Columns` holds what a thread keeps for its columns from row to row. It has reduce(state, tile), which
 // reduces over a warp, map(scalars, tile, row), and finish(group), which stores what was summed over rows
 // (partial dw).
 template <class Op, template <class, int, int> class Columns, int Threads, int V, int R, int G>
-__device__ __forceinline__ void team_body(const typename Op::Args& args) {
+__device__ __forceinline__ void grid_cooperative_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
   using State = typename Op::State;
   using Partial = typename State::Partial;
   static_assert(R % G == 0);
   constexpr int E = kElements<T>, kWarps = Threads / 32, kComputeWarps = G * kWarps, kInputs = Op::kInputs;
-  constexpr int kMaxStages = kTeamStages, kMergeWarps = 4;
+  constexpr int kMaxStages = kGridStages, kMergeWarps = 4;
   constexpr int kSlots = 32;                        // steps with states in shared memory: more than depth
   constexpr int kMergeDelay = R > 1 ? 6 : 8;        // in steps
   extern __shared__ __align__(128) uint4 buffer[];  // stages x R x inputs x slice
@@ -113,7 +116,7 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
   let_next_launch_start();
   const Rows& r = args.rows;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, ctas = gridDim.x, cta = blockIdx.x;
-  const int stages = r.stages, depth = r.lag;
+  const int stages = r.stages, depth = r.depth;
   const int64_t vectors = r.n / E, begin = vectors * cta / ctas;
   const int count = static_cast<int>(vectors * (cta + 1) / ctas - begin);
   const int slice = static_cast<int>((vectors + ctas - 1) / ctas);
@@ -134,13 +137,13 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
       for (int j = 0; j < R; j++) {
         const Partial st = merge_slots<32, Partial>(warp_slots[slot][j], kWarps);
         if (lane == j)
-          TaggedState::publish(slots + (i % kTeamSteps * R + j) * ctas + cta, st,
+          TaggedState::publish(slots + (i % kGridSteps * R + j) * ctas + cta, st,
                                static_cast<uint32_t>(i + 1));
       }
     }
   } else if (warp > kComputeWarps + 1) {  // mergers
     for (int64_t i = warp - kComputeWarps - 2; i < steps; i += kMergeWarps) {
-      const ulonglong2* published = slots + i % kTeamSteps * R * ctas;
+      const ulonglong2* published = slots + i % kGridSteps * R * ctas;
       const uint32_t tag = static_cast<uint32_t>(i + 1);
       typename Op::Scalars sc[R];
 #pragma unroll
@@ -250,14 +253,14 @@ __device__ __forceinline__ void team_body(const typename Op::Args& args) {
 
 // The `Columns` of an operator that keeps nothing for its columns from row to row.
 template <class Op, int Threads, int V>
-struct NothingKept {
+struct NoColumnState {
   using T = typename Op::T;
   static constexpr int kStep = Threads * kElements<T>;
   const typename Op::Args& args;
   RowView<T> p;
   int e;
 
-  __device__ __forceinline__ NothingKept(const typename Op::Args& args, int64_t origin, int e, int end)
+  __device__ __forceinline__ NoColumnState(const typename Op::Args& args, int64_t origin, int e, int end)
       : args(args), e(e) {
     p.origin = origin;
     p.bounds = {0, end, end};
@@ -280,22 +283,22 @@ struct NothingKept {
   __device__ __forceinline__ void finish(int) const {}
 };
 
-// Few rows. A CTA owns a part of one row, in tiles. It copies its first `r.lag` tiles to shared memory, where
-// they stay, and streams the others through registers. It publishes the state of its part, waits for the
-// states of the row's other parts, and maps its tiles. Tiles that are not in shared memory are read again,
-// last first, because L2 still holds those that were read last.
+// Few rows. A CTA owns a part of one row, in tiles. It copies its first `r.depth` tiles to shared memory,
+// where they stay, and streams the others through registers. It publishes the state of its part, waits for
+// the states of the row's other parts, and maps its tiles. Tiles that are not in shared memory are read
+// again, last first, because L2 still holds those that were read last.
 //
 // CTAs need not be resident at once. A CTA that has waited for long computes a missing state itself: the CTA
 // that should compute it may not be resident, so that waiting forever could deadlock. It reduces in the same
 // order and so gets the same bits. It never replaces a published state: an owner that has published may have
 // written its output over its input already, and what was computed from that would be wrong.
 template <class Op, int Threads, int V>
-__device__ __forceinline__ void held_body(const typename Op::Args& args) {
+__device__ __forceinline__ void grid_shared_memory_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E, kTile = V * kStep;
-  constexpr int kInputs = Op::kInputs, kMaxTiles = kHeldTiles;
+  constexpr int kInputs = Op::kInputs, kMaxTiles = kGridTiles;
   constexpr int64_t kMinWait = 1 << 16;             // cycles: about 40 us
   extern __shared__ __align__(128) uint4 buffer[];  // cached tiles x inputs x V x threads
   __shared__ Slot<State> warp_slots[2][kWarps];
@@ -306,7 +309,7 @@ __device__ __forceinline__ void held_body(const typename Op::Args& args) {
   const int64_t row = blockIdx.x / parts;
   ulonglong2* const published = static_cast<ulonglong2*>(r.partial) + row * parts;
   const RowView<T> own = row_view<Op, false, false>(r, row, own_part);
-  const int tiles = (own.bounds.hi + kTile - 1) / kTile, cached = min(r.lag, tiles);
+  const int tiles = (own.bounds.hi + kTile - 1) / kTile, cached = min(r.depth, tiles);
   if (tid == 0) {
     for (int t = 0; t < cached; t++) barrier_init(loaded + t, 1);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -6,7 +6,7 @@
 //   ring_body             dx and dw of long rows: persistent CTAs or clusters, a ring in shared memory
 //   lanes_body            dx and dw of short rows: persistent groups of lanes
 //   columns_body          dx and dw of any rows: a CTA walks down a tile of columns
-//   weight_gradient_body  dw, from the partial dw that these and team_body store
+//   weight_gradient_body  dw, from the partial dw that these and grid_cooperative_body store
 #pragma once
 #include "grid.cuh"
 
@@ -149,8 +149,8 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
   }
 };
 
-// The hooks compute dx alone. dw is summed by team_body, ring_body, lanes_body and columns_body. columns_body
-// takes the states of rows from partial_body.
+// The hooks compute dx alone. dw is summed by grid_cooperative_body, ring_body, lanes_body and columns_body.
+// columns_body takes the states of rows from partial_body.
 template <class T_>
 struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   using T = T_;
@@ -508,7 +508,7 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #pragma unroll
       for (int i = 0; i < V; i++) {
         float fx[E], fd[E], w[E], out[E];
-        rematerialize<T>(xs[i], a.rows.zero), rematerialize<T>(ds[i], a.rows.zero);
+        rematerialize<T>(xs[i], a.rows.opaque_zero), rematerialize<T>(ds[i], a.rows.opaque_zero);
         unpack(T(), xs[i], fx);
         unpack(T(), ds[i], fd);
         weights.get(i, w);
@@ -529,9 +529,9 @@ __device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
 #endif
 }
 
-// The `Columns` of team_body: the weights of a thread's columns, and in backward their dw.
+// The `Columns` of grid_cooperative_body: the weights of a thread's columns, and in backward their dw.
 template <class Op, int Threads, int V>
-struct WeightsKept {
+struct RMSNormColumnState {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
   static constexpr bool kBackward = Op::kInputs > 1;
@@ -542,7 +542,7 @@ struct WeightsKept {
   ColumnWeights<V, E, (V * E <= 16), false> weights;
   Accumulator<T> dw[kBackward ? V : 1][E] = {};
 
-  __device__ __forceinline__ WeightsKept(const RMSNormArgs& args, int64_t origin, int e, int end)
+  __device__ __forceinline__ RMSNormColumnState(const RMSNormArgs& args, int64_t origin, int e, int end)
       : args(args),
         origin(origin),
         e(e),
@@ -657,7 +657,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     Op::finalize(a, row, sc, st, false);
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      rematerialize<T>(x[i], a.rows.zero), rematerialize<T>(dy[i], a.rows.zero);
+      rematerialize<T>(x[i], a.rows.opaque_zero), rematerialize<T>(dy[i], a.rows.opaque_zero);
       float fx[E], fd[E], w[E], out[E];
       unpack(T(), x[i], fx);
       unpack(T(), dy[i], fd);

@@ -52,7 +52,7 @@ __device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64
     return p;
   }
   int shift = 0;  // from the view's e = 0 to the first element of the row
-  if (Unaligned && r.fixed) {
+  if (Unaligned && r.ignore_alignment) {
     shift = 0;  // whatever the alignment is, so that results do not depend on it
   } else if constexpr (Unaligned && Op::kHasOutput) {
     const auto y = reinterpret_cast<uintptr_t>(advance(r.y, r.y_type, row * r.y_stride));
@@ -262,15 +262,16 @@ __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, typen
 
 // Prefetches into L2 the rows of a CTA that starts later. Registers and shared memory alone do not hold
 // enough loads in flight to saturate memory while rows are also written. A CTA works on `rows` rows, or in a
-// cluster on `Slice` elements of one row. It prefetches what lies `r.ahead` rows further on. CTAs with
-// numbers below `r.ahead_from` do not prefetch.
+// cluster on `Slice` elements of one row. It prefetches what lies `r.prefetch_distance` rows further on. CTAs
+// with numbers below `r.prefetch_from` do not prefetch.
 template <class Op, bool Cluster, int Slice>
 __device__ __forceinline__ void prefetch_later_rows(const Rows& r, int rows) {
 #ifdef GANDER_SM90
   if constexpr (!Op::kHasOutput) return;  // reads alone saturate memory
   using T = typename Op::T;
-  const int64_t next = static_cast<int64_t>(blockIdx.x) * rows + r.ahead;
-  if (r.ahead == 0 || threadIdx.x != 0 || blockIdx.x < r.ahead_from || next + rows > r.m) return;
+  const int64_t next = static_cast<int64_t>(blockIdx.x) * rows + r.prefetch_distance;
+  if (r.prefetch_distance == 0 || threadIdx.x != 0 || blockIdx.x < r.prefetch_from || next + rows > r.m)
+    return;
   int64_t origin = 0, count = rows * r.n;
   if constexpr (Cluster) {
     origin = static_cast<int64_t>(cluster_rank()) * Slice;
@@ -340,11 +341,11 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if (active) Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
     if constexpr (kCacheExp && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
-    if constexpr (!kCacheExp) tile.rematerialize(args.rows.zero);
+    if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
     if constexpr (Unaligned) {  // computed again: the view and masks derived from it would take registers
-      p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.zero);
+      p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
       if (!active) p.bounds.lo = p.bounds.hi = 0;
-      e += args.rows.zero;
+      e += args.rows.opaque_zero;
     }
     tile.map(args, sc, p, e, kStep, operands);
   }
@@ -385,7 +386,7 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
     reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
     if (active) Op::finalize(args, row, sc, st, leader);
     if constexpr (Op::kHasOutput) {
-      tile.rematerialize(args.rows.zero);
+      tile.rematerialize(args.rows.opaque_zero);
       tile.map(args, sc, p, e, kStep, operands);
     }
   }

@@ -486,9 +486,11 @@ def test_compiled_duals_are_refused(inputs, backend):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_second_derivatives_of_eager_gradients(pair, inputs, in_place):
     x, weight, target = inputs
-    function = pair[0]
-    if in_place:
-        function = lambda x, weight, target: gander.cross_entropy(x * weight, target, inplace_backward=True)  # noqa: E731
+
+    def loss_in_place(x, weight, target):
+        return gander.cross_entropy(x * weight, target, inplace_backward=True)
+
+    function = loss_in_place if in_place else pair[0]
     leaf = x.clone().requires_grad_()
     (dx,) = torch.autograd.grad(scalar(function)(leaf, weight, target), leaf, create_graph=True)
     with pytest.raises(NotImplementedError, match=SECOND):

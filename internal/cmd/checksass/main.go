@@ -96,7 +96,7 @@ func review(f kernels.Family, found map[string]moves) error {
 			problems = append(problems, fmt.Errorf("%s is not in the image", v.Symbol))
 			continue
 		}
-		for _, problem := range got.against(expected(v), v.General) {
+		for _, problem := range got.against(expected(v), v.Unaligned) {
 			problems = append(problems, fmt.Errorf("%s %s", v.Symbol, problem))
 		}
 	}
@@ -122,14 +122,14 @@ var rows = map[kernels.Op]struct {
 func expected(v *kernels.Variant) (least moves) {
 	op := rows[v.Op]
 	switch v.Shape {
-	case kernels.Ring, kernels.Team:
+	case kernels.Ring, kernels.GridCooperative:
 		least.copies = op.reads
 	case kernels.Apply:
 		if op.writes { // otherwise it only combines the results of the Partial kernels
 			least.loads = op.reads * v.Vectors
 		}
 	case kernels.Finish:
-	case kernels.Held: // a part of the rows is in shared memory
+	case kernels.GridSharedMemory: // a part of the rows is in shared memory
 		least.copies, least.loads = op.reads, op.reads*v.Vectors
 	default:
 		least.loads = op.reads * v.Vectors
@@ -138,9 +138,9 @@ func expected(v *kernels.Variant) (least moves) {
 		least.stores = v.Vectors
 	}
 	switch {
-	case v.General && v.Shape == kernels.Columns: // a thread processes one column, so alignment does not matter
+	case v.Unaligned && v.Shape == kernels.Columns: // a thread processes one column, whatever its alignment
 		least.loads, least.stores = 0, 0
-	case v.General && v.Shape != kernels.InRegisters && v.Shape != kernels.Lanes:
+	case v.Unaligned && v.Shape != kernels.InRegisters && v.Shape != kernels.Lanes:
 		// The second operand may have any type.
 		least.loads = min(least.loads, v.Vectors)
 	}
@@ -174,7 +174,7 @@ func (m *moves) count(instruction string) {
 }
 
 // against lists the counts that are too small, and those that should be 0.
-func (m moves) against(least moves, general bool) (problems []string) {
+func (m moves) against(least moves, unaligned bool) (problems []string) {
 	atLeast := func(what string, got, want int) {
 		if got < want {
 			problems = append(problems, fmt.Sprintf("has %d %s, expected %d or more", got, what, want))
@@ -183,7 +183,7 @@ func (m moves) against(least moves, general bool) (problems []string) {
 	atLeast("loads LDG.E.128 or LDGSTS.E.128 of rows", m.loads, least.loads)
 	atLeast("stores STG.E.EF.128 of rows", m.stores, least.stores)
 	atLeast("bulk copies UBLKCP of rows", m.copies, least.copies)
-	if m.narrow > 0 && !general {
+	if m.narrow > 0 && !unaligned {
 		problems = append(problems, fmt.Sprintf("writes rows in less than 16 bytes, %d times", m.narrow))
 	}
 	if m.local > 0 {

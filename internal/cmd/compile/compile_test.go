@@ -225,14 +225,14 @@ func ptx(symbol string, resident int) string {
 
 func TestPTXIsAdaptedToTheArchitecture(t *testing.T) {
 	const (
-		limited  = "rmsnorm_forward_rows_float16_8x4"
-		clusters = "rmsnorm_forward_rows_float16_8x4_cluster"
-		team     = "rmsnorm_backward_team_float16_256x1x2"
+		limited    = "rmsnorm_forward_rows_float16_8x4"
+		clusters   = "rmsnorm_forward_rows_float16_8x4_cluster"
+		persistent = "rmsnorm_backward_grid_cooperative_float16_256x1x2"
 	)
 	f := newFixture(t)
 	source := func(residents ...int) string {
 		text := ".version 9.0\n"
-		for i, symbol := range []string{limited, clusters, team, "unknown"} {
+		for i, symbol := range []string{limited, clusters, persistent, "unknown"} {
 			if residents[i] >= 0 {
 				text += ptx(symbol, residents[i])
 			}
@@ -243,7 +243,7 @@ func TestPTXIsAdaptedToTheArchitecture(t *testing.T) {
 	table := []kernels.Variant{
 		{Symbol: limited, Resident: 10},
 		{Symbol: clusters, Resident: 10, Cluster: true},
-		{Symbol: team, Resident: 1, Shape: kernels.Team},
+		{Symbol: persistent, Resident: 1, Shape: kernels.GridCooperative},
 	}
 	kernels.Variants = table
 	f.write("softmax_float16_gen.cu", source(10, 10, 1, 7))

@@ -12,6 +12,7 @@ import (
 	"reflect"
 	"regexp"
 	"strings"
+	"text/template"
 
 	"github.com/gander-go/gander/kernels"
 )
@@ -130,14 +131,50 @@ func cName(name string) string {
 	return strings.ToLower(wordStart.ReplaceAllString(name, "${1}${3}_${2}${4}"))
 }
 
-var ops = map[kernels.Op]string{
-	kernels.SoftmaxForward:        "SoftmaxForward<%s>",
-	kernels.SoftmaxBackward:       "SoftmaxBackward<%s>",
-	kernels.RMSNormForward:        "RMSNormForward<%s>",
-	kernels.RMSNormBackward:       "RMSNormBackward<%s>",
-	kernels.CrossEntropyForward:   "CrossEntropyForward<%s, false>",
-	kernels.CrossEntropyForwardDX: "CrossEntropyForward<%s, true>",
-	kernels.CrossEntropyBackward:  "CrossEntropyBackward<%s>",
+// operators has what the device code of an op is made of: its functor, a template over the element type, and
+// what a thread of its grid-cooperative kernel keeps for its columns from row to row.
+var operators = map[kernels.Op]struct{ functor, columnState string }{
+	kernels.SoftmaxForward:        {"SoftmaxForward<%s>", "NoColumnState"},
+	kernels.SoftmaxBackward:       {"SoftmaxBackward<%s>", "NoColumnState"},
+	kernels.RMSNormForward:        {"RMSNormForward<%s>", "RMSNormColumnState"},
+	kernels.RMSNormBackward:       {"RMSNormBackward<%s>", "RMSNormColumnState"},
+	kernels.CrossEntropyForward:   {"CrossEntropyForward<%s, false>", ""},
+	kernels.CrossEntropyForwardDX: {"CrossEntropyForward<%s, true>", ""},
+	kernels.CrossEntropyBackward:  {"CrossEntropyBackward<%s>", ""},
+}
+
+// bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.
+var (
+	bodies = templates(map[kernels.Shape]string{
+		kernels.InRegisters: "{{if .StatsRows}}short_rows_body<{{.Functor}}, {{.Tile}}, {{.Layout}}>" +
+			"{{else}}rows_body<{{.Functor}}, {{.Tile}}, {{.Layout}}, {{.Cluster}}>{{end}}",
+		kernels.Partial:          "partial_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}, {{.Layout}}>",
+		kernels.Apply:            "apply_body<{{.Functor}}, {{.Vectors}}, {{.Unaligned}}>",
+		kernels.Elementwise:      "elementwise_body<{{.Functor}}, {{.Vectors}}, {{.Unaligned}}>",
+		kernels.GridSharedMemory: "grid_shared_memory_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}>",
+		kernels.GridCooperative: "grid_cooperative_body<{{.Functor}}, {{.ColumnState}}, {{.Tile}}, " +
+			"{{.RowsPerStep}}, {{.ComputeGroups}}>",
+		kernels.Staged:  "staged_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}, {{.Cluster}}, {{.Unaligned}}>",
+		kernels.Ring:    "ring_body<{{.T}}, {{.Threads}}, {{.Vectors}}, {{.Cluster}}, {{.Unaligned}}>",
+		kernels.Loop:    "loop_body<{{.Functor}}, {{.Tile}}>",
+		kernels.Lanes:   "lanes_body<{{.T}}, {{.Tile}}, {{.Stages}}, {{.Unaligned}}>",
+		kernels.Columns: "columns_body<{{.T}}, {{.Unaligned}}>",
+	})
+	finishes = templates(map[kernels.Op]string{
+		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
+		kernels.Total:          "total<{{.Threads}}, {{.Cluster}}>",
+		kernels.Denominator:    "denominator<{{.Threads}}, {{.Cluster}}>",
+		kernels.SoftmaxClear:   "clear_slots",
+		kernels.RMSNormClear:   "clear_slots",
+	})
+)
+
+func templates[K comparable](texts map[K]string) map[K]*template.Template {
+	parsed := map[K]*template.Template{}
+	for k, text := range texts {
+		parsed[k] = template.Must(template.New("").Parse(text))
+	}
+	return parsed
 }
 
 var (
@@ -165,52 +202,28 @@ func unit(f kernels.Family) []byte {
 	return b.Bytes()
 }
 
+// arguments is what the templates see: the variant, and what follows from it.
+type arguments struct {
+	*kernels.Variant
+	T, Functor, ColumnState, Tile, Layout string
+}
+
 func body(v *kernels.Variant) string {
-	t := cppTypes[v.Family.DType()]
-	op := ops[v.Op]
-	if op != "" {
-		op = fmt.Sprintf(op, t)
+	a := arguments{
+		Variant: v, T: cppTypes[v.Family.DType()], ColumnState: operators[v.Op].columnState,
+		Tile:   fmt.Sprintf("%d, %d", v.RowThreads, v.Vectors),
+		Layout: fmt.Sprintf("%t, %t", v.Unaligned, v.SameOffset),
 	}
-	switch v.Shape {
-	case kernels.InRegisters:
-		if v.RowThreads <= 32 && (v.Op == kernels.CrossEntropyForward || v.Op == kernels.CrossEntropyForwardDX) {
-			return fmt.Sprintf("clerks_body<%s, %d, %d, %t, %t>", op, v.RowThreads, v.Vectors, v.General, v.Alike)
-		}
-		return fmt.Sprintf("rows_body<%s, %d, %d, %t, %t, %t>",
-			op, v.RowThreads, v.Vectors, v.General, v.Alike, v.Cluster)
-	case kernels.Partial:
-		return fmt.Sprintf("partial_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.General, v.Alike)
-	case kernels.Apply:
-		return fmt.Sprintf("apply_body<%s, %d, %t>", op, v.Vectors, v.General)
-	case kernels.Elementwise:
-		return fmt.Sprintf("elementwise_body<%s, %d, %t>", op, v.Vectors, v.General)
-	case kernels.Held:
-		return fmt.Sprintf("held_body<%s, %d, %d>", op, v.Threads, v.Vectors)
-	case kernels.Staged:
-		return fmt.Sprintf("staged_body<%s, %d, %d, %t, %t>", op, v.Threads, v.Vectors, v.Cluster, v.General)
-	case kernels.Ring:
-		return fmt.Sprintf("ring_body<%s, %d, %d, %t, %t>", t, v.Threads, v.Vectors, v.Cluster, v.General)
-	case kernels.Team:
-		columns := "NothingKept"
-		if v.Family.Group() == "rmsnorm" {
-			columns = "WeightsKept"
-		}
-		return fmt.Sprintf("team_body<%s, %s, %d, %d, %d, %d>",
-			op, columns, v.RowThreads, v.Vectors, v.Together, v.Groups)
-	case kernels.Loop:
-		return fmt.Sprintf("loop_body<%s, %d, %d>", op, v.RowThreads, v.Vectors)
-	case kernels.Lanes:
-		return fmt.Sprintf("lanes_body<%s, %d, %d, %d, %t>", t, v.RowThreads, v.Vectors, v.Stages, v.General)
-	case kernels.Columns:
-		return fmt.Sprintf("columns_body<%s, %t>", t, v.General)
+	if functor := operators[v.Op].functor; functor != "" {
+		a.Functor = fmt.Sprintf(functor, a.T)
 	}
-	switch v.Op {
-	case kernels.Total:
-		return fmt.Sprintf("total<%d, %t>", v.Threads, v.Cluster)
-	case kernels.SoftmaxClear, kernels.RMSNormClear:
-		return "clear"
-	case kernels.Denominator:
-		return fmt.Sprintf("denominator<%d, %t>", v.Threads, v.Cluster)
+	text := bodies[v.Shape]
+	if v.Shape == kernels.Finish {
+		text = finishes[v.Op]
 	}
-	return fmt.Sprintf("weight_gradient_body<%s, %d, %d>", t, v.Threads, v.RowThreads)
+	var b strings.Builder
+	if err := text.Execute(&b, a); err != nil {
+		panic(fmt.Sprintf("%s: %v", v.Symbol, err))
+	}
+	return b.String()
 }

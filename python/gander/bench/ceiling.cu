@@ -1,5 +1,5 @@
-// What memory gives: kernels that only move bytes, in the traffic mixes of the operators. A ratio "to the limit" is
-// taken over the fastest of each. Compiled at run time (limit.py), so that no header is needed.
+// The limit of memory: kernels that only move bytes, with the operators' shares of reads and writes. A share
+// of the limit is relative to the fastest of each. Compiled at run time (limit.py), so no header is needed.
 using vectors = long long;
 
 template <int Reads, bool Write, int U>
@@ -30,7 +30,10 @@ __device__ __forceinline__ void move(const uint4* a, const uint4* b, uint4* c, v
     move<reads, write, u>(a, b, c, n);                                                                   \
   }
 #define CEILINGS(name, reads, write) \
-  CEILING(name, reads, write, 1) CEILING(name, reads, write, 2) CEILING(name, reads, write, 4) CEILING(name, reads, write, 8)
+  CEILING(name, reads, write, 1)     \
+  CEILING(name, reads, write, 2)     \
+  CEILING(name, reads, write, 4)     \
+  CEILING(name, reads, write, 8)
 
 CEILINGS(r, 1, false)
 CEILINGS(rw, 1, true)
