@@ -492,12 +492,12 @@ func fullChunks(vectors, perThread int64) (chunk int64, splits int32) {
 	const minChunk = 64 // vectors
 	most := kernels.ChunkThreads * perThread
 	least := ceil(vectors, most)
-	chunk, splits = ceil(vectors, least), int32(least)
+	chunk = ceil(vectors, least)
 	full := chunk * (kernels.ChunkThreads / ceil(chunk, perThread))
 	for n := least + 1; n < least+8 && vectors >= n*minChunk; n++ {
 		c := ceil(vectors, n)
 		if f := c * (kernels.ChunkThreads / ceil(c, perThread)); 100*f > 105*full {
-			chunk, splits, full = c, int32(n), f
+			chunk, full = c, f
 		}
 	}
 	return chunk, int32(ceil(vectors, chunk))
