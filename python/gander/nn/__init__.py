@@ -1,6 +1,6 @@
 """Replacements for torch.nn's RMSNorm, CrossEntropyLoss and Softmax: same constructors, state_dict and repr.
 
-A constructor refuses arguments that gander does not support.
+A constructor refuses arguments that gander does not support. gander.nn.functional has the functions.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _ops
-from ._operators_gen import REDUCTIONS
-from ._ops import cross_entropy, rmsnorm, softmax
+from .. import _ops
+from .._operators_gen import REDUCTIONS
+from . import functional
 
-__all__ = ["CrossEntropyLoss", "RMSNorm", "Softmax"]
+__all__ = ["CrossEntropyLoss", "RMSNorm", "Softmax", "functional"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -57,13 +57,7 @@ class RMSNorm(nn.RMSNorm):
                 f"x has shape {tuple(x.shape)}, expected last dimensions {self.normalized_shape}: "
                 "normalized_shape"
             )
-        weight = self.weight
-        if weight is not None and (x.dtype is torch.float64) != (weight.dtype is torch.float64):
-            weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
-        if dims == 1:
-            return rmsnorm(x, weight, eps=self.eps)
-        weight = None if weight is None else weight.flatten()
-        return rmsnorm(x.flatten(x.ndim - dims), weight, eps=self.eps).view(x.shape)
+        return functional._rms_norm_over(x, dims, self.weight, self.eps)
 
 
 class Softmax(nn.Softmax):
@@ -81,11 +75,7 @@ class Softmax(nn.Softmax):
         dim = self.dim
         if dim is None:  # torch's deprecated default
             dim = 0 if input.ndim in (0, 1, 3) else 1
-        if input.ndim == 0:
-            return softmax(input.view(1)).view(())
-        if dim in (-1, input.ndim - 1):
-            return softmax(input)
-        return softmax(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
+        return functional._softmax_over(input, dim)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -123,7 +113,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             )
         if input.ndim > 2:
             input = input.movedim(1, -1)
-        return cross_entropy(
+        return _ops.cross_entropy(
             input,
             target,
             weight=self.weight,

@@ -1,0 +1,241 @@
+"""gander.nn.functional against torch.nn.functional: signatures, results, gradients, what torch computes."""
+
+import contextlib
+import inspect
+import warnings
+
+import gander.nn.functional as F
+import pytest
+import torch
+import torch.nn.functional as theirs
+from test_ops import rand as random_on
+from tolerance import assert_accurate
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def rand(*shape):
+    return random_on(shape, torch.float32, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned_yet(monkeypatch):
+    monkeypatch.setattr(F, "_warned", set())
+
+
+@pytest.fixture
+def from_torch(monkeypatch):
+    """Counts the calls that torch's functions get."""
+    calls = []
+
+    def count(name):
+        function = getattr(theirs, name)
+
+        def counted(*arguments, **options):
+            calls.append(name)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(theirs, name, counted)
+
+    for name in F.__all__:
+        count(name)
+    return calls
+
+
+def gradients(call, *inputs):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = call(*leaves)
+    torch.manual_seed(1)
+    dout = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def compare(name, inputs, *rest, dtypes_agree=True, **options):
+    """Results and gradients of the inputs, against torch's function in float64."""
+    mine = gradients(lambda *x: getattr(F, name)(*x, *rest, **options), *inputs)
+    other = gradients(lambda *x: getattr(theirs, name)(*x, *rest, **options), *inputs)
+    wide = [x.double() for x in inputs]
+    options = {k: v.double() if k == "weight" else v for k, v in options.items()}
+    exact = gradients(lambda *x: getattr(theirs, name)(*x, *rest, **options), *wide)
+    assert mine[0].is_contiguous()
+    for got, expected, true in zip(mine, other, exact, strict=True):
+        assert got.shape == expected.shape
+        if dtypes_agree:
+            assert got.dtype is expected.dtype
+        if got.ndim == 0:  # one number: how its rounding compares with that of torch's is a matter of luck
+            torch.testing.assert_close(got.double(), true, rtol=2**-20, atol=0)
+        else:
+            assert_accurate(got, expected.to(got.dtype), true)
+
+
+@pytest.mark.parametrize("name", F.__all__)
+def test_signatures(name):
+    parameters = inspect.signature(getattr(F, name)).parameters.values()
+    expected = inspect.signature(getattr(theirs, name)).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in parameters] == [
+        (p.name, p.kind, p.default) for p in expected
+    ]
+
+
+def test_other_names_are_torchs():
+    assert F.gelu is theirs.gelu and F.layer_norm is theirs.layer_norm
+    assert {"gelu", "softmax", "rms_norm"} <= set(dir(F))
+    with pytest.raises(AttributeError, match="no_such_function"):
+        F.no_such_function  # noqa: B018
+
+
+# ---- Softmax ----
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((5, 33), -1), ((5, 33), 0), ((2, 3, 7), 1), ((2, 3, 7), -3), ((9,), 0), ((), 0)]
+)
+def test_softmax(shape, dim, dtype, from_torch):
+    F.softmax(rand(*shape).to(dtype), dim)
+    assert from_torch == []
+    compare("softmax", [rand(*shape).to(dtype)], dim)
+
+
+def test_softmax_casts_to_dtype(from_torch):
+    x = rand(4, 9).to(torch.bfloat16)
+    assert F.softmax(x, -1, dtype=torch.float32).dtype is torch.float32
+    assert F.softmax(torch.arange(6).view(2, 3), 1, dtype=torch.float32).dtype is torch.float32
+    assert from_torch == []
+    torch.testing.assert_close(
+        F.softmax(x, -1, dtype=torch.float64), theirs.softmax(x, -1, dtype=torch.float64)
+    )
+
+
+def test_softmax_leaves_to_torch(from_torch):
+    with pytest.warns(UserWarning, match="Implicit dimension choice for softmax has been deprecated"):
+        F.softmax(rand(2, 3))
+    with pytest.warns(UserWarning, match="does not support an empty tensor; torch's operator computes it"):
+        assert F.softmax(rand(0, 3), -1).shape == (0, 3)
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        F.softmax(rand(2, 3), 2)
+    assert from_torch == ["softmax"] * 3
+
+
+# ---- RMSNorm ----
+
+
+@by_dtype
+@pytest.mark.parametrize("shape", [(33,), (3, 11)])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_rms_norm(shape, eps, dtype, from_torch):
+    x, weight = rand(4, *shape).to(dtype), rand(*shape).to(dtype)
+    F.rms_norm(x, shape, weight, eps)
+    F.rms_norm(x, list(shape), eps=eps)
+    assert from_torch == []
+    mine = gradients(lambda x, w: F.rms_norm(x, shape, w, eps), x, weight)
+    other = gradients(lambda x, w: theirs.rms_norm(x, shape, w, eps), x, weight)
+    epsilon = torch.finfo(dtype if dtype.itemsize > 2 else torch.float32).eps
+    exact = gradients(
+        lambda x, w: theirs.rms_norm(x, shape, w, epsilon if eps is None else eps),
+        x.double(),
+        weight.double(),
+    )
+    for got, expected, true in zip(mine, other, exact, strict=True):
+        assert_accurate(got, expected, true)
+
+
+def test_rms_norm_leaves_to_torch(from_torch):
+    for shape, weight in (((3,), None), ((4,), torch.ones(3))):
+        with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
+            F.rms_norm(rand(2, 4), shape, weight)
+    x = rand(2, 4).to(torch.complex64)
+    refused = contextlib.suppress(RuntimeError, NotImplementedError)  # by some releases of torch
+    with pytest.warns(UserWarning, match=r"does not support a torch\.complex64 tensor on cpu"), refused:
+        F.rms_norm(x, (4,))
+    assert from_torch == ["rms_norm"] * 3
+
+
+# ---- Cross-entropy ----
+
+
+@by_dtype
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(97,), (64, 97), (8, 97, 11), (4, 97, 5, 3)])
+def test_cross_entropy(shape, reduction, dtype, from_torch):
+    x = rand(*shape).to(dtype)
+    classes = shape[0] if len(shape) == 1 else shape[1]
+    target = torch.randint(classes, () if len(shape) == 1 else (shape[0], *shape[2:]))
+    if target.ndim:
+        target.view(-1)[1] = -100
+    weight = torch.rand(classes).to(dtype) + 0.5
+    options = {"weight": weight, "reduction": reduction, "ignore_index": -100}
+    loss = F.cross_entropy(x, target, **options)
+    assert from_torch == []
+    assert loss.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    compare("cross_entropy", [x], target, dtypes_agree=False, **options)
+
+
+def test_cross_entropy_takes_torchs_old_options(from_torch):
+    x, target = rand(4, 7), torch.tensor([0, 1, 2, 3])
+    for options in ({"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}):
+        with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
+            got = F.cross_entropy(x, target, **options)
+        assert from_torch == []
+        with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
+            expected = theirs.cross_entropy(x, target, **options)
+        from_torch.clear()
+        torch.testing.assert_close(got, expected)
+
+
+def test_cross_entropy_leaves_to_torch(from_torch):
+    x, target = rand(4, 7), torch.tensor([0, 1, 2, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # without a word
+        F.cross_entropy(x, target, label_smoothing=0.1)
+        F.cross_entropy(x, rand(4, 7).softmax(-1))
+    with pytest.warns(UserWarning, match=r"does not support a target of torch.uint8"):
+        F.cross_entropy(x, target.to(torch.uint8))
+    for wrong in (
+        lambda: F.cross_entropy(x, target[:3]),
+        lambda: F.cross_entropy(x, target, reduction="avg"),
+        lambda: F.cross_entropy(x, target, torch.ones(6)),
+        lambda: F.cross_entropy(x, target, torch.ones(7, dtype=torch.float64)),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            wrong()
+    assert from_torch == ["cross_entropy"] * 7
+
+
+# ---- Transforms ----
+
+
+def model(functions, x, weight, target):
+    h = functions.rms_norm(x, (4, 9), weight, 1e-5)
+    h = functions.softmax(h, 1) + functions.gelu(h)
+    return functions.cross_entropy(h.movedim(2, 1), target)
+
+
+def test_a_model_trains_eager_compiled_and_transformed():
+    x, weight, target = rand(6, 4, 9), rand(4, 9), torch.randint(9, (6, 4))
+
+    def mine(x, w):
+        return model(F, x, w, target)
+
+    def trained(function):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        return torch.autograd.grad(function(*leaves), leaves)
+
+    expected = trained(lambda x, w: model(theirs, x, w, target))
+    torch.testing.assert_close(trained(mine), expected)
+    torch.testing.assert_close(trained(torch.compile(mine, backend="aot_eager", fullgraph=True)), expected)
+    torch.testing.assert_close(torch.func.grad(mine, argnums=(0, 1))(x, weight), expected)
+
+
+def test_a_warning_comes_once_for_each_function_and_reason():
+    x = rand(2, 3).to(torch.float8_e4m3fn)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for function in (lambda: F.softmax(x, -1), lambda: F.rms_norm(x, (3,))):
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # of torch, for float8
+                    function()
+    texts = [str(w.message) for w in found if "torch's operator" in str(w.message)]
+    assert len(texts) == 2, texts
+    assert "gander.nn.functional.softmax does not support a torch.float8_e4m3fn tensor on cpu" in texts[0]
