@@ -45,7 +45,8 @@ def main(
     chosen: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SECTION]", help="host, load, throughput, odd, few, algorithms, invariant, step, cpu."
+            metavar="[SECTION]",
+            help="host, load, throughput, odd, few, models, algorithms, invariant, step, cpu.",
         ),
     ] = None,
     providers: Annotated[
@@ -63,6 +64,9 @@ def main(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the file, and skip the points in it.")
     ] = False,
+    run: Annotated[
+        int, typer.Option(min=1, help="Of `models`, which is judged by three runs: the number of this one.")
+    ] = 1,
     shard: Annotated[str, typer.Option(help="I/N: only every Nth point, from the Ith on.")] = "1/1",
     limit_seconds: Annotated[float | None, typer.Option(help="Begin no point after this time.")] = None,
     report: Annotated[
@@ -119,6 +123,7 @@ def main(
         dtypes=_words(dtypes, tuple(DTYPES), "--dtypes"),
         shapes=_shapes(shapes),
         seconds=seconds,
+        run=run,
     )
     store = Store(out or default_path(), resume)
     facts = environment()
@@ -179,7 +184,8 @@ def _measure(console, store, points, limit_seconds) -> bool:
 
 
 def _line(number, count, name, figures, seconds) -> str:
-    what = " ".join(str(name[part]) for part in ("section", "op", "dtype", "mode") if part in name)
+    parts = ("section", "op", "dtype", "weight", "mode")
+    what = " ".join(str(name[part]) for part in parts if part in name)
     shape = f" {name['m']}x{name['n']}" if "m" in name else ""
     results = []
     for who, result in figures["results"].items():

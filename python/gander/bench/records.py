@@ -17,7 +17,7 @@ import gander
 
 from .cases import provider_version
 
-KEY = ("section", "op", "dtype", "m", "n", "mode")  # what names a point
+KEY = ("section", "op", "dtype", "m", "n", "mode", "weight", "run")  # what names a point
 
 
 def processor() -> str:

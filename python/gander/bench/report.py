@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from . import models
+
 # gander's targets: host time of a call over torch's own, without and with gradient; milliseconds; megabytes.
 HOST_TARGETS = {
     ("softmax", "forward"): 1.0,
@@ -270,6 +272,40 @@ def few_tables(records) -> list[Table]:
     return tables
 
 
+def _models_cell(runs: list[dict] | None, m: int) -> str:
+    if runs is None:
+        return ""
+    field, form = ("us", "{:.1f}") if m < models.TRAINING[0] else ("tbps", "{:.2f}")
+    mine, other = models.median(runs, "gander", field), models.best_other(runs, field)
+    cell = "-" if mine is None else form.format(mine)
+    return cell if other is None else f"{cell} ({form.format(other)})"
+
+
+def models_tables(records) -> list[Table]:
+    """Row lengths against numbers of rows, for each operator, dtype and dtype of the weights."""
+    cases = models.by_case(records)
+    tables = []
+    for kind in unique((case.op, case.dtype, case.weight) for case in cases):
+        mine = {c: runs for c, runs in cases.items() if (c.op, c.dtype, c.weight) == kind}
+        shapes = {(c.m, c.n): runs for c, runs in mine.items()}
+        columns = sorted({m for m, _ in shapes})
+        rows = [
+            [str(n), *(_models_cell(shapes.get((m, n)), m) for m in columns)]
+            for n in sorted({n for _, n in shapes})
+        ]
+        op, dtype, weight = kind
+        weights = "" if weight is None else f", {weight} weights"
+        where = _where([run for runs in mine.values() for run in runs])
+        title = f"Models: {TITLES[op]}, {dtype}{weights} ({where})"
+        tables.append(Table(title, ["N", *(f"M = {m}" for m in columns)], rows, _MODELS_NOTE, labels=1))
+    return tables
+
+
+_MODELS_NOTE = (
+    f"us below M = {models.TRAINING[0]}, TB/s from there on: medians over the runs, "
+    "in brackets those of the best other."
+)
+
 AUTO_WITHIN = 1.03  # of the best algorithm that can be forced
 
 
@@ -355,6 +391,7 @@ _SECTIONS = {
     "throughput": throughput_tables,
     "odd": odd_tables,
     "few": few_tables,
+    "models": models_tables,
     "algorithms": algorithms_tables,
     "invariant": invariant_tables,
     "step": step_tables,
@@ -386,6 +423,7 @@ def tables(records: list[dict]) -> list[Table]:
 def point_of(record: dict) -> str:
     """What was measured, without the operator."""
     parts = [record[part] for part in ("dtype", "mode") if part in record]
+    parts += [f"{record['weight']} weights"] if "weight" in record else []
     return ", ".join([*parts, *([_size(record["m"], record["n"])] if "m" in record else [])])
 
 

@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from . import models
+from .models import BYTES, FORWARD
 from .report import (
     AUTO_WITHIN,
     HOST_TARGETS,
@@ -19,6 +21,7 @@ from .report import (
     invariant_tables,
     latest,
     load_tables,
+    models_tables,
     newest,
     of,
     on_gpu,
@@ -28,9 +31,7 @@ from .report import (
     unique,
 )
 
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MIB = 1 << 20
-_FORWARD = ("softmax_forward", "rmsnorm_forward", "cross_entropy_forward")
 _SPREAD = ("softmax_forward", "rmsnorm_forward")  # have targets for a few rows of millions of elements
 
 
@@ -60,7 +61,7 @@ class Check(NamedTuple):
 
 def _share_of_limit(record: dict) -> float:
     """What share of the speed of a kernel that only moves the bytes is aimed at."""
-    size = record["m"] * record["n"] * _BYTES[record["dtype"]]
+    size = record["m"] * record["n"] * BYTES[record["dtype"]]
     if record["op"] == "rmsnorm_backward":
         return 0.95 if record["n"] > 1024 else 0.90
     if record["op"] == "cross_entropy_forward" and size < 256 * _MIB:
@@ -122,7 +123,7 @@ def _against_quack(records) -> Iterator[Check]:
     for op, dtype in unique((r["op"], r["dtype"]) for r in records):
         mine = [r for r in records if (r["op"], r["dtype"]) == (op, dtype)]
         long = [r for r in mine if r["n"] >= 131072]
-        wanted = [(mine, 1.03 if op in _FORWARD else 1.15 if op == "rmsnorm_backward" else 1.0, dtype)]
+        wanted = [(mine, 1.03 if op in FORWARD else 1.15 if op == "rmsnorm_backward" else 1.0, dtype)]
         if op == "rmsnorm_backward":
             wanted.append((long, 1.4, f"{dtype}, N >= 131072"))
         for points, target, where in wanted:
@@ -165,16 +166,27 @@ def _algorithms(records) -> Iterator[Check]:
             yield Check("time of auto over the best", r["op"], point_of(r), ratio, at_most=AUTO_WITHIN)
 
 
+def _models(records) -> Iterator[Check]:
+    for runs in models.by_case(records).values():
+        point = runs[0]["op"], point_of(runs[0])
+        if (verdict := models.against_limit(runs)) is not None:
+            yield Check("share of the limit, models", *point, *verdict)
+        if (verdict := models.against_others(runs)) is not None:
+            yield Check("speed over the best other's, models", *point, *verdict)
+
+
 def _cpu(records) -> Iterator[Check]:
     for r in of(records, "cpu"):
-        if r["m"] * r["n"] * _BYTES[r["dtype"]] >= 64 << 10:
+        if r["m"] * r["n"] * BYTES[r["dtype"]] >= 64 << 10:
             target = 1.0 if r["op"].startswith("softmax") else 1.5
             yield Check(
                 "speed over torch's, CPU", r["op"], point_of(r), _times_as_fast(r, "torch"), at_least=target
             )
 
 
-_CHECKS: tuple[Callable, ...] = (_against_the_limit, _against_peers, _host, _first_calls, _algorithms, _cpu)
+_CHECKS: tuple[Callable, ...] = (
+    _models, _against_the_limit, _against_peers, _host, _first_calls, _algorithms, _cpu,
+)  # fmt: skip
 
 
 def checks(records: list[dict]) -> list[Check]:
@@ -259,8 +271,8 @@ def _few(records) -> list[Table]:
 
 
 _TABLES: tuple[Callable, ...] = (
-    _throughput, _few, invariant_tables, step_tables, host_tables, load_tables, algorithms_tables, cpu_tables,
-    summary,
+    models_tables, _throughput, _few, invariant_tables, step_tables, host_tables, load_tables,
+    algorithms_tables, cpu_tables, summary,
 )  # fmt: skip
 
 

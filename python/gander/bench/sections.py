@@ -14,7 +14,7 @@ import torch
 import gander
 
 from .. import _library
-from . import limit, load
+from . import limit, load, models
 from .cases import ALGORITHMS, DTYPES, OPERATORS, double, provider, rows_of
 from .report import ALLOCATING, IN_TURNS
 from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
@@ -57,6 +57,7 @@ class Options:
     dtypes: tuple[str, ...] | None = None
     shapes: tuple[tuple[int, int], ...] | None = None
     seconds: float = 0.4  # for the timing of one point
+    run: int = 1  # of several processes that measure the grid of models
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,29 @@ def odd(options: Options) -> Iterator[Point]:
 def few(options: Options) -> Iterator[Point]:
     forward = ("softmax_forward", "rmsnorm_forward", "cross_entropy_forward")
     return _grid("few", _gpu_point, FEW, forward, ("bfloat16",), options)
+
+
+def _models_point(providers, options: Options, case: models.Case) -> dict:
+    operator = OPERATORS[case.op]
+    torch.manual_seed(0)
+    inputs = list(operator.inputs(case.m, case.n, DTYPES[case.dtype], "cuda"))
+    if case.weight is not None:
+        inputs[operator.shared] = inputs[operator.shared].to(DTYPES[case.weight])
+    calls, results = _prepare(providers, case.op, inputs, case.m)
+    return _beside_the_limit(options, operator.traffic, inputs, calls, results)
+
+
+def models_section(options: Options) -> Iterator[Point]:
+    """The shapes that models have. Each run is a process of its own: see models.RUNS."""
+    for case in models.cases(options.operators, options.dtypes, options.shapes):
+        name = {"section": "models"} | {k: v for k, v in case._asdict().items() if v is not None}
+        having = tuple(
+            who
+            for who in options.providers
+            if case.op in provider(who).operators
+            and (who != "torch.compile" or (case.op, case.m, case.n) in models.COMPILED)
+        )
+        yield from _point(name | {"run": options.run}, having, _models_point, options, case)
 
 
 def _algorithms_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
@@ -393,12 +417,13 @@ SECTIONS = {
     "throughput": throughput,
     "odd": odd,
     "few": few,
+    "models": models_section,
     "algorithms": algorithms,
     "invariant": invariant,
     "step": step,
     "cpu": cpu,
 }
-NEEDS_GPU = ("throughput", "odd", "few", "algorithms", "invariant", "step")
+NEEDS_GPU = ("throughput", "odd", "few", "models", "algorithms", "invariant", "step")
 
 
 def context_is_lost() -> bool:
