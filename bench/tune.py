@@ -19,14 +19,16 @@ from pathlib import Path
 
 DEVICES = ("h100", "h200", "other", "other-fast")
 LAYOUTS = ("aligned", "same-offset", "mixed-offsets")
-# Operators of the policy, with the benchmark's name and gander.explain's.
+# Operators of the policy, with the benchmark's name and gander.explain's, if it has one.
 OPERATORS = {
     "softmax_forward": ("softmax_forward", "softmax"),
     "softmax_backward": ("softmax_backward", "softmax_bwd"),
     "rmsnorm_forward": ("rmsnorm_forward", "rmsnorm"),
     "rmsnorm_backward": ("rmsnorm_backward", "rmsnorm_bwd"),
+    "rmsnorm_backward_dx": ("rmsnorm_backward_dx", None),
     "cross_entropy_forward": ("cross_entropy_forward", "cross_entropy"),
     "cross_entropy_forward_dx": ("cross_entropy_loss_gradient", "cross_entropy_fwd_dx"),
+    "cross_entropy_backward": ("cross_entropy_backward", "cross_entropy_bwd"),
 }
 SHAPES = [(32768, 1 << k) for k in range(8, 17)] + [(16384, 131072), (8192, 262144)]
 
@@ -84,11 +86,11 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
     import gander
     import torch
     from gander.bench import sections
-    from gander.bench.cases import DTYPES, provider
+    from gander.bench.cases import DTYPES, PARTS, provider
     from gander.bench.cases import OPERATORS as CASES
 
     name, explained = OPERATORS[operator]
-    case, itemsize = CASES[name], DTYPES[dtype].itemsize
+    case, itemsize = (CASES | PARTS)[name], DTYPES[dtype].itemsize
     layout = layout_of(n, itemsize, options.mixed_offsets)
     torch.manual_seed(0)
     inputs = case.inputs(m, n, DTYPES[dtype], where)
@@ -113,7 +115,8 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
             raise ArithmeticError(f"{operator} {dtype} {m} x {n} by {row!r}: {off:.1e} off")
         calls[row], results[row] = by(row), {}
     row_file.write_text("")
-    policy = policy_row(gander.explain(explained, inputs[0])) if layout != "mixed-offsets" else ""
+    known = explained is not None and layout != "mixed-offsets"
+    policy = policy_row(gander.explain(explained, inputs[0])) if known else ""
     choice = sections.Options(providers=(), seconds=options.seconds)
     figures = sections._beside_the_limit(choice, case.traffic, inputs, calls, results)
     limit = figures.get("limit", {}).get("us", 0)

@@ -45,6 +45,14 @@ def test_providers_compute_the_operator(name, op, dtype):
         assert (got.double() - want).norm() <= sections._WRONG[cases.DTYPES[dtype]] * want.norm()
 
 
+@pytest.mark.parametrize("op", cases.PARTS)
+def test_parts_that_gander_alone_has(op):
+    torch.manual_seed(0)
+    inputs = cases.PARTS[op].inputs(5, 33, torch.float32, "cpu")
+    got = cases.provider("gander").operators[op](*inputs)()
+    assert sections._distance(op, inputs, got, 5) < sections._WRONG[torch.float32]
+
+
 @pytest.mark.parametrize("op", cases.OPERATORS)
 def test_formulas_for_torch_compile_compute_the_operator(op, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
