@@ -92,8 +92,13 @@ func review(f kernels.Family, found map[string]moves) error {
 			continue
 		}
 		got, present := found[v.Symbol]
-		if !present {
+		switch {
+		case present && !v.In("sm_90"):
+			problems = append(problems, fmt.Errorf("%s is in the image, but no plan for sm_90 launches it", v.Symbol))
+		case !present && v.In("sm_90"):
 			problems = append(problems, fmt.Errorf("%s is not in the image", v.Symbol))
+		}
+		if !present {
 			continue
 		}
 		for _, problem := range got.against(expected(v), v.Unaligned) {

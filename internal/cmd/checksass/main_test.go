@@ -92,4 +92,11 @@ func TestExpected(t *testing.T) {
 func TestAKernelThatIsMissingIsReported(t *testing.T) {
 	v := &kernels.Variants[0]
 	require.ErrorContains(t, review(v.Family, map[string]moves{}), v.Symbol+" is not in the image")
+	for i := range kernels.Variants {
+		if v := &kernels.Variants[i]; v.NoClusters {
+			require.NotContains(t, review(v.Family, map[string]moves{}).Error(), v.Symbol+" ")
+			err := review(v.Family, map[string]moves{v.Symbol: expected(v)})
+			require.ErrorContains(t, err, v.Symbol+" is in the image, but no plan for sm_90 launches it")
+		}
+	}
 }
