@@ -31,8 +31,14 @@ func main() {
 		fmt.Fprintln(os.Stderr, "checksass:", err)
 		os.Exit(1)
 	}
+	count := 0
+	for i := range kernels.Variants {
+		if kernels.Variants[i].In(arch) {
+			count++
+		}
+	}
 	fmt.Printf("%d kernels for %s: rows move in 16-byte vectors or bulk copies, none through local memory\n",
-		len(kernels.Variants), arch)
+		count, arch)
 }
 
 // check returns all problems, joined.
@@ -93,9 +99,10 @@ func review(f kernels.Family, found map[string]moves) error {
 		}
 		got, present := found[v.Symbol]
 		switch {
-		case present && !v.In("sm_90"):
-			problems = append(problems, fmt.Errorf("%s is in the image, but no plan for sm_90 launches it", v.Symbol))
-		case !present && v.In("sm_90"):
+		case present && !v.In(arch):
+			err := fmt.Errorf("%s is in the image, but no plan for %s launches it", v.Symbol, arch)
+			problems = append(problems, err)
+		case !present && v.In(arch):
 			problems = append(problems, fmt.Errorf("%s is not in the image", v.Symbol))
 		}
 		if !present {
