@@ -47,6 +47,7 @@ def arguments(argv):
     p.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=["float16", "bfloat16", "float32"])
     p.add_argument("--shapes", nargs="*", default=SHAPES, type=shape, help="such as 32768x1024")
     p.add_argument("--mixed-offsets", action="store_true", help="the first operand begins an element later")
+    p.add_argument("--row-file", type=Path, help=argparse.SUPPRESS)  # of a process that main has started
     p.add_argument("--seconds", type=float, default=1.0, help="for the rows of one shape")
     return p.parse_args(argv)
 
@@ -177,14 +178,15 @@ def run(options, row_file):
 
 def main(argv=None):
     options = arguments(argv)
-    if row_file := os.environ.get("GANDER_TUNE"):
-        run(options, Path(row_file))
+    if options.row_file is not None:
+        run(options, options.row_file)
         return 0
     # Go sees the environment with which its process has started. So another process gets the variable.
     with tempfile.TemporaryDirectory() as folder:
         row_file = Path(folder, "row")
         row_file.write_text("")
-        again = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)]
+        arguments_again = sys.argv[1:] if argv is None else argv
+        again = [sys.executable, __file__, *arguments_again, "--row-file", str(row_file)]
         return subprocess.run(again, env=os.environ | {"GANDER_TUNE": str(row_file)}).returncode
 
 

@@ -213,8 +213,9 @@ func (q *query) prefetchRows(p *plan, v *kernels.Variant, rows, grid, cluster in
 	if q.op == kernels.CrossEntropyForward || inputs > 1 && !q.unaligned && q.vectors > 256 {
 		return
 	}
+	const most = 1<<20 - 2*16 // bytes: the instruction has 16 bits for 16-byte vectors
 	firstWave := q.resident(v) / cluster
-	if grid/cluster <= firstWave {
+	if grid/cluster <= firstWave || cluster == 1 && rows*q.vectors*16 > most {
 		return
 	}
 	distance := (4 - inputs) << 20 // bytes

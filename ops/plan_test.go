@@ -69,6 +69,10 @@ func everyRequest(f func(request)) {
 								f(r)
 							}
 						}
+						if op == kernels.CrossEntropyBackward {
+							r.onePass = true
+							f(r)
+						}
 					}
 				}
 			}
@@ -263,7 +267,7 @@ func TestScratchDoesNotOverlap(t *testing.T) {
 func TestPlanLookAhead(t *testing.T) {
 	for _, c := range []struct {
 		request
-		ahead, from int32 // rows of 3 MiB rowsPerStep, 2 of two inputs; CTAs or clusters
+		distance, from int32 // rows of 3 MiB rowsPerStep, 2 of two inputs; CTAs or clusters
 	}{
 		{request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 32768, n: 4096}, 384, 132*16 - 384},
 		{request{op: kernels.SoftmaxBackward, x: kernels.BFloat16, m: 32768, n: 2048}, 256, 132*12 - 256},
@@ -279,7 +283,7 @@ func TestPlanLookAhead(t *testing.T) {
 	} {
 		p, err := makePlan(testDevices["h100"], c.request)
 		require.NoError(t, err)
-		assert.Equal(t, []int32{c.ahead, c.from}, []int32{p.prefetch, p.prefetchFrom}, "%+v", c.request)
+		assert.Equal(t, []int32{c.distance, c.from}, []int32{p.prefetch, p.prefetchFrom}, "%+v", c.request)
 	}
 }
 

@@ -1,11 +1,8 @@
 // Kernel bodies for long rows, each of which is spread over CTAs of the whole grid. The CTAs exchange the
 // states of their parts through global memory.
 //
-//   grid_cooperative_body    many rows: all CTAs together work on one row after the other. A cooperative
-//   launch
-//                            of persistent CTAs
-//   grid_shared_memory_body  few rows: each CTA works on a part of one row, and all rows are worked on at
-//   once
+//   grid_cooperative_body    many rows: all CTAs, which are persistent, work on one row after the other
+//   grid_shared_memory_body  few rows: each CTA works on a part of one row, all rows at once
 #pragma once
 #include "rows.cuh"
 

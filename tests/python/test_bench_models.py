@@ -36,7 +36,7 @@ def test_points_name_their_weights_and_their_run():
     points = list(sections.models_section(options))
     assert [p.name.get("weight") for p in points] == [None, "float32"] * 2
     assert all(p.name["run"] == 2 and p.name["section"] == "models" for p in points)
-    assert ["torch.compile" in p.providers for p in points] == [True, True, False, False]
+    assert ["torch.compile" in p.providers for p in points] == [True, False, False, False]
 
 
 def test_weights_are_cast_for_every_provider(monkeypatch):
@@ -79,7 +79,7 @@ def runs(mine, others, ratio=1.0, **name):
     environment = {"device": "a", "torch": "b", "commit": "c"}
     return [
         {"section": "models", "run": i, "environment": environment, "date": "2026-01-01", **name}
-        | {"results": {"gander": us, "quack": {"us": other, "tbps": 2.0}}}
+        | {"results": {"gander": us, "quack": {"us": other, "tbps": 2.0}}, "limit": {"us": ratio * us["us"]}}
         for i, (us, other) in enumerate(
             zip([{"us": us, "tbps": 3.0, "ratio": ratio} for us in mine], others, strict=True), 1
         )
@@ -105,13 +105,19 @@ def test_a_point_misses_if_all_runs_do(mine, others, met):
 
 
 def test_shares_of_the_limit_are_judged_with_the_same_slack():
-    for ratio, met in ((0.952, True), (0.949, False)):
-        (check,) = [
-            c
-            for c in results.checks(runs([9, 9, 9], [9, 9, 9], ratio))
-            if c.target == "share of the limit, models"
-        ]
-        assert check.met() is met and check.measured == ratio
+    for us, ratio, met in ((90, 0.952, True), (90, 0.949, False), (10, 0.943, True), (10, 0.938, False)):
+        checks = results.checks(runs([us] * 3, [us] * 3, ratio))
+        (check,) = [c for c in checks if c.target == "share of the limit, models"]
+        assert check.met() is met and check.measured == pytest.approx(ratio)
+
+
+def test_a_point_is_judged_by_three_runs():
+    records = runs([103, 103, 103], [100, 100, 100])
+    assert results.checks(records[:2]) == []
+    alone = [record | {"results": {"quack": {"us": 1.0}}} for record in records]
+    assert results.checks(alone) == []
+    (row,) = [row for table in report.summary(records) for row in table.rows]
+    assert row[3] == "3"  # each run is a point of the summary
 
 
 def test_a_failed_provider_is_not_compared_with():

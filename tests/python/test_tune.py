@@ -112,10 +112,12 @@ def test_measurements_are_what_the_policy_reads(tmp_path, monkeypatch):
 def test_a_run_forces_the_rows_it_names(tmp_path, monkeypatch):
     candidates, out = tmp_path / "candidates.json", tmp_path / "out.jsonl"
     candidates.write_text("{}")
-    monkeypatch.delenv("GANDER_TUNE", raising=False)
+    somebodys = tmp_path / "row"
+    somebodys.write_text("auto - - - registers 8x1")
+    monkeypatch.setenv("GANDER_TUNE", str(somebodys))
     nothing = [str(candidates), "h100", str(out), "--shapes"]  # no shape: only the check of the row file
     assert tune.main(nothing) == 0
     assert out.read_text() == ""
-    monkeypatch.setenv("GANDER_TUNE", str(tmp_path / "row"))  # too late for the library of this process
+    assert somebodys.read_text() == "auto - - - registers 8x1"
     with pytest.raises(RuntimeError, match="GANDER_TUNE must be set when Python starts"):
-        tune.main(nothing)
+        tune.run(tune.arguments(nothing), tmp_path / "another row")  # too late for this process

@@ -23,7 +23,7 @@ BACKWARD = ("softmax_backward", "rmsnorm_backward", "cross_entropy_loss_gradient
 OPERATORS = tuple(op for pair in zip(FORWARD, BACKWARD, strict=True) for op in pair)
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-# torch.compile is tuned for minutes, so it is measured at ten points.
+# torch.compile is tuned for minutes, so it is measured at ten points, in bfloat16 with weights of that type.
 COMPILED = {
     *((op, 8192, n) for op in ("rmsnorm_forward", "rmsnorm_backward") for n in (4096, 5120, 11008)),
     *(("cross_entropy_forward", 8192, n) for n in (50257, 128256)),
@@ -65,6 +65,11 @@ def cases(
                     yield from (Case(op, dtype, m, n, weight) for weight in _weights(op, dtype))
 
 
+def is_compiled(case: Case) -> bool:
+    shape = case.op, case.m, case.n
+    return case.dtype == "bfloat16" and case.weight is None and shape in COMPILED
+
+
 # ---- How a point is judged ----
 
 # A point is measured in three processes. It misses a target if it does so in all of them, by more than 2 %,
@@ -88,23 +93,35 @@ class Verdict(NamedTuple):
     at_least: float
 
 
-def _best(verdicts: list[Verdict]) -> Verdict:
+def _best(verdicts: list[Verdict]) -> Verdict | None:
+    """The run in which gander is best; None if fewer than RUNS can be judged."""
+    if len(verdicts) < RUNS:
+        return None
     return max(verdicts, key=lambda v: (v.measured or 0) / v.at_least)
+
+
+def _least(base_us: float, share: float, mine: float | None) -> float:
+    """The speed relative to base_us that is at least needed where a share of it is aimed at."""
+    if mine is not None and mine < _SHORT_US:
+        return base_us / (base_us / share + _SLACK_US)
+    return share / (1 + _SLACK)
+
+
+def _has_gander(run: dict) -> bool:
+    return "gander" in run["results"]
 
 
 def against_others(runs: list[dict]) -> Verdict | None:
     """gander's speed over that of the best other provider, in the run in which it is best."""
     verdicts = []
-    for run in runs:
+    for run in filter(_has_gander, runs):
         us = {name: figures["us"] for name, figures in run["results"].items() if "us" in figures}
         mine = us.get("gander")
         best = min((value for name, value in us.items() if not name.startswith("gander")), default=None)
         if best is None:
             continue
-        short = mine is not None and mine < _SHORT_US
-        at_least = best / (best + _SLACK_US) if short else 1 / (1 + _SLACK)
-        verdicts.append(Verdict(mine and best / mine, at_least))
-    return _best(verdicts) if verdicts else None
+        verdicts.append(Verdict(mine and best / mine, _least(best, 1, mine)))
+    return _best(verdicts)
 
 
 def against_limit(runs: list[dict]) -> Verdict | None:
@@ -112,8 +129,12 @@ def against_limit(runs: list[dict]) -> Verdict | None:
     target = share_of_limit(*(runs[0][part] for part in ("op", "dtype", "m", "n")))
     if target is None:
         return None
-    at_least = target * (1 - _SLACK)
-    return _best([Verdict(run["results"].get("gander", {}).get("ratio"), at_least) for run in runs])
+    verdicts = []
+    for run in filter(_has_gander, runs):
+        mine, limit = run["results"]["gander"].get("us"), run.get("limit", {}).get("us")
+        if limit is not None:
+            verdicts.append(Verdict(mine and limit / mine, _least(limit, target, mine)))
+    return _best(verdicts)
 
 
 def by_case(records: Iterable[dict]) -> dict[Case, list[dict]]:

@@ -424,6 +424,7 @@ def point_of(record: dict) -> str:
     """What was measured, without the operator."""
     parts = [record[part] for part in ("dtype", "mode") if part in record]
     parts += [f"{record['weight']} weights"] if "weight" in record else []
+    parts += [f"run {record['run']}"] if "run" in record else []
     return ", ".join([*parts, *([_size(record["m"], record["n"])] if "m" in record else [])])
 
 

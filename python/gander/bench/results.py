@@ -168,7 +168,7 @@ def _algorithms(records) -> Iterator[Check]:
 
 def _models(records) -> Iterator[Check]:
     for runs in models.by_case(records).values():
-        point = runs[0]["op"], point_of(runs[0])
+        point = runs[0]["op"], point_of({k: v for k, v in runs[0].items() if k != "run"})
         if (verdict := models.against_limit(runs)) is not None:
             yield Check("share of the limit, models", *point, *verdict)
         if (verdict := models.against_others(runs)) is not None:

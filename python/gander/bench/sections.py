@@ -229,8 +229,7 @@ def models_section(options: Options) -> Iterator[Point]:
         having = tuple(
             who
             for who in options.providers
-            if case.op in provider(who).operators
-            and (who != "torch.compile" or (case.op, case.m, case.n) in models.COMPILED)
+            if case.op in provider(who).operators and (who != "torch.compile" or models.is_compiled(case))
         )
         yield from _point(name | {"run": options.run}, having, _models_point, options, case)
 

@@ -6,17 +6,21 @@ and run gander's kernels. Every other name is torch's own function, so that
 replaces `import torch.nn.functional as F`.
 
 What gander does not have, such as label smoothing, class probabilities, and tensors of other types than
-float16, bfloat16, float32 and float64, is computed by torch. For tensors there is one warning for each kind.
+float16, bfloat16, float32 and float64, is computed by torch. For types and devices there is one warning for
+each. Second derivatives and forward mode of the three functions raise NotImplementedError (see README's
+limits).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as _torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _ops
 
@@ -24,6 +28,10 @@ __all__ = ["cross_entropy", "rms_norm", "softmax"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INDICES = (torch.int32, torch.int64)
+
+# torch's own, also for a program that puts the functions of this module in their places.
+_torch_softmax, _torch_rms_norm = _torch.softmax, _torch.rms_norm
+_torch_cross_entropy = _torch.cross_entropy
 
 
 def __getattr__(name: str) -> Any:
@@ -39,29 +47,52 @@ def __dir__() -> list[str]:
 _warned: set[tuple[str, str]] = set()
 
 
-def _reason(*tensors: Tensor | None) -> str | None:
-    """Why gander cannot compute with these tensors, or None. The first has the rows."""
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            return f"a {type(tensor).__name__}"
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            return "a sparse or quantized tensor"
-        if tensor.device.type not in ("cpu", "cuda", "meta"):
-            return f"a tensor on {tensor.device.type}"
-        if tensor.dtype not in _DTYPES and (tensor.dtype is not torch.float64 or tensor.is_cuda):
-            return f"a {tensor.dtype} tensor on {tensor.device.type}"
-    first = tensors[0]
-    return "an empty tensor" if first is not None and first.numel() == 0 else None
+@functools.cache
+def _overrides_functions(kind: type) -> bool:
+    """Whether a subclass of Tensor handles torch's functions itself, as MaskedTensor does."""
+    override = kind.__torch_function__  # type: ignore[attr-defined]
+    inherited = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    disabled = torch._C._disabled_torch_function_impl
+    return override is not disabled and getattr(override, "__func__", None) is not inherited
+
+
+def _is_ours(tensor: Any) -> bool:
+    """Whether this is a tensor whose functions torch would not hand to anything else."""
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return not tensor.is_nested
+    return isinstance(tensor, Tensor) and not tensor.is_nested and not _overrides_functions(kind)
+
+
+def _unsupported(tensor: Tensor) -> str | None:
+    """What gander does not support about a tensor, or None."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return "a sparse or quantized tensor"
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
+        return f"a tensor on {tensor.device.type}"
+    if tensor.dtype not in _DTYPES and (tensor.dtype is not torch.float64 or tensor.is_cuda):
+        return f"a {tensor.dtype} tensor on {tensor.device.type}"
+    return None
 
 
 def _warn(function: str, reason: str) -> None:
-    if (function, reason) in _warned:
+    if torch.compiler.is_compiling() or (function, reason) in _warned:
         return
-    _warned.add((function, reason))
     text = f"gander.nn.functional.{function} does not support {reason}; torch's operator computes it"
-    warnings.warn(text, stacklevel=3)
+    warnings.warn(text, stacklevel=4)
+    _warned.add((function, reason))
+
+
+def _serves(function: str, *tensors: Tensor | None) -> bool:
+    """Whether gander computes with these tensors. If not, warns about what it does not support."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(_is_ours(tensor) for tensor in given):
+        return False
+    for tensor in given:
+        if (reason := _unsupported(tensor)) is not None:
+            _warn(function, reason)
+            return False
+    return True
 
 
 # ---- Softmax ----
@@ -82,14 +113,13 @@ def softmax(
 
     A dimension other than the last is moved to the end and back, which copies. See gander.softmax.
     """
-    if dim is not None:  # otherwise torch warns that it chooses a dimension
-        x = input.to(dtype) if dtype is not None and isinstance(input, Tensor) else input
-        reason = _reason(x)
-        if reason is None and -max(x.ndim, 1) <= dim < max(x.ndim, 1):
-            return _softmax_over(x, dim)
-        if reason is not None:
-            _warn("softmax", reason)
-    return _torch.softmax(input, dim, _stacklevel + 1, dtype)  # also says what is wrong with dim
+    if type(dim) is int and _is_ours(input) and -max(input.ndim, 1) <= dim < max(input.ndim, 1):
+        x = input if dtype is None else input.to(dtype)
+        if (x.ndim == 0 or x.shape[dim] != 0) and _serves("softmax", x):
+            y = _softmax_over(x, dim)
+            return y if dtype is None else y.to(dtype)  # autocast may have widened it
+    # torch also says what is wrong with dim, and warns where it chooses one.
+    return _torch_softmax(input, dim, _stacklevel + 1, dtype)
 
 
 # ---- RMSNorm ----
@@ -116,26 +146,26 @@ def rms_norm(
     eps=None is the machine epsilon of the dtype that torch computes in, which for 16-bit input is float32.
     The result has the dtype of input. See gander.rmsnorm.
     """
-    shape, dims = tuple(normalized_shape), len(normalized_shape)
-    reason = _reason(input, weight)
-    if reason is None:
-        fits = dims > 0 and tuple(input.shape[-dims:]) == shape
-        if fits and (weight is None or tuple(weight.shape) == shape):
-            return _rms_norm_over(input, dims, weight, eps)
-    else:
-        _warn("rms_norm", reason)
-    return _torch.rms_norm(input, normalized_shape, weight, eps)  # also says what is wrong with the shapes
+    known = eps is None or (type(eps) in (int, float) and 0 <= eps < math.inf)
+    if known and isinstance(normalized_shape, (list, tuple)) and _is_ours(input):
+        shape, dims = tuple(normalized_shape), len(normalized_shape)
+        fits = dims > 0 and 0 not in shape and tuple(input.shape[-dims:]) == shape
+        if fits and weight is not None:
+            fits = isinstance(weight, Tensor) and tuple(weight.shape) == shape
+        if fits and _serves("rms_norm", input, weight):
+            return _rms_norm_over(input, dims, weight, None if eps is None else float(eps))
+    return _torch_rms_norm(input, normalized_shape, weight, eps)  # also says what is wrong
 
 
 # ---- Cross-entropy ----
 
 
-def _weighs(weight: Tensor | None, rows: Tensor) -> bool:
-    """Whether there is a weight for each class, in float64 if and only if the rows are."""
-    if weight is None:
-        return True
-    wide = weight.dtype is torch.float64
-    return weight.shape == rows.shape[-1:] and wide == (rows.dtype is torch.float64)
+def _reduction(size_average: bool | None, reduce: bool | None) -> str:
+    """What torch's old options mean, with torch's warning."""
+    if not torch.compiler.is_compiling():
+        return torch.nn._reduction.legacy_get_string(size_average, reduce)
+    averages, reduces = size_average in (None, True), reduce in (None, True)
+    return "none" if not reduces else "mean" if averages else "sum"
 
 
 def cross_entropy(
@@ -155,24 +185,26 @@ def cross_entropy(
     computed by torch. (N, C, d1, ...) copies input. See gander.cross_entropy.
     """
     if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
-    probabilities = isinstance(target, Tensor) and target.is_floating_point()
-    if not probabilities and label_smoothing == 0.0:
-        reason = _reason(input, weight)
-        if reason is None and (not isinstance(target, Tensor) or target.dtype not in _INDICES):
-            reason = f"a target of {getattr(target, 'dtype', type(target).__name__)}"
-        if reason is None and input.ndim >= 1 and reduction in ("none", "mean", "sum"):
-            rows = input.movedim(1, -1) if input.ndim > 2 else input
-            if rows.shape[:-1] == target.shape and _weighs(weight, rows):
-                return _ops.cross_entropy(
-                    rows,
-                    target,
-                    weight=weight,
-                    ignore_index=ignore_index,
-                    reduction=reduction,  # type: ignore[arg-type]
-                )
-        if reason is not None:
-            _warn("cross_entropy", reason)
-    return _torch.cross_entropy(
-        input, target, weight, None, ignore_index, None, reduction, label_smoothing
-    )  # also says what is wrong with the shapes
+        reduction = _reduction(size_average, reduce)
+    if (
+        label_smoothing == 0.0
+        and reduction in ("none", "mean", "sum")
+        and _is_ours(input)
+        and _is_ours(target)
+        and target.dtype in _INDICES
+        and 0 < input.ndim == target.ndim + 1
+        and (
+            weight is None
+            or (_is_ours(weight) and (weight.dtype is torch.float64) == (input.dtype is torch.float64))
+        )
+    ):
+        rows = input.movedim(1, -1) if input.ndim > 2 else input
+        if rows.shape[-1] != 0 and _serves("cross_entropy", input, weight):
+            return _ops.cross_entropy(
+                rows,
+                target,
+                weight=weight,
+                ignore_index=ignore_index,
+                reduction=reduction,  # type: ignore[arg-type]
+            )
+    return _torch_cross_entropy(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
