@@ -69,7 +69,7 @@ const (
 	Stream                            // a row is read once and not kept
 	TwoPasses                         // chunks of rows are reduced, then mapped
 	ByColumns                         // RMSNorm backward: row sums first, then dx and dw by columns
-	Elementwise                       // row statistics are known: chunks are mapped
+	Elementwise                       // nothing is reduced: any number of threads share a row
 )
 
 // Count is a number of rows, absolute or for each SM. The zero value is no limit.
