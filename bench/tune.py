@@ -87,11 +87,10 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
     import gander
     import torch
     from gander.bench import sections
-    from gander.bench.cases import DTYPES, PARTS, provider
-    from gander.bench.cases import OPERATORS as CASES
+    from gander.bench.cases import ALL, DTYPES, provider
 
     name, explained = OPERATORS[operator]
-    case, itemsize = (CASES | PARTS)[name], DTYPES[dtype].itemsize
+    case, itemsize = ALL[name], DTYPES[dtype].itemsize
     layout = layout_of(n, itemsize, options.mixed_offsets)
     torch.manual_seed(0)
     inputs = case.inputs(m, n, DTYPES[dtype], where)

@@ -115,12 +115,9 @@ def against_others(runs: list[dict]) -> Verdict | None:
     """gander's speed over that of the best other provider, in the run in which it is best."""
     verdicts = []
     for run in filter(_has_gander, runs):
-        us = {name: figures["us"] for name, figures in run["results"].items() if "us" in figures}
-        mine = us.get("gander")
-        best = min((value for name, value in us.items() if not name.startswith("gander")), default=None)
-        if best is None:
-            continue
-        verdicts.append(Verdict(mine and best / mine, _least(best, 1, mine)))
+        mine, best = run["results"]["gander"].get("us"), best_other(run)
+        if best is not None:
+            verdicts.append(Verdict(mine and best / mine, _least(best, 1, mine)))
     return _best(verdicts)
 
 
@@ -154,8 +151,13 @@ def median(runs: list[dict], provider: str, field: str) -> float | None:
     return statistics.median(found) if found else None
 
 
-def best_other(runs: list[dict], field: str) -> float | None:
-    """The best median of another provider: the shortest time, or the highest speed."""
+def best_other(record: dict, field: str = "us") -> float | None:
+    """The best figure of another provider: the shortest time, or the highest speed."""
+    return best_median([record], field)
+
+
+def best_median(runs: list[dict], field: str) -> float | None:
+    """The best median of another provider over several runs."""
     names = {name for run in runs for name in run["results"] if not name.startswith("gander")}
     medians = [m for name in names if (m := median(runs, name, field)) is not None]
-    return (min if field == "us" else max)(medians, default=None)
+    return (min if field.startswith("us") else max)(medians, default=None)

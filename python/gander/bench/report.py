@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from . import models
+from .models import best_other
 
 # gander's targets: host time of a call over torch's own, without and with gradient; milliseconds; megabytes.
 HOST_TARGETS = {
@@ -192,13 +193,6 @@ def _share(record: dict) -> str:
     return _figure(record["results"].get("gander"), "ratio", "{:.3f}")
 
 
-def best_other(record: dict, field="us") -> float | None:
-    others = [
-        r[field] for name, r in record["results"].items() if not name.startswith("gander") and field in r
-    ]
-    return (min if field.startswith("us") else max)(others, default=None)
-
-
 def _speedup(record: dict, field="us") -> str:
     best, mine = best_other(record, field), record["results"].get("gander", {}).get(field)
     return "-" if None in (best, mine) else f"{best / mine:.2f}"
@@ -276,7 +270,7 @@ def _models_cell(runs: list[dict] | None, m: int) -> str:
     if runs is None:
         return ""
     field, form = ("us", "{:.1f}") if m < models.TRAINING[0] else ("tbps", "{:.2f}")
-    mine, other = models.median(runs, "gander", field), models.best_other(runs, field)
+    mine, other = models.median(runs, "gander", field), models.best_median(runs, field)
     cell = "-" if mine is None else form.format(mine)
     return cell if other is None else f"{cell} ({form.format(other)})"
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from . import models
-from .models import BYTES, FORWARD
+from .models import BYTES, FORWARD, best_other
 from .report import (
     AUTO_WITHIN,
     HOST_TARGETS,
@@ -15,7 +15,6 @@ from .report import (
     TITLES,
     Table,
     algorithms_tables,
-    best_other,
     cpu_tables,
     host_tables,
     invariant_tables,

@@ -15,7 +15,7 @@ import gander
 
 from .. import _library
 from . import limit, load, models
-from .cases import ALGORITHMS, DTYPES, OPERATORS, double, provider, reference, rows_of
+from .cases import ALGORITHMS, ALL, DTYPES, OPERATORS, double, provider, rows_of
 from .report import ALLOCATING, IN_TURNS
 from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
 
@@ -96,7 +96,7 @@ def _each(providers, figures: Callable[[str], dict | None]) -> dict:
 def _distance(name, inputs, outputs, m) -> float:
     """How far the first and the last row of a result are from float64, relative to their size."""
     rows = torch.tensor(sorted({0, m - 1}), device=inputs[0].device)
-    want = reference(name, double(rows_of(name, inputs, rows)))[0]
+    want = ALL[name].reference(*double(rows_of(name, inputs, rows)))[0]
     got = outputs[0][rows].double()
     facts = torch.finfo(outputs[0].dtype)
     subnormal = facts.smallest_normal * facts.eps * want.numel() ** 0.5  # lost by rounding what is close to 0
