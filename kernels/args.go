@@ -54,12 +54,13 @@ type Rows struct {
 	// shared memory.
 	Depth int32
 
-	// InRegisters, Staged, Elementwise: a CTA prefetches into L2 the rows that lie this many rows after its
-	// own. 0 for none. PrefetchFrom is the first CTA, or cluster, that does.
+	// InRegisters, Staged: a CTA prefetches into L2 the rows that lie this many rows after its own.
+	// Elementwise: it prefetches what the CTA that is this many CTAs after it works on. 0 for none.
+	// PrefetchFrom is the first CTA, or cluster, that does.
 	PrefetchDistance int32
 	PrefetchFrom     int32
 
-	RowThreads int32 // Elementwise: threads of a CTA that share a row
+	_ int32
 }
 
 // SoftmaxArgs is the parameter of the softmax kernels.
@@ -106,5 +107,7 @@ type CrossEntropyArgs struct {
 	Mean           int32 // the total is divided by the sum of the weights
 	SingleCTATotal int32 // the launch is one CTA, which also computes the total
 	OnePass        int32 // with Mean, forward divides dx by the denominator; backward exits if Dloss is 1
-	_              int32
+
+	// Elementwise: threads of a CTA that share a row, 65536 over that rounded up, and rows of a CTA.
+	RowThreads, InverseRowThreads, RowsPerCTA int32
 }

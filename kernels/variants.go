@@ -283,10 +283,7 @@ func table() []Variant {
 		} {
 			t.addRows(op)
 		}
-		for _, unaligned := range []bool{false, true} {
-			elementwise := Variant{Op: CrossEntropyBackward, Shape: Elementwise, Unaligned: unaligned}
-			t.add(elementwise, tile{ChunkThreads, 4})
-		}
+		t.addChunks(CrossEntropyBackward, Elementwise, 4)
 		t.addStaged()
 		t.addRings()
 		t.addGrid()

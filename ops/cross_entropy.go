@@ -174,6 +174,10 @@ func (k *cudaCall) crossEntropy(s *kernels.CrossEntropy) kernels.CrossEntropyArg
 	if s.Reduction == kernels.ReduceMean {
 		args.Mean = 1
 	}
+	if threads := k.plan.rowThreads; threads > 0 {
+		args.RowThreads, args.InverseRowThreads = threads, (1<<16+threads-1)/threads
+		args.RowsPerCTA = k.plan.rowsPerCTA
+	}
 	return args
 }
 

@@ -136,7 +136,7 @@ func (k *cudaCall) rows(a, b, y kernels.Matrix) kernels.Rows {
 		AStride: a.Stride, BStride: b.Stride, YStride: y.Stride, M: a.Rows, N: a.Cols,
 		Chunk: k.plan.chunk, Splits: k.plan.splits, BType: int32(b.DType), YType: int32(y.DType),
 		IgnoreAlignment: k.ignoreAlignment, Stages: k.plan.stages, Depth: k.plan.depth,
-		PrefetchDistance: k.plan.prefetch, PrefetchFrom: k.plan.prefetchFrom, RowThreads: k.plan.rowThreads,
+		PrefetchDistance: k.plan.prefetch, PrefetchFrom: k.plan.prefetchFrom,
 	}
 }
 

@@ -36,6 +36,7 @@ type plan struct {
 	prefetch       int32 // rows from a CTA's to those that it prefetches into L2; 0 for none
 	prefetchFrom   int32 // the first CTA, or cluster, that does
 	rowThreads     int32 // Elementwise: threads of a CTA that share a row
+	rowsPerCTA     int32 // Elementwise: rows of a CTA
 	partials       int32 // rows of partial dw
 	singleCTATotal bool  // the only CTA makes the total as well
 	scratch        scratch
@@ -187,9 +188,7 @@ func (q *query) add(p *plan, v *kernels.Variant, grid, cluster int64, shared uin
 	case kernels.InRegisters, kernels.Staged:
 		q.prefetchRows(p, v, v.RowsPerCTA(), grid, cluster)
 	case kernels.Elementwise:
-		if p.splits == 1 {
-			q.prefetchRows(p, v, int64(v.Threads)/int64(p.rowThreads), grid, 1)
-		}
+		q.prefetchRows(p, v, int64(p.rowsPerCTA), grid, 1)
 	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
 		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
@@ -214,13 +213,21 @@ func (q *query) prefetchRows(p *plan, v *kernels.Variant, rows, grid, cluster in
 		return
 	}
 	const most = 1<<20 - 2*16 // bytes: the instruction has 16 bits for 16-byte vectors
+	vectors := min(q.vectors, p.chunk) * rows
 	firstWave := q.resident(v) / cluster
-	if grid/cluster <= firstWave || cluster == 1 && rows*q.vectors*16 > most {
+	if grid/cluster <= firstWave || cluster == 1 && vectors*16 > most || rows > 1 && p.splits > 1 {
 		return
 	}
 	distance := (4 - inputs) << 20 // bytes
-	ctas := max(distance/(q.n*q.x.Size()*inputs*rows), 1)
+	bytes := q.n * q.x.Size() * inputs * rows
+	if p.splits > 1 {
+		bytes = vectors * 16 * inputs
+	}
+	ctas := max(distance/bytes, 1)
 	p.prefetch, p.prefetchFrom = int32(ctas*rows), int32(max(firstWave-ctas, 0))
+	if v.Shape == kernels.Elementwise {
+		p.prefetch = int32(ctas)
+	}
 }
 
 // resident is how many CTAs of a kernel that is not persistent by nature the device holds at a time.

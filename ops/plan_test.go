@@ -152,12 +152,13 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			threads := int64(p.rowThreads)
 			require.Positive(t, threads, what)
 			require.LessOrEqual(t, threads, int64(v.Threads), what)
-			rows := int64(v.Threads) / threads
+			rows := int64(p.rowsPerCTA)
+			require.LessOrEqual(t, rows*threads, int64(v.Threads), what)
 			require.Equal(t, ceil(r.m, rows)*int64(p.splits), ctas, what)
-			require.Zero(t, int64(p.prefetch)%rows, "%s: no CTA's rows begin there", what)
-			if p.prefetch > 0 {
-				require.EqualValues(t, 1, p.splits, what)
-				require.Less(t, vectors*16*rows+2*16, int64(1<<20), what)
+			require.GreaterOrEqual(t, int64(p.splits)*p.chunk, vectors, what)
+			if p.prefetch > 0 { // either rows or chunks
+				require.True(t, rows == 1 || p.splits == 1, what)
+				require.Less(t, min(p.chunk, vectors)*16*rows+2*16, int64(1<<20), what)
 			}
 		case kernels.Apply:
 			if r.op == kernels.CrossEntropyForward {

@@ -465,40 +465,44 @@ func stream(q *query, row *policy.Row) *plan {
 }
 
 // elementwise computes each element of the output by itself. The rows' statistics are an input. Any number of
-// threads can share a row, so the rows of a CTA, or one chunk of each of them, use nearly all of its threads.
+// threads can share a row, or a chunk of a long one.
+//
+// Measured on an H200 with 24 lengths, three numbers of rows and all layouts: bench/TRIED.md, "Fewer
+// kernels".
 func elementwise(q *query, _ *policy.Row) *plan {
 	if q.op != kernels.CrossEntropyBackward {
 		return nil
 	}
 	v := kernelsOf[kernelKey{q.op, kernels.Elementwise, q.x, q.unaligned, false}][0]
 	p := q.begin()
-	perThread := int64(v.Vectors)
-	if q.onePass { // one chunk for each row: few CTAs, since usually forward has computed dx and they exit
-		p.chunk, p.splits = min(q.vectors, maxChunk), int32(ceil(q.vectors, maxChunk))
-	} else {
-		p.chunk, p.splits = fullChunks(q.vectors, perThread)
+	// Few vectors for each thread while all threads fit on the device at once: less waits for less.
+	perThread := int64(4)
+	switch perSM := q.expected() * q.vectors / int64(q.facts.SMs); {
+	case perSM <= 384:
+		perThread = 1
+	case perSM <= 1024:
+		perThread = 2
 	}
-	rows := max(1, int64(v.Threads)/ceil(p.chunk, perThread))
-	p.rowThreads = int32(int64(v.Threads) / rows)
-	q.add(p, v, ceil(q.m, rows)*int64(p.splits), 1, 0)
+	most := perThread * kernels.ChunkThreads
+	switch {
+	case q.onePass: // one chunk for each row: few CTAs, since usually forward has computed dx and they exit
+		most = maxChunk
+	case q.unaligned && perThread == 4:
+		most += most / 2
+	}
+	p.chunk = ceil(q.vectors, ceil(q.vectors, most))
+	p.splits = int32(ceil(q.vectors, p.chunk))
+	threads := powerOfTwo(ceil(p.chunk, perThread))
+	if perThread == 4 && p.chunk > 4 { // less than 64 adjacent bytes are slow
+		threads = max(threads, 4)
+	}
+	if q.unaligned && p.chunk > 64 && threads*perThread > p.chunk { // more vectors for each, but nobody is idle
+		threads /= 2
+	}
+	threads = min(threads, kernels.ChunkThreads)
+	p.rowThreads, p.rowsPerCTA = int32(threads), int32(kernels.ChunkThreads/threads)
+	q.add(p, v, ceil(q.m, int64(p.rowsPerCTA))*int64(p.splits), 1, 0)
 	p.why = fmt.Sprintf("the statistics of rows are known: %d threads for each chunk of %d vectors",
 		p.rowThreads, p.chunk)
 	return p
-}
-
-// fullChunks divides a row into as few chunks as possible of which one or several fill a CTA, with perThread
-// vectors for each thread. A division that fills it by less than 5 % more is not worth its chunks.
-func fullChunks(vectors, perThread int64) (chunk int64, splits int32) {
-	const minChunk = 64 // vectors
-	most := kernels.ChunkThreads * perThread
-	least := ceil(vectors, most)
-	chunk = ceil(vectors, least)
-	full := chunk * (kernels.ChunkThreads / ceil(chunk, perThread))
-	for n := least + 1; n < least+8 && vectors >= n*minChunk; n++ {
-		c := ceil(vectors, n)
-		if f := c * (kernels.ChunkThreads / ceil(c, perThread)); 100*f > 105*full {
-			chunk, full = c, f
-		}
-	}
-	return chunk, int32(ceil(vectors, chunk))
 }

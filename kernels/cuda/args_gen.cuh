@@ -31,7 +31,7 @@ struct Rows {
   int32_t depth;
   int32_t prefetch_distance;
   int32_t prefetch_from;
-  int32_t row_threads;
+  int32_t padding;
 };
 static_assert(sizeof(Rows) == 120, "the layout is Go's");
 
@@ -84,8 +84,10 @@ struct CrossEntropyArgs {
   int32_t mean;
   int32_t single_cta_total;
   int32_t one_pass;
-  int32_t padding;
+  int32_t row_threads;
+  int32_t inverse_row_threads;
+  int32_t rows_per_cta;
 };
-static_assert(sizeof(CrossEntropyArgs) == 272, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 280, "the layout is Go's");
 
 }  // namespace gander

@@ -243,7 +243,6 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
 template <class T_>
 struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   using T = T_;
-  using State = NoState;
   using Args = CrossEntropyArgs;
   // True if forward has computed the gradient already, and there is no factor to apply.
   __device__ __forceinline__ static bool already_done(const Args& a) {
@@ -281,19 +280,34 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   }
 };
 
+// Prefetches into L2 what a CTA of elementwise_body that starts later works on.
+template <class T>
+__device__ __forceinline__ void prefetch_later_cta(const Rows& r, int64_t rows_per_cta) {
+#ifdef GANDER_SM90
+  const unsigned cta = blockIdx.x + r.prefetch_distance;
+  if (r.prefetch_distance == 0 || threadIdx.x != 0 || blockIdx.x < r.prefetch_from || cta >= gridDim.x)
+    return;
+  const int64_t row = cta / r.splits * rows_per_cta, chunk = r.chunk * kElements<T>;
+  const int64_t first = cta % r.splits * chunk;
+  const int64_t count = rows_per_cta == 1 ? min(chunk, r.n - first) : min(rows_per_cta, r.m - row) * r.n;
+  if (rows_per_cta == 1 || r.a_stride == r.n)
+    prefetch_l2(static_cast<const T*>(r.a) + row * r.a_stride + first, count * sizeof(T));
+#endif
+}
+
 // Maps rows whose statistics are known. Nothing is reduced, so any number of threads can share a row: the
-// launch says how many. A CTA maps several rows, or one chunk of each of them.
+// launch says how many. A CTA maps several rows, or one chunk of a row.
 template <class Op, int V, bool Unaligned>
 __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) {
   using T = typename Op::T;
   constexpr int E = kElements<T>;
   if (Op::already_done(args)) return;
   const Rows& r = args.rows;
-  const unsigned threads = r.row_threads, rows = kChunkThreads / threads;
-  prefetch_later_rows<Op, false, 0>(r, rows);
-  const unsigned group = threadIdx.x / threads, lane = threadIdx.x % threads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / r.splits) * rows + group;
-  if (group >= rows || row >= r.m) return;
+  const int threads = args.row_threads, tid = threadIdx.x;
+  prefetch_later_cta<T>(r, args.rows_per_cta);
+  const int group = tid * args.inverse_row_threads >> 16, lane = tid - group * threads;
+  const int64_t row = static_cast<int64_t>(blockIdx.x / r.splits) * args.rows_per_cta + group;
+  if (group >= args.rows_per_cta || row >= r.m) return;
   const RowView<T> p = row_view<Op, Unaligned, false>(r, row, blockIdx.x % r.splits);
   const Bounds load_bounds = Unaligned ? p.load_bounds() : p.bounds;
   auto sc = Op::load_scalars(args, row, false);
@@ -307,7 +321,7 @@ __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) 
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int at = e + i * step;
-      if (Unaligned ? !p.bounds.template touches<E>(at) : at >= p.bounds.hi) continue;
+      if (at >= p.bounds.hi) break;
       float x[E], out[E];
       unpack(T(), v[i], x);
       Op::template map<Unaligned, false>(args, sc, x, x, p, at, out);

@@ -81,15 +81,8 @@ struct alignas(alignof(State)) Slot {
   }
 };
 
-// The state of an operator that reduces nothing.
-//
-// A state's kMaxFirst says that the lanes of a row must agree on the maximum before they sum.
-struct alignas(8) NoState {
-  static constexpr bool kMaxFirst = false;
-  template <int L>
-  __device__ __forceinline__ void reduce_lanes() {}
-};
-
+// The state of an operator that sums. A state's kMaxFirst says that the lanes of a row must agree on the
+// maximum before they sum.
 template <class T>
 struct alignas(8) Sum {
   using Partial = Sum;  // the state of a part of a row, where a row has many

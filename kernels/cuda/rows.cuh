@@ -108,6 +108,8 @@ struct NoEpilogueOperands {
 //   State    what a row is reduced to
 //   Args     the kernel's argument
 //   Scalars  values of one row
+//   finalize(args, row, scalars, state, leader)
+//       computes what `map` needs from a row's complete state, and stores the row's statistics
 //   map<Unaligned, Cached>(args, scalars, a, b, view, e, out)
 //       computes one vector of the output. Cached: `a` holds exponentials of the elements
 //   rebase_scale(scalars, m)
@@ -126,11 +128,6 @@ struct RowOperator {
   template <int V, int Step, bool Unaligned, bool InRegisters>
   using EpilogueOperands = NoEpilogueOperands<Op, V, Step, Unaligned>;
 
-  // True if the launch has nothing to do.
-  template <class Args>
-  __device__ __forceinline__ static bool already_done(const Args&) {
-    return false;
-  }
   // The value that elements of the first input have out of bounds.
   __device__ __forceinline__ static uint4 fill() {
     if constexpr (Op::State::kMaxFirst) return lowest_vector<typename Op::T>();
@@ -160,14 +157,8 @@ struct RowOperator {
   template <class Args, class State, class Tile, class View>
   __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& tile, const View&,
                                                     int e, int step) {
-    if constexpr (State::kMaxFirst) st.add(tile.a);
-    else static_assert(std::is_same_v<State, NoState>, "an operator of sums has to define accumulate");
-  }
-  // Computes what `map` needs from a row's complete state, and stores the row's statistics.
-  template <class Args, class Scalars, class State>
-  __device__ __forceinline__ static void finalize(const Args&, int64_t row, Scalars&, const State&,
-                                                  bool leader) {
-    static_assert(std::is_same_v<State, NoState>, "an operator that reduces has to define finalize");
+    static_assert(State::kMaxFirst, "an operator of sums has to define accumulate");
+    st.add(tile.a);
   }
   // The last step of each CTA.
   template <class Args>
@@ -298,7 +289,6 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
   // The accurate exponential is expensive. In long rows of float32 it is computed once and kept in registers.
   constexpr bool kCacheExp = State::kMaxFirst && Op::kHasOutput && sizeof(T) == 4 && TPR * V >= 2048;
-  if (Op::already_done(args)) return;
   prefetch_later_rows<Op, Cluster, kStep * V>(args.rows, kRows);
   const int lane = threadIdx.x % TPR;
   const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
@@ -330,7 +320,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   State st;
   reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, st, tile, p, e, kStep);
   const State own = st;
-  if constexpr (kWarps > 1 && !std::is_same_v<State, NoState>) reduce_warps<kWarps>(st, warp_slots);
+  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots);
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
@@ -358,7 +348,6 @@ __device__ __forceinline__ void loop_body(const typename Op::Args& args) {
   using T = typename Op::T;
   static_assert(TPR <= 32);
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
-  if (Op::already_done(args)) return;
   const int lane = threadIdx.x % TPR, e = lane * kElements<T>;
   const int64_t rows = args.rows.m, step = static_cast<int64_t>(gridDim.x) * kRows;
   int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
@@ -430,7 +419,6 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kStep = kChunkThreads * kElements<T>;
-  if (Op::already_done(args)) return;
   // Chunks are taken in reverse order, because L2 still holds those that partial_body read last.
   const uint32_t block = gridDim.x - 1 - blockIdx.x;
   const int64_t row = Op::kHasOutput ? block / args.rows.splits : block;
@@ -445,13 +433,11 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   wait_for_previous_launch();
   auto sc = Op::restore_scalars(args, row);
   State st;
-  if constexpr (!std::is_same_v<State, NoState>) {
-    __shared__ Slot<State> warp_slots[kChunkThreads / 32];
-    const Slot<State>* slots = static_cast<const Slot<State>*>(args.rows.partial) + row * args.rows.splits;
-    for (int i = threadIdx.x; i < args.rows.splits; i += kChunkThreads) st.merge(slots[i].load());
-    st.template reduce_lanes<32>();
-    reduce_warps<kChunkThreads / 32>(st, warp_slots);
-  }
+  __shared__ Slot<State> warp_slots[kChunkThreads / 32];
+  const Slot<State>* slots = static_cast<const Slot<State>*>(args.rows.partial) + row * args.rows.splits;
+  for (int i = threadIdx.x; i < args.rows.splits; i += kChunkThreads) st.merge(slots[i].load());
+  st.template reduce_lanes<32>();
+  reduce_warps<kChunkThreads / 32>(st, warp_slots);
   Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
     while (true) {
