@@ -83,6 +83,29 @@ type RMSNormArgs struct {
 	_          int32
 }
 
+// NormArgs is the parameter of the kernels of norms with options. Inputs and outputs that are 0 are absent.
+// Rows has as its first input x, or in backward what forward normalized; as its second the residual, or in
+// backward the gradient of y; and it has as its output y, or in backward dx.
+type NormArgs struct {
+	Rows         Rows
+	C            Input  // backward: the gradient of residual_out
+	Z            Output // residual_out; in backward dresidual
+	Weight, Bias Input  // (N), or (Heads, N)
+	Mean, Rstd   Output // (M) float32: forward writes them, backward reads them
+	PartialSums  Output // (Partials, N) float32 for dw, or for db, or (Partials, 2, N) for both
+	Dw, Db       Output // like Weight and Bias
+
+	CStride, ZStride        int64
+	CType, ZType            int32
+	WeightType, BiasType    int32
+	DwType, DbType          int32
+	Partials, Heads         int32 // row r of x is of head r % Heads
+	Center                  int32 // LayerNorm: the mean is subtracted
+	RoundFirst              int32 // xhat is rounded to x's type before weights are applied
+	Eps, WeightOffset, InvN float32
+	_                       int32
+}
+
 // CrossEntropyArgs is the parameter of the cross-entropy kernels. Outputs that are 0 are not written.
 type CrossEntropyArgs struct {
 	Rows           Rows

@@ -11,6 +11,8 @@ type Op uint8
 // The ops. CrossEntropyForwardDX computes loss and gradient in one pass. WeightGradient and Total sum what
 // other kernels computed for each CTA or row. Denominator sums the rows' weights before the rows are read.
 // SoftmaxClear and RMSNormClear clear the memory through which CTAs of the next launch exchange states.
+// NormForward and NormBackward are RMSNorm with options that RMSNormForward and RMSNormBackward do not have,
+// and LayerNorm. NormGradient sums dw and db.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -24,6 +26,9 @@ const (
 	Denominator
 	SoftmaxClear
 	RMSNormClear
+	NormForward
+	NormBackward
+	NormGradient
 )
 
 // String returns the op's name as it stands in symbols.
@@ -31,7 +36,7 @@ func (o Op) String() string {
 	return [...]string{
 		"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient",
-		"total", "denominator", "softmax_clear", "rmsnorm_clear",
+		"total", "denominator", "softmax_clear", "rmsnorm_clear", "norm_forward", "norm_backward", "norm_gradient",
 	}[o]
 }
 
@@ -43,11 +48,11 @@ const (
 	Partial                       // a CTA reduces one chunk of a row
 	Apply                         // a CTA maps one chunk of a row whose chunks have been reduced
 	Staged                        // RMSNorm forward: a row in the shared memory of a CTA, or of a cluster
-	Ring                          // RMSNorm backward: persistent CTAs, with a ring of rows in shared memory
+	Ring                          // RMSNorm's and norm's backward: persistent CTAs, a ring of rows in shared memory
 	GridCooperative               // persistent CTAs, one on each SM, that all work on the same row
 	Lanes                         // RMSNorm backward: persistent groups of lanes, each with a row
 	Loop                          // many short rows: persistent groups of lanes that load the next row early
-	Columns                       // RMSNorm backward: a CTA goes down the rows of a tile of columns
+	Columns                       // RMSNorm's and norm's backward: a CTA goes down the rows of a tile of columns
 	GridSharedMemory              // a few long rows, each in the shared memory of several CTAs, not persistent
 	Elementwise                   // nothing is reduced: any number of threads share a row
 	Finish                        // sums what other kernels computed
@@ -66,9 +71,9 @@ func (s Shape) String() string { return shapeNames[s] }
 type Family uint8
 
 // Families is the number of families; they are numbered from 0.
-const Families = 3 * 3
+const Families = 4 * 3
 
-var groups = [...]string{"softmax", "rmsnorm", "cross_entropy"}
+var groups = [...]string{"softmax", "rmsnorm", "cross_entropy", "norm"}
 
 // FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
 func FamilyOf(op Op, x DType) Family {
@@ -78,6 +83,8 @@ func FamilyOf(op Op, x DType) Family {
 		group = 1
 	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator:
 		group = 2
+	case NormForward, NormBackward, NormGradient:
+		group = 3
 	}
 	return group*3 + Family(x)
 }
@@ -88,7 +95,7 @@ func (f Family) String() string { return groups[f/3] + "_" + f.DType().String() 
 // DType is the element type of x that the family's kernels take.
 func (f Family) DType() DType { return DType(f % 3) }
 
-// Group is the name of the family's group of ops: "softmax", "rmsnorm" or "cross_entropy".
+// Group is the name of the family's group of ops: "softmax", "rmsnorm", "cross_entropy" or "norm".
 func (f Family) Group() string { return groups[f/3] }
 
 // Variant is one compiled kernel.
@@ -258,6 +265,12 @@ var (
 	// The last reduction of dw, by the threads that share a column of partial dw. Few columns, of which many
 	// CTAs have left sums; more columns than such CTAs process in one wave; one thread for each column.
 	weightGradient = []tile{{32, 1}, {8, 1}, {1, 1}}
+
+	// Norms with options. One vector for each thread is for few rows, which wait for the slowest of their loads.
+	norms           = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 1}, {256, 4}, {512, 1}, {512, 4}, {1024, 1}, {1024, 2}}
+	normsInClusters = []tile{{256, 4}, {512, 4}}
+	normRings       = []tile{{8, 1}, {16, 1}, {32, 1}, {64, 1}, {128, 1}, {256, 1}, {256, 2}, {512, 2}}
+	normRingCluster = []tile{{256, 2}, {512, 2}}
 )
 
 // laneStages keeps some 100 KiB per SM in flight.
@@ -265,7 +278,7 @@ const laneStages = 3
 
 // Inputs is how many matrices the op reads.
 func (o Op) Inputs() int {
-	if o == SoftmaxBackward || o == RMSNormBackward {
+	if o == SoftmaxBackward || o == RMSNormBackward || o == NormBackward {
 		return 2
 	}
 	return 1
@@ -295,6 +308,7 @@ func table() []Variant {
 			t.add(columns, tile{ChunkThreads, 1})
 		}
 		t.addFinish()
+		t.addNorms()
 	}
 	return t.variants
 }
@@ -313,7 +327,9 @@ func (t *tableOf) add(like Variant, tiles ...tile) {
 		switch v.Threads = max(p.threads, 128); {
 		case v.Shape == GridCooperative: // five warps exchange states, one copies rows
 			v.Threads = v.ComputeGroups*p.threads + 6*32
-		case v.Op == WeightGradient: // 16 columns at least
+		case v.Op == NormBackward && v.Shape == Ring:
+			v.Threads = max(p.threads, ChunkThreads)
+		case v.Op == WeightGradient || v.Op == NormGradient: // 16 columns at least
 			v.Threads = max(16*p.threads, ChunkThreads)
 		case v.Shape == Lanes:
 			v.Threads, v.Stages = 256, laneStages
@@ -435,4 +451,20 @@ func (t *tableOf) addFinish() {
 			t.add(Variant{Op: op, Shape: Finish, Unaligned: true, Cluster: cluster}, tile{1024, 1})
 		}
 	}
+}
+
+// addNorms adds the kernels of norms with options. Rows that are not whole vectors, or that do not begin at
+// multiples of one, take two passes, as longer rows do.
+func (t *tableOf) addNorms() {
+	t.add(Variant{Op: NormForward, Shape: InRegisters}, norms...)
+	t.add(Variant{Op: NormForward, Shape: InRegisters, Cluster: true}, normsInClusters...)
+	t.add(Variant{Op: NormBackward, Shape: Ring}, normRings...)
+	t.add(Variant{Op: NormBackward, Shape: Ring, Cluster: true}, normRingCluster...)
+	for _, unaligned := range []bool{false, true} {
+		t.add(Variant{Op: NormForward, Shape: Partial, Unaligned: unaligned}, tile{ChunkThreads, 2})
+		t.add(Variant{Op: NormForward, Shape: Apply, Unaligned: unaligned}, tile{ChunkThreads, 2})
+		t.add(Variant{Op: NormBackward, Shape: Partial, Unaligned: unaligned}, tile{ChunkThreads, 1})
+	}
+	t.add(Variant{Op: NormBackward, Shape: Columns, Unaligned: true}, tile{ChunkThreads, 1})
+	t.add(Variant{Op: NormGradient, Shape: Finish, Unaligned: true}, weightGradient...)
 }

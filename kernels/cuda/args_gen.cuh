@@ -61,6 +61,36 @@ struct RMSNormArgs {
 };
 static_assert(sizeof(RMSNormArgs) == 184, "the layout is Go's");
 
+struct NormArgs {
+  Rows rows;
+  const void* c;
+  void* z;
+  const void* weight;
+  const void* bias;
+  void* mean;
+  void* rstd;
+  void* partial_sums;
+  void* dw;
+  void* db;
+  int64_t c_stride;
+  int64_t z_stride;
+  int32_t c_type;
+  int32_t z_type;
+  int32_t weight_type;
+  int32_t bias_type;
+  int32_t dw_type;
+  int32_t db_type;
+  int32_t partials;
+  int32_t heads;
+  int32_t center;
+  int32_t round_first;
+  float eps;
+  float weight_offset;
+  float inv_n;
+  int32_t padding;
+};
+static_assert(sizeof(NormArgs) == 264, "the layout is Go's");
+
 struct CrossEntropyArgs {
   Rows rows;
   const void* target;

@@ -69,7 +69,7 @@ func writeFiles(dir string, files map[string][]byte, check bool) error {
 var argStructTypes = []reflect.Type{
 	reflect.TypeFor[kernels.Rows](), reflect.TypeFor[kernels.SoftmaxArgs](),
 	reflect.TypeFor[kernels.RMSNormOptions](), reflect.TypeFor[kernels.RMSNormArgs](),
-	reflect.TypeFor[kernels.CrossEntropyArgs](),
+	reflect.TypeFor[kernels.NormArgs](), reflect.TypeFor[kernels.CrossEntropyArgs](),
 }
 
 func argStructs() []byte {
@@ -144,6 +144,7 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 }
 
 // bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.
+// norms has those of norms with options.
 var (
 	bodies = templates(map[kernels.Shape]string{
 		kernels.InRegisters: "{{if .StatsRows}}short_rows_body<{{.Functor}}, {{.Tile}}, {{.Layout}}>" +
@@ -159,6 +160,14 @@ var (
 		kernels.Loop:    "loop_body<{{.Functor}}, {{.Tile}}>",
 		kernels.Lanes:   "lanes_body<{{.T}}, {{.Tile}}, {{.Stages}}, {{.Unaligned}}>",
 		kernels.Columns: "columns_body<{{.T}}, {{.Unaligned}}>",
+	})
+	norms = templates(map[kernels.Shape]string{
+		kernels.InRegisters: "norm_rows_body<{{.T}}, {{.Tile}}, {{.Cluster}}>",
+		kernels.Partial:     "norm_partial_body<{{.T}}, {{.Vectors}}, {{.Unaligned}}, {{.Backward}}>",
+		kernels.Apply:       "norm_apply_body<{{.T}}, {{.Vectors}}, {{.Unaligned}}>",
+		kernels.Ring:        "norm_ring_body<{{.T}}, {{.Tile}}, {{.Cluster}}>",
+		kernels.Columns:     "norm_columns_body<{{.T}}>",
+		kernels.Finish:      "norm_finish_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
 	})
 	finishes = templates(map[kernels.Op]string{
 		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
@@ -181,6 +190,7 @@ var (
 	cppTypes = [...]string{"f16", "bf16", "f32"}
 	argTypes = map[string]string{
 		"softmax": "SoftmaxArgs", "rmsnorm": "RMSNormArgs", "cross_entropy": "CrossEntropyArgs",
+		"norm": "NormArgs",
 	}
 )
 
@@ -206,19 +216,24 @@ func unit(f kernels.Family) []byte {
 type arguments struct {
 	*kernels.Variant
 	T, Functor, ColumnState, Tile, Layout string
+	Backward                              bool
 }
 
 func body(v *kernels.Variant) string {
 	a := arguments{
 		Variant: v, T: cppTypes[v.Family.DType()], ColumnState: operators[v.Op].columnState,
-		Tile:   fmt.Sprintf("%d, %d", v.RowThreads, v.Vectors),
-		Layout: fmt.Sprintf("%t, %t", v.Unaligned, v.SameOffset),
+		Tile:     fmt.Sprintf("%d, %d", v.RowThreads, v.Vectors),
+		Layout:   fmt.Sprintf("%t, %t", v.Unaligned, v.SameOffset),
+		Backward: v.Op == kernels.NormBackward,
 	}
 	if functor := operators[v.Op].functor; functor != "" {
 		a.Functor = fmt.Sprintf(functor, a.T)
 	}
 	text := bodies[v.Shape]
-	if v.Shape == kernels.Finish {
+	switch {
+	case v.Family.Group() == "norm":
+		text = norms[v.Shape]
+	case v.Shape == kernels.Finish:
 		text = finishes[v.Op]
 	}
 	var b strings.Builder

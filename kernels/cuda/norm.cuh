@@ -1,0 +1,759 @@
+// RMSNorm and LayerNorm with all their options, forward and backward. Plain RMSNorm has kernels of its own
+// (rmsnorm.cuh). With h = x + residual, and g = dout * (weight + weight_offset):
+//   xhat = (h - mean) * rstd,  y = xhat * (weight + weight_offset) + bias,  residual_out = h
+//   dx = (g - mean(g) - xhat * mean(g * xhat)) * rstd + dresidual_out,  dresidual = dx
+//   dw = sum over rows of dout * xhat,  db = sum over rows of dout
+// RMSNorm has neither mean nor mean(g).
+//
+// Which options a call uses is decided at run time, as are the types of all operands but the first: these
+// conditions are the same for all threads, and a kernel that waits for memory has time for them.
+//
+//   norm_rows_body     forward: a row lies in the registers of TPR threads of a CTA, or of a cluster
+//   norm_partial_body  forward and backward: the state of one chunk of a row
+//   norm_apply_body    forward: merges the states of a row's chunks, and maps one of the chunks
+//   norm_ring_body     backward: persistent CTAs or clusters, a ring of rows in shared memory
+//   norm_columns_body  backward, after norm_partial_body: a CTA walks down a tile of columns
+//   norm_finish_body   dw and db, from the sums that the last two leave
+#pragma once
+#include "rows.cuh"
+
+namespace gander {
+
+// The number of elements, their mean, and the sum of their squared deviations from it. For RMSNorm count and
+// mean are 0, and m2 is the sum of squares.
+template <class T>
+struct alignas(8) Moments {
+  using A = Accumulator<T>;
+  A mean = 0, m2 = 0;
+  float count = 0.f;
+
+  // Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+  // 1979.
+  __device__ __forceinline__ static Moments merged(const Moments& a, const Moments& b) {
+    Moments r;
+    r.count = a.count + b.count;
+    const A delta = b.mean - a.mean, share = r.count > 0.f ? static_cast<A>(b.count) / r.count : 0;
+    r.mean = a.mean + delta * share;
+    r.m2 = a.m2 + b.m2 + delta * delta * a.count * share;
+    return r;
+  }
+  __device__ __forceinline__ void merge(const Moments& o) { *this = merged(*this, o); }
+  // All lanes compute the same, from the lower lane's state and the upper one's. So they get the same bits.
+  template <int L>
+  __device__ __forceinline__ void reduce_lanes() {
+#pragma unroll
+    for (int k = 1; k < L; k *= 2) {
+      Moments o;
+      o.mean = __shfl_xor_sync(kAllLanes, mean, k);
+      o.m2 = __shfl_xor_sync(kAllLanes, m2, k);
+      o.count = __shfl_xor_sync(kAllLanes, count, k);
+      const bool upper = threadIdx.x & k;
+      Moments a, b;
+      a.mean = upper ? o.mean : mean, b.mean = upper ? mean : o.mean;
+      a.m2 = upper ? o.m2 : m2, b.m2 = upper ? m2 : o.m2;
+      a.count = upper ? o.count : count, b.count = upper ? count : o.count;
+      *this = merged(a, b);
+    }
+  }
+};
+
+// The sums of g and of g * (h - mean).
+template <class T>
+struct alignas(8) GradientSums {
+  using A = Accumulator<T>;
+  A g = 0, gh = 0;
+  __device__ __forceinline__ void merge(const GradientSums& o) { g += o.g, gh += o.gh; }
+  template <int L>
+  __device__ __forceinline__ void reduce_lanes() {
+    g = lanes_sum<L>(g), gh = lanes_sum<L>(gh);
+  }
+  template <int E>
+  __device__ __forceinline__ void add(const float (&gs)[E], const float (&hs)[E]) {
+    float s = 0.f, t = 0.f;
+#pragma unroll
+    for (int j = 0; j < E; j++) s += gs[j], t = fmaf(gs[j], hs[j], t);
+    g += s, gh += t;
+  }
+};
+
+// A mean as two floats. For float32 rows it is known to more digits than one float has.
+struct Mean {
+  float high = 0.f, low = 0.f;
+  Mean() = default;
+  __device__ __forceinline__ explicit Mean(float m) : high(m) {}
+  __device__ __forceinline__ explicit Mean(double m)
+      : high(static_cast<float>(m)), low(static_cast<float>(m - high)) {}
+  __device__ __forceinline__ float subtracted_from(float h) const { return (h - high) - low; }
+};
+
+// ---- Operands of run-time types.
+
+__device__ __forceinline__ uint2 load_half_vector_if(bool in, const void* p) {
+  uint2 v = make_uint2(0, 0);
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.global.v2.u32 {%0, %1}, [%2];\n}"
+               : "+r"(v.x), "+r"(v.y)
+               : "l"(p), "r"(static_cast<unsigned>(in)));
+  return v;
+}
+
+// Adds V times E elements, `step` elements apart, to f. Loads are issued together, before the first is used.
+template <class S, int V, int E>
+__device__ __forceinline__ void add_vectors(const S* p, int e, int step, int end, float (&f)[V][E]) {
+  constexpr int F = kElements<S>, K = E > F ? E / F : 1;
+  p = opaque(const_cast<S*>(p) + e);
+  if constexpr (E < F) {
+    uint2 raw[V];
+#pragma unroll
+    for (int i = 0; i < V; i++) raw[i] = load_half_vector_if(e + i * step < end, p + i * step);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      float g[F];
+      unpack(S(), make_uint4(raw[i].x, raw[i].y, 0, 0), g);
+#pragma unroll
+      for (int j = 0; j < E; j++) f[i][j] += g[j];
+    }
+  } else {
+    constexpr int B =
+        K > 1 && V > 2 ? V / 2 : V;  // vectors at a time: all at once would take too many registers
+#pragma unroll
+    for (int first = 0; first < V; first += B) {
+      uint4 raw[B][K];
+#pragma unroll
+      for (int i = 0; i < B; i++)
+#pragma unroll
+        for (int k = 0; k < K; k++)
+          raw[i][k] =
+              load_vector_if(e + (first + i) * step < end, p + (first + i) * step + k * F, zero_vector());
+#pragma unroll
+      for (int i = 0; i < B; i++)
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+          float g[F];
+          unpack(S(), raw[i][k], g);
+#pragma unroll
+          for (int j = 0; j < F; j++) f[first + i][k * F + j] += g[j];
+        }
+    }
+  }
+}
+
+template <int V, int E>
+__device__ __forceinline__ void add_vectors(const void* p, int32_t type, int e, int step, int end,
+                                            float (&f)[V][E]) {
+  if (type == kBFloat16) add_vectors(static_cast<const bf16*>(p), e, step, end, f);
+  else if (type == kFloat16) add_vectors(static_cast<const f16*>(p), e, step, end, f);
+  else add_vectors(static_cast<const f32*>(p), e, step, end, f);
+}
+
+// V vectors of a row: of x, or of x + residual. Elements out of bounds are 0.
+template <class T, int V, bool Unaligned>
+__device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t origin, int e, int step,
+                                         Bounds s, float (&h)[V][kElements<T>]) {
+  constexpr int E = kElements<T>;
+  const T* const x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + origin;
+  const void* const r = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + origin);
+  if constexpr (!Unaligned) {
+#pragma unroll
+    for (int i = 0; i < V; i++)
+#pragma unroll
+      for (int j = 0; j < E; j++) h[i][j] = 0.f;
+    add_vectors(x, e, step, s.hi, h);
+    if (a.rows.b) add_vectors(r, a.rows.b_type, e, step, s.hi, h);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      load_floats<true>(x, kDType<T>, e + i * step, s, h[i]);
+      if (a.rows.b) {
+        float f[E];
+        load_floats<true>(r, a.rows.b_type, e + i * step, s, f);
+#pragma unroll
+        for (int j = 0; j < E; j++) h[i][j] += f[j];
+      }
+    }
+  }
+}
+
+template <bool Unaligned, int E>
+__device__ __forceinline__ void load_scale(const NormArgs& a, int64_t origin, int e, Bounds s,
+                                           float (&w)[E]) {
+#pragma unroll
+  for (int j = 0; j < E; j++) w[j] = 1.f;
+  if (!a.weight) return;
+  load_floats<Unaligned>(advance(a.weight, a.weight_type, origin), a.weight_type, e, s, w);
+#pragma unroll
+  for (int j = 0; j < E; j++) w[j] += a.weight_offset;  // if none, -0: adding it changes no bit
+}
+
+template <bool Unaligned, int E>
+__device__ __forceinline__ void load_bias(const NormArgs& a, int64_t origin, int e, Bounds s, float (&b)[E]) {
+#pragma unroll
+  for (int j = 0; j < E; j++) b[j] = 0.f;
+  if (a.bias) load_floats<Unaligned>(advance(a.bias, a.bias_type, origin), a.bias_type, e, s, b);
+}
+
+// ---- Forward.
+
+// The state of V vectors of each of L lanes. Elements out of bounds are not counted.
+template <class T, int L, int V, bool Unaligned>
+__device__ __forceinline__ Moments<T> tile_moments(bool center, const float (&h)[V][kElements<T>], int e,
+                                                   int step, Bounds s) {
+  using A = Accumulator<T>;
+  constexpr int E = kElements<T>;
+  Moments<T> st;
+  float mean = 0.f;
+  if (center) {  // first a mean that is about right, so that the deviations from it have all digits
+    int count = 0;
+    A sum = 0;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * step;
+      count += max(min(s.hi - ei, E), 0);
+      float t = 0.f;
+#pragma unroll
+      for (int j = 0; j < E; j++) t += h[i][j];
+      sum += t;
+    }
+    st.count = lanes_sum<L>(static_cast<float>(count));
+    mean = st.count > 0.f ? static_cast<float>(lanes_sum<L>(sum) / st.count) : 0.f;
+  }
+  A first = 0;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int ei = e + i * step;
+    float t = 0.f, q = 0.f;
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+      const float d = ei + (Unaligned ? j : 0) < s.hi ? h[i][j] - mean : 0.f;
+      t += d, q = fmaf(d, d, q);
+    }
+    first += t, st.m2 += q;
+  }
+  st.m2 = lanes_sum<L>(st.m2);
+  if (center) {
+    const A rest = st.count > 0.f ? lanes_sum<L>(first) / st.count : lanes_sum<L>(first);
+    st.mean = mean + rest;
+    st.m2 -= rest * rest * st.count;
+  }
+  return st;
+}
+
+template <class T>
+struct NormScalars {
+  Mean mean;
+  float rstd;
+  // Computes what the map needs, and stores the row's statistics.
+  __device__ __forceinline__ NormScalars(const NormArgs& a, int64_t row, const Moments<T>& st, bool leader)
+      : mean(st.mean), rstd(__frsqrt_rn(fmaf(static_cast<float>(st.m2), a.inv_n, a.eps))) {
+    if (!leader) return;
+    if (a.rstd) static_cast<float*>(a.rstd)[row] = rstd;
+    if (a.mean) static_cast<float*>(a.mean)[row] = mean.high;
+  }
+};
+
+// Stores one vector of y.
+template <class T, int E>
+__device__ __forceinline__ void store_norm(const NormArgs& a, const NormScalars<T>& sc, void* y, int e,
+                                           Bounds s, const float (&h)[E], const float (&w)[E],
+                                           const float (&b)[E]) {
+  float out[E];
+#pragma unroll
+  for (int j = 0; j < E; j++) {
+    float xhat = sc.mean.subtracted_from(h[j]) * sc.rstd;
+    if (a.round_first) xhat = to_float(from_float<T>(xhat));
+    out[j] = fmaf(xhat, w[j], b[j]);
+  }
+  store_floats(y, a.rows.y_type, e, s, out);
+}
+
+// Prefetches into L2 the rows of a CTA that starts later (see prefetch_later_rows in rows.cuh).
+template <class T, bool Cluster, int Slice>
+__device__ __forceinline__ void prefetch_later_sums(const NormArgs& a, int rows) {
+#ifdef GANDER_SM90
+  const Rows& r = a.rows;
+  const int64_t next = static_cast<int64_t>(blockIdx.x) * rows + r.prefetch_distance;
+  if (r.prefetch_distance == 0 || threadIdx.x != 0 || blockIdx.x < r.prefetch_from || next + rows > r.m)
+    return;
+  int64_t origin = 0, count = rows * r.n;
+  if constexpr (Cluster) {
+    origin = static_cast<int64_t>(cluster_rank()) * Slice;
+    count = min(r.n - origin, static_cast<int64_t>(Slice));
+    if (count <= 0) return;
+  }
+  const auto fetch = [&](const void* x, int32_t type, int64_t stride) {
+    if (rows == 1 || stride == r.n)
+      prefetch_l2(advance(x, type, next * stride + origin), count * type_size(type));
+  };
+  fetch(r.a, kDType<T>, r.a_stride);
+  if (r.b) fetch(r.b, r.b_type, r.b_stride);
+#endif
+}
+
+// Rows of whole vectors that begin at multiples of a vector.
+template <class T, int TPR, int V, bool Cluster>
+__device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
+  using State = Moments<T>;
+  constexpr int E = kElements<T>, kRows = kThreads<TPR> / TPR, kWarps = TPR / 32, kStep = TPR * E;
+  constexpr int kLanes = TPR < 32 ? TPR : 32;
+  constexpr bool kEarly = V <= 2;  // weights and biases are loaded while the row is on its way
+  prefetch_later_sums<T, Cluster, kStep * V>(a, kRows);
+  const int lane = threadIdx.x % TPR;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
+  int e = lane * E;
+  __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
+#ifdef GANDER_SM90
+  __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
+  __shared__ uint64_t barrier;
+  if constexpr (Cluster) {
+    e += cluster_rank() * kStep * V;
+    cluster_begin(&barrier, sizeof(State));
+  }
+#else
+  if constexpr (Cluster) return;
+#endif
+  const bool active = kRows == 1 || row < a.rows.m;
+  bool leader = active && lane == 0;
+#ifdef GANDER_SM90
+  if constexpr (Cluster) leader = leader && cluster_rank() == 0;
+#endif
+  const int end = active ? static_cast<int>(a.rows.n) : 0;
+  const Bounds s = {0, end, end};
+  const int64_t r = active ? row : 0, head = a.heads > 1 ? r % a.heads * a.rows.n : 0;
+  float h[V][E];
+  load_sum<T, V, false>(a, r, 0, e, kStep, s, h);
+  float w[kEarly ? V : 1][E], b[kEarly ? V : 1][E];
+  if constexpr (kEarly)
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      load_scale<false>(a, head, e + i * kStep, s, w[i]);
+      load_bias<false>(a, head, e + i * kStep, s, b[i]);
+    }
+  if (a.z) {
+    void* const z = advance(a.z, a.z_type, r * a.z_stride);
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      if (e + i * kStep < end) store_floats(z, a.z_type, e + i * kStep, s, h[i]);
+  }
+  State st = tile_moments<T, kLanes, V, false>(a.center, h, e, kStep, s);
+  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots);
+#ifdef GANDER_SM90
+  if constexpr (Cluster) {
+    cluster_wait();
+    reduce_cluster(st, cluster_slots, &barrier, 0);
+  }
+#endif
+  const NormScalars<T> sc(a, r, st, leader);
+  void* const y = advance(a.rows.y, a.rows.y_type, r * a.rows.y_stride);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int ei = e + i * kStep;
+    if (ei >= end) break;
+    if constexpr (!kEarly) {
+      load_scale<false>(a, head, ei, s, w[0]);
+      load_bias<false>(a, head, ei, s, b[0]);
+    }
+    store_norm(a, sc, y, ei, s, h[i], w[kEarly ? i : 0], b[kEarly ? i : 0]);
+  }
+}
+
+// The chunk of a row that a CTA works on: its first element in the row, and its bounds from there.
+struct Chunk {
+  int64_t row, origin;
+  Bounds bounds;
+  template <class T>
+  __device__ __forceinline__ static Chunk of(const Rows& r, uint32_t block) {
+    Chunk c;
+    c.row = block / r.splits;
+    const int64_t size = r.chunk * kElements<T>;
+    c.origin = block % r.splits * size;
+    const int64_t left = r.n - c.origin;
+    c.bounds = {0, static_cast<int>(min(left, size)), static_cast<int>(min(left, size + 16))};
+    return c;
+  }
+};
+
+// The state of one chunk of a row, forward or backward.
+template <class T, int V, bool Unaligned, bool Backward>
+__device__ __forceinline__ void norm_partial_body(const NormArgs& a) {
+  using State = std::conditional_t<Backward, GradientSums<T>, Moments<T>>;
+  constexpr int E = kElements<T>, kStep = kChunkThreads * E;
+  __shared__ Slot<State> warp_slots[kChunkThreads / 32];
+  let_next_launch_start();
+  const Chunk c = Chunk::of<T>(a.rows, blockIdx.x);
+  State st;
+  if constexpr (Backward) {
+    const T* const x = static_cast<const T*>(a.rows.a) + c.row * a.rows.a_stride + c.origin;
+    const void* const dy = advance(a.rows.b, a.rows.b_type, c.row * a.rows.b_stride + c.origin);
+    const int64_t head = a.heads > 1 ? c.row % a.heads * a.rows.n : 0;
+    const float mean = a.center ? static_cast<const float*>(a.mean)[c.row] : 0.f;
+    for (int e = threadIdx.x * E; e < c.bounds.hi; e += kStep) {
+      float h[E], g[E], w[E];
+      load_floats<Unaligned>(x, kDType<T>, e, c.bounds, h);
+      load_floats<Unaligned>(dy, a.rows.b_type, e, c.bounds, g);
+      load_scale<Unaligned>(a, head + c.origin, e, c.bounds, w);
+#pragma unroll
+      for (int j = 0; j < E; j++) g[j] *= w[j], h[j] -= mean;
+      st.add(g, h);
+    }
+    st.template reduce_lanes<32>();
+  } else {
+    for (int e = threadIdx.x * E; e < c.bounds.hi; e += V * kStep) {
+      float h[V][E];
+      load_sum<T, V, Unaligned>(a, c.row, c.origin, e, kStep, c.bounds, h);
+      st.merge(tile_moments<T, 1, V, Unaligned>(a.center, h, e, kStep, c.bounds));
+    }
+    st.template reduce_lanes<32>();
+  }
+  reduce_warps<kChunkThreads / 32>(st, warp_slots);
+  wait_for_previous_launch();  // so that a launch that waits for this one has also waited for the one before
+  if (threadIdx.x == 0) static_cast<Slot<State>*>(a.rows.partial)[blockIdx.x].set(st);
+}
+
+// Merges the states of a row's chunks.
+template <class State>
+__device__ __forceinline__ State row_state(const Rows& r, int64_t row) {
+  __shared__ Slot<State> warp_slots[kChunkThreads / 32];
+  const Slot<State>* const slots = static_cast<const Slot<State>*>(r.partial) + row * r.splits;
+  State st;
+  for (int i = threadIdx.x; i < r.splits; i += kChunkThreads) st.merge(slots[i].load());
+  st.template reduce_lanes<32>();
+  reduce_warps<kChunkThreads / 32>(st, warp_slots);
+  return st;
+}
+
+template <class T, int V, bool Unaligned>
+__device__ __forceinline__ void norm_apply_body(const NormArgs& a) {
+  constexpr int E = kElements<T>, kStep = kChunkThreads * E;
+  // Chunks are taken in reverse order, because L2 still holds those that norm_partial_body read last.
+  const Chunk c = Chunk::of<T>(a.rows, gridDim.x - 1 - blockIdx.x);
+  wait_for_previous_launch();
+  const Moments<T> st = row_state<Moments<T>>(a.rows, c.row);
+  const NormScalars<T> sc(a, c.row, st, threadIdx.x == 0 && c.origin == 0);
+  const int64_t head = (a.heads > 1 ? c.row % a.heads * a.rows.n : 0) + c.origin;
+  void* const y = advance(a.rows.y, a.rows.y_type, c.row * a.rows.y_stride + c.origin);
+  void* const z = advance(a.z, a.z_type, c.row * a.z_stride + c.origin);
+  for (int e = threadIdx.x * E; e < c.bounds.hi; e += V * kStep) {
+    float h[V][E];
+    load_sum<T, V, Unaligned>(a, c.row, c.origin, e, kStep, c.bounds, h);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int ei = e + i * kStep;
+      if (ei >= c.bounds.hi) break;
+      float w[E], b[E];
+      if (a.z) store_floats(z, a.z_type, ei, c.bounds, h[i]);
+      load_scale<Unaligned>(a, head, ei, c.bounds, w);
+      load_bias<Unaligned>(a, head, ei, c.bounds, b);
+      store_norm(a, sc, y, ei, c.bounds, h[i], w, b);
+    }
+  }
+}
+
+// ---- Backward.
+
+struct NormGradientScalars {
+  float mean = 0.f, rstd = 0.f;
+  float mean_g = 0.f, mean_gx = 0.f;  // the means of g and of g * xhat
+  NormGradientScalars() = default;
+  __device__ __forceinline__ NormGradientScalars(const NormArgs& a, int64_t row)
+      : mean(a.center ? static_cast<const float*>(a.mean)[row] : 0.f),
+        rstd(static_cast<const float*>(a.rstd)[row]) {}
+  template <class T>
+  __device__ __forceinline__ void finalize(const NormArgs& a, const GradientSums<T>& st) {
+    mean_g = a.center ? static_cast<float>(st.g) * a.inv_n : 0.f;
+    mean_gx = static_cast<float>(st.gh) * rstd * a.inv_n;
+  }
+  // dx of one element, from h - mean.
+  __device__ __forceinline__ float dx(float h, float dy, float w) const {
+    return (dy * w - mean_g - h * rstd * mean_gx) * rstd;
+  }
+};
+
+// The rows of partial sums that CTAs leave: dw, then db, of N columns each, if they are wanted.
+struct PartialRow {
+  int64_t width, db;
+  __device__ __forceinline__ explicit PartialRow(const NormArgs& a)
+      : width((a.dw ? a.rows.n : 0) + (a.db ? a.rows.n : 0)), db(a.dw ? a.rows.n : 0) {}
+};
+
+// Loads a vector of E elements of a run-time type from shared memory.
+template <int E>
+__device__ __forceinline__ void read_floats(const void* p, int32_t type, int e, float (&f)[E]) {
+  if (type == kBFloat16) load_aligned(static_cast<const bf16*>(p) + e, f);
+  else if (type == kFloat16) load_aligned(static_cast<const f16*>(p) + e, f);
+  else load_aligned(static_cast<const f32*>(p) + e, f);
+}
+
+// Rows of whole vectors that begin at multiples of a vector. TPR threads work on a row, and a CTA on as many
+// rows as it has room for. It loops over such groups of rows, which arrive by bulk copies in a ring of
+// `stages` groups in shared memory. Each thread keeps dw and db of its columns in registers. Groups of
+// several rows are one piece of memory. In a cluster each CTA has a part of the columns of one row.
+template <class T, int TPR, int V, bool Cluster>
+__device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
+#ifdef GANDER_SM90
+  using State = GradientSums<T>;
+  constexpr int E = kElements<T>, kMaxStages = 16, kCTA = TPR < 256 ? 256 : TPR;
+  constexpr int kRows = kCTA / TPR, kWarps = TPR / 32, kSlice = TPR * V;
+  constexpr bool kWeightsInRegisters = V * E <= 8;
+  static_assert(!Cluster || kRows == 1);
+  extern __shared__ __align__(128) uint4 buffer[];
+  __shared__ Slot<State> warp_slots[2][kWarps > 1 ? kRows * kWarps : 1], cluster_slots[2][Cluster ? 16 : 1];
+  __shared__ uint64_t full[kMaxStages], merged[2];
+  let_next_launch_start();
+  const int tid = threadIdx.x, lane = tid % TPR, group = tid / TPR, stages = a.rows.stages;
+  const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
+  const int64_t rows = a.rows.m, n = a.rows.n, origin = static_cast<int64_t>(rank) * kSlice * E;
+  const int columns = static_cast<int>(max(min(n - origin, static_cast<int64_t>(kSlice) * E), int64_t(0)));
+  const Bounds s = {0, columns, columns};
+  const int dy_size = type_size(a.rows.b_type);
+  // A stage: the rows of x, of dout, and of dresidual_out if there is one.
+  const int pitch = kRows > 1 ? columns : kSlice * E;  // elements from row to row
+  const int x_bytes = kRows * pitch * static_cast<int>(sizeof(T)), dy_bytes = kRows * pitch * dy_size;
+  const int stage_bytes = x_bytes + dy_bytes + (a.c ? x_bytes : 0);
+  char* const ring = reinterpret_cast<char*>(buffer);
+  if (tid == 0) {
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
+    barrier_init(merged, 1), barrier_init(merged + 1, 1);
+    barrier_init_fence();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  if constexpr (Cluster) cluster_arrive(), cluster_wait();
+  else __syncthreads();
+
+  const int64_t groups = (rows + kRows - 1) / kRows, step = gridDim.x;
+  const auto fetch = [&](int64_t g, int stage) {
+    const int64_t first = g * kRows;
+    const int count = static_cast<int>(min(rows - first, static_cast<int64_t>(kRows))) * columns;
+    if (count == 0) return;
+    const auto bytes = [&](int element) { return static_cast<uint32_t>(count * element); };
+    char* const to = ring + stage * stage_bytes;
+    barrier_expect(full + stage, bytes(sizeof(T)) * (a.c ? 2 : 1) + bytes(dy_size));
+    const T* const x = static_cast<const T*>(a.rows.a) + first * a.rows.a_stride + origin;
+    bulk_copy(to, x, bytes(sizeof(T)), full + stage);
+    bulk_copy(to + x_bytes, advance(a.rows.b, a.rows.b_type, first * a.rows.b_stride + origin),
+              bytes(dy_size), full + stage);
+    if (a.c)
+      bulk_copy(to + x_bytes + dy_bytes, static_cast<const T*>(a.c) + first * a.c_stride + origin,
+                bytes(sizeof(T)), full + stage);
+  };
+  if (tid == 0)
+    for (int i = 0; i < stages && blockIdx.x + i * step < groups; i++) fetch(blockIdx.x + i * step, i);
+
+  const auto scale = [&](int i, float (&w)[E]) { load_scale<false>(a, origin, (lane + i * TPR) * E, s, w); };
+  float cached[kWeightsInRegisters ? V : 1][E];
+  if constexpr (kWeightsInRegisters)
+#pragma unroll
+    for (int i = 0; i < V; i++) scale(i, cached[i]);
+  const auto weights = [&](int i, float (&w)[E]) {
+    if constexpr (kWeightsInRegisters) {
+#pragma unroll
+      for (int j = 0; j < E; j++) w[j] = cached[i][j];
+    } else {
+      scale(i, w);
+    }
+  };
+  Accumulator<T> dw[V][E] = {}, db[V][E] = {};
+  int stage = 0, set = 0;
+  uint32_t phase = 0, merged_phase = 0;
+  const auto scalars = [&](int64_t g) {
+    const int64_t row = g * kRows + group;
+    return row < rows ? NormGradientScalars(a, row) : NormGradientScalars();
+  };
+  auto next = scalars(blockIdx.x);
+  for (int64_t g = blockIdx.x; g < groups; g += step) {
+    auto sc = next;
+    next = scalars(g + step);
+    const int64_t row = g * kRows + group;
+    const bool active = row < rows;
+    if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(State));
+    if (columns) barrier_wait(full + stage, phase);
+    const char* const from = ring + stage * stage_bytes;
+    uint4 x[V], dres[V];
+    float dy[V][E];
+    State st;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int e = (lane + i * TPR) * E, at = group * pitch + e;
+      const bool in = active && e < columns;
+      x[i] = dres[i] = zero_vector();
+      float fx[E], w[E];
+      if (in) {
+        x[i] = *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(from) + at);
+        read_floats(from + x_bytes, a.rows.b_type, at, dy[i]);
+        if (a.c)
+          dres[i] =
+              *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(from + x_bytes + dy_bytes) + at);
+      } else {
+#pragma unroll
+        for (int j = 0; j < E; j++) dy[i][j] = 0.f;
+      }
+      unpack(T(), x[i], fx);
+      weights(i, w);
+#pragma unroll
+      for (int j = 0; j < E; j++) w[j] *= dy[i][j], fx[j] -= sc.mean;
+      st.add(w, fx);
+    }
+    st.template reduce_lanes<(TPR < 32 ? TPR : 32)>();
+    // After the barrier all threads have read the stage.
+    if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots[set]);
+    else __syncthreads();
+    if (tid == 0 && g + stages * step < groups) fetch(g + stages * step, stage);
+    if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
+    sc.finalize(a, st);
+    void* const y = advance(a.rows.y, a.rows.y_type, row * a.rows.y_stride + origin);
+    void* const z = advance(a.z, a.z_type, row * a.z_stride + origin);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int e = (lane + i * TPR) * E;
+      if (!active || e >= columns) break;
+      float fx[E], w[E], out[E], more[E];
+      rematerialize<T>(x[i], a.rows.opaque_zero);
+      unpack(T(), x[i], fx);
+      unpack(T(), dres[i], more);
+      weights(i, w);
+#pragma unroll
+      for (int j = 0; j < E; j++) {
+        fx[j] -= sc.mean;
+        dw[i][j] += dy[i][j] * (fx[j] * sc.rstd);
+        out[j] = sc.dx(fx[j], dy[i][j], w[j]) + more[j];
+      }
+      if (a.db)
+#pragma unroll
+        for (int j = 0; j < E; j++) db[i][j] += dy[i][j];
+      store_floats(y, a.rows.y_type, e, s, out);
+      if (a.z) store_floats(z, a.z_type, e, s, out);
+    }
+    if (++stage == stages) stage = 0, phase ^= 1;
+    merged_phase ^= set;
+    set ^= 1;
+  }
+  // The CTA's partial sums. Those of several rows are added in a fixed order.
+  const PartialRow partial(a);
+  const auto store_sums = [&](const Accumulator<T>(&sums)[V][E], int64_t offset) {
+    Accumulator<T>* const to =
+        static_cast<Accumulator<T>*>(a.partial_sums) + blockIdx.x * partial.width + offset + origin;
+    if constexpr (kRows == 1) {
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const int e = (lane + i * TPR) * E;
+        if (e < columns)
+#pragma unroll
+          for (int j = 0; j < E; j++) to[e + j] = sums[i][j];
+      }
+    } else {
+      Accumulator<T>* const all = reinterpret_cast<Accumulator<T>*>(buffer);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const int e = (lane + i * TPR) * E;
+        if (e < columns)
+#pragma unroll
+          for (int j = 0; j < E; j++) all[group * columns + e + j] = sums[i][j];
+      }
+      __syncthreads();
+      for (int c = tid; c < columns; c += kCTA) {
+        Accumulator<T> sum = all[c];
+        for (int k = 1; k < kRows; k++) sum += all[k * columns + c];
+        to[c] = sum;
+      }
+    }
+  };
+  if (a.dw) store_sums(dw, 0);
+  if (a.db) store_sums(db, partial.db);
+  // The CTA may exit: it has received all that others send to its shared memory.
+#endif
+}
+
+// Any rows: any alignment, length and types. norm_partial_body has computed the rows' states. A CTA owns a
+// tile of columns, and a block of rows which it walks down. A thread's elements are 256 columns apart, so
+// that a warp's accesses are adjacent. With several heads, a block has rows of one head only.
+template <class T>
+__device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
+  constexpr int E = kElements<T>, kTile = kChunkThreads * E;
+  wait_for_previous_launch();
+  const int64_t n = a.rows.n, heads = a.heads > 1 ? a.heads : 1;
+  const int64_t tiles = (n + kTile - 1) / kTile, begin = blockIdx.x % tiles * kTile;
+  const int64_t block = blockIdx.x / tiles, blocks = gridDim.x / tiles / heads;  // for each head
+  const int64_t head = block % heads, part = block / heads, head_rows = a.rows.m / heads;
+  const int64_t first = head_rows * part / blocks, last = head_rows * (part + 1) / blocks;
+  const int end = static_cast<int>(min(n - begin, static_cast<int64_t>(kTile)));
+  const auto column = [](int j) { return static_cast<int>(threadIdx.x) + j * kChunkThreads; };
+  Accumulator<T> dw[E] = {}, db[E] = {};
+  float w[E];
+#pragma unroll
+  for (int j = 0; j < E; j++)
+    w[j] = a.weight && column(j) < end
+               ? load_float(a.weight, a.weight_type, head * n + begin + column(j)) + a.weight_offset
+               : 1.f;
+  for (int64_t k = first; k < last; k++) {
+    const int64_t row = k * heads + head;
+    const T* const x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
+    const void* const dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);
+    const void* const dres = advance(a.c, a.c_type, row * a.c_stride + begin);
+    void* const y = advance(a.rows.y, a.rows.y_type, row * a.rows.y_stride + begin);
+    void* const z = advance(a.z, a.z_type, row * a.z_stride + begin);
+    GradientSums<T> st;
+    const auto* slots = static_cast<const Slot<GradientSums<T>>*>(a.rows.partial) + row * a.rows.splits;
+    for (int i = threadIdx.x % 32; i < a.rows.splits; i += 32) st.merge(slots[i].load());
+    st.template reduce_lanes<32>();
+    NormGradientScalars sc(a, row);
+    sc.finalize(a, st);
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+      const int c = column(j);
+      if (c >= end) break;
+      const float h = to_float(x[c]) - sc.mean, d = load_float(dy, a.rows.b_type, c);
+      const float more = a.c ? load_float(dres, a.c_type, c) : 0.f;
+      dw[j] += static_cast<Accumulator<T>>(d) * h * sc.rstd;
+      db[j] += d;
+      const float dx = sc.dx(h, d, w[j]) + more;
+      store_float(y, a.rows.y_type, c, dx);
+      if (a.z) store_float(z, a.z_type, c, dx);
+    }
+  }
+  const PartialRow partial(a);
+  Accumulator<T>* const to = static_cast<Accumulator<T>*>(a.partial_sums) + block * partial.width + begin;
+#pragma unroll
+  for (int j = 0; j < E; j++) {
+    if (column(j) >= end) break;
+    if (a.dw) to[column(j)] = dw[j];
+    if (a.db) to[partial.db + column(j)] = db[j];
+  }
+}
+
+// dw and db: sums the rows of partial sums in a fixed order. `Parts` threads share a column. With several
+// heads, row r of the partial sums belongs to head r % heads.
+template <class T, int Threads, int Parts>
+__device__ __forceinline__ void norm_finish_body(const NormArgs& a) {
+  constexpr int kColumns = Threads / Parts, U = 16;  // U loads at a time
+  __shared__ double sums[Parts][kColumns + 1];
+  const PartialRow partial(a);
+  const int64_t heads = a.heads > 1 ? a.heads : 1, all = partial.width * heads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + threadIdx.x % kColumns;
+  const int part = threadIdx.x / kColumns;
+  wait_for_previous_launch();
+  double s = 0;
+  if (column < all) {
+    // Partial row r * heads + head, column c is number (r * heads + head) * width + c.
+    const Accumulator<T>* const at = static_cast<const Accumulator<T>*>(a.partial_sums) + column;
+    const int count = a.partials / static_cast<int>(heads);
+    for (int r = part; r < count; r += U * Parts) {
+      Accumulator<T> v[U];
+#pragma unroll
+      for (int u = 0; u < U; u++) v[u] = r + u * Parts < count ? at[(r + u * Parts) * all] : 0;
+#pragma unroll
+      for (int u = 0; u < U; u++) s += v[u];
+    }
+  }
+  if constexpr (Parts > 1) {  // so that the parts of a column are in adjacent lanes
+    sums[part][threadIdx.x % kColumns] = s;
+    __syncthreads();
+    s = lanes_sum<Parts>(sums[threadIdx.x % Parts][threadIdx.x / Parts]);
+    if (threadIdx.x % Parts != 0) return;
+  }
+  const int64_t c = Parts > 1 ? first + threadIdx.x / Parts : column;
+  if (c >= all) return;
+  const int64_t head = c / partial.width, within = c % partial.width;
+  if (a.dw && within < a.rows.n) store_float(a.dw, a.dw_type, head * a.rows.n + within, s);
+  else store_float(a.db, a.db_type, head * a.rows.n + within - partial.db, s);
+}
+
+}  // namespace gander
