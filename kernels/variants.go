@@ -267,7 +267,8 @@ var (
 	weightGradient = []tile{{32, 1}, {8, 1}, {1, 1}}
 
 	// Norms with options. One vector for each thread is for few rows, which wait for the slowest of their loads.
-	norms           = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 1}, {256, 4}, {512, 1}, {512, 4}, {1024, 1}, {1024, 2}}
+	norms = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {64, 4}, {128, 4}, {192, 4}, {256, 1}, {256, 4}, {384, 4},
+		{512, 1}, {512, 2}, {512, 4}}
 	normsInClusters = []tile{{256, 4}, {512, 4}}
 	normRings       = []tile{{8, 1}, {16, 1}, {32, 1}, {64, 1}, {128, 1}, {256, 1}, {256, 2}, {512, 2}}
 	normRingCluster = []tile{{256, 2}, {512, 2}}

@@ -17,6 +17,7 @@ type request struct {
 	dw      bool // RMSNorm backward: dw is wanted
 	total   bool // cross-entropy: a total or the denominator is wanted
 	onePass bool // cross-entropy: forward's gradient is that of the mean; backward may find its work done
+	norm    normOperands
 	m, n    int64
 }
 
@@ -158,8 +159,30 @@ func (r *request) accumulatorBytes() int64 {
 	return 4
 }
 
-// stateBytes is the size of the largest state of a row, a maximum and a sum: MaxSum in cuda/reduce.cuh.
-func (r *request) stateBytes() int64 { return 2 * r.accumulatorBytes() }
+// stateBytes is the size of the largest state of a row: a maximum and a sum (MaxSum in cuda/reduce.cuh), or
+// two sums.
+func (r *request) stateBytes() int64 {
+	if r.op == kernels.NormForward {
+		return 2*r.accumulatorBytes() + 8 // and a number of elements: Moments in cuda/norm.cuh
+	}
+	return 2 * r.accumulatorBytes()
+}
+
+// inputs is how many matrices are read.
+func (r *request) inputs() int64 {
+	switch r.op {
+	case kernels.NormForward:
+		if r.norm.second > 0 {
+			return 2
+		}
+		return 1
+	case kernels.NormBackward:
+		if r.norm.third {
+			return 3
+		}
+	}
+	return int64(r.op.Inputs())
+}
 
 // expected is how many rows a choice is made for: with BatchInvariant as for many, whatever M is.
 func (r *request) expected() int64 {
@@ -208,8 +231,8 @@ func (q *query) add(p *plan, v *kernels.Variant, grid, cluster int64, shared uin
 // backward of 32768 x 1001 bfloat16 0.85 and 0.95. H200: softmax of 32768 x 8192 bfloat16 0.95 and 1.00,
 // but its backward 1.00 and 0.98.
 func (q *query) prefetchRows(p *plan, v *kernels.Variant, rows, grid, cluster int64) {
-	inputs := int64(q.op.Inputs())
-	if q.op == kernels.CrossEntropyForward || inputs > 1 && !q.unaligned && q.vectors > 256 {
+	inputs := q.inputs()
+	if q.op == kernels.CrossEntropyForward || q.op.Inputs() > 1 && !q.unaligned && q.vectors > 256 {
 		return
 	}
 	const most = 1<<20 - 2*16 // bytes: the instruction has 16 bits for 16-byte vectors
@@ -248,18 +271,17 @@ var weightGradients = []struct{ upTo, threads int64 }{{2048, 32}, {32768, 8}, {1
 // finish appends what completes sums over rows.
 func (q *query) finish(p *plan) {
 	switch {
+	case q.norm.sums > 0:
+		columns := q.n * int64(q.norm.sums)
+		if q.m > 0 {
+			p.scratch.dwPartial = p.scratch.take(int64(p.partials) * columns * q.accumulatorBytes())
+		}
+		q.sumColumns(p, kernels.NormGradient, columns)
 	case q.dw:
 		if q.m > 0 {
 			p.scratch.dwPartial = p.scratch.take(int64(p.partials) * q.n * q.accumulatorBytes())
 		}
-		for _, w := range weightGradients {
-			if q.n <= w.upTo {
-				key := kernelKey{op: kernels.WeightGradient, shape: kernels.Finish, x: q.x, unaligned: true}
-				v := kernelOf(key, w.threads, 1)
-				q.add(p, v, ceil(q.n, v.RowsPerCTA()), 1, 0)
-				return
-			}
-		}
+		q.sumColumns(p, kernels.WeightGradient, q.n)
 	case q.total:
 		if last := len(p.launches) - 1; last >= 0 {
 			l := p.launches[last]
@@ -271,6 +293,17 @@ func (q *query) finish(p *plan) {
 		}
 		p.scratch.rowLosses = p.scratch.take(q.m * 8)
 		q.sumRows(p, kernels.Total)
+	}
+}
+
+// sumColumns appends what sums the rows of partial dw.
+func (q *query) sumColumns(p *plan, op kernels.Op, columns int64) {
+	for _, w := range weightGradients {
+		if columns <= w.upTo {
+			v := kernelOf(kernelKey{op: op, shape: kernels.Finish, x: q.x, unaligned: true}, w.threads, 1)
+			q.add(p, v, ceil(columns, v.RowsPerCTA()), 1, 0)
+			return
+		}
 	}
 }
 

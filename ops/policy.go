@@ -71,6 +71,10 @@ func (r *request) operator() policy.Operator {
 		return policy.CrossEntropyForwardDX
 	case kernels.CrossEntropyBackward:
 		return policy.CrossEntropyBackward
+	case kernels.NormForward:
+		return policy.NormForward
+	case kernels.NormBackward:
+		return policy.NormBackward
 	}
 	if r.dw {
 		return policy.RMSNormBackward

@@ -203,16 +203,23 @@ func persistentRing(q *query, row *policy.Row) *plan {
 	cluster := max(1, int64(row.MaxCTAs))
 	v := q.kernel(kernels.Ring, row, cluster > 1)
 	switch {
-	case v == nil, !q.dw, q.vectors > cluster*v.Capacity():
+	case v == nil, !q.dw && q.op != kernels.NormBackward, q.vectors > cluster*v.Capacity():
 		return nil
 	case q.layout == policy.MixedTypes, q.unaligned && q.BatchInvariant:
 		return nil
 	case q.facts.Major < 9, cluster > 1 && q.facts.Clusters[cluster] == 0:
 		return nil
+	case q.op == kernels.NormBackward && (!q.norm.bulk || v.RowsPerCTA() > 1 && !q.norm.compact):
+		return nil
 	}
-	stage := v.Capacity() * 16 * int64(q.op.Inputs()) // bytes of a CTA's part of a row, for all inputs
-	if v.Unaligned {
-		stage += 16 * int64(q.op.Inputs())
+	// Bytes of a CTA's part of a row, or of its rows, for all inputs.
+	stage := v.Capacity() * v.RowsPerCTA() * 16 * q.inputs()
+	switch {
+	case v.Unaligned:
+		stage += 16 * q.inputs()
+	case q.op == kernels.NormBackward: // the second input may have another type
+		more := int64(q.norm.second) - q.x.Size()
+		stage += v.Capacity() * v.RowsPerCTA() * q.elements() * more
 	}
 	// Some devices have less shared memory than those the policy was measured on. 4 KiB are left for static
 	// shared memory.
@@ -225,14 +232,15 @@ func persistentRing(q *query, row *policy.Row) *plan {
 	resident := max(1, min(int64(row.Resident), int64(q.facts.SharedPerSM)/(stages*stage+2<<10)))
 	// Each cluster writes a row of partial dw. So for few rows of the matrix fewer clusters are faster. H100,
 	// 4099 x 1000 bfloat16: 0.65 with five CTAs per SM, 0.69 with three.
-	resident = min(resident, max(3, q.m/(8*int64(q.facts.SMs))))
+	resident = min(resident, max(3, q.m/v.RowsPerCTA()/(8*int64(q.facts.SMs))))
 	clusters := int64(q.facts.SMs) * resident
 	if cluster > 1 {
 		clusters = int64(q.facts.Clusters[cluster]) * resident
 	}
-	clusters = min(clusters, q.m)
+	groups := ceil(q.m, v.RowsPerCTA())
+	clusters = min(clusters, groups)
 	p := q.begin()
-	p.stages = int32(min(stages, max(2, ceil(q.m, clusters))))
+	p.stages = int32(min(stages, max(2, ceil(groups, clusters))))
 	p.partials = int32(clusters)
 	if q.unaligned { // one for each run of rows with the same offset: partition_rows in cuda/rmsnorm.cuh
 		p.partials += int32(q.elements() - 1)
@@ -394,7 +402,8 @@ func (q *query) splitAsRequested(p *plan) bool {
 
 // twoPasses reads rows twice: once to reduce them, once to map them.
 func twoPasses(q *query, row *policy.Row) *plan {
-	if q.dw || q.op == kernels.CrossEntropyForward || q.op == kernels.CrossEntropyBackward {
+	if q.dw || q.op == kernels.NormBackward || q.op == kernels.CrossEntropyForward ||
+		q.op == kernels.CrossEntropyBackward {
 		return nil
 	}
 	p := q.begin()
@@ -425,7 +434,7 @@ func twoPasses(q *query, row *policy.Row) *plan {
 // byColumns serves RMSNorm backward where no persistent kernel does. The first pass computes the sums of
 // rows. In the second, each CTA computes dx and dw of a tile of columns.
 func byColumns(q *query, row *policy.Row) *plan {
-	if !q.dw {
+	if !q.dw && q.op != kernels.NormBackward {
 		return nil
 	}
 	p := q.begin()
@@ -438,7 +447,9 @@ func byColumns(q *query, row *policy.Row) *plan {
 	tiles := ceil(q.n, kernels.ChunkThreads*q.elements())
 	blocks := min(max(int64(q.facts.SMs)*8/tiles, 1), q.m)
 	p.partials = int32(blocks)
-	q.add(p, q.chunkKernel(kernels.Columns), tiles*blocks, 1, 0)
+	columns := kernelsOf[kernelKey{q.op, kernels.Columns, q.x, q.unaligned || q.op == kernels.NormBackward,
+		false}][0]
+	q.add(p, columns, tiles*blocks, 1, 0)
 	p.why = "row sums first, then dx and dw by columns: two passes"
 	return p
 }

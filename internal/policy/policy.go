@@ -31,6 +31,8 @@ const (
 	CrossEntropyForward
 	CrossEntropyForwardDX // loss and gradient
 	CrossEntropyBackward
+	NormForward  // RMSNorm with options, LayerNorm
+	NormBackward // with or without dw and db
 )
 
 // Layout says where the rows of the operands lie.

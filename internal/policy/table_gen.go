@@ -717,7 +717,57 @@ var list31 = []Row{
 	{For: 0x1, Regime: Elementwise},
 }
 
-var tables = [4][8][3][4][]Row{
+var list32 = []Row{
+	{For: 0x1, UpTo: 256, Below: Count{1, true}, Regime: Registers, Threads: 256, Vectors: 1},
+	{For: 0x1, UpTo: 512, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 1},
+	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, UpTo: 256, Regime: Registers, Threads: 64, Vectors: 4},
+	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
+	{For: 0x1, UpTo: 768, Regime: Registers, Threads: 192, Vectors: 4},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
+	{For: 0x1, UpTo: 1536, Regime: Registers, Threads: 384, Vectors: 4},
+	{For: 0x1, UpTo: 2048, Regime: Registers, Threads: 512, Vectors: 4},
+	{For: 0x1, UpTo: 16384, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Regime: TwoPasses, Resident: 16},
+}
+
+var list33 = []Row{
+	{For: 0x1, Regime: TwoPasses, Resident: 16},
+}
+
+var list34 = []Row{
+	{For: 0x1, UpTo: 8, Regime: PersistentRing, Threads: 8, Vectors: 1, Resident: 3, Stages: 6},
+	{For: 0x1, UpTo: 16, Regime: PersistentRing, Threads: 16, Vectors: 1, Resident: 3, Stages: 6},
+	{For: 0x1, UpTo: 32, Regime: PersistentRing, Threads: 32, Vectors: 1, Resident: 3, Stages: 6},
+	{For: 0x1, UpTo: 64, Regime: PersistentRing, Threads: 64, Vectors: 1, Resident: 3, Stages: 6},
+	{For: 0x1, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 3, Stages: 6},
+	{For: 0x1, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 6},
+	{For: 0x1, UpTo: 512, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 4},
+	{For: 0x1, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 4},
+	{For: 0x1, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 4},
+	{For: 0x1, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 4},
+	{For: 0x1, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 4},
+	{For: 0x1, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 4},
+	{For: 0x1, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 4},
+	{For: 0x1, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 4},
+	{For: 0x1, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
+	{For: 0x1, UpTo: 10240, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 10, MaxCTAs: 10, Stages: 4},
+	{For: 0x1, UpTo: 12288, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 12, MaxCTAs: 12, Stages: 4},
+	{For: 0x1, UpTo: 14336, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 14, MaxCTAs: 14, Stages: 4},
+	{For: 0x1, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
+	{For: 0x1, Regime: ByColumns, Resident: 16},
+}
+
+var list35 = []Row{
+	{For: 0x1, Regime: ByColumns, Resident: 16},
+}
+
+var tables = [4][10][3][4][]Row{
 	H100: {
 		SoftmaxForward: {
 			kernels.Float16:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},

@@ -21,39 +21,33 @@ namespace gander {
 
 // The number of elements, their mean, and the sum of their squared deviations from it. For RMSNorm count and
 // mean are 0, and m2 is the sum of squares.
+//
+// Parts are merged in two steps, too: their common mean, then m2 with the deviations of their means from it.
+// So no digits cancel, whatever the mean is (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
+// Algorithm for Computing Sample Variances", 1979).
 template <class T>
 struct alignas(8) Moments {
   using A = Accumulator<T>;
   A mean = 0, m2 = 0;
   float count = 0.f;
 
-  // Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
-  // 1979.
-  __device__ __forceinline__ static Moments merged(const Moments& a, const Moments& b) {
-    Moments r;
-    r.count = a.count + b.count;
-    const A delta = b.mean - a.mean, share = r.count > 0.f ? static_cast<A>(b.count) / r.count : 0;
-    r.mean = a.mean + delta * share;
-    r.m2 = a.m2 + b.m2 + delta * delta * a.count * share;
-    return r;
+  __device__ __forceinline__ void merge(const Moments& o) {
+    const float all = count + o.count;
+    const A delta = o.mean - mean, share = all > 0.f ? static_cast<A>(o.count) / all : 0;
+    m2 += o.m2 + delta * delta * count * share;
+    mean += delta * share;
+    count = all;
   }
-  __device__ __forceinline__ void merge(const Moments& o) { *this = merged(*this, o); }
-  // All lanes compute the same, from the lower lane's state and the upper one's. So they get the same bits.
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
-#pragma unroll
-    for (int k = 1; k < L; k *= 2) {
-      Moments o;
-      o.mean = __shfl_xor_sync(kAllLanes, mean, k);
-      o.m2 = __shfl_xor_sync(kAllLanes, m2, k);
-      o.count = __shfl_xor_sync(kAllLanes, count, k);
-      const bool upper = threadIdx.x & k;
-      Moments a, b;
-      a.mean = upper ? o.mean : mean, b.mean = upper ? mean : o.mean;
-      a.m2 = upper ? o.m2 : m2, b.m2 = upper ? m2 : o.m2;
-      a.count = upper ? o.count : count, b.count = upper ? count : o.count;
-      *this = merged(a, b);
+    if (__any_sync(kAllLanes, count > 0.f)) {
+      const float all = lanes_sum<L>(count);
+      const A common = all > 0.f ? lanes_sum<L>(mean * count) / all : lanes_sum<L>(mean * count);
+      const A delta = mean - common;
+      m2 += delta * delta * count;
+      mean = common, count = all;
     }
+    m2 = lanes_sum<L>(m2);
   }
 };
 
@@ -87,6 +81,13 @@ struct Mean {
 };
 
 // ---- Operands of run-time types.
+
+template <class T>
+__device__ __forceinline__ uint4 ones_vector() {
+  constexpr unsigned bits16 = std::is_same_v<T, bf16> ? 0x3f803f80u : 0x3c003c00u;
+  constexpr unsigned bits = sizeof(T) == 4 ? 0x3f800000u : bits16;
+  return make_uint4(bits, bits, bits, bits);
+}
 
 __device__ __forceinline__ uint2 load_half_vector_if(bool in, const void* p) {
   uint2 v = make_uint2(0, 0);
@@ -193,45 +194,60 @@ __device__ __forceinline__ void load_bias(const NormArgs& a, int64_t origin, int
 
 // ---- Forward.
 
-// The state of V vectors of each of L lanes. Elements out of bounds are not counted.
+// The state of V vectors of each of L lanes. Elements out of bounds are 0, and are not counted.
 template <class T, int L, int V, bool Unaligned>
 __device__ __forceinline__ Moments<T> tile_moments(bool center, const float (&h)[V][kElements<T>], int e,
-                                                   int step, Bounds s) {
+                                                   int step, int end) {
   using A = Accumulator<T>;
   constexpr int E = kElements<T>;
   Moments<T> st;
-  float mean = 0.f;
-  if (center) {  // first a mean that is about right, so that the deviations from it have all digits
-    int count = 0;
-    A sum = 0;
+  if (!center) {
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      const int ei = e + i * step;
-      count += max(min(s.hi - ei, E), 0);
-      float t = 0.f;
+      float q = 0.f;
 #pragma unroll
-      for (int j = 0; j < E; j++) t += h[i][j];
-      sum += t;
+      for (int j = 0; j < E; j++) q = fmaf(h[i][j], h[i][j], q);
+      st.m2 += q;
     }
-    st.count = lanes_sum<L>(static_cast<float>(count));
-    mean = st.count > 0.f ? static_cast<float>(lanes_sum<L>(sum) / st.count) : 0.f;
+    st.m2 = lanes_sum<L>(st.m2);
+    return st;
   }
-  A first = 0;
+  // First a mean that is about right, so that the deviations from it have all digits.
+  A sum = 0;
+  int count = 0;
+  const int first = e - static_cast<int>(threadIdx.x % L) * E;
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    const int ei = e + i * step;
+    count += max(min(end - first - i * step, L * E), 0);
+    float t = h[i][0];
+#pragma unroll
+    for (int j = 1; j < E; j++) t += h[i][j];
+    sum += t;
+  }
+  sum = lanes_sum<L>(sum);
+  if (count == 0) return st;
+  st.count = static_cast<float>(count);
+  const float mean = static_cast<float>(sum / st.count);
+  A rest = 0;  // what float32 rows still deviate from it
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int left = end - e - i * step;
+    if (left <= 0) break;
     float t = 0.f, q = 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) {
-      const float d = ei + (Unaligned ? j : 0) < s.hi ? h[i][j] - mean : 0.f;
-      t += d, q = fmaf(d, d, q);
+      const float d = !Unaligned || j < left ? h[i][j] - mean : 0.f;
+      if constexpr (sizeof(T) == 4) t += d;
+      q = fmaf(d, d, q);
     }
-    first += t, st.m2 += q;
+    if constexpr (sizeof(T) == 4) rest += t;
+    st.m2 += q;
   }
   st.m2 = lanes_sum<L>(st.m2);
-  if (center) {
-    const A rest = st.count > 0.f ? lanes_sum<L>(first) / st.count : lanes_sum<L>(first);
-    st.mean = mean + rest;
+  st.mean = mean;
+  if constexpr (sizeof(T) == 4) {
+    rest = lanes_sum<L>(rest) / st.count;
+    st.mean += rest;
     st.m2 -= rest * rest * st.count;
   }
   return st;
@@ -242,13 +258,21 @@ struct NormScalars {
   Mean mean;
   float rstd;
   // Computes what the map needs, and stores the row's statistics.
-  __device__ __forceinline__ NormScalars(const NormArgs& a, int64_t row, const Moments<T>& st, bool leader)
-      : mean(st.mean), rstd(__frsqrt_rn(fmaf(static_cast<float>(st.m2), a.inv_n, a.eps))) {
+  __device__ __forceinline__ NormScalars(const NormArgs& a, int64_t row, const Moments<T>& st, bool leader) {
+    mean = Mean(st.mean);
+    rstd = __frsqrt_rn(fmaf(static_cast<float>(st.m2), a.inv_n, a.eps));
     if (!leader) return;
     if (a.rstd) static_cast<float*>(a.rstd)[row] = rstd;
     if (a.mean) static_cast<float*>(a.mean)[row] = mean.high;
   }
 };
+
+// xhat of one element.
+template <class T>
+__device__ __forceinline__ float normalized(const NormScalars<T>& sc, float h) {
+  if constexpr (sizeof(T) == 4) return sc.mean.subtracted_from(h) * sc.rstd;
+  return fmaf(h, sc.rstd, -sc.mean.high * sc.rstd);
+}
 
 // Stores one vector of y.
 template <class T, int E>
@@ -257,11 +281,12 @@ __device__ __forceinline__ void store_norm(const NormArgs& a, const NormScalars<
                                            const float (&b)[E]) {
   float out[E];
 #pragma unroll
-  for (int j = 0; j < E; j++) {
-    float xhat = sc.mean.subtracted_from(h[j]) * sc.rstd;
-    if (a.round_first) xhat = to_float(from_float<T>(xhat));
-    out[j] = fmaf(xhat, w[j], b[j]);
-  }
+  for (int j = 0; j < E; j++) out[j] = normalized(sc, h[j]);
+  if (a.round_first)
+#pragma unroll
+    for (int j = 0; j < E; j++) out[j] = to_float(from_float<T>(out[j]));
+#pragma unroll
+  for (int j = 0; j < E; j++) out[j] = fmaf(out[j], w[j], b[j]);
   store_floats(y, a.rows.y_type, e, s, out);
 }
 
@@ -320,20 +345,31 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
   const int64_t r = active ? row : 0, head = a.heads > 1 ? r % a.heads * a.rows.n : 0;
   float h[V][E];
   load_sum<T, V, false>(a, r, 0, e, kStep, s, h);
-  float w[kEarly ? V : 1][E], b[kEarly ? V : 1][E];
+  // Weights, biases and results are usually of x's type. Then they need no conditions.
+  const bool plain = (!a.weight || a.weight_type == kDType<T>) && (!a.bias || a.bias_type == kDType<T>) &&
+                     a.rows.y_type == kDType<T> && !a.round_first && a.weight_offset == 0.f;
+  const T* const weight = opaque(static_cast<T*>(const_cast<void*>(a.weight)) + head + e);
+  const T* const bias = opaque(static_cast<T*>(const_cast<void*>(a.bias)) + head + e);
+  uint4 w[kEarly ? V : 1], b[kEarly ? V : 1];
+  const auto load_operands = [&](int i, uint4& w, uint4& b) {
+    const bool in = e + i * kStep < end;
+    w = load_vector_if(in && a.weight, weight + i * kStep, ones_vector<T>());
+    b = load_vector_if(in && a.bias, bias + i * kStep, zero_vector());
+  };
   if constexpr (kEarly)
+    if (plain)
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      load_scale<false>(a, head, e + i * kStep, s, w[i]);
-      load_bias<false>(a, head, e + i * kStep, s, b[i]);
-    }
+      for (int i = 0; i < V; i++) load_operands(i, w[i], b[i]);
   if (a.z) {
     void* const z = advance(a.z, a.z_type, r * a.z_stride);
 #pragma unroll
-    for (int i = 0; i < V; i++)
-      if (e + i * kStep < end) store_floats(z, a.z_type, e + i * kStep, s, h[i]);
+    for (int i = 0; i < V; i++) {
+      if (e + i * kStep >= end) break;
+      if (a.z_type == kDType<T>) store_vector(static_cast<T*>(z) + e + i * kStep, h[i]);
+      else store_floats(z, a.z_type, e + i * kStep, s, h[i]);
+    }
   }
-  State st = tile_moments<T, kLanes, V, false>(a.center, h, e, kStep, s);
+  State st = tile_moments<T, kLanes, V, false>(a.center, h, e, kStep, end);
   if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots);
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
@@ -342,16 +378,30 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
   }
 #endif
   const NormScalars<T> sc(a, r, st, leader);
+  if (plain) {
+    T* const y = opaque(static_cast<T*>(a.rows.y) + r * a.rows.y_stride + e);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      if (e + i * kStep >= end) break;
+      if constexpr (!kEarly) load_operands(i, w[0], b[0]);
+      float fw[E], fb[E], out[E];
+      unpack(T(), w[kEarly ? i : 0], fw);
+      unpack(T(), b[kEarly ? i : 0], fb);
+#pragma unroll
+      for (int j = 0; j < E; j++) out[j] = fmaf(normalized(sc, h[i][j]), fw[j], fb[j]);
+      store_vector(y + i * kStep, out);
+    }
+    return;
+  }
   void* const y = advance(a.rows.y, a.rows.y_type, r * a.rows.y_stride);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int ei = e + i * kStep;
     if (ei >= end) break;
-    if constexpr (!kEarly) {
-      load_scale<false>(a, head, ei, s, w[0]);
-      load_bias<false>(a, head, ei, s, b[0]);
-    }
-    store_norm(a, sc, y, ei, s, h[i], w[kEarly ? i : 0], b[kEarly ? i : 0]);
+    float fw[E], fb[E];
+    load_scale<false>(a, head, ei, s, fw);
+    load_bias<false>(a, head, ei, s, fb);
+    store_norm(a, sc, y, ei, s, h[i], fw, fb);
   }
 }
 
@@ -399,7 +449,7 @@ __device__ __forceinline__ void norm_partial_body(const NormArgs& a) {
     for (int e = threadIdx.x * E; e < c.bounds.hi; e += V * kStep) {
       float h[V][E];
       load_sum<T, V, Unaligned>(a, c.row, c.origin, e, kStep, c.bounds, h);
-      st.merge(tile_moments<T, 1, V, Unaligned>(a.center, h, e, kStep, c.bounds));
+      st.merge(tile_moments<T, 1, V, Unaligned>(a.center, h, e, kStep, c.bounds.hi));
     }
     st.template reduce_lanes<32>();
   }
@@ -453,9 +503,10 @@ struct NormGradientScalars {
   float mean = 0.f, rstd = 0.f;
   float mean_g = 0.f, mean_gx = 0.f;  // the means of g and of g * xhat
   NormGradientScalars() = default;
-  __device__ __forceinline__ NormGradientScalars(const NormArgs& a, int64_t row)
-      : mean(a.center ? static_cast<const float*>(a.mean)[row] : 0.f),
-        rstd(static_cast<const float*>(a.rstd)[row]) {}
+  __device__ __forceinline__ NormGradientScalars(const NormArgs& a, int64_t row) {
+    mean = a.center ? static_cast<const float*>(a.mean)[row] : 0.f;
+    rstd = static_cast<const float*>(a.rstd)[row];
+  }
   template <class T>
   __device__ __forceinline__ void finalize(const NormArgs& a, const GradientSums<T>& st) {
     mean_g = a.center ? static_cast<float>(st.g) * a.inv_n : 0.f;
@@ -463,7 +514,7 @@ struct NormGradientScalars {
   }
   // dx of one element, from h - mean.
   __device__ __forceinline__ float dx(float h, float dy, float w) const {
-    return (dy * w - mean_g - h * rstd * mean_gx) * rstd;
+    return fmaf(dy * w, rstd, fmaf(h, -rstd * rstd * mean_gx, -mean_g * rstd));
   }
 };
 
@@ -492,7 +543,6 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
   using State = GradientSums<T>;
   constexpr int E = kElements<T>, kMaxStages = 16, kCTA = TPR < 256 ? 256 : TPR;
   constexpr int kRows = kCTA / TPR, kWarps = TPR / 32, kSlice = TPR * V;
-  constexpr bool kWeightsInRegisters = V * E <= 8;
   static_assert(!Cluster || kRows == 1);
   extern __shared__ __align__(128) uint4 buffer[];
   __shared__ Slot<State> warp_slots[2][kWarps > 1 ? kRows * kWarps : 1], cluster_slots[2][Cluster ? 16 : 1];
@@ -537,97 +587,125 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
   if (tid == 0)
     for (int i = 0; i < stages && blockIdx.x + i * step < groups; i++) fetch(blockIdx.x + i * step, i);
 
-  const auto scale = [&](int i, float (&w)[E]) { load_scale<false>(a, origin, (lane + i * TPR) * E, s, w); };
-  float cached[kWeightsInRegisters ? V : 1][E];
-  if constexpr (kWeightsInRegisters)
-#pragma unroll
-    for (int i = 0; i < V; i++) scale(i, cached[i]);
-  const auto weights = [&](int i, float (&w)[E]) {
-    if constexpr (kWeightsInRegisters) {
-#pragma unroll
-      for (int j = 0; j < E; j++) w[j] = cached[i][j];
-    } else {
-      scale(i, w);
-    }
-  };
-  Accumulator<T> dw[V][E] = {}, db[V][E] = {};
-  int stage = 0, set = 0;
-  uint32_t phase = 0, merged_phase = 0;
+  Accumulator<T> dw[V][E] = {};
+  float db[V][E] = {};  // float suffices: each of many CTAs adds up a part of the rows
   const auto scalars = [&](int64_t g) {
     const int64_t row = g * kRows + group;
     return row < rows ? NormGradientScalars(a, row) : NormGradientScalars();
   };
-  auto next = scalars(blockIdx.x);
-  for (int64_t g = blockIdx.x; g < groups; g += step) {
-    auto sc = next;
-    next = scalars(g + step);
-    const int64_t row = g * kRows + group;
-    const bool active = row < rows;
-    if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(State));
-    if (columns) barrier_wait(full + stage, phase);
-    const char* const from = ring + stage * stage_bytes;
-    uint4 x[V], dres[V];
-    float dy[V][E];
-    State st;
+  const auto loop = [&](auto plain) {
+    constexpr bool kPlain = decltype(plain)::value;
+    uint4 weights[kPlain ? V : 1];
+    if constexpr (kPlain) {
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int e = (lane + i * TPR) * E, at = group * pitch + e;
-      const bool in = active && e < columns;
-      x[i] = dres[i] = zero_vector();
-      float fx[E], w[E];
-      if (in) {
-        x[i] = *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(from) + at);
-        read_floats(from + x_bytes, a.rows.b_type, at, dy[i]);
-        if (a.c)
-          dres[i] =
-              *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(from + x_bytes + dy_bytes) + at);
+      for (int i = 0; i < V; i++) {
+        const int e = (lane + i * TPR) * E;
+        weights[i] = load_vector_if(a.weight && e < columns, static_cast<const T*>(a.weight) + origin + e,
+                                    ones_vector<T>());
+      }
+    }
+    const auto weight = [&](int i, float (&w)[E]) {
+      if constexpr (kPlain) {
+        unpack(T(), weights[i], w);
       } else {
-#pragma unroll
-        for (int j = 0; j < E; j++) dy[i][j] = 0.f;
+        load_scale<false>(a, origin, (lane + i * TPR) * E, s, w);
       }
-      unpack(T(), x[i], fx);
-      weights(i, w);
+    };
+    int stage = 0, set = 0;
+    uint32_t phase = 0, merged_phase = 0;
+    auto next = scalars(blockIdx.x);
+    for (int64_t g = blockIdx.x; g < groups; g += step) {
+      auto sc = next;
+      next = scalars(g + step);
+      const int64_t row = g * kRows + group;
+      const bool active = row < rows;
+      if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(State));
+      if (columns) barrier_wait(full + stage, phase);
+      const char* const from = ring + stage * stage_bytes;
+      uint4 x[V], dres[V], dy_vectors[kPlain ? V : 1];
+      float dy_floats[kPlain ? 1 : V][E];
+      const auto get_dy = [&](int i, float (&f)[E]) {
+        if constexpr (kPlain) {
+          unpack(T(), dy_vectors[i], f);
+        } else {
 #pragma unroll
-      for (int j = 0; j < E; j++) w[j] *= dy[i][j], fx[j] -= sc.mean;
-      st.add(w, fx);
-    }
-    st.template reduce_lanes<(TPR < 32 ? TPR : 32)>();
-    // After the barrier all threads have read the stage.
-    if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots[set]);
-    else __syncthreads();
-    if (tid == 0 && g + stages * step < groups) fetch(g + stages * step, stage);
-    if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
-    sc.finalize(a, st);
-    void* const y = advance(a.rows.y, a.rows.y_type, row * a.rows.y_stride + origin);
-    void* const z = advance(a.z, a.z_type, row * a.z_stride + origin);
+          for (int j = 0; j < E; j++) f[j] = dy_floats[i][j];
+        }
+      };
+      State st;
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int e = (lane + i * TPR) * E;
-      if (!active || e >= columns) break;
-      float fx[E], w[E], out[E], more[E];
-      rematerialize<T>(x[i], a.rows.opaque_zero);
-      unpack(T(), x[i], fx);
-      unpack(T(), dres[i], more);
-      weights(i, w);
+      for (int i = 0; i < V; i++) {
+        const int e = (lane + i * TPR) * E, at = group * pitch + e;
+        const auto vector = [&](int offset) {
+          return *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(from + offset) + at);
+        };
+        x[i] = dres[i] = zero_vector();
+        if constexpr (kPlain) {
+          dy_vectors[i] = zero_vector();
+        } else {
 #pragma unroll
-      for (int j = 0; j < E; j++) {
-        fx[j] -= sc.mean;
-        dw[i][j] += dy[i][j] * (fx[j] * sc.rstd);
-        out[j] = sc.dx(fx[j], dy[i][j], w[j]) + more[j];
+          for (int j = 0; j < E; j++) dy_floats[i][j] = 0.f;
+        }
+        if (active && e < columns) {
+          x[i] = vector(0);
+          if constexpr (kPlain) dy_vectors[i] = vector(x_bytes);
+          else read_floats(from + x_bytes, a.rows.b_type, at, dy_floats[i]);
+          if (a.c) dres[i] = vector(x_bytes + dy_bytes);
+        }
+        float h[E], g[E], w[E];
+        unpack(T(), x[i], h);
+        get_dy(i, g);
+        weight(i, w);
+#pragma unroll
+        for (int j = 0; j < E; j++) g[j] *= w[j], h[j] -= sc.mean;
+        st.add(g, h);
       }
-      if (a.db)
+      st.template reduce_lanes<(TPR < 32 ? TPR : 32)>();
+      // After the barrier all threads have read the stage.
+      if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots[set]);
+      else __syncthreads();
+      if (tid == 0 && g + stages * step < groups) fetch(g + stages * step, stage);
+      if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
+      sc.finalize(a, st);
+      const float slope = -sc.rstd * sc.rstd * sc.mean_gx, rest = -sc.mean_g * sc.rstd;
 #pragma unroll
-        for (int j = 0; j < E; j++) db[i][j] += dy[i][j];
-      store_floats(y, a.rows.y_type, e, s, out);
-      if (a.z) store_floats(z, a.z_type, e, s, out);
+      for (int i = 0; i < V; i++) {
+        const int e = (lane + i * TPR) * E;
+        if (!active || e >= columns) break;
+        float h[E], dy[E], w[E], out[E];
+        rematerialize<T>(x[i], a.rows.opaque_zero);
+        if constexpr (kPlain) rematerialize<T>(dy_vectors[i], a.rows.opaque_zero);
+        unpack(T(), x[i], h);
+        unpack(T(), dres[i], out);
+        get_dy(i, dy);
+        weight(i, w);
+#pragma unroll
+        for (int j = 0; j < E; j++) {
+          h[j] -= sc.mean;
+          dw[i][j] += dy[j] * (h[j] * sc.rstd);
+          out[j] += fmaf(dy[j] * w[j], sc.rstd, fmaf(h[j], slope, rest));
+        }
+        if (a.db)
+#pragma unroll
+          for (int j = 0; j < E; j++) db[i][j] += dy[j];
+        void* const y = advance(a.rows.y, a.rows.y_type, row * a.rows.y_stride + origin);
+        if constexpr (kPlain) store_vector(static_cast<T*>(y) + e, out);
+        else store_floats(y, a.rows.y_type, e, s, out);
+        if (a.z) store_floats(advance(a.z, a.z_type, row * a.z_stride + origin), a.z_type, e, s, out);
+      }
+      if (++stage == stages) stage = 0, phase ^= 1;
+      merged_phase ^= set;
+      set ^= 1;
     }
-    if (++stage == stages) stage = 0, phase ^= 1;
-    merged_phase ^= set;
-    set ^= 1;
-  }
+  };
+  // All types are usually x's. Then there are no conditions on them in the loop.
+  if ((!a.weight || a.weight_type == kDType<T>) && a.weight_offset == 0.f && a.rows.b_type == kDType<T> &&
+      a.rows.y_type == kDType<T>)
+    loop(std::true_type());
+  else loop(std::false_type());
   // The CTA's partial sums. Those of several rows are added in a fixed order.
   const PartialRow partial(a);
-  const auto store_sums = [&](const Accumulator<T>(&sums)[V][E], int64_t offset) {
+  const auto store_sums = [&](const auto& sums, int64_t offset) {
     Accumulator<T>* const to =
         static_cast<Accumulator<T>*>(a.partial_sums) + blockIdx.x * partial.width + offset + origin;
     if constexpr (kRows == 1) {

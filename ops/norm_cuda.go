@@ -1,0 +1,118 @@
+package ops
+
+import (
+	"unsafe"
+
+	"github.com/gander-go/gander/internal/policy"
+	"github.com/gander-go/gander/kernels"
+)
+
+// normOperands is what plans of norms with options depend on, beside the shape.
+type normOperands struct {
+	second  int8 // bytes of an element of the residual, or of the gradient of y; 0 for none
+	third   bool // backward: there is a gradient of residual_out
+	sums    int8 // backward: how many of dw and db are wanted
+	compact bool // the inputs' rows have no gaps
+	bulk    bool // the inputs' rows are whole 16-byte vectors: bulk copies take them
+}
+
+// normForwardCUDA enqueues a forward call on a device. choice is the caller's.
+func (n *normCall) forwardCUDA(c *Call, ordinal int32) error {
+	if n.X.Rows == 0 {
+		return nil
+	}
+	k, err := c.start(ordinal, n.forwardRequest())
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := k.norm(&n.Norm, n.X, n.Residual, n.Y)
+	args.Bias, args.BiasType = input(n.Bias.Data), int32(n.Bias.DType)
+	args.Z, args.ZStride, args.ZType = output(n.ResidualOut.Data), n.ResidualOut.Stride, int32(n.ResidualOut.DType)
+	args.Eps = float32(n.Eps)
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
+
+func (n *normCall) forwardRequest() request {
+	r := request{
+		op: kernels.NormForward, Choice: n.Choice, x: n.X.DType, m: n.X.Rows, n: n.X.Cols,
+		layout: normLayout(n.X, n.Weight, n.Bias, n.Residual, n.Y, n.ResidualOut),
+	}
+	if n.Residual.Present() {
+		r.norm.second = int8(n.Residual.DType.Size())
+	}
+	return r
+}
+
+// backwardCUDA enqueues a backward call on a device.
+func (n *normCall) backwardCUDA(c *Call, ordinal int32) error {
+	if n.X.Rows == 0 && !n.DW.Present() && !n.DB.Present() {
+		return nil
+	}
+	k, err := c.start(ordinal, n.backwardRequest())
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := k.norm(&n.Norm, n.X, n.DOut, n.DX)
+	args.C, args.CStride, args.CType = input(n.DResidualOut.Data), n.DResidualOut.Stride, int32(n.DResidualOut.DType)
+	args.Z, args.ZStride, args.ZType = output(n.DResidual.Data), n.DResidual.Stride, int32(n.DResidual.DType)
+	args.Dw, args.DwType = output(n.DW.Data), int32(n.DW.DType)
+	args.Db, args.DbType = output(n.DB.Data), int32(n.DB.DType)
+	args.PartialSums, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
+
+func (n *normCall) backwardRequest() request {
+	r := request{
+		op: kernels.NormBackward, Choice: n.Choice, x: n.X.DType, m: n.X.Rows, n: n.X.Cols,
+		layout: normLayout(n.X, n.Weight, kernels.Vector{}, n.DOut, n.DResidualOut, n.DX, n.DResidual),
+	}
+	r.norm = normOperands{
+		second: int8(n.DOut.DType.Size()), third: n.DResidualOut.Present(),
+		compact: n.X.Stride == n.X.Cols && n.DOut.Stride == n.X.Cols,
+		bulk:    vectorRows(n.X) && vectorRows(n.DOut),
+	}
+	if n.DResidualOut.Present() {
+		r.norm.compact = r.norm.compact && n.DResidualOut.Stride == n.X.Cols
+		r.norm.bulk = r.norm.bulk && vectorRows(n.DResidualOut) && n.DResidualOut.DType == n.X.DType
+	}
+	for _, v := range []kernels.Vector{n.DW, n.DB} {
+		if v.Present() {
+			r.norm.sums++
+		}
+	}
+	return r
+}
+
+// norm fills in the arguments that forward and backward share.
+func (k *cudaCall) norm(n *kernels.Norm, first, second, out kernels.Matrix) kernels.NormArgs {
+	args := kernels.NormArgs{
+		Rows: k.rows(first, second, out), Weight: input(n.Weight.Data), WeightType: int32(n.Weight.DType),
+		Mean: output(n.Mean.Data), Rstd: output(n.Rstd.Data), Heads: 1,
+		WeightOffset: float32(n.WeightOffset), InvN: 1 / float32(first.Cols),
+	}
+	if n.Center {
+		args.Center = 1
+	}
+	return args
+}
+
+// normLayout tells whether each row of the operands is made of whole vectors of x's elements, which are
+// aligned to 16 bytes, or to all their bytes if they have fewer in the operand's type.
+func normLayout(x kernels.Matrix, weight, bias kernels.Vector, others ...kernels.Matrix) policy.Layout {
+	elements := 16 / x.DType.Size()
+	whole := func(data unsafe.Pointer, stride int64, t kernels.DType) bool {
+		unit := uintptr(min(16, elements*t.Size()))
+		return uintptr(data)%unit == 0 && stride*t.Size()%int64(unit) == 0
+	}
+	aligned := x.Cols%elements == 0 && whole(x.Data, x.Stride, x.DType) &&
+		whole(weight.Data, 0, weight.DType) && whole(bias.Data, 0, bias.DType)
+	for _, m := range others {
+		aligned = aligned && (!m.Present() || whole(m.Data, m.Stride, m.DType))
+	}
+	if aligned {
+		return policy.Aligned
+	}
+	return policy.MixedOffsets
+}
