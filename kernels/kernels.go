@@ -46,6 +46,9 @@ type Matrix struct {
 	Stride int64
 }
 
+// Present tells whether an optional operand was given. It is false for one that has no elements.
+func (m Matrix) Present() bool { return m.Data != nil }
+
 // Vector is Len elements that lie Stride elements apart (0 repeats one element). A nil Data with a
 // Len of 0 means that the operand is absent.
 type Vector struct {
@@ -81,4 +84,30 @@ type CrossEntropy struct {
 
 	// Backward reads Max, LogSum and Denominator as well, and writes DX:
 	DLoss Vector // upstream gradient, (M) or a single element with Stride 0
+}
+
+// Norm is what one call of RMSNorm or LayerNorm reads and writes, forward or backward. Forward normalizes
+// h = X + Residual, which it does not round. Backward's X is h as forward stored it: forward's ResidualOut
+// if it wrote one, else its X. Each matrix and vector has a type of its own, but all are float64 where X is,
+// and Mean and Rstd are float32 elsewhere.
+type Norm struct {
+	X            Matrix // (M, N)
+	Weight, Bias Vector // (N), optional: ones and zeros; backward needs no Bias
+	Mean, Rstd   Vector // (M), optional in forward, which writes them; Mean only with Center
+
+	// Forward:
+	Residual    Matrix // optional
+	Y           Matrix
+	ResidualOut Matrix // receives h; optional
+
+	// Backward:
+	DOut         Matrix // gradient of Y
+	DResidualOut Matrix // gradient of ResidualOut; optional
+	DX           Matrix // gradient of h
+	DResidual    Matrix // receives the same numbers as DX; optional
+	DW, DB       Vector // (N), optional
+
+	Eps          float64 // forward only
+	WeightOffset float64 // added to each weight; no effect without a Weight
+	Center       bool    // LayerNorm: the mean is subtracted
 }
