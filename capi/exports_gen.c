@@ -40,49 +40,128 @@ int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersion
   return gander_end(inputs, 2, status);
 }
 
-int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* y,
+int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
+                               const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
                                const DLTensor* rstd, const gander_rmsnorm_options* options, void* stream) {
   GANDER_ENTER();
   return ganderRMSNormForward(
-      (void*)x, (void*)weight, (void*)y, (void*)rstd, (void*)options, (uintptr_t)stream);
+      (void*)x, (void*)weight, (void*)bias, (void*)residual, (void*)y, (void*)residual_out, (void*)rstd,
+      (void*)options, (uintptr_t)stream);
 }
 
-int32_t gander_rmsnorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight, DLDataType out_dtype,
-                       const gander_rmsnorm_options* options, void* stream, DLManagedTensorVersioned** y,
+int32_t gander_rmsnorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
+                       DLManagedTensorVersioned* bias, DLManagedTensorVersioned* residual,
+                       DLDataType out_dtype, DLDataType residual_dtype, const gander_rmsnorm_options* options,
+                       void* stream, DLManagedTensorVersioned** y, DLManagedTensorVersioned** residual_out,
                        DLManagedTensorVersioned** rstd) {
-  const gander_input inputs[] = {{"x", x}, {"weight", weight}};
-  DLManagedTensorVersioned** const outputs[] = {y, rstd};
-  int32_t status = gander_begin(__func__, inputs, 2, outputs, 2);
+  const gander_input inputs[] = {{"x", x}, {"weight", weight}, {"bias", bias}, {"residual", residual}};
+  DLManagedTensorVersioned** const outputs[] = {y, residual_out, rstd};
+  int32_t status = gander_begin(__func__, inputs, 4, outputs, 3);
   if (status == GANDER_OK) {
     status = ganderRMSNormForwardOwned(
-        gander_tensor(x), gander_tensor(weight), out_dtype.code, out_dtype.bits, out_dtype.lanes,
-        (void*)options, (uintptr_t)stream, y, rstd);
+        gander_tensor(x), gander_tensor(weight), gander_tensor(bias), gander_tensor(residual), out_dtype.code,
+        out_dtype.bits, out_dtype.lanes, residual_dtype.code, residual_dtype.bits, residual_dtype.lanes,
+        (void*)options, (uintptr_t)stream, y, residual_out, rstd);
   }
-  return gander_end(inputs, 2, status);
+  return gander_end(inputs, 4, status);
 }
 
 int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
-                                const DLTensor* rstd, const DLTensor* dx, const DLTensor* dw,
+                                const DLTensor* dresidual_out, const DLTensor* rstd, const DLTensor* dx,
+                                const DLTensor* dresidual, const DLTensor* dw, const DLTensor* db,
                                 const gander_rmsnorm_options* options, void* stream) {
   GANDER_ENTER();
   return ganderRMSNormBackward(
-      (void*)x, (void*)weight, (void*)dout, (void*)rstd, (void*)dx, (void*)dw, (void*)options,
-      (uintptr_t)stream);
+      (void*)x, (void*)weight, (void*)dout, (void*)dresidual_out, (void*)rstd, (void*)dx, (void*)dresidual,
+      (void*)dw, (void*)db, (void*)options, (uintptr_t)stream);
 }
 
 int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                            DLManagedTensorVersioned* dout, DLManagedTensorVersioned* rstd,
-                            const gander_rmsnorm_options* options, void* stream,
-                            DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dw) {
-  const gander_input inputs[] = {{"x", x}, {"weight", weight}, {"dout", dout}, {"rstd", rstd}};
-  DLManagedTensorVersioned** const outputs[] = {dx, dw};
-  int32_t status = gander_begin(__func__, inputs, 4, outputs, 2);
+                            DLManagedTensorVersioned* dout, DLManagedTensorVersioned* dresidual_out,
+                            DLManagedTensorVersioned* rstd, DLDataType x_dtype, DLDataType residual_dtype,
+                            DLDataType bias_dtype, const gander_rmsnorm_options* options, void* stream,
+                            DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dresidual,
+                            DLManagedTensorVersioned** dw, DLManagedTensorVersioned** db) {
+  const gander_input inputs[] = {
+      {"x", x},
+      {"weight", weight},
+      {"dout", dout},
+      {"dresidual_out", dresidual_out},
+      {"rstd", rstd}};
+  DLManagedTensorVersioned** const outputs[] = {dx, dresidual, dw, db};
+  int32_t status = gander_begin(__func__, inputs, 5, outputs, 4);
   if (status == GANDER_OK) {
     status = ganderRMSNormBackwardOwned(
-        gander_tensor(x), gander_tensor(weight), gander_tensor(dout), gander_tensor(rstd), (void*)options,
-        (uintptr_t)stream, dx, dw);
+        gander_tensor(x), gander_tensor(weight), gander_tensor(dout), gander_tensor(dresidual_out),
+        gander_tensor(rstd), x_dtype.code, x_dtype.bits, x_dtype.lanes, residual_dtype.code,
+        residual_dtype.bits, residual_dtype.lanes, bias_dtype.code, bias_dtype.bits, bias_dtype.lanes,
+        (void*)options, (uintptr_t)stream, dx, dresidual, dw, db);
+  }
+  return gander_end(inputs, 5, status);
+}
+
+int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
+                                 const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
+                                 const DLTensor* mean, const DLTensor* rstd,
+                                 const gander_layernorm_options* options, void* stream) {
+  GANDER_ENTER();
+  return ganderLayerNormForward(
+      (void*)x, (void*)weight, (void*)bias, (void*)residual, (void*)y, (void*)residual_out, (void*)mean,
+      (void*)rstd, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_layernorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
+                         DLManagedTensorVersioned* bias, DLManagedTensorVersioned* residual,
+                         DLDataType out_dtype, DLDataType residual_dtype,
+                         const gander_layernorm_options* options, void* stream, DLManagedTensorVersioned** y,
+                         DLManagedTensorVersioned** residual_out, DLManagedTensorVersioned** mean,
+                         DLManagedTensorVersioned** rstd) {
+  const gander_input inputs[] = {{"x", x}, {"weight", weight}, {"bias", bias}, {"residual", residual}};
+  DLManagedTensorVersioned** const outputs[] = {y, residual_out, mean, rstd};
+  int32_t status = gander_begin(__func__, inputs, 4, outputs, 4);
+  if (status == GANDER_OK) {
+    status = ganderLayerNormForwardOwned(
+        gander_tensor(x), gander_tensor(weight), gander_tensor(bias), gander_tensor(residual), out_dtype.code,
+        out_dtype.bits, out_dtype.lanes, residual_dtype.code, residual_dtype.bits, residual_dtype.lanes,
+        (void*)options, (uintptr_t)stream, y, residual_out, mean, rstd);
   }
   return gander_end(inputs, 4, status);
+}
+
+int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
+                                  const DLTensor* dresidual_out, const DLTensor* mean, const DLTensor* rstd,
+                                  const DLTensor* dx, const DLTensor* dresidual, const DLTensor* dw,
+                                  const DLTensor* db, const gander_layernorm_options* options, void* stream) {
+  GANDER_ENTER();
+  return ganderLayerNormBackward(
+      (void*)x, (void*)weight, (void*)dout, (void*)dresidual_out, (void*)mean, (void*)rstd, (void*)dx,
+      (void*)dresidual, (void*)dw, (void*)db, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
+                              DLManagedTensorVersioned* dout, DLManagedTensorVersioned* dresidual_out,
+                              DLManagedTensorVersioned* mean, DLManagedTensorVersioned* rstd,
+                              DLDataType x_dtype, DLDataType residual_dtype, DLDataType bias_dtype,
+                              const gander_layernorm_options* options, void* stream,
+                              DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dresidual,
+                              DLManagedTensorVersioned** dw, DLManagedTensorVersioned** db) {
+  const gander_input inputs[] = {
+      {"x", x},
+      {"weight", weight},
+      {"dout", dout},
+      {"dresidual_out", dresidual_out},
+      {"mean", mean},
+      {"rstd", rstd}};
+  DLManagedTensorVersioned** const outputs[] = {dx, dresidual, dw, db};
+  int32_t status = gander_begin(__func__, inputs, 6, outputs, 4);
+  if (status == GANDER_OK) {
+    status = ganderLayerNormBackwardOwned(
+        gander_tensor(x), gander_tensor(weight), gander_tensor(dout), gander_tensor(dresidual_out),
+        gander_tensor(mean), gander_tensor(rstd), x_dtype.code, x_dtype.bits, x_dtype.lanes,
+        residual_dtype.code, residual_dtype.bits, residual_dtype.lanes, bias_dtype.code, bias_dtype.bits,
+        bias_dtype.lanes, (void*)options, (uintptr_t)stream, dx, dresidual, dw, db);
+  }
+  return gander_end(inputs, 6, status);
 }
 
 int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,

@@ -22,6 +22,10 @@ func rmsNormOptions(p unsafe.Pointer) (C.gander_rmsnorm_options, error) {
 	return readOptions(p, C.gander_rmsnorm_options{eps: 1e-06})
 }
 
+func layerNormOptions(p unsafe.Pointer) (C.gander_layernorm_options, error) {
+	return readOptions(p, C.gander_layernorm_options{eps: 1e-06})
+}
+
 func crossEntropyOptions(p unsafe.Pointer) (C.gander_cross_entropy_options, error) {
 	return readOptions(p, C.gander_cross_entropy_options{ignore_index: -100})
 }
@@ -125,7 +129,8 @@ func ganderSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr, d
 }
 
 //export ganderRMSNormForward
-func ganderRMSNormForward(x, weight, y, rstd, options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderRMSNormForward(x, weight, bias, residual, y, residualOut, rstd, options unsafe.Pointer,
+	stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := rmsNormOptions(options)
 	if err == nil {
@@ -133,7 +138,10 @@ func ganderRMSNormForward(x, weight, y, rstd, options unsafe.Pointer, stream uin
 		err = ops.RMSNormForward{
 			X:              tensor(x),
 			Weight:         tensor(weight),
+			Bias:           tensor(bias),
+			Residual:       tensor(residual),
 			Y:              tensor(y),
+			ResidualOut:    tensor(residualOut),
 			Rstd:           tensor(rstd),
 			Eps:            float64(o.eps),
 			Algorithm:      ops.Algorithm(o.algorithm),
@@ -145,8 +153,9 @@ func ganderRMSNormForward(x, weight, y, rstd, options unsafe.Pointer, stream uin
 }
 
 //export ganderRMSNormForwardOwned
-func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeBits uint8,
-	outDtypeLanes uint16, options unsafe.Pointer, stream uintptr, y, rstd unsafe.Pointer) int32 {
+func ganderRMSNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDtypeCode, outDtypeBits uint8,
+	outDtypeLanes uint16, residualDtypeCode, residualDtypeBits uint8, residualDtypeLanes uint16,
+	options unsafe.Pointer, stream uintptr, y, residualOut, rstd unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := rmsNormOptions(options)
 		if err != nil {
@@ -157,7 +166,8 @@ func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeB
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, made.requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes), made.rows())
+		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.rows())
+		tresidualOut := made.optional("residual_out", residualOut, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtypeOf(tensor(residual), made.dtype())), made.rows())
 		trstd := made.optional("rstd", rstd, made.statistic(), made.perRow())
 		if made.err != nil {
 			return made.err
@@ -166,7 +176,10 @@ func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeB
 		err = ops.RMSNormForward{
 			X:              tensor(x),
 			Weight:         tensor(weight),
+			Bias:           tensor(bias),
+			Residual:       tensor(residual),
 			Y:              ty,
+			ResidualOut:    tresidualOut,
 			Rstd:           trstd,
 			Eps:            float64(o.eps),
 			Algorithm:      ops.Algorithm(o.algorithm),
@@ -181,8 +194,8 @@ func ganderRMSNormForwardOwned(x, weight unsafe.Pointer, outDtypeCode, outDtypeB
 }
 
 //export ganderRMSNormBackward
-func ganderRMSNormBackward(x, weight, dout, rstd, dx, dw, options unsafe.Pointer,
-	stream uintptr) (status int32) {
+func ganderRMSNormBackward(x, weight, dout, dResidualOut, rstd, dx, dresidual, dw, db,
+	options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := rmsNormOptions(options)
 	if err == nil {
@@ -191,9 +204,12 @@ func ganderRMSNormBackward(x, weight, dout, rstd, dx, dw, options unsafe.Pointer
 			X:              tensor(x),
 			Weight:         tensor(weight),
 			DOut:           tensor(dout),
+			DResidualOut:   tensor(dResidualOut),
 			Rstd:           tensor(rstd),
 			DX:             tensor(dx),
+			DResidual:      tensor(dresidual),
 			DW:             tensor(dw),
+			DB:             tensor(db),
 			Eps:            float64(o.eps),
 			Algorithm:      ops.Algorithm(o.algorithm),
 			BatchInvariant: o.batch_invariant != 0,
@@ -204,8 +220,10 @@ func ganderRMSNormBackward(x, weight, dout, rstd, dx, dw, options unsafe.Pointer
 }
 
 //export ganderRMSNormBackwardOwned
-func ganderRMSNormBackwardOwned(x, weight, dout, rstd, options unsafe.Pointer, stream uintptr, dx,
-	dw unsafe.Pointer) int32 {
+func ganderRMSNormBackwardOwned(x, weight, dout, dResidualOut, rstd unsafe.Pointer, xDtypeCode,
+	xDtypeBits uint8, xDtypeLanes uint16, residualDtypeCode, residualDtypeBits uint8,
+	residualDtypeLanes uint16, biasDtypeCode, biasDtypeBits uint8, biasDtypeLanes uint16,
+	options unsafe.Pointer, stream uintptr, dx, dresidual, dw, db unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := rmsNormOptions(options)
 		if err != nil {
@@ -216,12 +234,14 @@ func ganderRMSNormBackwardOwned(x, weight, dout, rstd, options unsafe.Pointer, s
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, made.dtype(), made.rows())
+		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.rows())
+		tdresidual := made.optional("dresidual", dresidual, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtype()), made.rows())
 		if dw != nil && weight == nil {
 			return refuse(ops.StatusOption, "rmsnorm_grad: dw is requested without a weight, expected NULL; "+
 				"pass the weight or leave dw NULL")
 		}
-		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight)), made.columns())
+		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.columns())
+		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.columns())
 		if made.err != nil {
 			return made.err
 		}
@@ -230,13 +250,154 @@ func ganderRMSNormBackwardOwned(x, weight, dout, rstd, options unsafe.Pointer, s
 			X:              tensor(x),
 			Weight:         tensor(weight),
 			DOut:           tensor(dout),
+			DResidualOut:   tensor(dResidualOut),
 			Rstd:           tensor(rstd),
 			DX:             tdx,
+			DResidual:      tdresidual,
 			DW:             tdw,
+			DB:             tdb,
 			Eps:            float64(o.eps),
 			Algorithm:      ops.Algorithm(o.algorithm),
 			BatchInvariant: o.batch_invariant != 0,
 			WeightOffset:   float64(o.weight_offset),
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderLayerNormForward
+func ganderLayerNormForward(x, weight, bias, residual, y, residualOut, mean, rstd, options unsafe.Pointer,
+	stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := layerNormOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.LayerNormForward{
+			X:              tensor(x),
+			Weight:         tensor(weight),
+			Bias:           tensor(bias),
+			Residual:       tensor(residual),
+			Y:              tensor(y),
+			ResidualOut:    tensor(residualOut),
+			Mean:           tensor(mean),
+			Rstd:           tensor(rstd),
+			Eps:            float64(o.eps),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderLayerNormForwardOwned
+func ganderLayerNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDtypeCode,
+	outDtypeBits uint8, outDtypeLanes uint16, residualDtypeCode, residualDtypeBits uint8,
+	residualDtypeLanes uint16, options unsafe.Pointer, stream uintptr, y, residualOut, mean,
+	rstd unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := layerNormOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("layernorm", "x", tensor(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.rows())
+		tresidualOut := made.optional("residual_out", residualOut, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtypeOf(tensor(residual), made.dtype())), made.rows())
+		tmean := made.optional("mean", mean, made.statistic(), made.perRow())
+		trstd := made.optional("rstd", rstd, made.statistic(), made.perRow())
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.LayerNormForward{
+			X:              tensor(x),
+			Weight:         tensor(weight),
+			Bias:           tensor(bias),
+			Residual:       tensor(residual),
+			Y:              ty,
+			ResidualOut:    tresidualOut,
+			Mean:           tmean,
+			Rstd:           trstd,
+			Eps:            float64(o.eps),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderLayerNormBackward
+func ganderLayerNormBackward(x, weight, dout, dResidualOut, mean, rstd, dx, dresidual, dw, db,
+	options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := layerNormOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.LayerNormBackward{
+			X:              tensor(x),
+			Weight:         tensor(weight),
+			DOut:           tensor(dout),
+			DResidualOut:   tensor(dResidualOut),
+			Mean:           tensor(mean),
+			Rstd:           tensor(rstd),
+			DX:             tensor(dx),
+			DResidual:      tensor(dresidual),
+			DW:             tensor(dw),
+			DB:             tensor(db),
+			Eps:            float64(o.eps),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderLayerNormBackwardOwned
+func ganderLayerNormBackwardOwned(x, weight, dout, dResidualOut, mean, rstd unsafe.Pointer, xDtypeCode,
+	xDtypeBits uint8, xDtypeLanes uint16, residualDtypeCode, residualDtypeBits uint8,
+	residualDtypeLanes uint16, biasDtypeCode, biasDtypeBits uint8, biasDtypeLanes uint16,
+	options unsafe.Pointer, stream uintptr, dx, dresidual, dw, db unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := layerNormOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("layernorm_grad", "x", tensor(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.rows())
+		tdresidual := made.optional("dresidual", dresidual, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtype()), made.rows())
+		if dw != nil && weight == nil {
+			return refuse(ops.StatusOption, "layernorm_grad: dw is requested without a weight, expected NULL; "+
+				"pass the weight or leave dw NULL")
+		}
+		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.columns())
+		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.columns())
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.LayerNormBackward{
+			X:              tensor(x),
+			Weight:         tensor(weight),
+			DOut:           tensor(dout),
+			DResidualOut:   tensor(dResidualOut),
+			Mean:           tensor(mean),
+			Rstd:           tensor(rstd),
+			DX:             tdx,
+			DResidual:      tdresidual,
+			DW:             tdw,
+			DB:             tdb,
+			Eps:            float64(o.eps),
+			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-#define GANDER_ABI_VERSION 2
+#define GANDER_ABI_VERSION 3
 
 /* generated: statuses, from internal/operators */
 typedef enum {
@@ -140,6 +140,14 @@ typedef struct {
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* added to the variance; not used by backward; 1e-06 with NULL options; an option struct must set it */
+  double eps;
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_layernorm_options;
+
+typedef struct {
+  size_t size;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   /* rows with this target are ignored; -100 with NULL options; an option struct must set it */
   int64_t ignore_index;
   int32_t reduction; /* how the rows' losses are reduced: a gander_reduction */
@@ -173,26 +181,75 @@ int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y, const gande
 int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
                                 const gander_softmax_options* options, void* stream);
 
-/* y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
- * Sennrich, "Root Mean Square Layer Normalization", 2019).
+/* y = h * rstd * (weight + weight_offset) + bias with h = x + residual, which is not rounded, and rstd = 1
+ * / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+ * residual_out receives h. With bias, residual or residual_out the only algorithm is auto.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   bias: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
+ *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
+ *   dtypes agree; or NULL.
  *   rstd: M elements, contiguous; float64 if x is, else float32; or NULL. */
-int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* y,
+int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
+                               const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
                                const DLTensor* rstd, const gander_rmsnorm_options* options, void* stream);
 
-/* With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd for each
- * row, and dw = the sum over rows of dout * h, accumulated in at least float32 in a fixed order.
+/* x is forward's residual_out if it wrote one, else its x. With h = x * rstd and g = dout * (weight +
+ * weight_offset): dx = (g - h * mean(g * h)) * rstd + dresidual_out for each row. dresidual receives the
+ * same numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows of dout, accumulated
+ * in at least float32 in a fixed order. With dresidual_out, dresidual, db or a dx of another dtype than x
+ * the only algorithm is auto.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dout: (M, N); float64 if x is, else float16, bfloat16 or float32.
+ *   dresidual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   rstd: M elements, contiguous; float64 if x is, else float32.
- *   dx: (M, N); x's dtype; may be dout if the dtypes agree.
- *   dw: (N), contiguous; weight's dtype; or NULL; must be NULL without weight. */
+ *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
+ *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   dw: (N), contiguous; weight's dtype; or NULL; must be NULL without weight.
+ *   db: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL. */
 int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
-                                const DLTensor* rstd, const DLTensor* dx, const DLTensor* dw,
+                                const DLTensor* dresidual_out, const DLTensor* rstd, const DLTensor* dx,
+                                const DLTensor* dresidual, const DLTensor* dw, const DLTensor* db,
                                 const gander_rmsnorm_options* options, void* stream);
+
+/* y = (h - mean) * rstd * weight + bias with h = x + residual, which is not rounded, and rstd = 1 /
+ * sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and Hinton, "Layer Normalization", 2016).
+ * residual_out receives h.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   bias: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
+ *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
+ *   dtypes agree; or NULL.
+ *   mean: M elements, contiguous; float64 if x is, else float32; or NULL.
+ *   rstd: M elements, contiguous; float64 if x is, else float32; or NULL. */
+int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
+                                 const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
+                                 const DLTensor* mean, const DLTensor* rstd,
+                                 const gander_layernorm_options* options, void* stream);
+
+/* x is forward's residual_out if it wrote one, else its x. With h = (x - mean) * rstd and g = dout *
+ * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd + dresidual_out for each row, where mean(g) and
+ * mean(g * h) are of the row. dresidual receives the same numbers as dx. dw = the sum over rows of dout *
+ * h, and db = the sum over rows of dout, accumulated in at least float32 in a fixed order.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   dout: (M, N); float64 if x is, else float16, bfloat16 or float32.
+ *   dresidual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   mean: M elements, contiguous; float64 if x is, else float32.
+ *   rstd: M elements, contiguous; float64 if x is, else float32.
+ *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
+ *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   dw: (N), contiguous; weight's dtype; or NULL; must be NULL without weight.
+ *   db: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL. */
+int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
+                                  const DLTensor* dresidual_out, const DLTensor* mean, const DLTensor* rstd,
+                                  const DLTensor* dx, const DLTensor* dresidual, const DLTensor* dw,
+                                  const DLTensor* db, const gander_layernorm_options* options, void* stream);
 
 /* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp. loss is the
  * loss of each row, their sum, or their mean: the sum divided by the denominator, which is the sum of the
@@ -264,17 +321,45 @@ int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersion
                             const gander_softmax_options* options, void* stream,
                             DLManagedTensorVersioned** dx);
 
-/* gander_rmsnorm_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's. rstd: NULL
- * if not needed. */
-int32_t gander_rmsnorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight, DLDataType out_dtype,
-                       const gander_rmsnorm_options* options, void* stream, DLManagedTensorVersioned** y,
+/* gander_rmsnorm_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's.
+ * residual_dtype: the dtype of residual_out, or {0, 0, 0} for residual's, without it x's. residual_out,
+ * rstd: NULL if not needed. */
+int32_t gander_rmsnorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
+                       DLManagedTensorVersioned* bias, DLManagedTensorVersioned* residual,
+                       DLDataType out_dtype, DLDataType residual_dtype, const gander_rmsnorm_options* options,
+                       void* stream, DLManagedTensorVersioned** y, DLManagedTensorVersioned** residual_out,
                        DLManagedTensorVersioned** rstd);
 
-/* gander_rmsnorm_backward with owned tensors. dw: NULL if not needed. */
+/* gander_rmsnorm_backward with owned tensors. x_dtype: the dtype of dx, or {0, 0, 0} for x's.
+ * residual_dtype: the dtype of dresidual, or {0, 0, 0} for x's. bias_dtype: the dtype of db, or {0, 0, 0}
+ * for weight's, without it float32 (float64 if x is). dresidual, dw, db: NULL if not needed. */
 int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                            DLManagedTensorVersioned* dout, DLManagedTensorVersioned* rstd,
-                            const gander_rmsnorm_options* options, void* stream,
-                            DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dw);
+                            DLManagedTensorVersioned* dout, DLManagedTensorVersioned* dresidual_out,
+                            DLManagedTensorVersioned* rstd, DLDataType x_dtype, DLDataType residual_dtype,
+                            DLDataType bias_dtype, const gander_rmsnorm_options* options, void* stream,
+                            DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dresidual,
+                            DLManagedTensorVersioned** dw, DLManagedTensorVersioned** db);
+
+/* gander_layernorm_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's.
+ * residual_dtype: the dtype of residual_out, or {0, 0, 0} for residual's, without it x's. residual_out,
+ * mean, rstd: NULL if not needed. */
+int32_t gander_layernorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
+                         DLManagedTensorVersioned* bias, DLManagedTensorVersioned* residual,
+                         DLDataType out_dtype, DLDataType residual_dtype,
+                         const gander_layernorm_options* options, void* stream, DLManagedTensorVersioned** y,
+                         DLManagedTensorVersioned** residual_out, DLManagedTensorVersioned** mean,
+                         DLManagedTensorVersioned** rstd);
+
+/* gander_layernorm_backward with owned tensors. x_dtype: the dtype of dx, or {0, 0, 0} for x's.
+ * residual_dtype: the dtype of dresidual, or {0, 0, 0} for x's. bias_dtype: the dtype of db, or {0, 0, 0}
+ * for weight's, without it float32 (float64 if x is). dresidual, dw, db: NULL if not needed. */
+int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
+                              DLManagedTensorVersioned* dout, DLManagedTensorVersioned* dresidual_out,
+                              DLManagedTensorVersioned* mean, DLManagedTensorVersioned* rstd,
+                              DLDataType x_dtype, DLDataType residual_dtype, DLDataType bias_dtype,
+                              const gander_layernorm_options* options, void* stream,
+                              DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dresidual,
+                              DLManagedTensorVersioned** dw, DLManagedTensorVersioned** db);
 
 /* gander_cross_entropy_forward with owned tensors. lse has M elements. lse, dx, denominator: NULL if not
  * needed. */

@@ -118,21 +118,21 @@ func (o *outputs) reduced(reduction int32) []int64 {
 
 func (o *outputs) dtype() dlpack.DType { return o.first.DType }
 
-// requestedDType is the dtype that the caller requested, or that of the first operand for {0, 0, 0}.
-func (o *outputs) requestedDType(code, bits uint8, lanes uint16) dlpack.DType {
-	t := dlpack.DType{Code: code, Bits: bits, Lanes: lanes}
-	if t == (dlpack.DType{}) {
-		return o.first.DType
-	}
-	return t
-}
-
-// dtypeOf is the dtype of an operand. For nil it is any dtype, because the call is refused later.
-func (o *outputs) dtypeOf(t *dlpack.Tensor) dlpack.DType {
+// dtypeOf is the dtype of an optional operand, or another one if the operand is absent.
+func (o *outputs) dtypeOf(t *dlpack.Tensor, otherwise dlpack.DType) dlpack.DType {
 	if t == nil {
-		return o.first.DType
+		return otherwise
 	}
 	return t.DType
+}
+
+// requestedDType is the dtype that the caller requested, or another one for {0, 0, 0}.
+func requestedDType(code, bits uint8, lanes uint16, otherwise dlpack.DType) dlpack.DType {
+	t := dlpack.DType{Code: code, Bits: bits, Lanes: lanes}
+	if t == (dlpack.DType{}) {
+		return otherwise
+	}
+	return t
 }
 
 // statistic is the dtype of results per row.

@@ -16,11 +16,8 @@ type normOperands struct {
 	bulk    bool // the inputs' rows are whole 16-byte vectors: bulk copies take them
 }
 
-// normForwardCUDA enqueues a forward call on a device. choice is the caller's.
+// forwardCUDA enqueues a forward call on a device.
 func (n *normCall) forwardCUDA(c *Call, ordinal int32) error {
-	if n.X.Rows == 0 {
-		return nil
-	}
 	k, err := c.start(ordinal, n.forwardRequest())
 	if err != nil {
 		return err
@@ -28,7 +25,7 @@ func (n *normCall) forwardCUDA(c *Call, ordinal int32) error {
 	defer k.finish()
 	args := k.norm(&n.Norm, n.X, n.Residual, n.Y)
 	args.Bias, args.BiasType = input(n.Bias.Data), int32(n.Bias.DType)
-	args.Z, args.ZStride, args.ZType = output(n.ResidualOut.Data), n.ResidualOut.Stride, int32(n.ResidualOut.DType)
+	args.Z, args.ZStride, args.ZType = operand(n.ResidualOut)
 	args.Eps = float32(n.Eps)
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
@@ -46,17 +43,15 @@ func (n *normCall) forwardRequest() request {
 
 // backwardCUDA enqueues a backward call on a device.
 func (n *normCall) backwardCUDA(c *Call, ordinal int32) error {
-	if n.X.Rows == 0 && !n.DW.Present() && !n.DB.Present() {
-		return nil
-	}
 	k, err := c.start(ordinal, n.backwardRequest())
 	if err != nil {
 		return err
 	}
 	defer k.finish()
 	args := k.norm(&n.Norm, n.X, n.DOut, n.DX)
-	args.C, args.CStride, args.CType = input(n.DResidualOut.Data), n.DResidualOut.Stride, int32(n.DResidualOut.DType)
-	args.Z, args.ZStride, args.ZType = output(n.DResidual.Data), n.DResidual.Stride, int32(n.DResidual.DType)
+	more, stride, kind := operand(n.DResidualOut)
+	args.C, args.CStride, args.CType = kernels.Input(more), stride, kind
+	args.Z, args.ZStride, args.ZType = operand(n.DResidual)
 	args.Dw, args.DwType = output(n.DW.Data), int32(n.DW.DType)
 	args.Db, args.DbType = output(n.DB.Data), int32(n.DB.DType)
 	args.PartialSums, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
@@ -83,6 +78,11 @@ func (n *normCall) backwardRequest() request {
 		}
 	}
 	return r
+}
+
+// operand is how kernels take a matrix that not all calls have.
+func operand(m kernels.Matrix) (address kernels.Output, stride int64, kind int32) {
+	return output(m.Data), m.Stride, int32(m.DType)
 }
 
 // norm fills in the arguments that forward and backward share.

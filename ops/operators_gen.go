@@ -120,16 +120,23 @@ func (o SoftmaxBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
-// RMSNormForward is the operator rmsnorm_forward: y = x * rstd * (weight + weight_offset) with rstd = 1 /
-// sqrt(mean(x^2) + eps) for each row (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+// RMSNormForward is the operator rmsnorm_forward: y = h * rstd * (weight + weight_offset) + bias with h = x +
+// residual, which is not rounded, and rstd = 1 / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich,
+// "Root Mean Square Layer Normalization", 2019). residual_out receives h. With bias, residual or residual_out
+// the only algorithm is auto.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type RMSNormForward struct {
-	X      *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Weight *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	X        *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Weight   *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	Bias     *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	Residual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
-	Y    *dlpack.Tensor
-	Rstd *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
+	Y *dlpack.Tensor
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the dtypes agree;
+	// or nil
+	ResidualOut *dlpack.Tensor
+	Rstd        *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
 
 	Eps            float64   // added to the mean of squares; not used by backward
 	Algorithm      Algorithm // how a GPU processes the rows
@@ -141,7 +148,10 @@ type RMSNormForward struct {
 type rmsNormForward struct {
 	X            kernels.Matrix
 	Weight       kernels.Vector
+	Bias         kernels.Vector
+	Residual     kernels.Matrix
 	Y            kernels.Matrix
+	ResidualOut  kernels.Matrix
 	Rstd         kernels.Vector
 	Eps          float64
 	WeightOffset float64
@@ -160,8 +170,18 @@ func (o RMSNormForward) Run(c *Call) error {
 	if o.Weight != nil {
 		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
 	}
+	if o.Bias != nil {
+		a.Bias = k.weights("bias", o.Bias, companion(a.X.DType), a.X.Cols)
+	}
+	if o.Residual != nil {
+		a.Residual = k.rowsLike("residual", o.Residual, companion(a.X.DType), "x", a.X)
+	}
 	a.Y = k.rowsLike("y", o.Y, companion(a.X.DType), "x", a.X)
 	k.output("x")
+	if o.ResidualOut != nil {
+		a.ResidualOut = k.rowsLike("residual_out", o.ResidualOut, companion(a.X.DType), "x", a.X)
+		k.output("residual", "x")
+	}
 	if o.Rstd != nil {
 		a.Rstd = k.compact("rstd", o.Rstd, statistic(a.X.DType), a.X.Rows, perRow)
 		k.output()
@@ -184,18 +204,24 @@ func (a *rmsNormForward) options() kernels.RMSNormOptions {
 	}
 }
 
-// RMSNormBackward is the operator rmsnorm_backward: With h = x * rstd and g = dout * (weight +
-// weight_offset): dx = (g - h * mean(g * h)) * rstd for each row, and dw = the sum over rows of dout * h,
-// accumulated in at least float32 in a fixed order.
+// RMSNormBackward is the operator rmsnorm_backward: x is forward's residual_out if it wrote one, else its x.
+// With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd +
+// dresidual_out for each row. dresidual receives the same numbers as dx. dw = the sum over rows of dout * h,
+// and db = the sum over rows of dout, accumulated in at least float32 in a fixed order. With dresidual_out,
+// dresidual, db or a dx of another dtype than x the only algorithm is auto.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type RMSNormBackward struct {
-	X      *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Weight *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
-	DOut   *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32
-	Rstd   *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
-	DX     *dlpack.Tensor // (M, N); x's dtype; may be dout if the dtypes agree
-	DW     *dlpack.Tensor // (N), contiguous; weight's dtype; or nil; must be nil without weight
+	X            *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Weight       *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	DOut         *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32
+	DResidualOut *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
+	Rstd         *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree
+	DX        *dlpack.Tensor
+	DResidual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
+	DW        *dlpack.Tensor // (N), contiguous; weight's dtype; or nil; must be nil without weight
+	DB        *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
 
 	Eps            float64   // added to the mean of squares; not used by backward
 	Algorithm      Algorithm // how a GPU processes the rows
@@ -208,9 +234,12 @@ type rmsNormBackward struct {
 	X            kernels.Matrix
 	Weight       kernels.Vector
 	DOut         kernels.Matrix
+	DResidualOut kernels.Matrix
 	Rstd         kernels.Vector
 	DX           kernels.Matrix
+	DResidual    kernels.Matrix
 	DW           kernels.Vector
+	DB           kernels.Vector
 	Eps          float64
 	WeightOffset float64
 	Choice
@@ -229,14 +258,25 @@ func (o RMSNormBackward) Run(c *Call) error {
 		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
 	}
 	a.DOut = k.rowsLike("dout", o.DOut, companion(a.X.DType), "x", a.X)
+	if o.DResidualOut != nil {
+		a.DResidualOut = k.rowsLike("dresidual_out", o.DResidualOut, companion(a.X.DType), "x", a.X)
+	}
 	a.Rstd = k.compact("rstd", o.Rstd, statistic(a.X.DType), a.X.Rows, perRow)
-	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType), "x", a.X)
+	a.DX = k.rowsLike("dx", o.DX, companion(a.X.DType), "x", a.X)
 	k.output("dout")
+	if o.DResidual != nil {
+		a.DResidual = k.rowsLike("dresidual", o.DResidual, companion(a.X.DType), "x", a.X)
+		k.output()
+	}
 	if o.DW != nil && o.Weight == nil {
 		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
 	}
 	if o.DW != nil {
 		a.DW = k.weights("dw", o.DW, only(a.Weight.DType), a.X.Cols)
+		k.output()
+	}
+	if o.DB != nil {
+		a.DB = k.weights("db", o.DB, companion(a.X.DType), a.X.Cols)
 		k.output()
 	}
 	k.chosen(a.Choice, kernels.RMSNormBackward)
@@ -255,6 +295,166 @@ func (a *rmsNormBackward) options() kernels.RMSNormOptions {
 		Eps:          float32(a.Eps),
 		WeightOffset: float32(a.WeightOffset),
 	}
+}
+
+// LayerNormForward is the operator layernorm_forward: y = (h - mean) * rstd * weight + bias with h = x +
+// residual, which is not rounded, and rstd = 1 / sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and
+// Hinton, "Layer Normalization", 2016). residual_out receives h.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type LayerNormForward struct {
+	X        *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Weight   *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	Bias     *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	Residual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
+	Y *dlpack.Tensor
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the dtypes agree;
+	// or nil
+	ResidualOut *dlpack.Tensor
+	Mean        *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
+	Rstd        *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
+
+	Eps            float64 // added to the variance; not used by backward
+	BatchInvariant bool    // a row's bits do not depend on how many rows there are
+}
+
+// layerNormForward is a LayerNormForward whose operands have been checked.
+type layerNormForward struct {
+	X           kernels.Matrix
+	Weight      kernels.Vector
+	Bias        kernels.Vector
+	Residual    kernels.Matrix
+	Y           kernels.Matrix
+	ResidualOut kernels.Matrix
+	Mean        kernels.Vector
+	Rstd        kernels.Vector
+	Eps         float64
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o LayerNormForward) Run(c *Call) error {
+	k := check{op: "layernorm_forward"}
+	a := layerNormForward{
+		Eps:    o.Eps,
+		Choice: Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, anyFloat)
+	if o.Weight != nil {
+		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
+	}
+	if o.Bias != nil {
+		a.Bias = k.weights("bias", o.Bias, companion(a.X.DType), a.X.Cols)
+	}
+	if o.Residual != nil {
+		a.Residual = k.rowsLike("residual", o.Residual, companion(a.X.DType), "x", a.X)
+	}
+	a.Y = k.rowsLike("y", o.Y, companion(a.X.DType), "x", a.X)
+	k.output("x")
+	if o.ResidualOut != nil {
+		a.ResidualOut = k.rowsLike("residual_out", o.ResidualOut, companion(a.X.DType), "x", a.X)
+		k.output("residual", "x")
+	}
+	if o.Mean != nil {
+		a.Mean = k.compact("mean", o.Mean, statistic(a.X.DType), a.X.Rows, perRow)
+		k.output()
+	}
+	if o.Rstd != nil {
+		a.Rstd = k.compact("rstd", o.Rstd, statistic(a.X.DType), a.X.Rows, perRow)
+		k.output()
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// LayerNormBackward is the operator layernorm_backward: x is forward's residual_out if it wrote one, else its
+// x. With h = (x - mean) * rstd and g = dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd +
+// dresidual_out for each row, where mean(g) and mean(g * h) are of the row. dresidual receives the same
+// numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows of dout, accumulated in at
+// least float32 in a fixed order.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type LayerNormBackward struct {
+	X            *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Weight       *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	DOut         *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32
+	DResidualOut *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
+	Mean         *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
+	Rstd         *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree
+	DX        *dlpack.Tensor
+	DResidual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
+	DW        *dlpack.Tensor // (N), contiguous; weight's dtype; or nil; must be nil without weight
+	DB        *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+
+	Eps            float64 // added to the variance; not used by backward
+	BatchInvariant bool    // a row's bits do not depend on how many rows there are
+}
+
+// layerNormBackward is a LayerNormBackward whose operands have been checked.
+type layerNormBackward struct {
+	X            kernels.Matrix
+	Weight       kernels.Vector
+	DOut         kernels.Matrix
+	DResidualOut kernels.Matrix
+	Mean         kernels.Vector
+	Rstd         kernels.Vector
+	DX           kernels.Matrix
+	DResidual    kernels.Matrix
+	DW           kernels.Vector
+	DB           kernels.Vector
+	Eps          float64
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o LayerNormBackward) Run(c *Call) error {
+	k := check{op: "layernorm_backward"}
+	a := layerNormBackward{
+		Eps:    o.Eps,
+		Choice: Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, anyFloat)
+	if o.Weight != nil {
+		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
+	}
+	a.DOut = k.rowsLike("dout", o.DOut, companion(a.X.DType), "x", a.X)
+	if o.DResidualOut != nil {
+		a.DResidualOut = k.rowsLike("dresidual_out", o.DResidualOut, companion(a.X.DType), "x", a.X)
+	}
+	a.Mean = k.compact("mean", o.Mean, statistic(a.X.DType), a.X.Rows, perRow)
+	a.Rstd = k.compact("rstd", o.Rstd, statistic(a.X.DType), a.X.Rows, perRow)
+	a.DX = k.rowsLike("dx", o.DX, companion(a.X.DType), "x", a.X)
+	k.output("dout")
+	if o.DResidual != nil {
+		a.DResidual = k.rowsLike("dresidual", o.DResidual, companion(a.X.DType), "x", a.X)
+		k.output()
+	}
+	if o.DW != nil && o.Weight == nil {
+		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
+	}
+	if o.DW != nil {
+		a.DW = k.weights("dw", o.DW, only(a.Weight.DType), a.X.Cols)
+		k.output()
+	}
+	if o.DB != nil {
+		a.DB = k.weights("db", o.DB, companion(a.X.DType), a.X.Cols)
+		k.output()
+	}
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
 }
 
 // CrossEntropyForward is the operator cross_entropy_forward: loss[m] = weight[t] * (lse[m] - x[m, t]) with t

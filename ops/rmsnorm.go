@@ -10,13 +10,61 @@ import (
 )
 
 func (a *rmsNormForward) refuse(k *check) {
-	if !(a.Eps >= 0) || math.IsInf(a.Eps, 1) {
-		k.fail(StatusOption, "eps is %v, expected a finite number of 0 or more", a.Eps)
-	}
+	k.epsilon(a.Eps)
 	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
+	if operand := a.extra(); operand != "" {
+		k.onlyAuto(&a.Choice, operand)
+	}
 }
 
-func (a *rmsNormBackward) refuse(k *check) { a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight) }
+// extra names an operand with which the call is a normCall, or returns "".
+func (a *rmsNormForward) extra() string {
+	switch {
+	case a.Bias.Present():
+		return "bias"
+	case a.Residual.Present():
+		return "residual"
+	case a.ResidualOut.Present():
+		return "residual_out"
+	}
+	return ""
+}
+
+func (a *rmsNormForward) norm() normCall {
+	return normCall{Choice: a.Choice, Norm: kernels.Norm{
+		X: a.X, Weight: a.Weight, Bias: a.Bias, Residual: a.Residual, Y: a.Y, ResidualOut: a.ResidualOut,
+		Rstd: a.Rstd, Eps: a.Eps, WeightOffset: a.WeightOffset,
+	}}
+}
+
+func (a *rmsNormBackward) refuse(k *check) {
+	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
+	if operand := a.extra(); operand != "" {
+		k.onlyAuto(&a.Choice, operand)
+	}
+}
+
+// extra names an operand with which the call is a normCall, or returns "".
+func (a *rmsNormBackward) extra() string {
+	switch {
+	case a.DResidualOut.Present():
+		return "dresidual_out"
+	case a.DResidual.Present():
+		return "dresidual"
+	case a.DB.Present():
+		return "db"
+	case a.DX.DType != a.X.DType:
+		return "a dx of another dtype than x"
+	}
+	return ""
+}
+
+func (a *rmsNormBackward) norm() normCall {
+	return normCall{Choice: a.Choice, backward: true, Norm: kernels.Norm{
+		X: a.X, Weight: a.Weight, DOut: a.DOut, DResidualOut: a.DResidualOut, Rstd: a.Rstd, DX: a.DX,
+		DResidual: a.DResidual, DW: a.DW, DB: a.DB, WeightOffset: a.WeightOffset,
+	}}
+}
 
 // weightOffset checks the option and returns the number to add to each weight. For 0 it returns -0, which
 // leaves every weight as it is: -0 + 0 would be 0, but -0 + -0 is -0.
@@ -34,6 +82,10 @@ func (k *check) weightOffset(offset float64, weight kernels.Vector) float64 {
 }
 
 func (a *rmsNormForward) host() error {
+	if a.extra() != "" {
+		n := a.norm()
+		return n.host()
+	}
 	if a.X.Rows > 0 {
 		o := cpu.RMSNormOptions{Eps: a.Eps, WeightOffset: a.WeightOffset}
 		return cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, o, workers())
@@ -42,6 +94,10 @@ func (a *rmsNormForward) host() error {
 }
 
 func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
+	if a.extra() != "" {
+		n := a.norm()
+		return n.cuda(c, ordinal)
+	}
 	if a.X.Rows == 0 {
 		return nil
 	}
@@ -63,6 +119,10 @@ func (a *rmsNormForward) request() request {
 }
 
 func (a *rmsNormBackward) host() error {
+	if a.extra() != "" {
+		n := a.norm()
+		return n.host()
+	}
 	if a.X.Rows > 0 || a.DW.Present() {
 		o := cpu.RMSNormOptions{WeightOffset: a.WeightOffset}
 		return cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, o, workers())
@@ -71,6 +131,10 @@ func (a *rmsNormBackward) host() error {
 }
 
 func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
+	if a.extra() != "" {
+		n := a.norm()
+		return n.cuda(c, ordinal)
+	}
 	if a.X.Rows == 0 && !a.DW.Present() {
 		return nil
 	}

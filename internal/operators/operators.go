@@ -27,6 +27,7 @@ const (
 	Float     DType = iota // float16, bfloat16, float32 or float64
 	Same                   // the type of the operand that Like names
 	Companion              // float64 if the first operand is float64, otherwise float16, bfloat16 or float32
+	Parameter              // as Companion; without Like and Choice an output is Statistic
 	Statistic              // float64 if the first operand is float64, otherwise float32
 	Index                  // int32 or int64
 )
@@ -36,14 +37,16 @@ type Operand struct {
 	Name     string
 	Shape    Shape
 	DType    DType
-	Like     string   // Same: the operand whose dtype it has
+	Like     string   // the operand whose dtype it has (Same), or has by default if that is given
 	Output   bool     // whether the operator writes it; other operands are inputs
 	Optional bool     // may be absent
 	Needs    string   // the optional operand without which this one must be absent
 	Over     []string // inputs that the output may be, for a call in place
 	Read     string   // the flag with which the output is read first; it must not overlap an input then
-	Choice   string   // the argument that sets a Companion output's dtype; by default it is x's
+	Choice   string   // the argument that sets an output's dtype; a Companion's default is Like's, or else x's
 	Gradient string   // the operand that this is the gradient of
+	Twin     string   // the output that has the same values: if the dtypes agree too, it can take this one's place
+	Stored   string   // the output of forward that is this input of backward, if forward wrote it
 }
 
 // OptionType is the type of an option's value.
@@ -87,18 +90,21 @@ type Operator struct {
 }
 
 // Torch is a PyTorch operator that calls an operator of gander and returns some of its outputs. Its arguments
-// are the inputs, then the output in Writes if there is one, the dtypes named by Choice, and the options.
+// are the inputs, then the output in Writes if there is one, the dtypes named by Choice of its results and of
+// those of Saving, and the options.
 type Torch struct {
 	Name    string
 	Results []string           // the outputs that it returns
 	Writes  string             // the argument that it modifies in place: an input or an output
 	Into    string             // the output that is stored in that argument
-	Without []string           // options and optional inputs that it has no argument for
+	Without []string           // options, optional inputs and choices that it has no argument for
 	Fixed   map[string]float64 // values of options that it has no argument for
 	Must    []string           // optional inputs that are required arguments
 	Packed  bool               // its Statistics have 2 M + 1 elements, with the denominator for backward
 	Extra   []Option           // options for autograd only; a Flag whose Torch is -1 defaults to None
-	Saving  string             // the operator that autograd runs instead: it also returns what backward reads
+	// Saving is the operator that autograd runs instead. Its first results are those of this operator. The others
+	// are what backward reads.
+	Saving string
 	// Backward lists the operators that compute its gradients. Autograd runs the last of those that compute
 	// every gradient that is needed. If the list is empty, the operator is not differentiable.
 	Backward []string

@@ -1,5 +1,7 @@
 package operators
 
+import "slices"
+
 // Options of several groups.
 var (
 	algorithm = Option{Name: "algorithm", Type: Algorithm,
@@ -14,6 +16,83 @@ var (
 	weight = Operand{Name: "weight", Shape: Columns, DType: Companion, Optional: true}
 	target = Operand{Name: "target", Shape: Strided, DType: Index}
 )
+
+// Operands of the norms.
+var (
+	bias     = Operand{Name: "bias", Shape: Columns, DType: Companion, Optional: true}
+	residual = Operand{Name: "residual", Shape: Rows, DType: Companion, Optional: true}
+	normed   = Operand{Name: "y", Shape: Rows, DType: Companion, Output: true, Over: []string{"x"},
+		Choice: "out_dtype"}
+	sum = Operand{Name: "residual_out", Shape: Rows, DType: Companion, Like: "residual", Output: true,
+		Optional: true, Over: []string{"residual", "x"}, Choice: "residual_dtype"}
+	mean = Operand{Name: "mean", Shape: PerRow, DType: Statistic}
+	rstd = Operand{Name: "rstd", Shape: PerRow, DType: Statistic}
+
+	stored = Operand{Name: "x", Shape: Rows, DType: Float, Stored: "residual_out"}
+	dout   = Operand{Name: "dout", Shape: Rows, DType: Companion, Gradient: "y"}
+	dsum   = Operand{Name: "dresidual_out", Shape: Rows, DType: Companion, Optional: true,
+		Gradient: "residual_out"}
+	dx = Operand{Name: "dx", Shape: Rows, DType: Companion, Output: true, Over: []string{"dout"},
+		Choice: "x_dtype", Gradient: "x"}
+	dresidual = Operand{Name: "dresidual", Shape: Rows, DType: Companion, Output: true, Optional: true,
+		Choice: "residual_dtype", Gradient: "residual", Twin: "dx"}
+	dw = Operand{Name: "dw", Shape: Columns, DType: Same, Like: "weight", Output: true, Optional: true,
+		Needs: "weight", Gradient: "weight"}
+	db = Operand{Name: "db", Shape: Columns, DType: Parameter, Like: "weight", Output: true, Optional: true,
+		Choice: "bias_dtype", Gradient: "bias"}
+)
+
+// written returns an operand as an output that may be absent.
+func written(p Operand) Operand {
+	p.Output, p.Optional = true, true
+	return p
+}
+
+// normForward lists the operators of PyTorch for a norm of x + residual. They store the sum for backward, also
+// if there is no residual. The first returns it, the second does not and writes it only if a gradient is
+// needed. statistics are the outputs that backward reads.
+func normForward(group string, statistics ...string) []Torch {
+	saving, gradients := group+"_add_fwd", names(normBackward(group))
+	return []Torch{
+		{Name: group + "_add", Results: []string{"y", "residual_out"}, Saving: saving, Backward: gradients},
+		{Name: group + "_residual", Results: []string{"y"}, Saving: saving, Backward: gradients},
+		{Name: saving, Results: append([]string{"y", "residual_out"}, statistics...), Saving: saving,
+			Backward: gradients},
+	}
+}
+
+// normBackward lists the operators of PyTorch for the gradients of a norm: dx, and each subset of the others.
+// Every subset comes after those that contain it, as Torch.Backward needs it.
+func normBackward(group string) (list []Torch) {
+	others := []string{"dresidual", "dw", "db"}
+	for set := 1<<len(others) - 1; set >= 0; set-- {
+		t := Torch{Name: group + "_add_bwd", Results: []string{"dx"}, Without: []string{"eps"}}
+		for i, name := range others {
+			if set&(1<<(len(others)-1-i)) == 0 {
+				continue
+			}
+			t.Name += "_" + name
+			t.Results = append(t.Results, name)
+			if name == "dw" {
+				t.Must = []string{"weight"}
+			}
+		}
+		list = append(list, t)
+	}
+	return list
+}
+
+// withoutResidual lists the names of those that do not compute dresidual.
+func withoutResidual(list []Torch) []string {
+	return names(slices.DeleteFunc(list, func(t Torch) bool { return slices.Contains(t.Results, "dresidual") }))
+}
+
+func names(list []Torch) (s []string) {
+	for _, t := range list {
+		s = append(s, t.Name)
+	}
+	return s
+}
 
 // Table defines all operators, in the order of gander.h.
 var Table = []Group{
@@ -56,38 +135,70 @@ var Table = []Group{
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_rmsnorm", Refuses: true,
-				Doc: "y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each row " +
-					"(Zhang and Sennrich, \"Root Mean Square Layer Normalization\", 2019).",
-				Operands: []Operand{
-					x, weight,
-					{Name: "y", Shape: Rows, DType: Companion, Output: true, Over: []string{"x"}, Choice: "out_dtype"},
-					{Name: "rstd", Shape: PerRow, DType: Statistic, Output: true, Optional: true},
-				},
-				Torch: []Torch{
-					{Name: "rmsnorm", Results: []string{"y"}, Saving: "rmsnorm_fwd",
-						Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
-					{Name: "rmsnorm_fwd", Results: []string{"y", "rstd"}, Saving: "rmsnorm_fwd",
-						Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
-				},
+				Doc: "y = h * rstd * (weight + weight_offset) + bias with h = x + residual, which is not rounded, " +
+					"and rstd = 1 / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich, \"Root Mean Square " +
+					"Layer Normalization\", 2019). residual_out receives h. With bias, residual or residual_out the " +
+					"only algorithm is auto.",
+				Operands: []Operand{x, weight, bias, residual, normed, sum, written(rstd)},
+				Torch: append([]Torch{
+					{Name: "rmsnorm", Results: []string{"y"}, Without: []string{"bias", "residual"},
+						Saving: "rmsnorm_fwd", Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
+					{Name: "rmsnorm_fwd", Results: []string{"y", "rstd"}, Without: []string{"bias", "residual"},
+						Saving: "rmsnorm_fwd", Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
+					{Name: "rmsnorm_bias", Results: []string{"y"}, Without: []string{"residual"},
+						Must: []string{"bias"}, Saving: "rmsnorm_bias_fwd",
+						Backward: withoutResidual(normBackward("rmsnorm"))},
+					{Name: "rmsnorm_bias_fwd", Results: []string{"y", "rstd"}, Without: []string{"residual"},
+						Must: []string{"bias"}, Saving: "rmsnorm_bias_fwd",
+						Backward: withoutResidual(normBackward("rmsnorm"))},
+				}, normForward("rmsnorm", "rstd")...),
 			},
 			{
 				Name: "backward", Owned: "gander_rmsnorm_grad", Refuses: true,
-				Doc: "With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd " +
-					"for each row, and dw = the sum over rows of dout * h, accumulated in at least float32 in a " +
+				Doc: "x is forward's residual_out if it wrote one, else its x. With h = x * rstd and g = dout * " +
+					"(weight + weight_offset): dx = (g - h * mean(g * h)) * rstd + dresidual_out for each row. " +
+					"dresidual receives the same numbers as dx. dw = the sum over rows of dout * h, and db = the sum " +
+					"over rows of dout, accumulated in at least float32 in a fixed order. With dresidual_out, " +
+					"dresidual, db or a dx of another dtype than x the only algorithm is auto.",
+				Operands: []Operand{stored, weight, dout, dsum, rstd, dx, dresidual, dw, db},
+				Torch: append([]Torch{
+					{Name: "rmsnorm_bwd", Results: []string{"dx"},
+						Without: []string{"eps", "dresidual_out", "x_dtype"}},
+					{Name: "rmsnorm_bwd_dw", Results: []string{"dx", "dw"},
+						Without: []string{"eps", "dresidual_out", "x_dtype"}, Must: []string{"weight"}},
+				}, normBackward("rmsnorm")...),
+			},
+		},
+	},
+	{
+		Name: "layernorm", Type: "LayerNorm",
+		Options: []Option{
+			{Name: "eps", Type: Real, Default: 1e-6, Doc: "added to the variance; not used by backward"},
+			batchInvariant,
+		},
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_layernorm", Refuses: true,
+				Doc: "y = (h - mean) * rstd * weight + bias with h = x + residual, which is not rounded, and rstd = " +
+					"1 / sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and Hinton, \"Layer Normalization\", " +
+					"2016). residual_out receives h.",
+				Operands: []Operand{x, weight, bias, residual, normed, sum, written(mean), written(rstd)},
+				Torch: append([]Torch{
+					{Name: "layernorm", Results: []string{"y"}, Without: []string{"residual"},
+						Saving: "layernorm_fwd", Backward: withoutResidual(normBackward("layernorm"))},
+					{Name: "layernorm_fwd", Results: []string{"y", "mean", "rstd"}, Without: []string{"residual"},
+						Saving: "layernorm_fwd", Backward: withoutResidual(normBackward("layernorm"))},
+				}, normForward("layernorm", "mean", "rstd")...),
+			},
+			{
+				Name: "backward", Owned: "gander_layernorm_grad",
+				Doc: "x is forward's residual_out if it wrote one, else its x. With h = (x - mean) * rstd and g = " +
+					"dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd + dresidual_out for each row, where " +
+					"mean(g) and mean(g * h) are of the row. dresidual receives the same numbers as dx. dw = the sum " +
+					"over rows of dout * h, and db = the sum over rows of dout, accumulated in at least float32 in a " +
 					"fixed order.",
-				Operands: []Operand{
-					x, weight,
-					{Name: "dout", Shape: Rows, DType: Companion, Gradient: "y"},
-					{Name: "rstd", Shape: PerRow, DType: Statistic},
-					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"dout"}, Gradient: "x"},
-					{Name: "dw", Shape: Columns, DType: Same, Like: "weight", Output: true, Optional: true, Needs: "weight",
-						Gradient: "weight"},
-				},
-				Torch: []Torch{
-					{Name: "rmsnorm_bwd", Results: []string{"dx"}, Without: []string{"eps"}},
-					{Name: "rmsnorm_bwd_dw", Results: []string{"dx", "dw"}, Without: []string{"eps"},
-						Must: []string{"weight"}},
-				},
+				Operands: []Operand{stored, weight, dout, dsum, mean, rstd, dx, dresidual, dw, db},
+				Torch:    normBackward("layernorm"),
 			},
 		},
 	},

@@ -23,16 +23,16 @@ const (
 
 // operands are what a call reads and writes. Each op uses some of them.
 type operands struct {
-	x, y, dy, dx     kernels.Matrix
-	weight, rstd, dw kernels.Vector
-	norm             RMSNormOptions
-	ce               kernels.CrossEntropy // its X and DX are unused: x and dx take their place
-	reuseUpTo        int                  // the longest row whose second pass reuses results of the first
+	x, y, dy, dx kernels.Matrix
+	norm         kernels.Norm         // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
+	ce           kernels.CrossEntropy // its X and DX are unused likewise
+	reuseUpTo    int                  // the longest row whose second pass reuses results of the first
 }
 
 func (o *operands) bytes() int {
 	total := 0
-	for _, m := range [...]*kernels.Matrix{&o.x, &o.y, &o.dy, &o.dx} {
+	for _, m := range [...]*kernels.Matrix{&o.x, &o.y, &o.dy, &o.dx, &o.norm.Residual, &o.norm.ResidualOut,
+		&o.norm.DResidualOut, &o.norm.DResidual} {
 		total += int(m.Rows * m.Cols * m.DType.Size())
 	}
 	return total
@@ -48,8 +48,8 @@ type op[T float] interface {
 	secondPass(w *worker[T], row, lo, hi int, partials []partial, s rowStats)
 }
 
-// partial is the result of the first pass over one block.
-type partial struct{ max, sum float64 }
+// partial is the result of the first pass over one block. Each op uses some of the numbers.
+type partial struct{ max, sum, mean float64 }
 
 // rowStats is what the second pass needs. Each op documents the meaning of a, b and c at its combine.
 type rowStats struct{ a, b, c float64 }
@@ -58,9 +58,11 @@ type rowStats struct{ a, b, c float64 }
 type plan struct {
 	splitRows bool // workers share a row; partials and statistics of all rows are stored
 	tasks     int  // of the step that has the most
-	weights   int  // elements of the converted RMSNorm weight, or of a block of ones
-	sums      int  // rows of partial sums of dw
-	columns   int  // columns of dw that one task sums over all rows
+	weights   int  // elements of the converted weight, or of a block of ones
+	biases    int  // elements of the converted bias, or of a block of zeros
+	vectors   int  // that are sums over rows: dw and db, as far as they are present
+	sums      int  // rows of partial sums of those
+	columns   int  // numbers that one task sums over all rows
 }
 
 // step is a set of tasks that can run in any order.
@@ -96,8 +98,9 @@ type call[T float] struct {
 	mapped        []byte     // the workspace of this call, if fixed is too small
 	splitPartials []partial  // of all rows, with plan.splitRows
 	splitStats    []rowStats // of all rows, with plan.splitRows
-	weights       []T        // see plan.weights
-	sums          []float64  // see plan.sums
+	sums          []float64  // plan.sums rows, each of dw's and then db's partial sums
+
+	weight, bias perColumn[T]
 }
 
 // worker is the state of one worker of a call. Worker 0 runs on the caller's goroutine, the others on
@@ -110,9 +113,9 @@ type worker[T float] struct {
 	buffer      []T // three parts, see scratch
 	partials    []partial
 	targetLogit float64         // of the current row
-	sum         []float64       // sums of dw over rows, from column sumFrom on
+	dw, db      []float64       // sums over rows from column sumFrom on, nil for absent ones
 	sumFrom     int             // column
-	columns     []float64       // memory for sum, see plan.columns
+	columns     []float64       // memory for dw and db, see plan.columns
 	_           [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
 }
 
@@ -194,6 +197,7 @@ func (c *call[T]) reset() {
 		freeMemory.put(c.mapped)
 	}
 	c.mapped, c.operands, c.op, c.step = nil, operands{}, nil, nil
+	c.weight, c.bias = perColumn[T]{}, perColumn[T]{}
 }
 
 // layOut places all buffers in memory and returns the bytes that they need. If memory is too small, it leaves
@@ -205,7 +209,8 @@ func (c *call[T]) layOut(memory []byte) int {
 		splitRows, blocks = c.rows, 0
 	}
 	c.splitPartials, c.splitStats = take[partial](&a, splitRows*c.blocks), take[rowStats](&a, splitRows)
-	c.weights, c.sums = take[T](&a, c.plan.weights), take[float64](&a, c.plan.sums*c.cols)
+	c.weight.values, c.bias.values = take[T](&a, c.plan.weights), take[T](&a, c.plan.biases)
+	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
 	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
 	if c.reuse && c.x.DType != native[T]() {
@@ -214,7 +219,8 @@ func (c *call[T]) layOut(memory []byte) int {
 	for i := range c.workers {
 		w := &c.workers[i]
 		w.buffer = take[T](&a, first+2*c.blockRoom)
-		w.partials, w.columns, w.sum = take[partial](&a, blocks), take[float64](&a, c.plan.columns), nil
+		w.partials, w.columns = take[partial](&a, blocks), take[float64](&a, c.plan.columns)
+		w.dw, w.db = nil, nil
 	}
 	return a.used
 }

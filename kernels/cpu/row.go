@@ -25,7 +25,13 @@ type rowFuncs[T float] struct {
 	addProduct  func(acc []float64, x, y []T, c float64) // acc += x * c * y
 	multiply    func(dst, x, w []T, c T)                 // dst = x * c * w
 	softmaxGrad func(dst, dy, y []T, hi, lo T)           // dst = ((dy - hi) - lo) * y
-	rmsNormGrad func(dst, x, w, dout []T, k, r float64)  // dst = (dout * w - x * k) * r
+	sum         func(dst, x, y []T)                      // dst = x + y
+	subtract    func(dst, x []T, m T)                    // dst = x - m
+	accumulate  func(acc []float64, x []T)               // acc += x
+
+	moments   func(x []T, pivot T) (sum, squares float64) // of x - pivot, all in float64
+	normalize func(dst, x, w, b []T, hi, lo, c T)         // dst = ((x - hi) - lo) * c * w + b
+	normGrad  func(dst, x, w, dout []T, k, m, r float64)  // dst = (dout * w - x * k - m) * r
 
 	// Fast paths, nil where there is none. dotRaw and softmaxGradRaw take memory of the DType that they are
 	// indexed by, without a conversion to T. With stream, dst is aligned to 64 bytes and written past the

@@ -32,7 +32,12 @@ var avx2 = rowFuncs[float32]{
 	addProduct:  addProductAVX2,
 	multiply:    multiplyAVX2,
 	softmaxGrad: softmaxGradAVX2,
-	rmsNormGrad: rmsNormGradAVX2,
+	sum:         sumAVX2,
+	subtract:    subtractAVX2,
+	accumulate:  accumulateAVX2,
+	moments:     momentsAVX2,
+	normalize:   normalizeAVX2,
+	normGrad:    normGradAVX2,
 }
 
 type (
@@ -268,15 +273,85 @@ func softmaxGradAVX2(dst, dy, y []float32, hi, lo float32) {
 }
 
 //go:nocheckptr
-func rmsNormGradAVX2(dst, x, w, dout []float32, k, r float64) {
-	kv, rv := archsimd.BroadcastFloat32x8(float32(-k)), archsimd.BroadcastFloat32x8(float32(r))
+func sumAVX2(dst, x, y []float32) {
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
-		load8(dout, i).MulAdd(load8(w, i), load8(x, i).Mul(kv)).Mul(rv).Store(floatPtr8(dst, i))
+		load8(x, i).Add(load8(y, i)).Store(floatPtr8(dst, i))
 	}
 	if i < n {
 		mask := tailMask8(n - i)
-		v := loadTail8(dout, i, mask).MulAdd(loadTail8(w, i, mask), loadTail8(x, i, mask).Mul(kv)).Mul(rv)
+		loadTail8(x, i, mask).Add(loadTail8(y, i, mask)).StoreMasked(floatPtr8(dst, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+//go:nocheckptr
+func subtractAVX2(dst, x []float32, m float32) {
+	mv := archsimd.BroadcastFloat32x8(m)
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		load8(x, i).Sub(mv).Store(floatPtr8(dst, i))
+	}
+	if i < n {
+		mask := tailMask8(n - i)
+		loadTail8(x, i, mask).Sub(mv).StoreMasked(floatPtr8(dst, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+func accumulateAVX2(acc []float64, x []float32) {
+	n, i := len(x), 0
+	for ; i+4 <= n; i += 4 {
+		xv := archsimd.LoadFloat32x4(floatPtr4(x, i)).ConvertToFloat64()
+		xv.Add(archsimd.LoadFloat64x4(doublePtr4(acc, i))).Store(doublePtr4(acc, i))
+	}
+	archsimd.ClearAVXUpperBits()
+	accumulate(acc[i:], x[i:])
+}
+
+func momentsAVX2(x []float32, pivot float32) (sum, squares float64) {
+	pv := archsimd.BroadcastFloat64x4(float64(pivot))
+	var s0, s1, q0, q1 f64x4
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		a := archsimd.LoadFloat32x4(floatPtr4(x, i)).ConvertToFloat64().Sub(pv)
+		b := archsimd.LoadFloat32x4(floatPtr4(x, i+4)).ConvertToFloat64().Sub(pv)
+		s0, s1 = s0.Add(a), s1.Add(b)
+		q0, q1 = a.MulAdd(a, q0), b.MulAdd(b, q1)
+	}
+	sum, squares = sum4(s0.Add(s1)), sum4(q0.Add(q1))
+	s, q := moments(x[i:], pivot)
+	return sum + s, squares + q
+}
+
+//go:nocheckptr
+func normalizeAVX2(dst, x, w, b []float32, hi, lo, c float32) {
+	hv, lv, cv := archsimd.BroadcastFloat32x8(hi), archsimd.BroadcastFloat32x8(lo), archsimd.BroadcastFloat32x8(c)
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		load8(x, i).Sub(hv).Sub(lv).Mul(cv).MulAdd(load8(w, i), load8(b, i)).Store(floatPtr8(dst, i))
+	}
+	if i < n {
+		mask := tailMask8(n - i)
+		xhat := loadTail8(x, i, mask).Sub(hv).Sub(lv).Mul(cv)
+		xhat.MulAdd(loadTail8(w, i, mask), loadTail8(b, i, mask)).StoreMasked(floatPtr8(dst, i), mask)
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+//go:nocheckptr
+func normGradAVX2(dst, x, w, dout []float32, k, m, r float64) {
+	kv, mv := archsimd.BroadcastFloat32x8(float32(-k)), archsimd.BroadcastFloat32x8(float32(-m))
+	rv := archsimd.BroadcastFloat32x8(float32(r))
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		mean := load8(x, i).MulAdd(kv, mv)
+		load8(dout, i).MulAdd(load8(w, i), mean).Mul(rv).Store(floatPtr8(dst, i))
+	}
+	if i < n {
+		mask := tailMask8(n - i)
+		mean := loadTail8(x, i, mask).MulAdd(kv, mv)
+		v := loadTail8(dout, i, mask).MulAdd(loadTail8(w, i, mask), mean).Mul(rv)
 		v.StoreMasked(floatPtr8(dst, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()

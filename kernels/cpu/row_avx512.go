@@ -27,15 +27,20 @@ var avx512 = rowFuncs[float32]{
 		kernels.BFloat16: storeBFloat16AVX512,
 		kernels.Float32:  storeFloat32AVX512,
 	},
-	max:         maxAVX512,
-	exp:         expAVX512,
-	expScale:    expScaleAVX512,
-	dot:         dotAVX512,
-	dot3:        dot3AVX512,
-	add:         addAVX512,
-	addProduct:  addProductAVX512,
-	multiply:    multiplyAVX512,
-	rmsNormGrad: rmsNormGradAVX512,
+	max:        maxAVX512,
+	exp:        expAVX512,
+	expScale:   expScaleAVX512,
+	dot:        dotAVX512,
+	dot3:       dot3AVX512,
+	add:        addAVX512,
+	addProduct: addProductAVX512,
+	multiply:   multiplyAVX512,
+	sum:        sumAVX512,
+	subtract:   subtractAVX512,
+	accumulate: accumulateAVX512,
+	moments:    momentsAVX512,
+	normalize:  normalizeAVX512,
+	normGrad:   normGradAVX512,
 
 	expSum: expSumAVX512,
 	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{
@@ -218,15 +223,83 @@ func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32,
 func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 
 //go:nocheckptr
-func rmsNormGradAVX512(dst, x, w, dout []float32, k, r float64) {
-	kv, rv := archsimd.BroadcastFloat32x16(float32(-k)), archsimd.BroadcastFloat32x16(float32(r))
+func sumAVX512(dst, x, y []float32) {
 	n, i := len(x), 0
 	for ; i+16 <= n; i += 16 {
-		load16(dout, i).MulAdd(load16(w, i), load16(x, i).Mul(kv)).Mul(rv).Store(floatPtr16(dst, i))
+		load16(x, i).Add(load16(y, i)).Store(floatPtr16(dst, i))
 	}
 	if i < n {
 		mask := tailMask16(n - i)
-		v := loadTail16(dout, i, mask).MulAdd(loadTail16(w, i, mask), loadTail16(x, i, mask).Mul(kv)).Mul(rv)
+		loadTail16(x, i, mask).Add(loadTail16(y, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
+	}
+}
+
+//go:nocheckptr
+func subtractAVX512(dst, x []float32, m float32) {
+	mv := archsimd.BroadcastFloat32x16(m)
+	n, i := len(x), 0
+	for ; i+16 <= n; i += 16 {
+		load16(x, i).Sub(mv).Store(floatPtr16(dst, i))
+	}
+	if i < n {
+		mask := tailMask16(n - i)
+		loadTail16(x, i, mask).Sub(mv).StoreMasked(floatPtr16(dst, i), mask)
+	}
+}
+
+func accumulateAVX512(acc []float64, x []float32) {
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		xv := load8(x, i).ConvertToFloat64()
+		xv.Add(archsimd.LoadFloat64x8(doublePtr8(acc, i))).Store(doublePtr8(acc, i))
+	}
+	archsimd.ClearAVXUpperBits()
+	accumulate(acc[i:], x[i:])
+}
+
+func momentsAVX512(x []float32, pivot float32) (sum, squares float64) {
+	pv := archsimd.BroadcastFloat64x8(float64(pivot))
+	var s0, s1, q0, q1 f64x8
+	n, i := len(x), 0
+	for ; i+16 <= n; i += 16 {
+		a := load8(x, i).ConvertToFloat64().Sub(pv)
+		b := load8(x, i+8).ConvertToFloat64().Sub(pv)
+		s0, s1 = s0.Add(a), s1.Add(b)
+		q0, q1 = a.MulAdd(a, q0), b.MulAdd(b, q1)
+	}
+	sum, squares = sum16(s0, s1), sum16(q0, q1)
+	s, q := moments(x[i:], pivot)
+	return sum + s, squares + q
+}
+
+//go:nocheckptr
+func normalizeAVX512(dst, x, w, b []float32, hi, lo, c float32) {
+	hv, lv := archsimd.BroadcastFloat32x16(hi), archsimd.BroadcastFloat32x16(lo)
+	cv := archsimd.BroadcastFloat32x16(c)
+	n, i := len(x), 0
+	for ; i+16 <= n; i += 16 {
+		load16(x, i).Sub(hv).Sub(lv).Mul(cv).MulAdd(load16(w, i), load16(b, i)).Store(floatPtr16(dst, i))
+	}
+	if i < n {
+		mask := tailMask16(n - i)
+		xhat := loadTail16(x, i, mask).Sub(hv).Sub(lv).Mul(cv)
+		xhat.MulAdd(loadTail16(w, i, mask), loadTail16(b, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
+	}
+}
+
+//go:nocheckptr
+func normGradAVX512(dst, x, w, dout []float32, k, m, r float64) {
+	kv, mv := archsimd.BroadcastFloat32x16(float32(-k)), archsimd.BroadcastFloat32x16(float32(-m))
+	rv := archsimd.BroadcastFloat32x16(float32(r))
+	n, i := len(x), 0
+	for ; i+16 <= n; i += 16 {
+		mean := load16(x, i).MulAdd(kv, mv)
+		load16(dout, i).MulAdd(load16(w, i), mean).Mul(rv).Store(floatPtr16(dst, i))
+	}
+	if i < n {
+		mask := tailMask16(n - i)
+		mean := loadTail16(x, i, mask).MulAdd(kv, mv)
+		v := loadTail16(dout, i, mask).MulAdd(loadTail16(w, i, mask), mean).Mul(rv)
 		v.StoreMasked(floatPtr16(dst, i), mask)
 	}
 }

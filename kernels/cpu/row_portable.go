@@ -30,7 +30,12 @@ var portable32 = rowFuncs[float32]{
 	addProduct:  addProduct[float32],
 	multiply:    multiply[float32],
 	softmaxGrad: softmaxGrad[float32],
-	rmsNormGrad: rmsNormGrad[float32],
+	sum:         sum[float32],
+	subtract:    subtract[float32],
+	accumulate:  accumulate[float32],
+	moments:     moments[float32],
+	normalize:   normalize[float32],
+	normGrad:    normGrad[float32],
 }
 
 var portable64 = rowFuncs[float64]{
@@ -45,7 +50,12 @@ var portable64 = rowFuncs[float64]{
 	addProduct:  addProduct[float64],
 	multiply:    multiply[float64],
 	softmaxGrad: softmaxGrad[float64],
-	rmsNormGrad: rmsNormGrad[float64],
+	sum:         sum[float64],
+	subtract:    subtract[float64],
+	accumulate:  accumulate[float64],
+	moments:     moments[float64],
+	normalize:   normalize[float64],
+	normGrad:    normGrad[float64],
 }
 
 func loadFloat16(dst []float32, src unsafe.Pointer) {
@@ -214,9 +224,55 @@ func softmaxGrad[T float](dst, dy, y []T, hi, lo T) {
 	}
 }
 
-func rmsNormGrad[T float](dst, x, w, dout []T, k, r float64) {
+func sum[T float](dst, x, y []T) {
+	dst, y = dst[:len(x)], y[:len(x)]
+	for i, v := range x {
+		dst[i] = v + y[i]
+	}
+}
+
+func subtract[T float](dst, x []T, m T) {
+	dst = dst[:len(x)]
+	for i, v := range x {
+		dst[i] = v - m
+	}
+}
+
+func accumulate[T float](acc []float64, x []T) {
+	acc = acc[:len(x)]
+	for i, v := range x {
+		acc[i] += float64(v)
+	}
+}
+
+func moments[T float](x []T, pivot T) (sum, squares float64) {
+	p := float64(pivot)
+	var s, q [2]float64
+	for ; len(x) >= 2; x = x[2:] {
+		a, b := float64(x[0])-p, float64(x[1])-p
+		s[0] += a
+		s[1] += b
+		q[0] += a * a
+		q[1] += b * b
+	}
+	for _, v := range x {
+		a := float64(v) - p
+		s[0] += a
+		q[0] += a * a
+	}
+	return s[0] + s[1], q[0] + q[1]
+}
+
+func normalize[T float](dst, x, w, b []T, hi, lo, c T) {
+	dst, w, b = dst[:len(x)], w[:len(x)], b[:len(x)]
+	for i, v := range x {
+		dst[i] = (v-hi-lo)*c*w[i] + b[i]
+	}
+}
+
+func normGrad[T float](dst, x, w, dout []T, k, m, r float64) {
 	dst, w, dout = dst[:len(x)], w[:len(x)], dout[:len(x)]
 	for i, v := range x {
-		dst[i] = T((float64(dout[i])*float64(w[i]) - float64(v)*k) * r)
+		dst[i] = T((float64(dout[i])*float64(w[i]) - float64(v)*k - m) * r)
 	}
 }

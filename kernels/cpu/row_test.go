@@ -250,8 +250,8 @@ func TestRowFuncLengths(t *testing.T) {
 					each("softmaxGrad", grad)
 				}
 			}
-			k.rmsNormGrad(dst[:n], x, y, z, 2, 3)
-			each("rmsNormGrad", func(i int) float32 { return (z[i]*y[i] - x[i]*2) * 3 })
+			k.normGrad(dst[:n], x, y, z, 2, 1, 3)
+			each("normGrad", func(i int) float32 { return (z[i]*y[i] - x[i]*2 - 1) * 3 })
 			checkExp(t, k, x)
 		}
 	}

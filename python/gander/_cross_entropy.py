@@ -21,7 +21,7 @@ from ._gradients import (
     selector,
 )
 from ._operators_gen import REDUCTIONS, TORCH
-from ._schemas import arguments, overloads, saved
+from ._schemas import arguments, overloads, saved, upstream
 from ._sharding import rows_are_sharded
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
@@ -41,7 +41,9 @@ def _gradients(dx):
     return None, dx, *[None] * (len(_ARGUMENTS) - 1)
 
 
-_own_pass_arguments = gradient_arguments("cross_entropy_bwd", _NAME, _SAVED)
+_DLOSS = upstream("cross_entropy_bwd")["loss"]
+
+_own_pass_arguments = gradient_arguments("cross_entropy_bwd", _NAME, [*_SAVED, _DLOSS])
 
 
 def _backward_in_own_pass(saved, dloss, options):
@@ -55,7 +57,7 @@ def _is_batched(dloss):
 
 # ---- In place, over the logits ----
 
-_in_place_arguments = gradient_arguments("cross_entropy_bwd_", _NAME, _SAVED)
+_in_place_arguments = gradient_arguments("cross_entropy_bwd_", _NAME, [*_SAVED, _DLOSS])
 
 
 def _backward_in_place(ctx, dloss):
@@ -71,7 +73,7 @@ def _backward_in_place(ctx, dloss):
 
 # ---- In one pass with the loss ----
 
-_one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED, "dx"])
+_one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED, "dx", _DLOSS])
 
 
 def _backward_one_pass(ctx, dloss):

@@ -243,7 +243,7 @@ def _function(torch_operator):
         inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
         choices = [operand.choice for operand in operator.operands if operand.choice]
         dtypes = [
-            DType() if given[name] is None else _library.dtype_of(given[name], name) for name in choices
+            DType() if given.get(name) is None else _library.dtype_of(given[name], name) for name in choices
         ]
         given |= torch_operator.fixed
         values = {

@@ -41,16 +41,26 @@ class _Call:
         return self.values.get(name, self.operator.fixed.get(name, 0))
 
     def dtypes(self, operand):
-        """The dtypes that an operand may have. The first is the default of a result."""
+        """The dtypes that an operand may have."""
         if operand.dtype == "same" and operand.like in self.values:
             return (self.values[operand.like].dtype,)
         wide = self.first.dtype == torch.float64
         return {
             "float": (*_NARROW, torch.float64),
             "companion": (torch.float64,) if wide else _NARROW,
+            "parameter": (torch.float64,) if wide else _NARROW,
             "statistic": (torch.float64,) if wide else (torch.float32,),
             "index": _INDEX,
         }[operand.dtype]
+
+    def default(self, operand):
+        """The dtype of a result that the caller does not choose."""
+        like = self.values.get(operand.like)
+        if like is not None:
+            return like.dtype
+        if operand.dtype in ("statistic", "parameter") and self.first.dtype != torch.float64:
+            return torch.float32
+        return self.first.dtype
 
     def check_dtype(self, name, dtype, allowed):
         if dtype not in allowed:
@@ -159,10 +169,8 @@ class _Call:
         self.fail(ValueError, f"{argument.name} is {value}, expected {expected}")
 
     def result(self, operand):
-        dtype = self.dtypes(operand)[0]
-        if operand.dtype == "companion":
-            dtype = self.values.get(operand.choice) or self.first.dtype
-            self.check_dtype(operand.name, dtype, self.dtypes(operand))
+        dtype = self.values.get(operand.choice) or self.default(operand)
+        self.check_dtype(operand.name, dtype, self.dtypes(operand))
         shapes = {
             "rows": self.first.shape,
             "columns": (self.columns,),

@@ -59,7 +59,7 @@ static struct {
   F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous) \
   F(empty_strided_cpu) F(empty_strided_cuda) F(forward_ad)
 #define NAMES(F) \
-  F(requires_grad) F(to_save) F(materialize_grads) F(options) F(_current_level)
+  F(requires_grad) F(to_save) F(materialize_grads) F(options) F(dtypes) F(dtype) F(_current_level)
 // clang-format on
 #define DECLARE_OBJECT(name) PyObject* name;
 static struct {
@@ -281,23 +281,52 @@ static PyObject* tuple_of_options(const FastCall* call) {
   return tuple;
 }
 
+/* The dtypes of the arguments that have a gradient: None for one that is None. */
+static PyObject* tuple_of_dtypes(const FastCall* call) {
+  const Operator* op = call->function->op;
+  int count = 0, n = 0;
+  for (int i = 0; op->arguments[i] != 0; i++) count += op->differentiable[i];
+  PyObject* tuple = python.PyTuple_New(count);
+  for (int i = 0; tuple != NULL && op->arguments[i] != 0; i++) {
+    if (!op->differentiable[i]) continue;
+    PyObject* tensor = call->arguments[i];
+    python.PyTuple_SetItem(tuple, n++,
+                           tensor == objects.None ? none() : python.PyObject_GetAttr(tensor, names.dtype));
+  }
+  return tuple;
+}
+
+/* A kernel's first results: a single one as it is, several as a tuple. */
+static PyObject* take_results(const FastCall* call, int count) {
+  if (count == 1) return result(call, 0);
+  PyObject* tuple = python.PyTuple_New(count);
+  for (int i = 0; i < count; i++) {
+    if (tuple != NULL) python.PyTuple_SetItem(tuple, i, result(call, i));
+    else python.Py_DecRef(result(call, i));
+  }
+  return tuple;
+}
+
 /* forward() of the autograd.Functions. It reads the arguments other than ctx from the current call. */
 static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t count) {
   (void)self, (void)count;
   FastCall* call = current;
-  const Operator* saving = call == NULL ? NULL : find_operator(call->function->op->saving);
+  const Operator* op = call == NULL ? NULL : call->function->op;
+  const Operator* saving = call == NULL ? NULL : find_operator(op->saving);
   current = NULL;
   if (call == NULL || !call_kernel(call, saving)) {
     python.PyErr_SetString(objects.RuntimeError, "gander: left to the dispatcher");
     return NULL;
   }
-  PyObject *ctx = arguments[0], *out = result(call, 0);
+  PyObject* ctx = arguments[0];
   bool ok = set(ctx, names.to_save, tuple_of_saved(call)) &&
             python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
-            set(ctx, names.options, tuple_of_options(call));
-  for (int i = 1; i < saving->result_count; i++)
+            set(ctx, names.options, tuple_of_options(call)) &&
+            (!op->typed || set(ctx, names.dtypes, tuple_of_dtypes(call)));
+  for (int i = op->result_count; i < saving->result_count; i++)
     python.Py_DecRef(result(call, i)); /* ctx keeps what it needs */
-  if (ok) return out;
+  PyObject* out = take_results(call, op->result_count);
+  if (ok || out == NULL) return out;
   python.Py_DecRef(out);
   return NULL;
 }
@@ -354,13 +383,7 @@ static PyObject* call_function(PyObject* self, PyObject* const* arguments, intpt
   Route route = choose_route(&call);
   if (route == WITH_GRADIENT) return call_apply(&call);
   if (route == THROUGH_DISPATCHER || !call_kernel(&call, f->op)) return none();
-  if (f->op->result_count == 1) return result(&call, 0);
-  PyObject* tuple = python.PyTuple_New(f->op->result_count);
-  for (int i = 0; i < f->op->result_count; i++) {
-    if (tuple != NULL) python.PyTuple_SetItem(tuple, i, result(&call, i));
-    else python.Py_DecRef(result(&call, i));
-  }
-  return tuple;
+  return take_results(&call, f->op->result_count);
 }
 
 /* ---- Functions that gander._fast calls through ctypes ---- */

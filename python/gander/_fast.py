@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ._operators_gen import TORCH
-from ._schemas import complete, differentiable, operands, overloads, tensors
+from ._schemas import complete, differentiable, operands, overloads, tensors, upstream
 
 # The releases of torch that are tested: the oldest that gander supports, 2.11, and the newest, which is the
 # one in requirements.in. `./build.sh test-torch` reads this line.
@@ -232,7 +232,12 @@ def _results(name, function, leaves):
         return None
     results = [results] if isinstance(results, Tensor) else [*results]
     if leaves:  # calls the backward node directly, so hooks and compiled autograd are not involved
-        gradients = results[0].grad_fn.apply(torch.ones_like(results[0]))
+        heads = upstream(TORCH[name].backward[0])
+        ones = [
+            torch.ones_like(tensor) if result in heads else None
+            for result, tensor in zip(TORCH[name].results, results, strict=True)
+        ]
+        gradients = results[0].grad_fn.apply(*ones)
         results += [gradient for gradient in gradients if gradient is not None]
     return results
 
@@ -253,8 +258,7 @@ def _differs():
     """
     with torch.inference_mode(False), torch.enable_grad():
         for name, function in _functions.items():
-            single = len(TORCH[name].results) == 1  # for others gradients go through the dispatcher
-            for leaves in {(), tuple(differentiable(name)) if single else ()}:
+            for leaves in {(), tuple(differentiable(name))}:
                 results = _results(name, function, leaves)
                 if results is None:
                     return None

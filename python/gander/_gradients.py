@@ -13,7 +13,7 @@ constants.
 from operator import itemgetter
 
 import torch
-from torch import Tensor, enable_grad, is_grad_enabled
+from torch import Tensor, enable_grad, is_grad_enabled, zeros_like
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -26,9 +26,12 @@ from ._schemas import (
     complete,
     differentiable,
     gradients_of,
+    operands,
     overloads,
+    read,
     registry,
     saved,
+    takes_dtypes,
     tensors,
     untraced,
     upstream,
@@ -50,53 +53,96 @@ def selector(names: list[str], among: list[str]):
     return itemgetter(*indices)
 
 
-def gradient_arguments(gradient_op: str, name: str, kept: list[str]):
+def gradient_arguments(gradient_op: str, name: str, given: list[str]):
     """A function that returns the arguments of a gradient operator.
 
-    It takes one tuple: the saved tensors `kept`, the upstream gradient, and ctx.options of operator `name`.
+    It takes one tuple: the arguments `given`, then ctx.options of operator `name`.
     """
     options = arguments(name)[len(tensors(name)) :]
-    return selector(arguments(gradient_op), [*kept, upstream(gradient_op), *options])
+    return selector(arguments(gradient_op), [*given, *options])
+
+
+def _sources(name: str, wanted: set[str], dtypes: dict) -> dict[str, str]:
+    """For each argument whose gradient is wanted, the argument whose gradient is computed for it.
+
+    That is another one if their gradients have the same values and can share a dtype.
+    """
+    sources = {argument: argument for argument in wanted}
+    of = operands(TORCH[name].backward[0])
+    for operand in of.values():
+        if operand.twin and operand.gradient in wanted:
+            twin = of[operand.twin].gradient
+            if twin not in wanted or dtypes[twin] == dtypes[operand.gradient]:
+                sources[operand.gradient] = twin
+    return sources
+
+
+def _choices(gradient_op: str, sources: dict[str, str], dtypes: dict) -> dict:
+    """The dtypes that a gradient operator is asked for: those of the arguments that its results are for."""
+    of, chosen = operands(gradient_op), {}
+    for argument, source in sources.items():
+        result = TORCH[gradient_op].results[gradients_of(gradient_op).index(source)]
+        chosen[of[result].choice] = dtypes[argument]
+    choices = [argument.name for argument in TORCH[gradient_op].arguments if argument.kind == "dtype"]
+    return {choice: chosen.get(choice) for choice in choices}
 
 
 def backward(name: str, inputs: list[str]):
     """backward() of an operator's autograd.Function, whose apply takes `inputs`.
 
-    It reads ctx.saved_tensors, in the order of saved(name), and ctx.options, the other arguments.
+    It reads ctx.saved_tensors, in the order of saved(name), and ctx.options, the arguments that are not
+    tensors. If takes_dtypes(name), it also reads ctx.dtypes, those of the arguments differentiable(name).
     """
-    results, plans = TORCH[TORCH[name].saving].results, {}
+    results, typed, plans = TORCH[name].results, takes_dtypes(name), {}
+    of, heads = operands(TORCH[name].backward[0]), upstream(TORCH[name].backward[0])
+    constant = [(index, result) for index, result in enumerate(results) if result not in heads]
+    given = [(index, heads[result]) for index, result in enumerate(results) if result in heads]
+    required = [(index, not of[argument].optional) for index, argument in given]
+    absent = [argument for argument in heads.values() if argument not in dict(given).values()]
 
-    def plan(needs):
+    def plan(needs, dtypes):
         """How to compute the needed gradients: the last gradient operator that returns all of them."""
         wanted = {argument for argument, needed in zip(inputs, needs, strict=True) if needed}
-        gradient_op = [op for op in TORCH[name].backward if wanted <= set(gradients_of(op))][-1]
+        dtype_of = dict(zip(differentiable(name), dtypes, strict=True)) if typed else {}
+        sources = _sources(name, wanted, dtype_of)
+        gradient_op = [op for op in TORCH[name].backward if {*sources.values()} <= {*gradients_of(op)}][-1]
+        choices = _choices(gradient_op, sources, dtype_of) if typed else {}
+        order = [*read(name), *dict(given).values(), *absent, *choices]
         types = [argument.type for argument in TORCH[gradient_op].arguments]
         gradients = gradients_of(gradient_op)
-        plans[needs] = (
+        plans[needs, dtypes] = (
             _fast.call(gradient_op),
-            gradient_arguments(gradient_op, name, saved(name)),
+            gradient_arguments(gradient_op, name, order),
+            (*[None] * len(absent), *choices.values()),
             types.index("algorithm") if "algorithm" in types else None,
             len(gradients) == 1,
-            [(inputs.index(argument), gradients.index(argument)) for argument in wanted],
+            [(inputs.index(argument), gradients.index(source)) for argument, source in sources.items()],
         )
-        return plans[needs]
+        return plans[needs, dtypes]
 
-    def backward(ctx, gradient, *others):
-        for result, other in zip(results[1:], others, strict=False):
-            if other is not None:
+    def backward(ctx, *gradients):
+        for index, result in constant:
+            if gradients[index] is not None:
                 raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
-        gradients = [None] * len(inputs)
-        if gradient is not None:
-            needs = ctx.needs_input_grad
-            call, pick, algorithm, single, places = plans.get(needs) or plan(needs)
-            given = pick((*ctx.saved_tensors, gradient, *ctx.options))
+        returned = [None] * len(inputs)
+        if any(gradient is not None for gradient in gradients):
+            key = ctx.needs_input_grad, ctx.dtypes if typed else None
+            call, pick, constants, algorithm, single, places = plans.get(key) or plan(*key)
+            saved = ctx.saved_tensors
+            heads = [
+                # Every result with a gradient has the shape of the first tensor, the rows.
+                zeros_like(saved[0]) if needed and gradients[index] is None else gradients[index]
+                for index, needed in required
+            ]
+            arguments = pick((*saved, *heads, *constants, *ctx.options))
             # IF_SERVED: use forward's algorithm if it supports these rows in backward too, else "auto".
-            if algorithm is not None and given[algorithm]:
-                given = (*given[:algorithm], given[algorithm] | IF_SERVED, *given[algorithm + 1 :])
-            answer = call(*given)
+            if algorithm is not None and arguments[algorithm]:
+                code = arguments[algorithm] | IF_SERVED
+                arguments = (*arguments[:algorithm], code, *arguments[algorithm + 1 :])
+            answer = call(*arguments)
             for place, index in places:
-                gradients[place] = answer if single else answer[index]
-        return tuple(gradients)
+                returned[place] = answer if single else answer[index]
+        return tuple(returned)
 
     return backward
 
@@ -106,7 +152,10 @@ def forward(name: str, saving: str, kept: list[str]):
     overload, results = overloads[saving], TORCH[saving].results
     count, first_option = len(TORCH[saving].arguments), len(tensors(name))
     to_save = selector(kept, [*arguments(name), *results])
-    single, public = len(results) == 1, len(TORCH[name].results) == 1
+    single, public = len(results) == 1, len(TORCH[name].results)
+    typed = (
+        [arguments(name).index(argument) for argument in differentiable(name)] if takes_dtypes(name) else ()
+    )
 
     def forward(ctx, keyset, *given):
         answer = call_below_autograd(overload, keyset, given[:count])
@@ -115,7 +164,9 @@ def forward(name: str, saving: str, kept: list[str]):
         ctx.save_for_backward(*to_save((*given, *answer)))
         ctx.set_materialize_grads(False)
         ctx.options = given[first_option:]
-        return answer[0] if public else answer
+        if typed:
+            ctx.dtypes = tuple(None if given[i] is None else given[i].dtype for i in typed)
+        return answer[0] if public == 1 else answer[:public]
 
     return forward
 
@@ -252,9 +303,9 @@ def register(choices: dict) -> None:
 
 def fast_functions() -> dict:
     """The autograd.Functions of the fast path (_fast.py), by operator. Their apply takes the arguments that
-    have a gradient and returns a single result. _fast.py sets their forward."""
+    have a gradient and returns the operator's results. _fast.py sets their forward."""
     return {
         name: function(name, None, backward(name, differentiable(name)))
         for name, operator in TORCH.items()
-        if operator.saving and len(operator.results) == 1
+        if operator.saving
     }

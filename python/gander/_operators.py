@@ -12,13 +12,17 @@ class Operand(NamedTuple):
     # (M), (2, M) or (2 M + 1). "one": 1 element.
     shape: str
     # "float": any float dtype. "same": that of the operand `like`. "companion": float64 if the first operand
-    # has it, else any other float dtype. "statistic": float64 if the first operand has it, else float32.
-    # "index": int32 or int64.
+    # has it, else any other float dtype. "parameter": as companion. "statistic": float64 if the first operand
+    # has it, else float32. "index": int32 or int64.
     dtype: str
+    # By default a companion output has the dtype of `like`, or of the first operand without that, and a
+    # parameter the dtype of `like`, or that of statistics.
     like: str = ""
     needs: str = ""  # an optional operand that must be given if this one is
     choice: str = ""  # the argument by which callers choose the dtype of an output
     gradient: str = ""  # the operand whose gradient this is
+    twin: str = ""  # the output with the same values. It can take this one's place if the dtypes agree.
+    stored: str = ""  # the result of forward that is this input of backward, if forward returned it
     read: str = ""  # the flag that makes an output also an input
     output: bool = False
     optional: bool = False

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _cross_entropy, _fakes, _fast, _gradients, _library, _ops, _vmap  # noqa: F401
 from ._operators_gen import TORCH
-from ._schemas import arguments, overloads, registry, untraced
+from ._schemas import arguments, complete, overloads, registry, untraced
 
 # ---- Kernels (_torch.c) ----
 
@@ -88,6 +88,9 @@ for _name, _operator in TORCH.items():
 # autocast casts none of these operators.
 _IN_FLOAT32 = ("softmax",)
 
+# LayerNorms return float32 there. They compute in float32 anyway, so their inputs need no cast.
+_TO_FLOAT32 = ("layernorm", "layernorm_add", "layernorm_residual")
+
 
 def _in_float32(overload):
     off = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -103,8 +106,24 @@ def _in_float32(overload):
     return kernel
 
 
+def _to_float32(name):
+    overload, position = overloads[name], arguments(name).index("out_dtype")
+    off = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+    def kernel(*given):
+        given = list(complete(name, given))
+        if given[position] is None and given[0].dtype in (torch.float16, torch.bfloat16):
+            given[position] = torch.float32
+        with torch._C._ExcludeDispatchKeyGuard(off):
+            return overload(*given)
+
+    return kernel
+
+
 for _name in _IN_FLOAT32:
     registry.impl(_name, untraced(_in_float32(overloads[_name])), "AutocastCUDA")
+for _name in _TO_FLOAT32:
+    registry.impl(_name, untraced(_to_float32(_name)), "AutocastCUDA")
 
 
 # ---- Gradients, and the functions that _ops.py calls ----

@@ -50,17 +50,29 @@ def differentiable(name: str) -> list[str]:
     return [argument for argument in tensors(name) if argument in gradients]
 
 
-def upstream(gradient_op: str) -> str:
-    """The argument of a gradient operator that is the gradient of the forward operator's result."""
+def upstream(gradient_op: str) -> dict[str, str]:
+    """The arguments of a gradient operator that are gradients of forward's results, by result."""
     of = operands(gradient_op)
-    return next(name for name in tensors(gradient_op) if of[name].gradient and not of[name].output)
+    inputs = (of[name] for name in tensors(gradient_op) if not of[name].output)
+    return {operand.gradient: operand.name for operand in inputs if operand.gradient}
+
+
+def read(name: str) -> list[str]:
+    """The tensors that backward of an operator reads: the arguments of its gradient operators without the
+    upstream gradients."""
+    first = TORCH[name].backward[0]
+    return [argument for argument in tensors(first) if argument not in upstream(first).values()]
+
+
+def takes_dtypes(name: str) -> bool:
+    """Whether an operator's gradient operators let callers choose the dtypes of the gradients."""
+    return any(argument.kind == "dtype" for argument in TORCH[TORCH[name].backward[0]].arguments)
 
 
 def saved(name: str) -> list[str]:
-    """The tensors that are saved for backward: the arguments of the first gradient operator without the
-    upstream gradient."""
-    first = TORCH[name].backward[0]
-    return [argument for argument in tensors(first) if argument != upstream(first)]
+    """What read(name) is in forward: arguments of the operator, and results of its saving variant."""
+    of, results = operands(TORCH[name].backward[0]), TORCH[TORCH[name].saving].results
+    return [of[argument].stored if of[argument].stored in results else argument for argument in read(name)]
 
 
 def untraced(function):

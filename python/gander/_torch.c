@@ -431,10 +431,11 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
   const Operand* first = &operands[0];
   int64_t rank = first->dl.ndim > 0 ? first->dl.ndim - 1 : 0, size;
   int reduction = op->reduction_argument < 0 ? op->reduction : as_int32(arguments[op->reduction_argument]);
-  int32_t dtype = first->dtype;
+  const Operand* like = &operands[op->operands[i].like];
+  DTypeRule rule = op->operands[i].dtype;
+  int32_t dtype = like->handle != NULL ? like->dtype : first->dtype;
   if (call->failed) return;
-  if (op->operands[i].dtype == DTYPE_STATISTIC) dtype = statistics(first);
-  if (op->operands[i].dtype == DTYPE_SAME) dtype = operands[op->operands[i].like].dtype;
+  if (rule == DTYPE_STATISTIC || (rule == DTYPE_PARAMETER && like->handle == NULL)) dtype = statistics(first);
   if (op->operands[i].choice >= 0 && (int32_t)arguments[op->operands[i].choice] >= 0)
     dtype = (int32_t)arguments[op->operands[i].choice];
   switch (op->operands[i].shape) {

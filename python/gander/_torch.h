@@ -76,7 +76,14 @@ typedef enum {
   SHAPE_STATISTICS,
   SHAPE_ONE
 } Shape;
-typedef enum { DTYPE_FLOAT, DTYPE_SAME, DTYPE_COMPANION, DTYPE_STATISTIC, DTYPE_INDEX } DTypeRule;
+typedef enum {
+  DTYPE_FLOAT,
+  DTYPE_SAME,
+  DTYPE_COMPANION,
+  DTYPE_PARAMETER,
+  DTYPE_STATISTIC,
+  DTYPE_INDEX
+} DTypeRule;
 
 typedef struct {
   const char* name;
@@ -95,7 +102,7 @@ typedef struct {
     int argument; /* the argument that it is, or -1 */
     int over;     /* the operand that it is written over, or -1 */
     int choice;   /* the argument that chooses its dtype, or -1 */
-    int like;     /* the operand that DTYPE_SAME refers to */
+    int like;     /* the operand whose dtype it has, by default if it may have others; the first for none */
     bool written; /* the argument's tensor is written */
     bool made;    /* a new tensor */
   } operands[MAX_OPERANDS];
@@ -104,6 +111,7 @@ typedef struct {
   bool fast;                          /* _fast.c has a function for it */
   int saving;                         /* the operator that runs if a gradient is needed, -1: none */
   bool differentiable[MAX_ARGUMENTS]; /* arguments that have a gradient */
+  bool typed;                         /* backward gets the dtypes of the gradients */
   int saved_count;
   struct {
     bool result; /* a result of the saving operator, else an argument */

@@ -5,6 +5,8 @@
   F(gander_softmax_backward) \
   F(gander_rmsnorm_forward) \
   F(gander_rmsnorm_backward) \
+  F(gander_layernorm_forward) \
+  F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
   F(gander_cross_entropy_backward) \
   F(gander_logsumexp_forward) \
@@ -48,7 +50,8 @@ static int32_t call_rmsnorm(Call* call, const Operand* o, const Value* a) {
       .weight_offset = as_double(a[6]),
   };
   return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
 }
 
 static int32_t call_rmsnorm_fwd(Call* call, const Operand* o, const Value* a) {
@@ -62,7 +65,83 @@ static int32_t call_rmsnorm_fwd(Call* call, const Operand* o, const Value* a) {
       .weight_offset = as_double(a[6]),
   };
   return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_bias(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[4]),
+      .algorithm = as_int32(a[5]),
+      .batch_invariant = (a[6] & 1) != 0,
+      .weight_offset = as_double(a[7]),
+  };
+  return lib.gander_rmsnorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_bias_fwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[4]),
+      .algorithm = as_int32(a[5]),
+      .batch_invariant = (a[6] & 1) != 0,
+      .weight_offset = as_double(a[7]),
+  };
+  return lib.gander_rmsnorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[6]),
+      .algorithm = as_int32(a[7]),
+      .batch_invariant = (a[8] & 1) != 0,
+      .weight_offset = as_double(a[9]),
+  };
+  return lib.gander_rmsnorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_residual(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[6]),
+      .algorithm = as_int32(a[7]),
+      .batch_invariant = (a[8] & 1) != 0,
+      .weight_offset = as_double(a[9]),
+  };
+  return lib.gander_rmsnorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_fwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[6]),
+      .algorithm = as_int32(a[7]),
+      .batch_invariant = (a[8] & 1) != 0,
+      .weight_offset = as_double(a[9]),
+  };
+  return lib.gander_rmsnorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
 }
 
 static int32_t call_rmsnorm_bwd(Call* call, const Operand* o, const Value* a) {
@@ -77,7 +156,7 @@ static int32_t call_rmsnorm_bwd(Call* call, const Operand* o, const Value* a) {
   };
   return lib.gander_rmsnorm_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_rmsnorm_bwd_dw(Call* call, const Operand* o, const Value* a) {
@@ -92,7 +171,296 @@ static int32_t call_rmsnorm_bwd_dw(Call* call, const Operand* o, const Value* a)
   };
   return lib.gander_rmsnorm_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_bwd_dresidual_dw_db(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .algorithm = as_int32(a[8]),
+      .batch_invariant = (a[9] & 1) != 0,
+      .weight_offset = as_double(a[10]),
+  };
+  return lib.gander_rmsnorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_bwd_dresidual_dw(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .algorithm = as_int32(a[7]),
+      .batch_invariant = (a[8] & 1) != 0,
+      .weight_offset = as_double(a[9]),
+  };
+  return lib.gander_rmsnorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_bwd_dresidual_db(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .algorithm = as_int32(a[8]),
+      .batch_invariant = (a[9] & 1) != 0,
+      .weight_offset = as_double(a[10]),
+  };
+  return lib.gander_rmsnorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_bwd_dresidual(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .algorithm = as_int32(a[7]),
+      .batch_invariant = (a[8] & 1) != 0,
+      .weight_offset = as_double(a[9]),
+  };
+  return lib.gander_rmsnorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_bwd_dw_db(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .algorithm = as_int32(a[7]),
+      .batch_invariant = (a[8] & 1) != 0,
+      .weight_offset = as_double(a[9]),
+  };
+  return lib.gander_rmsnorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_bwd_dw(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .algorithm = as_int32(a[6]),
+      .batch_invariant = (a[7] & 1) != 0,
+      .weight_offset = as_double(a[8]),
+  };
+  return lib.gander_rmsnorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_bwd_db(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .algorithm = as_int32(a[7]),
+      .batch_invariant = (a[8] & 1) != 0,
+      .weight_offset = as_double(a[9]),
+  };
+  return lib.gander_rmsnorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rmsnorm_add_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .algorithm = as_int32(a[6]),
+      .batch_invariant = (a[7] & 1) != 0,
+      .weight_offset = as_double(a[8]),
+  };
+  return lib.gander_rmsnorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_layernorm(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[4]),
+      .batch_invariant = (a[5] & 1) != 0,
+  };
+  return lib.gander_layernorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), &options, call->stream);
+}
+
+static int32_t call_layernorm_fwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[4]),
+      .batch_invariant = (a[5] & 1) != 0,
+  };
+  return lib.gander_layernorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[6]),
+      .batch_invariant = (a[7] & 1) != 0,
+  };
+  return lib.gander_layernorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), &options, call->stream);
+}
+
+static int32_t call_layernorm_residual(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[6]),
+      .batch_invariant = (a[7] & 1) != 0,
+  };
+  return lib.gander_layernorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_fwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[6]),
+      .batch_invariant = (a[7] & 1) != 0,
+  };
+  return lib.gander_layernorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_bwd_dresidual_dw_db(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .batch_invariant = (a[9] & 1) != 0,
+  };
+  return lib.gander_layernorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_bwd_dresidual_dw(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .batch_invariant = (a[8] & 1) != 0,
+  };
+  return lib.gander_layernorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_bwd_dresidual_db(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .batch_invariant = (a[9] & 1) != 0,
+  };
+  return lib.gander_layernorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_bwd_dresidual(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .batch_invariant = (a[8] & 1) != 0,
+  };
+  return lib.gander_layernorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_bwd_dw_db(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .batch_invariant = (a[8] & 1) != 0,
+  };
+  return lib.gander_layernorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_bwd_dw(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .batch_invariant = (a[7] & 1) != 0,
+  };
+  return lib.gander_layernorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_bwd_db(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .batch_invariant = (a[8] & 1) != 0,
+  };
+  return lib.gander_layernorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
+}
+
+static int32_t call_layernorm_add_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = 1e-06,
+      .batch_invariant = (a[7] & 1) != 0,
+  };
+  return lib.gander_layernorm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) {
@@ -256,8 +624,34 @@ enum {
   OP_SOFTMAX_BWD,
   OP_RMSNORM,
   OP_RMSNORM_FWD,
+  OP_RMSNORM_BIAS,
+  OP_RMSNORM_BIAS_FWD,
+  OP_RMSNORM_ADD,
+  OP_RMSNORM_RESIDUAL,
+  OP_RMSNORM_ADD_FWD,
   OP_RMSNORM_BWD,
   OP_RMSNORM_BWD_DW,
+  OP_RMSNORM_ADD_BWD_DRESIDUAL_DW_DB,
+  OP_RMSNORM_ADD_BWD_DRESIDUAL_DW,
+  OP_RMSNORM_ADD_BWD_DRESIDUAL_DB,
+  OP_RMSNORM_ADD_BWD_DRESIDUAL,
+  OP_RMSNORM_ADD_BWD_DW_DB,
+  OP_RMSNORM_ADD_BWD_DW,
+  OP_RMSNORM_ADD_BWD_DB,
+  OP_RMSNORM_ADD_BWD,
+  OP_LAYERNORM,
+  OP_LAYERNORM_FWD,
+  OP_LAYERNORM_ADD,
+  OP_LAYERNORM_RESIDUAL,
+  OP_LAYERNORM_ADD_FWD,
+  OP_LAYERNORM_ADD_BWD_DRESIDUAL_DW_DB,
+  OP_LAYERNORM_ADD_BWD_DRESIDUAL_DW,
+  OP_LAYERNORM_ADD_BWD_DRESIDUAL_DB,
+  OP_LAYERNORM_ADD_BWD_DRESIDUAL,
+  OP_LAYERNORM_ADD_BWD_DW_DB,
+  OP_LAYERNORM_ADD_BWD_DW,
+  OP_LAYERNORM_ADD_BWD_DB,
+  OP_LAYERNORM_ADD_BWD,
   OP_CROSS_ENTROPY,
   OP_CROSS_ENTROPY_FWD,
   OP_CROSS_ENTROPY_FWD_LSE,
@@ -321,15 +715,18 @@ static const Operator operators[] = {
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 4,
+        .operand_count = 7,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 2, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
             {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 1,
-        .results = {2},
+        .results = {4},
         .fast = true,
         .saving = OP_RMSNORM_FWD,
         .differentiable = {true, true, false, false, false, false, false},
@@ -344,20 +741,158 @@ static const Operator operators[] = {
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 4,
+        .operand_count = 7,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 2, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
             {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
         },
         .result_count = 2,
-        .results = {2, 3},
+        .results = {4, 6},
         .fast = true,
         .saving = OP_RMSNORM_FWD,
         .differentiable = {true, true, false, false, false, false, false},
         .saved_count = 3,
         .saved = {{false, 0}, {false, 1}, {true, 1}},
+    },
+    {
+        .name = "rmsnorm_bias",
+        .operator = "rmsnorm_forward",
+        .call = call_rmsnorm_bias,
+        .arguments = "TOTdfibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 1,
+        .results = {4},
+        .fast = true,
+        .saving = OP_RMSNORM_BIAS_FWD,
+        .differentiable = {true, true, true, false, false, false, false, false},
+        .typed = true,
+        .saved_count = 3,
+        .saved = {{false, 0}, {false, 1}, {true, 1}},
+    },
+    {
+        .name = "rmsnorm_bias_fwd",
+        .operator = "rmsnorm_forward",
+        .call = call_rmsnorm_bias_fwd,
+        .arguments = "TOTdfibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 2,
+        .results = {4, 6},
+        .fast = true,
+        .saving = OP_RMSNORM_BIAS_FWD,
+        .differentiable = {true, true, true, false, false, false, false, false},
+        .typed = true,
+        .saved_count = 3,
+        .saved = {{false, 0}, {false, 1}, {true, 1}},
+    },
+    {
+        .name = "rmsnorm_add",
+        .operator = "rmsnorm_forward",
+        .call = call_rmsnorm_add,
+        .arguments = "TOOOddfibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 2,
+        .results = {4, 5},
+        .fast = true,
+        .saving = OP_RMSNORM_ADD_FWD,
+        .differentiable = {true, true, true, true, false, false, false, false, false, false},
+        .typed = true,
+        .saved_count = 3,
+        .saved = {{true, 1}, {false, 1}, {true, 2}},
+    },
+    {
+        .name = "rmsnorm_residual",
+        .operator = "rmsnorm_forward",
+        .call = call_rmsnorm_residual,
+        .arguments = "TOOOddfibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 1,
+        .results = {4},
+        .fast = true,
+        .saving = OP_RMSNORM_ADD_FWD,
+        .differentiable = {true, true, true, true, false, false, false, false, false, false},
+        .typed = true,
+        .saved_count = 3,
+        .saved = {{true, 1}, {false, 1}, {true, 2}},
+    },
+    {
+        .name = "rmsnorm_add_fwd",
+        .operator = "rmsnorm_forward",
+        .call = call_rmsnorm_add_fwd,
+        .arguments = "TOOOddfibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 3,
+        .results = {4, 5, 6},
+        .fast = true,
+        .saving = OP_RMSNORM_ADD_FWD,
+        .differentiable = {true, true, true, true, false, false, false, false, false, false},
+        .typed = true,
+        .saved_count = 3,
+        .saved = {{true, 1}, {false, 1}, {true, 2}},
     },
     {
         .name = "rmsnorm_bwd",
@@ -367,17 +902,20 @@ static const Operator operators[] = {
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 6,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
         },
         .result_count = 1,
-        .results = {4},
+        .results = {5},
         .fast = true,
         .saving = -1,
     },
@@ -389,17 +927,568 @@ static const Operator operators[] = {
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 6,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 2,
+        .results = {5, 7},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rmsnorm_add_bwd_dresidual_dw_db",
+        .operator = "rmsnorm_backward",
+        .call = call_rmsnorm_add_bwd_dresidual_dw_db,
+        .arguments = "TTTOTdddibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 9,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true},
+        },
+        .result_count = 4,
+        .results = {5, 6, 7, 8},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rmsnorm_add_bwd_dresidual_dw",
+        .operator = "rmsnorm_backward",
+        .call = call_rmsnorm_add_bwd_dresidual_dw,
+        .arguments = "TTTOTddibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 9,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 3,
+        .results = {5, 6, 7},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rmsnorm_add_bwd_dresidual_db",
+        .operator = "rmsnorm_backward",
+        .call = call_rmsnorm_add_bwd_dresidual_db,
+        .arguments = "TOTOTdddibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 9,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true},
+        },
+        .result_count = 3,
+        .results = {5, 6, 8},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rmsnorm_add_bwd_dresidual",
+        .operator = "rmsnorm_backward",
+        .call = call_rmsnorm_add_bwd_dresidual,
+        .arguments = "TOTOTddibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 9,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 2,
+        .results = {5, 6},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rmsnorm_add_bwd_dw_db",
+        .operator = "rmsnorm_backward",
+        .call = call_rmsnorm_add_bwd_dw_db,
+        .arguments = "TTTOTddibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 9,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 6, .like = 1, .written = false, .made = true},
+        },
+        .result_count = 3,
+        .results = {5, 7, 8},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rmsnorm_add_bwd_dw",
+        .operator = "rmsnorm_backward",
+        .call = call_rmsnorm_add_bwd_dw,
+        .arguments = "TTTOTdibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 9,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 2,
+        .results = {5, 7},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rmsnorm_add_bwd_db",
+        .operator = "rmsnorm_backward",
+        .call = call_rmsnorm_add_bwd_db,
+        .arguments = "TOTOTddibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 9,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 6, .like = 1, .written = false, .made = true},
+        },
+        .result_count = 2,
+        .results = {5, 8},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rmsnorm_add_bwd",
+        .operator = "rmsnorm_backward",
+        .call = call_rmsnorm_add_bwd,
+        .arguments = "TOTOTdibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 9,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 1,
+        .results = {5},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "layernorm",
+        .operator = "layernorm_forward",
+        .call = call_layernorm,
+        .arguments = "TOOdfb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 8,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 1,
+        .results = {4},
+        .fast = true,
+        .saving = OP_LAYERNORM_FWD,
+        .differentiable = {true, true, true, false, false, false},
+        .typed = true,
+        .saved_count = 4,
+        .saved = {{false, 0}, {false, 1}, {true, 1}, {true, 2}},
+    },
+    {
+        .name = "layernorm_fwd",
+        .operator = "layernorm_forward",
+        .call = call_layernorm_fwd,
+        .arguments = "TOOdfb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 8,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 3,
+        .results = {4, 6, 7},
+        .fast = true,
+        .saving = OP_LAYERNORM_FWD,
+        .differentiable = {true, true, true, false, false, false},
+        .typed = true,
+        .saved_count = 4,
+        .saved = {{false, 0}, {false, 1}, {true, 1}, {true, 2}},
+    },
+    {
+        .name = "layernorm_add",
+        .operator = "layernorm_forward",
+        .call = call_layernorm_add,
+        .arguments = "TOOOddfb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 8,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 2,
         .results = {4, 5},
+        .fast = true,
+        .saving = OP_LAYERNORM_ADD_FWD,
+        .differentiable = {true, true, true, true, false, false, false, false},
+        .typed = true,
+        .saved_count = 4,
+        .saved = {{true, 1}, {false, 1}, {true, 2}, {true, 3}},
+    },
+    {
+        .name = "layernorm_residual",
+        .operator = "layernorm_forward",
+        .call = call_layernorm_residual,
+        .arguments = "TOOOddfb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 8,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 1,
+        .results = {4},
+        .fast = true,
+        .saving = OP_LAYERNORM_ADD_FWD,
+        .differentiable = {true, true, true, true, false, false, false, false},
+        .typed = true,
+        .saved_count = 4,
+        .saved = {{true, 1}, {false, 1}, {true, 2}, {true, 3}},
+    },
+    {
+        .name = "layernorm_add_fwd",
+        .operator = "layernorm_forward",
+        .call = call_layernorm_add_fwd,
+        .arguments = "TOOOddfb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 8,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 4,
+        .results = {4, 5, 6, 7},
+        .fast = true,
+        .saving = OP_LAYERNORM_ADD_FWD,
+        .differentiable = {true, true, true, true, false, false, false, false},
+        .typed = true,
+        .saved_count = 4,
+        .saved = {{true, 1}, {false, 1}, {true, 2}, {true, 3}},
+    },
+    {
+        .name = "layernorm_add_bwd_dresidual_dw_db",
+        .operator = "layernorm_backward",
+        .call = call_layernorm_add_bwd_dresidual_dw_db,
+        .arguments = "TTTOTTdddb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 10,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 8, .like = 1, .written = false, .made = true},
+        },
+        .result_count = 4,
+        .results = {6, 7, 8, 9},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "layernorm_add_bwd_dresidual_dw",
+        .operator = "layernorm_backward",
+        .call = call_layernorm_add_bwd_dresidual_dw,
+        .arguments = "TTTOTTddb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 10,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 3,
+        .results = {6, 7, 8},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "layernorm_add_bwd_dresidual_db",
+        .operator = "layernorm_backward",
+        .call = call_layernorm_add_bwd_dresidual_db,
+        .arguments = "TOTOTTdddb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 10,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 8, .like = 1, .written = false, .made = true},
+        },
+        .result_count = 3,
+        .results = {6, 7, 9},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "layernorm_add_bwd_dresidual",
+        .operator = "layernorm_backward",
+        .call = call_layernorm_add_bwd_dresidual,
+        .arguments = "TOTOTTddb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 10,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 2,
+        .results = {6, 7},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "layernorm_add_bwd_dw_db",
+        .operator = "layernorm_backward",
+        .call = call_layernorm_add_bwd_dw_db,
+        .arguments = "TTTOTTddb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 10,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true},
+        },
+        .result_count = 3,
+        .results = {6, 8, 9},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "layernorm_add_bwd_dw",
+        .operator = "layernorm_backward",
+        .call = call_layernorm_add_bwd_dw,
+        .arguments = "TTTOTTdb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 10,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 2,
+        .results = {6, 8},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "layernorm_add_bwd_db",
+        .operator = "layernorm_backward",
+        .call = call_layernorm_add_bwd_db,
+        .arguments = "TOTOTTddb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 10,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true},
+        },
+        .result_count = 2,
+        .results = {6, 9},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "layernorm_add_bwd",
+        .operator = "layernorm_backward",
+        .call = call_layernorm_add_bwd,
+        .arguments = "TOTOTTdb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 10,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dw", SHAPE_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+            {"db", SHAPE_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
+        },
+        .result_count = 1,
+        .results = {6},
         .fast = true,
         .saving = -1,
     },
@@ -655,8 +1744,34 @@ KERNEL(softmax, OP_SOFTMAX)
 KERNEL(softmax_bwd, OP_SOFTMAX_BWD)
 KERNEL(rmsnorm, OP_RMSNORM)
 KERNEL(rmsnorm_fwd, OP_RMSNORM_FWD)
+KERNEL(rmsnorm_bias, OP_RMSNORM_BIAS)
+KERNEL(rmsnorm_bias_fwd, OP_RMSNORM_BIAS_FWD)
+KERNEL(rmsnorm_add, OP_RMSNORM_ADD)
+KERNEL(rmsnorm_residual, OP_RMSNORM_RESIDUAL)
+KERNEL(rmsnorm_add_fwd, OP_RMSNORM_ADD_FWD)
 KERNEL(rmsnorm_bwd, OP_RMSNORM_BWD)
 KERNEL(rmsnorm_bwd_dw, OP_RMSNORM_BWD_DW)
+KERNEL(rmsnorm_add_bwd_dresidual_dw_db, OP_RMSNORM_ADD_BWD_DRESIDUAL_DW_DB)
+KERNEL(rmsnorm_add_bwd_dresidual_dw, OP_RMSNORM_ADD_BWD_DRESIDUAL_DW)
+KERNEL(rmsnorm_add_bwd_dresidual_db, OP_RMSNORM_ADD_BWD_DRESIDUAL_DB)
+KERNEL(rmsnorm_add_bwd_dresidual, OP_RMSNORM_ADD_BWD_DRESIDUAL)
+KERNEL(rmsnorm_add_bwd_dw_db, OP_RMSNORM_ADD_BWD_DW_DB)
+KERNEL(rmsnorm_add_bwd_dw, OP_RMSNORM_ADD_BWD_DW)
+KERNEL(rmsnorm_add_bwd_db, OP_RMSNORM_ADD_BWD_DB)
+KERNEL(rmsnorm_add_bwd, OP_RMSNORM_ADD_BWD)
+KERNEL(layernorm, OP_LAYERNORM)
+KERNEL(layernorm_fwd, OP_LAYERNORM_FWD)
+KERNEL(layernorm_add, OP_LAYERNORM_ADD)
+KERNEL(layernorm_residual, OP_LAYERNORM_RESIDUAL)
+KERNEL(layernorm_add_fwd, OP_LAYERNORM_ADD_FWD)
+KERNEL(layernorm_add_bwd_dresidual_dw_db, OP_LAYERNORM_ADD_BWD_DRESIDUAL_DW_DB)
+KERNEL(layernorm_add_bwd_dresidual_dw, OP_LAYERNORM_ADD_BWD_DRESIDUAL_DW)
+KERNEL(layernorm_add_bwd_dresidual_db, OP_LAYERNORM_ADD_BWD_DRESIDUAL_DB)
+KERNEL(layernorm_add_bwd_dresidual, OP_LAYERNORM_ADD_BWD_DRESIDUAL)
+KERNEL(layernorm_add_bwd_dw_db, OP_LAYERNORM_ADD_BWD_DW_DB)
+KERNEL(layernorm_add_bwd_dw, OP_LAYERNORM_ADD_BWD_DW)
+KERNEL(layernorm_add_bwd_db, OP_LAYERNORM_ADD_BWD_DB)
+KERNEL(layernorm_add_bwd, OP_LAYERNORM_ADD_BWD)
 KERNEL(cross_entropy, OP_CROSS_ENTROPY)
 KERNEL(cross_entropy_fwd, OP_CROSS_ENTROPY_FWD)
 KERNEL(cross_entropy_fwd_lse, OP_CROSS_ENTROPY_FWD_LSE)
@@ -674,8 +1789,34 @@ static const Kernel kernels[] = {
     kernel_softmax_bwd,
     kernel_rmsnorm,
     kernel_rmsnorm_fwd,
+    kernel_rmsnorm_bias,
+    kernel_rmsnorm_bias_fwd,
+    kernel_rmsnorm_add,
+    kernel_rmsnorm_residual,
+    kernel_rmsnorm_add_fwd,
     kernel_rmsnorm_bwd,
     kernel_rmsnorm_bwd_dw,
+    kernel_rmsnorm_add_bwd_dresidual_dw_db,
+    kernel_rmsnorm_add_bwd_dresidual_dw,
+    kernel_rmsnorm_add_bwd_dresidual_db,
+    kernel_rmsnorm_add_bwd_dresidual,
+    kernel_rmsnorm_add_bwd_dw_db,
+    kernel_rmsnorm_add_bwd_dw,
+    kernel_rmsnorm_add_bwd_db,
+    kernel_rmsnorm_add_bwd,
+    kernel_layernorm,
+    kernel_layernorm_fwd,
+    kernel_layernorm_add,
+    kernel_layernorm_residual,
+    kernel_layernorm_add_fwd,
+    kernel_layernorm_add_bwd_dresidual_dw_db,
+    kernel_layernorm_add_bwd_dresidual_dw,
+    kernel_layernorm_add_bwd_dresidual_db,
+    kernel_layernorm_add_bwd_dresidual,
+    kernel_layernorm_add_bwd_dw_db,
+    kernel_layernorm_add_bwd_dw,
+    kernel_layernorm_add_bwd_db,
+    kernel_layernorm_add_bwd,
     kernel_cross_entropy,
     kernel_cross_entropy_fwd,
     kernel_cross_entropy_fwd_lse,

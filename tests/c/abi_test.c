@@ -25,7 +25,7 @@ static void test_info(void) {
   CHECK(gander_abi_version() == GANDER_ABI_VERSION);
   const char* info = gander_build_info();
   static const char* const keys[] = {
-      "\"version\":\"0.1.0\"", "\"abi_version\":2", "\"commit\":", "\"go\":\"go1.", "\"nvcc\":",
+      "\"version\":\"0.1.0\"", "\"abi_version\":3", "\"commit\":", "\"go\":\"go1.", "\"nvcc\":",
       "\"architectures\":[",   "\"simd\":"};
   for (size_t i = 0; i < sizeof keys / sizeof *keys; ++i) CHECK(strstr(info, keys[i]));
   CHECK(gander_build_info() == info);
@@ -72,6 +72,50 @@ static void test_borrowed(void) {
   for (int i = 0; i < M * N; ++i) CHECK(a.data[i] == (float)(i % N) && b.data[i] == (float)(i % N));
 }
 
+/* The operands of RMSNorm and LayerNorm that a plain RMSNorm does not have. Rows are 0 1 2 3. */
+static void test_norms(void) {
+  block x, bias, residual, y, sum, mean, rstd, dout, dsum, dx, dresidual, db;
+  DLTensor *tx = &fill(&x)->managed.dl_tensor, *tb = &fill_vector(&bias, N)->managed.dl_tensor;
+  DLTensor *tr = &fill(&residual)->managed.dl_tensor, *ty = &fill(&y)->managed.dl_tensor;
+  DLTensor *ts = &fill(&sum)->managed.dl_tensor, *tm = &fill_vector(&mean, M)->managed.dl_tensor;
+  DLTensor *ti = &fill_vector(&rstd, M)->managed.dl_tensor, *tdo = &fill(&dout)->managed.dl_tensor;
+  DLTensor *tds = &fill(&dsum)->managed.dl_tensor, *tdx = &fill(&dx)->managed.dl_tensor;
+  DLTensor *tdr = &fill(&dresidual)->managed.dl_tensor, *tdb = &fill_vector(&db, N)->managed.dl_tensor;
+  for (int i = 0; i < M * N; ++i) residual.data[i] = dsum.data[i] = 1;
+
+  CHECK(gander_rmsnorm_forward(tx, NULL, tb, tr, ty, ts, ti, NULL, NULL) == GANDER_OK);
+  double r = 1 / sqrt((1 + 4 + 9 + 16) / 4.0 + 1e-6);
+  CHECK(fabs(rstd.data[1] - r) < 1e-6);
+  for (int i = 0; i < M * N; ++i) {
+    CHECK(sum.data[i] == x.data[i] + 1);
+    CHECK(fabs(y.data[i] - (sum.data[i] * r + bias.data[i % N])) < 1e-5);
+  }
+  CHECK(gander_rmsnorm_backward(ts, NULL, tdo, tds, ti, tdx, tdr, NULL, tdb, NULL, NULL) == GANDER_OK);
+  double along = 0;
+  for (int j = 0; j < N; ++j) along += j * (j + 1) * r / N;
+  for (int i = 0; i < M * N; ++i) {
+    int j = i % N;
+    CHECK(fabs(dx.data[i] - ((j - (j + 1) * r * along) * r + 1)) < 1e-5 && dresidual.data[i] == dx.data[i]);
+    CHECK(db.data[j] == (float)(M * j));
+  }
+
+  gander_layernorm_options options = {.size = sizeof options, .eps = 0.5};
+  CHECK(gander_layernorm_forward(tx, NULL, tb, tr, ty, ts, tm, ti, &options, NULL) == GANDER_OK);
+  r = 1 / sqrt((2.25 + 0.25 + 0.25 + 2.25) / 4 + 0.5);
+  CHECK(mean.data[1] == 2.5F && fabs(rstd.data[1] - r) < 1e-6);
+  for (int i = 0; i < M * N; ++i)
+    CHECK(fabs(y.data[i] - ((sum.data[i] - 2.5) * r + bias.data[i % N])) < 1e-5);
+  CHECK(gander_layernorm_backward(ts, NULL, tdo, tds, tm, ti, tdx, tdr, NULL, tdb, &options, NULL) ==
+        GANDER_OK);
+  along = 0;
+  for (int j = 0; j < N; ++j) along += j * (j - 1.5) * r / N;
+  for (int i = 0; i < M * N; ++i) {
+    int j = i % N;
+    CHECK(fabs(dx.data[i] - ((j - 1.5 - (j - 1.5) * r * along) * r + 1)) < 1e-5);
+    CHECK(dresidual.data[i] == dx.data[i] && db.data[j] == (float)(M * j));
+  }
+}
+
 /* Every function passes its arguments in the right order. */
 static void test_every_op(void) {
   block x, weight, y, rstd, dout, dx, dw, target, loss, lse, one;
@@ -84,14 +128,14 @@ static void test_every_op(void) {
   one.data[0] = 1;
 
   gander_rmsnorm_options norm = {.size = sizeof norm, .eps = 0.5, .batch_invariant = 1};
-  CHECK(gander_rmsnorm_forward(tx, tw, ty, tr, &norm, NULL) == GANDER_OK);
+  CHECK(gander_rmsnorm_forward(tx, tw, NULL, NULL, ty, NULL, tr, &norm, NULL) == GANDER_OK);
   double r = 1 / sqrt((0 + 1 + 4 + 9) / 4.0 + 0.5);
   for (int i = 0; i < M; ++i) CHECK(fabs(rstd.data[i] - r) < 1e-6);
   for (int i = 0; i < M * N; ++i) CHECK(fabs(y.data[i] - x.data[i] * r * weight.data[i % N]) < 1e-5);
-  CHECK(gander_rmsnorm_forward(tx, NULL, ty, NULL, NULL, NULL) == GANDER_OK);
+  CHECK(gander_rmsnorm_forward(tx, NULL, NULL, NULL, ty, NULL, NULL, NULL, NULL) == GANDER_OK);
   for (int i = 0; i < M * N; ++i) CHECK(fabs(y.data[i] - x.data[i] / sqrt(3.5 + 1e-6)) < 1e-5);
 
-  CHECK(gander_rmsnorm_backward(tx, tw, tdo, tr, tdx, tdw, NULL, NULL) == GANDER_OK);
+  CHECK(gander_rmsnorm_backward(tx, tw, tdo, NULL, tr, tdx, NULL, tdw, NULL, NULL, NULL) == GANDER_OK);
   for (int j = 0; j < N; ++j) {
     double mean = 0, h = j * r;
     for (int k = 0; k < N; ++k) mean += k * k * k * r / N; /* g = dout * weight = k * k, h = k * r */
@@ -99,6 +143,7 @@ static void test_every_op(void) {
     CHECK(fabs(dw.data[j] - M * j * h) < 1e-5);
   }
 
+  test_norms();
   CHECK(gander_cross_entropy_forward(tx, tt, tw, tl, te, NULL, NULL, NULL, NULL) == GANDER_OK);
   double sum = exp(0) + exp(1) + exp(2) + exp(3);
   for (int i = 0; i < M; ++i)
@@ -138,22 +183,25 @@ static void test_options(void) {
     char more[16];
   } newer = {{.size = sizeof newer, .allocator = &allocator, .eps = 1e-6}, {0}};
   const gander_rmsnorm_options* options = &newer.known;
-  CHECK(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL) == GANDER_OK);
+  CHECK(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL) == GANDER_OK);
   newer.more[15] = 1;
   char text[64];
   snprintf(text, sizeof text, "byte %zu is set", sizeof newer - 1);
-  REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, text);
+  REFUSED(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL), GANDER_ERROR_OPTION,
+          text);
   newer.known.size = sizeof newer.known;
-  CHECK(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL) == GANDER_OK);
+  CHECK(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL) == GANDER_OK);
   static const size_t wrong[] = {0, 4, 8, sizeof(gander_rmsnorm_options) - 1, 4097, SIZE_MAX};
   snprintf(text, sizeof text, "expected %zu; set it to sizeof(the struct)", sizeof newer.known);
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
     newer.known.size = wrong[i];
-    REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, text);
+    REFUSED(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL), GANDER_ERROR_OPTION,
+            text);
   }
   newer.known.size = sizeof newer.known;
   newer.known.eps = NAN;
-  REFUSED(gander_rmsnorm_forward(x, NULL, y, NULL, options, NULL), GANDER_ERROR_OPTION, "eps is NaN");
+  REFUSED(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL), GANDER_ERROR_OPTION,
+          "eps is NaN");
   /* With the size of an older header, later fields are not read. */
   gander_softmax_options softmax = {sizeof softmax - 8, NULL, -1, -1};
   CHECK(gander_softmax_forward(x, y, &softmax, NULL) == GANDER_OK);
@@ -201,18 +249,20 @@ static void test_owned(void) {
   CHECK(gander_softmax_grad(&fill(&a)->managed, &a.managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 1);
   y->deleter(y);
 
-  CHECK(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, N)->managed, half, NULL, NULL, &y, &z) ==
-        GANDER_OK);
+  CHECK(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, N)->managed, NULL, NULL, half, same, NULL, NULL,
+                       &y, NULL, &z) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1);
   CHECK(y->dl_tensor.dtype.bits == 16 && z->dl_tensor.dtype.bits == 32 && z->dl_tensor.ndim == 1);
   y->deleter(y);
-  CHECK(gander_rmsnorm_grad(&fill(&a)->managed, &fill_vector(&b, N)->managed, &fill(&c)->managed, z, NULL,
-                            NULL, &y, &w) == GANDER_OK);
+  CHECK(gander_rmsnorm_grad(&fill(&a)->managed, &fill_vector(&b, N)->managed, &fill(&c)->managed, NULL, z,
+                            same, same, same, NULL, NULL, &y, NULL, &w, NULL) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   CHECK(y->dl_tensor.ndim == 2 && w->dl_tensor.ndim == 1 && w->dl_tensor.shape[0] == N);
   y->deleter(y);
   w->deleter(w);
-  CHECK(gander_rmsnorm(&fill(&a)->managed, NULL, same, NULL, NULL, &y, NULL) == GANDER_OK && a.deleted == 1);
+  CHECK(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, NULL, same, same, NULL, NULL, &y, NULL, NULL) ==
+            GANDER_OK &&
+        a.deleted == 1);
   CHECK(y->dl_tensor.dtype.bits == 32);
   y->deleter(y);
 
@@ -284,19 +334,20 @@ static void test_owned_refusals(void) {
   CHECK(a.deleted == 1);
 
   y = z = junk;
-  REFUSED(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, 3)->managed, same, NULL, NULL, &y, &z),
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, 3)->managed, NULL, NULL, same, same, NULL, NULL,
+                         &y, NULL, &z),
           GANDER_ERROR_SHAPE, "weight has shape (3,)");
   CHECK(a.deleted == 1 && b.deleted == 1 && y == NULL && z == NULL);
-  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, wide, NULL, NULL, &y, NULL), GANDER_ERROR_DTYPE,
-          "y has dtype float64");
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, NULL, wide, same, NULL, NULL, &y, NULL, NULL),
+          GANDER_ERROR_DTYPE, "y has dtype float64");
   CHECK(a.deleted == 1 && y == NULL);
-  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, same, &unset, NULL, &y, NULL), GANDER_ERROR_OPTION,
-          "size is 0");
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, NULL, same, same, &unset, NULL, &y, NULL, NULL),
+          GANDER_ERROR_OPTION, "size is 0");
   CHECK(a.deleted == 1 && y == NULL);
 
   y = z = junk;
-  REFUSED(gander_rmsnorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, &fill_vector(&c, M)->managed,
-                              NULL, NULL, &y, &z),
+  REFUSED(gander_rmsnorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, NULL,
+                              &fill_vector(&c, M)->managed, same, same, same, NULL, NULL, &y, NULL, &z, NULL),
           GANDER_ERROR_OPTION, "dw is requested without a weight");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL);
 
@@ -410,8 +461,13 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
 #define FORKED(call, name) REFUSED(call, GANDER_ERROR_FORK, name ": called in a child process after fork()")
   FORKED(gander_softmax_forward(x, x, NULL, NULL), "gander_softmax_forward");
   FORKED(gander_softmax_backward(x, x, x, NULL, NULL), "gander_softmax_backward");
-  FORKED(gander_rmsnorm_forward(x, NULL, x, NULL, NULL, NULL), "gander_rmsnorm_forward");
-  FORKED(gander_rmsnorm_backward(x, NULL, x, x, x, NULL, NULL, NULL), "gander_rmsnorm_backward");
+  FORKED(gander_rmsnorm_forward(x, NULL, NULL, NULL, x, NULL, NULL, NULL, NULL), "gander_rmsnorm_forward");
+  FORKED(gander_rmsnorm_backward(x, NULL, x, NULL, x, x, NULL, NULL, NULL, NULL, NULL),
+         "gander_rmsnorm_backward");
+  FORKED(gander_layernorm_forward(x, NULL, NULL, NULL, x, NULL, NULL, NULL, NULL, NULL),
+         "gander_layernorm_forward");
+  FORKED(gander_layernorm_backward(x, NULL, x, NULL, x, x, x, NULL, NULL, NULL, NULL, NULL),
+         "gander_layernorm_backward");
   FORKED(gander_cross_entropy_forward(x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_forward");
   FORKED(gander_cross_entropy_backward(x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_backward");
   FORKED(gander_set_num_threads(1), "gander_set_num_threads");
@@ -424,11 +480,19 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
   CHECK(a.deleted == 1 && y == NULL);
   FORKED(gander_softmax_grad(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, &y), "gander_softmax_grad");
   CHECK(a.deleted == 1 && b.deleted == 1);
-  FORKED(gander_rmsnorm(&fill(&a)->managed, NULL, half, NULL, NULL, &y, &z), "gander_rmsnorm");
+  FORKED(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, NULL, half, half, NULL, NULL, &y, NULL, &z),
+         "gander_rmsnorm");
   CHECK(a.deleted == 1 && z == NULL);
-  FORKED(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, &fill(&d)->managed,
-                             NULL, NULL, &y, &z),
+  FORKED(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, NULL,
+                             &fill(&d)->managed, half, half, half, NULL, NULL, &y, NULL, &z, NULL),
          "gander_rmsnorm_grad");
+  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1);
+  FORKED(gander_layernorm(&fill(&a)->managed, NULL, NULL, NULL, half, half, NULL, NULL, &y, NULL, NULL, &z),
+         "gander_layernorm");
+  CHECK(a.deleted == 1 && z == NULL);
+  FORKED(gander_layernorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, NULL, &fill(&c)->managed,
+                               &fill(&d)->managed, half, half, half, NULL, NULL, &y, NULL, NULL, &z),
+         "gander_layernorm_grad");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1);
   FORKED(gander_cross_entropy(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, NULL, &y, &z, &w, NULL),
          "gander_cross_entropy");

@@ -144,9 +144,9 @@ def calls(dtype, m, n, offset):
     class_weight = given(n, dtype="float32")
     count = call("gander_softmax_forward", x, y, options=SOFTMAX)
     count += call("gander_softmax_backward", dy, y, dx, options=SOFTMAX)
-    count += call("gander_rmsnorm_forward", x, weight, y, rstd, options=RMSNORM)
-    count += call("gander_rmsnorm_backward", x, None, dy, rstd, dx, None, options=RMSNORM)
-    count += call("gander_rmsnorm_backward", x, weight, dy, rstd, dx, dw, options=RMSNORM)
+    count += call("gander_rmsnorm_forward", x, weight, None, None, y, None, rstd, options=RMSNORM)
+    count += call("gander_rmsnorm_backward", x, None, dy, None, rstd, dx, None, None, None, options=RMSNORM)
+    count += call("gander_rmsnorm_backward", x, weight, dy, None, rstd, dx, None, dw, None, options=RMSNORM)
     forward, backward = "gander_cross_entropy_forward", "gander_cross_entropy_backward"
     count += call(forward, x, target, None, loss, lse, None, None, options=NONE)
     count += call(forward, x, target, class_weight, mean, parts, None, denominator, options=MEAN)
@@ -159,9 +159,15 @@ def calls(dtype, m, n, offset):
     count += call(forward, x, target, class_weight, loss, None, x, None, options=NONE)
     if dtype != "float32":  # operands of several types
         wide = given(m, n, dtype="float32")
-        count += call("gander_rmsnorm_forward", dy, class_weight, wide, rstd, options=RMSNORM)
-        count += call("gander_rmsnorm_backward", dy, None, wide, rstd, dx, None, options=RMSNORM)
-        count += call("gander_rmsnorm_backward", dy, weight, wide, rstd, dx, dw, options=RMSNORM)
+        count += call(
+            "gander_rmsnorm_forward", dy, class_weight, None, None, wide, None, rstd, options=RMSNORM
+        )
+        count += call(
+            "gander_rmsnorm_backward", dy, None, wide, None, rstd, dx, None, None, None, options=RMSNORM
+        )
+        count += call(
+            "gander_rmsnorm_backward", dy, weight, wide, None, rstd, dx, None, dw, None, options=RMSNORM
+        )
     free_all()
     return count
 

@@ -198,7 +198,8 @@ func cOwned() string {
 				may = append(may, p.Name)
 			}
 			if p.Choice != "" {
-				words += fmt.Sprintf(" %s: the dtype of %s, or {0, 0, 0} for %s's.", p.Choice, p.Name, o.Operands[0].Name)
+				words += fmt.Sprintf(" %s: the dtype of %s, or {0, 0, 0} for %s.", p.Choice, p.Name,
+					defaultDType(p, o.Operands[0].Name))
 			}
 			if p.Read != "" {
 				words += fmt.Sprintf(" %s is refused: it would read %s.", p.Read, p.Name)
@@ -214,6 +215,17 @@ func cOwned() string {
 		t.add("%s;", declaration(o.Owned, ownedParameters(o)))
 	}
 	return t.String()
+}
+
+// defaultDType says which dtype an output has if the caller does not choose one.
+func defaultDType(p operators.Operand, first string) string {
+	switch {
+	case p.DType == operators.Parameter:
+		return p.Like + "'s, without it float32 (float64 if " + first + " is)"
+	case p.Like != "":
+		return p.Like + "'s, without it " + first + "'s"
+	}
+	return first + "'s"
 }
 
 // versionScript exports the functions that gander.h declares.
@@ -426,13 +438,15 @@ func goOwned(t *text, o operator) {
 		}[p.Shape]
 		dtype := "made.dtype()"
 		switch {
-		case p.Choice != "":
-			c := goParameter(p.Choice)
-			dtype = fmt.Sprintf("made.requestedDType(%[1]sCode, %[1]sBits, %[1]sLanes)", c)
 		case p.DType == operators.Statistic:
 			dtype = "made.statistic()"
-		case p.DType == operators.Same && p.Like != first.Name:
-			dtype = fmt.Sprintf("made.dtypeOf(tensor(%s))", goParameter(p.Like))
+		case p.DType == operators.Parameter:
+			dtype = fmt.Sprintf("made.dtypeOf(tensor(%s), made.statistic())", goParameter(p.Like))
+		case p.Like != "" && p.Like != first.Name:
+			dtype = fmt.Sprintf("made.dtypeOf(tensor(%s), made.dtype())", goParameter(p.Like))
+		}
+		if p.Choice != "" {
+			dtype = fmt.Sprintf("requestedDType(%[1]sCode, %[1]sBits, %[1]sLanes, %s)", goParameter(p.Choice), dtype)
 		}
 		t.add("t%s := made.%s(%q, %s, %s, %s)", slot, method, p.Name, slot, dtype, shape)
 	}

@@ -60,7 +60,7 @@ func describe(p operators.Operand, first, absent string) string {
 		s += "; float16, bfloat16 or float32, on the host also float64"
 	case operators.Same:
 		s += "; " + p.Like + "'s dtype"
-	case operators.Companion:
+	case operators.Companion, operators.Parameter:
 		s += "; float64 if " + first + " is, else float16, bfloat16 or float32"
 	case operators.Statistic:
 		s += "; float64 if " + first + " is, else float32"
@@ -217,7 +217,7 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	switch p.DType {
 	case operators.Index:
 		types = "anyIndex"
-	case operators.Companion:
+	case operators.Companion, operators.Parameter:
 		types = fmt.Sprintf("companion(a.%s.DType)", field(first.Name))
 	case operators.Statistic:
 		types = fmt.Sprintf("statistic(a.%s.DType)", field(first.Name))

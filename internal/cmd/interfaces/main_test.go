@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"strings"
 	"testing"
 
@@ -31,6 +32,9 @@ func TestTable(t *testing.T) {
 			if p.Needs != "" {
 				assert.True(t, p.Optional && o.Find(p.Needs).Optional)
 			}
+			if p.Twin != "" {
+				assert.True(t, p.Output && o.Find(p.Twin).Output, "%s: %s", o.full(), p.Name)
+			}
 			if p.Read != "" {
 				assert.True(t, hasOption(o, p.Read), "%s: no option %s", o.full(), p.Read)
 			}
@@ -54,17 +58,43 @@ func TestTable(t *testing.T) {
 				defaults = defaults || a.hasDefault
 			}
 			if op.Saving != "" {
+				backwards(t, op)
 				// It runs in the operator's place, with the operator's first arguments.
 				saving := findTorch(op.Saving)
 				for j, a := range arguments(operatorOf(op.Saving), saving) {
 					assert.Equal(t, a.Name, arguments(o, op)[j].Name)
 				}
-				assert.Equal(t, op.Results[0], saving.Results[0])
+				assert.Equal(t, op.Results, saving.Results[:len(op.Results)])
 				require.NotEmpty(t, op.Backward)
 			}
 		}
 		assert.LessOrEqual(t, len(o.Operands), 12, "spans in ops/check.go; MAX_OPERANDS of _torch.h")
 	}
+}
+
+// Autograd takes the last operator that computes all gradients that are needed, and saves the same tensors for
+// each of them.
+func backwards(t *testing.T, op *operators.Torch) {
+	read := func(name string) (list []string) {
+		for _, a := range arguments(operatorOf(name), findTorch(name)) {
+			if a.kind == "tensor" {
+				list = append(list, a.Name)
+			}
+		}
+		return list
+	}
+	for i, name := range op.Backward {
+		assert.Equal(t, read(op.Backward[0]), read(name))
+		for _, earlier := range op.Backward[:i] {
+			assert.False(t, contains(findTorch(name).Results, findTorch(earlier).Results),
+				"%s computes all that %s does, and comes later", name, earlier)
+		}
+	}
+}
+
+// contains reports whether all elements of part are in list.
+func contains(list, part []string) bool {
+	return !slices.ContainsFunc(part, func(s string) bool { return !slices.Contains(list, s) })
 }
 
 func hasOption(o operator, name string) bool {

@@ -50,7 +50,7 @@ func (o operator) filter(output bool) (list []operators.Operand) {
 // goWords are names whose Go spelling differs from what camel would return.
 var goWords = map[string]string{
 	"x": "X", "y": "Y", "dx": "DX", "dy": "DY", "dw": "DW", "lse": "LSE", "dloss": "DLoss",
-	"dout": "DOut", "dlse": "DLSE",
+	"dout": "DOut", "dlse": "DLSE", "db": "DB", "dresidual": "DResidual", "dresidual_out": "DResidualOut",
 }
 
 // camel turns one_pass into OnePass, and dx into DX.
@@ -110,9 +110,9 @@ func arguments(o operator, t *operators.Torch) (list []argument) {
 	for i := range list {
 		list[i].hasDefault = i >= required
 	}
-	for _, name := range t.Results {
-		if choice := o.Find(name).Choice; choice != "" {
-			list = append(list, argument{Option: operators.Option{Name: choice}, kind: "dtype", hasDefault: true})
+	for _, p := range o.outputs() {
+		if p.Choice != "" && !slices.Contains(t.Without, p.Choice) && slices.Contains(o.written(t), p.Name) {
+			list = append(list, argument{Option: operators.Option{Name: p.Choice}, kind: "dtype", hasDefault: true})
 		}
 	}
 	for _, option := range o.group.Options {
@@ -125,6 +125,16 @@ func arguments(o operator, t *operators.Torch) (list []argument) {
 		list = append(list, argument{Option: option, kind: "extra", hasDefault: true})
 	}
 	return list
+}
+
+// written lists the outputs that an operator of PyTorch writes when a gradient is needed.
+func (o operator) written(t *operators.Torch) []string {
+	for i := range o.Torch {
+		if o.Torch[i].Name == t.Saving {
+			return o.Torch[i].Results
+		}
+	}
+	return t.Results
 }
 
 // value is PyTorch's default.

@@ -15,6 +15,7 @@ var (
 	}
 	dtypeNames = map[operators.DType]string{
 		operators.Float: "float", operators.Same: "same", operators.Companion: "companion",
+		operators.Parameter: "parameter",
 		operators.Statistic: "statistic", operators.Index: "index",
 	}
 	optionNames = map[operators.OptionType]string{
@@ -79,7 +80,8 @@ func pythonTable() string {
 func pythonOperand(p operators.Operand) string {
 	s := fmt.Sprintf("Operand(%q, %q, %q", p.Name, shapeNames[p.Shape], dtypeNames[p.DType])
 	for _, f := range []struct{ name, value string }{
-		{"like", p.Like}, {"needs", p.Needs}, {"choice", p.Choice}, {"gradient", p.Gradient}, {"read", p.Read},
+		{"like", p.Like}, {"needs", p.Needs}, {"choice", p.Choice}, {"gradient", p.Gradient}, {"twin", p.Twin},
+		{"stored", p.Stored}, {"read", p.Read},
 	} {
 		if f.value != "" {
 			s += fmt.Sprintf(", %s=%q", f.name, f.value)

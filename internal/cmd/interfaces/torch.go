@@ -181,18 +181,25 @@ func torchSaved(t *text, o operator, op *operators.Torch, list []argument) {
 			}
 		}
 	}
-	t.add("        .differentiable = {%s},", strings.Join(inputs, ", "))
-	var saved []string
 	backward, in := findTorch(op.Backward[0]), operatorOf(op.Backward[0])
+	t.add("        .differentiable = {%s},", strings.Join(inputs, ", "))
+	if slices.ContainsFunc(arguments(in, backward), func(a argument) bool { return a.kind == "dtype" }) {
+		t.add("        .typed = true,")
+	}
+	var saved []string
 	for _, a := range arguments(in, backward) {
 		p := in.Find(a.Name)
 		if a.kind != "tensor" || p == nil || p.Gradient != "" {
 			continue
 		}
-		if at := position(list, a.Name); at >= 0 {
+		name := a.Name
+		if slices.Contains(saving.Results, p.Stored) {
+			name = p.Stored
+		}
+		if at := position(list, name); at >= 0 {
 			saved = append(saved, fmt.Sprintf("{false, %d}", at))
 		} else {
-			saved = append(saved, fmt.Sprintf("{true, %d}", slices.Index(saving.Results, a.Name)))
+			saved = append(saved, fmt.Sprintf("{true, %d}", slices.Index(saving.Results, name)))
 		}
 	}
 	t.add("        .saved_count = %d,", len(saved))

@@ -1,0 +1,387 @@
+package cpu
+
+import (
+	"math"
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+)
+
+// NormForward computes y = (h - mean) * rstd * weight + bias for each row of h = x + residual. LayerNorm (Ba,
+// Kiros and Hinton, 2016) has mean = mean(h) and rstd = 1 / sqrt(mean((h - mean)^2) + eps). RMSNorm (Zhang
+// and Sennrich, 2019) has mean = 0 and rstd = 1 / sqrt(mean(h^2) + eps). It writes those of residual_out (h),
+// mean and rstd that are present. y and residual_out may each be x or residual.
+func NormForward(n *kernels.Norm, workers int) error {
+	o := operands{x: n.X, y: n.Y, norm: *n, reuseUpTo: reusedRow}
+	return run(&o, workers, normForward[float32]{}, normForward[float64]{})
+}
+
+// NormBackward computes dx = (g - mean(g) - xhat * mean(g * xhat)) * rstd + dresidual_out for each row, with
+// xhat = (x - mean) * rstd and g = dout * weight. RMSNorm has a mean of 0, and no mean(g). It also computes
+// those of dresidual (the same as dx), dw = sum over rows of dout * xhat, and db = sum over rows of dout that
+// are present. dx may be dout or dresidual_out.
+func NormBackward(n *kernels.Norm, workers int) error {
+	o := operands{x: n.X, dy: n.DOut, dx: n.DX, norm: *n, reuseUpTo: reusedRow}
+	return run(&o, workers, normBackward[float32]{}, normBackward[float64]{})
+}
+
+type normForward[T float] struct{}
+
+func (normForward[T]) plan(c *call[T], workers int) {
+	c.planRows(workers)
+	c.planWeight()
+	if c.hasShift() {
+		c.bias = perColumn[T]{Vector: c.norm.Bias}
+		c.plan.biases = c.converted(&c.bias)
+	}
+}
+
+func (normForward[T]) run(c *call[T]) {
+	c.prepareColumns(&c.weight)
+	c.prepareColumns(&c.bias)
+	c.runRows()
+}
+
+// hasShift tells whether y is more than a product of h, rstd and the weight.
+func (c *call[T]) hasShift() bool { return c.norm.Center || c.norm.Bias.Present() }
+
+// firstPass: sum is the block's sum of (h - mean)^2, where mean is the block's mean, or 0 in RMSNorm.
+func (normForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
+	for j := lo; j < hi; j += block {
+		n, p := min(block, hi-j), &partials[j/block]
+		h := w.normalized(row, j, n, false)
+		if !w.norm.Center {
+			p.sum = w.funcs.dot(h, h)
+			continue
+		}
+		// Sums of h - pivot and of its square, in float64, lose nothing that matters where the pivot is an
+		// element: the distance of one element from the mean is at most sqrt(n) standard deviations.
+		pivot := h[0]
+		sum, squares := w.funcs.moments(h, pivot)
+		shift := sum / float64(n)
+		p.mean, p.sum = float64(pivot)+shift, squares-sum*shift
+	}
+}
+
+// combine: a is rstd, b is the mean.
+func (normForward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
+	mean, squares := 0.0, total(partials)
+	if w.norm.Center {
+		mean = w.mean(partials)
+		for i, p := range partials {
+			d := p.mean - mean
+			squares += d * d * w.blockSize(i)
+		}
+	}
+	rstd := 1 / math.Sqrt(squares/float64(w.cols)+w.norm.Eps)
+	if w.norm.Rstd.Present() {
+		put(&w.norm.Rstd, row, rstd)
+	}
+	if w.norm.Mean.Present() {
+		put(&w.norm.Mean, row, mean)
+	}
+	return rowStats{a: rstd, b: mean}
+}
+
+// mean is the row's mean, given those of its blocks.
+func (c *call[T]) mean(partials []partial) float64 {
+	sum := 0.0
+	for i, p := range partials {
+		sum += p.mean * c.blockSize(i)
+	}
+	return sum / float64(c.cols)
+}
+
+// blockSize is the number of elements of a row's block i.
+func (c *call[T]) blockSize(i int) float64 { return float64(min(block, c.cols-i*block)) }
+
+func (normForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
+	mean, rest := splitFloat[T](s.b)
+	out := &w.norm.ResidualOut
+	for j := lo; j < hi; j += block {
+		n := min(block, hi-j)
+		h := w.normalized(row, j, n, true)
+		if out.Present() && !w.sumInResidualOut() {
+			w.funcs.store[out.DType](rowAt(out, row, j), h, 1)
+		}
+		y, weight := w.output(0, &w.y, row, j, n), w.columnsOf(&w.weight, 2, j, n)
+		if w.hasShift() {
+			w.funcs.normalize(y, h, weight, w.columnsOf(&w.bias, 1, j, n), mean, rest, T(s.a))
+		} else {
+			w.funcs.multiply(y, h, weight, T(s.a))
+		}
+		w.write(&w.y, row, j, y)
+	}
+}
+
+// normalized is n elements of h, the rows that forward normalizes. Without a residual that is x. The second
+// pass adds the residual again unless it finds the first pass's sums, in residual_out or in scratch space. So
+// it may overwrite x and the residual block by block.
+func (w *worker[T]) normalized(row, j, n int, again bool) []T {
+	switch {
+	case !w.norm.Residual.Present() && again:
+		return w.reread(0, &w.x, row, j, n)
+	case !w.norm.Residual.Present():
+		return w.read(0, &w.x, row, j, n)
+	}
+	h := w.scratch(0, j, n)
+	if w.sumInResidualOut() {
+		h = view[T](&w.norm.ResidualOut, row, j, n)
+	}
+	if !again || !w.reuse && !w.sumInResidualOut() {
+		w.funcs.sum(h, w.read(0, &w.x, row, j, n), w.read(1, &w.norm.Residual, row, j, n))
+	}
+	return h
+}
+
+// sumInResidualOut tells whether residual_out holds x + residual without rounding.
+func (c *call[T]) sumInResidualOut() bool {
+	out := &c.norm.ResidualOut
+	return c.norm.Residual.Present() && out.Present() && out.DType == native[T]()
+}
+
+// perColumn is a vector of N numbers that all rows use: the weight or the bias.
+type perColumn[T float] struct {
+	kernels.Vector
+	absent float64 // what each number is if the vector is absent
+	offset float64 // added to each number of a vector that is present
+	values []T     // the numbers in T, or a block of absent ones; see converted
+}
+
+func (c *call[T]) planWeight() {
+	c.weight = perColumn[T]{Vector: c.norm.Weight, absent: 1, offset: c.norm.WeightOffset}
+	c.plan.weights = c.converted(&c.weight)
+}
+
+// inPlace tells whether the vector can be used where it lies.
+func (v *perColumn[T]) inPlace() bool { return v.DType == native[T]() && v.offset == 0 }
+
+// load converts numbers to T and adds the offset.
+func (c *call[T]) load(v *perColumn[T], to []T, from unsafe.Pointer) {
+	if v.DType == native[T]() {
+		copy(to, unsafe.Slice((*T)(from), len(to)))
+	} else {
+		c.funcs.load[v.DType](to, from)
+	}
+	if v.offset == 0 {
+		return
+	}
+	for i := range to {
+		to[i] += T(v.offset)
+	}
+}
+
+// converted is how much of a vector is converted once for all rows. Long rows convert it block by block.
+func (c *call[T]) converted(v *perColumn[T]) int {
+	switch {
+	case !v.Present():
+		return min(c.cols, block)
+	case !v.inPlace() && !c.long:
+		return c.cols
+	}
+	return 0
+}
+
+func (c *call[T]) prepareColumns(v *perColumn[T]) {
+	switch {
+	case !v.Present():
+		for i := range v.values {
+			v.values[i] = T(v.absent)
+		}
+	case len(v.values) > 0:
+		c.load(v, v.values, v.Data)
+	}
+}
+
+// columnsOf is numbers j to j+n-1 of a vector, in numbered scratch space if a long row has to convert them.
+func (w *worker[T]) columnsOf(v *perColumn[T], number, j, n int) []T {
+	if !v.Present() {
+		return v.values[:n]
+	}
+	p := unsafe.Add(v.Data, j*int(v.DType.Size()))
+	switch {
+	case v.inPlace():
+		return unsafe.Slice((*T)(p), n)
+	case !w.long:
+		return v.values[j : j+n]
+	}
+	s := w.scratch(number, j, n)
+	w.load(v, s, p)
+	return s
+}
+
+type normBackward[T float] struct{}
+
+func (normBackward[T]) plan(c *call[T], workers int) {
+	vectors := 0 // that are summed over rows
+	for _, v := range [...]*kernels.Vector{&c.norm.DW, &c.norm.DB} {
+		if v.Present() {
+			vectors++
+		}
+	}
+	switch {
+	case vectors == 0:
+		c.planRows(workers)
+	case !c.long:
+		sums := partialSums(c.rows, vectors*c.cols)
+		c.plan = plan{tasks: max(sums, c.blocks), sums: sums}
+	default:
+		c.plan = plan{splitRows: true, tasks: max(c.rows*c.chunks(), c.blocks), columns: vectors * block}
+	}
+	c.plan.vectors = vectors
+	c.planWeight()
+}
+
+func (normBackward[T]) run(c *call[T]) {
+	c.prepareColumns(&c.weight)
+	switch {
+	case c.plan.vectors == 0:
+		c.runRows()
+	case !c.long:
+		c.runStep(rowsAndSumsStep[T]{}, c.plan.sums)
+		c.runStep(addSumsStep[T]{}, c.blocks)
+	default:
+		c.splitFirstPass()
+		c.runStep(columnsStep[T]{}, c.blocks)
+	}
+}
+
+// partialSums is how many rows of partial sums of dw and db are computed. Each is a task, so there should be
+// enough for all workers. They should also be a small part of the memory traffic, and fit in 32 MiB.
+func partialSums(rows, cols int) int { return max(1, min(64, rows/8, 4<<20/cols)) }
+
+// firstPass: sum is the block's sum of g * (x - mean), and mean is its mean of g.
+func (normBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
+	for j := lo; j < hi; j += block {
+		n, p := min(block, hi-j), &partials[j/block]
+		x, dout := w.centered(row, j, n, false), w.read(1, &w.dy, row, j, n)
+		weight := w.columnsOf(&w.weight, 2, j, n)
+		p.sum = w.funcs.dot3(x, dout, weight)
+		if w.norm.Center {
+			p.mean = w.funcs.dot(dout, weight) / float64(n)
+		}
+	}
+}
+
+// combine: a is rstd, b is rstd * mean(g * xhat), c is the mean of g.
+func (normBackward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
+	rstd := at(&w.norm.Rstd, row)
+	s := rowStats{a: rstd, b: rstd * rstd * total(partials) / float64(w.cols)}
+	if w.norm.Center {
+		s.c = w.mean(partials)
+	}
+	return s
+}
+
+func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
+	added, copied := &w.norm.DResidualOut, &w.norm.DResidual
+	for j := lo; j < hi; j += block {
+		n := min(block, hi-j)
+		x, dout := w.centered(row, j, n, true), w.reread(1, &w.dy, row, j, n)
+		if w.dw != nil {
+			w.funcs.addProduct(w.dw[j-w.sumFrom:][:n], x, dout, s.a)
+		}
+		if w.db != nil {
+			w.funcs.accumulate(w.db[j-w.sumFrom:][:n], dout)
+		}
+		dx, weight := w.output(1, &w.dx, row, j, n), w.columnsOf(&w.weight, 2, j, n)
+		if added.Present() {
+			g := w.scratch(1, j, n) // not dx, which may be dresidual_out
+			w.funcs.normGrad(g, x, weight, dout, s.b, s.c, s.a)
+			w.funcs.sum(dx, g, w.read(2, added, row, j, n))
+		} else {
+			w.funcs.normGrad(dx, x, weight, dout, s.b, s.c, s.a)
+		}
+		if copied.Present() {
+			w.funcs.store[copied.DType](rowAt(copied, row, j), dx, 1)
+		}
+		w.write(&w.dx, row, j, dx)
+	}
+}
+
+// centered is n elements of x - mean, which RMSNorm has in x. The second pass finds them in scratch space if
+// the row is short enough.
+func (w *worker[T]) centered(row, j, n int, again bool) []T {
+	if !w.norm.Center {
+		if again {
+			return w.reread(0, &w.x, row, j, n)
+		}
+		return w.read(0, &w.x, row, j, n)
+	}
+	d := w.scratch(0, j, n)
+	if !again || !w.reuse {
+		w.funcs.subtract(d, w.read(0, &w.x, row, j, n), T(at(&w.norm.Mean, row)))
+	}
+	return d
+}
+
+// rowsAndSumsStep processes a range of rows, and adds up their contribution to dw and db.
+type rowsAndSumsStep[T float] struct{}
+
+func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
+	size := w.plan.vectors * w.cols
+	sums := w.sums[task*size : (task+1)*size]
+	clear(sums)
+	w.setSums(sums, 0, w.cols)
+	lo, hi := subrange(w.rows, task, w.tasks)
+	for row := lo; row < hi; row++ {
+		w.row(row)
+	}
+}
+
+// setSums makes dw and db the sums of n columns from column from on. sums has room for those of them that are
+// present.
+func (w *worker[T]) setSums(sums []float64, from, n int) {
+	w.dw, w.db, w.sumFrom = nil, nil, from
+	if w.norm.DW.Present() {
+		w.dw, sums = sums[:n], sums[n:]
+	}
+	if w.norm.DB.Present() {
+		w.db = sums[:n]
+	}
+}
+
+// addSumsStep adds up one block of columns of the partial sums.
+type addSumsStep[T float] struct{}
+
+func (addSumsStep[T]) do(w *worker[T], task int) {
+	lo := task * block
+	hi := min(lo+block, w.cols)
+	size := w.plan.vectors * w.cols
+	for i := size; i < len(w.sums); i += size {
+		for v := 0; v < size; v += w.cols {
+			w.funcs.add(w.sums[v+lo:v+hi], w.sums[i+v+lo:i+v+hi])
+		}
+	}
+	w.setSums(w.sums[:size], 0, w.cols)
+	w.writeSums(&w.norm.DW, w.dw, lo, hi)
+	w.writeSums(&w.norm.DB, w.db, lo, hi)
+}
+
+// columnsStep runs the second pass of all rows on one block of columns. So long rows need no partial sums of
+// their length.
+type columnsStep[T float] struct{}
+
+func (columnsStep[T]) do(w *worker[T], task int) {
+	lo := task * block
+	hi := min(lo+block, w.cols)
+	clear(w.columns)
+	w.setSums(w.columns, lo, hi-lo)
+	for row := range w.rows {
+		w.op.secondPass(w, row, lo, hi, nil, w.splitStats[row])
+	}
+	w.writeSums(&w.norm.DW, w.dw, lo, hi)
+	w.writeSums(&w.norm.DB, w.db, lo, hi)
+}
+
+// writeSums stores the sums of columns lo to hi-1, a block at most.
+func (w *worker[T]) writeSums(v *kernels.Vector, sums []float64, lo, hi int) {
+	if !v.Present() {
+		return
+	}
+	s := w.scratch(0, 0, hi-lo)
+	for i := range s {
+		s[i] = T(sums[lo-w.sumFrom+i])
+	}
+	w.funcs.store[v.DType](unsafe.Add(v.Data, lo*int(v.DType.Size())), s, 1)
+}
