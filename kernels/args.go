@@ -90,7 +90,7 @@ type NormArgs struct {
 	Rows         Rows
 	C            Input  // backward: the gradient of residual_out
 	Z            Output // residual_out; in backward dresidual
-	Weight, Bias Input  // (N), or (Heads, N)
+	Weight, Bias Input  // (N)
 	Mean, Rstd   Output // (M) float32: forward writes them, backward reads them
 	PartialSums  Output // (Partials, N) float32 for dw, or for db, or (Partials, 2, N) for both
 	Dw, Db       Output // like Weight and Bias
@@ -99,9 +99,8 @@ type NormArgs struct {
 	CType, ZType            int32
 	WeightType, BiasType    int32
 	DwType, DbType          int32
-	Partials, Heads         int32 // row r of x is of head r % Heads
+	Partials                int32
 	Center                  int32 // LayerNorm: the mean is subtracted
-	RoundFirst              int32 // xhat is rounded to x's type before weights are applied
 	Eps, WeightOffset, InvN float32
 	_                       int32
 }

@@ -89,7 +89,7 @@ func operand(m kernels.Matrix) (address kernels.Output, stride int64, kind int32
 func (k *cudaCall) norm(n *kernels.Norm, first, second, out kernels.Matrix) kernels.NormArgs {
 	args := kernels.NormArgs{
 		Rows: k.rows(first, second, out), Weight: input(n.Weight.Data), WeightType: int32(n.Weight.DType),
-		Mean: output(n.Mean.Data), Rstd: output(n.Rstd.Data), Heads: 1,
+		Mean: output(n.Mean.Data), Rstd: output(n.Rstd.Data),
 		WeightOffset: float32(n.WeightOffset), InvN: 1 / float32(first.Cols),
 	}
 	if n.Center {

@@ -33,6 +33,7 @@ var testDevices = func() map[string]*driver.Facts {
 var rowOps = []kernels.Op{
 	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,
 	kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX, kernels.CrossEntropyBackward,
+	kernels.NormForward, kernels.NormBackward,
 }
 
 // everyRequest calls f for a grid of requests that a caller can make.
@@ -54,6 +55,10 @@ func everyRequest(f func(request)) {
 						case n*x.Size()%16 != 0:
 							r.layout = policy.SameOffset
 						}
+						if op == kernels.NormForward || op == kernels.NormBackward {
+							everyNorm(r, f)
+							continue
+						}
 						f(r)
 						if op == kernels.RMSNormBackward {
 							r.dw = true
@@ -74,6 +79,27 @@ func everyRequest(f func(request)) {
 							f(r)
 						}
 					}
+				}
+			}
+		}
+	}
+}
+
+// everyNorm calls f for all operands that a norm's request can have.
+func everyNorm(r request, f func(request)) {
+	r.layout = min(r.layout, policy.SameOffset) * policy.MixedOffsets // there is no other layout
+	if r.op == kernels.NormForward {
+		for _, r.norm.second = range []int8{0, 2, 4} {
+			f(r)
+		}
+		return
+	}
+	for _, r.norm.second = range []int8{2, 4} {
+		for _, r.norm.sums = range []int8{0, 2} {
+			for _, r.norm.third = range []bool{false, true} {
+				for _, r.norm.bulk = range []bool{false, true} {
+					r.norm.compact = r.m%3 == 0
+					f(r)
 				}
 			}
 		}
@@ -120,7 +146,8 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 		}
 		if v.Shape != kernels.Finish {
 			require.Equal(t, r.op, v.Op, what)
-			require.Equal(t, unaligned, v.Unaligned, what)
+			anyRows := v.Op == kernels.NormBackward && v.Shape == kernels.Columns
+			require.Equal(t, unaligned || anyRows, v.Unaligned, what)
 		}
 		require.Equal(t, r.x, v.Family.DType(), what)
 		require.Equal(t, v.Cluster, g.Cluster > 1 || v.Cluster && g.Cluster == 1, what)
@@ -206,7 +233,13 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 				if v.Unaligned {
 					slice++
 				}
-				require.Equal(t, int64(p.stages)*int64(v.Op.Inputs())*slice*16, int64(g.Shared), what)
+				row := r.inputs() * slice * 16
+				if r.op == kernels.NormBackward {
+					require.True(t, r.norm.bulk && (r.norm.compact || v.RowsPerCTA() == 1), what)
+					require.Equal(t, int64(p.partials), parts, what)
+					row += slice * elements * (int64(r.norm.second) - r.x.Size())
+				}
+				require.Equal(t, int64(p.stages)*v.RowsPerCTA()*row, int64(g.Shared), what)
 			}
 		case kernels.GridCooperative:
 			members, rowsPerStep := int64(f.SMs), int64(v.RowsPerStep)
@@ -231,13 +264,17 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 			tile := kernels.ChunkThreads * elements
 			require.Equal(t, ceil(r.n, tile)*int64(p.partials), ctas, what)
 		case kernels.Finish:
-			if v.Op == kernels.WeightGradient {
+			switch v.Op {
+			case kernels.WeightGradient:
 				require.Equal(t, ceil(r.n, v.RowsPerCTA()), ctas, what)
+			case kernels.NormGradient:
+				require.Equal(t, ceil(r.n*int64(r.norm.sums), v.RowsPerCTA()), ctas, what)
 			}
 		}
 	}
-	if r.dw {
-		require.GreaterOrEqual(t, p.scratch.size, uint64(int64(p.partials)*r.n*r.accumulatorBytes()), what)
+	if sums := int64(r.norm.sums); r.dw || sums > 0 {
+		bytes := int64(p.partials) * r.n * max(sums, 1) * r.accumulatorBytes()
+		require.GreaterOrEqual(t, p.scratch.size, uint64(bytes), what)
 	}
 	if r.total {
 		last := p.launches[len(p.launches)-1]

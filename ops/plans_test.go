@@ -107,6 +107,25 @@ var storedOperators = map[string]func(c storedCase, first, second, out kernels.M
 		a := crossEntropyBackward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true}
 		return a.request()
 	},
+	"layernorm_forward": func(_ storedCase, first, _, out kernels.Matrix) request {
+		n := (&layerNormForward{X: first, Y: out}).norm()
+		return n.forwardRequest()
+	},
+	"layernorm_forward residual": func(_ storedCase, first, second, out kernels.Matrix) request {
+		n := (&layerNormForward{X: first, Residual: second, Y: out, ResidualOut: out}).norm()
+		return n.forwardRequest()
+	},
+	"layernorm_backward": func(_ storedCase, first, second, out kernels.Matrix) request {
+		sum := kernels.Vector{Data: at(0), DType: first.DType, Len: first.Cols, Stride: 1}
+		n := (&layerNormBackward{X: first, DOut: second, DX: out, DW: sum, DB: sum}).norm()
+		return n.backwardRequest()
+	},
+	"layernorm_backward residual": func(_ storedCase, first, second, out kernels.Matrix) request {
+		sum := kernels.Vector{Data: at(0), DType: first.DType, Len: first.Cols, Stride: 1}
+		a := layerNormBackward{X: first, DOut: second, DResidualOut: second, DX: out, DResidual: out, DW: sum}
+		n := a.norm()
+		return n.backwardRequest()
+	},
 	"logsumexp_forward": func(_ storedCase, first, _, _ kernels.Matrix) request {
 		return (&logSumExpForward{X: first}).request()
 	},

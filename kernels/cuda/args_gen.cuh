@@ -81,15 +81,13 @@ struct NormArgs {
   int32_t dw_type;
   int32_t db_type;
   int32_t partials;
-  int32_t heads;
   int32_t center;
-  int32_t round_first;
   float eps;
   float weight_offset;
   float inv_n;
   int32_t padding;
 };
-static_assert(sizeof(NormArgs) == 264, "the layout is Go's");
+static_assert(sizeof(NormArgs) == 256, "the layout is Go's");
 
 struct CrossEntropyArgs {
   Rows rows;

@@ -281,12 +281,7 @@ __device__ __forceinline__ void store_norm(const NormArgs& a, const NormScalars<
                                            const float (&b)[E]) {
   float out[E];
 #pragma unroll
-  for (int j = 0; j < E; j++) out[j] = normalized(sc, h[j]);
-  if (a.round_first)
-#pragma unroll
-    for (int j = 0; j < E; j++) out[j] = to_float(from_float<T>(out[j]));
-#pragma unroll
-  for (int j = 0; j < E; j++) out[j] = fmaf(out[j], w[j], b[j]);
+  for (int j = 0; j < E; j++) out[j] = fmaf(normalized(sc, h[j]), w[j], b[j]);
   store_floats(y, a.rows.y_type, e, s, out);
 }
 
@@ -342,14 +337,14 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
 #endif
   const int end = active ? static_cast<int>(a.rows.n) : 0;
   const Bounds s = {0, end, end};
-  const int64_t r = active ? row : 0, head = a.heads > 1 ? r % a.heads * a.rows.n : 0;
+  const int64_t r = active ? row : 0;
   float h[V][E];
   load_sum<T, V, false>(a, r, 0, e, kStep, s, h);
   // Weights, biases and results are usually of x's type. Then they need no conditions.
   const bool plain = (!a.weight || a.weight_type == kDType<T>) && (!a.bias || a.bias_type == kDType<T>) &&
-                     a.rows.y_type == kDType<T> && !a.round_first && a.weight_offset == 0.f;
-  const T* const weight = opaque(static_cast<T*>(const_cast<void*>(a.weight)) + head + e);
-  const T* const bias = opaque(static_cast<T*>(const_cast<void*>(a.bias)) + head + e);
+                     a.rows.y_type == kDType<T> && a.weight_offset == 0.f;
+  const T* const weight = opaque(static_cast<T*>(const_cast<void*>(a.weight)) + e);
+  const T* const bias = opaque(static_cast<T*>(const_cast<void*>(a.bias)) + e);
   uint4 w[kEarly ? V : 1], b[kEarly ? V : 1];
   const auto load_operands = [&](int i, uint4& w, uint4& b) {
     const bool in = e + i * kStep < end;
@@ -399,8 +394,8 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
     const int ei = e + i * kStep;
     if (ei >= end) break;
     float fw[E], fb[E];
-    load_scale<false>(a, head, ei, s, fw);
-    load_bias<false>(a, head, ei, s, fb);
+    load_scale<false>(a, 0, ei, s, fw);
+    load_bias<false>(a, 0, ei, s, fb);
     store_norm(a, sc, y, ei, s, h[i], fw, fb);
   }
 }
@@ -433,13 +428,12 @@ __device__ __forceinline__ void norm_partial_body(const NormArgs& a) {
   if constexpr (Backward) {
     const T* const x = static_cast<const T*>(a.rows.a) + c.row * a.rows.a_stride + c.origin;
     const void* const dy = advance(a.rows.b, a.rows.b_type, c.row * a.rows.b_stride + c.origin);
-    const int64_t head = a.heads > 1 ? c.row % a.heads * a.rows.n : 0;
     const float mean = a.center ? static_cast<const float*>(a.mean)[c.row] : 0.f;
     for (int e = threadIdx.x * E; e < c.bounds.hi; e += kStep) {
       float h[E], g[E], w[E];
       load_floats<Unaligned>(x, kDType<T>, e, c.bounds, h);
       load_floats<Unaligned>(dy, a.rows.b_type, e, c.bounds, g);
-      load_scale<Unaligned>(a, head + c.origin, e, c.bounds, w);
+      load_scale<Unaligned>(a, c.origin, e, c.bounds, w);
 #pragma unroll
       for (int j = 0; j < E; j++) g[j] *= w[j], h[j] -= mean;
       st.add(g, h);
@@ -478,7 +472,6 @@ __device__ __forceinline__ void norm_apply_body(const NormArgs& a) {
   wait_for_previous_launch();
   const Moments<T> st = row_state<Moments<T>>(a.rows, c.row);
   const NormScalars<T> sc(a, c.row, st, threadIdx.x == 0 && c.origin == 0);
-  const int64_t head = (a.heads > 1 ? c.row % a.heads * a.rows.n : 0) + c.origin;
   void* const y = advance(a.rows.y, a.rows.y_type, c.row * a.rows.y_stride + c.origin);
   void* const z = advance(a.z, a.z_type, c.row * a.z_stride + c.origin);
   for (int e = threadIdx.x * E; e < c.bounds.hi; e += V * kStep) {
@@ -490,8 +483,8 @@ __device__ __forceinline__ void norm_apply_body(const NormArgs& a) {
       if (ei >= c.bounds.hi) break;
       float w[E], b[E];
       if (a.z) store_floats(z, a.z_type, ei, c.bounds, h[i]);
-      load_scale<Unaligned>(a, head, ei, c.bounds, w);
-      load_bias<Unaligned>(a, head, ei, c.bounds, b);
+      load_scale<Unaligned>(a, c.origin, ei, c.bounds, w);
+      load_bias<Unaligned>(a, c.origin, ei, c.bounds, b);
       store_norm(a, sc, y, ei, c.bounds, h[i], w, b);
     }
   }
@@ -742,16 +735,14 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
 
 // Any rows: any alignment, length and types. norm_partial_body has computed the rows' states. A CTA owns a
 // tile of columns, and a block of rows which it walks down. A thread's elements are 256 columns apart, so
-// that a warp's accesses are adjacent. With several heads, a block has rows of one head only.
+// that a warp's accesses are adjacent.
 template <class T>
 __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
   constexpr int E = kElements<T>, kTile = kChunkThreads * E;
   wait_for_previous_launch();
-  const int64_t n = a.rows.n, heads = a.heads > 1 ? a.heads : 1;
-  const int64_t tiles = (n + kTile - 1) / kTile, begin = blockIdx.x % tiles * kTile;
-  const int64_t block = blockIdx.x / tiles, blocks = gridDim.x / tiles / heads;  // for each head
-  const int64_t head = block % heads, part = block / heads, head_rows = a.rows.m / heads;
-  const int64_t first = head_rows * part / blocks, last = head_rows * (part + 1) / blocks;
+  const int64_t n = a.rows.n, tiles = (n + kTile - 1) / kTile, begin = blockIdx.x % tiles * kTile;
+  const int64_t block = blockIdx.x / tiles, blocks = gridDim.x / tiles;
+  const int64_t first = a.rows.m * block / blocks, last = a.rows.m * (block + 1) / blocks;
   const int end = static_cast<int>(min(n - begin, static_cast<int64_t>(kTile)));
   const auto column = [](int j) { return static_cast<int>(threadIdx.x) + j * kChunkThreads; };
   Accumulator<T> dw[E] = {}, db[E] = {};
@@ -759,10 +750,9 @@ __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
 #pragma unroll
   for (int j = 0; j < E; j++)
     w[j] = a.weight && column(j) < end
-               ? load_float(a.weight, a.weight_type, head * n + begin + column(j)) + a.weight_offset
+               ? load_float(a.weight, a.weight_type, begin + column(j)) + a.weight_offset
                : 1.f;
-  for (int64_t k = first; k < last; k++) {
-    const int64_t row = k * heads + head;
+  for (int64_t row = first; row < last; row++) {
     const T* const x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
     const void* const dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);
     const void* const dres = advance(a.c, a.c_type, row * a.c_stride + begin);
@@ -797,26 +787,23 @@ __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
   }
 }
 
-// dw and db: sums the rows of partial sums in a fixed order. `Parts` threads share a column. With several
-// heads, row r of the partial sums belongs to head r % heads.
+// dw and db: sums the rows of partial sums in a fixed order. `Parts` threads share a column.
 template <class T, int Threads, int Parts>
 __device__ __forceinline__ void norm_finish_body(const NormArgs& a) {
   constexpr int kColumns = Threads / Parts, U = 16;  // U loads at a time
   __shared__ double sums[Parts][kColumns + 1];
   const PartialRow partial(a);
-  const int64_t heads = a.heads > 1 ? a.heads : 1, all = partial.width * heads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + threadIdx.x % kColumns;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, width = partial.width;
+  const int64_t column = first + threadIdx.x % kColumns;
   const int part = threadIdx.x / kColumns;
   wait_for_previous_launch();
   double s = 0;
-  if (column < all) {
-    // Partial row r * heads + head, column c is number (r * heads + head) * width + c.
+  if (column < width) {
     const Accumulator<T>* const at = static_cast<const Accumulator<T>*>(a.partial_sums) + column;
-    const int count = a.partials / static_cast<int>(heads);
-    for (int r = part; r < count; r += U * Parts) {
+    for (int r = part; r < a.partials; r += U * Parts) {
       Accumulator<T> v[U];
 #pragma unroll
-      for (int u = 0; u < U; u++) v[u] = r + u * Parts < count ? at[(r + u * Parts) * all] : 0;
+      for (int u = 0; u < U; u++) v[u] = r + u * Parts < a.partials ? at[(r + u * Parts) * width] : 0;
 #pragma unroll
       for (int u = 0; u < U; u++) s += v[u];
     }
@@ -828,10 +815,9 @@ __device__ __forceinline__ void norm_finish_body(const NormArgs& a) {
     if (threadIdx.x % Parts != 0) return;
   }
   const int64_t c = Parts > 1 ? first + threadIdx.x / Parts : column;
-  if (c >= all) return;
-  const int64_t head = c / partial.width, within = c % partial.width;
-  if (a.dw && within < a.rows.n) store_float(a.dw, a.dw_type, head * a.rows.n + within, s);
-  else store_float(a.db, a.db_type, head * a.rows.n + within - partial.db, s);
+  if (c >= width) return;
+  if (a.dw && c < a.rows.n) store_float(a.dw, a.dw_type, c, s);
+  else store_float(a.db, a.db_type, c - partial.db, s);
 }
 
 }  // namespace gander

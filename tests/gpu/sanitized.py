@@ -106,7 +106,7 @@ def scratch(context, size):
 
 
 ALLOCATOR = abi.Allocator(None, scratch)
-SOFTMAX, RMSNORM = abi.options("softmax", ALLOCATOR), abi.options("rmsnorm", ALLOCATOR)
+SOFTMAX, RMSNORM, LAYERNORM = (abi.options(g, ALLOCATOR) for g in ("softmax", "rmsnorm", "layernorm"))
 IGNORED = -100
 NONE, MEAN, ONE_PASS = (
     abi.options("cross_entropy", ALLOCATOR, reduction=reduction, one_pass=one_pass)
@@ -168,8 +168,26 @@ def calls(dtype, m, n, offset):
         count += call(
             "gander_rmsnorm_backward", dy, weight, wide, None, rstd, dx, None, dw, None, options=RMSNORM
         )
+    count += norms(x, dy, y, dx, weight, dw, rstd, given, empty, statistic, dtype, m, n)
     free_all()
     return count
+
+
+def norms(x, dy, y, dx, weight, dw, rstd, given, empty, statistic, dtype, m, n):
+    """Calls LayerNorm, and RMSNorm with all options, some of them in place."""
+    other = "float16" if dtype == "float32" else "float32"
+    residual, wide, narrow = given(m, n), given(m, n, dtype=other), empty(m, n, dtype=other)
+    bias, db, mean = given(n, dtype=other), empty(n, dtype=other), statistic(m)
+    forward, backward = "gander_layernorm_forward", "gander_layernorm_backward"
+    count = call(forward, x, weight, bias, None, y, None, mean, rstd, options=LAYERNORM)
+    count += call(forward, x, weight, bias, wide, narrow, empty(m, n), mean, rstd, options=LAYERNORM)
+    given_statistics = x, weight, dy, residual, mean, rstd
+    count += call(backward, *given_statistics, dx, narrow, dw, db, options=LAYERNORM)
+    count += call(backward, x, weight, wide, None, mean, rstd, dx, None, dw, None, options=LAYERNORM)
+    forward, backward = "gander_rmsnorm_forward", "gander_rmsnorm_backward"
+    count += call(backward, x, weight, dy, residual, rstd, dx, None, dw, None, options=RMSNORM)
+    count += call(backward, x, None, dy, dy, rstd, dx, None, None, None, options=RMSNORM)
+    return count + call(forward, x, weight, None, residual, x, residual, rstd, options=RMSNORM)
 
 
 def grid():

@@ -5,9 +5,23 @@ import re
 from pathlib import Path
 
 import gander
+import norms
 import pytest
 import torch
-from grid import COLUMNS, DTYPES, EPS, OPS, Inputs, aligned, check, exact_rms_norm, name, offset, rows_of
+from grid import (
+    COLUMNS,
+    DTYPES,
+    EPS,
+    OPS,
+    Inputs,
+    aligned,
+    check,
+    exact_rms_norm,
+    name,
+    offset,
+    rows_of,
+    strided,
+)
 from tolerance import assert_accurate
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
@@ -203,8 +217,19 @@ def test_odd_lengths(recorder, op, dtype, vectors, layout):
     check(op, [Inputs(140, vectors * 16 // dtype.itemsize - 1, dtype, layout)])
 
 
+@pytest.mark.parametrize("layout", [aligned, strided, offset], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("vectors", norms.VECTORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_norms(recorder, dtype, vectors, layout):
+    """LayerNorm, and RMSNorm with residuals, biases and chosen dtypes."""
+    recorder.tests += 1
+    for case in norms.CASES.values():
+        for m in norms.rows_of(vectors)[: 3 if layout is aligned else 2]:
+            norms.check(case, m, vectors * 16 // dtype.itemsize - (layout is offset), dtype, layout)
+
+
 def test_every_kernel_was_launched(recorder):
-    tests = len(OPS) * (len(COLUMNS) + len(BETWEEN)) * 2 + 2 + len(RARE) + len(MANY)
+    tests = len(OPS) * (len(COLUMNS) + len(BETWEEN)) * 2 + 2 + len(RARE) + len(MANY) + len(norms.VECTORS) * 3
     if recorder.tests < tests * len(DTYPES):
         pytest.skip("only some of the shapes were tested")
     if os.environ.get("GANDER_FORCE_PTX"):

@@ -1,0 +1,166 @@
+"""LayerNorm, and RMSNorm with residuals, biases and chosen dtypes: gander's operators against float64. The
+bound is the error of torch's operators on float32 copies."""
+
+from typing import NamedTuple
+
+import torch
+from grid import EPS, Inputs, aligned
+from tolerance import assert_accurate
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+OTHER = {F16: BF16, BF16: F16, F32: BF16}
+
+
+class Case(NamedTuple):
+    """What a norm is given. dtypes: of x's dtype, functions that return another one."""
+
+    center: bool
+    weight: bool = True
+    bias: bool = False
+    residual: bool = False
+    weight_offset: float = 0.0
+    kinds: object = lambda x: (x, x, x, x)  # of residual, weight and bias, y, residual_out
+
+
+CASES = {
+    "layernorm": Case(True, bias=True),
+    "layernorm-bare": Case(True, weight=False),
+    "rmsnorm-bias": Case(False, bias=True),
+    "rmsnorm-residual": Case(False, residual=True),
+    "layernorm-residual": Case(True, bias=True, residual=True),
+    "rmsnorm-offset": Case(False, residual=True, weight_offset=1.0),
+    "rmsnorm-wide-residual": Case(False, residual=True, kinds=lambda x: (F32, F32, x, F32)),
+    "layernorm-mixed": Case(True, bias=True, residual=True, kinds=lambda x: (OTHER[x], OTHER[x], F32, x)),
+}
+# Row lengths in 16-byte vectors: at and between the limits of the kernels' tiles.
+VECTORS = (
+    *(
+        1,
+        8,
+        13,
+        16,
+        27,
+        32,
+        50,
+        64,
+        100,
+        128,
+        200,
+        256,
+        300,
+        512,
+        640,
+        768,
+        900,
+        1024,
+        1376,
+        2048,
+        2500,
+        3000,
+    ),
+    *(3500, 4000, 5000, 6000, 7000, 8192, 9000, 12000, 14000, 16000, 20000, 40000),
+)
+
+
+def rows_of(vectors):
+    """Too few rows to fill the device, a few more, and several rounds of a persistent grid."""
+    return (3, 140, max(300, min(20000, (1 << 18) // vectors)))
+
+
+def _norm(case, h, weight, bias):
+    """y, mean and rstd of rows in the dtype of h. torch has no operator for rstd that takes float64."""
+    mean = h.mean(-1) if case.center else torch.zeros_like(h[:, 0])
+    rstd = ((h - mean[:, None]).square().mean(-1) + EPS).rsqrt()
+    y = (h - mean[:, None]) * rstd[:, None]
+    return (y if weight is None else y * weight) + (0 if bias is None else bias), mean, rstd
+
+
+def _torchs(case, h, weight, bias):
+    n = [h.shape[-1]]
+    if case.center:
+        y, mean, rstd = torch.native_layer_norm(h, n, weight, bias, EPS)
+        return y, mean.view(-1), rstd.view(-1)
+    y, rstd = torch.ops.aten._fused_rms_norm(h, n, weight, EPS)
+    return y if bias is None else y + bias, None, rstd.view(-1)
+
+
+def _gradients(case, h, weight, dout, mean, rstd):
+    """dx, dw and db for given statistics, in the dtype of h."""
+    xhat = (h - mean[:, None] if case.center else h) * rstd[:, None]
+    g = dout if weight is None else dout * weight
+    dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+    if case.center:
+        dx = dx - g.mean(-1, keepdim=True)
+    return dx * rstd[:, None], (dout * xhat).sum(0), dout.sum(0)
+
+
+def _torchs_gradients(case, h, weight, dout, mean, rstd):
+    n = [h.shape[-1]]
+    ones = torch.ones_like(h[0]) if weight is None else weight
+    if case.center:
+        wanted = [True, True, True]
+        return torch.ops.aten.native_layer_norm_backward(
+            dout, h, n, mean[:, None], rstd[:, None], ones, torch.zeros_like(ones), wanted
+        )
+    dx, dw = torch.ops.aten._fused_rms_norm_backward(dout, h, n, rstd[:, None], ones, [True, True])
+    return dx, dw, dout.sum(0)
+
+
+def wide(tensor, dtype):
+    return None if tensor is None else tensor.to(dtype)
+
+
+def check(case, m, n, dtype, layout=aligned):
+    """Compares forward and backward of one case."""
+    a = Inputs(m, n, dtype, layout)
+    residual_kind, weight_kind, out_kind, stored_kind = case.kinds(dtype)
+    x, rows, columns = a.x, (m, n), (n,)
+    weight = layout(a._random(2, columns, weight_kind)) if case.weight else None
+    bias = layout(a._random(3, columns, weight_kind)) if case.bias else None
+    residual = layout(a._random(4, rows, residual_kind)) if case.residual else None
+    ops, name = torch.ops.gander, "layernorm" if case.center else "rmsnorm"
+    options = {} if case.center else {"weight_offset": case.weight_offset}
+    mean, scale = None, weight if case.weight_offset == 0 else weight.double() + case.weight_offset
+    if case.residual:
+        forward = getattr(ops, f"{name}_add_fwd")
+        y, stored, *statistics = forward(
+            x, weight, bias, residual, out_dtype=out_kind, residual_dtype=stored_kind, eps=EPS, **options
+        )
+    else:
+        forward = getattr(ops, "layernorm_fwd" if case.center else "rmsnorm_bias_fwd")
+        y, *statistics = forward(x, weight, bias, out_dtype=out_kind, eps=EPS, **options)
+        stored = x
+    rstd = statistics[-1]
+    if case.center:
+        mean = statistics[0]
+    h = x.float() if residual is None else x.float() + residual.float()
+    exact_h = x.double() if residual is None else x.double() + residual.double()
+    assert torch.equal(stored, h.to(stored.dtype)), "residual_out"
+    theirs = _torchs(case, h, wide(scale, F32), wide(bias, F32))
+    exact = _norm(case, exact_h, wide(scale, torch.double), wide(bias, torch.double))
+    assert_accurate(y, theirs[0].to(y.dtype), exact[0], "y")
+    assert_accurate(rstd.view(-1), theirs[2], exact[2], "rstd")
+    if case.center:
+        assert_accurate(mean.view(-1), theirs[1], exact[1], "mean")
+
+    dout = layout(a._random(5, rows, out_kind))
+    upstream = layout(a._random(6, rows, stored.dtype)) if case.residual else None
+    split = case.residual and residual_kind != dtype
+    which = "_dresidual" * split + "_dw" * case.weight + "_db" * case.bias
+    dtypes = options | {"x_dtype": dtype}
+    if split:
+        dtypes["residual_dtype"] = residual_kind
+    if case.bias:
+        dtypes["bias_dtype"] = weight_kind
+    saved = [mean, rstd] if case.center else [rstd]
+    results = getattr(ops, f"{name}_add_bwd{which}")(stored, weight, dout, upstream, *saved, **dtypes)
+    results = list(results) if which else [results]
+    mean = mean.view(-1) if case.center else None
+    given = stored, scale, dout, mean, rstd.view(-1)
+    theirs = _torchs_gradients(case, *(wide(t, F32) for t in given))
+    exact = _gradients(case, *(wide(t, torch.double) for t in given))
+    more, exact_more = (0, 0) if upstream is None else (upstream.float(), upstream.double())
+    for what, got in zip(("dx", *which.split("_")[1:]), results, strict=True):
+        kind = 1 if what == "dw" else 2 if what == "db" else 0
+        reference = theirs[kind] if kind else theirs[0] + more
+        assert_accurate(got, reference.to(got.dtype), exact[kind] if kind else exact[0] + exact_more, what)
