@@ -463,7 +463,7 @@ func (t *tableOf) addNorms() {
 	t.add(Variant{Op: NormBackward, Shape: Ring, Cluster: true}, normRingCluster...)
 	for _, unaligned := range []bool{false, true} {
 		t.add(Variant{Op: NormForward, Shape: Partial, Unaligned: unaligned}, tile{ChunkThreads, 2})
-		t.add(Variant{Op: NormForward, Shape: Apply, Unaligned: unaligned}, tile{ChunkThreads, 2})
+		t.add(Variant{Op: NormForward, Shape: Apply, Unaligned: unaligned}, tile{ChunkThreads, 1})
 		t.add(Variant{Op: NormBackward, Shape: Partial, Unaligned: unaligned}, tile{ChunkThreads, 1})
 	}
 	t.add(Variant{Op: NormBackward, Shape: Columns, Unaligned: true}, tile{ChunkThreads, 1})

@@ -14,7 +14,7 @@ var (
 	deviceIdentifiers   = []string{"H100", "H200", "Other", "OtherFast"}
 	operatorIdentifiers = []string{
 		"SoftmaxForward", "SoftmaxBackward", "RMSNormForward", "RMSNormBackward", "RMSNormBackwardDX",
-		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward",
+		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward", "NormForward", "NormBackward",
 	}
 	typeIdentifiers   = []string{"kernels.Float16", "kernels.BFloat16", "kernels.Float32"}
 	layoutIdentifiers = []string{"Aligned", "SameOffset", "MixedOffsets", "MixedTypes"}

@@ -812,6 +812,16 @@ var tables = [4][10][3][4][]Row{
 			kernels.BFloat16: {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
 			kernels.Float32:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
 		},
+		NormForward: {
+			kernels.Float16:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+		},
+		NormBackward: {
+			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+		},
 	},
 	H200: {
 		SoftmaxForward: {
@@ -853,6 +863,16 @@ var tables = [4][10][3][4][]Row{
 			kernels.Float16:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
 			kernels.BFloat16: {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
 			kernels.Float32:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
+		},
+		NormForward: {
+			kernels.Float16:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+		},
+		NormBackward: {
+			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 		},
 	},
 	Other: {
@@ -896,6 +916,16 @@ var tables = [4][10][3][4][]Row{
 			kernels.BFloat16: {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
 			kernels.Float32:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
 		},
+		NormForward: {
+			kernels.Float16:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+		},
+		NormBackward: {
+			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+		},
 	},
 	OtherFast: {
 		SoftmaxForward: {
@@ -937,6 +967,16 @@ var tables = [4][10][3][4][]Row{
 			kernels.Float16:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
 			kernels.BFloat16: {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
 			kernels.Float32:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
+		},
+		NormForward: {
+			kernels.Float16:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+		},
+		NormBackward: {
+			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 		},
 	},
 }

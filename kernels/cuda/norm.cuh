@@ -274,15 +274,19 @@ __device__ __forceinline__ float normalized(const NormScalars<T>& sc, float h) {
   return fmaf(h, sc.rstd, -sc.mean.high * sc.rstd);
 }
 
-// Stores one vector of y.
-template <class T, int E>
-__device__ __forceinline__ void store_norm(const NormArgs& a, const NormScalars<T>& sc, void* y, int e,
-                                           Bounds s, const float (&h)[E], const float (&w)[E],
-                                           const float (&b)[E]) {
-  float out[E];
+// Stores one vector of y, whatever the types are. Four elements at a time take few registers.
+template <bool Unaligned, class T, int E>
+__device__ __forceinline__ void store_norm(const NormArgs& a, const NormScalars<T>& sc, void* y,
+                                           int64_t origin, int e, Bounds s, const float (&h)[E]) {
 #pragma unroll
-  for (int j = 0; j < E; j++) out[j] = fmaf(normalized(sc, h[j]), w[j], b[j]);
-  store_floats(y, a.rows.y_type, e, s, out);
+  for (int k = 0; k < E; k += 4) {
+    float w[4], b[4], out[4];
+    load_scale<Unaligned>(a, origin, e + k, s, w);
+    load_bias<Unaligned>(a, origin, e + k, s, b);
+#pragma unroll
+    for (int j = 0; j < 4; j++) out[j] = fmaf(normalized(sc, h[k + j]), w[j], b[j]);
+    store_floats(y, a.rows.y_type, e + k, s, out);
+  }
 }
 
 // Prefetches into L2 the rows of a CTA that starts later (see prefetch_later_rows in rows.cuh).
@@ -391,12 +395,8 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
   void* const y = advance(a.rows.y, a.rows.y_type, r * a.rows.y_stride);
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    const int ei = e + i * kStep;
-    if (ei >= end) break;
-    float fw[E], fb[E];
-    load_scale<false>(a, 0, ei, s, fw);
-    load_bias<false>(a, 0, ei, s, fb);
-    store_norm(a, sc, y, ei, s, h[i], fw, fb);
+    if (e + i * kStep >= end) break;
+    store_norm<false>(a, sc, y, 0, e + i * kStep, s, h[i]);
   }
 }
 
@@ -481,11 +481,8 @@ __device__ __forceinline__ void norm_apply_body(const NormArgs& a) {
     for (int i = 0; i < V; i++) {
       const int ei = e + i * kStep;
       if (ei >= c.bounds.hi) break;
-      float w[E], b[E];
       if (a.z) store_floats(z, a.z_type, ei, c.bounds, h[i]);
-      load_scale<Unaligned>(a, c.origin, ei, c.bounds, w);
-      load_bias<Unaligned>(a, c.origin, ei, c.bounds, b);
-      store_norm(a, sc, y, ei, c.bounds, h[i], w, b);
+      store_norm<Unaligned>(a, sc, y, c.origin, ei, c.bounds, h[i]);
     }
   }
 }

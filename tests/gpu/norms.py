@@ -64,7 +64,7 @@ VECTORS = (
 
 def rows_of(vectors):
     """Too few rows to fill the device, a few more, and several rounds of a persistent grid."""
-    return (3, 140, max(300, min(20000, (1 << 18) // vectors)))
+    return (40, 140, max(300, min(20000, (1 << 18) // vectors)))
 
 
 def _norm(case, h, weight, bias):
@@ -139,9 +139,10 @@ def check(case, m, n, dtype, layout=aligned):
     theirs = _torchs(case, h, wide(scale, F32), wide(bias, F32))
     exact = _norm(case, exact_h, wide(scale, torch.double), wide(bias, torch.double))
     assert_accurate(y, theirs[0].to(y.dtype), exact[0], "y")
-    assert_accurate(rstd.view(-1), theirs[2], exact[2], "rstd")
+    # Rows of 16-bit elements are summed in float32. A mean near 0 is no more accurate than its elements.
+    assert_accurate(rstd.view(-1), theirs[2], exact[2], "rstd", extra=exact[2] * 2**-24)
     if case.center:
-        assert_accurate(mean.view(-1), theirs[1], exact[1], "mean")
+        assert_accurate(mean.view(-1), theirs[1], exact[1], "mean", extra=2**-24 / exact[2])
 
     dout = layout(a._random(5, rows, out_kind))
     upstream = layout(a._random(6, rows, stored.dtype)) if case.residual else None
