@@ -19,6 +19,27 @@ def theirs_rmsnorm(x, weight=None):
     return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
 
+def their_norm(h, weight, bias, center):
+    """torch's RMSNorm, or LayerNorm with center, with a bias."""
+    if center:
+        return F.layer_norm(h, h.shape[-1:], weight, bias, 1e-6)
+    return theirs_rmsnorm(h, weight) + bias
+
+
+def norm(mine, center, results):
+    """gander's and torch's norm of a sum, with a bias. residual and bias are made from x and weight. `results`
+    takes the norm, the sum and weight, and returns one tensor."""
+
+    def gander_norm(x, weight, target):
+        return results(*mine(x * 2, weight, weight.cos(), x.sin(), prenorm=True), weight)
+
+    def torch_norm(x, weight, target):
+        h = x * 2 + x.sin()
+        return results(their_norm(h, weight, weight.cos(), center), h, weight)
+
+    return gander_norm, torch_norm
+
+
 def loss(reduction, weighted=False):
     """gander's and torch's cross-entropy, as functions of logits, a weight that scales them, and targets."""
 
@@ -49,6 +70,22 @@ PAIRS = {
     "rmsnorm_fwd": (
         lambda x, weight, target: ops.rmsnorm_fwd(x * 2, weight)[0],
         lambda x, weight, target: theirs_rmsnorm(x * 2, weight),
+    ),
+    "rmsnorm with a bias": (
+        lambda x, weight, target: gander.rmsnorm(x * 2, None, weight),
+        lambda x, weight, target: their_norm(x * 2, None, weight, False),
+    ),
+    "rmsnorm and its sum": norm(gander.rmsnorm, False, lambda y, h, weight: y * h),
+    "layernorm and its sum": norm(gander.layernorm, True, lambda y, h, weight: y * h),
+    "only the sum": norm(gander.rmsnorm, False, lambda y, h, weight: h.sin() + weight),
+    "only the norm": norm(gander.layernorm, True, lambda y, h, weight: y.sin() + weight),
+    "layernorm": (
+        lambda x, weight, target: gander.layernorm(x * 2, weight, weight.cos()),
+        lambda x, weight, target: their_norm(x * 2, weight, weight.cos(), True),
+    ),
+    "layernorm with a residual": (
+        lambda x, weight, target: gander.layernorm(x * 2, weight, None, x.sin()),
+        lambda x, weight, target: their_norm(x * 2 + x.sin(), weight, None, True),
     ),
     "logsumexp": (
         lambda x, weight, target: gander.logsumexp(x * weight),
