@@ -27,8 +27,8 @@ def their_norm(h, weight, bias, center):
 
 
 def norm(mine, center, results):
-    """gander's and torch's norm of a sum, with a bias. residual and bias are made from x and weight. `results`
-    takes the norm, the sum and weight, and returns one tensor."""
+    """gander's and torch's norm of a sum with a bias, both made from x and weight. `results` takes the norm,
+    the sum and weight, and returns one tensor."""
 
     def gander_norm(x, weight, target):
         return results(*mine(x * 2, weight, weight.cos(), x.sin(), prenorm=True), weight)
