@@ -12,8 +12,8 @@ import (
 // and Sennrich, 2019) has mean = 0 and rstd = 1 / sqrt(mean(h^2) + eps). It writes those of residual_out (h),
 // mean and rstd that are present. y and residual_out may each be x or residual.
 func NormForward(n *kernels.Norm, workers int) error {
-	o := operands{x: n.X, y: n.Y, norm: *n, reuseUpTo: reusedRow}
-	return run(&o, workers, normForward[float32]{}, normForward[float64]{})
+	o := operands{x: n.X, y: n.Y, reuseUpTo: reusedRow}
+	return run(&o, more{norm: n}, workers, normForward[float32]{}, normForward[float64]{})
 }
 
 // NormBackward computes dx = (g - mean(g) - xhat * mean(g * xhat)) * rstd + dresidual_out for each row, with
@@ -21,8 +21,8 @@ func NormForward(n *kernels.Norm, workers int) error {
 // those of dresidual (the same as dx), dw = sum over rows of dout * xhat, and db = sum over rows of dout that
 // are present. dx may be dout or dresidual_out.
 func NormBackward(n *kernels.Norm, workers int) error {
-	o := operands{x: n.X, dy: n.DOut, dx: n.DX, norm: *n, reuseUpTo: reusedRow}
-	return run(&o, workers, normBackward[float32]{}, normBackward[float64]{})
+	o := operands{x: n.X, dy: n.DOut, dx: n.DX, reuseUpTo: reusedRow}
+	return run(&o, more{norm: n}, workers, normBackward[float32]{}, normBackward[float64]{})
 }
 
 type normForward[T float] struct{}
