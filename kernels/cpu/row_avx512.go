@@ -14,6 +14,9 @@ import (
 // loads or stores form array pointers that reach beyond the row. The masked lanes are not accessed, but
 // checkptr would report the pointers, hence nocheckptr.
 //
+// Every function clears the upper halves of the registers before it returns. Otherwise the SSE instructions of
+// the caller took 0.2 us longer per call (Sapphire Rapids).
+//
 // The compiler may swap the operands of Max and Min, so their result for a NaN is unspecified.
 
 var avx512 = rowFuncs[float32]{
@@ -203,6 +206,7 @@ func multiplyAVX512(dst, x, w []float32, c float32) {
 		mask := tailMask16(n - i)
 		loadTail16(x, i, mask).Mul(cv).Mul(loadTail16(w, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 // In softmax_amd64.s.
@@ -232,6 +236,7 @@ func sumAVX512(dst, x, y []float32) {
 		mask := tailMask16(n - i)
 		loadTail16(x, i, mask).Add(loadTail16(y, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 //go:nocheckptr
@@ -245,6 +250,7 @@ func subtractAVX512(dst, x []float32, m float32) {
 		mask := tailMask16(n - i)
 		loadTail16(x, i, mask).Sub(mv).StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 func accumulateAVX512(acc []float64, x []float32) {
@@ -285,6 +291,7 @@ func normalizeAVX512(dst, x, w, b []float32, hi, lo, c float32) {
 		xhat := loadTail16(x, i, mask).Sub(hv).Sub(lv).Mul(cv)
 		xhat.MulAdd(loadTail16(w, i, mask), loadTail16(b, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 //go:nocheckptr
@@ -302,6 +309,7 @@ func normGradAVX512(dst, x, w, dout []float32, k, m, r float64) {
 		v := loadTail16(dout, i, mask).MulAdd(loadTail16(w, i, mask), mean).Mul(rv)
 		v.StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 //go:nocheckptr
@@ -317,6 +325,7 @@ func storeFloat32AVX512(dst unsafe.Pointer, src []float32, c float32) {
 		mask := tailMask16(min(n-i, 16))
 		loadTail16(src, i, mask).Mul(cv).StoreMasked(floatPtr16(out, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 // In float16_amd64.s, because archsimd lacks the instructions that convert float16. Converting with integer
