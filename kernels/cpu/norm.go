@@ -256,9 +256,11 @@ func (normBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []parti
 		n, p := min(block, hi-j), &partials[j/block]
 		x, dout := w.centered(row, j, n, false), w.read(1, &w.dy, row, j, n)
 		weight := w.columnsOf(&w.weight, 2, j, n)
-		p.sum = w.funcs.dot3(x, dout, weight)
 		if w.norm.Center {
-			p.mean = w.funcs.dot(dout, weight) / float64(n)
+			p.mean, p.sum = w.funcs.sumAndDot3(x, dout, weight)
+			p.mean /= float64(n)
+		} else {
+			p.sum = w.funcs.dot3(x, dout, weight)
 		}
 	}
 }
@@ -278,11 +280,13 @@ func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s 
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		x, dout := w.centered(row, j, n, true), w.reread(1, &w.dy, row, j, n)
-		if w.dw != nil {
-			w.funcs.addProduct(w.dw[j-w.sumFrom:][:n], x, dout, s.a)
-		}
-		if w.db != nil {
-			w.funcs.accumulate(w.db[j-w.sumFrom:][:n], dout)
+		switch from := j - w.sumFrom; {
+		case w.dw != nil && w.db != nil:
+			w.funcs.addBoth(w.dw[from:][:n], w.db[from:][:n], x, dout, s.a)
+		case w.dw != nil:
+			w.funcs.addProduct(w.dw[from:][:n], x, dout, s.a)
+		case w.db != nil:
+			w.funcs.accumulate(w.db[from:][:n], dout)
 		}
 		dx, weight := w.output(1, &w.dx, row, j, n), w.columnsOf(&w.weight, 2, j, n)
 		if added.Present() {

@@ -41,6 +41,8 @@ var avx512 = rowFuncs[float32]{
 	sum:        sumAVX512,
 	subtract:   subtractAVX512,
 	accumulate: accumulateAVX512,
+	sumAndDot3: sumAndDot3AVX512,
+	addBoth:    addBothAVX512,
 	moments:    momentsAVX512,
 	normalize:  normalizeAVX512,
 	normGrad:   normGradAVX512,
@@ -169,6 +171,24 @@ func dot3AVX512(x, y, z []float32) float64 {
 	return sum16(s0, s1)
 }
 
+func sumAndDot3AVX512(x, y, z []float32) (sum, product float64) {
+	var s0, s1, p0, p1 f64x8
+	n, i := len(x), 0
+	for ; i+64 <= n; i += 64 {
+		a, b := load16(y, i).Mul(load16(z, i)), load16(y, i+16).Mul(load16(z, i+16))
+		c, d := load16(y, i+32).Mul(load16(z, i+32)), load16(y, i+48).Mul(load16(z, i+48))
+		s0, s1 = accumulate16(s0, s1, a.Add(c).Add(b.Add(d)))
+		a, b = a.Mul(load16(x, i)), b.Mul(load16(x, i+16))
+		p0, p1 = accumulate16(p0, p1, c.MulAdd(load16(x, i+32), a).Add(d.MulAdd(load16(x, i+48), b)))
+	}
+	for ; i < n; i += 8 {
+		mask := tailMask8(n - i)
+		g := loadTailWide8(y, i, mask).Mul(loadTailWide8(z, i, mask))
+		s0, p0 = s0.Add(g), g.MulAdd(loadTailWide8(x, i, mask), p0)
+	}
+	return sum16(s0, s1), sum16(p0, p1)
+}
+
 func addAVX512(acc, x []float64) {
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
@@ -193,6 +213,18 @@ func addProductAVX512(acc []float64, x, y []float32, c float64) {
 	}
 	archsimd.ClearAVXUpperBits()
 	addProduct(acc[i:], x[i:], y[i:], c)
+}
+
+func addBothAVX512(products, sums []float64, x, y []float32, c float64) {
+	cv := archsimd.BroadcastFloat64x8(c)
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		xc, yv := load8(x, i).ConvertToFloat64().Mul(cv), load8(y, i).ConvertToFloat64()
+		xc.MulAdd(yv, archsimd.LoadFloat64x8(doublePtr8(products, i))).Store(doublePtr8(products, i))
+		yv.Add(archsimd.LoadFloat64x8(doublePtr8(sums, i))).Store(doublePtr8(sums, i))
+	}
+	archsimd.ClearAVXUpperBits()
+	addBoth(products[i:], sums[i:], x[i:], y[i:], c)
 }
 
 //go:nocheckptr
