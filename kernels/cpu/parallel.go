@@ -232,7 +232,7 @@ func (c *call[T]) layOut(memory []byte) int {
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
 	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
-	if c.reuse && c.x.DType != native[T]() {
+	if c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present()) {
 		first = c.cols
 	}
 	for i := range c.workers {
@@ -390,7 +390,7 @@ func view[T float](m *kernels.Matrix, row, j, n int) []T {
 // a block, except that part 0 holds a whole row with w.reuse. It is the last in memory, so it can be longer.
 func (w *worker[T]) scratch(number, j, n int) []T {
 	from := (2 - number) * w.blockRoom
-	if w.reuse {
+	if w.reuse && number == 0 {
 		from += j
 	}
 	return w.buffer[from : from+n]
