@@ -146,7 +146,8 @@ def test_nothing_is_checked_at_import():
     """The check needs the library, which an import must not load."""
     code = "import torch, gander; print(gander._fast._checked, 'libgander' in open('/proc/self/maps').read())"
     assert run(code) == "set() False"
-    assert run(f"import torch, gander{CALL}; print(gander._fast._checked)") == "{'softmax'}"
+    checked = run(f"import torch, gander{CALL}; print(sorted(gander._fast._checked))")
+    assert checked == "['softmax', 'softmax_bwd']"  # no operator that is not called
 
 
 def test_the_check_has_no_effect_on_the_caller():

@@ -75,8 +75,8 @@ PAIRS = {
         lambda x, weight, target: gander.rmsnorm(x * 2, None, weight),
         lambda x, weight, target: their_norm(x * 2, None, weight, False),
     ),
-    "rmsnorm and its sum": norm(gander.rmsnorm, False, lambda y, h, weight: y * h),
-    "layernorm and its sum": norm(gander.layernorm, True, lambda y, h, weight: y * h),
+    "rmsnorm and its sum": norm(gander.rmsnorm, False, lambda y, h, weight: (y + h).sin()),
+    "layernorm and its sum": norm(gander.layernorm, True, lambda y, h, weight: (y + h).sin()),
     "only the sum": norm(gander.rmsnorm, False, lambda y, h, weight: h.sin() + weight),
     "only the norm": norm(gander.layernorm, True, lambda y, h, weight: y.sin() + weight),
     "layernorm": (
