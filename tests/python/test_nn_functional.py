@@ -365,11 +365,11 @@ def test_layer_norm_under_autocast(dtype):
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    included, excluded = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutocastCUDA),
-    )
-    with FakeTensorMode(allow_non_fake_inputs=True), torch._C._ForceDispatchKeyGuard(included, excluded):
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutocastCUDA)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
+    ):
         x, weight = torch.empty(4, 6, dtype=dtype, device="cuda"), torch.empty(6, device="cuda")
         assert F.layer_norm(x, (6,), weight).dtype is theirs.layer_norm(x, (6,), weight).dtype
         assert theirs.layer_norm(x, (6,), weight).dtype is torch.float32
