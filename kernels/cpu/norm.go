@@ -57,8 +57,8 @@ func (normForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partia
 			p.sum = w.funcs.dot(h, h)
 			continue
 		}
-		// Sums of h - pivot and of its square, in float64, lose nothing that matters where the pivot is an
-		// element: the distance of one element from the mean is at most sqrt(n) standard deviations.
+		// An element is at most sqrt(n) standard deviations away from the mean. So with any element as the
+		// pivot, squares is at most n times what is left of it, which float64 has the digits for.
 		pivot := h[0]
 		sum, squares := w.funcs.moments(h, pivot)
 		shift := sum / float64(n)

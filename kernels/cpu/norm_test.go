@@ -290,7 +290,11 @@ func TestNorm(t *testing.T) {
 	forEachInstructionSet(t, func(t *testing.T) {
 		for _, x := range typesOf(engine32.funcs) {
 			r := rand.New(rand.NewPCG(3, uint64(x)))
-			for range 60 {
+			cases := 60
+			if raceEnabled {
+				cases = 10 // slow, and single-threaded
+			}
+			for range cases {
 				c := randomNorm(r, x)
 				t.Run(fmt.Sprintf("%v/%dx%d", x, c.rows, c.n), func(t *testing.T) {
 					defer logOnFailure(t, &c)
@@ -310,6 +314,9 @@ func logOnFailure(t *testing.T, c *normCase) {
 
 // TestNormLongRows has rows that forward reads again, and whose weight and bias are converted block by block.
 func TestNormLongRows(t *testing.T) {
+	if raceEnabled {
+		t.Skip("slow; TestNormInPlace has what workers share")
+	}
 	forEachInstructionSet(t, func(t *testing.T) {
 		for _, x := range typesOf(engine32.funcs)[1:] {
 			r := rand.New(rand.NewPCG(4, uint64(x)))
@@ -351,7 +358,7 @@ func TestNormInPlace(t *testing.T) {
 				continue // float64 has portable code only
 			}
 			for i, shape := range shapes {
-				if shape[1] > longRow && types[0] != kernels.Float32 {
+				if shape[1] > longRow && (types[0] != kernels.Float32 || raceEnabled) {
 					continue // slow
 				}
 				a, b := types[0], types[1]
@@ -440,8 +447,8 @@ func BenchmarkNorm(b *testing.B) {
 				dout: dtype, dresidualOut: dtype, dx: dtype, dresidual: none, dw: dtype, db: dtype}
 			o := c.operands()
 			for _, center := range []bool{false, true} {
-				plain := kernels.Norm{X: o.x.Matrix, Weight: o.weight, Y: o.y.Matrix, Rstd: o.rstd, Eps: c.eps,
-					DOut: o.dout.Matrix, DX: o.dx.Matrix, DW: o.dw, Center: center}
+				plain := kernels.Norm{X: o.x.Matrix, Weight: o.weight, Y: o.y.Matrix, Rstd: o.rstd,
+					DOut: o.dout.Matrix, DX: o.dx.Matrix, DW: o.dw, Eps: c.eps, Center: center}
 				if center {
 					plain.Mean, plain.Bias, plain.DB = o.mean, o.bias, o.db
 				}

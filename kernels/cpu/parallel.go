@@ -27,8 +27,8 @@ type operands struct {
 	reuseUpTo    int // the longest row whose second pass reuses results of the first
 }
 
-// more are the other operands of an op that has them, else nil. They are apart from operands because those
-// are copied to the heap: so the compiler sees that these pointers are not, and callers allocate nothing.
+// more are further operands, nil for ops without them. operands is copied to the heap, but these pointers are
+// not. Since they are apart, the compiler sees this and leaves what they point to on the caller's stack.
 type more struct {
 	norm *kernels.Norm
 	ce   *kernels.CrossEntropy

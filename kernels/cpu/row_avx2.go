@@ -359,7 +359,8 @@ func momentsAVX2(x []float32, pivot float32) (sum, squares float64) {
 
 //go:nocheckptr
 func normalizeAVX2(dst, x, w, b []float32, hi, lo, c float32) {
-	hv, lv, cv := archsimd.BroadcastFloat32x8(hi), archsimd.BroadcastFloat32x8(lo), archsimd.BroadcastFloat32x8(c)
+	hv, lv := archsimd.BroadcastFloat32x8(hi), archsimd.BroadcastFloat32x8(lo)
+	cv := archsimd.BroadcastFloat32x8(c)
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
 		load8(x, i).Sub(hv).Sub(lv).Mul(cv).MulAdd(load8(w, i), load8(b, i)).Store(floatPtr8(dst, i))

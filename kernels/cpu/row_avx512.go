@@ -14,8 +14,8 @@ import (
 // loads or stores form array pointers that reach beyond the row. The masked lanes are not accessed, but
 // checkptr would report the pointers, hence nocheckptr.
 //
-// Every function clears the upper halves of the registers before it returns. Otherwise the SSE instructions of
-// the caller took 0.2 us longer per call (Sapphire Rapids).
+// Every function clears the upper halves of the registers before it returns. Otherwise the SSE instructions
+// that follow took 0.2 us longer (Sapphire Rapids).
 //
 // The compiler may swap the operands of Max and Min, so their result for a NaN is unspecified.
 
