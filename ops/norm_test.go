@@ -156,7 +156,8 @@ func TestNormsInPlace(t *testing.T) {
 func TestNormsWithoutRows(t *testing.T) {
 	for name, call := range norms {
 		n, filled := newNorm(t), newNorm(t)
-		for _, v := range []**dlpack.Tensor{&n.x, &n.residual, &n.y, &n.sum, &n.dout, &n.dsum, &n.dx, &n.dresidual} {
+		rows := []**dlpack.Tensor{&n.x, &n.residual, &n.y, &n.sum, &n.dout, &n.dsum, &n.dx, &n.dresidual}
+		for _, v := range rows {
 			*v = empty(t, dlpack.Float32, 0, 24)
 		}
 		n.mean, n.rstd = empty(t, dlpack.Float32, 0), empty(t, dlpack.Float32, 0)
