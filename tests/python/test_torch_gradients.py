@@ -391,6 +391,12 @@ def test_exported(pair, request, strict, decomposed):
         "weighted mean": "cross_entropy",
         "sum": "cross_entropy",
         "none": "cross_entropy",
+        "rmsnorm with a bias": "rmsnorm_bias",
+        "rmsnorm and its sum": "rmsnorm_add",
+        "layernorm and its sum": "layernorm_add",
+        "only the sum": "rmsnorm_add",
+        "only the norm": "layernorm_add",
+        "layernorm with a residual": "layernorm_residual",
     }
     case = request.node.callspec.params["pair"].removesuffix(" without weight")
     assert operators_of(exported.graph) == {name.get(case, case)}
