@@ -148,6 +148,13 @@ def test_rmsnorm(device, shape, eps):
     assert mine.weight.grad.shape == torch.Size(shape)
 
 
+def test_quacks_rmsnorm(device):
+    norm, x = gander.nn.QuackRMSNorm(33, device=device), rand((5, 33), torch.float32, device)
+    assert torch.equal(norm(x), gander.rmsnorm(x, norm.weight))
+    assert (norm.eps, [*norm.state_dict()]) == (1e-6, ["weight"])
+    assert gander.nn.QuackRMSNorm(33, 1e-3, False).weight is None
+
+
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
 @pytest.mark.parametrize("shape", [(33,), (3, 11)])
 def test_layernorm(device, shape, options):

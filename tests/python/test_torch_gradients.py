@@ -543,8 +543,9 @@ def test_second_derivatives_of_eager_gradients(pair, inputs, in_place):
 def test_statistics_have_no_gradient(inputs):
     x, weight, target = inputs
     leaf = x.clone().requires_grad_()
-    for name, arguments in ("rmsnorm_fwd", (leaf, weight)), ("cross_entropy_fwd", (leaf, target)):
-        out, statistics = getattr(ops, name)(*arguments)
+    calls = dict.fromkeys(("rmsnorm_fwd", "layernorm_fwd", "rmsnorm_add_fwd"), (leaf, weight))
+    for name, arguments in (calls | {"cross_entropy_fwd": (leaf, target)}).items():
+        out, *_, statistics = getattr(ops, name)(*arguments)
         with pytest.raises(NotImplementedError, match=f"of {name} has no gradient; detach it"):
             (out.sum() + statistics.sum()).backward()
 

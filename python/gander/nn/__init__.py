@@ -16,7 +16,7 @@ from .. import _ops
 from .._operators_gen import REDUCTIONS
 from . import functional
 
-__all__ = ["CrossEntropyLoss", "LayerNorm", "RMSNorm", "Softmax", "functional"]
+__all__ = ["CrossEntropyLoss", "LayerNorm", "QuackRMSNorm", "RMSNorm", "Softmax", "functional"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -66,6 +66,20 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         _check_rows(x, self.normalized_shape)
         return functional._rms_norm_over(x, len(self.normalized_shape), self.weight, self.eps)
+
+
+class QuackRMSNorm(RMSNorm):
+    """QuACK's module: RMSNorm over the last dimension, of size dim, with eps=1e-6 by default."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, eps, elementwise_affine, device, dtype)
 
 
 class LayerNorm(nn.LayerNorm):
