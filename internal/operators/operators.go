@@ -43,9 +43,9 @@ type Operand struct {
 	Needs    string   // the optional operand without which this one must be absent
 	Over     []string // inputs that the output may be, for a call in place
 	Read     string   // the flag with which the output is read first; it must not overlap an input then
-	Choice   string   // the argument that sets an output's dtype; a Companion's default is Like's, or else x's
+	Choice   string   // the argument that sets an output's dtype; by default it is Like's, or else x's
 	Gradient string   // the operand that this is the gradient of
-	Twin     string   // the output that has the same values: if the dtypes agree too, it can take this one's place
+	Twin     string   // the output with the same values: it can take this one's place if the dtypes agree
 	Stored   string   // the output of forward that is this input of backward, if forward wrote it
 }
 
@@ -102,8 +102,8 @@ type Torch struct {
 	Must    []string           // optional inputs that are required arguments
 	Packed  bool               // its Statistics have 2 M + 1 elements, with the denominator for backward
 	Extra   []Option           // options for autograd only; a Flag whose Torch is -1 defaults to None
-	// Saving is the operator that autograd runs instead. Its first results are those of this operator. The others
-	// are what backward reads.
+	// Saving is the operator that autograd runs instead. Its first results are those of this operator. The
+	// others are what backward reads.
 	Saving string
 	// Backward lists the operators that compute its gradients. Autograd runs the last of those that compute
 	// every gradient that is needed. If the list is empty, the operator is not differentiable.

@@ -48,9 +48,9 @@ func written(p Operand) Operand {
 	return p
 }
 
-// normForward lists the operators of PyTorch for a norm of x + residual. They store the sum for backward, also
-// if there is no residual. The first returns it, the second does not and writes it only if a gradient is
-// needed. statistics are the outputs that backward reads.
+// normForward lists the operators of PyTorch for a norm of x + residual. The first also returns the sum, even
+// if there is no residual. The second writes it only for a gradient. statistics are the outputs that backward
+// reads.
 func normForward(group string, statistics ...string) []Torch {
 	saving, gradients := group+"_add_fwd", names(normBackward(group))
 	return []Torch{

@@ -704,6 +704,9 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 			a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(1, 2, 3, 4), Loss: ones(stat, 4),
 				Max: ones(stat, 4), LogSum: ones(stat, 4), DX: y.Matrix, DLoss: ones(stat, 4)}
 			norm := RMSNormOptions{Eps: 1e-6}
+			layerNorm := kernels.Norm{X: x.Matrix, Residual: x.Matrix, ResidualOut: x.Matrix, Y: y.Matrix,
+				Weight: w, Bias: w, Mean: rstd, Rstd: rstd, DOut: x.Matrix, DX: y.Matrix, DW: dw, DB: dw,
+				Eps: 1e-6, Center: true}
 			for name, call := range map[string]func(){
 				"softmax forward":  func() { SoftmaxForward(x.Matrix, y.Matrix, 8) },
 				"softmax backward": func() { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, 8) },
@@ -711,6 +714,8 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 				"rmsnorm backward": func() {
 					RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, norm, 8)
 				},
+				"layernorm forward":      func() { NormForward(&layerNorm, 8) },
+				"layernorm backward":     func() { NormBackward(&layerNorm, 8) },
 				"cross-entropy forward":  func() { CrossEntropyForward(&a, 8) },
 				"cross-entropy backward": func() { CrossEntropyBackward(&a, 8) },
 			} {

@@ -11,11 +11,11 @@ import (
 // is present it also computes dx = weight[t] * (softmax(x) - onehot(t)), divided by the denominator with
 // OnePass and ReduceMean. DX may be X.
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
-	o := operands{x: a.X, dx: a.DX, ce: *a}
+	o := operands{x: a.X, dx: a.DX}
 	if a.DX.Data != nil {
 		o.reuseUpTo = longRow
 	}
-	return run(&o, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
+	return run(&o, more{ce: a}, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
 }
 
 // CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) for each row, divided by
@@ -25,8 +25,8 @@ func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 	if a.OnePass && at(&a.DLoss, 0) == 1 {
 		return nil
 	}
-	o := operands{x: a.X, dx: a.DX, ce: *a}
-	return run(&o, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
+	o := operands{x: a.X, dx: a.DX}
+	return run(&o, more{ce: a}, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
 }
 
 // targetOf returns a row's target. The row is ignored if its target is the ignored index or has weight 0. The

@@ -30,7 +30,7 @@ func (f panickingOp) firstPass(w *worker[float32], row, lo, hi int, partials []p
 func panicOf(x, y matrix, before func(worker int)) (p any) {
 	defer func() { p = recover() }()
 	o := operands{x: x.Matrix, y: y.Matrix, reuseUpTo: longRow}
-	engine32.run(&o, 4, panickingOp{before: before})
+	engine32.run(&o, more{}, 4, panickingOp{before: before})
 	return nil
 }
 

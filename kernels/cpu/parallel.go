@@ -24,15 +24,19 @@ const (
 // operands are what a call reads and writes. Each op uses some of them.
 type operands struct {
 	x, y, dy, dx kernels.Matrix
-	norm         kernels.Norm         // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
-	ce           kernels.CrossEntropy // its X and DX are unused likewise
-	reuseUpTo    int                  // the longest row whose second pass reuses results of the first
+	reuseUpTo    int // the longest row whose second pass reuses results of the first
 }
 
-func (o *operands) bytes() int {
+// more are further operands, nil for ops without them. operands is copied to the heap, but these pointers are
+// not. Since they are apart, the compiler sees this and leaves what they point to on the caller's stack.
+type more struct {
+	norm *kernels.Norm
+	ce   *kernels.CrossEntropy
+}
+
+func bytesOf(all ...*kernels.Matrix) int {
 	total := 0
-	for _, m := range [...]*kernels.Matrix{&o.x, &o.y, &o.dy, &o.dx, &o.norm.Residual, &o.norm.ResidualOut,
-		&o.norm.DResidualOut, &o.norm.DResidual} {
+	for _, m := range all {
 		total += int(m.Rows * m.Cols * m.DType.Size())
 	}
 	return total
@@ -74,6 +78,8 @@ type step[T float] interface {
 // allocate nothing.
 type call[T float] struct {
 	operands
+	norm       kernels.Norm         // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
+	ce         kernels.CrossEntropy // its X and DX are unused likewise
 	plan       plan
 	funcs      *rowFuncs[T]
 	op         op[T]
@@ -131,19 +137,26 @@ var (
 )
 
 // run computes in float64 if x is float64, else in float32. Its error is a *MemoryError.
-func run(o *operands, workers int, op32 op[float32], op64 op[float64]) error {
+func run(o *operands, m more, workers int, op32 op[float32], op64 op[float64]) error {
 	if o.x.DType == kernels.Float64 {
-		return engine64.run(o, workers, op64)
+		return engine64.run(o, m, workers, op64)
 	}
-	return engine32.run(o, workers, op32)
+	return engine32.run(o, m, workers, op32)
 }
 
-func (e *engine[T]) run(o *operands, workers int, op op[T]) error {
+func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	c, _ := e.pool.Get().(*call[T])
 	if c == nil {
 		c = &call[T]{group: group{awake: make(chan struct{}, 1)}, fixed: make([]byte, fixedBytes)}
 	}
-	bytes := o.bytes()
+	bytes := bytesOf(&o.x, &o.y, &o.dy, &o.dx)
+	if n := m.norm; n != nil {
+		c.norm = *n
+		bytes += bytesOf(&n.Residual, &n.ResidualOut, &n.DResidualOut, &n.DResidual)
+	}
+	if m.ce != nil {
+		c.ce = *m.ce
+	}
 	if bytes < parallelBytes {
 		workers = 1
 	}
@@ -154,6 +167,12 @@ func (e *engine[T]) run(o *operands, workers int, op op[T]) error {
 	op.plan(c, workers)
 	c.prepare(max(min(workers, c.plan.tasks), 1))
 	err := c.run()
+	if m.norm != nil {
+		c.norm, c.weight, c.bias = kernels.Norm{}, perColumn[T]{}, perColumn[T]{}
+	}
+	if m.ce != nil {
+		c.ce = kernels.CrossEntropy{}
+	}
 	e.pool.Put(c) // not reached after a panic: that call's state is not reused
 	return err
 }
@@ -189,15 +208,15 @@ func (c *call[T]) reserve() (err error) {
 	return err
 }
 
-// reset gives mapped memory back and drops all pointers to it and to the caller's memory. If such an address
-// later becomes part of Go's heap, a stale pointer to it would make the garbage collector abort.
+// reset gives mapped memory back and drops the pointers to it and to the caller's memory. engine.run drops
+// those of norm and ce. If such an address later becomes part of Go's heap, a stale pointer to it would make
+// the garbage collector abort.
 func (c *call[T]) reset() {
 	if c.mapped != nil {
 		c.layOut(nil)
 		freeMemory.put(c.mapped)
 	}
 	c.mapped, c.operands, c.op, c.step = nil, operands{}, nil, nil
-	c.weight, c.bias = perColumn[T]{}, perColumn[T]{}
 }
 
 // layOut places all buffers in memory and returns the bytes that they need. If memory is too small, it leaves
@@ -213,7 +232,7 @@ func (c *call[T]) layOut(memory []byte) int {
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
 	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
-	if c.reuse && c.x.DType != native[T]() {
+	if c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present()) {
 		first = c.cols
 	}
 	for i := range c.workers {
@@ -371,7 +390,7 @@ func view[T float](m *kernels.Matrix, row, j, n int) []T {
 // a block, except that part 0 holds a whole row with w.reuse. It is the last in memory, so it can be longer.
 func (w *worker[T]) scratch(number, j, n int) []T {
 	from := (2 - number) * w.blockRoom
-	if w.reuse {
+	if w.reuse && number == 0 {
 		from += j
 	}
 	return w.buffer[from : from+n]

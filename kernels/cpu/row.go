@@ -29,9 +29,11 @@ type rowFuncs[T float] struct {
 	subtract    func(dst, x []T, m T)                    // dst = x - m
 	accumulate  func(acc []float64, x []T)               // acc += x
 
-	moments   func(x []T, pivot T) (sum, squares float64) // of x - pivot, all in float64
-	normalize func(dst, x, w, b []T, hi, lo, c T)         // dst = ((x - hi) - lo) * c * w + b
-	normGrad  func(dst, x, w, dout []T, k, m, r float64)  // dst = (dout * w - x * k - m) * r
+	sumAndDot3 func(x, y, z []T) (sum, dot3 float64)               // sum of y * z, and of x * y * z
+	addBoth    func(products, sums []float64, x, y []T, c float64) // addProduct and accumulate of y
+	moments    func(x []T, pivot T) (sum, squares float64)         // of x - pivot, all in float64
+	normalize  func(dst, x, w, b []T, hi, lo, c T)                 // dst = ((x - hi) - lo) * c * w + b
+	normGrad   func(dst, x, w, dout []T, k, m, r float64)          // dst = (dout * w - x * k - m) * r
 
 	// Fast paths, nil where there is none. dotRaw and softmaxGradRaw take memory of the DType that they are
 	// indexed by, without a conversion to T. With stream, dst is aligned to 64 bytes and written past the

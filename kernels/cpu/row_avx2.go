@@ -35,6 +35,8 @@ var avx2 = rowFuncs[float32]{
 	sum:         sumAVX2,
 	subtract:    subtractAVX2,
 	accumulate:  accumulateAVX2,
+	sumAndDot3:  sumAndDot3AVX2,
+	addBoth:     addBothAVX2,
 	moments:     momentsAVX2,
 	normalize:   normalizeAVX2,
 	normGrad:    normGradAVX2,
@@ -218,6 +220,24 @@ func dot3AVX2(x, y, z []float32) float64 {
 	return sum4(s0.Add(s1))
 }
 
+func sumAndDot3AVX2(x, y, z []float32) (sum, product float64) {
+	var s0, s1, p0, p1 f64x4
+	n, i := len(x), 0
+	for ; i+32 <= n; i += 32 {
+		a, b := load8(y, i).Mul(load8(z, i)), load8(y, i+8).Mul(load8(z, i+8))
+		c, d := load8(y, i+16).Mul(load8(z, i+16)), load8(y, i+24).Mul(load8(z, i+24))
+		s0, s1 = accumulate8(s0, s1, a.Add(c).Add(b.Add(d)))
+		a, b = a.Mul(load8(x, i)), b.Mul(load8(x, i+8))
+		p0, p1 = accumulate8(p0, p1, c.MulAdd(load8(x, i+16), a).Add(d.MulAdd(load8(x, i+24), b)))
+	}
+	for ; i < n; i += 4 {
+		mask := tailMask4(n - i)
+		g := loadTailWide4(y, i, mask).Mul(loadTailWide4(z, i, mask))
+		s0, p0 = s0.Add(g), g.MulAdd(loadTailWide4(x, i, mask), p0)
+	}
+	return sum4(s0.Add(s1)), sum4(p0.Add(p1))
+}
+
 func addAVX2(acc, x []float64) {
 	n, i := len(x), 0
 	for ; i+4 <= n; i += 4 {
@@ -242,6 +262,19 @@ func addProductAVX2(acc []float64, x, y []float32, c float64) {
 	}
 	archsimd.ClearAVXUpperBits()
 	addProduct(acc[i:], x[i:], y[i:], c)
+}
+
+func addBothAVX2(products, sums []float64, x, y []float32, c float64) {
+	cv := archsimd.BroadcastFloat64x4(c)
+	n, i := len(x), 0
+	for ; i+4 <= n; i += 4 {
+		xc := archsimd.LoadFloat32x4(floatPtr4(x, i)).ConvertToFloat64().Mul(cv)
+		yv := archsimd.LoadFloat32x4(floatPtr4(y, i)).ConvertToFloat64()
+		xc.MulAdd(yv, archsimd.LoadFloat64x4(doublePtr4(products, i))).Store(doublePtr4(products, i))
+		yv.Add(archsimd.LoadFloat64x4(doublePtr4(sums, i))).Store(doublePtr4(sums, i))
+	}
+	archsimd.ClearAVXUpperBits()
+	addBoth(products[i:], sums[i:], x[i:], y[i:], c)
 }
 
 //go:nocheckptr
@@ -326,7 +359,8 @@ func momentsAVX2(x []float32, pivot float32) (sum, squares float64) {
 
 //go:nocheckptr
 func normalizeAVX2(dst, x, w, b []float32, hi, lo, c float32) {
-	hv, lv, cv := archsimd.BroadcastFloat32x8(hi), archsimd.BroadcastFloat32x8(lo), archsimd.BroadcastFloat32x8(c)
+	hv, lv := archsimd.BroadcastFloat32x8(hi), archsimd.BroadcastFloat32x8(lo)
+	cv := archsimd.BroadcastFloat32x8(c)
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
 		load8(x, i).Sub(hv).Sub(lv).Mul(cv).MulAdd(load8(w, i), load8(b, i)).Store(floatPtr8(dst, i))

@@ -14,6 +14,9 @@ import (
 // loads or stores form array pointers that reach beyond the row. The masked lanes are not accessed, but
 // checkptr would report the pointers, hence nocheckptr.
 //
+// Every function clears the upper halves of the registers before it returns. Otherwise the SSE instructions
+// that follow took 0.2 us longer (Sapphire Rapids).
+//
 // The compiler may swap the operands of Max and Min, so their result for a NaN is unspecified.
 
 var avx512 = rowFuncs[float32]{
@@ -38,6 +41,8 @@ var avx512 = rowFuncs[float32]{
 	sum:        sumAVX512,
 	subtract:   subtractAVX512,
 	accumulate: accumulateAVX512,
+	sumAndDot3: sumAndDot3AVX512,
+	addBoth:    addBothAVX512,
 	moments:    momentsAVX512,
 	normalize:  normalizeAVX512,
 	normGrad:   normGradAVX512,
@@ -166,6 +171,24 @@ func dot3AVX512(x, y, z []float32) float64 {
 	return sum16(s0, s1)
 }
 
+func sumAndDot3AVX512(x, y, z []float32) (sum, product float64) {
+	var s0, s1, p0, p1 f64x8
+	n, i := len(x), 0
+	for ; i+64 <= n; i += 64 {
+		a, b := load16(y, i).Mul(load16(z, i)), load16(y, i+16).Mul(load16(z, i+16))
+		c, d := load16(y, i+32).Mul(load16(z, i+32)), load16(y, i+48).Mul(load16(z, i+48))
+		s0, s1 = accumulate16(s0, s1, a.Add(c).Add(b.Add(d)))
+		a, b = a.Mul(load16(x, i)), b.Mul(load16(x, i+16))
+		p0, p1 = accumulate16(p0, p1, c.MulAdd(load16(x, i+32), a).Add(d.MulAdd(load16(x, i+48), b)))
+	}
+	for ; i < n; i += 8 {
+		mask := tailMask8(n - i)
+		g := loadTailWide8(y, i, mask).Mul(loadTailWide8(z, i, mask))
+		s0, p0 = s0.Add(g), g.MulAdd(loadTailWide8(x, i, mask), p0)
+	}
+	return sum16(s0, s1), sum16(p0, p1)
+}
+
 func addAVX512(acc, x []float64) {
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
@@ -192,6 +215,18 @@ func addProductAVX512(acc []float64, x, y []float32, c float64) {
 	addProduct(acc[i:], x[i:], y[i:], c)
 }
 
+func addBothAVX512(products, sums []float64, x, y []float32, c float64) {
+	cv := archsimd.BroadcastFloat64x8(c)
+	n, i := len(x), 0
+	for ; i+8 <= n; i += 8 {
+		xc, yv := load8(x, i).ConvertToFloat64().Mul(cv), load8(y, i).ConvertToFloat64()
+		xc.MulAdd(yv, archsimd.LoadFloat64x8(doublePtr8(products, i))).Store(doublePtr8(products, i))
+		yv.Add(archsimd.LoadFloat64x8(doublePtr8(sums, i))).Store(doublePtr8(sums, i))
+	}
+	archsimd.ClearAVXUpperBits()
+	addBoth(products[i:], sums[i:], x[i:], y[i:], c)
+}
+
 //go:nocheckptr
 func multiplyAVX512(dst, x, w []float32, c float32) {
 	cv := archsimd.BroadcastFloat32x16(c)
@@ -203,6 +238,7 @@ func multiplyAVX512(dst, x, w []float32, c float32) {
 		mask := tailMask16(n - i)
 		loadTail16(x, i, mask).Mul(cv).Mul(loadTail16(w, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 // In softmax_amd64.s.
@@ -232,6 +268,7 @@ func sumAVX512(dst, x, y []float32) {
 		mask := tailMask16(n - i)
 		loadTail16(x, i, mask).Add(loadTail16(y, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 //go:nocheckptr
@@ -245,6 +282,7 @@ func subtractAVX512(dst, x []float32, m float32) {
 		mask := tailMask16(n - i)
 		loadTail16(x, i, mask).Sub(mv).StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 func accumulateAVX512(acc []float64, x []float32) {
@@ -285,6 +323,7 @@ func normalizeAVX512(dst, x, w, b []float32, hi, lo, c float32) {
 		xhat := loadTail16(x, i, mask).Sub(hv).Sub(lv).Mul(cv)
 		xhat.MulAdd(loadTail16(w, i, mask), loadTail16(b, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 //go:nocheckptr
@@ -302,6 +341,7 @@ func normGradAVX512(dst, x, w, dout []float32, k, m, r float64) {
 		v := loadTail16(dout, i, mask).MulAdd(loadTail16(w, i, mask), mean).Mul(rv)
 		v.StoreMasked(floatPtr16(dst, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 //go:nocheckptr
@@ -317,6 +357,7 @@ func storeFloat32AVX512(dst unsafe.Pointer, src []float32, c float32) {
 		mask := tailMask16(min(n-i, 16))
 		loadTail16(src, i, mask).Mul(cv).StoreMasked(floatPtr16(out, i), mask)
 	}
+	archsimd.ClearAVXUpperBits()
 }
 
 // In float16_amd64.s, because archsimd lacks the instructions that convert float16. Converting with integer

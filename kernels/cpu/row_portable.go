@@ -33,6 +33,8 @@ var portable32 = rowFuncs[float32]{
 	sum:         sum[float32],
 	subtract:    subtract[float32],
 	accumulate:  accumulate[float32],
+	sumAndDot3:  sumAndDot3[float32],
+	addBoth:     addBoth[float32],
 	moments:     moments[float32],
 	normalize:   normalize[float32],
 	normGrad:    normGrad[float32],
@@ -53,6 +55,8 @@ var portable64 = rowFuncs[float64]{
 	sum:         sum[float64],
 	subtract:    subtract[float64],
 	accumulate:  accumulate[float64],
+	sumAndDot3:  sumAndDot3[float64],
+	addBoth:     addBoth[float64],
 	moments:     moments[float64],
 	normalize:   normalize[float64],
 	normGrad:    normGrad[float64],
@@ -207,6 +211,18 @@ func addProduct[T float](acc []float64, x, y []T, c float64) {
 	acc, y = acc[:len(x)], y[:len(x)]
 	for i, v := range x {
 		acc[i] += float64(v) * c * float64(y[i])
+	}
+}
+
+func sumAndDot3[T float](x, y, z []T) (sum, product float64) {
+	return dot(y, z), dot3(x, y, z)
+}
+
+func addBoth[T float](products, sums []float64, x, y []T, c float64) {
+	products, sums, y = products[:len(x)], sums[:len(x)], y[:len(x)]
+	for i, v := range x {
+		products[i] += float64(v) * c * float64(y[i])
+		sums[i] += float64(y[i])
 	}
 }
 

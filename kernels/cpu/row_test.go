@@ -2,6 +2,7 @@ package cpu
 
 import (
 	"math"
+	"slices"
 	"testing"
 	"unsafe"
 
@@ -215,22 +216,35 @@ func TestRowFuncLengths(t *testing.T) {
 			x, y, z, dst := make([]float32, n), make([]float32, n), make([]float32, n), alignedTo64(n+1)
 			acc, more := make([]float64, n), make([]float64, n)
 			largest, dot, dot3 := math.Inf(-1), 0.0, 0.0
+			yz, shifted, shiftedSquares := 0.0, 0.0, 0.0
 			for i := range n {
 				x[i], y[i], z[i] = float32(i*37%50)-60, float32(i*11%13), float32(i%5)-2
 				acc[i], more[i] = float64(i), 0.5
 				largest = math.Max(largest, float64(x[i]))
 				dot += float64(x[i] * y[i])
 				dot3 += float64(x[i] * y[i] * z[i])
+				yz += float64(y[i] * z[i])
+				shifted += float64(x[i] - 3)
+				shiftedSquares += float64((x[i] - 3) * (x[i] - 3))
 			}
 			require.Equal(t, largest, float64(k.max(x)), "%s %d", k.name, n)
 			// Sums of small integers are exact in any order.
 			require.Equal(t, dot, k.dot(x, y), "%s %d", k.name, n)
 			require.Equal(t, dot3, k.dot3(x, y, z), "%s %d", k.name, n)
+			pair := func(a, b float64) [2]float64 { return [2]float64{a, b} }
+			require.Equal(t, pair(shifted, shiftedSquares), pair(k.moments(x, 3)), "%s %d", k.name, n)
+			require.Equal(t, pair(yz, dot3), pair(k.sumAndDot3(x, y, z)), "%s %d", k.name, n)
 			k.add(acc, more)
+			products, sums := slices.Clone(acc), slices.Clone(more)
 			k.addProduct(acc, x, y, 2)
+			k.accumulate(more, y)
 			for i := range n {
 				require.Equal(t, float64(i)+0.5+float64(2*x[i]*y[i]), acc[i])
+				require.Equal(t, 0.5+float64(y[i]), more[i])
 			}
+			k.addBoth(products, sums, x, y, 2)
+			require.Equal(t, acc, products, "%s %d", k.name, n)
+			require.Equal(t, more, sums, "%s %d", k.name, n)
 			each := func(name string, want func(i int) float32) {
 				for i := range n {
 					require.Equal(t, want(i), dst[i], "%s %s %d", k.name, name, n)
@@ -250,6 +264,12 @@ func TestRowFuncLengths(t *testing.T) {
 					each("softmaxGrad", grad)
 				}
 			}
+			k.sum(dst[:n], x, y)
+			each("sum", func(i int) float32 { return x[i] + y[i] })
+			k.subtract(dst[:n], x, 7)
+			each("subtract", func(i int) float32 { return x[i] - 7 })
+			k.normalize(dst[:n], x, y, z, 2, 0.5, 3)
+			each("normalize", func(i int) float32 { return (x[i]-2.5)*3*y[i] + z[i] })
 			k.normGrad(dst[:n], x, y, z, 2, 1, 3)
 			each("normGrad", func(i int) float32 { return (z[i]*y[i] - x[i]*2 - 1) * 3 })
 			checkExp(t, k, x)

@@ -13,13 +13,13 @@ func SoftmaxForward(x, y kernels.Matrix, workers int) error {
 	if x.DType == kernels.Float32 || x.DType == kernels.Float64 {
 		o.reuseUpTo = math.MaxInt // y itself stores the exponentials
 	}
-	return run(&o, workers, softmaxForward[float32]{}, softmaxForward[float64]{})
+	return run(&o, more{}, workers, softmaxForward[float32]{}, softmaxForward[float64]{})
 }
 
 // SoftmaxBackward computes dx = (dy - sum(dy * y)) * y for each row. dx may be dy or y.
 func SoftmaxBackward(dy, y, dx kernels.Matrix, workers int) error {
 	o := operands{x: y, dy: dy, dx: dx, reuseUpTo: reusedRow}
-	return run(&o, workers, softmaxBackward[float32]{}, softmaxBackward[float64]{})
+	return run(&o, more{}, workers, softmaxBackward[float32]{}, softmaxBackward[float64]{})
 }
 
 type softmaxForward[T float] struct{}

@@ -91,6 +91,15 @@ func TestNoMemory(t *testing.T) {
 					dx, dw := matrix(), vector(dtype, n)
 					return RMSNormBackward(x, weight, x, rstd, dx, dw, RMSNormOptions{}, workers)
 				},
+				"layernorm with residual": func() error {
+					return NormForward(&kernels.Norm{X: x, Residual: x, Weight: weight, Y: matrix(),
+						ResidualOut: matrix(), Mean: perRow(), Rstd: perRow(), Center: true}, workers)
+				},
+				"layernorm backward": func() error {
+					return NormBackward(&kernels.Norm{X: x, Weight: weight, Mean: rstd, Rstd: rstd, DOut: x,
+						DX: matrix(), DResidual: matrix(), DW: vector(dtype, n), DB: vector(dtype, n),
+						Center: true}, workers)
+				},
 				"cross-entropy forward":  func() error { return CrossEntropyForward(&a, workers) },
 				"cross-entropy backward": func() error { return CrossEntropyBackward(&b, workers) },
 			} {

@@ -1,4 +1,4 @@
-"""Row reductions at the speed of memory: softmax, RMSNorm and cross-entropy, forward and backward.
+"""Row reductions at the speed of memory: softmax, RMSNorm, LayerNorm and cross-entropy, forward and backward.
 
 The functions take PyTorch tensors (CPU or CUDA, with gradients, under torch.compile) and any other object
 with `__dlpack__` (NumPy, CuPy, JAX). Importing gander imports neither torch nor the library. The operators
@@ -13,6 +13,9 @@ from ._ops import (
     cross_entropy,
     cross_entropy_bwd,
     cross_entropy_fwd,
+    layernorm,
+    layernorm_bwd,
+    layernorm_fwd,
     logsumexp,
     rmsnorm,
     rmsnorm_bwd,
@@ -31,6 +34,9 @@ __all__ = [
     "cross_entropy_fwd",
     "explain",
     "info",
+    "layernorm",
+    "layernorm_bwd",
+    "layernorm_fwd",
     "logsumexp",
     "nn",
     "rmsnorm",

@@ -5,10 +5,10 @@ such a call a function of _fast.c takes the tensors directly from Python. For an
 fails, it returns None. The call then goes through the dispatcher, which runs it or raises its error.
 
 The fast path relies on parts of torch that are not public. When torch is imported, this file checks that the
-symbols exist, and the size and the meaning of the thread's dispatch state. Results can only be checked in the
-first call, because they need the library, which an import must not load. The fast path is off, and
+symbols exist, and the size and the meaning of the thread's dispatch state. Results can only be checked in an
+operator's first call, because they need the library, which an import must not load. The fast path is off, and
 gander.info() says why, if a check fails, if torch's version is not in the tested range, or if
-GANDER_FAST_PATH is 0.
+GANDER_FAST_PATH is 0. Functions that were right before a check fails stay in use.
 """
 
 import ctypes
@@ -33,13 +33,14 @@ _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
 _functions: dict = {}  # the functions of _fast.c, by operator
 _off: str | None = None  # why the fast path is off
-_checked = _checking = False
+_checked: set = set()  # the operators whose functions return the dispatcher's bits
+_checking = False
 
 
 def status() -> bool | str:
     """True, or why the fast path is off."""
     if not _off:
-        _check()
+        _check(*_functions)
     return _off or True
 
 
@@ -54,7 +55,7 @@ def call(name: str):
         if name not in _functions or _hooks():
             return None
         results = _functions[name](*arguments)
-        if results is None or not _check():
+        if results is None or not _check(name):
             return None
         fast = _functions[name]
         return results
@@ -205,7 +206,7 @@ def _empty_on(device):
     return getattr(guards, f"_empty_strided_{device}", empty)
 
 
-# ---- At the first call ----
+# ---- At the first call of an operator ----
 
 _SHAPES = {"rows": (2, 8), "columns": (8,), "per_row": (2,), "strided": (2,), "statistics": (5,)}
 
@@ -251,15 +252,15 @@ def _hooks():
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def _differs():
-    """The first operator whose function does not return the same bits as the dispatcher, or "".
+def _differs(names):
+    """The first of these operators whose function does not return the same bits as the dispatcher, or "".
 
     None if a function returned None, so that there is nothing to compare.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        for name, function in _functions.items():
+        for name in names:
             for leaves in {(), tuple(differentiable(name))}:
-                results = _results(name, function, leaves)
+                results = _results(name, _functions[name], leaves)
                 if results is None:
                     return None
                 expected = _results(name, overloads[name], leaves)
@@ -268,17 +269,21 @@ def _differs():
     return ""
 
 
-def _check() -> bool:
-    """Whether every function returns the dispatcher's bits. Also False if that cannot be checked now."""
-    global _checked, _checking, _off
-    if not (_checked or _off or _checking or _hooks()):
+def _check(*names: str) -> bool:
+    """Whether the functions of these operators return the dispatcher's bits. Also False if that cannot be
+    checked now."""
+    global _checking, _off
+    if _checked.issuperset(names):
+        return True
+    if not (_off or _checking or _hooks()):
         _checking = True
         try:
-            name = _differs()
-            _checked = name == ""
-            if name:
+            name = _differs([name for name in names if name not in _checked])
+            if name == "":
+                _checked.update(names)
+            elif name:
                 _off = f"torch {torch.__version__} returns another result through its dispatcher: {name}"
                 _functions.clear()
         finally:
             _checking = False
-    return _checked
+    return _checked.issuperset(names)

@@ -107,16 +107,80 @@ def _check_reals(eps: Any, weight_offset: Any) -> None:
             )
 
 
-def _check_rmsnorm(weight: Any, bias: Any, residual: Any, residual_dtype: Any) -> None:
+def _check_weight(name: str, weight: Any) -> None:
     if isinstance(weight, (int, tuple, list)):
         raise TypeError(
-            f"weight is {weight!r}, expected a tensor or None; unlike torch's, rmsnorm(x, weight) has no "
+            f"weight is {weight!r}, expected a tensor or None; unlike torch's, {name}(x, weight) has no "
             "normalized_shape: it normalizes the last dimension"
         )
-    if bias is not None:
-        raise _not_yet("bias", "add it to the result")
-    if residual is not None or residual_dtype is not None:
-        raise _not_yet("residual", "add it to x before the call")
+
+
+def _differs(ops: Any, x: Any, other: Any, argument: str) -> bool:
+    """Whether a dtype is another one than x's."""
+    if ops is _torch:
+        return other != x.dtype
+    return _library.dtype_name(other, argument) != _library.dtype_name(x.dtype, "x")
+
+
+def _adds(ops: Any, x: Any, residual: Any, residual_dtype: Any) -> bool:
+    """Whether residual_out is something else than x."""
+    if residual is None:
+        return residual_dtype is not None and _differs(ops, x, residual_dtype, "residual_dtype")
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
+        )
+    return True
+
+
+def _norm(
+    ops: Any,
+    name: str,
+    operands: tuple,
+    out_dtype: Any,
+    residual_dtype: Any,
+    prenorm: bool,
+    options: tuple,
+) -> Any:
+    """The result of a norm, or (result, residual_out) with prenorm. operands: x, weight, bias and residual.
+    options: what the operators take after the dtypes."""
+    x, weight, bias, residual = operands
+    if out_dtype is not None:
+        out_dtype = _dtype(ops, out_dtype)
+    if residual_dtype is not None:
+        residual_dtype = _dtype(ops, residual_dtype)
+    adds = _adds(ops, x, residual, residual_dtype)
+    if adds and prenorm:
+        return getattr(ops, f"{name}_add")(*operands, out_dtype, residual_dtype, *options)
+    if residual is not None:
+        return getattr(ops, f"{name}_residual")(*operands, out_dtype, residual_dtype, *options)
+    if name == "layernorm":
+        y = ops.layernorm(x, weight, bias, out_dtype, *options)
+    elif bias is None:
+        y = ops.rmsnorm(x, weight, out_dtype, *options)
+    else:
+        y = ops.rmsnorm_bias(x, weight, bias, out_dtype, *options)
+    return (y, x) if prenorm else y
+
+
+def _norm_bwd(ops: Any, name: str, operands: tuple, has_bias: bool, options: tuple) -> Any:
+    """The gradients (dx, dresidual, dw, db) of a norm. operands: x, weight, dout, dresidual_out, statistics.
+
+    dresidual has the dtype of dresidual_out. It is None if that is x's. dw and db are None without weight and
+    bias.
+    """
+    x, weight, dresidual_out = operands[0], operands[1], operands[3]
+    dtypes = [None]
+    converts = dresidual_out is not None and _differs(ops, x, dresidual_out.dtype, "dresidual_out")
+    if converts:
+        dtypes.append(dresidual_out.dtype)
+    if has_bias:
+        dtypes.append(None)
+    wanted = {"dresidual": converts, "dw": weight is not None, "db": has_bias}
+    operator = "_".join([f"{name}_add_bwd", *(result for result in wanted if wanted[result])])
+    answer = getattr(ops, operator)(*operands, *dtypes, *options)
+    results = iter(answer if any(wanted.values()) else (answer,))
+    return next(results), *(next(results) if given else None for given in wanted.values())
 
 
 @overload
@@ -184,10 +248,10 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
 def rmsnorm(
     x: Tensor,
     weight: Tensor | None = ...,
-    bias: None = ...,
-    residual: None = ...,
+    bias: Tensor | None = ...,
+    residual: Tensor | None = ...,
     out_dtype: dtype | str | None = ...,
-    residual_dtype: None = ...,
+    residual_dtype: dtype | str | None = ...,
     eps: float | None = ...,
     prenorm: Literal[False] = ...,
     weight_offset: float = ...,
@@ -197,12 +261,27 @@ def rmsnorm(
 ) -> Tensor: ...
 @overload
 def rmsnorm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    residual: Tensor | None = ...,
+    out_dtype: dtype | str | None = ...,
+    residual_dtype: dtype | str | None = ...,
+    eps: float | None = ...,
+    *,
+    prenorm: Literal[True],
+    weight_offset: float = ...,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rmsnorm(
     x: A,
     weight: Array | None = ...,
-    bias: None = ...,
-    residual: None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
     out_dtype: Any = ...,
-    residual_dtype: None = ...,
+    residual_dtype: Any = ...,
     eps: float | None = ...,
     prenorm: Literal[False] = ...,
     weight_offset: float = ...,
@@ -210,6 +289,21 @@ def rmsnorm(
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
 ) -> A: ...
+@overload
+def rmsnorm(
+    x: A,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: Any = ...,
+    eps: float | None = ...,
+    *,
+    prenorm: Literal[True],
+    weight_offset: float = ...,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> tuple[A, A]: ...
 def rmsnorm(
     x: Any,
     weight: Any = None,
@@ -224,49 +318,56 @@ def rmsnorm(
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
 ) -> Any:
-    """RMSNorm over the last dimension, differentiable in x and weight: x / sqrt(mean(x^2) + eps) * weight.
+    """RMSNorm over the last dimension, differentiable: y = h / sqrt(mean(h^2) + eps) * weight + bias with
+    h = x + residual.
 
     x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
     tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
     of the same library, without a gradient.
-    weight: (N), of any of these dtypes, not only x's, or None. It must be float64 if and only if x is.
+    weight, bias: (N), each of any of these dtypes, not only x's, or None. float64 if and only if x is.
+    residual: x's shape, any of these dtypes, or None. The sum h is not rounded.
     out_dtype: the dtype of the result, or its name ("float16"). By default that of x.
+    residual_dtype: the dtype of residual_out. By default that of residual, or of x without one.
     eps: added to the mean of squares. None is torch's default: the machine epsilon of float32 (of float64 for
     float64).
+    prenorm: return (y, residual_out). residual_out is h in residual_dtype. Without a residual it is x itself
+    if it has that dtype.
     weight_offset: added to each weight, as in Gemma's norms. Refused without a weight.
-    bias, residual, residual_dtype and prenorm are not supported yet: NotImplementedError.
-    algorithm, batch_invariant: as in softmax, with gander.algorithms("rmsnorm") and ("rmsnorm_bwd"). The
-    gradient of weight is a sum over rows, so its bits depend on all of them.
-    Returns a contiguous tensor of x's shape. Everything is computed in float32 (float64 for float64).
+    algorithm, batch_invariant: as in softmax, with gander.algorithms("rmsnorm") and ("rmsnorm_bwd"). With a
+    bias, a residual or another residual_dtype than x's there is only "auto". The gradients of weight and bias
+    are sums over rows, so their bits depend on all of them.
+    Returns y, a contiguous tensor of x's shape. Everything is computed in float32 (float64 for float64).
+    Gradients have the dtypes of their tensors. With a residual, backward reads h as residual_out has it.
     Raises TypeError (dtype), ValueError (shape, algorithm), RuntimeError (device, driver, memory).
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if bias is not None or residual is not None or residual_dtype is not None:
-        _check_rmsnorm(weight, bias, residual, residual_dtype)
-    if prenorm:
-        raise _not_yet("prenorm", "add the residual to x before the call")
     if type(eps) is not float or type(weight_offset) is not float:
         _check_reals(eps, weight_offset)
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        if out_dtype is not None:
-            out_dtype = _dtype(ops, out_dtype)
         if eps is None:
             eps = _epsilon(x)
-        return ops.rmsnorm(x, weight, out_dtype, eps, code, bool(batch_invariant), weight_offset)
+        options = eps, code, bool(batch_invariant), weight_offset
+        if bias is not None or residual is not None or prenorm:
+            _check_weight("rmsnorm", weight)
+            operands = x, weight, bias, residual
+            return _norm(ops, "rmsnorm", operands, out_dtype, residual_dtype, prenorm, options)
+        if out_dtype is not None:
+            out_dtype = _dtype(ops, out_dtype)
+        return ops.rmsnorm(x, weight, out_dtype, *options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight) from None
+        raise ops.explained(error, weight=weight, bias=bias, residual=residual) from None
 
 
 @overload
 def rmsnorm_fwd(
     x: Tensor,
     weight: Tensor | None = ...,
-    bias: None = ...,
-    residual: None = ...,
+    bias: Tensor | None = ...,
+    residual: Tensor | None = ...,
     out_dtype: dtype | str | None = ...,
-    residual_dtype: None = ...,
+    residual_dtype: dtype | str | None = ...,
     eps: float | None = ...,
     store_rstd: bool = ...,
     weight_offset: float = ...,
@@ -278,10 +379,10 @@ def rmsnorm_fwd(
 def rmsnorm_fwd(
     x: A,
     weight: Array | None = ...,
-    bias: None = ...,
-    residual: None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
     out_dtype: Any = ...,
-    residual_dtype: None = ...,
+    residual_dtype: Any = ...,
     eps: float | None = ...,
     store_rstd: bool = ...,
     weight_offset: float = ...,
@@ -305,25 +406,36 @@ def rmsnorm_fwd(
 ) -> Any:
     """rmsnorm without a gradient. Returns (out, residual_out, rstd).
 
-    residual_out is x itself. rstd is 1 / sqrt(mean(x^2) + eps), float32 (float64 for float64) of shape
+    residual_out is as with prenorm. rstd is 1 / sqrt(mean(h^2) + eps), float32 (float64 for float64) of shape
     x.shape[:-1], or None without store_rstd. Arguments and errors are those of rmsnorm.
     """
-    if bias is not None or residual is not None or residual_dtype is not None:
-        _check_rmsnorm(weight, bias, residual, residual_dtype)
     if type(eps) is not float or type(weight_offset) is not float:
         _check_reals(eps, weight_offset)
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
+        _check_weight("rmsnorm", weight)
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
+        if residual_dtype is not None:
+            residual_dtype = _dtype(ops, residual_dtype)
         if eps is None:
             eps = _epsilon(x)
-        options = out_dtype, eps, code, bool(batch_invariant), weight_offset
-        arguments = _detached(x), _detached(weight), *options
-        out, rstd = ops.rmsnorm_fwd(*arguments) if store_rstd else (ops.rmsnorm(*arguments), None)
+        options = eps, code, bool(batch_invariant), weight_offset
+        operands = _detached(x), _detached(weight)
+        if _adds(ops, x, residual, residual_dtype):
+            operator = ops.rmsnorm_add_fwd if store_rstd else ops.rmsnorm_add
+            more = _detached(bias), _detached(residual), out_dtype, residual_dtype
+            out, residual_out, *rest = operator(*operands, *more, *options)
+            return out, residual_out, rest[0] if store_rstd else None
+        if bias is not None:
+            operator = ops.rmsnorm_bias_fwd if store_rstd else ops.rmsnorm_bias
+            answer = operator(*operands, _detached(bias), out_dtype, *options)
+        else:
+            answer = (ops.rmsnorm_fwd if store_rstd else ops.rmsnorm)(*operands, out_dtype, *options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight) from None
+        raise ops.explained(error, weight=weight, bias=bias, residual=residual) from None
+    out, rstd = answer if store_rstd else (answer, None)
     return out, x, rstd
 
 
@@ -333,28 +445,28 @@ def rmsnorm_bwd(
     weight: Tensor | None,
     dout: Tensor,
     rstd: Tensor,
-    dresidual_out: None = ...,
-    has_bias: Literal[False] = ...,
-    has_residual: Literal[False] = ...,
+    dresidual_out: Tensor | None = ...,
+    has_bias: bool = ...,
+    has_residual: bool = ...,
     weight_offset: float = ...,
     *,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
-) -> tuple[Tensor, Tensor | None, None, None]: ...
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
 @overload
 def rmsnorm_bwd(
     x: A,
     weight: Array | None,
     dout: Array,
     rstd: Array,
-    dresidual_out: None = ...,
-    has_bias: Literal[False] = ...,
-    has_residual: Literal[False] = ...,
+    dresidual_out: Array | None = ...,
+    has_bias: bool = ...,
+    has_residual: bool = ...,
     weight_offset: float = ...,
     *,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
-) -> tuple[A, A | None, None, None]: ...
+) -> tuple[A, A | None, A | None, A | None]: ...
 def rmsnorm_bwd(
     x: Any,
     weight: Any,
@@ -368,33 +480,288 @@ def rmsnorm_bwd(
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
 ) -> Any:
-    """The gradient of rmsnorm. Returns (dx, dw, db, dresidual). db and dresidual are None, and so is dw
-    without a weight.
+    """The gradient of rmsnorm. Returns (dx, dw, db, dresidual).
 
-    With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd, and dw is
-    the sum of dout * h over the rows.
-    x, weight, rstd: as in the forward call. dout: x's shape, any of the dtypes.
-    dx has the dtype of x, and dw that of weight. dw is accumulated in float32 or wider in a fixed order, so
-    its bits do not change from run to run.
-    algorithm: one of gander.algorithms("rmsnorm_bwd"). algorithm, batch_invariant and errors are otherwise as
-    in rmsnorm.
+    With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd +
+    dresidual_out, dw is the sum of dout * h over the rows, and db the sum of dout.
+    x: forward's residual_out if there was a residual, else its x. weight, rstd: as in the forward call. dout,
+    dresidual_out: x's shape, any of the dtypes. dresidual_out is the gradient of residual_out, or None.
+    dx has the dtype of x, and dw and db that of weight. Without a weight dw is None, and db is float32
+    (float64 for float64). db is None without has_bias. The sums are accumulated in float32 or wider in a
+    fixed order, so their bits do not change from run to run.
+    dresidual has dx's numbers. It has the dtype of dresidual_out, and is dx itself if that is x's. Without
+    dresidual_out it is dx if has_residual, else None.
+    algorithm: one of gander.algorithms("rmsnorm_bwd"); with dresidual_out or has_bias only "auto". algorithm,
+    batch_invariant and errors are otherwise as in rmsnorm.
     """
-    if has_bias:
-        raise _not_yet("has_bias", "the gradient of a bias is dout summed over its rows")
-    if has_residual or dresidual_out is not None:
-        raise _not_yet("dresidual_out", "add it to dx")
     if type(weight_offset) is not float:
         _check_reals(None, weight_offset)
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    dresidual = db = dw = None
     try:
-        if weight is None:
-            dx, dw = ops.rmsnorm_bwd(x, None, dout, rstd, code, bool(batch_invariant), weight_offset), None
+        options = code, bool(batch_invariant), weight_offset
+        if has_bias or dresidual_out is not None:
+            operands = x, weight, dout, dresidual_out, rstd
+            dx, dresidual, dw, db = _norm_bwd(ops, "rmsnorm", operands, has_bias, options)
+        elif weight is None:
+            dx = ops.rmsnorm_bwd(x, None, dout, rstd, *options)
         else:
-            dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, code, bool(batch_invariant), weight_offset)
+            dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, *options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, dout=dout, rstd=rstd) from None
-    return dx, dw, None, None
+        given = {"weight": weight, "dout": dout, "rstd": rstd, "dresidual_out": dresidual_out}
+        raise ops.explained(error, **given) from None
+    return dx, dw, db, dx if dresidual is None and has_residual else dresidual
+
+
+@overload
+def layernorm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    residual: Tensor | None = ...,
+    out_dtype: dtype | str | None = ...,
+    residual_dtype: dtype | str | None = ...,
+    eps: float = ...,
+    prenorm: Literal[False] = ...,
+    *,
+    batch_invariant: bool = ...,
+) -> Tensor: ...
+@overload
+def layernorm(
+    x: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    residual: Tensor | None = ...,
+    out_dtype: dtype | str | None = ...,
+    residual_dtype: dtype | str | None = ...,
+    eps: float = ...,
+    *,
+    prenorm: Literal[True],
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def layernorm(
+    x: A,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: Any = ...,
+    eps: float = ...,
+    prenorm: Literal[False] = ...,
+    *,
+    batch_invariant: bool = ...,
+) -> A: ...
+@overload
+def layernorm(
+    x: A,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: Any = ...,
+    eps: float = ...,
+    *,
+    prenorm: Literal[True],
+    batch_invariant: bool = ...,
+) -> tuple[A, A]: ...
+def layernorm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    residual: Any = None,
+    out_dtype: Any = None,
+    residual_dtype: Any = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """LayerNorm over the last dimension, differentiable: y = (h - mean h) / sqrt(var h + eps) * weight + bias
+    with h = x + residual.
+
+    var is the mean of the squared distances from the mean, which is subtracted first. eps is added to it;
+    torch's default is 1e-5. Under CUDA autocast y is float32 by default, like that of F.layer_norm. The other
+    arguments, results and errors are those of rmsnorm.
+    Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    if type(eps) is not float:
+        _check_reals(eps, None)
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    try:
+        _check_weight("layernorm", weight)
+        operands, options = (x, weight, bias, residual), (eps, bool(batch_invariant))
+        return _norm(ops, "layernorm", operands, out_dtype, residual_dtype, prenorm, options)
+    except _FAILURES as error:
+        raise ops.explained(error, weight=weight, bias=bias, residual=residual) from None
+
+
+@overload
+def layernorm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[False] = ...,
+    return_mean: Literal[False] = ...,
+    batch_invariant: bool = ...,
+) -> Tensor: ...
+@overload
+def layernorm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[False] = ...,
+    return_mean: Literal[True],
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def layernorm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[True],
+    return_mean: Literal[False] = ...,
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def layernorm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[True],
+    return_mean: Literal[True],
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def layernorm_fwd(
+    x: A,
+    weight: Array | None,
+    bias: Array | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[False] = ...,
+    return_mean: Literal[False] = ...,
+    batch_invariant: bool = ...,
+) -> A: ...
+@overload
+def layernorm_fwd(
+    x: A,
+    weight: Array | None,
+    bias: Array | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[False] = ...,
+    return_mean: Literal[True],
+    batch_invariant: bool = ...,
+) -> tuple[A, A]: ...
+@overload
+def layernorm_fwd(
+    x: A,
+    weight: Array | None,
+    bias: Array | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[True],
+    return_mean: Literal[False] = ...,
+    batch_invariant: bool = ...,
+) -> tuple[A, A]: ...
+@overload
+def layernorm_fwd(
+    x: A,
+    weight: Array | None,
+    bias: Array | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[True],
+    return_mean: Literal[True],
+    batch_invariant: bool = ...,
+) -> tuple[A, A, A]: ...
+def layernorm_fwd(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    eps: float = 1e-6,
+    return_rstd: bool = False,
+    return_mean: bool = False,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """layernorm without a gradient. Returns out, (out, rstd), (out, mean) or (out, rstd, mean).
+
+    rstd: 1 / sqrt(var x + eps). Both statistics are float32 (float64 for float64) of shape x.shape[:-1].
+    Arguments and errors are those of layernorm.
+    """
+    if not (return_rstd or return_mean):
+        operands = _detached(x), _detached(weight), _detached(bias)
+        return layernorm(*operands, eps=eps, batch_invariant=batch_invariant)
+    if type(eps) is not float:
+        _check_reals(eps, None)
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    try:
+        _check_weight("layernorm_fwd", weight)
+        operands = _detached(x), _detached(weight), _detached(bias)
+        out, mean, rstd = ops.layernorm_fwd(*operands, None, eps, bool(batch_invariant))
+    except _FAILURES as error:
+        raise ops.explained(error, weight=weight, bias=bias) from None
+    return (out, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))
+
+
+@overload
+def layernorm_bwd(
+    x: Tensor,
+    weight: Tensor | None,
+    dout: Tensor,
+    rstd: Tensor,
+    mean: Tensor,
+    has_bias: bool = ...,
+    *,
+    batch_invariant: bool = ...,
+) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+@overload
+def layernorm_bwd(
+    x: A,
+    weight: Array | None,
+    dout: Array,
+    rstd: Array,
+    mean: Array,
+    has_bias: bool = ...,
+    *,
+    batch_invariant: bool = ...,
+) -> tuple[A, A | None, A | None]: ...
+def layernorm_bwd(
+    x: Any,
+    weight: Any,
+    dout: Any,
+    rstd: Any,
+    mean: Any,
+    has_bias: bool = True,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """The gradient of layernorm. Returns (dx, dw, db).
+
+    With h = (x - mean) * rstd and g = dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd, where
+    mean(...) is over the row, dw is the sum of dout * h over the rows, and db the sum of dout.
+    x, weight, rstd, mean: as in the forward call, or x its residual_out if there was a residual. dout: x's
+    shape, any of the dtypes. Dtypes, the cases of None and errors are those of rmsnorm_bwd.
+    """
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    try:
+        operands = x, weight, dout, None, mean, rstd
+        dx, _, dw, db = _norm_bwd(ops, "layernorm", operands, has_bias, (bool(batch_invariant),))
+    except _FAILURES as error:
+        given = {"weight": weight, "dout": dout, "rstd": rstd, "mean": mean}
+        raise ops.explained(error, **given) from None
+    return dx, dw, db
 
 
 @overload

@@ -162,18 +162,61 @@ CASES = {
         r"x has strides \(0, 1\), expected elements that do not share memory, because the gradient "
         "is written over them",
     ),
-    "a bias": (lambda: gander.rmsnorm(X, bias=WEIGHT), NotImplementedError, "bias is not supported yet"),
-    "a residual": (
-        lambda: gander.rmsnorm(X, residual=X),
-        NotImplementedError,
-        "residual is not supported yet",
+    "a bias of another length": (
+        lambda: gander.layernorm(X, bias=WEIGHT[:2]),
+        ValueError,
+        r"bias has shape \(2,\), which is 2 elements, expected 6: one for each column of x",
+    ),
+    "a bias that is a number": (
+        lambda: gander.rmsnorm(X, bias=1.0),
+        TypeError,
+        r"bias is a float, expected a torch\.Tensor",
+    ),
+    "a bias of another dtype": (
+        lambda: gander.rmsnorm(X, bias=WEIGHT.double()),
+        TypeError,
+        "bias has dtype float64, expected float16, bfloat16 or float32; convert it",
+    ),
+    "a residual of another shape": (
+        lambda: gander.rmsnorm(X, residual=X[:1]),
+        ValueError,
+        r"residual has shape \(1, 6\), expected \(4, 6\) as x; expand it",
+    ),
+    "a residual with as many rows": (
+        lambda: gander.layernorm(X, residual=X.view(2, 2, 6)),
+        ValueError,
+        r"residual has shape \(2, 2, 6\), expected \(4, 6\) as x",
+    ),
+    "a residual of another dtype": (
+        lambda: gander.layernorm(X, residual=X.double()),
+        TypeError,
+        "residual has dtype float64, expected float16, bfloat16 or float32; convert it",
     ),
     "a residual dtype": (
-        lambda: gander.rmsnorm_fwd(X, residual_dtype=torch.float32),
-        NotImplementedError,
-        "residual is not supported yet",
+        lambda: gander.rmsnorm_fwd(X, residual_dtype=torch.float64),
+        TypeError,
+        "residual_out has dtype float64, expected float16, bfloat16 or float32",
     ),
-    "prenorm": (lambda: gander.rmsnorm(X, prenorm=True), NotImplementedError, "prenorm is not supported yet"),
+    "an algorithm": (
+        lambda: gander.rmsnorm(X, residual=X, algorithm="warp"),
+        NotImplementedError,
+        'algorithm is "warp" on cpu, expected "auto"',
+    ),
+    "layernorm in torch's order": (
+        lambda: gander.layernorm(X, (6,), WEIGHT, WEIGHT),
+        TypeError,
+        r"weight is \(6,\), expected a tensor or None; unlike torch's, layernorm\(x, weight\) has",
+    ),
+    "layernorm with a negative eps": (
+        lambda: gander.layernorm(X, WEIGHT, eps=-1.0),
+        ValueError,
+        "eps is -1, expected a finite number of 0 or more",
+    ),
+    "layernorm with an eps that is a tensor": (
+        lambda: gander.layernorm_fwd(X, WEIGHT, eps=torch.tensor(1e-6), return_mean=True),
+        TypeError,
+        "eps is a tensor, expected a number",
+    ),
     "a weight offset": (
         lambda: gander.rmsnorm(X, weight_offset=1.0),
         ValueError,
@@ -194,15 +237,15 @@ CASES = {
         TypeError,
         "weight_offset is a tensor, expected a number",
     ),
-    "the gradient of a bias": (
-        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, has_bias=True),
-        NotImplementedError,
-        "has_bias is not supported yet",
+    "the gradient of a sum of another shape": (
+        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, dresidual_out=X[:2]),
+        ValueError,
+        r"dresidual_out has shape \(2, 6\), which is 2 rows of 6, expected 4 rows of 6 as x",
     ),
-    "the gradient of a residual": (
-        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, dresidual_out=X),
-        NotImplementedError,
-        "dresidual_out is not supported yet; add it to dx",
+    "the gradient of layernorm with a short mean": (
+        lambda: gander.layernorm_bwd(X, WEIGHT, X, LSE, LSE[:3]),
+        ValueError,
+        r"mean has shape \(3,\), which is 3 elements, expected 4: one for each row of x",
     ),
     "cross_entropy in torch's order": (
         lambda: gander.cross_entropy(X, TARGET, WEIGHT),

@@ -11,7 +11,7 @@ from test_ops import rand
 from tolerance import assert_accurate
 from torch import nn
 
-NAMES = ["RMSNorm", "CrossEntropyLoss", "Softmax"]
+NAMES = ["RMSNorm", "LayerNorm", "CrossEntropyLoss", "Softmax"]
 
 
 def both(name, *arguments, device="cpu", **options):
@@ -59,6 +59,9 @@ def test_signature_and_type(name):
         ("RMSNorm", (33,), {}),
         ("RMSNorm", ((3, 11),), {"eps": 1e-4, "dtype": torch.bfloat16}),
         ("RMSNorm", (33,), {"elementwise_affine": False}),
+        ("LayerNorm", ((3, 11),), {"eps": 1e-4, "dtype": torch.bfloat16}),
+        ("LayerNorm", (33,), {"bias": False}),
+        ("LayerNorm", (33,), {"elementwise_affine": False}),
         ("CrossEntropyLoss", (), {"weight": torch.ones(3), "ignore_index": 2, "reduction": "sum"}),
         ("Softmax", (1,), {}),
     ],
@@ -97,6 +100,16 @@ def test_on_the_meta_device():
             TypeError,
             "weight has dtype torch.complex64, expected float16",
         ),
+        (
+            lambda: gander.nn.LayerNorm((3, 0)),
+            ValueError,
+            r"normalized_shape is \(3, 0\), expected one or more sizes of 1 or more",
+        ),
+        (
+            lambda: gander.nn.LayerNorm(8, eps=float("nan")),
+            ValueError,
+            "eps is nan, expected a finite number of 0 or more",
+        ),
         (lambda: gander.nn.Softmax("rows"), TypeError, "dim is 'rows', expected an int or None"),
         (
             lambda: gander.nn.CrossEntropyLoss(reduction="avg"),
@@ -133,6 +146,28 @@ def test_rmsnorm(device, shape, eps):
     out = mine(x)
     out.backward(torch.ones_like(out))
     assert mine.weight.grad.shape == torch.Size(shape)
+
+
+def test_quacks_rmsnorm(device):
+    norm, x = gander.nn.QuackRMSNorm(33, device=device), rand((5, 33), torch.float32, device)
+    assert torch.equal(norm(x), gander.rmsnorm(x, norm.weight))
+    assert (norm.eps, [*norm.state_dict()]) == (1e-6, ["weight"])
+    assert gander.nn.QuackRMSNorm(33, 1e-3, False).weight is None
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+@pytest.mark.parametrize("shape", [(33,), (3, 11)])
+def test_layernorm(device, shape, options):
+    mine, theirs = both("LayerNorm", shape, **options, device=device)
+    for parameter in theirs.parameters():
+        with torch.no_grad():
+            parameter.copy_(rand(shape, torch.float32, device))
+    mine.load_state_dict(theirs.state_dict())
+    compare(mine, theirs, rand((5, 40, *shape), torch.float32, device))
+    mine(rand((2, *shape), torch.float32, device).requires_grad_()).sum().backward()
+    assert all(parameter.grad.shape == torch.Size(shape) for parameter in mine.parameters())
+    with pytest.raises(ValueError, match=r"x has shape \(2, 32\), expected last dimensions \("):
+        mine(torch.empty(2, 32, device=device))
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -232,14 +267,15 @@ def test_compile_fullgraph(device):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.softmax, self.loss = (
+            self.first, self.norm, self.softmax, self.loss = (
+                gander.nn.LayerNorm((7, 33)),
                 gander.nn.RMSNorm((7, 33)),
                 gander.nn.Softmax(1),
                 gander.nn.CrossEntropyLoss(),
             )
 
         def forward(self, x, target):
-            return self.loss(self.softmax(self.norm(x)).movedim(-1, 1), target)
+            return self.loss(self.softmax(self.norm(self.first(x))).movedim(-1, 1), target)
 
     model, x = Model().to(device), rand((4, 7, 33), torch.float32, device)
     target = torch.randint(33, (4, 7), device=device)

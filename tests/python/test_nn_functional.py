@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import warnings
 
+import gander
 import gander.nn.functional as F
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_signatures(name):
 
 
 def test_other_names_are_torchs():
-    assert F.gelu is theirs.gelu and F.layer_norm is theirs.layer_norm
+    assert F.gelu is theirs.gelu and F.group_norm is theirs.group_norm
     assert {"gelu", "softmax", "rms_norm"} <= set(dir(F))
     with pytest.raises(AttributeError, match="no_such_function"):
         F.no_such_function  # noqa: B018
@@ -149,6 +150,37 @@ def test_rms_norm_leaves_to_torch(from_torch):
     with pytest.warns(UserWarning, match=r"does not support a torch\.complex64 tensor on cpu"), refused:
         F.rms_norm(x, (4,))
     assert from_torch == ["rms_norm"] * 3
+
+
+# ---- LayerNorm ----
+
+
+@by_dtype
+@pytest.mark.parametrize("shape", [(33,), (3, 11)])
+def test_layer_norm(shape, dtype, from_torch):
+    x, weight, bias = rand(4, *shape).to(dtype), rand(*shape).to(dtype), rand(*shape).to(dtype)
+    F.layer_norm(x, list(shape))
+    F.layer_norm(x, shape, None, bias)
+    assert from_torch == []
+    run = [
+        gradients(lambda x, w, b, f=f: f(x, shape, w, b, 1e-4), *(t.to(wide) for t in (x, weight, bias)))
+        for f, wide in (
+            (F.layer_norm, dtype),
+            (theirs.layer_norm, dtype),
+            (theirs.layer_norm, torch.float64),
+        )
+    ]
+    for got, expected, true in zip(*run, strict=True):
+        assert got.dtype is dtype
+        assert_accurate(got, expected, true)
+
+
+def test_layer_norm_leaves_to_torch(from_torch):
+    for shape, weight, bias in ((3,), None, None), ((4,), torch.ones(3), None), ((4,), None, torch.ones(3)):
+        with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
+            F.layer_norm(rand(2, 4), shape, weight, bias)
+    F.layer_norm(rand(2, 4), (4,), eps=float("inf"))
+    assert from_torch == ["layer_norm"] * 4
 
 
 # ---- Cross-entropy ----
@@ -323,6 +355,28 @@ def test_dtype_under_autocast(dim, dtype):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cuda"):
         x = torch.empty(4, 6, dtype=torch.bfloat16, device="cuda")
         assert F.softmax(x, dim, dtype=dtype).dtype is theirs.softmax(x, dim, dtype=dtype).dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_layer_norm_under_autocast(dtype):
+    """The result is float32 like torch's, and the sum keeps the dtype of the residual.
+
+    torch.autocast("cuda") does nothing without a GPU, so the dispatch key is enabled directly.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutocastCUDA)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
+    ):
+        x, weight = torch.empty(4, 6, dtype=dtype, device="cuda"), torch.empty(6, device="cuda")
+        assert F.layer_norm(x, (6,), weight).dtype is theirs.layer_norm(x, (6,), weight).dtype
+        assert theirs.layer_norm(x, (6,), weight).dtype is torch.float32
+        y, total = gander.layernorm(x, weight, residual=x, prenorm=True)
+        assert (y.dtype, total.dtype) == (torch.float32, dtype)
+        assert gander.layernorm(x, weight, residual=x).dtype is torch.float32
+        assert gander.layernorm(x, weight, out_dtype=torch.float16).dtype is torch.float16
 
 
 def test_eps_that_torch_takes(from_torch):

@@ -43,13 +43,25 @@ def calls(x, weight, target):
     grad, grad_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     rstd, (_, saved) = torch.rand(6, device=x.device), ops.cross_entropy_fwd(x, target)
     rows = torch.randn(6, device=x.device)
-    return {
+    half, norms = torch.float16, {}
+    for group, statistics in ("rmsnorm", (rstd,)), ("layernorm", (rows, rstd)):
+        for name in gander._operators_gen.TORCH:
+            if name.startswith(f"{group}_add_bwd"):
+                norms[name] = x, weight, x.half(), x.cos(), *statistics, half
+        norms[f"{group}_add"] = grad, grad_weight, weight.half(), x.half(), half, torch.bfloat16
+        norms[f"{group}_residual"] = x, None, grad_weight, grad, None, half
+        norms[f"{group}_add_fwd"] = x, weight, None, None, half
+    return norms | {
         "softmax": (grad,),
         "softmax_bwd": (x, x.softmax(-1), 0, True),
         "rmsnorm": (grad, grad_weight, torch.bfloat16),
         "rmsnorm_fwd": (x, weight),
         "rmsnorm_bwd": (x, None, x, rstd),
         "rmsnorm_bwd_dw": (x, weight, x, rstd, 0, True),
+        "rmsnorm_bias": (grad, None, grad_weight, half),
+        "rmsnorm_bias_fwd": (x, weight, weight),
+        "layernorm": (grad, grad_weight, None, half),
+        "layernorm_fwd": (x, None, weight),
         "cross_entropy": (grad, target, weight.abs()),
         "cross_entropy_fwd": (x, target, weight.abs(), -100, 2),
         "cross_entropy_fwd_lse": (x, target, None, -100, True),

@@ -19,6 +19,27 @@ def theirs_rmsnorm(x, weight=None):
     return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
 
+def their_norm(h, weight, bias, center):
+    """torch's RMSNorm, or LayerNorm with center, with a bias."""
+    if center:
+        return F.layer_norm(h, h.shape[-1:], weight, bias, 1e-6)
+    return theirs_rmsnorm(h, weight) + bias
+
+
+def norm(mine, center, results):
+    """gander's and torch's norm of a sum with a bias, both made from x and weight. `results` takes the norm,
+    the sum and weight, and returns one tensor."""
+
+    def gander_norm(x, weight, target):
+        return results(*mine(x * 2, weight, weight.cos(), x.sin(), prenorm=True), weight)
+
+    def torch_norm(x, weight, target):
+        h = x * 2 + x.sin()
+        return results(their_norm(h, weight, weight.cos(), center), h, weight)
+
+    return gander_norm, torch_norm
+
+
 def loss(reduction, weighted=False):
     """gander's and torch's cross-entropy, as functions of logits, a weight that scales them, and targets."""
 
@@ -49,6 +70,22 @@ PAIRS = {
     "rmsnorm_fwd": (
         lambda x, weight, target: ops.rmsnorm_fwd(x * 2, weight)[0],
         lambda x, weight, target: theirs_rmsnorm(x * 2, weight),
+    ),
+    "rmsnorm with a bias": (
+        lambda x, weight, target: gander.rmsnorm(x * 2, None, weight),
+        lambda x, weight, target: their_norm(x * 2, None, weight, False),
+    ),
+    "rmsnorm and its sum": norm(gander.rmsnorm, False, lambda y, h, weight: (y + h).sin()),
+    "layernorm and its sum": norm(gander.layernorm, True, lambda y, h, weight: (y + h).sin()),
+    "only the sum": norm(gander.rmsnorm, False, lambda y, h, weight: h.sin() + weight),
+    "only the norm": norm(gander.layernorm, True, lambda y, h, weight: y.sin() + weight),
+    "layernorm": (
+        lambda x, weight, target: gander.layernorm(x * 2, weight, weight.cos()),
+        lambda x, weight, target: their_norm(x * 2, weight, weight.cos(), True),
+    ),
+    "layernorm with a residual": (
+        lambda x, weight, target: gander.layernorm(x * 2, weight, None, x.sin()),
+        lambda x, weight, target: their_norm(x * 2 + x.sin(), weight, None, True),
     ),
     "logsumexp": (
         lambda x, weight, target: gander.logsumexp(x * weight),
@@ -354,6 +391,12 @@ def test_exported(pair, request, strict, decomposed):
         "weighted mean": "cross_entropy",
         "sum": "cross_entropy",
         "none": "cross_entropy",
+        "rmsnorm with a bias": "rmsnorm_bias",
+        "rmsnorm and its sum": "rmsnorm_add",
+        "layernorm and its sum": "layernorm_add",
+        "only the sum": "rmsnorm_add",
+        "only the norm": "layernorm_add",
+        "layernorm with a residual": "layernorm_residual",
     }
     case = request.node.callspec.params["pair"].removesuffix(" without weight")
     assert operators_of(exported.graph) == {name.get(case, case)}
@@ -500,8 +543,9 @@ def test_second_derivatives_of_eager_gradients(pair, inputs, in_place):
 def test_statistics_have_no_gradient(inputs):
     x, weight, target = inputs
     leaf = x.clone().requires_grad_()
-    for name, arguments in ("rmsnorm_fwd", (leaf, weight)), ("cross_entropy_fwd", (leaf, target)):
-        out, statistics = getattr(ops, name)(*arguments)
+    calls = dict.fromkeys(("rmsnorm_fwd", "layernorm_fwd", "rmsnorm_add_fwd"), (leaf, weight))
+    for name, arguments in (calls | {"cross_entropy_fwd": (leaf, target)}).items():
+        out, *_, statistics = getattr(ops, name)(*arguments)
         with pytest.raises(NotImplementedError, match=f"of {name} has no gradient; detach it"):
             (out.sum() + statistics.sum()).backward()
 

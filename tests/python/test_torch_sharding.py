@@ -69,6 +69,8 @@ FUNCTIONS = {
     "softmax": lambda x, weight, target: gander.softmax(x),
     "rmsnorm": lambda x, weight, target: gander.rmsnorm(x, weight),
     "rmsnorm without weight": lambda x, weight, target: gander.rmsnorm(x, out_dtype=torch.bfloat16),
+    "layernorm": lambda x, weight, target: gander.layernorm(x, weight, weight),
+    "sum and norm": lambda x, weight, target: torch.mul(*gander.layernorm(x, weight, None, x, prenorm=True)),
     "logsumexp": lambda x, weight, target: gander.logsumexp(x),
     "sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum"),
     "none": lambda x, weight, target: gander.cross_entropy(x, target, weight=weight, reduction="none"),
@@ -99,13 +101,14 @@ def test_results(name, placements, mode, mesh, local):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients(name, placements, mesh, local):
     x, weight, target = local
-    plain = x.clone().requires_grad_(), weight.clone().requires_grad_(name == "rmsnorm")
-    wanted = plain[: 1 + (name == "rmsnorm")]
+    trained = name in ("rmsnorm", "layernorm", "sum and norm")
+    plain = x.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+    wanted = plain[: 1 + trained]
     out = FUNCTIONS[name](*plain, target)
     upstream = torch.rand_like(out)
     want = torch.autograd.grad(out, wanted, upstream)
 
-    leaves = leaf(x, mesh, *placements), place(weight, mesh, Replicate()).requires_grad_(name == "rmsnorm")
+    leaves = leaf(x, mesh, *placements), place(weight, mesh, Replicate()).requires_grad_(trained)
     got, forward = collectives(lambda: FUNCTIONS[name](*leaves, place(target, mesh, *placements)))
     # the gradient of a partial sum is the same on every rank
     upstream = place(
@@ -115,7 +118,7 @@ def test_gradients(name, placements, mesh, local):
     assert forward == backward == 0
     torch.testing.assert_close(gradients[0].to_local(), want[0])
     assert gradients[0].placements == placements
-    if name == "rmsnorm":
+    if trained:
         check(gradients[1], want[1], Partial("sum") if placements != (Replicate(),) else Replicate())
 
 

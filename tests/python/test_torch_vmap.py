@@ -24,6 +24,14 @@ PAIRS = {
         lambda x, weight, target: gander.rmsnorm(x, weight),
         lambda x, weight, target: F.rms_norm(x, (N,), weight, 1e-6),
     ),
+    "layernorm": (
+        lambda x, weight, target: gander.layernorm(x, weight, weight.cos()),
+        lambda x, weight, target: F.layer_norm(x, (N,), weight, weight.cos(), 1e-6),
+    ),
+    "sum and norm": (
+        lambda x, weight, target: torch.mul(*gander.rmsnorm(x, weight, None, x.cos(), prenorm=True)),
+        lambda x, weight, target: F.rms_norm(x + x.cos(), (N,), weight, 1e-6) * (x + x.cos()),
+    ),
     "logsumexp": (
         lambda x, weight, target: gander.logsumexp(x),
         lambda x, weight, target: torch.logsumexp(x, -1),
@@ -138,6 +146,10 @@ def test_every_operator(batch):
         "rmsnorm_fwd": (x, weight),
         "rmsnorm_bwd": (x, weight, x.flip(0), rstd),
         "rmsnorm_bwd_dw": (x, weight, x.flip(0), rstd),
+        "rmsnorm_bias": (x, weight, weight.cos()),
+        "rmsnorm_bias_fwd": (x, weight, weight.cos()),
+        "layernorm": (x, weight, weight.cos()),
+        "layernorm_fwd": (x, weight, weight.cos()),
         "cross_entropy": (x, target, weight),
         "cross_entropy_fwd": (x, target, weight),
         "cross_entropy_fwd_lse": (x, target, weight),
@@ -147,6 +159,12 @@ def test_every_operator(batch):
         "logsumexp": (x,),
         "logsumexp_bwd": (x, rstd, lse),
     }
+    for group, statistics in ("rmsnorm", (rstd,)), ("layernorm", (lse, rstd)):
+        for name in gander._operators_gen.TORCH:
+            if name.startswith(f"{group}_add_bwd"):
+                calls[name] = x, weight, x.flip(0), x.cos(), *statistics
+        for name in "add", "residual", "add_fwd":
+            calls[f"{group}_{name}"] = x, weight, weight.cos(), x.cos()
     assert set(calls) == {
         name for name, operator in gander._operators_gen.TORCH.items() if not operator.writes
     }

@@ -32,6 +32,18 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(gander.softmax_bwd(x, x), Tensor)
     assert_type(gander.rmsnorm(x, parameter, out_dtype=torch.float16, eps=None), Tensor)
     assert_type(gander.rmsnorm(x, out_dtype="float16"), Tensor)
+    assert_type(gander.rmsnorm(x, parameter, bias=parameter, residual=x), Tensor)
+    assert_type(gander.rmsnorm(x, residual=x, residual_dtype="float32", prenorm=True), tuple[Tensor, Tensor])
+    assert_type(gander.layernorm(x, parameter, parameter), Tensor)
+    assert_type(gander.layernorm(x, parameter, residual=x, prenorm=True), tuple[Tensor, Tensor])
+    assert_type(gander.layernorm_fwd(x, parameter), Tensor)
+    assert_type(gander.layernorm_fwd(x, parameter, return_mean=True), tuple[Tensor, Tensor])
+    assert_type(
+        gander.layernorm_fwd(x, parameter, return_rstd=True, return_mean=True), tuple[Tensor, Tensor, Tensor]
+    )
+    assert_type(gander.layernorm_bwd(x, parameter, x, x, x), tuple[Tensor, Tensor | None, Tensor | None])
+    assert_type(gander.nn.LayerNorm(8, bias=False).forward(x), Tensor)
+    assert_type(gander.nn.functional.layer_norm(x, (8,), parameter, parameter, 1e-6), Tensor)
     assert_type(gander.logsumexp(x), Tensor)
     assert_type(gander.nn.functional.softmax(x, dim=0, dtype=torch.float32), Tensor)
     assert_type(gander.nn.functional.rms_norm(x, (8,), parameter, 1e-6), Tensor)
@@ -56,6 +68,8 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
 
 
 def arrays(x: Array, target: npt.NDArray[np.int64]) -> None:
+    assert_type(gander.rmsnorm(x, bias=x, residual=x, prenorm=True), tuple[Array, Array])
+    assert_type(gander.layernorm(x, x, x), Array)
     assert_type(gander.softmax(x), Array)
     assert_type(gander.softmax_bwd(x, x), Array)
     assert_type(gander.rmsnorm(x, x, out_dtype=np.float32), Array)

@@ -59,7 +59,7 @@ func TestTable(t *testing.T) {
 			}
 			if op.Saving != "" {
 				backwards(t, op)
-				// It runs in the operator's place, with the operator's first arguments.
+				// It runs in the operator's place, with its first arguments.
 				saving := findTorch(op.Saving)
 				for j, a := range arguments(operatorOf(op.Saving), saving) {
 					assert.Equal(t, a.Name, arguments(o, op)[j].Name)
@@ -72,8 +72,8 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// Autograd takes the last operator that computes all gradients that are needed, and saves the same tensors for
-// each of them.
+// Autograd takes the last operator that computes all gradients that are needed. It saves the same tensors for
+// each.
 func backwards(t *testing.T, op *operators.Torch) {
 	read := func(name string) (list []string) {
 		for _, a := range arguments(operatorOf(name), findTorch(name)) {

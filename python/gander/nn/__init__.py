@@ -1,4 +1,5 @@
-"""Replacements for torch.nn's RMSNorm, CrossEntropyLoss and Softmax: same constructors, state_dict and repr.
+"""Replacements for torch.nn's RMSNorm, LayerNorm, CrossEntropyLoss and Softmax: same constructors, state_dict
+and repr.
 
 A constructor refuses arguments that gander does not support. gander.nn.functional has the functions.
 """
@@ -15,7 +16,7 @@ from .. import _ops
 from .._operators_gen import REDUCTIONS
 from . import functional
 
-__all__ = ["CrossEntropyLoss", "RMSNorm", "Softmax", "functional"]
+__all__ = ["CrossEntropyLoss", "LayerNorm", "QuackRMSNorm", "RMSNorm", "Softmax", "functional"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -23,6 +24,21 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def _check_weight(weight: Tensor | None) -> None:
     if weight is not None and weight.dtype not in _DTYPES:
         raise TypeError(f"weight has dtype {weight.dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def _check_shape(shape: tuple[int, ...]) -> None:
+    if not shape or min(shape) < 1:
+        raise ValueError(f"normalized_shape is {shape}, expected one or more sizes of 1 or more")
+
+
+def _check_eps(eps: float, or_none: str = "") -> None:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps is {eps}, expected {or_none}a finite number of 0 or more")
+
+
+def _check_rows(x: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape[x.ndim - len(shape) :]) != shape:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected last dimensions {shape}: normalized_shape")
 
 
 class RMSNorm(nn.RMSNorm):
@@ -42,22 +58,57 @@ class RMSNorm(nn.RMSNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
-        if not self.normalized_shape or min(self.normalized_shape) < 1:
-            raise ValueError(
-                f"normalized_shape is {self.normalized_shape}, expected one or more sizes of 1 or more"
-            )
-        if eps is not None and not 0 <= eps < math.inf:
-            raise ValueError(f"eps is {eps}, expected None or a finite number of 0 or more")
+        _check_shape(self.normalized_shape)
+        if eps is not None:
+            _check_eps(eps, "None or ")
         _check_weight(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_rows(x, self.normalized_shape)
+        return functional._rms_norm_over(x, len(self.normalized_shape), self.weight, self.eps)
+
+
+class QuackRMSNorm(RMSNorm):
+    """QuACK's module: RMSNorm over the last dimension, of size dim, with eps=1e-6 by default."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, eps, elementwise_affine, device, dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch.nn.LayerNorm(normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None,
+    dtype=None).
+
+    Normalizes over the last len(normalized_shape) dimensions. The result has x's dtype, and is float32 under
+    CUDA autocast. See gander.layernorm.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | tuple[int, ...] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        affine = elementwise_affine, bias
+        super().__init__(normalized_shape, eps, *affine, device, dtype)  # type: ignore[arg-type]
+        _check_shape(self.normalized_shape)
+        _check_eps(eps)
+        _check_weight(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        _check_rows(input, self.normalized_shape)
         dims = len(self.normalized_shape)
-        if tuple(x.shape[x.ndim - dims :]) != self.normalized_shape:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, expected last dimensions {self.normalized_shape}: "
-                "normalized_shape"
-            )
-        return functional._rms_norm_over(x, dims, self.weight, self.eps)
+        return functional._layer_norm_over(input, dims, self.weight, self.bias, self.eps)
 
 
 class Softmax(nn.Softmax):

@@ -1,5 +1,5 @@
-"""torch.nn.functional with gander's operators: softmax, rms_norm and cross_entropy have torch's signatures
-and run gander's kernels. Every other name is torch's own function, so that
+"""torch.nn.functional with gander's operators: softmax, rms_norm, layer_norm and cross_entropy have torch's
+signatures and run gander's kernels. Every other name is torch's own function, so that
 
     import gander.nn.functional as F
 
@@ -7,7 +7,7 @@ replaces `import torch.nn.functional as F`.
 
 What gander does not have, such as label smoothing, class probabilities, and tensors of other types than
 float16, bfloat16, float32 and float64, is computed by torch. For types and devices there is one warning for
-each. Second derivatives and forward mode of the three functions raise NotImplementedError (see README's
+each. Second derivatives and forward mode of these functions raise NotImplementedError (see README's
 limits).
 """
 
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from .. import _ops
 
-__all__ = ["cross_entropy", "rms_norm", "softmax"]
+__all__ = ["cross_entropy", "layer_norm", "rms_norm", "softmax"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INDICES = (torch.int32, torch.int64)
 
 # torch's own, also for a program that puts the functions of this module in their places.
 _torch_softmax, _torch_rms_norm = _torch.softmax, _torch.rms_norm
-_torch_cross_entropy = _torch.cross_entropy
+_torch_layer_norm, _torch_cross_entropy = _torch.layer_norm, _torch.cross_entropy
 
 
 def __getattr__(name: str) -> Any:
@@ -122,17 +122,45 @@ def softmax(
     return _torch_softmax(input, dim, _stacklevel + 1, dtype)
 
 
-# ---- RMSNorm ----
+# ---- RMSNorm and LayerNorm ----
+
+
+def _parameter(x: Tensor, dims: int, parameter: Tensor | None) -> Tensor | None:
+    """A weight or bias with `dims` dimensions, of a dtype that goes with x, as a vector."""
+    if parameter is None:
+        return None
+    if (x.dtype is torch.float64) != (parameter.dtype is torch.float64):
+        parameter = parameter.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+    return parameter if dims == 1 else parameter.flatten()
 
 
 def _rms_norm_over(x: Tensor, dims: int, weight: Tensor | None, eps: float | None) -> Tensor:
     """RMSNorm over the last `dims` dimensions, whose sizes are those of weight."""
-    if weight is not None and (x.dtype is torch.float64) != (weight.dtype is torch.float64):
-        weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+    weight = _parameter(x, dims, weight)
     if dims == 1:
         return _ops.rmsnorm(x, weight, eps=eps)
-    weight = None if weight is None else weight.flatten()
     return _ops.rmsnorm(x.flatten(x.ndim - dims), weight, eps=eps).view(x.shape)
+
+
+def _layer_norm_over(x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last `dims` dimensions, whose sizes are those of weight and bias."""
+    weight, bias = _parameter(x, dims, weight), _parameter(x, dims, bias)
+    if dims == 1:
+        return _ops.layernorm(x, weight, bias, eps=eps)
+    return _ops.layernorm(x.flatten(x.ndim - dims), weight, bias, eps=eps).view(x.shape)
+
+
+def _fits(input: Tensor, normalized_shape: Any, *parameters: Any) -> bool:
+    """Whether the last dimensions of input, and all of the parameters, are those of normalized_shape."""
+    if not isinstance(normalized_shape, (list, tuple)) or not _is_ours(input):
+        return False
+    shape, dims = tuple(normalized_shape), len(normalized_shape)
+    return (
+        dims > 0
+        and 0 not in shape
+        and tuple(input.shape[-dims:]) == shape
+        and all(p is None or (isinstance(p, Tensor) and tuple(p.shape) == shape) for p in parameters)
+    )
 
 
 def rms_norm(
@@ -147,14 +175,26 @@ def rms_norm(
     The result has the dtype of input. See gander.rmsnorm.
     """
     known = eps is None or (type(eps) in (int, float) and 0 <= eps < math.inf)
-    if known and isinstance(normalized_shape, (list, tuple)) and _is_ours(input):
-        shape, dims = tuple(normalized_shape), len(normalized_shape)
-        fits = dims > 0 and 0 not in shape and tuple(input.shape[-dims:]) == shape
-        if fits and weight is not None:
-            fits = isinstance(weight, Tensor) and tuple(weight.shape) == shape
-        if fits and _serves("rms_norm", input, weight):
-            return _rms_norm_over(input, dims, weight, None if eps is None else float(eps))
+    if known and _fits(input, normalized_shape, weight) and _serves("rms_norm", input, weight):
+        return _rms_norm_over(input, len(normalized_shape), weight, None if eps is None else float(eps))
     return _torch_rms_norm(input, normalized_shape, weight, eps)  # also says what is wrong
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: list[int] | tuple[int, ...] | torch.Size,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """torch.nn.functional.layer_norm: normalizes over the last len(normalized_shape) dimensions.
+
+    The result has the dtype of input, and is float32 under CUDA autocast. See gander.layernorm.
+    """
+    known = type(eps) in (int, float) and 0 <= eps < math.inf
+    if known and _fits(input, normalized_shape, weight, bias) and _serves("layer_norm", input, weight, bias):
+        return _layer_norm_over(input, len(normalized_shape), weight, bias, float(eps))
+    return _torch_layer_norm(input, normalized_shape, weight, bias, eps)  # also says what is wrong
 
 
 # ---- Cross-entropy ----

@@ -1,0 +1,368 @@
+"""RMSNorm and LayerNorm with bias, residual, prenorm and dtypes. Results and gradients equal those of torch's
+operators, in every combination."""
+
+import itertools
+
+import gander
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerance import assert_accurate
+
+HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+NORMS = {"rmsnorm": gander.rmsnorm, "layernorm": gander.layernorm}
+
+
+@pytest.fixture(params=NORMS)
+def name(request):
+    return request.param
+
+
+def reference(name, x, weight=None, bias=None, residual=None, eps=1e-6, offset=0.0):
+    """The norm and the sum that it normalizes, in the widest dtype of the operands."""
+    h = x if residual is None else x + residual
+    if weight is not None:
+        weight = weight + offset
+    if name == "layernorm":
+        return F.layer_norm(h, h.shape[-1:], weight, bias, eps), h
+    y = F.rms_norm(h, h.shape[-1:], weight, eps)
+    return (y if bias is None else y + bias), h
+
+
+def operands(device="cpu", dtypes=(SINGLE,) * 4, shape=(2, 5, 24)):
+    """x, weight, bias and residual."""
+    shapes = shape, shape[-1:], shape[-1:], shape
+    return [torch.randn(shape, device=device).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def leaves(tensors, wanted):
+    return [
+        None if t is None else t.clone().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)
+    ]
+
+
+def of(results, used, upstream):
+    """The scalar whose gradient is taken: of the results that are used."""
+    return sum((r * u).sum() for r, u, use in zip(results, upstream, used, strict=True) if use)
+
+
+# ---- Every combination ----
+
+
+@pytest.mark.parametrize("given", itertools.product([False, True], repeat=3), ids=str)
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_every_combination(name, given, prenorm, device):
+    """Of what is given, returned, used, and requires a gradient."""
+    x, *others = operands(device)
+    tensors = [x, *(t if is_given else None for t, is_given in zip(others, given, strict=True))]
+    upstream = torch.randn_like(x), torch.randn_like(x)
+    for wanted in itertools.product([False, True], repeat=4):
+        wanted = [want and t is not None for want, t in zip(wanted, tensors, strict=True)]
+        for used in [(1, 0), (0, 1), (1, 1)] if prenorm else [(1, 0)]:
+            mine = leaves(tensors, wanted)
+            theirs = leaves([None if t is None else t.double() for t in tensors], wanted)
+            got = NORMS[name](*mine, prenorm=prenorm)
+            got, want = got if prenorm else (got, None), reference(name, *theirs)
+            for a, b in zip(got, want, strict=True):
+                if a is not None:
+                    torch.testing.assert_close(a, b.float())
+            for results in got, want:  # gander's sum has a gradient if anything has
+                loss = of(results, used, upstream)
+                if loss.requires_grad:
+                    loss.backward()
+            for a, b, want_gradient in zip(mine, theirs, wanted, strict=True):
+                if want_gradient:
+                    exact = torch.zeros_like(a) if b.grad is None else b.grad.float()
+                    grad = torch.zeros_like(a) if a.grad is None else a.grad
+                    torch.testing.assert_close(grad, exact, atol=2e-5, rtol=1e-4)
+
+
+def exact_gradients(name, tensors, stored, upstream):
+    """The gradients of x, weight, bias and residual in float64. The statistics are those of the sum, which
+    backward itself reads as it was stored."""
+    x, weight, _, residual = (t.double() for t in tensors)
+    dout, dsum = (u.double() for u in upstream)
+    h, center = x + residual, name == "layernorm"
+    mean = h.mean(-1, keepdim=True) * center
+    rstd = ((h - mean).square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    normed, g = (stored.double() - mean) * rstd, dout * weight
+    dx = g - center * g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)
+    dx = dx * rstd + dsum
+    return dx, (dout * normed).sum(0), dout.sum(0), dx
+
+
+DTYPES = [
+    (BRAIN, BRAIN, BRAIN, BRAIN),
+    (HALF, SINGLE, SINGLE, HALF),
+    (BRAIN, SINGLE, HALF, SINGLE),
+    (SINGLE, BRAIN, SINGLE, HALF),
+    (SINGLE, HALF, BRAIN, BRAIN),
+]
+
+
+@pytest.mark.parametrize("residual_dtype", [None, HALF, SINGLE])
+@pytest.mark.parametrize("out_dtype", [None, BRAIN, SINGLE])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_dtypes(name, dtypes, out_dtype, residual_dtype, device):
+    """Gradients have the dtypes of their tensors, and the accuracy that these allow."""
+    tensors = operands(device, dtypes, (64, 128))
+    mine = leaves(tensors, [True] * 4)
+    y, h = NORMS[name](*mine, out_dtype=out_dtype, residual_dtype=residual_dtype, prenorm=True)
+    assert y.dtype == (out_dtype or dtypes[0])
+    assert h.dtype == (residual_dtype or dtypes[3])
+    theirs = reference(name, *(t.float() for t in tensors))
+    for a, b, c in zip((y, h), theirs, reference(name, *(t.double() for t in tensors)), strict=True):
+        assert_accurate(a.detach(), b.to(a.dtype), c)
+    upstream = torch.randn_like(y), torch.randn_like(h)
+    torch.autograd.backward((y, h), upstream)
+    want = exact_gradients(name, tensors, h.detach(), upstream)
+    for leaf, exact in zip(mine, want, strict=True):
+        assert leaf.grad.dtype == leaf.dtype
+        rtol, atol = 2 * torch.finfo(leaf.dtype).eps, 3e-6 * float(exact.abs().max())
+        torch.testing.assert_close(leaf.grad.double(), exact, rtol=rtol, atol=atol)
+
+
+def test_float64(name):
+    tensors = operands(dtypes=(DOUBLE,) * 4)
+    mine, theirs = leaves(tensors, [True] * 4), leaves(tensors, [True] * 4)
+    got, want = NORMS[name](*mine, prenorm=True), reference(name, *theirs)
+    (got[0] * got[1]).sum().backward()
+    (want[0] * want[1]).sum().backward()
+    for a, b in zip([*got, *(t.grad for t in mine)], [*want, *(t.grad for t in theirs)], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+# ---- Accuracy ----
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+@pytest.mark.parametrize("columns", [1, 33, 1000])
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+def test_layernorm_is_accurate(dtype, columns, mean, device):
+    if mean and dtype != SINGLE:
+        pytest.skip("16-bit numbers around 1e4 are whole numbers or coarser")
+    x = (torch.randn(50, columns, device=device) + mean).to(dtype)
+    weight, bias, dout = (torch.randn_like(x[0]), torch.randn_like(x[0]), torch.randn_like(x))
+    run = {}
+    for key, function, to in (
+        ("mine", gander.layernorm, lambda t: t),
+        ("theirs", lambda *t, eps: F.layer_norm(t[0], (columns,), *t[1:], eps), lambda t: t),
+        ("exact", lambda *t, eps: F.layer_norm(t[0], (columns,), *t[1:], eps), lambda t: t.double()),
+    ):
+        given = [to(t).clone().requires_grad_() for t in (x, weight, bias)]
+        y = function(*given, eps=1e-5)
+        y.backward(to(dout))
+        run[key] = [y.detach(), *(t.grad for t in given)]
+    for what, *results in zip(("y", "dx", "dw", "db"), run["mine"], run["theirs"], run["exact"], strict=True):
+        # dx of a single column is 0, but for the rounding error of g times rstd, which is 1 / sqrt(eps)
+        extra = 2.0**-23 / 1e-5**0.5 * float(dout.abs().max()) if columns == 1 and what == "dx" else 0.0
+        assert_accurate(*results, what, extra=extra)
+
+
+def test_the_sum_is_not_rounded(device):
+    """The norm is of x + residual in float32, though both have 16 bits and residual_out too."""
+    x, weight, _, residual = operands(device, (BRAIN,) * 4, (16, 256))
+    y, h = gander.rmsnorm(x, weight, residual=residual, out_dtype=SINGLE, prenorm=True)
+    want, total = reference("rmsnorm", x.float(), weight.float(), None, residual.float())
+    torch.testing.assert_close(y, want)
+    assert torch.equal(h, total.bfloat16())
+    assert not torch.allclose(y, reference("rmsnorm", h.float(), weight.float())[0], rtol=1e-4, atol=1e-5)
+
+
+# ---- What is returned ----
+
+
+def test_prenorm_without_a_residual(name, device):
+    x, weight, bias, _ = operands(device)
+    norm = NORMS[name]
+    for options in ({}, {"residual_dtype": SINGLE}, {"residual_dtype": "float32"}):
+        y, same = norm(x, weight, prenorm=True, **options)
+        assert same is x
+        assert torch.equal(y, norm(x, weight))
+    leaf = x.clone().requires_grad_()
+    y, half = norm(leaf, weight, bias, residual_dtype=HALF, prenorm=True)
+    assert torch.equal(half, x.half())
+    torch.testing.assert_close(y, norm(x, weight, bias))
+    (y.sum() + half.sum()).backward()
+    assert leaf.grad.dtype == SINGLE
+    other = x.clone().requires_grad_()
+    y, h = reference(name, other, weight, bias)
+    (y.sum() + h.sum()).backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_rmsnorm_fwd_and_bwd(device):
+    x, weight, bias, residual = operands(device, (BRAIN, SINGLE, HALF, SINGLE))
+    out, h, rstd = gander.rmsnorm_fwd(x, weight, bias, residual, store_rstd=True, weight_offset=1.0)
+    want, total = reference("rmsnorm", x.float(), weight, bias.float(), residual, offset=1.0)
+    assert torch.equal(h, total)
+    assert (out.dtype, rstd.shape) == (BRAIN, x.shape[:-1])
+    torch.testing.assert_close(out, want.bfloat16())
+    torch.testing.assert_close(rstd, total.square().mean(-1).add(1e-6).rsqrt())
+    assert torch.equal(gander.rmsnorm_fwd(x, weight, bias, residual, weight_offset=1.0)[0], out)
+    assert gander.rmsnorm_fwd(x, weight, bias)[1] is x
+    assert gander.rmsnorm_fwd(x, weight, bias, store_rstd=True)[2].dtype == SINGLE
+    assert gander.rmsnorm_fwd(x, residual_dtype=HALF)[1].dtype == HALF
+
+    dout, dh = torch.randn_like(out), torch.randn_like(x)
+    dx, dw, db, dresidual = gander.rmsnorm_bwd(h, weight, dout, rstd, dh, True, True, weight_offset=1.0)
+    leaf, *parameters = leaves([h, weight, bias.float()], [True] * 3)
+    torch.autograd.backward(
+        (reference("rmsnorm", leaf, *parameters, offset=1.0)[0], leaf), (dout.float(), dh.float())
+    )
+    assert [t.dtype for t in (dx, dw, db, dresidual)] == [SINGLE, SINGLE, SINGLE, BRAIN]
+    for a, b in zip((dx, dw, db), (leaf, *parameters), strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=1e-4, atol=1e-4)
+    assert torch.equal(dresidual, dx.bfloat16())
+
+
+def test_what_rmsnorm_bwd_returns(device):
+    """dresidual is dx itself if their dtypes agree, and db float32 without a weight."""
+    x, weight, _, dh = operands(device, (HALF,) * 4)
+    rstd = torch.rand(2, 5, device=device)
+    dx, dw, db, dresidual = gander.rmsnorm_bwd(x, weight, x, rstd, dh, has_residual=True)
+    assert dresidual is dx
+    assert (dw.dtype, db) == (HALF, None)
+    dx, dw, db, dresidual = gander.rmsnorm_bwd(x, None, x, rstd, has_bias=True)
+    assert (dw, db.dtype, dresidual) == (None, SINGLE, None)
+    torch.testing.assert_close(db, x.float().sum((0, 1)))
+    assert gander.rmsnorm_bwd(x, weight, x, rstd, has_bias=True)[2].dtype == HALF
+    dx, _, _, dresidual = gander.rmsnorm_bwd(x, weight, x, rstd, has_residual=True)
+    assert dresidual is dx
+    assert gander.rmsnorm_bwd(x, weight, x, rstd, dh)[3] is None
+
+
+def test_layernorm_fwd_and_bwd(device):
+    x, weight, bias, _ = operands(device)
+    out, rstd, mean = gander.layernorm_fwd(x, weight, bias, return_rstd=True, return_mean=True)
+    assert torch.equal(out, gander.layernorm_fwd(x, weight, bias))
+    torch.testing.assert_close(mean, x.mean(-1))
+    torch.testing.assert_close(rstd, x.var(-1, correction=0).add(1e-6).rsqrt())
+    only = (
+        gander.layernorm_fwd(x, weight, return_rstd=True),
+        gander.layernorm_fwd(x, weight, return_mean=True),
+    )
+    assert torch.equal(only[0][1], rstd)
+    assert torch.equal(only[1][1], mean)
+    tensors = leaves([x, weight, bias], [True] * 3)
+    reference("layernorm", *tensors)[0].backward(out)
+    got = gander.layernorm_bwd(x, weight, out, rstd, mean)
+    for a, b in zip(got, tensors, strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=1e-4, atol=1e-4)
+    dx, dw, db = gander.layernorm_bwd(x, None, out, rstd, mean, has_bias=False)
+    assert (dw, db) == (None, None)
+    assert dx.shape == x.shape
+
+
+def test_arrays():
+    x, weight, bias, residual = (t.numpy() for t in operands())
+    for name, norm in NORMS.items():
+        y, h = norm(x, weight, bias, residual, residual_dtype=np.float16, prenorm=True)
+        want, total = reference(name, *map(torch.tensor, (x, weight, bias, residual)))
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(h, total.half())
+        assert norm(x, weight, bias, residual_dtype="float32", prenorm=True)[1] is x
+        assert type(norm(x, None, bias)) is np.ndarray
+    out, rstd, mean = gander.layernorm_fwd(x, weight, bias, return_rstd=True, return_mean=True)
+    dx, dw, db = gander.layernorm_bwd(x, weight, out, rstd, mean)
+    assert (dx.shape, dw.shape, db.dtype) == (x.shape, weight.shape, np.float32)
+    h, rstd = gander.rmsnorm_fwd(x, residual=residual, store_rstd=True)[1:]
+    dx, dw, db, dresidual = gander.rmsnorm_bwd(h, None, x, rstd, x.astype(np.float16), has_bias=True)
+    assert (dw, db.dtype, dresidual.dtype) == (None, np.float32, np.float16)
+
+
+# ---- Special cases ----
+
+
+def test_no_rows(name, device):
+    tensors = operands(device, shape=(0, 8))
+    mine = leaves(tensors, [True] * 4)
+    y, h = NORMS[name](*mine, prenorm=True)
+    (y.sum() + h.sum()).backward()
+    assert [t.grad.shape for t in mine] == [t.shape for t in tensors]
+    assert not mine[1].grad.any()
+    assert not mine[2].grad.any()
+
+
+def test_backward_again_with_expanded_gradients(name, device):
+    mine, theirs = (leaves(operands(device), [True] * 4) for _ in range(2))
+    for a, b in zip(mine, theirs, strict=True):
+        b.data.copy_(a.data)
+    for tensors, norm in (mine, NORMS[name]), (theirs, lambda *t, prenorm: reference(name, *t)):
+        y, h = norm(*tensors, prenorm=True)
+        for _ in range(2):
+            (y.sum() * 3 + h.sum()).backward(retain_graph=True)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=2e-5)
+
+
+def test_strided_operands(name, device):
+    x, weight, bias, residual = operands(device, shape=(6, 4, 24))
+    want = NORMS[name](x, weight, bias, residual)
+    columns = torch.stack([x, x], -1)[..., 0], torch.stack([residual] * 2, -1)[..., 1]
+    swapped = x.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.stack([weight, bias], -1)
+    assert torch.equal(NORMS[name](columns[0], wide[:, 0], wide[:, 1], columns[1]), want)
+    assert torch.equal(NORMS[name](swapped, weight, bias, residual), want)
+    expanded = residual[:1].expand_as(residual)
+    assert torch.equal(
+        NORMS[name](x, weight, bias, expanded), NORMS[name](x, weight, bias, expanded.contiguous())
+    )
+
+
+def test_the_sum_is_protected(name):
+    """Backward reads the sum that was returned. Changing it raises torch's error."""
+    x, weight, _, residual = leaves(operands(), [True] * 4)
+    y, h = NORMS[name](x, weight, residual=residual, prenorm=True)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_residual_stream(name, device):
+    """Layers that pass residual_out on, as in a transformer: the gradients of both results are added."""
+    x, weight, bias, residual = operands(device)
+
+    def stream(norm, x, residual):
+        for _ in range(3):
+            y, residual = norm(x, weight, bias, residual)
+            x = y.tanh()
+        return x * residual
+
+    grads = []
+    for norm in (lambda *t: NORMS[name](*t, prenorm=True), lambda *t: reference(name, *t)):
+        tensors = leaves([x, residual], [True] * 2)
+        stream(norm, *tensors).sum().backward()
+        grads.append([t.grad for t in tensors])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    # a residual that is x itself gets both gradients
+    leaf = x.clone().requires_grad_()
+    y, h = NORMS[name](leaf, weight, residual=leaf, prenorm=True)
+    (y * h).sum().backward()
+    other = x.clone().requires_grad_()
+    y, h = reference(name, other, weight, residual=other)
+    (y * h).sum().backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_the_sum_is_not_written_without_a_gradient(name):
+    """Without prenorm and a gradient, residual_out is neither allocated nor returned."""
+    x, weight, _, residual = operands()
+    operator = getattr(torch.ops.gander, f"{name}_residual")
+    calls = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        NORMS[name](x, weight, residual=residual)
+        with torch.no_grad():
+            NORMS[name](x.requires_grad_(), weight, residual=residual)
+        NORMS[name](x, weight, residual=residual)
+    saving = getattr(torch.ops.gander, f"{name}_add_fwd")
+    assert calls == [operator.default, operator.default, saving.default]
