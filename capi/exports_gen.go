@@ -264,6 +264,7 @@ func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, op
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 	}
 	return report(err)
@@ -302,6 +303,7 @@ func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, s
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 		if err != nil {
 			return err
@@ -329,6 +331,7 @@ func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, 
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 	}
 	return report(err)
@@ -368,6 +371,7 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator,
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

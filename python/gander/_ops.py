@@ -79,10 +79,9 @@ def set_debug(enabled: bool) -> None:
     _debug = bool(enabled)
 
 
-def _check_targets(x: Any, target: Any, ignore_index: int) -> None:
+def _check_targets(classes: int, target: Any, ignore_index: int) -> None:
     if _torch is not None and sys.modules["torch"].compiler.is_compiling():
         return
-    classes = x.shape[-1]
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(bad.any()):
         raise IndexError(
@@ -464,7 +463,7 @@ def cross_entropy(
         raise _not_yet("lse_partial", f"pass whole rows of logits, and {_THIRD_IN_TORCH}")
     code = 1 if reduction == "mean" else _code("reduction", reduction, REDUCTIONS)
     if _debug:
-        _check_targets(x, target, ignore_index)
+        _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         return ops.cross_entropy(
@@ -601,7 +600,7 @@ def cross_entropy_fwd(
     if target_logit is not None:
         raise _not_yet("target_logit", f"leave it out, and pass {_THIRD_IN_TORCH}")
     if _debug:
-        _check_targets(x, target, ignore_index)
+        _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         arguments = _detached(x), target, _detached(weight), ignore_index
@@ -656,7 +655,7 @@ def cross_entropy_bwd(
     The bits of a row never depend on other rows. Other arguments and errors are those of cross_entropy.
     """
     if _debug:
-        _check_targets(x, target, ignore_index)
+        _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if inplace_backward:

@@ -104,6 +104,7 @@ static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) 
       .reduction = as_int32(a[4]),
       .one_pass = 0,
       .batch_invariant = (a[5] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -119,6 +120,7 @@ static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value*
       .reduction = as_int32(a[4]),
       .one_pass = 0,
       .batch_invariant = (a[5] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -134,6 +136,7 @@ static int32_t call_cross_entropy_fwd_lse(Call* call, const Operand* o, const Va
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[4] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -149,6 +152,7 @@ static int32_t call_cross_entropy_fwd_dx(Call* call, const Operand* o, const Val
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[4] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -164,6 +168,7 @@ static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Va
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[4] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -179,6 +184,7 @@ static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, con
       .reduction = as_int32(a[4]),
       .one_pass = 1,
       .batch_invariant = (a[5] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -194,6 +200,7 @@ static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value*
       .reduction = as_int32(a[6]),
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -209,6 +216,39 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
       .reduction = as_int32(a[6]),
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
+      .slice = 0,
+  };
+  return lib.gander_cross_entropy_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_cross_entropy_bwd_slice(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_cross_entropy_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
+      .one_pass = 0,
+      .batch_invariant = (a[7] & 1) != 0,
+      .slice = 1,
+  };
+  return lib.gander_cross_entropy_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_cross_entropy_bwd_slice_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_cross_entropy_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
+      .one_pass = 0,
+      .batch_invariant = (a[7] & 1) != 0,
+      .slice = 1,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -224,6 +264,7 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       .reduction = as_int32(a[7]),
       .one_pass = 1,
       .batch_invariant = (a[8] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -266,6 +307,8 @@ enum {
   OP_CROSS_ENTROPY_FWD_ONE_PASS,
   OP_CROSS_ENTROPY_BWD,
   OP_CROSS_ENTROPY_BWD_,
+  OP_CROSS_ENTROPY_BWD_SLICE,
+  OP_CROSS_ENTROPY_BWD_SLICE_,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
   OP_LOGSUMEXP,
   OP_LOGSUMEXP_BWD,
@@ -588,6 +631,49 @@ static const Operator operators[] = {
         .saving = -1,
     },
     {
+        .name = "cross_entropy_bwd_slice",
+        .operator = "cross_entropy_backward",
+        .call = call_cross_entropy_bwd_slice,
+        .arguments = "TTOTTiib",
+        .reduction_argument = 6,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 1,
+        .results = {6},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "cross_entropy_bwd_slice_",
+        .operator = "cross_entropy_backward",
+        .call = call_cross_entropy_bwd_slice_,
+        .arguments = "TTOTTiib",
+        .reduction_argument = 6,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 0,
+        .fast = false,
+        .saving = -1,
+    },
+    {
         .name = "cross_entropy_bwd_one_pass",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_one_pass,
@@ -665,6 +751,8 @@ KERNEL(cross_entropy_fwd_dx_, OP_CROSS_ENTROPY_FWD_DX_)
 KERNEL(cross_entropy_fwd_one_pass, OP_CROSS_ENTROPY_FWD_ONE_PASS)
 KERNEL(cross_entropy_bwd, OP_CROSS_ENTROPY_BWD)
 KERNEL(cross_entropy_bwd_, OP_CROSS_ENTROPY_BWD_)
+KERNEL(cross_entropy_bwd_slice, OP_CROSS_ENTROPY_BWD_SLICE)
+KERNEL(cross_entropy_bwd_slice_, OP_CROSS_ENTROPY_BWD_SLICE_)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
 KERNEL(logsumexp, OP_LOGSUMEXP)
 KERNEL(logsumexp_bwd, OP_LOGSUMEXP_BWD)
@@ -684,6 +772,8 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_fwd_one_pass,
     kernel_cross_entropy_bwd,
     kernel_cross_entropy_bwd_,
+    kernel_cross_entropy_bwd_slice,
+    kernel_cross_entropy_bwd_slice_,
     kernel_cross_entropy_bwd_one_pass,
     kernel_logsumexp,
     kernel_logsumexp_bwd,
