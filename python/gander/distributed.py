@@ -220,7 +220,7 @@ def _table(sizes, ignore_index, device, dtype):
 def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_backward):
     n, rows, ranks = x.shape[-1], target.numel(), len(slices.sizes)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    target = target.long()
+    target = target.long().contiguous()
     # Counted from this slice. Integers wrap around, so that ignore_index stays distinct.
     local = target - slices.first
     ignored = (ignore_index - slices.first + 2**63) % 2**64 - 2**63
@@ -245,7 +245,7 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
 
     # Over the slices.
     bounds, owners, weights = _table(slices.sizes, ignore_index, x.device, dtype)
-    interval = torch.bucketize(target.reshape(-1), bounds, right=True)
+    interval = torch.bucketize(target.view(-1), bounds, right=True)
     scale = weights[interval]
     high = every[:, 0].amax(0)
     logits = every.new_empty(rows, ranks)
