@@ -425,6 +425,7 @@ func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, op
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 	}
 	return report(err)
@@ -463,6 +464,7 @@ func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, s
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 		if err != nil {
 			return err
@@ -490,6 +492,7 @@ func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, 
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 	}
 	return report(err)
@@ -529,6 +532,7 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator,
 			Reduction:      kernels.Reduction(o.reduction),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

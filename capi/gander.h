@@ -156,6 +156,10 @@ typedef struct {
    * element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none */
   int32_t one_pass;
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+  /* x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
+   * and not with one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is
+   * subtracted, and its weight is 1 */
+  int32_t slice;
 } gander_cross_entropy_options;
 
 typedef struct {

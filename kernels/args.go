@@ -132,4 +132,7 @@ type CrossEntropyArgs struct {
 
 	// Elementwise: threads of a CTA that share a row, 65536 over that rounded up, and rows of a CTA.
 	RowThreads, InverseRowThreads, RowsPerCTA int32
+
+	Slice int32 // backward: the columns are a slice of the classes, and a target may lie outside of it
+	_     int32
 }

@@ -74,6 +74,10 @@ type CrossEntropy struct {
 	// denominator. Backward finds that gradient in DX, and computes it again only if DLoss is not 1.
 	OnePass bool
 
+	// Slice: X is a slice of each row's classes. Backward subtracts nothing in a row whose target is not in
+	// the slice, and takes 1 as its weight.
+	Slice bool
+
 	// Forward writes:
 	Loss Vector // (M) where Reduction is ReduceNone, else one element
 	// Max and LogSum hold the two parts of each row's log-sum-exp; Max alone receives the whole where

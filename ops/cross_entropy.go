@@ -18,6 +18,9 @@ type logSumExp struct{ Max, LogSum, Denominator kernels.Vector }
 
 func (a *crossEntropyForward) refuse(k *check) {
 	k.onePass(a.OnePass, a.Reduction)
+	if a.Slice {
+		k.fail(StatusOption, "slice is set, expected 0 in forward; the loss needs the log-sum-exp of all slices")
+	}
 	if a.LSE.Denominator.Present() && a.Denominator.Present() {
 		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; "+
 			"drop denominator")
@@ -101,6 +104,10 @@ func (a *crossEntropyForward) request() request {
 
 func (a *crossEntropyBackward) refuse(k *check) {
 	k.onePass(a.OnePass, a.Reduction)
+	if a.OnePass && a.Slice {
+		k.fail(StatusOption, "slice is set with one_pass, whose dx forward has computed without it, expected "+
+			"one of them; leave one_pass 0")
+	}
 	if a.OnePass && a.X.Rows > 1 && a.DLoss.Stride != 0 {
 		k.fail(StatusShape, "dloss has %d elements, expected one with one_pass; pass the gradient of the "+
 			"reduced loss", a.DLoss.Len)
@@ -125,7 +132,7 @@ func (a *crossEntropyBackward) request() request {
 func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
 		X: a.X, Target: a.Target, Weight: a.Weight,
-		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
+		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass, Slice: a.Slice,
 		DLoss: a.DLoss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX,
 	}
 	if a.Reduction == kernels.ReduceMean {
@@ -158,6 +165,9 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	args.Denominator = output(s.Denominator.Data)
 	if s.OnePass {
 		args.OnePass = 1
+	}
+	if s.Slice {
+		args.Slice = 1
 	}
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }

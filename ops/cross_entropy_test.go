@@ -456,3 +456,57 @@ func TestCrossEntropyPackedStatistics(t *testing.T) {
 		require.NoError(t, crossEntropyBackward(x, target, nil, one, packed, nil, got, o))
 	}
 }
+
+// Backward of slices of the classes gives the slices of the gradient. In a row whose target is in the other
+// slice nothing is subtracted, and its weight is 1.
+func TestCrossEntropyBackwardOfSlices(t *testing.T) {
+	const m, n, cut = 5, 11, 4
+	for _, d := range []dlpack.DType{dlpack.Float16, dlpack.BFloat16, dlpack.Float32, dlpack.Float64} {
+		stat := dlpack.Float32
+		if d == dlpack.Float64 {
+			stat = d
+		}
+		x := tensor(t, d, random(t, rand.New(rand.NewPCG(1, 2)), d, m*n), m, n)
+		classes := []float64{0, cut, ignored, n - 1, cut - 1}
+		dloss, loss := tensor(t, stat, []float64{1, 2, 3, 4, 0.5}, m), empty(t, stat)
+		lse, want := empty(t, stat, 2*m+1), empty(t, d, m, n)
+		for _, reduction := range []kernels.Reduction{kernels.ReduceSum, kernels.ReduceMean} {
+			o := crossEntropyOptions{IgnoreIndex: ignored, Reduction: reduction}
+			target := tensor(t, dlpack.Int64, classes, m)
+			require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, nil, nil, o))
+			require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, want, o))
+
+			got := empty(t, d, m, n)
+			o.Slice = true
+			for _, columns := range [][2]int64{{0, cut}, {cut, n}} {
+				first, size := columns[0], columns[1]-columns[0]
+				local := make([]float64, m)
+				for i, c := range classes {
+					local[i] = c - float64(first)
+				}
+				o.IgnoreIndex = ignored - first
+				part := func(v *dlpack.Tensor) *dlpack.Tensor {
+					return view(t, v, first, []int64{m, size}, []int64{n, 1})
+				}
+				require.NoError(t, crossEntropyBackward(
+					part(x), tensor(t, dlpack.Int32, local, m), nil, dloss, lse, nil, part(got), o))
+			}
+			assert.Equal(t, values(t, want), values(t, got), "%v", d)
+		}
+
+		// Class weights apply to the slice's own targets.
+		o := crossEntropyOptions{IgnoreIndex: ignored, Slice: true}
+		target := tensor(t, dlpack.Int64, []float64{0, 99, ignored, -1, 1}, m)
+		twice := tensor(t, stat, []float64{2, 2, 4, 1, 1}, m)
+		weight := make([]float64, n)
+		for i := range weight {
+			weight[i] = 2
+		}
+		lse = tensor(t, stat, make([]float64, m), m)
+		got := empty(t, d, m, n)
+		one := tensor(t, stat, []float64{1, 2, 2, 1, 0.5}, m)
+		require.NoError(t, crossEntropyBackward(x, target, tensor(t, d, weight, n), one, lse, nil, got, o))
+		require.NoError(t, crossEntropyBackward(x, target, nil, twice, lse, nil, want, o))
+		assert.Equal(t, values(t, want), values(t, got), "%v", d)
+	}
+}

@@ -225,6 +225,7 @@ type crossEntropyOptions struct {
 	IgnoreIndex int64
 	Reduction   kernels.Reduction
 	OnePass     bool
+	Slice       bool
 }
 
 func crossEntropyForward(
@@ -232,7 +233,7 @@ func crossEntropyForward(
 ) error {
 	return ops.CrossEntropyForward{
 		X: x, Target: target, Weight: weight, Loss: loss, LSE: lse, DX: dx, Denominator: denominator,
-		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass,
+		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass, Slice: o.Slice,
 	}.Run(nil)
 }
 
@@ -241,6 +242,6 @@ func crossEntropyBackward(
 ) error {
 	return ops.CrossEntropyBackward{
 		X: x, Target: target, Weight: weight, DLoss: dloss, LSE: lse, Denominator: denominator, DX: dx,
-		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass,
+		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass, Slice: o.Slice,
 	}.Run(nil)
 }

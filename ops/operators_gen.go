@@ -484,6 +484,10 @@ type CrossEntropyForward struct {
 	// element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
+	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
+	// and not with one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is
+	// subtracted, and its weight is 1
+	Slice bool
 }
 
 // crossEntropyForward is a CrossEntropyForward whose operands have been checked.
@@ -498,6 +502,7 @@ type crossEntropyForward struct {
 	IgnoreIndex int64
 	Reduction   kernels.Reduction
 	OnePass     bool
+	Slice       bool
 	Choice
 }
 
@@ -508,6 +513,7 @@ func (o CrossEntropyForward) Run(c *Call) error {
 		IgnoreIndex: o.IgnoreIndex,
 		Reduction:   o.Reduction,
 		OnePass:     o.OnePass,
+		Slice:       o.Slice,
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
@@ -566,6 +572,10 @@ type CrossEntropyBackward struct {
 	// element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
+	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
+	// and not with one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is
+	// subtracted, and its weight is 1
+	Slice bool
 }
 
 // crossEntropyBackward is a CrossEntropyBackward whose operands have been checked.
@@ -580,6 +590,7 @@ type crossEntropyBackward struct {
 	IgnoreIndex int64
 	Reduction   kernels.Reduction
 	OnePass     bool
+	Slice       bool
 	Choice
 }
 
@@ -590,6 +601,7 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 		IgnoreIndex: o.IgnoreIndex,
 		Reduction:   o.Reduction,
 		OnePass:     o.OnePass,
+		Slice:       o.Slice,
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)

@@ -288,6 +288,12 @@ func TestRefusals(t *testing.T) {
 			"reduction is 3, expected none (0), mean (1) or sum (2)"},
 		{"cross_entropy_backward", func(a *operands) { a.o.Reduction = -1 }, ops.StatusOption,
 			"reduction is -1"},
+		{"cross_entropy_forward", func(a *operands) { a.o.Slice = true }, ops.StatusOption,
+			"slice is set, expected 0 in forward; the loss needs the log-sum-exp of all slices"},
+		{"cross_entropy_backward", func(a *operands) {
+			a.o.Slice, a.o.OnePass, a.o.Reduction, a.dloss = true, true, kernels.ReduceSum, f32()
+			a.denominator = nil
+		}, ops.StatusOption, "slice is set with one_pass, whose dx forward has computed without it"},
 		{"cross_entropy_backward", func(a *operands) {}, ops.StatusOption,
 			"denominator is given with another reduction than mean, expected NULL; drop it or set " +
 				"reduction to mean"},

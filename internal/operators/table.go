@@ -213,6 +213,10 @@ var Table = []Group{
 					"if dloss, a single element, is not 1. It reads dloss on the device, without " +
 					"synchronization. Not with reduction none"},
 			batchInvariant,
+			{Name: "slice", Type: Flag,
+				Doc: "x is a slice of each row's classes, and a target counts from the slice's first class; " +
+					"backward only, and not with one_pass. lse is that of whole rows. In a row whose target is " +
+					"not in the slice nothing is subtracted, and its weight is 1"},
 		},
 		Operators: []Operator{
 			{
@@ -233,7 +237,7 @@ var Table = []Group{
 					{Name: "denominator", Shape: One, DType: Statistic, Output: true, Optional: true},
 				},
 				Torch: []Torch{
-					{Name: "cross_entropy", Results: []string{"loss"}, Fixed: map[string]float64{"one_pass": 0},
+					{Name: "cross_entropy", Results: []string{"loss"}, Fixed: map[string]float64{"one_pass": 0, "slice": 0},
 						Extra: []Option{
 							{Name: "inplace_backward", Type: Flag, Doc: "backward writes the gradient over x"},
 							{Name: "one_pass", Type: Flag, Torch: -1,
@@ -241,16 +245,16 @@ var Table = []Group{
 						},
 						Saving: "cross_entropy_fwd", Backward: []string{"cross_entropy_bwd"}},
 					{Name: "cross_entropy_fwd", Results: []string{"loss", "lse"}, Packed: true,
-						Fixed: map[string]float64{"one_pass": 0}, Saving: "cross_entropy_fwd",
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0}, Saving: "cross_entropy_fwd",
 						Backward: []string{"cross_entropy_bwd"}},
 					{Name: "cross_entropy_fwd_lse", Results: []string{"loss", "lse"},
-						Fixed: map[string]float64{"one_pass": 0, "reduction": 0}},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_dx", Results: []string{"loss", "lse", "dx"},
-						Fixed: map[string]float64{"one_pass": 0, "reduction": 0}},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_dx_", Results: []string{"loss", "lse"}, Writes: "x", Into: "dx",
-						Fixed: map[string]float64{"one_pass": 0, "reduction": 0}},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_one_pass", Results: []string{"loss", "lse", "dx"}, Packed: true,
-						Fixed: map[string]float64{"one_pass": 1}},
+						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
 				},
 			},
 			{
@@ -269,11 +273,15 @@ var Table = []Group{
 				},
 				Torch: []Torch{
 					{Name: "cross_entropy_bwd", Results: []string{"dx"}, Without: []string{"denominator"},
-						Fixed: map[string]float64{"one_pass": 0}},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
 					{Name: "cross_entropy_bwd_", Writes: "x", Into: "dx", Without: []string{"denominator"},
-						Fixed: map[string]float64{"one_pass": 0}},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
+					{Name: "cross_entropy_bwd_slice", Results: []string{"dx"}, Without: []string{"denominator"},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 1}},
+					{Name: "cross_entropy_bwd_slice_", Writes: "x", Into: "dx", Without: []string{"denominator"},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 1}},
 					{Name: "cross_entropy_bwd_one_pass", Writes: "dx", Into: "dx", Without: []string{"denominator"},
-						Fixed: map[string]float64{"one_pass": 1}},
+						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
 				},
 			},
 		},

@@ -42,10 +42,13 @@ func (c *call[T]) targetOf(row int) (t int, ignored, valid bool) {
 }
 
 // classWeight is the weight of a row in a mean. It is NaN if the row's target is not a class: then the mean
-// and all its gradients become NaN.
+// and all its gradients become NaN. It is 1 if the target may be in another slice of the classes.
 func (c *call[T]) classWeight(t int, valid bool) float64 {
 	switch {
 	case c.ce.Target.Present() && !valid:
+		if c.ce.Slice {
+			return 1
+		}
 		return math.NaN()
 	case c.ce.Weight.Present():
 		return at(&c.ce.Weight, t)
@@ -194,16 +197,13 @@ func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowSt
 	if ignored {
 		return rowStats{}
 	}
-	gradient, logit := math.NaN(), math.NaN()
-	switch {
-	case !w.ce.Target.Present():
-		gradient = at(&w.ce.DLoss, row)
-	case valid:
+	logit := math.NaN()
+	if valid {
 		logit = w.logit(row, t)
-		gradient = at(&w.ce.DLoss, row) * w.classWeight(t, valid)
-		if w.ce.Reduction == kernels.ReduceMean {
-			gradient /= at(&w.ce.Denominator, 0)
-		}
+	}
+	gradient := at(&w.ce.DLoss, row) * w.classWeight(t, valid)
+	if w.ce.Reduction == kernels.ReduceMean {
+		gradient /= at(&w.ce.Denominator, 0)
 	}
 	high, logSum := at(&w.ce.Max, row), 0.0
 	if w.ce.LogSum.Present() {

@@ -115,7 +115,9 @@ struct CrossEntropyArgs {
   int32_t row_threads;
   int32_t inverse_row_threads;
   int32_t rows_per_cta;
+  int32_t slice;
+  int32_t padding;
 };
-static_assert(sizeof(CrossEntropyArgs) == 280, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 288, "the layout is Go's");
 
 }  // namespace gander

@@ -24,11 +24,12 @@ __device__ __forceinline__ int64_t load_target(const CrossEntropyArgs& a, int64_
   return static_cast<const int32_t*>(a.target)[i];
 }
 
+// outside: the weight of a row whose target is not a column.
 template <bool Optional>
-__device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target) {
+__device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target, float outside = kNaN) {
   if (Optional && !a.target) return {kNoTarget, 1.f};
   if (target == a.ignore_index) return {kNoTarget, 0.f};
-  if (target < 0 || target >= a.rows.n) return {kNoTarget, kNaN};
+  if (target < 0 || target >= a.rows.n) return {kNoTarget, outside};
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
 }
 
@@ -263,7 +264,7 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     return sc;
   }
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
-    const Label l = label<true>(a, sc.index);
+    const Label l = label<true>(a, sc.index, a.slice ? 1.f : kNaN);
     sc.index = l.index, sc.zero = l.weight == 0.f;
     sc.grad *= l.weight;
     if (a.mean) sc.grad /= *static_cast<const float*>(a.denominator);

@@ -32,6 +32,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
+    "distributed",
     "explain",
     "info",
     "layernorm",
@@ -52,12 +53,12 @@ __all__ = [
 _register_with_torch()
 
 if _TYPE_CHECKING:
-    from . import nn
+    from . import distributed, nn
 else:
 
     def __getattr__(name):
-        if name == "nn":  # imported at its first use, because it imports torch
+        if name in ("distributed", "nn"):  # imported at their first use, because they import torch
             import importlib
 
-            return importlib.import_module(".nn", __name__)
+            return importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

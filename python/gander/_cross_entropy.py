@@ -50,7 +50,7 @@ def _backward_in_own_pass(saved, dloss, options):
     return _gradients(_fast.call("cross_entropy_bwd")(*_own_pass_arguments((*saved, dloss, *options))))
 
 
-def _is_batched(dloss):
+def is_batched(dloss):
     """Whether dloss is batched (vmap, is_grads_batched). Then one tensor does not hold all gradients."""
     return torch._C._functorch.is_batchedtensor(dloss) or torch._C._functorch.is_legacy_batchedtensor(dloss)
 
@@ -63,12 +63,17 @@ _in_place_arguments = gradient_arguments("cross_entropy_bwd_", _NAME, [*_SAVED, 
 def _backward_in_place(ctx, dloss):
     if dloss is None:
         return _gradients(None)
-    if _is_batched(dloss):
+    if is_batched(dloss):
         return _backward_in_own_pass(ctx.saved_tensors, dloss, ctx.options)
     x, *others = _in_place_arguments((*ctx.saved_tensors, dloss, *ctx.options))
+    return _gradients(write_over("cross_entropy_bwd_", x, others, dloss))
+
+
+def write_over(name, x, others, dloss):
+    """The gradient that an operator writes over x."""
     with no_grad():
-        overloads["cross_entropy_bwd_"](x, *others)
-    return _gradients(once_differentiable(x.detach(), x, dloss))
+        overloads[name](x, *others)
+    return once_differentiable(x.detach(), x, dloss)
 
 
 # ---- In one pass with the loss ----
@@ -86,7 +91,7 @@ def _backward_one_pass(ctx, dloss):
     if dloss is None:
         return _gradients(None)
     *others, dx = ctx.saved_tensors
-    if getattr(ctx, "dx_was_returned", False) or is_compiling() or _is_batched(dloss):
+    if getattr(ctx, "dx_was_returned", False) or is_compiling() or is_batched(dloss):
         return _backward_in_own_pass(others, dloss, ctx.options)
     ctx.dx_was_returned = True
     with _below_versions():

@@ -181,6 +181,14 @@ class _Call:
         return self.first.new_empty(shapes.get(operand.shape, self.leading), dtype=dtype)
 
 
+def check_inputs(name, values):
+    """Refuses the tensors that the fake kernel would refuse. values: by argument."""
+    call, of = _Call(name, values), operands(name)
+    for argument, value in values.items():
+        if value is not None:
+            call.check_input(of[argument], value)
+
+
 def _fake(name):
     """The fake kernel of an operator."""
     operator, of = TORCH[name], operands(name)

@@ -253,7 +253,7 @@ def _refuse_tangents(given):
             raise NotImplementedError(_NO_FORWARD)
 
 
-def _kernel(name, choose):
+def _kernel(name, choose, instead):
     """An operator's Autograd kernel."""
     operator, overload, count = TORCH[name], overloads[name], len(tensors(name))
     own = None
@@ -281,6 +281,8 @@ def _kernel(name, choose):
     def kernel(keyset, *given):
         if forward_ad._current_level >= 0:
             _refuse_tangents(given[:count])
+        if instead is not None and (answer := instead(given)) is not None:
+            return answer
         if is_grad_enabled():
             for tensor in given[:count]:
                 if tensor is not None and tensor.requires_grad:
@@ -291,14 +293,20 @@ def _kernel(name, choose):
     return kernel
 
 
-def register(choices: dict) -> None:
+def register(choices: dict, substitutes: dict) -> None:
     """Registers the Autograd kernels.
 
     choices: by operator, a function that chooses the apply of the autograd.Function for a call that needs a
     gradient. It takes the apply of the operator's own Function, and all arguments of the call.
+    substitutes: by operator, a function of a call's arguments that returns its result, or None to go on.
     """
     for name in TORCH:
-        registry.impl(name, untraced(_kernel(name, choices.get(name))), "Autograd", with_keyset=True)
+        registry.impl(
+            name,
+            untraced(_kernel(name, choices.get(name), substitutes.get(name))),
+            "Autograd",
+            with_keyset=True,
+        )
 
 
 def fast_functions() -> dict:

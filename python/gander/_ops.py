@@ -79,10 +79,9 @@ def set_debug(enabled: bool) -> None:
     _debug = bool(enabled)
 
 
-def _check_targets(x: Any, target: Any, ignore_index: int) -> None:
+def _check_targets(classes: int, target: Any, ignore_index: int) -> None:
     if _torch is not None and sys.modules["torch"].compiler.is_compiling():
         return
-    classes = x.shape[-1]
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(bad.any()):
         raise IndexError(
@@ -91,7 +90,12 @@ def _check_targets(x: Any, target: Any, ignore_index: int) -> None:
         )
 
 
-_THIRD_IN_TORCH = "class weights, which are third in torch, as weight="
+def _partial_of(ops: Any, argument: str) -> Any:
+    if ops is not _torch:
+        raise NotImplementedError(f"{argument} is supported for torch tensors only")
+    from . import _partial
+
+    return _partial
 
 
 def _not_yet(argument: str, instead: str) -> NotImplementedError:
@@ -768,7 +772,7 @@ def layernorm_bwd(
 def cross_entropy(
     x: Tensor,
     target: Tensor,
-    lse_partial: None = ...,
+    lse_partial: Tensor | None = ...,
     weight: Tensor | None = ...,
     ignore_index: int = ...,
     reduction: Reduction = ...,
@@ -821,19 +825,24 @@ def cross_entropy(
     torch.compile.
     batch_invariant: as in softmax, for the loss of each row, and for its gradient with "none" or "sum". The
     gradient of a mean depends on all rows.
-    lse_partial is not supported yet: NotImplementedError.
+    lse_partial: (..., K), of any of these dtypes, not only x's: parts of the log-sum-exp of each row, such as
+    the log-sum-exps of slices of x. The log-sum-exp of a row of lse_partial is taken for that of the row of
+    x, which forward then only reads at the target. It gets no gradient: that of x is complete. Torch tensors
+    only. one_pass and batch_invariant do not apply. torch.compile breaks its graph at such a call.
     Returns the loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
     Raises TypeError (dtype), ValueError (shape, reduction), RuntimeError (device, driver, memory).
     Gradient: dx = dloss * weight[t] * (softmax(x) - 1[t]). For accuracy, the maximum and the logarithm of the
     sum are saved for it as two numbers, not as lse.
     """
-    if lse_partial is not None:
-        raise _not_yet("lse_partial", f"pass whole rows of logits, and {_THIRD_IN_TORCH}")
     code = 1 if reduction == "mean" else _code("reduction", reduction, REDUCTIONS)
     if _debug:
-        _check_targets(x, target, ignore_index)
+        _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
+        if lse_partial is not None:
+            return _partial_of(ops, "lse_partial").with_lse_partial(
+                x, target, lse_partial, weight, ignore_index, code, bool(inplace_backward)
+            )
         return ops.cross_entropy(
             x, target, weight, ignore_index, code, bool(batch_invariant), bool(inplace_backward), one_pass
         )
@@ -845,7 +854,7 @@ def cross_entropy(
 def cross_entropy_fwd(
     x: Tensor,
     target: Tensor,
-    target_logit: None = ...,
+    target_logit: Tensor | None = ...,
     weight: Tensor | None = ...,
     ignore_index: int = ...,
     return_lse: Literal[False] = ...,
@@ -858,7 +867,7 @@ def cross_entropy_fwd(
 def cross_entropy_fwd(
     x: Tensor,
     target: Tensor,
-    target_logit: None = ...,
+    target_logit: Tensor | None = ...,
     weight: Tensor | None = ...,
     ignore_index: int = ...,
     *,
@@ -871,7 +880,7 @@ def cross_entropy_fwd(
 def cross_entropy_fwd(
     x: Tensor,
     target: Tensor,
-    target_logit: None = ...,
+    target_logit: Tensor | None = ...,
     weight: Tensor | None = ...,
     ignore_index: int = ...,
     *,
@@ -884,7 +893,7 @@ def cross_entropy_fwd(
 def cross_entropy_fwd(
     x: Tensor,
     target: Tensor,
-    target_logit: None = ...,
+    target_logit: Tensor | None = ...,
     weight: Tensor | None = ...,
     ignore_index: int = ...,
     *,
@@ -962,14 +971,27 @@ def cross_entropy_fwd(
     loss and lse (the log-sum-exp of each row): float32 (float64 for float64) of shape x.shape[:-1].
     dx: the gradient of the sum of the losses, computed in the same pass over x, with x's shape and dtype.
     With inplace_backward it is written over x, and x itself is returned.
-    target_logit is not supported yet: NotImplementedError. Other arguments and errors are those of
-    cross_entropy.
+    target_logit: the logits of the targets, in place of those in x, with x.shape[:-1]; or (..., K), of which
+    target chooses one. x then only gives the log-sum-exp, and weight has an element for each class that
+    target may name. With x.shape[:-1] and without weight any target >= 0 is a class. Refused with return_dx.
+    Torch tensors only, for which torch.compile breaks its graph.
+    Other arguments and errors are those of cross_entropy.
     """
-    if target_logit is not None:
-        raise _not_yet("target_logit", f"leave it out, and pass {_THIRD_IN_TORCH}")
-    if _debug:
-        _check_targets(x, target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    if target_logit is not None:
+        if return_dx:
+            raise NotImplementedError(
+                "return_dx is set with target_logit, expected one of them; cross_entropy_bwd takes the lse"
+            )
+        try:
+            loss, lse = _partial_of(ops, "target_logit").with_target_logit(
+                _detached(x), target, _detached(target_logit), _detached(weight), ignore_index
+            )
+        except _FAILURES as error:
+            raise ops.explained(error, target=target, weight=weight) from None
+        return (loss, lse) if return_lse else loss
+    if _debug:
+        _check_targets(x.shape[-1], target, ignore_index)
     try:
         arguments = _detached(x), target, _detached(weight), ignore_index
         if return_dx and inplace_backward:
@@ -1023,7 +1045,7 @@ def cross_entropy_bwd(
     The bits of a row never depend on other rows. Other arguments and errors are those of cross_entropy.
     """
     if _debug:
-        _check_targets(x, target, ignore_index)
+        _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if inplace_backward:

@@ -19,6 +19,7 @@ from torch import Tensor
 from . import _cross_entropy, _fakes, _fast, _gradients, _library, _ops, _vmap  # noqa: F401
 from ._operators_gen import TORCH
 from ._schemas import arguments, complete, overloads, registry, untraced
+from ._sharding import cross_entropy_of_slices
 
 # ---- Kernels (_torch.c) ----
 
@@ -128,7 +129,7 @@ for _name in _TO_FLOAT32:
 
 # ---- Gradients, and the functions that _ops.py calls ----
 
-_gradients.register({"cross_entropy": _cross_entropy.choose})
+_gradients.register({"cross_entropy": _cross_entropy.choose}, {"cross_entropy": cross_entropy_of_slices})
 _fast.start(_BINARY, _gradients.fast_functions(), _cross_entropy.ONE_PASS)
 globals().update({name: _fast.call(name) for name in TORCH})
 

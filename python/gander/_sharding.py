@@ -1,6 +1,7 @@
 """DTensor rules for gander's operators, from the table of operators.
 
-Leading dimensions may be sharded, in the same way for all operands that have rows. An operand with an element
+Leading dimensions may be sharded, in the same way for all operands that have rows. The last dimension may be
+sharded too in cross_entropy, where gander.distributed computes the loss. An operand with an element
 for each column (a weight) is replicated. Its gradient is a partial sum, and so is the sum of losses. Other
 placements are refused here, because DTensor would gather the tensor without an error.
 
@@ -8,13 +9,25 @@ Importing DTensor takes about as long as importing the rest of torch, so the rul
 program imports it.
 """
 
+import math
 import warnings
+
+from torch.compiler import is_compiling
 
 from . import _hook
 from ._operators_gen import REDUCTIONS, TORCH
 from ._schemas import arguments, complete, operands, overloads
 
+_MEAN_OVER_SHARDS = (
+    "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and divide by "
+    "the sum over all ranks of the weights of the rows that are not ignored"
+)
+
 _DTensor: type | tuple = ()  # isinstance(x, ()) is False
+
+
+def is_dtensor(x) -> bool:
+    return isinstance(x, _DTensor)
 
 
 def rows_are_sharded(x) -> bool:
@@ -57,13 +70,13 @@ def _rule(name, given):
         if any(placement.dim >= leading for placement in used) or not (
             by_row or of[argument].shape == "rows"
         ):
-            refuse(f"{found} Shard of a leading dimension, because rows are reduced whole; redistribute it")
+            hint = "; sharded classes need torch.no_grad, not inference_mode" * (name == "cross_entropy")
+            refuse(
+                f"{found} Shard of a leading dimension, because rows are reduced whole; redistribute it{hint}"
+            )
         shards += [placement for placement in used if placement not in shards]
     if shards and reduction == "mean" and any(result.shape == "reduced" for result in results):
-        refuse(
-            "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and "
-            "divide by the sum over all ranks of the weights of the rows that are not ignored"
-        )
+        refuse(_MEAN_OVER_SHARDS)
     if shards and operator.packed:
         refuse(
             "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, "
@@ -88,6 +101,67 @@ def _rule(name, given):
         [Replicate() if argument in inputs else None for argument in specs],
     )
     return [replicated, *map(placements, shards)]
+
+
+# ---- Cross-entropy of sharded classes ----
+
+
+def cross_entropy_of_slices(given):
+    """The loss of logits whose classes are sharded on one dimension of the mesh, or None for any other x.
+
+    On that dimension the loss is replicated. On others it is placed like the rows, or a partial sum over
+    them.
+    """
+    x = given[0]
+    if not is_dtensor(x):
+        return None
+    on = [dim for dim, placement in enumerate(x.placements) if placement.is_shard(x.ndim - 1)]
+    if len(on) != 1 or any(placement.is_partial() for placement in x.placements):
+        return None  # the rule refuses it
+    from torch._subclasses.fake_tensor import is_fake
+    from torch.distributed.tensor import Partial, Replicate
+
+    from . import distributed
+
+    mine = x.to_local()
+    if is_compiling() or is_fake(mine):
+        raise NotImplementedError(
+            "gander: cross_entropy: x has sharded classes in a compiled graph, expected an eager call; leave "
+            "out fullgraph=True, or call it under torch.compiler.disable"
+        )
+    values = dict(zip(arguments("cross_entropy"), complete("cross_entropy", given), strict=True))
+    reduction = REDUCTIONS[values["reduction"]]
+    mesh, rows = x.device_mesh, [*x.placements]
+    rows[on[0]] = Replicate()
+    sharded = any(map(_is_shard, rows))
+    if sharded and reduction == "mean":
+        raise NotImplementedError(f"gander: cross_entropy: {_MEAN_OVER_SHARDS}")
+    target = _local("target", values["target"], rows)
+    weight = _local("weight", values["weight"], [Replicate()] * mesh.ndim)
+    loss = distributed.of_mesh(
+        mine, target, weight, mesh, on[0], x.shape[-1], values["ignore_index"], values["reduction"]
+    )
+    if reduction == "none":
+        shape = x.shape[:-1]
+        return _DTensor.from_local(loss, mesh, rows, run_check=False, shape=shape, stride=_contiguous(shape))
+    placements = [Partial("sum") if _is_shard(placement) else placement for placement in rows]
+    return _DTensor.from_local(loss, mesh, placements, run_check=False)
+
+
+def _contiguous(shape):
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _local(name, value, placements):
+    """This rank's part of an operand. A plain tensor already is that part."""
+    if not is_dtensor(value):
+        return value
+    if [*value.placements] != placements:
+        raise NotImplementedError(
+            f"gander: cross_entropy: {name} has placements {value.placements}, expected {tuple(placements)} "
+            "with these logits; redistribute it"
+        )
+    return value.to_local()
 
 
 def _register() -> None:

@@ -472,6 +472,7 @@ static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) 
       .reduction = as_int32(a[4]),
       .one_pass = 0,
       .batch_invariant = (a[5] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -487,6 +488,7 @@ static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value*
       .reduction = as_int32(a[4]),
       .one_pass = 0,
       .batch_invariant = (a[5] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -502,6 +504,7 @@ static int32_t call_cross_entropy_fwd_lse(Call* call, const Operand* o, const Va
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[4] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -517,6 +520,7 @@ static int32_t call_cross_entropy_fwd_dx(Call* call, const Operand* o, const Val
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[4] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -532,6 +536,7 @@ static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Va
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[4] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -547,6 +552,7 @@ static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, con
       .reduction = as_int32(a[4]),
       .one_pass = 1,
       .batch_invariant = (a[5] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -562,6 +568,7 @@ static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value*
       .reduction = as_int32(a[6]),
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -577,6 +584,39 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
       .reduction = as_int32(a[6]),
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
+      .slice = 0,
+  };
+  return lib.gander_cross_entropy_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_cross_entropy_bwd_slice(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_cross_entropy_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
+      .one_pass = 0,
+      .batch_invariant = (a[7] & 1) != 0,
+      .slice = 1,
+  };
+  return lib.gander_cross_entropy_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_cross_entropy_bwd_slice_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_cross_entropy_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
+      .one_pass = 0,
+      .batch_invariant = (a[7] & 1) != 0,
+      .slice = 1,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -592,6 +632,7 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       .reduction = as_int32(a[7]),
       .one_pass = 1,
       .batch_invariant = (a[8] & 1) != 0,
+      .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -660,6 +701,8 @@ enum {
   OP_CROSS_ENTROPY_FWD_ONE_PASS,
   OP_CROSS_ENTROPY_BWD,
   OP_CROSS_ENTROPY_BWD_,
+  OP_CROSS_ENTROPY_BWD_SLICE,
+  OP_CROSS_ENTROPY_BWD_SLICE_,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
   OP_LOGSUMEXP,
   OP_LOGSUMEXP_BWD,
@@ -1677,6 +1720,49 @@ static const Operator operators[] = {
         .saving = -1,
     },
     {
+        .name = "cross_entropy_bwd_slice",
+        .operator = "cross_entropy_backward",
+        .call = call_cross_entropy_bwd_slice,
+        .arguments = "TTOTTiib",
+        .reduction_argument = 6,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 1,
+        .results = {6},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "cross_entropy_bwd_slice_",
+        .operator = "cross_entropy_backward",
+        .call = call_cross_entropy_bwd_slice_,
+        .arguments = "TTOTTiib",
+        .reduction_argument = 6,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 0,
+        .fast = false,
+        .saving = -1,
+    },
+    {
         .name = "cross_entropy_bwd_one_pass",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_one_pass,
@@ -1780,6 +1866,8 @@ KERNEL(cross_entropy_fwd_dx_, OP_CROSS_ENTROPY_FWD_DX_)
 KERNEL(cross_entropy_fwd_one_pass, OP_CROSS_ENTROPY_FWD_ONE_PASS)
 KERNEL(cross_entropy_bwd, OP_CROSS_ENTROPY_BWD)
 KERNEL(cross_entropy_bwd_, OP_CROSS_ENTROPY_BWD_)
+KERNEL(cross_entropy_bwd_slice, OP_CROSS_ENTROPY_BWD_SLICE)
+KERNEL(cross_entropy_bwd_slice_, OP_CROSS_ENTROPY_BWD_SLICE_)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
 KERNEL(logsumexp, OP_LOGSUMEXP)
 KERNEL(logsumexp_bwd, OP_LOGSUMEXP_BWD)
@@ -1825,6 +1913,8 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_fwd_one_pass,
     kernel_cross_entropy_bwd,
     kernel_cross_entropy_bwd_,
+    kernel_cross_entropy_bwd_slice,
+    kernel_cross_entropy_bwd_slice_,
     kernel_cross_entropy_bwd_one_pass,
     kernel_logsumexp,
     kernel_logsumexp_bwd,

@@ -249,15 +249,15 @@ CASES = {
     ),
     "cross_entropy in torch's order": (
         lambda: gander.cross_entropy(X, TARGET, WEIGHT),
-        NotImplementedError,
-        "lse_partial is not supported yet; pass whole rows of logits, and class weights, which are third in "
-        "torch, as weight=",
+        ValueError,
+        r"lse_partial has shape \(6,\), expected \(4,\) and one dimension more; class weights, which are "
+        "third in torch, are weight=",
     ),
     "cross_entropy_fwd in torch's order": (
         lambda: gander.cross_entropy_fwd(X, TARGET, WEIGHT),
-        NotImplementedError,
-        "target_logit is not supported yet; leave it out, and pass class weights, which are third in torch, "
-        "as weight=",
+        ValueError,
+        r"target_logit has shape \(6,\), expected \(4,\), or one dimension more; class weights, which are "
+        "third in torch, are weight=",
     ),
     "rmsnorm in torch's order": (
         lambda: gander.rmsnorm(X, (6,), WEIGHT),

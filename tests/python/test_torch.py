@@ -71,6 +71,8 @@ def calls(x, weight, target):
         "cross_entropy_bwd": (x, target, weight.abs(), rows, rows, -100, 0),
         "cross_entropy_bwd_": (x.clone(), target, None, rows[0], saved),
         "cross_entropy_bwd_one_pass": (x, target, None, rows[0], saved, x.clone()),
+        "cross_entropy_bwd_slice": (x, target + 9, weight.abs(), rows, rows, -91, 0),
+        "cross_entropy_bwd_slice_": (x.clone(), target - 9, None, rows[0], saved, -109),
         "logsumexp": (grad,),
         "logsumexp_bwd": (x, rows, x.logsumexp(-1)),
     }

@@ -56,7 +56,10 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(dx, Tensor)
     assert_type(dw, Tensor | None)
     assert_type(gander.cross_entropy(x, target, weight=parameter, reduction="none"), Tensor)
+    assert_type(gander.cross_entropy(x, target, x, parameter), Tensor)
+    assert_type(gander.distributed.cross_entropy(x, target, weight=parameter, sizes=[8, 8]), Tensor)
     assert_type(gander.cross_entropy_fwd(x, target), Tensor)
+    assert_type(gander.cross_entropy_fwd(x, target, x, return_lse=True), tuple[Tensor, Tensor])
     assert_type(gander.cross_entropy_fwd(x, target, return_lse=True), tuple[Tensor, Tensor])
     assert_type(
         gander.cross_entropy_fwd(x, target, return_dx=True, inplace_backward=True), tuple[Tensor, Tensor]
@@ -94,5 +97,4 @@ def mistakes(x: Tensor, target: Tensor) -> None:
     """Each line is an error. A checker that does not find it reports the comment as unneeded."""
     gander.softmax(x, algorithm="fast")  # type: ignore[call-overload]
     gander.cross_entropy(x, target, reduction="avg")  # type: ignore[call-overload]
-    gander.cross_entropy(x, target, x)  # type: ignore[call-overload]
     gander.softmax([1.0])  # type: ignore[call-overload]

@@ -1,0 +1,101 @@
+"""Cross-entropy of rows whose log-sum-exp and target's logit come from different tensors: QuACK's lse_partial
+and target_logit."""
+
+import torch
+
+from . import _fast
+from ._cross_entropy import is_batched, write_over
+from ._fakes import check_inputs
+from ._gradients import apply_of, function
+from ._operators_gen import REDUCTIONS
+
+_NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
+_THIRD = "class weights, which are third in torch, are weight="
+
+_forward_in_parts = _fast.call("cross_entropy_fwd")
+_backward_of_rows = _fast.call("cross_entropy_bwd")
+
+
+def _losses(x, target, logits, weight, ignore_index):
+    """For each row its loss, the maximum and the logarithm of the sum of x, and the weight of its target.
+
+    logits: (..., K), of which target chooses one, or one logit for each row.
+    """
+    _, lse = _forward_in_parts(x, target, None, ignore_index, _NONE, False)
+    high, log_sum = lse[:-1].view(2, *target.shape)
+    target = target.long()
+    by_class = logits.ndim > target.ndim
+    classes = logits.shape[-1] if by_class else None if weight is None else len(weight)
+    column = target.clamp(0, None if classes is None else classes - 1)
+    logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) if by_class else logits
+    scale = torch.ones_like(high) if weight is None else weight[column].to(high.dtype)
+    scale = torch.where(column == target, scale, float("nan")).masked_fill_(target == ignore_index, 0)
+    loss = (scale * (log_sum + (high - logit))).masked_fill_(scale == 0, 0)
+    return loss, high, log_sum, scale
+
+
+def _check(name, tensor, target, x, shapes, per_row):
+    """Refuses a tensor of logits or log-sum-exps that does not fit x."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor; {_THIRD}")
+    fits = tensor.shape[:-1] == target.shape and tensor.ndim == target.ndim + 1 and tensor.shape[-1] >= 1
+    if not fits and not (per_row and tensor.shape == target.shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes}; {_THIRD}")
+    wide = x.dtype == torch.float64
+    if not tensor.is_floating_point() or (tensor.dtype == torch.float64) != wide:
+        expected = "float64" if wide else "float16, bfloat16 or float32"
+        raise TypeError(f"{name} has dtype {str(tensor.dtype)[6:]}, expected {expected} as x is; convert it")
+    if tensor.device != x.device:
+        raise RuntimeError(f"{name} is on {tensor.device}, expected {x.device} as x; move one of them")
+
+
+@torch.compiler.disable
+def with_target_logit(x, target, target_logit, weight, ignore_index):
+    """The loss and the log-sum-exp of each row, without a gradient."""
+    check_inputs("cross_entropy", {"x": x, "target": target})
+    leading = tuple(target.shape)
+    _check("target_logit", target_logit, target, x, f"{leading}, or one dimension more", True)
+    if weight is not None:
+        logits = target_logit
+        if logits.ndim == target.ndim:
+            logits = x.new_empty(()).expand(*leading, len(weight))
+        check_inputs("cross_entropy", {"x": logits, "target": target, "weight": weight})
+    with torch.no_grad():
+        loss, high, log_sum, _ = _losses(x, target, target_logit, weight, ignore_index)
+        return loss, high + log_sum
+
+
+def _forward(ctx, x, partial, target, weight, ignore_index, reduction, inplace_backward):
+    loss, high, log_sum, scale = _losses(partial, target, x, weight, ignore_index)
+    total = scale.sum().view(1)
+    if reduction != _NONE:
+        loss = loss.sum()
+    if reduction == _MEAN:
+        loss /= total[0]
+    ctx.save_for_backward(x, target, torch.cat((high.flatten(), log_sum.flatten(), total)), weight)
+    ctx.set_materialize_grads(False)
+    ctx.options, ctx.inplace_backward = (ignore_index, reduction, False), inplace_backward
+    return loss
+
+
+def _backward(ctx, dloss):
+    dx = None
+    if dloss is not None:
+        x, target, lse, weight = ctx.saved_tensors
+        arguments = target, weight, dloss, lse, *ctx.options
+        if ctx.inplace_backward and not is_batched(dloss):
+            dx = write_over("cross_entropy_bwd_", x, arguments, dloss)
+        else:
+            dx = _backward_of_rows(x, *arguments)
+    return dx, *[None] * 6
+
+
+_apply = apply_of(function("cross_entropy_with_lse_partial", _forward, _backward))
+
+
+@torch.compiler.disable
+def with_lse_partial(x, target, lse_partial, weight, ignore_index, reduction, inplace_backward):
+    """The loss of rows whose log-sum-exp is that of the rows of lse_partial."""
+    check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
+    _check("lse_partial", lse_partial, target, x, f"{tuple(target.shape)} and one dimension more", False)
+    return _apply(x, lse_partial.detach(), target, weight, ignore_index, reduction, inplace_backward)

@@ -1,0 +1,286 @@
+"""Cross-entropy of logits whose classes are divided among the ranks of a torch.distributed group.
+
+The probability of a target is that of its slice among the slices, times its own in the slice. So the loss is
+a cross-entropy over the slices, whose logits are their log-sum-exps, plus one in the slice that has the
+target. gander's operators compute both. Neither is negative, so their sum loses no digits.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import _fast, _ops, _pytorch
+from ._cross_entropy import is_batched, write_over
+from ._fakes import check_inputs
+from ._gradients import apply_of, function
+from ._operators_gen import REDUCTIONS, Reduction
+from ._sharding import is_dtensor
+
+__all__ = ["cross_entropy"]
+
+_NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
+_IGNORED = -1  # the owner of an ignored row
+
+_forward_by_row = _fast.call("cross_entropy_fwd_lse")
+_forward_in_parts = _fast.call("cross_entropy_fwd")
+_backward_of_slice = _fast.call("cross_entropy_bwd_slice")
+
+
+@torch.compiler.disable
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    inplace_backward: bool = False,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """gander.cross_entropy of logits of which each rank of a group holds a slice of the classes.
+
+    The slices lie in the order of the group's ranks. Targets count all classes. All ranks return the same
+    loss.
+    x: (..., n), this rank's slice, of float16, bfloat16 or float32 (on the CPU also float64), any strides. n
+    may differ between ranks, and may be 0.
+    target: x.shape[:-1], int32 or int64, the same on all ranks. A target that is not in any slice makes the
+    loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
+    group: a process group of torch.distributed, by default the whole world.
+    weight: (n), the weights of this rank's classes, or None on all ranks.
+    ignore_index, reduction: as in gander.cross_entropy.
+    inplace_backward: backward writes the gradient over x, which must not be used afterwards.
+    sizes: the n of all ranks. By default the ranks exchange them in the first call with a group and a shape.
+    A rank cannot see that only another rank's n is new. So pass sizes if slices differ in size and a group is
+    used for several numbers of classes.
+
+    A call does one all-gather, of 12 bytes per row and rank (16 with a weight, twice that for float64), and
+    makes no float32 copy of the logits. Backward does no communication: the gradient of the loss must be the
+    same on all ranks. The first call with a group and a shape also compares shapes, dtypes and options, which
+    is another, small all-gather and waits for the device. Do it before a CUDA graph is captured.
+    torch.compile breaks its graph at the call.
+    Returns the loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
+    Raises TypeError (dtype), ValueError (shape, reduction, what differs between ranks), RuntimeError (device,
+    driver, memory). What is wrong with a rank's own arguments it refuses before any communication. The other
+    ranks then wait for it until torch's timeout.
+    """
+    code = _ops._code("reduction", reduction, REDUCTIONS)
+    for name, value in ("x", x), ("target", target), ("weight", weight):
+        if is_dtensor(value):
+            raise TypeError(
+                f"{name} is a DTensor, expected this rank's slice; pass {name}.to_local(), or DTensors to "
+                "gander.cross_entropy"
+            )
+        if not isinstance(value, Tensor) and (value is not None or name != "weight"):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    slices = _agreed(x, target, group, weight, ignore_index, code, sizes)
+    return of_slices(x, target, weight, slices, ignore_index, code, inplace_backward)
+
+
+def of_slices(x, target, weight, slices, ignore_index, reduction, inplace_backward=False) -> Tensor:
+    """The loss, from arguments that have been checked."""
+    if _ops._debug:
+        _ops._check_targets(sum(slices.sizes), target, ignore_index)
+    try:
+        return _apply(x, target, weight, slices, ignore_index, reduction, bool(inplace_backward))
+    except RuntimeError as error:
+        raise _pytorch.explained(error) from None
+
+
+def of_mesh(x, target, weight, mesh, dim, classes, ignore_index, reduction) -> Tensor:
+    """The loss of this rank's part of a DTensor whose classes are sharded on a dimension of a mesh.
+
+    weight: the weights of all classes. DTensor knows the shapes of all parts, so they are not compared.
+    """
+    group, ranks = mesh.get_group(dim), mesh.size(dim)
+    size = -(-classes // ranks)  # as torch.chunk divides them
+    sizes = tuple(min(size, max(0, classes - size * rank)) for rank in range(ranks))
+    slices, n = Slices(group, dist.get_rank(group), sizes), x.shape[-1]
+    if n != sizes[slices.rank]:
+        raise ValueError(
+            f"x has {n} of {classes} classes on rank {slices.rank}, expected {sizes[slices.rank]}, as "
+            "distribute_tensor shards them; call gander.distributed.cross_entropy"
+        )
+    if weight is not None:
+        if weight.shape != (classes,):
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({classes},)")
+        weight = weight[slices.first :][:n]
+    _check(x, target, weight)
+    return of_slices(x, target, weight, slices, ignore_index, reduction)
+
+
+# ---- What all ranks have to agree on ----
+
+
+class Slices(NamedTuple):
+    """The slices of all ranks."""
+
+    group: dist.ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+
+_seen: WeakKeyDictionary[dist.ProcessGroup, dict] = WeakKeyDictionary()
+
+_TEXT = 504  # bytes that describe a rank's arguments to the others
+
+
+def _agreed(x, target, group, weight, ignore_index, reduction, sizes) -> Slices:
+    """The slices of all ranks, after a comparison of all ranks' arguments in the first call of this kind."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"group is {group}, expected a group of which this process is a member")
+    group = group or dist.group.WORLD
+    sizes = None if sizes is None else tuple(map(int, sizes))
+    tensors = (x, target) if weight is None else (x, target, weight)
+    key = *((t.shape, t.dtype, t.device) for t in tensors), ignore_index, reduction, sizes
+    seen = _seen.setdefault(group, {})
+    if key not in seen:
+        _check(x, target, weight)
+        n = x.shape[-1]
+        if sizes is not None and (len(sizes) != ranks or min(sizes) < 0 or sizes[rank] != n):
+            raise ValueError(
+                f"sizes is {sizes}, expected {ranks} numbers, one for each rank of the group, and {n}, this "
+                f"rank's number of classes, at {rank}"
+            )
+        weights = "no weight" if weight is None else f"weights of {weight.dtype}"
+        text = (
+            f"rows {tuple(target.shape)} of {x.dtype}, targets of {target.dtype}, {weights}, "
+            f"ignore_index {ignore_index}, reduction {REDUCTIONS[reduction]}, sizes {sizes}"
+        )
+        seen[key] = Slices(group, rank, _compared(n, text, group, ranks, x.device))
+    return seen[key]
+
+
+def _check(x, target, weight):
+    """Refuses what this rank can see."""
+    if x.ndim and x.shape[-1] == 0:  # the operators refuse that
+        if weight is not None and weight.shape != (0,):
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (0,): x has no columns")
+        x, weight = x.new_empty((*x.shape[:-1], 1)), None
+    check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
+
+
+def _compared(n, text, group, ranks, device):
+    """The numbers of classes of all ranks, whose texts must be the same."""
+    mine = n.to_bytes(8, "little") + text.encode()[:_TEXT].ljust(_TEXT)
+    mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    every = mine.new_empty(ranks * mine.numel())
+    dist.all_gather_into_tensor(every, mine, group=group)
+    every = [bytes(row) for row in every.view(ranks, -1).tolist()]
+    texts = [row[8:].decode(errors="replace").rstrip() for row in every]
+    for rank, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            raise ValueError(
+                f"rank 0 passes {texts[0]}, rank {rank} passes {theirs}; expected the same rows, targets and "
+                "options on all ranks of the group"
+            )
+    sizes = tuple(int.from_bytes(row[:8], "little") for row in every)
+    if not any(sizes):
+        raise ValueError("x has no classes on any rank, expected one class or more in all; skip the call")
+    return sizes
+
+
+# ---- The loss and its gradient ----
+
+
+@functools.lru_cache(256)
+def _table(sizes, ignore_index, device, dtype):
+    """Bounds of intervals of targets, and for each interval the rank that owns it and its rows' weight."""
+    ends = [*accumulate(sizes)]
+    bounds = {0, *ends}
+    bounds |= {bound for bound in (ignore_index, ignore_index + 1) if bound < 2**63}
+    bounds = sorted(bounds)
+    owners, weights = [], []
+    for first in (-(2**63), *bounds):  # an interval of targets begins here
+        inside = 0 <= first < ends[-1]
+        ignored = first == ignore_index
+        owners.append(_IGNORED if ignored else bisect_right(ends, first) if inside else len(sizes))
+        weights.append(0.0 if ignored else 1.0 if inside else float("nan"))
+    return (
+        torch.tensor(bounds, device=device),
+        torch.tensor(owners, device=device),
+        torch.tensor(weights, device=device, dtype=dtype),
+    )
+
+
+def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_backward):
+    n, rows, ranks = x.shape[-1], target.numel(), len(slices.sizes)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    target = target.long().contiguous()
+    # Counted from this slice. Integers wrap around, so that ignore_index stays distinct.
+    local = target - slices.first
+    ignored = (ignore_index - slices.first + 2**63) % 2**64 - 2**63
+
+    # Of each row this slice's maximum and logarithm of the sum; where it has the target, the loss within the
+    # slice, else 0; and the weight of the target's class, else 0.
+    if n:
+        loss, lse = _forward_in_parts(x, local, None, ignored, _NONE, False)
+        # The loss is NaN if the target is in another slice. It is also NaN if the slice is all -inf. Then
+        # the loss over the slices is already infinite.
+        parts = [lse[:-1], loss.nan_to_num_(0.0, float("inf")).view(-1)]
+        if weight is not None:
+            column = local.clamp(0, n - 1)
+            parts.append(torch.where(column == local, weight[column], 0).view(-1))
+    else:
+        zeros = x.new_zeros((1 if weight is None else 2) * rows, dtype=dtype)
+        parts = [zeros.new_full((2 * rows,), float("-inf")), zeros]
+    mine = torch.cat(parts)
+    every = mine.new_empty(ranks, 3 if weight is None else 4, rows)
+    if rows:
+        dist.all_gather_into_tensor(every.view(-1), mine, group=slices.group)
+
+    # Over the slices.
+    bounds, owners, weights = _table(slices.sizes, ignore_index, x.device, dtype)
+    interval = torch.bucketize(target.view(-1), bounds, right=True)
+    scale = weights[interval]
+    high = every[:, 0].amax(0)
+    logits = every.new_empty(rows, ranks)
+    torch.add(every[:, 0] - high, every[:, 1], out=logits.t())
+    loss, log_sum = _forward_by_row(logits, owners[interval], None, _IGNORED, False)
+    within = every[:, 2:].sum(0)
+    loss += within[0]
+    if weight is not None:
+        scale *= within[1]
+        without = scale == 0
+        loss = (loss * scale).masked_fill_(without, 0)
+        local = local.masked_fill(without.view_as(local), ignored)  # backward ignores the row too
+    total = scale.sum(0, keepdim=True) if reduction == _MEAN else scale[:1]
+    loss = loss.view_as(target) if reduction == _NONE else loss.sum()
+    if reduction == _MEAN:
+        loss /= total[0]
+    ctx.save_for_backward(x, local, scale.view_as(target), torch.cat((high, log_sum, total)))
+    ctx.set_materialize_grads(False)
+    ctx.options = ignored, _MEAN if reduction == _MEAN else _NONE, False
+    ctx.inplace_backward = inplace_backward
+    return loss
+
+
+def _backward(ctx, dloss):
+    dx = None
+    if dloss is not None:
+        x, local, scale, lse = ctx.saved_tensors
+        arguments = local, None, dloss * scale, lse, *ctx.options
+        if not x.numel():
+            dx = torch.zeros_like(x)
+        elif ctx.inplace_backward and not is_batched(dloss):
+            dx = write_over("cross_entropy_bwd_slice_", x, arguments, dloss)
+        else:
+            dx = _backward_of_slice(x, *arguments)
+    return dx, None, None, None, None, None, None
+
+
+_apply: Any = apply_of(function("cross_entropy_of_slices", _forward, _backward))

@@ -1,0 +1,96 @@
+"""Cross-entropy of which each rank holds a slice of the classes: the kernels, and a call with NCCL."""
+
+import subprocess
+import sys
+
+import gander
+import pytest
+import torch
+from grid import DTYPES, Inputs, name, same_bits
+
+
+@pytest.mark.parametrize("n", [5, 256, 4099, 50257, 262144])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_backward_of_slices(dtype, n):
+    """The gradients of slices are slices of the gradient, to the bit."""
+    a = Inputs(12, n, dtype)
+    target = torch.randint(n, (12,), device="cuda")
+    target[3], target[4:6] = -100, n - 1
+    dloss = torch.rand(12, device="cuda")
+    _, lse = gander.cross_entropy_fwd(a.x, target, return_lse=True)
+    want = gander.cross_entropy_bwd(a.x, target, dloss, lse)
+    for cut in 1, n // 2, n - 1:
+        for first, end in (0, cut), (cut, n):
+            for part in a.x[:, first:end], a.x[:, first:end].contiguous():
+                options = lse, -100 - first, 0, False
+                dx = torch.ops.gander.cross_entropy_bwd_slice(part, target - first, None, dloss, *options)
+                assert same_bits(dx, want[:, first:end].contiguous())
+                part = part.clone()
+                torch.ops.gander.cross_entropy_bwd_slice_(part, target - first, None, dloss, *options)
+                assert same_bits(part, dx)
+    weight = torch.full((n,), 2.0, device="cuda")
+    dx = torch.ops.gander.cross_entropy_bwd_slice(
+        a.x, target - n, weight, dloss, lse, -100 - n, 0, False
+    )  # all targets are in another slice
+    softmax = (a.x.double() - lse[:, None]).exp() * dloss[:, None]
+    softmax[3] = 0
+    tolerance = torch.finfo(dtype).eps
+    torch.testing.assert_close(dx.double(), softmax, rtol=4 * max(tolerance, 2e-5), atol=tolerance)
+
+
+RANK = """
+import sys, torch, gander
+import torch.distributed as dist
+rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+torch.cuda.set_device(rank)
+device = torch.device("cuda", rank)
+dist.init_process_group("nccl", rank=rank, world_size=ranks, store=dist.FileStore(sys.argv[3], ranks))
+torch.manual_seed(0)
+for dtype, m, n in (torch.bfloat16, 512, 32000), (torch.float32, 7, 1001), (torch.float16, 3, 129):
+    x, target = (torch.randn(m, n) * 3).to(device, dtype), torch.randint(n, (m,)).to(device)
+    weight = torch.rand(n).to(device) + 0.5
+    target[1] = -100
+    sizes = [part.numel() for part in torch.arange(n).tensor_split(ranks)]
+    first = sum(sizes[:rank])
+    cut = slice(first, first + sizes[rank])
+    for reduction in "mean", "sum", "none":
+        for w in None, weight:
+            whole, part = x.clone().requires_grad_(), x[:, cut].clone().requires_grad_()
+            want = gander.cross_entropy(whole, target, weight=w, reduction=reduction)
+            def call():
+                return gander.distributed.cross_entropy(
+                    part, target, weight=None if w is None else w[cut], reduction=reduction
+                )
+            loss = call()
+            torch.testing.assert_close(loss, want)
+            upstream = torch.rand(want.shape).to(device)
+            (dx,) = torch.autograd.grad(loss, part, upstream)
+            (expected,) = torch.autograd.grad(want, whole, upstream)
+            torch.testing.assert_close(dx, expected[:, cut])
+    with torch.no_grad():  # nothing waits for the device, so a graph can capture the call
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, loss)
+dist.destroy_process_group()
+"""
+
+
+def test_nccl(tmp_path):
+    """One rank on each GPU, up to 4."""
+    count = min(torch.cuda.device_count(), 4)
+    command = sys.executable, "-c", RANK
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(count), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(count)
+    ]
+    try:
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * count, errors

@@ -1,0 +1,641 @@
+"""gander.distributed on the CPU, with gloo: each job runs on all ranks of a pool of processes.
+
+The result is compared with that of gander.cross_entropy, which gets all classes.
+"""
+
+import datetime
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from itertools import accumulate
+from multiprocessing.connection import wait
+
+import gander
+import pytest
+import torch
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch has no torch.distributed with gloo", allow_module_level=True)
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+TIMEOUT = 300
+SIZES = {2: (5, 12), 3: (7, 1, 9), 4: (4, 0, 8, 5)}
+INF, NAN = float("inf"), float("nan")
+
+
+# ---- Processes ----
+
+
+def _serve(rank, ranks, store, pipe):
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", None, timeout, ranks, rank, dist.FileStore(store, ranks))
+    while (job := pipe.recv()) is not None:
+        function, arguments = job
+        torch.manual_seed(0)
+        try:
+            function(*arguments)
+            pipe.send(None)
+        except Exception:
+            pipe.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+class Pool:
+    def __init__(self, ranks):
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe()
+            store = os.path.join(self.folder.name, "store")
+            process = context.Process(target=_serve, args=(rank, ranks, store, theirs), daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, function, arguments):
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        waiting, failures, timeout = [*self.pipes], [], TIMEOUT
+        while waiting:
+            ready = wait(waiting, timeout)
+            if not ready:
+                return failures or [f"no answer within {TIMEOUT} seconds"]
+            for pipe in ready:
+                waiting.remove(pipe)
+                failures += filter(None, [pipe.recv()])
+            if failures:
+                timeout = 5  # the others may wait for the rank that has failed
+        return failures
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+        self.folder.cleanup()
+
+
+_pools: dict = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pools():
+    yield
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def on_all(ranks, function, *arguments):
+    """Runs function(*arguments) on each rank. A pool in which a job has failed is not used again."""
+    if ranks not in _pools:
+        _pools[ranks] = Pool(ranks)
+    failures = _pools[ranks].run(function, arguments)
+    if failures:
+        pool = _pools.pop(ranks)
+        for process in pool.processes:
+            process.kill()
+        pytest.fail("\n".join(failures))
+
+
+# ---- What the jobs share ----
+
+
+def bounds(sizes):
+    rank = dist.get_rank()
+    end = [*accumulate(sizes)][rank]
+    return end - sizes[rank], end
+
+
+def example(sizes, leading=(6,), dtype=torch.float32, scale=3.0):
+    """Logits of all classes, targets of which the second is ignored, and class weights. The same on all
+    ranks."""
+    n = sum(sizes)
+    x = (torch.randn(*leading, n, dtype=torch.float64) * scale).to(dtype)
+    target = torch.randint(n, leading)
+    if target.numel() > 1:
+        target.view(-1)[1] = -100
+    return x, target, (torch.rand(n, dtype=torch.float64) + 0.5).to(dtype)
+
+
+def mine(tensor, sizes):
+    """This rank's slice of the last dimension."""
+    first, end = bounds(sizes)
+    return tensor[..., first:end]
+
+
+def both(x, target, sizes, weight=None, upstream=None, **options):
+    """Loss and gradient: those of gander.distributed, and this rank's part of those of all classes."""
+    results = []
+    for call, cut in (
+        (gander.distributed.cross_entropy, lambda tensor: mine(tensor, sizes)),
+        (gander.cross_entropy, lambda tensor: tensor),
+    ):
+        leaf = cut(x).detach().clone().requires_grad_()
+        loss = call(leaf, target, weight=None if weight is None else cut(weight), **options)
+        given = torch.ones_like(loss) if upstream is None else upstream
+        (dx,) = torch.autograd.grad(loss, leaf, given)
+        results.append((loss.detach(), dx))
+    (loss, dx), (expected, all_dx) = results
+    return loss, dx, expected, mine(all_dx, sizes)
+
+
+def check(*arguments, **options):
+    loss, dx, expected, expected_dx = both(*arguments, **options)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    torch.testing.assert_close(dx, expected_dx, equal_nan=True)
+    every = loss.new_empty(dist.get_world_size(), *loss.shape)
+    dist.all_gather_into_tensor(every.view(-1), loss.view(-1))
+    assert all(torch.equal(row.nan_to_num(7), loss.nan_to_num(7)) for row in every), "the same on all ranks"
+    return loss, dx
+
+
+class Collectives:
+    """Counts the all-gathers and the bytes that this rank sends, and all calls of other collectives."""
+
+    def __enter__(self):
+        self.sent, self.others = [], []
+        self._gather = dist.all_gather_into_tensor
+
+        def gather(output, given, *arguments, **options):
+            self.sent.append(given.numel() * given.element_size())
+            return self._gather(output, given, *arguments, **options)
+
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        dist.all_gather_into_tensor = gather
+        self._mode = CommDebugMode()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._mode.__exit__(*error)
+        dist.all_gather_into_tensor = self._gather
+        assert self._mode.get_total_counts() == len(self.sent), self._mode.get_comm_counts()
+
+
+def refused(kind, match, *arguments, collectives=0, **options):
+    with Collectives() as counted, pytest.raises(kind, match=match):
+        gander.distributed.cross_entropy(*arguments, **options)
+    assert len(counted.sent) == collectives
+
+
+# ---- Values ----
+
+
+def _values(sizes, dtype):
+    for leading in (), (3, 0), (2, 3), (300,):
+        x, target, weight = example(sizes, leading, dtype)
+        for reduction in "mean", "sum", "none":
+            for w in None, weight:
+                upstream = torch.randn(leading if reduction == "none" else (), dtype=torch.float64)
+                upstream = upstream.to(torch.float64 if dtype == torch.float64 else torch.float32)
+                check(x, target, sizes, weight=w, upstream=upstream, reduction=reduction)
+    check(x, target.int(), sizes, weight=weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ranks", SIZES)
+def test_values(ranks, dtype):
+    on_all(ranks, _values, SIZES[ranks], dtype)
+
+
+def _accuracy(sizes):
+    """Of the loss of confident rows, and of large logits, against float64."""
+    x, target, _ = example(sizes, (500,))
+    for shift in 0, 1000, -30000:
+        logits = x + shift
+        logits[torch.arange(500), target.clamp(0)] = logits.amax(1) + torch.linspace(0, 16, 500)
+        want = gander.cross_entropy(logits.double(), target, reduction="none")
+        whole = gander.cross_entropy(logits, target, reduction="none")
+        got = gander.distributed.cross_entropy(mine(logits, sizes), target, reduction="none")
+        assert (got - want).abs().max() <= 2 * (whole - want).abs().max() + 2e-7
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_accuracy(ranks):
+    on_all(ranks, _accuracy, SIZES[ranks])
+
+
+def _special_rows(sizes):
+    last = sum(sizes) - 1
+    x, _, weight = example(sizes, (12,))
+    first, end = accumulate((0, sizes[0]))
+    target = torch.full((12,), last)
+    x[0, first:end] = -INF  # a slice of -inf
+    x[1, first:end], target[1] = -INF, 0  # and the target in it: the loss is inf
+    x[2, 0], target[2] = -INF, 0
+    x[3] = -INF
+    x[4, last] = NAN
+    x[5, 0] = NAN
+    x[6, 0] = INF
+    x[7, last] = INF
+    x[8], target[8] = NAN, -100
+    x[9, 0], target[9] = INF, -100
+    x[10, :last] = -INF
+    x[11, 0], x[11, 1:], target[11] = 3e38, -3e38, 0
+    for reduction in "none", "sum", "mean":
+        for w in None, weight:
+            check(x, target, sizes, weight=w, reduction=reduction)
+    loss, dx = check(x, target, sizes, reduction="none")
+    assert loss[1] == loss[2] == INF and loss[10] == loss[11] == 0
+    assert torch.equal(dx[8:10], torch.zeros_like(dx[8:10]))
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_special_rows(ranks):
+    on_all(ranks, _special_rows, SIZES[ranks])
+
+
+def _rows_that_do_not_count(sizes):
+    last = sum(sizes) - 1
+    x, target, weight = example(sizes)
+    weight[last] = 0
+    target[2:4] = last
+    x[3] = NAN
+    for ignore_index in -100, 0, last, 2**63 - 1, -(2**63), -(2**31), 1 << 40:
+        target[0] = ignore_index
+        for reduction in "none", "sum", "mean":
+            check(x, target, sizes, weight=weight, ignore_index=ignore_index, reduction=reduction)
+    target[0] = -(2**31)
+    check(x, target.int(), sizes, weight=weight, ignore_index=-(2**31), reduction="none")
+    for every in torch.full((6,), -100), torch.full((6,), last):  # no row counts
+        for reduction in "none", "sum", "mean":
+            loss, dx = check(x, every, sizes, weight=weight, reduction=reduction)
+            assert torch.equal(dx, torch.zeros_like(dx))
+    assert loss.isnan()
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_rows_that_do_not_count(ranks):
+    on_all(ranks, _rows_that_do_not_count, SIZES[ranks])
+
+
+def _targets_that_are_no_classes(sizes):
+    x, target, weight = example(sizes)
+    for bad in -1, -99, sum(sizes), 2**31 - 1, -(2**31), 2**63 - 1, -(2**63):
+        target[3] = bad
+        for w in None, weight:
+            loss, dx = check(x, target, sizes, weight=w, reduction="none")
+            assert loss.isnan().tolist() == [row == 3 for row in range(6)]
+            assert (
+                dx.isnan().all(1).tolist() == [row == 3 and dx.numel() > 0 for row in range(6)]
+                or not dx.numel()
+            )
+            check(x, target, sizes, weight=w, reduction="sum")
+            loss, dx = check(x, target, sizes, weight=w)
+            assert loss.isnan() and dx[[0, 2, 3, 4, 5]].isnan().all() and not dx[1].isnan().any()
+    gander.set_debug(True)
+    try:
+        refused(
+            IndexError, f"target has the class {bad}, expected 0 to {sum(sizes) - 1}", mine(x, sizes), target
+        )
+    finally:
+        gander.set_debug(False)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_targets_that_are_no_classes(ranks):
+    on_all(ranks, _targets_that_are_no_classes, SIZES[ranks])
+
+
+# ---- Autograd ----
+
+
+def _layouts(sizes):
+    """Megatron's (s, b, v / tp), and rows that lie apart."""
+    for shape in (3, 2), (2, 3, 2):
+        x, target, weight = example(sizes, shape)
+        moved = x.transpose(0, 1), target.transpose(0, 1)
+        check(*moved, sizes, weight=weight, reduction="none", upstream=torch.rand(moved[1].shape))
+        check(*moved, sizes, reduction="none", upstream=torch.rand(target.shape).transpose(0, 1))
+        part = mine(x, sizes)  # its rows lie apart
+        loss = gander.distributed.cross_entropy(part, target)
+        torch.testing.assert_close(loss, gander.cross_entropy(x, target))
+
+
+def _backward(sizes):
+    x, target, weight = example(sizes)
+    part, w = mine(x, sizes).clone().requires_grad_(), mine(weight, sizes)
+    whole = x.clone().requires_grad_()
+    for reduction in "mean", "none":
+        loss = gander.distributed.cross_entropy(part, target, weight=w, reduction=reduction)
+        theirs = gander.cross_entropy(whole, target, weight=weight, reduction=reduction)
+        for _ in range(2):
+            upstream = torch.randn(loss.shape)
+            (dx,) = torch.autograd.grad(loss, part, upstream, retain_graph=True)
+            (expected,) = torch.autograd.grad(theirs, whole, upstream, retain_graph=True)
+            torch.testing.assert_close(dx, mine(expected, sizes))
+        (dx,) = torch.autograd.grad(loss, part, upstream.expand(2, *upstream.shape), is_grads_batched=True)
+        torch.testing.assert_close(dx, mine(expected, sizes).expand(2, -1, -1))
+    loss = gander.distributed.cross_entropy(part, target)
+    if part.numel():
+        (dx,) = torch.autograd.grad(loss, part, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+            dx.sum().backward()
+    assert not gander.distributed.cross_entropy(part.detach(), target).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(gander.distributed.cross_entropy(part, target), loss)
+
+
+def _in_place(sizes):
+    x, target, weight = example(sizes)
+    _, dx, _, expected = both(x, target, sizes, weight=weight)
+    leaf = mine(x, sizes).clone().requires_grad_()
+    part = leaf * 1
+    gander.distributed.cross_entropy(
+        part, target, weight=mine(weight, sizes), inplace_backward=True
+    ).backward()
+    assert torch.equal(leaf.grad, dx) and torch.equal(part, dx)
+    torch.testing.assert_close(dx, expected)
+    part = leaf * 1
+    loss = gander.distributed.cross_entropy(part, target, inplace_backward=True)
+    loss.backward(retain_graph=True)
+    if part.numel():
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def _checkpoints(sizes):
+    x, target, _ = example(sizes)
+    _, dx, _, _ = both(x, target, sizes)
+    for reentrant in True, False:
+        leaf = mine(x, sizes).clone().requires_grad_()
+        checkpoint(
+            lambda part: gander.distributed.cross_entropy(part * 1, target), leaf, use_reentrant=reentrant
+        ).backward()
+        assert torch.equal(leaf.grad, dx)
+
+
+def _compiled(sizes):
+    x, target, _ = example(sizes)
+    loss, dx, _, _ = both(x, target, sizes)
+    compiled = torch.compile(
+        lambda part: gander.distributed.cross_entropy(part * 1, target) * 1, backend="eager"
+    )
+    for _ in range(2):
+        leaf = mine(x, sizes).clone().requires_grad_()
+        got = compiled(leaf)
+        got.backward()
+        assert torch.equal(got, loss) and torch.equal(leaf.grad, dx)
+
+
+@pytest.mark.parametrize("job", [_layouts, _backward, _in_place, _checkpoints, _compiled])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients(ranks, job):
+    on_all(ranks, job, SIZES[ranks])
+
+
+# ---- Communication ----
+
+
+def _communication(sizes):
+    x, target, weight = example(sizes, (11,))
+    for dtype, size in (torch.bfloat16, 4), (torch.float64, 8):
+        for w in None, weight.to(dtype):
+            part = mine(x, sizes).to(dtype).requires_grad_()
+            w = None if w is None else mine(w, sizes)
+            for calls in 2, 1, 1:  # the first also compares
+                with Collectives() as counted:
+                    loss = gander.distributed.cross_entropy(part, target, weight=w)
+                assert len(counted.sent) == calls
+                assert counted.sent[-1] == 11 * size * (3 if w is None else 4)
+                with Collectives() as counted:
+                    loss.backward()
+                assert counted.sent == []
+    with Collectives() as counted:  # another shape
+        gander.distributed.cross_entropy(part[:0], target[:0], weight=w)
+    assert len(counted.sent) == 1  # there are no rows to gather
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_communication(ranks):
+    on_all(ranks, _communication, SIZES[ranks])
+
+
+def _groups():
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group([*range(1, ranks)])
+    x, target, _ = example(SIZES[ranks])
+    if rank == 0:
+        refused(ValueError, "expected a group of which this process is a member", x, target, group)
+    else:
+        first, end = rank * 2 - 2, rank * 2
+        loss = gander.distributed.cross_entropy(x[:, first:end], target.clamp(max=3), group)
+        expected = gander.cross_entropy(x[:, : 2 * ranks - 2], target.clamp(max=3))
+        torch.testing.assert_close(loss, expected)
+    alone = [dist.new_group([other]) for other in range(ranks)][rank]
+    torch.testing.assert_close(
+        gander.distributed.cross_entropy(x, target, alone), gander.cross_entropy(x, target)
+    )
+
+
+def test_groups():
+    on_all(3, _groups)
+
+
+def _sizes():
+    """Rank 0 cannot see that the other rank's slice has another size."""
+    rank = dist.get_rank()
+    for sizes in (3, 2), (3, 5), (3, 2):
+        x, target, _ = example(sizes)
+        with Collectives() as counted:
+            loss = gander.distributed.cross_entropy(mine(x, sizes), target, sizes=sizes)
+        torch.testing.assert_close(loss, gander.cross_entropy(x, target))
+    assert len(counted.sent) == 1
+    for wrong in (3,), (3, 3), (2, 2), (4, -1):
+        if rank < len(wrong) and wrong[rank] == x.shape[-1]:
+            continue
+        if len(wrong) == 1 or wrong[rank] != sizes[rank]:
+            refused(ValueError, r"sizes is .*, expected 2 numbers", mine(x, sizes), target, sizes=wrong)
+
+
+def test_sizes():
+    on_all(2, _sizes)
+
+
+# ---- DTensors ----
+
+
+def _dtensors(shape, rows, classes):
+    """rows: the placements of the rows on the mesh, whose last dimension shards the classes."""
+    from torch.distributed.tensor import (
+        DTensor,
+        Partial,
+        Replicate,
+        Shard,
+        distribute_tensor,
+        init_device_mesh,
+    )
+
+    mesh = init_device_mesh("cpu", shape)
+    x, target, weight = example((classes,), (4, 3))
+    places = [*rows, Shard(2)]
+    by_row = [*rows, Replicate()]
+    replicated = [Replicate()] * len(places)
+    whole = x.clone().requires_grad_()
+    logits = distribute_tensor(x, mesh, places).requires_grad_()
+    targets, weights = distribute_tensor(target, mesh, by_row), distribute_tensor(weight, mesh, replicated)
+    sharded = any(place.is_shard() for place in rows)
+    for call in gander.cross_entropy, torch.ops.gander.cross_entropy:
+        for w, ws in (None, None), (weight, weights):
+            for code, reduction in enumerate(("none", "mean", "sum")):
+                option = reduction if call is gander.cross_entropy else code
+                if sharded and reduction == "mean":
+                    with pytest.raises(NotImplementedError, match="a mean over sharded rows"):
+                        call(logits, targets, weight=ws, reduction=option)
+                    continue
+                expected = gander.cross_entropy(whole, target, weight=w, reduction=reduction)
+                with Collectives() as counted:
+                    loss = call(logits, targets, weight=ws, reduction=option)
+                assert len(counted.sent) == 1
+                kind = by_row if reduction == "none" else [Partial() if p.is_shard() else p for p in by_row]
+                assert [*loss.placements] == kind and loss.shape == expected.shape
+                upstream = torch.rand_like(expected)
+                up = distribute_tensor(upstream, mesh, by_row if reduction == "none" else replicated)
+                with Collectives() as counted:
+                    (dx,) = torch.autograd.grad(loss, logits, up)
+                assert counted.sent == [] and [*dx.placements] == places
+                torch.testing.assert_close(loss.full_tensor(), expected)
+                want = torch.autograd.grad(expected, whole, upstream)[0]
+                torch.testing.assert_close(dx.full_tensor(), want)
+                with torch.no_grad():
+                    assert torch.equal(
+                        call(logits, targets, weight=ws, reduction=option).to_local(), loss.to_local()
+                    )
+    if not sharded:  # a plain target is the same on all ranks, as in torch's loss_parallel
+        torch.testing.assert_close(
+            gander.cross_entropy(logits, target).to_local(), gander.cross_entropy(x, target)
+        )
+    with (
+        torch.inference_mode(),
+        pytest.raises(NotImplementedError, match=r"need torch\.no_grad, not inference_mode"),
+    ):
+        gander.cross_entropy(logits, targets)
+    with pytest.raises(NotImplementedError, match=r"weight has placements .* expected .*Replicate"):
+        gander.cross_entropy(
+            logits,
+            targets,
+            weight=distribute_tensor(weight, mesh, [*replicated[1:], Shard(0)]),
+            reduction="sum",
+        )
+    with pytest.raises(TypeError, match="x is a DTensor, expected this rank's slice"):
+        gander.distributed.cross_entropy(logits, target)
+    with pytest.raises(ValueError, match=r"target has shape"):
+        gander.cross_entropy(logits, distribute_tensor(target[:, :2], mesh, by_row), reduction="sum")
+    part = logits.to_local().detach()
+    if part.shape[-1] > 1 and classes % mesh.size(len(shape) - 1):
+        wrong = DTensor.from_local(
+            part[..., 1:], mesh, places, shape=x.shape, stride=x.stride(), run_check=False
+        )
+        with pytest.raises(ValueError, match=f"classes on rank .*, expected {part.shape[-1]}"):
+            gander.cross_entropy(wrong, targets, reduction="sum")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_dtensors(ranks):
+    for classes in 12, 2 * ranks + 1, 2:
+        on_all(ranks, _dtensors, (ranks,), (), classes)
+
+
+def test_dtensors_on_two_dimensions():
+    from torch.distributed.tensor import Replicate, Shard
+
+    for place in Shard(0), Shard(1), Replicate():
+        on_all(4, _dtensors, (2, 2), (place,), 7)
+
+
+# ---- Refusals ----
+
+
+def _refusals():
+    x, target, weight = torch.randn(4, 6), torch.zeros(4, dtype=torch.int64), torch.ones(6)
+    refused(ValueError, r"target has shape \(3,\), expected \(4,\)", x, target[:3])
+    refused(ValueError, r"target has shape \(1, 4\), expected \(4,\)", x, target[None])
+    refused(TypeError, "target has dtype float32, expected int32 or int64", x, target.float())
+    refused(TypeError, "x has dtype int64, expected float16", x.long(), target)
+    refused(ValueError, "x has rank 0", x[0, 0], target[0])
+    refused(RuntimeError, "target is on meta, expected cpu as x", x, target.to("meta"))
+    refused(ValueError, r"weight has shape \(5,\).* expected 6", x, target, weight=weight[:5])
+    refused(ValueError, r"weight has shape \(6,\), expected \(0,\)", x[:, :0], target, weight=weight)
+    refused(TypeError, "weight has dtype float64, expected float16", x, target, weight=weight.double())
+    refused(TypeError, "x is a list, expected a torch.Tensor", [1.0], target)
+    refused(TypeError, "weight is a list, expected a torch.Tensor", x, target, weight=[1.0])
+    refused(ValueError, "reduction is 'avg', expected 'none', 'mean' or 'sum'", x, target, reduction="avg")
+
+
+def _differences():
+    """All ranks refuse what differs between them, and can go on."""
+    rank = dist.get_rank()
+    x, target, weight = torch.randn(4, 6), torch.zeros(4, dtype=torch.int64), torch.ones(6)
+    k = 4 + rank
+    refused(
+        ValueError,
+        r"rank 0 passes rows \(4,\) of torch.float32, .*, rank 1 passes rows \(5,\) of torch.float32, .*; "
+        "expected the same rows",
+        torch.randn(k, 6),
+        torch.zeros(k, dtype=torch.int64),
+        collectives=1,
+    )
+    for different in (
+        (x.view(2, 2, 6), target.view(2, 2), {}),
+        (x.half(), target, {}),
+        (x, target.int(), {}),
+        (x, target, {"weight": weight}),
+        (x, target, {"ignore_index": 0}),
+        (x, target, {"reduction": "sum"}),
+        (x, target, {"sizes": (6, 6)}),
+    ):
+        *tensors, options = different if rank else (x, target, {})
+        refused(ValueError, "expected the same rows, targets and options", *tensors, collectives=1, **options)
+    refused(ValueError, "x has no classes on any rank", x[:, :0], target, collectives=1)
+    torch.manual_seed(0)  # the ranks have drawn different numbers
+    check(torch.randn(4, 12), target, (6, 6))
+
+
+@pytest.mark.parametrize("job", [_refusals, _differences])
+def test_refusals(job):
+    on_all(2, job)
+
+
+DYING = """
+import sys, datetime, torch, gander
+import torch.distributed as dist
+rank, x, target = int(sys.argv[1]), torch.randn(4, 6), torch.zeros(4, dtype=torch.int64)
+timeout = datetime.timedelta(seconds=60)
+dist.init_process_group("gloo", None, timeout, 2, rank, dist.FileStore(sys.argv[2], 2))
+gander.distributed.cross_entropy(x, target)
+if rank == 1:
+    import os
+    os._exit(0)
+try:
+    gander.distributed.cross_entropy(x, target)
+except RuntimeError as error:
+    print(error)
+    import os
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def test_a_rank_that_dies(tmp_path):
+    """The other one gets torch's own error."""
+    command = sys.executable, "-c", DYING
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "gloo" in outputs[0]
