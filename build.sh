@@ -33,6 +33,7 @@ usage: ./build.sh TASK [ARGUMENT...]
              python/gander/_fast.py lists the releases that are tested, and `test` runs the newest of them
   bench      measure host overhead, load time and throughput, next to torch and torch.compile;
              `bench train` trains a Llama with torch, torch.compile, Liger and gander
+  notebook   run notebooks/compare_torch_compile.ipynb on this machine, and keep its outputs
   gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest
   wheel      build a manylinux wheel for all architectures, in dist/
   env        print shell commands: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
@@ -329,6 +330,12 @@ task_bench() {
   exec "$PYTHON" -m gander bench "$@"
 }
 
+task_notebook() {
+  runnable
+  exec "$PYTHON" -c 'from nbclient.cli import main; main()' --inplace --timeout=-1 \
+    notebooks/compare_torch_compile.ipynb "$@"
+}
+
 task_gpu-test() {
   runnable
   exec "$PYTHON" -m pytest tests/gpu "$@"
@@ -587,7 +594,7 @@ task_clean() {
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | demo | test | test-torch | bench | gpu-test | wheel | env | clean | help) "task_$TASK" "${@:2}" ;;
+  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | env | clean | help) "task_$TASK" "${@:2}" ;;
   --check)
     compilers
     "check_$2"
