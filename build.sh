@@ -594,7 +594,9 @@ task_clean() {
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | env | clean | help) "task_$TASK" "${@:2}" ;;
+  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | env | clean | help)
+    "task_$TASK" "${@:2}"
+    ;;
   --check)
     compilers
     "check_$2"
