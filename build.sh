@@ -31,7 +31,9 @@ usage: ./build.sh TASK [ARGUMENT...]
   test       run all checks that need no GPU; `test NAME...` runs only these checks
   test-torch run tests/python with other releases of torch: `test-torch 2.11.0`, `test-torch oldest`;
              python/gander/_fast.py lists the releases that are tested, and `test` runs the newest of them
-  bench      measure host overhead, load time and throughput, next to torch and torch.compile
+  bench      measure host overhead, load time and throughput, next to torch and torch.compile;
+             `bench train` trains a Llama with torch, torch.compile, Liger and gander
+  notebook   run notebooks/compare_torch_compile.ipynb on this machine, and keep its outputs
   gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest
   wheel      build a manylinux wheel for all architectures, in dist/
   env        print shell commands: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
@@ -312,9 +314,26 @@ task_demo() {
   exec "$PYTHON" -m gander demo "$@"
 }
 
+# train_packages: adds to .venv what `bench train` compares with. Another interpreter is left as it is.
+train_packages() {
+  local want
+  [[ $PYTHON == "$VENV/bin/python" ]] || return 0
+  want=$(ls requirements.txt requirements-train.txt | digest "$("$PYTHON" --version)")
+  [[ -f $VENV/train-digest && $(<"$VENV/train-digest") == "$want" ]] && return
+  step "transformers and Liger into .venv" pip_install "$PYTHON" -r requirements-train.txt
+  printf '%s\n' "$want" >"$VENV/train-digest"
+}
+
 task_bench() {
   runnable
+  [[ ${1:-} != train ]] || train_packages
   exec "$PYTHON" -m gander bench "$@"
+}
+
+task_notebook() {
+  runnable
+  exec "$PYTHON" -c 'from nbclient.cli import main; main()' --inplace --timeout=-1 \
+    notebooks/compare_torch_compile.ipynb "$@"
 }
 
 task_gpu-test() {
@@ -575,7 +594,9 @@ task_clean() {
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | demo | test | test-torch | bench | gpu-test | wheel | env | clean | help) "task_$TASK" "${@:2}" ;;
+  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | env | clean | help)
+    "task_$TASK" "${@:2}"
+    ;;
   --check)
     compilers
     "check_$2"

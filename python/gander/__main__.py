@@ -1,6 +1,6 @@
-"""`python -m gander info | demo | bench`.
+"""`python -m gander info | demo | bench | bench train`.
 
-The options of demo and bench are the parameters of their main functions.
+The options of demo, bench and bench train are the parameters of their main functions.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def info(as_json: bool = typer.Option(False, "--json", help="Print one JSON obje
 
 def _run(command: str, arguments: list[str]) -> None:
     main = typer.Typer(add_completion=False)
-    main.command()(importlib.import_module(f"gander.{command}").main)
+    main.command()(importlib.import_module(f"gander.{command.replace(' ', '.')}").main)
     main(args=arguments, prog_name=f"python -m gander {command}")
 
 
@@ -48,8 +48,12 @@ def demo(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASSED_ON)
 def bench(context: typer.Context) -> None:
-    """Measure host time and throughput, and compare them with torch and torch.compile."""
-    _run("bench", context.args)
+    """Measure host time and throughput, and compare them with torch and torch.compile. `bench train` trains a
+    language model."""
+    if context.args[:1] == ["train"]:
+        _run("bench train", context.args[1:])
+    else:
+        _run("bench", context.args)
 
 
 if __name__ == "__main__":

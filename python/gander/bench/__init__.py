@@ -46,7 +46,8 @@ def main(
         list[str] | None,
         typer.Argument(
             metavar="[SECTION]",
-            help="host, load, throughput, odd, few, models, algorithms, invariant, step, cpu.",
+            help="host, load, throughput, odd, few, models, algorithms, invariant, step, cpu; `train` is a "
+            "command with options of its own.",
         ),
     ] = None,
     providers: Annotated[

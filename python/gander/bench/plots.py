@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .report import TITLES, latest, newest, unique
+from .report import TITLES, latest, newest, runs_of_training, train_title, unique
 
 _STYLES = {
     "limit": dict(color="black", linestyle="--", marker=""),
@@ -13,6 +13,10 @@ _STYLES = {
     "quack": dict(color="tab:green"),
     "liger": dict(color="tab:orange"),
     "cudnn": dict(color="tab:purple"),
+    "liger-linear": dict(color="tab:brown"),
+    "gander-linear": dict(color="tab:pink", linewidth=2),
+    "gander.compile": dict(color="tab:red", linestyle="--"),
+    "gander-linear.compile": dict(color="tab:pink", linestyle="--"),
 }
 
 
@@ -51,7 +55,8 @@ def _figure(records, title: str, panels: "Panels"):
         axes.set_title(panel)
         fill(axes)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
     environment = newest(records)["environment"]
     figure.suptitle(f"{title}, {environment['device']}, torch {environment['torch']}")
     return figure
@@ -83,6 +88,40 @@ def _pictures(records) -> Iterable[tuple[str, str, Panels]]:
         if mine:
             ops = unique(r["op"] for r in mine)
             yield section, title, {TITLES[op]: _bars([r for r in mine if r["op"] == op]) for op in ops}
+
+    for number, mine in enumerate(runs_of_training(records)):
+        results = {name: figures for r in mine for name, figures in r["results"].items() if "ms" in figures}
+        if results:
+            panels = {"time of a step": _contestants(results, "ms", "ms")}
+            if any("peak_gib" in figures for figures in results.values()):
+                panels["peak memory"] = _contestants(results, "peak_gib", "GiB")
+            panels["loss"] = _curves(results)
+            name = f"train-{mine[0]['model']}" + (f"-{number}" if number else "")
+            yield name, train_title(mine), panels
+
+
+def _contestants(results: dict[str, dict], figure: str, label: str) -> Callable:
+    """A bar for each contestant that has the figure."""
+
+    def fill(axes):
+        for name, figures in results.items():
+            if figure in figures:
+                color = _STYLES.get(name, {}).get("color")
+                hatch = "//" if _STYLES.get(name, {}).get("linestyle") == "--" else None
+                axes.bar(name, figures[figure], color=color, hatch=hatch)
+        axes.tick_params("x", rotation=45)
+        axes.set(ylabel=label)
+
+    return fill
+
+
+def _curves(results: dict[str, dict]) -> Callable:
+    def fill(axes):
+        for name, figures in results.items():
+            axes.plot(figures["losses"], label=name, **_STYLES.get(name, {}))
+        axes.set(xlabel="step", ylabel="loss")
+
+    return fill
 
 
 def _figures(record: dict) -> dict[str, dict]:

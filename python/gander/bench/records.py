@@ -17,7 +17,11 @@ import gander
 
 from .cases import provider_version
 
-KEY = ("section", "op", "dtype", "m", "n", "mode", "weight", "run")  # what names a point
+# What names a point.
+KEY = (
+    *("section", "op", "dtype", "m", "n", "mode", "weight", "run"),
+    *("model", "batch", "sequence", "steps", "seed", "on", "contestant"),
+)
 
 
 def processor() -> str:
@@ -102,9 +106,11 @@ class Store:
     def has(self, point: dict, providers: Iterable[str]) -> bool:
         return key(point) in self._done and set(providers) <= self._done[key(point)]
 
-    def add(self, point: dict, figures: dict) -> dict:
+    def add(self, point: dict, figures: dict, versions: dict[str, str] | None = None) -> dict:
+        """versions: by default those of the providers among the results."""
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        versions = {name: provider_version(name) for name in figures["results"]}
+        if versions is None:
+            versions = {name: provider_version(name) for name in figures["results"]}
         record = point | figures | {"versions": versions, "environment": environment(), "date": date}
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")

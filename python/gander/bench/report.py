@@ -379,6 +379,75 @@ def cpu_tables(records) -> list[Table]:
     return tables
 
 
+def _reason(figures: dict) -> str | None:
+    """Why a contestant has no figures."""
+    if "not_run" in figures:
+        return f"not run: {figures['not_run']}"
+    return f"failed: {figures['error']}" if "error" in figures else None
+
+
+def _apart(losses: list[float] | None, others: list[float] | None) -> str:
+    """The largest difference of two loss curves."""
+    if losses is None or others is None:
+        return "-"
+    return f"{max(abs(a - b) for a, b in zip(losses, others, strict=True)):.1e}"
+
+
+_TRAIN_CELLS = (("tokens_per_second", "{:.0f}"), ("peak_gib", "{:.2f}"), ("first_step_s", "{:.1f}"))
+_TRAIN_COLUMNS = (
+    *("contestant", "ms a step", "times torch's speed", "tokens/s", "GiB", "first step, s"),
+    *("loss", "curve from torch's", "graph breaks"),
+)
+
+
+def runs_of_training(records) -> list[list[dict]]:
+    """The records of `train` that differ in the contestant alone."""
+    records = of(records, "train")
+    parts = ("model", "dtype", "batch", "sequence", "steps", "seed", "on")
+    names = unique(tuple(r[part] for part in parts) for r in records)
+    return [of(records, "train", **dict(zip(parts, name, strict=True))) for name in names]
+
+
+def train_title(records) -> str:
+    """Of records of one run."""
+    first = records[0]
+    sizes = [figures["parameters"] for figures in _results(records) if "parameters" in figures]
+    size = f" ({sizes[0] / 1e6:.1f} M parameters)" if sizes else ""
+    where = " on the CPU" if on_gpu(first) and first["on"] == "cpu" else ""
+    return (
+        f"Training {first['model']}{size}{where}, {first['batch']} x {first['sequence']} tokens, "
+        f"{first['steps']} steps, {first['dtype']}"
+    )
+
+
+def _results(records) -> list[dict]:
+    return [figures for record in records for figures in record["results"].values()]
+
+
+def train_tables(records) -> list[Table]:
+    tables = []
+    for mine in runs_of_training(records):
+        results = {name: figures for r in mine for name, figures in r["results"].items()}
+        torch = results.get("torch", {})
+        rows, notes = [], []
+        for name, figures in results.items():
+            if reason := _reason(figures):
+                rows.append([name, reason.partition(":")[0], *["-"] * (len(_TRAIN_COLUMNS) - 2)])
+                notes.append(f"{name} {reason}.")
+                continue
+            speed = f"{torch['ms'] / figures['ms']:.2f}" if "ms" in torch else "-"
+            rows.append([name, f"{figures['ms']:.1f}", speed])
+            rows[-1] += [_figure(figures, *cell) for cell in _TRAIN_CELLS]
+            rows[-1] += [f"{figures['losses'][-1]:.3f}", _apart(figures["losses"], torch.get("losses"))]
+            rows[-1].append(str(figures.get("graph_breaks", "")))
+        notes.append(
+            "Each contestant in a process of its own; Liger also replaces rotary embeddings and SwiGLU."
+        )
+        title = f"{train_title(mine)} ({_where(mine)})"
+        tables.append(Table(title, list(_TRAIN_COLUMNS), rows, " ".join(notes), labels=1))
+    return tables
+
+
 _SECTIONS = {
     "host": host_tables,
     "load": load_tables,
@@ -390,6 +459,7 @@ _SECTIONS = {
     "invariant": invariant_tables,
     "step": step_tables,
     "cpu": cpu_tables,
+    "train": train_tables,
 }
 
 

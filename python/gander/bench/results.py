@@ -27,6 +27,7 @@ from .report import (
     point_of,
     step_tables,
     summary,
+    train_tables,
     unique,
 )
 
@@ -271,7 +272,7 @@ def _few(records) -> list[Table]:
 
 _TABLES: tuple[Callable, ...] = (
     models_tables, _throughput, _few, invariant_tables, step_tables, host_tables, load_tables,
-    algorithms_tables, cpu_tables, summary,
+    algorithms_tables, cpu_tables, train_tables, summary,
 )  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""Who trains the model: what each replaces in it, and what torch.compile compiles."""
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+import gander
+
+from .models import IGNORED, targets
+
+Loss = Callable[[Tensor], Tensor]  # of tokens (batch, length), each of which predicts the next
+
+
+class NotRun(Exception):
+    """What a contestant needs is not here."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    prepare: Callable[[nn.Module], Loss]  # changes the model
+    compiled: bool = False
+    distribution: str | None = None  # whose version is recorded; None: gander's
+
+    def version(self) -> str:
+        """Raises NotRun where the distribution is not installed."""
+        if self.distribution is None:
+            return gander.__version__
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            raise NotRun(f"{self.distribution} is not installed") from None
+
+
+def _own(model: nn.Module) -> Loss:
+    return lambda tokens: model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+# ---- Liger: its own patch, which also replaces rotary embeddings and SwiGLU ----
+
+
+def _liger(linear: bool) -> Callable[[nn.Module], Loss]:
+    def prepare(model):
+        if type(model).__name__ != "LlamaForCausalLM":
+            raise NotRun("Liger patches transformers' Llama, and this model is a stand-in")
+        if not next(model.parameters()).is_cuda:
+            raise NotRun("Liger's kernels run on a GPU")
+        try:
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+        except ImportError as error:
+            raise NotRun(f"liger-kernel cannot be imported: {error}") from None
+        apply_liger_kernel_to_llama(cross_entropy=not linear, fused_linear_cross_entropy=linear, model=model)
+        return _own(model)
+
+    return prepare
+
+
+# ---- gander: the RMSNorm modules and the loss ----
+
+
+def replace_norms(model: nn.Module) -> None:
+    """Replaces each *RMSNorm by gander.nn.RMSNorm, with the same parameter."""
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, old in list(parent.named_children()):
+            if type(old).__name__.endswith("RMSNorm"):
+                weight = old.weight
+                norm = gander.nn.RMSNorm(weight.shape, old.variance_epsilon, device="meta")
+                norm.weight = weight
+                setattr(parent, name, norm)
+                replaced += 1
+    if not replaced:
+        raise RuntimeError(f"{type(model).__name__} has no module that is named ...RMSNorm")
+
+
+def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **more) -> Tensor:
+    """What transformers calls as model.loss_function. gander computes in float32, so logits stay as they
+    are."""
+    return gander.cross_entropy(logits.view(-1, vocab_size), targets(labels), ignore_index=IGNORED)
+
+
+def _gander(model: nn.Module) -> Loss:
+    replace_norms(model)
+    model.loss_function = causal_loss
+    return _own(model)
+
+
+def _gander_linear(model: nn.Module) -> Loss:
+    """The head's matrix product and the loss in one function, which need not keep logits."""
+    linear_cross_entropy = getattr(gander, "linear_cross_entropy", None)
+    if linear_cross_entropy is None:
+        raise NotRun(f"gander {gander.__version__} has no linear_cross_entropy")
+    replace_norms(model)
+
+    def loss(tokens):
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return linear_cross_entropy(
+            hidden.flatten(0, 1), model.lm_head.weight, targets(tokens), ignore_index=IGNORED
+        )
+
+    return loss
+
+
+CONTESTANTS = {
+    "torch": Contestant(_own, distribution="torch"),
+    "torch.compile": Contestant(_own, compiled=True, distribution="torch"),
+    "liger": Contestant(_liger(linear=False), distribution="liger-kernel"),
+    "liger-linear": Contestant(_liger(linear=True), distribution="liger-kernel"),
+    "gander": Contestant(_gander),
+    "gander-linear": Contestant(_gander_linear),
+    "gander.compile": Contestant(_gander, compiled=True),
+    "gander-linear.compile": Contestant(_gander_linear, compiled=True),
+}

@@ -1,0 +1,30 @@
+"""The training benchmark on a GPU. No test checks a time."""
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra `demo`")
+pytest.importorskip("rich", reason="the command line needs the extra `demo`")
+
+from gander.bench.train import child
+
+
+def trained(name, model):
+    return child.measure(child.Settings(name, model, batch=2, sequence=64, steps=6, seed=0, device="cuda"))
+
+
+def test_the_stand_in():
+    figures = {
+        name: trained(name, "stand-in") for name in ("torch", "gander", "torch.compile", "gander.compile")
+    }
+    for name, mine in figures.items():
+        assert mine["ms"] > 0 and mine["peak_gib"] > 0, name
+        assert mine.get("graph_breaks", 0) == 0, name
+        assert mine["losses"] == pytest.approx(figures["torch"]["losses"], abs=1e-3), name
+
+
+def test_transformers_llama():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    figures = {name: trained(name, "tiny") for name in ("torch", "gander", "gander.compile")}
+    for name, mine in figures.items():
+        assert mine["losses"] == pytest.approx(figures["torch"]["losses"], abs=1e-3), name
+    assert figures["gander.compile"]["graph_breaks"] == 0

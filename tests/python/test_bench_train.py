@@ -1,0 +1,259 @@
+"""The training benchmark, on a model that is written in torch alone. No test checks a time."""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import gander
+import pytest
+import torch
+import torch.nn.functional as F
+import typer
+from gander.bench import cases, plots, records, report, results
+from gander.bench import train as command
+from gander.bench.train import child, contestants, models
+from gander.demo import training
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = child.Settings("torch", "stand-in", batch=2, sequence=16, steps=4, seed=0, device="cpu")
+
+
+@pytest.fixture
+def small_corpus(monkeypatch):
+    text = training.corpus(0.1)
+    monkeypatch.setattr(child, "corpus", lambda: text)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """torch.compile without a C++ compiler."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend="eager", **options))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def run(*arguments):
+    from gander.__main__ import app
+
+    return CliRunner().invoke(app, ["bench", "train", *(str(argument) for argument in arguments)])
+
+
+def trained(name, **changes):
+    return child.measure(dataclasses.replace(SETTINGS, contestant=name, **changes))
+
+
+def test_trains_each_contestant_in_a_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", "stand-in", "--device", "cpu", "--steps", 6, "--out", "a.jsonl"]
+    first = run(*arguments, "--contestants", "torch,liger")
+    assert first.exit_code == 0, first.output
+    second = run(*arguments, "--contestants", "torch,gander", "--resume")
+    assert second.exit_code == 0, second.output
+    found = records.read(Path("a.jsonl"))
+    assert [record["contestant"] for record in found] == ["torch", "liger", "gander"]
+    for record in found:
+        assert {"device", "torch", "gander", "commit", "python"} <= set(record["environment"])
+        assert record["date"] and (record["batch"], record["sequence"], record["steps"]) == (2, 64, 6)
+    torchs, ligers, ganders = (record["results"][record["contestant"]] for record in found)
+    assert found[0]["versions"] == {"torch": cases.provider_version("torch")}
+    assert "not_run" in ligers
+    for figures in torchs, ganders:
+        assert figures["ms"] > 0 and figures["first_step_s"] > 0 and len(figures["losses"]) == 6
+        assert figures["tokens_per_second"] == pytest.approx(2 * 64 / figures["ms"] * 1e3, rel=1e-3)
+        assert figures["losses"][0] == pytest.approx(math.log(512), rel=0.1)
+    assert ganders["losses"] == pytest.approx(torchs["losses"], abs=1e-4)
+    assert "Training stand-in (0.1 M parameters), 2 x 64 tokens, 6 steps, float32" in second.output
+    assert "liger not run:" in second.output
+    assert Path("a-train-stand-in.png").read_bytes().startswith(b"\x89PNG")
+    assert "Training stand-in" in results.document({"a.jsonl": found}, "a command")
+
+
+def test_the_linear_loss_is_the_same_function(monkeypatch, small_corpus):
+    calls = []
+
+    def linear_cross_entropy(x, weight, target, ignore_index):
+        calls.append((x.shape, weight.shape, target.shape))
+        return F.cross_entropy(x @ weight.T, target, ignore_index=ignore_index)
+
+    monkeypatch.setattr(gander, "linear_cross_entropy", linear_cross_entropy, raising=False)
+    losses = trained("gander-linear")["losses"]
+    assert calls == [((32, 64), (512, 64), (32,))] * 4
+    assert losses == pytest.approx(trained("torch")["losses"], abs=1e-4)
+
+
+def test_without_a_linear_loss_it_is_not_run(monkeypatch, small_corpus):
+    monkeypatch.delattr(gander, "linear_cross_entropy", raising=False)
+    with pytest.raises(contestants.NotRun, match="has no linear_cross_entropy"):
+        trained("gander-linear")
+
+
+@pytest.mark.parametrize("name", ["torch.compile", "gander.compile"])
+def test_compiled_contestants(name, small_corpus, interpreted):
+    figures = trained(name)
+    assert (figures["graph_breaks"], figures["graphs"]) == (0, 1)
+    assert figures["losses"] == pytest.approx(trained("torch")["losses"], abs=1e-4)
+
+
+def test_seeds_decide_weights_and_batches(small_corpus):
+    first, again, other = (trained("torch", seed=seed)["losses"] for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_norms_are_replaced_and_keep_their_weights():
+    model = models.build(models.PRESETS["stand-in"], "cpu", 0)
+    weights = [m.weight for m in model.modules() if isinstance(m, models.StandInRMSNorm)]
+    contestants.replace_norms(model)
+    norms = [m for m in model.modules() if isinstance(m, gander.nn.RMSNorm)]
+    assert not any(isinstance(m, models.StandInRMSNorm) for m in model.modules())
+    assert len(norms) == 2 * 2 + 1
+    assert all(norm.weight is weight for norm, weight in zip(norms, weights, strict=True))
+    assert {norm.eps for norm in norms} == {models.EPS}
+
+
+def test_a_model_without_norms_is_refused():
+    with pytest.raises(RuntimeError, match="Linear has no module that is named"):
+        contestants.replace_norms(torch.nn.Linear(2, 2))
+
+
+def test_the_last_token_has_no_target():
+    labels = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert models.targets(labels).tolist() == [2, 3, models.IGNORED, 5, 6, models.IGNORED]
+
+
+def contestant(prepare):
+    return contestants.Contestant(prepare)
+
+
+def out_of_memory(model):
+    raise torch.OutOfMemoryError("no room")
+
+
+def not_finite(model):
+    loss = contestants._own(model)
+    return lambda tokens: loss(tokens) * math.nan
+
+
+def missing(model):
+    raise contestants.NotRun("nothing here")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "figures"),
+    [
+        (out_of_memory, {"error": "OutOfMemoryError: no room"}),
+        (not_finite, {"error": "ArithmeticError: the loss is nan at step 0"}),
+        (missing, {"not_run": "nothing here"}),
+    ],
+)
+def test_a_child_says_why_it_has_no_figures(prepare, figures, monkeypatch, tmp_path, small_corpus):
+    monkeypatch.setitem(child.CONTESTANTS, "torch", contestant(prepare))
+    path = tmp_path / "result"
+    monkeypatch.setattr(sys, "argv", ["child", json.dumps(dataclasses.asdict(SETTINGS)), str(path)])
+    child.main()
+    assert json.loads(path.read_text()) == figures
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("kill -9 $$", "killed by SIGKILL"),
+        ("echo first >&2; echo last >&2; exit 3", "exit status 3: last"),
+        ("exit 0", "exit status 0: no message"),
+        ("exec sleep 60", "took longer than 0.5 s"),
+    ],
+)
+def test_a_child_that_ends_otherwise_is_reported(script, error, monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(command.sys, "executable", str(python))
+    assert command._in_a_process(SETTINGS, seconds=0.5) == {"error": error}
+
+
+def record(name, **figures):
+    point = dict(section="train", model="small", dtype="bfloat16", batch=8, sequence=2048, steps=2, seed=0)
+    environment = {"device": "a", "torch": "b", "commit": "c", "driver": "d"}
+    return point | {
+        "on": "cuda",
+        "contestant": name,
+        "results": {name: figures},
+        "environment": environment,
+        "date": "2026-01-01",
+    }
+
+
+def test_tables_and_pictures_keep_what_failed():
+    def ran(ms, losses):
+        return dict(ms=ms, tokens_per_second=1.0, peak_gib=2.0, first_step_s=3.0, parameters=5, losses=losses)
+
+    found = [
+        record("torch", **ran(20.0, [3.0, 2.0])),
+        record("liger", not_run="no such library"),
+        record("gander", error="OutOfMemoryError: no room"),
+        record("gander", **ran(10.0, [3.0, 2.5])),  # the later one counts
+        record("gander-linear", error="killed by SIGKILL"),
+    ]
+    (table,) = report.tables(found)
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["torch"][:2] == ["20.0", "1.00"] and rows["torch"][6] == "0.0e+00"
+    assert rows["gander"][:2] == ["10.0", "2.00"] and rows["gander"][6] == "5.0e-01"
+    assert rows["liger"][0] == "not run" and rows["gander-linear"][0] == "failed"
+    assert "liger not run: no such library." in table.note
+    assert "gander-linear failed: killed by SIGKILL." in table.note
+    assert len({len(row) for row in table.rows} | {len(table.columns)}) == 1
+    ((name, _, panels),) = plots._pictures(report.latest(found))
+    assert name == "train-small" and list(panels) == ["time of a step", "peak memory", "loss"]
+    assert report.tables(found[1:2])[0].rows[0][:2] == ["liger", "not run"]
+    assert not list(plots._pictures(found[1:2]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "large"], "large is not one of small, medium, tiny, stand-in"),
+        (["--contestants", "jax"], "jax is not one of torch, torch.compile"),
+        (["--device", "tpu"], "tpu is not available"),
+    ],
+)
+def test_options_are_checked(arguments, said, tmp_path):
+    app = typer.Typer()
+    app.command()(command.main)
+    arguments = ["--model", "stand-in", "--out", str(tmp_path / "a"), *arguments]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == 2 and said in result.output
+    assert not (tmp_path / "a").exists()
+
+
+def test_without_transformers_a_model_of_torch_alone_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    result = run("--model", "tiny", "--out", tmp_path / "a")
+    assert result.exit_code == 2 and "stand-in" in result.output
+
+
+def test_transformers_llama(small_corpus):
+    pytest.importorskip("transformers", reason="./build.sh bench train installs transformers")
+    curves = {name: trained(name, model="tiny")["losses"] for name in ("torch", "gander")}
+    assert curves["gander"] == pytest.approx(curves["torch"], abs=1e-4)
+    model = models.build(models.PRESETS["tiny"], "cpu", 0)
+    contestants.replace_norms(model)
+    assert sum(isinstance(m, gander.nn.RMSNorm) for m in model.modules()) == 2 * 2 + 1
+
+
+def pinned(name):
+    """Lines of a lock file, without hashes, by distribution."""
+    found = {}
+    for distribution, rest in re.findall(r"^([\w.-]+)(==.*?) \\\n", Path(ROOT, name).read_text(), re.M):
+        found.setdefault(distribution, set()).add(rest.partition(" ")[0])
+    return found
+
+
+def test_both_lock_files_have_the_same_versions():
+    """`bench train` installs into .venv, and must not change what requirements.txt put there."""
+    base, more = pinned("requirements.txt"), pinned("requirements-train.txt")
+    assert {"torch", "numpy"} <= base.keys() & more.keys()
+    assert not {name: more[name] for name in base.keys() & more.keys() if not more[name] <= base[name]}
