@@ -48,11 +48,11 @@ const (
 	Partial                       // a CTA reduces one chunk of a row
 	Apply                         // a CTA maps one chunk of a row whose chunks have been reduced
 	Staged                        // RMSNorm forward: a row in the shared memory of a CTA, or of a cluster
-	Ring                          // RMSNorm's and norm's backward: persistent CTAs, a ring of rows in shared memory
+	Ring                          // RMSNorm's and norms' backward: persistent CTAs, a ring of rows in shared memory
 	GridCooperative               // persistent CTAs, one on each SM, that all work on the same row
 	Lanes                         // RMSNorm backward: persistent groups of lanes, each with a row
 	Loop                          // many short rows: persistent groups of lanes that load the next row early
-	Columns                       // RMSNorm's and norm's backward: a CTA goes down the rows of a tile of columns
+	Columns                       // RMSNorm's and norms' backward: a CTA goes down a tile of columns
 	GridSharedMemory              // a few long rows, each in the shared memory of several CTAs, not persistent
 	Elementwise                   // nothing is reduced: any number of threads share a row
 	Finish                        // sums what other kernels computed
