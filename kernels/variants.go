@@ -48,7 +48,7 @@ const (
 	Partial                       // a CTA reduces one chunk of a row
 	Apply                         // a CTA maps one chunk of a row whose chunks have been reduced
 	Staged                        // RMSNorm forward: a row in the shared memory of a CTA, or of a cluster
-	Ring                          // RMSNorm's and norms' backward: persistent CTAs, a ring of rows in shared memory
+	Ring                          // RMSNorm and norm backward: persistent CTAs, a ring of rows in shared memory
 	GridCooperative               // persistent CTAs, one on each SM, that all work on the same row
 	Lanes                         // RMSNorm backward: persistent groups of lanes, each with a row
 	Loop                          // many short rows: persistent groups of lanes that load the next row early
