@@ -136,7 +136,13 @@ def cross_entropy_of_slices(given):
     sharded = any(map(_is_shard, rows))
     if sharded and reduction == "mean":
         raise NotImplementedError(f"gander: cross_entropy: {_MEAN_OVER_SHARDS}")
-    target = _local("target", values["target"], rows)
+    target = values["target"]
+    if is_dtensor(target) and target.shape != x.shape[:-1]:  # which the parts of some ranks may not show
+        raise ValueError(
+            f"gander: cross_entropy: target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, "
+            "the leading dimensions of x"
+        )
+    target = _local("target", target, rows)
     weight = _local("weight", values["weight"], [Replicate()] * mesh.ndim)
     loss = distributed.of_mesh(
         mine, target, weight, mesh, on[0], x.shape[-1], values["ignore_index"], values["reduction"]

@@ -41,7 +41,7 @@ def _serve(rank, ranks, store, pipe):
         try:
             function(*arguments)
             pipe.send(None)
-        except Exception:
+        except BaseException:  # pytest's own failures are no Exception
             pipe.send(traceback.format_exc())
     dist.destroy_process_group()
 
