@@ -35,7 +35,6 @@ _forward_in_parts = _fast.call("cross_entropy_fwd")
 _backward_of_slice = _fast.call("cross_entropy_bwd_slice")
 
 
-@torch.compiler.disable
 def cross_entropy(
     x: Tensor,
     target: Tensor,
@@ -73,6 +72,13 @@ def cross_entropy(
     driver, memory). What is wrong with a rank's own arguments it refuses before any communication. The other
     ranks then wait for it until torch's timeout.
     """
+    arguments = x, target, group, weight, ignore_index, reduction, inplace_backward, sizes
+    loss: Tensor = _cross_entropy(*arguments)
+    return loss
+
+
+@torch.compiler.disable
+def _cross_entropy(x, target, group, weight, ignore_index, reduction, inplace_backward, sizes):
     code = _ops._code("reduction", reduction, REDUCTIONS)
     for name, value in ("x", x), ("target", target), ("weight", weight):
         if is_dtensor(value):
