@@ -108,7 +108,7 @@ func review(f kernels.Family, found map[string]moves) error {
 		if !present {
 			continue
 		}
-		for _, problem := range got.against(expected(v), v.Unaligned) {
+		for _, problem := range got.against(expected(v), v.Unaligned || rows[v.Op].anyType) {
 			problems = append(problems, fmt.Errorf("%s %s", v.Symbol, problem))
 		}
 	}
@@ -116,18 +116,22 @@ func review(f kernels.Family, found map[string]moves) error {
 }
 
 // rows is how many rows an op reads, and whether it writes one, per row of its result. Ops that are not in
-// this map only combine partial results.
+// this map only combine partial results. anyType: aligned kernels, too, write rows of another type than x's,
+// of which a thread may have less than 16 bytes.
 var rows = map[kernels.Op]struct {
-	reads  int
-	writes bool
+	reads   int
+	writes  bool
+	anyType bool
 }{
-	kernels.SoftmaxForward:        {1, true},
-	kernels.SoftmaxBackward:       {2, true},
-	kernels.RMSNormForward:        {1, true},
-	kernels.RMSNormBackward:       {2, true},
-	kernels.CrossEntropyForward:   {1, false},
-	kernels.CrossEntropyForwardDX: {1, true},
-	kernels.CrossEntropyBackward:  {1, true},
+	kernels.SoftmaxForward:        {1, true, false},
+	kernels.SoftmaxBackward:       {2, true, false},
+	kernels.RMSNormForward:        {1, true, false},
+	kernels.RMSNormBackward:       {2, true, false},
+	kernels.CrossEntropyForward:   {1, false, false},
+	kernels.CrossEntropyForwardDX: {1, true, false},
+	kernels.CrossEntropyBackward:  {1, true, false},
+	kernels.NormForward:           {1, true, true},
+	kernels.NormBackward:          {2, true, true},
 }
 
 // expected is the minimum of each count in a variant's code.
@@ -185,8 +189,9 @@ func (m *moves) count(instruction string) {
 	}
 }
 
-// against lists the counts that are too small, and those that should be 0.
-func (m moves) against(least moves, unaligned bool) (problems []string) {
+// against lists the counts that are too small, and those that should be 0. narrow: rows may be written in
+// less than 16 bytes at a time.
+func (m moves) against(least moves, narrow bool) (problems []string) {
 	atLeast := func(what string, got, want int) {
 		if got < want {
 			problems = append(problems, fmt.Sprintf("has %d %s, expected %d or more", got, what, want))
@@ -195,7 +200,7 @@ func (m moves) against(least moves, unaligned bool) (problems []string) {
 	atLeast("loads LDG.E.128 or LDGSTS.E.128 of rows", m.loads, least.loads)
 	atLeast("stores STG.E.EF.128 of rows", m.stores, least.stores)
 	atLeast("bulk copies UBLKCP of rows", m.copies, least.copies)
-	if m.narrow > 0 && !unaligned {
+	if m.narrow > 0 && !narrow {
 		problems = append(problems, fmt.Sprintf("writes rows in less than 16 bytes, %d times", m.narrow))
 	}
 	if m.local > 0 {
