@@ -435,4 +435,4 @@ def test_public_names():
         assert getattr(gander, name) is not None
         assert name.startswith("__") or name == "nn" or getattr(gander, name).__doc__
     with pytest.raises(AttributeError, match="module 'gander' has no attribute 'groupnorm'"):
-        gander.layernorm  # noqa: B018
+        gander.groupnorm  # noqa: B018
