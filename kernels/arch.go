@@ -17,6 +17,7 @@ var elsewhere = []struct {
 }{
 	{8, symbols(`rmsnorm_forward_rows_\w+_(8|16|32|64)x4`), 9},
 	{8, symbols(`cross_entropy_forward_partial_\w+_256x8_same_offset`), 3},
+	{8, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},
 
 	{10, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64)x4`), 9},
 
@@ -25,6 +26,7 @@ var elsewhere = []struct {
 	{12, symbols(`rmsnorm_forward_apply_b?float16_256x2_unaligned`), 3},
 	{12, symbols(`rmsnorm_backward_ring_b?float16_256x1_unaligned`), 2},
 	{12, symbols(`rmsnorm_backward_grid_cooperative_b?float16_(256x1x2|512x2x1)`), 0},
+	{12, symbols(`norm_backward_ring_b?float16_\d+x1`), 2},
 	{12, symbols(`softmax_forward_apply_\w+_256x2_unaligned`), 4},
 	{12, symbols(`softmax_forward_rows_float32_(8|16|32)x4_unaligned`), 9},
 	{12, symbols(`softmax_backward_apply_float32_256x1_unaligned`), 4},
