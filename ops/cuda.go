@@ -37,7 +37,9 @@ func (r *request) hash() uint64 {
 		h ^= 1 << 19
 	}
 	h ^= uint64(r.Algorithm)<<20 ^ uint64(r.layout)<<24
-	return h ^ h>>32
+	h ^= r.norm.hash()
+	h ^= h >> 32
+	return h * 0x9e3779b97f4a7c15 >> 32 // a slot is the low bits, so all bits have to reach them
 }
 
 func planFor(ordinal int32, f *driver.Facts, r request) (*plan, error) {

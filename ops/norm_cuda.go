@@ -16,6 +16,17 @@ type normOperands struct {
 	bulk    bool // the inputs' rows are whole 16-byte vectors: bulk copies take them
 }
 
+// hash keeps the plans of a model's norms apart, which differ in their operands only.
+func (o normOperands) hash() uint64 {
+	h := uint64(o.second)<<28 ^ uint64(o.sums)<<32
+	for i, set := range [...]bool{o.third, o.compact, o.bulk} {
+		if set {
+			h ^= 1 << (36 + i)
+		}
+	}
+	return h
+}
+
 // forwardCUDA enqueues a forward call on a device.
 func (n *normCall) forwardCUDA(c *Call, ordinal int32) error {
 	k, err := c.start(ordinal, n.forwardRequest())
