@@ -90,13 +90,12 @@ type Operator struct {
 }
 
 // Torch is a PyTorch operator that calls an operator of gander and returns some of its outputs. Its arguments
-// are the inputs, then the output in Writes if there is one, the dtypes named by Choice of its results and of
-// those of Saving, and the options.
+// are the inputs, then the outputs in Writes, the dtypes named by Choice of its results and of those of
+// Saving, and the options.
 type Torch struct {
 	Name    string
 	Results []string           // the outputs that it returns
-	Writes  string             // the argument that it modifies in place: an input or an output
-	Into    string             // the output that is stored in that argument
+	Writes  []Written          // the arguments that it modifies in place
 	Without []string           // options, optional inputs and choices that it has no argument for
 	Fixed   map[string]float64 // values of options that it has no argument for
 	Must    []string           // optional inputs that are required arguments
@@ -108,6 +107,32 @@ type Torch struct {
 	// Backward lists the operators that compute its gradients. Autograd runs the last of those that compute
 	// every gradient that is needed. If the list is empty, the operator is not differentiable.
 	Backward []string
+}
+
+// Written is an argument of an operator of PyTorch that it modifies in place.
+type Written struct {
+	Argument string // an input, or the output itself, which the caller allocates
+	Output   string // the output that is stored in it
+}
+
+// Into returns the argument that an output is stored in, or "" if it is none.
+func (t *Torch) Into(output string) string {
+	for _, w := range t.Writes {
+		if w.Output == output {
+			return w.Argument
+		}
+	}
+	return ""
+}
+
+// Modifies tells whether the operator modifies an argument in place.
+func (t *Torch) Modifies(argument string) bool {
+	for _, w := range t.Writes {
+		if w.Argument == argument {
+			return true
+		}
+	}
+	return false
 }
 
 // Find returns the operand with the given name, or nil.

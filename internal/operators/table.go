@@ -61,6 +61,14 @@ func normForward(group string, statistics ...string) []Torch {
 	}
 }
 
+// into lists the operands as arguments that an operator of PyTorch writes.
+func into(names ...string) (list []Written) {
+	for _, name := range names {
+		list = append(list, Written{name, name})
+	}
+	return list
+}
+
 // normBackward lists the operators of PyTorch for the gradients of a norm: dx, and each subset of the others.
 // Every subset comes after those that contain it, as Torch.Backward needs it.
 func normBackward(group string) (list []Torch) {
@@ -151,6 +159,9 @@ var Table = []Group{
 					{Name: "rmsnorm_bias_fwd", Results: []string{"y", "rstd"}, Without: []string{"residual"},
 						Must: []string{"bias"}, Saving: "rmsnorm_bias_fwd",
 						Backward: withoutResidual(normBackward("rmsnorm"))},
+					{Name: "rmsnorm_out", Writes: into("y", "residual_out", "rstd")},
+					{Name: "fused_add_rmsnorm_", Writes: []Written{{"x", "y"}, {"residual", "residual_out"}},
+						Without: []string{"bias", "algorithm"}, Must: []string{"residual"}},
 				}, normForward("rmsnorm", "rstd")...),
 			},
 			{
@@ -188,6 +199,7 @@ var Table = []Group{
 						Saving: "layernorm_fwd", Backward: withoutResidual(normBackward("layernorm"))},
 					{Name: "layernorm_fwd", Results: []string{"y", "mean", "rstd"}, Without: []string{"residual"},
 						Saving: "layernorm_fwd", Backward: withoutResidual(normBackward("layernorm"))},
+					{Name: "layernorm_out", Writes: into("y", "residual_out", "mean", "rstd")},
 				}, normForward("layernorm", "mean", "rstd")...),
 			},
 			{
@@ -251,7 +263,9 @@ var Table = []Group{
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_dx", Results: []string{"loss", "lse", "dx"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
-					{Name: "cross_entropy_fwd_dx_", Results: []string{"loss", "lse"}, Writes: "x", Into: "dx",
+					{Name: "cross_entropy_fwd_dx_", Results: []string{"loss", "lse"}, Writes: []Written{{"x", "dx"}},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
+					{Name: "cross_entropy_fwd_out", Writes: into("loss", "lse", "dx"),
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_one_pass", Results: []string{"loss", "lse", "dx"}, Packed: true,
 						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
@@ -274,13 +288,15 @@ var Table = []Group{
 				Torch: []Torch{
 					{Name: "cross_entropy_bwd", Results: []string{"dx"}, Without: []string{"denominator"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
-					{Name: "cross_entropy_bwd_", Writes: "x", Into: "dx", Without: []string{"denominator"},
+					{Name: "cross_entropy_bwd_", Writes: []Written{{"x", "dx"}}, Without: []string{"denominator"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
+					{Name: "cross_entropy_bwd_out", Writes: into("dx"), Without: []string{"denominator"},
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_bwd_slice", Results: []string{"dx"}, Without: []string{"denominator"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 1}},
-					{Name: "cross_entropy_bwd_slice_", Writes: "x", Into: "dx", Without: []string{"denominator"},
+					{Name: "cross_entropy_bwd_slice_", Writes: []Written{{"x", "dx"}}, Without: []string{"denominator"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 1}},
-					{Name: "cross_entropy_bwd_one_pass", Writes: "dx", Into: "dx", Without: []string{"denominator"},
+					{Name: "cross_entropy_bwd_one_pass", Writes: []Written{{"dx", "dx"}}, Without: []string{"denominator"},
 						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
 				},
 			},

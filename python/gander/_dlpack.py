@@ -147,6 +147,44 @@ def _run(operator, inputs, dtypes, options, results):
     return tuple(_like(like, owned[name]) for name in results)
 
 
+_READ_ONLY = 1  # DLPack's flag
+
+
+def _run_into(name, inputs, written, options):
+    """Calls the operator's function that borrows its tensors.
+
+    inputs: by operand. written: the arrays to write, by output. They may be inputs.
+    """
+    operator = OPERATORS[name]
+    stream, dlpack_stream = _stream(inputs[operator.operands[0].name])
+    capsules, pointers = [], []
+    for operand in operator.operands:
+        x = (written if operand.output else inputs).get(operand.name)
+        if x is None:
+            pointers.append(None)
+            continue
+        in_place = any(x is array for array in written.values())
+        capsule = (_export if in_place else _input)(x, operand.name if in_place else operand, dlpack_stream)
+        managed, tensor = _contents(capsule)
+        if in_place:
+            _check_writable(x, operand.name, managed)
+        capsules.append(capsule)
+        pointers.append(ctypes.pointer(tensor))
+    _library.check(getattr(_library.load(), f"gander_{name}")(*pointers, byref(options), stream))
+
+
+def _check_writable(x, name, managed):
+    """Refuses an array that may not be written. Libraries other than these have immutable arrays."""
+    library = type(x).__module__.partition(".")[0]
+    if library not in ("numpy", "cupy"):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, expected an array of NumPy or CuPy, or a torch.Tensor, because "
+            "it is written"
+        )
+    if managed._type_ is Managed and managed.contents.flags & _READ_ONLY:
+        raise ValueError(f"{name} is read-only, expected an array that can be written; pass a copy")
+
+
 # ---- Outputs ----
 
 
@@ -250,6 +288,9 @@ def _function(torch_operator):
             option.name: _number(option, given[option.name]) for option in options if option.name in given
         }
         struct = _library.options(operator.group, **values)
+        if torch_operator.writes:
+            written = {output: given.get(argument) for argument, output in torch_operator.writes.items()}
+            return _run_into(torch_operator.operator, given, written, struct)
         results = _run(operator, inputs, dtypes, struct, torch_operator.results)
         return results if len(results) > 1 else results[0]
 
@@ -266,5 +307,6 @@ def _explained(error, **_):
 
 operators = SimpleNamespace(explained=_explained)
 for _name, _torch_operator in TORCH.items():
+    _over_logits = _torch_operator.writes == {"x": "dx"}
     if not _torch_operator.packed:  # those are only for autograd
-        setattr(operators, _name, _refuse_in_place if _torch_operator.writes else _function(_torch_operator))
+        setattr(operators, _name, _refuse_in_place if _over_logits else _function(_torch_operator))

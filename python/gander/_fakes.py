@@ -81,7 +81,7 @@ class _Call:
                 "move the operands to host memory, where float64 is served",
             )
         getattr(self, f"check_{operand.shape}")(name, tensor)
-        if name == self.operator.writes:
+        if name in self.operator.writes:
             self.check_separate(name, tensor)
 
     def check_rows(self, name, tensor):
@@ -156,7 +156,7 @@ class _Call:
                 self.fail(
                     ValueError,
                     f"{name} has strides {tuple(strides)}, expected elements that do not share memory, "
-                    "because the gradient is written over them; pass a copy, or leave inplace_backward out",
+                    "because results are written to them; pass a contiguous copy",
                 )
 
     def check_option(self, argument, value):

@@ -60,8 +60,8 @@ class TorchOperator(NamedTuple):
     results: tuple[str, ...]
     # The values of options that are not among its arguments.
     fixed: dict[str, float] = {}  # noqa: RUF012 - never written to
-    writes: str = ""  # the argument that it writes
-    into: str = ""  # the output that is written there
+    # The arguments that it writes, with the outputs that are stored in them.
+    writes: dict[str, str] = {}  # noqa: RUF012 - never written to
     # Its statistics have 2 M + 1 elements: maxima, logarithms of the sums, denominator.
     packed: bool = False
     # The operator that runs in its place if a gradient is needed. It also returns what backward reads.

@@ -137,6 +137,25 @@ def _adds(ops: Any, x: Any, residual: Any, residual_dtype: Any) -> bool:
     return True
 
 
+def _check_out(ops: Any, name: str, x: Any, out: Any, out_dtype: Any = None) -> None:
+    """Refuses an out that a function cannot write its result to, which has x's shape."""
+    if not hasattr(out, "shape"):
+        raise TypeError(f"{name} is a {type(out).__name__}, expected a {type(x).__name__} as x")
+    if out.shape != x.shape:
+        raise ValueError(f"{name} has shape {tuple(out.shape)}, expected {tuple(x.shape)} as x")
+    if out_dtype is not None and _differs(ops, out, out_dtype, "out_dtype"):
+        raise TypeError(
+            f"{name} has dtype {out.dtype}, expected out_dtype = {out_dtype}; leave one of them out"
+        )
+
+
+def _empty(ops: Any, x: Any, shape: tuple, dtype: Any) -> Any:
+    """A new array of x's library, on x's device."""
+    if ops is _torch:
+        return x.new_empty(shape, dtype=dtype)
+    return sys.modules[type(x).__module__.partition(".")[0]].empty(shape, dtype)
+
+
 def _norm(
     ops: Any,
     name: str,
@@ -165,6 +184,33 @@ def _norm(
     else:
         y = ops.rmsnorm_bias(x, weight, bias, out_dtype, *options)
     return (y, x) if prenorm else y
+
+
+def _norm_into(
+    ops: Any,
+    name: str,
+    operands: tuple,
+    out: Any,
+    dtypes: tuple,
+    wanted: set[str],
+    options: tuple,
+) -> tuple:
+    """(out, residual_out, mean, rstd) of a norm that writes its result to `out`.
+
+    operands: x, weight, bias and residual. dtypes: out_dtype and residual_dtype. wanted: which of the other
+    results to compute. residual_out is x if it would have the same numbers.
+    """
+    x, _, _, residual = operands
+    out_dtype, residual_dtype = (None if dtype is None else _dtype(ops, dtype) for dtype in dtypes)
+    _check_out(ops, "out", x, out, out_dtype)
+    shape, residual_out = tuple(x.shape), None
+    if _adds(ops, x, residual, residual_dtype) and "residual_out" in wanted:
+        residual_out = _empty(ops, x, shape, residual_dtype or (x if residual is None else residual).dtype)
+    wide = _dtype(ops, "float64" if x.dtype.itemsize == 8 else "float32")
+    mean, rstd = (_empty(ops, x, shape[:-1], wide) if given in wanted else None for given in ("mean", "rstd"))
+    statistics = (mean, rstd) if name == "layernorm" else (rstd,)
+    getattr(ops, f"{name}_out")(*operands, out, residual_out, *statistics, *options)
+    return out, x if residual_out is None else residual_out, mean, rstd
 
 
 def _norm_bwd(ops: Any, name: str, operands: tuple, has_bias: bool, options: tuple) -> Any:
@@ -262,6 +308,7 @@ def rmsnorm(
     *,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def rmsnorm(
@@ -277,6 +324,7 @@ def rmsnorm(
     weight_offset: float = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rmsnorm(
@@ -292,6 +340,7 @@ def rmsnorm(
     *,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> A: ...
 @overload
 def rmsnorm(
@@ -307,6 +356,7 @@ def rmsnorm(
     weight_offset: float = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> tuple[A, A]: ...
 def rmsnorm(
     x: Any,
@@ -321,6 +371,7 @@ def rmsnorm(
     *,
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
+    out: Any = None,
 ) -> Any:
     """RMSNorm over the last dimension, differentiable: y = h / sqrt(mean(h^2) + eps) * weight + bias with
     h = x + residual.
@@ -337,6 +388,8 @@ def rmsnorm(
     prenorm: return (y, residual_out). residual_out is h in residual_dtype. Without a residual it is x itself
     if it has that dtype.
     weight_offset: added to each weight, as in Gemma's norms. Refused without a weight.
+    out: a tensor of x's shape, to which y is written, and which is returned. It decides y's dtype, and may be
+    x. Refused if a gradient is wanted. An array of NumPy or CuPy has to be writable.
     algorithm, batch_invariant: as in softmax, with gander.algorithms("rmsnorm") and ("rmsnorm_bwd"). With a
     bias, a residual or another residual_dtype than x's there is only "auto". The gradients of weight and bias
     are sums over rows, so their bits depend on all of them.
@@ -353,15 +406,69 @@ def rmsnorm(
         if eps is None:
             eps = _epsilon(x)
         options = eps, code, bool(batch_invariant), weight_offset
-        if bias is not None or residual is not None or prenorm:
+        if bias is not None or residual is not None or prenorm or out is not None:
             _check_weight("rmsnorm", weight)
             operands = x, weight, bias, residual
+            if out is not None:
+                wanted = {"residual_out"} if prenorm else set()
+                dtypes = out_dtype, residual_dtype
+                answer = _norm_into(ops, "rmsnorm", operands, out, dtypes, wanted, options)
+                return answer[:2] if prenorm else out
             return _norm(ops, "rmsnorm", operands, out_dtype, residual_dtype, prenorm, options)
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
         return ops.rmsnorm(x, weight, out_dtype, *options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, bias=bias, residual=residual) from None
+        raise ops.explained(error, weight=weight, bias=bias, residual=residual, out=out) from None
+
+
+@overload
+def fused_add_rmsnorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float | None = ...,
+    weight_offset: float = ...,
+    *,
+    batch_invariant: bool = ...,
+) -> None: ...
+@overload
+def fused_add_rmsnorm(
+    x: Array,
+    residual: Array,
+    weight: Array | None,
+    eps: float | None = ...,
+    weight_offset: float = ...,
+    *,
+    batch_invariant: bool = ...,
+) -> None: ...
+def fused_add_rmsnorm(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    eps: float | None = 1e-6,
+    weight_offset: float = 0.0,
+    *,
+    batch_invariant: bool = False,
+) -> None:
+    """In place, as inference servers call it: residual becomes x + residual, and x its RMSNorm.
+
+    x, residual: (..., N) of the same shape, each of float16, bfloat16 or float32 (on the CPU also float64).
+    The sum is rounded to residual's dtype, but the norm is that of the sum before. A torch tensor, or a
+    writable array of NumPy or CuPy. A tensor that requires a gradient is refused.
+    weight, eps, weight_offset, batch_invariant and errors are those of rmsnorm.
+    """
+    if type(eps) is not float or type(weight_offset) is not float:
+        _check_reals(eps, weight_offset)
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    try:
+        _check_weight("fused_add_rmsnorm", weight)
+        _adds(ops, x, residual, None)
+        if eps is None:
+            eps = _epsilon(x)
+        ops.fused_add_rmsnorm_(x, weight, residual, eps, bool(batch_invariant), weight_offset)
+    except _FAILURES as error:
+        raise ops.explained(error, weight=weight, residual=residual) from None
 
 
 @overload
@@ -378,6 +485,7 @@ def rmsnorm_fwd(
     *,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 @overload
 def rmsnorm_fwd(
@@ -393,6 +501,7 @@ def rmsnorm_fwd(
     *,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> tuple[A, A, A | None]: ...
 def rmsnorm_fwd(
     x: Any,
@@ -407,6 +516,7 @@ def rmsnorm_fwd(
     *,
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
+    out: Any = None,
 ) -> Any:
     """rmsnorm without a gradient. Returns (out, residual_out, rstd).
 
@@ -427,6 +537,12 @@ def rmsnorm_fwd(
             eps = _epsilon(x)
         options = eps, code, bool(batch_invariant), weight_offset
         operands = _detached(x), _detached(weight)
+        if out is not None:
+            operands = *operands, _detached(bias), _detached(residual)
+            wanted = {"residual_out", "rstd"} if store_rstd else {"residual_out"}
+            dtypes = out_dtype, residual_dtype
+            _, h, _, rstd = _norm_into(ops, "rmsnorm", operands, out, dtypes, wanted, options)
+            return out, x if h is operands[0] else h, rstd
         if _adds(ops, x, residual, residual_dtype):
             operator = ops.rmsnorm_add_fwd if store_rstd else ops.rmsnorm_add
             more = _detached(bias), _detached(residual), out_dtype, residual_dtype
@@ -438,7 +554,7 @@ def rmsnorm_fwd(
         else:
             answer = (ops.rmsnorm_fwd if store_rstd else ops.rmsnorm)(*operands, out_dtype, *options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, bias=bias, residual=residual) from None
+        raise ops.explained(error, weight=weight, bias=bias, residual=residual, out=out) from None
     out, rstd = answer if store_rstd else (answer, None)
     return out, x, rstd
 
@@ -530,6 +646,7 @@ def layernorm(
     prenorm: Literal[False] = ...,
     *,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def layernorm(
@@ -543,6 +660,7 @@ def layernorm(
     *,
     prenorm: Literal[True],
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def layernorm(
@@ -556,6 +674,7 @@ def layernorm(
     prenorm: Literal[False] = ...,
     *,
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> A: ...
 @overload
 def layernorm(
@@ -569,6 +688,7 @@ def layernorm(
     *,
     prenorm: Literal[True],
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> tuple[A, A]: ...
 def layernorm(
     x: Any,
@@ -581,6 +701,7 @@ def layernorm(
     prenorm: bool = False,
     *,
     batch_invariant: bool = False,
+    out: Any = None,
 ) -> Any:
     """LayerNorm over the last dimension, differentiable: y = (h - mean h) / sqrt(var h + eps) * weight + bias
     with h = x + residual.
@@ -596,9 +717,14 @@ def layernorm(
     try:
         _check_weight("layernorm", weight)
         operands, options = (x, weight, bias, residual), (eps, bool(batch_invariant))
+        if out is not None:
+            wanted = {"residual_out"} if prenorm else set()
+            dtypes = out_dtype, residual_dtype
+            answer = _norm_into(ops, "layernorm", operands, out, dtypes, wanted, options)
+            return answer[:2] if prenorm else out
         return _norm(ops, "layernorm", operands, out_dtype, residual_dtype, prenorm, options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, bias=bias, residual=residual) from None
+        raise ops.explained(error, weight=weight, bias=bias, residual=residual, out=out) from None
 
 
 @overload
@@ -611,6 +737,7 @@ def layernorm_fwd(
     return_rstd: Literal[False] = ...,
     return_mean: Literal[False] = ...,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def layernorm_fwd(
@@ -622,6 +749,7 @@ def layernorm_fwd(
     return_rstd: Literal[False] = ...,
     return_mean: Literal[True],
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def layernorm_fwd(
@@ -633,6 +761,7 @@ def layernorm_fwd(
     return_rstd: Literal[True],
     return_mean: Literal[False] = ...,
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def layernorm_fwd(
@@ -644,6 +773,7 @@ def layernorm_fwd(
     return_rstd: Literal[True],
     return_mean: Literal[True],
     batch_invariant: bool = ...,
+    out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def layernorm_fwd(
@@ -655,6 +785,7 @@ def layernorm_fwd(
     return_rstd: Literal[False] = ...,
     return_mean: Literal[False] = ...,
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> A: ...
 @overload
 def layernorm_fwd(
@@ -666,6 +797,7 @@ def layernorm_fwd(
     return_rstd: Literal[False] = ...,
     return_mean: Literal[True],
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> tuple[A, A]: ...
 @overload
 def layernorm_fwd(
@@ -677,6 +809,7 @@ def layernorm_fwd(
     return_rstd: Literal[True],
     return_mean: Literal[False] = ...,
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> tuple[A, A]: ...
 @overload
 def layernorm_fwd(
@@ -688,6 +821,7 @@ def layernorm_fwd(
     return_rstd: Literal[True],
     return_mean: Literal[True],
     batch_invariant: bool = ...,
+    out: A | None = ...,
 ) -> tuple[A, A, A]: ...
 def layernorm_fwd(
     x: Any,
@@ -698,6 +832,7 @@ def layernorm_fwd(
     return_mean: bool = False,
     *,
     batch_invariant: bool = False,
+    out: Any = None,
 ) -> Any:
     """layernorm without a gradient. Returns out, (out, rstd), (out, mean) or (out, rstd, mean).
 
@@ -706,17 +841,22 @@ def layernorm_fwd(
     """
     if not (return_rstd or return_mean):
         operands = _detached(x), _detached(weight), _detached(bias)
-        return layernorm(*operands, eps=eps, batch_invariant=batch_invariant)
+        return layernorm(*operands, eps=eps, batch_invariant=batch_invariant, out=out)
     if type(eps) is not float:
         _check_reals(eps, None)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         _check_weight("layernorm_fwd", weight)
         operands = _detached(x), _detached(weight), _detached(bias)
-        out, mean, rstd = ops.layernorm_fwd(*operands, None, eps, bool(batch_invariant))
+        options = eps, bool(batch_invariant)
+        if out is None:
+            y, mean, rstd = ops.layernorm_fwd(*operands, None, *options)
+        else:
+            wanted, operands = {"mean", "rstd"}, (*operands, None)
+            y, _, mean, rstd = _norm_into(ops, "layernorm", operands, out, (None, None), wanted, options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, bias=bias) from None
-    return (out, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))
+        raise ops.explained(error, weight=weight, bias=bias, out=out) from None
+    return (y, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))
 
 
 @overload
@@ -1054,6 +1194,73 @@ def cross_entropy_bwd(
         return ops.cross_entropy_bwd(x, target, weight, dloss, lse, ignore_index, 0, False)
     except _FAILURES as error:
         raise ops.explained(error, target=target, dloss=dloss, lse=lse, weight=weight) from None
+
+
+def cross_entropy_fwd_out(
+    x: Any,
+    target: Any,
+    target_logit: Any,
+    loss: Any,
+    lse: Any,
+    dx: Any,
+    weight: Any,
+    ignore_index: int = -100,
+) -> None:
+    """cross_entropy_fwd that writes its results to loss, lse and dx, of which the last two may be None.
+
+    loss, lse: x.shape[:-1], float32 (float64 for float64), contiguous. dx: x's shape and dtype. It may be x.
+    Torch tensors, or writable arrays of NumPy or CuPy. Other arguments and errors are those of
+    cross_entropy_fwd.
+    """
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    for name, statistic in ("loss", loss), ("lse", lse):
+        if statistic is not None and statistic.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{name} has shape {tuple(statistic.shape)}, expected {tuple(x.shape[:-1])}, the leading "
+                "dimensions of x"
+            )
+    if target_logit is not None:
+        losses, sums = cross_entropy_fwd(
+            x, target, target_logit, weight, ignore_index, return_lse=True, return_dx=dx is not None
+        )
+        loss.copy_(losses)
+        if lse is not None:
+            lse.copy_(sums)
+        return
+    if dx is not None:
+        _check_out(ops, "dx", x, dx)
+    if _debug:
+        _check_targets(x.shape[-1], target, ignore_index)
+    try:
+        arguments = _detached(x), target, _detached(weight), loss, lse, dx
+        ops.cross_entropy_fwd_out(*arguments, ignore_index, False)
+    except _FAILURES as error:
+        raise ops.explained(error, target=target, weight=weight, loss=loss, lse=lse, dx=dx) from None
+
+
+def cross_entropy_bwd_out(
+    x: Any,
+    target: Any,
+    dloss: Any,
+    lse: Any,
+    dx: Any,
+    weight: Any = None,
+    ignore_index: int = -100,
+) -> None:
+    """cross_entropy_bwd that writes its result to dx, of x's shape and dtype. dx may be x.
+
+    Torch tensors, or writable arrays of NumPy or CuPy. Other arguments and errors are those of
+    cross_entropy_bwd.
+    """
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    _check_out(ops, "dx", x, dx)
+    if _debug:
+        _check_targets(x.shape[-1], target, ignore_index)
+    try:
+        ops.cross_entropy_bwd_out(_detached(x), target, weight, dloss, lse, dx, ignore_index, False)
+    except _FAILURES as error:
+        given = {"target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
+        raise ops.explained(error, **given) from None
 
 
 @overload

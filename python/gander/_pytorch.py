@@ -64,13 +64,15 @@ def explained(error: RuntimeError, **arguments) -> Exception:
 
 
 def _increments_version(name):
-    """A kernel that increments the version of the written tensor, as autograd expects. torch does not see
+    """A kernel that increments the versions of the written tensors, as autograd expects. torch does not see
     that our kernels write."""
     overload, after = overloads[name], torch._C._after_ADInplaceOrView_keyset
-    position = arguments(name).index(TORCH[name].writes)
+    positions = [arguments(name).index(argument) for argument in TORCH[name].writes]
 
     def kernel(keyset, *given):
-        torch.autograd.graph.increment_version(given[position])
+        torch.autograd.graph.increment_version(
+            [given[at] for at in positions if at < len(given) and given[at] is not None]
+        )
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return overload.redispatch(keyset & after, *given)
 

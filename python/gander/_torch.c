@@ -317,8 +317,8 @@ static void check_separate(Call* call, const Operator* op, const char* name, con
     if (t->shape[i] < 2 || t->strides[i] > reach) continue;
     list_numbers(strides, sizeof strides, t->ndim, t->strides);
     fail(call, GANDER_ERROR_OVERLAP,
-         "%s: %s has strides (%s), expected elements that do not share memory, because the gradient is "
-         "written over them; pass a copy, or leave inplace_backward out",
+         "%s: %s has strides (%s), expected elements that do not share memory, because results are written "
+         "to them; pass a contiguous copy",
          op->operator, name, strides);
     return;
   }

@@ -99,6 +99,36 @@ static int32_t call_rmsnorm_bias_fwd(Call* call, const Operand* o, const Value* 
       optional(&o[6]), &options, call->stream);
 }
 
+static int32_t call_rmsnorm_out(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[7]),
+      .algorithm = as_int32(a[8]),
+      .batch_invariant = (a[9] & 1) != 0,
+      .weight_offset = as_double(a[10]),
+  };
+  return lib.gander_rmsnorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_fused_add_rmsnorm_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rmsnorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[3]),
+      .algorithm = 0,
+      .batch_invariant = (a[4] & 1) != 0,
+      .weight_offset = as_double(a[5]),
+  };
+  return lib.gander_rmsnorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
 static int32_t call_rmsnorm_add(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_rmsnorm_options options = {
@@ -314,6 +344,19 @@ static int32_t call_layernorm_fwd(Call* call, const Operand* o, const Value* a) 
       .allocator = allocator(call),
       .eps = as_double(a[4]),
       .batch_invariant = (a[5] & 1) != 0,
+  };
+  return lib.gander_layernorm_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), &options, call->stream);
+}
+
+static int32_t call_layernorm_out(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_layernorm_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .eps = as_double(a[8]),
+      .batch_invariant = (a[9] & 1) != 0,
   };
   return lib.gander_layernorm_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -543,6 +586,22 @@ static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Va
       optional(&o[6]), &options, call->stream);
 }
 
+static int32_t call_cross_entropy_fwd_out(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_cross_entropy_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .ignore_index = (int64_t)a[6],
+      .reduction = 0,
+      .one_pass = 0,
+      .batch_invariant = (a[7] & 1) != 0,
+      .slice = 0,
+  };
+  return lib.gander_cross_entropy_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
 static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_cross_entropy_options options = {
@@ -582,6 +641,22 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
       .allocator = allocator(call),
       .ignore_index = (int64_t)a[5],
       .reduction = as_int32(a[6]),
+      .one_pass = 0,
+      .batch_invariant = (a[7] & 1) != 0,
+      .slice = 0,
+  };
+  return lib.gander_cross_entropy_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_cross_entropy_bwd_out(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_cross_entropy_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .ignore_index = (int64_t)a[6],
+      .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
       .slice = 0,
@@ -667,6 +742,8 @@ enum {
   OP_RMSNORM_FWD,
   OP_RMSNORM_BIAS,
   OP_RMSNORM_BIAS_FWD,
+  OP_RMSNORM_OUT,
+  OP_FUSED_ADD_RMSNORM_,
   OP_RMSNORM_ADD,
   OP_RMSNORM_RESIDUAL,
   OP_RMSNORM_ADD_FWD,
@@ -682,6 +759,7 @@ enum {
   OP_RMSNORM_ADD_BWD,
   OP_LAYERNORM,
   OP_LAYERNORM_FWD,
+  OP_LAYERNORM_OUT,
   OP_LAYERNORM_ADD,
   OP_LAYERNORM_RESIDUAL,
   OP_LAYERNORM_ADD_FWD,
@@ -698,9 +776,11 @@ enum {
   OP_CROSS_ENTROPY_FWD_LSE,
   OP_CROSS_ENTROPY_FWD_DX,
   OP_CROSS_ENTROPY_FWD_DX_,
+  OP_CROSS_ENTROPY_FWD_OUT,
   OP_CROSS_ENTROPY_FWD_ONE_PASS,
   OP_CROSS_ENTROPY_BWD,
   OP_CROSS_ENTROPY_BWD_,
+  OP_CROSS_ENTROPY_BWD_OUT,
   OP_CROSS_ENTROPY_BWD_SLICE,
   OP_CROSS_ENTROPY_BWD_SLICE_,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
@@ -855,6 +935,50 @@ static const Operator operators[] = {
         .typed = true,
         .saved_count = 3,
         .saved = {{false, 0}, {false, 1}, {true, 1}},
+    },
+    {
+        .name = "rmsnorm_out",
+        .operator = "rmsnorm_forward",
+        .call = call_rmsnorm_out,
+        .arguments = "TOOOTOOfibf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 5, .over = -1, .choice = -1, .like = 3, .written = true, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+        },
+        .result_count = 0,
+        .fast = false,
+        .saving = -1,
+    },
+    {
+        .name = "fused_add_rmsnorm_",
+        .operator = "rmsnorm_forward",
+        .call = call_fused_add_rmsnorm_,
+        .arguments = "TOTfbf",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = 3, .choice = -1, .like = 3, .written = false, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 0,
+        .fast = false,
+        .saving = -1,
     },
     {
         .name = "rmsnorm_add",
@@ -1242,6 +1366,29 @@ static const Operator operators[] = {
         .typed = true,
         .saved_count = 4,
         .saved = {{false, 0}, {false, 1}, {true, 1}, {true, 2}},
+    },
+    {
+        .name = "layernorm_out",
+        .operator = "layernorm_forward",
+        .call = call_layernorm_out,
+        .arguments = "TOOOTOOOfb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 8,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"bias", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 5, .over = -1, .choice = -1, .like = 3, .written = true, .made = false},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+        },
+        .result_count = 0,
+        .fast = false,
+        .saving = -1,
     },
     {
         .name = "layernorm_add",
@@ -1655,6 +1802,28 @@ static const Operator operators[] = {
         .saving = -1,
     },
     {
+        .name = "cross_entropy_fwd_out",
+        .operator = "cross_entropy_forward",
+        .call = call_cross_entropy_fwd_out,
+        .arguments = "TTOTOOib",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 0,
+        .fast = false,
+        .saving = -1,
+    },
+    {
         .name = "cross_entropy_fwd_one_pass",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_one_pass,
@@ -1714,6 +1883,28 @@ static const Operator operators[] = {
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 0,
+        .fast = false,
+        .saving = -1,
+    },
+    {
+        .name = "cross_entropy_bwd_out",
+        .operator = "cross_entropy_backward",
+        .call = call_cross_entropy_bwd_out,
+        .arguments = "TTOTTTib",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 7,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
         },
         .result_count = 0,
         .fast = false,
@@ -1832,6 +2023,8 @@ KERNEL(rmsnorm, OP_RMSNORM)
 KERNEL(rmsnorm_fwd, OP_RMSNORM_FWD)
 KERNEL(rmsnorm_bias, OP_RMSNORM_BIAS)
 KERNEL(rmsnorm_bias_fwd, OP_RMSNORM_BIAS_FWD)
+KERNEL(rmsnorm_out, OP_RMSNORM_OUT)
+KERNEL(fused_add_rmsnorm_, OP_FUSED_ADD_RMSNORM_)
 KERNEL(rmsnorm_add, OP_RMSNORM_ADD)
 KERNEL(rmsnorm_residual, OP_RMSNORM_RESIDUAL)
 KERNEL(rmsnorm_add_fwd, OP_RMSNORM_ADD_FWD)
@@ -1847,6 +2040,7 @@ KERNEL(rmsnorm_add_bwd_db, OP_RMSNORM_ADD_BWD_DB)
 KERNEL(rmsnorm_add_bwd, OP_RMSNORM_ADD_BWD)
 KERNEL(layernorm, OP_LAYERNORM)
 KERNEL(layernorm_fwd, OP_LAYERNORM_FWD)
+KERNEL(layernorm_out, OP_LAYERNORM_OUT)
 KERNEL(layernorm_add, OP_LAYERNORM_ADD)
 KERNEL(layernorm_residual, OP_LAYERNORM_RESIDUAL)
 KERNEL(layernorm_add_fwd, OP_LAYERNORM_ADD_FWD)
@@ -1863,9 +2057,11 @@ KERNEL(cross_entropy_fwd, OP_CROSS_ENTROPY_FWD)
 KERNEL(cross_entropy_fwd_lse, OP_CROSS_ENTROPY_FWD_LSE)
 KERNEL(cross_entropy_fwd_dx, OP_CROSS_ENTROPY_FWD_DX)
 KERNEL(cross_entropy_fwd_dx_, OP_CROSS_ENTROPY_FWD_DX_)
+KERNEL(cross_entropy_fwd_out, OP_CROSS_ENTROPY_FWD_OUT)
 KERNEL(cross_entropy_fwd_one_pass, OP_CROSS_ENTROPY_FWD_ONE_PASS)
 KERNEL(cross_entropy_bwd, OP_CROSS_ENTROPY_BWD)
 KERNEL(cross_entropy_bwd_, OP_CROSS_ENTROPY_BWD_)
+KERNEL(cross_entropy_bwd_out, OP_CROSS_ENTROPY_BWD_OUT)
 KERNEL(cross_entropy_bwd_slice, OP_CROSS_ENTROPY_BWD_SLICE)
 KERNEL(cross_entropy_bwd_slice_, OP_CROSS_ENTROPY_BWD_SLICE_)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
@@ -1879,6 +2075,8 @@ static const Kernel kernels[] = {
     kernel_rmsnorm_fwd,
     kernel_rmsnorm_bias,
     kernel_rmsnorm_bias_fwd,
+    kernel_rmsnorm_out,
+    kernel_fused_add_rmsnorm_,
     kernel_rmsnorm_add,
     kernel_rmsnorm_residual,
     kernel_rmsnorm_add_fwd,
@@ -1894,6 +2092,7 @@ static const Kernel kernels[] = {
     kernel_rmsnorm_add_bwd,
     kernel_layernorm,
     kernel_layernorm_fwd,
+    kernel_layernorm_out,
     kernel_layernorm_add,
     kernel_layernorm_residual,
     kernel_layernorm_add_fwd,
@@ -1910,9 +2109,11 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_fwd_lse,
     kernel_cross_entropy_fwd_dx,
     kernel_cross_entropy_fwd_dx_,
+    kernel_cross_entropy_fwd_out,
     kernel_cross_entropy_fwd_one_pass,
     kernel_cross_entropy_bwd,
     kernel_cross_entropy_bwd_,
+    kernel_cross_entropy_bwd_out,
     kernel_cross_entropy_bwd_slice,
     kernel_cross_entropy_bwd_slice_,
     kernel_cross_entropy_bwd_one_pass,

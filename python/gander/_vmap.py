@@ -18,7 +18,7 @@ def _folded(name, values, dims, size):
     """The arguments of a single call whose rows include the batch, or None if its results would differ."""
     operator, of = TORCH[name], operands(name)
     reduction = values.get("reduction", operator.fixed.get("reduction", 0))
-    shapes = {of[result].shape for result in (*operator.results, operator.into) if result}
+    shapes = {of[result].shape for result in (*operator.results, *operator.writes.values())}
     if operator.packed or REDUCTIONS[reduction] != "none" or not shapes <= _BY_ROW:
         return None
     folded, leading = dict(values), None
@@ -69,11 +69,12 @@ def _rule(name):
     def rule(info, in_dims, *given):
         values = dict(zip(names, complete(name, given), strict=True))
         dims = dict.fromkeys(names) | dict(zip(names, in_dims, strict=False))
-        if operator.writes and dims[operator.writes] is None:
-            raise ValueError(
-                f"gander: vmap of {name} would write the results of all samples over the same "
-                f"{operator.writes}; batch it too"
-            )
+        for argument in operator.writes:
+            if values[argument] is not None and dims[argument] is None:
+                raise ValueError(
+                    f"gander: vmap of {name} would write the results of all samples over the same "
+                    f"{argument}; batch it too"
+                )
         folded = _folded(name, values, dims, info.batch_size)
         if folded is None:
             results = _each(overload, values, dims, info.batch_size)

@@ -103,9 +103,15 @@ func arguments(o operator, t *operators.Torch) (list []argument) {
 			required = len(list)
 		}
 	}
-	if t.Writes != "" && o.Find(t.Writes).Output { // an output that the caller allocates
-		list = append(list, argument{Option: operators.Option{Name: t.Writes}, kind: "tensor"})
-		required = len(list)
+	for _, p := range o.outputs() { // that the caller allocates
+		if !t.Modifies(p.Name) {
+			continue
+		}
+		optional := p.Optional && !slices.Contains(t.Must, p.Name)
+		list = append(list, argument{Option: operators.Option{Name: p.Name}, kind: "tensor", optional: optional})
+		if !optional {
+			required = len(list)
+		}
 	}
 	for i := range list {
 		list[i].hasDefault = i >= required

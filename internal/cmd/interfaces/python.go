@@ -122,9 +122,12 @@ func pythonTorch(t *text, o operator, op *operators.Torch) {
 		}
 		t.add("        fixed={%s},", strings.Join(fixed, ", "))
 	}
-	if op.Writes != "" {
-		t.add("        writes=%q,", op.Writes)
-		t.add("        into=%q,", op.Into)
+	if len(op.Writes) > 0 {
+		var writes []string
+		for _, w := range op.Writes {
+			writes = append(writes, fmt.Sprintf("%q: %q", w.Argument, w.Output))
+		}
+		t.add("        writes={%s},", strings.Join(writes, ", "))
 	}
 	if op.Packed {
 		t.add("        packed=True,")
@@ -139,12 +142,14 @@ func pythonTorch(t *text, o operator, op *operators.Torch) {
 // schema is an operator's schema in PyTorch's syntax.
 func schema(o operator, op *operators.Torch) string {
 	var list []string
+	written := 'a'
 	for _, a := range arguments(o, op) {
 		kind, value := "Tensor", "None"
 		switch {
 		case a.kind == "tensor":
-			if a.Name == op.Writes {
-				kind += "(a!)"
+			if op.Modifies(a.Name) {
+				kind += fmt.Sprintf("(%c!)", written)
+				written++
 			}
 			if a.optional {
 				kind += "?"

@@ -138,10 +138,10 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 	t.add("        .operands = {")
 	for _, p := range o.Operands {
 		at, over, choice, like := position(list, p.Name), -1, position(list, p.Choice), o.operandAt(p.Like)
-		if p.Output && op.Into == p.Name && op.Writes != p.Name {
-			over = o.operandAt(op.Writes)
+		if into := op.Into(p.Name); into != "" && into != p.Name {
+			over = o.operandAt(into)
 		}
-		written := op.Writes == p.Name
+		written := op.Modifies(p.Name)
 		made := p.Output && slices.Contains(op.Results, p.Name)
 		t.add("            {%q, SHAPE_%s, DTYPE_%s, .argument = %d, .over = %d, .choice = %d, .like = %d, "+
 			".written = %t, .made = %t},", p.Name, strings.ToUpper(shapeNames[p.Shape]),
@@ -156,7 +156,7 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 	if len(results) > 0 {
 		t.add("        .results = {%s},", strings.Join(results, ", "))
 	}
-	t.add("        .fast = %t,", op.Writes == "")
+	t.add("        .fast = %t,", len(op.Writes) == 0)
 	if op.Saving == "" {
 		t.add("        .saving = -1,\n    },")
 		return

@@ -1,0 +1,223 @@
+"""Functions that write over their arguments, or to tensors that the caller allocates."""
+
+import gander
+import numpy as np
+import pytest
+import torch
+
+NORMS = {"rmsnorm": gander.rmsnorm, "layernorm": gander.layernorm}
+BRAIN, SINGLE = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(params=NORMS)
+def norm(request):
+    return NORMS[request.param]
+
+
+def rows(device, dtype=SINGLE, shape=(4, 3, 64)):
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+# ---- fused_add_rmsnorm ----
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(SINGLE, SINGLE), (BRAIN, BRAIN), (BRAIN, SINGLE), (SINGLE, BRAIN)], ids=str
+)
+def test_fused_add_rmsnorm(dtypes, device):
+    x, residual, weight = rows(device, dtypes[0]), rows(device, dtypes[1]), rows(device, shape=64)
+    want = gander.rmsnorm(x, weight, residual=residual, eps=1e-5, prenorm=True, weight_offset=1.0)
+    versions = x._version, residual._version
+    assert gander.fused_add_rmsnorm(x, residual, weight, 1e-5, 1.0) is None
+    assert torch.equal(x, want[0])
+    assert torch.equal(residual, want[1])
+    assert (x._version, residual._version) == (versions[0] + 1, versions[1] + 1)
+
+
+def test_fused_add_rmsnorm_of_strided_rows(device):
+    """Rows that the kernels cannot take are copied, and copied back."""
+    x, residual = rows(device, shape=(4, 128))[:, ::2], rows(device, shape=(64, 4)).t()
+    want = gander.rmsnorm(x, residual=residual, prenorm=True)
+    gander.fused_add_rmsnorm(x, residual, None)
+    assert torch.equal(x, want[0])
+    assert torch.equal(residual, want[1])
+
+
+def test_fused_add_rmsnorm_refuses():
+    x, weight = rows("cpu"), rows("cpu", shape=64)
+    for given, error, words in (
+        ((x, x[:1], weight), ValueError, r"residual has shape \(1, 3, 64\), expected \(4, 3, 64\) as x"),
+        ((x, x, weight), ValueError, "overlaps"),
+        ((x.clone().requires_grad_(), x, weight), NotImplementedError, "x requires one; detach it"),
+        ((x, x.clone(), weight.clone().requires_grad_()), NotImplementedError, "weight requires one"),
+        ((x, x.clone(), 64), TypeError, "weight is 64"),
+        ((x[:1].expand(4, 3, 64), x.clone(), None), ValueError, "elements that do not share memory"),
+    ):
+        before = [t.detach().clone() for t in given if isinstance(t, torch.Tensor)]
+        with pytest.raises(error, match=words):
+            gander.fused_add_rmsnorm(*given)
+        given = [t for t in given if isinstance(t, torch.Tensor)]
+        assert all(map(torch.equal, before, given)), "something was written"
+
+
+def test_fused_add_rmsnorm_without_a_gradient(device):
+    """A model's parameters require gradients. Under no_grad that does not matter."""
+    x, residual, weight = rows(device), rows(device), rows(device, shape=64).requires_grad_()
+    want = gander.rmsnorm(x, weight.detach(), residual=residual)
+    for mode in torch.no_grad, torch.inference_mode:
+        mine, other = x.clone(), residual.clone()
+        with mode():
+            gander.fused_add_rmsnorm(mine, other, weight)
+        assert torch.equal(mine, want)
+
+
+# ---- out ----
+
+
+def test_norm_into(norm, device):
+    x, residual, weight = rows(device), rows(device, BRAIN), rows(device, shape=64)
+    for given in {}, {"bias": weight}, {"residual": residual}, {"residual_dtype": BRAIN}:
+        out = torch.empty_like(x, dtype=torch.float16)
+        want = norm(x, weight, out_dtype=torch.float16, prenorm=True, **given)
+        assert norm(x, weight, out=out, **given) is out
+        assert torch.equal(out, want[0])
+        out.zero_()
+        got = norm(x, weight, out=out, prenorm=True, **given)
+        assert got[0] is out
+        assert all(map(torch.equal, got, want))
+        assert got[1].dtype == want[1].dtype
+    want = norm(x, weight)
+    assert norm(x, weight, out=x) is x
+    assert torch.equal(x, want)
+
+
+def test_norm_fwd_into(device):
+    x, residual, weight = rows(device), rows(device, BRAIN), rows(device, shape=64)
+    out = torch.empty_like(x)
+    got = gander.rmsnorm_fwd(x, weight, None, residual, store_rstd=True, out=out)
+    assert got[0] is out
+    assert all(map(torch.equal, got, gander.rmsnorm_fwd(x, weight, None, residual, store_rstd=True)))
+    got = gander.rmsnorm_fwd(x, weight, store_rstd=True, out=out)
+    assert got[1] is x
+    got = gander.layernorm_fwd(x, weight, return_rstd=True, return_mean=True, out=out)
+    assert got[0] is out
+    assert all(map(torch.equal, got, gander.layernorm_fwd(x, weight, return_rstd=True, return_mean=True)))
+    assert gander.layernorm_fwd(x, weight, out=out) is out
+
+
+def test_norm_into_refuses(norm):
+    x, weight = rows("cpu"), rows("cpu", shape=64)
+    for given, error, words in (
+        ({"out": x[:1].clone()}, ValueError, r"out has shape \(1, 3, 64\), expected \(4, 3, 64\) as x"),
+        ({"out": x.int()}, TypeError, "y has dtype int32, expected float16, bfloat16 or float32"),
+        ({"out": x.clone(), "out_dtype": BRAIN}, TypeError, "expected out_dtype = torch.bfloat16"),
+        ({"out": [1.0]}, TypeError, "out is a list"),
+        ({"out": x.flatten()[1:].new_empty(4, 3, 64).requires_grad_()}, NotImplementedError, "requires one"),
+    ):
+        with pytest.raises(error, match=words):
+            norm(x, weight, **given)
+    with pytest.raises(NotImplementedError, match="x requires one; detach it"):
+        norm(x.clone().requires_grad_(), weight, out=x.clone())
+
+
+def test_cross_entropy_into(device):
+    x, target = rows(device, shape=(6, 100)), torch.randint(0, 100, (6,), device=device)
+    weight = torch.rand(100, device=device)
+    want = gander.cross_entropy_fwd(x, target, weight=weight, return_lse=True, return_dx=True)
+    got = [torch.empty_like(t) for t in want]
+    assert gander.cross_entropy_fwd_out(x, target, None, *got, weight) is None
+    assert all(map(torch.equal, got, want))
+    loss = torch.empty_like(want[0])
+    gander.cross_entropy_fwd_out(x, target, None, loss, None, None, weight, ignore_index=int(target[0]))
+    assert loss[0] == 0
+    gander.cross_entropy_fwd_out(x, target % 7, x[:, :7], loss, got[1], None, None)
+    assert torch.equal(loss, gander.cross_entropy_fwd(x, target % 7, x[:, :7]))
+    dx, dloss = torch.empty_like(x), torch.rand(6, device=device)
+    want = gander.cross_entropy_bwd(x, target, dloss, want[1], weight)
+    gander.cross_entropy_bwd_out(x, target, dloss, got[1], dx, weight)
+    assert torch.equal(dx, want)
+    gander.cross_entropy_bwd_out(x, target, dloss, got[1], x, weight)
+    assert torch.equal(x, want)
+    with pytest.raises(ValueError, match=r"loss has shape \(5,\), expected \(6,\), the leading dimensions"):
+        gander.cross_entropy_fwd_out(x, target, None, loss[:5], None, None, None)
+    with pytest.raises(ValueError, match=r"dx has shape \(3, 100\), expected \(6, 100\) as x"):
+        gander.cross_entropy_bwd_out(x, target, dloss, got[1], dx[:3])
+
+
+# ---- Through PyTorch's transforms ----
+
+
+def in_place(x, residual, weight):
+    gander.fused_add_rmsnorm(x, residual, weight)
+    return x * 2 + residual
+
+
+def into(x, residual, weight):
+    y = torch.empty_like(x)
+    gander.rmsnorm(x, weight, residual=residual, out=y)
+    return y + residual
+
+
+@pytest.mark.parametrize("function", [in_place, into])
+@pytest.mark.parametrize("how", ["compile", "export", "vmap"])
+def test_transforms(function, how):
+    x, residual, weight = rows("cpu"), rows("cpu"), rows("cpu", shape=64)
+    copies = x.clone(), residual.clone()
+    want = function(x, residual, weight)
+    if how == "compile":
+        got = torch.compile(function, backend="aot_eager", fullgraph=True)(*copies, weight)
+    elif how == "vmap":
+        got = torch.vmap(function, in_dims=(0, 0, None))(*copies, weight)
+    else:
+        model = torch.nn.Module()
+        model.forward = function
+        example = tuple(t.clone() for t in copies)
+        got = torch.export.export(model, (*example, weight)).module()(*copies, weight)
+    assert torch.equal(got, want)
+    assert torch.equal(copies[1], residual)
+
+
+def test_vmap_refuses_one_tensor_for_all_samples():
+    x, residual = rows("cpu"), rows("cpu", shape=(3, 64))
+    with pytest.raises(ValueError, match="the results of all samples over the same residual; batch it too"):
+        torch.vmap(gander.fused_add_rmsnorm, in_dims=(0, None, None))(x, residual, None)
+
+
+# ---- NumPy ----
+
+
+def test_numpy():
+    x, residual, weight = (
+        np.float32(np.random.default_rng(0).normal(size=s)) for s in ((5, 64), (5, 64), 64)
+    )
+    want = gander.rmsnorm(x, weight, residual=residual, prenorm=True)
+    for norm in NORMS.values():
+        out = np.empty((5, 64), np.float16)
+        got = norm(x, weight, residual=residual, prenorm=True, out=out)
+        assert got[0] is out
+        other = norm(x, weight, residual=residual, prenorm=True, out_dtype="float16")
+        assert all(map(np.array_equal, got, other))
+    gander.fused_add_rmsnorm(x, residual, weight)
+    assert np.array_equal(x, want[0])
+    assert np.array_equal(residual, want[1])
+    residual.flags.writeable = False
+    with pytest.raises((ValueError, TypeError), match=r"read-?only"):
+        gander.fused_add_rmsnorm(x, residual, weight)
+    with pytest.raises(TypeError, match="out is a list"):
+        gander.rmsnorm(x, weight, out=[1.0])
+
+
+def test_immutable_arrays():
+    class Immutable:
+        """An array of a library whose arrays are immutable, as JAX's are."""
+
+        def __init__(self, array):
+            self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+        def __dlpack__(self, **options):
+            return self.array.__dlpack__(**options)
+
+    x = Immutable(np.ones((2, 8), np.float32))
+    with pytest.raises(TypeError, match="expected an array of NumPy or CuPy"):
+        gander.fused_add_rmsnorm(x, Immutable(np.ones((2, 8), np.float32)), None)
+    assert (x.array == 1).all()
