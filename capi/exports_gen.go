@@ -136,17 +136,18 @@ func ganderRMSNormForward(x, weight, bias, residual, y, residualOut, rstd, optio
 	if err == nil {
 		c := call(stream, o.allocator)
 		err = ops.RMSNormForward{
-			X:              tensor(x),
-			Weight:         tensor(weight),
-			Bias:           tensor(bias),
-			Residual:       tensor(residual),
-			Y:              tensor(y),
-			ResidualOut:    tensor(residualOut),
-			Rstd:           tensor(rstd),
-			Eps:            float64(o.eps),
-			Algorithm:      ops.Algorithm(o.algorithm),
-			BatchInvariant: o.batch_invariant != 0,
-			WeightOffset:   float64(o.weight_offset),
+			X:               tensor(x),
+			Weight:          tensor(weight),
+			Bias:            tensor(bias),
+			Residual:        tensor(residual),
+			Y:               tensor(y),
+			ResidualOut:     tensor(residualOut),
+			Rstd:            tensor(rstd),
+			Eps:             float64(o.eps),
+			Algorithm:       ops.Algorithm(o.algorithm),
+			BatchInvariant:  o.batch_invariant != 0,
+			WeightOffset:    float64(o.weight_offset),
+			RoundNormalized: o.round_normalized != 0,
 		}.Run(&c)
 	}
 	return report(err)
@@ -174,17 +175,18 @@ func ganderRMSNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDtyp
 		}
 		c := call(stream, o.allocator)
 		err = ops.RMSNormForward{
-			X:              tensor(x),
-			Weight:         tensor(weight),
-			Bias:           tensor(bias),
-			Residual:       tensor(residual),
-			Y:              ty,
-			ResidualOut:    tresidualOut,
-			Rstd:           trstd,
-			Eps:            float64(o.eps),
-			Algorithm:      ops.Algorithm(o.algorithm),
-			BatchInvariant: o.batch_invariant != 0,
-			WeightOffset:   float64(o.weight_offset),
+			X:               tensor(x),
+			Weight:          tensor(weight),
+			Bias:            tensor(bias),
+			Residual:        tensor(residual),
+			Y:               ty,
+			ResidualOut:     tresidualOut,
+			Rstd:            trstd,
+			Eps:             float64(o.eps),
+			Algorithm:       ops.Algorithm(o.algorithm),
+			BatchInvariant:  o.batch_invariant != 0,
+			WeightOffset:    float64(o.weight_offset),
+			RoundNormalized: o.round_normalized != 0,
 		}.Run(&c)
 		if err != nil {
 			return err
@@ -201,19 +203,20 @@ func ganderRMSNormBackward(x, weight, dout, dResidualOut, rstd, dx, dresidual, d
 	if err == nil {
 		c := call(stream, o.allocator)
 		err = ops.RMSNormBackward{
-			X:              tensor(x),
-			Weight:         tensor(weight),
-			DOut:           tensor(dout),
-			DResidualOut:   tensor(dResidualOut),
-			Rstd:           tensor(rstd),
-			DX:             tensor(dx),
-			DResidual:      tensor(dresidual),
-			DW:             tensor(dw),
-			DB:             tensor(db),
-			Eps:            float64(o.eps),
-			Algorithm:      ops.Algorithm(o.algorithm),
-			BatchInvariant: o.batch_invariant != 0,
-			WeightOffset:   float64(o.weight_offset),
+			X:               tensor(x),
+			Weight:          tensor(weight),
+			DOut:            tensor(dout),
+			DResidualOut:    tensor(dResidualOut),
+			Rstd:            tensor(rstd),
+			DX:              tensor(dx),
+			DResidual:       tensor(dresidual),
+			DW:              tensor(dw),
+			DB:              tensor(db),
+			Eps:             float64(o.eps),
+			Algorithm:       ops.Algorithm(o.algorithm),
+			BatchInvariant:  o.batch_invariant != 0,
+			WeightOffset:    float64(o.weight_offset),
+			RoundNormalized: o.round_normalized != 0,
 		}.Run(&c)
 	}
 	return report(err)
@@ -240,26 +243,27 @@ func ganderRMSNormBackwardOwned(x, weight, dout, dResidualOut, rstd unsafe.Point
 			return refuse(ops.StatusOption, "rmsnorm_grad: dw is requested without a weight, expected NULL; "+
 				"pass the weight or leave dw NULL")
 		}
-		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.columns())
-		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.columns())
+		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.headColumns(tensor(weight)))
+		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.headColumns(tensor(weight)))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.RMSNormBackward{
-			X:              tensor(x),
-			Weight:         tensor(weight),
-			DOut:           tensor(dout),
-			DResidualOut:   tensor(dResidualOut),
-			Rstd:           tensor(rstd),
-			DX:             tdx,
-			DResidual:      tdresidual,
-			DW:             tdw,
-			DB:             tdb,
-			Eps:            float64(o.eps),
-			Algorithm:      ops.Algorithm(o.algorithm),
-			BatchInvariant: o.batch_invariant != 0,
-			WeightOffset:   float64(o.weight_offset),
+			X:               tensor(x),
+			Weight:          tensor(weight),
+			DOut:            tensor(dout),
+			DResidualOut:    tensor(dResidualOut),
+			Rstd:            tensor(rstd),
+			DX:              tdx,
+			DResidual:       tdresidual,
+			DW:              tdw,
+			DB:              tdb,
+			Eps:             float64(o.eps),
+			Algorithm:       ops.Algorithm(o.algorithm),
+			BatchInvariant:  o.batch_invariant != 0,
+			WeightOffset:    float64(o.weight_offset),
+			RoundNormalized: o.round_normalized != 0,
 		}.Run(&c)
 		if err != nil {
 			return err
@@ -379,8 +383,8 @@ func ganderLayerNormBackwardOwned(x, weight, dout, dResidualOut, mean, rstd unsa
 			return refuse(ops.StatusOption, "layernorm_grad: dw is requested without a weight, expected NULL; "+
 				"pass the weight or leave dw NULL")
 		}
-		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.columns())
-		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.columns())
+		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.headColumns(tensor(weight)))
+		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.headColumns(tensor(weight)))
 		if made.err != nil {
 			return made.err
 		}

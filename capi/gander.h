@@ -135,6 +135,8 @@ typedef struct {
   int32_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
   double weight_offset; /* added to each weight; needs a weight */
+  /* h * rstd is rounded to x's dtype before the weight is applied, and in backward to dx's */
+  int32_t round_normalized;
 } gander_rmsnorm_options;
 
 typedef struct {
@@ -187,10 +189,13 @@ int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLT
 
 /* y = h * rstd * (weight + weight_offset) + bias with h = x + residual, which is not rounded, and rstd = 1
  * / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
- * residual_out receives h. With bias, residual or residual_out the only algorithm is auto.
+ * residual_out receives h. A weight or bias of shape (H, N) is that of each head, and both have it. With
+ * them, bias, residual, residual_out, weight_offset or round_normalized the only algorithm is auto.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
- *   bias: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
+ *   bfloat16 or float32; or NULL.
+ *   bias: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
+ *   bfloat16 or float32; or NULL.
  *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
  *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
@@ -203,17 +208,21 @@ int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const 
 /* x is forward's residual_out if it wrote one, else its x. With h = x * rstd and g = dout * (weight +
  * weight_offset): dx = (g - h * mean(g * h)) * rstd + dresidual_out for each row. dresidual receives the
  * same numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows of dout, accumulated
- * in at least float32 in a fixed order. With dresidual_out, dresidual, db or a dx of another dtype than x
- * the only algorithm is auto.
+ * in at least float32 in a fixed order. With a weight of shape (H, N) the sums are over the rows of each
+ * head. With that, dresidual_out, dresidual, db, weight_offset, round_normalized or a dx of another dtype
+ * than x the only algorithm is auto.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
+ *   bfloat16 or float32; or NULL.
  *   dout: (M, N); float64 if x is, else float16, bfloat16 or float32.
  *   dresidual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   rstd: M elements, contiguous; float64 if x is, else float32.
  *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
  *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
- *   dw: (N), contiguous; weight's dtype; or NULL; must be NULL without weight.
- *   db: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL. */
+ *   dw: (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or NULL; must be NULL
+ *   without weight.
+ *   db: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16
+ *   or float32; or NULL. */
 int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                 const DLTensor* dresidual_out, const DLTensor* rstd, const DLTensor* dx,
                                 const DLTensor* dresidual, const DLTensor* dw, const DLTensor* db,
@@ -221,10 +230,12 @@ int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const
 
 /* y = (h - mean) * rstd * weight + bias with h = x + residual, which is not rounded, and rstd = 1 /
  * sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and Hinton, "Layer Normalization", 2016).
- * residual_out receives h.
+ * residual_out receives h. A weight or bias of shape (H, N) is that of each head, and both have it.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
- *   bias: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
+ *   bfloat16 or float32; or NULL.
+ *   bias: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
+ *   bfloat16 or float32; or NULL.
  *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
  *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
@@ -239,17 +250,21 @@ int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, cons
 /* x is forward's residual_out if it wrote one, else its x. With h = (x - mean) * rstd and g = dout *
  * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd + dresidual_out for each row, where mean(g) and
  * mean(g * h) are of the row. dresidual receives the same numbers as dx. dw = the sum over rows of dout *
- * h, and db = the sum over rows of dout, accumulated in at least float32 in a fixed order.
+ * h, and db = the sum over rows of dout, accumulated in at least float32 in a fixed order. With a weight
+ * of shape (H, N) the sums are over the rows of each head.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
+ *   bfloat16 or float32; or NULL.
  *   dout: (M, N); float64 if x is, else float16, bfloat16 or float32.
  *   dresidual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   mean: M elements, contiguous; float64 if x is, else float32.
  *   rstd: M elements, contiguous; float64 if x is, else float32.
  *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
  *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
- *   dw: (N), contiguous; weight's dtype; or NULL; must be NULL without weight.
- *   db: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL. */
+ *   dw: (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or NULL; must be NULL
+ *   without weight.
+ *   db: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16
+ *   or float32; or NULL. */
 int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                   const DLTensor* dresidual_out, const DLTensor* mean, const DLTensor* rstd,
                                   const DLTensor* dx, const DLTensor* dresidual, const DLTensor* dw,
@@ -392,9 +407,9 @@ int32_t gander_logsumexp_grad(DLManagedTensorVersioned* x, DLManagedTensorVersio
 /* ---- Which kernel would run ---- */
 
 /* Describes the kernel that a call would run, and why, for aligned compact rows (m, n) of x. op is
- * "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward" (with a weight),
- * "cross_entropy_forward", "cross_entropy_forward_dx" or "cross_entropy_backward". algorithm and
- * batch_invariant are as in its options. Writes at most capacity bytes, always with a terminating NUL. */
+ * the name of a function without "gander_", "cross_entropy_forward_dx", or that of a norm with "_residual"
+ * before "_forward" or "_backward". Backward of a norm has a weight, and that of LayerNorm a bias. algorithm
+ * and batch_invariant are as in its options. Writes at most capacity bytes, always with a terminating NUL. */
 int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device,
                        int32_t algorithm, int32_t batch_invariant, char* text, size_t capacity);
 

@@ -104,7 +104,16 @@ func (o *outputs) discard() {
 
 func (o *outputs) rows() []int64    { return o.first.Dims() }
 func (o *outputs) columns() []int64 { return o.first.Dims()[o.first.Rank()-1:] }
-func (o *outputs) perRow() []int64  { return o.first.Dims()[:o.first.Rank()-1] }
+
+// headColumns is the shape of a gradient of a norm's weight, or of its bias, which has the weight's shape.
+func (o *outputs) headColumns(weight *dlpack.Tensor) []int64 {
+	if weight == nil || weight.Validate() != nil { // which the call will refuse
+		return o.columns()
+	}
+	return weight.Dims()
+}
+
+func (o *outputs) perRow() []int64 { return o.first.Dims()[:o.first.Rank()-1] }
 
 // reduced is the shape of a loss: one element, or one per row with reduction none.
 func (o *outputs) reduced(reduction int32) []int64 {

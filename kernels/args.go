@@ -90,10 +90,12 @@ type NormArgs struct {
 	Rows         Rows
 	C            Input  // backward: the gradient of residual_out
 	Z            Output // residual_out; in backward dresidual
-	Weight, Bias Input  // (N)
+	Weight, Bias Input  // (N) or (Heads, N)
 	Mean, Rstd   Output // (M) float32: forward writes them, backward reads them
-	PartialSums  Output // (Partials, N) float32 for dw, or for db, or (Partials, 2, N) for both
-	Dw, Db       Output // like Weight and Bias
+
+	// (Partials, N) float32 for dw, or for db, or (Partials, 2, N) for both. Row i is of head i % Heads.
+	PartialSums Output
+	Dw, Db      Output // like Weight and Bias
 
 	CStride, ZStride        int64
 	CType, ZType            int32
@@ -101,6 +103,8 @@ type NormArgs struct {
 	DwType, DbType          int32
 	Partials                int32
 	Center                  int32 // LayerNorm: the mean is subtracted
+	RoundNormalized         int32 // forward rounds xhat to x's type; backward to dx's in dw
+	Heads                   int32 // rows i and i + Heads share weight and bias
 	Eps, WeightOffset, InvN float32
 	_                       int32
 }

@@ -96,7 +96,7 @@ type CrossEntropy struct {
 // and Mean and Rstd are float32 elsewhere.
 type Norm struct {
 	X            Matrix // (M, N)
-	Weight, Bias Vector // (N), optional: ones and zeros; backward needs no Bias
+	Weight, Bias Vector // (N) or (Heads, N), optional: ones and zeros; backward needs no Bias
 	Mean, Rstd   Vector // (M), optional in forward, which writes them; Mean only with Center
 
 	// Forward:
@@ -109,9 +109,44 @@ type Norm struct {
 	DResidualOut Matrix // gradient of ResidualOut; optional
 	DX           Matrix // gradient of h
 	DResidual    Matrix // receives the same numbers as DX; optional
-	DW, DB       Vector // (N), optional
+	DW, DB       Vector // like Weight and Bias, optional
 
 	Eps          float64 // forward only
 	WeightOffset float64 // added to each weight; no effect without a Weight
 	Center       bool    // LayerNorm: the mean is subtracted
+
+	// RoundNormalized: the normalized row is rounded before the weight is applied, and in DW. Forward rounds to
+	// X's type, backward to DX's.
+	RoundNormalized bool
+
+	// Heads is how many rows of Weight and Bias there are. Row i uses row i % Heads of them. 0 means 1.
+	Heads int64
+}
+
+// Head is the part of a call that uses row i of Weight and Bias.
+func (n *Norm) Head(i int64) Norm {
+	h := *n
+	h.Heads = 1
+	for _, m := range [...]*Matrix{&h.X, &h.Residual, &h.Y, &h.ResidualOut, &h.DOut, &h.DResidualOut, &h.DX,
+		&h.DResidual} {
+		m.Data = at(m.Data, i*m.Stride, m.DType)
+		m.Rows, m.Stride = m.Rows/n.Heads, m.Stride*n.Heads
+	}
+	for _, v := range [...]*Vector{&h.Mean, &h.Rstd} {
+		v.Data = at(v.Data, i*v.Stride, v.DType)
+		v.Len, v.Stride = v.Len/n.Heads, v.Stride*n.Heads
+	}
+	for _, v := range [...]*Vector{&h.Weight, &h.Bias, &h.DW, &h.DB} {
+		v.Len /= n.Heads
+		v.Data = at(v.Data, i*v.Len, v.DType)
+	}
+	return h
+}
+
+// at is the address of an element, or nil for an operand without elements.
+func at(data unsafe.Pointer, element int64, t DType) unsafe.Pointer {
+	if data == nil {
+		return nil
+	}
+	return unsafe.Add(data, element*t.Size())
 }

@@ -254,6 +254,24 @@ func (k *check) weights(name string, t *dlpack.Tensor, allowed types, n int64) k
 	return k.compact(name, t, allowed, n, "one for each column of x")
 }
 
+// headWeights checks a contiguous operand of shape (N), or (H, N) where x has the shape (..., H, N).
+func (k *check) headWeights(name string, t *dlpack.Tensor, allowed types, x *dlpack.Tensor) kernels.Vector {
+	if k.err != nil {
+		return kernels.Vector{}
+	}
+	last := x.Rank() - 1
+	n := x.Dim(last)
+	if t == nil || t.NDim != 2 {
+		return k.weights(name, t, allowed, n)
+	}
+	if t.Validate() == nil && (last < 1 || t.Dim(0) != x.Dim(last-1) || t.Dim(1) != n) {
+		k.fail(StatusShape, "%s has shape %s, expected (N) or (H, N) for %s of shape (..., H, N), which is %s",
+			name, shape(t), k.first, shape(x))
+		return kernels.Vector{}
+	}
+	return k.compact(name, t, allowed, t.Dim(0)*n, "one for each column of each head")
+}
+
 // collapse returns the stride between consecutive elements of the first `rank` dimensions of t, in row-major
 // order. ok is false if there is no such fixed stride.
 func collapse(t *dlpack.Tensor, rank int) (stride int64, ok bool) {

@@ -16,6 +16,9 @@ func TestExplainDevice(t *testing.T) {
 			text, err := ExplainDevice(op, 4096, 65536, kernels.BFloat16, name, Choice{})
 			require.NoError(t, err)
 			r.x, r.m, r.n = kernels.BFloat16, 4096, 65536
+			if r.norm.second > 0 {
+				r.norm.second, r.norm.compact, r.norm.bulk = 2, true, true
+			}
 			want, err := makePlan(&facts, r)
 			require.NoError(t, err)
 			assert.Equal(t, want.String(), text, "%s on %s", op, name)

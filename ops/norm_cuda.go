@@ -14,6 +14,8 @@ type normOperands struct {
 	sums    int8 // backward: how many of dw and db are wanted
 	compact bool // the inputs' rows have no gaps
 	bulk    bool // the inputs' rows are whole 16-byte vectors: bulk copies take them
+
+	heads int64 // backward: rows of the weight
 }
 
 // hash keeps the plans of a model's norms apart, which differ in their operands only.
@@ -24,7 +26,7 @@ func (o normOperands) hash() uint64 {
 			h ^= 1 << (36 + i)
 		}
 	}
-	return h
+	return h ^ uint64(o.heads)<<40
 }
 
 // forwardCUDA enqueues a forward call on a device.
@@ -77,7 +79,7 @@ func (n *normCall) backwardRequest() request {
 	r.norm = normOperands{
 		second: int8(n.DOut.DType.Size()), third: n.DResidualOut.Present(),
 		compact: n.X.Stride == n.X.Cols && n.DOut.Stride == n.X.Cols,
-		bulk:    vectorRows(n.X) && vectorRows(n.DOut),
+		bulk:    vectorRows(n.X) && vectorRows(n.DOut), heads: n.Heads,
 	}
 	if n.DResidualOut.Present() {
 		r.norm.compact = r.norm.compact && n.DResidualOut.Stride == n.X.Cols
@@ -101,10 +103,13 @@ func (k *cudaCall) norm(n *kernels.Norm, first, second, out kernels.Matrix) kern
 	args := kernels.NormArgs{
 		Rows: k.rows(first, second, out), Weight: input(n.Weight.Data), WeightType: int32(n.Weight.DType),
 		Mean: output(n.Mean.Data), Rstd: output(n.Rstd.Data),
-		WeightOffset: float32(n.WeightOffset), InvN: 1 / float32(first.Cols),
+		WeightOffset: float32(n.WeightOffset), InvN: 1 / float32(first.Cols), Heads: int32(n.Heads),
 	}
 	if n.Center {
 		args.Center = 1
+	}
+	if n.RoundNormalized {
+		args.RoundNormalized = 1
 	}
 	return args
 }

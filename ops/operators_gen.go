@@ -122,14 +122,19 @@ func (o SoftmaxBackward) Run(c *Call) error {
 
 // RMSNormForward is the operator rmsnorm_forward: y = h * rstd * (weight + weight_offset) + bias with h = x +
 // residual, which is not rounded, and rstd = 1 / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich,
-// "Root Mean Square Layer Normalization", 2019). residual_out receives h. With bias, residual or residual_out
-// the only algorithm is auto.
+// "Root Mean Square Layer Normalization", 2019). residual_out receives h. A weight or bias of shape (H, N) is
+// that of each head, and both have it. With them, bias, residual, residual_out, weight_offset or
+// round_normalized the only algorithm is auto.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type RMSNormForward struct {
-	X        *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Weight   *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
-	Bias     *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	X *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+	// float32; or nil
+	Weight *dlpack.Tensor
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+	// float32; or nil
+	Bias     *dlpack.Tensor
 	Residual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
 	Y *dlpack.Tensor
@@ -142,19 +147,22 @@ type RMSNormForward struct {
 	Algorithm      Algorithm // how a GPU processes the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
 	WeightOffset   float64   // added to each weight; needs a weight
+	// h * rstd is rounded to x's dtype before the weight is applied, and in backward to dx's
+	RoundNormalized bool
 }
 
 // rmsNormForward is a RMSNormForward whose operands have been checked.
 type rmsNormForward struct {
-	X            kernels.Matrix
-	Weight       kernels.Vector
-	Bias         kernels.Vector
-	Residual     kernels.Matrix
-	Y            kernels.Matrix
-	ResidualOut  kernels.Matrix
-	Rstd         kernels.Vector
-	Eps          float64
-	WeightOffset float64
+	X               kernels.Matrix
+	Weight          kernels.Vector
+	Bias            kernels.Vector
+	Residual        kernels.Matrix
+	Y               kernels.Matrix
+	ResidualOut     kernels.Matrix
+	Rstd            kernels.Vector
+	Eps             float64
+	WeightOffset    float64
+	RoundNormalized bool
 	Choice
 }
 
@@ -162,16 +170,17 @@ type rmsNormForward struct {
 func (o RMSNormForward) Run(c *Call) error {
 	k := check{op: "rmsnorm_forward"}
 	a := rmsNormForward{
-		Eps:          o.Eps,
-		WeightOffset: o.WeightOffset,
-		Choice:       Choose(o.Algorithm, o.BatchInvariant),
+		Eps:             o.Eps,
+		WeightOffset:    o.WeightOffset,
+		RoundNormalized: o.RoundNormalized,
+		Choice:          Choose(o.Algorithm, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	if o.Weight != nil {
-		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
+		a.Weight = k.headWeights("weight", o.Weight, companion(a.X.DType), o.X)
 	}
 	if o.Bias != nil {
-		a.Bias = k.weights("bias", o.Bias, companion(a.X.DType), a.X.Cols)
+		a.Bias = k.headWeights("bias", o.Bias, companion(a.X.DType), o.X)
 	}
 	if o.Residual != nil {
 		a.Residual = k.rowsLike("residual", o.Residual, companion(a.X.DType), "x", a.X)
@@ -199,49 +208,58 @@ func (o RMSNormForward) Run(c *Call) error {
 
 func (a *rmsNormForward) options() kernels.RMSNormOptions {
 	return kernels.RMSNormOptions{
-		Eps:          float32(a.Eps),
-		WeightOffset: float32(a.WeightOffset),
+		Eps: float32(a.Eps),
 	}
 }
 
 // RMSNormBackward is the operator rmsnorm_backward: x is forward's residual_out if it wrote one, else its x.
 // With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd +
 // dresidual_out for each row. dresidual receives the same numbers as dx. dw = the sum over rows of dout * h,
-// and db = the sum over rows of dout, accumulated in at least float32 in a fixed order. With dresidual_out,
-// dresidual, db or a dx of another dtype than x the only algorithm is auto.
+// and db = the sum over rows of dout, accumulated in at least float32 in a fixed order. With a weight of
+// shape (H, N) the sums are over the rows of each head. With that, dresidual_out, dresidual, db,
+// weight_offset, round_normalized or a dx of another dtype than x the only algorithm is auto.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type RMSNormBackward struct {
-	X            *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Weight       *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	X *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+	// float32; or nil
+	Weight       *dlpack.Tensor
 	DOut         *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32
 	DResidualOut *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
 	Rstd         *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree
 	DX        *dlpack.Tensor
 	DResidual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
-	DW        *dlpack.Tensor // (N), contiguous; weight's dtype; or nil; must be nil without weight
-	DB        *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or nil; must be nil without
+	// weight
+	DW *dlpack.Tensor
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+	// float32; or nil
+	DB *dlpack.Tensor
 
 	Eps            float64   // added to the mean of squares; not used by backward
 	Algorithm      Algorithm // how a GPU processes the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
 	WeightOffset   float64   // added to each weight; needs a weight
+	// h * rstd is rounded to x's dtype before the weight is applied, and in backward to dx's
+	RoundNormalized bool
 }
 
 // rmsNormBackward is a RMSNormBackward whose operands have been checked.
 type rmsNormBackward struct {
-	X            kernels.Matrix
-	Weight       kernels.Vector
-	DOut         kernels.Matrix
-	DResidualOut kernels.Matrix
-	Rstd         kernels.Vector
-	DX           kernels.Matrix
-	DResidual    kernels.Matrix
-	DW           kernels.Vector
-	DB           kernels.Vector
-	Eps          float64
-	WeightOffset float64
+	X               kernels.Matrix
+	Weight          kernels.Vector
+	DOut            kernels.Matrix
+	DResidualOut    kernels.Matrix
+	Rstd            kernels.Vector
+	DX              kernels.Matrix
+	DResidual       kernels.Matrix
+	DW              kernels.Vector
+	DB              kernels.Vector
+	Eps             float64
+	WeightOffset    float64
+	RoundNormalized bool
 	Choice
 }
 
@@ -249,13 +267,14 @@ type rmsNormBackward struct {
 func (o RMSNormBackward) Run(c *Call) error {
 	k := check{op: "rmsnorm_backward"}
 	a := rmsNormBackward{
-		Eps:          o.Eps,
-		WeightOffset: o.WeightOffset,
-		Choice:       Choose(o.Algorithm, o.BatchInvariant),
+		Eps:             o.Eps,
+		WeightOffset:    o.WeightOffset,
+		RoundNormalized: o.RoundNormalized,
+		Choice:          Choose(o.Algorithm, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	if o.Weight != nil {
-		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
+		a.Weight = k.headWeights("weight", o.Weight, companion(a.X.DType), o.X)
 	}
 	a.DOut = k.rowsLike("dout", o.DOut, companion(a.X.DType), "x", a.X)
 	if o.DResidualOut != nil {
@@ -272,11 +291,11 @@ func (o RMSNormBackward) Run(c *Call) error {
 		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
 	}
 	if o.DW != nil {
-		a.DW = k.weights("dw", o.DW, only(a.Weight.DType), a.X.Cols)
+		a.DW = k.headWeights("dw", o.DW, only(a.Weight.DType), o.X)
 		k.output()
 	}
 	if o.DB != nil {
-		a.DB = k.weights("db", o.DB, companion(a.X.DType), a.X.Cols)
+		a.DB = k.headWeights("db", o.DB, companion(a.X.DType), o.X)
 		k.output()
 	}
 	k.chosen(a.Choice, kernels.RMSNormBackward)
@@ -292,20 +311,24 @@ func (o RMSNormBackward) Run(c *Call) error {
 
 func (a *rmsNormBackward) options() kernels.RMSNormOptions {
 	return kernels.RMSNormOptions{
-		Eps:          float32(a.Eps),
-		WeightOffset: float32(a.WeightOffset),
+		Eps: float32(a.Eps),
 	}
 }
 
 // LayerNormForward is the operator layernorm_forward: y = (h - mean) * rstd * weight + bias with h = x +
 // residual, which is not rounded, and rstd = 1 / sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and
-// Hinton, "Layer Normalization", 2016). residual_out receives h.
+// Hinton, "Layer Normalization", 2016). residual_out receives h. A weight or bias of shape (H, N) is that of
+// each head, and both have it.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LayerNormForward struct {
-	X        *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Weight   *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
-	Bias     *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	X *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+	// float32; or nil
+	Weight *dlpack.Tensor
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+	// float32; or nil
+	Bias     *dlpack.Tensor
 	Residual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
 	Y *dlpack.Tensor
@@ -342,10 +365,10 @@ func (o LayerNormForward) Run(c *Call) error {
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	if o.Weight != nil {
-		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
+		a.Weight = k.headWeights("weight", o.Weight, companion(a.X.DType), o.X)
 	}
 	if o.Bias != nil {
-		a.Bias = k.weights("bias", o.Bias, companion(a.X.DType), a.X.Cols)
+		a.Bias = k.headWeights("bias", o.Bias, companion(a.X.DType), o.X)
 	}
 	if o.Residual != nil {
 		a.Residual = k.rowsLike("residual", o.Residual, companion(a.X.DType), "x", a.X)
@@ -378,12 +401,14 @@ func (o LayerNormForward) Run(c *Call) error {
 // x. With h = (x - mean) * rstd and g = dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd +
 // dresidual_out for each row, where mean(g) and mean(g * h) are of the row. dresidual receives the same
 // numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows of dout, accumulated in at
-// least float32 in a fixed order.
+// least float32 in a fixed order. With a weight of shape (H, N) the sums are over the rows of each head.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LayerNormBackward struct {
-	X            *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Weight       *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	X *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+	// float32; or nil
+	Weight       *dlpack.Tensor
 	DOut         *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32
 	DResidualOut *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
 	Mean         *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
@@ -391,8 +416,12 @@ type LayerNormBackward struct {
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree
 	DX        *dlpack.Tensor
 	DResidual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
-	DW        *dlpack.Tensor // (N), contiguous; weight's dtype; or nil; must be nil without weight
-	DB        *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or nil; must be nil without
+	// weight
+	DW *dlpack.Tensor
+	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+	// float32; or nil
+	DB *dlpack.Tensor
 
 	Eps            float64 // added to the variance; not used by backward
 	BatchInvariant bool    // a row's bits do not depend on how many rows there are
@@ -423,7 +452,7 @@ func (o LayerNormBackward) Run(c *Call) error {
 	}
 	a.X = k.rows("x", o.X, anyFloat)
 	if o.Weight != nil {
-		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
+		a.Weight = k.headWeights("weight", o.Weight, companion(a.X.DType), o.X)
 	}
 	a.DOut = k.rowsLike("dout", o.DOut, companion(a.X.DType), "x", a.X)
 	if o.DResidualOut != nil {
@@ -441,13 +470,14 @@ func (o LayerNormBackward) Run(c *Call) error {
 		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
 	}
 	if o.DW != nil {
-		a.DW = k.weights("dw", o.DW, only(a.Weight.DType), a.X.Cols)
+		a.DW = k.headWeights("dw", o.DW, only(a.Weight.DType), o.X)
 		k.output()
 	}
 	if o.DB != nil {
-		a.DB = k.weights("db", o.DB, companion(a.X.DType), a.X.Cols)
+		a.DB = k.headWeights("db", o.DB, companion(a.X.DType), o.X)
 		k.output()
 	}
+	a.refuse(&k)
 	if k.err != nil {
 		return k.err
 	}

@@ -10,7 +10,10 @@ package ops
 
 import (
 	"fmt"
+	"maps"
 	"runtime"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"unsafe"
 
@@ -90,21 +93,33 @@ var explained = map[string]request{
 	"cross_entropy_backward":   {op: kernels.CrossEntropyBackward},
 	"logsumexp_forward":        {op: kernels.CrossEntropyForward},
 	"logsumexp_backward":       {op: kernels.CrossEntropyBackward},
+	"layernorm_forward":        {op: kernels.NormForward},
+	"layernorm_backward":       {op: kernels.NormBackward, norm: normOperands{second: 1, sums: 2}},
+
+	// With a residual, and its gradient. All operands have x's type.
+	"rmsnorm_residual_forward":    {op: kernels.NormForward, norm: normOperands{second: 1}},
+	"rmsnorm_residual_backward":   {op: kernels.NormBackward, norm: normOperands{second: 1, third: true, sums: 1}},
+	"layernorm_residual_forward":  {op: kernels.NormForward, norm: normOperands{second: 1}},
+	"layernorm_residual_backward": {op: kernels.NormBackward, norm: normOperands{second: 1, third: true, sums: 2}},
 }
+
+// explainedOps lists those names.
+var explainedOps = func() string {
+	names := slices.Sorted(maps.Keys(explained))
+	last := len(names) - 1
+	return strings.Join(names[:last], ", ") + " or " + names[last]
+}()
 
 // explainable checks a name that Explain is given.
 func (k *check) explainable(op string) {
 	if _, ok := explained[op]; !ok {
-		k.fail(StatusOption, "op is %q, expected softmax_forward, softmax_backward, rmsnorm_forward, "+
-			"rmsnorm_backward, cross_entropy_forward, cross_entropy_forward_dx, cross_entropy_backward, "+
-			"logsumexp_forward or logsumexp_backward", op)
+		k.fail(StatusOption, "op is %q, expected %s", op, explainedOps)
 	}
 }
 
 // Explain describes in words what would run an op, and why, for aligned compact rows (m, n) of t on d. op is
-// "softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward" (with a weight),
-// "cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "logsumexp_forward" or
-// "logsumexp_backward".
+// an operator's name, "cross_entropy_forward_dx", or the name of a norm with "_residual" before "_forward" or
+// "_backward". Backward of a norm has a weight, and that of LayerNorm a bias.
 func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) (string, error) {
 	k := check{op: "explain"}
 	r := k.explain(op, m, n, t, d, c)
@@ -127,6 +142,10 @@ func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) 
 func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) request {
 	r := explained[op]
 	r.x, r.m, r.n, r.Choice = t, m, n, c
+	if r.norm.second > 0 {
+		r.norm.second = int8(t.Size())
+		r.norm.compact, r.norm.bulk = true, n*t.Size()%16 == 0
+	}
 	k.explainable(op)
 	k.sameDevice("device", d)
 	k.dtype("dtype", t, anyFloat)

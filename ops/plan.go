@@ -184,6 +184,9 @@ func (r *request) inputs() int64 {
 	return int64(r.op.Inputs())
 }
 
+// heads is how many rows the weight of a norm has, where the plan depends on that.
+func (r *request) heads() int64 { return max(r.norm.heads, 1) }
+
 // expected is how many rows a choice is made for: with BatchInvariant as for many, whatever M is.
 func (r *request) expected() int64 {
 	if r.BatchInvariant {
@@ -276,7 +279,7 @@ func (q *query) finish(p *plan) {
 		if q.m > 0 {
 			p.scratch.dwPartial = p.scratch.take(int64(p.partials) * columns * q.accumulatorBytes())
 		}
-		q.sumColumns(p, kernels.NormGradient, columns)
+		q.sumColumns(p, kernels.NormGradient, columns*q.heads())
 	case q.dw:
 		if q.m > 0 {
 			p.scratch.dwPartial = p.scratch.take(int64(p.partials) * q.n * q.accumulatorBytes())

@@ -105,6 +105,13 @@ func everyNorm(r request, f func(request)) {
 			}
 		}
 	}
+	if r.m%8 == 0 {
+		r.norm = normOperands{second: int8(r.x.Size()), sums: 2, compact: true, bulk: true, heads: r.m / 4}
+		if r.m > 1000 {
+			r.norm.heads = 8
+		}
+		f(r)
+	}
 }
 
 // TestPlansCoverTheirRows checks what a wrong plan would read or write out of bounds, or miss.
@@ -236,8 +243,10 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 				}
 				row := r.inputs() * slice * 16
 				if r.op == kernels.NormBackward {
-					require.True(t, r.norm.bulk && (r.norm.compact || v.RowsPerCTA() == 1), what)
+					require.True(t, r.norm.bulk, what)
+					require.True(t, r.norm.compact || r.heads() > 1 || v.RowsPerCTA() == 1, what)
 					require.Equal(t, int64(p.partials), parts, what)
+					require.Zero(t, parts%r.heads(), "%s: heads without a CTA", what)
 					row += slice * elements * (int64(r.norm.second) - r.x.Size())
 				}
 				require.Equal(t, int64(p.stages)*v.RowsPerCTA()*row, int64(g.Shared), what)
@@ -264,12 +273,14 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 		case kernels.Columns:
 			tile := kernels.ChunkThreads * elements
 			require.Equal(t, ceil(r.n, tile)*int64(p.partials), ctas, what)
+			require.Zero(t, int64(p.partials)%r.heads(), "%s: heads without a CTA", what)
+			require.LessOrEqual(t, int64(p.partials), r.m, what)
 		case kernels.Finish:
 			switch v.Op {
 			case kernels.WeightGradient:
 				require.Equal(t, ceil(r.n, v.RowsPerCTA()), ctas, what)
 			case kernels.NormGradient:
-				require.Equal(t, ceil(r.n*int64(r.norm.sums), v.RowsPerCTA()), ctas, what)
+				require.Equal(t, ceil(r.n*int64(r.norm.sums)*r.heads(), v.RowsPerCTA()), ctas, what)
 			}
 		}
 	}
@@ -424,6 +435,9 @@ func TestRequestsOfOneShapeKeepTheirPlans(t *testing.T) {
 		add(r)
 	}
 	r.op = kernels.NormBackward
+	r.norm.heads = 32
+	add(r)
+	r.norm.heads = 0
 	for _, r.norm.third = range []bool{false, true} {
 		for _, r.norm.sums = range []int8{0, 1, 2} {
 			add(r)

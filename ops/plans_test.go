@@ -74,17 +74,29 @@ var storedOperators = map[string]func(c storedCase, first, second, out kernels.M
 	"rmsnorm_forward": func(c storedCase, first, _, out kernels.Matrix) request {
 		a := rmsNormForward{X: first, Y: out}
 		a.Weight, a.WeightOffset = c.weights(first)
+		if a.extra() != "" {
+			n := a.norm()
+			return n.forwardRequest()
+		}
 		return a.request()
 	},
 	"rmsnorm_backward": func(c storedCase, first, second, out kernels.Matrix) request {
 		a := rmsNormBackward{X: first, DOut: second, DX: out}
 		a.Weight, a.WeightOffset = c.weights(first)
 		a.DW = a.Weight
+		if a.extra() != "" {
+			n := a.norm()
+			return n.backwardRequest()
+		}
 		return a.request()
 	},
 	"rmsnorm_backward without dw": func(c storedCase, first, second, out kernels.Matrix) request {
 		a := rmsNormBackward{X: first, DOut: second, DX: out}
 		a.Weight, a.WeightOffset = c.weights(first)
+		if a.extra() != "" {
+			n := a.norm()
+			return n.backwardRequest()
+		}
 		return a.request()
 	},
 	"cross_entropy_forward": func(_ storedCase, first, _, _ kernels.Matrix) request {

@@ -139,7 +139,7 @@ func TestRefusals(t *testing.T) {
 		{"rmsnorm_forward", func(a *operands) { a.weight = f32(3) }, ops.StatusShape,
 			"weight has shape (3,), which is 3 elements, expected 4: one for each column of x"},
 		{"rmsnorm_forward", func(a *operands) { a.weight = f32(1, 4) }, ops.StatusShape,
-			"weight has rank 2, expected rank 1: (N) with N = 4 columns"},
+			"weight has shape (1, 4), expected (N) or (H, N) for x of shape (..., H, N), which is (3, 4)"},
 		{"rmsnorm_forward", func(a *operands) { a.rstd = f32(4) }, ops.StatusShape,
 			"rstd has shape (4,), which is 4 elements, expected 3: one for each row of x"},
 		{"rmsnorm_backward", func(a *operands) { a.dw = f32(3) }, ops.StatusShape, "dw has shape (3,)"},

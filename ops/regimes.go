@@ -209,7 +209,9 @@ func persistentRing(q *query, row *policy.Row) *plan {
 		return nil
 	case q.facts.Major < 9, cluster > 1 && q.facts.Clusters[cluster] == 0:
 		return nil
-	case q.op == kernels.NormBackward && (!q.norm.bulk || v.RowsPerCTA() > 1 && !q.norm.compact):
+	case q.op == kernels.NormBackward && !q.norm.bulk:
+		return nil
+	case q.op == kernels.NormBackward && v.RowsPerCTA() > 1 && !q.norm.compact && q.heads() == 1:
 		return nil
 	}
 	// Bytes of a CTA's part of a row, or of its rows, for all inputs.
@@ -237,10 +239,10 @@ func persistentRing(q *query, row *policy.Row) *plan {
 	if cluster > 1 {
 		clusters = int64(q.facts.Clusters[cluster]) * resident
 	}
-	groups := ceil(q.m, v.RowsPerCTA())
-	clusters = min(clusters, groups)
+	groups, heads := ceil(q.m/q.heads(), v.RowsPerCTA()), q.heads()
+	clusters = min(max(clusters/heads, 1), groups) * heads // the rows of each are of one head
 	p := q.begin()
-	p.stages = int32(min(stages, max(2, ceil(groups, clusters))))
+	p.stages = int32(min(stages, max(2, ceil(groups, clusters/heads))))
 	p.partials = int32(clusters)
 	if q.unaligned { // one for each run of rows with the same offset: partition_rows in cuda/rmsnorm.cuh
 		p.partials += int32(q.elements() - 1)
@@ -445,7 +447,7 @@ func byColumns(q *query, row *policy.Row) *plan {
 	p.scratch.partial = p.scratch.take(q.m * int64(p.splits) * q.stateBytes())
 	q.add(p, q.chunkKernel(kernels.Partial), q.m*int64(p.splits), 1, 0)
 	tiles := ceil(q.n, kernels.ChunkThreads*q.elements())
-	blocks := min(max(int64(q.facts.SMs)*8/tiles, 1), q.m)
+	blocks := min(max(int64(q.facts.SMs)*8/(tiles*q.heads()), 1), q.m/q.heads()) * q.heads()
 	p.partials = int32(blocks)
 	columns := kernelsOf[kernelKey{q.op, kernels.Columns, q.x, q.unaligned || q.op == kernels.NormBackward,
 		false}][0]

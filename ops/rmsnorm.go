@@ -12,12 +12,13 @@ import (
 func (a *rmsNormForward) refuse(k *check) {
 	k.epsilon(a.Eps)
 	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
-	if operand := a.extra(); operand != "" {
-		k.onlyAuto(&a.Choice, operand)
+	k.heads(a.X.Cols, a.Weight, "bias", a.Bias)
+	if what := a.extra(); what != "" {
+		k.onlyAuto(&a.Choice, what)
 	}
 }
 
-// extra names an operand with which the call is a normCall, or returns "".
+// extra names an operand or an option with which the call is a normCall, or returns "".
 func (a *rmsNormForward) extra() string {
 	switch {
 	case a.Bias.Present():
@@ -26,6 +27,12 @@ func (a *rmsNormForward) extra() string {
 		return "residual"
 	case a.ResidualOut.Present():
 		return "residual_out"
+	case a.WeightOffset != 0:
+		return "weight_offset"
+	case a.RoundNormalized:
+		return "round_normalized"
+	case a.Weight.Len > a.X.Cols:
+		return "a weight for each head"
 	}
 	return ""
 }
@@ -33,18 +40,21 @@ func (a *rmsNormForward) extra() string {
 func (a *rmsNormForward) norm() normCall {
 	return normCall{Choice: a.Choice, Norm: kernels.Norm{
 		X: a.X, Weight: a.Weight, Bias: a.Bias, Residual: a.Residual, Y: a.Y, ResidualOut: a.ResidualOut,
-		Rstd: a.Rstd, Eps: a.Eps, WeightOffset: a.WeightOffset,
+		Rstd: a.Rstd, Eps: a.Eps, WeightOffset: a.WeightOffset, RoundNormalized: a.RoundNormalized,
+		Heads: headsOf(a.Weight, a.X),
 	}}
 }
 
 func (a *rmsNormBackward) refuse(k *check) {
 	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
-	if operand := a.extra(); operand != "" {
-		k.onlyAuto(&a.Choice, operand)
+	k.heads(a.X.Cols, a.Weight, "dw", a.DW)
+	k.heads(a.X.Cols, a.Weight, "db", a.DB)
+	if what := a.extra(); what != "" {
+		k.onlyAuto(&a.Choice, what)
 	}
 }
 
-// extra names an operand with which the call is a normCall, or returns "".
+// extra names an operand or an option with which the call is a normCall, or returns "".
 func (a *rmsNormBackward) extra() string {
 	switch {
 	case a.DResidualOut.Present():
@@ -55,6 +65,12 @@ func (a *rmsNormBackward) extra() string {
 		return "db"
 	case a.DX.DType != a.X.DType:
 		return "a dx of another dtype than x"
+	case a.WeightOffset != 0:
+		return "weight_offset"
+	case a.RoundNormalized:
+		return "round_normalized"
+	case a.Weight.Len > a.X.Cols:
+		return "a weight for each head"
 	}
 	return ""
 }
@@ -63,15 +79,18 @@ func (a *rmsNormBackward) norm() normCall {
 	return normCall{Choice: a.Choice, backward: true, Norm: kernels.Norm{
 		X: a.X, Weight: a.Weight, DOut: a.DOut, DResidualOut: a.DResidualOut, Rstd: a.Rstd, DX: a.DX,
 		DResidual: a.DResidual, DW: a.DW, DB: a.DB, WeightOffset: a.WeightOffset,
+		RoundNormalized: a.RoundNormalized, Heads: headsOf(a.Weight, a.X),
 	}}
 }
 
-// weightOffset checks the option and returns the number to add to each weight. For 0 it returns -0, which
-// leaves every weight as it is: -0 + 0 would be 0, but -0 + -0 is -0.
+// noOffset is -0. Added to a weight it changes no bit, while -0 + 0 is 0.
+var noOffset = math.Copysign(0, -1)
+
+// weightOffset checks the option and returns the number to add to each weight.
 func (k *check) weightOffset(offset float64, weight kernels.Vector) float64 {
 	switch {
 	case offset == 0:
-		return math.Copysign(0, -1)
+		return noOffset
 	case math.IsNaN(offset) || math.IsInf(offset, 0):
 		k.fail(StatusOption, "weight_offset is %v, expected a finite number", offset)
 	case !weight.Present():
@@ -87,8 +106,7 @@ func (a *rmsNormForward) host() error {
 		return n.host()
 	}
 	if a.X.Rows > 0 {
-		o := cpu.RMSNormOptions{Eps: a.Eps, WeightOffset: a.WeightOffset}
-		return cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, o, workers())
+		return cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, a.Eps, workers())
 	}
 	return nil
 }
@@ -114,7 +132,7 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 func (a *rmsNormForward) request() request {
 	return request{
 		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, m: a.X.Rows, n: a.X.Cols,
-		layout: layoutOf(aligned(a.Weight) && a.WeightOffset == 0, a.X, a.Y),
+		layout: layoutOf(aligned(a.Weight), a.X, a.Y),
 	}
 }
 
@@ -124,8 +142,7 @@ func (a *rmsNormBackward) host() error {
 		return n.host()
 	}
 	if a.X.Rows > 0 || a.DW.Present() {
-		o := cpu.RMSNormOptions{WeightOffset: a.WeightOffset}
-		return cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, o, workers())
+		return cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, workers())
 	}
 	return nil
 }
@@ -150,7 +167,7 @@ func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *rmsNormBackward) request() request {
-	layout := layoutOf(aligned(a.Weight) && a.WeightOffset == 0, a.X, a.DOut, a.DX)
+	layout := layoutOf(aligned(a.Weight), a.X, a.DOut, a.DX)
 	if a.DOut.DType != a.X.DType {
 		layout = policy.MixedTypes
 	}

@@ -9,14 +9,15 @@ type Shape int
 
 // The shapes.
 const (
-	Rows       Shape = iota // (..., N) of rank 1 or more; M is the product of the others; N has stride 1
-	Columns                 // (N), contiguous
-	PerRow                  // M elements, contiguous
-	Strided                 // M elements with any stride; inputs only
-	Upstream                // a Reduced operand's gradient: M elements with any stride, or one; inputs only
-	Reduced                 // M elements with reduction none, otherwise one element
-	Statistics              // log-sum-exp: (M); (2, M): maxima, logs of sums; (2 M + 1): and the denominator
-	One                     // one element
+	Rows        Shape = iota // (..., N) of rank 1 or more; M is the product of the others; N has stride 1
+	Columns                  // (N), contiguous
+	HeadColumns              // (N), or (H, N) where (..., H, N) is the shape of the first operand; contiguous
+	PerRow                   // M elements, contiguous
+	Strided                  // M elements with any stride; inputs only
+	Upstream                 // a Reduced operand's gradient: M elements with any stride, or one; inputs only
+	Reduced                  // M elements with reduction none, otherwise one element
+	Statistics               // log-sum-exp: (M); (2, M): maxima, logs of sums; (2 M + 1): and the denominator
+	One                      // one element
 )
 
 // DType is a rule for an operand's element type.

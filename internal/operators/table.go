@@ -12,14 +12,15 @@ var (
 
 // Operands of several operators.
 var (
-	x      = Operand{Name: "x", Shape: Rows, DType: Float}
-	weight = Operand{Name: "weight", Shape: Columns, DType: Companion, Optional: true}
-	target = Operand{Name: "target", Shape: Strided, DType: Index}
+	x           = Operand{Name: "x", Shape: Rows, DType: Float}
+	classWeight = Operand{Name: "weight", Shape: Columns, DType: Companion, Optional: true}
+	target      = Operand{Name: "target", Shape: Strided, DType: Index}
 )
 
 // Operands of the norms.
 var (
-	bias     = Operand{Name: "bias", Shape: Columns, DType: Companion, Optional: true}
+	weight   = Operand{Name: "weight", Shape: HeadColumns, DType: Companion, Optional: true}
+	bias     = Operand{Name: "bias", Shape: HeadColumns, DType: Companion, Optional: true}
 	residual = Operand{Name: "residual", Shape: Rows, DType: Companion, Optional: true}
 	normed   = Operand{Name: "y", Shape: Rows, DType: Companion, Output: true, Over: []string{"x"},
 		Choice: "out_dtype"}
@@ -36,9 +37,9 @@ var (
 		Choice: "x_dtype", Gradient: "x"}
 	dresidual = Operand{Name: "dresidual", Shape: Rows, DType: Companion, Output: true, Optional: true,
 		Choice: "residual_dtype", Gradient: "residual", Twin: "dx"}
-	dw = Operand{Name: "dw", Shape: Columns, DType: Same, Like: "weight", Output: true, Optional: true,
+	dw = Operand{Name: "dw", Shape: HeadColumns, DType: Same, Like: "weight", Output: true, Optional: true,
 		Needs: "weight", Gradient: "weight"}
-	db = Operand{Name: "db", Shape: Columns, DType: Parameter, Like: "weight", Output: true, Optional: true,
+	db = Operand{Name: "db", Shape: HeadColumns, DType: Parameter, Like: "weight", Output: true, Optional: true,
 		Choice: "bias_dtype", Gradient: "bias"}
 )
 
@@ -138,26 +139,30 @@ var Table = []Group{
 			{Name: "eps", Type: Real, Default: 1e-6, Device: true,
 				Doc: "added to the mean of squares; not used by backward"},
 			algorithm, batchInvariant,
-			{Name: "weight_offset", Type: Real, Device: true, Doc: "added to each weight; needs a weight"},
+			{Name: "weight_offset", Type: Real, Doc: "added to each weight; needs a weight"},
+			{Name: "round_normalized", Type: Flag,
+				Doc: "h * rstd is rounded to x's dtype before the weight is applied, and in backward to dx's"},
 		},
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_rmsnorm", Refuses: true,
 				Doc: "y = h * rstd * (weight + weight_offset) + bias with h = x + residual, which is not rounded, " +
 					"and rstd = 1 / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich, \"Root Mean Square " +
-					"Layer Normalization\", 2019). residual_out receives h. With bias, residual or residual_out the " +
-					"only algorithm is auto.",
+					"Layer Normalization\", 2019). residual_out receives h. A weight or bias of shape (H, N) " +
+					"is that of each head, and both have it. With them, bias, residual, residual_out, weight_offset or " +
+					"round_normalized the only algorithm is auto.",
 				Operands: []Operand{x, weight, bias, residual, normed, sum, written(rstd)},
 				Torch: append([]Torch{
-					{Name: "rmsnorm", Results: []string{"y"}, Without: []string{"bias", "residual"},
-						Saving: "rmsnorm_fwd", Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
-					{Name: "rmsnorm_fwd", Results: []string{"y", "rstd"}, Without: []string{"bias", "residual"},
-						Saving: "rmsnorm_fwd", Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
-					{Name: "rmsnorm_bias", Results: []string{"y"}, Without: []string{"residual"},
-						Must: []string{"bias"}, Saving: "rmsnorm_bias_fwd",
+					{Name: "rmsnorm", Results: []string{"y"},
+						Without: []string{"bias", "residual", "round_normalized"},
+						Saving:  "rmsnorm_fwd", Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
+					{Name: "rmsnorm_fwd", Results: []string{"y", "rstd"},
+						Without: []string{"bias", "residual", "round_normalized"},
+						Saving:  "rmsnorm_fwd", Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
+					{Name: "rmsnorm_bias", Results: []string{"y"}, Without: []string{"residual"}, Saving: "rmsnorm_bias_fwd",
 						Backward: withoutResidual(normBackward("rmsnorm"))},
 					{Name: "rmsnorm_bias_fwd", Results: []string{"y", "rstd"}, Without: []string{"residual"},
-						Must: []string{"bias"}, Saving: "rmsnorm_bias_fwd",
+						Saving:   "rmsnorm_bias_fwd",
 						Backward: withoutResidual(normBackward("rmsnorm"))},
 					{Name: "rmsnorm_out", Writes: into("y", "residual_out", "rstd")},
 					{Name: "fused_add_rmsnorm_", Writes: []Written{{"x", "y"}, {"residual", "residual_out"}},
@@ -169,14 +174,15 @@ var Table = []Group{
 				Doc: "x is forward's residual_out if it wrote one, else its x. With h = x * rstd and g = dout * " +
 					"(weight + weight_offset): dx = (g - h * mean(g * h)) * rstd + dresidual_out for each row. " +
 					"dresidual receives the same numbers as dx. dw = the sum over rows of dout * h, and db = the sum " +
-					"over rows of dout, accumulated in at least float32 in a fixed order. With dresidual_out, " +
-					"dresidual, db or a dx of another dtype than x the only algorithm is auto.",
+					"over rows of dout, accumulated in at least float32 in a fixed order. With a weight of shape (H, N) " +
+					"the sums are over the rows of each head. With that, dresidual_out, dresidual, db, weight_offset, " +
+					"round_normalized or a dx of another dtype than x the only algorithm is auto.",
 				Operands: []Operand{stored, weight, dout, dsum, rstd, dx, dresidual, dw, db},
 				Torch: append([]Torch{
 					{Name: "rmsnorm_bwd", Results: []string{"dx"},
-						Without: []string{"eps", "dresidual_out", "x_dtype"}},
+						Without: []string{"eps", "dresidual_out", "x_dtype", "round_normalized"}},
 					{Name: "rmsnorm_bwd_dw", Results: []string{"dx", "dw"},
-						Without: []string{"eps", "dresidual_out", "x_dtype"}, Must: []string{"weight"}},
+						Without: []string{"eps", "dresidual_out", "x_dtype", "round_normalized"}, Must: []string{"weight"}},
 				}, normBackward("rmsnorm")...),
 			},
 		},
@@ -192,7 +198,8 @@ var Table = []Group{
 				Name: "forward", Owned: "gander_layernorm", Refuses: true,
 				Doc: "y = (h - mean) * rstd * weight + bias with h = x + residual, which is not rounded, and rstd = " +
 					"1 / sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and Hinton, \"Layer Normalization\", " +
-					"2016). residual_out receives h.",
+					"2016). residual_out receives h. A weight or bias of shape (H, N) is that of each head, and both have " +
+					"it.",
 				Operands: []Operand{x, weight, bias, residual, normed, sum, written(mean), written(rstd)},
 				Torch: append([]Torch{
 					{Name: "layernorm", Results: []string{"y"}, Without: []string{"residual"},
@@ -203,12 +210,12 @@ var Table = []Group{
 				}, normForward("layernorm", "mean", "rstd")...),
 			},
 			{
-				Name: "backward", Owned: "gander_layernorm_grad",
+				Name: "backward", Owned: "gander_layernorm_grad", Refuses: true,
 				Doc: "x is forward's residual_out if it wrote one, else its x. With h = (x - mean) * rstd and g = " +
 					"dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd + dresidual_out for each row, where " +
 					"mean(g) and mean(g * h) are of the row. dresidual receives the same numbers as dx. dw = the sum " +
 					"over rows of dout * h, and db = the sum over rows of dout, accumulated in at least float32 in a " +
-					"fixed order.",
+					"fixed order. With a weight of shape (H, N) the sums are over the rows of each head.",
 				Operands: []Operand{stored, weight, dout, dsum, mean, rstd, dx, dresidual, dw, db},
 				Torch:    normBackward("layernorm"),
 			},
@@ -242,7 +249,7 @@ var Table = []Group{
 					"gradient of the sum of the losses, is computed in the same " +
 					"pass over x. denominator is written with any reduction.",
 				Operands: []Operand{
-					x, target, weight,
+					x, target, classWeight,
 					{Name: "loss", Shape: Reduced, DType: Statistic, Output: true},
 					{Name: "lse", Shape: Statistics, DType: Statistic, Output: true, Optional: true},
 					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Optional: true, Over: []string{"x"}},
@@ -278,7 +285,7 @@ var Table = []Group{
 					"NULL. lse is what forward wrote. Its two parts are more accurate than their sum, which loses " +
 					"digits if logits are large.",
 				Operands: []Operand{
-					x, target, weight,
+					x, target, classWeight,
 					{Name: "dloss", Shape: Upstream, DType: Statistic, Gradient: "loss"},
 					{Name: "lse", Shape: Statistics, DType: Statistic},
 					{Name: "denominator", Shape: One, DType: Statistic, Optional: true},

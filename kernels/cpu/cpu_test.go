@@ -266,17 +266,17 @@ func TestRMSNorm(t *testing.T) {
 			y := newMatrix(next, rows, n, gap+1, offset)
 			w := newVector(other, n, func(int) float64 { return r.NormFloat64() })
 			rstd := newVector(statistics(dtype), rows, func(int) float64 { return 0 })
-			RMSNormForward(x.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: eps}, 1)
+			RMSNormForward(x.Matrix, w, y.Matrix, rstd, eps, 1)
 			y.requireIntact(t)
 
 			dout := newMatrix(other, rows, n, gap, offset+1).fill(normal)
 			dx := newMatrix(dtype, rows, n, gap+2, offset)
 			dw := newVector(other, n, func(int) float64 { return 7 })
-			RMSNormBackward(x.Matrix, w, dout.Matrix, rstd, dx.Matrix, dw, RMSNormOptions{}, 1)
+			RMSNormBackward(x.Matrix, w, dout.Matrix, rstd, dx.Matrix, dw, 1)
 			dx.requireIntact(t)
 			bare, bareX := newMatrix(next, rows, n, 0, 0), newMatrix(dtype, rows, n, 0, 0)
-			RMSNormForward(x.Matrix, absent, bare.Matrix, absent, RMSNormOptions{Eps: eps}, 1)
-			RMSNormBackward(x.Matrix, absent, dout.Matrix, rstd, bareX.Matrix, absent, RMSNormOptions{}, 1)
+			RMSNormForward(x.Matrix, absent, bare.Matrix, absent, eps, 1)
+			RMSNormBackward(x.Matrix, absent, dout.Matrix, rstd, bareX.Matrix, absent, 1)
 
 			weight, ones := values(w), make([]float64, n)
 			for j := range ones {
@@ -554,12 +554,12 @@ func TestNoRows(t *testing.T) {
 		SoftmaxBackward(x, x, x, 4)
 		ones := func(n int) kernels.Vector { return newVector(dtype, n, func(int) float64 { return 1 }) }
 		w, dw := ones(5), ones(5)
-		RMSNormForward(x, w, x, none, RMSNormOptions{Eps: 1e-6}, 4)
-		RMSNormBackward(x, w, x, none, x, dw, RMSNormOptions{}, 4)
+		RMSNormForward(x, w, x, none, 1e-6, 4)
+		RMSNormBackward(x, w, x, none, x, dw, 4)
 		require.Equal(t, make([]float64, 5), values(dw))
 		long := kernels.Matrix{DType: dtype, Cols: longRow + 3, Stride: longRow + 3}
 		w, dw = ones(longRow+3), ones(longRow+3)
-		RMSNormBackward(long, w, long, none, long, dw, RMSNormOptions{}, 4)
+		RMSNormBackward(long, w, long, none, long, dw, 4)
 		require.Equal(t, make([]float64, longRow+3), values(dw))
 		a := kernels.CrossEntropy{X: x, Target: kernels.Vector{DType: kernels.Int64, Stride: 1}, Loss: one(1),
 			Reduction: kernels.ReduceMean, Denominator: one(1)}
@@ -607,13 +607,13 @@ func runAllOps(dtype kernels.DType, rows, n, workers int, inPlace bool) map[stri
 	in = x.clone()
 	y = output(in)
 	rstd := zeros(rows)
-	RMSNormForward(in.Matrix, w, y.Matrix, rstd, RMSNormOptions{Eps: 1e-6}, workers)
+	RMSNormForward(in.Matrix, w, y.Matrix, rstd, 1e-6, workers)
 	keep("rmsnorm", y)
 	keepVector("rstd", rstd)
 	in = dy.clone()
 	dx = output(in)
 	dw := newVector(dtype, n, func(int) float64 { return 0 })
-	RMSNormBackward(x.Matrix, w, in.Matrix, rstd, dx.Matrix, dw, RMSNormOptions{}, workers)
+	RMSNormBackward(x.Matrix, w, in.Matrix, rstd, dx.Matrix, dw, workers)
 	keep("rmsnorm backward", dx)
 	keepVector("dw", dw)
 
@@ -703,16 +703,15 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 			w, dw, rstd := ones(dtype, 100), ones(dtype, 100), ones(stat, 4)
 			a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(1, 2, 3, 4), Loss: ones(stat, 4),
 				Max: ones(stat, 4), LogSum: ones(stat, 4), DX: y.Matrix, DLoss: ones(stat, 4)}
-			norm := RMSNormOptions{Eps: 1e-6}
 			layerNorm := kernels.Norm{X: x.Matrix, Residual: x.Matrix, ResidualOut: x.Matrix, Y: y.Matrix,
 				Weight: w, Bias: w, Mean: rstd, Rstd: rstd, DOut: x.Matrix, DX: y.Matrix, DW: dw, DB: dw,
 				Eps: 1e-6, Center: true}
 			for name, call := range map[string]func(){
 				"softmax forward":  func() { SoftmaxForward(x.Matrix, y.Matrix, 8) },
 				"softmax backward": func() { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, 8) },
-				"rmsnorm forward":  func() { RMSNormForward(x.Matrix, w, y.Matrix, rstd, norm, 8) },
+				"rmsnorm forward":  func() { RMSNormForward(x.Matrix, w, y.Matrix, rstd, 1e-6, 8) },
 				"rmsnorm backward": func() {
-					RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, norm, 8)
+					RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, 8)
 				},
 				"layernorm forward":      func() { NormForward(&layerNorm, 8) },
 				"layernorm backward":     func() { NormBackward(&layerNorm, 8) },
@@ -754,7 +753,6 @@ func BenchmarkOps(b *testing.B) {
 			a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(make([]int64, rows)...),
 				IgnoreIndex: -1, Loss: ones(stat, rows), Max: ones(stat, rows), LogSum: ones(stat, rows),
 				DLoss: ones(stat, rows)}
-			norm := RMSNormOptions{Eps: 1e-6}
 			withDX := a
 			withDX.DX = y.Matrix
 			for _, op := range []struct {
@@ -764,9 +762,9 @@ func BenchmarkOps(b *testing.B) {
 			}{
 				{"SoftmaxForward", 2, func(k int) { SoftmaxForward(x.Matrix, y.Matrix, k) }},
 				{"SoftmaxBackward", 3, func(k int) { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, k) }},
-				{"RMSNormForward", 2, func(k int) { RMSNormForward(x.Matrix, w, y.Matrix, rstd, norm, k) }},
+				{"RMSNormForward", 2, func(k int) { RMSNormForward(x.Matrix, w, y.Matrix, rstd, 1e-6, k) }},
 				{"RMSNormBackward", 3, func(k int) {
-					RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, norm, k)
+					RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, k)
 				}},
 				{"CrossEntropyForward", 1, func(k int) { CrossEntropyForward(&a, k) }},
 				{"CrossEntropyForwardDX", 2, func(k int) { CrossEntropyForward(&withDX, k) }},

@@ -12,6 +12,19 @@ import (
 // and Sennrich, 2019) has mean = 0 and rstd = 1 / sqrt(mean(h^2) + eps). It writes those of residual_out (h),
 // mean and rstd that are present. y and residual_out may each be x or residual.
 func NormForward(n *kernels.Norm, workers int) error {
+	if n.Heads <= 1 {
+		return normRows(n, workers)
+	}
+	for i := range n.Heads {
+		head := n.Head(i)
+		if err := normRows(&head, workers); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func normRows(n *kernels.Norm, workers int) error {
 	o := operands{x: n.X, y: n.Y, reuseUpTo: reusedRow}
 	if n.Residual.Present() {
 		o.reuseUpTo = longRow // adding two bfloat16 rows again took 10 to 40 % longer than reading the sums
@@ -24,6 +37,19 @@ func NormForward(n *kernels.Norm, workers int) error {
 // those of dresidual (the same as dx), dw = sum over rows of dout * xhat, and db = sum over rows of dout that
 // are present. dx may be dout or dresidual_out.
 func NormBackward(n *kernels.Norm, workers int) error {
+	if n.Heads <= 1 {
+		return normRowsBackward(n, workers)
+	}
+	for i := range n.Heads {
+		head := n.Head(i)
+		if err := normRowsBackward(&head, workers); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func normRowsBackward(n *kernels.Norm, workers int) error {
 	o := operands{x: n.X, dy: n.DOut, dx: n.DX, reuseUpTo: reusedRow}
 	return run(&o, more{norm: n}, workers, normBackward[float32]{}, normBackward[float64]{})
 }
@@ -107,14 +133,31 @@ func (normForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s r
 		if out.Present() && !w.sumInResidualOut() {
 			w.funcs.store[out.DType](rowAt(out, row, j), h, 1)
 		}
-		y, weight := w.output(0, &w.y, row, j, n), w.columnsOf(&w.weight, 2, j, n)
+		y, weight, rstd := w.output(0, &w.y, row, j, n), w.columnsOf(&w.weight, 2, j, n), T(s.a)
+		if w.rounds(&w.x) {
+			w.roundNormalized(y, h, rstd, w.x.DType)
+			h, rstd = y, 1
+		}
 		if w.hasShift() {
-			w.funcs.normalize(y, h, weight, w.columnsOf(&w.bias, 1, j, n), mean, rest, T(s.a))
+			w.funcs.normalize(y, h, weight, w.columnsOf(&w.bias, 1, j, n), mean, rest, rstd)
 		} else {
-			w.funcs.multiply(y, h, weight, T(s.a))
+			w.funcs.multiply(y, h, weight, rstd)
 		}
 		w.write(&w.y, row, j, y)
 	}
+}
+
+// rounds tells whether normalized rows are rounded to the type of m, which is x or dx. LayerNorm has no such
+// option.
+func (c *call[T]) rounds(m *kernels.Matrix) bool {
+	return c.norm.RoundNormalized && m.DType != native[T]()
+}
+
+// roundNormalized computes dst = h * rstd, rounded to t.
+func (w *worker[T]) roundNormalized(dst, h []T, rstd T, t kernels.DType) {
+	stored := unsafe.Pointer(unsafe.SliceData(w.rounded))
+	w.funcs.store[t](stored, h, rstd)
+	w.funcs.load[t](dst, stored)
 }
 
 // normalized is n elements of h, the rows that forward normalizes. Without a residual that is x. The second
@@ -283,11 +326,16 @@ func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s 
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		x, dout := w.centered(row, j, n, true), w.reread(1, &w.dy, row, j, n)
+		xhat, rstd := x, s.a
+		if w.dw != nil && w.rounds(&w.dx) {
+			xhat, rstd = w.rounded[w.blockRoom:][:n], 1
+			w.roundNormalized(xhat, x, T(s.a), w.dx.DType)
+		}
 		switch from := j - w.sumFrom; {
 		case w.dw != nil && w.db != nil:
-			w.funcs.addBoth(w.dw[from:][:n], w.db[from:][:n], x, dout, s.a)
+			w.funcs.addBoth(w.dw[from:][:n], w.db[from:][:n], xhat, dout, rstd)
 		case w.dw != nil:
-			w.funcs.addProduct(w.dw[from:][:n], x, dout, s.a)
+			w.funcs.addProduct(w.dw[from:][:n], xhat, dout, rstd)
 		case w.db != nil:
 			w.funcs.accumulate(w.db[from:][:n], dout)
 		}

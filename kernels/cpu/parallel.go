@@ -117,6 +117,7 @@ type worker[T float] struct {
 	queue       taskQueue
 	task        int // the current one
 	buffer      []T // three parts, see scratch
+	rounded     []T // two blocks, for roundNormalized
 	partials    []partial
 	targetLogit float64         // of the current row
 	dw, db      []float64       // sums over rows from column sumFrom on, nil for absent ones
@@ -237,7 +238,10 @@ func (c *call[T]) layOut(memory []byte) int {
 	}
 	for i := range c.workers {
 		w := &c.workers[i]
-		w.buffer = take[T](&a, first+2*c.blockRoom)
+		w.buffer, w.rounded = take[T](&a, first+2*c.blockRoom), nil
+		if c.norm.RoundNormalized {
+			w.rounded = take[T](&a, 2*c.blockRoom)
+		}
 		w.partials, w.columns = take[partial](&a, blocks), take[float64](&a, c.plan.columns)
 		w.dw, w.db = nil, nil
 	}

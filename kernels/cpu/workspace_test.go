@@ -85,11 +85,11 @@ func TestNoMemory(t *testing.T) {
 				"softmax forward":  func() error { return SoftmaxForward(x, matrix(), workers) },
 				"softmax backward": func() error { return SoftmaxBackward(x, x, matrix(), workers) },
 				"rmsnorm forward": func() error {
-					return RMSNormForward(x, weight, matrix(), perRow(), RMSNormOptions{Eps: 1e-6}, workers)
+					return RMSNormForward(x, weight, matrix(), perRow(), 1e-6, workers)
 				},
 				"rmsnorm backward": func() error {
 					dx, dw := matrix(), vector(dtype, n)
-					return RMSNormBackward(x, weight, x, rstd, dx, dw, RMSNormOptions{}, workers)
+					return RMSNormBackward(x, weight, x, rstd, dx, dw, workers)
 				},
 				"layernorm with residual": func() error {
 					return NormForward(&kernels.Norm{X: x, Residual: x, Weight: weight, Y: matrix(),

@@ -42,9 +42,8 @@ static_assert(sizeof(SoftmaxArgs) == 120, "the layout is Go's");
 
 struct RMSNormOptions {
   float eps;
-  float weight_offset;
 };
-static_assert(sizeof(RMSNormOptions) == 8, "the layout is Go's");
+static_assert(sizeof(RMSNormOptions) == 4, "the layout is Go's");
 
 struct RMSNormArgs {
   Rows rows;
@@ -59,7 +58,7 @@ struct RMSNormArgs {
   int32_t partials;
   int32_t padding;
 };
-static_assert(sizeof(RMSNormArgs) == 184, "the layout is Go's");
+static_assert(sizeof(RMSNormArgs) == 176, "the layout is Go's");
 
 struct NormArgs {
   Rows rows;
@@ -82,12 +81,14 @@ struct NormArgs {
   int32_t db_type;
   int32_t partials;
   int32_t center;
+  int32_t round_normalized;
+  int32_t heads;
   float eps;
   float weight_offset;
   float inv_n;
   int32_t padding;
 };
-static_assert(sizeof(NormArgs) == 256, "the layout is Go's");
+static_assert(sizeof(NormArgs) == 264, "the layout is Go's");
 
 struct CrossEntropyArgs {
   Rows rows;

@@ -3,7 +3,8 @@
 //   xhat = (h - mean) * rstd,  y = xhat * (weight + weight_offset) + bias,  residual_out = h
 //   dx = (g - mean(g) - xhat * mean(g * xhat)) * rstd + dresidual_out,  dresidual = dx
 //   dw = sum over rows of dout * xhat,  db = sum over rows of dout
-// RMSNorm has neither mean nor mean(g).
+// RMSNorm has neither mean nor mean(g). With round_normalized, y and dw have xhat rounded. With heads, rows
+// have the weight and bias of their head, and dw and db are sums over the rows of each.
 //
 // Which options a call uses is decided at run time, as are the types of all operands but the first: these
 // conditions are the same for all threads, and a kernel that waits for memory has time for them.
@@ -174,6 +175,21 @@ __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t
   }
 }
 
+// Where the weight and the bias of a row begin, in elements.
+__device__ __forceinline__ int64_t parameters_of(const NormArgs& a, int64_t row) {
+  return a.heads == 1 ? 0 : row % a.heads * a.rows.n;
+}
+
+template <class T>
+__device__ __forceinline__ float rounded(float v) {
+  return to_float(from_float<T>(v));
+}
+
+__device__ __forceinline__ float rounded(int32_t type, float v) {
+  return type == kBFloat16 ? rounded<bf16>(v) : type == kFloat16 ? rounded<f16>(v) : v;
+}
+
+// origin: where column e = 0 is in the weights.
 template <bool Unaligned, int E>
 __device__ __forceinline__ void load_scale(const NormArgs& a, int64_t origin, int e, Bounds s,
                                            float (&w)[E]) {
@@ -274,7 +290,8 @@ __device__ __forceinline__ float normalized(const NormScalars<T>& sc, float h) {
   return fmaf(h, sc.rstd, -sc.mean.high * sc.rstd);
 }
 
-// Stores one vector of y, whatever the types are. Four elements at a time take few registers.
+// Stores one vector of y, whatever the types are. Four elements at a time take few registers. origin: where
+// column e = 0 is in the weights.
 template <bool Unaligned, class T, int E>
 __device__ __forceinline__ void store_norm(const NormArgs& a, const NormScalars<T>& sc, void* y,
                                            int64_t origin, int e, Bounds s, const float (&h)[E]) {
@@ -284,7 +301,10 @@ __device__ __forceinline__ void store_norm(const NormArgs& a, const NormScalars<
     load_scale<Unaligned>(a, origin, e + k, s, w);
     load_bias<Unaligned>(a, origin, e + k, s, b);
 #pragma unroll
-    for (int j = 0; j < 4; j++) out[j] = fmaf(normalized(sc, h[k + j]), w[j], b[j]);
+    for (int j = 0; j < 4; j++) {
+      const float xhat = normalized(sc, h[k + j]);
+      out[j] = fmaf(a.round_normalized ? rounded<T>(xhat) : xhat, w[j], b[j]);
+    }
     store_floats(y, a.rows.y_type, e + k, s, out);
   }
 }
@@ -346,9 +366,11 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
   load_sum<T, V, false>(a, r, 0, e, kStep, s, h);
   // Weights, biases and results are usually of x's type. Then they need no conditions.
   const bool plain = (!a.weight || a.weight_type == kDType<T>) && (!a.bias || a.bias_type == kDType<T>) &&
-                     a.rows.y_type == kDType<T> && a.weight_offset == 0.f;
-  const T* const weight = opaque(static_cast<T*>(const_cast<void*>(a.weight)) + e);
-  const T* const bias = opaque(static_cast<T*>(const_cast<void*>(a.bias)) + e);
+                     a.rows.y_type == kDType<T>;
+  const bool adjusts = a.weight_offset != 0.f || a.round_normalized;
+  const int64_t parameters = parameters_of(a, r);
+  const T* const weight = opaque(static_cast<T*>(const_cast<void*>(a.weight)) + parameters + e);
+  const T* const bias = opaque(static_cast<T*>(const_cast<void*>(a.bias)) + parameters + e);
   uint4 w[kEarly ? V : 1], b[kEarly ? V : 1];
   const auto load_operands = [&](int i, uint4& w, uint4& b) {
     const bool in = e + i * kStep < end;
@@ -387,7 +409,16 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
       unpack(T(), w[kEarly ? i : 0], fw);
       unpack(T(), b[kEarly ? i : 0], fb);
 #pragma unroll
-      for (int j = 0; j < E; j++) out[j] = fmaf(normalized(sc, h[i][j]), fw[j], fb[j]);
+      for (int j = 0; j < E; j++) out[j] = normalized(sc, h[i][j]);
+      if (adjusts) {
+#pragma unroll
+        for (int j = 0; j < E; j++) {
+          if (a.round_normalized) out[j] = rounded<T>(out[j]);
+          fw[j] += a.weight_offset;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < E; j++) out[j] = fmaf(out[j], fw[j], fb[j]);
       store_vector(y + i * kStep, out);
     }
     return;
@@ -396,7 +427,7 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
 #pragma unroll
   for (int i = 0; i < V; i++) {
     if (e + i * kStep >= end) break;
-    store_norm<false>(a, sc, y, 0, e + i * kStep, s, h[i]);
+    store_norm<false>(a, sc, y, parameters, e + i * kStep, s, h[i]);
   }
 }
 
@@ -429,11 +460,12 @@ __device__ __forceinline__ void norm_partial_body(const NormArgs& a) {
     const T* const x = static_cast<const T*>(a.rows.a) + c.row * a.rows.a_stride + c.origin;
     const void* const dy = advance(a.rows.b, a.rows.b_type, c.row * a.rows.b_stride + c.origin);
     const float mean = a.center ? static_cast<const float*>(a.mean)[c.row] : 0.f;
+    const int64_t parameters = parameters_of(a, c.row) + c.origin;
     for (int e = threadIdx.x * E; e < c.bounds.hi; e += kStep) {
       float h[E], g[E], w[E];
       load_floats<Unaligned>(x, kDType<T>, e, c.bounds, h);
       load_floats<Unaligned>(dy, a.rows.b_type, e, c.bounds, g);
-      load_scale<Unaligned>(a, c.origin, e, c.bounds, w);
+      load_scale<Unaligned>(a, parameters, e, c.bounds, w);
 #pragma unroll
       for (int j = 0; j < E; j++) g[j] *= w[j], h[j] -= mean;
       st.add(g, h);
@@ -472,6 +504,7 @@ __device__ __forceinline__ void norm_apply_body(const NormArgs& a) {
   wait_for_previous_launch();
   const Moments<T> st = row_state<Moments<T>>(a.rows, c.row);
   const NormScalars<T> sc(a, c.row, st, threadIdx.x == 0 && c.origin == 0);
+  const int64_t parameters = parameters_of(a, c.row) + c.origin;
   void* const y = advance(a.rows.y, a.rows.y_type, c.row * a.rows.y_stride + c.origin);
   void* const z = advance(a.z, a.z_type, c.row * a.z_stride + c.origin);
   for (int e = threadIdx.x * E; e < c.bounds.hi; e += V * kStep) {
@@ -482,7 +515,7 @@ __device__ __forceinline__ void norm_apply_body(const NormArgs& a) {
       const int ei = e + i * kStep;
       if (ei >= c.bounds.hi) break;
       if (a.z) store_floats(z, a.z_type, ei, c.bounds, h[i]);
-      store_norm<Unaligned>(a, sc, y, c.origin, ei, c.bounds, h[i]);
+      store_norm<Unaligned>(a, sc, y, parameters, ei, c.bounds, h[i]);
     }
   }
 }
@@ -508,7 +541,8 @@ struct NormGradientScalars {
   }
 };
 
-// The rows of partial sums that CTAs leave: dw, then db, of N columns each, if they are wanted.
+// The rows of partial sums that CTAs leave, each of one head: dw, then db, of N columns each, if they are
+// wanted.
 struct PartialRow {
   int64_t width, db;
   __device__ __forceinline__ explicit PartialRow(const NormArgs& a)
@@ -525,8 +559,9 @@ __device__ __forceinline__ void read_floats(const void* p, int32_t type, int e, 
 
 // Rows of whole vectors that begin at multiples of a vector. TPR threads work on a row, and a CTA on as many
 // rows as it has room for. It loops over such groups of rows, which arrive by bulk copies in a ring of
-// `stages` groups in shared memory. Each thread keeps dw and db of its columns in registers. Groups of
-// several rows are one piece of memory. In a cluster each CTA has a part of the columns of one row.
+// `stages` groups in shared memory. Each thread keeps dw and db of its columns in registers. All rows of a
+// CTA are of the same head. Groups of several rows are one piece of memory, unless there are heads. In a
+// cluster each CTA has a part of the columns of one row.
 template <class T, int TPR, int V, bool Cluster>
 __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
 #ifdef GANDER_SM90
@@ -540,7 +575,12 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
   let_next_launch_start();
   const int tid = threadIdx.x, lane = tid % TPR, group = tid / TPR, stages = a.rows.stages;
   const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
-  const int64_t rows = a.rows.m, n = a.rows.n, origin = static_cast<int64_t>(rank) * kSlice * E;
+  // Row i of those that the CTA works on is row i * heads + head of the matrix.
+  const int heads = a.heads, head = heads == 1 ? 0 : blockIdx.x % heads;
+  const bool gather = kRows > 1 && heads > 1;
+  const auto matrix_row = [&](int64_t i) { return i * heads + head; };
+  const int64_t rows = heads == 1 ? a.rows.m : a.rows.m / heads, n = a.rows.n,
+                origin = static_cast<int64_t>(rank) * kSlice * E;
   const int columns = static_cast<int>(max(min(n - origin, static_cast<int64_t>(kSlice) * E), int64_t(0)));
   const Bounds s = {0, columns, columns};
   const int dy_size = type_size(a.rows.b_type);
@@ -558,31 +598,49 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
   if constexpr (Cluster) cluster_arrive(), cluster_wait();
   else __syncthreads();
 
-  const int64_t groups = (rows + kRows - 1) / kRows, step = gridDim.x;
+  const int64_t groups = (rows + kRows - 1) / kRows;
+  const int64_t start = heads == 1 ? blockIdx.x : blockIdx.x / heads;
+  const int64_t step = heads == 1 ? gridDim.x : gridDim.x / heads;
+  // Thread 0 copies a group, or with heads each thread of warp 0 one of its rows.
+  const bool fetches = tid < (gather ? 32 : 1);
   const auto fetch = [&](int64_t g, int stage) {
     const int64_t first = g * kRows;
-    const int count = static_cast<int>(min(rows - first, static_cast<int64_t>(kRows))) * columns;
-    if (count == 0) return;
-    const auto bytes = [&](int element) { return static_cast<uint32_t>(count * element); };
-    char* const to = ring + stage * stage_bytes;
-    barrier_expect(full + stage, bytes(sizeof(T)) * (a.c ? 2 : 1) + bytes(dy_size));
-    const T* const x = static_cast<const T*>(a.rows.a) + first * a.rows.a_stride + origin;
-    bulk_copy(to, x, bytes(sizeof(T)), full + stage);
-    bulk_copy(to + x_bytes, advance(a.rows.b, a.rows.b_type, first * a.rows.b_stride + origin),
-              bytes(dy_size), full + stage);
-    if (a.c)
-      bulk_copy(to + x_bytes + dy_bytes, static_cast<const T*>(a.c) + first * a.c_stride + origin,
-                bytes(sizeof(T)), full + stage);
+    const int group_rows = static_cast<int>(min(rows - first, static_cast<int64_t>(kRows)));
+    if (columns == 0) return;
+    const auto copy = [&](int at, int count) {
+      const int64_t row = matrix_row(first + at);
+      const auto bytes = [&](int element) { return static_cast<uint32_t>(count * columns * element); };
+      char* const to = ring + stage * stage_bytes;
+      const int offset = at * pitch;
+      const T* const x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + origin;
+      bulk_copy(to + offset * static_cast<int>(sizeof(T)), x, bytes(sizeof(T)), full + stage);
+      bulk_copy(to + x_bytes + offset * dy_size,
+                advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + origin), bytes(dy_size),
+                full + stage);
+      if (a.c)
+        bulk_copy(to + x_bytes + dy_bytes + offset * static_cast<int>(sizeof(T)),
+                  static_cast<const T*>(a.c) + row * a.c_stride + origin, bytes(sizeof(T)), full + stage);
+    };
+    if (tid == 0)
+      barrier_expect(full + stage, static_cast<uint32_t>(group_rows * columns) *
+                                       static_cast<uint32_t>(sizeof(T) * (a.c ? 2 : 1) + dy_size));
+    if (!gather) {
+      copy(0, group_rows);
+    } else {
+      __syncwarp();
+      if (tid < group_rows) copy(tid, 1);
+    }
   };
-  if (tid == 0)
-    for (int i = 0; i < stages && blockIdx.x + i * step < groups; i++) fetch(blockIdx.x + i * step, i);
+  if (fetches)
+    for (int i = 0; i < stages && start + i * step < groups; i++) fetch(start + i * step, i);
 
   Accumulator<T> dw[V][E] = {};
   float db[V][E] = {};  // float suffices: each of many CTAs adds up a part of the rows
   const auto scalars = [&](int64_t g) {
     const int64_t row = g * kRows + group;
-    return row < rows ? NormGradientScalars(a, row) : NormGradientScalars();
+    return row < rows ? NormGradientScalars(a, matrix_row(row)) : NormGradientScalars();
   };
+  const int64_t parameters = head * n + origin;
   const auto loop = [&](auto plain) {
     constexpr bool kPlain = decltype(plain)::value;
     uint4 weights[kPlain ? V : 1];
@@ -590,25 +648,29 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
 #pragma unroll
       for (int i = 0; i < V; i++) {
         const int e = (lane + i * TPR) * E;
-        weights[i] = load_vector_if(a.weight && e < columns, static_cast<const T*>(a.weight) + origin + e,
+        weights[i] = load_vector_if(a.weight && e < columns, static_cast<const T*>(a.weight) + parameters + e,
                                     ones_vector<T>());
       }
     }
     const auto weight = [&](int i, float (&w)[E]) {
       if constexpr (kPlain) {
         unpack(T(), weights[i], w);
+        if (a.weight_offset != 0.f) {
+#pragma unroll
+          for (int j = 0; j < E; j++) w[j] += a.weight_offset;
+        }
       } else {
-        load_scale<false>(a, origin, (lane + i * TPR) * E, s, w);
+        load_scale<false>(a, parameters, (lane + i * TPR) * E, s, w);
       }
     };
     int stage = 0, set = 0;
     uint32_t phase = 0, merged_phase = 0;
-    auto next = scalars(blockIdx.x);
-    for (int64_t g = blockIdx.x; g < groups; g += step) {
+    auto next = scalars(start);
+    for (int64_t g = start; g < groups; g += step) {
       auto sc = next;
       next = scalars(g + step);
-      const int64_t row = g * kRows + group;
-      const bool active = row < rows;
+      const int64_t row = matrix_row(g * kRows + group);
+      const bool active = g * kRows + group < rows;
       if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(State));
       if (columns) barrier_wait(full + stage, phase);
       const char* const from = ring + stage * stage_bytes;
@@ -654,7 +716,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
       // After the barrier all threads have read the stage.
       if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots[set]);
       else __syncthreads();
-      if (tid == 0 && g + stages * step < groups) fetch(g + stages * step, stage);
+      if (fetches && g + stages * step < groups) fetch(g + stages * step, stage);
       if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
       sc.finalize(a, st);
       const float slope = -sc.rstd * sc.rstd * sc.mean_gx, rest = -sc.mean_g * sc.rstd;
@@ -662,7 +724,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
       for (int i = 0; i < V; i++) {
         const int e = (lane + i * TPR) * E;
         if (!active || e >= columns) break;
-        float h[E], dy[E], w[E], out[E];
+        float h[E], dy[E], w[E], out[E], xhat[E];
         rematerialize<T>(x[i], a.rows.opaque_zero);
         if constexpr (kPlain) rematerialize<T>(dy_vectors[i], a.rows.opaque_zero);
         unpack(T(), x[i], h);
@@ -672,9 +734,16 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
 #pragma unroll
         for (int j = 0; j < E; j++) {
           h[j] -= sc.mean;
-          dw[i][j] += dy[j] * (h[j] * sc.rstd);
+          xhat[j] = h[j] * sc.rstd;
           out[j] += fmaf(dy[j] * w[j], sc.rstd, fmaf(h[j], slope, rest));
         }
+        if (a.round_normalized) {
+#pragma unroll
+          for (int j = 0; j < E; j++)
+            xhat[j] = kPlain ? rounded<T>(xhat[j]) : rounded(a.rows.y_type, xhat[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < E; j++) dw[i][j] += dy[j] * xhat[j];
         if (a.db)
 #pragma unroll
           for (int j = 0; j < E; j++) db[i][j] += dy[j];
@@ -689,8 +758,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
     }
   };
   // All types are usually x's. Then there are no conditions on them in the loop.
-  if ((!a.weight || a.weight_type == kDType<T>) && a.weight_offset == 0.f && a.rows.b_type == kDType<T> &&
-      a.rows.y_type == kDType<T>)
+  if ((!a.weight || a.weight_type == kDType<T>) && a.rows.b_type == kDType<T> && a.rows.y_type == kDType<T>)
     loop(std::true_type());
   else loop(std::false_type());
   // The CTA's partial sums. Those of several rows are added in a fixed order.
@@ -738,8 +806,10 @@ __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
   constexpr int E = kElements<T>, kTile = kChunkThreads * E;
   wait_for_previous_launch();
   const int64_t n = a.rows.n, tiles = (n + kTile - 1) / kTile, begin = blockIdx.x % tiles * kTile;
-  const int64_t block = blockIdx.x / tiles, blocks = gridDim.x / tiles;
-  const int64_t first = a.rows.m * block / blocks, last = a.rows.m * (block + 1) / blocks;
+  const int64_t part = blockIdx.x / tiles, heads = a.heads, head = part % heads, block = part / heads;
+  const int64_t blocks = gridDim.x / tiles / heads, rows = a.rows.m / heads;
+  const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
+  const int64_t parameters = head * n + begin;
   const int end = static_cast<int>(min(n - begin, static_cast<int64_t>(kTile)));
   const auto column = [](int j) { return static_cast<int>(threadIdx.x) + j * kChunkThreads; };
   Accumulator<T> dw[E] = {}, db[E] = {};
@@ -747,9 +817,10 @@ __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
 #pragma unroll
   for (int j = 0; j < E; j++)
     w[j] = a.weight && column(j) < end
-               ? load_float(a.weight, a.weight_type, begin + column(j)) + a.weight_offset
+               ? load_float(a.weight, a.weight_type, parameters + column(j)) + a.weight_offset
                : 1.f;
-  for (int64_t row = first; row < last; row++) {
+  for (int64_t i = first; i < last; i++) {
+    const int64_t row = i * heads + head;
     const T* const x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
     const void* const dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);
     const void* const dres = advance(a.c, a.c_type, row * a.c_stride + begin);
@@ -767,7 +838,8 @@ __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
       if (c >= end) break;
       const float h = to_float(x[c]) - sc.mean, d = load_float(dy, a.rows.b_type, c);
       const float more = a.c ? load_float(dres, a.c_type, c) : 0.f;
-      dw[j] += static_cast<Accumulator<T>>(d) * h * sc.rstd;
+      if (a.round_normalized) dw[j] += static_cast<Accumulator<T>>(d) * rounded(a.rows.y_type, h * sc.rstd);
+      else dw[j] += static_cast<Accumulator<T>>(d) * h * sc.rstd;
       db[j] += d;
       const float dx = sc.dx(h, d, w[j]) + more;
       store_float(y, a.rows.y_type, c, dx);
@@ -775,7 +847,7 @@ __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
     }
   }
   const PartialRow partial(a);
-  Accumulator<T>* const to = static_cast<Accumulator<T>*>(a.partial_sums) + block * partial.width + begin;
+  Accumulator<T>* const to = static_cast<Accumulator<T>*>(a.partial_sums) + part * partial.width + begin;
 #pragma unroll
   for (int j = 0; j < E; j++) {
     if (column(j) >= end) break;
@@ -790,17 +862,19 @@ __device__ __forceinline__ void norm_finish_body(const NormArgs& a) {
   constexpr int kColumns = Threads / Parts, U = 16;  // U loads at a time
   __shared__ double sums[Parts][kColumns + 1];
   const PartialRow partial(a);
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, width = partial.width;
+  // The partial sums of all heads, one after the other, are one row here.
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, width = partial.width * a.heads;
   const int64_t column = first + threadIdx.x % kColumns;
   const int part = threadIdx.x / kColumns;
   wait_for_previous_launch();
   double s = 0;
   if (column < width) {
     const Accumulator<T>* const at = static_cast<const Accumulator<T>*>(a.partial_sums) + column;
-    for (int r = part; r < a.partials; r += U * Parts) {
+    const int rows = a.heads == 1 ? a.partials : a.partials / a.heads;
+    for (int r = part; r < rows; r += U * Parts) {
       Accumulator<T> v[U];
 #pragma unroll
-      for (int u = 0; u < U; u++) v[u] = r + u * Parts < a.partials ? at[(r + u * Parts) * width] : 0;
+      for (int u = 0; u < U; u++) v[u] = r + u * Parts < rows ? at[(r + u * Parts) * width] : 0;
 #pragma unroll
       for (int u = 0; u < U; u++) s += v[u];
     }
@@ -811,10 +885,16 @@ __device__ __forceinline__ void norm_finish_body(const NormArgs& a) {
     s = lanes_sum<Parts>(sums[threadIdx.x % Parts][threadIdx.x / Parts]);
     if (threadIdx.x % Parts != 0) return;
   }
-  const int64_t c = Parts > 1 ? first + threadIdx.x / Parts : column;
+  int64_t c = Parts > 1 ? first + threadIdx.x / Parts : column;
   if (c >= width) return;
-  if (a.dw && c < a.rows.n) store_float(a.dw, a.dw_type, c, s);
-  else store_float(a.db, a.db_type, c - partial.db, s);
+  int64_t parameters = 0;
+  if (a.heads > 1) {
+    const int64_t head = c / partial.width;
+    c -= head * partial.width;
+    parameters = head * a.rows.n;
+  }
+  if (a.dw && c < a.rows.n) store_float(a.dw, a.dw_type, parameters + c, s);
+  else store_float(a.db, a.db_type, parameters + c - partial.db, s);
 }
 
 }  // namespace gander

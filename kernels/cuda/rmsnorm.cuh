@@ -12,19 +12,11 @@
 
 namespace gander {
 
-// Only unaligned kernels add weight_offset: the others have no register left for it.
-template <int E>
-__device__ __forceinline__ void add_offset(const RMSNormArgs& a, float (&w)[E]) {
-#pragma unroll
-  for (int j = 0; j < E; j++) w[j] += a.options.weight_offset;  // if none, -0: adding it changes no bit
-}
-
 template <bool Unaligned, int E>
 __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin, int e, Bounds bounds,
                                             float (&w)[E]) {
   if (a.weight) {
     load_floats<Unaligned>(advance(a.weight, a.weight_type, origin), a.weight_type, e, bounds, w);
-    if constexpr (Unaligned) add_offset(a, w);
   } else {
 #pragma unroll
     for (int j = 0; j < E; j++) w[j] = 1.f;
@@ -714,7 +706,7 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
 #pragma unroll
   for (int j = 0; j < E; j++)
     w[j] = a.weight && column(j) < bounds.hi
-               ? load_float(a.weight, a.weight_type, begin + column(j)) + a.options.weight_offset
+               ? load_float(a.weight, a.weight_type, begin + column(j))
                : 1.f;
   for (int64_t row = first; row < last; row++) {
     const T* x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;

@@ -108,6 +108,36 @@ class _Call:
             self.fail(ValueError, f"{name} has rank {tensor.ndim}, expected {expected}")
         self.check_count(name, tensor, tensor.numel() == self.columns, f"{self.columns}: one for each column")
 
+    def check_head_columns(self, name, tensor):
+        shape, rows, weight = tuple(tensor.shape), tuple(self.first.shape), self.values["weight"]
+        if len(shape) != 2:
+            self.check_columns(name, tensor)
+        else:
+            self.check(
+                len(rows) > 1 and (shape[0] == rows[-2]) & (shape[1] == rows[-1]),
+                lambda: (
+                    f"{name} has shape {shape}, expected (N) or (H, N) for {self.name} of shape (..., H, N), "
+                    f"which is {rows}"
+                ),
+            )
+        heads = shape[0] if len(shape) == 2 else 1
+        if weight is None:
+            self.check(
+                heads == 1,
+                lambda: (
+                    f"{name} has {heads} rows, one for each head, without a weight, expected shape (N); pass "
+                    "a weight of ones"
+                ),
+            )
+            return
+        self.check(
+            tensor.numel() == weight.numel(),
+            lambda: (
+                f"{name} has {tensor.numel()} elements and weight {weight.numel()}, expected the same shape; "
+                "expand one of them"
+            ),
+        )
+
     def check_count(self, name, tensor, condition, expected):
         self.check(
             condition,
@@ -171,9 +201,11 @@ class _Call:
     def result(self, operand):
         dtype = self.values.get(operand.choice) or self.default(operand)
         self.check_dtype(operand.name, dtype, self.dtypes(operand))
+        like = self.values.get(operand.like)
         shapes = {
             "rows": self.first.shape,
             "columns": (self.columns,),
+            "head_columns": (self.columns,) if like is None else like.shape,
             "one": (),
             "reduced": () if self.option("reduction") else self.leading,
             "statistics": (2 * self.rows + 1,) if self.operator.packed else self.leading,

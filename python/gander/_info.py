@@ -55,7 +55,8 @@ def _check_op(op: str) -> None:
 def _name(op: str) -> bytes:
     """The C ABI's name of one of gander's ops."""
     name = op.replace("_fwd", "_forward").replace("_bwd", "_backward")
-    return (f"{name}_forward" if f"{name}_forward" in OPERATORS else name).encode()
+    forward = name.endswith("_residual") or f"{name}_forward" in OPERATORS
+    return (f"{name}_forward" if forward else name).encode()
 
 
 def _device(name: str) -> _library.Device | None:
@@ -160,7 +161,8 @@ def explain(
     """A text that says which algorithm and which kernels a call would run on x, and why.
 
     op: the name of one of gander's ops ("softmax", "softmax_bwd", "rmsnorm", "cross_entropy", ...).
-    "cross_entropy_fwd_dx" is the single pass that computes loss and gradient.
+    "cross_entropy_fwd_dx" is the single pass that computes loss and gradient. "rmsnorm_residual" and
+    "layernorm_residual", and the same with "_bwd", are the norms with a residual.
     x: the (..., N) tensor or array. Its values are not read.
     shape, dtype, device: replace those of x, or x itself. dtype may be a name ("bfloat16"). device: "cpu",
     "cuda", "cuda:1", a torch.device, or the name of a GPU that this machine need not have: "a100", "h100" or

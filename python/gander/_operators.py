@@ -7,9 +7,9 @@ class Operand(NamedTuple):
     """A tensor that an operator reads or writes. M and N are the rows and columns of its first operand."""
 
     name: str
-    # "rows": (M, N). "columns": (N). "per_row": M elements, contiguous. "strided": M elements with any
-    # stride. "upstream": M elements or 1. "reduced": M elements, or 1 with a reduction. "statistics": shape
-    # (M), (2, M) or (2 M + 1). "one": 1 element.
+    # "rows": (M, N). "columns": (N). "head_columns": (N), or (H, N) for rows of shape (..., H, N). "per_row":
+    # M elements, contiguous. "strided": M elements with any stride. "upstream": M elements or 1. "reduced": M
+    # elements, or 1 with a reduction. "statistics": shape (M), (2, M) or (2 M + 1). "one": 1 element.
     shape: str
     # "float": any float dtype. "same": that of the operand `like`. "companion": float64 if the first operand
     # has it, else any other float dtype. "parameter": as companion. "statistic": float64 if the first operand

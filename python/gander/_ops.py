@@ -20,6 +20,7 @@ class Array(Protocol):
 
 
 A = TypeVar("A", bound=Array)
+CastingMode = Literal["llama"]
 
 _Tensor: Any = ()  # torch.Tensor once torch is imported; until then isinstance(x, ()) is False
 _torch: Any = None  # the module _pytorch once torch is imported
@@ -98,8 +99,11 @@ def _partial_of(ops: Any, argument: str) -> Any:
     return _partial
 
 
-def _not_yet(argument: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"{argument} is not supported yet; {instead}")
+def _rounds(casting_mode: Any) -> bool:
+    """The operators' option round_normalized."""
+    if casting_mode not in (None, "llama"):
+        raise ValueError(f"casting_mode is {casting_mode!r}, expected None or 'llama'")
+    return casting_mode is not None
 
 
 def _check_reals(eps: Any, weight_offset: Any) -> None:
@@ -179,8 +183,8 @@ def _norm(
         return getattr(ops, f"{name}_residual")(*operands, out_dtype, residual_dtype, *options)
     if name == "layernorm":
         y = ops.layernorm(x, weight, bias, out_dtype, *options)
-    elif bias is None:
-        y = ops.rmsnorm(x, weight, out_dtype, *options)
+    elif bias is None and not options[-1]:  # round_normalized
+        y = ops.rmsnorm(x, weight, out_dtype, *options[:-1])
     else:
         y = ops.rmsnorm_bias(x, weight, bias, out_dtype, *options)
     return (y, x) if prenorm else y
@@ -306,6 +310,7 @@ def rmsnorm(
     prenorm: Literal[False] = ...,
     weight_offset: float = ...,
     *,
+    casting_mode: CastingMode | None = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
     out: Tensor | None = ...,
@@ -322,6 +327,7 @@ def rmsnorm(
     *,
     prenorm: Literal[True],
     weight_offset: float = ...,
+    casting_mode: CastingMode | None = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
     out: Tensor | None = ...,
@@ -338,6 +344,7 @@ def rmsnorm(
     prenorm: Literal[False] = ...,
     weight_offset: float = ...,
     *,
+    casting_mode: CastingMode | None = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
     out: A | None = ...,
@@ -354,6 +361,7 @@ def rmsnorm(
     *,
     prenorm: Literal[True],
     weight_offset: float = ...,
+    casting_mode: CastingMode | None = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
     out: A | None = ...,
@@ -369,6 +377,7 @@ def rmsnorm(
     prenorm: bool = False,
     weight_offset: float = 0.0,
     *,
+    casting_mode: CastingMode | None = None,
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
     out: Any = None,
@@ -379,7 +388,8 @@ def rmsnorm(
     x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
     tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
     of the same library, without a gradient.
-    weight, bias: (N), each of any of these dtypes, not only x's, or None. float64 if and only if x is.
+    weight, bias: (N), each of any of these dtypes, not only x's, or None. float64 if and only if x is. Or
+    (H, N) for x of shape (..., H, N): those of each head. A bias for each head needs such a weight.
     residual: x's shape, any of these dtypes, or None. The sum h is not rounded.
     out_dtype: the dtype of the result, or its name ("float16"). By default that of x.
     residual_dtype: the dtype of residual_out. By default that of residual, or of x without one.
@@ -388,11 +398,14 @@ def rmsnorm(
     prenorm: return (y, residual_out). residual_out is h in residual_dtype. Without a residual it is x itself
     if it has that dtype.
     weight_offset: added to each weight, as in Gemma's norms. Refused without a weight.
+    casting_mode: "llama" rounds the normalized row to x's dtype before the weight is applied, as Llama's norm
+    in transformers does. The gradient of weight is that of the rounded row. None rounds once, in the end.
     out: a tensor of x's shape, to which y is written, and which is returned. It decides y's dtype, and may be
     x. Refused if a gradient is wanted. An array of NumPy or CuPy has to be writable.
     algorithm, batch_invariant: as in softmax, with gander.algorithms("rmsnorm") and ("rmsnorm_bwd"). With a
-    bias, a residual or another residual_dtype than x's there is only "auto". The gradients of weight and bias
-    are sums over rows, so their bits depend on all of them.
+    bias, a residual, a weight for each head, weight_offset, casting_mode, out or another residual_dtype than
+    x's there is only "auto". The gradients of weight and bias are sums over rows, so their bits depend on all
+    of them.
     Returns y, a contiguous tensor of x's shape. Everything is computed in float32 (float64 for float64).
     Gradients have the dtypes of their tensors. With a residual, backward reads h as residual_out has it.
     Raises TypeError (dtype), ValueError (shape, algorithm), RuntimeError (device, driver, memory).
@@ -406,8 +419,10 @@ def rmsnorm(
         if eps is None:
             eps = _epsilon(x)
         options = eps, code, bool(batch_invariant), weight_offset
-        if bias is not None or residual is not None or prenorm or out is not None:
+        special = bias is not None or residual is not None or prenorm
+        if special or out is not None or casting_mode is not None:
             _check_weight("rmsnorm", weight)
+            options = *options, _rounds(casting_mode)
             operands = x, weight, bias, residual
             if out is not None:
                 wanted = {"residual_out"} if prenorm else set()
@@ -466,7 +481,7 @@ def fused_add_rmsnorm(
         _adds(ops, x, residual, None)
         if eps is None:
             eps = _epsilon(x)
-        ops.fused_add_rmsnorm_(x, weight, residual, eps, bool(batch_invariant), weight_offset)
+        ops.fused_add_rmsnorm_(x, weight, residual, eps, bool(batch_invariant), weight_offset, False)
     except _FAILURES as error:
         raise ops.explained(error, weight=weight, residual=residual) from None
 
@@ -483,6 +498,7 @@ def rmsnorm_fwd(
     store_rstd: bool = ...,
     weight_offset: float = ...,
     *,
+    casting_mode: CastingMode | None = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
     out: Tensor | None = ...,
@@ -499,6 +515,7 @@ def rmsnorm_fwd(
     store_rstd: bool = ...,
     weight_offset: float = ...,
     *,
+    casting_mode: CastingMode | None = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
     out: A | None = ...,
@@ -514,6 +531,7 @@ def rmsnorm_fwd(
     store_rstd: bool = False,
     weight_offset: float = 0.0,
     *,
+    casting_mode: CastingMode | None = None,
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
     out: Any = None,
@@ -535,7 +553,8 @@ def rmsnorm_fwd(
             residual_dtype = _dtype(ops, residual_dtype)
         if eps is None:
             eps = _epsilon(x)
-        options = eps, code, bool(batch_invariant), weight_offset
+        rounds = _rounds(casting_mode)
+        options = eps, code, bool(batch_invariant), weight_offset, rounds
         operands = _detached(x), _detached(weight)
         if out is not None:
             operands = *operands, _detached(bias), _detached(residual)
@@ -548,11 +567,12 @@ def rmsnorm_fwd(
             more = _detached(bias), _detached(residual), out_dtype, residual_dtype
             out, residual_out, *rest = operator(*operands, *more, *options)
             return out, residual_out, rest[0] if store_rstd else None
-        if bias is not None:
+        if bias is not None or rounds:
             operator = ops.rmsnorm_bias_fwd if store_rstd else ops.rmsnorm_bias
             answer = operator(*operands, _detached(bias), out_dtype, *options)
         else:
-            answer = (ops.rmsnorm_fwd if store_rstd else ops.rmsnorm)(*operands, out_dtype, *options)
+            operator = ops.rmsnorm_fwd if store_rstd else ops.rmsnorm
+            answer = operator(*operands, out_dtype, *options[:-1])
     except _FAILURES as error:
         raise ops.explained(error, weight=weight, bias=bias, residual=residual, out=out) from None
     out, rstd = answer if store_rstd else (answer, None)
@@ -570,6 +590,7 @@ def rmsnorm_bwd(
     has_residual: bool = ...,
     weight_offset: float = ...,
     *,
+    casting_mode: CastingMode | None = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
@@ -584,6 +605,7 @@ def rmsnorm_bwd(
     has_residual: bool = ...,
     weight_offset: float = ...,
     *,
+    casting_mode: CastingMode | None = ...,
     algorithm: Algorithm = ...,
     batch_invariant: bool = ...,
 ) -> tuple[A, A | None, A | None, A | None]: ...
@@ -597,6 +619,7 @@ def rmsnorm_bwd(
     has_residual: bool = False,
     weight_offset: float = 0.0,
     *,
+    casting_mode: CastingMode | None = None,
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
 ) -> Any:
@@ -611,8 +634,8 @@ def rmsnorm_bwd(
     fixed order, so their bits do not change from run to run.
     dresidual has dx's numbers. It has the dtype of dresidual_out, and is dx itself if that is x's. Without
     dresidual_out it is dx if has_residual, else None.
-    algorithm: one of gander.algorithms("rmsnorm_bwd"); with dresidual_out or has_bias only "auto". algorithm,
-    batch_invariant and errors are otherwise as in rmsnorm.
+    algorithm: one of gander.algorithms("rmsnorm_bwd"), with the same exceptions as in rmsnorm. casting_mode,
+    batch_invariant and errors are as there. casting_mode="llama" rounds to the dtype of x.
     """
     if type(weight_offset) is not float:
         _check_reals(None, weight_offset)
@@ -620,10 +643,10 @@ def rmsnorm_bwd(
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     dresidual = db = dw = None
     try:
-        options = code, bool(batch_invariant), weight_offset
-        if has_bias or dresidual_out is not None:
+        options, rounds = (code, bool(batch_invariant), weight_offset), _rounds(casting_mode)
+        if has_bias or dresidual_out is not None or rounds:
             operands = x, weight, dout, dresidual_out, rstd
-            dx, dresidual, dw, db = _norm_bwd(ops, "rmsnorm", operands, has_bias, options)
+            dx, dresidual, dw, db = _norm_bwd(ops, "rmsnorm", operands, has_bias, (*options, rounds))
         elif weight is None:
             dx = ops.rmsnorm_bwd(x, None, dout, rstd, *options)
         else:

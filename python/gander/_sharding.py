@@ -51,6 +51,7 @@ def _rule(name, given):
     results = [of[result] for result in operator.results]
     reduction = REDUCTIONS[specs.get("reduction", operator.fixed.get("reduction", 0))]
     leading = next(iter(inputs.values())).ndim - 1
+    by_head = any(of[name].shape == "head_columns" and spec.ndim == 2 for name, spec in inputs.items())
 
     def refuse(what):
         raise NotImplementedError(f"gander: {name}: {what}")
@@ -63,10 +64,12 @@ def _rule(name, given):
         if not used:
             continue
         found, by_row = f"{argument} has placements {spec.placements}, expected", spec.ndim == leading
-        if of[argument].shape == "columns":
+        if of[argument].shape in ("columns", "head_columns"):
             refuse(f"{found} Replicate: it has one element for each column; redistribute it")
         if of[argument].shape == "statistics" and not by_row:
             refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
+        if any(placement.dim == leading - 1 for placement in used) and by_head:
+            refuse(f"{found} Replicate of the heads, which have weights of their own; redistribute it")
         if any(placement.dim >= leading for placement in used) or not (
             by_row or of[argument].shape == "rows"
         ):
@@ -84,7 +87,7 @@ def _rule(name, given):
         )
 
     def placed(operand, shard, ndim=None):
-        if operand.shape == "columns":
+        if operand.shape in ("columns", "head_columns"):
             return Partial("sum") if operand.output else Replicate()
         if operand.shape == "reduced" and reduction == "sum":
             return Partial("sum")

@@ -416,7 +416,8 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
   if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
   switch (op->operands[i].shape) {
     case SHAPE_ROWS: make_rows(call, o); break;
-    case SHAPE_COLUMNS: ensure_contiguous(call, o); break;
+    case SHAPE_COLUMNS:
+    case SHAPE_HEAD_COLUMNS: ensure_contiguous(call, o); break;
     case SHAPE_STRIDED:
       check_leading(call, op, op->operands[i].name, o, &operands[0]);
       flatten(call, o);
@@ -440,6 +441,11 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
     dtype = (int32_t)arguments[op->operands[i].choice];
   switch (op->operands[i].shape) {
     case SHAPE_ROWS: output(call, &operands[i], first->dl.ndim, first->dl.shape, dtype); return;
+    case SHAPE_HEAD_COLUMNS:
+      if (like != first && like->handle != NULL) {
+        output(call, &operands[i], like->dl.ndim, like->dl.shape, dtype);
+        return;
+      } /* fall through */
     case SHAPE_COLUMNS: output(call, &operands[i], first->dl.ndim > 0, first->dl.shape + rank, dtype); return;
     case SHAPE_ONE: output(call, &operands[i], 0, NULL, dtype); return;
     case SHAPE_REDUCED:

@@ -69,6 +69,7 @@ typedef struct {
 typedef enum {
   SHAPE_ROWS,
   SHAPE_COLUMNS,
+  SHAPE_HEAD_COLUMNS,
   SHAPE_PER_ROW,
   SHAPE_STRIDED,
   SHAPE_UPSTREAM,

@@ -433,7 +433,8 @@ func goOwned(t *text, o operator) {
 		}
 		shape := map[operators.Shape]string{
 			operators.Rows: "made.rows()", operators.Columns: "made.columns()", operators.PerRow: "made.perRow()",
-			operators.Statistics: "made.perRow()", operators.One: "nil",
+			operators.HeadColumns: fmt.Sprintf("made.headColumns(tensor(%s))", goParameter(p.Like)),
+			operators.Statistics:  "made.perRow()", operators.One: "nil",
 			operators.Reduced: "made.reduced(int32(o.reduction))",
 		}[p.Shape]
 		dtype := "made.dtype()"

@@ -72,7 +72,7 @@ func letters(list []operators.Operand) string {
 		switch p.Shape {
 		case operators.Rows:
 			b.WriteByte('m')
-		case operators.Columns:
+		case operators.Columns, operators.HeadColumns:
 			b.WriteByte('n')
 		case operators.Strided:
 			if p.DType == operators.Index {

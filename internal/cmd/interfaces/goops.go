@@ -45,9 +45,10 @@ func onDevice(g operators.Group) bool {
 
 var shapeDocs = map[operators.Shape]string{
 	operators.Rows: "(M, N)", operators.Columns: "(N), contiguous", operators.PerRow: "M elements, contiguous",
-	operators.Strided:  "M elements, any stride",
-	operators.Upstream: "M elements of any stride, or one for all rows",
-	operators.Reduced:  "M elements with reduction none, else one", operators.One: "one element",
+	operators.HeadColumns: "(N), or (H, N) for rows of shape (..., H, N), contiguous",
+	operators.Strided:     "M elements, any stride",
+	operators.Upstream:    "M elements of any stride, or one for all rows",
+	operators.Reduced:     "M elements with reduction none, else one", operators.One: "one element",
 	operators.Statistics: "M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: " +
 		"those and the denominator",
 }
@@ -242,6 +243,8 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 		t.add("a.%s = k.rowsLike(%q, o.%s, %s, %q, a.%s)", f, p.Name, f, types, first.Name, field(first.Name))
 	case p.Shape == operators.Columns:
 		t.add("a.%s = k.weights(%q, o.%s, %s, %s)", f, p.Name, f, types, cols)
+	case p.Shape == operators.HeadColumns:
+		t.add("a.%s = k.headWeights(%q, o.%s, %s, o.%s)", f, p.Name, f, types, field(first.Name))
 	case p.Shape == operators.PerRow:
 		t.add("a.%s = k.compact(%q, o.%s, %s, %s, perRow)", f, p.Name, f, types, rows)
 	case p.Shape == operators.Strided:

@@ -9,7 +9,8 @@ import (
 
 var (
 	shapeNames = map[operators.Shape]string{
-		operators.Rows: "rows", operators.Columns: "columns", operators.PerRow: "per_row",
+		operators.Rows: "rows", operators.Columns: "columns", operators.HeadColumns: "head_columns",
+		operators.PerRow:  "per_row",
 		operators.Strided: "strided", operators.Upstream: "upstream", operators.Reduced: "reduced",
 		operators.Statistics: "statistics", operators.One: "one",
 	}
