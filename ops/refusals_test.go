@@ -383,7 +383,7 @@ func TestExplain(t *testing.T) {
 		message string
 	}{
 		{"softmax", 1, 1, kernels.Float32, host, ops.StatusOption,
-			`explain: op is "softmax", expected softmax_forward`},
+			`explain: op is "softmax", expected cross_entropy_backward`},
 		{"softmax_forward", -1, 1, kernels.Float32, host, ops.StatusShape,
 			"the shape is (-1, 1), expected M >= 0 rows of N >= 1"},
 		{"softmax_forward", 1, 0, kernels.Float32, host, ops.StatusShape, "the shape is (1, 0)"},

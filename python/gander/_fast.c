@@ -1,7 +1,7 @@
 /* The fast path: calls the kernels directly from Python, without PyTorch's dispatcher, which costs host time.
  *
  * It handles eager calls on plain tensors, with no mode or transform active. For any other call, and after
- * any failure, a function returns None. Then gander._fast calls the dispatcher, which runs the operator or
+ * any failure, a function returns None. One of an operator without results returns True. After None gander._fast calls the dispatcher, which runs the operator or
  * raises its error. gander._fast checks what this file relies on before it uses any function. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -57,7 +57,7 @@ static struct {
 // clang-format off
 #define OBJECTS(F) \
   F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous) \
-  F(empty_strided_cpu) F(empty_strided_cuda) F(forward_ad)
+  F(empty_strided_cpu) F(empty_strided_cuda) F(forward_ad) F(increment_version)
 #define NAMES(F) \
   F(requires_grad) F(to_save) F(materialize_grads) F(options) F(dtypes) F(dtype) F(_current_level)
 // clang-format on
@@ -137,7 +137,7 @@ typedef struct {
   PyMethodDef method;
 } Function;
 
-enum { MAX_FUNCTIONS = 64 };
+enum { MAX_FUNCTIONS = 128 };
 static Function functions[MAX_FUNCTIONS];
 static int64_t one_pass; /* CUDA tensors of this many elements or more: gander._fast.start says why */
 
@@ -374,6 +374,27 @@ static PyObject* call_apply(FastCall* call) {
   return none();
 }
 
+/* Increments the versions of the tensors that an operator writes, as autograd expects. torch does not see that
+ * our kernels write. */
+static bool increment_versions(const FastCall* call) {
+  const Operator* op = call->function->op;
+  bool ok = true;
+  for (int i = 0; ok && i < op->operand_count; i++) {
+    int argument = op->operands[i].argument;
+    if (!op->operands[i].written || argument < 0 || call->arguments[argument] == objects.None) continue;
+    PyObject* tensors = python.PyTuple_New(1);
+    if (tensors == NULL) return false;
+    python.Py_IncRef(call->arguments[argument]);
+    python.PyTuple_SetItem(tensors, 0, call->arguments[argument]);
+    PyObject* done = python.PyObject_CallFunctionObjArgs(objects.increment_version, tensors, NULL);
+    python.Py_DecRef(tensors);
+    ok = done != NULL;
+    if (ok) python.Py_DecRef(done);
+    else python.PyErr_Clear(); /* the dispatcher raises it again */
+  }
+  return ok;
+}
+
 static PyObject* call_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
   const Function* f = python.PyCapsule_GetPointer(self, NULL);
   FastCall call = {.function = f, .arguments = arguments};
@@ -382,8 +403,10 @@ static PyObject* call_function(PyObject* self, PyObject* const* arguments, intpt
     if (!convert(&call, i)) return none();
   Route route = choose_route(&call);
   if (route == WITH_GRADIENT) return call_apply(&call);
-  if (route == THROUGH_DISPATCHER || !call_kernel(&call, f->op)) return none();
-  return take_results(&call, f->op->result_count);
+  if (route == THROUGH_DISPATCHER || !increment_versions(&call) || !call_kernel(&call, f->op)) return none();
+  if (f->op->result_count > 0) return take_results(&call, f->op->result_count);
+  python.Py_IncRef(objects.True);
+  return objects.True;
 }
 
 /* ---- Functions that gander._fast calls through ctypes ---- */

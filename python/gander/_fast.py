@@ -45,7 +45,10 @@ def status() -> bool | str:
 
 
 def call(name: str):
-    """A function that calls an operator with all its arguments, and bypasses the dispatcher if possible."""
+    """A function that calls an operator with all its arguments, and bypasses the dispatcher if possible.
+
+    If the operator has no results, the function's are without meaning.
+    """
     overload = overloads[name]
     if name not in _functions:
         return overload
@@ -129,6 +132,7 @@ def _find(library, functions, one_pass):
         "empty_strided_cuda": _empty_on("cuda"),
         "forward_ad": vars(forward_ad),
         "exchange": Tensor.__dlpack_c_exchange_api__,
+        "increment_version": torch._C._increment_version,
         "one_pass": one_pass,
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")},
         **{name: function.apply for name, function in functions.items()},
@@ -214,6 +218,7 @@ _SHAPES = {
     "head_columns": (8,),
     "per_row": (2,),
     "strided": (2,),
+    "reduced": (2,),
     "statistics": (5,),
 }
 
@@ -231,13 +236,19 @@ def _example(name):
 
 
 def _results(name, function, leaves):
-    """A function's results, then the gradients of its arguments `leaves`. None if it returns None."""
+    """A function's results or what it writes, then the gradients of its arguments `leaves`.
+
+    None if the function left the call to the dispatcher.
+    """
     arguments = _example(name)
     for argument, tensor in zip(tensors(name), arguments, strict=False):
         tensor.requires_grad_(argument in leaves)
     results = function(*arguments)
-    if results is None:
+    if results is None and function is not overloads[name]:
         return None
+    if TORCH[name].writes:
+        by_name = dict(zip(tensors(name), arguments, strict=False))
+        return [by_name[argument] for argument in TORCH[name].writes]
     results = [results] if isinstance(results, Tensor) else [*results]
     if leaves:  # calls the backward node directly, so hooks and compiled autograd are not involved
         heads = upstream(TORCH[name].backward[0])

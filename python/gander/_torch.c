@@ -425,6 +425,8 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
     case SHAPE_UPSTREAM: flatten(call, o); break;
     default: ensure_contiguous(call, o); flatten(call, o);
   }
+  if (call->python && op->operands[i].written && o->handle != handle)
+    call->failed = true; /* the dispatcher's call copies the result back */
 }
 
 /* Allocates an operand that is a new tensor. */

@@ -974,7 +974,7 @@ static const Operator operators[] = {
             {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .saving = -1,
     },
     {
@@ -996,7 +996,7 @@ static const Operator operators[] = {
             {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .saving = -1,
     },
     {
@@ -1406,7 +1406,7 @@ static const Operator operators[] = {
             {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .saving = -1,
     },
     {
@@ -1839,7 +1839,7 @@ static const Operator operators[] = {
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .saving = -1,
     },
     {
@@ -1904,7 +1904,7 @@ static const Operator operators[] = {
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .saving = -1,
     },
     {
@@ -1926,7 +1926,7 @@ static const Operator operators[] = {
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .saving = -1,
     },
     {
@@ -1969,7 +1969,7 @@ static const Operator operators[] = {
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .saving = -1,
     },
     {
@@ -1990,7 +1990,7 @@ static const Operator operators[] = {
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .saving = -1,
     },
     {

@@ -1,6 +1,6 @@
 """What norms promise beside accuracy: the same bits, and rows far from zero."""
 
-import gander  # noqa: F401  registers the operators
+import gander
 import norms
 import pytest
 import torch
@@ -69,3 +69,93 @@ def test_autograd(m):
     for got, expected in zip(ours, exact, strict=True):
         error = (got.double() - expected).norm() / expected.norm()
         assert error < 6e-3, error
+
+
+# ---- Heads, and rounding ----
+
+COLUMNS = [8, 64, 80, 96, 128, 192, 256, 1000, 1024, 5120, 20000, 101]
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+@pytest.mark.parametrize("heads", [1, 3, 32, 300])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2]
+)
+def test_heads(n, heads, dtypes):
+    """A head has the bits of a call on its rows, and sums over them."""
+    dtype, kind = dtypes
+    tokens = max(3, min(700, (1 << 23) // (heads * n)))
+    x, residual, dout, more = (torch.randn(tokens, heads, n, device="cuda", dtype=dtype) for _ in range(4))
+    weight, bias = torch.randn(2, heads, n, device="cuda", dtype=kind)
+    y, h, mean, rstd = OPS.layernorm_add_fwd(x, weight, bias, residual)
+    dx, dw, db = OPS.layernorm_add_bwd_dw_db(h, weight, dout, more, mean, rstd)
+    for head in {0, 1, heads // 2, heads - 1} & set(range(heads)):
+        mine, given = (slice(None), head), (weight[head], bias[head])
+        want = OPS.layernorm_add_fwd(x[mine].contiguous(), *given, residual[mine].contiguous())
+        for got, expected in zip((y, h, mean, rstd), want, strict=True):
+            torch.testing.assert_close(
+                got[mine], expected, rtol=1e-2 if got.dtype == dtype else 1e-5, atol=1e-2
+            )
+        one = h[mine].double(), mean[mine].double()[:, None], rstd[mine].double()[:, None]
+        xhat, g = (one[0] - one[1]) * one[2], dout[mine].double() * weight[head].double()
+        exact = (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True)) * one[2]
+        exact = exact + more[mine].double()
+        error = (dx[mine].double() - exact).norm() / exact.norm()
+        assert error < 2 * torch.finfo(dtype).eps
+        for got, expected in (
+            (dw[head], (dout[mine].double() * xhat).sum(0)),
+            (db[head], dout[mine].double().sum(0)),
+        ):
+            assert (got.double() - expected).norm() / expected.norm() < 2 * torch.finfo(kind).eps
+    again = OPS.layernorm_add_bwd_dw_db(h, weight, dout, more, mean, rstd)
+    assert all(map(torch.equal, again, (dx, dw, db)))
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wide", [False, True])
+def test_rounding(n, kind, wide):
+    """The normalized row is rounded to x's type, and so it is in dw."""
+    x, dout = (torch.randn(300, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    residual = torch.randn(300, n, device="cuda") if wide else None
+    weight = torch.randn(n, device="cuda", dtype=kind)
+    options = {"weight_offset": 1.0, "round_normalized": True}
+    if wide:
+        y, h, rstd = OPS.rmsnorm_add_fwd(x, weight, None, residual, out_dtype=torch.float32, **options)
+    else:
+        y, rstd = OPS.rmsnorm_bias_fwd(x, weight, None, out_dtype=torch.float32, **options)
+        h = x
+    xhat = (h.double() * rstd.double()[:, None]).float()
+    scale = weight.float() + 1
+    # A product that lies between two numbers of x's type may be rounded to either of them.
+    off = (y - xhat.bfloat16().float() * scale).abs() > 1e-5 * y.abs() + 1e-6
+    assert off.float().mean() < 0.01
+    assert ((y - xhat * scale).abs() <= 2**-8 * y.abs() + 1e-6).all()
+    dx, dw = OPS.rmsnorm_add_bwd_dw(h, weight, dout, None, rstd, x_dtype=torch.bfloat16, **options)
+    plain, _ = OPS.rmsnorm_add_bwd_dw(h, weight, dout, None, rstd, x_dtype=torch.bfloat16, weight_offset=1.0)
+    assert torch.equal(dx, plain)
+    exact = (dout.double() * xhat.bfloat16().double()).sum(0)
+    unrounded = (dout.double() * xhat.double()).sum(0)
+    error = (dw.double() - exact).norm()
+    assert error < max(0.1 * (unrounded - exact).norm(), 2 * torch.finfo(kind).eps * exact.norm())
+
+
+@pytest.mark.parametrize("m", [1, 64, 512])
+@pytest.mark.parametrize("n", [4096, 5120, 7168, 16384])
+def test_in_place(m, n):
+    x, residual = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    want = OPS.rmsnorm_add(x, weight, None, residual)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    mine, other = x.clone(), residual.clone()
+    gander.fused_add_rmsnorm(mine, other, weight)
+    assert torch.equal(mine, want[0])
+    assert torch.equal(other, want[1])
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        gander.fused_add_rmsnorm(mine, other, weight)
+    mine.copy_(x)
+    other.copy_(residual)
+    graph.replay()
+    assert torch.equal(mine, want[0])
+    assert torch.equal(other, want[1])

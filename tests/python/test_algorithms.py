@@ -51,7 +51,7 @@ def test_cross_entropy_has_one_algorithm():
 
 def test_algorithms_of_an_unknown_op():
     with pytest.raises(
-        ValueError, match='algorithms: op is "conv", expected softmax_forward, softmax_backward'
+        ValueError, match='algorithms: op is "conv", expected cross_entropy_backward, cross_entropy_forward'
     ):
         gander.algorithms("conv")
 

@@ -278,7 +278,7 @@ CASES = {
     "explain of an unknown op": (
         lambda: gander.explain("conv", X),
         ValueError,
-        'op is "conv", expected softmax_forward',
+        'op is "conv", expected cross_entropy_backward',
     ),
     "explain of no op": (
         lambda: gander.explain(None, X),

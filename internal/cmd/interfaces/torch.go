@@ -156,7 +156,7 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 	if len(results) > 0 {
 		t.add("        .results = {%s},", strings.Join(results, ", "))
 	}
-	t.add("        .fast = %t,", len(op.Writes) == 0)
+	t.add("        .fast = %t,", len(op.Writes) == 0 || len(op.Results) == 0)
 	if op.Saving == "" {
 		t.add("        .saving = -1,\n    },")
 		return
