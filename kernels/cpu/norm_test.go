@@ -438,6 +438,115 @@ func TestNormNoRows(t *testing.T) {
 	}
 }
 
+// TestNormHeads: the results of a head are those of a call on its rows with its weight and bias.
+func TestNormHeads(t *testing.T) {
+	const heads, tokens, n = 3, 5, 70
+	one := func(int) float64 { return 1 }
+	for _, dtype := range floatTypes {
+		for _, center := range []bool{false, true} {
+			c := normCase{center: center, rows: heads * tokens, n: n, eps: 1e-5, mean: 1, std: 2, x: dtype,
+				residual: dtype, y: dtype, residualOut: dtype, weight: none, bias: none, dout: dtype,
+				dresidualOut: dtype, dx: dtype, dresidual: dtype, dw: none, db: none}
+			o := c.operands()
+			parameter := func(seed int) kernels.Vector {
+				return newVector(dtype, heads*n, func(i int) float64 { return normals[(seed+i)%len(normals)] })
+			}
+			all := kernels.Norm{X: o.x.Matrix, Residual: o.residual.Matrix, Y: o.y.Matrix,
+				ResidualOut: o.residualOut.Matrix, Mean: o.mean, Rstd: o.rstd, DOut: o.dout.Matrix,
+				DResidualOut: o.dresidualOut.Matrix, DX: o.dx.Matrix, DResidual: o.dresidual.Matrix,
+				Weight: parameter(5), Bias: parameter(501), DW: newVector(dtype, heads*n, one),
+				DB: newVector(dtype, heads*n, one), Eps: c.eps, Center: center, Heads: heads}
+			require.NoError(t, NormForward(&all, 2))
+			require.NoError(t, NormBackward(&all, 2))
+			for head := range heads {
+				gather := func(m matrix) matrix {
+					return newMatrix(dtype, tokens, n, 0, 0).fill(func(row, j int) float64 {
+						return m.at(row*heads+head, j)
+					})
+				}
+				part := func(v kernels.Vector) kernels.Vector {
+					return newVector(dtype, n, func(i int) float64 { return at(&v, head*n+i) })
+				}
+				y, sum, dx, dresidual := gather(o.y), gather(o.residualOut), gather(o.dx), gather(o.dresidual)
+				perRow := func() kernels.Vector { return newVector(statistics(dtype), tokens, one) }
+				v := kernels.Norm{X: gather(o.x).Matrix, Residual: gather(o.residual).Matrix, Y: y.clone().Matrix,
+					ResidualOut: sum.clone().Matrix, Rstd: perRow(), DOut: gather(o.dout).Matrix,
+					DResidualOut: gather(o.dresidualOut).Matrix, DX: dx.clone().Matrix,
+					DResidual: dresidual.clone().Matrix, Weight: part(all.Weight), Bias: part(all.Bias),
+					DW: newVector(dtype, n, one), DB: newVector(dtype, n, one), Eps: c.eps, Center: center}
+				if center {
+					v.Mean = perRow()
+				}
+				require.NoError(t, NormForward(&v, 1))
+				require.NoError(t, NormBackward(&v, 1))
+				for row := range tokens {
+					for what, m := range map[*kernels.Matrix]matrix{
+						&v.Y: y, &v.ResidualOut: sum, &v.DX: dx, &v.DResidual: dresidual,
+					} {
+						require.Equal(t, m.row(row), matrix{Matrix: *what}.row(row))
+					}
+					require.Equal(t, at(&v.Rstd, row), at(&all.Rstd, row*heads+head))
+				}
+				require.Equal(t, values(part(all.DW)), values(v.DW))
+				require.Equal(t, values(part(all.DB)), values(v.DB))
+			}
+		}
+	}
+}
+
+// TestNormRounded: y and dw have the normalized rows rounded to the type of x, and of dx.
+func TestNormRounded(t *testing.T) {
+	forEachInstructionSet(t, func(t *testing.T) {
+		for dtype, unit := range map[kernels.DType]float64{
+			kernels.Float16: 0x1p-11, kernels.BFloat16: 0x1p-8, kernels.Float32: 0x1p-22,
+		} {
+			for _, n := range []int{1, 70, block + 5, longRow + 77} {
+				if raceEnabled && n > 70 {
+					continue // slow
+				}
+				const rows = 3
+				single := kernels.Float32
+				x := newMatrix(dtype, rows, n, 1, 1).fill(func(row, j int) float64 {
+					return normals[(row*n+j)%len(normals)]
+				})
+				y, dout, dx := newMatrix(single, rows, n, 0, 0), newMatrix(single, rows, n, 0, 0), x.clone()
+				dout = dout.fill(func(row, j int) float64 { return normals[(row*n+3*j)%len(normals)] })
+				v := kernels.Norm{X: x.Matrix, Y: y.Matrix, DOut: dout.Matrix, DX: dx.Matrix, Eps: 1e-6,
+					Weight: newVector(single, n, func(i int) float64 { return normals[i%len(normals)] }),
+					Rstd:   newVector(single, rows, func(int) float64 { return 9 }),
+					DW:     newVector(single, n, func(int) float64 { return 9 }), RoundNormalized: true}
+				require.NoError(t, NormForward(&v, 2))
+				require.NoError(t, NormBackward(&v, 2))
+				rounded, off := newMatrix(dtype, 1, 1, 0, 0), 0
+				dw, most := make([]float64, n), make([]float64, n)
+				for row := range rows {
+					for j, element := range x.row(row) {
+						normed := element * at(&v.Rstd, row)
+						rounded.set(0, 0, normed)
+						want := rounded.at(0, 0) * at(&v.Weight, j)
+						if math.Abs(y.at(row, j)-want) > 1e-6*math.Abs(want) {
+							off++ // in the middle between two numbers of x's type, or nearly
+						}
+						allowed := (1.01*unit*math.Abs(normed) + 0x1p-25) * math.Abs(at(&v.Weight, j))
+						require.InDelta(t, normed*at(&v.Weight, j), y.at(row, j), allowed)
+						dw[j] += dout.at(row, j) * rounded.at(0, 0)
+						most[j] += math.Abs(dout.at(row, j) * normed)
+					}
+				}
+				require.LessOrEqual(t, off, rows*n/100)
+				different := 0
+				for j := range dw {
+					require.InDelta(t, dw[j], at(&v.DW, j), 1.01*unit*most[j]+0x1p-22)
+					if math.Abs(dw[j]-at(&v.DW, j)) > 1e-6*most[j] {
+						different++
+					}
+				}
+				require.LessOrEqual(t, different, n/50)
+			}
+		}
+	})
+}
+
 func BenchmarkNorm(b *testing.B) {
 	for _, dtype := range []kernels.DType{kernels.BFloat16, kernels.Float32} {
 		for _, shape := range [][2]int{{64, 512}, {2048, 4096}, {64, 131072}} {

@@ -122,6 +122,26 @@ def test_gradients(name, placements, mesh, local):
         check(gradients[1], want[1], Partial("sum") if placements != (Replicate(),) else Replicate())
 
 
+def test_heads_are_replicated(mesh, local):
+    """Rows may be sharded, but not the heads, whose weights are replicated."""
+    x, _, _ = local
+    weight = torch.rand(3, N)
+    sharded, weights = leaf(x, mesh, Shard(0)), leaf(weight, mesh, Replicate())
+    plain = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    want = gander.rmsnorm(*plain)
+    got, count = collectives(lambda: gander.rmsnorm(sharded, weights))
+    check(got, want, Shard(0))
+    upstream = torch.rand_like(want)
+    dx, dw = torch.autograd.grad(got, (sharded, weights), place(upstream, mesh, Shard(0)))
+    expected = torch.autograd.grad(want, plain, upstream)
+    check(dx, expected[0], Shard(0))
+    check(dw, expected[1], Partial("sum"))
+    assert count == 0
+    whole = place(torch.rand(3 * 4, N), mesh, Replicate())
+    with pytest.raises(NotImplementedError, match="expected Replicate of the heads, which have weights"):
+        gander.rmsnorm(place(x, mesh, Shard(1)), whole)
+
+
 def test_a_mean_of_replicated_rows(mesh, local):
     x, _, target = local
     logits = leaf(x, mesh, Replicate())
