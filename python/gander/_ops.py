@@ -115,12 +115,18 @@ def _check_reals(eps: Any, weight_offset: Any) -> None:
             )
 
 
-def _check_weight(name: str, weight: Any) -> None:
+def _checked_weight(ops: Any, name: str, weight: Any, bias: Any = None) -> Any:
+    """The weight to pass to a norm. A bias for each head needs a weight for each head."""
     if isinstance(weight, (int, tuple, list)):
         raise TypeError(
             f"weight is {weight!r}, expected a tensor or None; unlike torch's, {name}(x, weight) has no "
             "normalized_shape: it normalizes the last dimension"
         )
+    if weight is None and bias is not None and len(bias.shape) == 2:
+        library = type(bias).__module__.partition(".")[0]
+        if ops is _torch or library in ("numpy", "cupy"):
+            return sys.modules["torch" if ops is _torch else library].ones_like(_detached(bias))
+    return weight
 
 
 def _differs(ops: Any, x: Any, other: Any, argument: str) -> bool:
@@ -389,7 +395,7 @@ def rmsnorm(
     tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
     of the same library, without a gradient.
     weight, bias: (N), each of any of these dtypes, not only x's, or None. float64 if and only if x is. Or
-    (H, N) for x of shape (..., H, N): those of each head. A bias for each head needs such a weight.
+    (H, N) for x of shape (..., H, N): those of each head.
     residual: x's shape, any of these dtypes, or None. The sum h is not rounded.
     out_dtype: the dtype of the result, or its name ("float16"). By default that of x.
     residual_dtype: the dtype of residual_out. By default that of residual, or of x without one.
@@ -421,7 +427,7 @@ def rmsnorm(
         options = eps, code, bool(batch_invariant), weight_offset
         special = bias is not None or residual is not None or prenorm
         if special or out is not None or casting_mode is not None:
-            _check_weight("rmsnorm", weight)
+            weight = _checked_weight(ops, "rmsnorm", weight, bias)
             options = *options, _rounds(casting_mode)
             operands = x, weight, bias, residual
             if out is not None:
@@ -477,7 +483,7 @@ def fused_add_rmsnorm(
         _check_reals(eps, weight_offset)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        _check_weight("fused_add_rmsnorm", weight)
+        _checked_weight(ops, "fused_add_rmsnorm", weight)
         _adds(ops, x, residual, None)
         if eps is None:
             eps = _epsilon(x)
@@ -546,7 +552,7 @@ def rmsnorm_fwd(
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        _check_weight("rmsnorm", weight)
+        weight = _checked_weight(ops, "rmsnorm", weight, bias)
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
         if residual_dtype is not None:
@@ -738,7 +744,7 @@ def layernorm(
         _check_reals(eps, None)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        _check_weight("layernorm", weight)
+        weight = _checked_weight(ops, "layernorm", weight, bias)
         operands, options = (x, weight, bias, residual), (eps, bool(batch_invariant))
         if out is not None:
             wanted = {"residual_out"} if prenorm else set()
@@ -869,7 +875,7 @@ def layernorm_fwd(
         _check_reals(eps, None)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        _check_weight("layernorm_fwd", weight)
+        weight = _checked_weight(ops, "layernorm_fwd", weight, bias)
         operands = _detached(x), _detached(weight), _detached(bias)
         options = eps, bool(batch_invariant)
         if out is None:

@@ -50,7 +50,7 @@ def of(results, used, upstream):
 # ---- Every combination ----
 
 
-@pytest.mark.parametrize("given", itertools.product([False, True], repeat=3), ids=str)
+@pytest.mark.parametrize("given", list(itertools.product([False, True], repeat=3)), ids=str)
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_every_combination(name, given, prenorm, device):
     """Of what is given, returned, used, and requires a gradient."""
