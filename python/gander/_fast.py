@@ -208,7 +208,14 @@ def _empty_on(device):
 
 # ---- At the first call of an operator ----
 
-_SHAPES = {"rows": (2, 8), "columns": (8,), "per_row": (2,), "strided": (2,), "statistics": (5,)}
+_SHAPES = {
+    "rows": (2, 8),
+    "columns": (8,),
+    "per_row": (2,),
+    "strided": (2,),
+    "statistics": (5,),
+    "broadcast": (8,),
+}
 
 
 def _example(name):

@@ -70,7 +70,7 @@ func letters(list []operators.Operand) string {
 	var b strings.Builder
 	for _, p := range list {
 		switch p.Shape {
-		case operators.Rows:
+		case operators.Rows, operators.Broadcast:
 			b.WriteByte('m')
 		case operators.Columns:
 			b.WriteByte('n')
