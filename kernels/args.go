@@ -115,6 +115,8 @@ type MaskedSoftmaxArgs struct {
 	MaskStride0, MaskStride1, MaskStride2 int64
 	Queries                               int64 // causal: rows of each matrix; 0 for no
 
+	MaskInverse0, MaskInverse1, QueriesInverse float64 // of MaskExtent0 and so on: a division would be a call
+
 	MaskType, MaskColumn int32
 	Log, MaskedZero      int32
 	Scale                float32

@@ -83,10 +83,14 @@ func (a *maskedSoftmaxBackward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *maskedSoftmaxBackward) request() request {
-	return request{
+	r := request{
 		op: kernels.MaskedSoftmaxBackward, Choice: a.Choice, x: a.DY.DType, m: a.DY.Rows, n: a.DY.Cols,
 		layout: maskedLayout(&a.Mask, a.DY, a.Y, a.DX),
 	}
+	if a.Y.DType != a.DY.DType { // kernels that keep rows in registers keep y in dy's type
+		r.layout = policy.MixedOffsets
+	}
+	return r
 }
 
 // maskedLayout is normLayout with a mask.
@@ -123,6 +127,10 @@ func (c *Call) maskedSoftmax(
 		MaskColumn: int32(m.Column), MaskExtent0: m.Extents[0], MaskExtent1: m.Extents[1],
 		MaskStride0: m.Strides[0], MaskStride1: m.Strides[1], MaskStride2: m.Strides[2],
 		Queries: m.Queries, Scale: float32(s.Scale),
+	}
+	args.MaskInverse0, args.MaskInverse1 = 1/float64(m.Extents[0]), 1/float64(m.Extents[1])
+	if m.Queries > 0 {
+		args.QueriesInverse = 1 / float64(m.Queries)
 	}
 	if s.Log {
 		args.Log = 1

@@ -98,6 +98,9 @@ struct MaskedSoftmaxArgs {
   int64_t mask_stride1;
   int64_t mask_stride2;
   int64_t queries;
+  double mask_inverse0;
+  double mask_inverse1;
+  double queries_inverse;
   int32_t mask_type;
   int32_t mask_column;
   int32_t log;
@@ -105,7 +108,7 @@ struct MaskedSoftmaxArgs {
   float scale;
   int32_t padding;
 };
-static_assert(sizeof(MaskedSoftmaxArgs) == 200, "the layout is Go's");
+static_assert(sizeof(MaskedSoftmaxArgs) == 224, "the layout is Go's");
 
 struct CrossEntropyArgs {
   Rows rows;

@@ -116,6 +116,8 @@ func cType(t reflect.Type) string {
 		return "int32_t"
 	case t.Kind() == reflect.Float32:
 		return "float"
+	case t.Kind() == reflect.Float64:
+		return "double"
 	case t.Kind() == reflect.Struct:
 		return t.Name()
 	}

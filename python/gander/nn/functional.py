@@ -106,18 +106,14 @@ def _softmax_over(input: Tensor, dim: int, log: bool = False, dtype: torch.dtype
     return function(input, dim=dim, dtype=dtype)
 
 
-def _softmax(
-    function: str, input: Tensor, dim: int | None, dtype: torch.dtype | None, log: bool
-) -> Tensor | None:
-    """gander's softmax or log-softmax, or None for what is left to torch."""
+def _softmax_input(input: Tensor, dim: int | None, dtype: torch.dtype | None) -> Tensor | None:
+    """What gander's softmax would take, or None for what is left to torch."""
     if type(dim) is not int or not _is_ours(input) or not -max(input.ndim, 1) <= dim < max(input.ndim, 1):
         return None
     # gander.softmax widens 16-bit tensors without a copy.
     widens = dtype is torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
     x = input if dtype is None or widens else input.to(dtype)
-    if (x.ndim > 0 and x.shape[dim] == 0) or not _serves(function, x):
-        return None
-    return _softmax_over(x, dim, log, dtype)
+    return None if x.ndim > 0 and x.shape[dim] == 0 else x
 
 
 def softmax(
@@ -127,9 +123,11 @@ def softmax(
 
     A dimension other than the last is moved to the end and back, which copies. See gander.softmax.
     """
-    y = _softmax("softmax", input, dim, dtype, False)
+    x = _softmax_input(input, dim, dtype)
+    if x is not None and _serves("softmax", x):
+        return _softmax_over(x, dim, False, dtype)  # type: ignore[arg-type]
     # torch also says what is wrong with dim, and warns where it chooses one.
-    return _torch_softmax(input, dim, _stacklevel + 1, dtype) if y is None else y
+    return _torch_softmax(input, dim, _stacklevel + 1, dtype)
 
 
 def log_softmax(
@@ -139,8 +137,10 @@ def log_softmax(
 
     A dimension other than the last is moved to the end and back, which copies. See gander.log_softmax.
     """
-    y = _softmax("log_softmax", input, dim, dtype, True)
-    return _torch_log_softmax(input, dim, _stacklevel + 1, dtype) if y is None else y
+    x = _softmax_input(input, dim, dtype)
+    if x is not None and _serves("log_softmax", x):
+        return _softmax_over(x, dim, True, dtype)  # type: ignore[arg-type]
+    return _torch_log_softmax(input, dim, _stacklevel + 1, dtype)
 
 
 # ---- RMSNorm and LayerNorm ----
