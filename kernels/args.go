@@ -105,9 +105,9 @@ type NormArgs struct {
 	_                       int32
 }
 
-// MaskedSoftmaxArgs is the parameter of the kernels of softmax with options. Rows has as its first input x, or
-// in backward the gradient of y; as its second y, in backward; and it has as its output y, or in backward dx.
-// Mask has the fields' meanings; Mask is 0 without one.
+// MaskedSoftmaxArgs is the parameter of the kernels of softmax with options. Rows has as its first input x,
+// or in backward the gradient of y; as its second, in backward, y; and it has as its output y, or in backward
+// dx. The fields of the mask are those of Mask, which is 0 without one.
 type MaskedSoftmaxArgs struct {
 	Rows                                  Rows
 	Mask                                  Input

@@ -280,7 +280,8 @@ var (
 	normRingCluster = []tile{{256, 2}, {512, 2}}
 
 	// Softmax with options. The vectors of backward are those of each of two inputs.
-	maskedForward            = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {64, 4}, {128, 4}, {256, 4}, {512, 2}, {512, 4}}
+	maskedForward = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {64, 4}, {128, 4}, {256, 4}, {512, 2},
+		{512, 4}}
 	maskedForwardInClusters  = []tile{{256, 4}, {512, 4}}
 	maskedBackward           = []tile{{8, 1}, {8, 2}, {16, 2}, {32, 2}, {64, 2}, {128, 2}, {256, 2}, {512, 2}}
 	maskedBackwardInClusters = []tile{{256, 2}, {512, 2}}

@@ -74,7 +74,9 @@ func (c *maskedCall) addends(t testing.TB) []float64 {
 }
 
 // reference computes y and dx, with the magnitudes of the terms of dx, and tells which elements are masked.
-func (c *maskedCall) reference(t testing.TB, x, y, dy []float64) (wantY, wantDX, size []float64, masked []bool) {
+func (c *maskedCall) reference(
+	t testing.TB, x, y, dy []float64,
+) (wantY, wantDX, size []float64, masked []bool) {
 	wantY, wantDX, size = make([]float64, len(x)), make([]float64, len(x)), make([]float64, len(x))
 	masked = make([]bool, len(x))
 	adds := c.addends(t)
@@ -163,8 +165,8 @@ func (c *maskedCall) run(t *testing.T, l layout) {
 		return w
 	}
 	x, y := newMatrix(t, c.x, vx, m, c.n, l), newMatrix(t, c.y, nil, m, c.n, l)
-	require.NoError(t, ops.MaskedSoftmaxForward{X: whole(x), Mask: c.mask, Y: whole(y), Scale: c.scale, Log: c.log,
-		Causal: c.causal, MaskedZero: c.zero}.Run(nil))
+	require.NoError(t, ops.MaskedSoftmaxForward{X: whole(x), Mask: c.mask, Y: whole(y), Scale: c.scale,
+		Log: c.log, Causal: c.causal, MaskedZero: c.zero}.Run(nil))
 	gotY := y.result(t)
 	vy := append([]float64{}, gotY...)
 	poison(vy)
@@ -297,7 +299,8 @@ func TestMaskedSoftmaxOfSpecialRows(t *testing.T) {
 
 func TestMaskedSoftmaxInPlace(t *testing.T) {
 	for _, d := range floats {
-		vx, vdy := random(t, rand.New(rand.NewPCG(1, 2)), d, 3*5000), random(t, rand.New(rand.NewPCG(3, 4)), d, 3*5000)
+		r := rand.New(rand.NewPCG(1, 2))
+		vx, vdy := random(t, r, d, 3*5000), random(t, r, d, 3*5000)
 		x, y := tensor(t, d, vx, 3, 5000), empty(t, d, 3, 5000)
 		forward := func(x, y *dlpack.Tensor) error {
 			return ops.MaskedSoftmaxForward{X: x, Y: y, Scale: 2, Causal: true}.Run(nil)

@@ -771,7 +771,7 @@ var list35 = []Row{
 }
 
 var list36 = []Row{
-	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x1, Over: 32, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},

@@ -16,16 +16,16 @@ func MaskedSoftmaxForward(s *kernels.MaskedSoftmax, workers int) error {
 	return run(&o, more{masked: s}, workers, maskedForward[float32]{}, maskedForward[float64]{})
 }
 
-// MaskedSoftmaxBackward computes dx = scale * (dy - sum(dy * y)) * y for each row, or with Log dx = scale * (dy
-// - exp(y) * sum(dy)). The sums are over the elements that take part. dx of a masked element is 0, whatever dy
-// and y are there. dx may be dy or y.
+// MaskedSoftmaxBackward computes dx = scale * (dy - sum(dy * y)) * y for each row, or with Log dx = scale *
+// (dy - exp(y) * sum(dy)). The sums are over the elements that take part. dx of a masked element is 0,
+// whatever dy and y are there. dx may be dy or y.
 func MaskedSoftmaxBackward(s *kernels.MaskedSoftmax, workers int) error {
 	o := operands{x: s.Y, dy: s.DY, dx: s.DX}
 	return run(&o, more{masked: s}, workers, maskedBackward[float32]{}, maskedBackward[float64]{})
 }
 
-// addends returns what is added to n elements of a row from column j on: -inf where an element is masked. They
-// are in scratch space 2. It returns nil if nothing is added there.
+// addends returns what is added to n elements of a row from column j on: -inf where an element is masked.
+// They are in scratch space 2. It returns nil if nothing is added there.
 func (w *worker[T]) addends(row, j, n int) []T {
 	m := &w.masked.Mask
 	open := n // elements before those that the causal mask leaves out

@@ -29,8 +29,10 @@ func (c *maskedCase) run(t *testing.T, workers int) {
 	r := rand.New(rand.NewPCG(7, uint64(c.n)))
 	normal := func(_, _ int) float64 { return r.NormFloat64() }
 	nine := func(_, _ int) float64 { return 9 }
-	c.x, c.dy = newMatrix(c.dtype, c.rows, c.n, 3, 1).fill(normal), newMatrix(c.dtype, c.rows, c.n, 0, 2).fill(normal)
-	c.y, c.dx = newMatrix(c.dtype, c.rows, c.n, 1, 3).fill(nine), newMatrix(c.dtype, c.rows, c.n, 2, 0).fill(nine)
+	c.x = newMatrix(c.dtype, c.rows, c.n, 3, 1).fill(normal)
+	c.dy = newMatrix(c.dtype, c.rows, c.n, 0, 2).fill(normal)
+	c.y = newMatrix(c.dtype, c.rows, c.n, 1, 3).fill(nine)
+	c.dx = newMatrix(c.dtype, c.rows, c.n, 2, 0).fill(nine)
 	masked := func(_, _ int) float64 {
 		if r.IntN(3) == 0 {
 			return math.Inf(-1)

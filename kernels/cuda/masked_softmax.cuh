@@ -183,8 +183,8 @@ __device__ __forceinline__ void scores(const float (&x)[E], const float (&m)[E],
   }
 }
 
-// What `any` elements with a maximum of top count as. The maximum of a row is -inf only if it is masked whole.
-// If all elements that take part are -inf, the sum is 0, so that the row becomes NaN.
+// What `any` elements with a maximum of top count as. The maximum of a row is -inf only if it is masked
+// whole. If all elements that take part are -inf, the sum is 0, so that the row becomes NaN.
 __device__ __forceinline__ float maximum_of(float top, bool any) { return any ? fmaxf(top, kLowest) : top; }
 
 template <int V, int E>
@@ -231,8 +231,8 @@ struct MaskedScalars {
     } else if (a.log) {
       gain = log1pf(static_cast<float>(st.s - 1));
     } else if constexpr (sizeof(T) == 4) {
-      // The inverse of the sum is one Newton step from its float approximation: a division in double has a slow
-      // path that is a function call.
+      // The inverse of the sum is one Newton step from its float approximation: a division in double has a
+      // slow path that is a function call.
       const double guess = 1.f / static_cast<float>(st.s);
       const double exact = rescale_factor<double>(own, shift) * fma(guess, fma(-st.s, guess, 1.), guess);
       gain = static_cast<float>(exact);
@@ -342,8 +342,8 @@ __device__ __forceinline__ void masked_rows_forward(const MaskedSoftmaxArgs& a) 
 
 // The h of one vector of a chunk. s.hi is mask.open.
 template <class T, bool Unaligned>
-__device__ __forceinline__ void load_scores(const MaskedSoftmaxArgs& a, const RowMask& mask, const T* x, int e,
-                                            Bounds s, float (&h)[kElements<T>], bool& any) {
+__device__ __forceinline__ void load_scores(const MaskedSoftmaxArgs& a, const RowMask& mask, const T* x,
+                                            int e, Bounds s, float (&h)[kElements<T>], bool& any) {
   constexpr int E = kElements<T>;
   float f[E], m[E];
   load_floats<Unaligned>(x, kDType<T>, e, s, f);
@@ -481,10 +481,11 @@ __device__ __forceinline__ void masked_rows_backward(const MaskedSoftmaxArgs& a)
   const int end = active ? static_cast<int>(a.rows.n) : 0;
   const int64_t r = active ? row : 0;
   const RowMask mask(a, r, 0, end);
-  const auto load = [&](const void* from, int64_t stride, uint4 (&v)[V]) {
+  const auto load = [&](const void* from, int64_t stride, uint4(&v)[V]) {
     const T* const at = opaque(static_cast<T*>(const_cast<void*>(from)) + r * stride + e);
 #pragma unroll
-    for (int i = 0; i < V; i++) v[i] = load_vector_if(e + i * kStep < mask.open, at + i * kStep, zero_vector());
+    for (int i = 0; i < V; i++)
+      v[i] = load_vector_if(e + i * kStep < mask.open, at + i * kStep, zero_vector());
   };
   uint4 raw_dy[V], raw_y[V];
   load(a.rows.a, a.rows.a_stride, raw_dy);
@@ -529,8 +530,8 @@ __device__ __forceinline__ void masked_rows_backward(const MaskedSoftmaxArgs& a)
 // One vector of a chunk. s.hi is mask.open.
 template <class T, bool Unaligned>
 __device__ __forceinline__ unsigned load_gradients(const MaskedSoftmaxArgs& a, const RowMask& mask,
-                                                   const Chunk& c, int e, Bounds s,
-                                                   float (&dy)[kElements<T>], float (&y)[kElements<T>]) {
+                                                   const Chunk& c, int e, Bounds s, float (&dy)[kElements<T>],
+                                                   float (&y)[kElements<T>]) {
   const T* const from = static_cast<const T*>(a.rows.a) + c.row * a.rows.a_stride + c.origin;
   const void* const other = advance(a.rows.b, a.rows.b_type, c.row * a.rows.b_stride + c.origin);
   float m[kElements<T>];
