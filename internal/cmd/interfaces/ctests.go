@@ -70,8 +70,10 @@ func letters(list []operators.Operand) string {
 	var b strings.Builder
 	for _, p := range list {
 		switch p.Shape {
-		case operators.Rows, operators.Broadcast:
+		case operators.Rows:
 			b.WriteByte('m')
+		case operators.Broadcast:
+			b.WriteByte('b')
 		case operators.Columns:
 			b.WriteByte('n')
 		case operators.Strided:
