@@ -40,6 +40,49 @@ int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersion
   return gander_end(inputs, 2, status);
 }
 
+int32_t gander_masked_softmax_forward(const DLTensor* x, const DLTensor* mask, const DLTensor* y,
+                                      const gander_masked_softmax_options* options, void* stream) {
+  GANDER_ENTER();
+  return ganderMaskedSoftmaxForward((void*)x, (void*)mask, (void*)y, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_masked_softmax(DLManagedTensorVersioned* x, DLManagedTensorVersioned* mask,
+                              DLDataType out_dtype, const gander_masked_softmax_options* options,
+                              void* stream, DLManagedTensorVersioned** y) {
+  const gander_input inputs[] = {{"x", x}, {"mask", mask}};
+  DLManagedTensorVersioned** const outputs[] = {y};
+  int32_t status = gander_begin(__func__, inputs, 2, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderMaskedSoftmaxForwardOwned(
+        gander_tensor(x), gander_tensor(mask), out_dtype.code, out_dtype.bits, out_dtype.lanes,
+        (void*)options, (uintptr_t)stream, y);
+  }
+  return gander_end(inputs, 2, status);
+}
+
+int32_t gander_masked_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* mask,
+                                       const DLTensor* dx, const gander_masked_softmax_options* options,
+                                       void* stream) {
+  GANDER_ENTER();
+  return ganderMaskedSoftmaxBackward(
+      (void*)dy, (void*)y, (void*)mask, (void*)dx, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_masked_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
+                                   DLManagedTensorVersioned* mask, DLDataType x_dtype,
+                                   const gander_masked_softmax_options* options, void* stream,
+                                   DLManagedTensorVersioned** dx) {
+  const gander_input inputs[] = {{"dy", dy}, {"y", y}, {"mask", mask}};
+  DLManagedTensorVersioned** const outputs[] = {dx};
+  int32_t status = gander_begin(__func__, inputs, 3, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderMaskedSoftmaxBackwardOwned(
+        gander_tensor(dy), gander_tensor(y), gander_tensor(mask), x_dtype.code, x_dtype.bits, x_dtype.lanes,
+        (void*)options, (uintptr_t)stream, dx);
+  }
+  return gander_end(inputs, 3, status);
+}
+
 int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
                                const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
                                const DLTensor* rstd, const gander_rmsnorm_options* options, void* stream) {

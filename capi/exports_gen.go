@@ -18,6 +18,10 @@ func softmaxOptions(p unsafe.Pointer) (C.gander_softmax_options, error) {
 	return readOptions(p, C.gander_softmax_options{})
 }
 
+func maskedSoftmaxOptions(p unsafe.Pointer) (C.gander_masked_softmax_options, error) {
+	return readOptions(p, C.gander_masked_softmax_options{scale: 1})
+}
+
 func rmsNormOptions(p unsafe.Pointer) (C.gander_rmsnorm_options, error) {
 	return readOptions(p, C.gander_rmsnorm_options{eps: 1e-06})
 }
@@ -119,6 +123,118 @@ func ganderSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr, d
 			Y:              tensor(y),
 			DX:             tdx,
 			Algorithm:      ops.Algorithm(o.algorithm),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderMaskedSoftmaxForward
+func ganderMaskedSoftmaxForward(x, mask, y, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := maskedSoftmaxOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.MaskedSoftmaxForward{
+			X:              tensor(x),
+			Mask:           tensor(mask),
+			Y:              tensor(y),
+			Scale:          float64(o.scale),
+			Log:            o.log != 0,
+			Causal:         o.causal != 0,
+			MaskedZero:     o.masked_zero != 0,
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderMaskedSoftmaxForwardOwned
+func ganderMaskedSoftmaxForwardOwned(x, mask unsafe.Pointer, outDtypeCode, outDtypeBits uint8,
+	outDtypeLanes uint16, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := maskedSoftmaxOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("masked_softmax", "x", tensor(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.rows())
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.MaskedSoftmaxForward{
+			X:              tensor(x),
+			Mask:           tensor(mask),
+			Y:              ty,
+			Scale:          float64(o.scale),
+			Log:            o.log != 0,
+			Causal:         o.causal != 0,
+			MaskedZero:     o.masked_zero != 0,
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderMaskedSoftmaxBackward
+func ganderMaskedSoftmaxBackward(dy, y, mask, dx, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := maskedSoftmaxOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.MaskedSoftmaxBackward{
+			DY:             tensor(dy),
+			Y:              tensor(y),
+			Mask:           tensor(mask),
+			DX:             tensor(dx),
+			Scale:          float64(o.scale),
+			Log:            o.log != 0,
+			Causal:         o.causal != 0,
+			MaskedZero:     o.masked_zero != 0,
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderMaskedSoftmaxBackwardOwned
+func ganderMaskedSoftmaxBackwardOwned(dy, y, mask unsafe.Pointer, xDtypeCode, xDtypeBits uint8,
+	xDtypeLanes uint16, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := maskedSoftmaxOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("masked_softmax_grad", "dy", tensor(dy), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.rows())
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.MaskedSoftmaxBackward{
+			DY:             tensor(dy),
+			Y:              tensor(y),
+			Mask:           tensor(mask),
+			DX:             tdx,
+			Scale:          float64(o.scale),
+			Log:            o.log != 0,
+			Causal:         o.causal != 0,
+			MaskedZero:     o.masked_zero != 0,
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {

@@ -129,6 +129,18 @@ typedef struct {
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* x is multiplied by it before the mask is applied; 1 with NULL options; an option struct must set it */
+  double scale;
+  int32_t log; /* y is the logarithm of the softmax */
+  int32_t causal; /* also masks the columns after i in row i of each (Q, N), the last two dimensions */
+  /* a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward */
+  int32_t masked_zero;
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_masked_softmax_options;
+
+typedef struct {
+  size_t size;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   /* added to the mean of squares; not used by backward; 1e-06 with NULL options; an option struct must set
    * it */
   double eps;
@@ -186,6 +198,31 @@ int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y, const gande
  *   dx: (M, N); dy's dtype; may be dy or y if the dtypes agree. */
 int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
                                 const gander_softmax_options* options, void* stream);
+
+/* y = exp(h - max h) / sum exp(h - max h) for each row, or with log h - max h - log(sum exp(h - max h)),
+ * with h = x * scale, which is not rounded. A bool or uint8 mask lets the elements take part where it is
+ * not 0. Any other is added to h, and -inf masks an element. Masked elements count for nothing, whatever
+ * they are: their y is 0, or with log -inf. A row is NaN, its masked elements too, if those that take part
+ * have a NaN or +inf, or are all -inf.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   mask: broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or
+ *   fewer, the last stride is 1 or 0; bool or uint8; or float64 if x is, else float16, bfloat16 or
+ *   float32; or NULL.
+ *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree. */
+int32_t gander_masked_softmax_forward(const DLTensor* x, const DLTensor* mask, const DLTensor* y,
+                                      const gander_masked_softmax_options* options, void* stream);
+
+/* dx = scale * (dy - sum(dy * y)) * y for each row, or with log dx = scale * (dy - exp(y) * sum(dy)). The
+ * sums are over the elements that take part. dx of a masked element is 0, whatever dy and y are there.
+ *   dy: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   y: (M, N); float64 if dy is, else float16, bfloat16 or float32.
+ *   mask: broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or
+ *   fewer, the last stride is 1 or 0; bool or uint8; or float64 if dy is, else float16, bfloat16 or
+ *   float32; or NULL.
+ *   dx: (M, N); float64 if dy is, else float16, bfloat16 or float32; may be dy or y if the dtypes agree. */
+int32_t gander_masked_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* mask,
+                                       const DLTensor* dx, const gander_masked_softmax_options* options,
+                                       void* stream);
 
 /* y = h * rstd * (weight + weight_offset) + bias with h = x + residual, which is not rounded, and rstd = 1
  * / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
@@ -339,6 +376,17 @@ int32_t gander_softmax(DLManagedTensorVersioned* x, const gander_softmax_options
 int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
                             const gander_softmax_options* options, void* stream,
                             DLManagedTensorVersioned** dx);
+
+/* gander_masked_softmax_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's. */
+int32_t gander_masked_softmax(DLManagedTensorVersioned* x, DLManagedTensorVersioned* mask,
+                              DLDataType out_dtype, const gander_masked_softmax_options* options,
+                              void* stream, DLManagedTensorVersioned** y);
+
+/* gander_masked_softmax_backward with owned tensors. x_dtype: the dtype of dx, or {0, 0, 0} for dy's. */
+int32_t gander_masked_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
+                                   DLManagedTensorVersioned* mask, DLDataType x_dtype,
+                                   const gander_masked_softmax_options* options, void* stream,
+                                   DLManagedTensorVersioned** dx);
 
 /* gander_rmsnorm_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's.
  * residual_dtype: the dtype of residual_out, or {0, 0, 0} for residual's, without it x's. residual_out,

@@ -76,6 +76,7 @@ const (
 	codeUInt   = 1
 	codeFloat  = 2
 	codeBFloat = 4
+	codeBool   = 6
 )
 
 // DType is DLDataType.
@@ -93,6 +94,8 @@ var (
 	Float64  = DType{codeFloat, 64, 1}
 	Int32    = DType{codeInt, 32, 1}
 	Int64    = DType{codeInt, 64, 1}
+	Uint8    = DType{codeUInt, 8, 1}
+	Bool     = DType{codeBool, 8, 1}
 )
 
 // Size returns the bytes of one element, rounded up.
@@ -110,6 +113,8 @@ func (d DType) String() string {
 		name = fmt.Sprintf("float%d", d.Bits)
 	case codeBFloat:
 		name = fmt.Sprintf("bfloat%d", d.Bits)
+	case codeBool:
+		name = "bool"
 	}
 	if d.Lanes != 1 {
 		name += fmt.Sprintf(" x %d lanes", d.Lanes)

@@ -19,6 +19,7 @@ var elsewhere = []struct {
 	{8, symbols(`cross_entropy_forward_partial_\w+_256x8_same_offset`), 3},
 	{8, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},
 	{8, symbols(`norm_forward_rows_b?float16_192x4`), 4},
+	{8, symbols(`masked_softmax_forward_rows_float16_64x4`), 6},
 
 	{10, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64)x4`), 9},
 	{10, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},

@@ -109,6 +109,24 @@ type NormArgs struct {
 	_                       int32
 }
 
+// MaskedSoftmaxArgs is the parameter of the kernels of softmax with options. Rows has as its first input x,
+// or in backward the gradient of y; as its second, in backward, y; and it has as its output y, or in backward
+// dx. The fields of the mask are those of Mask, which is 0 without one.
+type MaskedSoftmaxArgs struct {
+	Rows                                  Rows
+	Mask                                  Input
+	MaskExtent0, MaskExtent1              int64
+	MaskStride0, MaskStride1, MaskStride2 int64
+	Queries                               int64 // causal: rows of each matrix; 0 for no
+
+	MaskInverse0, MaskInverse1, QueriesInverse float64 // of MaskExtent0 and so on: a division would be a call
+
+	MaskType, MaskColumn int32
+	Log, MaskedZero      int32
+	Scale                float32
+	_                    int32
+}
+
 // CrossEntropyArgs is the parameter of the cross-entropy kernels. Outputs that are 0 are not written.
 type CrossEntropyArgs struct {
 	Rows           Rows

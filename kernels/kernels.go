@@ -17,6 +17,8 @@ const (
 	Float64
 	Int32
 	Int64
+	Bool
+	Uint8
 )
 
 // Size returns the size of one element in bytes.
@@ -26,6 +28,8 @@ func (d DType) Size() int64 {
 		return 2
 	case Float32, Int32:
 		return 4
+	case Bool, Uint8:
+		return 1
 	default:
 		return 8
 	}
@@ -33,7 +37,7 @@ func (d DType) Size() int64 {
 
 // String returns the name that torch and NumPy use.
 func (d DType) String() string {
-	return [...]string{"float16", "bfloat16", "float32", "float64", "int32", "int64"}[d]
+	return [...]string{"float16", "bfloat16", "float32", "float64", "int32", "int64", "bool", "uint8"}[d]
 }
 
 // Matrix is Rows rows of Cols adjacent elements; rows begin Stride elements apart. Data may be aligned
@@ -88,6 +92,36 @@ type CrossEntropy struct {
 
 	// Backward reads Max, LogSum and Denominator as well, and writes DX:
 	DLoss Vector // upstream gradient, (M) or a single element with Stride 0
+}
+
+// Mask says which elements of a matrix take part in a softmax.
+type Mask struct {
+	// Data is nil without a mask. Bool and Uint8: elements that are 0 are masked. Other types are added to
+	// the matrix, and -inf masks.
+	Data   unsafe.Pointer
+	DType  DType
+	Column int64 // elements from column to column: 1, or 0 if a row has one element for all of them
+
+	// Row r begins at the sum of the products of Strides with r % Extents[0], r / Extents[0] % Extents[1], and
+	// the rest of r.
+	Extents [2]int64
+	Strides [3]int64
+
+	Queries int64 // causal: row r also masks the columns after r % Queries; 0 for no
+}
+
+// Present tells whether there is a mask beside that of Queries.
+func (m *Mask) Present() bool { return m.Data != nil }
+
+// MaskedSoftmax is what one call of softmax with options reads and writes, forward or backward. Each matrix
+// has a type of its own, but all are float64 where the first is.
+type MaskedSoftmax struct {
+	X, Y       Matrix // (M, N); X in forward only
+	DY, DX     Matrix // backward
+	Mask       Mask
+	Scale      float64
+	Log        bool // Y is the logarithm of the softmax
+	MaskedZero bool // forward: a row that is masked whole becomes zeros, or with Log -inf
 }
 
 // Norm is what one call of RMSNorm or LayerNorm reads and writes, forward or backward. Forward normalizes

@@ -14,11 +14,13 @@ var occupancy = []struct {
 	rows    limits // threads for each row
 	vectors limits // for each thread, of all inputs together
 }{
-	// Norms with options: rows are kept as floats.
+	// Norms and softmax with options: rows are kept as floats.
 	{threads: 1024, ops: []Op{NormForward}},
 	{threads: 768, ops: []Op{NormBackward}, shapes: []Shape{Ring}, vectors: limits{2, 2}},
 	{threads: 512, ops: []Op{NormBackward}, shapes: []Shape{Ring}},
 	{threads: 1024, ops: []Op{NormBackward, NormGradient}},
+
+	{threads: 1024, ops: []Op{MaskedSoftmaxForward, MaskedSoftmaxBackward}},
 
 	// Rows in shared memory.
 	{threads: 1280, shapes: []Shape{Staged}, vectors: limits{1, 4}},

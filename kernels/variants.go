@@ -12,7 +12,8 @@ type Op uint8
 // other kernels computed for each CTA or row. Denominator sums the rows' weights before the rows are read.
 // SoftmaxClear and RMSNormClear clear the memory through which CTAs of the next launch exchange states.
 // NormForward and NormBackward are RMSNorm with options that RMSNormForward and RMSNormBackward do not have,
-// and LayerNorm. NormGradient sums dw and db.
+// and LayerNorm. NormGradient sums dw and db. MaskedSoftmaxForward and MaskedSoftmaxBackward are softmax and
+// log-softmax with options.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -29,6 +30,8 @@ const (
 	NormForward
 	NormBackward
 	NormGradient
+	MaskedSoftmaxForward
+	MaskedSoftmaxBackward
 )
 
 // String returns the op's name as it stands in symbols.
@@ -37,6 +40,7 @@ func (o Op) String() string {
 		"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient",
 		"total", "denominator", "softmax_clear", "rmsnorm_clear", "norm_forward", "norm_backward", "norm_gradient",
+		"masked_softmax_forward", "masked_softmax_backward",
 	}[o]
 }
 
@@ -71,9 +75,9 @@ func (s Shape) String() string { return shapeNames[s] }
 type Family uint8
 
 // Families is the number of families; they are numbered from 0.
-const Families = 4 * 3
+const Families = 5 * 3
 
-var groups = [...]string{"softmax", "rmsnorm", "cross_entropy", "norm"}
+var groups = [...]string{"softmax", "rmsnorm", "cross_entropy", "norm", "masked_softmax"}
 
 // FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
 func FamilyOf(op Op, x DType) Family {
@@ -85,6 +89,8 @@ func FamilyOf(op Op, x DType) Family {
 		group = 2
 	case NormForward, NormBackward, NormGradient:
 		group = 3
+	case MaskedSoftmaxForward, MaskedSoftmaxBackward:
+		group = 4
 	}
 	return group*3 + Family(x)
 }
@@ -95,7 +101,7 @@ func (f Family) String() string { return groups[f/3] + "_" + f.DType().String() 
 // DType is the element type of x that the family's kernels take.
 func (f Family) DType() DType { return DType(f % 3) }
 
-// Group is the name of the family's group of ops: "softmax", "rmsnorm", "cross_entropy" or "norm".
+// Group is the name of the family's group of ops: "softmax" and so on.
 func (f Family) Group() string { return groups[f/3] }
 
 // Variant is one compiled kernel.
@@ -272,6 +278,13 @@ var (
 	normsInClusters = []tile{{256, 4}, {512, 4}}
 	normRings       = []tile{{8, 1}, {16, 1}, {32, 1}, {64, 1}, {128, 1}, {256, 1}, {256, 2}, {512, 2}}
 	normRingCluster = []tile{{256, 2}, {512, 2}}
+
+	// Softmax with options. The vectors of backward are those of each of two inputs.
+	maskedForward = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {64, 4}, {128, 4}, {256, 4}, {512, 2},
+		{512, 4}}
+	maskedForwardInClusters  = []tile{{256, 4}, {512, 4}}
+	maskedBackward           = []tile{{8, 1}, {8, 2}, {16, 2}, {32, 2}, {64, 2}, {128, 2}, {256, 2}, {512, 2}}
+	maskedBackwardInClusters = []tile{{256, 2}, {512, 2}}
 )
 
 // laneStages keeps some 100 KiB per SM in flight.
@@ -279,7 +292,8 @@ const laneStages = 3
 
 // Inputs is how many matrices the op reads.
 func (o Op) Inputs() int {
-	if o == SoftmaxBackward || o == RMSNormBackward || o == NormBackward {
+	if o == SoftmaxBackward || o == RMSNormBackward || o == NormBackward ||
+		o == MaskedSoftmaxBackward {
 		return 2
 	}
 	return 1
@@ -310,6 +324,7 @@ func table() []Variant {
 		}
 		t.addFinish()
 		t.addNorms()
+		t.addMasked()
 	}
 	return t.variants
 }
@@ -468,4 +483,23 @@ func (t *tableOf) addNorms() {
 	}
 	t.add(Variant{Op: NormBackward, Shape: Columns, Unaligned: true}, tile{ChunkThreads, 1})
 	t.add(Variant{Op: NormGradient, Shape: Finish, Unaligned: true}, weightGradient...)
+}
+
+// addMasked adds the kernels of softmax with options. Unaligned rows take two passes, as longer rows do.
+func (t *tableOf) addMasked() {
+	for _, k := range []struct {
+		op              Op
+		tiles, clusters []tile
+	}{
+		{MaskedSoftmaxForward, maskedForward, maskedForwardInClusters},
+		{MaskedSoftmaxBackward, maskedBackward, maskedBackwardInClusters},
+	} {
+		t.add(Variant{Op: k.op, Shape: InRegisters}, k.tiles...)
+		t.add(Variant{Op: k.op, Shape: InRegisters, Cluster: true}, k.clusters...)
+		for _, unaligned := range []bool{false, true} {
+			vectors := 2 / k.op.Inputs()
+			t.add(Variant{Op: k.op, Shape: Partial, Unaligned: unaligned}, tile{ChunkThreads, vectors})
+			t.add(Variant{Op: k.op, Shape: Apply, Unaligned: unaligned}, tile{ChunkThreads, 1})
+		}
+	}
 }

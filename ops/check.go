@@ -25,6 +25,10 @@ func DType(d dlpack.DType) (kernels.DType, bool) {
 		return kernels.Int32, true
 	case dlpack.Int64:
 		return kernels.Int64, true
+	case dlpack.Bool:
+		return kernels.Bool, true
+	case dlpack.Uint8:
+		return kernels.Uint8, true
 	}
 	return 0, false
 }
@@ -38,6 +42,7 @@ const (
 	lowFloat types = 1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32
 	anyFloat       = lowFloat | 1<<kernels.Float64
 	anyIndex types = 1<<kernels.Int32 | 1<<kernels.Int64
+	anyMask  types = 1<<kernels.Bool | 1<<kernels.Uint8 // beside those that are added
 )
 
 // companion returns the types of an operand that need not have x's type. float64 goes with float64 only.
@@ -58,7 +63,7 @@ func statistic(x kernels.DType) types {
 
 func (s types) String() string {
 	var names []string
-	for t := kernels.Float16; t <= kernels.Int64; t++ {
+	for t := kernels.Float16; t <= kernels.Uint8; t++ {
 		if s&only(t) != 0 {
 			names = append(names, t.String())
 		}
@@ -80,6 +85,8 @@ type check struct {
 	device dlpack.Device // of all operands
 	spans  [12]span      // the memory of the operands so far
 	count  int           // of spans
+
+	queries int64 // the first operand's second last dimension; 0 if it has rank 1
 }
 
 // span is the memory of one operand: rows of cols elements.
@@ -196,6 +203,9 @@ func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matri
 		}
 	}
 	k.add(span{name, d, int64(uintptr(m.Data)), m.Rows, m.Cols, m.Stride})
+	if k.count == 1 && last > 0 {
+		k.queries = t.Dim(last - 1)
+	}
 	return m
 }
 
@@ -207,6 +217,65 @@ func (k *check) rowsLike(
 	if k.err == nil && (m.Rows != x.Rows || m.Cols != x.Cols) {
 		k.fail(StatusShape, "%s has shape %s, which is %d rows of %d, expected %d rows of %d as %s",
 			name, shape(t), m.Rows, m.Cols, x.Rows, x.Cols, like)
+	}
+	return m
+}
+
+// broadcast checks an operand that broadcasts to the shape of x, whose name is like.
+func (k *check) broadcast(
+	name string, t *dlpack.Tensor, allowed types, like string, x *dlpack.Tensor,
+) kernels.Mask {
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
+		return kernels.Mask{}
+	}
+	rank, missing := x.Rank(), x.Rank()-t.Rank()
+	for i := range t.Rank() {
+		if missing < 0 || t.Dim(i) != 1 && t.Dim(i) != x.Dim(i+missing) {
+			k.fail(StatusShape, "%s has shape %s, expected one that broadcasts to %s, the shape of %s",
+				name, shape(t), shape(x), like)
+			return kernels.Mask{}
+		}
+	}
+	m := kernels.Mask{Data: t.Pointer(), DType: d, Extents: [2]int64{1, 1}}
+	stride := func(i int) int64 { // of dimension i of x
+		if i < missing || t.Dim(i-missing) == 1 {
+			return 0
+		}
+		return t.Stride(i - missing)
+	}
+	if m.Column = stride(rank - 1); m.Column != 0 && m.Column != 1 {
+		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected 1, or 0 for one element for "+
+			"all columns; make it contiguous", name, m.Column)
+	}
+	low, high := int64(0), m.Column*(x.Dim(rank-1)-1) // offsets of the first and the last element in memory
+	count, last := 0, int64(1)                        // of strides, and the last one's extent
+	for i := rank - 2; i >= 0; i-- {
+		extent, step := x.Dim(i), stride(i)
+		if extent == 1 {
+			continue
+		}
+		low, high = low+min(step*(extent-1), 0), high+max(step*(extent-1), 0)
+		switch {
+		case count > 0 && step == m.Strides[count-1]*last:
+			last *= extent
+		case count == len(m.Strides):
+			k.fail(StatusLayout, "%s has shape %s and strides %s, expected leading dimensions that collapse "+
+				"into %d or fewer; expand it to the shape of %s and make it contiguous", name, shape(t),
+				strides(t), len(m.Strides), like)
+			return kernels.Mask{}
+		default:
+			m.Strides[count], last = step, extent
+			count++
+		}
+		if count <= len(m.Extents) {
+			m.Extents[count-1] = last
+		}
+	}
+	if t.Len() > 0 {
+		k.add(span{name, d, int64(uintptr(m.Data)) + low*d.Size(), 1, high - low + 1, 0})
+	} else {
+		m.Data = nil
 	}
 	return m
 }

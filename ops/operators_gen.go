@@ -120,6 +120,131 @@ func (o SoftmaxBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
+// MaskedSoftmaxForward is the operator masked_softmax_forward: y = exp(h - max h) / sum exp(h - max h) for
+// each row, or with log h - max h - log(sum exp(h - max h)), with h = x * scale, which is not rounded. A bool
+// or uint8 mask lets the elements take part where it is not 0. Any other is added to h, and -inf masks an
+// element. Masked elements count for nothing, whatever they are: their y is 0, or with log -inf. A row is
+// NaN, its masked elements too, if those that take part have a NaN or +inf, or are all -inf.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type MaskedSoftmaxForward struct {
+	X *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	// broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or fewer,
+	// the last stride is 1 or 0; bool or uint8; or float64 if x is, else float16, bfloat16 or float32; or
+	// nil
+	Mask *dlpack.Tensor
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
+	Y *dlpack.Tensor
+
+	Scale  float64 // x is multiplied by it before the mask is applied
+	Log    bool    // y is the logarithm of the softmax
+	Causal bool    // also masks the columns after i in row i of each (Q, N), the last two dimensions
+	// a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward
+	MaskedZero     bool
+	BatchInvariant bool // a row's bits do not depend on how many rows there are
+}
+
+// maskedSoftmaxForward is a MaskedSoftmaxForward whose operands have been checked.
+type maskedSoftmaxForward struct {
+	X          kernels.Matrix
+	Mask       kernels.Mask
+	Y          kernels.Matrix
+	Scale      float64
+	Log        bool
+	Causal     bool
+	MaskedZero bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o MaskedSoftmaxForward) Run(c *Call) error {
+	k := check{op: "masked_softmax_forward"}
+	a := maskedSoftmaxForward{
+		Scale:      o.Scale,
+		Log:        o.Log,
+		Causal:     o.Causal,
+		MaskedZero: o.MaskedZero,
+		Choice:     Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, anyFloat)
+	if o.Mask != nil {
+		a.Mask = k.broadcast("mask", o.Mask, anyMask|companion(a.X.DType), "x", o.X)
+	}
+	a.Y = k.rowsLike("y", o.Y, companion(a.X.DType), "x", a.X)
+	k.output("x")
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// MaskedSoftmaxBackward is the operator masked_softmax_backward: dx = scale * (dy - sum(dy * y)) * y for each
+// row, or with log dx = scale * (dy - exp(y) * sum(dy)). The sums are over the elements that take part. dx of
+// a masked element is 0, whatever dy and y are there.
+//
+// M and N are the rows and columns of dy. A refused call writes nothing.
+type MaskedSoftmaxBackward struct {
+	DY *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Y  *dlpack.Tensor // (M, N); float64 if dy is, else float16, bfloat16 or float32
+	// broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or fewer,
+	// the last stride is 1 or 0; bool or uint8; or float64 if dy is, else float16, bfloat16 or float32; or
+	// nil
+	Mask *dlpack.Tensor
+	// (M, N); float64 if dy is, else float16, bfloat16 or float32; may be dy or y if the dtypes agree
+	DX *dlpack.Tensor
+
+	Scale  float64 // x is multiplied by it before the mask is applied
+	Log    bool    // y is the logarithm of the softmax
+	Causal bool    // also masks the columns after i in row i of each (Q, N), the last two dimensions
+	// a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward
+	MaskedZero     bool
+	BatchInvariant bool // a row's bits do not depend on how many rows there are
+}
+
+// maskedSoftmaxBackward is a MaskedSoftmaxBackward whose operands have been checked.
+type maskedSoftmaxBackward struct {
+	DY         kernels.Matrix
+	Y          kernels.Matrix
+	Mask       kernels.Mask
+	DX         kernels.Matrix
+	Scale      float64
+	Log        bool
+	Causal     bool
+	MaskedZero bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o MaskedSoftmaxBackward) Run(c *Call) error {
+	k := check{op: "masked_softmax_backward"}
+	a := maskedSoftmaxBackward{
+		Scale:      o.Scale,
+		Log:        o.Log,
+		Causal:     o.Causal,
+		MaskedZero: o.MaskedZero,
+		Choice:     Choose(Auto, o.BatchInvariant),
+	}
+	a.DY = k.rows("dy", o.DY, anyFloat)
+	a.Y = k.rowsLike("y", o.Y, companion(a.DY.DType), "dy", a.DY)
+	if o.Mask != nil {
+		a.Mask = k.broadcast("mask", o.Mask, anyMask|companion(a.DY.DType), "dy", o.DY)
+	}
+	a.DX = k.rowsLike("dx", o.DX, companion(a.DY.DType), "dy", a.DY)
+	k.output("dy", "y")
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
 // RMSNormForward is the operator rmsnorm_forward: y = h * rstd * (weight + weight_offset) + bias with h = x +
 // residual, which is not rounded, and rstd = 1 / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich,
 // "Root Mean Square Layer Normalization", 2019). residual_out receives h. A weight or bias of shape (H, N) is

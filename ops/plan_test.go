@@ -33,7 +33,7 @@ var testDevices = func() map[string]*driver.Facts {
 var rowOps = []kernels.Op{
 	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,
 	kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX, kernels.CrossEntropyBackward,
-	kernels.NormForward, kernels.NormBackward,
+	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
 }
 
 // everyRequest calls f for a grid of requests that a caller can make.
@@ -55,6 +55,9 @@ func everyRequest(f func(request)) {
 							r.layout = policy.MixedOffsets
 						case n*x.Size()%16 != 0:
 							r.layout = policy.SameOffset
+						}
+						if op == kernels.MaskedSoftmaxForward || op == kernels.MaskedSoftmaxBackward {
+							r.layout = min(r.layout, policy.SameOffset) * policy.MixedOffsets // there is no other layout
 						}
 						if op == kernels.NormForward || op == kernels.NormBackward {
 							everyNorm(r, f)

@@ -138,6 +138,12 @@ var storedOperators = map[string]func(c storedCase, first, second, out kernels.M
 		n := a.norm()
 		return n.backwardRequest()
 	},
+	"masked_softmax_forward": func(_ storedCase, first, _, out kernels.Matrix) request {
+		return (&maskedSoftmaxForward{X: first, Y: out}).request()
+	},
+	"masked_softmax_backward": func(_ storedCase, first, second, out kernels.Matrix) request {
+		return (&maskedSoftmaxBackward{DY: first, Y: second, DX: out}).request()
+	},
 	"logsumexp_forward": func(_ storedCase, first, _, _ kernels.Matrix) request {
 		return (&logSumExpForward{X: first}).request()
 	},

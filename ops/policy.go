@@ -75,6 +75,10 @@ func (r *request) operator() policy.Operator {
 		return policy.NormForward
 	case kernels.NormBackward:
 		return policy.NormBackward
+	case kernels.MaskedSoftmaxForward:
+		return policy.MaskedSoftmaxForward
+	case kernels.MaskedSoftmaxBackward:
+		return policy.MaskedSoftmaxBackward
 	}
 	if r.dw {
 		return policy.RMSNormBackward

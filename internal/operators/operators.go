@@ -18,6 +18,7 @@ const (
 	Reduced                  // M elements with reduction none, otherwise one element
 	Statistics               // log-sum-exp: (M); (2, M): maxima, logs of sums; (2 M + 1): and the denominator
 	One                      // one element
+	Broadcast                // broadcasts to the first operand's shape; inputs only
 )
 
 // DType is a rule for an operand's element type.
@@ -31,6 +32,7 @@ const (
 	Parameter              // as Companion; without Like and Choice an output is Statistic
 	Statistic              // float64 if the first operand is float64, otherwise float32
 	Index                  // int32 or int64
+	Mask                   // bool or uint8, or as Companion
 )
 
 // Operand is a tensor that an operator reads or writes.

@@ -15,6 +15,7 @@ var (
 	x           = Operand{Name: "x", Shape: Rows, DType: Float}
 	classWeight = Operand{Name: "weight", Shape: Columns, DType: Companion, Optional: true}
 	target      = Operand{Name: "target", Shape: Strided, DType: Index}
+	mask        = Operand{Name: "mask", Shape: Broadcast, DType: Mask, Optional: true}
 )
 
 // Operands of the norms.
@@ -130,6 +131,50 @@ var Table = []Group{
 						Gradient: "x"},
 				},
 				Torch: []Torch{{Name: "softmax_bwd", Results: []string{"dx"}}},
+			},
+		},
+	},
+	{
+		Name: "masked_softmax", Type: "MaskedSoftmax",
+		Options: []Option{
+			{Name: "scale", Type: Real, Default: 1, Doc: "x is multiplied by it before the mask is applied"},
+			{Name: "log", Type: Flag, Doc: "y is the logarithm of the softmax"},
+			{Name: "causal", Type: Flag,
+				Doc: "also masks the columns after i in row i of each (Q, N), the last two dimensions"},
+			{Name: "masked_zero", Type: Flag,
+				Doc: "a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward"},
+			batchInvariant,
+		},
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_masked_softmax", Refuses: true,
+				Doc: "y = exp(h - max h) / sum exp(h - max h) for each row, or with log h - max h - " +
+					"log(sum exp(h - max h)), with h = x * scale, which is not rounded. A bool or uint8 mask lets the " +
+					"elements take part where it is not 0. Any other is added to h, and -inf masks an element. Masked " +
+					"elements count for nothing, whatever they are: their y is 0, or with log -inf. A row is NaN, its " +
+					"masked elements too, if those that take part have a NaN or +inf, or are all -inf.",
+				Operands: []Operand{
+					x, mask,
+					{Name: "y", Shape: Rows, DType: Companion, Output: true, Over: []string{"x"}, Choice: "out_dtype"},
+				},
+				Torch: []Torch{
+					{Name: "masked_softmax", Results: []string{"y"}, Saving: "masked_softmax",
+						Backward: []string{"masked_softmax_bwd"}},
+				},
+			},
+			{
+				Name: "backward", Owned: "gander_masked_softmax_grad", Refuses: true,
+				Doc: "dx = scale * (dy - sum(dy * y)) * y for each row, or with log dx = scale * (dy - exp(y) * " +
+					"sum(dy)). The sums are over the elements that take part. dx of a masked element is 0, whatever " +
+					"dy and y are there.",
+				Operands: []Operand{
+					{Name: "dy", Shape: Rows, DType: Float, Gradient: "y"},
+					{Name: "y", Shape: Rows, DType: Companion},
+					mask,
+					{Name: "dx", Shape: Rows, DType: Companion, Output: true, Over: []string{"dy", "y"},
+						Choice: "x_dtype", Gradient: "x"},
+				},
+				Torch: []Torch{{Name: "masked_softmax_bwd", Results: []string{"dx"}, Without: []string{"masked_zero"}}},
 			},
 		},
 	},

@@ -15,6 +15,7 @@ var (
 	operatorIdentifiers = []string{
 		"SoftmaxForward", "SoftmaxBackward", "RMSNormForward", "RMSNormBackward", "RMSNormBackwardDX",
 		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward", "NormForward", "NormBackward",
+		"MaskedSoftmaxForward", "MaskedSoftmaxBackward",
 	}
 	typeIdentifiers   = []string{"kernels.Float16", "kernels.BFloat16", "kernels.Float32"}
 	layoutIdentifiers = []string{"Aligned", "SameOffset", "MixedOffsets", "MixedTypes"}

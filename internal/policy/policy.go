@@ -31,8 +31,10 @@ const (
 	CrossEntropyForward
 	CrossEntropyForwardDX // loss and gradient
 	CrossEntropyBackward
-	NormForward  // RMSNorm with options, LayerNorm
-	NormBackward // with or without dw and db
+	NormForward          // RMSNorm with options, LayerNorm
+	NormBackward         // with or without dw and db
+	MaskedSoftmaxForward // softmax and log-softmax with options
+	MaskedSoftmaxBackward
 )
 
 // Layout says where the rows of the operands lie.

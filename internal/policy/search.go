@@ -6,7 +6,7 @@ var kernelOps = []kernels.Op{
 	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,
 	kernels.RMSNormBackward, kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX,
 	kernels.CrossEntropyBackward,
-	kernels.NormForward, kernels.NormBackward,
+	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
 }
 
 // Candidates lists what bench/tune.py times for a key: each compiled kernel with the clusters, CTAs per SM

@@ -770,7 +770,36 @@ var list35 = []Row{
 	{For: 0x1, Regime: ByColumns, Resident: 16},
 }
 
-var tables = [4][10][3][4][]Row{
+var list36 = []Row{
+	{For: 0x1, Over: 32, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, UpTo: 256, Regime: Registers, Threads: 64, Vectors: 4},
+	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
+	{For: 0x1, UpTo: 2048, Regime: Registers, Threads: 512, Vectors: 4},
+	{For: 0x1, UpTo: 16384, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Regime: TwoPasses, Resident: 16},
+}
+
+var list37 = []Row{
+	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
+	{For: 0x1, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
+	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 64, Vectors: 2},
+	{For: 0x1, UpTo: 256, Regime: Registers, Threads: 128, Vectors: 2},
+	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 256, Vectors: 2},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x1, UpTo: 8192, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 16384, Regime: ClusterRegisters, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Regime: TwoPasses, Resident: 16},
+}
+
+var tables = [4][12][3][4][]Row{
 	H100: {
 		SoftmaxForward: {
 			kernels.Float16:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
@@ -821,6 +850,16 @@ var tables = [4][10][3][4][]Row{
 			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+		},
+		MaskedSoftmaxForward: {
+			kernels.Float16:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+		},
+		MaskedSoftmaxBackward: {
+			kernels.Float16:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
 		},
 	},
 	H200: {
@@ -874,6 +913,16 @@ var tables = [4][10][3][4][]Row{
 			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 		},
+		MaskedSoftmaxForward: {
+			kernels.Float16:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+		},
+		MaskedSoftmaxBackward: {
+			kernels.Float16:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+		},
 	},
 	Other: {
 		SoftmaxForward: {
@@ -926,6 +975,16 @@ var tables = [4][10][3][4][]Row{
 			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 		},
+		MaskedSoftmaxForward: {
+			kernels.Float16:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+		},
+		MaskedSoftmaxBackward: {
+			kernels.Float16:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+		},
 	},
 	OtherFast: {
 		SoftmaxForward: {
@@ -977,6 +1036,16 @@ var tables = [4][10][3][4][]Row{
 			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
 			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+		},
+		MaskedSoftmaxForward: {
+			kernels.Float16:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+		},
+		MaskedSoftmaxBackward: {
+			kernels.Float16:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float32:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
 		},
 	},
 }

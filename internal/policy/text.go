@@ -17,7 +17,7 @@ var (
 	OperatorNames = []string{
 		"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward", "rmsnorm_backward_dx",
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward",
-		"norm_forward", "norm_backward",
+		"norm_forward", "norm_backward", "masked_softmax_forward", "masked_softmax_backward",
 	}
 	TypeNames   = []string{"float16", "bfloat16", "float32"}
 	LayoutNames = []string{"aligned", "same-offset", "mixed-offsets", "mixed-types"}

@@ -706,6 +706,8 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 			layerNorm := kernels.Norm{X: x.Matrix, Residual: x.Matrix, ResidualOut: x.Matrix, Y: y.Matrix,
 				Weight: w, Bias: w, Mean: rstd, Rstd: rstd, DOut: x.Matrix, DX: y.Matrix, DW: dw, DB: dw,
 				Eps: 1e-6, Center: true}
+			masked := kernels.MaskedSoftmax{X: x.Matrix, Y: y.Matrix, DY: x.Matrix, DX: y.Matrix, Scale: 2,
+				Mask: kernels.Mask{Queries: 2}}
 			for name, call := range map[string]func(){
 				"softmax forward":  func() { SoftmaxForward(x.Matrix, y.Matrix, 8) },
 				"softmax backward": func() { SoftmaxBackward(x.Matrix, x.Matrix, y.Matrix, 8) },
@@ -713,6 +715,8 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 				"rmsnorm backward": func() {
 					RMSNormBackward(x.Matrix, w, x.Matrix, rstd, y.Matrix, dw, 8)
 				},
+				"masked forward":         func() { MaskedSoftmaxForward(&masked, 8) },
+				"masked backward":        func() { MaskedSoftmaxBackward(&masked, 8) },
 				"layernorm forward":      func() { NormForward(&layerNorm, 8) },
 				"layernorm backward":     func() { NormBackward(&layerNorm, 8) },
 				"cross-entropy forward":  func() { CrossEntropyForward(&a, 8) },

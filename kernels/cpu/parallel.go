@@ -30,8 +30,9 @@ type operands struct {
 // more are further operands, nil for ops without them. operands is copied to the heap, but these pointers are
 // not. Since they are apart, the compiler sees this and leaves what they point to on the caller's stack.
 type more struct {
-	norm *kernels.Norm
-	ce   *kernels.CrossEntropy
+	norm   *kernels.Norm
+	ce     *kernels.CrossEntropy
+	masked *kernels.MaskedSoftmax
 }
 
 func bytesOf(all ...*kernels.Matrix) int {
@@ -78,8 +79,9 @@ type step[T float] interface {
 // allocate nothing.
 type call[T float] struct {
 	operands
-	norm       kernels.Norm         // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
-	ce         kernels.CrossEntropy // its X and DX are unused likewise
+	norm       kernels.Norm          // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
+	ce         kernels.CrossEntropy  // its X and DX are unused likewise
+	masked     kernels.MaskedSoftmax // its matrices are unused likewise
 	plan       plan
 	funcs      *rowFuncs[T]
 	op         op[T]
@@ -158,6 +160,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	if m.ce != nil {
 		c.ce = *m.ce
 	}
+	if m.masked != nil {
+		c.masked = *m.masked
+	}
 	if bytes < parallelBytes {
 		workers = 1
 	}
@@ -173,6 +178,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	}
 	if m.ce != nil {
 		c.ce = kernels.CrossEntropy{}
+	}
+	if m.masked != nil {
+		c.masked = kernels.MaskedSoftmax{}
 	}
 	e.pool.Put(c) // not reached after a panic: that call's state is not reused
 	return err
@@ -210,8 +218,8 @@ func (c *call[T]) reserve() (err error) {
 }
 
 // reset gives mapped memory back and drops the pointers to it and to the caller's memory. engine.run drops
-// those of norm and ce. If such an address later becomes part of Go's heap, a stale pointer to it would make
-// the garbage collector abort.
+// those of norm, ce and masked. If such an address later becomes part of Go's heap, a stale pointer to it
+// would make the garbage collector abort.
 func (c *call[T]) reset() {
 	if c.mapped != nil {
 		c.layOut(nil)
@@ -233,7 +241,7 @@ func (c *call[T]) layOut(memory []byte) int {
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
 	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
-	if c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present()) {
+	if c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.masked.X.Present()) {
 		first = c.cols
 	}
 	for i := range c.workers {

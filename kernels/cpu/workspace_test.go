@@ -100,6 +100,12 @@ func TestNoMemory(t *testing.T) {
 						DX: matrix(), DResidual: matrix(), DW: vector(dtype, n), DB: vector(dtype, n),
 						Center: true}, workers)
 				},
+				"masked softmax forward": func() error {
+					return MaskedSoftmaxForward(&kernels.MaskedSoftmax{X: x, Y: matrix(), Scale: 1}, workers)
+				},
+				"masked softmax backward": func() error {
+					return MaskedSoftmaxBackward(&kernels.MaskedSoftmax{DY: x, Y: x, DX: matrix(), Scale: 1}, workers)
+				},
 				"cross-entropy forward":  func() error { return CrossEntropyForward(&a, workers) },
 				"cross-entropy backward": func() error { return CrossEntropyBackward(&b, workers) },
 			} {

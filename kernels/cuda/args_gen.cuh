@@ -4,7 +4,7 @@
 
 namespace gander {
 
-enum DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, };
+enum DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, kBool, kUint8, };
 
 constexpr int kChunkThreads = 256;
 constexpr int kGridStages = 56;
@@ -89,6 +89,27 @@ struct NormArgs {
   int32_t padding;
 };
 static_assert(sizeof(NormArgs) == 264, "the layout is Go's");
+
+struct MaskedSoftmaxArgs {
+  Rows rows;
+  const void* mask;
+  int64_t mask_extent0;
+  int64_t mask_extent1;
+  int64_t mask_stride0;
+  int64_t mask_stride1;
+  int64_t mask_stride2;
+  int64_t queries;
+  double mask_inverse0;
+  double mask_inverse1;
+  double queries_inverse;
+  int32_t mask_type;
+  int32_t mask_column;
+  int32_t log;
+  int32_t masked_zero;
+  float scale;
+  int32_t padding;
+};
+static_assert(sizeof(MaskedSoftmaxArgs) == 224, "the layout is Go's");
 
 struct CrossEntropyArgs {
   Rows rows;

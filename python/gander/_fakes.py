@@ -51,6 +51,7 @@ class _Call:
             "parameter": (torch.float64,) if wide else _NARROW,
             "statistic": (torch.float64,) if wide else (torch.float32,),
             "index": _INDEX,
+            "mask": (torch.bool, torch.uint8, *((torch.float64,) if wide else _NARROW)),
         }[operand.dtype]
 
     def default(self, operand):
@@ -177,6 +178,19 @@ class _Call:
             fits, expected = fits | (count == self.rows), f"{self.rows}: one for each row"
         self.check_count(name, tensor, fits, expected)
 
+    def check_broadcast(self, name, tensor):
+        shape = tuple(self.first.shape)
+        fits = tensor.ndim <= len(shape)
+        for size, expected in zip(reversed(tensor.shape), reversed(shape), strict=False):
+            fits = fits & ((size == expected) | (size == 1))
+        self.check(
+            fits,
+            lambda: (
+                f"{name} has shape {tuple(tensor.shape)}, expected one that broadcasts to {shape}, the shape "
+                f"of {self.name}"
+            ),
+        )
+
     def check_separate(self, name, tensor):
         """Refuses tensors with elements that may share memory, like check_separate in _torch.c."""
         strides = tensor.stride()
@@ -190,6 +204,12 @@ class _Call:
                 )
 
     def check_option(self, argument, value):
+        if argument.name == "causal" and value and self.first.ndim < 2:
+            self.fail(
+                ValueError,
+                f"causal is set for {self.name} of rank {self.first.ndim}, expected rank 2 or more: "
+                "(..., Q, N); reshape it, or leave causal out",
+            )
         if argument.type == "algorithm" and value & ~IF_SERVED not in range(len(ALGORITHMS)):
             expected = f"0 ({ALGORITHMS[0]}) to {len(ALGORITHMS) - 1} ({ALGORITHMS[-1]})"
         elif argument.type == "reduction" and value not in range(len(REDUCTIONS)):

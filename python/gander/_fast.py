@@ -220,6 +220,7 @@ _SHAPES = {
     "strided": (2,),
     "reduced": (2,),
     "statistics": (5,),
+    "broadcast": (8,),
 }
 
 

@@ -22,6 +22,9 @@ class Array(Protocol):
 A = TypeVar("A", bound=Array)
 CastingMode = Literal["llama"]
 
+Masked = Literal["nan", "zero"]
+_MASKED: tuple[Masked, ...] = ("nan", "zero")
+
 _Tensor: Any = ()  # torch.Tensor once torch is imported; until then isinstance(x, ()) is False
 _torch: Any = None  # the module _pytorch once torch is imported
 _debug = False
@@ -243,34 +246,239 @@ def _norm_bwd(ops: Any, name: str, operands: tuple, has_bias: bool, options: tup
     return next(results), *(next(results) if given else None for given in wanted.values())
 
 
+def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
+    """x with dimension dim at the end, which copies later unless it is there already."""
+    if type(dim) is not int:
+        raise TypeError(f"dim is {dim!r}, expected an int")
+    rank = max(len(x.shape), 1)
+    if not -rank <= dim < rank:
+        raise IndexError(f"dim is {dim}, expected {-rank} to {rank - 1} for x of rank {len(x.shape)}")
+    if dim % rank == rank - 1:
+        return x
+    if ops is not _torch:
+        raise NotImplementedError(
+            f"{function}: dim is {dim}, expected the last one, -1, for arrays other than torch tensors; move "
+            "it to the end"
+        )
+    return x.movedim(dim, -1)
+
+
+def _cast(ops: Any, x: Any, dtype: Any) -> tuple[Any, Any]:
+    """x, and the dtype of the result. torch casts x first. But the kernels take 16-bit x for a result in
+    float32 as it is, because they compute in float32 anyway."""
+    dtype = _dtype(ops, dtype)
+    if ops is _torch:
+        torch = sys.modules["torch"]
+        if dtype != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16):
+            x = x.to(dtype)
+        return x, dtype
+    name, given = _library.dtype_name(dtype, "dtype"), _library.dtype_name(x.dtype, "x")
+    if name != given and not (name == "float32" and given in ("float16", "bfloat16")):
+        raise NotImplementedError(
+            f"dtype is {name} for x of {given}, expected {given}, or float32 for 16-bit x; cast x first"
+        )
+    return x, dtype
+
+
+def _masked_softmax(
+    ops: Any,
+    x: Any,
+    dim: Any,
+    dtype: Any,
+    scale: Any,
+    mask: Any,
+    causal: Any,
+    masked: Any,
+    log: bool,
+    batch_invariant: bool,
+) -> Any:
+    """softmax or log_softmax with options."""
+    name = "log_softmax" if log else "softmax"
+    if isinstance(scale, _Tensor):
+        raise TypeError("scale is a tensor, expected a number, which has no gradient; pass float(scale)")
+    zero = _code("masked", masked, _MASKED)
+    rows = _to_last(ops, x, dim, name)
+    moved = rows is not x
+    if moved and causal:
+        raise ValueError(f"causal is set with dim {dim}, expected the last one, -1: it masks columns of rows")
+    if moved and mask is not None:
+        if mask.ndim > x.ndim:
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(x.shape)}"
+            )
+        mask = mask[(None,) * (x.ndim - mask.ndim)].movedim(dim, -1)
+    out_dtype = None
+    if dtype is not None:
+        rows, out_dtype = _cast(ops, rows, dtype)
+    options = 1.0 if scale is None else scale, log, bool(causal), bool(zero), bool(batch_invariant)
+    y = ops.masked_softmax(rows, mask, out_dtype, *options)
+    return y.movedim(-1, dim).contiguous() if moved else y
+
+
 @overload
-def softmax(x: Tensor, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> Tensor: ...
+def softmax(
+    x: Tensor,
+    *,
+    dim: int = ...,
+    dtype: dtype | str | None = ...,
+    scale: float | None = ...,
+    mask: Tensor | None = ...,
+    causal: bool = ...,
+    masked: Masked = ...,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> Tensor: ...
 @overload
-def softmax(x: A, *, algorithm: Algorithm = ..., batch_invariant: bool = ...) -> A: ...
-def softmax(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
-    """Softmax over the last dimension, differentiable: y = exp(x - max x) / sum exp(x - max x).
+def softmax(
+    x: A,
+    *,
+    dim: int = ...,
+    dtype: Any = ...,
+    scale: float | None = ...,
+    mask: Array | None = ...,
+    causal: bool = ...,
+    masked: Masked = ...,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+) -> A: ...
+def softmax(
+    x: Any,
+    *,
+    dim: int = -1,
+    dtype: Any = None,
+    scale: float | None = None,
+    mask: Any = None,
+    causal: bool = False,
+    masked: Masked = "nan",
+    algorithm: Algorithm = "auto",
+    batch_invariant: bool = False,
+) -> Any:
+    """Softmax over one dimension, differentiable: y = exp(h - max h) / sum exp(h - max h) with
+    h = x * scale + mask.
 
     x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
     tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
     of the same library, without a gradient.
+    dim: the dimension. One other than the last is moved to the end and back, which copies. Torch tensors
+    only.
+    dtype: the dtype of the result; by default that of x. As in torch, x is cast to it first. A widening cast
+    is done by the kernel, without a copy. Other casts need a torch tensor.
+    scale: a number that x is multiplied by first, 1 by default. h is not rounded to x's dtype.
+    mask: a tensor that broadcasts to x's shape, without a gradient. bool or uint8: only elements where it is
+    not 0 take part, as in scaled_dot_product_attention. float16, bfloat16 or float32 (float64 if and only if
+    x is): it is added, and -inf masks. It is read as it is if its last stride is 1 or 0 and its other
+    dimensions, broadcast to those of x, collapse into three or fewer. Otherwise it is copied.
+    causal: also masks the columns after i in row i of each matrix (Q, N), the last two dimensions of x.
+    masked: what a row becomes that is masked whole: "nan" as in torch, or "zero".
+    Masked elements count for nothing, NaN included. Their y is 0, and so is their gradient. A row of which an
+    element that takes part is NaN or +inf is NaN.
     algorithm: which kind of GPU kernel runs, one of gander.algorithms("softmax"). An algorithm that does not
     support x raises NotImplementedError, which says why and which others do. Backward uses the same algorithm
-    if it supports these rows (see gander.algorithms("softmax_bwd")), else "auto". CPU tensors only have
-    "auto".
+    if it supports these rows (see gander.algorithms("softmax_bwd")), else "auto". CPU tensors, and calls with
+    a scale, a mask, causal or a wider dtype, only have "auto".
     batch_invariant: the bits of a row's result and of its gradient do not depend on the number of rows. This
     is slower if there are few rows. Rows of whole 16-byte vectors have other bits if x is not aligned to 16
     bytes.
     Returns y, contiguous, with the shape and dtype of x. Under CUDA autocast it is float32, like F.softmax.
     Sums are computed in float32 (float64 for float64). A row that is all -inf or has a NaN gives NaN.
-    Raises TypeError (dtype), ValueError (shape, algorithm), RuntimeError (device, driver, memory).
+    Raises TypeError (dtype), ValueError (shape, option), IndexError (dim), RuntimeError (device, driver,
+    memory).
     Subtracts the maximum first: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        return ops.softmax(x, code, bool(batch_invariant))
+        if dim == -1 and dtype is None and mask is None and not causal and scale is None and masked == "nan":
+            return ops.softmax(x, code, bool(batch_invariant))
+        return _softmax(ops, x, dim, dtype, scale, mask, causal, masked, code, batch_invariant)
     except _FAILURES as error:
-        raise ops.explained(error) from None
+        raise ops.explained(error, mask=mask) from None
+
+
+def _softmax(
+    ops: Any,
+    x: Any,
+    dim: Any,
+    dtype: Any,
+    scale: Any,
+    mask: Any,
+    causal: Any,
+    masked: Any,
+    code: int,
+    batch_invariant: bool,
+) -> Any:
+    """softmax with arguments that may be options: if they are none, by the kernels without."""
+    narrow = x if dtype is None else _cast(ops, x, dtype)[0]
+    widens = dtype is not None and _differs(ops, narrow, _dtype(ops, dtype), "dtype")
+    given = {
+        "a scale": scale not in (None, 1),
+        "a mask": mask is not None,
+        "causal": causal,
+        "a wider dtype": widens,
+    }
+    if not any(given.values()):
+        _code("masked", masked, _MASKED)
+        rows = _to_last(ops, narrow, dim, "softmax")
+        y = ops.softmax(rows, code, bool(batch_invariant))
+        if rows is not narrow:
+            y = y.movedim(-1, dim).contiguous()
+        return y if dtype is None or ops is not _torch else y.to(_dtype(ops, dtype))  # autocast may widen it
+    if code:
+        option = next(name for name, value in given.items() if value)
+        raise NotImplementedError(
+            f"algorithm is {ALGORITHMS[code]!r} with {option}, expected 'auto', the only one there; leave it "
+            "out"
+        )
+    return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, False, batch_invariant)
+
+
+@overload
+def log_softmax(
+    x: Tensor,
+    dim: int = ...,
+    dtype: dtype | str | None = ...,
+    *,
+    scale: float | None = ...,
+    mask: Tensor | None = ...,
+    causal: bool = ...,
+    masked: Masked = ...,
+    batch_invariant: bool = ...,
+) -> Tensor: ...
+@overload
+def log_softmax(
+    x: A,
+    dim: int = ...,
+    dtype: Any = ...,
+    *,
+    scale: float | None = ...,
+    mask: Array | None = ...,
+    causal: bool = ...,
+    masked: Masked = ...,
+    batch_invariant: bool = ...,
+) -> A: ...
+def log_softmax(
+    x: Any,
+    dim: int = -1,
+    dtype: Any = None,
+    *,
+    scale: float | None = None,
+    mask: Any = None,
+    causal: bool = False,
+    masked: Masked = "nan",
+    batch_invariant: bool = False,
+) -> Any:
+    """The logarithm of softmax, differentiable: y = h - max h - log(sum exp(h - max h)) with
+    h = x * scale + mask.
+
+    y of a masked element is -inf, and so is that of a row that is masked whole with masked="zero". The
+    gradient of masked elements is 0. Arguments, results and errors are otherwise those of softmax.
+    Gradient: dx = scale * (dy - exp(y) * sum(dy)).
+    """
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    try:
+        return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, True, batch_invariant)
+    except _FAILURES as error:
+        raise ops.explained(error, mask=mask) from None
 
 
 @overload
@@ -1293,23 +1501,44 @@ def cross_entropy_bwd_out(
 
 
 @overload
-def logsumexp(x: Tensor, *, batch_invariant: bool = ...) -> Tensor: ...
+def logsumexp(
+    x: Tensor, dim: int | tuple[int, ...] = ..., keepdim: bool = ..., *, batch_invariant: bool = ...
+) -> Tensor: ...
 @overload
-def logsumexp(x: A, *, batch_invariant: bool = ...) -> A: ...
-def logsumexp(x: Any, *, batch_invariant: bool = False) -> Any:
-    """log(sum exp(x)) over the last dimension, differentiable. The maximum of a row is subtracted first.
+def logsumexp(x: A, dim: int = ..., keepdim: Literal[False] = ..., *, batch_invariant: bool = ...) -> A: ...
+def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: bool = False) -> Any:
+    """log(sum exp(x)) over one or more dimensions, differentiable. The maximum is subtracted first.
 
     x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
     tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
     of the same library, without a gradient.
+    dim: the dimension, or several. Others than the last are moved to the end, which copies. Torch tensors
+    only.
+    keepdim: keep these dimensions, of size 1. Torch tensors only.
     batch_invariant: as in softmax, for the value of a row and its gradient.
-    Returns x.shape[:-1], float32 also for 16-bit x (float64 for float64). A row that is all -inf gives -inf.
-    A row with +inf or NaN gives NaN, while torch.logsumexp gives +inf for +inf.
-    Raises TypeError (dtype), ValueError (shape), RuntimeError (device, driver, memory).
+    Returns x.shape without dim, float32 also for 16-bit x (float64 for float64). A row that is all -inf gives
+    -inf. A row with +inf or NaN gives NaN, while torch.logsumexp gives +inf for +inf.
+    Raises TypeError (dtype), ValueError (shape), IndexError (dim), RuntimeError (device, driver, memory).
     Gradient: dx = dlse * exp(x - lse).
     """
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        return ops.logsumexp(x, bool(batch_invariant))
+        if dim == -1 and not keepdim:
+            return ops.logsumexp(x, bool(batch_invariant))
+        if keepdim and ops is not _torch:
+            raise NotImplementedError("keepdim is supported for torch tensors only; reshape the result")
+        if isinstance(dim, (tuple, list)) and len(dim) > 1:
+            rank = x.ndim
+            dims = sorted({d % rank for d in dim if -rank <= d < rank})
+            if len(dims) != len(dim):
+                raise IndexError(f"dim is {dim}, expected different dimensions of x of rank {rank}")
+            rows = x.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
+        else:
+            one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
+            rows, dims = _to_last(ops, x, one, "logsumexp"), [one % max(len(x.shape), 1)]
+        lse = ops.logsumexp(rows, bool(batch_invariant))
+        for d in dims if keepdim else ():
+            lse = lse.unsqueeze(d)
+        return lse
     except _FAILURES as error:
         raise ops.explained(error) from None

@@ -91,8 +91,8 @@ for _name, _operator in TORCH.items():
 # autocast casts none of these operators.
 _IN_FLOAT32 = ("softmax",)
 
-# LayerNorms return float32 there. They compute in float32 anyway, so their inputs need no cast.
-_TO_FLOAT32 = ("layernorm", "layernorm_add", "layernorm_residual")
+# These return float32 there. They compute in float32 anyway, so their inputs need no cast.
+_TO_FLOAT32 = ("layernorm", "layernorm_add", "layernorm_residual", "masked_softmax")
 
 
 def _in_float32(overload):

@@ -43,7 +43,7 @@ def _rule(name, given):
 
     Returns pairs: the placements of the results, and those of the arguments.
     """
-    from torch.distributed.tensor import Partial, Replicate
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     operator, of = TORCH[name], operands(name)
     specs = dict(zip(arguments(name), complete(name, given), strict=True))
@@ -58,6 +58,11 @@ def _rule(name, given):
 
     if operator.writes:  # DTensor assumes that an operator whose name ends in "_" returns its first argument
         refuse("a DTensor cannot be written over; use the operator that returns its results")
+
+    def dims_before(argument):
+        """How many dimensions of the first operand come before those of this one."""
+        return leading + 1 - inputs[argument].ndim if of[argument].shape == "broadcast" else 0
+
     shards = []
     for argument, spec in inputs.items():
         used = [placement for placement in spec.placements if _is_shard(placement)]
@@ -68,14 +73,22 @@ def _rule(name, given):
             refuse(f"{found} Replicate: it has one element for each column; redistribute it")
         if of[argument].shape == "statistics" and not by_row:
             refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
-        if any(placement.dim == leading - 1 for placement in used) and by_head:
+        before = dims_before(argument)
+        if by_head and any(placement.dim == leading - 1 for placement in used):
             refuse(f"{found} Replicate of the heads, which have weights of their own; redistribute it")
-        if any(placement.dim >= leading for placement in used) or not (
-            by_row or of[argument].shape == "rows"
+        if any(placement.dim + before >= leading for placement in used) or not (
+            by_row or of[argument].shape in ("rows", "broadcast")
         ):
             hint = "; sharded classes need torch.no_grad, not inference_mode" * (name == "cross_entropy")
             refuse(
                 f"{found} Shard of a leading dimension, because rows are reduced whole; redistribute it{hint}"
+            )
+        if before:
+            used = [Shard(placement.dim + before) for placement in used]
+        if specs.get("causal") and any(placement.dim == leading - 1 for placement in used):
+            refuse(
+                f"{found} whole matrices of the last two dimensions with causal, which counts their rows; "
+                "redistribute it, or pass a mask"
             )
         shards += [placement for placement in used if placement not in shards]
     if shards and reduction == "mean" and any(result.shape == "reduced" for result in results):
@@ -87,6 +100,9 @@ def _rule(name, given):
         )
 
     def placed(operand, shard, ndim=None):
+        if operand.shape == "broadcast":
+            dim = shard.dim - dims_before(operand.name)
+            return Shard(dim) if dim >= 0 and inputs[operand.name].shape[dim] != 1 else Replicate()
         if operand.shape in ("columns", "head_columns"):
             return Partial("sum") if operand.output else Replicate()
         if operand.shape == "reduced" and reduction == "sum":

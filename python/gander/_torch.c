@@ -269,6 +269,43 @@ static void flatten(Call* call, Operand* o) {
   o->dl.strides = &o->stride;
 }
 
+/* Whether a mask's rows lie as the kernels need them, see `broadcast` in ops/check.go. Also if it does not
+ * broadcast to the shape of x: libgander refuses that. */
+static bool is_broadcast(const DLTensor* mask, const DLTensor* x) {
+  int32_t missing = x->ndim - mask->ndim, count = 0;
+  int64_t stride = 0, extent = 1;
+  if (missing < 0 || mask->ndim == 0) return true;
+  for (int32_t i = 0; i < mask->ndim; i++)
+    if (mask->shape[i] != 1 && mask->shape[i] != x->shape[i + missing]) return true;
+  if (mask->shape[mask->ndim - 1] > 1 && mask->strides[mask->ndim - 1] > 1) return false;
+  for (int32_t i = x->ndim - 2; i >= 0; i--) {
+    int64_t step = i < missing || mask->shape[i - missing] == 1 ? 0 : mask->strides[i - missing];
+    if (x->shape[i] == 1) continue;
+    if (count == 0 || step != stride * extent) {
+      count++;
+      stride = step;
+      extent = 1;
+    }
+    extent *= x->shape[i];
+  }
+  return count <= 3;
+}
+
+/* Copies a mask unless its rows lie as the kernels need them: in its own shape, or else in that of x. */
+static void make_broadcast(Call* call, Operand* o, const Operand* first) {
+  if (call->failed || is_broadcast(&o->dl, &first->dl)) return;
+  make_contiguous(call, o);
+  if (call->failed || is_broadcast(&o->dl, &first->dl)) return;
+  Operand given = *o;
+  if (call->python) { /* the dispatcher's call does it */
+    call->failed = true;
+    return;
+  }
+  memset(o, 0, sizeof *o);
+  output(call, o, first->dl.ndim, first->dl.shape, given.dtype);
+  copy(call, o->handle, given.handle);
+}
+
 /* Sets the device of the call, which is that of the first operand. */
 static void set_device(Call* call, const Operand* first, Tensor handle) {
   call->cuda = first->dl.device.device_type == kDLCUDA;
@@ -423,6 +460,7 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
       flatten(call, o);
       break;
     case SHAPE_UPSTREAM: flatten(call, o); break;
+    case SHAPE_BROADCAST: make_broadcast(call, o, &operands[0]); break;
     default: ensure_contiguous(call, o); flatten(call, o);
   }
   if (call->python && op->operands[i].written && o->handle != handle)

@@ -75,7 +75,8 @@ typedef enum {
   SHAPE_UPSTREAM,
   SHAPE_REDUCED,
   SHAPE_STATISTICS,
-  SHAPE_ONE
+  SHAPE_ONE,
+  SHAPE_BROADCAST
 } Shape;
 typedef enum {
   DTYPE_FLOAT,
@@ -83,7 +84,8 @@ typedef enum {
   DTYPE_COMPANION,
   DTYPE_PARAMETER,
   DTYPE_STATISTIC,
-  DTYPE_INDEX
+  DTYPE_INDEX,
+  DTYPE_MASK
 } DTypeRule;
 
 typedef struct {

@@ -3,6 +3,8 @@
 #define OPERATOR_FUNCTIONS(F) \
   F(gander_softmax_forward) \
   F(gander_softmax_backward) \
+  F(gander_masked_softmax_forward) \
+  F(gander_masked_softmax_backward) \
   F(gander_rmsnorm_forward) \
   F(gander_rmsnorm_backward) \
   F(gander_layernorm_forward) \
@@ -37,6 +39,36 @@ static int32_t call_softmax_bwd(Call* call, const Operand* o, const Value* a) {
   };
   return lib.gander_softmax_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), &options, call->stream);
+}
+
+static int32_t call_masked_softmax(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_masked_softmax_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .scale = as_double(a[3]),
+      .log = (a[4] & 1) != 0,
+      .causal = (a[5] & 1) != 0,
+      .masked_zero = (a[6] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
+  };
+  return lib.gander_masked_softmax_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), &options, call->stream);
+}
+
+static int32_t call_masked_softmax_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_masked_softmax_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .scale = as_double(a[4]),
+      .log = (a[5] & 1) != 0,
+      .causal = (a[6] & 1) != 0,
+      .masked_zero = 0,
+      .batch_invariant = (a[7] & 1) != 0,
+  };
+  return lib.gander_masked_softmax_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
 }
 
 static int32_t call_rmsnorm(Call* call, const Operand* o, const Value* a) {
@@ -757,6 +789,8 @@ static int32_t call_logsumexp_bwd(Call* call, const Operand* o, const Value* a) 
 enum {
   OP_SOFTMAX,
   OP_SOFTMAX_BWD,
+  OP_MASKED_SOFTMAX,
+  OP_MASKED_SOFTMAX_BWD,
   OP_RMSNORM,
   OP_RMSNORM_FWD,
   OP_RMSNORM_BIAS,
@@ -846,6 +880,49 @@ static const Operator operators[] = {
         },
         .result_count = 1,
         .results = {2},
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "masked_softmax",
+        .operator = "masked_softmax_forward",
+        .call = call_masked_softmax,
+        .arguments = "TOdfbbbb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 3,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mask", SHAPE_BROADCAST, DTYPE_MASK, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 2, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 1,
+        .results = {2},
+        .fast = true,
+        .saving = OP_MASKED_SOFTMAX,
+        .differentiable = {true, false, false, false, false, false, false, false},
+        .typed = true,
+        .saved_count = 2,
+        .saved = {{true, 0}, {false, 1}},
+    },
+    {
+        .name = "masked_softmax_bwd",
+        .operator = "masked_softmax_backward",
+        .call = call_masked_softmax_bwd,
+        .arguments = "TTOdfbbb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 4,
+        .operands = {
+            {"dy", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"mask", SHAPE_BROADCAST, DTYPE_MASK, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
+        },
+        .result_count = 1,
+        .results = {3},
         .fast = true,
         .saving = -1,
     },
@@ -2038,6 +2115,8 @@ static const Operator operators[] = {
 
 KERNEL(softmax, OP_SOFTMAX)
 KERNEL(softmax_bwd, OP_SOFTMAX_BWD)
+KERNEL(masked_softmax, OP_MASKED_SOFTMAX)
+KERNEL(masked_softmax_bwd, OP_MASKED_SOFTMAX_BWD)
 KERNEL(rmsnorm, OP_RMSNORM)
 KERNEL(rmsnorm_fwd, OP_RMSNORM_FWD)
 KERNEL(rmsnorm_bias, OP_RMSNORM_BIAS)
@@ -2090,6 +2169,8 @@ KERNEL(logsumexp_bwd, OP_LOGSUMEXP_BWD)
 static const Kernel kernels[] = {
     kernel_softmax,
     kernel_softmax_bwd,
+    kernel_masked_softmax,
+    kernel_masked_softmax_bwd,
     kernel_rmsnorm,
     kernel_rmsnorm_fwd,
     kernel_rmsnorm_bias,

@@ -26,13 +26,20 @@ def _folded(name, values, dims, size):
         if argument not in of or value is None:
             continue
         shape, dim = of[argument].shape, dims[argument]
-        if shape in ("columns", "head_columns"):
+        if shape in ("columns", "head_columns") or (shape == "broadcast" and dim is None):
             if dim is not None:
                 return None
             continue
         value = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
         if leading is None:  # the first operand decides
             leading = value.shape[:-1]
+            if values.get("causal") and len(leading) < 2:  # a sample has no rows, which the operator refuses
+                return None
+        if shape == "broadcast":
+            missing = len(leading) + 1 - value.ndim  # between the batch and the sample's dimensions
+            if missing < 0:  # the operator refuses it
+                return None
+            value = value.reshape(size, *[1] * missing, *value.shape[1:])
         if shape == "rows" and value.ndim < 2:  # a sample has rank 0, which the operator refuses
             return None
         if shape == "upstream" and value.numel() == size:  # one value for all rows of a sample

@@ -384,7 +384,7 @@ static void test_explain(void) {
   REFUSED(gander_explain("softmax_forward", 8, 0, half, host, 0, 0, text, 9), GANDER_ERROR_SHAPE,
           "the shape is (8, 0)");
   REFUSED(gander_explain("softmax_forward", 8, 9, bytes, host, 0, 0, text, 9), GANDER_ERROR_DTYPE,
-          "dtype is uint8");
+          "has dtype uint8");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, 0, 0, text, 9), GANDER_ERROR_DEVICE,
           "device type 8");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, host, GANDER_ALGORITHM_WARP, 0, text, 9),
@@ -403,7 +403,7 @@ static void test_explain(void) {
   REFUSED(gander_explain_device("softmax_forward", 8, 9, half, NULL, 0, 0, text, 9), GANDER_ERROR_NULL,
           "device is NULL");
   REFUSED(gander_explain_device("softmax_forward", 8, 9, bytes, "h100", 0, 0, text, 9), GANDER_ERROR_DTYPE,
-          "dtype is uint8");
+          "has dtype uint8");
   char list[4096];
   CHECK(gander_algorithms("softmax_forward", list, sizeof list) == GANDER_OK);
   CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list &&

@@ -20,7 +20,8 @@
   typedef struct { \
     const char* name; \
     int32_t (*call)(const arguments*); \
-    /* A letter for each: m (M, N), n (N), r (M), s (M) or 1, t targets (M), 1 one element, - NULL. */ \
+    /* A letter for each: m (M, N), b a mask of (M, N), n (N), r (M), s (M) or 1, t targets (M), 1 one \
+     * element, - NULL. */ \
     const char* operands; \
     int outputs;              /* 0 if tensors are borrowed */ \
     const void* wrong_option; /* NULL if no option has invalid values */ \
@@ -70,7 +71,8 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
   for (int i = 0; i < count; ++i) {
     block* b = &c->blocks[i];
     switch (f->operands[i]) {
-      case 'm': fill(b); break;
+      case 'm':
+      case 'b': fill(b); break;
       case 'n': fill_vector(b, N); break;
       case 'r':
       case 's': fill_vector(b, M); break;
@@ -117,13 +119,13 @@ static inline int must_fail(const function* f, fault wrong, int at) {
     case NO_ROWS: return 0;
     case SLOT:
     case MISSING: return at == 0;
-    case RANK: return !strchr("s1", f->operands[at]);
+    case RANK: return !strchr("s1b", f->operands[at]);
     case LENGTH: { /* any number of columns is valid if no other operand has columns */
       size_t others = 0;
       for (const char* p = f->operands; *p; ++p) others += *p == 'm' || *p == 'n';
       return f->operands[at] != 'm' || others > 1;
     }
-    case LAYOUT: return f->operands[at] == 'm';
+    case LAYOUT: return strchr("mb", f->operands[at]) != NULL;
     default: return 1;
   }
 }

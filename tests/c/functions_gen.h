@@ -25,6 +25,27 @@ static inline int32_t call_softmax_grad_owned(const arguments* a) {
   return gander_softmax_grad(a->operands[0], a->operands[1], a->options, a->stream, a->outputs[0]);
 }
 
+static inline int32_t call_masked_softmax_forward(const arguments* a) {
+  return gander_masked_softmax_forward(
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), a->options, a->stream);
+}
+
+static inline int32_t call_masked_softmax_owned(const arguments* a) {
+  return gander_masked_softmax(
+      a->operands[0], a->operands[1], (DLDataType){0, 0, 0}, a->options, a->stream, a->outputs[0]);
+}
+
+static inline int32_t call_masked_softmax_backward(const arguments* a) {
+  return gander_masked_softmax_backward(
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), a->options, a->stream);
+}
+
+static inline int32_t call_masked_softmax_grad_owned(const arguments* a) {
+  return gander_masked_softmax_grad(
+      a->operands[0], a->operands[1], a->operands[2], (DLDataType){0, 0, 0}, a->options, a->stream,
+      a->outputs[0]);
+}
+
 static inline int32_t call_rmsnorm_forward(const arguments* a) {
   return gander_rmsnorm_forward(
       borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
@@ -122,6 +143,10 @@ static const function functions[] = {
     {"gander_softmax", call_softmax_owned, "m", 1, &bad_softmax},
     {"gander_softmax_backward", call_softmax_backward, "mmm", 0, &bad_softmax},
     {"gander_softmax_grad", call_softmax_grad_owned, "mm", 1, &bad_softmax},
+    {"gander_masked_softmax_forward", call_masked_softmax_forward, "mbm", 0, NULL},
+    {"gander_masked_softmax", call_masked_softmax_owned, "mb", 1, NULL},
+    {"gander_masked_softmax_backward", call_masked_softmax_backward, "mmbm", 0, NULL},
+    {"gander_masked_softmax_grad", call_masked_softmax_grad_owned, "mmb", 1, NULL},
     {"gander_rmsnorm_forward", call_rmsnorm_forward, "mnnmmmr", 0, &bad_rmsnorm},
     {"gander_rmsnorm", call_rmsnorm_owned, "mnnm", 3, &bad_rmsnorm},
     {"gander_rmsnorm_backward", call_rmsnorm_backward, "mnmmrmmnn", 0, &bad_rmsnorm},

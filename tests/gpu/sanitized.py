@@ -14,7 +14,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 from gander import _library as abi
 
-SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
+SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "bool": 1}
 
 LENGTHS = (1, 3, 31, 64, 128, 255, 256, 512, 513, 1000, 1024, 2048, 4096, 4097)
 # synccheck of CUDA 13.0 reports "Missing wait" and "Missing init" for the barriers of CTAs of rank 8 and more
@@ -107,6 +107,10 @@ def scratch(context, size):
 
 ALLOCATOR = abi.Allocator(None, scratch)
 SOFTMAX, RMSNORM, LAYERNORM = (abi.options(g, ALLOCATOR) for g in ("softmax", "rmsnorm", "layernorm"))
+MASKED, LOG, CAUSAL = (
+    abi.options("masked_softmax", ALLOCATOR, log=log, causal=causal)
+    for log, causal in ((0, 0), (1, 0), (1, 1))
+)
 IGNORED = -100
 NONE, MEAN, ONE_PASS = (
     abi.options("cross_entropy", ALLOCATOR, reduction=reduction, one_pass=one_pass)
@@ -169,7 +173,28 @@ def calls(dtype, m, n, offset):
             "gander_rmsnorm_backward", dy, weight, wide, None, rstd, dx, None, dw, None, options=RMSNORM
         )
     count += norms(x, dy, y, dx, weight, dw, rstd, given, empty, statistic, dtype, m, n)
+    count += masked_softmax(x, dy, y, dx, given, empty, dtype, m, n)
     free_all()
+    return count
+
+
+def masked_softmax(x, dy, y, dx, given, empty, dtype, m, n):
+    """Calls softmax with masks of several types and shapes, and with other types of y and dx."""
+    other = "float16" if dtype == "float32" else "float32"
+    forward, backward = "gander_masked_softmax_forward", "gander_masked_softmax_backward"
+    count = 0
+    for mask, options in (
+        (given(m, n, dtype="bool"), MASKED),
+        (given(1, n, dtype="bool"), LOG),
+        (given(m, 1, dtype=other), MASKED),
+        (given(m, n), LOG),
+        (given(n, dtype=other), CAUSAL),
+        (None, CAUSAL),
+    ):
+        count += call(forward, x, mask, y, options=options)
+        count += call(forward, x, mask, empty(m, n, dtype=other), options=options)
+        count += call(backward, dy, x, mask, dx, options=options)
+        count += call(backward, dy, given(m, n, dtype=other), mask, empty(m, n, dtype=other), options=options)
     return count
 
 

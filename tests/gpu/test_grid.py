@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import gander
+import masked
 import norms
 import pytest
 import torch
@@ -228,8 +229,20 @@ def test_norms(recorder, dtype, vectors, layout):
             norms.check(case, m, vectors * 16 // dtype.itemsize - (layout is offset), dtype, layout)
 
 
+@pytest.mark.parametrize("layout", [aligned, strided, offset], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("vectors", masked.VECTORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_masked(recorder, dtype, vectors, layout):
+    """Softmax and log-softmax with options."""
+    recorder.tests += 1
+    for case in masked.CASES.values():
+        for queries in masked.queries_of(vectors):
+            masked.check(case, queries, vectors * 16 // dtype.itemsize - (layout is offset), dtype, layout)
+
+
 def test_every_kernel_was_launched(recorder):
-    tests = len(OPS) * (len(COLUMNS) + len(BETWEEN)) * 2 + 2 + len(RARE) + len(MANY) + len(norms.VECTORS) * 3
+    tests = len(OPS) * (len(COLUMNS) + len(BETWEEN)) * 2 + 2 + len(RARE) + len(MANY)
+    tests += (len(norms.VECTORS) + len(masked.VECTORS)) * 3
     if recorder.tests < tests * len(DTYPES):
         pytest.skip("only some of the shapes were tested")
     if os.environ.get("GANDER_FORCE_PTX"):

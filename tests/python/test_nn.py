@@ -11,7 +11,7 @@ from test_ops import rand
 from tolerance import assert_accurate
 from torch import nn
 
-NAMES = ["RMSNorm", "LayerNorm", "CrossEntropyLoss", "Softmax"]
+NAMES = ["RMSNorm", "LayerNorm", "CrossEntropyLoss", "Softmax", "LogSoftmax"]
 
 
 def both(name, *arguments, device="cpu", **options):
@@ -64,6 +64,7 @@ def test_signature_and_type(name):
         ("LayerNorm", (33,), {"elementwise_affine": False}),
         ("CrossEntropyLoss", (), {"weight": torch.ones(3), "ignore_index": 2, "reduction": "sum"}),
         ("Softmax", (1,), {}),
+        ("LogSoftmax", (-1,), {}),
     ],
 )
 def test_state_and_repr(name, arguments, options, kept):
@@ -111,6 +112,7 @@ def test_on_the_meta_device():
             "eps is nan, expected a finite number of 0 or more",
         ),
         (lambda: gander.nn.Softmax("rows"), TypeError, "dim is 'rows', expected an int or None"),
+        (lambda: gander.nn.LogSoftmax(1.0), TypeError, "dim is 1.0, expected an int or None"),
         (
             lambda: gander.nn.CrossEntropyLoss(reduction="avg"),
             ValueError,
@@ -207,14 +209,19 @@ def test_rmsnorm_of_another_shape():
         gander.nn.RMSNorm(33)(torch.ones(4, 32))
 
 
+by_softmax = pytest.mark.parametrize("name", ["Softmax", "LogSoftmax"])
+
+
+@by_softmax
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
-def test_softmax(device, dim):
-    compare(*both("Softmax", dim), rand((5, 7, 31), torch.float32, device))
+def test_softmax(device, name, dim):
+    compare(*both(name, dim), rand((5, 7, 31), torch.float32, device))
 
 
+@by_softmax
 @pytest.mark.parametrize("dim", [0, 1, 2, -3])
-def test_softmax_is_contiguous(device, dim):
-    mine, theirs = both("Softmax", dim)
+def test_softmax_is_contiguous(device, name, dim):
+    mine, theirs = both(name, dim)
     for x in (torch.randn(5, 7, 31, device=device), torch.randn(31, 5, 7, device=device).permute(1, 2, 0)):
         assert mine(x).stride() == theirs(x).stride() == (217, 31, 1)
 
@@ -228,9 +235,10 @@ def test_keywords_are_those_of_torch():
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+@by_softmax
 @pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
-def test_softmax_without_dim_follows_torch(device, rank):
-    mine, theirs = both("Softmax")
+def test_softmax_without_dim_follows_torch(device, name, rank):
+    mine, theirs = both(name)
     x = rand((3, 4, 5, 6)[:rank], torch.float32, device)
     torch.testing.assert_close(mine(x), theirs(x))
 

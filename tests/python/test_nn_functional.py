@@ -89,33 +89,38 @@ def test_other_names_are_torchs():
 # ---- Softmax ----
 
 
+by_name = pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+
+
+@by_name
 @by_dtype
 @pytest.mark.parametrize(
     ("shape", "dim"), [((5, 33), -1), ((5, 33), 0), ((2, 3, 7), 1), ((2, 3, 7), -3), ((9,), 0), ((), 0)]
 )
-def test_softmax(shape, dim, dtype, from_torch):
-    F.softmax(rand(*shape).to(dtype), dim)
+def test_softmax(name, shape, dim, dtype, from_torch):
+    getattr(F, name)(rand(*shape).to(dtype), dim)
     assert from_torch == []
-    compare("softmax", [rand(*shape).to(dtype)], dim)
+    compare(name, [rand(*shape).to(dtype)], dim)
 
 
-def test_softmax_casts_to_dtype(from_torch):
-    x = rand(4, 9).to(torch.bfloat16)
-    assert F.softmax(x, -1, dtype=torch.float32).dtype is torch.float32
-    assert F.softmax(torch.arange(6).view(2, 3), 1, dtype=torch.float32).dtype is torch.float32
+@by_name
+def test_softmax_casts_to_dtype(name, from_torch):
+    x, mine, reference = rand(4, 9).to(torch.bfloat16), getattr(F, name), getattr(theirs, name)
+    assert mine(torch.arange(6).view(2, 3), 1, dtype=torch.float32).dtype is torch.float32
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        torch.testing.assert_close(mine(x, -1, dtype=dtype), reference(x, -1, dtype=dtype))
     assert from_torch == []
-    torch.testing.assert_close(
-        F.softmax(x, -1, dtype=torch.float64), theirs.softmax(x, -1, dtype=torch.float64)
-    )
 
 
-def test_softmax_leaves_to_torch(from_torch):
-    with pytest.warns(UserWarning, match="Implicit dimension choice for softmax has been deprecated"):
-        F.softmax(rand(2, 3))
-    assert F.softmax(rand(3, 0), -1).shape == (3, 0)
+@by_name
+def test_softmax_leaves_to_torch(name, from_torch):
+    mine = getattr(F, name)
+    with pytest.warns(UserWarning, match=f"Implicit dimension choice for {name} has been deprecated"):
+        mine(rand(2, 3))
+    assert mine(rand(3, 0), -1).shape == (3, 0)
     with pytest.raises(IndexError, match="Dimension out of range"):
-        F.softmax(rand(2, 3), 2)
-    assert from_torch == ["softmax"] * 3
+        mine(rand(2, 3), 2)
+    assert from_torch == [name] * 3
 
 
 # ---- RMSNorm ----

@@ -73,6 +73,8 @@ def calls(x, weight, target):
         "cross_entropy_bwd_one_pass": (x, target, None, rows[0], saved, x.clone()),
         "cross_entropy_bwd_slice": (x, target + 9, weight.abs(), rows, rows, -91, 0),
         "cross_entropy_bwd_slice_": (x.clone(), target - 9, None, rows[0], saved, -109),
+        "masked_softmax": (grad, weight > 0, half, 0.5, False, True, True),
+        "masked_softmax_bwd": (x, x.half(), weight, half, 2.0, False, True),
         "logsumexp": (grad,),
         "logsumexp_bwd": (x, rows, x.logsumexp(-1)),
     }

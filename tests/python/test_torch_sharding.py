@@ -72,6 +72,7 @@ FUNCTIONS = {
     "layernorm": lambda x, weight, target: gander.layernorm(x, weight, weight),
     "sum and norm": lambda x, weight, target: torch.mul(*gander.layernorm(x, weight, None, x, prenorm=True)),
     "logsumexp": lambda x, weight, target: gander.logsumexp(x),
+    "log_softmax": lambda x, weight, target: gander.log_softmax(x, scale=2.0, mask=weight),
     "sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum"),
     "none": lambda x, weight, target: gander.cross_entropy(x, target, weight=weight, reduction="none"),
 }
@@ -175,6 +176,10 @@ def test_sharded_rows_are_refused(mesh, local):
         lambda: gander.softmax_bwd(columns, place(torch.rand(4, 3, 4 * N), mesh, Replicate())),
         lambda: gander.rmsnorm(columns, whole),
         lambda: gander.logsumexp(columns),
+        lambda: gander.log_softmax(columns),
+        lambda: gander.softmax(
+            place(torch.rand(4, 4 * N), mesh, Replicate()), mask=place(weight, mesh, Shard(0))
+        ),
         lambda: ops.cross_entropy_fwd_lse(columns, targets),
     ):
         with (
@@ -187,6 +192,37 @@ def test_sharded_rows_are_refused(mesh, local):
         NotImplementedError, match=r"weight has placements .* expected Replicate: it has one element"
     ):
         gander.rmsnorm(place(torch.rand(4, 4 * N), mesh, Replicate()), place(weight, mesh, Shard(0)))
+
+
+MASKS = [  # the mask's shape, and its placement if dimension 0, or 1, of x is sharded
+    ((4, 3, N), Shard(0), Shard(1)),
+    ((4, 1, N), Shard(0), Replicate()),
+    ((3, N), Replicate(), Shard(0)),
+    ((N,), Replicate(), Replicate()),
+]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_masks_are_sharded_with_the_rows(mesh, local, dim, mask):
+    shape, *placements = mask
+    x, mask = local[0], torch.rand(shape) > 0.3
+    plain = x.clone().requires_grad_()
+    want = gander.softmax(plain, mask=mask)
+    logits = leaf(x, mesh, Shard(dim))
+    got, count = collectives(lambda: gander.softmax(logits, mask=place(mask, mesh, placements[dim])))
+    check(got.detach(), want.detach(), Shard(dim))
+    (dx,) = torch.autograd.grad(got, logits, place(x, mesh, Shard(dim)))
+    check(dx, torch.autograd.grad(want, plain, x)[0], Shard(dim))
+    assert count == 0
+
+
+def test_causal_with_sharded_queries_is_refused(mesh, local):
+    for causal in gander.softmax, gander.log_softmax:
+        got = causal(place(local[0], mesh, Shard(0)), causal=True)
+        check(got, causal(local[0], causal=True), Shard(0))
+        with pytest.raises(NotImplementedError, match="expected whole matrices of the last two dimensions"):
+            causal(place(local[0], mesh, Shard(1)), causal=True)
 
 
 def test_operands_that_cannot_be_sharded_are_refused(mesh, local):

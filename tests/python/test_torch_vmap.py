@@ -157,6 +157,8 @@ def test_every_operator(batch):
         "cross_entropy_fwd_one_pass": (x, target, weight),
         "cross_entropy_bwd": (x, target, weight, rstd[:, 0], saved),
         "cross_entropy_bwd_slice": (x, target + 2, weight, rstd[:, 0], saved),
+        "masked_softmax": (x, x.cos()),
+        "masked_softmax_bwd": (x, x.softmax(-1), weight[:, None].cos()),
         "logsumexp": (x,),
         "logsumexp_bwd": (x, rstd, lse),
     }

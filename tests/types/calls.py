@@ -17,17 +17,21 @@ class Block(nn.Module):
         self.weight = nn.Parameter(torch.ones(8))
         self.norm = gander.nn.RMSNorm(8, eps=1e-6, dtype=torch.bfloat16)
         self.softmax = gander.nn.Softmax(dim=-1)
+        self.log_softmax = gander.nn.LogSoftmax(dim=-1)
         self.loss = gander.nn.CrossEntropyLoss(reduction="sum")
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         assert_type(self.norm.forward(x), Tensor)
         assert_type(self.softmax.forward(input=x), Tensor)
+        assert_type(self.log_softmax.forward(input=x), Tensor)
         return self.loss.forward(input=gander.rmsnorm(x, self.weight), target=target)
 
 
 def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(gander.softmax(x, algorithm="cluster", batch_invariant=True), Tensor)
     assert_type(gander.softmax(parameter), Tensor)
+    assert_type(gander.softmax(x, dim=0, dtype=torch.float32, scale=0.5, mask=x, masked="zero"), Tensor)
+    assert_type(gander.log_softmax(x, 1, "float32", mask=x > 0, causal=True), Tensor)
     assert_type(gander.softmax_fwd(x), Tensor)
     assert_type(gander.softmax_bwd(x, x), Tensor)
     assert_type(gander.rmsnorm(x, parameter, out_dtype=torch.float16, eps=None), Tensor)
@@ -45,6 +49,8 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(gander.nn.LayerNorm(8, bias=False).forward(x), Tensor)
     assert_type(gander.nn.functional.layer_norm(x, (8,), parameter, parameter, 1e-6), Tensor)
     assert_type(gander.logsumexp(x), Tensor)
+    assert_type(gander.logsumexp(x, (0, 1), keepdim=True), Tensor)
+    assert_type(gander.nn.functional.log_softmax(x, 0, dtype=torch.float32), Tensor)
     assert_type(gander.nn.functional.softmax(x, dim=0, dtype=torch.float32), Tensor)
     assert_type(gander.nn.functional.rms_norm(x, (8,), parameter, 1e-6), Tensor)
     assert_type(gander.nn.functional.cross_entropy(x, target, ignore_index=-1, reduction="none"), Tensor)
@@ -74,6 +80,8 @@ def arrays(x: Array, target: npt.NDArray[np.int64]) -> None:
     assert_type(gander.rmsnorm(x, bias=x, residual=x, prenorm=True), tuple[Array, Array])
     assert_type(gander.layernorm(x, x, x), Array)
     assert_type(gander.softmax(x), Array)
+    assert_type(gander.softmax(x, mask=x, scale=2, causal=True), Array)
+    assert_type(gander.log_softmax(x, dtype=np.float32), Array)
     assert_type(gander.softmax_bwd(x, x), Array)
     assert_type(gander.rmsnorm(x, x, out_dtype=np.float32), Array)
     assert_type(gander.rmsnorm_fwd(x)[0], Array)
@@ -97,4 +105,5 @@ def mistakes(x: Tensor, target: Tensor) -> None:
     """Each line is an error. A checker that does not find it reports the comment as unneeded."""
     gander.softmax(x, algorithm="fast")  # type: ignore[call-overload]
     gander.cross_entropy(x, target, reduction="avg")  # type: ignore[call-overload]
+    gander.log_softmax(x, masked="zeros")  # type: ignore[call-overload]
     gander.softmax([1.0])  # type: ignore[call-overload]

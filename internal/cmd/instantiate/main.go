@@ -69,13 +69,14 @@ func writeFiles(dir string, files map[string][]byte, check bool) error {
 var argStructTypes = []reflect.Type{
 	reflect.TypeFor[kernels.Rows](), reflect.TypeFor[kernels.SoftmaxArgs](),
 	reflect.TypeFor[kernels.RMSNormOptions](), reflect.TypeFor[kernels.RMSNormArgs](),
-	reflect.TypeFor[kernels.NormArgs](), reflect.TypeFor[kernels.CrossEntropyArgs](),
+	reflect.TypeFor[kernels.NormArgs](), reflect.TypeFor[kernels.MaskedSoftmaxArgs](),
+	reflect.TypeFor[kernels.CrossEntropyArgs](),
 }
 
 func argStructs() []byte {
 	var b bytes.Buffer
 	b.WriteString(header + "#pragma once\n#include <cstdint>\n\nnamespace gander {\n\nenum DType : int32_t {")
-	for t := kernels.Float16; t <= kernels.Int64; t++ {
+	for t := kernels.Float16; t <= kernels.Uint8; t++ {
 		fmt.Fprintf(&b, " k%s,", dtypeName(t))
 	}
 	b.WriteString(" };\n\n")
@@ -115,6 +116,8 @@ func cType(t reflect.Type) string {
 		return "int32_t"
 	case t.Kind() == reflect.Float32:
 		return "float"
+	case t.Kind() == reflect.Float64:
+		return "double"
 	case t.Kind() == reflect.Struct:
 		return t.Name()
 	}
@@ -144,7 +147,7 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 }
 
 // bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.
-// norms has those of norms with options.
+// norms and maskedSoftmax have those of norms and of softmax with options.
 var (
 	bodies = templates(map[kernels.Shape]string{
 		kernels.InRegisters: "{{if .StatsRows}}short_rows_body<{{.Functor}}, {{.Tile}}, {{.Layout}}>" +
@@ -169,6 +172,11 @@ var (
 		kernels.Columns:     "norm_columns_body<{{.T}}>",
 		kernels.Finish:      "norm_finish_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
 	})
+	maskedSoftmax = templates(map[kernels.Shape]string{
+		kernels.InRegisters: "masked_rows_{{.Direction}}<{{.T}}, {{.Tile}}, {{.Cluster}}>",
+		kernels.Partial:     "masked_partial_{{.Direction}}<{{.T}}, {{.Vectors}}, {{.Unaligned}}>",
+		kernels.Apply:       "masked_apply_{{.Direction}}<{{.T}}, {{.Vectors}}, {{.Unaligned}}>",
+	})
 	finishes = templates(map[kernels.Op]string{
 		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
 		kernels.Total:          "total<{{.Threads}}, {{.Cluster}}>",
@@ -190,7 +198,7 @@ var (
 	cppTypes = [...]string{"f16", "bf16", "f32"}
 	argTypes = map[string]string{
 		"softmax": "SoftmaxArgs", "rmsnorm": "RMSNormArgs", "cross_entropy": "CrossEntropyArgs",
-		"norm": "NormArgs",
+		"norm": "NormArgs", "masked_softmax": "MaskedSoftmaxArgs",
 	}
 )
 
@@ -217,6 +225,7 @@ type arguments struct {
 	*kernels.Variant
 	T, Functor, ColumnState, Tile, Layout string
 	Backward                              bool
+	Direction                             string
 }
 
 func body(v *kernels.Variant) string {
@@ -224,7 +233,10 @@ func body(v *kernels.Variant) string {
 		Variant: v, T: cppTypes[v.Family.DType()], ColumnState: operators[v.Op].columnState,
 		Tile:     fmt.Sprintf("%d, %d", v.RowThreads, v.Vectors),
 		Layout:   fmt.Sprintf("%t, %t", v.Unaligned, v.SameOffset),
-		Backward: v.Op == kernels.NormBackward,
+		Backward: v.Op == kernels.NormBackward, Direction: "forward",
+	}
+	if v.Op == kernels.MaskedSoftmaxBackward {
+		a.Direction = "backward"
 	}
 	if functor := operators[v.Op].functor; functor != "" {
 		a.Functor = fmt.Sprintf(functor, a.T)
@@ -233,6 +245,8 @@ func body(v *kernels.Variant) string {
 	switch {
 	case v.Family.Group() == "norm":
 		text = norms[v.Shape]
+	case v.Family.Group() == "masked_softmax":
+		text = maskedSoftmax[v.Shape]
 	case v.Shape == kernels.Finish:
 		text = finishes[v.Op]
 	}

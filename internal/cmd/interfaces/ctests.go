@@ -72,6 +72,8 @@ func letters(list []operators.Operand) string {
 		switch p.Shape {
 		case operators.Rows:
 			b.WriteByte('m')
+		case operators.Broadcast:
+			b.WriteByte('b')
 		case operators.Columns, operators.HeadColumns:
 			b.WriteByte('n')
 		case operators.Strided:

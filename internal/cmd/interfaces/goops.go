@@ -47,8 +47,10 @@ var shapeDocs = map[operators.Shape]string{
 	operators.Rows: "(M, N)", operators.Columns: "(N), contiguous", operators.PerRow: "M elements, contiguous",
 	operators.HeadColumns: "(N), or (H, N) for rows of shape (..., H, N), contiguous",
 	operators.Strided:     "M elements, any stride",
-	operators.Upstream:    "M elements of any stride, or one for all rows",
-	operators.Reduced:     "M elements with reduction none, else one", operators.One: "one element",
+	operators.Broadcast: "broadcasts to the first operand's shape; the leading dimensions' strides collapse " +
+		"into three or fewer, the last stride is 1 or 0",
+	operators.Upstream: "M elements of any stride, or one for all rows",
+	operators.Reduced:  "M elements with reduction none, else one", operators.One: "one element",
 	operators.Statistics: "M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: " +
 		"those and the denominator",
 }
@@ -67,6 +69,8 @@ func describe(p operators.Operand, first, absent string) string {
 		s += "; float64 if " + first + " is, else float32"
 	case operators.Index:
 		s += "; int32 or int64"
+	case operators.Mask:
+		s += "; bool or uint8; or float64 if " + first + " is, else float16, bfloat16 or float32"
 	}
 	if len(p.Over) > 0 {
 		s += "; may be " + strings.Join(p.Over, " or ") + " if the dtypes agree"
@@ -143,6 +147,8 @@ func goOperator(t *text, o operator) {
 			kind = "kernels.Matrix"
 		case operators.Statistics:
 			kind = "logSumExp"
+		case operators.Broadcast:
+			kind = "kernels.Mask"
 		}
 		t.add("%s %s", field(p.Name), kind)
 	}
@@ -218,6 +224,8 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	switch p.DType {
 	case operators.Index:
 		types = "anyIndex"
+	case operators.Mask:
+		types = fmt.Sprintf("anyMask|companion(a.%s.DType)", field(first.Name))
 	case operators.Companion, operators.Parameter:
 		types = fmt.Sprintf("companion(a.%s.DType)", field(first.Name))
 	case operators.Statistic:
@@ -241,6 +249,8 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 		t.add("a.%s = k.rows(%q, o.%s, %s)", f, p.Name, f, types)
 	case p.Shape == operators.Rows:
 		t.add("a.%s = k.rowsLike(%q, o.%s, %s, %q, a.%s)", f, p.Name, f, types, first.Name, field(first.Name))
+	case p.Shape == operators.Broadcast:
+		t.add("a.%s = k.broadcast(%q, o.%s, %s, %q, o.%s)", f, p.Name, f, types, first.Name, field(first.Name))
 	case p.Shape == operators.Columns:
 		t.add("a.%s = k.weights(%q, o.%s, %s, %s)", f, p.Name, f, types, cols)
 	case p.Shape == operators.HeadColumns:

@@ -12,12 +12,12 @@ var (
 		operators.Rows: "rows", operators.Columns: "columns", operators.HeadColumns: "head_columns",
 		operators.PerRow:  "per_row",
 		operators.Strided: "strided", operators.Upstream: "upstream", operators.Reduced: "reduced",
-		operators.Statistics: "statistics", operators.One: "one",
+		operators.Statistics: "statistics", operators.One: "one", operators.Broadcast: "broadcast",
 	}
 	dtypeNames = map[operators.DType]string{
 		operators.Float: "float", operators.Same: "same", operators.Companion: "companion",
 		operators.Parameter: "parameter",
-		operators.Statistic: "statistic", operators.Index: "index",
+		operators.Statistic: "statistic", operators.Index: "index", operators.Mask: "mask",
 	}
 	optionNames = map[operators.OptionType]string{
 		operators.Real: "real", operators.Integer: "integer", operators.Flag: "flag",

@@ -1,5 +1,5 @@
-"""Replacements for torch.nn's RMSNorm, LayerNorm, CrossEntropyLoss and Softmax: same constructors, state_dict
-and repr.
+"""Replacements for torch.nn's RMSNorm, LayerNorm, CrossEntropyLoss, Softmax and LogSoftmax: same
+constructors, state_dict and repr.
 
 A constructor refuses arguments that gander does not support. gander.nn.functional has the functions.
 """
@@ -16,7 +16,7 @@ from .. import _ops
 from .._operators_gen import REDUCTIONS
 from . import functional
 
-__all__ = ["CrossEntropyLoss", "LayerNorm", "QuackRMSNorm", "RMSNorm", "Softmax", "functional"]
+__all__ = ["CrossEntropyLoss", "LayerNorm", "LogSoftmax", "QuackRMSNorm", "RMSNorm", "Softmax", "functional"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -111,6 +111,18 @@ class LayerNorm(nn.LayerNorm):
         return functional._layer_norm_over(input, dims, self.weight, self.bias, self.eps)
 
 
+def _check_dim(dim: Any) -> None:
+    if dim is not None and not isinstance(dim, int):
+        raise TypeError(f"dim is {dim!r}, expected an int or None")
+
+
+def _dim_of(input: Tensor, dim: int | None) -> int:
+    """dim, or torch's deprecated default."""
+    if dim is None:
+        return 0 if input.ndim in (0, 1, 3) else 1
+    return dim
+
+
 class Softmax(nn.Softmax):
     """torch.nn.Softmax(dim=None). See gander.softmax.
 
@@ -118,15 +130,25 @@ class Softmax(nn.Softmax):
     """
 
     def __init__(self, dim: int | None = None) -> None:
-        if dim is not None and not isinstance(dim, int):
-            raise TypeError(f"dim is {dim!r}, expected an int or None")
+        _check_dim(dim)
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        dim = self.dim
-        if dim is None:  # torch's deprecated default
-            dim = 0 if input.ndim in (0, 1, 3) else 1
-        return functional._softmax_over(input, dim)
+        return functional._softmax_over(input, _dim_of(input, self.dim))
+
+
+class LogSoftmax(nn.LogSoftmax):
+    """torch.nn.LogSoftmax(dim=None). See gander.log_softmax.
+
+    A dimension other than the last is moved to the end and back, which copies.
+    """
+
+    def __init__(self, dim: int | None = None) -> None:
+        _check_dim(dim)
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional._softmax_over(input, _dim_of(input, self.dim), log=True)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

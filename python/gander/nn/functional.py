@@ -1,5 +1,5 @@
-"""torch.nn.functional with gander's operators: softmax, rms_norm, layer_norm and cross_entropy have torch's
-signatures and run gander's kernels. Every other name is torch's own function, so that
+"""torch.nn.functional with gander's operators: softmax, log_softmax, rms_norm, layer_norm and cross_entropy
+have torch's signatures and run gander's kernels. Every other name is torch's own function, so that
 
     import gander.nn.functional as F
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .. import _ops
 
-__all__ = ["cross_entropy", "layer_norm", "rms_norm", "softmax"]
+__all__ = ["cross_entropy", "layer_norm", "log_softmax", "rms_norm", "softmax"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INDICES = (torch.int32, torch.int64)
@@ -32,6 +32,7 @@ _INDICES = (torch.int32, torch.int64)
 # torch's own, also for a program that puts the functions of this module in their places.
 _torch_softmax, _torch_rms_norm = _torch.softmax, _torch.rms_norm
 _torch_layer_norm, _torch_cross_entropy = _torch.layer_norm, _torch.cross_entropy
+_torch_log_softmax = _torch.log_softmax
 
 
 def __getattr__(name: str) -> Any:
@@ -98,12 +99,21 @@ def _serves(function: str, *tensors: Tensor | None) -> bool:
 # ---- Softmax ----
 
 
-def _softmax_over(input: Tensor, dim: int) -> Tensor:
+def _softmax_over(input: Tensor, dim: int, log: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    function = _ops.log_softmax if log else _ops.softmax
     if input.ndim == 0:
-        return _ops.softmax(input.view(1)).view(())
-    if dim in (-1, input.ndim - 1):
-        return _ops.softmax(input)
-    return _ops.softmax(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
+        return function(input.view(1), dtype=dtype).view(())
+    return function(input, dim=dim, dtype=dtype)
+
+
+def _softmax_input(input: Tensor, dim: int | None, dtype: torch.dtype | None) -> Tensor | None:
+    """What gander's softmax would take, or None for what is left to torch."""
+    if type(dim) is not int or not _is_ours(input) or not -max(input.ndim, 1) <= dim < max(input.ndim, 1):
+        return None
+    # gander.softmax widens 16-bit tensors without a copy.
+    widens = dtype is torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
+    x = input if dtype is None or widens else input.to(dtype)
+    return None if x.ndim > 0 and x.shape[dim] == 0 else x
 
 
 def softmax(
@@ -113,13 +123,24 @@ def softmax(
 
     A dimension other than the last is moved to the end and back, which copies. See gander.softmax.
     """
-    if type(dim) is int and _is_ours(input) and -max(input.ndim, 1) <= dim < max(input.ndim, 1):
-        x = input if dtype is None else input.to(dtype)
-        if (x.ndim == 0 or x.shape[dim] != 0) and _serves("softmax", x):
-            y = _softmax_over(x, dim)
-            return y if dtype is None else y.to(dtype)  # autocast may have widened it
+    x = _softmax_input(input, dim, dtype)
+    if x is not None and _serves("softmax", x):
+        return _softmax_over(x, dim, False, dtype)  # type: ignore[arg-type]
     # torch also says what is wrong with dim, and warns where it chooses one.
     return _torch_softmax(input, dim, _stacklevel + 1, dtype)
+
+
+def log_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    """torch.nn.functional.log_softmax. input is cast to dtype first, if one is given.
+
+    A dimension other than the last is moved to the end and back, which copies. See gander.log_softmax.
+    """
+    x = _softmax_input(input, dim, dtype)
+    if x is not None and _serves("log_softmax", x):
+        return _softmax_over(x, dim, True, dtype)  # type: ignore[arg-type]
+    return _torch_log_softmax(input, dim, _stacklevel + 1, dtype)
 
 
 # ---- RMSNorm and LayerNorm ----
