@@ -407,8 +407,8 @@ func ganderLayerNormBackwardOwned(x, weight, dout, dResidualOut, mean, rstd unsa
 }
 
 //export ganderCrossEntropyForward
-func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, options unsafe.Pointer,
-	stream uintptr) (status int32) {
+func ganderCrossEntropyForward(x, target, weight, divisor, upstream, loss, lse, dx, denominator,
+	options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := crossEntropyOptions(options)
 	if err == nil {
@@ -417,6 +417,8 @@ func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, op
 			X:              tensor(x),
 			Target:         tensor(target),
 			Weight:         tensor(weight),
+			Divisor:        tensor(divisor),
+			Upstream:       tensor(upstream),
 			Loss:           tensor(loss),
 			LSE:            tensor(lse),
 			DX:             tensor(dx),
@@ -432,8 +434,8 @@ func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, op
 }
 
 //export ganderCrossEntropyForwardOwned
-func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, stream uintptr, loss, lse,
-	dx, denominator unsafe.Pointer) int32 {
+func ganderCrossEntropyForwardOwned(x, target, weight, divisor, upstream, options unsafe.Pointer,
+	stream uintptr, loss, lse, dx, denominator unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := crossEntropyOptions(options)
 		if err != nil {
@@ -456,6 +458,8 @@ func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, s
 			X:              tensor(x),
 			Target:         tensor(target),
 			Weight:         tensor(weight),
+			Divisor:        tensor(divisor),
+			Upstream:       tensor(upstream),
 			Loss:           tloss,
 			LSE:            tlse,
 			DX:             tdx,
@@ -474,8 +478,8 @@ func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, s
 }
 
 //export ganderCrossEntropyBackward
-func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, options unsafe.Pointer,
-	stream uintptr) (status int32) {
+func ganderCrossEntropyBackward(x, target, weight, dloss, lse, divisor, upstream, denominator, dx,
+	options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := crossEntropyOptions(options)
 	if err == nil {
@@ -486,6 +490,8 @@ func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, 
 			Weight:         tensor(weight),
 			DLoss:          tensor(dloss),
 			LSE:            tensor(lse),
+			Divisor:        tensor(divisor),
+			Upstream:       tensor(upstream),
 			Denominator:    tensor(denominator),
 			DX:             tensor(dx),
 			IgnoreIndex:    int64(o.ignore_index),
@@ -499,8 +505,8 @@ func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, 
 }
 
 //export ganderCrossEntropyBackwardOwned
-func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator, options unsafe.Pointer,
-	stream uintptr, dx unsafe.Pointer) int32 {
+func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, divisor, upstream, denominator,
+	options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := crossEntropyOptions(options)
 		if err != nil {
@@ -526,6 +532,8 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator,
 			Weight:         tensor(weight),
 			DLoss:          tensor(dloss),
 			LSE:            tensor(lse),
+			Divisor:        tensor(divisor),
+			Upstream:       tensor(upstream),
 			Denominator:    tensor(denominator),
 			DX:             tdx,
 			IgnoreIndex:    int64(o.ignore_index),

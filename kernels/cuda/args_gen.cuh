@@ -94,6 +94,8 @@ struct CrossEntropyArgs {
   const void* target;
   const void* weight;
   const void* dloss;
+  const void* divisor;
+  const void* upstream;
   void* loss;
   void* row_losses;
   void* total;
@@ -118,6 +120,6 @@ struct CrossEntropyArgs {
   int32_t slice;
   int32_t padding;
 };
-static_assert(sizeof(CrossEntropyArgs) == 288, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 304, "the layout is Go's");
 
 }  // namespace gander

@@ -21,7 +21,7 @@ from ._gradients import (
     selector,
 )
 from ._operators_gen import REDUCTIONS, TORCH
-from ._schemas import arguments, overloads, saved, upstream
+from ._schemas import arguments, overloads, saved, tensors, upstream
 from ._sharding import rows_are_sharded
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
@@ -78,24 +78,27 @@ def write_over(name, x, others, dloss):
 
 # ---- In one pass with the loss ----
 
-_one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED, "dx", _DLOSS])
+_SAVED_WITH_DX = [*_SAVED, "upstream", "dx"]
+_one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED_WITH_DX, _DLOSS])
 
 
 def _backward_one_pass(ctx, dloss):
-    """The first backward pass returns forward's dx, scaled in place by dloss. A later one returns a new
-    tensor.
+    """The first backward pass returns forward's dx, computed again in place if dloss is not the expected one.
+    A later pass returns a new tensor.
 
     dx is a saved tensor, so hooks on saved tensors see it: an activation checkpoint drops it like the others.
-    Scaling it does not increment its version, because autograd would then refuse a later backward pass.
+    Writing it does not increment its version, because autograd would then refuse a later backward pass.
     """
     if dloss is None:
         return _gradients(None)
-    *others, dx = ctx.saved_tensors
+    *others, upstream, dx = ctx.saved_tensors
     if getattr(ctx, "dx_was_returned", False) or is_compiling() or is_batched(dloss):
         return _backward_in_own_pass(others, dloss, ctx.options)
     ctx.dx_was_returned = True
     with _below_versions():
-        overloads["cross_entropy_bwd_one_pass"](*_one_pass_arguments((*others, dx, dloss, *ctx.options)))
+        overloads["cross_entropy_bwd_one_pass"](
+            *_one_pass_arguments((*others, upstream, dx, dloss, *ctx.options))
+        )
     return _gradients(once_differentiable(dx, others[0], dloss))
 
 
@@ -111,7 +114,7 @@ def _forward_by_row(ctx, keyset, *given):
     loss, values["lse"] = call_below_autograd(overload, keyset, _per_row_arguments(given))
     ctx.save_for_backward(*(values[name] for name in _SAVED))
     ctx.set_materialize_grads(False)
-    ctx.options = given[_ARGUMENTS.index("weight") + 1 :]
+    ctx.options = given[len(tensors(_NAME)) :]
     return loss if values["reduction"] == _NONE else loss.sum()
 
 
@@ -130,7 +133,7 @@ _in_place, _one_pass, _by_row = (
     apply_of(function(f"{_NAME}_{title}", *methods))
     for title, *methods in (
         ("in_place", forward(_NAME, _saving, _SAVED), _backward_in_place),
-        ("one_pass", forward(_NAME, "cross_entropy_fwd_one_pass", [*_SAVED, "dx"]), _backward_one_pass),
+        ("one_pass", forward(_NAME, "cross_entropy_fwd_one_pass", _SAVED_WITH_DX), _backward_one_pass),
         ("by_row", _forward_by_row, _backward_by_row),
     )
 )

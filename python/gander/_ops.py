@@ -64,6 +64,14 @@ def _dtype(ops: Any, value: Any) -> Any:
     return getattr(torch, _library.dtype_name(value, "out_dtype"))
 
 
+def _of_sum(divisor: Any, upstream: Any, reduction: Any) -> None:
+    """Refuses what needs another reduction."""
+    if divisor is not None and reduction != "sum":
+        raise ValueError(f"divisor is given with reduction {reduction!r}, expected 'sum', which it divides")
+    if upstream is not None and reduction == "none":
+        raise ValueError("upstream is given with reduction 'none', expected 'sum' or 'mean': it is one number")
+
+
 def _epsilon(x: Any) -> float:
     """What eps=None means in torch: the machine epsilon of the dtype that it computes in."""
     return 2.0**-52 if x.dtype.itemsize == 8 else 2.0**-23
@@ -780,6 +788,8 @@ def cross_entropy(
     *,
     one_pass: bool | None = ...,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
+    upstream: float | Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def cross_entropy(
@@ -793,6 +803,8 @@ def cross_entropy(
     *,
     one_pass: bool | None = ...,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
+    upstream: float | Array | None = ...,
 ) -> A: ...
 def cross_entropy(
     x: Any,
@@ -805,6 +817,8 @@ def cross_entropy(
     *,
     one_pass: bool | None = None,
     batch_invariant: bool = False,
+    divisor: Any = None,
+    upstream: Any = None,
 ) -> Any:
     """Cross-entropy of logits and class indices, differentiable in x.
 
@@ -825,10 +839,17 @@ def cross_entropy(
     torch.compile.
     batch_invariant: as in softmax, for the loss of each row, and for its gradient with "none" or "sum". The
     gradient of a mean depends on all rows.
+    divisor: what loss and gradient are divided by, with reduction "sum": a number, or a 0-dim tensor of any
+    real dtype on x's device, which is read there, without synchronization. For a sum over all tokens of a
+    step, whose number only the training loop knows.
+    upstream: the gradient of the loss that backward is expected to bring, a number or such a tensor: 1/4 for
+    `(loss / 4).backward()`, a GradScaler's scale. The single pass makes the gradient for it (for 1 by
+    default). backward compares the two on the device, and computes the gradient again if they differ. So
+    upstream changes the time, never the result. A tensor is copied when the loss is computed.
     lse_partial: (..., K), of any of these dtypes, not only x's: parts of the log-sum-exp of each row, such as
     the log-sum-exps of slices of x. The log-sum-exp of a row of lse_partial is taken for that of the row of
     x, which forward then only reads at the target. It gets no gradient: that of x is complete. Torch tensors
-    only. one_pass and batch_invariant do not apply. torch.compile breaks its graph at such a call.
+    only. one_pass, upstream and batch_invariant do not apply. torch.compile breaks its graph at such a call.
     Returns the loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
     Raises TypeError (dtype), ValueError (shape, reduction), RuntimeError (device, driver, memory).
     Gradient: dx = dloss * weight[t] * (softmax(x) - 1[t]). For accuracy, the maximum and the logarithm of the
@@ -838,13 +859,27 @@ def cross_entropy(
     if _debug:
         _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    if divisor is not None or upstream is not None:
+        _of_sum(divisor, upstream, reduction)
+        divisor = None if divisor is None else ops.scalar("divisor", divisor, x)
+        upstream = None if upstream is None else ops.scalar("upstream", upstream, x)
     try:
         if lse_partial is not None:
-            return _partial_of(ops, "lse_partial").with_lse_partial(
+            loss = _partial_of(ops, "lse_partial").with_lse_partial(
                 x, target, lse_partial, weight, ignore_index, code, bool(inplace_backward)
             )
+            return loss if divisor is None else loss / divisor
         return ops.cross_entropy(
-            x, target, weight, ignore_index, code, bool(batch_invariant), bool(inplace_backward), one_pass
+            x,
+            target,
+            weight,
+            divisor,
+            upstream,
+            ignore_index,
+            code,
+            bool(batch_invariant),
+            bool(inplace_backward),
+            one_pass,
         )
     except _FAILURES as error:
         raise ops.explained(error, target=target, weight=weight) from None
@@ -862,6 +897,7 @@ def cross_entropy_fwd(
     inplace_backward: bool = ...,
     *,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def cross_entropy_fwd(
@@ -875,6 +911,7 @@ def cross_entropy_fwd(
     return_dx: Literal[True],
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def cross_entropy_fwd(
@@ -888,6 +925,7 @@ def cross_entropy_fwd(
     return_dx: Literal[False] = ...,
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy_fwd(
@@ -901,6 +939,7 @@ def cross_entropy_fwd(
     return_dx: Literal[True],
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy_fwd(
@@ -914,6 +953,7 @@ def cross_entropy_fwd(
     inplace_backward: bool = ...,
     *,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
 ) -> A: ...
 @overload
 def cross_entropy_fwd(
@@ -927,6 +967,7 @@ def cross_entropy_fwd(
     return_dx: Literal[True],
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
 ) -> tuple[A, A, A]: ...
 @overload
 def cross_entropy_fwd(
@@ -940,6 +981,7 @@ def cross_entropy_fwd(
     return_dx: Literal[False] = ...,
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
 ) -> tuple[A, A]: ...
 @overload
 def cross_entropy_fwd(
@@ -953,6 +995,7 @@ def cross_entropy_fwd(
     return_dx: Literal[True],
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
 ) -> tuple[A, A]: ...
 def cross_entropy_fwd(
     x: Any,
@@ -965,12 +1008,14 @@ def cross_entropy_fwd(
     inplace_backward: bool = False,
     *,
     batch_invariant: bool = False,
+    divisor: Any = None,
 ) -> Any:
     """The loss of each row, without a gradient. Returns loss, (loss, lse), (loss, dx) or (loss, lse, dx).
 
     loss and lse (the log-sum-exp of each row): float32 (float64 for float64) of shape x.shape[:-1].
     dx: the gradient of the sum of the losses, computed in the same pass over x, with x's shape and dtype.
     With inplace_backward it is written over x, and x itself is returned.
+    divisor: as in cross_entropy, for the loss of each row and for dx.
     target_logit: the logits of the targets, in place of those in x, with x.shape[:-1]; or (..., K), of which
     target chooses one. x then only gives the log-sum-exp, and weight has an element for each class that
     target may name. With x.shape[:-1] and without weight any target >= 0 is a class. Refused with return_dx.
@@ -978,6 +1023,8 @@ def cross_entropy_fwd(
     Other arguments and errors are those of cross_entropy.
     """
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    if divisor is not None:
+        divisor = ops.scalar("divisor", divisor, x)
     if target_logit is not None:
         if return_dx:
             raise NotImplementedError(
@@ -989,19 +1036,21 @@ def cross_entropy_fwd(
             )
         except _FAILURES as error:
             raise ops.explained(error, target=target, weight=weight) from None
+        if divisor is not None:
+            loss = loss / divisor
         return (loss, lse) if return_lse else loss
     if _debug:
         _check_targets(x.shape[-1], target, ignore_index)
     try:
-        arguments = _detached(x), target, _detached(weight), ignore_index
+        operands, options = (_detached(x), target, _detached(weight), divisor), (bool(batch_invariant),)
         if return_dx and inplace_backward:
-            (loss, lse), dx = ops.cross_entropy_fwd_dx_(*arguments, bool(batch_invariant)), x
+            (loss, lse), dx = ops.cross_entropy_fwd_dx_(*operands, None, ignore_index, *options), x
         elif return_dx:
-            loss, lse, dx = ops.cross_entropy_fwd_dx(*arguments, bool(batch_invariant))
+            loss, lse, dx = ops.cross_entropy_fwd_dx(*operands, None, ignore_index, *options)
         elif return_lse:
-            return ops.cross_entropy_fwd_lse(*arguments, bool(batch_invariant))
+            return ops.cross_entropy_fwd_lse(*operands, ignore_index, *options)
         else:
-            return ops.cross_entropy(*arguments, 0, bool(batch_invariant), False, None)
+            return ops.cross_entropy(*operands, None, ignore_index, 0, *options, False, None)
     except _FAILURES as error:
         raise ops.explained(error, target=target, weight=weight) from None
     return (loss, lse, dx) if return_lse else (loss, dx)
@@ -1049,9 +1098,9 @@ def cross_entropy_bwd(
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if inplace_backward:
-            ops.cross_entropy_bwd_(_detached(x), target, weight, dloss, lse, ignore_index, 0, False)
+            ops.cross_entropy_bwd_(_detached(x), target, weight, dloss, lse, None, ignore_index, 0, False)
             return x
-        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, ignore_index, 0, False)
+        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, None, ignore_index, 0, False)
     except _FAILURES as error:
         raise ops.explained(error, target=target, dloss=dloss, lse=lse, weight=weight) from None
 

@@ -60,6 +60,27 @@ def explained(error: RuntimeError, **arguments) -> Exception:
     return _library.exception(status, text)
 
 
+def scalar(name: str, value, x: Tensor) -> Tensor:
+    """A new 0-dim tensor on x's device, of the dtype that x's statistics have, from a number or a tensor.
+
+    Nothing synchronizes.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected (); pass {name}.squeeze()")
+        if value.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but has none; pass {name}.detach()")
+        if value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{name} has dtype {str(value.dtype)[6:]}, expected a real number; convert it")
+        if value.device != x.device:
+            raise RuntimeError(f"{name} is on {value.device}, expected {x.device} as x; move one of them")
+        return value.to(dtype, copy=True)
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} is {value!r}, expected a number or a 0-dim tensor on the device of x")
+    return x.new_full((), value, dtype=dtype)
+
+
 # ---- Operators that write over an argument ----
 
 

@@ -63,8 +63,9 @@ def _rule(name, given):
         if not used:
             continue
         found, by_row = f"{argument} has placements {spec.placements}, expected", spec.ndim == leading
-        if of[argument].shape == "columns":
-            refuse(f"{found} Replicate: it has one element for each column; redistribute it")
+        if of[argument].shape in ("columns", "one"):
+            each = "column" if of[argument].shape == "columns" else "tensor"
+            refuse(f"{found} Replicate: it has one element for each {each}; redistribute it")
         if of[argument].shape == "statistics" and not by_row:
             refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
         if any(placement.dim >= leading for placement in used) or not (
@@ -88,7 +89,7 @@ def _rule(name, given):
             return Partial("sum") if operand.output else Replicate()
         if operand.shape == "reduced" and reduction == "sum":
             return Partial("sum")
-        if operand.shape == "upstream" and ndim != leading:  # one element for all rows
+        if operand.shape == "one" or (operand.shape == "upstream" and ndim != leading):  # for all rows
             return Replicate()
         return shard
 
@@ -144,9 +145,12 @@ def cross_entropy_of_slices(given):
         )
     target = _local("target", target, rows)
     weight = _local("weight", values["weight"], [Replicate()] * mesh.ndim)
+    divisor = _local("divisor", values["divisor"], [Replicate()] * mesh.ndim)
     loss = distributed.of_mesh(
         mine, target, weight, mesh, on[0], x.shape[-1], values["ignore_index"], values["reduction"]
     )
+    if divisor is not None:
+        loss = loss / divisor
     if reduction == "none":
         shape = x.shape[:-1]
         return _DTensor.from_local(loss, mesh, rows, run_check=False, shape=shape, stride=_contiguous(shape))

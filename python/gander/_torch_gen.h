@@ -468,15 +468,15 @@ static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) 
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
-      .reduction = as_int32(a[4]),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
       .one_pass = 0,
-      .batch_invariant = (a[5] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value* a) {
@@ -484,15 +484,15 @@ static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value*
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
-      .reduction = as_int32(a[4]),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
       .one_pass = 0,
-      .batch_invariant = (a[5] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_lse(Call* call, const Operand* o, const Value* a) {
@@ -500,15 +500,15 @@ static int32_t call_cross_entropy_fwd_lse(Call* call, const Operand* o, const Va
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
+      .ignore_index = (int64_t)a[4],
       .reduction = 0,
       .one_pass = 0,
-      .batch_invariant = (a[4] & 1) != 0,
+      .batch_invariant = (a[5] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_dx(Call* call, const Operand* o, const Value* a) {
@@ -516,15 +516,15 @@ static int32_t call_cross_entropy_fwd_dx(Call* call, const Operand* o, const Val
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
+      .ignore_index = (int64_t)a[5],
       .reduction = 0,
       .one_pass = 0,
-      .batch_invariant = (a[4] & 1) != 0,
+      .batch_invariant = (a[6] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Value* a) {
@@ -532,15 +532,15 @@ static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Va
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
+      .ignore_index = (int64_t)a[5],
       .reduction = 0,
       .one_pass = 0,
-      .batch_invariant = (a[4] & 1) != 0,
+      .batch_invariant = (a[6] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, const Value* a) {
@@ -548,15 +548,15 @@ static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, con
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
-      .reduction = as_int32(a[4]),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
       .one_pass = 1,
-      .batch_invariant = (a[5] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value* a) {
@@ -564,15 +564,15 @@ static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value*
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
+      .ignore_index = (int64_t)a[6],
+      .reduction = as_int32(a[7]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[8] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value* a) {
@@ -580,15 +580,15 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
+      .ignore_index = (int64_t)a[6],
+      .reduction = as_int32(a[7]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[8] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_slice(Call* call, const Operand* o, const Value* a) {
@@ -604,7 +604,7 @@ static int32_t call_cross_entropy_bwd_slice(Call* call, const Operand* o, const 
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_slice_(Call* call, const Operand* o, const Value* a) {
@@ -620,7 +620,7 @@ static int32_t call_cross_entropy_bwd_slice_(Call* call, const Operand* o, const
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, const Value* a) {
@@ -628,15 +628,15 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[6],
-      .reduction = as_int32(a[7]),
+      .ignore_index = (int64_t)a[8],
+      .reduction = as_int32(a[9]),
       .one_pass = 1,
-      .batch_invariant = (a[8] & 1) != 0,
+      .batch_invariant = (a[10] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_logsumexp(Call* call, const Operand* o, const Value* a) {
@@ -1539,72 +1539,78 @@ static const Operator operators[] = {
         .name = "cross_entropy",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy,
-        .arguments = "TTOiibeE",
-        .reduction_argument = 4,
+        .arguments = "TTOOOiibeE",
+        .reduction_argument = 6,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 1,
-        .results = {3},
+        .results = {5},
         .fast = true,
         .saving = OP_CROSS_ENTROPY_FWD,
-        .differentiable = {true, false, false, false, false, false, false, false},
-        .saved_count = 4,
-        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}},
+        .differentiable = {true, false, false, false, false, false, false, false, false, false},
+        .saved_count = 5,
+        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}, {false, 3}},
     },
     {
         .name = "cross_entropy_fwd",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd,
-        .arguments = "TTOiib",
-        .reduction_argument = 4,
+        .arguments = "TTOOOiib",
+        .reduction_argument = 6,
         .packed = true,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 2,
-        .results = {3, 4},
+        .results = {5, 6},
         .fast = true,
         .saving = OP_CROSS_ENTROPY_FWD,
-        .differentiable = {true, false, false, false, false, false},
-        .saved_count = 4,
-        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}},
+        .differentiable = {true, false, false, false, false, false, false, false},
+        .saved_count = 5,
+        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}, {false, 3}},
     },
     {
         .name = "cross_entropy_fwd_lse",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_lse,
-        .arguments = "TTOib",
+        .arguments = "TTOOib",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 2,
-        .results = {3, 4},
+        .results = {5, 6},
         .fast = true,
         .saving = -1,
     },
@@ -1612,22 +1618,24 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_dx",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_dx,
-        .arguments = "TTOib",
+        .arguments = "TTOOOib",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 3,
-        .results = {3, 4, 5},
+        .results = {5, 6, 7},
         .fast = true,
         .saving = -1,
     },
@@ -1635,22 +1643,24 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_dx_",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_dx_,
-        .arguments = "TTOib",
+        .arguments = "TTOOOib",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 2,
-        .results = {3, 4},
+        .results = {5, 6},
         .fast = false,
         .saving = -1,
     },
@@ -1658,21 +1668,23 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_one_pass",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_one_pass,
-        .arguments = "TTOiib",
-        .reduction_argument = 4,
+        .arguments = "TTOOOiib",
+        .reduction_argument = 6,
         .packed = true,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 3,
-        .results = {3, 4, 5},
+        .results = {5, 6, 7},
         .fast = true,
         .saving = -1,
     },
@@ -1680,21 +1692,23 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd,
-        .arguments = "TTOTTiib",
-        .reduction_argument = 6,
+        .arguments = "TTOTTOiib",
+        .reduction_argument = 7,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
         },
         .result_count = 1,
-        .results = {6},
+        .results = {8},
         .fast = true,
         .saving = -1,
     },
@@ -1702,16 +1716,18 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_,
-        .arguments = "TTOTTiib",
-        .reduction_argument = 6,
+        .arguments = "TTOTTOiib",
+        .reduction_argument = 7,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
         },
@@ -1726,18 +1742,20 @@ static const Operator operators[] = {
         .arguments = "TTOTTiib",
         .reduction_argument = 6,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
         },
         .result_count = 1,
-        .results = {6},
+        .results = {8},
         .fast = true,
         .saving = -1,
     },
@@ -1748,13 +1766,15 @@ static const Operator operators[] = {
         .arguments = "TTOTTiib",
         .reduction_argument = 6,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
         },
@@ -1766,18 +1786,20 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_one_pass",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_one_pass,
-        .arguments = "TTOTTTiib",
-        .reduction_argument = 7,
+        .arguments = "TTOTTOOTiib",
+        .reduction_argument = 9,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
         },
         .result_count = 0,
         .fast = false,

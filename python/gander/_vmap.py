@@ -26,7 +26,7 @@ def _folded(name, values, dims, size):
         if argument not in of or value is None:
             continue
         shape, dim = of[argument].shape, dims[argument]
-        if shape == "columns":
+        if shape in ("columns", "one"):
             if dim is not None:
                 return None
             continue

@@ -134,8 +134,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     reduction="mean", label_smoothing=0.0).
 
     input: (C), (N, C) or (N, C, d1, ...). target: class indices, with the shape of input without C. The loss
-    is float32 (float64 for float64). Label smoothing and class probabilities raise NotImplementedError. See
-    gander.cross_entropy.
+    is float32 (float64 for float64). Label smoothing and class probabilities raise NotImplementedError.
+    forward also takes divisor and upstream. See gander.cross_entropy.
     """
 
     def __init__(
@@ -156,7 +156,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if self.label_smoothing:
             raise NotImplementedError("label_smoothing is not supported yet; use torch.nn.CrossEntropyLoss")
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        divisor: float | Tensor | None = None,
+        upstream: float | Tensor | None = None,
+    ) -> Tensor:
         self._check_label_smoothing()  # the attribute may have been set after construction
         if target.is_floating_point():
             raise NotImplementedError(
@@ -170,4 +176,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,  # type: ignore[arg-type]
+            divisor=divisor,
+            upstream=upstream,
         )
