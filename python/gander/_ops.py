@@ -69,7 +69,9 @@ def _of_sum(divisor: Any, upstream: Any, reduction: Any) -> None:
     if divisor is not None and reduction != "sum":
         raise ValueError(f"divisor is given with reduction {reduction!r}, expected 'sum', which it divides")
     if upstream is not None and reduction == "none":
-        raise ValueError("upstream is given with reduction 'none', expected 'sum' or 'mean': it is one number")
+        raise ValueError(
+            "upstream is given with reduction 'none', expected 'sum' or 'mean': it is one number"
+        )
 
 
 def _epsilon(x: Any) -> float:
@@ -1103,6 +1105,69 @@ def cross_entropy_bwd(
         return ops.cross_entropy_bwd(x, target, weight, dloss, lse, None, ignore_index, 0, False)
     except _FAILURES as error:
         raise ops.explained(error, target=target, dloss=dloss, lse=lse, weight=weight) from None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    weight_ce: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    divisor: float | Tensor | None = None,
+    upstream: float | Tensor | None = None,
+    chunk: int | None = None,
+    *,
+    accumulate: Literal["float32"] | None = None,
+) -> Tensor:
+    """cross_entropy(x @ weight.T + bias, target), which never holds all logits. Differentiable in x, weight
+    and bias. Torch tensors only.
+
+    x: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). weight: (V, K) and bias: (V) or
+    None, of x's dtype. Under autocast all three are cast, as in torch.nn.functional.linear.
+    target, ignore_index, reduction, divisor: as in cross_entropy. weight_ce: (V), its class weights.
+    chunk: the rows whose logits are held at a time. None takes a quarter of all rows. More chunks need less
+    memory, and more time to add up the gradient of weight.
+    accumulate: "float32" adds up the gradient of weight over the chunks in float32, in a tensor of its own.
+    By default each sum is rounded to weight's dtype. The gradient of bias is always added in float32.
+    upstream: the gradient of the loss that backward is expected to bring, as in cross_entropy. It is 1 by
+    default. forward makes the gradients for it, with torch's matrix products. Gradients of bfloat16 and
+    float32 are multiplied in backward if another one comes, which rounds once more. Gradients of float16
+    would have underflowed: they are made again, and so are those of a second backward pass. Without upstream,
+    gradients of float16 are made in backward, and with reduction "none" all are. With upstream, float16's
+    backward waits for the device to see whether they have to be.
+
+    Ignored rows take part in the matrix products. Inside torch.func's transforms all logits are held.
+    Returns the loss as cross_entropy does.
+    Raises TypeError (dtype), ValueError (shape, reduction, chunk), RuntimeError (device, driver, memory).
+    """
+    if not (isinstance(x, _Tensor) or _hook.is_late_tensor(x)):
+        raise TypeError(f"x is a {type(x).__name__}, expected a torch.Tensor")
+    code = _code("reduction", reduction, REDUCTIONS)
+    _of_sum(divisor, upstream, reduction)
+    if accumulate not in (None, "float32"):
+        raise ValueError(f"accumulate is {accumulate!r}, expected 'float32' or None")
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    if _debug:
+        _check_targets(weight.shape[0], target, ignore_index)
+    try:
+        loss: Tensor = ops._linear_cross_entropy.linear_cross_entropy(
+            x,
+            weight,
+            target,
+            bias,
+            weight_ce,
+            ignore_index,
+            code,
+            divisor,
+            upstream,
+            chunk,
+            accumulate is not None,
+        )
+    except _FAILURES as error:
+        raise ops.explained(error) from None
+    return loss
 
 
 @overload

@@ -11,6 +11,7 @@ operator's arguments by position. If possible, it bypasses torch's dispatcher (_
 import ctypes
 import os
 import sys
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
         if value.device != x.device:
             raise RuntimeError(f"{name} is on {value.device}, expected {x.device} as x; move one of them")
         return value.to(dtype, copy=True)
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is {value!r}, expected a number or a 0-dim tensor on the device of x")
     return x.new_full((), value, dtype=dtype)
 
@@ -153,6 +154,9 @@ for _name in _TO_FLOAT32:
 _gradients.register({"cross_entropy": _cross_entropy.choose}, {"cross_entropy": cross_entropy_of_slices})
 _fast.start(_BINARY, _gradients.fast_functions(), _cross_entropy.ONE_PASS)
 globals().update({name: _fast.call(name) for name in TORCH})
+
+
+from . import _linear_cross_entropy  # noqa: E402, F401 - registers an operator that calls those above
 
 
 def __getattr__(name):
