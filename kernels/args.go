@@ -118,7 +118,7 @@ type CrossEntropyArgs struct {
 	Total          Output // one float32
 	TargetLogits   Output // (M) float32: the targets' logits, kept from one launch to the next
 	Max            Output // (M) float32; the whole log-sum-exp if LogSum is 0
-	LogSum         Output // (M) float32
+	LogSum         Output // (M) float32; with Sums the sums themselves, not their logarithms
 	Denominator    Output // one float32
 	TargetStride   int64
 	LossStride     int64
@@ -136,5 +136,5 @@ type CrossEntropyArgs struct {
 	RowThreads, InverseRowThreads, RowsPerCTA int32
 
 	Slice int32 // backward: the columns are a slice of the classes, and a target may lie outside of it
-	_     int32
+	Sums  int32
 }

@@ -198,6 +198,9 @@ func (k *cudaCall) crossEntropy(s *kernels.CrossEntropy) kernels.CrossEntropyArg
 	if s.Reduction == kernels.ReduceMean {
 		args.Mean = 1
 	}
+	if s.OnePass && s.LogSum.Present() {
+		args.Sums = 1
+	}
 	if threads := k.plan.rowThreads; threads > 0 {
 		args.RowThreads, args.InverseRowThreads = threads, (1<<16+threads-1)/threads
 		args.RowsPerCTA = k.plan.rowsPerCTA
@@ -233,7 +236,7 @@ func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) 
 }
 
 // statistics checks the log-sum-exp of the rows. It has M elements; or shape (2, M), with the maxima and the
-// logarithms of the sums; or 2 M + 1 elements, the same two parts and then the denominator.
+// logarithms of the sums (with one_pass the sums); or 2 M + 1 elements, the same two parts and then the denominator.
 func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64) (s logSumExp) {
 	const shapes = perRow + ", (2, M), or 2 M + 1 with the denominator"
 	if k.err != nil || t == nil || t.Validate() != nil {

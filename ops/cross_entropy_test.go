@@ -326,6 +326,8 @@ func TestDivisorAndUpstream(t *testing.T) {
 			requireClose(t, right, size, values(t, dx), d, n)
 			if reduction == kernels.ReduceSum { // what forward has made for this dloss stays
 				o.Upstream, o.OnePass = dloss, true
+				require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, dx, nil, o))
+				requireClose(t, right, size, values(t, dx), d, n)
 				given := tensor(t, d, slices.Repeat([]float64{mark}, m*n), m, n)
 				require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, given, o))
 				assert.Equal(t, slices.Repeat([]float64{mark}, m*n), values(t, given), "dx must not be written")
@@ -333,7 +335,7 @@ func TestDivisorAndUpstream(t *testing.T) {
 				require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, given, o))
 				requireClose(t, right, size, values(t, given), d, n)
 			}
-			o.OnePass, o.Divisor = false, tensor(t, stat, []float64{0})
+			o.OnePass, o.Upstream, o.Divisor = false, nil, tensor(t, stat, []float64{0})
 			require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, dx, nil, o))
 			assert.Equal(t, make([]float64, n), values(t, dx)[2*n:3*n])
 			assert.True(t, math.IsInf(values(t, dx)[0], 0))

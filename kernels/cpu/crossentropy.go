@@ -145,7 +145,7 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 	if !w.skipped(ignored) {
 		high, sum = logSumExp(partials)
 		logSum = math.Log(sum)
-		w.writeLSE(row, high, logSum)
+		w.writeLSE(row, high, logSum, sum)
 	}
 	loss, weight, logit := 0.0, 0.0, math.NaN()
 	if !ignored {
@@ -169,8 +169,11 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 	return rowStats{a: high, b: gradient / sum, c: gradient * (math.Exp(logit-high)/sum - 1)}
 }
 
-func (w *worker[T]) writeLSE(row int, high, logSum float64) {
+func (w *worker[T]) writeLSE(row int, high, logSum, sum float64) {
 	switch {
+	case w.ce.LogSum.Present() && w.ce.OnePass:
+		put(&w.ce.Max, row, high)
+		put(&w.ce.LogSum, row, sum)
 	case w.ce.LogSum.Present():
 		put(&w.ce.Max, row, high)
 		put(&w.ce.LogSum, row, logSum)
@@ -216,6 +219,9 @@ func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowSt
 	high, logSum := at(&w.ce.Max, row), 0.0
 	if w.ce.LogSum.Present() {
 		logSum = at(&w.ce.LogSum, row)
+		if w.ce.OnePass {
+			logSum = math.Log(logSum)
+		}
 	}
 	return rowStats{a: high, b: gradient * math.Exp(-logSum), c: gradient * (math.Exp(logit-high-logSum) - 1)}
 }

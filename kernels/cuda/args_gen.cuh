@@ -118,7 +118,7 @@ struct CrossEntropyArgs {
   int32_t inverse_row_threads;
   int32_t rows_per_cta;
   int32_t slice;
-  int32_t padding;
+  int32_t sums;
 };
 static_assert(sizeof(CrossEntropyArgs) == 304, "the layout is Go's");
 

@@ -222,7 +222,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = a.divisor ? loss / load_divisor(a) : loss;
     if (a.log_sum) {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m;
-      static_cast<float*>(a.log_sum)[row * a.log_sum_stride] = log_sum;
+      static_cast<float*>(a.log_sum)[row * a.log_sum_stride] = a.sums ? st.s : log_sum;
     } else if (a.max) {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m + log_sum;
     }
@@ -238,10 +238,10 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
     subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
   }
-  // The gradient of any element but the target's.
+  // The gradient of any element but the target's. The product is rounded by itself, as in backward.
   template <bool Cached>
   __device__ __forceinline__ static float scaled(const Scalars& sc, float x) {
-    return (Cached ? x : exp_difference<T>(x, sc.max)) * sc.scale;
+    return __fmul_rn(Cached ? x : exp_difference<T>(x, sc.max), sc.scale);
   }
   __device__ __forceinline__ static void finish_launch(const Args& a) {
     if (!a.single_cta_total) return;
@@ -283,14 +283,16 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     sc.index = l.index, sc.zero = l.weight == 0.f;
     sc.grad = row_gradient(a, sc.grad, l.weight);
     // Maximum and log-sum are separate. So the log-sum is small, and its exponential is accurate to a few
-    // ulp, even if the logits are large.
-    sc.scale = expf(-sc.scale) * sc.grad;
+    // ulp, even if the logits are large. With one_pass the sum itself is there, and the operations are those of
+    // CrossEntropyForward::prepare.
+    sc.scale = a.sums ? sc.grad / sc.scale : expf(-sc.scale) * sc.grad;
   }
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {
 #pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
+    for (int j = 0; j < E; j++)
+      dx[j] = sc.zero ? 0.f : __fmul_rn(exp_difference<T>(x[j], sc.max), sc.scale);
     subtract_at(sc.index, p.origin, e, sc.grad, dx);
   }
 };

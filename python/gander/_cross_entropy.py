@@ -78,13 +78,19 @@ def write_over(name, x, others, dloss):
 
 # ---- In one pass with the loss ----
 
-_SAVED_WITH_DX = [*_SAVED, "upstream", "dx"]
+_SAVED_WITH_DX, _LSE = [*_SAVED, "upstream", "dx"], _SAVED.index("lse")
 _one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED_WITH_DX, _DLOSS])
+
+
+def _logarithms(lse):
+    """The statistics that other operators read, from those of the single pass, which has the sums."""
+    high, sums = lse[:-1].chunk(2)
+    return torch.cat((high, sums.log(), lse[-1:]))
 
 
 def _backward_one_pass(ctx, dloss):
     """The first backward pass returns forward's dx, computed again in place if dloss is not the expected one.
-    A later pass returns a new tensor.
+    A later pass returns a new tensor with the same bits.
 
     dx is a saved tensor, so hooks on saved tensors see it: an activation checkpoint drops it like the others.
     Writing it does not increment its version, because autograd would then refuse a later backward pass.
@@ -92,8 +98,13 @@ def _backward_one_pass(ctx, dloss):
     if dloss is None:
         return _gradients(None)
     *others, upstream, dx = ctx.saved_tensors
-    if getattr(ctx, "dx_was_returned", False) or is_compiling() or is_batched(dloss):
+    if is_compiling() or is_batched(dloss):
+        others[_LSE] = _logarithms(others[_LSE])
         return _backward_in_own_pass(others, dloss, ctx.options)
+    if getattr(ctx, "dx_was_returned", False):
+        dx = torch.empty_like(dx)
+        integers = torch.int64 if dloss.dtype == torch.float64 else torch.int32
+        upstream = dloss.view(integers).bitwise_not().view(dloss.dtype)  # never the bits of dloss
     ctx.dx_was_returned = True
     with _below_versions():
         overloads["cross_entropy_bwd_one_pass"](
