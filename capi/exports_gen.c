@@ -232,6 +232,26 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
   return gander_end(inputs, 8, status);
 }
 
+int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* upstream,
+                                const DLTensor* y, const gander_rescale_options* options, void* stream) {
+  GANDER_ENTER();
+  return ganderRescaleGradient(
+      (void*)x, (void*)dloss, (void*)upstream, (void*)y, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_rescale(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dloss,
+                       DLManagedTensorVersioned* upstream, const gander_rescale_options* options,
+                       void* stream, DLManagedTensorVersioned** y) {
+  const gander_input inputs[] = {{"x", x}, {"dloss", dloss}, {"upstream", upstream}};
+  DLManagedTensorVersioned** const outputs[] = {y};
+  int32_t status = gander_begin(__func__, inputs, 3, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderRescaleGradientOwned(
+        gander_tensor(x), gander_tensor(dloss), gander_tensor(upstream), (void*)options, (uintptr_t)stream, y);
+  }
+  return gander_end(inputs, 3, status);
+}
+
 int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
                                  const gander_logsumexp_options* options, void* stream) {
   GANDER_ENTER();

@@ -30,6 +30,10 @@ func crossEntropyOptions(p unsafe.Pointer) (C.gander_cross_entropy_options, erro
 	return readOptions(p, C.gander_cross_entropy_options{ignore_index: -100})
 }
 
+func rescaleOptions(p unsafe.Pointer) (C.gander_rescale_options, error) {
+	return readOptions(p, C.gander_rescale_options{})
+}
+
 func logSumExpOptions(p unsafe.Pointer) (C.gander_logsumexp_options, error) {
 	return readOptions(p, C.gander_logsumexp_options{})
 }
@@ -541,6 +545,55 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, divisor, ups
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
 			Slice:          o.slice != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderRescaleGradient
+func ganderRescaleGradient(x, dloss, upstream, y, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := rescaleOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.RescaleGradient{
+			X:              tensor(x),
+			DLoss:          tensor(dloss),
+			Upstream:       tensor(upstream),
+			Y:              tensor(y),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderRescaleGradientOwned
+func ganderRescaleGradientOwned(x, dloss, upstream, options unsafe.Pointer, stream uintptr,
+	y unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := rescaleOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("rescale", "x", tensor(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		ty := made.required("y", y, made.dtype(), made.rows())
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.RescaleGradient{
+			X:              tensor(x),
+			DLoss:          tensor(dloss),
+			Upstream:       tensor(upstream),
+			Y:              ty,
+			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

@@ -168,6 +168,12 @@ typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_rescale_options;
+
+typedef struct {
+  size_t size;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
 } gander_logsumexp_options;
 /* end of what is generated */
 
@@ -302,6 +308,16 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
                                       const DLTensor* dx, const gander_cross_entropy_options* options,
                                       void* stream);
 
+/* y = x * (dloss / upstream): corrects a gradient that was made for another upstream gradient than came.
+ * If y is x and dloss has the bits of upstream, which is 1 if absent, x is neither read nor written. Both
+ * are compared on the device, without synchronization.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   dloss: one element; float64 if x is, else float32.
+ *   upstream: one element; float64 if x is, else float32; or NULL.
+ *   y: (M, N); x's dtype; may be x if the dtypes agree. */
+int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* upstream,
+                                const DLTensor* y, const gander_rescale_options* options, void* stream);
+
 /* lse = log(sum exp(x)) for each row, computed with the maximum subtracted. A row of -inf gives -inf. A
  * row with +inf or NaN gives NaN.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
@@ -390,6 +406,11 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
                                   DLManagedTensorVersioned* upstream, DLManagedTensorVersioned* denominator,
                                   const gander_cross_entropy_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
+
+/* gander_rescale_gradient with owned tensors. */
+int32_t gander_rescale(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dloss,
+                       DLManagedTensorVersioned* upstream, const gander_rescale_options* options,
+                       void* stream, DLManagedTensorVersioned** y);
 
 /* gander_logsumexp_forward with owned tensors. */
 int32_t gander_logsumexp(DLManagedTensorVersioned* x, const gander_logsumexp_options* options, void* stream,

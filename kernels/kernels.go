@@ -62,7 +62,8 @@ type Vector struct {
 func (v Vector) Present() bool { return v.Data != nil }
 
 // CrossEntropy is what one cross-entropy call reads and writes, forward or backward.
-// Statistics (Loss, Max, LogSum, Denominator, Divisor, Upstream, DLoss) are float32, or float64 where X is float64.
+// Statistics (Loss, Max, LogSum, Denominator, Divisor, Upstream, DLoss) are float32, or float64 where X is
+// float64.
 type CrossEntropy struct {
 	X           Matrix // logits (M, N)
 	Target      Vector // class of each row (M), int32 or int64
@@ -88,10 +89,10 @@ type CrossEntropy struct {
 	// Forward writes:
 	Loss Vector // (M) where Reduction is ReduceNone, else one element
 	// Max and LogSum hold the two parts of each row's log-sum-exp; Max alone receives the whole where
-	// LogSum is absent. Both are optional in the forward call. With OnePass LogSum holds sum exp(x - max) itself,
-	// by which both divide, so that they compute the same bits.
+	// LogSum is absent. Both are optional in the forward call. With OnePass LogSum holds sum exp(x - max)
+	// itself, by which both divide, so that they compute the same bits.
 	Max, LogSum Vector
-	DX          Matrix // weighted gradient for an upstream gradient of Upstream per row; optional in forward
+	DX          Matrix // weighted gradient for an upstream gradient of Upstream; optional in forward
 	Denominator Vector // one element: the mean's denominator; optional
 
 	// Backward reads Max and LogSum as well, and writes DX:

@@ -12,7 +12,8 @@ type Op uint8
 // other kernels computed for each CTA or row. Denominator sums the rows' weights before the rows are read.
 // SoftmaxClear and RMSNormClear clear the memory through which CTAs of the next launch exchange states.
 // NormForward and NormBackward are RMSNorm with options that RMSNormForward and RMSNormBackward do not have,
-// and LayerNorm. NormGradient sums dw and db.
+// and LayerNorm. NormGradient sums dw and db. Rescale multiplies gradients that were made for another
+// upstream gradient.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -29,6 +30,7 @@ const (
 	NormForward
 	NormBackward
 	NormGradient
+	Rescale
 )
 
 // String returns the op's name as it stands in symbols.
@@ -37,6 +39,7 @@ func (o Op) String() string {
 		"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient",
 		"total", "denominator", "softmax_clear", "rmsnorm_clear", "norm_forward", "norm_backward", "norm_gradient",
+		"rescale",
 	}[o]
 }
 
@@ -81,7 +84,8 @@ func FamilyOf(op Op, x DType) Family {
 	switch op {
 	case RMSNormForward, RMSNormBackward, WeightGradient, RMSNormClear:
 		group = 1
-	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator:
+	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator,
+		Rescale:
 		group = 2
 	case NormForward, NormBackward, NormGradient:
 		group = 3
@@ -298,6 +302,7 @@ func table() []Variant {
 			t.addRows(op)
 		}
 		t.addChunks(CrossEntropyBackward, Elementwise, 4)
+		t.addChunks(Rescale, Elementwise, 4)
 		t.addStaged()
 		t.addRings()
 		t.addGrid()

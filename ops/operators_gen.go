@@ -658,6 +658,51 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
+// RescaleGradient is the operator rescale_gradient: y = x * (dloss / upstream): corrects a gradient that was
+// made for another upstream gradient than came. If y is x and dloss has the bits of upstream, which is 1 if
+// absent, x is neither read nor written. Both are compared on the device, without synchronization.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type RescaleGradient struct {
+	X        *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	DLoss    *dlpack.Tensor // one element; float64 if x is, else float32
+	Upstream *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	Y        *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree
+
+	BatchInvariant bool // a row's bits do not depend on how many rows there are
+}
+
+// rescaleGradient is a RescaleGradient whose operands have been checked.
+type rescaleGradient struct {
+	X        kernels.Matrix
+	DLoss    kernels.Vector
+	Upstream kernels.Vector
+	Y        kernels.Matrix
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o RescaleGradient) Run(c *Call) error {
+	k := check{op: "rescale_gradient"}
+	a := rescaleGradient{
+		Choice: Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, anyFloat)
+	a.DLoss = k.compact("dloss", o.DLoss, statistic(a.X.DType), 1, "one for all rows")
+	if o.Upstream != nil {
+		a.Upstream = k.compact("upstream", o.Upstream, statistic(a.X.DType), 1, "one for all rows")
+	}
+	a.Y = k.rowsLike("y", o.Y, only(a.X.DType), "x", a.X)
+	k.output("x")
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
 // LogSumExpForward is the operator logsumexp_forward: lse = log(sum exp(x)) for each row, computed with the
 // maximum subtracted. A row of -inf gives -inf. A row with +inf or NaN gives NaN.
 //

@@ -33,7 +33,7 @@ var testDevices = func() map[string]*driver.Facts {
 var rowOps = []kernels.Op{
 	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,
 	kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX, kernels.CrossEntropyBackward,
-	kernels.NormForward, kernels.NormBackward,
+	kernels.NormForward, kernels.NormBackward, kernels.Rescale,
 }
 
 // everyRequest calls f for a grid of requests that a caller can make.
@@ -75,7 +75,7 @@ func everyRequest(f func(request)) {
 								f(r)
 							}
 						}
-						if op == kernels.CrossEntropyBackward {
+						if op == kernels.CrossEntropyBackward || op == kernels.Rescale {
 							r.onePass = true
 							f(r)
 						}

@@ -287,12 +287,35 @@ var Table = []Group{
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
 					{Name: "cross_entropy_bwd_", Writes: "x", Into: "dx", Without: []string{"upstream", "denominator"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
-					{Name: "cross_entropy_bwd_slice", Results: []string{"dx"}, Without: []string{"divisor", "upstream", "denominator"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 1}},
-					{Name: "cross_entropy_bwd_slice_", Writes: "x", Into: "dx", Without: []string{"divisor", "upstream", "denominator"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 1}},
+					{Name: "cross_entropy_bwd_slice", Results: []string{"dx"},
+						Without: []string{"divisor", "upstream", "denominator"},
+						Fixed:   map[string]float64{"one_pass": 0, "slice": 1}},
+					{Name: "cross_entropy_bwd_slice_", Writes: "x", Into: "dx",
+						Without: []string{"divisor", "upstream", "denominator"},
+						Fixed:   map[string]float64{"one_pass": 0, "slice": 1}},
 					{Name: "cross_entropy_bwd_one_pass", Writes: "dx", Into: "dx", Without: []string{"denominator"},
 						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
+				},
+			},
+		},
+	},
+	{
+		Name: "rescale", Type: "Rescale",
+		Options: []Option{batchInvariant},
+		Operators: []Operator{
+			{
+				Name: "gradient", Owned: "gander_rescale",
+				Doc: "y = x * (dloss / upstream): corrects a gradient that was made for another upstream gradient " +
+					"than came. If y is x and dloss has the bits of upstream, which is 1 if absent, x is neither read " +
+					"nor written. Both are compared on the device, without synchronization.",
+				Operands: []Operand{
+					x,
+					{Name: "dloss", Shape: One, DType: Statistic},
+					upstream,
+					{Name: "y", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}},
+				},
+				Torch: []Torch{
+					{Name: "rescale_", Writes: "x", Into: "y", Fixed: map[string]float64{"batch_invariant": 0}},
 				},
 			},
 		},

@@ -8,8 +8,8 @@ import (
 )
 
 // CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row. If DX
-// is present it also computes dx = upstream * weight[t] * (softmax(x) - onehot(t)), divided by the denominator
-// with OnePass and ReduceMean. DX may be X.
+// is present it also computes dx = upstream * weight[t] * (softmax(x) - onehot(t)), divided by the
+// denominator with OnePass and ReduceMean. Loss and DX are divided by Divisor. DX may be X.
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX}
 	if a.DX.Data != nil {
@@ -18,8 +18,8 @@ func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	return run(&o, more{ce: a}, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
 }
 
-// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) / divisor for each row. DX
-// may be X. With OnePass and the dloss that forward expected it does nothing: forward has already written
+// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) / divisor for each row.
+// DX may be X. With OnePass and the dloss that forward expected it does nothing: forward has already written
 // that gradient to DX.
 func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 	if a.OnePass && math.Float64bits(at(&a.DLoss, 0)) == math.Float64bits(or1(&a.Upstream)) {
@@ -76,6 +76,39 @@ func (w *worker[T]) writeTarget(row, lo, hi int, gradient float64) {
 // writeZeros writes the gradient of an ignored row, which is 0 even if x has NaNs.
 func (w *worker[T]) writeZeros(row, lo, hi int) {
 	clear(unsafe.Slice((*byte)(rowAt(&w.dx, row, lo)), (hi-lo)*int(w.dx.DType.Size())))
+}
+
+// Rescale computes DX = X * (DLoss / Upstream). With OnePass DX is X, and nothing is done if the two are
+// equal.
+func Rescale(a *kernels.CrossEntropy, workers int) error {
+	if a.OnePass && math.Float64bits(at(&a.DLoss, 0)) == math.Float64bits(or1(&a.Upstream)) {
+		return nil
+	}
+	return run(&operands{x: a.X, dx: a.DX}, more{ce: a}, workers, rescale[float32]{}, rescale[float64]{})
+}
+
+type rescale[T float] struct{}
+
+func (rescale[T]) plan(c *call[T], workers int) { c.planRows(workers) }
+
+func (rescale[T]) run(c *call[T]) {
+	c.upstream = at(&c.ce.DLoss, 0) / or1(&c.ce.Upstream)
+	c.runRows()
+}
+
+func (rescale[T]) firstPass(*worker[T], int, int, int, []partial) {}
+
+func (rescale[T]) combine(*worker[T], int, []partial) rowStats { return rowStats{} }
+
+func (rescale[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, _ rowStats) {
+	for j := lo; j < hi; j += block {
+		n := min(block, hi-j)
+		y := w.output(0, &w.dx, row, j, n)
+		for i, x := range w.read(0, &w.x, row, j, n) {
+			y[i] = x * T(w.upstream)
+		}
+		w.write(&w.dx, row, j, y)
+	}
 }
 
 type crossEntropyForward[T float] struct{}

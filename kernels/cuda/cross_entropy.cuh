@@ -283,17 +283,40 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     sc.index = l.index, sc.zero = l.weight == 0.f;
     sc.grad = row_gradient(a, sc.grad, l.weight);
     // Maximum and log-sum are separate. So the log-sum is small, and its exponential is accurate to a few
-    // ulp, even if the logits are large. With one_pass the sum itself is there, and the operations are those of
-    // CrossEntropyForward::prepare.
+    // ulp, even if the logits are large. With one_pass the sum itself is there, and the operations are those
+    // of CrossEntropyForward::prepare.
     sc.scale = a.sums ? sc.grad / sc.scale : expf(-sc.scale) * sc.grad;
   }
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {
 #pragma unroll
-    for (int j = 0; j < E; j++)
-      dx[j] = sc.zero ? 0.f : __fmul_rn(exp_difference<T>(x[j], sc.max), sc.scale);
+    for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : __fmul_rn(exp_difference<T>(x[j], sc.max), sc.scale);
     subtract_at(sc.index, p.origin, e, sc.grad, dx);
+  }
+};
+
+// y = x * (dloss / upstream), for gradients that forward has made for another upstream gradient than came.
+template <class T_>
+struct Rescale : RowOperator<Rescale<T_>> {
+  using T = T_;
+  using Args = CrossEntropyArgs;
+  struct Scalars {
+    float factor;
+  };
+  __device__ __forceinline__ static bool already_done(const Args& a) {
+    return CrossEntropyBackward<T>::already_done(a);
+  }
+  __device__ __forceinline__ static uint4 fill() { return zero_vector(); }
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t, bool) {
+    const float dloss = *static_cast<const float*>(a.dloss);
+    return {a.upstream ? dloss / *static_cast<const float*>(a.upstream) : dloss};
+  }
+  template <bool Unaligned, bool Cached, int E, class View>
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
+                                             const float (&)[E], const View&, int, float (&y)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) y[j] = x[j] * sc.factor;
   }
 };
 

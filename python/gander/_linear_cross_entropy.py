@@ -22,6 +22,9 @@ from ._sharding import is_dtensor
 
 _NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
+# Gradients are rescaled as so many rows, each by one CTA. These are enough for any GPU, and few enough to end
+# at once where there is nothing to do.
+_RESCALED_ROWS = 2048
 
 _losses = overloads["cross_entropy"]
 _losses_and_gradient = overloads["cross_entropy_fwd_dx_"]
@@ -161,12 +164,13 @@ def _(
 # ---- Its gradient ----
 
 
-def _scale(gradients, dloss, expected):
-    """Multiplies gradients that were made for another upstream gradient."""
-    factor = torch.where(dloss == expected, 1.0, dloss / expected)
+def _rescale(gradients, dloss, upstream):
+    """Multiplies gradients that were made for another upstream gradient. Reads nothing if it was this one."""
     with torch._C._AutoDispatchBelowADInplaceOrView():  # a later backward pass does not read them
         for gradient in gradients:
-            gradient.mul_(factor)
+            if gradient.numel():
+                rows = gradient.view(math.gcd(gradient.numel(), _RESCALED_ROWS), -1)
+                overloads["rescale_"](rows, dloss, upstream)
 
 
 def _is(dloss, expected):
@@ -212,7 +216,7 @@ class _LinearCrossEntropy(Function):
         if keep and x.dtype == torch.float16:
             keep = _is(dloss, expected)
         elif keep:
-            _scale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, expected)
+            _rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
         ctx.returned |= keep
         if not keep:
             with torch.no_grad():

@@ -36,6 +36,9 @@ OPTIONS = {
         Option("batch_invariant", "flag", 0),
         Option("slice", "flag", 0),
     ),
+    "rescale": (
+        Option("batch_invariant", "flag", 0),
+    ),
     "logsumexp": (
         Option("batch_invariant", "flag", 0),
     ),
@@ -145,6 +148,16 @@ OPERATORS = {
             Operand("upstream", "one", "statistic", optional=True),
             Operand("denominator", "one", "statistic", optional=True),
             Operand("dx", "rows", "same", like="x", gradient="x", read="one_pass", output=True),
+        ),
+    ),
+    "rescale_gradient": Operator(
+        group="rescale",
+        owned="gander_rescale",
+        operands=(
+            Operand("x", "rows", "float"),
+            Operand("dloss", "one", "statistic"),
+            Operand("upstream", "one", "statistic", optional=True),
+            Operand("y", "rows", "same", like="x", output=True),
         ),
     ),
     "logsumexp_forward": Operator(
@@ -879,6 +892,19 @@ TORCH = {
         fixed={"one_pass": 1, "slice": 0},
         writes="dx",
         into="dx",
+    ),
+    "rescale_": TorchOperator(
+        operator="rescale_gradient",
+        schema="rescale_(Tensor(a!) x, Tensor dloss, Tensor? upstream=None) -> ()",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("dloss", "tensor"),
+            Argument("upstream", "tensor", optional=True),
+        ),
+        results=(),
+        fixed={"batch_invariant": 0},
+        writes="x",
+        into="y",
     ),
     "logsumexp": TorchOperator(
         operator="logsumexp_forward",

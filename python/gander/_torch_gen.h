@@ -9,6 +9,7 @@
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
   F(gander_cross_entropy_backward) \
+  F(gander_rescale_gradient) \
   F(gander_logsumexp_forward) \
   F(gander_logsumexp_backward)
 
@@ -639,6 +640,17 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
+static int32_t call_rescale_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rescale_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .batch_invariant = 0,
+  };
+  return lib.gander_rescale_gradient(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
+}
+
 static int32_t call_logsumexp(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_logsumexp_options options = {
@@ -704,6 +716,7 @@ enum {
   OP_CROSS_ENTROPY_BWD_SLICE,
   OP_CROSS_ENTROPY_BWD_SLICE_,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
+  OP_RESCALE_,
   OP_LOGSUMEXP,
   OP_LOGSUMEXP_BWD,
   OPERATOR_COUNT
@@ -1806,6 +1819,25 @@ static const Operator operators[] = {
         .saving = -1,
     },
     {
+        .name = "rescale_",
+        .operator = "rescale_gradient",
+        .call = call_rescale_,
+        .arguments = "TTO",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 4,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"dloss", SHAPE_ONE, DTYPE_STATISTIC, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
+        },
+        .result_count = 0,
+        .fast = false,
+        .saving = -1,
+    },
+    {
         .name = "logsumexp",
         .operator = "logsumexp_forward",
         .call = call_logsumexp,
@@ -1891,6 +1923,7 @@ KERNEL(cross_entropy_bwd_, OP_CROSS_ENTROPY_BWD_)
 KERNEL(cross_entropy_bwd_slice, OP_CROSS_ENTROPY_BWD_SLICE)
 KERNEL(cross_entropy_bwd_slice_, OP_CROSS_ENTROPY_BWD_SLICE_)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
+KERNEL(rescale_, OP_RESCALE_)
 KERNEL(logsumexp, OP_LOGSUMEXP)
 KERNEL(logsumexp_bwd, OP_LOGSUMEXP_BWD)
 
@@ -1938,6 +1971,7 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_bwd_slice,
     kernel_cross_entropy_bwd_slice_,
     kernel_cross_entropy_bwd_one_pass,
+    kernel_rescale_,
     kernel_logsumexp,
     kernel_logsumexp_bwd,
 };

@@ -99,6 +99,16 @@ static inline int32_t call_cross_entropy_grad_owned(const arguments* a) {
       a->operands[6], a->operands[7], a->options, a->stream, a->outputs[0]);
 }
 
+static inline int32_t call_rescale_gradient(const arguments* a) {
+  return gander_rescale_gradient(
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), a->options, a->stream);
+}
+
+static inline int32_t call_rescale_owned(const arguments* a) {
+  return gander_rescale(
+      a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0]);
+}
+
 static inline int32_t call_logsumexp_forward(const arguments* a) {
   return gander_logsumexp_forward(borrowed(a, 0), borrowed(a, 1), a->options, a->stream);
 }
@@ -134,6 +144,8 @@ static const function functions[] = {
     {"gander_cross_entropy", call_cross_entropy_owned, "mtn--", 4, &bad_cross_entropy},
     {"gander_cross_entropy_backward", call_cross_entropy_backward, "mtnsr---m", 0, &bad_cross_entropy},
     {"gander_cross_entropy_grad", call_cross_entropy_grad_owned, "mtnsr---", 1, &bad_cross_entropy},
+    {"gander_rescale_gradient", call_rescale_gradient, "m1-m", 0, NULL},
+    {"gander_rescale", call_rescale_owned, "m1-", 1, NULL},
     {"gander_logsumexp_forward", call_logsumexp_forward, "mr", 0, NULL},
     {"gander_logsumexp", call_logsumexp_owned, "m", 1, NULL},
     {"gander_logsumexp_backward", call_logsumexp_backward, "mrrm", 0, NULL},

@@ -73,6 +73,7 @@ def calls(x, weight, target):
         "cross_entropy_bwd_one_pass": (x, target, None, rows[0], saved, None, rows[1], x.clone()),
         "cross_entropy_bwd_slice": (x, target + 9, weight.abs(), rows, rows, -91, 0),
         "cross_entropy_bwd_slice_": (x.clone(), target - 9, None, rows[0], saved, -109),
+        "rescale_": (x.clone(), rows[0], rows[1]),
         "logsumexp": (grad,),
         "logsumexp_bwd": (x, rows, x.logsumexp(-1)),
     }
@@ -84,7 +85,10 @@ def test_opcheck_of_every_op(data):
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("gander::")
     }
-    arguments = calls(*data)
+    x, _, target = data
+    arguments = calls(*data) | {
+        "linear_cross_entropy": (x, x.cos(), target % 6, *[None] * 4, -100, 1, 4, True, True, True, False)
+    }
     assert names == set(arguments)
     for name, inputs in arguments.items():
         results = torch.library.opcheck(getattr(ops, name).default, inputs)
