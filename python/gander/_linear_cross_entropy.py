@@ -63,8 +63,10 @@ class _Sum:
             self.sum.addmm_(a, b)
         elif not a.is_cuda:  # torch's products with a wider result are for GPUs
             self.sum = self._zeros().addmm_(a.to(self.dtype), b.to(self.dtype))
+        elif self.sum is None:
+            self.sum = torch.mm(a, b, out_dtype=self.dtype)
         else:
-            self.sum = torch.addmm(self._zeros(), a, b, out_dtype=self.dtype, out=self._zeros())
+            torch.addmm(self.sum, a, b, out_dtype=self.dtype, out=self.sum)
 
     def add_rows(self, a):
         self.sum = self._zeros().add_(a.sum(0, dtype=self.dtype))
@@ -100,41 +102,47 @@ def _run(
     x: (M, K). weight: (V, K). wide: dw is accumulated in float32. upstream: the gradient of the loss: one
     element, or with reduction none one for each row.
     """
-    rows, needs = x.shape[0], needs_dx or needs_dw or needs_db
-    if reduction == _MEAN:
-        divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, _statistic(x.dtype))
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else x.new_empty(0)
-    # In a single chunk nothing is accumulated.
-    dw, db = _Sum(weight, wide and chunk < rows), None if bias is None else _Sum(bias, True)
-    buffer = x.new_empty(min(chunk, rows), weight.shape[0])
-    losses = [x.new_empty(0, dtype=_statistic(x.dtype))]
-    for first in range(0, rows, chunk):
-        part = slice(first, min(first + chunk, rows))
-        logits, labels = buffer[: part.stop - part.start], target[part]
-        if bias is None:
-            torch.mm(x[part], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x[part], weight.t(), out=logits)
-        if not needs:
-            loss = _losses(logits, labels, weight_ce, divisor, None, ignore_index, _NONE)
-        elif reduction == _NONE:
-            loss, lse = _losses_in_parts(logits, labels, weight_ce, None, None, ignore_index, _NONE)
-            _gradient(logits, labels, weight_ce, upstream[part], lse, None, ignore_index, _NONE)
-        else:
-            loss, _ = _losses_and_gradient(logits, labels, weight_ce, divisor, upstream, ignore_index)
-        losses.append(loss)
-        if needs_dx:
-            torch.mm(logits, weight, out=dx[part])
-        if needs_dw:
-            dw.add_product(logits, x[part])
-        if needs_db:
-            db.add_rows(logits)
-    loss = torch.cat(losses)
-    if reduction != _NONE:
-        loss = loss.sum()
-        if not rows and divisor is not None:
-            loss /= divisor
-    return loss, dx, dw.result() if needs_dw else x.new_empty(0), db.result() if needs_db else x.new_empty(0)
+    with torch.autocast(x.device.type, enabled=False):  # backward may run under it
+        rows, needs = x.shape[0], needs_dx or needs_dw or needs_db
+        if reduction == _MEAN:
+            divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, _statistic(x.dtype))
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else x.new_empty(0)
+        # In a single chunk nothing is accumulated.
+        dw, db = _Sum(weight, wide and chunk < rows), None if bias is None else _Sum(bias, True)
+        buffer = x.new_empty(min(chunk, rows), weight.shape[0])
+        losses = [x.new_empty(0, dtype=_statistic(x.dtype))]
+        for first in range(0, rows, chunk):
+            part = slice(first, min(first + chunk, rows))
+            logits, labels = buffer[: part.stop - part.start], target[part]
+            if bias is None:
+                torch.mm(x[part], weight.t(), out=logits)
+            else:
+                torch.addmm(bias, x[part], weight.t(), out=logits)
+            if not needs:
+                loss = _losses(logits, labels, weight_ce, divisor, None, ignore_index, _NONE)
+            elif reduction == _NONE:
+                loss, lse = _losses_in_parts(logits, labels, weight_ce, None, None, ignore_index, _NONE)
+                _gradient(logits, labels, weight_ce, upstream[part], lse, None, ignore_index, _NONE)
+            else:
+                loss, _ = _losses_and_gradient(logits, labels, weight_ce, divisor, upstream, ignore_index)
+            losses.append(loss)
+            if needs_dx:
+                torch.mm(logits, weight, out=dx[part])
+            if needs_dw:
+                dw.add_product(logits, x[part])
+            if needs_db:
+                db.add_rows(logits)
+        loss = torch.cat(losses)
+        if reduction != _NONE:
+            loss = loss.sum()
+            if not rows and divisor is not None:
+                loss /= divisor
+        return (
+            loss,
+            dx,
+            dw.result() if needs_dw else x.new_empty(0),
+            db.result() if needs_db else x.new_empty(0),
+        )
 
 
 @_run.register_fake
@@ -184,8 +192,10 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, target, weight_ce, divisor, upstream, options):
         needs = ctx.needs_input_grad[:3]
-        # Gradients of float16 would underflow without the factor of a GradScaler.
-        later = options[1] == _NONE or (x.dtype == torch.float16 and upstream is None)
+        # Gradients of float16 would underflow without the factor of a GradScaler. A compiled graph cannot
+        # choose to make them again.
+        half = x.dtype == torch.float16 and (upstream is None or is_compiling())
+        later = half or options[1] == _NONE
         made = [need and not later for need in needs]
         inputs = x, weight, target, bias, weight_ce, divisor
         loss, *gradients = _run(*inputs, upstream, *options, *made)
@@ -312,19 +322,18 @@ def linear_cross_entropy(
     _check_dtypes(x, weight, bias)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = target.reshape(-1)
-    with torch.autocast(device, enabled=False):
-        if divisor is not None:
-            divisor = _pytorch.scalar("divisor", divisor, x)
-        if upstream is not None:
-            upstream = _pytorch.scalar("upstream", upstream, x)
-        options = ignore_index, reduction, _chunk_of(chunk, rows.shape[0]), wide
-        if torch._C._are_functorch_transforms_active():  # they need operators that they can differentiate
-            logits = torch.nn.functional.linear(rows, weight, bias)
-            loss = _pytorch.cross_entropy(
-                logits, labels, weight_ce, divisor, None, ignore_index, reduction, False, False, False
-            )
-        else:
-            loss = _LinearCrossEntropy.apply(
-                rows, weight, bias, labels, weight_ce, divisor, upstream, options
-            )
+    if divisor is not None:
+        divisor = _pytorch.scalar("divisor", divisor, x)
+    if upstream is not None:
+        upstream = _pytorch.scalar("upstream", upstream, x)
+    options = ignore_index, reduction, _chunk_of(chunk, rows.shape[0]), wide
+    if torch._C._are_functorch_transforms_active():  # they need operators that they can differentiate
+        logits = torch.nn.functional.linear(rows, weight, bias)
+        loss = _pytorch.cross_entropy(
+            logits, labels, weight_ce, divisor, None, ignore_index, reduction, False, False, False
+        )
+    elif torch.is_grad_enabled():
+        loss = _LinearCrossEntropy.apply(rows, weight, bias, labels, weight_ce, divisor, upstream, options)
+    else:
+        loss = _run(rows, weight, labels, bias, weight_ce, divisor, None, *options, False, False, False)[0]
     return loss.view(target.shape) if reduction == _NONE else loss

@@ -120,6 +120,10 @@ def test_frozen(device, frozen, monkeypatch):
     gander.linear_cross_entropy(*leaves, target, chunk=M).backward()
     assert leaves[frozen].grad is None and len(products) == 2
     check([leaves[1 - frozen].grad], [want[2 - frozen]], torch.float32)
+    products.clear()
+    with torch.no_grad():
+        gander.linear_cross_entropy(*leaves, target, chunk=M)
+    assert len(products) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -208,7 +212,11 @@ def test_autocast(device):
     x, weight, target, bias, _ = given(device)
     with torch.autocast(device, torch.bfloat16):
         got = run(gander.linear_cross_entropy, x, weight, target, bias)
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        gander.linear_cross_entropy(*leaves, target, bias, reduction="none").sum().backward()  # within it
     assert [t.dtype for t in got] == [torch.float32] * 4
+    want = run(lambda *given: reference(*given, reduction="none").sum(), x, weight, target, bias)
+    check([t.grad for t in leaves], want[1:3], torch.bfloat16)
     check(got, run(reference, x, weight, target, bias), torch.bfloat16)
 
 
