@@ -52,10 +52,10 @@ func TestBorrowedCallsDoNotAllocate(t *testing.T) {
 			return ganderRMSNormBackward(x, weight, y, nil, rstd, dx, nil, dw, nil, ro, 0)
 		},
 		"cross_entropy_forward": func() int32 {
-			return ganderCrossEntropyForward(x, target, weight, loss, lse, dx, one, co, 0)
+			return ganderCrossEntropyForward(x, target, weight, nil, nil, loss, lse, dx, one, co, 0)
 		},
 		"cross_entropy_backward": func() int32 {
-			return ganderCrossEntropyBackward(x, target, weight, loss, lse, nil, dx, co, 0)
+			return ganderCrossEntropyBackward(x, target, weight, loss, lse, nil, nil, nil, dx, co, 0)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

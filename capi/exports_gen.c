@@ -208,43 +208,51 @@ int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersio
 }
 
 int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
-                                     const DLTensor* loss, const DLTensor* lse, const DLTensor* dx,
-                                     const DLTensor* denominator, const gander_cross_entropy_options* options,
-                                     void* stream) {
+                                     const DLTensor* divisor, const DLTensor* upstream, const DLTensor* loss,
+                                     const DLTensor* lse, const DLTensor* dx, const DLTensor* denominator,
+                                     const gander_cross_entropy_options* options, void* stream) {
   GANDER_ENTER();
   return ganderCrossEntropyForward(
-      (void*)x, (void*)target, (void*)weight, (void*)loss, (void*)lse, (void*)dx, (void*)denominator,
-      (void*)options, (uintptr_t)stream);
+      (void*)x, (void*)target, (void*)weight, (void*)divisor, (void*)upstream, (void*)loss, (void*)lse,
+      (void*)dx, (void*)denominator, (void*)options, (uintptr_t)stream);
 }
 
 int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
-                             DLManagedTensorVersioned* weight, const gander_cross_entropy_options* options,
+                             DLManagedTensorVersioned* weight, DLManagedTensorVersioned* divisor,
+                             DLManagedTensorVersioned* upstream, const gander_cross_entropy_options* options,
                              void* stream, DLManagedTensorVersioned** loss, DLManagedTensorVersioned** lse,
                              DLManagedTensorVersioned** dx, DLManagedTensorVersioned** denominator) {
-  const gander_input inputs[] = {{"x", x}, {"target", target}, {"weight", weight}};
+  const gander_input inputs[] = {
+      {"x", x},
+      {"target", target},
+      {"weight", weight},
+      {"divisor", divisor},
+      {"upstream", upstream}};
   DLManagedTensorVersioned** const outputs[] = {loss, lse, dx, denominator};
-  int32_t status = gander_begin(__func__, inputs, 3, outputs, 4);
+  int32_t status = gander_begin(__func__, inputs, 5, outputs, 4);
   if (status == GANDER_OK) {
     status = ganderCrossEntropyForwardOwned(
-        gander_tensor(x), gander_tensor(target), gander_tensor(weight), (void*)options, (uintptr_t)stream,
-        loss, lse, dx, denominator);
+        gander_tensor(x), gander_tensor(target), gander_tensor(weight), gander_tensor(divisor),
+        gander_tensor(upstream), (void*)options, (uintptr_t)stream, loss, lse, dx, denominator);
   }
-  return gander_end(inputs, 3, status);
+  return gander_end(inputs, 5, status);
 }
 
 int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
-                                      const DLTensor* dloss, const DLTensor* lse, const DLTensor* denominator,
+                                      const DLTensor* dloss, const DLTensor* lse, const DLTensor* divisor,
+                                      const DLTensor* upstream, const DLTensor* denominator,
                                       const DLTensor* dx, const gander_cross_entropy_options* options,
                                       void* stream) {
   GANDER_ENTER();
   return ganderCrossEntropyBackward(
-      (void*)x, (void*)target, (void*)weight, (void*)dloss, (void*)lse, (void*)denominator, (void*)dx,
-      (void*)options, (uintptr_t)stream);
+      (void*)x, (void*)target, (void*)weight, (void*)dloss, (void*)lse, (void*)divisor, (void*)upstream,
+      (void*)denominator, (void*)dx, (void*)options, (uintptr_t)stream);
 }
 
 int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
                                   DLManagedTensorVersioned* weight, DLManagedTensorVersioned* dloss,
-                                  DLManagedTensorVersioned* lse, DLManagedTensorVersioned* denominator,
+                                  DLManagedTensorVersioned* lse, DLManagedTensorVersioned* divisor,
+                                  DLManagedTensorVersioned* upstream, DLManagedTensorVersioned* denominator,
                                   const gander_cross_entropy_options* options, void* stream,
                                   DLManagedTensorVersioned** dx) {
   const gander_input inputs[] = {
@@ -253,15 +261,38 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
       {"weight", weight},
       {"dloss", dloss},
       {"lse", lse},
+      {"divisor", divisor},
+      {"upstream", upstream},
       {"denominator", denominator}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  int32_t status = gander_begin(__func__, inputs, 6, outputs, 1);
+  int32_t status = gander_begin(__func__, inputs, 8, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderCrossEntropyBackwardOwned(
         gander_tensor(x), gander_tensor(target), gander_tensor(weight), gander_tensor(dloss),
-        gander_tensor(lse), gander_tensor(denominator), (void*)options, (uintptr_t)stream, dx);
+        gander_tensor(lse), gander_tensor(divisor), gander_tensor(upstream), gander_tensor(denominator),
+        (void*)options, (uintptr_t)stream, dx);
   }
-  return gander_end(inputs, 6, status);
+  return gander_end(inputs, 8, status);
+}
+
+int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* upstream,
+                                const DLTensor* y, const gander_rescale_options* options, void* stream) {
+  GANDER_ENTER();
+  return ganderRescaleGradient(
+      (void*)x, (void*)dloss, (void*)upstream, (void*)y, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_rescale(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dloss,
+                       DLManagedTensorVersioned* upstream, const gander_rescale_options* options,
+                       void* stream, DLManagedTensorVersioned** y) {
+  const gander_input inputs[] = {{"x", x}, {"dloss", dloss}, {"upstream", upstream}};
+  DLManagedTensorVersioned** const outputs[] = {y};
+  int32_t status = gander_begin(__func__, inputs, 3, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderRescaleGradientOwned(
+        gander_tensor(x), gander_tensor(dloss), gander_tensor(upstream), (void*)options, (uintptr_t)stream, y);
+  }
+  return gander_end(inputs, 3, status);
 }
 
 int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,

@@ -34,6 +34,10 @@ func crossEntropyOptions(p unsafe.Pointer) (C.gander_cross_entropy_options, erro
 	return readOptions(p, C.gander_cross_entropy_options{ignore_index: -100})
 }
 
+func rescaleOptions(p unsafe.Pointer) (C.gander_rescale_options, error) {
+	return readOptions(p, C.gander_rescale_options{})
+}
+
 func logSumExpOptions(p unsafe.Pointer) (C.gander_logsumexp_options, error) {
 	return readOptions(p, C.gander_logsumexp_options{})
 }
@@ -527,8 +531,8 @@ func ganderLayerNormBackwardOwned(x, weight, dout, dResidualOut, mean, rstd unsa
 }
 
 //export ganderCrossEntropyForward
-func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, options unsafe.Pointer,
-	stream uintptr) (status int32) {
+func ganderCrossEntropyForward(x, target, weight, divisor, upstream, loss, lse, dx, denominator,
+	options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := crossEntropyOptions(options)
 	if err == nil {
@@ -537,6 +541,8 @@ func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, op
 			X:              tensor(x),
 			Target:         tensor(target),
 			Weight:         tensor(weight),
+			Divisor:        tensor(divisor),
+			Upstream:       tensor(upstream),
 			Loss:           tensor(loss),
 			LSE:            tensor(lse),
 			DX:             tensor(dx),
@@ -552,8 +558,8 @@ func ganderCrossEntropyForward(x, target, weight, loss, lse, dx, denominator, op
 }
 
 //export ganderCrossEntropyForwardOwned
-func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, stream uintptr, loss, lse,
-	dx, denominator unsafe.Pointer) int32 {
+func ganderCrossEntropyForwardOwned(x, target, weight, divisor, upstream, options unsafe.Pointer,
+	stream uintptr, loss, lse, dx, denominator unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := crossEntropyOptions(options)
 		if err != nil {
@@ -576,6 +582,8 @@ func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, s
 			X:              tensor(x),
 			Target:         tensor(target),
 			Weight:         tensor(weight),
+			Divisor:        tensor(divisor),
+			Upstream:       tensor(upstream),
 			Loss:           tloss,
 			LSE:            tlse,
 			DX:             tdx,
@@ -594,8 +602,8 @@ func ganderCrossEntropyForwardOwned(x, target, weight, options unsafe.Pointer, s
 }
 
 //export ganderCrossEntropyBackward
-func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, options unsafe.Pointer,
-	stream uintptr) (status int32) {
+func ganderCrossEntropyBackward(x, target, weight, dloss, lse, divisor, upstream, denominator, dx,
+	options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
 	o, err := crossEntropyOptions(options)
 	if err == nil {
@@ -606,6 +614,8 @@ func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, 
 			Weight:         tensor(weight),
 			DLoss:          tensor(dloss),
 			LSE:            tensor(lse),
+			Divisor:        tensor(divisor),
+			Upstream:       tensor(upstream),
 			Denominator:    tensor(denominator),
 			DX:             tensor(dx),
 			IgnoreIndex:    int64(o.ignore_index),
@@ -619,8 +629,8 @@ func ganderCrossEntropyBackward(x, target, weight, dloss, lse, denominator, dx, 
 }
 
 //export ganderCrossEntropyBackwardOwned
-func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator, options unsafe.Pointer,
-	stream uintptr, dx unsafe.Pointer) int32 {
+func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, divisor, upstream, denominator,
+	options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o, err := crossEntropyOptions(options)
 		if err != nil {
@@ -646,6 +656,8 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator,
 			Weight:         tensor(weight),
 			DLoss:          tensor(dloss),
 			LSE:            tensor(lse),
+			Divisor:        tensor(divisor),
+			Upstream:       tensor(upstream),
 			Denominator:    tensor(denominator),
 			DX:             tdx,
 			IgnoreIndex:    int64(o.ignore_index),
@@ -653,6 +665,55 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, denominator,
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
 			Slice:          o.slice != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderRescaleGradient
+func ganderRescaleGradient(x, dloss, upstream, y, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := rescaleOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.RescaleGradient{
+			X:              tensor(x),
+			DLoss:          tensor(dloss),
+			Upstream:       tensor(upstream),
+			Y:              tensor(y),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderRescaleGradientOwned
+func ganderRescaleGradientOwned(x, dloss, upstream, options unsafe.Pointer, stream uintptr,
+	y unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := rescaleOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("rescale", "x", tensor(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		ty := made.required("y", y, made.dtype(), made.rows())
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.RescaleGradient{
+			X:              tensor(x),
+			DLoss:          tensor(dloss),
+			Upstream:       tensor(upstream),
+			Y:              ty,
+			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-#define GANDER_ABI_VERSION 3
+#define GANDER_ABI_VERSION 4
 
 /* generated: statuses, from internal/operators */
 typedef enum {
@@ -167,7 +167,9 @@ typedef struct {
   int32_t reduction; /* how the rows' losses are reduced: a gander_reduction */
   /* forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
    * backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
-   * element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none */
+   * element, has other bits than upstream, or 1 without one. It compares them on the device, without
+   * synchronization. In two parts, lse then has the sums, not their logarithms, so that both compute the
+   * same bits. Not with reduction none */
   int32_t one_pass;
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
   /* x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
@@ -175,6 +177,12 @@ typedef struct {
    * subtracted, and its weight is 1 */
   int32_t slice;
 } gander_cross_entropy_options;
+
+typedef struct {
+  size_t size;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_rescale_options;
 
 typedef struct {
   size_t size;
@@ -313,36 +321,54 @@ int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, con
  * ignore_index or a class of weight 0; its loss and gradient are 0. The loss and gradient of a row whose
  * target is outside of [0, N) are NaN, as is a mean that it takes part in, with all gradients of the mean.
  * dx = weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses, is computed in the
- * same pass over x. denominator is written with any reduction.
+ * same pass over x. denominator is written with any reduction. Loss and dx are divided by divisor, which
+ * must be NULL with reduction mean. dx is the gradient for an upstream gradient of upstream, which is 1 if
+ * absent.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: M elements, any stride; int32 or int64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   divisor: one element; float64 if x is, else float32; or NULL.
+ *   upstream: one element; float64 if x is, else float32; or NULL.
  *   loss: M elements with reduction none, else one; float64 if x is, else float32.
  *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
  *   float64 if x is, else float32; or NULL.
  *   dx: (M, N); x's dtype; may be x if the dtypes agree; or NULL.
  *   denominator: one element; float64 if x is, else float32; or NULL. */
 int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
-                                     const DLTensor* loss, const DLTensor* lse, const DLTensor* dx,
-                                     const DLTensor* denominator, const gander_cross_entropy_options* options,
-                                     void* stream);
+                                     const DLTensor* divisor, const DLTensor* upstream, const DLTensor* loss,
+                                     const DLTensor* lse, const DLTensor* dx, const DLTensor* denominator,
+                                     const gander_cross_entropy_options* options, void* stream);
 
 /* dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction mean. That
- * requires denominator, or an lse that contains it; otherwise denominator must be NULL. lse is what
- * forward wrote. Its two parts are more accurate than their sum, which loses digits if logits are large.
+ * requires denominator, or an lse that contains it; otherwise denominator must be NULL. With the other
+ * reductions it is divided by divisor. upstream is forward's, with one_pass. lse is what forward wrote.
+ * Its two parts are more accurate than their sum, which loses digits if logits are large.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: M elements, any stride; int32 or int64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dloss: M elements of any stride, or one for all rows; float64 if x is, else float32.
  *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
  *   float64 if x is, else float32.
+ *   divisor: one element; float64 if x is, else float32; or NULL.
+ *   upstream: one element; float64 if x is, else float32; or NULL.
  *   denominator: one element; float64 if x is, else float32; or NULL.
  *   dx: (M, N); x's dtype; may be x if the dtypes agree; with one_pass it is also read, and must not
  *   overlap an input. */
 int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
-                                      const DLTensor* dloss, const DLTensor* lse, const DLTensor* denominator,
+                                      const DLTensor* dloss, const DLTensor* lse, const DLTensor* divisor,
+                                      const DLTensor* upstream, const DLTensor* denominator,
                                       const DLTensor* dx, const gander_cross_entropy_options* options,
                                       void* stream);
+
+/* y = x * (dloss / upstream): corrects a gradient that was made for another upstream gradient than came.
+ * If y is x and dloss has the bits of upstream, which is 1 if absent, x is neither read nor written. Both
+ * are compared on the device, without synchronization.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   dloss: one element; float64 if x is, else float32.
+ *   upstream: one element; float64 if x is, else float32; or NULL.
+ *   y: (M, N); x's dtype; may be x if the dtypes agree. */
+int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* upstream,
+                                const DLTensor* y, const gander_rescale_options* options, void* stream);
 
 /* lse = log(sum exp(x)) for each row, computed with the maximum subtracted. A row of -inf gives -inf. A
  * row with +inf or NaN gives NaN.
@@ -431,16 +457,23 @@ int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersio
 /* gander_cross_entropy_forward with owned tensors. lse has M elements. lse, dx, denominator: NULL if not
  * needed. */
 int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
-                             DLManagedTensorVersioned* weight, const gander_cross_entropy_options* options,
+                             DLManagedTensorVersioned* weight, DLManagedTensorVersioned* divisor,
+                             DLManagedTensorVersioned* upstream, const gander_cross_entropy_options* options,
                              void* stream, DLManagedTensorVersioned** loss, DLManagedTensorVersioned** lse,
                              DLManagedTensorVersioned** dx, DLManagedTensorVersioned** denominator);
 
 /* gander_cross_entropy_backward with owned tensors. one_pass is refused: it would read dx. */
 int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
                                   DLManagedTensorVersioned* weight, DLManagedTensorVersioned* dloss,
-                                  DLManagedTensorVersioned* lse, DLManagedTensorVersioned* denominator,
+                                  DLManagedTensorVersioned* lse, DLManagedTensorVersioned* divisor,
+                                  DLManagedTensorVersioned* upstream, DLManagedTensorVersioned* denominator,
                                   const gander_cross_entropy_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
+
+/* gander_rescale_gradient with owned tensors. */
+int32_t gander_rescale(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dloss,
+                       DLManagedTensorVersioned* upstream, const gander_rescale_options* options,
+                       void* stream, DLManagedTensorVersioned** y);
 
 /* gander_logsumexp_forward with owned tensors. */
 int32_t gander_logsumexp(DLManagedTensorVersioned* x, const gander_logsumexp_options* options, void* stream,

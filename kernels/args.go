@@ -133,12 +133,14 @@ type CrossEntropyArgs struct {
 	Target         Input  // (M) int32 or int64
 	Weight         Input  // (N), 0 for none
 	Dloss          Input  // (M) float32
+	Divisor        Input  // one float32: divides losses and gradients; with Mean the denominator, gradients only
+	Upstream       Input  // one float32: the gradient of the loss that forward's dx is made for; 0 for 1
 	Loss           Output // (M) float32
 	RowLosses      Output // (M) pairs of float32: loss and weight of each row, unless SingleCTATotal
 	Total          Output // one float32
 	TargetLogits   Output // (M) float32: the targets' logits, kept from one launch to the next
 	Max            Output // (M) float32; the whole log-sum-exp if LogSum is 0
-	LogSum         Output // (M) float32
+	LogSum         Output // (M) float32; with Sums the sums themselves, not their logarithms
 	Denominator    Output // one float32
 	TargetStride   int64
 	LossStride     int64
@@ -150,11 +152,11 @@ type CrossEntropyArgs struct {
 	WeightType     int32
 	Mean           int32 // the total is divided by the sum of the weights
 	SingleCTATotal int32 // the launch is one CTA, which also computes the total
-	OnePass        int32 // with Mean, forward divides dx by the denominator; backward exits if Dloss is 1
+	OnePass        int32 // with Mean, forward divides dx by the denominator; backward exits if dx is made
 
 	// Elementwise: threads of a CTA that share a row, 65536 over that rounded up, and rows of a CTA.
 	RowThreads, InverseRowThreads, RowsPerCTA int32
 
 	Slice int32 // backward: the columns are a slice of the classes, and a target may lie outside of it
-	_     int32
+	Sums  int32
 }

@@ -66,7 +66,8 @@ type Vector struct {
 func (v Vector) Present() bool { return v.Data != nil }
 
 // CrossEntropy is what one cross-entropy call reads and writes, forward or backward.
-// Statistics (Loss, Max, LogSum, Denominator, DLoss) are float32, or float64 where X is float64.
+// Statistics (Loss, Max, LogSum, Denominator, Divisor, Upstream, DLoss) are float32, or float64 where X is
+// float64.
 type CrossEntropy struct {
 	X           Matrix // logits (M, N)
 	Target      Vector // class of each row (M), int32 or int64
@@ -74,8 +75,15 @@ type CrossEntropy struct {
 	IgnoreIndex int64  // rows with this target are left out: loss and gradient 0, weight 0 in a mean
 	Reduction   Reduction
 
+	// Divisor divides each row's gradient, and in forward its loss: one element, optional. Backward gets a
+	// mean's denominator here.
+	Divisor Vector
+
+	// Upstream is the upstream gradient that forward's DX is made for: one element, 1 if absent.
+	Upstream Vector
+
 	// OnePass: forward's DX is the gradient of the reduced loss; with ReduceMean it is divided by the
-	// denominator. Backward finds that gradient in DX, and computes it again only if DLoss is not 1.
+	// denominator. Backward finds that gradient in DX, and computes it again only if DLoss is not Upstream.
 	OnePass bool
 
 	// Slice: X is a slice of each row's classes. Backward subtracts nothing in a row whose target is not in
@@ -85,12 +93,13 @@ type CrossEntropy struct {
 	// Forward writes:
 	Loss Vector // (M) where Reduction is ReduceNone, else one element
 	// Max and LogSum hold the two parts of each row's log-sum-exp; Max alone receives the whole where
-	// LogSum is absent. Both are optional in the forward call.
+	// LogSum is absent. Both are optional in the forward call. With OnePass LogSum holds sum exp(x - max)
+	// itself, by which both divide, so that they compute the same bits.
 	Max, LogSum Vector
-	DX          Matrix // weighted gradient for an upstream gradient of 1 per row; optional in forward
+	DX          Matrix // weighted gradient for an upstream gradient of Upstream; optional in forward
 	Denominator Vector // one element: the mean's denominator; optional
 
-	// Backward reads Max, LogSum and Denominator as well, and writes DX:
+	// Backward reads Max and LogSum as well, and writes DX:
 	DLoss Vector // upstream gradient, (M) or a single element with Stride 0
 }
 

@@ -48,7 +48,7 @@ var occupancy = []struct {
 	{threads: 1024, layout: unaligned},
 	{threads: 1024, ops: []Op{RMSNormBackward}},
 	{threads: 1024, vectors: limits{5, 16}},
-	{threads: 1280, ops: []Op{CrossEntropyBackward}},
+	{threads: 1280, ops: []Op{CrossEntropyBackward, Rescale}},
 	{threads: 1280, ops: []Op{SoftmaxForward}, shapes: []Shape{Apply}, types: []DType{Float32}},
 	{threads: 1280, ops: []Op{SoftmaxBackward}, shapes: []Shape{Partial, Apply}},
 	{threads: 2048, rows: limits{1024, 1024}},

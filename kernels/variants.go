@@ -13,7 +13,7 @@ type Op uint8
 // SoftmaxClear and RMSNormClear clear the memory through which CTAs of the next launch exchange states.
 // NormForward and NormBackward are RMSNorm with options that RMSNormForward and RMSNormBackward do not have,
 // and LayerNorm. NormGradient sums dw and db. MaskedSoftmaxForward and MaskedSoftmaxBackward are softmax and
-// log-softmax with options.
+// log-softmax with options. Rescale multiplies gradients that were made for another upstream gradient.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -32,6 +32,7 @@ const (
 	NormGradient
 	MaskedSoftmaxForward
 	MaskedSoftmaxBackward
+	Rescale
 )
 
 // String returns the op's name as it stands in symbols.
@@ -41,6 +42,7 @@ func (o Op) String() string {
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient",
 		"total", "denominator", "softmax_clear", "rmsnorm_clear", "norm_forward", "norm_backward", "norm_gradient",
 		"masked_softmax_forward", "masked_softmax_backward",
+		"rescale",
 	}[o]
 }
 
@@ -85,7 +87,8 @@ func FamilyOf(op Op, x DType) Family {
 	switch op {
 	case RMSNormForward, RMSNormBackward, WeightGradient, RMSNormClear:
 		group = 1
-	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator:
+	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator,
+		Rescale:
 		group = 2
 	case NormForward, NormBackward, NormGradient:
 		group = 3
@@ -312,6 +315,7 @@ func table() []Variant {
 			t.addRows(op)
 		}
 		t.addChunks(CrossEntropyBackward, Elementwise, 4)
+		t.addChunks(Rescale, Elementwise, 4)
 		t.addStaged()
 		t.addRings()
 		t.addGrid()

@@ -25,6 +25,14 @@ func (a *crossEntropyForward) refuse(k *check) {
 		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; "+
 			"drop denominator")
 	}
+	k.divisor(a.Divisor, a.Reduction)
+}
+
+func (k *check) divisor(divisor kernels.Vector, reduction kernels.Reduction) {
+	if divisor.Present() && reduction == kernels.ReduceMean {
+		k.fail(StatusOption, "divisor is given with reduction mean, expected sum or none; a mean has a divisor "+
+			"already: drop one of them")
+	}
 }
 
 func (k *check) onePass(onePass bool, reduction kernels.Reduction) {
@@ -36,7 +44,7 @@ func (k *check) onePass(onePass bool, reduction kernels.Reduction) {
 // spec describes the call to the kernels: what they read and write, and the options.
 func (a *crossEntropyForward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
-		X: a.X, Target: a.Target, Weight: a.Weight,
+		X: a.X, Target: a.Target, Weight: a.Weight, Divisor: a.Divisor, Upstream: a.Upstream,
 		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
 		Loss: a.Loss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX, Denominator: a.Denominator,
 	}
@@ -73,6 +81,7 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 		if args.Denominator == 0 {
 			args.Denominator = k.at(k.plan.scratch.denominator)
 		}
+		args.Divisor = kernels.Input(args.Denominator)
 	}
 	if r.total && !k.plan.singleCTATotal {
 		args.RowLosses = k.at(k.plan.scratch.rowLosses)
@@ -112,6 +121,11 @@ func (a *crossEntropyBackward) refuse(k *check) {
 		k.fail(StatusShape, "dloss has %d elements, expected one with one_pass; pass the gradient of the "+
 			"reduced loss", a.DLoss.Len)
 	}
+	if a.Upstream.Present() && !a.OnePass {
+		k.fail(StatusOption, "upstream is given without one_pass, expected NULL; there is no dx that was made "+
+			"for it")
+	}
+	k.divisor(a.Divisor, a.Reduction)
 	switch known := a.Denominator.Present() || a.LSE.Denominator.Present(); {
 	case a.Reduction == kernels.ReduceMean && !known:
 		k.fail(StatusNull, "denominator is NULL, expected the mean's denominator; pass it, or an lse that "+
@@ -131,13 +145,13 @@ func (a *crossEntropyBackward) request() request {
 
 func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
-		X: a.X, Target: a.Target, Weight: a.Weight,
+		X: a.X, Target: a.Target, Weight: a.Weight, Divisor: a.Divisor, Upstream: a.Upstream,
 		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass, Slice: a.Slice,
 		DLoss: a.DLoss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX,
 	}
 	if a.Reduction == kernels.ReduceMean {
-		if s.Denominator = a.Denominator; !s.Denominator.Present() {
-			s.Denominator = a.LSE.Denominator
+		if s.Divisor = a.Denominator; !s.Divisor.Present() {
+			s.Divisor = a.LSE.Denominator
 		}
 	}
 	return s
@@ -162,7 +176,6 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	defer k.finish()
 	args := k.crossEntropy(&s)
 	args.Dloss, args.DlossStride = input(s.DLoss.Data), s.DLoss.Stride
-	args.Denominator = output(s.Denominator.Data)
 	if s.OnePass {
 		args.OnePass = 1
 	}
@@ -178,11 +191,15 @@ func (k *cudaCall) crossEntropy(s *kernels.CrossEntropy) kernels.CrossEntropyArg
 		Rows:   k.rows(s.X, kernels.Matrix{}, s.DX),
 		Target: input(s.Target.Data), TargetStride: s.Target.Stride, TargetType: int32(s.Target.DType),
 		Weight: input(s.Weight.Data), WeightType: int32(s.Weight.DType), IgnoreIndex: s.IgnoreIndex,
+		Divisor: input(s.Divisor.Data), Upstream: input(s.Upstream.Data),
 		Max: output(s.Max.Data), MaxStride: s.Max.Stride,
 		LogSum: output(s.LogSum.Data), LogSumStride: s.LogSum.Stride,
 	}
 	if s.Reduction == kernels.ReduceMean {
 		args.Mean = 1
+	}
+	if s.OnePass && s.LogSum.Present() {
+		args.Sums = 1
 	}
 	if threads := k.plan.rowThreads; threads > 0 {
 		args.RowThreads, args.InverseRowThreads = threads, (1<<16+threads-1)/threads
@@ -219,7 +236,8 @@ func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) 
 }
 
 // statistics checks the log-sum-exp of the rows. It has M elements; or shape (2, M), with the maxima and the
-// logarithms of the sums; or 2 M + 1 elements, the same two parts and then the denominator.
+// logarithms of the sums (with one_pass the sums); or 2 M + 1 elements, the same two parts and then the
+// denominator.
 func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64) (s logSumExp) {
 	const shapes = perRow + ", (2, M), or 2 M + 1 with the denominator"
 	if k.err != nil || t == nil || t.Validate() != nil {

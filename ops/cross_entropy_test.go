@@ -290,6 +290,62 @@ func testOnePass(t *testing.T, r *rand.Rand, d dlpack.DType, reduction kernels.R
 	}
 }
 
+// TestDivisorAndUpstream: losses and gradients are divided by the divisor, and forward's gradient is the one
+// that backward computes for that upstream gradient. Rows that are ignored stay 0, even with a divisor of 0.
+func TestDivisorAndUpstream(t *testing.T) {
+	r := rand.New(rand.NewPCG(11, 12))
+	const m, n = 7, 33
+	for _, d := range floats {
+		stat := statistic(d)
+		vx, vt := random(t, r, d, m*n), make([]float64, m)
+		for i := range vt {
+			vt[i] = float64(r.Int64N(n))
+		}
+		vt[2] = ignored
+		x, target := tensor(t, d, vx, m, n), tensor(t, dlpack.Int64, vt, m)
+		want := crossEntropy(vx, vt, nil, n)
+		for _, reduction := range []kernels.Reduction{kernels.ReduceNone, kernels.ReduceSum} {
+			o := crossEntropyOptions{IgnoreIndex: ignored, Reduction: reduction,
+				Divisor: tensor(t, stat, []float64{3}), Upstream: tensor(t, stat, []float64{-0.75})}
+			loss, lse, dx := empty(t, stat), empty(t, stat, 2, m), empty(t, d, m, n)
+			losses, sizes := []float64{sum(want.loss) / 3}, []float64{sum(want.sizeLoss) / 3}
+			if reduction == kernels.ReduceNone {
+				loss, losses, sizes = empty(t, stat, m), slices.Clone(want.loss), slices.Clone(want.sizeLoss)
+				for i := range losses {
+					losses[i], sizes[i] = losses[i]/3, sizes[i]/3
+				}
+			}
+			require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, dx, nil, o))
+			requireClose(t, losses, sizes, values(t, loss), stat, n)
+			right, size := want.upstream(slices.Repeat([]float64{-0.25}, m), n)
+			requireClose(t, right, size, values(t, dx), d, n)
+
+			o.Upstream = nil
+			dloss := tensor(t, stat, []float64{-0.75})
+			require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, dx, o))
+			requireClose(t, right, size, values(t, dx), d, n)
+			if reduction == kernels.ReduceSum { // what forward has made for this dloss stays
+				o.Upstream, o.OnePass = dloss, true
+				require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, dx, nil, o))
+				requireClose(t, right, size, values(t, dx), d, n)
+				given := tensor(t, d, slices.Repeat([]float64{mark}, m*n), m, n)
+				require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, given, o))
+				assert.Equal(t, slices.Repeat([]float64{mark}, m*n), values(t, given), "dx must not be written")
+				o.Upstream = nil
+				require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, given, o))
+				requireClose(t, right, size, values(t, given), d, n)
+			}
+			o.OnePass, o.Upstream, o.Divisor = false, nil, tensor(t, stat, []float64{0})
+			require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, dx, nil, o))
+			assert.Equal(t, make([]float64, n), values(t, dx)[2*n:3*n])
+			assert.True(t, math.IsInf(values(t, dx)[0], 0))
+			require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, dx, o))
+			assert.Equal(t, make([]float64, n), values(t, dx)[2*n:3*n])
+			assert.True(t, math.IsInf(values(t, dx)[0], 0))
+		}
+	}
+}
+
 // TestOnePassWithoutWeight: all rows are ignored or have weight 0. The denominator is 0, and so is the
 // gradient.
 func TestOnePassWithoutWeight(t *testing.T) {

@@ -226,13 +226,16 @@ type crossEntropyOptions struct {
 	Reduction   kernels.Reduction
 	OnePass     bool
 	Slice       bool
+
+	Divisor, Upstream *dlpack.Tensor
 }
 
 func crossEntropyForward(
 	x, target, weight, loss, lse, dx, denominator *dlpack.Tensor, o crossEntropyOptions,
 ) error {
 	return ops.CrossEntropyForward{
-		X: x, Target: target, Weight: weight, Loss: loss, LSE: lse, DX: dx, Denominator: denominator,
+		X: x, Target: target, Weight: weight, Divisor: o.Divisor, Upstream: o.Upstream,
+		Loss: loss, LSE: lse, DX: dx, Denominator: denominator,
 		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass, Slice: o.Slice,
 	}.Run(nil)
 }
@@ -241,7 +244,8 @@ func crossEntropyBackward(
 	x, target, weight, dloss, lse, denominator, dx *dlpack.Tensor, o crossEntropyOptions,
 ) error {
 	return ops.CrossEntropyBackward{
-		X: x, Target: target, Weight: weight, DLoss: dloss, LSE: lse, Denominator: denominator, DX: dx,
+		X: x, Target: target, Weight: weight, DLoss: dloss, LSE: lse, Divisor: o.Divisor, Upstream: o.Upstream,
+		Denominator: denominator, DX: dx,
 		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass, Slice: o.Slice,
 	}.Run(nil)
 }

@@ -618,14 +618,18 @@ func (o LayerNormBackward) Run(c *Call) error {
 // are). A row is ignored if its target is ignore_index or a class of weight 0; its loss and gradient are 0.
 // The loss and gradient of a row whose target is outside of [0, N) are NaN, as is a mean that it takes part
 // in, with all gradients of the mean. dx = weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of
-// the losses, is computed in the same pass over x. denominator is written with any reduction.
+// the losses, is computed in the same pass over x. denominator is written with any reduction. Loss and dx are
+// divided by divisor, which must be NULL with reduction mean. dx is the gradient for an upstream gradient of
+// upstream, which is 1 if absent.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type CrossEntropyForward struct {
-	X      *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Target *dlpack.Tensor // M elements, any stride; int32 or int64
-	Weight *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
-	Loss   *dlpack.Tensor // M elements with reduction none, else one; float64 if x is, else float32
+	X        *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Target   *dlpack.Tensor // M elements, any stride; int32 or int64
+	Weight   *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	Divisor  *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	Upstream *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	Loss     *dlpack.Tensor // M elements with reduction none, else one; float64 if x is, else float32
 	// M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
 	// float64 if x is, else float32; or nil
 	LSE         *dlpack.Tensor
@@ -636,7 +640,9 @@ type CrossEntropyForward struct {
 	Reduction   kernels.Reduction // how the rows' losses are reduced
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
-	// element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none
+	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
+	// synchronization. In two parts, lse then has the sums, not their logarithms, so that both compute the
+	// same bits. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
@@ -650,6 +656,8 @@ type crossEntropyForward struct {
 	X           kernels.Matrix
 	Target      kernels.Vector
 	Weight      kernels.Vector
+	Divisor     kernels.Vector
+	Upstream    kernels.Vector
 	Loss        kernels.Vector
 	LSE         logSumExp
 	DX          kernels.Matrix
@@ -677,6 +685,12 @@ func (o CrossEntropyForward) Run(c *Call) error {
 	if o.Weight != nil {
 		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
 	}
+	if o.Divisor != nil {
+		a.Divisor = k.compact("divisor", o.Divisor, statistic(a.X.DType), 1, "one for all rows")
+	}
+	if o.Upstream != nil {
+		a.Upstream = k.compact("upstream", o.Upstream, statistic(a.X.DType), 1, "one for all rows")
+	}
 	a.Loss = k.reduced("loss", o.Loss, statistic(a.X.DType), a.X.Rows, o.Reduction)
 	k.output()
 	if o.LSE != nil {
@@ -703,8 +717,9 @@ func (o CrossEntropyForward) Run(c *Call) error {
 
 // CrossEntropyBackward is the operator cross_entropy_backward: dx = dloss * weight[t] * (softmax(x) -
 // onehot(t)), divided by the denominator with reduction mean. That requires denominator, or an lse that
-// contains it; otherwise denominator must be NULL. lse is what forward wrote. Its two parts are more accurate
-// than their sum, which loses digits if logits are large.
+// contains it; otherwise denominator must be NULL. With the other reductions it is divided by divisor.
+// upstream is forward's, with one_pass. lse is what forward wrote. Its two parts are more accurate than their
+// sum, which loses digits if logits are large.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type CrossEntropyBackward struct {
@@ -715,6 +730,8 @@ type CrossEntropyBackward struct {
 	// M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
 	// float64 if x is, else float32
 	LSE         *dlpack.Tensor
+	Divisor     *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	Upstream    *dlpack.Tensor // one element; float64 if x is, else float32; or nil
 	Denominator *dlpack.Tensor // one element; float64 if x is, else float32; or nil
 	// (M, N); x's dtype; may be x if the dtypes agree; with one_pass it is also read, and must not overlap
 	// an input
@@ -724,7 +741,9 @@ type CrossEntropyBackward struct {
 	Reduction   kernels.Reduction // how the rows' losses are reduced
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
-	// element, is not 1. It reads dloss on the device, without synchronization. Not with reduction none
+	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
+	// synchronization. In two parts, lse then has the sums, not their logarithms, so that both compute the
+	// same bits. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
@@ -740,6 +759,8 @@ type crossEntropyBackward struct {
 	Weight      kernels.Vector
 	DLoss       kernels.Vector
 	LSE         logSumExp
+	Divisor     kernels.Vector
+	Upstream    kernels.Vector
 	Denominator kernels.Vector
 	DX          kernels.Matrix
 	IgnoreIndex int64
@@ -767,6 +788,12 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 	}
 	a.DLoss = k.upstream("dloss", o.DLoss, statistic(a.X.DType), a.X.Rows)
 	a.LSE = k.statistics("lse", o.LSE, statistic(a.X.DType), a.X.Rows)
+	if o.Divisor != nil {
+		a.Divisor = k.compact("divisor", o.Divisor, statistic(a.X.DType), 1, "one for all rows")
+	}
+	if o.Upstream != nil {
+		a.Upstream = k.compact("upstream", o.Upstream, statistic(a.X.DType), 1, "one for all rows")
+	}
 	if o.Denominator != nil {
 		a.Denominator = k.compact("denominator", o.Denominator, statistic(a.X.DType), 1, "one for all rows")
 	}
@@ -777,6 +804,51 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 		k.output("x")
 	}
 	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// RescaleGradient is the operator rescale_gradient: y = x * (dloss / upstream): corrects a gradient that was
+// made for another upstream gradient than came. If y is x and dloss has the bits of upstream, which is 1 if
+// absent, x is neither read nor written. Both are compared on the device, without synchronization.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type RescaleGradient struct {
+	X        *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	DLoss    *dlpack.Tensor // one element; float64 if x is, else float32
+	Upstream *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	Y        *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree
+
+	BatchInvariant bool // a row's bits do not depend on how many rows there are
+}
+
+// rescaleGradient is a RescaleGradient whose operands have been checked.
+type rescaleGradient struct {
+	X        kernels.Matrix
+	DLoss    kernels.Vector
+	Upstream kernels.Vector
+	Y        kernels.Matrix
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o RescaleGradient) Run(c *Call) error {
+	k := check{op: "rescale_gradient"}
+	a := rescaleGradient{
+		Choice: Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, anyFloat)
+	a.DLoss = k.compact("dloss", o.DLoss, statistic(a.X.DType), 1, "one for all rows")
+	if o.Upstream != nil {
+		a.Upstream = k.compact("upstream", o.Upstream, statistic(a.X.DType), 1, "one for all rows")
+	}
+	a.Y = k.rowsLike("y", o.Y, only(a.X.DType), "x", a.X)
+	k.output("x")
 	if k.err != nil {
 		return k.err
 	}

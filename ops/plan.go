@@ -16,7 +16,7 @@ type request struct {
 	layout  policy.Layout
 	dw      bool // RMSNorm backward: dw is wanted
 	total   bool // cross-entropy: a total or the denominator is wanted
-	onePass bool // cross-entropy: forward's gradient is that of the mean; backward may find its work done
+	onePass bool // cross-entropy: forward's gradient is that of the mean; others may find their work done
 	norm    normOperands
 	m, n    int64
 }

@@ -34,6 +34,7 @@ var rowOps = []kernels.Op{
 	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,
 	kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX, kernels.CrossEntropyBackward,
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
+	kernels.Rescale,
 }
 
 // everyRequest calls f for a grid of requests that a caller can make.
@@ -78,7 +79,7 @@ func everyRequest(f func(request)) {
 								f(r)
 							}
 						}
-						if op == kernels.CrossEntropyBackward {
+						if op == kernels.CrossEntropyBackward || op == kernels.Rescale {
 							r.onePass = true
 							f(r)
 						}

@@ -69,7 +69,7 @@ func (r *request) operator() policy.Operator {
 		return policy.CrossEntropyForward
 	case kernels.CrossEntropyForwardDX:
 		return policy.CrossEntropyForwardDX
-	case kernels.CrossEntropyBackward:
+	case kernels.CrossEntropyBackward, kernels.Rescale:
 		return policy.CrossEntropyBackward
 	case kernels.NormForward:
 		return policy.NormForward

@@ -294,6 +294,18 @@ func TestRefusals(t *testing.T) {
 			a.o.Slice, a.o.OnePass, a.o.Reduction, a.dloss = true, true, kernels.ReduceSum, f32()
 			a.denominator = nil
 		}, ops.StatusOption, "slice is set with one_pass, whose dx forward has computed without it"},
+		{"cross_entropy_forward", func(a *operands) {
+			a.o.Reduction, a.o.Divisor, a.loss = kernels.ReduceMean, f32(), f32()
+		}, ops.StatusOption, "divisor is given with reduction mean, expected sum or none; a mean has a divisor " +
+			"already: drop one of them"},
+		{"cross_entropy_backward", func(a *operands) { a.o.Reduction, a.o.Divisor = kernels.ReduceMean, f32() },
+			ops.StatusOption, "divisor is given with reduction mean"},
+		{"cross_entropy_forward", func(a *operands) { a.o.Divisor = f32(2) }, ops.StatusShape,
+			"divisor has shape (2,), which is 2 elements, expected 1: one for all rows"},
+		{"cross_entropy_forward", func(a *operands) { a.o.Upstream = f32(3) }, ops.StatusShape,
+			"upstream has shape (3,)"},
+		{"cross_entropy_backward", func(a *operands) { a.o.Upstream = f32() }, ops.StatusOption,
+			"upstream is given without one_pass, expected NULL"},
 		{"cross_entropy_backward", func(a *operands) {}, ops.StatusOption,
 			"denominator is given with another reduction than mean, expected NULL; drop it or set " +
 				"reduction to mean"},

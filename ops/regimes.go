@@ -405,7 +405,7 @@ func (q *query) splitAsRequested(p *plan) bool {
 // twoPasses reads rows twice: once to reduce them, once to map them.
 func twoPasses(q *query, row *policy.Row) *plan {
 	if q.dw || q.op == kernels.NormBackward || q.op == kernels.CrossEntropyForward ||
-		q.op == kernels.CrossEntropyBackward {
+		q.op == kernels.CrossEntropyBackward || q.op == kernels.Rescale {
 		return nil
 	}
 	p := q.begin()
@@ -483,7 +483,7 @@ func stream(q *query, row *policy.Row) *plan {
 // Measured on an H200 with 24 lengths, three numbers of rows and all layouts: bench/TRIED.md, "Fewer
 // kernels".
 func elementwise(q *query, _ *policy.Row) *plan {
-	if q.op != kernels.CrossEntropyBackward {
+	if q.op != kernels.CrossEntropyBackward && q.op != kernels.Rescale {
 		return nil
 	}
 	v := kernelsOf[kernelKey{q.op, kernels.Elementwise, q.x, q.unaligned, false}][0]

@@ -18,6 +18,12 @@ var (
 	mask        = Operand{Name: "mask", Shape: Broadcast, DType: Mask, Optional: true}
 )
 
+// Operands of cross-entropy.
+var (
+	divisor  = Operand{Name: "divisor", Shape: One, DType: Statistic, Optional: true}
+	upstream = Operand{Name: "upstream", Shape: One, DType: Statistic, Optional: true}
+)
+
 // Operands of the norms.
 var (
 	weight   = Operand{Name: "weight", Shape: HeadColumns, DType: Companion, Optional: true}
@@ -274,8 +280,9 @@ var Table = []Group{
 			{Name: "one_pass", Type: Flag,
 				Doc: "forward also computes the gradient, in the same pass over x: dx is the gradient of the " +
 					"reduced loss. backward takes that dx, which must not overlap x, and computes it again only " +
-					"if dloss, a single element, is not 1. It reads dloss on the device, without " +
-					"synchronization. Not with reduction none"},
+					"if dloss, a single element, has other bits than upstream, or 1 without one. It compares them on " +
+					"the device, without synchronization. In two parts, lse then " +
+					"has the sums, not their logarithms, so that both compute the same bits. Not with reduction none"},
 			batchInvariant,
 			{Name: "slice", Type: Flag,
 				Doc: "x is a slice of each row's classes, and a target counts from the slice's first class; " +
@@ -292,9 +299,11 @@ var Table = []Group{
 					"The loss and gradient of a row whose target is outside of [0, N) are NaN, as is a mean that it " +
 					"takes part in, with all gradients of the mean. dx = weight[t] * (softmax(x) - onehot(t)), the " +
 					"gradient of the sum of the losses, is computed in the same " +
-					"pass over x. denominator is written with any reduction.",
+					"pass over x. denominator is written with any reduction. Loss and dx are divided by divisor, which " +
+					"must be NULL with reduction mean. dx is the gradient for an upstream gradient of upstream, which " +
+					"is 1 if absent.",
 				Operands: []Operand{
-					x, target, classWeight,
+					x, target, classWeight, divisor, upstream,
 					{Name: "loss", Shape: Reduced, DType: Statistic, Output: true},
 					{Name: "lse", Shape: Statistics, DType: Statistic, Output: true, Optional: true},
 					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Optional: true, Over: []string{"x"}},
@@ -311,14 +320,15 @@ var Table = []Group{
 					{Name: "cross_entropy_fwd", Results: []string{"loss", "lse"}, Packed: true,
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0}, Saving: "cross_entropy_fwd",
 						Backward: []string{"cross_entropy_bwd"}},
-					{Name: "cross_entropy_fwd_lse", Results: []string{"loss", "lse"},
+					{Name: "cross_entropy_fwd_lse", Results: []string{"loss", "lse"}, Without: []string{"upstream"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_dx", Results: []string{"loss", "lse", "dx"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_dx_", Results: []string{"loss", "lse"}, Writes: []Written{{"x", "dx"}},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_out", Writes: into("loss", "lse", "dx"),
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
+						Without: []string{"divisor", "upstream"},
+						Fixed:   map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_one_pass", Results: []string{"loss", "lse", "dx"}, Packed: true,
 						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
 				},
@@ -327,29 +337,55 @@ var Table = []Group{
 				Name: "backward", Owned: "gander_cross_entropy_grad", Refuses: true,
 				Doc: "dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction " +
 					"mean. That requires denominator, or an lse that contains it; otherwise denominator must be " +
-					"NULL. lse is what forward wrote. Its two parts are more accurate than their sum, which loses " +
+					"NULL. With the other reductions it is divided by divisor. upstream is forward's, with one_pass. " +
+					"lse is what forward wrote. Its two parts are more accurate than their sum, which loses " +
 					"digits if logits are large.",
 				Operands: []Operand{
 					x, target, classWeight,
 					{Name: "dloss", Shape: Upstream, DType: Statistic, Gradient: "loss"},
 					{Name: "lse", Shape: Statistics, DType: Statistic},
+					divisor, upstream,
 					{Name: "denominator", Shape: One, DType: Statistic, Optional: true},
 					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}, Read: "one_pass",
 						Gradient: "x"},
 				},
 				Torch: []Torch{
-					{Name: "cross_entropy_bwd", Results: []string{"dx"}, Without: []string{"denominator"},
+					{Name: "cross_entropy_bwd", Results: []string{"dx"}, Without: []string{"upstream", "denominator"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
-					{Name: "cross_entropy_bwd_", Writes: []Written{{"x", "dx"}}, Without: []string{"denominator"},
+					{Name: "cross_entropy_bwd_", Writes: []Written{{"x", "dx"}}, Without: []string{"upstream", "denominator"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
-					{Name: "cross_entropy_bwd_out", Writes: into("dx"), Without: []string{"denominator"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
-					{Name: "cross_entropy_bwd_slice", Results: []string{"dx"}, Without: []string{"denominator"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 1}},
-					{Name: "cross_entropy_bwd_slice_", Writes: []Written{{"x", "dx"}}, Without: []string{"denominator"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 1}},
-					{Name: "cross_entropy_bwd_one_pass", Writes: []Written{{"dx", "dx"}}, Without: []string{"denominator"},
+					{Name: "cross_entropy_bwd_out", Writes: into("dx"),
+						Without: []string{"divisor", "upstream", "denominator"},
+						Fixed:   map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
+					{Name: "cross_entropy_bwd_slice", Results: []string{"dx"},
+						Without: []string{"divisor", "upstream", "denominator"},
+						Fixed:   map[string]float64{"one_pass": 0, "slice": 1}},
+					{Name: "cross_entropy_bwd_slice_", Writes: []Written{{"x", "dx"}},
+						Without: []string{"divisor", "upstream", "denominator"},
+						Fixed:   map[string]float64{"one_pass": 0, "slice": 1}},
+					{Name: "cross_entropy_bwd_one_pass", Writes: into("dx"), Without: []string{"denominator"},
 						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
+				},
+			},
+		},
+	},
+	{
+		Name: "rescale", Type: "Rescale",
+		Options: []Option{batchInvariant},
+		Operators: []Operator{
+			{
+				Name: "gradient", Owned: "gander_rescale",
+				Doc: "y = x * (dloss / upstream): corrects a gradient that was made for another upstream gradient " +
+					"than came. If y is x and dloss has the bits of upstream, which is 1 if absent, x is neither read " +
+					"nor written. Both are compared on the device, without synchronization.",
+				Operands: []Operand{
+					x,
+					{Name: "dloss", Shape: One, DType: Statistic},
+					upstream,
+					{Name: "y", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}},
+				},
+				Torch: []Torch{
+					{Name: "rescale_", Writes: []Written{{"x", "y"}}, Fixed: map[string]float64{"batch_invariant": 0}},
 				},
 			},
 		},

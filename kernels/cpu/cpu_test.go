@@ -375,7 +375,7 @@ func TestCrossEntropy(t *testing.T) {
 
 		dx := newMatrix(dtype, rows, n, gap+2, offset)
 		d := a
-		d.DX, d.Reduction = dx.Matrix, kernels.ReduceMean
+		d.DX, d.Reduction, d.Divisor = dx.Matrix, kernels.ReduceMean, a.Denominator
 		d.DLoss = newVector(stat, 1, func(int) float64 { return 1.5 })
 		d.DLoss.Stride = 0
 		CrossEntropyBackward(&d, 1)
@@ -647,7 +647,7 @@ func runAllOps(dtype kernels.DType, rows, n, workers int, inPlace bool) map[stri
 	keepVector("sum of losses", a.Loss)
 	in = x.clone()
 	dx = output(in)
-	a.X, a.DX, a.Reduction = in.Matrix, dx.Matrix, kernels.ReduceMean
+	a.X, a.DX, a.Reduction, a.Divisor = in.Matrix, dx.Matrix, kernels.ReduceMean, a.Denominator
 	CrossEntropyBackward(&a, workers)
 	keep("cross-entropy backward", dx)
 	return written

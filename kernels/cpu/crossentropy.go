@@ -8,8 +8,8 @@ import (
 )
 
 // CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row. If DX
-// is present it also computes dx = weight[t] * (softmax(x) - onehot(t)), divided by the denominator with
-// OnePass and ReduceMean. DX may be X.
+// is present it also computes dx = upstream * weight[t] * (softmax(x) - onehot(t)), divided by the
+// denominator with OnePass and ReduceMean. Loss and DX are divided by Divisor. DX may be X.
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX}
 	if a.DX.Data != nil {
@@ -18,15 +18,23 @@ func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	return run(&o, more{ce: a}, workers, crossEntropyForward[float32]{}, crossEntropyForward[float64]{})
 }
 
-// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) for each row, divided by
-// the denominator with ReduceMean. DX may be X. With OnePass and a dloss of 1 it does nothing: forward has
-// already written that gradient to DX.
+// CrossEntropyBackward computes dx = dloss * weight[t] * (exp(x - lse) - onehot(t)) / divisor for each row.
+// DX may be X. With OnePass and the dloss that forward expected it does nothing: forward has already written
+// that gradient to DX.
 func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
-	if a.OnePass && at(&a.DLoss, 0) == 1 {
+	if a.OnePass && math.Float64bits(at(&a.DLoss, 0)) == math.Float64bits(or1(&a.Upstream)) {
 		return nil
 	}
 	o := operands{x: a.X, dx: a.DX}
 	return run(&o, more{ce: a}, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
+}
+
+// or1 is an optional operand of one element, which stands for 1 if it is absent.
+func or1(v *kernels.Vector) float64 {
+	if !v.Present() {
+		return 1
+	}
+	return at(v, 0)
 }
 
 // targetOf returns a row's target. The row is ignored if its target is the ignored index or has weight 0. The
@@ -70,12 +78,45 @@ func (w *worker[T]) writeZeros(row, lo, hi int) {
 	clear(unsafe.Slice((*byte)(rowAt(&w.dx, row, lo)), (hi-lo)*int(w.dx.DType.Size())))
 }
 
+// Rescale computes DX = X * (DLoss / Upstream). With OnePass DX is X, and nothing is done if the two are
+// equal.
+func Rescale(a *kernels.CrossEntropy, workers int) error {
+	if a.OnePass && math.Float64bits(at(&a.DLoss, 0)) == math.Float64bits(or1(&a.Upstream)) {
+		return nil
+	}
+	return run(&operands{x: a.X, dx: a.DX}, more{ce: a}, workers, rescale[float32]{}, rescale[float64]{})
+}
+
+type rescale[T float] struct{}
+
+func (rescale[T]) plan(c *call[T], workers int) { c.planRows(workers) }
+
+func (rescale[T]) run(c *call[T]) {
+	c.upstream = at(&c.ce.DLoss, 0) / or1(&c.ce.Upstream)
+	c.runRows()
+}
+
+func (rescale[T]) firstPass(*worker[T], int, int, int, []partial) {}
+
+func (rescale[T]) combine(*worker[T], int, []partial) rowStats { return rowStats{} }
+
+func (rescale[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, _ rowStats) {
+	for j := lo; j < hi; j += block {
+		n := min(block, hi-j)
+		y := w.output(0, &w.dx, row, j, n)
+		for i, x := range w.read(0, &w.x, row, j, n) {
+			y[i] = x * T(w.upstream)
+		}
+		w.write(&w.dx, row, j, y)
+	}
+}
+
 type crossEntropyForward[T float] struct{}
 
 func (crossEntropyForward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
 func (crossEntropyForward[T]) run(c *call[T]) {
-	c.divisor = 1
+	c.divisor, c.upstream = or1(&c.ce.Divisor), or1(&c.ce.Upstream)
 	if c.ce.OnePass && c.ce.Reduction == kernels.ReduceMean && c.dx.Data != nil {
 		clear(c.losses[:])
 		c.runStep(weightsStep[T]{}, min(c.rows, maxTasks))
@@ -86,7 +127,7 @@ func (crossEntropyForward[T]) run(c *call[T]) {
 	loss, weight := c.totals()
 	switch c.ce.Reduction {
 	case kernels.ReduceSum:
-		put(&c.ce.Loss, 0, loss)
+		put(&c.ce.Loss, 0, loss/c.divisor)
 	case kernels.ReduceMean:
 		put(&c.ce.Loss, 0, loss/weight)
 	}
@@ -137,7 +178,7 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 	if !w.skipped(ignored) {
 		high, sum = logSumExp(partials)
 		logSum = math.Log(sum)
-		w.writeLSE(row, high, logSum)
+		w.writeLSE(row, high, logSum, sum)
 	}
 	loss, weight, logit := 0.0, 0.0, math.NaN()
 	if !ignored {
@@ -152,17 +193,20 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 	w.losses[w.task].loss += loss
 	w.losses[w.task].weight += weight
 	if w.ce.Reduction == kernels.ReduceNone && w.ce.Loss.Present() {
-		put(&w.ce.Loss, row, loss)
+		put(&w.ce.Loss, row, loss/w.divisor)
 	}
 	if w.dx.Data == nil {
 		return rowStats{}
 	}
-	gradient := weight / w.divisor
+	gradient := w.upstream * weight / w.divisor
 	return rowStats{a: high, b: gradient / sum, c: gradient * (math.Exp(logit-high)/sum - 1)}
 }
 
-func (w *worker[T]) writeLSE(row int, high, logSum float64) {
+func (w *worker[T]) writeLSE(row int, high, logSum, sum float64) {
 	switch {
+	case w.ce.LogSum.Present() && w.ce.OnePass:
+		put(&w.ce.Max, row, high)
+		put(&w.ce.LogSum, row, sum)
 	case w.ce.LogSum.Present():
 		put(&w.ce.Max, row, high)
 		put(&w.ce.LogSum, row, logSum)
@@ -187,7 +231,10 @@ type crossEntropyBackward[T float] struct{}
 
 func (crossEntropyBackward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
-func (crossEntropyBackward[T]) run(c *call[T]) { c.runRows() }
+func (crossEntropyBackward[T]) run(c *call[T]) {
+	c.divisor = or1(&c.ce.Divisor)
+	c.runRows()
+}
 
 func (crossEntropyBackward[T]) firstPass(*worker[T], int, int, int, []partial) {}
 
@@ -201,13 +248,13 @@ func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowSt
 	if valid {
 		logit = w.logit(row, t)
 	}
-	gradient := at(&w.ce.DLoss, row) * w.classWeight(t, valid)
-	if w.ce.Reduction == kernels.ReduceMean {
-		gradient /= at(&w.ce.Denominator, 0)
-	}
+	gradient := at(&w.ce.DLoss, row) * w.classWeight(t, valid) / w.divisor
 	high, logSum := at(&w.ce.Max, row), 0.0
 	if w.ce.LogSum.Present() {
 		logSum = at(&w.ce.LogSum, row)
+		if w.ce.OnePass {
+			logSum = math.Log(logSum)
+		}
 	}
 	return rowStats{a: high, b: gradient * math.Exp(-logSum), c: gradient * (math.Exp(logit-high-logSum) - 1)}
 }

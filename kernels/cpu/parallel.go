@@ -99,8 +99,9 @@ type call[T float] struct {
 	group     group
 	mayStart  bool // the call is large enough to start goroutines
 
-	losses  [maxTasks]struct{ loss, weight float64 } // sums over the rows of each task
-	divisor float64                                  // of the gradient that crossEntropyForward writes
+	losses   [maxTasks]struct{ loss, weight float64 } // sums over the rows of each task
+	divisor  float64                                  // of cross-entropy's gradient, and of a sum of losses
+	upstream float64                                  // the gradient of the loss that dx is made for
 
 	fixed         []byte     // the workspace that is pooled with the call
 	mapped        []byte     // the workspace of this call, if fixed is too small

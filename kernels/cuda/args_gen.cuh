@@ -116,6 +116,8 @@ struct CrossEntropyArgs {
   const void* target;
   const void* weight;
   const void* dloss;
+  const void* divisor;
+  const void* upstream;
   void* loss;
   void* row_losses;
   void* total;
@@ -138,8 +140,8 @@ struct CrossEntropyArgs {
   int32_t inverse_row_threads;
   int32_t rows_per_cta;
   int32_t slice;
-  int32_t padding;
+  int32_t sums;
 };
-static_assert(sizeof(CrossEntropyArgs) == 288, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 304, "the layout is Go's");
 
 }  // namespace gander

@@ -33,6 +33,19 @@ __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
 }
 
+// What losses and gradients are divided by. It is read past L1: the previous launch may have written it.
+__device__ __forceinline__ float load_divisor(const CrossEntropyArgs& a) {
+  return __ldcg(static_cast<const float*>(a.divisor));
+}
+
+// The gradient of a row's unweighted loss. Forward and backward compute it by the same operations, so that dx
+// has the same bits whichever of them writes it.
+__device__ __forceinline__ float row_gradient(const CrossEntropyArgs& a, float upstream, float weight) {
+  if (weight == 0.f) return 0.f;
+  const float gradient = upstream * weight;
+  return a.divisor ? gradient / load_divisor(a) : gradient;
+}
+
 // Sums pairs over all rows, with one CTA or one cluster. `at(row)` returns a row's pair. True is returned in
 // the one thread that has the sums. The order of summation depends on the number of rows alone. Sums are in
 // double: there are few terms, and a result of one number shows each rounding error. U is how many rows a
@@ -89,7 +102,7 @@ __device__ __forceinline__ float2* cta_row_losses() {
   return rows;
 }
 
-// The sum of all rows' losses. For a mean it is divided by the sum of their weights.
+// The sum of all rows' losses. For a mean it is divided by the sum of their weights, else by the divisor.
 template <int T, bool Cluster, int U = 8>
 __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
   if (!a.single_cta_total) wait_for_previous_launch();
@@ -99,7 +112,10 @@ __device__ __forceinline__ void total(const CrossEntropyArgs& a) {
   const bool has_sum = sum_rows<T, Cluster, U>(
       a.rows.m, sum, [=](int64_t i) { return here ? cta_row_losses()[i] : __ldcg(rows + i); });
   if (!has_sum) return;
-  if (a.total) *static_cast<float*>(a.total) = a.mean ? sum.x / sum.y : sum.x;
+  if (a.total) {
+    const double by = a.mean ? sum.y : a.divisor ? load_divisor(a) : 1.;
+    *static_cast<float*>(a.total) = sum.x / by;
+  }
   if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
 }
 
@@ -138,8 +154,8 @@ __device__ __forceinline__ void subtract_at(int64_t i, int64_t origin, int e, fl
 
 // loss = weight * (log sum exp(x - max) + max - x[target])
 //
-// Gradient: the same pass computes dx = weight * (softmax(x) - onehot(target)). For a mean it divides that by
-// the sum of the weights.
+// Gradient: the same pass computes dx = upstream * weight * (softmax(x) - onehot(target)) / divisor. The
+// divisor of a mean is the sum of the weights.
 template <class T_, bool Gradient>
 struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using T = T_;
@@ -188,12 +204,9 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   }
   // Computes what `map` needs from the state of a complete row.
   __device__ __forceinline__ static void prepare(const Args& a, Scalars& sc, const State& st) {
-    sc.grad = sc.label.weight;
-    if (a.one_pass && a.mean) {
-      wait_for_previous_launch();  // it sums the weights while this launch reads the row
-      const float all = __ldcg(static_cast<const float*>(a.denominator));
-      sc.grad = sc.grad == 0.f ? 0.f : sc.grad / all;
-    }
+    if (a.one_pass && a.mean) wait_for_previous_launch();  // it sums the weights while this one reads the row
+    const float upstream = a.upstream ? *static_cast<const float*>(a.upstream) : 1.f;
+    sc.grad = row_gradient(a, upstream, sc.label.weight);
     sc.max = st.m, sc.scale = sc.grad / st.s;
   }
   // Stores the statistics of a row: its loss, and its log-sum-exp.
@@ -206,10 +219,10 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const float loss = weight == 0.f ? 0.f : static_cast<float>(weight * unweighted);
     if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, weight);
     else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
-    if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = loss;
+    if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = a.divisor ? loss / load_divisor(a) : loss;
     if (a.log_sum) {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m;
-      static_cast<float*>(a.log_sum)[row * a.log_sum_stride] = log_sum;
+      static_cast<float*>(a.log_sum)[row * a.log_sum_stride] = a.sums ? st.s : log_sum;
     } else if (a.max) {
       static_cast<float*>(a.max)[row * a.max_stride] = st.m + log_sum;
     }
@@ -220,15 +233,15 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {
-    const bool zero = sc.grad == 0.f;
+    const bool zero = sc.label.weight == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
     subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
   }
-  // The gradient of any element but the target's.
+  // The gradient of any element but the target's. The product is rounded by itself, as in backward.
   template <bool Cached>
   __device__ __forceinline__ static float scaled(const Scalars& sc, float x) {
-    return (Cached ? x : exp_difference<T>(x, sc.max)) * sc.scale;
+    return __fmul_rn(Cached ? x : exp_difference<T>(x, sc.max), sc.scale);
   }
   __device__ __forceinline__ static void finish_launch(const Args& a) {
     if (!a.single_cta_total) return;
@@ -238,16 +251,18 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   }
 };
 
-// dx = dloss * weight * (softmax(x) - onehot(target))
+// dx = dloss * weight * (softmax(x) - onehot(target)) / divisor
 //
 // It uses the log-sum-exp of forward, so that nothing is reduced.
 template <class T_>
 struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   using T = T_;
   using Args = CrossEntropyArgs;
-  // True if forward has computed the gradient already, and there is no factor to apply.
+  // True if forward has computed this gradient already: for an upstream gradient of the same bits.
   __device__ __forceinline__ static bool already_done(const Args& a) {
-    return a.one_pass && *static_cast<const float*>(a.dloss) == 1.f;
+    if (!a.one_pass) return false;
+    const float expected = a.upstream ? *static_cast<const float*>(a.upstream) : 1.f;
+    return __float_as_int(*static_cast<const float*>(a.dloss)) == __float_as_int(expected);
   }
   struct Scalars {
     int64_t index;
@@ -266,18 +281,42 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
     const Label l = label<true>(a, sc.index, a.slice ? 1.f : kNaN);
     sc.index = l.index, sc.zero = l.weight == 0.f;
-    sc.grad *= l.weight;
-    if (a.mean) sc.grad /= *static_cast<const float*>(a.denominator);
+    sc.grad = row_gradient(a, sc.grad, l.weight);
     // Maximum and log-sum are separate. So the log-sum is small, and its exponential is accurate to a few
-    // ulp, even if the logits are large.
-    sc.scale = expf(-sc.scale) * sc.grad;
+    // ulp, even if the logits are large. With one_pass the sum itself is there, and the operations are those
+    // of CrossEntropyForward::prepare.
+    sc.scale = a.sums ? sc.grad / sc.scale : expf(-sc.scale) * sc.grad;
   }
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {
 #pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : exp_difference<T>(x[j], sc.max) * sc.scale;
+    for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : __fmul_rn(exp_difference<T>(x[j], sc.max), sc.scale);
     subtract_at(sc.index, p.origin, e, sc.grad, dx);
+  }
+};
+
+// y = x * (dloss / upstream), for gradients that forward has made for another upstream gradient than came.
+template <class T_>
+struct Rescale : RowOperator<Rescale<T_>> {
+  using T = T_;
+  using Args = CrossEntropyArgs;
+  struct Scalars {
+    float factor;
+  };
+  __device__ __forceinline__ static bool already_done(const Args& a) {
+    return CrossEntropyBackward<T>::already_done(a);
+  }
+  __device__ __forceinline__ static uint4 fill() { return zero_vector(); }
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t, bool) {
+    const float dloss = *static_cast<const float*>(a.dloss);
+    return {a.upstream ? dloss / *static_cast<const float*>(a.upstream) : dloss};
+  }
+  template <bool Unaligned, bool Cached, int E, class View>
+  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
+                                             const float (&)[E], const View&, int, float (&y)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) y[j] = x[j] * sc.factor;
   }
 };
 
@@ -381,10 +420,10 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
       if (again >= args.rows.m) p.bounds.lo = p.bounds.hi = 0;
       e += args.rows.opaque_zero;
       const int64_t target = sc.label.index;
-      const bool mine = sc.grad != 0.f && target >= 0 && target < p.bounds.hi &&
+      const bool mine = sc.label.weight != 0.f && target >= 0 && target < p.bounds.hi &&
                         static_cast<int>(target) / kElements<T> % TPR == lane;
       const float x_target = mine ? to_float(p.a[target]) : 0.f;
-      if (sc.grad == 0.f) {  // makes all gradients 0, even if a logit is NaN
+      if (sc.label.weight == 0.f) {  // makes all gradients 0, even if a logit is NaN
         sc.max = sc.scale = 0.f;
 #pragma unroll
         for (int i = 0; i < V; i++) tile.a[i] = zero_vector();

@@ -75,6 +75,8 @@ KERNEL(cross_entropy_forward_dx_apply_bfloat16_256x4, 256, 6, apply_body<CrossEn
 KERNEL(cross_entropy_forward_dx_apply_bfloat16_256x2_unaligned, 256, 4, apply_body<CrossEntropyForward<bf16, true>, 2, true>)
 KERNEL(cross_entropy_backward_elementwise_bfloat16_256x4, 256, 5, elementwise_body<CrossEntropyBackward<bf16>, 4, false>)
 KERNEL(cross_entropy_backward_elementwise_bfloat16_256x2_unaligned, 256, 4, elementwise_body<CrossEntropyBackward<bf16>, 2, true>)
+KERNEL(rescale_elementwise_bfloat16_256x4, 256, 5, elementwise_body<Rescale<bf16>, 4, false>)
+KERNEL(rescale_elementwise_bfloat16_256x2_unaligned, 256, 4, elementwise_body<Rescale<bf16>, 2, true>)
 KERNEL(total_finish_bfloat16_1024x1_unaligned, 1024, 1, total<1024, false>)
 KERNEL(total_finish_bfloat16_1024x1_unaligned_cluster, 1024, 1, total<1024, true>)
 KERNEL(denominator_finish_bfloat16_1024x1_unaligned, 1024, 1, denominator<1024, false>)

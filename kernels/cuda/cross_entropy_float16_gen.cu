@@ -75,6 +75,8 @@ KERNEL(cross_entropy_forward_dx_apply_float16_256x4, 256, 6, apply_body<CrossEnt
 KERNEL(cross_entropy_forward_dx_apply_float16_256x2_unaligned, 256, 4, apply_body<CrossEntropyForward<f16, true>, 2, true>)
 KERNEL(cross_entropy_backward_elementwise_float16_256x4, 256, 5, elementwise_body<CrossEntropyBackward<f16>, 4, false>)
 KERNEL(cross_entropy_backward_elementwise_float16_256x2_unaligned, 256, 4, elementwise_body<CrossEntropyBackward<f16>, 2, true>)
+KERNEL(rescale_elementwise_float16_256x4, 256, 5, elementwise_body<Rescale<f16>, 4, false>)
+KERNEL(rescale_elementwise_float16_256x2_unaligned, 256, 4, elementwise_body<Rescale<f16>, 2, true>)
 KERNEL(total_finish_float16_1024x1_unaligned, 1024, 1, total<1024, false>)
 KERNEL(total_finish_float16_1024x1_unaligned_cluster, 1024, 1, total<1024, true>)
 KERNEL(denominator_finish_float16_1024x1_unaligned, 1024, 1, denominator<1024, false>)

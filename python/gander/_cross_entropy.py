@@ -21,7 +21,7 @@ from ._gradients import (
     selector,
 )
 from ._operators_gen import REDUCTIONS, TORCH
-from ._schemas import arguments, overloads, saved, upstream
+from ._schemas import arguments, overloads, saved, tensors, upstream
 from ._sharding import rows_are_sharded
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
@@ -78,24 +78,38 @@ def write_over(name, x, others, dloss):
 
 # ---- In one pass with the loss ----
 
-_one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED, "dx", _DLOSS])
+_SAVED_WITH_DX, _LSE = [*_SAVED, "upstream", "dx"], _SAVED.index("lse")
+_one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED_WITH_DX, _DLOSS])
+
+
+def _logarithms(lse):
+    """The statistics that other operators read, from those of the single pass, which has the sums."""
+    high, sums = lse[:-1].chunk(2)
+    return torch.cat((high, sums.log(), lse[-1:]))
 
 
 def _backward_one_pass(ctx, dloss):
-    """The first backward pass returns forward's dx, scaled in place by dloss. A later one returns a new
-    tensor.
+    """The first backward pass returns forward's dx, computed again in place if dloss is not the expected one.
+    A later pass returns a new tensor with the same bits.
 
     dx is a saved tensor, so hooks on saved tensors see it: an activation checkpoint drops it like the others.
-    Scaling it does not increment its version, because autograd would then refuse a later backward pass.
+    Writing it does not increment its version, because autograd would then refuse a later backward pass.
     """
     if dloss is None:
         return _gradients(None)
-    *others, dx = ctx.saved_tensors
-    if getattr(ctx, "dx_was_returned", False) or is_compiling() or is_batched(dloss):
+    *others, upstream, dx = ctx.saved_tensors
+    if is_compiling() or is_batched(dloss):
+        others[_LSE] = _logarithms(others[_LSE])
         return _backward_in_own_pass(others, dloss, ctx.options)
+    if getattr(ctx, "dx_was_returned", False):
+        dx = torch.empty_like(dx)
+        integers = torch.int64 if dloss.dtype == torch.float64 else torch.int32
+        upstream = dloss.view(integers).bitwise_not().view(dloss.dtype)  # never the bits of dloss
     ctx.dx_was_returned = True
     with _below_versions():
-        overloads["cross_entropy_bwd_one_pass"](*_one_pass_arguments((*others, dx, dloss, *ctx.options)))
+        overloads["cross_entropy_bwd_one_pass"](
+            *_one_pass_arguments((*others, upstream, dx, dloss, *ctx.options))
+        )
     return _gradients(once_differentiable(dx, others[0], dloss))
 
 
@@ -111,7 +125,7 @@ def _forward_by_row(ctx, keyset, *given):
     loss, values["lse"] = call_below_autograd(overload, keyset, _per_row_arguments(given))
     ctx.save_for_backward(*(values[name] for name in _SAVED))
     ctx.set_materialize_grads(False)
-    ctx.options = given[_ARGUMENTS.index("weight") + 1 :]
+    ctx.options = given[len(tensors(_NAME)) :]
     return loss if values["reduction"] == _NONE else loss.sum()
 
 
@@ -130,7 +144,7 @@ _in_place, _one_pass, _by_row = (
     apply_of(function(f"{_NAME}_{title}", *methods))
     for title, *methods in (
         ("in_place", forward(_NAME, _saving, _SAVED), _backward_in_place),
-        ("one_pass", forward(_NAME, "cross_entropy_fwd_one_pass", [*_SAVED, "dx"]), _backward_one_pass),
+        ("one_pass", forward(_NAME, "cross_entropy_fwd_one_pass", _SAVED_WITH_DX), _backward_one_pass),
         ("by_row", _forward_by_row, _backward_by_row),
     )
 )

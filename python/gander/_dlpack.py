@@ -11,6 +11,7 @@ device are ready in the order of that stream.
 import ctypes
 import sys
 from ctypes import POINTER, byref, c_char_p, c_int, c_void_p, cast, py_object
+from numbers import Real
 from operator import index
 from types import SimpleNamespace
 
@@ -307,7 +308,21 @@ def _explained(error, **_):
     return error
 
 
-operators = SimpleNamespace(explained=_explained)
+def _scalar(name, value, x):
+    """An array of one element, of the dtype that x's statistics have, from a number or an array."""
+    library = type(x).__module__.partition(".")[0]
+    if hasattr(value, "__dlpack__") and library not in ("numpy", "cupy"):
+        return value
+    if isinstance(value, bool) or not (isinstance(value, Real) or hasattr(value, "__dlpack__")):
+        raise TypeError(f"{name} is {value!r}, expected a number or an array of one element")
+    if library not in ("numpy", "cupy"):
+        raise TypeError(
+            f"{name} is {value!r}, expected an array of one element where x is not NumPy's or CuPy's"
+        )
+    return sys.modules[library].asarray(value, "float64" if str(x.dtype) == "float64" else "float32")
+
+
+operators = SimpleNamespace(explained=_explained, scalar=_scalar)
 for _name, _torch_operator in TORCH.items():
     _over_logits = _torch_operator.writes == {"x": "dx"}
     if not _torch_operator.packed:  # those are only for autograd

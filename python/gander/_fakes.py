@@ -163,6 +163,12 @@ class _Call:
             ),
         )
 
+    def check_one(self, name, tensor):
+        self.check(
+            tensor.numel() == 1,
+            lambda: f"{name} has shape {tuple(tensor.shape)}, expected one element for all rows",
+        )
+
     def check_upstream(self, name, tensor):
         count, expected = tensor.numel(), "a single element for all rows"
         fits = count == 1

@@ -233,7 +233,13 @@ def _example(name):
             return torch.arange(shape.numel(), device="cpu")
         return (torch.arange(shape.numel(), dtype=torch.float32, device="cpu") % 5 / 3 + 0.5).reshape(shape)
 
-    return complete(name, tuple(tensor(operands(name)[argument]) for argument in tensors(name)))
+    return complete(
+        name,
+        tuple(
+            None if argument == "divisor" else tensor(operands(name)[argument])  # a mean refuses a divisor
+            for argument in tensors(name)
+        ),
+    )
 
 
 def _results(name, function, leaves):
@@ -243,7 +249,8 @@ def _results(name, function, leaves):
     """
     arguments = _example(name)
     for argument, tensor in zip(tensors(name), arguments, strict=False):
-        tensor.requires_grad_(argument in leaves)
+        if tensor is not None:
+            tensor.requires_grad_(argument in leaves)
     results = function(*arguments)
     if results is None and function is not overloads[name]:
         return None

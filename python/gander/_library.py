@@ -15,7 +15,7 @@ from typing import Any
 from ._operators import Operator, Option
 from ._operators_gen import OPERATORS, OPTIONS, STATUSES
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 CPU, CUDA = 1, 2  # DLPack's device types
 
 # DLPack's (type code, bits) of each element type, by the name that NumPy and torch use.

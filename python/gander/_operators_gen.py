@@ -44,6 +44,9 @@ OPTIONS = {
         Option("batch_invariant", "flag", 0),
         Option("slice", "flag", 0),
     ),
+    "rescale": (
+        Option("batch_invariant", "flag", 0),
+    ),
     "logsumexp": (
         Option("batch_invariant", "flag", 0),
     ),
@@ -151,6 +154,8 @@ OPERATORS = {
             Operand("x", "rows", "float"),
             Operand("target", "strided", "index"),
             Operand("weight", "columns", "companion", optional=True),
+            Operand("divisor", "one", "statistic", optional=True),
+            Operand("upstream", "one", "statistic", optional=True),
             Operand("loss", "reduced", "statistic", output=True),
             Operand("lse", "statistics", "statistic", output=True, optional=True),
             Operand("dx", "rows", "same", like="x", output=True, optional=True),
@@ -166,8 +171,20 @@ OPERATORS = {
             Operand("weight", "columns", "companion", optional=True),
             Operand("dloss", "upstream", "statistic", gradient="loss"),
             Operand("lse", "statistics", "statistic"),
+            Operand("divisor", "one", "statistic", optional=True),
+            Operand("upstream", "one", "statistic", optional=True),
             Operand("denominator", "one", "statistic", optional=True),
             Operand("dx", "rows", "same", like="x", gradient="x", read="one_pass", output=True),
+        ),
+    ),
+    "rescale_gradient": Operator(
+        group="rescale",
+        owned="gander_rescale",
+        operands=(
+            Operand("x", "rows", "float"),
+            Operand("dloss", "one", "statistic"),
+            Operand("upstream", "one", "statistic", optional=True),
+            Operand("y", "rows", "same", like="x", output=True),
         ),
     ),
     "logsumexp_forward": Operator(
@@ -810,11 +827,13 @@ TORCH = {
     ),
     "cross_entropy": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy(Tensor x, Tensor target, Tensor? weight=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False, bool inplace_backward=False, bool? one_pass=None) -> Tensor",
+        schema="cross_entropy(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False, bool inplace_backward=False, bool? one_pass=None) -> Tensor",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
+            Argument("divisor", "tensor", optional=True),
+            Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
             Argument("batch_invariant", "option", type="flag"),
@@ -828,11 +847,13 @@ TORCH = {
     ),
     "cross_entropy_fwd": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd(Tensor x, Tensor target, Tensor? weight=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> (Tensor loss, Tensor lse)",
+        schema="cross_entropy_fwd(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> (Tensor loss, Tensor lse)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
+            Argument("divisor", "tensor", optional=True),
+            Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
             Argument("batch_invariant", "option", type="flag"),
@@ -845,11 +866,12 @@ TORCH = {
     ),
     "cross_entropy_fwd_lse": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd_lse(Tensor x, Tensor target, Tensor? weight=None, int ignore_index=-100, bool batch_invariant=False) -> (Tensor loss, Tensor lse)",
+        schema="cross_entropy_fwd_lse(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, int ignore_index=-100, bool batch_invariant=False) -> (Tensor loss, Tensor lse)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
+            Argument("divisor", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("batch_invariant", "option", type="flag"),
         ),
@@ -858,11 +880,13 @@ TORCH = {
     ),
     "cross_entropy_fwd_dx": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd_dx(Tensor x, Tensor target, Tensor? weight=None, int ignore_index=-100, bool batch_invariant=False) -> (Tensor loss, Tensor lse, Tensor dx)",
+        schema="cross_entropy_fwd_dx(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, bool batch_invariant=False) -> (Tensor loss, Tensor lse, Tensor dx)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
+            Argument("divisor", "tensor", optional=True),
+            Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("batch_invariant", "option", type="flag"),
         ),
@@ -871,11 +895,13 @@ TORCH = {
     ),
     "cross_entropy_fwd_dx_": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd_dx_(Tensor(a!) x, Tensor target, Tensor? weight=None, int ignore_index=-100, bool batch_invariant=False) -> (Tensor loss, Tensor lse)",
+        schema="cross_entropy_fwd_dx_(Tensor(a!) x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, bool batch_invariant=False) -> (Tensor loss, Tensor lse)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
+            Argument("divisor", "tensor", optional=True),
+            Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("batch_invariant", "option", type="flag"),
         ),
@@ -902,11 +928,13 @@ TORCH = {
     ),
     "cross_entropy_fwd_one_pass": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd_one_pass(Tensor x, Tensor target, Tensor? weight=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> (Tensor loss, Tensor lse, Tensor dx)",
+        schema="cross_entropy_fwd_one_pass(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> (Tensor loss, Tensor lse, Tensor dx)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
+            Argument("divisor", "tensor", optional=True),
+            Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
             Argument("batch_invariant", "option", type="flag"),
@@ -917,13 +945,14 @@ TORCH = {
     ),
     "cross_entropy_bwd": TorchOperator(
         operator="cross_entropy_backward",
-        schema="cross_entropy_bwd(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> Tensor",
+        schema="cross_entropy_bwd(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> Tensor",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
             Argument("dloss", "tensor"),
             Argument("lse", "tensor"),
+            Argument("divisor", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
             Argument("batch_invariant", "option", type="flag"),
@@ -933,13 +962,14 @@ TORCH = {
     ),
     "cross_entropy_bwd_": TorchOperator(
         operator="cross_entropy_backward",
-        schema="cross_entropy_bwd_(Tensor(a!) x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> ()",
+        schema="cross_entropy_bwd_(Tensor(a!) x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> ()",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
             Argument("dloss", "tensor"),
             Argument("lse", "tensor"),
+            Argument("divisor", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
             Argument("batch_invariant", "option", type="flag"),
@@ -1000,13 +1030,15 @@ TORCH = {
     ),
     "cross_entropy_bwd_one_pass": TorchOperator(
         operator="cross_entropy_backward",
-        schema="cross_entropy_bwd_one_pass(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor(a!) dx, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> ()",
+        schema="cross_entropy_bwd_one_pass(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor, Tensor? upstream, Tensor(a!) dx, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> ()",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
             Argument("weight", "tensor", optional=True),
             Argument("dloss", "tensor"),
             Argument("lse", "tensor"),
+            Argument("divisor", "tensor", optional=True),
+            Argument("upstream", "tensor", optional=True),
             Argument("dx", "tensor"),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
@@ -1015,6 +1047,18 @@ TORCH = {
         results=(),
         fixed={"one_pass": 1, "slice": 0},
         writes={"dx": "dx"},
+    ),
+    "rescale_": TorchOperator(
+        operator="rescale_gradient",
+        schema="rescale_(Tensor(a!) x, Tensor dloss, Tensor? upstream=None) -> ()",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("dloss", "tensor"),
+            Argument("upstream", "tensor", optional=True),
+        ),
+        results=(),
+        fixed={"batch_invariant": 0},
+        writes={"x": "y"},
     ),
     "logsumexp": TorchOperator(
         operator="logsumexp_forward",

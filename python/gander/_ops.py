@@ -68,6 +68,16 @@ def _dtype(ops: Any, value: Any) -> Any:
     return getattr(torch, _library.dtype_name(value, "out_dtype"))
 
 
+def _of_sum(divisor: Any, upstream: Any, reduction: Any) -> None:
+    """Refuses what needs another reduction."""
+    if divisor is not None and reduction != "sum":
+        raise ValueError(f"divisor is given with reduction {reduction!r}, expected 'sum', which it divides")
+    if upstream is not None and reduction == "none":
+        raise ValueError(
+            "upstream is given with reduction 'none', expected 'sum' or 'mean': it is one number"
+        )
+
+
 def _epsilon(x: Any) -> float:
     """What eps=None means in torch: the machine epsilon of the dtype that it computes in."""
     return 2.0**-52 if x.dtype.itemsize == 8 else 2.0**-23
@@ -1157,6 +1167,8 @@ def cross_entropy(
     *,
     one_pass: bool | None = ...,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
+    upstream: float | Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def cross_entropy(
@@ -1170,6 +1182,8 @@ def cross_entropy(
     *,
     one_pass: bool | None = ...,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
+    upstream: float | Array | None = ...,
 ) -> A: ...
 def cross_entropy(
     x: Any,
@@ -1182,6 +1196,8 @@ def cross_entropy(
     *,
     one_pass: bool | None = None,
     batch_invariant: bool = False,
+    divisor: Any = None,
+    upstream: Any = None,
 ) -> Any:
     """Cross-entropy of logits and class indices, differentiable in x.
 
@@ -1202,10 +1218,17 @@ def cross_entropy(
     torch.compile.
     batch_invariant: as in softmax, for the loss of each row, and for its gradient with "none" or "sum". The
     gradient of a mean depends on all rows.
+    divisor: what loss and gradient are divided by, with reduction "sum": a number, or a 0-dim tensor of any
+    real dtype on x's device, which is read there, without synchronization. For a sum over all tokens of a
+    step, whose number only the training loop knows.
+    upstream: the gradient of the loss that backward is expected to bring, a number or such a tensor: 1/4 for
+    `(loss / 4).backward()`, a GradScaler's scale. The single pass makes the gradient for it (for 1 by
+    default). backward compares the two on the device, and computes the gradient again if they differ. So
+    upstream changes the time, never the result. A tensor is copied when the loss is computed.
     lse_partial: (..., K), of any of these dtypes, not only x's: parts of the log-sum-exp of each row, such as
     the log-sum-exps of slices of x. The log-sum-exp of a row of lse_partial is taken for that of the row of
     x, which forward then only reads at the target. It gets no gradient: that of x is complete. Torch tensors
-    only. one_pass and batch_invariant do not apply. torch.compile breaks its graph at such a call.
+    only. one_pass, upstream and batch_invariant do not apply. torch.compile breaks its graph at such a call.
     Returns the loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
     Raises TypeError (dtype), ValueError (shape, reduction), RuntimeError (device, driver, memory).
     Gradient: dx = dloss * weight[t] * (softmax(x) - 1[t]). For accuracy, the maximum and the logarithm of the
@@ -1215,13 +1238,27 @@ def cross_entropy(
     if _debug:
         _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    if divisor is not None or upstream is not None:
+        _of_sum(divisor, upstream, reduction)
+        divisor = None if divisor is None else ops.scalar("divisor", divisor, x)
+        upstream = None if upstream is None else ops.scalar("upstream", upstream, x)
     try:
         if lse_partial is not None:
-            return _partial_of(ops, "lse_partial").with_lse_partial(
+            loss = _partial_of(ops, "lse_partial").with_lse_partial(
                 x, target, lse_partial, weight, ignore_index, code, bool(inplace_backward)
             )
+            return loss if divisor is None else loss / divisor
         return ops.cross_entropy(
-            x, target, weight, ignore_index, code, bool(batch_invariant), bool(inplace_backward), one_pass
+            x,
+            target,
+            weight,
+            divisor,
+            upstream,
+            ignore_index,
+            code,
+            bool(batch_invariant),
+            bool(inplace_backward),
+            one_pass,
         )
     except _FAILURES as error:
         raise ops.explained(error, target=target, weight=weight) from None
@@ -1239,6 +1276,7 @@ def cross_entropy_fwd(
     inplace_backward: bool = ...,
     *,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def cross_entropy_fwd(
@@ -1252,6 +1290,7 @@ def cross_entropy_fwd(
     return_dx: Literal[True],
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def cross_entropy_fwd(
@@ -1265,6 +1304,7 @@ def cross_entropy_fwd(
     return_dx: Literal[False] = ...,
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy_fwd(
@@ -1278,6 +1318,7 @@ def cross_entropy_fwd(
     return_dx: Literal[True],
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy_fwd(
@@ -1291,6 +1332,7 @@ def cross_entropy_fwd(
     inplace_backward: bool = ...,
     *,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
 ) -> A: ...
 @overload
 def cross_entropy_fwd(
@@ -1304,6 +1346,7 @@ def cross_entropy_fwd(
     return_dx: Literal[True],
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
 ) -> tuple[A, A, A]: ...
 @overload
 def cross_entropy_fwd(
@@ -1317,6 +1360,7 @@ def cross_entropy_fwd(
     return_dx: Literal[False] = ...,
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
 ) -> tuple[A, A]: ...
 @overload
 def cross_entropy_fwd(
@@ -1330,6 +1374,7 @@ def cross_entropy_fwd(
     return_dx: Literal[True],
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
 ) -> tuple[A, A]: ...
 def cross_entropy_fwd(
     x: Any,
@@ -1342,12 +1387,14 @@ def cross_entropy_fwd(
     inplace_backward: bool = False,
     *,
     batch_invariant: bool = False,
+    divisor: Any = None,
 ) -> Any:
     """The loss of each row, without a gradient. Returns loss, (loss, lse), (loss, dx) or (loss, lse, dx).
 
     loss and lse (the log-sum-exp of each row): float32 (float64 for float64) of shape x.shape[:-1].
     dx: the gradient of the sum of the losses, computed in the same pass over x, with x's shape and dtype.
     With inplace_backward it is written over x, and x itself is returned.
+    divisor: as in cross_entropy, for the loss of each row and for dx.
     target_logit: the logits of the targets, in place of those in x, with x.shape[:-1]; or (..., K), of which
     target chooses one. x then only gives the log-sum-exp, and weight has an element for each class that
     target may name. With x.shape[:-1] and without weight any target >= 0 is a class. Refused with return_dx.
@@ -1355,6 +1402,8 @@ def cross_entropy_fwd(
     Other arguments and errors are those of cross_entropy.
     """
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    if divisor is not None:
+        divisor = ops.scalar("divisor", divisor, x)
     if target_logit is not None:
         if return_dx:
             raise NotImplementedError(
@@ -1366,19 +1415,21 @@ def cross_entropy_fwd(
             )
         except _FAILURES as error:
             raise ops.explained(error, target=target, weight=weight) from None
+        if divisor is not None:
+            loss = loss / divisor
         return (loss, lse) if return_lse else loss
     if _debug:
         _check_targets(x.shape[-1], target, ignore_index)
     try:
-        arguments = _detached(x), target, _detached(weight), ignore_index
+        operands, options = (_detached(x), target, _detached(weight), divisor), (bool(batch_invariant),)
         if return_dx and inplace_backward:
-            (loss, lse), dx = ops.cross_entropy_fwd_dx_(*arguments, bool(batch_invariant)), x
+            (loss, lse), dx = ops.cross_entropy_fwd_dx_(*operands, None, ignore_index, *options), x
         elif return_dx:
-            loss, lse, dx = ops.cross_entropy_fwd_dx(*arguments, bool(batch_invariant))
+            loss, lse, dx = ops.cross_entropy_fwd_dx(*operands, None, ignore_index, *options)
         elif return_lse:
-            return ops.cross_entropy_fwd_lse(*arguments, bool(batch_invariant))
+            return ops.cross_entropy_fwd_lse(*operands, ignore_index, *options)
         else:
-            return ops.cross_entropy(*arguments, 0, bool(batch_invariant), False, None)
+            return ops.cross_entropy(*operands, None, ignore_index, 0, *options, False, None)
     except _FAILURES as error:
         raise ops.explained(error, target=target, weight=weight) from None
     return (loss, lse, dx) if return_lse else (loss, dx)
@@ -1426,9 +1477,9 @@ def cross_entropy_bwd(
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if inplace_backward:
-            ops.cross_entropy_bwd_(_detached(x), target, weight, dloss, lse, ignore_index, 0, False)
+            ops.cross_entropy_bwd_(_detached(x), target, weight, dloss, lse, None, ignore_index, 0, False)
             return x
-        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, ignore_index, 0, False)
+        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, None, ignore_index, 0, False)
     except _FAILURES as error:
         raise ops.explained(error, target=target, dloss=dloss, lse=lse, weight=weight) from None
 
@@ -1498,6 +1549,69 @@ def cross_entropy_bwd_out(
     except _FAILURES as error:
         given = {"target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
         raise ops.explained(error, **given) from None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    weight_ce: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    divisor: float | Tensor | None = None,
+    upstream: float | Tensor | None = None,
+    chunk: int | None = None,
+    *,
+    accumulate: Literal["float32"] | None = None,
+) -> Tensor:
+    """cross_entropy(x @ weight.T + bias, target), which never holds all logits. Differentiable in x, weight
+    and bias. Torch tensors only.
+
+    x: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). weight: (V, K) and bias: (V) or
+    None, of x's dtype. Under autocast all three are cast, as in torch.nn.functional.linear.
+    target, ignore_index, reduction, divisor: as in cross_entropy. weight_ce: (V), its class weights.
+    chunk: the rows whose logits are held at a time. None takes a quarter of all rows. More chunks need less
+    memory, and more time to add up the gradient of weight.
+    accumulate: "float32" adds up the gradient of weight over the chunks in float32, in a tensor of its own.
+    By default each sum is rounded to weight's dtype. The gradient of bias is always added in float32.
+    upstream: the gradient of the loss that backward is expected to bring, as in cross_entropy. It is 1 by
+    default. forward makes the gradients for it, with torch's matrix products. Gradients of bfloat16 and
+    float32 are multiplied in backward if another one comes, which rounds once more. Gradients of float16
+    would have underflowed: they are made again, and so are those of a second backward pass. Without upstream,
+    gradients of float16 are made in backward, and with reduction "none" all are. With upstream, float16's
+    backward waits for the device to see whether they have to be.
+
+    Ignored rows take part in the matrix products. Inside torch.func's transforms all logits are held.
+    Returns the loss as cross_entropy does.
+    Raises TypeError (dtype), ValueError (shape, reduction, chunk), RuntimeError (device, driver, memory).
+    """
+    if not (isinstance(x, _Tensor) or _hook.is_late_tensor(x)):
+        raise TypeError(f"x is a {type(x).__name__}, expected a torch.Tensor")
+    code = _code("reduction", reduction, REDUCTIONS)
+    _of_sum(divisor, upstream, reduction)
+    if accumulate not in (None, "float32"):
+        raise ValueError(f"accumulate is {accumulate!r}, expected 'float32' or None")
+    ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
+    if _debug:
+        _check_targets(weight.shape[0], target, ignore_index)
+    try:
+        loss: Tensor = ops._linear_cross_entropy.linear_cross_entropy(
+            x,
+            weight,
+            target,
+            bias,
+            weight_ce,
+            ignore_index,
+            code,
+            divisor,
+            upstream,
+            chunk,
+            accumulate is not None,
+        )
+    except _FAILURES as error:
+        raise ops.explained(error) from None
+    return loss
 
 
 @overload

@@ -21,7 +21,7 @@ def _losses(x, target, logits, weight, ignore_index):
 
     logits: (..., K), of which target chooses one, or one logit for each row.
     """
-    _, lse = _forward_in_parts(x, target, None, ignore_index, _NONE, False)
+    _, lse = _forward_in_parts(x, target, None, None, None, ignore_index, _NONE, False)
     high, log_sum = lse[:-1].view(2, *target.shape)
     target = target.long()
     by_class = logits.ndim > target.ndim
@@ -82,7 +82,7 @@ def _backward(ctx, dloss):
     dx = None
     if dloss is not None:
         x, target, lse, weight = ctx.saved_tensors
-        arguments = target, weight, dloss, lse, *ctx.options
+        arguments = target, weight, dloss, lse, None, *ctx.options
         if ctx.inplace_backward and not is_batched(dloss):
             dx = write_over("cross_entropy_bwd_", x, arguments, dloss)
         else:

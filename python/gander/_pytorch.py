@@ -11,6 +11,7 @@ operator's arguments by position. If possible, it bypasses torch's dispatcher (_
 import ctypes
 import os
 import sys
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -58,6 +59,27 @@ def explained(error: RuntimeError, **arguments) -> Exception:
     if status == _library.STATUS_MEMORY:
         return torch.cuda.OutOfMemoryError(text)
     return _library.exception(status, text)
+
+
+def scalar(name: str, value, x: Tensor) -> Tensor:
+    """A new 0-dim tensor on x's device, of the dtype that x's statistics have, from a number or a tensor.
+
+    Nothing synchronizes.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected (); pass {name}.squeeze()")
+        if value.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but has none; pass {name}.detach()")
+        if value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{name} has dtype {str(value.dtype)[6:]}, expected a real number; convert it")
+        if value.device != x.device:
+            raise RuntimeError(f"{name} is on {value.device}, expected {x.device} as x; move one of them")
+        return value.to(dtype, copy=True)
+    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} is {value!r}, expected a number or a 0-dim tensor on the device of x")
+    return x.new_full((), value, dtype=dtype)
 
 
 # ---- Operators that write over an argument ----
@@ -134,6 +156,9 @@ for _name in _TO_FLOAT32:
 _gradients.register({"cross_entropy": _cross_entropy.choose}, {"cross_entropy": cross_entropy_of_slices})
 _fast.start(_BINARY, _gradients.fast_functions(), _cross_entropy.ONE_PASS)
 globals().update({name: _fast.call(name) for name in TORCH})
+
+
+from . import _linear_cross_entropy  # noqa: E402, F401 - registers an operator that calls those above
 
 
 def __getattr__(name):

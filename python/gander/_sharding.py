@@ -69,8 +69,9 @@ def _rule(name, given):
         if not used:
             continue
         found, by_row = f"{argument} has placements {spec.placements}, expected", spec.ndim == leading
-        if of[argument].shape in ("columns", "head_columns"):
-            refuse(f"{found} Replicate: it has one element for each column; redistribute it")
+        if of[argument].shape in ("columns", "head_columns", "one"):
+            each = "tensor" if of[argument].shape == "one" else "column"
+            refuse(f"{found} Replicate: it has one element for each {each}; redistribute it")
         if of[argument].shape == "statistics" and not by_row:
             refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
         before = dims_before(argument)
@@ -107,7 +108,7 @@ def _rule(name, given):
             return Partial("sum") if operand.output else Replicate()
         if operand.shape == "reduced" and reduction == "sum":
             return Partial("sum")
-        if operand.shape == "upstream" and ndim != leading:  # one element for all rows
+        if operand.shape == "one" or (operand.shape == "upstream" and ndim != leading):  # for all rows
             return Replicate()
         return shard
 
@@ -163,9 +164,12 @@ def cross_entropy_of_slices(given):
         )
     target = _local("target", target, rows)
     weight = _local("weight", values["weight"], [Replicate()] * mesh.ndim)
+    divisor = _local("divisor", values["divisor"], [Replicate()] * mesh.ndim)
     loss = distributed.of_mesh(
         mine, target, weight, mesh, on[0], x.shape[-1], values["ignore_index"], values["reduction"]
     )
+    if divisor is not None:
+        loss = loss / divisor
     if reduction == "none":
         shape = x.shape[:-1]
         return _DTensor.from_local(loss, mesh, rows, run_check=False, shape=shape, stride=_contiguous(shape))

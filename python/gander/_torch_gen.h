@@ -11,6 +11,7 @@
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
   F(gander_cross_entropy_backward) \
+  F(gander_rescale_gradient) \
   F(gander_logsumexp_forward) \
   F(gander_logsumexp_backward)
 
@@ -562,15 +563,15 @@ static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) 
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
-      .reduction = as_int32(a[4]),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
       .one_pass = 0,
-      .batch_invariant = (a[5] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value* a) {
@@ -578,15 +579,15 @@ static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value*
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
-      .reduction = as_int32(a[4]),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
       .one_pass = 0,
-      .batch_invariant = (a[5] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_lse(Call* call, const Operand* o, const Value* a) {
@@ -594,15 +595,15 @@ static int32_t call_cross_entropy_fwd_lse(Call* call, const Operand* o, const Va
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
+      .ignore_index = (int64_t)a[4],
       .reduction = 0,
       .one_pass = 0,
-      .batch_invariant = (a[4] & 1) != 0,
+      .batch_invariant = (a[5] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_dx(Call* call, const Operand* o, const Value* a) {
@@ -610,15 +611,15 @@ static int32_t call_cross_entropy_fwd_dx(Call* call, const Operand* o, const Val
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
+      .ignore_index = (int64_t)a[5],
       .reduction = 0,
       .one_pass = 0,
-      .batch_invariant = (a[4] & 1) != 0,
+      .batch_invariant = (a[6] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Value* a) {
@@ -626,15 +627,15 @@ static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Va
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
+      .ignore_index = (int64_t)a[5],
       .reduction = 0,
       .one_pass = 0,
-      .batch_invariant = (a[4] & 1) != 0,
+      .batch_invariant = (a[6] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_out(Call* call, const Operand* o, const Value* a) {
@@ -650,7 +651,7 @@ static int32_t call_cross_entropy_fwd_out(Call* call, const Operand* o, const Va
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, const Value* a) {
@@ -658,15 +659,15 @@ static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, con
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[3],
-      .reduction = as_int32(a[4]),
+      .ignore_index = (int64_t)a[5],
+      .reduction = as_int32(a[6]),
       .one_pass = 1,
-      .batch_invariant = (a[5] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value* a) {
@@ -674,15 +675,15 @@ static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value*
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
+      .ignore_index = (int64_t)a[6],
+      .reduction = as_int32(a[7]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[8] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value* a) {
@@ -690,15 +691,15 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
+      .ignore_index = (int64_t)a[6],
+      .reduction = as_int32(a[7]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[8] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_out(Call* call, const Operand* o, const Value* a) {
@@ -714,7 +715,7 @@ static int32_t call_cross_entropy_bwd_out(Call* call, const Operand* o, const Va
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_slice(Call* call, const Operand* o, const Value* a) {
@@ -730,7 +731,7 @@ static int32_t call_cross_entropy_bwd_slice(Call* call, const Operand* o, const 
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_slice_(Call* call, const Operand* o, const Value* a) {
@@ -746,7 +747,7 @@ static int32_t call_cross_entropy_bwd_slice_(Call* call, const Operand* o, const
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, const Value* a) {
@@ -754,15 +755,26 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
   gander_cross_entropy_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .ignore_index = (int64_t)a[6],
-      .reduction = as_int32(a[7]),
+      .ignore_index = (int64_t)a[8],
+      .reduction = as_int32(a[9]),
       .one_pass = 1,
-      .batch_invariant = (a[8] & 1) != 0,
+      .batch_invariant = (a[10] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_rescale_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rescale_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .batch_invariant = 0,
+  };
+  return lib.gander_rescale_gradient(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
 }
 
 static int32_t call_logsumexp(Call* call, const Operand* o, const Value* a) {
@@ -837,6 +849,7 @@ enum {
   OP_CROSS_ENTROPY_BWD_SLICE,
   OP_CROSS_ENTROPY_BWD_SLICE_,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
+  OP_RESCALE_,
   OP_LOGSUMEXP,
   OP_LOGSUMEXP_BWD,
   OPERATOR_COUNT
@@ -1782,72 +1795,78 @@ static const Operator operators[] = {
         .name = "cross_entropy",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy,
-        .arguments = "TTOiibeE",
-        .reduction_argument = 4,
+        .arguments = "TTOOOiibeE",
+        .reduction_argument = 6,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 1,
-        .results = {3},
+        .results = {5},
         .fast = true,
         .saving = OP_CROSS_ENTROPY_FWD,
-        .differentiable = {true, false, false, false, false, false, false, false},
-        .saved_count = 4,
-        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}},
+        .differentiable = {true, false, false, false, false, false, false, false, false, false},
+        .saved_count = 5,
+        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}, {false, 3}},
     },
     {
         .name = "cross_entropy_fwd",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd,
-        .arguments = "TTOiib",
-        .reduction_argument = 4,
+        .arguments = "TTOOOiib",
+        .reduction_argument = 6,
         .packed = true,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 2,
-        .results = {3, 4},
+        .results = {5, 6},
         .fast = true,
         .saving = OP_CROSS_ENTROPY_FWD,
-        .differentiable = {true, false, false, false, false, false},
-        .saved_count = 4,
-        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}},
+        .differentiable = {true, false, false, false, false, false, false, false},
+        .saved_count = 5,
+        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}, {false, 3}},
     },
     {
         .name = "cross_entropy_fwd_lse",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_lse,
-        .arguments = "TTOib",
+        .arguments = "TTOOib",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 2,
-        .results = {3, 4},
+        .results = {5, 6},
         .fast = true,
         .saving = -1,
     },
@@ -1855,22 +1874,24 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_dx",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_dx,
-        .arguments = "TTOib",
+        .arguments = "TTOOOib",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 3,
-        .results = {3, 4, 5},
+        .results = {5, 6, 7},
         .fast = true,
         .saving = -1,
     },
@@ -1878,22 +1899,24 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_dx_",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_dx_,
-        .arguments = "TTOib",
+        .arguments = "TTOOOib",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 2,
-        .results = {3, 4},
+        .results = {5, 6},
         .fast = false,
         .saving = -1,
     },
@@ -1905,11 +1928,13 @@ static const Operator operators[] = {
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
@@ -1923,21 +1948,23 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_one_pass",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_one_pass,
-        .arguments = "TTOiib",
-        .reduction_argument = 4,
+        .arguments = "TTOOOiib",
+        .reduction_argument = 6,
         .packed = true,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 3,
-        .results = {3, 4, 5},
+        .results = {5, 6, 7},
         .fast = true,
         .saving = -1,
     },
@@ -1945,21 +1972,23 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd,
-        .arguments = "TTOTTiib",
-        .reduction_argument = 6,
+        .arguments = "TTOTTOiib",
+        .reduction_argument = 7,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
         },
         .result_count = 1,
-        .results = {6},
+        .results = {8},
         .fast = true,
         .saving = -1,
     },
@@ -1967,16 +1996,18 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_,
-        .arguments = "TTOTTiib",
-        .reduction_argument = 6,
+        .arguments = "TTOTTOiib",
+        .reduction_argument = 7,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
         },
@@ -1992,13 +2023,15 @@ static const Operator operators[] = {
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
         },
@@ -2013,18 +2046,20 @@ static const Operator operators[] = {
         .arguments = "TTOTTiib",
         .reduction_argument = 6,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
         },
         .result_count = 1,
-        .results = {6},
+        .results = {8},
         .fast = true,
         .saving = -1,
     },
@@ -2035,13 +2070,15 @@ static const Operator operators[] = {
         .arguments = "TTOTTiib",
         .reduction_argument = 6,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
         },
@@ -2053,18 +2090,39 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_one_pass",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_one_pass,
-        .arguments = "TTOTTTiib",
-        .reduction_argument = 7,
+        .arguments = "TTOTTOOTiib",
+        .reduction_argument = 9,
         .packed = false,
-        .operand_count = 7,
+        .operand_count = 9,
         .operands = {
             {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+        },
+        .result_count = 0,
+        .fast = true,
+        .saving = -1,
+    },
+    {
+        .name = "rescale_",
+        .operator = "rescale_gradient",
+        .call = call_rescale_,
+        .arguments = "TTO",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 4,
+        .operands = {
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"dloss", SHAPE_ONE, DTYPE_STATISTIC, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"y", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
         },
         .result_count = 0,
         .fast = true,
@@ -2163,6 +2221,7 @@ KERNEL(cross_entropy_bwd_out, OP_CROSS_ENTROPY_BWD_OUT)
 KERNEL(cross_entropy_bwd_slice, OP_CROSS_ENTROPY_BWD_SLICE)
 KERNEL(cross_entropy_bwd_slice_, OP_CROSS_ENTROPY_BWD_SLICE_)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
+KERNEL(rescale_, OP_RESCALE_)
 KERNEL(logsumexp, OP_LOGSUMEXP)
 KERNEL(logsumexp_bwd, OP_LOGSUMEXP_BWD)
 
@@ -2217,6 +2276,7 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_bwd_slice,
     kernel_cross_entropy_bwd_slice_,
     kernel_cross_entropy_bwd_one_pass,
+    kernel_rescale_,
     kernel_logsumexp,
     kernel_logsumexp_bwd,
 };

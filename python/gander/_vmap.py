@@ -26,7 +26,7 @@ def _folded(name, values, dims, size):
         if argument not in of or value is None:
             continue
         shape, dim = of[argument].shape, dims[argument]
-        if shape in ("columns", "head_columns") or (shape == "broadcast" and dim is None):
+        if shape in ("columns", "head_columns", "one") or (shape == "broadcast" and dim is None):
             if dim is not None:
                 return None
             continue

@@ -234,7 +234,7 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
     # Of each row this slice's maximum and logarithm of the sum; where it has the target, the loss within the
     # slice, else 0; and the weight of the target's class, else 0.
     if n:
-        loss, lse = _forward_in_parts(x, local, None, ignored, _NONE, False)
+        loss, lse = _forward_in_parts(x, local, None, None, None, ignored, _NONE, False)
         # The loss is NaN if the target is in another slice. It is also NaN if the slice is all -inf. Then
         # the loss over the slices is already infinite.
         parts = [lse[:-1], loss.nan_to_num_(0.0, float("inf")).view(-1)]
@@ -256,7 +256,7 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
     high = every[:, 0].amax(0)
     logits = every.new_empty(rows, ranks)
     torch.add(every[:, 0] - high, every[:, 1], out=logits.t())
-    loss, log_sum = _forward_by_row(logits, owners[interval], None, _IGNORED, False)
+    loss, log_sum = _forward_by_row(logits, owners[interval], None, None, _IGNORED, False)
     within = every[:, 2:].sum(0)
     loss += within[0]
     if weight is not None:

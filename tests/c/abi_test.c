@@ -25,7 +25,7 @@ static void test_info(void) {
   CHECK(gander_abi_version() == GANDER_ABI_VERSION);
   const char* info = gander_build_info();
   static const char* const keys[] = {
-      "\"version\":\"0.1.0\"", "\"abi_version\":3", "\"commit\":", "\"go\":\"go1.", "\"nvcc\":",
+      "\"version\":\"0.1.0\"", "\"abi_version\":4", "\"commit\":", "\"go\":\"go1.", "\"nvcc\":",
       "\"architectures\":[",   "\"simd\":"};
   for (size_t i = 0; i < sizeof keys / sizeof *keys; ++i) CHECK(strstr(info, keys[i]));
   CHECK(gander_build_info() == info);
@@ -144,11 +144,11 @@ static void test_every_op(void) {
   }
 
   test_norms();
-  CHECK(gander_cross_entropy_forward(tx, tt, tw, tl, te, NULL, NULL, NULL, NULL) == GANDER_OK);
+  CHECK(gander_cross_entropy_forward(tx, tt, tw, NULL, NULL, tl, te, NULL, NULL, NULL, NULL) == GANDER_OK);
   double sum = exp(0) + exp(1) + exp(2) + exp(3);
   for (int i = 0; i < M; ++i)
     CHECK(fabs(lse.data[i] - log(sum)) < 1e-6 && loss.data[i] == 0); /* weight[0] is 0 */
-  CHECK(gander_cross_entropy_forward(tx, tt, NULL, tl, NULL, tdx, t1, NULL, NULL) == GANDER_OK);
+  CHECK(gander_cross_entropy_forward(tx, tt, NULL, NULL, NULL, tl, NULL, tdx, t1, NULL, NULL) == GANDER_OK);
   CHECK(fabs(loss.data[0] - log(sum)) < 1e-6 && one.data[0] == M);
   CHECK(fabs(dx.data[0] - (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - exp(1) / sum) < 1e-6);
 
@@ -158,8 +158,12 @@ static void test_every_op(void) {
   block two;
   DLTensor* t2 = &fill_vector(&two, 1)->managed.dl_tensor;
   two.data[0] = 4; /* dloss: divided by the denominator of 2 it doubles the gradient */
-  CHECK(gander_cross_entropy_backward(tx, tt, NULL, t2, te, t1, tdx, &mean, NULL) == GANDER_OK);
+  CHECK(gander_cross_entropy_backward(tx, tt, NULL, t2, te, NULL, NULL, t1, tdx, &mean, NULL) == GANDER_OK);
   CHECK(fabs(dx.data[0] - 2 * (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - 2 * exp(1) / sum) < 1e-6);
+  CHECK(gander_cross_entropy_forward(tx, tt, NULL, t2, t1, tl, NULL, tdx, NULL, NULL, NULL) == GANDER_OK);
+  CHECK(fabs(loss.data[0] - log(sum) / 4) < 1e-6 && fabs(dx.data[1] - M * exp(1) / sum / 4) < 1e-6);
+  CHECK(gander_cross_entropy_backward(tx, tt, NULL, t1, te, t2, NULL, NULL, tdx, NULL, NULL) == GANDER_OK);
+  CHECK(fabs(dx.data[1] - M * exp(1) / sum / 4) < 1e-6);
 
   CHECK(gander_softmax_forward(tx, ty, NULL, NULL) == GANDER_OK);
   CHECK(gander_softmax_backward(tdo, ty, tdx, NULL, NULL) == GANDER_OK);
@@ -220,8 +224,8 @@ static void test_options(void) {
   REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION,
           "algorithm is -1, expected 0 (auto) to 8 (splitk)");
   gander_cross_entropy_options entropy = {.size = sizeof entropy, .ignore_index = -100, .reduction = 7};
-  REFUSED(gander_cross_entropy_forward(x, y, NULL, y, NULL, NULL, NULL, &entropy, NULL), GANDER_ERROR_OPTION,
-          "reduction is 7");
+  REFUSED(gander_cross_entropy_forward(x, y, NULL, NULL, NULL, y, NULL, NULL, NULL, &entropy, NULL),
+          GANDER_ERROR_OPTION, "reduction is 7");
   REFUSED(gander_set_num_threads(-1), GANDER_ERROR_OPTION, "count is -1");
   CHECK(gander_set_num_threads(1) == GANDER_OK && gander_set_num_threads(0) == GANDER_OK);
 }
@@ -266,21 +270,22 @@ static void test_owned(void) {
   CHECK(y->dl_tensor.dtype.bits == 32);
   y->deleter(y);
 
-  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, NULL, NULL, &y, &z, &w,
-                             NULL) == GANDER_OK);
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, NULL, NULL, NULL, NULL, &y,
+                             &z, &w, NULL) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1);
   CHECK(y->dl_tensor.ndim == 1 && z->dl_tensor.ndim == 1 && w->dl_tensor.ndim == 2);
   double sum = exp(0) + exp(1) + exp(2) + exp(3);
   CHECK(fabs(((float*)y->dl_tensor.data)[1] - log(sum)) < 1e-6);
   w->deleter(w);
   CHECK(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed,
-                                  &fill_vector(&c, N)->managed, y, z, NULL, NULL, NULL, &w) == GANDER_OK);
+                                  &fill_vector(&c, N)->managed, y, z, NULL, NULL, NULL, NULL, NULL,
+                                  &w) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   w->deleter(w);
   gander_cross_entropy_options mean = {
       .size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
-  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, &mean, NULL, &y, NULL,
-                             NULL, &z) == GANDER_OK);
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, NULL, NULL, &mean, NULL,
+                             &y, NULL, NULL, &z) == GANDER_OK);
   CHECK(*(float*)z->dl_tensor.data == M);
   z->deleter(z);
   CHECK(y->dl_tensor.ndim == 0 && fabs(*(float*)y->dl_tensor.data - log(sum)) < 1e-6);
@@ -353,13 +358,13 @@ static void test_owned_refusals(void) {
 
   y = z = w = junk;
   fill_targets(&b)->managed.dl_tensor.dtype.code = kDLFloat;
-  REFUSED(gander_cross_entropy(&fill(&a)->managed, &b.managed, &fill_vector(&c, N)->managed, NULL, NULL, &y,
-                               &z, &w, NULL),
+  REFUSED(gander_cross_entropy(&fill(&a)->managed, &b.managed, &fill_vector(&c, N)->managed, NULL, NULL, NULL,
+                               NULL, &y, &z, &w, NULL),
           GANDER_ERROR_DTYPE, "target has dtype float32, expected int32 or int64");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL && w == NULL);
   REFUSED(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed,
                                     &fill_vector(&c, N)->managed, &fill_vector(&d, M)->managed,
-                                    &fill_vector(&e, M)->managed, NULL, &mean, NULL, &y),
+                                    &fill_vector(&e, M)->managed, NULL, NULL, NULL, &mean, NULL, &y),
           GANDER_ERROR_NULL, "denominator is NULL, expected the mean's denominator");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1 && e.deleted == 1 && y == NULL);
 }
@@ -468,8 +473,9 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
          "gander_layernorm_forward");
   FORKED(gander_layernorm_backward(x, NULL, x, NULL, x, x, x, NULL, NULL, NULL, NULL, NULL),
          "gander_layernorm_backward");
-  FORKED(gander_cross_entropy_forward(x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_forward");
-  FORKED(gander_cross_entropy_backward(x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_backward");
+  FORKED(gander_cross_entropy_forward(x, x, x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_forward");
+  FORKED(gander_cross_entropy_backward(x, x, x, x, x, x, x, x, x, NULL, NULL),
+         "gander_cross_entropy_backward");
   FORKED(gander_set_num_threads(1), "gander_set_num_threads");
   FORKED(gander_warmup(host), "gander_warmup");
   FORKED(gander_explain("softmax_forward", 1, 1, half, host, 0, 0, text, sizeof text), "gander_explain");
@@ -494,11 +500,12 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
                                &fill(&d)->managed, half, half, half, NULL, NULL, &y, NULL, NULL, &z),
          "gander_layernorm_grad");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1);
-  FORKED(gander_cross_entropy(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, NULL, &y, &z, &w, NULL),
+  FORKED(gander_cross_entropy(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, NULL, NULL, NULL, &y, &z,
+                              &w, NULL),
          "gander_cross_entropy");
   CHECK(a.deleted == 1 && b.deleted == 1 && w == NULL);
   FORKED(gander_cross_entropy_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed,
-                                   &fill(&d)->managed, &fill(&e)->managed, NULL, NULL, NULL, &y),
+                                   &fill(&d)->managed, &fill(&e)->managed, NULL, NULL, NULL, NULL, NULL, &y),
          "gander_cross_entropy_grad");
   CHECK(a.deleted == 1 && e.deleted == 1);
   CHECK(strcmp(gander_version(), "0.1.0") == 0 && gander_abi_version() == GANDER_ABI_VERSION);

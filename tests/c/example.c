@@ -48,7 +48,7 @@ int main(void) {
   options.size = sizeof options;
   options.ignore_index = -100;
   options.reduction = GANDER_REDUCTION_MEAN;
-  if (gander_cross_entropy_forward(&x, &target, NULL, &mean, NULL, &dx, NULL, &options, NULL)) {
+  if (gander_cross_entropy_forward(&x, &target, NULL, NULL, NULL, &mean, NULL, &dx, NULL, &options, NULL)) {
     return failed("cross-entropy");
   }
 

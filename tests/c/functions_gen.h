@@ -99,25 +99,35 @@ static inline int32_t call_layernorm_grad_owned(const arguments* a) {
 static inline int32_t call_cross_entropy_forward(const arguments* a) {
   return gander_cross_entropy_forward(
       borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), a->options, a->stream);
+      borrowed(a, 6), borrowed(a, 7), borrowed(a, 8), a->options, a->stream);
 }
 
 static inline int32_t call_cross_entropy_owned(const arguments* a) {
   return gander_cross_entropy(
-      a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0], a->outputs[1],
-      a->outputs[2], a->outputs[3]);
+      a->operands[0], a->operands[1], a->operands[2], a->operands[3], a->operands[4], a->options, a->stream,
+      a->outputs[0], a->outputs[1], a->outputs[2], a->outputs[3]);
 }
 
 static inline int32_t call_cross_entropy_backward(const arguments* a) {
   return gander_cross_entropy_backward(
       borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), a->options, a->stream);
+      borrowed(a, 6), borrowed(a, 7), borrowed(a, 8), a->options, a->stream);
 }
 
 static inline int32_t call_cross_entropy_grad_owned(const arguments* a) {
   return gander_cross_entropy_grad(
       a->operands[0], a->operands[1], a->operands[2], a->operands[3], a->operands[4], a->operands[5],
-      a->options, a->stream, a->outputs[0]);
+      a->operands[6], a->operands[7], a->options, a->stream, a->outputs[0]);
+}
+
+static inline int32_t call_rescale_gradient(const arguments* a) {
+  return gander_rescale_gradient(
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), a->options, a->stream);
+}
+
+static inline int32_t call_rescale_owned(const arguments* a) {
+  return gander_rescale(
+      a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0]);
 }
 
 static inline int32_t call_logsumexp_forward(const arguments* a) {
@@ -155,10 +165,12 @@ static const function functions[] = {
     {"gander_layernorm", call_layernorm_owned, "mnnm", 4, NULL},
     {"gander_layernorm_backward", call_layernorm_backward, "mnmmrrmmnn", 0, NULL},
     {"gander_layernorm_grad", call_layernorm_grad_owned, "mnmmrr", 4, NULL},
-    {"gander_cross_entropy_forward", call_cross_entropy_forward, "mtnrrm1", 0, &bad_cross_entropy},
-    {"gander_cross_entropy", call_cross_entropy_owned, "mtn", 4, &bad_cross_entropy},
-    {"gander_cross_entropy_backward", call_cross_entropy_backward, "mtnsr-m", 0, &bad_cross_entropy},
-    {"gander_cross_entropy_grad", call_cross_entropy_grad_owned, "mtnsr-", 1, &bad_cross_entropy},
+    {"gander_cross_entropy_forward", call_cross_entropy_forward, "mtn--rrm1", 0, &bad_cross_entropy},
+    {"gander_cross_entropy", call_cross_entropy_owned, "mtn--", 4, &bad_cross_entropy},
+    {"gander_cross_entropy_backward", call_cross_entropy_backward, "mtnsr---m", 0, &bad_cross_entropy},
+    {"gander_cross_entropy_grad", call_cross_entropy_grad_owned, "mtnsr---", 1, &bad_cross_entropy},
+    {"gander_rescale_gradient", call_rescale_gradient, "m1-m", 0, NULL},
+    {"gander_rescale", call_rescale_owned, "m1-", 1, NULL},
     {"gander_logsumexp_forward", call_logsumexp_forward, "mr", 0, NULL},
     {"gander_logsumexp", call_logsumexp_owned, "m", 1, NULL},
     {"gander_logsumexp_backward", call_logsumexp_backward, "mrrm", 0, NULL},

@@ -152,15 +152,24 @@ def calls(dtype, m, n, offset):
     count += call("gander_rmsnorm_backward", x, None, dy, None, rstd, dx, None, None, None, options=RMSNORM)
     count += call("gander_rmsnorm_backward", x, weight, dy, None, rstd, dx, None, dw, None, options=RMSNORM)
     forward, backward = "gander_cross_entropy_forward", "gander_cross_entropy_backward"
-    count += call(forward, x, target, None, loss, lse, None, None, options=NONE)
-    count += call(forward, x, target, class_weight, mean, parts, None, denominator, options=MEAN)
-    count += call(backward, x, target, class_weight, mean, parts, denominator, dx, options=MEAN)
-    count += call(backward, x, target, None, dloss, lse, None, dx, options=NONE)
-    for upstream in (1.0, 0.5):  # backward keeps forward's gradient, or computes it again
-        dmean = statistic(1, values=np.array([upstream]))
-        count += call(forward, x, target, class_weight, mean, parts, dx, denominator, options=ONE_PASS)
-        count += call(backward, x, target, class_weight, dmean, parts, denominator, dx, options=ONE_PASS)
-    count += call(forward, x, target, class_weight, loss, None, x, None, options=NONE)
+    count += call(forward, x, target, None, None, None, loss, lse, None, None, options=NONE)
+    count += call(forward, x, target, class_weight, None, None, mean, parts, None, denominator, options=MEAN)
+    count += call(backward, x, target, class_weight, mean, parts, None, None, denominator, dx, options=MEAN)
+    count += call(backward, x, target, None, dloss, lse, None, None, None, dx, options=NONE)
+    half = statistic(1, values=np.array([0.5]))
+    for dmean in (1.0, 0.5):  # backward keeps forward's gradient, or computes it again
+        dmean = statistic(1, values=np.array([dmean]))
+        for expected in (None, half):
+            both = None, expected
+            count += call(
+                forward, x, target, class_weight, *both, mean, parts, dx, denominator, options=ONE_PASS
+            )
+            count += call(
+                backward, x, target, class_weight, dmean, parts, *both, denominator, dx, options=ONE_PASS
+            )
+    count += call(forward, x, target, None, half, half, loss, parts, dx, None, options=NONE)
+    count += call(backward, x, target, None, half, parts, half, None, None, dx, options=NONE)
+    count += call(forward, x, target, class_weight, None, None, loss, None, x, None, options=NONE)
     if dtype != "float32":  # operands of several types
         wide = given(m, n, dtype="float32")
         count += call(

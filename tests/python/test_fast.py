@@ -29,7 +29,7 @@ NAMES = ("softmax", "rmsnorm", "cross_entropy", "logsumexp")
 OPTIONS = {
     "softmax": (0, False),
     "rmsnorm": (None, 1e-6, 0, False, 0.0),
-    "cross_entropy": (-100, 1, False, False, None),
+    "cross_entropy": (None, None, -100, 1, False, False, None),
     "logsumexp": (False,),
 }
 
@@ -397,11 +397,11 @@ def test_not_taken_for_other_arguments(data):
         assert rmsnorm(a, weight.to("meta"), *OPTIONS["rmsnorm"]) is None
         assert cross_entropy(a, target[1:], None, *OPTIONS["cross_entropy"]) is None
         assert cross_entropy(a, target.float(), None, *OPTIONS["cross_entropy"]) is None
-        assert cross_entropy(a, target, None, 0.5, 1, False, False, None) is None
-        assert cross_entropy(a, target, None, 1 << 70, 1, False, False, None) is None
-        assert cross_entropy(a, target, None, -100, 7, False, False, None) is None
+        assert cross_entropy(a, target, None, None, None, 0.5, 1, False, False, None) is None
+        assert cross_entropy(a, target, None, None, None, 1 << 70, 1, False, False, None) is None
+        assert cross_entropy(a, target, None, None, None, -100, 7, False, False, None) is None
     for in_place, one_pass in (True, None), (False, True), (False, False):
-        assert cross_entropy(leaf, target, None, -100, 1, False, in_place, one_pass) is None
+        assert cross_entropy(leaf, target, None, None, None, -100, 1, False, in_place, one_pass) is None
     assert cross_entropy(leaf, target, weight.clone().requires_grad_(), *OPTIONS["cross_entropy"]) is None
     if x.is_cuda:
         assert rmsnorm(x, weight.cpu(), *OPTIONS["rmsnorm"]) is None
@@ -448,6 +448,7 @@ def test_the_bits_are_those_of_the_dispatcher(data, dispatcher, dtype):
                 (gander.rmsnorm(a), (a,)),
                 (gander.cross_entropy(a, t, weight=w.detach().abs(), ignore_index=4), (a,)),
                 (gander.cross_entropy(a, t, reduction="sum"), (a,)),
+                (gander.cross_entropy(a, t, reduction="sum", divisor=7), (a,)),
                 (gander.cross_entropy(a, t.int(), reduction="none"), (a,)),
                 (gander.logsumexp(a), (a,)),
             ):
@@ -538,8 +539,8 @@ def test_nothing_is_leaked(data):
                 fast["softmax"](a, 0, False)
                 fast["rmsnorm"](a, w, torch.float32, eps, 0, False, 0.0)
                 fast["rmsnorm"](a, short, None, eps, 0, False, 0.0)
-                fast["cross_entropy"](a, target, None, ignored, 1, False, False, None)
-                fast["cross_entropy"](a, target, None, ignored, 0, False, True, None)
+                fast["cross_entropy"](a, target, None, None, None, ignored, 1, False, False, None)
+                fast["cross_entropy"](a, target, None, None, None, ignored, 0, False, True, None)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     rounds(100)

@@ -63,18 +63,19 @@ def calls(x, weight, target):
         "layernorm": (grad, grad_weight, None, half),
         "layernorm_fwd": (x, None, weight),
         "cross_entropy": (grad, target, weight.abs()),
-        "cross_entropy_fwd": (x, target, weight.abs(), -100, 2),
-        "cross_entropy_fwd_lse": (x, target, None, -100, True),
-        "cross_entropy_fwd_dx": (x, target, weight.abs(), -100),
+        "cross_entropy_fwd": (x, target, weight.abs(), rows[0], None, -100, 2),
+        "cross_entropy_fwd_lse": (x, target, None, rows[0], -100, True),
+        "cross_entropy_fwd_dx": (x, target, weight.abs(), rows[0], rows[1]),
         "cross_entropy_fwd_dx_": (x.clone(), target),
         "cross_entropy_fwd_one_pass": (x, target, weight.abs()),
-        "cross_entropy_bwd": (x, target, weight.abs(), rows, rows, -100, 0),
+        "cross_entropy_bwd": (x, target, weight.abs(), rows, rows, rows[0], -100, 0),
         "cross_entropy_bwd_": (x.clone(), target, None, rows[0], saved),
-        "cross_entropy_bwd_one_pass": (x, target, None, rows[0], saved, x.clone()),
+        "cross_entropy_bwd_one_pass": (x, target, None, rows[0], saved, None, rows[1], x.clone()),
         "cross_entropy_bwd_slice": (x, target + 9, weight.abs(), rows, rows, -91, 0),
         "cross_entropy_bwd_slice_": (x.clone(), target - 9, None, rows[0], saved, -109),
         "masked_softmax": (grad, weight > 0, half, 0.5, False, True, True),
         "masked_softmax_bwd": (x, x.half(), weight, half, 2.0, False, True),
+        "rescale_": (x.clone(), rows[0], rows[1]),
         "logsumexp": (grad,),
         "logsumexp_bwd": (x, rows, x.logsumexp(-1)),
     }
@@ -86,7 +87,10 @@ def test_opcheck_of_every_op(data):
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("gander::")
     }
-    arguments = calls(*data)
+    x, _, target = data
+    arguments = calls(*data) | {
+        "linear_cross_entropy": (x, x.cos(), target % 6, *[None] * 4, -100, 1, 4, True, True, True, False)
+    }
     assert names == set(arguments)
     for name, inputs in arguments.items():
         results = torch.library.opcheck(getattr(ops, name).default, inputs)
@@ -427,19 +431,44 @@ def refused(x, weight, target):
         "target: floats": (ops.cross_entropy, x, target.float()),
         "target: short": (ops.cross_entropy_fwd_lse, x, target.short()),
         "class weights: another length": (ops.cross_entropy, x, target, weight[1:]),
-        "reduction": (ops.cross_entropy, x, target, None, -100, 3),
+        "reduction": (ops.cross_entropy, x, target, None, None, None, -100, 3),
         "algorithm": (ops.softmax, x, 99),
         "negative algorithm": (ops.softmax, x, -1),
         "algorithm: 0 in its lower 32 bits": (ops.softmax, x, 1 << 32),
-        "reduction: 1 in its lower 32 bits": (ops.cross_entropy, x, target, None, -100, -(1 << 32) + 1),
-        "dloss: another length": (ops.cross_entropy_bwd, x, target, None, rstd[1:], lse, -100, 0),
-        "lse: another length": (ops.cross_entropy_bwd, x, target, None, rstd, lse[1:], -100, 0),
+        "reduction: 1 in its lower 32 bits": (
+            ops.cross_entropy,
+            x,
+            target,
+            *[None] * 3,
+            -100,
+            -(1 << 32) + 1,
+        ),
+        "dloss: another length": (ops.cross_entropy_bwd, x, target, None, rstd[1:], lse, None, -100, 0),
+        "lse: another length": (ops.cross_entropy_bwd, x, target, None, rstd, lse[1:], None, -100, 0),
         "lse: without the mean's denominator": (ops.cross_entropy_bwd, x, target, None, rstd[0], lse),
         "lse: half": (ops.cross_entropy_bwd, x, target, None, rstd[0], saved.half()),
-        "dloss: for each row": (ops.cross_entropy_bwd_one_pass, x, target, None, rstd, saved, x.clone()),
+        "dloss: for each row": (
+            ops.cross_entropy_bwd_one_pass,
+            x,
+            target,
+            None,
+            rstd,
+            saved,
+            *[None] * 2,
+            x * 1,
+        ),
         "x: rows that are one": (ops.cross_entropy_fwd_dx_, x[:1].expand(6, 33), target),
         "x: columns that share memory": (ops.cross_entropy_fwd_dx_, x.as_strided((6, 33), (1, 5)), target),
-        "dx: another dtype": (ops.cross_entropy_bwd_one_pass, x, target, None, rstd[0], saved, x.half()),
+        "dx: another dtype": (
+            ops.cross_entropy_bwd_one_pass,
+            x,
+            target,
+            None,
+            rstd[0],
+            saved,
+            *[None] * 2,
+            x.half(),
+        ),
     }
 
 

@@ -229,7 +229,7 @@ def test_operands_that_cannot_be_sharded_are_refused(mesh, local):
     x, _, target = local
     logits, targets = place(x, mesh, Shard(0)), place(target, mesh, Shard(0))
     with pytest.raises(NotImplementedError, match="statistics of all rows are returned in one tensor"):
-        ops.cross_entropy_fwd(logits, targets, None, -100, 2)
+        ops.cross_entropy_fwd(logits, targets, None, None, None, -100, 2)
     with pytest.raises(NotImplementedError, match="a DTensor cannot be written over"):
         ops.cross_entropy_fwd_dx_(logits, targets)
 

@@ -152,8 +152,8 @@ def test_every_operator(batch):
         "layernorm_fwd": (x, weight, weight.cos()),
         "cross_entropy": (x, target, weight),
         "cross_entropy_fwd": (x, target, weight),
-        "cross_entropy_fwd_lse": (x, target, weight),
-        "cross_entropy_fwd_dx": (x, target, weight),
+        "cross_entropy_fwd_lse": (x, target, weight, rstd[:, 0]),
+        "cross_entropy_fwd_dx": (x, target, weight, rstd[:, 0], rstd[:, 1]),
         "cross_entropy_fwd_one_pass": (x, target, weight),
         "cross_entropy_bwd": (x, target, weight, rstd[:, 0], saved),
         "cross_entropy_bwd_slice": (x, target + 2, weight, rstd[:, 0], saved),
@@ -190,10 +190,12 @@ def test_unreduced_gradients_with_one_value_for_all_rows(batch):
     x, _, target = batch.values()
     _, lse = ops.cross_entropy_fwd_lse(x, target)
     for dloss in torch.rand(B), torch.rand(B, M), torch.rand(()):
-        dims = (0, 0, None, 0 if dloss.ndim else None, 0, None, None)
-        got = torch.vmap(ops.cross_entropy_bwd, dims)(x, target, None, dloss, lse, -100, 0)
+        dims = (0, 0, None, 0 if dloss.ndim else None, 0, None, None, None)
+        got = torch.vmap(ops.cross_entropy_bwd, dims)(x, target, None, dloss, lse, None, -100, 0)
         each = [
-            ops.cross_entropy_bwd(x[b], target[b], None, dloss[b] if dloss.ndim else dloss, lse[b], -100, 0)
+            ops.cross_entropy_bwd(
+                x[b], target[b], None, dloss[b] if dloss.ndim else dloss, lse[b], None, -100, 0
+            )
             for b in range(B)
         ]
         check(got, torch.stack(each))

@@ -130,6 +130,7 @@ var rows = map[kernels.Op]struct {
 	kernels.CrossEntropyForward:   {1, false, false},
 	kernels.CrossEntropyForwardDX: {1, true, false},
 	kernels.CrossEntropyBackward:  {1, true, false},
+	kernels.Rescale:               {1, true, false},
 	kernels.NormForward:           {1, true, true},
 	kernels.NormBackward:          {2, true, true},
 	kernels.MaskedSoftmaxForward:  {1, true, true},

@@ -144,6 +144,7 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 	kernels.CrossEntropyForward:   {"CrossEntropyForward<%s, false>", ""},
 	kernels.CrossEntropyForwardDX: {"CrossEntropyForward<%s, true>", ""},
 	kernels.CrossEntropyBackward:  {"CrossEntropyBackward<%s>", ""},
+	kernels.Rescale:               {"Rescale<%s>", ""},
 }
 
 // bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.

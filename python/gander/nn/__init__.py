@@ -1,5 +1,5 @@
 """Replacements for torch.nn's RMSNorm, LayerNorm, CrossEntropyLoss, Softmax and LogSoftmax: same
-constructors, state_dict and repr.
+constructors, state_dict and repr. LinearCrossEntropy is a Linear layer together with its loss.
 
 A constructor refuses arguments that gander does not support. gander.nn.functional has the functions.
 """
@@ -16,7 +16,16 @@ from .. import _ops
 from .._operators_gen import REDUCTIONS
 from . import functional
 
-__all__ = ["CrossEntropyLoss", "LayerNorm", "LogSoftmax", "QuackRMSNorm", "RMSNorm", "Softmax", "functional"]
+__all__ = [
+    "CrossEntropyLoss",
+    "LayerNorm",
+    "LinearCrossEntropy",
+    "LogSoftmax",
+    "QuackRMSNorm",
+    "RMSNorm",
+    "Softmax",
+    "functional",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -156,8 +165,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     reduction="mean", label_smoothing=0.0).
 
     input: (C), (N, C) or (N, C, d1, ...). target: class indices, with the shape of input without C. The loss
-    is float32 (float64 for float64). Label smoothing and class probabilities raise NotImplementedError. See
-    gander.cross_entropy.
+    is float32 (float64 for float64). Label smoothing and class probabilities raise NotImplementedError.
+    forward also takes divisor and upstream. See gander.cross_entropy.
     """
 
     def __init__(
@@ -178,7 +187,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if self.label_smoothing:
             raise NotImplementedError("label_smoothing is not supported yet; use torch.nn.CrossEntropyLoss")
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        divisor: float | Tensor | None = None,
+        upstream: float | Tensor | None = None,
+    ) -> Tensor:
         self._check_label_smoothing()  # the attribute may have been set after construction
         if target.is_floating_point():
             raise NotImplementedError(
@@ -192,4 +207,63 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,  # type: ignore[arg-type]
+            divisor=divisor,
+            upstream=upstream,
         )
+
+
+class LinearCrossEntropy(nn.Linear):
+    """The last layer of a model and its loss, without the logits of all rows: gander.linear_cross_entropy.
+
+    A torch.nn.Linear of out_features classes, with its state_dict, whose forward takes targets and returns
+    the loss. So it can take the place of a model's head, share an embedding's weight, and be sharded by FSDP.
+    weight_ce: (out_features), class weights, or None. ignore_index, reduction, chunk, accumulate: as in
+    gander.linear_cross_entropy.
+    """
+
+    weight_ce: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_ce: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        chunk: int | None = None,
+        accumulate: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        _check_weight(weight_ce)
+        _ops._code("reduction", reduction, REDUCTIONS)
+        self.register_buffer("weight_ce", weight_ce, persistent=False)
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.chunk, self.accumulate = chunk, accumulate
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        target: Tensor,
+        divisor: float | Tensor | None = None,
+        upstream: float | Tensor | None = None,
+    ) -> Tensor:
+        return _ops.linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            self.weight_ce,
+            self.ignore_index,
+            self.reduction,  # type: ignore[arg-type]
+            divisor,
+            upstream,
+            self.chunk,
+            accumulate=self.accumulate,  # type: ignore[arg-type]
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"

@@ -1,0 +1,339 @@
+"""Cross-entropy of x @ weight.T + bias, which holds the logits of one chunk of rows at a time.
+
+The operator gander::linear_cross_entropy computes the losses of a chunk, lets the loss kernel write their
+gradient over the logits, and multiplies that into dx and dw. So forward already makes the gradients, for the
+upstream gradient that is expected. If backward brings another one, they are scaled, or made again.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_compiling
+
+from . import _pytorch
+from ._cross_entropy import is_batched
+from ._gradients import once_differentiable
+from ._operators_gen import REDUCTIONS
+from ._schemas import overloads
+from ._sharding import is_dtensor
+
+_NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
+_PARTS = 4  # by default the logits of a quarter of the rows are held at a time
+# Gradients are rescaled as so many rows, each by one CTA. These are enough for any GPU, and few enough to end
+# at once where there is nothing to do.
+_RESCALED_ROWS = 2048
+
+_losses = overloads["cross_entropy"]
+_losses_and_gradient = overloads["cross_entropy_fwd_dx_"]
+_losses_in_parts = overloads["cross_entropy_fwd"]
+_gradient = overloads["cross_entropy_bwd_"]
+
+
+# ---- The operator ----
+
+
+def _statistic(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _denominator(target, weight, classes, ignore_index, dtype):
+    """The sum of the weights of the rows that are not ignored. NaN if a target is not a class."""
+    inside = (target >= 0) & (target < classes)
+    each = torch.where(inside, 1.0, float("nan")).to(dtype)
+    if weight is not None:
+        each *= weight[target.clamp(0, classes - 1).long()]
+    return each.masked_fill_(target == ignore_index, 0).sum()
+
+
+class _Sum:
+    """The sum over chunks of products a.T @ b, or of the rows of a."""
+
+    def __init__(self, like, wide):
+        self.like, self.sum = like, None
+        self.dtype = _statistic(like.dtype) if wide else like.dtype
+
+    def add_product(self, a, b):
+        a = a.t()
+        if self.sum is None and self.dtype == a.dtype:
+            self.sum = torch.mm(a, b)
+        elif self.dtype == a.dtype:
+            self.sum.addmm_(a, b)
+        elif not a.is_cuda:  # torch's products with a wider result are for GPUs
+            self.sum = self._zeros().addmm_(a.to(self.dtype), b.to(self.dtype))
+        elif self.sum is None:
+            self.sum = torch.mm(a, b, out_dtype=self.dtype)
+        else:
+            torch.addmm(self.sum, a, b, out_dtype=self.dtype, out=self.sum)
+
+    def add_rows(self, a):
+        self.sum = self._zeros().add_(a.sum(0, dtype=self.dtype))
+
+    def _zeros(self):
+        if self.sum is None:
+            self.sum = torch.zeros_like(self.like, dtype=self.dtype)
+        return self.sum
+
+    def result(self):
+        return self._zeros().to(self.like.dtype)
+
+
+@torch.library.custom_op("gander::linear_cross_entropy", mutates_args=())
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight_ce: Tensor | None,
+    divisor: Tensor | None,
+    upstream: Tensor | None,
+    ignore_index: int,
+    reduction: int,
+    chunk: int,
+    wide: bool,
+    needs_dx: bool,
+    needs_dw: bool,
+    needs_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss and the gradients dx, dw and db. Those that are not needed have no elements.
+
+    x: (M, K). weight: (V, K). wide: dw is accumulated in float32. upstream: the gradient of the loss: one
+    element, or with reduction none one for each row.
+    """
+    with torch.autocast(x.device.type, enabled=False):  # backward may run under it
+        rows, needs = x.shape[0], needs_dx or needs_dw or needs_db
+        if reduction == _MEAN:
+            divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, _statistic(x.dtype))
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else x.new_empty(0)
+        # In a single chunk nothing is accumulated.
+        dw, db = _Sum(weight, wide and chunk < rows), None if bias is None else _Sum(bias, True)
+        buffer = x.new_empty(min(chunk, rows), weight.shape[0])
+        losses = [x.new_empty(0, dtype=_statistic(x.dtype))]
+        for first in range(0, rows, chunk):
+            part = slice(first, min(first + chunk, rows))
+            logits, labels = buffer[: part.stop - part.start], target[part]
+            if bias is None:
+                torch.mm(x[part], weight.t(), out=logits)
+            else:
+                torch.addmm(bias, x[part], weight.t(), out=logits)
+            if not needs:
+                loss = _losses(logits, labels, weight_ce, divisor, None, ignore_index, _NONE)
+            elif reduction == _NONE:
+                loss, lse = _losses_in_parts(logits, labels, weight_ce, None, None, ignore_index, _NONE)
+                _gradient(logits, labels, weight_ce, upstream[part], lse, None, ignore_index, _NONE)
+            else:
+                loss, _ = _losses_and_gradient(logits, labels, weight_ce, divisor, upstream, ignore_index)
+            losses.append(loss)
+            if needs_dx:
+                torch.mm(logits, weight, out=dx[part])
+            if needs_dw:
+                dw.add_product(logits, x[part])
+            if needs_db:
+                db.add_rows(logits)
+        loss = torch.cat(losses)
+        if reduction != _NONE:
+            loss = loss.sum()
+            if not rows and divisor is not None:
+                loss /= divisor
+        return (
+            loss,
+            dx,
+            dw.result() if needs_dw else x.new_empty(0),
+            db.result() if needs_db else x.new_empty(0),
+        )
+
+
+@_run.register_fake
+def _(
+    x,
+    weight,
+    target,
+    bias,
+    weight_ce,
+    divisor,
+    upstream,
+    ignore_index,
+    reduction,
+    chunk,
+    wide,
+    needs_dx,
+    needs_dw,
+    needs_db,
+):
+    def gradient(like, needed):
+        return torch.empty_like(like, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
+
+    loss = x.new_empty(target.shape if reduction == _NONE else (), dtype=_statistic(x.dtype))
+    return loss, gradient(x, needs_dx), gradient(weight, needs_dw), gradient(bias, needs_db)
+
+
+# ---- Its gradient ----
+
+
+def _rescale(gradients, dloss, upstream):
+    """Multiplies gradients that were made for another upstream gradient. Reads nothing if it was this one."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # a later backward pass does not read them
+        for gradient in gradients:
+            if gradient.numel():
+                rows = gradient.view(math.gcd(gradient.numel(), _RESCALED_ROWS), -1)
+                overloads["rescale_"](rows, dloss, upstream)
+
+
+def _is(dloss, expected):
+    """Whether two numbers are the same. Waits for the device, but not while a graph is captured."""
+    if dloss.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(dloss == expected)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, target, weight_ce, divisor, upstream, options):
+        needs = ctx.needs_input_grad[:3]
+        # Gradients of float16 would underflow without the factor of a GradScaler. A compiled graph cannot
+        # choose to make them again.
+        half = x.dtype == torch.float16 and (upstream is None or is_compiling())
+        later = half or options[1] == _NONE
+        made = [need and not later for need in needs]
+        inputs = x, weight, target, bias, weight_ce, divisor
+        loss, *gradients = _run(*inputs, upstream, *options, *made)
+        ctx.options, ctx.made, ctx.returned = options, made, False
+        ctx.save_for_backward(*inputs, upstream, *gradients)
+        ctx.set_materialize_grads(False)
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        if dloss is None:
+            return (None,) * 8
+        *inputs, upstream, dx, dw, db = ctx.saved_tensors
+        x, needs, made = inputs[0], ctx.needs_input_grad[:3], [dx, dw, db]
+        expected = 1.0 if upstream is None else upstream
+        if is_compiling():
+            if any(ctx.made):
+                factor = dloss / expected
+                made = [gradient * factor.to(gradient.dtype) for gradient in made]
+            else:
+                _, *made = _run(*inputs, dloss, *ctx.options, *needs)
+            return (*(g if need else None for g, need in zip(made, needs, strict=True)), *[None] * 5)
+        if is_batched(dloss):
+            raise NotImplementedError(
+                "gander: linear_cross_entropy has no batched gradients; call backward for each"
+            )
+        keep = any(ctx.made) and not ctx.returned
+        if keep and x.dtype == torch.float16:
+            keep = _is(dloss, expected)
+        elif keep:
+            _rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
+        ctx.returned |= keep
+        if not keep:
+            with torch.no_grad():
+                _, *made = _run(*inputs, dloss, *ctx.options, *needs)
+        # autograd may add to what is returned. Through .data that does not increment the version of a saved
+        # tensor, for which a later backward pass would be refused.
+        made = (once_differentiable(gradient.data, x, dloss) for gradient in made)
+        return (*(g if need else None for g, need in zip(made, needs, strict=True)), *[None] * 5)
+
+
+# ---- Calls ----
+
+
+def _check(x, weight, target, bias, weight_ce):
+    given = {"x": x, "weight": weight, "target": target, "bias": bias, "weight_ce": weight_ce}
+    for name, value in given.items():
+        if value is None and name in ("bias", "weight_ce"):
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+        if is_dtensor(value):
+            raise TypeError(
+                f"{name} is a DTensor, expected a plain tensor; pass {name}.to_local() or gather it"
+            )
+        if value.device != x.device:
+            raise RuntimeError(f"{name} is on {value.device}, expected {x.device} as x; move one of them")
+    if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, expected (V, {x.shape[-1] if x.ndim else 'K'}) with V "
+            f"classes and the last dimension of x, which has shape {tuple(x.shape)}"
+        )
+    if target.shape != x.shape[:-1]:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, the leading dimensions "
+            "of x"
+        )
+    if target.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"target has dtype {str(target.dtype)[6:]}, expected int32 or int64; convert it")
+    for name, value in ("bias", bias), ("weight_ce", weight_ce):
+        if value is not None and value.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, expected {tuple(weight.shape[:1])}: one for each "
+                "class"
+            )
+    if weight_ce is not None and weight_ce.requires_grad:
+        raise NotImplementedError("weight_ce requires a gradient, but has none; pass weight_ce.detach()")
+
+
+def _check_dtypes(x, weight, bias):
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(
+            f"x has dtype {str(x.dtype)[6:]}, expected float16, bfloat16, float32 or float64; convert it"
+        )
+    for name, value in ("weight", weight), ("bias", bias):
+        if value is not None and value.dtype != x.dtype:
+            raise TypeError(
+                f"{name} has dtype {str(value.dtype)[6:]}, expected {str(x.dtype)[6:]} as x; convert one of "
+                "them, or use autocast"
+            )
+
+
+def _chunk_of(chunk, rows):
+    """The rows of a chunk."""
+    if chunk is None:
+        return max(1, -(-rows // _PARTS))
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk is {chunk!r}, expected a number of rows of 1 or more, or None")
+    return chunk
+
+
+def linear_cross_entropy(
+    x: Any,
+    weight: Any,
+    target: Any,
+    bias: Any,
+    weight_ce: Any,
+    ignore_index: int,
+    reduction: int,
+    divisor: Any,
+    upstream: Any,
+    chunk: int | None,
+    wide: bool,
+) -> Tensor:
+    """_ops.linear_cross_entropy, which has its documentation."""
+    _check(x, weight, target, bias, weight_ce)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = (
+            t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+            for t in (x, weight, bias)
+        )
+    _check_dtypes(x, weight, bias)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    labels = target.reshape(-1)
+    if divisor is not None:
+        divisor = _pytorch.scalar("divisor", divisor, x)
+    if upstream is not None:
+        upstream = _pytorch.scalar("upstream", upstream, x)
+    options = ignore_index, reduction, _chunk_of(chunk, rows.shape[0]), wide
+    if torch._C._are_functorch_transforms_active():  # they need operators that they can differentiate
+        logits = torch.nn.functional.linear(rows, weight, bias)
+        loss = _pytorch.cross_entropy(
+            logits, labels, weight_ce, divisor, None, ignore_index, reduction, False, False, False
+        )
+    elif torch.is_grad_enabled():
+        loss = _LinearCrossEntropy.apply(rows, weight, bias, labels, weight_ce, divisor, upstream, options)
+    else:
+        loss = _run(rows, weight, labels, bias, weight_ce, divisor, None, *options, False, False, False)[0]
+    return loss.view(target.shape) if reduction == _NONE else loss

@@ -1,0 +1,300 @@
+"""linear_cross_entropy against torch's linear and cross_entropy in float64."""
+
+from functools import partial
+
+import gander
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 4e-6, torch.float64: 1e-12}
+M, K, V = 10, 16, 33
+
+
+def given(device="cpu", dtype=torch.float32, m=M):
+    """x, weight, target, bias and class weights."""
+    x, weight = torch.randn(m, K, device=device), torch.randn(V, K, device=device) / 4
+    target = torch.randint(0, V, (m,), device=device)
+    target[3::4] = -100
+    bias, weight_ce = torch.randn(V, device=device), torch.rand(V, device=device) + 0.5
+    return x.to(dtype), weight.to(dtype), target, bias.to(dtype), weight_ce.to(dtype)
+
+
+def total(loss):
+    """A number to differentiate. Rows get different upstream gradients."""
+    if loss.ndim == 0:
+        return loss
+    return (loss * torch.linspace(0.5, 2, loss.numel(), device=loss.device).view_as(loss)).sum()
+
+
+def run(function, x, weight, target, bias=None, **options):
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    loss = function(*leaves[:2], target, leaves[2], **options)
+    total(loss).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
+
+
+def reference(x, weight, target, bias=None, weight_ce=None, reduction="mean", divisor=None, **options):
+    x, weight, bias, weight_ce = (None if t is None else t.double() for t in (x, weight, bias, weight_ce))
+    logits = F.linear(x, weight, bias)
+    loss = F.cross_entropy(logits.flatten(0, -2), target.long().flatten(), weight_ce, reduction=reduction)
+    loss = loss.view(target.shape) if reduction == "none" else loss
+    return loss if divisor is None else loss / divisor
+
+
+def check(got, want, dtype):
+    tolerance = TOLERANCE[dtype]
+    for a, b in zip(got, want, strict=True):
+        b = b.double()
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+def served(device, dtype):
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 is served on the CPU only")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [None, 1, 4, 10, 100])
+def test_values(device, dtype, reduction, chunk):
+    served(device, dtype)
+    x, weight, target, bias, weight_ce = given(device, dtype)
+    for options in (
+        {},
+        {"bias": bias, "weight_ce": weight_ce, "accumulate": "float32"},
+        {"divisor": 7} if reduction == "sum" else {},
+    ):
+        how = options | {"reduction": reduction, "chunk": chunk}
+        want = run(reference, x, weight, target, **how)
+        check(run(gander.linear_cross_entropy, x, weight, target, **how), want, dtype)
+        with torch.no_grad():
+            loss = gander.linear_cross_entropy(x, weight, target, **how)
+        check([loss], want[:1], dtype)
+
+
+def test_shapes(device):
+    """More dimensions, tensors that are not contiguous, int32 targets, and no rows."""
+    x, weight, target, bias, _ = given(device, m=12)
+    wide, long = torch.randn(12, 2 * K, device=device)[:, ::2], torch.randn(K, V, device=device).t()
+    for args in (
+        (x.view(3, 4, K), weight, target.view(3, 4)),
+        (x.view(3, 4, K).transpose(0, 1), weight, target.view(3, 4).t().int()),
+        (wide, long, target),
+    ):
+        for reduction in "mean", "none":
+            got = run(gander.linear_cross_entropy, *args, bias=bias, reduction=reduction)
+            check(got, run(reference, *args, bias=bias, reduction=reduction), torch.float32)
+    for reduction in "mean", "sum", "none":
+        got = run(gander.linear_cross_entropy, x[:0], weight, target[:0], reduction=reduction)
+        want = F.cross_entropy(x.new_empty(0, V), target[:0], reduction=reduction)
+        torch.testing.assert_close(got[0], want, equal_nan=True)
+        assert got[1].shape == (0, K) and not got[2].any()
+    loss, dx, dw = run(gander.linear_cross_entropy, x[0], weight, target[0])
+    check([loss, dx[None], dw], run(reference, x[:1], weight, target[:1]), torch.float32)
+
+
+def test_rows_that_do_not_count(device):
+    x, weight, target, _, _ = given(device)
+    for chunk in 3, M:
+        got = run(gander.linear_cross_entropy, x, weight, torch.full_like(target, -100), chunk=chunk)
+        assert got[0].isnan() and not got[1].any() and not got[2].any()
+        bad = target.clone()
+        bad[5] = V
+        got = run(gander.linear_cross_entropy, x, weight, bad, reduction="sum", chunk=chunk)
+        assert got[0].isnan() and got[1][5].isnan().all() and not got[1][6].isnan().any()
+        loss, dx, dw = run(gander.linear_cross_entropy, x, weight, bad, chunk=chunk)
+        assert loss.isnan() and dx[5].isnan().all() and dw.isnan().all()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen(device, frozen, monkeypatch):
+    """No matrix product is computed for x or weight that needs no gradient."""
+    x, weight, target, _, _ = given(device)
+    want = run(reference, x, weight, target)
+    products, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *given, **how: products.append(1) or mm(*given, **how))
+    leaves = [x.clone().requires_grad_(frozen != 0), weight.clone().requires_grad_(frozen != 1)]
+    gander.linear_cross_entropy(*leaves, target, chunk=M).backward()
+    assert leaves[frozen].grad is None and len(products) == 2
+    check([leaves[1 - frozen].grad], [want[2 - frozen]], torch.float32)
+    products.clear()
+    with torch.no_grad():
+        gander.linear_cross_entropy(*leaves, target, chunk=M)
+    assert len(products) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_upstream(device, dtype):
+    """Whatever was expected and whatever comes, also in later backward passes."""
+    x, weight, target, _, _ = given(device, dtype)
+    for expects in None, 1.0, 0.25, torch.tensor(0.25, device=device):
+        for scale in 1.0, 0.25, 4096.0:
+            leaves = [t.clone().requires_grad_() for t in (x, weight)]
+            loss = gander.linear_cross_entropy(*leaves, target, upstream=expects)
+            want = run(reference, x, weight, target)
+            for times in 1, 2, 3:
+                (loss * scale).backward(retain_graph=True)
+                check([t.grad for t in leaves], [t * scale * times for t in want[1:]], dtype)
+
+
+def test_expected_upstream_gives_the_bits_of_forward(device):
+    """A hit returns what forward made: with a factor that would make float16's gradients vanish otherwise."""
+    x, weight, target, _, _ = given(device, torch.float16)
+    small = run(gander.linear_cross_entropy, x, weight, target, reduction="sum", divisor=1 << 26)
+    assert not small[1].any()
+    for upstream in None, 2.0**26:
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        loss = gander.linear_cross_entropy(
+            *leaves, target, reduction="sum", divisor=1 << 26, upstream=upstream
+        )
+        (loss * 2.0**26).backward()
+        want = run(reference, x, weight, target, reduction="sum")
+        check([t.grad for t in leaves], want[1:], torch.float16)
+
+
+def test_sums_in_float32():
+    """accumulate="float32" rounds the gradient of weight once, not once for each chunk."""
+    x, weight, target, _, _ = given(dtype=torch.bfloat16, m=256)
+    want = run(reference, x, weight, target)[2]
+
+    def error(**how):
+        return (run(gander.linear_cross_entropy, x, weight, target, **how)[2] - want).abs().mean()
+
+    once = error(chunk=256)
+    assert error(chunk=4, accumulate="float32") <= 1.1 * once
+    assert error(chunk=4) > 1.1 * error(chunk=4, accumulate="float32")
+
+
+def test_module_and_tied_weights(device):
+    _, weight, target, _, weight_ce = given(device)
+    module = gander.nn.LinearCrossEntropy(K, V, device=device, weight_ce=weight_ce, chunk=3)
+    assert module.state_dict().keys() == torch.nn.Linear(K, V, bias=False).state_dict().keys()
+    module.load_state_dict({"weight": weight})
+    tokens = torch.randint(0, V, (M,), device=device)
+    module(F.embedding(tokens, module.weight), target, upstream=1).backward()
+    tied = weight.clone().requires_grad_()
+    reference(F.embedding(tokens, tied), tied, target, weight_ce=weight_ce).backward()
+    check([module.weight.grad], [tied.grad], torch.float32)
+    assert "out_features=33" in repr(module) and "reduction='mean'" in repr(module)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(device, dynamic):
+    for how in {}, {"reduction": "none"}, {"reduction": "sum", "divisor": torch.tensor(3, device=device)}:
+
+        def three_times(*given, function=gander.linear_cross_entropy, how=how):
+            return function(given[0] * 1, *given[1:], **how) * 3
+
+        torch._dynamo.reset()  # the same code with other options
+        compiled = torch.compile(three_times, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for m in 8, 12:
+            x, weight, target, bias, _ = given(device, m=m)
+            want = run(partial(three_times, function=reference), x, weight, target, bias)
+            check(run(compiled, x, weight, target, bias), want, torch.float32)
+
+
+def test_checkpoint_and_hooks(device):
+    x, weight, target, _, _ = given(device)
+    want = run(reference, x, weight, target)
+
+    def checkpointed(*given):
+        return checkpoint(gander.linear_cross_entropy, *given, use_reentrant=False)
+
+    check(run(checkpointed, x, weight, target), want, torch.float32)
+    with torch.autograd.graph.save_on_cpu():
+        check(run(gander.linear_cross_entropy, x, weight, target), want, torch.float32)
+
+
+def test_autocast(device):
+    x, weight, target, bias, _ = given(device)
+    with torch.autocast(device, torch.bfloat16):
+        got = run(gander.linear_cross_entropy, x, weight, target, bias)
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        gander.linear_cross_entropy(*leaves, target, bias, reduction="none").sum().backward()  # within it
+    assert [t.dtype for t in got] == [torch.float32] * 4
+    want = run(lambda *given: reference(*given, reduction="none").sum(), x, weight, target, bias)
+    check([t.grad for t in leaves], want[1:3], torch.bfloat16)
+    check(got, run(reference, x, weight, target, bias), torch.bfloat16)
+
+
+def test_functorch(device):
+    x, weight, target, _, _ = given(device)
+    want = run(reference, x, weight, target)
+    got = torch.func.grad(gander.linear_cross_entropy, argnums=(0, 1))(x, weight, target)
+    check(got, want[1:], torch.float32)
+    got = torch.vmap(gander.linear_cross_entropy, (0, None, 0))(x.view(2, 5, K), weight, target.view(2, 5))
+    each = [reference(a, weight, t) for a, t in zip(x.view(2, 5, K), target.view(2, 5), strict=True)]
+    check([got], [torch.stack(each)], torch.float32)
+
+
+def test_second_derivatives_are_refused(device):
+    x, weight, target, _, _ = given(device)
+    for dtype in torch.float16, torch.float32:
+        leaf = x.to(dtype).requires_grad_()
+        loss = gander.linear_cross_entropy(leaf, weight.to(dtype), target)
+        (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+            dx.sum().backward()
+    with pytest.raises(NotImplementedError, match="no batched gradients"):
+        loss = gander.linear_cross_entropy(leaf, weight, target, reduction="none")
+        torch.autograd.grad(loss, leaf, torch.eye(M, device=device), is_grads_batched=True)
+
+
+X, WEIGHT, TARGET, BIAS, _ = given()
+BAD = {
+    "x is an array": (lambda f: f(X.numpy(), WEIGHT, TARGET), TypeError, "x is a ndarray"),
+    "weight is transposed": (
+        lambda f: f(X, WEIGHT.t(), TARGET),
+        ValueError,
+        r"weight has shape \(16, 33\), expected \(V, 16\)",
+    ),
+    "target": (lambda f: f(X, WEIGHT, TARGET[1:]), ValueError, r"target has shape \(9,\), expected \(10,\)"),
+    "float targets": (lambda f: f(X, WEIGHT, TARGET.float()), TypeError, "target has dtype float32"),
+    "bias": (
+        lambda f: f(X, WEIGHT, TARGET, BIAS[1:]),
+        ValueError,
+        r"bias has shape \(32,\), expected \(33,\)",
+    ),
+    "mixed dtypes": (
+        lambda f: f(X, WEIGHT.half(), TARGET),
+        TypeError,
+        "weight has dtype float16, expected float32",
+    ),
+    "integers": (
+        lambda f: f(X.int(), WEIGHT.int(), TARGET),
+        TypeError,
+        "x has dtype int32, expected float16",
+    ),
+    "chunk": (lambda f: f(X, WEIGHT, TARGET, chunk=0), ValueError, "chunk is 0, expected a number of rows"),
+    "accumulate": (
+        lambda f: f(X, WEIGHT, TARGET, accumulate="float64"),
+        ValueError,
+        "accumulate is 'float64', expected 'float32' or None",
+    ),
+    "reduction": (lambda f: f(X, WEIGHT, TARGET, reduction="max"), ValueError, "reduction is 'max'"),
+    "divisor": (
+        lambda f: f(X, WEIGHT, TARGET, divisor=3),
+        ValueError,
+        "divisor is given with reduction 'mean'",
+    ),
+    "device": (
+        lambda f: f(X, WEIGHT.to("meta"), TARGET),
+        RuntimeError,
+        "weight is on meta, expected cpu as x",
+    ),
+    "class weights with a gradient": (
+        lambda f: f(X, WEIGHT, TARGET, weight_ce=torch.ones(V, requires_grad=True)),
+        NotImplementedError,
+        "weight_ce requires a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refusals(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call(gander.linear_cross_entropy)

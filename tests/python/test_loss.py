@@ -1,0 +1,239 @@
+"""cross_entropy as training loops call it: with a divisor, and with the upstream gradient that will come."""
+
+from functools import partial
+
+import gander
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gander import _cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+@pytest.fixture
+def single_pass(monkeypatch):
+    """Takes the single pass, which is for large CUDA tensors, on the CPU too."""
+    monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
+
+
+def given(device, dtype=torch.float32, m=6, n=33):
+    x = torch.randn(m, n, device=device).to(dtype)
+    target = torch.randint(0, n, (m,), device=device)
+    target[1] = -100
+    return x, target
+
+
+def gradient(x, loss_of, scale=1.0):
+    leaf = x.detach().clone().requires_grad_()
+    loss = loss_of(leaf)
+    (loss * scale).backward()
+    return loss.detach(), leaf.grad
+
+
+def expected(x, target, divisor, scale=1.0, weight=None):
+    loss, dx = gradient(
+        x.double(),
+        lambda x: F.cross_entropy(x, target, weight if weight is None else weight.double(), reduction="sum"),
+        scale / divisor,
+    )
+    return loss / divisor, dx
+
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-6, torch.float64: 1e-12}
+
+
+def check(got, want, dtype):
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        got[0].double(), want[0], rtol=1e-5 if dtype != torch.float64 else 1e-12, atol=0
+    )
+    torch.testing.assert_close(got[1].double(), want[1], rtol=tolerance, atol=tolerance * want[1].abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("how", [{}, {"inplace_backward": True}, {"one_pass": True}], ids=str)
+def test_divisor(device, dtype, how, single_pass):
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 is served on the CPU only")
+    x, target = given(device, dtype)
+    weight = (torch.rand(33, device=device) + 0.5).to(dtype)
+    kinds = [7, 7.0, *(torch.tensor(7, dtype=kind, device=device) for kind in REAL)]
+    for divisor in kinds:
+        got = gradient(
+            x,
+            lambda x, d=divisor: gander.cross_entropy(
+                x * 1, target, weight=weight, reduction="sum", divisor=d, **how
+            ),
+        )
+        check(got, expected(x, target, 7, weight=weight), dtype)
+
+
+def test_divisor_without_autograd(device):
+    x, target = given(device)
+    loss, lse, dx = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
+    four, scaled_lse, quarter = gander.cross_entropy_fwd(
+        x, target, return_lse=True, return_dx=True, divisor=4
+    )
+    assert torch.equal(four, loss / 4) and torch.equal(scaled_lse, lse)
+    torch.testing.assert_close(quarter, dx / 4)
+    assert torch.equal(gander.cross_entropy_fwd(x, target, divisor=4), loss / 4)
+    assert torch.equal(gander.cross_entropy_fwd(x, target, return_lse=True, divisor=4)[0], loss / 4)
+    assert torch.equal(
+        gander.cross_entropy_fwd(x, target, x, divisor=4), gander.cross_entropy_fwd(x, target, x) / 4
+    )
+    written = x.clone()
+    gander.cross_entropy_fwd(written, target, return_dx=True, inplace_backward=True, divisor=4)
+    assert torch.equal(written, quarter)
+
+
+def test_division_by_zero(device):
+    x, target = given(device)
+    got = gradient(x, lambda x: gander.cross_entropy(x, target, reduction="sum", divisor=0))
+    assert got[0] == float("inf")
+    assert got[1].isinf().any() and torch.equal(got[1][1], torch.zeros_like(x[1]))  # an ignored row
+
+
+def test_divisor_elsewhere(device):
+    """lse_partial, nn.CrossEntropyLoss, a graph, torch.func.grad and vmap."""
+    x, target = given(device)
+    want, module = expected(x, target, 7), gander.nn.CrossEntropyLoss(reduction="sum")
+
+    def summed(x, divisor):
+        return gander.cross_entropy(x, target, reduction="sum", divisor=divisor)
+
+    compiled = torch.compile(summed, backend="aot_eager", fullgraph=True)
+    for loss_of in (
+        summed,
+        compiled,
+        lambda x, divisor: gander.cross_entropy(x, target, x, reduction="sum", divisor=divisor),
+        lambda x, divisor: module(x, target, divisor),
+        lambda x, divisor: module(x, target, divisor=divisor, upstream=2.0),
+    ):
+        for divisor in 7, torch.tensor(7, device=device):
+            check(gradient(x, partial(loss_of, divisor=divisor)), want, x.dtype)
+    torch.testing.assert_close(torch.func.grad(summed)(x, 7), want[1].float())
+    counts = torch.tensor([2.0, 5.0], device=device)
+    got = torch.vmap(lambda d: gander.cross_entropy(x, target, reduction="sum", divisor=d))(counts)
+    torch.testing.assert_close(got, F.cross_entropy(x, target, reduction="sum") / counts)
+
+
+def test_numpy():
+    x, target = given("cpu")
+    want = gander.cross_entropy(x, target, reduction="sum", divisor=7)
+    for divisor in 7, np.int64(7), np.array(7.0):
+        got = gander.cross_entropy(x.numpy(), target.numpy(), reduction="sum", divisor=divisor)
+        assert float(got) == float(want)
+
+
+BAD = {
+    "a mean": (
+        lambda x, t: gander.cross_entropy(x, t, divisor=2),
+        ValueError,
+        "divisor is given with reduction 'mean'",
+    ),
+    "no reduction": (
+        lambda x, t: gander.cross_entropy(x, t, reduction="none", upstream=2),
+        ValueError,
+        "upstream is given with reduction 'none'",
+    ),
+    "one dimension": (
+        lambda x, t: gander.cross_entropy(x, t, reduction="sum", divisor=torch.ones(1)),
+        ValueError,
+        r"divisor has shape \(1,\), expected \(\); pass divisor.squeeze\(\)",
+    ),
+    "a gradient": (
+        lambda x, t: gander.cross_entropy(x, t, reduction="sum", divisor=torch.ones((), requires_grad=True)),
+        ValueError,
+        "divisor requires a gradient, but has none; pass divisor.detach",
+    ),
+    "a bool": (
+        lambda x, t: gander.cross_entropy(x, t, reduction="sum", divisor=True),
+        TypeError,
+        "divisor is True, expected a number or a 0-dim tensor",
+    ),
+    "a complex tensor": (
+        lambda x, t: gander.cross_entropy(x, t, upstream=torch.tensor(1j)),
+        TypeError,
+        "upstream has dtype complex64, expected a real number",
+    ),
+    "another device": (
+        lambda x, t: gander.cross_entropy(x, t, reduction="sum", divisor=torch.ones((), device="meta")),
+        RuntimeError,
+        "divisor is on meta, expected cpu as x",
+    ),
+    "an operator's mean": (
+        lambda x, t: torch.ops.gander.cross_entropy(x, t, None, torch.ones(())),
+        RuntimeError,
+        "divisor is given with reduction mean, expected sum or none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refusals(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call(*given("cpu"))
+
+
+def test_upstream_changes_no_result(device, single_pass):
+    """Whatever was expected, and whatever comes: also after a first backward pass."""
+    x, target = given(device)
+    for reduction in "mean", "sum":
+        for expects in None, 1.0, 0.25, torch.tensor(0.25, device=device):
+            for scale in 1.0, 0.25, 65536.0:
+                leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+                loss = gander.cross_entropy(
+                    leaf, target, reduction=reduction, one_pass=True, upstream=expects
+                )
+                assert "OnePass" in type(loss.grad_fn).__name__
+                want = F.cross_entropy(other, target, reduction=reduction) * scale
+                for _ in range(2):
+                    (loss * scale).backward(retain_graph=True)
+                    want.backward(retain_graph=True)
+                    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def test_upstream_is_copied(device, single_pass):
+    x, target = given(device)
+    scale = torch.tensor(8.0, device=device)
+    leaf = x.clone().requires_grad_()
+    loss = gander.cross_entropy(leaf, target, one_pass=True, upstream=scale) * 8
+    scale.fill_(3)  # as GradScaler.update does
+    loss.backward()
+    torch.testing.assert_close(leaf.grad, 8 * gradient(x, lambda x: F.cross_entropy(x, target))[1])
+
+
+def test_hit_leaves_the_gradient_alone(device, single_pass, monkeypatch):
+    """With the upstream gradient that was expected, backward returns what forward has made."""
+    x, target = given(device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        leaf = x.clone().requires_grad_()
+        loss = gander.cross_entropy(leaf, target, reduction="sum", one_pass=True, upstream=0.5, divisor=3)
+    dx = next(t for t in kept if t.shape == x.shape and t is not leaf and not torch.equal(t, x))
+    dx.fill_(7)  # only a hit leaves it
+    (loss * 0.5).backward()
+    assert torch.equal(leaf.grad, torch.full_like(x, 7))
+
+
+def test_checkpoint(device, single_pass):
+    """The gradient is a saved tensor, so a checkpoint drops it, and a hook that moves tensors moves it."""
+    x, target = given(device)
+    head = torch.randn(33, 33, device=device)
+    want = gradient(x, lambda x: F.cross_entropy(x @ head, target, reduction="sum") / 4)
+
+    def run(x):
+        return gander.cross_entropy(x @ head, target, reduction="sum", one_pass=True, upstream=0.25)
+
+    leaf = x.clone().requires_grad_()
+    loss = checkpoint(run, leaf, use_reentrant=False)
+    assert not [value for value in vars(loss.grad_fn).values() if isinstance(value, torch.Tensor)]
+    (loss / 4).backward()
+    torch.testing.assert_close(leaf.grad, want[1])
+    with torch.autograd.graph.save_on_cpu():
+        got = gradient(x, run, 0.25)
+    torch.testing.assert_close(got[1], want[1])
