@@ -151,6 +151,9 @@ class _Call:
     def check_per_row(self, name, tensor):
         self.check_count(name, tensor, tensor.numel() == self.rows, f"{self.rows}: one for each row")
 
+    def check_reduced(self, name, tensor):  # an output that the caller allocates, never of a reduction
+        self.check_per_row(name, tensor)
+
     def check_strided(self, name, tensor):
         same = tensor.ndim == len(self.leading)
         for size, expected in zip(tensor.shape, self.leading, strict=False):
