@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/ops"
 )
 
 func TestTinyCallsDoNotAllocate(t *testing.T) {
@@ -25,6 +26,12 @@ func TestTinyCallsDoNotAllocate(t *testing.T) {
 		"softmax_backward": func() error { return softmaxBackward(x, y, dx) },
 		"rmsnorm_forward":  func() error { return rmsNormForward(x, weight, y, rstd, 1e-6) },
 		"rmsnorm_backward": func() error { return rmsNormBackward(x, weight, y, rstd, dx, dw) },
+		"masked_softmax_forward": func() error {
+			return ops.MaskedSoftmaxForward{X: x, Mask: weight, Y: y, Scale: 1, Causal: true}.Run(nil)
+		},
+		"masked_softmax_backward": func() error {
+			return ops.MaskedSoftmaxBackward{DY: x, Y: y, Mask: weight, DX: dx, Scale: 1, Causal: true}.Run(nil)
+		},
 		"cross_entropy_forward": func() error {
 			return crossEntropyForward(x, target, weight, loss, lse, dx, one, plain)
 		},
