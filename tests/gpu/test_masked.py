@@ -82,13 +82,11 @@ def test_masks_of_any_strides(function):
             assert torch.equal(function(x, mask=m, masked="zero"), want)
 
 
-@pytest.mark.parametrize("name", masked.CASES)
+@pytest.mark.parametrize("name", [name for name, case in masked.CASES.items() if case.mask])
 @pytest.mark.parametrize("shift", range(1, 8))
 def test_masks_at_any_address(name, shift):
     """The mask alone is misaligned."""
     case = masked.CASES[name]
-    if not case.mask:
-        pytest.skip("the case has no mask")
 
     def moved(x):
         if x.dtype not in (torch.bool, torch.uint8):
