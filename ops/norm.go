@@ -55,8 +55,8 @@ func (k *check) onlyAuto(c *Choice, what string) {
 	c.Algorithm = Auto
 }
 
-// heads refuses a second vector of weights whose shape is not that of the first, which may have a row for each
-// head.
+// heads refuses a second vector of weights whose shape is not that of the first, which may have a row for
+// each head.
 func (k *check) heads(cols int64, weight kernels.Vector, name string, v kernels.Vector) {
 	switch {
 	case !v.Present() || v.Len == weight.Len || cols == 0:

@@ -97,11 +97,14 @@ var explained = map[string]request{
 	"layernorm_backward":       {op: kernels.NormBackward, norm: normOperands{second: 1, sums: 2}},
 
 	// With a residual, and its gradient. All operands have x's type.
-	"rmsnorm_residual_forward":    {op: kernels.NormForward, norm: normOperands{second: 1}},
-	"rmsnorm_residual_backward":   {op: kernels.NormBackward, norm: normOperands{second: 1, third: true, sums: 1}},
-	"layernorm_residual_forward":  {op: kernels.NormForward, norm: normOperands{second: 1}},
-	"layernorm_residual_backward": {op: kernels.NormBackward, norm: normOperands{second: 1, third: true, sums: 2}},
+	"rmsnorm_residual_forward":    {op: kernels.NormForward, norm: residual(0)},
+	"rmsnorm_residual_backward":   {op: kernels.NormBackward, norm: residual(1)},
+	"layernorm_residual_forward":  {op: kernels.NormForward, norm: residual(0)},
+	"layernorm_residual_backward": {op: kernels.NormBackward, norm: residual(2)},
 }
+
+// residual is the operands of a norm with a residual. sums is how many of dw and db backward computes.
+func residual(sums int8) normOperands { return normOperands{second: 1, third: sums > 0, sums: sums} }
 
 // explainedOps lists those names.
 var explainedOps = func() string {

@@ -352,8 +352,9 @@ var Table = []Group{
 				Torch: []Torch{
 					{Name: "cross_entropy_bwd", Results: []string{"dx"}, Without: []string{"upstream", "denominator"},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
-					{Name: "cross_entropy_bwd_", Writes: []Written{{"x", "dx"}}, Without: []string{"upstream", "denominator"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
+					{Name: "cross_entropy_bwd_", Writes: []Written{{"x", "dx"}},
+						Without: []string{"upstream", "denominator"},
+						Fixed:   map[string]float64{"one_pass": 0, "slice": 0}},
 					{Name: "cross_entropy_bwd_out", Writes: into("dx"),
 						Without: []string{"divisor", "upstream", "denominator"},
 						Fixed:   map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},

@@ -4,8 +4,8 @@ import "github.com/gander-go/gander/kernels"
 
 // RMSNormForward computes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for each row (Zhang and
 // Sennrich, 2019). An absent weight means ones. rstd is written unless it is absent. y may be x.
-func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, rstd kernels.Vector, eps float64,
-	workers int) error {
+func RMSNormForward(x kernels.Matrix, weight kernels.Vector, y kernels.Matrix, rstd kernels.Vector,
+	eps float64, workers int) error {
 	return NormForward(&kernels.Norm{X: x, Weight: weight, Y: y, Rstd: rstd, Eps: eps}, workers)
 }
 

@@ -705,9 +705,7 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   float w[E];
 #pragma unroll
   for (int j = 0; j < E; j++)
-    w[j] = a.weight && column(j) < bounds.hi
-               ? load_float(a.weight, a.weight_type, begin + column(j))
-               : 1.f;
+    w[j] = a.weight && column(j) < bounds.hi ? load_float(a.weight, a.weight_type, begin + column(j)) : 1.f;
   for (int64_t row = first; row < last; row++) {
     const T* x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + begin;
     const void* dy = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + begin);

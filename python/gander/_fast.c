@@ -1,8 +1,9 @@
 /* The fast path: calls the kernels directly from Python, without PyTorch's dispatcher, which costs host time.
  *
  * It handles eager calls on plain tensors, with no mode or transform active. For any other call, and after
- * any failure, a function returns None. One of an operator without results returns True. After None gander._fast calls the dispatcher, which runs the operator or
- * raises its error. gander._fast checks what this file relies on before it uses any function. */
+ * any failure, a function returns None. One of an operator without results returns True. After None
+ * gander._fast calls the dispatcher, which runs the operator or raises its error. gander._fast checks what
+ * this file relies on before it uses any function. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>
@@ -374,8 +375,8 @@ static PyObject* call_apply(FastCall* call) {
   return none();
 }
 
-/* Increments the versions of the tensors that an operator writes, as autograd expects. torch does not see that
- * our kernels write. */
+/* Increments the versions of the tensors that an operator writes, as autograd expects. torch does not see
+ * that our kernels write. */
 static bool increment_versions(const FastCall* call) {
   const Operator* op = call->function->op;
   bool ok = true;
