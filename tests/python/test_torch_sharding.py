@@ -73,6 +73,7 @@ FUNCTIONS = {
     "sum and norm": lambda x, weight, target: torch.mul(*gander.layernorm(x, weight, None, x, prenorm=True)),
     "logsumexp": lambda x, weight, target: gander.logsumexp(x),
     "sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum"),
+    "divided sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum", divisor=7),
     "none": lambda x, weight, target: gander.cross_entropy(x, target, weight=weight, reduction="none"),
 }
 
@@ -90,7 +91,9 @@ def test_results(name, placements, mode, mesh, local):
             place(target, mesh, *placements),
         )
         got, count = collectives(lambda: FUNCTIONS[name](*inputs))
-    expected = (Partial("sum"),) if name == "sum" and placements != (Replicate(),) else placements
+    expected = (
+        (Partial("sum"),) if name in ("sum", "divided sum") and placements != (Replicate(),) else placements
+    )
     check(got, want, *expected)
     assert count == 0
     if got.ndim:
