@@ -233,7 +233,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {
-    const bool zero = sc.label.weight == 0.f;
+    const bool zero = sc.grad == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
     subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
@@ -420,10 +420,10 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
       if (again >= args.rows.m) p.bounds.lo = p.bounds.hi = 0;
       e += args.rows.opaque_zero;
       const int64_t target = sc.label.index;
-      const bool mine = sc.label.weight != 0.f && target >= 0 && target < p.bounds.hi &&
+      const bool mine = sc.grad != 0.f && target >= 0 && target < p.bounds.hi &&
                         static_cast<int>(target) / kElements<T> % TPR == lane;
       const float x_target = mine ? to_float(p.a[target]) : 0.f;
-      if (sc.label.weight == 0.f) {  // makes all gradients 0, even if a logit is NaN
+      if (sc.grad == 0.f) {  // makes all gradients 0, even if a logit is NaN
         sc.max = sc.scale = 0.f;
 #pragma unroll
         for (int i = 0; i < V; i++) tile.a[i] = zero_vector();

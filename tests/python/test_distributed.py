@@ -510,6 +510,8 @@ def _dtensors(shape, rows, classes):
                     assert torch.equal(
                         call(logits, targets, weight=ws, reduction=option).to_local(), loss.to_local()
                     )
+    divided = gander.cross_entropy(logits, targets, reduction="sum", divisor=7).full_tensor()
+    torch.testing.assert_close(divided, gander.cross_entropy(x, target, reduction="sum") / 7)
     if not sharded:  # a plain target is the same on all ranks, as in torch's loss_parallel
         torch.testing.assert_close(
             gander.cross_entropy(logits, target).to_local(), gander.cross_entropy(x, target)
@@ -639,3 +641,40 @@ def test_a_rank_that_dies(tmp_path):
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert "gloo" in outputs[0]
+
+
+# ---- linear_cross_entropy ----
+
+
+def _fully_sharded():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(16, 16), gander.nn.LinearCrossEntropy(16, 33, chunk=3)
+
+        def forward(self, x, target):
+            return self.head(self.body(x).relu(), target, upstream=1.0)
+
+    rank, ranks, mesh = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+    )
+    model, linear = Model(), torch.nn.functional.linear
+    whole = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    x, target = torch.randn(ranks, 10, 16), torch.randint(0, 33, (ranks, 10))
+    for rows, labels in zip(x, target, strict=True):
+        logits = linear(linear(rows, *whole[:2]).relu(), whole[2])
+        (torch.nn.functional.cross_entropy(logits, labels) / ranks).backward()
+    fully_shard(model.head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(x[rank], target[rank]).backward()
+    for sharded, plain in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)
+
+
+def test_a_fully_sharded_head():
+    on_all(2, _fully_sharded)

@@ -74,6 +74,7 @@ FUNCTIONS = {
     "logsumexp": lambda x, weight, target: gander.logsumexp(x),
     "log_softmax": lambda x, weight, target: gander.log_softmax(x, scale=2.0, mask=weight),
     "sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum"),
+    "divided sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum", divisor=7),
     "none": lambda x, weight, target: gander.cross_entropy(x, target, weight=weight, reduction="none"),
 }
 
@@ -91,7 +92,9 @@ def test_results(name, placements, mode, mesh, local):
             place(target, mesh, *placements),
         )
         got, count = collectives(lambda: FUNCTIONS[name](*inputs))
-    expected = (Partial("sum"),) if name == "sum" and placements != (Replicate(),) else placements
+    expected = (
+        (Partial("sum"),) if name in ("sum", "divided sum") and placements != (Replicate(),) else placements
+    )
     check(got, want, *expected)
     assert count == 0
     if got.ndim:

@@ -74,6 +74,10 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
         gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True), tuple[Tensor, Tensor, Tensor]
     )
     assert_type(gander.cross_entropy_bwd(x, target, x, x, inplace_backward=True), Tensor)
+    assert_type(gander.cross_entropy(x, target, reduction="sum", divisor=x.sum(), upstream=0.25), Tensor)
+    assert_type(gander.cross_entropy_fwd(x, target, divisor=3), Tensor)
+    assert_type(gander.linear_cross_entropy(x, parameter, target, accumulate="float32", chunk=8), Tensor)
+    assert_type(gander.nn.LinearCrossEntropy(4, 8), gander.nn.LinearCrossEntropy)
 
 
 def arrays(x: Array, target: npt.NDArray[np.int64]) -> None:
