@@ -36,6 +36,8 @@ var elsewhere = []struct {
 	{12, symbols(`softmax_backward_apply_float32_256x1_unaligned`), 4},
 	{12, symbols(`cross_entropy_forward_dx_rows_b?float16_(8|16)x4`), 10},
 	{12, symbols(`cross_entropy_forward_dx_rows_\w+_256x4_cluster`), 5},
+	{12, symbols(`cross_entropy_forward_dx_rows_float32_512x4`), 2},
+	{12, symbols(`cross_entropy_forward_dx_rows_float32_512x8_cluster`), 1},
 }
 
 func symbols(pattern string) *regexp.Regexp { return regexp.MustCompile("^(" + pattern + ")$") }
@@ -65,8 +67,9 @@ func (v *Variant) ResidentOn(arch string) int {
 	return resident
 }
 
-// spillsOnSM120 spills whatever its limit is. The planner takes another kernel there.
-const spillsOnSM120 = "rmsnorm_backward_grid_cooperative_float16_512x2x1"
+// spillsOnSM120 spill whatever their limits are. The planner takes other kernels there.
+var spillsOnSM120 = symbols("rmsnorm_backward_grid_cooperative_float16_512x2x1|" +
+	"cross_entropy_forward_dx_rows_float32_1024x8_cluster")
 
 // In tells whether the image of an architecture holds the variant. It leaves out what no plan launches there.
 func (v *Variant) In(arch string) bool {
@@ -78,7 +81,7 @@ func (v *Variant) In(arch string) bool {
 	case v.NoClusters:
 		return false
 	case number/10 == 12 && !ptx: // 99 KiB of shared memory: not two rows of the longest ring
-		return (v.Shape != Ring || v.Capacity() <= 1024) && v.Symbol != spillsOnSM120
+		return (v.Shape != Ring || v.Capacity() <= 1024) && !spillsOnSM120.MatchString(v.Symbol)
 	}
 	return true
 }

@@ -66,7 +66,7 @@ func (q *query) kernel(shape kernels.Shape, row *policy.Row, cluster bool) *kern
 	for _, v := range kernelsOf[kernelKey{q.op, shape, q.x, q.unaligned, cluster}] {
 		switch {
 		case v.RowThreads != row.Threads || v.Vectors != row.Vectors || v.RowsPerStep != row.RowsPerStep:
-		case v.NoClusters && q.facts.Major >= 9:
+		case v.NoClusters && q.facts.Major >= 9, q.facts.Major == 12 && !v.In("sm_120"):
 		case v.SameOffset && q.layout == policy.SameOffset:
 			return v
 		case !v.SameOffset && found == nil:
@@ -282,8 +282,6 @@ func gridCooperative(q *query, row *policy.Row) *plan {
 	case q.vectors <= 16*powerOfTwo(ctas):
 		return nil
 	case v.Capacity()*(powerOfTwo(ctas+1)/2) < q.vectors: // the longest row is a power of two of vectors
-		return nil
-	case q.facts.Major == 12 && !v.In("sm_120"):
 		return nil
 	}
 	stage := int64(q.op.Inputs()*v.RowsPerStep) * ceil(q.vectors, ctas) * 16
