@@ -27,14 +27,8 @@ func (a *rmsNormForward) extra() string {
 		return "residual"
 	case a.ResidualOut.Present():
 		return "residual_out"
-	case a.WeightOffset != 0:
-		return "weight_offset"
-	case a.RoundNormalized:
-		return "round_normalized"
-	case a.Weight.Len > a.X.Cols:
-		return "a weight for each head"
 	}
-	return ""
+	return extraOfWeight(a.WeightOffset, a.RoundNormalized, a.Weight, a.X)
 }
 
 func (a *rmsNormForward) norm() normCall {
@@ -65,14 +59,8 @@ func (a *rmsNormBackward) extra() string {
 		return "db"
 	case a.DX.DType != a.X.DType:
 		return "a dx of another dtype than x"
-	case a.WeightOffset != 0:
-		return "weight_offset"
-	case a.RoundNormalized:
-		return "round_normalized"
-	case a.Weight.Len > a.X.Cols:
-		return "a weight for each head"
 	}
-	return ""
+	return extraOfWeight(a.WeightOffset, a.RoundNormalized, a.Weight, a.X)
 }
 
 func (a *rmsNormBackward) norm() normCall {
@@ -81,6 +69,19 @@ func (a *rmsNormBackward) norm() normCall {
 		DResidual: a.DResidual, DW: a.DW, DB: a.DB, WeightOffset: a.WeightOffset,
 		RoundNormalized: a.RoundNormalized, Heads: headsOf(a.Weight, a.X),
 	}}
+}
+
+// extraOfWeight names what about the weight makes a call a normCall, or returns "".
+func extraOfWeight(offset float64, rounds bool, weight kernels.Vector, x kernels.Matrix) string {
+	switch {
+	case offset != 0:
+		return "weight_offset"
+	case rounds:
+		return "round_normalized"
+	case weight.Len > x.Cols:
+		return "a weight for each head"
+	}
+	return ""
 }
 
 // noOffset is -0. Added to a weight it changes no bit, while -0 + 0 is 0.
