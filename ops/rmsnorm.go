@@ -6,7 +6,6 @@ import (
 
 	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
-	"github.com/gander-go/gander/kernels/cpu"
 )
 
 func (a *rmsNormForward) refuse(k *check) {
@@ -102,14 +101,8 @@ func (k *check) weightOffset(offset float64, weight kernels.Vector) float64 {
 }
 
 func (a *rmsNormForward) host() error {
-	if a.extra() != "" {
-		n := a.norm()
-		return n.host()
-	}
-	if a.X.Rows > 0 {
-		return cpu.RMSNormForward(a.X, a.Weight, a.Y, a.Rstd, a.Eps, workers())
-	}
-	return nil
+	n := a.norm()
+	return n.host()
 }
 
 func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
@@ -138,14 +131,8 @@ func (a *rmsNormForward) request() request {
 }
 
 func (a *rmsNormBackward) host() error {
-	if a.extra() != "" {
-		n := a.norm()
-		return n.host()
-	}
-	if a.X.Rows > 0 || a.DW.Present() {
-		return cpu.RMSNormBackward(a.X, a.Weight, a.DOut, a.Rstd, a.DX, a.DW, workers())
-	}
-	return nil
+	n := a.norm()
+	return n.host()
 }
 
 func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
