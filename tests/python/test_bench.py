@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gander
@@ -10,7 +11,7 @@ import pytest
 import torch
 import typer
 from gander import bench
-from gander.bench import cases, limit, load, plots, records, report, results, sections, timing
+from gander.bench import cases, limit, load, models, plots, records, report, results, sections, timing
 from typer.testing import CliRunner
 
 SMALL = ["--shapes", "3x40,2x7", "--seconds", "0", "--dtypes", "float32"]
@@ -35,13 +36,16 @@ def lines(path):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("op", cases.OPERATORS)
+@pytest.mark.parametrize("op", cases.COMPARED)
 @pytest.mark.parametrize("name", ["torch", "gander"])
 def test_providers_compute_the_operator(name, op, dtype):
     torch.manual_seed(0)
-    inputs = cases.OPERATORS[op].inputs(5, 33, cases.DTYPES[dtype], "cpu")
+    inputs = cases.COMPARED[op].inputs(5, 33, cases.DTYPES[dtype], "cpu")
     results = cases.provider(name).operators[op](*inputs)()
-    for got, want in zip(results, cases.OPERATORS[op].reference(*cases.double(inputs)), strict=False):
+    wanted = cases.COMPARED[op].reference(*cases.double(inputs))
+    assert min(len(results), len(wanted)) >= cases.COMPARED[op].checked
+    for got, want in zip(results, wanted, strict=False):
+        assert got.shape == want.shape and got.dtype in (inputs[0].dtype, torch.float32)
         assert (got.double() - want).norm() <= sections._WRONG[cases.DTYPES[dtype]] * want.norm()
 
 
@@ -53,14 +57,54 @@ def test_parts_that_gander_alone_has(op):
     assert sections._distance(op, inputs, got, 5) < sections._WRONG[torch.float32]
 
 
-@pytest.mark.parametrize("op", cases.OPERATORS)
+@pytest.mark.parametrize("op", cases.COMPARED)
 def test_formulas_for_torch_compile_compute_the_operator(op, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(cases, "_compile", lambda function: function)
     torch.manual_seed(0)
-    inputs = cases.OPERATORS[op].inputs(5, 33, torch.float32, "cpu")
+    inputs = cases.COMPARED[op].inputs(5, 33, torch.float32, "cpu")
     results = cases._torch_compile().operators[op](*inputs)()
-    want = cases.OPERATORS[op].reference(*cases.double(inputs))[0]
-    torch.testing.assert_close(results[0].double(), want, rtol=1e-4, atol=1e-6)
+    wanted = cases.COMPARED[op].reference(*cases.double(inputs))
+    checked = len(wanted) if op in cases.NORMS else 1
+    for got, want in list(zip(results, wanted, strict=False))[:checked]:
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", [op for op in cases.NORMS if op.endswith("backward")])
+def test_gradients_of_norms_are_those_of_autograd(op):
+    """The formulas against torch's autograd in float64."""
+    torch.manual_seed(0)
+    inputs = cases.double(cases.NORMS[op].inputs(5, 33, torch.float32, "cpu"))
+    if op.startswith("layernorm"):
+        prepare = cases._layernorm_gradient(cases._layernorm)
+    else:
+        prepare = cases._rmsnorm_residual_gradient(cases._rmsnorm_residual)
+    for got, want in zip(cases.NORMS[op].reference(*inputs), prepare(*inputs)(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # the statistics are float32
+
+
+def test_what_is_written_in_place_is_a_copy():
+    torch.manual_seed(0)
+    inputs = cases.NORMS["fused_add_rmsnorm"].inputs(3, 40, torch.float16, "cpu")
+    before = [t.clone() for t in inputs]
+    calls = {
+        name: cases.provider(name).operators["fused_add_rmsnorm"](*inputs) for name in ("torch", "gander")
+    }
+    for call in calls.values():
+        assert sections._distance("fused_add_rmsnorm", inputs, call(), 3) < sections._WRONG[torch.float16]
+        assert sections._distance("fused_add_rmsnorm", inputs, call(), 3) > 0.1  # of the second call
+        for _ in range(150):
+            results = call()
+        assert all(result.isfinite().all() for result in results)
+    assert all(torch.equal(t, was) for t, was in zip(inputs, before, strict=True))
+
+
+def test_each_result_that_has_rows_is_checked():
+    inputs = cases.NORMS["rmsnorm_residual_forward"].inputs(4, 8, torch.float32, "cpu")
+    y, h = cases.NORMS["rmsnorm_residual_forward"].reference(*inputs)
+    for given, off in (((y, h), 0), ((y, 2 * h), 1), ((2 * y, h), 1)):
+        assert sections._distance("rmsnorm_residual_forward", inputs, given, 4) == pytest.approx(
+            off, abs=1e-4
+        )
 
 
 def test_records_resume_and_report(command):
@@ -310,6 +354,125 @@ def test_host_table_compares_what_is_compiled():
     assert [row[-1] for row in table.rows] == ["0.75"]
 
 
+def test_points_of_norms():
+    points = list(sections.norms(sections.Options(providers=("torch", "gander"), run=2)))
+    assert {p.providers for p in points} == {("torch", "gander")}
+    assert {p.name["op"] for p in points} == set(cases.NORMS)
+    assert len({records.key(p.name) for p in points}) == len(points)
+    assert all(p.name["section"] == "norms" and p.name["run"] == 2 for p in points)
+    by_op = {op: [p.name for p in points if p.name["op"] == op] for op in cases.NORMS}
+    served = by_op.pop("fused_add_rmsnorm")
+    assert {p["dtype"] for p in served} == {"bfloat16", "float16"}
+    assert {(p["m"], p["n"]) for p in served} == {
+        (m, n) for m in (1, 8, 64, 512) for n in (4096, 5120, 7168, 16384)
+    }
+    for op, mine in by_op.items():
+        assert {p["dtype"] for p in mine} == {"bfloat16", "float32"}
+        lengths = {p["n"] for p in mine}
+        assert lengths == set(sections.NORM_LENGTHS) - ({256} if op.endswith("backward") else set())
+        for p in mine:
+            share = models.share_of_limit(op, p["dtype"], p["m"], p["n"])
+            assert p["m"] * p["n"] * models.BYTES[p["dtype"]] >= 64 << 20 and share is not None
+    chosen = sections.Options(("gander",), ("layernorm_forward",), ("float16",), ((3, 40),))
+    assert [p.name for p in sections.norms(chosen)] == [
+        {"section": "norms", "op": "layernorm_forward", "dtype": "float16", "m": 3, "n": 40, "run": 1}
+    ]
+
+
+def test_norms_resume_and_report(command, monkeypatch):
+    """The command from end to end, with inputs on the CPU, and times that are not measured."""
+
+    def on_the_cpu(operator):
+        return replace(operator, inputs=lambda m, n, dtype, device: operator.inputs(m, n, dtype, "cpu"))
+
+    def times(calls, seconds, least=10):
+        for call in calls.values():
+            call()
+        return {name: timing.Timing(1.0 + i, 0.5, 9.0, least) for i, name in enumerate(calls)}
+
+    read = []
+    for op, operator in cases.NORMS.items():
+        monkeypatch.setitem(sections.ALL, op, on_the_cpu(operator))
+    monkeypatch.setattr(sections, "NEEDS_GPU", ())
+    monkeypatch.setattr(sections, "_gpu_timer", lambda: times)
+    monkeypatch.setattr(
+        limit, "launches", lambda *arguments: read.append(arguments) or {"1 x 128": lambda: None}
+    )
+    which = ["norms", "--shapes", "3x40", "--dtypes", "float16", "--providers", "torch,gander", "--out", "a"]
+    for arguments in (["--run", 1, "--shard", "1/2"], ["--run", 1, "--resume"], ["--run", 2, "--resume"]):
+        result = command(*which, *arguments)
+        assert result.exit_code == 0, result.output
+    found = lines("a")
+    assert [record["run"] for record in found] == [1] * 6 + [2] * 6
+    assert {record["op"] for record in found} == set(cases.NORMS)
+    for record in found:
+        assert set(record["results"]) == {"torch", "gander"}
+        assert all(result["off"] < 3e-3 and result["us"] for result in record["results"].values())
+        assert record["limit"]["kernel"] == "1 x 128"
+    assert {(traffic, len(tensors)) for traffic, tensors in read} == {
+        (operator.traffic, operator.traffic.count("r")) for operator in cases.NORMS.values()
+    }
+    shown = command("--report", "a", "--no-plots")
+    assert shown.exit_code == 0 and "Norms: LayerNorm backward (dx, dw, db)" in shown.output
+    only = command(*which[:-2], "--ops", "layernorm_forward", "--out", "b")
+    assert only.exit_code == 0 and [record["op"] for record in lines("b")] == ["layernorm_forward"]
+
+
+def norms_records(op, m, *runs):
+    """A record for each run: the times of gander, torch and the limit in us."""
+    name = {"section": "norms", "op": op, "m": m}
+    return [
+        gpu_records()[0]
+        | name
+        | {"run": run, "limit": timing_of(limit_us, tbps=4.0)}
+        | {
+            "results": {
+                "torch": timing_of(theirs, tbps=1.5),
+                "gander": timing_of(mine, tbps=3.5, ratio=limit_us / mine),
+                "quack": {"error": "X"},
+            }
+        }
+        for run, (mine, theirs, limit_us) in enumerate(runs, 1)
+    ]
+
+
+def test_tables_of_norms():
+    forward = norms_records(
+        "layernorm_forward", 32768, (100.0, 200.0, 97.0), (99.0, 210.0, 97.0), (101, 1, 97)
+    )
+    served = norms_records("fused_add_rmsnorm", 8, (5.0, 9.0, 4.0))
+    first, second = report.tables([*forward, *served])
+    assert first.title.startswith("Norms: LayerNorm forward, TB/s, bfloat16")
+    assert first.columns == [
+        "M x N", "limit", "torch", "gander", "quack", "gander / limit", "times the best other",
+    ]  # fmt: skip
+    assert first.rows == [["32768 x 4096", "4.00", "1.50", "3.50", "failed", "0.970", "2.00"]]
+    assert second.title.startswith("Norms: RMSNorm of x + residual, in place, us")
+    assert second.rows == [["8 x 4096", "4.0", "9.0", "5.0", "failed", "0.800", "1.80"]]
+    text = results.document({"a.jsonl": [*forward, *served]}, "a command")
+    assert "| 32768 x 4096 | 4.00 | 1.50 | 3.50 | failed | 0.970 | 2.00 |" in text
+    assert "| norms: LayerNorm forward | torch |" in text
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "run", "missed"),
+    [
+        ("layernorm_forward", 32768, (100.0, 200.0, 96.0), []),
+        ("layernorm_forward", 32768, (100.0, 200.0, 94.0), ["share of the limit, norms"]),
+        ("layernorm_forward", 32768, (100.0, 97.0, 96.0), ["speed over the best other's, norms"]),
+        ("rmsnorm_residual_backward", 32768, (100.0, 200.0, 89.0), ["share of the limit, norms"]),
+        ("layernorm_backward", 32768, (100.0, 200.0, 89.0), []),
+        ("fused_add_rmsnorm", 8, (5.0, 4.8, 1.0), []),
+        ("fused_add_rmsnorm", 8, (5.0, 4.6, 1.0), ["speed over the best other's, norms"]),
+    ],
+)
+def test_norms_are_judged_as_models_are(op, m, run, missed):
+    assert results.checks(norms_records(op, m, run, run)) == []  # three runs are needed
+    found = results.checks(norms_records(op, m, run, run, run))
+    assert [check.target for check in found if not check.met()] == missed
+    assert len(found) == (1 if op == "fused_add_rmsnorm" else 2)
+
+
 @pytest.mark.parametrize("name", ["torch", "gander", "gander-two-passes"])
 @pytest.mark.parametrize("mode", sections.STEPS)
 def test_steps_give_the_gradient(name, mode):
@@ -378,7 +541,18 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
 
 
 def test_limit_kernels_compile():
-    assert limit.compiled("sm_90").startswith(b"\x7fELF")
+    image = limit.compiled("sm_90")
+    assert image.startswith(b"\x7fELF")
+    assert {operator.traffic for operator in cases.ALL.values()} == set(limit.TRAFFICS)
+    for traffic in limit.TRAFFICS:
+        assert all(b"\0%s_%d\0" % (traffic.encode(), unroll) in image for unroll in limit._UNROLLS)
+
+
+@pytest.mark.parametrize("op", cases.ALL)
+def test_inputs_have_the_tensors_that_the_limit_reads(op):
+    inputs = cases.ALL[op].inputs(3, 8, torch.float32, "cpu")
+    assert sum(t.shape == inputs[0].shape for t in inputs) == cases.ALL[op].traffic.count("r")
+    assert {i for i, t in enumerate(inputs) if t.shape[0] != 3} == set(cases.ALL[op].shared)
 
 
 def timing_of(us, **more):

@@ -47,8 +47,8 @@ def test_weights_are_cast_for_every_provider(monkeypatch):
         return {}, {}
 
     kinds = cases.OPERATORS["rmsnorm_backward"].inputs
-    on_the_cpu = cases.Operator("rrw", lambda m, n, dtype, device: kinds(m, n, dtype, "cpu"), None, 1)
-    monkeypatch.setitem(sections.OPERATORS, "rmsnorm_backward", on_the_cpu)
+    on_the_cpu = cases.Operator("rrw", lambda m, n, dtype, device: kinds(m, n, dtype, "cpu"), None, (1,))
+    monkeypatch.setitem(sections.ALL, "rmsnorm_backward", on_the_cpu)
     monkeypatch.setattr(sections, "_prepare", prepare)
     monkeypatch.setattr(sections, "_beside_the_limit", lambda *arguments: {})
     for weight in (None, "float32"):

@@ -46,12 +46,15 @@ def main(
         list[str] | None,
         typer.Argument(
             metavar="[SECTION]",
-            help="host, load, throughput, odd, few, models, algorithms, invariant, step, cpu; `train` is a "
-            "command with options of its own.",
+            help="host, load, throughput, odd, few, models, norms, algorithms, invariant, step, cpu; `train` "
+            "is a command with options of its own.",
         ),
     ] = None,
     providers: Annotated[
-        str | None, typer.Option(help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,cudnn")
+        str | None,
+        typer.Option(
+            help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,liger-cutedsl,cudnn,flashinfer"
+        ),
     ] = None,
     ops: Annotated[
         str | None, typer.Option(help="Operators, such as softmax_forward,rmsnorm_backward.")
@@ -66,7 +69,10 @@ def main(
         bool, typer.Option("--resume", help="Keep the file, and skip the points in it.")
     ] = False,
     run: Annotated[
-        int, typer.Option(min=1, help="Of `models`, which is judged by three runs: the number of this one.")
+        int,
+        typer.Option(
+            min=1, help="Of `models` and `norms`, which are judged by three runs: this one's number."
+        ),
     ] = 1,
     shard: Annotated[str, typer.Option(help="I/N: only every Nth point, from the Ith on.")] = "1/1",
     limit_seconds: Annotated[float | None, typer.Option(help="Begin no point after this time.")] = None,
@@ -107,7 +113,7 @@ def main(
     os.environ.setdefault("TORCHINDUCTOR_MULTI_KERNEL", "1")
     import torch
 
-    from .cases import DEFAULT_PROVIDERS, DTYPES, OPERATORS, PROVIDERS
+    from .cases import COMPARED, DEFAULT_PROVIDERS, DTYPES, PROVIDERS
     from .records import Store, default_path, environment
     from .sections import NEEDS_GPU, SECTIONS, Options
 
@@ -120,7 +126,7 @@ def main(
         )
     options = Options(
         providers=_installed(console, _words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),
-        operators=_words(ops, tuple(OPERATORS), "--ops"),
+        operators=_words(ops, tuple(COMPARED), "--ops"),
         dtypes=_words(dtypes, tuple(DTYPES), "--dtypes"),
         shapes=_shapes(shapes),
         seconds=seconds,

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,14 +22,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 @dataclass(frozen=True)
 class Operator:
     """inputs(m, n, dtype, device) gives tensors, reference(*inputs) the results for float64 inputs, of which
-    the first has the rows. traffic: how many of the (M, N) tensors have to be read and written, "r", "rw" or
-    "rrw"; statistics, targets and weights are not counted. shared: the position of an input that is not split
-    into rows."""
+    the first `checked` have the rows. traffic: an "r" for each (M, N) tensor that has to be read, then a "w"
+    for each that has to be written; statistics, targets and weights are not counted. shared: the positions of
+    the inputs that are not split into rows."""
 
     traffic: str
     inputs: Callable[..., tuple]
     reference: Callable[..., tuple]
-    shared: int | None = None
+    shared: tuple[int, ...] = ()
+    checked: int = 1
 
 
 def _logits(m, n, dtype, device):
@@ -73,14 +75,89 @@ OPERATORS = {
     "softmax_forward": Operator("rw", _logits, lambda x: (F.softmax(x, -1),)),
     "softmax_backward": Operator("rrw", _softmax_backward_inputs, _softmax_backward),
     "rmsnorm_forward": Operator(
-        "rw", _rmsnorm_inputs, lambda x, weight: (F.rms_norm(x, weight.shape, weight, EPS),), 1
+        "rw", _rmsnorm_inputs, lambda x, weight: (F.rms_norm(x, weight.shape, weight, EPS),), (1,)
     ),
-    "rmsnorm_backward": Operator("rrw", _rmsnorm_backward_inputs, _rmsnorm_backward, 1),
+    "rmsnorm_backward": Operator("rrw", _rmsnorm_backward_inputs, _rmsnorm_backward, (1,)),
     "cross_entropy_forward": Operator(
         "r", _cross_entropy_inputs, lambda x, target: (F.cross_entropy(x, target, reduction="none"),)
     ),
     "cross_entropy_loss_gradient": Operator("rw", _cross_entropy_inputs, _cross_entropy_gradient),
 }
+
+
+def _rmsnorm_residual_inputs(m, n, dtype, device):
+    x, weight = _rmsnorm_inputs(m, n, dtype, device)
+    return x, torch.randn_like(x), weight
+
+
+def _rmsnorm_residual_backward_inputs(m, n, dtype, device):
+    """x is what forward returned as residual_out."""
+    x, weight, dout, rstd = _rmsnorm_backward_inputs(m, n, dtype, device)
+    return x, weight, dout, rstd, torch.randn_like(x)
+
+
+def _rmsnorm_residual_backward(x, weight, dout, rstd, dresidual_out):
+    dx, dw = _rmsnorm_backward(x, weight, dout, rstd)
+    return dx + dresidual_out, dw
+
+
+def _fused_add_rmsnorm_inputs(m, n, dtype, device):
+    """With weights below 1, the residual stays within float16 for as many calls as are timed."""
+    x, residual, weight = _rmsnorm_residual_inputs(m, n, dtype, device)
+    return x, residual, torch.rand_like(weight)
+
+
+def _layernorm_inputs(m, n, dtype, device):
+    return *_rmsnorm_inputs(m, n, dtype, device), torch.randn(n, dtype=dtype, device=device)
+
+
+def _layernorm_residual_inputs(m, n, dtype, device):
+    x, weight, bias = _layernorm_inputs(m, n, dtype, device)
+    return x, torch.randn_like(x), weight, bias
+
+
+def _layernorm_backward_inputs(m, n, dtype, device):
+    x, weight = _rmsnorm_inputs(m, n, dtype, device)
+    mean = x.mean(-1, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # without a float32 copy of x
+    rstd = (norm.square() / n - mean.square() + EPS).rsqrt()
+    return x, weight, torch.randn_like(x), rstd, mean
+
+
+def _layernorm_backward(x, weight, dout, rstd, mean):
+    h, g = (x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1), dout * weight
+    dx = (g - g.mean(-1, keepdim=True) - h * (g * h).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
+    return dx, (dout * h).sum(0), dout.sum(0)
+
+
+def _rmsnorm_residual(x, residual, weight):
+    h = x + residual
+    return F.rms_norm(h, weight.shape, weight, EPS), h
+
+
+def _layernorm(x, weight, bias):
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def _layernorm_residual(x, residual, weight, bias):
+    h = x + residual
+    return _layernorm(h, weight, bias), h
+
+
+# The norms with options, which the section `norms` compares.
+NORMS = {
+    "rmsnorm_residual_forward": Operator("rrww", _rmsnorm_residual_inputs, _rmsnorm_residual, (2,), 2),
+    "rmsnorm_residual_backward": Operator(
+        "rrrw", _rmsnorm_residual_backward_inputs, _rmsnorm_residual_backward, (1,)
+    ),
+    "layernorm_forward": Operator("rw", _layernorm_inputs, lambda *inputs: (_layernorm(*inputs),), (1, 2)),
+    "layernorm_residual_forward": Operator(
+        "rrww", _layernorm_residual_inputs, _layernorm_residual, (2, 3), 2
+    ),
+    "layernorm_backward": Operator("rrw", _layernorm_backward_inputs, _layernorm_backward, (1,)),
+    "fused_add_rmsnorm": Operator("rrww", _fused_add_rmsnorm_inputs, _rmsnorm_residual, (2,), 2),
+}
+COMPARED = OPERATORS | NORMS
 
 
 def _rmsnorm_backward_dx_inputs(m, n, dtype, device):
@@ -107,7 +184,7 @@ PARTS = {
     "rmsnorm_backward_dx": Operator("rrw", _rmsnorm_backward_dx_inputs, _rmsnorm_backward_dx),
     "cross_entropy_backward": Operator("rw", _cross_entropy_backward_inputs, _cross_entropy_backward),
 }
-ALL = OPERATORS | PARTS
+ALL = COMPARED | PARTS
 
 
 def double(tensors):
@@ -117,7 +194,7 @@ def double(tensors):
 
 def rows_of(op: str, inputs, rows):
     """The same inputs for some of the M rows."""
-    return [t if position == ALL[op].shared else t[rows] for position, t in enumerate(inputs)]
+    return [t if position in ALL[op].shared else t[rows] for position, t in enumerate(inputs)]
 
 
 # ---- Providers ----
@@ -127,8 +204,8 @@ def rows_of(op: str, inputs, rows):
 class Provider:
     """functions: what people call, by name: softmax(x), rmsnorm(x, weight), cross_entropy(x, target),
     differentiable. operators: by name a function that takes the inputs and gives run(), which does the work
-    anew at each call and returns its results, first the one that belongs to the rows. A provider need not
-    have all of either."""
+    anew at each call and returns its results, first those that belong to the rows. A provider need not have
+    all of either."""
 
     functions: dict[str, Callable]
     operators: dict[str, Callable]
@@ -147,13 +224,48 @@ def _leaf(x):
     return x.detach().requires_grad_()
 
 
-def _rmsnorm_gradient(rmsnorm):
+def _backward_of(function, tensors, gradients):
     """The backward pass alone: the graph is made once and kept."""
+    leaves = tuple(_leaf(tensor) for tensor in tensors)
+    results = function(*leaves)
+    return lambda: torch.autograd.grad(results, leaves, gradients, retain_graph=True)
 
-    def prepare(x, weight, dout, rstd):
-        leaves = _leaf(x), _leaf(weight)
-        out = rmsnorm(*leaves)
-        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+def _rmsnorm_gradient(rmsnorm):
+    return lambda x, weight, dout, rstd: _backward_of(rmsnorm, (x, weight), dout)
+
+
+def _rmsnorm_residual_gradient(rmsnorm):
+    """rmsnorm(x, residual, weight) gets the sum as x, and zeros to add."""
+
+    def prepare(x, weight, dout, rstd, dresidual_out):
+        def forward(x, weight):
+            return rmsnorm(x, torch.zeros_like(x), weight)
+
+        return _backward_of(forward, (x, weight), (dout, dresidual_out))
+
+    return prepare
+
+
+def _layernorm_gradient(layernorm):
+    def prepare(x, weight, dout, rstd, mean):
+        return _backward_of(layernorm, (x, weight, torch.zeros_like(weight)), dout)
+
+    return prepare
+
+
+def _in_place(function):
+    """For functions that write over x and residual: they get copies, whose values are right for the first
+    call only."""
+
+    def prepare(x, residual, weight):
+        x, residual = x.clone(), residual.clone()
+
+        def run():
+            function(x, residual, weight)
+            return x, residual
+
+        return run
 
     return prepare
 
@@ -166,12 +278,31 @@ def _loss_gradient(cross_entropy):
     return prepare
 
 
+def _loss_gradient_in_place(cross_entropy):
+    """The gradient is written over the logits: a copy, whose values are right for the first call only."""
+    return lambda x, target: _loss_gradient(cross_entropy)(x.clone(), target)
+
+
 def _softmax(x):
     return F.softmax(x, -1)
 
 
 def _rmsnorm(x, weight):
     return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _add_rmsnorm_in_place(x, residual, weight):
+    residual.add_(x)
+    x.copy_(_rmsnorm(residual, weight))
+
+
+def _torch_layernorm_backward(x, weight, dout, rstd, mean):
+    """torch's own operator, with statistics of the dtype and the shape that it gives them."""
+    more = weight.shape, weight, torch.zeros_like(weight)
+    _, mean, rstd = torch.native_layer_norm(x, *more, EPS)
+    shape, *parameters = more
+    operator = torch.ops.aten.native_layer_norm_backward
+    return functools.partial(operator, dout, x, shape, mean, rstd, *parameters, [True] * 3)
 
 
 def _losses(x, target):
@@ -192,6 +323,12 @@ def _torch():
             "rmsnorm_backward": _rmsnorm_gradient(_rmsnorm),
             "cross_entropy_forward": _tuple(_losses),
             "cross_entropy_loss_gradient": _loss_gradient(_sum_of_losses),
+            "rmsnorm_residual_forward": _direct(_rmsnorm_residual),
+            "rmsnorm_residual_backward": _rmsnorm_residual_gradient(_rmsnorm_residual),
+            "layernorm_forward": _tuple(_layernorm),
+            "layernorm_residual_forward": _direct(_layernorm_residual),
+            "layernorm_backward": _torch_layernorm_backward,
+            "fused_add_rmsnorm": _in_place(_add_rmsnorm_in_place),
         },
     )
 
@@ -201,9 +338,14 @@ def _float_softmax_backward(dy, y):
     return (dx.to(y.dtype),)
 
 
-def _float_rmsnorm_backward(x, weight, dout, rstd):
-    dx, dw = _rmsnorm_backward(x.float(), weight.float(), dout.float(), rstd)
-    return dx.to(x.dtype), dw.to(weight.dtype)
+def _float_norm_backward(backward):
+    """A norm's backward formula in float32, with results in the dtypes of x and weight."""
+
+    def function(x, weight, *more):
+        dx, *sums = backward(x.float(), weight.float(), *(t.float() for t in more))
+        return dx.to(x.dtype), *(total.to(weight.dtype) for total in sums)
+
+    return function
 
 
 def _float_loss_gradient(x, target):
@@ -222,6 +364,14 @@ def _compiled(function):
     def prepare(*inputs):
         torch.compiler.reset()  # or its limit of compilations per function is met
         return functools.partial(_compile(function), *inputs)
+
+    return prepare
+
+
+def _compiled_in_place(function):
+    def prepare(*inputs):
+        torch.compiler.reset()
+        return _in_place(_compile(function))(*inputs)
 
     return prepare
 
@@ -245,9 +395,15 @@ def _torch_compile():
             "softmax_forward": _compiled(lambda x: (_softmax(x),)),
             "softmax_backward": _compiled(_float_softmax_backward),
             "rmsnorm_forward": _compiled(lambda x, weight: (_rmsnorm(x, weight),)),
-            "rmsnorm_backward": _compiled(_float_rmsnorm_backward),
+            "rmsnorm_backward": _compiled(_float_norm_backward(_rmsnorm_backward)),
             "cross_entropy_forward": _compiled(lambda x, target: (_losses(x, target),)),
             "cross_entropy_loss_gradient": _compiled(_float_loss_gradient),
+            "rmsnorm_residual_forward": _compiled(_rmsnorm_residual),
+            "rmsnorm_residual_backward": _compiled(_float_norm_backward(_rmsnorm_residual_backward)),
+            "layernorm_forward": _compiled(lambda *inputs: (_layernorm(*inputs),)),
+            "layernorm_residual_forward": _compiled(_layernorm_residual),
+            "layernorm_backward": _compiled(_float_norm_backward(_layernorm_backward)),
+            "fused_add_rmsnorm": _compiled_in_place(_add_rmsnorm_in_place),
         },
     )
 
@@ -270,6 +426,16 @@ def _gander():
             ),
             "rmsnorm_backward_dx": _tuple(lambda x, dout, rstd: gander.rmsnorm_bwd(x, None, dout, rstd)[0]),
             "cross_entropy_backward": _tuple(gander.cross_entropy_bwd),
+            "rmsnorm_residual_forward": _direct(
+                lambda x, residual, weight: gander.rmsnorm_fwd(x, weight, residual=residual, eps=EPS)[:2]
+            ),
+            "rmsnorm_residual_backward": _direct(lambda *inputs: gander.rmsnorm_bwd(*inputs)[:2]),
+            "layernorm_forward": _tuple(functools.partial(gander.layernorm_fwd, eps=EPS)),
+            "layernorm_residual_forward": _direct(
+                lambda x, residual, *more: gander.layernorm(x, *more, residual, prenorm=True, eps=EPS)
+            ),
+            "layernorm_backward": _direct(gander.layernorm_bwd),
+            "fused_add_rmsnorm": _in_place(functools.partial(gander.fused_add_rmsnorm, eps=EPS)),
         },
     )
 
@@ -319,8 +485,15 @@ def _gander_batch_invariant():
 def _quack():
     from quack import cross_entropy, rmsnorm, softmax
     from quack.cross_entropy import cross_entropy_fwd
-    from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
     from quack.softmax import softmax_bwd, softmax_fwd
+
+    def rmsnorm_residual(x, residual, weight):
+        return rmsnorm_fwd(x, weight, residual=residual, eps=EPS)[:2]
+
+    def layernorm_forward(x, weight, bias):
+        # It takes weights and biases of float32 alone.
+        return _tuple(functools.partial(layernorm_fwd, eps=EPS))(x, weight.float(), bias.float())
 
     return Provider(
         {
@@ -337,24 +510,37 @@ def _quack():
             "cross_entropy_loss_gradient": _direct(
                 lambda x, target: cross_entropy_fwd(x, target, return_dx=True)[::-1]
             ),
+            "rmsnorm_residual_forward": _direct(rmsnorm_residual),
+            "rmsnorm_residual_backward": _direct(lambda *inputs: rmsnorm_bwd(*inputs)[:2]),
+            "layernorm_forward": layernorm_forward,
+            "layernorm_backward": _direct(layernorm_bwd),
+            "fused_add_rmsnorm": _direct(rmsnorm_residual),  # quack writes to new tensors
         },
     )
 
 
 def _liger():
     from liger_kernel.ops.softmax import _softmax_backward, _softmax_forward
-    from liger_kernel.transformers.functional import liger_cross_entropy, liger_rms_norm, liger_softmax
+    from liger_kernel.transformers.functional import (
+        liger_cross_entropy,
+        liger_fused_add_rms_norm,
+        liger_layer_norm,
+        liger_rms_norm,
+        liger_softmax,
+    )
 
     def rmsnorm(x, weight):
         return liger_rms_norm(x, weight, EPS, in_place=False)
 
+    def rmsnorm_residual(x, residual, weight):
+        return liger_fused_add_rms_norm(x, residual, weight, EPS, in_place=False)
+
+    def layernorm(x, weight, bias):
+        return liger_layer_norm(x, weight, bias, EPS)
+
     def softmax_backward(dy, y):
         _, *launch = _softmax_forward(y)
         return lambda: (_softmax_backward(dy, y, *launch),)
-
-    def loss_gradient(x, target):
-        # The gradient is written over the logits: a copy, whose values are right for the first call only.
-        return _loss_gradient(functools.partial(liger_cross_entropy, reduction="sum"))(x.clone(), target)
 
     return Provider(
         {"softmax": liger_softmax, "rmsnorm": rmsnorm, "cross_entropy": liger_cross_entropy},
@@ -364,9 +550,57 @@ def _liger():
             "rmsnorm_forward": _tuple(rmsnorm),
             "rmsnorm_backward": _rmsnorm_gradient(rmsnorm),
             "cross_entropy_forward": _tuple(functools.partial(liger_cross_entropy, reduction="none")),
-            "cross_entropy_loss_gradient": loss_gradient,
+            "cross_entropy_loss_gradient": _loss_gradient_in_place(
+                functools.partial(liger_cross_entropy, reduction="sum")
+            ),
+            "rmsnorm_residual_forward": _direct(rmsnorm_residual),
+            "rmsnorm_residual_backward": _rmsnorm_residual_gradient(rmsnorm_residual),
+            "layernorm_forward": _tuple(layernorm),
+            "layernorm_backward": _layernorm_gradient(layernorm),
         },
     )
+
+
+def _liger_cutedsl():
+    """Liger's kernels written in CuTe DSL, in place of those in Triton."""
+    from liger_kernel import functional
+    from liger_kernel.backends.dispatch import resolve_impl
+
+    which = {"impl": "nvidia-cutedsl"}
+    for name in ("rms_norm", "layer_norm", "fused_add_rms_norm", "softmax", "cross_entropy"):
+        resolve_impl(name, which["impl"])  # raises where it cannot run
+    # A shape that it does not serve is an error then, where it would quietly go to Triton.
+    os.environ["LIGER_KERNEL_STRICT"] = "1"
+    softmax = functools.partial(functional.softmax, **which)
+    rmsnorm = functools.partial(functional.rms_norm, eps=EPS, **which)
+    rmsnorm_residual = functools.partial(functional.fused_add_rms_norm, eps=EPS, **which)
+    layernorm = functools.partial(functional.layer_norm, eps=EPS, **which)
+
+    def cross_entropy(x, target, reduction="mean"):
+        return functional.cross_entropy(x, target, reduction=reduction, **which)[0]
+
+    return Provider(
+        {"softmax": softmax, "rmsnorm": rmsnorm, "cross_entropy": cross_entropy},
+        {
+            "softmax_forward": _tuple(softmax),
+            "rmsnorm_forward": _tuple(rmsnorm),
+            "rmsnorm_backward": _rmsnorm_gradient(rmsnorm),
+            "cross_entropy_forward": _tuple(functools.partial(cross_entropy, reduction="none")),
+            "cross_entropy_loss_gradient": _loss_gradient_in_place(
+                functools.partial(cross_entropy, reduction="sum")
+            ),
+            "rmsnorm_residual_forward": _direct(rmsnorm_residual),
+            "rmsnorm_residual_backward": _rmsnorm_residual_gradient(rmsnorm_residual),
+            "layernorm_forward": _tuple(layernorm),
+            "layernorm_backward": _layernorm_gradient(layernorm),
+        },
+    )
+
+
+def _flashinfer():
+    from flashinfer.norm import fused_add_rmsnorm
+
+    return Provider({}, {"fused_add_rmsnorm": _in_place(functools.partial(fused_add_rmsnorm, eps=EPS))})
 
 
 def _cudnn():
@@ -437,7 +671,9 @@ _PROVIDERS = {
     "gander.compile": (_gander_compile, None),
     "quack": (_quack, "quack-kernels"),
     "liger": (_liger, "liger-kernel"),
+    "liger-cutedsl": (_liger_cutedsl, "liger-kernel"),
     "cudnn": (_cudnn, "nvidia-cudnn-frontend"),
+    "flashinfer": (_flashinfer, "flashinfer-python"),
 }
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
 _BY_ALGORITHM = {

@@ -78,14 +78,21 @@ RUNS = 3
 _SLACK, _SLACK_US, _SHORT_US = 0.02, 0.3, 20.0
 
 
+# By operator, the share of a plain kernel's speed that is aimed at from so many MiB of x on.
+_SHARES = {
+    "rmsnorm_backward": ((128, 0.92), (32, 0.88)),
+    "rmsnorm_residual_backward": ((128, 0.92), (32, 0.88)),
+    "layernorm_backward": ((128, 0.90), (32, 0.86)),
+}
+_OTHER_SHARES = ((64, 0.97), (0, 0.95))
+
+
 def share_of_limit(op: str, dtype: str, m: int, n: int) -> float | None:
     """What share of a plain kernel's speed is aimed at; None where there is no such target."""
-    mib = m * n * BYTES[dtype] / 2**20
-    if m < 2048:
+    if m < TRAINING[0]:
         return None
-    if op == "rmsnorm_backward":
-        return 0.92 if mib >= 128 else 0.88 if mib >= 32 else None
-    return 0.97 if mib >= 64 else 0.95
+    mib = m * n * BYTES[dtype] / 2**20
+    return next((share for least, share in _SHARES.get(op, _OTHER_SHARES) if mib >= least), None)
 
 
 class Verdict(NamedTuple):
@@ -134,11 +141,11 @@ def against_limit(runs: list[dict]) -> Verdict | None:
     return _best(verdicts)
 
 
-def by_case(records: Iterable[dict]) -> dict[Case, list[dict]]:
-    """The runs of each point."""
+def by_case(records: Iterable[dict], section: str) -> dict[Case, list[dict]]:
+    """The runs of each point of a section."""
     runs: dict[Case, list[dict]] = {}
     for record in records:
-        if record["section"] == "models":
+        if record["section"] == section:
             case = Case(*(record.get(part) for part in Case._fields))
             runs.setdefault(case, []).append(record)
     return runs
@@ -146,7 +153,10 @@ def by_case(records: Iterable[dict]) -> dict[Case, list[dict]]:
 
 def median(runs: list[dict], provider: str, field: str) -> float | None:
     """Over the runs in which the provider succeeded."""
-    figures = [run["results"].get(provider, {}).get(field) for run in runs]
+    return median_of(run["results"].get(provider, {}).get(field) for run in runs)
+
+
+def median_of(figures: Iterable[float | None]) -> float | None:
     found = [figure for figure in figures if figure is not None]
     return statistics.median(found) if found else None
 

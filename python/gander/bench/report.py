@@ -31,6 +31,12 @@ TITLES = {
     "rmsnorm_backward": "RMSNorm backward (dx, dw)",
     "cross_entropy_forward": "cross-entropy forward",
     "cross_entropy_loss_gradient": "cross-entropy loss + gradient",
+    "rmsnorm_residual_forward": "RMSNorm of x + residual",
+    "rmsnorm_residual_backward": "RMSNorm of x + residual, backward (dx, dw)",
+    "layernorm_forward": "LayerNorm forward",
+    "layernorm_residual_forward": "LayerNorm of x + residual",
+    "layernorm_backward": "LayerNorm backward (dx, dw, db)",
+    "fused_add_rmsnorm": "RMSNorm of x + residual, in place",
 }
 
 
@@ -277,7 +283,7 @@ def _models_cell(runs: list[dict] | None, m: int) -> str:
 
 def models_tables(records) -> list[Table]:
     """Row lengths against numbers of rows, for each operator, dtype and dtype of the weights."""
-    cases = models.by_case(records)
+    cases = models.by_case(records, "models")
     tables = []
     for kind in unique((case.op, case.dtype, case.weight) for case in cases):
         mine = {c: runs for c, runs in cases.items() if (c.op, c.dtype, c.weight) == kind}
@@ -299,6 +305,48 @@ _MODELS_NOTE = (
     f"us below M = {models.TRAINING[0]}, TB/s from there on: medians over the runs, "
     "in brackets those of the best other."
 )
+
+
+def norms_tables(records) -> list[Table]:
+    """Shapes against providers, for each operator and dtype: medians over the runs."""
+    cases = models.by_case(records, "norms")
+    tables = []
+    for op, dtype in unique((case.op, case.dtype) for case in cases):
+        mine = {(c.m, c.n): runs for c, runs in cases.items() if (c.op, c.dtype) == (op, dtype)}
+        every = [run for runs in mine.values() for run in runs]
+        providers = unique(name for run in every for name in run["results"])
+        served = max(m for m, _ in mine) < models.TRAINING[0]
+        field, form, unit = ("us", "{:.1f}", "us") if served else ("tbps", "{:.2f}", "TB/s")
+        rows = []
+        for (m, n), runs in sorted(mine.items(), key=lambda item: item[0][::-1]):
+            median = partial(models.median, runs)
+            us, best = median("gander", "us"), models.best_median(runs, "us")
+            share, faster = median("gander", "ratio"), best / us if us and best else None
+            limit = models.median_of(run.get("limit", {}).get(field) for run in runs)
+            cells = [_number(limit, form), *(_norms_cell(runs, name, field, form) for name in providers)]
+            rows.append([_size(m, n), *cells, _number(share, "{:.3f}"), _number(faster, "{:.2f}")])
+        title = f"Norms: {TITLES[op]}, {unit}, {dtype} ({_where(every)})"
+        columns = ["M x N", "limit", *providers, "gander / limit", "times the best other"]
+        tables.append(Table(title, columns, rows, _NORMS_NOTE, labels=1))
+    return tables
+
+
+_NORMS_NOTE = (
+    "Medians over the runs. The limit is a kernel that only moves the bytes. "
+    "The last column is gander's speed over that of the best other."
+)
+
+
+def _number(figure: float | None, form: str) -> str:
+    return "-" if figure is None else form.format(figure)
+
+
+def _norms_cell(runs: list[dict], name: str, field: str, form: str) -> str:
+    if not any(name in run["results"] for run in runs):
+        return ""
+    figure = models.median(runs, name, field)
+    return "failed" if figure is None else form.format(figure)
+
 
 AUTO_WITHIN = 1.03  # of the best algorithm that can be forced
 
@@ -455,6 +503,7 @@ _SECTIONS = {
     "odd": odd_tables,
     "few": few_tables,
     "models": models_tables,
+    "norms": norms_tables,
     "algorithms": algorithms_tables,
     "invariant": invariant_tables,
     "step": step_tables,

@@ -22,6 +22,7 @@ from .report import (
     load_tables,
     models_tables,
     newest,
+    norms_tables,
     of,
     on_gpu,
     point_of,
@@ -166,13 +167,14 @@ def _algorithms(records) -> Iterator[Check]:
             yield Check("time of auto over the best", r["op"], point_of(r), ratio, at_most=AUTO_WITHIN)
 
 
-def _models(records) -> Iterator[Check]:
-    for runs in models.by_case(records).values():
-        point = runs[0]["op"], point_of({k: v for k, v in runs[0].items() if k != "run"})
-        if (verdict := models.against_limit(runs)) is not None:
-            yield Check("share of the limit, models", *point, *verdict)
-        if (verdict := models.against_others(runs)) is not None:
-            yield Check("speed over the best other's, models", *point, *verdict)
+def _in_several_runs(records) -> Iterator[Check]:
+    for section in ("models", "norms"):
+        for runs in models.by_case(records, section).values():
+            point = runs[0]["op"], point_of({k: v for k, v in runs[0].items() if k != "run"})
+            if (verdict := models.against_limit(runs)) is not None:
+                yield Check(f"share of the limit, {section}", *point, *verdict)
+            if (verdict := models.against_others(runs)) is not None:
+                yield Check(f"speed over the best other's, {section}", *point, *verdict)
 
 
 def _cpu(records) -> Iterator[Check]:
@@ -185,7 +187,7 @@ def _cpu(records) -> Iterator[Check]:
 
 
 _CHECKS: tuple[Callable, ...] = (
-    _models, _against_the_limit, _against_peers, _host, _first_calls, _algorithms, _cpu,
+    _in_several_runs, _against_the_limit, _against_peers, _host, _first_calls, _algorithms, _cpu,
 )  # fmt: skip
 
 
@@ -271,7 +273,7 @@ def _few(records) -> list[Table]:
 
 
 _TABLES: tuple[Callable, ...] = (
-    models_tables, _throughput, _few, invariant_tables, step_tables, host_tables, load_tables,
+    models_tables, norms_tables, _throughput, _few, invariant_tables, step_tables, host_tables, load_tables,
     algorithms_tables, cpu_tables, train_tables, summary,
 )  # fmt: skip
 

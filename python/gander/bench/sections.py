@@ -15,7 +15,7 @@ import gander
 
 from .. import _library
 from . import limit, load, models
-from .cases import ALGORITHMS, ALL, DTYPES, OPERATORS, double, provider, rows_of
+from .cases import ALGORITHMS, ALL, DTYPES, NORMS, OPERATORS, double, provider, rows_of
 from .report import ALLOCATING, IN_TURNS
 from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
 
@@ -41,6 +41,11 @@ CPU = tuple((m, 4096) for m in (4, 64, 1024, 16384))  # 64 KiB to 256 MiB of flo
 TINY = (4, 256)
 # Off the grid: vocabularies and widths as models have them, some rows unaligned, and a prime number of rows.
 ODD = tuple((4099, n) for n in (1000, 12288, 50257, 128256))
+# The norms with options: as many rows as a tensor needs to have 64 MiB, at least 32768; and in place, as
+# inference servers call them.
+NORM_LENGTHS = (256, 512, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 32768)
+NORM_ROWS, NORM_BYTES = 32768, 64 << 20
+SERVED = tuple((m, n) for n in (4096, 5120, 7168, 16384) for m in models.SERVING)
 LOGITS = (8192, 128256)  # of a step: tokens by the vocabulary of Llama 3
 
 # A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that.
@@ -57,7 +62,7 @@ class Options:
     dtypes: tuple[str, ...] | None = None
     shapes: tuple[tuple[int, int], ...] | None = None
     seconds: float = 0.4  # for the timing of one point
-    run: int = 1  # of several processes that measure the grid of models
+    run: int = 1  # of several processes that measure the grids of models and norms
 
 
 @dataclass(frozen=True)
@@ -94,13 +99,17 @@ def _each(providers, figures: Callable[[str], dict | None]) -> dict:
 
 
 def _distance(name, inputs, outputs, m) -> float:
-    """How far the first and the last row of a result are from float64, relative to their size."""
+    """How far the first and the last row of the results are from float64, relative to their size: of the
+    result that is further off."""
     rows = torch.tensor(sorted({0, m - 1}), device=inputs[0].device)
-    want = ALL[name].reference(*double(rows_of(name, inputs, rows)))[0]
-    got = outputs[0][rows].double()
-    facts = torch.finfo(outputs[0].dtype)
+    wanted = ALL[name].reference(*double(rows_of(name, inputs, rows)))[: ALL[name].checked]
+    return max(_off(output[rows], want) for output, want in zip(outputs, wanted, strict=False))
+
+
+def _off(got, want) -> float:
+    facts = torch.finfo(got.dtype)
     subnormal = facts.smallest_normal * facts.eps * want.numel() ** 0.5  # lost by rounding what is close to 0
-    return ((got - want).norm() - subnormal).item() / max(want.norm().item(), facts.tiny)
+    return ((got.double() - want).norm() - subnormal).item() / max(want.norm().item(), facts.tiny)
 
 
 def _prepare(providers, op: str, inputs, m) -> tuple[dict, dict]:
@@ -137,7 +146,7 @@ def _limit(traffic: str, inputs) -> dict[str, Callable]:
 
 
 def _gpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
-    operator = OPERATORS[op]
+    operator = ALL[op]
     torch.manual_seed(0)
     inputs = operator.inputs(m, n, DTYPES[dtype], "cuda")
     calls, results = _prepare(providers, op, inputs, m)
@@ -172,7 +181,7 @@ def _tbps(size: int, us: float) -> float:
 
 def _cpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
     torch.manual_seed(0)
-    inputs = OPERATORS[op].inputs(m, n, DTYPES[dtype], "cpu")
+    inputs = ALL[op].inputs(m, n, DTYPES[dtype], "cpu")
     calls, results = _prepare(providers, op, inputs, m)
     with reused_memory():
         for name, timing in cpu_blocks(calls, options.seconds).items():
@@ -191,8 +200,12 @@ def _grid(section, measure, shapes, operators, dtypes, options: Options) -> Iter
     )
     for dtype, (m, n), op in chosen:
         name = {"section": section, "op": op, "dtype": dtype, "m": m, "n": n}
-        having = tuple(who for who in options.providers if op in provider(who).operators)
+        having = _having_operator(options.providers, op)
         yield from _point(name, having, measure, options, op, dtype, m, n)
+
+
+def _having_operator(providers, op: str) -> tuple[str, ...]:
+    return tuple(who for who in providers if op in provider(who).operators)
 
 
 def _having(providers, *functions: str) -> tuple[str, ...]:
@@ -213,11 +226,12 @@ def few(options: Options) -> Iterator[Point]:
 
 
 def _models_point(providers, options: Options, case: models.Case) -> dict:
-    operator = OPERATORS[case.op]
+    operator = ALL[case.op]
     torch.manual_seed(0)
     inputs = list(operator.inputs(case.m, case.n, DTYPES[case.dtype], "cuda"))
     if case.weight is not None:
-        inputs[operator.shared] = inputs[operator.shared].to(DTYPES[case.weight])
+        for position in operator.shared:
+            inputs[position] = inputs[position].to(DTYPES[case.weight])
     calls, results = _prepare(providers, case.op, inputs, case.m)
     return _beside_the_limit(options, operator.traffic, inputs, calls, results)
 
@@ -228,10 +242,31 @@ def models_section(options: Options) -> Iterator[Point]:
         name = {"section": "models"} | {k: v for k, v in case._asdict().items() if v is not None}
         having = tuple(
             who
-            for who in options.providers
-            if case.op in provider(who).operators and (who != "torch.compile" or models.is_compiled(case))
+            for who in _having_operator(options.providers, case.op)
+            if who != "torch.compile" or models.is_compiled(case)
         )
         yield from _point(name | {"run": options.run}, having, _models_point, options, case)
+
+
+def _norm_dtypes(op: str) -> tuple[str, ...]:
+    return ("bfloat16", "float16") if op == "fused_add_rmsnorm" else ("bfloat16", "float32")
+
+
+def _norm_shapes(op: str, dtype: str) -> tuple[tuple[int, int], ...]:
+    if op == "fused_add_rmsnorm":
+        return SERVED
+    lengths = NORM_LENGTHS[1:] if op.endswith("backward") else NORM_LENGTHS
+    return tuple((max(NORM_ROWS, NORM_BYTES // (n * models.BYTES[dtype])), n) for n in lengths)
+
+
+def norms(options: Options) -> Iterator[Point]:
+    """The norms with options. Each run is a process of its own, as with models."""
+    for op in options.operators or NORMS:
+        for dtype in options.dtypes or _norm_dtypes(op):
+            for m, n in options.shapes or _norm_shapes(op, dtype):
+                name = {"section": "norms", "op": op, "dtype": dtype, "m": m, "n": n, "run": options.run}
+                having = _having_operator(options.providers, op)
+                yield from _point(name, having, _gpu_point, options, op, dtype, m, n)
 
 
 def _algorithms_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
@@ -417,12 +452,13 @@ SECTIONS = {
     "odd": odd,
     "few": few,
     "models": models_section,
+    "norms": norms,
     "algorithms": algorithms,
     "invariant": invariant,
     "step": step,
     "cpu": cpu,
 }
-NEEDS_GPU = ("throughput", "odd", "few", "models", "algorithms", "invariant", "step")
+NEEDS_GPU = ("throughput", "odd", "few", "models", "norms", "algorithms", "invariant", "step")
 
 
 def context_is_lost() -> bool:
