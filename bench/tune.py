@@ -29,6 +29,10 @@ OPERATORS = {
     "cross_entropy_forward": ("cross_entropy_forward", "cross_entropy"),
     "cross_entropy_forward_dx": ("cross_entropy_loss_gradient", "cross_entropy_fwd_dx"),
     "cross_entropy_backward": ("cross_entropy_backward", "cross_entropy_bwd"),
+    "layernorm_forward": ("layernorm_forward", "layernorm"),
+    "layernorm_backward": ("layernorm_backward", "layernorm_bwd"),
+    "norm_forward": ("rmsnorm_residual_forward", None),
+    "rmsnorm_residual_backward": ("rmsnorm_residual_backward", None),
 }
 SHAPES = [(32768, 1 << k) for k in range(8, 17)] + [(16384, 131072), (8192, 262144)]
 

@@ -18,8 +18,8 @@ var elsewhere = []struct {
 	{8, symbols(`rmsnorm_forward_rows_\w+_(8|16|32|64)x4`), 9},
 	{8, symbols(`cross_entropy_forward_partial_\w+_256x8_same_offset`), 3},
 	{8, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},
-	{8, symbols(`norm_forward_rows_b?float16_192x4`), 4},
 	{8, symbols(`masked_softmax_forward_rows_float16_64x4`), 6},
+	{8, symbols(`norm_forward_rows_bfloat16_128x4`), 7},
 
 	{10, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64)x4`), 9},
 	{10, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},
@@ -28,6 +28,7 @@ var elsewhere = []struct {
 	{12, symbols(`rmsnorm_forward_rows_b?float16_256x4`), 4},
 	{12, symbols(`rmsnorm_forward_apply_b?float16_256x2_unaligned`), 3},
 	{12, symbols(`rmsnorm_backward_ring_b?float16_256x1_unaligned`), 2},
+	{12, symbols(`rmsnorm_backward_ring_\w+_(320|384)x2\w*`), 1},
 	{12, symbols(`rmsnorm_backward_grid_cooperative_b?float16_(256x1x2|512x2x1)`), 0},
 	{12, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},
 	{12, symbols(`norm_backward_ring_\w+_\d+x1`), 2},

@@ -15,7 +15,8 @@ var occupancy = []struct {
 	vectors limits // for each thread, of all inputs together
 }{
 	// Norms and softmax with options: rows are kept as floats.
-	{threads: 1024, ops: []Op{NormForward}},
+	{threads: 1024, ops: []Op{NormForward, LayerNormForward}},
+	{threads: 768, ops: []Op{LayerNormBackward, RMSNormResidualBackward}, vectors: limits{2, 3}},
 	{threads: 768, ops: []Op{NormBackward}, shapes: []Shape{Ring}, vectors: limits{2, 2}},
 	{threads: 512, ops: []Op{NormBackward}, shapes: []Shape{Ring}},
 	{threads: 1024, ops: []Op{NormBackward, NormGradient}},
@@ -27,6 +28,7 @@ var occupancy = []struct {
 	{threads: 1024, shapes: []Shape{Staged}},
 	{threads: 640, shapes: []Shape{Ring}, rows: limits{128, 128}},
 	{threads: 768, shapes: []Shape{Ring}, rows: limits{256, 256}, vectors: limits{2, 2}},
+	{threads: 768, shapes: []Shape{Ring}, rows: limits{320, 384}},
 	{threads: 512, shapes: []Shape{Ring, GridCooperative, GridSharedMemory}},
 	{threads: 512, shapes: []Shape{Lanes}, layout: unaligned},
 	{threads: 768, shapes: []Shape{Lanes}},

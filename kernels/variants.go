@@ -11,9 +11,10 @@ type Op uint8
 // The ops. CrossEntropyForwardDX computes loss and gradient in one pass. WeightGradient and Total sum what
 // other kernels computed for each CTA or row. Denominator sums the rows' weights before the rows are read.
 // SoftmaxClear and RMSNormClear clear the memory through which CTAs of the next launch exchange states.
-// NormForward and NormBackward are RMSNorm with options that RMSNormForward and RMSNormBackward do not have,
-// and LayerNorm. NormGradient sums dw and db. MaskedSoftmaxForward and MaskedSoftmaxBackward are softmax and
-// log-softmax with options. Rescale multiplies gradients that were made for another upstream gradient.
+// NormForward and NormBackward are RMSNorm and LayerNorm with all their options. RMSNormForward,
+// RMSNormBackward, LayerNormForward, LayerNormBackward and RMSNormResidualBackward are what is used most.
+// NormGradient sums dw and db. MaskedSoftmaxForward and MaskedSoftmaxBackward are softmax and log-softmax
+// with options. Rescale multiplies gradients that were made for another upstream gradient.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -33,6 +34,9 @@ const (
 	MaskedSoftmaxForward
 	MaskedSoftmaxBackward
 	Rescale
+	LayerNormForward
+	LayerNormBackward
+	RMSNormResidualBackward
 )
 
 // String returns the op's name as it stands in symbols.
@@ -42,7 +46,7 @@ func (o Op) String() string {
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient",
 		"total", "denominator", "softmax_clear", "rmsnorm_clear", "norm_forward", "norm_backward", "norm_gradient",
 		"masked_softmax_forward", "masked_softmax_backward",
-		"rescale",
+		"rescale", "layernorm_forward", "layernorm_backward", "rmsnorm_residual_backward",
 	}[o]
 }
 
@@ -90,7 +94,8 @@ func FamilyOf(op Op, x DType) Family {
 	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator,
 		Rescale:
 		group = 2
-	case NormForward, NormBackward, NormGradient:
+	case NormForward, NormBackward, NormGradient, LayerNormForward, LayerNormBackward,
+		RMSNormResidualBackward:
 		group = 3
 	case MaskedSoftmaxForward, MaskedSoftmaxBackward:
 		group = 4
@@ -141,9 +146,35 @@ func (v *Variant) Capacity() int64 { return int64(v.RowThreads * v.Vectors) }
 // RowsPerCTA is how many rows one CTA works on at a time; of WeightGradient, columns.
 func (v *Variant) RowsPerCTA() int64 { return int64(v.Threads / v.RowThreads) }
 
+// ThreadsFor is how many threads a CTA has that holds so many vectors of a row. Most kernels with one row in
+// a CTA take any number of warps up to Threads, each with Vectors x 32 vectors (RowPlace in cuda/rows.cuh).
+// So no warp is idle, whatever the length of a row. Warps that hold nothing would not change a bit of the
+// results.
+func (v *Variant) ThreadsFor(vectors int64) int64 {
+	const warp = 32
+	if !v.exactWarps() {
+		return int64(v.Threads)
+	}
+	perWarp := int64(v.Vectors) * warp
+	return min(max((vectors+perWarp-1)/perWarp, 1)*warp, int64(v.Threads))
+}
+
+// exactWarps tells whether a row has only as many warps as it needs: kExactWarps in cuda/rows.cuh, and the
+// bodies that RowPlace is used in.
+func (v *Variant) exactWarps() bool {
+	switch {
+	case v.RowThreads != v.Threads:
+		return false
+	case v.Shape == InRegisters:
+		return !v.Unaligned && v.Capacity() < 8192
+	}
+	return v.Shape == Staged || v.Shape == Ring
+}
+
 // Geometry is how one launch is spread over the device.
 type Geometry struct {
 	Grid        uint32 // CTAs
+	Threads     uint32 // of a CTA; 0 for all that the kernel was compiled for
 	Cluster     uint32 // CTAs per cluster, 1 for none
 	Shared      uint32 // bytes of dynamic shared memory per CTA
 	Cooperative bool   // all CTAs must be resident at once
@@ -266,8 +297,8 @@ var (
 	stagedInClusters = []tile{{256, 4}, {256, 8}, {512, 8}}
 
 	// RMSNorm backward with dw, whose float32 sums stay in registers.
-	ring        = []tile{{128, 1}, {256, 1}, {256, 2}, {512, 2}}
-	ringCluster = []tile{{256, 2}, {512, 2}}
+	ring        = []tile{{128, 1}, {256, 1}, {384, 2}, {512, 2}}
+	ringCluster = []tile{{320, 2}, {512, 2}}
 	longRing    = tile{512, 4} // of float32: 16-bit rows of that length would need too many registers
 	lanes       = []tile{{8, 1}, {8, 2}, {16, 2}, {32, 2}}
 
@@ -276,11 +307,16 @@ var (
 	weightGradient = []tile{{32, 1}, {8, 1}, {1, 1}}
 
 	// Norms with options. One vector for each thread is for few rows, which wait for the slowest of their loads.
-	norms = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {64, 4}, {128, 4}, {192, 4}, {256, 1}, {256, 4}, {384, 4},
-		{512, 1}, {512, 2}, {512, 4}}
+	norms           = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {64, 4}, {128, 4}, {256, 4}, {512, 4}, {1024, 1}}
 	normsInClusters = []tile{{256, 4}, {512, 4}}
 	normRings       = []tile{{8, 1}, {16, 1}, {32, 1}, {64, 1}, {128, 1}, {256, 1}, {256, 2}, {512, 2}}
 	normRingCluster = []tile{{256, 2}, {512, 2}}
+
+	// The norms of cuda/aligned_norm.cuh. Backward of shorter rows is that of norms with options.
+	layerNorms             = []tile{{8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 4}, {512, 4}, {1024, 1}}
+	layerNormsInClusters   = []tile{{256, 4}, {512, 4}}
+	alignedNormRings       = []tile{{128, 1}, {256, 2}, {512, 2}}
+	alignedNormRingCluster = []tile{{256, 2}, {512, 2}}
 
 	// Softmax with options. The vectors of backward are those of each of two inputs.
 	maskedForward = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {64, 4}, {128, 4}, {256, 4}, {512, 2},
@@ -295,9 +331,11 @@ const laneStages = 3
 
 // Inputs is how many matrices the op reads.
 func (o Op) Inputs() int {
-	if o == SoftmaxBackward || o == RMSNormBackward || o == NormBackward ||
-		o == MaskedSoftmaxBackward {
+	switch o {
+	case SoftmaxBackward, RMSNormBackward, NormBackward, LayerNormBackward, MaskedSoftmaxBackward:
 		return 2
+	case RMSNormResidualBackward:
+		return 3
 	}
 	return 1
 }
@@ -487,6 +525,12 @@ func (t *tableOf) addNorms() {
 	}
 	t.add(Variant{Op: NormBackward, Shape: Columns, Unaligned: true}, tile{ChunkThreads, 1})
 	t.add(Variant{Op: NormGradient, Shape: Finish, Unaligned: true}, weightGradient...)
+	t.add(Variant{Op: LayerNormForward, Shape: InRegisters}, layerNorms...)
+	t.add(Variant{Op: LayerNormForward, Shape: InRegisters, Cluster: true}, layerNormsInClusters...)
+	for _, op := range []Op{LayerNormBackward, RMSNormResidualBackward} {
+		t.add(Variant{Op: op, Shape: Ring}, alignedNormRings...)
+		t.add(Variant{Op: op, Shape: Ring, Cluster: true}, alignedNormRingCluster...)
+	}
 }
 
 // addMasked adds the kernels of softmax with options. Unaligned rows take two passes, as longer rows do.

@@ -58,7 +58,7 @@ func (a Algorithm) what(op kernels.Op, dw bool) string {
 		return "one pass: each row in the registers of 8 to 32 threads of a warp, reduced by shuffles " +
 			"without a barrier"
 	case Block:
-		return "one block of 256 threads for each row, tree reduction by shuffles and through shared " +
+		return "one block of up to 256 threads for each row, tree reduction by shuffles and through shared " +
 			"memory; a row that does not fit in the block's registers is read twice"
 	case Register:
 		return "one pass: each row in the registers of one block or less, in the smallest tile that holds it"

@@ -216,7 +216,7 @@ func (p *plan) String() string {
 	}
 	for _, l := range p.launches {
 		g := l.geometry
-		text += fmt.Sprintf("\n%s: %d CTAs of %d threads", l.variant.Symbol, g.Grid, l.variant.Threads)
+		text += fmt.Sprintf("\n%s: %d CTAs of %d threads", l.variant.Symbol, g.Grid, g.Threads)
 		if g.Cluster > 1 {
 			text += fmt.Sprintf(" in clusters of %d", g.Cluster)
 		}

@@ -51,7 +51,23 @@ func (n *normCall) forwardRequest() request {
 	if n.Residual.Present() {
 		r.norm.second = int8(n.Residual.DType.Size())
 	}
+	if n.Center && !n.Residual.Present() && !n.ResidualOut.Present() && n.ofOneType(&r, n.Y) {
+		r.op = kernels.LayerNormForward
+	}
 	return r
+}
+
+// ofOneType reports whether the rows of a call are aligned, its vectors and the given matrices have the type
+// of x, and it has none of the options that cuda/aligned_norm.cuh leaves to cuda/norm.cuh.
+func (n *normCall) ofOneType(r *request, others ...kernels.Matrix) bool {
+	same := r.layout == policy.Aligned && n.Heads == 1 && !n.RoundNormalized && n.WeightOffset == 0
+	for _, m := range others {
+		same = same && m.DType == n.X.DType
+	}
+	for _, v := range []kernels.Vector{n.Weight, n.Bias} {
+		same = same && (!v.Present() || v.DType == n.X.DType)
+	}
+	return same
 }
 
 // backwardCUDA enqueues a backward call on a device.
@@ -89,6 +105,14 @@ func (n *normCall) backwardRequest() request {
 		if v.Present() {
 			r.norm.sums++
 		}
+	}
+	switch {
+	case n.DResidual.Present(), r.norm.sums == 0:
+	case n.Center && !n.DResidualOut.Present() && n.ofOneType(&r, n.DOut, n.DX):
+		r.op = kernels.LayerNormBackward
+	case !n.Center && n.DResidualOut.Present() && !n.DB.Present() &&
+		n.ofOneType(&r, n.DOut, n.DX, n.DResidualOut):
+		r.op = kernels.RMSNormResidualBackward
 	}
 	return r
 }

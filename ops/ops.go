@@ -93,12 +93,12 @@ var explained = map[string]request{
 	"cross_entropy_backward":   {op: kernels.CrossEntropyBackward},
 	"logsumexp_forward":        {op: kernels.CrossEntropyForward},
 	"logsumexp_backward":       {op: kernels.CrossEntropyBackward},
-	"layernorm_forward":        {op: kernels.NormForward},
-	"layernorm_backward":       {op: kernels.NormBackward, norm: normOperands{second: 1, sums: 2}},
+	"layernorm_forward":        {op: kernels.LayerNormForward},
+	"layernorm_backward":       {op: kernels.LayerNormBackward, norm: normOperands{second: 1, sums: 2}},
 
 	// With a residual, and its gradient. All operands have x's type.
 	"rmsnorm_residual_forward":    {op: kernels.NormForward, norm: residual(0)},
-	"rmsnorm_residual_backward":   {op: kernels.NormBackward, norm: residual(1)},
+	"rmsnorm_residual_backward":   {op: kernels.RMSNormResidualBackward, norm: residual(1)},
 	"layernorm_residual_forward":  {op: kernels.NormForward, norm: residual(0)},
 	"layernorm_residual_backward": {op: kernels.NormBackward, norm: residual(2)},
 }

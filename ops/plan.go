@@ -96,12 +96,18 @@ func attempt(f *driver.Facts, r request) (_ *plan, served bool, _ error) {
 // attemptBy is attempt by other rows than the policy's, if any are given.
 func attemptBy(f *driver.Facts, r request, rows []policy.Row) (_ *plan, served bool, _ error) {
 	q := newQuery(f, r)
-	if rows == nil {
-		rows = policy.Rows(deviceOf(f), q.operator(), q.x, q.layout)
+	ours := rows
+	if ours == nil {
+		ours = policy.Rows(deviceOf(f), q.operator(), q.x, q.layout)
 	}
 	p := q.begin()
 	if r.m > 0 {
-		if p = q.choose(rows); p == nil {
+		p = q.choose(ours)
+		if general, ok := generalOps[r.op]; p == nil && rows == nil && ok {
+			r.op = general
+			return attempt(f, r)
+		}
+		if p == nil {
 			return nil, false, nil
 		}
 	}
@@ -122,6 +128,14 @@ func attemptBy(f *driver.Facts, r request, rows []policy.Row) (_ *plan, served b
 		p.why = fmt.Sprintf("%v: %s", p.taken, p.why)
 	}
 	return p, true, nil
+}
+
+// generalOps names the ops with kernels for rows that those of another op do not take.
+var generalOps = map[kernels.Op]kernels.Op{
+	kernels.LayerNormForward:  kernels.NormForward,
+	kernels.LayerNormBackward: kernels.NormBackward,
+
+	kernels.RMSNormResidualBackward: kernels.NormBackward,
 }
 
 // query is a request on a device, with what most regimes ask about it. It does not change.
@@ -163,7 +177,7 @@ func (r *request) accumulatorBytes() int64 {
 // two sums.
 func (r *request) stateBytes() int64 {
 	if r.op == kernels.NormForward {
-		return 2*r.accumulatorBytes() + 8 // and a number of elements: Moments in cuda/norm.cuh
+		return 2*r.accumulatorBytes() + 8 // and a number of elements: Moments in cuda/aligned_norm.cuh
 	}
 	return 2 * r.accumulatorBytes()
 }
@@ -205,10 +219,20 @@ func (q *query) begin() *plan {
 	return p
 }
 
+// threads is how many threads a CTA of a kernel has, where so many of them hold a row.
+func (q *query) threads(v *kernels.Variant, cluster int64) int64 {
+	return v.ThreadsFor(ceil(q.vectors, cluster))
+}
+
 // add appends a launch. A grid that is too large is marked by 0 and refused at the end.
 func (q *query) add(p *plan, v *kernels.Variant, grid, cluster int64, shared uint32) *kernels.Geometry {
 	if grid > maxGrid {
 		grid = 0
+	}
+	threads := int64(v.Threads)
+	// finish_launch in cuda/cross_entropy.cuh, with which one CTA also makes the total, is made for whole CTAs.
+	if !q.total || grid != 1 {
+		threads = q.threads(v, cluster)
 	}
 	switch v.Shape {
 	case kernels.InRegisters, kernels.Staged:
@@ -217,7 +241,7 @@ func (q *query) add(p *plan, v *kernels.Variant, grid, cluster int64, shared uin
 		q.prefetchRows(p, v, int64(p.rowsPerCTA), grid, 1)
 	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
-		Grid: uint32(grid), Cluster: uint32(cluster), Shared: shared,
+		Grid: uint32(grid), Threads: uint32(threads), Cluster: uint32(cluster), Shared: shared,
 		// Every kernel that can come second waits by itself where the architecture lets it start early.
 		Dependent: len(p.launches) > 0 && q.facts.Major >= 9,
 	}})
@@ -240,7 +264,7 @@ func (q *query) prefetchRows(p *plan, v *kernels.Variant, rows, grid, cluster in
 	}
 	const most = 1<<20 - 2*16 // bytes: the instruction has 16 bits for 16-byte vectors
 	vectors := min(q.vectors, p.chunk) * rows
-	firstWave := q.resident(v) / cluster
+	firstWave := q.resident(v, cluster) / cluster
 	if grid/cluster <= firstWave || cluster == 1 && vectors*16 > most || rows > 1 && p.splits > 1 {
 		return
 	}
@@ -256,13 +280,21 @@ func (q *query) prefetchRows(p *plan, v *kernels.Variant, rows, grid, cluster in
 	}
 }
 
-// resident is how many CTAs of a kernel that is not persistent by nature the device holds at a time.
-func (q *query) resident(v *kernels.Variant) int64 {
-	perSM := int64(v.Resident)
+// resident is how many CTAs of a kernel that is not persistent by nature the device holds at a time, where so
+// many of them hold a row.
+func (q *query) resident(v *kernels.Variant, cluster int64) int64 {
+	threads := q.threads(v, cluster)
+	perSM := perSM(v, v.Resident, threads)
 	if v.Shape == kernels.Staged {
-		perSM = min(perSM, int64(q.facts.SharedPerSM)/(v.Capacity()*16+1024))
+		perSM = min(perSM, int64(q.facts.SharedPerSM)/(threads*int64(v.Vectors)*16+1024))
 	}
 	return int64(q.facts.SMs) * perSM
+}
+
+// perSM is how many CTAs of some threads an SM has registers for, if it has them for so many whole ones.
+func perSM(v *kernels.Variant, whole int, threads int64) int64 {
+	const most = 32 // CTAs that an SM holds
+	return min(int64(whole*v.Threads)/threads, most)
 }
 
 // weightGradients are the kernels that sum the rows of partial dw, by the columns up to which they are

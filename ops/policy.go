@@ -79,6 +79,12 @@ func (r *request) operator() policy.Operator {
 		return policy.MaskedSoftmaxForward
 	case kernels.MaskedSoftmaxBackward:
 		return policy.MaskedSoftmaxBackward
+	case kernels.LayerNormForward:
+		return policy.LayerNormForward
+	case kernels.LayerNormBackward:
+		return policy.LayerNormBackward
+	case kernels.RMSNormResidualBackward:
+		return policy.RMSNormResidualBackward
 	}
 	if r.dw {
 		return policy.RMSNormBackward

@@ -9,6 +9,7 @@ package driver
 import "C"
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 	"reflect"
@@ -361,14 +362,15 @@ func (d *Device) Launch(v *kernels.Variant, g kernels.Geometry, args unsafe.Poin
 			return err
 		}
 	}
+	threads := cmp.Or(g.Threads, uint32(v.Threads))
 	code := C.gander_driver_launch(d.context, C.uintptr_t(f), C.uint32_t(g.Grid), C.uint32_t(g.Cluster),
-		C.uint32_t(v.Threads), C.uint32_t(g.Shared), flag(g.Cooperative), flag(g.Dependent),
+		C.uint32_t(threads), C.uint32_t(g.Shared), flag(g.Cooperative), flag(g.Dependent),
 		C.uintptr_t(stream), args, C.size_t(bytes))
 	if code == C.CUDA_SUCCESS {
 		return nil
 	}
 	op := fmt.Sprintf("launch of %s (grid %d, cluster %d, block %d, shared memory %d, arguments %d bytes)",
-		v.Symbol, g.Grid, g.Cluster, v.Threads, g.Shared, bytes)
+		v.Symbol, g.Grid, g.Cluster, threads, g.Shared, bytes)
 	return result(op, code)
 }
 

@@ -15,7 +15,8 @@ var (
 	operatorIdentifiers = []string{
 		"SoftmaxForward", "SoftmaxBackward", "RMSNormForward", "RMSNormBackward", "RMSNormBackwardDX",
 		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward", "NormForward", "NormBackward",
-		"MaskedSoftmaxForward", "MaskedSoftmaxBackward",
+		"MaskedSoftmaxForward", "MaskedSoftmaxBackward", "LayerNormForward", "LayerNormBackward",
+		"RMSNormResidualBackward",
 	}
 	typeIdentifiers   = []string{"kernels.Float16", "kernels.BFloat16", "kernels.Float32"}
 	layoutIdentifiers = []string{"Aligned", "SameOffset", "MixedOffsets", "MixedTypes"}
@@ -97,7 +98,6 @@ func (r *Row) literal() string {
 	add(r.Below != Count{}, "Below: %s", count(r.Below))
 	add(r.MinKiB > 0, "MinKiB: %d", r.MinKiB)
 	add(r.MaxKiB > 0, "MaxKiB: %d", r.MaxKiB)
-	add(r.MinFill > 0, "MinFill: %d", r.MinFill)
 	add(r.NoClusters, "NoClusters: true")
 	add(r.OneWave, "OneWave: true")
 	add(true, "Regime: %s", regimeIdentifiers[r.Regime])

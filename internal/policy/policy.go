@@ -35,6 +35,9 @@ const (
 	NormBackward         // with or without dw and db
 	MaskedSoftmaxForward // softmax and log-softmax with options
 	MaskedSoftmaxBackward
+	LayerNormForward // aligned, operands of one type, no residual; all others are norms with options
+	LayerNormBackward
+	RMSNormResidualBackward // the same with a residual, and no bias
 )
 
 // Layout says where the rows of the operands lie.
@@ -98,7 +101,6 @@ type Row struct {
 	From, Below Count  // for at least From rows of the matrix, and fewer than Below
 	MinKiB      int64  // for x of at least so many KiB for each SM,
 	MaxKiB      int64  // and at most so many; 0 for no limit
-	MinFill     int64  // percent of the CTAs' capacity that a row fills at least; a little more than that
 	NoClusters  bool   // for devices without clusters
 	OneWave     bool   // where all CTAs are resident at once
 

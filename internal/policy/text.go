@@ -18,6 +18,7 @@ var (
 		"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward", "rmsnorm_backward_dx",
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward",
 		"norm_forward", "norm_backward", "masked_softmax_forward", "masked_softmax_backward",
+		"layernorm_forward", "layernorm_backward", "rmsnorm_residual_backward",
 	}
 	TypeNames   = []string{"float16", "bfloat16", "float32"}
 	LayoutNames = []string{"aligned", "same-offset", "mixed-offsets", "mixed-types"}
@@ -208,8 +209,6 @@ func ParseRow(line string) (r Row, err error) {
 			whole(&r.Resident)
 		case "stages":
 			whole(&r.Stages)
-		case "fill":
-			number(strings.TrimPrefix(strings.TrimSuffix(value, "%"), ">"), &r.MinFill)
 		case "kib-per-sm":
 			low, high, _ := strings.Cut(value, "..")
 			number(low, &r.MinKiB)
@@ -223,7 +222,7 @@ func ParseRow(line string) (r Row, err error) {
 		case "next":
 			r.RunnerUp = value
 		default:
-			err = fmt.Errorf("%q is none of ctas, per-sm, stages, fill, kib-per-sm, no-clusters, "+
+			err = fmt.Errorf("%q is none of ctas, per-sm, stages, kib-per-sm, no-clusters, "+
 				"one-wave, ratio, next", name)
 		}
 		if err != nil {
@@ -307,7 +306,6 @@ func (r *Row) fields() []string {
 	add(r.Resident > 0, "per-sm=%d", r.Resident)
 	add(r.Stages > 0, "stages=%d", r.Stages)
 	add(r.MinKiB > 0, "kib-per-sm=%d..%d", r.MinKiB, r.MaxKiB)
-	add(r.MinFill > 0, "fill=>%d%%", r.MinFill)
 	add(r.NoClusters, "no-clusters")
 	add(r.OneWave, "one-wave")
 	add(r.Ratio > 0, "ratio=%.3g", r.Ratio)

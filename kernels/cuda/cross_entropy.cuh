@@ -162,6 +162,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using State = MaxSum<T, float>;  // float suffices: the logarithm makes the error of the sum small
   using Args = CrossEntropyArgs;
   static constexpr bool kHasOutput = Gradient;
+  static constexpr bool kMayCacheExp = false;  // the gradient has the bits that backward would compute
   struct Scalars {
     Label label;
     float logit;  // x[target], in the row's leader only
@@ -401,7 +402,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   auto sc = Op::template load_scalars<true>(args, base + tid, stats_thread);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
-  prefetch_later_rows<Op, false, 0>(args.rows, kRows);  // a little faster here than before tile.load
+  prefetch_later_rows<Op, false>(args.rows, kRows);  // a little faster here than before tile.load
   Op::template resolve_scalars<true>(args, base + tid, sc, stats_thread);
   State st;
   reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);

@@ -283,18 +283,18 @@ struct PrefetchedRows {
 template <class T, int TPR, int V, bool Cluster>
 __device__ __forceinline__ void masked_rows_forward(const MaskedSoftmaxArgs& a) {
   using State = MaxSum<T, Accumulator<T>>;
-  constexpr int E = kElements<T>, kRows = kThreads<TPR> / TPR, kWarps = TPR / 32, kStep = TPR * E;
-  constexpr int kLanes = TPR < 32 ? TPR : 32;
-  if (!a.queries) prefetch_later_rows<PrefetchedRows<T, 1>, Cluster, kStep * V>(a.rows, kRows);
-  const int lane = threadIdx.x % TPR;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
-  int e = lane * E;
+  using Place = RowPlace<TPR, V>;
+  constexpr int E = kElements<T>, kRows = Place::kRows, kWarps = Place::kMaxWarps, kStep = Place::kNext * E;
+  if (!a.queries) prefetch_later_rows<PrefetchedRows<T, 1>, Cluster>(a.rows, kRows, Place::capacity() * E);
+  const int thread = threadIdx.x % TPR;
+  const int64_t row = Place::row();
+  int e = Place::first(thread) * E;
   __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
-    e += cluster_rank() * kStep * V;
+    e += cluster_rank() * Place::capacity() * E;
     cluster_begin(&barrier, sizeof(State));
   }
 #else
@@ -317,12 +317,12 @@ __device__ __forceinline__ void masked_rows_forward(const MaskedSoftmaxArgs& a) 
     scores(f, m, e + i * kStep, mask.open, a.scale, h[i], any);
   });
   State st;
-  st.m = lanes_max<kLanes>(maximum_of(largest(h), any));
+  st.m = lanes_max<Place::kLanes>(maximum_of(largest(h), any));
   const float own = State::reference(st.m);
   if (a.log) st.s = exponentials<T, V>(h, own);
   else st.s = exponentials<T, V, true>(h, own);
-  st.s = lanes_sum<kLanes>(st.s);
-  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots);
+  st.s = lanes_sum<Place::kLanes>(st.s);
+  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots, Place::warps());
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
@@ -460,18 +460,18 @@ __device__ __forceinline__ void add_gradients(const MaskedSoftmaxArgs& a, Sum<T>
 template <class T, int TPR, int V, bool Cluster>
 __device__ __forceinline__ void masked_rows_backward(const MaskedSoftmaxArgs& a) {
   using State = Sum<T>;
-  constexpr int E = kElements<T>, kRows = kThreads<TPR> / TPR, kWarps = TPR / 32, kStep = TPR * E;
-  constexpr int kLanes = TPR < 32 ? TPR : 32;
-  if (!a.queries) prefetch_later_rows<PrefetchedRows<T, 2>, Cluster, kStep * V>(a.rows, kRows);
-  const int lane = threadIdx.x % TPR;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
-  int e = lane * E;
+  using Place = RowPlace<TPR, V>;
+  constexpr int E = kElements<T>, kRows = Place::kRows, kWarps = Place::kMaxWarps, kStep = Place::kNext * E;
+  if (!a.queries) prefetch_later_rows<PrefetchedRows<T, 2>, Cluster>(a.rows, kRows, Place::capacity() * E);
+  const int thread = threadIdx.x % TPR;
+  const int64_t row = Place::row();
+  int e = Place::first(thread) * E;
   __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
-    e += cluster_rank() * kStep * V;
+    e += cluster_rank() * Place::capacity() * E;
     cluster_begin(&barrier, sizeof(State));
   }
 #else
@@ -501,8 +501,8 @@ __device__ __forceinline__ void masked_rows_backward(const MaskedSoftmaxArgs& a)
     if constexpr (sizeof(T) == 4) raw_y[i] = pack(T(), y);
     add_gradients<float>(a, st, taken[i], dy, y);
   });
-  st.template reduce_lanes<kLanes>();
-  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots);
+  st.template reduce_lanes<Place::kLanes>();
+  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots, Place::warps());
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();

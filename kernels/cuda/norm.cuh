@@ -1,5 +1,6 @@
-// RMSNorm and LayerNorm with all their options, forward and backward. Plain RMSNorm has kernels of its own
-// (rmsnorm.cuh). With h = x + residual, and g = dout * (weight + weight_offset):
+// RMSNorm and LayerNorm with all their options, forward and backward. What is used most has kernels of its
+// own (rmsnorm.cuh, aligned_norm.cuh). With h = x + residual, and g = dout * (weight +
+// weight_offset):
 //   xhat = (h - mean) * rstd,  y = xhat * (weight + weight_offset) + bias,  residual_out = h
 //   dx = (g - mean(g) - xhat * mean(g * xhat)) * rstd + dresidual_out,  dresidual = dx
 //   dw = sum over rows of dout * xhat,  db = sum over rows of dout
@@ -16,79 +17,11 @@
 //   norm_columns_body  backward, after norm_partial_body: a CTA walks down a tile of columns
 //   norm_finish_body   dw and db, from the sums that the last two leave
 #pragma once
-#include "rows.cuh"
+#include "aligned_norm.cuh"
 
 namespace gander {
 
-// The number of elements, their mean, and the sum of their squared deviations from it. For RMSNorm count and
-// mean are 0, and m2 is the sum of squares.
-//
-// Parts are merged in two steps, too: their common mean, then m2 with the deviations of their means from it.
-// So no digits cancel, whatever the mean is (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
-// Algorithm for Computing Sample Variances", 1979).
-template <class T>
-struct alignas(8) Moments {
-  using A = Accumulator<T>;
-  A mean = 0, m2 = 0;
-  float count = 0.f;
-
-  __device__ __forceinline__ void merge(const Moments& o) {
-    const float all = count + o.count;
-    const A delta = o.mean - mean, share = all > 0.f ? static_cast<A>(o.count) / all : 0;
-    m2 += o.m2 + delta * delta * count * share;
-    mean += delta * share;
-    count = all;
-  }
-  template <int L>
-  __device__ __forceinline__ void reduce_lanes() {
-    if (__any_sync(kAllLanes, count > 0.f)) {
-      const float all = lanes_sum<L>(count);
-      const A common = all > 0.f ? lanes_sum<L>(mean * count) / all : lanes_sum<L>(mean * count);
-      const A delta = mean - common;
-      m2 += delta * delta * count;
-      mean = common, count = all;
-    }
-    m2 = lanes_sum<L>(m2);
-  }
-};
-
-// The sums of g and of g * (h - mean).
-template <class T>
-struct alignas(8) GradientSums {
-  using A = Accumulator<T>;
-  A g = 0, gh = 0;
-  __device__ __forceinline__ void merge(const GradientSums& o) { g += o.g, gh += o.gh; }
-  template <int L>
-  __device__ __forceinline__ void reduce_lanes() {
-    g = lanes_sum<L>(g), gh = lanes_sum<L>(gh);
-  }
-  template <int E>
-  __device__ __forceinline__ void add(const float (&gs)[E], const float (&hs)[E]) {
-    float s = 0.f, t = 0.f;
-#pragma unroll
-    for (int j = 0; j < E; j++) s += gs[j], t = fmaf(gs[j], hs[j], t);
-    g += s, gh += t;
-  }
-};
-
-// A mean as two floats. For float32 rows it is known to more digits than one float has.
-struct Mean {
-  float high = 0.f, low = 0.f;
-  Mean() = default;
-  __device__ __forceinline__ explicit Mean(float m) : high(m) {}
-  __device__ __forceinline__ explicit Mean(double m)
-      : high(static_cast<float>(m)), low(static_cast<float>(m - high)) {}
-  __device__ __forceinline__ float subtracted_from(float h) const { return (h - high) - low; }
-};
-
 // ---- Operands of run-time types.
-
-template <class T>
-__device__ __forceinline__ uint4 ones_vector() {
-  constexpr unsigned bits16 = std::is_same_v<T, bf16> ? 0x3f803f80u : 0x3c003c00u;
-  constexpr unsigned bits = sizeof(T) == 4 ? 0x3f800000u : bits16;
-  return make_uint4(bits, bits, bits, bits);
-}
 
 __device__ __forceinline__ uint2 load_half_vector_if(bool in, const void* p) {
   uint2 v = make_uint2(0, 0);
@@ -98,9 +31,10 @@ __device__ __forceinline__ uint2 load_half_vector_if(bool in, const void* p) {
   return v;
 }
 
-// Adds V times E elements, `step` elements apart, to f. Loads are issued together, before the first is used.
-template <class S, int V, int E>
-__device__ __forceinline__ void add_vectors(const S* p, int e, int step, int end, float (&f)[V][E]) {
+// Loads V times E elements, `step` elements apart, to f, or with Add adds them. Loads are issued together,
+// before the first is used. Elements out of bounds are 0.
+template <bool Add, class S, int V, int E>
+__device__ __forceinline__ void load_vectors(const S* p, int e, int step, int end, float (&f)[V][E]) {
   constexpr int F = kElements<S>, K = E > F ? E / F : 1;
   p = opaque(const_cast<S*>(p) + e);
   if constexpr (E < F) {
@@ -112,7 +46,7 @@ __device__ __forceinline__ void add_vectors(const S* p, int e, int step, int end
       float g[F];
       unpack(S(), make_uint4(raw[i].x, raw[i].y, 0, 0), g);
 #pragma unroll
-      for (int j = 0; j < E; j++) f[i][j] += g[j];
+      for (int j = 0; j < E; j++) f[i][j] = Add ? f[i][j] + g[j] : g[j];
     }
   } else {
     constexpr int B =
@@ -133,7 +67,10 @@ __device__ __forceinline__ void add_vectors(const S* p, int e, int step, int end
           float g[F];
           unpack(S(), raw[i][k], g);
 #pragma unroll
-          for (int j = 0; j < F; j++) f[first + i][k * F + j] += g[j];
+          for (int j = 0; j < F; j++) {
+            float& to = f[first + i][k * F + j];
+            to = Add ? to + g[j] : g[j];
+          }
         }
     }
   }
@@ -142,9 +79,9 @@ __device__ __forceinline__ void add_vectors(const S* p, int e, int step, int end
 template <int V, int E>
 __device__ __forceinline__ void add_vectors(const void* p, int32_t type, int e, int step, int end,
                                             float (&f)[V][E]) {
-  if (type == kBFloat16) add_vectors(static_cast<const bf16*>(p), e, step, end, f);
-  else if (type == kFloat16) add_vectors(static_cast<const f16*>(p), e, step, end, f);
-  else add_vectors(static_cast<const f32*>(p), e, step, end, f);
+  if (type == kBFloat16) load_vectors<true>(static_cast<const bf16*>(p), e, step, end, f);
+  else if (type == kFloat16) load_vectors<true>(static_cast<const f16*>(p), e, step, end, f);
+  else load_vectors<true>(static_cast<const f32*>(p), e, step, end, f);
 }
 
 // V vectors of a row: of x, or of x + residual. Elements out of bounds are 0.
@@ -155,11 +92,7 @@ __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t
   const T* const x = static_cast<const T*>(a.rows.a) + row * a.rows.a_stride + origin;
   const void* const r = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + origin);
   if constexpr (!Unaligned) {
-#pragma unroll
-    for (int i = 0; i < V; i++)
-#pragma unroll
-      for (int j = 0; j < E; j++) h[i][j] = 0.f;
-    add_vectors(x, e, step, s.hi, h);
+    load_vectors<false>(x, e, step, s.hi, h);
     if (a.rows.b) add_vectors(r, a.rows.b_type, e, step, s.hi, h);
   } else {
 #pragma unroll
@@ -269,27 +202,6 @@ __device__ __forceinline__ Moments<T> tile_moments(bool center, const float (&h)
   return st;
 }
 
-template <class T>
-struct NormScalars {
-  Mean mean;
-  float rstd;
-  // Computes what the map needs, and stores the row's statistics.
-  __device__ __forceinline__ NormScalars(const NormArgs& a, int64_t row, const Moments<T>& st, bool leader) {
-    mean = Mean(st.mean);
-    rstd = __frsqrt_rn(fmaf(static_cast<float>(st.m2), a.inv_n, a.eps));
-    if (!leader) return;
-    if (a.rstd) static_cast<float*>(a.rstd)[row] = rstd;
-    if (a.mean) static_cast<float*>(a.mean)[row] = mean.high;
-  }
-};
-
-// xhat of one element.
-template <class T>
-__device__ __forceinline__ float normalized(const NormScalars<T>& sc, float h) {
-  if constexpr (sizeof(T) == 4) return sc.mean.subtracted_from(h) * sc.rstd;
-  return fmaf(h, sc.rstd, -sc.mean.high * sc.rstd);
-}
-
 // Stores one vector of y, whatever the types are. Four elements at a time take few registers. origin: where
 // column e = 0 is in the weights.
 template <bool Unaligned, class T, int E>
@@ -310,8 +222,8 @@ __device__ __forceinline__ void store_norm(const NormArgs& a, const NormScalars<
 }
 
 // Prefetches into L2 the rows of a CTA that starts later (see prefetch_later_rows in rows.cuh).
-template <class T, bool Cluster, int Slice>
-__device__ __forceinline__ void prefetch_later_sums(const NormArgs& a, int rows) {
+template <class T, bool Cluster>
+__device__ __forceinline__ void prefetch_later_sums(const NormArgs& a, int rows, int slice) {
 #ifdef GANDER_SM90
   const Rows& r = a.rows;
   const int64_t next = static_cast<int64_t>(blockIdx.x) * rows + r.prefetch_distance;
@@ -319,8 +231,8 @@ __device__ __forceinline__ void prefetch_later_sums(const NormArgs& a, int rows)
     return;
   int64_t origin = 0, count = rows * r.n;
   if constexpr (Cluster) {
-    origin = static_cast<int64_t>(cluster_rank()) * Slice;
-    count = min(r.n - origin, static_cast<int64_t>(Slice));
+    origin = static_cast<int64_t>(cluster_rank()) * slice;
+    count = min(r.n - origin, static_cast<int64_t>(slice));
     if (count <= 0) return;
   }
   const auto fetch = [&](const void* x, int32_t type, int64_t stride) {
@@ -336,26 +248,26 @@ __device__ __forceinline__ void prefetch_later_sums(const NormArgs& a, int rows)
 template <class T, int TPR, int V, bool Cluster>
 __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
   using State = Moments<T>;
-  constexpr int E = kElements<T>, kRows = kThreads<TPR> / TPR, kWarps = TPR / 32, kStep = TPR * E;
-  constexpr int kLanes = TPR < 32 ? TPR : 32;
+  using Place = RowPlace<TPR, V>;
+  constexpr int E = kElements<T>, kRows = Place::kRows, kWarps = Place::kMaxWarps, kStep = Place::kNext * E;
   constexpr bool kEarly = V <= 2;  // weights and biases are loaded while the row is on its way
-  prefetch_later_sums<T, Cluster, kStep * V>(a, kRows);
-  const int lane = threadIdx.x % TPR;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
-  int e = lane * E;
+  prefetch_later_sums<T, Cluster>(a, kRows, Place::capacity() * E);
+  const int thread = threadIdx.x % TPR;
+  const int64_t row = Place::row();
+  int e = Place::first(thread) * E;
   __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
-    e += cluster_rank() * kStep * V;
+    e += cluster_rank() * Place::capacity() * E;
     cluster_begin(&barrier, sizeof(State));
   }
 #else
   if constexpr (Cluster) return;
 #endif
   const bool active = kRows == 1 || row < a.rows.m;
-  bool leader = active && lane == 0;
+  bool leader = active && thread == 0;
 #ifdef GANDER_SM90
   if constexpr (Cluster) leader = leader && cluster_rank() == 0;
 #endif
@@ -390,8 +302,8 @@ __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
       else store_floats(z, a.z_type, e + i * kStep, s, h[i]);
     }
   }
-  State st = tile_moments<T, kLanes, V, false>(a.center, h, e, kStep, end);
-  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots);
+  State st = tile_moments<T, Place::kLanes, V, false>(a.center, h, e, kStep, end);
+  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots, Place::warps());
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
@@ -541,14 +453,6 @@ struct NormGradientScalars {
   }
 };
 
-// The rows of partial sums that CTAs leave, each of one head: dw, then db, of N columns each, if they are
-// wanted.
-struct PartialRow {
-  int64_t width, db;
-  __device__ __forceinline__ explicit PartialRow(const NormArgs& a)
-      : width((a.dw ? a.rows.n : 0) + (a.db ? a.rows.n : 0)), db(a.dw ? a.rows.n : 0) {}
-};
-
 // Loads a vector of E elements of a run-time type from shared memory.
 template <int E>
 __device__ __forceinline__ void read_floats(const void* p, int32_t type, int e, float (&f)[E]) {
@@ -567,25 +471,28 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
 #ifdef GANDER_SM90
   using State = GradientSums<T>;
   constexpr int E = kElements<T>, kMaxStages = 16, kCTA = TPR < 256 ? 256 : TPR;
-  constexpr int kRows = kCTA / TPR, kWarps = TPR / 32, kSlice = TPR * V;
+  constexpr int kRows = kCTA / TPR, kWarps = TPR / 32;
+  constexpr int kNext = kRows > 1 ? TPR : 32;  // from a thread's vector to its next
   static_assert(!Cluster || kRows == 1);
   extern __shared__ __align__(128) uint4 buffer[];
   __shared__ Slot<State> warp_slots[2][kWarps > 1 ? kRows * kWarps : 1], cluster_slots[2][Cluster ? 16 : 1];
   __shared__ uint64_t full[kMaxStages], merged[2];
   let_next_launch_start();
-  const int tid = threadIdx.x, lane = tid % TPR, group = tid / TPR, stages = a.rows.stages;
+  const int tid = threadIdx.x, group = kRows > 1 ? tid / TPR : 0, stages = a.rows.stages;
+  const int own = kRows > 1 ? tid % TPR : RowPlace<TPR, V>::first(tid);  // a thread's first vector
+  const int slice = kRows > 1 ? TPR * V : RowPlace<TPR, V>::capacity();
   const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   // Row i of those that the CTA works on is row i * heads + head of the matrix.
   const int heads = a.heads, head = heads == 1 ? 0 : blockIdx.x % heads;
   const bool gather = kRows > 1 && heads > 1;
   const auto matrix_row = [&](int64_t i) { return i * heads + head; };
   const int64_t rows = heads == 1 ? a.rows.m : a.rows.m / heads, n = a.rows.n,
-                origin = static_cast<int64_t>(rank) * kSlice * E;
-  const int columns = static_cast<int>(max(min(n - origin, static_cast<int64_t>(kSlice) * E), int64_t(0)));
+                origin = static_cast<int64_t>(rank) * slice * E;
+  const int columns = static_cast<int>(max(min(n - origin, static_cast<int64_t>(slice) * E), int64_t(0)));
   const Bounds s = {0, columns, columns};
   const int dy_size = type_size(a.rows.b_type);
   // A stage: the rows of x, of dout, and of dresidual_out if there is one.
-  const int pitch = kRows > 1 ? columns : kSlice * E;  // elements from row to row
+  const int pitch = kRows > 1 ? columns : slice * E;  // elements from row to row
   const int x_bytes = kRows * pitch * static_cast<int>(sizeof(T)), dy_bytes = kRows * pitch * dy_size;
   const int stage_bytes = x_bytes + dy_bytes + (a.c ? x_bytes : 0);
   char* const ring = reinterpret_cast<char*>(buffer);
@@ -635,7 +542,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
     for (int i = 0; i < stages && start + i * step < groups; i++) fetch(start + i * step, i);
 
   Accumulator<T> dw[V][E] = {};
-  float db[V][E] = {};  // float suffices: each of many CTAs adds up a part of the rows
+  Accumulator<T> db[V][E] = {};
   const auto scalars = [&](int64_t g) {
     const int64_t row = g * kRows + group;
     return row < rows ? NormGradientScalars(a, matrix_row(row)) : NormGradientScalars();
@@ -647,7 +554,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
     if constexpr (kPlain) {
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const int e = (lane + i * TPR) * E;
+        const int e = (own + i * kNext) * E;
         weights[i] = load_vector_if(a.weight && e < columns, static_cast<const T*>(a.weight) + parameters + e,
                                     ones_vector<T>());
       }
@@ -660,7 +567,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
           for (int j = 0; j < E; j++) w[j] += a.weight_offset;
         }
       } else {
-        load_scale<false>(a, parameters, (lane + i * TPR) * E, s, w);
+        load_scale<false>(a, parameters, (own + i * kNext) * E, s, w);
       }
     };
     int stage = 0, set = 0;
@@ -687,7 +594,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
       State st;
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const int e = (lane + i * TPR) * E, at = group * pitch + e;
+        const int e = (own + i * kNext) * E, at = group * pitch + e;
         const auto vector = [&](int offset) {
           return *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(from + offset) + at);
         };
@@ -714,7 +621,8 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
       }
       st.template reduce_lanes<(TPR < 32 ? TPR : 32)>();
       // After the barrier all threads have read the stage.
-      if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots[set]);
+      if constexpr (kWarps > 1)
+        reduce_warps<kWarps>(st, warp_slots[set], kRows > 1 ? kWarps : RowPlace<TPR, V>::warps());
       else __syncthreads();
       if (fetches && g + stages * step < groups) fetch(g + stages * step, stage);
       if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
@@ -722,7 +630,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
       const float slope = -sc.rstd * sc.rstd * sc.mean_gx, rest = -sc.mean_g * sc.rstd;
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const int e = (lane + i * TPR) * E;
+        const int e = (own + i * kNext) * E;
         if (!active || e >= columns) break;
         float h[E], dy[E], w[E], out[E], xhat[E];
         rematerialize<T>(x[i], a.rows.opaque_zero);
@@ -769,7 +677,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
     if constexpr (kRows == 1) {
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const int e = (lane + i * TPR) * E;
+        const int e = (own + i * kNext) * E;
         if (e < columns)
 #pragma unroll
           for (int j = 0; j < E; j++) to[e + j] = sums[i][j];
@@ -779,7 +687,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        const int e = (lane + i * TPR) * E;
+        const int e = (own + i * kNext) * E;
         if (e < columns)
 #pragma unroll
           for (int j = 0; j < E; j++) all[group * columns + e + j] = sums[i][j];

@@ -194,14 +194,14 @@ constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(N + 1) / 2>;  // the smallest power
 template <>
 constexpr int kPowerOfTwo<1> = 1;
 
-// ---- Reduction over the warps of a row, `Warps` of them. `slots` has an entry for each warp of the CTA.
-// There is only one barrier, so successive calls must alternate between two arrays of slots.
+// ---- Reduction over the warps of a row: `Warps` of them, or fewer. `slots` has an entry for each warp of
+// the CTA. There is only one barrier, so successive calls must alternate between two arrays of slots.
 template <int Warps, class State>
-__device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots) {
+__device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots, int warps = Warps) {
   const int warp = threadIdx.x / 32;
   if (threadIdx.x % 32 == 0) slots[warp].set(st);
   __syncthreads();
-  st = merge_slots<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, Warps);
+  st = merge_slots<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, warps);
 }
 
 // ---- Reduction over the CTAs of a cluster, through distributed shared memory.

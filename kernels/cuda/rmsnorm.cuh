@@ -1,14 +1,14 @@
 // RMSNorm over rows, forward and backward. With h = x * rstd and g = dout * weight:
 //   y = h * weight,  dx = (g - h * mean(g * h)) * rstd,  dw = sum over rows of dout * h.
 //
-// Besides the bodies of rows.cuh and grid.cuh:
+// Besides the bodies of rows.cuh, grid.cuh and ring.cuh:
 //   staged_body           forward, with a row in the shared memory of a CTA or of a cluster
-//   ring_body             dx and dw of long rows: persistent CTAs or clusters, a ring in shared memory
 //   lanes_body            dx and dw of short rows: persistent groups of lanes
 //   columns_body          dx and dw of any rows: a CTA walks down a tile of columns
 //   weight_gradient_body  dw, from the partial dw that these and grid_cooperative_body store
 #pragma once
 #include "grid.cuh"
+#include "ring.cuh"
 
 namespace gander {
 
@@ -99,6 +99,11 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
   struct Scalars {
     float rstd;
   };
+  template <bool Unaligned, int E>
+  __device__ __forceinline__ static void load_weight(const Args& a, int64_t origin, int e, Bounds s,
+                                                     float (&w)[E]) {
+    gander::load_weight<Unaligned>(a, origin, e, s, w);
+  }
   template <class Tile, class View>
   __device__ __forceinline__ static void accumulate(const Args&, State& st, const Tile& t, const View&, int,
                                                     int) {
@@ -153,6 +158,31 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   using EpilogueOperands = WeightOperands<RMSNormBackward, V, Step, Unaligned, InRegisters>;
   struct Scalars {
     float rstd, mean;
+  };
+  template <bool Unaligned, int E>
+  __device__ __forceinline__ static void load_weight(const Args& a, int64_t origin, int e, Bounds s,
+                                                     float (&w)[E]) {
+    gander::load_weight<Unaligned>(a, origin, e, s, w);
+  }
+  template <int E>
+  __device__ __forceinline__ static void reduce_columns(const Scalars&, State& st, const float (&x)[E],
+                                                        const float (&dy)[E], const float (&w)[E]) {
+    add_vector(st, x, dy, w);
+  }
+  template <int V>
+  struct ColumnSums {
+    static constexpr int E = kElements<T>;
+    Accumulator<T> dw[V][E] = {};
+    __device__ __forceinline__ void map(const Scalars& sc, int i, const float (&x)[E], const float (&dy)[E],
+                                        const float (&w)[E], float (&dx)[E]) {
+      map_vector(sc, x, dy, w, dw[i], dx);
+    }
+    template <bool Unaligned>
+    __device__ __forceinline__ void store(const Args& a, int64_t run, int64_t origin, int i, int e,
+                                          Bounds s) const {
+      store_partial<Unaligned>(static_cast<Accumulator<T>*>(a.dw_partial) + run * a.rows.n + origin, e, s,
+                               dw[i]);
+    }
   };
   __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
     return {static_cast<const float*>(a.rstd)[row], 0.f};
@@ -213,36 +243,36 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
 #endif
   using T = typename Op::T;
   using State = typename Op::State;
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kStep = Threads * E;
+  using Place = RowPlace<Threads, V>;
+  constexpr int E = kElements<T>, kWarps = Place::kMaxWarps, kStep = 32 * E;
   static_assert(Op::kInputs == 1 && !State::kMaxFirst);
   extern __shared__ __align__(128) uint4 buffer[];  // V x threads
   __shared__ Slot<State> warp_slots[kWarps];
-  prefetch_later_rows<Op, Cluster, kStep * V>(args.rows, 1);
-  const int tid = threadIdx.x;
+  prefetch_later_rows<Op, Cluster>(args.rows, 1, Place::capacity() * E);
   const int64_t row = blockIdx.x;
-  int e = tid * E;
-  bool leader = tid == 0;
+  int e = Place::first(threadIdx.x) * E;
+  bool leader = threadIdx.x == 0;
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
-    e += cluster_rank() * kStep * V;
+    e += cluster_rank() * Place::capacity() * E;
     leader = leader && cluster_rank() == 0;
     cluster_begin(&barrier, sizeof(State));
   }
 #endif
   const RowView<T> p = row_view<Op, Unaligned, true>(args.rows, row);
   auto sc = Op::load_scalars(args, row, leader);
-  uint4* mine = buffer + tid;
+  uint4* mine = buffer + Place::first(threadIdx.x);
   const T* const from = opaque(p.a + e);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int ei = e + i * kStep;
     if (Unaligned && ei >= p.bounds.hi) break;
-    if (!Unaligned && ei >= p.bounds.hi) mine[i * Threads] = Op::fill();
+    if (!Unaligned && ei >= p.bounds.hi) mine[i * 32] = Op::fill();
     else if (Unaligned && ei + E > p.load_bounds().load_end)
-      mine[i * Threads] = load_elements(from + i * kStep, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
-    else copy_async<16>(mine + i * Threads, from + i * kStep, 16);
+      mine[i * 32] = load_elements(from + i * kStep, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
+    else copy_async<16>(mine + i * 32, from + i * kStep, 16);
   }
   copies_commit();
   const typename Op::template EpilogueOperands<V, kStep, Unaligned, !Unaligned> operands(args, p, e);
@@ -253,7 +283,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
   for (int i = 0; i < V; i++) {
     const int ei = e + i * kStep;
     if (Unaligned && ei >= p.bounds.hi) break;
-    uint4 v = mine[i * Threads];
+    uint4 v = mine[i * 32];
     if (Unaligned && !p.bounds.template whole<E>(ei))
       v = masked<T>(v, p.bounds.lo - ei, p.bounds.hi - ei, Op::fill());
     float x[E];
@@ -261,7 +291,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     Op::add_vector(st, x, x, x);
   }
   st.template reduce_lanes<32>();
-  reduce_warps<kWarps>(st, warp_slots);
+  reduce_warps<kWarps>(st, warp_slots, Place::warps());
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
@@ -274,251 +304,11 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     const int ei = e + i * kStep;
     if (ei >= p.bounds.hi) return;
     float x[E], y[E];
-    unpack(T(), mine[i * Threads], x);
+    unpack(T(), mine[i * 32], x);
     map(x, x, y);
     if constexpr (Unaligned) store<Unaligned>(to - e, ei, p.bounds, y);
     else store_vector(to + i * kStep, y);
   });
-}
-
-// The weights of a thread's columns. InRegisters: kept as floats for all rows. Otherwise each use loads them
-// again, normally from L1.
-template <int V, int E, bool InRegisters, bool Unaligned>
-struct ColumnWeights {
-  const RMSNormArgs& args;
-  int64_t origin;
-  int e, step;
-  Bounds bounds;
-  float cached[InRegisters ? V : 1][E];
-
-  __device__ __forceinline__ ColumnWeights(const RMSNormArgs& a, int64_t origin, int e, int step,
-                                           Bounds bounds)
-      : args(a), origin(origin), e(e), step(step), bounds(bounds) {
-    if constexpr (InRegisters) {
-#pragma unroll
-      for (int i = 0; i < V; i++) load_weight<Unaligned>(a, origin, e + i * step, bounds, cached[i]);
-    }
-  }
-  __device__ __forceinline__ void get(int i, float (&w)[E]) const {
-    if constexpr (InRegisters) {
-#pragma unroll
-      for (int j = 0; j < E; j++) w[j] = cached[i][j];
-    } else {
-      load_weight<Unaligned>(args, origin, e + i * step, bounds, w);
-    }
-  }
-};
-
-// Stores the partial dw of one vector's columns.
-template <bool Unaligned, class F, int E>
-__device__ __forceinline__ void store_partial(F* p, int e, Bounds s, const F (&v)[E]) {
-  if constexpr (Unaligned) {
-#pragma unroll
-    for (int j = 0; j < E; j++)
-      if (e + j >= s.lo && e + j < s.hi) p[e + j] = v[j];
-  } else if (e < s.hi) {
-    constexpr int kPerVector = 16 / sizeof(F);
-#pragma unroll
-    for (int j = 0; j < E; j += kPerVector) {
-      uint4 vector;
-      memcpy(&vector, v + j, 16);
-      *reinterpret_cast<uint4*>(p + e + j) = vector;
-    }
-  }
-}
-
-// The columns of an input that a CTA of ring_body owns. In an unaligned kernel the 16-byte vectors of the
-// input begin `k` elements before those of the output. They are copied to shared memory as they are, and
-// shifted when they are read.
-template <class T, bool Unaligned>
-struct Slice {
-  static constexpr int E = kElements<T>;
-  const T* p;  // the CTA's first column in row 0
-  int64_t stride;
-  Bounds bounds;
-  int k;
-  int begin, end;  // the vectors to copy; number 0 is the one that holds p[0]
-
-  __device__ __forceinline__ Slice(const void* base, int64_t stride, int64_t origin, Bounds bounds)
-      : p(static_cast<const T*>(base) + origin), stride(stride), bounds(bounds) {}
-  // All rows that follow must be aligned as this one.
-  __device__ __forceinline__ void set_alignment(int64_t row) {
-    k = Unaligned ? vector_offset(p + row * stride) : 0;
-    begin = (k + bounds.lo) / E;
-    end = bounds.hi > bounds.lo ? (k + bounds.hi + E - 1) / E : begin;
-  }
-  // True if enough rows follow that the load of this row's last vector stays within the tensor.
-  __device__ __forceinline__ bool row_follows(int64_t row, int64_t rows) const {
-    return (rows - 1 - row) * stride >= E;
-  }
-  // The number of vectors that `copy` copies. It leaves out a last vector that could pass the end of the
-  // tensor.
-  __device__ __forceinline__ int count(int64_t row, int64_t rows) const {
-    const bool whole = !Unaligned || (k + bounds.hi) % E == 0 || row_follows(row, rows);
-    return max(end - !whole - begin, 0);
-  }
-#ifdef GANDER_SM90
-  __device__ __forceinline__ void copy(uint4* to, int64_t row, int64_t rows, uint64_t* barrier) const {
-    const int vectors = count(row, rows);
-    if (vectors) bulk_copy(to + begin, p + row * stride - k + begin * E, vectors * 16, barrier);
-  }
-#endif
-  // In an unaligned kernel the caller has to mask what is out of bounds.
-  __device__ __forceinline__ uint4 read(const uint4* from, int vector) const {
-    if constexpr (!Unaligned) return vector * E < bounds.hi ? from[vector] : zero_vector();
-    const uint4 v = from[vector];
-    return k ? shifted(v, from[vector + 1], k * sizeof(T)) : v;
-  }
-  // Loads the elements of a vector that `copy` may have left out.
-  __device__ __forceinline__ void load_tail(uint4& v, int vector, int64_t row) const {
-    const int e = vector * E;
-    if (bounds.touches<E>(e) && e + E + (k ? E - k : 0) > bounds.hi)
-      v = load_elements(p + row * stride + e, bounds.lo - e, bounds.hi - e, zero_vector());
-  }
-};
-
-// Divides the rows among persistent CTAs (or clusters), of which there are `ctas`.
-//
-// Aligned kernels: CTA c takes the rows c, c + ctas, c + 2 * ctas and so on.
-//
-// Unaligned kernels: rows that are E rows apart have the same alignment (E elements are a vector), and a
-// thread can keep its columns only among such rows. So the rows are sorted by row % E, and each CTA takes an
-// equal, contiguous part of that order. It calls `work` for each run of the same alignment in its part, even
-// for empty ones. So the runs of all CTAs have each number from 0 to ctas + E - 2.
-template <bool Unaligned, int E, class Work>
-__device__ __forceinline__ void partition_rows(int64_t rows, int64_t cta, int64_t ctas, Work work) {
-  if constexpr (!Unaligned) {
-    work(cta, ctas, rows, cta);
-  } else {
-    const auto start = [&](int64_t c) { return c * (rows / E) + min(c, rows % E); };
-    const auto residue = [&](int64_t position) {
-      int c = E - 1;
-      while (start(c) > position) c--;
-      return c;
-    };
-    const int64_t from = rows * cta / ctas, to = rows * (cta + 1) / ctas;
-    const int last = residue(to);
-    for (int c = residue(from); c <= last; c++) {
-      const int64_t first = max(from - start(c), static_cast<int64_t>(0));
-      const int64_t end = min(to, start(c + 1)) - start(c);
-      work(c + E * first, static_cast<int64_t>(E), c + E * end, cta + c);
-    }
-  }
-}
-
-// dx and dw, long rows: persistent CTAs (or clusters) that own fixed columns. Rows arrive by bulk copies in a
-// ring of `stages` rows in shared memory. The columns' weights and dw stay in registers. Each run of rows
-// (see partition_rows) leaves one row of partial dw, and weight_gradient_body sums these.
-template <class T, int Threads, int V, bool Cluster, bool Unaligned>
-__device__ __forceinline__ void ring_body(const RMSNormArgs& a) {
-#ifdef GANDER_SM90
-  using Op = RMSNormBackward<T>;
-  constexpr int E = kElements<T>, kWarps = Threads / 32, kSlice = Threads * V, kMaxStages = 16;
-  constexpr int kInput = kSlice + Unaligned;  // vectors of an input and row; a shifted slice touches one more
-  extern __shared__ __align__(128) uint4 buffer[];  // stages x (x, dy) x kInput
-  __shared__ Slot<Sum<T>> warp_slots[2][kWarps], cluster_slots[2][Cluster ? 16 : 1];
-  __shared__ uint64_t full[kMaxStages], merged[2];
-  let_next_launch_start();
-  const int tid = threadIdx.x, stages = a.rows.stages;
-  const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
-  const int64_t rows = a.rows.m, n = a.rows.n;
-  if (tid == 0) {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
-    barrier_init(merged, 1), barrier_init(merged + 1, 1);
-    barrier_init_fence();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  if constexpr (Cluster) cluster_arrive(), cluster_wait();
-  else __syncthreads();
-  int stage = 0, set = 0;
-  uint32_t phase = 0, merged_phase = 0;
-  const auto work = [&](int64_t first, int64_t step, int64_t limit, int64_t run) {
-    const int shift = Unaligned ? vector_offset(static_cast<T*>(a.rows.y) + first * a.rows.y_stride) : 0;
-    const int origin = static_cast<int>(rank) * kSlice * E - shift, left = static_cast<int>(n) - origin;
-    const Bounds bounds = {max(-origin, 0), max(min(left, kSlice * E), 0), left};
-    Slice<T, Unaligned> x(a.rows.a, a.rows.a_stride, origin, bounds);
-    Slice<T, Unaligned> dy(a.rows.b, a.rows.b_stride, origin, bounds);
-    x.set_alignment(first);
-    dy.set_alignment(first);
-    T* y = static_cast<T*>(a.rows.y) + origin;
-    const auto fetch = [&](int64_t row, int at) {
-      if (!Unaligned && bounds.hi == 0) return;
-      uint4* to = buffer + at * 2 * kInput;
-      barrier_expect(full + at, (x.count(row, rows) + dy.count(row, rows)) * 16);
-      x.copy(to, row, rows, full + at);
-      dy.copy(to + kInput, row, rows, full + at);
-    };
-    if (tid == 0)
-      for (int i = 0; i < stages && first + i * step < limit; i++)
-        fetch(first + i * step, stage + i < stages ? stage + i : stage + i - stages);
-
-    const ColumnWeights<V, E, (V * E <= 16), Unaligned> weights(a, origin, tid * E, Threads * E, bounds);
-    Accumulator<T> dw[V][E] = {};
-    uint4 inside[V];  // masks of the elements within bounds, the same for all rows of the run
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int e = (tid + i * Threads) * E;
-      inside[i] = masked<T>(make_uint4(~0u, ~0u, ~0u, ~0u), bounds.lo - e, bounds.hi - e, zero_vector());
-    }
-    auto next = Op::load_scalars(a, first < limit ? first : 0, false);
-    for (int64_t row = first; row < limit; row += step) {
-      auto sc = next;
-      if (row + step < limit) next = Op::load_scalars(a, row + step, false);
-      if (Cluster && tid == 0) barrier_expect(merged + set, size * sizeof(Sum<T>));
-      if (Unaligned || bounds.hi) barrier_wait(full + stage, phase);
-      const uint4* from = buffer + stage * 2 * kInput;
-      uint4 xs[V], ds[V];
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        xs[i] = x.read(from, tid + i * Threads);
-        ds[i] = dy.read(from + kInput, tid + i * Threads);
-      }
-      if constexpr (Unaligned) {
-        if (!x.row_follows(row, rows) || !dy.row_follows(row, rows))
-#pragma unroll
-          for (int i = 0; i < V; i++) {
-            x.load_tail(xs[i], tid + i * Threads, row);
-            dy.load_tail(ds[i], tid + i * Threads, row);
-          }
-#pragma unroll
-        for (int i = 0; i < V; i++) xs[i] = xs[i] & inside[i], ds[i] = ds[i] & inside[i];
-      }
-      Sum<T> st;
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        float fx[E], fd[E], w[E];
-        unpack(T(), xs[i], fx);
-        unpack(T(), ds[i], fd);
-        weights.get(i, w);
-        Op::add_vector(st, fx, fd, w);
-      }
-      st.template reduce_lanes<32>();
-      reduce_warps<kWarps>(st, warp_slots[set]);  // after its barrier all threads have read the stage
-      if (tid == 0 && row + stages * step < limit) fetch(row + stages * step, stage);
-      if constexpr (Cluster) reduce_cluster(st, cluster_slots[set], merged + set, merged_phase);
-      Op::finalize(a, row, sc, st, tid == 0 && rank == 0);
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        float fx[E], fd[E], w[E], out[E];
-        rematerialize<T>(xs[i], a.rows.opaque_zero), rematerialize<T>(ds[i], a.rows.opaque_zero);
-        unpack(T(), xs[i], fx);
-        unpack(T(), ds[i], fd);
-        weights.get(i, w);
-        Op::map_vector(sc, fx, fd, w, dw[i], out);
-        store<Unaligned>(y + row * a.rows.y_stride, (tid + i * Threads) * E, bounds, out);
-      }
-      if (++stage == stages) stage = 0, phase ^= 1;
-      merged_phase ^= set;
-      set ^= 1;
-    }
-#pragma unroll
-    for (int i = 0; i < V; i++)
-      store_partial<Unaligned>(static_cast<Accumulator<T>*>(a.dw_partial) + run * n + origin,
-                               (tid + i * Threads) * E, bounds, dw[i]);
-  };
-  partition_rows<Unaligned, E>(rows, blockIdx.x, gridDim.x, work);
-  // The CTA may exit: it has received all that others send to its shared memory.
-#endif
 }
 
 // The `Columns` of grid_cooperative_body: the weights of a thread's columns, and in backward their dw.
@@ -531,7 +321,7 @@ struct RMSNormColumnState {
   int64_t origin;
   int e;
   Bounds bounds;
-  ColumnWeights<V, E, (V * E <= 16), false> weights;
+  ColumnWeights<Op, V, (V * E <= 16), false> weights;
   Accumulator<T> dw[kBackward ? V : 1][E] = {};
 
   __device__ __forceinline__ RMSNormColumnState(const RMSNormArgs& args, int64_t origin, int e, int end)
@@ -621,7 +411,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   int64_t row = first + tid / TPR * (Unaligned ? ctas : 1);
 #pragma unroll
   for (int i = 0; i < Stages; i++) fetch(row + i * step, i);
-  const ColumnWeights<V, E, (V * E <= 16), Unaligned> weights(a, -shift, lane * E, TPR * E, bounds);
+  const ColumnWeights<Op, V, (V * E <= 16), Unaligned> weights(a, -shift, lane * E, TPR * E, bounds);
   Accumulator<T> dw[V][E] = {};
   int stage = 0;
   // All lanes of a warp take part in its shuffles. So all groups do as many iterations as the CTA's first.

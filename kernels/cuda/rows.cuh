@@ -2,7 +2,7 @@
 // a row's state, what is computed from the complete state, and how each element is mapped. The bodies move
 // the data.
 //
-//   rows_body     a row lies in the registers of TPR threads of a CTA, or of all threads of a cluster
+//   rows_body     a row lies in the registers of threads of a CTA, or of all threads of a cluster
 //   loop_body     like rows_body, for short rows: persistent CTAs load the next rows while they compute
 //   partial_body  a CTA streams through one chunk of a row and stores the chunk's state
 //   apply_body    a CTA merges the states of a row's chunks, then reads and maps one chunk
@@ -20,6 +20,32 @@ namespace gander {
 // Threads of a CTA whose rows have TPR threads each.
 template <int TPR>
 constexpr int kThreads = TPR < 128 ? 128 : TPR;
+
+// Which vectors of a row a thread holds. A row has TPR threads. ExactWarps: if these are a whole CTA, the row
+// has only as many warps as it needs, each with V x 32 adjacent vectors. So whatever its length, no more than
+// one warp is partly idle, and the distance between a thread's vectors is a constant.
+template <int TPR, int V, bool ExactWarps = true>
+struct RowPlace {
+  static constexpr int kRows = kThreads<TPR> / TPR;          // of a CTA
+  static constexpr int kLanes = TPR < 32 ? TPR : 32;         // of a warp that share a row
+  static constexpr int kMaxWarps = TPR < 32 ? 1 : TPR / 32;  // of a row
+  static constexpr bool kExact = ExactWarps && kRows == 1;
+  static constexpr int kNext = kExact ? 32 : TPR;  // from a thread's vector to its next
+  static __device__ __forceinline__ int warps() { return kExact ? blockDim.x / 32 : kMaxWarps; }
+  // The first vector of thread number threadIdx.x % TPR.
+  static __device__ __forceinline__ int first(int thread) {
+    return kExact ? thread / 32 * (32 * V) + thread % 32 : thread;
+  }
+  // How many vectors of a row a CTA holds.
+  static __device__ __forceinline__ int capacity() { return (kExact ? blockDim.x : TPR) * V; }
+  static __device__ __forceinline__ int64_t row() {
+    return kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
+  }
+};
+
+// Kernels of unaligned rows, and the largest tile, have no registers for it.
+template <int TPR, int V, bool Unaligned>
+constexpr bool kExactWarps = !Unaligned && TPR * V < 8192;
 
 // A row, or one chunk of it. The same element index e applies to all pointers and bounds (see Bounds). In an
 // unaligned kernel e = 0 is where a vector of the output is aligned, or one of the first input if the
@@ -121,6 +147,7 @@ struct RowOperator {
   // any float type.
   static constexpr int kInputs = 1;
   static constexpr bool kHasOutput = true;       // `map` is called, and its result stored
+  static constexpr bool kMayCacheExp = true;     // results may differ in the last bits where rows_body does
   static constexpr bool kAnyOutputType = false;  // in unaligned kernels the output has any float type, else T
 
   // What `map` needs beside the row, such as weights, for V vectors that are `Step` elements apart.
@@ -159,6 +186,13 @@ struct RowOperator {
                                                     int e, int step) {
     static_assert(State::kMaxFirst, "an operator of sums has to define accumulate");
     st.add(tile.a);
+  }
+  // Reduces the tiles of L lanes to one state, unless the state's kMaxFirst does that.
+  template <int L, class Args, class State, class Tile, class View>
+  __device__ __forceinline__ static void reduce(const Args& args, State& st, Tile& tile, const View& p, int e,
+                                                int step) {
+    Op::accumulate(args, st, tile, p, e, step);
+    st.template reduce_lanes<L>();
   }
   // The last step of each CTA.
   template <class Args>
@@ -243,20 +277,16 @@ struct Tile {
 template <class Op, int L, class Tile>
 __device__ __forceinline__ void reduce_tile(const typename Op::Args& args, typename Op::State& st, Tile& tile,
                                             const RowView<typename Op::T>& p, int e, int step) {
-  if constexpr (Op::State::kMaxFirst) {
-    st.template reduce_tile<L, Tile::kCacheExp>(tile.a, tile.exps);
-  } else {
-    Op::accumulate(args, st, tile, p, e, step);
-    st.template reduce_lanes<L>();
-  }
+  if constexpr (Op::State::kMaxFirst) st.template reduce_tile<L, Tile::kCacheExp>(tile.a, tile.exps);
+  else Op::template reduce<L>(args, st, tile, p, e, step);
 }
 
 // Prefetches into L2 the rows of a CTA that starts later. Registers and shared memory alone do not hold
 // enough loads in flight to saturate memory while rows are also written. A CTA works on `rows` rows, or in a
-// cluster on `Slice` elements of one row. It prefetches what lies `r.prefetch_distance` rows further on. CTAs
+// cluster on `slice` elements of one row. It prefetches what lies `r.prefetch_distance` rows further on. CTAs
 // with numbers below `r.prefetch_from` do not prefetch.
-template <class Op, bool Cluster, int Slice>
-__device__ __forceinline__ void prefetch_later_rows(const Rows& r, int rows) {
+template <class Op, bool Cluster>
+__device__ __forceinline__ void prefetch_later_rows(const Rows& r, int rows, int slice = 0) {
 #ifdef GANDER_SM90
   if constexpr (!Op::kHasOutput) return;  // reads alone saturate memory
   using T = typename Op::T;
@@ -265,8 +295,8 @@ __device__ __forceinline__ void prefetch_later_rows(const Rows& r, int rows) {
     return;
   int64_t origin = 0, count = rows * r.n;
   if constexpr (Cluster) {
-    origin = static_cast<int64_t>(cluster_rank()) * Slice;
-    count = min(r.n - origin, static_cast<int64_t>(Slice));
+    origin = static_cast<int64_t>(cluster_rank()) * slice;
+    count = min(r.n - origin, static_cast<int64_t>(slice));
     if (count <= 0) return;
   }
   const auto fetch = [&](const void* x, int64_t stride) {
@@ -284,28 +314,30 @@ template <class Op, int TPR, int V, bool Unaligned, bool SameOffset, bool Cluste
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
-  constexpr int kRows = kThreads<TPR> / TPR, kWarps = TPR / 32;
-  constexpr int kStep = TPR * kElements<T>;
+  using Place = RowPlace<TPR, V, kExactWarps<TPR, V, Unaligned>>;
+  constexpr int E = kElements<T>, kRows = Place::kRows, kWarps = Place::kMaxWarps;
+  constexpr int kStep = Place::kNext * E;
   constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
   // The accurate exponential is expensive. In long rows of float32 it is computed once and kept in registers.
-  constexpr bool kCacheExp = State::kMaxFirst && Op::kHasOutput && sizeof(T) == 4 && TPR * V >= 2048;
-  prefetch_later_rows<Op, Cluster, kStep * V>(args.rows, kRows);
-  const int lane = threadIdx.x % TPR;
-  const int64_t row = kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
-  int e = lane * kElements<T>;
+  constexpr bool kCacheExp =
+      State::kMaxFirst && Op::kHasOutput && Op::kMayCacheExp && sizeof(T) == 4 && TPR * V >= 2048;
+  prefetch_later_rows<Op, Cluster>(args.rows, kRows, Place::capacity() * E);
+  const int thread = threadIdx.x % TPR;
+  const int64_t row = Place::row();
+  int e = Place::first(thread) * E;
   __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier;
   if constexpr (Cluster) {
-    e += cluster_rank() * kStep * V;
+    e += cluster_rank() * Place::capacity() * E;
     cluster_begin(&barrier, sizeof(State));
   }
 #else
   if constexpr (Cluster) return;
 #endif
   const bool active = kRows == 1 || row < args.rows.m;
-  bool leader = active && lane == 0;
+  bool leader = active && thread == 0;
 #ifdef GANDER_SM90
   if constexpr (Cluster) leader = leader && cluster_rank() == 0;
 #endif
@@ -318,9 +350,9 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   const Operands operands(args, p, e);
   Op::resolve_scalars(args, active ? row : 0, sc, leader);
   State st;
-  reduce_tile<Op, (TPR < 32 ? TPR : 32)>(args, st, tile, p, e, kStep);
+  reduce_tile<Op, Place::kLanes>(args, st, tile, p, e, kStep);
   const State own = st;
-  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots);
+  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots, Place::warps());
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();

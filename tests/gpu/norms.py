@@ -142,7 +142,7 @@ def check(case, m, n, dtype, layout=aligned):
     # Rows of 16-bit elements are summed in float32. A mean near 0 is no more accurate than its elements.
     assert_accurate(rstd.view(-1), theirs[2], exact[2], "rstd", extra=exact[2] * 2**-24)
     if case.center:
-        assert_accurate(mean.view(-1), theirs[1], exact[1], "mean", extra=2**-24 / exact[2])
+        assert_accurate(mean.view(-1), theirs[1], exact[1], "mean", extra=2**-23 / exact[2])
 
     dout = layout(a._random(5, rows, out_kind))
     upstream = layout(a._random(6, rows, stored.dtype)) if case.residual else None
@@ -164,4 +164,8 @@ def check(case, m, n, dtype, layout=aligned):
     for what, got in zip(("dx", *which.split("_")[1:]), results, strict=True):
         kind = 1 if what == "dw" else 2 if what == "db" else 0
         reference = theirs[kind] if kind else theirs[0] + more
-        assert_accurate(got, reference.to(got.dtype), exact[kind] if kind else exact[0] + exact_more, what)
+        right = exact[kind] if kind else exact[0] + exact_more
+        # A row of a few elements may have a large rstd, and one rounding decides. The float32 gradient of
+        # 16-bit rows is as accurate as their float32 sums.
+        extra = 2**-22 * (1 + right.abs()) if n <= 64 else 2**-23 if dtype != F32 and kind == 0 else 0.0
+        assert_accurate(got, reference.to(got.dtype), right, what, extra)

@@ -162,8 +162,8 @@ def rms(tensor):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_errors_of_the_linear_loss(dtype):
-    """dx is at most 1.1 times as far from float64 as torch's. So is dw in one chunk or with float32 sums, and
-    2 times otherwise."""
+    """dx is at most 1.1 times as far from float64 as torch's. So is dw in one chunk or with float32 sums.
+    Each further chunk rounds dw once more: 2 times as far in four of them, 2.5 in eight."""
     m, k, v = 2048, 1024, 32000
     x = torch.randn(m, k, device="cuda", dtype=dtype)
     weight = (torch.randn(v, k, device="cuda") / 32).to(dtype)
@@ -184,7 +184,7 @@ def test_errors_of_the_linear_loss(dtype):
         (m, None): (1.1, 1.1),
         (512, "float32"): (1.1, 1.1),
         (512, None): (1.1, 2.0),
-        (256, None): (1.1, 2.0),
+        (256, None): (1.1, 2.5),
     }.items():
 
         def ours(x, weight, how=how):

@@ -133,8 +133,12 @@ var rows = map[kernels.Op]struct {
 	kernels.Rescale:               {1, true, false},
 	kernels.NormForward:           {1, true, true},
 	kernels.NormBackward:          {2, true, true},
-	kernels.MaskedSoftmaxForward:  {1, true, true},
-	kernels.MaskedSoftmaxBackward: {2, true, true},
+	kernels.LayerNormForward:      {1, true, true},
+	kernels.LayerNormBackward:     {2, true, true},
+
+	kernels.RMSNormResidualBackward: {3, true, true},
+	kernels.MaskedSoftmaxForward:    {1, true, true},
+	kernels.MaskedSoftmaxBackward:   {2, true, true},
 }
 
 // expected is the minimum of each count in a variant's code.

@@ -145,6 +145,10 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 	kernels.CrossEntropyForwardDX: {"CrossEntropyForward<%s, true>", ""},
 	kernels.CrossEntropyBackward:  {"CrossEntropyBackward<%s>", ""},
 	kernels.Rescale:               {"Rescale<%s>", ""},
+	kernels.LayerNormForward:      {"LayerNormForward<%s>", ""},
+	kernels.LayerNormBackward:     {"LayerNormBackward<%s>", ""},
+
+	kernels.RMSNormResidualBackward: {"RMSNormResidualBackward<%s>", ""},
 }
 
 // bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.
@@ -160,7 +164,7 @@ var (
 		kernels.GridCooperative: "grid_cooperative_body<{{.Functor}}, {{.ColumnState}}, {{.Tile}}, " +
 			"{{.RowsPerStep}}, {{.ComputeGroups}}>",
 		kernels.Staged:  "staged_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}, {{.Cluster}}, {{.Unaligned}}>",
-		kernels.Ring:    "ring_body<{{.T}}, {{.Threads}}, {{.Vectors}}, {{.Cluster}}, {{.Unaligned}}>",
+		kernels.Ring:    "ring_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}, {{.Cluster}}, {{.Unaligned}}>",
 		kernels.Loop:    "loop_body<{{.Functor}}, {{.Tile}}>",
 		kernels.Lanes:   "lanes_body<{{.T}}, {{.Tile}}, {{.Stages}}, {{.Unaligned}}>",
 		kernels.Columns: "columns_body<{{.T}}, {{.Unaligned}}>",
@@ -244,6 +248,7 @@ func body(v *kernels.Variant) string {
 	}
 	text := bodies[v.Shape]
 	switch {
+	case a.Functor != "":
 	case v.Family.Group() == "norm":
 		text = norms[v.Shape]
 	case v.Family.Group() == "masked_softmax":
