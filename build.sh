@@ -34,7 +34,8 @@ usage: ./build.sh TASK [ARGUMENT...]
   bench      measure host overhead, load time and throughput, next to torch and torch.compile;
              `bench train` trains a Llama with torch, torch.compile, Liger and gander
   notebook   run notebooks/compare_torch_compile.ipynb on this machine, and keep its outputs
-  gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest
+  gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest, and is
+             several times faster with pytest-xdist
   wheel      build a manylinux wheel for all architectures, in dist/
   env        print shell commands: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
   clean      remove what was built in this checkout; `clean --cache` also removes the toolchain and the
@@ -338,7 +339,9 @@ task_notebook() {
 
 task_gpu-test() {
   runnable
-  exec "$PYTHON" -m pytest tests/gpu "$@"
+  local distribute=()
+  if "$PYTHON" -c 'import xdist' 2>/dev/null; then distribute=(-n auto --maxschedchunk 1); fi
+  exec "$PYTHON" -m pytest "${distribute[@]}" tests/gpu "$@"
 }
 
 # ---- Checks ----

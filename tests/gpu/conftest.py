@@ -3,10 +3,15 @@
 Some tests run a separate program: a sanitizer, another kernel image, a first call in a new process. They
 name it in a `job` mark. These programs start before the first test, a few at a time, and run in parallel with
 the other tests.
+
+Several processes may share the tests, with pytest-xdist: `-n auto --maxschedchunk 1`. Then a program starts
+when a process comes to its test.
 """
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -47,7 +52,23 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "core: shapes that are tested with every image of the library")
     config.addinivalue_line("markers", "job(*command, **environment): a program to run for the test")
     config.addinivalue_line("markers", "gib(count): the device memory that a test needs")
-    config.stash[SUMMARY] = Summary()
+    config.stash[LAUNCHED] = set()
+    if not is_worker(config):
+        config.stash[SUMMARY] = summary = Summary()
+        config.pluginmanager.register(summary)
+
+
+def is_worker(config):
+    """True in a process that pytest-xdist has started. It reports to another one."""
+    return hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers():
+    """As many processes as there is memory for: 6 GiB of the device for each, 50 GiB for test_large.py."""
+    gib = torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0
+    workers = min((gib - 50) // 6, os.cpu_count() or 1)
+    return workers if workers > 1 else 0  # 0: pytest's own process runs all tests
 
 
 def pytest_report_header(config):
@@ -102,6 +123,8 @@ class Jobs:
         return subprocess.CompletedProcess(command, process.returncode, output)
 
     def result(self, item):
+        if item.nodeid not in self._started:
+            self.start(item)
         return self._started[item.nodeid].result()
 
     def wait(self):
@@ -124,14 +147,23 @@ class Jobs:
 JOBS = pytest.StashKey[Jobs]()
 
 
-def pytest_collection_modifyitems(items):
-    # test_large.py comes last: it needs most of the device's memory, and so waits for the jobs.
-    items.sort(key=lambda item: item.path.name == "test_large.py")
+@pytest.hookimpl(tryfirst=True)  # before any item is deselected
+def pytest_collection_modifyitems(config, items):
+    config.stash[GRID_TESTS] = sum(item.path.name == GRID for item in items)
+    # test_large.py comes last: it needs most of the device's memory, and so waits for the jobs. Where
+    # processes share the tests, those with jobs come first, because they take longest.
+    first = is_worker(config)
+    items.sort(
+        key=lambda item: (
+            item.path.name == "test_large.py",
+            first and not item.get_closest_marker("job"),
+        )
+    )
 
 
 def pytest_collection_finish(session):
     session.config.stash[JOBS] = jobs = Jobs()
-    if session.config.option.collectonly or not torch.cuda.is_available():
+    if session.config.option.collectonly or not torch.cuda.is_available() or is_worker(session.config):
         return
     for item in session.items:
         mark = item.get_closest_marker("job")
@@ -150,8 +182,60 @@ def job(request):
 
 @pytest.fixture
 def jobs_done(request):
-    """Waits until no job uses the device."""
+    """Waits until no job of this process uses the device, nor another process that has this fixture."""
     request.config.stash[JOBS].wait()
+    with open(Path(tempfile.gettempdir()) / f"gander-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# ---- The kernels that ran ----
+
+GRID = "test_grid.py"
+SOURCES = ROOT / "kernels" / "cuda"
+GRID_TESTS = pytest.StashKey[int]()
+LAUNCHED = pytest.StashKey[set[str]]()
+
+
+@pytest.fixture(scope="module")
+def record_kernels(request):
+    """Records the names of the kernels that run on the device."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield
+        torch.cuda.synchronize()
+    names = {event.name() for event in profile.profiler.kineto_results.events()}
+    request.config.stash[LAUNCHED].update(names)
+
+
+def compiled_kernels():
+    kernels = set()
+    for source in SOURCES.glob("*_gen.cu"):
+        kernels.update(re.findall(r"^KERNEL\((\w+), .*\)$", source.read_text(), re.MULTILINE))
+    assert len(kernels) > 100, f"no kernels are listed in {SOURCES}"
+    return kernels
+
+
+def why_not_every_kernel(config, grid_tests, passed):
+    """Why it can't be told whether every kernel has run, or None."""
+    if any("::" in word for word in config.args) or not grid_tests or passed < grid_tests:
+        return "not all of test_grid.py ran and passed"
+    if os.environ.get("GANDER_FORCE_PTX"):
+        return "some kernels are not used with GANDER_FORCE_PTX"
+    if torch.cuda.get_device_capability()[0] < 9:
+        return "kernels for clusters run on compute capability 9.0 and later only"
+    if not any("softmax" in kernel for kernel in config.stash[LAUNCHED]):
+        return "torch's profiler saw no kernels on this machine"
+    return None
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node):
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[LAUNCHED].update(output.get("launched", ()))
+    node.config.stash[GRID_TESTS] = output.get("grid_tests", 0)
 
 
 # ---- The summary ----
@@ -161,8 +245,9 @@ class Summary:
     def __init__(self):
         self.start = time.time()
         self.outcomes, self.skipped, self.failed, self.seconds, self.notes = {}, {}, [], {}, []
+        self.grid_passed, self.kernels = 0, {}
 
-    def add(self, report):
+    def pytest_runtest_logreport(self, report):
         file = report.nodeid.partition("::")[0].rpartition("/")[2]
         self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
         if report.when == "call" or report.outcome != "passed":
@@ -175,6 +260,25 @@ class Summary:
             self.failed.append(report.nodeid)
         if report.when == "call":
             self.notes += [value for key, value in report.user_properties if key == "note"]
+            self.grid_passed += file == GRID and report.passed
+
+    def check_kernels(self, session):
+        """Fails the session if a kernel of the library never ran."""
+        config = session.config
+        reason = why_not_every_kernel(config, config.stash.get(GRID_TESTS, 0), self.grid_passed)
+        if reason:
+            self.kernels = {"not checked": reason}
+            return
+        compiled = compiled_kernels()
+        never = sorted(compiled - config.stash[LAUNCHED])
+        self.kernels = {"compiled": len(compiled), "never launched": never}
+        if never:
+            self.failed.append(f"{len(never)} of {len(compiled)} kernels were never launched")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for what, value in self.kernels.items():
+            terminalreporter.write_line(f"kernels, {what}: {value}")
 
     def write(self, path):
         facts, device = gander.info(), torch.cuda.get_device_properties(0)
@@ -193,6 +297,7 @@ class Summary:
                 "cuda": torch.version.cuda,
                 "counts": self.outcomes,
                 "failed": self.failed,
+                "kernels": self.kernels,
                 "skipped": {reason: summarized(tests) for reason, tests in sorted(self.skipped.items())},
                 "notes": self.notes,
                 "seconds": {file: round(seconds, 1) for file, seconds in sorted(self.seconds.items())},
@@ -229,24 +334,22 @@ def commit(facts):
         return "unknown"
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    item.config.stash[SUMMARY].add(report)
-    return report
-
-
 def pytest_sessionfinish(session):
     config = session.config
     if JOBS in config.stash:
         config.stash[JOBS].close()
+    if is_worker(config):
+        launched = sorted(config.stash[LAUNCHED])
+        config.workeroutput.update(launched=launched, grid_tests=config.stash.get(GRID_TESTS, 0))
+        return
     if config.option.collectonly or not torch.cuda.is_available():
         return
-    options = config.option
+    summary, options = config.stash[SUMMARY], config.option
+    summary.check_kernels(session)
     selected = options.keyword or options.markexpr
     path = options.summary
     if path is None and not selected and [Path(a).resolve() for a in config.args] == [HERE]:
         device = torch.cuda.get_device_name(0).lower().replace(" ", "-")
         path = ROOT / "bench" / "results" / f"gpu-test-{device}.json"
     if path:
-        config.stash[SUMMARY].write(Path(path))
+        summary.write(Path(path))

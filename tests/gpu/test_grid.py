@@ -1,8 +1,4 @@
-"""Every op and dtype over the whole range of shapes. Every kernel in the library must have run at the end."""
-
-import os
-import re
-from pathlib import Path
+"""Every op and dtype over the whole range of shapes. At the end conftest.py checks that every kernel ran."""
 
 import gander
 import masked
@@ -25,33 +21,10 @@ from grid import (
 )
 from tolerance import assert_accurate
 
-SOURCES = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
 # The row lengths that are tested with every image, also with PTX.
 CORE = {3, 64, 127, 1000, 1024, 4096, 4097, 16384, 50257, 131072, 1 << 20}
 
-
-class Recorder:
-    """Records the names of the kernels that run on the device."""
-
-    def __init__(self):
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        self._profile.start()
-        self.tests = 0
-
-    def stop(self):
-        if self._profile is None:
-            return set()
-        profile, self._profile = self._profile, None
-        torch.cuda.synchronize()
-        profile.stop()
-        return {event.name() for event in profile.profiler.kineto_results.events()}
-
-
-@pytest.fixture(scope="module")
-def recorder():
-    recorder = Recorder()
-    yield recorder
-    recorder.stop()
+pytestmark = pytest.mark.usefixtures("record_kernels")
 
 
 def column(n):
@@ -62,16 +35,14 @@ def column(n):
 @pytest.mark.parametrize("n", [column(n) for n in COLUMNS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op", OPS)
-def test_op(recorder, op, dtype, n, layout):
-    recorder.tests += 1
+def test_op(op, dtype, n, layout):
     check(op, (Inputs(m, n, dtype, layout) for m in rows_of(n)))
 
 
 @pytest.mark.parametrize("vectors", [16384, 32768])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_many_long_rows(recorder, dtype, vectors):
+def test_many_long_rows(dtype, vectors):
     """RMSNorm forward has separate kernels for these. The test compares every tenth row."""
-    recorder.tests += 1
     a = Inputs(1031, vectors * 16 // dtype.itemsize, dtype)
     out, _, rstd = gander.rmsnorm_fwd(a.x, a.weight, eps=EPS, store_rstd=True)
     few = a.x[::10]
@@ -163,12 +134,11 @@ def label(parameter):
 
 @pytest.mark.parametrize("op, vectors, options", RARE, ids=label)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_rare_shapes(recorder, dtype, op, vectors, options):
+def test_rare_shapes(dtype, op, vectors, options):
     if (op, options.get("algorithm")) in HOPPER and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("clusters and bulk copies need compute capability 9.0")
     if options.get("algorithm") == "medium" and not holds_in_shared_memory(vectors):
         pytest.skip("this device's shared memory does not hold the row")
-    recorder.tests += 1
     options = dict(options)
     rows, odd = options.pop("rows", 17), options.pop("odd", False)
     layout = offset if options.pop("offset", False) else aligned
@@ -198,8 +168,7 @@ MANY = (
 
 @pytest.mark.parametrize("op, vectors, layout, odd", MANY, ids=lambda p: getattr(p, "__name__", str(p)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_many_rows(recorder, dtype, op, vectors, layout, odd):
-    recorder.tests += 1
+def test_many_rows(dtype, op, vectors, layout, odd):
     check(op, [Inputs(1100, vectors * 16 // dtype.itemsize - odd, dtype, layout)])
 
 
@@ -213,17 +182,15 @@ BETWEEN = (300, 450, 700, 1000, 1100, 1400, 1900, 2900, 3900)
 @pytest.mark.parametrize("vectors", BETWEEN)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op", OPS)
-def test_odd_lengths(recorder, op, dtype, vectors, layout):
-    recorder.tests += 1
+def test_odd_lengths(op, dtype, vectors, layout):
     check(op, [Inputs(140, vectors * 16 // dtype.itemsize - 1, dtype, layout)])
 
 
 @pytest.mark.parametrize("layout", [aligned, strided, offset], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("vectors", norms.VECTORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_norms(recorder, dtype, vectors, layout):
+def test_norms(dtype, vectors, layout):
     """LayerNorm, and RMSNorm with residuals, biases and chosen dtypes."""
-    recorder.tests += 1
     for case in norms.CASES.values():
         for m in norms.rows_of(vectors)[: 3 if layout is aligned else 2]:
             norms.check(case, m, vectors * 16 // dtype.itemsize - (layout is offset), dtype, layout)
@@ -232,29 +199,8 @@ def test_norms(recorder, dtype, vectors, layout):
 @pytest.mark.parametrize("layout", [aligned, strided, offset], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("vectors", masked.VECTORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_masked(recorder, dtype, vectors, layout):
+def test_masked(dtype, vectors, layout):
     """Softmax and log-softmax with options."""
-    recorder.tests += 1
     for case in masked.CASES.values():
         for queries in masked.queries_of(vectors):
             masked.check(case, queries, vectors * 16 // dtype.itemsize - (layout is offset), dtype, layout)
-
-
-def test_every_kernel_was_launched(recorder):
-    tests = len(OPS) * (len(COLUMNS) + len(BETWEEN)) * 2 + 2 + len(RARE) + len(MANY)
-    tests += (len(norms.VECTORS) + len(masked.VECTORS)) * 3
-    if recorder.tests < tests * len(DTYPES):
-        pytest.skip("only some of the shapes were tested")
-    if os.environ.get("GANDER_FORCE_PTX"):
-        pytest.skip("some kernels are not used with GANDER_FORCE_PTX")
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("kernels for clusters run on compute capability 9.0 and later only")
-    launched = recorder.stop()
-    if not any("softmax" in kernel for kernel in launched):
-        pytest.skip("torch's profiler saw no kernels on this machine")
-    compiled = set()
-    for source in SOURCES.glob("*_gen.cu"):
-        compiled.update(re.findall(r"^KERNEL\((\w+), .*\)$", source.read_text(), re.MULTILINE))
-    assert len(compiled) > 100, f"no kernels are listed in {SOURCES}"
-    never = sorted(compiled - launched)
-    assert not never, f"{len(never)} of {len(compiled)} kernels never ran: {', '.join(never)}"

@@ -27,14 +27,18 @@ def errors_of(job):
 
 
 @pytest.mark.parametrize(
-    "tool",
-    [pytest.param(tool, marks=sanitizer(tool, "grid")) for tool in ("memcheck", "racecheck", "synccheck")],
+    "tool, dtype",
+    [
+        pytest.param(tool, dtype, marks=sanitizer(tool, dtype))
+        for tool in ("racecheck", "memcheck", "synccheck")
+        for dtype in ("float16", "bfloat16", "float32")
+    ],
 )
-def test_sanitizer(job, tool, record_property):
+def test_sanitizer(job, tool, dtype, record_property):
     calls = re.search(r"(\d+) calls", job.stdout)
     assert errors_of(job) == 0 and job.returncode == 0, job.stdout[-6000:]
-    assert calls and int(calls[1]) > 500, job.stdout[-4000:]
-    record_property("note", f"compute-sanitizer {tool}: {calls[0]}, no error")
+    assert calls and int(calls[1]) > 1000, job.stdout[-4000:]
+    record_property("note", f"compute-sanitizer {tool}, {dtype}: {calls[0]}, no error")
 
 
 @pytest.mark.parametrize(
