@@ -93,8 +93,9 @@ type CrossEntropy struct {
 	// Forward writes:
 	Loss Vector // (M) where Reduction is ReduceNone, else one element
 	// Max and LogSum hold the two parts of each row's log-sum-exp; Max alone receives the whole where
-	// LogSum is absent. Both are optional in the forward call. With OnePass LogSum holds sum exp(x - max)
-	// itself, by which both divide, so that they compute the same bits.
+	// LogSum is absent. Both are optional in the forward call. With OnePass LogSum holds no logarithm, but
+	// the sum from which forward and backward compute the same bits: sum exp(x - max), on the CPU without the
+	// target.
 	Max, LogSum Vector
 	DX          Matrix // weighted gradient for an upstream gradient of Upstream; optional in forward
 	Denominator Vector // one element: the mean's denominator; optional

@@ -37,6 +37,8 @@ func or1(v *kernels.Vector) float64 {
 	return at(v, 0)
 }
 
+const noColumn = -1
+
 // targetOf returns a row's target. The row is ignored if its target is the ignored index or has weight 0. The
 // target is valid if it is a column. Without targets, which is how a log-sum-exp alone is computed, no row is
 // ignored and no target is valid.
@@ -165,48 +167,65 @@ func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials 
 	if w.skipped(ignored) {
 		return
 	}
-	if w.reuse && valid {
-		w.targetLogit = w.logit(row, t) // now, because the exponentials may overwrite x
+	if ignored || !valid {
+		t = noColumn
 	}
-	w.expBlocks(&w.x, &w.dx, row, lo, hi, partials)
+	w.expBlocks(&w.x, &w.dx, row, lo, hi, t, partials)
+}
+
+// lossOf returns sum, the sum of exp(x - high) over a row, its logarithm, and the row's loss. high is the
+// row's maximum, others the sum without the target. The smaller others is, the smaller is the loss: the
+// logarithm of the sum would keep digits of it only above the rounding error of 1.
+func lossOf(high, others, logit float64) (sum, logSum, loss float64) {
+	e := math.Exp(logit - finiteMax(high))
+	sum = others + e
+	if e == 1 {
+		logSum = math.Log1p(others)
+	} else {
+		logSum = math.Log(sum)
+	}
+	return sum, logSum, (high - logit) + logSum
 }
 
 // combine: a is the maximum, b the factor of the exponentials, c the gradient at the target.
 func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
 	t, ignored, valid := w.targetOf(row)
-	high, sum, logSum := math.NaN(), math.NaN(), math.NaN()
-	if !w.skipped(ignored) {
-		high, sum = logSumExp(partials)
-		logSum = math.Log(sum)
-		w.writeLSE(row, high, logSum, sum)
-	}
-	loss, weight, logit := 0.0, 0.0, math.NaN()
+	weight := 0.0
 	if !ignored {
-		if valid && w.reuse {
-			logit = w.targetLogit
-		} else if valid {
-			logit = w.logit(row, t)
-		}
 		weight = w.classWeight(t, valid)
-		loss = weight * ((high - logit) + logSum)
+	}
+	loss, gradient := 0.0, w.upstream*weight/w.divisor
+	var stats rowStats
+	switch {
+	case w.skipped(ignored):
+	case ignored || !valid:
+		high, sum := logSumExp(partials)
+		w.writeLSE(row, high, math.Log(sum), sum)
+		loss, stats = weight, rowStats{a: high, b: gradient, c: gradient} // 0 or NaN
+	default:
+		logit := w.logit(row, t)
+		maxOthers, sumOthers := logSumExp(partials)
+		high := larger(maxOthers, logit)
+		others := sumOthers * expDiff(maxOthers, high)
+		sum, logSum, unweighted := lossOf(high, others, logit)
+		w.writeLSE(row, high, logSum, others)
+		loss = weight * unweighted
+		stats = rowStats{a: high, b: gradient / sum, c: gradient * math.Expm1(-unweighted)}
 	}
 	w.losses[w.task].loss += loss
 	w.losses[w.task].weight += weight
 	if w.ce.Reduction == kernels.ReduceNone && w.ce.Loss.Present() {
 		put(&w.ce.Loss, row, loss/w.divisor)
 	}
-	if w.dx.Data == nil {
-		return rowStats{}
-	}
-	gradient := w.upstream * weight / w.divisor
-	return rowStats{a: high, b: gradient / sum, c: gradient * (math.Exp(logit-high)/sum - 1)}
+	return stats
 }
 
-func (w *worker[T]) writeLSE(row int, high, logSum, sum float64) {
+// writeLSE writes the log-sum-exp, in one part or two. others is what a second part is with OnePass.
+func (w *worker[T]) writeLSE(row int, high, logSum, others float64) {
 	switch {
 	case w.ce.LogSum.Present() && w.ce.OnePass:
 		put(&w.ce.Max, row, high)
-		put(&w.ce.LogSum, row, sum)
+		put(&w.ce.LogSum, row, others)
 	case w.ce.LogSum.Present():
 		put(&w.ce.Max, row, high)
 		put(&w.ce.LogSum, row, logSum)
@@ -252,11 +271,13 @@ func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowSt
 	high, logSum := at(&w.ce.Max, row), 0.0
 	if w.ce.LogSum.Present() {
 		logSum = at(&w.ce.LogSum, row)
-		if w.ce.OnePass {
-			logSum = math.Log(logSum)
-		}
 	}
-	return rowStats{a: high, b: gradient * math.Exp(-logSum), c: gradient * (math.Exp(logit-high-logSum) - 1)}
+	if w.ce.OnePass {
+		sum, _, loss := lossOf(high, logSum, logit) // as in forward
+		return rowStats{a: high, b: gradient / sum, c: gradient * math.Expm1(-loss)}
+	}
+	loss := (high - logit) + logSum
+	return rowStats{a: high, b: gradient * math.Exp(-logSum), c: gradient * math.Expm1(-loss)}
 }
 
 func (crossEntropyBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {

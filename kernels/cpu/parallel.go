@@ -122,7 +122,6 @@ type worker[T float] struct {
 	buffer      []T // three parts, see scratch
 	rounded     []T // two blocks, for roundNormalized
 	partials    []partial
-	targetLogit float64         // of the current row
 	dw, db      []float64       // sums over rows from column sumFrom on, nil for absent ones
 	sumFrom     int             // column
 	columns     []float64       // memory for dw and db, see plan.columns

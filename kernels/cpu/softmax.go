@@ -29,7 +29,7 @@ func (softmaxForward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 func (softmaxForward[T]) run(c *call[T]) { c.runRows() }
 
 func (softmaxForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
-	w.expBlocks(&w.x, &w.y, row, lo, hi, partials)
+	w.expBlocks(&w.x, &w.y, row, lo, hi, noColumn, partials)
 }
 
 func (softmaxForward[T]) combine(_ *worker[T], _ int, partials []partial) rowStats {
@@ -43,22 +43,39 @@ func (softmaxForward[T]) secondPass(w *worker[T], row, lo, hi int, partials []pa
 
 // expBlocks computes the exponentials of each block relative to the block's own maximum. So one read of x and
 // one exponential per element suffice: rescale corrects for the row's maximum. With w.reuse it stores the
-// exponentials for rescale, in y or in scratch space.
-func (w *worker[T]) expBlocks(x, y *kernels.Matrix, row, lo, hi int, partials []partial) {
+// exponentials for rescale, in y or in scratch space. Column `except` takes no part, unless it is noColumn.
+func (w *worker[T]) expBlocks(x, y *kernels.Matrix, row, lo, hi, except int, partials []partial) {
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		v := w.read(0, x, row, j, n)
-		high := w.funcs.max(v)
-		partials[j/block].max = float64(high)
-		switch {
-		case w.reuse:
-			partials[j/block].sum = w.funcs.exp(w.output(0, y, row, j, n), v, finiteMax(high))
-		case w.funcs.expSum != nil:
-			partials[j/block].sum = w.funcs.expSum(v, finiteMax(high))
-		default:
-			partials[j/block].sum = w.funcs.exp(w.scratch(0, j, n), v, finiteMax(high))
+		var dst []T
+		if w.reuse {
+			dst = w.output(0, y, row, j, n)
+		} else if w.funcs.expSum == nil {
+			dst = w.scratch(0, j, n)
 		}
+		p := &partials[j/block]
+		if except < j || j+n <= except {
+			high := w.funcs.max(v)
+			p.max, p.sum = float64(high), w.expSum(dst, v, finiteMax(high))
+			continue
+		}
+		k := except - j
+		high := larger(w.funcs.max(v[:k]), w.funcs.max(v[k+1:]))
+		p.max, p.sum = float64(high), w.expSum(dst, v[:k], finiteMax(high))
+		if dst != nil {
+			dst = dst[k+1:]
+		}
+		p.sum += w.expSum(dst, v[k+1:], finiteMax(high))
 	}
+}
+
+// expSum returns the sum of exp(v - m), and stores the exponentials in dst unless that is nil.
+func (w *worker[T]) expSum(dst, v []T, m T) float64 {
+	if dst == nil {
+		return w.funcs.expSum(v, m)
+	}
+	return w.funcs.exp(dst[:len(v)], v, m)
 }
 
 // finiteMax is what is subtracted from a block with the given maximum: 0 if that is -inf. The exponentials of

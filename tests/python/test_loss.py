@@ -237,3 +237,70 @@ def test_checkpoint(device, single_pass):
     with torch.autograd.graph.save_on_cpu():
         got = gradient(x, run, 0.25)
     torch.testing.assert_close(got[1], want[1])
+
+
+# ---- The loss and the gradient of a target that is nearly certain ----
+
+
+def confident(k, n):
+    """Logits of which the first is far above the others, or equal to one."""
+    x = torch.zeros(n, dtype=torch.float64)
+    x[0] = 20 + k
+    return x
+
+
+CONFIDENT = {
+    "far": lambda n: torch.stack([confident(k, n) for k in range(0, 61, 5)]),
+    "tie": lambda n: torch.stack([confident(k, n).roll(1).fill_(0) + 3 for k in range(3)]),
+    "two": lambda n: torch.stack([confident(k, n) + confident(k, n).roll(1) for k in (0, 20, 60)]),
+    "last": lambda n: torch.stack([confident(k, n).roll(-1) for k in (0, 20, 60)]),
+    "not the maximum": lambda n: torch.stack([confident(k, n).roll(1) for k in (0, 20, 60)]),
+}
+
+
+def certain(case, n, dtype, device):
+    """Logits, targets, and in float64 the losses and the gradients at the targets."""
+    x = CONFIDENT[case](n).to(dtype).double()
+    target = torch.full((len(x),), n - 1 if case == "last" else 0)
+    others = x.clone()
+    others.scatter_(1, target[:, None], float("-inf"))
+    # log(1 + sum exp(x - target)): so no digit of a small loss is lost
+    ratio = (others - x.gather(1, target[:, None])).logsumexp(-1)
+    loss = torch.where(ratio > 0, ratio + (-ratio).exp().log1p(), ratio.exp().log1p())
+    return x.to(dtype).to(device), target.to(device), loss.to(device), torch.expm1(-loss).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 1000, 4097, 128256, 140000])
+@pytest.mark.parametrize("case", CONFIDENT)
+@pytest.mark.parametrize("how", ["two passes", "one pass", "forward", "parts", "in place", "missed"])
+def test_confident_token(device, how, case, n, dtype, single_pass):
+    if device == "cuda":
+        pytest.skip("CUDA kernels include the target in the sum")
+    if n == 1 and case in ("two", "last"):
+        pytest.skip("one class has no other")
+    x, target, loss, dx = certain(case, n, dtype, device)
+    m, none = len(x), {"reduction": "none"}
+    if how == "forward":
+        got, gradient = gander.cross_entropy_fwd(x, target, return_dx=True)
+    elif how == "parts":
+        got, lse, gradient = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
+    else:
+        leaf = x.clone().requires_grad_()
+        if how == "two passes":
+            got = gander.cross_entropy(leaf, target, one_pass=False, **none)
+            got.sum().backward()
+        elif how == "in place":
+            got = gander.cross_entropy(leaf * 1, target, inplace_backward=True, **none)
+            got.sum().backward()
+        else:
+            rows = [gander.cross_entropy(leaf[i : i + 1], target[i : i + 1], one_pass=True) for i in range(m)]
+            got = torch.stack(rows)
+            (got.sum() if how == "one pass" else got.sum() * 4).backward()
+        gradient = leaf.grad / (4 if how == "missed" else 1)
+    gradient = gradient.gather(1, target[:, None]).squeeze(1)
+    smallest = torch.finfo(torch.float32).tiny  # float32 has fewer digits below
+    torch.testing.assert_close(got.double(), loss, rtol=1e-5, atol=smallest)
+    ulp = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    tiny = smallest if dtype != torch.float16 else 6e-8
+    torch.testing.assert_close(gradient.double(), dx, rtol=max(ulp, 1e-12), atol=tiny)
