@@ -76,9 +76,13 @@ func (q *query) kernel(shape kernels.Shape, row *policy.Row, cluster bool) *kern
 	return found
 }
 
-// chunkKernel returns the kernel of a shape whose CTAs each process a chunk of a row.
+// chunkKernel returns the kernel of a shape whose CTAs each process a chunk of a row, or nil.
 func (q *query) chunkKernel(shape kernels.Shape) *kernels.Variant {
-	return kernelsOf[kernelKey{q.op, shape, q.x, q.unaligned, false}][0]
+	all := kernelsOf[kernelKey{q.op, shape, q.x, q.unaligned, false}]
+	if len(all) == 0 {
+		return nil
+	}
+	return all[0]
 }
 
 // registers holds each row in the registers of a CTA, or of a part of one.
@@ -410,8 +414,8 @@ func (q *query) splitAsRequested(p *plan) bool {
 
 // twoPasses reads rows twice: once to reduce them, once to map them.
 func twoPasses(q *query, row *policy.Row) *plan {
-	if q.dw || q.op == kernels.NormBackward || q.op == kernels.CrossEntropyForward ||
-		q.op == kernels.CrossEntropyBackward || q.op == kernels.Rescale {
+	reduce, apply := q.chunkKernel(kernels.Partial), q.chunkKernel(kernels.Apply)
+	if q.dw || reduce == nil || apply == nil || q.op == kernels.CrossEntropyForward {
 		return nil
 	}
 	p := q.begin()
@@ -424,8 +428,8 @@ func twoPasses(q *query, row *policy.Row) *plan {
 	if q.op == kernels.CrossEntropyForwardDX {
 		p.scratch.logits = p.scratch.take(q.m * 4)
 	}
-	q.add(p, q.chunkKernel(kernels.Partial), grid, 1, 0)
-	q.add(p, q.chunkKernel(kernels.Apply), grid, 1, 0)
+	q.add(p, reduce, grid, 1, 0)
+	q.add(p, apply, grid, 1, 0)
 	why := "the row is longer than a cluster holds"
 	switch {
 	case q.Algorithm != Auto:

@@ -763,8 +763,9 @@ var list34 = []Row{
 	{For: 0x1, UpTo: 64, Regime: PersistentRing, Threads: 64, Vectors: 1, Resident: 3, Stages: 2},
 	{For: 0x1, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 3, Stages: 3},
 	{For: 0x1, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
+	{For: 0x1, UpTo: 320, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 2},
 	{For: 0x1, UpTo: 512, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 2},
-	{For: 0x1, UpTo: 704, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Resident: 3, Stages: 2},
+	{For: 0x1, UpTo: 640, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Resident: 3, Stages: 2},
 	{For: 0x1, UpTo: 896, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
 	{For: 0x1, UpTo: 1024, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Resident: 2, Stages: 2},
 	{For: 0x1, UpTo: 1536, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Resident: 2, Stages: 2},
@@ -831,7 +832,9 @@ var list38 = []Row{
 
 var list39 = []Row{
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
+	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 4, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 2},
+	{For: 0x1, Over: 64, UpTo: 320, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 512, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 1536, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Resident: 2, Stages: 3},
@@ -847,7 +850,9 @@ var list39 = []Row{
 
 var list40 = []Row{
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
+	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 3},
+	{For: 0x1, Over: 64, UpTo: 384, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 512, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 768, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 1024, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Resident: 2, Stages: 2},

@@ -116,16 +116,16 @@ type call[T float] struct {
 // helpers.
 type worker[T float] struct {
 	*call[T]
-	number      int
-	queue       taskQueue
-	task        int // the current one
-	buffer      []T // three parts, see scratch
-	rounded     []T // two blocks, for roundNormalized
-	partials    []partial
-	dw, db      []float64       // sums over rows from column sumFrom on, nil for absent ones
-	sumFrom     int             // column
-	columns     []float64       // memory for dw and db, see plan.columns
-	_           [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
+	number   int
+	queue    taskQueue
+	task     int // the current one
+	buffer   []T // three parts, see scratch
+	rounded  []T // two blocks, for roundNormalized
+	partials []partial
+	dw, db   []float64       // sums over rows from column sumFrom on, nil for absent ones
+	sumFrom  int             // column
+	columns  []float64       // memory for dw and db, see plan.columns
+	_        [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
 }
 
 // engine runs ops that compute in T.

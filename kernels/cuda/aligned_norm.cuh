@@ -44,7 +44,7 @@ struct alignas(8) Moments {
   __device__ __forceinline__ void reduce_centered() {
     const float all = lanes_sum<L>(count);
     const A common = lanes_sum<L>(mean * count) * inverse<A>(fmaxf(all, 1.f));
-    const A delta = mean - common;
+    const A delta = count > 0.f ? mean - common : static_cast<A>(0);  // 0 times infinity would be NaN
     m2 = lanes_sum<L>(fma(delta * delta, static_cast<A>(count), m2));
     mean = common, count = all;
   }

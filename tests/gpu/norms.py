@@ -24,6 +24,8 @@ class Case(NamedTuple):
 
 CASES = {
     "layernorm": Case(True, bias=True),
+    "layernorm-weight": Case(True),
+    "layernorm-bias": Case(True, weight=False, bias=True),
     "layernorm-bare": Case(True, weight=False),
     "rmsnorm-bias": Case(False, bias=True),
     "rmsnorm-residual": Case(False, residual=True),
@@ -58,7 +60,7 @@ VECTORS = (
         2500,
         3000,
     ),
-    *(3500, 4000, 5000, 6000, 7000, 8192, 9000, 12000, 14000, 16000, 20000, 40000),
+    *(3500, 4000, 5000, 6000, 7000, 8192, 8193, 9000, 12000, 14000, 16000, 20000, 40000),
 )
 
 

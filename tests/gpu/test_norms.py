@@ -13,16 +13,33 @@ OPS = torch.ops.gander
 
 @pytest.mark.parametrize("n", [64, 1000, 4096, 5376, 16384, 50000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["rmsnorm_add_fwd", "layernorm_add_fwd"])
+@pytest.mark.parametrize("name", ["rmsnorm_add_fwd", "layernorm_add_fwd", "layernorm_fwd"])
 def test_batch_invariant(name, dtype, n):
     x, residual = (torch.randn(4096, n, device="cuda", dtype=dtype) for _ in range(2))
     weight = torch.randn(n, device="cuda", dtype=dtype)
-    forward = getattr(OPS, name)
-    every = forward(x, weight, None, residual, batch_invariant=True)
+
+    def forward(m):
+        more = [residual[:m]] if "add" in name else []
+        return getattr(OPS, name)(x[:m], weight, None, *more, batch_invariant=True)
+
+    every = forward(4096)
     for m in (1, 255, 256, 257):
-        few = forward(x[:m], weight, None, residual[:m], batch_invariant=True)
-        for got, expected in zip(few, every, strict=True):
+        for got, expected in zip(forward(m), every, strict=True):
             assert torch.equal(got, expected[:m]), f"{m} rows"
+
+
+@pytest.mark.parametrize("n", [1000, 2048, 4096, 5376, 16384, 65544])
+def test_batch_invariant_layernorm_backward(n):
+    x, dout = (torch.randn(4096, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    _, mean, rstd = OPS.layernorm_fwd(x, weight, None)
+
+    def backward(m):
+        return OPS.layernorm_add_bwd(x[:m], weight, dout[:m], None, mean[:m], rstd[:m], batch_invariant=True)
+
+    every = backward(4096)
+    for m in (1, 255, 256, 257):
+        assert torch.equal(backward(m), every[:m]), f"{m} rows"
 
 
 @pytest.mark.parametrize("n", [64, 640, 4096, 16384, 16383])

@@ -133,10 +133,10 @@ var rows = map[kernels.Op]struct {
 	kernels.Rescale:               {1, true, false},
 	kernels.NormForward:           {1, true, true},
 	kernels.NormBackward:          {2, true, true},
-	kernels.LayerNormForward:      {1, true, true},
-	kernels.LayerNormBackward:     {2, true, true},
+	kernels.LayerNormForward:      {1, true, false},
+	kernels.LayerNormBackward:     {2, true, false},
 
-	kernels.RMSNormResidualBackward: {3, true, true},
+	kernels.RMSNormResidualBackward: {3, true, false},
 	kernels.MaskedSoftmaxForward:    {1, true, true},
 	kernels.MaskedSoftmaxBackward:   {2, true, true},
 }
