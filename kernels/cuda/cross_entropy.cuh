@@ -24,12 +24,21 @@ __device__ __forceinline__ int64_t load_target(const CrossEntropyArgs& a, int64_
   return static_cast<const int32_t*>(a.target)[i];
 }
 
+__device__ __forceinline__ bool is_column(const CrossEntropyArgs& a, int64_t target) {
+  return target >= 0 && target < a.rows.n;
+}
+
+// The target, or kNoTarget if the row is ignored or the target is not a column.
+__device__ __forceinline__ int64_t column_of(const CrossEntropyArgs& a, int64_t target) {
+  return target != a.ignore_index && is_column(a, target) ? target : kNoTarget;
+}
+
 // outside: the weight of a row whose target is not a column.
 template <bool Optional>
 __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target, float outside = kNaN) {
   if (Optional && !a.target) return {kNoTarget, 1.f};
   if (target == a.ignore_index) return {kNoTarget, 0.f};
-  if (target < 0 || target >= a.rows.n) return {kNoTarget, outside};
+  if (!is_column(a, target)) return {kNoTarget, outside};
   return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
 }
 
@@ -130,32 +139,78 @@ __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
 }
 
 // log(s) as two terms: log(s) = k log(2) + log(f), where s = 2^k f and 2^-1/2 <= f < 2^1/2. Adding them in
-// float would round to the magnitude of the sum. s is 0 if all elements of the row are -inf.
-__device__ __forceinline__ float2 log_parts(float s) {
+// float would round to the magnitude of the sum. s is 0 if all elements of the row are -inf. rest is s - 1,
+// which may have digits that s has not: log(s) is nearly proportional to it.
+__device__ __forceinline__ float2 log_parts(float s, float rest) {
   const int bits = __float_as_int(s), k = (bits - 0x3f3504f3) >> 23;
   constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // log(2) = kHigh + kLow; k * kHigh is exact
-  const float2 log = {k * kHigh, fmaf(k, kLow, logf(__int_as_float(bits - (k << 23))))};
+  const float f = __int_as_float(bits - (k << 23)), log_f = logf(f);
+  const float near_1 = f == 1.f ? rest : log_f * __fdividef(rest, f - 1.f);
+  const float2 log = {k * kHigh, k == 0 ? near_1 : fmaf(k, kLow, log_f)};
   return s > 0.f ? log : make_float2(s == 0.f ? -kInfinity : s, 0.f);  // if s is NaN, NaN
 }
 
-// Subtracts `amount` from element i of the row, if the vector v at element e of a view contains it. `origin`
-// is the view's origin. Only one vector of a row contains it, so the branch costs little. The loop uses
-// constant indices, which keeps v in registers.
-template <int E>
-__device__ __forceinline__ void subtract_at(int64_t i, int64_t origin, int e, float amount, float (&v)[E]) {
-  const int64_t left = i - origin;
-  // The position of i in the view. It is the same for all vectors, so that it takes one register.
-  const unsigned at = left < 0 || left > INT32_MAX ? ~0u : static_cast<unsigned>(left);
-  if (at - e >= E) return;
+// 1 - exp(-y) for 0 <= y < 1/4, by its series up to y^6: the first term that is left out is 2^-24 of it
+__device__ __forceinline__ float one_minus_exp(float y) {
+  float v = 1.f;
 #pragma unroll
-  for (int j = 0; j < E; j++)
-    if (at - e == j) v[j] -= amount;
+  for (int i = 6; i > 1; i--) v = fmaf(v, -y * (1.f / i), 1.f);
+  return v * y;
 }
+
+// Where element i of a row is in a view, or ~0u if it is before the view or far behind it. That is the same
+// for all vectors, so that it takes one register. `origin` is the view's origin.
+__device__ __forceinline__ unsigned position_in_view(int64_t i, int64_t origin) {
+  const int64_t left = i - origin;
+  return left < 0 || left > INT32_MAX ? ~0u : static_cast<unsigned>(left);
+}
+
+// Replaces element i of the row by value(element), if the vector v at element e of a view contains it. Only
+// one vector of a row contains it, so the branch costs little. The loop uses constant indices, which keeps v
+// in registers.
+template <int E, class Value>
+__device__ __forceinline__ void replace_at(int64_t i, int64_t origin, int e, float (&v)[E], Value value) {
+  const unsigned j = position_in_view(i, origin) - e;
+  if (j >= E) return;
+  float old = 0.f;
+#pragma unroll
+  for (unsigned k = 0; k < E; k++) old = j == k ? v[k] : old;
+  const float replacement = value(old);
+#pragma unroll
+  for (unsigned k = 0; k < E; k++) v[k] = j == k ? replacement : v[k];
+}
+
+// Replaces element i of the row by -infinity, if one of a thread's vectors contains it. They are `Step`
+// elements apart, the first at element e.
+template <class T, int Step, int V>
+__device__ __forceinline__ void exclude_column(int64_t i, int64_t origin, int e, uint4 (&v)[V]) {
+  constexpr int E = kElements<T>;
+  const unsigned at = position_in_view(i, origin + e);
+  if (at % Step >= E || at / Step >= V) return;
+#pragma unroll
+  for (int k = 0; k < V; k++)
+    if (at - k * Step < E) v[k] = masked<T>(v[k], at - k * Step, lowest_vector<T>());
+}
+
+// What forward keeps of a row for a backward with the same bits: the sum of exp(x - max); or if the target
+// has the maximum, minus the sum of the others, because 1 and a small sum would not keep its digits. The sign
+// says which.
+struct SavedSum {
+  float bits;
+  __device__ __forceinline__ static SavedSum of(float sum, float others, bool target_is_max) {
+    return {target_is_max ? -others : sum};
+  }
+  __device__ __forceinline__ float sum() const { return signbit(bits) ? 1.f - bits : bits; }
+};
 
 // loss = weight * (log sum exp(x - max) + max - x[target])
 //
 // Gradient: the same pass computes dx = upstream * weight * (softmax(x) - onehot(target)) / divisor. The
 // divisor of a mean is the sum of the weights.
+//
+// The target stays out of the state. A loss near 0 is then log1p of the others' sum, and the gradient at the
+// target has a factor of that sum: neither is a small difference. Only short rows are summed whole, for speed
+// (see short_rows_body).
 template <class T_, bool Gradient>
 struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using T = T_;
@@ -165,23 +220,39 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   static constexpr bool kMayCacheExp = false;  // the gradient has the bits that backward would compute
   struct Scalars {
     Label label;
-    float logit;  // x[target], in the row's leader only
-    float max, scale, grad;
+    float logit;  // x[target], -inf without a target; without Gradient in the row's leader only
+    float max, scale;
+    float at_target;  // the gradient there
+  };
+  // A complete row. sum: of exp(x - m) over all classes. others: without the target.
+  struct Total {
+    float m, sum, others;
+    float e;  // exp(x[target] - m)
+    __device__ __forceinline__ bool target_is_max() const { return e == 1.f; }
   };
   // StatsThread: only the leader needs the label (see short_rows_body).
   template <bool StatsThread = false>
   __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool leader) {
     Scalars sc = {};
-    if (leader || Gradient && !StatsThread) sc.label.index = load_target<!Gradient>(a, row);
+    if (leader || !StatsThread) sc.label.index = load_target<!Gradient>(a, row);
     return sc;
   }
   // Loads the target's logit. There is a barrier before any thread may overwrite it with a gradient.
   template <bool StatsThread = false>
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t row, Scalars& sc,
                                                          bool leader) {
-    if (leader || Gradient && !StatsThread) sc.label = label<!Gradient>(a, sc.label.index);
-    if (leader && sc.label.index >= 0)
-      sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
+    sc.logit = -kInfinity;
+    if (leader || Gradient && !StatsThread) {
+      sc.label = label<!Gradient>(a, sc.label.index);
+      if (sc.label.index >= 0)
+        sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
+    } else if (!StatsThread) {
+      sc.label.index = column_of(a, sc.label.index);
+    }
+  }
+  template <int Step, int V>
+  __device__ __forceinline__ static void exclude(const Scalars& sc, int64_t origin, int e, uint4 (&v)[V]) {
+    exclude_column<T, Step>(sc.label.index, origin, e, v);
   }
   // Another CTA of the cluster may overwrite the target's logit as soon as it has this CTA's state. So the
   // load must be complete before that is sent. An instruction that uses the value waits for it.
@@ -200,44 +271,65 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   }
   __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
                                                   bool leader) {
-    if constexpr (Gradient) prepare(a, sc, st);
-    if (leader) record(a, row, sc, st);
+    if (!Gradient && !leader) return;
+    const Total total = add_target(sc, st);
+    if (leader) record(a, row, sc, total);
+    if constexpr (Gradient) prepare(a, sc, total);
+  }
+  __device__ __forceinline__ static Total add_target(const Scalars& sc, const State& others) {
+    const float m = fmaxf(others.m, sc.logit), r = State::reference(m);
+    const float e = exp_difference<T>(sc.logit, r);
+    const float rest = others.s * exp_difference<T>(others.m, r);
+    return {m, rest + e, rest, e};
+  }
+  // The same from a state that includes the target. Where that has the maximum, its exponential is 1, and the
+  // subtraction is exact.
+  __device__ __forceinline__ static Total take_target(const Scalars& sc, const State& all) {
+    return {all.m, all.s, all.s - 1.f, exp_difference<T>(sc.logit, State::reference(all.m))};
   }
   // Computes what `map` needs from the state of a complete row.
-  __device__ __forceinline__ static void prepare(const Args& a, Scalars& sc, const State& st) {
+  __device__ __forceinline__ static void prepare(const Args& a, Scalars& sc, const Total& total) {
     if (a.one_pass && a.mean) wait_for_previous_launch();  // it sums the weights while this one reads the row
     const float upstream = a.upstream ? *static_cast<const float*>(a.upstream) : 1.f;
-    sc.grad = row_gradient(a, upstream, sc.label.weight);
-    sc.max = st.m, sc.scale = sc.grad / st.s;
+    const float grad = row_gradient(a, upstream, sc.label.weight);
+    const float scale = grad / total.sum;
+    sc.max = total.m;
+    sc.scale = grad == 0.f ? 0.f : scale;
+    sc.at_target = grad == 0.f ? 0.f : gradient_at_target(total, scale, grad);
+  }
+  // Backward computes it by the same operations.
+  __device__ __forceinline__ static float gradient_at_target(const Total& total, float scale, float grad) {
+    const bool is_max = total.target_is_max();
+    return __fmul_rn(is_max ? -total.others : total.e, scale) - (is_max ? 0.f : grad);
   }
   // Stores the statistics of a row: its loss, and its log-sum-exp.
   __device__ __forceinline__ static void record(const Args& a, int64_t row, const Scalars& sc,
-                                                const State& st) {
+                                                const Total& total) {
     const float weight = sc.label.weight;
-    const float2 log = log_parts(st.s);
+    const bool is_max = total.target_is_max();
+    const float2 log = log_parts(total.sum, is_max ? total.others : total.sum - 1.f);
     const float log_sum = log.x + log.y;
-    const double unweighted = (static_cast<double>(log.x) + log.y) + (static_cast<double>(st.m) - sc.logit);
+    const double unweighted =
+        (static_cast<double>(log.x) + log.y) + (static_cast<double>(total.m) - sc.logit);
     const float loss = weight == 0.f ? 0.f : static_cast<float>(weight * unweighted);
     if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, weight);
     else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
     if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = a.divisor ? loss / load_divisor(a) : loss;
     if (a.log_sum) {
-      static_cast<float*>(a.max)[row * a.max_stride] = st.m;
-      static_cast<float*>(a.log_sum)[row * a.log_sum_stride] = a.sums ? st.s : log_sum;
+      static_cast<float*>(a.max)[row * a.max_stride] = total.m;
+      static_cast<float*>(a.log_sum)[row * a.log_sum_stride] =
+          a.sums ? SavedSum::of(total.sum, total.others, is_max).bits : log_sum;
     } else if (a.max) {
-      static_cast<float*>(a.max)[row * a.max_stride] = st.m + log_sum;
+      static_cast<float*>(a.max)[row * a.max_stride] = total.m + log_sum;
     }
-  }
-  __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) {
-    sc.scale *= rescale_factor<float>(m, State::reference(sc.max));
   }
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {
-    const bool zero = sc.grad == 0.f;
+    const bool zero = sc.scale == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
-    subtract_at(sc.label.index, p.origin, e, sc.grad, dx);
+    replace_at(sc.label.index, p.origin, e, dx, [&](float) { return sc.at_target; });
   }
   // The gradient of any element but the target's. The product is rounded by itself, as in backward.
   template <bool Cached>
@@ -268,7 +360,7 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   struct Scalars {
     int64_t index;
     float max, scale, grad;
-    bool zero;
+    float second;  // the second part of the log-sum-exp: a logarithm, or a SavedSum
   };
   __device__ __forceinline__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
@@ -276,24 +368,35 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     sc.index = load_target<true>(a, row);
     sc.grad = static_cast<const float*>(a.dloss)[row * a.dloss_stride];
     sc.max = static_cast<const float*>(a.max)[row * a.max_stride];
-    sc.scale = a.log_sum ? static_cast<const float*>(a.log_sum)[row * a.log_sum_stride] : 0.f;
+    sc.second = a.log_sum ? static_cast<const float*>(a.log_sum)[row * a.log_sum_stride] : 0.f;
     return sc;
   }
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
     const Label l = label<true>(a, sc.index, a.slice ? 1.f : kNaN);
-    sc.index = l.index, sc.zero = l.weight == 0.f;
+    sc.index = l.index;
     sc.grad = row_gradient(a, sc.grad, l.weight);
     // Maximum and log-sum are separate. So the log-sum is small, and its exponential is accurate to a few
     // ulp, even if the logits are large. With one_pass the sum itself is there, and the operations are those
     // of CrossEntropyForward::prepare.
-    sc.scale = a.sums ? sc.grad / sc.scale : expf(-sc.scale) * sc.grad;
+    sc.scale = a.sums ? sc.grad / SavedSum{sc.second}.sum() : expf(-sc.second) * sc.grad;
+    if (sc.grad == 0.f) sc.scale = 0.f;
   }
   template <bool Unaligned, bool Cached, int E, class View>
-  __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
+  __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {
+    const bool zero = sc.scale == 0.f;
 #pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = sc.zero ? 0.f : __fmul_rn(exp_difference<T>(x[j], sc.max), sc.scale);
-    subtract_at(sc.index, p.origin, e, sc.grad, dx);
+    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : __fmul_rn(exp_difference<T>(x[j], sc.max), sc.scale);
+    replace_at(sc.index, p.origin, e, dx, [&](float softmax) { return at_target(a, sc, softmax); });
+  }
+  // The gradient at the target. softmax: its probability times the row's gradient. Where that is nearly all
+  // of the gradient, their difference would lose the others' share.
+  __device__ __forceinline__ static float at_target(const Args& a, const Scalars& sc, float softmax) {
+    if (sc.grad == 0.f) return 0.f;
+    const bool is_max = softmax == sc.scale;  // its exponential is 1, as in CrossEntropyForward
+    if (is_max && a.sums) return __fmul_rn(sc.second, sc.scale);
+    if (is_max && sc.second < 0.25f) return -sc.grad * one_minus_exp(sc.second);
+    return softmax - sc.grad;
   }
 };
 
@@ -390,9 +493,17 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   // The target's gradient is stored by itself, after the row's vectors. Comparing each vector's position with
   // the target is slower for float32. It is faster for 16-bit elements, which have half as many vectors.
   constexpr bool kPatchTarget = Op::kHasOutput && sizeof(T) == 4 && !Unaligned;
+  // Taking the target out of the sum would cost shorter rows too much: in each of them a lane of the warp
+  // does.
+  constexpr bool kExclude = V * kStep > 1024;
+  static_assert(!(kExclude && kCacheExp), "exponentials would not be relative to the maximum of all classes");
+  const auto total = [](const auto& sc, const State& st) {
+    if constexpr (kExclude) return Op::add_target(sc, st);
+    else return Op::take_target(sc, st);
+  };
   __shared__ Slot<State> states[kRows];
   __shared__ Label labels[Op::kHasOutput ? kRows : 1];
-  __shared__ float logits[kPatchTarget ? kRows : 1];
+  __shared__ float logits[Op::kHasOutput ? kRows : 1];
   const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows, row = base + group;
   const bool active = row < args.rows.m, stats_thread = tid < kRows && base + tid < args.rows.m;
@@ -400,32 +511,33 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
   if (!active) p.bounds.lo = p.bounds.hi = 0;
   auto sc = Op::template load_scalars<true>(args, base + tid, stats_thread);
+  int64_t target = kNoTarget;
+  if constexpr (kExclude) target = load_target<!Op::kHasOutput>(args, active ? row : 0);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
   prefetch_later_rows<Op, false>(args.rows, kRows);  // a little faster here than before tile.load
   Op::template resolve_scalars<true>(args, base + tid, sc, stats_thread);
+  if constexpr (kExclude) exclude_column<T, kStep>(column_of(args, target), p.origin, e, tile.a);
   State st;
   reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
   if (lane == 0) states[group].set(st);
   if constexpr (Op::kHasOutput)
-    if (stats_thread) labels[tid] = sc.label;
+    if (stats_thread) labels[tid] = sc.label, logits[tid] = sc.logit;
   __syncthreads();
   if constexpr (Op::kHasOutput) {
-    sc.label = labels[group];
-    Op::prepare(args, sc, st);
+    sc.label = labels[group], sc.logit = logits[group];
+    Op::prepare(args, sc, total(sc, st));
     if constexpr (kPatchTarget) {
-      if (stats_thread) logits[tid] = sc.logit;
       const int64_t again =
           base + group + args.rows.opaque_zero;  // the view is computed again, to save registers
       p = row_view<Op, Unaligned, true>(args.rows, again < args.rows.m ? again : 0);
       if (again >= args.rows.m) p.bounds.lo = p.bounds.hi = 0;
       e += args.rows.opaque_zero;
       const int64_t target = sc.label.index;
-      const bool mine = sc.grad != 0.f && target >= 0 && target < p.bounds.hi &&
-                        static_cast<int>(target) / kElements<T> % TPR == lane;
-      const float x_target = mine ? to_float(p.a[target]) : 0.f;
-      if (sc.grad == 0.f) {  // makes all gradients 0, even if a logit is NaN
-        sc.max = sc.scale = 0.f;
+      const bool mine =
+          target >= 0 && target < p.bounds.hi && static_cast<int>(target) / kElements<T> % TPR == lane;
+      if (sc.scale == 0.f) {  // makes all gradients 0, even if a logit is NaN
+        sc.max = 0.f;
 #pragma unroll
         for (int i = 0; i < V; i++) tile.a[i] = zero_vector();
       }
@@ -440,9 +552,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
         for (int j = 0; j < kElements<T>; j++) dx[j] = Op::template scaled<false>(sc, x[j]);
         store_vector(y + i * kStep, dx);
       }
-      if (mine)
-        static_cast<T*>(p.y)[target] = from_float<T>(Op::template scaled<false>(sc, x_target) - sc.grad);
-      if (stats_thread) sc.label = labels[tid], sc.logit = logits[tid];
+      if (mine) static_cast<T*>(p.y)[target] = from_float<T>(sc.at_target);
     } else {
       if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
       if constexpr (Unaligned) {
@@ -452,10 +562,10 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
       }
       using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, false>;
       tile.map(args, sc, p, e, kStep, Operands(args, p, e));
-      if (stats_thread) sc.label = labels[tid];
     }
+    if (stats_thread) sc.label = labels[tid], sc.logit = logits[tid];
   }
-  if (stats_thread) Op::record(args, base + tid + args.rows.opaque_zero, sc, states[tid].get());
+  if (stats_thread) Op::record(args, base + tid + args.rows.opaque_zero, sc, total(sc, states[tid].get()));
   Op::finish_launch(args);
 }
 

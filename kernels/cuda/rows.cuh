@@ -168,6 +168,10 @@ struct RowOperator {
   // Loads that depend on these. They are issued while the row is being loaded.
   template <class Args, class Scalars>
   __device__ __forceinline__ static void resolve_scalars(const Args&, int64_t row, Scalars&, bool leader) {}
+  // Takes elements that are not to be reduced out of a thread's vectors. These are `Step` elements apart, the
+  // first at element e.
+  template <int Step, class Scalars, int V>
+  __device__ __forceinline__ static void exclude(const Scalars&, int64_t origin, int e, uint4 (&v)[V]) {}
   // Waits for these loads. Afterwards other CTAs of the cluster may overwrite the row.
   template <class Args, class Scalars>
   __device__ __forceinline__ static void await_scalars(const Args&, Scalars&) {}
@@ -349,6 +353,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters>;
   const Operands operands(args, p, e);
   Op::resolve_scalars(args, active ? row : 0, sc, leader);
+  Op::template exclude<kStep>(sc, p.origin, e, tile.a);
   State st;
   reduce_tile<Op, Place::kLanes>(args, st, tile, p, e, kStep);
   const State own = st;
@@ -431,6 +436,7 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   for (int e = threadIdx.x * kElements<T>; e < p.bounds.hi; e += V * kStep) {
     Tile<Op, V, Unaligned, Unaligned && !SameOffset, SameOffset> tile;
     tile.load(p, e, kStep);
+    Op::template exclude<kStep>(sc, p.origin, e, tile.a);
     Op::accumulate(args, st, tile, p, e, kStep);
   }
   st.template reduce_lanes<32>();

@@ -214,6 +214,21 @@ __device__ __forceinline__ uint4 masked(uint4 v, int lo, int hi, uint4 fill) {
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
+// Replaces element j of v by that of `fill`.
+template <class T>
+__device__ __forceinline__ uint4 masked(uint4 v, unsigned j, uint4 fill) {
+  const unsigned word = j * sizeof(T) / 4;
+  const unsigned mask = sizeof(T) == 4 ? ~0u : j % 2 ? 0xffff0000u : 0xffffu;
+  unsigned w[4] = {v.x, v.y, v.z, v.w};
+  const unsigned f[4] = {fill.x, fill.y, fill.z, fill.w};
+#pragma unroll
+  for (unsigned i = 0; i < 4; i++) {
+    const unsigned m = i == word ? mask : 0;  // a branch would make the compiler index w at run time
+    w[i] = (w[i] & ~m) | (f[i] & m);
+  }
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
 // Loads the elements [lo, hi) of a vector one by one. The others are those of `fill`.
 template <class T>
 __device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4 fill) {

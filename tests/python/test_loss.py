@@ -275,8 +275,8 @@ def certain(case, n, dtype, device):
 @pytest.mark.parametrize("case", CONFIDENT)
 @pytest.mark.parametrize("how", ["two passes", "one pass", "forward", "parts", "in place", "missed"])
 def test_confident_token(device, how, case, n, dtype, single_pass):
-    if device == "cuda":
-        pytest.skip("CUDA kernels include the target in the sum")
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 is served on the CPU only")
     if n == 1 and case in ("two", "last"):
         pytest.skip("one class has no other")
     x, target, loss, dx = certain(case, n, dtype, device)
@@ -284,7 +284,7 @@ def test_confident_token(device, how, case, n, dtype, single_pass):
     if how == "forward":
         got, gradient = gander.cross_entropy_fwd(x, target, return_dx=True)
     elif how == "parts":
-        got, lse, gradient = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
+        got, _, gradient = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
     else:
         leaf = x.clone().requires_grad_()
         if how == "two passes":
@@ -300,7 +300,9 @@ def test_confident_token(device, how, case, n, dtype, single_pass):
         gradient = leaf.grad / (4 if how == "missed" else 1)
     gradient = gradient.gather(1, target[:, None]).squeeze(1)
     smallest = torch.finfo(torch.float32).tiny  # float32 has fewer digits below
+    if device == "cuda" and n <= 1024:
+        smallest = 2e-7  # kernels of short rows sum all classes
     torch.testing.assert_close(got.double(), loss, rtol=1e-5, atol=smallest)
     ulp = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
-    tiny = smallest if dtype != torch.float16 else 6e-8
+    tiny = max(smallest, 6e-8 if dtype == torch.float16 else 0)
     torch.testing.assert_close(gradient.double(), dx, rtol=max(ulp, 1e-12), atol=tiny)
