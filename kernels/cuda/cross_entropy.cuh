@@ -509,7 +509,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   const bool active = row < args.rows.m, stats_thread = tid < kRows && base + tid < args.rows.m;
   int e = lane * kElements<T>;
   RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
-  if (!active) p.bounds.lo = p.bounds.hi = 0;
+  if (!active) p.bounds.clear();
   auto sc = Op::template load_scalars<true>(args, base + tid, stats_thread);
   int64_t target = kNoTarget;
   if constexpr (kExclude) target = load_target<!Op::kHasOutput>(args, active ? row : 0);
@@ -531,7 +531,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
       const int64_t again =
           base + group + args.rows.opaque_zero;  // the view is computed again, to save registers
       p = row_view<Op, Unaligned, true>(args.rows, again < args.rows.m ? again : 0);
-      if (again >= args.rows.m) p.bounds.lo = p.bounds.hi = 0;
+      if (again >= args.rows.m) p.bounds.clear();
       e += args.rows.opaque_zero;
       const int64_t target = sc.label.index;
       const bool mine =
@@ -557,7 +557,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
       if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
       if constexpr (Unaligned) {
         p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
-        if (!active) p.bounds.lo = p.bounds.hi = 0;
+        if (!active) p.bounds.clear();
         e += args.rows.opaque_zero;
       }
       using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, false>;

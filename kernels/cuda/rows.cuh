@@ -346,7 +346,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (Cluster) leader = leader && cluster_rank() == 0;
 #endif
   RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
-  if (!active) p.bounds.lo = p.bounds.hi = 0;
+  if (!active) p.bounds.clear();
   auto sc = Op::load_scalars(args, active ? row : 0, leader);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
@@ -371,7 +371,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
     if constexpr (Unaligned) {  // computed again: the view and masks derived from it would take registers
       p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
-      if (!active) p.bounds.lo = p.bounds.hi = 0;
+      if (!active) p.bounds.clear();
       e += args.rows.opaque_zero;
     }
     tile.map(args, sc, p, e, kStep, operands);

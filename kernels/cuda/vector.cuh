@@ -147,6 +147,8 @@ __device__ __forceinline__ float tile_max(T, const uint4 (&v)[V]) {
 struct Bounds {
   int lo, hi;
   int load_end;  // 16-byte loads must end here at the latest
+  // No element is in bounds, nor is one near them. At lo = hi = 0 a shifted vector would still touch them.
+  __device__ __forceinline__ void clear() { lo = hi = INT32_MIN / 2; }
   template <int E>
   __device__ __forceinline__ bool whole(int e) const {
     return e >= lo && e + E <= hi;
