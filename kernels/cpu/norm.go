@@ -59,6 +59,7 @@ type normForward[T float] struct{}
 func (normForward[T]) plan(c *call[T], workers int) {
 	c.planRows(workers)
 	c.planWeight()
+	c.plan.raw = c.scalesOnly() && c.x.DType == c.y.DType && c.funcs.scaleRaw[c.x.DType] != nil
 	if c.hasShift() {
 		c.bias = perColumn[T]{Vector: c.norm.Bias}
 		c.plan.biases = c.converted(&c.bias)
@@ -71,6 +72,20 @@ func (normForward[T]) run(c *call[T]) {
 	c.runRows()
 }
 
+// rawStep is how many of n columns a raw function works on at a time: all, if all weights are there in T.
+func (w *worker[T]) rawStep(n int) int {
+	if w.weight.Present() && (w.weight.inPlace() || !w.long) {
+		return n
+	}
+	return min(n, block)
+}
+
+// scalesOnly tells whether y is the product of x, rstd and the weight, and all that is wanted of the rows.
+func (c *call[T]) scalesOnly() bool {
+	return !c.norm.Residual.Present() && !c.norm.ResidualOut.Present() && !c.norm.RoundNormalized &&
+		!c.hasShift()
+}
+
 // hasShift tells whether y is more than a product of h, rstd and the weight.
 func (c *call[T]) hasShift() bool { return c.norm.Center || c.norm.Bias.Present() }
 
@@ -78,6 +93,11 @@ func (c *call[T]) hasShift() bool { return c.norm.Center || c.norm.Bias.Present(
 func (normForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
 	for j := lo; j < hi; j += block {
 		n, p := min(block, hi-j), &partials[j/block]
+		if w.plan.raw {
+			x := rowAt(&w.x, row, j)
+			p.sum = w.funcs.dotRaw[w.x.DType](x, x, n)
+			continue
+		}
 		h := w.normalized(row, j, n, false)
 		if !w.norm.Center {
 			p.sum = w.funcs.dot(h, h)
@@ -127,6 +147,14 @@ func (c *call[T]) blockSize(i int) float64 { return float64(min(block, c.cols-i*
 func (normForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
 	mean, rest := splitFloat[T](s.b)
 	out := &w.norm.ResidualOut
+	if w.plan.raw {
+		step := w.rawStep(hi - lo)
+		for j := lo; j < hi; j += step {
+			weight := w.columnsOf(&w.weight, 2, j, min(step, hi-j))
+			w.funcs.scaleRaw[w.x.DType](rowAt(&w.y, row, j), rowAt(&w.x, row, j), weight, T(s.a))
+		}
+		return
+	}
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		h := w.normalized(row, j, n, true)
@@ -275,7 +303,17 @@ func (normBackward[T]) plan(c *call[T], workers int) {
 		c.plan = plan{splitRows: true, tasks: max(c.rows*c.chunks(), c.blocks), columns: vectors * block}
 	}
 	c.plan.vectors = vectors
+	if vectors == 1 && c.norm.DW.Present() && !c.long && c.hasRawGradient() {
+		c.plan.raw, c.plan.recent = true, c.cols
+	}
 	c.planWeight()
+}
+
+// hasRawGradient tells whether RMSNorm's gradient and dw can be computed from rows as they lie in memory.
+func (c *call[T]) hasRawGradient() bool {
+	n, t := &c.norm, c.x.DType
+	return !n.Center && !n.RoundNormalized && !n.DResidualOut.Present() && !n.DResidual.Present() &&
+		c.dy.DType == t && c.dx.DType == t && c.funcs.rmsNormGradRaw[t] != nil
 }
 
 func (normBackward[T]) run(c *call[T]) {
@@ -300,8 +338,12 @@ func partialSums(rows, cols int) int { return max(1, min(64, rows/8, 4<<20/cols)
 func (normBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
 	for j := lo; j < hi; j += block {
 		n, p := min(block, hi-j), &partials[j/block]
-		x, dout := w.centered(row, j, n, false), w.read(1, &w.dy, row, j, n)
 		weight := w.columnsOf(&w.weight, 2, j, n)
+		if w.plan.raw {
+			p.sum = w.funcs.dot3Raw[w.x.DType](rowAt(&w.x, row, j), rowAt(&w.dy, row, j), weight)
+			continue
+		}
+		x, dout := w.centered(row, j, n, false), w.read(1, &w.dy, row, j, n)
 		if w.norm.Center {
 			p.mean, p.sum = w.funcs.sumAndDot3(x, dout, weight)
 			p.mean /= float64(n)
@@ -323,6 +365,15 @@ func (normBackward[T]) combine(w *worker[T], row int, partials []partial) rowSta
 
 func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
 	added, copied := &w.norm.DResidualOut, &w.norm.DResidual
+	if w.plan.raw {
+		step := w.rawStep(hi - lo)
+		for j := lo; j < hi; j += step {
+			n := min(step, hi-j)
+			w.funcs.rmsNormGradRaw[w.x.DType](rowAt(&w.dx, row, j), rowAt(&w.x, row, j), rowAt(&w.dy, row, j),
+				w.columnsOf(&w.weight, 2, j, n), w.recent[j:j+n], T(s.b), T(s.a))
+		}
+		return
+	}
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		x, dout := w.centered(row, j, n, true), w.reread(1, &w.dy, row, j, n)
@@ -378,11 +429,20 @@ func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
 	sums := w.sums[task*size : (task+1)*size]
 	clear(sums)
 	w.setSums(sums, 0, w.cols)
+	clear(w.recent)
 	lo, hi := subrange(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
 		w.row(row)
+		if w.plan.raw && ((row-lo)%recentRows == recentRows-1 || row == hi-1) {
+			w.funcs.accumulate(w.dw, w.recent)
+			clear(w.recent)
+		}
 	}
 }
+
+// recentRows is how many rows of 16-bit elements are summed in T before they are added to dw. So few
+// additions round less than the elements were rounded.
+const recentRows = 16
 
 // setSums makes dw and db the sums of n columns from column from on. sums has room for those of them that are
 // present.

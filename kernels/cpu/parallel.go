@@ -68,6 +68,8 @@ type plan struct {
 	vectors   int  // that are sums over rows: dw and db, as far as they are present
 	sums      int  // rows of partial sums of those
 	columns   int  // numbers that one task sums over all rows
+	recent    int  // numbers that a worker sums over some rows, in T
+	raw       bool // rows are processed as they lie in memory, without a conversion to T
 }
 
 // step is a set of tasks that can run in any order.
@@ -125,6 +127,7 @@ type worker[T float] struct {
 	dw, db   []float64       // sums over rows from column sumFrom on, nil for absent ones
 	sumFrom  int             // column
 	columns  []float64       // memory for dw and db, see plan.columns
+	recent   []T             // sums over rows that are not in dw yet, see plan.recent
 	_        [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
 }
 
@@ -251,6 +254,7 @@ func (c *call[T]) layOut(memory []byte) int {
 			w.rounded = take[T](&a, 2*c.blockRoom)
 		}
 		w.partials, w.columns = take[partial](&a, blocks), take[float64](&a, c.plan.columns)
+		w.recent = take[T](&a, c.plan.recent)
 		w.dw, w.db = nil, nil
 	}
 	return a.used

@@ -35,12 +35,15 @@ type rowFuncs[T float] struct {
 	normalize  func(dst, x, w, b []T, hi, lo, c T)                 // dst = ((x - hi) - lo) * c * w + b
 	normGrad   func(dst, x, w, dout []T, k, m, r float64)          // dst = (dout * w - x * k - m) * r
 
-	// Fast paths, nil where there is none. dotRaw and softmaxGradRaw take memory of the DType that they are
-	// indexed by, without a conversion to T. With stream, dst is aligned to 64 bytes and written past the
-	// cache.
+	// Fast paths, nil where there is none. Those named raw take memory of the DType that they are indexed by,
+	// without a conversion to T. With stream, dst is aligned to 64 bytes and written past the cache.
 	expSum         func(src []T, m T) float64 // sum of exp(src - m), with the same bits as exp's
 	dotRaw         [4]func(x, y unsafe.Pointer, n int) float64
 	softmaxGradRaw [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+	scaleRaw       [4]func(dst, x unsafe.Pointer, w []T, c T)   // dst = x * c * w
+	dot3Raw        [4]func(x, dy unsafe.Pointer, w []T) float64 // sum of x * dy * w
+	// dx = (dy * w - x * k) * r, and sums += x * r * dy
+	rmsNormGradRaw [4]func(dx, x, dy unsafe.Pointer, w, sums []T, k, r T)
 }
 
 // The exponential function in float32: with n = round(x / ln 2) and r = x - n ln 2, exp(x) is 2^n (1 + r +

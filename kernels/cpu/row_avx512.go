@@ -51,11 +51,25 @@ var avx512 = rowFuncs[float32]{
 	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{
 		kernels.Float16:  dotFloat16AVX512,
 		kernels.BFloat16: dotBFloat16AVX512,
+		kernels.Float32:  dotFloat32AVX512,
 	},
 	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool){
 		kernels.Float16:  softmaxGradFloat16AVX512,
 		kernels.BFloat16: softmaxGradBFloat16AVX512,
 		kernels.Float32:  softmaxGradFloat32AVX512,
+	},
+	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32){
+		kernels.Float16:  scaleFloat16AVX512,
+		kernels.BFloat16: scaleBFloat16AVX512,
+		kernels.Float32:  scaleFloat32AVX512,
+	},
+	dot3Raw: [4]func(x, dy unsafe.Pointer, w []float32) float64{
+		kernels.Float16:  dot3Float16AVX512,
+		kernels.BFloat16: dot3BFloat16AVX512,
+	},
+	rmsNormGradRaw: [4]func(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32){
+		kernels.Float16:  rmsNormGradFloat16AVX512,
+		kernels.BFloat16: rmsNormGradBFloat16AVX512,
 	},
 }
 
@@ -147,6 +161,10 @@ func dotAVX512(x, y []float32) float64 {
 		s0 = loadTailWide8(x, i, mask).MulAdd(loadTailWide8(y, i, mask), s0)
 	}
 	return sum16(s0, s1)
+}
+
+func dotFloat32AVX512(x, y unsafe.Pointer, n int) float64 {
+	return dotAVX512(unsafe.Slice((*float32)(x), n), unsafe.Slice((*float32)(y), n))
 }
 
 //go:nocheckptr
@@ -257,6 +275,29 @@ func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32,
 
 //go:noescape
 func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+
+// In norm_amd64.s.
+//
+//go:noescape
+func scaleFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32)
+
+//go:noescape
+func scaleBFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32)
+
+//go:noescape
+func scaleFloat32AVX512(dst, x unsafe.Pointer, w []float32, c float32)
+
+//go:noescape
+func dot3Float16AVX512(x, dy unsafe.Pointer, w []float32) float64
+
+//go:noescape
+func dot3BFloat16AVX512(x, dy unsafe.Pointer, w []float32) float64
+
+//go:noescape
+func rmsNormGradFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32)
+
+//go:noescape
+func rmsNormGradBFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32)
 
 //go:nocheckptr
 func sumAVX512(dst, x, y []float32) {

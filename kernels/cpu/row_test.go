@@ -312,3 +312,62 @@ func FuzzConversions(f *testing.F) {
 		}
 	})
 }
+
+// TestRawNorms checks the functions of norms that work on rows in memory, with numbers that all types hold.
+func TestRawNorms(t *testing.T) {
+	small := func(n, step int) []float32 {
+		v := make([]float32, n)
+		for i := range v {
+			v[i] = float32(i*step%7 - 3)
+		}
+		return v
+	}
+	for _, k := range supportedRowFuncs {
+		for dtype, scale := range k.scaleRaw {
+			if scale == nil {
+				continue
+			}
+			// in memory, with room for one more element, which must stay 1
+			stored := func(v []float32) unsafe.Pointer {
+				v = append(slices.Clone(v), 1)
+				if kernels.DType(dtype) == kernels.Float32 {
+					return unsafe.Pointer(&v[0])
+				}
+				p := unsafe.Pointer(&make([]uint16, len(v))[0])
+				k.store[dtype](p, v, 1)
+				return p
+			}
+			loaded := func(p unsafe.Pointer, n int) []float32 {
+				if kernels.DType(dtype) == kernels.Float32 {
+					return unsafe.Slice((*float32)(p), n+1)
+				}
+				v := make([]float32, n+1)
+				k.load[dtype](v, p)
+				return v
+			}
+			for _, n := range []int{1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 1000} {
+				x, dy, w := small(n, 1), small(n, 2), small(n, 3)
+				product := 0.0
+				dst, dx := make([]float32, n), make([]float32, n)
+				sums, want := make([]float32, n), make([]float32, n)
+				for i := range n {
+					sums[i] = float32(i)
+					dst[i], dx[i] = x[i]*2*w[i], (dy[i]*w[i]-x[i]*2)*3
+					want[i] = float32(i) + x[i]*3*dy[i]
+					product += float64(x[i] * dy[i] * w[i])
+				}
+				p := stored(make([]float32, n))
+				scale(p, stored(x), w, 2)
+				require.Equal(t, append(dst, 1), loaded(p, n), "%s scale %d %d", k.name, dtype, n)
+				if k.rmsNormGradRaw[dtype] == nil {
+					continue
+				}
+				require.Equal(t, product, k.dot3Raw[dtype](stored(x), stored(dy), w), "%s %d %d", k.name, dtype, n)
+				p = stored(dy) // in place
+				k.rmsNormGradRaw[dtype](p, stored(x), p, w, sums, 2, 3)
+				require.Equal(t, append(dx, 1), loaded(p, n), "%s gradient %d %d", k.name, dtype, n)
+				require.Equal(t, want, sums, "%s sums %d %d", k.name, dtype, n)
+			}
+		}
+	}
+}
