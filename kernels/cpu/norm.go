@@ -303,16 +303,18 @@ func (normBackward[T]) plan(c *call[T], workers int) {
 		c.plan = plan{splitRows: true, tasks: max(c.rows*c.chunks(), c.blocks), columns: vectors * block}
 	}
 	c.plan.vectors = vectors
-	if vectors == 1 && c.norm.DW.Present() && !c.long && c.hasRawGradient() {
-		c.plan.raw, c.plan.recent = true, c.cols
+	c.plan.raw = c.hasRawGradient()
+	if c.plan.raw && c.norm.DW.Present() {
+		c.plan.recent = c.cols
 	}
 	c.planWeight()
 }
 
-// hasRawGradient tells whether RMSNorm's gradient and dw can be computed from rows as they lie in memory.
+// hasRawGradient tells whether RMSNorm's gradient can be computed from rows as they lie in memory. It does not
+// depend on which of dw and db are wanted, so that dx has the same bits with and without them.
 func (c *call[T]) hasRawGradient() bool {
 	n, t := &c.norm, c.x.DType
-	return !n.Center && !n.RoundNormalized && !n.DResidualOut.Present() && !n.DResidual.Present() &&
+	return !c.long && !n.Center && !n.RoundNormalized && !n.DResidualOut.Present() && !n.DResidual.Present() &&
 		c.dy.DType == t && c.dx.DType == t && c.funcs.rmsNormGradRaw[t] != nil
 }
 
@@ -366,12 +368,7 @@ func (normBackward[T]) combine(w *worker[T], row int, partials []partial) rowSta
 func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
 	added, copied := &w.norm.DResidualOut, &w.norm.DResidual
 	if w.plan.raw {
-		step := w.rawStep(hi - lo)
-		for j := lo; j < hi; j += step {
-			n := min(step, hi-j)
-			w.funcs.rmsNormGradRaw[w.x.DType](rowAt(&w.dx, row, j), rowAt(&w.x, row, j), rowAt(&w.dy, row, j),
-				w.columnsOf(&w.weight, 2, j, n), w.recent[j:j+n], T(s.b), T(s.a))
-		}
+		w.rawGradient(row, lo, hi, s)
 		return
 	}
 	for j := lo; j < hi; j += block {
@@ -405,6 +402,26 @@ func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s 
 	}
 }
 
+// rawGradient is the second pass where hasRawGradient.
+func (w *worker[T]) rawGradient(row, lo, hi int, s rowStats) {
+	step := w.rawStep(hi - lo)
+	if w.db != nil {
+		step = min(step, block)
+	}
+	for j := lo; j < hi; j += step {
+		n := min(step, hi-j)
+		var sums []T
+		if w.dw != nil {
+			sums = w.recent[j:][:n]
+		}
+		if w.db != nil {
+			w.funcs.accumulate(w.db[j:][:n], w.read(1, &w.dy, row, j, n))
+		}
+		w.funcs.rmsNormGradRaw[w.x.DType](rowAt(&w.dx, row, j), rowAt(&w.x, row, j), rowAt(&w.dy, row, j),
+			w.columnsOf(&w.weight, 2, j, n), sums, T(s.b), T(s.a))
+	}
+}
+
 // centered is n elements of x - mean, which RMSNorm has in x. The second pass finds them in scratch space if
 // the row is short enough.
 func (w *worker[T]) centered(row, j, n int, again bool) []T {
@@ -433,7 +450,7 @@ func (rowsAndSumsStep[T]) do(w *worker[T], task int) {
 	lo, hi := subrange(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
 		w.row(row)
-		if w.plan.raw && ((row-lo)%recentRows == recentRows-1 || row == hi-1) {
+		if len(w.recent) > 0 && ((row-lo)%recentRows == recentRows-1 || row == hi-1) {
 			w.funcs.accumulate(w.dw, w.recent)
 			clear(w.recent)
 		}

@@ -163,7 +163,8 @@ done:                          ; \
 	VZEROUPPER                 ; \
 	RET
 
-// dx = (dy * w - x * k) * r, and sums += x * r * dy. DI, SI, DX, R8 and R9 point at dx, x, dy, w and sums.
+// dx = (dy * w - x * k) * r, and sums += x * r * dy unless sums is nil. DI, SI, DX, R8 and R9 point at dx, x,
+// dy, w and sums.
 #define GRADIENT(CONSTANTS, LOAD, LOAD_TAIL, STORE, STORE_TAIL) \
 	MOVQ         dx+0(FP), DI         ; \
 	MOVQ         x+8(FP), SI          ; \
@@ -184,9 +185,13 @@ loop:                                 ; \
 	VMULPS       (R8), Z1, Z2         ; \
 	VFNMADD231PS Z30, Z0, Z2          ; \
 	VMULPS       Z31, Z2, Z2          ; \
+	TESTQ        R9, R9               ; \
+	JEQ          store                ; \
 	VMULPS       Z31, Z0, Z0          ; \
 	VFMADD213PS  (R9), Z1, Z0         ; \
 	VMOVUPS      Z0, (R9)             ; \
+	ADDQ         $64, R9              ; \
+store:                                ; \
 	STORE(Z2, Z3, K1, (DI))           ; \
 	PREFETCHT0   (R11)                ; \
 	PREFETCHT0   (R12)                ; \
@@ -196,7 +201,6 @@ loop:                                 ; \
 	ADDQ         $32, DX              ; \
 	ADDQ         $32, DI              ; \
 	ADDQ         $64, R8              ; \
-	ADDQ         $64, R9              ; \
 	SUBQ         $16, CX              ; \
 	JGE          loop                 ; \
 tail:                                 ; \
@@ -209,10 +213,13 @@ tail:                                 ; \
 	VMULPS       Z1, Z2, Z2           ; \
 	VFNMADD231PS Z30, Z0, Z2          ; \
 	VMULPS       Z31, Z2, Z2          ; \
+	TESTQ        R9, R9               ; \
+	JEQ          storeTail            ; \
 	VMULPS       Z31, Z0, Z0          ; \
 	VMOVUPS.Z    (R9), K5, Z4         ; \
 	VFMADD213PS  Z4, Z1, Z0           ; \
 	VMOVUPS      Z0, K5, (R9)         ; \
+storeTail:                            ; \
 	STORE_TAIL(Z2, Z3, K1, (DI))      ; \
 done:                                 ; \
 	VZEROUPPER                        ; \

@@ -367,6 +367,9 @@ func TestRawNorms(t *testing.T) {
 				k.rmsNormGradRaw[dtype](p, stored(x), p, w, sums, 2, 3)
 				require.Equal(t, append(dx, 1), loaded(p, n), "%s gradient %d %d", k.name, dtype, n)
 				require.Equal(t, want, sums, "%s sums %d %d", k.name, dtype, n)
+				p = stored(dy)
+				k.rmsNormGradRaw[dtype](p, stored(x), p, w, nil, 2, 3)
+				require.Equal(t, append(dx[:n:n], 1), loaded(p, n), "%s without sums %d %d", k.name, dtype, n)
 			}
 		}
 	}
