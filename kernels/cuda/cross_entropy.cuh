@@ -200,7 +200,8 @@ struct SavedSum {
   __device__ __forceinline__ static SavedSum of(float sum, float others, bool target_is_max) {
     return {target_is_max ? -others : sum};
   }
-  __device__ __forceinline__ float sum() const { return signbit(bits) ? 1.f - bits : bits; }
+  __device__ __forceinline__ bool target_is_max() const { return signbit(bits); }
+  __device__ __forceinline__ float sum() const { return target_is_max() ? 1.f - bits : bits; }
 };
 
 // loss = weight * (log sum exp(x - max) + max - x[target])
@@ -393,9 +394,10 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   // of the gradient, their difference would lose the others' share.
   __device__ __forceinline__ static float at_target(const Args& a, const Scalars& sc, float softmax) {
     if (sc.grad == 0.f) return 0.f;
-    const bool is_max = softmax == sc.scale;  // its exponential is 1, as in CrossEntropyForward
-    if (is_max && a.sums) return __fmul_rn(sc.second, sc.scale);
-    if (is_max && sc.second < 0.25f) return -sc.grad * one_minus_exp(sc.second);
+    if (a.sums)
+      return SavedSum{sc.second}.target_is_max() ? __fmul_rn(sc.second, sc.scale) : softmax - sc.grad;
+    // If the target has the maximum, its exponential is 1.
+    if (softmax == sc.scale && sc.second < 0.25f) return -sc.grad * one_minus_exp(sc.second);
     return softmax - sc.grad;
   }
 };
