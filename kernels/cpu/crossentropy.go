@@ -173,18 +173,25 @@ func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials 
 	w.expBlocks(&w.x, &w.dx, row, lo, hi, t, partials)
 }
 
-// lossOf returns sum, the sum of exp(x - high) over a row, its logarithm, and the row's loss. high is the
-// row's maximum, others the sum without the target. The smaller others is, the smaller is the loss: the
-// logarithm of the sum would keep digits of it only above the rounding error of 1.
-func lossOf(high, others, logit float64) (sum, logSum, loss float64) {
-	e := math.Exp(logit - finiteMax(high))
-	sum = others + e
-	if e == 1 {
-		logSum = math.Log1p(others)
-	} else {
-		logSum = math.Log(sum)
+// lossOf returns a row's loss, the logarithm of its sum of exp(x - high), and what forward saves of the sum.
+// high is the row's maximum, others the sum without the target. The smaller others is, the smaller is the loss:
+// 1 + others would keep only those digits of it that are above the rounding error of 1. So where the target's
+// exponential is 1, others is what is saved, as a negative number.
+func lossOf(high, others, logit float64) (loss, logSum, saved float64) {
+	saved = -others
+	if e := math.Exp(logit - finiteMax(high)); e != 1 {
+		saved = others + e
 	}
-	return sum, logSum, (high - logit) + logSum
+	_, logSum = fromSaved(saved)
+	return (high - logit) + logSum, logSum, saved
+}
+
+// fromSaved returns a row's sum of exp(x - max), and its logarithm.
+func fromSaved(saved float64) (sum, logSum float64) {
+	if math.Signbit(saved) {
+		return 1 - saved, math.Log1p(-saved)
+	}
+	return saved, math.Log(saved)
 }
 
 // combine: a is the maximum, b the factor of the exponentials, c the gradient at the target.
@@ -207,8 +214,9 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 		maxOthers, sumOthers := logSumExp(partials)
 		high := larger(maxOthers, logit)
 		others := sumOthers * expDiff(maxOthers, high)
-		sum, logSum, unweighted := lossOf(high, others, logit)
-		w.writeLSE(row, high, logSum, others)
+		unweighted, logSum, saved := lossOf(high, others, logit)
+		sum, _ := fromSaved(saved)
+		w.writeLSE(row, high, logSum, saved)
 		loss = weight * unweighted
 		stats = rowStats{a: high, b: gradient / sum, c: gradient * math.Expm1(-unweighted)}
 	}
@@ -220,12 +228,12 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 	return stats
 }
 
-// writeLSE writes the log-sum-exp, in one part or two. others is what a second part is with OnePass.
-func (w *worker[T]) writeLSE(row int, high, logSum, others float64) {
+// writeLSE writes the log-sum-exp, in one part or two. With OnePass the second part is what is saved of the sum.
+func (w *worker[T]) writeLSE(row int, high, logSum, saved float64) {
 	switch {
 	case w.ce.LogSum.Present() && w.ce.OnePass:
 		put(&w.ce.Max, row, high)
-		put(&w.ce.LogSum, row, others)
+		put(&w.ce.LogSum, row, saved)
 	case w.ce.LogSum.Present():
 		put(&w.ce.Max, row, high)
 		put(&w.ce.LogSum, row, logSum)
@@ -272,12 +280,14 @@ func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowSt
 	if w.ce.LogSum.Present() {
 		logSum = at(&w.ce.LogSum, row)
 	}
-	if w.ce.OnePass {
-		sum, _, loss := lossOf(high, logSum, logit) // as in forward
-		return rowStats{a: high, b: gradient / sum, c: gradient * math.Expm1(-loss)}
+	scale := gradient * math.Exp(-logSum)
+	if w.ce.OnePass { // as in forward
+		var sum float64
+		sum, logSum = fromSaved(logSum)
+		scale = gradient / sum
 	}
 	loss := (high - logit) + logSum
-	return rowStats{a: high, b: gradient * math.Exp(-logSum), c: gradient * math.Expm1(-loss)}
+	return rowStats{a: high, b: scale, c: gradient * math.Expm1(-loss)}
 }
 
 func (crossEntropyBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {

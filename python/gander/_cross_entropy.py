@@ -83,9 +83,12 @@ _one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*
 
 
 def _logarithms(lse):
-    """The statistics that other operators read, from those of the single pass, which has the sums."""
+    """The statistics that other operators read, from those of the single pass.
+
+    That has sums, or where the sign bit is set, minus the sum without the target, whose exponential is 1.
+    """
     high, sums = lse[:-1].chunk(2)
-    return torch.cat((high, sums.log(), lse[-1:]))
+    return torch.cat((high, torch.where(sums.signbit(), (-sums).log1p(), sums.log()), lse[-1:]))
 
 
 def _backward_one_pass(ctx, dloss):

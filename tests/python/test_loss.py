@@ -273,7 +273,9 @@ def certain(case, n, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 1000, 4097, 128256, 140000])
 @pytest.mark.parametrize("case", CONFIDENT)
-@pytest.mark.parametrize("how", ["two passes", "one pass", "forward", "parts", "in place", "missed"])
+@pytest.mark.parametrize(
+    "how", ["two passes", "one pass", "forward", "parts", "in place", "missed", "batched"]
+)
 def test_confident_token(device, how, case, n, dtype, single_pass):
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("float64 is served on the CPU only")
@@ -296,7 +298,11 @@ def test_confident_token(device, how, case, n, dtype, single_pass):
         else:
             rows = [gander.cross_entropy(leaf[i : i + 1], target[i : i + 1], one_pass=True) for i in range(m)]
             got = torch.stack(rows)
-            (got.sum() if how == "one pass" else got.sum() * 4).backward()
+            if how == "batched":
+                upstream = torch.tensor([4.0, 1.0], dtype=got.dtype, device=device)
+                leaf.grad = torch.autograd.grad(got.sum(), leaf, upstream, is_grads_batched=True)[0][1]
+            else:
+                (got.sum() if how == "one pass" else got.sum() * 4).backward()
         gradient = leaf.grad / (4 if how == "missed" else 1)
     gradient = gradient.gather(1, target[:, None]).squeeze(1)
     smallest = torch.finfo(torch.float32).tiny  # float32 has fewer digits below
