@@ -174,9 +174,9 @@ func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials 
 }
 
 // lossOf returns a row's loss, the logarithm of its sum of exp(x - high), and what forward saves of the sum.
-// high is the row's maximum, others the sum without the target. The smaller others is, the smaller is the loss:
-// 1 + others would keep only those digits of it that are above the rounding error of 1. So where the target's
-// exponential is 1, others is what is saved, as a negative number.
+// high is the row's maximum, others the sum without the target. The smaller others is, the smaller is the
+// loss: 1 + others would keep only those digits of it that are above the rounding error of 1. So where the
+// target's exponential is 1, others is what is saved, as a negative number.
 func lossOf(high, others, logit float64) (loss, logSum, saved float64) {
 	saved = -others
 	if e := math.Exp(logit - finiteMax(high)); e != 1 {
@@ -228,7 +228,8 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 	return stats
 }
 
-// writeLSE writes the log-sum-exp, in one part or two. With OnePass the second part is what is saved of the sum.
+// writeLSE writes the log-sum-exp, in one part or two. With OnePass the second part is what is saved of the
+// sum.
 func (w *worker[T]) writeLSE(row int, high, logSum, saved float64) {
 	switch {
 	case w.ce.LogSum.Present() && w.ce.OnePass:
