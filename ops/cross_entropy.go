@@ -236,8 +236,8 @@ func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) 
 }
 
 // statistics checks the log-sum-exp of the rows. It has M elements; or shape (2, M), with the maxima and the
-// logarithms of the sums (with one_pass see kernels.CrossEntropy); or 2 M + 1 elements, the same two parts and then the
-// denominator.
+// logarithms of the sums (with one_pass see kernels.CrossEntropy); or 2 M + 1 elements, the same two parts
+// and then the denominator.
 func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64) (s logSumExp) {
 	const shapes = perRow + ", (2, M), or 2 M + 1 with the denominator"
 	if k.err != nil || t == nil || t.Validate() != nil {

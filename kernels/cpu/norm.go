@@ -310,8 +310,8 @@ func (normBackward[T]) plan(c *call[T], workers int) {
 	c.planWeight()
 }
 
-// hasRawGradient tells whether RMSNorm's gradient can be computed from rows as they lie in memory. It does not
-// depend on which of dw and db are wanted, so that dx has the same bits with and without them.
+// hasRawGradient tells whether RMSNorm's gradient can be computed from rows as they lie in memory. It does
+// not depend on which of dw and db are wanted, so that dx has the same bits with and without them.
 func (c *call[T]) hasRawGradient() bool {
 	n, t := &c.norm, c.x.DType
 	return !c.long && !n.Center && !n.RoundNormalized && !n.DResidualOut.Present() && !n.DResidual.Present() &&

@@ -5,8 +5,8 @@
 #include "textflag.h"
 
 // RMSNorm, directly on rows in memory. Elements of 16 bits are widened in order, because weights and sums lie
-// beside them in float32. CX counts elements, and a vector is 16 of them. While a row is written, the one that
-// usually follows it in memory is prefetched.
+// beside them in float32. CX counts elements, and a vector is 16 of them. While a row is written, the one
+// that usually follows it in memory is prefetched.
 
 // Widens the 16 elements at p to z, for tails only those that K5 selects.
 #define LOAD_BFLOAT16(p, z) \
