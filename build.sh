@@ -20,7 +20,7 @@ readonly GLIBC=2.28                      # the oldest glibc for wheels; python/p
 
 # The checks of `test`: two sequences that run in parallel.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c"
-readonly PYTHON_LANE="ruff clangformat types pytest notorch"
+readonly PYTHON_LANE="ruff clangformat types pytest notorch emulated"
 
 task_help() {
   cat <<'TEXT'
@@ -431,6 +431,15 @@ check_types() {
 
 # Two workers share two cores, so OpenMP's threads must not spin while they wait.
 check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 600; }
+
+# Runs operators on an emulated device. Its libcuda.so.1 lies in a folder that no other check sees.
+check_emulated() {
+  local folder=$STATE/emulator
+  mkdir -p "$folder"
+  "$VENV/bin/python" tests/emulator/build.py "$folder" "${NVCC%/bin/nvcc}/include"
+  LD_LIBRARY_PATH=$folder GANDER_TUNE=row PYTHONPATH=python \
+    "$VENV/bin/python" -m pytest tests/emulator -n 2 --timeout 600
+}
 
 # torch_venv FOLDER VERSION: makes an environment with .venv's packages and another torch. There is no lock
 # file for that torch and its dependencies.

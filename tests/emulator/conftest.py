@@ -1,0 +1,34 @@
+"""Reports which kernels ran, from all processes that share the tests, and fails if they are too few."""
+
+import pytest
+from emulated import DEVICE
+from test_emulated import KERNELS
+
+SHARE = 0.99
+LAUNCHED = pytest.StashKey[set[str]]()
+
+
+def pytest_configure(config):
+    config.stash[LAUNCHED] = set()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node):
+    node.config.stash[LAUNCHED].update(getattr(node, "workeroutput", {}).get("launched", ()))
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    launched = config.stash[LAUNCHED]
+    launched.update(kernel for kernel in KERNELS if DEVICE.launches(kernel) > 0)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["launched"] = sorted(launched)
+    elif not config.option.keyword and len(launched) < SHARE * len(KERNELS):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    launched = config.stash[LAUNCHED]
+    terminalreporter.write_line(f"{len(launched)} of {len(KERNELS)} kernels ran")
+    for kernel in sorted(set(KERNELS) - launched)[:20]:
+        terminalreporter.write_line(f"  not {kernel}")

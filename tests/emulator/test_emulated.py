@@ -1,0 +1,389 @@
+"""Operators on an emulated device, through the planner and the driver, against the CPU.
+
+test_policy runs what the planner chooses for rows of all lengths. test_kernel forces each kernel that reduces
+rows, at lengths around what it holds. The others test options. conftest.py counts the kernels that ran.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulated import DEVICE, FLOATS, ROW, SIZES, Layout, call, check
+
+RANDOM = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32)
+OTHER = {"float16": "float32", "bfloat16": "float16", "float32": "bfloat16"}
+# The element types and shapes of operands, where they are not those of x.
+DTYPES = dict.fromkeys(("mean", "rstd", "loss", "lse", "dloss", "dlse", "denominator"), "float32")
+DTYPES |= {"target": "int64", "mask": "bool"}
+PER_ROW, PER_COLUMN = ("mean", "rstd", "loss", "dloss", "dlse"), ("weight", "bias", "dw", "db")
+
+
+class Rows:
+    """Makes operands of m rows of n elements."""
+
+    def __init__(self, m, n, dtype):
+        self.m, self.n, self.dtype, self._used = m, n, dtype, 0
+
+    def values(self, *shape):
+        count = int(np.prod(shape))
+        self._used = (self._used + 12345) % (len(RANDOM) - count)
+        return RANDOM[self._used : self._used + count].reshape(shape)
+
+    def _shape(self, name):
+        if name in PER_ROW:
+            return (self.m,)
+        if name in PER_COLUMN:
+            return (self.n,)
+        return {"lse": (2, self.m), "denominator": (1,)}.get(name, (self.m, self.n))
+
+    def _input(self, name):
+        if name == "target":  # some are ignored or out of range
+            classes = np.arange(self.m) * 7919 % self.n
+            classes[3::7], classes[5::11] = -100, self.n + 3
+            return classes
+        if name == "lse":
+            return np.stack([np.full(self.m, 4.0), np.full(self.m, np.log(self.n))])
+        values = self.values(*self._shape(name))
+        if name in PER_ROW:
+            return 0.5 + 0.1 * np.abs(values)
+        if name in PER_COLUMN:
+            return 1 + 0.5 * values
+        return {"y": np.abs(values) / self.n**0.5, "mask": values > -1}.get(name, 2 * values)
+
+    def inputs(self, names, **dtypes):
+        dtypes = DTYPES | dtypes
+        return {name: (dtypes.get(name, self.dtype), self._input(name)) for name in names.split()}
+
+    def outputs(self, names, **dtypes):
+        dtypes = DTYPES | dtypes
+        return {name: (dtypes.get(name, self.dtype), self._shape(name)) for name in names.split()}
+
+
+# What calls the kernels of an op: {op: operator, inputs, outputs, options}.
+CALLS = {
+    "softmax_forward": ("softmax_forward", "x", "y", {}),
+    "softmax_backward": ("softmax_backward", "dy y", "dx", {}),
+    "masked_softmax_forward": ("masked_softmax_forward", "x mask", "y", {"scale": 0.5}),
+    "masked_softmax_backward": ("masked_softmax_backward", "dy y mask", "dx", {"scale": 0.5}),
+    "rmsnorm_forward": ("rmsnorm_forward", "x weight", "y rstd", {}),
+    "rmsnorm_backward_dx": ("rmsnorm_backward", "x weight dout rstd", "dx", {}),
+    "rmsnorm_backward": ("rmsnorm_backward", "x weight dout rstd", "dx dw", {}),
+    "rmsnorm_residual_backward": ("rmsnorm_backward", "x weight dout dresidual_out rstd", "dx dw", {}),
+    "norm_forward": ("rmsnorm_forward", "x weight bias residual", "y residual_out rstd", {}),
+    "norm_backward": ("rmsnorm_backward", "x weight dout rstd", "dx dw db", {"weight_offset": 1.0}),
+    "layernorm_forward": ("layernorm_forward", "x weight bias", "y mean rstd", {}),
+    "layernorm_backward": ("layernorm_backward", "x weight dout mean rstd", "dx dw db", {}),
+    "cross_entropy_forward": ("cross_entropy_forward", "x target weight", "loss lse", {}),
+    "cross_entropy_forward_dx": ("cross_entropy_forward", "x target weight", "loss dx", {}),
+    "cross_entropy_backward": ("cross_entropy_backward", "x target dloss lse", "dx", {}),
+}
+# Where matrices lie, by the end of a kernel's symbol. Aligned kernels need rows of whole vectors. If matrices
+# have different gaps, their rows have different offsets.
+LAYOUTS = {
+    "": Layout(),
+    "_same_offset": Layout(before=1),
+    "_unaligned": Layout(gaps=(0, 1, 2), after=(0, 1, 3)),
+}
+
+
+def length(vectors, dtype, suffix):
+    """The elements of a row that touches at most so many vectors: an odd number, if rows are not aligned."""
+    per_vector = 16 // SIZES[dtype]
+    return vectors * per_vector if suffix == "" else (vectors - 1) * per_vector + 1
+
+
+def run(op, m, n, dtype, suffix, **more):
+    operator, inputs, outputs, options = CALLS[op]
+    rows = Rows(m, n, dtype)
+    return check(
+        operator, rows.inputs(inputs), rows.outputs(outputs), layout=LAYOUTS[suffix], **options | more
+    )
+
+
+@pytest.fixture(autouse=True)
+def planner(monkeypatch, tmp_path):
+    """Sets the row by which the library plans. Before that, it plans by its policy."""
+    monkeypatch.chdir(tmp_path)
+    ROW.write_text("")
+    return ROW.write_text
+
+
+# At, below and above what kernels hold, and between powers of two. Each type has a third of them.
+VECTORS = (
+    1,
+    8,
+    7,
+    30,
+    64,
+    33,
+    129,
+    190,
+    70,
+    300,
+    257,
+    513,
+    700,
+    1030,
+    1024,
+    2600,
+    2049,
+    1500,
+    4097,
+    8200,
+    5000,
+)
+
+
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", CALLS)
+def test_policy(op, dtype, suffix):
+    for vectors in VECTORS[FLOATS.index(dtype) :: 3]:
+        for m in (3, 20 if vectors > 100 else 150):
+            run(op, m, length(vectors, dtype, suffix), dtype, suffix)
+
+
+# ---- Each kernel ----
+
+SOURCES = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
+KERNEL = re.compile(r"^KERNEL\((\w+), .*\)$", re.MULTILINE)  # but not those that devices with clusters drop
+KERNELS = sorted(k for path in SOURCES.glob("*_gen.cu") for k in KERNEL.findall(path.read_text()))
+REGIMES = {
+    "rows": "registers",
+    "staged": "shared-memory",
+    "loop": "persistent-loop",
+    "lanes": "persistent-lanes",
+    "ring": "persistent-ring",
+    "grid_cooperative": "grid-cooperative",
+    "grid_shared_memory": "grid-shared-memory",
+    "partial": "two-passes",
+}
+SYMBOL = re.compile(
+    rf"(?P<op>\w+?)_(?P<shape>{'|'.join(REGIMES)})_(?P<dtype>float16|bfloat16|float32)_"
+    r"(?P<tile>(?P<threads>\d+)x(?P<vectors>\d+)(x\d+)?)"
+    r"(?P<suffix>_same_offset|_unaligned|)(?P<cluster>_cluster|)"
+)
+
+
+def cases(kernel):
+    """(rows of the matrix, vectors of a row, CTAs of a cluster) at which a kernel is run."""
+    threads, shape = int(kernel["threads"]), kernel["shape"]
+    held = threads * int(kernel["vectors"])
+    if shape == "grid_cooperative":  # the first goes through all slots twice
+        return (150, 131, 1), (5, 8 * held, 1), (20, 5 * held - 1, 1)
+    if shape == "grid_shared_memory":  # all of a row in shared memory, or a part of it
+        return (2, 9 * held + 8, 1), (3, 60 * held - 100, 1)
+    if shape == "partial":
+        return (2, 2100, 1), (9, 5000, 1)
+    persistent = shape in ("loop", "lanes", "ring")
+    few, many = (5, 40) if persistent else (2, 3)
+    if threads < 64:
+        many = 300 if persistent else 150
+    if shape == "loop":  # it takes no fewer rows than the device's lanes process at a time
+        few = many
+    if kernel["cluster"]:
+        return (few, 2 * held - 33, 2), (few, 2 * held + 5, 3), (many, 3 * held, 3)
+    shortest = 2 if shape in ("lanes", "ring") else 1  # dw of the shortest rows has another kernel
+    lengths = (shortest, held // 2 + 1, held * 2 // 3 + 1, held - 1, held)[0 if held > 8 else 3 :]
+    return tuple((few if i % 2 else many, v, 1) for i, v in enumerate(lengths))
+
+
+@pytest.mark.parametrize("name", [k for k in KERNELS if SYMBOL.fullmatch(k)])
+def test_kernel(name, planner):
+    kernel = SYMBOL.fullmatch(name)
+    op, dtype, suffix, shape = kernel["op"], kernel["dtype"], kernel["suffix"], kernel["shape"]
+    regime, layout, options = REGIMES[shape], suffix, {}
+    if op == "rmsnorm_backward" and shape in ("rows", "partial"):
+        op = "rmsnorm_backward_dx"
+    if op == "cross_entropy_forward":
+        regime = "stream" if shape == "partial" else regime
+        options["batch_invariant"] = (
+            suffix == "_unaligned"
+        )  # else its only matrix has the same offset as itself
+    if op == "norm_backward" and shape == "partial":
+        regime = "by-columns"
+    if shape == "lanes" and suffix:
+        layout = "_same_offset"
+    per_sm, stages = {"loop": 1, "grid_shared_memory": 2}.get(shape, 0), 3 if shape == "ring" else 0
+    before = DEVICE.launches(name)
+    for m, vectors, ctas in cases(kernel):
+        in_cluster = "cluster-" if ctas > 1 and shape != "ring" else ""
+        planner(
+            f"auto - - - {in_cluster}{regime} {kernel['tile']} ctas={ctas} stages={stages} per-sm={per_sm}"
+        )
+        run(op, m, length(vectors, dtype, suffix), dtype, layout, **options)
+    assert DEVICE.launches(name) > before, f"{name} did not run"
+
+
+# ---- Options ----
+
+
+@pytest.fixture(params=FLOATS)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=(33, 256, 2600))  # lanes, a CTA, a cluster
+def vectors(request):
+    return request.param
+
+
+@pytest.fixture(params=LAYOUTS)
+def rows(request, dtype, vectors):
+    return Rows(5, length(vectors, dtype, request.param), dtype)
+
+
+@pytest.mark.parametrize("log, causal, masked_zero", [(0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 1, 1)])
+def test_masked_softmax(rows, log, causal, masked_zero):
+    options, other = dict(log=log, causal=causal, scale=0.5), OTHER[rows.dtype]
+    boolean = rows.values(rows.m, rows.n) > 0.5
+    boolean[1] = False  # a row that is masked whole
+    additive = np.where(rows.values(1, rows.n) > 1, -np.inf, rows.values(1, rows.n))
+    masks = (
+        ("bool", boolean),
+        (rows.dtype, additive),
+        (other, rows.values(rows.m, 1)),
+        ("float32", additive[0]),
+    )
+    for mask in (None, *masks):
+        given, y = ({"mask": mask}, other) if mask else ({}, rows.dtype)
+        out = rows.outputs("y", y=y)
+        check("masked_softmax_forward", rows.inputs("x") | given, out, masked_zero=masked_zero, **options)
+        given |= rows.inputs("dy y", y=y)
+        if log:
+            given["y"] = y, -2 - given["y"][1]
+        check("masked_softmax_backward", given, rows.outputs("dx"), **options)
+
+
+@pytest.mark.parametrize("weight_offset, round_normalized", [(0, 0), (1, 0), (0, 1), (-0.5, 1)])
+def test_rmsnorm(rows, weight_offset, round_normalized):
+    options, other = dict(weight_offset=weight_offset, round_normalized=round_normalized), OTHER[rows.dtype]
+    # If a number is rounded to its other neighbor and then multiplied, that is more than a unit.
+    options["units"] = 3 if round_normalized else 1
+    parameters = "weight" if round_normalized else "weight bias"
+    inputs = rows.inputs(f"x residual {parameters}", residual="float32", weight=other)
+    check("rmsnorm_forward", inputs, rows.outputs("y rstd residual_out", residual_out=other), **options)
+    check("rmsnorm_forward", rows.inputs("x weight"), rows.outputs("y"), **options)
+    inputs = rows.inputs("x weight dout rstd", weight=other, dout="float32")
+    check("rmsnorm_backward", inputs, rows.outputs("dx dw db", dw=other, db="float32"), **options)
+    inputs = rows.inputs("x weight dout dresidual_out rstd", dresidual_out=other)
+    check("rmsnorm_backward", inputs, rows.outputs("dx dresidual dw", dresidual=other), **options)
+
+
+def test_rmsnorm_without_weight(rows):
+    check("rmsnorm_forward", rows.inputs("x"), rows.outputs("y rstd"))
+    check("rmsnorm_backward", rows.inputs("x dout rstd"), rows.outputs("dx"))
+
+
+def test_layernorm(rows):
+    other = OTHER[rows.dtype]
+    check("layernorm_forward", rows.inputs("x"), rows.outputs("y"))
+    inputs = rows.inputs("x residual weight bias", residual=other, weight="float32")
+    check("layernorm_forward", inputs, rows.outputs("y residual_out mean rstd", residual_out=other))
+    check("layernorm_backward", rows.inputs("x dout mean rstd", dout=other), rows.outputs("dx"))
+    inputs = rows.inputs("x weight dout dresidual_out mean rstd")
+    check("layernorm_backward", inputs, rows.outputs("dx dw db"))
+
+
+@pytest.mark.parametrize("operator", ["rmsnorm", "layernorm"])
+def test_heads(dtype, operator):
+    heads, n = 3, 256 // SIZES[dtype]
+    rows, matrix, parameter = Rows(7 * heads, n, dtype), (dtype, (7, heads, n)), (dtype, (heads, n))
+    x, dout, weight, bias = (
+        (dtype, rows.values(*shape)) for _, shape in (matrix, matrix, parameter, parameter)
+    )
+    check(f"{operator}_forward", {"x": x, "weight": weight, "bias": bias}, {"y": matrix})
+    inputs = rows.inputs("mean rstd" if operator == "layernorm" else "rstd")
+    inputs |= {"x": x, "weight": weight, "dout": dout}
+    check(f"{operator}_backward", inputs, {"dx": matrix, "dw": parameter, "db": parameter})
+
+
+@pytest.mark.parametrize("m", [1, 40, 17000])
+@pytest.mark.parametrize("reduction", [0, 1, 2])  # none, mean, sum
+def test_cross_entropy_reductions(dtype, m, reduction):
+    rows = Rows(m, 8 if m > 1000 else 1001, dtype)
+    inputs = rows.inputs("x target weight", weight="float32")
+    target = inputs["target"][1]
+    target[target >= rows.n] = 0  # such a row would make the sum NaN
+    loss = {"loss": ("float32", (m if reduction == 0 else 1,))}
+    saved = check(
+        "cross_entropy_forward", inputs, loss | rows.outputs("lse denominator"), reduction=reduction
+    )
+    for one_pass in (0, 1) if reduction else (0,):
+        outputs = loss | rows.outputs("denominator dx")
+        check("cross_entropy_forward", inputs, outputs, reduction=reduction, one_pass=one_pass)
+    inputs |= {"lse": ("float32", saved["lse"]), "dloss": ("float32", rows.values(*loss["loss"][1]))}
+    if reduction == 1:
+        inputs["denominator"] = "float32", saved["denominator"]
+    check("cross_entropy_backward", inputs, rows.outputs("dx"), reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", [1, 2])
+def test_one_pass(rows, reduction):
+    """Backward keeps forward's gradient. For another upstream gradient it computes what forward would."""
+    inputs, options = rows.inputs("x target weight"), dict(reduction=reduction, one_pass=1)
+    x, target = inputs["x"][1].copy(), inputs["target"][1]
+    x[0, target[0]] = 20  # of this row backward needs digits that the sum of all exponentials does not have
+    inputs["x"] = rows.dtype, x
+    outputs = {"loss": ("float32", (1,))} | rows.outputs("lse denominator dx")
+    gradients = [{"upstream": ("float32", np.array([v], np.float32))} for v in (0.5, 1 / 3)]
+    saved, other = (call(DEVICE, "cross_entropy_forward", inputs | g, outputs, **options) for g in gradients)
+    inputs |= gradients[0] | {"lse": ("float32", saved["lse"])}
+    if reduction == 1:
+        inputs["denominator"] = "float32", saved["denominator"]
+    for gradient, expected in zip(gradients, (saved, other), strict=True):
+        inputs["dloss"] = gradient["upstream"]
+        got = call(DEVICE, "cross_entropy_backward", inputs, {"dx": (rows.dtype, saved["dx"])}, **options)
+        assert np.array_equal(got["dx"], expected["dx"], equal_nan=True)
+
+
+def test_other_losses(rows):
+    check("cross_entropy_backward", rows.inputs("x target dloss lse"), rows.outputs("dx"), slice=1)
+    lse = check("logsumexp_forward", rows.inputs("x"), {"lse": ("float32", (rows.m,))})["lse"]
+    check("logsumexp_backward", rows.inputs("x dlse") | {"lse": ("float32", lse)}, rows.outputs("dx"))
+    for dloss in (1.0, 0.75):
+        inputs = rows.inputs("x") | {"dloss": ("float32", np.array([dloss]))}
+        check("rescale_gradient", inputs, rows.outputs("y"))
+
+
+# (op of CALLS, an output, the input that it overwrites)
+IN_PLACE = (
+    ("softmax_forward", "y", "x"),
+    ("softmax_backward", "dx", "dy"),
+    ("softmax_backward", "dx", "y"),
+    ("masked_softmax_forward", "y", "x"),
+    ("masked_softmax_backward", "dx", "dy"),
+    ("rmsnorm_forward", "y", "x"),
+    ("norm_forward", "y", "x"),
+    ("norm_forward", "residual_out", "residual"),
+    ("rmsnorm_backward_dx", "dx", "dout"),
+    ("rmsnorm_backward", "dx", "dout"),
+    ("layernorm_backward", "dx", "dout"),
+    ("cross_entropy_forward_dx", "dx", "x"),
+    ("cross_entropy_backward", "dx", "x"),
+)
+
+
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("op, output, over", IN_PLACE)
+def test_in_place(op, output, over, dtype, suffix):
+    for m, vectors in ((40, 33), (3, 256), (3, 2600), (2, 20000)):
+        run(op, m, length(vectors, dtype, suffix), dtype, suffix, over={output: over})
+
+
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize(
+    "op", ["softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward_dx"]
+)
+def test_batch_invariance(op, dtype, suffix):
+    operator, inputs, outputs, _ = CALLS[op]
+    more = dict(layout=LAYOUTS[suffix], batch_invariant=1)
+    for vectors in (33, 256, 2600):
+        rows = Rows(40, length(vectors, dtype, suffix), dtype)
+        given, wanted = rows.inputs(inputs), rows.outputs(outputs)
+        several = check(operator, given, wanted, **more)
+        first = {k: (kind, v[:1] if len(v) == rows.m else v) for k, (kind, v) in given.items()}
+        wanted = {k: (kind, (1, *shape[1:])) for k, (kind, shape) in wanted.items()}
+        for name, values in call(DEVICE, operator, first, wanted, **more).items():
+            assert np.array_equal(values[0], several[name][0]), f"{name} of row 0 depends on the other rows"
