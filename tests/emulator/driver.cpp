@@ -34,14 +34,16 @@ int sms() {
 // before. It is filled with a word.
 CUresult allocate(CUdeviceptr* p, size_t bytes, uint64_t word) {
   const size_t size = (bytes + 15) / 16 * 16, mapped = (size + kPage - 1) / kPage * kPage + kPage;
-  void* const at = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  char* const guard = static_cast<char*>(at) + mapped - kPage;
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+  char* const at = static_cast<char*>(mmap(nullptr, mapped, PROT_READ | PROT_WRITE, flags, -1, 0));
+  char* const guard = at + mapped - kPage;
   if (at == MAP_FAILED || mprotect(guard, kPage, PROT_NONE)) return CUDA_ERROR_OUT_OF_MEMORY;
-  std::fill(static_cast<uint64_t*>(at), reinterpret_cast<uint64_t*>(guard), word);
-  *p = reinterpret_cast<CUdeviceptr>(guard) - size;
+  std::fill(reinterpret_cast<uint64_t*>(at), reinterpret_cast<uint64_t*>(guard), word);
   const std::lock_guard lock(mutex);
-  allocations[*p] = {static_cast<char*>(at), mapped};
-  if (size != bytes) emulator::ends().insert(guard - size + bytes);
+  emulator::surroundings()[guard - size] = at;
+  emulator::surroundings()[guard] = guard - size + bytes;
+  *p = reinterpret_cast<CUdeviceptr>(guard - size);
+  allocations[*p] = {at, mapped};
   return CUDA_SUCCESS;
 }
 
@@ -50,8 +52,8 @@ CUresult release(CUdeviceptr p) {
   const auto found = allocations.find(p);
   if (found == allocations.end()) return CUDA_ERROR_INVALID_VALUE;
   const auto [at, mapped] = found->second;
-  auto& ends = emulator::ends();
-  ends.erase(ends.lower_bound(at), ends.lower_bound(at + mapped));
+  auto& surroundings = emulator::surroundings();
+  surroundings.erase(surroundings.lower_bound(at), surroundings.upper_bound(at + mapped));
   munmap(at, mapped);
   allocations.erase(found);
   return CUDA_SUCCESS;

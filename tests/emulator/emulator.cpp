@@ -305,10 +305,9 @@ void check_alignment(const void* p, size_t bytes) {
 
 void check_read(const void* p, size_t bytes) {
   check_alignment(p, bytes);
-  const char* const begin = static_cast<const char*>(p);
-  for (const char* end : ends())
-    if (begin < end && begin + bytes > end)
-      fail("a load of %zu bytes passes the end of an allocation", bytes);
+  const auto next = surroundings().upper_bound(static_cast<const char*>(p));
+  if (next != surroundings().end() && next->second < static_cast<const char*>(p) + bytes)
+    fail("a load of %zu bytes from %p, which is no allocation's", bytes, p);
 }
 
 void* static_shared(const void* key, size_t bytes, size_t alignment) {
@@ -453,8 +452,8 @@ std::map<std::string, Kernel>& kernels() {
   return all;
 }
 
-std::set<const char*>& ends() {
-  static std::set<const char*> all;
+std::map<const char*, const char*>& surroundings() {
+  static std::map<const char*, const char*> all;
   return all;
 }
 

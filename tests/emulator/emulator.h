@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
-#include <set>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -84,8 +83,8 @@ struct Launch {
   unsigned resident;                    // CTAs, at a time
   const void* args;
 };
-// Where allocations end that do not end at a multiple of 16 bytes. Behind all others is a page that faults.
-std::set<const char*>& ends();
+// Mapped memory around allocations that a kernel must not read: {end, begin}. Beyond it are pages that fault.
+std::map<const char*, const char*>& surroundings();
 
 // Returns what the kernel did wrong, or "".
 std::string run(const Launch& launch);
