@@ -173,17 +173,15 @@ func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials 
 	w.expBlocks(&w.x, &w.dx, row, lo, hi, t, partials)
 }
 
-// lossOf returns a row's loss, the logarithm of its sum of exp(x - high), and what forward saves of the sum.
-// high is the row's maximum, others the sum without the target. The smaller others is, the smaller is the
-// loss: 1 + others would keep only those digits of it that are above the rounding error of 1. So where the
-// target's exponential is 1, others is what is saved, as a negative number.
-func lossOf(high, others, logit float64) (loss, logSum, saved float64) {
-	saved = -others
+// savedSum is what forward saves of a row's sum of exp(x - high), where high is the maximum and others the
+// sum without the target. The smaller others is, the smaller is the loss: 1 + others would keep only those
+// digits of it that are above the rounding error of 1. So where the target's exponential is 1, others is
+// saved, as a negative number.
+func savedSum(high, others, logit float64) float64 {
 	if e := math.Exp(logit - finiteMax(high)); e != 1 {
-		saved = others + e
+		return others + e
 	}
-	_, logSum = fromSaved(saved)
-	return (high - logit) + logSum, logSum, saved
+	return -others
 }
 
 // fromSaved returns a row's sum of exp(x - max), and its logarithm.
@@ -214,8 +212,9 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 		maxOthers, sumOthers := logSumExp(partials)
 		high := larger(maxOthers, logit)
 		others := sumOthers * expDiff(maxOthers, high)
-		unweighted, logSum, saved := lossOf(high, others, logit)
-		sum, _ := fromSaved(saved)
+		saved := savedSum(high, others, logit)
+		sum, logSum := fromSaved(saved)
+		unweighted := (high - logit) + logSum
 		w.writeLSE(row, high, logSum, saved)
 		loss = weight * unweighted
 		stats = rowStats{a: high, b: gradient / sum, c: gradient * math.Expm1(-unweighted)}
@@ -281,11 +280,13 @@ func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowSt
 	if w.ce.LogSum.Present() {
 		logSum = at(&w.ce.LogSum, row)
 	}
-	scale := gradient * math.Exp(-logSum)
+	var scale float64
 	if w.ce.OnePass { // as in forward
 		var sum float64
 		sum, logSum = fromSaved(logSum)
 		scale = gradient / sum
+	} else {
+		scale = gradient * math.Exp(-logSum)
 	}
 	loss := (high - logit) + logSum
 	return rowStats{a: high, b: scale, c: gradient * math.Expm1(-loss)}

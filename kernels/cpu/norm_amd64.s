@@ -25,29 +25,15 @@
 
 #define LOAD_FLOAT32_TAIL(p, z) VMOVUPS.Z p, K5, z
 
-// Rounds the lanes of z to nearest even and stores them at p. Constants are those of BFLOAT16_CONSTANTS; t is
-// overwritten.
-#define BFLOAT16_CONSTANTS \
-	MOVQ    ·simdConstants(SB), R10           ; \
-	VMOVUPS constants_bit0(R10), Z27         ; \
-	VMOVUPS constants_bfloat16Half(R10), Z28 ; \
-	VMOVUPS constants_bfloat16NaN(R10), Z29
-
-#define ROUND_BFLOAT16(z, t, k) \
-	VPSRLD    $16, z, t ; \
-	VPANDD    Z27, t, t ; \
-	VPADDD    Z28, t, t ; \
-	VCMPPS    $3, z, z, k ; \
-	VPADDD    t, z, z   ; \
-	VMOVDQA32 Z29, k, z ; \
-	VPSRLD    $16, z, z
-
+// Rounds the lanes of z to nearest even and stores them at p. z, t and k are overwritten.
 #define STORE_BFLOAT16(z, t, k, p) \
 	ROUND_BFLOAT16(z, t, k) ; \
+	VPSRLD  $16, z, z       ; \
 	VPMOVDW z, p
 
 #define STORE_BFLOAT16_TAIL(z, t, k, p) \
 	ROUND_BFLOAT16(z, t, k) ; \
+	VPSRLD  $16, z, z       ; \
 	VPMOVDW z, K5, p
 
 #define STORE_FLOAT16(z, t, k, p) VCVTPS2PH $0, z, p
@@ -227,7 +213,7 @@ done:                                 ; \
 
 // func scaleBFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32)
 TEXT ·scaleBFloat16AVX512(SB), NOSPLIT, $0-44
-	SCALE(32, 2, BFLOAT16_CONSTANTS, LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL, STORE_BFLOAT16, STORE_BFLOAT16_TAIL)
+	SCALE(32, 2, BFLOAT16_CONSTANTS(R10), LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL, STORE_BFLOAT16, STORE_BFLOAT16_TAIL)
 
 // func scaleFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32)
 TEXT ·scaleFloat16AVX512(SB), NOSPLIT, $0-44
@@ -247,7 +233,7 @@ TEXT ·dot3Float16AVX512(SB), NOSPLIT, $0-48
 
 // func rmsNormGradBFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32)
 TEXT ·rmsNormGradBFloat16AVX512(SB), NOSPLIT, $0-80
-	GRADIENT(BFLOAT16_CONSTANTS, LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL, STORE_BFLOAT16, STORE_BFLOAT16_TAIL)
+	GRADIENT(BFLOAT16_CONSTANTS(R10), LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL, STORE_BFLOAT16, STORE_BFLOAT16_TAIL)
 
 // func rmsNormGradFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32)
 TEXT ·rmsNormGradFloat16AVX512(SB), NOSPLIT, $0-80

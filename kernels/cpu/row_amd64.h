@@ -22,3 +22,19 @@
 	VEXTRACTF128  $1, Y12, X13  ; \
 	VADDPD        X12, X13, X12 ; \
 	VHADDPD       X12, X12, X12
+
+// Constants of ROUND_BFLOAT16. r is a general register.
+#define BFLOAT16_CONSTANTS(r) \
+	MOVQ    ·simdConstants(SB), r          ; \
+	VMOVUPS constants_bit0(r), Z27         ; \
+	VMOVUPS constants_bfloat16Half(r), Z28 ; \
+	VMOVUPS constants_bfloat16NaN(r), Z29
+
+// Rounds the lanes of z to bfloat16. The result is in the high half of each lane. t and k are overwritten.
+#define ROUND_BFLOAT16(z, t, k) \
+	VPSRLD    $16, z, t    ; \
+	VPANDD    Z27, t, t    ; \
+	VPADDD    Z28, t, t    ; \
+	VCMPPS    $3, z, z, k  ; \
+	VPADDD    t, z, z      ; \
+	VMOVDQA32 Z29, k, z

@@ -40,15 +40,6 @@
 	MOVL         $0xffff0000, R8 ; \
 	VPBROADCASTD R8, Z26
 
-// Rounds the lanes of z to bfloat16. The result is in the high half of each lane.
-#define ROUND_BFLOAT16(z) \
-	VPSRLD    $16, z, Z4   ; \
-	VPANDD    Z27, Z4, Z4  ; \
-	VPADDD    Z28, Z4, Z4  ; \
-	VCMPPS    $3, z, z, K1 ; \
-	VPADDD    Z4, z, z     ; \
-	VMOVDQA32 Z29, K1, z
-
 // func dotBFloat16AVX512(x, y unsafe.Pointer, n int) float64
 TEXT ·dotBFloat16AVX512(SB), NOSPLIT, $0-32
 	DOT_ARGUMENTS
@@ -198,10 +189,7 @@ done:
 // func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 TEXT ·softmaxGradBFloat16AVX512(SB), NOSPLIT, $0-41
 	GRADIENT_ARGUMENTS
-	MOVQ ·simdConstants(SB), R8
-	VMOVUPS constants_bit0(R8), Z27
-	VMOVUPS constants_bfloat16Half(R8), Z28
-	VMOVUPS constants_bfloat16NaN(R8), Z29
+	BFLOAT16_CONSTANTS(R8)
 	LOAD_HIGH_HALF_MASK
 	MOVL $0xaaaaaaaa, R8
 	KMOVD R8, K2
@@ -215,8 +203,8 @@ loop:
 	WIDEN_PAIRS((DX), Z1, Z3)
 	GRADIENT(Z0, Z1)
 	GRADIENT(Z2, Z3)
-	ROUND_BFLOAT16(Z0)
-	ROUND_BFLOAT16(Z2)
+	ROUND_BFLOAT16(Z0, Z4, K1)
+	ROUND_BFLOAT16(Z2, Z4, K1)
 	VPSRLD $16, Z0, Z0
 	VMOVDQU16 Z2, K2, Z0
 	TESTQ AX, AX
@@ -249,7 +237,7 @@ tailLoop:
 	WIDEN_BFLOAT16(Z0)
 	WIDEN_BFLOAT16(Z1)
 	GRADIENT(Z0, Z1)
-	ROUND_BFLOAT16(Z0)
+	ROUND_BFLOAT16(Z0, Z4, K1)
 	VPSRLD $16, Z0, Z0
 	VPMOVDW Z0, K5, (DI)
 	ADDQ $32, SI
