@@ -215,8 +215,9 @@ var (
 		2: {{8, 1}, {8, 2}, {16, 2}, {32, 2}},
 	}
 	tinyOf = map[Op][]tile{
-		SoftmaxForward: {{8, 1}, {8, 4}, {16, 4}, {64, 2}, {32, 4}}, // two warps halve the exponentials of each
-		RMSNormForward: {{8, 1}, {8, 4}, {32, 4}},                   // many rows of 33 to 64 vectors take Loop
+		// Two warps halve the exponentials of each.
+		SoftmaxForward: {{8, 1}, {4, 3}, {8, 2}, {8, 3}, {8, 4}, {16, 4}, {64, 2}, {32, 4}},
+		RMSNormForward: {{8, 1}, {4, 3}, {8, 2}, {8, 4}, {32, 4}}, // many rows of 33 to 64 vectors take Loop
 		// It only reads. So there are more and smaller CTAs, which share the SMs more evenly: N = 256 0.87 to
 		// 0.91.
 		CrossEntropyForward: {{8, 1}, {8, 2}, {16, 2}, {16, 4}, {32, 4}},
@@ -224,12 +225,12 @@ var (
 
 	// Of those with one input, the first leaves no thread idle with 129 to 256 vectors.
 	inRegisters = map[Op][]tile{
-		SoftmaxForward: {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
-		RMSNormForward: {{64, 4}, {128, 4}, {256, 4}, {1024, 8}},
+		SoftmaxForward: {{32, 8}, {128, 4}, {256, 4}, {512, 2}, {512, 4}, {512, 8}, {1024, 8}},
+		RMSNormForward: {{64, 4}, {128, 4}, {256, 4}, {512, 2}, {1024, 8}},
 		// The last is for devices without clusters.
-		CrossEntropyForwardDX: {{32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
+		CrossEntropyForwardDX: {{32, 6}, {32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
 		// Longer rows stream: Partial, Apply.
-		CrossEntropyForward: {{128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		CrossEntropyForward: {{32, 6}, {32, 8}, {128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		// Two inputs: half the vectors of each. RMSNorm's weights leave no registers for four of each.
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
@@ -237,7 +238,8 @@ var (
 	inClusters = map[Op][]tile{
 		SoftmaxForward:        {{256, 4}, {512, 8}},
 		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {1024, 8}}, // GridCooperative has no tiles for the longest
-		CrossEntropyForward:   {{256, 4}},                      // few rows; many rows stream
+		RMSNormForward:        {{256, 2}},
+		CrossEntropyForward:   {{256, 4}}, // few rows; many rows stream
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {1024, 2}},
 	}
@@ -290,7 +292,7 @@ var (
 	sameOffsetStream = tile{ChunkThreads, 8}
 
 	// RMSNorm of short rows: from the second row on the weights come from L1.
-	loops = []tile{{8, 4}, {16, 4}}
+	loops = []tile{{8, 2}, {8, 3}, {8, 4}, {16, 4}}
 
 	// RMSNorm of long rows, through the shared memory of a CTA or of a cluster.
 	staged           = []tile{{512, 8}, {1024, 8}}

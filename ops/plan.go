@@ -19,6 +19,8 @@ type request struct {
 	onePass bool // cross-entropy: forward's gradient is that of the mean; others may find their work done
 	norm    normOperands
 	m, n    int64
+
+	wideWeights bool // RMSNorm forward: weights of float32 for 16-bit rows
 }
 
 // launch is one kernel of a plan.

@@ -40,7 +40,8 @@ var rowOps = []kernels.Op{
 // everyRequest calls f for a grid of requests that a caller can make.
 func everyRequest(f func(request)) {
 	lengths := []int64{
-		1, 3, 7, 8, 31, 64, 101, 127, 128, 256, 501, 512, 513, 1000, 1024, 1025, 1801, 2048, 2049,
+		1, 3, 7, 8, 31, 40, 64, 80, 96, 101, 127, 128, 192, 256, 501, 512, 513, 768, 1000, 1024, 1025, 1536, 1801,
+		2048, 2049,
 		2560, 3072, 3501, 4096, 4097, 5120, 6144, 7001, 8192, 8193, 11008, 12288, 15001, 16384, 20480, 24577, 30001,
 		32768, 40960, 50257, 65536,
 		100001, 131072, 151936, 262144, 300001, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 25, 1<<31 + 8,
@@ -71,6 +72,10 @@ func everyRequest(f func(request)) {
 							continue
 						}
 						f(r)
+						if op == kernels.RMSNormForward && x != kernels.Float32 {
+							r.wideWeights = true
+							f(r)
+						}
 						if op == kernels.RMSNormBackward {
 							r.dw = true
 							f(r)

@@ -126,7 +126,8 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 func (a *rmsNormForward) request() request {
 	return request{
 		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, m: a.X.Rows, n: a.X.Cols,
-		layout: layoutOf(aligned(a.Weight), a.X, a.Y),
+		layout:      layoutOf(aligned(a.Weight), a.X, a.Y),
+		wideWeights: a.Weight.Present() && a.Weight.DType == kernels.Float32 && a.X.DType != kernels.Float32,
 	}
 }
 

@@ -103,6 +103,7 @@ type Row struct {
 	MaxKiB      int64  // and at most so many; 0 for no limit
 	NoClusters  bool   // for devices without clusters
 	OneWave     bool   // where all CTAs are resident at once
+	WideWeights bool   // for 16-bit rows with float32 weights
 
 	Regime           Regime
 	Threads, Vectors int // of a CTA for each row, and 16-byte vectors for each thread and input

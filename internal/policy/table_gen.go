@@ -41,6 +41,51 @@ var list0 = []Row{
 }
 
 var list1 = []Row{
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, MinKiB: 90, MaxKiB: 1280, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x1, Over: 28672, From: Count{N: 4}, Below: Count{N: 16}, MinKiB: 90, MaxKiB: 1280, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x1, Over: 32768, From: Count{N: 16}, Below: Count{N: 17}, MinKiB: 90, MaxKiB: 1280, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x100, From: Count{N: 1}, Below: Count{N: 17}, MinKiB: 90, MaxKiB: 1280, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, Regime: TwoPasses, Resident: 16},
+	{For: 0x1, Over: 28672, From: Count{N: 4}, Below: Count{N: 16}, Regime: TwoPasses, Resident: 16},
+	{For: 0x1, Over: 32768, From: Count{N: 16}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
+	{For: 0x21, Over: 65536, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
+	{For: 0x21, Over: 65536, Regime: GridCooperative, Threads: 512, Vectors: 4, RowsPerStep: 1},
+	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
+	{For: 0xb, UpTo: 10, Regime: Registers, Threads: 4, Vectors: 3},
+	{For: 0xb, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
+	{For: 0xb, UpTo: 24, Regime: Registers, Threads: 8, Vectors: 3},
+	{For: 0xb, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0xb, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
+	{For: 0x9, UpTo: 128, Regime: Registers, Threads: 64, Vectors: 2},
+	{For: 0x2, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x9, Over: 128, UpTo: 512, Below: Count{20, true}, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0xb, UpTo: 256, Regime: Registers, Threads: 32, Vectors: 8},
+	{For: 0x9, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
+	{For: 0xd, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
+	{For: 0x9, UpTo: 2048, Regime: Registers, Threads: 512, Vectors: 4},
+	{For: 0x1, Over: 2048, UpTo: 2560, Below: Count{8, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 2560, Regime: Registers, Threads: 512, Vectors: 8},
+	{For: 0x8, UpTo: 4096, Regime: Registers, Threads: 512, Vectors: 8},
+	{For: 0x18, UpTo: 8192, Regime: Registers, Threads: 1024, Vectors: 8},
+	{For: 0x1, UpTo: 8192, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Over: 8192, UpTo: 14336, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 7, MaxCTAs: 7},
+	{For: 0x1, Over: 8192, UpTo: 20480, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 8, MaxCTAs: 10},
+	{For: 0x1, Over: 8192, UpTo: 26624, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 13, MaxCTAs: 13},
+	{For: 0x1, Over: 8192, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 16, MaxCTAs: 16},
+	{For: 0x1, Over: 8192, UpTo: 33280, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 13, MaxCTAs: 13},
+	{For: 0x1, Over: 8192, UpTo: 65536, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x40, UpTo: 16384, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x40, UpTo: 65536, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x20, UpTo: 65536, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 4096, NoClusters: true, Regime: Registers, Threads: 512, Vectors: 8},
+	{For: 0x1, UpTo: 8192, NoClusters: true, Regime: Registers, Threads: 1024, Vectors: 8},
+	{For: 0x21, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
+	{For: 0x21, Regime: GridCooperative, Threads: 512, Vectors: 4, RowsPerStep: 1},
+	{For: 0x185, Regime: TwoPasses, Resident: 16},
+}
+
+var list2 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Over: 1024, UpTo: 32768, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
@@ -67,7 +112,7 @@ var list1 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list2 = []Row{
+var list3 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -91,7 +136,7 @@ var list2 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list3 = []Row{
+var list4 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
 	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
 	{For: 0x100, From: Count{N: 1}, Below: Count{N: 17}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
@@ -125,7 +170,42 @@ var list3 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list4 = []Row{
+var list5 = []Row{
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
+	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
+	{For: 0x100, From: Count{N: 1}, Below: Count{N: 17}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, Regime: TwoPasses, Resident: 16},
+	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
+	{For: 0x1, Over: 32768, UpTo: 34816, Regime: ClusterRegisters, Threads: 1024, Vectors: 4, MinCTAs: 16, MaxCTAs: 16},
+	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
+	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
+	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Over: 512, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
+	{For: 0xb, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
+	{For: 0xb, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
+	{For: 0xb, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
+	{For: 0x9, UpTo: 256, Regime: Registers, Threads: 128, Vectors: 2},
+	{For: 0xd, UpTo: 512, Regime: Registers, Threads: 256, Vectors: 2},
+	{For: 0x9, UpTo: 1024, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x9, UpTo: 2048, NoClusters: true, Regime: Registers, Threads: 1024, Vectors: 2},
+	{For: 0x18, UpTo: 4096, Regime: Registers, Threads: 1024, Vectors: 4},
+	{For: 0x1, UpTo: 4096, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 8},
+	{For: 0x1, UpTo: 16384, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 65536, Regime: ClusterRegisters, Threads: 1024, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x40, UpTo: 8192, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x40, UpTo: 16384, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x40, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x40, UpTo: 65536, Regime: ClusterRegisters, Threads: 1024, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x20, UpTo: 65536, Regime: ClusterRegisters, Threads: 1024, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 4096, NoClusters: true, Regime: Registers, Threads: 1024, Vectors: 4},
+	{For: 0x21, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
+	{For: 0x21, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
+	{For: 0x185, Regime: TwoPasses, Resident: 16},
+}
+
+var list6 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Over: 512, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
@@ -154,7 +234,7 @@ var list4 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list5 = []Row{
+var list7 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -180,7 +260,7 @@ var list5 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list6 = []Row{
+var list8 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 2}, MinKiB: 90, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
 	{For: 0x1, Over: 16384, From: Count{N: 2}, Below: Count{N: 4}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
 	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
@@ -222,7 +302,60 @@ var list6 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list7 = []Row{
+var list9 = []Row{
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 2}, MinKiB: 90, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x1, Over: 16384, From: Count{N: 2}, Below: Count{N: 4}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x100, From: Count{N: 1}, Below: Count{N: 2}, MinKiB: 90, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x100, From: Count{N: 2}, Below: Count{N: 17}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, Regime: TwoPasses, Resident: 16},
+	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
+	{For: 0x21, Over: 65536, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
+	{For: 0x21, Over: 65536, Regime: GridCooperative, Threads: 512, Vectors: 4, RowsPerStep: 1},
+	{For: 0xb, Over: 8, UpTo: 12, Below: Count{500, true}, Regime: Registers, Threads: 4, Vectors: 3},
+	{For: 0xb, Over: 8, UpTo: 16, From: Count{500, true}, Regime: Registers, Threads: 8, Vectors: 2},
+	{For: 0xb, Over: 8, UpTo: 32, From: Count{500, true}, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0x3, Over: 8, UpTo: 16, Regime: PersistentLoop, Threads: 8, Vectors: 2},
+	{For: 0x3, Over: 16, UpTo: 24, Regime: PersistentLoop, Threads: 8, Vectors: 3},
+	{For: 0x3, Over: 24, UpTo: 32, Regime: PersistentLoop, Threads: 8, Vectors: 4, Ratio: 0.96, RunnerUp: "registers:0.85"},
+	{For: 0x3, Over: 32, UpTo: 64, Regime: PersistentLoop, Threads: 16, Vectors: 4, Ratio: 0.98, RunnerUp: "registers:0.95"},
+	{For: 0x9, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x9, Over: 128, UpTo: 512, Below: Count{8, true}, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x61, Over: 1024, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x9, Over: 64, UpTo: 128, WideWeights: true, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x9, Over: 256, UpTo: 512, Below: Count{32, true}, WideWeights: true, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x11, Over: 1536, UpTo: 4096, Below: Count{8, true}, WideWeights: true, Regime: SharedMemory, Threads: 512, Vectors: 8},
+	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, OneWave: true, Regime: ClusterSharedMemory, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Over: 1024, UpTo: 32768, Below: Count{1, true}, OneWave: true, Regime: ClusterSharedMemory, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Over: 1024, UpTo: 65536, Below: Count{1, true}, OneWave: true, Regime: ClusterSharedMemory, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Over: 1024, UpTo: 16384, Regime: ClusterSharedMemory, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Over: 1024, UpTo: 32768, Regime: ClusterSharedMemory, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Over: 1024, UpTo: 65536, Regime: ClusterSharedMemory, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Over: 1024, UpTo: 4096, Regime: SharedMemory, Threads: 512, Vectors: 8},
+	{For: 0x1, Over: 1024, UpTo: 8192, NoClusters: true, Regime: SharedMemory, Threads: 1024, Vectors: 8},
+	{For: 0x60, UpTo: 16384, Below: Count{1, true}, OneWave: true, Regime: ClusterSharedMemory, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x60, UpTo: 32768, Below: Count{1, true}, OneWave: true, Regime: ClusterSharedMemory, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x60, UpTo: 65536, Below: Count{1, true}, OneWave: true, Regime: ClusterSharedMemory, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x60, UpTo: 16384, Regime: ClusterSharedMemory, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x60, UpTo: 32768, Regime: ClusterSharedMemory, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x60, UpTo: 65536, Regime: ClusterSharedMemory, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x10, UpTo: 4096, Regime: SharedMemory, Threads: 512, Vectors: 8},
+	{For: 0x10, UpTo: 8192, Regime: SharedMemory, Threads: 1024, Vectors: 8},
+	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
+	{For: 0xb, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0xb, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x9, UpTo: 256, Regime: Registers, Threads: 64, Vectors: 4},
+	{For: 0x9, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
+	{For: 0xd, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
+	{For: 0x1, UpTo: 8192, From: Count{8, true}, Regime: Registers, Threads: 1024, Vectors: 8},
+	{For: 0x8, UpTo: 8192, Regime: Registers, Threads: 1024, Vectors: 8},
+	{For: 0x1, UpTo: 8192, NoClusters: true, Regime: Registers, Threads: 1024, Vectors: 8},
+	{For: 0x21, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
+	{For: 0x21, Regime: GridCooperative, Threads: 512, Vectors: 4, RowsPerStep: 1},
+	{For: 0x185, Regime: TwoPasses, Resident: 16},
+}
+
+var list10 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1280, UpTo: 3840, From: Count{1, true}, Regime: SharedMemory, Threads: 512, Vectors: 8},
 	{For: 0x1, Over: 5632, UpTo: 8192, From: Count{8, true}, Regime: SharedMemory, Threads: 1024, Vectors: 8},
@@ -258,7 +391,7 @@ var list7 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list8 = []Row{
+var list11 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -283,7 +416,7 @@ var list8 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list9 = []Row{
+var list12 = []Row{
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 160, Vectors: 1, RowsPerStep: 2},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 256, Vectors: 1, RowsPerStep: 2},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
@@ -313,26 +446,28 @@ var list9 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list10 = []Row{
+var list13 = []Row{
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 160, Vectors: 1, RowsPerStep: 2},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 256, Vectors: 1, RowsPerStep: 2},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
-	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
-	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
+	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1, Resident: 2},
+	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2, Resident: 2},
 	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
 	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
 	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3, Ratio: 0.87},
 	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3, Ratio: 0.94},
-	{For: 0x15, UpTo: 320, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 4, Stages: 4},
+	{For: 0x15, UpTo: 320, Regime: PersistentRing, Threads: 512, Vectors: 2, Resident: 3, Stages: 2},
 	{For: 0x15, UpTo: 384, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 3},
+	{For: 0x15, UpTo: 448, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 4},
 	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
 	{For: 0x11, UpTo: 704, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 4},
 	{For: 0x11, UpTo: 768, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
 	{For: 0x21, Over: 768, UpTo: 896, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Resident: 2, Stages: 3},
+	{For: 0x61, Over: 896, UpTo: 1024, Below: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Resident: 2, Stages: 4},
 	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2, Ratio: 0.94},
 	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 4},
-	{For: 0x61, Over: 1024, UpTo: 1536, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Resident: 2, Stages: 4},
+	{For: 0x61, Over: 1024, UpTo: 1536, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Resident: 2, Stages: 2},
 	{For: 0x61, UpTo: 1792, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
 	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2, Ratio: 0.94},
 	{For: 0x61, UpTo: 2560, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Resident: 2, Stages: 2},
@@ -350,7 +485,7 @@ var list10 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list11 = []Row{
+var list14 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
 	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
 	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
@@ -378,7 +513,7 @@ var list11 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list12 = []Row{
+var list15 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
 	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
 	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
@@ -413,95 +548,55 @@ var list12 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list13 = []Row{
-	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
-	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
-	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
-	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
-	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
-	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
-	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
-	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
-	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
-	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
-	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
-	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
-	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
-	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
-	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
-	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
-	{For: 0x185, Regime: ByColumns, Resident: 4},
-}
-
-var list14 = []Row{
-	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
-	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
-	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
-	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
-	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
-	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
-	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
-	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
-	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
-	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
-	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 3},
-	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
-	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
-	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
-	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
-	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
-	{For: 0x185, Regime: ByColumns, Resident: 4},
-}
-
-var list15 = []Row{
-	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
-	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
-	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
-	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
-	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
-	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
-	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
-	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
-	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
-	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
-	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
-	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
-	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
-	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
-	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
-	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
-	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
-	{For: 0x185, Regime: ByColumns, Resident: 4},
-}
-
 var list16 = []Row{
-	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
 	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
 	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
 	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
 	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
-	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
-	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
-	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
-	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
+	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
+	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
+	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
+	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
 	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
+	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
 	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
-	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 3},
+	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
 	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
 	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
 	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
-	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
-	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
+	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
+	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
 var list17 = []Row{
+	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
+	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
+	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
+	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
+	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
+	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
+	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
+	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
+	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
+	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
+	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 3},
+	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
+	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
+	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
+	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
+	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
+	{For: 0x185, Regime: ByColumns, Resident: 4},
+}
+
+var list18 = []Row{
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
+	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
+	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
+	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
+	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
 	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
 	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
 	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
@@ -516,28 +611,32 @@ var list17 = []Row{
 	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
 	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
 	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
-	{For: 0x185, Regime: ByColumns, Resident: 4},
-}
-
-var list18 = []Row{
-	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
-	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
-	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
-	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
-	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
-	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
-	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 3},
-	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
-	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
-	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
-	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
-	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
 var list19 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
+	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
+	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
+	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
+	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
+	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
+	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
+	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
+	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
+	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
+	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
+	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 3},
+	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
+	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
+	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
+	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
+	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
+	{For: 0x185, Regime: ByColumns, Resident: 4},
+}
+
+var list20 = []Row{
 	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
 	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
 	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
@@ -555,7 +654,43 @@ var list19 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list20 = []Row{
+var list21 = []Row{
+	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
+	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
+	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
+	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
+	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
+	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
+	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 3},
+	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
+	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
+	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
+	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
+	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
+	{For: 0x185, Regime: ByColumns, Resident: 4},
+}
+
+var list22 = []Row{
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
+	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
+	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
+	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
+	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
+	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
+	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
+	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
+	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
+	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
+	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
+	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
+	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
+	{For: 0x185, Regime: ByColumns, Resident: 4},
+}
+
+var list23 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
 	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
 	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
@@ -573,11 +708,11 @@ var list20 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list21 = []Row{
+var list24 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list22 = []Row{
+var list25 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
@@ -598,7 +733,7 @@ var list22 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list23 = []Row{
+var list26 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -625,11 +760,11 @@ var list23 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list24 = []Row{
+var list27 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list25 = []Row{
+var list28 = []Row{
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
@@ -645,7 +780,28 @@ var list25 = []Row{
 	{For: 0x1, Regime: Stream, Threads: 512, Vectors: 8, Resident: 4, Ratio: 0.97},
 }
 
-var list26 = []Row{
+var list29 = []Row{
+	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
+	{For: 0x1, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
+	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, UpTo: 192, From: Count{50, true}, Regime: Registers, Threads: 32, Vectors: 6},
+	{For: 0x1, UpTo: 256, From: Count{50, true}, Regime: Registers, Threads: 32, Vectors: 8},
+	{For: 0x1, UpTo: 256, Regime: Registers, Threads: 128, Vectors: 2},
+	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
+	{For: 0x1, Over: 1280, UpTo: 1792, From: Count{32, true}, Regime: Registers, Threads: 512, Vectors: 8},
+	{For: 0x1, UpTo: 2048, Regime: Registers, Threads: 512, Vectors: 4},
+	{For: 0x1, UpTo: 4096, Regime: Registers, Threads: 512, Vectors: 8},
+	{For: 0x1, Over: 16384, Below: Count{1, true}, Regime: Stream, Threads: 256, Vectors: 4, Resident: 16},
+	{For: 0x1, Over: 4096, Below: Count{8, true}, Regime: Stream, Threads: 256, Vectors: 4, Resident: 2},
+	{For: 0x1, UpTo: 8192, Regime: Stream, Threads: 256, Vectors: 4, Resident: 4, Ratio: 0.95},
+	{For: 0x1, Regime: Stream, Threads: 512, Vectors: 8, Resident: 4, Ratio: 0.97},
+}
+
+var list30 = []Row{
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -658,7 +814,7 @@ var list26 = []Row{
 	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 8, Resident: 4, Ratio: 0.91},
 }
 
-var list27 = []Row{
+var list31 = []Row{
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -670,7 +826,7 @@ var list27 = []Row{
 	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 2, Resident: 4},
 }
 
-var list28 = []Row{
+var list32 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -691,7 +847,35 @@ var list28 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list29 = []Row{
+var list33 = []Row{
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
+	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, UpTo: 192, Regime: Registers, Threads: 32, Vectors: 6},
+	{For: 0x1, UpTo: 256, Regime: Registers, Threads: 32, Vectors: 8},
+	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
+	{For: 0x1, UpTo: 2048, Regime: Registers, Threads: 512, Vectors: 4},
+	{For: 0x1, UpTo: 2560, Regime: Registers, Threads: 512, Vectors: 8},
+	{For: 0x1, Over: 6144, UpTo: 6400, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 5, MaxCTAs: 5},
+	{For: 0x1, UpTo: 8192, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 4, MaxCTAs: 4},
+	{For: 0x1, Over: 8192, UpTo: 12288, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 8, MaxCTAs: 8},
+	{For: 0x1, Over: 8192, UpTo: 14336, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 7, MaxCTAs: 7},
+	{For: 0x1, Over: 8192, UpTo: 20480, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 8, MaxCTAs: 10},
+	{For: 0x1, Over: 8192, UpTo: 26624, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 13, MaxCTAs: 13},
+	{For: 0x1, Over: 8192, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 16, MaxCTAs: 16},
+	{For: 0x1, Over: 8192, UpTo: 33280, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 13, MaxCTAs: 13},
+	{For: 0x1, UpTo: 65536, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 131072, Regime: ClusterRegisters, Threads: 1024, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 4096, NoClusters: true, Regime: Registers, Threads: 512, Vectors: 8},
+	{For: 0x1, UpTo: 8192, NoClusters: true, Regime: Registers, Threads: 1024, Vectors: 8},
+	{For: 0x1, Regime: TwoPasses, Resident: 16},
+}
+
+var list34 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Over: 1024, UpTo: 32768, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
@@ -712,7 +896,7 @@ var list29 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list30 = []Row{
+var list35 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -733,11 +917,11 @@ var list30 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list31 = []Row{
+var list36 = []Row{
 	{For: 0x1, Regime: Elementwise},
 }
 
-var list32 = []Row{
+var list37 = []Row{
 	{For: 0x1, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
@@ -752,11 +936,11 @@ var list32 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list33 = []Row{
+var list38 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list34 = []Row{
+var list39 = []Row{
 	{For: 0x1, UpTo: 8, Regime: PersistentRing, Threads: 8, Vectors: 1, Resident: 3, Stages: 2},
 	{For: 0x1, UpTo: 16, Regime: PersistentRing, Threads: 16, Vectors: 1, Resident: 3, Stages: 2},
 	{For: 0x1, UpTo: 32, Regime: PersistentRing, Threads: 32, Vectors: 1, Resident: 3, Stages: 2},
@@ -785,11 +969,11 @@ var list34 = []Row{
 	{For: 0x1, Regime: ByColumns, Resident: 16},
 }
 
-var list35 = []Row{
+var list40 = []Row{
 	{For: 0x1, Regime: ByColumns, Resident: 16},
 }
 
-var list36 = []Row{
+var list41 = []Row{
 	{For: 0x1, Over: 32, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
@@ -804,7 +988,7 @@ var list36 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list37 = []Row{
+var list42 = []Row{
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
@@ -818,7 +1002,7 @@ var list37 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list38 = []Row{
+var list43 = []Row{
 	{For: 0x1, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -830,17 +1014,20 @@ var list38 = []Row{
 	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 }
 
-var list39 = []Row{
+var list44 = []Row{
+	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 4, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 320, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 512, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 3},
+	{For: 0x1, Over: 512, UpTo: 704, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Resident: 3, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 1536, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Resident: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
+	{For: 0x1, Over: 64, UpTo: 2560, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Resident: 3, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 3},
-	{For: 0x1, Over: 64, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
+	{For: 0x1, Over: 64, UpTo: 4096, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Resident: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 2},
@@ -848,16 +1035,20 @@ var list39 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var list40 = []Row{
-	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
+var list45 = []Row{
+	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 3},
+	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 3},
-	{For: 0x1, Over: 64, UpTo: 384, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 2},
+	{For: 0x1, Over: 64, UpTo: 384, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 512, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 768, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
-	{For: 0x1, Over: 64, UpTo: 1024, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Resident: 2, Stages: 2},
-	{For: 0x1, Over: 64, UpTo: 1536, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Resident: 2, Stages: 3},
-	{For: 0x1, Over: 64, UpTo: 2048, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Resident: 2, Stages: 3},
+	{For: 0x1, Over: 768, UpTo: 896, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Resident: 3, Stages: 3},
+	{For: 0x1, Over: 64, UpTo: 1024, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Resident: 2, Stages: 3},
+	{For: 0x1, Over: 64, UpTo: 1408, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Resident: 2, Stages: 3},
+	{For: 0x1, Over: 64, UpTo: 1536, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Resident: 2, Stages: 2},
+	{For: 0x1, Over: 64, UpTo: 1920, Regime: PersistentRing, Threads: 256, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Resident: 2, Stages: 3},
+	{For: 0x1, Over: 64, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Resident: 3, Stages: 4},
 	{For: 0x1, Over: 64, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 2},
@@ -870,310 +1061,310 @@ var list40 = []Row{
 var tables = [4][15][3][4][]Row{
 	H100: {
 		SoftmaxForward: {
-			kernels.Float16:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
-			kernels.BFloat16: {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
-			kernels.Float32:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
+			kernels.Float16:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
+			kernels.BFloat16: {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
+			kernels.Float32:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
 		},
 		SoftmaxBackward: {
-			kernels.Float16:  {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
-			kernels.BFloat16: {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
-			kernels.Float32:  {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
+			kernels.Float16:  {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
+			kernels.BFloat16: {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
+			kernels.Float32:  {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
 		},
 		RMSNormForward: {
-			kernels.Float16:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.BFloat16: {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.Float32:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
+			kernels.Float16:  {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
+			kernels.BFloat16: {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
+			kernels.Float32:  {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
 		},
 		RMSNormBackward: {
-			kernels.Float16:  {Aligned: list9, SameOffset: list13, MixedOffsets: list17, MixedTypes: list21},
-			kernels.BFloat16: {Aligned: list9, SameOffset: list13, MixedOffsets: list17, MixedTypes: list21},
-			kernels.Float32:  {Aligned: list11, SameOffset: list15, MixedOffsets: list19, MixedTypes: list21},
+			kernels.Float16:  {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list24},
+			kernels.BFloat16: {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list24},
+			kernels.Float32:  {Aligned: list14, SameOffset: list18, MixedOffsets: list22, MixedTypes: list24},
 		},
 		RMSNormBackwardDX: {
-			kernels.Float16:  {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
-			kernels.BFloat16: {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
-			kernels.Float32:  {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
+			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
 		},
 		CrossEntropyForward: {
-			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
-			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
-			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
+			kernels.Float16:  {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
+			kernels.BFloat16: {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
+			kernels.Float32:  {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
 		},
 		CrossEntropyForwardDX: {
-			kernels.Float16:  {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
-			kernels.BFloat16: {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
-			kernels.Float32:  {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
+			kernels.Float16:  {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
 		},
 		CrossEntropyBackward: {
-			kernels.Float16:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
-			kernels.BFloat16: {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
-			kernels.Float32:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
+			kernels.Float16:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.Float32:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
 		},
 		NormForward: {
-			kernels.Float16:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
 		},
 		NormBackward: {
-			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
-			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
-			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.Float16:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.BFloat16: {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.Float32:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
 		},
 		MaskedSoftmaxForward: {
-			kernels.Float16:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
 		},
 		MaskedSoftmaxBackward: {
-			kernels.Float16:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list38},
-			kernels.BFloat16: {Aligned: list38},
-			kernels.Float32:  {Aligned: list38},
+			kernels.Float16:  {Aligned: list43},
+			kernels.BFloat16: {Aligned: list43},
+			kernels.Float32:  {Aligned: list43},
 		},
 		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list39},
-			kernels.BFloat16: {Aligned: list39},
-			kernels.Float32:  {Aligned: list39},
+			kernels.Float16:  {Aligned: list44},
+			kernels.BFloat16: {Aligned: list44},
+			kernels.Float32:  {Aligned: list44},
 		},
 		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list40},
-			kernels.BFloat16: {Aligned: list40},
-			kernels.Float32:  {Aligned: list40},
+			kernels.Float16:  {Aligned: list45},
+			kernels.BFloat16: {Aligned: list45},
+			kernels.Float32:  {Aligned: list45},
 		},
 	},
 	H200: {
 		SoftmaxForward: {
-			kernels.Float16:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
-			kernels.BFloat16: {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
-			kernels.Float32:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
+			kernels.Float16:  {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
+			kernels.BFloat16: {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
+			kernels.Float32:  {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
 		},
 		SoftmaxBackward: {
-			kernels.Float16:  {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
-			kernels.BFloat16: {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
-			kernels.Float32:  {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
+			kernels.Float16:  {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
+			kernels.BFloat16: {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
+			kernels.Float32:  {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
 		},
 		RMSNormForward: {
-			kernels.Float16:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.BFloat16: {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.Float32:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
+			kernels.Float16:  {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
+			kernels.BFloat16: {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
+			kernels.Float32:  {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
 		},
 		RMSNormBackward: {
-			kernels.Float16:  {Aligned: list10, SameOffset: list14, MixedOffsets: list18, MixedTypes: list21},
-			kernels.BFloat16: {Aligned: list10, SameOffset: list14, MixedOffsets: list18, MixedTypes: list21},
-			kernels.Float32:  {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list21},
+			kernels.Float16:  {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list24},
+			kernels.BFloat16: {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list24},
+			kernels.Float32:  {Aligned: list15, SameOffset: list19, MixedOffsets: list23, MixedTypes: list24},
 		},
 		RMSNormBackwardDX: {
-			kernels.Float16:  {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
-			kernels.BFloat16: {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
-			kernels.Float32:  {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
+			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
 		},
 		CrossEntropyForward: {
-			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
-			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
-			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
+			kernels.Float16:  {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
+			kernels.BFloat16: {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
+			kernels.Float32:  {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
 		},
 		CrossEntropyForwardDX: {
-			kernels.Float16:  {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
-			kernels.BFloat16: {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
-			kernels.Float32:  {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
+			kernels.Float16:  {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
 		},
 		CrossEntropyBackward: {
-			kernels.Float16:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
-			kernels.BFloat16: {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
-			kernels.Float32:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
+			kernels.Float16:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.Float32:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
 		},
 		NormForward: {
-			kernels.Float16:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
 		},
 		NormBackward: {
-			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
-			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
-			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.Float16:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.BFloat16: {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.Float32:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
 		},
 		MaskedSoftmaxForward: {
-			kernels.Float16:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
 		},
 		MaskedSoftmaxBackward: {
-			kernels.Float16:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list38},
-			kernels.BFloat16: {Aligned: list38},
-			kernels.Float32:  {Aligned: list38},
+			kernels.Float16:  {Aligned: list43},
+			kernels.BFloat16: {Aligned: list43},
+			kernels.Float32:  {Aligned: list43},
 		},
 		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list39},
-			kernels.BFloat16: {Aligned: list39},
-			kernels.Float32:  {Aligned: list39},
+			kernels.Float16:  {Aligned: list44},
+			kernels.BFloat16: {Aligned: list44},
+			kernels.Float32:  {Aligned: list44},
 		},
 		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list40},
-			kernels.BFloat16: {Aligned: list40},
-			kernels.Float32:  {Aligned: list40},
+			kernels.Float16:  {Aligned: list45},
+			kernels.BFloat16: {Aligned: list45},
+			kernels.Float32:  {Aligned: list45},
 		},
 	},
 	Other: {
 		SoftmaxForward: {
-			kernels.Float16:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
-			kernels.BFloat16: {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
-			kernels.Float32:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
+			kernels.Float16:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
+			kernels.BFloat16: {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
+			kernels.Float32:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
 		},
 		SoftmaxBackward: {
-			kernels.Float16:  {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
-			kernels.BFloat16: {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
-			kernels.Float32:  {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
+			kernels.Float16:  {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
+			kernels.BFloat16: {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
+			kernels.Float32:  {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
 		},
 		RMSNormForward: {
-			kernels.Float16:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.BFloat16: {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.Float32:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
+			kernels.Float16:  {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
+			kernels.BFloat16: {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
+			kernels.Float32:  {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
 		},
 		RMSNormBackward: {
-			kernels.Float16:  {Aligned: list9, SameOffset: list13, MixedOffsets: list17, MixedTypes: list21},
-			kernels.BFloat16: {Aligned: list9, SameOffset: list13, MixedOffsets: list17, MixedTypes: list21},
-			kernels.Float32:  {Aligned: list11, SameOffset: list15, MixedOffsets: list19, MixedTypes: list21},
+			kernels.Float16:  {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list24},
+			kernels.BFloat16: {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list24},
+			kernels.Float32:  {Aligned: list14, SameOffset: list18, MixedOffsets: list22, MixedTypes: list24},
 		},
 		RMSNormBackwardDX: {
-			kernels.Float16:  {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
-			kernels.BFloat16: {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
-			kernels.Float32:  {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
+			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
 		},
 		CrossEntropyForward: {
-			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
-			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
-			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
+			kernels.Float16:  {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
+			kernels.BFloat16: {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
+			kernels.Float32:  {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
 		},
 		CrossEntropyForwardDX: {
-			kernels.Float16:  {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
-			kernels.BFloat16: {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
-			kernels.Float32:  {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
+			kernels.Float16:  {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
 		},
 		CrossEntropyBackward: {
-			kernels.Float16:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
-			kernels.BFloat16: {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
-			kernels.Float32:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
+			kernels.Float16:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.Float32:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
 		},
 		NormForward: {
-			kernels.Float16:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
 		},
 		NormBackward: {
-			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
-			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
-			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.Float16:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.BFloat16: {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.Float32:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
 		},
 		MaskedSoftmaxForward: {
-			kernels.Float16:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
 		},
 		MaskedSoftmaxBackward: {
-			kernels.Float16:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list38},
-			kernels.BFloat16: {Aligned: list38},
-			kernels.Float32:  {Aligned: list38},
+			kernels.Float16:  {Aligned: list43},
+			kernels.BFloat16: {Aligned: list43},
+			kernels.Float32:  {Aligned: list43},
 		},
 		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list39},
-			kernels.BFloat16: {Aligned: list39},
-			kernels.Float32:  {Aligned: list39},
+			kernels.Float16:  {Aligned: list44},
+			kernels.BFloat16: {Aligned: list44},
+			kernels.Float32:  {Aligned: list44},
 		},
 		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list40},
-			kernels.BFloat16: {Aligned: list40},
-			kernels.Float32:  {Aligned: list40},
+			kernels.Float16:  {Aligned: list45},
+			kernels.BFloat16: {Aligned: list45},
+			kernels.Float32:  {Aligned: list45},
 		},
 	},
 	OtherFast: {
 		SoftmaxForward: {
-			kernels.Float16:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
-			kernels.BFloat16: {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
-			kernels.Float32:  {Aligned: list0, SameOffset: list1, MixedOffsets: list2},
+			kernels.Float16:  {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
+			kernels.BFloat16: {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
+			kernels.Float32:  {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
 		},
 		SoftmaxBackward: {
-			kernels.Float16:  {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
-			kernels.BFloat16: {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
-			kernels.Float32:  {Aligned: list3, SameOffset: list4, MixedOffsets: list5},
+			kernels.Float16:  {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
+			kernels.BFloat16: {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
+			kernels.Float32:  {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
 		},
 		RMSNormForward: {
-			kernels.Float16:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.BFloat16: {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.Float32:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
+			kernels.Float16:  {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
+			kernels.BFloat16: {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
+			kernels.Float32:  {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
 		},
 		RMSNormBackward: {
-			kernels.Float16:  {Aligned: list10, SameOffset: list14, MixedOffsets: list18, MixedTypes: list21},
-			kernels.BFloat16: {Aligned: list10, SameOffset: list14, MixedOffsets: list18, MixedTypes: list21},
-			kernels.Float32:  {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list21},
+			kernels.Float16:  {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list24},
+			kernels.BFloat16: {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list24},
+			kernels.Float32:  {Aligned: list15, SameOffset: list19, MixedOffsets: list23, MixedTypes: list24},
 		},
 		RMSNormBackwardDX: {
-			kernels.Float16:  {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
-			kernels.BFloat16: {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
-			kernels.Float32:  {Aligned: list22, SameOffset: list23, MixedOffsets: list5, MixedTypes: list24},
+			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
 		},
 		CrossEntropyForward: {
-			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
-			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
-			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list27},
+			kernels.Float16:  {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
+			kernels.BFloat16: {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
+			kernels.Float32:  {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
 		},
 		CrossEntropyForwardDX: {
-			kernels.Float16:  {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
-			kernels.BFloat16: {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
-			kernels.Float32:  {Aligned: list28, SameOffset: list29, MixedOffsets: list30},
+			kernels.Float16:  {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
 		},
 		CrossEntropyBackward: {
-			kernels.Float16:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
-			kernels.BFloat16: {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
-			kernels.Float32:  {Aligned: list31, SameOffset: list31, MixedOffsets: list31},
+			kernels.Float16:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.Float32:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
 		},
 		NormForward: {
-			kernels.Float16:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list32, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
 		},
 		NormBackward: {
-			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
-			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
-			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list35},
+			kernels.Float16:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.BFloat16: {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.Float32:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
 		},
 		MaskedSoftmaxForward: {
-			kernels.Float16:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list36, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
 		},
 		MaskedSoftmaxBackward: {
-			kernels.Float16:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
-			kernels.BFloat16: {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
-			kernels.Float32:  {Aligned: list37, SameOffset: list33, MixedOffsets: list33},
+			kernels.Float16:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list38},
-			kernels.BFloat16: {Aligned: list38},
-			kernels.Float32:  {Aligned: list38},
+			kernels.Float16:  {Aligned: list43},
+			kernels.BFloat16: {Aligned: list43},
+			kernels.Float32:  {Aligned: list43},
 		},
 		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list39},
-			kernels.BFloat16: {Aligned: list39},
-			kernels.Float32:  {Aligned: list39},
+			kernels.Float16:  {Aligned: list44},
+			kernels.BFloat16: {Aligned: list44},
+			kernels.Float32:  {Aligned: list44},
 		},
 		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list40},
-			kernels.BFloat16: {Aligned: list40},
-			kernels.Float32:  {Aligned: list40},
+			kernels.Float16:  {Aligned: list45},
+			kernels.BFloat16: {Aligned: list45},
+			kernels.Float32:  {Aligned: list45},
 		},
 	},
 }

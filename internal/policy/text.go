@@ -217,13 +217,15 @@ func ParseRow(line string) (r Row, err error) {
 			r.NoClusters = true
 		case "one-wave":
 			r.OneWave = true
+		case "wide-weights":
+			r.WideWeights = true
 		case "ratio":
 			r.Ratio, err = strconv.ParseFloat(value, 64)
 		case "next":
 			r.RunnerUp = value
 		default:
 			err = fmt.Errorf("%q is none of ctas, per-sm, stages, kib-per-sm, no-clusters, "+
-				"one-wave, ratio, next", name)
+				"one-wave, wide-weights, ratio, next", name)
 		}
 		if err != nil {
 			return r, err
@@ -308,6 +310,7 @@ func (r *Row) fields() []string {
 	add(r.MinKiB > 0, "kib-per-sm=%d..%d", r.MinKiB, r.MaxKiB)
 	add(r.NoClusters, "no-clusters")
 	add(r.OneWave, "one-wave")
+	add(r.WideWeights, "wide-weights")
 	add(r.Ratio > 0, "ratio=%.3g", r.Ratio)
 	add(r.RunnerUp != "", "next=%s", r.RunnerUp)
 	return f

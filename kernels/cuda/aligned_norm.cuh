@@ -37,8 +37,15 @@ struct alignas(8) Moments {
   }
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
-    if (__any_sync(kAllLanes, count > 0.f)) reduce_centered<L>();
-    else m2 = lanes_sum<L>(m2);
+    if (!__any_sync(kAllLanes, count > 0.f)) {
+      m2 = lanes_sum<L>(m2);
+      return;
+    }
+    // Rows of a few vectors have one part in most of their merges, whose mean is to keep its bits.
+    const A first = __shfl_sync(kAllLanes, mean, 0, L);
+    const bool only = __shfl_sync(kAllLanes, count, 0, L) == lanes_sum<L>(count);
+    reduce_centered<L>();
+    if (only) mean = first;
   }
   template <int L>
   __device__ __forceinline__ void reduce_centered() {

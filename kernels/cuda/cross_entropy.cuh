@@ -180,28 +180,31 @@ __device__ __forceinline__ void replace_at(int64_t i, int64_t origin, int e, flo
   for (unsigned k = 0; k < E; k++) v[k] = j == k ? replacement : v[k];
 }
 
-// Replaces element i of the row by -infinity, if one of a thread's vectors contains it. They are `Step`
-// elements apart, the first at element e.
+// Takes element i of the row out of a thread's vectors, which are `Step` elements apart, the first at element
+// e: -infinity takes its place. True in the thread that had it.
 template <class T, int Step, int V>
-__device__ __forceinline__ void exclude_column(int64_t i, int64_t origin, int e, uint4 (&v)[V]) {
+__device__ __forceinline__ bool take_column(int64_t i, int64_t origin, int e, uint4 (&v)[V], float& taken) {
   constexpr int E = kElements<T>;
   const unsigned at = position_in_view(i, origin + e);
-  if (at % Step >= E || at / Step >= V) return;
+  if (at % Step >= E || at / Step >= V) return false;
 #pragma unroll
-  for (int k = 0; k < V; k++)
-    if (at - k * Step < E) v[k] = masked<T>(v[k], at - k * Step, lowest_vector<T>());
+  for (int k = 0; k < V; k++) {
+    const unsigned j = at - k * Step;
+    if (j < E) taken = element<T>(v[k], j), v[k] = masked<T>(v[k], j, lowest_vector<T>());
+  }
+  return true;
 }
 
 // What forward keeps of a row for a backward with the same bits: the sum of exp(x - max); or if the target
-// has the maximum, minus the sum of the others, because 1 and a small sum would not keep its digits. The sign
+// has most of it, minus the sum of the others, because 1 and a small sum would not keep its digits. The sign
 // says which.
 struct SavedSum {
   float bits;
-  __device__ __forceinline__ static SavedSum of(float sum, float others, bool target_is_max) {
-    return {target_is_max ? -others : sum};
+  __device__ __forceinline__ static SavedSum of(float sum, float others, bool confident) {
+    return {confident ? -others : sum};
   }
-  __device__ __forceinline__ bool target_is_max() const { return signbit(bits); }
-  __device__ __forceinline__ float sum() const { return target_is_max() ? 1.f - bits : bits; }
+  __device__ __forceinline__ bool confident() const { return signbit(bits); }
+  __device__ __forceinline__ float sum() const { return confident() ? 1.f - bits : bits; }
 };
 
 // loss = weight * (log sum exp(x - max) + max - x[target])
@@ -219,9 +222,10 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using Args = CrossEntropyArgs;
   static constexpr bool kHasOutput = Gradient;
   static constexpr bool kMayCacheExp = false;  // the gradient has the bits that backward would compute
+  static constexpr bool kTakes = true;
   struct Scalars {
-    Label label;
-    float logit;  // x[target], -inf without a target; without Gradient in the row's leader only
+    int64_t index;  // of the target, or kNoTarget
+    float logit;    // x[target], -inf without a target
     float max, scale;
     float at_target;  // the gradient there
   };
@@ -229,70 +233,82 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   struct Total {
     float m, sum, others;
     float e;  // exp(x[target] - m)
-    __device__ __forceinline__ bool target_is_max() const { return e == 1.f; }
+    // The target has the maximum, and more than half of the sum.
+    __device__ __forceinline__ bool confident() const { return e == 1.f && others < 1.f; }
   };
-  // StatsThread: only the leader needs the label (see short_rows_body).
-  template <bool StatsThread = false>
-  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool leader) {
+  // What the first thread of a CTA with one row computes. The others read it after a barrier.
+  struct RowValues {
+    float weight;
+    float grad;  // see row_gradient
+  };
+  __device__ __forceinline__ static RowValues& row_values() {
+    __shared__ RowValues values;
+    return values;
+  }
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
     Scalars sc = {};
-    if (leader || !StatsThread) sc.label.index = load_target<!Gradient>(a, row);
+    sc.index = load_target<!Gradient>(a, row);
     return sc;
   }
-  // Loads the target's logit. There is a barrier before any thread may overwrite it with a gradient.
-  template <bool StatsThread = false>
-  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t row, Scalars& sc,
-                                                         bool leader) {
-    sc.logit = -kInfinity;
-    if (leader || Gradient && !StatsThread) {
-      sc.label = label<!Gradient>(a, sc.label.index);
-      if (sc.label.index >= 0)
-        sc.logit = to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + sc.label.index]);
-    } else if (!StatsThread) {
-      sc.label.index = column_of(a, sc.label.index);
+  // The target's logit is among the row's elements: see take.
+  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
+    if (threadIdx.x == 0) {
+      const float weight = label<!Gradient>(a, sc.index).weight;
+      row_values() = {weight, Gradient ? gradient(a, weight) : 0.f};
     }
+    sc.index = column_of(a, sc.index);
+    sc.logit = -kInfinity;
+  }
+  // The thread that has a row's target may be another one, so the leader loads its logit.
+  __device__ __forceinline__ static void resolve_part(const Args& a, int64_t row, Scalars& sc, bool leader) {
+    if (leader) row_values().weight = label<!Gradient>(a, sc.index).weight;
+    sc.index = column_of(a, sc.index);
+    sc.logit = leader ? load_logit(a, row, sc.index) : -kInfinity;
+  }
+  __device__ __forceinline__ static float load_logit(const Args& a, int64_t row, int64_t column) {
+    if (column < 0) return -kInfinity;
+    return to_float(static_cast<const T*>(a.rows.a)[row * a.rows.a_stride + column]);
+  }
+  __device__ __forceinline__ static float gradient(const Args& a, float weight) {
+    if (a.one_pass && a.mean) wait_for_previous_launch();  // it sums the weights while this one loads the row
+    return row_gradient(a, a.upstream ? *static_cast<const float*>(a.upstream) : 1.f, weight);
   }
   template <int Step, int V>
-  __device__ __forceinline__ static void exclude(const Scalars& sc, int64_t origin, int e, uint4 (&v)[V]) {
-    exclude_column<T, Step>(sc.label.index, origin, e, v);
+  __device__ __forceinline__ static bool take(Scalars& sc, int64_t origin, int e, uint4 (&v)[V]) {
+    return take_column<T, Step>(sc.index, origin, e, v, sc.logit);
   }
-  // Another CTA of the cluster may overwrite the target's logit as soon as it has this CTA's state. So the
-  // load must be complete before that is sent. An instruction that uses the value waits for it.
-  __device__ __forceinline__ static void await_scalars(const Args& a, Scalars& sc) {
-    if constexpr (Gradient)
-      asm volatile("xor.b32 %0, %0, %1;" : "+f"(sc.logit) : "r"(a.rows.opaque_zero) : "memory");
+  __device__ __forceinline__ static unsigned taken_at(const Scalars& sc, int64_t origin) {
+    return position_in_view(sc.index, origin);
   }
   __device__ __forceinline__ static void save_scalars(const Args& a, int64_t row, const Scalars& sc) {
     static_cast<float*>(a.target_logits)[row] = sc.logit;
   }
   __device__ __forceinline__ static Scalars restore_scalars(const Args& a, int64_t row) {
-    Scalars sc = {};
-    sc.label = label<!Gradient>(a, load_target<!Gradient>(a, row));
+    Scalars sc = load_scalars(a, row, false);
+    resolve_scalars(a, row, sc, false);
     sc.logit = static_cast<const float*>(a.target_logits)[row];
     return sc;
   }
   __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
                                                   bool leader) {
     if (!Gradient && !leader) return;
-    const Total total = add_target(sc, st);
-    if (leader) record(a, row, sc, total);
-    if constexpr (Gradient) prepare(a, sc, total);
+    const Total total = add_target(sc.logit, st);
+    if (leader) record(a, row, sc.logit, row_values().weight, total);
+    if constexpr (Gradient) prepare(sc, total, row_values().grad);
   }
-  __device__ __forceinline__ static Total add_target(const Scalars& sc, const State& others) {
-    const float m = fmaxf(others.m, sc.logit), r = State::reference(m);
-    const float e = exp_difference<T>(sc.logit, r);
+  __device__ __forceinline__ static Total add_target(float logit, const State& others) {
+    const float m = fmaxf(others.m, logit), r = State::reference(m);
+    const float e = exp_difference<T>(logit, r);
     const float rest = others.s * exp_difference<T>(others.m, r);
     return {m, rest + e, rest, e};
   }
   // The same from a state that includes the target. Where that has the maximum, its exponential is 1, and the
   // subtraction is exact.
-  __device__ __forceinline__ static Total take_target(const Scalars& sc, const State& all) {
-    return {all.m, all.s, all.s - 1.f, exp_difference<T>(sc.logit, State::reference(all.m))};
+  __device__ __forceinline__ static Total take_target(float logit, const State& all) {
+    return {all.m, all.s, all.s - 1.f, exp_difference<T>(logit, State::reference(all.m))};
   }
   // Computes what `map` needs from the state of a complete row.
-  __device__ __forceinline__ static void prepare(const Args& a, Scalars& sc, const Total& total) {
-    if (a.one_pass && a.mean) wait_for_previous_launch();  // it sums the weights while this one reads the row
-    const float upstream = a.upstream ? *static_cast<const float*>(a.upstream) : 1.f;
-    const float grad = row_gradient(a, upstream, sc.label.weight);
+  __device__ __forceinline__ static void prepare(Scalars& sc, const Total& total, float grad) {
     const float scale = grad / total.sum;
     sc.max = total.m;
     sc.scale = grad == 0.f ? 0.f : scale;
@@ -300,18 +316,16 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   }
   // Backward computes it by the same operations.
   __device__ __forceinline__ static float gradient_at_target(const Total& total, float scale, float grad) {
-    const bool is_max = total.target_is_max();
-    return __fmul_rn(is_max ? -total.others : total.e, scale) - (is_max ? 0.f : grad);
+    const bool confident = total.confident();
+    return __fmul_rn(confident ? -total.others : total.e, scale) - (confident ? 0.f : grad);
   }
   // Stores the statistics of a row: its loss, and its log-sum-exp.
-  __device__ __forceinline__ static void record(const Args& a, int64_t row, const Scalars& sc,
+  __device__ __forceinline__ static void record(const Args& a, int64_t row, float logit, float weight,
                                                 const Total& total) {
-    const float weight = sc.label.weight;
-    const bool is_max = total.target_is_max();
-    const float2 log = log_parts(total.sum, is_max ? total.others : total.sum - 1.f);
+    const bool confident = total.confident();
+    const float2 log = log_parts(total.sum, confident ? total.others : total.sum - 1.f);
     const float log_sum = log.x + log.y;
-    const double unweighted =
-        (static_cast<double>(log.x) + log.y) + (static_cast<double>(total.m) - sc.logit);
+    const double unweighted = (static_cast<double>(log.x) + log.y) + (static_cast<double>(total.m) - logit);
     const float loss = weight == 0.f ? 0.f : static_cast<float>(weight * unweighted);
     if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, weight);
     else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
@@ -319,7 +333,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     if (a.log_sum) {
       static_cast<float*>(a.max)[row * a.max_stride] = total.m;
       static_cast<float*>(a.log_sum)[row * a.log_sum_stride] =
-          a.sums ? SavedSum::of(total.sum, total.others, is_max).bits : log_sum;
+          a.sums ? SavedSum::of(total.sum, total.others, confident).bits : log_sum;
     } else if (a.max) {
       static_cast<float*>(a.max)[row * a.max_stride] = total.m + log_sum;
     }
@@ -330,7 +344,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const bool zero = sc.scale == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
-    replace_at(sc.label.index, p.origin, e, dx, [&](float) { return sc.at_target; });
+    replace_at(sc.index, p.origin, e, dx, [&](float) { return sc.at_target; });
   }
   // The gradient of any element but the target's. The product is rounded by itself, as in backward.
   template <bool Cached>
@@ -394,8 +408,7 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   // of the gradient, their difference would lose the others' share.
   __device__ __forceinline__ static float at_target(const Args& a, const Scalars& sc, float softmax) {
     if (sc.grad == 0.f) return 0.f;
-    if (a.sums)
-      return SavedSum{sc.second}.target_is_max() ? __fmul_rn(sc.second, sc.scale) : softmax - sc.grad;
+    if (a.sums) return SavedSum{sc.second}.confident() ? __fmul_rn(sc.second, sc.scale) : softmax - sc.grad;
     // If the target has the maximum, its exponential is 1.
     if (softmax == sc.scale && sc.second < 0.25f) return -sc.grad * one_minus_exp(sc.second);
     return softmax - sc.grad;
@@ -499,43 +512,56 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   // does.
   constexpr bool kExclude = V * kStep > 1024;
   static_assert(!(kExclude && kCacheExp), "exponentials would not be relative to the maximum of all classes");
-  const auto total = [](const auto& sc, const State& st) {
-    if constexpr (kExclude) return Op::add_target(sc, st);
-    else return Op::take_target(sc, st);
+  const auto total = [](float logit, const State& st) {
+    if constexpr (kExclude) return Op::add_target(logit, st);
+    else return Op::take_target(logit, st);
+  };
+  // What a statistics thread passes on, and keeps there.
+  struct Target {
+    Label label;
+    float logit, grad;
   };
   __shared__ Slot<State> states[kRows];
-  __shared__ Label labels[Op::kHasOutput ? kRows : 1];
-  __shared__ float logits[Op::kHasOutput ? kRows : 1];
+  __shared__ Target targets[Op::kHasOutput ? kRows : 1];
   const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kRows, row = base + group;
   const bool active = row < args.rows.m, stats_thread = tid < kRows && base + tid < args.rows.m;
   int e = lane * kElements<T>;
   RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
   if (!active) p.bounds.clear();
-  auto sc = Op::template load_scalars<true>(args, base + tid, stats_thread);
+  const int64_t own_target = stats_thread ? load_target<!Op::kHasOutput>(args, base + tid) : kNoTarget;
   int64_t target = kNoTarget;
   if constexpr (kExclude) target = load_target<!Op::kHasOutput>(args, active ? row : 0);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
   prefetch_later_rows<Op, false>(args.rows, kRows);  // a little faster here than before tile.load
-  Op::template resolve_scalars<true>(args, base + tid, sc, stats_thread);
-  if constexpr (kExclude) exclude_column<T, kStep>(column_of(args, target), p.origin, e, tile.a);
+  Target own = {};
+  if (stats_thread) {
+    own.label = label<!Op::kHasOutput>(args, own_target);
+    own.logit = Op::load_logit(args, base + tid, own.label.index);
+    if constexpr (Op::kHasOutput) own.grad = Op::gradient(args, own.label.weight);
+  }
+  if constexpr (kExclude) {
+    float unused;
+    take_column<T, kStep>(column_of(args, target), p.origin, e, tile.a, unused);
+  }
   State st;
   reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
   if (lane == 0) states[group].set(st);
   if constexpr (Op::kHasOutput)
-    if (stats_thread) labels[tid] = sc.label, logits[tid] = sc.logit;
+    if (stats_thread) targets[tid] = own;
   __syncthreads();
   if constexpr (Op::kHasOutput) {
-    sc.label = labels[group], sc.logit = logits[group];
-    Op::prepare(args, sc, total(sc, st));
+    typename Op::Scalars sc = {};
+    sc.index = targets[group].label.index, sc.logit = targets[group].logit;
+    Op::prepare(sc, total(sc.logit, st), targets[group].grad);
     if constexpr (kPatchTarget) {
       const int64_t again =
           base + group + args.rows.opaque_zero;  // the view is computed again, to save registers
       p = row_view<Op, Unaligned, true>(args.rows, again < args.rows.m ? again : 0);
       if (again >= args.rows.m) p.bounds.clear();
       e += args.rows.opaque_zero;
-      const int64_t target = sc.label.index;
+      const int64_t target = sc.index;
       const bool mine =
           target >= 0 && target < p.bounds.hi && static_cast<int>(target) / kElements<T> % TPR == lane;
       if (sc.scale == 0.f) {  // makes all gradients 0, even if a logit is NaN
@@ -565,9 +591,12 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
       using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, false>;
       tile.map(args, sc, p, e, kStep, Operands(args, p, e));
     }
-    if (stats_thread) sc.label = labels[tid], sc.logit = logits[tid];
+    if (stats_thread) own = targets[tid];
   }
-  if (stats_thread) Op::record(args, base + tid + args.rows.opaque_zero, sc, total(sc, states[tid].get()));
+  if (stats_thread) {
+    const auto all = total(own.logit, states[tid].get());
+    Op::record(args, base + tid + args.rows.opaque_zero, own.logit, own.label.weight, all);
+  }
   Op::finish_launch(args);
 }
 

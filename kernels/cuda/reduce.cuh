@@ -256,13 +256,13 @@ __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t phase) {
       "r"(phase)
       : "memory");
 }
-// Initializes the barrier for one exchange, in which every CTA sends `bytes` bytes to every CTA, and arrives
-// at the cluster's barrier. cluster_wait() must come before the exchange.
-__device__ __forceinline__ void cluster_begin(uint64_t* barrier, uint32_t bytes) {
+// Initializes the barrier for one exchange, in which every CTA sends `bytes` bytes to every CTA, and one of
+// them `more`, and arrives at the cluster's barrier. cluster_wait() must come before the exchange.
+__device__ __forceinline__ void cluster_begin(uint64_t* barrier, uint32_t bytes, uint32_t more = 0) {
   if (threadIdx.x == 0) {
     barrier_init(barrier, 1);
     barrier_init_fence();
-    barrier_expect(barrier, cluster_size() * bytes);
+    barrier_expect(barrier, cluster_size() * bytes + more);
   }
   cluster_arrive();
 }

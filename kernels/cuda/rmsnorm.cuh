@@ -23,21 +23,27 @@ __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin
   }
 }
 
-// The weights of V vectors, the first at element e. InRegisters: loaded when the object is constructed.
-// Otherwise, and for weights of another type than x, they are loaded in `map`, and shifted there if rows are
-// unaligned.
+// The weights of V vectors, the first at element e. InRegisters: loaded when the object is constructed. With
+// up to two vectors, float32 weights of 16-bit rows are, too. All others are loaded in `map`, and shifted
+// there if rows are unaligned.
 template <class Op, int V, int Step, bool Unaligned, bool InRegisters>
 struct WeightOperands {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
+  static constexpr bool kWide = InRegisters && V <= 2 && sizeof(T) == 2 && Op::kInputs == 1;
   const RMSNormArgs& args;
-  const T* weight;  // null if there is none, or if it has another type
-  uint4 w[InRegisters ? V : 1];
+  const T* weight;    // null if there is none, or if it has another type
+  const float* wide;  // kWide: the same for float32
+  uint4 w[InRegisters ? kWide ? 2 * V : V : 1];
 
+  template <class W>
+  __device__ __forceinline__ static const W* weights_of(const RMSNormArgs& args, int64_t origin) {
+    const bool same = args.weight && args.weight_type == kDType<W>;
+    return same ? static_cast<const W*>(args.weight) + origin : nullptr;
+  }
   __device__ __forceinline__ WeightOperands(const RMSNormArgs& args, const RowView<T>& p, int e)
-      : args(args),
-        weight(args.weight && args.weight_type == kDType<T> ? static_cast<const T*>(args.weight) + p.origin
-                                                            : nullptr) {
+      : args(args), weight(weights_of<T>(args, p.origin)), wide(nullptr) {
+    if constexpr (kWide) wide = weights_of<float>(args, p.origin);
     load(p, e);
   }
   __device__ __forceinline__ void load(const RowView<T>& p, int e) {
@@ -46,6 +52,13 @@ struct WeightOperands {
 #pragma unroll
       for (int i = 0; i < V; i++)
         w[i] = load_vector_if(weight && e + i * Step < p.bounds.hi, at + i * Step, zero_vector());
+    }
+    if constexpr (kWide) {
+      if (!wide) return;
+      const float* const at = opaque(const_cast<float*>(wide) + e);
+#pragma unroll
+      for (int i = 0; i < 2 * V; i++)
+        w[i] = load_vector_if(e + i / 2 * Step < p.bounds.hi, at + i / 2 * Step + i % 2 * 4, zero_vector());
     }
   }
   // Calls each(i, map) for each vector i. map(x, dy, y) computes vector i of the output from those of the
@@ -73,6 +86,15 @@ struct WeightOperands {
           float f[E];
           unpack(T(), b[k], f);
           each(i + k, with_weight(f));
+        }
+      }
+    } else if (kWide && wide) {
+      if constexpr (kWide) {
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+          float f[E];
+          memcpy(f, w + 2 * i, sizeof(f));
+          each(i, with_weight(f));
         }
       }
     } else {

@@ -7,12 +7,17 @@ using namespace gander;
   extern "C" __global__ void __launch_bounds__(threads, resident) name(const __grid_constant__ RMSNormArgs args) { __VA_ARGS__(args); }
 
 KERNEL(rmsnorm_forward_rows_float16_8x1, 128, 10, rows_body<RMSNormForward<f16>, 8, 1, false, false, false>)
+KERNEL(rmsnorm_forward_rows_float16_4x3, 128, 10, rows_body<RMSNormForward<f16>, 4, 3, false, false, false>)
+KERNEL(rmsnorm_forward_rows_float16_8x2, 128, 10, rows_body<RMSNormForward<f16>, 8, 2, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_8x4, 128, 10, rows_body<RMSNormForward<f16>, 8, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_32x4, 128, 10, rows_body<RMSNormForward<f16>, 32, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_64x4, 128, 10, rows_body<RMSNormForward<f16>, 64, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_128x4, 128, 10, rows_body<RMSNormForward<f16>, 128, 4, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_256x4, 256, 5, rows_body<RMSNormForward<f16>, 256, 4, false, false, false>)
+KERNEL(rmsnorm_forward_rows_float16_512x2, 512, 2, rows_body<RMSNormForward<f16>, 512, 2, false, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_1024x8, 1024, 1, rows_body<RMSNormForward<f16>, 1024, 8, false, false, false>)
+KERNEL(rmsnorm_forward_loop_float16_8x2, 128, 8, loop_body<RMSNormForward<f16>, 8, 2>)
+KERNEL(rmsnorm_forward_loop_float16_8x3, 128, 8, loop_body<RMSNormForward<f16>, 8, 3>)
 KERNEL(rmsnorm_forward_loop_float16_8x4, 128, 8, loop_body<RMSNormForward<f16>, 8, 4>)
 KERNEL(rmsnorm_forward_loop_float16_16x4, 128, 8, loop_body<RMSNormForward<f16>, 16, 4>)
 KERNEL(rmsnorm_forward_rows_float16_8x1_unaligned, 128, 8, rows_body<RMSNormForward<f16>, 8, 1, true, false, false>)
@@ -26,6 +31,7 @@ KERNEL(rmsnorm_forward_rows_float16_384x4_unaligned, 384, 2, rows_body<RMSNormFo
 KERNEL(rmsnorm_forward_rows_float16_512x4_unaligned, 512, 2, rows_body<RMSNormForward<f16>, 512, 4, true, false, false>)
 KERNEL(rmsnorm_forward_rows_float16_768x4_unaligned, 768, 1, rows_body<RMSNormForward<f16>, 768, 4, true, false, false>)  // dropped where there are clusters
 KERNEL(rmsnorm_forward_rows_float16_1024x4_unaligned, 1024, 1, rows_body<RMSNormForward<f16>, 1024, 4, true, false, false>)
+KERNEL(rmsnorm_forward_rows_float16_256x2_cluster, 256, 5, rows_body<RMSNormForward<f16>, 256, 2, false, false, true>)
 KERNEL(rmsnorm_forward_rows_float16_256x4_unaligned_cluster, 256, 4, rows_body<RMSNormForward<f16>, 256, 4, true, false, true>)
 KERNEL(rmsnorm_forward_rows_float16_512x4_unaligned_cluster, 512, 2, rows_body<RMSNormForward<f16>, 512, 4, true, false, true>)
 KERNEL(rmsnorm_forward_rows_float16_1024x4_unaligned_cluster, 1024, 1, rows_body<RMSNormForward<f16>, 1024, 4, true, false, true>)

@@ -168,13 +168,20 @@ struct RowOperator {
   // Loads that depend on these. They are issued while the row is being loaded.
   template <class Args, class Scalars>
   __device__ __forceinline__ static void resolve_scalars(const Args&, int64_t row, Scalars&, bool leader) {}
-  // Takes elements that are not to be reduced out of a thread's vectors. These are `Step` elements apart, the
-  // first at element e.
-  template <int Step, class Scalars, int V>
-  __device__ __forceinline__ static void exclude(const Scalars&, int64_t origin, int e, uint4 (&v)[V]) {}
-  // Waits for these loads. Afterwards other CTAs of the cluster may overwrite the row.
+  // The same in partial_body, whose leader finalizes the row or saves its scalars.
   template <class Args, class Scalars>
-  __device__ __forceinline__ static void await_scalars(const Args&, Scalars&) {}
+  __device__ __forceinline__ static void resolve_part(const Args& args, int64_t row, Scalars& sc,
+                                                      bool leader) {
+    Op::resolve_scalars(args, row, sc, leader);
+  }
+  // kTakes: one element of a row is not reduced. `take` takes it out of a thread's vectors, which are `Step`
+  // elements apart, the first at element e, and is true in the thread that has it, in scalars.logit. taken_at
+  // says where it is in the row.
+  static constexpr bool kTakes = false;
+  template <int Step, class Scalars, int V>
+  __device__ __forceinline__ static bool take(Scalars&, int64_t origin, int e, uint4 (&v)[V]) {
+    return false;
+  }
   // partial_body saves scalars and apply_body restores them. The default loads them again.
   template <class Args, class Scalars>
   __device__ __forceinline__ static void save_scalars(const Args&, int64_t row, const Scalars&) {}
@@ -330,12 +337,15 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   const int64_t row = Place::row();
   int e = Place::first(thread) * E;
   __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
+  static_assert(!Op::kTakes || kRows == 1 && kWarps > 1,
+                "what is taken is exchanged with the states of warps");
+  __shared__ float taken[kRows];
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
-  __shared__ uint64_t barrier;
+  __shared__ uint64_t barrier, cluster_taken;
   if constexpr (Cluster) {
     e += cluster_rank() * Place::capacity() * E;
-    cluster_begin(&barrier, sizeof(State));
+    cluster_begin(&barrier, sizeof(State), Op::kTakes ? sizeof(cluster_taken) : 0);
   }
 #else
   if constexpr (Cluster) return;
@@ -353,7 +363,8 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters>;
   const Operands operands(args, p, e);
   Op::resolve_scalars(args, active ? row : 0, sc, leader);
-  Op::template exclude<kStep>(sc, p.origin, e, tile.a);
+  if constexpr (Op::kTakes)
+    if (Op::template take<kStep>(sc, p.origin, e, tile.a)) taken[threadIdx.x / TPR] = sc.logit;
   State st;
   reduce_tile<Op, Place::kLanes>(args, st, tile, p, e, kStep);
   const State own = st;
@@ -361,10 +372,19 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
-    Op::await_scalars(args, sc);
+    if constexpr (Op::kTakes) {  // the CTA that has the element sends it; if none has, the last one sends
+      if (threadIdx.x < cluster_size()) {
+        const uint32_t at = Op::taken_at(sc, p.origin), owner = at / (Place::capacity() * E);
+        if (min(owner, cluster_size() - 1) == cluster_rank())
+          send(&cluster_taken, __float_as_uint(at == ~0u ? sc.logit : taken[0]), &barrier, threadIdx.x);
+      }
+    }
     reduce_cluster(st, cluster_slots, &barrier, 0);
+    if constexpr (Op::kTakes) sc.logit = __uint_as_float(cluster_taken);
   }
 #endif
+  if constexpr (Op::kTakes && !Cluster)
+    if (Op::taken_at(sc, p.origin) != ~0u) sc.logit = taken[threadIdx.x / TPR];
   if (active) Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
     if constexpr (kCacheExp && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
@@ -431,12 +451,12 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   const bool leader = threadIdx.x == 0;
   const RowView<T> p = row_view<Op, Unaligned, false>(args.rows, row, chunk);
   auto sc = Op::load_scalars(args, row, leader && chunk == 0);
-  Op::resolve_scalars(args, row, sc, leader && chunk == 0);
+  Op::resolve_part(args, row, sc, leader && chunk == 0);
   State st;
   for (int e = threadIdx.x * kElements<T>; e < p.bounds.hi; e += V * kStep) {
     Tile<Op, V, Unaligned, Unaligned && !SameOffset, SameOffset> tile;
     tile.load(p, e, kStep);
-    Op::template exclude<kStep>(sc, p.origin, e, tile.a);
+    Op::template take<kStep>(sc, p.origin, e, tile.a);
     Op::accumulate(args, st, tile, p, e, kStep);
   }
   st.template reduce_lanes<32>();

@@ -7,6 +7,9 @@ using namespace gander;
   extern "C" __global__ void __launch_bounds__(threads, resident) name(const __grid_constant__ SoftmaxArgs args) { __VA_ARGS__(args); }
 
 KERNEL(softmax_forward_rows_float16_8x1, 128, 16, rows_body<SoftmaxForward<f16>, 8, 1, false, false, false>)
+KERNEL(softmax_forward_rows_float16_4x3, 128, 16, rows_body<SoftmaxForward<f16>, 4, 3, false, false, false>)
+KERNEL(softmax_forward_rows_float16_8x2, 128, 16, rows_body<SoftmaxForward<f16>, 8, 2, false, false, false>)
+KERNEL(softmax_forward_rows_float16_8x3, 128, 16, rows_body<SoftmaxForward<f16>, 8, 3, false, false, false>)
 KERNEL(softmax_forward_rows_float16_8x4, 128, 16, rows_body<SoftmaxForward<f16>, 8, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float16_16x4, 128, 16, rows_body<SoftmaxForward<f16>, 16, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float16_64x2, 128, 16, rows_body<SoftmaxForward<f16>, 64, 2, false, false, false>)
@@ -14,6 +17,7 @@ KERNEL(softmax_forward_rows_float16_32x4, 128, 16, rows_body<SoftmaxForward<f16>
 KERNEL(softmax_forward_rows_float16_32x8, 128, 8, rows_body<SoftmaxForward<f16>, 32, 8, false, false, false>)
 KERNEL(softmax_forward_rows_float16_128x4, 128, 16, rows_body<SoftmaxForward<f16>, 128, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float16_256x4, 256, 6, rows_body<SoftmaxForward<f16>, 256, 4, false, false, false>)
+KERNEL(softmax_forward_rows_float16_512x2, 512, 3, rows_body<SoftmaxForward<f16>, 512, 2, false, false, false>)
 KERNEL(softmax_forward_rows_float16_512x4, 512, 3, rows_body<SoftmaxForward<f16>, 512, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float16_512x8, 512, 2, rows_body<SoftmaxForward<f16>, 512, 8, false, false, false>)
 KERNEL(softmax_forward_rows_float16_1024x8, 1024, 1, rows_body<SoftmaxForward<f16>, 1024, 8, false, false, false>)

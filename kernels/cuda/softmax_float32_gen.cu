@@ -7,6 +7,9 @@ using namespace gander;
   extern "C" __global__ void __launch_bounds__(threads, resident) name(const __grid_constant__ SoftmaxArgs args) { __VA_ARGS__(args); }
 
 KERNEL(softmax_forward_rows_float32_8x1, 128, 12, rows_body<SoftmaxForward<f32>, 8, 1, false, false, false>)
+KERNEL(softmax_forward_rows_float32_4x3, 128, 12, rows_body<SoftmaxForward<f32>, 4, 3, false, false, false>)
+KERNEL(softmax_forward_rows_float32_8x2, 128, 12, rows_body<SoftmaxForward<f32>, 8, 2, false, false, false>)
+KERNEL(softmax_forward_rows_float32_8x3, 128, 12, rows_body<SoftmaxForward<f32>, 8, 3, false, false, false>)
 KERNEL(softmax_forward_rows_float32_8x4, 128, 12, rows_body<SoftmaxForward<f32>, 8, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float32_16x4, 128, 12, rows_body<SoftmaxForward<f32>, 16, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float32_64x2, 128, 16, rows_body<SoftmaxForward<f32>, 64, 2, false, false, false>)
@@ -14,6 +17,7 @@ KERNEL(softmax_forward_rows_float32_32x4, 128, 12, rows_body<SoftmaxForward<f32>
 KERNEL(softmax_forward_rows_float32_32x8, 128, 8, rows_body<SoftmaxForward<f32>, 32, 8, false, false, false>)
 KERNEL(softmax_forward_rows_float32_128x4, 128, 16, rows_body<SoftmaxForward<f32>, 128, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float32_256x4, 256, 6, rows_body<SoftmaxForward<f32>, 256, 4, false, false, false>)
+KERNEL(softmax_forward_rows_float32_512x2, 512, 3, rows_body<SoftmaxForward<f32>, 512, 2, false, false, false>)
 KERNEL(softmax_forward_rows_float32_512x4, 512, 3, rows_body<SoftmaxForward<f32>, 512, 4, false, false, false>)
 KERNEL(softmax_forward_rows_float32_512x8, 512, 2, rows_body<SoftmaxForward<f32>, 512, 8, false, false, false>)
 KERNEL(softmax_forward_rows_float32_1024x8, 1024, 1, rows_body<SoftmaxForward<f32>, 1024, 8, false, false, false>)

@@ -231,6 +231,17 @@ __device__ __forceinline__ uint4 masked(uint4 v, unsigned j, uint4 fill) {
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
+// Element j of v.
+template <class T>
+__device__ __forceinline__ float element(uint4 v, unsigned j) {
+  const unsigned word = j * sizeof(T) / 4;
+  const unsigned low = word == 0 ? v.x : v.y, high = word == 2 ? v.z : v.w;
+  const unsigned w = word < 2 ? low : high;
+  float f[kElements<T>];
+  unpack(T(), make_uint4(sizeof(T) == 4 || j % 2 == 0 ? w : w >> 16, 0, 0, 0), f);
+  return f[0];
+}
+
 // Loads the elements [lo, hi) of a vector one by one. The others are those of `fill`.
 template <class T>
 __device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4 fill) {

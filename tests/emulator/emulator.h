@@ -177,6 +177,12 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   std::memcpy(&value, emulator::shared_by_lanes(value) + (emulator::self->lane ^ mask), sizeof(T));
   return value;
 }
+template <class T>
+T __shfl_sync(unsigned, T value, int from, int width = 32) {
+  const int lane = emulator::self->lane / width * width + from % width;
+  std::memcpy(&value, emulator::shared_by_lanes(value) + lane, sizeof(T));
+  return value;
+}
 inline int __any_sync(unsigned, int predicate) {
   const uint64_t* const values = emulator::shared_by_lanes<uint64_t>(predicate != 0);
   return std::any_of(values, values + 32, [](uint64_t v) { return v != 0; });
