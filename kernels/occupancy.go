@@ -16,6 +16,7 @@ var occupancy = []struct {
 }{
 	// Norms and softmax with options: rows are kept as floats.
 	{threads: 1024, ops: []Op{NormForward, LayerNormForward}},
+	{threads: 1280, ops: []Op{RMSNormResidualForward}},
 	{threads: 768, ops: []Op{LayerNormBackward, RMSNormResidualBackward}, vectors: limits{2, 3}},
 	{threads: 768, ops: []Op{NormBackward}, shapes: []Shape{Ring}, vectors: limits{2, 2}},
 	{threads: 512, ops: []Op{NormBackward}, shapes: []Shape{Ring}},

@@ -12,7 +12,8 @@ type Op uint8
 // other kernels computed for each CTA or row. Denominator sums the rows' weights before the rows are read.
 // SoftmaxClear and RMSNormClear clear the memory through which CTAs of the next launch exchange states.
 // NormForward and NormBackward are RMSNorm and LayerNorm with all their options. RMSNormForward,
-// RMSNormBackward, LayerNormForward, LayerNormBackward and RMSNormResidualBackward are what is used most.
+// RMSNormBackward, LayerNormForward, LayerNormBackward, RMSNormResidualForward and RMSNormResidualBackward are
+// what is used most.
 // NormGradient sums dw and db. MaskedSoftmaxForward and MaskedSoftmaxBackward are softmax and log-softmax
 // with options. Rescale multiplies gradients that were made for another upstream gradient.
 const (
@@ -36,6 +37,7 @@ const (
 	Rescale
 	LayerNormForward
 	LayerNormBackward
+	RMSNormResidualForward
 	RMSNormResidualBackward
 )
 
@@ -46,7 +48,8 @@ func (o Op) String() string {
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward", "weight_gradient",
 		"total", "denominator", "softmax_clear", "rmsnorm_clear", "norm_forward", "norm_backward", "norm_gradient",
 		"masked_softmax_forward", "masked_softmax_backward",
-		"rescale", "layernorm_forward", "layernorm_backward", "rmsnorm_residual_backward",
+		"rescale", "layernorm_forward", "layernorm_backward", "rmsnorm_residual_forward",
+		"rmsnorm_residual_backward",
 	}[o]
 }
 
@@ -95,7 +98,7 @@ func FamilyOf(op Op, x DType) Family {
 		Rescale:
 		group = 2
 	case NormForward, NormBackward, NormGradient, LayerNormForward, LayerNormBackward,
-		RMSNormResidualBackward:
+		RMSNormResidualForward, RMSNormResidualBackward:
 		group = 3
 	case MaskedSoftmaxForward, MaskedSoftmaxBackward:
 		group = 4
@@ -315,10 +318,12 @@ var (
 	normRingCluster = []tile{{256, 2}, {512, 2}}
 
 	// The norms of cuda/aligned_norm.cuh. Backward of shorter rows is that of norms with options.
-	layerNorms             = []tile{{8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 4}, {512, 4}, {1024, 1}}
-	layerNormsInClusters   = []tile{{256, 4}, {512, 4}}
-	alignedNormRings       = []tile{{128, 1}, {256, 2}, {512, 2}}
-	alignedNormRingCluster = []tile{{256, 2}, {512, 2}}
+	layerNorms              = []tile{{8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 4}, {512, 4}, {1024, 1}}
+	layerNormsInClusters    = []tile{{256, 4}, {512, 4}}
+	residualNorms           = []tile{{16, 2}, {32, 2}, {512, 2}, {1024, 1}}
+	residualNormsInClusters = []tile{{256, 2}}
+	alignedNormRings        = []tile{{128, 1}, {256, 2}, {512, 2}}
+	alignedNormRingCluster  = []tile{{256, 2}, {512, 2}}
 
 	// Softmax with options. The vectors of backward are those of each of two inputs.
 	maskedForward = []tile{{8, 1}, {8, 4}, {16, 4}, {32, 4}, {64, 4}, {128, 4}, {256, 4}, {512, 2},
@@ -334,7 +339,8 @@ const laneStages = 3
 // Inputs is how many matrices the op reads.
 func (o Op) Inputs() int {
 	switch o {
-	case SoftmaxBackward, RMSNormBackward, NormBackward, LayerNormBackward, MaskedSoftmaxBackward:
+	case SoftmaxBackward, RMSNormBackward, NormBackward, LayerNormBackward, MaskedSoftmaxBackward,
+		RMSNormResidualForward:
 		return 2
 	case RMSNormResidualBackward:
 		return 3
@@ -529,6 +535,8 @@ func (t *tableOf) addNorms() {
 	t.add(Variant{Op: NormGradient, Shape: Finish, Unaligned: true}, weightGradient...)
 	t.add(Variant{Op: LayerNormForward, Shape: InRegisters}, layerNorms...)
 	t.add(Variant{Op: LayerNormForward, Shape: InRegisters, Cluster: true}, layerNormsInClusters...)
+	t.add(Variant{Op: RMSNormResidualForward, Shape: InRegisters}, residualNorms...)
+	t.add(Variant{Op: RMSNormResidualForward, Shape: InRegisters, Cluster: true}, residualNormsInClusters...)
 	for _, op := range []Op{LayerNormBackward, RMSNormResidualBackward} {
 		t.add(Variant{Op: op, Shape: Ring}, alignedNormRings...)
 		t.add(Variant{Op: op, Shape: Ring, Cluster: true}, alignedNormRingCluster...)

@@ -51,8 +51,12 @@ func (n *normCall) forwardRequest() request {
 	if n.Residual.Present() {
 		r.norm.second = int8(n.Residual.DType.Size())
 	}
-	if n.Center && !n.Residual.Present() && !n.ResidualOut.Present() && n.ofOneType(&r, n.Y) {
+	switch residual, sum := n.Residual.Present(), n.ResidualOut.Present(); {
+	case n.Center && !residual && !sum && n.ofOneType(&r, n.Y):
 		r.op = kernels.LayerNormForward
+	case !n.Center && residual && sum && !n.Bias.Present() && n.ResidualOut.Stride == n.Residual.Stride &&
+		n.ofOneType(&r, n.Y, n.Residual, n.ResidualOut):
+		r.op = kernels.RMSNormResidualForward
 	}
 	return r
 }

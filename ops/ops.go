@@ -97,7 +97,7 @@ var explained = map[string]request{
 	"layernorm_backward":       {op: kernels.LayerNormBackward, norm: normOperands{second: 1, sums: 2}},
 
 	// With a residual, and its gradient. All operands have x's type.
-	"rmsnorm_residual_forward":    {op: kernels.NormForward, norm: residual(0)},
+	"rmsnorm_residual_forward":    {op: kernels.RMSNormResidualForward, norm: residual(0)},
 	"rmsnorm_residual_backward":   {op: kernels.RMSNormResidualBackward, norm: residual(1)},
 	"layernorm_residual_forward":  {op: kernels.NormForward, norm: residual(0)},
 	"layernorm_residual_backward": {op: kernels.NormBackward, norm: residual(2)},

@@ -137,6 +137,7 @@ var generalOps = map[kernels.Op]kernels.Op{
 	kernels.LayerNormForward:  kernels.NormForward,
 	kernels.LayerNormBackward: kernels.NormBackward,
 
+	kernels.RMSNormResidualForward:  kernels.NormForward,
 	kernels.RMSNormResidualBackward: kernels.NormBackward,
 }
 

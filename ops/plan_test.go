@@ -34,7 +34,8 @@ var rowOps = []kernels.Op{
 	kernels.SoftmaxForward, kernels.SoftmaxBackward, kernels.RMSNormForward, kernels.RMSNormBackward,
 	kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX, kernels.CrossEntropyBackward,
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
-	kernels.Rescale, kernels.LayerNormForward, kernels.LayerNormBackward, kernels.RMSNormResidualBackward,
+	kernels.Rescale, kernels.LayerNormForward, kernels.LayerNormBackward,
+	kernels.RMSNormResidualForward, kernels.RMSNormResidualBackward,
 }
 
 // everyRequest calls f for a grid of requests that a caller can make.
@@ -65,7 +66,8 @@ func everyRequest(f func(request)) {
 						case kernels.NormForward, kernels.NormBackward:
 							everyNorm(r, f)
 							continue
-						case kernels.LayerNormForward, kernels.LayerNormBackward, kernels.RMSNormResidualBackward:
+						case kernels.LayerNormForward, kernels.LayerNormBackward,
+							kernels.RMSNormResidualForward, kernels.RMSNormResidualBackward:
 							if r.layout == policy.Aligned {
 								everyAlignedNorm(r, f)
 							}
@@ -131,7 +133,12 @@ func everyNorm(r request, f func(request)) {
 
 // everyAlignedNorm calls f for all operands that the norms of cuda/aligned_norm.cuh can have.
 func everyAlignedNorm(r request, f func(request)) {
-	if r.op == kernels.LayerNormForward {
+	switch r.op {
+	case kernels.LayerNormForward:
+		f(r)
+		return
+	case kernels.RMSNormResidualForward:
+		r.norm.second = int8(r.x.Size())
 		f(r)
 		return
 	}

@@ -83,6 +83,8 @@ func (r *request) operator() policy.Operator {
 		return policy.LayerNormForward
 	case kernels.LayerNormBackward:
 		return policy.LayerNormBackward
+	case kernels.RMSNormResidualForward:
+		return policy.RMSNormResidualForward
 	case kernels.RMSNormResidualBackward:
 		return policy.RMSNormResidualBackward
 	}

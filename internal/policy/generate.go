@@ -16,7 +16,7 @@ var (
 		"SoftmaxForward", "SoftmaxBackward", "RMSNormForward", "RMSNormBackward", "RMSNormBackwardDX",
 		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward", "NormForward", "NormBackward",
 		"MaskedSoftmaxForward", "MaskedSoftmaxBackward", "LayerNormForward", "LayerNormBackward",
-		"RMSNormResidualBackward",
+		"RMSNormResidualForward", "RMSNormResidualBackward",
 	}
 	typeIdentifiers   = []string{"kernels.Float16", "kernels.BFloat16", "kernels.Float32"}
 	layoutIdentifiers = []string{"Aligned", "SameOffset", "MixedOffsets", "MixedTypes"}

@@ -37,7 +37,8 @@ const (
 	MaskedSoftmaxBackward
 	LayerNormForward // aligned, operands of one type, no residual; all others are norms with options
 	LayerNormBackward
-	RMSNormResidualBackward // the same with a residual, and no bias
+	RMSNormResidualForward // the same with a residual, and no bias
+	RMSNormResidualBackward
 )
 
 // Layout says where the rows of the operands lie.

@@ -7,7 +7,8 @@ var kernelOps = []kernels.Op{
 	kernels.RMSNormBackward, kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX,
 	kernels.CrossEntropyBackward,
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
-	kernels.LayerNormForward, kernels.LayerNormBackward, kernels.RMSNormResidualBackward,
+	kernels.LayerNormForward, kernels.LayerNormBackward, kernels.RMSNormResidualForward,
+	kernels.RMSNormResidualBackward,
 }
 
 // Candidates lists what bench/tune.py times for a key: each compiled kernel with the clusters, CTAs per SM
@@ -47,7 +48,7 @@ func Candidates(op Operator, x kernels.DType, l Layout) (rows []Row) {
 				}
 			}
 		}
-		dw := op == RMSNormBackward || op == NormBackward || op >= LayerNormBackward
+		dw := op == RMSNormBackward || op == NormBackward || op == LayerNormBackward || op == RMSNormResidualBackward
 		switch shape := v.Shape; {
 		case (shape == kernels.InRegisters || shape == kernels.Staged) && !dw:
 			one, several := Registers, ClusterRegisters

@@ -1036,6 +1036,14 @@ var list44 = []Row{
 }
 
 var list45 = []Row{
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
+	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
+	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
+	{For: 0x1, Over: 1024, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 512, Vectors: 2},
+}
+
+var list46 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
@@ -1058,7 +1066,7 @@ var list45 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var tables = [4][15][3][4][]Row{
+var tables = [4][16][3][4][]Row{
 	H100: {
 		SoftmaxForward: {
 			kernels.Float16:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
@@ -1130,10 +1138,15 @@ var tables = [4][15][3][4][]Row{
 			kernels.BFloat16: {Aligned: list44},
 			kernels.Float32:  {Aligned: list44},
 		},
-		RMSNormResidualBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list45},
 			kernels.BFloat16: {Aligned: list45},
 			kernels.Float32:  {Aligned: list45},
+		},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list46},
+			kernels.BFloat16: {Aligned: list46},
+			kernels.Float32:  {Aligned: list46},
 		},
 	},
 	H200: {
@@ -1207,10 +1220,15 @@ var tables = [4][15][3][4][]Row{
 			kernels.BFloat16: {Aligned: list44},
 			kernels.Float32:  {Aligned: list44},
 		},
-		RMSNormResidualBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list45},
 			kernels.BFloat16: {Aligned: list45},
 			kernels.Float32:  {Aligned: list45},
+		},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list46},
+			kernels.BFloat16: {Aligned: list46},
+			kernels.Float32:  {Aligned: list46},
 		},
 	},
 	Other: {
@@ -1284,10 +1302,15 @@ var tables = [4][15][3][4][]Row{
 			kernels.BFloat16: {Aligned: list44},
 			kernels.Float32:  {Aligned: list44},
 		},
-		RMSNormResidualBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list45},
 			kernels.BFloat16: {Aligned: list45},
 			kernels.Float32:  {Aligned: list45},
+		},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list46},
+			kernels.BFloat16: {Aligned: list46},
+			kernels.Float32:  {Aligned: list46},
 		},
 	},
 	OtherFast: {
@@ -1361,10 +1384,15 @@ var tables = [4][15][3][4][]Row{
 			kernels.BFloat16: {Aligned: list44},
 			kernels.Float32:  {Aligned: list44},
 		},
-		RMSNormResidualBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list45},
 			kernels.BFloat16: {Aligned: list45},
 			kernels.Float32:  {Aligned: list45},
+		},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list46},
+			kernels.BFloat16: {Aligned: list46},
+			kernels.Float32:  {Aligned: list46},
 		},
 	},
 }

@@ -1,5 +1,5 @@
 // What norms do most, over aligned rows whose operands all have one type: LayerNorm without a residual, and
-// the gradient of RMSNorm with one. norm.cuh has all other norms, and the formulas. Rows stay packed in
+// RMSNorm with one, forward and backward. norm.cuh has all other norms, and the formulas. Rows stay packed in
 // registers here, which leaves room for weights and biases.
 #pragma once
 #include "ring.cuh"
@@ -164,13 +164,14 @@ struct AffineOperands {
                                       Each each) const {
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      const uint4 wi = InRegisters ? w[i] : load_weight(p, e, i), bi = load_bias(p, e, i);
-      each(i, [&](const float (&x)[E], const float (&)[E], float (&y)[E]) {
+      const uint4 wi = InRegisters ? w[i] : load_weight(p, e, i);
+      const uint4 bi = Op::kHasBias ? load_bias(p, e, i) : zero_vector();
+      each(i, [&](const float (&x)[E], const float (&r)[E], float (&y)[E]) {
         float fw[E], fb[E];
         unpack(T(), wi, fw);
         unpack(T(), bi, fb);
 #pragma unroll
-        for (int j = 0; j < E; j++) y[j] = fmaf(normalized(sc, x[j]), fw[j], fb[j]);
+        for (int j = 0; j < E; j++) y[j] = Op::normalized(sc, x[j], r[j], fw[j], fb[j]);
       });
     }
   }
@@ -182,8 +183,12 @@ struct LayerNormForward : RowOperator<LayerNormForward<T_>> {
   using State = CenteredMoments<T>;
   using Args = NormArgs;
   using Scalars = NormScalars<T>;
+  static constexpr bool kHasBias = true;
   template <int V, int Step, bool Unaligned, bool InRegisters>
   using EpilogueOperands = AffineOperands<LayerNormForward, V, Step, InRegisters>;
+  __device__ __forceinline__ static float normalized(const Scalars& sc, float x, float, float w, float b) {
+    return fmaf(gander::normalized(sc, x), w, b);
+  }
   // The L lanes compute their mean first, then the squares of deviations from it: so no digits cancel,
   // whatever the mean of the row is. There is no branch: it would keep all elements as floats.
   template <int L, class Tile, class View>
@@ -235,6 +240,47 @@ struct LayerNormForward : RowOperator<LayerNormForward<T_>> {
   __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
                                                   bool leader) {
     sc = Scalars(a, row, st, leader);
+  }
+};
+
+// h = x + residual, which is stored as soon as it is there; y = h * rstd * weight. Rows of the sum lie as
+// those of the residual do.
+template <class T_>
+struct RMSNormResidualForward : RowOperator<RMSNormResidualForward<T_>> {
+  using T = T_;
+  using State = Sum<T>;
+  using Args = NormArgs;
+  static constexpr int kInputs = 2;
+  static constexpr bool kHasBias = false;
+  template <int V, int Step, bool Unaligned, bool InRegisters>
+  using EpilogueOperands = AffineOperands<RMSNormResidualForward, V, Step, InRegisters>;
+  struct Scalars {
+    float rstd;
+  };
+  template <class Tile, class View>
+  __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& tile, const View& p,
+                                                    int e, int step) {
+    constexpr int E = kElements<T>;
+    const int64_t row = static_cast<const T*>(p.b) - static_cast<const T*>(a.rows.b);
+    T* const z = opaque(static_cast<T*>(a.z) + row + e);
+#pragma unroll
+    for (int i = 0; i < std::extent_v<decltype(tile.a)>; i++) {
+      float h[E], r[E];
+      tile.get_a(i, h);
+      tile.get_b(i, r);
+#pragma unroll
+      for (int j = 0; j < E; j++) h[j] += r[j];
+      st.add(h, h);
+      if (e + i * step < p.bounds.hi) store_vector(z + i * step, h);
+    }
+  }
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
+                                                  bool leader) {
+    sc.rstd = __frsqrt_rn(fmaf(static_cast<float>(st.s), a.inv_n, a.eps));
+    if (leader && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
+  }
+  __device__ __forceinline__ static float normalized(const Scalars& sc, float x, float r, float w, float) {
+    return (x + r) * sc.rstd * w;
   }
 };
 

@@ -69,6 +69,7 @@ CALLS = {
     "rmsnorm_forward": ("rmsnorm_forward", "x weight", "y rstd", {}),
     "rmsnorm_backward_dx": ("rmsnorm_backward", "x weight dout rstd", "dx", {}),
     "rmsnorm_backward": ("rmsnorm_backward", "x weight dout rstd", "dx dw", {}),
+    "rmsnorm_residual_forward": ("rmsnorm_forward", "x weight residual", "y residual_out rstd", {}),
     "rmsnorm_residual_backward": ("rmsnorm_backward", "x weight dout dresidual_out rstd", "dx dw", {}),
     "norm_forward": ("rmsnorm_forward", "x weight bias residual", "y residual_out rstd", {}),
     "norm_backward": ("rmsnorm_backward", "x weight dout rstd", "dx dw db", {"weight_offset": 1.0}),

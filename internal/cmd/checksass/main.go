@@ -136,6 +136,7 @@ var rows = map[kernels.Op]struct {
 	kernels.LayerNormForward:      {1, true, false},
 	kernels.LayerNormBackward:     {2, true, false},
 
+	kernels.RMSNormResidualForward:  {2, true, false},
 	kernels.RMSNormResidualBackward: {3, true, false},
 	kernels.MaskedSoftmaxForward:    {1, true, true},
 	kernels.MaskedSoftmaxBackward:   {2, true, true},

@@ -148,6 +148,7 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 	kernels.LayerNormForward:      {"LayerNormForward<%s>", ""},
 	kernels.LayerNormBackward:     {"LayerNormBackward<%s>", ""},
 
+	kernels.RMSNormResidualForward:  {"RMSNormResidualForward<%s>", ""},
 	kernels.RMSNormResidualBackward: {"RMSNormResidualBackward<%s>", ""},
 }
 
