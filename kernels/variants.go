@@ -8,14 +8,14 @@ import (
 // Op is what a kernel computes.
 type Op uint8
 
-// The ops. CrossEntropyForwardDX computes loss and gradient in one pass. WeightGradient and Total sum what
-// other kernels computed for each CTA or row. Denominator sums the rows' weights before the rows are read.
-// SoftmaxClear and RMSNormClear clear the memory through which CTAs of the next launch exchange states.
-// NormForward and NormBackward are RMSNorm and LayerNorm with all their options. RMSNormForward,
-// RMSNormBackward, LayerNormForward, LayerNormBackward, RMSNormResidualForward and RMSNormResidualBackward are
-// what is used most.
-// NormGradient sums dw and db. MaskedSoftmaxForward and MaskedSoftmaxBackward are softmax and log-softmax
-// with options. Rescale multiplies gradients that were made for another upstream gradient.
+// The ops. CrossEntropyForwardDX computes loss and gradient in one pass. WeightGradient and Total sum
+// what other kernels computed for each CTA or row. Denominator sums the rows' weights before the rows are
+// read. SoftmaxClear and RMSNormClear clear the memory through which CTAs of the next launch exchange
+// states. NormForward and NormBackward are RMSNorm and LayerNorm with all their options. RMSNormForward,
+// RMSNormBackward, LayerNormForward, LayerNormBackward, RMSNormResidualForward and
+// RMSNormResidualBackward are what is used most. NormGradient sums dw and db. MaskedSoftmaxForward and
+// MaskedSoftmaxBackward are softmax and log-softmax with options. Rescale multiplies gradients that were
+// made for another upstream gradient.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -320,7 +320,7 @@ var (
 	// The norms of cuda/aligned_norm.cuh. Backward of shorter rows is that of norms with options.
 	layerNorms              = []tile{{8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 4}, {512, 4}, {1024, 1}}
 	layerNormsInClusters    = []tile{{256, 4}, {512, 4}}
-	residualNorms           = []tile{{16, 2}, {32, 2}, {512, 2}, {1024, 1}}
+	residualNorms           = []tile{{16, 2}, {32, 2}, {512, 2}}
 	residualNormsInClusters = []tile{{256, 2}}
 	alignedNormRings        = []tile{{128, 1}, {256, 2}, {512, 2}}
 	alignedNormRingCluster  = []tile{{256, 2}, {512, 2}}

@@ -48,7 +48,8 @@ func Candidates(op Operator, x kernels.DType, l Layout) (rows []Row) {
 				}
 			}
 		}
-		dw := op == RMSNormBackward || op == NormBackward || op == LayerNormBackward || op == RMSNormResidualBackward
+		dw := op == RMSNormBackward || op == NormBackward || op == LayerNormBackward ||
+			op == RMSNormResidualBackward
 		switch shape := v.Shape; {
 		case (shape == kernels.InRegisters || shape == kernels.Staged) && !dw:
 			one, several := Registers, ClusterRegisters

@@ -1038,9 +1038,9 @@ var list44 = []Row{
 var list45 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
-	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
+	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
 	{For: 0x1, Over: 1024, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 512, Vectors: 2},
 }
 
 var list46 = []Row{

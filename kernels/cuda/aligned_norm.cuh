@@ -86,16 +86,6 @@ struct alignas(8) GradientSums {
   }
 };
 
-// A mean as two floats. For float32 rows it is known to more digits than one float has.
-struct Mean {
-  float high = 0.f, low = 0.f;
-  Mean() = default;
-  __device__ __forceinline__ explicit Mean(float m) : high(m) {}
-  __device__ __forceinline__ explicit Mean(double m)
-      : high(static_cast<float>(m)), low(static_cast<float>(m - high)) {}
-  __device__ __forceinline__ float subtracted_from(float h) const { return (h - high) - low; }
-};
-
 template <class T>
 __device__ __forceinline__ uint4 ones_vector() {
   constexpr unsigned bits16 = std::is_same_v<T, bf16> ? 0x3f803f80u : 0x3c003c00u;
@@ -105,24 +95,26 @@ __device__ __forceinline__ uint4 ones_vector() {
 
 template <class T>
 struct NormScalars {
-  Mean mean;
-  float rstd;
+  float mean, rstd;
+  float shift;  // what xhat is beside (h - mean) * rstd for float32 rows, or beside h * rstd for others
   NormScalars() = default;
   // Computes what the map needs, and stores the row's statistics.
   __device__ __forceinline__ NormScalars(const NormArgs& a, int64_t row, const Moments<T>& st, bool leader) {
-    mean = Mean(st.mean);
+    mean = static_cast<float>(st.mean);
     rstd = __frsqrt_rn(fmaf(static_cast<float>(st.m2), a.inv_n, a.eps));
+    // The mean of float32 rows is known to more digits than a float has. Without a mean shift is -0, which
+    // changes no bit.
+    shift = -(sizeof(T) == 4 ? static_cast<float>(st.mean - mean) : mean) * rstd;
     if (!leader) return;
     if (a.rstd) static_cast<float*>(a.rstd)[row] = rstd;
-    if (a.mean) static_cast<float*>(a.mean)[row] = mean.high;
+    if (a.mean) static_cast<float*>(a.mean)[row] = mean;
   }
 };
 
 // xhat of one element.
 template <class T>
 __device__ __forceinline__ float normalized(const NormScalars<T>& sc, float h) {
-  if constexpr (sizeof(T) == 4) return sc.mean.subtracted_from(h) * sc.rstd;
-  return fmaf(h, sc.rstd, -sc.mean.high * sc.rstd);
+  return fmaf(sizeof(T) == 4 ? h - sc.mean : h, sc.rstd, sc.shift);
 }
 
 // The rows of partial sums that CTAs leave, each of one head: dw, then db, of N columns each, if they are

@@ -49,7 +49,6 @@ KERNEL(layernorm_forward_rows_float16_512x4_cluster, 512, 2, rows_body<LayerNorm
 KERNEL(rmsnorm_residual_forward_rows_float16_16x2, 128, 10, rows_body<RMSNormResidualForward<f16>, 16, 2, false, false, false>)
 KERNEL(rmsnorm_residual_forward_rows_float16_32x2, 128, 10, rows_body<RMSNormResidualForward<f16>, 32, 2, false, false, false>)
 KERNEL(rmsnorm_residual_forward_rows_float16_512x2, 512, 2, rows_body<RMSNormResidualForward<f16>, 512, 2, false, false, false>)
-KERNEL(rmsnorm_residual_forward_rows_float16_1024x1, 1024, 1, rows_body<RMSNormResidualForward<f16>, 1024, 1, false, false, false>)
 KERNEL(rmsnorm_residual_forward_rows_float16_256x2_cluster, 256, 5, rows_body<RMSNormResidualForward<f16>, 256, 2, false, false, true>)
 KERNEL(layernorm_backward_ring_float16_128x1, 128, 6, ring_body<LayerNormBackward<f16>, 128, 1, false, false>)
 KERNEL(layernorm_backward_ring_float16_256x2, 256, 2, ring_body<LayerNormBackward<f16>, 256, 2, false, false>)

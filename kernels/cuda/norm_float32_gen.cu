@@ -49,7 +49,6 @@ KERNEL(layernorm_forward_rows_float32_512x4_cluster, 512, 2, rows_body<LayerNorm
 KERNEL(rmsnorm_residual_forward_rows_float32_16x2, 128, 10, rows_body<RMSNormResidualForward<f32>, 16, 2, false, false, false>)
 KERNEL(rmsnorm_residual_forward_rows_float32_32x2, 128, 10, rows_body<RMSNormResidualForward<f32>, 32, 2, false, false, false>)
 KERNEL(rmsnorm_residual_forward_rows_float32_512x2, 512, 2, rows_body<RMSNormResidualForward<f32>, 512, 2, false, false, false>)
-KERNEL(rmsnorm_residual_forward_rows_float32_1024x1, 1024, 1, rows_body<RMSNormResidualForward<f32>, 1024, 1, false, false, false>)
 KERNEL(rmsnorm_residual_forward_rows_float32_256x2_cluster, 256, 5, rows_body<RMSNormResidualForward<f32>, 256, 2, false, false, true>)
 KERNEL(layernorm_backward_ring_float32_128x1, 128, 6, ring_body<LayerNormBackward<f32>, 128, 1, false, false>)
 KERNEL(layernorm_backward_ring_float32_256x2, 256, 2, ring_body<LayerNormBackward<f32>, 256, 2, false, false>)
