@@ -93,6 +93,17 @@ __device__ __forceinline__ uint4 ones_vector() {
   return make_uint4(bits, bits, bits, bits);
 }
 
+// 1 / sqrt(sum / n + eps), where sum is one of squares. A rounded 1 / n would put an error on whole rows of
+// float32, whose sums have more digits.
+template <class T>
+__device__ __forceinline__ float inverse_root(const NormArgs& a, Accumulator<T> sum) {
+  if constexpr (sizeof(T) == 4) {
+    const double one_nth = inverse<double>(static_cast<float>(a.rows.n));
+    return __frsqrt_rn(static_cast<float>(fma(sum, one_nth, static_cast<double>(a.eps))));
+  }
+  return __frsqrt_rn(fmaf(static_cast<float>(sum), a.inv_n, a.eps));
+}
+
 template <class T>
 struct NormScalars {
   float mean, rstd;
@@ -101,7 +112,7 @@ struct NormScalars {
   // Computes what the map needs, and stores the row's statistics.
   __device__ __forceinline__ NormScalars(const NormArgs& a, int64_t row, const Moments<T>& st, bool leader) {
     mean = static_cast<float>(st.mean);
-    rstd = __frsqrt_rn(fmaf(static_cast<float>(st.m2), a.inv_n, a.eps));
+    rstd = inverse_root<T>(a, st.m2);
     // The mean of float32 rows is known to more digits than a float has. Without a mean shift is -0, which
     // changes no bit.
     shift = -(sizeof(T) == 4 ? static_cast<float>(st.mean - mean) : mean) * rstd;
@@ -268,7 +279,7 @@ struct RMSNormResidualForward : RowOperator<RMSNormResidualForward<T_>> {
   }
   __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
                                                   bool leader) {
-    sc.rstd = __frsqrt_rn(fmaf(static_cast<float>(st.s), a.inv_n, a.eps));
+    sc.rstd = inverse_root<T>(a, st.s);
     if (leader && a.rstd) static_cast<float*>(a.rstd)[row] = sc.rstd;
   }
   __device__ __forceinline__ static float normalized(const Scalars& sc, float x, float r, float w, float) {
