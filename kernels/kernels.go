@@ -94,8 +94,9 @@ type CrossEntropy struct {
 	Loss Vector // (M) where Reduction is ReduceNone, else one element
 	// Max and LogSum hold the two parts of each row's log-sum-exp; Max alone receives the whole where
 	// LogSum is absent. Both are optional in the forward call. With OnePass LogSum holds no logarithm, but a
-	// sum from which forward and backward compute the same bits: sum exp(x - max); or if exp(x[target] - max)
-	// is 1, minus the sum of the others, which may have digits that are lost in 1 + it.
+	// sum from which forward and backward compute the same bits: sum exp(x - max); or, with the sign bit, minus
+	// the sum of the others where exp(x[target] - max) is 1. That may have digits that are lost in 1 + it. CUDA
+	// kernels store it only if it is less than 1.
 	Max, LogSum Vector
 	DX          Matrix // weighted gradient for an upstream gradient of Upstream; optional in forward
 	Denominator Vector // one element: the mean's denominator; optional

@@ -36,6 +36,9 @@ func (r *request) hash() uint64 {
 	if r.BatchInvariant {
 		h ^= 1 << 19
 	}
+	if r.wideWeights {
+		h ^= 1 << 27
+	}
 	h ^= uint64(r.Algorithm)<<20 ^ uint64(r.layout)<<24
 	h ^= r.norm.hash()
 	h ^= h >> 32

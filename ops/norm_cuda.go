@@ -54,7 +54,7 @@ func (n *normCall) forwardRequest() request {
 	switch residual, sum := n.Residual.Present(), n.ResidualOut.Present(); {
 	case n.Center && !residual && !sum && n.ofOneType(&r, n.Y):
 		r.op = kernels.LayerNormForward
-	case !n.Center && residual && sum && !n.Bias.Present() && n.ResidualOut.Stride == n.Residual.Stride &&
+	case !n.Center && residual && sum && !n.Bias.Present() &&
 		n.ofOneType(&r, n.Y, n.Residual, n.ResidualOut):
 		r.op = kernels.RMSNormResidualForward
 	}

@@ -475,9 +475,13 @@ func TestRequestsOfOneShapeKeepTheirPlans(t *testing.T) {
 	for _, r.op = range []kernels.Op{kernels.SoftmaxForward, kernels.RMSNormForward, kernels.RMSNormBackward} {
 		add(r)
 	}
-	r.dw = true
+	r.op, r.wideWeights = kernels.RMSNormForward, true
 	add(r)
-	r.op, r.dw = kernels.NormForward, false
+	r.op, r.wideWeights, r.dw = kernels.RMSNormBackward, false, true
+	add(r)
+	r.op, r.dw = kernels.RMSNormResidualForward, false
+	add(r)
+	r.op = kernels.NormForward
 	for _, r.norm.second = range []int8{0, 2} {
 		add(r)
 	}

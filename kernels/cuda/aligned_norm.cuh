@@ -113,9 +113,9 @@ struct NormScalars {
   __device__ __forceinline__ NormScalars(const NormArgs& a, int64_t row, const Moments<T>& st, bool leader) {
     mean = static_cast<float>(st.mean);
     rstd = inverse_root<T>(a, st.m2);
-    // The mean of float32 rows is known to more digits than a float has. Without a mean shift is -0, which
-    // changes no bit.
-    shift = -(sizeof(T) == 4 ? static_cast<float>(st.mean - mean) : mean) * rstd;
+    // The mean of float32 rows is known to more digits than a float has. -0 changes no bit.
+    const float rest = sizeof(T) == 4 ? static_cast<float>(st.mean - mean) : mean;
+    shift = a.center ? -rest * rstd : -0.f;
     if (!leader) return;
     if (a.rstd) static_cast<float*>(a.rstd)[row] = rstd;
     if (a.mean) static_cast<float*>(a.mean)[row] = mean;
@@ -246,8 +246,7 @@ struct LayerNormForward : RowOperator<LayerNormForward<T_>> {
   }
 };
 
-// h = x + residual, which is stored as soon as it is there; y = h * rstd * weight. Rows of the sum lie as
-// those of the residual do.
+// h = x + residual, which is stored as soon as it is there; y = h * rstd * weight.
 template <class T_>
 struct RMSNormResidualForward : RowOperator<RMSNormResidualForward<T_>> {
   using T = T_;
@@ -264,8 +263,7 @@ struct RMSNormResidualForward : RowOperator<RMSNormResidualForward<T_>> {
   __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& tile, const View& p,
                                                     int e, int step) {
     constexpr int E = kElements<T>;
-    const int64_t row = static_cast<const T*>(p.b) - static_cast<const T*>(a.rows.b);
-    T* const z = opaque(static_cast<T*>(a.z) + row + e);
+    T* const z = opaque(static_cast<T*>(a.z) + p.row * a.z_stride + e);
 #pragma unroll
     for (int i = 0; i < std::extent_v<decltype(tile.a)>; i++) {
       float h[E], r[E];

@@ -59,6 +59,7 @@ struct RowView {
   int64_t origin;  // position in the row of e = 0; may be negative
   Bounds bounds;
   int overread;  // elements of the tensor after the row's end that a 16-byte load may touch
+  int64_t row;
 
   __device__ __forceinline__ Bounds load_bounds() const {
     return {bounds.lo, bounds.hi, bounds.load_end + overread};
@@ -72,7 +73,7 @@ __device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64
   constexpr int E = kElements<T>;
   const T* a = static_cast<const T*>(r.a) + row * r.a_stride;
   if constexpr (FullRow && !Unaligned) {
-    RowView<T> p = {a, nullptr, 0, nullptr, 0, {0, static_cast<int>(r.n), 0}, 0};
+    RowView<T> p = {a, nullptr, 0, nullptr, 0, {0, static_cast<int>(r.n), 0}, 0, row};
     if constexpr (Op::kInputs > 1) p.b = static_cast<const T*>(r.b) + row * r.b_stride;
     if constexpr (Op::kHasOutput) p.y = static_cast<T*>(r.y) + row * r.y_stride;
     return p;
@@ -93,6 +94,7 @@ __device__ __forceinline__ RowView<typename Op::T> row_view(const Rows& r, int64
   RowView<T> p;
   p.a = a + origin;
   p.b_type = r.b_type;
+  p.row = row;
   if constexpr (Op::kInputs > 1) p.b = advance(r.b, r.b_type, row * r.b_stride + origin);
   if constexpr (Op::kHasOutput) p.y = advance(r.y, r.y_type, row * r.y_stride + origin);
   p.origin = origin;
