@@ -388,3 +388,20 @@ def test_batch_invariance(op, dtype, suffix):
         wanted = {k: (kind, (1, *shape[1:])) for k, (kind, shape) in wanted.items()}
         for name, values in call(DEVICE, operator, first, wanted, **more).items():
             assert np.array_equal(values[0], several[name][0]), f"{name} of row 0 depends on the other rows"
+
+
+def test_a_row_by_itself(dtype):
+    """With batch_invariant a row's bits depend neither on how many rows there are nor on strides."""
+    m, n = 20, 400 * 16 // SIZES[dtype]
+    operands = Rows(m, n, dtype).inputs("x residual weight")
+
+    def norm(rows, gaps):
+        inputs = {k: (kind, v if k == "weight" else v[rows]) for k, (kind, v) in operands.items()}
+        outputs = Rows(rows.stop - rows.start, n, dtype).outputs("y residual_out rstd")
+        options = {"layout": Layout(gaps=gaps), "batch_invariant": True}
+        got = call(DEVICE, "rmsnorm_forward", inputs, outputs, **options)
+        return np.concatenate((got["y"], got["rstd"].reshape(-1, 1)), axis=1)
+
+    one_by_one = np.concatenate([norm(slice(i, i + 1), (0,)) for i in range(m)])
+    for gaps in ((0,), (0, 8, 16)):
+        assert np.array_equal(norm(slice(0, m), gaps), one_by_one)
