@@ -5,7 +5,7 @@ name it in a `job` mark. These programs start before the first test, a few at a 
 the other tests.
 
 Several processes may share the tests, with pytest-xdist: `-n auto --maxschedchunk 1`. Then a program starts
-when a process comes to its test.
+when a process comes to its test. Each process has another of the devices first.
 """
 
 import fcntl
@@ -53,6 +53,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "job(*command, **environment): a program to run for the test")
     config.addinivalue_line("markers", "gib(count): the device memory that a test needs")
     config.stash[LAUNCHED] = set()
+    if is_worker(config):
+        rotate_devices(config.workerinput.get("devices", 1), config.workerinput["workerid"])
     if not is_worker(config):
         config.stash[SUMMARY] = summary = Summary()
         config.pluginmanager.register(summary)
@@ -64,10 +66,25 @@ def is_worker(config):
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node):
+    node.workerinput["devices"] = torch.cuda.device_count()
+
+
+def rotate_devices(count, worker):
+    """Lets CUDA, in this process and in the programs that it starts, count devices from another one on.
+    Processes are named gw0, gw1, and so on."""
+    if count > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(i) for i in range(count)]
+        first = int(worker.removeprefix("gw")) % len(devices)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first:] + devices[:first])
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """As many processes as there is memory for: 6 GiB of the device for each, 50 GiB for test_large.py."""
+    """As many processes as there is memory for: 6 GiB of a device for each, 50 GiB for test_large.py."""
     gib = torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0
-    workers = min((gib - 50) // 6, os.cpu_count() or 1)
+    workers = min((gib - 50) // 6 * torch.cuda.device_count(), os.cpu_count() or 1)
     return workers if workers > 1 else 0  # 0: pytest's own process runs all tests
 
 
