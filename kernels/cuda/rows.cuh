@@ -365,7 +365,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters>;
   const Operands operands(args, p, e);
   Op::resolve_scalars(args, active ? row : 0, sc, leader);
-  if constexpr (Op::kTakes)
+  if constexpr (Op::kTakes)  // the index is 0: said like this, it saves a register
     if (Op::template take<kStep>(sc, p.origin, e, tile.a)) taken[threadIdx.x / TPR] = sc.logit;
   State st;
   reduce_tile<Op, Place::kLanes>(args, st, tile, p, e, kStep);

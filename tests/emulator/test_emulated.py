@@ -373,35 +373,25 @@ def test_in_place(op, output, over, dtype, suffix):
         run(op, m, length(vectors, dtype, suffix), dtype, suffix, over={output: over})
 
 
-@pytest.mark.parametrize("suffix", LAYOUTS)
-@pytest.mark.parametrize(
-    "op", ["softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward_dx"]
+INVARIANT = (
+    *("softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward_dx"),
+    "rmsnorm_residual_forward",
 )
-def test_batch_invariance(op, dtype, suffix):
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), Layout(gaps=(0, 8, 16))])
+@pytest.mark.parametrize("op", INVARIANT)
+def test_batch_invariance(op, dtype, layout):
+    """A row's bits depend neither on how many rows there are nor on strides, which one row does not have."""
     operator, inputs, outputs, _ = CALLS[op]
-    more = dict(layout=LAYOUTS[suffix], batch_invariant=1)
+    suffix = next((suffix for suffix, known in LAYOUTS.items() if known == layout), "")
+    more = dict(layout=layout, batch_invariant=1)
     for vectors in (33, 256, 2600):
         rows = Rows(40, length(vectors, dtype, suffix), dtype)
         given, wanted = rows.inputs(inputs), rows.outputs(outputs)
         several = check(operator, given, wanted, **more)
-        first = {k: (kind, v[:1] if len(v) == rows.m else v) for k, (kind, v) in given.items()}
         wanted = {k: (kind, (1, *shape[1:])) for k, (kind, shape) in wanted.items()}
-        for name, values in call(DEVICE, operator, first, wanted, **more).items():
-            assert np.array_equal(values[0], several[name][0]), f"{name} of row 0 depends on the other rows"
-
-
-def test_a_row_by_itself(dtype):
-    """With batch_invariant a row's bits depend neither on how many rows there are nor on strides."""
-    m, n = 20, 400 * 16 // SIZES[dtype]
-    operands = Rows(m, n, dtype).inputs("x residual weight")
-
-    def norm(rows, gaps):
-        inputs = {k: (kind, v if k == "weight" else v[rows]) for k, (kind, v) in operands.items()}
-        outputs = Rows(rows.stop - rows.start, n, dtype).outputs("y residual_out rstd")
-        options = {"layout": Layout(gaps=gaps), "batch_invariant": True}
-        got = call(DEVICE, "rmsnorm_forward", inputs, outputs, **options)
-        return np.concatenate((got["y"], got["rstd"].reshape(-1, 1)), axis=1)
-
-    one_by_one = np.concatenate([norm(slice(i, i + 1), (0,)) for i in range(m)])
-    for gaps in ((0,), (0, 8, 16)):
-        assert np.array_equal(norm(slice(0, m), gaps), one_by_one)
+        for i in range(0, rows.m, 4):
+            row = {k: (kind, v[i : i + 1] if len(v) == rows.m else v) for k, (kind, v) in given.items()}
+            for name, values in call(DEVICE, operator, row, wanted, **more).items():
+                assert np.array_equal(values[0], several[name][i]), f"{name} of row {i} by itself is another"

@@ -54,8 +54,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gib(count): the device memory that a test needs")
     config.stash[LAUNCHED] = set()
     if is_worker(config):
-        rotate_devices(config.workerinput.get("devices", 1), config.workerinput["workerid"])
-    if not is_worker(config):
+        rotate_devices(config.workerinput["devices"], config.workerinput["workerid"])
+    else:
         config.stash[SUMMARY] = summary = Summary()
         config.pluginmanager.register(summary)
 

@@ -142,9 +142,7 @@ def check(case, m, n, dtype, layout=aligned):
     exact = _norm(case, exact_h, wide(scale, torch.double), wide(bias, torch.double))
     assert_accurate(y, theirs[0].to(y.dtype), exact[0], "y")
     # Rows of 16-bit elements are summed in float32. A mean near 0 is no more accurate than its elements.
-    # Where elements are large beside their deviations, as a few may be, rounding their sums shows.
-    rounding = 1 if residual is None else 1 + h.abs().amax(-1) * exact[2]
-    assert_accurate(rstd.view(-1), theirs[2], exact[2], "rstd", extra=exact[2] * 2**-24 * rounding)
+    assert_accurate(rstd.view(-1), theirs[2], exact[2], "rstd", extra=exact[2] * 2**-24)
     if case.center:
         assert_accurate(mean.view(-1), theirs[1], exact[1], "mean", extra=2**-23 / exact[2])
 
