@@ -1,7 +1,7 @@
 """DTensor: operands with sharded rows need no collective. Other placements are refused with an error.
 
-Most tests run on one rank with torch's fake backend, which counts collectives and does not run them.
-test_two_ranks runs two ranks.
+All tests run on one rank, most with torch's fake backend, which counts collectives and does not run them.
+test_distributed.py has several ranks.
 """
 
 import functools
@@ -284,40 +284,6 @@ def test_compiled(mesh, local, backend):
     got = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(*inputs, targets), inputs)
     for a, b in zip(got, want, strict=True):
         check(a, b.to_local(), *b.placements)
-
-
-RANK = """
-import sys, torch, torch.nn.functional as F, gander
-import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2, store=dist.FileStore(sys.argv[2], 2))
-mesh = init_device_mesh("cpu", (2,))
-torch.manual_seed(0)
-x, weight, target = torch.randn(5, 3, 8), torch.rand(8), torch.randint(8, (5, 3))
-target[0, 1] = -100
-leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-logits = F.rms_norm(leaves[0], (8,), leaves[1], 1e-6).flatten(0, 1)
-F.cross_entropy(logits, target.flatten(), reduction="sum").backward()
-for shard in Shard(0), Shard(1):
-    a = distribute_tensor(x, mesh, [shard]).requires_grad_()
-    b = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
-    logits, targets = gander.rmsnorm(a, b), distribute_tensor(target, mesh, [shard])
-    gander.cross_entropy(logits, targets, reduction="sum").backward()
-    torch.testing.assert_close(a.grad.full_tensor(), leaves[0].grad)
-    torch.testing.assert_close(b.grad.full_tensor(), leaves[1].grad)
-dist.destroy_process_group()
-"""
-
-
-def test_two_ranks(tmp_path):
-    """The number of rows is not divisible by the number of ranks. Checks the gathered gradients."""
-    command = sys.executable, "-c", RANK
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
 
 
 def test_dtensor_is_not_imported_before_it_is_used():
