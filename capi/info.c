@@ -20,11 +20,6 @@ const char* gander_build_info(void) {
   return known;
 }
 
-int32_t gander_set_num_threads(int32_t count) {
-  GANDER_ENTER();
-  return ganderSetNumThreads(count);
-}
-
 int32_t gander_warmup(DLDevice device) {
   GANDER_ENTER();
   return ganderWarmup((int32_t)device.device_type, device.device_id);

@@ -40,17 +40,6 @@ var buildInfo = sync.OnceValue(func() *C.char {
 //export ganderBuildInfo
 func ganderBuildInfo() *C.char { return buildInfo() }
 
-//export ganderSetNumThreads
-func ganderSetNumThreads(count int32) int32 {
-	return run(func() error {
-		if count < 0 {
-			return refuse(ops.StatusOption, "set_num_threads: count is %d, expected 0 (no cap) or more", count)
-		}
-		ops.SetNumThreads(int(count))
-		return nil
-	})
-}
-
 //export ganderWarmup
 func ganderWarmup(deviceType, id int32) int32 {
 	return run(func() error { return ops.Warmup(dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}) })

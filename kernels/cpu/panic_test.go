@@ -3,6 +3,7 @@ package cpu
 import (
 	"bytes"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -131,4 +132,50 @@ func TestPanicOfBoth(t *testing.T) {
 		}()
 		assert.Nil(t, g.panicked.Load())
 	}
+}
+
+// TestForeignThreads: the caller's threads may run at the same time, one after the other, or not all of them. A
+// panic on one reaches the caller after all have returned.
+func TestForeignThreads(t *testing.T) {
+	defer SetParallelFor(nil)
+	x := newMatrix(kernels.Float32, 900, 600, 0, 0).fill(digits)
+	want := newMatrix(kernels.Float32, 900, 600, 0, 0)
+	require.NoError(t, SoftmaxForward(x.Matrix, want.Matrix, 1))
+	for name, parallelFor := range map[string]ParallelFor{
+		"together": func(n int, step interface{ RunWorker(i int) }) {
+			var all sync.WaitGroup
+			for i := range n {
+				all.Go(func() { step.RunWorker(i) })
+			}
+			all.Wait()
+		},
+		"in turn": func(n int, step interface{ RunWorker(i int) }) {
+			for i := range n {
+				step.RunWorker(i)
+			}
+		},
+		"one":  func(n int, step interface{ RunWorker(i int) }) { step.RunWorker(n - 1) },
+		"none": func(int, interface{ RunWorker(i int) }) {},
+	} {
+		called := 0
+		SetParallelFor(func(n int, step interface{ RunWorker(i int) }) {
+			called++
+			assert.Equal(t, 4, n)
+			parallelFor(n, step)
+		})
+		y := newMatrix(kernels.Float32, 900, 600, 0, 0)
+		require.NoError(t, SoftmaxForward(x.Matrix, y.Matrix, 4))
+		require.Equal(t, want.bytes, y.bytes, name)
+		require.Equal(t, 1, called, name)
+		if name == "none" {
+			continue
+		}
+		var panicked atomic.Bool
+		require.Equal(t, "a defect", panicOf(x, y, func(int) {
+			if !panicked.Swap(true) {
+				panic("a defect")
+			}
+		}), name)
+	}
+	requireStillWorks(t)
 }

@@ -115,7 +115,7 @@ type call[T float] struct {
 }
 
 // worker is the state of one worker of a call. Worker 0 runs on the caller's goroutine, the others on
-// helpers.
+// helpers, or all on the threads that SetParallelFor has brought.
 type worker[T float] struct {
 	*call[T]
 	number   int
@@ -298,7 +298,7 @@ func (q *taskQueue) take(steal bool) (task int, ok bool) {
 
 // runStep runs the tasks of a step and returns when all are done. Each worker starts with the same tasks in
 // every call, because its cache may still hold their data, and steals tasks when its queue is empty. A panic
-// of a worker is raised again on the caller's goroutine after all helpers have left, when none of them can
+// of a worker is raised again on the caller's goroutine after all others have left, when none of them can
 // still write to the caller's memory.
 func (c *call[T]) runStep(s step[T], tasks int) {
 	c.step, c.tasks, c.active = s, tasks, max(min(len(c.workers), tasks), 1)
@@ -311,12 +311,24 @@ func (c *call[T]) runStep(s step[T], tasks int) {
 	for i := range c.active {
 		c.workers[i].queue.set(subrange(tasks, i, c.active))
 	}
+	if parallelFor := foreign.Load(); parallelFor != nil {
+		(*parallelFor)(c.active, c)
+		c.group.raise()
+		c.workers[0].runTasks() // what is left if not all workers ran
+		return
+	}
 	generation := c.group.generation()
 	defer c.group.finish()
 	for i := 1; i < c.active; i++ {
 		submit(job{&c.group, generation, &c.workers[i]}, c.mayStart)
 	}
 	c.workers[0].runTasks()
+}
+
+// RunWorker runs what worker i does in the current step.
+func (c *call[T]) RunWorker(i int) {
+	defer c.group.catch()
+	c.workers[i].runTasks()
 }
 
 func (w *worker[T]) runTasks() {

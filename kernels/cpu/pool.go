@@ -12,6 +12,24 @@ import (
 // microseconds, as long as a call on 1 MiB takes. No call waits for a helper that has not started: the caller
 // runs the tasks that are left.
 
+// ParallelFor calls RunWorker(i) for each i from 0 to n-1, at the same time if it can, and returns when all
+// calls have returned. It may leave some out: the others take over their tasks.
+type ParallelFor func(n int, step interface{ RunWorker(i int) })
+
+// foreign is what SetParallelFor has set.
+var foreign atomic.Pointer[ParallelFor]
+
+// SetParallelFor makes calls run on the threads of the caller's framework in place of helpers, or on helpers
+// again if f is nil. Such threads spin after a call as helpers do, so that both would compete for the
+// processors.
+func SetParallelFor(f ParallelFor) {
+	if f == nil {
+		foreign.Store(nil)
+		return
+	}
+	foreign.Store(&f)
+}
+
 // group is the set of helpers that work on the current tasks of a call. Each set of tasks is a generation.
 // A helper can join a generation until the caller finishes it.
 //
@@ -44,13 +62,16 @@ func (g *group) join(generation uint64) bool {
 	}
 }
 
-// leave must be deferred by a helper that has joined. It recovers the helper's panic and keeps it for the
-// caller: a panic that leaves a goroutine ends the process.
-func (g *group) leave() {
+// catch must be deferred. It recovers a panic and keeps the first one for the caller: a panic that leaves a
+// goroutine ends the process.
+func (g *group) catch() {
 	if p := recover(); p != nil {
-		first := p
-		g.panicked.CompareAndSwap(nil, &first)
+		g.panicked.CompareAndSwap(nil, &p)
 	}
+}
+
+// leave must be called by a helper that has joined.
+func (g *group) leave() {
 	if uint32(g.state.Add(^uint64(groupMember-1))) == groupSleeping {
 		g.awake <- struct{}{}
 	}
@@ -59,6 +80,11 @@ func (g *group) leave() {
 // finish ends the generation, waits until all members have left, and panics if one of them did.
 func (g *group) finish() {
 	g.wait()
+	g.raise()
+}
+
+// raise panics if a member did.
+func (g *group) raise() {
 	if p := g.panicked.Swap(nil); p != nil {
 		panic(*p)
 	}
@@ -90,6 +116,7 @@ type job struct {
 func (j *job) run() {
 	if j.group.join(j.generation) {
 		defer j.group.leave()
+		defer j.group.catch()
 		j.worker.runTasks()
 	}
 }

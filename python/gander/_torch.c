@@ -42,6 +42,7 @@
     (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor*)) \
   F(int32_t, aoti_torch_copy_, (Tensor, Tensor, int32_t)) \
   F(int32_t, torch_get_num_threads, (uint32_t*)) \
+  F(int32_t, torch_parallel_for, (int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*)) \
   F(int32_t, aoti_torch_device_type_cpu, (void)) \
   F(int32_t, aoti_torch_device_type_cuda, (void))
 
@@ -77,7 +78,8 @@ static int32_t as_int32(Value value) {
 }
 
 #define LIBRARY_FUNCTIONS(F) \
-  F(gander_abi_version) F(gander_last_error) F(gander_set_num_threads) OPERATOR_FUNCTIONS(F)
+  F(gander_abi_version) \
+  F(gander_last_error) F(gander_set_num_threads) F(gander_set_parallel_for) OPERATOR_FUNCTIONS(F)
 #define DECLARE_LIBRARY(name) __typeof__(&name) name;
 #define KERNEL(op, index) \
   static void kernel_##op(Value* stack, uint64_t inputs, uint64_t outputs) { \
@@ -108,6 +110,7 @@ static void load(void) {
     snprintf(load_error, sizeof load_error,
              "gander: %.800s has ABI version %d, expected %d; reinstall gander", library_path,
              (int)lib.gander_abi_version(), GANDER_ABI_VERSION);
+  else lib.gander_set_parallel_for(torch.torch_parallel_for);
 }
 
 /* ---- One call ---- */

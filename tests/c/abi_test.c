@@ -455,6 +455,63 @@ static void test_threads(void) {
   }
 }
 
+/* A caller's parallel_for. It calls the ranges on threads of its own, on the calling one, or not all. */
+typedef struct {
+  void (*task)(int64_t, int64_t, void*);
+  int64_t begin, end;
+  void* context;
+} range;
+
+static enum { THREADS, BACKWARDS, LAST_ONLY } manner;
+static int parallel_calls;
+
+static void* run_range(void* argument) {
+  const range* r = argument;
+  r->task(r->begin, r->end, r->context);
+  return NULL;
+}
+
+static int32_t parallel_for(int64_t begin, int64_t end, int64_t grain_size,
+                            void (*task)(int64_t, int64_t, void*), void* context) {
+  CHECK(begin == 0 && end >= 1 && end <= 64 && grain_size == 1);
+  ++parallel_calls;
+  if (manner != THREADS) {
+    for (int64_t i = end - 1; i >= (manner == LAST_ONLY ? end - 1 : 0); --i) task(i, i + 1, context);
+    return manner == LAST_ONLY;
+  }
+  pthread_t threads[64];
+  range ranges[64];
+  for (int64_t i = 0; i < end; ++i) {
+    ranges[i] = (range){task, i, i + 1, context};
+    CHECK(pthread_create(&threads[i], NULL, run_range, &ranges[i]) == 0);
+  }
+  for (int64_t i = 0; i < end; ++i) CHECK(pthread_join(threads[i], NULL) == 0);
+  return 0;
+}
+
+static void test_parallel_for(void) {
+  enum { ROWS = 1000, COLUMNS = 300 };
+  int64_t shape[2] = {ROWS, COLUMNS}, strides[2] = {COLUMNS, 1};
+  float* data = malloc(2 * ROWS * COLUMNS * sizeof *data);
+  float *want = data + ROWS * COLUMNS, *got = malloc(ROWS * COLUMNS * sizeof *got);
+  for (int i = 0; i < ROWS * COLUMNS; ++i) data[i] = (float)(i % 977) / 100;
+  DLTensor x = {data, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, shape, strides, 0}, y = x;
+  y.data = want;
+  CHECK(gander_softmax_forward(&x, &y, NULL, NULL) == GANDER_OK);
+  y.data = got;
+  CHECK(gander_set_parallel_for(parallel_for) == GANDER_OK);
+  for (manner = THREADS; manner <= LAST_ONLY; ++manner) {
+    memset(got, 0, ROWS * COLUMNS * sizeof *got);
+    CHECK(gander_softmax_forward(&x, &y, NULL, NULL) == GANDER_OK);
+    CHECK(memcmp(got, want, ROWS * COLUMNS * sizeof *got) == 0);
+  }
+  CHECK(parallel_calls == (sysconf(_SC_NPROCESSORS_ONLN) > 1 ? 3 : 0));
+  CHECK(gander_set_parallel_for(NULL) == GANDER_OK);
+  CHECK(gander_softmax_forward(&x, &y, NULL, NULL) == GANDER_OK && parallel_calls <= 3);
+  free(data);
+  free(got);
+}
+
 /* In a forked child every function returns an error, and deleters still work. */
 static void forked_child(DLManagedTensorVersioned* inherited) {
   block a, b, c, d, e;
@@ -477,6 +534,7 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
   FORKED(gander_cross_entropy_backward(x, x, x, x, x, x, x, x, x, NULL, NULL),
          "gander_cross_entropy_backward");
   FORKED(gander_set_num_threads(1), "gander_set_num_threads");
+  FORKED(gander_set_parallel_for(NULL), "gander_set_parallel_for");
   FORKED(gander_warmup(host), "gander_warmup");
   FORKED(gander_explain("softmax_forward", 1, 1, half, host, 0, 0, text, sizeof text), "gander_explain");
   FORKED(gander_explain_device("softmax_forward", 1, 1, half, "h100", 0, 0, text, sizeof text),
@@ -540,7 +598,8 @@ int main(void) {
   } tests[] = {
       {"info", test_info},       {"borrowed", test_borrowed}, {"every op", test_every_op},
       {"options", test_options}, {"owned", test_owned},       {"owned refusals", test_owned_refusals},
-      {"explain", test_explain}, {"threads", test_threads},   {"fork", test_fork}};
+      {"explain", test_explain}, {"threads", test_threads},   {"parallel_for", test_parallel_for},
+      {"fork", test_fork}};
   for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {
     tests[i].run();
     printf("ok  %s\n", tests[i].name);
