@@ -34,3 +34,36 @@ loop:
 	JNE       loop
 	VZEROUPPER
 	RET
+
+// func widenFloat16x8(dst *float32, src unsafe.Pointer, n int)
+TEXT ·widenFloat16x8(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), DI
+	MOVQ src+8(FP), SI
+	MOVQ n+16(FP), CX
+
+loop:
+	VCVTPH2PS (SI), Y0
+	VMOVUPS   Y0, (DI)
+	ADDQ      $16, SI
+	ADDQ      $32, DI
+	SUBQ      $8, CX
+	JNE       loop
+	VZEROUPPER
+	RET
+
+// func narrowFloat16x8(dst unsafe.Pointer, src *float32, n int, c float32)
+TEXT ·narrowFloat16x8(SB), NOSPLIT, $0-28
+	MOVQ         dst+0(FP), DI
+	MOVQ         src+8(FP), SI
+	MOVQ         n+16(FP), CX
+	VBROADCASTSS c+24(FP), Y1
+
+loop:
+	VMULPS    (SI), Y1, Y0
+	VCVTPS2PH $0, Y0, (DI) // to nearest even
+	ADDQ      $32, SI
+	ADDQ      $16, DI
+	SUBQ      $8, CX
+	JNE       loop
+	VZEROUPPER
+	RET

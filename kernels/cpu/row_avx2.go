@@ -40,6 +40,16 @@ var avx2 = rowFuncs[float32]{
 	moments:     momentsAVX2,
 	normalize:   normalizeAVX2,
 	normGrad:    normGradAVX2,
+
+	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{kernels.BFloat16: dotBFloat16AVX2},
+	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool){
+		kernels.BFloat16: softmaxGradBFloat16AVX2,
+	},
+	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32){kernels.BFloat16: scaleBFloat16AVX2},
+	dot3Raw:  [4]func(x, dy unsafe.Pointer, w []float32) float64{kernels.BFloat16: dot3BFloat16AVX2},
+	rmsNormGradRaw: [4]func(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32){
+		kernels.BFloat16: rmsNormGradBFloat16AVX2,
+	},
 }
 
 type (
@@ -407,18 +417,23 @@ func storeFloat32AVX2(dst unsafe.Pointer, src []float32, c float32) {
 	archsimd.ClearAVXUpperBits()
 }
 
+// In float16_amd64.s, see row_avx512.go. The instructions belong to F16C, which is older than AVX2. n is a
+// positive multiple of 8.
+//
+//go:noescape
+func widenFloat16x8(dst *float32, src unsafe.Pointer, n int)
+
+//go:noescape
+func narrowFloat16x8(dst unsafe.Pointer, src *float32, n int, c float32)
+
 func loadFloat16AVX2(dst []float32, src unsafe.Pointer) {
 	n := len(dst)
 	if n < 8 {
 		loadFloat16(dst, src)
 		return
 	}
-	k := simdConstants
-	for i := 0; i+8 <= n; i += 8 {
-		k.widenFloat16x8(loadExtended8(src, i)).Store(floatPtr8(dst, i))
-	}
-	k.widenFloat16x8(loadExtended8(src, n-8)).Store(floatPtr8(dst, n-8))
-	archsimd.ClearAVXUpperBits()
+	widenFloat16x8(&dst[0], src, n&^7)
+	widenFloat16x8(&dst[n-8], unsafe.Add(src, 2*(n-8)), 8)
 }
 
 func loadBFloat16AVX2(dst []float32, src unsafe.Pointer) {
@@ -441,13 +456,8 @@ func storeFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
 		storeFloat16(dst, src, c)
 		return
 	}
-	k := simdConstants
-	cv := archsimd.BroadcastFloat32x8(c)
-	for i := 0; i+8 <= n; i += 8 {
-		k.narrowFloat16x8(load8(src, i).Mul(cv)).Store(int16Ptr8(dst, i))
-	}
-	k.narrowFloat16x8(load8(src, n-8).Mul(cv)).Store(int16Ptr8(dst, n-8))
-	archsimd.ClearAVXUpperBits()
+	narrowFloat16x8(dst, &src[0], n&^7, c)
+	narrowFloat16x8(unsafe.Add(dst, 2*(n-8)), &src[n-8], 8, c)
 }
 
 func storeBFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
@@ -472,35 +482,14 @@ func loadExtended8(src unsafe.Pointer, i int) i32x8 {
 
 func (k *constants) widenBFloat16x8(h i32x8) f32x8 { return h.ShiftLeft(n8(&k.sixteen)).AsFloat32x8() }
 
-// widenFloat16x8 follows the steps of widenFloat16.
-func (k *constants) widenFloat16x8(h i32x8) f32x8 {
-	sign := h.And(n8(&k.halfSign))
-	magnitude := h.Xor(sign).ShiftLeft(n8(&k.thirteen))
-	special := n8(&k.bias112).Masked(magnitude.Greater(n8(&k.halfLargest)))
-	normal := magnitude.Add(n8(&k.bias112)).Add(special)
-	subnormal := magnitude.Add(n8(&k.bias113)).AsFloat32x8().Sub(c8(&k.halfSmallest)).AsInt32x8()
-	v := subnormal.Merge(normal, n8(&k.bias1).Greater(magnitude))
-	return v.Or(sign.ShiftLeft(n8(&k.sixteen))).AsFloat32x8()
-}
-
-// narrowFloat16x8 follows the steps of narrowFloat16. Magnitudes are clamped to 65536, which becomes
-// infinity.
-func (k *constants) narrowFloat16x8(f f32x8) archsimd.Int16x8 {
-	u := f.AsInt32x8()
-	sign := u.And(n8(&k.sign))
-	magnitude := u.Xor(sign).Min(n8(&k.bias143))
-	odd := magnitude.ShiftRight(n8(&k.thirteen)).And(n8(&k.bit0))
-	normal := magnitude.Add(odd).Add(n8(&k.halfRound)).ShiftRight(n8(&k.thirteen))
-	subnormal := magnitude.AsFloat32x8().Add(c8(&k.half)).AsInt32x8().Sub(n8(&k.bias126))
-	h := subnormal.Merge(normal, n8(&k.bias113).Greater(magnitude))
-	h = n8(&k.halfNaN).Merge(h, f.IsNaN()).Or(sign.ShiftRight(n8(&k.sixteen)))
+func (k *constants) narrowBFloat16x8(f f32x8) archsimd.Int16x8 {
+	h := k.roundBFloat16x8(f).ShiftRight(n8(&k.sixteen))
 	return h.GetLo().SaturateToInt16Concat(h.GetHi())
 }
 
-func (k *constants) narrowBFloat16x8(f f32x8) archsimd.Int16x8 {
+// roundBFloat16x8 rounds to nearest even. The results are in the high halves.
+func (k *constants) roundBFloat16x8(f f32x8) i32x8 {
 	u := f.AsInt32x8()
 	odd := u.ShiftRight(n8(&k.sixteen)).And(n8(&k.bit0))
-	u = n8(&k.bfloat16NaN).Merge(u.Add(odd).Add(n8(&k.bfloat16Half)), f.IsNaN())
-	h := u.ShiftRight(n8(&k.sixteen))
-	return h.GetLo().SaturateToInt16Concat(h.GetHi())
+	return n8(&k.bfloat16NaN).Merge(u.Add(odd).Add(n8(&k.bfloat16Half)), f.IsNaN())
 }

@@ -26,12 +26,7 @@ type constants struct {
 	exp6, exp5, exp4, exp3, exp2, one, zero             floats
 	roundBias128, twentyThree                           ints
 
-	sixteen, bit0, bfloat16Half, bfloat16NaN ints
-
-	// For float16. Exponents are shifted to their position in float32.
-	thirteen, sign, halfSign, halfLargest, halfRound, halfNaN ints
-	bias1, bias112, bias113, bias126, bias143                 ints
-	half, halfSmallest                                        floats
+	sixteen, bit0, highHalf, bfloat16Half, bfloat16NaN ints
 }
 
 type (
@@ -49,7 +44,7 @@ func newConstants() *constants {
 		&c.log2E: log2E, &c.roundBias: roundBias, &c.minusLn2High: -ln2High, &c.minusLn2Low: -ln2Low,
 		&c.expLow: expLow,
 		&c.exp6:   exp6, &c.exp5: exp5, &c.exp4: exp4, &c.exp3: exp3, &c.exp2: exp2,
-		&c.one: 1, &c.half: 0.5, &c.halfSmallest: 0x1p-14,
+		&c.one: 1,
 	} {
 		for i := range p {
 			p[i] = v
@@ -57,11 +52,7 @@ func newConstants() *constants {
 	}
 	for p, v := range map[*ints]int32{
 		&c.roundBias128: int32(math.Float32bits(roundBias + 128)), &c.twentyThree: 23,
-		&c.sixteen: 16, &c.bit0: 1, &c.bfloat16Half: 0x7fff, &c.bfloat16NaN: 0x7fc00000,
-		&c.thirteen: 13, &c.sign: math.MinInt32, &c.halfSign: 0x8000, &c.halfLargest: 0x7c00<<13 - 1,
-		&c.halfRound: 0xfff - 112<<23, &c.halfNaN: 0x7e00,
-		&c.bias1: 1 << 23, &c.bias112: 112 << 23, &c.bias113: 113 << 23,
-		&c.bias126: 126 << 23, &c.bias143: 143 << 23,
+		&c.sixteen: 16, &c.bit0: 1, &c.highHalf: -1 << 16, &c.bfloat16Half: 0x7fff, &c.bfloat16NaN: 0x7fc00000,
 	} {
 		for i := range p {
 			p[i] = v
