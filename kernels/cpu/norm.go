@@ -151,7 +151,8 @@ func (normForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s r
 		step := w.rawStep(hi - lo)
 		for j := lo; j < hi; j += step {
 			weight := w.columnsOf(&w.weight, 2, j, min(step, hi-j))
-			w.funcs.scaleRaw[w.x.DType](rowAt(&w.y, row, j), rowAt(&w.x, row, j), weight, T(s.a))
+			y := rowAt(&w.y, row, j)
+			w.funcs.scaleRaw[w.x.DType](y, rowAt(&w.x, row, j), weight, T(s.a), w.streams(y))
 		}
 		return
 	}

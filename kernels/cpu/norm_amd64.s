@@ -44,15 +44,29 @@
 
 #define STORE_FLOAT32_TAIL(z, t, k, p) VMOVUPS z, K5, p
 
+// Like STORE, but past the cache. p must be aligned to its vector. Z5 is overwritten.
+#define STREAM_BFLOAT16(z, t, k, p) \
+	ROUND_BFLOAT16(z, t, k) ; \
+	VPSRLD   $16, z, z      ; \
+	VPMOVDW  z, Y5          ; \
+	VMOVNTDQ Y5, p
+
+#define STREAM_FLOAT16(z, t, k, p) \
+	VCVTPS2PH $0, z, Y5 ; \
+	VMOVNTDQ  Y5, p
+
+#define STREAM_FLOAT32(z, t, k, p) VMOVNTPS z, p
+
 #define NO_CONSTANTS
 
 // dst = x * c * w. DI, SI and DX point at dst, x and w. VECTOR and ELEMENT are the bytes of x.
-#define SCALE(VECTOR, ELEMENT, CONSTANTS, LOAD, LOAD_TAIL, STORE, STORE_TAIL) \
+#define SCALE(VECTOR, ELEMENT, CONSTANTS, LOAD, LOAD_TAIL, STORE, STREAM, STORE_TAIL) \
 	MOVQ         dst+0(FP), DI       ; \
 	MOVQ         x+8(FP), SI         ; \
 	MOVQ         w_base+16(FP), DX   ; \
 	MOVQ         w_len+24(FP), CX    ; \
 	VBROADCASTSS c+40(FP), Z30       ; \
+	MOVBQZX      stream+44(FP), R9   ; \
 	CONSTANTS                        ; \
 	LEAQ         (SI)(CX*ELEMENT), R8 ; \
 	SUBQ         $32, CX             ; \
@@ -64,8 +78,15 @@ loop:                                ; \
 	VMULPS       Z30, Z1, Z1         ; \
 	VMULPS       (DX), Z0, Z0        ; \
 	VMULPS       64(DX), Z1, Z1      ; \
+	TESTQ        R9, R9              ; \
+	JNE          stream              ; \
 	STORE(Z0, Z2, K1, (DI))          ; \
 	STORE(Z1, Z3, K2, VECTOR(DI))    ; \
+	JMP          next                ; \
+stream:                              ; \
+	STREAM(Z0, Z2, K1, (DI))         ; \
+	STREAM(Z1, Z3, K2, VECTOR(DI))   ; \
+next:                                ; \
 	PREFETCHT0   (R8)                ; \
 	PREFETCHT0   VECTOR(R8)          ; \
 	ADDQ         $(2*VECTOR), R8     ; \
@@ -90,6 +111,7 @@ tailLoop:                            ; \
 	SUBQ         $16, CX             ; \
 	JGT          tailLoop            ; \
 done:                                ; \
+	SFENCE                           ; \
 	VZEROUPPER                       ; \
 	RET
 
@@ -211,17 +233,17 @@ done:                                 ; \
 	VZEROUPPER                        ; \
 	RET
 
-// func scaleBFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32)
-TEXT ·scaleBFloat16AVX512(SB), NOSPLIT, $0-44
-	SCALE(32, 2, BFLOAT16_CONSTANTS(R10), LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL, STORE_BFLOAT16, STORE_BFLOAT16_TAIL)
+// func scaleBFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
+TEXT ·scaleBFloat16AVX512(SB), NOSPLIT, $0-45
+	SCALE(32, 2, BFLOAT16_CONSTANTS(R10), LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL, STORE_BFLOAT16, STREAM_BFLOAT16, STORE_BFLOAT16_TAIL)
 
-// func scaleFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32)
-TEXT ·scaleFloat16AVX512(SB), NOSPLIT, $0-44
-	SCALE(32, 2, NO_CONSTANTS, LOAD_FLOAT16, LOAD_FLOAT16_TAIL, STORE_FLOAT16, STORE_FLOAT16_TAIL)
+// func scaleFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
+TEXT ·scaleFloat16AVX512(SB), NOSPLIT, $0-45
+	SCALE(32, 2, NO_CONSTANTS, LOAD_FLOAT16, LOAD_FLOAT16_TAIL, STORE_FLOAT16, STREAM_FLOAT16, STORE_FLOAT16_TAIL)
 
-// func scaleFloat32AVX512(dst, x unsafe.Pointer, w []float32, c float32)
-TEXT ·scaleFloat32AVX512(SB), NOSPLIT, $0-44
-	SCALE(64, 4, NO_CONSTANTS, LOAD_FLOAT32, LOAD_FLOAT32_TAIL, STORE_FLOAT32, STORE_FLOAT32_TAIL)
+// func scaleFloat32AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
+TEXT ·scaleFloat32AVX512(SB), NOSPLIT, $0-45
+	SCALE(64, 4, NO_CONSTANTS, LOAD_FLOAT32, LOAD_FLOAT32_TAIL, STORE_FLOAT32, STREAM_FLOAT32, STORE_FLOAT32_TAIL)
 
 // func dot3BFloat16AVX512(x, dy unsafe.Pointer, w []float32) float64
 TEXT ·dot3BFloat16AVX512(SB), NOSPLIT, $0-48

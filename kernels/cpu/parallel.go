@@ -451,6 +451,9 @@ func (w *worker[T]) output(number int, m *kernels.Matrix, row, j, n int) []T {
 	return w.scratch(number, j, n)
 }
 
+// streams tells whether an output from p on is written past the cache.
+func (w *worker[T]) streams(p unsafe.Pointer) bool { return w.stream && uintptr(p)%64 == 0 }
+
 // write converts what was computed in output's scratch space and stores it in the row.
 func (w *worker[T]) write(m *kernels.Matrix, row, j int, s []T) {
 	if m.DType != native[T]() {

@@ -66,7 +66,7 @@ func (k *constants) load8x16(p unsafe.Pointer, i int) f32x8 {
 	return k.widenBFloat16x8(loadExtended8(p, i))
 }
 
-func scaleBFloat16AVX2(dst, x unsafe.Pointer, w []float32, c float32) {
+func scaleBFloat16AVX2(dst, x unsafe.Pointer, w []float32, c float32, _ bool) {
 	k, n, i := simdConstants, len(w), 0
 	cv := archsimd.BroadcastFloat32x8(c)
 	for ; i+8 <= n; i += 8 {

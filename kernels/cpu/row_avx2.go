@@ -45,8 +45,10 @@ var avx2 = rowFuncs[float32]{
 	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool){
 		kernels.BFloat16: softmaxGradBFloat16AVX2,
 	},
-	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32){kernels.BFloat16: scaleBFloat16AVX2},
-	dot3Raw:  [4]func(x, dy unsafe.Pointer, w []float32) float64{kernels.BFloat16: dot3BFloat16AVX2},
+	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32, stream bool){
+		kernels.BFloat16: scaleBFloat16AVX2,
+	},
+	dot3Raw: [4]func(x, dy unsafe.Pointer, w []float32) float64{kernels.BFloat16: dot3BFloat16AVX2},
 	rmsNormGradRaw: [4]func(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32){
 		kernels.BFloat16: rmsNormGradBFloat16AVX2,
 	},

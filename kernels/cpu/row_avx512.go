@@ -58,7 +58,7 @@ var avx512 = rowFuncs[float32]{
 		kernels.BFloat16: softmaxGradBFloat16AVX512,
 		kernels.Float32:  softmaxGradFloat32AVX512,
 	},
-	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32){
+	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32, stream bool){
 		kernels.Float16:  scaleFloat16AVX512,
 		kernels.BFloat16: scaleBFloat16AVX512,
 		kernels.Float32:  scaleFloat32AVX512,
@@ -279,13 +279,13 @@ func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, 
 // In norm_amd64.s.
 //
 //go:noescape
-func scaleFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32)
+func scaleFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
 
 //go:noescape
-func scaleBFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32)
+func scaleBFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
 
 //go:noescape
-func scaleFloat32AVX512(dst, x unsafe.Pointer, w []float32, c float32)
+func scaleFloat32AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
 
 //go:noescape
 func dot3Float16AVX512(x, dy unsafe.Pointer, w []float32) float64

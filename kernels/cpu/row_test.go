@@ -327,14 +327,16 @@ func TestRawNorms(t *testing.T) {
 			if scale == nil {
 				continue
 			}
-			// in memory, with room for one more element, which must stay 1
+			// in memory aligned to 64 bytes, with room for one more element, which must stay 1
 			stored := func(v []float32) unsafe.Pointer {
 				v = append(slices.Clone(v), 1)
+				p := unsafe.Pointer(&make([]float32, len(v)+16)[0])
+				p = unsafe.Add(p, -uintptr(p)&63)
 				if kernels.DType(dtype) == kernels.Float32 {
-					return unsafe.Pointer(&v[0])
+					copy(unsafe.Slice((*float32)(p), len(v)), v)
+				} else {
+					k.store[dtype](p, v, 1)
 				}
-				p := unsafe.Pointer(&make([]uint16, len(v))[0])
-				k.store[dtype](p, v, 1)
 				return p
 			}
 			loaded := func(p unsafe.Pointer, n int) []float32 {
@@ -357,8 +359,10 @@ func TestRawNorms(t *testing.T) {
 					product += float64(x[i] * dy[i] * w[i])
 				}
 				p := stored(make([]float32, n))
-				scale(p, stored(x), w, 2)
-				require.Equal(t, append(dst, 1), loaded(p, n), "%s scale %d %d", k.name, dtype, n)
+				for _, stream := range []bool{false, true} {
+					scale(p, stored(x), w, 2, stream)
+					require.Equal(t, append(dst[:n:n], 1), loaded(p, n), "%s scale %d %d", k.name, dtype, n)
+				}
 				if k.rmsNormGradRaw[dtype] == nil {
 					continue
 				}

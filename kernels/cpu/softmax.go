@@ -157,8 +157,7 @@ func (softmaxBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial,
 	d, rest := splitFloat[T](s.a)
 	if raw := w.funcs.softmaxGradRaw[w.x.DType]; raw != nil {
 		dx := rowAt(&w.dx, row, lo)
-		raw(dx, rowAt(&w.dy, row, lo), rowAt(&w.x, row, lo), hi-lo, float32(d), float32(rest),
-			w.stream && uintptr(dx)%64 == 0)
+		raw(dx, rowAt(&w.dy, row, lo), rowAt(&w.x, row, lo), hi-lo, float32(d), float32(rest), w.streams(dx))
 		return
 	}
 	for j := lo; j < hi; j += block {
