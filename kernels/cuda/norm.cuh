@@ -496,14 +496,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
   const int x_bytes = kRows * pitch * static_cast<int>(sizeof(T)), dy_bytes = kRows * pitch * dy_size;
   const int stage_bytes = x_bytes + dy_bytes + (a.c ? x_bytes : 0);
   char* const ring = reinterpret_cast<char*>(buffer);
-  if (tid == 0) {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
-    barrier_init(merged, 1), barrier_init(merged + 1, 1);
-    barrier_init_fence();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  if constexpr (Cluster) cluster_arrive(), cluster_wait();
-  else __syncthreads();
+  init_ring<Cluster>(full, stages, merged);
 
   const int64_t groups = (rows + kRows - 1) / kRows;
   const int64_t start = heads == 1 ? blockIdx.x : blockIdx.x / heads;
@@ -767,42 +760,21 @@ __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
 // dw and db: sums the rows of partial sums in a fixed order. `Parts` threads share a column.
 template <class T, int Threads, int Parts>
 __device__ __forceinline__ void norm_finish_body(const NormArgs& a) {
-  constexpr int kColumns = Threads / Parts, U = 16;  // U loads at a time
-  __shared__ double sums[Parts][kColumns + 1];
   const PartialRow partial(a);
   // The partial sums of all heads, one after the other, are one row here.
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, width = partial.width * a.heads;
-  const int64_t column = first + threadIdx.x % kColumns;
-  const int part = threadIdx.x / kColumns;
-  wait_for_previous_launch();
-  double s = 0;
-  if (column < width) {
-    const Accumulator<T>* const at = static_cast<const Accumulator<T>*>(a.partial_sums) + column;
-    const int rows = a.heads == 1 ? a.partials : a.partials / a.heads;
-    for (int r = part; r < rows; r += U * Parts) {
-      Accumulator<T> v[U];
-#pragma unroll
-      for (int u = 0; u < U; u++) v[u] = r + u * Parts < rows ? at[(r + u * Parts) * width] : 0;
-#pragma unroll
-      for (int u = 0; u < U; u++) s += v[u];
-    }
-  }
-  if constexpr (Parts > 1) {  // so that the parts of a column are in adjacent lanes
-    sums[part][threadIdx.x % kColumns] = s;
-    __syncthreads();
-    s = lanes_sum<Parts>(sums[threadIdx.x % Parts][threadIdx.x / Parts]);
-    if (threadIdx.x % Parts != 0) return;
-  }
-  int64_t c = Parts > 1 ? first + threadIdx.x / Parts : column;
-  if (c >= width) return;
-  int64_t parameters = 0;
+  const int rows = a.heads == 1 ? a.partials : a.partials / a.heads;
+  int64_t c, parameters = 0;
+  double sum;
+  if (!sum_column<Threads, Parts>(static_cast<const Accumulator<T>*>(a.partial_sums), partial.width * a.heads,
+                                  rows, c, sum))
+    return;
   if (a.heads > 1) {
     const int64_t head = c / partial.width;
     c -= head * partial.width;
     parameters = head * a.rows.n;
   }
-  if (a.dw && c < a.rows.n) store_float(a.dw, a.dw_type, parameters + c, s);
-  else store_float(a.db, a.db_type, parameters + c - partial.db, s);
+  if (a.dw && c < a.rows.n) store_float(a.dw, a.dw_type, parameters + c, sum);
+  else store_float(a.db, a.db_type, parameters + c - partial.db, sum);
 }
 
 }  // namespace gander

@@ -102,6 +102,21 @@ struct Slice {
   }
 };
 
+// Initialises the barriers of a ring: one for each stage, and two for the states of a cluster's CTAs.
+template <bool Cluster>
+__device__ __forceinline__ void init_ring(uint64_t* full, int stages, uint64_t (&merged)[2]) {
+#ifdef GANDER_SM90
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
+    barrier_init(merged, 1), barrier_init(merged + 1, 1);
+    barrier_init_fence();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  if constexpr (Cluster) cluster_arrive(), cluster_wait();
+  else __syncthreads();
+#endif
+}
+
 // Divides the rows among persistent CTAs (or clusters), of which there are `ctas`.
 //
 // Aligned kernels: CTA c takes the rows c, c + ctas, c + 2 * ctas and so on.
@@ -159,14 +174,7 @@ __device__ __forceinline__ void ring_body(const typename Op::Args& a) {
   const int tid = threadIdx.x, own = Place::first(tid), stages = a.rows.stages;
   const uint32_t size = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   const int64_t rows = a.rows.m, n = a.rows.n;
-  if (tid == 0) {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
-    barrier_init(merged, 1), barrier_init(merged + 1, 1);
-    barrier_init_fence();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  if constexpr (Cluster) cluster_arrive(), cluster_wait();
-  else __syncthreads();
+  init_ring<Cluster>(full, stages, merged);
   int stage = 0, set = 0;
   uint32_t phase = 0, merged_phase = 0;
   const auto work = [&](int64_t first, int64_t step, int64_t limit, int64_t run) {
@@ -274,6 +282,40 @@ __device__ __forceinline__ void ring_body(const typename Op::Args& a) {
   partition_rows<Unaligned, E>(rows, blockIdx.x, gridDim.x, work);
   // The CTA may exit: it has received all that others send to its shared memory.
 #endif
+}
+
+// Adds up one column of the partial sums that ring_body and others leave, in a fixed order. `Parts` threads
+// share a column. Returns whether this thread has the sum of one.
+template <int Threads, int Parts, class A>
+__device__ __forceinline__ bool sum_column(const A* partial, int64_t width, int rows, int64_t& column,
+                                           double& sum) {
+  constexpr int kColumns = Threads / Parts;
+  constexpr int U = 16;  // loads at a time: few rows are then read in one round trip to memory
+  const int part = threadIdx.x / kColumns;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns;
+  column = first + threadIdx.x % kColumns;
+  const A* at = partial + part * width + column;
+  wait_for_previous_launch();
+  sum = 0;
+  if (column < width)
+    for (int r = part; r < rows; r += U * Parts) {
+      A v[U];
+#pragma unroll
+      for (int u = 0; u < U; u++, at += Parts * width) v[u] = r + u * Parts < rows ? *at : 0;
+#pragma unroll
+      for (int u = 0; u < U; u++) sum += v[u];
+    }
+  if constexpr (Parts >
+                1) {  // transposes through shared memory, so that a column's parts are in adjacent lanes
+    __shared__ double sums[Parts][kColumns + 1];
+    sums[part][threadIdx.x % kColumns] = sum;
+    __syncthreads();
+    const int lane = threadIdx.x % Parts, c = threadIdx.x / Parts;
+    sum = lanes_sum<Parts>(sums[lane][c]);
+    column = first + c;
+    if (lane != 0) return false;
+  }
+  return column < width;
 }
 
 }  // namespace gander

@@ -561,32 +561,11 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
 // dw: sums the rows of partial dw in a fixed order. `Parts` threads share a column.
 template <class T, int Threads, int Parts>
 __device__ __forceinline__ void weight_gradient_body(const RMSNormArgs& a) {
-  constexpr int kColumns = Threads / Parts;
-  const int part = threadIdx.x / kColumns;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns, column = first + threadIdx.x % kColumns;
-  const int64_t n = a.rows.n;
-  const Accumulator<T>* at = static_cast<const Accumulator<T>*>(a.dw_partial) + part * n + column;
-  wait_for_previous_launch();
-  constexpr int U = 16;  // loads at a time: few rows of partial dw are then read in one round trip to memory
-  double s = 0;
-  if (column < n)
-    for (int r = part; r < a.partials; r += U * Parts) {
-      Accumulator<T> v[U];
-#pragma unroll
-      for (int u = 0; u < U; u++, at += Parts * n) v[u] = r + u * Parts < a.partials ? *at : 0;
-#pragma unroll
-      for (int u = 0; u < U; u++) s += v[u];
-    }
-  if constexpr (Parts == 1) {
-    if (column < n) store_float(a.dw, a.dw_type, column, s);
-  } else {  // transposes through shared memory, so that the parts of a column are in adjacent lanes
-    __shared__ double sums[Parts][kColumns + 1];
-    sums[part][threadIdx.x % kColumns] = s;
-    __syncthreads();
-    const int lane = threadIdx.x % Parts, c = threadIdx.x / Parts;
-    s = lanes_sum<Parts>(sums[lane][c]);
-    if (lane == 0 && first + c < n) store_float(a.dw, a.dw_type, first + c, s);
-  }
+  int64_t column;
+  double sum;
+  if (sum_column<Threads, Parts>(static_cast<const Accumulator<T>*>(a.dw_partial), a.rows.n, a.partials,
+                                 column, sum))
+    store_float(a.dw, a.dw_type, column, sum);
 }
 
 }  // namespace gander

@@ -101,10 +101,8 @@ class Verdict(NamedTuple):
 
 
 def _best(verdicts: list[Verdict]) -> Verdict | None:
-    """The run in which gander is best; None if fewer than RUNS can be judged."""
-    if len(verdicts) < RUNS:
-        return None
-    return max(verdicts, key=lambda v: (v.measured or 0) / v.at_least)
+    """The run in which gander is best; None if no run can be judged."""
+    return max(verdicts, key=lambda v: (v.measured or 0) / v.at_least, default=None)
 
 
 def _least(base_us: float, share: float, mine: float | None) -> float:

@@ -65,7 +65,11 @@ def environment() -> dict:
             "cuda": torch.version.cuda,
         }
     else:
-        facts |= {"device": processor(), "simd": info["simd"]}
+        facts |= {
+            "device": processor(),
+            "simd": info["simd"],
+            "torch_simd": torch.backends.cpu.get_cpu_capability(),
+        }
     return facts
 
 

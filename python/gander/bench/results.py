@@ -171,19 +171,23 @@ def _in_several_runs(records) -> Iterator[Check]:
     for section in ("models", "norms"):
         for runs in models.by_case(records, section).values():
             point = runs[0]["op"], point_of({k: v for k, v in runs[0].items() if k != "run"})
+            where = section if len(runs) >= models.RUNS else f"{section}, {len(runs)} of {models.RUNS} runs"
             if (verdict := models.against_limit(runs)) is not None:
-                yield Check(f"share of the limit, {section}", *point, *verdict)
+                yield Check(f"share of the limit, {where}", *point, *verdict)
             if (verdict := models.against_others(runs)) is not None:
-                yield Check(f"speed over the best other's, {section}", *point, *verdict)
+                yield Check(f"speed over the best other's, {where}", *point, *verdict)
 
 
 def _cpu(records) -> Iterator[Check]:
     for r in of(records, "cpu"):
-        if r["m"] * r["n"] * BYTES[r["dtype"]] >= 64 << 10:
-            target = 1.0 if r["op"].startswith("softmax") else 1.5
-            yield Check(
-                "speed over torch's, CPU", r["op"], point_of(r), _times_as_fast(r, "torch"), at_least=target
-            )
+        if r["m"] * r["n"] * BYTES[r["dtype"]] < 4 << 10:
+            targets = {"torch": round(1 / 1.5, 3)}
+        else:
+            targets = {"torch": 1.0 if r["op"].startswith("softmax") else 1.5, "torch.compile": 1.0}
+        for name, target in targets.items():
+            if "us" in r["results"].get(name, {}):
+                speed = _times_as_fast(r, name)
+                yield Check(f"speed over {name}'s, CPU", r["op"], point_of(r), speed, at_least=target)
 
 
 _CHECKS: tuple[Callable, ...] = (
@@ -301,6 +305,9 @@ each line.
 """
 
 
+_SIMD = {"gander": "simd", "torch": "torch_simd"}
+
+
 def _title(name: str, records) -> str:
     return f"{newest(records)['environment']['device']}, {name}"
 
@@ -309,6 +316,7 @@ def _facts(records) -> str:
     last = newest(records)
     facts = last["environment"]
     where = [f"driver {facts['driver']}" if on_gpu(last) else f"{facts['threads']} threads"]
+    where += [f"{who} with {facts[key]}" for who, key in _SIMD.items() if key in facts]
     where += [f"torch {facts['torch']}", f"Python {facts['python']}"]
     others = unique(
         name if name == "torch" else f"{name} {version}"
