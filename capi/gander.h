@@ -78,13 +78,18 @@ const char* gander_build_info(void);
 int32_t gander_set_num_threads(int32_t count);
 
 /* Calls task(from, to, context) for ranges that make up [begin, end), on several threads if it can, and
- * returns when all calls have returned. It may leave out ranges. grain_size, here 1, is the size of a range
- * that is worth a thread. PyTorch's torch_parallel_for is such a function. */
+ * returns when all calls have returned. No number may be in two of the ranges; ranges may be left out, and
+ * the result is ignored. grain_size, here 1, is the size of a range that is worth a thread. Several threads
+ * may call this function at the same time. It must not throw an exception. PyTorch's stable ABI has such a
+ * function. */
 typedef int32_t (*gander_parallel_for)(int64_t begin, int64_t end, int64_t grain_size,
                                        void (*task)(int64_t from, int64_t to, void* context), void* context);
 
 /* Makes calls on host tensors use the threads of the caller's framework. The library's own, which NULL, the
- * default, stands for, would compete with those for the processors. Results have the same bits. */
+ * default, stands for, would compete with those for the processors. Results have the same bits. The library
+ * goes on using its own where gander_set_num_threads has set more than Go has processors, and calls that run
+ * at the same time share Go's processors. The function must stay loaded until the calls that began before
+ * another one was set have returned. */
 int32_t gander_set_parallel_for(gander_parallel_for parallel_for);
 
 /* Loads all kernels for a device, so that no later call has to. */

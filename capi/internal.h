@@ -38,8 +38,8 @@ static inline void* gander_tensor(DLManagedTensorVersioned* m) { return m ? &m->
 /* The deleter of outputs in CUDA memory. */
 void gander_delete_cuda(DLManagedTensorVersioned* m);
 
-/* Runs the workers of one of threads.go's steps. */
-void gander_call_parallel_for(void* parallel_for, int64_t workers, uintptr_t step);
+/* Runs the workers of one of threads.go's running calls. */
+void gander_call_parallel_for(void* parallel_for, int64_t workers, uintptr_t call);
 
 void* gander_call_allocator(const gander_allocator* allocator, size_t bytes);
 

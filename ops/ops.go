@@ -60,6 +60,9 @@ var threads atomic.Int64
 // mean GOMAXPROCS.
 func SetNumThreads(n int) { threads.Store(int64(n)) }
 
+// NumThreads is what SetNumThreads has set.
+func NumThreads() int { return int(threads.Load()) }
+
 // workers returns how many threads a call may use.
 func workers() int {
 	all := runtime.GOMAXPROCS(0)
@@ -136,9 +139,13 @@ func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) 
 	if t == kernels.Float64 {
 		accumulator = kernels.Float64
 	}
+	whose := ""
+	if cpu.HasParallelFor() {
+		whose = " of the caller's framework"
+	}
 	return fmt.Sprintf("%s of %d rows of %d %v on %v: Go with %s instructions, accumulated in %v, on the "+
-		"calling thread if the operands are small, otherwise on up to %d threads",
-		op, m, n, t, d, cpu.SIMD(), accumulator, workers()), nil
+		"calling thread if the operands are small, otherwise on up to %d threads%s",
+		op, m, n, t, d, cpu.SIMD(), accumulator, workers(), whose), nil
 }
 
 // explain checks the arguments of Explain and returns the request.

@@ -9,53 +9,53 @@
 // that usually follows it in memory is prefetched.
 
 // Widens the 16 elements at p to z, for tails only those that K5 selects.
-#define LOAD_BFLOAT16(p, z) \
+#define LOAD_BF16(p, z) \
 	VPMOVZXWD p, z      ; \
 	VPSLLD    $16, z, z
 
-#define LOAD_BFLOAT16_TAIL(p, z) \
+#define LOAD_BF16_TAIL(p, z) \
 	VPMOVZXWD.Z p, K5, z  ; \
 	VPSLLD      $16, z, z
 
-#define LOAD_FLOAT16(p, z) VCVTPH2PS p, z
+#define LOAD_F16(p, z) VCVTPH2PS p, z
 
-#define LOAD_FLOAT16_TAIL(p, z) VCVTPH2PS.Z p, K5, z
+#define LOAD_F16_TAIL(p, z) VCVTPH2PS.Z p, K5, z
 
-#define LOAD_FLOAT32(p, z) VMOVUPS p, z
+#define LOAD_F32(p, z) VMOVUPS p, z
 
-#define LOAD_FLOAT32_TAIL(p, z) VMOVUPS.Z p, K5, z
+#define LOAD_F32_TAIL(p, z) VMOVUPS.Z p, K5, z
 
 // Rounds the lanes of z to nearest even and stores them at p. z, t and k are overwritten.
-#define STORE_BFLOAT16(z, t, k, p) \
+#define STORE_BF16(z, t, k, p) \
 	ROUND_BFLOAT16(z, t, k) ; \
 	VPSRLD  $16, z, z       ; \
 	VPMOVDW z, p
 
-#define STORE_BFLOAT16_TAIL(z, t, k, p) \
+#define STORE_BF16_TAIL(z, t, k, p) \
 	ROUND_BFLOAT16(z, t, k) ; \
 	VPSRLD  $16, z, z       ; \
 	VPMOVDW z, K5, p
 
-#define STORE_FLOAT16(z, t, k, p) VCVTPS2PH $0, z, p
+#define STORE_F16(z, t, k, p) VCVTPS2PH $0, z, p
 
-#define STORE_FLOAT16_TAIL(z, t, k, p) VCVTPS2PH $0, z, K5, p
+#define STORE_F16_TAIL(z, t, k, p) VCVTPS2PH $0, z, K5, p
 
-#define STORE_FLOAT32(z, t, k, p) VMOVUPS z, p
+#define STORE_F32(z, t, k, p) VMOVUPS z, p
 
-#define STORE_FLOAT32_TAIL(z, t, k, p) VMOVUPS z, K5, p
+#define STORE_F32_TAIL(z, t, k, p) VMOVUPS z, K5, p
 
 // Like STORE, but past the cache. p must be aligned to its vector. Z5 is overwritten.
-#define STREAM_BFLOAT16(z, t, k, p) \
+#define STREAM_BF16(z, t, k, p) \
 	ROUND_BFLOAT16(z, t, k) ; \
 	VPSRLD   $16, z, z      ; \
 	VPMOVDW  z, Y5          ; \
 	VMOVNTDQ Y5, p
 
-#define STREAM_FLOAT16(z, t, k, p) \
+#define STREAM_F16(z, t, k, p) \
 	VCVTPS2PH $0, z, Y5 ; \
 	VMOVNTDQ  Y5, p
 
-#define STREAM_FLOAT32(z, t, k, p) VMOVNTPS z, p
+#define STREAM_F32(z, t, k, p) VMOVNTPS z, p
 
 #define NO_CONSTANTS
 
@@ -235,28 +235,28 @@ done:                                 ; \
 
 // func scaleBFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
 TEXT ·scaleBFloat16AVX512(SB), NOSPLIT, $0-45
-	SCALE(32, 2, BFLOAT16_CONSTANTS(R10), LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL, STORE_BFLOAT16, STREAM_BFLOAT16, STORE_BFLOAT16_TAIL)
+	SCALE(32, 2, BFLOAT16_CONSTANTS(R10), LOAD_BF16, LOAD_BF16_TAIL, STORE_BF16, STREAM_BF16, STORE_BF16_TAIL)
 
 // func scaleFloat16AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
 TEXT ·scaleFloat16AVX512(SB), NOSPLIT, $0-45
-	SCALE(32, 2, NO_CONSTANTS, LOAD_FLOAT16, LOAD_FLOAT16_TAIL, STORE_FLOAT16, STREAM_FLOAT16, STORE_FLOAT16_TAIL)
+	SCALE(32, 2, NO_CONSTANTS, LOAD_F16, LOAD_F16_TAIL, STORE_F16, STREAM_F16, STORE_F16_TAIL)
 
 // func scaleFloat32AVX512(dst, x unsafe.Pointer, w []float32, c float32, stream bool)
 TEXT ·scaleFloat32AVX512(SB), NOSPLIT, $0-45
-	SCALE(64, 4, NO_CONSTANTS, LOAD_FLOAT32, LOAD_FLOAT32_TAIL, STORE_FLOAT32, STREAM_FLOAT32, STORE_FLOAT32_TAIL)
+	SCALE(64, 4, NO_CONSTANTS, LOAD_F32, LOAD_F32_TAIL, STORE_F32, STREAM_F32, STORE_F32_TAIL)
 
 // func dot3BFloat16AVX512(x, dy unsafe.Pointer, w []float32) float64
 TEXT ·dot3BFloat16AVX512(SB), NOSPLIT, $0-48
-	DOT3(LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL)
+	DOT3(LOAD_BF16, LOAD_BF16_TAIL)
 
 // func dot3Float16AVX512(x, dy unsafe.Pointer, w []float32) float64
 TEXT ·dot3Float16AVX512(SB), NOSPLIT, $0-48
-	DOT3(LOAD_FLOAT16, LOAD_FLOAT16_TAIL)
+	DOT3(LOAD_F16, LOAD_F16_TAIL)
 
 // func rmsNormGradBFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32)
 TEXT ·rmsNormGradBFloat16AVX512(SB), NOSPLIT, $0-80
-	GRADIENT(BFLOAT16_CONSTANTS(R10), LOAD_BFLOAT16, LOAD_BFLOAT16_TAIL, STORE_BFLOAT16, STORE_BFLOAT16_TAIL)
+	GRADIENT(BFLOAT16_CONSTANTS(R10), LOAD_BF16, LOAD_BF16_TAIL, STORE_BF16, STORE_BF16_TAIL)
 
 // func rmsNormGradFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32)
 TEXT ·rmsNormGradFloat16AVX512(SB), NOSPLIT, $0-80
-	GRADIENT(NO_CONSTANTS, LOAD_FLOAT16, LOAD_FLOAT16_TAIL, STORE_FLOAT16, STORE_FLOAT16_TAIL)
+	GRADIENT(NO_CONSTANTS, LOAD_F16, LOAD_F16_TAIL, STORE_F16, STORE_F16_TAIL)

@@ -134,34 +134,37 @@ func TestPanicOfBoth(t *testing.T) {
 	}
 }
 
-// TestForeignThreads: the caller's threads may run at the same time, one after the other, or not all of them. A
-// panic on one reaches the caller after all have returned.
+// TestForeignThreads: the caller's threads may run at the same time, one after the other, or not all of them.
+// A panic on one reaches the caller after all have returned.
 func TestForeignThreads(t *testing.T) {
 	defer SetParallelFor(nil)
 	x := newMatrix(kernels.Float32, 900, 600, 0, 0).fill(digits)
 	want := newMatrix(kernels.Float32, 900, 600, 0, 0)
 	require.NoError(t, SoftmaxForward(x.Matrix, want.Matrix, 1))
 	for name, parallelFor := range map[string]ParallelFor{
-		"together": func(n int, step interface{ RunWorker(i int) }) {
+		"together": func(n int, w Workers) bool {
 			var all sync.WaitGroup
 			for i := range n {
-				all.Go(func() { step.RunWorker(i) })
+				all.Go(func() { w.RunWorker(i) })
 			}
 			all.Wait()
+			return true
 		},
-		"in turn": func(n int, step interface{ RunWorker(i int) }) {
+		"in turn": func(n int, w Workers) bool {
 			for i := range n {
-				step.RunWorker(i)
+				w.RunWorker(i)
 			}
+			return true
 		},
-		"one":  func(n int, step interface{ RunWorker(i int) }) { step.RunWorker(n - 1) },
-		"none": func(int, interface{ RunWorker(i int) }) {},
+		"one":     func(n int, w Workers) bool { w.RunWorker(n - 1); return true },
+		"none":    func(int, Workers) bool { return true },
+		"helpers": func(int, Workers) bool { return false },
 	} {
 		called := 0
-		SetParallelFor(func(n int, step interface{ RunWorker(i int) }) {
+		SetParallelFor(func(n int, w Workers) bool {
 			called++
 			assert.Equal(t, 4, n)
-			parallelFor(n, step)
+			return parallelFor(n, w)
 		})
 		y := newMatrix(kernels.Float32, 900, 600, 0, 0)
 		require.NoError(t, SoftmaxForward(x.Matrix, y.Matrix, 4))

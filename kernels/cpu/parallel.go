@@ -16,10 +16,12 @@ const (
 	reusedRow     = block     // in a row of more elements, converting again is cheaper than reading a copy
 	chunk         = 8 * block // elements per task where the row is split among workers
 	maxTasks      = 256       // the most tasks that whole rows are grouped into
-	streamBytes   = 32 << 20  // calls of this size write past the cache: it would keep little of them
 	startBytes    = 512 << 10 // in smaller calls, starting goroutines costs more than it saves
 	parallelBytes = 256 << 10 // in smaller calls, using idle helpers costs more than it saves
 )
+
+// streamBytes: calls of this size write past the cache, which would keep little of them. Tests lower it.
+var streamBytes = 32 << 20
 
 // operands are what a call reads and writes. Each op uses some of them.
 type operands struct {
@@ -311,8 +313,7 @@ func (c *call[T]) runStep(s step[T], tasks int) {
 	for i := range c.active {
 		c.workers[i].queue.set(subrange(tasks, i, c.active))
 	}
-	if parallelFor := foreign.Load(); parallelFor != nil {
-		(*parallelFor)(c.active, c)
+	if parallelFor := foreign.Load(); parallelFor != nil && (*parallelFor)(c.active, c) {
 		c.group.raise()
 		c.workers[0].runTasks() // what is left if not all workers ran
 		return

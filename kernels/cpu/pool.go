@@ -12,9 +12,13 @@ import (
 // microseconds, as long as a call on 1 MiB takes. No call waits for a helper that has not started: the caller
 // runs the tasks that are left.
 
-// ParallelFor calls RunWorker(i) for each i from 0 to n-1, at the same time if it can, and returns when all
-// calls have returned. It may leave some out: the others take over their tasks.
-type ParallelFor func(n int, step interface{ RunWorker(i int) })
+// Workers are those of a call, with what they do next.
+type Workers interface{ RunWorker(i int) }
+
+// ParallelFor calls w.RunWorker(i) once for each i from 0 to n-1, at the same time if it can, and returns
+// when all calls have returned. It may leave some out: the others take over their tasks. It returns false,
+// without having called anything, to leave the tasks to helpers.
+type ParallelFor func(n int, w Workers) bool
 
 // foreign is what SetParallelFor has set.
 var foreign atomic.Pointer[ParallelFor]
@@ -29,6 +33,9 @@ func SetParallelFor(f ParallelFor) {
 	}
 	foreign.Store(&f)
 }
+
+// HasParallelFor tells whether SetParallelFor has set a function.
+func HasParallelFor() bool { return foreign.Load() != nil }
 
 // group is the set of helpers that work on the current tasks of a call. Each set of tasks is a generation.
 // A helper can join a generation until the caller finishes it.

@@ -8,7 +8,8 @@ import (
 )
 
 // Rows of bfloat16 as they lie in memory, for AVX2. It has no masks for elements of 16 bits, so the last ones
-// of a row are taken one by one.
+// of a row are taken one by one. These may round differently, without FMA, but which ones they are depends on
+// the row's length alone.
 
 // bfloat16s is n elements of a row.
 func bfloat16s(p unsafe.Pointer, n int) []uint16 { return unsafe.Slice((*uint16)(p), n) }

@@ -426,7 +426,7 @@ func storeFloat32AVX2(dst unsafe.Pointer, src []float32, c float32) {
 func widenFloat16x8(dst *float32, src unsafe.Pointer, n int)
 
 //go:noescape
-func narrowFloat16x8(dst unsafe.Pointer, src *float32, n int, c float32)
+func narrowFloat16x8(dst unsafe.Pointer, src *float32, n int, factor float32)
 
 func loadFloat16AVX2(dst []float32, src unsafe.Pointer) {
 	n := len(dst)

@@ -408,7 +408,7 @@ func storeFloat32AVX512(dst unsafe.Pointer, src []float32, c float32) {
 func widenFloat16x16(dst *float32, src unsafe.Pointer, n int)
 
 //go:noescape
-func narrowFloat16x16(dst unsafe.Pointer, src *float32, n int, c float32)
+func narrowFloat16x16(dst unsafe.Pointer, src *float32, n int, factor float32)
 
 // The conversions below end with a vector that overlaps the one before it. Converting an element twice is
 // harmless, because source and destination do not overlap. The portable code converts rows shorter than a

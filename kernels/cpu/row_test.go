@@ -259,6 +259,7 @@ func TestRowFuncLengths(t *testing.T) {
 				each("softmaxGrad", grad)
 			} else {
 				for _, stream := range []bool{false, true} {
+					clear(dst)
 					raw(unsafe.Pointer(&dst[0]), unsafe.Pointer(&x[0]), unsafe.Pointer(&y[0]), n, 2, 0.5,
 						stream)
 					each("softmaxGrad", grad)
@@ -358,8 +359,8 @@ func TestRawNorms(t *testing.T) {
 					want[i] = float32(i) + x[i]*3*dy[i]
 					product += float64(x[i] * dy[i] * w[i])
 				}
-				p := stored(make([]float32, n))
 				for _, stream := range []bool{false, true} {
+					p := stored(make([]float32, n))
 					scale(p, stored(x), w, 2, stream)
 					require.Equal(t, append(dst[:n:n], 1), loaded(p, n), "%s scale %d %d", k.name, dtype, n)
 				}
@@ -367,13 +368,42 @@ func TestRawNorms(t *testing.T) {
 					continue
 				}
 				require.Equal(t, product, k.dot3Raw[dtype](stored(x), stored(dy), w), "%s %d %d", k.name, dtype, n)
-				p = stored(dy) // in place
+				p := stored(dy) // in place
 				k.rmsNormGradRaw[dtype](p, stored(x), p, w, sums, 2, 3)
 				require.Equal(t, append(dx, 1), loaded(p, n), "%s gradient %d %d", k.name, dtype, n)
 				require.Equal(t, want, sums, "%s sums %d %d", k.name, dtype, n)
 				p = stored(dy)
 				k.rmsNormGradRaw[dtype](p, stored(x), p, w, nil, 2, 3)
 				require.Equal(t, append(dx[:n:n], 1), loaded(p, n), "%s without sums %d %d", k.name, dtype, n)
+			}
+		}
+	}
+}
+
+// TestStreamedRows: calls that write past the cache have the bits of those that do not, with rows that begin
+// anywhere. A vector that is written so must be aligned, or the process ends.
+func TestStreamedRows(t *testing.T) {
+	bytes, funcs := streamBytes, engine32.funcs
+	defer func() { streamBytes, engine32.funcs = bytes, funcs }()
+	for _, k := range supportedRowFuncs {
+		engine32.funcs = k
+		for _, dtype := range []kernels.DType{kernels.Float16, kernels.BFloat16, kernels.Float32} {
+			for _, n := range []int{1, 33, 64, 1000, 2100} {
+				for _, gap := range []int{0, 1, 32} {
+					x := newMatrix(dtype, 9, n, gap, gap)
+					x.fill(func(i, j int) float64 { return float64((i*n+j)%17) / 8 })
+					w := newVector(dtype, n, func(j int) float64 { return float64(j%5) - 2 })
+					var results [2][2][]byte
+					for i, least := range []int{math.MaxInt, 0} {
+						streamBytes = least
+						y, dx := newMatrix(dtype, 9, n, gap, gap), newMatrix(dtype, 9, n, gap, gap)
+						rstd := newVector(kernels.Float32, 9, func(int) float64 { return 0 })
+						require.NoError(t, RMSNormForward(x.Matrix, w, y.Matrix, rstd, 1e-6, 1))
+						require.NoError(t, SoftmaxBackward(x.Matrix, x.Matrix, dx.Matrix, 1))
+						results[i] = [2][]byte{y.bytes, dx.bytes}
+					}
+					require.Equal(t, results[0], results[1], "%s %v %d %d", k.name, dtype, n, gap)
+				}
 			}
 		}
 	}

@@ -19,6 +19,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "_torch.h"
 
@@ -92,6 +93,7 @@ static int32_t as_int32(Value value) {
 static char library_path[4096];
 static char load_error[1024]; /* empty if libgander was loaded */
 static pthread_once_t load_once = PTHREAD_ONCE_INIT;
+static pid_t registered_in; /* torch's threads do not exist in a child process, which would wait for them */
 
 static void load(void) {
   void* handle = dlopen(library_path, RTLD_NOW | RTLD_LOCAL);
@@ -110,7 +112,7 @@ static void load(void) {
     snprintf(load_error, sizeof load_error,
              "gander: %.800s has ABI version %d, expected %d; reinstall gander", library_path,
              (int)lib.gander_abi_version(), GANDER_ABI_VERSION);
-  else lib.gander_set_parallel_for(torch.torch_parallel_for);
+  else if (getpid() == registered_in) lib.gander_set_parallel_for(torch.torch_parallel_for);
 }
 
 /* ---- One call ---- */
@@ -561,6 +563,7 @@ EXPORT const char* gander_torch_register(const char* library) {
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   void* cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   if (cpu == NULL) return "libtorch_cpu.so is not loaded";
+  registered_in = getpid();
 #define LOOK_UP_TORCH(result, name, arguments) \
   if ((torch.name = (__typeof__(torch.name))dlsym(cpu, #name)) == NULL) \
     return "libtorch_cpu.so has no " #name;

@@ -467,7 +467,8 @@ def test_tables_of_norms():
     ],
 )
 def test_norms_are_judged_as_models_are(op, m, run, missed):
-    assert results.checks(norms_records(op, m, run, run)) == []  # three runs are needed
+    few = results.checks(norms_records(op, m, run, run))
+    assert [c.target for c in few if not c.met()] == [f"{target}, 2 of 3 runs" for target in missed]
     found = results.checks(norms_records(op, m, run, run, run))
     assert [check.target for check in found if not check.met()] == missed
     assert len(found) == (1 if op == "fused_add_rmsnorm" else 2)

@@ -303,6 +303,26 @@ def test_fork_before_the_first_call_works():
     """)
 
 
+def test_fork_after_torch_has_used_its_threads():
+    """These do not exist in the child, so a call there that is large enough for them runs on gander's own."""
+    python(
+        """
+        import os, signal, torch, gander
+        torch.set_num_threads(2)
+        x = torch.randn(512, 1024)
+        x.exp()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends the child if it hangs
+            last = gander.softmax(x)[-1]
+            os._exit(0 if abs(last.sum().item() - 1) < 1e-5 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        gander.softmax(x)
+        assert "threads of the caller's framework" in gander.explain("softmax", x)
+        """
+    )
+
+
 # ---- Signals: a call on the CPU uses all threads, and the signal may arrive while any of them runs Go code
 # ----
 

@@ -98,11 +98,13 @@ def share_of_limit(op: str, dtype: str, m: int, n: int) -> float | None:
 class Verdict(NamedTuple):
     measured: float | None  # a speed relative to what it is compared with; None if no run succeeded
     at_least: float
+    runs: int = 1  # of which this is the best
 
 
 def _best(verdicts: list[Verdict]) -> Verdict | None:
     """The run in which gander is best; None if no run can be judged."""
-    return max(verdicts, key=lambda v: (v.measured or 0) / v.at_least, default=None)
+    best = max(verdicts, key=lambda v: (v.measured or 0) / v.at_least, default=None)
+    return best and best._replace(runs=len(verdicts))
 
 
 def _least(base_us: float, share: float, mine: float | None) -> float:

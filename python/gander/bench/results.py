@@ -171,17 +171,19 @@ def _in_several_runs(records) -> Iterator[Check]:
     for section in ("models", "norms"):
         for runs in models.by_case(records, section).values():
             point = runs[0]["op"], point_of({k: v for k, v in runs[0].items() if k != "run"})
-            where = section if len(runs) >= models.RUNS else f"{section}, {len(runs)} of {models.RUNS} runs"
-            if (verdict := models.against_limit(runs)) is not None:
-                yield Check(f"share of the limit, {where}", *point, *verdict)
-            if (verdict := models.against_others(runs)) is not None:
-                yield Check(f"speed over the best other's, {where}", *point, *verdict)
+            for name, judge in (
+                ("share of the limit", models.against_limit),
+                ("speed over the best other's", models.against_others),
+            ):
+                if (verdict := judge(runs)) is not None:
+                    few = "" if verdict.runs >= models.RUNS else f", {verdict.runs} of {models.RUNS} runs"
+                    yield Check(f"{name}, {section}{few}", *point, verdict.measured, verdict.at_least)
 
 
 def _cpu(records) -> Iterator[Check]:
     for r in of(records, "cpu"):
         if r["m"] * r["n"] * BYTES[r["dtype"]] < 4 << 10:
-            targets = {"torch": round(1 / 1.5, 3)}
+            targets = {"torch": 0.667}  # at most 1.5 times torch's time
         else:
             targets = {"torch": 1.0 if r["op"].startswith("softmax") else 1.5, "torch.compile": 1.0}
         for name, target in targets.items():
