@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -354,6 +355,13 @@ def _float_loss_gradient(x, target):
     return (log_p.exp() - onehot.float()).to(x.dtype), -log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
+def _separate_cache():
+    """Gives Inductor a cache of its own for the instruction set that the user has chosen. Its cache does not
+    tell them apart, and code for other vectors gives wrong results and writes beyond its tensors."""
+    if chosen := os.environ.get("ATEN_CPU_CAPABILITY"):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/gander-inductor-{os.getuid()}-{chosen}")
+
+
 # torch.compile at its best: for one shape, tuned.
 _compile = functools.partial(torch.compile, dynamic=False, mode="max-autotune-no-cudagraphs")
 
@@ -377,6 +385,7 @@ def _compiled_in_place(function):
 
 
 def _compiled_functions(functions):
+    _separate_cache()
     return {name: _compile(eager) for name, eager in functions.items()}
 
 
