@@ -28,14 +28,12 @@ enum { METH_FASTCALL = 0x80 };
   F(PyObject*, PyObject_GetAttr, (PyObject*, PyObject*)) \
   F(int, PyObject_SetAttr, (PyObject*, PyObject*, PyObject*)) \
   F(int, PyObject_IsTrue, (PyObject*)) \
-  F(PyObject*, PyObject_CallObject, (PyObject*, PyObject*)) \
   F(PyObject*, PyObject_CallFunctionObjArgs, (PyObject*, ...)) \
   F(PyObject*, PyDict_GetItem, (PyObject*, PyObject*)) \
   F(PyObject*, PyDict_GetItemString, (PyObject*, const char*)) \
   F(int, PyDict_SetItemString, (PyObject*, const char*, PyObject*)) \
   F(PyObject*, PyTuple_New, (intptr_t)) \
   F(int, PyTuple_SetItem, (PyObject*, intptr_t, PyObject*)) \
-  F(PyObject*, PyLong_FromLongLong, (long long)) \
   F(long long, PyLong_AsLongLong, (PyObject*)) \
   F(double, PyFloat_AsDouble, (PyObject*)) \
   F(PyObject*, PyUnicode_InternFromString, (const char*)) \
@@ -57,8 +55,7 @@ static struct {
 /* Objects that gander._fast passes: types and functions of torch, and a module's dictionary. */
 // clang-format off
 #define OBJECTS(F) \
-  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(is_neg) F(is_cow) F(contiguous) \
-  F(empty_strided_cpu) F(empty_strided_cuda) F(forward_ad) F(increment_version)
+  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(forward_ad) F(increment_version)
 #define NAMES(F) \
   F(requires_grad) F(to_save) F(materialize_grads) F(options) F(dtypes) F(dtype) F(_current_level)
 // clang-format on
@@ -69,63 +66,24 @@ static struct {
 static struct {
   NAMES(DECLARE_OBJECT)
 } names;
-static const DLPackExchangeAPI* exchange;
 
-/* Functions of torch that are not in its stable C ABI. */
+/* Functions of torch. The first four are not in its stable C ABI. */
 static struct {
-  bool (*grad_mode)(void);
   bool (*function_mode)(void); /* at::impl::torch_function_mode_enabled */
   bool (*callbacks)(void);     /* at::hasCallbacks: true if a profiler or a tracer is active */
+  bool (*is_neg)(Tensor);      /* at::native::is_neg */
+  PyObject* (*wrap)(Tensor);   /* THPVariable_Wrap: a new reference */
+  bool (*grad_mode)(void);
+  int32_t (*delete)(Tensor);
+  int32_t (*numel)(Tensor, int64_t*);
+  int32_t (*device_type)(Tensor, int32_t*);
 } torch;
+static int32_t cuda; /* torch's code of the device type */
 
-/* ---- Tensors as Python objects ---- */
+/* A Python object of a tensor contains an at::Tensor at this offset. A handle is a pointer to one. */
+static int64_t tensor_offset;
+static Tensor handle_of(PyObject* object) { return (Tensor)(void*)((char*)object + tensor_offset); }
 
-/* Describes a tensor through the C functions for DLPack that torch.Tensor provides. */
-void describe_object(Call* call, Operand* o, Tensor object) {
-  o->handle = object;
-  if (exchange->dltensor_from_py_object_no_sync(object, &o->dl)) {
-    python.PyErr_Clear();
-    call->failed = true;
-    o->dl = (DLTensor){0}; /* it may have been filled partly */
-  } else {
-    o->dtype = torch_dtype(o->dl.dtype);
-    call->failed |= o->dl.data == NULL; /* an empty tensor, or one without storage */
-  }
-}
-
-static PyObject* tuple_of(int64_t count, const int64_t* values) {
-  PyObject* tuple = python.PyTuple_New(count);
-  for (int64_t i = 0; tuple != NULL && i < count; i++)
-    python.PyTuple_SetItem(tuple, i, python.PyLong_FromLongLong(values[i]));
-  return tuple;
-}
-
-Tensor new_object(const Call* call, int64_t rank, const int64_t* sizes, const int64_t* strides,
-                  int32_t dtype) {
-  PyObject *type = NULL, *result = NULL;
-  for (int i = 0; i < DTYPE_COUNT; i++)
-    if (dtypes[i].torch == dtype) type = dtypes[i].object;
-  PyObject* arguments = type == NULL ? NULL : python.PyTuple_New(3);
-  if (arguments != NULL) {
-    python.Py_IncRef(type);
-    python.PyTuple_SetItem(arguments, 0, tuple_of(rank, sizes));
-    python.PyTuple_SetItem(arguments, 1, tuple_of(rank, strides));
-    python.PyTuple_SetItem(arguments, 2, type);
-    PyObject* empty = call->cuda ? objects.empty_strided_cuda : objects.empty_strided_cpu;
-    result = python.PyObject_CallObject(empty, arguments);
-    python.Py_DecRef(arguments);
-  }
-  if (result == NULL) python.PyErr_Clear();
-  return (Tensor)result;
-}
-
-Tensor contiguous_object(Tensor object) {
-  PyObject* copied = python.PyObject_CallFunctionObjArgs(objects.contiguous, (PyObject*)object, NULL);
-  if (copied == NULL) python.PyErr_Clear();
-  return (Tensor)copied;
-}
-
-void release_object(Tensor object) { python.Py_DecRef((PyObject*)object); }
 void* release_gil(void) { return python.PyEval_SaveThread(); }
 void acquire_gil(void* thread) { python.PyEval_RestoreThread(thread); }
 
@@ -195,14 +153,12 @@ static bool requires_grad(PyObject* tensor) {
   return is_true(python.PyObject_GetAttr(tensor, names.requires_grad));
 }
 
-/* Whether an object is a plain tensor: no subclass, no lazy negation and no copy-on-write tensor, which the
- * dispatcher would resolve before a kernel runs. */
+/* Whether an object is a plain tensor: no subclass, and no lazy negation, which the dispatcher would resolve
+ * before a kernel runs. */
 static bool usable(PyObject* object) {
   PyObject* type = python.PyObject_Type(object);
   python.Py_DecRef(type); /* the object still holds a reference to it */
-  return (type == objects.Tensor || type == objects.Parameter) &&
-         !is_true(python.PyObject_CallFunctionObjArgs(objects.is_neg, object, NULL)) &&
-         !is_true(python.PyObject_CallFunctionObjArgs(objects.is_cow, object, NULL));
+  return (type == objects.Tensor || type == objects.Parameter) && !torch.is_neg(handle_of(object));
 }
 
 /* Puts argument i on the stack. Returns false if the fast path does not support it. */
@@ -210,9 +166,9 @@ static bool convert(FastCall* call, int i) {
   PyObject* argument = call->arguments[i];
   double number;
   switch (call->function->op->arguments[i]) {
-    case 'T': call->stack[i] = (Value)(uintptr_t)argument; return usable(argument);
+    case 'T': call->stack[i] = (Value)(uintptr_t)handle_of(argument); return usable(argument);
     case 'O':
-      call->boxes[i] = (Value)(uintptr_t)argument;
+      call->boxes[i] = (Value)(uintptr_t)handle_of(argument);
       call->stack[i] = argument == objects.None ? 0 : (Value)(uintptr_t)&call->boxes[i];
       return argument == objects.None || usable(argument);
     case 'd':
@@ -242,13 +198,23 @@ static bool convert(FastCall* call, int i) {
   return false;
 }
 
+static PyObject* result(const FastCall* call, int i) { return (PyObject*)(uintptr_t)call->stack[i]; }
+
+/* Runs an operator, and puts its results on the stack as new references. */
 static bool call_kernel(FastCall* call, const Operator* op) {
-  run_operator(op, call->stack, true);
-  call->declined = call->stack[0] == 0;
+  call->declined = !run_operator(op, call->stack, true);
+  if (call->declined) return false;
+  for (int i = 0; i < op->result_count; i++) {
+    Tensor handle = (Tensor)(uintptr_t)call->stack[i];
+    call->stack[i] = (Value)(uintptr_t)torch.wrap(handle);
+    torch.delete(handle);
+    call->declined |= result(call, i) == NULL; /* out of memory */
+  }
+  for (int i = 0; call->declined && i < op->result_count; i++)
+    if (result(call, i) != NULL) python.Py_DecRef(result(call, i));
+  if (call->declined) python.PyErr_Clear();
   return !call->declined;
 }
-
-static PyObject* result(const FastCall* call, int i) { return (PyObject*)(uintptr_t)call->stack[i]; }
 
 static bool set(PyObject* object, PyObject* name, PyObject* owned) {
   bool ok = owned != NULL && python.PyObject_SetAttr(object, name, owned) == 0;
@@ -347,14 +313,11 @@ static Route choose_route(const FastCall* call) {
   if (!gradient) return WITHOUT_GRADIENT;
   if (call->function->apply == NULL || call->extra) return THROUGH_DISPATCHER;
   if (strchr(op->arguments, 'E') != NULL) {
-    DLTensor x;
-    int64_t elements = 1;
-    if (exchange->dltensor_from_py_object_no_sync(call->arguments[0], &x)) {
-      python.PyErr_Clear();
-      return THROUGH_DISPATCHER;
-    }
-    for (int32_t i = 0; i < x.ndim; i++) elements *= x.shape[i];
-    if (x.device.device_type == kDLCUDA && elements >= one_pass) return THROUGH_DISPATCHER;
+    Tensor x = handle_of(call->arguments[0]);
+    int64_t elements = 0;
+    int32_t device = -1;
+    if (torch.numel(x, &elements) || torch.device_type(x, &device)) return THROUGH_DISPATCHER;
+    if (device == cuda && elements >= one_pass) return THROUGH_DISPATCHER;
   }
   return WITH_GRADIENT;
 }
@@ -429,20 +392,27 @@ static PyObject* get_item(PyObject* dictionary, const char* key) {
 
 /* Fills the dictionary `results` with "forward", and a function for each operator by its name.
  *
- * given: OBJECTS, torch's dtypes, "exchange" (the capsule of DLPack's C functions), "one_pass" (an int), and
- * by operator the apply of the autograd.Functions. states: the dispatch states in inference mode and in a
- * backward pass. Returns NULL, or the name of what is missing. Must be called only once, with the GIL. */
+ * given: OBJECTS, torch's dtypes, "one_pass" and "tensor_offset" (ints), and by operator the apply of the
+ * autograd.Functions. states: the dispatch states in inference mode and in a backward pass. Returns NULL, or
+ * the name of what is missing. Must be called only once, with the GIL. */
 EXPORT const char* gander_fast_functions(PyObject* given, const State* states, PyObject* results) {
   static PyMethodDef forward_method = {"forward", forward, METH_FASTCALL, NULL};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  void* bindings = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
 #define LOOK_UP_PYTHON(result, name, arguments) \
   if ((python.name = (__typeof__(python.name))dlsym(RTLD_DEFAULT, #name)) == NULL) return #name;
   PYTHON_FUNCTIONS(LOOK_UP_PYTHON)
-  torch.grad_mode = (__typeof__(torch.grad_mode))dlsym(cpu, "aoti_torch_grad_mode_is_enabled");
-  torch.function_mode = (bool (*)(void))dlsym(cpu, "_ZN2at4impl27torch_function_mode_enabledEv");
-  torch.callbacks = (bool (*)(void))dlsym(cpu, "_ZN2at12hasCallbacksEv");
-  if (torch.grad_mode == NULL || torch.function_mode == NULL || torch.callbacks == NULL)
-    return "libtorch_cpu.so";
+#define LOOK_UP_TORCH(library, field, name) \
+  if ((torch.field = (__typeof__(torch.field))dlsym(library, name)) == NULL) return name;
+  LOOK_UP_TORCH(cpu, function_mode, "_ZN2at4impl27torch_function_mode_enabledEv")
+  LOOK_UP_TORCH(cpu, callbacks, "_ZN2at12hasCallbacksEv")
+  LOOK_UP_TORCH(cpu, is_neg, "_ZN2at6native6is_negERKNS_6TensorE")
+  LOOK_UP_TORCH(bindings, wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseE")
+  LOOK_UP_TORCH(cpu, grad_mode, "aoti_torch_grad_mode_is_enabled")
+  LOOK_UP_TORCH(cpu, delete, "aoti_torch_delete_tensor_object")
+  LOOK_UP_TORCH(cpu, numel, "aoti_torch_get_numel")
+  LOOK_UP_TORCH(cpu, device_type, "aoti_torch_get_device_type")
+  cuda = ((int32_t (*)(void))dlsym(cpu, "aoti_torch_device_type_cuda"))();
 #define KEEP(name) \
   if ((objects.name = get_item(given, #name)) == NULL) return #name;
   OBJECTS(KEEP)
@@ -450,14 +420,10 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   if ((names.name = python.PyUnicode_InternFromString(#name)) == NULL) return #name;
   NAMES(INTERN)
   for (int i = 0; i < DTYPE_COUNT; i++) dtypes[i].object = get_item(given, dtypes[i].name);
-  PyObject* capsule = python.PyDict_GetItemString(given, "exchange");
-  exchange = capsule == NULL ? NULL : python.PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-  if (exchange == NULL || exchange->header.version.major != DLPACK_MAJOR_VERSION ||
-      exchange->dltensor_from_py_object_no_sync == NULL)
-    return "exchange";
   inference = states[0];
   backward = states[1];
   one_pass = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "one_pass"));
+  tensor_offset = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "tensor_offset"));
   for (int i = 0; i < MAX_FUNCTIONS && find_operator(i) != NULL; i++) {
     Function* f = &functions[i];
     f->op = find_operator(i);

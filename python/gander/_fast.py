@@ -5,10 +5,11 @@ such a call a function of _fast.c takes the tensors directly from Python. For an
 fails, it returns None. The call then goes through the dispatcher, which runs it or raises its error.
 
 The fast path relies on parts of torch that are not public. When torch is imported, this file checks that the
-symbols exist, and the size and the meaning of the thread's dispatch state. Results can only be checked in an
-operator's first call, because they need the library, which an import must not load. The fast path is off, and
-gander.info() says why, if a check fails, if torch's version is not in the tested range, or if
-GANDER_FAST_PATH is 0. Functions that were right before a check fails stay in use.
+symbols exist, the size and the meaning of the thread's dispatch state, and where a Python object contains its
+tensor. Results can only be checked in an operator's first call, because they need the library, which an
+import must not load. The fast path is off, and gander.info() says why, if a check fails, if torch's version
+is not in the tested range, or if GANDER_FAST_PATH is 0. Functions that were right before a check fails stay
+in use.
 """
 
 import ctypes
@@ -125,15 +126,10 @@ def _find(library, functions, one_pass):
         "False": False,
         "True": True,
         "RuntimeError": RuntimeError,
-        "is_neg": Tensor.is_neg,
-        "is_cow": torch._C._is_cow_tensor,
-        "contiguous": Tensor.contiguous,
-        "empty_strided_cpu": _empty_on("cpu"),
-        "empty_strided_cuda": _empty_on("cuda"),
         "forward_ad": vars(forward_ad),
-        "exchange": Tensor.__dlpack_c_exchange_api__,
         "increment_version": torch._C._increment_version,
         "one_pass": one_pass,
+        "tensor_offset": _tensor_offset(),
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")},
         **{name: function.apply for name, function in functions.items()},
     }
@@ -200,14 +196,13 @@ def _states(read):
     return states[0] + (states[1] if in_backward else states[0])
 
 
-def _empty_on(device):
-    def empty(size, stride, dtype):
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    from torch._C._dynamo import guards
-
-    # Inductor's function takes two thirds of the time of torch.empty_strided.
-    return getattr(guards, f"_empty_strided_{device}", empty)
+def _tensor_offset():
+    """Where an object of torch.Tensor contains the at::Tensor, which is a pointer to what it shares."""
+    tensors = torch.empty(1, device="cpu"), torch.nn.Parameter(torch.empty(2, 3, device="cpu"))
+    for offset in range(object.__basicsize__, Tensor.__basicsize__, 8):
+        if all(ctypes.c_void_p.from_address(id(t) + offset).value == t._cdata for t in tensors):
+            return offset
+    raise RuntimeError("the address of a tensor in its Python object")
 
 
 # ---- At the first call of an operator ----

@@ -134,7 +134,7 @@ static void fail(Call* call, int32_t status, const char* format, ...) {
   va_end(arguments);
 }
 
-void own(Call* call, Tensor handle) {
+static void own(Call* call, Tensor handle) {
   if (call->owned_count == MAX_OWNED) __builtin_trap(); /* it has room for all operands and their copies */
   call->owned[call->owned_count++] = handle;
 }
@@ -145,7 +145,7 @@ static DLDataType dl_dtype(int32_t code) {
   return (DLDataType){kDLOpaqueHandle, 8, 1}; /* libgander refuses it */
 }
 
-int32_t torch_dtype(DLDataType dtype) {
+static int32_t torch_dtype(DLDataType dtype) {
   for (int i = 0; i < DTYPE_COUNT; i++)
     if (dtypes[i].dl.code == dtype.code && dtypes[i].dl.bits == dtype.bits) return dtypes[i].torch;
   return -1;
@@ -174,10 +174,6 @@ static void describe(Call* call, Operand* o, Tensor handle, bool written) {
   int64_t rank = 0;
   const void* data = NULL;
   if (call->failed || handle == NULL) return;
-  if (call->python) {
-    describe_object(call, o, handle);
-    return;
-  }
   bad |= torch.aoti_torch_get_dim(handle, &rank);
   bad |= torch.aoti_torch_get_sizes(handle, &o->dl.shape);
   bad |= torch.aoti_torch_get_strides(handle, &o->dl.strides);
@@ -187,6 +183,8 @@ static void describe(Call* call, Operand* o, Tensor handle, bool written) {
   bad |= written ? torch.torch_get_mutable_data_ptr(handle, (void**)&data)
                  : torch.torch_get_const_data_ptr(handle, &data);
   if (bad) fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
+  /* The dispatcher chooses no kernel of ours for other devices, and knows tensors without memory. */
+  call->failed |= call->python && (data == NULL || (device != torch.cuda && device != torch.cpu));
   o->handle = handle;
   o->dl.data = (void*)data;
   o->dl.ndim = (int32_t)rank;
@@ -206,21 +204,13 @@ static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, i
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
-  if (call->python) handle = new_object(call, rank, sizes, strides, dtype);
-  else
-    torch.aoti_torch_empty_strided(rank, sizes, strides, dtype, call->device_type, call->device_index,
-                                   &handle);
-  if (handle == NULL) {
+  if (torch.aoti_torch_empty_strided(rank, sizes, strides, dtype, call->device_type, call->device_index,
+                                     &handle)) {
     fail(call, GANDER_ERROR_MEMORY, "gander: torch could not allocate %lld elements", (long long)stride);
     return;
   }
   own(call, handle);
   describe(call, o, handle, true);
-  /* Called from Python, torch allocates on the current device, which may be another one than the operand's.
-   */
-  if (call->device_type == torch.cuda && o->dl.device.device_id != call->device_index)
-    fail(call, GANDER_ERROR_DEVICE, "gander: torch allocated on device %d, expected %d",
-         o->dl.device.device_id, call->device_index);
 }
 
 static void copy(Call* call, Tensor to, Tensor from) {
@@ -234,16 +224,6 @@ static void make_contiguous(Call* call, Operand* o) {
   Operand given = *o;
   if (call->failed) return;
   memset(o, 0, sizeof *o);
-  if (call->python) {
-    Tensor copied = contiguous_object(given.handle);
-    if (copied == NULL) {
-      call->failed = true;
-      return;
-    }
-    own(call, copied);
-    describe(call, o, copied, false);
-    return;
-  }
   output(call, o, given.dl.ndim, given.dl.shape, given.dtype);
   copy(call, o->handle, given.handle);
 }
@@ -302,26 +282,16 @@ static void make_broadcast(Call* call, Operand* o, const Operand* first) {
   make_contiguous(call, o);
   if (call->failed || is_broadcast(&o->dl, &first->dl)) return;
   Operand given = *o;
-  if (call->python) { /* the dispatcher's call does it */
-    call->failed = true;
-    return;
-  }
   memset(o, 0, sizeof *o);
   output(call, o, first->dl.ndim, first->dl.shape, given.dtype);
   copy(call, o->handle, given.handle);
 }
 
 /* Sets the device of the call, which is that of the first operand. */
-static void set_device(Call* call, const Operand* first, Tensor handle) {
-  call->cuda = first->dl.device.device_type == kDLCUDA;
-  if (call->python) {
-    call->device_type = first->dl.device.device_type == kDLCUDA ? torch.cuda : torch.cpu;
-    call->device_index = first->dl.device.device_id;
-    call->failed |= first->dl.device.device_type != kDLCUDA && first->dl.device.device_type != kDLCPU;
-  } else if (torch.aoti_torch_get_device_type(handle, &call->device_type) ||
-             torch.aoti_torch_get_device_index(handle, &call->device_index)) {
+static void set_device(Call* call, Tensor handle) {
+  if (torch.aoti_torch_get_device_type(handle, &call->device_type) ||
+      torch.aoti_torch_get_device_index(handle, &call->device_index))
     fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
-  }
 }
 
 /* Writes numbers as "2, 3", as many as fit. */
@@ -374,7 +344,7 @@ static int32_t statistics(const Operand* first) {
 
 /* Scratch memory on the GPU comes from torch's allocator, which frees it in stream order. */
 static void* scratch(void* context, size_t bytes) {
-  Call* call = context; /* the GIL is released here if the call is from Python */
+  Call* call = context;
   int64_t size = (int64_t)bytes, stride = 1;
   void* data = NULL;
   if (torch.aoti_torch_empty_strided(1, &size, &stride, torch_dtype((DLDataType){kDLUInt, 8, 1}),
@@ -408,22 +378,19 @@ static bool prepare(Call* call) {
   return !call->failed;
 }
 
-/* Deletes all handles except the results', which it puts on the stack. Throws if the call failed. */
-static void finish(Call* call, Value* stack, int count, const Tensor* results) {
+/* Deletes all handles except the results', which it puts on the stack. If the call failed it throws, or
+ * returns false to a call from Python. */
+static bool finish(Call* call, Value* stack, int count, const Tensor* results) {
   for (int i = 0; i < call->owned_count; i++) {
     bool kept = false;
     for (int j = 0; j < count; j++) kept |= call->owned[i] == results[j];
-    if (kept && !call->failed) continue;
-    if (call->python) release_object(call->owned[i]);
-    else torch.aoti_torch_delete_tensor_object(call->owned[i]);
+    if (!kept || call->failed) torch.aoti_torch_delete_tensor_object(call->owned[i]);
   }
   if (call->scratch != NULL) torch.aoti_torch_delete_tensor_object(call->scratch);
-  if (call->failed && call->python) {
-    stack[0] = 0;
-    return;
-  }
+  if (call->failed && call->python) return false;
   if (call->failed) torch.aoti_torch_check(false, "gander", "_torch.c", 0, failure.message);
   for (int j = 0; j < count; j++) stack[j] = (Value)(uintptr_t)results[j];
+  return true;
 }
 
 /* ---- Any operator ---- */
@@ -453,7 +420,7 @@ static void unpack(Call* call, const Operator* op, const Value* stack, Value* ar
 static void fill_input(Call* call, const Operator* op, int i, Operand* operands, Tensor handle) {
   Operand* o = &operands[i];
   describe(call, o, handle, op->operands[i].written);
-  if (i == 0) set_device(call, o, handle);
+  if (i == 0) set_device(call, handle);
   if (call->failed) return;
   if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
   switch (op->operands[i].shape) {
@@ -509,7 +476,7 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
   if (!call->failed) flatten(call, &operands[i]);
 }
 
-void run_operator(const Operator* op, Value* stack, bool python) {
+bool run_operator(const Operator* op, Value* stack, bool python) {
   Call call = {.python = python};
   Operand operands[MAX_OPERANDS];
   Value arguments[MAX_ARGUMENTS];
@@ -540,7 +507,7 @@ void run_operator(const Operator* op, Value* stack, bool python) {
     if (operands[i].handle != written) copy(&call, written, operands[i].handle);
   }
   for (int i = 0; i < op->result_count; i++) results[i] = operands[op->results[i]].handle;
-  finish(&call, stack, op->result_count, results);
+  return finish(&call, stack, op->result_count, results);
 }
 
 const Operator* find_operator(int index) { return index < OPERATOR_COUNT ? &operators[index] : NULL; }

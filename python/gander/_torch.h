@@ -32,26 +32,23 @@ extern struct DType {
   int32_t torch;
   DLDataType dl;
   const char* name;
-  PyObject* object; /* torch.float32 and so on. NULL: outputs do not have this dtype */
+  PyObject* object; /* torch.float32 and so on. NULL: no result has this dtype */
 } dtypes[];
 #define COUNT_DTYPE(name, code, bits) +1
 enum { DTYPE_COUNT = 0 DTYPES(COUNT_DTYPE) };
-
-int32_t torch_dtype(DLDataType dtype);
 
 /* ---- One call of a kernel ---- */
 
 enum { MAX_ARGUMENTS = 24, MAX_OPERANDS = 16, MAX_OWNED = 48, MAX_RANK = 64 };
 
 typedef struct {
-  bool failed; /* everything after the first failure is skipped */
-  bool python; /* called from Python with the GIL: a Tensor is a Python object, inputs and boxes are borrowed,
-                * and a failure throws no exception but leaves NULL on the stack */
+  bool failed;  /* everything after the first failure is skipped */
+  bool python;  /* called from Python with the GIL: inputs and boxes are borrowed, and a failure throws no
+                 * exception, since gander._fast repeats the call through the dispatcher */
   void* thread; /* Python's thread state while the GIL is released */
   int owned_count;
   Tensor owned[MAX_OWNED];           /* deleted when the call ends */
-  Tensor scratch;                    /* deleted too. Always a handle, also when called from Python */
-  bool cuda;                         /* the first operand is on a CUDA device */
+  Tensor scratch;                    /* deleted too */
   int32_t device_type, device_index; /* torch's codes for the device of the first operand */
   void* stream;
   gander_allocator allocator;
@@ -123,16 +120,10 @@ typedef struct {
 } Operator;
 
 /* Defined in _torch.c, used by _fast.c. */
-const Operator* find_operator(int index); /* NULL if index is too large */
-void run_operator(const Operator* op, Value* stack, bool python);
-void own(Call* call, Tensor handle);
+const Operator* find_operator(int index);                         /* NULL if index is too large */
+bool run_operator(const Operator* op, Value* stack, bool python); /* false: failed, called from Python */
 
-/* Defined in _fast.c, used by _torch.c: tensors as Python objects. */
-void describe_object(Call* call, Operand* o, Tensor object);
-Tensor new_object(const Call* call, int64_t rank, const int64_t* sizes, const int64_t* strides,
-                  int32_t dtype);
-Tensor contiguous_object(Tensor object); /* NULL: failed */
-void release_object(Tensor object);
+/* Defined in _fast.c, used by _torch.c. */
 void* release_gil(void);
 void acquire_gil(void* thread);
 

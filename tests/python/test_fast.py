@@ -133,7 +133,7 @@ CALL = (
         ("pass", {"GANDER_FAST_PATH": "0"}, "GANDER_FAST_PATH is 0"),
         ("torch.__version__ = '2.9.1'", {}, "torch is 2.9.1, and 2.10.0 to"),
         ("torch.__version__ = '3.0.0+cpu'", {}, r"torch is 3.0.0\+cpu, and 2.10.0 to"),
-        ("del torch._C._is_cow_tensor", {}, "lacks what it relies on: .*_is_cow_tensor"),
+        ("torch.Tensor._cdata = property(lambda t: 1)", {}, "relies on: the address of a tensor"),
         ("keys = torch._C._dispatch_tls_local_include_set(); "
          "torch._C._dispatch_tls_local_include_set = lambda: keys",
          {}, "has another dispatch state"),
@@ -366,7 +366,6 @@ def test_not_taken_for_other_than_plain_tensors(name, data):
         x.int(),
         torch.randn(6, 33, dtype=torch.complex64, device=x.device),
         torch.randn(6, 33, dtype=torch.complex64, device=x.device).conj().imag,
-        torch._lazy_clone(x.clone()),
         torch._efficientzerotensor((6, 33), device=x.device),
         torch._to_functional_tensor(x),
         x[:0],
@@ -375,6 +374,22 @@ def test_not_taken_for_other_than_plain_tensors(name, data):
     ):
         assert not taken(name, other, weight, target), type(other)
     assert taken(name, x, weight, target)
+
+
+def test_copy_on_write(name, data):
+    """A lazy clone that is read stays shared, and one that is written does not change its original."""
+    x, weight, target = data
+    original = x.clone()
+    lazy = torch._lazy_clone(original)
+    assert taken(name, lazy, weight, target)
+    assert torch._C._is_cow_tensor(lazy)
+    residual = x.sin()
+    lazy = torch._lazy_clone(original), torch._lazy_clone(residual)
+    assert fast["fused_add_rmsnorm_"](lazy[0], weight, lazy[1], 1e-6, False, 1.0, False) is True
+    assert torch.equal(original, x)
+    assert torch.equal(residual, x.sin())
+    assert not torch.equal(lazy[0], x)
+    torch.testing.assert_close(lazy[1], x + x.sin())
 
 
 def test_not_taken_for_other_arguments(data):

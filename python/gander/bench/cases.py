@@ -359,7 +359,9 @@ def _separate_cache():
     """Gives Inductor a cache of its own for the instruction set that the user has chosen. Its cache does not
     tell them apart, and code for other vectors gives wrong results and writes beyond its tensors."""
     if chosen := os.environ.get("ATEN_CPU_CAPABILITY"):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/gander-inductor-{os.getuid()}-{chosen}")
+        os.environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/gander-inductor-{os.getuid()}-{chosen}"
+        )
 
 
 # torch.compile at its best: for one shape, tuned.
