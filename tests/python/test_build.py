@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # ignored in what nohup or "&" of a script runs
 
 # A mock of .venv/bin/python. The CUDA toolchain that it "installs" is a compiler that copies its input, and a
 # header.
@@ -74,6 +75,7 @@ class Checkout:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in SIGNALS],
         )
 
     def run(self, *command, **environment):
@@ -144,7 +146,7 @@ def test_a_failed_download_leaves_nothing(checkout):
     checkout.assert_whole()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_an_interrupted_download_leaves_nothing(checkout, number):
     Path(f"{checkout.pips}.hang").touch()
     process = checkout.start()
