@@ -44,6 +44,7 @@ var avx2 = rowFuncs[float32]{
 	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{kernels.BFloat16: dotBFloat16AVX2},
 	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool){
 		kernels.BFloat16: softmaxGradBFloat16AVX2,
+		kernels.Float32:  softmaxGradFloat32AVX2,
 	},
 	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32, stream bool){
 		kernels.BFloat16: scaleBFloat16AVX2,
@@ -316,6 +317,11 @@ func softmaxGradAVX2(dst, dy, y []float32, hi, lo float32) {
 	}
 	archsimd.ClearAVXUpperBits()
 }
+
+// In softmax_amd64.s.
+//
+//go:noescape
+func softmaxGradFloat32AVX2(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 
 //go:nocheckptr
 func sumAVX2(dst, x, y []float32) {

@@ -186,6 +186,65 @@ done:
 	VZEROUPPER
 	RET
 
+// func softmaxGradFloat32AVX2(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+TEXT ·softmaxGradFloat32AVX2(SB), NOSPLIT, $0-41
+	MOVQ         dst+0(FP), DI
+	MOVQ         dy+8(FP), SI
+	MOVQ         y+16(FP), DX
+	MOVQ         n+24(FP), CX
+	VBROADCASTSS hi+32(FP), Y4
+	VBROADCASTSS lo+36(FP), Y5
+	MOVBQZX      stream+40(FP), AX
+	SUBQ         $16, CX
+	JLT          tail
+
+loop:
+	VMOVUPS (SI), Y0
+	VMOVUPS 32(SI), Y1
+	VSUBPS  Y4, Y0, Y0
+	VSUBPS  Y4, Y1, Y1
+	VSUBPS  Y5, Y0, Y0
+	VSUBPS  Y5, Y1, Y1
+	VMULPS  (DX), Y0, Y0
+	VMULPS  32(DX), Y1, Y1
+	TESTQ   AX, AX
+	JNE     stream
+	VMOVUPS Y0, (DI)
+	VMOVUPS Y1, 32(DI)
+	JMP     next
+
+stream:
+	VMOVNTPS Y0, (DI)
+	VMOVNTPS Y1, 32(DI)
+
+next:
+	ADDQ $64, SI
+	ADDQ $64, DX
+	ADDQ $64, DI
+	SUBQ $16, CX
+	JGE  loop
+
+tail:
+	ADDQ $16, CX
+	JEQ  done
+
+tailLoop:
+	VMOVSS (SI), X0
+	VSUBSS X4, X0, X0
+	VSUBSS X5, X0, X0
+	VMULSS (DX), X0, X0
+	VMOVSS X0, (DI)
+	ADDQ   $4, SI
+	ADDQ   $4, DX
+	ADDQ   $4, DI
+	DECQ   CX
+	JNE    tailLoop
+
+done:
+	SFENCE
+	VZEROUPPER
+	RET
+
 // func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 TEXT ·softmaxGradBFloat16AVX512(SB), NOSPLIT, $0-41
 	GRADIENT_ARGUMENTS
