@@ -432,13 +432,21 @@ check_types() {
 # Two workers share two cores, so OpenMP's threads must not spin while they wait.
 check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 600; }
 
-# Runs operators on an emulated device. Its libcuda.so.1 lies in a folder that no other check sees.
+# Runs operators on emulated devices: with clusters, without, and with too little shared memory for some
+# kernels, where only those that the planner chooses run.
 check_emulated() {
-  local folder=$STATE/emulator
+  emulate 900 900
+  emulate 800 800
+  emulate 900 1200 -k "not test_kernel"
+}
+
+# emulate ARCH DEVICE [PYTEST OPTIONS]: the libcuda.so.1 lies in a folder that no other check sees.
+emulate() {
+  local folder=$STATE/emulator-$1
   mkdir -p "$folder"
-  "$VENV/bin/python" tests/emulator/build.py "$folder" "${NVCC%/bin/nvcc}/include"
-  LD_LIBRARY_PATH=$folder GANDER_TUNE=row PYTHONPATH=python \
-    "$VENV/bin/python" -m pytest tests/emulator -n 2 --timeout 600
+  "$VENV/bin/python" tests/emulator/build.py "$folder" "${NVCC%/bin/nvcc}/include" "$1"
+  LD_LIBRARY_PATH=$folder GANDER_TUNE=row PYTHONPATH=python EMULATED_DEVICE=$2 \
+    "$VENV/bin/python" -m pytest tests/emulator -n 2 --timeout 600 "${@:3}"
 }
 
 # torch_venv FOLDER VERSION: makes an environment with .venv's packages and another torch. There is no lock
@@ -526,12 +534,13 @@ tally() {
   printf '%d %d\n' "$passed" "$failed"
 }
 
-# count FILE GO PYTEST: counts the lines that match GO, and adds the number before PYTEST in the last line.
+# count FILE GO PYTEST: counts the lines that match GO, and adds the number before PYTEST in the last line of
+# each run of pytest.
 count() {
-  local go pytest
-  go=$(grep -c -- "$2" "$1" || true)
-  pytest=$(tail -n 1 "$1" | grep -oE "[0-9]+$3" | grep -oE '[0-9]+' || true)
-  printf '%d' $((go + ${pytest:-0}))
+  awk -v go="$2" -v pytest="[0-9]+$3" '
+    $0 ~ go { n++ }
+    / in [0-9.]+s/ && match($0, pytest) { n += substr($0, RSTART) }
+    END { print n + 0 }' "$1"
 }
 
 # summary NAME...: prints the totals. It fails if a check failed or has no result.

@@ -1,6 +1,7 @@
-"""Builds the emulator's libcuda.so.1: python build.py FOLDER CUDA_INCLUDE
+"""Builds the emulator's libcuda.so.1: python build.py FOLDER CUDA_INCLUDE ARCH
 
-What has not changed since the last build in FOLDER is not compiled again.
+ARCH is the compute capability as kernels see it, such as 900. What has not changed since the last build in
+FOLDER is not compiled again.
 """
 
 import hashlib
@@ -34,10 +35,10 @@ def included(path, folders):
     return sorted(found)
 
 
-def build(folder, cuda):
+def build(folder, cuda, arch):
     rewrite.main(KERNELS, folder)
     compiler = subprocess.run(["g++", "--version"], check=True, capture_output=True).stdout
-    flags = [*FLAGS, f"-I{HERE}", f"-I{folder}", f"-isystem{cuda}"]
+    flags = [*FLAGS, f"-DEMULATED_ARCH={arch}", f"-I{HERE}", f"-I{folder}", f"-isystem{cuda}"]
 
     def compiled(source):
         forced = ["-include", "emulator.h"] if source.parent == folder else []
@@ -58,4 +59,4 @@ def build(folder, cuda):
 
 
 if __name__ == "__main__":
-    build(*(Path(argument).resolve() for argument in sys.argv[1:]))
+    build(*(Path(argument).resolve() for argument in sys.argv[1:3]), sys.argv[3])

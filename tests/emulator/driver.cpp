@@ -1,5 +1,5 @@
 // A libcuda.so.1 without a device: the functions of the CUDA driver that gander calls. Device memory is
-// memory of the host. A launch runs at once, in the emulator. The device is an H200 of fewer SMs.
+// memory of the host. A launch runs at once, in the emulator.
 #include "emulator.h"
 
 #include <cuda.h>
@@ -11,6 +11,24 @@
 #include <mutex>
 
 namespace {
+
+// The devices, with the largest cluster, KiB of a CTA's shared memory, MiB of L2, and of the memory kHz and
+// bits. EMULATED_DEVICE chooses one, by default that of EMULATED_ARCH.
+struct Device {
+  const char* name;
+  int arch, cluster, shared, l2, clock, bus;
+};
+constexpr Device kDevices[] = {
+    {"NVIDIA A100", 800, 1, 163, 40, 1593000, 5120},
+    {"NVIDIA H200", 900, 16, 227, 60, 3201000, 6144},
+    {"NVIDIA GeForce RTX 5090", 1200, 8, 99, 96, 14001000, 512},
+};
+
+const Device& device() {
+  const char* const value = std::getenv("EMULATED_DEVICE");
+  const int arch = value ? std::atoi(value) : EMULATED_ARCH;
+  return *std::find_if(kDevices, std::end(kDevices) - 1, [=](const Device& d) { return d.arch >= arch; });
+}
 
 constexpr size_t kPage = 4096;
 std::mutex mutex;
@@ -70,7 +88,8 @@ CUresult launch(const CUlaunchConfig& config, CUfunction function, void** parame
     if (a.id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) cooperative = a.value.cooperative;
   }
   const void* args = parameters ? parameters[0] : extra[1];
-  const bool fits = config.gridDimY == cluster && cluster <= 16 && config.blockDimX % 32 == 0 &&
+  const bool fits = config.gridDimY == cluster && int(cluster) <= device().cluster &&
+                    config.sharedMemBytes <= unsigned(device().shared) << 10 && config.blockDimX % 32 == 0 &&
                     config.blockDimX > 0 && config.blockDimX <= kernel->threads && config.gridDimX > 0;
   if (!fits || (extra && *static_cast<size_t*>(extra[3]) != kernel->bytes)) return CUDA_ERROR_INVALID_VALUE;
   const unsigned ctas = config.gridDimX * cluster;
@@ -97,19 +116,20 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   return ordinal == 0 ? give(device, 0) : CUDA_ERROR_INVALID_DEVICE;
 }
 CUresult cuDeviceGetName(char* name, int length, CUdevice) {
-  std::snprintf(name, length, "NVIDIA H200");
+  std::snprintf(name, length, "%s", device().name);
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
   switch (attribute) {
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: return give(value, 9);
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: return give(value, 0);
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: return give(value, device().arch / 100);
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: return give(value, device().arch / 10 % 10);
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: return give(value, sms());
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: return give(value, 227 << 10);
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: return give(value, 228 << 10);
-    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: return give(value, 60 << 20);
-    case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: return give(value, 3201000);
-    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: return give(value, 6144);
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: return give(value, device().shared << 10);
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
+      return give(value, (device().shared + 1) << 10);
+    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: return give(value, device().l2 << 20);
+    case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: return give(value, device().clock);
+    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: return give(value, device().bus);
     default: return CUDA_ERROR_INVALID_VALUE;
   }
 }
@@ -141,6 +161,7 @@ CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA
 // There is always room for one cluster, even if it has more CTAs than the device SMs.
 CUresult cuOccupancyMaxActiveClusters(int* count, CUfunction, const CUlaunchConfig* config) {
   const int cluster = config->attrs[0].value.clusterDim.y;
+  if (cluster > device().cluster) return give(count, 0);
   return give(count, std::max(sms() / cluster, 1));
 }
 

@@ -13,6 +13,7 @@ from gander import _library as abi
 from gander._operators_gen import OPERATORS
 
 ROW = Path("row")  # in the working directory: a row by which the library plans (GANDER_TUNE)
+MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 MARK = 0xFF  # NaN in all float types
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
 DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24}
@@ -107,6 +108,11 @@ class Device:
     def free(self):
         while self.allocated:
             self.driver.cuMemFree_v2(self.allocated.pop())
+
+    def has_clusters(self):
+        major = ctypes.c_int()
+        assert self.driver.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, 0) == 0
+        return major.value >= 9
 
     def launches(self, kernel):
         return self.driver.emulated_launches(kernel.encode())

@@ -16,7 +16,6 @@
 
 #undef __forceinline__
 #define __forceinline__ inline
-#define EMULATED_ARCH 900
 
 namespace emulator {
 
