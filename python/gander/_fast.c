@@ -76,9 +76,10 @@ static struct {
   bool (*grad_mode)(void);
   int32_t (*delete)(Tensor);
   int32_t (*numel)(Tensor, int64_t*);
+  int32_t (*layout)(Tensor, int32_t*);
   int32_t (*device_type)(Tensor, int32_t*);
 } torch;
-static int32_t cuda; /* torch's code of the device type */
+static int32_t strided, cuda; /* torch's codes of the layout and the device type */
 
 /* A Python object of a tensor contains an at::Tensor at this offset. A handle is a pointer to one. */
 static int64_t tensor_offset;
@@ -153,12 +154,17 @@ static bool requires_grad(PyObject* tensor) {
   return is_true(python.PyObject_GetAttr(tensor, names.requires_grad));
 }
 
-/* Whether an object is a plain tensor: no subclass, and no lazy negation, which the dispatcher would resolve
- * before a kernel runs. */
+/* Whether an object is a plain tensor: no subclass, no other layout, of which older releases of torch would
+ * print that it has no strides, and no lazy negation, which the dispatcher would resolve before a kernel
+ * runs.
+ */
 static bool usable(PyObject* object) {
   PyObject* type = python.PyObject_Type(object);
   python.Py_DecRef(type); /* the object still holds a reference to it */
-  return (type == objects.Tensor || type == objects.Parameter) && !torch.is_neg(handle_of(object));
+  if (type != objects.Tensor && type != objects.Parameter) return false;
+  Tensor tensor = handle_of(object);
+  int32_t layout = -1;
+  return torch.layout(tensor, &layout) == 0 && layout == strided && !torch.is_neg(tensor);
 }
 
 /* Puts argument i on the stack. Returns false if the fast path does not support it. */
@@ -411,7 +417,9 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   LOOK_UP_TORCH(cpu, grad_mode, "aoti_torch_grad_mode_is_enabled")
   LOOK_UP_TORCH(cpu, delete, "aoti_torch_delete_tensor_object")
   LOOK_UP_TORCH(cpu, numel, "aoti_torch_get_numel")
+  LOOK_UP_TORCH(cpu, layout, "aoti_torch_get_layout")
   LOOK_UP_TORCH(cpu, device_type, "aoti_torch_get_device_type")
+  strided = ((int32_t (*)(void))dlsym(cpu, "aoti_torch_layout_strided"))();
   cuda = ((int32_t (*)(void))dlsym(cpu, "aoti_torch_device_type_cuda"))();
 #define KEEP(name) \
   if ((objects.name = get_item(given, #name)) == NULL) return #name;
