@@ -201,7 +201,9 @@ def function(title: str, forward, backward) -> type[_SingleLevelFunction]:
         # Compiled autograd calls this one.
         "_compiled_autograd_key": staticmethod(Function._compiled_autograd_key),
     }
-    return type(_SingleLevelFunction)(title, (_SingleLevelFunction,), methods | {"__module__": __name__})
+    made = type(_SingleLevelFunction)(title, (_SingleLevelFunction,), methods | {"__module__": __name__})
+    made._backward_cls.apply = backward  # torch's own would look for it in each call, which costs host time
+    return made
 
 
 def apply_of(function: type[_SingleLevelFunction]):
