@@ -437,6 +437,7 @@ check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/pyth
 check_emulated() {
   emulate 900 900
   emulate 800 800
+  emulate 800 860 -k "not test_kernel"
   emulate 900 1200 -k "not test_kernel"
 }
 

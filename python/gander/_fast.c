@@ -78,10 +78,14 @@ static struct {
   int32_t (*numel)(Tensor, int64_t*);
   int32_t (*layout)(Tensor, int32_t*);
   int32_t (*device_type)(Tensor, int32_t*);
+  int32_t (*strided)(void);
+  int32_t (*cuda)(void);
 } torch;
 static int32_t strided, cuda; /* torch's codes of the layout and the device type */
 
-/* A Python object of a tensor contains an at::Tensor at this offset. A handle is a pointer to one. */
+/* A Python object of a tensor contains an at::Tensor at this offset. A handle is a pointer to one. A call
+ * does not take another reference to the tensor, which would cost a tenth of its time. So no other thread may
+ * let the object have another tensor meanwhile (torch.utils.swap_tensors). */
 static int64_t tensor_offset;
 static Tensor handle_of(PyObject* object) { return (Tensor)(void*)((char*)object + tensor_offset); }
 
@@ -419,8 +423,9 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   LOOK_UP_TORCH(cpu, numel, "aoti_torch_get_numel")
   LOOK_UP_TORCH(cpu, layout, "aoti_torch_get_layout")
   LOOK_UP_TORCH(cpu, device_type, "aoti_torch_get_device_type")
-  strided = ((int32_t (*)(void))dlsym(cpu, "aoti_torch_layout_strided"))();
-  cuda = ((int32_t (*)(void))dlsym(cpu, "aoti_torch_device_type_cuda"))();
+  LOOK_UP_TORCH(cpu, strided, "aoti_torch_layout_strided")
+  LOOK_UP_TORCH(cpu, cuda, "aoti_torch_device_type_cuda")
+  strided = torch.strided(), cuda = torch.cuda();
 #define KEEP(name) \
   if ((objects.name = get_item(given, #name)) == NULL) return #name;
   OBJECTS(KEEP)

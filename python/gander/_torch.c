@@ -358,8 +358,8 @@ static const gander_allocator* allocator(const Call* call) {
   return call->device_type == torch.cuda ? &call->allocator : NULL;
 }
 
-/* Gets the device's current stream, or makes the CPU kernels use as many threads as torch. Releases the GIL.
- * Returns false if the call has failed. */
+/* Gets the device's current stream, or makes the CPU kernels use as many threads as torch. Returns false if
+ * the call has failed. */
 static bool prepare(Call* call) {
   static _Atomic uint32_t threads;
   if (call->failed) return false;
@@ -374,7 +374,6 @@ static bool prepare(Call* call) {
       lib.gander_set_num_threads((int32_t)count);
     }
   }
-  if (call->python && !call->failed) call->thread = release_gil();
   return !call->failed;
 }
 
@@ -483,6 +482,7 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
   Tensor results[MAX_OPERANDS];
   memset(operands, 0, sizeof operands[0] * (size_t)op->operand_count);
   call.allocator = (gander_allocator){&call, scratch};
+  void* const thread = python ? release_gil() : NULL;
   pthread_once(&load_once, load);
   if (load_error[0] != 0) fail(&call, GANDER_ERROR_INTERNAL, "%s", load_error);
   unpack(&call, op, stack, arguments);
@@ -498,7 +498,6 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
   }
   if (prepare(&call)) {
     int32_t status = op->call(&call, operands, arguments);
-    if (call.python) acquire_gil(call.thread);
     if (status != GANDER_OK) fail(&call, status, "%s", lib.gander_last_error());
   }
   for (int i = 0; i < op->operand_count; i++) {
@@ -507,7 +506,9 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
     if (operands[i].handle != written) copy(&call, written, operands[i].handle);
   }
   for (int i = 0; i < op->result_count; i++) results[i] = operands[op->results[i]].handle;
-  return finish(&call, stack, op->result_count, results);
+  bool ok = finish(&call, stack, op->result_count, results);
+  if (python) acquire_gil(thread);
+  return ok;
 }
 
 const Operator* find_operator(int index) { return index < OPERATOR_COUNT ? &operators[index] : NULL; }

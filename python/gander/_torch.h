@@ -42,10 +42,9 @@ enum { DTYPE_COUNT = 0 DTYPES(COUNT_DTYPE) };
 enum { MAX_ARGUMENTS = 24, MAX_OPERANDS = 16, MAX_OWNED = 48, MAX_RANK = 64 };
 
 typedef struct {
-  bool failed;  /* everything after the first failure is skipped */
-  bool python;  /* called from Python with the GIL: inputs and boxes are borrowed, and a failure throws no
-                 * exception, since gander._fast repeats the call through the dispatcher */
-  void* thread; /* Python's thread state while the GIL is released */
+  bool failed; /* everything after the first failure is skipped */
+  bool python; /* called from Python: inputs and boxes are borrowed, and a failure throws no exception, since
+                * gander._fast repeats the call through the dispatcher */
   int owned_count;
   Tensor owned[MAX_OWNED];           /* deleted when the call ends */
   Tensor scratch;                    /* deleted too */

@@ -20,6 +20,7 @@ struct Device {
 };
 constexpr Device kDevices[] = {
     {"NVIDIA A100", 800, 1, 163, 40, 1593000, 5120},
+    {"NVIDIA GeForce RTX 3090", 860, 1, 99, 6, 9751000, 384},
     {"NVIDIA H200", 900, 16, 227, 60, 3201000, 6144},
     {"NVIDIA GeForce RTX 5090", 1200, 8, 99, 96, 14001000, 512},
 };
@@ -27,7 +28,10 @@ constexpr Device kDevices[] = {
 const Device& device() {
   const char* const value = std::getenv("EMULATED_DEVICE");
   const int arch = value ? std::atoi(value) : EMULATED_ARCH;
-  return *std::find_if(kDevices, std::end(kDevices) - 1, [=](const Device& d) { return d.arch >= arch; });
+  const auto* const found =
+      std::find_if(kDevices, std::end(kDevices), [=](const Device& d) { return d.arch == arch; });
+  if (found == std::end(kDevices)) std::abort();
+  return *found;
 }
 
 constexpr size_t kPage = 4096;
@@ -88,8 +92,9 @@ CUresult launch(const CUlaunchConfig& config, CUfunction function, void** parame
     if (a.id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) cooperative = a.value.cooperative;
   }
   const void* args = parameters ? parameters[0] : extra[1];
-  const bool fits = config.gridDimY == cluster && int(cluster) <= device().cluster &&
-                    config.sharedMemBytes <= unsigned(device().shared) << 10 && config.blockDimX % 32 == 0 &&
+  const bool fits = config.gridDimY == cluster &&
+                    int(cluster) <= std::min(kernel->cluster, device().cluster) &&
+                    int(config.sharedMemBytes) <= kernel->shared && config.blockDimX % 32 == 0 &&
                     config.blockDimX > 0 && config.blockDimX <= kernel->threads && config.gridDimX > 0;
   if (!fits || (extra && *static_cast<size_t*>(extra[3]) != kernel->bytes)) return CUDA_ERROR_INVALID_VALUE;
   const unsigned ctas = config.gridDimX * cluster;
@@ -156,7 +161,14 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
 
 // How much static shared memory a kernel has is known once it runs.
 CUresult cuFuncGetAttribute(int* value, CUfunction_attribute, CUfunction) { return give(value, 0); }
-CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
+CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
+  auto* const kernel = reinterpret_cast<emulator::Kernel*>(function);
+  if (attribute == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) kernel->cluster = device().cluster;
+  else if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_ERROR_INVALID_VALUE;
+  else if (value > device().shared << 10) return CUDA_ERROR_INVALID_VALUE;
+  else kernel->shared = value;
+  return CUDA_SUCCESS;
+}
 
 // There is always room for one cluster, even if it has more CTAs than the device SMs.
 CUresult cuOccupancyMaxActiveClusters(int* count, CUfunction, const CUlaunchConfig* config) {

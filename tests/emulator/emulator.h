@@ -72,6 +72,8 @@ struct Kernel {
   size_t bytes;      // of its argument, a struct that a launch passes by address
   void (*body)(const void*);
   unsigned launches;
+  // What a launch may ask for: bytes of dynamic shared memory, and CTAs of a cluster.
+  int shared = 48 << 10, cluster = 8;
 };
 std::map<std::string, Kernel>& kernels();
 
