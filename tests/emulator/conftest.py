@@ -23,7 +23,7 @@ def pytest_sessionfinish(session):
     launched.update(kernel for kernel in KERNELS if DEVICE.launches(kernel) > 0)
     if hasattr(config, "workeroutput"):
         config.workeroutput["launched"] = sorted(launched)
-    elif not KERNELS or not config.option.keyword and len(launched) < SHARE * len(KERNELS):
+    elif not KERNELS or (not config.option.keyword and len(launched) < SHARE * len(KERNELS)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

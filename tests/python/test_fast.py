@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import gander
@@ -374,6 +375,30 @@ def test_not_taken_for_other_than_plain_tensors(name, data):
     ):
         assert not taken(name, other, weight, target), type(other)
     assert taken(name, x, weight, target)
+
+
+def test_other_threads_run_while_inputs_are_copied():
+    ticks, stop = 0, threading.Event()
+
+    def tick():
+        nonlocal ticks
+        while not stop.is_set():
+            ticks += 1
+            time.sleep(0)  # gives up the GIL, which nothing else does within the interval
+
+    thread, interval = threading.Thread(target=tick), sys.getswitchinterval()
+    x, weight = torch.zeros(4096, 4096).t(), torch.ones(1)  # the weight is refused after x has been copied
+    sys.setswitchinterval(100)
+    try:
+        thread.start()
+        before = ticks
+        assert fast["rmsnorm"](x, weight, *OPTIONS["rmsnorm"]) is None
+        during = ticks - before
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert during > 10
 
 
 def test_nothing_is_printed(name, data, capfd):
