@@ -359,6 +359,7 @@ def test_python_signal_handlers_run_and_results_stay_correct():
 def test_an_interrupt_during_a_call_is_raised_after_it():
     python("""
         import os, signal, threading, torch, gander
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
         x = torch.randn(2048, 8192)
         expected = gander.softmax(x)
         for _ in range(10):
