@@ -254,10 +254,11 @@ func TestRowFuncLengths(t *testing.T) {
 			k.multiply(dst[:n], x, y, 2)
 			each("multiply", func(i int) float32 { return x[i] * 2 * y[i] })
 			grad := func(i int) float32 { return (x[i] - 2.5) * y[i] }
-			if raw := k.softmaxGradRaw[kernels.Float32]; raw == nil {
+			if k.softmaxGrad != nil {
 				k.softmaxGrad(dst[:n], x, y, 2, 0.5)
 				each("softmaxGrad", grad)
-			} else {
+			}
+			if raw := k.softmaxGradRaw[kernels.Float32]; raw != nil {
 				for _, stream := range []bool{false, true} {
 					clear(dst)
 					raw(unsafe.Pointer(&dst[0]), unsafe.Pointer(&x[0]), unsafe.Pointer(&y[0]), n, 2, 0.5,

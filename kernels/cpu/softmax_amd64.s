@@ -12,13 +12,14 @@
 	VSUBPS Z31, dy, dy ; \
 	VMULPS y, dy, dy
 
-#define GRADIENT_ARGUMENTS \
+// Broadcasts hi and lo to the registers a and b.
+#define GRADIENT_ARGUMENTS(a, b) \
 	MOVQ         dst+0(FP), DI  ; \
 	MOVQ         dy+8(FP), SI   ; \
 	MOVQ         y+16(FP), DX   ; \
 	MOVQ         n+24(FP), CX   ; \
-	VBROADCASTSS hi+32(FP), Z30 ; \
-	VBROADCASTSS lo+36(FP), Z31 ; \
+	VBROADCASTSS hi+32(FP), a   ; \
+	VBROADCASTSS lo+36(FP), b   ; \
 	MOVBQZX      stream+40(FP), AX
 
 #define DOT_ARGUMENTS \
@@ -139,7 +140,7 @@ done:
 
 // func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 TEXT ·softmaxGradFloat32AVX512(SB), NOSPLIT, $0-41
-	GRADIENT_ARGUMENTS
+	GRADIENT_ARGUMENTS(Z30, Z31)
 	SUBQ $32, CX
 	JLT tail
 
@@ -188,15 +189,9 @@ done:
 
 // func softmaxGradFloat32AVX2(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 TEXT ·softmaxGradFloat32AVX2(SB), NOSPLIT, $0-41
-	MOVQ         dst+0(FP), DI
-	MOVQ         dy+8(FP), SI
-	MOVQ         y+16(FP), DX
-	MOVQ         n+24(FP), CX
-	VBROADCASTSS hi+32(FP), Y4
-	VBROADCASTSS lo+36(FP), Y5
-	MOVBQZX      stream+40(FP), AX
-	SUBQ         $16, CX
-	JLT          tail
+	GRADIENT_ARGUMENTS(Y4, Y5)
+	SUBQ $16, CX
+	JLT  tail
 
 loop:
 	VMOVUPS (SI), Y0
@@ -247,7 +242,7 @@ done:
 
 // func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 TEXT ·softmaxGradBFloat16AVX512(SB), NOSPLIT, $0-41
-	GRADIENT_ARGUMENTS
+	GRADIENT_ARGUMENTS(Z30, Z31)
 	BFLOAT16_CONSTANTS(R8)
 	LOAD_HIGH_HALF_MASK
 	MOVL $0xaaaaaaaa, R8
@@ -312,7 +307,7 @@ done:
 
 // func softmaxGradFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 TEXT ·softmaxGradFloat16AVX512(SB), NOSPLIT, $0-41
-	GRADIENT_ARGUMENTS
+	GRADIENT_ARGUMENTS(Z30, Z31)
 	LEAQ (SI)(CX*2), R8
 	LEAQ (DX)(CX*2), R9
 	SUBQ $32, CX

@@ -102,7 +102,7 @@ struct Slice {
   }
 };
 
-// Initialises the barriers of a ring: one for each stage, and two for the states of a cluster's CTAs.
+// Initializes the barriers of a ring: one for each stage, and two for the states of a cluster's CTAs.
 template <bool Cluster>
 __device__ __forceinline__ void init_ring(uint64_t* full, int stages, uint64_t (&merged)[2]) {
 #ifdef GANDER_SM90
@@ -305,8 +305,8 @@ __device__ __forceinline__ bool sum_column(const A* partial, int64_t width, int 
 #pragma unroll
       for (int u = 0; u < U; u++) sum += v[u];
     }
-  if constexpr (Parts >
-                1) {  // transposes through shared memory, so that a column's parts are in adjacent lanes
+  // Transposes through shared memory, so that a column's parts are in adjacent lanes.
+  if constexpr (Parts > 1) {
     __shared__ double sums[Parts][kColumns + 1];
     sums[part][threadIdx.x % kColumns] = sum;
     __syncthreads();

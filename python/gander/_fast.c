@@ -78,19 +78,15 @@ static struct {
   int32_t (*numel)(Tensor, int64_t*);
   int32_t (*layout)(Tensor, int32_t*);
   int32_t (*device_type)(Tensor, int32_t*);
-  int32_t (*strided)(void);
-  int32_t (*cuda)(void);
+  int32_t (*strided)(void); /* the code of this layout */
+  int32_t (*cuda)(void);    /* and of this device type */
 } torch;
-static int32_t strided, cuda; /* torch's codes of the layout and the device type */
 
 /* A Python object of a tensor contains an at::Tensor at this offset. A handle is a pointer to one. A call
  * does not take another reference to the tensor, which would cost a tenth of its time. So no other thread may
  * let the object have another tensor meanwhile (torch.utils.swap_tensors). */
 static int64_t tensor_offset;
 static Tensor handle_of(PyObject* object) { return (Tensor)(void*)((char*)object + tensor_offset); }
-
-void* release_gil(void) { return python.PyEval_SaveThread(); }
-void acquire_gil(void* thread) { python.PyEval_RestoreThread(thread); }
 
 /* ---- The functions ---- */
 
@@ -158,17 +154,16 @@ static bool requires_grad(PyObject* tensor) {
   return is_true(python.PyObject_GetAttr(tensor, names.requires_grad));
 }
 
-/* Whether an object is a plain tensor: no subclass, no other layout, of which older releases of torch would
- * print that it has no strides, and no lazy negation, which the dispatcher would resolve before a kernel
- * runs.
- */
+/* Whether an object is a plain tensor: no subclass, strided, and no lazy negation. The dispatcher would
+ * resolve that before a kernel runs. Asked for the strides of another layout, older releases of torch print
+ * an error. */
 static bool usable(PyObject* object) {
   PyObject* type = python.PyObject_Type(object);
   python.Py_DecRef(type); /* the object still holds a reference to it */
   if (type != objects.Tensor && type != objects.Parameter) return false;
   Tensor tensor = handle_of(object);
   int32_t layout = -1;
-  return torch.layout(tensor, &layout) == 0 && layout == strided && !torch.is_neg(tensor);
+  return torch.layout(tensor, &layout) == 0 && layout == torch.strided() && !torch.is_neg(tensor);
 }
 
 /* Puts argument i on the stack. Returns false if the fast path does not support it. */
@@ -210,9 +205,11 @@ static bool convert(FastCall* call, int i) {
 
 static PyObject* result(const FastCall* call, int i) { return (PyObject*)(uintptr_t)call->stack[i]; }
 
-/* Runs an operator, and puts its results on the stack as new references. */
+/* Runs an operator without the GIL, and puts its results on the stack as new references. */
 static bool call_kernel(FastCall* call, const Operator* op) {
+  void* const thread = python.PyEval_SaveThread();
   call->declined = !run_operator(op, call->stack, true);
+  python.PyEval_RestoreThread(thread);
   if (call->declined) return false;
   for (int i = 0; i < op->result_count; i++) {
     Tensor handle = (Tensor)(uintptr_t)call->stack[i];
@@ -327,7 +324,7 @@ static Route choose_route(const FastCall* call) {
     int64_t elements = 0;
     int32_t device = -1;
     if (torch.numel(x, &elements) || torch.device_type(x, &device)) return THROUGH_DISPATCHER;
-    if (device == cuda && elements >= one_pass) return THROUGH_DISPATCHER;
+    if (device == torch.cuda() && elements >= one_pass) return THROUGH_DISPATCHER;
   }
   return WITH_GRADIENT;
 }
@@ -425,7 +422,6 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   LOOK_UP_TORCH(cpu, device_type, "aoti_torch_get_device_type")
   LOOK_UP_TORCH(cpu, strided, "aoti_torch_layout_strided")
   LOOK_UP_TORCH(cpu, cuda, "aoti_torch_device_type_cuda")
-  strided = torch.strided(), cuda = torch.cuda();
 #define KEEP(name) \
   if ((objects.name = get_item(given, #name)) == NULL) return #name;
   OBJECTS(KEEP)

@@ -202,7 +202,7 @@ def function(title: str, forward, backward) -> type[_SingleLevelFunction]:
         "_compiled_autograd_key": staticmethod(Function._compiled_autograd_key),
     }
     made = type(_SingleLevelFunction)(title, (_SingleLevelFunction,), methods | {"__module__": __name__})
-    made._backward_cls.apply = backward  # torch's own would look for it in each call, which costs host time
+    made._backward_cls.apply = backward  # torch's own looks for it in each call, which costs host time
     return made
 
 

@@ -482,7 +482,6 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
   Tensor results[MAX_OPERANDS];
   memset(operands, 0, sizeof operands[0] * (size_t)op->operand_count);
   call.allocator = (gander_allocator){&call, scratch};
-  void* const thread = python ? release_gil() : NULL;
   pthread_once(&load_once, load);
   if (load_error[0] != 0) fail(&call, GANDER_ERROR_INTERNAL, "%s", load_error);
   unpack(&call, op, stack, arguments);
@@ -506,9 +505,7 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
     if (operands[i].handle != written) copy(&call, written, operands[i].handle);
   }
   for (int i = 0; i < op->result_count; i++) results[i] = operands[op->results[i]].handle;
-  bool ok = finish(&call, stack, op->result_count, results);
-  if (python) acquire_gil(thread);
-  return ok;
+  return finish(&call, stack, op->result_count, results);
 }
 
 const Operator* find_operator(int index) { return index < OPERATOR_COUNT ? &operators[index] : NULL; }

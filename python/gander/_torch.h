@@ -43,8 +43,8 @@ enum { MAX_ARGUMENTS = 24, MAX_OPERANDS = 16, MAX_OWNED = 48, MAX_RANK = 64 };
 
 typedef struct {
   bool failed; /* everything after the first failure is skipped */
-  bool python; /* called from Python: inputs and boxes are borrowed, and a failure throws no exception, since
-                * gander._fast repeats the call through the dispatcher */
+  bool python; /* called from Python, without the GIL: inputs and boxes are borrowed, and a failure throws no
+                * exception, since gander._fast repeats the call through the dispatcher */
   int owned_count;
   Tensor owned[MAX_OWNED];           /* deleted when the call ends */
   Tensor scratch;                    /* deleted too */
@@ -121,9 +121,5 @@ typedef struct {
 /* Defined in _torch.c, used by _fast.c. */
 const Operator* find_operator(int index);                         /* NULL if index is too large */
 bool run_operator(const Operator* op, Value* stack, bool python); /* false: failed, called from Python */
-
-/* Defined in _fast.c, used by _torch.c. */
-void* release_gil(void);
-void acquire_gil(void* thread);
 
 #endif

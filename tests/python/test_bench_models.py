@@ -139,6 +139,7 @@ def test_a_failed_provider_is_not_compared_with():
         record["results"] = {"gander": {"error": "X"}, "quack": {"us": 9.0}}
     verdict = models.against_others(records)
     assert verdict.measured is None and verdict.runs == 3
+    assert not results.Check("", "", "", verdict.measured, verdict.at_least).met()
 
 
 def test_table_of_medians():
