@@ -111,15 +111,24 @@ def test_shares_of_the_limit_are_judged_with_the_same_slack():
         assert check.met() is met and check.measured == pytest.approx(ratio)
 
 
-def test_fewer_than_three_runs_are_named():
+def test_misses_of_fewer_than_three_runs_are_named():
     records = runs([103, 103, 103], [100, 100, 100])
     limit, speed = results.checks(records[:2])
-    assert limit.target == "share of the limit, models, 2 of 3 runs" and limit.met()
-    assert speed.target == "speed over the best other's, models, 2 of 3 runs" and not speed.met()
+    assert limit.met() and not limit.point.endswith("runs")
+    assert not speed.met() and speed.point.endswith(", 2 of 3 runs")
     records[0]["results"]["quack"] = {"error": "X"}
     limit, speed = results.checks(records)
-    assert limit.target == "share of the limit, models"
-    assert speed.target == "speed over the best other's, models, 2 of 3 runs"
+    assert limit.met() and not speed.met() and speed.point.endswith(", 2 of 3 runs")
+
+
+def test_a_point_is_undecided_until_a_run_meets_each_target():
+    assert not models.is_undecided(runs([100], [100]))
+    assert models.is_undecided(runs([103, 103], [100, 100]))
+    assert not models.is_undecided(runs([103, 101], [100, 100]))
+    assert models.is_undecided(runs([103], [100], ratio=0.9))
+    failed = runs([100], [100])
+    failed[0]["results"]["gander"] = {"error": "X"}
+    assert models.is_undecided(failed)
 
 
 def test_runs_without_gander_are_not_compared():

@@ -74,6 +74,14 @@ def main(
             min=1, help="Of `models` and `norms`, which are judged by three runs: this one's number."
         ),
     ] = 1,
+    missed: Annotated[
+        bool,
+        typer.Option(
+            "--missed",
+            help="With --resume: of `models` and `norms` only the points whose verdict is open, because all "
+            "runs in the file have missed a target.",
+        ),
+    ] = False,
     shard: Annotated[str, typer.Option(help="I/N: only every Nth point, from the Ith on.")] = "1/1",
     limit_seconds: Annotated[float | None, typer.Option(help="Begin no point after this time.")] = None,
     report: Annotated[
@@ -109,6 +117,8 @@ def main(
         return
     if results is not None:
         raise typer.BadParameter("needs --report FILE", param_hint="--results")
+    if missed and not resume:
+        raise typer.BadParameter("needs --resume, and a file with the runs before", param_hint="--missed")
     # The advice of Inductor's developers for reductions; it must be set before Inductor is imported.
     os.environ.setdefault("TORCHINDUCTOR_MULTI_KERNEL", "1")
     import torch
@@ -138,6 +148,8 @@ def main(
         f"gander {facts['gander']} ({facts['commit'][:12]}) on {facts['device']}, torch {facts['torch']}"
     )
     points = [point for section in sections for point in SECTIONS[section](options)]
+    if missed:
+        points = _undecided(points, _read(store.path, "--out"))
     index, count = _shard(shard)
     complete = _measure(console, store, points[index - 1 :: count], limit_seconds)
     records = _read(store.path, "--out")
@@ -147,6 +159,19 @@ def main(
     console.print(
         f"{'complete' if complete else 'unfinished, go on with --resume'}: {store.path}", soft_wrap=True
     )
+
+
+def _undecided(points, records: list[dict]) -> list:
+    """Points of other sections than models and norms have one run, and stay."""
+    from . import models
+
+    runs = {section: models.by_case(records, section) for section in ("models", "norms")}
+
+    def open_(point) -> bool:
+        before = runs.get(point.name["section"], {}).get(models.case_of(point.name))
+        return before is None or models.is_undecided(before)
+
+    return [point for point in points if open_(point)]
 
 
 def _installed(console, names) -> tuple[str, ...]:

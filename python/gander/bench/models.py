@@ -100,6 +100,9 @@ class Verdict(NamedTuple):
     at_least: float
     runs: int = 1  # of which this is the best
 
+    def met(self) -> bool:
+        return self.measured is not None and self.measured >= self.at_least
+
 
 def _best(verdicts: list[Verdict]) -> Verdict | None:
     """The run in which gander is best; None if no run can be judged."""
@@ -141,13 +144,22 @@ def against_limit(runs: list[dict]) -> Verdict | None:
     return _best(verdicts)
 
 
+def is_undecided(runs: list[dict]) -> bool:
+    """Whether another run could change a verdict: one on a target that all of these have missed."""
+    verdicts = [verdict for judge in (against_others, against_limit) if (verdict := judge(runs)) is not None]
+    return not verdicts or not all(verdict.met() for verdict in verdicts)
+
+
+def case_of(record: dict) -> Case:
+    return Case(*(record.get(part) for part in Case._fields))
+
+
 def by_case(records: Iterable[dict], section: str) -> dict[Case, list[dict]]:
     """The runs of each point of a section."""
     runs: dict[Case, list[dict]] = {}
     for record in records:
         if record["section"] == section:
-            case = Case(*(record.get(part) for part in Case._fields))
-            runs.setdefault(case, []).append(record)
+            runs.setdefault(case_of(record), []).append(record)
     return runs
 
 

@@ -170,14 +170,16 @@ def _algorithms(records) -> Iterator[Check]:
 def _in_several_runs(records) -> Iterator[Check]:
     for section in ("models", "norms"):
         for runs in models.by_case(records, section).values():
-            point = runs[0]["op"], point_of({k: v for k, v in runs[0].items() if k != "run"})
+            point = point_of({k: v for k, v in runs[0].items() if k != "run"})
             for name, judge in (
                 ("share of the limit", models.against_limit),
                 ("speed over the best other's", models.against_others),
             ):
                 if (verdict := judge(runs)) is not None:
-                    few = "" if verdict.runs >= models.RUNS else f", {verdict.runs} of {models.RUNS} runs"
-                    yield Check(f"{name}, {section}{few}", *point, verdict.measured, verdict.at_least)
+                    final = verdict.met() or verdict.runs >= models.RUNS
+                    where = point if final else f"{point}, {verdict.runs} of {models.RUNS} runs"
+                    figures = verdict.measured, verdict.at_least
+                    yield Check(f"{name}, {section}", runs[0]["op"], where, *figures)
 
 
 def _cpu(records) -> Iterator[Check]:
