@@ -169,7 +169,7 @@ func (v *Variant) exactWarps() bool {
 	case v.RowThreads != v.Threads:
 		return false
 	case v.Shape == InRegisters:
-		return !v.Unaligned && v.Capacity() < 8192
+		return (!v.Unaligned || v.SameOffset) && v.Capacity() < 8192
 	}
 	return v.Shape == Staged || v.Shape == Ring
 }

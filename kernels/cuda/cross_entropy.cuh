@@ -141,13 +141,35 @@ __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
 // log(s) as two terms: log(s) = k log(2) + log(f), where s = 2^k f and 2^-1/2 <= f < 2^1/2. Adding them in
 // float would round to the magnitude of the sum. s is 0 if all elements of the row are -inf. rest is s - 1,
 // which may have digits that s has not: log(s) is nearly proportional to it.
+//
+// log(1 + t) is t times a polynomial, the best of its degree between those f. With its rounding it is off by
+// at most 1.02 x 2^-23 of its value.
 __device__ __forceinline__ float2 log_parts(float s, float rest) {
   const int bits = __float_as_int(s), k = (bits - 0x3f3504f3) >> 23;
   constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // log(2) = kHigh + kLow; k * kHigh is exact
-  const float f = __int_as_float(bits - (k << 23)), log_f = logf(f);
-  const float near_1 = f == 1.f ? rest : log_f * __fdividef(rest, f - 1.f);
-  const float2 log = {k * kHigh, k == 0 ? near_1 : fmaf(k, kLow, log_f)};
+  constexpr float kSeries[] = {0x1.084cf2p-3f,  -0x1.0f374ap-3f, 0x1.2270ccp-3f,
+                               -0x1.542754p-3f, 0x1.99a3fep-3f,  -0x1.000428p-2f,
+                               0x1.555550p-2f,  -0x1.fffff8p-2f, 1.f};
+  const float t = __int_as_float(bits - (k << 23)) - 1.f;
+  float factor = -0x1.383b64p-4f;
+#pragma unroll
+  for (const float c : kSeries) factor = fmaf(factor, t, c);
+  const float2 log = {k * kHigh, k == 0 ? rest * factor : fmaf(k, kLow, t * factor)};
   return s > 0.f ? log : make_float2(s == 0.f ? -kInfinity : s, 0.f);  // if s is NaN, NaN
+}
+
+// a + b as its rounding and what that has lost (Knuth). Not for infinities.
+__device__ __forceinline__ float2 exact_sum(float a, float b) {
+  const float sum = __fadd_rn(a, b), other = __fsub_rn(sum, a);
+  return {sum, __fadd_rn(__fsub_rn(a, __fsub_rn(sum, other)), __fsub_rn(b, other))};
+}
+
+// weight * (log.x + log.y + m - logit), with what the sums lose to rounding. Arithmetic in double would have
+// the whole CTA wait for the thread that does it.
+__device__ __forceinline__ float row_loss(float2 log, float m, float logit, float weight) {
+  const float2 difference = exact_sum(m, -logit), sum = exact_sum(difference.x, log.x);
+  const float loss = fmaf(weight, sum.x, weight * (sum.y + (difference.y + log.y)));
+  return isfinite(loss) ? loss : weight * sum.x;  // what an infinity has lost is NaN
 }
 
 // 1 - exp(-y) for 0 <= y < 1/4, by its series up to y^6: the first term that is left out is 2^-24 of it
@@ -181,17 +203,27 @@ __device__ __forceinline__ void replace_at(int64_t i, int64_t origin, int e, flo
 }
 
 // Takes element i of the row out of a thread's vectors, which are `Step` elements apart, the first at element
-// e: -infinity takes its place. True in the thread that had it.
+// e: -infinity takes its place. True in the thread that had it. The row's other threads wait for that one:
+// four instructions for each word are fewer than selecting a vector and then an element.
 template <class T, int Step, int V>
 __device__ __forceinline__ bool take_column(int64_t i, int64_t origin, int e, uint4 (&v)[V], float& taken) {
-  constexpr int E = kElements<T>;
-  const unsigned at = position_in_view(i, origin + e);
-  if (at % Step >= E || at / Step >= V) return false;
+  constexpr unsigned E = kElements<T>, kPerWord = 4 / sizeof(T);
+  const unsigned at = position_in_view(i, origin + e), vector = at / Step, j = at % Step;
+  if (j >= E || vector >= V) return false;
+  const unsigned word = vector * 4 + j / kPerWord, bits = kPerWord == 1 ? ~0u : j % 2 ? 0xffff0000u : 0xffffu;
+  unsigned old = 0;
 #pragma unroll
-  for (int k = 0; k < V; k++) {
-    const unsigned j = at - k * Step;
-    if (j < E) taken = element<T>(v[k], j), v[k] = masked<T>(v[k], j, lowest_vector<T>());
+  for (unsigned k = 0; k < V; k++) {
+    const auto pick = [&](unsigned& w, unsigned number) {
+      const unsigned mask = word == number ? bits : 0;
+      old |= w & mask;
+      w = w & ~mask | lowest_vector<T>().x & mask;
+    };
+    pick(v[k].x, 4 * k), pick(v[k].y, 4 * k + 1), pick(v[k].z, 4 * k + 2), pick(v[k].w, 4 * k + 3);
   }
+  float element[E];
+  unpack(T(), make_uint4(kPerWord == 2 && j % 2 ? old >> 16 : old, 0, 0, 0), element);
+  taken = element[0];
   return true;
 }
 
@@ -325,8 +357,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const bool confident = total.confident();
     const float2 log = log_parts(total.sum, confident ? total.others : total.sum - 1.f);
     const float log_sum = log.x + log.y;
-    const double unweighted = (static_cast<double>(log.x) + log.y) + (static_cast<double>(total.m) - logit);
-    const float loss = weight == 0.f ? 0.f : static_cast<float>(weight * unweighted);
+    const float loss = weight == 0.f ? 0.f : row_loss(log, total.m, logit, weight);
     if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, weight);
     else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
     if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = a.divisor ? loss / load_divisor(a) : loss;
@@ -344,7 +375,14 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const bool zero = sc.scale == 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
-    replace_at(sc.index, p.origin, e, dx, [&](float) { return sc.at_target; });
+  }
+  // The gradient at the target, by the thread that has stored the vector around it. Comparing the target with
+  // each vector's position would be more instructions, for all threads. All vectors are of the row, or of one
+  // chunk: chunks are multiples of V x Step.
+  template <int Step, int V, class View>
+  __device__ __forceinline__ static void patch(const Scalars& sc, const View& p, int e) {
+    const unsigned at = position_in_view(sc.index, p.origin + e);
+    if (at % Step < kElements<T> && at / Step < V) static_cast<T*>(p.y)[e + at] = from_float<T>(sc.at_target);
   }
   // The gradient of any element but the target's. The product is rounded by itself, as in backward.
   template <bool Cached>
@@ -492,10 +530,23 @@ __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) 
   }
 }
 
-// Forward, for short rows. Several rows share a warp. Computing one row's loss (a log, some float64) on one
-// lane still costs the whole warp those instructions, about a quarter of the row's. So the first threads of
-// the CTA each compute the loss of a different row. These statistics threads also load the labels and the
-// targets' logits, and pass the labels to the threads of the rows through shared memory.
+// An operator that replaces the target's gradient in its vector. `patch`, which stores it by itself, takes
+// fewer instructions, but in kernels of short 16-bit rows the registers would not suffice.
+template <class Op>
+struct ReplacesTarget : Op {
+  template <bool Unaligned, bool Cached, int E, class View>
+  __device__ __forceinline__ static void map(const typename Op::Args& args, const typename Op::Scalars& sc,
+                                             const float (&x)[E], const float (&none)[E], const View& p,
+                                             int e, float (&dx)[E]) {
+    Op::template map<Unaligned, Cached>(args, sc, x, none, p, e, dx);
+    replace_at(sc.index, p.origin, e, dx, [&](float) { return sc.at_target; });
+  }
+};
+
+// Forward, for short rows. Several rows share a warp. Computing one row's loss on one lane still costs the
+// whole warp those instructions, about a quarter of the row's. So the first threads of the CTA each compute
+// the loss of a different row. These statistics threads also load the labels and the targets' logits, and
+// pass the labels to the threads of the rows through shared memory.
 template <class Op, int TPR, int V, bool Unaligned, bool SameOffset>
 __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
@@ -505,9 +556,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   // Keeping exponentials as floats takes twice the registers of 16-bit elements. It pays only for this size
   // of row.
   constexpr bool kCacheExp = Op::kHasOutput && sizeof(T) == 2 && TPR == 32 && V == 4 && !Unaligned;
-  // The target's gradient is stored by itself, after the row's vectors. Comparing each vector's position with
-  // the target is slower for float32. It is faster for 16-bit elements, which have half as many vectors.
-  constexpr bool kPatchTarget = Op::kHasOutput && sizeof(T) == 4 && !Unaligned;
+  constexpr bool kPatch = Op::kHasOutput && sizeof(T) == 4;
   // Taking the target out of the sum would cost shorter rows too much: in each of them a lane of the warp
   // does.
   constexpr bool kExclude = V * kStep > 1024;
@@ -532,7 +581,8 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   const int64_t own_target = stats_thread ? load_target<!Op::kHasOutput>(args, base + tid) : kNoTarget;
   int64_t target = kNoTarget;
   if constexpr (kExclude) target = load_target<!Op::kHasOutput>(args, active ? row : 0);
-  Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
+  using Mapped = std::conditional_t<Op::kHasOutput && !kPatch, ReplacesTarget<Op>, Op>;
+  Tile<Mapped, V, Unaligned, false, SameOffset, kCacheExp> tile;
   tile.load(p, e, kStep);
   prefetch_later_rows<Op, false>(args.rows, kRows);  // a little faster here than before tile.load
   Target own = {};
@@ -555,42 +605,16 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
     typename Op::Scalars sc = {};
     sc.index = targets[group].label.index, sc.logit = targets[group].logit;
     Op::prepare(sc, total(sc.logit, st), targets[group].grad);
-    if constexpr (kPatchTarget) {
-      const int64_t again =
-          base + group + args.rows.opaque_zero;  // the view is computed again, to save registers
-      p = row_view<Op, Unaligned, true>(args.rows, again < args.rows.m ? again : 0);
-      if (again >= args.rows.m) p.bounds.clear();
+    if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
+    if constexpr (Unaligned) {
+      p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
+      if (!active) p.bounds.clear();
       e += args.rows.opaque_zero;
-      const int64_t target = sc.index;
-      const bool mine =
-          target >= 0 && target < p.bounds.hi && static_cast<int>(target) / kElements<T> % TPR == lane;
-      if (sc.scale == 0.f) {  // makes all gradients 0, even if a logit is NaN
-        sc.max = 0.f;
-#pragma unroll
-        for (int i = 0; i < V; i++) tile.a[i] = zero_vector();
-      }
-      tile.rematerialize(args.rows.opaque_zero);
-      T* const y = opaque(static_cast<T*>(p.y) + e);
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        if (e + i * kStep >= p.bounds.hi) break;
-        float x[kElements<T>], dx[kElements<T>];
-        tile.get_a(i, x);
-#pragma unroll
-        for (int j = 0; j < kElements<T>; j++) dx[j] = Op::template scaled<false>(sc, x[j]);
-        store_vector(y + i * kStep, dx);
-      }
-      if (mine) static_cast<T*>(p.y)[target] = from_float<T>(sc.at_target);
-    } else {
-      if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
-      if constexpr (Unaligned) {
-        p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
-        if (!active) p.bounds.clear();
-        e += args.rows.opaque_zero;
-      }
-      using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, false>;
-      tile.map(args, sc, p, e, kStep, Operands(args, p, e));
     }
+    using Operands = NoEpilogueOperands<Mapped, V, kStep, Unaligned>;  // EpilogueOperands would call Op's map
+    tile.map(args, sc, p, e, kStep, Operands(args, p, e));
+    if constexpr (kPatch)
+      if (active) Op::template patch<kStep, V>(sc, p, e);
     if (stats_thread) own = targets[tid];
   }
   if (stats_thread) {

@@ -43,9 +43,9 @@ struct RowPlace {
   }
 };
 
-// Kernels of unaligned rows, and the largest tile, have no registers for it.
-template <int TPR, int V, bool Unaligned>
-constexpr bool kExactWarps = !Unaligned && TPR * V < 8192;
+// Kernels of rows with different offsets, and the largest tile, have no registers for it.
+template <int TPR, int V, bool Unaligned, bool SameOffset>
+constexpr bool kExactWarps = (!Unaligned || SameOffset) && TPR * V < 8192;
 
 // A row, or one chunk of it. The same element index e applies to all pointers and bounds (see Bounds). In an
 // unaligned kernel e = 0 is where a vector of the output is aligned, or one of the first input if the
@@ -207,17 +207,23 @@ struct RowOperator {
     Op::accumulate(args, st, tile, p, e, step);
     st.template reduce_lanes<L>();
   }
+  // rows_body and apply_body call it after `map`, for what a thread has stored: V vectors that are `Step`
+  // elements apart, the first at element e. It may replace one of their elements.
+  template <int Step, int V, class Scalars, class View>
+  __device__ __forceinline__ static void patch(const Scalars&, const View&, int e) {}
   // The last step of each CTA.
   template <class Args>
   __device__ __forceinline__ static void finish_launch(const Args&) {}
 };
 
 // V vectors of each input. RuntimeTypeB: the second input has a type known at run time, and is stored as
-// floats. CacheExp: exponentials of the first input are stored too.
-template <class Op, int V, bool Unaligned, bool RuntimeTypeB, bool SameOffset, bool CacheExp = false>
+// floats. CacheExp: exponentials of the first input are stored too. FewElements: the tile is for
+// short rows, which may have a single element.
+template <class Op, int V, bool Unaligned, bool RuntimeTypeB, bool SameOffset, bool CacheExp = false,
+          bool FewElements = false>
 struct Tile {
   using T = typename Op::T;
-  static constexpr bool kUnaligned = Unaligned, kCacheExp = CacheExp;
+  static constexpr bool kUnaligned = Unaligned, kCacheExp = CacheExp, kFewElements = FewElements;
   static constexpr int E = kElements<T>, kB = Op::kInputs > 1 ? V : 1;
   uint4 a[V];
   uint4 b[RuntimeTypeB ? 1 : kB];
@@ -270,6 +276,26 @@ struct Tile {
         map(fa, fb, out);
         store_vector(y + i * step, out);
       });
+    } else if constexpr (SameOffset && !Op::kAnyOutputType) {
+      T* const y = opaque(static_cast<T*>(p.y) + e);
+      const int lo = p.bounds.lo, hi = p.bounds.hi;
+      const unsigned whole = max(hi - lo - (E - 1), 0);  // how many e from lo on begin a whole vector
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const int ei = e + i * step;
+        if (ei >= hi) continue;
+        float fa[E], fb[E], out[E];
+        get_a<CacheExp>(i, fa);
+        get_b(i, fb);
+        Op::template map<Unaligned, CacheExp>(args, sc, fa, fb, p, ei, out);
+        if (static_cast<unsigned>(ei - lo) < whole) {
+          store_vector(y + i * step, out);
+        } else {
+#pragma unroll
+          for (int j = 0; j < E; j++)
+            if (ei + j >= lo && ei + j < hi) y[i * step + j] = from_float<T>(out[j]);
+        }
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < V; i++) {
@@ -327,7 +353,7 @@ template <class Op, int TPR, int V, bool Unaligned, bool SameOffset, bool Cluste
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
-  using Place = RowPlace<TPR, V, kExactWarps<TPR, V, Unaligned>>;
+  using Place = RowPlace<TPR, V, kExactWarps<TPR, V, Unaligned, SameOffset>>;
   constexpr int E = kElements<T>, kRows = Place::kRows, kWarps = Place::kMaxWarps;
   constexpr int kStep = Place::kNext * E;
   constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
@@ -360,7 +386,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
   if (!active) p.bounds.clear();
   auto sc = Op::load_scalars(args, active ? row : 0, leader);
-  Tile<Op, V, Unaligned, false, SameOffset, kCacheExp> tile;
+  Tile<Op, V, Unaligned, false, SameOffset, kCacheExp, Unaligned && TPR <= 32> tile;
   tile.load(p, e, kStep);
   using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters>;
   const Operands operands(args, p, e);
@@ -397,6 +423,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
       e += args.rows.opaque_zero;
     }
     tile.map(args, sc, p, e, kStep, operands);
+    Op::template patch<kStep, V>(sc, p, e);
   }
   Op::finish_launch(args);
 }
@@ -502,6 +529,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   if constexpr (Op::kHasOutput) {
     while (true) {
       tile.map(args, sc, p, e, kStep, operands);
+      Op::template patch<kStep, V>(sc, p, e);
       e += V * kStep;
       if (e >= p.bounds.hi) break;
       tile.load(p, e, kStep);

@@ -62,9 +62,8 @@ struct SoftmaxBackward : RowOperator<SoftmaxBackward<T_>> {
       float dy[Tile::E], y[Tile::E];
       t.get_a(i, dy);
       t.get_b(i, y);
-      // Rows of a few elements, which unaligned kernels serve, have sums as small as one element. Float
-      // products would show in the result.
-      st.template add<std::conditional_t<Tile::kUnaligned, Accumulator<T>, float>>(dy, y);
+      // Sums of few elements may be as small as one of them. Float products would show in the result.
+      st.template add<std::conditional_t<Tile::kFewElements, Accumulator<T>, float>>(dy, y);
     }
   }
   __device__ __forceinline__ static void finalize(const Args&, int64_t, Scalars& sc, const State& st, bool) {

@@ -216,32 +216,6 @@ __device__ __forceinline__ uint4 masked(uint4 v, int lo, int hi, uint4 fill) {
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// Replaces element j of v by that of `fill`.
-template <class T>
-__device__ __forceinline__ uint4 masked(uint4 v, unsigned j, uint4 fill) {
-  const unsigned word = j * sizeof(T) / 4;
-  const unsigned mask = sizeof(T) == 4 ? ~0u : j % 2 ? 0xffff0000u : 0xffffu;
-  unsigned w[4] = {v.x, v.y, v.z, v.w};
-  const unsigned f[4] = {fill.x, fill.y, fill.z, fill.w};
-#pragma unroll
-  for (unsigned i = 0; i < 4; i++) {
-    const unsigned m = i == word ? mask : 0;  // a branch would make the compiler index w at run time
-    w[i] = (w[i] & ~m) | (f[i] & m);
-  }
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
-// Element j of v.
-template <class T>
-__device__ __forceinline__ float element(uint4 v, unsigned j) {
-  const unsigned word = j * sizeof(T) / 4;
-  const unsigned low = word == 0 ? v.x : v.y, high = word == 2 ? v.z : v.w;
-  const unsigned w = word < 2 ? low : high;
-  float f[kElements<T>];
-  unpack(T(), make_uint4(sizeof(T) == 4 || j % 2 == 0 ? w : w >> 16, 0, 0, 0), f);
-  return f[0];
-}
-
 // Loads the elements [lo, hi) of a vector one by one. The others are those of `fill`.
 template <class T>
 __device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4 fill) {
@@ -255,6 +229,35 @@ __device__ __forceinline__ uint4 load_elements(const T* p, int lo, int hi, uint4
   return masked<T>(v, lo, hi, fill);
 }
 
+// load where p is aligned to 16 bytes, no e is negative and s.lo is within the first vector. Then only the
+// first and the last vector of a row have elements out of bounds, and other threads compare once for each
+// vector.
+template <class T, int V>
+__device__ __forceinline__ void load_same_offset(const T* p, int e, int step, Bounds s, uint4 fill,
+                                                 uint4 (&v)[V]) {
+  constexpr int E = kElements<T>;
+  const T* const from = opaque(p + e);
+  const int end = min(s.hi, s.load_end - (E - 1));
+#pragma unroll
+  for (int i = 0; i < V; i++) v[i] = load_vector_if(e + i * step < end, from + i * step, fill);
+  if (e < s.lo) v[0] = masked<T>(v[0], s.lo - e, E, fill);
+  // Hidden, or all that follows from it would be computed before a loop and kept in registers.
+  int last = s.hi & -E;
+  asm volatile("" : "+r"(last));
+  const int from_first = last - e;  // of this thread's vectors
+  if (last == s.hi || from_first < 0 || from_first % step != 0 || from_first >= V * step) return;
+  if (last + E > s.load_end) {
+    const uint4 edge = load_elements(p + last, s.lo - last, s.hi - last, fill);
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      if (from_first == i * step) v[i] = edge;
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      if (from_first == i * step) v[i] = masked<T>(v[i], s.lo - last, s.hi - last, fill);
+  }
+}
+
 // Loads V vectors, the first at element e, each `step` elements after the one before. Elements out of bounds
 // are those of `fill`. Unaligned: p may have any alignment, unless SameOffset promises that p is aligned to
 // 16 bytes.
@@ -265,8 +268,10 @@ __device__ __forceinline__ void load(const T* p, int e, int step, Bounds s, uint
     const T* const at = opaque(p + e);
 #pragma unroll
     for (int i = 0; i < V; i++) v[i] = load_vector_if(e + i * step < s.hi, at + i * step, fill);
+  } else if constexpr (SameOffset) {
+    load_same_offset(p, e, step, s, fill, v);
   } else {
-    const int k = SameOffset ? 0 : vector_offset(p);
+    const int k = vector_offset(p);
     const auto aligned = [&](int g) {
       return load_vector_if(s.touches<E>(g) && g + E <= s.load_end, p + g, fill);
     };

@@ -232,14 +232,19 @@ inline double __hiloint2double(int high, int low) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
   return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (bits & 31));
 }
-inline float __fdividef(float a, float b) { return a / b; }
 inline float __frsqrt_rn(float v) { return static_cast<float>(1 / std::sqrt(static_cast<double>(v))); }
-// The compiler may not fuse this product with a sum.
-inline float __fmul_rn(float a, float b) {
-  float product = a * b;
-  asm volatile("" : "+x"(product));
-  return product;
+// The compiler may fuse these neither with what made their operands nor with what takes their result.
+inline float emulated_rounded(float v) {
+  asm volatile("" : "+x"(v));
+  return v;
 }
+inline float __fadd_rn(float a, float b) {
+  return emulated_rounded(emulated_rounded(a) + emulated_rounded(b));
+}
+inline float __fsub_rn(float a, float b) {
+  return emulated_rounded(emulated_rounded(a) - emulated_rounded(b));
+}
+inline float __fmul_rn(float a, float b) { return emulated_rounded(a * b); }
 
 template <class T>
 T min(T a, T b) {
@@ -249,4 +254,4 @@ template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
-using std::signbit;
+using std::isfinite, std::signbit;
