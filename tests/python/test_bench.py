@@ -412,7 +412,7 @@ def test_norms_resume_and_report(command, monkeypatch):
     assert {(traffic, len(tensors)) for traffic, tensors in read} == {
         (operator.traffic, operator.traffic.count("r")) for operator in cases.NORMS.values()
     }
-    # gander takes twice torch's time and the limit's: no verdict is made, until a run meets both targets.
+    # In those runs gander takes twice torch's time. From here on it takes as long, and so decides each point.
     again = [*which, "--run", 3, "--resume", "--missed", "--ops", "layernorm_forward,fused_add_rmsnorm"]
     monkeypatch.setattr(
         sections,
@@ -423,7 +423,9 @@ def test_norms_resume_and_report(command, monkeypatch):
     assert [record["op"] for record in lines("a")[12:]] == ["layernorm_forward"]
     assert command(*again, "--run", 4).exit_code == 0
     assert [(record["op"], record["run"]) for record in lines("a")[13:]] == [("fused_add_rmsnorm", 4)]
+    assert command(*again, "--run", 5).exit_code == 0 and len(lines("a")) == 14
     assert command(*again[:-2], "--run", 5).exit_code == 0 and command(*which, "--missed").exit_code != 0
+    assert len(lines("a")) == 18  # the other four operators
     shown = command("--report", "a", "--no-plots")
     assert shown.exit_code == 0 and "Norms: LayerNorm backward (dx, dw, db)" in shown.output
     only = command(*which[:-2], "--ops", "layernorm_forward", "--out", "b")

@@ -122,6 +122,7 @@ def test_misses_of_fewer_than_three_runs_are_named():
 
 
 def test_a_point_is_undecided_until_a_run_meets_each_target():
+    assert models.is_undecided([])
     assert not models.is_undecided(runs([100], [100]))
     assert models.is_undecided(runs([103, 103], [100, 100]))
     assert not models.is_undecided(runs([103, 101], [100, 100]))

@@ -162,16 +162,15 @@ def main(
 
 
 def _undecided(points, records: list[dict]) -> list:
-    """Points of other sections than models and norms have one run, and stay."""
+    """The points whose verdict is open. A section that has no runs is measured whole."""
     from . import models
 
-    runs = {section: models.by_case(records, section) for section in ("models", "norms")}
+    runs = {section: models.by_case(records, section) for section in models.SECTIONS}
 
-    def open_(point) -> bool:
-        before = runs.get(point.name["section"], {}).get(models.case_of(point.name))
-        return before is None or models.is_undecided(before)
+    def before(point) -> list[dict]:
+        return runs.get(point.name["section"], {}).get(models.case_of(point.name), [])
 
-    return [point for point in points if open_(point)]
+    return [point for point in points if models.is_undecided(before(point))]
 
 
 def _installed(console, names) -> tuple[str, ...]:

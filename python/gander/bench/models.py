@@ -144,10 +144,22 @@ def against_limit(runs: list[dict]) -> Verdict | None:
     return _best(verdicts)
 
 
+SECTIONS = ("models", "norms")  # of the benchmark, which are judged like this
+
+
+def verdicts(runs: list[dict]) -> dict[str, Verdict]:
+    """By target, without those that no run can be judged by."""
+    judged = {
+        "share of the limit": against_limit(runs),
+        "speed over the best other's": against_others(runs),
+    }
+    return {target: verdict for target, verdict in judged.items() if verdict is not None}
+
+
 def is_undecided(runs: list[dict]) -> bool:
     """Whether another run could change a verdict: one on a target that all of these have missed."""
-    verdicts = [verdict for judge in (against_others, against_limit) if (verdict := judge(runs)) is not None]
-    return not verdicts or not all(verdict.met() for verdict in verdicts)
+    found = verdicts(runs).values() if runs else ()
+    return not found or not all(verdict.met() for verdict in found)
 
 
 def case_of(record: dict) -> Case:

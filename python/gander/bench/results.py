@@ -168,18 +168,13 @@ def _algorithms(records) -> Iterator[Check]:
 
 
 def _in_several_runs(records) -> Iterator[Check]:
-    for section in ("models", "norms"):
+    for section in models.SECTIONS:
         for runs in models.by_case(records, section).values():
             point = point_of({k: v for k, v in runs[0].items() if k != "run"})
-            for name, judge in (
-                ("share of the limit", models.against_limit),
-                ("speed over the best other's", models.against_others),
-            ):
-                if (verdict := judge(runs)) is not None:
-                    final = verdict.met() or verdict.runs >= models.RUNS
-                    where = point if final else f"{point}, {verdict.runs} of {models.RUNS} runs"
-                    figures = verdict.measured, verdict.at_least
-                    yield Check(f"{name}, {section}", runs[0]["op"], where, *figures)
+            for target, verdict in models.verdicts(runs).items():
+                final = verdict.met() or verdict.runs >= models.RUNS
+                where = point if final else f"{point}, {verdict.runs} of {models.RUNS} runs"
+                yield Check(f"{target}, {section}", runs[0]["op"], where, verdict.measured, verdict.at_least)
 
 
 def _cpu(records) -> Iterator[Check]:
