@@ -40,10 +40,12 @@ var occupancy = []struct {
 
 	// Rows that hold exponentials or weights as well.
 	{threads: 1280, ops: []Op{CrossEntropyForwardDX}, types: []DType{Float32}, layout: aligned,
-		rows: limits{1, 32}, vectors: limits{1, 4}},
+		rows: limits{1, 128}, vectors: limits{1, 4}},
 	{threads: 1280, ops: []Op{CrossEntropyForward}, layout: aligned, rows: limits{1, 32},
 		vectors: limits{4, 4}},
 	{threads: 1280, ops: []Op{RMSNormForward}, layout: aligned, vectors: limits{1, 4}},
+	{threads: 640, ops: []Op{CrossEntropyForwardDX}, types: []DType{Float16, BFloat16}, layout: aligned,
+		rows: limits{32, 32}, vectors: limits{5, 8}},
 	{threads: 1024, ops: []Op{CrossEntropyForwardDX}, layout: aligned, rows: limits{32, 32}},
 
 	// All others: the most code, the most data, and the rest.

@@ -242,7 +242,7 @@ var (
 		SoftmaxForward:        {{256, 4}, {512, 8}},
 		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {1024, 8}}, // GridCooperative has no tiles for the longest
 		RMSNormForward:        {{256, 2}},
-		CrossEntropyForward:   {{256, 4}}, // few rows; many rows stream
+		CrossEntropyForward:   {{256, 4}, {512, 4}}, // few rows; many rows stream
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {1024, 2}},
 	}

@@ -203,23 +203,25 @@ __device__ __forceinline__ void replace_at(int64_t i, int64_t origin, int e, flo
 }
 
 // Takes element i of the row out of a thread's vectors, which are `Step` elements apart, the first at element
-// e: -infinity takes its place. True in the thread that had it. The row's other threads wait for that one:
-// four instructions for each word are fewer than selecting a vector and then an element.
+// e: -infinity takes its place. True in the thread that had it. The row's other threads wait for that one, so
+// the element is picked by masks of the four words of its vector: selecting would be more instructions.
 template <class T, int Step, int V>
 __device__ __forceinline__ bool take_column(int64_t i, int64_t origin, int e, uint4 (&v)[V], float& taken) {
   constexpr unsigned E = kElements<T>, kPerWord = 4 / sizeof(T);
   const unsigned at = position_in_view(i, origin + e), vector = at / Step, j = at % Step;
   if (j >= E || vector >= V) return false;
-  const unsigned word = vector * 4 + j / kPerWord, bits = kPerWord == 1 ? ~0u : j % 2 ? 0xffff0000u : 0xffffu;
+  const unsigned bits = kPerWord == 1 ? ~0u : j % 2 ? 0xffff0000u : 0xffffu;
+  const auto mask = [=](unsigned word) { return j / kPerWord == word ? bits : 0; };
+  const uint4 masks = make_uint4(mask(0), mask(1), mask(2), mask(3));
   unsigned old = 0;
 #pragma unroll
   for (unsigned k = 0; k < V; k++) {
-    const auto pick = [&](unsigned& w, unsigned number) {
-      const unsigned mask = word == number ? bits : 0;
+    if (k != vector) continue;
+    const auto pick = [&](unsigned& w, unsigned mask) {
       old |= w & mask;
       w = w & ~mask | lowest_vector<T>().x & mask;
     };
-    pick(v[k].x, 4 * k), pick(v[k].y, 4 * k + 1), pick(v[k].z, 4 * k + 2), pick(v[k].w, 4 * k + 3);
+    pick(v[k].x, masks.x), pick(v[k].y, masks.y), pick(v[k].z, masks.z), pick(v[k].w, masks.w);
   }
   float element[E];
   unpack(T(), make_uint4(kPerWord == 2 && j % 2 ? old >> 16 : old, 0, 0, 0), element);
@@ -342,8 +344,8 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   // Computes what `map` needs from the state of a complete row.
   __device__ __forceinline__ static void prepare(Scalars& sc, const Total& total, float grad) {
     const float scale = grad / total.sum;
-    sc.max = total.m;
-    sc.scale = grad == 0.f ? 0.f : scale;
+    sc.scale = grad == 0.f ? 0.f : scale + 0.f;  // -0 becomes 0, as in backward
+    sc.max = sc.scale == 0.f ? 0.f : total.m;
     sc.at_target = grad == 0.f ? 0.f : gradient_at_target(total, scale, grad);
   }
   // Backward computes it by the same operations.
@@ -372,10 +374,10 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],
                                              const float (&)[E], const View& p, int e, float (&dx)[E]) {
-    const bool zero = sc.scale == 0.f;
 #pragma unroll
-    for (int j = 0; j < E; j++) dx[j] = zero ? 0.f : scaled<Cached>(sc, x[j]);
+    for (int j = 0; j < E; j++) dx[j] = scaled<Cached>(sc, x[j]);
   }
+  __device__ __forceinline__ static bool ignores(const Scalars& sc) { return sc.scale == 0.f; }
   // The gradient at the target, by the thread that has stored the vector around it. Comparing the target with
   // each vector's position would be more instructions, for all threads. All vectors are of the row, or of one
   // chunk: chunks are multiples of V x Step.
@@ -553,14 +555,12 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
   static_assert(TPR <= 32);
-  // Keeping exponentials as floats takes twice the registers of 16-bit elements. It pays only for this size
-  // of row.
-  constexpr bool kCacheExp = Op::kHasOutput && sizeof(T) == 2 && TPR == 32 && V == 4 && !Unaligned;
-  constexpr bool kPatch = Op::kHasOutput && sizeof(T) == 4;
+  // Exponentials are computed once where a warp has a row, or where they take the registers of the elements.
+  constexpr bool kCacheExp = Op::kHasOutput && !Unaligned && (sizeof(T) == 4 || TPR == 32 && V >= 4);
+  constexpr bool kPatch = Op::kHasOutput && (sizeof(T) == 4 || V > 4);
   // Taking the target out of the sum would cost shorter rows too much: in each of them a lane of the warp
   // does.
   constexpr bool kExclude = V * kStep > 1024;
-  static_assert(!(kExclude && kCacheExp), "exponentials would not be relative to the maximum of all classes");
   const auto total = [](float logit, const State& st) {
     if constexpr (kExclude) return Op::add_target(logit, st);
     else return Op::take_target(logit, st);
@@ -591,12 +591,13 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
     own.logit = Op::load_logit(args, base + tid, own.label.index);
     if constexpr (Op::kHasOutput) own.grad = Op::gradient(args, own.label.weight);
   }
+  const float row_max = lanes_max<TPR>(tile_max(T(), tile.a));
   if constexpr (kExclude) {
     float unused;
     take_column<T, kStep>(column_of(args, target), p.origin, e, tile.a, unused);
   }
   State st;
-  reduce_tile<Op, TPR>(args, st, tile, p, e, kStep);
+  st.template reduce_below<TPR, kCacheExp>(row_max, tile.a, tile.exps);
   if (lane == 0) states[group].set(st);
   if constexpr (Op::kHasOutput)
     if (stats_thread) targets[tid] = own;
@@ -611,6 +612,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
       if (!active) p.bounds.clear();
       e += args.rows.opaque_zero;
     }
+    if (Op::ignores(sc)) tile.clear();
     using Operands = NoEpilogueOperands<Mapped, V, kStep, Unaligned>;  // EpilogueOperands would call Op's map
     tile.map(args, sc, p, e, kStep, Operands(args, p, e));
     if constexpr (kPatch)

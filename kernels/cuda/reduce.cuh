@@ -132,7 +132,13 @@ struct alignas(2 * sizeof(A)) MaxSum {
   // no sum has to be rescaled. CacheExp: stores the elements' exponentials to exps.
   template <int L, bool CacheExp = false, int V, int K>
   __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V], float (&exps)[K][kElements<T>]) {
-    m = lanes_max<L>(tile_max(T(), v));
+    reduce_below<L, CacheExp>(lanes_max<L>(tile_max(T(), v)), v, exps);
+  }
+  // The same for a maximum that is known. The elements need not have it.
+  template <int L, bool CacheExp, int V, int K>
+  __device__ __forceinline__ void reduce_below(float max, const uint4 (&v)[V],
+                                               float (&exps)[K][kElements<T>]) {
+    m = max;
     s = lanes_sum<L>(exponentials<CacheExp>(v, reference(m), exps));
   }
   __device__ __forceinline__ void merge(MaxSum o) {
@@ -202,6 +208,16 @@ __device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots, int 
   if (threadIdx.x % 32 == 0) slots[warp].set(st);
   __syncthreads();
   st = merge_slots<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, warps);
+}
+
+// The maximum over the warps of a row, as above.
+template <int Warps>
+__device__ __forceinline__ float warps_max(float v, float* slots, int warps) {
+  constexpr int L = kPowerOfTwo<Warps>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % L;
+  if (threadIdx.x % 32 == 0) slots[warp] = v;
+  __syncthreads();
+  return lanes_max<L>(lane < warps ? slots[warp / Warps * Warps + lane] : -kInfinity);
 }
 
 // ---- Reduction over the CTAs of a cluster, through distributed shared memory.

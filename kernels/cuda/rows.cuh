@@ -207,6 +207,12 @@ struct RowOperator {
     Op::accumulate(args, st, tile, p, e, step);
     st.template reduce_lanes<L>();
   }
+  // Whether the row's elements must not matter. Then `map` gets 0 for each, or for its exponential. To select
+  // in `map` would be an instruction for each element.
+  template <class Scalars>
+  __device__ __forceinline__ static bool ignores(const Scalars&) {
+    return false;
+  }
   // rows_body and apply_body call it after `map`, for what a thread has stored: V vectors that are `Step`
   // elements apart, the first at element e. It may replace one of their elements.
   template <int Step, int V, class Scalars, class View>
@@ -260,6 +266,17 @@ struct Tile {
     for (int i = 0; i < V; i++) {
       gander::rematerialize<T>(a[i], zero);
       if constexpr (Op::kInputs > 1 && !RuntimeTypeB) gander::rematerialize<T>(b[i], zero);
+    }
+  }
+
+  // Forgets the first input's elements.
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      a[i] = zero_vector();
+      if constexpr (CacheExp)
+#pragma unroll
+        for (int j = 0; j < E; j++) exps[i][j] = 0.f;
     }
   }
 
@@ -357,9 +374,14 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   constexpr int E = kElements<T>, kRows = Place::kRows, kWarps = Place::kMaxWarps;
   constexpr int kStep = Place::kNext * E;
   constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
+  constexpr bool kHasExp = State::kMaxFirst && Op::kHasOutput;
   // The accurate exponential is expensive. In long rows of float32 it is computed once and kept in registers.
-  constexpr bool kCacheExp =
-      State::kMaxFirst && Op::kHasOutput && Op::kMayCacheExp && sizeof(T) == 4 && TPR * V >= 2048;
+  constexpr bool kLongCached = kHasExp && Op::kMayCacheExp && sizeof(T) == 4 && TPR * V >= 2048;
+  // Where exponentials must have the bits that they would have if computed again, all warps agree on the
+  // maximum first. So do the warps of few 16-bit rows, which wait for the exponentials of each.
+  constexpr bool kMaxOfRow =
+      kHasExp && !Unaligned && kWarps > 1 && !Cluster && (sizeof(T) == 4 ? !Op::kMayCacheExp : V <= 2);
+  constexpr bool kCacheExp = kLongCached || kMaxOfRow;
   prefetch_later_rows<Op, Cluster>(args.rows, kRows, Place::capacity() * E);
   const int thread = threadIdx.x % TPR;
   const int64_t row = Place::row();
@@ -367,7 +389,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
   static_assert(!Op::kTakes || kRows == 1 && kWarps > 1,
                 "what is taken is exchanged with the states of warps");
-  __shared__ float taken[kRows];
+  __shared__ float taken[kRows], warp_max[kMaxOfRow ? kRows * kWarps : 1];
 #ifdef GANDER_SM90
   __shared__ Slot<State> cluster_slots[Cluster ? 16 : 1];
   __shared__ uint64_t barrier, cluster_taken;
@@ -391,10 +413,14 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters>;
   const Operands operands(args, p, e);
   Op::resolve_scalars(args, active ? row : 0, sc, leader);
+  float row_max = 0.f;
+  if constexpr (kMaxOfRow)
+    row_max = warps_max<kWarps>(lanes_max<32>(tile_max(T(), tile.a)), warp_max, Place::warps());
   if constexpr (Op::kTakes)  // the index is 0: said like this, it saves a register
     if (Op::template take<kStep>(sc, p.origin, e, tile.a)) taken[threadIdx.x / TPR] = sc.logit;
   State st;
-  reduce_tile<Op, Place::kLanes>(args, st, tile, p, e, kStep);
+  if constexpr (kMaxOfRow) st.template reduce_below<32, true>(row_max, tile.a, tile.exps);
+  else reduce_tile<Op, Place::kLanes>(args, st, tile, p, e, kStep);
   const State own = st;
   if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots, Place::warps());
 #ifdef GANDER_SM90
@@ -415,13 +441,14 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     if (Op::taken_at(sc, p.origin) != ~0u) sc.logit = taken[threadIdx.x / TPR];
   if (active) Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
-    if constexpr (kCacheExp && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
+    if constexpr (kLongCached && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
     if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
     if constexpr (Unaligned) {  // computed again: the view and masks derived from it would take registers
       p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
       if (!active) p.bounds.clear();
       e += args.rows.opaque_zero;
     }
+    if (Op::ignores(sc)) tile.clear();
     tile.map(args, sc, p, e, kStep, operands);
     Op::template patch<kStep, V>(sc, p, e);
   }
@@ -528,6 +555,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
     while (true) {
+      if (Op::ignores(sc)) tile.clear();
       tile.map(args, sc, p, e, kStep, operands);
       Op::template patch<kStep, V>(sc, p, e);
       e += V * kStep;

@@ -32,8 +32,8 @@ struct SoftmaxForward : RowOperator<SoftmaxForward<T_>> {
                                              const float (&)[E], const View&, int, float (&y)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
-      if constexpr (Cached) {  // float32 only
-        y[j] = fmaf(x[j], sc.scale, x[j] * sc.rest);
+      if constexpr (Cached) {
+        y[j] = sizeof(T) == 4 ? fmaf(x[j], sc.scale, x[j] * sc.rest) : x[j] * sc.scale;
         continue;
       }
       const float e = exp_difference<T>(x[j], sc.max);
