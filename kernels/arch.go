@@ -25,6 +25,7 @@ var elsewhere = []struct {
 	{8, symbols(`norm_forward_rows_bfloat16_128x4`), 7},
 
 	{10, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64)x4`), 9},
+	{10, symbols(`cross_entropy_forward_dx_rows_b?float16_(8|16)x4`), 10},
 	{10, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},
 
 	{12, symbols(`rmsnorm_forward_rows_b?float16_(8|16|32|64|128)x4`), 9},

@@ -187,7 +187,7 @@ struct LayerNormForward : RowOperator<LayerNormForward<T_>> {
   using Args = NormArgs;
   using Scalars = NormScalars<T>;
   static constexpr bool kHasBias = true;
-  template <int V, int Step, bool Unaligned, bool InRegisters>
+  template <int V, int Step, bool Unaligned, bool InRegisters, bool = false>
   using EpilogueOperands = AffineOperands<LayerNormForward, V, Step, InRegisters>;
   __device__ __forceinline__ static float normalized(const Scalars& sc, float x, float, float w, float b) {
     return fmaf(gander::normalized(sc, x), w, b);
@@ -254,7 +254,7 @@ struct RMSNormResidualForward : RowOperator<RMSNormResidualForward<T_>> {
   using Args = NormArgs;
   static constexpr int kInputs = 2;
   static constexpr bool kHasBias = false;
-  template <int V, int Step, bool Unaligned, bool InRegisters>
+  template <int V, int Step, bool Unaligned, bool InRegisters, bool = false>
   using EpilogueOperands = AffineOperands<RMSNormResidualForward, V, Step, InRegisters>;
   struct Scalars {
     float rstd;

@@ -23,18 +23,20 @@ __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin
   }
 }
 
-// The weights of V vectors, the first at element e. InRegisters: loaded when the object is constructed. With
-// up to two vectors, float32 weights of 16-bit rows are, too. All others are loaded in `map`, and shifted
-// there if rows are unaligned.
-template <class Op, int V, int Step, bool Unaligned, bool InRegisters>
+// The weights of V vectors, the first at element e. InRegisters: loaded when the object is constructed. Of
+// float32 weights of 16-bit rows, those of up to two vectors are, else half of them, and the other half at
+// once when these have been used. All others are loaded in `map`, and shifted there if rows are unaligned.
+template <class Op, int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters>
 struct WeightOperands {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
-  static constexpr bool kWide = InRegisters && V <= 2 && sizeof(T) == 2 && Op::kInputs == 1;
+  static constexpr bool kWide =
+      InRegisters && sizeof(T) == 2 && Op::kInputs == 1 && (V <= 2 || !FewRegisters);
+  static constexpr int kHeld = !InRegisters ? 1 : kWide && V <= 2 ? 2 * V : V, kHeldWide = kHeld / 2;
   const RMSNormArgs& args;
   const T* weight;    // null if there is none, or if it has another type
   const float* wide;  // kWide: the same for float32
-  uint4 w[InRegisters ? kWide ? 2 * V : V : 1];
+  uint4 w[kHeld];
 
   template <class W>
   __device__ __forceinline__ static const W* weights_of(const RMSNormArgs& args, int64_t origin) {
@@ -53,12 +55,18 @@ struct WeightOperands {
       for (int i = 0; i < V; i++)
         w[i] = load_vector_if(weight && e + i * Step < p.bounds.hi, at + i * Step, zero_vector());
     }
-    if constexpr (kWide) {
-      if (!wide) return;
-      const float* const at = opaque(const_cast<float*>(wide) + e);
+    if constexpr (kWide)
+      if (wide) load_wide(p, e, 0, w);
+  }
+  // The float32 weights of kHeldWide vectors from vector `first` on.
+  __device__ __forceinline__ void load_wide(const RowView<T>& p, int e, int first, uint4 (&to)[kHeld]) const {
+    const float* const at = opaque(const_cast<float*>(wide) + e);
 #pragma unroll
-      for (int i = 0; i < 2 * V; i++)
-        w[i] = load_vector_if(e + i / 2 * Step < p.bounds.hi, at + i / 2 * Step + i % 2 * 4, zero_vector());
+    for (int i = 0; i < 2 * kHeldWide; i++) {
+      const int vector = first + i / 2;
+      if (vector < V)
+        to[i] =
+            load_vector_if(e + vector * Step < p.bounds.hi, at + vector * Step + i % 2 * 4, zero_vector());
     }
   }
   // Calls each(i, map) for each vector i. map(x, dy, y) computes vector i of the output from those of the
@@ -90,10 +98,13 @@ struct WeightOperands {
       }
     } else if (kWide && wide) {
       if constexpr (kWide) {
+        uint4 held[kHeld];
+        memcpy(held, w, sizeof(held));
 #pragma unroll
         for (int i = 0; i < V; i++) {
+          if (i > 0 && i % kHeldWide == 0) load_wide(p, e, i, held);
           float f[E];
-          memcpy(f, w + 2 * i, sizeof(f));
+          memcpy(f, held + i % kHeldWide * 2, sizeof(f));
           each(i, with_weight(f));
         }
       }
@@ -116,8 +127,8 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr bool kAnyOutputType = true;
-  template <int V, int Step, bool Unaligned, bool InRegisters>
-  using EpilogueOperands = WeightOperands<RMSNormForward, V, Step, Unaligned, InRegisters>;
+  template <int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters = false>
+  using EpilogueOperands = WeightOperands<RMSNormForward, V, Step, Unaligned, InRegisters, FewRegisters>;
   struct Scalars {
     float rstd;
   };
@@ -176,8 +187,8 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
-  template <int V, int Step, bool Unaligned, bool InRegisters>
-  using EpilogueOperands = WeightOperands<RMSNormBackward, V, Step, Unaligned, InRegisters>;
+  template <int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters = false>
+  using EpilogueOperands = WeightOperands<RMSNormBackward, V, Step, Unaligned, InRegisters, FewRegisters>;
   struct Scalars {
     float rstd, mean;
   };
@@ -297,7 +308,9 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     else copy_async<16>(mine + i * 32, from + i * kStep, 16);
   }
   copies_commit();
-  const typename Op::template EpilogueOperands<V, kStep, Unaligned, !Unaligned> operands(args, p, e);
+  using Operands =
+      typename Op::template EpilogueOperands<V, kStep, Unaligned, !Unaligned, Cluster && (V > 4)>;
+  const Operands operands(args, p, e);
   Op::resolve_scalars(args, row, sc, leader);
   copies_wait<0>();
   State st;

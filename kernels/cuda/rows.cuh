@@ -154,7 +154,8 @@ struct RowOperator {
 
   // What `map` needs beside the row, such as weights, for V vectors that are `Step` elements apart.
   // InRegisters: the constructor loads them into registers. So these loads overlap with those of the row.
-  template <int V, int Step, bool Unaligned, bool InRegisters>
+  // FewRegisters: as many of them as are smaller than elements.
+  template <int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters = false>
   using EpilogueOperands = NoEpilogueOperands<Op, V, Step, Unaligned>;
 
   // The value that elements of the first input have out of bounds.
@@ -410,7 +411,8 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   auto sc = Op::load_scalars(args, active ? row : 0, leader);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp, Unaligned && TPR <= 32> tile;
   tile.load(p, e, kStep);
-  using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters>;
+  using Operands =
+      typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters, (TPR <= 64)>;
   const Operands operands(args, p, e);
   Op::resolve_scalars(args, active ? row : 0, sc, leader);
   float row_max = 0.f;

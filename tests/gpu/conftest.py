@@ -56,7 +56,7 @@ def pytest_configure(config):
     if is_worker(config):
         rotate_devices(config.workerinput["devices"], config.workerinput["workerid"])
     else:
-        config.stash[SUMMARY] = summary = Summary()
+        config.stash[SUMMARY] = summary = Summary(config)
         config.pluginmanager.register(summary)
 
 
@@ -168,12 +168,13 @@ JOBS = pytest.StashKey[Jobs]()
 def pytest_collection_modifyitems(config, items):
     config.stash[GRID_TESTS] = sum(item.path.name == GRID for item in items)
     # test_large.py comes last: it needs most of the device's memory, and so waits for the jobs. Where
-    # processes share the tests, those with jobs come first, because they take longest.
-    first = is_worker(config)
+    # processes share the tests, those with jobs come after the others: all processes take turns on the device,
+    # and a sanitizer's turns are long.
+    late = is_worker(config)
     items.sort(
         key=lambda item: (
             item.path.name == "test_large.py",
-            first and not item.get_closest_marker("job"),
+            late and item.get_closest_marker("job") is not None,
         )
     )
 
@@ -259,7 +260,8 @@ def pytest_testnodedown(node):
 
 
 class Summary:
-    def __init__(self):
+    def __init__(self, config):
+        self.terminal = lambda: config.pluginmanager.get_plugin("terminalreporter")
         self.start = time.time()
         self.outcomes, self.skipped, self.failed, self.seconds, self.notes = {}, {}, [], {}, []
         self.grid_passed, self.kernels = 0, {}
@@ -275,6 +277,8 @@ class Summary:
             tests.append(report.nodeid.partition("::")[2])
         elif report.failed:
             self.failed.append(report.nodeid)
+            # At once, because a run that is cut short has no summary.
+            self.terminal().write_line(f"\nFAILED {report.nodeid}")
         if report.when == "call":
             self.notes += [value for key, value in report.user_properties if key == "note"]
             self.grid_passed += file == GRID and report.passed
