@@ -1,5 +1,6 @@
 """`python -m gander bench`: host cost, load time and throughput, beside torch, torch.compile and others."""
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -151,7 +152,9 @@ def main(
     if missed:
         points = _undecided(points, _read(store.path, "--out"))
     index, count = _shard(shard)
+    gc.freeze()  # what is imported: looking through it after each point takes longer than most points
     complete = _measure(console, store, points[index - 1 :: count], limit_seconds)
+    gc.unfreeze()
     records = _read(store.path, "--out")
     _print(console, [record for record in records if record["section"] in sections], before)
     if plots:
