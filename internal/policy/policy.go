@@ -10,7 +10,8 @@ import "github.com/gander-go/gander/kernels"
 // Device is a kind of device that has choices of its own.
 type Device uint8
 
-// The devices. A device that was not measured keeps its choices when those of a measured one change.
+// The devices. A device that was not measured keeps its choices when those of a measured one change, but in
+// sections for any device.
 const (
 	H100      Device = iota
 	H200             // as many SMs as an H100, 1.4 times the memory bandwidth

@@ -246,7 +246,7 @@ struct SavedSum {
 // Gradient: the same pass computes dx = upstream * weight * (softmax(x) - onehot(target)) / divisor. The
 // divisor of a mean is the sum of the weights.
 //
-// The target stays out of the state. A loss near 0 is then log1p of the others' sum, and the gradient at the
+// The target stays out of the sum. A loss near 0 is then log1p of the others' sum, and the gradient at the
 // target has a factor of that sum: neither is a small difference. Only short rows are summed whole, for speed
 // (see short_rows_body).
 template <class T_, bool Gradient>
@@ -333,7 +333,8 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   __device__ __forceinline__ static Total add_target(float logit, const State& others) {
     const float m = fmaxf(others.m, logit), r = State::reference(m);
     const float e = exp_difference<T>(logit, r);
-    const float rest = others.s * exp_difference<T>(others.m, r);
+    const float rest =
+        __fmul_rn(others.s, exp_difference<T>(others.m, r));  // no FMA: backward adds these too
     return {m, rest + e, rest, e};
   }
   // The same from a state that includes the target. Where that has the maximum, its exponential is 1, and the
@@ -344,7 +345,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   // Computes what `map` needs from the state of a complete row.
   __device__ __forceinline__ static void prepare(Scalars& sc, const Total& total, float grad) {
     const float scale = grad / total.sum;
-    sc.scale = grad == 0.f ? 0.f : scale + 0.f;  // -0 becomes 0, as in backward
+    sc.scale = grad == 0.f ? 0.f : scale + 0.f;  // -0 becomes 0: backward stores that too
     sc.max = sc.scale == 0.f ? 0.f : total.m;
     sc.at_target = grad == 0.f ? 0.f : gradient_at_target(total, scale, grad);
   }
@@ -533,7 +534,8 @@ __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) 
 }
 
 // An operator that replaces the target's gradient in its vector. `patch`, which stores it by itself, takes
-// fewer instructions, but in kernels of short 16-bit rows the registers would not suffice.
+// fewer instructions, but in kernels of short 16-bit rows, of up to four vectors for each thread, the
+// registers would not suffice.
 template <class Op>
 struct ReplacesTarget : Op {
   template <bool Unaligned, bool Cached, int E, class View>

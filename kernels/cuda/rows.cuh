@@ -149,7 +149,7 @@ struct RowOperator {
   // any float type.
   static constexpr int kInputs = 1;
   static constexpr bool kHasOutput = true;       // `map` is called, and its result stored
-  static constexpr bool kMayCacheExp = true;     // results may differ in the last bits where rows_body does
+  static constexpr bool kMayCacheExp = true;     // also relative to a warp's maximum: then bits may differ
   static constexpr bool kAnyOutputType = false;  // in unaligned kernels the output has any float type, else T
 
   // What `map` needs beside the row, such as weights, for V vectors that are `Step` elements apart.
@@ -208,8 +208,8 @@ struct RowOperator {
     Op::accumulate(args, st, tile, p, e, step);
     st.template reduce_lanes<L>();
   }
-  // Whether the row's elements must not matter. Then `map` gets 0 for each, or for its exponential. To select
-  // in `map` would be an instruction for each element.
+  // Whether the row's elements must not matter. Then rows_body, short_rows_body and apply_body give `map` 0
+  // for each, or for its exponential. To select in `map` would be an instruction for each element.
   template <class Scalars>
   __device__ __forceinline__ static bool ignores(const Scalars&) {
     return false;
@@ -379,7 +379,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   // The accurate exponential is expensive. In long rows of float32 it is computed once and kept in registers.
   constexpr bool kLongCached = kHasExp && Op::kMayCacheExp && sizeof(T) == 4 && TPR * V >= 2048;
   // Where exponentials must have the bits that they would have if computed again, all warps agree on the
-  // maximum first. So do the warps of few 16-bit rows, which wait for the exponentials of each.
+  // maximum first. So they do where two 16-bit vectors leave a thread the registers for exponentials.
   constexpr bool kMaxOfRow =
       kHasExp && !Unaligned && kWarps > 1 && !Cluster && (sizeof(T) == 4 ? !Op::kMayCacheExp : V <= 2);
   constexpr bool kCacheExp = kLongCached || kMaxOfRow;
@@ -443,7 +443,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     if (Op::taken_at(sc, p.origin) != ~0u) sc.logit = taken[threadIdx.x / TPR];
   if (active) Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
-    if constexpr (kLongCached && (kWarps > 1 || Cluster)) Op::rebase_scale(sc, own.m);
+    if constexpr (kLongCached) Op::rebase_scale(sc, own.m);
     if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
     if constexpr (Unaligned) {  // computed again: the view and masks derived from it would take registers
       p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);

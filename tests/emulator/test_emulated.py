@@ -327,6 +327,7 @@ def test_cross_entropy_reductions(dtype, m, reduction):
 
 
 @pytest.mark.parametrize("reduction", [1, 2])
+@pytest.mark.parametrize("vectors", (33, 180, 256, 600, 2600))  # kernels that keep exponentials, and others
 def test_one_pass(rows, reduction):
     """Backward keeps forward's gradient. For another upstream gradient it computes what forward would."""
     inputs, options = rows.inputs("x target weight"), dict(reduction=reduction, one_pass=1)
@@ -334,15 +335,17 @@ def test_one_pass(rows, reduction):
     x[0, target[0]] = 20  # of this row backward needs digits that the sum of all exponentials does not have
     inputs["x"] = rows.dtype, x
     outputs = {"loss": ("float32", (1,))} | rows.outputs("lse denominator dx")
-    gradients = [{"upstream": ("float32", np.array([v], np.float32))} for v in (0.5, 1 / 3)]
-    saved, other = (call(DEVICE, "cross_entropy_forward", inputs | g, outputs, **options) for g in gradients)
+    gradients = [{"upstream": ("float32", np.array([v], np.float32))} for v in (0.5, 1 / 3, -1e-45)]
+    made = [call(DEVICE, "cross_entropy_forward", inputs | g, outputs, **options) for g in gradients]
+    saved = made[0]
     inputs |= gradients[0] | {"lse": ("float32", saved["lse"])}
     if reduction == 1:
         inputs["denominator"] = "float32", saved["denominator"]
-    for gradient, expected in zip(gradients, (saved, other), strict=True):
+    for gradient, expected in zip(gradients, made, strict=True):
         inputs["dloss"] = gradient["upstream"]
         got = call(DEVICE, "cross_entropy_backward", inputs, {"dx": (rows.dtype, saved["dx"])}, **options)
         assert np.array_equal(got["dx"], expected["dx"], equal_nan=True)
+        assert np.array_equal(np.signbit(got["dx"]), np.signbit(expected["dx"]))  # of 0 too
 
 
 def test_other_losses(rows):

@@ -168,8 +168,8 @@ JOBS = pytest.StashKey[Jobs]()
 def pytest_collection_modifyitems(config, items):
     config.stash[GRID_TESTS] = sum(item.path.name == GRID for item in items)
     # test_large.py comes last: it needs most of the device's memory, and so waits for the jobs. Where
-    # processes share the tests, those with jobs come after the others: all processes take turns on the device,
-    # and a sanitizer's turns are long.
+    # processes share the tests, those with jobs come after the others: all processes take turns on the
+    # device, and a sanitizer's turns are long.
     late = is_worker(config)
     items.sort(
         key=lambda item: (

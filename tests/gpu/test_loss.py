@@ -15,7 +15,10 @@ from tolerance import assert_accurate
 PYTHON = Path(__file__).resolve().parents[1] / "python"
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
 # Several rows per warp; one row per CTA; clusters; two passes with scratch memory; unaligned rows.
-SHAPES = (20000, 256), (4096, 1024), (700, 8192), (70, 65536), (40, 128256), (6, 1 << 20), (5000, 1001)
+SHAPES = (
+    *((20000, 256), (4096, 1024), (2048, 1536), (2048, 2048), (700, 3000), (700, 8192), (70, 65536)),
+    *((40, 128256), (6, 1 << 20), (5000, 1001)),
+)
 
 
 @pytest.mark.job(
