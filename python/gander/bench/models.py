@@ -104,10 +104,10 @@ class Verdict(NamedTuple):
         return self.measured is not None and self.measured >= self.at_least
 
 
-def _best(verdicts: list[Verdict]) -> Verdict | None:
+def _best(found: list[Verdict]) -> Verdict | None:
     """The run in which gander is best; None if no run can be judged."""
-    best = max(verdicts, key=lambda v: (v.measured or 0) / v.at_least, default=None)
-    return best and best._replace(runs=len(verdicts))
+    best = max(found, key=lambda v: (v.measured or 0) / v.at_least, default=None)
+    return best and best._replace(runs=len(found))
 
 
 def _least(base_us: float, share: float, mine: float | None) -> float:
@@ -123,12 +123,12 @@ def _has_gander(run: dict) -> bool:
 
 def against_others(runs: list[dict]) -> Verdict | None:
     """gander's speed over that of the best other provider, in the run in which it is best."""
-    verdicts = []
+    found = []
     for run in filter(_has_gander, runs):
         mine, best = run["results"]["gander"].get("us"), best_other(run)
         if best is not None:
-            verdicts.append(Verdict(mine and best / mine, _least(best, 1, mine)))
-    return _best(verdicts)
+            found.append(Verdict(mine and best / mine, _least(best, 1, mine)))
+    return _best(found)
 
 
 def against_limit(runs: list[dict]) -> Verdict | None:
@@ -136,12 +136,12 @@ def against_limit(runs: list[dict]) -> Verdict | None:
     target = share_of_limit(*(runs[0][part] for part in ("op", "dtype", "m", "n")))
     if target is None:
         return None
-    verdicts = []
+    found = []
     for run in filter(_has_gander, runs):
         mine, limit = run["results"]["gander"].get("us"), run.get("limit", {}).get("us")
         if limit is not None:
-            verdicts.append(Verdict(mine and limit / mine, _least(limit, target, mine)))
-    return _best(verdicts)
+            found.append(Verdict(mine and limit / mine, _least(limit, target, mine)))
+    return _best(found)
 
 
 SECTIONS = ("models", "norms")  # of the benchmark, which are judged like this
