@@ -321,13 +321,9 @@ func (q *query) finish(p *plan) {
 		}
 		q.sumColumns(p, kernels.WeightGradient, q.n)
 	case q.total:
-		if last := len(p.launches) - 1; last >= 0 {
-			l := p.launches[last]
-			// finish_launch in cuda/cross_entropy.cuh is made for these sizes.
-			if t := l.variant.Threads; l.geometry.Grid == 1 && (t == 128 || t == kernels.ChunkThreads) {
-				p.singleCTATotal = true // its rows' losses stay in shared memory
-				return
-			}
+		if last := len(p.launches) - 1; last >= 0 && p.launches[last].geometry.Grid == 1 {
+			p.singleCTATotal = true // its rows' losses stay in shared memory
+			return
 		}
 		p.scratch.rowLosses = p.scratch.take(q.m * 8)
 		q.sumRows(p, kernels.Total)

@@ -57,10 +57,10 @@ __device__ __forceinline__ float row_gradient(const CrossEntropyArgs& a, float u
 
 // Sums pairs over all rows, with one CTA or one cluster. `at(row)` returns a row's pair. True is returned in
 // the one thread that has the sums. The order of summation depends on the number of rows alone. Sums are in
-// double: there are few terms, and a result of one number shows each rounding error. U is how many rows a
-// thread loads at a time.
-template <int T, bool Cluster, int U, class At>
+// double: there are few terms, and a result of one number shows each rounding error.
+template <int T, bool Cluster, class At>
 __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
+  constexpr int U = 8;  // rows that a thread loads at a time
   __shared__ double2 warps[T / 32];
   int64_t first = threadIdx.x, step = T;
 #ifdef GANDER_SM90
@@ -103,6 +103,25 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
   return threadIdx.x == 0;
 }
 
+// Writes the sum of all rows' losses: of a mean it is divided by the sum of their weights, else by the
+// divisor.
+__device__ __forceinline__ void write_total(const CrossEntropyArgs& a, double2 sum) {
+  if (a.total) {
+    const double by = a.mean ? sum.y : a.divisor ? load_divisor(a) : 1.;
+    *static_cast<float*>(a.total) = sum.x / by;
+  }
+  if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
+}
+
+// The total in a launch of its own, of what the launch before it has stored.
+template <int T, bool Cluster>
+__device__ __forceinline__ void total(const CrossEntropyArgs& a) {
+  wait_for_previous_launch();
+  const float2* rows = static_cast<const float2*>(a.row_losses);
+  double2 sum;
+  if (sum_rows<T, Cluster>(a.rows.m, sum, [=](int64_t i) { return __ldcg(rows + i); })) write_total(a, sum);
+}
+
 // The loss and weight of each row, in launches of a single CTA that also compute the total
 // (single_cta_total).
 constexpr int kMaxRowsPerCTA = 16;
@@ -111,21 +130,21 @@ __device__ __forceinline__ float2* cta_row_losses() {
   return rows;
 }
 
-// The sum of all rows' losses. For a mean it is divided by the sum of their weights, else by the divisor.
-template <int T, bool Cluster, int U = 8>
-__device__ __forceinline__ void total(const CrossEntropyArgs& a) {
-  if (!a.single_cta_total) wait_for_previous_launch();
-  const float2* rows = static_cast<const float2*>(a.row_losses);
-  const bool here = a.single_cta_total;
-  double2 sum;
-  const bool has_sum = sum_rows<T, Cluster, U>(
-      a.rows.m, sum, [=](int64_t i) { return here ? cta_row_losses()[i] : __ldcg(rows + i); });
-  if (!has_sum) return;
-  if (a.total) {
-    const double by = a.mean ? sum.y : a.divisor ? load_divisor(a) : 1.;
-    *static_cast<float*>(a.total) = sum.x / by;
-  }
-  if (a.denominator && !a.one_pass) *static_cast<float*>(a.denominator) = sum.y;
+// threadIdx.x, but not from a register that has been kept for it.
+__device__ __forceinline__ unsigned thread_number_again() {
+  unsigned number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  return number;
+}
+
+// The total in such a launch, by the first warp. It adds in the order in which sum_rows adds so few rows.
+__device__ __forceinline__ void single_cta_total(const CrossEntropyArgs& a) {
+  __syncthreads();
+  const unsigned lane = thread_number_again();
+  if (lane >= 32) return;
+  const float2 row = lane < a.rows.m ? cta_row_losses()[lane] : make_float2(0.f, 0.f);
+  const double2 sum = {lanes_sum<32>(static_cast<double>(row.x)), lanes_sum<32>(static_cast<double>(row.y))};
+  if (lane == 0) write_total(a, sum);
 }
 
 // The sum of the rows' weights, for a pass over the rows that divides by it.
@@ -135,7 +154,7 @@ __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
   const auto weight = [&a](int64_t i) {
     return make_float2(label<false>(a, load_target<false>(a, i)).weight, 0.f);
   };
-  if (sum_rows<T, Cluster, 8>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
+  if (sum_rows<T, Cluster>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
 }
 
 // log(s) as two terms: log(s) = k log(2) + log(f), where s = 2^k f and 2^-1/2 <= f < 2^1/2. Adding them in
@@ -393,10 +412,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     return __fmul_rn(Cached ? x : exp_difference<T>(x, sc.max), sc.scale);
   }
   __device__ __forceinline__ static void finish_launch(const Args& a) {
-    if (!a.single_cta_total) return;
-    __syncthreads();
-    if (blockDim.x == 128) total<128, false, 1>(a);
-    else total<256, false, 1>(a);
+    if (a.single_cta_total) single_cta_total(a);
   }
 };
 
@@ -619,11 +635,11 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
     tile.map(args, sc, p, e, kStep, Operands(args, p, e));
     if constexpr (kPatch)
       if (active) Op::template patch<kStep, V>(sc, p, e);
-    if (stats_thread) own = targets[tid];
   }
-  if (stats_thread) {
-    const auto all = total(own.logit, states[tid].get());
-    Op::record(args, base + tid + args.rows.opaque_zero, own.logit, own.label.weight, all);
+  const unsigned self = thread_number_again();
+  if (self < kRows && base + self < args.rows.m) {
+    if constexpr (Op::kHasOutput) own = targets[self];
+    Op::record(args, base + self, own.logit, own.label.weight, total(own.logit, states[self].get()));
   }
   Op::finish_launch(args);
 }

@@ -352,6 +352,7 @@ void load_words_if(bool in, const void* p, int count, unsigned* const (&words)[4
   for (int i = 0; i < count; i++) *words[i] = static_cast<const unsigned*>(p)[i];
 }
 
+void thread_number(uint32_t& number) { number = self->index.x; }
 void cluster_rank(uint32_t& rank) { rank = self->cta->rank; }
 void cluster_size(uint32_t& size) { size = launch->cluster; }
 

@@ -145,6 +145,7 @@ inline void load_if(unsigned& x, unsigned& y, const void* p, bool in) { load_wor
 inline void load_if(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const void* p, bool in) {
   load_words_if(in, p, 4, {&x, &y, &z, &w});
 }
+void thread_number(uint32_t& number);
 void cluster_rank(uint32_t& rank);
 void cluster_size(uint32_t& size);
 void cluster_arrive();

@@ -15,6 +15,7 @@ PTX = (
     (r"ex2\.approx\.ftz\.f32", "ex2"),
     (r"rcp\.approx\.ftz\.f32", "reciprocal"),
     (r"xor\.b32 %0, %0, %1;", "xor_bits"),
+    (r"mov\.u32 %0, %%tid\.x;", "thread_number"),
     (r"mov\.u32 %0, %%cluster_ctarank;", "cluster_rank"),
     (r"mov\.u32 %0, %%cluster_nctarank;", "cluster_size"),
     (r"barrier\.cluster\.arrive", "cluster_arrive"),
