@@ -103,8 +103,8 @@ __device__ __forceinline__ bool sum_rows(int64_t rows, double2& sum, At at) {
   return threadIdx.x == 0;
 }
 
-// Writes the sum of all rows' losses: of a mean it is divided by the sum of their weights, else by the
-// divisor.
+// Writes the total and the denominator. The total is the sum of all rows' losses, divided by the sum of their
+// weights for a mean, else by the divisor.
 __device__ __forceinline__ void write_total(const CrossEntropyArgs& a, double2 sum) {
   if (a.total) {
     const double by = a.mean ? sum.y : a.divisor ? load_divisor(a) : 1.;
@@ -137,7 +137,8 @@ __device__ __forceinline__ unsigned thread_number_again() {
   return number;
 }
 
-// The total in such a launch, by the first warp. It adds in the order in which sum_rows adds so few rows.
+// The total in a launch of a single CTA, by its first warp. It adds in the order in which sum_rows adds so
+// few rows.
 __device__ __forceinline__ void single_cta_total(const CrossEntropyArgs& a) {
   __syncthreads();
   const unsigned lane = thread_number_again();
@@ -636,7 +637,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
     if constexpr (kPatch)
       if (active) Op::template patch<kStep, V>(sc, p, e);
   }
-  const unsigned self = thread_number_again();
+  const unsigned self = thread_number_again();  // stats_thread, kept until here, would cost a register too
   if (self < kRows && base + self < args.rows.m) {
     if constexpr (Op::kHasOutput) own = targets[self];
     Op::record(args, base + self, own.logit, own.label.weight, total(own.logit, states[self].get()));

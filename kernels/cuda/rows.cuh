@@ -149,12 +149,12 @@ struct RowOperator {
   // any float type.
   static constexpr int kInputs = 1;
   static constexpr bool kHasOutput = true;       // `map` is called, and its result stored
-  static constexpr bool kMayCacheExp = true;     // also relative to a warp's maximum: then bits may differ
+  static constexpr bool kMayCacheExp = true;     // kept exponentials may be relative to a warp's maximum
   static constexpr bool kAnyOutputType = false;  // in unaligned kernels the output has any float type, else T
 
   // What `map` needs beside the row, such as weights, for V vectors that are `Step` elements apart.
   // InRegisters: the constructor loads them into registers. So these loads overlap with those of the row.
-  // FewRegisters: as many of them as are smaller than elements.
+  // FewRegisters: the kernel has no registers for operands that are wider than the row's elements.
   template <int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters = false>
   using EpilogueOperands = NoEpilogueOperands<Op, V, Step, Unaligned>;
 

@@ -261,7 +261,7 @@ def pytest_testnodedown(node):
 
 class Summary:
     def __init__(self, config):
-        self.terminal = lambda: config.pluginmanager.get_plugin("terminalreporter")
+        self.config = config
         self.start = time.time()
         self.outcomes, self.skipped, self.failed, self.seconds, self.notes = {}, {}, [], {}, []
         self.grid_passed, self.kernels = 0, {}
@@ -278,7 +278,8 @@ class Summary:
         elif report.failed:
             self.failed.append(report.nodeid)
             # At once, because a run that is cut short has no summary.
-            self.terminal().write_line(f"\nFAILED {report.nodeid}")
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line(f"\nFAILED {report.nodeid}")
         if report.when == "call":
             self.notes += [value for key, value in report.user_properties if key == "note"]
             self.grid_passed += file == GRID and report.passed
