@@ -376,13 +376,17 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   constexpr int kStep = Place::kNext * E;
   constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
   constexpr bool kHasExp = State::kMaxFirst && Op::kHasOutput;
-  // The accurate exponential is expensive. In long rows of float32 it is computed once and kept in registers.
-  constexpr bool kLongCached = kHasExp && Op::kMayCacheExp && sizeof(T) == 4 && TPR * V >= 2048;
+  // Where a thread has the registers, exponentials are computed once: of long rows of float32, because the
+  // accurate exponential is expensive, and of 16-bit rows, of which few would wait for them. They are
+  // relative to a warp's maximum.
+  constexpr bool kMaxOfWarp =
+      kHasExp && Op::kMayCacheExp &&
+      (sizeof(T) == 4 ? TPR * V >= 2048 : !Unaligned && kWarps > 1 && (V <= 2 || TPR == 256 && V == 4));
   // Where exponentials must have the bits that they would have if computed again, all warps agree on the
-  // maximum first. So they do where two 16-bit vectors leave a thread the registers for exponentials.
+  // maximum first.
   constexpr bool kMaxOfRow =
-      kHasExp && !Unaligned && kWarps > 1 && !Cluster && (sizeof(T) == 4 ? !Op::kMayCacheExp : V <= 2);
-  constexpr bool kCacheExp = kLongCached || kMaxOfRow;
+      kHasExp && !Op::kMayCacheExp && !Unaligned && kWarps > 1 && !Cluster && (sizeof(T) == 4 || V <= 2);
+  constexpr bool kCacheExp = kMaxOfWarp || kMaxOfRow;
   prefetch_later_rows<Op, Cluster>(args.rows, kRows, Place::capacity() * E);
   const int thread = threadIdx.x % TPR;
   const int64_t row = Place::row();
@@ -443,7 +447,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     if (Op::taken_at(sc, p.origin) != ~0u) sc.logit = taken[threadIdx.x / TPR];
   if (active) Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
-    if constexpr (kLongCached) Op::rebase_scale(sc, own.m);
+    if constexpr (kMaxOfWarp) Op::rebase_scale(sc, own.m);
     if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
     if constexpr (Unaligned) {  // computed again: the view and masks derived from it would take registers
       p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);

@@ -16,7 +16,7 @@ KERNEL(softmax_forward_rows_bfloat16_64x2, 128, 16, rows_body<SoftmaxForward<bf1
 KERNEL(softmax_forward_rows_bfloat16_32x4, 128, 16, rows_body<SoftmaxForward<bf16>, 32, 4, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_32x8, 128, 8, rows_body<SoftmaxForward<bf16>, 32, 8, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_128x4, 128, 16, rows_body<SoftmaxForward<bf16>, 128, 4, false, false, false>)
-KERNEL(softmax_forward_rows_bfloat16_256x4, 256, 6, rows_body<SoftmaxForward<bf16>, 256, 4, false, false, false>)
+KERNEL(softmax_forward_rows_bfloat16_256x4, 256, 5, rows_body<SoftmaxForward<bf16>, 256, 4, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_512x2, 512, 3, rows_body<SoftmaxForward<bf16>, 512, 2, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_512x4, 512, 3, rows_body<SoftmaxForward<bf16>, 512, 4, false, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_512x8, 512, 2, rows_body<SoftmaxForward<bf16>, 512, 8, false, false, false>)
@@ -37,7 +37,7 @@ KERNEL(softmax_forward_rows_bfloat16_768x4_unaligned, 768, 1, rows_body<SoftmaxF
 KERNEL(softmax_forward_rows_bfloat16_512x8_same_offset, 512, 2, rows_body<SoftmaxForward<bf16>, 512, 8, true, true, false>)  // dropped where there are clusters
 KERNEL(softmax_forward_rows_bfloat16_1024x4_unaligned, 1024, 1, rows_body<SoftmaxForward<bf16>, 1024, 4, true, false, false>)
 KERNEL(softmax_forward_rows_bfloat16_1024x8_same_offset, 1024, 1, rows_body<SoftmaxForward<bf16>, 1024, 8, true, true, false>)
-KERNEL(softmax_forward_rows_bfloat16_256x4_cluster, 256, 6, rows_body<SoftmaxForward<bf16>, 256, 4, false, false, true>)
+KERNEL(softmax_forward_rows_bfloat16_256x4_cluster, 256, 5, rows_body<SoftmaxForward<bf16>, 256, 4, false, false, true>)
 KERNEL(softmax_forward_rows_bfloat16_512x8_cluster, 512, 2, rows_body<SoftmaxForward<bf16>, 512, 8, false, false, true>)
 KERNEL(softmax_forward_rows_bfloat16_256x4_unaligned_cluster, 256, 5, rows_body<SoftmaxForward<bf16>, 256, 4, true, false, true>)
 KERNEL(softmax_forward_rows_bfloat16_256x8_same_offset_cluster, 256, 4, rows_body<SoftmaxForward<bf16>, 256, 8, true, true, true>)

@@ -15,7 +15,7 @@ import torch
 Call = Callable[[], object]
 _HOST_MARGIN = 1.5
 _CYCLES_PER_US = 2000  # at the highest clock; at a lower one the host is only further ahead
-_HIDDEN_US = 40  # host time that the flush of the cache hides anyway
+_LEAST_US = 20  # by then what the flush of the cache left to write is in memory
 _MOST_US = 2000  # who takes longer waits for the GPU, and nothing hides that
 
 
@@ -52,26 +52,25 @@ def _no_garbage_collection():
 
 
 class GPUTimer:
-    """Times calls with CUDA events, in turns. Before each the L2 cache is flushed, and the GPU is kept busy
-    until the host has enqueued the call, so that what is timed is the GPU's work and nothing of Python's."""
+    """Times calls with CUDA events, in turns. Before each the L2 cache is flushed, and the GPU pauses until
+    the slowest host has enqueued its call, so that what is timed is the GPU's work and nothing of Python's.
+    All have the same pause: a call without one meets the memory as it still writes what the flush left."""
 
     def __init__(self):
         size = max(256 << 20, 4 * torch.cuda.get_device_properties().L2_cache_size)
         self._flush = torch.empty(size, dtype=torch.uint8, device="cuda")
 
-    def _start(self, call: Call, delay: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _start(self, call: Call, pause: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
-        if delay:
-            torch.cuda._sleep(delay)
+        torch.cuda._sleep(pause)
         begin.record()
         call()
         end.record()
         return begin, end
 
     @staticmethod
-    def _delay(call: Call) -> int:
-        """Cycles to keep the GPU busy while the host runs a call."""
+    def _host_us(call: Call) -> float:
         host = []
         for _ in range(3):
             torch.cuda.synchronize()
@@ -79,21 +78,21 @@ class GPUTimer:
             call()
             host.append((time.perf_counter() - start) * 1e6)
         torch.cuda.synchronize()
-        us = statistics.median(host)
-        return int(min(us, _MOST_US) * _HOST_MARGIN * _CYCLES_PER_US) if us > _HIDDEN_US else 0
+        return statistics.median(host)
 
     def __call__(
         self, calls: dict[str, Call], seconds: float, least: int = 10, most: int = 100
     ) -> dict[str, Timing]:
         """At least `least` rounds, then more until the seconds are over. The calls have run before."""
-        delays = {name: self._delay(call) for name, call in calls.items()}
+        host = max(map(self._host_us, calls.values()), default=0)
+        pause = int(max(_LEAST_US, min(host, _MOST_US) * _HOST_MARGIN) * _CYCLES_PER_US)
         samples = {name: [] for name in calls}
         began = time.perf_counter()
         with _no_garbage_collection():
             for rounds, turn in enumerate(_turns(list(calls))):
                 if rounds == most or (rounds >= least and time.perf_counter() - began > seconds):
                     break
-                events = {name: self._start(calls[name], delays[name]) for name in turn}
+                events = {name: self._start(calls[name], pause) for name in turn}
                 torch.cuda.synchronize()
                 for name, (begin, end) in events.items():
                     samples[name].append(begin.elapsed_time(end) * 1e3)
