@@ -369,7 +369,7 @@ var list10 = []Row{
 	{For: 0x3, Over: 24, UpTo: 32, Regime: PersistentLoop, Threads: 8, Vectors: 4, Ratio: 0.96, RunnerUp: "registers:0.85"},
 	{For: 0x3, Over: 32, UpTo: 64, Regime: PersistentLoop, Threads: 16, Vectors: 4, Ratio: 0.98, RunnerUp: "registers:0.95"},
 	{For: 0x9, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
-	{For: 0x9, Over: 128, UpTo: 512, Below: Count{8, true}, Regime: Registers, Threads: 512, Vectors: 2},
+	{For: 0x9, Over: 128, UpTo: 512, Below: Count{5, true}, Regime: Registers, Threads: 512, Vectors: 2},
 	{For: 0x61, Over: 1024, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Over: 256, UpTo: 512, Below: Count{20, true}, Regime: SharedMemory, Threads: 512, Vectors: 8},
 	{For: 0x11, Over: 1024, UpTo: 2048, Below: Count{8, true}, Regime: SharedMemory, Threads: 512, Vectors: 8},

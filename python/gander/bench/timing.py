@@ -15,7 +15,7 @@ import torch
 Call = Callable[[], object]
 _HOST_MARGIN = 1.5
 _CYCLES_PER_US = 2000  # at the highest clock; at a lower one the host is only further ahead
-_LEAST_US = 20  # by then what the flush of the cache left to write is in memory
+_LEAST_US = 20  # of a pause
 _MOST_US = 2000  # who takes longer waits for the GPU, and nothing hides that
 
 
@@ -54,7 +54,7 @@ def _no_garbage_collection():
 class GPUTimer:
     """Times calls with CUDA events, in turns. Before each the L2 cache is flushed, and the GPU pauses until
     the slowest host has enqueued its call, so that what is timed is the GPU's work and nothing of Python's.
-    All have the same pause: a call without one meets the memory as it still writes what the flush left."""
+    All have the same pause: with another one a short call may take 0.7 us more or less (bench/TRIED.md)."""
 
     def __init__(self):
         size = max(256 << 20, 4 * torch.cuda.get_device_properties().L2_cache_size)
