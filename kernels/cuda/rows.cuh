@@ -306,13 +306,8 @@ struct Tile {
         get_a<CacheExp>(i, fa);
         get_b(i, fb);
         Op::template map<Unaligned, CacheExp>(args, sc, fa, fb, p, ei, out);
-        if (static_cast<unsigned>(ei - lo) < whole) {
-          store_vector(y + i * step, out);
-        } else {
-#pragma unroll
-          for (int j = 0; j < E; j++)
-            if (ei + j >= lo && ei + j < hi) y[i * step + j] = from_float<T>(out[j]);
-        }
+        if (static_cast<unsigned>(ei - lo) < whole) store_vector(y + i * step, out);
+        else store_within(y + i * step, ei, lo, hi, out);
       }
     } else {
 #pragma unroll
@@ -385,7 +380,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   // Where exponentials must have the bits that they would have if computed again, all warps agree on the
   // maximum first.
   constexpr bool kMaxOfRow =
-      kHasExp && !Op::kMayCacheExp && !Unaligned && kWarps > 1 && !Cluster && (sizeof(T) == 4 || V <= 2);
+      kHasExp && !Op::kMayCacheExp && sizeof(T) == 4 && !Unaligned && kWarps > 1 && !Cluster;
   constexpr bool kCacheExp = kMaxOfWarp || kMaxOfRow;
   prefetch_later_rows<Op, Cluster>(args.rows, kRows, Place::capacity() * E);
   const int thread = threadIdx.x % TPR;

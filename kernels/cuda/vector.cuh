@@ -305,6 +305,14 @@ __device__ __forceinline__ void store_vector(T* p, const float (&f)[kElements<T>
   __stcs(reinterpret_cast<uint4*>(p), pack(T(), f));
 }
 
+// Stores those of E elements, the first of which is number e of a row, that are from number lo to hi.
+template <class T, int E>
+__device__ __forceinline__ void store_within(T* p, int e, int lo, int hi, const float (&f)[E]) {
+#pragma unroll
+  for (int j = 0; j < E; j++)
+    if (e + j >= lo && e + j < hi) p[j] = from_float<T>(f[j]);
+}
+
 // Stores the vector at element e, except for elements out of bounds.
 template <bool Unaligned, class T>
 __device__ __forceinline__ void store(T* p, int e, Bounds s, const float (&f)[kElements<T>]) {
@@ -312,9 +320,7 @@ __device__ __forceinline__ void store(T* p, int e, Bounds s, const float (&f)[kE
   if (Unaligned ? s.whole<E>(e) && aligned16(p + e) : e < s.hi) {
     store_vector(p + e, f);
   } else if constexpr (Unaligned) {
-#pragma unroll
-    for (int j = 0; j < E; j++)
-      if (e + j >= s.lo && e + j < s.hi) p[e + j] = from_float<T>(f[j]);
+    store_within(p + e, e, s.lo, s.hi, f);
   }
 }
 
@@ -386,9 +392,7 @@ template <class T, int E>
 __device__ __forceinline__ void store_floats_as(T* p, int e, Bounds s, const float (&f)[E]) {
   constexpr int F = kElements<T>;
   if (!s.whole<E>(e) || reinterpret_cast<uintptr_t>(p + e) % (E < F ? E * sizeof(T) : 16)) {
-#pragma unroll
-    for (int j = 0; j < E; j++)
-      if (e + j >= s.lo && e + j < s.hi) p[e + j] = from_float<T>(f[j]);
+    store_within(p + e, e, s.lo, s.hi, f);
     return;
   }
 #pragma unroll
