@@ -59,52 +59,7 @@ var list1 = []Row{
 	{For: 0xb, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
 	{For: 0x9, UpTo: 128, Regime: Registers, Threads: 64, Vectors: 2},
 	{For: 0x2, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
-	{For: 0x9, Over: 128, UpTo: 256, Regime: Registers, Threads: 512, Vectors: 2},
-	{For: 0x9, Over: 256, UpTo: 512, Below: Count{20, true}, Regime: Registers, Threads: 512, Vectors: 2},
-	{For: 0x2, UpTo: 256, Regime: Registers, Threads: 32, Vectors: 8},
-	{For: 0x9, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
-	{For: 0xd, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
-	{For: 0x9, UpTo: 2048, Regime: Registers, Threads: 512, Vectors: 4},
-	{For: 0x1, Over: 2048, UpTo: 2560, Below: Count{8, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x1, UpTo: 2560, Regime: Registers, Threads: 512, Vectors: 8},
-	{For: 0x8, UpTo: 4096, Regime: Registers, Threads: 512, Vectors: 8},
-	{For: 0x18, UpTo: 8192, Regime: Registers, Threads: 1024, Vectors: 8},
-	{For: 0x1, UpTo: 8192, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x1, Over: 8192, UpTo: 14336, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 7, MaxCTAs: 7},
-	{For: 0x1, Over: 8192, UpTo: 20480, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 8, MaxCTAs: 10},
-	{For: 0x1, Over: 8192, UpTo: 26624, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 13, MaxCTAs: 13},
-	{For: 0x1, Over: 8192, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 16, MaxCTAs: 16},
-	{For: 0x1, Over: 8192, UpTo: 33280, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 13, MaxCTAs: 13},
-	{For: 0x1, Over: 8192, UpTo: 65536, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x40, UpTo: 16384, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x40, UpTo: 65536, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x20, UpTo: 65536, Regime: ClusterRegisters, Threads: 512, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x1, UpTo: 4096, NoClusters: true, Regime: Registers, Threads: 512, Vectors: 8},
-	{For: 0x1, UpTo: 8192, NoClusters: true, Regime: Registers, Threads: 1024, Vectors: 8},
-	{For: 0x21, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
-	{For: 0x21, Regime: GridCooperative, Threads: 512, Vectors: 4, RowsPerStep: 1},
-	{For: 0x185, Regime: TwoPasses, Resident: 16},
-}
-
-var list2 = []Row{
-	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, MinKiB: 90, MaxKiB: 1280, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
-	{For: 0x1, Over: 28672, From: Count{N: 4}, Below: Count{N: 16}, MinKiB: 90, MaxKiB: 1280, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
-	{For: 0x1, Over: 32768, From: Count{N: 16}, Below: Count{N: 17}, MinKiB: 90, MaxKiB: 1280, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
-	{For: 0x100, From: Count{N: 1}, Below: Count{N: 17}, MinKiB: 90, MaxKiB: 1280, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
-	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, Regime: TwoPasses, Resident: 16},
-	{For: 0x1, Over: 28672, From: Count{N: 4}, Below: Count{N: 16}, Regime: TwoPasses, Resident: 16},
-	{For: 0x1, Over: 32768, From: Count{N: 16}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
-	{For: 0x21, Over: 65536, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
-	{For: 0x21, Over: 65536, Regime: GridCooperative, Threads: 512, Vectors: 4, RowsPerStep: 1},
-	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
-	{For: 0xb, UpTo: 10, Regime: Registers, Threads: 4, Vectors: 3},
-	{For: 0xb, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
-	{For: 0xb, UpTo: 24, Regime: Registers, Threads: 8, Vectors: 3},
-	{For: 0xb, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
-	{For: 0xb, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
-	{For: 0x9, UpTo: 128, Regime: Registers, Threads: 64, Vectors: 2},
-	{For: 0x2, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x9, Over: 128, UpTo: 256, SixteenBit: true, Regime: Registers, Threads: 512, Vectors: 2},
 	{For: 0x9, Over: 128, UpTo: 512, Below: Count{20, true}, Regime: Registers, Threads: 512, Vectors: 2},
 	{For: 0xb, UpTo: 256, Regime: Registers, Threads: 32, Vectors: 8},
 	{For: 0x9, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
@@ -131,7 +86,7 @@ var list2 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list3 = []Row{
+var list2 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Over: 1024, UpTo: 32768, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
@@ -159,7 +114,7 @@ var list3 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list4 = []Row{
+var list3 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -183,7 +138,7 @@ var list4 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list5 = []Row{
+var list4 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
 	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
 	{For: 0x100, From: Count{N: 1}, Below: Count{N: 17}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
@@ -217,7 +172,7 @@ var list5 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list6 = []Row{
+var list5 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
 	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
 	{For: 0x100, From: Count{N: 1}, Below: Count{N: 17}, MinKiB: 30, MaxKiB: 1024, Regime: GridSharedMemory, Threads: 256, Vectors: 2, Resident: 2},
@@ -253,7 +208,7 @@ var list6 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list7 = []Row{
+var list6 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Over: 512, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
@@ -283,7 +238,7 @@ var list7 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list8 = []Row{
+var list7 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -309,7 +264,7 @@ var list8 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list9 = []Row{
+var list8 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 2}, MinKiB: 90, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
 	{For: 0x1, Over: 16384, From: Count{N: 2}, Below: Count{N: 4}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
 	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
@@ -351,7 +306,7 @@ var list9 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list10 = []Row{
+var list9 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 2}, MinKiB: 90, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
 	{For: 0x1, Over: 16384, From: Count{N: 2}, Below: Count{N: 4}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
 	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, MinKiB: 60, MaxKiB: 4096, Regime: GridSharedMemory, Threads: 256, Vectors: 4, Resident: 2},
@@ -407,7 +362,7 @@ var list10 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list11 = []Row{
+var list10 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1280, UpTo: 3840, From: Count{1, true}, Regime: SharedMemory, Threads: 512, Vectors: 8},
 	{For: 0x1, Over: 5632, UpTo: 8192, From: Count{8, true}, Regime: SharedMemory, Threads: 1024, Vectors: 8},
@@ -443,7 +398,7 @@ var list11 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list12 = []Row{
+var list11 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -468,7 +423,7 @@ var list12 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list13 = []Row{
+var list12 = []Row{
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 160, Vectors: 1, RowsPerStep: 2},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 256, Vectors: 1, RowsPerStep: 2},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
@@ -498,7 +453,7 @@ var list13 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list14 = []Row{
+var list13 = []Row{
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 160, Vectors: 1, RowsPerStep: 2},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 256, Vectors: 1, RowsPerStep: 2},
 	{For: 0x21, Over: 16384, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
@@ -537,7 +492,7 @@ var list14 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list15 = []Row{
+var list14 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
 	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
 	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
@@ -565,7 +520,7 @@ var list15 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list16 = []Row{
+var list15 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
 	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 256, Vectors: 2, RowsPerStep: 1},
 	{For: 0x21, Over: 32768, Regime: GridCooperative, Threads: 512, Vectors: 2, RowsPerStep: 1},
@@ -600,7 +555,7 @@ var list16 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list17 = []Row{
+var list16 = []Row{
 	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
 	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
 	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
@@ -622,7 +577,7 @@ var list17 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list18 = []Row{
+var list17 = []Row{
 	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
 	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
 	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
@@ -640,6 +595,29 @@ var list18 = []Row{
 	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
 	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
 	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
+	{For: 0x185, Regime: ByColumns, Resident: 4},
+}
+
+var list18 = []Row{
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
+	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
+	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
+	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
+	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
+	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
+	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
+	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
+	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
+	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
+	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
+	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
+	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
+	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
+	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
+	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
+	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
@@ -649,46 +627,23 @@ var list19 = []Row{
 	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
 	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
 	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
-	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
-	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
-	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
-	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
+	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
+	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
+	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
+	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
 	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
+	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
 	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
-	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
+	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 3},
 	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
 	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
 	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
-	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
-	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
+	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
+	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
 var list20 = []Row{
-	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
-	{For: 0xb, UpTo: 8, Regime: PersistentLanes, Threads: 8, Vectors: 1},
-	{For: 0xb, UpTo: 16, Regime: PersistentLanes, Threads: 8, Vectors: 2},
-	{For: 0xb, UpTo: 32, Regime: PersistentLanes, Threads: 16, Vectors: 2},
-	{For: 0xb, UpTo: 64, Regime: PersistentLanes, Threads: 32, Vectors: 2},
-	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
-	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
-	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
-	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 2},
-	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 2},
-	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
-	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 3},
-	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
-	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
-	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
-	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
-	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
-	{For: 0x185, Regime: ByColumns, Resident: 4},
-}
-
-var list21 = []Row{
 	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
 	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
 	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
@@ -706,7 +661,7 @@ var list21 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list22 = []Row{
+var list21 = []Row{
 	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
 	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
 	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
@@ -720,30 +675,30 @@ var list22 = []Row{
 	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
 	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 4},
 	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 4},
+	{For: 0x185, Regime: ByColumns, Resident: 4},
+}
+
+var list22 = []Row{
+	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
+	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
+	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
+	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
+	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
+	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
+	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
+	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
+	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
+	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
+	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
+	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
+	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
+	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
 var list23 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
-	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 6},
-	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3},
-	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
-	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3},
-	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},
-	{For: 0x61, UpTo: 2048, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 3},
-	{For: 0x61, UpTo: 3072, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 3, MaxCTAs: 3, Stages: 2},
-	{For: 0x61, UpTo: 4096, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Stages: 2},
-	{For: 0x61, UpTo: 5120, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 5, MaxCTAs: 5, Stages: 3},
-	{For: 0x61, UpTo: 6144, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 6, MaxCTAs: 6, Stages: 3},
-	{For: 0x61, UpTo: 7168, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 7, MaxCTAs: 7, Stages: 3},
-	{For: 0x61, UpTo: 8192, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 8, MaxCTAs: 8, Stages: 2},
-	{For: 0x61, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 3},
-	{For: 0x185, Regime: ByColumns, Resident: 4},
-}
-
-var list24 = []Row{
-	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 5}, Regime: ByColumns, Resident: 4},
 	{For: 0x11, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
 	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 3, Stages: 3},
 	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 2},
@@ -760,11 +715,11 @@ var list24 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list25 = []Row{
+var list24 = []Row{
 	{For: 0x185, Regime: ByColumns, Resident: 4},
 }
 
-var list26 = []Row{
+var list25 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 4}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 32768, From: Count{N: 4}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
@@ -785,7 +740,7 @@ var list26 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list27 = []Row{
+var list26 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 512, UpTo: 8192, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 2, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0xb, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -812,11 +767,11 @@ var list27 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list28 = []Row{
+var list27 = []Row{
 	{For: 0x185, Regime: TwoPasses, Resident: 16},
 }
 
-var list29 = []Row{
+var list28 = []Row{
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
@@ -832,7 +787,7 @@ var list29 = []Row{
 	{For: 0x1, Regime: Stream, Threads: 512, Vectors: 8, Resident: 4, Ratio: 0.97},
 }
 
-var list30 = []Row{
+var list29 = []Row{
 	{For: 0x1, Over: 2048, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Over: 16384, UpTo: 32768, From: Count{N: 1}, Below: Count{N: 33}, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -855,7 +810,7 @@ var list30 = []Row{
 	{For: 0x1, Regime: Stream, Threads: 512, Vectors: 8, Resident: 4, Ratio: 0.97},
 }
 
-var list31 = []Row{
+var list30 = []Row{
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -868,7 +823,7 @@ var list31 = []Row{
 	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 8, Resident: 4, Ratio: 0.91},
 }
 
-var list32 = []Row{
+var list31 = []Row{
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -880,7 +835,7 @@ var list32 = []Row{
 	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 2, Resident: 4},
 }
 
-var list33 = []Row{
+var list32 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -901,7 +856,7 @@ var list33 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list34 = []Row{
+var list33 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -929,7 +884,7 @@ var list34 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list35 = []Row{
+var list34 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Over: 1024, UpTo: 32768, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
@@ -951,7 +906,7 @@ var list35 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list36 = []Row{
+var list35 = []Row{
 	{For: 0x1, Over: 16384, From: Count{N: 1}, Below: Count{N: 17}, Regime: TwoPasses, Resident: 16},
 	{For: 0x1, Over: 1024, UpTo: 16384, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
@@ -972,11 +927,11 @@ var list36 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list37 = []Row{
+var list36 = []Row{
 	{For: 0x1, Regime: Elementwise},
 }
 
-var list38 = []Row{
+var list37 = []Row{
 	{For: 0x1, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
@@ -991,11 +946,11 @@ var list38 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list39 = []Row{
+var list38 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list40 = []Row{
+var list39 = []Row{
 	{For: 0x1, UpTo: 8, Regime: PersistentRing, Threads: 8, Vectors: 1, Resident: 3, Stages: 2},
 	{For: 0x1, UpTo: 16, Regime: PersistentRing, Threads: 16, Vectors: 1, Resident: 3, Stages: 2},
 	{For: 0x1, UpTo: 32, Regime: PersistentRing, Threads: 32, Vectors: 1, Resident: 3, Stages: 2},
@@ -1024,11 +979,11 @@ var list40 = []Row{
 	{For: 0x1, Regime: ByColumns, Resident: 16},
 }
 
-var list41 = []Row{
+var list40 = []Row{
 	{For: 0x1, Regime: ByColumns, Resident: 16},
 }
 
-var list42 = []Row{
+var list41 = []Row{
 	{For: 0x1, Over: 32, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
@@ -1043,7 +998,7 @@ var list42 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list43 = []Row{
+var list42 = []Row{
 	{For: 0x1, UpTo: 8, Regime: Registers, Threads: 8, Vectors: 1},
 	{For: 0x1, UpTo: 16, Regime: Registers, Threads: 8, Vectors: 2},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
@@ -1057,7 +1012,7 @@ var list43 = []Row{
 	{For: 0x1, Regime: TwoPasses, Resident: 16},
 }
 
-var list44 = []Row{
+var list43 = []Row{
 	{For: 0x1, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -1069,7 +1024,7 @@ var list44 = []Row{
 	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 }
 
-var list45 = []Row{
+var list44 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 6, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 4, Stages: 2},
@@ -1090,7 +1045,7 @@ var list45 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var list46 = []Row{
+var list45 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
 	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
@@ -1098,7 +1053,7 @@ var list46 = []Row{
 	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 512, Vectors: 2},
 }
 
-var list47 = []Row{
+var list46 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
@@ -1124,330 +1079,330 @@ var list47 = []Row{
 var tables = [4][16][3][4][]Row{
 	H100: {
 		SoftmaxForward: {
-			kernels.Float16:  {Aligned: list0, SameOffset: list3, MixedOffsets: list4},
-			kernels.BFloat16: {Aligned: list0, SameOffset: list3, MixedOffsets: list4},
-			kernels.Float32:  {Aligned: list0, SameOffset: list3, MixedOffsets: list4},
+			kernels.Float16:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
+			kernels.BFloat16: {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
+			kernels.Float32:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
 		},
 		SoftmaxBackward: {
-			kernels.Float16:  {Aligned: list5, SameOffset: list7, MixedOffsets: list8},
-			kernels.BFloat16: {Aligned: list5, SameOffset: list7, MixedOffsets: list8},
-			kernels.Float32:  {Aligned: list5, SameOffset: list7, MixedOffsets: list8},
+			kernels.Float16:  {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
+			kernels.BFloat16: {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
+			kernels.Float32:  {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
 		},
 		RMSNormForward: {
-			kernels.Float16:  {Aligned: list9, SameOffset: list11, MixedOffsets: list12},
-			kernels.BFloat16: {Aligned: list9, SameOffset: list11, MixedOffsets: list12},
-			kernels.Float32:  {Aligned: list9, SameOffset: list11, MixedOffsets: list12},
+			kernels.Float16:  {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
+			kernels.BFloat16: {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
+			kernels.Float32:  {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
 		},
 		RMSNormBackward: {
-			kernels.Float16:  {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list25},
-			kernels.BFloat16: {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list25},
-			kernels.Float32:  {Aligned: list15, SameOffset: list19, MixedOffsets: list23, MixedTypes: list25},
+			kernels.Float16:  {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list24},
+			kernels.BFloat16: {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list24},
+			kernels.Float32:  {Aligned: list14, SameOffset: list18, MixedOffsets: list22, MixedTypes: list24},
 		},
 		RMSNormBackwardDX: {
-			kernels.Float16:  {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
-			kernels.BFloat16: {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
-			kernels.Float32:  {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
+			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
 		},
 		CrossEntropyForward: {
-			kernels.Float16:  {Aligned: list29, SameOffset: list31, MixedOffsets: list32},
-			kernels.BFloat16: {Aligned: list29, SameOffset: list31, MixedOffsets: list32},
-			kernels.Float32:  {Aligned: list29, SameOffset: list31, MixedOffsets: list32},
+			kernels.Float16:  {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
+			kernels.BFloat16: {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
+			kernels.Float32:  {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
 		},
 		CrossEntropyForwardDX: {
-			kernels.Float16:  {Aligned: list33, SameOffset: list35, MixedOffsets: list36},
-			kernels.BFloat16: {Aligned: list33, SameOffset: list35, MixedOffsets: list36},
-			kernels.Float32:  {Aligned: list33, SameOffset: list35, MixedOffsets: list36},
+			kernels.Float16:  {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
 		},
 		CrossEntropyBackward: {
-			kernels.Float16:  {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
-			kernels.BFloat16: {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
-			kernels.Float32:  {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
+			kernels.Float16:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.Float32:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
 		},
 		NormForward: {
-			kernels.Float16:  {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
 		},
 		NormBackward: {
-			kernels.Float16:  {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
-			kernels.BFloat16: {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
-			kernels.Float32:  {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
+			kernels.Float16:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.BFloat16: {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.Float32:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
 		},
 		MaskedSoftmaxForward: {
-			kernels.Float16:  {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
 		},
 		MaskedSoftmaxBackward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
 		LayerNormForward: {
+			kernels.Float16:  {Aligned: list43},
+			kernels.BFloat16: {Aligned: list43},
+			kernels.Float32:  {Aligned: list43},
+		},
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list44},
 			kernels.BFloat16: {Aligned: list44},
 			kernels.Float32:  {Aligned: list44},
 		},
-		LayerNormBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list45},
 			kernels.BFloat16: {Aligned: list45},
 			kernels.Float32:  {Aligned: list45},
 		},
-		RMSNormResidualForward: {
+		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list46},
 			kernels.BFloat16: {Aligned: list46},
 			kernels.Float32:  {Aligned: list46},
-		},
-		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list47},
-			kernels.BFloat16: {Aligned: list47},
-			kernels.Float32:  {Aligned: list47},
 		},
 	},
 	H200: {
 		SoftmaxForward: {
-			kernels.Float16:  {Aligned: list1, SameOffset: list3, MixedOffsets: list4},
-			kernels.BFloat16: {Aligned: list1, SameOffset: list3, MixedOffsets: list4},
-			kernels.Float32:  {Aligned: list2, SameOffset: list3, MixedOffsets: list4},
+			kernels.Float16:  {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
+			kernels.BFloat16: {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
+			kernels.Float32:  {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
 		},
 		SoftmaxBackward: {
-			kernels.Float16:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.BFloat16: {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.Float32:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
+			kernels.Float16:  {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
+			kernels.BFloat16: {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
+			kernels.Float32:  {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
 		},
 		RMSNormForward: {
-			kernels.Float16:  {Aligned: list10, SameOffset: list11, MixedOffsets: list12},
-			kernels.BFloat16: {Aligned: list10, SameOffset: list11, MixedOffsets: list12},
-			kernels.Float32:  {Aligned: list10, SameOffset: list11, MixedOffsets: list12},
+			kernels.Float16:  {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
+			kernels.BFloat16: {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
+			kernels.Float32:  {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
 		},
 		RMSNormBackward: {
-			kernels.Float16:  {Aligned: list14, SameOffset: list18, MixedOffsets: list22, MixedTypes: list25},
-			kernels.BFloat16: {Aligned: list14, SameOffset: list18, MixedOffsets: list22, MixedTypes: list25},
-			kernels.Float32:  {Aligned: list16, SameOffset: list20, MixedOffsets: list24, MixedTypes: list25},
+			kernels.Float16:  {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list24},
+			kernels.BFloat16: {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list24},
+			kernels.Float32:  {Aligned: list15, SameOffset: list19, MixedOffsets: list23, MixedTypes: list24},
 		},
 		RMSNormBackwardDX: {
-			kernels.Float16:  {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
-			kernels.BFloat16: {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
-			kernels.Float32:  {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
+			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
 		},
 		CrossEntropyForward: {
-			kernels.Float16:  {Aligned: list30, SameOffset: list31, MixedOffsets: list32},
-			kernels.BFloat16: {Aligned: list30, SameOffset: list31, MixedOffsets: list32},
-			kernels.Float32:  {Aligned: list30, SameOffset: list31, MixedOffsets: list32},
+			kernels.Float16:  {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
+			kernels.BFloat16: {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
+			kernels.Float32:  {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
 		},
 		CrossEntropyForwardDX: {
-			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list36},
-			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list36},
-			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list36},
+			kernels.Float16:  {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
 		},
 		CrossEntropyBackward: {
-			kernels.Float16:  {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
-			kernels.BFloat16: {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
-			kernels.Float32:  {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
+			kernels.Float16:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.Float32:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
 		},
 		NormForward: {
-			kernels.Float16:  {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
 		},
 		NormBackward: {
-			kernels.Float16:  {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
-			kernels.BFloat16: {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
-			kernels.Float32:  {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
+			kernels.Float16:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.BFloat16: {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.Float32:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
 		},
 		MaskedSoftmaxForward: {
-			kernels.Float16:  {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
 		},
 		MaskedSoftmaxBackward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
 		LayerNormForward: {
+			kernels.Float16:  {Aligned: list43},
+			kernels.BFloat16: {Aligned: list43},
+			kernels.Float32:  {Aligned: list43},
+		},
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list44},
 			kernels.BFloat16: {Aligned: list44},
 			kernels.Float32:  {Aligned: list44},
 		},
-		LayerNormBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list45},
 			kernels.BFloat16: {Aligned: list45},
 			kernels.Float32:  {Aligned: list45},
 		},
-		RMSNormResidualForward: {
+		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list46},
 			kernels.BFloat16: {Aligned: list46},
 			kernels.Float32:  {Aligned: list46},
-		},
-		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list47},
-			kernels.BFloat16: {Aligned: list47},
-			kernels.Float32:  {Aligned: list47},
 		},
 	},
 	Other: {
 		SoftmaxForward: {
-			kernels.Float16:  {Aligned: list0, SameOffset: list3, MixedOffsets: list4},
-			kernels.BFloat16: {Aligned: list0, SameOffset: list3, MixedOffsets: list4},
-			kernels.Float32:  {Aligned: list0, SameOffset: list3, MixedOffsets: list4},
+			kernels.Float16:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
+			kernels.BFloat16: {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
+			kernels.Float32:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
 		},
 		SoftmaxBackward: {
-			kernels.Float16:  {Aligned: list5, SameOffset: list7, MixedOffsets: list8},
-			kernels.BFloat16: {Aligned: list5, SameOffset: list7, MixedOffsets: list8},
-			kernels.Float32:  {Aligned: list5, SameOffset: list7, MixedOffsets: list8},
+			kernels.Float16:  {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
+			kernels.BFloat16: {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
+			kernels.Float32:  {Aligned: list4, SameOffset: list6, MixedOffsets: list7},
 		},
 		RMSNormForward: {
-			kernels.Float16:  {Aligned: list9, SameOffset: list11, MixedOffsets: list12},
-			kernels.BFloat16: {Aligned: list9, SameOffset: list11, MixedOffsets: list12},
-			kernels.Float32:  {Aligned: list9, SameOffset: list11, MixedOffsets: list12},
+			kernels.Float16:  {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
+			kernels.BFloat16: {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
+			kernels.Float32:  {Aligned: list8, SameOffset: list10, MixedOffsets: list11},
 		},
 		RMSNormBackward: {
-			kernels.Float16:  {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list25},
-			kernels.BFloat16: {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list25},
-			kernels.Float32:  {Aligned: list15, SameOffset: list19, MixedOffsets: list23, MixedTypes: list25},
+			kernels.Float16:  {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list24},
+			kernels.BFloat16: {Aligned: list12, SameOffset: list16, MixedOffsets: list20, MixedTypes: list24},
+			kernels.Float32:  {Aligned: list14, SameOffset: list18, MixedOffsets: list22, MixedTypes: list24},
 		},
 		RMSNormBackwardDX: {
-			kernels.Float16:  {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
-			kernels.BFloat16: {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
-			kernels.Float32:  {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
+			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
 		},
 		CrossEntropyForward: {
-			kernels.Float16:  {Aligned: list29, SameOffset: list31, MixedOffsets: list32},
-			kernels.BFloat16: {Aligned: list29, SameOffset: list31, MixedOffsets: list32},
-			kernels.Float32:  {Aligned: list29, SameOffset: list31, MixedOffsets: list32},
+			kernels.Float16:  {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
+			kernels.BFloat16: {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
+			kernels.Float32:  {Aligned: list28, SameOffset: list30, MixedOffsets: list31},
 		},
 		CrossEntropyForwardDX: {
-			kernels.Float16:  {Aligned: list33, SameOffset: list35, MixedOffsets: list36},
-			kernels.BFloat16: {Aligned: list33, SameOffset: list35, MixedOffsets: list36},
-			kernels.Float32:  {Aligned: list33, SameOffset: list35, MixedOffsets: list36},
+			kernels.Float16:  {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list32, SameOffset: list34, MixedOffsets: list35},
 		},
 		CrossEntropyBackward: {
-			kernels.Float16:  {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
-			kernels.BFloat16: {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
-			kernels.Float32:  {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
+			kernels.Float16:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.Float32:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
 		},
 		NormForward: {
-			kernels.Float16:  {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
 		},
 		NormBackward: {
-			kernels.Float16:  {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
-			kernels.BFloat16: {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
-			kernels.Float32:  {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
+			kernels.Float16:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.BFloat16: {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.Float32:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
 		},
 		MaskedSoftmaxForward: {
-			kernels.Float16:  {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
 		},
 		MaskedSoftmaxBackward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
 		LayerNormForward: {
+			kernels.Float16:  {Aligned: list43},
+			kernels.BFloat16: {Aligned: list43},
+			kernels.Float32:  {Aligned: list43},
+		},
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list44},
 			kernels.BFloat16: {Aligned: list44},
 			kernels.Float32:  {Aligned: list44},
 		},
-		LayerNormBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list45},
 			kernels.BFloat16: {Aligned: list45},
 			kernels.Float32:  {Aligned: list45},
 		},
-		RMSNormResidualForward: {
+		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list46},
 			kernels.BFloat16: {Aligned: list46},
 			kernels.Float32:  {Aligned: list46},
-		},
-		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list47},
-			kernels.BFloat16: {Aligned: list47},
-			kernels.Float32:  {Aligned: list47},
 		},
 	},
 	OtherFast: {
 		SoftmaxForward: {
-			kernels.Float16:  {Aligned: list1, SameOffset: list3, MixedOffsets: list4},
-			kernels.BFloat16: {Aligned: list1, SameOffset: list3, MixedOffsets: list4},
-			kernels.Float32:  {Aligned: list2, SameOffset: list3, MixedOffsets: list4},
+			kernels.Float16:  {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
+			kernels.BFloat16: {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
+			kernels.Float32:  {Aligned: list1, SameOffset: list2, MixedOffsets: list3},
 		},
 		SoftmaxBackward: {
-			kernels.Float16:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.BFloat16: {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
-			kernels.Float32:  {Aligned: list6, SameOffset: list7, MixedOffsets: list8},
+			kernels.Float16:  {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
+			kernels.BFloat16: {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
+			kernels.Float32:  {Aligned: list5, SameOffset: list6, MixedOffsets: list7},
 		},
 		RMSNormForward: {
-			kernels.Float16:  {Aligned: list10, SameOffset: list11, MixedOffsets: list12},
-			kernels.BFloat16: {Aligned: list10, SameOffset: list11, MixedOffsets: list12},
-			kernels.Float32:  {Aligned: list10, SameOffset: list11, MixedOffsets: list12},
+			kernels.Float16:  {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
+			kernels.BFloat16: {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
+			kernels.Float32:  {Aligned: list9, SameOffset: list10, MixedOffsets: list11},
 		},
 		RMSNormBackward: {
-			kernels.Float16:  {Aligned: list14, SameOffset: list18, MixedOffsets: list22, MixedTypes: list25},
-			kernels.BFloat16: {Aligned: list14, SameOffset: list18, MixedOffsets: list22, MixedTypes: list25},
-			kernels.Float32:  {Aligned: list16, SameOffset: list20, MixedOffsets: list24, MixedTypes: list25},
+			kernels.Float16:  {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list24},
+			kernels.BFloat16: {Aligned: list13, SameOffset: list17, MixedOffsets: list21, MixedTypes: list24},
+			kernels.Float32:  {Aligned: list15, SameOffset: list19, MixedOffsets: list23, MixedTypes: list24},
 		},
 		RMSNormBackwardDX: {
-			kernels.Float16:  {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
-			kernels.BFloat16: {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
-			kernels.Float32:  {Aligned: list26, SameOffset: list27, MixedOffsets: list8, MixedTypes: list28},
+			kernels.Float16:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.BFloat16: {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
+			kernels.Float32:  {Aligned: list25, SameOffset: list26, MixedOffsets: list7, MixedTypes: list27},
 		},
 		CrossEntropyForward: {
-			kernels.Float16:  {Aligned: list30, SameOffset: list31, MixedOffsets: list32},
-			kernels.BFloat16: {Aligned: list30, SameOffset: list31, MixedOffsets: list32},
-			kernels.Float32:  {Aligned: list30, SameOffset: list31, MixedOffsets: list32},
+			kernels.Float16:  {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
+			kernels.BFloat16: {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
+			kernels.Float32:  {Aligned: list29, SameOffset: list30, MixedOffsets: list31},
 		},
 		CrossEntropyForwardDX: {
-			kernels.Float16:  {Aligned: list34, SameOffset: list35, MixedOffsets: list36},
-			kernels.BFloat16: {Aligned: list34, SameOffset: list35, MixedOffsets: list36},
-			kernels.Float32:  {Aligned: list34, SameOffset: list35, MixedOffsets: list36},
+			kernels.Float16:  {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
+			kernels.BFloat16: {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
+			kernels.Float32:  {Aligned: list33, SameOffset: list34, MixedOffsets: list35},
 		},
 		CrossEntropyBackward: {
-			kernels.Float16:  {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
-			kernels.BFloat16: {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
-			kernels.Float32:  {Aligned: list37, SameOffset: list37, MixedOffsets: list37},
+			kernels.Float16:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.BFloat16: {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
+			kernels.Float32:  {Aligned: list36, SameOffset: list36, MixedOffsets: list36},
 		},
 		NormForward: {
-			kernels.Float16:  {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list38, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list37, SameOffset: list38, MixedOffsets: list38},
 		},
 		NormBackward: {
-			kernels.Float16:  {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
-			kernels.BFloat16: {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
-			kernels.Float32:  {Aligned: list40, SameOffset: list41, MixedOffsets: list41},
+			kernels.Float16:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.BFloat16: {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
+			kernels.Float32:  {Aligned: list39, SameOffset: list40, MixedOffsets: list40},
 		},
 		MaskedSoftmaxForward: {
-			kernels.Float16:  {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list42, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list41, SameOffset: list38, MixedOffsets: list38},
 		},
 		MaskedSoftmaxBackward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
-			kernels.Float32:  {Aligned: list43, SameOffset: list39, MixedOffsets: list39},
+			kernels.Float16:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
+			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
 		LayerNormForward: {
+			kernels.Float16:  {Aligned: list43},
+			kernels.BFloat16: {Aligned: list43},
+			kernels.Float32:  {Aligned: list43},
+		},
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list44},
 			kernels.BFloat16: {Aligned: list44},
 			kernels.Float32:  {Aligned: list44},
 		},
-		LayerNormBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list45},
 			kernels.BFloat16: {Aligned: list45},
 			kernels.Float32:  {Aligned: list45},
 		},
-		RMSNormResidualForward: {
+		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list46},
 			kernels.BFloat16: {Aligned: list46},
 			kernels.Float32:  {Aligned: list46},
-		},
-		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list47},
-			kernels.BFloat16: {Aligned: list47},
-			kernels.Float32:  {Aligned: list47},
 		},
 	},
 }
