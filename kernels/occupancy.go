@@ -44,7 +44,7 @@ var occupancy = []struct {
 	{threads: 1280, ops: []Op{CrossEntropyForward}, layout: aligned, rows: limits{1, 32},
 		vectors: limits{4, 4}},
 	{threads: 1280, shapes: []Shape{InRegisters}, ops: []Op{SoftmaxForward}, types: []DType{Float16, BFloat16},
-		layout: aligned, rows: limits{256, 256}},
+		layout: aligned, rows: limits{256, 256}, vectors: limits{4, 4}},
 	{threads: 1280, ops: []Op{RMSNormForward}, layout: aligned, vectors: limits{1, 4}},
 	{threads: 640, ops: []Op{CrossEntropyForwardDX}, types: []DType{Float16, BFloat16}, layout: aligned,
 		rows: limits{32, 32}, vectors: limits{5, 8}},

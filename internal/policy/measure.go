@@ -25,9 +25,11 @@ type Measurement struct {
 	Policy   string  `json:"policy"`   // if Row is empty: the row that the policy chooses, if known
 	US       float64 `json:"us"`       // microseconds
 	LimitUS  float64 `json:"limit_us"` // of the fastest kernel that only moves the bytes; 0 if not measured
+	Weight   string  `json:"weight"`   // the type of the weights, if it is not Type
 }
 
-// ReadMeasurements parses a file of measurements, with a JSON object on each line.
+// ReadMeasurements parses a file of measurements, with a JSON object on each line. It leaves out those with
+// weights of another type, which say nothing of other calls.
 func ReadMeasurements(text []byte) (all []Measurement, err error) {
 	scanner := bufio.NewScanner(bytes.NewReader(text))
 	scanner.Buffer(nil, 1<<20)
@@ -40,7 +42,9 @@ func ReadMeasurements(text []byte) (all []Measurement, err error) {
 			return nil, fmt.Errorf("line %d: us, m and n are %v, %d, %d, expected numbers above 0",
 				number, m.US, m.M, m.N)
 		}
-		all = append(all, m)
+		if m.Weight == "" {
+			all = append(all, m)
+		}
 	}
 	return all, scanner.Err()
 }

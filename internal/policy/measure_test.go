@@ -155,6 +155,14 @@ func TestRedundantKernels(t *testing.T) {
 	assert.Empty(t, redundant)
 }
 
+func TestMeasurementsWithOtherWeights(t *testing.T) {
+	lines := `{"m":1,"n":8,"us":2}` + "\n" + `{"m":1,"n":8,"us":1,"weight":"float32"}`
+	all, err := ReadMeasurements([]byte(lines))
+	require.NoError(t, err)
+	require.Len(t, all, 1)
+	assert.Equal(t, 2.0, all[0].US)
+}
+
 func TestMeasurementsThatCannotBe(t *testing.T) {
 	_, err := ReadMeasurements([]byte(`{"device":"h100","m":1,"n":1,"us":0}`))
 	assert.ErrorContains(t, err, "line 1: us, m and n are 0, 1, 1, expected numbers above 0")

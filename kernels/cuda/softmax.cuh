@@ -25,12 +25,12 @@ struct SoftmaxForward : RowOperator<SoftmaxForward<T_>> {
   __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) {
     if constexpr (sizeof(T) < 4) {
       sc.scale *= rescale_factor<float>(m, State::reference(sc.max));
-      return;
+    } else {
+      const double sum = static_cast<double>(sc.sum) + sc.rest, guess = sc.scale;
+      const double inverse = fma(guess, fma(-sum, guess, 1.), guess);
+      const double scale = rescale_factor<double>(m, State::reference(sc.max)) * inverse;
+      sc.scale = scale, sc.rest = scale - sc.scale;
     }
-    const double sum = static_cast<double>(sc.sum) + sc.rest, guess = sc.scale;
-    const double inverse = fma(guess, fma(-sum, guess, 1.), guess);
-    const double scale = rescale_factor<double>(m, State::reference(sc.max)) * inverse;
-    sc.scale = scale, sc.rest = scale - sc.scale;
   }
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],

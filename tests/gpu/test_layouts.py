@@ -114,6 +114,19 @@ def test_rmsnorm_dtypes(dtype, weight_dtype, n):
         assert_accurate(alone, theirs, exact_alone, "dx without weight")
 
 
+@pytest.mark.parametrize("n", [1024, 1536, 2560, 4096, 5376, 8192, 11008, 16384, 18432])
+@pytest.mark.parametrize("m", [64, 512, 1024, 2048, 4000])
+@by_dtype
+def test_rmsnorm_weights(dtype, m, n):
+    """The planner chooses by the number of rows, and by whether the weights are wider than they."""
+    x = Inputs(m, n, dtype).x
+    for weight_dtype in dict.fromkeys((dtype, torch.float32)):
+        weight = Inputs(m, n, weight_dtype).weight
+        theirs = rms_norm(x.float(), weight.float()).to(dtype)
+        out = gander.rmsnorm(x, weight, eps=EPS)
+        assert_accurate(out, theirs, rms_norm(x.double(), weight.double()))
+
+
 @pytest.mark.parametrize("n", [31, 4096, 300000])
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=name)
 @by_dtype

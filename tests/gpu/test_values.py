@@ -26,14 +26,15 @@ from tolerance import assert_accurate
 INF, NAN = math.inf, math.nan
 # Lengths for each kind of kernel: several rows per warp, a CTA per row, a cluster per row, two passes. Some
 # rows are whole 16-byte vectors, some are not.
-LENGTHS = (1, 3, 31, 256, 1000, 4096, 4099, 50257, 65536, 262144, 1 << 20)
+LENGTHS = (1, 3, 31, 256, 1000, 4096, 4099, 8192, 50257, 65536, 262144, 1 << 20)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
 by_length = pytest.mark.parametrize("n", LENGTHS)
 
 
 def special(n, dtype):
-    """Rows with some or all elements -inf, NaN or +inf; rows of equal elements; rows of large elements."""
-    x = Inputs(14, n, dtype).x
+    """Rows with some or all elements -inf, NaN or +inf; rows of equal elements; rows of large elements; rows
+    of which a part is so small that its exponentials are subnormal, or 0, beside the others'."""
+    x = Inputs(16, n, dtype).x
     x[0, ::3] = -INF
     x[1, : n // 2] = -INF
     x[2, n // 2 :] = -INF
@@ -48,6 +49,8 @@ def special(n, dtype):
     x[11] = 3
     x[12] += 1e4
     x[13] -= 1e4
+    x[14, : n // 2] -= 88
+    x[15, n // 3 :] -= 104
     return x
 
 
@@ -56,7 +59,7 @@ def special(n, dtype):
 def test_softmax(dtype, n):
     x = special(n, dtype)
     for placed in (x, offset(x)):
-        for rows in (slice(None), slice(0, 6), slice(6, 14)):
+        for rows in (slice(None), slice(0, 6), slice(6, 16)):
             x = placed[rows]
             assert_accurate(gander.softmax(x), F.softmax(x, -1), F.softmax(x.double(), -1))
 
@@ -90,7 +93,7 @@ def test_cross_entropy(dtype, n):
 @by_dtype
 def test_rmsnorm(dtype, n):
     x = special(n, dtype)
-    weight = Inputs(14, n, dtype).weight
+    weight = Inputs(16, n, dtype).weight
     for placed in (x, offset(x)):
         out = gander.rmsnorm(placed, weight, eps=EPS)
         exact = exact_rms_norm(placed, weight)[0]

@@ -162,6 +162,7 @@ def _beside_the_limit(options: Options, traffic: str, inputs, calls, results) ->
     except (limit.Unavailable, torch.OutOfMemoryError) as error:
         figures["limit"] = {"error": reason(error)}
     timings = _gpu_timer()(calls | plain, options.seconds)
+    figures["pause_us"] = _gpu_timer().pause_us
     size = len(traffic) * inputs[0].nbytes
     for kernel in plain:
         figures["limit"] = timings[kernel]._asdict() | {

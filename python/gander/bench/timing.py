@@ -15,8 +15,8 @@ import torch
 Call = Callable[[], object]
 _HOST_MARGIN = 1.5
 _CYCLES_PER_US = 2000  # at the highest clock; at a lower one the host is only further ahead
-_LEAST_US = 20  # of a pause
-_MOST_US = 2000  # who takes longer waits for the GPU, and nothing hides that
+_PAUSE_US = 20  # of the shortest pause. Others are twice, four times, ... as long, so that few differ
+_MOST_US = 2000  # for a host that takes longer the GPU waits
 
 
 class Timing(NamedTuple):
@@ -54,16 +54,18 @@ def _no_garbage_collection():
 class GPUTimer:
     """Times calls with CUDA events, in turns. Before each the L2 cache is flushed, and the GPU pauses until
     the slowest host has enqueued its call, so that what is timed is the GPU's work and nothing of Python's.
-    All have the same pause: with another one a short call may take 0.7 us more or less (bench/TRIED.md)."""
+    All have the same pause: with another one a short call may take 0.6 us more or less (bench/TRIED.md).
+    pause_us is the last point's."""
 
     def __init__(self):
         size = max(256 << 20, 4 * torch.cuda.get_device_properties().L2_cache_size)
         self._flush = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self.pause_us = 0
 
-    def _start(self, call: Call, pause: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _start(self, call: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
-        torch.cuda._sleep(pause)
+        torch.cuda._sleep(self.pause_us * _CYCLES_PER_US)
         begin.record()
         call()
         end.record()
@@ -84,15 +86,17 @@ class GPUTimer:
         self, calls: dict[str, Call], seconds: float, least: int = 10, most: int = 100
     ) -> dict[str, Timing]:
         """At least `least` rounds, then more until the seconds are over. The calls have run before."""
-        host = max(map(self._host_us, calls.values()), default=0)
-        pause = int(max(_LEAST_US, min(host, _MOST_US) * _HOST_MARGIN) * _CYCLES_PER_US)
+        host = min(max(map(self._host_us, calls.values()), default=0), _MOST_US) * _HOST_MARGIN
+        self.pause_us = _PAUSE_US
+        while self.pause_us < host:
+            self.pause_us *= 2
         samples = {name: [] for name in calls}
         began = time.perf_counter()
         with _no_garbage_collection():
             for rounds, turn in enumerate(_turns(list(calls))):
                 if rounds == most or (rounds >= least and time.perf_counter() - began > seconds):
                     break
-                events = {name: self._start(calls[name], pause) for name in turn}
+                events = {name: self._start(calls[name]) for name in turn}
                 torch.cuda.synchronize()
                 for name, (begin, end) in events.items():
                     samples[name].append(begin.elapsed_time(end) * 1e3)
