@@ -241,6 +241,26 @@ def rows(request, dtype, vectors):
     return Rows(5, length(vectors, dtype, request.param), dtype)
 
 
+@pytest.mark.parametrize(
+    "tile, vectors", [("64x2", 100), ("512x2", 300), ("256x4", 700), ("512x4", 1500), ("512x8", 2300)]
+)
+def test_softmax_of_unlike_warps(dtype, tile, vectors, planner):
+    """Warps whose maxima are far apart, infinite or NaN, in kernels that keep exponentials and in others."""
+    planner(f"auto - - - registers {tile}")
+    n = length(vectors, dtype, "")
+    x = 2 * Rows(9, n, dtype).values(9, n)
+    x[0, : n // 2] -= 88
+    x[1, n // 3 :] -= 104
+    x[2, : n // 2] = -60000
+    x[3, n // 2 :] = -np.inf
+    x[4, 1:] = -np.inf
+    x[5] = -np.inf
+    x[6, n // 3] = np.inf
+    x[7, -1] = np.nan
+    x[8, :-1] = -np.inf
+    check("softmax_forward", {"x": (dtype, x)}, {"y": (dtype, x.shape)})
+
+
 @pytest.mark.parametrize("log, causal, masked_zero", [(0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 1, 1)])
 def test_masked_softmax(rows, log, causal, masked_zero):
     options, other = dict(log=log, causal=causal, scale=0.5), OTHER[rows.dtype]
