@@ -337,7 +337,9 @@ def test_providers_measure_what_they_have(monkeypatch):
         (op, ("gander", "cudnn") if op == "rmsnorm_forward" else ("gander",)) for op in cases.OPERATORS
     }
     assert list(sections.odd(sections.Options(("cudnn",), operators=("softmax_forward",)))) == []
-    assert {p.providers for p in sections.step(options)} == {("gander", "gander-two-passes")}
+    assert {p.providers for p in sections.step(options)} == {
+        ("gander", "gander-two-passes", "gander-upstream")
+    }
     assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report._STEPS)
     assert {p.providers for p in sections.host(options)} == {("gander",)}
     both = sections.Options(providers=("torch.compile", "gander"))
@@ -390,6 +392,7 @@ def test_norms_resume_and_report(command, monkeypatch):
             call()
         return {name: timing.Timing(1.0 + i, 0.5, 9.0, least) for i, name in enumerate(calls)}
 
+    times.pause_us = 40
     read = []
     for op, operator in cases.NORMS.items():
         monkeypatch.setitem(sections.ALL, op, on_the_cpu(operator))
@@ -408,17 +411,18 @@ def test_norms_resume_and_report(command, monkeypatch):
     for record in found:
         assert set(record["results"]) == {"torch", "gander"}
         assert all(result["off"] < 3e-3 and result["us"] for result in record["results"].values())
-        assert record["limit"]["kernel"] == "1 x 128"
+        assert record["limit"]["kernel"] == "1 x 128" and record["pause_us"] == 40
     assert {(traffic, len(tensors)) for traffic, tensors in read} == {
         (operator.traffic, operator.traffic.count("r")) for operator in cases.NORMS.values()
     }
     # In those runs gander takes twice torch's time. From here on it takes as long, and so decides each point.
     again = [*which, "--run", 3, "--resume", "--missed", "--ops", "layernorm_forward,fused_add_rmsnorm"]
-    monkeypatch.setattr(
-        sections,
-        "_gpu_timer",
-        lambda: lambda calls, seconds, least=10: dict.fromkeys(calls, timing.Timing(1.0, 0.5, 9.0, least)),
-    )
+
+    def equal_times(calls, seconds, least=10):
+        return dict.fromkeys(calls, timing.Timing(1.0, 0.5, 9.0, least))
+
+    equal_times.pause_us = 40
+    monkeypatch.setattr(sections, "_gpu_timer", lambda: equal_times)
     assert command(*again[:-1], "layernorm_forward").exit_code == 0
     assert [record["op"] for record in lines("a")[12:]] == ["layernorm_forward"]
     assert command(*again, "--run", 4).exit_code == 0
@@ -491,13 +495,14 @@ def test_norms_are_judged_as_models_are(op, m, run, missed):
     assert len(found) == (1 if op == "fused_add_rmsnorm" else 2)
 
 
-@pytest.mark.parametrize("name", ["torch", "gander", "gander-two-passes"])
+@pytest.mark.parametrize("name", ["torch", "gander", "gander-two-passes", "gander-upstream"])
 @pytest.mark.parametrize("mode", sections.STEPS)
 def test_steps_give_the_gradient(name, mode):
     torch.manual_seed(0)
     x, target = torch.randn(5, 33, requires_grad=True), torch.randint(33, (5,))
-    call = sections._step_call(cases.provider(name).functions["cross_entropy"], mode, x, target)
-    assert call.factor == {"backward": 1, "a quarter": 0.25, "scaled": 65536}[mode]
+    function = cases.provider(name).functions["cross_entropy"]
+    call = sections._step_call(function, mode, x, target, told=name == "gander-upstream")
+    assert call.factor == (65536 if mode == "scaled" else sections.STEPS[mode])
     for _ in range(2):  # the second call must not accumulate into the first one's gradient
         assert sections._step_distance(x, target, call(), call.factor) < 1e-5
     assert sections._step_distance(x, target, 1.1 * call(), call.factor) > 0.05
@@ -607,6 +612,16 @@ def test_tables_of_steps():
         ("(loss / 4).backward()", "gander-two-passes"): ["24.0", "-", "200", "1.00"],
         ("(loss / 4).backward()", "liger"): ["failed"] * 4,
     }
+
+
+@pytest.mark.parametrize("us, met", [(16.5, True), (17.0, False)])
+def test_what_upstream_costs_is_checked(us, met):
+    told = step_record()
+    told["results"]["gander-upstream"] = timing_of(us)
+    checks = results.checks([step_record() | {"mode": "backward"}, told])
+    found = [check for check in checks if check.target == "time with upstream over the single pass"]
+    assert [(check.measured, check.met()) for check in found] == [(us / 16, met)]
+    assert "a quarter" in found[0].point
 
 
 def test_providers_have_no_row_where_they_have_nothing():

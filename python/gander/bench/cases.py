@@ -461,6 +461,11 @@ def _gander_two_passes():
     return Provider({"cross_entropy": functools.partial(gander.cross_entropy, one_pass=False)}, {})
 
 
+def _gander_upstream():
+    """Cross-entropy that is told which gradient of the loss backward will bring."""
+    return Provider({"cross_entropy": gander.cross_entropy}, {})
+
+
 def _gander_with(**how):
     """What takes `algorithm=` and `batch_invariant=`, with one of them."""
     return Provider(
@@ -678,6 +683,7 @@ _PROVIDERS = {
     "torch.compile": (_torch_compile, "torch"),
     "gander": (_gander, None),
     "gander-two-passes": (_gander_two_passes, None),
+    "gander-upstream": (_gander_upstream, None),
     "gander-batch-invariant": (_gander_batch_invariant, None),
     "gander.compile": (_gander_compile, None),
     "quack": (_quack, "quack-kernels"),

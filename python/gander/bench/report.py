@@ -256,6 +256,8 @@ def step_tables(records) -> list[Table]:
 _STEPS = {
     "backward": "loss.backward()",
     "a quarter": "(loss / 4).backward()",
+    "a third": "(loss / 3).backward()",
+    "eight times": "(loss * 8).backward()",
     "scaled": "GradScaler.scale(loss).backward()",
 }
 _STEP_CELLS = (("us", "{:.1f}"), ("ratio", "{:.3f}"), ("peak MiB", "{:.0f}"), ("peak / logits", "{:.2f}"))

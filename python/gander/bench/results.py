@@ -106,6 +106,17 @@ def _against_peers(records) -> Iterator[Check]:
     for r in of(records, "step", mode="backward"):
         yield from _faster_than("quack", r, 1.35)
         yield from _faster_than("torch", r, 2)
+        single = r["results"]["gander"].get("us")
+        for told in of(records, "step", dtype=r["dtype"], m=r["m"], n=r["n"]):
+            us = told["results"].get("gander-upstream", {}).get("us")
+            if single and us and told["mode"] != "backward":
+                yield Check(
+                    "time with upstream over the single pass",
+                    r["op"],
+                    point_of(told),
+                    us / single,
+                    at_most=1.05,
+                )
 
 
 def _times_as_fast(record: dict, name: str) -> float | None:

@@ -297,22 +297,25 @@ def cpu(options: Options) -> Iterator[Point]:
 
 # ---- step: cross-entropy as a training step calls it ----
 
-STEPS = ("backward", "a quarter", "scaled")
+# By what the loss is multiplied: gradient accumulation, a number of ranks, a GradScaler.
+STEPS = {"backward": 1.0, "a quarter": 1 / 4, "a third": 1 / 3, "eight times": 8.0, "scaled": 1.0}
 
 
-def _step_call(cross_entropy, mode: str, x, target) -> Callable[[], torch.Tensor]:
-    """Loss and gradient through autograd, which gives x.grad anew: of the loss, of a part of it as gradient
-    accumulation has it, or of the loss times a GradScaler's factor."""
+def _step_call(cross_entropy, mode: str, x, target, told: bool = False) -> Callable[[], torch.Tensor]:
+    """Loss and gradient through autograd, which gives x.grad anew: of the loss times a factor of the step's
+    or of a GradScaler. told: the call says by `upstream` which one."""
     scaler = torch.amp.GradScaler(x.device.type, enabled=mode == "scaled")
-    share = 0.25 if mode == "a quarter" else 1.0
+    share = STEPS[mode]
+    factor = scaler.get_scale() * share
+    options = {"upstream": factor} if told else {}
 
     def run():
         x.grad = None
-        loss = cross_entropy(x, target)
+        loss = cross_entropy(x, target, **options)
         scaler.scale(loss if share == 1 else loss * share).backward()
         return x.grad
 
-    run.factor = scaler.get_scale() * share
+    run.factor = factor
     return run
 
 
@@ -345,7 +348,8 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
     def prepare(name):
         # liger writes the gradient over the logits, so each has its own: liger's change after the first step.
         x = logits.clone().requires_grad_()
-        call = _step_call(provider(name).functions["cross_entropy"], mode, x, target)
+        function = provider(name).functions["cross_entropy"]
+        call = _step_call(function, mode, x, target, told=name == "gander-upstream")
         off = _step_distance(logits, target, call(), call.factor)
         if not off < _WRONG[x.dtype]:
             raise ArithmeticError(f"wrong result: {off:.1e} off")
@@ -359,7 +363,7 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
 
 def step(options: Options) -> Iterator[Point]:
     shapes, dtypes = options.shapes or (LOGITS,), options.dtypes or ("bfloat16",)
-    own = ("gander-two-passes",) if "gander" in options.providers else ()
+    own = ("gander-two-passes", "gander-upstream") if "gander" in options.providers else ()
     having = _having(dict.fromkeys(options.providers + own), "cross_entropy")
     for dtype, (m, n), mode in itertools.product(dtypes, shapes, STEPS):
         name = {"section": "step", "op": "cross_entropy", "dtype": dtype, "m": m, "n": n, "mode": mode}
