@@ -371,9 +371,9 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   constexpr int kStep = Place::kNext * E;
   constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
   constexpr bool kHasExp = State::kMaxFirst && Op::kHasOutput;
-  // Where a thread has the registers, exponentials are computed once: of long rows of float32, because the
-  // accurate exponential is expensive, and of 16-bit rows, of which few would wait for them. Four vectors
-  // have the registers in CTAs of 256 threads (see occupancy.go). They are relative to a warp's maximum.
+  // Exponentials are computed once and kept where a thread has the registers: in long rows of float32, whose
+  // accurate exponential is expensive, and in 16-bit rows with two vectors for each thread. With four vectors
+  // only CTAs of 256 threads have them (see occupancy.go). What is kept is relative to the warp's maximum.
   constexpr bool kMaxOfWarp =
       kHasExp && Op::kMayCacheExp &&
       (sizeof(T) == 4 ? TPR * V >= 2048 : !Unaligned && kWarps > 1 && (V <= 2 || TPR == 256 && V == 4));

@@ -19,13 +19,12 @@ struct SoftmaxForward : RowOperator<SoftmaxForward<T_>> {
     const float sum = st.s;
     sc = {st.m, sum, static_cast<float>(st.s - sum), 1.f / sum};
   }
-  // From here on, scale is exp(m - max) / sum, for float32 rows scale + rest in double. The inverse of the
-  // sum is one Newton step from its float approximation: a division in double has a slow path that is a
-  // function call.
+  // From here on, scale is exp(m - max) / sum. For float32 rows scale + rest is, in double.
   __device__ __forceinline__ static void rebase_scale(Scalars& sc, float m) {
     if constexpr (sizeof(T) < 4) {
       sc.scale *= rescale_factor<float>(m, State::reference(sc.max));
     } else {
+      // One Newton step from the float inverse. A division in double has a slow path that is a function call.
       const double sum = static_cast<double>(sc.sum) + sc.rest, guess = sc.scale;
       const double inverse = fma(guess, fma(-sum, guess, 1.), guess);
       const double scale = rescale_factor<double>(m, State::reference(sc.max)) * inverse;

@@ -305,7 +305,7 @@ __device__ __forceinline__ void store_vector(T* p, const float (&f)[kElements<T>
   __stcs(reinterpret_cast<uint4*>(p), pack(T(), f));
 }
 
-// Stores those of E elements, the first of which is number e of a row, that are from number lo to hi.
+// Stores elements e to e + E - 1 of a row to p, except for those before lo or from hi on.
 template <class T, int E>
 __device__ __forceinline__ void store_within(T* p, int e, int lo, int hi, const float (&f)[E]) {
 #pragma unroll

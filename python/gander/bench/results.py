@@ -106,17 +106,17 @@ def _against_peers(records) -> Iterator[Check]:
     for r in of(records, "step", mode="backward"):
         yield from _faster_than("quack", r, 1.35)
         yield from _faster_than("torch", r, 2)
-        single = r["results"]["gander"].get("us")
-        for told in of(records, "step", dtype=r["dtype"], m=r["m"], n=r["n"]):
+
+
+def _with_upstream(records) -> Iterator[Check]:
+    """Steps whose gradient `upstream` has announced, over loss.backward(), a single pass."""
+    name = "time with upstream over the single pass"
+    for single in of(records, "step", mode="backward"):
+        least = single["results"].get("gander", {}).get("us")
+        for told in of(records, "step", dtype=single["dtype"], m=single["m"], n=single["n"]):
             us = told["results"].get("gander-upstream", {}).get("us")
-            if single and us and told["mode"] != "backward":
-                yield Check(
-                    "time with upstream over the single pass",
-                    r["op"],
-                    point_of(told),
-                    us / single,
-                    at_most=1.05,
-                )
+            if least and us and told["mode"] != "backward":
+                yield Check(name, told["op"], point_of(told), us / least, at_most=1.05)
 
 
 def _times_as_fast(record: dict, name: str) -> float | None:
@@ -201,7 +201,8 @@ def _cpu(records) -> Iterator[Check]:
 
 
 _CHECKS: tuple[Callable, ...] = (
-    _in_several_runs, _against_the_limit, _against_peers, _host, _first_calls, _algorithms, _cpu,
+    _in_several_runs, _against_the_limit, _against_peers, _with_upstream,
+    _host, _first_calls, _algorithms, _cpu,
 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ import torch
 Call = Callable[[], object]
 _HOST_MARGIN = 1.5
 _CYCLES_PER_US = 2000  # at the highest clock; at a lower one the host is only further ahead
-_PAUSE_US = 20  # of the shortest pause. Others are twice, four times, ... as long, so that few differ
-_MOST_US = 2000  # for a host that takes longer the GPU waits
+_PAUSE_US = 20  # the shortest pause. It is doubled until it suffices, so that runs seldom differ in it
+_MOST_US = 2000  # host time that a pause covers: the GPU waits for a slower host
 
 
 class Timing(NamedTuple):
@@ -55,7 +55,7 @@ class GPUTimer:
     """Times calls with CUDA events, in turns. Before each the L2 cache is flushed, and the GPU pauses until
     the slowest host has enqueued its call, so that what is timed is the GPU's work and nothing of Python's.
     All have the same pause: with another one a short call may take 0.6 us more or less (bench/TRIED.md).
-    pause_us is the last point's."""
+    pause_us is that of the last calls."""
 
     def __init__(self):
         size = max(256 << 20, 4 * torch.cuda.get_device_properties().L2_cache_size)
