@@ -38,6 +38,7 @@ var elsewhere = []struct {
 	{12, symbols(`rmsnorm_backward_grid_cooperative_b?float16_(256x1x2|512x2x1)`), 0},
 	{12, symbols(`norm_forward_rows_bfloat16_256x4_cluster`), 3},
 	{12, symbols(`norm_forward_rows_bfloat16_512x4_cluster`), 1},
+	{12, symbols(`layernorm_forward_rows_float32_512x8_cluster`), 1},
 	{12, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},
 	{12, symbols(`norm_backward_ring_\w+_\d+x1`), 2},
 	{12, symbols(`softmax_forward_apply_\w+_256x2_unaligned`), 4},

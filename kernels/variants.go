@@ -318,8 +318,9 @@ var (
 	normRingCluster = []tile{{256, 2}, {512, 2}}
 
 	// The norms of cuda/aligned_norm.cuh. Backward of shorter rows is that of norms with options.
-	layerNorms              = []tile{{8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 4}, {512, 4}, {1024, 1}}
+	layerNorms              = []tile{{8, 4}, {16, 4}, {32, 4}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 1}}
 	layerNormsInClusters    = []tile{{256, 4}, {512, 4}}
+	longLayerNorms          = tile{512, 8} // in clusters, of float32: 16-bit rows would need too many registers
 	residualNorms           = []tile{{16, 2}, {32, 2}, {512, 2}}
 	residualNormsInClusters = []tile{{256, 2}}
 	alignedNormRings        = []tile{{128, 1}, {256, 2}, {512, 2}}
@@ -534,7 +535,11 @@ func (t *tableOf) addNorms() {
 	t.add(Variant{Op: NormBackward, Shape: Columns, Unaligned: true}, tile{ChunkThreads, 1})
 	t.add(Variant{Op: NormGradient, Shape: Finish, Unaligned: true}, weightGradient...)
 	t.add(Variant{Op: LayerNormForward, Shape: InRegisters}, layerNorms...)
-	t.add(Variant{Op: LayerNormForward, Shape: InRegisters, Cluster: true}, layerNormsInClusters...)
+	inClusters := Variant{Op: LayerNormForward, Shape: InRegisters, Cluster: true}
+	t.add(inClusters, layerNormsInClusters...)
+	if t.x == Float32 {
+		t.add(inClusters, longLayerNorms)
+	}
 	t.add(Variant{Op: RMSNormResidualForward, Shape: InRegisters}, residualNorms...)
 	t.add(Variant{Op: RMSNormResidualForward, Shape: InRegisters, Cluster: true}, residualNormsInClusters...)
 	for _, op := range []Op{LayerNormBackward, RMSNormResidualBackward} {

@@ -43,6 +43,7 @@ KERNEL(layernorm_forward_rows_bfloat16_32x4, 128, 8, rows_body<LayerNormForward<
 KERNEL(layernorm_forward_rows_bfloat16_128x4, 128, 8, rows_body<LayerNormForward<bf16>, 128, 4, false, false, false>)
 KERNEL(layernorm_forward_rows_bfloat16_256x4, 256, 4, rows_body<LayerNormForward<bf16>, 256, 4, false, false, false>)
 KERNEL(layernorm_forward_rows_bfloat16_512x4, 512, 2, rows_body<LayerNormForward<bf16>, 512, 4, false, false, false>)
+KERNEL(layernorm_forward_rows_bfloat16_512x8, 512, 2, rows_body<LayerNormForward<bf16>, 512, 8, false, false, false>)
 KERNEL(layernorm_forward_rows_bfloat16_1024x1, 1024, 1, rows_body<LayerNormForward<bf16>, 1024, 1, false, false, false>)
 KERNEL(layernorm_forward_rows_bfloat16_256x4_cluster, 256, 4, rows_body<LayerNormForward<bf16>, 256, 4, false, false, true>)
 KERNEL(layernorm_forward_rows_bfloat16_512x4_cluster, 512, 2, rows_body<LayerNormForward<bf16>, 512, 4, false, false, true>)
