@@ -83,7 +83,8 @@ type CrossEntropy struct {
 	Upstream Vector
 
 	// OnePass: forward's DX is the gradient of the reduced loss; with ReduceMean it is divided by the
-	// denominator. Backward finds that gradient in DX, and computes it again only if DLoss is not Upstream.
+	// denominator. Backward finds that gradient in DX, and computes it again only if DLoss is not Upstream, or
+	// if that is NaN, for which forward need not make one.
 	OnePass bool
 
 	// Slice: X is a slice of each row's classes. Backward subtracts nothing in a row whose target is not in

@@ -331,9 +331,16 @@ func TestDivisorAndUpstream(t *testing.T) {
 				given := tensor(t, d, slices.Repeat([]float64{mark}, m*n), m, n)
 				require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, given, o))
 				assert.Equal(t, slices.Repeat([]float64{mark}, m*n), values(t, given), "dx must not be written")
-				o.Upstream = nil
-				require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, given, o))
-				requireClose(t, right, size, values(t, given), d, n)
+				for _, other := range []*dlpack.Tensor{nil, tensor(t, stat, []float64{math.NaN()})} {
+					given := tensor(t, d, slices.Repeat([]float64{mark}, m*n), m, n)
+					o.Upstream = other
+					require.NoError(t, crossEntropyBackward(x, target, nil, dloss, lse, nil, given, o))
+					requireClose(t, right, size, values(t, given), d, n)
+					if other != nil { // NaN is not taken for what NaN has made
+						require.NoError(t, crossEntropyBackward(x, target, nil, other, lse, nil, given, o))
+						assert.True(t, math.IsNaN(values(t, given)[0]))
+					}
+				}
 			}
 			o.OnePass, o.Upstream, o.Divisor = false, nil, tensor(t, stat, []float64{0})
 			require.NoError(t, crossEntropyForward(x, target, nil, loss, lse, dx, nil, o))

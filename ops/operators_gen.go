@@ -641,8 +641,9 @@ type CrossEntropyForward struct {
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
-	// synchronization. In two parts, the second part of lse is then not the logarithm of a sum but a sum,
-	// from which both compute the same bits. Not with reduction none
+	// synchronization. If upstream is NaN, forward may leave dx as it is, and backward computes it. In two
+	// parts, the second part of lse is then not the logarithm of a sum but a sum, from which both compute
+	// the same bits. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
@@ -742,8 +743,9 @@ type CrossEntropyBackward struct {
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
-	// synchronization. In two parts, the second part of lse is then not the logarithm of a sum but a sum,
-	// from which both compute the same bits. Not with reduction none
+	// synchronization. If upstream is NaN, forward may leave dx as it is, and backward computes it. In two
+	// parts, the second part of lse is then not the logarithm of a sum but a sum, from which both compute
+	// the same bits. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,

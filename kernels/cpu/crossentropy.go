@@ -22,11 +22,20 @@ func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 // DX may be X. With OnePass and the dloss that forward expected it does nothing: forward has already written
 // that gradient to DX.
 func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
-	if a.OnePass && math.Float64bits(at(&a.DLoss, 0)) == math.Float64bits(or1(&a.Upstream)) {
+	if alreadyDone(a) {
 		return nil
 	}
 	o := operands{x: a.X, dx: a.DX}
 	return run(&o, more{ce: a}, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
+}
+
+// alreadyDone tells whether forward has made the gradient that is asked for. For NaN it need not make any.
+func alreadyDone(a *kernels.CrossEntropy) bool {
+	if !a.OnePass {
+		return false
+	}
+	expected := or1(&a.Upstream)
+	return !math.IsNaN(expected) && math.Float64bits(at(&a.DLoss, 0)) == math.Float64bits(expected)
 }
 
 // or1 is an optional operand of one element, which stands for 1 if it is absent.
@@ -83,7 +92,7 @@ func (w *worker[T]) writeZeros(row, lo, hi int) {
 // Rescale computes DX = X * (DLoss / Upstream). With OnePass DX is X, and nothing is done if the two are
 // equal.
 func Rescale(a *kernels.CrossEntropy, workers int) error {
-	if a.OnePass && math.Float64bits(at(&a.DLoss, 0)) == math.Float64bits(or1(&a.Upstream)) {
+	if alreadyDone(a) {
 		return nil
 	}
 	return run(&operands{x: a.X, dx: a.DX}, more{ce: a}, workers, rescale[float32]{}, rescale[float64]{})

@@ -55,6 +55,9 @@ __device__ __forceinline__ float row_gradient(const CrossEntropyArgs& a, float u
   return a.divisor ? gradient / load_divisor(a) : gradient;
 }
 
+// In place of a row's gradient: none is to be made. A row's gradient that is NaN has other bits.
+constexpr int kNoGradient = 0x7fc0ffee;
+
 // Sums pairs over all rows, with one CTA or one cluster. `at(row)` returns a row's pair. True is returned in
 // the one thread that has the sums. The order of summation depends on the number of rows alone. Sums are in
 // double: there are few terms, and a result of one number shows each rounding error.
@@ -282,6 +285,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     float logit;    // x[target], -inf without a target
     float max, scale;
     float at_target;  // the gradient there
+    float grad;       // see row_gradient, or kNoGradient
   };
   // A complete row. sum: of exp(x - m) over all classes. others: without the target.
   struct Total {
@@ -293,7 +297,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   // What the first thread of a CTA with one row computes. The others read it after a barrier.
   struct RowValues {
     float weight;
-    float grad;  // see row_gradient
+    float grad;
   };
   __device__ __forceinline__ static RowValues& row_values() {
     __shared__ RowValues values;
@@ -325,7 +329,10 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   }
   __device__ __forceinline__ static float gradient(const Args& a, float weight) {
     if (a.one_pass && a.mean) wait_for_previous_launch();  // it sums the weights while this one loads the row
-    return row_gradient(a, a.upstream ? *static_cast<const float*>(a.upstream) : 1.f, weight);
+    const float upstream = a.upstream ? *static_cast<const float*>(a.upstream) : 1.f;
+    if (a.sums && isnan(upstream)) return __int_as_float(kNoGradient);
+    const float gradient = row_gradient(a, upstream, weight);
+    return isnan(gradient) ? kNaN : gradient;
   }
   template <int Step, int V>
   __device__ __forceinline__ static bool take(Scalars& sc, int64_t origin, int e, uint4 (&v)[V]) {
@@ -365,6 +372,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   // Computes what `map` needs from the state of a complete row.
   __device__ __forceinline__ static void prepare(Scalars& sc, const Total& total, float grad) {
     const float scale = grad / total.sum;
+    sc.grad = grad;
     sc.scale = grad == 0.f ? 0.f : scale + 0.f;  // -0 becomes 0: backward stores that too
     sc.max = sc.scale == 0.f ? 0.f : total.m;
     sc.at_target = grad == 0.f ? 0.f : gradient_at_target(total, scale, grad);
@@ -399,6 +407,9 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     for (int j = 0; j < E; j++) dx[j] = scaled<Cached>(sc, x[j]);
   }
   __device__ __forceinline__ static bool ignores(const Scalars& sc) { return sc.scale == 0.f; }
+  __device__ __forceinline__ static bool omits_output(const Scalars& sc) {
+    return __float_as_int(sc.grad) == kNoGradient;
+  }
   // The gradient at the target, by the thread that has stored the vector around it. Comparing the target with
   // each vector's position would be more instructions, for all threads. All vectors are of the row, or of one
   // chunk: chunks are multiples of V x Step.
@@ -424,11 +435,13 @@ template <class T_>
 struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
   using T = T_;
   using Args = CrossEntropyArgs;
-  // True if forward has computed this gradient already: for an upstream gradient of the same bits.
+  // True if forward has computed this gradient already: for an upstream gradient of the same bits. For NaN
+  // it has computed none.
   __device__ __forceinline__ static bool already_done(const Args& a) {
     if (!a.one_pass) return false;
     const float expected = a.upstream ? *static_cast<const float*>(a.upstream) : 1.f;
-    return __float_as_int(*static_cast<const float*>(a.dloss)) == __float_as_int(expected);
+    return !isnan(expected) &&
+           __float_as_int(*static_cast<const float*>(a.dloss)) == __float_as_int(expected);
   }
   struct Scalars {
     int64_t index;
@@ -625,17 +638,20 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
     typename Op::Scalars sc = {};
     sc.index = targets[group].label.index, sc.logit = targets[group].logit;
     Op::prepare(sc, total(sc.logit, st), targets[group].grad);
-    if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
-    if constexpr (Unaligned) {
-      p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
-      if (!active) p.bounds.clear();
-      e += args.rows.opaque_zero;
+    if (!Op::omits_output(sc)) {
+      if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
+      if constexpr (Unaligned) {
+        p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
+        if (!active) p.bounds.clear();
+        e += args.rows.opaque_zero;
+      }
+      if (Op::ignores(sc)) tile.clear();
+      using Operands =
+          NoEpilogueOperands<Mapped, V, kStep, Unaligned>;  // EpilogueOperands would call Op's map
+      tile.map(args, sc, p, e, kStep, Operands(args, p, e));
+      if constexpr (kPatch)
+        if (active) Op::template patch<kStep, V>(sc, p, e);
     }
-    if (Op::ignores(sc)) tile.clear();
-    using Operands = NoEpilogueOperands<Mapped, V, kStep, Unaligned>;  // EpilogueOperands would call Op's map
-    tile.map(args, sc, p, e, kStep, Operands(args, p, e));
-    if constexpr (kPatch)
-      if (active) Op::template patch<kStep, V>(sc, p, e);
   }
   const unsigned self = thread_number_again();  // stats_thread, kept until here, would cost a register too
   if (self < kRows && base + self < args.rows.m) {

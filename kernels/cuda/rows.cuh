@@ -214,6 +214,11 @@ struct RowOperator {
   __device__ __forceinline__ static bool ignores(const Scalars&) {
     return false;
   }
+  // Whether a row's output is not stored, which is the same for all rows of a launch.
+  template <class Scalars>
+  __device__ __forceinline__ static bool omits_output(const Scalars&) {
+    return false;
+  }
   // rows_body and apply_body call it after `map`, for what a thread has stored: V vectors that are `Step`
   // elements apart, the first at element e. It may replace one of their elements.
   template <int Step, int V, class Scalars, class View>
@@ -442,16 +447,18 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     if (Op::taken_at(sc, p.origin) != ~0u) sc.logit = taken[threadIdx.x / TPR];
   if (active) Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
-    if constexpr (kMaxOfWarp) Op::rebase_scale(sc, own.m);
-    if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
-    if constexpr (Unaligned) {  // computed again: the view and masks derived from it would take registers
-      p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
-      if (!active) p.bounds.clear();
-      e += args.rows.opaque_zero;
+    if (!Op::omits_output(sc)) {
+      if constexpr (kMaxOfWarp) Op::rebase_scale(sc, own.m);
+      if constexpr (!kCacheExp) tile.rematerialize(args.rows.opaque_zero);
+      if constexpr (Unaligned) {  // computed again: the view and masks derived from it would take registers
+        p = row_view<Op, Unaligned, true>(args.rows, (active ? row : 0) + args.rows.opaque_zero);
+        if (!active) p.bounds.clear();
+        e += args.rows.opaque_zero;
+      }
+      if (Op::ignores(sc)) tile.clear();
+      tile.map(args, sc, p, e, kStep, operands);
+      Op::template patch<kStep, V>(sc, p, e);
     }
-    if (Op::ignores(sc)) tile.clear();
-    tile.map(args, sc, p, e, kStep, operands);
-    Op::template patch<kStep, V>(sc, p, e);
   }
   Op::finish_launch(args);
 }
@@ -555,7 +562,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
   reduce_warps<kChunkThreads / 32>(st, warp_slots);
   Op::finalize(args, row, sc, st, leader);
   if constexpr (Op::kHasOutput) {
-    while (true) {
+    while (!Op::omits_output(sc)) {
       if (Op::ignores(sc)) tile.clear();
       tile.map(args, sc, p, e, kStep, operands);
       Op::template patch<kStep, V>(sc, p, e);

@@ -153,7 +153,7 @@ _in_place, _one_pass, _by_row = (
 )
 
 
-def _is_eager(x):
+def is_eager(x):
     return (
         type(x) in (Tensor, Parameter)
         and not is_compiling()
@@ -166,21 +166,24 @@ def _has_one_pass(x):
     return x.is_cuda
 
 
+def takes_one_pass(x, reduction, one_pass=None):
+    """Whether an eager call with a gradient makes it together with the loss. one_pass: what was asked for."""
+    wanted = x.numel() >= ONE_PASS if one_pass is None else one_pass
+    return wanted and reduction != _NONE and _has_one_pass(x)
+
+
 def choose(two_passes, given):
     """The apply of the autograd.Function for a call that needs a gradient.
 
     two_passes: the apply that computes the gradient in a separate pass.
     """
     values = dict(zip(_ARGUMENTS, given, strict=True))
-    x, one_pass = values["x"], values["one_pass"]
+    x = values["x"]
     if rows_are_sharded(x) and values["reduction"] != _MEAN:  # the sharding rule refuses a mean
         return _by_row
-    if not _is_eager(x):
+    if not is_eager(x):
         return two_passes
     if values["inplace_backward"]:
         return _in_place
-    if one_pass is None:
-        one_pass = x.numel() >= ONE_PASS
-    if one_pass and values["reduction"] != _NONE and not values["batch_invariant"] and _has_one_pass(x):
-        return _one_pass
-    return two_passes
+    single = takes_one_pass(x, values["reduction"], values["one_pass"]) and not values["batch_invariant"]
+    return _one_pass if single else two_passes

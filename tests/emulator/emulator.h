@@ -255,4 +255,4 @@ template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
-using std::isfinite, std::signbit;
+using std::isfinite, std::isnan, std::signbit;

@@ -366,6 +366,22 @@ def test_one_pass(rows, reduction):
         got = call(DEVICE, "cross_entropy_backward", inputs, {"dx": (rows.dtype, saved["dx"])}, **options)
         assert np.array_equal(got["dx"], expected["dx"], equal_nan=True)
         assert np.array_equal(np.signbit(got["dx"]), np.signbit(expected["dx"]))  # of 0 too
+    # For an upstream gradient of NaN nothing is made, and nothing taken for made, but all else is the same.
+    for bits in (0x7FC00000, 0x7FFFFFFF, 0xFFC01234):
+        unknown = {"upstream": ("float32", np.array([bits], np.uint32).view(np.float32))}
+        marked = {"dx": (rows.dtype, np.full_like(saved["dx"], 7))}
+        forward = {k: v for k, v in inputs.items() if k in ("x", "target", "weight")} | unknown
+        got = call(DEVICE, "cross_entropy_forward", forward, outputs | marked, **options)
+        assert np.array_equal(got["dx"], marked["dx"][1])
+        for name in outputs.keys() - {"dx"}:
+            assert np.array_equal(got[name], saved[name], equal_nan=True)
+        for dloss, expected in ((unknown["upstream"], None), (gradients[1]["upstream"], made[1])):
+            back = inputs | unknown | {"dloss": dloss}
+            dx = call(DEVICE, "cross_entropy_backward", back, marked, **options)["dx"]
+            if expected is None:
+                assert np.isnan(dx.astype(np.float32)).any(axis=-1).sum() >= rows.m - 1  # a row is ignored
+            else:
+                assert np.array_equal(dx, expected["dx"], equal_nan=True)
 
 
 def test_other_losses(rows):

@@ -32,12 +32,13 @@ SHAPES = (
     "no:cacheprovider",
     PYTHON / "test_loss.py",
     PYTHON / "test_linear_cross_entropy.py",
+    PYTHON / "test_remember.py",
 )
 def test_python_suite_on_cuda(job, record_property):
-    """Runs the CUDA tests of both files, whose tests run on both devices."""
+    """Runs the CUDA tests of these files, whose tests run on both devices."""
     assert job.returncode == 0 and " passed" in job.stdout, job.stdout[-6000:]
     last = job.stdout.strip().rpartition("\n")[2].strip("= ")
-    record_property("note", f"tests/python/test_loss.py, test_linear_cross_entropy.py on cuda: {last}")
+    record_property("note", f"test_loss.py, test_linear_cross_entropy.py, test_remember.py on cuda: {last}")
 
 
 def gradient(a, scale, passes=1, **options):
@@ -145,6 +146,84 @@ def test_graph():
         graph.replay()
         for got, want in zip(captured, step(), strict=True):
             assert same_bits(got, want), values
+
+
+# ---- nn.CrossEntropyLoss(remember=True) ----
+
+
+def memory_of(loss):
+    (memory,) = loss._memories.values()
+    return memory
+
+
+def remembered(loss, a, scale):
+    x = a.x.detach().requires_grad_()
+    made = loss(x, a.target)
+    return made.detach(), torch.autograd.grad(made, x, scale)[0]
+
+
+@by_dtype
+def test_remembering_changes_no_bit(dtype):
+    """Whatever bits are remembered, in every regime: NaN is among them, for which forward makes nothing."""
+    torch.manual_seed(0)
+    for m, n in SHAPES:
+        a = Inputs(m, n, dtype)
+        loss = gander.nn.CrossEntropyLoss(weight=a.class_weight, reduction="sum", remember=True)
+        if m * n < _cross_entropy.ONE_PASS:
+            continue
+        scale = torch.full((), 0.25, device="cuda")
+        want = gradient(a, 0.25, reduction="sum")
+        memory = torch.full((3,), 0.25, device="cuda").view(torch.int32)  # a hit
+        for step in range(8):
+            loss._memories[a.x.device] = memory.clone()
+            for _ in range(2):
+                got = remembered(loss, a, scale)
+                assert all(map(same_bits, got, want)), (m, n, step)
+            memory = torch.randint(-(1 << 31), 1 << 31, (3,), device="cuda").to(torch.int32)
+            if step % 3 == 2:
+                memory[0] = 0x7FC0FFEE
+
+
+def test_remembering_in_graphs_and_on_streams():
+    """A replay reads what then is remembered. Other bits may be written at any time, by any stream."""
+    a = Inputs(512, 8192, torch.bfloat16)
+    loss = gander.nn.CrossEntropyLoss(weight=a.class_weight, remember=True)
+    scale = torch.tensor(0.25, device="cuda")
+    want = gradient(a, 0.25)
+    remembered(loss, a, scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = remembered(loss, a, scale)
+    side = torch.cuda.Stream()
+    for step in range(20):
+        for value in captured:
+            value.fill_(7)
+        if step % 2:
+            memory_of(loss).random_(-(1 << 31), 1 << 31)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            memory_of(loss).random_(-(1 << 31), 1 << 31)
+            other = remembered(loss, a, scale)
+        graph.replay()
+        torch.cuda.current_stream().wait_stream(side)
+        assert all(map(same_bits, captured, want)) and all(map(same_bits, other, want)), step
+
+
+def test_remembering_waits_for_nothing():
+    """Not even a call that makes the memory; and a scale that stays is a hit from the third call on."""
+    a = Inputs(512, 8192, torch.bfloat16)
+    loss = gander.nn.CrossEntropyLoss(weight=a.class_weight, remember=True)
+    scale = torch.tensor(8.0, device="cuda")
+    gradient(a, 1.0)  # loads kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            remembered(loss, a, scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert memory_of(loss).view(torch.float32).tolist() == [8.0] * 3
 
 
 # ---- linear_cross_entropy ----

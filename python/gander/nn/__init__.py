@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _ops
+from .. import _ops, _remember
+from .._cross_entropy import is_eager, takes_one_pass
 from .._operators_gen import REDUCTIONS
 from . import functional
 
@@ -162,12 +163,21 @@ class LogSoftmax(nn.LogSoftmax):
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss(weight=None, size_average=None, ignore_index=-100, reduce=None,
-    reduction="mean", label_smoothing=0.0).
+    reduction="mean", label_smoothing=0.0), and remember=False.
 
     input: (C), (N, C) or (N, C, d1, ...). target: class indices, with the shape of input without C. The loss
     is float32 (float64 for float64). Label smoothing and class probabilities raise NotImplementedError.
     forward also takes divisor and upstream. See gander.cross_entropy.
+    remember: without upstream, the gradient of the loss that backward brought last is expected again: a
+    GradScaler's scale, a fourth for four accumulation steps. After two that changed in a row the gradient is
+    made in backward, until one stays. What is infinite or NaN is not remembered. The last three are in an
+    int32 tensor of the module's for each device: not in the state_dict, not copied or pickled with the
+    module, and not seen by DDP. Nothing synchronizes, and no gradient depends on it. It matters for logits
+    that take the single pass, outside torch.compile: see one_pass. A captured CUDA graph uses the tensor that
+    a call before it has made: keep the module as long as the graph.
     """
+
+    remember = False
 
     def __init__(
         self,
@@ -177,8 +187,12 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         reduce: bool | None = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
+        *,
+        remember: bool = False,
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.remember = remember
+        self._memories: dict[torch.device, Tensor] = {}
         _check_weight(weight)
         _ops._code("reduction", self.reduction, REDUCTIONS)
         self._check_label_smoothing()
@@ -201,15 +215,40 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             )
         if input.ndim > 2:
             input = input.movedim(1, -1)
-        return _ops.cross_entropy(
+        memory = self._memory_for(input) if self.remember and upstream is None else None
+        loss: Tensor = _ops.cross_entropy(
             input,
             target,
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,  # type: ignore[arg-type]
             divisor=divisor,
-            upstream=upstream,
+            one_pass=None if memory is None else True,
+            upstream=upstream if memory is None else _remember.expected(memory),
         )
+        if memory is not None:
+            _remember.watch(loss, memory)
+        return loss
+
+    def _memory_for(self, x: Tensor) -> Tensor | None:
+        """The last upstream gradients, if the gradient of x will be made for one of them."""
+        if (
+            not (x.requires_grad and torch.is_grad_enabled() and is_eager(x))
+            or torch.is_inference_mode_enabled()
+        ):
+            return None
+        if torch.jit.is_tracing() or not takes_one_pass(x, REDUCTIONS.index(self.reduction)):
+            return None
+        memory = self._memories.get(x.device)
+        if memory is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            memory = self._memories.setdefault(x.device, _remember.new(x.device))
+        return memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_memories": {}}
+
+    def extra_repr(self) -> str:
+        return "remember=True" if self.remember else ""
 
 
 class LinearCrossEntropy(nn.Linear):
