@@ -11,7 +11,19 @@ import pytest
 import torch
 import typer
 from gander import bench
-from gander.bench import cases, limit, load, models, plots, records, report, results, sections, timing
+from gander.bench import (
+    cases,
+    limit,
+    load,
+    losses,
+    models,
+    plots,
+    records,
+    report,
+    results,
+    sections,
+    timing,
+)  # fmt: skip
 from typer.testing import CliRunner
 
 SMALL = ["--shapes", "3x40,2x7", "--seconds", "0", "--dtypes", "float32"]
@@ -338,9 +350,12 @@ def test_providers_measure_what_they_have(monkeypatch):
     }
     assert list(sections.odd(sections.Options(("cudnn",), operators=("softmax_forward",)))) == []
     assert {p.providers for p in sections.step(options)} == {
-        ("gander", "gander-two-passes", "gander-upstream")
+        ("gander", "gander-two-passes", "gander-upstream", "gander-remember")
     }
     assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report._STEPS)
+    linear = ("gander", "gander-1-chunks", "gander-2-chunks", "gander-8-chunks", "gander-float32")
+    assert {p.providers for p in sections.linear(options)} == {linear}
+    assert {p.providers for p in sections.sharded(options)} == {("gander-two-passes", "gander-sharded")}
     assert {p.providers for p in sections.host(options)} == {("gander",)}
     both = sections.Options(providers=("torch.compile", "gander"))
     assert {p.providers for p in sections.host(both)} == {("torch.compile", "gander", "gander.compile")}
@@ -495,7 +510,9 @@ def test_norms_are_judged_as_models_are(op, m, run, missed):
     assert len(found) == (1 if op == "fused_add_rmsnorm" else 2)
 
 
-@pytest.mark.parametrize("name", ["torch", "gander", "gander-two-passes", "gander-upstream"])
+@pytest.mark.parametrize(
+    "name", ["torch", "gander", "gander-two-passes", "gander-upstream", "gander-remember"]
+)
 @pytest.mark.parametrize("mode", sections.STEPS)
 def test_steps_give_the_gradient(name, mode):
     torch.manual_seed(0)
@@ -614,12 +631,87 @@ def test_tables_of_steps():
     }
 
 
+def test_gradients_of_a_linear_loss():
+    torch.manual_seed(0)
+    inputs = losses.linear_inputs(7, 5, 11, torch.float32, "cpu")
+    wanted = losses.linear_reference(*inputs)
+    names = ["torch", "gander", *(n for n in cases.PROVIDERS if n.startswith("gander-") and "chunks" in n)]
+    for name in [*names, "gander-float32"]:
+        call = losses.linear_gradients(cases.provider(name).functions["linear_cross_entropy"], *inputs)
+        for _ in range(2):
+            for got, want in zip(call(), wanted, strict=True):
+                assert got.dtype == torch.float32 and losses.off(got, want) < 1e-6
+    assert losses.off(1.1 * wanted[0], wanted[0]) == pytest.approx(0.1)
+    dx, dw = losses.three_matmuls(*inputs[:2])()
+    assert (dx.shape, dw.shape) == (inputs[0].shape, inputs[1].shape)
+
+
+def test_a_rank_alone():
+    x, target = torch.randn(5, 33, requires_grad=True), torch.randint(33, (5,))
+    with losses.group_of_one("cpu"):
+        assert losses.all_gather(5, "cpu")() is None
+        function = cases.provider("gander-sharded").functions["sharded_cross_entropy"]
+        call = sections._step_call(function, "backward", x, target)
+        assert sections._step_distance(x, target, call(), call.factor) < 1e-5
+    assert not torch.distributed.is_initialized()
+
+
+def linear_record():
+    def figures(us, mib, dx, dw, ratio=0.5):
+        return timing_of(us, ratio=ratio) | {"peak MiB": mib, "dx off": dx, "dw off": dw}
+
+    name = {"section": "linear", "op": "linear_cross_entropy", "dtype": "bfloat16", "m": 8, "n": 9}
+    measured = {
+        "torch": figures(40.0, 900.0, 1e-3, 1e-3),
+        "gander": figures(36.0, 90.0, 1e-3, 3e-3, 0.9),
+        "gander-1-chunks": figures(30.0, 350.0, 1e-3, 1e-3, 0.99),
+        "quack": figures(35.0, 300.0, 1e-3, 1e-3),
+        "liger": {"error": "E"},
+    }
+    return gpu_records()[0] | name | {"results": measured, "limit": timing_of(32.4)}
+
+
+def test_table_of_the_linear_loss():
+    (table,) = report.tables([linear_record()])
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["three matmuls alone"] == ["32", "-", "-", "-", "-"]
+    assert rows["gander"] == ["36", "0.900", "90", "1.00e-03", "3.00e-03"]
+    assert rows["liger"] == ["failed"] * 5
+
+
+def test_targets_of_the_linear_loss():
+    found = {check.target: check for check in results.checks([linear_record()])}
+    assert found["gander: time over the matmuls'"].measured == pytest.approx(1 / 0.9)
+    assert not found["gander: time over the matmuls'"].met()
+    assert found["gander-1-chunks: time over the matmuls'"].met()
+    assert found["gander-8-chunks: time over the matmuls'"].measured is None  # it was not run
+    assert found["gander: error of dx over torch's"].met()
+    assert not found["gander: error of dw over torch's"].met()
+    # The faster one takes more than a third of the memory.
+    quack = found["speed over quack's, in a third of its memory"]
+    assert quack.measured == pytest.approx(35 / 36) and not quack.met()
+
+
+def test_a_slice_beside_its_collective():
+    name = {"section": "sharded", "op": "cross_entropy", "dtype": "bfloat16", "m": 8, "n": 9}
+    measured = {"gander-two-passes": timing_of(100.0), "gander-sharded": timing_of(110.0)}
+    record = gpu_records()[0] | name | {"results": measured, "collective": timing_of(4.0)}
+    (table,) = report.tables([record])
+    assert table.rows == [["bfloat16", "8 x 9", "100.0", "110.0", "4.0", "1.060"]]
+    (check,) = results.checks([record])
+    assert check.measured == pytest.approx(1.06) and not check.met()
+    measured["gander-sharded"] = {"error": "E"}
+    assert not results.checks([record])[0].met()
+    assert report.tables([record])[0].rows[0][-1] == "-"
+
+
+@pytest.mark.parametrize("way", ["upstream", "remember"])
 @pytest.mark.parametrize("us, met", [(16.5, True), (17.0, False)])
-def test_what_upstream_costs_is_checked(us, met):
+def test_what_upstream_costs_is_checked(us, met, way):
     told = step_record()
-    told["results"]["gander-upstream"] = timing_of(us)
+    told["results"][f"gander-{way}"] = timing_of(us)
     checks = results.checks([step_record() | {"mode": "backward"}, told])
-    found = [check for check in checks if check.target == "time with upstream over the single pass"]
+    found = [check for check in checks if check.target == f"time with {way} over the single pass"]
     assert [(check.measured, check.met()) for check in found] == [(us / 16, met)]
     assert "a quarter" in found[0].point
 

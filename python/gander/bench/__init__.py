@@ -47,8 +47,8 @@ def main(
         list[str] | None,
         typer.Argument(
             metavar="[SECTION]",
-            help="host, load, throughput, odd, few, models, norms, algorithms, invariant, step, cpu; `train` "
-            "is a command with options of its own.",
+            help="host, load, throughput, odd, few, models, norms, algorithms, invariant, step, linear, "
+            "sharded, cpu; `train` is a command with options of its own.",
         ),
     ] = None,
     providers: Annotated[

@@ -204,9 +204,9 @@ def rows_of(op: str, inputs, rows):
 @dataclass(frozen=True)
 class Provider:
     """functions: what people call, by name: softmax(x), rmsnorm(x, weight), cross_entropy(x, target),
-    differentiable. operators: by name a function that takes the inputs and gives run(), which does the work
-    anew at each call and returns its results, first those that belong to the rows. A provider need not have
-    all of either."""
+    linear_cross_entropy(x, weight, target), differentiable. operators: by name a function that takes the
+    inputs and gives run(), which does the work anew at each call and returns its results, first those that
+    belong to the rows. A provider need not have all of either."""
 
     functions: dict[str, Callable]
     operators: dict[str, Callable]
@@ -314,9 +314,18 @@ def _sum_of_losses(x, target):
     return F.cross_entropy(x, target, reduction="sum")
 
 
+def _linear_loss(x, weight, target):
+    return F.cross_entropy(F.linear(x, weight), target)
+
+
 def _torch():
     return Provider(
-        {"softmax": _softmax, "rmsnorm": _rmsnorm, "cross_entropy": F.cross_entropy},
+        {
+            "softmax": _softmax,
+            "rmsnorm": _rmsnorm,
+            "cross_entropy": F.cross_entropy,
+            "linear_cross_entropy": _linear_loss,
+        },
         {
             "softmax_forward": _tuple(_softmax),
             "softmax_backward": _tuple(lambda dy, y: torch._softmax_backward_data(dy, y, -1, y.dtype)),
@@ -400,6 +409,7 @@ def _torch_compile():
                 "softmax": _softmax,
                 "rmsnorm": _rmsnorm,
                 "cross_entropy": lambda x, target: F.cross_entropy(x, target),
+                "linear_cross_entropy": _linear_loss,
             }
         ),
         {
@@ -425,6 +435,7 @@ def _gander():
             "softmax": gander.softmax,
             "rmsnorm": lambda x, weight: gander.rmsnorm(x, weight, eps=EPS),
             "cross_entropy": gander.cross_entropy,
+            "linear_cross_entropy": gander.linear_cross_entropy,
         },
         {
             "softmax_forward": _tuple(gander.softmax),
@@ -466,6 +477,31 @@ def _gander_upstream():
     return Provider({"cross_entropy": gander.cross_entropy}, {})
 
 
+def _gander_remember():
+    """Cross-entropy that expects what backward brought last."""
+    return Provider({"cross_entropy": gander.nn.CrossEntropyLoss(remember=True)}, {})
+
+
+def _gander_chunks(chunks):
+    """The linear loss, with the logits of so many parts of the rows in turn."""
+
+    def loss(x, weight, target):
+        return gander.linear_cross_entropy(x, weight, target, chunk=-(-len(x) // chunks))
+
+    return Provider({"linear_cross_entropy": loss}, {})
+
+
+def _gander_float32():
+    """The linear loss, with dw accumulated in float32."""
+    loss = functools.partial(gander.linear_cross_entropy, accumulate="float32")
+    return Provider({"linear_cross_entropy": loss}, {})
+
+
+def _gander_sharded():
+    """Cross-entropy of a rank's slice of the classes."""
+    return Provider({"sharded_cross_entropy": gander.distributed.cross_entropy}, {})
+
+
 def _gander_with(**how):
     """What takes `algorithm=` and `batch_invariant=`, with one of them."""
     return Provider(
@@ -501,11 +537,17 @@ def _gander_batch_invariant():
 def _quack():
     from quack import cross_entropy, rmsnorm, softmax
     from quack.cross_entropy import cross_entropy_fwd
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
     from quack.softmax import softmax_bwd, softmax_fwd
 
     def rmsnorm_residual(x, residual, weight):
         return rmsnorm_fwd(x, weight, residual=residual, eps=EPS)[:2]
+
+    def linear_loss(x, weight, target):
+        # It refuses chunks of as many rows as x has columns.
+        chunk = 4096 if x.shape[1] != 4096 else 2048
+        return chunked_linear_cross_entropy(x, weight, target, chunk_size=chunk)
 
     def layernorm_forward(x, weight, bias):
         # It takes weights and biases of float32 alone.
@@ -516,6 +558,7 @@ def _quack():
             "softmax": softmax,
             "rmsnorm": lambda x, weight: rmsnorm(x, weight, eps=EPS),
             "cross_entropy": cross_entropy,
+            "linear_cross_entropy": linear_loss,
         },
         {
             "softmax_forward": _tuple(softmax_fwd),
@@ -540,6 +583,7 @@ def _liger():
     from liger_kernel.transformers.functional import (
         liger_cross_entropy,
         liger_fused_add_rms_norm,
+        liger_fused_linear_cross_entropy,
         liger_layer_norm,
         liger_rms_norm,
         liger_softmax,
@@ -559,7 +603,12 @@ def _liger():
         return lambda: (_softmax_backward(dy, y, *launch),)
 
     return Provider(
-        {"softmax": liger_softmax, "rmsnorm": rmsnorm, "cross_entropy": liger_cross_entropy},
+        {
+            "softmax": liger_softmax,
+            "rmsnorm": rmsnorm,
+            "cross_entropy": liger_cross_entropy,
+            "linear_cross_entropy": liger_fused_linear_cross_entropy,
+        },
         {
             "softmax_forward": _tuple(liger_softmax),
             "softmax_backward": softmax_backward,
@@ -684,6 +733,10 @@ _PROVIDERS = {
     "gander": (_gander, None),
     "gander-two-passes": (_gander_two_passes, None),
     "gander-upstream": (_gander_upstream, None),
+    "gander-remember": (_gander_remember, None),
+    **{f"gander-{n}-chunks": (functools.partial(_gander_chunks, n), None) for n in (1, 2, 8)},
+    "gander-float32": (_gander_float32, None),
+    "gander-sharded": (_gander_sharded, None),
     "gander-batch-invariant": (_gander_batch_invariant, None),
     "gander.compile": (_gander_compile, None),
     "quack": (_quack, "quack-kernels"),

@@ -25,6 +25,7 @@ TITLES = {
     "softmax": "softmax",
     "rmsnorm": "RMSNorm",
     "cross_entropy": "cross-entropy",
+    "linear_cross_entropy": "linear cross-entropy",
     "softmax_forward": "softmax forward",
     "softmax_backward": "softmax backward",
     "rmsnorm_forward": "RMSNorm forward",
@@ -261,6 +262,60 @@ _STEPS = {
     "scaled": "GradScaler.scale(loss).backward()",
 }
 _STEP_CELLS = (("us", "{:.1f}"), ("ratio", "{:.3f}"), ("peak MiB", "{:.0f}"), ("peak / logits", "{:.2f}"))
+
+
+def linear_tables(records) -> list[Table]:
+    tables = []
+    for record in of(records, "linear"):
+        rows = [["three matmuls alone", *(_figure(record.get("limit"), *cell) for cell in _LINEAR_CELLS)]]
+        for name, figures in record["results"].items():
+            rows.append([name, *(_figure(figures, *cell) for cell in _LINEAR_CELLS)])
+        title = f"Linear loss and its gradients, {record['dtype']}, {_size(record['m'], record['n'])}"
+        columns = ["us", "share of the matmuls' speed", "memory beside dx and dw, MiB", "dx off", "dw off"]
+        title = f"{title} ({_where([record])})"
+        tables.append(Table(title, ["provider", *columns], rows, _LINEAR_NOTE, labels=1))
+    return tables
+
+
+_LINEAR_CELLS = (
+    ("us", "{:.0f}"), ("ratio", "{:.3f}"), ("peak MiB", "{:.0f}"), ("dx off", "{:.2e}"), ("dw off", "{:.2e}"),
+)  # fmt: skip
+_LINEAR_NOTE = (
+    "gander holds the logits of a quarter of the rows, gander-N-chunks those of an Nth; gander-float32 "
+    "accumulates dw in float32. Off: from float64, relative to its size."
+)
+
+
+def sharded_tables(records) -> list[Table]:
+    rows = []
+    for record in of(records, "sharded"):
+        collective = _figure(record.get("collective"), "us", "{:.1f}")
+        cells = [_figure(record["results"].get(name), "us", "{:.1f}") for name in _SHARDED]
+        beside = beside_the_collective(record)
+        point = [record["dtype"], _size(record["m"], record["n"])]
+        rows.append([*point, *cells, collective, "-" if beside is None else f"{beside:.3f}"])
+    if not rows:
+        return []
+    title = f"Cross-entropy of a slice of the classes and its gradient, us ({_where(of(records, 'sharded'))})"
+    columns = [
+        "dtype",
+        "slice",
+        "two passes",
+        "sharded",
+        "all-gather alone",
+        "sharded beside it / two passes",
+    ]
+    return [Table(title, columns, rows, "A group of one rank.")]
+
+
+_SHARDED = ("gander-two-passes", "gander-sharded")
+
+
+def beside_the_collective(record: dict) -> float | None:
+    """A sharded loss without its collective, over two passes."""
+    passes, mine = (record["results"].get(name, {}).get("us") for name in _SHARDED)
+    collective = record.get("collective", {}).get("us")
+    return None if None in (passes, mine, collective) else (mine - collective) / passes
 
 
 def few_tables(records) -> list[Table]:
@@ -509,6 +564,8 @@ _SECTIONS = {
     "algorithms": algorithms_tables,
     "invariant": invariant_tables,
     "step": step_tables,
+    "linear": linear_tables,
+    "sharded": sharded_tables,
     "cpu": cpu_tables,
     "train": train_tables,
 }

@@ -15,10 +15,12 @@ from .report import (
     TITLES,
     Table,
     algorithms_tables,
+    beside_the_collective,
     cpu_tables,
     host_tables,
     invariant_tables,
     latest,
+    linear_tables,
     load_tables,
     models_tables,
     newest,
@@ -26,6 +28,7 @@ from .report import (
     of,
     on_gpu,
     point_of,
+    sharded_tables,
     step_tables,
     summary,
     train_tables,
@@ -109,14 +112,54 @@ def _against_peers(records) -> Iterator[Check]:
 
 
 def _with_upstream(records) -> Iterator[Check]:
-    """Steps whose gradient `upstream` has announced, over loss.backward(), a single pass."""
-    name = "time with upstream over the single pass"
+    """Steps whose gradient was announced or remembered, over loss.backward(), a single pass."""
     for single in of(records, "step", mode="backward"):
         least = single["results"].get("gander", {}).get("us")
         for told in of(records, "step", dtype=single["dtype"], m=single["m"], n=single["n"]):
-            us = told["results"].get("gander-upstream", {}).get("us")
-            if least and us and told["mode"] != "backward":
-                yield Check(name, told["op"], point_of(told), us / least, at_most=1.05)
+            for way in ("upstream", "remember"):
+                us = told["results"].get(f"gander-{way}", {}).get("us")
+                if least and us and told["mode"] != "backward":
+                    name = f"time with {way} over the single pass"
+                    yield Check(name, told["op"], point_of(told), us / least, at_most=1.05)
+
+
+# By provider: the time over that of three matmuls, and a gradient's error over torch's.
+_LINEAR_TIMES = {"gander-1-chunks": 1.035, "gander": 1.08, "gander-8-chunks": 1.12}
+_LINEAR_ERRORS = {
+    ("gander", "dx off"): 1.1, ("gander-float32", "dx off"): 1.1,
+    ("gander", "dw off"): 2, ("gander-float32", "dw off"): 1.1,
+}  # fmt: skip
+
+
+def _linear(records) -> Iterator[Check]:
+    """A linear loss beside its matmuls, torch's errors, and QuACK's speed with a third of QuACK's memory."""
+    for r in of(records, "linear"):
+        results, where = r["results"], point_of(r)
+        for name, target in _LINEAR_TIMES.items():
+            share = results.get(name, {}).get("ratio")
+            yield Check(
+                f"{name}: time over the matmuls'", r["op"], where, share and 1 / share, at_most=target
+            )
+        for (name, field), target in _LINEAR_ERRORS.items():
+            mine, torch = (results.get(who, {}).get(field) for who in (name, "torch"))
+            if torch:
+                kind = f"{name}: error of {field.split()[0]} over torch's"
+                yield Check(kind, r["op"], where, mine and mine / torch, at_most=target)
+        if "us" in results.get("quack", {}):
+            quack = results["quack"]
+            small = [
+                f["us"]
+                for name, f in results.items()
+                if name.startswith("gander") and "us" in f and f["peak MiB"] <= quack["peak MiB"] / 3
+            ]
+            speed = quack["us"] / min(small) if small else None
+            yield Check("speed over quack's, in a third of its memory", r["op"], where, speed, at_least=1)
+
+
+def _sharded(records) -> Iterator[Check]:
+    for r in of(records, "sharded"):
+        name = "time of a slice beside its collective over two passes"
+        yield Check(name, r["op"], point_of(r), beside_the_collective(r), at_most=1.05)
 
 
 def _times_as_fast(record: dict, name: str) -> float | None:
@@ -201,7 +244,7 @@ def _cpu(records) -> Iterator[Check]:
 
 
 _CHECKS: tuple[Callable, ...] = (
-    _in_several_runs, _against_the_limit, _against_peers, _with_upstream,
+    _in_several_runs, _against_the_limit, _against_peers, _with_upstream, _linear, _sharded,
     _host, _first_calls, _algorithms, _cpu,
 )  # fmt: skip
 
@@ -288,8 +331,8 @@ def _few(records) -> list[Table]:
 
 
 _TABLES: tuple[Callable, ...] = (
-    models_tables, norms_tables, _throughput, _few, invariant_tables, step_tables, host_tables, load_tables,
-    algorithms_tables, cpu_tables, train_tables, summary,
+    models_tables, norms_tables, _throughput, _few, invariant_tables, step_tables, linear_tables,
+    sharded_tables, host_tables, load_tables, algorithms_tables, cpu_tables, train_tables, summary,
 )  # fmt: skip
 
 

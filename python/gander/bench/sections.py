@@ -14,8 +14,8 @@ import torch
 import gander
 
 from .. import _library
-from . import limit, load, models
-from .cases import ALGORITHMS, ALL, DTYPES, NORMS, OPERATORS, double, provider, rows_of
+from . import limit, load, losses, models
+from .cases import ALGORITHMS, ALL, DTYPES, NORMS, OPERATORS, PROVIDERS, double, provider, rows_of
 from .report import ALLOCATING, IN_TURNS
 from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
 
@@ -47,6 +47,8 @@ NORM_LENGTHS = (256, 512, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 32768)
 NORM_ROWS, NORM_BYTES = 32768, 64 << 20
 SERVED = tuple((m, n) for n in (4096, 5120, 7168, 16384) for m in models.SERVING)
 LOGITS = (8192, 128256)  # of a step: tokens by the vocabulary of Llama 3
+HIDDEN = 4096  # of its linear head
+SLICES = tuple((8192, 128256 // ranks) for ranks in (4, 8))  # of its vocabulary
 
 # A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that.
 # What is further off than this is not the operator, and its time means nothing.
@@ -327,17 +329,23 @@ def _step_distance(x, target, gradient, factor) -> float:
     return ((gradient[rows].double() - want).norm() / want.norm()).item()
 
 
-def _peak(call, x) -> dict:
-    """The memory that a step needs besides the logits, and how many times their size that is."""
-    x.grad = None
+def _peak_mib(call) -> float:
+    """The memory that a call needs at most besides what there is, its results with it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call()
+    results = call()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    del results
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def _step_peak(call, x) -> dict:
+    """The memory that a step needs besides the logits, and how many times their size that is."""
     x.grad = None
-    return {"peak MiB": round(peak / 2**20, 1), "peak / logits": round(peak / x.nbytes, 3)}
+    peak = _peak_mib(call)
+    x.grad = None
+    return {"peak MiB": peak, "peak / logits": round(peak * 2**20 / x.nbytes, 3)}
 
 
 def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: int) -> dict:
@@ -353,7 +361,7 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
         off = _step_distance(logits, target, call(), call.factor)
         if not off < _WRONG[x.dtype]:
             raise ArithmeticError(f"wrong result: {off:.1e} off")
-        figures = {"off": float(f"{off:.2e}")} | _peak(call, x)
+        figures = {"off": float(f"{off:.2e}")} | _step_peak(call, x)
         calls[name] = call
         return figures
 
@@ -363,11 +371,86 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
 
 def step(options: Options) -> Iterator[Point]:
     shapes, dtypes = options.shapes or (LOGITS,), options.dtypes or ("bfloat16",)
-    own = ("gander-two-passes", "gander-upstream") if "gander" in options.providers else ()
+    own = ("gander-two-passes", "gander-upstream", "gander-remember") if "gander" in options.providers else ()
     having = _having(dict.fromkeys(options.providers + own), "cross_entropy")
     for dtype, (m, n), mode in itertools.product(dtypes, shapes, STEPS):
         name = {"section": "step", "op": "cross_entropy", "dtype": dtype, "m": m, "n": n, "mode": mode}
         yield from _point(name, having, _step_point, options, mode, dtype, m, n)
+
+
+# ---- linear and sharded: the loss of a head that keeps no logits, and of a slice of the classes ----
+
+
+def _linear_point(providers, options: Options, dtype: str, m: int, n: int) -> dict:
+    torch.manual_seed(0)
+    inputs = losses.linear_inputs(m, HIDDEN, n, DTYPES[dtype], "cuda")
+    wanted = losses.linear_reference(*inputs)
+    calls = {}
+
+    def prepare(name):
+        call = losses.linear_gradients(provider(name).functions["linear_cross_entropy"], *inputs)
+        made = call()
+        far = {
+            f"{which} off": losses.off(got, want)
+            for which, got, want in zip(("dx", "dw"), made, wanted, strict=True)
+        }
+        if not max(far.values()) < _WRONG[inputs[0].dtype]:
+            raise ArithmeticError(f"wrong result: {max(far.values()):.1e} off")
+        gradients = sum(gradient.nbytes for gradient in made) / 2**20
+        del made
+        calls[name] = call
+        return far | {"peak MiB": round(_peak_mib(call) - gradients, 1)}
+
+    results = _each(providers, prepare)
+    matmuls = losses.three_matmuls(*inputs[:2])
+    timings = _gpu_timer()(calls | {"matmuls": matmuls}, options.seconds)
+    least = timings["matmuls"]
+    for name in calls:
+        results[name] |= timings[name]._asdict() | {"ratio": round(least.us / timings[name].us, 4)}
+    return {"results": results, "limit": least._asdict() | {"kernel": "three matmuls"}}
+
+
+def linear(options: Options) -> Iterator[Point]:
+    own = tuple(name for name in PROVIDERS if name.startswith("gander-"))
+    having = _having(
+        dict.fromkeys(options.providers + (own if "gander" in options.providers else ())),
+        "linear_cross_entropy",
+    )
+    for dtype, (m, n) in itertools.product(options.dtypes or ("bfloat16",), options.shapes or (LOGITS,)):
+        name = {"section": "linear", "op": "linear_cross_entropy", "dtype": dtype, "m": m, "n": n}
+        yield from _point(name, having, _linear_point, options, dtype, m, n)
+
+
+def _sharded_point(providers, options: Options, dtype: str, m: int, n: int) -> dict:
+    """A rank's loss and gradient beside two passes over as many logits, and beside the collective alone."""
+    torch.manual_seed(0)
+    logits, target = OPERATORS["cross_entropy_forward"].inputs(m, n, DTYPES[dtype], "cuda")
+    calls = {}
+
+    def prepare(name):
+        functions = provider(name).functions
+        function = functions.get("sharded_cross_entropy", functions.get("cross_entropy"))
+        call = _step_call(function, "backward", logits.clone().requires_grad_(), target)
+        off = _step_distance(logits, target, call(), call.factor)
+        if not off < _WRONG[logits.dtype]:
+            raise ArithmeticError(f"wrong result: {off:.1e} off")
+        calls[name] = call
+        return {"off": float(f"{off:.2e}")}
+
+    with losses.group_of_one("cuda"):
+        results = _each(providers, prepare)
+        collective = losses.all_gather(m, "cuda")
+        timings = _gpu_timer()(calls | {"all-gather": collective}, options.seconds)
+    for name in calls:
+        results[name] |= timings[name]._asdict()
+    return {"results": results, "collective": timings["all-gather"]._asdict()}
+
+
+def sharded(options: Options) -> Iterator[Point]:
+    own = ("gander-two-passes", "gander-sharded") if "gander" in options.providers else ()
+    for dtype, (m, n) in itertools.product(options.dtypes or ("bfloat16",), options.shapes or SLICES):
+        name = {"section": "sharded", "op": "cross_entropy", "dtype": dtype, "m": m, "n": n}
+        yield from _point(name, own, _sharded_point, options, dtype, m, n)
 
 
 # ---- host: what a call costs before its kernel starts ----
@@ -461,9 +544,11 @@ SECTIONS = {
     "algorithms": algorithms,
     "invariant": invariant,
     "step": step,
+    "linear": linear,
+    "sharded": sharded,
     "cpu": cpu,
 }
-NEEDS_GPU = ("throughput", "odd", "few", "models", "norms", "algorithms", "invariant", "step")
+NEEDS_GPU = tuple(name for name in SECTIONS if name not in ("host", "load", "cpu"))
 
 
 def context_is_lost() -> bool:

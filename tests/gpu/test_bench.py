@@ -1,4 +1,4 @@
-"""The benchmark's section `norms` on small shapes, and the limit's plain kernels. No test checks a time."""
+"""Sections of the benchmark on small shapes, and the limit's plain kernels. No test checks a time."""
 
 import functools
 
@@ -34,3 +34,13 @@ def test_points_of_norms(op):
         figures = point.measure()
         assert figures["limit"]["us"] > 0
         assert all(figures["results"][name]["ratio"] > 0 for name in options.providers), figures
+
+
+@pytest.mark.parametrize("section", [sections.linear, sections.sharded])
+def test_points_of_losses(section):
+    options = sections.Options(("torch", "gander"), shapes=((33, 512),), seconds=0)
+    (point,) = section(options)
+    figures = point.measure()
+    assert (figures.get("limit") or figures["collective"])["us"] > 0
+    assert set(figures["results"]) == set(point.providers)
+    assert all(result["us"] > 0 for result in figures["results"].values()), figures

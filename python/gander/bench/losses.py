@@ -1,0 +1,75 @@
+"""What `linear` and `sharded` compare with: gradients in float64, matmuls alone, an all-gather."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+# ---- The loss of a linear head ----
+
+_REFERENCE_ROWS = 1024  # whose logits exist in float64 at a time
+
+
+def linear_inputs(m: int, k: int, n: int, dtype, device) -> tuple[torch.Tensor, ...]:
+    """Hidden states (m, k), weights (n, k) that give logits of deviation 1, and targets."""
+    x = torch.randn(m, k, device=device, dtype=dtype)
+    weight = torch.randn(n, k, device=device, dtype=dtype).mul_(k**-0.5)
+    return x, weight, torch.randint(n, (m,), device=device)
+
+
+def linear_gradients(loss: Callable, x, weight, target) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """dx and dw of a loss, made anew at each call."""
+    leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    return lambda: torch.autograd.grad(loss(*leaves, target), leaves)
+
+
+def linear_reference(x, weight, target) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dw of the mean loss in float64: with p = softmax(x @ weight.T), (p - onehot(target)) / m times
+    weight and times x."""
+    wide, dw = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    dx = torch.empty_like(x, dtype=torch.float64)
+    for rows in torch.arange(len(x), device=x.device).split(_REFERENCE_ROWS):
+        some = x[rows].double()
+        gradient = (some @ wide.t()).softmax(-1)
+        gradient.scatter_add_(1, target[rows, None], gradient.new_full((len(rows), 1), -1.0))
+        gradient /= len(x)
+        dx[rows] = gradient @ wide
+        dw.addmm_(gradient.t(), some)
+    return dx, dw
+
+
+def three_matmuls(x, weight) -> Callable[[], object]:
+    """The products of a linear loss and its gradients, without the loss."""
+
+    def run():
+        logits = x @ weight.t()
+        return logits @ weight, logits.t() @ x
+
+    return run
+
+
+def off(got, want) -> float:
+    """How far a gradient is from float64, relative to its size."""
+    return float(f"{((got.double() - want).norm() / want.norm()).item():.3e}")
+
+
+# ---- The loss of a rank's slice ----
+
+
+@contextmanager
+def group_of_one(device: str) -> Iterator[None]:
+    """A default group of torch.distributed with this process alone: what a rank does itself is all there."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def all_gather(rows: int, device: str) -> Callable[[], object]:
+    """The collective of a sharded loss without a weight: a maximum, a sum and a logit for each row."""
+    mine = torch.zeros(3 * rows, device=device)
+    every = torch.empty(dist.get_world_size() * mine.numel(), device=device)
+    return lambda: dist.all_gather_into_tensor(every, mine)
