@@ -275,6 +275,35 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
   return gander_end(inputs, 8, status);
 }
 
+int32_t gander_sharded_cross_entropy_combine(const DLTensor* parts, const DLTensor* target,
+                                             const DLTensor* max, const DLTensor* log_sum,
+                                             const DLTensor* losses, const DLTensor* loss,
+                                             const DLTensor* weights, const DLTensor* denominator,
+                                             const gander_sharded_cross_entropy_options* options,
+                                             void* stream) {
+  GANDER_ENTER();
+  return ganderShardedCrossEntropyCombine(
+      (void*)parts, (void*)target, (void*)max, (void*)log_sum, (void*)losses, (void*)loss, (void*)weights,
+      (void*)denominator, (void*)options, (uintptr_t)stream);
+}
+
+int32_t gander_sharded_cross_entropy(DLManagedTensorVersioned* parts, DLManagedTensorVersioned* target,
+                                     const gander_sharded_cross_entropy_options* options, void* stream,
+                                     DLManagedTensorVersioned** max, DLManagedTensorVersioned** log_sum,
+                                     DLManagedTensorVersioned** losses, DLManagedTensorVersioned** loss,
+                                     DLManagedTensorVersioned** weights,
+                                     DLManagedTensorVersioned** denominator) {
+  const gander_input inputs[] = {{"parts", parts}, {"target", target}};
+  DLManagedTensorVersioned** const outputs[] = {max, log_sum, losses, loss, weights, denominator};
+  int32_t status = gander_begin(__func__, inputs, 2, outputs, 6);
+  if (status == GANDER_OK) {
+    status = ganderShardedCrossEntropyCombineOwned(
+        gander_tensor(parts), gander_tensor(target), (void*)options, (uintptr_t)stream, max, log_sum, losses,
+        loss, weights, denominator);
+  }
+  return gander_end(inputs, 2, status);
+}
+
 int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* upstream,
                                 const DLTensor* y, const gander_rescale_options* options, void* stream) {
   GANDER_ENTER();

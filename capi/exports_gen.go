@@ -34,6 +34,10 @@ func crossEntropyOptions(p unsafe.Pointer) (C.gander_cross_entropy_options, erro
 	return readOptions(p, C.gander_cross_entropy_options{ignore_index: -100})
 }
 
+func shardedCrossEntropyOptions(p unsafe.Pointer) (C.gander_sharded_cross_entropy_options, error) {
+	return readOptions(p, C.gander_sharded_cross_entropy_options{classes: -1, ignore_index: -100})
+}
+
 func rescaleOptions(p unsafe.Pointer) (C.gander_rescale_options, error) {
 	return readOptions(p, C.gander_rescale_options{})
 }
@@ -665,6 +669,77 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, divisor, ups
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
 			Slice:          o.slice != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderShardedCrossEntropyCombine
+func ganderShardedCrossEntropyCombine(parts, target, max, logSum, losses, loss, weights, denominator,
+	options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o, err := shardedCrossEntropyOptions(options)
+	if err == nil {
+		c := call(stream, o.allocator)
+		err = ops.ShardedCrossEntropyCombine{
+			Parts:          tensor(parts),
+			Target:         tensor(target),
+			Max:            tensor(max),
+			LogSum:         tensor(logSum),
+			Losses:         tensor(losses),
+			Loss:           tensor(loss),
+			Weights:        tensor(weights),
+			Denominator:    tensor(denominator),
+			Classes:        int64(o.classes),
+			IgnoreIndex:    int64(o.ignore_index),
+			Mean:           o.mean != 0,
+			Weighted:       o.weighted != 0,
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+	}
+	return report(err)
+}
+
+//export ganderShardedCrossEntropyCombineOwned
+func ganderShardedCrossEntropyCombineOwned(parts, target, options unsafe.Pointer, stream uintptr, max,
+	logSum, losses, loss, weights, denominator unsafe.Pointer) int32 {
+	return run(func() error {
+		o, err := shardedCrossEntropyOptions(options)
+		if err != nil {
+			return err
+		}
+		made, err := outputsFor("sharded_cross_entropy", "parts", tensor(parts), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tmax := made.required("max", max, made.statistic(), made.columns())
+		tlogSum := made.required("log_sum", logSum, made.statistic(), made.columns())
+		tlosses := made.optional("losses", losses, made.statistic(), made.columns())
+		tloss := made.optional("loss", loss, made.statistic(), nil)
+		tweights := made.optional("weights", weights, made.statistic(), made.columns())
+		tdenominator := made.optional("denominator", denominator, made.statistic(), nil)
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.ShardedCrossEntropyCombine{
+			Parts:          tensor(parts),
+			Target:         tensor(target),
+			Max:            tmax,
+			LogSum:         tlogSum,
+			Losses:         tlosses,
+			Loss:           tloss,
+			Weights:        tweights,
+			Denominator:    tdenominator,
+			Classes:        int64(o.classes),
+			IgnoreIndex:    int64(o.ignore_index),
+			Mean:           o.mean != 0,
+			Weighted:       o.weighted != 0,
+			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

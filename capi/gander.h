@@ -197,6 +197,19 @@ typedef struct {
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* how many there are in all slices; -1: unknown, so that the loss of a target in none of them is inf; -1
+   * with NULL options; an option struct must set it */
+  int64_t classes;
+  /* rows with this target are ignored; -100 with NULL options; an option struct must set it */
+  int64_t ignore_index;
+  int32_t mean; /* loss is the sum of losses divided by the denominator */
+  int32_t weighted; /* parts has the weights of the targets' classes */
+  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_sharded_cross_entropy_options;
+
+typedef struct {
+  size_t size;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
 } gander_rescale_options;
 
@@ -376,6 +389,30 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
                                       const DLTensor* dx, const gander_cross_entropy_options* options,
                                       void* stream);
 
+/* The cross-entropy of N rows whose classes are divided into R slices, from what cross_entropy_forward
+ * computes of each slice. parts is contiguous, of shape (R, 3, N), or (R, 4, N) with weighted. For each
+ * slice it has the rows' maxima and the logarithms of their sums of exp(x - max), the two parts of lse;
+ * then the loss of each row, NaN if the target is not in the slice (a slice without classes has -inf,
+ * -inf, NaN); and with weighted the weight of the target's class in the slice that has it, elsewhere 0.
+ * parts is not of 16 bits. target counts the classes of all slices. losses, loss, weights and denominator
+ * are as cross_entropy_forward's of whole rows: each row's loss, their sum or mean, each row's weight, and
+ * the sum of the weights. max and log_sum are the two parts of the lse of whole rows, except that log_sum
+ * is NaN, and so is every gradient computed from it, if the target is outside of [0, classes).
+ *   parts: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   target: (N), contiguous; int32 or int64.
+ *   max: (N), contiguous; float64 if parts is, else float32.
+ *   log_sum: (N), contiguous; float64 if parts is, else float32.
+ *   losses: (N), contiguous; float64 if parts is, else float32; or NULL.
+ *   loss: one element; float64 if parts is, else float32; or NULL.
+ *   weights: (N), contiguous; float64 if parts is, else float32; or NULL.
+ *   denominator: one element; float64 if parts is, else float32; or NULL. */
+int32_t gander_sharded_cross_entropy_combine(const DLTensor* parts, const DLTensor* target,
+                                             const DLTensor* max, const DLTensor* log_sum,
+                                             const DLTensor* losses, const DLTensor* loss,
+                                             const DLTensor* weights, const DLTensor* denominator,
+                                             const gander_sharded_cross_entropy_options* options,
+                                             void* stream);
+
 /* y = x * (dloss / upstream): corrects a gradient that was made for another upstream gradient than came.
  * If y is x and dloss has the bits of upstream, which is 1 if absent, x is neither read nor written. Both
  * are compared on the device, without synchronization.
@@ -485,6 +522,15 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
                                   DLManagedTensorVersioned* upstream, DLManagedTensorVersioned* denominator,
                                   const gander_cross_entropy_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
+
+/* gander_sharded_cross_entropy_combine with owned tensors. losses, loss, weights, denominator: NULL if not
+ * needed. */
+int32_t gander_sharded_cross_entropy(DLManagedTensorVersioned* parts, DLManagedTensorVersioned* target,
+                                     const gander_sharded_cross_entropy_options* options, void* stream,
+                                     DLManagedTensorVersioned** max, DLManagedTensorVersioned** log_sum,
+                                     DLManagedTensorVersioned** losses, DLManagedTensorVersioned** loss,
+                                     DLManagedTensorVersioned** weights,
+                                     DLManagedTensorVersioned** denominator);
 
 /* gander_rescale_gradient with owned tensors. */
 int32_t gander_rescale(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dloss,

@@ -159,4 +159,8 @@ type CrossEntropyArgs struct {
 
 	Slice int32 // backward: the columns are a slice of the classes, and a target may lie outside of it
 	Sums  int32
+
+	// CombineSlices: Rows has as its input (Ranks, 3 or 4, M) float32, AStride from rank to rank, and N classes.
+	Weights Output // (M) float32
+	Ranks   int64
 }

@@ -106,6 +106,25 @@ type CrossEntropy struct {
 	DLoss Vector // upstream gradient, (M) or a single element with Stride 0
 }
 
+// ShardedCrossEntropy is what one call combines: cross-entropy's statistics of slices of the classes. All but
+// Target are of one type, float32 or float64.
+type ShardedCrossEntropy struct {
+	// Parts is contiguous (Ranks, 3 or 4, M): maxima, logarithms of sums, losses in the slice, NaN where the
+	// target is not in it, and where Weighted the weights of targets in the slice.
+	Parts    Matrix // (Ranks x 3 or 4, M)
+	Ranks    int64
+	Weighted bool
+
+	Target      Vector // class of each row (M), int32 or int64
+	Classes     int64  // in all slices
+	IgnoreIndex int64
+	Mean        bool // Loss is divided by Denominator
+
+	// These are written. Losses, Loss, Weights and Denominator are optional.
+	Losses, Max, LogSum, Weights Vector // (M)
+	Loss, Denominator            Vector // one element
+}
+
 // Mask says which elements of a matrix take part in a softmax.
 type Mask struct {
 	// Data is nil without a mask. Bool and Uint8: elements that are 0 are masked. Other types are added to

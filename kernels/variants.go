@@ -15,7 +15,7 @@ type Op uint8
 // RMSNormBackward, LayerNormForward, LayerNormBackward, RMSNormResidualForward and
 // RMSNormResidualBackward are what is used most. NormGradient sums dw and db. MaskedSoftmaxForward and
 // MaskedSoftmaxBackward are softmax and log-softmax with options. Rescale multiplies gradients that were
-// made for another upstream gradient.
+// made for another upstream gradient. CombineSlices computes the loss of rows whose classes are divided.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -39,6 +39,7 @@ const (
 	LayerNormBackward
 	RMSNormResidualForward
 	RMSNormResidualBackward
+	CombineSlices
 )
 
 // String returns the op's name as it stands in symbols.
@@ -49,7 +50,7 @@ func (o Op) String() string {
 		"total", "denominator", "softmax_clear", "rmsnorm_clear", "norm_forward", "norm_backward", "norm_gradient",
 		"masked_softmax_forward", "masked_softmax_backward",
 		"rescale", "layernorm_forward", "layernorm_backward", "rmsnorm_residual_forward",
-		"rmsnorm_residual_backward",
+		"rmsnorm_residual_backward", "combine_slices",
 	}[o]
 }
 
@@ -95,7 +96,7 @@ func FamilyOf(op Op, x DType) Family {
 	case RMSNormForward, RMSNormBackward, WeightGradient, RMSNormClear:
 		group = 1
 	case CrossEntropyForward, CrossEntropyForwardDX, CrossEntropyBackward, Total, Denominator,
-		Rescale:
+		Rescale, CombineSlices:
 		group = 2
 	case NormForward, NormBackward, NormGradient, LayerNormForward, LayerNormBackward,
 		RMSNormResidualForward, RMSNormResidualBackward:
@@ -374,6 +375,7 @@ func table() []Variant {
 			t.add(columns, tile{ChunkThreads, 1})
 		}
 		t.addFinish()
+		t.addSharded()
 		t.addNorms()
 		t.addMasked()
 	}
@@ -517,6 +519,13 @@ func (t *tableOf) addFinish() {
 		for _, cluster := range []bool{false, true} {
 			t.add(Variant{Op: op, Shape: Finish, Unaligned: true, Cluster: cluster}, tile{1024, 1})
 		}
+	}
+}
+
+// addSharded adds what takes one thread for each row. Its operands are float32, whatever the logits are.
+func (t *tableOf) addSharded() {
+	if t.x == Float32 {
+		t.add(Variant{Op: CombineSlices, Shape: Finish, Unaligned: true}, tile{256, 1})
 	}
 }
 

@@ -815,6 +815,95 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
+// ShardedCrossEntropyCombine is the operator sharded_cross_entropy_combine: The cross-entropy of N rows whose
+// classes are divided into R slices, from what cross_entropy_forward computes of each slice. parts is
+// contiguous, of shape (R, 3, N), or (R, 4, N) with weighted. For each slice it has the rows' maxima and the
+// logarithms of their sums of exp(x - max), the two parts of lse; then the loss of each row, NaN if the
+// target is not in the slice (a slice without classes has -inf, -inf, NaN); and with weighted the weight of
+// the target's class in the slice that has it, elsewhere 0. parts is not of 16 bits. target counts the
+// classes of all slices. losses, loss, weights and denominator are as cross_entropy_forward's of whole rows:
+// each row's loss, their sum or mean, each row's weight, and the sum of the weights. max and log_sum are the
+// two parts of the lse of whole rows, except that log_sum is NaN, and so is every gradient computed from it,
+// if the target is outside of [0, classes).
+//
+// M and N are the rows and columns of parts. A refused call writes nothing.
+type ShardedCrossEntropyCombine struct {
+	Parts       *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Target      *dlpack.Tensor // (N), contiguous; int32 or int64
+	Max         *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32
+	LogSum      *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32
+	Losses      *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32; or nil
+	Loss        *dlpack.Tensor // one element; float64 if parts is, else float32; or nil
+	Weights     *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32; or nil
+	Denominator *dlpack.Tensor // one element; float64 if parts is, else float32; or nil
+
+	// how many there are in all slices; -1: unknown, so that the loss of a target in none of them is inf
+	Classes        int64
+	IgnoreIndex    int64 // rows with this target are ignored
+	Mean           bool  // loss is the sum of losses divided by the denominator
+	Weighted       bool  // parts has the weights of the targets' classes
+	BatchInvariant bool  // a row's bits do not depend on how many rows there are
+}
+
+// shardedCrossEntropyCombine is a ShardedCrossEntropyCombine whose operands have been checked.
+type shardedCrossEntropyCombine struct {
+	Parts       kernels.Matrix
+	Target      kernels.Vector
+	Max         kernels.Vector
+	LogSum      kernels.Vector
+	Losses      kernels.Vector
+	Loss        kernels.Vector
+	Weights     kernels.Vector
+	Denominator kernels.Vector
+	Classes     int64
+	IgnoreIndex int64
+	Mean        bool
+	Weighted    bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o ShardedCrossEntropyCombine) Run(c *Call) error {
+	k := check{op: "sharded_cross_entropy_combine"}
+	a := shardedCrossEntropyCombine{
+		Classes:     o.Classes,
+		IgnoreIndex: o.IgnoreIndex,
+		Mean:        o.Mean,
+		Weighted:    o.Weighted,
+		Choice:      Choose(Auto, o.BatchInvariant),
+	}
+	a.Parts = k.rows("parts", o.Parts, anyFloat)
+	a.Target = k.weights("target", o.Target, anyIndex, a.Parts.Cols)
+	a.Max = k.weights("max", o.Max, statistic(a.Parts.DType), a.Parts.Cols)
+	k.output()
+	a.LogSum = k.weights("log_sum", o.LogSum, statistic(a.Parts.DType), a.Parts.Cols)
+	k.output()
+	if o.Losses != nil {
+		a.Losses = k.weights("losses", o.Losses, statistic(a.Parts.DType), a.Parts.Cols)
+		k.output()
+	}
+	if o.Loss != nil {
+		a.Loss = k.compact("loss", o.Loss, statistic(a.Parts.DType), 1, "one for all rows")
+		k.output()
+	}
+	if o.Weights != nil {
+		a.Weights = k.weights("weights", o.Weights, statistic(a.Parts.DType), a.Parts.Cols)
+		k.output()
+	}
+	if o.Denominator != nil {
+		a.Denominator = k.compact("denominator", o.Denominator, statistic(a.Parts.DType), 1, "one for all rows")
+		k.output()
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
 // RescaleGradient is the operator rescale_gradient: y = x * (dloss / upstream): corrects a gradient that was
 // made for another upstream gradient than came. If y is x and dloss has the bits of upstream, which is 1 if
 // absent, x is neither read nor written. Both are compared on the device, without synchronization.

@@ -98,12 +98,15 @@ func attempt(f *driver.Facts, r request) (_ *plan, served bool, _ error) {
 // attemptBy is attempt by other rows than the policy's, if any are given.
 func attemptBy(f *driver.Facts, r request, rows []policy.Row) (_ *plan, served bool, _ error) {
 	q := newQuery(f, r)
-	ours := rows
-	if ours == nil {
-		ours = policy.Rows(deviceOf(f), q.operator(), q.x, q.layout)
-	}
 	p := q.begin()
-	if r.m > 0 {
+	switch {
+	case r.op == kernels.CombineSlices:
+		q.byRow(p)
+	case r.m > 0:
+		ours := rows
+		if ours == nil {
+			ours = policy.Rows(deviceOf(f), q.operator(), q.x, q.layout)
+		}
 		p = q.choose(ours)
 		if general, ok := generalOps[r.op]; p == nil && rows == nil && ok {
 			r.op = general
@@ -321,13 +324,21 @@ func (q *query) finish(p *plan) {
 		}
 		q.sumColumns(p, kernels.WeightGradient, q.n)
 	case q.total:
-		if last := len(p.launches) - 1; last >= 0 && p.launches[last].geometry.Grid == 1 {
+		last := len(p.launches) - 1
+		if last >= 0 && p.launches[last].geometry.Grid == 1 && q.op != kernels.CombineSlices {
 			p.singleCTATotal = true // its rows' losses stay in shared memory
 			return
 		}
 		p.scratch.rowLosses = p.scratch.take(q.m * 8)
 		q.sumRows(p, kernels.Total)
 	}
+}
+
+// byRow appends what computes a number for each row from a few of each.
+func (q *query) byRow(p *plan) {
+	v := kernelsOf[kernelKey{op: q.op, shape: kernels.Finish, x: q.x, unaligned: true}][0]
+	q.add(p, v, ceil(q.m, int64(v.Threads)), 1, 0)
+	p.why = "a thread for each row"
 }
 
 // sumColumns appends what sums the rows of partial dw.

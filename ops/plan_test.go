@@ -47,6 +47,12 @@ func everyRequest(f func(request)) {
 		32768, 40960, 50257, 65536,
 		100001, 131072, 151936, 262144, 300001, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 25, 1<<31 + 8,
 	}
+	for _, m := range []int64{1, 8192, 1 << 20} {
+		for _, total := range []bool{false, true} {
+			f(request{op: kernels.CombineSlices, x: kernels.Float32, layout: policy.MixedOffsets, m: m, n: 128256,
+				total: total})
+		}
+	}
 	for _, op := range rowOps {
 		for x := kernels.Float16; x <= kernels.Float32; x++ {
 			for _, n := range lengths {

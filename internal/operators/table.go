@@ -372,6 +372,47 @@ var Table = []Group{
 		},
 	},
 	{
+		Name: "sharded_cross_entropy", Type: "ShardedCrossEntropy",
+		Options: []Option{
+			{Name: "classes", Type: Integer, Default: -1,
+				Doc: "how many there are in all slices; -1: unknown, so that the loss of a target in none of them " +
+					"is inf"},
+			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this target are ignored"},
+			{Name: "mean", Type: Flag, Doc: "loss is the sum of losses divided by the denominator"},
+			{Name: "weighted", Type: Flag, Doc: "parts has the weights of the targets' classes"},
+			batchInvariant,
+		},
+		Operators: []Operator{
+			{
+				Name: "combine", Owned: "gander_sharded_cross_entropy", Refuses: true,
+				Doc: "The cross-entropy of N rows whose classes are divided into R slices, from what " +
+					"cross_entropy_forward computes of each slice. parts is contiguous, of shape (R, 3, N), or " +
+					"(R, 4, N) with weighted. For each slice it has the rows' maxima and the logarithms of their sums " +
+					"of exp(x - max), the two parts of lse; then the loss of each row, NaN if the target is not in the " +
+					"slice (a slice without classes has -inf, -inf, NaN); and with weighted the weight of the target's " +
+					"class in the slice that has it, elsewhere 0. parts is not of 16 bits. target counts the classes of " +
+					"all slices. losses, loss, weights and denominator are as cross_entropy_forward's of whole rows: " +
+					"each row's loss, their sum or mean, each row's weight, and the sum of the weights. max and log_sum " +
+					"are the two parts of the lse of whole rows, except that log_sum is NaN, and so is every gradient " +
+					"computed from it, if the target is outside of [0, classes).",
+				Operands: []Operand{
+					{Name: "parts", Shape: Rows, DType: Float},
+					{Name: "target", Shape: Columns, DType: Index},
+					{Name: "max", Shape: Columns, DType: Statistic, Output: true},
+					{Name: "log_sum", Shape: Columns, DType: Statistic, Output: true},
+					{Name: "losses", Shape: Columns, DType: Statistic, Output: true, Optional: true},
+					{Name: "loss", Shape: One, DType: Statistic, Output: true, Optional: true},
+					{Name: "weights", Shape: Columns, DType: Statistic, Output: true, Optional: true},
+					{Name: "denominator", Shape: One, DType: Statistic, Output: true, Optional: true},
+				},
+				Torch: []Torch{
+					{Name: "sharded_cross_entropy_combine", Fixed: map[string]float64{"batch_invariant": 0},
+						Writes: into("max", "log_sum", "losses", "loss", "weights", "denominator")},
+				},
+			},
+		},
+	},
+	{
 		Name: "rescale", Type: "Rescale",
 		Options: []Option{batchInvariant},
 		Operators: []Operator{

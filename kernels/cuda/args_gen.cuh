@@ -141,7 +141,9 @@ struct CrossEntropyArgs {
   int32_t rows_per_cta;
   int32_t slice;
   int32_t sums;
+  void* weights;
+  int64_t ranks;
 };
-static_assert(sizeof(CrossEntropyArgs) == 304, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 320, "the layout is Go's");
 
 }  // namespace gander

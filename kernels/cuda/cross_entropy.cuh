@@ -510,6 +510,50 @@ struct Rescale : RowOperator<Rescale<T_>> {
   }
 };
 
+// The loss of rows whose classes are divided into slices, by one thread for each row. See
+// kernels.ShardedCrossEntropy for the parts of a slice, and table.go in internal/operators for the formula.
+//
+// The loss is that of the slice with the target, as a class among the slices, plus that of the target within
+// its slice. Neither is negative, so the sum loses no digits. If the target's slice has most of the sum, the
+// first is log1p of the others' share, and backward finds those digits in log_sum too.
+__device__ __forceinline__ void combine_slices_body(const CrossEntropyArgs& a) {
+  const int64_t rows = a.rows.m, row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= rows) return;
+  const bool weighted = a.rows.a_stride == 4 * rows;
+  const auto part = [&](int64_t slice, int i) {
+    return static_cast<const float*>(a.rows.a)[slice * a.rows.a_stride + i * rows + row];
+  };
+  const Label label = gander::label<false>(a, load_target<false>(a, row));
+  float high = -kInfinity, within = 0.f, weight = weighted ? 0.f : 1.f;
+  int64_t owner = -1;
+  for (int64_t i = 0; i < a.ranks; i++) {
+    high = fmaxf(high, part(i, 0));
+    const float loss = part(i, 2);
+    if (!isnan(loss)) owner = i, within = loss;
+    if (weighted) weight += part(i, 3);
+  }
+  if (label.index == kNoTarget) weight = label.weight;
+  // exp(v) does not overflow: v is at most the logarithm of the slice's number of classes. Without an owner
+  // the slice of the target is all -inf, or has a NaN.
+  float others = 0.f, logit = -kInfinity;
+  const float reference = high == -kInfinity ? 0.f : high;
+  for (int64_t i = 0; i < a.ranks; i++) {
+    const float v = (part(i, 0) - reference) + part(i, 1);
+    if (i == owner) logit = v;
+    else others += expf(v);
+  }
+  const float target = expf(logit), log_others = log1pf(others / target);
+  const bool most = target > others;
+  const float log_sum = most ? logit + log_others : logf(others + target);  // neither term is negative
+  const float among = most ? log_others : log_sum - logit;
+  const float loss = weight == 0.f ? 0.f : weight * (among + within);
+  if (a.loss) static_cast<float*>(a.loss)[row] = loss;
+  if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
+  if (a.weights) static_cast<float*>(a.weights)[row] = weight;
+  static_cast<float*>(a.max)[row] = high;
+  static_cast<float*>(a.log_sum)[row] = isnan(label.weight) ? kNaN : log_sum;
+}
+
 // Prefetches into L2 what a CTA of elementwise_body that starts later works on.
 template <class T>
 __device__ __forceinline__ void prefetch_later_cta(const Rows& r, int64_t rows_per_cta) {

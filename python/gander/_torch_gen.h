@@ -11,6 +11,7 @@
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
   F(gander_cross_entropy_backward) \
+  F(gander_sharded_cross_entropy_combine) \
   F(gander_rescale_gradient) \
   F(gander_logsumexp_forward) \
   F(gander_logsumexp_backward)
@@ -766,6 +767,22 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
 }
 
+static int32_t call_sharded_cross_entropy_combine(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_sharded_cross_entropy_options options = {
+      .size = sizeof options,
+      .allocator = allocator(call),
+      .classes = (int64_t)a[8],
+      .ignore_index = (int64_t)a[9],
+      .mean = (a[10] & 1) != 0,
+      .weighted = (a[11] & 1) != 0,
+      .batch_invariant = 0,
+  };
+  return lib.gander_sharded_cross_entropy_combine(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
+      optional(&o[6]), optional(&o[7]), &options, call->stream);
+}
+
 static int32_t call_rescale_(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_rescale_options options = {
@@ -849,6 +866,7 @@ enum {
   OP_CROSS_ENTROPY_BWD_SLICE,
   OP_CROSS_ENTROPY_BWD_SLICE_,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
+  OP_SHARDED_CROSS_ENTROPY_COMBINE,
   OP_RESCALE_,
   OP_LOGSUMEXP,
   OP_LOGSUMEXP_BWD,
@@ -2110,6 +2128,29 @@ static const Operator operators[] = {
         .saving = -1,
     },
     {
+        .name = "sharded_cross_entropy_combine",
+        .operator = "sharded_cross_entropy_combine",
+        .call = call_sharded_cross_entropy_combine,
+        .arguments = "TTTTOOOOiibb",
+        .reduction_argument = -1,
+        .reduction = 0,
+        .packed = false,
+        .operand_count = 8,
+        .operands = {
+            {"parts", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"target", SHAPE_COLUMNS, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"max", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"log_sum", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"losses", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"loss", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"weights", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+        },
+        .result_count = 0,
+        .fast = true,
+        .saving = -1,
+    },
+    {
         .name = "rescale_",
         .operator = "rescale_gradient",
         .call = call_rescale_,
@@ -2221,6 +2262,7 @@ KERNEL(cross_entropy_bwd_out, OP_CROSS_ENTROPY_BWD_OUT)
 KERNEL(cross_entropy_bwd_slice, OP_CROSS_ENTROPY_BWD_SLICE)
 KERNEL(cross_entropy_bwd_slice_, OP_CROSS_ENTROPY_BWD_SLICE_)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
+KERNEL(sharded_cross_entropy_combine, OP_SHARDED_CROSS_ENTROPY_COMBINE)
 KERNEL(rescale_, OP_RESCALE_)
 KERNEL(logsumexp, OP_LOGSUMEXP)
 KERNEL(logsumexp_bwd, OP_LOGSUMEXP_BWD)
@@ -2276,6 +2318,7 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_bwd_slice,
     kernel_cross_entropy_bwd_slice_,
     kernel_cross_entropy_bwd_one_pass,
+    kernel_sharded_cross_entropy_combine,
     kernel_rescale_,
     kernel_logsumexp,
     kernel_logsumexp_bwd,

@@ -1,16 +1,13 @@
 """Cross-entropy of logits whose classes are divided among the ranks of a torch.distributed group.
 
-The probability of a target is that of its slice among the slices, times its own in the slice. So the loss is
-a cross-entropy over the slices, whose logits are their log-sum-exps, plus one in the slice that has the
-target. gander's operators compute both. Neither is negative, so their sum loses no digits.
+Each rank computes the loss and the log-sum-exp of its slice. Three numbers of each row go to all ranks, and
+one more with class weights. sharded_cross_entropy_combine makes of them the loss and the log-sum-exp of whole
+rows.
 """
 
 from __future__ import annotations
 
-import functools
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,10 +25,9 @@ from ._sharding import is_dtensor
 __all__ = ["cross_entropy"]
 
 _NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
-_IGNORED = -1  # the owner of an ignored row
 
-_forward_by_row = _fast.call("cross_entropy_fwd_lse")
-_forward_in_parts = _fast.call("cross_entropy_fwd")
+_forward_of_slice = _fast.call("cross_entropy_fwd_out")
+_combine = _fast.call("sharded_cross_entropy_combine")
 _backward_of_slice = _fast.call("cross_entropy_bwd_slice")
 
 
@@ -203,26 +199,6 @@ def _compared(n, text, group, ranks, device):
 # ---- The loss and its gradient ----
 
 
-@functools.lru_cache(256)
-def _table(sizes, ignore_index, device, dtype):
-    """Bounds of intervals of targets, and for each interval the rank that owns it and its rows' weight."""
-    ends = [*accumulate(sizes)]
-    bounds = {0, *ends}
-    bounds |= {bound for bound in (ignore_index, ignore_index + 1) if bound < 2**63}
-    bounds = sorted(bounds)
-    owners, weights = [], []
-    for first in (-(2**63), *bounds):  # an interval of targets begins here
-        inside = 0 <= first < ends[-1]
-        ignored = first == ignore_index
-        owners.append(_IGNORED if ignored else bisect_right(ends, first) if inside else len(sizes))
-        weights.append(0.0 if ignored else 1.0 if inside else float("nan"))
-    return (
-        torch.tensor(bounds, device=device),
-        torch.tensor(owners, device=device),
-        torch.tensor(weights, device=device, dtype=dtype),
-    )
-
-
 def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_backward):
     n, rows, ranks = x.shape[-1], target.numel(), len(slices.sizes)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -231,44 +207,31 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
     local = target - slices.first
     ignored = (ignore_index - slices.first + 2**63) % 2**64 - 2**63
 
-    # Of each row this slice's maximum and logarithm of the sum; where it has the target, the loss within the
-    # slice, else 0; and the weight of the target's class, else 0.
+    # What the operator that combines the slices takes of each: see gander.h.
+    mine = x.new_empty(3 if weight is None else 4, rows, dtype=dtype)
     if n:
-        loss, lse = _forward_in_parts(x, local, None, None, None, ignored, _NONE, False)
-        # The loss is NaN if the target is in another slice. It is also NaN if the slice is all -inf. Then
-        # the loss over the slices is already infinite.
-        parts = [lse[:-1], loss.nan_to_num_(0.0, float("inf")).view(-1)]
+        _forward_of_slice(x, local, None, mine[2], mine[:2], None, ignored, False)
         if weight is not None:
             column = local.clamp(0, n - 1)
-            parts.append(torch.where(column == local, weight[column], 0).view(-1))
+            mine[3] = torch.where(column == local, weight[column], 0).view(-1)
     else:
-        zeros = x.new_zeros((1 if weight is None else 2) * rows, dtype=dtype)
-        parts = [zeros.new_full((2 * rows,), float("-inf")), zeros]
-    mine = torch.cat(parts)
-    every = mine.new_empty(ranks, 3 if weight is None else 4, rows)
+        mine[:2], mine[2], mine[3:] = float("-inf"), float("nan"), 0
+    every = mine.new_empty(ranks, *mine.shape)
     if rows:
-        dist.all_gather_into_tensor(every.view(-1), mine, group=slices.group)
+        dist.all_gather_into_tensor(every.view(-1), mine.view(-1), group=slices.group)
 
-    # Over the slices.
-    bounds, owners, weights = _table(slices.sizes, ignore_index, x.device, dtype)
-    interval = torch.bucketize(target.view(-1), bounds, right=True)
-    scale = weights[interval]
-    high = every[:, 0].amax(0)
-    logits = every.new_empty(rows, ranks)
-    torch.add(every[:, 0] - high, every[:, 1], out=logits.t())
-    loss, log_sum = _forward_by_row(logits, owners[interval], None, None, _IGNORED, False)
-    within = every[:, 2:].sum(0)
-    loss += within[0]
-    if weight is not None:
-        scale *= within[1]
-        without = scale == 0
-        loss = (loss * scale).masked_fill_(without, 0)
-        local = local.masked_fill(without.view_as(local), ignored)  # backward ignores the row too
-    total = scale.sum(0, keepdim=True) if reduction == _MEAN else scale[:1]
-    loss = loss.view_as(target) if reduction == _NONE else loss.sum()
-    if reduction == _MEAN:
-        loss /= total[0]
-    ctx.save_for_backward(x, local, scale.view_as(target), torch.cat((high, log_sum, total)))
+    lse, weights = mine.new_empty(2 * rows + 1), None if weight is None else mine.new_empty(target.shape)
+    loss = mine.new_empty(target.shape if reduction == _NONE else ())
+    if rows:
+        losses = (loss.view(-1), None) if reduction == _NONE else (None, loss)
+        flat = None if weights is None else weights.view(-1)
+        options = sum(slices.sizes), ignore_index, reduction == _MEAN, weight is not None
+        _combine(every, target.view(-1), lse[:rows], lse[rows:-1], *losses, flat, lse[-1:], *options)
+    else:
+        loss.fill_(float("nan") if reduction == _MEAN else 0)
+    if weights is not None:
+        local = local.masked_fill(weights == 0, ignored)  # backward ignores the row, whatever is in it
+    ctx.save_for_backward(x, local, lse, weights)
     ctx.set_materialize_grads(False)
     ctx.options = ignored, _MEAN if reduction == _MEAN else _NONE, False
     ctx.inplace_backward = inplace_backward
@@ -278,8 +241,9 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
 def _backward(ctx, dloss):
     dx = None
     if dloss is not None:
-        x, local, scale, lse = ctx.saved_tensors
-        arguments = local, None, dloss * scale, lse, *ctx.options
+        x, local, lse, weights = ctx.saved_tensors
+        dloss = dloss if weights is None else dloss * weights
+        arguments = local, None, dloss, lse, *ctx.options
         if not x.numel():
             dx = torch.zeros_like(x)
         elif ctx.inplace_backward and not is_batched(dloss):

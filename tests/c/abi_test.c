@@ -45,7 +45,7 @@ static void test_borrowed(void) {
   REFUSED(gander_softmax_forward(x, NULL, NULL, NULL), GANDER_ERROR_NULL, "softmax_forward: y is NULL");
   a.shape[0] = 1;
   REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE,
-          "2 rows of 4, expected 1 rows of 4 as x");
+          "3 rows of 4, expected 1 rows of 4 as x");
   a.shape[0] = M;
   x->ndim = -3;
   REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE, "ndim is -3");
@@ -124,7 +124,7 @@ static void test_every_op(void) {
   DLTensor *tx = &fill(&x)->managed.dl_tensor, *tw = &fill_vector(&weight, N)->managed.dl_tensor;
   DLTensor *ty = &fill(&y)->managed.dl_tensor, *tr = &fill_vector(&rstd, M)->managed.dl_tensor;
   DLTensor *tdo = &fill(&dout)->managed.dl_tensor, *tdx = &fill(&dx)->managed.dl_tensor;
-  DLTensor *tdw = &fill_vector(&dw, N)->managed.dl_tensor, *tt = &fill_targets(&target)->managed.dl_tensor;
+  DLTensor *tdw = &fill_vector(&dw, N)->managed.dl_tensor, *tt = &fill_targets(&target, M)->managed.dl_tensor;
   DLTensor *tl = &fill_vector(&loss, M)->managed.dl_tensor, *te = &fill_vector(&lse, M)->managed.dl_tensor;
   DLTensor* t1 = &fill_vector(&one, 1)->managed.dl_tensor;
   one.data[0] = 1;
@@ -159,9 +159,10 @@ static void test_every_op(void) {
   one.data[0] = M;
   block two;
   DLTensor* t2 = &fill_vector(&two, 1)->managed.dl_tensor;
-  two.data[0] = 4; /* dloss: divided by the denominator of 2 it doubles the gradient */
+  two.data[0] = 2 * M; /* dloss: divided by the denominator, which is M, it doubles the gradient */
   CHECK(gander_cross_entropy_backward(tx, tt, NULL, t2, te, NULL, NULL, t1, tdx, &mean, NULL) == GANDER_OK);
   CHECK(fabs(dx.data[0] - 2 * (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - 2 * exp(1) / sum) < 1e-6);
+  two.data[0] = 4;
   CHECK(gander_cross_entropy_forward(tx, tt, NULL, t2, t1, tl, NULL, tdx, NULL, NULL, NULL) == GANDER_OK);
   CHECK(fabs(loss.data[0] - log(sum) / 4) < 1e-6 && fabs(dx.data[1] - M * exp(1) / sum / 4) < 1e-6);
   CHECK(gander_cross_entropy_backward(tx, tt, NULL, t1, te, t2, NULL, NULL, tdx, NULL, NULL) == GANDER_OK);
@@ -272,21 +273,21 @@ static void test_owned(void) {
   CHECK(y->dl_tensor.dtype.bits == 32);
   y->deleter(y);
 
-  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, NULL, NULL, NULL, NULL, &y,
-                             &z, &w, NULL) == GANDER_OK);
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b, M)->managed, NULL, NULL, NULL, NULL, NULL,
+                             &y, &z, &w, NULL) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1);
   CHECK(y->dl_tensor.ndim == 1 && z->dl_tensor.ndim == 1 && w->dl_tensor.ndim == 2);
   double sum = exp(0) + exp(1) + exp(2) + exp(3);
   CHECK(fabs(((float*)y->dl_tensor.data)[1] - log(sum)) < 1e-6);
   w->deleter(w);
-  CHECK(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed,
+  CHECK(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b, M)->managed,
                                   &fill_vector(&c, N)->managed, y, z, NULL, NULL, NULL, NULL, NULL,
                                   &w) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   w->deleter(w);
   gander_cross_entropy_options mean = {
       .size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
-  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b)->managed, NULL, NULL, NULL, &mean, NULL,
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b, M)->managed, NULL, NULL, NULL, &mean, NULL,
                              &y, NULL, NULL, &z) == GANDER_OK);
   CHECK(*(float*)z->dl_tensor.data == M);
   z->deleter(z);
@@ -359,12 +360,12 @@ static void test_owned_refusals(void) {
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL);
 
   y = z = w = junk;
-  fill_targets(&b)->managed.dl_tensor.dtype.code = kDLFloat;
+  fill_targets(&b, M)->managed.dl_tensor.dtype.code = kDLFloat;
   REFUSED(gander_cross_entropy(&fill(&a)->managed, &b.managed, &fill_vector(&c, N)->managed, NULL, NULL, NULL,
                                NULL, &y, &z, &w, NULL),
           GANDER_ERROR_DTYPE, "target has dtype float32, expected int32 or int64");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL && w == NULL);
-  REFUSED(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b)->managed,
+  REFUSED(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b, M)->managed,
                                     &fill_vector(&c, N)->managed, &fill_vector(&d, M)->managed,
                                     &fill_vector(&e, M)->managed, NULL, NULL, NULL, &mean, NULL, &y),
           GANDER_ERROR_NULL, "denominator is NULL, expected the mean's denominator");

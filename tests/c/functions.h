@@ -20,8 +20,8 @@
   typedef struct { \
     const char* name; \
     int32_t (*call)(const arguments*); \
-    /* A letter for each: m (M, N), b a mask of (M, N), n (N), r (M), s (M) or 1, t targets (M), 1 one \
-     * element, - NULL. */ \
+    /* A letter for each: m (M, N), b a mask of (M, N), n (N), r (M), s (M) or 1, t targets (M), u targets \
+     * (N), 1 one element, - NULL. */ \
     const char* operands; \
     int outputs;              /* 0 if tensors are borrowed */ \
     const void* wrong_option; /* NULL if no option has invalid values */ \
@@ -76,12 +76,13 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
       case 'n': fill_vector(b, N); break;
       case 'r':
       case 's': fill_vector(b, M); break;
-      case 't': fill_targets(b); break;
+      case 't': fill_targets(b, M); break;
+      case 'u': fill_targets(b, N); break;
       case '1': fill_vector(b, 1); break;
       default: continue;
     }
     c->a.operands[i] = &b->managed;
-    if (wrong == NO_ROWS && !strchr("n1", f->operands[i])) { /* valid: the address is not used */
+    if (wrong == NO_ROWS && !strchr("nu1", f->operands[i])) { /* valid: the address is not used */
       b->shape[0] = 0;
       b->managed.dl_tensor.data = (void*)16;
     }
@@ -122,7 +123,7 @@ static inline int must_fail(const function* f, fault wrong, int at) {
     case RANK: return !strchr("s1b", f->operands[at]);
     case LENGTH: { /* any number of columns is valid if no other operand has columns */
       size_t others = 0;
-      for (const char* p = f->operands; *p; ++p) others += *p == 'm' || *p == 'n';
+      for (const char* p = f->operands; *p; ++p) others += *p == 'm' || *p == 'n' || *p == 'u';
       return f->operands[at] != 'm' || others > 1;
     }
     case LAYOUT: return strchr("mb", f->operands[at]) != NULL;

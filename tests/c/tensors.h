@@ -24,7 +24,7 @@
     CHECK(strstr(gander_last_error(), text)); \
   } while (0)
 
-enum { M = 2, N = 4 };
+enum { M = 3, N = 4 };
 
 /* A float32 tensor of shape (M, N) with its memory, and a count of the calls of its deleter. */
 typedef struct {
@@ -65,8 +65,8 @@ static inline block* fill_vector(block* b, int64_t length) {
   return b;
 }
 
-static inline block* fill_targets(block* b) {
-  fill_vector(b, M)->managed.dl_tensor.dtype.code = kDLInt;
+static inline block* fill_targets(block* b, int64_t length) {
+  fill_vector(b, length)->managed.dl_tensor.dtype.code = kDLInt;
   memset(b->data, 0, sizeof b->data);
   return b;
 }

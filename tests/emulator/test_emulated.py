@@ -393,6 +393,40 @@ def test_other_losses(rows):
         check("rescale_gradient", inputs, rows.outputs("y"))
 
 
+@pytest.mark.parametrize("weighted", [0, 1])
+@pytest.mark.parametrize("reduction", [0, 1, 2])  # none, mean, sum
+@pytest.mark.parametrize("m", [1, 256, 700])
+def test_sharded_cross_entropy(m, reduction, weighted):
+    """Of four slices, of which the target is in one, or in none of them that it should be in."""
+    rows, classes = Rows(4 * (3 + weighted), m, "float32"), 400
+    target = np.arange(m) * 7919 % classes
+    parts = rows.values(4, 3 + weighted, m).copy()
+    parts[:, 1] = np.abs(parts[:, 1])
+    owners = target // 100
+    elsewhere = np.arange(4)[:, None] != owners
+    parts[:, 2][elsewhere] = np.nan
+    parts[:, 2] = np.abs(parts[:, 2])
+    if weighted:
+        parts[:, 3] = np.where(elsewhere, 0, np.abs(parts[:, 3]))
+        parts[:, 3, 5::11] = 0  # these rows count for nothing
+    parts[:, 0, 7::13] = 20 * ~elsewhere[:, 7::13]  # these targets are nearly certain
+    parts[:, 1, 7::13] = 1e-9
+    parts[2, :2], parts[2, 2] = -np.inf, np.nan  # a slice without classes, or all of whose logits are -inf
+    target[3::7] = -100
+    if reduction == 0:
+        target[4::17] = classes
+        parts[:, :2, 6::19] = -np.inf
+        parts[0, 1, 8::23] = np.nan
+    inputs = {"parts": ("float32", parts), "target": ("int64", target)}
+    outputs = dict.fromkeys(("max", "log_sum", "weights"), ("float32", (m,)))
+    outputs |= {"losses": ("float32", (m,))} if reduction == 0 else {"loss": ("float32", (1,))}
+    outputs["denominator"] = "float32", (1,)
+    options = dict(classes=classes, mean=reduction == 1, weighted=weighted)
+    got = check("sharded_cross_entropy_combine", inputs, outputs, units=4, **options)
+    certain = got["log_sum"][7::13]
+    assert (certain[np.isfinite(certain)] > 0).all()
+
+
 # (op of CALLS, an output, the input that it overwrites)
 IN_PLACE = (
     ("softmax_forward", "y", "x"),

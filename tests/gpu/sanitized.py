@@ -116,6 +116,7 @@ NONE, MEAN, ONE_PASS = (
     abi.options("cross_entropy", ALLOCATOR, reduction=reduction, one_pass=one_pass)
     for reduction, one_pass in ((0, 0), (1, 0), (1, 1))
 )
+SHARDED = abi.options("sharded_cross_entropy", ALLOCATOR, mean=1, weighted=1)
 RANDOM = np.random.default_rng(0)
 VALUES = RANDOM.standard_normal(1 << 24, dtype=np.float32)
 
@@ -170,6 +171,9 @@ def calls(dtype, m, n, offset):
     count += call(forward, x, target, None, half, half, loss, parts, dx, None, options=NONE)
     count += call(backward, x, target, None, half, parts, half, None, None, dx, options=NONE)
     count += call(forward, x, target, class_weight, None, None, loss, None, x, None, options=NONE)
+    slices, high, weights = statistic(2, 4, m, values=VALUES[: 8 * m]), statistic(m), statistic(m)
+    combined = high, lse, loss, mean, weights, denominator
+    count += call("gander_sharded_cross_entropy_combine", slices, target, *combined, options=SHARDED)
     if dtype != "float32":  # operands of several types
         wide = given(m, n, dtype="float32")
         count += call(

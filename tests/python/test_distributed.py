@@ -227,6 +227,26 @@ def test_accuracy(ranks):
     on_all(ranks, _accuracy, SIZES[ranks])
 
 
+def _confident(sizes):
+    """A target that is nearly certain: its loss and gradient have as many digits as any other's."""
+    n, lead = sum(sizes), torch.arange(10.0, 70.0, 5)
+    for owner in 0, n // 2, n - 1:
+        x, target = torch.zeros(len(lead), n), torch.full((len(lead),), owner)
+        x[:, owner] = lead
+        loss, dx, _, _ = both(x, target, sizes, reduction="none", upstream=torch.ones(len(lead)))
+        expected = torch.log1p((n - 1) * torch.exp(-lead.double()))
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+        wanted = -expected.neg().expm1()[:, None].expand(-1, n) / (n - 1)
+        wanted = wanted.clone()
+        wanted[:, owner] = expected.neg().expm1()
+        torch.testing.assert_close(dx.double(), mine(wanted, sizes), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_confident(ranks):
+    on_all(ranks, _confident, SIZES[ranks])
+
+
 def _special_rows(sizes):
     last = sum(sizes) - 1
     x, _, weight = example(sizes, (12,))

@@ -94,6 +94,18 @@ def calls(x, weight, target):
         "masked_softmax": (grad, weight > 0, half, 0.5, False, True, True),
         "masked_softmax_bwd": (x, x.half(), weight, half, 2.0, False, True),
         "rescale_": (x.clone(), rows[0], rows[1]),
+        "sharded_cross_entropy_combine": (
+            torch.rand(2, 4, len(rows)),
+            target,
+            *(rows.clone() for _ in range(3)),
+            rows[0].clone(),
+            rows.clone(),
+            None,
+            9,
+            -100,
+            True,
+            True,
+        ),
         "logsumexp": (grad,),
         "logsumexp_bwd": (x, rows, x.logsumexp(-1)),
     }

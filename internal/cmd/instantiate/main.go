@@ -187,6 +187,7 @@ var (
 		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
 		kernels.Total:          "total<{{.Threads}}, {{.Cluster}}>",
 		kernels.Denominator:    "denominator<{{.Threads}}, {{.Cluster}}>",
+		kernels.CombineSlices:  "combine_slices_body",
 		kernels.SoftmaxClear:   "clear_slots",
 		kernels.RMSNormClear:   "clear_slots",
 	})

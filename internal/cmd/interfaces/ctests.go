@@ -75,7 +75,11 @@ func letters(list []operators.Operand) string {
 		case operators.Broadcast:
 			b.WriteByte('b')
 		case operators.Columns, operators.HeadColumns:
-			b.WriteByte('n')
+			if p.DType == operators.Index {
+				b.WriteByte('u')
+			} else {
+				b.WriteByte('n')
+			}
 		case operators.Strided:
 			if p.DType == operators.Index {
 				b.WriteByte('t')

@@ -1,0 +1,87 @@
+package ops
+
+import (
+	"math"
+	"unsafe"
+
+	"github.com/gander-go/gander/internal/policy"
+	"github.com/gander-go/gander/kernels"
+	"github.com/gander-go/gander/kernels/cpu"
+)
+
+func (a *shardedCrossEntropyCombine) refuse(k *check) {
+	p := a.Parts
+	switch each := a.each(); {
+	case k.err != nil:
+	case p.DType != kernels.Float32 && p.DType != kernels.Float64:
+		k.fail(StatusDType, "parts has dtype %v, expected float32, on the host also float64; convert it", p.DType)
+	case p.Rows%each != 0:
+		k.fail(StatusShape, "parts has %d rows of %d elements, expected shape (R, %d, N) for R slices, with "+
+			"weighted (R, 4, N), without (R, 3, N)", p.Rows, p.Cols, each)
+	case p.Rows > 1 && p.Stride != p.Cols:
+		k.fail(StatusLayout, "parts has rows of %d elements %d apart, expected adjacent rows; make it contiguous",
+			p.Cols, p.Stride)
+	}
+	switch {
+	case a.Classes == -1:
+		a.Classes = math.MaxInt64
+	case a.Classes < 1:
+		k.fail(StatusOption, "classes is %d, expected how many there are in all slices, or -1 if that is unknown",
+			a.Classes)
+	}
+}
+
+// each is how many numbers of a row each slice has.
+func (a *shardedCrossEntropyCombine) each() int64 {
+	if a.Weighted {
+		return 4
+	}
+	return 3
+}
+
+func (a *shardedCrossEntropyCombine) spec() kernels.ShardedCrossEntropy {
+	return kernels.ShardedCrossEntropy{
+		Parts: a.Parts, Ranks: a.Parts.Rows / a.each(), Weighted: a.Weighted,
+		Target: a.Target, Classes: a.Classes, IgnoreIndex: a.IgnoreIndex, Mean: a.Mean,
+		Losses: a.Losses, Max: a.Max, LogSum: a.LogSum, Weights: a.Weights,
+		Loss: a.Loss, Denominator: a.Denominator,
+	}
+}
+
+func (a *shardedCrossEntropyCombine) host() error {
+	s := a.spec()
+	cpu.CombineSlices(&s)
+	return nil
+}
+
+func (a *shardedCrossEntropyCombine) request() request {
+	return request{
+		op: kernels.CombineSlices, Choice: a.Choice, x: kernels.Float32, layout: policy.MixedOffsets,
+		total: a.Loss.Present() || a.Denominator.Present(), m: a.Parts.Cols, n: a.Classes,
+	}
+}
+
+func (a *shardedCrossEntropyCombine) cuda(c *Call, ordinal int32) error {
+	k, err := c.start(ordinal, a.request())
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := kernels.CrossEntropyArgs{
+		Rows: kernels.Rows{
+			A: input(a.Parts.Data), AStride: a.each() * a.Parts.Cols, M: a.Parts.Cols, N: a.Classes,
+		},
+		Ranks:  a.Parts.Rows / a.each(),
+		Target: input(a.Target.Data), TargetStride: a.Target.Stride, TargetType: int32(a.Target.DType),
+		IgnoreIndex: a.IgnoreIndex,
+		Loss:        output(a.Losses.Data), Max: output(a.Max.Data), LogSum: output(a.LogSum.Data),
+		Weights: output(a.Weights.Data), Total: output(a.Loss.Data), Denominator: output(a.Denominator.Data),
+	}
+	if a.Mean {
+		args.Mean = 1
+	}
+	if a.request().total {
+		args.RowLosses = k.at(k.plan.scratch.rowLosses)
+	}
+	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+}
