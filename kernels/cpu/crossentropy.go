@@ -187,7 +187,7 @@ func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials 
 // digits of it that are above the rounding error of 1. So where the target's exponential is 1, others is
 // saved, as a negative number.
 func savedSum(high, others, logit float64) float64 {
-	if e := math.Exp(logit - finiteMax(high)); e != 1 {
+	if e := expDiff(logit, finiteMax(high)); e != 1 {
 		return others + e
 	}
 	return -others
@@ -226,7 +226,9 @@ func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial)
 		unweighted := (high - logit) + logSum
 		w.writeLSE(row, high, logSum, saved)
 		loss = weight * unweighted
-		stats = rowStats{a: high, b: gradient / sum, c: gradient * math.Expm1(-unweighted)}
+		if w.dx.Data != nil {
+			stats = rowStats{a: high, b: gradient / sum, c: gradient * math.Expm1(-unweighted)}
+		}
 	}
 	w.losses[w.task].loss += loss
 	w.losses[w.task].weight += weight

@@ -41,7 +41,9 @@ var avx2 = rowFuncs[float32]{
 	normalize:   normalizeAVX2,
 	normGrad:    normGradAVX2,
 
-	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{kernels.BFloat16: dotBFloat16AVX2},
+	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{
+		kernels.BFloat16: dotBFloat16AVX2, kernels.Float32: dotFloat32AVX2,
+	},
 	softmaxGradRaw: [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool){
 		kernels.BFloat16: softmaxGradBFloat16AVX2,
 		kernels.Float32:  softmaxGradFloat32AVX2,
@@ -205,6 +207,10 @@ func dotAVX2(x, y []float32) float64 {
 		s0 = loadTailWide4(x, i, mask).MulAdd(loadTailWide4(y, i, mask), s0)
 	}
 	return sum4(s0.Add(s1))
+}
+
+func dotFloat32AVX2(x, y unsafe.Pointer, n int) float64 {
+	return dotAVX2(unsafe.Slice((*float32)(x), n), unsafe.Slice((*float32)(y), n))
 }
 
 func tailMask4(n int) archsimd.Mask32x4 {

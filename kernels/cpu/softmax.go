@@ -2,6 +2,7 @@ package cpu
 
 import (
 	"math"
+	"unsafe"
 
 	"github.com/gander-go/gander/kernels"
 )
@@ -127,7 +128,37 @@ type softmaxBackward[T float] struct{}
 
 func (softmaxBackward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
-func (softmaxBackward[T]) run(c *call[T]) { c.runRows() }
+func (softmaxBackward[T]) run(c *call[T]) {
+	if t := c.x.DType; c.plan.splitRows || c.funcs.dotRaw[t] == nil || c.funcs.softmaxGradRaw[t] == nil {
+		c.runRows()
+		return
+	}
+	c.runStep(softmaxGradStep[T]{}, min(c.rows, maxTasks))
+}
+
+// softmaxGradStep does what runRows would do with rows as they lie in memory. Short rows take so little time
+// that the choice of three passes for each shows: without it 64 float32 take 16 ns, with it 26.
+type softmaxGradStep[T float] struct{}
+
+func (softmaxGradStep[T]) do(w *worker[T], task int) {
+	dot, grad := w.funcs.dotRaw[w.x.DType], w.funcs.softmaxGradRaw[w.x.DType]
+	size := int(w.x.DType.Size())
+	lo, hi := subrange(w.rows, task, w.tasks)
+	for row := lo; row < hi; row++ {
+		dy, y, dx := rowOf(&w.dy, row, size), rowOf(&w.x, row, size), rowOf(&w.dx, row, size)
+		sum := 0.0
+		for j := 0; j < w.cols; j += block {
+			sum += dot(unsafe.Add(dy, j*size), unsafe.Add(y, j*size), min(block, w.cols-j))
+		}
+		d, rest := splitFloat[float32](sum)
+		grad(dx, dy, y, w.cols, d, rest, w.streams(dx))
+	}
+}
+
+// rowOf is rowAt of the first element, whose size is known.
+func rowOf(m *kernels.Matrix, row, size int) unsafe.Pointer {
+	return unsafe.Add(m.Data, row*int(m.Stride)*size)
+}
 
 func (softmaxBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
 	raw := w.funcs.dotRaw[w.x.DType]
