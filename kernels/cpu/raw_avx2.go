@@ -21,13 +21,6 @@ func (k *constants) pairs8(p unsafe.Pointer, i int) (even, odd f32x8) {
 	return v.ShiftLeft(n8(&k.sixteen)).AsFloat32x8(), v.And(n8(&k.highHalf)).AsFloat32x8()
 }
 
-// storePairs8 rounds pairs to nearest even and stores them.
-func (k *constants) storePairs8(p unsafe.Pointer, i int, even, odd f32x8) {
-	low := k.roundBFloat16x8(even).AsUint32x8().ShiftRight(n8(&k.sixteen).AsUint32x8()).AsInt32x8()
-	v := k.roundBFloat16x8(odd).And(n8(&k.highHalf)).Or(low)
-	v.Store((*[8]int32)(unsafe.Add(p, 2*i)))
-}
-
 func dotBFloat16AVX2(x, y unsafe.Pointer, n int) float64 {
 	var s0, s1 f64x4
 	k, i := simdConstants, 0
@@ -46,15 +39,16 @@ func dotBFloat16AVX2(x, y unsafe.Pointer, n int) float64 {
 	return sum
 }
 
+// In bfloat16_avx2_amd64.s, for a number of elements that is a positive multiple of 16.
+//
+//go:noescape
+func softmaxGrad16sBFloat16AVX2(dst, dy, y unsafe.Pointer, n int, hi, lo float32)
+
 func softmaxGradBFloat16AVX2(dst, dy, y unsafe.Pointer, n int, hi, lo float32, _ bool) {
-	k, i := simdConstants, 0
-	hv, lv := archsimd.BroadcastFloat32x8(hi), archsimd.BroadcastFloat32x8(lo)
-	for ; i+16 <= n; i += 16 {
-		dy0, dy1 := k.pairs8(dy, i)
-		y0, y1 := k.pairs8(y, i)
-		k.storePairs8(dst, i, dy0.Sub(hv).Sub(lv).Mul(y0), dy1.Sub(hv).Sub(lv).Mul(y1))
+	i := n &^ 15
+	if i > 0 {
+		softmaxGrad16sBFloat16AVX2(dst, dy, y, i, hi, lo)
 	}
-	archsimd.ClearAVXUpperBits()
 	for out, ys := bfloat16s(dst, n), bfloat16s(y, n); i < n; i++ {
 		out[i] = narrowBFloat16((widenBFloat16(bfloat16s(dy, n)[i]) - hi - lo) * widenBFloat16(ys[i]))
 	}

@@ -474,15 +474,23 @@ func storeFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
 	narrowFloat16x8(unsafe.Add(dst, 2*(n-8)), &src[n-8], 8, c)
 }
 
+// In bfloat16_avx2_amd64.s, for a number of elements that is a positive multiple of 16.
+//
+//go:noescape
+func store16sBFloat16AVX2(dst, src unsafe.Pointer, n int, c float32)
+
 func storeBFloat16AVX2(dst unsafe.Pointer, src []float32, c float32) {
 	n := len(src)
 	if n < 8 {
 		storeBFloat16(dst, src, c)
 		return
 	}
-	k := simdConstants
+	k, i := simdConstants, n&^15
+	if i > 0 {
+		store16sBFloat16AVX2(dst, unsafe.Pointer(&src[0]), i, c)
+	}
 	cv := archsimd.BroadcastFloat32x8(c)
-	for i := 0; i+8 <= n; i += 8 {
+	if i+8 <= n {
 		k.narrowBFloat16x8(load8(src, i).Mul(cv)).Store(int16Ptr8(dst, i))
 	}
 	k.narrowBFloat16x8(load8(src, n-8).Mul(cv)).Store(int16Ptr8(dst, n-8))

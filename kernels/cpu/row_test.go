@@ -279,6 +279,38 @@ func TestRowFuncLengths(t *testing.T) {
 	}
 }
 
+// TestSoftmaxGradOfAllBits: every 16-bit number as dy, and as y, also beside a sum that is NaN.
+func TestSoftmaxGradOfAllBits(t *testing.T) {
+	all, one, got := make([]uint16, 1<<16+5), make([]uint16, 1<<16+5), make([]uint16, 1<<16+5)
+	for i := range all {
+		all[i] = uint16(i)
+	}
+	for _, f := range formats {
+		for i := range one {
+			one[i] = f.narrow(1)
+		}
+		for _, k := range supportedRowFuncs {
+			raw := k.softmaxGradRaw[f.dtype]
+			if raw == nil {
+				continue
+			}
+			for _, hi := range []float32{0.5, float32(math.NaN()), float32(math.Inf(-1))} {
+				for _, o := range [][2][]uint16{{all, one}, {one, all}, {all, all}} {
+					raw(unsafe.Pointer(&got[0]), unsafe.Pointer(&o[0][0]), unsafe.Pointer(&o[1][0]), len(got), hi, 0, false)
+					for i, h := range got {
+						want := (f.widen(o[0][i]) - hi) * f.widen(o[1][i])
+						if want != want {
+							require.True(t, math.IsNaN(f.value(h)), "%v %s %#x: %#x", f.dtype, k.name, i, h)
+						} else {
+							require.Equal(t, f.narrow(want), h, "%v %s %#x", f.dtype, k.name, i)
+						}
+					}
+				}
+			}
+		}
+	}
+}
+
 func FuzzExp(f *testing.F) {
 	f.Add(uint32(0), uint32(0x80000000), 1)
 	f.Add(math.Float32bits(expLow), uint32(0xff800000), 17)
