@@ -11,7 +11,7 @@ import (
 // is present it also computes dx = upstream * weight[t] * (softmax(x) - onehot(t)), divided by the
 // denominator with OnePass and ReduceMean. Loss and DX are divided by Divisor. DX may be X.
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
-	o := operands{x: a.X, dx: a.DX}
+	o := operands{x: a.X, dx: a.DX, exponentials: true}
 	if a.DX.Data != nil {
 		o.reuseUpTo = longRow
 	}
@@ -25,7 +25,7 @@ func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 	if alreadyDone(a) {
 		return nil
 	}
-	o := operands{x: a.X, dx: a.DX}
+	o := operands{x: a.X, dx: a.DX, exponentials: true}
 	return run(&o, more{ce: a}, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
 }
 

@@ -12,7 +12,7 @@ import (
 // y is 0, or with Log -inf. A row that is masked whole becomes NaN, or with MaskedZero zeros (-inf with Log).
 // A row becomes NaN if those of its elements that take part have a NaN or +inf, or are all -inf. y may be x.
 func MaskedSoftmaxForward(s *kernels.MaskedSoftmax, workers int) error {
-	o := operands{x: s.X, y: s.Y, reuseUpTo: longRow}
+	o := operands{x: s.X, y: s.Y, reuseUpTo: longRow, exponentials: true}
 	return run(&o, more{masked: s}, workers, maskedForward[float32]{}, maskedForward[float64]{})
 }
 
@@ -20,7 +20,7 @@ func MaskedSoftmaxForward(s *kernels.MaskedSoftmax, workers int) error {
 // (dy - exp(y) * sum(dy)). The sums are over the elements that take part. dx of a masked element is 0,
 // whatever dy and y are there. dx may be dy or y.
 func MaskedSoftmaxBackward(s *kernels.MaskedSoftmax, workers int) error {
-	o := operands{x: s.Y, dy: s.DY, dx: s.DX}
+	o := operands{x: s.Y, dy: s.DY, dx: s.DX, exponentials: s.Log}
 	return run(&o, more{masked: s}, workers, maskedBackward[float32]{}, maskedBackward[float64]{})
 }
 

@@ -11,13 +11,13 @@ import (
 // Every row is reduced in the same blocks, and every sum has a fixed order. So a result has the same bits for
 // every number of workers.
 const (
-	block         = 2048      // elements that one row function works on; several blocks fit in the L1 cache
-	longRow       = 128 << 10 // in a row of more elements, the second pass reads memory again
-	reusedRow     = block     // in a row of more elements, converting again is cheaper than reading a copy
-	chunk         = 8 * block // elements per task where the row is split among workers
-	maxTasks      = 256       // the most tasks that whole rows are grouped into
-	startBytes    = 512 << 10 // in smaller calls, starting goroutines costs more than it saves
-	parallelBytes = 256 << 10 // in smaller calls, using idle helpers costs more than it saves
+	block        = 2048      // elements that one row function works on; several blocks fit in the L1 cache
+	longRow      = 128 << 10 // in a row of more elements, the second pass reads memory again
+	reusedRow    = block     // in a row of more elements, converting again is cheaper than reading a copy
+	chunk        = 8 * block // elements per task where the row is split among workers
+	maxTasks     = 256       // the most tasks that whole rows are grouped into
+	startWork    = 512 << 10 // bytes: in smaller calls, starting goroutines costs more than it saves
+	parallelWork = 256 << 10 // bytes: in smaller calls, using idle helpers costs more than it saves
 )
 
 // streamBytes: calls of this size write past the cache, which would keep little of them. Tests lower it.
@@ -26,7 +26,8 @@ var streamBytes = 32 << 20
 // operands are what a call reads and writes. Each op uses some of them.
 type operands struct {
 	x, y, dy, dx kernels.Matrix
-	reuseUpTo    int // the longest row whose second pass reuses results of the first
+	reuseUpTo    int  // the longest row whose second pass reuses results of the first
+	exponentials bool // the call computes one for each element
 }
 
 // more are further operands, nil for ops without them. operands is copied to the heap, but these pointers are
@@ -168,10 +169,14 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	if m.masked != nil {
 		c.masked = *m.masked
 	}
-	if bytes < parallelBytes {
+	work := bytes
+	if o.exponentials {
+		work += int(o.x.Rows*o.x.Cols) * e.funcs.exponential
+	}
+	if work < parallelWork {
 		workers = 1
 	}
-	c.operands, c.funcs, c.op, c.mayStart = *o, e.funcs, op, bytes >= startBytes
+	c.operands, c.funcs, c.op, c.mayStart = *o, e.funcs, op, work >= startWork
 	c.rows, c.cols = int(o.x.Rows), int(o.x.Cols)
 	c.blocks = (c.cols + block - 1) / block
 	c.reuse, c.long, c.stream = c.cols <= o.reuseUpTo, c.cols > longRow, bytes >= streamBytes

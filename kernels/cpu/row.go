@@ -12,6 +12,8 @@ import (
 type rowFuncs[T float] struct {
 	name string
 
+	exponential int // bytes of memory that are as much work as an exponential
+
 	// Indexed by the kernels.DType in memory. There is no load for T itself, which is read in place.
 	load  [4]func(dst []T, src unsafe.Pointer)
 	store [4]func(dst unsafe.Pointer, src []T, c T) // dst = src * c, rounded to nearest even

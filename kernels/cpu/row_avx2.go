@@ -13,7 +13,8 @@ import (
 // The row functions for AVX2 with FMA: 8 lanes, otherwise like those for AVX-512.
 
 var avx2 = rowFuncs[float32]{
-	name: "avx2",
+	name:        "avx2",
+	exponential: 12,
 	load: [4]func([]float32, unsafe.Pointer){
 		kernels.Float16:  loadFloat16AVX2,
 		kernels.BFloat16: loadBFloat16AVX2,

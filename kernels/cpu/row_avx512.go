@@ -20,7 +20,8 @@ import (
 // The compiler may swap the operands of Max and Min, so their result for a NaN is unspecified.
 
 var avx512 = rowFuncs[float32]{
-	name: "avx512",
+	name:        "avx512",
+	exponential: 4,
 	load: [4]func([]float32, unsafe.Pointer){
 		kernels.Float16:  loadFloat16AVX512,
 		kernels.BFloat16: loadBFloat16AVX512,

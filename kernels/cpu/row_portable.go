@@ -11,7 +11,8 @@ import (
 // scalar code computes at almost no extra cost.
 
 var portable32 = rowFuncs[float32]{
-	name: "portable",
+	name:        "portable",
+	exponential: 256,
 	load: [4]func([]float32, unsafe.Pointer){
 		kernels.Float16:  loadFloat16,
 		kernels.BFloat16: loadBFloat16,
@@ -42,6 +43,7 @@ var portable32 = rowFuncs[float32]{
 
 var portable64 = rowFuncs[float64]{
 	name:        "portable",
+	exponential: 256,
 	store:       [4]func(unsafe.Pointer, []float64, float64){kernels.Float64: storeNative[float64]},
 	max:         maximum[float64],
 	exp:         exp64Row,

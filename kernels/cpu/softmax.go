@@ -10,7 +10,7 @@ import (
 // SoftmaxForward computes y = exp(x - max x) / sum exp(x - max x) for each row. y may be x. A row becomes NaN
 // if it contains a NaN or +inf, or if all of it is -inf.
 func SoftmaxForward(x, y kernels.Matrix, workers int) error {
-	o := operands{x: x, y: y, reuseUpTo: longRow}
+	o := operands{x: x, y: y, reuseUpTo: longRow, exponentials: true}
 	if x.DType == kernels.Float32 || x.DType == kernels.Float64 {
 		o.reuseUpTo = math.MaxInt // y itself stores the exponentials
 	}
