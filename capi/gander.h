@@ -197,8 +197,8 @@ typedef struct {
 typedef struct {
   size_t size;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* how many there are in all slices; -1: unknown, so that the loss of a target in none of them is inf; -1
-   * with NULL options; an option struct must set it */
+  /* how many there are in all slices; -1: unknown, so that the loss of a target behind them is inf, not
+   * NaN; -1 with NULL options; an option struct must set it */
   int64_t classes;
   /* rows with this target are ignored; -100 with NULL options; an option struct must set it */
   int64_t ignore_index;
@@ -394,11 +394,12 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
  * slice it has the rows' maxima and the logarithms of their sums of exp(x - max), the two parts of lse;
  * then the loss of each row, NaN if the target is not in the slice (a slice without classes has -inf,
  * -inf, NaN); and with weighted the weight of the target's class in the slice that has it, elsewhere 0.
- * parts is not of 16 bits. target counts the classes of all slices. losses, loss, weights and denominator
- * are as cross_entropy_forward's of whole rows: each row's loss, their sum or mean, each row's weight, and
- * the sum of the weights. max and log_sum are the two parts of the lse of whole rows, except that log_sum
- * is NaN, and so is every gradient computed from it, if the target is outside of [0, classes).
- *   parts: (M, N); float16, bfloat16 or float32, on the host also float64.
+ * target counts the classes of all slices. losses, loss, weights and denominator are as
+ * cross_entropy_forward's of whole rows: each row's loss, their sum or mean, each row's weight, and the
+ * sum of the weights. max and log_sum are the two parts of the lse of whole rows, except that log_sum is
+ * NaN if the target is outside of [0, classes) and the row is not ignored: so is then its gradient in
+ * every slice.
+ *   parts: (M, N); float32, on the host also float64.
  *   target: (N), contiguous; int32 or int64.
  *   max: (N), contiguous; float64 if parts is, else float32.
  *   log_sum: (N), contiguous; float64 if parts is, else float32.

@@ -39,10 +39,11 @@ type types uint8
 func only(t kernels.DType) types { return 1 << t }
 
 const (
-	lowFloat types = 1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32
-	anyFloat       = lowFloat | 1<<kernels.Float64
-	anyIndex types = 1<<kernels.Int32 | 1<<kernels.Int64
-	anyMask  types = 1<<kernels.Bool | 1<<kernels.Uint8 // beside those that are added
+	lowFloat  types = 1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32
+	anyFloat        = lowFloat | 1<<kernels.Float64
+	wideFloat       = 1<<kernels.Float32 | 1<<kernels.Float64
+	anyIndex  types = 1<<kernels.Int32 | 1<<kernels.Int64
+	anyMask   types = 1<<kernels.Bool | 1<<kernels.Uint8 // beside those that are added
 )
 
 // companion returns the types of an operand that need not have x's type. float64 goes with float64 only.
@@ -288,7 +289,7 @@ func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, wh
 	}
 	if t.Len() != n {
 		k.fail(StatusShape, "%s has shape %s, which is %d elements, expected %d: %s",
-			name, shape(t), t.Len(), n, what)
+			name, shape(t), t.Len(), n, strings.Replace(what, " of x", " of "+k.first, 1))
 		return kernels.Vector{}
 	}
 	v := kernels.Vector{Data: t.Pointer(), DType: d, Len: n, Stride: 1}

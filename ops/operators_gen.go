@@ -820,15 +820,15 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 // contiguous, of shape (R, 3, N), or (R, 4, N) with weighted. For each slice it has the rows' maxima and the
 // logarithms of their sums of exp(x - max), the two parts of lse; then the loss of each row, NaN if the
 // target is not in the slice (a slice without classes has -inf, -inf, NaN); and with weighted the weight of
-// the target's class in the slice that has it, elsewhere 0. parts is not of 16 bits. target counts the
-// classes of all slices. losses, loss, weights and denominator are as cross_entropy_forward's of whole rows:
-// each row's loss, their sum or mean, each row's weight, and the sum of the weights. max and log_sum are the
-// two parts of the lse of whole rows, except that log_sum is NaN, and so is every gradient computed from it,
-// if the target is outside of [0, classes).
+// the target's class in the slice that has it, elsewhere 0. target counts the classes of all slices. losses,
+// loss, weights and denominator are as cross_entropy_forward's of whole rows: each row's loss, their sum or
+// mean, each row's weight, and the sum of the weights. max and log_sum are the two parts of the lse of whole
+// rows, except that log_sum is NaN if the target is outside of [0, classes) and the row is not ignored: so is
+// then its gradient in every slice.
 //
 // M and N are the rows and columns of parts. A refused call writes nothing.
 type ShardedCrossEntropyCombine struct {
-	Parts       *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Parts       *dlpack.Tensor // (M, N); float32, on the host also float64
 	Target      *dlpack.Tensor // (N), contiguous; int32 or int64
 	Max         *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32
 	LogSum      *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32
@@ -837,7 +837,8 @@ type ShardedCrossEntropyCombine struct {
 	Weights     *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32; or nil
 	Denominator *dlpack.Tensor // one element; float64 if parts is, else float32; or nil
 
-	// how many there are in all slices; -1: unknown, so that the loss of a target in none of them is inf
+	// how many there are in all slices; -1: unknown, so that the loss of a target behind them is inf, not
+	// NaN
 	Classes        int64
 	IgnoreIndex    int64 // rows with this target are ignored
 	Mean           bool  // loss is the sum of losses divided by the denominator
@@ -872,7 +873,7 @@ func (o ShardedCrossEntropyCombine) Run(c *Call) error {
 		Weighted:    o.Weighted,
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
-	a.Parts = k.rows("parts", o.Parts, anyFloat)
+	a.Parts = k.rows("parts", o.Parts, wideFloat)
 	a.Target = k.weights("target", o.Target, anyIndex, a.Parts.Cols)
 	a.Max = k.weights("max", o.Max, statistic(a.Parts.DType), a.Parts.Cols)
 	k.output()

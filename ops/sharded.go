@@ -13,11 +13,9 @@ func (a *shardedCrossEntropyCombine) refuse(k *check) {
 	p := a.Parts
 	switch each := a.each(); {
 	case k.err != nil:
-	case p.DType != kernels.Float32 && p.DType != kernels.Float64:
-		k.fail(StatusDType, "parts has dtype %v, expected float32, on the host also float64; convert it", p.DType)
-	case p.Rows%each != 0:
-		k.fail(StatusShape, "parts has %d rows of %d elements, expected shape (R, %d, N) for R slices, with "+
-			"weighted (R, 4, N), without (R, 3, N)", p.Rows, p.Cols, each)
+	case p.Rows > 0 && k.queries != each:
+		k.fail(StatusShape, "parts has %d rows of %d elements in each slice, expected (R, %d, N) for R slices: "+
+			"three numbers of each of N rows, with weighted four", k.queries, p.Cols, each)
 	case p.Rows > 1 && p.Stride != p.Cols:
 		k.fail(StatusLayout, "parts has rows of %d elements %d apart, expected adjacent rows; make it contiguous",
 			p.Cols, p.Stride)

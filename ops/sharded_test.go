@@ -171,19 +171,19 @@ func TestShardedCrossEntropyRefuses(t *testing.T) {
 	type combine = ops.ShardedCrossEntropyCombine
 	f := func(dims ...int64) *dlpack.Tensor { return empty(t, dlpack.Float32, dims...) }
 	for message, spoil := range map[string]func(o *combine){
-		"parts has dtype float16, expected float32, on the host also float64": func(o *combine) {
+		"parts has dtype float16, expected float32 or float64": func(o *combine) {
 			o.Parts = empty(t, dlpack.Float16, 2, 3, 5)
 		},
-		"parts has 8 rows of 5 elements, expected shape (R, 3, N)": func(o *combine) {
-			o.Parts = f(2, 4, 5)
+		"parts has 4 rows of 5 elements in each slice, expected (R, 3, N)": func(o *combine) {
+			o.Parts = f(3, 4, 5)
 		},
-		"parts has 6 rows of 5 elements, expected shape (R, 4, N)": func(o *combine) {
-			o.Weighted = true
+		"parts has 3 rows of 5 elements in each slice, expected (R, 4, N)": func(o *combine) {
+			o.Parts, o.Weighted = f(4, 3, 5), true
 		},
 		"parts has rows of 5 elements 7 apart, expected adjacent rows": func(o *combine) {
 			o.Parts = view(t, f(64), 0, []int64{2, 3, 5}, []int64{21, 7, 1})
 		},
-		"target has shape (4,), which is 4 elements, expected 5": func(o *combine) {
+		"target has shape (4,), which is 4 elements, expected 5: one for each column of parts": func(o *combine) {
 			o.Target = empty(t, dlpack.Int64, 4)
 		},
 		"classes is 0, expected": func(o *combine) { o.Classes = 0 },

@@ -27,6 +27,7 @@ type DType int
 // The rules. float64 is supported in host memory only.
 const (
 	Float     DType = iota // float16, bfloat16, float32 or float64
+	Wide                   // float32 or float64
 	Same                   // the type of the operand that Like names
 	Companion              // float64 if the first operand is float64, otherwise float16, bfloat16 or float32
 	Parameter              // as Companion; without Like and Choice an output is Statistic

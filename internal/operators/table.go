@@ -375,8 +375,8 @@ var Table = []Group{
 		Name: "sharded_cross_entropy", Type: "ShardedCrossEntropy",
 		Options: []Option{
 			{Name: "classes", Type: Integer, Default: -1,
-				Doc: "how many there are in all slices; -1: unknown, so that the loss of a target in none of them " +
-					"is inf"},
+				Doc: "how many there are in all slices; -1: unknown, so that the loss of a target behind them is " +
+					"inf, not NaN"},
 			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this target are ignored"},
 			{Name: "mean", Type: Flag, Doc: "loss is the sum of losses divided by the denominator"},
 			{Name: "weighted", Type: Flag, Doc: "parts has the weights of the targets' classes"},
@@ -390,13 +390,13 @@ var Table = []Group{
 					"(R, 4, N) with weighted. For each slice it has the rows' maxima and the logarithms of their sums " +
 					"of exp(x - max), the two parts of lse; then the loss of each row, NaN if the target is not in the " +
 					"slice (a slice without classes has -inf, -inf, NaN); and with weighted the weight of the target's " +
-					"class in the slice that has it, elsewhere 0. parts is not of 16 bits. target counts the classes of " +
-					"all slices. losses, loss, weights and denominator are as cross_entropy_forward's of whole rows: " +
-					"each row's loss, their sum or mean, each row's weight, and the sum of the weights. max and log_sum " +
-					"are the two parts of the lse of whole rows, except that log_sum is NaN, and so is every gradient " +
-					"computed from it, if the target is outside of [0, classes).",
+					"class in the slice that has it, elsewhere 0. target counts the classes of all slices. losses, " +
+					"loss, weights and denominator are as cross_entropy_forward's of whole rows: each row's loss, their " +
+					"sum or mean, each row's weight, and the sum of the weights. max and log_sum are the two parts of " +
+					"the lse of whole rows, except that log_sum is NaN if the target is outside of [0, classes) and the " +
+					"row is not ignored: so is then its gradient in every slice.",
 				Operands: []Operand{
-					{Name: "parts", Shape: Rows, DType: Float},
+					{Name: "parts", Shape: Rows, DType: Wide},
 					{Name: "target", Shape: Columns, DType: Index},
 					{Name: "max", Shape: Columns, DType: Statistic, Output: true},
 					{Name: "log_sum", Shape: Columns, DType: Statistic, Output: true},

@@ -187,7 +187,11 @@ func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials 
 // digits of it that are above the rounding error of 1. So where the target's exponential is 1, others is
 // saved, as a negative number.
 func savedSum(high, others, logit float64) float64 {
-	if e := expDiff(logit, finiteMax(high)); e != 1 {
+	e := 1.0
+	if below := logit - finiteMax(high); below != 0 { // or NaN
+		e = math.Exp(below)
+	}
+	if e != 1 {
 		return others + e
 	}
 	return -others

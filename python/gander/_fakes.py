@@ -47,6 +47,7 @@ class _Call:
         wide = self.first.dtype == torch.float64
         return {
             "float": (*_NARROW, torch.float64),
+            "wide": (torch.float32, torch.float64),
             "companion": (torch.float64,) if wide else _NARROW,
             "parameter": (torch.float64,) if wide else _NARROW,
             "statistic": (torch.float64,) if wide else (torch.float32,),

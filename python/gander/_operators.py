@@ -12,9 +12,10 @@ class Operand(NamedTuple):
     # elements, or 1 with a reduction. "statistics": shape (M), (2, M) or (2 M + 1). "one": 1 element.
     # "broadcast": broadcasts to the first operand's shape.
     shape: str
-    # "float": any float dtype. "same": that of the operand `like`. "companion": float64 if the first operand
-    # has it, else any other float dtype. "parameter": as companion. "statistic": float64 if the first operand
-    # has it, else float32. "index": int32 or int64. "mask": bool, uint8, or as companion.
+    # "float": any float dtype. "wide": float32 or float64. "same": that of the operand `like`. "companion":
+    # float64 if the first operand has it, else any other float dtype. "parameter": as companion. "statistic":
+    # float64 if the first operand has it, else float32. "index": int32 or int64. "mask": bool, uint8, or as
+    # companion.
     dtype: str
     # By default a companion output has the dtype of `like`, or of the first operand without that, and a
     # parameter the dtype of `like`, or that of statistics.

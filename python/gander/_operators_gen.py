@@ -188,7 +188,7 @@ OPERATORS = {
         group="sharded_cross_entropy",
         owned="gander_sharded_cross_entropy",
         operands=(
-            Operand("parts", "rows", "float"),
+            Operand("parts", "rows", "wide"),
             Operand("target", "columns", "index"),
             Operand("max", "columns", "statistic", output=True),
             Operand("log_sum", "columns", "statistic", output=True),

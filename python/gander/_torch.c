@@ -425,8 +425,11 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
   switch (op->operands[i].shape) {
     case SHAPE_ROWS: make_rows(call, o); break;
     case SHAPE_COLUMNS:
-    case SHAPE_HEAD_COLUMNS:
-    case SHAPE_STATISTICS: ensure_contiguous(call, o); break; /* the shape tells their parts */
+    case SHAPE_HEAD_COLUMNS: ensure_contiguous(call, o); break;
+    case SHAPE_STATISTICS: /* (2, M) is two parts */
+      ensure_contiguous(call, o);
+      if (o->dl.ndim < 2 || o->dl.shape[0] != 2) flatten(call, o);
+      break;
     case SHAPE_STRIDED:
       check_leading(call, op, op->operands[i].name, o, &operands[0]);
       flatten(call, o);

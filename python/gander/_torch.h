@@ -76,6 +76,7 @@ typedef enum {
 } Shape;
 typedef enum {
   DTYPE_FLOAT,
+  DTYPE_WIDE,
   DTYPE_SAME,
   DTYPE_COMPANION,
   DTYPE_PARAMETER,

@@ -2137,7 +2137,7 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 8,
         .operands = {
-            {"parts", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"parts", SHAPE_ROWS, DTYPE_WIDE, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"target", SHAPE_COLUMNS, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
             {"max", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
             {"log_sum", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},

@@ -152,6 +152,8 @@ def _agreed(x, target, group, weight, ignore_index, reduction, sizes) -> Slices:
     seen = _seen.setdefault(group, {})
     if key not in seen:
         _check(x, target, weight)
+        if not -(2**63) <= ignore_index < 2**63:
+            raise ValueError(f"ignore_index is {ignore_index}, expected an integer of 64 bits")
         n = x.shape[-1]
         if sizes is not None and (len(sizes) != ranks or min(sizes) < 0 or sizes[rank] != n):
             raise ValueError(

@@ -386,6 +386,12 @@ def test_one_pass(rows, reduction):
 
 def test_other_losses(rows):
     check("cross_entropy_backward", rows.inputs("x target dloss lse"), rows.outputs("dx"), slice=1)
+    inputs = rows.inputs("x target dloss lse")
+    inputs["dloss"][1][:] = 0
+    inputs["lse"][1][1, 1:] = np.nan  # of whole rows: a target is no class, or there is a NaN in some slice
+    inputs["target"][1][1], inputs["target"][1][3:] = rows.n + 9, -100
+    dx = call(DEVICE, "cross_entropy_backward", inputs, rows.outputs("dx"), slice=1)["dx"]
+    assert np.isnan(dx[1]).all() and (dx[0] == 0).all() and (dx[3:] == 0).all()
     lse = check("logsumexp_forward", rows.inputs("x"), {"lse": ("float32", (rows.m,))})["lse"]
     check("logsumexp_backward", rows.inputs("x dlse") | {"lse": ("float32", lse)}, rows.outputs("dx"))
     for dloss in (1.0, 0.75):

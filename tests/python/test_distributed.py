@@ -594,6 +594,7 @@ def _refusals():
     refused(TypeError, "x is a list, expected a torch.Tensor", [1.0], target)
     refused(TypeError, "weight is a list, expected a torch.Tensor", x, target, weight=[1.0])
     refused(ValueError, "reduction is 'avg', expected 'none', 'mean' or 'sum'", x, target, reduction="avg")
+    refused(ValueError, "ignore_index is 9223372036854775808, expected", x, target, ignore_index=2**63)
 
 
 def _differences():

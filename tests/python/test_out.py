@@ -127,6 +127,10 @@ def test_cross_entropy_into(device):
     got = [torch.empty_like(t) for t in want]
     assert gander.cross_entropy_fwd_out(x, target, None, *got, weight) is None
     assert all(map(torch.equal, got, want))
+    for parts in torch.empty(2, 6, device=device), torch.empty(13, device=device), torch.empty(1, 13):
+        parts = parts.to(device)
+        torch.ops.gander.cross_entropy_fwd_out(x, target, weight, got[0], parts, None)
+        torch.testing.assert_close(parts.flatten()[:12].view(2, 6).sum(0), want[1])
     loss = torch.empty_like(want[0])
     gander.cross_entropy_fwd_out(x, target, None, loss, None, None, weight, ignore_index=int(target[0]))
     assert loss[0] == 0

@@ -61,6 +61,8 @@ func describe(p operators.Operand, first, absent string) string {
 	switch p.DType {
 	case operators.Float:
 		s += "; float16, bfloat16 or float32, on the host also float64"
+	case operators.Wide:
+		s += "; float32, on the host also float64"
 	case operators.Same:
 		s += "; " + p.Like + "'s dtype"
 	case operators.Companion, operators.Parameter:
@@ -222,6 +224,8 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	first := o.Operands[0]
 	types := "anyFloat"
 	switch p.DType {
+	case operators.Wide:
+		types = "wideFloat"
 	case operators.Index:
 		types = "anyIndex"
 	case operators.Mask:

@@ -15,7 +15,8 @@ var (
 		operators.Statistics: "statistics", operators.One: "one", operators.Broadcast: "broadcast",
 	}
 	dtypeNames = map[operators.DType]string{
-		operators.Float: "float", operators.Same: "same", operators.Companion: "companion",
+		operators.Float: "float", operators.Wide: "wide", operators.Same: "same",
+		operators.Companion: "companion",
 		operators.Parameter: "parameter",
 		operators.Statistic: "statistic", operators.Index: "index", operators.Mask: "mask",
 	}
