@@ -37,7 +37,8 @@ PUBLISHED = (
     *((1, n) for n in (1 << 20, 1 << 25)),
 )
 INVARIANT = (*((m, n) for m in (1, 16, 128) for n in (4096, 65536)), (4, 1 << 20), (32768, 4096))
-CPU = ((4, 64), *((m, 4096) for m in (4, 64, 1024, 16384)))  # 1 KiB to 256 MiB of float32
+# 1 KiB to 256 MiB of float32, and short rows.
+CPU = ((4, 64), *((m, 4096) for m in (4, 64, 1024, 16384)), (16384, 64), (4096, 512))
 TINY = (4, 256)
 # Off the grid: vocabularies and widths as models have them, some rows unaligned, and a prime number of rows.
 ODD = tuple((4099, n) for n in (1000, 12288, 50257, 128256))
