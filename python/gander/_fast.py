@@ -4,6 +4,8 @@ For an eager call on plain tensors, with no mode or transform active, the dispat
 such a call a function of _fast.c takes the tensors directly from Python. For any other call, or if the call
 fails, it returns None. The call then goes through the dispatcher, which runs it or raises its error.
 
+torch.ops.gander's operators take that way too: the code that Inductor makes calls them.
+
 The fast path relies on parts of torch that are not public. When torch is imported, this file checks that the
 symbols exist, the size and the meaning of the thread's dispatch state, and where a Python object contains its
 tensor. Results can only be checked in an operator's first call, because they need the library, which an
@@ -24,7 +26,16 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ._operators_gen import TORCH
-from ._schemas import complete, differentiable, operands, overloads, tensors, upstream
+from ._schemas import (
+    arguments,
+    complete,
+    differentiable,
+    operands,
+    overloads,
+    tensors,
+    untraced,
+    upstream,
+)
 
 # The releases of torch that are tested: the oldest that gander supports, 2.11, and the newest, which is the
 # one in requirements.in. `./build.sh test-torch` reads this line.
@@ -33,6 +44,7 @@ TESTED = ("2.10.0", "2.11.0", "2.15.0")
 _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
 _functions: dict = {}  # the functions of _fast.c, by operator
+_dispatch: dict = {}  # what calls the dispatcher, by operator, where torch.ops has another function
 _off: str | None = None  # why the fast path is off
 _checked: set = set()  # the operators whose functions return the dispatcher's bits
 _checking = False
@@ -54,24 +66,59 @@ def call(name: str):
     if name not in _functions:
         return overload
 
-    def first(*arguments):
+    def use(function):
         nonlocal fast
+        fast = function
+
+    fast, dispatch = _first(name, use), _dispatch[name]
+
+    def call(*arguments):
+        if is_dynamo_compiling():  # which knows the operator, and no function of it
+            return overload(*arguments)
+        results = fast(*arguments)
+        return dispatch(*arguments) if results is None else results
+
+    return call
+
+
+def _first(name: str, use):
+    """What to call until an operator's function has been checked, which is then passed to `use`."""
+
+    def first(*arguments):
         if name not in _functions or _hooks():
             return None
         results = _functions[name](*arguments)
         if results is None or not _check(name):
             return None
-        fast = _functions[name]
+        use(_functions[name])
         return results
 
-    fast = first
+    return first
 
-    def call(*arguments):
-        if not is_dynamo_compiling() and (results := fast(*arguments)) is not None:
-            return results
-        return overload(*arguments)
 
-    return call
+def _bypass(name: str):
+    """What torch.ops calls instead of the dispatcher: as `call`, with the arguments in any form."""
+    dispatch, names, void = _dispatch[name], tuple(arguments(name)), not TORCH[name].results
+    rest = [names[i:] for i in range(len(names) + 1)]
+
+    def use(function):
+        nonlocal fast
+        fast = function
+
+    fast = _first(name, use)
+
+    def bypass(*given, **named):
+        if not named:
+            results = fast(*(given if len(given) == len(names) else complete(name, given)))
+        elif len(given) < len(rest) and tuple(named) == rest[len(given)]:  # as Inductor calls it
+            results = fast(*given, *named.values())
+        else:
+            results = None
+        if results is None:
+            return dispatch(*given, **named)
+        return None if void else results
+
+    return untraced(bypass)
 
 
 # ---- When torch is imported ----
@@ -92,6 +139,9 @@ def start(binary, functions: dict, one_pass: int) -> None:
         _off = f"torch {torch.__version__} lacks what it relies on: {error}"
     if _off:
         _functions.clear()
+    _dispatch.update({name: overloads[name]._op for name in _functions})
+    for name in _functions:
+        overloads[name]._op = _bypass(name)
 
 
 def _untested():
@@ -208,19 +258,19 @@ def _tensor_offset():
 # ---- At the first call of an operator ----
 
 _SHAPES = {
-    "rows": (2, 8),
+    "rows": (3, 8),
     "columns": (8,),
     "head_columns": (8,),
-    "per_row": (2,),
-    "strided": (2,),
-    "reduced": (2,),
-    "statistics": (5,),
+    "per_row": (3,),
+    "strided": (3,),
+    "reduced": (3,),
+    "statistics": (7,),
     "broadcast": (8,),
 }
 
 
 def _example(name):
-    """Arguments of a call on two rows of eight elements."""
+    """Arguments of a call on three rows of eight elements."""
 
     def tensor(operand):
         shape = torch.Size(_SHAPES.get(operand.shape, ()))
@@ -247,7 +297,7 @@ def _results(name, function, leaves):
         if tensor is not None:
             tensor.requires_grad_(argument in leaves)
     results = function(*arguments)
-    if results is None and function is not overloads[name]:
+    if results is None and function is not _dispatch[name]:
         return None
     if TORCH[name].writes:
         by_name = dict(zip(tensors(name), arguments, strict=False))
@@ -284,7 +334,7 @@ def _differs(names):
                 results = _results(name, _functions[name], leaves)
                 if results is None:
                     return None
-                expected = _results(name, overloads[name], leaves)
+                expected = _results(name, _dispatch[name], leaves)
                 if len(results) != len(expected) or not all(map(_same, results, expected)):
                     return name
     return ""

@@ -57,7 +57,10 @@ def dispatcher(monkeypatch):
 
     def switch():
         for name in TORCH:
-            monkeypatch.setattr(pytorch, name, getattr(torch.ops.gander, name).default)
+            overload = getattr(torch.ops.gander, name).default
+            through = _fast._dispatch.get(name, overload)
+            monkeypatch.setattr(overload, "_op", through)
+            monkeypatch.setattr(pytorch, name, through)
         monkeypatch.setattr(_fast, "call", lambda name: getattr(torch.ops.gander, name).default)
 
     return switch
@@ -80,7 +83,7 @@ def taken(name, *inputs):
 def test_fast_path_is_on():
     assert gander.info()["fast_path"] is True
     writing = {name for name, operator in TORCH.items() if operator.writes and operator.results}
-    assert set(fast) == set(TORCH) - writing
+    assert set(fast) == set(TORCH) - writing == _fast._checked
 
 
 def test_operators_that_write(data):
@@ -211,6 +214,87 @@ def test_taken_in_the_plain_case(name, data):
     assert not fast[name](*arguments(name, x, weight, target)).is_inference()
     for dtype in (torch.float16, torch.bfloat16):
         assert taken(name, x.to(dtype), weight.to(dtype), target.int())
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """The operators that torch.ops has called through the dispatcher."""
+    assert _fast.status() is True  # after a check of all operators, which calls the dispatcher
+    found = []
+
+    def noting(name, through):
+        def dispatch(*given, **named):
+            found.append(name)
+            return through(*given, **named)
+
+        return dispatch
+
+    for name, through in _fast._dispatch.items():
+        monkeypatch.setitem(_fast._dispatch, name, noting(name, through))
+        monkeypatch.setattr(getattr(torch.ops.gander, name).default, "_op", _fast._bypass(name))
+    return found
+
+
+def test_taken_by_overloads(name, data, dispatched):
+    """With arguments in any form that stands for all of them in order."""
+    x, weight, target = data
+    inputs = {"rmsnorm": (x, weight), "cross_entropy": (x, target)}.get(name, (x,))
+    overload, options = getattr(torch.ops.gander, name).default, OPTIONS[name]
+    names = [argument.name for argument in overload._schema.arguments]
+    full = arguments(name, *data)
+    expected = getattr(torch.ops.gander, name)(*full)  # the packet calls the dispatcher
+    after = len(full) - len(options)
+    ways = (inputs, {}), (full, {}), (full[:after], dict(zip(names[after:], options, strict=True)))
+    with torch.no_grad():
+        for given, named in ways:
+            assert torch.equal(overload(*given, **named), expected)
+    assert dispatched == []
+    for given, named in ((), dict(zip(names, full, strict=True))), (full[:-1], {names[-1]: full[-1]}):
+        assert torch.equal(overload(*given, **named), expected)
+    assert dispatched == []
+    for (
+        given,
+        named,
+    ) in (  # keywords in another order, or not all of them: the dispatcher knows what they mean
+        (inputs, {names[-1]: full[-1]}),
+        ((), dict(reversed([*zip(names, full, strict=True)]))),
+    ):
+        if len(full) > len(given) + len(named) or (not given and len(full) > 1):
+            assert torch.equal(overload(*given, **named), expected)
+            assert dispatched.pop() == name
+    for given, named in ((*full, 1), {}), ((), {}), (full, {"none": 1}), (full, {names[0]: x}):
+        with pytest.raises((RuntimeError, TypeError)):
+            overload(*given, **named)
+        if dispatched:
+            assert dispatched.pop() == name
+
+
+def test_an_overload_that_writes_returns_nothing(data, dispatched):
+    x, weight, _ = data
+    mine, residual = x.clone(), x.sin()
+    assert torch.ops.gander.fused_add_rmsnorm_.default(mine, weight, residual) is None
+    assert not torch.equal(mine, x)
+    assert dispatched == []
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_taken_by_compiled_code(data, gradient, dispatched):
+    x, weight, target = data
+    torch._dynamo.reset()
+
+    def model(x, weight):
+        return gander.cross_entropy(gander.softmax(gander.rmsnorm(x, weight)) * 8, target)
+
+    compiled, leaf = torch.compile(model, fullgraph=True), x.clone().requires_grad_(gradient)
+    for _ in range(2):
+        dispatched.clear()
+        loss = compiled(leaf, weight)
+        if gradient:
+            (dx,) = torch.autograd.grad(loss, leaf)
+    assert dispatched == []
+    torch.testing.assert_close(loss, model(leaf, weight))
+    if gradient:
+        torch.testing.assert_close(dx, torch.autograd.grad(model(leaf, weight), leaf)[0])
 
 
 def test_taken_on_every_thread(name, data):
