@@ -489,6 +489,28 @@ func TestSpecialValues(t *testing.T) {
 	})
 }
 
+// TestInfiniteTarget: a logit of +inf makes its row's loss and gradient NaN, also if it is the target's.
+func TestInfiniteTarget(t *testing.T) {
+	forEachInstructionSet(t, func(t *testing.T) {
+		for _, dtype := range typesOf(engine32.funcs) {
+			for _, onePass := range []bool{false, true} {
+				x := newMatrix(dtype, 1, 9, 0, 0).fill(func(_, j int) float64 { return float64(j) })
+				x.set(0, 2, math.Inf(1))
+				dx, one := newMatrix(dtype, 1, 9, 0, 0), func() kernels.Vector {
+					return newVector(statistics(dtype), 1, func(int) float64 { return 1 })
+				}
+				a := kernels.CrossEntropy{X: x.Matrix, Target: newTargets(2), IgnoreIndex: -100, OnePass: onePass,
+					Reduction: kernels.ReduceSum, Loss: one(), Max: one(), LogSum: one(), DX: dx.Matrix}
+				CrossEntropyForward(&a, 1)
+				require.True(t, math.IsNaN(at(&a.Loss, 0)))
+				for j := range 9 {
+					require.True(t, math.IsNaN(dx.at(0, j)), "%v at %d", dtype, j)
+				}
+			}
+		}
+	})
+}
+
 func TestTargets(t *testing.T) {
 	nan := math.NaN()
 	for _, dtype := range floatTypes {
