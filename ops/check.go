@@ -287,7 +287,7 @@ func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, wh
 	if !ok {
 		return kernels.Vector{}
 	}
-	if t.Len() != n {
+	if t.Len() != n { // of x, or whatever the first operand is called
 		k.fail(StatusShape, "%s has shape %s, which is %d elements, expected %d: %s",
 			name, shape(t), t.Len(), n, strings.Replace(what, " of x", " of "+k.first, 1))
 		return kernels.Vector{}

@@ -324,8 +324,8 @@ func (q *query) finish(p *plan) {
 		}
 		q.sumColumns(p, kernels.WeightGradient, q.n)
 	case q.total:
-		last := len(p.launches) - 1
-		if last >= 0 && p.launches[last].geometry.Grid == 1 && q.op != kernels.CombineSlices {
+		if last := len(p.launches) - 1; last >= 0 && p.launches[last].geometry.Grid == 1 &&
+			p.launches[last].variant.Shape != kernels.Finish {
 			p.singleCTATotal = true // its rows' losses stay in shared memory
 			return
 		}

@@ -60,25 +60,26 @@ func (a *shardedCrossEntropyCombine) request() request {
 }
 
 func (a *shardedCrossEntropyCombine) cuda(c *Call, ordinal int32) error {
-	k, err := c.start(ordinal, a.request())
+	s, r := a.spec(), a.request()
+	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err
 	}
 	defer k.finish()
 	args := kernels.CrossEntropyArgs{
 		Rows: kernels.Rows{
-			A: input(a.Parts.Data), AStride: a.each() * a.Parts.Cols, M: a.Parts.Cols, N: a.Classes,
+			A: input(s.Parts.Data), AStride: a.each() * s.Parts.Cols, M: s.Parts.Cols, N: s.Classes,
 		},
-		Ranks:  a.Parts.Rows / a.each(),
-		Target: input(a.Target.Data), TargetStride: a.Target.Stride, TargetType: int32(a.Target.DType),
-		IgnoreIndex: a.IgnoreIndex,
-		Loss:        output(a.Losses.Data), Max: output(a.Max.Data), LogSum: output(a.LogSum.Data),
-		Weights: output(a.Weights.Data), Total: output(a.Loss.Data), Denominator: output(a.Denominator.Data),
+		Ranks:  s.Ranks,
+		Target: input(s.Target.Data), TargetStride: s.Target.Stride, TargetType: int32(s.Target.DType),
+		IgnoreIndex: s.IgnoreIndex,
+		Loss:        output(s.Losses.Data), Max: output(s.Max.Data), LogSum: output(s.LogSum.Data),
+		Weights: output(s.Weights.Data), Total: output(s.Loss.Data), Denominator: output(s.Denominator.Data),
 	}
-	if a.Mean {
+	if s.Mean {
 		args.Mean = 1
 	}
-	if a.request().total {
+	if r.total {
 		args.RowLosses = k.at(k.plan.scratch.rowLosses)
 	}
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))

@@ -465,9 +465,9 @@ struct CrossEntropyBackward : RowOperator<CrossEntropyBackward<T_>> {
     // ulp, even if the logits are large. With one_pass the sum itself is there, and the operations are those
     // of CrossEntropyForward::prepare.
     sc.scale = a.sums ? sc.grad / SavedSum{sc.second}.sum() : expf(-sc.second) * sc.grad;
-    // Of a slice of a row whose target is no class only the log-sum-exp is NaN.
-    const bool nothing = a.slice && l.weight != 0.f && isnan(sc.second);
-    if (sc.grad == 0.f && !nothing) sc.scale = 0.f;
+    // If the target is no class, a slice sees that only by a log-sum-exp of NaN, which makes scale NaN.
+    const bool invalid = a.slice && l.weight != 0.f && isnan(sc.second);
+    if (sc.grad == 0.f && !invalid) sc.scale = 0.f;
   }
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E],

@@ -4,7 +4,7 @@ For an eager call on plain tensors, with no mode or transform active, the dispat
 such a call a function of _fast.c takes the tensors directly from Python. For any other call, or if the call
 fails, it returns None. The call then goes through the dispatcher, which runs it or raises its error.
 
-torch.ops.gander's operators take that way too: the code that Inductor makes calls them.
+The overloads of torch.ops.gander take that way too, because the code that Inductor makes calls them.
 
 The fast path relies on parts of torch that are not public. When torch is imported, this file checks that the
 symbols exist, the size and the meaning of the thread's dispatch state, and where a Python object contains its

@@ -265,8 +265,7 @@ def test_taken_by_overloads(name, data, dispatched):
     for given, named in ((*full, 1), {}), ((), {}), (full, {"none": 1}), (full, {names[0]: x}):
         with pytest.raises((RuntimeError, TypeError)):
             overload(*given, **named)
-        if dispatched:
-            assert dispatched.pop() == name
+        assert dispatched.pop() == name
 
 
 def test_an_overload_that_writes_returns_nothing(data, dispatched):

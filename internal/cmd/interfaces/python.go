@@ -16,8 +16,7 @@ var (
 	}
 	dtypeNames = map[operators.DType]string{
 		operators.Float: "float", operators.Wide: "wide", operators.Same: "same",
-		operators.Companion: "companion",
-		operators.Parameter: "parameter",
+		operators.Companion: "companion", operators.Parameter: "parameter",
 		operators.Statistic: "statistic", operators.Index: "index", operators.Mask: "mask",
 	}
 	optionNames = map[operators.OptionType]string{
