@@ -38,33 +38,6 @@ def test_backward_of_slices(dtype, n):
     torch.testing.assert_close(dx.double(), softmax, rtol=4 * max(tolerance, 2e-5), atol=tolerance)
 
 
-@pytest.mark.parametrize("m", [1, 6, 256, 8192, 100001])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_combine(m, weighted):
-    """As on the CPU, to a few units in the last place; the same bits each time."""
-    parts = torch.randn(8, 4 if weighted else 3, m)
-    target = torch.randint(800, (m,))
-    elsewhere = torch.arange(8)[:, None] != target // 100
-    parts[:, 1], parts[:, 2] = parts[:, 1].abs(), parts[:, 2].abs().masked_fill(elsewhere, float("nan"))
-    parts[:, 3:] = parts[:, 3:].abs().masked_fill(elsewhere[:, None], 0)
-    parts[:, 0, 3::5] = (~elsewhere[:, 3::5]) * 30.0
-    parts[:, 1, 3::5] = 1e-6
-    target[2::7] = -100
-    combine = torch.ops.gander.sharded_cross_entropy_combine
-    for mean in False, True:
-        results = []
-        for device in "cpu", "cuda", "cuda":
-            outputs = [torch.full((m,), 7.0, device=device) for _ in range(4)]
-            loss, denominator = torch.zeros((), device=device), torch.zeros(1, device=device)
-            high, log_sum, losses, weights = outputs
-            to = high, log_sum, losses, loss, weights, denominator
-            combine(parts.to(device), target.to(device), *to, 800, -100, mean, weighted)
-            results.append([t.cpu() for t in to])
-        for on_cpu, once, again in zip(*results, strict=True):
-            torch.testing.assert_close(once, on_cpu, rtol=2e-6, atol=0, equal_nan=True)
-            assert same_bits(once, again)
-
-
 RANK = """
 import sys, torch, gander
 import torch.distributed as dist

@@ -17,6 +17,7 @@ from grid import (
     name,
     offset,
     rows_of,
+    same_bits,
     strided,
 )
 from tolerance import assert_accurate
@@ -89,6 +90,15 @@ RARE = (
     ("cross_entropy_forward", 3900, {"odd": True, "batch_invariant": True}),
     ("cross_entropy_forward", 9000, {"odd": True, "batch_invariant": True}),
     ("softmax_forward", 100, {"algorithm": "warp"}),
+    ("softmax_forward", 200, {"algorithm": "warp"}),
+    # Rows of heads, whose vectors are no power of two.
+    ("softmax_forward", 9, {}),
+    ("softmax_forward", 20, {}),
+    ("rmsnorm_forward", 11, {}),
+    ("rmsnorm_forward", 11, {"batch_invariant": True}),
+    ("rmsnorm_forward", 20, {"rows": 20000}),
+    ("cross_entropy_forward_dx", 150, {}),
+    ("cross_entropy_forward", 150, {"batch_invariant": True}),
     ("softmax_forward", 6500, {"algorithm": "register"}),
     ("rmsnorm_forward", 1024, {"algorithm": "medium"}),
     ("rmsnorm_forward", 6500, {"algorithm": "medium"}),
@@ -162,6 +172,7 @@ MANY = (
     ("rmsnorm_backward", 1900, aligned, 0),
     ("rmsnorm_backward", 1900, offset, 0),
     ("cross_entropy_forward", 6500, aligned, 0),
+    ("cross_entropy_forward", 8200, aligned, 0),
     ("cross_entropy_forward", 4600, aligned, 1),
 )
 
@@ -204,3 +215,46 @@ def test_masked(dtype, vectors, layout):
     for case in masked.CASES.values():
         for queries in masked.queries_of(vectors):
             masked.check(case, queries, vectors * 16 // dtype.itemsize - (layout is offset), dtype, layout)
+
+
+@pytest.mark.parametrize("layout", [aligned, offset], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_rescale(dtype, layout):
+    """What linear_cross_entropy does to its gradient if another upstream gradient comes than was expected."""
+    for m, n in (1, 3), (70, 1000), (300, 50257):
+        made = Inputs(m, n, dtype).x
+        came, expected = (torch.full((), value, device="cuda") for value in (3.0, 0.7))
+        for upstream, factor in (None, came), (expected, came / expected):
+            x = layout(made.clone())
+            torch.ops.gander.rescale_(x, came, upstream)
+            assert same_bits(x, (made.float() * factor).to(dtype))
+            torch.ops.gander.rescale_(x, expected, expected)  # nothing to correct
+            assert same_bits(x, (made.float() * factor).to(dtype))
+
+
+@pytest.mark.parametrize("m", [1, 6, 256, 8192, 100001])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_combine_slices(m, weighted):
+    """What follows the all-gather of a sharded loss: as on the CPU, to a few units in the last place, and the
+    same bits each time."""
+    parts = torch.randn(8, 4 if weighted else 3, m)
+    target = torch.randint(800, (m,))
+    elsewhere = torch.arange(8)[:, None] != target // 100
+    parts[:, 1], parts[:, 2] = parts[:, 1].abs(), parts[:, 2].abs().masked_fill(elsewhere, float("nan"))
+    parts[:, 3:] = parts[:, 3:].abs().masked_fill(elsewhere[:, None], 0)
+    parts[:, 0, 3::5] = (~elsewhere[:, 3::5]) * 30.0
+    parts[:, 1, 3::5] = 1e-6
+    target[2::7] = -100
+    combine = torch.ops.gander.sharded_cross_entropy_combine
+    for mean in False, True:
+        results = []
+        for device in "cpu", "cuda", "cuda":
+            outputs = [torch.full((m,), 7.0, device=device) for _ in range(4)]
+            loss, denominator = torch.zeros((), device=device), torch.zeros(1, device=device)
+            high, log_sum, losses, weights = outputs
+            to = high, log_sum, losses, loss, weights, denominator
+            combine(parts.to(device), target.to(device), *to, 800, -100, mean, weighted)
+            results.append([t.cpu() for t in to])
+        for on_cpu, once, again in zip(*results, strict=True):
+            torch.testing.assert_close(once, on_cpu, rtol=2e-6, atol=0, equal_nan=True)
+            assert same_bits(once, again)
