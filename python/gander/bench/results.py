@@ -28,6 +28,7 @@ from .report import (
     of,
     on_gpu,
     point_of,
+    runs_of_training,
     sharded_tables,
     step_tables,
     summary,
@@ -162,6 +163,28 @@ def _sharded(records) -> Iterator[Check]:
         yield Check(name, r["op"], point_of(r), beside_the_collective(r), at_most=1.05)
 
 
+# What is compared: a figure, whose it is, over whose (None: as it is), the target, and of which model alone.
+_TRAINING = (
+    ("time", "ms", "gander.compile", "torch.compile", 0.92, None),
+    ("memory", "peak_gib", "gander.compile", "torch.compile", 0.85, None),
+    ("time", "ms", "gander-linear", "gander", 1, None),
+    ("time", "ms", "gander-linear.compile", "gander.compile", 1, None),
+    ("memory, GiB", "peak_gib", "gander-linear.compile", None, 12, "small"),
+)
+
+
+def _training(records) -> Iterator[Check]:
+    for mine in runs_of_training(filter(on_gpu, records)):
+        results = {name: figures for r in mine for name, figures in r["results"].items()}
+        for what, field, name, other, target, model in _TRAINING:
+            if model not in (None, mine[0]["model"]):
+                continue
+            measured, least = (results.get(who, {}).get(field) for who in (name, other))
+            ratio = measured and (measured if other is None else least and measured / least)
+            kind = f"{name}: {what}" + ("" if other is None else f" over {other}'s")
+            yield Check(kind, "training", mine[0]["model"], ratio, at_most=target)
+
+
 def _times_as_fast(record: dict, name: str) -> float | None:
     mine, other = (record["results"].get(who, {}).get("us") for who in ("gander", name))
     return other / mine if mine and other else None
@@ -245,7 +268,7 @@ def _cpu(records) -> Iterator[Check]:
 
 _CHECKS: tuple[Callable, ...] = (
     _in_several_runs, _against_the_limit, _against_peers, _with_upstream, _linear, _sharded,
-    _host, _first_calls, _algorithms, _cpu,
+    _training, _host, _first_calls, _algorithms, _cpu,
 )  # fmt: skip
 
 
