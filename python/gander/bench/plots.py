@@ -17,6 +17,7 @@ _STYLES = {
     "gander-linear": dict(color="tab:pink", linewidth=2),
     "gander.compile": dict(color="tab:red", linestyle="--"),
     "gander-linear.compile": dict(color="tab:pink", linestyle="--"),
+    "gander-loss.compile": dict(color="tab:red", linestyle=":"),
 }
 
 
