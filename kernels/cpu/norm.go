@@ -69,7 +69,43 @@ func (normForward[T]) plan(c *call[T], workers int) {
 func (normForward[T]) run(c *call[T]) {
 	c.prepareColumns(&c.weight)
 	c.prepareColumns(&c.bias)
-	c.runRows()
+	switch plain := !c.norm.Residual.Present() && !c.norm.ResidualOut.Present(); {
+	case c.cols <= block && c.plan.raw:
+		c.runStep(rmsNormStep[T]{}, min(c.rows, maxTasks))
+	case c.cols <= block && c.norm.Center && plain:
+		c.runStep(layerNormStep[T]{}, min(c.rows, maxTasks))
+	default:
+		c.runRows()
+	}
+}
+
+// rmsNormStep and layerNormStep do what runRows would do with rows of one block and no residual. Short rows
+// take so little time that the choice of three passes for each shows.
+type (
+	rmsNormStep[T float]   struct{}
+	layerNormStep[T float] struct{}
+)
+
+func (rmsNormStep[T]) do(w *worker[T], task int) {
+	dot, scale := w.funcs.dotRaw[w.x.DType], w.funcs.scaleRaw[w.x.DType]
+	weight := w.columnsOf(&w.weight, 2, 0, w.cols)
+	lo, hi := subrange(w.rows, task, w.tasks)
+	for row := lo; row < hi; row++ {
+		x, y := rowAt(&w.x, row, 0), rowAt(&w.y, row, 0)
+		scale(y, x, weight, T(w.statistics(row, dot(x, x, w.cols), 0)), w.streams(y))
+	}
+}
+
+func (layerNormStep[T]) do(w *worker[T], task int) {
+	weight, bias := w.columnsOf(&w.weight, 2, 0, w.cols), w.columnsOf(&w.bias, 1, 0, w.cols)
+	lo, hi := subrange(w.rows, task, w.tasks)
+	for row := lo; row < hi; row++ {
+		x, y := w.read(0, &w.x, row, 0, w.cols), w.output(0, &w.y, row, 0, w.cols)
+		mean, squares := w.deviations(x)
+		high, rest := splitFloat[T](mean)
+		w.funcs.normalize(y, x, weight, bias, high, rest, T(w.statistics(row, squares, mean)))
+		w.write(&w.y, row, 0, y)
+	}
 }
 
 // rawStep is how many of n columns a raw function works on at a time: all, if all weights are there in T.
@@ -103,13 +139,18 @@ func (normForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partia
 			p.sum = w.funcs.dot(h, h)
 			continue
 		}
-		// An element is at most sqrt(n) standard deviations away from the mean. So with any element as the
-		// pivot, squares is at most n times what is left of it, which float64 has the digits for.
-		pivot := h[0]
-		sum, squares := w.funcs.moments(h, pivot)
-		shift := sum / float64(n)
-		p.mean, p.sum = float64(pivot)+shift, squares-sum*shift
+		p.mean, p.sum = w.deviations(h)
 	}
+}
+
+// deviations returns the mean of h and the sum of (h - mean)^2. An element is at most sqrt(n) standard
+// deviations away from the mean. So with any element as the pivot, squares is at most n times what is left of
+// it, which float64 has the digits for.
+func (w *worker[T]) deviations(h []T) (mean, sum float64) {
+	pivot := h[0]
+	sum, squares := w.funcs.moments(h, pivot)
+	shift := sum / float64(len(h))
+	return float64(pivot) + shift, squares - sum*shift
 }
 
 // combine: a is rstd, b is the mean.
@@ -122,18 +163,27 @@ func (normForward[T]) combine(w *worker[T], row int, partials []partial) rowStat
 			squares += d * d * w.blockSize(i)
 		}
 	}
-	rstd := 1 / math.Sqrt(squares/float64(w.cols)+w.norm.Eps)
+	return rowStats{a: w.statistics(row, squares, mean), b: mean}
+}
+
+// statistics returns a row's rstd, given its sum of (h - mean)^2, and writes those of rstd and mean that are
+// wanted.
+func (w *worker[T]) statistics(row int, squares, mean float64) (rstd float64) {
+	rstd = 1 / math.Sqrt(squares/float64(w.cols)+w.norm.Eps)
 	if w.norm.Rstd.Present() {
 		put(&w.norm.Rstd, row, rstd)
 	}
 	if w.norm.Mean.Present() {
 		put(&w.norm.Mean, row, mean)
 	}
-	return rowStats{a: rstd, b: mean}
+	return rstd
 }
 
 // mean is the row's mean, given those of its blocks.
 func (c *call[T]) mean(partials []partial) float64 {
+	if len(partials) == 1 {
+		return partials[0].mean
+	}
 	sum := 0.0
 	for i, p := range partials {
 		sum += p.mean * c.blockSize(i)

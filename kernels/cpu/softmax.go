@@ -74,20 +74,46 @@ func (w *worker[T]) expBlocks(x, y *kernels.Matrix, row, lo, hi, except int, par
 		} else if w.funcs.expSum == nil {
 			dst = w.scratch(0, j, n)
 		}
-		p := &partials[j/block]
-		if except < j || j+n <= except {
+		p, k := &partials[j/block], except-j
+		switch {
+		case k < 0 || k >= n:
 			high := w.funcs.max(v)
 			p.max, p.sum = float64(high), w.expSum(dst, v, finiteMax(high))
-			continue
+		case n <= shortBlock:
+			p.max, p.sum = w.expWithout(dst, v, w.scratch(1, j, n), k)
+		default:
+			p.max, p.sum = w.expAround(dst, v, k)
 		}
-		k := except - j
-		high := larger(w.funcs.max(v[:k]), w.funcs.max(v[k+1:]))
-		p.max, p.sum = float64(high), w.expSum(dst, v[:k], finiteMax(high))
-		if dst != nil {
-			dst = dst[k+1:]
-		}
-		p.sum += w.expSum(dst, v[k+1:], finiteMax(high))
 	}
+}
+
+// shortBlock: in a block of at most as many elements, copying all but one costs less than the calls that two
+// parts need.
+const shortBlock = 256
+
+// expWithout returns the maximum of v without v[k], and the sum of exp(v - max) without it. It stores the
+// exponentials in dst unless that is nil, but leaves dst[k] as it is, which may be v[k].
+func (w *worker[T]) expWithout(dst, v, others []T, k int) (high, sum float64) {
+	copy(others, v)
+	others[k] = T(math.Inf(-1))
+	top := w.funcs.max(others)
+	if dst == nil {
+		return float64(top), w.expSum(nil, others, finiteMax(top))
+	}
+	left := dst[k]
+	sum = w.expSum(dst, others, finiteMax(top))
+	dst[k] = left
+	return float64(top), sum
+}
+
+// expAround does what expWithout does, in two parts.
+func (w *worker[T]) expAround(dst, v []T, k int) (high, sum float64) {
+	top := larger(w.funcs.max(v[:k]), w.funcs.max(v[k+1:]))
+	sum = w.expSum(dst, v[:k], finiteMax(top))
+	if dst != nil {
+		dst = dst[k+1:]
+	}
+	return float64(top), sum + w.expSum(dst, v[k+1:], finiteMax(top))
 }
 
 // expSum returns the sum of exp(v - m), and stores the exponentials in dst unless that is nil.
