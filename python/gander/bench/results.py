@@ -174,7 +174,7 @@ _TRAINING = (
 
 
 def _training(records) -> Iterator[Check]:
-    for mine in runs_of_training(filter(on_gpu, records)):
+    for mine in runs_of_training(filter(on_gpu, of(records, "train"))):
         results = {name: figures for r in mine for name, figures in r["results"].items()}
         for what, field, name, other, target, model in _TRAINING:
             if model not in (None, mine[0]["model"]):
