@@ -82,8 +82,9 @@ def _point(name: dict, providers, measure: Callable[..., dict], *arguments) -> I
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """An error in one line: its first, and the next where the first only introduces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {first[:200]}"
 
 
