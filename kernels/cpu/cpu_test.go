@@ -763,7 +763,7 @@ func TestChooseRowFuncs(t *testing.T) {
 
 func BenchmarkOps(b *testing.B) {
 	for _, dtype := range floatTypes {
-		for _, shape := range [][2]int{{64, 512}, {1024, 4096}, {256, 131072}} {
+		for _, shape := range [][2]int{{4096, 64}, {64, 512}, {1024, 4096}, {256, 131072}} {
 			rows, n := shape[0], shape[1]
 			if dtype.Size()*int64(rows*n) > 64<<20 {
 				rows /= 2

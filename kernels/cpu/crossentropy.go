@@ -48,39 +48,49 @@ func or1(v *kernels.Vector) float64 {
 
 const noColumn = -1
 
-// targetOf returns a row's target. The row is ignored if its target is the ignored index or has weight 0. The
-// target is valid if it is a column. Without targets, which is how a log-sum-exp alone is computed, no row is
-// ignored and no target is valid.
-func (c *call[T]) targetOf(row int) (t int, ignored, valid bool) {
-	if !c.ce.Target.Present() {
-		return 0, false, false
-	}
-	v := integerAt(&c.ce.Target, row)
-	valid = v >= 0 && v < int64(c.cols)
-	return int(v), v == c.ce.IgnoreIndex || c.classWeight(int(v), valid) == 0, valid
+// target is the class of a row.
+type target struct {
+	column  int
+	weight  float64 // of the row in a mean
+	ignored bool    // it is the ignored index, or its class has weight 0
+	valid   bool    // it is a column
 }
 
-// classWeight is the weight of a row in a mean. It is NaN if the row's target is not a class: then the mean
-// and all its gradients become NaN. It is 1 if the target may be in another slice of the classes.
-func (c *call[T]) classWeight(t int, valid bool) float64 {
-	switch {
-	case c.ce.Target.Present() && !valid:
-		if c.ce.Slice {
-			return 1
-		}
-		return math.NaN()
-	case c.ce.Weight.Present():
-		return at(&c.ce.Weight, t)
+// targetOf returns a row's target. Where it is not a class, the weight is NaN: then a mean and all its
+// gradients become NaN. It is 1 if the target may be in another slice of the classes. Without targets, which
+// is how a log-sum-exp alone is computed, no row is ignored and no target is valid.
+func (c *call[T]) targetOf(row int) target {
+	if !c.ce.Target.Present() {
+		return target{weight: 1}
 	}
-	return 1
+	v := integerAt(&c.ce.Target, row)
+	t := target{column: int(v), weight: 1, valid: v >= 0 && v < int64(c.cols)}
+	switch {
+	case v == c.ce.IgnoreIndex:
+		t.weight = 0
+	case !t.valid && !c.ce.Slice:
+		t.weight = math.NaN()
+	case t.valid && c.ce.Weight.Present():
+		t.weight = at(&c.ce.Weight, t.column)
+	}
+	t.ignored = t.weight == 0
+	return t
+}
+
+// leftOut is the column that takes no part in the row's sum, or noColumn.
+func (t *target) leftOut() int {
+	if t.ignored || !t.valid {
+		return noColumn
+	}
+	return t.column
 }
 
 func (c *call[T]) logit(row, t int) float64 { return scalar(c.x.DType, rowAt(&c.x, row, t)) }
 
 // writeTarget writes the gradient at the target, if that is in columns lo to hi.
 func (w *worker[T]) writeTarget(row, lo, hi int, gradient float64) {
-	if t, _, valid := w.targetOf(row); valid && lo <= t && t < hi {
-		putScalar(w.dx.DType, rowAt(&w.dx, row, t), gradient)
+	if t := w.targetOf(row); t.valid && lo <= t.column && t.column < hi {
+		putScalar(w.dx.DType, rowAt(&w.dx, row, t.column), gradient)
 	}
 }
 
@@ -134,7 +144,11 @@ func (crossEntropyForward[T]) run(c *call[T]) {
 		_, c.divisor = c.totals()
 	}
 	clear(c.losses[:])
-	c.runRows()
+	if c.cols <= block && c.dx.Data == nil {
+		c.runStep(crossEntropyStep[T]{}, min(c.rows, maxTasks))
+	} else {
+		c.runRows()
+	}
 	loss, weight := c.totals()
 	switch c.ce.Reduction {
 	case kernels.ReduceSum:
@@ -162,9 +176,22 @@ type weightsStep[T float] struct{}
 func (weightsStep[T]) do(w *worker[T], task int) {
 	lo, hi := subrange(w.rows, task, w.tasks)
 	for row := lo; row < hi; row++ {
-		if t, ignored, valid := w.targetOf(row); !ignored {
-			w.losses[task].weight += w.classWeight(t, valid)
+		w.losses[task].weight += w.targetOf(row).weight
+	}
+}
+
+// crossEntropyStep does what runRows would do with rows of one block and no gradient.
+type crossEntropyStep[T float] struct{}
+
+func (crossEntropyStep[T]) do(w *worker[T], task int) {
+	w.task = task
+	lo, hi := subrange(w.rows, task, w.tasks)
+	for row := lo; row < hi; row++ {
+		t, p := w.targetOf(row), &w.partials[0]
+		if !w.skipped(t.ignored) {
+			w.expBlocks(&w.x, &w.dx, row, 0, w.cols, t.leftOut(), w.partials)
 		}
+		w.lossOf(row, t, p.max, p.sum)
 	}
 }
 
@@ -172,14 +199,9 @@ func (weightsStep[T]) do(w *worker[T], task int) {
 func (w *worker[T]) skipped(ignored bool) bool { return ignored && !w.ce.Max.Present() }
 
 func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
-	t, ignored, valid := w.targetOf(row)
-	if w.skipped(ignored) {
-		return
+	if t := w.targetOf(row); !w.skipped(t.ignored) {
+		w.expBlocks(&w.x, &w.dx, row, lo, hi, t.leftOut(), partials)
 	}
-	if ignored || !valid {
-		t = noColumn
-	}
-	w.expBlocks(&w.x, &w.dx, row, lo, hi, t, partials)
 }
 
 // savedSum is what forward saves of a row's sum of exp(x - high), where high is the maximum and others the
@@ -205,37 +227,41 @@ func fromSaved(saved float64) (sum, logSum float64) {
 	return saved, math.Log(saved)
 }
 
-// combine: a is the maximum, b the factor of the exponentials, c the gradient at the target.
 func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
-	t, ignored, valid := w.targetOf(row)
-	weight := 0.0
-	if !ignored {
-		weight = w.classWeight(t, valid)
+	t := w.targetOf(row)
+	if w.skipped(t.ignored) {
+		return w.lossOf(row, t, 0, 0)
 	}
-	loss, gradient := 0.0, w.upstream*weight/w.divisor
+	high, sum := logSumExp(partials)
+	return w.lossOf(row, t, high, sum)
+}
+
+// lossOf writes a row's loss and log-sum-exp, given the maximum of the columns but t.leftOut() and their sum
+// of exp(x - max). Of what it returns, a is the maximum, b the factor of the exponentials, c the gradient at
+// the target.
+func (w *worker[T]) lossOf(row int, t target, maxOthers, sumOthers float64) rowStats {
+	loss, gradient := 0.0, w.upstream*t.weight/w.divisor
 	var stats rowStats
 	switch {
-	case w.skipped(ignored):
-	case ignored || !valid:
-		high, sum := logSumExp(partials)
-		w.writeLSE(row, high, math.Log(sum), sum)
-		loss, stats = weight, rowStats{a: high, b: gradient, c: gradient} // 0 or NaN
+	case w.skipped(t.ignored):
+	case t.leftOut() == noColumn:
+		w.writeLSE(row, maxOthers, math.Log(sumOthers), sumOthers)
+		loss, stats = t.weight, rowStats{a: maxOthers, b: gradient, c: gradient} // 0 or NaN
 	default:
-		logit := w.logit(row, t)
-		maxOthers, sumOthers := logSumExp(partials)
+		logit := w.logit(row, t.column)
 		high := larger(maxOthers, logit)
 		others := sumOthers * expDiff(maxOthers, high)
 		saved := savedSum(high, others, logit)
 		sum, logSum := fromSaved(saved)
 		unweighted := (high - logit) + logSum
 		w.writeLSE(row, high, logSum, saved)
-		loss = weight * unweighted
+		loss = t.weight * unweighted
 		if w.dx.Data != nil {
 			stats = rowStats{a: high, b: gradient / sum, c: gradient * math.Expm1(-unweighted)}
 		}
 	}
 	w.losses[w.task].loss += loss
-	w.losses[w.task].weight += weight
+	w.losses[w.task].weight += t.weight
 	if w.ce.Reduction == kernels.ReduceNone && w.ce.Loss.Present() {
 		put(&w.ce.Loss, row, loss/w.divisor)
 	}
@@ -261,7 +287,7 @@ func (crossEntropyForward[T]) secondPass(w *worker[T], row, lo, hi int, partials
 	if w.dx.Data == nil {
 		return
 	}
-	if _, ignored, _ := w.targetOf(row); ignored {
+	if w.targetOf(row).ignored {
 		w.writeZeros(row, lo, hi)
 		return
 	}
@@ -282,15 +308,15 @@ func (crossEntropyBackward[T]) firstPass(*worker[T], int, int, int, []partial) {
 
 // combine: as in the forward pass, except that a is the log-sum-exp if it was stored as one number.
 func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowStats {
-	t, ignored, valid := w.targetOf(row)
-	if ignored {
+	t := w.targetOf(row)
+	if t.ignored {
 		return rowStats{}
 	}
 	logit := math.NaN()
-	if valid {
-		logit = w.logit(row, t)
+	if t.valid {
+		logit = w.logit(row, t.column)
 	}
-	gradient := at(&w.ce.DLoss, row) * w.classWeight(t, valid) / w.divisor
+	gradient := at(&w.ce.DLoss, row) * t.weight / w.divisor
 	high, logSum := at(&w.ce.Max, row), 0.0
 	if w.ce.LogSum.Present() {
 		logSum = at(&w.ce.LogSum, row)
@@ -308,7 +334,7 @@ func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowSt
 }
 
 func (crossEntropyBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
-	if _, ignored, _ := w.targetOf(row); ignored {
+	if w.targetOf(row).ignored {
 		w.writeZeros(row, lo, hi)
 		return
 	}
