@@ -728,6 +728,10 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 			layerNorm := kernels.Norm{X: x.Matrix, Residual: x.Matrix, ResidualOut: x.Matrix, Y: y.Matrix,
 				Weight: w, Bias: w, Mean: rstd, Rstd: rstd, DOut: x.Matrix, DX: y.Matrix, DW: dw, DB: dw,
 				Eps: 1e-6, Center: true}
+			plainLayerNorm := layerNorm
+			plainLayerNorm.Residual, plainLayerNorm.ResidualOut = kernels.Matrix{}, kernels.Matrix{}
+			loss := a
+			loss.DX = kernels.Matrix{}
 			masked := kernels.MaskedSoftmax{X: x.Matrix, Y: y.Matrix, DY: x.Matrix, DX: y.Matrix, Scale: 2,
 				Mask: kernels.Mask{Queries: 2}}
 			for name, call := range map[string]func(){
@@ -740,8 +744,10 @@ func TestSmallCallsAllocateNothing(t *testing.T) {
 				"masked forward":         func() { MaskedSoftmaxForward(&masked, 8) },
 				"masked backward":        func() { MaskedSoftmaxBackward(&masked, 8) },
 				"layernorm forward":      func() { NormForward(&layerNorm, 8) },
+				"its loop":               func() { NormForward(&plainLayerNorm, 8) },
 				"layernorm backward":     func() { NormBackward(&layerNorm, 8) },
 				"cross-entropy forward":  func() { CrossEntropyForward(&a, 8) },
+				"loss alone":             func() { CrossEntropyForward(&loss, 8) },
 				"cross-entropy backward": func() { CrossEntropyBackward(&a, 8) },
 			} {
 				require.Zero(t, testing.AllocsPerRun(100, call), "%s %v", name, dtype)

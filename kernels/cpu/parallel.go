@@ -20,8 +20,13 @@ const (
 	parallelWork = 256 << 10 // bytes: in smaller calls, using idle helpers costs more than it saves
 )
 
-// streamBytes: calls of this size write past the cache, which would keep little of them. Tests lower it.
-var streamBytes = 32 << 20
+// streamBytes: calls of this size write past the cache, which would keep little of them. loopedRow: rows of at
+// most as many elements are worked on in a loop where there is one for the operator, because the choice of
+// three passes for each would show in their time. Tests lower both.
+var (
+	streamBytes = 32 << 20
+	loopedRow   = block
+)
 
 // operands are what a call reads and writes. Each op uses some of them.
 type operands struct {
