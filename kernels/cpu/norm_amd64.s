@@ -111,7 +111,7 @@ tailLoop:                            ; \
 	SUBQ         $16, CX             ; \
 	JGT          tailLoop            ; \
 done:                                ; \
-	SFENCE                           ; \
+	FENCE(R9)                        ; \
 	VZEROUPPER                       ; \
 	RET
 

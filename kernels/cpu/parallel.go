@@ -18,6 +18,7 @@ const (
 	maxTasks     = 256       // the most tasks that whole rows are grouped into
 	startWork    = 512 << 10 // bytes: in smaller calls, starting goroutines costs more than it saves
 	parallelWork = 256 << 10 // bytes: in smaller calls, using idle helpers costs more than it saves
+	batchWork    = 256 << 10 // bytes of the tasks that a worker takes from its queue at a time
 )
 
 // streamBytes: calls of this size write past the cache, which would keep little of them. loopedRow: rows of at
@@ -103,6 +104,8 @@ type call[T float] struct {
 
 	step      step[T]
 	tasks     int
+	batch     int // tasks that a worker takes from its queue at a time
+	work      int // bytes that the call moves, and exponentials as if they were bytes
 	active    int // workers that have tasks in this step
 	blockRoom int // elements of a buffer for one block
 	workers   []worker[T]
@@ -174,14 +177,14 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	if m.masked != nil {
 		c.masked = *m.masked
 	}
-	work := bytes
+	c.work = bytes
 	if o.exponentials {
-		work += int(o.x.Rows*o.x.Cols) * e.funcs.exponential
+		c.work += int(o.x.Rows*o.x.Cols) * e.funcs.exponential
 	}
-	if work < parallelWork {
+	if c.work < parallelWork {
 		workers = 1
 	}
-	c.operands, c.funcs, c.op, c.mayStart = *o, e.funcs, op, work >= startWork
+	c.operands, c.funcs, c.op, c.mayStart = *o, e.funcs, op, c.work >= startWork
 	c.rows, c.cols = int(o.x.Rows), int(o.x.Cols)
 	c.blocks = (c.cols + block - 1) / block
 	c.reuse, c.long, c.stream = c.cols <= o.reuseUpTo, c.cols > longRow, bytes >= streamBytes
@@ -290,20 +293,30 @@ type taskQueue struct{ left atomic.Uint64 }
 
 func (q *taskQueue) set(lo, hi int) { q.left.Store(uint64(lo)<<32 | uint64(hi)) }
 
-// take removes the first task for the queue's owner, or the last one for a worker that steals.
-func (q *taskQueue) take(steal bool) (task int, ok bool) {
+// take removes at most n of the first tasks, for the queue's owner. To change left is a locked instruction,
+// which waits until all rows written before have left the store buffer. So one change is for several short
+// tasks.
+func (q *taskQueue) take(n int) (from, to int) {
 	for {
 		left := q.left.Load()
-		lo, hi := left>>32, left&(1<<32-1)
-		if lo == hi {
-			return 0, false
+		lo, hi := int(left>>32), int(left&(1<<32-1))
+		n := min(n, hi-lo)
+		if n == 0 || q.left.CompareAndSwap(left, left+uint64(n)<<32) {
+			return lo, lo + n
 		}
-		if steal {
-			if q.left.CompareAndSwap(left, left-1) {
-				return int(hi - 1), true
-			}
-		} else if q.left.CompareAndSwap(left, left+1<<32) {
-			return int(lo), true
+	}
+}
+
+// steal removes the last task, for another worker.
+func (q *taskQueue) steal() (from, to int) {
+	for {
+		left := q.left.Load()
+		lo, hi := int(left>>32), int(left&(1<<32-1))
+		if lo == hi {
+			return lo, hi
+		}
+		if q.left.CompareAndSwap(left, left-1) {
+			return hi - 1, hi
 		}
 	}
 }
@@ -314,6 +327,7 @@ func (q *taskQueue) take(steal bool) (task int, ok bool) {
 // still write to the caller's memory.
 func (c *call[T]) runStep(s step[T], tasks int) {
 	c.step, c.tasks, c.active = s, tasks, max(min(len(c.workers), tasks), 1)
+	c.batch = max(tasks*batchWork/max(c.work, 1), 1)
 	if c.active == 1 {
 		for task := range tasks {
 			s.do(&c.workers[0], task)
@@ -343,15 +357,20 @@ func (c *call[T]) RunWorker(i int) {
 }
 
 func (w *worker[T]) runTasks() {
-	for i := range w.active {
-		victim := &w.workers[(w.number+i)%w.active]
-		for {
-			task, ok := victim.queue.take(i > 0)
-			if !ok {
-				break
-			}
-			w.step.do(w, task)
+	for from, to := w.queue.take(w.batch); from < to; from, to = w.queue.take(w.batch) {
+		w.runRange(from, to)
+	}
+	for i := 1; i < w.active; i++ {
+		victim := &w.workers[(w.number+i)%w.active].queue
+		for from, to := victim.steal(); from < to; from, to = victim.steal() {
+			w.runRange(from, to)
 		}
+	}
+}
+
+func (w *worker[T]) runRange(from, to int) {
+	for task := from; task < to; task++ {
+		w.step.do(w, task)
 	}
 }
 

@@ -114,11 +114,18 @@ func TestTaskQueue(t *testing.T) {
 	for thief := range 3 {
 		go func() {
 			for {
-				task, ok := q.take(thief > 0)
-				if !ok {
+				var from, to int
+				if thief == 0 {
+					from, to = q.take(3)
+				} else {
+					from, to = q.steal()
+				}
+				if from == to {
 					break
 				}
-				seen[task].Add(1)
+				for task := from; task < to; task++ {
+					seen[task].Add(1)
+				}
 			}
 			finished <- struct{}{}
 		}()
@@ -129,8 +136,11 @@ func TestTaskQueue(t *testing.T) {
 	for i := range seen {
 		require.EqualValues(t, min(i/7, 1), seen[i].Load(), "task %d", i)
 	}
-	q.set(0, 3)
-	first, _ := q.take(false)
-	last, _ := q.take(true)
-	assert.Equal(t, []int{0, 2}, []int{first, last})
+	q.set(0, 6)
+	taken := func(from, to int) []int { return []int{from, to} }
+	assert.Equal(t, []int{0, 2}, taken(q.take(2)))
+	assert.Equal(t, []int{5, 6}, taken(q.steal()))
+	assert.Equal(t, []int{2, 5}, taken(q.take(9)))
+	assert.Equal(t, []int{5, 5}, taken(q.take(1)))
+	assert.Equal(t, []int{5, 5}, taken(q.steal()))
 }

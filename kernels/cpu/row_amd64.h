@@ -1,10 +1,18 @@
-// Macros for the AVX-512 assembly: sums in 16 lanes of float64, and masks for the last elements of a row.
+// Macros for the assembly: a fence, and for AVX-512 sums in 16 lanes of float64, masks for the last elements of
+// a row, and the rounding to bfloat16.
 
 // K5 = a mask that selects the first min(CX, 16) elements.
 #define TAIL_MASK \
 	MOVL  $-1, AX    ; \
 	BZHIL CX, AX, AX ; \
 	KMOVW AX, K5
+
+// Orders what was written past the cache before all that follows. stream tells whether anything was: a fence
+// waits for the row to leave the store buffer, in which the next row could join it.
+#define FENCE(stream) \
+	TESTQ stream, stream ; \
+	JEQ   2(PC)          ; \
+	SFENCE
 
 // Adds the float32 lanes of z to the sums in Z12 and Z13. y is the low half of z.
 #define ACCUMULATE(z, y) \

@@ -12,7 +12,7 @@
 	VSUBPS Z31, dy, dy ; \
 	VMULPS y, dy, dy
 
-// Broadcasts hi and lo to the registers a and b.
+// Broadcasts hi and lo to the registers a and b. R10 = stream.
 #define GRADIENT_ARGUMENTS(a, b) \
 	MOVQ         dst+0(FP), DI  ; \
 	MOVQ         dy+8(FP), SI   ; \
@@ -20,7 +20,7 @@
 	MOVQ         n+24(FP), CX   ; \
 	VBROADCASTSS hi+32(FP), a   ; \
 	VBROADCASTSS lo+36(FP), b   ; \
-	MOVBQZX      stream+40(FP), AX
+	MOVBQZX      stream+40(FP), R10
 
 #define DOT_ARGUMENTS \
 	MOVQ   x+0(FP), SI   ; \
@@ -149,7 +149,7 @@ loop:
 	VMOVUPS 64(SI), Z1
 	GRADIENT(Z0, (DX))
 	GRADIENT(Z1, 64(DX))
-	TESTQ AX, AX
+	TESTQ R10, R10
 	JNE stream
 	VMOVUPS Z0, (DI)
 	VMOVUPS Z1, 64(DI)
@@ -183,7 +183,7 @@ tailLoop:
 	JGT tailLoop
 
 done:
-	SFENCE
+	FENCE(R10)
 	VZEROUPPER
 	RET
 
@@ -202,7 +202,7 @@ loop:
 	VSUBPS  Y5, Y1, Y1
 	VMULPS  (DX), Y0, Y0
 	VMULPS  32(DX), Y1, Y1
-	TESTQ   AX, AX
+	TESTQ   R10, R10
 	JNE     stream
 	VMOVUPS Y0, (DI)
 	VMOVUPS Y1, 32(DI)
@@ -236,7 +236,7 @@ tailLoop:
 	JNE    tailLoop
 
 done:
-	SFENCE
+	FENCE(R10)
 	VZEROUPPER
 	RET
 
@@ -261,7 +261,7 @@ loop:
 	ROUND_BFLOAT16(Z2, Z4, K1)
 	VPSRLD $16, Z0, Z0
 	VMOVDQU16 Z2, K2, Z0
-	TESTQ AX, AX
+	TESTQ R10, R10
 	JNE stream
 	VMOVUPS Z0, (DI)
 	JMP next
@@ -301,7 +301,7 @@ tailLoop:
 	JGT tailLoop
 
 done:
-	SFENCE
+	FENCE(R10)
 	VZEROUPPER
 	RET
 
@@ -323,7 +323,7 @@ loop:
 	VCVTPS2PH $0, Z0, Y0 // to nearest even
 	VCVTPS2PH $0, Z2, Y2
 	VINSERTI64X4 $1, Y2, Z0, Z0
-	TESTQ AX, AX
+	TESTQ R10, R10
 	JNE stream
 	VMOVUPS Z0, (DI)
 	JMP next
@@ -359,6 +359,6 @@ tailLoop:
 	JGT tailLoop
 
 done:
-	SFENCE
+	FENCE(R10)
 	VZEROUPPER
 	RET
