@@ -954,6 +954,13 @@ def test_target_by_size(op, dtype, m, n, share):
     assert check.met() and check.at_least == share
 
 
+def test_reason_of_an_error_is_one_line():
+    assert sections.reason(ValueError("no\nmore")) == "ValueError: no"
+    introduced = RuntimeError("backend='inductor' raised:\n\n  no C++ compiler\nmore")
+    assert sections.reason(introduced) == "RuntimeError: backend='inductor' raised: no C++ compiler"
+    assert sections.reason(KeyError()) == "KeyError: "
+
+
 def test_committed_results_are_what_their_files_say():
     root = Path(__file__).resolve().parents[2]
     text = (root / "bench/RESULTS.md").read_text()

@@ -212,6 +212,29 @@ def test_tables_and_pictures_keep_what_failed():
     assert not list(plots._pictures(found[1:2]))
 
 
+def test_targets_of_training_name_what_failed_and_what_was_not_run():
+    def ran(ms, gib):
+        return dict(ms=ms, peak_gib=gib)
+
+    found = [
+        record("torch.compile", **ran(10.0, 20.0)),
+        record("gander.compile", **ran(9.0, 18.0)),
+        record("gander", error="OutOfMemoryError: no room"),
+        record("gander-linear", **ran(9.0, 10.0)),
+    ]
+    checks = results.checks(found)
+    assert {check.target: check.row()[3] for check in checks} == {
+        "gander.compile: time over torch.compile's": "0.9",
+        "gander.compile: memory over torch.compile's": "0.9",
+        "gander-linear: time over gander's": "failed",
+        "gander-linear.compile: time over gander.compile's": "not run",
+        "gander-linear.compile: memory, GiB": "not run",
+    }
+    assert [check.met() for check in checks] == [True, False, False, False, False]
+    assert results.checks([one | {"on": "cpu"} for one in found]) == []
+    assert results.checks([one | {"model": "tiny"} for one in found]) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
