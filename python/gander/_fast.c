@@ -34,6 +34,8 @@ enum { METH_FASTCALL = 0x80 };
   F(int, PyDict_SetItemString, (PyObject*, const char*, PyObject*)) \
   F(PyObject*, PyTuple_New, (intptr_t)) \
   F(int, PyTuple_SetItem, (PyObject*, intptr_t, PyObject*)) \
+  F(PyObject*, PyTuple_GetItem, (PyObject*, intptr_t)) \
+  F(PyObject*, PyTuple_GetSlice, (PyObject*, intptr_t, intptr_t)) \
   F(long long, PyLong_AsLongLong, (PyObject*)) \
   F(double, PyFloat_AsDouble, (PyObject*)) \
   F(PyObject*, PyUnicode_InternFromString, (const char*)) \
@@ -281,6 +283,19 @@ static PyObject* take_results(const FastCall* call, int count) {
   return tuple;
 }
 
+/* How many results forward returns to autograd: the operator's, and rows that backward reads. (_gradients.py,
+ * _tracked, says why.) */
+static int tracked(const Operator* op) {
+  const Operator* saving = find_operator(op->saving);
+  int count = op->result_count;
+  for (int i = 0; i < op->saved_count; i++) {
+    int index = op->saved[i].index;
+    if (op->saved[i].result && index >= count && saving->operands[saving->results[index]].shape == SHAPE_ROWS)
+      count = index + 1;
+  }
+  return count;
+}
+
 /* forward() of the autograd.Functions. It reads the arguments other than ctx from the current call. */
 static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t count) {
   (void)self, (void)count;
@@ -297,9 +312,9 @@ static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t co
             python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
             set(ctx, names.options, tuple_of_options(call)) &&
             (!op->typed || set(ctx, names.dtypes, tuple_of_dtypes(call)));
-  for (int i = op->result_count; i < saving->result_count; i++)
+  for (int i = tracked(op); i < saving->result_count; i++)
     python.Py_DecRef(result(call, i)); /* ctx keeps what it needs */
-  PyObject* out = take_results(call, op->result_count);
+  PyObject* out = take_results(call, tracked(op));
   if (ok || out == NULL) return out;
   python.Py_DecRef(out);
   return NULL;
@@ -340,6 +355,13 @@ static PyObject* call_apply(FastCall* call) {
   PyObject* out = python.PyObject_CallFunctionObjArgs(call->function->apply, inputs[0], inputs[1], inputs[2],
                                                       inputs[3], NULL);
   current = outer;
+  const int public = call->function->op->result_count;
+  if (out != NULL && public < tracked(call->function->op)) {
+    PyObject* all = out;
+    out = public == 1 ? python.PyTuple_GetItem(all, 0) : python.PyTuple_GetSlice(all, 0, public);
+    if (public == 1) python.Py_IncRef(out);
+    python.Py_DecRef(all);
+  }
   if (out != NULL || !call->declined) return out;
   python.PyErr_Clear();
   return none();

@@ -83,14 +83,20 @@ def call(name: str):
 
 def _first(name: str, use):
     """What to call until an operator's function has been checked, which is then passed to `use`."""
+    writes = bool(TORCH[name].writes)
 
     def first(*arguments):
-        if name not in _functions or _hooks():
+        function = _functions.get(name)
+        if function is None or _hooks():
             return None
-        results = _functions[name](*arguments)
+        # If the check fails, the dispatcher runs the operator again. One that writes over its arguments must
+        # not run twice, so its check comes first. At that point a mode may be active, which would see it.
+        if writes and (_modes() or not _check(name)):
+            return None
+        results = function(*arguments)
         if results is None or not _check(name):
             return None
-        use(_functions[name])
+        use(function)
         return results
 
     return first
@@ -321,6 +327,11 @@ def _same(a, b):
 def _hooks():
     """The active hooks on saved tensors, if any. They must not see the tensors of a check."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _modes():
+    """How many modes are active that see the calls of torch's functions."""
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
 
 
 def _differs(names):

@@ -156,7 +156,7 @@ def forward(name: str, saving: str, kept: list[str]):
     overload, results = overloads[saving], TORCH[saving].results
     count, first_option = len(TORCH[saving].arguments), len(tensors(name))
     to_save = selector(kept, [*arguments(name), *results])
-    single, public = len(results) == 1, len(TORCH[name].results)
+    single, tracked = len(results) == 1, len(_tracked(name))
     typed = (
         [arguments(name).index(argument) for argument in differentiable(name)] if takes_dtypes(name) else ()
     )
@@ -170,9 +170,35 @@ def forward(name: str, saving: str, kept: list[str]):
         ctx.options = given[first_option:]
         if typed:
             ctx.dtypes = tuple(None if given[i] is None else given[i].dtype for i in typed)
-        return answer[0] if public == 1 else answer[:public]
+        return answer[0] if tracked == 1 else answer[:tracked]
 
     return forward
+
+
+def _tracked(name: str) -> list[str]:
+    """What an operator's autograd.Function returns: the operator's results, then rows that backward reads.
+
+    A saved tensor that the Function does not return has no history. If backward computed a gradient from such
+    rows instead of x, a second derivative would take it for a constant.
+    """
+    results, of = TORCH[TORCH[name].saving].results, operands(name)
+    count = max(
+        [len(TORCH[name].results)]
+        + [results.index(kept) + 1 for kept in saved(name) if kept in results and of[kept].shape == "rows"]
+    )
+    return list(results[:count])
+
+
+def _own(name: str):
+    """The apply of an operator's autograd.Function, whose inputs are a keyset and the arguments."""
+    methods = forward(name, TORCH[name].saving, saved(name)), backward(name, ["", *arguments(name)])
+    apply = apply_of(function(name, *methods))
+    public = len(TORCH[name].results)
+    if len(_tracked(name)) == public:
+        return apply
+    if public == 1:
+        return lambda *inputs: apply(*inputs)[0]
+    return lambda *inputs: apply(*inputs)[:public]
 
 
 def call_below_autograd(overload, keyset, given):
@@ -253,7 +279,8 @@ def once_differentiable(gradient: Tensor, *sources: Tensor) -> Tensor:
     return _once_differentiable(gradient, *sources) if is_grad_enabled() else gradient
 
 
-def _refuse_tangents(given):
+def refuse_tangents(given) -> None:
+    """Raises an error if one of these tensors or None has a tangent of forward mode."""
     for tensor in given:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(_NO_FORWARD)
@@ -264,8 +291,7 @@ def _kernel(name, choose, instead):
     operator, overload, count = TORCH[name], overloads[name], len(tensors(name))
     own = None
     if operator.saving:
-        inputs = ["", *arguments(name)]  # apply takes the keyset first
-        own = apply_of(function(name, forward(name, operator.saving, saved(name)), backward(name, inputs)))
+        own = _own(name)
     elif not operator.writes:
         own = _refusal(name)
 
@@ -286,7 +312,7 @@ def _kernel(name, choose, instead):
 
     def kernel(keyset, *given):
         if forward_ad._current_level >= 0:
-            _refuse_tangents(given[:count])
+            refuse_tangents(given[:count])
         if instead is not None and (answer := instead(given)) is not None:
             return answer
         if is_grad_enabled():

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
 from . import _pytorch
 from ._cross_entropy import is_batched
-from ._gradients import once_differentiable
+from ._gradients import once_differentiable, refuse_tangents
 from ._operators_gen import REDUCTIONS
 from ._schemas import overloads
 from ._sharding import is_dtensor
@@ -25,6 +25,9 @@ _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are rescaled as so many rows, each by one CTA. These are enough for any GPU, and few enough to end
 # at once where there is nothing to do.
 _RESCALED_ROWS = 2048
+# Gradients are made for an upstream gradient whose size lies between these. Made for another, such as 0, they
+# could not be scaled to the one that comes.
+_SMALLEST, _LARGEST = 2.0**-64, 2.0**64
 
 _losses = overloads["cross_entropy"]
 _losses_and_gradient = overloads["cross_entropy_fwd_dx_"]
@@ -172,6 +175,51 @@ def _(
 # ---- Its gradient ----
 
 
+def _to_make(x, upstream, reduction, needs, compiling=False):
+    """Which of dx, dw and db forward makes: those that are needed, or none.
+
+    Gradients of float16 would underflow without the factor of a GradScaler. A graph cannot choose to make them
+    again.
+    """
+    later = reduction == _NONE or (x.dtype == torch.float16 and (upstream is None or compiling))
+    return [bool(need) and not later for need in needs]
+
+
+# In graphs, which can neither write over saved gradients nor choose, the operator has a gradient itself.
+_TENSORS, _DIFFERENTIABLE = 7, (0, 1, 3)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:_TENSORS], *(gradient.detach() for gradient in output[1:]))
+    *ctx.options, needs_dx, needs_dw, needs_db = inputs[_TENSORS:]
+    ctx.made = [needs_dx, needs_dw, needs_db]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dloss, *others):
+    if any(other is not None for other in others):
+        raise NotImplementedError("gander: linear_cross_entropy's gradients have no gradient; detach them")
+    returned = [None] * len(ctx.needs_input_grad)
+    if dloss is None:
+        return tuple(returned)
+    *inputs, upstream = ctx.saved_tensors[:_TENSORS]
+    needs = [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
+    with torch.no_grad():
+        if ctx.made == needs:
+            made, factor = ctx.saved_tensors[_TENSORS:], dloss if upstream is None else dloss / upstream
+            made = [(gradient.to(factor.dtype) * factor).to(gradient.dtype) for gradient in made]
+        else:
+            _, *made = _run(*inputs, dloss, *ctx.options, *needs)
+    sources = [inputs[at] for at in _DIFFERENTIABLE if inputs[at] is not None]
+    for at, need, gradient in zip(_DIFFERENTIABLE, needs, made, strict=True):
+        if need:
+            returned[at] = once_differentiable(gradient, *sources, dloss)
+    return tuple(returned)
+
+
+_run.register_autograd(_backward, setup_context=_keep)
+
+
 def _rescale(gradients, dloss, upstream):
     """Multiplies gradients that were made for another upstream gradient. Reads nothing if it was this one."""
     with torch._C._AutoDispatchBelowADInplaceOrView():  # a later backward pass does not read them
@@ -179,6 +227,12 @@ def _rescale(gradients, dloss, upstream):
             if gradient.numel():
                 rows = gradient.view(math.gcd(gradient.numel(), _RESCALED_ROWS), -1)
                 overloads["rescale_"](rows, dloss, upstream)
+
+
+def _scalable(upstream):
+    """The upstream gradient to make gradients for: the expected one, or 1 if they could not be scaled."""
+    size = upstream.abs()
+    return torch.where((size >= _SMALLEST) & (size <= _LARGEST), upstream, 1.0)
 
 
 def _is(dloss, expected):
@@ -191,12 +245,7 @@ def _is(dloss, expected):
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, target, weight_ce, divisor, upstream, options):
-        needs = ctx.needs_input_grad[:3]
-        # Gradients of float16 would underflow without the factor of a GradScaler. A compiled graph cannot
-        # choose to make them again.
-        half = x.dtype == torch.float16 and (upstream is None or is_compiling())
-        later = half or options[1] == _NONE
-        made = [need and not later for need in needs]
+        made = _to_make(x, upstream, options[1], ctx.needs_input_grad[:3])
         inputs = x, weight, target, bias, weight_ce, divisor
         loss, *gradients = _run(*inputs, upstream, *options, *made)
         ctx.options, ctx.made, ctx.returned = options, made, False
@@ -209,22 +258,15 @@ class _LinearCrossEntropy(Function):
         if dloss is None:
             return (None,) * 8
         *inputs, upstream, dx, dw, db = ctx.saved_tensors
-        x, needs, made = inputs[0], ctx.needs_input_grad[:3], [dx, dw, db]
-        expected = 1.0 if upstream is None else upstream
-        if is_compiling():
-            if any(ctx.made):
-                factor = dloss / expected
-                made = [gradient * factor.to(gradient.dtype) for gradient in made]
-            else:
-                _, *made = _run(*inputs, dloss, *ctx.options, *needs)
-            return (*(g if need else None for g, need in zip(made, needs, strict=True)), *[None] * 5)
+        x, weight, _, bias, *_ = inputs
+        needs, made = ctx.needs_input_grad[:3], [dx, dw, db]
         if is_batched(dloss):
             raise NotImplementedError(
                 "gander: linear_cross_entropy has no batched gradients; call backward for each"
             )
         keep = any(ctx.made) and not ctx.returned
         if keep and x.dtype == torch.float16:
-            keep = _is(dloss, expected)
+            keep = _is(dloss, 1.0 if upstream is None else upstream)
         elif keep:
             _rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
         ctx.returned |= keep
@@ -233,7 +275,8 @@ class _LinearCrossEntropy(Function):
                 _, *made = _run(*inputs, dloss, *ctx.options, *needs)
         # autograd may add to what is returned. Through .data that does not increment the version of a saved
         # tensor, for which a later backward pass would be refused.
-        made = (once_differentiable(gradient.data, x, dloss) for gradient in made)
+        sources = [tensor for tensor in (x, weight, bias, dloss) if tensor is not None]
+        made = (once_differentiable(gradient.data, *sources) for gradient in made)
         return (*(g if need else None for g, need in zip(made, needs, strict=True)), *[None] * 5)
 
 
@@ -312,6 +355,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """_ops.linear_cross_entropy, which has its documentation."""
     _check(x, weight, target, bias, weight_ce)
+    if forward_ad._current_level >= 0:
+        refuse_tangents((x, weight, bias))
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -325,15 +370,20 @@ def linear_cross_entropy(
     if divisor is not None:
         divisor = _pytorch.scalar("divisor", divisor, x)
     if upstream is not None:
-        upstream = _pytorch.scalar("upstream", upstream, x)
+        upstream = _scalable(_pytorch.scalar("upstream", upstream, x))
     options = ignore_index, reduction, _chunk_of(chunk, rows.shape[0]), wide
     if torch._C._are_functorch_transforms_active():  # they need operators that they can differentiate
         logits = torch.nn.functional.linear(rows, weight, bias)
         loss = _pytorch.cross_entropy(
             logits, labels, weight_ce, divisor, None, ignore_index, reduction, False, False, False
         )
-    elif torch.is_grad_enabled():
+    elif torch.is_grad_enabled() and not is_compiling():
         loss = _LinearCrossEntropy.apply(rows, weight, bias, labels, weight_ce, divisor, upstream, options)
     else:
-        loss = _run(rows, weight, labels, bias, weight_ce, divisor, None, *options, False, False, False)[0]
+        needs = [
+            torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+            for tensor in (rows, weight, bias)
+        ]
+        made = _to_make(rows, upstream, reduction, needs, compiling=True)
+        loss = _run(rows, weight, labels, bias, weight_ce, divisor, upstream, *options, *made)[0]
     return loss.view(target.shape) if reduction == _NONE else loss

@@ -172,6 +172,15 @@ def _check_out(ops: Any, name: str, x: Any, out: Any, out_dtype: Any = None) -> 
         )
 
 
+def _may_share_memory(ops: Any, x: Any, out: Any) -> bool:
+    """Whether writing out may change x. False only if it cannot."""
+    if ops is not _torch:
+        return bool(sys.modules[type(x).__module__.partition(".")[0]].may_share_memory(x, out))
+    if sys.modules["torch"].compiler.is_compiling():  # which knows no addresses
+        return True
+    return x.untyped_storage()._cdata == out.untyped_storage()._cdata
+
+
 def _empty(ops: Any, x: Any, shape: tuple, dtype: Any) -> Any:
     """A new array of x's library, on x's device."""
     if ops is _torch:
@@ -227,7 +236,8 @@ def _norm_into(
     out_dtype, residual_dtype = (None if dtype is None else _dtype(ops, dtype) for dtype in dtypes)
     _check_out(ops, "out", x, out, out_dtype)
     shape, residual_out = tuple(x.shape), None
-    if _adds(ops, x, residual, residual_dtype) and "residual_out" in wanted:
+    adds = _adds(ops, x, residual, residual_dtype)
+    if "residual_out" in wanted and (adds or _may_share_memory(ops, x, out)):
         residual_out = _empty(ops, x, shape, residual_dtype or (x if residual is None else residual).dtype)
     wide = _dtype(ops, "float64" if x.dtype.itemsize == 8 else "float32")
     mean, rstd = (_empty(ops, x, shape[:-1], wide) if given in wanted else None for given in ("mean", "rstd"))

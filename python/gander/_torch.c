@@ -415,12 +415,36 @@ static void unpack(Call* call, const Operator* op, const Value* stack, Value* ar
   }
 }
 
+/* Refuses written operands that share memory. libgander does so itself, but not where it sees copies. Operands
+ * that may not share an element but lie between one another's are refused too. */
+static void check_written(Call* call, const Operator* op, const Operand* operands, const Value* arguments) {
+  for (int i = 0; i < op->operand_count; i++)
+    for (int j = 0; j < i; j++) {
+      const Operand *a = &operands[j], *b = &operands[i];
+      if (!op->operands[j].written || !op->operands[i].written || a->handle == NULL || b->handle == NULL)
+        continue;
+      bool copied = a->handle != (Tensor)(uintptr_t)arguments[op->operands[j].argument] ||
+                    b->handle != (Tensor)(uintptr_t)arguments[op->operands[i].argument];
+      if (copied && a->low < b->high && b->low < a->high)
+        fail(call, GANDER_ERROR_OVERLAP,
+             "%s: %s overlaps %s, expected separate memory, because both are written; allocate %s separately",
+             op->operator, op->operands[i].name, op->operands[j].name, op->operands[i].name);
+    }
+}
+
 /* Fills an operand that is an argument. */
 static void fill_input(Call* call, const Operator* op, int i, Operand* operands, Tensor handle) {
   Operand* o = &operands[i];
   describe(call, o, handle, op->operands[i].written);
   if (i == 0) set_device(call, handle);
   if (call->failed) return;
+  uintptr_t low = (uintptr_t)o->dl.data + o->dl.byte_offset, high = low;
+  int64_t last = 0, count = 1;
+  for (int32_t j = 0; j < o->dl.ndim; j++) {
+    last += (o->dl.shape[j] - 1) * o->dl.strides[j];
+    count *= o->dl.shape[j];
+  }
+  if (count > 0) high += (uintptr_t)(last + 1) * (o->dl.dtype.bits / 8);
   if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
   switch (op->operands[i].shape) {
     case SHAPE_ROWS: make_rows(call, o); break;
@@ -440,6 +464,8 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
   }
   if (call->python && op->operands[i].written && o->handle != handle)
     call->failed = true; /* the dispatcher's call copies the result back */
+  o->low = low;
+  o->high = high;
 }
 
 /* Allocates an operand that is a new tensor. */
@@ -499,6 +525,7 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
       make_output(&call, op, i, operands, arguments);
     }
   }
+  check_written(&call, op, operands, arguments);
   if (prepare(&call)) {
     int32_t status = op->call(&call, operands, arguments);
     if (status != GANDER_OK) fail(&call, status, "%s", lib.gander_last_error());

@@ -27,7 +27,9 @@ def _folded(name, values, dims, size):
             continue
         shape, dim = of[argument].shape, dims[argument]
         if shape in ("columns", "head_columns", "one") or (shape == "broadcast" and dim is None):
-            if dim is not None:
+            # An operand of a higher rank than the sample, which the operator refuses, could pass for one of
+            # the batch.
+            if dim is not None or value.ndim > len(leading):
                 return None
             continue
         value = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)

@@ -166,6 +166,65 @@ def test_off_if_a_result_differs():
     ]
 
 
+def test_first_calls_on_several_threads_write_once():
+    """While one thread checks a function, or where the check fails, the dispatcher runs the operator. It must
+    not find rows that the function has written already."""
+    code = """
+import threading, time, torch, gander
+from gander import _fast
+differs = _fast._differs
+_fast._differs = lambda names: (time.sleep(0.2), differs(names))[1]
+barrier, wrong = threading.Barrier(4), []
+def first_calls(i):
+    x, residual = torch.randn(8, 64), torch.randn(8, 64)
+    want = x + residual
+    barrier.wait()
+    if i % 2:
+        gander.rmsnorm(x, torch.ones(64))
+    gander.fused_add_rmsnorm(x, residual, None)
+    wrong.append(float((residual - want).abs().max()))
+threads = [threading.Thread(target=first_calls, args=(i,)) for i in range(4)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print(wrong)
+"""
+    assert run(code) == "[0.0, 0.0, 0.0, 0.0]"
+    code = """
+import torch, gander
+from gander import _fast
+_fast._differs = lambda names: names[0]
+x, residual = torch.ones(2, 4), torch.ones(2, 4)
+gander.fused_add_rmsnorm(x, residual, None)
+print(residual.unique().tolist(), gander.info()["fast_path"])
+"""
+    name = "fused_add_rmsnorm_"
+    assert (
+        run(code) == f"[2.0] torch {torch.__version__} returns another result through its dispatcher: {name}"
+    )
+
+
+def test_a_mode_does_not_see_the_check_of_an_operator_that_writes():
+    code = """
+import torch, gander
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+seen = []
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        seen.append(getattr(function, "__name__", function))
+        return function(*args, **(kwargs or {}))
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+x, residual = torch.ones(2, 4), torch.ones(2, 4)
+for mode in Functions(), Operators():
+    with mode:
+        gander.fused_add_rmsnorm(x, residual, None)
+print([name for name in seen if "arange" in name or "equal" in name])
+"""
+    assert run(code) == "[]"
+
+
 def test_versions():
     """The newest release that is tested is the one in .venv, and README names all of them."""
     root = Path(__file__).parents[2]

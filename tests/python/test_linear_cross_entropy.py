@@ -6,6 +6,7 @@ import gander
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -140,6 +141,19 @@ def test_upstream(device, dtype):
                 check([t.grad for t in leaves], [t * scale * times for t in want[1:]], dtype)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("upstream", [0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 1e-30, 1e30])
+def test_upstream_is_an_expectation_only(device, dtype, upstream):
+    """Regression test: gradients that were made for 0 could not be scaled, and became NaN."""
+    x, weight, target, bias, _ = given(device, dtype)
+    want = run(reference, x, weight, target, bias)
+    compiled = torch.compile(gander.linear_cross_entropy, backend="aot_eager")
+    for function in gander.linear_cross_entropy, compiled:
+        for expects in upstream, torch.tensor(upstream, device=device):
+            check(run(partial(function, upstream=expects), x, weight, target, bias), want, dtype)
+    torch._dynamo.reset()
+
+
 def test_expected_upstream_gives_the_bits_of_forward(device):
     """A hit returns what forward made: with a factor that would make float16's gradients vanish otherwise."""
     x, weight, target, _, _ = given(device, torch.float16)
@@ -196,6 +210,52 @@ def test_compile(device, dynamic):
             check(run(compiled, x, weight, target, bias), want, torch.float32)
 
 
+def test_compiled_gradients_are_scaled_without_a_bias(device):
+    """Regression test: the factor was rounded to bfloat16, which made all elements 0.2 % too large."""
+    x, weight, target, _, _ = given(device, torch.bfloat16, m=64)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *given: gander.linear_cross_entropy(*given) / 3, backend="aot_eager")
+    want = run(lambda *given: reference(*given) / 3, x, weight, target)
+    for got, wanted in zip(run(compiled, x, weight, target)[1:], want[1:], strict=True):
+        got, wanted = got.double(), wanted.double()
+        assert ((got * wanted).sum() / wanted.square().sum()).item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("how", [{}, {"reduction": "none"}, {"upstream": 0.25}, {"chunk": 3}], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_exported(device, dtype, how, frozen):
+    """An exported module can be trained."""
+
+    class Head(torch.nn.Module):
+        def __init__(self, weight, bias):
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight, requires_grad=not frozen)
+            self.bias = torch.nn.Parameter(bias)
+
+        def forward(self, x, target):
+            return gander.linear_cross_entropy(x * 1, self.weight, target, self.bias, **how)
+
+    x, weight, target, bias, _ = given(device, dtype)
+    want = run(reference, x, weight, target, bias, **how)
+    program = torch.export.export(Head(weight, bias), (x.clone().requires_grad_(), target))
+    module = program.module()
+    for _ in range(2):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        total(module(leaf, target)).backward()
+        got = [want[0], leaf.grad, want[2] if frozen else module.weight.grad, module.bias.grad]
+        assert frozen == (module.weight.grad is None)
+        check(got, want, dtype)
+    frozen_later = program.module()
+    frozen_later.bias.requires_grad_(False)
+    total(frozen_later(leaf.clone(), target)).backward()
+    loss = total(module(leaf, target))
+    (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+        dx.sum().backward()
+
+
 def test_checkpoint_and_hooks(device):
     x, weight, target, _, _ = given(device)
     want = run(reference, x, weight, target)
@@ -238,6 +298,17 @@ def test_second_derivatives_are_refused(device):
         (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
             dx.sum().backward()
+    bias = torch.zeros(V, device=device)
+    for leaf, given_to in (weight, lambda leaf: (x, leaf, target)), (bias, lambda b: (x, weight, target, b)):
+        leaf = leaf.clone().requires_grad_()
+        loss = gander.linear_cross_entropy(*given_to(leaf))
+        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+            gradient.square().sum().backward()
+    leaf = x.clone().requires_grad_()
+    with forward_ad.dual_level(), torch.no_grad():
+        with pytest.raises(NotImplementedError, match="forward-mode derivatives are not supported"):
+            gander.linear_cross_entropy(forward_ad.make_dual(x, x), weight, target)
     with pytest.raises(NotImplementedError, match="no batched gradients"):
         loss = gander.linear_cross_entropy(leaf, weight, target, reduction="none")
         torch.autograd.grad(loss, leaf, torch.eye(M, device=device), is_grads_batched=True)

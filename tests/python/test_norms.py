@@ -365,4 +365,5 @@ def test_the_sum_is_not_written_without_a_gradient(name):
             NORMS[name](x.requires_grad_(), weight, residual=residual)
         NORMS[name](x, weight, residual=residual)
     saving = getattr(torch.ops.gander, f"{name}_add_fwd")
+    calls = [call for call in calls if call.namespace == "gander"]
     assert calls == [operator.default, operator.default, saving.default]

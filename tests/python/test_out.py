@@ -43,6 +43,39 @@ def test_fused_add_rmsnorm_of_strided_rows(device):
     assert torch.equal(residual, want[1])
 
 
+def test_operands_that_are_copied_and_share_memory(device):
+    """Both would be copied back to the same memory. Regression test: one of the results was lost."""
+    wide = rows(device, shape=(64, 13))
+    for x, residual in (wide.t(), wide.t()), (wide[:, :12].t(), wide[:, 1:].t()):
+        before = wide.clone()
+        with pytest.raises(ValueError, match="residual overlaps x, expected separate memory"):
+            gander.fused_add_rmsnorm(x, residual, None)
+        assert torch.equal(wide, before)
+    x, residual = rows(device, shape=(64, 12)).t(), rows(device, shape=(64, 12)).t()
+    want = gander.rmsnorm(x, residual=residual, prenorm=True)
+    gander.fused_add_rmsnorm(x, residual, None)
+    assert torch.equal(x, want[0])
+    assert torch.equal(residual, want[1])
+
+
+def test_negated_views(device):
+    """They can be read, and are refused where they would be written. Regression test: a later call crashed."""
+    negated = torch.conj(torch.randn(4, 64, dtype=torch.cfloat, device=device)).imag
+    assert negated.is_neg()
+    x, before = rows(device, shape=(4, 64)), negated.clone()
+    for write in (
+        lambda: gander.rmsnorm(x, out=negated),
+        lambda: gander.fused_add_rmsnorm(x, negated, None),
+        lambda: gander.fused_add_rmsnorm(negated, x, None),
+    ):
+        with pytest.raises(RuntimeError, match="is a negated view, expected a tensor that can be written"):
+            write()
+    assert torch.equal(negated, before)
+    out = torch.empty_like(x)
+    gander.rmsnorm(negated, out=out)
+    assert torch.equal(out, gander.rmsnorm(before))
+
+
 def test_fused_add_rmsnorm_refuses():
     x, weight = rows("cpu"), rows("cpu", shape=64)
     for given, error, words in (
@@ -87,8 +120,23 @@ def test_norm_into(norm, device):
         assert all(map(torch.equal, got, want))
         assert got[1].dtype == want[1].dtype
     want = norm(x, weight)
+    given = x.clone()
     assert norm(x, weight, out=x) is x
     assert torch.equal(x, want)
+    for target in (lambda x: x), (lambda x: x[:]):  # the sum is x, which the norm is written over
+        x = given.clone()
+        y, h = norm(x, weight, out=target(x), prenorm=True)
+        assert torch.equal(y, want) and torch.equal(x, want)
+        assert torch.equal(h, given)
+
+
+def test_the_sum_of_arrays_that_are_written_over(norm):
+    x = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    given = x.copy()
+    y, h = norm(x, out=x, prenorm=True)
+    assert y is x
+    assert (h == given).all()
+    assert norm(given, out=np.empty_like(x), prenorm=True)[1] is given
 
 
 def test_norm_fwd_into(device):
@@ -99,6 +147,8 @@ def test_norm_fwd_into(device):
     assert all(map(torch.equal, got, gander.rmsnorm_fwd(x, weight, None, residual, store_rstd=True)))
     got = gander.rmsnorm_fwd(x, weight, store_rstd=True, out=out)
     assert got[1] is x
+    given = x.clone()
+    assert torch.equal(gander.rmsnorm_fwd(given, weight, out=given)[1], x)
     got = gander.layernorm_fwd(x, weight, return_rstd=True, return_mean=True, out=out)
     assert got[0] is out
     assert all(map(torch.equal, got, gander.layernorm_fwd(x, weight, return_rstd=True, return_mean=True)))

@@ -540,6 +540,27 @@ def test_second_derivatives_of_eager_gradients(pair, inputs, in_place):
         dx.square().sum().backward()
 
 
+@pytest.mark.parametrize("norm", [gander.rmsnorm, gander.layernorm])
+@pytest.mark.parametrize("how", [{"dtype": torch.float32}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("leaf", ["x", "residual"])
+def test_second_derivatives_of_a_sum_that_is_not_returned(norm, how, leaf, inputs):
+    """Backward reads the sum alone. Regression test: the second derivative was 0."""
+    x, weight, _ = inputs
+    given = {"x": x.clone(), "residual": x.sin()}
+    given[leaf].requires_grad_()
+    operator = getattr(ops, f"{norm.__name__}_residual")
+    for function in (
+        lambda: norm(given["x"], weight, residual=given["residual"], residual_dtype=how["dtype"]),
+        lambda: operator(given["x"], weight, None, given["residual"], None, how["dtype"]),
+    ):
+        y = function()
+        assert isinstance(y, torch.Tensor)
+        (gradient,) = torch.autograd.grad(y, given[leaf], x.cos(), create_graph=True)
+        assert gradient.requires_grad
+        with pytest.raises(NotImplementedError, match=SECOND):
+            torch.autograd.grad(gradient.square().sum(), given[leaf], allow_unused=True)
+
+
 def test_statistics_have_no_gradient(inputs):
     x, weight, target = inputs
     leaf = x.clone().requires_grad_()

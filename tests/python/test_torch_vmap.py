@@ -216,6 +216,16 @@ def test_samples_of_rank_0_are_refused():
         torch.vmap(gander.softmax)(torch.randn(B))
 
 
+def test_operands_of_a_higher_rank_than_a_sample_are_refused():
+    """Regression test: the batch passed for heads, or for the first dimension of a mask."""
+    weight, mask = torch.rand(B, N), torch.rand(B, M, N) > 0.3
+    for norm in gander.rmsnorm, gander.layernorm:
+        with pytest.raises((ValueError, RuntimeError), match="weight has shape"):
+            torch.vmap(lambda x, norm=norm: norm(x, weight))(torch.randn(B, N))
+    with pytest.raises((ValueError, RuntimeError), match="mask has shape"):
+        torch.vmap(lambda x: gander.softmax(x, mask=mask))(torch.randn(B, M, N))
+
+
 def test_operators_that_write(batch):
     x, _, target = batch.values()
     written = x.clone()
