@@ -491,7 +491,8 @@ def log_softmax(
     h = x * scale + mask.
 
     y of a masked element is -inf, and so is that of a row that is masked whole with masked="zero". The
-    gradient of masked elements is 0. Arguments, results and errors are otherwise those of softmax.
+    gradient of masked elements is 0, and sum(dy) leaves them out, where torch's operator would add theirs.
+    Arguments, results and errors are otherwise those of softmax.
     Gradient: dx = scale * (dy - exp(y) * sum(dy)).
     """
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
