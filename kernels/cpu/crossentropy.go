@@ -136,7 +136,18 @@ func (rescale[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, _ rowSt
 
 type crossEntropyForward[T float] struct{}
 
-func (crossEntropyForward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
+func (crossEntropyForward[T]) plan(c *call[T], workers int) {
+	c.planRows(workers)
+	switch {
+	case c.cols > loopedRow:
+	case c.dx.Data == nil:
+		c.plan.together = maxTogether
+	case c.dx.DType != native[T](): // exponentials lie in scratch space, which is for one row
+		c.plan.together = 1
+	default: // they lie in dx, and should stay in the L1 cache
+		c.plan.together = max(1, min(block/max(c.cols, 1), maxTogether))
+	}
+}
 
 func (crossEntropyForward[T]) run(c *call[T]) {
 	c.divisor, c.upstream = or1(&c.ce.Divisor), or1(&c.ce.Upstream)
@@ -146,7 +157,7 @@ func (crossEntropyForward[T]) run(c *call[T]) {
 		_, c.divisor = c.totals()
 	}
 	clear(c.losses[:])
-	if c.cols <= loopedRow && c.dx.Data == nil {
+	if c.plan.together > 0 {
 		c.runStep(crossEntropyStep[T]{}, min(c.rows, maxTasks))
 	} else {
 		c.runRows()
@@ -182,17 +193,25 @@ func (weightsStep[T]) do(w *worker[T], task int) {
 	}
 }
 
-// crossEntropyStep does what runRows would do with rows of one block and no gradient. With AVX-512 a row of 64
-// float32 takes 114 ns instead of 133.
+// crossEntropyStep does what runRows would do with rows of one block, one pass after the other over some rows.
+// So the logarithm and the exponentials in float64 of a row need not wait for one another's. With AVX-512 a row
+// of 64 float32 takes 100 ns instead of 160, with the gradient 155 instead of 230.
 type crossEntropyStep[T float] struct{}
 
 func (crossEntropyStep[T]) do(w *worker[T], task int) {
 	w.task = task
 	lo, hi := subrange(w.rows, task, w.tasks)
-	for row := lo; row < hi; row++ {
-		t := w.targetOf(row)
-		w.expOthers(row, t, 0, w.cols, w.partials)
-		w.lossOf(row, t, w.partials)
+	for from := lo; from < hi; from += w.plan.together {
+		to := min(from+w.plan.together, hi)
+		for row := from; row < to; row++ {
+			w.expOthers(row, w.targetOf(row), 0, w.cols, w.partials[row-from:])
+		}
+		for row := from; row < to; row++ {
+			w.stats[row-from] = w.lossOf(row, w.targetOf(row), w.partials[row-from:][:1])
+		}
+		for row := from; row < to && w.dx.Data != nil; row++ {
+			crossEntropyForward[T]{}.secondPass(w, row, 0, w.cols, w.partials[row-from:], w.stats[row-from])
+		}
 	}
 }
 

@@ -16,6 +16,7 @@ const (
 	reusedRow    = block     // in a row of more elements, converting again is cheaper than reading a copy
 	chunk        = 8 * block // elements per task where the row is split among workers
 	maxTasks     = 256       // the most tasks that whole rows are grouped into
+	maxTogether  = 32        // the most short rows that one pass goes over before the next one does
 	startWork    = 512 << 10 // bytes: in smaller calls, starting goroutines costs more than it saves
 	parallelWork = 256 << 10 // bytes: in smaller calls, using idle helpers costs more than it saves
 	batchWork    = 256 << 10 // bytes of the tasks that a worker takes from its queue at a time
@@ -72,6 +73,7 @@ type rowStats struct{ a, b, c float64 }
 type plan struct {
 	splitRows bool // workers share a row; partials and statistics of all rows are stored
 	tasks     int  // of the step that has the most
+	together  int  // rows of one block that a pass goes over before the next one does
 	weights   int  // elements of the converted weight, or of a block of ones
 	biases    int  // elements of the converted bias, or of a block of zeros
 	vectors   int  // that are sums over rows: dw and db, as far as they are present
@@ -131,10 +133,11 @@ type worker[T float] struct {
 	*call[T]
 	number   int
 	queue    taskQueue
-	task     int // the current one
-	buffer   []T // three parts, see scratch
-	rounded  []T // two blocks, for roundNormalized
-	partials []partial
+	task     int             // the current one
+	buffer   []T             // three parts, see scratch
+	rounded  []T             // two blocks, for roundNormalized
+	partials []partial       // of the current row, or of plan.together rows of one block
+	stats    []rowStats      // of these rows
 	dw, db   []float64       // sums over rows from column sumFrom on, nil for absent ones
 	sumFrom  int             // column
 	columns  []float64       // memory for dw and db, see plan.columns
@@ -268,7 +271,8 @@ func (c *call[T]) layOut(memory []byte) int {
 		if c.norm.RoundNormalized {
 			w.rounded = take[T](&a, 2*c.blockRoom)
 		}
-		w.partials, w.columns = take[partial](&a, blocks), take[float64](&a, c.plan.columns)
+		w.partials = take[partial](&a, max(blocks, c.plan.together))
+		w.stats, w.columns = take[rowStats](&a, c.plan.together), take[float64](&a, c.plan.columns)
 		w.recent = take[T](&a, c.plan.recent)
 		w.dw, w.db = nil, nil
 	}

@@ -25,6 +25,7 @@ var avx2 = rowFuncs[float32]{
 		kernels.Float32:  storeFloat32AVX2,
 	},
 	max:         maxAVX2,
+	without:     withoutAVX2,
 	exp:         expAVX2,
 	expScale:    expScaleAVX2,
 	dot:         dotAVX2,
@@ -128,6 +129,20 @@ func maxAVX2(x []float32) float32 {
 	}
 	m0 = m0.Max(m1).Max(m2.Max(m3))
 	return max4(m0.GetLo().Max(m0.GetHi()))
+}
+
+// withoutAVX2 writes no single element, because a vector load of it would wait until it is in the cache.
+//
+//go:nocheckptr
+func withoutAVX2(dst, x []float32, k int) {
+	low := archsimd.BroadcastFloat32x8(float32(math.Inf(-1)))
+	lanes := archsimd.LoadInt32x8(&iota8)
+	for i := 0; i < len(x); i += 8 {
+		is := lanes.Equal(archsimd.BroadcastInt32x8(int32(k - i)))
+		tail := tailMask8(len(x) - i)
+		low.Merge(loadTail8(x, i, tail), is).StoreMasked(floatPtr8(dst, i), tail)
+	}
+	archsimd.ClearAVXUpperBits()
 }
 
 // exp8 computes exp(x) as power * scale, which scaled8 multiplies: each function is small enough to be

@@ -32,6 +32,7 @@ var avx512 = rowFuncs[float32]{
 		kernels.Float32:  storeFloat32AVX512,
 	},
 	max:        maxAVX512,
+	without:    withoutAVX512,
 	exp:        expAVX512,
 	expScale:   expScaleAVX512,
 	dot:        dotAVX512,
@@ -134,6 +135,19 @@ func maxAVX512(x []float32) float32 {
 func maxTail16(x []float32, i int, low f32x16) f32x16 {
 	m := tailMask16(len(x) - i)
 	return loadTail16(x, i, m).Merge(low, m)
+}
+
+// withoutAVX512 writes no single element, because a vector load of it would wait until it is in the cache.
+//
+//go:nocheckptr
+func withoutAVX512(dst, x []float32, k int) {
+	low := archsimd.BroadcastFloat32x16(float32(math.Inf(-1)))
+	for i := 0; i < len(x); i += 16 {
+		is := archsimd.Mask32x16FromBits(uint16(1 << uint(k-i))) // none for a negative number
+		tail := tailMask16(min(len(x)-i, 16))
+		low.Merge(loadTail16(x, i, tail), is).StoreMasked(floatPtr16(dst, i), tail)
+	}
+	archsimd.ClearAVXUpperBits()
 }
 
 // In exp_amd64.s.

@@ -23,6 +23,7 @@ var portable32 = rowFuncs[float32]{
 		kernels.Float32:  storeNative[float32],
 	},
 	max:         maximum[float32],
+	without:     without[float32],
 	exp:         exp32Row,
 	expScale:    exp32Scale,
 	dot:         dot[float32],
@@ -46,6 +47,7 @@ var portable64 = rowFuncs[float64]{
 	exponential: 256,
 	store:       [4]func(unsafe.Pointer, []float64, float64){kernels.Float64: storeNative[float64]},
 	max:         maximum[float64],
+	without:     without[float64],
 	exp:         exp64Row,
 	expScale:    exp64Scale,
 	dot:         dot[float64],
@@ -95,6 +97,11 @@ func storeNative[T float](dst unsafe.Pointer, src []T, c T) {
 	for i, f := range src {
 		out[i] = f * c
 	}
+}
+
+func without[T float](dst, x []T, k int) {
+	copy(dst, x)
+	dst[k] = T(math.Inf(-1))
 }
 
 func maximum[T float](x []T) T {

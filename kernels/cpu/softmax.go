@@ -79,26 +79,33 @@ func (w *worker[T]) expBlocks(x, y *kernels.Matrix, row, lo, hi, except int, par
 		case k < 0 || k >= n:
 			high := w.funcs.max(v)
 			p.max, p.sum = float64(high), w.expSum(dst, v, finiteMax(high))
-		case x.DType != native[T]():
-			p.max, p.sum = w.expWithout(dst, v, k)
+		case n <= shortBlock:
+			p.max, p.sum = w.expWithout(dst, v, w.scratch(1, j, n), k)
 		default:
 			p.max, p.sum = w.expAround(dst, v, k)
 		}
 	}
 }
 
+// shortBlock: in a block of at most as many elements, a copy without one element costs less than two parts,
+// whose lengths no branch predictor knows.
+const shortBlock = 256
+
 // expWithout returns the maximum of v without v[k], and the sum of exp(v - max) without it. It stores the
-// exponentials in dst unless that is nil, and writes to v[k] for the time being. dst may be v.
-func (w *worker[T]) expWithout(dst, v []T, k int) (high, sum float64) {
-	left := v[k]
-	v[k] = T(math.Inf(-1))
-	top := w.funcs.max(v)
-	sum = w.expSum(dst, v, finiteMax(top))
-	v[k] = left
+// exponentials in dst unless that is nil, but leaves dst[k] as it is. dst may be v, others is overwritten.
+func (w *worker[T]) expWithout(dst, v, others []T, k int) (high, sum float64) {
+	w.funcs.without(others, v, k)
+	top := w.funcs.max(others)
+	if dst == nil {
+		return float64(top), w.expSum(nil, others, finiteMax(top))
+	}
+	left := dst[k]
+	sum = w.expSum(dst, others, finiteMax(top))
+	dst[k] = left
 	return float64(top), sum
 }
 
-// expAround does what expWithout does in two parts, and writes neither to v[k] nor to dst[k].
+// expAround does what expWithout does, in two parts.
 func (w *worker[T]) expAround(dst, v []T, k int) (high, sum float64) {
 	top := larger(w.funcs.max(v[:k]), w.funcs.max(v[k+1:]))
 	sum = w.expSum(dst, v[:k], finiteMax(top))
