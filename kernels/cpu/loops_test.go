@@ -52,6 +52,9 @@ type shortRows struct {
 func newShortRows(r *rand.Rand, dtype kernels.DType) *shortRows {
 	s := &shortRows{Rand: r, seed: r.Uint64(), dtype: dtype, rows: 1 + r.IntN(20), workers: 1 + r.IntN(3)}
 	s.cols = [...]int{1 + r.IntN(20), 1 + r.IntN(300), block - r.IntN(40), 64}[r.IntN(4)]
+	if s.cols <= 20 && r.IntN(2) == 0 {
+		s.rows = maxTasks*maxTogether/2 + r.IntN(maxTasks*maxTogether)
+	}
 	s.x = s.matrix(dtype)
 	return s
 }

@@ -71,9 +71,9 @@ func (normForward[T]) run(c *call[T]) {
 	c.prepareColumns(&c.bias)
 	switch {
 	case c.cols <= loopedRow && c.plan.raw: // RMSNorm
-		c.runStep(rmsNormStep[T]{}, min(c.rows, maxTasks))
+		c.runStep(rmsNormStep[T]{}, c.plan.tasks)
 	case c.cols <= loopedRow && c.norm.Center && c.normalizesX():
-		c.runStep(layerNormStep[T]{}, min(c.rows, maxTasks))
+		c.runStep(layerNormStep[T]{}, c.plan.tasks)
 	default:
 		c.runRows()
 	}

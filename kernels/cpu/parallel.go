@@ -22,12 +22,10 @@ const (
 	batchWork    = 256 << 10 // bytes of the tasks that a worker takes from its queue at a time
 )
 
-// streamBytes: calls of this size write past the cache, which would keep little of them. loopedRow: rows of at
-// most as many elements are worked on in a loop where there is one for the operator, because the choice of
-// three passes for each would show in their time. Tests lower both.
+// Tests lower these.
 var (
-	streamBytes = 32 << 20
-	loopedRow   = block
+	streamBytes = 32 << 20 // bytes: calls of this size write past the cache, which would keep little of them
+	loopedRow   = block    // the longest row for which some operators have a loop of their own (*Step)
 )
 
 // operands are what a call reads and writes. Each op uses some of them.
@@ -73,7 +71,7 @@ type rowStats struct{ a, b, c float64 }
 type plan struct {
 	splitRows bool // workers share a row; partials and statistics of all rows are stored
 	tasks     int  // of the step that has the most
-	together  int  // rows of one block that a pass goes over before the next one does
+	together  int  // rows of one block that a pass goes over before the next one does; 0: see runRows
 	weights   int  // elements of the converted weight, or of a block of ones
 	biases    int  // elements of the converted bias, or of a block of zeros
 	vectors   int  // that are sums over rows: dw and db, as far as they are present
@@ -297,9 +295,9 @@ type taskQueue struct{ left atomic.Uint64 }
 
 func (q *taskQueue) set(lo, hi int) { q.left.Store(uint64(lo)<<32 | uint64(hi)) }
 
-// take removes at most n of the first tasks, for the queue's owner. To change left is a locked instruction,
-// which waits until all rows written before have left the store buffer. So one change is for several short
-// tasks.
+// take removes at most n of the first tasks, for the queue's owner. Changing left takes a locked
+// instruction, which waits until the rows written before have left the store buffer. So one change is for
+// several short tasks.
 func (q *taskQueue) take(n int) (from, to int) {
 	for {
 		left := q.left.Load()
@@ -331,7 +329,7 @@ func (q *taskQueue) steal() (from, to int) {
 // still write to the caller's memory.
 func (c *call[T]) runStep(s step[T], tasks int) {
 	c.step, c.tasks, c.active = s, tasks, max(min(len(c.workers), tasks), 1)
-	c.batch = max(tasks*batchWork/max(c.work, 1), 1)
+	c.batch = max(min(tasks*batchWork/max(c.work, 1), tasks/(2*c.active)), 1) // others can steal half
 	if c.active == 1 {
 		for task := range tasks {
 			s.do(&c.workers[0], task)
@@ -385,7 +383,7 @@ func (c *call[T]) runRows() {
 		c.runStep(secondPassStep[T]{}, c.rows*c.chunks())
 		return
 	}
-	c.runStep(rowsStep[T]{}, min(c.rows, maxTasks))
+	c.runStep(rowsStep[T]{}, c.plan.tasks)
 }
 
 func (c *call[T]) chunks() int { return (c.cols + chunk - 1) / chunk }

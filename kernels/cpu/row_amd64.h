@@ -7,8 +7,8 @@
 	BZHIL CX, AX, AX ; \
 	KMOVW AX, K5
 
-// Orders what was written past the cache before all that follows. stream tells whether anything was: a fence
-// waits for the row to leave the store buffer, in which the next row could join it.
+// Orders what was written past the cache before all that follows. stream tells whether anything was. SFENCE
+// waits until the store buffer is empty, which the next row need not do without streaming stores.
 #define FENCE(stream) \
 	TESTQ stream, stream ; \
 	JEQ   2(PC)          ; \

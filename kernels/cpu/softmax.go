@@ -28,7 +28,7 @@ func (softmaxForward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
 
 func (softmaxForward[T]) run(c *call[T]) {
 	if c.cols <= loopedRow {
-		c.runStep(softmaxStep[T]{}, min(c.rows, maxTasks))
+		c.runStep(softmaxStep[T]{}, c.plan.tasks)
 	} else {
 		c.runRows()
 	}
@@ -177,7 +177,7 @@ func (softmaxBackward[T]) run(c *call[T]) {
 		c.runRows()
 		return
 	}
-	c.runStep(softmaxGradStep[T]{}, min(c.rows, maxTasks))
+	c.runStep(softmaxGradStep[T]{}, c.plan.tasks)
 }
 
 // softmaxGradStep does what runRows would do with rows as they lie in memory. With AVX-512 a row of 64 float32
