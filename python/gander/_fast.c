@@ -35,7 +35,6 @@ enum { METH_FASTCALL = 0x80 };
   F(PyObject*, PyTuple_New, (intptr_t)) \
   F(int, PyTuple_SetItem, (PyObject*, intptr_t, PyObject*)) \
   F(PyObject*, PyTuple_GetItem, (PyObject*, intptr_t)) \
-  F(PyObject*, PyTuple_GetSlice, (PyObject*, intptr_t, intptr_t)) \
   F(long long, PyLong_AsLongLong, (PyObject*)) \
   F(double, PyFloat_AsDouble, (PyObject*)) \
   F(PyObject*, PyUnicode_InternFromString, (const char*)) \
@@ -96,6 +95,7 @@ static Tensor handle_of(PyObject* object) { return (Tensor)(void*)((char*)object
 typedef struct {
   const Operator* op;
   PyObject* apply; /* apply of the autograd.Function, NULL if the operator cannot be differentiated */
+  int tracked;     /* how many results of the saving operator apply returns */
   PyMethodDef method;
 } Function;
 
@@ -285,8 +285,8 @@ static PyObject* take_results(const FastCall* call, int count) {
 
 /* How many results forward returns to autograd: the operator's, and rows that backward reads. (_gradients.py,
  * _tracked, says why.) */
-static int tracked(const Operator* op) {
-  const Operator* saving = find_operator(op->saving);
+static int count_tracked(const Operator* op) {
+  const Operator* saving = op->saving < 0 ? NULL : find_operator(op->saving);
   int count = op->result_count;
   for (int i = 0; i < op->saved_count; i++) {
     int index = op->saved[i].index;
@@ -312,9 +312,9 @@ static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t co
             python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
             set(ctx, names.options, tuple_of_options(call)) &&
             (!op->typed || set(ctx, names.dtypes, tuple_of_dtypes(call)));
-  for (int i = tracked(op); i < saving->result_count; i++)
+  for (int i = call->function->tracked; i < saving->result_count; i++)
     python.Py_DecRef(result(call, i)); /* ctx keeps what it needs */
-  PyObject* out = take_results(call, tracked(op));
+  PyObject* out = take_results(call, call->function->tracked);
   if (ok || out == NULL) return out;
   python.Py_DecRef(out);
   return NULL;
@@ -355,11 +355,10 @@ static PyObject* call_apply(FastCall* call) {
   PyObject* out = python.PyObject_CallFunctionObjArgs(call->function->apply, inputs[0], inputs[1], inputs[2],
                                                       inputs[3], NULL);
   current = outer;
-  const int public = call->function->op->result_count;
-  if (out != NULL && public < tracked(call->function->op)) {
+  if (out != NULL && call->function->op->result_count < call->function->tracked) { /* it has one result */
     PyObject* all = out;
-    out = public == 1 ? python.PyTuple_GetItem(all, 0) : python.PyTuple_GetSlice(all, 0, public);
-    if (public == 1) python.Py_IncRef(out);
+    out = python.PyTuple_GetItem(all, 0);
+    python.Py_IncRef(out);
     python.Py_DecRef(all);
   }
   if (out != NULL || !call->declined) return out;
@@ -412,6 +411,9 @@ EXPORT bool gander_torch_dispatch_state(State* state) {
   return true;
 }
 
+/* Whether a call of this thread could bypass the dispatcher. */
+EXPORT bool gander_torch_may_bypass(void) { return may_bypass(); }
+
 /* A new reference to an item of a dictionary, or NULL. */
 static PyObject* get_item(PyObject* dictionary, const char* key) {
   PyObject* object = python.PyDict_GetItemString(dictionary, key);
@@ -461,6 +463,7 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
     if (!f->op->fast) continue;
     f->method = (PyMethodDef){f->op->name, call_function, METH_FASTCALL, NULL};
     f->apply = f->op->saving < 0 ? NULL : get_item(given, f->op->name);
+    f->tracked = count_tracked(f->op);
     PyObject* self = python.PyCapsule_New(f, NULL, NULL);
     PyObject* function = python.PyCFunction_NewEx(&f->method, self, NULL);
     if (function == NULL || python.PyDict_SetItemString(results, f->op->name, function)) return f->op->name;

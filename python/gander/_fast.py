@@ -19,6 +19,7 @@ import mmap
 import os
 import re
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
 _functions: dict = {}  # the functions of _fast.c, by operator
 _dispatch: dict = {}  # what calls the dispatcher, by operator, where torch.ops has another function
+_may_bypass: Callable[[], bool]  # whether nothing is active that the dispatcher serves, from _fast.c
 _off: str | None = None  # why the fast path is off
 _checked: set = set()  # the operators whose functions return the dispatcher's bits
 _checking = False
@@ -90,8 +92,8 @@ def _first(name: str, use):
         if function is None or _hooks():
             return None
         # If the check fails, the dispatcher runs the operator again. One that writes over its arguments must
-        # not run twice, so its check comes first. At that point a mode may be active, which would see it.
-        if writes and (_modes() or not _check(name)):
+        # not run twice, so its check comes first, unless a mode or a transform would see it.
+        if writes and not (_may_bypass() and _check(name)):
             return None
         results = function(*arguments)
         if results is None or not _check(name):
@@ -164,6 +166,9 @@ def _untested():
 
 def _find(library, functions, one_pass):
     """Fills _functions. Returns what is missing, or None."""
+    global _may_bypass
+    _may_bypass = library.gander_torch_may_bypass
+    _may_bypass.restype = ctypes.c_bool
     library.gander_torch_dispatch_state.restype = ctypes.c_bool
     library.gander_fast_functions.restype = ctypes.c_char_p
     library.gander_fast_functions.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.py_object]
@@ -327,11 +332,6 @@ def _same(a, b):
 def _hooks():
     """The active hooks on saved tensors, if any. They must not see the tensors of a check."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _modes():
-    """How many modes are active that see the calls of torch's functions."""
-    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
 
 
 def _differs(names):

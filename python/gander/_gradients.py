@@ -193,12 +193,9 @@ def _own(name: str):
     """The apply of an operator's autograd.Function, whose inputs are a keyset and the arguments."""
     methods = forward(name, TORCH[name].saving, saved(name)), backward(name, ["", *arguments(name)])
     apply = apply_of(function(name, *methods))
-    public = len(TORCH[name].results)
-    if len(_tracked(name)) == public:
+    if len(_tracked(name)) == len(TORCH[name].results):
         return apply
-    if public == 1:
-        return lambda *inputs: apply(*inputs)[0]
-    return lambda *inputs: apply(*inputs)[:public]
+    return lambda *inputs: apply(*inputs)[0]  # such an operator has one result
 
 
 def call_below_autograd(overload, keyset, given):

@@ -178,8 +178,8 @@ def _(
 def _to_make(x, upstream, reduction, needs, compiling=False):
     """Which of dx, dw and db forward makes: those that are needed, or none.
 
-    Gradients of float16 would underflow without the factor of a GradScaler. A graph cannot choose to make them
-    again.
+    Gradients of float16 would underflow without the factor of a GradScaler. A graph cannot choose to make
+    them again.
     """
     later = reduction == _NONE or (x.dtype == torch.float16 and (upstream is None or compiling))
     return [bool(need) and not later for need in needs]
@@ -190,30 +190,46 @@ _TENSORS, _DIFFERENTIABLE = 7, (0, 1, 3)
 
 
 def _keep(ctx, inputs, output):
+    # Detached: a second derivative is refused by the inputs, not by the gradient of these results.
     ctx.save_for_backward(*inputs[:_TENSORS], *(gradient.detach() for gradient in output[1:]))
     *ctx.options, needs_dx, needs_dw, needs_db = inputs[_TENSORS:]
     ctx.made = [needs_dx, needs_dw, needs_db]
     ctx.set_materialize_grads(False)
 
 
+def _gradients(saved, options, made, needs, dloss):
+    """dx, dw and db, or None for one that is not needed, as a graph computes them.
+
+    saved: the tensors that _run takes, and the gradients that forward made.
+    """
+    *inputs, upstream = saved[:_TENSORS]
+    with torch.no_grad():
+        if made == needs:
+            gradients, factor = saved[_TENSORS:], dloss if upstream is None else dloss / upstream
+            gradients = [(gradient.to(factor.dtype) * factor).to(gradient.dtype) for gradient in gradients]
+        else:
+            _, *gradients = _run(*inputs, dloss, *options, *needs)
+    return _only(gradients, needs, inputs, dloss)
+
+
+def _only(gradients, needs, inputs, dloss):
+    """The needed ones of these gradients, which refuse second derivatives."""
+    sources = [tensor for at in _DIFFERENTIABLE if (tensor := inputs[at]) is not None]
+    return [
+        once_differentiable(gradient, *sources, dloss) if need else None
+        for gradient, need in zip(gradients, needs, strict=True)
+    ]
+
+
 def _backward(ctx, dloss, *others):
     if any(other is not None for other in others):
         raise NotImplementedError("gander: linear_cross_entropy's gradients have no gradient; detach them")
     returned = [None] * len(ctx.needs_input_grad)
-    if dloss is None:
-        return tuple(returned)
-    *inputs, upstream = ctx.saved_tensors[:_TENSORS]
-    needs = [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
-    with torch.no_grad():
-        if ctx.made == needs:
-            made, factor = ctx.saved_tensors[_TENSORS:], dloss if upstream is None else dloss / upstream
-            made = [(gradient.to(factor.dtype) * factor).to(gradient.dtype) for gradient in made]
-        else:
-            _, *made = _run(*inputs, dloss, *ctx.options, *needs)
-    sources = [inputs[at] for at in _DIFFERENTIABLE if inputs[at] is not None]
-    for at, need, gradient in zip(_DIFFERENTIABLE, needs, made, strict=True):
-        if need:
-            returned[at] = once_differentiable(gradient, *sources, dloss)
+    if dloss is not None:
+        needs = [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
+        gradients = _gradients(ctx.saved_tensors, ctx.options, ctx.made, needs, dloss)
+        for at, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
+            returned[at] = gradient
     return tuple(returned)
 
 
@@ -229,10 +245,14 @@ def _rescale(gradients, dloss, upstream):
                 overloads["rescale_"](rows, dloss, upstream)
 
 
-def _scalable(upstream):
+def _expected(upstream, x):
     """The upstream gradient to make gradients for: the expected one, or 1 if they could not be scaled."""
-    size = upstream.abs()
-    return torch.where((size >= _SMALLEST) & (size <= _LARGEST), upstream, 1.0)
+    tensor, size = _pytorch.scalar("upstream", upstream, x), abs(upstream)
+    if not isinstance(upstream, Tensor):
+        return tensor if _SMALLEST <= size <= _LARGEST else torch.ones_like(tensor)
+    if not torch.is_grad_enabled():  # makes none
+        return tensor
+    return torch.where((size >= _SMALLEST) & (size <= _LARGEST), tensor, 1.0)
 
 
 def _is(dloss, expected):
@@ -257,9 +277,11 @@ class _LinearCrossEntropy(Function):
     def backward(ctx, dloss):
         if dloss is None:
             return (None,) * 8
-        *inputs, upstream, dx, dw, db = ctx.saved_tensors
-        x, weight, _, bias, *_ = inputs
-        needs, made = ctx.needs_input_grad[:3], [dx, dw, db]
+        saved, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:3])
+        *inputs, upstream, dx, dw, db = saved
+        if is_compiling():  # by compiled autograd
+            return (*_gradients(saved, ctx.options, ctx.made, needs, dloss), *[None] * 5)
+        x, made = inputs[0], [dx, dw, db]
         if is_batched(dloss):
             raise NotImplementedError(
                 "gander: linear_cross_entropy has no batched gradients; call backward for each"
@@ -275,9 +297,7 @@ class _LinearCrossEntropy(Function):
                 _, *made = _run(*inputs, dloss, *ctx.options, *needs)
         # autograd may add to what is returned. Through .data that does not increment the version of a saved
         # tensor, for which a later backward pass would be refused.
-        sources = [tensor for tensor in (x, weight, bias, dloss) if tensor is not None]
-        made = (once_differentiable(gradient.data, *sources) for gradient in made)
-        return (*(g if need else None for g, need in zip(made, needs, strict=True)), *[None] * 5)
+        return (*_only([gradient.data for gradient in made], needs, inputs, dloss), *[None] * 5)
 
 
 # ---- Calls ----
@@ -370,7 +390,7 @@ def linear_cross_entropy(
     if divisor is not None:
         divisor = _pytorch.scalar("divisor", divisor, x)
     if upstream is not None:
-        upstream = _scalable(_pytorch.scalar("upstream", upstream, x))
+        upstream = _expected(upstream, x)
     options = ignore_index, reduction, _chunk_of(chunk, rows.shape[0]), wide
     if torch._C._are_functorch_transforms_active():  # they need operators that they can differentiate
         logits = torch.nn.functional.linear(rows, weight, bias)

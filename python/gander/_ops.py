@@ -128,6 +128,14 @@ def _check_reals(eps: Any, weight_offset: Any) -> None:
             )
 
 
+def _library_of(ops: Any, x: Any) -> Any:
+    """The module torch, numpy or cupy whose array x is, also as a subclass. None for another library's."""
+    if ops is _torch:
+        return sys.modules["torch"]
+    roots = (cls.__module__.partition(".")[0] for cls in type(x).__mro__)
+    return next((sys.modules[root] for root in roots if root in ("numpy", "cupy")), None)
+
+
 def _checked_weight(ops: Any, name: str, weight: Any, bias: Any = None) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
     if isinstance(weight, (int, tuple, list)):
@@ -136,9 +144,9 @@ def _checked_weight(ops: Any, name: str, weight: Any, bias: Any = None) -> Any:
             "normalized_shape: it normalizes the last dimension"
         )
     if weight is None and bias is not None and len(bias.shape) == 2:
-        library = type(bias).__module__.partition(".")[0]
-        if ops is _torch or library in ("numpy", "cupy"):
-            return sys.modules["torch" if ops is _torch else library].ones_like(_detached(bias))
+        library = _library_of(ops, bias)
+        if library is not None:
+            return library.ones_like(_detached(bias))
     return weight
 
 
@@ -173,19 +181,23 @@ def _check_out(ops: Any, name: str, x: Any, out: Any, out_dtype: Any = None) -> 
 
 
 def _may_share_memory(ops: Any, x: Any, out: Any) -> bool:
-    """Whether writing out may change x. False only if it cannot."""
+    """Whether writing out may change x. True also for tensors whose addresses are not known: while they are
+    traced or transformed."""
+    library = _library_of(ops, x)
     if ops is not _torch:
-        return bool(sys.modules[type(x).__module__.partition(".")[0]].may_share_memory(x, out))
-    if sys.modules["torch"].compiler.is_compiling():  # which knows no addresses
+        return library is None or bool(library.may_share_memory(x, out))
+    known = type(x) in (_Tensor, library.nn.Parameter) and type(out) is _Tensor
+    if not known or library.compiler.is_compiling() or library._C._are_functorch_transforms_active():
         return True
-    return x.untyped_storage()._cdata == out.untyped_storage()._cdata
+    a, b = x.untyped_storage(), out.untyped_storage()
+    return a.data_ptr() < b.data_ptr() + b.nbytes() and b.data_ptr() < a.data_ptr() + a.nbytes()
 
 
 def _empty(ops: Any, x: Any, shape: tuple, dtype: Any) -> Any:
     """A new array of x's library, on x's device."""
     if ops is _torch:
         return x.new_empty(shape, dtype=dtype)
-    return sys.modules[type(x).__module__.partition(".")[0]].empty(shape, dtype)
+    return _library_of(ops, x).empty(shape, dtype)
 
 
 def _norm(
@@ -1587,11 +1599,11 @@ def linear_cross_entropy(
     accumulate: "float32" adds up the gradient of weight over the chunks in float32, in a tensor of its own.
     By default each sum is rounded to weight's dtype. The gradient of bias is always added in float32.
     upstream: the gradient of the loss that backward is expected to bring, as in cross_entropy. It is 1 by
-    default. forward makes the gradients for it, with torch's matrix products. Gradients of bfloat16 and
-    float32 are multiplied in backward if another one comes, which rounds once more. Gradients of float16
-    would have underflowed: they are made again, and so are those of a second backward pass. Without upstream,
-    gradients of float16 are made in backward, and with reduction "none" all are. With upstream, float16's
-    backward waits for the device to see whether they have to be.
+    default, and if its size is not within 2**-64 to 2**64. forward makes the gradients for it, with torch's
+    matrix products. Gradients of bfloat16 and float32 are multiplied in backward if another one comes, which
+    rounds once more. Gradients of float16 would have underflowed: they are made again, and so are those of a
+    second backward pass. Without upstream, gradients of float16 are made in backward, and with reduction
+    "none" all are. With upstream, float16's backward waits for the device to see whether they have to be.
 
     Ignored rows take part in the matrix products. Inside torch.func's transforms all logits are held.
     Returns the loss as cross_entropy does.

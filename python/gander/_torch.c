@@ -415,21 +415,49 @@ static void unpack(Call* call, const Operator* op, const Value* stack, Value* ar
   }
 }
 
-/* Refuses written operands that share memory. libgander does so itself, but not where it sees copies. Operands
- * that may not share an element but lie between one another's are refused too. */
+/* Whether two operands are slices of one buffer, side by side in the dimension of stride 1, so that they share no
+ * element: like ops/check.go, with the bytes that they use within one pitch. */
+static bool are_slices(const DLTensor* a, const DLTensor* b) {
+  int64_t row = 1, pitch = INT64_MAX, size = a->dtype.bits / 8;
+  if (a->ndim != b->ndim || a->dtype.bits != b->dtype.bits) return false;
+  for (int32_t i = 0; i < a->ndim; i++) {
+    if (a->strides[i] != b->strides[i] || a->shape[i] != b->shape[i]) return false;
+    if (a->strides[i] == 1) row = a->shape[i];
+    else if (a->shape[i] > 1 && a->strides[i] < pitch) pitch = a->strides[i];
+  }
+  for (int32_t i = 0; i < a->ndim; i++)
+    if (a->strides[i] != 1 && a->shape[i] > 1 && (pitch == 0 || a->strides[i] % pitch != 0)) return false;
+  int64_t shift = ((char*)b->data - (char*)a->data) / size % pitch;
+  if (shift < 0) shift += pitch;
+  return pitch < INT64_MAX && shift >= row && shift + row <= pitch;
+}
+
+/* One past the last byte of a tensor. */
+static uintptr_t end_of(const DLTensor* t) {
+  int64_t last = 0;
+  for (int32_t i = 0; i < t->ndim; i++) {
+    if (t->shape[i] == 0) return (uintptr_t)t->data;
+    last += (t->shape[i] - 1) * t->strides[i];
+  }
+  return (uintptr_t)t->data + (uintptr_t)((last + 1) * (t->dtype.bits / 8));
+}
+
+/* Refuses written operands that may share memory. libgander does so itself, but not where it sees copies. */
 static void check_written(Call* call, const Operator* op, const Operand* operands, const Value* arguments) {
-  for (int i = 0; i < op->operand_count; i++)
+  for (int i = 0; i < op->operand_count; i++) {
+    if (!op->operands[i].written || operands[i].handle == NULL) continue;
     for (int j = 0; j < i; j++) {
       const Operand *a = &operands[j], *b = &operands[i];
-      if (!op->operands[j].written || !op->operands[i].written || a->handle == NULL || b->handle == NULL)
-        continue;
+      if (!op->operands[j].written || a->handle == NULL) continue;
       bool copied = a->handle != (Tensor)(uintptr_t)arguments[op->operands[j].argument] ||
                     b->handle != (Tensor)(uintptr_t)arguments[op->operands[i].argument];
-      if (copied && a->low < b->high && b->low < a->high)
+      if (copied && (uintptr_t)a->given.data < end_of(&b->given) &&
+          (uintptr_t)b->given.data < end_of(&a->given) && !are_slices(&a->given, &b->given))
         fail(call, GANDER_ERROR_OVERLAP,
              "%s: %s overlaps %s, expected separate memory, because both are written; allocate %s separately",
              op->operator, op->operands[i].name, op->operands[j].name, op->operands[i].name);
     }
+  }
 }
 
 /* Fills an operand that is an argument. */
@@ -438,13 +466,7 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
   describe(call, o, handle, op->operands[i].written);
   if (i == 0) set_device(call, handle);
   if (call->failed) return;
-  uintptr_t low = (uintptr_t)o->dl.data + o->dl.byte_offset, high = low;
-  int64_t last = 0, count = 1;
-  for (int32_t j = 0; j < o->dl.ndim; j++) {
-    last += (o->dl.shape[j] - 1) * o->dl.strides[j];
-    count *= o->dl.shape[j];
-  }
-  if (count > 0) high += (uintptr_t)(last + 1) * (o->dl.dtype.bits / 8);
+  DLTensor given = o->dl;
   if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
   switch (op->operands[i].shape) {
     case SHAPE_ROWS: make_rows(call, o); break;
@@ -464,8 +486,7 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
   }
   if (call->python && op->operands[i].written && o->handle != handle)
     call->failed = true; /* the dispatcher's call copies the result back */
-  o->low = low;
-  o->high = high;
+  o->given = given;
 }
 
 /* Allocates an operand that is a new tensor. */

@@ -58,7 +58,7 @@ typedef struct {
   DLTensor dl;
   int32_t dtype;          /* torch's code */
   int64_t length, stride; /* shape and stride of an operand that was flattened to a vector */
-  uintptr_t low, high;    /* the bytes that the argument spans, also if it was copied */
+  DLTensor given;         /* the argument itself, also if it was copied */
 } Operand;
 
 /* ---- The table of operators (_torch_gen.h, from internal/operators) ---- */

@@ -222,6 +222,17 @@ def test_compiled_gradients_are_scaled_without_a_bias(device):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("how", [{}, {"reduction": "none"}, {"upstream": 0.25}], ids=str)
+def test_compiled_autograd(device, dtype, how):
+    """The backward pass of an eager call is compiled."""
+    x, weight, target, bias, _ = given(device, dtype)
+    want = run(reference, x, weight, target, bias, **how)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        check(run(gander.linear_cross_entropy, x, weight, target, bias, **how), want, dtype)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("how", [{}, {"reduction": "none"}, {"upstream": 0.25}, {"chunk": 3}], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_exported(device, dtype, how, frozen):
@@ -244,7 +255,8 @@ def test_exported(device, dtype, how, frozen):
         module.zero_grad()
         leaf = x.clone().requires_grad_()
         total(module(leaf, target)).backward()
-        got = [want[0], leaf.grad, want[2] if frozen else module.weight.grad, module.bias.grad]
+        loss = module(leaf, target).detach()
+        got = [loss, leaf.grad, want[2] if frozen else module.weight.grad, module.bias.grad]
         assert frozen == (module.weight.grad is None)
         check(got, want, dtype)
     frozen_later = program.module()
@@ -306,9 +318,9 @@ def test_second_derivatives_are_refused(device):
         with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
             gradient.square().sum().backward()
     leaf = x.clone().requires_grad_()
-    with forward_ad.dual_level(), torch.no_grad():
-        with pytest.raises(NotImplementedError, match="forward-mode derivatives are not supported"):
-            gander.linear_cross_entropy(forward_ad.make_dual(x, x), weight, target)
+    message = "forward-mode derivatives are not supported"
+    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(NotImplementedError, match=message):
+        gander.linear_cross_entropy(forward_ad.make_dual(x, x), weight, target)
     with pytest.raises(NotImplementedError, match="no batched gradients"):
         loss = gander.linear_cross_entropy(leaf, weight, target, reduction="none")
         torch.autograd.grad(loss, leaf, torch.eye(M, device=device), is_grads_batched=True)

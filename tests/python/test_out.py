@@ -51,15 +51,21 @@ def test_operands_that_are_copied_and_share_memory(device):
         with pytest.raises(ValueError, match="residual overlaps x, expected separate memory"):
             gander.fused_add_rmsnorm(x, residual, None)
         assert torch.equal(wide, before)
-    x, residual = rows(device, shape=(64, 12)).t(), rows(device, shape=(64, 12)).t()
-    want = gander.rmsnorm(x, residual=residual, prenorm=True)
-    gander.fused_add_rmsnorm(x, residual, None)
-    assert torch.equal(x, want[0])
-    assert torch.equal(residual, want[1])
+    side_by_side = rows(device, shape=(4, 5, 3, 32)).transpose(0, 1)
+    for x, residual in (
+        (rows(device, shape=(64, 12)).t(), rows(device, shape=(64, 12)).t()),
+        side_by_side.chunk(2, -1),
+        [part.transpose(1, 3) for part in side_by_side.chunk(2, -1)],
+        (wide[:, :6].t(), wide[:, 7:].t()),
+    ):
+        want = gander.rmsnorm(x, residual=residual, prenorm=True)
+        gander.fused_add_rmsnorm(x, residual, None)
+        assert torch.equal(x, want[0])
+        assert torch.equal(residual, want[1])
 
 
 def test_negated_views(device):
-    """They can be read, and are refused where they would be written. Regression test: a later call crashed."""
+    """They can be read, and are refused where they would be written, after which a later call crashed."""
     negated = torch.conj(torch.randn(4, 64, dtype=torch.cfloat, device=device)).imag
     assert negated.is_neg()
     x, before = rows(device, shape=(4, 64)), negated.clone()
@@ -123,11 +129,20 @@ def test_norm_into(norm, device):
     given = x.clone()
     assert norm(x, weight, out=x) is x
     assert torch.equal(x, want)
-    for target in (lambda x: x), (lambda x: x[:]):  # the sum is x, which the norm is written over
+    # The sum is x, which the norm is written over.
+    for target in (lambda x: x), (lambda x: x[:]), torch.from_dlpack:
         x = given.clone()
         y, h = norm(x, weight, out=target(x), prenorm=True)
         assert torch.equal(y, want) and torch.equal(x, want)
         assert torch.equal(h, given)
+
+
+def test_the_sum_of_a_batch_that_is_written_over(norm):
+    x, out = rows("cpu"), rows("cpu")
+    want = norm(x, prenorm=True)
+    got = torch.vmap(lambda x, out: norm(x, out=out, prenorm=True))(x.clone(), out)
+    assert all(map(torch.equal, got, want))
+    assert torch.equal(out, want[0])
 
 
 def test_the_sum_of_arrays_that_are_written_over(norm):
@@ -136,6 +151,11 @@ def test_the_sum_of_arrays_that_are_written_over(norm):
     y, h = norm(x, out=x, prenorm=True)
     assert y is x
     assert (h == given).all()
+
+    class Mine(np.ndarray):
+        pass
+
+    assert (norm(given.view(Mine), out=np.empty_like(x), prenorm=True)[1] == given).all()
     assert norm(given, out=np.empty_like(x), prenorm=True)[1] is given
 
 
