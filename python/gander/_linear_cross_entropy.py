@@ -280,7 +280,8 @@ class _LinearCrossEntropy(Function):
         saved, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:3])
         *inputs, upstream, dx, dw, db = saved
         if is_compiling():  # by compiled autograd
-            return (*_gradients(saved, ctx.options, ctx.made, needs, dloss), *[None] * 5)
+            made = None if ctx.returned else ctx.made  # what was returned may be that of another dloss
+            return (*_gradients(saved, ctx.options, made, needs, dloss), *[None] * 5)
         x, made = inputs[0], [dx, dw, db]
         if is_batched(dloss):
             raise NotImplementedError(

@@ -422,11 +422,12 @@ static bool are_slices(const DLTensor* a, const DLTensor* b) {
   if (a->ndim != b->ndim || a->dtype.bits != b->dtype.bits) return false;
   for (int32_t i = 0; i < a->ndim; i++) {
     if (a->strides[i] != b->strides[i] || a->shape[i] != b->shape[i]) return false;
+    if (a->shape[i] < 2) continue;
     if (a->strides[i] == 1) row = a->shape[i];
-    else if (a->shape[i] > 1 && a->strides[i] < pitch) pitch = a->strides[i];
+    else if (a->strides[i] < pitch) pitch = a->strides[i];
   }
   for (int32_t i = 0; i < a->ndim; i++)
-    if (a->strides[i] != 1 && a->shape[i] > 1 && (pitch == 0 || a->strides[i] % pitch != 0)) return false;
+    if (a->shape[i] > 1 && a->strides[i] != 1 && (pitch == 0 || a->strides[i] % pitch != 0)) return false;
   int64_t shift = ((char*)b->data - (char*)a->data) / size % pitch;
   if (shift < 0) shift += pitch;
   return pitch < INT64_MAX && shift >= row && shift + row <= pitch;

@@ -229,6 +229,14 @@ def test_compiled_autograd(device, dtype, how):
     want = run(reference, x, weight, target, bias, **how)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         check(run(gander.linear_cross_entropy, x, weight, target, bias, **how), want, dtype)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    loss = total(gander.linear_cross_entropy(*leaves[:2], target, leaves[2], **how))
+    (loss * 3).backward(retain_graph=True)  # scales what forward made, which the next pass must not read
+    for leaf in leaves:
+        leaf.grad = None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        loss.backward()
+    check([leaf.grad for leaf in leaves], want[1:], dtype)
     torch._dynamo.reset()
 
 

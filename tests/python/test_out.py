@@ -46,7 +46,12 @@ def test_fused_add_rmsnorm_of_strided_rows(device):
 def test_operands_that_are_copied_and_share_memory(device):
     """Both would be copied back to the same memory. Regression test: one of the results was lost."""
     wide = rows(device, shape=(64, 13))
-    for x, residual in (wide.t(), wide.t()), (wide[:, :12].t(), wide[:, 1:].t()):
+    for x, residual in (
+        (wide.t(), wide.t()),
+        (wide[:, :12].t(), wide[:, 1:].t()),
+        (wide[:, :12].t()[..., None, :], wide[:, 1:].t()[..., None, :]),
+        (wide[:, :12, None], wide[:, 1:, None]),
+    ):
         before = wide.clone()
         with pytest.raises(ValueError, match="residual overlaps x, expected separate memory"):
             gander.fused_add_rmsnorm(x, residual, None)
