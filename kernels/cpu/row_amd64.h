@@ -1,5 +1,5 @@
-// Macros for the assembly: a fence, and for AVX-512 sums in 16 lanes of float64, masks for the last elements of
-// a row, and the rounding to bfloat16.
+// Macros for the assembly: a fence, and for AVX-512 sums in 16 lanes of float64, masks for the last elements
+// of a row, and the rounding to bfloat16.
 
 // K5 = a mask that selects the first min(CX, 16) elements.
 #define TAIL_MASK \

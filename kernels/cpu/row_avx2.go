@@ -131,8 +131,8 @@ func maxAVX2(x []float32) float32 {
 	return max4(m0.GetLo().Max(m0.GetHi()))
 }
 
-// withoutAVX2 stores whole vectors: after a store of one element, a vector load of it could not be forwarded from
-// the store buffer, and would wait.
+// withoutAVX2 stores whole vectors: after a store of one element, a vector load of it could not be
+// forwarded from the store buffer, and would wait.
 //
 //go:nocheckptr
 func withoutAVX2(dst, x []float32, k int) {

@@ -137,8 +137,8 @@ func maxTail16(x []float32, i int, low f32x16) f32x16 {
 	return loadTail16(x, i, m).Merge(low, m)
 }
 
-// withoutAVX512 stores whole vectors: after a store of one element, a vector load of it could not be forwarded from
-// the store buffer, and would wait.
+// withoutAVX512 stores whole vectors: after a store of one element, a vector load of it could not be
+// forwarded from the store buffer, and would wait.
 //
 //go:nocheckptr
 func withoutAVX512(dst, x []float32, k int) {

@@ -180,8 +180,8 @@ func (softmaxBackward[T]) run(c *call[T]) {
 	c.runStep(softmaxGradStep[T]{}, c.plan.tasks)
 }
 
-// softmaxGradStep does what runRows would do with rows as they lie in memory. With AVX-512 a row of 64 float32
-// takes 17 ns instead of 26.
+// softmaxGradStep does what runRows would do with rows as they lie in memory. With AVX-512 a row of 64
+// float32 takes 17 ns instead of 26.
 type softmaxGradStep[T float] struct{}
 
 func (softmaxGradStep[T]) do(w *worker[T], task int) {

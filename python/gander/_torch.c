@@ -415,8 +415,8 @@ static void unpack(Call* call, const Operator* op, const Value* stack, Value* ar
   }
 }
 
-/* Whether two operands are slices of one buffer, side by side in the dimension of stride 1, so that they share no
- * element: like ops/check.go, with the bytes that they use within one pitch. */
+/* Whether two operands are slices of one buffer, side by side in the dimension of stride 1, so that they
+ * share no element: like ops/check.go, with the bytes that they use within one pitch. */
 static bool are_slices(const DLTensor* a, const DLTensor* b) {
   int64_t row = 1, pitch = INT64_MAX, size = a->dtype.bits / 8;
   if (a->ndim != b->ndim || a->dtype.bits != b->dtype.bits) return false;
