@@ -212,17 +212,18 @@ type crossEntropyStep[T float] struct{}
 
 func (crossEntropyStep[T]) do(w *worker[T], task int) {
 	w.task = task
+	var op crossEntropyForward[T]
 	lo, hi := subrange(w.rows, task, w.tasks)
 	for from := lo; from < hi; from += w.plan.together {
 		to := min(from+w.plan.together, hi)
 		for row := from; row < to; row++ {
-			w.expOthers(row, w.targetOf(row), 0, w.cols, w.partials[row-from:])
+			op.firstPass(w, row, 0, w.cols, w.partials[row-from:][:1])
 		}
 		for row := from; row < to; row++ {
-			w.stats[row-from] = w.lossOf(row, w.targetOf(row), w.partials[row-from:][:1])
+			w.stats[row-from] = op.combine(w, row, w.partials[row-from:][:1])
 		}
-		for row := from; row < to && w.dx.Data != nil; row++ {
-			crossEntropyForward[T]{}.secondPass(w, row, 0, w.cols, w.partials[row-from:], w.stats[row-from])
+		for row := from; row < to; row++ {
+			op.secondPass(w, row, 0, w.cols, w.partials[row-from:][:1], w.stats[row-from])
 		}
 	}
 }
@@ -231,13 +232,7 @@ func (crossEntropyStep[T]) do(w *worker[T], task int) {
 func (w *worker[T]) skipped(t target) bool { return t.ignored && !w.ce.Max.Present() }
 
 func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
-	w.expOthers(row, w.targetOf(row), lo, hi, partials)
-}
-
-// expOthers computes the exponentials of columns lo to hi, without the target's. It leaves partials of a
-// skipped row as they are.
-func (w *worker[T]) expOthers(row int, t target, lo, hi int, partials []partial) {
-	if !w.skipped(t) {
+	if t := w.targetOf(row); !w.skipped(t) {
 		w.expBlocks(&w.x, &w.dx, row, lo, hi, t.leftOut(), partials)
 	}
 }
@@ -267,12 +262,7 @@ func fromSaved(saved float64) (sum, logSum float64) {
 
 // combine: a is the maximum, b the factor of the exponentials, c the gradient at the target.
 func (crossEntropyForward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
-	return w.lossOf(row, w.targetOf(row), partials)
-}
-
-// lossOf writes a row's loss and log-sum-exp, given what expOthers made of the row. It returns what combine
-// returns.
-func (w *worker[T]) lossOf(row int, t target, partials []partial) rowStats {
+	t := w.targetOf(row)
 	loss, gradient := 0.0, w.upstream*t.weight/w.divisor
 	var stats rowStats
 	switch {
