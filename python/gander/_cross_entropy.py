@@ -21,7 +21,7 @@ from ._gradients import (
     selector,
 )
 from ._operators_gen import REDUCTIONS, TORCH
-from ._schemas import arguments, overloads, saved, tensors, upstream
+from ._schemas import arguments, overloads, tensors, upstream
 from ._sharding import rows_are_sharded
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
@@ -30,7 +30,7 @@ from ._sharding import rows_are_sharded
 ONE_PASS = 1 << 22
 
 _NAME = "cross_entropy"
-_ARGUMENTS, _SAVED = arguments(_NAME), saved(_NAME)
+_ARGUMENTS, _SAVED = arguments(_NAME), TORCH[_NAME].saved
 _NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
 
 _below_versions = torch._C._AutoDispatchBelowADInplaceOrView

@@ -95,7 +95,6 @@ static Tensor handle_of(PyObject* object) { return (Tensor)(void*)((char*)object
 typedef struct {
   const Operator* op;
   PyObject* apply; /* apply of the autograd.Function, NULL if the operator cannot be differentiated */
-  int tracked;     /* how many results of the saving operator apply returns */
   PyMethodDef method;
 } Function;
 
@@ -283,19 +282,6 @@ static PyObject* take_results(const FastCall* call, int count) {
   return tuple;
 }
 
-/* How many results forward returns to autograd: the operator's, and rows that backward reads. (_gradients.py,
- * _tracked, says why.) */
-static int count_tracked(const Operator* op) {
-  const Operator* saving = op->saving < 0 ? NULL : find_operator(op->saving);
-  int count = op->result_count;
-  for (int i = 0; i < op->saved_count; i++) {
-    int index = op->saved[i].index;
-    if (op->saved[i].result && index >= count && saving->operands[saving->results[index]].shape == SHAPE_ROWS)
-      count = index + 1;
-  }
-  return count;
-}
-
 /* forward() of the autograd.Functions. It reads the arguments other than ctx from the current call. */
 static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t count) {
   (void)self, (void)count;
@@ -312,9 +298,9 @@ static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t co
             python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
             set(ctx, names.options, tuple_of_options(call)) &&
             (!op->typed || set(ctx, names.dtypes, tuple_of_dtypes(call)));
-  for (int i = call->function->tracked; i < saving->result_count; i++)
+  for (int i = op->tracked; i < saving->result_count; i++)
     python.Py_DecRef(result(call, i)); /* ctx keeps what it needs */
-  PyObject* out = take_results(call, call->function->tracked);
+  PyObject* out = take_results(call, op->tracked);
   if (ok || out == NULL) return out;
   python.Py_DecRef(out);
   return NULL;
@@ -355,7 +341,7 @@ static PyObject* call_apply(FastCall* call) {
   PyObject* out = python.PyObject_CallFunctionObjArgs(call->function->apply, inputs[0], inputs[1], inputs[2],
                                                       inputs[3], NULL);
   current = outer;
-  if (out != NULL && call->function->op->result_count < call->function->tracked) { /* it has one result */
+  if (out != NULL && call->function->op->result_count < call->function->op->tracked) { /* it has one result */
     PyObject* all = out;
     out = python.PyTuple_GetItem(all, 0);
     python.Py_IncRef(out);
@@ -463,7 +449,6 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
     if (!f->op->fast) continue;
     f->method = (PyMethodDef){f->op->name, call_function, METH_FASTCALL, NULL};
     f->apply = f->op->saving < 0 ? NULL : get_item(given, f->op->name);
-    f->tracked = count_tracked(f->op);
     PyObject* self = python.PyCapsule_New(f, NULL, NULL);
     PyObject* function = python.PyCFunction_NewEx(&f->method, self, NULL);
     if (function == NULL || python.PyDict_SetItemString(results, f->op->name, function)) return f->op->name;

@@ -10,6 +10,7 @@ Operators that have no gradient get an Autograd kernel too. Without one, torch w
 constants.
 """
 
+from collections.abc import Iterable
 from operator import itemgetter
 
 import torch
@@ -30,7 +31,6 @@ from ._schemas import (
     overloads,
     read,
     registry,
-    saved,
     takes_dtypes,
     tensors,
     untraced,
@@ -45,7 +45,7 @@ _NO_SECOND = "gander: second derivatives are not supported; use torch's operator
 _NO_FORWARD = "gander: forward-mode derivatives are not supported; use torch's operators"
 
 
-def selector(names: list[str], among: list[str]):
+def selector(names: Iterable[str], among: list[str]):
     """A function that takes a tuple with a value for each name in `among`, and returns those of `names`."""
     indices = [among.index(name) for name in names]
     if len(indices) == 1:
@@ -90,7 +90,7 @@ def _choices(gradient_op: str, sources: dict[str, str], dtypes: dict) -> dict:
 def backward(name: str, inputs: list[str]):
     """backward() of an operator's autograd.Function, whose apply takes `inputs`.
 
-    It reads ctx.saved_tensors, in the order of saved(name), and ctx.options, the arguments that are not
+    It reads ctx.saved_tensors, in the order of TORCH[name].saved, and ctx.options, the arguments that are not
     tensors. If takes_dtypes(name), it also reads ctx.dtypes, those of the arguments differentiable(name).
     """
     results, typed, plans = TORCH[name].results, takes_dtypes(name), {}
@@ -151,12 +151,12 @@ def backward(name: str, inputs: list[str]):
     return backward
 
 
-def forward(name: str, saving: str, kept: list[str]):
+def forward(name: str, saving: str, kept: Iterable[str]):
     """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments."""
     overload, results = overloads[saving], TORCH[saving].results
     count, first_option = len(TORCH[saving].arguments), len(tensors(name))
     to_save = selector(kept, [*arguments(name), *results])
-    single, tracked = len(results) == 1, len(_tracked(name))
+    single, tracked = len(results) == 1, TORCH[name].tracked
     typed = (
         [arguments(name).index(argument) for argument in differentiable(name)] if takes_dtypes(name) else ()
     )
@@ -175,25 +175,12 @@ def forward(name: str, saving: str, kept: list[str]):
     return forward
 
 
-def _tracked(name: str) -> list[str]:
-    """What an operator's autograd.Function returns: the operator's results, then rows that backward reads.
-
-    A saved tensor that the Function does not return has no history. If backward computed a gradient from such
-    rows instead of x, a second derivative would take it for a constant.
-    """
-    results, of = TORCH[TORCH[name].saving].results, operands(name)
-    count = max(
-        [len(TORCH[name].results)]
-        + [results.index(kept) + 1 for kept in saved(name) if kept in results and of[kept].shape == "rows"]
-    )
-    return list(results[:count])
-
-
 def _own(name: str):
     """The apply of an operator's autograd.Function, whose inputs are a keyset and the arguments."""
-    methods = forward(name, TORCH[name].saving, saved(name)), backward(name, ["", *arguments(name)])
+    operator = TORCH[name]
+    methods = forward(name, operator.saving, operator.saved), backward(name, ["", *arguments(name)])
     apply = apply_of(function(name, *methods))
-    if len(_tracked(name)) == len(TORCH[name].results):
+    if operator.tracked == len(operator.results):
         return apply
     return lambda *inputs: apply(*inputs)[0]  # such an operator has one result
 

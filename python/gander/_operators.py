@@ -70,3 +70,8 @@ class TorchOperator(NamedTuple):
     saving: str = ""
     # The operators that compute its gradients. The last one that computes all that are needed is used.
     backward: tuple[str, ...] = ()
+    # What they read, by its name in forward: arguments of the operator, and results of its saving variant.
+    saved: tuple[str, ...] = ()
+    # How many results of the saving variant are returned to autograd: also rows that backward reads, since a
+    # saved tensor that is not returned has no history, and would be a constant to a second derivative.
+    tracked: int = 0

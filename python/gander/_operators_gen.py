@@ -240,6 +240,8 @@ TORCH = {
         results=("y",),
         saving="softmax",
         backward=("softmax_bwd",),
+        saved=("y",),
+        tracked=1,
     ),
     "softmax_bwd": TorchOperator(
         operator="softmax_backward",
@@ -268,6 +270,8 @@ TORCH = {
         results=("y",),
         saving="masked_softmax",
         backward=("masked_softmax_bwd",),
+        saved=("y", "mask"),
+        tracked=1,
     ),
     "masked_softmax_bwd": TorchOperator(
         operator="masked_softmax_backward",
@@ -299,6 +303,8 @@ TORCH = {
         results=("y",),
         saving="rmsnorm_fwd",
         backward=("rmsnorm_bwd_dw", "rmsnorm_bwd"),
+        saved=("x", "weight", "rstd"),
+        tracked=1,
     ),
     "rmsnorm_fwd": TorchOperator(
         operator="rmsnorm_forward",
@@ -315,6 +321,8 @@ TORCH = {
         results=("y", "rstd"),
         saving="rmsnorm_fwd",
         backward=("rmsnorm_bwd_dw", "rmsnorm_bwd"),
+        saved=("x", "weight", "rstd"),
+        tracked=2,
     ),
     "rmsnorm_bias": TorchOperator(
         operator="rmsnorm_forward",
@@ -333,6 +341,8 @@ TORCH = {
         results=("y",),
         saving="rmsnorm_bias_fwd",
         backward=("rmsnorm_add_bwd_dw_db", "rmsnorm_add_bwd_dw", "rmsnorm_add_bwd_db", "rmsnorm_add_bwd"),
+        saved=("x", "weight", "rstd"),
+        tracked=1,
     ),
     "rmsnorm_bias_fwd": TorchOperator(
         operator="rmsnorm_forward",
@@ -351,6 +361,8 @@ TORCH = {
         results=("y", "rstd"),
         saving="rmsnorm_bias_fwd",
         backward=("rmsnorm_add_bwd_dw_db", "rmsnorm_add_bwd_dw", "rmsnorm_add_bwd_db", "rmsnorm_add_bwd"),
+        saved=("x", "weight", "rstd"),
+        tracked=2,
     ),
     "rmsnorm_out": TorchOperator(
         operator="rmsnorm_forward",
@@ -406,6 +418,8 @@ TORCH = {
         results=("y", "residual_out"),
         saving="rmsnorm_add_fwd",
         backward=("rmsnorm_add_bwd_dresidual_dw_db", "rmsnorm_add_bwd_dresidual_dw", "rmsnorm_add_bwd_dresidual_db", "rmsnorm_add_bwd_dresidual", "rmsnorm_add_bwd_dw_db", "rmsnorm_add_bwd_dw", "rmsnorm_add_bwd_db", "rmsnorm_add_bwd"),
+        saved=("residual_out", "weight", "rstd"),
+        tracked=2,
     ),
     "rmsnorm_residual": TorchOperator(
         operator="rmsnorm_forward",
@@ -426,6 +440,8 @@ TORCH = {
         results=("y",),
         saving="rmsnorm_add_fwd",
         backward=("rmsnorm_add_bwd_dresidual_dw_db", "rmsnorm_add_bwd_dresidual_dw", "rmsnorm_add_bwd_dresidual_db", "rmsnorm_add_bwd_dresidual", "rmsnorm_add_bwd_dw_db", "rmsnorm_add_bwd_dw", "rmsnorm_add_bwd_db", "rmsnorm_add_bwd"),
+        saved=("residual_out", "weight", "rstd"),
+        tracked=2,
     ),
     "rmsnorm_add_fwd": TorchOperator(
         operator="rmsnorm_forward",
@@ -446,6 +462,8 @@ TORCH = {
         results=("y", "residual_out", "rstd"),
         saving="rmsnorm_add_fwd",
         backward=("rmsnorm_add_bwd_dresidual_dw_db", "rmsnorm_add_bwd_dresidual_dw", "rmsnorm_add_bwd_dresidual_db", "rmsnorm_add_bwd_dresidual", "rmsnorm_add_bwd_dw_db", "rmsnorm_add_bwd_dw", "rmsnorm_add_bwd_db", "rmsnorm_add_bwd"),
+        saved=("residual_out", "weight", "rstd"),
+        tracked=3,
     ),
     "rmsnorm_bwd": TorchOperator(
         operator="rmsnorm_backward",
@@ -633,6 +651,8 @@ TORCH = {
         results=("y",),
         saving="layernorm_fwd",
         backward=("layernorm_add_bwd_dw_db", "layernorm_add_bwd_dw", "layernorm_add_bwd_db", "layernorm_add_bwd"),
+        saved=("x", "weight", "mean", "rstd"),
+        tracked=1,
     ),
     "layernorm_fwd": TorchOperator(
         operator="layernorm_forward",
@@ -648,6 +668,8 @@ TORCH = {
         results=("y", "mean", "rstd"),
         saving="layernorm_fwd",
         backward=("layernorm_add_bwd_dw_db", "layernorm_add_bwd_dw", "layernorm_add_bwd_db", "layernorm_add_bwd"),
+        saved=("x", "weight", "mean", "rstd"),
+        tracked=3,
     ),
     "layernorm_out": TorchOperator(
         operator="layernorm_forward",
@@ -683,6 +705,8 @@ TORCH = {
         results=("y", "residual_out"),
         saving="layernorm_add_fwd",
         backward=("layernorm_add_bwd_dresidual_dw_db", "layernorm_add_bwd_dresidual_dw", "layernorm_add_bwd_dresidual_db", "layernorm_add_bwd_dresidual", "layernorm_add_bwd_dw_db", "layernorm_add_bwd_dw", "layernorm_add_bwd_db", "layernorm_add_bwd"),
+        saved=("residual_out", "weight", "mean", "rstd"),
+        tracked=2,
     ),
     "layernorm_residual": TorchOperator(
         operator="layernorm_forward",
@@ -700,6 +724,8 @@ TORCH = {
         results=("y",),
         saving="layernorm_add_fwd",
         backward=("layernorm_add_bwd_dresidual_dw_db", "layernorm_add_bwd_dresidual_dw", "layernorm_add_bwd_dresidual_db", "layernorm_add_bwd_dresidual", "layernorm_add_bwd_dw_db", "layernorm_add_bwd_dw", "layernorm_add_bwd_db", "layernorm_add_bwd"),
+        saved=("residual_out", "weight", "mean", "rstd"),
+        tracked=2,
     ),
     "layernorm_add_fwd": TorchOperator(
         operator="layernorm_forward",
@@ -717,6 +743,8 @@ TORCH = {
         results=("y", "residual_out", "mean", "rstd"),
         saving="layernorm_add_fwd",
         backward=("layernorm_add_bwd_dresidual_dw_db", "layernorm_add_bwd_dresidual_dw", "layernorm_add_bwd_dresidual_db", "layernorm_add_bwd_dresidual", "layernorm_add_bwd_dw_db", "layernorm_add_bwd_dw", "layernorm_add_bwd_db", "layernorm_add_bwd"),
+        saved=("residual_out", "weight", "mean", "rstd"),
+        tracked=4,
     ),
     "layernorm_add_bwd_dresidual_dw_db": TorchOperator(
         operator="layernorm_backward",
@@ -865,6 +893,8 @@ TORCH = {
         fixed={"one_pass": 0, "slice": 0},
         saving="cross_entropy_fwd",
         backward=("cross_entropy_bwd",),
+        saved=("x", "target", "weight", "lse", "divisor"),
+        tracked=1,
     ),
     "cross_entropy_fwd": TorchOperator(
         operator="cross_entropy_forward",
@@ -884,6 +914,8 @@ TORCH = {
         packed=True,
         saving="cross_entropy_fwd",
         backward=("cross_entropy_bwd",),
+        saved=("x", "target", "weight", "lse", "divisor"),
+        tracked=2,
     ),
     "cross_entropy_fwd_lse": TorchOperator(
         operator="cross_entropy_forward",
@@ -1112,6 +1144,8 @@ TORCH = {
         results=("lse",),
         saving="logsumexp",
         backward=("logsumexp_bwd",),
+        saved=("x", "lse"),
+        tracked=1,
     ),
     "logsumexp_bwd": TorchOperator(
         operator="logsumexp_backward",

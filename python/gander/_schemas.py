@@ -69,12 +69,6 @@ def takes_dtypes(name: str) -> bool:
     return any(argument.kind == "dtype" for argument in TORCH[TORCH[name].backward[0]].arguments)
 
 
-def saved(name: str) -> list[str]:
-    """What read(name) is in forward: arguments of the operator, and results of its saving variant."""
-    of, results = operands(TORCH[name].backward[0]), TORCH[TORCH[name].saving].results
-    return [of[argument].stored if of[argument].stored in results else argument for argument in read(name)]
-
-
 def untraced(function):
     """Makes dynamo skip a function and the functions that it calls.
 

@@ -113,6 +113,7 @@ typedef struct {
   int saving;                         /* the operator that runs if a gradient is needed, -1: none */
   bool differentiable[MAX_ARGUMENTS]; /* arguments that have a gradient */
   bool typed;                         /* backward gets the dtypes of the gradients */
+  int tracked;                        /* how many results of the saving operator autograd gets */
   int saved_count;
   struct {
     bool result; /* a result of the saving operator, else an argument */

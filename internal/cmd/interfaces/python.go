@@ -136,6 +136,8 @@ func pythonTorch(t *text, o operator, op *operators.Torch) {
 	if op.Saving != "" {
 		t.add("        saving=%q,", op.Saving)
 		t.add("        backward=(%s),", quoted(op.Backward...))
+		t.add("        saved=(%s),", quoted(savedBy(op)...))
+		t.add("        tracked=%d,", tracked(op))
 	}
 	t.add("    ),")
 }

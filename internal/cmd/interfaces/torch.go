@@ -187,23 +187,46 @@ func torchSaved(t *text, o operator, op *operators.Torch, list []argument) {
 		t.add("        .typed = true,")
 	}
 	var saved []string
-	for _, a := range arguments(in, backward) {
-		p := in.Find(a.Name)
-		if a.kind != "tensor" || p == nil || p.Gradient != "" {
-			continue
-		}
-		name := a.Name
-		if slices.Contains(saving.Results, p.Stored) {
-			name = p.Stored
-		}
+	for _, name := range savedBy(op) {
 		if at := position(list, name); at >= 0 {
 			saved = append(saved, fmt.Sprintf("{false, %d}", at))
 		} else {
 			saved = append(saved, fmt.Sprintf("{true, %d}", slices.Index(saving.Results, name)))
 		}
 	}
+	t.add("        .tracked = %d,", tracked(op))
 	t.add("        .saved_count = %d,", len(saved))
 	t.add("        .saved = {%s},", strings.Join(saved, ", "))
+}
+
+// savedBy lists what autograd saves for backward: arguments of the operator, and results of op.Saving.
+func savedBy(op *operators.Torch) (names []string) {
+	in, saving := operatorOf(op.Backward[0]), findTorch(op.Saving)
+	for _, a := range arguments(in, findTorch(op.Backward[0])) {
+		p := in.Find(a.Name)
+		switch {
+		case a.kind != "tensor" || p == nil || p.Gradient != "":
+		case slices.Contains(saving.Results, p.Stored):
+			names = append(names, p.Stored)
+		default:
+			names = append(names, a.Name)
+		}
+	}
+	return names
+}
+
+// tracked is how many results of op.Saving are returned to autograd: the operator's own, and those up to the
+// last rows that backward reads. A saved tensor that is not returned has no history, so a second derivative
+// would take it for a constant.
+func tracked(op *operators.Torch) int {
+	in, results := operatorOf(op.Saving), findTorch(op.Saving).Results
+	count := len(op.Results)
+	for _, name := range savedBy(op) {
+		if at := slices.Index(results, name); at >= 0 && in.Find(name).Shape == operators.Rows {
+			count = max(count, at+1)
+		}
+	}
+	return count
 }
 
 func findTorch(name string) *operators.Torch {
