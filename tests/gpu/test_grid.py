@@ -91,11 +91,12 @@ RARE = (
     ("cross_entropy_forward", 9000, {"odd": True, "batch_invariant": True}),
     ("softmax_forward", 100, {"algorithm": "warp"}),
     ("softmax_forward", 200, {"algorithm": "warp"}),
-    # Rows of heads, whose vectors are no power of two.
+    # Rows of heads, whose vectors are no power of two. A row's errors have that of its rstd in common, so
+    # with 17 rows of 44 float32 elements chance would decide whose are smaller.
     ("softmax_forward", 9, {}),
     ("softmax_forward", 20, {}),
-    ("rmsnorm_forward", 11, {}),
-    ("rmsnorm_forward", 11, {"batch_invariant": True}),
+    ("rmsnorm_forward", 11, {"rows": 2000}),
+    ("rmsnorm_forward", 11, {"rows": 2000, "batch_invariant": True}),
     ("rmsnorm_forward", 20, {"rows": 20000}),
     ("cross_entropy_forward_dx", 150, {}),
     ("cross_entropy_forward", 150, {"batch_invariant": True}),

@@ -52,16 +52,16 @@ def check(got, want, dtype):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
 
 
-def served(device, dtype):
-    if device == "cuda" and dtype == torch.float64:
+@pytest.fixture(params=FLOATS, ids=str)
+def dtype(request, device):
+    if device == "cuda" and request.param == torch.float64:
         pytest.skip("float64 is served on the CPU only")
+    return request.param
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [None, 1, 4, 10, 100])
 def test_values(device, dtype, reduction, chunk):
-    served(device, dtype)
     x, weight, target, bias, weight_ce = given(device, dtype)
     for options in (
         {},
@@ -141,7 +141,6 @@ def test_upstream(device, dtype):
                 check([t.grad for t in leaves], [t * scale * times for t in want[1:]], dtype)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("upstream", [0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 1e-30, 1e30])
 def test_upstream_is_an_expectation_only(device, dtype, upstream):
     """Regression test: gradients that were made for 0 could not be scaled, and became NaN."""
@@ -221,7 +220,6 @@ def test_compiled_gradients_are_scaled_without_a_bias(device):
         assert ((got * wanted).sum() / wanted.square().sum()).item() == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("how", [{}, {"reduction": "none"}, {"upstream": 0.25}], ids=str)
 def test_compiled_autograd(device, dtype, how):
     """The backward pass of an eager call is compiled."""
@@ -240,7 +238,6 @@ def test_compiled_autograd(device, dtype, how):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("how", [{}, {"reduction": "none"}, {"upstream": 0.25}, {"chunk": 3}], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_exported(device, dtype, how, frozen):

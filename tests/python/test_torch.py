@@ -95,7 +95,7 @@ def calls(x, weight, target):
         "masked_softmax_bwd": (x, x.half(), weight, half, 2.0, False, True),
         "rescale_": (x.clone(), rows[0], rows[1]),
         "sharded_cross_entropy_combine": (
-            torch.rand(2, 4, len(rows)),
+            torch.rand(2, 4, len(rows), device=x.device),
             target,
             *(rows.clone() for _ in range(3)),
             rows[0].clone(),
