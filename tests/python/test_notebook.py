@@ -44,6 +44,12 @@ def results(folder):
     return store.path
 
 
+# A tensor after a call of a function whose sizes are marked dynamic.
+MARKED = """x = torch.ones(3)
+marked_dynamic(torch.neg)(x)
+print("marked:", hasattr(x, "_dynamo_dynamic_indices"))"""
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """The notebook with the outputs of a run."""
@@ -59,8 +65,10 @@ def ran(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        notebook.cells.append(nbformat.v4.new_code_cell(MARKED))
         client = nbclient.NotebookClient(
-            nbformat.read(NOTEBOOK, as_version=4),
+            notebook,
             timeout=1000,  # of a cell
             kernel_name="python3",
             resources={"metadata": {"path": str(NOTEBOOK.parent)}},
@@ -78,6 +86,11 @@ def test_numerics(ran):
     assert len(rows) == 3 * 5
     for op, name, output, gradient in rows:
         assert float(output) < 1e-2 and float(gradient) < 1e-2, (op, name)
+
+
+def test_one_way_does_not_compile_for_the_others(ran):
+    """Regression test: marks stayed with the tensors, so all of torch.compile was measured for any shape."""
+    assert "marked: False" in said(ran.cells[-1])
 
 
 def test_recompilations(ran):
