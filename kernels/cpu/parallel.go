@@ -133,9 +133,9 @@ type worker[T float] struct {
 	queue    taskQueue
 	task     int             // the current one
 	buffer   []T             // three parts, see scratch
+	ahead    int             // elements of other rows in part 0, before the current one, with plan.together
 	rounded  []T             // two blocks, for roundNormalized
 	partials []partial       // of the current row, or of plan.together rows of one block
-	stats    []rowStats      // of these rows
 	dw, db   []float64       // sums over rows from column sumFrom on, nil for absent ones
 	sumFrom  int             // column
 	columns  []float64       // memory for dw and db, see plan.columns
@@ -261,7 +261,7 @@ func (c *call[T]) layOut(memory []byte) int {
 	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
 	if c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.masked.X.Present()) {
-		first = c.cols
+		first = c.cols * max(c.plan.together, 1)
 	}
 	for i := range c.workers {
 		w := &c.workers[i]
@@ -270,7 +270,7 @@ func (c *call[T]) layOut(memory []byte) int {
 			w.rounded = take[T](&a, 2*c.blockRoom)
 		}
 		w.partials = take[partial](&a, max(blocks, c.plan.together))
-		w.stats, w.columns = take[rowStats](&a, c.plan.together), take[float64](&a, c.plan.columns)
+		w.columns = take[float64](&a, c.plan.columns)
 		w.recent = take[T](&a, c.plan.recent)
 		w.dw, w.db = nil, nil
 	}
@@ -447,11 +447,12 @@ func view[T float](m *kernels.Matrix, row, j, n int) []T {
 }
 
 // scratch is space for n elements from column j on in part 0, 1 or 2 of the worker's buffer. Each part holds
-// a block, except that part 0 holds a whole row with w.reuse. It is the last in memory, so it can be longer.
+// a block, except that part 0 holds a whole row, or plan.together of them, with w.reuse. It is the last in
+// memory, so it can be longer.
 func (w *worker[T]) scratch(number, j, n int) []T {
 	from := (2 - number) * w.blockRoom
 	if w.reuse && number == 0 {
-		from += j
+		from += w.ahead + j
 	}
 	return w.buffer[from : from+n]
 }

@@ -19,7 +19,7 @@ type rowFuncs[T float] struct {
 	store [4]func(dst unsafe.Pointer, src []T, c T) // dst = src * c, rounded to nearest even
 
 	max         func(x []T) T                            // may or may not ignore a NaN in x
-	without     func(dst, x []T, k int)                  // dst = x, but dst[k] = -inf
+	without     func(dst, x []T, k int) T                // dst = x, but dst[k] = -inf; returns max(dst)
 	exp         func(dst, src []T, m T) float64          // dst = exp(src - m); returns the sum
 	expScale    func(dst, src []T, m, c T)               // dst = exp(src - m) * c
 	dot         func(x, y []T) float64                   // sum of x * y

@@ -135,15 +135,18 @@ func maxAVX2(x []float32) float32 {
 // forwarded from the store buffer, and would wait.
 //
 //go:nocheckptr
-func withoutAVX2(dst, x []float32, k int) {
+func withoutAVX2(dst, x []float32, k int) float32 {
 	low := archsimd.BroadcastFloat32x8(float32(math.Inf(-1)))
+	m := low
 	lanes := archsimd.LoadInt32x8(&iota8)
 	for i := 0; i < len(x); i += 8 {
 		is := lanes.Equal(archsimd.BroadcastInt32x8(int32(k - i)))
 		tail := tailMask8(len(x) - i)
-		low.Merge(loadTail8(x, i, tail), is).StoreMasked(floatPtr8(dst, i), tail)
+		v := low.Merge(loadTail8(x, i, tail).Merge(low, tail), is)
+		v.StoreMasked(floatPtr8(dst, i), tail)
+		m = m.Max(v)
 	}
-	archsimd.ClearAVXUpperBits()
+	return max4(m.GetLo().Max(m.GetHi()))
 }
 
 // exp8 computes exp(x) as power * scale, which scaled8 multiplies: each function is small enough to be

@@ -126,9 +126,7 @@ func maxAVX512(x []float32) float32 {
 	if i < n {
 		m1 = m1.Max(maxTail16(x, i, low))
 	}
-	m0 = m0.Max(m1).Max(m2.Max(m3))
-	m := m0.GetLo().Max(m0.GetHi())
-	return max4(m.GetLo().Max(m.GetHi()))
+	return max16(m0.Max(m1).Max(m2.Max(m3)))
 }
 
 //go:nocheckptr
@@ -141,14 +139,22 @@ func maxTail16(x []float32, i int, low f32x16) f32x16 {
 // forwarded from the store buffer, and would wait.
 //
 //go:nocheckptr
-func withoutAVX512(dst, x []float32, k int) {
+func withoutAVX512(dst, x []float32, k int) float32 {
 	low := archsimd.BroadcastFloat32x16(float32(math.Inf(-1)))
+	m := low
 	for i := 0; i < len(x); i += 16 {
 		is := archsimd.Mask32x16FromBits(uint16(1 << uint(k-i))) // none for a negative number
 		tail := tailMask16(min(len(x)-i, 16))
-		low.Merge(loadTail16(x, i, tail), is).StoreMasked(floatPtr16(dst, i), tail)
+		v := low.Merge(loadTail16(x, i, tail).Merge(low, tail), is)
+		v.StoreMasked(floatPtr16(dst, i), tail)
+		m = m.Max(v)
 	}
-	archsimd.ClearAVXUpperBits()
+	return max16(m)
+}
+
+func max16(v f32x16) float32 {
+	m := v.GetLo().Max(v.GetHi())
+	return max4(m.GetLo().Max(m.GetHi()))
 }
 
 // In exp_amd64.s.

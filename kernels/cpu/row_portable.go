@@ -99,9 +99,10 @@ func storeNative[T float](dst unsafe.Pointer, src []T, c T) {
 	}
 }
 
-func without[T float](dst, x []T, k int) {
+func without[T float](dst, x []T, k int) T {
 	copy(dst, x)
 	dst[k] = T(math.Inf(-1))
+	return maximum(dst)
 }
 
 func maximum[T float](x []T) T {

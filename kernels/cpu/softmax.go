@@ -94,8 +94,7 @@ const shortBlock = 256
 // expWithout returns the maximum of v without v[k], and the sum of exp(v - max) without it. It stores the
 // exponentials in dst unless that is nil, but leaves dst[k] as it is. dst may be v, others is overwritten.
 func (w *worker[T]) expWithout(dst, v, others []T, k int) (high, sum float64) {
-	w.funcs.without(others, v, k)
-	top := w.funcs.max(others)
+	top := w.funcs.without(others, v, k)
 	if dst == nil {
 		return float64(top), w.expSum(nil, others, finiteMax(top))
 	}
