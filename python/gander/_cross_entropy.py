@@ -5,6 +5,8 @@ The last two are for eager calls only. A compiled graph plans its own memory, an
 its inputs, so it always uses the first.
 """
 
+import threading
+
 import torch
 from torch import Tensor, no_grad
 from torch.compiler import is_compiling
@@ -55,6 +57,18 @@ def is_batched(dloss):
     return torch._C._functorch.is_batchedtensor(dloss) or torch._C._functorch.is_legacy_batchedtensor(dloss)
 
 
+_first = threading.Lock()
+
+
+def is_first_backward(ctx):
+    """Whether no backward pass of this node has returned the gradient that forward made. Threads may share a
+    graph."""
+    with _first:
+        returned = getattr(ctx, "returned", False)
+        ctx.returned = True
+        return not returned
+
+
 # ---- In place, over the logits ----
 
 _in_place_arguments = gradient_arguments("cross_entropy_bwd_", _NAME, [*_SAVED, _DLOSS])
@@ -67,6 +81,11 @@ def _backward_in_place(ctx, dloss):
         return _backward_in_own_pass(ctx.saved_tensors, dloss, ctx.options)
     x, *others = _in_place_arguments((*ctx.saved_tensors, dloss, *ctx.options))
     return _gradients(write_over("cross_entropy_bwd_", x, others, dloss))
+
+
+def may_write_saved():
+    """Whether autograd notices when a saved tensor is overwritten: not where hooks pack and unpack it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def write_over(name, x, others, dloss):
@@ -104,11 +123,10 @@ def _backward_one_pass(ctx, dloss):
     if is_compiling() or is_batched(dloss):
         others[_LSE] = _logarithms(others[_LSE])
         return _backward_in_own_pass(others, dloss, ctx.options)
-    if getattr(ctx, "dx_was_returned", False):
+    if not is_first_backward(ctx):
         dx = torch.empty_like(dx)
         integers = torch.int64 if dloss.dtype == torch.float64 else torch.int32
         upstream = dloss.view(integers).bitwise_not().view(dloss.dtype)  # never the bits of dloss
-    ctx.dx_was_returned = True
     with _below_versions():
         overloads["cross_entropy_bwd_one_pass"](
             *_one_pass_arguments((*others, upstream, dx, dloss, *ctx.options))
@@ -183,7 +201,7 @@ def choose(two_passes, given):
         return _by_row
     if not is_eager(x):
         return two_passes
-    if values["inplace_backward"]:
+    if values["inplace_backward"] and may_write_saved():
         return _in_place
     single = takes_one_pass(x, values["reduction"], values["one_pass"]) and not values["batch_invariant"]
     return _one_pass if single else two_passes

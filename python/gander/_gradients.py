@@ -229,6 +229,27 @@ def apply_of(function: type[_SingleLevelFunction]):
     return call
 
 
+def refuse_outer_gradients(what, x):
+    """For a function that is applied without the dispatcher, so at the innermost level of torch.func alone.
+
+    Others, and autograd outside of all, would take its result for a constant.
+    """
+    if not _in_transform() or not is_grad_enabled():
+        return
+    functorch = torch._C._functorch
+    if functorch.maybe_get_level(x) == functorch.maybe_current_level():
+        x = functorch.get_unwrapped(x)
+    while True:
+        if x.requires_grad:
+            raise NotImplementedError(
+                f"gander: {what} has a gradient for the innermost transform of torch.func only; "
+                "differentiate there, or detach x"
+            )
+        if not functorch.is_functorch_wrapped_tensor(x):
+            return
+        x = functorch.get_unwrapped(x)
+
+
 def _refusal(name):
     """The apply of an operator that has no gradient. Differentiating its results raises an error."""
     message = _NO_SECOND

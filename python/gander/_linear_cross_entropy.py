@@ -14,7 +14,7 @@ from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
 from . import _pytorch
-from ._cross_entropy import is_batched
+from ._cross_entropy import is_batched, is_first_backward
 from ._gradients import once_differentiable, refuse_tangents
 from ._operators_gen import REDUCTIONS
 from ._schemas import overloads
@@ -76,7 +76,7 @@ class _Sum:
 
     def _zeros(self):
         if self.sum is None:
-            self.sum = torch.zeros_like(self.like, dtype=self.dtype)
+            self.sum = torch.zeros_like(self.like, dtype=self.dtype, memory_format=torch.contiguous_format)
         return self.sum
 
     def result(self):
@@ -287,12 +287,11 @@ class _LinearCrossEntropy(Function):
             raise NotImplementedError(
                 "gander: linear_cross_entropy has no batched gradients; call backward for each"
             )
-        keep = any(ctx.made) and not ctx.returned
+        keep = any(ctx.made) and is_first_backward(ctx)
         if keep and x.dtype == torch.float16:
-            keep = _is(dloss, 1.0 if upstream is None else upstream)
+            keep = ctx.returned = _is(dloss, 1.0 if upstream is None else upstream)
         elif keep:
             _rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
-        ctx.returned |= keep
         if not keep:
             with torch.no_grad():
                 _, *made = _run(*inputs, dloss, *ctx.options, *needs)

@@ -1234,7 +1234,8 @@ def cross_entropy(
     reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
     ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
     inplace_backward: backward writes the gradient over x, which saves a tensor of the size of x. x must not
-    be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile.
+    be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile,
+    and under hooks on saved tensors, where autograd does not see that x was written.
     one_pass: True computes the gradient together with the loss. This reads x once, and keeps a tensor of the
     size of x until backward. False computes it in backward, which reads x again. None chooses by size. It
     applies only to a mean or a sum on a CUDA device, without inplace_backward and batch_invariant, outside

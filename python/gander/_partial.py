@@ -4,9 +4,9 @@ and target_logit."""
 import torch
 
 from . import _fast
-from ._cross_entropy import is_batched, write_over
+from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
-from ._gradients import apply_of, function
+from ._gradients import apply_of, function, refuse_outer_gradients
 from ._operators_gen import REDUCTIONS
 
 _NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
@@ -74,7 +74,8 @@ def _forward(ctx, x, partial, target, weight, ignore_index, reduction, inplace_b
         loss /= total[0]
     ctx.save_for_backward(x, target, torch.cat((high.flatten(), log_sum.flatten(), total)), weight)
     ctx.set_materialize_grads(False)
-    ctx.options, ctx.inplace_backward = (ignore_index, reduction, False), inplace_backward
+    ctx.options = ignore_index, reduction, False
+    ctx.inplace_backward = inplace_backward and may_write_saved()
     return loss
 
 
@@ -98,4 +99,5 @@ def with_lse_partial(x, target, lse_partial, weight, ignore_index, reduction, in
     """The loss of rows whose log-sum-exp is that of the rows of lse_partial."""
     check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
     _check("lse_partial", lse_partial, target, x, f"{tuple(target.shape)} and one dimension more", False)
+    refuse_outer_gradients("cross_entropy with lse_partial", x)
     return _apply(x, lse_partial.detach(), target, weight, ignore_index, reduction, inplace_backward)

@@ -63,16 +63,23 @@ def _rule(name, given):
         """How many dimensions of the first operand come before those of this one."""
         return leading + 1 - inputs[argument].ndim if of[argument].shape == "broadcast" else 0
 
-    shards = []
+    # One tensor has the statistics of all rows. It cannot be split like them.
+    packed = [
+        argument
+        for argument, spec in inputs.items()
+        if of[argument].shape == "statistics" and spec.shape != next(iter(inputs.values())).shape[:-1]
+    ]
+    shards, splits_rows = [], False
     for argument, spec in inputs.items():
         used = [placement for placement in spec.placements if _is_shard(placement)]
         if not used:
             continue
         found, by_row = f"{argument} has placements {spec.placements}, expected", spec.ndim == leading
+        splits_rows |= of[argument].shape == "rows"
         if of[argument].shape in ("columns", "head_columns", "one"):
             each = "tensor" if of[argument].shape == "one" else "column"
             refuse(f"{found} Replicate: it has one element for each {each}; redistribute it")
-        if of[argument].shape == "statistics" and not by_row:
+        if argument in packed:
             refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
         before = dims_before(argument)
         if by_head and any(placement.dim == leading - 1 for placement in used):
@@ -99,6 +106,14 @@ def _rule(name, given):
             "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, "
             "or use an operator that returns one for each row"
         )
+
+    if packed and splits_rows:
+        refuse(
+            f"{packed[0]} has the statistics of all rows in one tensor, which cannot be sharded like the "
+            "rows; redistribute those, or use an operator that returns statistics for each row"
+        )
+    if packed:
+        shards = []  # of an upstream gradient
 
     def placed(operand, shard, ndim=None):
         if operand.shape == "broadcast":

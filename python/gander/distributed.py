@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _fast, _ops, _pytorch
-from ._cross_entropy import is_batched, write_over
+from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
-from ._gradients import apply_of, function
+from ._gradients import apply_of, function, refuse_outer_gradients
 from ._operators_gen import REDUCTIONS, Reduction
 from ._sharding import is_dtensor
 
@@ -92,6 +92,7 @@ def of_slices(x, target, weight, slices, ignore_index, reduction, inplace_backwa
     """The loss, from arguments that have been checked."""
     if _ops._debug:
         _ops._check_targets(sum(slices.sizes), target, ignore_index)
+    refuse_outer_gradients("distributed.cross_entropy", x)
     try:
         return _apply(x, target, weight, slices, ignore_index, reduction, bool(inplace_backward))
     except RuntimeError as error:
@@ -236,7 +237,7 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
     ctx.save_for_backward(x, local, lse, weights)
     ctx.set_materialize_grads(False)
     ctx.options = ignored, _MEAN if reduction == _MEAN else _NONE, False
-    ctx.inplace_backward = inplace_backward
+    ctx.inplace_backward = inplace_backward and may_write_saved()
     return loss
 
 

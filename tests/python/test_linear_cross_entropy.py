@@ -1,5 +1,6 @@
 """linear_cross_entropy against torch's linear and cross_entropy in float64."""
 
+import threading
 from functools import partial
 
 import gander
@@ -49,7 +50,8 @@ def check(got, want, dtype):
     tolerance = TOLERANCE[dtype]
     for a, b in zip(got, want, strict=True):
         b = b.double()
-        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+        largest = float(b.abs().max()) if b.numel() else 0.0
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * largest)
 
 
 @pytest.fixture(params=FLOATS, ids=str)
@@ -386,3 +388,44 @@ def test_refusals(case):
     call, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         call(gander.linear_cross_entropy)
+
+
+@pytest.mark.parametrize("rows", [0, M])
+def test_transposed_weight(device, dtype, rows):
+    """Regression test: a sum with the weight's strides could not be scaled, and fakes had others."""
+    x, weight, target, *_ = given(device, dtype, rows)
+    columns = weight.t().contiguous().t()
+    for how in {"reduction": "sum"}, {"reduction": "sum", "chunk": 4, "accumulate": "float32"}:
+        want = run(reference, x, weight, target, reduction="sum")
+        for function in (
+            gander.linear_cross_entropy,
+            torch.compile(gander.linear_cross_entropy, backend="aot_eager"),
+        ):
+            leaves = x.clone().requires_grad_(), columns.detach().requires_grad_()
+            loss = function(*leaves, target, **how)
+            loss.backward()
+            check([loss.detach(), *(leaf.grad for leaf in leaves)], want, dtype)
+    torch._dynamo.reset()
+
+
+def test_backward_in_two_threads(device):
+    """Regression test: both scaled the gradient that forward made, in place, and returned it."""
+    x, weight, target, *_ = given(device, m=64)
+    want = run(reference, x, weight, target)
+    for _ in range(20):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        loss, start, got = gander.linear_cross_entropy(*leaves, target), threading.Barrier(2), {}
+
+        def backward(factor, loss=loss, leaves=leaves, start=start, got=got):
+            scaled = loss * factor
+            start.wait()
+            got[factor] = torch.autograd.grad(scaled, leaves, retain_graph=True)
+
+        threads = [threading.Thread(target=backward, args=(factor,)) for factor in (2, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for factor, gradients in got.items():
+            check(gradients, [factor * each for each in want[1:]], x.dtype)
+        assert len(got) == 2

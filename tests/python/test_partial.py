@@ -3,6 +3,8 @@
 import gander
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.func import grad, grad_and_value, jacrev, vmap
 
 INF, NAN = float("inf"), float("nan")
 
@@ -138,3 +140,27 @@ def test_refusals():
     ):
         with pytest.raises(kind, match=match):
             call()
+
+
+def test_lse_partial_inside_transforms():
+    """Regression test: transforms outside of the innermost one took the loss for a constant."""
+    x, target = torch.randn(4, 5, 11, dtype=torch.float64), torch.randint(11, (5,))
+
+    def loss(x):
+        return gander.cross_entropy(x, target, gander.logsumexp(x.detach()).unsqueeze(-1))
+
+    def torchs(x):
+        return F.cross_entropy(x, target)
+
+    for transform in lambda f: vmap(grad(f))(x), lambda f: jacrev(f)(x[0]), lambda f: vmap(f)(x):
+        torch.testing.assert_close(transform(loss), transform(torchs))
+    value_of_a_gradient = grad(lambda x: grad_and_value(lambda scale: loss(x * scale))(torch.tensor(1.0))[1])
+    for call in (
+        lambda: grad(lambda x: vmap(loss)(x).sum())(x),
+        lambda: vmap(loss)(x.clone().requires_grad_()),
+        lambda: value_of_a_gradient(x[0]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"for the innermost transform of torch\.func only"):
+            call()
+    with torch.no_grad():
+        torch.testing.assert_close(vmap(loss)(x.clone().requires_grad_()), vmap(torchs)(x))

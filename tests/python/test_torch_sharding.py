@@ -157,6 +157,21 @@ def test_a_mean_of_replicated_rows(mesh, local):
     assert count == 0
 
 
+def test_a_sharded_gradient_of_replicated_rows(mesh):
+    """Regression test: the statistics of all rows, in one tensor, were split like the rows. The parts of some
+    shapes fit: here 5 of 17 numbers, for 2 of 8 rows."""
+    logits = leaf(torch.randn(8, N), mesh, Replicate())
+    targets = place(torch.randint(N, (8,)), mesh, Replicate())
+    loss = gander.cross_entropy(logits, targets, reduction="none")
+    (dx,) = torch.autograd.grad((loss * place(torch.rand(2), mesh, Shard(0))).sum(), logits)
+    assert dx.placements == (Replicate(),) and dx.to_local().shape == (8, N)
+    lse = place(torch.rand(17), mesh, Replicate())
+    arguments = targets, None, place(torch.rand(2), mesh, Shard(0)), lse, None, -100, 0, False
+    rows = place(torch.randn(2, N), mesh, Shard(0))
+    with pytest.raises(NotImplementedError, match="lse has the statistics of all rows in one tensor"):
+        ops.cross_entropy_bwd(rows, place(torch.randint(N, (2,)), mesh, Shard(0)), *arguments[1:])
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_mean_over_sharded_rows_is_refused(mesh, local, mode):
     x, _, target = local
