@@ -2,6 +2,7 @@ package ops
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -197,6 +198,10 @@ func TestPreferredAlgorithm(t *testing.T) {
 	p, err = makePlan(f, r)
 	require.NoError(t, err)
 	assert.Contains(t, p.String(), "register: ")
+
+	r = request{op: kernels.SoftmaxForward, x: kernels.BFloat16, m: 64, n: math.MaxInt64, Choice: r.Choice}
+	_, err = makePlan(f, r)
+	require.Error(t, err, "no algorithm serves such rows")
 }
 
 // Auto reports which algorithm it takes. A request for that algorithm gets the same kernels.

@@ -56,8 +56,11 @@ func (a *crossEntropyForward) spec() kernels.CrossEntropy {
 
 func (a *crossEntropyForward) host() error {
 	s := a.spec()
-	if s.X.Rows == 0 && !s.Loss.Present() && !s.Denominator.Present() {
-		return nil
+	if s.X.Rows == 0 {
+		if !s.Loss.Present() && !s.Denominator.Present() {
+			return nil
+		}
+		s.X.Cols, s.DX.Cols = 0, 0 // a workspace has room for a row, however long
 	}
 	return cpu.CrossEntropyForward(&s, workers())
 }

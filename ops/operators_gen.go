@@ -643,7 +643,7 @@ type CrossEntropyForward struct {
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
 	// synchronization. If upstream is NaN, forward may leave dx as it is, and backward computes it. In two
 	// parts, the second part of lse is then not the logarithm of a sum but a sum, from which both compute
-	// the same bits. Not with reduction none
+	// the gradient, on a GPU with the same bits. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
@@ -745,7 +745,7 @@ type CrossEntropyBackward struct {
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
 	// synchronization. If upstream is NaN, forward may leave dx as it is, and backward computes it. In two
 	// parts, the second part of lse is then not the logarithm of a sum but a sum, from which both compute
-	// the same bits. Not with reduction none
+	// the gradient, on a GPU with the same bits. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
 	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,

@@ -83,8 +83,12 @@ func makePlan(f *driver.Facts, r request) (*plan, error) {
 	}
 	asked := r.Algorithm
 	r.Algorithm = Auto
-	if p, _, err = attempt(f, r); err != nil {
+	p, served, err = attempt(f, r)
+	switch {
+	case err != nil:
 		return nil, err
+	case !served:
+		return nil, refused(f, r)
 	}
 	p.why = fmt.Sprintf("%v cannot serve these rows: %s", asked, p.why)
 	return p, nil

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/ops"
 )
 
@@ -141,6 +142,18 @@ func TestNoRows(t *testing.T) {
 		require.NoError(t, rmsNormBackward(x, weight, x, rstd, y, dw))
 		assert.Equal(t, []float64{0, 0, 0, 0}, values(t, dw), "a sum over no rows")
 	}
+}
+
+// Rows that are not there need no workspace, however long they would be.
+func TestNoLongRows(t *testing.T) {
+	x, y := empty(t, dlpack.Float32, 0, 1<<62), empty(t, dlpack.Float32, 0, 1<<62)
+	require.NoError(t, softmaxForward(x, y))
+	require.NoError(t, softmaxBackward(x, x, y))
+	loss := tensor(t, dlpack.Float32, []float64{7})
+	o := crossEntropyOptions{Reduction: kernels.ReduceMean}
+	target := empty(t, dlpack.Int64, 0)
+	require.NoError(t, crossEntropyForward(x, target, nil, loss, nil, nil, nil, o))
+	assert.True(t, math.IsNaN(values(t, loss)[0]))
 }
 
 // The number of threads does not change the bits. The operands are large enough for several threads.

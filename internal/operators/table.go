@@ -283,7 +283,7 @@ var Table = []Group{
 					"if dloss, a single element, has other bits than upstream, or 1 without one. It compares them on " +
 					"the device, without synchronization. If upstream is NaN, forward may leave dx as it is, and " +
 					"backward computes it. In two parts, the second part of lse is then not the logarithm of a sum " +
-					"but a sum, from which both compute the same bits. Not with reduction none"},
+					"but a sum, from which both compute the gradient, on a GPU with the same bits. Not with reduction none"},
 			batchInvariant,
 			{Name: "slice", Type: Flag,
 				Doc: "x is a slice of each row's classes, and a target counts from the slice's first class; " +

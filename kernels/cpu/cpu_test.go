@@ -591,6 +591,30 @@ func TestNoRows(t *testing.T) {
 	}
 }
 
+// TestOnePassWithOneStatistic: what OnePass saves of the sum is there only if the log-sum-exp has two parts.
+func TestOnePassWithOneStatistic(t *testing.T) {
+	x := newMatrix(kernels.Float64, 2, 3, 0, 0).fill(func(_, j int) float64 { return float64(j + 1) })
+	number := func(v float64) kernels.Vector {
+		return newVector(kernels.Float64, 1, func(int) float64 { return v })
+	}
+	gradients := func(onePass bool) [][]float64 {
+		dx := newMatrix(kernels.Float64, 2, 3, 0, 0).fill(func(_, _ int) float64 { return 7 })
+		lse := newVector(kernels.Float64, 2, func(int) float64 { return 9 })
+		a := kernels.CrossEntropy{X: x.Matrix, DX: dx.Matrix, Target: newTargets(0, 2), IgnoreIndex: -1,
+			Reduction: kernels.ReduceSum, OnePass: onePass, Loss: number(0), Max: lse}
+		if !onePass {
+			a.DX = kernels.Matrix{}
+		}
+		CrossEntropyForward(&a, 1)
+		a.DX, a.DLoss = dx.Matrix, number(2)
+		CrossEntropyBackward(&a, 1)
+		return [][]float64{dx.row(0), dx.row(1)}
+	}
+	want := gradients(false)
+	require.InDelta(t, -1.81994, want[0][0], 1e-5)
+	require.Equal(t, want, gradients(true))
+}
+
 // runAllOps runs all ops on the same inputs, with inPlace in place, and returns the bytes of all outputs.
 func runAllOps(dtype kernels.DType, rows, n, workers int, inPlace bool) map[string][]byte {
 	r := rand.New(rand.NewPCG(1, 2))

@@ -390,7 +390,7 @@ func (crossEntropyBackward[T]) combine(w *worker[T], row int, _ []partial) rowSt
 	if w.ce.LogSum.Present() {
 		logSum = at(&w.ce.LogSum, row)
 	}
-	if w.ce.OnePass { // as in forward
+	if w.ce.OnePass && w.ce.LogSum.Present() { // as in forward
 		s := targetSum{exponential: expOfTarget(high, logit), saved: logSum}
 		return rowStats{a: high, b: gradient / rowSum(s.saved), c: gradient * s.atTarget()}
 	}
