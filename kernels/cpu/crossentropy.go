@@ -216,7 +216,7 @@ func (crossEntropyStep[T]) do(w *worker[T], task int) {
 		for i := range n {
 			targets[i] = w.targetOf(from + i)
 			w.ahead = i * w.cols
-			w.expLosses(from+i, 0, w.cols, targets[i], w.partials[i:][:1])
+			w.expOthers(from+i, 0, w.cols, targets[i], w.partials[i:][:1])
 		}
 		for i := range n {
 			sums[i] = w.sumOf(from+i, targets[i], w.partials[i:][:1])
@@ -236,10 +236,12 @@ func (crossEntropyStep[T]) do(w *worker[T], task int) {
 func (w *worker[T]) skipped(t target) bool { return t.ignored && !w.ce.Max.Present() }
 
 func (crossEntropyForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
-	w.expLosses(row, lo, hi, w.targetOf(row), partials)
+	w.expOthers(row, lo, hi, w.targetOf(row), partials)
 }
 
-func (w *worker[T]) expLosses(row, lo, hi int, t target, partials []partial) {
+// expOthers computes the exponentials of columns lo to hi, without the target's. It leaves partials of a
+// skipped row as they are.
+func (w *worker[T]) expOthers(row, lo, hi int, t target, partials []partial) {
 	if !w.skipped(t) {
 		w.expBlocks(&w.x, &w.dx, row, lo, hi, t.leftOut(), partials)
 	}
@@ -259,7 +261,7 @@ func expOfTarget(high, logit float64) float64 {
 	return 1
 }
 
-// rowSum is the row's sum.
+// rowSum is the sum that was saved.
 func rowSum(saved float64) float64 {
 	if math.Signbit(saved) {
 		return 1 - saved
@@ -270,13 +272,14 @@ func rowSum(saved float64) float64 {
 // atTarget is the gradient of the loss with respect to the target's logit, which is minus the others' share
 // of the sum.
 func (s *targetSum) atTarget() float64 {
-	if math.Signbit(s.saved) {
-		return s.saved / (1 - s.saved)
+	minusOthers := s.saved
+	if !math.Signbit(s.saved) {
+		minusOthers = s.exponential - s.saved // one of them is 1, so no digits are lost
 	}
-	return (s.exponential - s.saved) / s.saved // others has 1 in it, so this does not lose digits
+	return minusOthers / rowSum(s.saved)
 }
 
-// logSum is the logarithm of the row's sum.
+// logSum is the logarithm of rowSum, which has the digits of a sum near 1.
 func logSum(saved float64) float64 {
 	if math.Signbit(saved) {
 		return math.Log1p(-saved)
@@ -284,6 +287,7 @@ func logSum(saved float64) float64 {
 	return math.Log(saved)
 }
 
+// sumOf combines the parts of a row, and its target.
 func (w *worker[T]) sumOf(row int, t target, partials []partial) targetSum {
 	switch {
 	case w.skipped(t):

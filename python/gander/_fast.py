@@ -89,7 +89,7 @@ def _first(name: str, use):
 
     def first(*arguments):
         function = _functions.get(name)
-        if function is None or _hooks():
+        if function is None or saved_tensors_hooks():
             return None
         # If the check fails, the dispatcher runs the operator again. One that writes over its arguments must
         # not run twice, so its check comes first, unless a mode or a transform would see it.
@@ -179,7 +179,7 @@ def _find(library, functions, one_pass):
         return (
             f"torch {torch.__version__} has another dispatch state, or a mode was active when it was imported"
         )
-    _hooks()
+    saved_tensors_hooks()
     given = {
         "Tensor": Tensor,
         "Parameter": torch.nn.Parameter,
@@ -329,7 +329,7 @@ def _same(a, b):
     return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
 
 
-def _hooks():
+def saved_tensors_hooks():
     """The active hooks on saved tensors, if any. They must not see the tensors of a check."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -357,7 +357,7 @@ def _check(*names: str) -> bool:
     global _checking, _off
     if _checked.issuperset(names):
         return True
-    if not (_off or _checking or _hooks()):
+    if not (_off or _checking or saved_tensors_hooks()):
         _checking = True
         try:
             name = _differs([name for name in names if name not in _checked])
