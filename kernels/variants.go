@@ -234,7 +234,7 @@ var (
 		// The last is for devices without clusters.
 		CrossEntropyForwardDX: {{32, 6}, {32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
 		// Longer rows stream: Partial, Apply.
-		CrossEntropyForward: {{32, 6}, {32, 8}, {128, 2}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		CrossEntropyForward: {{32, 6}, {32, 8}, {128, 2}, {512, 1}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
 		// Two inputs: half the vectors of each. RMSNorm's weights leave no registers for four of each.
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},

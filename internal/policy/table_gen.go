@@ -798,6 +798,7 @@ var list29 = []Row{
 	{For: 0x1, UpTo: 192, From: Count{50, true}, Regime: Registers, Threads: 32, Vectors: 6},
 	{For: 0x1, UpTo: 256, From: Count{50, true}, Regime: Registers, Threads: 32, Vectors: 8},
 	{For: 0x1, UpTo: 256, Regime: Registers, Threads: 128, Vectors: 2},
+	{For: 0x1, Over: 256, UpTo: 512, Below: Count{4, true}, Regime: Registers, Threads: 512, Vectors: 1},
 	{For: 0x1, Over: 384, UpTo: 512, From: Count{8, true}, SixteenBit: true, Regime: Registers, Threads: 256, Vectors: 4},
 	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 128, Vectors: 4},
 	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},

@@ -33,13 +33,15 @@ __device__ __forceinline__ int64_t column_of(const CrossEntropyArgs& a, int64_t 
   return target != a.ignore_index && is_column(a, target) ? target : kNoTarget;
 }
 
-// outside: the weight of a row whose target is not a column.
+// outside: the weight of a row whose target is not a column. Each branch would delay the warp of the thread
+// that computes this: there is one, for class weights.
 template <bool Optional>
 __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target, float outside = kNaN) {
-  if (Optional && !a.target) return {kNoTarget, 1.f};
-  if (target == a.ignore_index) return {kNoTarget, 0.f};
-  if (!is_column(a, target)) return {kNoTarget, outside};
-  return {target, a.weight ? load_float(a.weight, a.weight_type, target) : 1.f};
+  const int64_t column = column_of(a, target);
+  const float without = Optional && !a.target ? 1.f : target == a.ignore_index ? 0.f : outside;
+  float weight = column == kNoTarget ? without : 1.f;
+  if (a.weight && column != kNoTarget) weight = load_float(a.weight, a.weight_type, column);
+  return {column, weight};
 }
 
 // What losses and gradients are divided by. It is read past L1: the previous launch may have written it.
@@ -131,13 +133,6 @@ constexpr int kMaxRowsPerCTA = 16;
 __device__ __forceinline__ float2* cta_row_losses() {
   __shared__ float2 rows[kMaxRowsPerCTA];
   return rows;
-}
-
-// threadIdx.x, but not from a register that has been kept for it.
-__device__ __forceinline__ unsigned thread_number_again() {
-  unsigned number;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
-  return number;
 }
 
 // The total in a launch of a single CTA, by its first warp. It adds in the order in which sum_rows adds so
@@ -280,6 +275,8 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   static constexpr bool kHasOutput = Gradient;
   static constexpr bool kMayCacheExp = false;  // the gradient has the bits that backward would compute
   static constexpr bool kTakes = true;
+  static constexpr bool kFinishesRow = Gradient;
+  static constexpr bool kFirstWarpFinalizes = !Gradient;
   struct Scalars {
     int64_t index;  // of the target, or kNoTarget
     float logit;    // x[target], -inf without a target
@@ -294,10 +291,13 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     // The target has the maximum, and more than half of the sum.
     __device__ __forceinline__ bool confident() const { return e == 1.f && others < 1.f; }
   };
-  // What the first thread of a CTA with one row computes. The others read it after a barrier.
+  // What the first thread of a CTA with one row computes. The others read weight and grad after a barrier.
+  // The rest is what that thread itself records later.
   struct RowValues {
     float weight;
     float grad;
+    float logit;
+    Total total;
   };
   __device__ __forceinline__ static RowValues& row_values() {
     __shared__ RowValues values;
@@ -312,7 +312,8 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
     if (threadIdx.x == 0) {
       const float weight = label<!Gradient>(a, sc.index).weight;
-      row_values() = {weight, Gradient ? gradient(a, weight) : 0.f};
+      row_values().weight = weight;
+      row_values().grad = Gradient ? gradient(a, weight) : 0.f;
     }
     sc.index = column_of(a, sc.index);
     sc.logit = -kInfinity;
@@ -354,8 +355,15 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
                                                   bool leader) {
     if (!Gradient && !leader) return;
     const Total total = add_target(sc.logit, st);
-    if (leader) record(a, row, sc.logit, row_values().weight, total);
-    if constexpr (Gradient) prepare(sc, total, row_values().grad);
+    if constexpr (Gradient) {
+      if (leader) row_values().logit = sc.logit, row_values().total = total;
+      prepare(sc, total, row_values().grad);
+    } else {
+      record(a, row, sc.logit, row_values().weight, total);
+    }
+  }
+  __device__ __forceinline__ static void finish_row(const Args& a, int64_t row) {
+    if constexpr (Gradient) record(a, row, row_values().logit, row_values().weight, row_values().total);
   }
   __device__ __forceinline__ static Total add_target(float logit, const State& others) {
     const float m = fmaxf(others.m, logit), r = State::reference(m);
@@ -390,15 +398,12 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const float log_sum = log.x + log.y;
     const float loss = weight == 0.f ? 0.f : row_loss(log, total.m, logit, weight);
     if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, weight);
-    else if (a.row_losses) static_cast<float2*>(a.row_losses)[row] = make_float2(loss, weight);
-    if (a.loss) static_cast<float*>(a.loss)[row * a.loss_stride] = a.divisor ? loss / load_divisor(a) : loss;
-    if (a.log_sum) {
-      static_cast<float*>(a.max)[row * a.max_stride] = total.m;
-      static_cast<float*>(a.log_sum)[row * a.log_sum_stride] =
-          a.sums ? SavedSum::of(total.sum, total.others, confident).bits : log_sum;
-    } else if (a.max) {
-      static_cast<float*>(a.max)[row * a.max_stride] = total.m + log_sum;
-    }
+    store_if(a.row_losses, static_cast<float2*>(a.row_losses) + row, make_float2(loss, weight));
+    store_if(a.loss, static_cast<float*>(a.loss) + row * a.loss_stride,
+             a.divisor ? loss / load_divisor(a) : loss);
+    store_if(a.log_sum, static_cast<float*>(a.log_sum) + row * a.log_sum_stride,
+             a.sums ? SavedSum::of(total.sum, total.others, confident).bits : log_sum);
+    store_if(a.max, static_cast<float*>(a.max) + row * a.max_stride, a.log_sum ? total.m : total.m + log_sum);
   }
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args&, const Scalars& sc, const float (&x)[E],

@@ -14,6 +14,7 @@ KERNEL(cross_entropy_forward_rows_float16_32x4, 128, 10, short_rows_body<CrossEn
 KERNEL(cross_entropy_forward_rows_float16_32x6, 128, 8, short_rows_body<CrossEntropyForward<f16, false>, 32, 6, false, false>)
 KERNEL(cross_entropy_forward_rows_float16_32x8, 128, 8, short_rows_body<CrossEntropyForward<f16, false>, 32, 8, false, false>)
 KERNEL(cross_entropy_forward_rows_float16_128x2, 128, 16, rows_body<CrossEntropyForward<f16, false>, 128, 2, false, false, false>)
+KERNEL(cross_entropy_forward_rows_float16_512x1, 512, 3, rows_body<CrossEntropyForward<f16, false>, 512, 1, false, false, false>)
 KERNEL(cross_entropy_forward_rows_float16_128x4, 128, 16, rows_body<CrossEntropyForward<f16, false>, 128, 4, false, false, false>)
 KERNEL(cross_entropy_forward_rows_float16_256x4, 256, 6, rows_body<CrossEntropyForward<f16, false>, 256, 4, false, false, false>)
 KERNEL(cross_entropy_forward_rows_float16_512x4, 512, 3, rows_body<CrossEntropyForward<f16, false>, 512, 4, false, false, false>)

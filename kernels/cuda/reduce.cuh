@@ -10,6 +10,13 @@ namespace gander {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// threadIdx.x, but not from a register that has been kept for it.
+__device__ __forceinline__ unsigned thread_number_again() {
+  unsigned number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  return number;
+}
+
 template <int L>
 __device__ __forceinline__ float lanes_max(float v) {
 #pragma unroll
@@ -208,6 +215,20 @@ __device__ __forceinline__ void reduce_warps(State& st, Slot<State>* slots, int 
   if (threadIdx.x % 32 == 0) slots[warp].set(st);
   __syncthreads();
   st = merge_slots<kPowerOfTwo<Warps>, State>(slots + warp / Warps * Warps, warps);
+}
+
+// The same for a CTA of which only the first warp needs the state. The others go on, and return false.
+template <int Warps, class State>
+__device__ __forceinline__ bool reduce_to_first_warp(State& st, Slot<State>* slots, int warps) {
+  const int warp = threadIdx.x / 32, threads = warps * 32;
+  if (threadIdx.x % 32 == 0) slots[warp].set(st);
+  if (warp > 0) {
+    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+    return false;
+  }
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+  st = merge_slots<kPowerOfTwo<Warps>, State>(slots, warps);
+  return true;
 }
 
 // The maximum over the warps of a row, as above.

@@ -223,6 +223,14 @@ struct RowOperator {
   // elements apart, the first at element e. It may replace one of their elements.
   template <int Step, int V, class Scalars, class View>
   __device__ __forceinline__ static void patch(const Scalars&, const View&, int e) {}
+  // kFinishesRow: rows_body and apply_body call finish_row after `map`, in the leader of a CTA with one row.
+  // So neither does the rest of its warp wait for what is left to do, nor does that take registers from
+  // `map`.
+  static constexpr bool kFinishesRow = false;
+  template <class Args>
+  __device__ __forceinline__ static void finish_row(const Args&, int64_t row) {}
+  // Whether only the leader of a row needs its complete state.
+  static constexpr bool kFirstWarpFinalizes = false;
   // The last step of each CTA.
   template <class Args>
   __device__ __forceinline__ static void finish_launch(const Args&) {}
@@ -412,9 +420,9 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
 #endif
   RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
   if (!active) p.bounds.clear();
-  auto sc = Op::load_scalars(args, active ? row : 0, leader);
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp, Unaligned && TPR <= 32> tile;
   tile.load(p, e, kStep);
+  auto sc = Op::load_scalars(args, active ? row : 0, leader);  // after the row's loads: it may wait
   using Operands =
       typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters, (TPR <= 64)>;
   const Operands operands(args, p, e);
@@ -428,7 +436,11 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (kMaxOfRow) st.template reduce_below<32, true>(row_max, tile.a, tile.exps);
   else reduce_tile<Op, Place::kLanes>(args, st, tile, p, e, kStep);
   const State own = st;
-  if constexpr (kWarps > 1) reduce_warps<kWarps>(st, warp_slots, Place::warps());
+  if constexpr (Op::kFirstWarpFinalizes && !Cluster && kRows == 1 && kWarps > 1) {
+    if (!reduce_to_first_warp<kWarps>(st, warp_slots, Place::warps())) return Op::finish_launch(args);
+  } else if constexpr (kWarps > 1) {
+    reduce_warps<kWarps>(st, warp_slots, Place::warps());
+  }
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
     cluster_wait();
@@ -459,6 +471,13 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
       tile.map(args, sc, p, e, kStep, operands);
       Op::template patch<kStep, V>(sc, p, e);
     }
+  }
+  if constexpr (Op::kFinishesRow) {
+    bool first = thread_number_again() == 0;
+#ifdef GANDER_SM90
+    if constexpr (Cluster) first = first && cluster_rank() == 0;
+#endif
+    if (first) Op::finish_row(args, row);
   }
   Op::finish_launch(args);
 }
@@ -514,19 +533,27 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   const int chunk = blockIdx.x % args.rows.splits;
   const bool leader = threadIdx.x == 0;
   const RowView<T> p = row_view<Op, Unaligned, false>(args.rows, row, chunk);
+  Tile<Op, V, Unaligned, Unaligned && !SameOffset, SameOffset> tile;
+  int e = threadIdx.x * kElements<T>;
+  tile.load(p, e, kStep);  // before what may wait
   auto sc = Op::load_scalars(args, row, leader && chunk == 0);
   Op::resolve_part(args, row, sc, leader && chunk == 0);
   State st;
-  for (int e = threadIdx.x * kElements<T>; e < p.bounds.hi; e += V * kStep) {
-    Tile<Op, V, Unaligned, Unaligned && !SameOffset, SameOffset> tile;
-    tile.load(p, e, kStep);
+  while (e < p.bounds.hi) {
     Op::template take<kStep>(sc, p.origin, e, tile.a);
     Op::accumulate(args, st, tile, p, e, kStep);
+    e += V * kStep;
+    if (e >= p.bounds.hi) break;
+    tile.load(p, e, kStep);
   }
   st.template reduce_lanes<32>();
-  reduce_warps<Threads / 32>(st, warp_slots);
+  const bool complete = args.rows.splits == 1 && !Op::kHasOutput;
+  if (!reduce_to_first_warp<Threads / 32>(st, warp_slots, Threads / 32)) {
+    if (complete) Op::finish_launch(args);
+    return;
+  }
   wait_for_previous_launch();  // so that a launch that waits for this one has also waited for the one before
-  if (args.rows.splits == 1 && !Op::kHasOutput) {
+  if (complete) {
     Op::finalize(args, row, sc, st, leader);
     Op::finish_launch(args);
   } else if (leader) {
@@ -572,6 +599,7 @@ __device__ __forceinline__ void apply_body(const typename Op::Args& args) {
       operands.load(p, e);
     }
   }
+  if (Op::kFinishesRow && leader) Op::finish_row(args, row);
   Op::finish_launch(args);
 }
 

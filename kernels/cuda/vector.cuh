@@ -175,6 +175,19 @@ __device__ __forceinline__ uint4 load_vector_if(bool in, const void* p, uint4 ot
   return other;
 }
 
+// Stores v if `in` holds. It is predicated too: branches around the results that a caller may leave out would
+// take longer than the stores.
+__device__ __forceinline__ void store_if(bool in, float* p, float v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(p), "f"(v),
+               "r"(static_cast<unsigned>(in))
+               : "memory");
+}
+__device__ __forceinline__ void store_if(bool in, float2* p, float2 v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(p),
+               "f"(v.x), "f"(v.y), "r"(static_cast<unsigned>(in))
+               : "memory");
+}
+
 // Hides from the compiler how p was computed. Accesses at constant distances from p then use the
 // instruction's immediate offset, instead of an address register for each.
 template <class T>

@@ -344,6 +344,19 @@ int sync_cta_or(int predicate) {
   return any;
 }
 
+void named_arrive(int threads) {
+  Phase& phase = self->cta->named;
+  phase.expected = threads;
+  arrive(phase);
+}
+
+void named_sync(int threads) {
+  const Phase& phase = self->cta->named;
+  const uint64_t number = phase.number;
+  named_arrive(threads);
+  wait(phase, number, "at barrier 1");
+}
+
 int64_t clock() { return cycles += kClockStep; }
 
 void load_words_if(bool in, const void* p, int count, unsigned* const (&words)[4]) {

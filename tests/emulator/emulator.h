@@ -37,6 +37,7 @@ struct Cta {
   dim3 threads, grid;
   char* memory;  // static shared memory, then dynamic
   Phase phase;
+  Phase named;  // of barrier 1
   bool any[2];  // of __syncthreads_or, in even and odd phases
 };
 
@@ -145,6 +146,16 @@ inline void load_if(unsigned& x, unsigned& y, const void* p, bool in) { load_wor
 inline void load_if(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const void* p, bool in) {
   load_words_if(in, p, 4, {&x, &y, &z, &w});
 }
+inline void store_if(float* p, float v, bool in) {
+  if (in) *p = v;
+}
+inline void store_if(float2* p, float x, float y, bool in) {
+  if (!in) return;
+  check_alignment(p, sizeof(*p));
+  *p = {x, y};
+}
+void named_arrive(int threads);
+void named_sync(int threads);
 void thread_number(uint32_t& number);
 void cluster_rank(uint32_t& rank);
 void cluster_size(uint32_t& size);
