@@ -363,7 +363,13 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     }
   }
   __device__ __forceinline__ static void finish_row(const Args& a, int64_t row) {
-    if constexpr (Gradient) record(a, row, row_values().logit, row_values().weight, row_values().total);
+    record(a, row, row_values().logit, row_values().weight, row_values().total);
+  }
+  __device__ __forceinline__ static void finalize_and_finish(const Args& a, int64_t row, Scalars& sc,
+                                                             const State& st, bool leader) {
+    const Total total = add_target(sc.logit, st);
+    if (leader) record(a, row, sc.logit, row_values().weight, total);
+    prepare(sc, total, row_values().grad);
   }
   __device__ __forceinline__ static Total add_target(float logit, const State& others) {
     const float m = fmaxf(others.m, logit), r = State::reference(m);

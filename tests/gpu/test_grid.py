@@ -100,6 +100,7 @@ RARE = (
     ("rmsnorm_forward", 20, {"rows": 20000}),
     ("cross_entropy_forward_dx", 150, {}),
     ("cross_entropy_forward", 150, {"batch_invariant": True}),
+    ("cross_entropy_forward", 300, {"rows": 2000}),
     ("softmax_forward", 6500, {"algorithm": "register"}),
     ("rmsnorm_forward", 1024, {"algorithm": "medium"}),
     ("rmsnorm_forward", 6500, {"algorithm": "medium"}),
