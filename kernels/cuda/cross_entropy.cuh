@@ -406,7 +406,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, weight);
     store_if(a.row_losses, static_cast<float2*>(a.row_losses) + row, make_float2(loss, weight));
     store_if(a.loss, static_cast<float*>(a.loss) + row * a.loss_stride,
-             a.divisor ? loss / load_divisor(a) : loss);
+             a.loss && a.divisor ? loss / load_divisor(a) : loss);
     store_if(a.log_sum, static_cast<float*>(a.log_sum) + row * a.log_sum_stride,
              a.sums ? SavedSum::of(total.sum, total.others, confident).bits : log_sum);
     store_if(a.max, static_cast<float*>(a.max) + row * a.max_stride, a.log_sum ? total.m : total.m + log_sum);
