@@ -8,6 +8,7 @@ from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
 from ._gradients import apply_of, function, refuse_outer_gradients
 from ._operators_gen import REDUCTIONS
+from ._sharding import classes_are_sharded
 
 _NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
 _THIRD = "class weights, which are third in torch, are weight="
@@ -49,12 +50,23 @@ def _check(name, tensor, target, x, shapes, per_row):
         raise RuntimeError(f"{name} is on {tensor.device}, expected {x.device} as x; move one of them")
 
 
+def _refuse_slices(name, logits):
+    """DTensor would choose among the classes of a slice by an index into all."""
+    if classes_are_sharded(logits):
+        raise NotImplementedError(
+            f"{name} is a DTensor whose classes are sharded, expected all classes of a row on each rank; "
+            "redistribute it, or call cross_entropy without lse_partial and target_logit, which takes slices"
+        )
+
+
 @torch.compiler.disable
 def with_target_logit(x, target, target_logit, weight, ignore_index):
     """The loss and the log-sum-exp of each row, without a gradient."""
     check_inputs("cross_entropy", {"x": x, "target": target})
     leading = tuple(target.shape)
     _check("target_logit", target_logit, target, x, f"{leading}, or one dimension more", True)
+    if target_logit.ndim > target.ndim:
+        _refuse_slices("target_logit", target_logit)
     if weight is not None:
         logits = target_logit
         if logits.ndim == target.ndim:
@@ -99,5 +111,6 @@ def with_lse_partial(x, target, lse_partial, weight, ignore_index, reduction, in
     """The loss of rows whose log-sum-exp is that of the rows of lse_partial."""
     check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
     _check("lse_partial", lse_partial, target, x, f"{tuple(target.shape)} and one dimension more", False)
+    _refuse_slices("x", x)
     refuse_outer_gradients("cross_entropy with lse_partial", x)
     return _apply(x, lse_partial.detach(), target, weight, ignore_index, reduction, inplace_backward)

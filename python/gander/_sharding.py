@@ -34,6 +34,10 @@ def rows_are_sharded(x) -> bool:
     return isinstance(x, _DTensor) and any(map(_is_shard, x.placements))
 
 
+def classes_are_sharded(x) -> bool:
+    return isinstance(x, _DTensor) and any(placement.is_shard(x.ndim - 1) for placement in x.placements)
+
+
 def _is_shard(placement):
     return not (placement.is_replicate() or placement.is_partial())
 

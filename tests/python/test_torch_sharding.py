@@ -212,6 +212,21 @@ def test_sharded_rows_are_refused(mesh, local):
         gander.rmsnorm(place(torch.rand(4, 4 * N), mesh, Replicate()), place(weight, mesh, Shard(0)))
 
 
+def test_logits_in_slices_with_the_sums_of_others_are_refused(mesh, local):
+    x, _, target = local
+    columns, rows = place(x, mesh, Shard(2)), place(torch.rand(4, 3, 4 * N), mesh, Replicate())
+    targets, partial = (place(tensor, mesh, Replicate()) for tensor in (target, torch.randn(4, 3, 2)))
+    for name, call in (
+        ("x", lambda: gander.cross_entropy(columns, targets, lse_partial=partial)),
+        ("target_logit", lambda: gander.cross_entropy_fwd(rows, targets, target_logit=columns)),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{name} is a DTensor whose classes are sharded"):
+            call()
+    loss = gander.cross_entropy(rows, targets, lse_partial=partial, reduction="none")
+    want = gander.cross_entropy(rows.to_local(), target, lse_partial=partial.to_local(), reduction="none")
+    check(loss, want, Replicate())
+
+
 MASKS = [  # the mask's shape, and its placement if dimension 0, or 1, of x is sharded
     ((4, 3, N), Shard(0), Shard(1)),
     ((4, 1, N), Shard(0), Replicate()),
