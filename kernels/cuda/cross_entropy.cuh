@@ -33,8 +33,8 @@ __device__ __forceinline__ int64_t column_of(const CrossEntropyArgs& a, int64_t 
   return target != a.ignore_index && is_column(a, target) ? target : kNoTarget;
 }
 
-// outside: the weight of a row whose target is not a column. Each branch would delay the warp of the thread
-// that computes this: there is one, for class weights.
+// outside: the weight of a row whose target is not a column. Each branch delays the warp of the thread that
+// computes this, so only class weights have one.
 template <bool Optional>
 __device__ __forceinline__ Label label(const CrossEntropyArgs& a, int64_t target, float outside = kNaN) {
   const int64_t column = column_of(a, target);

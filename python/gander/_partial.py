@@ -8,7 +8,7 @@ from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
 from ._gradients import apply_of, function, refuse_outer_gradients
 from ._operators_gen import REDUCTIONS
-from ._sharding import classes_are_sharded
+from ._sharding import dimensions_of_classes, is_dtensor
 
 _NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
 _THIRD = "class weights, which are third in torch, are weight="
@@ -52,7 +52,7 @@ def _check(name, tensor, target, x, shapes, per_row):
 
 def _refuse_slices(name, logits):
     """DTensor would choose among the classes of a slice by an index into all."""
-    if classes_are_sharded(logits):
+    if is_dtensor(logits) and dimensions_of_classes(logits):
         raise NotImplementedError(
             f"{name} is a DTensor whose classes are sharded, expected all classes of a row on each rank; "
             "redistribute it, or call cross_entropy without lse_partial and target_logit, which takes slices"

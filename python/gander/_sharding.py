@@ -34,8 +34,9 @@ def rows_are_sharded(x) -> bool:
     return isinstance(x, _DTensor) and any(map(_is_shard, x.placements))
 
 
-def classes_are_sharded(x) -> bool:
-    return isinstance(x, _DTensor) and any(placement.is_shard(x.ndim - 1) for placement in x.placements)
+def dimensions_of_classes(x) -> list[int]:
+    """The dimensions of the mesh over which the last dimension of a DTensor is sharded."""
+    return [dim for dim, placement in enumerate(x.placements) if placement.is_shard(x.ndim - 1)]
 
 
 def _is_shard(placement):
@@ -154,7 +155,7 @@ def cross_entropy_of_slices(given):
     x = given[0]
     if not is_dtensor(x):
         return None
-    on = [dim for dim, placement in enumerate(x.placements) if placement.is_shard(x.ndim - 1)]
+    on = dimensions_of_classes(x)
     if len(on) != 1 or any(placement.is_partial() for placement in x.placements):
         return None  # the rule refuses it
     from torch._subclasses.fake_tensor import is_fake
