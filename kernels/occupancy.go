@@ -54,6 +54,7 @@ var occupancy = []struct {
 	{threads: 1280, ops: []Op{SoftmaxForward, SoftmaxBackward, SoftmaxClear}, layout: unaligned},
 	{threads: 1024, layout: unaligned},
 	{threads: 1024, ops: []Op{RMSNormBackward}},
+	{threads: 1536, ops: []Op{CrossEntropyForward}, vectors: limits{5, 5}},
 	{threads: 1024, vectors: limits{5, 16}},
 	{threads: 1280, ops: []Op{CrossEntropyBackward, Rescale}},
 	{threads: 1280, ops: []Op{SoftmaxForward}, shapes: []Shape{Apply}, types: []DType{Float32}},

@@ -233,18 +233,22 @@ var (
 		RMSNormForward: {{64, 4}, {128, 4}, {256, 4}, {512, 2}, {1024, 8}},
 		// The last is for devices without clusters.
 		CrossEntropyForwardDX: {{32, 6}, {32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
-		// Longer rows stream: Partial, Apply.
-		CrossEntropyForward: {{32, 6}, {32, 8}, {128, 2}, {512, 1}, {128, 4}, {256, 4}, {512, 4}, {512, 8}},
+		// Longer rows take clusters, or stream: Partial, Apply.
+		CrossEntropyForward: {{32, 6}, {32, 8}, {128, 2}, {512, 1}, {128, 4}, {256, 4}, {512, 4}, {512, 5},
+			{512, 8}},
 		// Two inputs: half the vectors of each. RMSNorm's weights leave no registers for four of each.
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
 	}
+	// With ten vectors in 64 registers most rows of a vocabulary's length are in flight. Which of eight to ten
+	// leave the fewest threads idle depends on the length.
 	inClusters = map[Op][]tile{
-		SoftmaxForward:        {{256, 4}, {512, 8}},
-		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {1024, 8}}, // GridCooperative has no tiles for the longest
+		SoftmaxForward: {{256, 4}, {512, 8}, {512, 10}},
+		// GridCooperative has no tiles for the longest.
+		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {512, 10}, {1024, 8}},
 		RMSNormForward:        {{256, 2}},
-		CrossEntropyForward:   {{256, 4}, {512, 4}}, // few rows; many rows stream
-		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 4}, {1024, 4}},
+		CrossEntropyForward:   {{256, 4}, {512, 4}, {512, 10}},
+		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 5}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {1024, 2}},
 	}
 
@@ -278,8 +282,18 @@ var (
 	}
 	sameOffsetsInClusters = map[Op][]tile{
 		SoftmaxForward:        {{256, 8}, {512, 8}},
-		CrossEntropyForwardDX: {{256, 8}, {512, 8}},
-		SoftmaxBackward:       {{256, 4}, {512, 4}},
+		CrossEntropyForwardDX: {{256, 8}, {512, 9}, {512, 10}},
+		CrossEntropyForward:   {{512, 10}},
+		SoftmaxBackward:       {{256, 4}, {512, 5}},
+	}
+
+	// What tiles of clusters need registers for that only other types leave: softmax of float32 keeps
+	// exponentials, unaligned vectors of eight elements are stored element by element.
+	spilled = map[Op]map[layout]map[DType][]tile{
+		SoftmaxForward: {aligned: {Float32: {{512, 10}}}},
+		CrossEntropyForwardDX: {sameOffset: {
+			Float16: {{512, 10}}, BFloat16: {{512, 10}}, Float32: {{512, 9}}, // ten serve as well
+		}},
 	}
 
 	// Clusters are faster than these tiles. So these are compiled only for architectures without clusters.
@@ -446,6 +460,13 @@ func (t *tableOf) addUnaligned(like Variant, mixed, same []tile) {
 	}
 }
 
+// fitting returns the tiles of clusters for which the element type leaves registers.
+func (t *tableOf) fitting(op Op, l layout, tiles []tile) []tile {
+	return slices.DeleteFunc(slices.Clone(tiles), func(p tile) bool {
+		return slices.Contains(spilled[op][l][t.x], p)
+	})
+}
+
 // addChunks adds the kernels whose CTAs each process a chunk of a row.
 func (t *tableOf) addChunks(op Op, s Shape, vectors int) {
 	t.add(Variant{Op: op, Shape: s}, tile{ChunkThreads, vectors})
@@ -468,8 +489,8 @@ func (t *tableOf) addRows(op Op) {
 		t.add(Variant{Op: op, Shape: Loop}, loops...)
 	}
 	t.addUnaligned(rows, tilesOf(op, mixedOf, mixed), sameOffsets[op])
-	t.add(clusters, inClusters[op]...)
-	t.addUnaligned(clusters, mixedInClusters[op], sameOffsetsInClusters[op])
+	t.add(clusters, t.fitting(op, aligned, inClusters[op])...)
+	t.addUnaligned(clusters, mixedInClusters[op], t.fitting(op, sameOffset, sameOffsetsInClusters[op]))
 	vectors := 4 / op.Inputs()
 	t.addChunks(op, Partial, vectors)
 	if op == CrossEntropyForward {

@@ -43,8 +43,8 @@ func everyRequest(f func(request)) {
 	lengths := []int64{
 		1, 3, 7, 8, 31, 40, 64, 80, 96, 101, 127, 128, 192, 256, 501, 512, 513, 768, 1000, 1024, 1025, 1536, 1801,
 		2048, 2049,
-		2560, 3072, 3501, 4096, 4097, 5120, 6144, 7001, 8192, 8193, 11008, 12288, 15001, 16384, 20480, 24577, 30001,
-		32768, 40960, 50257, 65536,
+		2560, 3072, 3501, 4096, 4097, 5120, 6144, 7001, 7168, 8192, 8193, 11008, 12288, 14336, 15001, 16384, 20480,
+		24577, 30001, 32768, 40960, 50257, 65536,
 		100001, 131072, 151936, 262144, 300001, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 25, 1<<31 + 8,
 	}
 	for _, m := range []int64{1, 8192, 1 << 20} {
@@ -419,7 +419,8 @@ func TestPlanRegimes(t *testing.T) {
 		{"sm120", request{op: kernels.CrossEntropyForwardDX, m: 4000, n: 300000}, "rows"},
 		{"sm120", request{op: kernels.RMSNormForward, m: 32768, n: 32768}, "staged"},
 		{"h100", request{op: kernels.CrossEntropyForwardDX, m: 4000, n: 1 << 20}, "rows"},
-		{"h100", request{op: kernels.CrossEntropyForward, m: 8192, n: 128256}, "partial"},
+		{"h100", request{op: kernels.CrossEntropyForward, m: 8192, n: 128256}, "rows"},
+		{"h100", request{op: kernels.CrossEntropyForward, m: 8192, n: 262144}, "partial"},
 		{"h100", request{op: kernels.CrossEntropyForward, m: 4, n: 256, total: true}, "rows"},
 		{"h100", request{op: kernels.CrossEntropyForward, m: 32768, n: 256, total: true}, "rows + finish"},
 		{"h100", request{op: kernels.RMSNormBackward, m: 32768, n: 256, dw: true}, "lanes + finish"},

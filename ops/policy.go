@@ -34,7 +34,7 @@ func (q *query) meant(row *policy.Row) bool {
 		return false
 	case m < row.From.On(sms), row.Below.N > 0 && m >= row.Below.On(sms):
 		return false
-	case row.NoClusters && q.maxCluster > 1, row.SixteenBit && q.x.Size() != 2,
+	case row.NoClusters && q.maxCluster > 1, row.Bits > 0 && row.Bits != 8*q.x.Size(),
 		row.WideWeights && !q.wideWeights:
 		return false
 	}

@@ -100,7 +100,7 @@ func (r *Row) literal() string {
 	add(r.MaxKiB > 0, "MaxKiB: %d", r.MaxKiB)
 	add(r.NoClusters, "NoClusters: true")
 	add(r.OneWave, "OneWave: true")
-	add(r.SixteenBit, "SixteenBit: true")
+	add(r.Bits > 0, "Bits: %d", r.Bits)
 	add(r.WideWeights, "WideWeights: true")
 	add(true, "Regime: %s", regimeIdentifiers[r.Regime])
 	add(r.Threads > 0, "Threads: %d", r.Threads)

@@ -105,7 +105,7 @@ type Row struct {
 	MaxKiB      int64  // and at most so many; 0 for no limit
 	NoClusters  bool   // for devices without clusters
 	OneWave     bool   // where all CTAs are resident at once
-	SixteenBit  bool   // for 16-bit rows
+	Bits        int64  // for elements of so many bits, 16 or 32; 0 for any
 	WideWeights bool   // for 16-bit rows with float32 weights
 
 	Regime           Regime

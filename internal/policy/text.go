@@ -218,7 +218,9 @@ func ParseRow(line string) (r Row, err error) {
 		case "one-wave":
 			r.OneWave = true
 		case "16-bit":
-			r.SixteenBit = true
+			r.Bits = 16
+		case "32-bit":
+			r.Bits = 32
 		case "wide-weights":
 			r.WideWeights = true
 		case "ratio":
@@ -227,7 +229,7 @@ func ParseRow(line string) (r Row, err error) {
 			r.RunnerUp = value
 		default:
 			err = fmt.Errorf("%q is none of ctas, per-sm, stages, kib-per-sm, no-clusters, "+
-				"one-wave, 16-bit, wide-weights, ratio, next", name)
+				"one-wave, 16-bit, 32-bit, wide-weights, ratio, next", name)
 		}
 		if err != nil {
 			return r, err
@@ -312,7 +314,7 @@ func (r *Row) fields() []string {
 	add(r.MinKiB > 0, "kib-per-sm=%d..%d", r.MinKiB, r.MaxKiB)
 	add(r.NoClusters, "no-clusters")
 	add(r.OneWave, "one-wave")
-	add(r.SixteenBit, "16-bit")
+	add(r.Bits > 0, "%d-bit", r.Bits)
 	add(r.WideWeights, "wide-weights")
 	add(r.Ratio > 0, "ratio=%.3g", r.Ratio)
 	add(r.RunnerUp != "", "next=%s", r.RunnerUp)
