@@ -42,7 +42,7 @@ var occupancy = []struct {
 	{threads: 1280, ops: []Op{CrossEntropyForwardDX}, types: []DType{Float32}, layout: aligned,
 		rows: limits{1, 128}, vectors: limits{1, 4}},
 	{threads: 1280, ops: []Op{CrossEntropyForward}, layout: aligned, rows: limits{1, 32},
-		vectors: limits{4, 4}},
+		vectors: limits{4, 6}},
 	{threads: 1280, shapes: []Shape{InRegisters}, ops: []Op{SoftmaxForward}, types: []DType{Float16, BFloat16},
 		layout: aligned, rows: limits{256, 256}, vectors: limits{4, 4}},
 	{threads: 1280, ops: []Op{RMSNormForward}, layout: aligned, vectors: limits{1, 4}},

@@ -234,8 +234,8 @@ var (
 		// The last is for devices without clusters.
 		CrossEntropyForwardDX: {{32, 6}, {32, 8}, {128, 4}, {256, 4}, {512, 4}, {512, 8}, {1024, 8}},
 		// Longer rows take clusters, or stream: Partial, Apply.
-		CrossEntropyForward: {{32, 6}, {32, 8}, {128, 2}, {512, 1}, {128, 4}, {256, 4}, {512, 4}, {512, 5},
-			{512, 8}},
+		CrossEntropyForward: {{32, 6}, {32, 8}, {128, 2}, {512, 1}, {128, 4}, {256, 4}, {512, 3}, {512, 4},
+			{512, 5}, {512, 8}},
 		// Two inputs: half the vectors of each. RMSNorm's weights leave no registers for four of each.
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
@@ -247,7 +247,7 @@ var (
 		// GridCooperative has no tiles for the longest.
 		CrossEntropyForwardDX: {{256, 4}, {512, 8}, {512, 10}, {1024, 8}},
 		RMSNormForward:        {{256, 2}},
-		CrossEntropyForward:   {{256, 4}, {512, 4}, {512, 10}},
+		CrossEntropyForward:   {{256, 4}, {512, 10}},
 		SoftmaxBackward:       {{256, 2}, {256, 4}, {512, 5}, {1024, 4}},
 		RMSNormBackward:       {{256, 2}, {1024, 2}},
 	}
@@ -287,15 +287,6 @@ var (
 		SoftmaxBackward:       {{256, 4}, {512, 5}},
 	}
 
-	// What tiles of clusters need registers for that only other types leave: softmax of float32 keeps
-	// exponentials, unaligned vectors of eight elements are stored element by element.
-	spilled = map[Op]map[layout]map[DType][]tile{
-		SoftmaxForward: {aligned: {Float32: {{512, 10}}}},
-		CrossEntropyForwardDX: {sameOffset: {
-			Float16: {{512, 10}}, BFloat16: {{512, 10}}, Float32: {{512, 9}}, // ten serve as well
-		}},
-	}
-
 	// Clusters are faster than these tiles. So these are compiled only for architectures without clusters.
 	clusterless = map[Op]map[layout][]tile{
 		SoftmaxForward:        {unaligned: {{768, 4}}, sameOffset: {{512, 8}}},
@@ -310,7 +301,7 @@ var (
 	sameOffsetStream = tile{ChunkThreads, 8}
 
 	// RMSNorm of short rows: from the second row on the weights come from L1.
-	loops = []tile{{8, 2}, {8, 3}, {8, 4}, {16, 4}}
+	loops = []tile{{4, 3}, {8, 2}, {8, 3}, {8, 4}, {16, 4}, {32, 4}}
 
 	// RMSNorm of long rows, through the shared memory of a CTA or of a cluster.
 	staged           = []tile{{512, 8}, {1024, 8}}
@@ -402,6 +393,23 @@ type tableOf struct {
 	variants []Variant
 }
 
+// leftOut tells whether a kernel is not compiled for its element type.
+func leftOut(v *Variant) bool {
+	wide := v.Family.DType() == Float32
+	switch p := (tile{v.RowThreads, v.Vectors}); {
+	case v.Shape == Loop && (p == tile{4, 3} || p == tile{32, 4}),
+		v.Op == CrossEntropyForward && v.Shape == InRegisters && (p == tile{512, 3} || p == tile{512, 5}):
+		return wide // measured for 16-bit rows
+	case v.Op == SoftmaxForward && v.Cluster && p == tile{512, 10}:
+		return wide // the exponentials that it keeps would spill
+	case v.Op == CrossEntropyForwardDX && v.SameOffset && p == tile{512, 10}:
+		return !wide // it would spill: vectors at a row's ends are stored element by element
+	case v.Op == CrossEntropyForwardDX && v.SameOffset && p == tile{512, 9}:
+		return wide // ten are faster
+	}
+	return false
+}
+
 // add appends a kernel for each tile.
 func (t *tableOf) add(like Variant, tiles ...tile) {
 	for _, p := range tiles {
@@ -424,7 +432,9 @@ func (t *tableOf) add(like Variant, tiles ...tile) {
 			slices.Contains(clusterless[v.Op][layoutOf(&v)], p)
 		v.Resident = resident(&v)
 		v.Symbol = v.symbol()
-		t.variants = append(t.variants, v)
+		if !leftOut(&v) {
+			t.variants = append(t.variants, v)
+		}
 	}
 }
 
@@ -460,13 +470,6 @@ func (t *tableOf) addUnaligned(like Variant, mixed, same []tile) {
 	}
 }
 
-// fitting returns the tiles of clusters for which the element type leaves registers.
-func (t *tableOf) fitting(op Op, l layout, tiles []tile) []tile {
-	return slices.DeleteFunc(slices.Clone(tiles), func(p tile) bool {
-		return slices.Contains(spilled[op][l][t.x], p)
-	})
-}
-
 // addChunks adds the kernels whose CTAs each process a chunk of a row.
 func (t *tableOf) addChunks(op Op, s Shape, vectors int) {
 	t.add(Variant{Op: op, Shape: s}, tile{ChunkThreads, vectors})
@@ -489,8 +492,8 @@ func (t *tableOf) addRows(op Op) {
 		t.add(Variant{Op: op, Shape: Loop}, loops...)
 	}
 	t.addUnaligned(rows, tilesOf(op, mixedOf, mixed), sameOffsets[op])
-	t.add(clusters, t.fitting(op, aligned, inClusters[op])...)
-	t.addUnaligned(clusters, mixedInClusters[op], t.fitting(op, sameOffset, sameOffsetsInClusters[op]))
+	t.add(clusters, inClusters[op]...)
+	t.addUnaligned(clusters, mixedInClusters[op], sameOffsetsInClusters[op])
 	vectors := 4 / op.Inputs()
 	t.addChunks(op, Partial, vectors)
 	if op == CrossEntropyForward {

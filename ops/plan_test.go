@@ -56,7 +56,7 @@ func everyRequest(f func(request)) {
 	for _, op := range rowOps {
 		for x := kernels.Float16; x <= kernels.Float32; x++ {
 			for _, n := range lengths {
-				for _, m := range []int64{1, 2, 4, 16, 128, 1000, 32768, 1 << 20} {
+				for _, m := range []int64{1, 2, 4, 16, 128, 1000, 8192, 32768, 1 << 20} {
 					for _, unaligned := range []bool{false, true} {
 						r := request{op: op, x: x, m: m, n: n}
 						switch {

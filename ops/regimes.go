@@ -167,14 +167,14 @@ func (q *query) persistentCTAs(v *kernels.Variant, row *policy.Row) int64 {
 }
 
 // persistentLoop launches a persistent grid in which parts of warps loop over rows. It serves more rows than
-// the grid processes at a time.
+// the grid processes at a time, or where the policy's row says one wave, no more than that.
 func persistentLoop(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.Loop, row, false)
 	if v == nil || q.vectors > v.Capacity() {
 		return nil
 	}
 	resident := q.persistentCTAs(v, row)
-	if ceil(q.expected(), v.RowsPerCTA()) <= resident {
+	if once := ceil(q.expected(), v.RowsPerCTA()) <= resident; once != row.OneWave {
 		return nil
 	}
 	p := q.begin()
