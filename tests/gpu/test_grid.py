@@ -80,6 +80,7 @@ RARE = (
     ("rmsnorm_backward_dw", 1000, {"algorithm": "medium", "odd": True}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "cluster"}),
     ("rmsnorm_backward_dw", 1000, {"algorithm": "cluster", "odd": True}),
+    ("rmsnorm_backward_dw", 400, {}),
     ("rmsnorm_backward_dw", 1000, {"rows": 4500}),  # several rounds of the ring buffers of two CTAs
     ("rmsnorm_backward_dw", 1000, {"rows": 4500, "odd": True}),
     ("rmsnorm_backward_dw", 65536, {}),
