@@ -240,8 +240,8 @@ var (
 		SoftmaxBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}, {1024, 4}},
 		RMSNormBackward: {{128, 2}, {256, 2}, {512, 2}, {1024, 2}},
 	}
-	// With ten vectors in 64 registers most rows of a vocabulary's length are in flight. Which of eight to ten
-	// leave the fewest threads idle depends on the length.
+	// Ten vectors fit into 64 registers, so that more rows of a vocabulary's length are in flight. Whether eight
+	// or ten leave fewer threads idle depends on the length.
 	inClusters = map[Op][]tile{
 		SoftmaxForward: {{256, 4}, {512, 8}, {512, 10}},
 		// GridCooperative has no tiles for the longest.
@@ -399,11 +399,11 @@ func leftOut(v *Variant) bool {
 	switch p := (tile{v.RowThreads, v.Vectors}); {
 	case v.Shape == Loop && (p == tile{4, 3} || p == tile{32, 4}),
 		v.Op == CrossEntropyForward && v.Shape == InRegisters && (p == tile{512, 3} || p == tile{512, 5}):
-		return wide // measured for 16-bit rows
+		return wide // only 16-bit rows were measured
 	case v.Op == SoftmaxForward && v.Cluster && p == tile{512, 10}:
 		return wide // the exponentials that it keeps would spill
 	case v.Op == CrossEntropyForwardDX && v.SameOffset && p == tile{512, 10}:
-		return !wide // it would spill: vectors at a row's ends are stored element by element
+		return !wide // it would spill
 	case v.Op == CrossEntropyForwardDX && v.SameOffset && p == tile{512, 9}:
 		return wide // ten are faster
 	}

@@ -34,8 +34,7 @@ func (q *query) meant(row *policy.Row) bool {
 		return false
 	case m < row.From.On(sms), row.Below.N > 0 && m >= row.Below.On(sms):
 		return false
-	case row.NoClusters && q.maxCluster > 1, row.Bits > 0 && row.Bits != 8*q.x.Size(),
-		row.WideWeights && !q.wideWeights:
+	case row.NoClusters && q.maxCluster > 1, !row.TakesType(q.x), row.WideWeights && !q.wideWeights:
 		return false
 	}
 	size := q.m * q.vectors * 16

@@ -122,5 +122,8 @@ type Row struct {
 // Takes tells whether an algorithm may take the row.
 func (r *Row) Takes(algorithm int32) bool { return r.For>>uint32(algorithm)&1 != 0 }
 
+// TakesType tells whether the row is for elements of that type.
+func (r *Row) TakesType(x kernels.DType) bool { return r.Bits == 0 || r.Bits == 8*x.Size() }
+
 // Rows returns the choices for a request, in order.
 func Rows(d Device, op Operator, x kernels.DType, l Layout) []Row { return tables[d][op][x][l] }

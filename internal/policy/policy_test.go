@@ -86,7 +86,7 @@ func TestEveryTileIsCompiled(t *testing.T) {
 	for _, k := range f.Keys() {
 		for _, line := range f.Lists[k] {
 			r := line.Row
-			if r.Threads > 0 && (r.Bits == 0 || r.Bits == 8*k.Type.Size()) {
+			if r.Threads > 0 && r.TakesType(k.Type) {
 				want := kernel{
 					kernelOps[k.Operator], k.Type, k.Layout == Aligned, r.Threads, r.Vectors, r.RowsPerStep,
 				}
