@@ -109,6 +109,10 @@ int32_t gander_begin(const char* function, const gander_input* inputs, size_t co
 }
 
 int32_t gander_end(const gander_input* inputs, size_t count, int32_t status) {
+  /* A deleter may call the library, and fail. The message that remains is this call's. */
+  char* text = status != GANDER_OK && keyed ? pthread_getspecific(last_error) : NULL;
+  char message[CAPACITY];
+  if (text) strcpy(message, text);
   for (size_t i = 0; i < count; ++i) {
     DLManagedTensorVersioned* m = inputs[i].tensor;
     /* A tensor that is passed as two inputs must be deleted only once. */
@@ -117,6 +121,7 @@ int32_t gander_end(const gander_input* inputs, size_t count, int32_t status) {
     }
     if (m && m->deleter) m->deleter(m);
   }
+  if (text) strcpy(text, message);
   return status;
 }
 

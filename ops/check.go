@@ -3,6 +3,7 @@ package ops
 import (
 	"errors"
 	"fmt"
+	"math"
 	"strconv"
 	"strings"
 
@@ -103,6 +104,18 @@ type span struct {
 func (k *check) fail(s Status, format string, args ...any) {
 	if k.err == nil {
 		k.err = &Error{s, k.op + ": " + fmt.Sprintf(format, args...)}
+	}
+}
+
+// finite checks an option that is a number. Rows of any type but float64 are computed in float32, which must
+// hold it.
+func (k *check) finite(name string, v float64) {
+	switch {
+	case math.IsNaN(v) || math.IsInf(v, 0):
+		k.fail(StatusOption, "%s is %v, expected a finite number", name, v)
+	case math.IsInf(float64(float32(v)), 0) && k.spans[0].dtype != kernels.Float64:
+		k.fail(StatusOption, "%s is %v, expected a number that float32 holds, at most %g; only float64 tensors "+
+			"have a larger one", name, v, float32(math.MaxFloat32))
 	}
 }
 

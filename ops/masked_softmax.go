@@ -1,20 +1,12 @@
 package ops
 
 import (
-	"math"
 	"unsafe"
 
 	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/kernels/cpu"
 )
-
-// multiplier checks the option scale.
-func (k *check) multiplier(scale float64) {
-	if math.IsNaN(scale) || math.IsInf(scale, 0) {
-		k.fail(StatusOption, "scale is %v, expected a finite number", scale)
-	}
-}
 
 // causal adds the mask of the option causal.
 func (k *check) causal(m *kernels.Mask) {
@@ -26,14 +18,14 @@ func (k *check) causal(m *kernels.Mask) {
 }
 
 func (a *maskedSoftmaxForward) refuse(k *check) {
-	k.multiplier(a.Scale)
+	k.finite("scale", a.Scale)
 	if a.Causal {
 		k.causal(&a.Mask)
 	}
 }
 
 func (a *maskedSoftmaxBackward) refuse(k *check) {
-	k.multiplier(a.Scale)
+	k.finite("scale", a.Scale)
 	if a.Causal {
 		k.causal(&a.Mask)
 	}

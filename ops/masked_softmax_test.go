@@ -336,6 +336,8 @@ func TestMaskedSoftmaxRefusals(t *testing.T) {
 	}{
 		{func(o *ops.MaskedSoftmaxForward) { o.Scale = math.NaN() }, ops.StatusOption,
 			"scale is NaN, expected a finite number"},
+		{func(o *ops.MaskedSoftmaxForward) { o.Scale = -1e39 }, ops.StatusOption,
+			"scale is -1e+39, expected a number that float32 holds"},
 		{func(o *ops.MaskedSoftmaxForward) { o.Mask = bools(3, 3) }, ops.StatusShape,
 			"mask has shape (3, 3), expected one that broadcasts to (2, 3, 2, 3, 4), the shape of x"},
 		{func(o *ops.MaskedSoftmaxForward) { o.Mask = bools(1, 2, 3, 2, 3, 4) }, ops.StatusShape,

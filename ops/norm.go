@@ -44,6 +44,7 @@ func (k *check) epsilon(eps float64) {
 	if !(eps >= 0) || math.IsInf(eps, 1) {
 		k.fail(StatusOption, "eps is %v, expected a finite number of 0 or more", eps)
 	}
+	k.finite("eps", eps)
 }
 
 // onlyAuto refuses the choice of an algorithm for an RMSNorm that has no other than Auto. what makes it one.

@@ -282,6 +282,8 @@ func TestRefusals(t *testing.T) {
 			"eps is -1, expected a finite number of 0 or more"},
 		{"rmsnorm_forward", func(a *operands) { a.eps = math.NaN() }, ops.StatusOption, "eps is NaN"},
 		{"rmsnorm_forward", func(a *operands) { a.eps = math.Inf(1) }, ops.StatusOption, "eps is +Inf"},
+		{"rmsnorm_forward", func(a *operands) { a.eps = 1e39 }, ops.StatusOption,
+			"eps is 1e+39, expected a number that float32 holds, at most 3.4028235e+38"},
 		{"rmsnorm_backward", func(a *operands) { a.weight = nil }, ops.StatusOption,
 			"dw is given without a weight, expected NULL; pass the weight or drop dw"},
 		{"cross_entropy_forward", func(a *operands) { a.o.Reduction = 3 }, ops.StatusOption,

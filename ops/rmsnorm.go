@@ -88,11 +88,10 @@ var noOffset = math.Copysign(0, -1)
 
 // weightOffset checks the option and returns the number to add to each weight.
 func (k *check) weightOffset(offset float64, weight kernels.Vector) float64 {
+	k.finite("weight_offset", offset)
 	switch {
 	case offset == 0:
 		return noOffset
-	case math.IsNaN(offset) || math.IsInf(offset, 0):
-		k.fail(StatusOption, "weight_offset is %v, expected a finite number", offset)
 	case !weight.Present():
 		k.fail(StatusOption, "weight_offset is %v without a weight, expected 0; pass the weight or drop "+
 			"weight_offset", offset)

@@ -206,4 +206,8 @@ func TestRMSNormWeightOffset(t *testing.T) {
 	require.ErrorContains(t, err, "weight_offset is 1 without a weight, expected 0")
 	err = ops.RMSNormForward{X: x, Weight: w, Y: y, WeightOffset: math.NaN()}.Run(nil)
 	require.ErrorContains(t, err, "weight_offset is NaN, expected a finite number")
+	err = ops.RMSNormForward{X: x, Weight: w, Y: y, WeightOffset: -1e39}.Run(nil)
+	require.ErrorContains(t, err, "weight_offset is -1e+39, expected a number that float32 holds")
+	x, y, w = empty(t, dlpack.Float64, 1, 4), empty(t, dlpack.Float64, 1, 4), empty(t, dlpack.Float64, 4)
+	require.NoError(t, ops.RMSNormForward{X: x, Weight: w, Y: y, WeightOffset: -1e39}.Run(nil))
 }

@@ -302,6 +302,12 @@ static void test_owned(void) {
   y->deleter(y);
 }
 
+/* A deleter that calls the library, in vain. */
+static void delete_and_fail(DLManagedTensorVersioned* m) {
+  delete_block(m);
+  CHECK(gander_softmax(NULL, NULL, NULL, NULL) == GANDER_ERROR_NULL);
+}
+
 /* After any error, inputs have been released once and outputs are NULL. */
 static void test_owned_refusals(void) {
   block a, b, c, d, e;
@@ -326,6 +332,7 @@ static void test_owned_refusals(void) {
 
   y = junk;
   fill(&a)->managed.dl_tensor.ndim = 0;
+  a.managed.deleter = delete_and_fail;
   REFUSED(gander_softmax(&a.managed, NULL, NULL, &y), GANDER_ERROR_SHAPE, "softmax: x has rank 0");
   CHECK(a.deleted == 1 && y == NULL);
 
