@@ -50,18 +50,18 @@ def trained(name, **changes):
 def test_trains_each_contestant_in_a_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", "stand-in", "--device", "cpu", "--steps", 6, "--out", "a.jsonl"]
-    first = run(*arguments, "--contestants", "torch,liger")
+    first = run(*arguments, "--contestants", "torch,liger,gander+liger")
     assert first.exit_code == 0, first.output
     second = run(*arguments, "--contestants", "torch,gander", "--resume")
     assert second.exit_code == 0, second.output
     found = records.read(Path("a.jsonl"))
-    assert [record["contestant"] for record in found] == ["torch", "liger", "gander"]
+    assert [record["contestant"] for record in found] == ["torch", "liger", "gander+liger", "gander"]
     for record in found:
         assert {"device", "torch", "gander", "commit", "python"} <= set(record["environment"])
         assert record["date"] and (record["batch"], record["sequence"], record["steps"]) == (2, 64, 6)
-    torchs, ligers, ganders = (record["results"][record["contestant"]] for record in found)
+    torchs, ligers, boths, ganders = (record["results"][record["contestant"]] for record in found)
     assert found[0]["versions"] == {"torch": cases.provider_version("torch")}
-    assert "not_run" in ligers
+    assert "not_run" in ligers and "not_run" in boths
     for figures in torchs, ganders:
         assert figures["ms"] > 0 and figures["first_step_s"] > 0 and len(figures["losses"]) == 6
         assert figures["tokens_per_second"] == pytest.approx(2 * 64 / figures["ms"] * 1e3, rel=1e-3)

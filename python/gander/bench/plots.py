@@ -15,6 +15,8 @@ _STYLES = {
     "cudnn": dict(color="tab:purple"),
     "liger-linear": dict(color="tab:brown"),
     "gander-linear": dict(color="tab:pink", linewidth=2),
+    "gander+liger": dict(color="tab:olive", linewidth=2),
+    "gander-linear+liger": dict(color="tab:gray", linewidth=2),
     "gander.compile": dict(color="tab:red", linestyle="--"),
     "gander-linear.compile": dict(color="tab:pink", linestyle="--"),
     "gander-loss.compile": dict(color="tab:red", linestyle=":"),
