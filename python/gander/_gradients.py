@@ -291,6 +291,15 @@ def refuse_tangents(given) -> None:
             raise NotImplementedError(_NO_FORWARD)
 
 
+def refuse_gradients(name, given) -> None:
+    """Raises an error if one of these tensors or None, by argument, wants a gradient that there is none of."""
+    for argument, tensor in given.items():
+        if tensor is not None and tensor.requires_grad and is_grad_enabled():
+            raise NotImplementedError(
+                f"gander: {argument} requires a gradient, but {name} has none for it; detach it"
+            )
+
+
 def _kernel(name, choose, instead):
     """An operator's Autograd kernel."""
     operator, overload, count = TORCH[name], overloads[name], len(tensors(name))
@@ -310,9 +319,7 @@ def _kernel(name, choose, instead):
                     "torch.no_grad()"
                 )
             if operator.saving and argument not in differentiable(name):
-                raise NotImplementedError(
-                    f"gander: {argument} requires a gradient, but {name} has none for it; detach it"
-                )
+                refuse_gradients(name, {argument: tensor})
         return (own if choose is None else choose(own, given))(keyset, *given)
 
     def kernel(keyset, *given):

@@ -378,7 +378,7 @@ def linear_cross_entropy(
     if forward_ad._current_level >= 0:
         refuse_tangents((x, weight, bias))
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = (
             t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
@@ -392,7 +392,8 @@ def linear_cross_entropy(
     if upstream is not None:
         upstream = _expected(upstream, x)
     options = ignore_index, reduction, _chunk_of(chunk, rows.shape[0]), wide
-    if torch._C._are_functorch_transforms_active():  # they need operators that they can differentiate
+    # Transforms need operators that they can differentiate, and logits on meta take no memory.
+    if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)
         loss = _pytorch.cross_entropy(
             logits, labels, weight_ce, divisor, None, ignore_index, reduction, False, False, False

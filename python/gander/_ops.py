@@ -98,6 +98,8 @@ def _check_targets(classes: int, target: Any, ignore_index: int) -> None:
         return
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(bad.any()):
+        if hasattr(bad, "full_tensor"):  # a DTensor cannot be indexed by another; all ranks are here
+            bad, target = bad.full_tensor(), target.full_tensor()
         raise IndexError(
             f"target has the class {int(target[bad][0])}, expected 0 to {classes - 1}, "
             f"or ignore_index = {ignore_index}"

@@ -182,11 +182,18 @@ def cross_entropy_of_slices(given):
             f"gander: cross_entropy: target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, "
             "the leading dimensions of x"
         )
-    target = _local("target", target, rows)
-    weight = _local("weight", values["weight"], [Replicate()] * mesh.ndim)
-    divisor = _local("divisor", values["divisor"], [Replicate()] * mesh.ndim)
+    divisor = values["divisor"]
+    if divisor is not None and reduction == "mean":
+        raise ValueError(
+            "gander: cross_entropy: divisor is given with reduction 'mean', expected 'sum' or 'none', which it "
+            "divides"
+        )
+    target = _local("target", target, mesh, rows)
+    weight = _local("weight", values["weight"], mesh, [Replicate()] * mesh.ndim)
+    divisor = _local("divisor", divisor, mesh, [Replicate()] * mesh.ndim)
+    operands = mine, target, weight, divisor
     loss = distributed.of_mesh(
-        mine, target, weight, mesh, on[0], x.shape[-1], values["ignore_index"], values["reduction"]
+        operands, mesh, on[0], x.shape[-1], values["ignore_index"], values["reduction"]
     )
     if divisor is not None:
         loss = loss / divisor
@@ -201,10 +208,15 @@ def _contiguous(shape):
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _local(name, value, placements):
+def _local(name, value, mesh, placements):
     """This rank's part of an operand. A plain tensor already is that part."""
     if not is_dtensor(value):
         return value
+    if value.device_mesh != mesh:
+        raise ValueError(
+            f"gander: cross_entropy: {name} is on {value.device_mesh}, expected {mesh}, the mesh of x; "
+            "distribute it there"
+        )
     if [*value.placements] != placements:
         raise NotImplementedError(
             f"gander: cross_entropy: {name} has placements {value.placements}, expected {tuple(placements)} "

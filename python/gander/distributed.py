@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _fast, _ops, _pytorch
 from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
-from ._gradients import apply_of, function, refuse_outer_gradients
+from ._gradients import apply_of, function, refuse_gradients, refuse_outer_gradients
 from ._operators_gen import REDUCTIONS, Reduction
 from ._sharding import is_dtensor
 
@@ -84,6 +84,7 @@ def _cross_entropy(x, target, group, weight, ignore_index, reduction, inplace_ba
             )
         if not isinstance(value, Tensor) and (value is not None or name != "weight"):
             raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    refuse_gradients("cross_entropy", {"weight": weight})
     slices = _agreed(x, target, group, weight, ignore_index, code, sizes)
     return of_slices(x, target, weight, slices, ignore_index, code, inplace_backward)
 
@@ -99,11 +100,14 @@ def of_slices(x, target, weight, slices, ignore_index, reduction, inplace_backwa
         raise _pytorch.explained(error) from None
 
 
-def of_mesh(x, target, weight, mesh, dim, classes, ignore_index, reduction) -> Tensor:
+def of_mesh(operands, mesh, dim, classes, ignore_index, reduction) -> Tensor:
     """The loss of this rank's part of a DTensor whose classes are sharded on a dimension of a mesh.
 
-    weight: the weights of all classes. DTensor knows the shapes of all parts, so they are not compared.
+    operands: x, target, the weights of all classes or None, and a divisor or None, which is only checked.
+    DTensor knows the shapes of all parts, so they are not compared.
     """
+    x, target, weight, divisor = operands
+    refuse_gradients("cross_entropy", {"weight": weight, "divisor": divisor})
     group, ranks = mesh.get_group(dim), mesh.size(dim)
     size = -(-classes // ranks)  # as torch.chunk divides them
     sizes = tuple(min(size, max(0, classes - size * rank)) for rank in range(ranks))
@@ -117,7 +121,7 @@ def of_mesh(x, target, weight, mesh, dim, classes, ignore_index, reduction) -> T
         if weight.shape != (classes,):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({classes},)")
         weight = weight[slices.first :][:n]
-    _check(x, target, weight)
+    _check(x, target, weight, divisor)
     return of_slices(x, target, weight, slices, ignore_index, reduction)
 
 
@@ -170,13 +174,14 @@ def _agreed(x, target, group, weight, ignore_index, reduction, sizes) -> Slices:
     return seen[key]
 
 
-def _check(x, target, weight):
+def _check(x, target, weight, divisor=None):
     """Refuses what this rank can see."""
     if x.ndim and x.shape[-1] == 0:  # the operators refuse that
         if weight is not None and weight.shape != (0,):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (0,): x has no columns")
         x, weight = x.new_empty((*x.shape[:-1], 1)), None
-    check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
+    given = {"x": x, "target": target, "weight": weight, "divisor": divisor}
+    check_inputs("cross_entropy", given)
 
 
 def _compared(n, text, group, ranks, device):

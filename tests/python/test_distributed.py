@@ -577,6 +577,50 @@ def test_dtensors_on_two_dimensions():
         on_all(4, _dtensors, (2, 2), (place,), 7)
 
 
+def _dtensor_refusals():
+    from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+
+    mesh, other = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [[0, 2], [1, 3]])
+    x, target, weight = torch.randn(4, 6), torch.arange(4), torch.ones(6)
+
+    def replicated(tensor, mesh=mesh):
+        return distribute_tensor(tensor, mesh, [Replicate(), Replicate()])
+
+    logits, targets = distribute_tensor(x, mesh, [Replicate(), Shard(1)]), replicated(target)
+    sum_ = {"reduction": "sum"}
+    for name, given in {
+        "target": {"target": replicated(target, other)},
+        "weight": {"target": targets, "weight": replicated(weight, other)},
+        "divisor": {"target": targets, "divisor": replicated(torch.tensor(2.0), other)},
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} is on DeviceMesh.*, expected DeviceMesh.*, the mesh of"):
+            gander.cross_entropy(logits, **given, **sum_)
+    for w in weight.clone().requires_grad_(), replicated(weight).requires_grad_():
+        with pytest.raises(NotImplementedError, match="weight requires a gradient, but cross_entropy has none"):
+            gander.cross_entropy(logits, targets, weight=w)
+        with torch.no_grad():
+            gander.cross_entropy(logits, targets, weight=w)
+    divided, (none, mean, total) = torch.ops.gander.cross_entropy, range(3)
+    for divisor, reduction, error, message in (
+        (torch.tensor(2.0), mean, ValueError, "divisor is given with reduction 'mean', expected 'sum' or 'none'"),
+        (torch.ones(4), total, ValueError, r"divisor has shape \(4,\)"),
+        (torch.tensor(2.0).double(), none, TypeError, "divisor has dtype float64, expected float32"),
+    ):
+        with pytest.raises(error, match=message):
+            divided(logits, targets, divisor=replicated(divisor), reduction=reduction)
+    gander.set_debug(True)
+    rows = distribute_tensor(x, mesh, [Shard(0), Replicate()])
+    bad = distribute_tensor(torch.tensor([0, 1, 2, 9]), mesh, [Shard(0), Replicate()])
+    for sharded in rows, distribute_tensor(x, mesh, [Shard(0), Shard(1)]):
+        with pytest.raises(IndexError, match="target has the class 9, expected 0 to 5"):
+            gander.cross_entropy(sharded, bad, **sum_)
+    gander.set_debug(False)
+
+
+def test_dtensor_refusals():
+    on_all(4, _dtensor_refusals)
+
+
 # ---- Refusals ----
 
 
@@ -593,6 +637,9 @@ def _refusals():
     refused(TypeError, "weight has dtype float64, expected float16", x, target, weight=weight.double())
     refused(TypeError, "x is a list, expected a torch.Tensor", [1.0], target)
     refused(TypeError, "weight is a list, expected a torch.Tensor", x, target, weight=[1.0])
+    refused(
+        NotImplementedError, "weight requires a gradient", x, target, weight=weight.clone().requires_grad_()
+    )
     refused(ValueError, "reduction is 'avg', expected 'none', 'mean' or 'sum'", x, target, reduction="avg")
     refused(ValueError, "ignore_index is 9223372036854775808, expected", x, target, ignore_index=2**63)
 

@@ -186,14 +186,28 @@ def test_sums_in_float32():
 def test_module_and_tied_weights(device):
     _, weight, target, _, weight_ce = given(device)
     module = gander.nn.LinearCrossEntropy(K, V, device=device, weight_ce=weight_ce, chunk=3)
-    assert module.state_dict().keys() == torch.nn.Linear(K, V, bias=False).state_dict().keys()
-    module.load_state_dict({"weight": weight})
+    assert module.state_dict().keys() == {"weight", "weight_ce"}
+    without = gander.nn.LinearCrossEntropy(K, V, bias=True)
+    assert without.state_dict().keys() == torch.nn.Linear(K, V).state_dict().keys()
+    saved = {"weight": weight, "weight_ce": weight_ce}
+    module = module.to("meta").to_empty(device=device)  # as large models are loaded
+    module.load_state_dict(saved)
     tokens = torch.randint(0, V, (M,), device=device)
     module(F.embedding(tokens, module.weight), target, upstream=1).backward()
     tied = weight.clone().requires_grad_()
     reference(F.embedding(tokens, tied), tied, target, weight_ce=weight_ce).backward()
     check([module.weight.grad], [tied.grad], torch.float32)
     assert "out_features=33" in repr(module) and "reduction='mean'" in repr(module)
+
+
+def test_meta():
+    module = gander.nn.LinearCrossEntropy(K, V, device="meta")
+    x = torch.empty(M, K, device="meta", requires_grad=True)
+    for reduction in "mean", "none":
+        module.reduction = reduction
+        loss = module(x, torch.empty(M, dtype=torch.int64, device="meta"))
+        assert loss.is_meta and loss.shape == ((M,) if reduction == "none" else ())
+        assert torch.autograd.grad(loss.sum(), x)[0].shape == x.shape
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -256,7 +256,7 @@ class LinearCrossEntropy(nn.Linear):
 
     A torch.nn.Linear of out_features classes, with its state_dict, whose forward takes targets and returns
     the loss. So it can take the place of a model's head, share an embedding's weight, and be sharded by FSDP.
-    weight_ce: (out_features), class weights, or None. ignore_index, reduction, chunk, accumulate: as in
+    weight_ce: (out_features), class weights, or None. They are in the state_dict too. ignore_index, reduction, chunk, accumulate: as in
     gander.linear_cross_entropy.
     """
 
@@ -279,7 +279,7 @@ class LinearCrossEntropy(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         _check_weight(weight_ce)
         _ops._code("reduction", reduction, REDUCTIONS)
-        self.register_buffer("weight_ce", weight_ce, persistent=False)
+        self.register_buffer("weight_ce", weight_ce)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.chunk, self.accumulate = chunk, accumulate
 
