@@ -292,7 +292,7 @@ def refuse_tangents(given) -> None:
 
 
 def refuse_gradients(name, given) -> None:
-    """Raises an error if one of these tensors or None, by argument, wants a gradient that there is none of."""
+    """Raises an error if one of these tensors or None, by argument, requires a gradient."""
     for argument, tensor in given.items():
         if tensor is not None and tensor.requires_grad and is_grad_enabled():
             raise NotImplementedError(

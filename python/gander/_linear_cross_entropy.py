@@ -378,7 +378,7 @@ def linear_cross_entropy(
     if forward_ad._current_level >= 0:
         refuse_tangents((x, weight, bias))
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if not x.is_meta and torch.is_autocast_enabled(device):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = (
             t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t

@@ -185,8 +185,8 @@ def cross_entropy_of_slices(given):
     divisor = values["divisor"]
     if divisor is not None and reduction == "mean":
         raise ValueError(
-            "gander: cross_entropy: divisor is given with reduction 'mean', expected 'sum' or 'none', which it "
-            "divides"
+            "gander: cross_entropy: divisor is given with reduction 'mean', expected 'sum' or 'none', which "
+            "it divides"
         )
     target = _local("target", target, mesh, rows)
     weight = _local("weight", values["weight"], mesh, [Replicate()] * mesh.ndim)

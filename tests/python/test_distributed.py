@@ -593,16 +593,16 @@ def _dtensor_refusals():
         "weight": {"target": targets, "weight": replicated(weight, other)},
         "divisor": {"target": targets, "divisor": replicated(torch.tensor(2.0), other)},
     }.items():
-        with pytest.raises(ValueError, match=f"{name} is on DeviceMesh.*, expected DeviceMesh.*, the mesh of"):
+        with pytest.raises(ValueError, match=f"{name} is on DeviceMesh.*, expected .*, the mesh of x"):
             gander.cross_entropy(logits, **given, **sum_)
     for w in weight.clone().requires_grad_(), replicated(weight).requires_grad_():
-        with pytest.raises(NotImplementedError, match="weight requires a gradient, but cross_entropy has none"):
+        with pytest.raises(NotImplementedError, match="weight requires a gradient, but cross_entropy"):
             gander.cross_entropy(logits, targets, weight=w)
         with torch.no_grad():
             gander.cross_entropy(logits, targets, weight=w)
     divided, (none, mean, total) = torch.ops.gander.cross_entropy, range(3)
     for divisor, reduction, error, message in (
-        (torch.tensor(2.0), mean, ValueError, "divisor is given with reduction 'mean', expected 'sum' or 'none'"),
+        (torch.tensor(2.0), mean, ValueError, "divisor is given with reduction 'mean', expected 'sum'"),
         (torch.ones(4), total, ValueError, r"divisor has shape \(4,\)"),
         (torch.tensor(2.0).double(), none, TypeError, "divisor has dtype float64, expected float32"),
     ):

@@ -546,8 +546,8 @@ def train_tables(records) -> list[Table]:
             rows[-1] += [f"{figures['losses'][-1]:.3f}", _apart(figures["losses"], torch.get("losses"))]
             rows[-1].append(str(figures.get("graph_breaks", "")))
         notes.append(
-            "Each contestant in a process of its own; Liger also replaces rotary embeddings and SwiGLU, which "
-            "+liger takes from it."
+            "Each contestant in a process of its own; Liger also replaces rotary embeddings and SwiGLU, "
+            "which +liger takes from it."
         )
         title = f"{train_title(mine)} ({_where(mine)})"
         tables.append(Table(title, list(_TRAIN_COLUMNS), rows, " ".join(notes), labels=1))

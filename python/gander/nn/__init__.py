@@ -256,8 +256,8 @@ class LinearCrossEntropy(nn.Linear):
 
     A torch.nn.Linear of out_features classes, with its state_dict, whose forward takes targets and returns
     the loss. So it can take the place of a model's head, share an embedding's weight, and be sharded by FSDP.
-    weight_ce: (out_features), class weights, or None. They are in the state_dict too. ignore_index, reduction, chunk, accumulate: as in
-    gander.linear_cross_entropy.
+    weight_ce: (out_features), class weights, or None. They are in the state_dict too.
+    ignore_index, reduction, chunk, accumulate: as in gander.linear_cross_entropy.
     """
 
     weight_ce: Tensor | None
