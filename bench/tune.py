@@ -18,7 +18,6 @@ import tempfile
 from pathlib import Path
 
 DEVICES = ("h100", "h200", "other", "other-fast")
-LAYOUTS = ("aligned", "same-offset", "mixed-offsets")
 # Operators of the policy, with the benchmark's name and gander.explain's, if it has one.
 OPERATORS = {
     "softmax_forward": ("softmax_forward", "softmax"),

@@ -551,9 +551,10 @@ int32_t gander_logsumexp_grad(DLManagedTensorVersioned* x, DLManagedTensorVersio
 /* ---- Which kernel would run ---- */
 
 /* Describes the kernel that a call would run, and why, for aligned compact rows (m, n) of x. op is
- * the name of a function without "gander_", "cross_entropy_forward_dx", or that of a norm with "_residual"
- * before "_forward" or "_backward". Backward of a norm has a weight, and that of LayerNorm a bias. algorithm
- * and batch_invariant are as in its options. Writes at most capacity bytes, always with a terminating NUL. */
+ * the name of a softmax, rmsnorm, layernorm, cross_entropy or logsumexp function without "gander_",
+ * "cross_entropy_forward_dx", or that of a norm with "_residual" before "_forward" or "_backward". Backward
+ * of a norm has a weight, and that of LayerNorm a bias. algorithm and batch_invariant are as in its options.
+ * Writes at most capacity bytes, always with a terminating NUL. */
 int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, DLDevice device,
                        int32_t algorithm, int32_t batch_invariant, char* text, size_t capacity);
 

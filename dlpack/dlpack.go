@@ -72,11 +72,12 @@ func (d Device) String() string {
 
 // The type codes with names. Others are formatted as numbers.
 const (
-	codeInt    = 0
-	codeUInt   = 1
-	codeFloat  = 2
-	codeBFloat = 4
-	codeBool   = 6
+	codeInt     = 0
+	codeUInt    = 1
+	codeFloat   = 2
+	codeBFloat  = 4
+	codeComplex = 5
+	codeBool    = 6
 )
 
 // DType is DLDataType.
@@ -103,7 +104,7 @@ func (d DType) Size() int64 { return (int64(d.Bits)*int64(d.Lanes) + 7) / 8 }
 
 // String returns the name that torch and NumPy use, if there is one.
 func (d DType) String() string {
-	name := fmt.Sprintf("dtype code %d of %d bits", d.Code, d.Bits)
+	name := fmt.Sprintf("DLPack code %d of %d bits", d.Code, d.Bits)
 	switch d.Code {
 	case codeInt:
 		name = fmt.Sprintf("int%d", d.Bits)
@@ -115,6 +116,8 @@ func (d DType) String() string {
 		name = fmt.Sprintf("bfloat%d", d.Bits)
 	case codeBool:
 		name = "bool"
+	case codeComplex:
+		name = fmt.Sprintf("complex%d", d.Bits)
 	}
 	if d.Lanes != 1 {
 		name += fmt.Sprintf(" x %d lanes", d.Lanes)

@@ -160,7 +160,7 @@ def explain(
 ) -> str:
     """A text that says which algorithm and which kernels a call would run on x, and why.
 
-    op: the name of one of gander's ops ("softmax", "softmax_bwd", "rmsnorm", "cross_entropy", ...).
+    op: "softmax", "rmsnorm", "layernorm", "cross_entropy" or "logsumexp", or with "_bwd" its backward.
     "cross_entropy_fwd_dx" is the single pass that computes loss and gradient. "rmsnorm_residual" and
     "layernorm_residual", and the same with "_bwd", are the norms with a residual.
     x: the (..., N) tensor or array. Its values are not read.

@@ -353,11 +353,7 @@ def _check_dtypes(x, weight, bias):
 
 def _chunk_of(chunk, rows):
     """The rows of a chunk."""
-    if chunk is None:
-        return max(1, -(-rows // _PARTS))
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ValueError(f"chunk is {chunk!r}, expected a number of rows of 1 or more, or None")
-    return chunk
+    return max(1, -(-rows // _PARTS)) if chunk is None else chunk
 
 
 def linear_cross_entropy(

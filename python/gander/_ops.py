@@ -58,14 +58,22 @@ def _code(argument: str, name: Any, names: tuple[str, ...]) -> int:
     return names.index(name)
 
 
-def _dtype(ops: Any, value: Any) -> Any:
-    """out_dtype in the form that ops accepts. PyTorch's operators accept only PyTorch's dtypes."""
+def _dtype(ops: Any, value: Any, argument: str = "out_dtype") -> Any:
+    """A dtype in the form that ops accepts. PyTorch's operators accept only PyTorch's dtypes."""
     if ops is not _torch:
         return value
     torch = sys.modules["torch"]
     if isinstance(value, torch.dtype):
         return value
-    return getattr(torch, _library.dtype_name(value, "out_dtype"))
+    return getattr(torch, _library.dtype_name(value, argument))
+
+
+def _check_chunks(chunk: Any, accumulate: Any) -> None:
+    """Refuses the options of linear_cross_entropy's chunks."""
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk is {chunk!r}, expected a number of rows of 1 or more, or None")
+    if accumulate not in (None, "float32"):
+        raise ValueError(f"accumulate is {accumulate!r}, expected 'float32' or None")
 
 
 def _of_sum(divisor: Any, upstream: Any, reduction: Any) -> None:
@@ -96,6 +104,8 @@ def set_debug(enabled: bool) -> None:
 def _check_targets(classes: int, target: Any, ignore_index: int) -> None:
     if _torch is not None and sys.modules["torch"].compiler.is_compiling():
         return
+    if not hasattr(target, "dtype"):
+        return  # the operator refuses it
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(bad.any()):
         if hasattr(bad, "full_tensor"):  # a DTensor cannot be indexed by another; all ranks are here
@@ -217,7 +227,7 @@ def _norm(
     if out_dtype is not None:
         out_dtype = _dtype(ops, out_dtype)
     if residual_dtype is not None:
-        residual_dtype = _dtype(ops, residual_dtype)
+        residual_dtype = _dtype(ops, residual_dtype, "residual_dtype")
     adds = _adds(ops, x, residual, residual_dtype)
     if adds and prenorm:
         return getattr(ops, f"{name}_add")(*operands, out_dtype, residual_dtype, *options)
@@ -247,7 +257,10 @@ def _norm_into(
     results to compute. residual_out is x if it would have the same numbers.
     """
     x, _, _, residual = operands
-    out_dtype, residual_dtype = (None if dtype is None else _dtype(ops, dtype) for dtype in dtypes)
+    out_dtype, residual_dtype = (
+        None if dtype is None else _dtype(ops, dtype, argument)
+        for argument, dtype in zip(("out_dtype", "residual_dtype"), dtypes, strict=True)
+    )
     _check_out(ops, "out", x, out, out_dtype)
     shape, residual_out = tuple(x.shape), None
     adds = _adds(ops, x, residual, residual_dtype)
@@ -300,7 +313,7 @@ def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
 def _cast(ops: Any, x: Any, dtype: Any) -> tuple[Any, Any]:
     """x, and the dtype of the result. torch casts x first. But the kernels take 16-bit x for a result in
     float32 as it is, because they compute in float32 anyway."""
-    dtype = _dtype(ops, dtype)
+    dtype = _dtype(ops, dtype, "dtype")
     if ops is _torch:
         torch = sys.modules["torch"]
         if dtype != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16):
@@ -308,8 +321,9 @@ def _cast(ops: Any, x: Any, dtype: Any) -> tuple[Any, Any]:
         return x, dtype
     name, given = _library.dtype_name(dtype, "dtype"), _library.dtype_name(x.dtype, "x")
     if name != given and not (name == "float32" and given in ("float16", "bfloat16")):
+        or_wider = " or float32" if given in ("float16", "bfloat16") else ""
         raise NotImplementedError(
-            f"dtype is {name} for x of {given}, expected {given}, or float32 for 16-bit x; cast x first"
+            f"dtype is {name} for x of {given}, expected {given}{or_wider}; cast x first"
         )
     return x, dtype
 
@@ -443,7 +457,7 @@ def _softmax(
 ) -> Any:
     """softmax with arguments that may be options: if they are none, by the kernels without."""
     narrow = x if dtype is None else _cast(ops, x, dtype)[0]
-    widens = dtype is not None and _differs(ops, narrow, _dtype(ops, dtype), "dtype")
+    widens = dtype is not None and _differs(ops, narrow, _dtype(ops, dtype, "dtype"), "dtype")
     given = {
         "a scale": scale not in (None, 1),
         "a mask": mask is not None,
@@ -683,6 +697,7 @@ def rmsnorm(
             out_dtype = _dtype(ops, out_dtype)
         return ops.rmsnorm(x, weight, out_dtype, *options)
     except _FAILURES as error:
+        _checked_weight(ops, "rmsnorm", weight)
         raise ops.explained(error, weight=weight, bias=bias, residual=residual, out=out) from None
 
 
@@ -727,6 +742,8 @@ def fused_add_rmsnorm(
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         _checked_weight(ops, "fused_add_rmsnorm", weight)
+        if residual is None:
+            raise TypeError("residual is None, expected a tensor, to which x is added; or call rmsnorm")
         _adds(ops, x, residual, None)
         if eps is None:
             eps = _epsilon(x)
@@ -799,7 +816,7 @@ def rmsnorm_fwd(
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
         if residual_dtype is not None:
-            residual_dtype = _dtype(ops, residual_dtype)
+            residual_dtype = _dtype(ops, residual_dtype, "residual_dtype")
         if eps is None:
             eps = _epsilon(x)
         rounds = _rounds(casting_mode)
@@ -979,8 +996,8 @@ def layernorm(
     with h = x + residual.
 
     var is the mean of the squared distances from the mean, which is subtracted first. eps is added to it;
-    torch's default is 1e-5. Under CUDA autocast y is float32 by default, like that of F.layer_norm. The other
-    arguments, results and errors are those of rmsnorm.
+    torch's default is 1e-5, and eps is a number. Under CUDA autocast y is float32 by default, like that of
+    F.layer_norm. The other arguments, results and errors are those of rmsnorm.
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
     if type(eps) is not float:
@@ -1232,7 +1249,7 @@ def cross_entropy(
     target: x.shape[:-1], int32 or int64. Rows whose target is ignore_index are ignored. Another target that
     is not in [0, N) is never used as an index. It makes the loss and the gradient of its row NaN, and with
     "mean" those of all rows (see set_debug).
-    weight: (N) class weights, float16, bfloat16 or float32, or None.
+    weight: (N) class weights, float16, bfloat16 or float32 (float64 for float64), or None.
     reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
     ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
     inplace_backward: backward writes the gradient over x, which saves a tensor of the size of x. x must not
@@ -1616,10 +1633,9 @@ def linear_cross_entropy(
         raise TypeError(f"x is a {type(x).__name__}, expected a torch.Tensor")
     code = _code("reduction", reduction, REDUCTIONS)
     _of_sum(divisor, upstream, reduction)
-    if accumulate not in (None, "float32"):
-        raise ValueError(f"accumulate is {accumulate!r}, expected 'float32' or None")
+    _check_chunks(chunk, accumulate)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
-    if _debug:
+    if _debug and hasattr(weight, "shape"):
         _check_targets(weight.shape[0], target, ignore_index)
     try:
         loss: Tensor = ops._linear_cross_entropy.linear_cross_entropy(
@@ -1668,6 +1684,8 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
         if keepdim and ops is not _torch:
             raise NotImplementedError("keepdim is supported for torch tensors only; reshape the result")
         if isinstance(dim, (tuple, list)) and len(dim) > 1:
+            if ops is not _torch:
+                raise NotImplementedError(f"dim is {dim}, expected one for arrays; reshape x")
             rank = x.ndim
             dims = sorted({d % rank for d in dim if -rank <= d < rank})
             if len(dims) != len(dim):

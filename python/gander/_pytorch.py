@@ -10,6 +10,7 @@ operator's arguments by position. If possible, it bypasses torch's dispatcher (_
 
 import ctypes
 import os
+import re
 import sys
 from numbers import Real
 from pathlib import Path
@@ -40,6 +41,11 @@ def _register_kernels() -> ctypes.CDLL:
 _kernels = _register_kernels()
 
 
+# What torch says of an argument that is no number of the kind that an operator takes.
+_CAST = re.compile(r"Expected a value of type '(\w+)' for argument '(\w+)' .*\n.*\nValue: (.*)")
+_NUMBERS = {"float": "a number", "int": "an integer of 64 bits", "bool": "True or False"}
+
+
 def explained(error: RuntimeError, **arguments) -> Exception:
     """The exception to raise for an error from the dispatcher: one of the right type.
 
@@ -51,6 +57,9 @@ def explained(error: RuntimeError, **arguments) -> Exception:
             return TypeError(
                 f"{name} is a {type(value).__name__}, expected a torch.Tensor, like the first argument"
             )
+    if cast := _CAST.search(str(error)):
+        expected, argument, value = cast.groups()
+        return TypeError(f"{argument} is {value}, expected {_NUMBERS.get(expected, expected)}")
     message = ctypes.c_char_p()
     status = _kernels.gander_torch_failure(ctypes.byref(message))
     text = (message.value or b"").decode(errors="replace")

@@ -168,12 +168,13 @@ static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides
   return ok || *length == 0;
 }
 
-/* Fills o with a description of the tensor. An input's const pointer leaves a copy-on-write tensor shared. */
-static void describe(Call* call, Operand* o, Tensor handle, bool written) {
+/* Fills o with a description of the tensor. False if there is none: a None in place of a tensor. An input's
+ * const pointer leaves a copy-on-write tensor shared. */
+static bool describe(Call* call, Operand* o, Tensor handle, bool written) {
   int32_t device = -1, index = 0, bad = 0;
   int64_t rank = 0;
   const void* data = NULL;
-  if (call->failed || handle == NULL) return;
+  if (call->failed || handle == NULL) return true;
   bad |= torch.aoti_torch_get_dim(handle, &rank);
   bad |= torch.aoti_torch_get_sizes(handle, &o->dl.shape);
   bad |= torch.aoti_torch_get_strides(handle, &o->dl.strides);
@@ -182,7 +183,7 @@ static void describe(Call* call, Operand* o, Tensor handle, bool written) {
   bad |= torch.aoti_torch_get_device_index(handle, &index);
   bad |= written ? torch.torch_get_mutable_data_ptr(handle, (void**)&data)
                  : torch.torch_get_const_data_ptr(handle, &data);
-  if (bad) fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
+  if (bad) return false;
   /* The dispatcher chooses no kernel of ours for other devices, and knows tensors without memory. */
   call->failed |= call->python && (data == NULL || (device != torch.cuda && device != torch.cpu));
   o->handle = handle;
@@ -191,6 +192,7 @@ static void describe(Call* call, Operand* o, Tensor handle, bool written) {
   o->dl.dtype = dl_dtype(o->dtype);
   o->dl.device.device_type = device == torch.cuda ? kDLCUDA : device == torch.cpu ? kDLCPU : kDLExtDev;
   o->dl.device.device_id = device == torch.cuda ? index : 0;
+  return true;
 }
 
 /* A new contiguous tensor on the first operand's device. */
@@ -210,7 +212,8 @@ static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, i
     return;
   }
   own(call, handle);
-  describe(call, o, handle, true);
+  if (!describe(call, o, handle, true))
+    fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a new tensor");
 }
 
 static void copy(Call* call, Tensor to, Tensor from) {
@@ -464,7 +467,8 @@ static void check_written(Call* call, const Operator* op, const Operand* operand
 /* Fills an operand that is an argument. */
 static void fill_input(Call* call, const Operator* op, int i, Operand* operands, Tensor handle) {
   Operand* o = &operands[i];
-  describe(call, o, handle, op->operands[i].written);
+  if (!describe(call, o, handle, op->operands[i].written))
+    fail(call, GANDER_ERROR_NULL, "%s: %s is None, expected a tensor", op->operator, op->operands[i].name);
   if (i == 0) set_device(call, handle);
   if (call->failed) return;
   DLTensor given = o->dl;

@@ -18,7 +18,7 @@ import gander
 import pytest
 import torch
 
-dist = pytest.importorskip("torch.distributed")
+dist = pytest.importorskip("torch.distributed", reason="this torch is built without it")
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch has no torch.distributed with gloo", allow_module_level=True)
 

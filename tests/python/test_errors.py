@@ -29,7 +29,7 @@ CASES = {
     "softmax of complex numbers": (
         lambda: gander.softmax(X.cfloat()),
         TypeError,
-        "x has dtype .*, expected float16",
+        "x has dtype complex64, expected float16",
     ),
     "softmax of booleans": (lambda: gander.softmax(X > 0), TypeError, "x has dtype .*, expected float16"),
     "softmax of a float8": (
@@ -81,7 +81,62 @@ CASES = {
     "rmsnorm, a weight in a list": (
         lambda: gander.rmsnorm(X, [1.0] * 6),
         TypeError,
-        "weight is a list, expected a torch.Tensor, like the first argument",
+        r"weight is \[1.0, .*\], expected a tensor or None",
+    ),
+    "rmsnorm, a normalized_shape": (
+        lambda: gander.rmsnorm(X, (6,)),
+        TypeError,
+        r"weight is \(6,\), expected a tensor or None; unlike torch's, .* has no normalized_shape",
+    ),
+    "rmsnorm, an eps in letters": (
+        lambda: gander.rmsnorm(X, eps="a"),
+        TypeError,
+        "eps is 'a', expected a number",
+    ),
+    "rmsnorm, a residual_dtype without a meaning": (
+        lambda: gander.rmsnorm(X, residual_dtype="int7", prenorm=True),
+        TypeError,
+        "residual_dtype is int7, expected float16, bfloat16, float32 or float64",
+    ),
+    "rmsnorm_bwd without rstd": (
+        lambda: gander.rmsnorm_bwd(X, WEIGHT, X, None),
+        ValueError,
+        "rmsnorm_backward: rstd is None, expected a tensor",
+    ),
+    "fused_add_rmsnorm without a residual": (
+        lambda: gander.fused_add_rmsnorm(X.numpy(), None, None),
+        TypeError,
+        "residual is None, expected a tensor",
+    ),
+    "layernorm without eps": (
+        lambda: gander.layernorm(X, WEIGHT, eps=None),
+        TypeError,
+        "eps is None, expected a number",
+    ),
+    "softmax, a dtype without a meaning": (
+        lambda: gander.softmax(X, dtype="junk"),
+        TypeError,
+        "^dtype is junk, expected float16, bfloat16, float32 or float64",
+    ),
+    "softmax of an array, a wider dtype": (
+        lambda: gander.softmax(X.numpy(), dtype="float64"),
+        NotImplementedError,
+        "dtype is float64 for x of float32, expected float32; cast x first",
+    ),
+    "logsumexp of an array, two dimensions": (
+        lambda: gander.logsumexp(X.numpy(), dim=(0, 1)),
+        NotImplementedError,
+        r"dim is \(0, 1\), expected one for arrays; reshape x",
+    ),
+    "cross_entropy, an ignore_index of 65 bits": (
+        lambda: gander.cross_entropy(X, TARGET, ignore_index=2**64),
+        TypeError,
+        "ignore_index is 18446744073709551616, expected an integer of 64 bits",
+    ),
+    "a linear layer and its loss in no chunks": (
+        lambda: gander.nn.LinearCrossEntropy(6, 4, chunk=0),
+        ValueError,
+        "chunk is 0, expected a number of rows of 1 or more, or None",
     ),
     "rmsnorm, an out_dtype of integers": (
         lambda: gander.rmsnorm(X, out_dtype=torch.int32),
@@ -391,6 +446,8 @@ def test_debug_checks_targets():
             with pytest.raises(IndexError, match=message):
                 call()
         assert gander.cross_entropy(X, target.clamp(max=5)).isfinite()
+        with pytest.raises(TypeError, match="target is a list, expected a"):
+            gander.cross_entropy(X, [0, 6, -100, 2])
         torch.compile(gander.cross_entropy, fullgraph=True, backend="eager")(X, target)
     finally:
         gander.set_debug(False)

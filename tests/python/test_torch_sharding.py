@@ -13,7 +13,7 @@ import gander
 import pytest
 import torch
 
-dist = pytest.importorskip("torch.distributed")
+dist = pytest.importorskip("torch.distributed", reason="this torch is built without it")
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 

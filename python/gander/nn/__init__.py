@@ -209,7 +209,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         upstream: float | Tensor | None = None,
     ) -> Tensor:
         self._check_label_smoothing()  # the attribute may have been set after construction
-        if target.is_floating_point():
+        if isinstance(target, Tensor) and target.is_floating_point():
             raise NotImplementedError(
                 "class probabilities in target are not supported; use torch.nn.CrossEntropyLoss"
             )
@@ -279,6 +279,7 @@ class LinearCrossEntropy(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         _check_weight(weight_ce)
         _ops._code("reduction", reduction, REDUCTIONS)
+        _ops._check_chunks(chunk, accumulate)
         self.register_buffer("weight_ce", weight_ce)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.chunk, self.accumulate = chunk, accumulate
