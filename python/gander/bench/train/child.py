@@ -68,11 +68,12 @@ def _peak_gib(device: str) -> dict:
 
 
 def _graphs() -> dict:
-    """How often torch.compile broke the graph, and how many graphs it compiled."""
+    """How often torch.compile broke the graph and why, and how many graphs it compiled."""
     from torch._dynamo.utils import counters
 
-    breaks = sum(counters["graph_break"].values())
-    return {"graph_breaks": breaks, "graphs": counters["stats"]["unique_graphs"]}
+    breaks = counters["graph_break"]
+    found = {"graph_breaks": sum(breaks.values()), "graphs": counters["stats"]["unique_graphs"]}
+    return found | ({"graph_break_reasons": [reason[:300] for reason in breaks]} if breaks else {})
 
 
 def measure(settings: Settings) -> dict:
