@@ -1,6 +1,7 @@
 """build.sh: its cache, and paths with spaces. Python, Go and nvcc are mocks unless a test says otherwise."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -219,12 +220,29 @@ def test_a_umask_that_lets_the_group_write(checkout):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(shutil.which("go") is None, reason="no Go on PATH: ./build.sh test pytest finds one")
+def test_the_digest_of_the_library_has_all_its_packages():
+    """A package that is missing there is not built again when it changes."""
+    listed = subprocess.run(
+        ["go", "list", "-tags", "cuda", "-deps", "-f", "{{if not .Standard}}{{.Dir}}{{end}}", "./capi"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    ours = {Path(folder).relative_to(ROOT) for folder in listed if Path(folder).is_relative_to(ROOT)}
+    assert Path("ops") in ours
+    found = re.search(r"library_sources\(\) {\n  find (.*?) python/", (ROOT / "build.sh").read_text())[1]
+    folders = [Path(folder) for folder in found.split()]
+    assert [package for package in ours if not any(package.is_relative_to(f) for f in folders)] == []
+
+
 def test_building_where_paths_have_spaces(checkout):
     """Runs `build` with the real Go, gcc and internal/cmd/compile."""
     (checkout.root / "bin/go").unlink()
     if shutil.which("go") is None:
         pytest.skip("no Go on PATH: ./build.sh test pytest finds one")
-    for folder in "internal/cmd/compile", "dlpack", "ops", "internal/driver":
+    for folder in "internal/cmd/compile", "dlpack", "ops", "internal/driver", "internal/policy":
         (checkout.root / folder).mkdir(parents=True)
     for package in "internal/cmd/compile", "kernels":
         for source in (ROOT / package).glob("*.go"):
