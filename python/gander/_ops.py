@@ -94,8 +94,9 @@ def _epsilon(x: Any) -> float:
 def set_debug(enabled: bool) -> None:
     """Makes the cross-entropy functions check every target and raise IndexError if one is out of range.
 
-    The check waits for the GPU, so it is off by default. Without it a row whose target is out of range gets a
-    loss and a gradient of NaN. Calls inside a torch.compile graph are not checked.
+    The check waits for the GPU, and gathers the targets of a DTensor, so it is off by default. Without it a
+    row whose target is out of range gets a loss and a gradient of NaN. Calls inside a torch.compile graph are
+    not checked.
     """
     global _debug
     _debug = bool(enabled)
@@ -106,10 +107,10 @@ def _check_targets(classes: int, target: Any, ignore_index: int) -> None:
         return
     if not hasattr(target, "dtype"):
         return  # the operator refuses it
+    if hasattr(target, "full_tensor"):  # of a DTensor all ranks see all targets, and refuse them together
+        target = target.full_tensor()
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(bad.any()):
-        if hasattr(bad, "full_tensor"):  # a DTensor cannot be indexed by another; all ranks are here
-            bad, target = bad.full_tensor(), target.full_tensor()
         raise IndexError(
             f"target has the class {int(target[bad][0])}, expected 0 to {classes - 1}, "
             f"or ignore_index = {ignore_index}"
