@@ -115,7 +115,7 @@ func (k *check) finite(name string, v float64) {
 		k.fail(StatusOption, "%s is %v, expected a finite number", name, v)
 	case math.IsInf(float64(float32(v)), 0) && k.spans[0].dtype != kernels.Float64:
 		k.fail(StatusOption, "%s is %v, expected a number that float32 holds, at most %g; only float64 tensors "+
-			"have a larger one", name, v, float32(math.MaxFloat32))
+			"take a larger one", name, v, float32(math.MaxFloat32))
 	}
 }
 

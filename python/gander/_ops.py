@@ -59,8 +59,8 @@ def _code(argument: str, name: Any, names: tuple[str, ...]) -> int:
 
 
 def _dtype(ops: Any, value: Any, argument: str = "out_dtype") -> Any:
-    """A dtype in the form that ops accepts. PyTorch's operators accept only PyTorch's dtypes."""
-    if ops is not _torch:
+    """A dtype or None in the form that ops accepts. PyTorch's operators accept only PyTorch's dtypes."""
+    if value is None or ops is not _torch:
         return value
     torch = sys.modules["torch"]
     if isinstance(value, torch.dtype):
@@ -149,13 +149,20 @@ def _library_of(ops: Any, x: Any) -> Any:
     return next((sys.modules[root] for root in roots if root in ("numpy", "cupy")), None)
 
 
+def _shape_as_weight(name: str, weight: Any) -> TypeError | None:
+    """The error of a norm that got torch's normalized_shape in place of its weight."""
+    if not isinstance(weight, (int, tuple, list)):
+        return None
+    return TypeError(
+        f"weight is {weight!r}, expected a tensor or None; unlike torch's, {name}(x, weight) has no "
+        "normalized_shape: it normalizes the last dimension"
+    )
+
+
 def _checked_weight(ops: Any, name: str, weight: Any, bias: Any = None) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
-    if isinstance(weight, (int, tuple, list)):
-        raise TypeError(
-            f"weight is {weight!r}, expected a tensor or None; unlike torch's, {name}(x, weight) has no "
-            "normalized_shape: it normalizes the last dimension"
-        )
+    if (error := _shape_as_weight(name, weight)) is not None:
+        raise error
     if weight is None and bias is not None and len(bias.shape) == 2:
         library = _library_of(ops, bias)
         if library is not None:
@@ -225,10 +232,8 @@ def _norm(
     """The result of a norm, or (result, residual_out) with prenorm. operands: x, weight, bias and residual.
     options: what the operators take after the dtypes."""
     x, weight, bias, residual = operands
-    if out_dtype is not None:
-        out_dtype = _dtype(ops, out_dtype)
-    if residual_dtype is not None:
-        residual_dtype = _dtype(ops, residual_dtype, "residual_dtype")
+    out_dtype = _dtype(ops, out_dtype)
+    residual_dtype = _dtype(ops, residual_dtype, "residual_dtype")
     adds = _adds(ops, x, residual, residual_dtype)
     if adds and prenorm:
         return getattr(ops, f"{name}_add")(*operands, out_dtype, residual_dtype, *options)
@@ -258,10 +263,7 @@ def _norm_into(
     results to compute. residual_out is x if it would have the same numbers.
     """
     x, _, _, residual = operands
-    out_dtype, residual_dtype = (
-        None if dtype is None else _dtype(ops, dtype, argument)
-        for argument, dtype in zip(("out_dtype", "residual_dtype"), dtypes, strict=True)
-    )
+    out_dtype, residual_dtype = _dtype(ops, dtypes[0]), _dtype(ops, dtypes[1], "residual_dtype")
     _check_out(ops, "out", x, out, out_dtype)
     shape, residual_out = tuple(x.shape), None
     adds = _adds(ops, x, residual, residual_dtype)
@@ -698,8 +700,8 @@ def rmsnorm(
             out_dtype = _dtype(ops, out_dtype)
         return ops.rmsnorm(x, weight, out_dtype, *options)
     except _FAILURES as error:
-        _checked_weight(ops, "rmsnorm", weight)
-        raise ops.explained(error, weight=weight, bias=bias, residual=residual, out=out) from None
+        explained = ops.explained(error, weight=weight, bias=bias, residual=residual, out=out)
+        raise _shape_as_weight("rmsnorm", weight) or explained from None
 
 
 @overload

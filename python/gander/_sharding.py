@@ -182,21 +182,16 @@ def cross_entropy_of_slices(given):
             f"gander: cross_entropy: target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, "
             "the leading dimensions of x"
         )
-    divisor = values["divisor"]
-    if divisor is not None and reduction == "mean":
+    if values["divisor"] is not None and reduction == "mean":
         raise ValueError(
             "gander: cross_entropy: divisor is given with reduction 'mean', expected 'sum' or 'none', which "
             "it divides"
         )
     target = _local("target", target, mesh, rows)
     weight = _local("weight", values["weight"], mesh, [Replicate()] * mesh.ndim)
-    divisor = _local("divisor", divisor, mesh, [Replicate()] * mesh.ndim)
-    operands = mine, target, weight, divisor
-    loss = distributed.of_mesh(
-        operands, mesh, on[0], x.shape[-1], values["ignore_index"], values["reduction"]
-    )
-    if divisor is not None:
-        loss = loss / divisor
+    divisor = _local("divisor", values["divisor"], mesh, [Replicate()] * mesh.ndim)
+    options = values["ignore_index"], values["reduction"]
+    loss = distributed.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
     if reduction == "none":
         shape = x.shape[:-1]
         return _DTensor.from_local(loss, mesh, rows, run_check=False, shape=shape, stride=_contiguous(shape))

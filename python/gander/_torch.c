@@ -31,6 +31,7 @@
   F(int32_t, torch_library_impl, (TorchLibrary, const char*, Kernel, uint64_t)) \
   F(void, aoti_torch_check, (bool, const char*, const char*, uint32_t, const char*)) \
   F(int32_t, aoti_torch_delete_tensor_object, (Tensor)) \
+  F(int32_t, aoti_torch_is_defined, (Tensor, bool*)) \
   F(int32_t, aoti_torch_get_dim, (Tensor, int64_t*)) \
   F(int32_t, aoti_torch_get_sizes, (Tensor, int64_t**)) \
   F(int32_t, aoti_torch_get_strides, (Tensor, int64_t**)) \
@@ -168,8 +169,8 @@ static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides
   return ok || *length == 0;
 }
 
-/* Fills o with a description of the tensor. False if there is none: a None in place of a tensor. An input's
- * const pointer leaves a copy-on-write tensor shared. */
+/* Fills o with a description of the tensor. False if torch has none. An input's const pointer leaves a
+ * copy-on-write tensor shared. */
 static bool describe(Call* call, Operand* o, Tensor handle, bool written) {
   int32_t device = -1, index = 0, bad = 0;
   int64_t rank = 0;
@@ -464,11 +465,19 @@ static void check_written(Call* call, const Operator* op, const Operand* operand
   }
 }
 
+/* Fails because torch has no description of an argument. A None in place of a tensor is undefined. */
+static void fail_undescribed(Call* call, const char* operator, const char* name, Tensor handle) {
+  bool defined = true;
+  torch.aoti_torch_is_defined(handle, &defined);
+  if (defined) fail(call, GANDER_ERROR_INTERNAL, "%s: torch could not describe %s", operator, name);
+  else fail(call, GANDER_ERROR_NULL, "%s: %s is None, expected a tensor", operator, name);
+}
+
 /* Fills an operand that is an argument. */
 static void fill_input(Call* call, const Operator* op, int i, Operand* operands, Tensor handle) {
   Operand* o = &operands[i];
   if (!describe(call, o, handle, op->operands[i].written))
-    fail(call, GANDER_ERROR_NULL, "%s: %s is None, expected a tensor", op->operator, op->operands[i].name);
+    fail_undescribed(call, op->operator, op->operands[i].name, handle);
   if (i == 0) set_device(call, handle);
   if (call->failed) return;
   DLTensor given = o->dl;

@@ -100,13 +100,11 @@ def of_slices(x, target, weight, slices, ignore_index, reduction, inplace_backwa
         raise _pytorch.explained(error) from None
 
 
-def of_mesh(operands, mesh, dim, classes, ignore_index, reduction) -> Tensor:
+def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduction) -> Tensor:
     """The loss of this rank's part of a DTensor whose classes are sharded on a dimension of a mesh.
 
-    operands: x, target, the weights of all classes or None, and a divisor or None, which is only checked.
-    DTensor knows the shapes of all parts, so they are not compared.
+    weight: the weights of all classes. DTensor knows the shapes of all parts, so they are not compared.
     """
-    x, target, weight, divisor = operands
     refuse_gradients("cross_entropy", {"weight": weight, "divisor": divisor})
     group, ranks = mesh.get_group(dim), mesh.size(dim)
     size = -(-classes // ranks)  # as torch.chunk divides them
@@ -122,7 +120,8 @@ def of_mesh(operands, mesh, dim, classes, ignore_index, reduction) -> Tensor:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({classes},)")
         weight = weight[slices.first :][:n]
     _check(x, target, weight, divisor)
-    return of_slices(x, target, weight, slices, ignore_index, reduction)
+    loss = of_slices(x, target, weight, slices, ignore_index, reduction)
+    return loss if divisor is None else loss / divisor
 
 
 # ---- What all ranks have to agree on ----
@@ -180,8 +179,7 @@ def _check(x, target, weight, divisor=None):
         if weight is not None and weight.shape != (0,):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (0,): x has no columns")
         x, weight = x.new_empty((*x.shape[:-1], 1)), None
-    given = {"x": x, "target": target, "weight": weight, "divisor": divisor}
-    check_inputs("cross_entropy", given)
+    check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight, "divisor": divisor})
 
 
 def _compared(n, text, group, ranks, device):

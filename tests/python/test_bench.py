@@ -765,7 +765,7 @@ def test_comparison_with_another_run():
 
 
 def test_pictures(tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures need the extra `bench`")
+    pytest.importorskip("matplotlib", reason="pictures need the extra `demo`")
     few = gpu_records()[0] | {"section": "few", "m": 4}
     made = plots.draw([*gpu_records(), few, step_record()], tmp_path / "a.jsonl")
     assert [path.name for path in made] == [
@@ -850,7 +850,7 @@ def test_results(command):
 
 
 def test_plot_of_the_results(command):
-    pytest.importorskip("matplotlib", reason="pictures need the extra `bench`")
+    pytest.importorskip("matplotlib", reason="pictures need the extra `demo`")
     Path("a.jsonl").write_text(json.dumps(gpu_records()[0]) + "\n")
     pictures = []
     for _ in range(2):

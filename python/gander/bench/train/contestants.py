@@ -40,34 +40,28 @@ def _own(model: nn.Module) -> Loss:
 # ---- Liger: its own patch, which also replaces rotary embeddings and SwiGLU ----
 
 
-def _liger_patch(model: nn.Module, **replaced: bool) -> None:
-    if type(model).__name__ != "LlamaForCausalLM":
-        raise NotRun("Liger patches transformers' Llama, and this model is a stand-in")
-    if not next(model.parameters()).is_cuda:
-        raise NotRun("Liger's kernels run on a GPU")
-    try:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-    except ImportError as error:
-        raise NotRun(f"liger-kernel cannot be imported: {error}") from None
-    apply_liger_kernel_to_llama(**replaced, model=model)
+def _liger(prepare: Callable[[nn.Module], Loss], **replaced: bool) -> Callable[[nn.Module], Loss]:
+    """Liger's patch, and then another contestant's changes. replaced: the patch's options."""
 
-
-def _liger(linear: bool) -> Callable[[nn.Module], Loss]:
-    def prepare(model):
-        _liger_patch(model, cross_entropy=not linear, fused_linear_cross_entropy=linear)
-        return _own(model)
-
-    return prepare
-
-
-def _with_liger(prepare: Callable[[nn.Module], Loss]) -> Callable[[nn.Module], Loss]:
-    """Liger's rotary embeddings and SwiGLU, which gander has not, and another's norms and loss."""
-
-    def prepare_both(model):
-        _liger_patch(model, rms_norm=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    def patch_and_prepare(model):
+        if type(model).__name__ != "LlamaForCausalLM":
+            raise NotRun("Liger patches transformers' Llama, and this model is a stand-in")
+        if not next(model.parameters()).is_cuda:
+            raise NotRun("Liger's kernels run on a GPU")
+        try:
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+        except ImportError as error:
+            raise NotRun(f"liger-kernel cannot be imported: {error}") from None
+        apply_liger_kernel_to_llama(**replaced, model=model)
         return prepare(model)
 
-    return prepare_both
+    return patch_and_prepare
+
+
+_LOSS = {"cross_entropy": True, "fused_linear_cross_entropy": False}
+_LINEAR_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": True}
+# Rotary embeddings and SwiGLU, which gander has not.
+_NO_NORMS_NO_LOSS = {"rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 # ---- gander: the RMSNorm modules and the loss ----
@@ -123,12 +117,14 @@ def _gander_linear(model: nn.Module) -> Loss:
 CONTESTANTS = {
     "torch": Contestant(_own, distribution="torch"),
     "torch.compile": Contestant(_own, compiled=True, distribution="torch"),
-    "liger": Contestant(_liger(linear=False), distribution="liger-kernel"),
-    "liger-linear": Contestant(_liger(linear=True), distribution="liger-kernel"),
+    "liger": Contestant(_liger(_own, **_LOSS), distribution="liger-kernel"),
+    "liger-linear": Contestant(_liger(_own, **_LINEAR_LOSS), distribution="liger-kernel"),
     "gander": Contestant(_gander),
     "gander-linear": Contestant(_gander_linear),
-    "gander+liger": Contestant(_with_liger(_gander), distribution="liger-kernel"),
-    "gander-linear+liger": Contestant(_with_liger(_gander_linear), distribution="liger-kernel"),
+    "gander+liger": Contestant(_liger(_gander, **_NO_NORMS_NO_LOSS), distribution="liger-kernel"),
+    "gander-linear+liger": Contestant(
+        _liger(_gander_linear, **_NO_NORMS_NO_LOSS), distribution="liger-kernel"
+    ),
     "gander.compile": Contestant(_gander, compiled=True),
     "gander-loss.compile": Contestant(_gander_loss, compiled=True),
     "gander-linear.compile": Contestant(_gander_linear, compiled=True),
