@@ -152,6 +152,7 @@ type CrossEntropyArgs struct {
 	WeightType     int32
 	Mean           int32 // the total is divided by the sum of the weights
 	SingleCTATotal int32 // the launch is one CTA, which also computes the total
+	OnlyLosses     int32 // forward stores nothing but Loss, which no divisor divides
 	OnePass        int32 // with Mean, forward divides dx by the denominator; backward exits if dx is made
 
 	// Elementwise: threads of a CTA that share a row, 65536 over that rounded up, and rows of a CTA.

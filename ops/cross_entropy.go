@@ -97,6 +97,9 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	if k.plan.singleCTATotal {
 		args.SingleCTATotal = 1
 	}
+	if args.Loss != 0 && !r.total && args.Max == 0 && args.LogSum == 0 && args.Divisor == 0 {
+		args.OnlyLosses = 1
+	}
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 

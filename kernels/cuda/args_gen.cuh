@@ -135,6 +135,7 @@ struct CrossEntropyArgs {
   int32_t weight_type;
   int32_t mean;
   int32_t single_cta_total;
+  int32_t only_losses;
   int32_t one_pass;
   int32_t row_threads;
   int32_t inverse_row_threads;
@@ -144,6 +145,6 @@ struct CrossEntropyArgs {
   void* weights;
   int64_t ranks;
 };
-static_assert(sizeof(CrossEntropyArgs) == 320, "the layout is Go's");
+static_assert(sizeof(CrossEntropyArgs) == 328, "the layout is Go's");
 
 }  // namespace gander

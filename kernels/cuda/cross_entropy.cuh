@@ -156,13 +156,12 @@ __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
   if (sum_rows<T, Cluster>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
 }
 
-// log(s) as two terms: log(s) = k log(2) + log(f), where s = 2^k f and 2^-1/2 <= f < 2^1/2. Adding them in
-// float would round to the magnitude of the sum. s is 0 if all elements of the row are -inf. rest is s - 1,
-// which may have digits that s has not: log(s) is nearly proportional to it.
+// log(s) = k log(2) + log(f), where s = 2^k f and 2^-1/2 <= f < 2^1/2. s is 0 if all elements of the row are
+// -inf. rest is s - 1, which may have digits that s has not: log(s) is nearly proportional to it.
 //
 // log(1 + t) is t times a polynomial, the best of its degree between those f. With its rounding it is off by
 // at most 1.02 x 2^-23 of its value.
-__device__ __forceinline__ float2 log_parts(float s, float rest) {
+__device__ __forceinline__ float log_of(float s, float rest) {
   const int bits = __float_as_int(s), k = (bits - 0x3f3504f3) >> 23;
   constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // log(2) = kHigh + kLow; k * kHigh is exact
   constexpr float kSeries[] = {0x1.084cf2p-3f,  -0x1.0f374ap-3f, 0x1.2270ccp-3f,
@@ -172,22 +171,8 @@ __device__ __forceinline__ float2 log_parts(float s, float rest) {
   float factor = -0x1.383b64p-4f;
 #pragma unroll
   for (const float c : kSeries) factor = fmaf(factor, t, c);
-  const float2 log = {k * kHigh, k == 0 ? rest * factor : fmaf(k, kLow, t * factor)};
-  return s > 0.f ? log : make_float2(s == 0.f ? -kInfinity : s, 0.f);  // if s is NaN, NaN
-}
-
-// a + b as its rounding and what that has lost (Knuth). Not for infinities.
-__device__ __forceinline__ float2 exact_sum(float a, float b) {
-  const float sum = __fadd_rn(a, b), other = __fsub_rn(sum, a);
-  return {sum, __fadd_rn(__fsub_rn(a, __fsub_rn(sum, other)), __fsub_rn(b, other))};
-}
-
-// weight * (log.x + log.y + m - logit), with what the sums lose to rounding. Arithmetic in double would have
-// the whole CTA wait for the thread that does it.
-__device__ __forceinline__ float row_loss(float2 log, float m, float logit, float weight) {
-  const float2 difference = exact_sum(m, -logit), sum = exact_sum(difference.x, log.x);
-  const float loss = fmaf(weight, sum.x, weight * (sum.y + (difference.y + log.y)));
-  return isfinite(loss) ? loss : weight * sum.x;  // what an infinity has lost is NaN
+  const float log = k == 0 ? rest * factor : fmaf(k, kHigh, fmaf(k, kLow, t * factor));
+  return s > 0.f ? log : s == 0.f ? -kInfinity : s;  // if s is NaN, NaN
 }
 
 // 1 - exp(-y) for 0 <= y < 1/4, by its series up to y^6: the first term that is left out is 2^-24 of it
@@ -270,7 +255,8 @@ struct SavedSum {
 template <class T_, bool Gradient>
 struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using T = T_;
-  using State = MaxSum<T, float>;  // float suffices: the logarithm makes the error of the sum small
+  // float suffices: the logarithm makes the error of the sum small
+  using State = MaxSum<T, float, sizeof(T) == 2>;
   using Args = CrossEntropyArgs;
   static constexpr bool kHasOutput = Gradient;
   static constexpr bool kMayCacheExp = false;  // the gradient has the bits that backward would compute
@@ -396,13 +382,18 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const bool confident = total.confident();
     return __fmul_rn(confident ? -total.others : total.e, scale) - (confident ? 0.f : grad);
   }
-  // Stores the statistics of a row: its loss, and its log-sum-exp.
+  // Stores the statistics of a row: its loss, and its log-sum-exp. The two terms of the loss are not negative,
+  // so their sum loses no digits. Where only losses are wanted, one branch is faster than five stores by
+  // predicates: the CTA's registers wait for this thread.
   __device__ __forceinline__ static void record(const Args& a, int64_t row, float logit, float weight,
                                                 const Total& total) {
     const bool confident = total.confident();
-    const float2 log = log_parts(total.sum, confident ? total.others : total.sum - 1.f);
-    const float log_sum = log.x + log.y;
-    const float loss = weight == 0.f ? 0.f : row_loss(log, total.m, logit, weight);
+    const float log_sum = log_of(total.sum, confident ? total.others : total.sum - 1.f);
+    const float loss = weight == 0.f ? 0.f : weight * ((total.m - logit) + log_sum);
+    if (!Gradient && a.only_losses) {
+      static_cast<float*>(a.loss)[row * a.loss_stride] = loss;
+      return;
+    }
     if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, weight);
     store_if(a.row_losses, static_cast<float2*>(a.row_losses) + row, make_float2(loss, weight));
     store_if(a.loss, static_cast<float*>(a.loss) + row * a.loss_stride,
@@ -637,7 +628,9 @@ struct ReplacesTarget : Op {
 // Forward, for short rows. Several rows share a warp. Computing one row's loss on one lane still costs the
 // whole warp those instructions, about a quarter of the row's. So the first threads of the CTA each compute
 // the loss of a different row. These statistics threads also load the labels and the targets' logits, and
-// pass the labels to the threads of the rows through shared memory.
+// pass the labels to the threads of the rows through shared memory. They are in the first warp, and nobody
+// waits for more than he needs: the other warps for the first one's labels, and it for their states at the
+// end. With a barrier of the CTA in the middle each row would wait for the slowest.
 template <class Op, int TPR, int V, bool Unaligned, bool SameOffset>
 __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
@@ -659,6 +652,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
     Label label;
     float logit, grad;
   };
+  constexpr int kLabels = 1, kStates = 2;  // barriers
   __shared__ Slot<State> states[kRows];
   __shared__ Target targets[Op::kHasOutput ? kRows : 1];
   const unsigned tid = threadIdx.x, lane = tid % TPR, group = tid / TPR;
@@ -678,7 +672,14 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   if (stats_thread) {
     own.label = label<!Op::kHasOutput>(args, own_target);
     own.logit = Op::load_logit(args, base + tid, own.label.index);
-    if constexpr (Op::kHasOutput) own.grad = Op::gradient(args, own.label.weight);
+    if constexpr (Op::kHasOutput) {
+      own.grad = Op::gradient(args, own.label.weight);
+      targets[tid] = own;
+    }
+  }
+  if (Op::kHasOutput && tid < 32) {
+    __syncwarp();
+    arrive_at<kLabels>(kThreads<TPR>);
   }
   const float row_max = lanes_max<TPR>(tile_max(T(), tile.a));
   if constexpr (kExclude) {
@@ -688,9 +689,10 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   State st;
   st.template reduce_below<TPR, kCacheExp>(row_max, tile.a, tile.exps);
   if (lane == 0) states[group].set(st);
-  if constexpr (Op::kHasOutput)
-    if (stats_thread) targets[tid] = own;
-  __syncthreads();
+  if (tid >= 32) {
+    if constexpr (Op::kHasOutput) wait_at<kLabels>(kThreads<TPR>);
+    arrive_at<kStates>(kThreads<TPR>);
+  }
   if constexpr (Op::kHasOutput) {
     typename Op::Scalars sc = {};
     sc.index = targets[group].label.index, sc.logit = targets[group].logit;
@@ -711,6 +713,7 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
     }
   }
   const unsigned self = thread_number_again();  // stats_thread, kept until here, would cost a register too
+  if (self < 32) wait_at<kStates>(kThreads<TPR>);
   if (self < kRows && base + self < args.rows.m) {
     if constexpr (Op::kHasOutput) own = targets[self];
     Op::record(args, base + self, own.logit, own.label.weight, total(own.logit, states[self].get()));

@@ -117,9 +117,11 @@ struct alignas(8) Sum {
 };
 
 // Online softmax: a maximum m, and s = sum of exp(x - m), of type A. The empty state is m = -inf, s = 0.
-template <class T, class A>
+// Quick: a lane does not wait for the maximum of the others, and sums are rescaled by the exponential that
+// elements have, where that is accurate enough.
+template <class T, class A, bool Quick = false>
 struct alignas(2 * sizeof(A)) MaxSum {
-  using Partial = MaxSum<T, float>;  // float suffices: rounding errors of many parts average out
+  using Partial = MaxSum<T, float, Quick>;  // float suffices: rounding errors of many parts average out
   static constexpr bool kMaxFirst = true;
   A s = 0;
   float m = -kInfinity;
@@ -128,18 +130,30 @@ struct alignas(2 * sizeof(A)) MaxSum {
   // not NaN.
   __device__ __forceinline__ static float reference(float m) { return m == -kInfinity ? 0.f : m; }
 
+  // The factor for a sum that was relative to m, and is to be relative to r.
+  __device__ __forceinline__ static A factor(float m, float r) {
+    if constexpr (Quick) return exp_difference<T>(m, r);
+    else return rescale_factor<A>(m, r);
+  }
+
   // The lanes agree on the maximum first. So each lane computes one exponential instead of one per shuffle.
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
     const float top = lanes_max<L>(m);
-    s = lanes_sum<L>(s * rescale_factor<A>(m, reference(top)));
+    s = lanes_sum<L>(s * factor(m, reference(top)));
     m = top;
   }
   // The state of the elements of L lanes. They agree on the maximum before they compute exponentials, so that
-  // no sum has to be rescaled. CacheExp: stores the elements' exponentials to exps.
+  // no sum has to be rescaled, unless the state is Quick. CacheExp: stores the elements' exponentials to exps.
   template <int L, bool CacheExp = false, int V, int K>
   __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V], float (&exps)[K][kElements<T>]) {
-    reduce_below<L, CacheExp>(lanes_max<L>(tile_max(T(), v)), v, exps);
+    const float own = tile_max(T(), v);
+    if constexpr (Quick && !CacheExp) {
+      m = own, s = exponentials<false>(v, reference(own), exps);
+      reduce_lanes<L>();
+    } else {
+      reduce_below<L, CacheExp>(lanes_max<L>(own), v, exps);
+    }
   }
   // The same for a maximum that is known. The elements need not have it.
   template <int L, bool CacheExp, int V, int K>
@@ -150,7 +164,7 @@ struct alignas(2 * sizeof(A)) MaxSum {
   }
   __device__ __forceinline__ void merge(MaxSum o) {
     const float top = fmaxf(m, o.m), r = reference(top);
-    s = s * rescale_factor<A>(m, r) + o.s * rescale_factor<A>(o.m, r);
+    s = s * factor(m, r) + o.s * factor(o.m, r);
     m = top;
   }
   // Merges U states. Their rescale factors do not depend on each other.
@@ -160,9 +174,9 @@ struct alignas(2 * sizeof(A)) MaxSum {
 #pragma unroll
     for (int u = 0; u < U; u++) top = fmaxf(top, o[u].m);
     const float r = reference(top);
-    s *= rescale_factor<A>(m, r);
+    s *= factor(m, r);
 #pragma unroll
-    for (int u = 0; u < U; u++) s += o[u].s * rescale_factor<A>(o[u].m, r);
+    for (int u = 0; u < U; u++) s += o[u].s * factor(o[u].m, r);
     m = top;
   }
   // Adds a tile of elements.
@@ -170,7 +184,7 @@ struct alignas(2 * sizeof(A)) MaxSum {
   __device__ __forceinline__ void add(const uint4 (&v)[V]) {
     const float top = fmaxf(m, tile_max(T(), v)), r = reference(top);
     float none[1][kElements<T>];
-    s = s * rescale_factor<A>(m, r) + exponentials<false>(v, r, none);
+    s = s * factor(m, r) + exponentials<false>(v, r, none);
     m = top;
   }
   template <bool CacheExp, int V, int K>
@@ -207,6 +221,16 @@ constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(N + 1) / 2>;  // the smallest power
 template <>
 constexpr int kPowerOfTwo<1> = 1;
 
+// Named barriers, of a CTA of so many threads. Those that only arrive do not wait for the others.
+template <int Barrier>
+__device__ __forceinline__ void arrive_at(int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"n"(Barrier), "r"(threads) : "memory");
+}
+template <int Barrier>
+__device__ __forceinline__ void wait_at(int threads) {
+  asm volatile("bar.sync %0, %1;" ::"n"(Barrier), "r"(threads) : "memory");
+}
+
 // ---- Reduction over the warps of a row: `Warps` of them, or fewer. `slots` has an entry for each warp of
 // the CTA. There is only one barrier, so successive calls must alternate between two arrays of slots.
 template <int Warps, class State>
@@ -223,10 +247,10 @@ __device__ __forceinline__ bool reduce_to_first_warp(State& st, Slot<State>* slo
   const int warp = threadIdx.x / 32, threads = warps * 32;
   if (threadIdx.x % 32 == 0) slots[warp].set(st);
   if (warp > 0) {
-    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+    arrive_at<1>(threads);
     return false;
   }
-  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+  wait_at<1>(threads);
   st = merge_slots<kPowerOfTwo<Warps>, State>(slots, warps);
   return true;
 }

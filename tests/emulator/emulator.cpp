@@ -344,17 +344,17 @@ int sync_cta_or(int predicate) {
   return any;
 }
 
-void named_arrive(int threads) {
-  Phase& phase = self->cta->named;
+void named_arrive(int barrier, int threads) {
+  Phase& phase = self->cta->named[barrier];
   phase.expected = threads;
   arrive(phase);
 }
 
-void named_sync(int threads) {
-  const Phase& phase = self->cta->named;
+void named_sync(int barrier, int threads) {
+  const Phase& phase = self->cta->named[barrier];
   const uint64_t number = phase.number;
-  named_arrive(threads);
-  wait(phase, number, "at barrier 1");
+  named_arrive(barrier, threads);
+  wait(phase, number, "at a named barrier");
 }
 
 int64_t clock() { return cycles += kClockStep; }

@@ -37,7 +37,7 @@ struct Cta {
   dim3 threads, grid;
   char* memory;  // static shared memory, then dynamic
   Phase phase;
-  Phase named;  // of barrier 1
+  Phase named[16];  // barriers by number
   bool any[2];  // of __syncthreads_or, in even and odd phases
 };
 
@@ -154,8 +154,8 @@ inline void store_if(float2* p, float x, float y, bool in) {
   check_alignment(p, sizeof(*p));
   *p = {x, y};
 }
-void named_arrive(int threads);
-void named_sync(int threads);
+void named_arrive(int barrier, int threads);
+void named_sync(int barrier, int threads);
 void thread_number(uint32_t& number);
 void cluster_rank(uint32_t& rank);
 void cluster_size(uint32_t& size);
