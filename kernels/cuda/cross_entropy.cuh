@@ -382,9 +382,9 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const bool confident = total.confident();
     return __fmul_rn(confident ? -total.others : total.e, scale) - (confident ? 0.f : grad);
   }
-  // Stores the statistics of a row: its loss, and its log-sum-exp. The two terms of the loss are not negative,
-  // so their sum loses no digits. Where only losses are wanted, one branch is faster than five stores by
-  // predicates: the CTA's registers wait for this thread.
+  // Stores the statistics of a row: its loss, and its log-sum-exp. The two terms of the loss are not
+  // negative, so their sum loses no digits. Where only losses are wanted, one branch is faster than five
+  // stores by predicates: the CTA's registers wait for this thread.
   __device__ __forceinline__ static void record(const Args& a, int64_t row, float logit, float weight,
                                                 const Total& total) {
     const bool confident = total.confident();

@@ -144,7 +144,7 @@ struct alignas(2 * sizeof(A)) MaxSum {
     m = top;
   }
   // The state of the elements of L lanes. They agree on the maximum before they compute exponentials, so that
-  // no sum has to be rescaled, unless the state is Quick. CacheExp: stores the elements' exponentials to exps.
+  // no sum has to be rescaled, unless the state is Quick. CacheExp: stores the exponentials to exps.
   template <int L, bool CacheExp = false, int V, int K>
   __device__ __forceinline__ void reduce_tile(const uint4 (&v)[V], float (&exps)[K][kElements<T>]) {
     const float own = tile_max(T(), v);

@@ -22,7 +22,7 @@ from ._gradients import (
     once_differentiable,
     selector,
 )
-from ._operators_gen import REDUCTIONS, TORCH
+from ._operators_gen import MEAN, NONE, TORCH
 from ._schemas import arguments, overloads, tensors, upstream
 from ._sharding import rows_are_sharded
 
@@ -33,7 +33,6 @@ ONE_PASS = 1 << 22
 
 _NAME = "cross_entropy"
 _ARGUMENTS, _SAVED = arguments(_NAME), TORCH[_NAME].saved
-_NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
 
 _below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
@@ -147,14 +146,14 @@ def _forward_by_row(ctx, keyset, *given):
     ctx.save_for_backward(*(values[name] for name in _SAVED))
     ctx.set_materialize_grads(False)
     ctx.options = given[len(tensors(_NAME)) :]
-    return loss if values["reduction"] == _NONE else loss.sum()
+    return loss if values["reduction"] == NONE else loss.sum()
 
 
 def _backward_by_row(ctx, dloss):
     if dloss is None:
         return _gradients(None)
     given = [*_own_pass_arguments((*ctx.saved_tensors, dloss, *ctx.options))]
-    given[_REDUCTION] = _NONE
+    given[_REDUCTION] = NONE
     return _gradients(overloads["cross_entropy_bwd"](*given))
 
 
@@ -187,7 +186,7 @@ def _has_one_pass(x):
 def takes_one_pass(x, reduction, one_pass=None):
     """Whether an eager call with a gradient makes it together with the loss. one_pass: what was asked for."""
     wanted = x.numel() >= ONE_PASS if one_pass is None else one_pass
-    return wanted and reduction != _NONE and _has_one_pass(x)
+    return wanted and reduction != NONE and _has_one_pass(x)
 
 
 def choose(two_passes, given):
@@ -197,7 +196,7 @@ def choose(two_passes, given):
     """
     values = dict(zip(_ARGUMENTS, given, strict=True))
     x = values["x"]
-    if rows_are_sharded(x) and values["reduction"] != _MEAN:  # the sharding rule refuses a mean
+    if rows_are_sharded(x) and values["reduction"] != MEAN:  # the sharding rule refuses a mean
         return _by_row
     if not is_eager(x):
         return two_passes

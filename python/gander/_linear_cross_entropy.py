@@ -16,11 +16,10 @@ from torch.compiler import is_compiling
 from . import _pytorch
 from ._cross_entropy import is_batched, is_first_backward
 from ._gradients import once_differentiable, refuse_tangents
-from ._operators_gen import REDUCTIONS
+from ._operators_gen import MEAN, NONE
 from ._schemas import overloads
 from ._sharding import is_dtensor
 
-_NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are rescaled as so many rows, each by one CTA. These are enough for any GPU, and few enough to end
 # at once where there is nothing to do.
@@ -107,7 +106,7 @@ def _run(
     """
     with torch.autocast(x.device.type, enabled=False):  # backward may run under it
         rows, needs = x.shape[0], needs_dx or needs_dw or needs_db
-        if reduction == _MEAN:
+        if reduction == MEAN:
             divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, _statistic(x.dtype))
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else x.new_empty(0)
         # In a single chunk nothing is accumulated.
@@ -122,10 +121,10 @@ def _run(
             else:
                 torch.addmm(bias, x[part], weight.t(), out=logits)
             if not needs:
-                loss = _losses(logits, labels, weight_ce, divisor, None, ignore_index, _NONE)
-            elif reduction == _NONE:
-                loss, lse = _losses_in_parts(logits, labels, weight_ce, None, None, ignore_index, _NONE)
-                _gradient(logits, labels, weight_ce, upstream[part], lse, None, ignore_index, _NONE)
+                loss = _losses(logits, labels, weight_ce, divisor, None, ignore_index, NONE)
+            elif reduction == NONE:
+                loss, lse = _losses_in_parts(logits, labels, weight_ce, None, None, ignore_index, NONE)
+                _gradient(logits, labels, weight_ce, upstream[part], lse, None, ignore_index, NONE)
             else:
                 loss, _ = _losses_and_gradient(logits, labels, weight_ce, divisor, upstream, ignore_index)
             losses.append(loss)
@@ -136,7 +135,7 @@ def _run(
             if needs_db:
                 db.add_rows(logits)
         loss = torch.cat(losses)
-        if reduction != _NONE:
+        if reduction != NONE:
             loss = loss.sum()
             if not rows and divisor is not None:
                 loss /= divisor
@@ -168,7 +167,7 @@ def _(
     def gradient(like, needed):
         return torch.empty_like(like, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
 
-    loss = x.new_empty(target.shape if reduction == _NONE else (), dtype=_statistic(x.dtype))
+    loss = x.new_empty(target.shape if reduction == NONE else (), dtype=_statistic(x.dtype))
     return loss, gradient(x, needs_dx), gradient(weight, needs_dw), gradient(bias, needs_db)
 
 
@@ -181,7 +180,7 @@ def _to_make(x, upstream, reduction, needs, compiling=False):
     Gradients of float16 would underflow without the factor of a GradScaler. A graph cannot choose to make
     them again.
     """
-    later = reduction == _NONE or (x.dtype == torch.float16 and (upstream is None or compiling))
+    later = reduction == NONE or (x.dtype == torch.float16 and (upstream is None or compiling))
     return [bool(need) and not later for need in needs]
 
 
@@ -403,4 +402,4 @@ def linear_cross_entropy(
         ]
         made = _to_make(rows, upstream, reduction, needs, compiling=True)
         loss = _run(rows, weight, labels, bias, weight_ce, divisor, upstream, *options, *made)[0]
-    return loss.view(target.shape) if reduction == _NONE else loss
+    return loss.view(target.shape) if reduction == NONE else loss

@@ -13,6 +13,7 @@ ALGORITHMS: tuple[Algorithm, ...] = ("auto", "warp", "block", "register", "mediu
 IF_SERVED = 256
 Reduction = Literal["none", "mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
+NONE, MEAN, SUM = range(len(REDUCTIONS))
 
 OPTIONS = {
     "softmax": (

@@ -7,10 +7,9 @@ from . import _fast
 from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
 from ._gradients import apply_of, function, refuse_outer_gradients
-from ._operators_gen import REDUCTIONS
+from ._operators_gen import MEAN, NONE
 from ._sharding import dimensions_of_classes, is_dtensor
 
-_NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
 _THIRD = "class weights, which are third in torch, are weight="
 
 _forward_in_parts = _fast.call("cross_entropy_fwd")
@@ -22,7 +21,7 @@ def _losses(x, target, logits, weight, ignore_index):
 
     logits: (..., K), of which target chooses one, or one logit for each row.
     """
-    _, lse = _forward_in_parts(x, target, None, None, None, ignore_index, _NONE, False)
+    _, lse = _forward_in_parts(x, target, None, None, None, ignore_index, NONE, False)
     high, log_sum = lse[:-1].view(2, *target.shape)
     target = target.long()
     by_class = logits.ndim > target.ndim
@@ -80,9 +79,9 @@ def with_target_logit(x, target, target_logit, weight, ignore_index):
 def _forward(ctx, x, partial, target, weight, ignore_index, reduction, inplace_backward):
     loss, high, log_sum, scale = _losses(partial, target, x, weight, ignore_index)
     total = scale.sum().view(1)
-    if reduction != _NONE:
+    if reduction != NONE:
         loss = loss.sum()
-    if reduction == _MEAN:
+    if reduction == MEAN:
         loss /= total[0]
     ctx.save_for_backward(x, target, torch.cat((high.flatten(), log_sum.flatten(), total)), weight)
     ctx.set_materialize_grads(False)

@@ -19,12 +19,11 @@ from . import _fast, _ops, _pytorch
 from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
 from ._gradients import apply_of, function, refuse_gradients, refuse_outer_gradients
-from ._operators_gen import REDUCTIONS, Reduction
+from ._operators_gen import MEAN, NONE, REDUCTIONS, Reduction
 from ._sharding import is_dtensor
 
 __all__ = ["cross_entropy"]
 
-_NONE, _MEAN = REDUCTIONS.index("none"), REDUCTIONS.index("mean")
 
 _forward_of_slice = _fast.call("cross_entropy_fwd_out")
 _combine = _fast.call("sharded_cross_entropy_combine")
@@ -227,19 +226,19 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
         dist.all_gather_into_tensor(every.view(-1), mine.view(-1), group=slices.group)
 
     lse, weights = mine.new_empty(2 * rows + 1), None if weight is None else mine.new_empty(target.shape)
-    loss = mine.new_empty(target.shape if reduction == _NONE else ())
+    loss = mine.new_empty(target.shape if reduction == NONE else ())
     if rows:
-        losses = (loss.view(-1), None) if reduction == _NONE else (None, loss)
+        losses = (loss.view(-1), None) if reduction == NONE else (None, loss)
         flat = None if weights is None else weights.view(-1)
-        options = sum(slices.sizes), ignore_index, reduction == _MEAN, weight is not None
+        options = sum(slices.sizes), ignore_index, reduction == MEAN, weight is not None
         _combine(every, target.view(-1), lse[:rows], lse[rows:-1], *losses, flat, lse[-1:], *options)
     else:
-        loss.fill_(float("nan") if reduction == _MEAN else 0)
+        loss.fill_(float("nan") if reduction == MEAN else 0)
     if weights is not None:
         local = local.masked_fill(weights == 0, ignored)  # backward ignores the row, whatever is in it
     ctx.save_for_backward(x, local, lse, weights)
     ctx.set_materialize_grads(False)
-    ctx.options = ignored, _MEAN if reduction == _MEAN else _NONE, False
+    ctx.options = ignored, MEAN if reduction == MEAN else NONE, False
     ctx.inplace_backward = inplace_backward and may_write_saved()
     return loss
 

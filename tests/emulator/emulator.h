@@ -38,7 +38,7 @@ struct Cta {
   char* memory;  // static shared memory, then dynamic
   Phase phase;
   Phase named[16];  // barriers by number
-  bool any[2];  // of __syncthreads_or, in even and odd phases
+  bool any[2];      // of __syncthreads_or, in even and odd phases
 };
 
 struct Copy {

@@ -436,9 +436,15 @@ def test_info():
     assert os.path.exists(facts["library"])
 
 
-def test_warmup():
-    gander.warmup("cpu")
-    gander.warmup(torch.device("cpu"))
+@pytest.mark.parametrize("device", ['"cpu"', 'torch.device("cpu")'])
+def test_warmup_loads_the_library(device):
+    python(f"""
+        import gander, torch
+        loaded = {LOADED}
+        assert not loaded()
+        gander.warmup({device})
+        assert loaded()
+    """)
 
 
 def test_info_on_the_command_line():

@@ -43,6 +43,7 @@ func pythonTable() string {
 	t.add("IF_SERVED = %d", operators.IfServed)
 	t.add("Reduction = Literal[%s]", quoted(lower(operators.Reductions)...))
 	t.add("REDUCTIONS: tuple[Reduction, ...] = (%s)", quoted(lower(operators.Reductions)...))
+	t.add("%s = range(len(REDUCTIONS))", strings.ToUpper(strings.Join(lower(operators.Reductions), ", ")))
 	t.add("")
 	t.add("OPTIONS = {")
 	for _, g := range operators.Table {

@@ -199,7 +199,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def _check_label_smoothing(self) -> None:
         if self.label_smoothing:
-            raise NotImplementedError("label_smoothing is not supported yet; use torch.nn.CrossEntropyLoss")
+            raise NotImplementedError("label_smoothing is not supported; use torch.nn.CrossEntropyLoss")
 
     def forward(
         self,
