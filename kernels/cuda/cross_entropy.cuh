@@ -262,7 +262,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   static constexpr bool kMayCacheExp = false;  // the gradient has the bits that backward would compute
   static constexpr bool kTakes = true;
   static constexpr bool kFinishesRow = Gradient;
-  static constexpr bool kFirstWarpFinalizes = !Gradient;
+  static constexpr bool kFirstWarpFinalizes = !Gradient, kMergesThreads = sizeof(T) == 2;
   struct Scalars {
     int64_t index;  // of the target, or kNoTarget
     float logit;    // x[target], -inf without a target

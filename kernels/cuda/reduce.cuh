@@ -150,7 +150,7 @@ struct alignas(2 * sizeof(A)) MaxSum {
     const float own = tile_max(T(), v);
     if constexpr (Quick && !CacheExp) {
       m = own, s = exponentials<false>(v, reference(own), exps);
-      reduce_lanes<L>();
+      if constexpr (L > 1) reduce_lanes<L>();
     } else {
       reduce_below<L, CacheExp>(lanes_max<L>(own), v, exps);
     }
@@ -252,6 +252,25 @@ __device__ __forceinline__ bool reduce_to_first_warp(State& st, Slot<State>* slo
   }
   wait_at<1>(threads);
   st = merge_slots<kPowerOfTwo<Warps>, State>(slots, warps);
+  return true;
+}
+
+// The same from the states of single threads, of up to eight warps: no shuffles before the barrier. `slots`
+// has an entry for each thread but those of the first warp.
+template <int Warps, class State>
+__device__ __forceinline__ bool reduce_threads_to_first_warp(State& st, Slot<State>* slots, int warps) {
+  const int thread = threadIdx.x, threads = warps * 32;
+  if (thread >= 32) {
+    slots[thread - 32].set(st);
+    arrive_at<1>(threads);
+    return false;
+  }
+  wait_at<1>(threads);
+  State others[Warps - 1];
+#pragma unroll
+  for (int i = 1; i < Warps; i++) others[i - 1] = i < warps ? slots[(i - 1) * 32 + thread].get() : State();
+  st.merge(others);
+  st.template reduce_lanes<32>();
   return true;
 }
 

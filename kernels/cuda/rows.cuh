@@ -231,6 +231,8 @@ struct RowOperator {
   __device__ __forceinline__ static void finish_row(const Args&, int64_t row) {}
   // Whether only the leader of a row needs its complete state.
   static constexpr bool kFirstWarpFinalizes = false;
+  // Whether it gets that from the states of single threads, where they are few.
+  static constexpr bool kMergesThreads = false;
   // The last step of each CTA.
   template <class Args>
   __device__ __forceinline__ static void finish_launch(const Args&) {}
@@ -395,11 +397,13 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   constexpr bool kMaxOfRow =
       kHasExp && !Op::kMayCacheExp && sizeof(T) == 4 && !Unaligned && kWarps > 1 && !Cluster;
   constexpr bool kCacheExp = kMaxOfWarp || kMaxOfRow;
+  constexpr bool kToFirstWarp = Op::kFirstWarpFinalizes && !Cluster && kRows == 1 && kWarps > 1;
+  constexpr bool kFromThreads = kToFirstWarp && Op::kMergesThreads && kWarps <= 8;
   prefetch_later_rows<Op, Cluster>(args.rows, kRows, Place::capacity() * E);
   const int thread = threadIdx.x % TPR;
   const int64_t row = Place::row();
   int e = Place::first(thread) * E;
-  __shared__ Slot<State> warp_slots[kWarps > 1 ? kRows * kWarps : 1];
+  __shared__ Slot<State> slots[kFromThreads ? TPR - 32 : kWarps > 1 ? kRows * kWarps : 1];
   static_assert(!Op::kTakes || kRows == 1 && kWarps > 1,
                 "what is taken is exchanged with the states of warps");
   __shared__ float taken[kRows], warp_max[kMaxOfRow ? kRows * kWarps : 1];
@@ -434,12 +438,14 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
     if (Op::template take<kStep>(sc, p.origin, e, tile.a)) taken[threadIdx.x / TPR] = sc.logit;
   State st;
   if constexpr (kMaxOfRow) st.template reduce_below<32, true>(row_max, tile.a, tile.exps);
-  else reduce_tile<Op, Place::kLanes>(args, st, tile, p, e, kStep);
+  else reduce_tile<Op, kFromThreads ? 1 : Place::kLanes>(args, st, tile, p, e, kStep);
   const State own = st;
-  if constexpr (Op::kFirstWarpFinalizes && !Cluster && kRows == 1 && kWarps > 1) {
-    if (!reduce_to_first_warp<kWarps>(st, warp_slots, Place::warps())) return Op::finish_launch(args);
+  if constexpr (kFromThreads) {
+    if (!reduce_threads_to_first_warp<kWarps>(st, slots, Place::warps())) return Op::finish_launch(args);
+  } else if constexpr (kToFirstWarp) {
+    if (!reduce_to_first_warp<kWarps>(st, slots, Place::warps())) return Op::finish_launch(args);
   } else if constexpr (kWarps > 1) {
-    reduce_warps<kWarps>(st, warp_slots, Place::warps());
+    reduce_warps<kWarps>(st, slots, Place::warps());
   }
 #ifdef GANDER_SM90
   if constexpr (Cluster) {
