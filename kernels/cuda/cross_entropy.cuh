@@ -156,12 +156,13 @@ __device__ __forceinline__ void denominator(const CrossEntropyArgs& a) {
   if (sum_rows<T, Cluster>(a.rows.m, sum, weight)) *static_cast<float*>(a.denominator) = sum.x;
 }
 
-// log(s) = k log(2) + log(f), where s = 2^k f and 2^-1/2 <= f < 2^1/2. s is 0 if all elements of the row are
-// -inf. rest is s - 1, which may have digits that s has not: log(s) is nearly proportional to it.
+// log(s) as two terms: log(s) = k log(2) + log(f), where s = 2^k f and 2^-1/2 <= f < 2^1/2. Adding them in
+// float would round to the magnitude of the sum. s is 0 if all elements of the row are -inf. rest is s - 1,
+// which may have digits that s has not: log(s) is nearly proportional to it.
 //
 // log(1 + t) is t times a polynomial, the best of its degree between those f. With its rounding it is off by
 // at most 1.02 x 2^-23 of its value.
-__device__ __forceinline__ float log_of(float s, float rest) {
+__device__ __forceinline__ float2 log_parts(float s, float rest) {
   const int bits = __float_as_int(s), k = (bits - 0x3f3504f3) >> 23;
   constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // log(2) = kHigh + kLow; k * kHigh is exact
   constexpr float kSeries[] = {0x1.084cf2p-3f,  -0x1.0f374ap-3f, 0x1.2270ccp-3f,
@@ -171,8 +172,22 @@ __device__ __forceinline__ float log_of(float s, float rest) {
   float factor = -0x1.383b64p-4f;
 #pragma unroll
   for (const float c : kSeries) factor = fmaf(factor, t, c);
-  const float log = k == 0 ? rest * factor : fmaf(k, kHigh, fmaf(k, kLow, t * factor));
-  return s > 0.f ? log : s == 0.f ? -kInfinity : s;  // if s is NaN, NaN
+  const float2 log = {k * kHigh, k == 0 ? rest * factor : fmaf(k, kLow, t * factor)};
+  return s > 0.f ? log : make_float2(s == 0.f ? -kInfinity : s, 0.f);  // if s is NaN, NaN
+}
+
+// a + b as its rounding and what that has lost (Knuth). Not for infinities.
+__device__ __forceinline__ float2 exact_sum(float a, float b) {
+  const float sum = __fadd_rn(a, b), other = __fsub_rn(sum, a);
+  return {sum, __fadd_rn(__fsub_rn(a, __fsub_rn(sum, other)), __fsub_rn(b, other))};
+}
+
+// weight * (log.x + log.y + m - logit), with what the sums lose to rounding. Arithmetic in double would have
+// the whole CTA wait for the thread that does it. log.y is used last: all else is there before it.
+__device__ __forceinline__ float row_loss(float2 log, float m, float logit, float weight) {
+  const float2 difference = exact_sum(m, -logit), sum = exact_sum(difference.x, log.x);
+  const float loss = fmaf(weight, sum.x, weight * ((sum.y + difference.y) + log.y));
+  return isfinite(loss) ? loss : weight * sum.x;  // what an infinity has lost is NaN
 }
 
 // 1 - exp(-y) for 0 <= y < 1/4, by its series up to y^6: the first term that is left out is 2^-24 of it
@@ -382,14 +397,14 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
     const bool confident = total.confident();
     return __fmul_rn(confident ? -total.others : total.e, scale) - (confident ? 0.f : grad);
   }
-  // Stores the statistics of a row: its loss, and its log-sum-exp. The two terms of the loss are not
-  // negative, so their sum loses no digits. Where only losses are wanted, one branch is faster than five
-  // stores by predicates: the CTA's registers wait for this thread.
+  // Stores the statistics of a row: its loss, and its log-sum-exp. Where only losses are wanted, one branch
+  // is faster than five stores by predicates: the CTA's registers wait for this thread.
   __device__ __forceinline__ static void record(const Args& a, int64_t row, float logit, float weight,
                                                 const Total& total) {
     const bool confident = total.confident();
-    const float log_sum = log_of(total.sum, confident ? total.others : total.sum - 1.f);
-    const float loss = weight == 0.f ? 0.f : weight * ((total.m - logit) + log_sum);
+    const float2 log = log_parts(total.sum, confident ? total.others : total.sum - 1.f);
+    const float log_sum = log.x + log.y;
+    const float loss = weight == 0.f ? 0.f : row_loss(log, total.m, logit, weight);
     if (!Gradient && a.only_losses) {
       static_cast<float*>(a.loss)[row * a.loss_stride] = loss;
       return;
