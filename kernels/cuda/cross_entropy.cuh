@@ -643,8 +643,8 @@ struct ReplacesTarget : Op {
 // Forward, for short rows. Several rows share a warp. Computing one row's loss on one lane still costs the
 // whole warp those instructions, about a quarter of the row's. So the first threads of the CTA each compute
 // the loss of a different row. These statistics threads also load the labels and the targets' logits, and
-// pass the labels to the threads of the rows through shared memory. They are in the first warp, and nobody
-// waits for more than he needs: the other warps for the first one's labels, and it for their states at the
+// pass the labels to the threads of the rows through shared memory. They are in the first warp, and no warp
+// waits for more than it needs: the other warps for the first one's labels, and it for their states at the
 // end. With a barrier of the CTA in the middle each row would wait for the slowest.
 template <class Op, int TPR, int V, bool Unaligned, bool SameOffset>
 __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
