@@ -231,7 +231,7 @@ struct RowOperator {
   __device__ __forceinline__ static void finish_row(const Args&, int64_t row) {}
   // Whether only the leader of a row needs its complete state.
   static constexpr bool kFirstWarpFinalizes = false;
-  // Whether it gets that from the states of single threads, where they are few.
+  // Whether that state is then merged from the states of single threads, for rows of at most eight warps.
   static constexpr bool kMergesThreads = false;
   // The last step of each CTA.
   template <class Args>

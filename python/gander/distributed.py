@@ -24,7 +24,6 @@ from ._sharding import is_dtensor
 
 __all__ = ["cross_entropy"]
 
-
 _forward_of_slice = _fast.call("cross_entropy_fwd_out")
 _combine = _fast.call("sharded_cross_entropy_combine")
 _backward_of_slice = _fast.call("cross_entropy_bwd_slice")
