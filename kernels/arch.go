@@ -21,6 +21,7 @@ var elsewhere = []struct {
 	{8, symbols(`cross_entropy_forward_dx_rows_b?float16_128x4`), 10},
 	{8, symbols(`cross_entropy_forward_dx_rows_b?float16_256x4`), 5},
 	{8, symbols(`cross_entropy_forward_dx_rows_b?float16_512x4`), 2},
+	{8, symbols(`cross_entropy_forward_dx_rows_float32_32x8`), 7},
 	{8, symbols(`cross_entropy_forward_dx_rows_float32_512x8`), 1},
 	{8, symbols(`norm_backward_columns_b?float16_256x1_unaligned`), 3},
 	{8, symbols(`masked_softmax_forward_rows_float16_64x4`), 6},
