@@ -256,7 +256,8 @@ __device__ __forceinline__ bool reduce_to_first_warp(State& st, Slot<State>* slo
 }
 
 // The same from the states of single threads, of up to eight warps: no shuffles before the barrier. `slots`
-// has an entry for each thread but those of the first warp.
+// has an entry for each thread but those of the first warp. Sharing the branch with reduce_to_first_warp made
+// it two: 1.004 times the time.
 template <int Warps, class State>
 __device__ __forceinline__ bool reduce_threads_to_first_warp(State& st, Slot<State>* slots, int warps) {
   const int thread = threadIdx.x, threads = warps * 32;
