@@ -139,7 +139,7 @@ func TestAlgorithmChoices(t *testing.T) {
 			"rmsnorm_backward_ring_bfloat16_384x2"},
 		{"h100", request{op: normBack, dw: true, m: 2048, n: 8192}, Block,
 			"rmsnorm_backward_partial_bfloat16_256x2"},
-		{"h100", request{op: softmax, m: 2048, n: 4096}, Register, "softmax_forward_rows_bfloat16_128x4"},
+		{"h100", request{op: softmax, m: 2048, n: 4096}, Register, "softmax_forward_rows_bfloat16_512x2"},
 		{"h100", request{op: softmax, x: kernels.Float32, m: 1, n: 65536}, Register,
 			`softmax_forward: algorithm "register" holds rows of up to 32768 float32 elements on this ` +
 				`device, these have 65536; use "block", "extreme", "cluster", "arbitrary", "splitk" or ` +

@@ -34,7 +34,8 @@ func (q *query) meant(row *policy.Row) bool {
 		return false
 	case m < row.From.On(sms), row.Below.N > 0 && m >= row.Below.On(sms):
 		return false
-	case row.NoClusters && q.maxCluster > 1, !row.TakesType(q.x), row.WideWeights && !q.wideWeights:
+	case row.NoClusters && q.maxCluster > 1, !row.TakesType(q.x), row.WideWeights && !q.wideWeights,
+		!row.IsFor(deviceOf(q.facts)):
 		return false
 	}
 	size := q.m * q.vectors * 16

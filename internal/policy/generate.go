@@ -102,6 +102,7 @@ func (r *Row) literal() string {
 	add(r.OneWave, "OneWave: true")
 	add(r.Bits > 0, "Bits: %d", r.Bits)
 	add(r.WideWeights, "WideWeights: true")
+	add(r.Only > 0, "Only: %#x", r.Only)
 	add(true, "Regime: %s", regimeIdentifiers[r.Regime])
 	add(r.Threads > 0, "Threads: %d", r.Threads)
 	add(r.Vectors > 0, "Vectors: %d", r.Vectors)

@@ -66,7 +66,7 @@ type point struct {
 // choice returns the row without its conditions, such as lengths, and without its measured figures.
 func (r Row) choice() Row {
 	r.For, r.Over, r.UpTo, r.From, r.Below = 0, 0, 0, Count{}, Count{}
-	r.MinKiB, r.MaxKiB, r.NoClusters, r.OneWave, r.Bits, r.WideWeights = 0, 0, false, false, 0, false
+	r.MinKiB, r.MaxKiB, r.NoClusters, r.OneWave, r.Bits, r.WideWeights, r.Only = 0, 0, false, false, 0, false, 0
 	r.Ratio, r.RunnerUp = 0, ""
 	return r
 }

@@ -107,6 +107,7 @@ type Row struct {
 	OneWave     bool   // where all CTAs are resident at once
 	Bits        int64  // for elements of so many bits, 16 or 32; 0 for any
 	WideWeights bool   // for 16-bit rows with float32 weights
+	Only        uint8  // bit i: for device i of those that have the list; 0 for all of them
 
 	Regime           Regime
 	Threads, Vectors int // of a CTA for each row, and 16-byte vectors for each thread and input
@@ -124,6 +125,9 @@ func (r *Row) Takes(algorithm int32) bool { return r.For>>uint32(algorithm)&1 !=
 
 // TakesType tells whether the row is for elements of that type.
 func (r *Row) TakesType(x kernels.DType) bool { return r.Bits == 0 || r.Bits == 8*x.Size() }
+
+// IsFor tells whether the row is for a device that has its list.
+func (r *Row) IsFor(d Device) bool { return r.Only == 0 || r.Only>>d&1 != 0 }
 
 // Rows returns the choices for a request, in order.
 func Rows(d Device, op Operator, x kernels.DType, l Layout) []Row { return tables[d][op][x][l] }

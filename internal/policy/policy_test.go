@@ -106,20 +106,22 @@ func TestRowsAreReadAsTheyAreWritten(t *testing.T) {
 		"auto,extreme,cluster - 1024 - persistent-ring 256x2 ctas=2 per-sm=3 stages=8",
 		"auto - 8192 - cluster-registers 512x10 ctas=5 16-bit",
 		"auto - 8192 - cluster-registers 512x10 ctas=4 32-bit",
+		"auto - 8192 - registers 512x8 wide-weights only=h200,other-fast ratio=0.9",
 	} {
 		r, err := ParseRow(line)
 		require.NoError(t, err, line)
 		assert.Equal(t, line, r.String())
 	}
 	for line, message := range map[string]string{
-		"auto - - -":                             "expected algorithms, over, up to, rows, regime, tile",
-		"fast - - - two-passes -":                `"fast", expected one of auto, warp`,
-		"auto - - - tensor-cores -":              `"tensor-cores", expected one of registers`,
-		"auto - - few two-passes -":              `rows are "few", expected -, 1..16`,
-		"auto - x - two-passes -":                "invalid syntax",
-		"auto - - - registers 8x4x2x1":           "expected a tile as 256x4",
-		"auto - - - registers 8x4 clusters=2":    `"clusters" is none of ctas`,
-		"auto - - - persistent-ring 8x4 ctas=-2": "a number of 0 or more",
+		"auto - - -":                              "expected algorithms, over, up to, rows, regime, tile",
+		"fast - - - two-passes -":                 `"fast", expected one of auto, warp`,
+		"auto - - - tensor-cores -":               `"tensor-cores", expected one of registers`,
+		"auto - - few two-passes -":               `rows are "few", expected -, 1..16`,
+		"auto - x - two-passes -":                 "invalid syntax",
+		"auto - - - registers 8x4x2x1":            "expected a tile as 256x4",
+		"auto - - - registers 8x4 clusters=2":     `"clusters" is none of ctas`,
+		"auto - - - persistent-ring 8x4 ctas=-2":  "a number of 0 or more",
+		"auto - - - registers 8x4 only=h100,b300": `"b300", expected one of h100`,
 	} {
 		_, err := ParseRow(line)
 		assert.ErrorContains(t, err, message, line)
@@ -131,6 +133,8 @@ func TestRowsAreReadAsTheyAreWritten(t *testing.T) {
 		"\n[h100; softmax_forward; int8; aligned]": "line 2: ",
 		"[h100; softmax_forward; float32; aligned]\nauto - - - two-passes -\n" +
 			"[h100 h200; softmax_forward; float32; aligned]": "there are rows for h100",
+		"[h100 h200; softmax_forward; float32; aligned]\nauto - - - two-passes - only=h200,other": "line 2: only=",
+		"[h100 h200; softmax_forward; float32; aligned]\nauto - - - two-passes - only=h100,h200":  "line 2: only=",
 	} {
 		_, err := Parse([]byte(text))
 		assert.ErrorContains(t, err, message, text)

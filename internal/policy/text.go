@@ -96,8 +96,14 @@ func Parse(text []byte) (*File, error) {
 			if keys == nil {
 				return nil, fail(fmt.Errorf("a row before the first section"))
 			}
+			var devices uint8
 			for _, k := range keys {
 				f.Lists[k] = append(f.Lists[k], Line{comment, row})
+				devices |= 1 << k.Device
+			}
+			if row.Only&^devices != 0 || row.Only == devices {
+				return nil, fail(fmt.Errorf("only=%s, expected some of the section's devices, not all",
+					strings.Join(row.only(), ",")))
 			}
 			comment = nil
 		}
@@ -223,13 +229,21 @@ func ParseRow(line string) (r Row, err error) {
 			r.Bits = 32
 		case "wide-weights":
 			r.WideWeights = true
+		case "only":
+			for device := range strings.SplitSeq(value, ",") {
+				var i int
+				if i, err = indexOf(device, DeviceNames); err != nil {
+					break
+				}
+				r.Only |= 1 << i
+			}
 		case "ratio":
 			r.Ratio, err = strconv.ParseFloat(value, 64)
 		case "next":
 			r.RunnerUp = value
 		default:
 			err = fmt.Errorf("%q is none of ctas, per-sm, stages, kib-per-sm, no-clusters, "+
-				"one-wave, 16-bit, 32-bit, wide-weights, ratio, next", name)
+				"one-wave, 16-bit, 32-bit, wide-weights, only, ratio, next", name)
 		}
 		if err != nil {
 			return r, err
@@ -316,9 +330,20 @@ func (r *Row) fields() []string {
 	add(r.OneWave, "one-wave")
 	add(r.Bits > 0, "%d-bit", r.Bits)
 	add(r.WideWeights, "wide-weights")
+	add(r.Only > 0, "only=%s", strings.Join(r.only(), ","))
 	add(r.Ratio > 0, "ratio=%.3g", r.Ratio)
 	add(r.RunnerUp != "", "next=%s", r.RunnerUp)
 	return f
+}
+
+// only names the devices that the row is for, if not all of its list's are.
+func (r *Row) only() (devices []string) {
+	for i, name := range DeviceNames {
+		if r.Only>>i&1 != 0 {
+			devices = append(devices, name)
+		}
+	}
+	return devices
 }
 
 // String writes a row as ParseRow reads it.

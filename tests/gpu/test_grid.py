@@ -103,6 +103,7 @@ RARE = (
     ("rmsnorm_forward", 20, {"rows": 20000}),
     ("cross_entropy_forward_dx", 150, {}),
     ("cross_entropy_forward", 150, {"batch_invariant": True}),
+    ("cross_entropy_forward", 200, {"batch_invariant": True}),
     ("cross_entropy_forward", 300, {"rows": 2000}),
     ("cross_entropy_forward", 450, {"rows": 700}),
     ("cross_entropy_forward", 1700, {}),
