@@ -65,7 +65,7 @@ typedef enum {
  * next failing call. */
 const char* gander_last_error(void);
 
-/* "0.1.0" */
+/* MAJOR.MINOR.PATCH */
 const char* gander_version(void);
 /* GANDER_ABI_VERSION of the library. */
 int32_t gander_abi_version(void);

@@ -38,6 +38,10 @@ func ExplainDevice(op string, m, n int64, t kernels.DType, device string, c Choi
 		k.fail(StatusOption, "device is %q, expected a device of this machine or %s", device,
 			strings.Join(slices.Sorted(maps.Keys(devices)), ", "))
 	}
+	if t == kernels.Float64 {
+		k.fail(StatusUnsupported, "dtype is float64, expected %v on %s; float64 is served in host memory, on "+
+			`device "cpu"`, lowFloat, device)
+	}
 	r := k.explain(op, m, n, t, dlpack.Device{Type: dlpack.CUDA}, c)
 	if k.err != nil {
 		return "", k.err
