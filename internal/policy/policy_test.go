@@ -96,6 +96,30 @@ func TestEveryTileIsCompiled(t *testing.T) {
 	}
 }
 
+// TestSharedListsAreDivided: a list that is changed for one device leaves out the rows that are for others.
+func TestSharedListsAreDivided(t *testing.T) {
+	const shared = "[h100 h200; softmax_forward; float32; aligned]\n" +
+		"auto - 8 - registers 8x1 only=h100\n" +
+		"auto - 8 - registers 8x4 only=h200\n" +
+		"auto - - - two-passes -\n"
+	f, err := Parse([]byte(shared))
+	require.NoError(t, err)
+	list := f.Lists[Key{H100, SoftmaxForward, kernels.Float32, Aligned}]
+	list[len(list)-1].Resident = 16
+	f, err = Parse(f.Format())
+	require.NoError(t, err)
+	for device, want := range map[Device][]string{
+		H100: {"auto - 8 - registers 8x1", "auto - - - two-passes - per-sm=16"},
+		H200: {"auto - 8 - registers 8x4", "auto - - - two-passes -"},
+	} {
+		var have []string
+		for _, line := range f.Lists[Key{device, SoftmaxForward, kernels.Float32, Aligned}] {
+			have = append(have, line.String())
+		}
+		assert.Equal(t, want, have)
+	}
+}
+
 func TestRowsAreReadAsTheyAreWritten(t *testing.T) {
 	for _, line := range []string{
 		"auto - - - two-passes - per-sm=16",

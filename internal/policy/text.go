@@ -434,7 +434,32 @@ func (f *File) sections() []*section {
 		}
 		all = kept
 	}
+	for _, s := range all {
+		s.narrow()
+	}
 	return all
+}
+
+// narrow leaves out the rows that are for other devices than the section's, after a list was changed for one
+// of the devices that shared it.
+func (s *section) narrow() {
+	var devices uint8
+	for _, d := range s.devices {
+		devices |= 1 << d
+	}
+	var lines []Line
+	for _, line := range s.lines {
+		if line.Only != 0 {
+			if line.Only &= devices; line.Only == 0 {
+				continue
+			}
+		}
+		if line.Only == devices {
+			line.Only = 0
+		}
+		lines = append(lines, line)
+	}
+	s.lines = lines
 }
 
 func equalLines(a, b []Line) bool {

@@ -30,7 +30,7 @@ static void test_info(void) {
   const char* info = gander_build_info();
   char version[64];
   snprintf(version, sizeof version, "\"version\":\"%s\"", gander_version());
-  const char* const keys[] = {version,      "\"abi_version\":4",  "\"commit\":", "\"go\":\"go1.",
+  const char* const keys[] = {version,     "\"abi_version\":4",   "\"commit\":", "\"go\":\"go1.",
                               "\"nvcc\":", "\"architectures\":[", "\"simd\":"};
   for (size_t i = 0; i < sizeof keys / sizeof *keys; ++i) CHECK(strstr(info, keys[i]));
   CHECK(gander_build_info() == info);
