@@ -23,7 +23,10 @@ func TestLoopedRows(t *testing.T) {
 				for _, op := range [...]struct {
 					name string
 					run  func(*shortRows) []kernels.Matrix
-				}{{"softmax", softmaxOfShortRows}, {"norm", normOfShortRows}, {"loss", lossOfShortRows}} {
+				}{
+					{"softmax", softmaxOfShortRows}, {"softmax's gradient", softmaxGradOfShortRows},
+					{"norm", normOfShortRows}, {"loss", lossOfShortRows},
+				} {
 					rows := newShortRows(r, dtype)
 					loopedRow = block
 					got := op.run(rows.again())
@@ -108,6 +111,16 @@ func softmaxOfShortRows(s *shortRows) []kernels.Matrix {
 	y := s.output(x)
 	SoftmaxForward(x.Matrix, y.Matrix, s.workers)
 	return []kernels.Matrix{y.Matrix}
+}
+
+func softmaxGradOfShortRows(s *shortRows) []kernels.Matrix {
+	y, dy := s.x.clone(), s.matrix(s.dtype)
+	dx := s.output(dy)
+	if s.IntN(3) == 0 {
+		dx = y
+	}
+	SoftmaxBackward(dy.Matrix, y.Matrix, dx.Matrix, s.workers)
+	return []kernels.Matrix{dx.Matrix}
 }
 
 func normOfShortRows(s *shortRows) []kernels.Matrix {

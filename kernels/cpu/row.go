@@ -43,8 +43,11 @@ type rowFuncs[T float] struct {
 	expSum         func(src []T, m T) float64 // sum of exp(src - m), with the same bits as exp's
 	dotRaw         [4]func(x, y unsafe.Pointer, n int) float64
 	softmaxGradRaw [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
-	scaleRaw       [4]func(dst, x unsafe.Pointer, w []T, c T, stream bool) // dst = x * c * w
-	dot3Raw        [4]func(x, dy unsafe.Pointer, w []T) float64            // sum of x * dy * w
+	// Softmax backward of rows of n float32, a multiple of 64, with strides in bytes and the bits of the two
+	// above.
+	softmaxGradRows func(dst, dy, y unsafe.Pointer, n, rows, dstStride, dyStride, yStride int)
+	scaleRaw        [4]func(dst, x unsafe.Pointer, w []T, c T, stream bool) // dst = x * c * w
+	dot3Raw         [4]func(x, dy unsafe.Pointer, w []T) float64            // sum of x * dy * w
 	// dx = (dy * w - x * k) * r, and sums += x * r * dy unless sums is nil
 	rmsNormGradRaw [4]func(dx, x, dy unsafe.Pointer, w, sums []T, k, r T)
 }

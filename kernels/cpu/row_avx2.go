@@ -50,6 +50,7 @@ var avx2 = rowFuncs[float32]{
 		kernels.BFloat16: softmaxGradBFloat16AVX2,
 		kernels.Float32:  softmaxGradFloat32AVX2,
 	},
+	softmaxGradRows: softmaxGradRowsAVX2,
 	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32, stream bool){
 		kernels.BFloat16: scaleBFloat16AVX2,
 	},
@@ -348,6 +349,9 @@ func softmaxGradAVX2(dst, dy, y []float32, hi, lo float32) {
 //
 //go:noescape
 func softmaxGradFloat32AVX2(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+
+//go:noescape
+func softmaxGradRowsAVX2(dst, dy, y unsafe.Pointer, n, rows, dstStride, dyStride, yStride int)
 
 //go:nocheckptr
 func sumAVX2(dst, x, y []float32) {

@@ -60,6 +60,7 @@ var avx512 = rowFuncs[float32]{
 		kernels.BFloat16: softmaxGradBFloat16AVX512,
 		kernels.Float32:  softmaxGradFloat32AVX512,
 	},
+	softmaxGradRows: softmaxGradRowsAVX512,
 	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32, stream bool){
 		kernels.Float16:  scaleFloat16AVX512,
 		kernels.BFloat16: scaleBFloat16AVX512,
@@ -297,6 +298,9 @@ func softmaxGradBFloat16AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32,
 
 //go:noescape
 func softmaxGradFloat32AVX512(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
+
+//go:noescape
+func softmaxGradRowsAVX512(dst, dy, y unsafe.Pointer, n, rows, dstStride, dyStride, yStride int)
 
 // In norm_amd64.s.
 //

@@ -29,6 +29,37 @@
 	VPXORQ Z12, Z12, Z12 ; \
 	VPXORQ Z13, Z13, Z13
 
+// Rows of whole 64 elements, from the sum to the gradient. A call for each row and the return to Go between
+// its two passes would take longer than the row. R11 = the bytes of a row, R12 counts rows, CX is where in the
+// row.
+
+#define ROWS_ARGUMENTS \
+	MOVQ dst+0(FP), DI        ; \
+	MOVQ dy+8(FP), SI         ; \
+	MOVQ y+16(FP), DX         ; \
+	MOVQ n+24(FP), R11        ; \
+	MOVQ rows+32(FP), R12     ; \
+	MOVQ dstStride+40(FP), R8 ; \
+	MOVQ dyStride+48(FP), R9  ; \
+	MOVQ yStride+56(FP), R10  ; \
+	SHLQ $2, R11
+
+// From the sum in X12, X0 = it in float32, and X2 = the rest if that is finite, else 0: see splitFloat.
+#define SPLIT_SUM \
+	VCVTSD2SS X12, X12, X0   ; \
+	VCVTSS2SD X0, X0, X1     ; \
+	VSUBSD    X1, X12, X1    ; \
+	VCVTSD2SS X1, X1, X2     ; \
+	VSUBSS    X2, X2, X3     ; \
+	VCMPSS    $7, X3, X3, X3 ; \
+	VANDPS    X3, X2, X2
+
+// X12 = the sum of Y12's lanes, in the order of sum4.
+#define SUM4 \
+	VHADDPD      Y12, Y12, Y12 ; \
+	VEXTRACTF128 $1, Y12, X13  ; \
+	VADDSD       X13, X12, X12
+
 #define WIDEN_BFLOAT16(z) VPSLLD $16, z, z
 
 // Converts 32 bfloat16 at p to float32: those with even indices, and those with odd ones. This takes half the
@@ -360,5 +391,119 @@ tailLoop:
 
 done:
 	FENCE(R10)
+	VZEROUPPER
+	RET
+
+// func softmaxGradRowsAVX512(dst, dy, y unsafe.Pointer, n, rows, dstStride, dyStride, yStride int)
+TEXT ·softmaxGradRowsAVX512(SB), NOSPLIT, $0-64
+	ROWS_ARGUMENTS
+
+row:
+	VPXORQ Z12, Z12, Z12
+	VPXORQ Z13, Z13, Z13
+	XORL   CX, CX
+
+dot:
+	VMOVUPS     (SI)(CX*1), Z0
+	VMOVUPS     64(SI)(CX*1), Z1
+	VMOVUPS     128(SI)(CX*1), Z2
+	VMOVUPS     192(SI)(CX*1), Z3
+	VMULPS      (DX)(CX*1), Z0, Z0
+	VMULPS      64(DX)(CX*1), Z1, Z1
+	VFMADD231PS 128(DX)(CX*1), Z2, Z0
+	VFMADD231PS 192(DX)(CX*1), Z3, Z1
+	VADDPS      Z1, Z0, Z0
+	ACCUMULATE(Z0, Y0)
+	ADDQ        $256, CX
+	CMPQ        CX, R11
+	JLT         dot
+
+	VADDPD        Z13, Z12, Z12
+	VEXTRACTF64X4 $1, Z12, Y13
+	VADDPD        Y13, Y12, Y12
+	SUM4
+	SPLIT_SUM
+	VBROADCASTSS  X0, Z30
+	VBROADCASTSS  X2, Z31
+	XORL          CX, CX
+
+gradient:
+	VMOVUPS (SI)(CX*1), Z0
+	VMOVUPS 64(SI)(CX*1), Z1
+	VMOVUPS 128(SI)(CX*1), Z2
+	VMOVUPS 192(SI)(CX*1), Z3
+	GRADIENT(Z0, (DX)(CX*1))
+	GRADIENT(Z1, 64(DX)(CX*1))
+	GRADIENT(Z2, 128(DX)(CX*1))
+	GRADIENT(Z3, 192(DX)(CX*1))
+	VMOVUPS Z0, (DI)(CX*1)
+	VMOVUPS Z1, 64(DI)(CX*1)
+	VMOVUPS Z2, 128(DI)(CX*1)
+	VMOVUPS Z3, 192(DI)(CX*1)
+	ADDQ    $256, CX
+	CMPQ    CX, R11
+	JLT     gradient
+	ADDQ    R8, DI
+	ADDQ    R9, SI
+	ADDQ    R10, DX
+	DECQ    R12
+	JNE     row
+	VZEROUPPER
+	RET
+
+// func softmaxGradRowsAVX2(dst, dy, y unsafe.Pointer, n, rows, dstStride, dyStride, yStride int)
+TEXT ·softmaxGradRowsAVX2(SB), NOSPLIT, $0-64
+	ROWS_ARGUMENTS
+
+row:
+	VXORPD Y12, Y12, Y12
+	VXORPD Y13, Y13, Y13
+	XORL   CX, CX
+
+dot:
+	VMOVUPS      (SI)(CX*1), Y0
+	VMOVUPS      32(SI)(CX*1), Y1
+	VMOVUPS      64(SI)(CX*1), Y2
+	VMOVUPS      96(SI)(CX*1), Y3
+	VMULPS       (DX)(CX*1), Y0, Y0
+	VMULPS       32(DX)(CX*1), Y1, Y1
+	VFMADD231PS  64(DX)(CX*1), Y2, Y0
+	VFMADD231PS  96(DX)(CX*1), Y3, Y1
+	VADDPS       Y1, Y0, Y0
+	VEXTRACTF128 $1, Y0, X1
+	VCVTPS2PD    X0, Y2
+	VCVTPS2PD    X1, Y3
+	VADDPD       Y2, Y12, Y12
+	VADDPD       Y3, Y13, Y13
+	ADDQ         $128, CX
+	CMPQ         CX, R11
+	JLT          dot
+
+	VADDPD       Y13, Y12, Y12
+	SUM4
+	SPLIT_SUM
+	VBROADCASTSS X0, Y4
+	VBROADCASTSS X2, Y5
+	XORL         CX, CX
+
+gradient:
+	VMOVUPS (SI)(CX*1), Y0
+	VMOVUPS 32(SI)(CX*1), Y1
+	VSUBPS  Y4, Y0, Y0
+	VSUBPS  Y4, Y1, Y1
+	VSUBPS  Y5, Y0, Y0
+	VSUBPS  Y5, Y1, Y1
+	VMULPS  (DX)(CX*1), Y0, Y0
+	VMULPS  32(DX)(CX*1), Y1, Y1
+	VMOVUPS Y0, (DI)(CX*1)
+	VMOVUPS Y1, 32(DI)(CX*1)
+	ADDQ    $64, CX
+	CMPQ    CX, R11
+	JLT     gradient
+	ADDQ    R8, DI
+	ADDQ    R9, SI
+	ADDQ    R10, DX
+	DECQ    R12
+	JNE     row
 	VZEROUPPER
 	RET
