@@ -43,7 +43,8 @@ func TestExplainDevice(t *testing.T) {
 			`explain: device is "H100", expected a device of this machine or a100, h100, h200`},
 		{"relu", "h100", kernels.Float32, StatusOption, `explain: op is "relu"`},
 		{"softmax_forward", "h100", kernels.Int32, StatusDType, "dtype has dtype int32"},
-		{"softmax_forward", "h100", kernels.Float64, StatusUnsupported, "dtype is float64, expected float16, bfloat16 or float32 on h100"},
+		{"softmax_forward", "h100", kernels.Float64, StatusUnsupported,
+			"dtype is float64, expected float16, bfloat16 or float32 on h100"},
 	} {
 		_, err := ExplainDevice(c.op, 1, 1, c.t, c.device, Choice{})
 		var e *Error
