@@ -30,8 +30,8 @@
 	VPXORQ Z13, Z13, Z13
 
 // Rows of whole 64 elements, from the sum to the gradient. A call for each row and the return to Go between
-// its two passes would take longer than the row. R11 = the bytes of a row, R12 counts rows, CX is where in the
-// row.
+// its two passes would take longer than the row. R11 = the bytes of a row, R12 counts rows, CX is where in
+// the row.
 
 #define ROWS_ARGUMENTS \
 	MOVQ dst+0(FP), DI        ; \
