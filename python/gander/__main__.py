@@ -3,7 +3,6 @@
 The options of demo, bench and bench train are the parameters of their main functions.
 """
 
-import contextlib
 import importlib
 import json
 import sys
@@ -24,8 +23,11 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 @app.command()
 def info(as_json: bool = typer.Option(False, "--json", help="Print one JSON object.")) -> None:
     """Print what is installed, what it was built for, and how calls with torch tensors are served."""
-    with contextlib.suppress(ImportError):
+    try:
         importlib.import_module("torch")  # gander.info() reports on torch only if it is imported
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # it is there, but broken
+            raise
     facts = gander.info()
     if as_json:
         typer.echo(json.dumps(facts))

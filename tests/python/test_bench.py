@@ -77,7 +77,7 @@ def test_formulas_for_torch_compile_compute_the_operator(op, monkeypatch):
     results = cases._torch_compile().operators[op](*inputs)()
     wanted = cases.COMPARED[op].reference(*cases.double(inputs))
     checked = len(wanted) if op in cases.NORMS else 1
-    for got, want in list(zip(results, wanted, strict=False))[:checked]:
+    for got, want in zip(results[:checked], wanted[:checked], strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
@@ -113,10 +113,16 @@ def test_what_is_written_in_place_is_a_copy():
 def test_each_result_that_has_rows_is_checked():
     inputs = cases.NORMS["rmsnorm_residual_forward"].inputs(4, 8, torch.float32, "cpu")
     y, h = cases.NORMS["rmsnorm_residual_forward"].reference(*inputs)
-    for given, off in (((y, h), 0), ((y, 2 * h), 1), ((2 * y, h), 1)):
+    nan = float("nan")
+    for given, off in (
+        *(((y, h), 0), ((y, 2 * h), 1), ((2 * y, h), 1)),
+        *(((y, nan * h), nan), ((nan * y, h), nan)),
+    ):
         assert sections._distance("rmsnorm_residual_forward", inputs, given, 4) == pytest.approx(
-            off, abs=1e-4
+            off, abs=1e-4, nan_ok=True
         )
+    with pytest.raises(ValueError, match="is longer than"):
+        sections._distance("rmsnorm_residual_forward", inputs, (y,), 4)
 
 
 def test_records_resume_and_report(command):
@@ -225,21 +231,27 @@ def test_what_is_not_installed_is_left_out(command, monkeypatch):
         (["cpu", "--providers", "apex"], "apex is not one of torch"),
         (["cpu", "--shapes", "3by4"], "is not of the form"),
         (["cpu", "--shapes", "0x4"], "is not of the form"),
-        (["cpu", "--shard", "3/2"], "is not of the form 1/4"),
+        (["cpu", "--shard", "3/2", "--out", "kept.jsonl"], "is not of the form 1/4"),
+        (["cpu", "--resume", "--out", "torn.jsonl"], "torn.jsonl, line 1: "),
         (["--results", "RESULTS.md"], "needs --report"),
         (["--report", "nowhere.jsonl"], "there is no file"),
         (["--compare", "nowhere.jsonl"], "there is no file"),
     ],
 )
 def test_bad_options_are_refused(command, arguments, expected):
+    Path("kept.jsonl").write_text("{}\n")
+    Path("torn.jsonl").write_text("{\n{}\n")
     result = command(*arguments)
     assert result.exit_code == 2
     assert expected in " ".join(result.output.replace("│", " ").split())
+    assert Path("kept.jsonl").read_text() == "{}\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
 def test_throughput_needs_a_gpu(command):
-    assert command("throughput").exit_code == 2
+    result = command("throughput", "cpu")
+    assert result.exit_code == 2
+    assert "throughput need a GPU" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_algorithms_are_points_of_their_own():
@@ -578,6 +590,12 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
     store = records.Store(path, resume=True)
     assert store.has(whole, ["torch"]) and not store.has(whole | {"n": 3}, ["torch"])
     assert path.read_text() == json.dumps(whole) + "\n"
+
+
+def test_a_line_that_is_no_record_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"m": 1}\n{"m"\n{"m": 3}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: "):
+        records.read(tmp_path / "a.jsonl")
 
 
 def test_limit_kernels_compile():

@@ -1,5 +1,6 @@
 """The demo trains a small model with torch's operators and with gander's, and reports failures."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -60,22 +61,38 @@ def test_loss_curves_that_differ_fail(console, tmp_path, monkeypatch, training_a
     assert "FAILED: the loss curves differ by" in console.export_text()
 
 
-def test_loss_curves_with_nan_fail(console, tmp_path, monkeypatch, training_alone):
-    monkeypatch.setattr(
-        training, "GANDER", replace(training.GANDER, rmsnorm=lambda x, weight: x * float("nan"))
-    )
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_loss_curves_with_nan_fail(console, tmp_path, monkeypatch, training_alone, step):
+    right = training.difference
+
+    def difference(runs):
+        found = right(runs)
+        found[step:] = [float("nan")] * (len(found) - step)
+        return found
+
+    monkeypatch.setattr(training, "difference", difference)
     with pytest.raises(typer.Exit):
         run(console, tmp_path / "demo.png")
+    assert f"nan at step {step}" in console.export_text()
 
 
-def test_a_wrong_operator_is_reported(console, monkeypatch):
+def test_errors_of_nan():
+    ones, nan = torch.ones(2), torch.full((2,), float("nan"))
+    for results in ((nan, ones), (ones, nan), (nan, nan)):
+        assert math.isnan(checks.error_of(results, (ones.double(), ones.double()))[0])
+    with pytest.raises(ValueError, match="empty"):
+        checks.error_of((), (ones.double(),))
+
+
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+def test_a_wrong_operator_is_reported(console, monkeypatch, factor):
     right = checks.cases.provider
 
     def provider(name):
         found = right(name)
         if name != "gander":
             return found
-        wrong = found.operators | {"softmax_forward": lambda x: lambda: (torch.softmax(x, -1) * 1.001,)}
+        wrong = found.operators | {"softmax_forward": lambda x: lambda: (torch.softmax(x, -1) * factor,)}
         return replace(found, operators=wrong)
 
     monkeypatch.setattr(checks.cases, "provider", provider)

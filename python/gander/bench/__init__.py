@@ -132,9 +132,13 @@ def main(
     sections = _words(",".join(chosen), tuple(SECTIONS), "SECTION") if chosen else None
     sections = sections or _DEFAULT_SECTIONS["cuda" if gpu else "cpu"]
     if not gpu and set(sections) & set(NEEDS_GPU):
+        wanted = [section for section in sections if section in NEEDS_GPU]
+        others = [section for section in SECTIONS if section not in NEEDS_GPU]
         raise typer.BadParameter(
-            f"{' and '.join(NEEDS_GPU)} need a GPU, and torch finds none", param_hint="SECTION"
+            f"{', '.join(wanted)} need a GPU, and torch finds none; expected some of {', '.join(others)}",
+            param_hint="SECTION",
         )
+    index, count = _shard(shard)
     options = Options(
         providers=_installed(console, _words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),
         operators=_words(ops, tuple(COMPARED), "--ops"),
@@ -143,7 +147,10 @@ def main(
         seconds=seconds,
         run=run,
     )
-    store = Store(out or default_path(), resume)
+    try:
+        store = Store(out or default_path(), resume)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
     facts = environment()
     console.print(
         f"gander {facts['gander']} ({facts['commit'][:12]}) on {facts['device']}, torch {facts['torch']}"
@@ -151,7 +158,6 @@ def main(
     points = [point for section in sections for point in SECTIONS[section](options)]
     if missed:
         points = _undecided(points, _read(store.path, "--out"))
-    index, count = _shard(shard)
     gc.freeze()  # what is imported: looking through it after each point takes longer than most points
     complete = _measure(console, store, points[index - 1 :: count], limit_seconds)
     gc.unfreeze()
@@ -187,6 +193,8 @@ def _installed(console, names) -> tuple[str, ...]:
             found.append(name)
         except Exception as error:  # whatever an import may raise
             console.print(f"{name} is left out: {reason(error)}", markup=False)
+    if not found:
+        raise typer.BadParameter("none of them can be imported here", param_hint="--providers")
     return tuple(found)
 
 
@@ -236,7 +244,10 @@ def _read(path: Path, option: str) -> list[dict]:
 
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {path}", param_hint=option)
-    return read(path)
+    try:
+        return read(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _print(console, records: list[dict], before: list[dict] | None) -> None:

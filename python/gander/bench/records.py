@@ -39,6 +39,8 @@ def driver_version() -> str:
         said = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
+    if said.returncode != 0:  # its message is in the output
+        return "unknown"
     return said.stdout.split("\n")[0].strip() or "unknown"
 
 
@@ -82,11 +84,17 @@ def default_path() -> Path:
 
 
 def read(path: Path) -> list[dict]:
-    """A last line that was cut off by an interruption is left out."""
-    records = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+    """A last line that was cut off by an interruption is left out.
+
+    Raises ValueError for another line that is no JSON.
+    """
+    records, lines = [], path.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
             records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: {error}") from None
     return records
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import os
 import platform
 import shutil
@@ -90,12 +91,16 @@ class Compiler:
 def error_of(results, reference) -> tuple[float, float]:
     """The RMS error of a result and the RMS of its reference, for the result with the largest relative
     error."""
-    worst = 0.0, 1.0
+    found = []
     for got, want in zip(results, reference, strict=False):
         size = want.square().mean().sqrt().item()
         error = (got.double() - want).square().mean().sqrt().item()
-        worst = max(worst, (error, size), key=lambda pair: pair[0] / max(pair[1], 1e-300))
-    return worst
+        found.append((error, size))
+
+    def relative(pair) -> tuple[bool, float]:
+        return math.isnan(pair[0]), pair[0] / max(pair[1], 1e-300)  # NaN is the largest
+
+    return max(found, key=relative)
 
 
 def check(console: Console, device: str, compile: bool, seconds: float, shapes=None) -> list[str]:
