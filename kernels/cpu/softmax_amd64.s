@@ -44,6 +44,12 @@
 	MOVQ yStride+56(FP), R10  ; \
 	SHLQ $2, R11
 
+#define NEXT_ROW \
+	ADDQ R8, DI  ; \
+	ADDQ R9, SI  ; \
+	ADDQ R10, DX ; \
+	DECQ R12
+
 // From the sum in X12, X0 = it in float32, and X2 = the rest if that is finite, else 0: see splitFloat.
 #define SPLIT_SUM \
 	VCVTSD2SS X12, X12, X0   ; \
@@ -443,10 +449,7 @@ gradient:
 	ADDQ    $256, CX
 	CMPQ    CX, R11
 	JLT     gradient
-	ADDQ    R8, DI
-	ADDQ    R9, SI
-	ADDQ    R10, DX
-	DECQ    R12
+	NEXT_ROW
 	JNE     row
 	VZEROUPPER
 	RET
@@ -500,10 +503,7 @@ gradient:
 	ADDQ    $64, CX
 	CMPQ    CX, R11
 	JLT     gradient
-	ADDQ    R8, DI
-	ADDQ    R9, SI
-	ADDQ    R10, DX
-	DECQ    R12
+	NEXT_ROW
 	JNE     row
 	VZEROUPPER
 	RET

@@ -29,7 +29,8 @@ for path in "$@"; do
   set -- "$@" "-I$path"
   shift
 done
-set -- "$@" -O1 -Wall -Wextra -Werror -pedantic
+version=$(sed -n 's/^__version__ = \(".*"\)$/\1/p' "$here/../../python/gander/_info.py")
+set -- "$@" -O1 -Wall -Wextra -Werror -pedantic "-DPYTHON_VERSION=$version"
 check header_c99.c "${CC:-cc}" -std=c99 "$@"
 check header_cpp17.cpp "${CXX:-c++}" -std=c++17 "$@"
 check example.c "${CC:-cc}" -std=c99 "$@"

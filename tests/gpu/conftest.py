@@ -238,17 +238,21 @@ def compiled_kernels():
 
 
 def is_for_other_devices(kernel):
-    """Whether a row of the planner's policy takes the kernel on other devices than this one."""
-    here = torch.cuda.get_device_name(0).lower()
-    operators = []
+    """Whether the planner's policy has rows that take the kernel on other devices, and none for this one."""
+    here = next((name for name in ("h100", "h200") if name in torch.cuda.get_device_name(0).lower()), None)
+    devices, operators, for_others = [], [], False
     for line in POLICY.read_text().splitlines():
         if line.startswith("["):
-            operators = line.split(";")[1].split()
-        elif (only := re.search(r" only=(\S+)", line)) and not any(d in here for d in only[1].split(",")):
-            tile = line.split()[5]
+            section, names, _, layouts = line.strip("[]").split(";")
+            devices = [here] if section == "any" else section.split()
+            operators = names.split() if {"any", "aligned"} & {*layouts.split()} else []
+        elif line and line[0] != "#":
+            tile, only = line.split()[5], re.search(r" only=(\S+)", line)
             if any(re.fullmatch(rf"{op}_[a-z]+_[a-z]+\d+_{tile}", kernel) for op in operators):
-                return True
-    return False
+                if here in devices and (only is None or here in only[1].split(",")):
+                    return False
+                for_others = True
+    return for_others and here is not None
 
 
 def why_not_every_kernel(config, grid_tests, passed):

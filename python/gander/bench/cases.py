@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -196,6 +197,11 @@ def double(tensors):
 def rows_of(op: str, inputs, rows):
     """The same inputs for some of the M rows."""
     return [t if position in ALL[op].shared else t[rows] for position, t in enumerate(inputs)]
+
+
+def nan_last(error: float) -> tuple[bool, float]:
+    """A key for max(), which by itself leaves out a NaN that is not first."""
+    return math.isnan(error), error
 
 
 # ---- Providers ----

@@ -3,10 +3,9 @@
 import functools
 import gc
 import itertools
-import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import gander
 
 from .. import _library
 from . import limit, load, losses, models
-from .cases import ALGORITHMS, ALL, DTYPES, NORMS, OPERATORS, PROVIDERS, double, provider, rows_of
+from .cases import ALGORITHMS, ALL, DTYPES, NORMS, OPERATORS, PROVIDERS, double, nan_last, provider, rows_of
 from .report import ALLOCATING, IN_TURNS
 from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
 
@@ -108,14 +107,8 @@ def _distance(name, inputs, outputs, m) -> float:
     result that is further off."""
     rows = torch.tensor(sorted({0, m - 1}), device=inputs[0].device)
     wanted = ALL[name].reference(*double(rows_of(name, inputs, rows)))[: ALL[name].checked]
-    return _largest(
-        _off(output[rows], want) for output, want in zip(outputs[: len(wanted)], wanted, strict=True)
-    )
-
-
-def _largest(errors: Iterable[float]) -> float:
-    """NaN if one of them is: max() would depend on where it stands."""
-    return max(errors, key=lambda error: (math.isnan(error), error))
+    offs = (_off(output[rows], want) for output, want in zip(outputs[: len(wanted)], wanted, strict=True))
+    return max(offs, key=nan_last)
 
 
 def _off(got, want) -> float:
@@ -404,8 +397,9 @@ def _linear_point(providers, options: Options, dtype: str, m: int, n: int) -> di
             f"{which} off": losses.off(got, want)
             for which, got, want in zip(("dx", "dw"), made, wanted, strict=True)
         }
-        if not _largest(far.values()) < _WRONG[inputs[0].dtype]:
-            raise ArithmeticError(f"wrong result: {_largest(far.values()):.1e} off")
+        furthest = max(far.values(), key=nan_last)
+        if not furthest < _WRONG[inputs[0].dtype]:
+            raise ArithmeticError(f"wrong result: {furthest:.1e} off")
         gradients = sum(gradient.nbytes for gradient in made) / 2**20
         del made
         calls[name] = call

@@ -6,7 +6,6 @@ library. It is trained twice with the same seed and the same batches, once with 
 with gander's. The two loss curves must agree.
 """
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +57,7 @@ def demonstrate(console, device, config, seed, output, compile, seconds) -> None
     runs = training.train_both(console, config, device, seed)
     training.plot(runs, config, checks.name_of(device), output)
     differences = training.difference(runs)
-    largest = max(differences, key=lambda difference: (math.isnan(difference), difference))
+    largest = max(differences, key=checks.cases.nan_last)
     torch_step, gander_step = (run.step for run in runs.values())
     console.print(
         f"Loss {runs['torch'].losses[0]:.3f} -> {runs['torch'].losses[-1]:.3f} with torch, -> "

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import math
 import os
 import platform
 import shutil
@@ -96,11 +95,7 @@ def error_of(results, reference) -> tuple[float, float]:
         size = want.square().mean().sqrt().item()
         error = (got.double() - want).square().mean().sqrt().item()
         found.append((error, size))
-
-    def relative(pair) -> tuple[bool, float]:
-        return math.isnan(pair[0]), pair[0] / max(pair[1], 1e-300)  # NaN is the largest
-
-    return max(found, key=relative)
+    return max(found, key=lambda pair: cases.nan_last(pair[0] / max(pair[1], 1e-300)))
 
 
 def check(console: Console, device: str, compile: bool, seconds: float, shapes=None) -> list[str]:
