@@ -246,10 +246,10 @@ kernels() {
 
 # commit: prints the commit of the checkout, with -dirty if tracked files have changed.
 commit() {
-  local id
+  local id changed
   id=$(git rev-parse HEAD 2>/dev/null) || { printf unknown; return; }
-  [[ -z $(git status --porcelain --untracked-files=no 2>/dev/null) ]] || id+=-dirty
-  printf '%s' "$id"
+  changed=$(git status --porcelain --untracked-files=no)
+  printf '%s' "$id${changed:+-dirty}"
 }
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
@@ -382,12 +382,15 @@ check_race() { go_test -race -skip 'Plans|TestEvery|TestAlgorithmsAreWhatTheySay
 # Generated files must be what their generators write. They run in a copy, so that the checkout does not
 # change.
 check_generated() {
-  local copy=$STATE/generated
+  local copy=$STATE/generated here there
   rm -rf "$copy"
   mkdir -p "$copy"
   tar -c --exclude=__pycache__ --exclude='*.so' $SOURCES tests go.mod go.sum | tar -x -C "$copy"
   (cd "$copy" && go generate ./...)
-  diff <(generated_files .) <(generated_files "$copy") || die "run go generate ./... and commit what it wrote"
+  here=$(generated_files .)
+  there=$(generated_files "$copy")
+  [[ -n $there ]] || die "no generated file was found"
+  diff <(printf '%s' "$here") <(printf '%s' "$there") || die "run go generate ./... and commit what it wrote"
   rm -rf "$copy"
 }
 
@@ -522,18 +525,19 @@ lane() {
   done
 }
 
-# tally LOG [failed]: prints how many tests of a check passed and failed. A check without tests counts as one
-# test.
+# tally LOG [failed]: prints how many tests of a check passed, failed and were skipped. A check without tests
+# counts as one test.
 tally() {
-  local passed failed
+  local passed failed skipped
   passed=$(count "$1.log" '^--- PASS' ' passed')
   failed=$(count "$1.log" '^--- FAIL' ' failed')
+  skipped=$(count "$1.log" '^--- SKIP' ' skipped')
   if [[ $# -gt 1 ]]; then
     ((failed > 0)) || failed=1
-  elif ((passed == 0)); then
+  elif ((passed + skipped == 0)); then
     passed=1
   fi
-  printf '%d %d\n' "$passed" "$failed"
+  printf '%d %d %d\n' "$passed" "$failed" "$skipped"
 }
 
 # count FILE GO PYTEST: counts the lines that match GO, and adds the number before PYTEST in the last line of
@@ -547,13 +551,15 @@ count() {
 
 # summary NAME...: prints the totals. It fails if a check failed or has no result.
 summary() {
-  local name passed=0 failed=0 p f
+  local name passed=0 failed=0 skipped=0 p f s
   for name in "$@"; do
     [[ -s $STATE/test/$name.result ]] || die "check $name did not run to its end"
-    read -r p f <"$STATE/test/$name.result"
+    read -r p f s <"$STATE/test/$name.result"
     ((f == 0)) || say "FAILED  $name; its whole output is in .build/test/$name.log"
-    passed=$((passed + p)) failed=$((failed + f))
+    ((p + f > 0)) || die "check $name skipped all $s of its tests; see .build/test/$name.log"
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
   done
+  ((skipped == 0)) || say "$skipped skipped; the logs in .build/test say why"
   say "$passed passed, $failed failed"
   ((failed == 0))
 }

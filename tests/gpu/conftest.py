@@ -56,6 +56,8 @@ def pytest_configure(config):
     if is_worker(config):
         rotate_devices(config.workerinput["devices"], config.workerinput["workerid"])
     else:
+        if not torch.cuda.is_available() and not config.option.collectonly:
+            raise pytest.UsageError("tests/gpu needs a GPU: there is no CUDA device, or torch cannot use it")
         config.stash[SUMMARY] = summary = Summary(config)
         config.pluginmanager.register(summary)
 
@@ -98,8 +100,6 @@ def pytest_report_header(config):
 
 @pytest.fixture(autouse=True)
 def on_the_device():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device, or a torch that cannot use it")
     torch.manual_seed(0)
     yield
     if torch.cuda.memory_reserved() > 4 << 30:  # leave memory for the programs of the jobs
@@ -181,7 +181,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     session.config.stash[JOBS] = jobs = Jobs()
-    if session.config.option.collectonly or not torch.cuda.is_available() or is_worker(session.config):
+    if session.config.option.collectonly or is_worker(session.config):
         return
     for item in session.items:
         mark = item.get_closest_marker("job")
@@ -219,9 +219,6 @@ LAUNCHED = pytest.StashKey[set[str]]()
 @pytest.fixture(scope="module")
 def record_kernels(request):
     """Records the names of the kernels that run on the device."""
-    if not torch.cuda.is_available():
-        yield
-        return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         yield
         torch.cuda.synchronize()
@@ -383,7 +380,7 @@ def pytest_sessionfinish(session):
         launched = sorted(config.stash[LAUNCHED])
         config.workeroutput.update(launched=launched, grid_tests=config.stash.get(GRID_TESTS, 0))
         return
-    if config.option.collectonly or not torch.cuda.is_available():
+    if config.option.collectonly:
         return
     summary, options = config.stash[SUMMARY], config.option
     summary.check_kernels(session)

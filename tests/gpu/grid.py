@@ -1,6 +1,5 @@
 """Shared by the tests: shapes, inputs, gander's ops on them, and the results of torch and of float64."""
 
-import math
 import warnings
 from functools import cached_property
 from types import SimpleNamespace
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 import gander
 import torch
 import torch.nn.functional as F
-from tolerance import assert_accurate
+from tolerance import assert_accurate, summing
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 EPS = 1e-6
@@ -319,14 +318,6 @@ REFERENCES = {
     "cross_entropy_one_pass": _cross_entropy_one_pass_reference,
     "cross_entropy_backward": _cross_entropy_backward,
 }
-
-
-def summing(m):
-    """The relative rounding error of a tree sum of m losses and of the operations after it.
-
-    A call has only one such sum. torch's may be exact by chance, so its error is no bound for gander's.
-    """
-    return (math.log2(m) + 2) * 2**-24
 
 
 def check(op, cases, **options):

@@ -20,12 +20,11 @@ from grid import (
     rms_norm,
     same_bits,
     strided,
-    summing,
     transposed,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tolerance import assert_accurate
+from tolerance import assert_accurate, summing
 
 LENGTHS = (31, 128, 1000, 4096, 50257)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)

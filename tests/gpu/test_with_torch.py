@@ -1,28 +1,14 @@
 """Integration with torch on CUDA: autograd, torch.compile, opcheck, autocast, gradients in place, errors."""
 
-import sys
-from pathlib import Path
-
 import gander
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from grid import DTYPES, EPS, IGNORED, Inputs, gradients, losses, name, rms_norm, same_bits, summing
-from tolerance import assert_accurate
+from grid import DTYPES, EPS, IGNORED, Inputs, gradients, losses, name, rms_norm, same_bits
+from tolerance import assert_accurate, summing
 
-SUITE = Path(__file__).resolve().parents[1] / "python" / "test_torch.py"
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
-
-
-@pytest.mark.job(
-    sys.executable, "-m", "pytest", "-q", "-k", "cuda and not thread_count", "-p", "no:cacheprovider", SUITE
-)
-def test_python_suite_on_cuda(job, record_property):
-    """Runs the CUDA tests of tests/python/test_torch.py. That file's tests run on both devices."""
-    assert job.returncode == 0 and " passed" in job.stdout, job.stdout[-6000:]
-    last = job.stdout.strip().rpartition("\n")[2].strip("= ")
-    record_property("note", f"tests/python/test_torch.py on cuda: {last}")
 
 
 @pytest.mark.parametrize("n", [256, 1001, 32768, 262144])

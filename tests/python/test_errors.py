@@ -392,7 +392,7 @@ def test_refusals(name):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
-def test_operands_on_two_devices():
+def test_operands_on_the_cpu_and_on_cuda():
     with pytest.raises(RuntimeError, match="weight is on cpu, expected cuda:0 as x; move one of them"):
         gander.rmsnorm(X.cuda(), WEIGHT)
     with pytest.raises(RuntimeError, match="target is on cpu, expected cuda:0 as x; move one of them"):

@@ -623,7 +623,7 @@ def test_not_taken_for_other_arguments(data):
         assert cross_entropy(many[0].detach(), many[1], None, *OPTIONS["cross_entropy"]) is not None
 
 
-def test_not_taken_on_a_device_that_is_not_current():
+def test_not_taken_on_a_cuda_device_that_is_not_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x = torch.randn(6, 33, device="cuda:1")
@@ -768,7 +768,7 @@ def test_nothing_is_leaked(data):
         assert sys.getrefcount(out) == 2  # the context holds none, which would be a cycle
 
 
-def test_memory_belongs_to_the_caching_allocator():
+def test_memory_belongs_to_the_cuda_caching_allocator():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     x = torch.randn(1 << 10, 1 << 10, device="cuda")

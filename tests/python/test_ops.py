@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tolerance import assert_accurate
+from tolerance import assert_accurate, assert_same
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LOW = DTYPES[:3]
@@ -193,10 +193,8 @@ def test_rmsnorm_eps_none_is_that_of_torch(served, dtype):
     got, fwd = gander.rmsnorm(x, eps=None), gander.rmsnorm_fwd(x, eps=None)[0]
     assert_accurate(got, F.rms_norm(x, (33,)), F.rms_norm(x.double(), (33,), eps=accumulator_eps(dtype)))
     assert torch.equal(got, fwd)
-    assert torch.equal(
-        torch.from_numpy(gander.rmsnorm(x.float().cpu().numpy(), eps=None)),
-        gander.rmsnorm(x.float(), eps=None).cpu(),
-    )
+    array = gander.rmsnorm(x.float().cpu().numpy(), eps=None)
+    assert_same(gander.rmsnorm(x.float(), eps=None), torch.from_numpy(array).to(served))
 
 
 def test_rmsnorm_out_dtype_by_name(device):
@@ -219,7 +217,9 @@ def test_rmsnorm_special_values(device, dtype):
     x[3] *= torch.finfo(dtype).tiny
     x[4] *= 1e4
     weight = rand((65,), dtype, device)
-    assert_accurate(gander.rmsnorm(x, weight), rms(x, weight), rms(x.double(), weight.double()))
+    got = gander.rmsnorm(x, weight).cpu()
+    x, weight = x.cpu(), weight.cpu()  # torch's CUDA kernel makes a whole row NaN if one element is infinite
+    assert_accurate(got, rms(x, weight), rms(x.double(), weight.double()))
 
 
 # ---- cross-entropy ----
@@ -277,8 +277,8 @@ def test_cross_entropy_fwd_and_bwd(served, dtype, shape):
         again = gander.cross_entropy_bwd(x, target, dloss, lse)
         # lse is a single number here. For large logits its rounding limits the accuracy of the probabilities.
         assert_accurate(again, torch_dx, exact_dx, "dx of cross_entropy_bwd", 2**-23 * float(lse.abs().max()))
-    torch.testing.assert_close(gander.cross_entropy_fwd(x, target), loss, rtol=0, atol=0)
-    torch.testing.assert_close(gander.cross_entropy_fwd(x, target, return_lse=True)[1], lse, rtol=0, atol=0)
+    assert_same(gander.cross_entropy_fwd(x, target), loss)
+    assert_same(gander.cross_entropy_fwd(x, target, return_lse=True)[1], lse)
     assert len(gander.cross_entropy_fwd(x, target, return_dx=True)) == 2
 
 
@@ -465,7 +465,7 @@ def test_layouts_give_the_bits_of_contiguous_rows(device, dtype, layout):
         strict=True,
     ):
         assert got.is_contiguous()
-        assert torch.equal(got, expected)
+        assert_same(got, expected)
 
 
 @low_dtypes

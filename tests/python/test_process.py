@@ -436,13 +436,13 @@ def test_info():
     assert os.path.exists(facts["library"])
 
 
-@pytest.mark.parametrize("device", ['"cpu"', 'torch.device("cpu")'])
-def test_warmup_loads_the_library(device):
+@pytest.mark.parametrize("cpu", ['"cpu"', 'torch.device("cpu")'])
+def test_warmup_loads_the_library(cpu):
     python(f"""
         import gander, torch
         loaded = {LOADED}
         assert not loaded()
-        gander.warmup({device})
+        gander.warmup({cpu})
         assert loaded()
     """)
 
