@@ -42,7 +42,7 @@ func TestExplainDevice(t *testing.T) {
 		{"softmax_forward", "H100", kernels.Float32, StatusOption,
 			`explain: device is "H100", expected a device of this machine or a100, h100, h200`},
 		{"relu", "h100", kernels.Float32, StatusOption, `explain: op is "relu"`},
-		{"softmax_forward", "h100", kernels.Int32, StatusDType, "dtype has dtype int32"},
+		{"softmax_forward", "h100", kernels.Int32, StatusDType, "dtype is int32, expected float16"},
 		{"softmax_forward", "h100", kernels.Float64, StatusUnsupported,
 			"dtype is float64, expected float16, bfloat16 or float32 on h100"},
 	} {

@@ -75,7 +75,7 @@ func workers() int {
 // Warmup loads everything that ops on d will need, so that no later call has to.
 func Warmup(d dlpack.Device) error {
 	k := check{op: "warmup"}
-	k.sameDevice("device", d)
+	k.onDevice(d)
 	if k.err != nil {
 		return k.err
 	}
@@ -115,6 +115,15 @@ var explainedOps = func() string {
 	last := len(names) - 1
 	return strings.Join(names[:last], ", ") + " or " + names[last]
 }()
+
+// onDevice checks the device that Warmup or Explain is given.
+func (k *check) onDevice(d dlpack.Device) {
+	k.device = d
+	if !d.Host() && d.Type != dlpack.CUDA && d.Type != dlpack.CUDAManaged {
+		k.fail(StatusDevice, "device has type %d, expected cpu (1), cuda (2), cuda_host (3) or cuda_managed (13)",
+			d.Type)
+	}
+}
 
 // explainable checks a name that Explain is given.
 func (k *check) explainable(op string) {
@@ -157,8 +166,14 @@ func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device,
 		r.norm.compact, r.norm.bulk = true, n*t.Size()%16 == 0
 	}
 	k.explainable(op)
-	k.sameDevice("device", d)
-	k.dtype("dtype", t, anyFloat)
+	k.onDevice(d)
+	switch {
+	case anyFloat&only(t) == 0:
+		k.fail(StatusDType, "dtype is %v, expected %v", t, anyFloat)
+	case t == kernels.Float64 && !d.Host():
+		k.fail(StatusUnsupported, "dtype is float64, expected %v on %v; float64 is served in host memory, on "+
+			`device "cpu"`, lowFloat, d)
+	}
 	if m < 0 || n < 1 {
 		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
 	}

@@ -37,12 +37,16 @@ _capsule_set_name = _capsule_function("PyCapsule_SetName", c_int, py_object, c_c
 # ---- Inputs ----
 
 
+def _not_an_array(name, value):
+    return TypeError(
+        f"{name} is a {type(value).__name__}, expected a torch.Tensor or an object with __dlpack__"
+    )
+
+
 def _export(x, name, stream):
     """A DLPack capsule of x, versioned (DLPack 1) if x's library supports that."""
     if not hasattr(x, "__dlpack__"):
-        raise TypeError(
-            f"{name} is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__"
-        )
+        raise _not_an_array(name, x)
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(x, masked.MaskedArray):
         raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...)")
@@ -279,8 +283,10 @@ def _function(torch_operator):
     def call(*arguments):
         given = {}
         for argument, value in zip(torch_operator.arguments, arguments, strict=True):
-            if argument.kind != "extra":  # only the gradient uses those
+            if argument.kind != "extra":  # only the gradient, which arrays do not have, uses those
                 given[argument.name] = value
+            elif value and argument.name == "inplace_backward":
+                _refuse_in_place()
         inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
         choices = [operand.choice for operand in operator.operands if operand.choice]
         dtypes = [
@@ -300,11 +306,21 @@ def _function(torch_operator):
     return call
 
 
+def only_torch(argument):
+    return NotImplementedError(
+        f"{argument} is supported for torch tensors only; leave it out, or pass torch.from_dlpack(x) as x"
+    )
+
+
 def _refuse_in_place(*_):
-    raise NotImplementedError("inplace_backward is supported for torch tensors only")
+    raise only_torch("inplace_backward")
 
 
-def _explained(error, **_):
+def _explained(error, **arguments):
+    """The exception to raise for an error: one that names an argument that is no array."""
+    for name, value in arguments.items():
+        if value is not None and not hasattr(value, "__dlpack__"):
+            return _not_an_array(name, value)
     return error
 
 
@@ -316,9 +332,10 @@ def _scalar(name, value, x):
     if isinstance(value, bool) or not (isinstance(value, Real) or hasattr(value, "__dlpack__")):
         raise TypeError(f"{name} is {value!r}, expected a number or an array of one element")
     if library not in ("numpy", "cupy"):
-        raise TypeError(
+        error = TypeError(
             f"{name} is {value!r}, expected an array of one element where x is not NumPy's or CuPy's"
         )
+        raise _explained(error, x=x)
     return sys.modules[library].asarray(value, "float64" if str(x.dtype) == "float64" else "float32")
 
 

@@ -53,10 +53,9 @@ _checking = False
 
 
 def status() -> bool | str:
-    """True, or why the fast path is off."""
-    if not _off:
-        _check(*_functions)
-    return _off or True
+    """True, or why the fast path is off, or why it could not be checked now."""
+    unchecked = "not checked: a mode, a transform or hooks on saved tensors are active"
+    return _off or _check(*_functions) or _off or unchecked  # the check may have turned it off
 
 
 def call(name: str):

@@ -119,7 +119,7 @@ def _check_targets(classes: int, target: Any, ignore_index: int) -> None:
 
 def _partial_of(ops: Any, argument: str) -> Any:
     if ops is not _torch:
-        raise NotImplementedError(f"{argument} is supported for torch tensors only")
+        raise _dlpack.only_torch(argument)
     from . import _partial
 
     return _partial
@@ -443,7 +443,7 @@ def softmax(
             return ops.softmax(x, code, bool(batch_invariant))
         return _softmax(ops, x, dim, dtype, scale, mask, causal, masked, code, batch_invariant)
     except _FAILURES as error:
-        raise ops.explained(error, mask=mask) from None
+        raise ops.explained(error, x=x, mask=mask) from None
 
 
 def _softmax(
@@ -530,7 +530,7 @@ def log_softmax(
     try:
         return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, True, batch_invariant)
     except _FAILURES as error:
-        raise ops.explained(error, mask=mask) from None
+        raise ops.explained(error, x=x, mask=mask) from None
 
 
 @overload
@@ -561,7 +561,7 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
     try:
         return ops.softmax_bwd(dy, y, code, bool(batch_invariant))
     except _FAILURES as error:
-        raise ops.explained(error, y=y) from None
+        raise ops.explained(error, dy=dy, y=y) from None
 
 
 @overload
@@ -700,7 +700,7 @@ def rmsnorm(
             out_dtype = _dtype(ops, out_dtype)
         return ops.rmsnorm(x, weight, out_dtype, *options)
     except _FAILURES as error:
-        explained = ops.explained(error, weight=weight, bias=bias, residual=residual, out=out)
+        explained = ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out)
         raise _shape_as_weight("rmsnorm", weight) or explained from None
 
 
@@ -752,7 +752,7 @@ def fused_add_rmsnorm(
             eps = _epsilon(x)
         ops.fused_add_rmsnorm_(x, weight, residual, eps, bool(batch_invariant), weight_offset, False)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, residual=residual) from None
+        raise ops.explained(error, x=x, weight=weight, residual=residual) from None
 
 
 @overload
@@ -843,7 +843,7 @@ def rmsnorm_fwd(
             operator = ops.rmsnorm_fwd if store_rstd else ops.rmsnorm
             answer = operator(*operands, out_dtype, *options[:-1])
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, bias=bias, residual=residual, out=out) from None
+        raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
     out, rstd = answer if store_rstd else (answer, None)
     return out, x, rstd
 
@@ -921,7 +921,7 @@ def rmsnorm_bwd(
         else:
             dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, *options)
     except _FAILURES as error:
-        given = {"weight": weight, "dout": dout, "rstd": rstd, "dresidual_out": dresidual_out}
+        given = {"x": x, "weight": weight, "dout": dout, "rstd": rstd, "dresidual_out": dresidual_out}
         raise ops.explained(error, **given) from None
     return dx, dw, db, dx if dresidual is None and has_residual else dresidual
 
@@ -1016,7 +1016,7 @@ def layernorm(
             return answer[:2] if prenorm else out
         return _norm(ops, "layernorm", operands, out_dtype, residual_dtype, prenorm, options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, bias=bias, residual=residual, out=out) from None
+        raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
 
 
 @overload
@@ -1147,7 +1147,7 @@ def layernorm_fwd(
             wanted, operands = {"mean", "rstd"}, (*operands, None)
             y, _, mean, rstd = _norm_into(ops, "layernorm", operands, out, (None, None), wanted, options)
     except _FAILURES as error:
-        raise ops.explained(error, weight=weight, bias=bias, out=out) from None
+        raise ops.explained(error, x=x, weight=weight, bias=bias, out=out) from None
     return (y, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))
 
 
@@ -1195,7 +1195,7 @@ def layernorm_bwd(
         operands = x, weight, dout, None, mean, rstd
         dx, _, dw, db = _norm_bwd(ops, "layernorm", operands, has_bias, (bool(batch_invariant),))
     except _FAILURES as error:
-        given = {"weight": weight, "dout": dout, "rstd": rstd, "mean": mean}
+        given = {"x": x, "weight": weight, "dout": dout, "rstd": rstd, "mean": mean}
         raise ops.explained(error, **given) from None
     return dx, dw, db
 
@@ -1257,7 +1257,7 @@ def cross_entropy(
     ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
     inplace_backward: backward writes the gradient over x, which saves a tensor of the size of x. x must not
     be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile,
-    and under hooks on saved tensors, where autograd does not see that x was written.
+    and under hooks on saved tensors, where autograd does not see that x was written. Torch tensors only.
     one_pass: True computes the gradient together with the loss. This reads x once, and keeps a tensor of the
     size of x until backward. False computes it in backward, which reads x again. None chooses by size. It
     applies only to a mean or a sum on a CUDA device, without inplace_backward and batch_invariant, outside
@@ -1281,14 +1281,14 @@ def cross_entropy(
     sum are saved for it as two numbers, not as lse.
     """
     code = 1 if reduction == "mean" else _code("reduction", reduction, REDUCTIONS)
-    if _debug:
-        _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     if divisor is not None or upstream is not None:
         _of_sum(divisor, upstream, reduction)
         divisor = None if divisor is None else ops.scalar("divisor", divisor, x)
         upstream = None if upstream is None else ops.scalar("upstream", upstream, x)
     try:
+        if _debug:
+            _check_targets(x.shape[-1], target, ignore_index)
         if lse_partial is not None:
             loss = _partial_of(ops, "lse_partial").with_lse_partial(
                 x, target, lse_partial, weight, ignore_index, code, bool(inplace_backward)
@@ -1307,7 +1307,7 @@ def cross_entropy(
             one_pass,
         )
     except _FAILURES as error:
-        raise ops.explained(error, target=target, weight=weight) from None
+        raise ops.explained(error, x=x, target=target, weight=weight) from None
 
 
 @overload
@@ -1460,13 +1460,13 @@ def cross_entropy_fwd(
                 _detached(x), target, _detached(target_logit), _detached(weight), ignore_index
             )
         except _FAILURES as error:
-            raise ops.explained(error, target=target, weight=weight) from None
+            raise ops.explained(error, x=x, target=target, weight=weight) from None
         if divisor is not None:
             loss = loss / divisor
         return (loss, lse) if return_lse else loss
-    if _debug:
-        _check_targets(x.shape[-1], target, ignore_index)
     try:
+        if _debug:
+            _check_targets(x.shape[-1], target, ignore_index)
         operands, options = (_detached(x), target, _detached(weight), divisor), (bool(batch_invariant),)
         if return_dx and inplace_backward:
             (loss, lse), dx = ops.cross_entropy_fwd_dx_(*operands, None, ignore_index, *options), x
@@ -1477,7 +1477,7 @@ def cross_entropy_fwd(
         else:
             return ops.cross_entropy(*operands, None, ignore_index, 0, *options, False, None)
     except _FAILURES as error:
-        raise ops.explained(error, target=target, weight=weight) from None
+        raise ops.explained(error, x=x, target=target, weight=weight) from None
     return (loss, lse, dx) if return_lse else (loss, dx)
 
 
@@ -1518,16 +1518,16 @@ def cross_entropy_bwd(
     With inplace_backward dx is written over x, and x itself is returned.
     The bits of a row never depend on other rows. Other arguments and errors are those of cross_entropy.
     """
-    if _debug:
-        _check_targets(x.shape[-1], target, ignore_index)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
+        if _debug:
+            _check_targets(x.shape[-1], target, ignore_index)
         if inplace_backward:
             ops.cross_entropy_bwd_(_detached(x), target, weight, dloss, lse, None, ignore_index, 0, False)
             return x
         return ops.cross_entropy_bwd(x, target, weight, dloss, lse, None, ignore_index, 0, False)
     except _FAILURES as error:
-        raise ops.explained(error, target=target, dloss=dloss, lse=lse, weight=weight) from None
+        raise ops.explained(error, x=x, target=target, dloss=dloss, lse=lse, weight=weight) from None
 
 
 def cross_entropy_fwd_out(
@@ -1547,29 +1547,32 @@ def cross_entropy_fwd_out(
     cross_entropy_fwd.
     """
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
-    for name, statistic in ("loss", loss), ("lse", lse):
-        if statistic is not None and statistic.shape != x.shape[:-1]:
-            raise ValueError(
-                f"{name} has shape {tuple(statistic.shape)}, expected {tuple(x.shape[:-1])}, the leading "
-                "dimensions of x"
-            )
-    if target_logit is not None:
-        losses, sums = cross_entropy_fwd(
-            x, target, target_logit, weight, ignore_index, return_lse=True, return_dx=dx is not None
-        )
-        loss.copy_(losses)
-        if lse is not None:
-            lse.copy_(sums)
-        return
-    if dx is not None:
-        _check_out(ops, "dx", x, dx)
-    if _debug:
-        _check_targets(x.shape[-1], target, ignore_index)
     try:
+        for name, statistic in ("loss", loss), ("lse", lse):
+            if statistic is not None and statistic.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"{name} has shape {tuple(statistic.shape)}, expected {tuple(x.shape[:-1])}, the leading "
+                    "dimensions of x"
+                )
+        if target_logit is not None:
+            if loss is None:
+                raise ValueError("loss is None, expected a tensor")
+            results = cross_entropy_fwd(
+                x, target, target_logit, weight, ignore_index, return_lse=True, return_dx=dx is not None
+            )
+            writes = [out.copy_ for out in (loss, lse) if out is not None]  # all, before the first writes
+            for write, result in zip(writes, results, strict=False):
+                write(result)
+            return
+        if dx is not None:
+            _check_out(ops, "dx", x, dx)
+        if _debug:
+            _check_targets(x.shape[-1], target, ignore_index)
         arguments = _detached(x), target, _detached(weight), loss, lse, dx
         ops.cross_entropy_fwd_out(*arguments, ignore_index, False)
     except _FAILURES as error:
-        raise ops.explained(error, target=target, weight=weight, loss=loss, lse=lse, dx=dx) from None
+        given = {"x": x, "target": target, "weight": weight, "loss": loss, "lse": lse, "dx": dx}
+        raise ops.explained(error, **given) from None
 
 
 def cross_entropy_bwd_out(
@@ -1587,13 +1590,13 @@ def cross_entropy_bwd_out(
     cross_entropy_bwd.
     """
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
-    _check_out(ops, "dx", x, dx)
-    if _debug:
-        _check_targets(x.shape[-1], target, ignore_index)
     try:
+        _check_out(ops, "dx", x, dx)
+        if _debug:
+            _check_targets(x.shape[-1], target, ignore_index)
         ops.cross_entropy_bwd_out(_detached(x), target, weight, dloss, lse, dx, ignore_index, False)
     except _FAILURES as error:
-        given = {"target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
+        given = {"x": x, "target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
         raise ops.explained(error, **given) from None
 
 
@@ -1690,9 +1693,12 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
             if ops is not _torch:
                 raise NotImplementedError(f"dim is {dim}, expected one for arrays; reshape x")
             rank = x.ndim
-            dims = sorted({d % rank for d in dim if -rank <= d < rank})
+            dims = sorted({d % rank for d in dim if type(d) is int and -rank <= d < rank})
             if len(dims) != len(dim):
-                raise IndexError(f"dim is {dim}, expected different dimensions of x of rank {rank}")
+                raise (IndexError if all(type(d) is int for d in dim) else TypeError)(
+                    f"dim is {dim}, expected different dimensions of x of rank {rank}, ints of {-rank} to "
+                    f"{rank - 1}"
+                )
             rows = x.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
         else:
             one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
@@ -1702,4 +1708,4 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
             lse = lse.unsqueeze(d)
         return lse
     except _FAILURES as error:
-        raise ops.explained(error) from None
+        raise ops.explained(error, x=x) from None

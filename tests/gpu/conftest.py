@@ -102,6 +102,9 @@ def pytest_report_header(config):
 def on_the_device():
     torch.manual_seed(0)
     yield
+    current = torch.cuda.current_device()
+    torch.cuda.set_device(0)
+    assert current == 0, f"the test left device {current} current"
     if torch.cuda.memory_reserved() > 4 << 30:  # leave memory for the programs of the jobs
         torch.cuda.empty_cache()
 

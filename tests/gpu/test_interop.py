@@ -28,6 +28,7 @@ def jax():
         jax.devices("cuda")
     except RuntimeError as error:
         pytest.skip(f"JAX has no CUDA device: {error}")
+    torch.cuda.set_device(0)  # JAX sets up all devices and leaves the last one current
     return jax
 
 

@@ -298,6 +298,21 @@ def test_deleters_run_once_on_success_and_on_refusal():
             NotImplementedError,
             "inplace_backward is supported for torch tensors only",
         ),
+        (
+            lambda x: gander.cross_entropy(x, np.zeros(4, int), inplace_backward=True),
+            NotImplementedError,
+            r"inplace_backward is supported for torch tensors only; leave it out, or pass torch\.from_dlpack",
+        ),
+        (
+            lambda x: gander.cross_entropy(x, np.zeros(4, int), x),
+            NotImplementedError,
+            r"lse_partial is supported for torch tensors only; leave it out, or pass torch\.from_dlpack",
+        ),
+        (
+            lambda x: gander.cross_entropy_fwd(x, np.zeros(4, int), x),
+            NotImplementedError,
+            r"target_logit is supported for torch tensors only; leave it out, or pass torch\.from_dlpack",
+        ),
     ],
 )
 def test_refusals(call, exception, message):

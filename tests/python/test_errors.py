@@ -3,6 +3,7 @@
 import gander
 import pytest
 import torch
+from gander import _fast
 
 X = torch.randn(4, 6)
 WEIGHT = torch.ones(6)
@@ -102,6 +103,66 @@ CASES = {
         lambda: gander.rmsnorm_bwd(X, WEIGHT, X, None),
         ValueError,
         "rmsnorm_backward: rstd is None, expected a tensor",
+    ),
+    "rmsnorm of an array, a residual in a list": (
+        lambda: gander.rmsnorm(X.numpy(), residual=[[1.0] * 6] * 4),
+        TypeError,
+        "residual is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "rmsnorm of an array, a bias in a list": (
+        lambda: gander.rmsnorm(X.numpy(), bias=[1.0] * 6),
+        TypeError,
+        "bias is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "rmsnorm of a list, without eps": (
+        lambda: gander.rmsnorm([1.0], eps=None),
+        TypeError,
+        "x is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "rmsnorm_bwd of an array, a gradient in a list": (
+        lambda: gander.rmsnorm_bwd(X.numpy(), None, X.numpy(), LSE.numpy(), dresidual_out=[1.0]),
+        TypeError,
+        "dresidual_out is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "fused_add_rmsnorm of an array and a list": (
+        lambda: gander.fused_add_rmsnorm(X.numpy(), [1.0], None),
+        TypeError,
+        "residual is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "softmax of a list, another dimension": (
+        lambda: gander.softmax([1.0], dim=0),
+        TypeError,
+        "x is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "cross_entropy of a list, a divisor": (
+        lambda: gander.cross_entropy([1.0], TARGET, reduction="sum", divisor=2.0),
+        TypeError,
+        "x is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "cross_entropy_fwd_out, a loss in a list": (
+        lambda: gander.cross_entropy_fwd_out(X, TARGET, None, [1.0], None, None, None),
+        TypeError,
+        "loss is a list, expected a torch.Tensor, like the first argument",
+    ),
+    "cross_entropy_fwd_out with target_logit, no loss": (
+        lambda: gander.cross_entropy_fwd_out(X, TARGET, LSE, None, LSE.clone(), None, None),
+        ValueError,
+        "loss is None, expected a tensor",
+    ),
+    "cross_entropy_bwd_out of a list": (
+        lambda: gander.cross_entropy_bwd_out([1.0], TARGET, LSE, LSE, X.clone()),
+        TypeError,
+        "x is a list, expected a torch.Tensor or an object with __dlpack__",
+    ),
+    "logsumexp, one dimension out of range": (
+        lambda: gander.logsumexp(X, dim=(0, 5)),
+        IndexError,
+        r"dim is \(0, 5\), expected different dimensions of x of rank 2, ints of -2 to 1",
+    ),
+    "logsumexp, dimensions that are names": (
+        lambda: gander.logsumexp(X, dim=("a", "b")),
+        TypeError,
+        r"dim is \('a', 'b'\), expected different dimensions of x of rank 2, ints of -2 to 1",
     ),
     "fused_add_rmsnorm without a residual": (
         lambda: gander.fused_add_rmsnorm(X.numpy(), None, None),
@@ -368,7 +429,7 @@ CASES = {
     "explain of integers": (
         lambda: gander.explain("softmax", INTS),
         TypeError,
-        "dtype int32, expected float16",
+        "explain: dtype is int32, expected float16, bfloat16, float32 or float64",
     ),
     "explain of rank 0": (
         lambda: gander.explain("softmax", X[0, 0]),
@@ -423,6 +484,20 @@ def test_nothing_is_written_on_refusal():
     with pytest.raises(ValueError, match="weight has shape"):
         gander.cross_entropy_fwd(x, TARGET, weight=WEIGHT[:5], return_dx=True, inplace_backward=True)
     assert torch.equal(x, X)
+
+
+def test_nothing_is_written_if_one_of_two_results_cannot_be():
+    loss = LSE.clone()
+    with pytest.raises(TypeError, match=r"lse is a ndarray, expected a torch\.Tensor"):
+        gander.cross_entropy_fwd_out(X, TARGET, LSE + 1, loss, LSE.numpy(), None, None)
+    assert torch.equal(loss, LSE)
+
+
+def test_the_fast_path_is_not_called_checked_where_it_was_not(monkeypatch):
+    monkeypatch.setattr(_fast, "_checked", set())
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert "not checked: " in gander.info()["fast_path"]
+    assert gander.info()["fast_path"] is True
 
 
 def test_errors_in_backward():

@@ -3,9 +3,9 @@
 These tests are skipped if GANDER_FAST_PATH=0 or this version of torch turns it off.
 """
 
+import ctypes
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -623,14 +623,21 @@ def test_not_taken_for_other_arguments(data):
         assert cross_entropy(many[0].detach(), many[1], None, *OPTIONS["cross_entropy"]) is not None
 
 
-def test_not_taken_on_a_cuda_device_that_is_not_current():
+def test_a_cuda_device_that_is_not_current():
+    """The call runs on x's device and its stream, and leaves the current device as it was."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x = torch.randn(6, 33, device="cuda:1")
-    assert not taken("softmax", x, None, None)
-    assert gander.softmax(x).device == x.device
-    with torch.cuda.device(1):
-        assert taken("softmax", x, None, None)
+    assert taken("softmax", x, None, None)
+    with torch.cuda.stream(torch.cuda.Stream(1)), torch.cuda.device(0):
+        leaf = x.clone().requires_grad_()
+        y = gander.softmax(leaf)
+        (dx,) = torch.autograd.grad(y, leaf, x)
+        torch.cuda.current_stream(1).synchronize()
+    assert torch.cuda.current_device() == 0
+    assert y.device == dx.device == x.device
+    torch.testing.assert_close(y, x.softmax(-1))
+    torch.testing.assert_close(dx, torch._softmax_backward_data(x, y.detach(), -1, x.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -738,31 +745,50 @@ def test_forward_refuses_other_callers(data):
         forward(object(), torch.ones(2, 3))
 
 
+class Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2. Resident memory grows only after a leak has filled what others freed."""
+
+    _fields_ = (("fields", ctypes.c_size_t * 10),)
+
+    def used(self):
+        return self.fields[4] + self.fields[7]  # hblkhd and uordblks: bytes from mmap and in heaps
+
+
 def test_nothing_is_leaked(data):
     """References and memory, for calls that succeed, that are declined and that fail."""
     x, weight, target = data
     leaf, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     watched = (x, weight, target, leaf, leaf_weight, torch.float32, torch.Tensor, *fast.values())
+    shared = None, True, False  # counts that others change a little
     short, eps, ignored = weight[1:], 1e-6, 1 << 40
+    written, residual = x.clone(), x.clone()
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
 
     def rounds(count):
         for _ in range(count):
             for a, w in ((x, weight), (leaf, leaf_weight), (x.t(), None)):
                 fast["softmax"](a, 0, False)
+                fast["logsumexp"](a, False)
+                fast["fused_add_rmsnorm_"](written, weight, residual, eps, False, 1.0, False)
+                fast["rmsnorm_residual"](a, w, None, a, None, None, eps, 0, False, 0.0, False)
                 fast["rmsnorm"](a, w, torch.float32, eps, 0, False, 0.0)
                 fast["rmsnorm"](a, short, None, eps, 0, False, 0.0)
                 fast["cross_entropy"](a, target, None, None, None, ignored, 1, False, False, None)
                 fast["cross_entropy"](a, target, None, None, None, ignored, 0, False, True, None)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return sys.getallocatedblocks(), mallinfo().used(), resident
 
-    rounds(100)
-    counts = [sys.getrefcount(o) for o in (*watched, eps, ignored, None)]
+    rounds(1100)
+    counts = [sys.getrefcount(o) for o in (*watched, eps, ignored, *shared)]
     before = rounds(1000)
-    grown = rounds(7000) - before  # 10^5 calls
-    after = [sys.getrefcount(o) for o in (*watched, eps, ignored, None)]
-    assert after[:-1] == counts[:-1]
-    assert abs(after[-1] - counts[-1]) < 100
-    assert grown < 4000, "KiB; a leak of one tuple per round is 500, of one tensor 3000"
+    blocks, used, resident = (b - a for a, b in zip(before, rounds(10_000), strict=True))
+    after = [sys.getrefcount(o) for o in (*watched, eps, ignored, *shared)]
+    assert after[:-3] == counts[:-3]
+    assert all(abs(a - b) < 100 for a, b in zip(after[-3:], counts[-3:], strict=True))
+    assert blocks < 1000, "small objects of Python; a leak of one per round is 10000"
+    assert used < 100_000, "bytes from malloc; a leak of the smallest block per round is 320000"
+    assert resident < 4_000_000, "bytes, also of Go; a leak of 32 per call is 7680000"
     for inputs in (data, (leaf, leaf_weight, target)):
         out = public("rmsnorm", *inputs)
         assert sys.getrefcount(out) == 2  # the context holds none, which would be a cycle

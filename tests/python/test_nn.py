@@ -92,7 +92,7 @@ def test_on_the_meta_device():
         (
             lambda: gander.nn.RMSNorm(0),
             ValueError,
-            r"normalized_shape is \(0,\), expected one or more sizes of 1 or more",
+            r"normalized_shape is \(0,\), expected one or more integers of 1 or more",
         ),
         (lambda: gander.nn.RMSNorm(()), ValueError, r"normalized_shape is \(\), expected one or more"),
         (
@@ -108,12 +108,34 @@ def test_on_the_meta_device():
         (
             lambda: gander.nn.LayerNorm((3, 0)),
             ValueError,
-            r"normalized_shape is \(3, 0\), expected one or more sizes of 1 or more",
+            r"normalized_shape is \(3, 0\), expected one or more integers of 1 or more",
         ),
         (
             lambda: gander.nn.LayerNorm(8, eps=float("nan")),
             ValueError,
             "eps is nan, expected a finite number of 0 or more",
+        ),
+        (lambda: gander.nn.RMSNorm(8, eps="a"), TypeError, "eps is 'a', expected None or a number"),
+        (lambda: gander.nn.LayerNorm(8, eps=None), TypeError, "eps is None, expected a number"),
+        (
+            lambda: gander.nn.RMSNorm(("a",), elementwise_affine=False),
+            ValueError,
+            r"normalized_shape is \('a',\), expected one or more integers of 1 or more",
+        ),
+        (
+            lambda: gander.nn.CrossEntropyLoss(ignore_index=0.5),
+            TypeError,
+            "ignore_index is 0.5, expected an integer",
+        ),
+        (
+            lambda: gander.nn.CrossEntropyLoss(weight=[1.0]),
+            TypeError,
+            "^weight is a list, expected a torch.Tensor or None",
+        ),
+        (
+            lambda: gander.nn.LinearCrossEntropy(8, 4, weight_ce=[1.0]),
+            TypeError,
+            "weight_ce is a list, expected a torch.Tensor or None",
         ),
         (lambda: gander.nn.Softmax("rows"), TypeError, "dim is 'rows', expected an int or None"),
         (lambda: gander.nn.LogSoftmax(1.0), TypeError, "dim is 1.0, expected an int or None"),

@@ -352,29 +352,33 @@ def test_in_torchs_place(monkeypatch):
     assert theirs.cross_entropy(x, torch.tensor([0, 1, 2, 3]), label_smoothing=0.1).ndim == 0
 
 
-@pytest.mark.parametrize("dim", [0, -1])
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
-def test_dtype_under_autocast(dim, dtype):
+@contextlib.contextmanager
+def cuda_autocast():
+    """torch.autocast("cuda") does nothing without a GPU, so the dispatch key is enabled directly."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cuda"):
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutocastCUDA)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        included = torch._C._dispatch_tls_local_include_set()
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            yield
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
+def test_dtype_under_autocast(name, dim, dtype, from_torch):
+    with cuda_autocast():
         x = torch.empty(4, 6, dtype=torch.bfloat16, device="cuda")
-        assert F.softmax(x, dim, dtype=dtype).dtype is theirs.softmax(x, dim, dtype=dtype).dtype
+        assert getattr(theirs, name)(x, dim, dtype=dtype).dtype is (dtype or torch.float32)
+        assert getattr(F, name)(x, dim, dtype=dtype).dtype is (dtype or torch.float32)
+    assert from_torch == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_layer_norm_under_autocast(dtype):
-    """The result is float32 like torch's, and the sum keeps the dtype of the residual.
-
-    torch.autocast("cuda") does nothing without a GPU, so the dispatch key is enabled directly.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutocastCUDA)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
-    ):
+    """The result is float32 like torch's, and the sum keeps the dtype of the residual."""
+    with cuda_autocast():
         x, weight = torch.empty(4, 6, dtype=dtype, device="cuda"), torch.empty(6, device="cuda")
         assert F.layer_norm(x, (6,), weight).dtype is theirs.layer_norm(x, (6,), weight).dtype
         assert theirs.layer_norm(x, (6,), weight).dtype is torch.float32

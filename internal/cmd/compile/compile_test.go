@@ -75,6 +75,23 @@ func (f *fixture) images() []string {
 	return names
 }
 
+func TestWhatIsMissingIsNamed(t *testing.T) {
+	for _, c := range []struct {
+		cache, out     string
+		archs, sources []string
+		message        string
+	}{
+		{"", "out", []string{"sm_90"}, []string{"a.cu"}, "-cache is missing, expected a folder"},
+		{"cache", "", []string{"sm_90"}, []string{"a.cu"}, "-out is missing, expected a folder"},
+		{"cache", "out", nil, []string{"a.cu"}, "-archs is empty, expected sm_XY or compute_XY"},
+		{"cache", "out", []string{"sm_90"}, nil, "no sources, expected the paths of .cu files"},
+	} {
+		require.ErrorContains(t, run(io.Discard, "nvcc", c.cache, c.out, c.archs, c.sources), c.message)
+	}
+	err := run(io.Discard, "no-nvcc", t.TempDir(), t.TempDir(), []string{"sm_90"}, []string{"a.cu"})
+	require.ErrorContains(t, err, `no-nvcc --version: exec: "no-nvcc": executable file not found`)
+}
+
 func TestEachSourceAndArchitectureIsAnImage(t *testing.T) {
 	f := newFixture(t)
 	runs, err := f.run("compute_90", "compute_80", "sm_90")

@@ -29,8 +29,15 @@ func main() {
 }
 
 func run(progress io.Writer, nvcc, cache, out string, archs, sources []string) error {
-	if cache == "" || out == "" || len(archs) == 0 || len(sources) == 0 {
-		return fmt.Errorf("-cache, -out, an architecture and a source are needed")
+	switch {
+	case cache == "":
+		return fmt.Errorf("-cache is missing, expected a folder for compiled objects")
+	case out == "":
+		return fmt.Errorf("-out is missing, expected a folder for the images")
+	case len(archs) == 0:
+		return fmt.Errorf("-archs is empty, expected sm_XY or compute_XY, such as sm_90")
+	case len(sources) == 0:
+		return fmt.Errorf("no sources, expected the paths of .cu files after the flags")
 	}
 	compiler, err := newCompiler(progress, nvcc, cache)
 	if err != nil {

@@ -7,6 +7,7 @@ A constructor refuses arguments that gander does not support. gander.nn.function
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -31,19 +32,31 @@ __all__ = [
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _check_weight(weight: Tensor | None) -> None:
-    if weight is not None and weight.dtype not in _DTYPES:
-        raise TypeError(f"weight has dtype {weight.dtype}, expected float16, bfloat16, float32 or float64")
+def _check_weight(weight: Any, name: str = "weight") -> None:
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name} is a {type(weight).__name__}, expected a torch.Tensor or None")
+    if weight.dtype not in _DTYPES:
+        raise TypeError(f"{name} has dtype {weight.dtype}, expected float16, bfloat16, float32 or float64")
 
 
-def _check_shape(shape: tuple[int, ...]) -> None:
-    if not shape or min(shape) < 1:
-        raise ValueError(f"normalized_shape is {shape}, expected one or more sizes of 1 or more")
+def _check_shape(shape: tuple[Any, ...]) -> None:
+    if not shape or not all(isinstance(size, Integral) and size >= 1 for size in shape):
+        raise ValueError(f"normalized_shape is {shape}, expected one or more integers of 1 or more")
 
 
-def _check_eps(eps: float, or_none: str = "") -> None:
+def _check_eps(eps: Any, or_none: str = "") -> None:
+    if not isinstance(eps, Real):
+        raise TypeError(f"eps is {eps!r}, expected {or_none}a number")
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps is {eps}, expected {or_none}a finite number of 0 or more")
+
+
+def _check_loss(reduction: Any, ignore_index: Any) -> None:
+    _ops._code("reduction", reduction, REDUCTIONS)
+    if not isinstance(ignore_index, Integral):
+        raise TypeError(f"ignore_index is {ignore_index!r}, expected an integer")
 
 
 def _check_rows(x: Tensor, shape: tuple[int, ...]) -> None:
@@ -190,11 +203,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         *,
         remember: bool = False,
     ) -> None:
+        _check_weight(weight)
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.remember = remember
         self._memories: dict[torch.device, Tensor] = {}
-        _check_weight(weight)
-        _ops._code("reduction", self.reduction, REDUCTIONS)
+        _check_loss(self.reduction, ignore_index)
         self._check_label_smoothing()
 
     def _check_label_smoothing(self) -> None:
@@ -277,8 +290,8 @@ class LinearCrossEntropy(nn.Linear):
         accumulate: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        _check_weight(weight_ce)
-        _ops._code("reduction", reduction, REDUCTIONS)
+        _check_weight(weight_ce, "weight_ce")
+        _check_loss(reduction, ignore_index)
         _ops._check_chunks(chunk, accumulate)
         self.register_buffer("weight_ce", weight_ce)
         self.ignore_index, self.reduction = ignore_index, reduction
