@@ -2,13 +2,17 @@
 (in place), or in forward together with the loss (one pass).
 
 The last two are for eager calls only. A compiled graph plans its own memory, and its backward cannot write to
-its inputs, so it always uses the first.
+its inputs, so it always uses the first. There Inductor gets the gradient as a formula, which it can fuse with
+what follows and write over the logits; it could do neither with a kernel of ours.
 """
 
+import math
 import threading
 
 import torch
 from torch import Tensor, no_grad
+from torch._functorch import config as functorch_config
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -23,7 +27,7 @@ from ._gradients import (
     selector,
 )
 from ._operators_gen import MEAN, NONE, TORCH
-from ._schemas import arguments, overloads, tensors, upstream
+from ._schemas import arguments, complete, overloads, tensors, upstream
 from ._sharding import rows_are_sharded
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
@@ -131,6 +135,63 @@ def _backward_one_pass(ctx, dloss):
             *_one_pass_arguments((*others, upstream, dx, dloss, *ctx.options))
         )
     return _gradients(once_differentiable(dx, others[0], dloss))
+
+
+# ---- In a graph for Inductor ----
+
+
+def _minus_one(log):
+    """exp(log) - 1, for log <= 0, with the digits of a small log. Inductor's expm1 takes twice as long."""
+    series = 1.0
+    for divisor in (6, 5, 4, 3, 2):
+        series = 1 + log / divisor * series
+    return torch.where(log > -0.25, log * series, log.exp() - 1)
+
+
+def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction, batch_invariant):
+    """What cross_entropy_bwd computes, in torch's operators. lse is what cross_entropy_fwd returns: the rows'
+    maxima, the logarithms of their sums, and the denominator of the mean.
+    """
+    classes, rows = x.shape[-1], target.numel()
+    high, log_sum = (part.view(*target.shape, 1) for part in (lse[:rows], lse[rows : 2 * rows]))
+    target = target.unsqueeze(-1)
+    gradient = dloss.to(lse.dtype)
+    if reduction == NONE:
+        gradient = gradient.unsqueeze(-1)
+    if reduction == MEAN:
+        gradient = gradient / lse[-1]
+    if divisor is not None:
+        gradient = gradient / divisor
+    ignored = target == ignore_index
+    if weight is not None:
+        weight = weight.to(lse.dtype)[target.clamp(0, classes - 1)]
+        ignored = ignored | (weight == 0)
+        gradient = gradient * weight
+    gradient = torch.where((target < 0) | (target >= classes), math.nan, gradient)
+    log = (x.to(lse.dtype) - high) - log_sum
+    at_target = torch.arange(classes, device=x.device) == target
+    dx = gradient * torch.where(at_target, _minus_one(log), log.exp())
+    return torch.where(ignored, 0, dx).to(x.dtype)
+
+
+FUSED_ON = ("cuda",)  # on the CPU our kernel is faster than Inductor's, and has the bits of an eager call
+
+
+def _is_for_inductor(x):
+    """Whether Inductor will compile the graph that is being traced. Only it sets this option."""
+    traced = isinstance(x, FunctionalTensor) and getattr(functorch_config, "unlift_effect_tokens", False)
+    return traced and x.device.type in FUSED_ON
+
+
+def gradient_for_inductor(given):
+    """The gradient in a graph for Inductor, otherwise None."""
+    x, target, _, dloss, lse, *_ = given
+    packed = lse.dim() == 1 and lse.shape[0] == 2 * target.numel() + 1
+    if not packed or not _is_for_inductor(x):
+        return None
+    with no_grad():
+        dx = formula(*complete("cross_entropy_bwd", given))
+    return once_differentiable(dx, x, dloss)
 
 
 # ---- DTensors with sharded rows: backward may only read statistics that are sharded like the rows ----

@@ -187,7 +187,13 @@ for _name in _TO_FLOAT32:
 
 # ---- Gradients, and the functions that _ops.py calls ----
 
-_gradients.register({"cross_entropy": _cross_entropy.choose}, {"cross_entropy": cross_entropy_of_slices})
+_gradients.register(
+    {"cross_entropy": _cross_entropy.choose},
+    {
+        "cross_entropy": cross_entropy_of_slices,
+        "cross_entropy_bwd": _cross_entropy.gradient_for_inductor,
+    },
+)
 _fast.start(_BINARY, _gradients.fast_functions(), _cross_entropy.ONE_PASS)
 globals().update({name: _fast.call(name) for name in TORCH})
 

@@ -1,5 +1,6 @@
 """cross_entropy as training loops call it: with a divisor, and with the upstream gradient that will come."""
 
+import math
 from functools import partial
 
 import gander
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gander import _cross_entropy
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
@@ -274,7 +276,7 @@ def certain(case, n, dtype, device):
 @pytest.mark.parametrize("n", [1, 2, 1000, 4097, 128256, 140000])
 @pytest.mark.parametrize("case", CONFIDENT)
 @pytest.mark.parametrize(
-    "how", ["two passes", "one pass", "forward", "parts", "in place", "missed", "batched"]
+    "how", ["two passes", "one pass", "forward", "parts", "in place", "missed", "batched", "formula"]
 )
 def test_confident_token(device, how, case, n, dtype, single_pass):
     if device == "cuda" and dtype == torch.float64:
@@ -287,6 +289,9 @@ def test_confident_token(device, how, case, n, dtype, single_pass):
         got, gradient = gander.cross_entropy_fwd(x, target, return_dx=True)
     elif how == "parts":
         got, _, gradient = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
+    elif how == "formula":
+        got, lse = torch.ops.gander.cross_entropy_fwd(x, target, reduction=0)
+        gradient = _cross_entropy.formula(x, target, None, torch.ones_like(got), lse, None, -100, 0, False)
     else:
         leaf = x.clone().requires_grad_()
         if how == "two passes":
@@ -325,3 +330,74 @@ def test_inplace_backward_under_hooks_on_saved_tensors(device, partial_lse):
     for _ in range(2):
         got = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
         torch.testing.assert_close(got, want)
+
+
+# ---- In a graph for Inductor ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("options", ["", "weight", "divisor"])
+def test_formula(device, dtype, reduction, options):
+    """It is the operator's gradient, also of rows that are ignored, out of range or not numbers."""
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 is served on the CPU only")
+    x, target = torch.randn(3, 4, 33, device=device).to(dtype), torch.randint(33, (3, 4), device=device)
+    target[0, 1], target[1, 0], target[1, 1], target[2, 2] = -100, 33, -1, 7
+    x[0, 1, 3], x[0, 2, 3], x[0, 3, 3], x[1, 2, :30] = math.nan, math.nan, math.inf, -math.inf
+    target[0, 3], target[1, 2] = 3, 31
+    weight = divisor = None
+    if options == "weight":
+        weight = torch.rand(33, device=device).to(dtype)
+        weight[7] = 0
+    if options == "divisor":
+        divisor = torch.tensor(7, device=device, dtype=dtype if dtype == torch.float64 else torch.float32)
+    reduction = 2 if options == "divisor" else reduction
+    if reduction == 1:  # rows out of range would make all rows NaN
+        target[1] = 5
+    loss, lse = torch.ops.gander.cross_entropy_fwd(x, target, weight, divisor, reduction=reduction)
+    dloss = torch.rand_like(loss)
+    given = x, target, weight, dloss, lse, divisor, -100, reduction, False
+    got, want = _cross_entropy.formula(*given), torch.ops.gander.cross_entropy_bwd(*given)
+    assert got.dtype == want.dtype == dtype
+    assert want.isnan().any() and not want[0, 1].any()
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("returned", ["loss", "logits too"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_fuses_the_gradient(device, returned, dynamic, monkeypatch):
+    """Inductor gets a formula, which it writes over logits that nobody else has."""
+    monkeypatch.setattr(_cross_entropy, "FUSED_ON", (device,))
+    torch.compiler.reset()
+    leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in ((12, 8), (33, 8))]
+    target = torch.randint(33, (12,), device=device)
+    target[3] = -100
+
+    def model(x, weight):
+        logits = x @ weight.t()
+        loss = gander.cross_entropy(logits, target)
+        return (loss, logits) if returned == "logits too" else (loss,)
+
+    def gradients(function):
+        loss, *_ = function(*leaves)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    want = gradients(model)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+        got, (_, code) = run_and_get_code(lambda: gradients(compiled))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert "cross_entropy_bwd" not in code
+    assert returned != "loss" or "in_out_ptr" in code
+
+
+def test_others_get_the_operator(monkeypatch):
+    monkeypatch.setattr(_cross_entropy, "FUSED_ON", ("cpu",))
+    monkeypatch.setattr(_cross_entropy, "formula", None)
+    x, target = given("cpu")
+    compiled = torch.compile(gander.cross_entropy, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(
+        gradient(x, lambda x: compiled(x, target)), gradient(x, lambda x: gander.cross_entropy(x, target))
+    )
