@@ -405,7 +405,7 @@ static void test_explain(void) {
   REFUSED(gander_explain("softmax_forward", 8, 9, bytes, host, 0, 0, text, 9), GANDER_ERROR_DTYPE,
           "dtype is uint8");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, 0, 0, text, 9), GANDER_ERROR_DEVICE,
-          "device type 8");
+          "device has type 8");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, host, GANDER_ALGORITHM_WARP, 0, text, 9),
           GANDER_ERROR_UNSUPPORTED, "explain: algorithm is \"warp\" on cpu");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, host, 0x300, 0, text, 9), GANDER_ERROR_OPTION,
@@ -422,7 +422,7 @@ static void test_explain(void) {
   REFUSED(gander_explain_device("softmax_forward", 8, 9, half, NULL, 0, 0, text, 9), GANDER_ERROR_NULL,
           "device is NULL");
   REFUSED(gander_explain_device("softmax_forward", 8, 9, bytes, "h100", 0, 0, text, 9), GANDER_ERROR_DTYPE,
-          "has dtype uint8");
+          "dtype is uint8");
   char list[4096];
   CHECK(gander_algorithms("softmax_forward", list, sizeof list) == GANDER_OK);
   CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list &&
@@ -433,7 +433,7 @@ static void test_explain(void) {
   REFUSED(gander_algorithms("relu", list, sizeof list), GANDER_ERROR_OPTION, "op is \"relu\"");
   REFUSED(gander_algorithms(NULL, list, sizeof list), GANDER_ERROR_NULL, "op is NULL");
   CHECK(gander_warmup(host) == GANDER_OK);
-  REFUSED(gander_warmup(metal), GANDER_ERROR_DEVICE, "device type 8");
+  REFUSED(gander_warmup(metal), GANDER_ERROR_DEVICE, "device has type 8");
 }
 
 /* Each thread has its own last error. A thread can release a tensor that another one made. */
