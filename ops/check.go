@@ -163,14 +163,17 @@ func (k *check) dtype(name string, d kernels.DType, allowed types) {
 	}
 }
 
+const servedDevices = "cpu (1), cuda (2), cuda_host (3) or cuda_managed (13)"
+
+func served(d dlpack.Device) bool {
+	return d.Host() || d.Type == dlpack.CUDA || d.Type == dlpack.CUDAManaged
+}
+
 // sameDevice checks that an operand is on the device of the others. Every CUDA device can access managed
 // memory.
 func (k *check) sameDevice(name string, d dlpack.Device) {
-	switch d.Type {
-	case dlpack.CPU, dlpack.CUDAHost, dlpack.CUDA, dlpack.CUDAManaged:
-	default:
-		k.fail(StatusDevice, "%s is on %v, expected cpu (1), cuda (2), cuda_host (3) or cuda_managed (13); "+
-			"copy it there", name, d)
+	if !served(d) {
+		k.fail(StatusDevice, "%s is on %v, expected %s; copy it there", name, d, servedDevices)
 	}
 	switch {
 	case k.first == "":

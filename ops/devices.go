@@ -39,8 +39,7 @@ func ExplainDevice(op string, m, n int64, t kernels.DType, device string, c Choi
 			strings.Join(slices.Sorted(maps.Keys(devices)), ", "))
 	}
 	if t == kernels.Float64 {
-		k.fail(StatusUnsupported, "dtype is float64, expected %v on %s; float64 is served in host memory, on "+
-			`device "cpu"`, lowFloat, device)
+		k.noFloat64(device)
 	}
 	r := k.explain(op, m, n, t, dlpack.Device{Type: dlpack.CUDA}, c)
 	if k.err != nil {

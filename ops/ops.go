@@ -119,10 +119,15 @@ var explainedOps = func() string {
 // onDevice checks the device that Warmup or Explain is given.
 func (k *check) onDevice(d dlpack.Device) {
 	k.device = d
-	if !d.Host() && d.Type != dlpack.CUDA && d.Type != dlpack.CUDAManaged {
-		k.fail(StatusDevice, "device has type %d, expected cpu (1), cuda (2), cuda_host (3) or cuda_managed (13)",
-			d.Type)
+	if !served(d) {
+		k.fail(StatusDevice, "device has type %d, expected %s", d.Type, servedDevices)
 	}
+}
+
+// noFloat64 refuses float64 for Explain. where is a device, or a GPU's name.
+func (k *check) noFloat64(where any) {
+	k.fail(StatusUnsupported, "dtype is float64, expected %v on %v; float64 is served in host memory, on "+
+		`device "cpu"`, lowFloat, where)
 }
 
 // explainable checks a name that Explain is given.
@@ -171,8 +176,7 @@ func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device,
 	case anyFloat&only(t) == 0:
 		k.fail(StatusDType, "dtype is %v, expected %v", t, anyFloat)
 	case t == kernels.Float64 && !d.Host():
-		k.fail(StatusUnsupported, "dtype is float64, expected %v on %v; float64 is served in host memory, on "+
-			`device "cpu"`, lowFloat, d)
+		k.noFloat64(d)
 	}
 	if m < 0 || n < 1 {
 		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)

@@ -2,8 +2,8 @@
 (in place), or in forward together with the loss (one pass).
 
 The last two are for eager calls only. A compiled graph plans its own memory, and its backward cannot write to
-its inputs, so it always uses the first. There Inductor gets the gradient as a formula, which it can fuse with
-what follows and write over the logits; it could do neither with a kernel of ours.
+its inputs, so it always uses the first. On CUDA, Inductor gets the gradient as a formula. It can fuse that
+with what follows, and write it over the logits. It could do neither with a kernel of ours.
 """
 
 import math
@@ -141,7 +141,9 @@ def _backward_one_pass(ctx, dloss):
 
 
 def _minus_one(log):
-    """exp(log) - 1, for log <= 0, with the digits of a small log. Inductor's expm1 takes twice as long."""
+    """exp(log) - 1 for log <= 0, with the digits of a small log. It is a series there, because every element
+    of the logits pays for it.
+    """
     series = 1.0
     for divisor in (6, 5, 4, 3, 2):
         series = 1 + log / divisor * series
@@ -174,7 +176,7 @@ def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction, bat
     return torch.where(ignored, 0, dx).to(x.dtype)
 
 
-FUSED_ON = ("cuda",)  # on the CPU our kernel is faster than Inductor's, and has the bits of an eager call
+FUSED_ON = ("cuda",)  # measured there; on the CPU a compiled call keeps the bits of an eager one
 
 
 def _is_for_inductor(x):
@@ -186,8 +188,9 @@ def _is_for_inductor(x):
 def gradient_for_inductor(given):
     """The gradient in a graph for Inductor, otherwise None."""
     x, target, _, dloss, lse, *_ = given
-    packed = lse.dim() == 1 and lse.shape[0] == 2 * target.numel() + 1
-    if not packed or not _is_for_inductor(x):
+    if not _is_for_inductor(x):
+        return None
+    if lse.dim() != 1 or lse.shape[0] != 2 * target.numel() + 1:  # one number for each row
         return None
     with no_grad():
         dx = formula(*complete("cross_entropy_bwd", given))

@@ -54,8 +54,9 @@ _checking = False
 
 def status() -> bool | str:
     """True, or why the fast path is off, or why it could not be checked now."""
-    unchecked = "not checked: a mode, a transform or hooks on saved tensors are active"
-    return _off or _check(*_functions) or _off or unchecked  # the check may have turned it off
+    if not _off and _check(*_functions):
+        return True
+    return _off or "not checked: a mode, a transform or hooks on saved tensors are active"
 
 
 def call(name: str):

@@ -16,10 +16,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 import pytest  # noqa: E402
-import tolerance  # noqa: E402
 import torch  # noqa: E402
 
-tolerance.ON_CUDA = 2.0
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 

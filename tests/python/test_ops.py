@@ -7,9 +7,10 @@ import warnings
 import gander
 import numpy as np
 import pytest
+import tolerance
 import torch
 import torch.nn.functional as F
-from tolerance import assert_accurate, assert_same
+from tolerance import assert_same
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LOW = DTYPES[:3]
@@ -45,6 +46,13 @@ def rms(x, weight=None):
 
 def accumulator_eps(dtype):
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+def assert_accurate(got, *rest):
+    """The maximum error of few rows is left to chance. On CUDA its bound is twice that of tests/gpu, which
+    compares many rows.
+    """
+    tolerance.assert_accurate(got, *rest, slack=2.0 if got.is_cuda else 1.0)
 
 
 def grads(function, *inputs):
