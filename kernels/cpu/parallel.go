@@ -131,16 +131,25 @@ type worker[T float] struct {
 	*call[T]
 	number   int
 	queue    taskQueue
-	task     int             // the current one
-	buffer   []T             // three parts, see scratch
-	ahead    int             // elements of other rows in part 0, before the current one, with plan.together
-	rounded  []T             // two blocks, for roundNormalized
-	partials []partial       // of the current row, or of plan.together rows of one block
-	dw, db   []float64       // sums over rows from column sumFrom on, nil for absent ones
-	sumFrom  int             // column
-	columns  []float64       // memory for dw and db, see plan.columns
-	recent   []T             // sums over rows that are not in dw yet, see plan.recent
+	task     int       // the current one
+	buffer   []T       // three parts, see scratch
+	ahead    int       // elements of other rows in part 0, before the current one, with plan.together
+	rounded  []T       // two blocks, for roundNormalized
+	partials []partial // of the current row, or of plan.together rows of one block
+	dw, db   []float64 // sums over rows from column sumFrom on, nil for absent ones
+	sumFrom  int       // column
+	columns  []float64 // memory for dw and db, see plan.columns
+	recent   []T       // sums over rows that are not in dw yet, see plan.recent
+	together together
 	_        [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
+}
+
+// together is what a worker keeps of plan.together rows besides partials.
+type together struct {
+	leftOut [maxTogether]int       // a column that takes no part in the row's sum, or noColumn
+	sums    [maxTogether]targetSum // the others are cross-entropy's
+	exps    [maxTogether]float64   // of the smaller of the target's logit and the others' maximum
+	logs    [maxTogether]float64   // of the sums
 }
 
 // engine runs ops that compute in T.
@@ -260,8 +269,11 @@ func (c *call[T]) layOut(memory []byte) int {
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
 	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
-	if c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.masked.X.Present()) {
-		first = c.cols * max(c.plan.together, 1)
+	switch {
+	case c.plan.together > 0:
+		first = max(first, c.cols*c.plan.together)
+	case c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.masked.X.Present()):
+		first = c.cols
 	}
 	for i := range c.workers {
 		w := &c.workers[i]
@@ -447,12 +459,15 @@ func view[T float](m *kernels.Matrix, row, j, n int) []T {
 }
 
 // scratch is space for n elements from column j on in part 0, 1 or 2 of the worker's buffer. Each part holds
-// a block, except that part 0 holds a whole row, or plan.together of them, with w.reuse. It is the last in
-// memory, so it can be longer.
+// a block, except that part 0 holds plan.together rows of one block, or a whole row with w.reuse. It is the
+// last in memory, so it can be longer.
 func (w *worker[T]) scratch(number, j, n int) []T {
 	from := (2 - number) * w.blockRoom
-	if w.reuse && number == 0 {
-		from += w.ahead + j
+	if number == 0 {
+		from += w.ahead
+		if w.reuse {
+			from += j
+		}
 	}
 	return w.buffer[from : from+n]
 }

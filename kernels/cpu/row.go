@@ -38,9 +38,16 @@ type rowFuncs[T float] struct {
 	normalize  func(dst, x, w, b []T, hi, lo, c T)                 // dst = ((x - hi) - lo) * c * w + b
 	normGrad   func(dst, x, w, dout []T, k, m, r float64)          // dst = (dout * w - x * k - m) * r
 
+	expAll   func(x []float64) // x = exp(x)
+	log1pAll func(x []float64) // x = log(1 + x)
+
 	// Fast paths, nil where there is none. Those named raw take memory of the DType that they are indexed by,
 	// without a conversion to T. With stream, dst is aligned to 64 bytes and written past the cache.
-	expSum         func(src []T, m T) float64 // sum of exp(src - m), with the same bits as exp's
+	expSum func(src []T, m T) float64 // sum of exp(src - m), with the same bits as exp's
+	// What expBlocks does to rows of n float32, a multiple of 64, with strides in bytes: in out each row's
+	// maximum and sum of exponentials, with the bits of max and exp, in dst the exponentials unless that is
+	// nil. Each row leaves out a column, unless that is negative.
+	expRows        func(dst, src unsafe.Pointer, n, rows, dstStride, srcStride int, without *int, out *partial)
 	dotRaw         [4]func(x, y unsafe.Pointer, n int) float64
 	softmaxGradRaw [4]func(dst, dy, y unsafe.Pointer, n int, hi, lo float32, stream bool)
 	// Softmax backward of rows of n float32, a multiple of 64, with strides in bytes and the bits of the two

@@ -28,6 +28,8 @@ var avx2 = rowFuncs[float32]{
 	without:     withoutAVX2,
 	exp:         expAVX2,
 	expScale:    expScaleAVX2,
+	expAll:      expAll,
+	log1pAll:    log1pAll,
 	dot:         dotAVX2,
 	dot3:        dot3AVX2,
 	add:         addAVX2,

@@ -35,6 +35,8 @@ var avx512 = rowFuncs[float32]{
 	without:    withoutAVX512,
 	exp:        expAVX512,
 	expScale:   expScaleAVX512,
+	expAll:     expAllAVX512,
+	log1pAll:   log1pAllAVX512,
 	dot:        dotAVX512,
 	dot3:       dot3AVX512,
 	add:        addAVX512,
@@ -49,7 +51,8 @@ var avx512 = rowFuncs[float32]{
 	normalize:  normalizeAVX512,
 	normGrad:   normGradAVX512,
 
-	expSum: expSumAVX512,
+	expSum:  expSumAVX512,
+	expRows: expRowsAVX512,
 	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{
 		kernels.Float16:  dotFloat16AVX512,
 		kernels.BFloat16: dotBFloat16AVX512,
@@ -165,6 +168,9 @@ func expAVX512(dst, src []float32, m float32) float64
 
 //go:noescape
 func expSumAVX512(src []float32, m float32) float64
+
+//go:noescape
+func expRowsAVX512(dst, src unsafe.Pointer, n, rows, dstStride, srcStride int, without *int, out *partial)
 
 //go:noescape
 func expScaleAVX512(dst, src []float32, m, c float32)
@@ -498,4 +504,109 @@ func (k *constants) narrowBFloat16x16(f f32x16) archsimd.Int16x16 {
 	odd := u.ShiftRight(n16(&k.sixteen)).And(n16(&k.bit0))
 	u = n16(&k.bfloat16NaN).Merge(u.Add(odd).Add(n16(&k.bfloat16Half)), f.IsNaN())
 	return u.ShiftRight(n16(&k.sixteen)).TruncateToInt16()
+}
+
+// Functions of float64, for a few numbers of each row. exp(x) is 2^n exp(r) with |r| <= ln 2 / 2, by the
+// Taylor series of exp(r), whose first missing term is less than 2^-57. log(u) is e ln 2 + log(m) with m from
+// sqrt(1/2) to sqrt(2), by the series of 2 artanh(s) with s = (m - 1) / (m + 1). ln 2 is split as in row.go.
+const (
+	expTerms    = 13
+	artanhTerms = 10
+
+	ln2High64 = 0x1.62e42feep-1
+	ln2Low64  = 0x1.a39ef35793c76p-33
+)
+
+type doubles [8]float64
+
+// doubleConstants holds each constant as a whole vector, as simdConstants does.
+type doubleConstants struct {
+	log2E, minusLn2High, minusLn2Low, ln2High, ln2Low, lowest, highest doubles
+	one, sqrtHalf                                                      doubles
+	factorials                                                         [expTerms + 1]doubles    // 1 / i!
+	odd                                                                [artanhTerms + 1]doubles // 2 / (2 i + 1)
+}
+
+var simdDoubles = newDoubleConstants()
+
+func newDoubleConstants() *doubleConstants {
+	c := new(doubleConstants)
+	fill := func(p *doubles, v float64) {
+		for i := range p {
+			p[i] = v
+		}
+	}
+	for p, v := range map[*doubles]float64{
+		&c.log2E: math.Log2E, &c.minusLn2High: -ln2High64, &c.minusLn2Low: -ln2Low64, &c.ln2High: ln2High64,
+		&c.ln2Low: ln2Low64, &c.lowest: -700, &c.highest: 1 << 53,
+		&c.one: 1, &c.sqrtHalf: math.Sqrt2 / 2,
+	} {
+		fill(p, v)
+	}
+	factorial := 1.0
+	for i := range c.factorials {
+		factorial *= float64(max(i, 1))
+		fill(&c.factorials[i], 1/factorial)
+	}
+	for i := range c.odd {
+		fill(&c.odd[i], 2/float64(2*i+1))
+	}
+	return c
+}
+
+func d8(c *doubles) f64x8 { return archsimd.LoadFloat64x8((*[8]float64)(c)) }
+
+// expAllAVX512 takes numbers from -700 to 0 together, and others one by one.
+func expAllAVX512(x []float64) {
+	c := simdDoubles
+	var zero f64x8
+	for i := 0; i < len(x); i += 8 {
+		v := archsimd.LoadFloat64x8SlicePart(x[i:])
+		inRange := v.GreaterEqual(d8(&c.lowest)).And(v.LessEqual(zero))
+		n := v.Mul(d8(&c.log2E)).RoundToEvenScaled(0)
+		r := n.MulAdd(d8(&c.minusLn2Low), n.MulAdd(d8(&c.minusLn2High), v))
+		p := d8(&c.factorials[expTerms])
+		for k := expTerms - 1; k >= 0; k-- {
+			p = p.MulAdd(r, d8(&c.factorials[k]))
+		}
+		storeOr(x[i:], p.Scale(n), inRange.ToBits(), math.Exp)
+	}
+}
+
+// log1pAllAVX512 takes numbers from 0 to 2^53 together, and others one by one.
+func log1pAllAVX512(x []float64) {
+	c := simdDoubles
+	one := d8(&c.one)
+	var zero f64x8
+	for i := 0; i < len(x); i += 8 {
+		v := archsimd.LoadFloat64x8SlicePart(x[i:])
+		inRange := v.GreaterEqual(zero).And(v.Less(d8(&c.highest)))
+		u := v.Add(one)
+		rest := v.Sub(u.Sub(one)).Div(u) // what u lost to rounding: log(u + d) = log(u) + d / u
+		// m = u / 2^e is in the range of the series.
+		exponent := u.AsInt64x8().Sub(d8(&c.sqrtHalf).AsInt64x8()).ShiftAllRight(52)
+		e, m := exponent.ConvertToFloat64(), u.AsInt64x8().Sub(exponent.ShiftAllLeft(52)).AsFloat64x8()
+		s := m.Sub(one).Div(m.Add(one))
+		square := s.Mul(s)
+		p := d8(&c.odd[artanhTerms])
+		for k := artanhTerms - 1; k >= 0; k-- {
+			p = p.MulAdd(square, d8(&c.odd[k]))
+		}
+		log := e.MulAdd(d8(&c.ln2High), p.MulAdd(s, e.MulAdd(d8(&c.ln2Low), rest)))
+		storeOr(x[i:], log, inRange.ToBits(), log1p)
+	}
+}
+
+// storeOr stores the lanes of v that have a bit in ok, and f of what is in x for the others.
+func storeOr(x []float64, v f64x8, ok uint8, f func(float64) float64) {
+	x = x[:min(len(x), 8)]
+	var lanes [8]float64
+	v.Store(&lanes)
+	archsimd.ClearAVXUpperBits()
+	for i := range x {
+		if ok>>i&1 == 0 {
+			lanes[i] = f(x[i])
+		}
+	}
+	copy(x, lanes[:])
 }

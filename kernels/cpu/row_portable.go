@@ -26,6 +26,8 @@ var portable32 = rowFuncs[float32]{
 	without:     without[float32],
 	exp:         exp32Row,
 	expScale:    exp32Scale,
+	expAll:      expAll,
+	log1pAll:    log1pAll,
 	dot:         dot[float32],
 	dot3:        dot3[float32],
 	add:         add,
@@ -50,6 +52,8 @@ var portable64 = rowFuncs[float64]{
 	without:     without[float64],
 	exp:         exp64Row,
 	expScale:    exp64Scale,
+	expAll:      expAll,
+	log1pAll:    log1pAll,
 	dot:         dot[float64],
 	dot3:        dot3[float64],
 	add:         add,
@@ -241,6 +245,26 @@ func multiply[T float](dst, x, w []T, c T) {
 	for i, v := range x {
 		dst[i] = v * c * w[i]
 	}
+}
+
+func expAll(x []float64) {
+	for i, v := range x {
+		x[i] = math.Exp(v)
+	}
+}
+
+func log1pAll(x []float64) {
+	for i, v := range x {
+		x[i] = log1p(v)
+	}
+}
+
+// log1p is log(1 + v). math.Log is faster than math.Log1p.
+func log1p(v float64) float64 {
+	if v >= 1 {
+		return math.Log(1 + v)
+	}
+	return math.Log1p(v)
 }
 
 func softmaxGrad[T float](dst, dy, y []T, hi, lo T) {

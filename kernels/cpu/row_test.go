@@ -2,6 +2,7 @@ package cpu
 
 import (
 	"math"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"unsafe"
@@ -201,6 +202,40 @@ func TestExp(t *testing.T) {
 			-math.MaxFloat32, float32(math.Inf(-1)), 0, float32(math.NaN()), math.Float32frombits(0xffffffff),
 			89, 1000})
 	}
+}
+
+// TestFloat64Functions: exp and log(1 + x) have all digits but the last, wherever a number lies.
+func TestFloat64Functions(t *testing.T) {
+	inf, r := math.Inf(1), rand.New(rand.NewPCG(4, 0))
+	below := []float64{0, math.Copysign(0, -1), -inf, math.NaN(), -1e-300, -700, -700.1, -745, -1e300, 1, inf}
+	above := []float64{0, math.Copysign(0, -1), -1, math.NaN(), 5e-324, 1e-17, 1, math.Sqrt2 - 1, 1 << 53, inf}
+	for range 20000 {
+		below = append(below, -math.Exp(r.Float64()*40-33))
+		above = append(above, math.Exp(r.Float64()*80-60))
+	}
+	forEachInstructionSet(t, func(t *testing.T) {
+		for _, f := range []struct {
+			name string
+			all  func([]float64)
+			one  func(float64) float64
+			x    []float64
+		}{
+			{"exp", engine32.funcs.expAll, math.Exp, below}, {"log1p", engine32.funcs.log1pAll, math.Log1p, above},
+		} {
+			together := slices.Clone(f.x)
+			f.all(together)
+			for i, v := range f.x {
+				alone := []float64{v, 7}[:1]
+				f.all(alone)
+				require.Equal(t, 7.0, alone[:2][1])
+				require.Equal(t, math.Float64bits(alone[0]), math.Float64bits(together[i]), "%s(%v)", f.name, v)
+				want := f.one(v)
+				if same := math.IsNaN(want) && math.IsNaN(alone[0]) || want == alone[0]; !same {
+					require.InDelta(t, want, alone[0], math.Abs(want)*0x1p-51+5e-324, "%s(%v)", f.name, v)
+				}
+			}
+		}
+	})
 }
 
 func alignedTo64(n int) []float32 {

@@ -2,6 +2,7 @@ package cpu
 
 import (
 	"math"
+	"unsafe"
 
 	"github.com/gander-go/gander/kernels"
 )
@@ -24,7 +25,12 @@ func SoftmaxBackward(dy, y, dx kernels.Matrix, workers int) error {
 
 type softmaxForward[T float] struct{}
 
-func (softmaxForward[T]) plan(c *call[T], workers int) { c.planRows(workers) }
+func (softmaxForward[T]) plan(c *call[T], workers int) {
+	c.planRows(workers)
+	if c.allAtOnce() {
+		c.plan.together = c.rowsOfBlock()
+	}
+}
 
 func (softmaxForward[T]) run(c *call[T]) {
 	if c.cols <= loopedRow {
@@ -34,18 +40,70 @@ func (softmaxForward[T]) run(c *call[T]) {
 	}
 }
 
-// softmaxStep does what runRows would do with rows of one block. With AVX-512 a row of 64 float32 takes 31 ns
-// instead of 54.
+// softmaxStep does what runRows would do with rows of one block. With AVX-512 and calls for each row, one of
+// 64 float32 takes 31 ns instead of 54 (Sapphire Rapids). On Zen 4 it takes 53 ns so, and 37 by expRows.
 type softmaxStep[T float] struct{}
 
 func (softmaxStep[T]) do(w *worker[T], task int) {
 	store := w.funcs.store[w.y.DType]
 	lo, hi := subrange(w.rows, task, w.tasks)
+	if w.plan.together > 0 {
+		w.softmaxTogether(lo, hi)
+		return
+	}
 	for row := lo; row < hi; row++ {
 		x, e := w.read(0, &w.x, row, 0, w.cols), w.output(0, &w.y, row, 0, w.cols)
 		sum := w.funcs.exp(e, x, finiteMax(w.funcs.max(x)))
 		store(rowAt(&w.y, row, 0), e, T(1/sum))
 	}
+}
+
+func (w *worker[T]) softmaxTogether(lo, hi int) {
+	store := w.funcs.store[w.y.DType]
+	for i := range w.together.leftOut {
+		w.together.leftOut[i] = noColumn
+	}
+	for from := lo; from < hi; from += w.plan.together {
+		partials := w.partials[:min(w.plan.together, hi-from)]
+		w.expRows(&w.x, &w.y, from, partials)
+		for i := range partials {
+			w.ahead = i * w.cols
+			e := w.output(0, &w.y, from+i, 0, w.cols)
+			store(rowAt(&w.y, from+i, 0), e, T(1/partials[i].sum))
+		}
+		w.ahead = 0
+	}
+}
+
+// rowsOfBlock is the number of rows that have as many elements as a block in all, and so stay in the L1 cache
+// while several passes go over them.
+func (c *call[T]) rowsOfBlock() int { return min(block/max(c.cols, 1), maxTogether) }
+
+// allAtOnce tells whether expRows serves this call.
+func (c *call[T]) allAtOnce() bool {
+	return c.funcs.expRows != nil && c.cols > 0 && c.cols%64 == 0 && c.cols <= min(shortBlock, loopedRow)
+}
+
+// expRows does what expBlocks does for each of plan.together rows, or fewer, without the columns in
+// w.together.leftOut.
+func (w *worker[T]) expRows(x, y *kernels.Matrix, from int, partials []partial) {
+	src, srcStride := rowAt(x, from, 0), 4*int(x.Stride)
+	if x.DType != native[T]() {
+		for i := range partials {
+			w.ahead = i * w.cols
+			w.read(0, x, from+i, 0, w.cols)
+		}
+		w.ahead = 0
+		src, srcStride = unsafe.Pointer(&w.scratch(0, 0, w.cols)[0]), 4*w.cols
+	}
+	dst, dstStride := unsafe.Pointer(nil), 0
+	if w.reuse {
+		dst, dstStride = unsafe.Pointer(&w.output(0, y, from, 0, w.cols)[0]), 4*w.cols
+		if y.DType == native[T]() {
+			dstStride = 4 * int(y.Stride)
+		}
+	}
+	w.funcs.expRows(dst, src, w.cols, len(partials), dstStride, srcStride, &w.together.leftOut[0], &partials[0])
 }
 
 func (softmaxForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
@@ -125,7 +183,7 @@ func (w *worker[T]) expSum(dst, v []T, m T) float64 {
 // finiteMax is what is subtracted from a block with the given maximum: 0 if that is -inf. The exponentials of
 // a block of -inf are then 0 rather than NaN, which is right for a row whose other blocks are finite.
 func finiteMax[T float](high T) T {
-	if math.IsInf(float64(high), -1) {
+	if float64(high) < -math.MaxFloat64 {
 		return 0
 	}
 	return high
