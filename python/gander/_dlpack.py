@@ -269,7 +269,8 @@ def _number(option, value):
             return float(value)
         number = int(bool(value)) if option.type == "flag" else index(value)
     except TypeError:
-        raise TypeError(f"{option.name} is {value!r}, expected a number") from None
+        expected = "a number" if option.type == "real" else "an integer"
+        raise TypeError(f"{option.name} is {value!r}, expected {expected}") from None
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{option.name} is {number}, expected 64 bits at most")
     return number

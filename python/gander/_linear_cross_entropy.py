@@ -47,7 +47,8 @@ def _denominator(target, weight, classes, ignore_index, dtype):
     each = torch.where(inside, 1.0, float("nan")).to(dtype)
     if weight is not None:
         each *= weight[target.clamp(0, classes - 1).long()]
-    return each.masked_fill_(target == ignore_index, 0).sum()
+    # An int32 could be equal to the low bits alone.
+    return each.masked_fill_(target.long() == ignore_index, 0).sum()
 
 
 class _Sum:
@@ -337,7 +338,7 @@ def _check(x, weight, target, bias, weight_ce):
         raise NotImplementedError("weight_ce requires a gradient, but has none; pass weight_ce.detach()")
 
 
-def _check_dtypes(x, weight, bias):
+def _check_dtypes(x, weight, bias, weight_ce):
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(
             f"x has dtype {str(x.dtype)[6:]}, expected float16, bfloat16, float32 or float64; convert it"
@@ -348,6 +349,12 @@ def _check_dtypes(x, weight, bias):
                 f"{name} has dtype {str(value.dtype)[6:]}, expected {str(x.dtype)[6:]} as x; convert one of "
                 "them, or use autocast"
             )
+    wide = x.dtype == torch.float64
+    if weight_ce is not None and not (
+        weight_ce.is_floating_point() and (weight_ce.dtype == torch.float64) == wide
+    ):
+        expected = "float64 as x" if wide else "float16, bfloat16 or float32"
+        raise TypeError(f"weight_ce has dtype {str(weight_ce.dtype)[6:]}, expected {expected}; convert it")
 
 
 def _chunk_of(chunk, rows):
@@ -379,7 +386,7 @@ def linear_cross_entropy(
             t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
             for t in (x, weight, bias)
         )
-    _check_dtypes(x, weight, bias)
+    _check_dtypes(x, weight, bias, weight_ce)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = target.reshape(-1)
     if divisor is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from . import _dlpack, _hook, _library
@@ -102,14 +103,23 @@ def set_debug(enabled: bool) -> None:
     _debug = bool(enabled)
 
 
-def _check_targets(classes: int, target: Any, ignore_index: int) -> None:
-    if _torch is not None and sys.modules["torch"].compiler.is_compiling():
-        return
-    if not hasattr(target, "dtype"):
+def _check_targets(classes: Any, target: Any, ignore_index: int) -> None:
+    """classes: a tensor whose last dimension is that of the classes, or their number."""
+    shape = (classes,) if isinstance(classes, int) else getattr(classes, "shape", ())
+    if not shape or not hasattr(target, "dtype"):
         return  # the operator refuses it
+    if isinstance(target, _Tensor):
+        torch = sys.modules["torch"]
+        if torch.compiler.is_compiling() or target.is_meta:
+            return
+        if torch._C._functorch.is_functorch_wrapped_tensor(target):  # of vmap, for example
+            return
+    classes = shape[-1]
     if hasattr(target, "full_tensor"):  # of a DTensor all ranks see all targets, and refuse them together
         target = target.full_tensor()
-    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    bad = (target < 0) | (target >= classes)
+    if target.dtype.itemsize == 8 or -(2**31) <= ignore_index < 2**31:  # else it has no int32
+        bad &= target != ignore_index
     if bool(bad.any()):
         raise IndexError(
             f"target has the class {int(target[bad][0])}, expected 0 to {classes - 1}, "
@@ -159,11 +169,23 @@ def _shape_as_weight(name: str, weight: Any) -> TypeError | None:
     )
 
 
-def _checked_weight(ops: Any, name: str, weight: Any, bias: Any = None) -> Any:
+def _checked_weight(
+    ops: Any, name: str, x: Any, weight: Any, bias: Any = None, weight_offset: float = 0
+) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
     if (error := _shape_as_weight(name, weight)) is not None:
         raise error
     if weight is None and bias is not None and len(bias.shape) == 2:
+        if bias.shape != x.shape[-2:]:
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}, expected (N) or (H, N) for x of shape (..., H, N), "
+                f"which is {tuple(x.shape)}"
+            )
+        if weight_offset:
+            raise ValueError(
+                f"weight_offset is {weight_offset} without a weight, expected 0; pass the weight or drop "
+                "weight_offset"
+            )
         library = _library_of(ops, bias)
         if library is not None:
             return library.ones_like(_detached(bias))
@@ -235,6 +257,9 @@ def _norm(
     out_dtype = _dtype(ops, out_dtype)
     residual_dtype = _dtype(ops, residual_dtype, "residual_dtype")
     adds = _adds(ops, x, residual, residual_dtype)
+    if ops is _torch and adds and not prenorm and residual_dtype is None and residual.dtype != x.dtype:
+        # Only backward reads the sum. The digits that a narrower one lost would be missing in its gradient.
+        residual_dtype = sys.modules["torch"].promote_types(x.dtype, residual.dtype)
     if adds and prenorm:
         return getattr(ops, f"{name}_add")(*operands, out_dtype, residual_dtype, *options)
     if residual is not None:
@@ -331,6 +356,12 @@ def _cast(ops: Any, x: Any, dtype: Any) -> tuple[Any, Any]:
     return x, dtype
 
 
+def _check_scale(scale: Any) -> None:
+    """Refuses tensors: one that requires a gradient would silently get none."""
+    if isinstance(scale, _Tensor):
+        raise TypeError("scale is a tensor, expected a number, which has no gradient; pass float(scale)")
+
+
 def _masked_softmax(
     ops: Any,
     x: Any,
@@ -345,8 +376,7 @@ def _masked_softmax(
 ) -> Any:
     """softmax or log_softmax with options."""
     name = "log_softmax" if log else "softmax"
-    if isinstance(scale, _Tensor):
-        raise TypeError("scale is a tensor, expected a number, which has no gradient; pass float(scale)")
+    _check_scale(scale)
     zero = _code("masked", masked, _MASKED)
     rows = _to_last(ops, x, dim, name)
     moved = rows is not x
@@ -459,6 +489,7 @@ def _softmax(
     batch_invariant: bool,
 ) -> Any:
     """softmax with arguments that may be options: if they are none, by the kernels without."""
+    _check_scale(scale)
     narrow = x if dtype is None else _cast(ops, x, dtype)[0]
     widens = dtype is not None and _differs(ops, narrow, _dtype(ops, dtype, "dtype"), "dtype")
     given = {
@@ -673,7 +704,8 @@ def rmsnorm(
     x's there is only "auto". The gradients of weight and bias are sums over rows, so their bits depend on all
     of them.
     Returns y, a contiguous tensor of x's shape. Everything is computed in float32 (float64 for float64).
-    Gradients have the dtypes of their tensors. With a residual, backward reads h as residual_out has it.
+    Gradients have the dtypes of their tensors. With a residual, backward reads h as residual_out has it, or
+    without prenorm in the wider dtype of x and residual, unless residual_dtype is given.
     Raises TypeError (dtype), ValueError (shape, algorithm), RuntimeError (device, driver, memory).
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -687,7 +719,7 @@ def rmsnorm(
         options = eps, code, bool(batch_invariant), weight_offset
         special = bias is not None or residual is not None or prenorm
         if special or out is not None or casting_mode is not None:
-            weight = _checked_weight(ops, "rmsnorm", weight, bias)
+            weight = _checked_weight(ops, "rmsnorm", x, weight, bias, weight_offset)
             options = *options, _rounds(casting_mode)
             operands = x, weight, bias, residual
             if out is not None:
@@ -744,7 +776,7 @@ def fused_add_rmsnorm(
         _check_reals(eps, weight_offset)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        _checked_weight(ops, "fused_add_rmsnorm", weight)
+        _checked_weight(ops, "fused_add_rmsnorm", x, weight)
         if residual is None:
             raise TypeError("residual is None, expected a tensor, to which x is added; or call rmsnorm")
         _adds(ops, x, residual, None)
@@ -815,7 +847,7 @@ def rmsnorm_fwd(
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        weight = _checked_weight(ops, "rmsnorm", weight, bias)
+        weight = _checked_weight(ops, "rmsnorm", x, weight, bias, weight_offset)
         if out_dtype is not None:
             out_dtype = _dtype(ops, out_dtype)
         if residual_dtype is not None:
@@ -1007,7 +1039,7 @@ def layernorm(
         _check_reals(eps, None)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        weight = _checked_weight(ops, "layernorm", weight, bias)
+        weight = _checked_weight(ops, "layernorm", x, weight, bias)
         operands, options = (x, weight, bias, residual), (eps, bool(batch_invariant))
         if out is not None:
             wanted = {"residual_out"} if prenorm else set()
@@ -1138,7 +1170,7 @@ def layernorm_fwd(
         _check_reals(eps, None)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        weight = _checked_weight(ops, "layernorm_fwd", weight, bias)
+        weight = _checked_weight(ops, "layernorm_fwd", x, weight, bias)
         operands = _detached(x), _detached(weight), _detached(bias)
         options = eps, bool(batch_invariant)
         if out is None:
@@ -1288,7 +1320,7 @@ def cross_entropy(
         upstream = None if upstream is None else ops.scalar("upstream", upstream, x)
     try:
         if _debug:
-            _check_targets(x.shape[-1], target, ignore_index)
+            _check_targets(x, target, ignore_index)
         if lse_partial is not None:
             loss = _partial_of(ops, "lse_partial").with_lse_partial(
                 x, target, lse_partial, weight, ignore_index, code, bool(inplace_backward)
@@ -1466,7 +1498,7 @@ def cross_entropy_fwd(
         return (loss, lse) if return_lse else loss
     try:
         if _debug:
-            _check_targets(x.shape[-1], target, ignore_index)
+            _check_targets(x, target, ignore_index)
         operands, options = (_detached(x), target, _detached(weight), divisor), (bool(batch_invariant),)
         if return_dx and inplace_backward:
             (loss, lse), dx = ops.cross_entropy_fwd_dx_(*operands, None, ignore_index, *options), x
@@ -1521,7 +1553,7 @@ def cross_entropy_bwd(
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         if _debug:
-            _check_targets(x.shape[-1], target, ignore_index)
+            _check_targets(x, target, ignore_index)
         if inplace_backward:
             ops.cross_entropy_bwd_(_detached(x), target, weight, dloss, lse, None, ignore_index, 0, False)
             return x
@@ -1567,7 +1599,7 @@ def cross_entropy_fwd_out(
         if dx is not None:
             _check_out(ops, "dx", x, dx)
         if _debug:
-            _check_targets(x.shape[-1], target, ignore_index)
+            _check_targets(x, target, ignore_index)
         arguments = _detached(x), target, _detached(weight), loss, lse, dx
         ops.cross_entropy_fwd_out(*arguments, ignore_index, False)
     except _FAILURES as error:
@@ -1593,7 +1625,7 @@ def cross_entropy_bwd_out(
     try:
         _check_out(ops, "dx", x, dx)
         if _debug:
-            _check_targets(x.shape[-1], target, ignore_index)
+            _check_targets(x, target, ignore_index)
         ops.cross_entropy_bwd_out(_detached(x), target, weight, dloss, lse, dx, ignore_index, False)
     except _FAILURES as error:
         given = {"x": x, "target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
@@ -1693,9 +1725,10 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
             if ops is not _torch:
                 raise NotImplementedError(f"dim is {dim}, expected one for arrays; reshape x")
             rank = x.ndim
-            dims = sorted({d % rank for d in dim if type(d) is int and -rank <= d < rank})
+            whole = [d for d in dim if isinstance(d, Integral) and not isinstance(d, bool)]
+            dims = sorted({int(d) % rank for d in whole if -rank <= d < rank})
             if len(dims) != len(dim):
-                raise (IndexError if all(type(d) is int for d in dim) else TypeError)(
+                raise (IndexError if len(whole) == len(dim) else TypeError)(
                     f"dim is {dim}, expected different dimensions of x of rank {rank}, ints of {-rank} to "
                     f"{rank - 1}"
                 )

@@ -6,7 +6,7 @@ import torch
 from . import _fast
 from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
-from ._gradients import apply_of, function, refuse_outer_gradients
+from ._gradients import apply_of, function, refuse_outer_gradients, refuse_tangents
 from ._operators_gen import MEAN, NONE
 from ._sharding import dimensions_of_classes, is_dtensor
 
@@ -111,5 +111,6 @@ def with_lse_partial(x, target, lse_partial, weight, ignore_index, reduction, in
     check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
     _check("lse_partial", lse_partial, target, x, f"{tuple(target.shape)} and one dimension more", False)
     _refuse_slices("x", x)
+    refuse_tangents((x,))
     refuse_outer_gradients("cross_entropy with lse_partial", x)
     return _apply(x, lse_partial.detach(), target, weight, ignore_index, reduction, inplace_backward)

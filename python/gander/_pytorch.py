@@ -88,6 +88,8 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
         return value.to(dtype, copy=True)
     if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is {value!r}, expected a number or a 0-dim tensor on the device of x")
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        value = float(value)
     return x.new_full((), value, dtype=dtype)
 
 

@@ -77,6 +77,8 @@ def _rule(name):
 
     def rule(info, in_dims, *given):
         values = dict(zip(names, complete(name, given), strict=True))
+        if "inplace_backward" in values:  # a sample's gradient would be written over a part of the batch
+            values["inplace_backward"] = False
         dims = dict.fromkeys(names) | dict(zip(names, in_dims, strict=False))
         for argument in operator.writes:
             if values[argument] is not None and dims[argument] is None:

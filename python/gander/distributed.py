@@ -18,7 +18,13 @@ from torch import Tensor
 from . import _fast, _ops, _pytorch
 from ._cross_entropy import is_batched, may_write_saved, write_over
 from ._fakes import check_inputs
-from ._gradients import apply_of, function, refuse_gradients, refuse_outer_gradients
+from ._gradients import (
+    apply_of,
+    function,
+    refuse_gradients,
+    refuse_outer_gradients,
+    refuse_tangents,
+)
 from ._operators_gen import MEAN, NONE, REDUCTIONS, Reduction
 from ._sharding import is_dtensor
 
@@ -91,6 +97,7 @@ def of_slices(x, target, weight, slices, ignore_index, reduction, inplace_backwa
     """The loss, from arguments that have been checked."""
     if _ops._debug:
         _ops._check_targets(sum(slices.sizes), target, ignore_index)
+    refuse_tangents((x,))
     refuse_outer_gradients("distributed.cross_entropy", x)
     try:
         return _apply(x, target, weight, slices, ignore_index, reduction, bool(inplace_backward))

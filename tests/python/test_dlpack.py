@@ -155,7 +155,7 @@ def test_options_of_other_types():
     np.testing.assert_array_equal(got, np.zeros(4))
     with pytest.raises(TypeError, match="eps is 'small', expected a number"):
         gander.rmsnorm(x, eps="small")
-    with pytest.raises(TypeError, match=r"ignore_index is 0\.5, expected a number"):
+    with pytest.raises(TypeError, match=r"ignore_index is 0\.5, expected an integer"):
         gander.cross_entropy(x, target, ignore_index=0.5)
     with pytest.raises(ValueError, match="ignore_index is 18446744073709551616, expected 64 bits at most"):
         gander.cross_entropy(x, target, ignore_index=2**64)

@@ -523,6 +523,12 @@ def test_debug_checks_targets():
         assert gander.cross_entropy(X, target.clamp(max=5)).isfinite()
         with pytest.raises(TypeError, match="target is a list, expected a"):
             gander.cross_entropy(X, [0, 6, -100, 2])
+        with pytest.raises(ValueError, match="x has rank 0, expected rows"):
+            gander.cross_entropy(X[0, 0], target[0])
+        with pytest.raises(IndexError, match="target has the class 6"):  # 6 is the low half of 2^32 + 6
+            gander.cross_entropy(X, target.int(), ignore_index=2**32 + 6)
+        assert gander.cross_entropy(X.to("meta"), target.to("meta")).is_meta
+        torch.vmap(gander.cross_entropy)(X[None], target[None])
         torch.compile(gander.cross_entropy, fullgraph=True, backend="eager")(X, target)
     finally:
         gander.set_debug(False)

@@ -389,12 +389,26 @@ BAD = {
         RuntimeError,
         "weight is on meta, expected cpu as x",
     ),
+    "dtype of class weights": (
+        lambda f: f(X, WEIGHT, TARGET, weight_ce=torch.ones(V).long()),
+        TypeError,
+        "weight_ce has dtype int64, expected float16, bfloat16 or float32",
+    ),
     "class weights with a gradient": (
         lambda f: f(X, WEIGHT, TARGET, weight_ce=torch.ones(V, requires_grad=True)),
         NotImplementedError,
         "weight_ce requires a gradient",
     ),
 }
+
+
+def test_an_ignored_index_of_64_bits(device):
+    """Regression test: an int32 target was compared with its low half, which is class 0."""
+    x, weight, target, *_ = given(device)
+    target = target.clamp(0)
+    target[:3] = 0
+    got = gander.linear_cross_entropy(x, weight, target.int(), ignore_index=2**32)
+    torch.testing.assert_close(got.double(), reference(x, weight, target))
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -393,6 +393,84 @@ def test_inductor_fuses_the_gradient(device, returned, dynamic, monkeypatch):
     assert returned != "loss" or "in_out_ptr" in code
 
 
+# From a product z, the logits z * 0.73 or so, and what the model returns besides the loss.
+BEHIND = {
+    "softcap": lambda z: (30 * torch.tanh(z / 30), z),
+    "softcap, in float32": lambda z: ((x := 30 * torch.tanh(z / 30)).float(), x),
+    "waves": lambda z: (z + z.sin(), z),
+    "temperature": lambda z: (z / 0.7, z.float().logsumexp(-1)),
+    "scaled, in float32": lambda z: ((x := z * 0.73).float(), x),
+    "product": lambda z: (z, z),
+    "product in float32": lambda z: (z.float(), z),
+    "narrowed product": lambda z: ((z.float() @ torch.eye(128, device=z.device)).to(z.dtype), z),
+    "checkpoint": lambda z: (z, z),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("behind", BEHIND)
+def test_inductor_subtracts_what_forward_read(device, behind, dtype, monkeypatch):
+    """Inductor does not round what it computes anew. Where a token is certain, half a unit in the last place
+    of the logits is more than the whole gradient."""
+    monkeypatch.setattr(_cross_entropy, "FUSED_ON", (device,))
+    used = []
+    formula = _cross_entropy.formula
+    monkeypatch.setattr(_cross_entropy, "formula", lambda *given: used.append(1) or formula(*given))
+    torch.compiler.reset()
+    rows, n = 32, 128
+    target, to = torch.arange(rows, device=device), torch.eye(n, device=device, dtype=dtype)
+    h = torch.randn(rows, n, device=device) * 2
+    h[target, target] = 40 + 9 * torch.rand(rows, device=device)
+
+    def of_rows(x):
+        return gander.cross_entropy(x, target, reduction="sum")
+
+    def model(h):
+        z = h @ to
+        if behind == "checkpoint":
+            return checkpoint(lambda z: of_rows(z * 0.73), z, use_reentrant=False), z
+        x, other = BEHIND[behind](z)
+        return of_rows(x), other
+
+    def at_target(function):
+        leaf = h.to(dtype).requires_grad_()
+        loss, _ = function(leaf)
+        return torch.autograd.grad(loss * 1024, leaf)[0].float()[target, target]
+
+    want = at_target(model)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        got = at_target(torch.compile(model, fullgraph=True))
+    assert used or behind == "checkpoint"
+    torch.testing.assert_close(got, want, rtol=0.3, atol=1e-6)
+
+
+def test_inductor_gets_two_losses_of_the_same_logits(device, monkeypatch):
+    monkeypatch.setattr(_cross_entropy, "FUSED_ON", (device,))
+    torch.compiler.reset()
+    x, target = given(device)
+
+    def model(x):
+        y = x * 2
+        return gander.cross_entropy(y, target) + 3 * gander.cross_entropy(y, target.clamp(0), reduction="sum")
+
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        got, code = run_and_get_code(lambda: gradient(x, torch.compile(model, fullgraph=True)))
+    torch.testing.assert_close(got, gradient(x, model))
+    assert not any("cross_entropy_bwd" in each for each in code)
+
+
+@pytest.mark.parametrize("index", [2**32, -(2**63), 2**32 - 100])
+def test_formula_of_an_ignored_index_of_64_bits(index):
+    """Regression test: an int32 target was compared with its low half."""
+    x, target = given("cpu")
+    target[0] = 0
+    loss, lse = torch.ops.gander.cross_entropy_fwd(x, target.int(), ignore_index=index, reduction=0)
+    arguments = x, target.int(), None, torch.ones_like(loss), lse, None, index, 0, False
+    torch.testing.assert_close(
+        _cross_entropy.formula(*arguments), torch.ops.gander.cross_entropy_bwd(*arguments), equal_nan=True
+    )
+
+
 def test_others_get_the_operator(monkeypatch):
     monkeypatch.setattr(_cross_entropy, "FUSED_ON", ("cpu",))
     monkeypatch.setattr(_cross_entropy, "formula", None)

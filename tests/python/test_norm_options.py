@@ -159,9 +159,13 @@ def test_refused_heads(name, device):
         ((x, weight[None]), "weight has rank 3, expected rank 1"),
         ((x, weight[0], bias), "bias has 72 elements and weight 24, expected the same shape"),
         ((x, weight, bias[0]), "bias has 24 elements and weight 72, expected the same shape"),
+        ((x, None, bias[:2]), r"bias has shape \(2, 24\), expected \(N\) or \(H, N\) for x of shape"),
     ):
         with pytest.raises(ValueError, match=words):
             norm(*given)
+    for function in gander.rmsnorm, gander.rmsnorm_fwd:
+        with pytest.raises(ValueError, match="weight_offset is 1 without a weight, expected 0"):
+            function(x, bias=bias, weight_offset=1)
 
 
 # ---- Rounding ----

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tolerance import assert_accurate
+from torch.utils.checkpoint import checkpoint
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NORMS = {"rmsnorm": gander.rmsnorm, "layernorm": gander.layernorm}
@@ -90,6 +91,26 @@ def exact_gradients(name, tensors, stored, upstream):
     dx = g - center * g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)
     dx = dx * rstd + dsum
     return dx, (dout * normed).sum(0), dout.sum(0), dx
+
+
+@pytest.mark.parametrize("path", ["eager", "compiled", "checkpoint"])
+def test_a_narrower_residual(name, path, device):
+    """Without prenorm nobody sees the sum, and its gradient is that of the exact one."""
+    norm = {
+        "eager": NORMS[name],
+        "compiled": torch.compile(NORMS[name], backend="aot_eager", fullgraph=True),
+        "checkpoint": lambda *t: checkpoint(NORMS[name], *t, use_reentrant=False),
+    }[path]
+    x, weight, bias, residual = operands(device, (SINGLE, SINGLE, SINGLE, BRAIN), (8, 64))
+    tensors = 10 + 0.05 * x, weight, bias, 0.05 * residual
+    mine, theirs = leaves(tensors, [True] * 4), leaves([t.double() for t in tensors], [True] * 4)
+    upstream = torch.randn_like(x)
+    norm(*mine).backward(upstream)
+    reference(name, *theirs)[0].backward(upstream.double())
+    for got, want in zip(mine, theirs, strict=True):
+        assert got.grad.dtype == got.dtype
+        bound = (1e-2 if got.dtype == BRAIN else 1e-4) * float(want.grad.abs().max())
+        torch.testing.assert_close(got.grad.double(), want.grad, atol=bound, rtol=0)
 
 
 DTYPES = [

@@ -422,6 +422,7 @@ def test_arrays(name):
         ({"mask": [True] * N}, TypeError, "mask is a list, expected a torch.Tensor"),
         ({"masked": "none"}, ValueError, "masked is 'none', expected 'nan' or 'zero'"),
         ({"scale": torch.tensor(2.0)}, TypeError, "scale is a tensor, expected a number"),
+        ({"scale": torch.nn.Parameter(torch.tensor(1.0))}, TypeError, "scale is a tensor, expected a number"),
         ({"scale": math.inf}, ValueError, "scale is .*, expected a finite number"),
         ({"dim": 4}, IndexError, "dim is 4, expected -4 to 3"),
         ({"dim": None}, TypeError, "dim is None, expected an int"),

@@ -267,6 +267,22 @@ def test_batches_of_upstream_gradients(inputs, options, by_func, monkeypatch):
     check(torch.autograd.grad(loss, x)[0], expected[0])
 
 
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_the_caller_may_change_a_gradient(inputs, one_pass, monkeypatch):
+    """Regression test: the gradient of the single pass was the saved tensor, whose change a later backward
+    pass noticed."""
+    monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
+    x, _, target = inputs
+    leaf = x.clone().requires_grad_()
+    loss = gander.cross_entropy(leaf, target, one_pass=one_pass)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    before = first.clone()
+    first.mul_(2)
+    loss.backward()
+    assert torch.equal(leaf.grad, before)
+    assert torch.equal(first, before * 2)
+
+
 @pytest.mark.parametrize("function", ["softmax", "rmsnorm", "cross_entropy"])
 def test_torch_ops_with_func(function, inputs):
     """Operators that are called through torch.ops, without gander's functions."""

@@ -246,6 +246,24 @@ def test_operators_that_write(batch):
         torch.vmap(ops.cross_entropy_fwd_dx_, (None, 0))(x[0].clone(), target)
 
 
+def test_no_gradient_is_written_over_a_sample(batch):
+    """Autograd outside of vmap sees all logits as one tensor, which later samples still need."""
+    x, target = batch["x"].requires_grad_(), batch["target"]
+
+    def gradient(function, **options):
+        losses = torch.vmap(lambda x, target: function(x * 1, target, **options))(x, target)
+        return torch.autograd.grad(losses, x, torch.rand(B, generator=torch.Generator().manual_seed(0)))[0]
+
+    torch.testing.assert_close(
+        gradient(gander.cross_entropy, inplace_backward=True), gradient(F.cross_entropy)
+    )
+    outside = x * 1
+    losses = torch.vmap(lambda x, target: gander.cross_entropy(x, target, inplace_backward=True))
+    before = outside.detach().clone()
+    losses(outside, target).sum().backward()
+    assert torch.equal(outside.detach(), before)
+
+
 def test_no_samples():
     with pytest.raises(ValueError, match="batch of size 0"):
         torch.vmap(lambda x, t: gander.cross_entropy(x, t))(
