@@ -323,7 +323,7 @@ def _norm_bwd(ops: Any, name: str, operands: tuple, has_bias: bool, options: tup
 
 def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
     """x with dimension dim at the end, which copies later unless it is there already."""
-    if type(dim) is not int:
+    if type(dim) is not int and (isinstance(dim, bool) or not isinstance(dim, Integral)):
         raise TypeError(f"dim is {dim!r}, expected an int")
     rank = max(len(x.shape), 1)
     if not -rank <= dim < rank:

@@ -188,6 +188,15 @@ def test_logsumexp(dim, keepdim, device):
     torch.testing.assert_close(dx, gradient(lambda x: torch.logsumexp(x, dim, keepdim), x, upstream)[1])
 
 
+def test_integers_of_numpy_as_dimensions(name):
+    x = torch.randn(SHAPE)
+    assert torch.equal(FUNCTIONS[name](x, dim=np.int64(1)), FUNCTIONS[name](x, dim=1))
+    for dim in np.int64(1), (np.int64(1), np.int32(-1)):
+        torch.testing.assert_close(gander.logsumexp(x, dim), torch.logsumexp(x, dim))
+    with pytest.raises(TypeError, match="dim is True, expected an int"):
+        FUNCTIONS[name](x, dim=True)
+
+
 def test_logsumexp_refuses():
     x = torch.randn(2, 3)
     for dim, match in (
