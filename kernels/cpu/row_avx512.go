@@ -561,7 +561,7 @@ func expAllAVX512(x []float64) {
 	c := simdDoubles
 	var zero f64x8
 	for i := 0; i < len(x); i += 8 {
-		v := archsimd.LoadFloat64x8SlicePart(x[i:])
+		v := loadPart8(x[i:])
 		inRange := v.GreaterEqual(d8(&c.lowest)).And(v.LessEqual(zero))
 		n := v.Mul(d8(&c.log2E)).RoundToEvenScaled(0)
 		r := n.MulAdd(d8(&c.minusLn2Low), n.MulAdd(d8(&c.minusLn2High), v))
@@ -579,7 +579,7 @@ func log1pAllAVX512(x []float64) {
 	one := d8(&c.one)
 	var zero f64x8
 	for i := 0; i < len(x); i += 8 {
-		v := archsimd.LoadFloat64x8SlicePart(x[i:])
+		v := loadPart8(x[i:])
 		inRange := v.GreaterEqual(zero).And(v.Less(d8(&c.highest)))
 		u := v.Add(one)
 		rest := v.Sub(u.Sub(one)).Div(u) // what u lost to rounding: log(u + d) = log(u) + d / u
@@ -595,6 +595,16 @@ func log1pAllAVX512(x []float64) {
 		log := e.MulAdd(d8(&c.ln2High), p.MulAdd(s, e.MulAdd(d8(&c.ln2Low), rest)))
 		storeOr(x[i:], log, inRange.ToBits(), log1p)
 	}
+}
+
+// loadPart8 loads the first 8 elements, and zeros in place of those that are not there.
+func loadPart8(x []float64) f64x8 {
+	if len(x) >= 8 {
+		return archsimd.LoadFloat64x8(doublePtr8(x, 0))
+	}
+	var lanes [8]float64
+	copy(lanes[:], x)
+	return archsimd.LoadFloat64x8(&lanes)
 }
 
 // storeOr stores the lanes of v that have a bit in ok, and f of what is in x for the others.
