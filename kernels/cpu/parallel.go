@@ -148,7 +148,7 @@ type worker[T float] struct {
 type together struct {
 	leftOut [maxTogether]int       // a column that takes no part in the row's sum, or noColumn
 	sums    [maxTogether]targetSum // the others are cross-entropy's
-	exps    [maxTogether]float64   // of the smaller of the target's logit and the others' maximum
+	exps    [maxTogether]float64   // of the target's logit, or of the others' maximum where that is smaller
 	logs    [maxTogether]float64   // of the sums
 }
 

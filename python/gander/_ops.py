@@ -376,7 +376,6 @@ def _masked_softmax(
 ) -> Any:
     """softmax or log_softmax with options."""
     name = "log_softmax" if log else "softmax"
-    _check_scale(scale)
     zero = _code("masked", masked, _MASKED)
     rows = _to_last(ops, x, dim, name)
     moved = rows is not x
@@ -559,6 +558,7 @@ def log_softmax(
     """
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
+        _check_scale(scale)
         return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, True, batch_invariant)
     except _FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
