@@ -251,14 +251,22 @@ func (softmaxGradStep[T]) do(w *worker[T], task int) {
 			int(4*w.dx.Stride), int(4*w.dy.Stride), int(4*w.x.Stride))
 		return
 	}
+	step := block
+	if w.stream { // each call would wait for the store buffer
+		step = max(w.cols, 1)
+	}
 	for row := lo; row < hi; row++ {
 		sum := 0.0
 		for j := 0; j < w.cols; j += block {
 			sum += dot(rowAt(&w.dy, row, j), rowAt(&w.x, row, j), min(block, w.cols-j))
 		}
 		d, rest := splitFloat[float32](sum)
-		dx := rowAt(&w.dx, row, 0)
-		grad(dx, rowAt(&w.dy, row, 0), rowAt(&w.x, row, 0), w.cols, d, rest, w.streams(dx))
+		// From the last block to the first: what the sum read last is still in the L1 cache. On Zen 4 a row of
+		// 4096 float32 takes 740 ns so, and 786 from the first.
+		for j := (w.cols - 1) / step * step; j >= 0; j -= step {
+			dx := rowAt(&w.dx, row, j)
+			grad(dx, rowAt(&w.dy, row, j), rowAt(&w.x, row, j), min(step, w.cols-j), d, rest, w.streams(dx))
+		}
 	}
 }
 
