@@ -156,8 +156,8 @@ type MaskedSoftmax struct {
 }
 
 // Norm is what one call of RMSNorm or LayerNorm reads and writes, forward or backward. Forward normalizes
-// h = X + Residual, which it does not round. Backward's X is h as forward stored it: forward's ResidualOut
-// if it wrote one, else its X. Each matrix and vector has a type of its own, but all are float64 where X is,
+// h = X + Residual (see RoundsSum). Backward's X is h as forward stored it: forward's ResidualOut if it wrote
+// one, else its X. Each matrix and vector has a type of its own, but all are float64 where X is,
 // and Mean and Rstd are float32 elsewhere.
 type Norm struct {
 	X            Matrix // (M, N)
@@ -186,6 +186,14 @@ type Norm struct {
 
 	// Heads is how many rows of Weight and Bias there are. Row i uses row i % Heads of them. 0 means 1.
 	Heads int64
+}
+
+// RoundsSum tells whether h is rounded to X's type, as PyTorch rounds X + Residual. RMSNorm's h is not. But
+// LayerNorm subtracts a mean, beside which the rest may be as small as the rounding. If backward then read
+// another h than the one that Mean and Rstd are of, its gradient would be far off.
+func (n *Norm) RoundsSum() bool {
+	return n.Center && n.Residual.Present() && n.Residual.DType == n.X.DType && n.X.DType.Size() == 2 &&
+		(!n.ResidualOut.Present() || n.ResidualOut.DType.Size() == 2)
 }
 
 // Head is the part of a call that uses row i of Weight and Bias.

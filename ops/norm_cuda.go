@@ -40,6 +40,9 @@ func (n *normCall) forwardCUDA(c *Call, ordinal int32) error {
 	args.Bias, args.BiasType = input(n.Bias.Data), int32(n.Bias.DType)
 	args.Z, args.ZStride, args.ZType = operand(n.ResidualOut)
 	args.Eps = float32(n.Eps)
+	if n.RoundsSum() {
+		args.RoundSum = 1
+	}
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 

@@ -148,12 +148,20 @@ func (normForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partia
 
 // deviations returns the mean of h and the sum of (h - mean)^2. An element is at most sqrt(n) standard
 // deviations away from the mean. So with any element as the pivot, squares is at most n times what is left of
-// it, which float64 has the digits for.
+// it. float64 has the digits for that if h is float32. If h is float64, a second pass has the mean as its
+// pivot.
 func (w *worker[T]) deviations(h []T) (mean, sum float64) {
-	pivot := h[0]
-	sum, squares := w.funcs.moments(h, pivot)
-	shift := sum / float64(len(h))
-	return float64(pivot) + shift, squares - sum*shift
+	pivot, passes := h[0], 1
+	if native[T]() == kernels.Float64 {
+		passes = 2
+	}
+	for range passes {
+		distance, squares := w.funcs.moments(h, pivot)
+		shift := distance / float64(len(h))
+		mean, sum = float64(pivot)+shift, squares-distance*shift
+		pivot = T(mean)
+	}
+	return mean, sum
 }
 
 // combine: a is rstd, b is the mean.
@@ -259,6 +267,9 @@ func (w *worker[T]) normalized(row, j, n int, again bool) []T {
 	}
 	if !again || !w.reuse && !w.sumInResidualOut() {
 		w.funcs.sum(h, w.read(0, &w.x, row, j, n), w.read(1, &w.norm.Residual, row, j, n))
+		if w.norm.RoundsSum() {
+			w.roundNormalized(h, h, 1, w.x.DType)
+		}
 	}
 	return h
 }

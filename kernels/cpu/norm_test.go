@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"math"
+	"math/big"
 	"math/rand/v2"
 	"testing"
 	"unsafe"
@@ -145,7 +146,8 @@ func (o *normOperands) results() map[string][]byte {
 func (c *normCase) check(t *testing.T, o *normOperands) {
 	t.Helper()
 	e, stat := epsilon(c.x), statistics(c.x)
-	rounded := newMatrix(max(c.residualOut, 0), 1, 1, 0, 0)
+	rounded, sum := newMatrix(max(c.residualOut, 0), 1, 1, 0, 0), newMatrix(c.x, 1, 1, 0, 0)
+	roundsSum := c.center && c.residual == c.x && c.residualOut != kernels.Float32
 	weight, bias := make([]float64, c.n), make([]float64, c.n)
 	for j := range weight {
 		weight[j] = 1
@@ -168,6 +170,10 @@ func (c *normCase) check(t *testing.T, o *normOperands) {
 				h[j] += v
 				if stat == kernels.Float32 {
 					h[j] = float64(float32(h[j]))
+				}
+				if roundsSum {
+					sum.set(0, 0, h[j])
+					h[j] = sum.at(0, 0)
 				}
 			}
 		}
@@ -584,4 +590,30 @@ func BenchmarkNorm(b *testing.B) {
 			}
 		}
 	}
+}
+
+// TestFloat64Deviations: an element far from all others comes first, where it is the pivot.
+func TestFloat64Deviations(t *testing.T) {
+	const n = 2048
+	x, y := newMatrix(kernels.Float64, 1, n, 0, 0), newMatrix(kernels.Float64, 1, n, 0, 0)
+	statistics := newVector(kernels.Float64, 1, func(int) float64 { return 0 })
+	mean, squares := new(big.Float).SetPrec(200), new(big.Float).SetPrec(200)
+	r := rand.New(rand.NewPCG(1, 2))
+	for j := range n {
+		v := r.NormFloat64()
+		if j == 0 {
+			v = 1e6
+		}
+		x.set(0, j, v)
+		mean.Add(mean, big.NewFloat(v))
+	}
+	mean.Quo(mean, big.NewFloat(n))
+	for j := range n {
+		d := new(big.Float).SetPrec(200).Sub(big.NewFloat(x.at(0, j)), mean)
+		squares.Add(squares, d.Mul(d, d))
+	}
+	want, _ := squares.Quo(squares, big.NewFloat(n)).Float64()
+	call := kernels.Norm{X: x.Matrix, Y: y.Matrix, Rstd: statistics, Center: true}
+	require.NoError(t, NormForward(&call, 1))
+	require.InEpsilon(t, 1/math.Sqrt(want), at(&statistics, 0), 4e-16)
 }

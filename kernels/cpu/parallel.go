@@ -278,7 +278,7 @@ func (c *call[T]) layOut(memory []byte) int {
 	for i := range c.workers {
 		w := &c.workers[i]
 		w.buffer, w.rounded = take[T](&a, first+2*c.blockRoom), nil
-		if c.norm.RoundNormalized {
+		if c.norm.RoundNormalized || c.norm.RoundsSum() {
 			w.rounded = take[T](&a, 2*c.blockRoom)
 		}
 		w.partials = take[partial](&a, max(blocks, c.plan.together))

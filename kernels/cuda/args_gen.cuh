@@ -82,11 +82,11 @@ struct NormArgs {
   int32_t partials;
   int32_t center;
   int32_t round_normalized;
+  int32_t round_sum;
   int32_t heads;
   float eps;
   float weight_offset;
   float inv_n;
-  int32_t padding;
 };
 static_assert(sizeof(NormArgs) == 264, "the layout is Go's");
 

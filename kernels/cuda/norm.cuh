@@ -84,7 +84,7 @@ __device__ __forceinline__ void add_vectors(const void* p, int32_t type, int e, 
   else load_vectors<true>(static_cast<const f32*>(p), e, step, end, f);
 }
 
-// V vectors of a row: of x, or of x + residual. Elements out of bounds are 0.
+// V vectors of a row: of x, or of x + residual, rounded with round_sum. Elements out of bounds are 0.
 template <class T, int V, bool Unaligned>
 __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t origin, int e, int step,
                                          Bounds s, float (&h)[V][kElements<T>]) {
@@ -93,7 +93,13 @@ __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t
   const void* const r = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + origin);
   if constexpr (!Unaligned) {
     load_vectors<false>(x, e, step, s.hi, h);
-    if (a.rows.b) add_vectors(r, a.rows.b_type, e, step, s.hi, h);
+    if (sizeof(T) == 2 && a.round_sum) {  // the residual has x's type
+      load_vectors<true>(static_cast<const T*>(r), e, step, s.hi, h);
+#pragma unroll
+      for (int i = 0; i < V; i++) unpack(T(), pack(T(), h[i]), h[i]);
+    } else if (a.rows.b) {
+      add_vectors(r, a.rows.b_type, e, step, s.hi, h);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < V; i++) {
@@ -103,6 +109,7 @@ __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t
         load_floats<true>(r, a.rows.b_type, e + i * step, s, f);
 #pragma unroll
         for (int j = 0; j < E; j++) h[i][j] += f[j];
+        if (sizeof(T) == 2 && a.round_sum) unpack(T(), pack(T(), h[i]), h[i]);
       }
     }
   }

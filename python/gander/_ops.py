@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
@@ -153,10 +154,7 @@ def _check_reals(eps: Any, weight_offset: Any) -> None:
 
 def _library_of(ops: Any, x: Any) -> Any:
     """The module torch, numpy or cupy whose array x is, also as a subclass. None for another library's."""
-    if ops is _torch:
-        return sys.modules["torch"]
-    roots = (cls.__module__.partition(".")[0] for cls in type(x).__mro__)
-    return next((sys.modules[root] for root in roots if root in ("numpy", "cupy")), None)
+    return sys.modules["torch"] if ops is _torch else _dlpack.module_of(x)
 
 
 def _shape_as_weight(name: str, weight: Any) -> TypeError | None:
@@ -212,7 +210,7 @@ def _adds(ops: Any, x: Any, residual: Any, residual_dtype: Any) -> bool:
 
 def _check_out(ops: Any, name: str, x: Any, out: Any, out_dtype: Any = None) -> None:
     """Refuses an out that a function cannot write its result to, which has x's shape."""
-    if not hasattr(out, "shape"):
+    if not hasattr(out, "shape") or (ops is not _torch and _library_of(ops, out) is not _library_of(ops, x)):
         raise TypeError(f"{name} is a {type(out).__name__}, expected a {type(x).__name__} as x")
     if out.shape != x.shape:
         raise ValueError(f"{name} has shape {tuple(out.shape)}, expected {tuple(x.shape)} as x")
@@ -257,9 +255,12 @@ def _norm(
     out_dtype = _dtype(ops, out_dtype)
     residual_dtype = _dtype(ops, residual_dtype, "residual_dtype")
     adds = _adds(ops, x, residual, residual_dtype)
-    if ops is _torch and adds and not prenorm and residual_dtype is None and residual.dtype != x.dtype:
-        # Only backward reads the sum. The digits that a narrower one lost would be missing in its gradient.
-        residual_dtype = sys.modules["torch"].promote_types(x.dtype, residual.dtype)
+    saves = ops is _torch and residual is not None and not prenorm
+    if saves and (residual_dtype is None or name == "layernorm"):
+        # Only backward reads the sum. The digits that a narrower one lost would be missing in its gradient. A
+        # wider one would change layernorm's result, which has to be the same without a gradient.
+        promoted = sys.modules["torch"].promote_types(x.dtype, residual.dtype)
+        residual_dtype = None if promoted == residual.dtype else promoted
     if adds and prenorm:
         return getattr(ops, f"{name}_add")(*operands, out_dtype, residual_dtype, *options)
     if residual is not None:
@@ -271,6 +272,11 @@ def _norm(
     else:
         y = ops.rmsnorm_bias(x, weight, bias, out_dtype, *options)
     return (y, x) if prenorm else y
+
+
+def _naming_out(error: Exception) -> Exception:
+    """The error of an operator, which calls a function's `out` y."""
+    return type(error)(re.sub(r"\by\b", "out", str(error)))
 
 
 def _norm_into(
@@ -297,7 +303,13 @@ def _norm_into(
     wide = _dtype(ops, "float64" if x.dtype.itemsize == 8 else "float32")
     mean, rstd = (_empty(ops, x, shape[:-1], wide) if given in wanted else None for given in ("mean", "rstd"))
     statistics = (mean, rstd) if name == "layernorm" else (rstd,)
-    getattr(ops, f"{name}_out")(*operands, out, residual_out, *statistics, *options)
+    try:
+        getattr(ops, f"{name}_out")(*operands, out, residual_out, *statistics, *options)
+    except (TypeError, ValueError, *_FAILURES) as error:
+        if ops is _torch and sys.modules["torch"].compiler.is_compiling():
+            raise
+        named = dict(zip(("x", "weight", "bias", "residual", "out"), (*operands, out), strict=True))
+        raise _naming_out(ops.explained(error, **named)) from None
     return out, x if residual_out is None else residual_out, mean, rstd
 
 
@@ -1031,8 +1043,10 @@ def layernorm(
     with h = x + residual.
 
     var is the mean of the squared distances from the mean, which is subtracted first. eps is added to it;
-    torch's default is 1e-5, and eps is a number. Under CUDA autocast y is float32 by default, like that of
-    F.layer_norm. The other arguments, results and errors are those of rmsnorm.
+    torch's default is 1e-5, and eps is a number. h is rounded to the dtype of x and residual if they have
+    one, as x + residual is in torch, unless residual_dtype is float32. Without prenorm residual_dtype changes
+    nothing. Under CUDA autocast y is float32 by default, like that of F.layer_norm. The other arguments,
+    results and errors are those of rmsnorm.
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
     if type(eps) is not float:

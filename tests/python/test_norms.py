@@ -132,6 +132,9 @@ def test_dtypes(name, dtypes, out_dtype, residual_dtype, device):
     y, h = NORMS[name](*mine, out_dtype=out_dtype, residual_dtype=residual_dtype, prenorm=True)
     assert y.dtype == (out_dtype or dtypes[0])
     assert h.dtype == (residual_dtype or dtypes[3])
+    if name == "layernorm" and dtypes[0] == dtypes[3] and residual_dtype != SINGLE:
+        x, weight, bias, residual = tensors
+        tensors = x + residual, weight, bias, 0 * residual  # the sum, rounded as in torch
     theirs = reference(name, *(t.float() for t in tensors))
     for a, b, c in zip((y, h), theirs, reference(name, *(t.double() for t in tensors)), strict=True):
         assert_accurate(a.detach(), b.to(a.dtype), c)
@@ -189,6 +192,32 @@ def test_the_sum_is_not_rounded(device):
     torch.testing.assert_close(y, want)
     assert torch.equal(h, total.bfloat16())
     assert not torch.allclose(y, reference("rmsnorm", h.float(), weight.float())[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_layernorm_rounds_the_sum_as_torch_does(dtype, prenorm, device):
+    """Rows whose elements differ by less than x + residual is rounded to: the gradient has to be that of the
+    row that backward reads, or it is off by factors of hundreds."""
+    spread = torch.tensor([0.0, 0.001, 0.01, 0.1, 1.0, 30.0], device=device).repeat_interleave(4)[:, None]
+    x, residual = (0.3 + spread * torch.randn(24, 256, device=device)).to(dtype), torch.full((24, 256), 100.0)
+    weight, bias = torch.rand(256, device=device) + 0.5, torch.randn(256, device=device)
+    mine = leaves((x, weight, bias, residual.to(x)), [True] * 4)
+    y = gander.layernorm(*mine, eps=1e-5, prenorm=prenorm)
+    y, h = y if prenorm else (y, None)
+    total = x + residual.to(x)
+    theirs = [t.double().requires_grad_() for t in (total, weight, bias)]
+    want = F.layer_norm(theirs[0], (256,), *theirs[1:], 1e-5)
+    assert h is None or torch.equal(h, total)
+    torch.testing.assert_close(y, want.to(dtype), rtol=4e-3, atol=1e-5)
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    want.backward(upstream.double())
+    for got, exact in zip(mine, [*theirs, theirs[0]], strict=True):
+        rows = exact.grad.abs().amax(-1, keepdim=True)  # each row has a scale of its own
+        assert ((got.grad - exact.grad).abs() <= 1e-2 * rows + 1e-5).all()
+    with torch.no_grad():
+        assert torch.equal(gander.layernorm(*mine, eps=1e-5), y)
 
 
 # ---- What is returned ----
