@@ -57,7 +57,10 @@ func FromFloat64s(t DType, values []float64, shape ...int64) (*Tensor, error) {
 	if err != nil {
 		return nil, err
 	}
-	return v, v.SetFloat64s(values)
+	if err := v.SetFloat64s(values); err != nil {
+		return nil, err
+	}
+	return v, nil
 }
 
 // compact checks a shape and returns the bytes of its elements.

@@ -196,6 +196,9 @@ func cudaExplain(ordinal int32, r request) (string, error) {
 
 // explainPlan describes the kernels of a plan for aligned compact rows.
 func explainPlan(f *driver.Facts, r request) (string, error) {
+	if r.m == 0 {
+		return "there are no rows: nothing is launched", nil
+	}
 	r.layout = policy.Aligned
 	if r.n*r.x.Size()%16 != 0 {
 		r.layout = policy.SameOffset

@@ -11,6 +11,7 @@ package ops
 import (
 	"fmt"
 	"maps"
+	"math"
 	"runtime"
 	"slices"
 	"strings"
@@ -178,8 +179,11 @@ func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device,
 	case t == kernels.Float64 && !d.Host():
 		k.noFloat64(d)
 	}
-	if m < 0 || n < 1 {
+	switch {
+	case m < 0 || n < 1:
 		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
+	case m > math.MaxInt64/8/n:
+		k.fail(StatusShape, "the shape is (%d, %d), expected fewer than 2^60 elements", m, n)
 	}
 	k.chosen(c, r.op)
 	return r

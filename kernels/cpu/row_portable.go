@@ -173,15 +173,20 @@ func exp64Scale(dst, src []float64, m, c float64) {
 	}
 }
 
+// exp64Row adds up 64 elements at a time: an addition rounds in proportion to the sum that it is made to.
 func exp64Row(dst, src []float64, m float64) float64 {
-	sum := 0.0
+	total := 0.0
 	dst = dst[:len(src)]
-	for i, v := range src {
-		e := math.Exp(v - m)
-		dst[i] = e
-		sum += e
+	for lo := 0; lo < len(src); lo += 64 {
+		var s [4]float64
+		for i, v := range src[lo:min(lo+64, len(src))] {
+			e := math.Exp(v - m)
+			dst[lo+i] = e
+			s[i%len(s)] += e
+		}
+		total += (s[0] + s[1]) + (s[2] + s[3])
 	}
-	return sum
+	return total
 }
 
 func dot[T float](x, y []T) float64 {

@@ -476,3 +476,11 @@ func TestStreamedRows(t *testing.T) {
 		}
 	}
 }
+
+// TestFloat64Exponentials: beside a large element, additions of small ones all round the same way.
+func TestFloat64Exponentials(t *testing.T) {
+	x := make([]float64, 2048)
+	x[0] = 20
+	sum := exp64Row(make([]float64, len(x)), x, 20)
+	require.InEpsilon(t, 1+2047*math.Exp(-20), sum, 1e-14)
+}

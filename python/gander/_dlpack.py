@@ -103,9 +103,9 @@ def _input(x, operand, stream):
         return None
     capsule = _export(x, operand.name, stream)
     if not _is_supported(_contents(capsule)[1], operand.shape):
-        library = type(x).__module__.partition(".")[0]
-        if library in ("numpy", "cupy"):  # for other libraries libgander's error says what to do
-            return _export(sys.modules[library].ascontiguousarray(x), operand.name, stream)
+        library = module_of(x)
+        if library is not None:  # for other libraries libgander's error says what to do
+            return _export(library.ascontiguousarray(x), operand.name, stream)
     return capsule
 
 
@@ -180,10 +180,15 @@ def _run_into(name, inputs, written, options):
     _library.check(getattr(_library.load(), f"gander_{name}")(*pointers, byref(options), stream))
 
 
+def module_of(x):
+    """The module numpy or cupy whose array x is, also as a subclass. None for another library's."""
+    roots = (cls.__module__.partition(".")[0] for cls in type(x).__mro__)
+    return next((sys.modules[root] for root in roots if root in ("numpy", "cupy")), None)
+
+
 def _check_writable(x, name, managed):
     """Refuses an array that may not be written. Libraries other than these have immutable arrays."""
-    library = type(x).__module__.partition(".")[0]
-    if library not in ("numpy", "cupy"):
+    if module_of(x) is None:
         raise TypeError(
             f"{name} is a {type(x).__name__}, expected an array of NumPy or CuPy, or a torch.Tensor, because "
             "it is written"
@@ -327,17 +332,17 @@ def _explained(error, **arguments):
 
 def _scalar(name, value, x):
     """An array of one element, of the dtype that x's statistics have, from a number or an array."""
-    library = type(x).__module__.partition(".")[0]
-    if hasattr(value, "__dlpack__") and library not in ("numpy", "cupy"):
+    library = module_of(x)
+    if hasattr(value, "__dlpack__") and library is None:
         return value
     if isinstance(value, bool) or not (isinstance(value, Real) or hasattr(value, "__dlpack__")):
         raise TypeError(f"{name} is {value!r}, expected a number or an array of one element")
-    if library not in ("numpy", "cupy"):
+    if library is None:
         error = TypeError(
             f"{name} is {value!r}, expected an array of one element where x is not NumPy's or CuPy's"
         )
         raise _explained(error, x=x)
-    return sys.modules[library].asarray(value, "float64" if str(x.dtype) == "float64" else "float32")
+    return library.asarray(value, "float64" if str(x.dtype) == "float64" else "float32")
 
 
 operators = SimpleNamespace(explained=_explained, scalar=_scalar)

@@ -91,7 +91,10 @@ def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str
     if not sizes:
         raise ValueError("x has rank 0, expected rank 1 or more")
     # Inside torch.compile sizes may be symbolic. operator.index makes them numbers.
-    rows, columns = map(operator.index, (math.prod(sizes[:-1]), sizes[-1]))
+    sizes = tuple(map(operator.index, sizes))
+    rows, columns = math.prod(sizes[:-1]), sizes[-1]
+    if min(sizes) < 0 or max(rows, columns, rows * columns) >= 2**63:
+        raise ValueError(f"shape is {sizes}, expected sizes of 0 or more, and fewer than 2**63 elements")
     return rows, columns, _library.dtype_name(dtype, "dtype"), str(device)
 
 
@@ -140,9 +143,10 @@ def _algorithms(op: str) -> list[Algorithm]:
 def _supporting(op: str, *rows: Any) -> list[Algorithm]:
     def supports(algorithm: Algorithm) -> bool:
         try:
-            return bool(_explain(op, *rows, algorithm.name, False))
+            _explain(op, *rows, algorithm.name, False)
         except NotImplementedError:
             return False
+        return True
 
     _explain(op, *rows, "auto", False)  # raises the error of a call that no algorithm supports
     return [algorithm for algorithm in _algorithms(op) if supports(algorithm)]

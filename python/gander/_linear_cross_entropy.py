@@ -14,7 +14,7 @@ from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
 from . import _pytorch
-from ._cross_entropy import is_batched, is_first_backward
+from ._cross_entropy import is_batched, is_eager, is_first_backward
 from ._gradients import once_differentiable, refuse_tangents
 from ._operators_gen import MEAN, NONE
 from ._schemas import overloads
@@ -247,11 +247,12 @@ def _rescale(gradients, dloss, upstream):
 
 def _expected(upstream, x):
     """The upstream gradient to make gradients for: the expected one, or 1 if they could not be scaled."""
-    tensor, size = _pytorch.scalar("upstream", upstream, x), abs(upstream)
-    if not isinstance(upstream, Tensor):
-        return tensor if _SMALLEST <= size <= _LARGEST else torch.ones_like(tensor)
+    tensor = _pytorch.scalar("upstream", upstream, x)
+    if isinstance(upstream, (int, float)):
+        return tensor if _SMALLEST <= abs(upstream) <= _LARGEST else torch.ones_like(tensor)
     if not torch.is_grad_enabled():  # makes none
         return tensor
+    size = tensor.abs()
     return torch.where((size >= _SMALLEST) & (size <= _LARGEST), tensor, 1.0)
 
 
@@ -279,10 +280,11 @@ class _LinearCrossEntropy(Function):
             return (None,) * 8
         saved, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:3])
         *inputs, upstream, dx, dw, db = saved
-        if is_compiling():  # by compiled autograd
-            made = None if ctx.returned else ctx.made  # what was returned may be that of another dloss
-            return (*_gradients(saved, ctx.options, made, needs, dloss), *[None] * 5)
         x, made = inputs[0], [dx, dw, db]
+        if is_compiling() or not (is_batched(dloss) or is_eager(dloss)):  # compiled autograd, make_fx
+            # What was returned may be that of another dloss. A graph cannot wait to see whether it is.
+            made = None if ctx.returned or x.dtype == torch.float16 else ctx.made
+            return (*_gradients(saved, ctx.options, made, needs, dloss), *[None] * 5)
         if is_batched(dloss):
             raise NotImplementedError(
                 "gander: linear_cross_entropy has no batched gradients; call backward for each"

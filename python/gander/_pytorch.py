@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from . import _cross_entropy, _fakes, _fast, _gradients, _library, _ops, _vmap  # noqa: F401
 from ._operators_gen import TORCH
@@ -57,6 +58,8 @@ def explained(error: RuntimeError, **arguments) -> Exception:
             return TypeError(
                 f"{name} is a {type(value).__name__}, expected a torch.Tensor, like the first argument"
             )
+    if is_dynamo_compiling():  # which raises the error itself, and could not trace what follows
+        return error
     if cast := _CAST.search(str(error)):
         expected, argument, value = cast.groups()
         return TypeError(f"{argument} is {value}, expected {_NUMBERS.get(expected, expected)}")
@@ -88,9 +91,11 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
         return value.to(dtype, copy=True)
     if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is {value!r}, expected a number or a 0-dim tensor on the device of x")
-    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        value = float(value)
-    return x.new_full((), value, dtype=dtype)
+    if not isinstance(value, (int, torch.SymInt)) and (
+        is_dynamo_compiling() or isinstance(value, torch.SymFloat)
+    ):
+        return x.detach().new_ones((), dtype=dtype) * value  # new_full would compile anew for each number
+    return x.new_full((), value if isinstance(value, torch.SymInt) else float(value), dtype=dtype)
 
 
 # ---- Operators that write over an argument ----

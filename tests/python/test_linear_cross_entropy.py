@@ -7,7 +7,9 @@ import gander
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -287,6 +289,37 @@ def test_exported(device, dtype, how, frozen):
     (dx,) = torch.autograd.grad(loss, leaf, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("how", [{}, {"upstream": 4.0}], ids=str)
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(device, dtype, how, mode):
+    """A graph of forward and backward serves any upstream gradient and, if it is symbolic, any rows."""
+    x, weight, target, bias, _ = given(device, dtype)
+
+    def step(x, weight, bias, target, scale):
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+        loss = gander.linear_cross_entropy(*leaves[:2], target, leaves[2], **how)
+        return loss.detach(), *torch.autograd.grad(loss * scale, leaves)
+
+    scale = torch.tensor(4.0, device=device)
+    graph = make_fx(step, tracing_mode=mode)(x, weight, bias, target, scale)
+    if mode == "symbolic":
+        x, _, target, _, _ = given(device, dtype, m=11)
+    for factor in 4.0, 0.5:
+        got = graph(x, weight, bias, target, scale * 0 + factor)
+        want = run(lambda *given, f=factor: reference(*given) * f, x, weight, target, bias)
+        check([got[0] * factor, *got[1:]], want, dtype)
+
+
+def test_fake_tensors(device, dtype):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, weight = (torch.randn(n, 8, dtype=dtype, device=device, requires_grad=True) for n in (6, 9))
+        target = torch.zeros(6, dtype=torch.long, device=device)
+        dx, dw = torch.autograd.grad(
+            gander.linear_cross_entropy(x, weight, target, upstream=4.0), (x, weight)
+        )
+    assert (dx.shape, dw.shape, dx.dtype) == (x.shape, weight.shape, dtype)
 
 
 def test_checkpoint_and_hooks(device):

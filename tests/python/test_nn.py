@@ -260,6 +260,16 @@ def test_keywords_are_those_of_torch():
     torch.testing.assert_close(mine(input=x, target=target), theirs(input=x, target=target))
 
 
+@by_softmax
+def test_softmax_of_a_number_and_of_nothing(device, name):
+    mine, theirs = both(name, 0)
+    empty, number = torch.randn(0, 8, device=device, requires_grad=True), torch.tensor(2.0, device=device)
+    assert mine(empty).shape == theirs(empty).shape and mine(empty).requires_grad
+    assert mine(number) == theirs(number)
+    with pytest.raises(IndexError, match="dim is 5, expected -1 to 0"):
+        both(name, 5)[0](number)
+
+
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 @by_softmax
 @pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])

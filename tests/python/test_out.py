@@ -186,7 +186,7 @@ def test_norm_into_refuses(norm):
     x, weight = rows("cpu"), rows("cpu", shape=64)
     for given, error, words in (
         ({"out": x[:1].clone()}, ValueError, r"out has shape \(1, 3, 64\), expected \(4, 3, 64\) as x"),
-        ({"out": x.int()}, TypeError, "y has dtype int32, expected float16, bfloat16 or float32"),
+        ({"out": x.int()}, TypeError, "out has dtype int32, expected float16, bfloat16 or float32"),
         ({"out": x.clone(), "out_dtype": BRAIN}, TypeError, "expected out_dtype = torch.bfloat16"),
         ({"out": [1.0]}, TypeError, "out is a list"),
         ({"out": x.flatten()[1:].new_empty(4, 3, 64).requires_grad_()}, NotImplementedError, "requires one"),
@@ -302,3 +302,32 @@ def test_immutable_arrays():
     with pytest.raises(TypeError, match="expected an array of NumPy or CuPy"):
         gander.fused_add_rmsnorm(x, Immutable(np.ones((2, 8), np.float32)), None)
     assert (x.array == 1).all()
+
+
+# ---- Messages ----
+
+
+class Rows(np.ndarray):
+    """A class of its own, as libraries define them."""
+
+
+def test_messages_call_the_argument_out(norm, device):
+    x = rows(device, shape=(6, 8))
+    with pytest.raises(ValueError, match=r"out overlaps x, .*; allocate out separately"):
+        norm(x[:4], out=x[1:5])
+    with pytest.raises(TypeError, match="out has dtype int32, expected float16"):
+        norm(x, out=torch.empty(6, 8, dtype=torch.int32, device=device))
+    with pytest.raises(TypeError, match="out is a int, expected a Tensor as x"):
+        norm(x, out=3)
+
+
+def test_arrays_to_write_to(norm):
+    x = np.ones((4, 8), np.float32)
+    out = np.empty_like(x).view(Rows)
+    assert norm(x, out=out) is out
+    np.testing.assert_array_equal(out, norm(x))
+    with pytest.raises(TypeError, match="out is a Tensor, expected a ndarray as x"):
+        norm(x, out=torch.empty(4, 8))
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        norm(x, out=out)

@@ -6,6 +6,7 @@ import threading
 import gander
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from test_ops import ce, rand, rms
 from torch._subclasses import FakeTensorMode
@@ -200,6 +201,42 @@ def test_compile_keeps_one_graph_for_other_row_counts(data):
         for rows in (6, 4, 5):
             inputs = x[:rows].clone(), weight, target[:rows].clone()
             torch.testing.assert_close(compiled(*inputs), model(*inputs))
+
+
+NUMBERS = {
+    "divisor": lambda x, target, s: gander.cross_entropy(x, target, reduction="sum", divisor=s),
+    "upstream": lambda x, target, s: gander.cross_entropy(x, target, upstream=s),
+    "linear, divisor": lambda x, target, s: gander.linear_cross_entropy(
+        x, x.detach(), target % x.shape[0], reduction="sum", divisor=s
+    ),
+    "linear, upstream": lambda x, target, s: gander.linear_cross_entropy(
+        x, x.detach(), target % x.shape[0], upstream=s
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_compile_keeps_one_graph_for_other_numbers(name, device):
+    """The first number is a constant of its graph. The graph of the second serves all others."""
+    torch._dynamo.reset()
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(NUMBERS[name], fullgraph=True, backend=count)
+    x = torch.randn(6, 33, device=device, requires_grad=True)
+    target = torch.arange(6, device=device)
+    for number in 0.5, 3.25, 0.1, 7.75, 2.0:
+        got, want = compiled(x, target, number), NUMBERS[name](x, target, number)
+        torch.testing.assert_close(got, want)
+        gradients = (torch.autograd.grad(loss * number, x)[0] for loss in (got, want))
+        torch.testing.assert_close(*gradients)
+        if number == 3.25:
+            frames = count.frame_count
+    assert count.frame_count == frames
+
+
+def test_refusals_of_a_full_graph_say_what_is_wrong():
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"weight has shape \(7,\)"):
+        torch.compile(gander.rmsnorm, fullgraph=True, backend="eager")(torch.randn(4, 8), torch.ones(7))
 
 
 def test_no_gradient_if_none_is_needed(data):

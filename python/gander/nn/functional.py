@@ -100,9 +100,11 @@ def _serves(function: str, *tensors: Tensor | None) -> bool:
 
 
 def _softmax_over(input: Tensor, dim: int, log: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    if -input.ndim <= dim < input.ndim and input.shape[dim] == 0:
+        return (_torch_log_softmax if log else _torch_softmax)(input, dim, 3, dtype)
     function = _ops.log_softmax if log else _ops.softmax
     if input.ndim == 0:
-        return function(input.view(1), dtype=dtype).view(())
+        return function(input.view(1), dim=dim, dtype=dtype).view(())
     return function(input, dim=dim, dtype=dtype)
 
 
