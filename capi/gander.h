@@ -303,9 +303,9 @@ int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const
                                 const gander_rmsnorm_options* options, void* stream);
 
 /* y = (h - mean) * rstd * weight + bias with h = x + residual and rstd = 1 / sqrt(mean((h - mean)^2) +
- * eps) for each row (Ba, Kiros and Hinton, "Layer Normalization", 2016). h is rounded to x's dtype if that
- * is residual's too, unless residual_out is float32. residual_out receives h. A weight or bias of shape
- * (H, N) is that of each head, and both have it.
+ * eps) for each row (Ba, Kiros and Hinton, "Layer Normalization", 2016). h is rounded to the dtype of
+ * residual_out, which receives it. Without residual_out, it is rounded to x's dtype if that is residual's
+ * too. A weight or bias of shape (H, N) is that of each head, and both have it.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
  *   bfloat16 or float32; or NULL.

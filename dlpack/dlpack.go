@@ -87,7 +87,7 @@ type DType struct {
 	Lanes uint16
 }
 
-// The dtypes with names. Float64s and SetFloat64s convert all but the last two.
+// The dtypes with names. Float64s and SetFloat64s convert all but Uint8 and Bool.
 var (
 	Float16  = DType{codeFloat, 16, 1}
 	BFloat16 = DType{codeBFloat, 16, 1}

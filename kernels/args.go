@@ -104,7 +104,7 @@ type NormArgs struct {
 	Partials                int32
 	Center                  int32 // LayerNorm: the mean is subtracted
 	RoundNormalized         int32 // forward rounds xhat to x's type; backward to dx's in dw
-	RoundSum                int32 // the residual has x's type, and forward rounds the sum to it
+	SumType                 int32 // forward rounds x + residual to this type
 	Heads                   int32 // rows i and i + Heads share weight and bias
 	Eps, WeightOffset, InvN float32
 }

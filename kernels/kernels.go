@@ -156,7 +156,7 @@ type MaskedSoftmax struct {
 }
 
 // Norm is what one call of RMSNorm or LayerNorm reads and writes, forward or backward. Forward normalizes
-// h = X + Residual (see RoundsSum). Backward's X is h as forward stored it: forward's ResidualOut if it wrote
+// h = X + Residual (see SumType). Backward's X is h as forward stored it: forward's ResidualOut if it wrote
 // one, else its X. Each matrix and vector has a type of its own, but all are float64 where X is,
 // and Mean and Rstd are float32 elsewhere.
 type Norm struct {
@@ -188,12 +188,22 @@ type Norm struct {
 	Heads int64
 }
 
-// RoundsSum tells whether h is rounded to X's type, as PyTorch rounds X + Residual. RMSNorm's h is not. But
-// LayerNorm subtracts a mean, beside which the rest may be as small as the rounding. If backward then read
-// another h than the one that Mean and Rstd are of, its gradient would be far off.
-func (n *Norm) RoundsSum() bool {
-	return n.Center && n.Residual.Present() && n.Residual.DType == n.X.DType && n.X.DType.Size() == 2 &&
-		(!n.ResidualOut.Present() || n.ResidualOut.DType.Size() == 2)
+// SumType is the type that forward rounds h to, Float32 or Float64 for none. LayerNorm's h is what
+// ResidualOut holds, or without one X + Residual as PyTorch rounds it. Where the elements of a row differ by
+// less than the rounding step, the rounded row has another variance, and backward, which reads it, needs that
+// variance. RMSNorm's h is not rounded.
+func (n *Norm) SumType() DType {
+	switch {
+	case n.X.DType == Float64:
+		return Float64
+	case n.Center && n.Residual.Present() && n.ResidualOut.Present():
+		return n.ResidualOut.DType
+	case n.Center && n.ResidualOut.Present() && n.ResidualOut.DType != n.X.DType:
+		return n.ResidualOut.DType
+	case n.Center && n.Residual.Present() && n.Residual.DType == n.X.DType:
+		return n.X.DType
+	}
+	return Float32
 }
 
 // Head is the part of a call that uses row i of Weight and Bias.

@@ -196,9 +196,6 @@ func cudaExplain(ordinal int32, r request) (string, error) {
 
 // explainPlan describes the kernels of a plan for aligned compact rows.
 func explainPlan(f *driver.Facts, r request) (string, error) {
-	if r.m == 0 {
-		return "there are no rows: nothing is launched", nil
-	}
 	r.layout = policy.Aligned
 	if r.n*r.x.Size()%16 != 0 {
 		r.layout = policy.SameOffset
@@ -210,6 +207,12 @@ func explainPlan(f *driver.Facts, r request) (string, error) {
 	p, err := planned(f, r)
 	if err != nil {
 		return "", err
+	}
+	if r.m == 0 {
+		p.why = "there are no rows"
+		if len(p.launches) == 0 {
+			return p.why + ": nothing is launched", nil
+		}
 	}
 	return p.String(), nil
 }

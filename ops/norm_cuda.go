@@ -40,9 +40,7 @@ func (n *normCall) forwardCUDA(c *Call, ordinal int32) error {
 	args.Bias, args.BiasType = input(n.Bias.Data), int32(n.Bias.DType)
 	args.Z, args.ZStride, args.ZType = operand(n.ResidualOut)
 	args.Eps = float32(n.Eps)
-	if n.RoundsSum() {
-		args.RoundSum = 1
-	}
+	args.SumType = int32(n.SumType())
 	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
 }
 
@@ -53,6 +51,9 @@ func (n *normCall) forwardRequest() request {
 	}
 	if n.Residual.Present() {
 		r.norm.second = int8(n.Residual.DType.Size())
+	}
+	if t := n.SumType(); t != kernels.Float32 && (t != n.X.DType || t != n.Residual.DType) {
+		r.layout = policy.MixedOffsets // only kernels for these round to any type
 	}
 	switch residual, sum := n.Residual.Present(), n.ResidualOut.Present(); {
 	case n.Center && !residual && !sum && n.ofOneType(&r, n.Y):

@@ -437,7 +437,7 @@ func twoPasses(q *query, row *policy.Row) *plan {
 	case q.layout == policy.MixedTypes:
 		why = "the second input has another type than x"
 	case q.layout != policy.Aligned && (q.op == kernels.NormForward || q.op == kernels.NormBackward):
-		why = "the rows are not whole, aligned 16-byte vectors"
+		why = "an operand is not made of whole, aligned 16-byte vectors"
 	case row.Below.N > 0:
 		why = "a few rows this long fill the device only when split"
 	}

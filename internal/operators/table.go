@@ -249,8 +249,9 @@ var Table = []Group{
 				Name: "forward", Owned: "gander_layernorm", Refuses: true,
 				Doc: "y = (h - mean) * rstd * weight + bias with h = x + residual and rstd = 1 / sqrt(mean((h - " +
 					"mean)^2) + eps) for each row (Ba, Kiros and Hinton, \"Layer Normalization\", 2016). h is " +
-					"rounded to x's dtype if that is residual's too, unless residual_out is float32. residual_out " +
-					"receives h. A weight or bias of shape (H, N) is that of each head, and both have it.",
+					"rounded to the dtype of residual_out, which receives it. Without residual_out, it is rounded to " +
+					"x's dtype if that is residual's too. A weight or bias of shape (H, N) is that of each head, and " +
+					"both have it.",
 				Operands: []Operand{x, weight, bias, residual, normed, sum, written(mean), written(rstd)},
 				Torch: append([]Torch{
 					{Name: "layernorm", Results: []string{"y"}, Without: []string{"residual"},

@@ -226,7 +226,7 @@ func (normForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s r
 		}
 		y, weight, rstd := w.output(0, &w.y, row, j, n), w.columnsOf(&w.weight, 2, j, n), T(s.a)
 		if w.rounds(&w.x) {
-			w.roundNormalized(y, h, rstd, w.x.DType)
+			w.roundTo(y, h, rstd, w.x.DType)
 			h, rstd = y, 1
 		}
 		if w.hasShift() {
@@ -244,32 +244,40 @@ func (c *call[T]) rounds(m *kernels.Matrix) bool {
 	return c.norm.RoundNormalized && m.DType != native[T]()
 }
 
-// roundNormalized computes dst = h * rstd, rounded to t.
-func (w *worker[T]) roundNormalized(dst, h []T, rstd T, t kernels.DType) {
+// roundTo computes dst = src * scale, rounded to t. dst may be src.
+func (w *worker[T]) roundTo(dst, src []T, scale T, t kernels.DType) {
 	stored := unsafe.Pointer(unsafe.SliceData(w.rounded))
-	w.funcs.store[t](stored, h, rstd)
+	w.funcs.store[t](stored, src, scale)
 	w.funcs.load[t](dst, stored)
 }
+
+// roundsSum tells whether h is rounded to another type than that it is computed in.
+func (c *call[T]) roundsSum() bool { return c.norm.X.Present() && c.norm.SumType() != native[T]() }
 
 // normalized is n elements of h, the rows that forward normalizes. Without a residual that is x. The second
 // pass adds the residual again unless it finds the first pass's sums, in residual_out or in scratch space. So
 // it may overwrite x and the residual block by block.
 func (w *worker[T]) normalized(row, j, n int, again bool) []T {
-	switch {
-	case !w.norm.Residual.Present() && again:
-		return w.reread(0, &w.x, row, j, n)
-	case !w.norm.Residual.Present():
+	if !w.norm.Residual.Present() && !w.roundsSum() {
+		if again {
+			return w.reread(0, &w.x, row, j, n)
+		}
 		return w.read(0, &w.x, row, j, n)
 	}
 	h := w.scratch(0, j, n)
 	if w.sumInResidualOut() {
 		h = view[T](&w.norm.ResidualOut, row, j, n)
 	}
-	if !again || !w.reuse && !w.sumInResidualOut() {
-		w.funcs.sum(h, w.read(0, &w.x, row, j, n), w.read(1, &w.norm.Residual, row, j, n))
-		if w.norm.RoundsSum() {
-			w.roundNormalized(h, h, 1, w.x.DType)
-		}
+	if again && (w.reuse || w.sumInResidualOut()) {
+		return h
+	}
+	x := w.read(0, &w.x, row, j, n)
+	if w.norm.Residual.Present() {
+		w.funcs.sum(h, x, w.read(1, &w.norm.Residual, row, j, n))
+		x = h
+	}
+	if w.roundsSum() {
+		w.roundTo(h, x, 1, w.norm.SumType())
 	}
 	return h
 }
@@ -443,7 +451,7 @@ func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s 
 		xhat, rstd := x, s.a
 		if w.dw != nil && w.rounds(&w.dx) {
 			xhat, rstd = w.rounded[w.blockRoom:][:n], 1
-			w.roundNormalized(xhat, x, T(s.a), w.dx.DType)
+			w.roundTo(xhat, x, T(s.a), w.dx.DType)
 		}
 		switch from := j - w.sumFrom; {
 		case w.dw != nil && w.db != nil:

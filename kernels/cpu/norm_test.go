@@ -146,8 +146,14 @@ func (o *normOperands) results() map[string][]byte {
 func (c *normCase) check(t *testing.T, o *normOperands) {
 	t.Helper()
 	e, stat := epsilon(c.x), statistics(c.x)
-	rounded, sum := newMatrix(max(c.residualOut, 0), 1, 1, 0, 0), newMatrix(c.x, 1, 1, 0, 0)
-	roundsSum := c.center && c.residual == c.x && c.residualOut != kernels.Float32
+	rounded, sum := newMatrix(max(c.residualOut, 0), 1, 1, 0, 0), stat
+	switch {
+	case c.center && c.residualOut != none:
+		sum = c.residualOut
+	case c.center && c.residual == c.x:
+		sum = c.x
+	}
+	stored := newMatrix(sum, 1, 1, 0, 0)
 	weight, bias := make([]float64, c.n), make([]float64, c.n)
 	for j := range weight {
 		weight[j] = 1
@@ -171,11 +177,11 @@ func (c *normCase) check(t *testing.T, o *normOperands) {
 				if stat == kernels.Float32 {
 					h[j] = float64(float32(h[j]))
 				}
-				if roundsSum {
-					sum.set(0, 0, h[j])
-					h[j] = sum.at(0, 0)
-				}
 			}
+		}
+		for j, v := range h {
+			stored.set(0, 0, v)
+			h[j] = stored.at(0, 0)
 		}
 		mean, rest, size, squares := 0.0, 0.0, 0.0, 0.0
 		if c.center {

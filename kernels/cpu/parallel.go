@@ -134,7 +134,7 @@ type worker[T float] struct {
 	task     int       // the current one
 	buffer   []T       // three parts, see scratch
 	ahead    int       // elements of other rows in part 0, before the current one, with plan.together
-	rounded  []T       // two blocks, for roundNormalized
+	rounded  []T       // two blocks, for roundTo
 	partials []partial // of the current row, or of plan.together rows of one block
 	dw, db   []float64 // sums over rows from column sumFrom on, nil for absent ones
 	sumFrom  int       // column
@@ -272,13 +272,14 @@ func (c *call[T]) layOut(memory []byte) int {
 	switch {
 	case c.plan.together > 0:
 		first = max(first, c.cols*c.plan.together)
-	case c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.masked.X.Present()):
+	case c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.roundsSum() ||
+		c.masked.X.Present()):
 		first = c.cols
 	}
 	for i := range c.workers {
 		w := &c.workers[i]
 		w.buffer, w.rounded = take[T](&a, first+2*c.blockRoom), nil
-		if c.norm.RoundNormalized || c.norm.RoundsSum() {
+		if c.norm.RoundNormalized || c.roundsSum() {
 			w.rounded = take[T](&a, 2*c.blockRoom)
 		}
 		w.partials = take[partial](&a, max(blocks, c.plan.together))

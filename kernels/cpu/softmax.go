@@ -253,7 +253,7 @@ func (softmaxGradStep[T]) do(w *worker[T], task int) {
 	}
 	step := block
 	if w.stream { // each call would wait for the store buffer
-		step = max(w.cols, 1)
+		step = w.cols
 	}
 	for row := lo; row < hi; row++ {
 		sum := 0.0
@@ -262,7 +262,7 @@ func (softmaxGradStep[T]) do(w *worker[T], task int) {
 		}
 		d, rest := splitFloat[float32](sum)
 		// From the last block to the first: what the sum read last is still in the L1 cache. On Zen 4 a row of
-		// 4096 float32 takes 740 ns so, and 786 from the first.
+		// 4096 float32 takes 744 ns instead of 786.
 		for j := (w.cols - 1) / step * step; j >= 0; j -= step {
 			dx := rowAt(&w.dx, row, j)
 			grad(dx, rowAt(&w.dy, row, j), rowAt(&w.x, row, j), min(step, w.cols-j), d, rest, w.streams(dx))

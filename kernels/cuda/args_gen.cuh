@@ -82,7 +82,7 @@ struct NormArgs {
   int32_t partials;
   int32_t center;
   int32_t round_normalized;
-  int32_t round_sum;
+  int32_t sum_type;
   int32_t heads;
   float eps;
   float weight_offset;

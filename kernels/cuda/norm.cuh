@@ -1,5 +1,5 @@
 // RMSNorm and LayerNorm with all their options, forward and backward. What is used most has kernels of its
-// own (rmsnorm.cuh, aligned_norm.cuh). With h = x + residual, and g = dout * (weight +
+// own (rmsnorm.cuh, aligned_norm.cuh). With h = x + residual, rounded to sum_type, and g = dout * (weight +
 // weight_offset):
 //   xhat = (h - mean) * rstd,  y = xhat * (weight + weight_offset) + bias,  residual_out = h
 //   dx = (g - mean(g) - xhat * mean(g * xhat)) * rstd + dresidual_out,  dresidual = dx
@@ -84,7 +84,16 @@ __device__ __forceinline__ void add_vectors(const void* p, int32_t type, int e, 
   else load_vectors<true>(static_cast<const f32*>(p), e, step, end, f);
 }
 
-// V vectors of a row: of x, or of x + residual, rounded with round_sum. Elements out of bounds are 0.
+template <class T>
+__device__ __forceinline__ float rounded(float v) {
+  return to_float(from_float<T>(v));
+}
+
+__device__ __forceinline__ float rounded(int32_t type, float v) {
+  return type == kBFloat16 ? rounded<bf16>(v) : type == kFloat16 ? rounded<f16>(v) : v;
+}
+
+// V vectors of a row: of x, or of x + residual, rounded to sum_type. Elements out of bounds are 0.
 template <class T, int V, bool Unaligned>
 __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t origin, int e, int step,
                                          Bounds s, float (&h)[V][kElements<T>]) {
@@ -93,7 +102,7 @@ __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t
   const void* const r = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + origin);
   if constexpr (!Unaligned) {
     load_vectors<false>(x, e, step, s.hi, h);
-    if (sizeof(T) == 2 && a.round_sum) {  // the residual has x's type
+    if (sizeof(T) == 2 && a.sum_type == kDType<T>) {  // so is the residual: see forwardRequest in ops
       load_vectors<true>(static_cast<const T*>(r), e, step, s.hi, h);
 #pragma unroll
       for (int i = 0; i < V; i++) unpack(T(), pack(T(), h[i]), h[i]);
@@ -109,8 +118,9 @@ __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t
         load_floats<true>(r, a.rows.b_type, e + i * step, s, f);
 #pragma unroll
         for (int j = 0; j < E; j++) h[i][j] += f[j];
-        if (sizeof(T) == 2 && a.round_sum) unpack(T(), pack(T(), h[i]), h[i]);
       }
+#pragma unroll
+      for (int j = 0; j < E; j++) h[i][j] = rounded(a.sum_type, h[i][j]);
     }
   }
 }
@@ -118,15 +128,6 @@ __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t
 // Where the weight and the bias of a row begin, in elements.
 __device__ __forceinline__ int64_t parameters_of(const NormArgs& a, int64_t row) {
   return a.heads == 1 ? 0 : row % a.heads * a.rows.n;
-}
-
-template <class T>
-__device__ __forceinline__ float rounded(float v) {
-  return to_float(from_float<T>(v));
-}
-
-__device__ __forceinline__ float rounded(int32_t type, float v) {
-  return type == kBFloat16 ? rounded<bf16>(v) : type == kFloat16 ? rounded<f16>(v) : v;
 }
 
 // origin: where column e = 0 is in the weights.

@@ -62,6 +62,12 @@ def is_batched(dloss):
     return torch._C._functorch.is_batchedtensor(dloss) or torch._C._functorch.is_legacy_batchedtensor(dloss)
 
 
+def is_traced(dloss):
+    """Whether a backward pass is recorded: by compiled autograd, make_fx or another mode. Or dloss is of a
+    subclass. Then nothing may be written over what was saved."""
+    return is_compiling() or not (is_batched(dloss) or is_eager(dloss))
+
+
 _first = threading.Lock()
 
 
@@ -125,7 +131,7 @@ def _backward_one_pass(ctx, dloss):
     if dloss is None:
         return _gradients(None)
     *others, upstream, dx = ctx.saved_tensors
-    if is_compiling() or is_batched(dloss):
+    if is_traced(dloss) or is_batched(dloss):
         others[_LSE] = _logarithms(others[_LSE])
         return _backward_in_own_pass(others, dloss, ctx.options)
     if not is_first_backward(ctx):

@@ -190,8 +190,7 @@ def _check_writable(x, name, managed):
     """Refuses an array that may not be written. Libraries other than these have immutable arrays."""
     if module_of(x) is None:
         raise TypeError(
-            f"{name} is a {type(x).__name__}, expected an array of NumPy or CuPy, or a torch.Tensor, because "
-            "it is written"
+            f"{name} is a {type(x).__name__}, expected an array of NumPy or CuPy, because it is written"
         )
     if managed._type_ is Managed and managed.contents.flags & _READ_ONLY:
         raise ValueError(f"{name} is read-only, expected an array that can be written; pass a copy")
@@ -248,8 +247,8 @@ def _free_legacy(address):
 def _like(x, owned):
     """A result as an array of x's library, or unchanged if that has no from_dlpack."""
     library = type(x).__module__.partition(".")[0]
-    if library in ("numpy", "cupy"):
-        from_dlpack = sys.modules[library].from_dlpack
+    if (module := module_of(x)) is not None:
+        from_dlpack = module.from_dlpack
     elif library in ("jax", "jaxlib"):
         from jax.dlpack import from_dlpack
     elif hasattr(x, "__array_namespace__"):

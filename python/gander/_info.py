@@ -93,8 +93,8 @@ def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str
     # Inside torch.compile sizes may be symbolic. operator.index makes them numbers.
     sizes = tuple(map(operator.index, sizes))
     rows, columns = math.prod(sizes[:-1]), sizes[-1]
-    if min(sizes) < 0 or max(rows, columns, rows * columns) >= 2**63:
-        raise ValueError(f"shape is {sizes}, expected sizes of 0 or more, and fewer than 2**63 elements")
+    if min(sizes) < 0 or max(rows, columns) >= 2**63:  # which the library would not see
+        raise ValueError(f"shape is {sizes}, expected sizes of 0 or more, and fewer than 2^60 elements")
     return rows, columns, _library.dtype_name(dtype, "dtype"), str(device)
 
 

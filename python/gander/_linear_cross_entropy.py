@@ -14,7 +14,7 @@ from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
 from . import _pytorch
-from ._cross_entropy import is_batched, is_eager, is_first_backward
+from ._cross_entropy import is_batched, is_first_backward, is_traced
 from ._gradients import once_differentiable, refuse_tangents
 from ._operators_gen import MEAN, NONE
 from ._schemas import overloads
@@ -204,9 +204,12 @@ def _gradients(saved, options, made, needs, dloss):
     """
     *inputs, upstream = saved[:_TENSORS]
     with torch.no_grad():
-        if made == needs:
+        if made and all(has or not need for has, need in zip(made, needs, strict=True)):
             gradients, factor = saved[_TENSORS:], dloss if upstream is None else dloss / upstream
-            gradients = [(gradient.to(factor.dtype) * factor).to(gradient.dtype) for gradient in gradients]
+            gradients = [
+                (gradient.to(factor.dtype) * factor).to(gradient.dtype) if need else None
+                for gradient, need in zip(gradients, needs, strict=True)
+            ]
         else:
             _, *gradients = _run(*inputs, dloss, *options, *needs)
     return _only(gradients, needs, inputs, dloss)
@@ -281,7 +284,7 @@ class _LinearCrossEntropy(Function):
         saved, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:3])
         *inputs, upstream, dx, dw, db = saved
         x, made = inputs[0], [dx, dw, db]
-        if is_compiling() or not (is_batched(dloss) or is_eager(dloss)):  # compiled autograd, make_fx
+        if is_traced(dloss):
             # What was returned may be that of another dloss. A graph cannot wait to see whether it is.
             made = None if ctx.returned or x.dtype == torch.float16 else ctx.made
             return (*_gradients(saved, ctx.options, made, needs, dloss), *[None] * 5)

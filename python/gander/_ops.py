@@ -201,11 +201,18 @@ def _adds(ops: Any, x: Any, residual: Any, residual_dtype: Any) -> bool:
     """Whether residual_out is something else than x."""
     if residual is None:
         return residual_dtype is not None and _differs(ops, x, residual_dtype, "residual_dtype")
+    if ops is _torch and not isinstance(residual, _Tensor):
+        raise TypeError(f"residual is a {type(residual).__name__}, expected a torch.Tensor, like x")
     if residual.shape != x.shape:
         raise ValueError(
             f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
         )
     return True
+
+
+def _dtype_of_sum(ops: Any, x: Any, residual: Any) -> Any:
+    """The dtype of x + residual in torch."""
+    return _dtype(ops, "float32") if _differs(ops, x, residual.dtype, "residual") else x.dtype
 
 
 def _check_out(ops: Any, name: str, x: Any, out: Any, out_dtype: Any = None) -> None:
@@ -255,12 +262,11 @@ def _norm(
     out_dtype = _dtype(ops, out_dtype)
     residual_dtype = _dtype(ops, residual_dtype, "residual_dtype")
     adds = _adds(ops, x, residual, residual_dtype)
-    saves = ops is _torch and residual is not None and not prenorm
-    if saves and (residual_dtype is None or name == "layernorm"):
-        # Only backward reads the sum. The digits that a narrower one lost would be missing in its gradient. A
-        # wider one would change layernorm's result, which has to be the same without a gradient.
-        promoted = sys.modules["torch"].promote_types(x.dtype, residual.dtype)
-        residual_dtype = None if promoted == residual.dtype else promoted
+    if name == "layernorm" and not prenorm:
+        residual_dtype = None  # it would change the result, but only where backward reads the sum
+    if residual is not None and residual_dtype is None and (name == "layernorm" or not prenorm):
+        # The digits that a narrower sum lost would be missing in the gradient.
+        residual_dtype = _dtype_of_sum(ops, x, residual)
     if adds and prenorm:
         return getattr(ops, f"{name}_add")(*operands, out_dtype, residual_dtype, *options)
     if residual is not None:
@@ -274,9 +280,19 @@ def _norm(
     return (y, x) if prenorm else y
 
 
-def _naming_out(error: Exception) -> Exception:
-    """The error of an operator, which calls a function's `out` y."""
-    return type(error)(re.sub(r"\by\b", "out", str(error)))
+_IN_PLACE = {"y": "x", "residual_out": "residual"}
+
+
+def _write(ops: Any, name: str, operands: tuple, options: tuple, names: dict[str, str]) -> None:
+    """Calls an operator that writes over operands. names: what its errors have to call some of them."""
+    try:
+        getattr(ops, name)(*operands, *options)
+    except (TypeError, ValueError, *_FAILURES) as error:
+        if ops is _torch and sys.modules["torch"].compiler.is_compiling():
+            raise
+        explained = ops.explained(error)
+        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(explained))
+        raise type(explained)(text) from None
 
 
 def _norm_into(
@@ -299,17 +315,14 @@ def _norm_into(
     shape, residual_out = tuple(x.shape), None
     adds = _adds(ops, x, residual, residual_dtype)
     if "residual_out" in wanted and (adds or _may_share_memory(ops, x, out)):
+        if residual_dtype is None and name == "layernorm" and residual is not None:
+            residual_dtype = _dtype_of_sum(ops, x, residual)
         residual_out = _empty(ops, x, shape, residual_dtype or (x if residual is None else residual).dtype)
     wide = _dtype(ops, "float64" if x.dtype.itemsize == 8 else "float32")
     mean, rstd = (_empty(ops, x, shape[:-1], wide) if given in wanted else None for given in ("mean", "rstd"))
     statistics = (mean, rstd) if name == "layernorm" else (rstd,)
-    try:
-        getattr(ops, f"{name}_out")(*operands, out, residual_out, *statistics, *options)
-    except (TypeError, ValueError, *_FAILURES) as error:
-        if ops is _torch and sys.modules["torch"].compiler.is_compiling():
-            raise
-        named = dict(zip(("x", "weight", "bias", "residual", "out"), (*operands, out), strict=True))
-        raise _naming_out(ops.explained(error, **named)) from None
+    written = (*operands, out, residual_out, *statistics)
+    _write(ops, f"{name}_out", written, options, {"y": "out"})
     return out, x if residual_out is None else residual_out, mean, rstd
 
 
@@ -701,7 +714,8 @@ def rmsnorm(
     (H, N) for x of shape (..., H, N): those of each head.
     residual: x's shape, any of these dtypes, or None. The sum h is not rounded.
     out_dtype: the dtype of the result, or its name ("float16"). By default that of x.
-    residual_dtype: the dtype of residual_out. By default that of residual, or of x without one.
+    residual_dtype: the dtype of residual_out. By default that of residual, or of x without one. (layernorm's
+    is that of x + residual in torch.)
     eps: added to the mean of squares. None is torch's default: the machine epsilon of float32 (of float64 for
     float64).
     prenorm: return (y, residual_out). residual_out is h in residual_dtype. Without a residual it is x itself
@@ -794,7 +808,10 @@ def fused_add_rmsnorm(
         _adds(ops, x, residual, None)
         if eps is None:
             eps = _epsilon(x)
-        ops.fused_add_rmsnorm_(x, weight, residual, eps, bool(batch_invariant), weight_offset, False)
+        operands = (x, weight, residual)
+        _write(
+            ops, "fused_add_rmsnorm_", operands, (eps, bool(batch_invariant), weight_offset, False), _IN_PLACE
+        )
     except _FAILURES as error:
         raise ops.explained(error, x=x, weight=weight, residual=residual) from None
 
@@ -1043,10 +1060,9 @@ def layernorm(
     with h = x + residual.
 
     var is the mean of the squared distances from the mean, which is subtracted first. eps is added to it;
-    torch's default is 1e-5, and eps is a number. h is rounded to the dtype of x and residual if they have
-    one, as x + residual is in torch, unless residual_dtype is float32. Without prenorm residual_dtype changes
-    nothing. Under CUDA autocast y is float32 by default, like that of F.layer_norm. The other arguments,
-    results and errors are those of rmsnorm.
+    torch's default is 1e-5, and eps is a number. h is rounded to residual_dtype, which by default is the
+    dtype of x + residual in torch, and always without prenorm. Under CUDA autocast y is float32 by default,
+    like that of F.layer_norm. The other arguments, results and errors are those of rmsnorm.
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
     if type(eps) is not float:

@@ -91,11 +91,13 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
         return value.to(dtype, copy=True)
     if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is {value!r}, expected a number or a 0-dim tensor on the device of x")
-    if not isinstance(value, (int, torch.SymInt)) and (
-        is_dynamo_compiling() or isinstance(value, torch.SymFloat)
-    ):
-        return x.detach().new_ones((), dtype=dtype) * value  # new_full would compile anew for each number
-    return x.new_full((), value if isinstance(value, torch.SymInt) else float(value), dtype=dtype)
+    compiling = is_dynamo_compiling()
+    if isinstance(value, torch.SymInt) or (compiling and isinstance(value, int)):
+        return x.new_full((), value, dtype=dtype)
+    if isinstance(value, torch.SymFloat) or (compiling and isinstance(value, float)):
+        # A graph has a float as an argument only if it takes part in arithmetic, else as a constant.
+        return x.detach().new_ones((), dtype=dtype) * value
+    return x.new_full((), float(value), dtype=dtype)
 
 
 # ---- Operators that write over an argument ----

@@ -308,6 +308,9 @@ def test_layernorm(rows):
     check("layernorm_forward", rows.inputs("x"), rows.outputs("y"))
     inputs = rows.inputs("x residual weight bias", residual=other, weight="float32")
     check("layernorm_forward", inputs, rows.outputs("y residual_out mean rstd", residual_out=other))
+    inputs = rows.inputs("x residual weight bias")  # the sum is rounded to x's type
+    check("layernorm_forward", inputs, rows.outputs("y residual_out mean rstd"))
+    check("layernorm_forward", inputs, rows.outputs("y"))
     check("layernorm_backward", rows.inputs("x dout mean rstd", dout=other), rows.outputs("dx"))
     inputs = rows.inputs("x weight dout dresidual_out mean rstd")
     check("layernorm_backward", inputs, rows.outputs("dx dw db"))

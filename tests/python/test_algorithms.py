@@ -89,17 +89,23 @@ H100 = {"shape": (4096, 8192), "dtype": "bfloat16", "device": "h100"}
 LONG = {"shape": (4096, 65536), "dtype": torch.float32}
 
 
-@pytest.mark.parametrize("shape", [(2**32, 2**32, 8), (2**64 + 3, 8), (4, 2**64 + 8), (-3, -4, 8), (3, -8)])
+@pytest.mark.parametrize(
+    "shape",
+    [(2**32, 2**32, 8), (2**64 + 3, 8), (4, 2**64 + 8), (-3, -4, 8), (3, -8), (2**58, 8), (4, 2**60)],
+)
 @pytest.mark.parametrize("function", [gander.explain, gander.algorithms])
-def test_sizes_that_are_none(function, shape):
-    with pytest.raises(ValueError, match="expected sizes of 0 or more, and fewer than"):
-        function("softmax", shape=shape, dtype="bfloat16", device="cpu")
+def test_explain_refuses_impossible_sizes(function, shape):
+    for device in "cpu", "h100":
+        with pytest.raises(ValueError, match=r"fewer than 2\^60 elements"):
+            function("softmax", shape=shape, dtype="bfloat16", device=device)
 
 
-def test_no_rows():
+def test_explain_without_rows():
     nothing = {"shape": (0, 8), "dtype": "bfloat16", "device": "h100"}
     assert gander.explain("softmax", **nothing) == "there are no rows: nothing is launched"
     assert len(gander.algorithms("softmax", **nothing)) == len(gander.algorithms("softmax"))
+    zeros = gander.explain("rmsnorm_bwd", **nothing)  # dw
+    assert zeros.startswith("there are no rows\n") and "finish" in zeros
 
 
 def test_explain_for_a_gpu_of_another_machine():

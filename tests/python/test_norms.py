@@ -131,10 +131,10 @@ def test_dtypes(name, dtypes, out_dtype, residual_dtype, device):
     mine = leaves(tensors, [True] * 4)
     y, h = NORMS[name](*mine, out_dtype=out_dtype, residual_dtype=residual_dtype, prenorm=True)
     assert y.dtype == (out_dtype or dtypes[0])
-    assert h.dtype == (residual_dtype or dtypes[3])
-    if name == "layernorm" and dtypes[0] == dtypes[3] and residual_dtype != SINGLE:
-        x, weight, bias, residual = tensors
-        tensors = x + residual, weight, bias, 0 * residual  # the sum, rounded as in torch
+    x, weight, bias, residual = tensors
+    assert h.dtype == (residual_dtype or ((x + residual).dtype if name == "layernorm" else residual.dtype))
+    if name == "layernorm":  # its norm is that of the rounded sum
+        tensors = (x.float() + residual.float()).to(h.dtype), weight, bias, torch.zeros_like(residual)
     theirs = reference(name, *(t.float() for t in tensors))
     for a, b, c in zip((y, h), theirs, reference(name, *(t.double() for t in tensors)), strict=True):
         assert_accurate(a.detach(), b.to(a.dtype), c)
@@ -194,22 +194,31 @@ def test_the_sum_is_not_rounded(device):
     assert not torch.allclose(y, reference("rmsnorm", h.float(), weight.float())[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        *((HALF, HALF, None), (BRAIN, BRAIN, None), (HALF, BRAIN, None), (SINGLE, BRAIN, None)),
+        *((HALF, HALF, SINGLE), (HALF, HALF, BRAIN), (SINGLE, BRAIN, BRAIN), (BRAIN, SINGLE, HALF)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("prenorm", [False, True])
-def test_layernorm_rounds_the_sum_as_torch_does(dtype, prenorm, device):
+@pytest.mark.parametrize("columns", [256, 257, 5000])
+def test_layernorm_rounds_the_sum_that_backward_reads(dtypes, prenorm, columns, device):
     """Rows whose elements differ by less than x + residual is rounded to: the gradient has to be that of the
     row that backward reads, or it is off by factors of hundreds."""
     spread = torch.tensor([0.0, 0.001, 0.01, 0.1, 1.0, 30.0], device=device).repeat_interleave(4)[:, None]
-    x, residual = (0.3 + spread * torch.randn(24, 256, device=device)).to(dtype), torch.full((24, 256), 100.0)
-    weight, bias = torch.rand(256, device=device) + 0.5, torch.randn(256, device=device)
-    mine = leaves((x, weight, bias, residual.to(x)), [True] * 4)
-    y = gander.layernorm(*mine, eps=1e-5, prenorm=prenorm)
+    x = (0.3 + spread * torch.randn(24, columns, device=device)).to(dtypes[0])
+    residual = torch.full_like(x, 100.0, dtype=dtypes[1])
+    weight, bias = torch.rand(columns, device=device) + 0.5, torch.randn(columns, device=device)
+    mine = leaves((x, weight, bias, residual), [True] * 4)
+    y = gander.layernorm(*mine, eps=1e-5, residual_dtype=dtypes[2], out_dtype=dtypes[0], prenorm=prenorm)
     y, h = y if prenorm else (y, None)
-    total = x + residual.to(x)
+    total = (x.float() + residual.float()).to(dtypes[2] if prenorm and dtypes[2] else (x + residual).dtype)
     theirs = [t.double().requires_grad_() for t in (total, weight, bias)]
-    want = F.layer_norm(theirs[0], (256,), *theirs[1:], 1e-5)
+    want = F.layer_norm(theirs[0], (columns,), *theirs[1:], 1e-5)
     assert h is None or torch.equal(h, total)
-    torch.testing.assert_close(y, want.to(dtype), rtol=4e-3, atol=1e-5)
+    torch.testing.assert_close(y, want.to(y.dtype), rtol=4e-3, atol=1e-3)
     upstream = torch.randn_like(y)
     y.backward(upstream)
     want.backward(upstream.double())
@@ -217,7 +226,8 @@ def test_layernorm_rounds_the_sum_as_torch_does(dtype, prenorm, device):
         rows = exact.grad.abs().amax(-1, keepdim=True)  # each row has a scale of its own
         assert ((got.grad - exact.grad).abs() <= 1e-2 * rows + 1e-5).all()
     with torch.no_grad():
-        assert torch.equal(gander.layernorm(*mine, eps=1e-5), y)
+        again = gander.layernorm(*mine, eps=1e-5, residual_dtype=dtypes[2], prenorm=prenorm)
+        assert torch.equal(again[0] if prenorm else again, y)
 
 
 # ---- What is returned ----
@@ -233,7 +243,8 @@ def test_prenorm_without_a_residual(name, device):
     leaf = x.clone().requires_grad_()
     y, half = norm(leaf, weight, bias, residual_dtype=HALF, prenorm=True)
     assert torch.equal(half, x.half())
-    torch.testing.assert_close(y, norm(x, weight, bias))
+    normed = half.float() if name == "layernorm" else x  # layernorm's h is residual_out
+    torch.testing.assert_close(y, norm(normed, weight, bias))
     (y.sum() + half.sum()).backward()
     assert leaf.grad.dtype == SINGLE
     other = x.clone().requires_grad_()
@@ -309,9 +320,11 @@ def test_arrays():
     x, weight, bias, residual = (t.numpy() for t in operands())
     for name, norm in NORMS.items():
         y, h = norm(x, weight, bias, residual, residual_dtype=np.float16, prenorm=True)
-        want, total = reference(name, *map(torch.tensor, (x, weight, bias, residual)))
-        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+        total = torch.tensor(x) + torch.tensor(residual)
         np.testing.assert_array_equal(h, total.half())
+        normed = total.half().float() if name == "layernorm" else total  # layernorm's h is residual_out
+        want, _ = reference(name, normed, *map(torch.tensor, (weight, bias)))
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
         assert norm(x, weight, bias, residual_dtype="float32", prenorm=True)[1] is x
         assert type(norm(x, None, bias)) is np.ndarray
     out, rstd, mean = gander.layernorm_fwd(x, weight, bias, return_rstd=True, return_mean=True)

@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from test_ops import ce, rand, rms
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -216,27 +217,34 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_compile_keeps_one_graph_for_other_numbers(name, device):
+@pytest.mark.parametrize("numbers", [(0.5, 3.25, 0.1, 7.75, 2.0), (4096, 4097, 3, 5000)], ids=str)
+def test_compile_keeps_one_graph_for_other_numbers(name, numbers, device):
     """The first number is a constant of its graph. The graph of the second serves all others."""
     torch._dynamo.reset()
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(NUMBERS[name], fullgraph=True, backend=count)
     x = torch.randn(6, 33, device=device, requires_grad=True)
     target = torch.arange(6, device=device)
-    for number in 0.5, 3.25, 0.1, 7.75, 2.0:
+    for number in numbers:
         got, want = compiled(x, target, number), NUMBERS[name](x, target, number)
         torch.testing.assert_close(got, want)
         gradients = (torch.autograd.grad(loss * number, x)[0] for loss in (got, want))
         torch.testing.assert_close(*gradients)
-        if number == 3.25:
+        if number == numbers[1]:
             frames = count.frame_count
     assert count.frame_count == frames
 
 
 def test_refusals_of_a_full_graph_say_what_is_wrong():
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"weight has shape \(7,\)"):
-        torch.compile(gander.rmsnorm, fullgraph=True, backend="eager")(torch.randn(4, 8), torch.ones(7))
+    x, w = torch.randn(4, 8), torch.ones(7)
+    for call, message in (
+        (lambda: gander.rmsnorm(x, w), r"weight has shape \(7,\)"),
+        (lambda: gander.cross_entropy(x, torch.zeros(5, dtype=torch.long)), r"target has shape \(5,\)"),
+        (lambda: gander.rmsnorm(x, out=torch.empty(4, 8, dtype=torch.int32)), "y has dtype int32"),
+    ):
+        with pytest.raises((TorchRuntimeError, Unsupported), match=message):
+            torch.compile(call, fullgraph=True, backend="eager")()
 
 
 def test_no_gradient_if_none_is_needed(data):
