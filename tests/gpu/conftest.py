@@ -84,9 +84,9 @@ def rotate_devices(count, worker):
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """As many processes as there is memory for: 6 GiB of a device for each, 50 GiB for test_large.py."""
+    """As many processes as there is memory for: 8 GiB of a device for each, 50 GiB for test_large.py."""
     gib = torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0
-    workers = min((gib - 50) // 6 * torch.cuda.device_count(), os.cpu_count() or 1)
+    workers = min((gib - 50) // 8 * torch.cuda.device_count(), os.cpu_count() or 1)
     return workers if workers > 1 else 0  # 0: pytest's own process runs all tests
 
 

@@ -218,7 +218,8 @@ def test_layernorm_rounds_the_sum_that_backward_reads(dtypes, prenorm, columns, 
     theirs = [t.double().requires_grad_() for t in (total, weight, bias)]
     want = F.layer_norm(theirs[0], (columns,), *theirs[1:], 1e-5)
     assert h is None or torch.equal(h, total)
-    torch.testing.assert_close(y, want.to(y.dtype), rtol=4e-3, atol=1e-3)
+    # A unit in the last place, and what rounding a mean of 100 to float32 is beside elements 0.003 apart.
+    torch.testing.assert_close(y, want.to(y.dtype), rtol=8e-3, atol=5e-3)
     upstream = torch.randn_like(y)
     y.backward(upstream)
     want.backward(upstream.double())
