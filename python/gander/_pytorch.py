@@ -60,6 +60,9 @@ def explained(error: RuntimeError, **arguments) -> Exception:
             )
     if is_dynamo_compiling():  # which raises the error itself, and could not trace what follows
         return error
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.is_nested:
+            return nested(name)
     if cast := _CAST.search(str(error)):
         expected, argument, value = cast.groups()
         return TypeError(f"{argument} is {value}, expected {_NUMBERS.get(expected, expected)}")
@@ -71,6 +74,14 @@ def explained(error: RuntimeError, **arguments) -> Exception:
     if status == _library.STATUS_MEMORY:
         return torch.cuda.OutOfMemoryError(text)
     return _library.exception(status, text)
+
+
+def nested(name: str) -> NotImplementedError:
+    """The refusal of a nested tensor."""
+    return NotImplementedError(
+        f"{name} is a nested tensor, expected a dense one; or call gander.nn.functional, which leaves it to "
+        "torch"
+    )
 
 
 def scalar(name: str, value, x: Tensor) -> Tensor:

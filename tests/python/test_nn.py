@@ -194,7 +194,7 @@ def test_layernorm(device, shape, options):
     compare(mine, theirs, rand((5, 40, *shape), torch.float32, device))
     mine(rand((2, *shape), torch.float32, device).requires_grad_()).sum().backward()
     assert all(parameter.grad.shape == torch.Size(shape) for parameter in mine.parameters())
-    with pytest.raises(ValueError, match=r"x has shape \(2, 32\), expected last dimensions \("):
+    with pytest.raises(ValueError, match=r"input has shape \(2, 32\), expected last dimensions \("):
         mine(torch.empty(2, 32, device=device))
 
 
@@ -258,6 +258,23 @@ def test_keywords_are_those_of_torch():
     torch.testing.assert_close(gander.nn.RMSNorm(33)(x=x), nn.RMSNorm(33)(x=x))
     mine, theirs = both("CrossEntropyLoss")
     torch.testing.assert_close(mine(input=x, target=target), theirs(input=x, target=target))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout):
+    x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=layout)
+    for call, name in (
+        (gander.nn.RMSNorm(8), "x"),
+        (gander.nn.LayerNorm(8), "input"),
+        (gander.nn.Softmax(-1), "input"),
+        (gander.nn.LogSoftmax(-1), "input"),
+        (lambda x: gander.nn.CrossEntropyLoss()(x, torch.tensor([1, 2])), "input"),
+        (gander.rmsnorm, "x"),
+        (gander.softmax, "x"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name} is a nested tensor, .* gander.nn.functional"):
+            call(x)
 
 
 @by_softmax

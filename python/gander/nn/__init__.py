@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _ops, _remember
+from .. import _ops, _pytorch, _remember
 from .._cross_entropy import is_eager, takes_one_pass
 from .._operators_gen import REDUCTIONS
 from . import functional
@@ -59,9 +59,17 @@ def _check_loss(reduction: Any, ignore_index: Any) -> None:
         raise TypeError(f"ignore_index is {ignore_index!r}, expected an integer")
 
 
-def _check_rows(x: Tensor, shape: tuple[int, ...]) -> None:
+def _check_nested(name: str, x: Tensor) -> None:
+    if x.is_nested:  # whose shape cannot be asked for
+        raise _pytorch.nested(name)
+
+
+def _check_rows(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    _check_nested(name, x)
     if tuple(x.shape[x.ndim - len(shape) :]) != shape:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected last dimensions {shape}: normalized_shape")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, expected last dimensions {shape}: normalized_shape"
+        )
 
 
 class RMSNorm(nn.RMSNorm):
@@ -87,7 +95,7 @@ class RMSNorm(nn.RMSNorm):
         _check_weight(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_rows(x, self.normalized_shape)
+        _check_rows("x", x, self.normalized_shape)
         return functional._rms_norm_over(x, len(self.normalized_shape), self.weight, self.eps)
 
 
@@ -129,7 +137,7 @@ class LayerNorm(nn.LayerNorm):
         _check_weight(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_rows(input, self.normalized_shape)
+        _check_rows("input", input, self.normalized_shape)
         dims = len(self.normalized_shape)
         return functional._layer_norm_over(input, dims, self.weight, self.bias, self.eps)
 
@@ -157,6 +165,7 @@ class Softmax(nn.Softmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
+        _check_nested("input", input)
         return functional._softmax_over(input, _dim_of(input, self.dim))
 
 
@@ -171,6 +180,7 @@ class LogSoftmax(nn.LogSoftmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
+        _check_nested("input", input)
         return functional._softmax_over(input, _dim_of(input, self.dim), log=True)
 
 
@@ -226,6 +236,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             raise NotImplementedError(
                 "class probabilities in target are not supported; use torch.nn.CrossEntropyLoss"
             )
+        _check_nested("input", input)
         if input.ndim > 2:
             input = input.movedim(1, -1)
         memory = self._memory_for(input) if self.remember and upstream is None else None
