@@ -315,6 +315,8 @@ def _check(x, weight, target, bias, weight_ce):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+        if value.is_nested:
+            raise _pytorch.nested(name)
         if is_dtensor(value):
             raise TypeError(
                 f"{name} is a DTensor, expected a plain tensor; pass {name}.to_local() or gather it"

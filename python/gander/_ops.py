@@ -203,6 +203,8 @@ def _adds(ops: Any, x: Any, residual: Any, residual_dtype: Any) -> bool:
         return residual_dtype is not None and _differs(ops, x, residual_dtype, "residual_dtype")
     if ops is _torch and not isinstance(residual, _Tensor):
         raise TypeError(f"residual is a {type(residual).__name__}, expected a torch.Tensor, like x")
+    if ops is _torch and residual.is_nested:
+        raise ops.nested("residual")
     if residual.shape != x.shape:
         raise ValueError(
             f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
@@ -264,7 +266,8 @@ def _norm(
     adds = _adds(ops, x, residual, residual_dtype)
     if name == "layernorm" and not prenorm:
         residual_dtype = None  # it would change the result, but only where backward reads the sum
-    if residual is not None and residual_dtype is None and (name == "layernorm" or not prenorm):
+    kept = residual is not None and (prenorm or ops is _torch)
+    if kept and residual_dtype is None and (name == "layernorm" or not prenorm):
         # The digits that a narrower sum lost would be missing in the gradient.
         residual_dtype = _dtype_of_sum(ops, x, residual)
     if adds and prenorm:
@@ -280,18 +283,17 @@ def _norm(
     return (y, x) if prenorm else y
 
 
-_IN_PLACE = {"y": "x", "residual_out": "residual"}
-
-
-def _write(ops: Any, name: str, operands: tuple, options: tuple, names: dict[str, str]) -> None:
-    """Calls an operator that writes over operands. names: what its errors have to call some of them."""
+def _write(ops: Any, name: str, given: dict, rest: tuple, names: dict[str, str]) -> None:
+    """Calls an operator that writes over operands. given: the caller's, by their names there. names: what the
+    operator calls some of them, with those names."""
     try:
-        getattr(ops, name)(*operands, *options)
+        getattr(ops, name)(*given.values(), *rest)
     except (TypeError, ValueError, *_FAILURES) as error:
         if ops is _torch and sys.modules["torch"].compiler.is_compiling():
             raise
-        explained = ops.explained(error)
-        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(explained))
+        explained = ops.explained(error, **given)
+        operand = rf"(?<!['\w])({'|'.join(names)})(?!['\w])"
+        text = re.sub(operand, lambda found: names[found[0]], str(explained))
         raise type(explained)(text) from None
 
 
@@ -321,8 +323,8 @@ def _norm_into(
     wide = _dtype(ops, "float64" if x.dtype.itemsize == 8 else "float32")
     mean, rstd = (_empty(ops, x, shape[:-1], wide) if given in wanted else None for given in ("mean", "rstd"))
     statistics = (mean, rstd) if name == "layernorm" else (rstd,)
-    written = (*operands, out, residual_out, *statistics)
-    _write(ops, f"{name}_out", written, options, {"y": "out"})
+    given = dict(zip(("x", "weight", "bias", "residual", "out"), (*operands, out), strict=True))
+    _write(ops, f"{name}_out", given, (residual_out, *statistics, *options), {"y": "out"})
     return out, x if residual_out is None else residual_out, mean, rstd
 
 
@@ -808,10 +810,9 @@ def fused_add_rmsnorm(
         _adds(ops, x, residual, None)
         if eps is None:
             eps = _epsilon(x)
-        operands = (x, weight, residual)
-        _write(
-            ops, "fused_add_rmsnorm_", operands, (eps, bool(batch_invariant), weight_offset, False), _IN_PLACE
-        )
+        given = {"x": x, "weight": weight, "residual": residual}
+        options = eps, bool(batch_invariant), weight_offset, False
+        _write(ops, "fused_add_rmsnorm_", given, options, {"y": "x", "residual_out": "residual"})
     except _FAILURES as error:
         raise ops.explained(error, x=x, weight=weight, residual=residual) from None
 

@@ -89,6 +89,8 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
 
     Nothing synchronizes.
     """
+    if x.is_nested:
+        raise nested("x")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if isinstance(value, Tensor):
         if value.ndim:
@@ -103,7 +105,7 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
     if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is {value!r}, expected a number or a 0-dim tensor on the device of x")
     compiling = is_dynamo_compiling()
-    if isinstance(value, torch.SymInt) or (compiling and isinstance(value, int)):
+    if isinstance(value, torch.SymInt) or (compiling and isinstance(value, int) and abs(value) < 2**63):
         return x.new_full((), value, dtype=dtype)
     if isinstance(value, torch.SymFloat) or (compiling and isinstance(value, float)):
         # A graph has a float as an argument only if it takes part in arithmetic, else as a constant.

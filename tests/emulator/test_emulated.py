@@ -461,6 +461,21 @@ def test_in_place(op, output, over, dtype, suffix):
         run(op, m, length(vectors, dtype, suffix), dtype, suffix, over={output: over})
 
 
+@pytest.mark.parametrize("suffix", LAYOUTS)
+def test_layernorm_in_place(dtype, suffix):
+    """Sums that are rounded to x's type, and to another one."""
+    for m, vectors in ((40, 33), (2, 2600)):
+        rows, other = Rows(m, length(vectors, dtype, suffix), dtype), OTHER[dtype]
+        for given, stored, over in (
+            ({}, dtype, {"y": "x", "residual_out": "residual"}),
+            ({"residual": other}, other, {"y": "x", "residual_out": "residual"}),
+            ({"residual": other}, dtype, {"residual_out": "x"}),
+        ):
+            inputs = rows.inputs("x residual weight bias", **given)
+            outputs = rows.outputs("y residual_out mean rstd", residual_out=stored)
+            check("layernorm_forward", inputs, outputs, layout=LAYOUTS[suffix], over=over)
+
+
 INVARIANT = (
     *("softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward_dx"),
     "rmsnorm_residual_forward",

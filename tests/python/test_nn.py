@@ -272,6 +272,9 @@ def test_nested_tensors_are_refused(layout):
         (lambda x: gander.nn.CrossEntropyLoss()(x, torch.tensor([1, 2])), "input"),
         (gander.rmsnorm, "x"),
         (gander.softmax, "x"),
+        (lambda x: gander.rmsnorm(torch.randn(2, 3, 8), residual=x), "residual"),
+        (lambda x: gander.cross_entropy(x, torch.tensor([1, 2]), reduction="sum", divisor=2.0), "x"),
+        (lambda x: gander.linear_cross_entropy(x, torch.randn(5, 8), torch.tensor([1, 2])), "x"),
     ):
         with pytest.raises(NotImplementedError, match=f"{name} is a nested tensor, .* gander.nn.functional"):
             call(x)
@@ -285,6 +288,15 @@ def test_softmax_of_a_number_and_of_nothing(device, name):
     assert mine(number) == theirs(number)
     with pytest.raises(IndexError, match="dim is 5, expected -1 to 0"):
         both(name, 5)[0](number)
+
+
+@by_softmax
+def test_traced_softmax(device, name):
+    mine, theirs = both(name, -1)
+    x, other = torch.randn(4, 8, device=device), torch.randn(7, 8, device=device)
+    torch.testing.assert_close(torch.jit.trace(mine, x)(other), theirs(other))
+    array = x.cpu().numpy()
+    torch.testing.assert_close(torch.from_numpy(mine(array)), theirs(x.cpu()))
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")

@@ -319,6 +319,10 @@ def test_messages_call_the_argument_out(norm, device):
         norm(x, out=torch.empty(6, 8, dtype=torch.int32, device=device))
     with pytest.raises(TypeError, match="out is a int, expected a Tensor as x"):
         norm(x, out=3)
+    with pytest.raises(TypeError, match=r"out is a ndarray, expected a torch\.Tensor"):
+        norm(x, out=np.empty((6, 8), np.float32))
+    with pytest.raises(TypeError, match="eps is 'y'"):
+        norm(x, eps="y", out=torch.empty_like(x))
 
 
 def test_arrays_to_write_to(norm):

@@ -60,7 +60,7 @@ def _check_loss(reduction: Any, ignore_index: Any) -> None:
 
 
 def _check_nested(name: str, x: Tensor) -> None:
-    if x.is_nested:  # whose shape cannot be asked for
+    if isinstance(x, Tensor) and x.is_nested:  # whose shape cannot be asked for
         raise _pytorch.nested(name)
 
 
@@ -154,6 +154,14 @@ def _dim_of(input: Tensor, dim: int | None) -> int:
     return dim
 
 
+def _softmax(input: Tensor, dim: int | None, log: bool = False) -> Tensor:
+    _check_nested("input", input)
+    dim = _dim_of(input, dim)
+    if isinstance(input, Tensor) and not torch.compiler.is_compiling() and input.numel() == 0:
+        return functional.log_softmax(input, dim) if log else functional.softmax(input, dim)
+    return functional._softmax_over(input, dim, log)
+
+
 class Softmax(nn.Softmax):
     """torch.nn.Softmax(dim=None). See gander.softmax.
 
@@ -165,8 +173,7 @@ class Softmax(nn.Softmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_nested("input", input)
-        return functional._softmax_over(input, _dim_of(input, self.dim))
+        return _softmax(input, self.dim)
 
 
 class LogSoftmax(nn.LogSoftmax):
@@ -180,8 +187,7 @@ class LogSoftmax(nn.LogSoftmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_nested("input", input)
-        return functional._softmax_over(input, _dim_of(input, self.dim), log=True)
+        return _softmax(input, self.dim, log=True)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as _torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from .. import _ops
 
@@ -101,8 +100,6 @@ def _serves(function: str, *tensors: Tensor | None) -> bool:
 
 
 def _softmax_over(input: Tensor, dim: int, log: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    if -input.ndim <= dim < input.ndim and guard_or_false(input.shape[dim] == 0):
-        return (_torch_log_softmax if log else _torch_softmax)(input, dim, dtype=dtype)
     function = _ops.log_softmax if log else _ops.softmax
     if input.ndim == 0:
         return function(input.view(1), dim=dim, dtype=dtype).view(())
@@ -115,7 +112,8 @@ def _softmax_input(input: Tensor, dim: int | None, dtype: torch.dtype | None) ->
         return None
     # gander.softmax widens 16-bit tensors without a copy.
     widens = dtype is torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
-    return input if dtype is None or widens else input.to(dtype)
+    x = input if dtype is None or widens else input.to(dtype)
+    return None if x.ndim > 0 and x.shape[dim] == 0 else x
 
 
 def softmax(
