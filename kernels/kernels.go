@@ -196,9 +196,7 @@ func (n *Norm) SumType() DType {
 	switch {
 	case n.X.DType == Float64:
 		return Float64
-	case n.Center && n.Residual.Present() && n.ResidualOut.Present():
-		return n.ResidualOut.DType
-	case n.Center && n.ResidualOut.Present() && n.ResidualOut.DType != n.X.DType:
+	case n.Center && n.ResidualOut.Present() && (n.Residual.Present() || n.ResidualOut.DType != n.X.DType):
 		return n.ResidualOut.DType
 	case n.Center && n.Residual.Present() && n.Residual.DType == n.X.DType:
 		return n.X.DType

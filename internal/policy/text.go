@@ -252,39 +252,56 @@ func ParseRow(line string) (r Row, err error) {
 	return r, nil
 }
 
-// parseCounts reads "-", "1..16", "17..", "<1/sm", ">=8/sm".
+// parseCounts reads "-", "1..16", "17..", "<1/sm", ">=8/sm", ">=7/sm<20/sm".
 func parseCounts(text string) (from, below Count, err error) {
-	low, high, isRange := strings.Cut(text, "..")
-	switch number, perSM := strings.CutSuffix(strings.TrimLeft(text, "<>="), "/sm"); {
-	case text == "-":
-	case perSM && text[0] == '<':
-		below.PerSM = true
-		below.N, err = strconv.ParseInt(number, 10, 64)
-	case perSM:
-		from.PerSM = true
-		from.N, err = strconv.ParseInt(number, 10, 64)
-	case isRange:
+	if text == "-" {
+		return from, below, nil
+	}
+	if low, high, isRange := strings.Cut(text, ".."); isRange {
 		if from.N, err = strconv.ParseInt(low, 10, 64); err == nil && high != "" {
 			below.N, err = strconv.ParseInt(high, 10, 64)
 			below.N++
 		}
-	default:
-		err = strconv.ErrSyntax
+	} else {
+		perSM := func(text string) Count {
+			number, isPerSM := strings.CutSuffix(text, "/sm")
+			if err == nil && !isPerSM {
+				err = strconv.ErrSyntax
+			}
+			c := Count{PerSM: true}
+			if err == nil {
+				c.N, err = strconv.ParseInt(number, 10, 64)
+			}
+			return c
+		}
+		low, high, isBelow := strings.Cut(text, "<")
+		if isBelow {
+			below = perSM(high)
+		}
+		if low, isFrom := strings.CutPrefix(low, ">="); isFrom {
+			from = perSM(low)
+		} else if low != "" || !isBelow {
+			err = strconv.ErrSyntax
+		}
 	}
 	if err != nil {
-		err = fmt.Errorf("rows are %q, expected -, 1..16, 17.., <1/sm or >=8/sm", text)
+		err = fmt.Errorf("rows are %q, expected -, 1..16, 17.., <1/sm, >=8/sm or >=7/sm<20/sm", text)
 	}
 	return from, below, err
 }
 
 func formatCounts(from, below Count) string {
-	switch {
+	switch text := ""; {
 	case from == Count{} && below == Count{}:
 		return "-"
-	case below.PerSM:
-		return fmt.Sprintf("<%d/sm", below.N)
-	case from.PerSM:
-		return fmt.Sprintf(">=%d/sm", from.N)
+	case from.PerSM || below.PerSM:
+		if from.PerSM {
+			text = fmt.Sprintf(">=%d/sm", from.N)
+		}
+		if below.PerSM {
+			text += fmt.Sprintf("<%d/sm", below.N)
+		}
+		return text
 	case below == Count{}:
 		return fmt.Sprintf("%d..", from.N)
 	}

@@ -25,7 +25,7 @@ func TestLoopedRows(t *testing.T) {
 					run  func(*shortRows) []kernels.Matrix
 				}{
 					{"softmax", softmaxOfShortRows}, {"softmax's gradient", softmaxGradOfShortRows},
-					{"norm", normOfShortRows}, {"loss", lossOfShortRows},
+					{"norm", normOfShortRows}, {"norm's gradient", normGradOfShortRows}, {"loss", lossOfShortRows},
 				} {
 					rows := newShortRows(r, dtype)
 					loopedRow = block
@@ -137,6 +137,62 @@ func normOfShortRows(s *shortRows) []kernels.Matrix {
 	}
 	NormForward(&n, s.workers)
 	return []kernels.Matrix{y.Matrix, asRow(n.Rstd), asRow(n.Mean)}
+}
+
+func normGradOfShortRows(s *shortRows) []kernels.Matrix {
+	x, dout, stat := s.x.clone(), s.matrix(s.dtype), statistics(s.dtype)
+	n := kernels.Norm{X: x.Matrix, DOut: dout.Matrix, DX: s.output(dout).Matrix, Center: s.IntN(4) == 0,
+		RoundNormalized: s.IntN(6) == 0, Weight: s.maybe(s.vector(s.dtype, s.cols, 1, -0.3, 2)),
+		Rstd: s.vector(stat, s.rows, 0.5, 1, 3), Mean: s.vector(stat, s.rows, 0, 1, -0.3),
+		DW: s.maybe(s.vector(s.dtype, s.cols, 9)), DB: s.maybe(s.vector(s.dtype, s.cols, 9))}
+	if s.IntN(6) == 0 {
+		n.DResidualOut = s.matrix(s.dtype).Matrix
+	}
+	NormBackward(&n, s.workers)
+	return []kernels.Matrix{n.DX, asRow(n.DW), asRow(n.DB)}
+}
+
+// TestTogether: rows of 16 bits that are taken together have the bits of the same rows of float32, rounded.
+func TestTogether(t *testing.T) {
+	forEachInstructionSet(t, func(t *testing.T) {
+		for _, dtype := range typesOf(engine32.funcs) {
+			store := engine32.funcs.store[dtype]
+			if dtype.Size() != 2 || engine32.funcs.rmsNormRows == nil {
+				continue
+			}
+			r := rand.New(rand.NewPCG(4, uint64(dtype)))
+			for range 60 {
+				s := newShortRows(r, dtype)
+				s.cols = 64 * (1 + r.IntN(2))
+				s.rows = 1 + r.IntN(80)
+				x, dy := s.matrix(dtype), s.matrix(dtype)
+				rstd := s.vector(kernels.Float32, s.rows, 0.5, 1, 3)
+				weight := s.vector(dtype, s.cols, 1, -0.3, 2)
+				results := func(x, dy matrix) []kernels.Matrix {
+					t := x.DType
+					y, dx, grad := newMatrix(t, s.rows, s.cols, 0, 5), newMatrix(t, s.rows, s.cols, 0, 0), dy.clone()
+					dw := s.vector(kernels.Float32, s.cols, 9)
+					NormForward(&kernels.Norm{X: x.Matrix, Y: y.Matrix, Weight: weight, Eps: 1e-6}, s.workers)
+					NormBackward(&kernels.Norm{X: x.Matrix, DOut: dy.Matrix, DX: dx.Matrix, Weight: weight,
+						Rstd: rstd, DW: dw}, s.workers)
+					SoftmaxBackward(dy.Matrix, x.Matrix, grad.Matrix, s.workers)
+					return []kernels.Matrix{y.Matrix, dx.Matrix, grad.Matrix, asRow(dw)}
+				}
+				wide := func(m matrix) matrix { return newMatrix(kernels.Float32, s.rows, s.cols, 3, 0).fill(m.at) }
+				want, got := results(wide(x), wide(dy)), results(x, dy)
+				for i := range want {
+					if got[i].DType == dtype {
+						rounded := newMatrix(dtype, s.rows, s.cols, 0, 0)
+						for row := range s.rows {
+							store(rowAt(&rounded.Matrix, row, 0), view[float32](&want[i], row, 0, s.cols), 1)
+						}
+						want[i] = rounded.Matrix
+					}
+					requireSame(t, &want[i], &got[i], fmt.Sprintf("%v, %d x %d, output %d", dtype, s.rows, s.cols, i))
+				}
+			}
+		}
+	})
 }
 
 func lossOfShortRows(s *shortRows) []kernels.Matrix {

@@ -150,6 +150,7 @@ type together struct {
 	sums    [maxTogether]targetSum // the others are cross-entropy's
 	exps    [maxTogether]float64   // of the target's logit, or of the others' maximum where that is smaller
 	logs    [maxTogether]float64   // of the sums
+	rstd    [maxTogether]float64   // RMSNorm's
 }
 
 // engine runs ops that compute in T.
@@ -267,11 +268,10 @@ func (c *call[T]) layOut(memory []byte) int {
 	c.splitPartials, c.splitStats = take[partial](&a, splitRows*c.blocks), take[rowStats](&a, splitRows)
 	c.weight.values, c.bias.values = take[T](&a, c.plan.weights), take[T](&a, c.plan.biases)
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
-	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
+	c.blockRoom = min(c.cols*max(c.plan.together, 1)+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
 	switch {
 	case c.plan.together > 0:
-		first = max(first, c.cols*c.plan.together)
 	case c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.roundsSum() ||
 		c.masked.X.Present()):
 		first = c.cols
@@ -460,15 +460,15 @@ func view[T float](m *kernels.Matrix, row, j, n int) []T {
 }
 
 // scratch is space for n elements from column j on in part 0, 1 or 2 of the worker's buffer. Each part holds
-// a block, except that part 0 holds plan.together rows of one block, or a whole row with w.reuse. It is the
+// a block, or plan.together rows of one block, except that part 0 holds a whole row with w.reuse. It is the
 // last in memory, so it can be longer.
 func (w *worker[T]) scratch(number, j, n int) []T {
 	from := (2 - number) * w.blockRoom
 	if number == 0 {
 		from += w.ahead
-		if w.reuse {
-			from += j
-		}
+	}
+	if w.plan.together > 0 || number == 0 && w.reuse {
+		from += j
 	}
 	return w.buffer[from : from+n]
 }
@@ -489,6 +489,45 @@ func (w *worker[T]) reread(number int, m *kernels.Matrix, row, j, n int) []T {
 		return w.scratch(number, j, n)
 	}
 	return w.read(number, m, row, j, n)
+}
+
+// readRows is n of plan.together rows, from one on: in place if their type is T, else converted into the
+// numbered scratch space.
+func (w *worker[T]) readRows(number int, m *kernels.Matrix, row, n int) strided {
+	rows := w.outputRows(number, m, row, n)
+	switch load := w.funcs.load[m.DType]; {
+	case m.DType == native[T]():
+	case int(m.Stride) == w.cols:
+		load(w.scratch(number, 0, n*w.cols), rowAt(m, row, 0))
+	default:
+		for i := range n {
+			load(w.scratch(number, i*w.cols, w.cols), rowAt(m, row+i, 0))
+		}
+	}
+	return rows
+}
+
+// outputRows is where to compute n of plan.together rows, from one on: in place if their type is T, else in
+// scratch space, from where writeRows converts them.
+func (w *worker[T]) outputRows(number int, m *kernels.Matrix, row, n int) strided {
+	if m.DType == native[T]() {
+		return strided{rowAt(m, row, 0), int(m.Stride * m.DType.Size())}
+	}
+	s := w.scratch(number, 0, n*w.cols)
+	return strided{unsafe.Pointer(&s[0]), w.cols * int(unsafe.Sizeof(s[0]))}
+}
+
+// writeRows converts what was computed in outputRows' scratch space and stores it in the rows.
+func (w *worker[T]) writeRows(number int, m *kernels.Matrix, row, n int) {
+	switch store := w.funcs.store[m.DType]; {
+	case m.DType == native[T]():
+	case int(m.Stride) == w.cols:
+		store(rowAt(m, row, 0), w.scratch(number, 0, n*w.cols), 1)
+	default:
+		for i := range n {
+			store(rowAt(m, row+i, 0), w.scratch(number, i*w.cols, w.cols), 1)
+		}
+	}
 }
 
 // output is where to compute n elements of a row: in place if their type is T, else in scratch space, from

@@ -57,7 +57,21 @@ type rowFuncs[T float] struct {
 	dot3Raw         [4]func(x, dy unsafe.Pointer, w []T) float64            // sum of x * dy * w
 	// dx = (dy * w - x * k) * r, and sums += x * r * dy unless sums is nil
 	rmsNormGradRaw [4]func(dx, x, dy unsafe.Pointer, w, sums []T, k, r T)
+	// RMSNorm of a few rows of float32, whose length, that of w, is a multiple of 64: y = x * rstd * w, rstd =
+	// 1 / sqrt(mean(x^2) + eps), with the bits of dot and multiply.
+	rmsNormRows func(y, x strided, w []T, eps float64, rows int, rstd *[maxTogether]float64)
+	// Its gradient, with the bits of dot3, normGrad and addProduct. dw is nil if it is not wanted.
+	rmsNormGradRows func(dx, x, dy strided, w []T, dw []float64, rows int, rstd *[maxTogether]float64)
 }
+
+// strided is rows of float32 in memory. The stride is in bytes.
+type strided struct {
+	first  unsafe.Pointer
+	stride int
+}
+
+// next makes the second row the first.
+func (s *strided) next() { s.first = unsafe.Add(s.first, s.stride) }
 
 // The exponential function in float32: with n = round(x / ln 2) and r = x - n ln 2, exp(x) is 2^n (1 + r +
 // r^2 q(r)). q is the polynomial of degree 4 with the smallest relative error, 2^-28. ln 2 is split into

@@ -56,7 +56,9 @@ var avx2 = rowFuncs[float32]{
 	scaleRaw: [4]func(dst, x unsafe.Pointer, w []float32, c float32, stream bool){
 		kernels.BFloat16: scaleBFloat16AVX2,
 	},
-	dot3Raw: [4]func(x, dy unsafe.Pointer, w []float32) float64{kernels.BFloat16: dot3BFloat16AVX2},
+	dot3Raw:         [4]func(x, dy unsafe.Pointer, w []float32) float64{kernels.BFloat16: dot3BFloat16AVX2},
+	rmsNormRows:     rmsNormRowsAVX2,
+	rmsNormGradRows: rmsNormGradRowsAVX2,
 	rmsNormGradRaw: [4]func(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32){
 		kernels.BFloat16: rmsNormGradBFloat16AVX2,
 	},
@@ -106,6 +108,12 @@ func sum4(s f64x4) float64 {
 	s.Store(&a)
 	archsimd.ClearAVXUpperBits()
 	return (a[0] + a[1]) + (a[2] + a[3])
+}
+
+// sumLanes4 is sum4 without memory and without clearing the upper halves of registers.
+func sumLanes4(s f64x4) float64 {
+	lo, hi := s.GetLo(), s.GetHi()
+	return (lo.GetElem(0) + lo.GetElem(1)) + (hi.GetElem(0) + hi.GetElem(1))
 }
 
 func max4(v archsimd.Float32x4) float32 {
@@ -541,3 +549,81 @@ func (k *constants) roundBFloat16x8(f f32x8) i32x8 {
 	odd := u.ShiftRight(n8(&k.sixteen)).And(n8(&k.bit0))
 	return n8(&k.bfloat16NaN).Merge(u.Add(odd).Add(n8(&k.bfloat16Half)), f.IsNaN())
 }
+
+func rmsNormRowsAVX2(y, x strided, w []float32, eps float64, rows int, rstd *[maxTogether]float64) {
+	from := x
+	for row := range rows {
+		var s0, s1 f64x4
+		for i := 0; i < len(w); i += 32 {
+			x0, x1, x2, x3 := from.load8(i), from.load8(i+8), from.load8(i+16), from.load8(i+24)
+			s0, s1 = accumulate8(s0, s1, x2.MulAdd(x2, x0.Mul(x0)).Add(x3.MulAdd(x3, x1.Mul(x1))))
+		}
+		rstd[row] = sumLanes4(s0.Add(s1))
+		from.next()
+	}
+	n, e := archsimd.BroadcastFloat64x4(float64(len(w))), archsimd.BroadcastFloat64x4(eps)
+	one := archsimd.BroadcastFloat64x4(1)
+	for row := 0; row < rows; row += 4 {
+		r := doublePtr4(rstd[:], row)
+		one.Div(archsimd.LoadFloat64x4(r).Div(n).Add(e).Sqrt()).Store(r)
+	}
+	for row := range rows {
+		r := archsimd.BroadcastFloat32x8(float32(rstd[row]))
+		for i := 0; i < len(w); i += 8 {
+			y.store8(i, x.load8(i).Mul(r).Mul(load8(w, i)))
+		}
+		x.next()
+		y.next()
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+func rmsNormGradRowsAVX2(
+	dx, x, dy strided, w []float32, dw []float64, rows int, rstd *[maxTogether]float64,
+) {
+	var ks [maxTogether]float64
+	from, grad := x, dy
+	for row := range rows {
+		var s0, s1 f64x4
+		for i := 0; i < len(w); i += 32 {
+			a := grad.load8(i).Mul(load8(w, i)).Mul(from.load8(i))
+			b := grad.load8(i + 8).Mul(load8(w, i+8)).Mul(from.load8(i + 8))
+			a = grad.load8(i+16).Mul(load8(w, i+16)).MulAdd(from.load8(i+16), a)
+			b = grad.load8(i+24).Mul(load8(w, i+24)).MulAdd(from.load8(i+24), b)
+			s0, s1 = accumulate8(s0, s1, a.Add(b))
+		}
+		ks[row] = sumLanes4(s0.Add(s1))
+		from.next()
+		grad.next()
+	}
+	n := archsimd.BroadcastFloat64x4(float64(len(w)))
+	for row := 0; row < rows; row += 4 {
+		r, k := archsimd.LoadFloat64x4(doublePtr4(rstd[:], row)), doublePtr4(ks[:], row)
+		r.Mul(r).Mul(archsimd.LoadFloat64x4(k)).Div(n).Store(k)
+	}
+	for row := range rows {
+		k := archsimd.BroadcastFloat32x8(float32(-ks[row]))
+		r, wide := archsimd.BroadcastFloat32x8(float32(rstd[row])), archsimd.BroadcastFloat64x4(rstd[row])
+		for i := 0; i < len(w); i += 8 {
+			xv, dyv := x.load8(i), dy.load8(i)
+			if dw != nil {
+				lo, hi := doublePtr4(dw, i), doublePtr4(dw, i+4)
+				xLo, xHi := xv.GetLo().ConvertToFloat64().Mul(wide), xv.GetHi().ConvertToFloat64().Mul(wide)
+				xLo.MulAdd(dyv.GetLo().ConvertToFloat64(), archsimd.LoadFloat64x4(lo)).Store(lo)
+				xHi.MulAdd(dyv.GetHi().ConvertToFloat64(), archsimd.LoadFloat64x4(hi)).Store(hi)
+			}
+			dx.store8(i, dyv.MulAdd(load8(w, i), xv.Mul(k)).Mul(r))
+		}
+		x.next()
+		dy.next()
+		dx.next()
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+// load8 is elements i to i+7 of the first row.
+func (s *strided) load8(i int) f32x8 {
+	return archsimd.LoadFloat32x8((*[8]float32)(unsafe.Add(s.first, 4*i)))
+}
+
+func (s *strided) store8(i int, v f32x8) { v.Store((*[8]float32)(unsafe.Add(s.first, 4*i))) }

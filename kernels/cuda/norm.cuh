@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_sum(const NormArgs& a, int64_t row, int64_t
   const void* const r = advance(a.rows.b, a.rows.b_type, row * a.rows.b_stride + origin);
   if constexpr (!Unaligned) {
     load_vectors<false>(x, e, step, s.hi, h);
-    if (sizeof(T) == 2 && a.sum_type == kDType<T>) {  // so is the residual: see forwardRequest in ops
+    if (sizeof(T) == 2 && a.sum_type == kDType<T>) {  // and the residual is a T: see forwardRequest in ops
       load_vectors<true>(static_cast<const T*>(r), e, step, s.hi, h);
 #pragma unroll
       for (int i = 0; i < V; i++) unpack(T(), pack(T(), h[i]), h[i]);

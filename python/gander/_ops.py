@@ -265,7 +265,7 @@ def _norm(
     residual_dtype = _dtype(ops, residual_dtype, "residual_dtype")
     adds = _adds(ops, x, residual, residual_dtype)
     if name == "layernorm" and not prenorm:
-        residual_dtype = None  # it would change the result, but only where backward reads the sum
+        residual_dtype = None  # else the result would be another where a gradient is wanted
     kept = residual is not None and (prenorm or ops is _torch)
     if kept and residual_dtype is None and (name == "layernorm" or not prenorm):
         # The digits that a narrower sum lost would be missing in the gradient.

@@ -58,11 +58,10 @@ def explained(error: RuntimeError, **arguments) -> Exception:
             return TypeError(
                 f"{name} is a {type(value).__name__}, expected a torch.Tensor, like the first argument"
             )
+        if value is not None and value.is_nested:
+            return nested(name)
     if is_dynamo_compiling():  # which raises the error itself, and could not trace what follows
         return error
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.is_nested:
-            return nested(name)
     if cast := _CAST.search(str(error)):
         expected, argument, value = cast.groups()
         return TypeError(f"{argument} is {value}, expected {_NUMBERS.get(expected, expected)}")
