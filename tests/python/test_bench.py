@@ -136,7 +136,7 @@ def test_records_resume_and_report(command):
     for record in found:
         assert set(record["results"]) == {"torch", "gander"}
         for result in record["results"].values():
-            assert min(result[field] for field in ("us", report.IN_TURNS, report.ALLOCATING)) > 0
+            assert min(result[field] for field in ("us", report.IN_TURNS, report.NEW_MEMORY)) > 0
         assert {"device", "torch", "gander", "commit", "python"} <= set(record["environment"])
         assert record["date"] and record["versions"]["torch"] == cases.provider_version("torch")
     shown = command("--report", "a.jsonl")
@@ -886,7 +886,7 @@ def cpu_record():
         "commit": "0123456789ab",
     }
     name = {"section": "cpu", "op": "rmsnorm_forward", "dtype": "float32", "m": 64, "n": 4096}
-    figures = {report.IN_TURNS: 1.0, report.ALLOCATING: 1.0}
+    figures = {report.IN_TURNS: 1.0, report.NEW_MEMORY: 1.0}
     both = {"torch": timing_of(14.0, **figures), "gander": timing_of(10.0, **figures)}
     return gpu_records()[0] | name | {"environment": environment, "results": both}
 

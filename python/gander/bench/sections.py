@@ -16,7 +16,7 @@ import gander
 from .. import _library
 from . import limit, load, losses, models
 from .cases import ALGORITHMS, ALL, DTYPES, NORMS, OPERATORS, PROVIDERS, double, nan_last, provider, rows_of
-from .report import ALLOCATING, IN_TURNS
+from .report import IN_TURNS, NEW_MEMORY
 from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
 
 # Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
@@ -195,8 +195,8 @@ def _cpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int)
         turns = host_cost(calls, lambda: None, options.seconds / 2 * len(calls), least=5, most=1000, batch=1)
         for name, timing in turns.items():
             results[name][IN_TURNS] = timing.us
-    for name, timing in cpu_blocks(calls, options.seconds / 2, rounds=2).items():
-        results[name][ALLOCATING] = timing.us
+    for name, timing in cpu_blocks(calls, options.seconds / 2, rounds=2, keep=True).items():
+        results[name][NEW_MEMORY] = timing.us
     return {"results": results}
 
 

@@ -103,19 +103,33 @@ class GPUTimer:
         return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def _cpu_block(call: Call, seconds: float, least: int, most: int) -> list[float]:
+def _cpu_block(call: Call, seconds: float, least: int, most: int, keep: bool) -> list[float]:
     """Times one call again and again, after a pause: torch's threads spin for a while after their last call,
-    and would take the cores from whoever comes next."""
+    and would take the cores from whoever comes next. With keep, no result is freed before the last call."""
     time.sleep(0.3)
-    samples = []
+    samples, kept = [], []
     began = time.perf_counter()
     with _no_garbage_collection():
-        call()
+        size = _bytes(call())
+        if keep:
+            most = min(most, max(least, _KEPT_BYTES // max(size, 1)))
         while len(samples) < most and (len(samples) < least or time.perf_counter() - began < seconds):
             start = time.perf_counter()
-            call()
+            result = call()
             samples.append((time.perf_counter() - start) * 1e6)
+            if keep:
+                kept.append(result)
     return samples
+
+
+_KEPT_BYTES = 1 << 30
+
+
+def _bytes(result) -> int:
+    """The size of the tensors that a call returned."""
+    if isinstance(result, tuple | list):
+        return sum(map(_bytes, result))
+    return 0 if result is None else result.nbytes
 
 
 @contextmanager
@@ -137,13 +151,14 @@ def reused_memory():
 
 
 def cpu_blocks(
-    calls: dict[str, Call], seconds: float, rounds: int = 3, least: int = 5, most: int = 1000
+    calls: dict[str, Call], seconds: float, rounds: int = 3, least: int = 5, most: int = 1000, keep=False
 ) -> dict[str, Timing]:
-    """Blocks of calls, in turns, so that what else the machine does meets everyone."""
+    """Blocks of calls, in turns, so that what else the machine does meets everyone. With keep, a block keeps
+    all results, so that each lies in memory that the system maps anew."""
     samples = {name: [] for name in calls}
     for _, turn in zip(range(rounds), _turns(list(calls)), strict=False):
         for name in turn:
-            samples[name] += _cpu_block(calls[name], seconds / rounds, least, most)
+            samples[name] += _cpu_block(calls[name], seconds / rounds, least, most, keep)
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
