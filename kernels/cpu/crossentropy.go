@@ -223,6 +223,7 @@ func (crossEntropyStep[T]) do(w *worker[T], task int) {
 				w.ahead = i * w.cols
 				w.expOthers(from+i, 0, w.cols, targets[i], w.partials[i:][:1])
 			}
+			w.ahead = 0
 		}
 		sums := w.sumsOf(from, targets[:n], w.partials[:n])
 		for i := range n {
@@ -232,8 +233,8 @@ func (crossEntropyStep[T]) do(w *worker[T], task int) {
 				w.writeGradient(from+i, 0, w.cols, targets[i], w.partials[i:][:1], s)
 			}
 		}
+		w.ahead = 0
 	}
-	w.ahead = 0
 }
 
 // skipped rows are ignored ones that are not even read, because nobody wants their log-sum-exp.

@@ -55,8 +55,11 @@ type shortRows struct {
 func newShortRows(r *rand.Rand, dtype kernels.DType) *shortRows {
 	s := &shortRows{Rand: r, seed: r.Uint64(), dtype: dtype, rows: 1 + r.IntN(20), workers: 1 + r.IntN(3)}
 	s.cols = [...]int{1 + r.IntN(20), 1 + r.IntN(300), block - r.IntN(40), 64 * (1 + r.IntN(5))}[r.IntN(4)]
-	if s.cols <= 20 && r.IntN(2) == 0 {
+	switch {
+	case s.cols <= 20 && r.IntN(2) == 0:
 		s.rows = maxTasks*maxTogether/2 + r.IntN(maxTasks*maxTogether)
+	case s.cols%64 == 0 && s.cols <= shortBlock && r.IntN(2) == 0: // more rows in a task than are taken together
+		s.rows = maxTasks*min(block/s.cols, maxTogether) + 1 + r.IntN(200)
 	}
 	s.x = s.matrix(dtype)
 	return s
@@ -204,7 +207,7 @@ func lossOfShortRows(s *shortRows) []kernels.Matrix {
 			targets[i] = choices[s.IntN(len(choices))]
 		}
 	}
-	a := kernels.CrossEntropy{X: s.x.Matrix, IgnoreIndex: -100, Slice: s.IntN(3) == 0, OnePass: s.IntN(2) == 0,
+	a := kernels.CrossEntropy{X: s.x.Matrix, IgnoreIndex: -100, OnePass: s.IntN(2) == 0,
 		Reduction: kernels.Reduction(s.IntN(3)), Max: s.maybe(s.vector(stat, s.rows, 9)),
 		Divisor: s.maybe(s.vector(stat, 1, 3)), Denominator: s.maybe(s.vector(stat, 1, 9))}
 	if a.Max.Present() {
