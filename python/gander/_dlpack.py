@@ -12,7 +12,7 @@ import ctypes
 import sys
 from ctypes import POINTER, byref, c_char_p, c_int, c_void_p, cast, py_object
 from numbers import Real
-from operator import index
+from operator import index, ne
 from types import SimpleNamespace
 
 from . import _library
@@ -337,14 +337,12 @@ def _scalar(name, value, x):
     if isinstance(value, bool) or not (isinstance(value, Real) or hasattr(value, "__dlpack__")):
         raise TypeError(f"{name} is {value!r}, expected a number or an array of one element")
     if library is None:
-        error = TypeError(
-            f"{name} is {value!r}, expected an array of one element where x is not NumPy's or CuPy's"
-        )
-        raise _explained(error, x=x)
+        message = f"{name} is {value!r}, expected an array of one element where x is not NumPy's or CuPy's"
+        raise _explained(TypeError(message), x=x)
     return library.asarray(value, "float64" if str(x.dtype) == "float64" else "float32")
 
 
-operators = SimpleNamespace(explained=_explained, scalar=_scalar)
+operators = SimpleNamespace(explained=_explained, scalar=_scalar, differ=ne)
 for _name, _torch_operator in TORCH.items():
     _over_logits = _torch_operator.writes == {"x": "dx"}
     if not _torch_operator.packed:  # those are only for autograd

@@ -251,7 +251,7 @@ def _rescale(gradients, dloss, upstream):
 def _expected(upstream, x):
     """The upstream gradient to make gradients for: the expected one, or 1 if they could not be scaled."""
     tensor = _pytorch.scalar("upstream", upstream, x)
-    if isinstance(upstream, (int, float)):
+    if isinstance(upstream, (int, float)) and not is_compiling():  # a graph may know it only when it runs
         return tensor if _SMALLEST <= abs(upstream) <= _LARGEST else torch.ones_like(tensor)
     if not torch.is_grad_enabled():  # makes none
         return tensor
@@ -282,8 +282,9 @@ class _LinearCrossEntropy(Function):
         if dloss is None:
             return (None,) * 8
         saved, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:3])
-        *inputs, upstream, dx, dw, db = saved
-        x, made = inputs[0], [dx, dw, db]
+        *inputs, upstream = saved[:_TENSORS]
+        # Hooks on saved tensors may change strides.
+        x, made = inputs[0], [gradient.contiguous() for gradient in saved[_TENSORS:]]
         if is_traced(dloss):
             # What was returned may be that of another dloss. A graph cannot wait to see whether it is.
             made = None if ctx.returned or x.dtype == torch.float16 else ctx.made
@@ -328,7 +329,7 @@ def _check(x, weight, target, bias, weight_ce):
             f"weight has shape {tuple(weight.shape)}, expected (V, {x.shape[-1] if x.ndim else 'K'}) with V "
             f"classes and the last dimension of x, which has shape {tuple(x.shape)}"
         )
-    if target.shape != x.shape[:-1]:
+    if _pytorch.differ(target.shape, x.shape[:-1]):
         raise ValueError(
             f"target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, the leading dimensions "
             "of x"

@@ -143,12 +143,20 @@ def _rounds(casting_mode: Any) -> bool:
     return casting_mode is not None
 
 
-def _check_reals(eps: Any, weight_offset: Any) -> None:
-    """Refuses tensors, as torch does. A tensor that requires a gradient would silently get none."""
-    for name, value in ("eps", eps), ("weight_offset", weight_offset):
+def _check_constants(**numbers: Any) -> None:
+    """Refuses what is no constant. A tensor that requires a gradient would silently get none. A number that
+    depends on a size that an exported program leaves open would silently stay what it was in the export."""
+    for name, value in numbers.items():
+        if type(value) is float:
+            continue
         if isinstance(value, _Tensor):
             raise TypeError(
                 f"{name} is a tensor, expected a number, which has no gradient; pass float({name})"
+            )
+        if type(value).__name__ in ("SymFloat", "SymInt"):
+            raise NotImplementedError(
+                f"{name} is {value}, expected a number that does not depend on a dynamic size; export with "
+                "that size fixed" + (", or multiply x instead" if name == "scale" else "")
             )
 
 
@@ -157,22 +165,25 @@ def _library_of(ops: Any, x: Any) -> Any:
     return sys.modules["torch"] if ops is _torch else _dlpack.module_of(x)
 
 
-def _shape_as_weight(name: str, weight: Any) -> TypeError | None:
-    """The error of a norm that got torch's normalized_shape in place of its weight."""
+# An exception in a local variable keeps the caller's tensors alive, until Python looks for cycles: its
+# traceback holds the frame, and the frame holds it. So functions raise exceptions where they make them.
+
+
+def _refuse_shape(name: str, weight: Any) -> None:
+    """Refuses torch's normalized_shape in place of a norm's weight."""
     if not isinstance(weight, (int, tuple, list)):
-        return None
-    return TypeError(
+        return
+    raise TypeError(
         f"weight is {weight!r}, expected a tensor or None; unlike torch's, {name}(x, weight) has no "
         "normalized_shape: it normalizes the last dimension"
-    )
+    ) from None
 
 
 def _checked_weight(
     ops: Any, name: str, x: Any, weight: Any, bias: Any = None, weight_offset: float = 0
 ) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
-    if (error := _shape_as_weight(name, weight)) is not None:
-        raise error
+    _refuse_shape(name, weight)
     if weight is None and bias is not None and len(bias.shape) == 2:
         if bias.shape != x.shape[-2:]:
             raise ValueError(
@@ -205,7 +216,7 @@ def _adds(ops: Any, x: Any, residual: Any, residual_dtype: Any) -> bool:
         raise TypeError(f"residual is a {type(residual).__name__}, expected a torch.Tensor, like x")
     if ops is _torch and residual.is_nested:
         raise ops.nested("residual")
-    if residual.shape != x.shape:
+    if ops.differ(residual.shape, x.shape):
         raise ValueError(
             f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
         )
@@ -291,10 +302,13 @@ def _write(ops: Any, name: str, given: dict, rest: tuple, names: dict[str, str])
     except (TypeError, ValueError, *_FAILURES) as error:
         if ops is _torch and sys.modules["torch"].compiler.is_compiling():
             raise
-        explained = ops.explained(error, **given)
-        operand = rf"(?<!['\w])({'|'.join(names)})(?!['\w])"
-        text = re.sub(operand, lambda found: names[found[0]], str(explained))
-        raise type(explained)(text) from None
+        raise _renamed(ops.explained(error, **given), names) from None
+
+
+def _renamed(error: Exception, names: dict[str, str]) -> Exception:
+    """The same error about the caller's operands."""
+    operand = rf"(?<!['\w])({'|'.join(names)})(?!['\w])"
+    return type(error)(re.sub(operand, lambda found: names[found[0]], str(error)))
 
 
 def _norm_into(
@@ -381,12 +395,6 @@ def _cast(ops: Any, x: Any, dtype: Any) -> tuple[Any, Any]:
             f"dtype is {name} for x of {given}, expected {given}{or_wider}; cast x first"
         )
     return x, dtype
-
-
-def _check_scale(scale: Any) -> None:
-    """Refuses tensors: one that requires a gradient would silently get none."""
-    if isinstance(scale, _Tensor):
-        raise TypeError("scale is a tensor, expected a number, which has no gradient; pass float(scale)")
 
 
 def _masked_softmax(
@@ -515,7 +523,7 @@ def _softmax(
     batch_invariant: bool,
 ) -> Any:
     """softmax with arguments that may be options: if they are none, by the kernels without."""
-    _check_scale(scale)
+    _check_constants(scale=scale)
     narrow = x if dtype is None else _cast(ops, x, dtype)[0]
     widens = dtype is not None and _differs(ops, narrow, _dtype(ops, dtype, "dtype"), "dtype")
     given = {
@@ -585,7 +593,7 @@ def log_softmax(
     """
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
-        _check_scale(scale)
+        _check_constants(scale=scale)
         return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, True, batch_invariant)
     except _FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
@@ -738,7 +746,7 @@ def rmsnorm(
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     if type(eps) is not float or type(weight_offset) is not float:
-        _check_reals(eps, weight_offset)
+        _check_constants(eps=eps, weight_offset=weight_offset)
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
@@ -760,8 +768,8 @@ def rmsnorm(
             out_dtype = _dtype(ops, out_dtype)
         return ops.rmsnorm(x, weight, out_dtype, *options)
     except _FAILURES as error:
-        explained = ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out)
-        raise _shape_as_weight("rmsnorm", weight) or explained from None
+        _refuse_shape("rmsnorm", weight)
+        raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
 
 
 @overload
@@ -801,7 +809,7 @@ def fused_add_rmsnorm(
     weight, eps, weight_offset, batch_invariant and errors are those of rmsnorm.
     """
     if type(eps) is not float or type(weight_offset) is not float:
-        _check_reals(eps, weight_offset)
+        _check_constants(eps=eps, weight_offset=weight_offset)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         _checked_weight(ops, "fused_add_rmsnorm", x, weight)
@@ -873,7 +881,7 @@ def rmsnorm_fwd(
     x.shape[:-1], or None without store_rstd. Arguments and errors are those of rmsnorm.
     """
     if type(eps) is not float or type(weight_offset) is not float:
-        _check_reals(eps, weight_offset)
+        _check_constants(eps=eps, weight_offset=weight_offset)
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
@@ -969,7 +977,7 @@ def rmsnorm_bwd(
     batch_invariant and errors are as there. casting_mode="llama" rounds to the dtype of x.
     """
     if type(weight_offset) is not float:
-        _check_reals(None, weight_offset)
+        _check_constants(weight_offset=weight_offset)
     code = 0 if algorithm == "auto" else _code("algorithm", algorithm, ALGORITHMS)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     dresidual = db = dw = None
@@ -1067,7 +1075,7 @@ def layernorm(
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
     if type(eps) is not float:
-        _check_reals(eps, None)
+        _check_constants(eps=eps)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         weight = _checked_weight(ops, "layernorm", x, weight, bias)
@@ -1198,7 +1206,7 @@ def layernorm_fwd(
         operands = _detached(x), _detached(weight), _detached(bias)
         return layernorm(*operands, eps=eps, batch_invariant=batch_invariant, out=out)
     if type(eps) is not float:
-        _check_reals(eps, None)
+        _check_constants(eps=eps)
     ops = _torch if isinstance(x, _Tensor) else _operators_of(x)
     try:
         weight = _checked_weight(ops, "layernorm_fwd", x, weight, bias)

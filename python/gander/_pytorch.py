@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from . import _cross_entropy, _fakes, _fast, _gradients, _library, _ops, _vmap  # noqa: F401
 from ._operators_gen import TORCH
@@ -83,6 +84,19 @@ def nested(name: str) -> NotImplementedError:
     )
 
 
+def differ(shape, other) -> bool:
+    """Whether two shapes differ. What a traced function cannot know yet, its graph asserts."""
+    if not is_compiling():
+        return shape != other
+    if len(shape) != len(other):
+        return True
+    for m, n in zip(shape, other, strict=True):
+        if guard_or_false(m != n):
+            return True
+        torch._check(m == n)
+    return False
+
+
 def scalar(name: str, value, x: Tensor) -> Tensor:
     """A new 0-dim tensor on x's device, of the dtype that x's statistics have, from a number or a tensor.
 
@@ -104,7 +118,9 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
     if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is {value!r}, expected a number or a 0-dim tensor on the device of x")
     compiling = is_dynamo_compiling()
-    if isinstance(value, torch.SymInt) or (compiling and isinstance(value, int) and abs(value) < 2**63):
+    if isinstance(value, torch.SymInt) or (
+        compiling and isinstance(value, int) and not guard_or_false(abs(value) >= 2**63)
+    ):
         return x.new_full((), value, dtype=dtype)
     if isinstance(value, torch.SymFloat) or (compiling and isinstance(value, float)):
         # A graph has a float as an argument only if it takes part in arithmetic, else as a constant.

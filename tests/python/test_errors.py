@@ -1,5 +1,9 @@
 """Every wrong call raises the right exception, with a message that says what to do. Nothing is written."""
 
+import contextlib
+import gc
+import weakref
+
 import gander
 import pytest
 import torch
@@ -477,6 +481,36 @@ def test_errors_of_torch_pass_unchanged():
         gander.rmsnorm(X, WEIGHT[:5])
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         gander.softmax(X.to_sparse())
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda x: gander.rmsnorm(x, WEIGHT[:5]),
+        lambda x: gander.rmsnorm(x, (6,)),
+        lambda x: gander.layernorm(x, (6,)),
+        lambda x: gander.rmsnorm(x, WEIGHT, out=x[:3]),
+        lambda x: gander.rmsnorm(x, WEIGHT[:5], out=torch.empty(4, 6)),
+        lambda x: gander.fused_add_rmsnorm(x, x.clone(), WEIGHT[:5]),
+        lambda x: gander.softmax(x.int()),
+        lambda x: gander.cross_entropy(x, x),
+        lambda x: gander.linear_cross_entropy(x, x, x),
+    ],
+)
+def test_a_refusal_keeps_no_tensor_alive(refused):
+    """Not even until the garbage collector runs: who runs out of memory and frees something gets it back."""
+    gc.collect()
+    gc.disable()
+    try:
+        x = X.clone()
+        with contextlib.suppress(TypeError, ValueError):
+            refused(x)
+            pytest.fail("was not refused")
+        alive = weakref.ref(x)
+        del x
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_written_on_refusal():

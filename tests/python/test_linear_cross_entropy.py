@@ -333,6 +333,13 @@ def test_checkpoint_and_hooks(device):
     with torch.autograd.graph.save_on_cpu():
         check(run(gander.linear_cross_entropy, x, weight, target), want, torch.float32)
 
+    def transposed(saved):
+        return saved.mT.contiguous().mT if saved.ndim == 2 else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(transposed, lambda saved: saved):
+        loss = gander.linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), target)
+    check([2 * g for g in want[1:]], torch.autograd.grad(2 * loss, (x, weight)), torch.float32)
+
 
 def test_autocast(device):
     x, weight, target, bias, _ = given(device)

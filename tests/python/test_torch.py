@@ -235,6 +235,72 @@ def test_compile_keeps_one_graph_for_other_numbers(name, numbers, device):
     assert count.frame_count == frames
 
 
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_full_graph_computes(name, device):
+    torch._dynamo.reset()
+
+    def loss(x, target):
+        return NUMBERS[name](x, target, (target > 2).sum().item())
+
+    x = torch.randn(6, 33, device=device, requires_grad=True)
+    target = torch.arange(6, device=device)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        got = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, target)
+    want = loss(x, target)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, x), torch.autograd.grad(want, x))
+
+
+# Of rows of x, as many of target, and more rows of x.
+UNKNOWN_SIZES = {
+    "residual": lambda x, target, other: gander.rmsnorm(x, residual=other),
+    "residual of LayerNorm": lambda x, target, other: gander.layernorm(x, residual=other),
+    "linear": lambda x, target, other: gander.linear_cross_entropy(other, x.new_ones(33, 33), target),
+    "a softmax over rows": lambda x, target, other: gander.nn.functional.softmax(x, 0) * x,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN_SIZES)
+def test_sizes_that_a_full_graph_computes(name, device):
+    torch._dynamo.reset()
+
+    def call(x, target, least):
+        return UNKNOWN_SIZES[name](x[target > 2], target[target > 2], x[target > least]).sum()
+
+    x = torch.randn(6, 33, device=device, requires_grad=True)
+    target = torch.arange(6, device=device)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got, want = compiled(x, target, 2), call(x, target, 2)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got, x), torch.autograd.grad(want, x))
+        if "softmax" not in name:
+            with pytest.raises(RuntimeError, match=r"Eq\(|has shape"):
+                compiled(x, target, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    {
+        "scale": lambda x: gander.softmax(x, scale=x.shape[-1] ** -0.5),
+        "eps": lambda x: gander.layernorm(x, eps=0.1 * x.shape[0]),
+        "weight_offset": lambda x: gander.rmsnorm(x, x[0], weight_offset=x.shape[0]),
+    }.items(),
+)
+def test_exports_refuse_constants_that_would_depend_on_a_size(name, function):
+    """They would stay what they are in the export."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    x, dynamic = torch.randn(6, 7), torch.export.Dim.DYNAMIC
+    with pytest.raises(NotImplementedError, match=f"{name} is .*, expected a number that does not depend on"):
+        torch.export.export(Module(), (x,), dynamic_shapes={"x": {0: dynamic, 1: dynamic}}, strict=False)
+    x = x.clone()  # without marks
+    torch.testing.assert_close(torch.export.export(Module(), (x,)).module()(x), function(x))
+
+
 def test_refusals_of_a_full_graph_say_what_is_wrong():
     torch._dynamo.reset()
     x, w = torch.randn(4, 8), torch.ones(7)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as _torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from .. import _ops
 
@@ -113,7 +114,7 @@ def _softmax_input(input: Tensor, dim: int | None, dtype: torch.dtype | None) ->
     # gander.softmax widens 16-bit tensors without a copy.
     widens = dtype is torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
     x = input if dtype is None or widens else input.to(dtype)
-    return None if x.ndim > 0 and x.shape[dim] == 0 else x
+    return None if x.ndim > 0 and guard_or_false(x.shape[dim] == 0) else x
 
 
 def softmax(
