@@ -284,6 +284,9 @@ func parseCounts(text string) (from, below Count, err error) {
 			err = strconv.ErrSyntax
 		}
 	}
+	if err == nil && (from.N < 0 || below != Count{} && below.N <= from.N) {
+		err = strconv.ErrRange
+	}
 	if err != nil {
 		err = fmt.Errorf("rows are %q, expected -, 1..16, 17.., <1/sm, >=8/sm or >=7/sm<20/sm", text)
 	}

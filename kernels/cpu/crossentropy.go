@@ -141,10 +141,9 @@ func (crossEntropyForward[T]) plan(c *call[T], workers int) {
 	if c.cols > block {
 		return
 	}
-	rows := c.rowsOfBlock()
-	c.plan.tasks = min((c.rows+rows-1)/rows, maxTasks)
-	if c.cols <= loopedRow {
-		c.plan.together = rows
+	c.planTogether()
+	if c.cols > loopedRow {
+		c.plan.together = 0
 	}
 }
 

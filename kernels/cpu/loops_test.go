@@ -58,7 +58,7 @@ func newShortRows(r *rand.Rand, dtype kernels.DType) *shortRows {
 	switch {
 	case s.cols <= 20 && r.IntN(2) == 0:
 		s.rows = maxTasks*maxTogether/2 + r.IntN(maxTasks*maxTogether)
-	case s.cols%64 == 0 && s.cols <= shortBlock && r.IntN(2) == 0: // more rows in a task than are taken together
+	case s.cols%64 == 0 && s.cols <= shortBlock && r.IntN(5) == 0: // more rows in a task than are taken together
 		s.rows = maxTasks*min(block/s.cols, maxTogether) + 1 + r.IntN(200)
 	}
 	s.x = s.matrix(dtype)
@@ -155,47 +155,60 @@ func normGradOfShortRows(s *shortRows) []kernels.Matrix {
 	return []kernels.Matrix{n.DX, asRow(n.DW), asRow(n.DB)}
 }
 
-// TestTogether: rows of 16 bits that are taken together have the bits of the same rows of float32, rounded.
+// TestTogether: rows of 16 bits that are taken together have the bits of the same rows of float32, rounded,
+// also where results are written past the cache, and where other operands are float32.
 func TestTogether(t *testing.T) {
+	defer func(n int) { streamBytes = n }(streamBytes)
 	forEachInstructionSet(t, func(t *testing.T) {
 		for _, dtype := range typesOf(engine32.funcs) {
-			store := engine32.funcs.store[dtype]
 			if dtype.Size() != 2 || engine32.funcs.rmsNormRows == nil {
 				continue
 			}
 			r := rand.New(rand.NewPCG(4, uint64(dtype)))
-			for range 60 {
+			for i := range 60 {
 				s := newShortRows(r, dtype)
 				s.cols = 64 * (1 + r.IntN(2))
-				s.rows = 1 + r.IntN(80)
+				s.rows = [...]int{1, 7, 33, 80, 257, 700}[r.IntN(6)]
 				x, dy := s.matrix(dtype), s.matrix(dtype)
-				rstd := s.vector(kernels.Float32, s.rows, 0.5, 1, 3)
-				weight := s.vector(dtype, s.cols, 1, -0.3, 2)
-				results := func(x, dy matrix) []kernels.Matrix {
-					t := x.DType
-					y, dx, grad := newMatrix(t, s.rows, s.cols, 0, 5), newMatrix(t, s.rows, s.cols, 0, 0), dy.clone()
-					dw := s.vector(kernels.Float32, s.cols, 9)
-					NormForward(&kernels.Norm{X: x.Matrix, Y: y.Matrix, Weight: weight, Eps: 1e-6}, s.workers)
-					NormBackward(&kernels.Norm{X: x.Matrix, DOut: dy.Matrix, DX: dx.Matrix, Weight: weight,
-						Rstd: rstd, DW: dw}, s.workers)
-					SoftmaxBackward(dy.Matrix, x.Matrix, grad.Matrix, s.workers)
-					return []kernels.Matrix{y.Matrix, dx.Matrix, grad.Matrix, asRow(dw)}
-				}
-				wide := func(m matrix) matrix { return newMatrix(kernels.Float32, s.rows, s.cols, 3, 0).fill(m.at) }
-				want, got := results(wide(x), wide(dy)), results(x, dy)
-				for i := range want {
-					if got[i].DType == dtype {
-						rounded := newMatrix(dtype, s.rows, s.cols, 0, 0)
-						for row := range s.rows {
-							store(rowAt(&rounded.Matrix, row, 0), view[float32](&want[i], row, 0, s.cols), 1)
-						}
-						want[i] = rounded.Matrix
+				mixed := s.matrix([...]kernels.DType{dtype, kernels.Float32}[r.IntN(2)])
+				streamBytes = [...]int{math.MaxInt, 0}[r.IntN(2)]
+				got := s.together(x, dy, mixed)
+				streamBytes = math.MaxInt
+				want := s.together(s.wide(x), s.wide(dy), s.wide(mixed))
+				for k := range want {
+					rounded := newMatrix(got[k].DType, int(want[k].Rows), int(want[k].Cols), 0, 0)
+					for row := range int(want[k].Rows) {
+						engine32.funcs.store[got[k].DType](rowAt(&rounded.Matrix, row, 0),
+							view[float32](&want[k], row, 0, int(want[k].Cols)), 1)
 					}
-					requireSame(t, &want[i], &got[i], fmt.Sprintf("%v, %d x %d, output %d", dtype, s.rows, s.cols, i))
+					requireSame(t, &rounded.Matrix, &got[k],
+						fmt.Sprintf("%v, case %d, %d x %d, output %d", dtype, i, s.rows, s.cols, k))
 				}
 			}
 		}
 	})
+}
+
+// wide is a matrix in float32.
+func (s *shortRows) wide(m matrix) matrix {
+	return newMatrix(kernels.Float32, s.rows, s.cols, 3, 0).fill(m.at)
+}
+
+// together are the results of what takes rows together, with the same vectors in each call. mixed is another
+// gradient of y.
+func (s *shortRows) together(x, dy, mixed matrix) []kernels.Matrix {
+	same := s.again()
+	rstd, weight := same.vector(kernels.Float32, s.rows, 0.5, 1, 3), same.vector(s.dtype, s.cols, 1, -0.3, 2)
+	saved, dw := same.vector(kernels.Float32, s.rows, 9), same.vector(kernels.Float32, s.cols, 9)
+	db := same.vector(kernels.Float32, s.cols, 9)
+	y, dx, grad := newMatrix(x.DType, s.rows, s.cols, 0, 5), newMatrix(x.DType, s.rows, s.cols, 0, 0), dy.clone()
+	other := newMatrix(mixed.DType, s.rows, s.cols, 2, 0)
+	NormForward(&kernels.Norm{X: x.Matrix, Y: y.Matrix, Weight: weight, Rstd: saved, Eps: 1e-6}, s.workers)
+	NormBackward(&kernels.Norm{X: x.Matrix, DOut: dy.Matrix, DX: dx.Matrix, Weight: weight, Rstd: rstd, DW: dw,
+		DB: db}, s.workers)
+	NormBackward(&kernels.Norm{X: x.Matrix, DOut: mixed.Matrix, DX: other.Matrix, Rstd: rstd}, s.workers)
+	SoftmaxBackward(dy.Matrix, x.Matrix, grad.Matrix, s.workers)
+	return []kernels.Matrix{y.Matrix, dx.Matrix, grad.Matrix, other.Matrix, asRow(saved), asRow(dw), asRow(db)}
 }
 
 func lossOfShortRows(s *shortRows) []kernels.Matrix {

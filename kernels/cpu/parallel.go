@@ -72,6 +72,7 @@ type plan struct {
 	splitRows bool // workers share a row; partials and statistics of all rows are stored
 	tasks     int  // of the step that has the most
 	together  int  // rows of one block that a pass goes over before the next one does; 0: see runRows
+	two       bool // parts 0 and 1 of the scratch space hold together rows each, not part 0 alone
 	weights   int  // elements of the converted weight, or of a block of ones
 	biases    int  // elements of the converted bias, or of a block of zeros
 	vectors   int  // that are sums over rows: dw and db, as far as they are present
@@ -268,12 +269,15 @@ func (c *call[T]) layOut(memory []byte) int {
 	c.splitPartials, c.splitStats = take[partial](&a, splitRows*c.blocks), take[rowStats](&a, splitRows)
 	c.weight.values, c.bias.values = take[T](&a, c.plan.weights), take[T](&a, c.plan.biases)
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
-	c.blockRoom = min(c.cols*max(c.plan.together, 1)+15, block) &^ 15 // whole cache lines
+	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom
-	switch {
-	case c.plan.together > 0:
-	case c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.roundsSum() ||
-		c.masked.X.Present()):
+	if together := c.cols * c.plan.together; together > 0 {
+		first = max(first, together)
+		if c.plan.two {
+			c.blockRoom = first
+		}
+	} else if c.reuse && (c.x.DType != native[T]() || c.norm.Residual.Present() || c.roundsSum() ||
+		c.masked.X.Present()) {
 		first = c.cols
 	}
 	for i := range c.workers {
@@ -460,8 +464,8 @@ func view[T float](m *kernels.Matrix, row, j, n int) []T {
 }
 
 // scratch is space for n elements from column j on in part 0, 1 or 2 of the worker's buffer. Each part holds
-// a block, or plan.together rows of one block, except that part 0 holds a whole row with w.reuse. It is the
-// last in memory, so it can be longer.
+// a block, except that part 0, which is the last in memory, holds plan.together rows, or a whole row with
+// w.reuse. With plan.two part 1 holds as many rows.
 func (w *worker[T]) scratch(number, j, n int) []T {
 	from := (2 - number) * w.blockRoom
 	if number == 0 {

@@ -70,8 +70,9 @@ type strided struct {
 	stride int
 }
 
-// next makes the second row the first.
-func (s *strided) next() { s.first = unsafe.Add(s.first, s.stride) }
+// row is a row's address. Addresses behind the last row must not be formed: Go's runtime takes one that lies
+// in its heap for a pointer to what is there.
+func (s *strided) row(i int) unsafe.Pointer { return unsafe.Add(s.first, i*s.stride) }
 
 // The exponential function in float32: with n = round(x / ln 2) and r = x - n ln 2, exp(x) is 2^n (1 + r +
 // r^2 q(r)). q is the polynomial of degree 4 with the smallest relative error, 2^-28. ln 2 is split into

@@ -551,15 +551,14 @@ func (k *constants) roundBFloat16x8(f f32x8) i32x8 {
 }
 
 func rmsNormRowsAVX2(y, x strided, w []float32, eps float64, rows int, rstd *[maxTogether]float64) {
-	from := x
 	for row := range rows {
+		xRow := x.row(row)
 		var s0, s1 f64x4
 		for i := 0; i < len(w); i += 32 {
-			x0, x1, x2, x3 := from.load8(i), from.load8(i+8), from.load8(i+16), from.load8(i+24)
+			x0, x1, x2, x3 := at8(xRow, i), at8(xRow, i+8), at8(xRow, i+16), at8(xRow, i+24)
 			s0, s1 = accumulate8(s0, s1, x2.MulAdd(x2, x0.Mul(x0)).Add(x3.MulAdd(x3, x1.Mul(x1))))
 		}
 		rstd[row] = sumLanes4(s0.Add(s1))
-		from.next()
 	}
 	n, e := archsimd.BroadcastFloat64x4(float64(len(w))), archsimd.BroadcastFloat64x4(eps)
 	one := archsimd.BroadcastFloat64x4(1)
@@ -568,12 +567,11 @@ func rmsNormRowsAVX2(y, x strided, w []float32, eps float64, rows int, rstd *[ma
 		one.Div(archsimd.LoadFloat64x4(r).Div(n).Add(e).Sqrt()).Store(r)
 	}
 	for row := range rows {
+		xRow, yRow := x.row(row), y.row(row)
 		r := archsimd.BroadcastFloat32x8(float32(rstd[row]))
 		for i := 0; i < len(w); i += 8 {
-			y.store8(i, x.load8(i).Mul(r).Mul(load8(w, i)))
+			storeAt8(yRow, i, at8(xRow, i).Mul(r).Mul(load8(w, i)))
 		}
-		x.next()
-		y.next()
 	}
 	archsimd.ClearAVXUpperBits()
 }
@@ -582,19 +580,17 @@ func rmsNormGradRowsAVX2(
 	dx, x, dy strided, w []float32, dw []float64, rows int, rstd *[maxTogether]float64,
 ) {
 	var ks [maxTogether]float64
-	from, grad := x, dy
 	for row := range rows {
+		xRow, dyRow := x.row(row), dy.row(row)
 		var s0, s1 f64x4
 		for i := 0; i < len(w); i += 32 {
-			a := grad.load8(i).Mul(load8(w, i)).Mul(from.load8(i))
-			b := grad.load8(i + 8).Mul(load8(w, i+8)).Mul(from.load8(i + 8))
-			a = grad.load8(i+16).Mul(load8(w, i+16)).MulAdd(from.load8(i+16), a)
-			b = grad.load8(i+24).Mul(load8(w, i+24)).MulAdd(from.load8(i+24), b)
+			a := at8(dyRow, i).Mul(load8(w, i)).Mul(at8(xRow, i))
+			b := at8(dyRow, i+8).Mul(load8(w, i+8)).Mul(at8(xRow, i+8))
+			a = at8(dyRow, i+16).Mul(load8(w, i+16)).MulAdd(at8(xRow, i+16), a)
+			b = at8(dyRow, i+24).Mul(load8(w, i+24)).MulAdd(at8(xRow, i+24), b)
 			s0, s1 = accumulate8(s0, s1, a.Add(b))
 		}
 		ks[row] = sumLanes4(s0.Add(s1))
-		from.next()
-		grad.next()
 	}
 	n := archsimd.BroadcastFloat64x4(float64(len(w)))
 	for row := 0; row < rows; row += 4 {
@@ -602,28 +598,26 @@ func rmsNormGradRowsAVX2(
 		r.Mul(r).Mul(archsimd.LoadFloat64x4(k)).Div(n).Store(k)
 	}
 	for row := range rows {
+		xRow, dyRow, dxRow := x.row(row), dy.row(row), dx.row(row)
 		k := archsimd.BroadcastFloat32x8(float32(-ks[row]))
 		r, wide := archsimd.BroadcastFloat32x8(float32(rstd[row])), archsimd.BroadcastFloat64x4(rstd[row])
 		for i := 0; i < len(w); i += 8 {
-			xv, dyv := x.load8(i), dy.load8(i)
+			xv, dyv := at8(xRow, i), at8(dyRow, i)
 			if dw != nil {
 				lo, hi := doublePtr4(dw, i), doublePtr4(dw, i+4)
 				xLo, xHi := xv.GetLo().ConvertToFloat64().Mul(wide), xv.GetHi().ConvertToFloat64().Mul(wide)
 				xLo.MulAdd(dyv.GetLo().ConvertToFloat64(), archsimd.LoadFloat64x4(lo)).Store(lo)
 				xHi.MulAdd(dyv.GetHi().ConvertToFloat64(), archsimd.LoadFloat64x4(hi)).Store(hi)
 			}
-			dx.store8(i, dyv.MulAdd(load8(w, i), xv.Mul(k)).Mul(r))
+			storeAt8(dxRow, i, dyv.MulAdd(load8(w, i), xv.Mul(k)).Mul(r))
 		}
-		x.next()
-		dy.next()
-		dx.next()
 	}
 	archsimd.ClearAVXUpperBits()
 }
 
-// load8 is elements i to i+7 of the first row.
-func (s *strided) load8(i int) f32x8 {
-	return archsimd.LoadFloat32x8((*[8]float32)(unsafe.Add(s.first, 4*i)))
+// at8 is elements i to i+7 of a row.
+func at8(p unsafe.Pointer, i int) f32x8 {
+	return archsimd.LoadFloat32x8((*[8]float32)(unsafe.Add(p, 4*i)))
 }
 
-func (s *strided) store8(i int, v f32x8) { v.Store((*[8]float32)(unsafe.Add(s.first, 4*i))) }
+func storeAt8(p unsafe.Pointer, i int, v f32x8) { v.Store((*[8]float32)(unsafe.Add(p, 4*i))) }

@@ -334,19 +334,17 @@ func rmsNormGradFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r 
 func rmsNormGradBFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r float32)
 
 // The functions of several rows take one step of all rows after the other. So a row's last additions, its
-// square root and divisions do not wait for one another, and those of eight rows share vectors. RMSNorm of 64
-// elements takes 10 ns a row, row by row 27 (Zen 4).
+// square root and divisions do not wait for one another, and those of eight rows share vectors.
 
 func rmsNormRowsAVX512(y, x strided, w []float32, eps float64, rows int, rstd *[maxTogether]float64) {
-	from := x
 	for row := range rows {
+		xRow := x.row(row)
 		var s0, s1 f64x8
 		for i := 0; i < len(w); i += 64 {
-			x0, x1, x2, x3 := from.load16(i), from.load16(i+16), from.load16(i+32), from.load16(i+48)
+			x0, x1, x2, x3 := at16(xRow, i), at16(xRow, i+16), at16(xRow, i+32), at16(xRow, i+48)
 			s0, s1 = accumulate16(s0, s1, x2.MulAdd(x2, x0.Mul(x0)).Add(x3.MulAdd(x3, x1.Mul(x1))))
 		}
 		rstd[row] = sumLanes16(s0, s1)
-		from.next()
 	}
 	n, e := archsimd.BroadcastFloat64x8(float64(len(w))), archsimd.BroadcastFloat64x8(eps)
 	one := archsimd.BroadcastFloat64x8(1)
@@ -355,12 +353,11 @@ func rmsNormRowsAVX512(y, x strided, w []float32, eps float64, rows int, rstd *[
 		one.Div(archsimd.LoadFloat64x8(r).Div(n).Add(e).Sqrt()).Store(r)
 	}
 	for row := range rows {
+		xRow, yRow := x.row(row), y.row(row)
 		r := archsimd.BroadcastFloat32x16(float32(rstd[row]))
 		for i := 0; i < len(w); i += 16 {
-			y.store16(i, x.load16(i).Mul(r).Mul(load16(w, i)))
+			storeAt16(yRow, i, at16(xRow, i).Mul(r).Mul(load16(w, i)))
 		}
-		x.next()
-		y.next()
 	}
 	archsimd.ClearAVXUpperBits()
 }
@@ -369,19 +366,17 @@ func rmsNormGradRowsAVX512(
 	dx, x, dy strided, w []float32, dw []float64, rows int, rstd *[maxTogether]float64,
 ) {
 	var ks [maxTogether]float64
-	from, grad := x, dy
 	for row := range rows {
+		xRow, dyRow := x.row(row), dy.row(row)
 		var s0, s1 f64x8
 		for i := 0; i < len(w); i += 64 {
-			a := grad.load16(i).Mul(load16(w, i)).Mul(from.load16(i))
-			b := grad.load16(i + 16).Mul(load16(w, i+16)).Mul(from.load16(i + 16))
-			a = grad.load16(i+32).Mul(load16(w, i+32)).MulAdd(from.load16(i+32), a)
-			b = grad.load16(i+48).Mul(load16(w, i+48)).MulAdd(from.load16(i+48), b)
+			a := at16(dyRow, i).Mul(load16(w, i)).Mul(at16(xRow, i))
+			b := at16(dyRow, i+16).Mul(load16(w, i+16)).Mul(at16(xRow, i+16))
+			a = at16(dyRow, i+32).Mul(load16(w, i+32)).MulAdd(at16(xRow, i+32), a)
+			b = at16(dyRow, i+48).Mul(load16(w, i+48)).MulAdd(at16(xRow, i+48), b)
 			s0, s1 = accumulate16(s0, s1, a.Add(b))
 		}
 		ks[row] = sumLanes16(s0, s1)
-		from.next()
-		grad.next()
 	}
 	n := archsimd.BroadcastFloat64x8(float64(len(w)))
 	for row := 0; row < rows; row += 8 {
@@ -389,31 +384,29 @@ func rmsNormGradRowsAVX512(
 		r.Mul(r).Mul(archsimd.LoadFloat64x8(k)).Div(n).Store(k)
 	}
 	for row := range rows {
+		xRow, dyRow, dxRow := x.row(row), dy.row(row), dx.row(row)
 		k := archsimd.BroadcastFloat32x16(float32(-ks[row]))
 		r, wide := archsimd.BroadcastFloat32x16(float32(rstd[row])), archsimd.BroadcastFloat64x8(rstd[row])
 		for i := 0; i < len(w); i += 16 {
-			xv, dyv := x.load16(i), dy.load16(i)
+			xv, dyv := at16(xRow, i), at16(dyRow, i)
 			if dw != nil {
 				lo, hi := doublePtr8(dw, i), doublePtr8(dw, i+8)
 				xLo, xHi := xv.GetLo().ConvertToFloat64().Mul(wide), xv.GetHi().ConvertToFloat64().Mul(wide)
 				xLo.MulAdd(dyv.GetLo().ConvertToFloat64(), archsimd.LoadFloat64x8(lo)).Store(lo)
 				xHi.MulAdd(dyv.GetHi().ConvertToFloat64(), archsimd.LoadFloat64x8(hi)).Store(hi)
 			}
-			dx.store16(i, dyv.MulAdd(load16(w, i), xv.Mul(k)).Mul(r))
+			storeAt16(dxRow, i, dyv.MulAdd(load16(w, i), xv.Mul(k)).Mul(r))
 		}
-		x.next()
-		dy.next()
-		dx.next()
 	}
 	archsimd.ClearAVXUpperBits()
 }
 
-// load16 is elements i to i+15 of the first row.
-func (s *strided) load16(i int) f32x16 {
-	return archsimd.LoadFloat32x16((*[16]float32)(unsafe.Add(s.first, 4*i)))
+// at16 is elements i to i+15 of a row.
+func at16(p unsafe.Pointer, i int) f32x16 {
+	return archsimd.LoadFloat32x16((*[16]float32)(unsafe.Add(p, 4*i)))
 }
 
-func (s *strided) store16(i int, v f32x16) { v.Store((*[16]float32)(unsafe.Add(s.first, 4*i))) }
+func storeAt16(p unsafe.Pointer, i int, v f32x16) { v.Store((*[16]float32)(unsafe.Add(p, 4*i))) }
 
 // sumLanes16 is sum16 without memory and without clearing the upper halves of registers.
 func sumLanes16(s0, s1 f64x8) float64 {

@@ -27,7 +27,7 @@ type softmaxForward[T float] struct{}
 func (softmaxForward[T]) plan(c *call[T], workers int) {
 	c.planRows(workers)
 	if c.allAtOnce() {
-		c.plan.together = c.rowsOfBlock()
+		c.planTogether()
 	}
 }
 
@@ -78,6 +78,12 @@ func (w *worker[T]) softmaxTogether(lo, hi int) {
 // while several passes go over them.
 func (c *call[T]) rowsOfBlock() int { return min(block/max(c.cols, 1), maxTogether) }
 
+// planTogether changes planRows' plan: a task has as many rows as are taken together, or more.
+func (c *call[T]) planTogether() {
+	c.plan.together = c.rowsOfBlock()
+	c.plan.tasks = min((c.rows+c.plan.together-1)/c.plan.together, maxTasks)
+}
+
 // allAtOnce tells whether expRows serves this call.
 func (c *call[T]) allAtOnce() bool {
 	return c.funcs.expRows != nil && c.hasShortRows() && c.cols <= loopedRow
@@ -86,16 +92,15 @@ func (c *call[T]) allAtOnce() bool {
 // hasShortRows tells whether functions of several rows serve rows of this length.
 func (c *call[T]) hasShortRows() bool { return c.cols > 0 && c.cols%64 == 0 && c.cols <= shortBlock }
 
-// takesShortRows tells whether an operator takes plan.together rows. Then it has the bits of float32 rows
-// that are taken one by one, so for those it is a choice. Rows of 16 bits have other bits one by one, as they
-// lie in memory: those of a length are always taken together, or never. isRaw: there is a raw function, which
-// takes less time for 192 elements and more.
+// takesShortRows tells whether an operator takes plan.together rows. Rows of float32 have the same bits one
+// by one. Rows of 16 bits have others, so only their length and the call's types and options may decide.
+// isRaw: there is a raw function, which takes less time for 192 elements and more.
 func (c *call[T]) takesShortRows(isRaw bool) bool {
 	switch c.x.DType {
 	case kernels.Float64:
 		return false
 	case kernels.Float32:
-		return c.hasShortRows() && c.cols <= loopedRow && !c.stream
+		return c.hasShortRows() && c.cols <= loopedRow && (!c.stream || c.cols <= 128)
 	}
 	return c.hasShortRows() && (!isRaw || c.cols <= 128)
 }
@@ -235,7 +240,8 @@ type softmaxBackward[T float] struct{}
 func (softmaxBackward[T]) plan(c *call[T], workers int) {
 	c.planRows(workers)
 	if c.funcs.softmaxGradRows != nil && c.takesShortRows(c.funcs.softmaxGradRaw[c.x.DType] != nil) {
-		c.plan.together = c.rowsOfBlock()
+		c.planTogether()
+		c.plan.two = c.x.DType != native[T]()
 	}
 }
 
@@ -255,12 +261,12 @@ func (softmaxBackward[T]) run(c *call[T]) {
 type softmaxGradStep[T float] struct{}
 
 func (softmaxGradStep[T]) do(w *worker[T], task int) {
-	dot, grad := w.funcs.dotRaw[w.x.DType], w.funcs.softmaxGradRaw[w.x.DType]
 	lo, hi := subrange(w.rows, task, w.tasks)
 	if w.plan.together > 0 {
 		w.softmaxGradTogether(lo, hi)
 		return
 	}
+	dot, grad := w.funcs.dotRaw[w.x.DType], w.funcs.softmaxGradRaw[w.x.DType]
 	step := block
 	if w.stream { // each call would wait for the store buffer
 		step = w.cols

@@ -465,8 +465,10 @@ def _algorithm(result: dict | None) -> str:
 
 _CPU_NOTE = (
     "Each provider in its own blocks, results in memory that is reused; "
-    "in turns: a call of each after the other; "
-    "in new memory: each result is kept, so the next one lies in memory that the system maps anew."
+    "in turns: a call of each after the other"
+)
+_NEW_MEMORY_NOTE = (
+    "in new memory: results are kept, so that each lies in other memory, mapped anew from 128 KiB on"
 )
 
 
@@ -476,12 +478,14 @@ def cpu_tables(records) -> list[Table]:
     for dtype in _dtypes(records):
         mine = of(records, "cpu", dtype=dtype)
         title = f"CPU, us, {dtype}, {mine[-1]['environment']['threads']} threads ({_where(mine)})"
+        fields, note = [IN_TURNS], _CPU_NOTE
+        if any(NEW_MEMORY in figures for figures in _results(mine)):
+            fields.append(NEW_MEMORY)
+            note += f"; {_NEW_MEMORY_NOTE}"
         others = [
-            (f"the same, {field.removeprefix('us ')}", partial(_speedup, field=field))
-            for field in (IN_TURNS, NEW_MEMORY)
-            if any(field in figures for figures in _results(mine))
+            (f"the same, {field.removeprefix('us ')}", partial(_speedup, field=field)) for field in fields
         ]
-        tables.append(_grid_table(mine, title, "us", "{:.1f}", _CPU_NOTE, [_FASTER, *others]))
+        tables.append(_grid_table(mine, title, "us", "{:.1f}", f"{note}.", [_FASTER, *others]))
     return tables
 
 

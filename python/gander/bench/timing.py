@@ -103,6 +103,9 @@ class GPUTimer:
         return {name: Timing.of(values) for name, values in samples.items()}
 
 
+_KEPT_BYTES = 1 << 30
+
+
 def _cpu_block(call: Call, seconds: float, least: int, most: int, keep: bool) -> list[float]:
     """Times one call again and again, after a pause: torch's threads spin for a while after their last call,
     and would take the cores from whoever comes next. With keep, no result is freed before the last call."""
@@ -110,19 +113,18 @@ def _cpu_block(call: Call, seconds: float, least: int, most: int, keep: bool) ->
     samples, kept = [], []
     began = time.perf_counter()
     with _no_garbage_collection():
-        size = _bytes(call())
         if keep:
-            most = min(most, max(least, _KEPT_BYTES // max(size, 1)))
+            most = min(most, max(least, _KEPT_BYTES // max(_bytes(call()), 1)))
+        else:
+            call()
         while len(samples) < most and (len(samples) < least or time.perf_counter() - began < seconds):
             start = time.perf_counter()
-            result = call()
-            samples.append((time.perf_counter() - start) * 1e6)
             if keep:
-                kept.append(result)
+                kept.append(call())
+            else:
+                call()
+            samples.append((time.perf_counter() - start) * 1e6)
     return samples
-
-
-_KEPT_BYTES = 1 << 30
 
 
 def _bytes(result) -> int:
@@ -154,7 +156,7 @@ def cpu_blocks(
     calls: dict[str, Call], seconds: float, rounds: int = 3, least: int = 5, most: int = 1000, keep=False
 ) -> dict[str, Timing]:
     """Blocks of calls, in turns, so that what else the machine does meets everyone. With keep, a block keeps
-    all results, so that each lies in memory that the system maps anew."""
+    all results, so that none lies in memory of another; from 128 KiB on the system maps it anew."""
     samples = {name: [] for name in calls}
     for _, turn in zip(range(rounds), _turns(list(calls)), strict=False):
         for name in turn:
