@@ -252,59 +252,56 @@ func ParseRow(line string) (r Row, err error) {
 	return r, nil
 }
 
-// parseCounts reads "-", "1..16", "17..", "<1/sm", ">=8/sm", ">=7/sm<20/sm".
+// parseCounts reads "-", "1..16", "17..", "<1/sm", ">=8/sm", "7..20/sm", of which the last is at least 7 for
+// each SM, and fewer than 20.
 func parseCounts(text string) (from, below Count, err error) {
 	if text == "-" {
 		return from, below, nil
 	}
-	if low, high, isRange := strings.Cut(text, ".."); isRange {
-		if from.N, err = strconv.ParseInt(low, 10, 64); err == nil && high != "" {
-			below.N, err = strconv.ParseInt(high, 10, 64)
+	count := func(digits string, perSM bool) (c Count) {
+		c.PerSM = perSM
+		if err == nil {
+			c.N, err = strconv.ParseInt(digits, 10, 64)
+		}
+		return c
+	}
+	number, perSM := strings.CutSuffix(text, "/sm")
+	low, high, isRange := strings.Cut(number, "..")
+	switch {
+	case isRange:
+		from = count(low, perSM)
+		if high != "" {
+			below = count(high, perSM)
+		}
+		if high != "" && !perSM {
 			below.N++
 		}
-	} else {
-		perSM := func(text string) Count {
-			number, isPerSM := strings.CutSuffix(text, "/sm")
-			if err == nil && !isPerSM {
-				err = strconv.ErrSyntax
-			}
-			c := Count{PerSM: true}
-			if err == nil {
-				c.N, err = strconv.ParseInt(number, 10, 64)
-			}
-			return c
-		}
-		low, high, isBelow := strings.Cut(text, "<")
-		if isBelow {
-			below = perSM(high)
-		}
-		if low, isFrom := strings.CutPrefix(low, ">="); isFrom {
-			from = perSM(low)
-		} else if low != "" || !isBelow {
-			err = strconv.ErrSyntax
-		}
+	case perSM && strings.HasPrefix(number, "<"):
+		below = count(number[1:], true)
+	case perSM && strings.HasPrefix(number, ">="):
+		from = count(number[2:], true)
+	default:
+		err = strconv.ErrSyntax
 	}
 	if err == nil && (from.N < 0 || below != Count{} && below.N <= from.N) {
 		err = strconv.ErrRange
 	}
 	if err != nil {
-		err = fmt.Errorf("rows are %q, expected -, 1..16, 17.., <1/sm, >=8/sm or >=7/sm<20/sm", text)
+		err = fmt.Errorf("rows are %q, expected -, 1..16, 17.., <1/sm, >=8/sm or 7..20/sm", text)
 	}
 	return from, below, err
 }
 
 func formatCounts(from, below Count) string {
-	switch text := ""; {
+	switch {
 	case from == Count{} && below == Count{}:
 		return "-"
-	case from.PerSM || below.PerSM:
-		if from.PerSM {
-			text = fmt.Sprintf(">=%d/sm", from.N)
-		}
-		if below.PerSM {
-			text += fmt.Sprintf("<%d/sm", below.N)
-		}
-		return text
+	case from.PerSM && below.PerSM:
+		return fmt.Sprintf("%d..%d/sm", from.N, below.N)
+	case below.PerSM:
+		return fmt.Sprintf("<%d/sm", below.N)
+	case from.PerSM:
+		return fmt.Sprintf(">=%d/sm", from.N)
 	case below == Count{}:
 		return fmt.Sprintf("%d..", from.N)
 	}
