@@ -19,7 +19,7 @@ func TestLoopedRows(t *testing.T) {
 	forEachInstructionSet(t, func(t *testing.T) {
 		for _, dtype := range typesOf(engine32.funcs) {
 			r := rand.New(rand.NewPCG(3, uint64(dtype)))
-			for i := range 60 {
+			for i := range shortRowsCases {
 				for _, op := range [...]struct {
 					name string
 					run  func(*shortRows) []kernels.Matrix
@@ -41,6 +41,9 @@ func TestLoopedRows(t *testing.T) {
 		}
 	})
 }
+
+// shortRowsCases is how many of them a test takes.
+var shortRowsCases = map[bool]int{false: 60, true: 15}[raceEnabled]
 
 // shortRows are some rows of one block, and a source of the other arguments of a call.
 type shortRows struct {
@@ -165,7 +168,7 @@ func TestTogether(t *testing.T) {
 				continue
 			}
 			r := rand.New(rand.NewPCG(4, uint64(dtype)))
-			for i := range 60 {
+			for i := range shortRowsCases {
 				s := newShortRows(r, dtype)
 				s.cols = 64 * (1 + r.IntN(2))
 				s.rows = [...]int{1, 7, 33, 80, 257, 700}[r.IntN(6)]
