@@ -258,28 +258,28 @@ func parseCounts(text string) (from, below Count, err error) {
 	if text == "-" {
 		return from, below, nil
 	}
-	count := func(digits string, perSM bool) (c Count) {
-		c.PerSM = perSM
+	number, perSM := strings.CutSuffix(text, "/sm")
+	count := func(digits string) Count {
+		c := Count{PerSM: perSM}
 		if err == nil {
 			c.N, err = strconv.ParseInt(digits, 10, 64)
 		}
 		return c
 	}
-	number, perSM := strings.CutSuffix(text, "/sm")
 	low, high, isRange := strings.Cut(number, "..")
 	switch {
 	case isRange:
-		from = count(low, perSM)
+		from = count(low)
 		if high != "" {
-			below = count(high, perSM)
-		}
-		if high != "" && !perSM {
-			below.N++
+			below = count(high)
+			if !perSM {
+				below.N++
+			}
 		}
 	case perSM && strings.HasPrefix(number, "<"):
-		below = count(number[1:], true)
+		below = count(number[1:])
 	case perSM && strings.HasPrefix(number, ">="):
-		from = count(number[2:], true)
+		from = count(number[2:])
 	default:
 		err = strconv.ErrSyntax
 	}
