@@ -2,21 +2,15 @@
 (in place), or in forward together with the loss (one pass).
 
 The last two are for eager calls only. A compiled graph plans its own memory, and its backward cannot write to
-its inputs, so it always uses the first. On CUDA, Inductor gets the gradient as a formula. It can fuse that
-with what follows, and write it over the logits. It could do neither with a kernel of ours.
+its inputs, so it always uses the first. For Inductor see _inductor.py.
 """
 
-import math
 import threading
 
 import torch
 from torch import Tensor, no_grad
-from torch._functorch import config as functorch_config
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_compiling
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.nn import Parameter
-from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _fast
 from ._gradients import (
@@ -29,7 +23,7 @@ from ._gradients import (
     selector,
 )
 from ._operators_gen import MEAN, NONE, TORCH
-from ._schemas import arguments, complete, overloads, tensors, upstream
+from ._schemas import arguments, overloads, tensors, upstream
 from ._sharding import rows_are_sharded
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
@@ -144,125 +138,6 @@ def _backward_one_pass(ctx, dloss):
         )
     # The caller may change what it gets, and autograd would refuse a later backward pass as well.
     return _gradients(once_differentiable(dx.data, others[0], dloss))
-
-
-# ---- In a graph for Inductor ----
-
-
-def _minus_one(log):
-    """exp(log) - 1 for log <= 0, with the digits of a small log. It is a series there, because every element
-    of the logits pays for it.
-    """
-    series = 1.0
-    for divisor in (6, 5, 4, 3, 2):
-        series = 1 + log / divisor * series
-    return torch.where(log > -0.25, log * series, log.exp() - 1)
-
-
-def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction, batch_invariant):
-    """What cross_entropy_bwd computes, in torch's operators. lse is what cross_entropy_fwd returns: the rows'
-    maxima, the logarithms of their sums, and the denominator of the mean.
-    """
-    classes, rows = x.shape[-1], target.numel()
-    high, log_sum = (part.view(*target.shape, 1) for part in (lse[:rows], lse[rows : 2 * rows]))
-    target = target.unsqueeze(-1)
-    gradient = dloss.to(lse.dtype)
-    if reduction == NONE and dloss.shape not in ((), (1,)):
-        gradient = gradient.reshape(target.shape)
-    if reduction == MEAN:
-        gradient = gradient / lse[-1]
-    if divisor is not None:
-        gradient = gradient / divisor
-    ignored = target.long() == ignore_index  # an int32 could be equal to the low bits alone
-    if weight is not None:
-        weight = weight.to(lse.dtype)[target.clamp(0, classes - 1)]
-        ignored = ignored | (weight == 0)
-        gradient = gradient * weight
-    gradient = torch.where((target < 0) | (target >= classes), math.nan, gradient)
-    log = (x.to(lse.dtype) - high) - log_sum
-    at_target = torch.arange(classes, device=x.device) == target
-    dx = gradient * torch.where(at_target, _minus_one(log), log.exp())
-    return torch.where(ignored, 0, dx).to(x.dtype)
-
-
-FUSED_ON = ("cuda",)  # measured there; on the CPU a compiled call keeps the bits of an eager one
-
-
-def _is_for_inductor(x):
-    """Whether the graph that is being traced is for Inductor, or torch's backend for debugging it."""
-    traced = isinstance(x, FunctionalTensor) and getattr(functorch_config, "unlift_effect_tokens", False)
-    return traced and x.device.type in FUSED_ON
-
-
-_aten = torch.ops.aten
-_VIEWS = {
-    *(_aten.alias, _aten.detach, _aten.view, _aten._unsafe_view, _aten.reshape, _aten.t, _aten.transpose),
-    *(_aten.permute, _aten.slice, _aten.select, _aten.squeeze, _aten.unsqueeze),
-}
-_CASTS = {_aten._to_copy, torch.ops.prims.convert_element_type}
-_PRODUCTS = {_aten.mm, _aten.bmm}
-
-
-def _is(node, overloads):
-    return getattr(node.target, "overloadpacket", None) in overloads
-
-
-def _is_exact(node):
-    """Whether a node holds the numbers of its argument, all their digits included."""
-    if not _is(node, _CASTS):
-        return _is(node, _VIEWS)
-    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
-    return torch.promote_types(before, after) == after
-
-
-def _source(node, steps):
-    while _is(node, steps) and _is_exact(node):
-        node = node.args[0]
-    return node
-
-
-def _fuses_products():
-    """Whether Inductor may cast a matrix product before it rounds it."""
-    from torch._inductor import config
-
-    return config.max_autotune or config.max_autotune_gemm
-
-
-def _keep_for_backward(x):
-    """Makes the graph save the logits that forward reads, or the product that they are a cast of. False if it
-    can't.
-
-    Inductor would compute them anew where that is cheap, and does not round 16-bit numbers that it computes.
-    They would then not be the logits whose log-sum-exp is subtracted: see RATIONALE.md.
-    """
-    mode = get_proxy_mode()
-    if mode is None:  # nothing is recorded
-        return True
-    known = get_proxy_slot(torch._from_functional_tensor(x.elem), mode.tracer, None)
-    if known is None:
-        return False
-    node = _source(known.proxy.node, _VIEWS)
-    product = _source(node, _VIEWS | _CASTS)
-    if product.op == "placeholder" or (_is(product, _PRODUCTS) and not _fuses_products()):
-        node = product  # it is in memory, rounded, when it is cast
-    if node.meta.get("recompute") not in (None, CheckpointPolicy.MUST_SAVE):  # an activation checkpoint
-        return False
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return True
-
-
-def gradient_for_inductor(given):
-    """The gradient in a graph for Inductor, otherwise None."""
-    x, target, _, _, lse, *_ = given
-    if not _is_for_inductor(x):
-        return None
-    if lse.dim() != 1 or lse.shape[0] != 2 * target.numel() + 1:  # one number for each row
-        return None
-    if not _keep_for_backward(x):
-        return None
-    with no_grad():
-        dx = formula(*complete("cross_entropy_bwd", given))
-    return once_differentiable(dx, *(operand for operand in given if isinstance(operand, Tensor)))
 
 
 # ---- DTensors with sharded rows: backward may only read statistics that are sharded like the rows ----

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from . import _cross_entropy, _fakes, _fast, _gradients, _library, _ops, _vmap  # noqa: F401
+from . import _cross_entropy, _fakes, _fast, _gradients, _inductor, _library, _ops, _vmap  # noqa: F401
 from ._operators_gen import TORCH
 from ._schemas import arguments, complete, overloads, registry, untraced
 from ._sharding import cross_entropy_of_slices
@@ -228,7 +228,7 @@ _gradients.register(
     {"cross_entropy": _cross_entropy.choose},
     {
         "cross_entropy": cross_entropy_of_slices,
-        "cross_entropy_bwd": _cross_entropy.gradient_for_inductor,
+        "cross_entropy_bwd": _inductor.gradient,
     },
 )
 _fast.start(_BINARY, _gradients.fast_functions(), _cross_entropy.ONE_PASS)

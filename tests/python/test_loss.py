@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gander import _cross_entropy
+from gander import _cross_entropy, _inductor
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -291,7 +291,7 @@ def test_confident_token(device, how, case, n, dtype, single_pass):
         got, _, gradient = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
     elif how == "formula":
         got, lse = torch.ops.gander.cross_entropy_fwd(x, target, reduction=0)
-        gradient = _cross_entropy.formula(x, target, None, torch.ones_like(got), lse, None, -100, 0, False)
+        gradient = _inductor.formula(x, target, None, torch.ones_like(got), lse, None, -100, 0, False)
     else:
         leaf = x.clone().requires_grad_()
         if how == "two passes":
@@ -358,7 +358,7 @@ def test_formula(device, dtype, reduction, options):
     loss, lse = torch.ops.gander.cross_entropy_fwd(x, target, weight, divisor, reduction=reduction)
     dloss = torch.rand_like(loss)
     given = x, target, weight, dloss, lse, divisor, -100, reduction, False
-    got, want = _cross_entropy.formula(*given), torch.ops.gander.cross_entropy_bwd(*given)
+    got, want = _inductor.formula(*given), torch.ops.gander.cross_entropy_bwd(*given)
     assert got.dtype == want.dtype == dtype
     assert want.isnan().any() and not want[0, 1].any()
     torch.testing.assert_close(got, want, equal_nan=True)
@@ -368,7 +368,7 @@ def test_formula(device, dtype, reduction, options):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductor_fuses_the_gradient(device, returned, dynamic, monkeypatch):
     """Inductor gets a formula, which it writes over logits that nobody else has."""
-    monkeypatch.setattr(_cross_entropy, "FUSED_ON", (device,))
+    monkeypatch.setattr(_inductor, "FUSED_ON", (device,))
     torch.compiler.reset()
     leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in ((12, 8), (33, 8))]
     target = torch.randint(33, (12,), device=device)
@@ -412,10 +412,10 @@ BEHIND = {
 def test_inductor_subtracts_what_forward_read(device, behind, dtype, monkeypatch):
     """Inductor does not round what it computes anew. Where a token is certain, half a unit in the last place
     of the logits is more than the whole gradient."""
-    monkeypatch.setattr(_cross_entropy, "FUSED_ON", (device,))
+    monkeypatch.setattr(_inductor, "FUSED_ON", (device,))
     used = []
-    formula = _cross_entropy.formula
-    monkeypatch.setattr(_cross_entropy, "formula", lambda *given: used.append(1) or formula(*given))
+    formula = _inductor.formula
+    monkeypatch.setattr(_inductor, "formula", lambda *given: used.append(1) or formula(*given))
     torch.compiler.reset()
     rows, n = 32, 128
     target, to = torch.arange(rows, device=device), torch.eye(n, device=device, dtype=dtype)
@@ -445,7 +445,7 @@ def test_inductor_subtracts_what_forward_read(device, behind, dtype, monkeypatch
 
 
 def test_inductor_gets_two_losses_of_the_same_logits(device, monkeypatch):
-    monkeypatch.setattr(_cross_entropy, "FUSED_ON", (device,))
+    monkeypatch.setattr(_inductor, "FUSED_ON", (device,))
     torch.compiler.reset()
     x, target = given(device)
 
@@ -467,13 +467,13 @@ def test_formula_of_an_ignored_index_of_64_bits(index):
     loss, lse = torch.ops.gander.cross_entropy_fwd(x, target.int(), ignore_index=index, reduction=0)
     arguments = x, target.int(), None, torch.ones_like(loss), lse, None, index, 0, False
     torch.testing.assert_close(
-        _cross_entropy.formula(*arguments), torch.ops.gander.cross_entropy_bwd(*arguments), equal_nan=True
+        _inductor.formula(*arguments), torch.ops.gander.cross_entropy_bwd(*arguments), equal_nan=True
     )
 
 
 def test_others_get_the_operator(monkeypatch):
-    monkeypatch.setattr(_cross_entropy, "FUSED_ON", ("cpu",))
-    monkeypatch.setattr(_cross_entropy, "formula", None)
+    monkeypatch.setattr(_inductor, "FUSED_ON", ("cpu",))
+    monkeypatch.setattr(_inductor, "formula", None)
     x, target = given("cpu")
     compiled = torch.compile(gander.cross_entropy, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(
