@@ -1,8 +1,8 @@
 """Three ways to compute cross-entropy's gradient: in backward in a separate pass, in backward over the logits
 (in place), or in forward together with the loss (one pass).
 
-The last two are for eager calls only. A compiled graph plans its own memory, and its backward cannot write to
-its inputs, so it always uses the first. For Inductor see _inductor.py.
+The second is for eager calls only. A compiled graph plans its own memory, and its backward cannot write to
+its inputs. It uses the first, or on request, where it is for Inductor, the third: see _inductor.py.
 """
 
 import threading
@@ -12,7 +12,7 @@ from torch import Tensor, no_grad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from . import _fast
+from . import _fast, _inductor
 from ._gradients import (
     apply_of,
     call_below_autograd,
@@ -140,6 +140,15 @@ def _backward_one_pass(ctx, dloss):
     return _gradients(once_differentiable(dx.data, others[0], dloss))
 
 
+def _backward_one_pass_in_graph(ctx, dloss):
+    if dloss is None:
+        return _gradients(None)
+    saved = ctx.saved_tensors
+    with no_grad():
+        dx = _inductor.backward_in_graph(*_one_pass_arguments((*saved, dloss, *ctx.options)))
+    return _gradients(once_differentiable(dx, saved[0], dloss))
+
+
 # ---- DTensors with sharded rows: backward may only read statistics that are sharded like the rows ----
 
 _per_row_arguments = selector(arguments("cross_entropy_fwd_lse"), _ARGUMENTS)
@@ -167,11 +176,14 @@ def _backward_by_row(ctx, dloss):
 # ---- The choice ----
 
 _saving = TORCH[_NAME].saving
-_in_place, _one_pass, _by_row = (
+_saving_dx = "cross_entropy_fwd_one_pass"
+_forward_in_graph = forward(_NAME, _saving_dx, _SAVED_WITH_DX, _inductor.forward_in_graph)
+_in_place, _one_pass, _one_pass_in_graph, _by_row = (
     apply_of(function(f"{_NAME}_{title}", *methods))
     for title, *methods in (
         ("in_place", forward(_NAME, _saving, _SAVED), _backward_in_place),
-        ("one_pass", forward(_NAME, "cross_entropy_fwd_one_pass", _SAVED_WITH_DX), _backward_one_pass),
+        ("one_pass", forward(_NAME, _saving_dx, _SAVED_WITH_DX), _backward_one_pass),
+        ("one_pass_in_graph", _forward_in_graph, _backward_one_pass_in_graph),
         ("by_row", _forward_by_row, _backward_by_row),
     )
 )
@@ -191,7 +203,7 @@ def _has_one_pass(x):
 
 
 def takes_one_pass(x, reduction, one_pass=None):
-    """Whether an eager call with a gradient makes it together with the loss. one_pass: what was asked for."""
+    """Whether a call with a gradient makes it together with the loss. one_pass: what was asked for."""
     wanted = x.numel() >= ONE_PASS if one_pass is None else one_pass
     return wanted and reduction != NONE and _has_one_pass(x)
 
@@ -202,12 +214,13 @@ def choose(two_passes, given):
     two_passes: the apply that computes the gradient in a separate pass.
     """
     values = dict(zip(_ARGUMENTS, given, strict=True))
-    x = values["x"]
-    if rows_are_sharded(x) and values["reduction"] != MEAN:  # the sharding rule refuses a mean
+    x, reduction = values["x"], values["reduction"]
+    if rows_are_sharded(x) and reduction != MEAN:  # the sharding rule refuses a mean
         return _by_row
-    if not is_eager(x):
-        return two_passes
-    if values["inplace_backward"] and may_write_saved():
-        return _in_place
-    single = takes_one_pass(x, values["reduction"], values["one_pass"]) and not values["batch_invariant"]
-    return _one_pass if single else two_passes
+    one_pass = False if values["batch_invariant"] else values["one_pass"]
+    if is_eager(x):
+        if values["inplace_backward"] and may_write_saved():
+            return _in_place
+        return _one_pass if takes_one_pass(x, reduction, one_pass) else two_passes
+    asked = one_pass and takes_one_pass(x, reduction, one_pass)
+    return _one_pass_in_graph if asked and _inductor.takes_one_pass(x) else two_passes

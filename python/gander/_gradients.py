@@ -151,9 +151,12 @@ def backward(name: str, inputs: list[str]):
     return backward
 
 
-def forward(name: str, saving: str, kept: Iterable[str]):
-    """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments."""
-    overload, results = overloads[saving], TORCH[saving].results
+def forward(name: str, saving: str, kept: Iterable[str], overload=None):
+    """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments.
+
+    overload: what is called in place of operator `saving`, with the same schema.
+    """
+    overload, results = overload or overloads[saving], TORCH[saving].results
     count, first_option = len(TORCH[saving].arguments), len(tensors(name))
     to_save = selector(kept, [*arguments(name), *results])
     single, tracked = len(results) == 1, TORCH[name].tracked

@@ -1,10 +1,12 @@
 """Cross-entropy's gradient in graphs for Inductor.
 
 By default it is a formula in torch's operators. Inductor can fuse it with what follows, and write it over the
-logits. It could do neither with a kernel of ours.
+logits. It could do neither with a kernel of ours. On request (one_pass) forward makes it along with the loss.
 """
 
+import functools
 import math
+import operator
 
 import torch
 from torch import Tensor, no_grad
@@ -14,8 +16,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ._gradients import once_differentiable
-from ._operators_gen import MEAN, NONE
-from ._schemas import complete
+from ._operators_gen import MEAN, NONE, TORCH
+from ._schemas import arguments, complete, overloads, registry
+
+# ---- A formula ----
 
 
 def _minus_one(log):
@@ -97,9 +101,9 @@ def _fuses_products():
     return config.max_autotune or config.max_autotune_gemm
 
 
-def _keep_for_backward(x):
-    """Makes the graph save the logits that forward reads, or the product that they are a cast of. False if it
-    can't.
+def _keep_for_backward(x, steps=_VIEWS | _CASTS):
+    """Makes the graph save the logits that forward reads, or the product from which these steps lead to them.
+    False if it can't.
 
     Inductor would compute them anew where that is cheap, and does not round 16-bit numbers that it computes.
     They would then not be the logits whose log-sum-exp is subtracted: see RATIONALE.md.
@@ -111,7 +115,7 @@ def _keep_for_backward(x):
     if known is None:
         return False
     node = _source(known.proxy.node, _VIEWS)
-    product = _source(node, _VIEWS | _CASTS)
+    product = _source(node, steps)
     if product.op == "placeholder" or (_is(product, _PRODUCTS) and not _fuses_products()):
         node = product  # it is in memory, rounded, when it is cast
     if node.meta.get("recompute") not in (None, CheckpointPolicy.MUST_SAVE):  # an activation checkpoint
@@ -132,3 +136,78 @@ def gradient(given):
     with no_grad():
         dx = formula(*complete("cross_entropy_bwd", given))
     return once_differentiable(dx, *(operand for operand in given if isinstance(operand, Tensor)))
+
+
+# ---- One pass ----
+#
+# Two operators that only graphs have. Backward returns a new tensor, as operators in graphs have to. Inductor
+# is told to write it over the gradient that forward made, if nothing else reads that. Forward has a name of
+# its own, so that torch cannot merge it with a call whose gradient the caller sees.
+
+_FORWARD, _BACKWARD = "cross_entropy_fwd_one_pass", "cross_entropy_bwd_one_pass"
+_DX = arguments(_BACKWARD).index("dx")
+
+
+def _forward(*given):
+    return overloads[_FORWARD](*given)
+
+
+def _backward(*given):
+    given = list(given)
+    given[_DX] = given[_DX].clone()
+    overloads[_BACKWARD](*given)
+    return given[_DX]
+
+
+def _define(name, schema, kernel, fake):
+    own = f"_{name}_in_graph"
+    registry.define(schema.replace(name, own))
+    registry.impl(own, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gander::{own}", fake, lib=registry)
+    return getattr(torch.ops.gander, own).default
+
+
+forward_in_graph = _define(_FORWARD, TORCH[_FORWARD].schema, _forward, _forward)
+backward_in_graph = _define(
+    _BACKWARD,
+    TORCH[_BACKWARD].schema.replace("Tensor(a!) dx", "Tensor dx").replace("-> ()", "-> Tensor"),
+    _backward,
+    lambda *given: torch.empty_like(given[_DX]),
+)
+
+
+@functools.cache
+def _teach_inductor():
+    """Whether Inductor now writes the gradient over that of forward: not if it lacks a name used here."""
+    try:
+        from torch._inductor.ir import DonatedBuffer, FallbackKernel
+        from torch._inductor.lowering import clone, fallback_handler, register_lowering
+        from torch._inductor.virtualized import V
+    except ImportError:
+        return False
+
+    def lower_backward(*given):
+        given, node = list(given), V.graph.current_node.args[_DX]
+        dx = given[_DX]
+        is_own = node.target is operator.getitem or isinstance(dx.data.data, DonatedBuffer)
+        if not is_own or len(node.users) > 1:
+            given[_DX] = dx = clone(dx)
+            dx.realize()
+        FallbackKernel.create(overloads[_BACKWARD], *given)
+        return dx
+
+    forward = fallback_handler(overloads[_FORWARD], add_to_fallback_set=False)
+    register_lowering(forward_in_graph, type_promotion_kind=None)(forward)
+    register_lowering(backward_in_graph, type_promotion_kind=None)(lower_backward)
+    return True
+
+
+def takes_one_pass(x):
+    """Whether a graph can keep the gradient that forward makes, and write over it.
+
+    Without donated buffers, a backward pass may run again, with the same tensors. What an activation
+    checkpoint drops would be made twice.
+    """
+    if not (is_for_inductor(x) and functorch_config.donated_buffer and _teach_inductor()):
+        return False
+    return _keep_for_backward(x, _VIEWS)

@@ -1330,9 +1330,10 @@ def cross_entropy(
     be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile,
     and under hooks on saved tensors, where autograd does not see that x was written. Torch tensors only.
     one_pass: True computes the gradient together with the loss. This reads x once, and keeps a tensor of the
-    size of x until backward. False computes it in backward, which reads x again. None chooses by size. It
-    applies only to a mean or a sum on a CUDA device, without inplace_backward and batch_invariant, outside
-    torch.compile.
+    size of x until backward. False computes it in backward, which reads x again. None chooses by size, and
+    inside torch.compile False, because Inductor writes the gradient over x. It applies only to a mean or a
+    sum on a CUDA device, without inplace_backward and batch_invariant. Inside torch.compile it also takes
+    Inductor, outside of activation checkpoints, with donated buffers (torch's default).
     batch_invariant: as in softmax, for the loss of each row, and for its gradient with "none" or "sum". The
     gradient of a mean depends on all rows.
     divisor: what loss and gradient are divided by, with reduction "sum": a number, or a 0-dim tensor of any
@@ -1341,7 +1342,8 @@ def cross_entropy(
     upstream: the gradient of the loss that backward is expected to bring, a number or such a tensor: 1/4 for
     `(loss / 4).backward()`, a GradScaler's scale. The single pass makes the gradient for it (for 1 by
     default). backward compares the two on the device, and computes the gradient again if they differ. So
-    upstream changes the time, never the result. A tensor is copied when the loss is computed.
+    upstream changes the time, never the result. A tensor is copied when the loss is computed, except inside
+    torch.compile: there autograd refuses a backward pass after it was written to.
     lse_partial: (..., K), of any of these dtypes, not only x's: parts of the log-sum-exp of each row, such as
     the log-sum-exps of slices of x. The log-sum-exp of a row of lse_partial is taken for that of the row of
     x, which forward then only reads at the target. It gets no gradient: that of x is complete. Torch tensors

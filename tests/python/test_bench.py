@@ -370,6 +370,8 @@ def test_providers_measure_what_they_have(monkeypatch):
     assert {p.providers for p in sections.sharded(options)} == {("gander-two-passes", "gander-sharded")}
     assert {p.providers for p in sections.host(options)} == {("gander",)}
     both = sections.Options(providers=("torch.compile", "gander"))
+    compiled = {"torch.compile", "gander.compile", "gander-one-pass.compile"}
+    assert all(compiled < {*p.providers} for p in sections.step(both))
     assert {p.providers for p in sections.host(both)} == {("torch.compile", "gander", "gander.compile")}
 
 
@@ -523,14 +525,18 @@ def test_norms_are_judged_as_models_are(op, m, run, missed):
 
 
 @pytest.mark.parametrize(
-    "name", ["torch", "gander", "gander-two-passes", "gander-upstream", "gander-remember"]
+    "name",
+    [
+        *("torch", "gander", "gander-two-passes", "gander-upstream", "gander-remember"),
+        *("gander.compile", "gander-one-pass.compile"),
+    ],
 )
 @pytest.mark.parametrize("mode", sections.STEPS)
 def test_steps_give_the_gradient(name, mode):
     torch.manual_seed(0)
     x, target = torch.randn(5, 33, requires_grad=True), torch.randint(33, (5,))
     function = cases.provider(name).functions["cross_entropy"]
-    call = sections._step_call(function, mode, x, target, told=name == "gander-upstream")
+    call = sections._step_call(function, mode, x, target, told=name in sections._TOLD)
     assert call.factor == (65536 if mode == "scaled" else sections.STEPS[mode])
     for _ in range(2):  # the second call must not accumulate into the first one's gradient
         assert sections._step_distance(x, target, call(), call.factor) < 1e-5

@@ -92,7 +92,7 @@ def test_without_a_linear_loss_it_is_not_run(monkeypatch, small_corpus):
         trained("gander-linear")
 
 
-@pytest.mark.parametrize("name", ["torch.compile", "gander.compile"])
+@pytest.mark.parametrize("name", ["torch.compile", "gander.compile", "gander-one-pass.compile"])
 def test_compiled_contestants(name, small_corpus, interpreted):
     figures = trained(name)
     assert (figures["graph_breaks"], figures["graphs"]) == (0, 1)

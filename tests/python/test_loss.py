@@ -1,6 +1,7 @@
 """cross_entropy as training loops call it: with a divisor, and with the upstream gradient that will come."""
 
 import math
+import re
 from functools import partial
 
 import gander
@@ -479,3 +480,163 @@ def test_others_get_the_operator(monkeypatch):
     torch.testing.assert_close(
         gradient(x, lambda x: compiled(x, target)), gradient(x, lambda x: gander.cross_entropy(x, target))
     )
+
+
+# ---- In one pass in a graph for Inductor ----
+
+
+@pytest.fixture
+def inductor(device, single_pass, monkeypatch):
+    """Inductor serves the device as it serves CUDA, and compiles everything anew."""
+    monkeypatch.setattr(_inductor, "FUSED_ON", (device,))
+    torch.compiler.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+
+
+def linear(device, dtype=torch.float32, m=12, n=33):
+    """Rows, and a target for each."""
+    x, target = torch.randn(m, n, device=device).to(dtype), torch.randint(n, (m,), device=device)
+    target[3] = -100
+    return x, target
+
+
+def at_once(x, target, **options):
+    return gander.cross_entropy(x, target, one_pass=True, **options)
+
+
+WRITES = "cross_entropy_bwd_one_pass"  # what a compiled backward pass calls that takes forward's gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"upstream": 0.25}, {"upstream": -3.0}, {"reduction": "sum", "divisor": 7}, {"reduction": "sum"}],
+    ids=str,
+)
+def test_one_pass_in_a_graph(device, inductor, dtype, dynamic, options):
+    """It has the bits of an eager call, whether backward brings what was expected or not."""
+    x, target = linear(device, dtype)
+
+    def model(x):
+        return at_once(x * 2, target, **options)
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for scale in 0.25, 1.0, 3.0:
+        got, codes = run_and_get_code(lambda scale=scale: gradient(x, compiled, scale))
+        torch.testing.assert_close(got, gradient(x, model, scale), rtol=0, atol=0)
+        assert scale != 0.25 or (WRITES in codes[-1] and "clone" not in codes[-1])
+
+
+def test_one_pass_in_a_graph_takes_no_second_tensor(device, inductor):
+    """The product behind reads the buffer that forward filled."""
+    (h, _), weight = linear(device), torch.randn(40, 33, device=device, requires_grad=True)
+    target = torch.randint(40, (12,), device=device)
+    compiled = torch.compile(lambda h: at_once(h @ weight.t(), target), fullgraph=True)
+    _, (_, code) = run_and_get_code(lambda: compiled(h).backward())
+    assert WRITES in code and not re.search(r"= empty_strided_\w+\(\(12, 40\)", code)
+
+
+@pytest.mark.parametrize("expects", [1.0, 4.0])
+def test_two_losses_share_a_gradient_in_a_graph(device, inductor, expects):
+    """torch merges equal calls. Backward passes that differ must not write over the same tensor."""
+    x, target = linear(device)
+
+    def model(x, loss_of=at_once):
+        y = x * 2
+        first, second = loss_of(y, target), loss_of(y, target)
+        return expects * first + 3 * (second * y.mean())
+
+    compiled = torch.compile(model, fullgraph=True)
+    two_passes = partial(gander.cross_entropy, one_pass=False)
+    torch.testing.assert_close(gradient(x, compiled), gradient(x, partial(model, loss_of=two_passes)))
+
+
+def test_a_gradient_that_the_caller_sees_is_not_written(device, inductor):
+    """Nor by a backward pass from torch's cache, of a function that does not return it."""
+    x, target = linear(device)
+    forward = torch.ops.gander.cross_entropy_fwd_one_pass
+
+    def model(x, visible):
+        y = x * 2
+        with torch.no_grad():
+            dx = forward(y, target)[2] if visible else None
+        return at_once(y, target), dx
+
+    with torch._inductor.config.patch(fx_graph_cache=True):
+        for visible in False, True:
+            torch.compiler.reset()
+            leaf = x.clone().requires_grad_()
+            loss, dx = torch.compile(model, fullgraph=True)(leaf, visible)
+            before = dx.clone() if visible else None
+            (3 * loss).backward()
+    assert torch.equal(dx, before)
+    torch.testing.assert_close(leaf.grad, 6 * dx)
+
+
+def test_a_graph_that_runs_backward_twice(device, inductor):
+    """torch allows it without donated buffers only. Then nothing is written over, even if torch's cache has a
+    backward pass that does that."""
+    x, target = linear(device)
+    leaf = x.clone().requires_grad_()
+    with torch._inductor.config.patch(fx_graph_cache=True):
+        for donated in True, False:
+            torch.compiler.reset()
+            with torch._functorch.config.patch(donated_buffer=donated):
+                loss = torch.compile(lambda x: at_once(x * 2, target), fullgraph=True)(leaf)
+                first = torch.autograd.grad(3 * loss, leaf, retain_graph=not donated)[0]
+        kept, second = first.clone(), torch.autograd.grad(loss, leaf)[0]
+    assert torch.equal(first, kept)
+    want = gradient(x, lambda x: at_once(x * 2, target))[1]
+    torch.testing.assert_close((first, second), (3 * want, want))
+
+
+def test_no_gradient_is_made_twice_behind_a_checkpoint(device, inductor):
+    x, target = linear(device)
+
+    def model(x):
+        return checkpoint(lambda x: at_once(x.sin(), target), x, use_reentrant=False)
+
+    got, codes = run_and_get_code(lambda: gradient(x, torch.compile(model, fullgraph=True), 3.0))
+    torch.testing.assert_close(got, gradient(x, model, 3.0))
+    assert not any("one_pass" in code for code in codes)
+
+
+def test_one_pass_in_a_graph_with_an_upstream_that_changes(device, inductor):
+    """Backward would take forward's gradient for one that it is not."""
+    x, target = linear(device)
+    upstream = torch.tensor(4.0, device=device)
+    compiled = torch.compile(lambda x, u: at_once(x * 2, target, upstream=u), fullgraph=True)
+    leaf = x.clone().requires_grad_()
+    loss = compiled(leaf, upstream)
+    upstream.fill_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_one_pass_in_a_graph_has_no_second_derivative(device, inductor):
+    x, target = linear(device)
+    leaf = x.clone().requires_grad_()
+    loss = torch.compile(lambda x: at_once(x * 2, target), fullgraph=True)(leaf)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(loss, leaf, create_graph=True)[0].sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"batch_invariant": True}], ids=str)
+def test_graphs_that_take_two_passes(device, inductor, options):
+    x, target = linear(device)
+    compiled = torch.compile(lambda x: at_once(x * 2, target, **options).sum(), fullgraph=True)
+    got, codes = run_and_get_code(lambda: gradient(x, compiled))
+    torch.testing.assert_close(got, gradient(x, lambda x: at_once(x * 2, target, **options).sum()))
+    assert not any("one_pass" in code for code in codes)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition"])
+def test_one_pass_with_other_backends(device, inductor, backend):
+    x, target = linear(device)
+    compiled = torch.compile(lambda x: at_once(x * 2, target), fullgraph=True, backend=backend)
+    for scale in 1.0, 3.0:
+        torch.testing.assert_close(
+            gradient(x, compiled, scale), gradient(x, lambda x: at_once(x * 2, target), scale)
+        )

@@ -478,6 +478,12 @@ def _gander_two_passes():
     return Provider({"cross_entropy": functools.partial(gander.cross_entropy, one_pass=False)}, {})
 
 
+def _gander_one_pass_compile():
+    """Compiled cross-entropy that makes its gradient along with the loss."""
+    function = functools.partial(gander.cross_entropy, one_pass=True)
+    return Provider(_compiled_functions({"cross_entropy": function}), {})
+
+
 def _gander_upstream():
     """Cross-entropy that is told which gradient of the loss backward will bring."""
     return Provider({"cross_entropy": gander.cross_entropy}, {})
@@ -745,6 +751,7 @@ _PROVIDERS = {
     "gander-sharded": (_gander_sharded, None),
     "gander-batch-invariant": (_gander_batch_invariant, None),
     "gander.compile": (_gander_compile, None),
+    "gander-one-pass.compile": (_gander_one_pass_compile, None),
     "quack": (_quack, "quack-kernels"),
     "liger": (_liger, "liger-kernel"),
     "liger-cutedsl": (_liger_cutedsl, "liger-kernel"),

@@ -324,6 +324,9 @@ def _step_call(cross_entropy, mode: str, x, target, told: bool = False) -> Calla
     return run
 
 
+_TOLD = ("gander-upstream", "gander-one-pass.compile")
+
+
 def _step_distance(x, target, gradient, factor) -> float:
     """How far a step's gradient is from float64 in the first and the last row, relative to its size."""
     rows = torch.tensor(sorted({0, len(x) - 1}), device=x.device)
@@ -360,7 +363,7 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
         # liger writes the gradient over the logits, so each has its own: liger's change after the first step.
         x = logits.clone().requires_grad_()
         function = provider(name).functions["cross_entropy"]
-        call = _step_call(function, mode, x, target, told=name == "gander-upstream")
+        call = _step_call(function, mode, x, target, told=name in _TOLD)
         off = _step_distance(logits, target, call(), call.factor)
         if not off < _WRONG[x.dtype]:
             raise ArithmeticError(f"wrong result: {off:.1e} off")
@@ -375,6 +378,8 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
 def step(options: Options) -> Iterator[Point]:
     shapes, dtypes = options.shapes or (LOGITS,), options.dtypes or ("bfloat16",)
     own = ("gander-two-passes", "gander-upstream", "gander-remember") if "gander" in options.providers else ()
+    if own and "torch.compile" in options.providers:
+        own += "gander.compile", "gander-one-pass.compile"
     having = _having(dict.fromkeys(options.providers + own), "cross_entropy")
     for dtype, (m, n), mode in itertools.product(dtypes, shapes, STEPS):
         name = {"section": "step", "op": "cross_entropy", "dtype": dtype, "m": m, "n": n, "mode": mode}
