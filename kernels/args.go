@@ -157,6 +157,7 @@ type CrossEntropyArgs struct {
 
 	// Elementwise: threads of a CTA that share a row, 65536 over that rounded up, and rows of a CTA.
 	RowThreads, InverseRowThreads, RowsPerCTA int32
+	Parts                                     int32 // what CTAs take in turns: RowsPerCTA rows, or a chunk
 
 	Slice int32 // backward: the columns are a slice of the classes, and a target may lie outside of it
 	Sums  int32

@@ -209,7 +209,7 @@ func (k *cudaCall) crossEntropy(s *kernels.CrossEntropy) kernels.CrossEntropyArg
 	}
 	if threads := k.plan.rowThreads; threads > 0 {
 		args.RowThreads, args.InverseRowThreads = threads, (1<<16+threads-1)/threads
-		args.RowsPerCTA = k.plan.rowsPerCTA
+		args.RowsPerCTA, args.Parts = k.plan.rowsPerCTA, k.plan.parts
 	}
 	return args
 }

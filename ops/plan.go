@@ -39,6 +39,7 @@ type plan struct {
 	prefetch       int32 // rows from a CTA's to those that it prefetches into L2; 0 for none
 	prefetchFrom   int32 // the first CTA, or cluster, that does
 	rowThreads     int32 // Elementwise: threads of a CTA that share a row
+	parts          int32 // Elementwise: rows or chunks that CTAs take in turns
 	rowsPerCTA     int32 // Elementwise: rows of a CTA
 	partials       int32 // rows of partial dw
 	singleCTATotal bool  // the only CTA makes the total as well

@@ -494,6 +494,14 @@ func stream(q *query, row *policy.Row) *plan {
 //
 // Measured on an H200 with 24 lengths, three numbers of rows and all layouts: bench/TRIED.md, "Fewer
 // kernels".
+//
+// Where forward has usually computed dx, CTAs exit at once, and take turns if it has not. So there are only
+// as many as the device holds idleWaves times. They do not prefetch: what is mapped a little later is already
+// being loaded. Measured on an H200 with 8192 x 128256 bfloat16, us if dx is there and if it is not: 1 wave 4
+// and 1219, 2 waves 5 and 1202, 8 waves 7 and 1155, 2 with prefetching 5 and 1530, a CTA for each chunk 83
+// and 1050, and one CTA for each row 9 and 1391.
+const idleWaves = 8
+
 func elementwise(q *query, _ *policy.Row) *plan {
 	if q.op != kernels.CrossEntropyBackward && q.op != kernels.Rescale {
 		return nil
@@ -509,10 +517,7 @@ func elementwise(q *query, _ *policy.Row) *plan {
 		perThread = 2
 	}
 	most := perThread * kernels.ChunkThreads
-	switch {
-	case q.onePass: // one chunk for each row: few CTAs, since usually forward has computed dx and they exit
-		most = maxChunk
-	case q.unaligned && perThread == 4:
+	if q.unaligned && perThread == 4 {
 		most += most / 2
 	}
 	p.chunk = ceil(q.vectors, ceil(q.vectors, most))
@@ -526,7 +531,11 @@ func elementwise(q *query, _ *policy.Row) *plan {
 	}
 	threads = min(threads, kernels.ChunkThreads)
 	p.rowThreads, p.rowsPerCTA = int32(threads), int32(kernels.ChunkThreads/threads)
-	q.add(p, v, ceil(q.m, int64(p.rowsPerCTA))*int64(p.splits), 1, 0)
+	grid := &q.add(p, v, ceil(q.m, int64(p.rowsPerCTA))*int64(p.splits), 1, 0).Grid
+	p.parts = int32(*grid)
+	if few := uint32(idleWaves * q.resident(v, 1)); q.onePass && *grid > few {
+		*grid, p.prefetch = few, 0
+	}
 	p.why = fmt.Sprintf("the statistics of rows are known: %d threads for each chunk of %d vectors",
 		p.rowThreads, p.chunk)
 	return p

@@ -140,6 +140,7 @@ struct CrossEntropyArgs {
   int32_t row_threads;
   int32_t inverse_row_threads;
   int32_t rows_per_cta;
+  int32_t parts;
   int32_t slice;
   int32_t sums;
   void* weights;

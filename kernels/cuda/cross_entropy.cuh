@@ -574,15 +574,15 @@ __device__ __forceinline__ void combine_slices_body(const CrossEntropyArgs& a) {
   static_cast<float*>(a.log_sum)[row] = isnan(label.weight) ? kNaN : log_sum;
 }
 
-// Prefetches into L2 what a CTA of elementwise_body that starts later works on.
+// Prefetches into L2 what a CTA of elementwise_body maps later.
 template <class T>
-__device__ __forceinline__ void prefetch_later_cta(const Rows& r, int64_t rows_per_cta) {
+__device__ __forceinline__ void prefetch_later_part(const Rows& r, unsigned part, unsigned parts,
+                                                    int64_t rows_per_cta) {
 #ifdef GANDER_SM90
-  const unsigned cta = blockIdx.x + r.prefetch_distance;
-  if (r.prefetch_distance == 0 || threadIdx.x != 0 || blockIdx.x < r.prefetch_from || cta >= gridDim.x)
-    return;
-  const int64_t row = cta / r.splits * rows_per_cta, chunk = r.chunk * kElements<T>;
-  const int64_t first = cta % r.splits * chunk;
+  const unsigned later = part + r.prefetch_distance;
+  if (r.prefetch_distance == 0 || threadIdx.x != 0 || part < r.prefetch_from || later >= parts) return;
+  const int64_t row = later / r.splits * rows_per_cta, chunk = r.chunk * kElements<T>;
+  const int64_t first = later % r.splits * chunk;
   const int64_t count = rows_per_cta == 1 ? min(chunk, r.n - first) : min(rows_per_cta, r.m - row) * r.n;
   if (rows_per_cta == 1 || r.a_stride == r.n)
     prefetch_l2(static_cast<const T*>(r.a) + row * r.a_stride + first, count * sizeof(T));
@@ -590,19 +590,18 @@ __device__ __forceinline__ void prefetch_later_cta(const Rows& r, int64_t rows_p
 }
 
 // Maps rows whose statistics are known. Nothing is reduced, so any number of threads can share a row: the
-// launch says how many. A CTA maps several rows, or one chunk of a row.
+// launch says how many. A part is several rows, or one chunk of a row.
 template <class Op, int V, bool Unaligned>
-__device__ __forceinline__ void elementwise_body(const typename Op::Args& args) {
+__device__ __forceinline__ void map_part(const typename Op::Args& args, unsigned part) {
   using T = typename Op::T;
   constexpr int E = kElements<T>;
-  if (Op::already_done(args)) return;
   const Rows& r = args.rows;
   const int threads = args.row_threads, tid = threadIdx.x;
-  prefetch_later_cta<T>(r, args.rows_per_cta);
+  prefetch_later_part<T>(r, part, args.parts, args.rows_per_cta);
   const int group = tid * args.inverse_row_threads >> 16, lane = tid - group * threads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / r.splits) * args.rows_per_cta + group;
+  const int64_t row = static_cast<int64_t>(part / r.splits) * args.rows_per_cta + group;
   if (group >= args.rows_per_cta || row >= r.m) return;
-  const RowView<T> p = row_view<Op, Unaligned, false>(r, row, blockIdx.x % r.splits);
+  const RowView<T> p = row_view<Op, Unaligned, false>(r, row, part % r.splits);
   const Bounds load_bounds = Unaligned ? p.load_bounds() : p.bounds;
   auto sc = Op::load_scalars(args, row, false);
   T* const y = static_cast<T*>(p.y);
@@ -625,6 +624,15 @@ __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) 
     if (e >= p.bounds.hi) break;
     load<Unaligned, false>(p.a, e, step, load_bounds, Op::fill(), v);
   }
+}
+
+// CTAs take parts in turns, where there are fewer CTAs: those that may find their work done (already_done).
+// As a loop it is faster for them all: 8192 x 128256 bfloat16 takes 0.96, 16384 x 8192 float32 0.91 of the
+// time that a CTA for each part took without a loop (H200).
+template <class Op, int V, bool Unaligned>
+__device__ __forceinline__ void elementwise_body(const typename Op::Args& args) {
+  if (Op::already_done(args)) return;
+  for (unsigned part = blockIdx.x; part < args.parts; part += gridDim.x) map_part<Op, V, Unaligned>(args, part);
 }
 
 // An operator that replaces the target's gradient in its vector. `patch`, which stores it by itself, takes

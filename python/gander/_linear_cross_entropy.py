@@ -21,8 +21,7 @@ from ._schemas import overloads
 from ._sharding import is_dtensor
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
-# Gradients are rescaled as so many rows, each by one CTA. These are enough for any GPU, and few enough to end
-# at once where there is nothing to do.
+# Gradients are rescaled as so many rows, which the threads of a CPU share.
 _RESCALED_ROWS = 2048
 # Gradients are made for an upstream gradient whose size lies between these. Made for another, such as 0, they
 # could not be scaled to the one that comes.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulated import DEVICE, FLOATS, ROW, SIZES, Layout, call, check
+from emulated import DEVICE, FLOATS, HOST, ROW, SIZES, Layout, call, check
 
 RANDOM = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32)
 OTHER = {"float16": "float32", "bfloat16": "float16", "float32": "bfloat16"}
@@ -385,6 +385,18 @@ def test_one_pass(rows, reduction):
                 assert np.isnan(dx.astype(np.float32)).any(axis=-1).sum() >= rows.m - 1  # a row is ignored
             else:
                 assert np.array_equal(dx, expected["dx"], equal_nan=True)
+
+
+def test_gradient_by_ctas_in_turns():
+    """A gradient that forward has not made, of more rows than backward has CTAs."""
+    rows = Rows(520, 2080, "float32")
+    inputs, options = rows.inputs("x target"), dict(reduction=2, one_pass=1)
+    inputs["target"][1][5::11] = 0
+    half, third = (("float32", np.array([v], np.float32)) for v in (0.5, 1 / 3))
+    outputs = {"loss": ("float32", (1,))} | rows.outputs("lse dx")
+    saved = call(HOST, "cross_entropy_forward", inputs | {"upstream": half}, outputs, **options)
+    inputs |= {"lse": ("float32", saved["lse"]), "upstream": half, "dloss": third}
+    check("cross_entropy_backward", inputs, {"dx": ("float32", saved["dx"])}, **options)
 
 
 def test_other_losses(rows):
