@@ -632,7 +632,8 @@ __device__ __forceinline__ void map_part(const typename Op::Args& args, unsigned
 template <class Op, int V, bool Unaligned>
 __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) {
   if (Op::already_done(args)) return;
-  for (unsigned part = blockIdx.x; part < args.parts; part += gridDim.x) map_part<Op, V, Unaligned>(args, part);
+  for (unsigned part = blockIdx.x; part < args.parts; part += gridDim.x)
+    map_part<Op, V, Unaligned>(args, part);
 }
 
 // An operator that replaces the target's gradient in its vector. `patch`, which stores it by itself, takes
