@@ -122,6 +122,8 @@ def main(
         raise typer.BadParameter("needs --resume, and a file with the runs before", param_hint="--missed")
     # The advice of Inductor's developers for reductions; it must be set before Inductor is imported.
     os.environ.setdefault("TORCHINDUCTOR_MULTI_KERNEL", "1")
+    # Such kernels fail when they come from Inductor's cache (torch 2.11: "'NoneType' object does not ...").
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
     import torch
 
     from .cases import COMPARED, DEFAULT_PROVIDERS, DTYPES, PROVIDERS
