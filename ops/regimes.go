@@ -489,19 +489,20 @@ func stream(q *query, row *policy.Row) *plan {
 	return p
 }
 
+// idleWaves is how many times as many CTAs as the device holds are launched where forward has usually
+// computed dx. They exit at once if it has. If not, they take turns, and do not prefetch: what is mapped a
+// little later is already being loaded.
+//
+// Measured on an H200 with 8192 x 128256 bfloat16, us if dx is there and if it is not: 1 wave 4 and 1219,
+// 2 waves 5 and 1202, 8 waves 7 and 1155, 2 with prefetching 5 and 1530, a CTA for each chunk 83 and 1050,
+// and one CTA for each row 9 and 1391.
+const idleWaves = 8
+
 // elementwise computes each element of the output by itself. The rows' statistics are an input. Any number of
 // threads can share a row, or a chunk of a long one.
 //
 // Measured on an H200 with 24 lengths, three numbers of rows and all layouts: bench/TRIED.md, "Fewer
 // kernels".
-//
-// Where forward has usually computed dx, CTAs exit at once, and take turns if it has not. So there are only
-// as many as the device holds idleWaves times. They do not prefetch: what is mapped a little later is already
-// being loaded. Measured on an H200 with 8192 x 128256 bfloat16, us if dx is there and if it is not: 1 wave 4
-// and 1219, 2 waves 5 and 1202, 8 waves 7 and 1155, 2 with prefetching 5 and 1530, a CTA for each chunk 83
-// and 1050, and one CTA for each row 9 and 1391.
-const idleWaves = 8
-
 func elementwise(q *query, _ *policy.Row) *plan {
 	if q.op != kernels.CrossEntropyBackward && q.op != kernels.Rescale {
 		return nil

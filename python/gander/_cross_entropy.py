@@ -223,4 +223,4 @@ def choose(two_passes, given):
             return _in_place
         return _one_pass if takes_one_pass(x, reduction, one_pass) else two_passes
     asked = one_pass and takes_one_pass(x, reduction, one_pass)
-    return _one_pass_in_graph if asked and _inductor.takes_one_pass(x) else two_passes
+    return _one_pass_in_graph if asked and _inductor.may_keep_gradient(x) else two_passes

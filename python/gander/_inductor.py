@@ -202,7 +202,7 @@ def _teach_inductor():
     return True
 
 
-def takes_one_pass(x):
+def may_keep_gradient(x):
     """Whether a graph can keep the gradient that forward makes, and write over it.
 
     Without donated buffers, a backward pass may run again, with the same tensors. What an activation

@@ -494,13 +494,6 @@ def inductor(device, single_pass, monkeypatch):
         yield
 
 
-def linear(device, dtype=torch.float32, m=12, n=33):
-    """Rows, and a target for each."""
-    x, target = torch.randn(m, n, device=device).to(dtype), torch.randint(n, (m,), device=device)
-    target[3] = -100
-    return x, target
-
-
 def at_once(x, target, **options):
     return gander.cross_entropy(x, target, one_pass=True, **options)
 
@@ -517,7 +510,7 @@ WRITES = "cross_entropy_bwd_one_pass"  # what a compiled backward pass calls tha
 )
 def test_one_pass_in_a_graph(device, inductor, dtype, dynamic, options):
     """It has the bits of an eager call, whether backward brings what was expected or not."""
-    x, target = linear(device, dtype)
+    x, target = given(device, dtype, m=12)
 
     def model(x):
         return at_once(x * 2, target, **options)
@@ -531,7 +524,7 @@ def test_one_pass_in_a_graph(device, inductor, dtype, dynamic, options):
 
 def test_one_pass_in_a_graph_takes_no_second_tensor(device, inductor):
     """The product behind reads the buffer that forward filled."""
-    (h, _), weight = linear(device), torch.randn(40, 33, device=device, requires_grad=True)
+    (h, _), weight = given(device, m=12), torch.randn(40, 33, device=device, requires_grad=True)
     target = torch.randint(40, (12,), device=device)
     compiled = torch.compile(lambda h: at_once(h @ weight.t(), target), fullgraph=True)
     _, (_, code) = run_and_get_code(lambda: compiled(h).backward())
@@ -541,7 +534,7 @@ def test_one_pass_in_a_graph_takes_no_second_tensor(device, inductor):
 @pytest.mark.parametrize("expects", [1.0, 4.0])
 def test_two_losses_share_a_gradient_in_a_graph(device, inductor, expects):
     """torch merges equal calls. Backward passes that differ must not write over the same tensor."""
-    x, target = linear(device)
+    x, target = given(device, m=12)
 
     def model(x, loss_of=at_once):
         y = x * 2
@@ -555,7 +548,7 @@ def test_two_losses_share_a_gradient_in_a_graph(device, inductor, expects):
 
 def test_a_gradient_that_the_caller_sees_is_not_written(device, inductor):
     """Nor by a backward pass from torch's cache, of a function that does not return it."""
-    x, target = linear(device)
+    x, target = given(device, m=12)
     forward = torch.ops.gander.cross_entropy_fwd_one_pass
 
     def model(x, visible):
@@ -578,7 +571,7 @@ def test_a_gradient_that_the_caller_sees_is_not_written(device, inductor):
 def test_a_graph_that_runs_backward_twice(device, inductor):
     """torch allows it without donated buffers only. Then nothing is written over, even if torch's cache has a
     backward pass that does that."""
-    x, target = linear(device)
+    x, target = given(device, m=12)
     leaf = x.clone().requires_grad_()
     with torch._inductor.config.patch(fx_graph_cache=True):
         for donated in True, False:
@@ -593,7 +586,7 @@ def test_a_graph_that_runs_backward_twice(device, inductor):
 
 
 def test_no_gradient_is_made_twice_behind_a_checkpoint(device, inductor):
-    x, target = linear(device)
+    x, target = given(device, m=12)
 
     def model(x):
         return checkpoint(lambda x: at_once(x.sin(), target), x, use_reentrant=False)
@@ -605,7 +598,7 @@ def test_no_gradient_is_made_twice_behind_a_checkpoint(device, inductor):
 
 def test_one_pass_in_a_graph_with_an_upstream_that_changes(device, inductor):
     """Backward would take forward's gradient for one that it is not."""
-    x, target = linear(device)
+    x, target = given(device, m=12)
     upstream = torch.tensor(4.0, device=device)
     compiled = torch.compile(lambda x, u: at_once(x * 2, target, upstream=u), fullgraph=True)
     leaf = x.clone().requires_grad_()
@@ -616,7 +609,7 @@ def test_one_pass_in_a_graph_with_an_upstream_that_changes(device, inductor):
 
 
 def test_one_pass_in_a_graph_has_no_second_derivative(device, inductor):
-    x, target = linear(device)
+    x, target = given(device, m=12)
     leaf = x.clone().requires_grad_()
     loss = torch.compile(lambda x: at_once(x * 2, target), fullgraph=True)(leaf)
     with pytest.raises(RuntimeError):
@@ -625,7 +618,7 @@ def test_one_pass_in_a_graph_has_no_second_derivative(device, inductor):
 
 @pytest.mark.parametrize("options", [{"reduction": "none"}, {"batch_invariant": True}], ids=str)
 def test_graphs_that_take_two_passes(device, inductor, options):
-    x, target = linear(device)
+    x, target = given(device, m=12)
     compiled = torch.compile(lambda x: at_once(x * 2, target, **options).sum(), fullgraph=True)
     got, codes = run_and_get_code(lambda: gradient(x, compiled))
     torch.testing.assert_close(got, gradient(x, lambda x: at_once(x * 2, target, **options).sum()))
@@ -634,7 +627,7 @@ def test_graphs_that_take_two_passes(device, inductor, options):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition"])
 def test_one_pass_with_other_backends(device, inductor, backend):
-    x, target = linear(device)
+    x, target = given(device, m=12)
     compiled = torch.compile(lambda x: at_once(x * 2, target), fullgraph=True, backend=backend)
     for scale in 1.0, 3.0:
         torch.testing.assert_close(
