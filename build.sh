@@ -11,8 +11,8 @@ readonly ROOT=$PWD
 readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/gander
 readonly VENV=$ROOT/.venv                # Python packages, from requirements.txt
 readonly STATE=$ROOT/.build              # this checkout's stamps, logs and temporary files
-readonly LIBRARY=python/gander/libgander.so
-readonly KERNEL=python/gander/_torch.so  # the kernels' registration with PyTorch
+readonly LIBRARY=python/gander/_native/libgander.so
+readonly KERNEL=python/gander/_torch/libgander_torch.so # the kernels' registration with PyTorch
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_90"
 readonly SOURCES="capi dlpack internal kernels ops python"
@@ -30,7 +30,7 @@ usage: ./build.sh TASK [ARGUMENT...]
   demo       show this machine, check and time each op, and train a small language model with gander
   test       run all checks that need no GPU; `test NAME...` runs only these checks
   test-torch run tests/python with other releases of torch: `test-torch 2.11.0`, `test-torch oldest`;
-             python/gander/_fast.py lists the releases that are tested, and `test` runs the newest of them
+             python/gander/_torch/fast.py lists the releases that are tested, and `test` runs the newest of them
   bench      measure host overhead, load time and throughput, next to torch and torch.compile;
              `bench train` trains a Llama with torch, torch.compile, Liger and gander
   notebook   run notebooks/compare_torch_compile.ipynb on this machine, and keep its outputs
@@ -254,24 +254,24 @@ commit() {
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
-# library CC FOLDER: builds libgander.so from Go, and _torch.so, which registers the operators with PyTorch,
-# from C.
+# library CC PACKAGE: builds libgander.so from Go, and libgander_torch.so, which registers the operators with
+# PyTorch, from C.
 library() {
   local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so" facts
   facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version)"
   CC="'$1'" go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
-    -ldflags "-s -w -buildid= -B=none $facts -extldflags \"$linker\"" -o "$2/libgander.so" ./capi
-  rm -f "$2/libgander.h" # the header is capi/gander.h
+    -ldflags "-s -w -buildid= -B=none $facts -extldflags \"$linker\"" -o "$2/_native/libgander.so" ./capi
+  rm -f "$2/_native/libgander.h" # the header is capi/gander.h
   local name
-  for name in _torch _fast; do
+  for name in kernels fast; do
     "$1" -std=gnu11 -O2 -fPIC -fexceptions -fvisibility=hidden -Wall -Wextra -Werror -I capi -I dlpack \
-      -c -o "$STATE/$name.o" "python/gander/$name.c"
+      -c -o "$STATE/$name.o" "python/gander/_torch/c/$name.c"
   done
-  "$1" -shared -o "$2/_torch.so" "$STATE/_torch.o" "$STATE/_fast.o" -ldl -lpthread
+  "$1" -shared -o "$2/_torch/libgander_torch.so" "$STATE/kernels.o" "$STATE/fast.o" -ldl -lpthread
 }
 
 library_sources() {
-  find capi dlpack kernels ops internal/driver internal/policy python/gander/_*.[ch] go.mod go.sum \
+  find capi dlpack kernels ops internal/driver internal/policy python/gander/_torch/c go.mod go.sum \
     -type f ! -name '*_test.go'
 }
 
@@ -469,7 +469,7 @@ torch_venv() {
 
 task_test-torch() {
   local version folder tested
-  read -ra tested < <(sed -n 's/^TESTED = (\(.*\))$/\1/p' python/gander/_fast.py | tr -d '",')
+  read -ra tested < <(sed -n 's/^TESTED = (\(.*\))$/\1/p' python/gander/_torch/fast.py | tr -d '",')
   (($# > 0)) || die "test-torch needs a release of torch, or 'oldest'; ${tested[*]} are tested"
   built
   for version in "${@/#oldest/${tested[0]}}"; do
@@ -617,7 +617,7 @@ try_wheel() {
 
 task_clean() {
   rm -rf "$VENV" "$STATE" dist python/build python/*.egg-info demo.png
-  rm -f python/gander/*.so kernels/images/*.fatbin
+  rm -f python/gander/_*/*.so kernels/images/*.fatbin
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }
 

@@ -78,7 +78,7 @@ func TestBuildInfo(t *testing.T) {
 	var info map[string]any
 	require.NoError(t, json.Unmarshal(unsafe.Slice((*byte)(p), length), &info))
 	assert.Len(t, info, 7)
-	python, err := os.ReadFile("../python/gander/_info.py")
+	python, err := os.ReadFile("../python/gander/info.py")
 	require.NoError(t, err)
 	assert.Contains(t, string(python), fmt.Sprintf("\n__version__ = %q\n", info["version"]))
 	assert.IsType(t, []any{}, info["architectures"])

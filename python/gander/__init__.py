@@ -7,29 +7,27 @@ with `__dlpack__` (NumPy, CuPy, JAX). Importing gander imports neither torch nor
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from ._hook import register_with_torch as _register_with_torch
-from ._info import __version__, algorithms, explain, info, warmup
-from ._ops import (
+from . import _arrays, _backend  # noqa: F401 - _arrays registers itself
+from ._debug import set_debug
+from ._functions.cross_entropy import (
     cross_entropy,
     cross_entropy_bwd,
     cross_entropy_bwd_out,
     cross_entropy_fwd,
     cross_entropy_fwd_out,
+    linear_cross_entropy,
+)
+from ._functions.norms import (
     fused_add_rmsnorm,
     layernorm,
     layernorm_bwd,
     layernorm_fwd,
-    linear_cross_entropy,
-    log_softmax,
-    logsumexp,
     rmsnorm,
     rmsnorm_bwd,
     rmsnorm_fwd,
-    set_debug,
-    softmax,
-    softmax_bwd,
-    softmax_fwd,
 )
+from ._functions.softmax import log_softmax, logsumexp, softmax, softmax_bwd, softmax_fwd
+from .info import __version__, algorithms, explain, info, warmup
 
 __all__ = [
     "__version__",
@@ -60,7 +58,12 @@ __all__ = [
     "warmup",
 ]
 
-_register_with_torch()
+
+def _load_torch() -> None:
+    from . import _torch  # noqa: F401 - registers itself
+
+
+_backend.load_with_torch(_load_torch)
 
 if _TYPE_CHECKING:
     from . import distributed, nn

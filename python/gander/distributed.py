@@ -15,24 +15,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _fast, _ops, _pytorch
-from ._cross_entropy import is_batched, may_write_saved, write_over
-from ._fakes import check_inputs
-from ._gradients import (
+from . import _debug
+from ._functions.arguments import code_of
+from ._table import MEAN, NONE, REDUCTIONS, Reduction
+from ._torch import backend, fast
+from ._torch.autograd import (
     apply_of,
     function,
     refuse_gradients,
     refuse_outer_gradients,
     refuse_tangents,
 )
-from ._operators_gen import MEAN, NONE, REDUCTIONS, Reduction
-from ._sharding import is_dtensor
+from ._torch.cross_entropy import is_batched, may_write_saved, write_over
+from ._torch.fakes import check_inputs
+from ._torch.sharding import is_dtensor
 
 __all__ = ["cross_entropy"]
 
-_forward_of_slice = _fast.call("cross_entropy_fwd_out")
-_combine = _fast.call("sharded_cross_entropy_combine")
-_backward_of_slice = _fast.call("cross_entropy_bwd_slice")
+_forward_of_slice = fast.call("cross_entropy_fwd_out")
+_combine = fast.call("sharded_cross_entropy_combine")
+_backward_of_slice = fast.call("cross_entropy_bwd_slice")
 
 
 def cross_entropy(
@@ -79,7 +81,7 @@ def cross_entropy(
 
 @torch.compiler.disable
 def _cross_entropy(x, target, group, weight, ignore_index, reduction, inplace_backward, sizes):
-    code = _ops._code("reduction", reduction, REDUCTIONS)
+    code = code_of("reduction", reduction, REDUCTIONS)
     for name, value in ("x", x), ("target", target), ("weight", weight):
         if is_dtensor(value):
             raise TypeError(
@@ -95,14 +97,14 @@ def _cross_entropy(x, target, group, weight, ignore_index, reduction, inplace_ba
 
 def of_slices(x, target, weight, slices, ignore_index, reduction, inplace_backward=False) -> Tensor:
     """The loss, from arguments that have been checked."""
-    if _ops._debug:
-        _ops._check_targets(sum(slices.sizes), target, ignore_index)
+    if _debug.enabled:
+        backend.check_targets(sum(slices.sizes), target, ignore_index)
     refuse_tangents((x,))
     refuse_outer_gradients("distributed.cross_entropy", x)
     try:
         return _apply(x, target, weight, slices, ignore_index, reduction, bool(inplace_backward))
     except RuntimeError as error:
-        raise _pytorch.explained(error) from None
+        raise backend.explained(error) from None
 
 
 def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduction) -> Tensor:

@@ -29,7 +29,7 @@ for path in "$@"; do
   set -- "$@" "-I$path"
   shift
 done
-version=$(sed -n 's/^__version__ = \(".*"\)$/\1/p' "$here/../../python/gander/_info.py")
+version=$(sed -n 's/^__version__ = \(".*"\)$/\1/p' "$here/../../python/gander/info.py")
 set -- "$@" -O1 -Wall -Wextra -Werror -pedantic "-DPYTHON_VERSION=$version"
 check header_c99.c "${CC:-cc}" -std=c99 "$@"
 check header_cpp17.cpp "${CXX:-c++}" -std=c++17 "$@"

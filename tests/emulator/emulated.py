@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from gander import _library as abi
-from gander._operators_gen import OPERATORS
+from gander._native import library as abi
+from gander._table import OPERATORS
 
 ROW = Path("row")  # in the working directory: a row by which the library plans (GANDER_TUNE)
 MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR

@@ -9,7 +9,7 @@ from pathlib import Path
 import gander
 import pytest
 import torch
-from gander import _library as abi
+from gander._native import library as abi
 from grid import DTYPES, OPS, Inputs, check, name, same_bits
 
 library = abi.load()

@@ -4,7 +4,7 @@ import gander
 import numpy as np
 import pytest
 import torch
-from gander._operators_gen import ALGORITHMS, IF_SERVED
+from gander._table import ALGORITHMS, IF_SERVED
 
 NAMES = ("auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk")
 X, W = torch.randn(5, 40), torch.randn(40)

@@ -260,7 +260,7 @@ def test_algorithms_are_points_of_their_own():
     assert shapes == {*sections.PUBLISHED, *sections.TRAINING} and len(points) == 4 * len(shapes)
     assert points[0].providers == (
         "gander",
-        *(f"gander:{name}" for name in gander._operators_gen.ALGORITHMS[1:]),
+        *(f"gander:{name}" for name in gander._table.ALGORITHMS[1:]),
     )
     inputs = cases.OPERATORS["rmsnorm_backward"].inputs(2, 8, torch.float32, "cpu")
     with pytest.raises(NotImplementedError, match='algorithm is "warp" on cpu'):

@@ -263,8 +263,8 @@ func stand_in() int { return C.STAND_IN }
 
 func main() {}
 """,
-        "python/gander/_torch.c": "int stand_in_too(void) { return 43; }\n",
-        "python/gander/_fast.c": "int stand_in_as_well(void) { return 44; }\n",
+        "python/gander/_torch/c/kernels.c": "int stand_in_too(void) { return 43; }\n",
+        "python/gander/_torch/c/fast.c": "int stand_in_as_well(void) { return 44; }\n",
     }.items():
         checkout.write(path, text)
     # The folder of Go's own cache follows XDG_CACHE_HOME.
@@ -277,5 +277,5 @@ func main() {}
     assert images == ["stand_in.sm_80.fatbin", "stand_in.sm_90.fatbin"]
     assert (checkout.root / ".venv/gander.pth").read_text() == f"{checkout.root}/python\n"
     built = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).stand_in())"
-    done = checkout.run(sys.executable, "-c", built, "python/gander/libgander.so")
+    done = checkout.run(sys.executable, "-c", built, "python/gander/_native/libgander.so")
     assert done.stdout == "42\n", done.stderr

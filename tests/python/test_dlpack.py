@@ -10,8 +10,9 @@ import gander
 import numpy as np
 import pytest
 import torch
-from gander import _dlpack, _library
-from gander._operators_gen import OPERATORS
+from gander._arrays import backend, capsules
+from gander._native import library
+from gander._table import OPERATORS
 
 F16, F32, F64 = np.float16, np.float32, np.float64
 
@@ -165,19 +166,19 @@ def test_the_binding_covers_the_table():
     """Every function of every operator has a prototype, and there are functions for arrays."""
     for name, operator in OPERATORS.items():
         for function in (f"gander_{name}", operator.owned):
-            assert getattr(_library.load(), function).argtypes == _library.PROTOTYPES[function][1]
-    options = _library.options("rmsnorm", batch_invariant=1)
+            assert getattr(library.load(), function).argtypes == library.PROTOTYPES[function][1]
+    options = library.options("rmsnorm", batch_invariant=1)
     assert options.size == ctypes.sizeof(options)
     assert (options.eps, options.algorithm, options.batch_invariant) == (1e-6, 0, 1)
-    assert _library.options("cross_entropy").ignore_index == -100
-    assert {"softmax", "rmsnorm_bwd_dw", "cross_entropy_fwd_dx"} <= set(vars(_dlpack.operators))
+    assert library.options("cross_entropy").ignore_index == -100
+    assert {"softmax", "rmsnorm_bwd_dw", "cross_entropy_fwd_dx"} <= set(vars(backend))
 
 
 def test_a_library_of_another_abi_version(monkeypatch):
-    monkeypatch.setattr(_library, "ABI_VERSION", 99)
-    monkeypatch.setitem(_library.PROTOTYPES, "gander_of_version_99", (None, []))
+    monkeypatch.setattr(library, "ABI_VERSION", 99)
+    monkeypatch.setitem(library.PROTOTYPES, "gander_of_version_99", (None, []))
     with pytest.raises(RuntimeError, match=r"has ABI version \d+, expected 99; reinstall gander-kernels"):
-        _library.load.__wrapped__()
+        library.load.__wrapped__()
 
 
 def test_results_can_be_written_and_outlive_their_inputs():
@@ -220,13 +221,13 @@ class Legacy:
 
 def test_unversioned_capsules():
     x, weight = rows(4, 7), rows(7)
-    before = len(_dlpack._exported)
+    before = len(capsules._exported)
     y = gander.rmsnorm(Legacy(x), Legacy(weight))
     np.testing.assert_array_equal(y, gander.rmsnorm(x, weight))
-    assert len(_dlpack._exported) == before + 1
+    assert len(capsules._exported) == before + 1
     del y
     gc.collect()
-    assert len(_dlpack._exported) == before
+    assert len(capsules._exported) == before
 
 
 def test_a_library_without_from_dlpack_gets_the_result_itself():

@@ -7,7 +7,7 @@ import weakref
 import gander
 import pytest
 import torch
-from gander import _fast
+from gander._torch import fast as _fast
 
 X = torch.randn(4, 6)
 WEIGHT = torch.ones(6)

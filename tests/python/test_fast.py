@@ -16,13 +16,13 @@ from pathlib import Path
 import gander
 import pytest
 import torch
-from gander import _fast
-from gander._operators_gen import TORCH
+from gander._table import TORCH
+from gander._torch import fast as _fast
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytorch = gander._pytorch
+pytorch = gander._torch.backend
 fast = _fast._functions
 pytestmark = pytest.mark.skipif(_fast._untested() is not None, reason=str(_fast._untested()))
 
@@ -155,7 +155,7 @@ def test_off_with_a_reason(change, environment, reason):
 
 def test_off_if_a_result_differs():
     code = (
-        "import torch, gander; from gander import _fast; "
+        "import torch, gander; from gander._torch import fast as _fast; "
         "right = _fast._functions['rmsnorm']; "
         "_fast._functions['rmsnorm'] = lambda *a: (y := right(*a), y.data.add_(1e-6))[0]"
         f"{CALL}; print(gander.info()['fast_path']); print(len(_fast._functions))"
@@ -171,7 +171,7 @@ def test_first_calls_on_several_threads_write_once():
     not find rows that the function has written already."""
     code = """
 import threading, time, torch, gander
-from gander import _fast
+from gander._torch import fast as _fast
 differs = _fast._differs
 _fast._differs = lambda names: (time.sleep(0.2), differs(names))[1]
 barrier, wrong = threading.Barrier(4), []
@@ -190,7 +190,7 @@ print(wrong)
     assert run(code) == "[0.0, 0.0, 0.0, 0.0]"
     code = """
 import torch, gander
-from gander import _fast
+from gander._torch import fast as _fast
 _fast._differs = lambda names: names[0]
 x, residual = torch.ones(2, 4), torch.ones(2, 4)
 gander.fused_add_rmsnorm(x, residual, None)
@@ -214,7 +214,7 @@ print(residual.unique().tolist(), gander.info()["fast_path"])
 def test_an_operator_that_writes_is_not_checked_where_it_goes_to_the_dispatcher(call):
     code = f"""
 import torch, gander
-from gander import _fast
+from gander._torch import fast as _fast
 made, example = [], _fast._example
 _fast._example = lambda name: made.append(name) or example(name)
 x, r = torch.ones(3, 2, 4), torch.zeros(3, 2, 4)
@@ -257,9 +257,10 @@ def test_versions():
 
 def test_nothing_is_checked_at_import():
     """The check needs the library, which an import must not load."""
-    code = "import torch, gander; print(gander._fast._checked, 'libgander' in open('/proc/self/maps').read())"
+    loaded = "'/libgander.so' in open('/proc/self/maps').read()"
+    code = f"import torch, gander; print(gander._torch.fast._checked, {loaded})"
     assert run(code) == "set() False"
-    checked = run(f"import torch, gander{CALL}; print(sorted(gander._fast._checked))")
+    checked = run(f"import torch, gander{CALL}; print(sorted(gander._torch.fast._checked))")
     assert checked == "['softmax', 'softmax_bwd']"  # no operator that is not called
 
 
@@ -276,7 +277,7 @@ def test_the_check_has_no_effect_on_the_caller():
         code = (
             f"import torch, gander; x = torch.randn(3, 4, requires_grad=True)\nwith torch.{mode}():\n"
             "    y = gander.softmax(x)\n"
-            f"print(y.is_inference(), y.requires_grad, gander._fast._checked)"
+            f"print(y.is_inference(), y.requires_grad, gander._torch.fast._checked)"
         )
         assert run(code) == f"{mode == 'inference_mode'} False {{'softmax'}}"
 

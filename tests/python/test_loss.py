@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gander import _cross_entropy, _inductor
+from gander._torch import cross_entropy as _cross_entropy
+from gander._torch import inductor as _inductor
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 

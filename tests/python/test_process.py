@@ -25,7 +25,7 @@ def python(script, *arguments, **environment):
     return done.stdout
 
 
-LOADED = "lambda: any(str(gander._library.path()) in line for line in open('/proc/self/maps'))"
+LOADED = "lambda: any(str(gander._native.library.path()) in line for line in open('/proc/self/maps'))"
 
 
 def test_import_loads_neither_torch_nor_numpy_nor_the_library():
@@ -122,9 +122,9 @@ def test_a_loader_of_many_modules_is_not_changed():
         import gander
         assert importlib.util.find_spec("torch")
         import other
-        assert "gander._pytorch" not in sys.modules
+        assert "gander._torch" not in sys.modules
         import torch
-        assert "gander._pytorch" in sys.modules and torch.__loader__ is Frozen and vars(Frozen) == before
+        assert "gander._torch" in sys.modules and torch.__loader__ is Frozen and vars(Frozen) == before
         assert gander.softmax(torch.zeros(2, 4))[0, 0] == 0.25
     """)
 
@@ -135,7 +135,7 @@ def test_several_finders_may_wait_for_one_module(tmp_path):
     python(f"""
         import importlib.util, sys
         sys.path.insert(0, {str(tmp_path)!r})
-        from gander import _hook
+        from gander import _imports as _hook
 
         class Other:
             busy = False
@@ -183,9 +183,9 @@ def test_a_torch_imported_without_the_import_hook():
         finders = [finder for finder in sys.meta_path if "gander" in str(finder)]
         sys.meta_path.remove(*finders)
         import torch, numpy as np
-        assert "gander._pytorch" not in sys.modules
+        assert "gander._torch" not in sys.modules
         assert type(gander.softmax(np.zeros((2, 4)))) is np.ndarray
-        assert "gander._pytorch" not in sys.modules
+        assert "gander._torch" not in sys.modules
         x = torch.zeros(2, 4, requires_grad=True)
         assert not gander.softmax_fwd(x).requires_grad and gander.softmax(x).requires_grad
     """)
@@ -210,7 +210,7 @@ def test_torch_may_be_initializing_when_gander_is_imported(tmp_path):
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
         import torch
-        assert "gander._pytorch" not in sys.modules and not torch.gander._hook.failure()
+        assert "gander._torch" not in sys.modules and not torch.gander._backend.failure()
     """)
 
 
@@ -430,7 +430,7 @@ def test_workers_of_a_data_loader_started_by_spawn():
 def test_info():
     facts = gander.info()
     assert facts["version"] == gander.__version__
-    assert facts["abi_version"] == gander._library.ABI_VERSION
+    assert facts["abi_version"] == gander._native.library.ABI_VERSION
     assert facts["torch"] == torch.__version__
     assert facts["fast_path"] is True or facts["fast_path"]
     assert os.path.exists(facts["library"])

@@ -380,11 +380,11 @@ def test_autocast_follows_torch(name, device):
 
 def test_autocast_rule_on_cuda():
     """Calls the rule itself, so that it is tested without a GPU too."""
-    from gander import _pytorch
+    from gander._torch import autocast
 
     op = torch.ops.gander.masked_softmax.default
     assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCUDA")
-    kernel = _pytorch._to_float32("masked_softmax")
+    kernel = autocast._to_float32("masked_softmax")
     assert kernel(torch.ones(2, 3, dtype=HALF)).dtype == SINGLE
     assert kernel(torch.ones(2, 3, dtype=HALF), None, BRAIN).dtype == BRAIN
     assert kernel(torch.ones(2, 3, dtype=DOUBLE)).dtype == DOUBLE

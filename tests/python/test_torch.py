@@ -47,7 +47,7 @@ def calls(x, weight, target):
     rows = torch.randn(6, device=x.device)
     half, norms = torch.float16, {}
     for group, statistics in ("rmsnorm", (rstd,)), ("layernorm", (rows, rstd)):
-        for name in gander._operators_gen.TORCH:
+        for name in gander._table.TORCH:
             if name.startswith(f"{group}_add_bwd"):
                 norms[name] = x, weight, x.half(), x.cos(), *statistics, half
         norms[f"{group}_add"] = grad, grad_weight, weight.half(), x.half(), half, torch.bfloat16
@@ -354,7 +354,7 @@ def test_backward_twice_with_retain_graph(data):
 def test_one_pass_of_cross_entropy(data, reduction, hooked, monkeypatch):
     """The default for large CUDA tensors, here on both devices, with any upstream gradient and a second
     backward."""
-    from gander import _cross_entropy
+    from gander._torch import cross_entropy as _cross_entropy
 
     x, _, target = data
     monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
@@ -379,7 +379,7 @@ def test_one_pass_of_cross_entropy(data, reduction, hooked, monkeypatch):
 
 def test_one_pass_saves_everything_through_the_hooks(data, monkeypatch):
     """A checkpoint drops saved tensors, so the gradient must be a saved tensor."""
-    from gander import _cross_entropy
+    from gander._torch import cross_entropy as _cross_entropy
 
     x, _, target = data
     monkeypatch.setattr(_cross_entropy, "_has_one_pass", lambda x: True)
@@ -521,11 +521,11 @@ def test_autocast_follows_torch(device):
 
 def test_autocast_rule_of_softmax_on_cuda():
     """Calls the rule itself, so that it is tested without a GPU too."""
-    from gander import _pytorch
+    from gander._torch import autocast
 
     op = ops.softmax.default
     assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCUDA")
-    kernel = _pytorch._in_float32(op)
+    kernel = autocast._in_float32(op)
     assert kernel(torch.ones(2, 3, dtype=torch.float16)).dtype == torch.float32
     assert kernel(torch.ones(2, 3, dtype=torch.bfloat16), 0, True).dtype == torch.float32
     assert kernel(torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
@@ -624,7 +624,7 @@ def test_fakes_refuse_what_kernels_refuse(case):
     op, *arguments = CASES[case]
     with pytest.raises(RuntimeError) as kernels:
         op(*arguments)
-    kind = type(gander._pytorch.explained(kernels.value))
+    kind = type(gander._torch.kernels.explained(kernels.value))
     name = case.partition(":")[0].removeprefix("negative ").removeprefix("class ").removesuffix("s")
     with pytest.raises(kind) as metas:
         op(*map(meta, arguments))

@@ -163,14 +163,12 @@ def test_every_operator(batch):
         "logsumexp_bwd": (x, rstd, lse),
     }
     for group, statistics in ("rmsnorm", (rstd,)), ("layernorm", (lse, rstd)):
-        for name in gander._operators_gen.TORCH:
+        for name in gander._table.TORCH:
             if name.startswith(f"{group}_add_bwd"):
                 calls[name] = x, weight, x.flip(0), x.cos(), *statistics
         for name in "add", "residual", "add_fwd":
             calls[f"{group}_{name}"] = x, weight, weight.cos(), x.cos()
-    assert set(calls) == {
-        name for name, operator in gander._operators_gen.TORCH.items() if not operator.writes
-    }
+    assert set(calls) == {name for name, operator in gander._table.TORCH.items() if not operator.writes}
     for name, arguments in calls.items():
         op = getattr(ops, name)
         others = len(arguments) - 1

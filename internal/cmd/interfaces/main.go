@@ -37,15 +37,15 @@ func write(root string) error {
 		return err
 	}
 	files := map[string]string{
-		"kernels/operators_gen.go":        deviceOptions(),
-		"ops/operators_gen.go":            goOperators(),
-		"capi/gander.h":                   cHeader,
-		"capi/exports_gen.c":              cExports(),
-		"capi/exports_gen.go":             goExports(),
-		"capi/exports_gen.map":            versionScript(cHeader),
-		"python/gander/_operators_gen.py": pythonTable(),
-		"python/gander/_torch_gen.h":      torchOperators(),
-		"tests/c/functions_gen.h":         testFunctions(),
+		"kernels/operators_gen.go":               deviceOptions(),
+		"ops/operators_gen.go":                   goOperators(),
+		"capi/gander.h":                          cHeader,
+		"capi/exports_gen.c":                     cExports(),
+		"capi/exports_gen.go":                    goExports(),
+		"capi/exports_gen.map":                   versionScript(cHeader),
+		"python/gander/_table/operators_gen.py":  pythonTable(),
+		"python/gander/_torch/c/operators_gen.h": torchOperators(),
+		"tests/c/functions_gen.h":                testFunctions(),
 	}
 	for path, text := range files {
 		data := []byte(text)

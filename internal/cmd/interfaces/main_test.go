@@ -43,7 +43,7 @@ func TestTable(t *testing.T) {
 			op := &o.Torch[i]
 			assert.False(t, seen[op.Name], "two operators of PyTorch are called %s", op.Name)
 			seen[op.Name] = true
-			assert.LessOrEqual(t, len(arguments(o, op)), 24, "MAX_ARGUMENTS of _torch.h")
+			assert.LessOrEqual(t, len(arguments(o, op)), 24, "MAX_ARGUMENTS of torch.h")
 			for _, name := range op.Results {
 				require.NotNil(t, o.Find(name))
 				assert.True(t, o.Find(name).Output)
@@ -68,7 +68,7 @@ func TestTable(t *testing.T) {
 				require.NotEmpty(t, op.Backward)
 			}
 		}
-		assert.LessOrEqual(t, len(o.Operands), 12, "spans in ops/check.go; MAX_OPERANDS of _torch.h")
+		assert.LessOrEqual(t, len(o.Operands), 12, "spans in ops/check.go; MAX_OPERANDS of torch.h")
 	}
 }
 

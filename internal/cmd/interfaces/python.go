@@ -25,17 +25,17 @@ var (
 	}
 )
 
-// pythonTable generates python/gander/_operators_gen.py.
+// pythonTable generates python/gander/_table/operators_gen.py.
 func pythonTable() string {
 	var t text
 	t.add("# %s", generated)
 	t.add("# ruff: noqa: E501")
 	t.add("# fmt: off")
-	t.add(`"""The tables that the shim reads; _operators.py has their types."""`)
+	t.add(`"""The tables that the shim reads; types.py has their types."""`)
 	t.add("")
 	t.add("from typing import Literal")
 	t.add("")
-	t.add("from ._operators import Argument, Operand, Operator, Option, TorchOperator")
+	t.add("from .types import Argument, Operand, Operator, Option, TorchOperator")
 	t.add("")
 	t.add("STATUSES = (%s)", quoted(lower(operators.Statuses)...))
 	t.add("Algorithm = Literal[%s]", quoted(lower(operators.Algorithms)...))

@@ -8,8 +8,8 @@ import (
 	"github.com/gander-go/gander/internal/operators"
 )
 
-// torchOperators generates python/gander/_torch_gen.h. For each operator of PyTorch it has a table for
-// _torch.c and a function that calls the C ABI.
+// torchOperators generates python/gander/_torch/c/operators_gen.h. For each operator of PyTorch it has a table for
+// kernels.c and a function that calls the C ABI.
 func torchOperators() string {
 	var t text
 	t.add("/* %s */", generated)
@@ -98,7 +98,7 @@ func torchCall(t *text, o operator, op *operators.Torch) {
 	t.add("%s;\n}", cCall("  return lib.gander_"+o.full(), operands))
 }
 
-// torchDescription writes one row of the table for _torch.c.
+// torchDescription writes one row of the table for kernels.c.
 func torchDescription(t *text, o operator, op *operators.Torch) {
 	list := arguments(o, op)
 	kinds := ""

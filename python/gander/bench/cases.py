@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import gander
-from gander import _operators_gen
+from gander._table import ALGORITHMS
 
 EPS = 1e-6
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -761,7 +761,7 @@ _PROVIDERS = {
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
 _BY_ALGORITHM = {
     f"gander:{name}": (functools.partial(_gander_with, algorithm=name), None)
-    for name in _operators_gen.ALGORITHMS[1:]
+    for name in ALGORITHMS[1:]
 }
 _PROVIDERS |= _BY_ALGORITHM
 PROVIDERS = tuple(_PROVIDERS)

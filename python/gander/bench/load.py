@@ -40,9 +40,9 @@ def measure(name: str) -> dict:
     settle()
     figures = {}
     if name == "gander":
-        from gander import _library
+        from gander._native import library
 
-        figures["library"] = _ms(_library.load)
+        figures["library"] = _ms(library.load)
 
     from .cases import provider
 

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _ops, _pytorch, _remember
-from .._cross_entropy import is_eager, takes_one_pass
-from .._operators_gen import REDUCTIONS
+from .._functions.arguments import code_of
+from .._functions.cross_entropy import check_chunks, cross_entropy, linear_cross_entropy
+from .._table import REDUCTIONS
+from .._torch import expected_gradient
+from .._torch.cross_entropy import is_eager, takes_one_pass
+from .._torch.tensors import nested
 from . import functional
 
 __all__ = [
@@ -54,14 +57,14 @@ def _check_eps(eps: Any, or_none: str = "") -> None:
 
 
 def _check_loss(reduction: Any, ignore_index: Any) -> None:
-    _ops._code("reduction", reduction, REDUCTIONS)
+    code_of("reduction", reduction, REDUCTIONS)
     if not isinstance(ignore_index, Integral):
         raise TypeError(f"ignore_index is {ignore_index!r}, expected an integer")
 
 
 def _check_nested(name: str, x: Tensor) -> None:
     if isinstance(x, Tensor) and x.is_nested:  # whose shape cannot be asked for
-        raise _pytorch.nested(name)
+        raise nested(name)
 
 
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -246,7 +249,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if input.ndim > 2:
             input = input.movedim(1, -1)
         memory = self._memory_for(input) if self.remember and upstream is None else None
-        loss: Tensor = _ops.cross_entropy(
+        loss: Tensor = cross_entropy(
             input,
             target,
             weight=self.weight,
@@ -254,10 +257,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             reduction=self.reduction,  # type: ignore[arg-type]
             divisor=divisor,
             one_pass=None if memory is None else True,
-            upstream=upstream if memory is None else _remember.expected(memory),
+            upstream=upstream if memory is None else expected_gradient.expected(memory),
         )
         if memory is not None:
-            _remember.watch(loss, memory)
+            expected_gradient.watch(loss, memory)
         return loss
 
     def _memory_for(self, x: Tensor) -> Tensor | None:
@@ -271,7 +274,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             return None
         memory = self._memories.get(x.device)
         if memory is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            memory = self._memories.setdefault(x.device, _remember.new(x.device))
+            memory = self._memories.setdefault(x.device, expected_gradient.new(x.device))
         return memory
 
     def __getstate__(self) -> dict[str, Any]:
@@ -309,7 +312,7 @@ class LinearCrossEntropy(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         _check_weight(weight_ce, "weight_ce")
         _check_loss(reduction, ignore_index)
-        _ops._check_chunks(chunk, accumulate)
+        check_chunks(chunk, accumulate)
         self.register_buffer("weight_ce", weight_ce)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.chunk, self.accumulate = chunk, accumulate
@@ -321,7 +324,7 @@ class LinearCrossEntropy(nn.Linear):
         divisor: float | Tensor | None = None,
         upstream: float | Tensor | None = None,
     ) -> Tensor:
-        return _ops.linear_cross_entropy(
+        return linear_cross_entropy(
             input,
             self.weight,
             target,

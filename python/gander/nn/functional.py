@@ -23,7 +23,9 @@ import torch.nn.functional as _torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from .. import _ops
+from .._functions import softmax as _softmaxes
+from .._functions.cross_entropy import cross_entropy as _cross_entropy
+from .._functions.norms import layernorm, rmsnorm
 
 __all__ = ["cross_entropy", "layer_norm", "log_softmax", "rms_norm", "softmax"]
 
@@ -101,7 +103,7 @@ def _serves(function: str, *tensors: Tensor | None) -> bool:
 
 
 def _softmax_over(input: Tensor, dim: int, log: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    function = _ops.log_softmax if log else _ops.softmax
+    function = _softmaxes.log_softmax if log else _softmaxes.softmax
     if input.ndim == 0:
         return function(input.view(1), dim=dim, dtype=dtype).view(())
     return function(input, dim=dim, dtype=dtype)
@@ -160,16 +162,16 @@ def _rms_norm_over(x: Tensor, dims: int, weight: Tensor | None, eps: float | Non
     """RMSNorm over the last `dims` dimensions, whose sizes are those of weight."""
     weight = _parameter(x, dims, weight)
     if dims == 1:
-        return _ops.rmsnorm(x, weight, eps=eps)
-    return _ops.rmsnorm(x.flatten(x.ndim - dims), weight, eps=eps).view(x.shape)
+        return rmsnorm(x, weight, eps=eps)
+    return rmsnorm(x.flatten(x.ndim - dims), weight, eps=eps).view(x.shape)
 
 
 def _layer_norm_over(x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last `dims` dimensions, whose sizes are those of weight and bias."""
     weight, bias = _parameter(x, dims, weight), _parameter(x, dims, bias)
     if dims == 1:
-        return _ops.layernorm(x, weight, bias, eps=eps)
-    return _ops.layernorm(x.flatten(x.ndim - dims), weight, bias, eps=eps).view(x.shape)
+        return layernorm(x, weight, bias, eps=eps)
+    return layernorm(x.flatten(x.ndim - dims), weight, bias, eps=eps).view(x.shape)
 
 
 def _fits(input: Tensor, normalized_shape: Any, *parameters: Any) -> bool:
@@ -262,7 +264,7 @@ def cross_entropy(
     ):
         rows = input.movedim(1, -1) if input.ndim > 2 else input
         if rows.shape[-1] != 0 and _serves("cross_entropy", input, weight):
-            return _ops.cross_entropy(
+            return _cross_entropy(
                 rows,
                 target,
                 weight=weight,

@@ -1,46 +1,8 @@
-"""Registers gander's operators with PyTorch when torch is imported, before or after gander.
-
-Exported or cached graphs look up torch.ops.gander before any call of gander's functions, so registration
-cannot wait for the first call. A program that only uses NumPy arrays must not spend time on importing torch.
-So an import hook (a finder in sys.meta_path) waits for the import of torch.
-"""
+"""Calls a function after a module is imported, now or later, without importing it (a finder in
+sys.meta_path)."""
 
 import importlib
 import sys
-
-_failure: Exception | None = None
-
-
-def register() -> None:
-    """Registers the operators. A failure must not make `import torch` fail: the first call with a tensor
-    raises it."""
-    global _failure
-    if _failure is None:
-        try:
-            importlib.import_module("._pytorch", __package__)
-        except Exception as error:
-            _failure = error
-
-
-def failure() -> str | None:
-    """Why the operators are not registered, if that failed."""
-    return _failure and f"{type(_failure).__name__}: {_failure}"
-
-
-def is_late_tensor(x) -> bool:
-    """Whether x is a torch tensor, for a torch that was imported without the import hook. Then the operators
-    are registered here."""
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)
-    if not isinstance(kind, type) or not isinstance(x, kind):
-        return False
-    register()
-    if _failure is not None:
-        version = getattr(sys.modules["torch"], "__version__", "")
-        raise RuntimeError(
-            f"gander could not register its operators with torch {version}: {failure()}; gander.info() has "
-            "the versions, and arrays with __dlpack__ are served without torch"
-        ) from _failure
-    return True
 
 
 class _Finder:
@@ -98,8 +60,3 @@ def after_import(name, action) -> None:
     # call with a tensor then registers the operators.
     if not getattr(module.__spec__, "_initializing", False):
         action()
-
-
-def register_with_torch() -> None:
-    """Registers the operators after torch is imported."""
-    after_import("torch", register)

@@ -1,6 +1,6 @@
 """libgander: its path, its structs and functions, and the Python exceptions for its statuses.
 
-Option structs and prototypes of the operators are made from the table of operators (_operators_gen.py). The
+Option structs and prototypes of the operators are made from the table of operators (gander._table). The
 library is loaded by the first call that needs it. So importing gander is cheap, and a process may fork before
 its first call.
 """
@@ -12,8 +12,7 @@ from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_ui
 from pathlib import Path
 from typing import Any
 
-from ._operators import Operator, Option
-from ._operators_gen import OPERATORS, OPTIONS, STATUSES
+from .._table import OPERATORS, OPTIONS, STATUSES, Operator, Option
 
 ABI_VERSION = 4
 CPU, CUDA = 1, 2  # DLPack's device types

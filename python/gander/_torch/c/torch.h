@@ -1,4 +1,4 @@
-/* Shared by _torch.c, the kernels for PyTorch's dispatcher, and _fast.c, the fast path that calls them
+/* Shared by kernels.c, the kernels for PyTorch's dispatcher, and fast.c, the fast path that calls them
  * directly from Python. */
 #ifndef GANDER_TORCH_H
 #define GANDER_TORCH_H
@@ -44,7 +44,7 @@ enum { MAX_ARGUMENTS = 24, MAX_OPERANDS = 16, MAX_OWNED = 48, MAX_RANK = 64 };
 typedef struct {
   bool failed; /* everything after the first failure is skipped */
   bool python; /* called from Python, without the GIL: inputs and boxes are borrowed, and a failure throws no
-                * exception, since gander._fast repeats the call through the dispatcher */
+                * exception, since gander._torch.fast repeats the call through the dispatcher */
   int owned_count;
   Tensor owned[MAX_OWNED];           /* deleted when the call ends */
   Tensor scratch;                    /* deleted too */
@@ -61,7 +61,7 @@ typedef struct {
   DLTensor given;         /* the argument itself, also if it was copied */
 } Operand;
 
-/* ---- The table of operators (_torch_gen.h, from internal/operators) ---- */
+/* ---- The table of operators (operators_gen.h, from internal/operators) ---- */
 
 typedef enum {
   SHAPE_ROWS,
@@ -109,7 +109,7 @@ typedef struct {
   } operands[MAX_OPERANDS];
   int result_count;
   int results[MAX_OPERANDS];
-  bool fast;                          /* _fast.c has a function for it */
+  bool fast;                          /* fast.c has a function for it */
   int saving;                         /* the operator that runs if a gradient is needed, -1: none */
   bool differentiable[MAX_ARGUMENTS]; /* arguments that have a gradient */
   bool typed;                         /* backward gets the dtypes of the gradients */
@@ -121,7 +121,7 @@ typedef struct {
   } saved[MAX_ARGUMENTS]; /* the tensors that backward reads */
 } Operator;
 
-/* Defined in _torch.c, used by _fast.c. */
+/* Defined in kernels.c, used by fast.c. */
 const Operator* find_operator(int index);                         /* NULL if index is too large */
 bool run_operator(const Operator* op, Value* stack, bool python); /* false: failed, called from Python */
 

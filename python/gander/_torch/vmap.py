@@ -7,8 +7,8 @@ of a batch. A batched weight would differ from row to row.
 
 import torch
 
-from ._operators_gen import REDUCTIONS, TORCH
-from ._schemas import arguments, complete, operands, overloads, registry, untraced
+from .._table import REDUCTIONS, TORCH, arguments, operands
+from .registry import complete, overloads, registry, untraced
 
 # Shapes with an element for each row, if there is no reduction.
 _BY_ROW = {"rows", "per_row", "reduced", "statistics"}

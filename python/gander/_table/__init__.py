@@ -1,32 +1,56 @@
-"""torch.ops.gander: registers the operators' schemas, and answers questions about operators from their table
-(_operators_gen.py)."""
+"""The operators of gander, and questions about them.
 
-import torch
-from torch._C._dynamo import eval_frame
+operators_gen.py is generated from the table of operators (internal/operators), types.py has its types. This
+package imports nothing else.
+"""
 
-from ._operators_gen import OPERATORS, TORCH
+from .operators_gen import (
+    ALGORITHMS,
+    IF_SERVED,
+    MEAN,
+    NONE,
+    OPERATORS,
+    OPTIONS,
+    REDUCTIONS,
+    STATUSES,
+    SUM,
+    TORCH,
+    Algorithm,
+    Reduction,
+)
+from .types import Argument, Operand, Operator, Option, TorchOperator
 
-registry = torch.library.Library("gander", "FRAGMENT")
-for _operator in TORCH.values():
-    registry.define(_operator.schema)
+__all__ = [
+    "ALGORITHMS",
+    "IF_SERVED",
+    "MEAN",
+    "NONE",
+    "OPERATORS",
+    "OPTIONS",
+    "REDUCTIONS",
+    "STATUSES",
+    "SUM",
+    "TORCH",
+    "Algorithm",
+    "Argument",
+    "Operand",
+    "Operator",
+    "Option",
+    "Reduction",
+    "TorchOperator",
+    "arguments",
+    "differentiable",
+    "gradients_of",
+    "operands",
+    "read",
+    "takes_dtypes",
+    "tensors",
+    "upstream",
+]
 
-overloads = {name: getattr(torch.ops.gander, name).default for name in TORCH}
-_defaults = {
-    name: tuple(
-        argument.default_value for argument in overload._schema.arguments if argument.has_default_value()
-    )
-    for name, overload in overloads.items()
-}
 
-
-def complete(name: str, given: tuple) -> tuple:
-    """All arguments of a call. The dispatcher omits trailing arguments that have their default values."""
-    missing = len(TORCH[name].arguments) - len(given)
-    return given + _defaults[name][-missing:] if missing else given
-
-
-def operands(name: str) -> dict:
-    """An operator's operands by name."""
+def operands(name: str) -> dict[str, Operand]:
+    """The operands of a PyTorch operator, by name."""
     return {operand.name: operand for operand in OPERATORS[TORCH[name].operator].operands}
 
 
@@ -67,16 +91,3 @@ def read(name: str) -> list[str]:
 def takes_dtypes(name: str) -> bool:
     """Whether an operator's gradient operators let callers choose the dtypes of the gradients."""
     return any(argument.kind == "dtype" for argument in TORCH[TORCH[name].backward[0]].arguments)
-
-
-def untraced(function):
-    """Makes dynamo skip a function and the functions that it calls.
-
-    torch's dispatcher and its autograd engine call our kernels as Python functions. When a compiled function
-    falls back to eager execution, dynamo would compile those calls too. Its fake tensors have no tangents, so
-    the compiled check for tangents would never find one. torch._disable_dynamo has the same effect, but costs
-    host time in every call.
-    """
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return function

@@ -6,9 +6,9 @@
  * libgander.
  *
  *   gcc -O2 -std=gnu11 -fPIC -shared -fexceptions -fvisibility=hidden -I capi -I dlpack \
- *       python/gander/_torch.c python/gander/_fast.c -o python/gander/_torch.so -ldl -lpthread
+ *       python/gander/_torch/c/kernels.c python/gander/_torch/c/fast.c -o python/gander/_torch/libgander_torch.so -ldl -lpthread
  *
- * All operators run through run_operator, which reads the table of operators (_torch_gen.h). It owns the
+ * All operators run through run_operator, which reads the table of operators (operators_gen.h). It owns the
  * handles that it gets. It describes each tensor as a DLTensor, allocates the outputs through torch, calls
  * the C function that borrows them, and deletes the handles. Only then does it report a failure. This throws
  * a C++ exception through the frames of this file (hence -fexceptions), but never through a frame of Go. */
@@ -21,7 +21,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "_torch.h"
+#include "torch.h"
 
 /* The version of torch whose ABI this file uses: 2.10.0. */
 #define TORCH_ABI (UINT64_C(2) << 56 | UINT64_C(10) << 48)
@@ -89,7 +89,7 @@ static int32_t as_int32(Value value) {
     run_operator(&operators[index], stack, false); \
   }
 
-#include "_torch_gen.h"
+#include "operators_gen.h"
 
 static char library_path[4096];
 static char load_error[1024]; /* empty if libgander was loaded */
@@ -118,7 +118,7 @@ static void load(void) {
 
 /* ---- One call ---- */
 
-/* The calling thread's last failure. gander._pytorch reads it to raise the right type of exception. */
+/* The calling thread's last failure. gander._torch reads it to raise the right type of exception. */
 static _Thread_local struct {
   int32_t status;
   char message[1024];
@@ -127,7 +127,7 @@ static _Thread_local struct {
 static void fail(Call* call, int32_t status, const char* format, ...) {
   if (call->failed) return;
   call->failed = true;
-  if (call->python) return; /* gander._fast then repeats the call through the dispatcher, which reports it */
+  if (call->python) return; /* gander._torch.fast then repeats the call through the dispatcher, which reports it */
   failure.status = status;
   va_list arguments;
   va_start(arguments, format);
@@ -391,7 +391,7 @@ static bool finish(Call* call, Value* stack, int count, const Tensor* results) {
   }
   if (call->scratch != NULL) torch.aoti_torch_delete_tensor_object(call->scratch);
   if (call->failed && call->python) return false;
-  if (call->failed) torch.aoti_torch_check(false, "gander", "_torch.c", 0, failure.message);
+  if (call->failed) torch.aoti_torch_check(false, "gander", "kernels.c", 0, failure.message);
   for (int j = 0; j < count; j++) stack[j] = (Value)(uintptr_t)results[j];
   return true;
 }
@@ -576,7 +576,7 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
 
 const Operator* find_operator(int index) { return index < OPERATOR_COUNT ? &operators[index] : NULL; }
 
-/* ---- Functions that gander._pytorch calls through ctypes ---- */
+/* ---- Functions that gander._torch calls through ctypes ---- */
 
 /* Returns the status of the calling thread's last failed kernel, and clears it. Also returns its message. */
 EXPORT int32_t gander_torch_failure(const char** message) {
@@ -615,7 +615,7 @@ EXPORT const char* gander_torch_register(const char* library) {
   strcpy(library_path, library);
   for (int i = 0; i < 2; i++) {
     TorchLibrary registry; /* lives as long as the process */
-    if (torch.aoti_torch_library_init_impl("gander", keys[i], "_torch.c", 0, &registry))
+    if (torch.aoti_torch_library_init_impl("gander", keys[i], "kernels.c", 0, &registry))
       return "torch refused the registration";
     for (int j = 0; j < OPERATOR_COUNT; j++)
       if (torch.torch_library_impl(registry, operators[j].name, kernels[j], TORCH_ABI))

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _hook, _library, _ops
-from ._operators_gen import ALGORITHMS, OPERATORS
-from ._operators_gen import Algorithm as _Name
+from . import _backend
+from ._functions.arguments import code_of
+from ._native import library
+from ._table import ALGORITHMS, OPERATORS
+from ._table import Algorithm as _Name
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +30,12 @@ def info() -> dict[str, Any]:
     torch's dispatcher, else the reason why not; None without torch).
     Raises RuntimeError if the library cannot be loaded.
     """
-    facts: dict[str, Any] = json.loads(_library.load().gander_build_info())
-    torch, pytorch = sys.modules.get("torch"), sys.modules.get(f"{__package__}._pytorch")
+    facts: dict[str, Any] = json.loads(library.load().gander_build_info())
+    torch, backend = sys.modules.get("torch"), _backend.torch
     return facts | {
-        "library": str(_library.path()),
+        "library": str(library.path()),
         "torch": None if torch is None else torch.__version__,
-        "fast_path": _hook.failure() if pytorch is None else pytorch.fast_path,
+        "fast_path": _backend.failure() if backend is None else backend.fast_path(),
     }
 
 
@@ -59,7 +61,7 @@ def _name(op: str) -> bytes:
     return (f"{name}_forward" if forward else name).encode()
 
 
-def _device(name: str) -> _library.Device | None:
+def _device(name: str) -> library.Device | None:
     """The device of this machine with this name. None for the name of a GPU model, such as "h100"."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
@@ -67,7 +69,7 @@ def _device(name: str) -> _library.Device | None:
     torch = sys.modules.get("torch")
     if kind == "cuda" and not index and torch is not None and torch.cuda.is_available():
         index = torch.cuda.current_device()
-    return _library.Device(_library.CUDA if kind == "cuda" else _library.CPU, int(index or 0))
+    return library.Device(library.CUDA if kind == "cuda" else library.CPU, int(index or 0))
 
 
 def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str, str]:
@@ -79,11 +81,11 @@ def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str
             )
         shape = x.shape if shape is None else shape
         dtype = x.dtype if dtype is None else dtype
-        if device is None and isinstance(x, _ops._Tensor):
+        if device is None and _backend.is_tensor(x):
             device = x.device
         elif device is None:
             kind, index = x.__dlpack_device__()
-            device = f"cuda:{index}" if kind == _library.CUDA else "cpu"
+            device = f"cuda:{index}" if kind == library.CUDA else "cpu"
     for name, value in ("shape", shape), ("dtype", dtype), ("device", device):
         if value is None:
             raise TypeError(f"{name} is missing, expected x, or shape, dtype and device")
@@ -95,7 +97,7 @@ def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str
     rows, columns = math.prod(sizes[:-1]), sizes[-1]
     if min(sizes) < 0 or max(rows, columns) >= 2**63:  # which the library would not see
         raise ValueError(f"shape is {sizes}, expected sizes of 0 or more, and fewer than 2^60 elements")
-    return rows, columns, _library.dtype_name(dtype, "dtype"), str(device)
+    return rows, columns, library.dtype_name(dtype, "dtype"), str(device)
 
 
 class Algorithm(NamedTuple):
@@ -135,7 +137,7 @@ def algorithms(
 @_constant
 def _algorithms(op: str) -> list[Algorithm]:
     text = ctypes.create_string_buffer(1 << 14)
-    _library.check(_library.load().gander_algorithms(_name(op), text, len(text)))
+    library.check(library.load().gander_algorithms(_name(op), text, len(text)))
     return [Algorithm(**fields) for fields in json.loads(text.value)]
 
 
@@ -181,12 +183,12 @@ def explain(
 
 @_constant
 def _explain(op: str, m: int, n: int, dtype: str, device: str, algorithm: Any, batch_invariant: bool) -> str:
-    rows = _name(op), m, n, _library.dtype_of(dtype, "dtype")
-    code = _ops._code("algorithm", algorithm, ALGORITHMS)
-    text, library, found = ctypes.create_string_buffer(4096), _library.load(), _device(device)
-    function = library.gander_explain_device if found is None else library.gander_explain
+    rows = _name(op), m, n, library.dtype_of(dtype, "dtype")
+    code = code_of("algorithm", algorithm, ALGORITHMS)
+    text, loaded, found = ctypes.create_string_buffer(4096), library.load(), _device(device)
+    function = loaded.gander_explain_device if found is None else loaded.gander_explain
     where = device.lower().encode() if found is None else found
-    _library.check(function(*rows, where, code, bool(batch_invariant), text, len(text)))
+    library.check(function(*rows, where, code, bool(batch_invariant), text, len(text)))
     return text.value.decode()
 
 
@@ -200,4 +202,4 @@ def warmup(device: torch.device | str = "cuda") -> None:
     found = _device(str(device))
     if found is None:
         raise ValueError(f"device is {str(device)!r}, expected 'cpu', 'cuda' or 'cuda:<index>'")
-    _library.check(_library.load().gander_warmup(found))
+    library.check(library.load().gander_warmup(found))

@@ -1,4 +1,4 @@
-"""The types of _operators_gen.py, which is generated from the table of operators (internal/operators)."""
+"""The types of operators_gen.py, which is generated from the table of operators (internal/operators)."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
-"""The fast path, which bypasses torch's dispatcher, and the checks of what it relies on (_fast.c).
+"""The fast path, which bypasses torch's dispatcher, and the checks of what it relies on (c/fast.c).
 
 For an eager call on plain tensors, with no mode or transform active, the dispatcher only costs host time. For
-such a call a function of _fast.c takes the tensors directly from Python. For any other call, or if the call
+such a call a function of c/fast.c takes the tensors directly from Python. For any other call, or if the call
 fails, it returns None. The call then goes through the dispatcher, which runs it or raises its error.
 
 The overloads of torch.ops.gander take that way too, because the code that Inductor makes calls them.
@@ -26,17 +26,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from ._operators_gen import TORCH
-from ._schemas import (
-    arguments,
-    complete,
-    differentiable,
-    operands,
-    overloads,
-    tensors,
-    untraced,
-    upstream,
-)
+from .._table import TORCH, arguments, differentiable, operands, tensors, upstream
+from .registry import complete, overloads, untraced
 
 # The releases of torch that are tested: the oldest that gander supports, 2.11, and the newest, which is the
 # one in requirements.in. `./build.sh test-torch` reads this line.
@@ -44,9 +35,9 @@ TESTED = ("2.10.0", "2.11.0", "2.15.0")
 
 _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
-_functions: dict = {}  # the functions of _fast.c, by operator
+_functions: dict = {}  # the functions of c/fast.c, by operator
 _dispatch: dict = {}  # what calls the dispatcher, by operator, where torch.ops has another function
-_may_bypass: Callable[[], bool]  # whether nothing is active that the dispatcher serves, from _fast.c
+_may_bypass: Callable[[], bool]  # whether nothing is active that the dispatcher serves, from c/fast.c
 _off: str | None = None  # why the fast path is off
 _checked: set = set()  # the operators whose functions return the dispatcher's bits
 _checking = False
@@ -133,7 +124,7 @@ def _bypass(name: str):
 
 
 def start(binary, functions: dict, one_pass: int) -> None:
-    """Loads the functions of _fast.c.
+    """Loads the functions of c/fast.c.
 
     functions: the autograd.Functions of the operators that the fast path can differentiate. Their forward is
     set here.
@@ -224,7 +215,7 @@ def _states(read):
     """The nonzero dispatch states in which the fast path is taken: inference mode and a backward pass.
 
     In a backward pass autograd's engine excludes the key of named tensors. Returns None if the state that
-    _fast.c reads is not the one that torch reports.
+    c/fast.c reads is not the one that torch reports.
     """
 
     def of_torch():

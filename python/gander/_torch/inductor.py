@@ -15,9 +15,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ._gradients import once_differentiable
-from ._operators_gen import MEAN, NONE, TORCH
-from ._schemas import arguments, complete, overloads, registry
+from .._table import MEAN, NONE, TORCH, arguments
+from .autograd import once_differentiable
+from .registry import complete, overloads, registry
 
 # ---- A formula ----
 

@@ -1,23 +1,17 @@
-"""The operators on objects with `__dlpack__` (NumPy, CuPy, JAX, ...), without torch and without gradients.
+"""DLPack capsules of arrays (NumPy, CuPy, JAX, ...): into libgander, and out of it.
 
-Results are arrays of the same library as the first argument.
-
-`operators` has functions with the names and arguments of those in _pytorch.py. They are made from the table
-of operators (_operators_gen.py). CuPy arrays are processed on CuPy's current stream, and other CUDA arrays on
-the legacy default stream. The producer gets this stream through `__dlpack__(stream=...)`. Results on a CUDA
-device are ready in the order of that stream.
+Results are arrays of the same library as the first argument. CuPy arrays are processed on CuPy's current
+stream, and other CUDA arrays on the legacy default stream. The producer gets this stream through
+`__dlpack__(stream=...)`. Results on a CUDA device are ready in the order of that stream.
 """
 
 import ctypes
 import sys
 from ctypes import POINTER, byref, c_char_p, c_int, c_void_p, cast, py_object
-from numbers import Real
-from operator import index, ne
-from types import SimpleNamespace
 
-from . import _library
-from ._library import Deleter, DType, Legacy, Managed
-from ._operators_gen import OPERATORS, OPTIONS, TORCH
+from .._native import library
+from .._native.library import Deleter, Legacy, Managed
+from .._table import OPERATORS
 
 # Names of DLPack capsules. A consumer renames a capsule when it takes ownership of the tensor.
 _NAME, _USED, _LEGACY_NAME = b"dltensor_versioned", b"used_dltensor_versioned", b"dltensor"
@@ -37,7 +31,7 @@ _capsule_set_name = _capsule_function("PyCapsule_SetName", c_int, py_object, c_c
 # ---- Inputs ----
 
 
-def _not_an_array(name, value):
+def not_an_array(name, value):
     return TypeError(
         f"{name} is a {type(value).__name__}, expected a torch.Tensor or an object with __dlpack__"
     )
@@ -46,7 +40,7 @@ def _not_an_array(name, value):
 def _export(x, name, stream):
     """A DLPack capsule of x, versioned (DLPack 1) if x's library supports that."""
     if not hasattr(x, "__dlpack__"):
-        raise _not_an_array(name, x)
+        raise not_an_array(name, x)
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(x, masked.MaskedArray):
         raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...)")
@@ -83,7 +77,7 @@ def _stride(sizes, strides):
 
 
 def _is_supported(tensor, shape):
-    """Whether the library supports the strides of an operand of this shape (see _operators.Operand)."""
+    """Whether the library supports the strides of an operand of this shape (see gander._table.Operand)."""
     rank = tensor.ndim
     sizes = tensor.shape[:rank]
     if not tensor.strides or 0 in sizes:
@@ -103,28 +97,28 @@ def _input(x, operand, stream):
         return None
     capsule = _export(x, operand.name, stream)
     if not _is_supported(_contents(capsule)[1], operand.shape):
-        library = module_of(x)
-        if library is not None:  # for other libraries libgander's error says what to do
-            return _export(library.ascontiguousarray(x), operand.name, stream)
+        module = module_of(x)
+        if module is not None:  # for other libraries libgander's error says what to do
+            return _export(module.ascontiguousarray(x), operand.name, stream)
     return capsule
 
 
 def _stream(x):
     """The stream to use for x, as a cudaStream_t and as DLPack's number. (None, None) for host memory."""
-    if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] != _library.CUDA:
+    if not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] != library.CUDA:
         return None, None
     cupy = sys.modules.get("cupy")
     pointer = cupy.cuda.get_current_stream().ptr if cupy is not None and isinstance(x, cupy.ndarray) else 0
     return pointer, pointer or _LEGACY_STREAM
 
 
-def _run(operator, inputs, dtypes, options, results):
+def run(operator, inputs, dtypes, options, results):
     """Calls the operator's function that owns its inputs. Returns the outputs named in `results`.
 
     The library consumes its inputs even if the call fails. So nothing here may fail between the renaming of
     the first capsule and the call.
     """
-    function = getattr(_library.load(), operator.owned)
+    function = getattr(library.load(), operator.owned)
     like = inputs[0]
     stream, dlpack_stream = _stream(like)
     operands = [operand for operand in operator.operands if not operand.output]
@@ -149,7 +143,7 @@ def _run(operator, inputs, dtypes, options, results):
     for capsule in capsules:
         if capsule is not None and _capsule_is_valid(capsule, _NAME):
             _capsule_set_name(capsule, _USED)
-    _library.check(function(*pointers, *dtypes, byref(options), stream, *slots))
+    library.check(function(*pointers, *dtypes, byref(options), stream, *slots))
     owned = {name: _Owned(output) for name, output in outputs.items() if output is not None}
     return tuple(_like(like, owned[name]) for name in results)
 
@@ -157,7 +151,7 @@ def _run(operator, inputs, dtypes, options, results):
 _READ_ONLY = 1  # DLPack's flag
 
 
-def _run_into(name, inputs, written, options):
+def run_into(name, inputs, written, options):
     """Calls the operator's function that borrows its tensors.
 
     inputs: by operand. written: the arrays to write, by output. They may be inputs.
@@ -177,7 +171,7 @@ def _run_into(name, inputs, written, options):
             _check_writable(x, operand.name, managed)
         capsules.append(capsule)
         pointers.append(ctypes.pointer(tensor))
-    _library.check(getattr(_library.load(), f"gander_{name}")(*pointers, byref(options), stream))
+    library.check(getattr(library.load(), f"gander_{name}")(*pointers, byref(options), stream))
 
 
 def module_of(x):
@@ -246,10 +240,10 @@ def _free_legacy(address):
 
 def _like(x, owned):
     """A result as an array of x's library, or unchanged if that has no from_dlpack."""
-    library = type(x).__module__.partition(".")[0]
+    name = type(x).__module__.partition(".")[0]
     if (module := module_of(x)) is not None:
         from_dlpack = module.from_dlpack
-    elif library in ("jax", "jaxlib"):
+    elif name in ("jax", "jaxlib"):
         from jax.dlpack import from_dlpack
     elif hasattr(x, "__array_namespace__"):
         from_dlpack = x.__array_namespace__().from_dlpack
@@ -258,92 +252,4 @@ def _like(x, owned):
     try:
         return from_dlpack(owned)
     except (BufferError, RuntimeError, TypeError) as error:
-        raise TypeError(f"{library} cannot take this result through DLPack: {error}") from None
-
-
-# ---- The functions behind gander's public ones (_ops.py) ----
-
-
-def _number(option, value):
-    """An option's value for its field. Refuses integers of more than 64 bits, which ctypes would truncate."""
-    try:
-        if isinstance(value, str):  # float() would parse it
-            raise TypeError
-        if option.type == "real":
-            return float(value)
-        number = int(bool(value)) if option.type == "flag" else index(value)
-    except TypeError:
-        expected = "a number" if option.type == "real" else "an integer"
-        raise TypeError(f"{option.name} is {value!r}, expected {expected}") from None
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{option.name} is {number}, expected 64 bits at most")
-    return number
-
-
-def _function(torch_operator):
-    """A function with the arguments and results of one of gander's PyTorch operators."""
-    operator = OPERATORS[torch_operator.operator]
-    options = OPTIONS[operator.group]
-
-    def call(*arguments):
-        given = {}
-        for argument, value in zip(torch_operator.arguments, arguments, strict=True):
-            if argument.kind != "extra":  # only the gradient, which arrays do not have, uses those
-                given[argument.name] = value
-            elif value and argument.name == "inplace_backward":
-                _refuse_in_place()
-        inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
-        choices = [operand.choice for operand in operator.operands if operand.choice]
-        dtypes = [
-            DType() if given.get(name) is None else _library.dtype_of(given[name], name) for name in choices
-        ]
-        given |= torch_operator.fixed
-        values = {
-            option.name: _number(option, given[option.name]) for option in options if option.name in given
-        }
-        struct = _library.options(operator.group, **values)
-        if torch_operator.writes:
-            written = {output: given.get(argument) for argument, output in torch_operator.writes.items()}
-            return _run_into(torch_operator.operator, given, written, struct)
-        results = _run(operator, inputs, dtypes, struct, torch_operator.results)
-        return results if len(results) > 1 else results[0]
-
-    return call
-
-
-def only_torch(argument):
-    return NotImplementedError(
-        f"{argument} is supported for torch tensors only; leave it out, or pass torch.from_dlpack(x) as x"
-    )
-
-
-def _refuse_in_place(*_):
-    raise only_torch("inplace_backward")
-
-
-def _explained(error, **arguments):
-    """The exception to raise for an error: one that names an argument that is no array."""
-    for name, value in arguments.items():
-        if value is not None and not hasattr(value, "__dlpack__"):
-            return _not_an_array(name, value)
-    return error
-
-
-def _scalar(name, value, x):
-    """An array of one element, of the dtype that x's statistics have, from a number or an array."""
-    library = module_of(x)
-    if hasattr(value, "__dlpack__") and library is None:
-        return value
-    if isinstance(value, bool) or not (isinstance(value, Real) or hasattr(value, "__dlpack__")):
-        raise TypeError(f"{name} is {value!r}, expected a number or an array of one element")
-    if library is None:
-        message = f"{name} is {value!r}, expected an array of one element where x is not NumPy's or CuPy's"
-        raise _explained(TypeError(message), x=x)
-    return library.asarray(value, "float64" if str(x.dtype) == "float64" else "float32")
-
-
-operators = SimpleNamespace(explained=_explained, scalar=_scalar, differ=ne)
-for _name, _torch_operator in TORCH.items():
-    _over_logits = _torch_operator.writes == {"x": "dx"}
-    if not _torch_operator.packed:  # those are only for autograd
-        setattr(operators, _name, _refuse_in_place if _over_logits else _function(_torch_operator))
+        raise TypeError(f"{name} cannot take this result through DLPack: {error}") from None

@@ -14,9 +14,9 @@ import warnings
 
 from torch.compiler import is_compiling
 
-from . import _hook
-from ._operators_gen import REDUCTIONS, TORCH
-from ._schemas import arguments, complete, operands, overloads
+from .. import _imports
+from .._table import REDUCTIONS, TORCH, arguments, operands
+from .registry import complete, overloads
 
 _MEAN_OVER_SHARDS = (
     "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and divide by "
@@ -161,7 +161,7 @@ def cross_entropy_of_slices(given):
     from torch._subclasses.fake_tensor import is_fake
     from torch.distributed.tensor import Partial, Replicate
 
-    from . import distributed
+    from .. import distributed
 
     mine = x.to_local()
     if is_compiling() or is_fake(mine):
@@ -233,4 +233,4 @@ def _register() -> None:
         warnings.warn(f"gander: its operators do not take DTensors: {error}", RuntimeWarning, stacklevel=2)
 
 
-_hook.after_import("torch.distributed.tensor", _register)
+_imports.after_import("torch.distributed.tensor", _register)

@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from ._operators_gen import ALGORITHMS, IF_SERVED, REDUCTIONS, TORCH
-from ._schemas import arguments, complete, operands, registry, untraced
+from .._table import ALGORITHMS, IF_SERVED, REDUCTIONS, TORCH, arguments, operands
+from .registry import complete, registry, untraced
 
 _INDEX = (torch.int32, torch.int64)
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
@@ -203,7 +203,7 @@ class _Call:
         )
 
     def check_separate(self, name, tensor):
-        """Refuses tensors with elements that may share memory, like check_separate in _torch.c."""
+        """Refuses tensors with elements that may share memory, like check_separate in c/kernels.c."""
         strides = tensor.stride()
         for i, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
             inner = (j for j, other in enumerate(strides) if j != i and other <= stride)

@@ -20,22 +20,20 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
-from . import _fast
-from ._operators_gen import IF_SERVED, TORCH
-from ._schemas import (
+from .._table import (
+    IF_SERVED,
+    TORCH,
     arguments,
-    complete,
     differentiable,
     gradients_of,
     operands,
-    overloads,
     read,
-    registry,
     takes_dtypes,
     tensors,
-    untraced,
     upstream,
 )
+from . import fast
+from .registry import complete, overloads, registry, untraced
 
 _AFTER = torch._C._after_autograd_keyset
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -111,7 +109,7 @@ def backward(name: str, inputs: list[str]):
         types = [argument.type for argument in TORCH[gradient_op].arguments]
         gradients = gradients_of(gradient_op)
         plans[needs, dtypes] = (
-            _fast.call(gradient_op),
+            fast.call(gradient_op),
             gradient_arguments(gradient_op, name, order),
             (*[None] * len(absent), *choices.values()),
             types.index("algorithm") if "algorithm" in types else None,
@@ -357,8 +355,8 @@ def register(choices: dict, substitutes: dict) -> None:
 
 
 def fast_functions() -> dict:
-    """The autograd.Functions of the fast path (_fast.py), by operator. Their apply takes the arguments that
-    have a gradient and returns the operator's results. _fast.py sets their forward."""
+    """The autograd.Functions of the fast path (fast.py), by operator. Their apply takes the arguments that
+    have a gradient and returns the operator's results. fast.py sets their forward."""
     return {
         name: function(name, None, backward(name, differentiable(name)))
         for name, operator in TORCH.items()

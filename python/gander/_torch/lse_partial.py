@@ -3,17 +3,17 @@ and target_logit."""
 
 import torch
 
-from . import _fast
-from ._cross_entropy import is_batched, may_write_saved, write_over
-from ._fakes import check_inputs
-from ._gradients import apply_of, function, refuse_outer_gradients, refuse_tangents
-from ._operators_gen import MEAN, NONE
-from ._sharding import dimensions_of_classes, is_dtensor
+from .._table import MEAN, NONE
+from . import fast
+from .autograd import apply_of, function, refuse_outer_gradients, refuse_tangents
+from .cross_entropy import is_batched, may_write_saved, write_over
+from .fakes import check_inputs
+from .sharding import dimensions_of_classes, is_dtensor
 
 _THIRD = "class weights, which are third in torch, are weight="
 
-_forward_in_parts = _fast.call("cross_entropy_fwd")
-_backward_of_rows = _fast.call("cross_entropy_bwd")
+_forward_in_parts = fast.call("cross_entropy_fwd")
+_backward_of_rows = fast.call("cross_entropy_bwd")
 
 
 def _losses(x, target, logits, weight, ignore_index):

@@ -2,13 +2,13 @@
  *
  * It handles eager calls on plain tensors, with no mode or transform active. For any other call, and after
  * any failure, a function returns None. One of an operator without results returns True. After None
- * gander._fast calls the dispatcher, which runs the operator or raises its error. gander._fast checks what
+ * gander._torch.fast calls the dispatcher, which runs the operator or raises its error. gander._torch.fast checks what
  * this file relies on before it uses any function. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>
 
-#include "_torch.h"
+#include "torch.h"
 
 /* ---- Python's limited API, which every interpreter since 3.10 has, and objects of torch ---- */
 
@@ -53,7 +53,7 @@ static struct {
   PYTHON_FUNCTIONS(DECLARE)
 } python;
 
-/* Objects that gander._fast passes: types and functions of torch, and a module's dictionary. */
+/* Objects that gander._torch.fast passes: types and functions of torch, and a module's dictionary. */
 // clang-format off
 #define OBJECTS(F) \
   F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(forward_ad) F(increment_version)
@@ -100,7 +100,7 @@ typedef struct {
 
 enum { MAX_FUNCTIONS = 128 };
 static Function functions[MAX_FUNCTIONS];
-static int64_t one_pass; /* CUDA tensors of this many elements or more: gander._fast.start says why */
+static int64_t one_pass; /* CUDA tensors of this many elements or more: gander._torch.fast.start says why */
 
 /* One call of such a function. */
 typedef struct {
@@ -387,7 +387,7 @@ static PyObject* call_function(PyObject* self, PyObject* const* arguments, intpt
   return objects.True;
 }
 
-/* ---- Functions that gander._fast calls through ctypes ---- */
+/* ---- Functions that gander._torch.fast calls through ctypes ---- */
 
 /* Reads the dispatch state. Returns false if this torch does not have it under the expected symbol. */
 EXPORT bool gander_torch_dispatch_state(State* state) {

@@ -2,7 +2,7 @@
 (in place), or in forward together with the loss (one pass).
 
 The second is for eager calls only. A compiled graph plans its own memory, and its backward cannot write to
-its inputs. It uses the first, or on request, where it is for Inductor, the third: see _inductor.py.
+its inputs. It uses the first, or on request, where it is for Inductor, the third: see inductor.py.
 """
 
 import threading
@@ -12,8 +12,9 @@ from torch import Tensor, no_grad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from . import _fast, _inductor
-from ._gradients import (
+from .._table import MEAN, NONE, TORCH, arguments, tensors, upstream
+from . import fast, inductor
+from .autograd import (
     apply_of,
     call_below_autograd,
     forward,
@@ -22,9 +23,8 @@ from ._gradients import (
     once_differentiable,
     selector,
 )
-from ._operators_gen import MEAN, NONE, TORCH
-from ._schemas import arguments, overloads, tensors, upstream
-from ._sharding import rows_are_sharded
+from .registry import overloads
+from .sharding import rows_are_sharded
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
 # are still in L2 when backward reads them again, which costs less than the additional launch of the single
@@ -48,7 +48,7 @@ _own_pass_arguments = gradient_arguments("cross_entropy_bwd", _NAME, [*_SAVED, _
 
 
 def _backward_in_own_pass(saved, dloss, options):
-    return _gradients(_fast.call("cross_entropy_bwd")(*_own_pass_arguments((*saved, dloss, *options))))
+    return _gradients(fast.call("cross_entropy_bwd")(*_own_pass_arguments((*saved, dloss, *options))))
 
 
 def is_batched(dloss):
@@ -90,7 +90,7 @@ def _backward_in_place(ctx, dloss):
 
 def may_write_saved():
     """Whether autograd notices when a saved tensor is overwritten: not where hooks pack and unpack it."""
-    return _fast.saved_tensors_hooks() is None
+    return fast.saved_tensors_hooks() is None
 
 
 def write_over(name, x, others, dloss):
@@ -145,7 +145,7 @@ def _backward_one_pass_in_graph(ctx, dloss):
         return _gradients(None)
     saved = ctx.saved_tensors
     with no_grad():
-        dx = _inductor.backward_in_graph(*_one_pass_arguments((*saved, dloss, *ctx.options)))
+        dx = inductor.backward_in_graph(*_one_pass_arguments((*saved, dloss, *ctx.options)))
     return _gradients(once_differentiable(dx, saved[0], dloss))
 
 
@@ -177,7 +177,7 @@ def _backward_by_row(ctx, dloss):
 
 _saving = TORCH[_NAME].saving
 _saving_dx = "cross_entropy_fwd_one_pass"
-_forward_in_graph = forward(_NAME, _saving_dx, _SAVED_WITH_DX, _inductor.forward_in_graph)
+_forward_in_graph = forward(_NAME, _saving_dx, _SAVED_WITH_DX, inductor.forward_in_graph)
 _in_place, _one_pass, _one_pass_in_graph, _by_row = (
     apply_of(function(f"{_NAME}_{title}", *methods))
     for title, *methods in (
@@ -223,4 +223,4 @@ def choose(two_passes, given):
             return _in_place
         return _one_pass if takes_one_pass(x, reduction, one_pass) else two_passes
     asked = one_pass and takes_one_pass(x, reduction, one_pass)
-    return _one_pass_in_graph if asked and _inductor.may_keep_gradient(x) else two_passes
+    return _one_pass_in_graph if asked and inductor.may_keep_gradient(x) else two_passes

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
-from . import _pytorch
-from ._cross_entropy import is_batched, is_first_backward, is_traced
-from ._gradients import once_differentiable, refuse_tangents
-from ._operators_gen import MEAN, NONE
-from ._schemas import overloads
-from ._sharding import is_dtensor
+from .._table import MEAN, NONE
+from . import fast
+from .autograd import once_differentiable, refuse_tangents
+from .cross_entropy import is_batched, is_first_backward, is_traced
+from .registry import overloads
+from .sharding import is_dtensor
+from .tensors import differ, nested, scalar
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are rescaled as so many rows, which the threads of a CPU share.
@@ -249,7 +250,7 @@ def _rescale(gradients, dloss, upstream):
 
 def _expected(upstream, x):
     """The upstream gradient to make gradients for: the expected one, or 1 if they could not be scaled."""
-    tensor = _pytorch.scalar("upstream", upstream, x)
+    tensor = scalar("upstream", upstream, x)
     if isinstance(upstream, (int, float)) and not is_compiling():  # a graph may know it only when it runs
         return tensor if _SMALLEST <= abs(upstream) <= _LARGEST else torch.ones_like(tensor)
     if not torch.is_grad_enabled():  # makes none
@@ -316,7 +317,7 @@ def _check(x, weight, target, bias, weight_ce):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
         if value.is_nested:
-            raise _pytorch.nested(name)
+            raise nested(name)
         if is_dtensor(value):
             raise TypeError(
                 f"{name} is a DTensor, expected a plain tensor; pass {name}.to_local() or gather it"
@@ -328,7 +329,7 @@ def _check(x, weight, target, bias, weight_ce):
             f"weight has shape {tuple(weight.shape)}, expected (V, {x.shape[-1] if x.ndim else 'K'}) with V "
             f"classes and the last dimension of x, which has shape {tuple(x.shape)}"
         )
-    if _pytorch.differ(target.shape, x.shape[:-1]):
+    if differ(target.shape, x.shape[:-1]):
         raise ValueError(
             f"target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, the leading dimensions "
             "of x"
@@ -382,7 +383,7 @@ def linear_cross_entropy(
     chunk: int | None,
     wide: bool,
 ) -> Tensor:
-    """_ops.linear_cross_entropy, which has its documentation."""
+    """gander.linear_cross_entropy, which has its documentation."""
     _check(x, weight, target, bias, weight_ce)
     if forward_ad._current_level >= 0:
         refuse_tangents((x, weight, bias))
@@ -397,14 +398,14 @@ def linear_cross_entropy(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = target.reshape(-1)
     if divisor is not None:
-        divisor = _pytorch.scalar("divisor", divisor, x)
+        divisor = scalar("divisor", divisor, x)
     if upstream is not None:
         upstream = _expected(upstream, x)
     options = ignore_index, reduction, _chunk_of(chunk, rows.shape[0]), wide
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)
-        loss = _pytorch.cross_entropy(
+        loss = fast.call("cross_entropy")(
             logits, labels, weight_ce, divisor, None, ignore_index, reduction, False, False, False
         )
     elif torch.is_grad_enabled() and not is_compiling():

@@ -1,0 +1,81 @@
+"""Which backend serves an argument. Both register here: _arrays for objects with `__dlpack__`, and _torch for
+tensors, once torch is imported.
+
+Exported or cached graphs look up torch.ops.gander before any call of gander's functions, so registration
+cannot wait for the first call. A program that only uses NumPy arrays must not spend time on importing torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import _imports
+
+# The backends by the exact type of the argument that decides: those of torch.Tensor and Parameter.
+BACKENDS: dict[type, Any] = {}
+
+torch: Any = None  # torch's backend, once it is registered
+_arrays: Any = None
+_Tensor: Any = ()  # torch.Tensor once that backend is registered; until then isinstance(x, ()) is False
+_load_torch: Callable[[], Any] | None = None
+_failure: Exception | None = None
+
+
+def serve_arrays(backend: Any) -> None:
+    """Registers the backend of all that no other serves."""
+    global _arrays
+    _arrays = backend
+
+
+def serve_tensors(backend: Any, tensor: type, *others: type) -> None:
+    """Registers torch's backend, for torch.Tensor and other types that are no subclass to care about."""
+    global torch, _Tensor
+    torch, _Tensor = backend, tensor
+    BACKENDS.update(dict.fromkeys((tensor, *others), backend))
+
+
+def load_with_torch(load: Callable[[], Any]) -> None:
+    """Registers torch's backend, by calling load(), when torch is imported, before or after gander."""
+    global _load_torch
+    _load_torch = load
+    _imports.after_import("torch", _register)
+
+
+def _register() -> None:
+    """A failure must not make `import torch` fail: the first call with a tensor raises it."""
+    global _failure
+    if _failure is None and _load_torch is not None:
+        try:
+            _load_torch()
+        except Exception as error:
+            _failure = error
+
+
+def failure() -> str | None:
+    """Why torch's backend is not registered, if that failed."""
+    return _failure and f"{type(_failure).__name__}: {_failure}"
+
+
+def backend_of(x: Any) -> Any:
+    """The backend of an argument whose exact type is not in BACKENDS."""
+    return torch if is_tensor(x) else _arrays
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether x is a torch tensor. If torch was imported without the import hook, its backend is registered
+    here."""
+    if isinstance(x, _Tensor):
+        return True
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    if torch is not None or not isinstance(kind, type) or not isinstance(x, kind):
+        return False
+    _register()
+    if _failure is not None:
+        version = getattr(sys.modules["torch"], "__version__", "")
+        raise RuntimeError(
+            f"gander could not register its operators with torch {version}: {failure()}; gander.info() has "
+            "the versions, and arrays with __dlpack__ are served without torch"
+        ) from _failure
+    return True

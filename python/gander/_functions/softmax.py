@@ -1,0 +1,246 @@
+"""softmax, log_softmax and logsumexp."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any, Literal
+
+from .. import _backend
+from .._backend import BACKENDS, backend_of
+from .._table import ALGORITHMS, Algorithm
+from .arguments import FAILURES, check_constants, code_of
+
+Masked = Literal["nan", "zero"]
+
+
+_MASKED: tuple[Masked, ...] = ("nan", "zero")
+
+
+def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
+    """x with dimension dim at the end, which copies later unless it is there already."""
+    if type(dim) is not int and (isinstance(dim, bool) or not isinstance(dim, Integral)):
+        raise TypeError(f"dim is {dim!r}, expected an int")
+    rank = max(len(x.shape), 1)
+    if not -rank <= dim < rank:
+        raise IndexError(f"dim is {dim}, expected {-rank} to {rank - 1} for x of rank {len(x.shape)}")
+    if dim % rank == rank - 1:
+        return x
+    return ops.rows(x, dim, function)
+
+
+def _masked_softmax(
+    ops: Any,
+    x: Any,
+    dim: Any,
+    dtype: Any,
+    scale: Any,
+    mask: Any,
+    causal: Any,
+    masked: Any,
+    log: bool,
+    batch_invariant: bool,
+) -> Any:
+    """softmax or log_softmax with options."""
+    name = "log_softmax" if log else "softmax"
+    zero = code_of("masked", masked, _MASKED)
+    rows = _to_last(ops, x, dim, name)
+    moved = rows is not x
+    if moved and causal:
+        raise ValueError(f"causal is set with dim {dim}, expected the last one, -1: it masks columns of rows")
+    if moved and mask is not None:
+        if mask.ndim > x.ndim:
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(x.shape)}"
+            )
+        mask = mask[(None,) * (x.ndim - mask.ndim)].movedim(dim, -1)
+    out_dtype = None
+    if dtype is not None:
+        rows, out_dtype = ops.cast(rows, dtype)
+    options = 1.0 if scale is None else scale, log, bool(causal), bool(zero), bool(batch_invariant)
+    y = ops.masked_softmax(rows, mask, out_dtype, *options)
+    return y.movedim(-1, dim).contiguous() if moved else y
+
+
+def softmax(
+    x: Any,
+    *,
+    dim: int = -1,
+    dtype: Any = None,
+    scale: float | None = None,
+    mask: Any = None,
+    causal: bool = False,
+    masked: Masked = "nan",
+    algorithm: Algorithm = "auto",
+    batch_invariant: bool = False,
+) -> Any:
+    """Softmax over one dimension, differentiable: y = exp(h - max h) / sum exp(h - max h) with
+    h = x * scale + mask.
+
+    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
+    tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
+    of the same library, without a gradient.
+    dim: the dimension. One other than the last is moved to the end and back, which copies. Torch tensors
+    only.
+    dtype: the dtype of the result; by default that of x. As in torch, x is cast to it first. A widening cast
+    is done by the kernel, without a copy. Other casts need a torch tensor.
+    scale: a number that x is multiplied by first, 1 by default. h is not rounded to x's dtype.
+    mask: a tensor that broadcasts to x's shape, without a gradient. bool or uint8: only elements where it is
+    not 0 take part, as in scaled_dot_product_attention. float16, bfloat16 or float32 (float64 if and only if
+    x is): it is added, and -inf masks. It is read as it is if its last stride is 1 or 0 and its other
+    dimensions, broadcast to those of x, collapse into three or fewer. Otherwise it is copied.
+    causal: also masks the columns after i in row i of each matrix (Q, N), the last two dimensions of x.
+    masked: what a row becomes that is masked whole: "nan" as in torch, or "zero".
+    Masked elements count for nothing, NaN included. Their y is 0, and so is their gradient. A row of which an
+    element that takes part is NaN or +inf is NaN.
+    algorithm: which kind of GPU kernel runs, one of gander.algorithms("softmax"). An algorithm that does not
+    support x raises NotImplementedError, which says why and which others do. Backward uses the same algorithm
+    if it supports these rows (see gander.algorithms("softmax_bwd")), else "auto". CPU tensors, and calls with
+    a scale, a mask, causal or a wider dtype, only have "auto".
+    batch_invariant: the bits of a row's result and of its gradient do not depend on the number of rows. This
+    is slower if there are few rows. Rows of whole 16-byte vectors have other bits if x is not aligned to 16
+    bytes.
+    Returns y, contiguous, with the shape and dtype of x. Under CUDA autocast it is float32, like F.softmax.
+    Sums are computed in float32 (float64 for float64). A row that is all -inf or has a NaN gives NaN.
+    Raises TypeError (dtype), ValueError (shape, option), IndexError (dim), RuntimeError (device, driver,
+    memory).
+    Subtracts the maximum first: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
+    ops = BACKENDS.get(type(x)) or backend_of(x)
+    try:
+        if dim == -1 and dtype is None and mask is None and not causal and scale is None and masked == "nan":
+            return ops.softmax(x, code, bool(batch_invariant))
+        return _softmax(ops, x, dim, dtype, scale, mask, causal, masked, code, batch_invariant)
+    except FAILURES as error:
+        raise ops.explained(error, x=x, mask=mask) from None
+
+
+def _softmax(
+    ops: Any,
+    x: Any,
+    dim: Any,
+    dtype: Any,
+    scale: Any,
+    mask: Any,
+    causal: Any,
+    masked: Any,
+    code: int,
+    batch_invariant: bool,
+) -> Any:
+    """softmax with arguments that may be options: if they are none, by the kernels without."""
+    check_constants(scale=scale)
+    narrow = x if dtype is None else ops.cast(x, dtype)[0]
+    widens = dtype is not None and ops.differs(narrow, ops.dtype(dtype, "dtype"), "dtype")
+    given = {
+        "a scale": scale not in (None, 1),
+        "a mask": mask is not None,
+        "causal": causal,
+        "a wider dtype": widens,
+    }
+    if not any(given.values()):
+        code_of("masked", masked, _MASKED)
+        rows = _to_last(ops, narrow, dim, "softmax")
+        y = ops.softmax(rows, code, bool(batch_invariant))
+        if rows is not narrow:
+            y = y.movedim(-1, dim).contiguous()
+        return y if dtype is None else ops.converted(y, dtype)  # autocast may widen it
+    if code:
+        option = next(name for name, value in given.items() if value)
+        raise NotImplementedError(
+            f"algorithm is {ALGORITHMS[code]!r} with {option}, expected 'auto', the only one there; leave it "
+            "out"
+        )
+    return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, False, batch_invariant)
+
+
+def log_softmax(
+    x: Any,
+    dim: int = -1,
+    dtype: Any = None,
+    *,
+    scale: float | None = None,
+    mask: Any = None,
+    causal: bool = False,
+    masked: Masked = "nan",
+    batch_invariant: bool = False,
+) -> Any:
+    """The logarithm of softmax, differentiable: y = h - max h - log(sum exp(h - max h)) with
+    h = x * scale + mask.
+
+    y of a masked element is -inf, and so is that of a row that is masked whole with masked="zero". The
+    gradient of masked elements is 0, and sum(dy) leaves them out, where torch's operator would add theirs.
+    Arguments, results and errors are otherwise those of softmax.
+    Gradient: dx = scale * (dy - exp(y) * sum(dy)).
+    """
+    ops = BACKENDS.get(type(x)) or backend_of(x)
+    try:
+        check_constants(scale=scale)
+        return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, True, batch_invariant)
+    except FAILURES as error:
+        raise ops.explained(error, x=x, mask=mask) from None
+
+
+def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
+    """softmax(x) without a gradient."""
+    ops = BACKENDS.get(type(x)) or backend_of(x)
+    return softmax(ops.detached(x), algorithm=algorithm, batch_invariant=batch_invariant)
+
+
+def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
+    """The gradient of softmax: dx = (dy - sum(dy * y)) * y for each row.
+
+    dy, y: (..., N) of the same shape, dtype and device. y is the result of the forward call.
+    Returns dx, with the shape and dtype of dy.
+    algorithm: one of gander.algorithms("softmax_bwd"). algorithm, batch_invariant and errors are otherwise as
+    in softmax.
+    """
+    code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
+    ops = BACKENDS.get(type(dy)) or backend_of(dy)
+    try:
+        return ops.softmax_bwd(dy, y, code, bool(batch_invariant))
+    except FAILURES as error:
+        raise ops.explained(error, dy=dy, y=y) from None
+
+
+def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: bool = False) -> Any:
+    """log(sum exp(x)) over one or more dimensions, differentiable. The maximum is subtracted first.
+
+    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
+    tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
+    of the same library, without a gradient.
+    dim: the dimension, or several. Others than the last are moved to the end, which copies. Torch tensors
+    only.
+    keepdim: keep these dimensions, of size 1. Torch tensors only.
+    batch_invariant: as in softmax, for the value of a row and its gradient.
+    Returns x.shape without dim, float32 also for 16-bit x (float64 for float64). A row that is all -inf gives
+    -inf. A row with +inf or NaN gives NaN, while torch.logsumexp gives +inf for +inf.
+    Raises TypeError (dtype), ValueError (shape), IndexError (dim), RuntimeError (device, driver, memory).
+    Gradient: dx = dlse * exp(x - lse).
+    """
+    ops = BACKENDS.get(type(x)) or backend_of(x)
+    try:
+        if dim == -1 and not keepdim:
+            return ops.logsumexp(x, bool(batch_invariant))
+        if keepdim and ops is not _backend.torch:
+            raise NotImplementedError("keepdim is supported for torch tensors only; reshape the result")
+        if isinstance(dim, (tuple, list)) and len(dim) > 1:
+            if ops is not _backend.torch:
+                raise NotImplementedError(f"dim is {dim}, expected one for arrays; reshape x")
+            rank = x.ndim
+            whole = [d for d in dim if isinstance(d, Integral) and not isinstance(d, bool)]
+            dims = sorted({int(d) % rank for d in whole if -rank <= d < rank})
+            if len(dims) != len(dim):
+                raise (IndexError if len(whole) == len(dim) else TypeError)(
+                    f"dim is {dim}, expected different dimensions of x of rank {rank}, ints of {-rank} to "
+                    f"{rank - 1}"
+                )
+            rows = x.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
+        else:
+            one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
+            rows, dims = _to_last(ops, x, one, "logsumexp"), [one % max(len(x.shape), 1)]
+        lse = ops.logsumexp(rows, bool(batch_invariant))
+        for d in dims if keepdim else ():
+            lse = lse.unsqueeze(d)
+        return lse
+    except FAILURES as error:
+        raise ops.explained(error, x=x) from None

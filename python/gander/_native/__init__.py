@@ -1,0 +1,1 @@
+"""libgander: library.py loads it, and turns its statuses into exceptions."""

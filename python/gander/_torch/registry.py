@@ -1,0 +1,37 @@
+"""torch.ops.gander: registers the operators' schemas."""
+
+import torch
+from torch._C._dynamo import eval_frame
+
+from .._table import TORCH
+
+registry = torch.library.Library("gander", "FRAGMENT")
+for _operator in TORCH.values():
+    registry.define(_operator.schema)
+
+overloads = {name: getattr(torch.ops.gander, name).default for name in TORCH}
+_defaults = {
+    name: tuple(
+        argument.default_value for argument in overload._schema.arguments if argument.has_default_value()
+    )
+    for name, overload in overloads.items()
+}
+
+
+def complete(name: str, given: tuple) -> tuple:
+    """All arguments of a call. The dispatcher omits trailing arguments that have their default values."""
+    missing = len(TORCH[name].arguments) - len(given)
+    return given + _defaults[name][-missing:] if missing else given
+
+
+def untraced(function):
+    """Makes dynamo skip a function and the functions that it calls.
+
+    torch's dispatcher and its autograd engine call our kernels as Python functions. When a compiled function
+    falls back to eager execution, dynamo would compile those calls too. Its fake tensors have no tangents, so
+    the compiled check for tangents would never find one. torch._disable_dynamo has the same effect, but costs
+    host time in every call.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
