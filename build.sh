@@ -257,6 +257,7 @@ nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 # library CC PACKAGE: builds libgander.so from Go, and libgander_torch.so, which registers the operators with
 # PyTorch, from C.
 library() {
+  mkdir -p "$2/_native" "$2/_torch"
   local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so" facts
   facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version)"
   CC="'$1'" go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \

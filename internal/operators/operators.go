@@ -94,23 +94,21 @@ type Operator struct {
 }
 
 // Torch is a PyTorch operator that calls an operator of gander and returns some of its outputs. Its arguments
-// are the inputs, then the outputs in Writes, the dtypes named by Choice of its results and of those of
-// Saving, and the options.
+// are the inputs, then the outputs in Writes, the dtypes named by Choice of its results, the options, and a
+// flag needs_<result> for each of OnDemand.
 type Torch struct {
-	Name    string
-	Results []string           // the outputs that it returns
-	Writes  []Written          // the arguments that it modifies in place
-	Without []string           // options, optional inputs and choices that it has no argument for
-	Fixed   map[string]float64 // values of options that it has no argument for
-	Must    []string           // optional inputs that are required arguments
-	Packed  bool               // its Statistics have 2 M + 1 elements, with the denominator for backward
-	Extra   []Option           // options for autograd only; a Flag whose Torch is -1 defaults to None
-	// Saving is the operator that autograd runs instead. Its first results are those of this operator. The
-	// others are what backward reads.
-	Saving string
-	// Backward lists the operators that compute its gradients. Autograd runs the last of those that compute
-	// every gradient that is needed. If the list is empty, the operator is not differentiable.
-	Backward []string
+	Name     string
+	Results  []string           // the outputs that it returns
+	OnDemand []string           // those of Results that it computes only on demand; else they have no elements
+	Writes   []Written          // the arguments that it modifies in place
+	Without  []string           // options, optional inputs and choices that it has no argument for
+	Fixed    map[string]float64 // values of options that it has no argument for
+	Must     []string           // optional inputs that are required arguments
+	Packed   bool               // its Statistics have 2 M + 1 elements, with the denominator for backward
+	Extra    []Option           // options for autograd only; a Flag whose Torch is -1 defaults to None
+	// Backward is the operator that computes its gradients, "" if it is not differentiable. For a gradient,
+	// autograd also demands the results that Backward reads.
+	Backward string
 }
 
 // Written is an argument of an operator of PyTorch that it modifies in place.

@@ -1,7 +1,5 @@
 package operators
 
-import "slices"
-
 // Options of several groups.
 var (
 	algorithm = Option{Name: "algorithm", Type: Algorithm,
@@ -56,58 +54,12 @@ func written(p Operand) Operand {
 	return p
 }
 
-// normForward lists the operators of PyTorch for a norm of x + residual. The first also returns the sum, even
-// if there is no residual. The second writes it only for a gradient. statistics are the outputs that backward
-// reads.
-func normForward(group string, statistics ...string) []Torch {
-	saving, gradients := group+"_add_fwd", names(normBackward(group))
-	return []Torch{
-		{Name: group + "_add", Results: []string{"y", "residual_out"}, Saving: saving, Backward: gradients},
-		{Name: group + "_residual", Results: []string{"y"}, Saving: saving, Backward: gradients},
-		{Name: saving, Results: append([]string{"y", "residual_out"}, statistics...), Saving: saving,
-			Backward: gradients},
-	}
-}
-
 // into lists the operands as arguments that an operator of PyTorch writes.
 func into(names ...string) (list []Written) {
 	for _, name := range names {
 		list = append(list, Written{name, name})
 	}
 	return list
-}
-
-// normBackward lists the operators of PyTorch for the gradients of a norm: dx, and each subset of the others.
-// Every subset comes after those that contain it, as Torch.Backward needs it.
-func normBackward(group string) (list []Torch) {
-	others := []string{"dresidual", "dw", "db"}
-	for set := 1<<len(others) - 1; set >= 0; set-- {
-		t := Torch{Name: group + "_add_bwd", Results: []string{"dx"}, Without: []string{"eps"}}
-		for i, name := range others {
-			if set&(1<<(len(others)-1-i)) == 0 {
-				continue
-			}
-			t.Name += "_" + name
-			t.Results = append(t.Results, name)
-			if name == "dw" {
-				t.Must = []string{"weight"}
-			}
-		}
-		list = append(list, t)
-	}
-	return list
-}
-
-// withoutResidual lists the names of those that do not compute dresidual.
-func withoutResidual(list []Torch) []string {
-	return names(slices.DeleteFunc(list, func(t Torch) bool { return slices.Contains(t.Results, "dresidual") }))
-}
-
-func names(list []Torch) (s []string) {
-	for _, t := range list {
-		s = append(s, t.Name)
-	}
-	return s
 }
 
 // Table defines all operators, in the order of gander.h.
@@ -124,7 +76,7 @@ var Table = []Group{
 					{Name: "y", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}},
 				},
 				Torch: []Torch{
-					{Name: "softmax", Results: []string{"y"}, Saving: "softmax", Backward: []string{"softmax_bwd"}},
+					{Name: "softmax", Results: []string{"y"}, Backward: "softmax_bwd"},
 				},
 			},
 			{
@@ -164,8 +116,7 @@ var Table = []Group{
 					{Name: "y", Shape: Rows, DType: Companion, Output: true, Over: []string{"x"}, Choice: "out_dtype"},
 				},
 				Torch: []Torch{
-					{Name: "masked_softmax", Results: []string{"y"}, Saving: "masked_softmax",
-						Backward: []string{"masked_softmax_bwd"}},
+					{Name: "masked_softmax", Results: []string{"y"}, Backward: "masked_softmax_bwd"},
 				},
 			},
 			{
@@ -203,22 +154,13 @@ var Table = []Group{
 					"is that of each head, and both have it. With them, bias, residual, residual_out, weight_offset or " +
 					"round_normalized the only algorithm is auto.",
 				Operands: []Operand{x, weight, bias, residual, normed, sum, written(rstd)},
-				Torch: append([]Torch{
-					{Name: "rmsnorm", Results: []string{"y"},
-						Without: []string{"bias", "residual", "round_normalized"},
-						Saving:  "rmsnorm_fwd", Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
-					{Name: "rmsnorm_fwd", Results: []string{"y", "rstd"},
-						Without: []string{"bias", "residual", "round_normalized"},
-						Saving:  "rmsnorm_fwd", Backward: []string{"rmsnorm_bwd_dw", "rmsnorm_bwd"}},
-					{Name: "rmsnorm_bias", Results: []string{"y"}, Without: []string{"residual"}, Saving: "rmsnorm_bias_fwd",
-						Backward: withoutResidual(normBackward("rmsnorm"))},
-					{Name: "rmsnorm_bias_fwd", Results: []string{"y", "rstd"}, Without: []string{"residual"},
-						Saving:   "rmsnorm_bias_fwd",
-						Backward: withoutResidual(normBackward("rmsnorm"))},
+				Torch: []Torch{
+					{Name: "rmsnorm", Results: []string{"y", "residual_out", "rstd"},
+						OnDemand: []string{"residual_out", "rstd"}, Backward: "rmsnorm_bwd"},
 					{Name: "rmsnorm_out", Writes: into("y", "residual_out", "rstd")},
 					{Name: "fused_add_rmsnorm_", Writes: []Written{{"x", "y"}, {"residual", "residual_out"}},
 						Without: []string{"bias", "algorithm"}, Must: []string{"residual"}},
-				}, normForward("rmsnorm", "rstd")...),
+				},
 			},
 			{
 				Name: "backward", Owned: "gander_rmsnorm_grad", Refuses: true,
@@ -229,12 +171,10 @@ var Table = []Group{
 					"the sums are over the rows of each head. With that, dresidual_out, dresidual, db, weight_offset, " +
 					"round_normalized or a dx of another dtype than x the only algorithm is auto.",
 				Operands: []Operand{stored, weight, dout, dsum, rstd, dx, dresidual, dw, db},
-				Torch: append([]Torch{
-					{Name: "rmsnorm_bwd", Results: []string{"dx"},
-						Without: []string{"eps", "dresidual_out", "x_dtype", "round_normalized"}},
-					{Name: "rmsnorm_bwd_dw", Results: []string{"dx", "dw"},
-						Without: []string{"eps", "dresidual_out", "x_dtype", "round_normalized"}, Must: []string{"weight"}},
-				}, normBackward("rmsnorm")...),
+				Torch: []Torch{
+					{Name: "rmsnorm_bwd", Results: []string{"dx", "dresidual", "dw", "db"},
+						OnDemand: []string{"dresidual", "dw", "db"}, Without: []string{"eps"}},
+				},
 			},
 		},
 	},
@@ -253,13 +193,11 @@ var Table = []Group{
 					"x's dtype if that is residual's too. A weight or bias of shape (H, N) is that of each head, and " +
 					"both have it.",
 				Operands: []Operand{x, weight, bias, residual, normed, sum, written(mean), written(rstd)},
-				Torch: append([]Torch{
-					{Name: "layernorm", Results: []string{"y"}, Without: []string{"residual"},
-						Saving: "layernorm_fwd", Backward: withoutResidual(normBackward("layernorm"))},
-					{Name: "layernorm_fwd", Results: []string{"y", "mean", "rstd"}, Without: []string{"residual"},
-						Saving: "layernorm_fwd", Backward: withoutResidual(normBackward("layernorm"))},
+				Torch: []Torch{
+					{Name: "layernorm", Results: []string{"y", "residual_out", "mean", "rstd"},
+						OnDemand: []string{"residual_out", "mean", "rstd"}, Backward: "layernorm_bwd"},
 					{Name: "layernorm_out", Writes: into("y", "residual_out", "mean", "rstd")},
-				}, normForward("layernorm", "mean", "rstd")...),
+				},
 			},
 			{
 				Name: "backward", Owned: "gander_layernorm_grad", Refuses: true,
@@ -269,7 +207,10 @@ var Table = []Group{
 					"over rows of dout * h, and db = the sum over rows of dout, accumulated in at least float32 in a " +
 					"fixed order. With a weight of shape (H, N) the sums are over the rows of each head.",
 				Operands: []Operand{stored, weight, dout, dsum, mean, rstd, dx, dresidual, dw, db},
-				Torch:    normBackward("layernorm"),
+				Torch: []Torch{
+					{Name: "layernorm_bwd", Results: []string{"dx", "dresidual", "dw", "db"},
+						OnDemand: []string{"dresidual", "dw", "db"}, Without: []string{"eps"}},
+				},
 			},
 		},
 	},
@@ -312,20 +253,17 @@ var Table = []Group{
 					{Name: "denominator", Shape: One, DType: Statistic, Output: true, Optional: true},
 				},
 				Torch: []Torch{
-					{Name: "cross_entropy", Results: []string{"loss"}, Fixed: map[string]float64{"one_pass": 0, "slice": 0},
+					{Name: "cross_entropy", Results: []string{"loss", "lse"}, OnDemand: []string{"lse"}, Packed: true,
+						Fixed: map[string]float64{"one_pass": 0, "slice": 0},
 						Extra: []Option{
 							{Name: "inplace_backward", Type: Flag, Doc: "backward writes the gradient over x"},
 							{Name: "one_pass", Type: Flag, Torch: -1,
 								Doc: "whether forward also computes the gradient; None decides by x's size"},
 						},
-						Saving: "cross_entropy_fwd", Backward: []string{"cross_entropy_bwd"}},
-					{Name: "cross_entropy_fwd", Results: []string{"loss", "lse"}, Packed: true,
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0}, Saving: "cross_entropy_fwd",
-						Backward: []string{"cross_entropy_bwd"}},
-					{Name: "cross_entropy_fwd_lse", Results: []string{"loss", "lse"}, Without: []string{"upstream"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
-					{Name: "cross_entropy_fwd_dx", Results: []string{"loss", "lse", "dx"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
+						Backward: "cross_entropy_bwd"},
+					{Name: "cross_entropy_fwd", Results: []string{"loss", "lse", "dx"},
+						OnDemand: []string{"lse", "dx"},
+						Fixed:    map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_dx_", Results: []string{"loss", "lse"}, Writes: []Written{{"x", "dx"}},
 						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
 					{Name: "cross_entropy_fwd_out", Writes: into("loss", "lse", "dx"),
@@ -353,19 +291,12 @@ var Table = []Group{
 				},
 				Torch: []Torch{
 					{Name: "cross_entropy_bwd", Results: []string{"dx"}, Without: []string{"upstream", "denominator"},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0}},
+						Fixed: map[string]float64{"one_pass": 0}},
 					{Name: "cross_entropy_bwd_", Writes: []Written{{"x", "dx"}},
-						Without: []string{"upstream", "denominator"},
-						Fixed:   map[string]float64{"one_pass": 0, "slice": 0}},
+						Without: []string{"upstream", "denominator"}, Fixed: map[string]float64{"one_pass": 0}},
 					{Name: "cross_entropy_bwd_out", Writes: into("dx"),
 						Without: []string{"divisor", "upstream", "denominator"},
 						Fixed:   map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
-					{Name: "cross_entropy_bwd_slice", Results: []string{"dx"},
-						Without: []string{"divisor", "upstream", "denominator"},
-						Fixed:   map[string]float64{"one_pass": 0, "slice": 1}},
-					{Name: "cross_entropy_bwd_slice_", Writes: []Written{{"x", "dx"}},
-						Without: []string{"divisor", "upstream", "denominator"},
-						Fixed:   map[string]float64{"one_pass": 0, "slice": 1}},
 					{Name: "cross_entropy_bwd_one_pass", Writes: into("dx"), Without: []string{"denominator"},
 						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
 				},
@@ -447,7 +378,7 @@ var Table = []Group{
 					{Name: "lse", Shape: PerRow, DType: Statistic, Output: true},
 				},
 				Torch: []Torch{
-					{Name: "logsumexp", Results: []string{"lse"}, Saving: "logsumexp", Backward: []string{"logsumexp_bwd"}},
+					{Name: "logsumexp", Results: []string{"lse"}, Backward: "logsumexp_bwd"},
 				},
 			},
 			{

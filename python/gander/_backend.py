@@ -9,12 +9,72 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from . import _imports
+from ._table.protocol_gen import Operators
+
+
+class Backend(Operators, Protocol):
+    """What gander._functions asks of a backend: the operators, and what they need to know of its arrays."""
+
+    def explained(self, error: Exception, **arguments: Any) -> Exception:
+        """The exception to raise for an error: of the right type, about one of the arguments."""
+
+    def scalar(self, name: str, value: Any, x: Any) -> Any:
+        """A new array of one element, of the dtype that x's statistics have, from a number or an array."""
+
+    def detached(self, x: Any) -> Any:
+        """x without its history."""
+
+    def dtype(self, value: Any, argument: str) -> Any:
+        """A dtype or None, also given by its name, in the form that the operators take."""
+
+    def differs(self, x: Any, other: Any, argument: str) -> bool:
+        """Whether a dtype is another one than x's."""
+
+    def converted(self, x: Any, to: Any) -> Any:
+        """x in a dtype."""
+
+    def cast(self, x: Any, to: Any) -> tuple[Any, Any]:
+        """x, converted to a dtype if the kernels do not do that, and the dtype."""
+
+    def is_ours(self, x: Any, other: Any) -> bool:
+        """Whether another argument is of x's library."""
+
+    def check_residual(self, x: Any, residual: Any) -> None:
+        """Refuses what is no residual of x."""
+
+    def check_targets(self, classes: int, target: Any, ignore_index: int) -> None:
+        """Raises IndexError if an element of target is neither a class nor ignore_index."""
+
+    def ones_like(self, x: Any) -> Any:
+        """A new array of ones."""
+
+    def empty(self, x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array where x is."""
+
+    def may_share_memory(self, x: Any, out: Any) -> bool:
+        """Whether writing out may change x."""
+
+    def rows(self, x: Any, dim: int, function: str) -> Any:
+        """x with dimension dim at the end."""
+
+    def is_compiled(self) -> bool:
+        """Whether the call is being traced by a compiler, which raises errors itself."""
+
+    def with_lse_partial(self, *arguments: Any) -> Any:
+        """The loss of rows whose log-sum-exp comes in parts."""
+
+    def with_target_logit(self, *arguments: Any) -> Any:
+        """The loss and the log-sum-exp of rows whose targets' logits come apart."""
+
+    def linear_cross_entropy(self, *arguments: Any) -> Any:
+        """The loss of a linear layer's result."""
+
 
 # The backends by the exact type of the argument that decides: those of torch.Tensor and Parameter.
-BACKENDS: dict[type, Any] = {}
+BACKENDS: dict[type, Backend] = {}
 
 torch: Any = None  # torch's backend, once it is registered
 _arrays: Any = None
@@ -58,7 +118,7 @@ def failure() -> str | None:
     return _failure and f"{type(_failure).__name__}: {_failure}"
 
 
-def backend_of(x: Any) -> Any:
+def backend_of(x: Any) -> Backend:
     """The backend of an argument whose exact type is not in BACKENDS."""
     return torch if is_tensor(x) else _arrays
 

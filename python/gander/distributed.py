@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _debug
 from ._functions.arguments import code_of
 from ._table import MEAN, NONE, REDUCTIONS, Reduction
-from ._torch import backend, fast
+from ._torch import backend, operators_gen
 from ._torch.autograd import (
     apply_of,
     function,
@@ -31,10 +31,6 @@ from ._torch.fakes import check_inputs
 from ._torch.sharding import is_dtensor
 
 __all__ = ["cross_entropy"]
-
-_forward_of_slice = fast.call("cross_entropy_fwd_out")
-_combine = fast.call("sharded_cross_entropy_combine")
-_backward_of_slice = fast.call("cross_entropy_bwd_slice")
 
 
 def cross_entropy(
@@ -223,7 +219,9 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
     # What the operator that combines the slices takes of each: see gander.h.
     mine = x.new_empty(3 if weight is None else 4, rows, dtype=dtype)
     if n:
-        _forward_of_slice(x, local, None, mine[2], mine[:2], None, ignored, False)
+        operators_gen.cross_entropy_fwd_out(
+            x, local, None, loss=mine[2], lse=mine[:2], dx=None, ignore_index=ignored
+        )
         if weight is not None:
             column = local.clamp(0, n - 1)
             mine[3] = torch.where(column == local, weight[column], 0).view(-1)
@@ -238,15 +236,27 @@ def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_ba
     if rows:
         losses = (loss.view(-1), None) if reduction == NONE else (None, loss)
         flat = None if weights is None else weights.view(-1)
-        options = sum(slices.sizes), ignore_index, reduction == MEAN, weight is not None
-        _combine(every, target.view(-1), lse[:rows], lse[rows:-1], *losses, flat, lse[-1:], *options)
+        operators_gen.sharded_cross_entropy_combine(
+            every,
+            target.view(-1),
+            max=lse[:rows],
+            log_sum=lse[rows:-1],
+            losses=losses[0],
+            loss=losses[1],
+            weights=flat,
+            denominator=lse[-1:],
+            classes=sum(slices.sizes),
+            ignore_index=ignore_index,
+            mean=reduction == MEAN,
+            weighted=weight is not None,
+        )
     else:
         loss.fill_(float("nan") if reduction == MEAN else 0)
     if weights is not None:
         local = local.masked_fill(weights == 0, ignored)  # backward ignores the row, whatever is in it
     ctx.save_for_backward(x, local, lse, weights)
     ctx.set_materialize_grads(False)
-    ctx.options = ignored, MEAN if reduction == MEAN else NONE, False
+    ctx.options = {"ignore_index": ignored, "reduction": MEAN if reduction == MEAN else NONE, "slice": True}
     ctx.inplace_backward = inplace_backward and may_write_saved()
     return loss
 
@@ -256,13 +266,13 @@ def _backward(ctx, dloss):
     if dloss is not None:
         x, local, lse, weights = ctx.saved_tensors
         dloss = dloss if weights is None else dloss * weights
-        arguments = local, None, dloss, lse, *ctx.options
+        arguments = {"target": local, "weight": None, "dloss": dloss, "lse": lse} | ctx.options
         if not x.numel():
             dx = torch.zeros_like(x)
         elif ctx.inplace_backward and not is_batched(dloss):
-            dx = write_over("cross_entropy_bwd_slice_", x, arguments, dloss)
+            dx = write_over(x, **arguments)
         else:
-            dx = _backward_of_slice(x, *arguments)
+            dx = operators_gen.cross_entropy_bwd(x, **arguments)
     return dx, None, None, None, None, None, None
 
 

@@ -44,6 +44,9 @@ func write(root string) error {
 		"capi/exports_gen.go":                    goExports(),
 		"capi/exports_gen.map":                   versionScript(cHeader),
 		"python/gander/_table/operators_gen.py":  pythonTable(),
+		"python/gander/_table/protocol_gen.py":   pythonProtocol(),
+		"python/gander/_arrays/operators_gen.py": pythonArrays(),
+		"python/gander/_torch/operators_gen.py":  pythonFunctions(),
 		"python/gander/_torch/c/operators_gen.h": torchOperators(),
 		"tests/c/functions_gen.h":                testFunctions(),
 	}

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"slices"
 	"strings"
 	"testing"
 
@@ -57,44 +56,33 @@ func TestTable(t *testing.T) {
 				assert.False(t, defaults && !a.hasDefault, "%s: %s", op.Name, a.Name)
 				defaults = defaults || a.hasDefault
 			}
-			if op.Saving != "" {
-				backwards(t, op)
-				// It runs in the operator's place, with its first arguments.
-				saving := findTorch(op.Saving)
-				for j, a := range arguments(operatorOf(op.Saving), saving) {
-					assert.Equal(t, a.Name, arguments(o, op)[j].Name)
-				}
-				assert.Equal(t, op.Results, saving.Results[:len(op.Results)])
-				require.NotEmpty(t, op.Backward)
+			for _, name := range op.OnDemand {
+				assert.Contains(t, op.Results, name, op.Name)
+			}
+			if op.Backward != "" {
+				backward(t, op)
 			}
 		}
 		assert.LessOrEqual(t, len(o.Operands), 12, "spans in ops/check.go; MAX_OPERANDS of torch.h")
 	}
 }
 
-// Autograd takes the last operator that computes all gradients that are needed. It saves the same tensors for
-// each.
-func backwards(t *testing.T, op *operators.Torch) {
-	read := func(name string) (list []string) {
-		for _, a := range arguments(operatorOf(name), findTorch(name)) {
-			if a.kind == "tensor" {
-				list = append(list, a.Name)
-			}
+// backward checks that an operator's gradient reads only what autograd can save.
+func backward(t *testing.T, op *operators.Torch) {
+	o := operatorOf(op.Name)
+	for _, s := range savedBy(op) {
+		if s.result == "" {
+			assert.NotNil(t, o.Find(s.argument), "%s reads %s", op.Backward, s.argument)
 		}
-		return list
-	}
-	for i, name := range op.Backward {
-		assert.Equal(t, read(op.Backward[0]), read(name))
-		for _, earlier := range op.Backward[:i] {
-			assert.False(t, contains(findTorch(name).Results, findTorch(earlier).Results),
-				"%s computes all that %s does, and comes later", name, earlier)
+		if s.result != "" && s.argument != "" {
+			assert.NotEmpty(t, o.Find(s.result).Like, "%s: with which argument?", s.result)
 		}
 	}
-}
-
-// contains reports whether all elements of part are in list.
-func contains(list, part []string) bool {
-	return !slices.ContainsFunc(part, func(s string) bool { return !slices.Contains(list, s) })
+	var names []string // the results that have a gradient, of which each has a gradient operator's argument
+	for _, name := range findTorch(op.Backward).Results {
+		names = append(names, operatorOf(op.Backward).Find(name).Gradient)
+	}
+	assert.NotContains(t, names, "", op.Backward)
 }
 
 func hasOption(o operator, name string) bool {
@@ -108,7 +96,8 @@ func hasOption(o operator, name string) bool {
 
 func TestSchema(t *testing.T) {
 	op := findTorch("rmsnorm")
-	assert.Equal(t, "rmsnorm(Tensor x, Tensor? weight=None, ScalarType? out_dtype=None, float eps=1e-06",
+	assert.Equal(t, "rmsnorm(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, "+
+		"ScalarType? out_dtype=None, ScalarType? residual_dtype=None, float eps=1e-06",
 		strings.Split(schema(operatorOf("rmsnorm"), op), ", int algorithm")[0])
 	assert.True(t, strings.HasPrefix(schema(operatorOf("cross_entropy_bwd_"), findTorch("cross_entropy_bwd_")),
 		"cross_entropy_bwd_(Tensor(a!) x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, "))

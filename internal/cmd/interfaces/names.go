@@ -85,7 +85,7 @@ func number(v float64) string { return strconv.FormatFloat(v, 'g', -1, 64) }
 // argument is an argument of an operator of PyTorch.
 type argument struct {
 	operators.Option        // Name and, of a scalar, Type and default
-	kind             string // "tensor", "dtype" or "option"; "extra": an option for the gradient only
+	kind             string // "tensor", "dtype", "option"; "extra": for the gradient only; "demand"
 	optional         bool   // of a tensor
 	hasDefault       bool
 }
@@ -117,7 +117,7 @@ func arguments(o operator, t *operators.Torch) (list []argument) {
 		list[i].hasDefault = i >= required
 	}
 	for _, p := range o.outputs() {
-		if p.Choice != "" && !slices.Contains(t.Without, p.Choice) && slices.Contains(o.written(t), p.Name) {
+		if p.Choice != "" && !slices.Contains(t.Without, p.Choice) && slices.Contains(t.Results, p.Name) {
 			list = append(list, argument{Option: operators.Option{Name: p.Choice}, kind: "dtype", hasDefault: true})
 		}
 	}
@@ -130,18 +130,15 @@ func arguments(o operator, t *operators.Torch) (list []argument) {
 	for _, option := range t.Extra {
 		list = append(list, argument{Option: option, kind: "extra", hasDefault: true})
 	}
+	for _, name := range t.OnDemand {
+		option := operators.Option{Name: demand(name), Type: operators.Flag}
+		list = append(list, argument{Option: option, kind: "demand", hasDefault: true})
+	}
 	return list
 }
 
-// written lists the outputs that an operator of PyTorch writes when a gradient is needed.
-func (o operator) written(t *operators.Torch) []string {
-	for i := range o.Torch {
-		if o.Torch[i].Name == t.Saving {
-			return o.Torch[i].Results
-		}
-	}
-	return t.Results
-}
+// demand names the argument that asks for a result.
+func demand(result string) string { return "needs_" + result }
 
 // value is PyTorch's default.
 func (a argument) value() float64 {

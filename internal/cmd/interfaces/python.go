@@ -35,7 +35,7 @@ func pythonTable() string {
 	t.add("")
 	t.add("from typing import Literal")
 	t.add("")
-	t.add("from .types import Argument, Operand, Operator, Option, TorchOperator")
+	t.add("from .types import Argument, Operand, Operator, Option, Saved, TorchOperator")
 	t.add("")
 	t.add("STATUSES = (%s)", quoted(lower(operators.Statuses)...))
 	t.add("Algorithm = Literal[%s]", quoted(lower(operators.Algorithms)...))
@@ -105,7 +105,7 @@ func pythonTorch(t *text, o operator, op *operators.Torch) {
 	t.add("        arguments=(")
 	for _, a := range arguments(o, op) {
 		s := fmt.Sprintf("Argument(%q, %q", a.Name, a.kind)
-		if a.kind == "option" || a.kind == "extra" {
+		if a.kind != "tensor" && a.kind != "dtype" {
 			s += fmt.Sprintf(", type=%q", optionNames[a.Type])
 		}
 		if a.optional {
@@ -134,13 +134,162 @@ func pythonTorch(t *text, o operator, op *operators.Torch) {
 	if op.Packed {
 		t.add("        packed=True,")
 	}
-	if op.Saving != "" {
-		t.add("        saving=%q,", op.Saving)
-		t.add("        backward=(%s),", quoted(op.Backward...))
-		t.add("        saved=(%s),", quoted(savedBy(op)...))
-		t.add("        tracked=%d,", tracked(op))
+	if len(op.OnDemand) > 0 {
+		t.add("        on_demand=(%s),", quoted(op.OnDemand...))
+	}
+	if op.Backward != "" {
+		t.add("        backward=%q,", op.Backward)
+		var list []string
+		for _, s := range savedBy(op) {
+			list = append(list, fmt.Sprintf("Saved(%q, %q)", s.result, s.argument))
+		}
+		t.add("        saved=(%s,),", strings.Join(list, ", "))
 	}
 	t.add("    ),")
+}
+
+// pythonProtocol generates python/gander/_table/protocol_gen.py.
+func pythonProtocol() string {
+	var t text
+	t.add("# %s", generated)
+	t.add("# ruff: noqa: E501")
+	t.add("# fmt: off")
+	t.add(`"""The operators as functions, which every backend has."""`)
+	t.add("")
+	t.add("from typing import Any, Protocol")
+	t.add("")
+	t.add("")
+	t.add("class Operators(Protocol):")
+	first := true
+	for _, o := range all() {
+		for i := range o.Torch {
+			if !first {
+				t.add("")
+			}
+			first = false
+			op := &o.Torch[i]
+			t.add("    def %s(self, %s) -> Any:", op.Name, pythonParameters(arguments(o, op), "Any", "Any"))
+			t.add("        %s", pythonDoc(o, op))
+			t.add("        ...")
+		}
+	}
+	return t.String()
+}
+
+// pythonArrays generates python/gander/_arrays/operators_gen.py.
+func pythonArrays() string {
+	var t text
+	t.add("# %s", generated)
+	t.add("# ruff: noqa: E501")
+	t.add("# fmt: off")
+	t.add(`"""A function for each operator of torch.ops.gander, on arrays: see calls.py."""`)
+	t.add("")
+	t.add("from typing import Any")
+	t.add("")
+	t.add("from .calls import call")
+	t.add("")
+	t.add("__all__ = (%s)", quoted(torchNames()...))
+	for _, o := range all() {
+		for i := range o.Torch {
+			op := &o.Torch[i]
+			t.add("")
+			t.add("")
+			t.add("def %s(%s) -> Any:", op.Name, pythonParameters(arguments(o, op), "Any", "Any"))
+			t.add("    %s", pythonDoc(o, op))
+			t.add("    return call(%q, locals())", op.Name)
+		}
+	}
+	return t.String()
+}
+
+// pythonFunctions generates python/gander/_torch/operators_gen.py.
+func pythonFunctions() string {
+	var t text
+	t.add("# %s", generated)
+	t.add("# ruff: noqa: E501")
+	t.add("# fmt: off")
+	t.add(`"""A function for each operator of torch.ops.gander. It bypasses torch's dispatcher if possible: see fast.py.`)
+	t.add("")
+	t.add("A result that is not asked for is then None. The dispatcher returns a tensor without elements for it.")
+	t.add(`"""`)
+	t.add("")
+	t.add("from typing import Any")
+	t.add("")
+	t.add("from torch import Tensor, dtype")
+	t.add("from torch.compiler import is_dynamo_compiling")
+	t.add("")
+	t.add("from .fast import dispatch, fast")
+	t.add("from .registry import overloads")
+	t.add("")
+	t.add("__all__ = (%s)", quoted(torchNames()...))
+	for _, o := range all() {
+		for i := range o.Torch {
+			op := &o.Torch[i]
+			list := arguments(o, op)
+			var names []string
+			for _, a := range list {
+				names = append(names, a.Name)
+			}
+			given := strings.Join(names, ", ")
+			t.add("")
+			t.add("")
+			t.add("def %s(%s) -> Any:", op.Name, pythonParameters(list, "Tensor", "dtype"))
+			t.add("    %s", pythonDoc(o, op))
+			t.add("    if is_dynamo_compiling():  # which knows the operator, and no function of it")
+			t.add("        return overloads[%q](%s)", op.Name, given)
+			t.add("    results = fast.%s(%s)", op.Name, given)
+			t.add("    return dispatch.%s(%s) if results is None else results", op.Name, given)
+		}
+	}
+	return t.String()
+}
+
+// torchNames lists the names of PyTorch's operators.
+func torchNames() (names []string) {
+	for _, o := range all() {
+		for i := range o.Torch {
+			names = append(names, o.Torch[i].Name)
+		}
+	}
+	return names
+}
+
+// pythonDoc is the docstring of an operator's function.
+func pythonDoc(o operator, op *operators.Torch) string {
+	results := "nothing"
+	if len(op.Results) > 0 {
+		results = strings.Join(op.Results, ", ")
+	}
+	return fmt.Sprintf(`"""gander_%s: returns %s."""`, o.full(), results)
+}
+
+// pythonParameters lists the parameters of an operator's function.
+func pythonParameters(list []argument, tensor, dtype string) string {
+	var parameters []string
+	for _, a := range list {
+		kind, value := "int", number(a.value())
+		switch {
+		case a.kind == "tensor":
+			kind, value = tensor, "None"
+		case a.kind == "dtype":
+			kind, value = dtype, "None"
+		case a.kind == "extra" && a.value() < 0:
+			kind, value = "bool", "None"
+		case a.Type == operators.Real:
+			kind = "float"
+		case a.Type == operators.Flag:
+			kind, value = "bool", "False"
+		}
+		if kind != "Any" && (a.optional || value == "None" && a.kind != "tensor") {
+			kind += " | None"
+		}
+		s := a.Name + ": " + kind
+		if a.hasDefault {
+			s += " = " + value
+		}
+		parameters = append(parameters, s)
+	}
+	return strings.Join(parameters, ", ")
 }
 
 // schema is an operator's schema in PyTorch's syntax.

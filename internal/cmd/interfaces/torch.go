@@ -143,9 +143,11 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 		}
 		written := op.Modifies(p.Name)
 		made := p.Output && slices.Contains(op.Results, p.Name)
+		saved, with := savedResult(o, op, p.Name)
 		t.add("            {%q, SHAPE_%s, DTYPE_%s, .argument = %d, .over = %d, .choice = %d, .like = %d, "+
-			".written = %t, .made = %t},", p.Name, strings.ToUpper(shapeNames[p.Shape]),
-			strings.ToUpper(dtypeNames[p.DType]), at, over, choice, max(like, 0), written, made)
+			".written = %t, .made = %t, .demand = %d, .saved = %t, .saved_with = %d},",
+			p.Name, strings.ToUpper(shapeNames[p.Shape]), strings.ToUpper(dtypeNames[p.DType]), at, over, choice,
+			max(like, 0), written, made, position(list, demand(p.Name)), saved, position(list, with))
 	}
 	t.add("        },")
 	t.add("        .result_count = %d,", len(op.Results))
@@ -157,76 +159,75 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 		t.add("        .results = {%s},", strings.Join(results, ", "))
 	}
 	t.add("        .fast = %t,", len(op.Writes) == 0 || len(op.Results) == 0)
-	if op.Saving == "" {
-		t.add("        .saving = -1,\n    },")
-		return
+	t.add("        .has_gradient = %t,", op.Backward != "")
+	if op.Backward != "" {
+		torchSaved(t, o, op, list)
 	}
-	t.add("        .saving = OP_%s,", strings.ToUpper(op.Saving))
-	torchSaved(t, o, op, list)
 	t.add("    },")
 }
 
 // torchSaved writes what autograd needs: the differentiable arguments, and the tensors that backward reads.
 func torchSaved(t *text, o operator, op *operators.Torch, list []argument) {
-	saving := findTorch(op.Saving)
 	inputs := make([]string, len(list))
 	for i := range list {
 		inputs[i] = "false"
 	}
-	for _, name := range op.Backward {
-		backward, in := findTorch(name), operatorOf(name)
-		for _, result := range backward.Results {
-			if at := position(list, in.Find(result).Gradient); at >= 0 {
-				inputs[at] = "true"
-			}
+	backward, in := findTorch(op.Backward), operatorOf(op.Backward)
+	for _, result := range backward.Results {
+		if at := position(list, in.Find(result).Gradient); at >= 0 {
+			inputs[at] = "true"
 		}
 	}
-	backward, in := findTorch(op.Backward[0]), operatorOf(op.Backward[0])
 	t.add("        .differentiable = {%s},", strings.Join(inputs, ", "))
 	if slices.ContainsFunc(arguments(in, backward), func(a argument) bool { return a.kind == "dtype" }) {
 		t.add("        .typed = true,")
 	}
 	var saved []string
-	for _, name := range savedBy(op) {
-		if at := position(list, name); at >= 0 {
-			saved = append(saved, fmt.Sprintf("{false, %d}", at))
-		} else {
-			saved = append(saved, fmt.Sprintf("{true, %d}", slices.Index(saving.Results, name)))
-		}
+	for _, s := range savedBy(op) {
+		saved = append(saved, fmt.Sprintf("{%d, %d}", slices.Index(op.Results, s.result), position(list, s.argument)))
 	}
-	t.add("        .tracked = %d,", tracked(op))
 	t.add("        .saved_count = %d,", len(saved))
 	t.add("        .saved = {%s},", strings.Join(saved, ", "))
 }
 
-// savedBy lists what autograd saves for backward: arguments of the operator, and results of op.Saving.
-func savedBy(op *operators.Torch) (names []string) {
-	in, saving := operatorOf(op.Backward[0]), findTorch(op.Saving)
-	for _, a := range arguments(in, findTorch(op.Backward[0])) {
+// saved is a tensor that autograd saves for backward: a result, or an argument of the operator. If it is
+// both, the result is saved if it was computed, else the argument.
+type saved struct{ result, argument string }
+
+// savedBy lists what autograd saves for backward.
+func savedBy(op *operators.Torch) (list []saved) {
+	in := operatorOf(op.Backward)
+	for _, a := range arguments(in, findTorch(op.Backward)) {
 		p := in.Find(a.Name)
-		switch {
-		case a.kind != "tensor" || p == nil || p.Gradient != "":
-		case slices.Contains(saving.Results, p.Stored):
-			names = append(names, p.Stored)
-		default:
-			names = append(names, a.Name)
+		if a.kind != "tensor" || p == nil || p.Gradient != "" {
+			continue
 		}
+		s := saved{argument: a.Name}
+		if slices.Contains(op.Results, p.Stored) {
+			s.result = p.Stored
+		} else if slices.Contains(op.Results, a.Name) {
+			s = saved{result: a.Name}
+		}
+		list = append(list, s)
 	}
-	return names
+	return list
 }
 
-// tracked is how many results of op.Saving are returned to autograd: the operator's own, and those up to the
-// last rows that backward reads. A saved tensor that is not returned has no history, so a second derivative
-// would take it for a constant.
-func tracked(op *operators.Torch) int {
-	in, results := operatorOf(op.Saving), findTorch(op.Saving).Results
-	count := len(op.Results)
-	for _, name := range savedBy(op) {
-		if at := slices.Index(results, name); at >= 0 && in.Find(name).Shape == operators.Rows {
-			count = max(count, at+1)
+// savedResult tells whether autograd demands a result for backward: always, or with an argument. A result
+// that can take an argument's place is needed if the operand that it is like is given.
+func savedResult(o operator, op *operators.Torch, result string) (saved bool, with string) {
+	if op.Backward == "" {
+		return false, ""
+	}
+	for _, s := range savedBy(op) {
+		if s.result == result && s.argument != "" {
+			return true, o.Find(result).Like
+		}
+		if s.result == result {
+			return true, ""
 		}
 	}
-	return count
+	return false, ""
 }
 
 func findTorch(name string) *operators.Torch {

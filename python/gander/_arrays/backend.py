@@ -1,74 +1,17 @@
-"""What gander._functions asks of the backend that serves arrays: a function for each operator, with the
-arguments of that of torch.ops.gander, and without a gradient."""
+"""What gander._functions asks of the backend that serves arrays: the operators (operators_gen.py), and what
+they need to know of arrays."""
 
 from numbers import Real
-from operator import index, ne
+from operator import ne
 from typing import Any
 
 from .. import _debug
 from .._native import library
-from .._native.library import DType
-from .._table import OPERATORS, OPTIONS, TORCH
-from .capsules import module_of, not_an_array, run, run_into
+from .calls import only_torch
+from .capsules import module_of, not_an_array
+from .operators_gen import *  # noqa: F403
 
 differ = ne
-
-
-def _number(option, value):
-    """An option's value for its field. Refuses integers of more than 64 bits, which ctypes would truncate."""
-    try:
-        if isinstance(value, str):  # float() would parse it
-            raise TypeError
-        if option.type == "real":
-            return float(value)
-        number = int(bool(value)) if option.type == "flag" else index(value)
-    except TypeError:
-        expected = "a number" if option.type == "real" else "an integer"
-        raise TypeError(f"{option.name} is {value!r}, expected {expected}") from None
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{option.name} is {number}, expected 64 bits at most")
-    return number
-
-
-def _function(torch_operator):
-    """A function with the arguments and results of one of gander's PyTorch operators."""
-    operator = OPERATORS[torch_operator.operator]
-    options = OPTIONS[operator.group]
-
-    def call(*arguments):
-        given = {}
-        for argument, value in zip(torch_operator.arguments, arguments, strict=True):
-            if argument.kind != "extra":  # only the gradient, which arrays do not have, uses those
-                given[argument.name] = value
-            elif value and argument.name == "inplace_backward":
-                _refuse_in_place()
-        inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
-        choices = [operand.choice for operand in operator.operands if operand.choice]
-        dtypes = [
-            DType() if given.get(name) is None else library.dtype_of(given[name], name) for name in choices
-        ]
-        given |= torch_operator.fixed
-        values = {
-            option.name: _number(option, given[option.name]) for option in options if option.name in given
-        }
-        struct = library.options(operator.group, **values)
-        if torch_operator.writes:
-            written = {output: given.get(argument) for argument, output in torch_operator.writes.items()}
-            return run_into(torch_operator.operator, given, written, struct)
-        results = run(operator, inputs, dtypes, struct, torch_operator.results)
-        return results if len(results) > 1 else results[0]
-
-    return call
-
-
-def only_torch(argument: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{argument} is supported for torch tensors only; leave it out, or pass torch.from_dlpack(x) as x"
-    )
-
-
-def _refuse_in_place(*_: Any) -> None:
-    raise only_torch("inplace_backward")
 
 
 def with_lse_partial(*_: Any) -> None:
@@ -173,9 +116,3 @@ def check_targets(classes: int, target: Any, ignore_index: int) -> None:
 
 def is_compiled() -> bool:
     return False
-
-
-for _name, _torch_operator in TORCH.items():
-    _over_logits = _torch_operator.writes == {"x": "dx"}
-    if not _torch_operator.packed:  # those are only for autograd
-        globals()[_name] = _refuse_in_place if _over_logits else _function(_torch_operator)

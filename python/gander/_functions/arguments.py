@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Protocol, TypeVar
 
 from .. import _backend
@@ -17,6 +18,12 @@ A = TypeVar("A", bound=Array)
 
 # What torch raises if an operator fails, or if an argument is not a tensor.
 FAILURES = (AttributeError, RuntimeError)
+
+
+def renamed(error: Exception, names: dict[str, str]) -> Exception:
+    """The same error about the caller's operands. names: theirs, by an operator's."""
+    operand = rf"(?<!['\w])({'|'.join(names)})(?!['\w])"
+    return type(error)(re.sub(operand, lambda found: names[found[0]], str(error)))
 
 
 def code_of(argument: str, name: Any, names: tuple[str, ...]) -> int:

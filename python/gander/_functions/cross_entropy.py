@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
-from .._table import REDUCTIONS, Reduction
+from .._table import NONE, REDUCTIONS, Reduction
 from .arguments import FAILURES, check_out, check_targets, code_of
 
 if TYPE_CHECKING:
@@ -103,12 +103,12 @@ def cross_entropy(
             weight,
             divisor,
             upstream,
-            ignore_index,
-            code,
-            bool(batch_invariant),
-            bool(inplace_backward),
-            one_pass,
-        )
+            ignore_index=ignore_index,
+            reduction=code,
+            batch_invariant=bool(batch_invariant),
+            inplace_backward=bool(inplace_backward),
+            one_pass=one_pass,
+        )[0]
     except FAILURES as error:
         raise ops.explained(error, x=x, target=target, weight=weight) from None
 
@@ -158,18 +158,18 @@ def cross_entropy_fwd(
     try:
         if _debug.enabled:
             check_targets(ops, x, target, ignore_index)
-        operands, options = (ops.detached(x), target, ops.detached(weight), divisor), (bool(batch_invariant),)
+        operands = ops.detached(x), target, ops.detached(weight), divisor
+        options = {"ignore_index": ignore_index, "batch_invariant": bool(batch_invariant)}
         if return_dx and inplace_backward:
-            (loss, lse), dx = ops.cross_entropy_fwd_dx_(*operands, None, ignore_index, *options), x
-        elif return_dx:
-            loss, lse, dx = ops.cross_entropy_fwd_dx(*operands, None, ignore_index, *options)
-        elif return_lse:
-            return ops.cross_entropy_fwd_lse(*operands, ignore_index, *options)
+            loss, lse = ops.cross_entropy_fwd_dx_(*operands, **options)
+            dx = x
         else:
-            return ops.cross_entropy(*operands, None, ignore_index, 0, *options, False, None)
+            demands = {"needs_lse": bool(return_lse), "needs_dx": bool(return_dx)}
+            loss, lse, dx = ops.cross_entropy_fwd(*operands, **options, **demands)
     except FAILURES as error:
         raise ops.explained(error, x=x, target=target, weight=weight) from None
-    return (loss, lse, dx) if return_lse else (loss, dx)
+    results = (loss, *[lse] * bool(return_lse), *[dx] * bool(return_dx))
+    return results if len(results) > 1 else loss
 
 
 def cross_entropy_bwd(
@@ -194,9 +194,11 @@ def cross_entropy_bwd(
         if _debug.enabled:
             check_targets(ops, x, target, ignore_index)
         if inplace_backward:
-            ops.cross_entropy_bwd_(ops.detached(x), target, weight, dloss, lse, None, ignore_index, 0, False)
+            ops.cross_entropy_bwd_(
+                ops.detached(x), target, weight, dloss, lse, ignore_index=ignore_index, reduction=NONE
+            )
             return x
-        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, None, ignore_index, 0, False)
+        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, ignore_index=ignore_index, reduction=NONE)
     except FAILURES as error:
         raise ops.explained(error, x=x, target=target, dloss=dloss, lse=lse, weight=weight) from None
 
@@ -239,8 +241,8 @@ def cross_entropy_fwd_out(
             check_out(ops, "dx", x, dx)
         if _debug.enabled:
             check_targets(ops, x, target, ignore_index)
-        arguments = ops.detached(x), target, ops.detached(weight), loss, lse, dx
-        ops.cross_entropy_fwd_out(*arguments, ignore_index, False)
+        operands = ops.detached(x), target, ops.detached(weight)
+        ops.cross_entropy_fwd_out(*operands, loss=loss, lse=lse, dx=dx, ignore_index=ignore_index)
     except FAILURES as error:
         given = {"x": x, "target": target, "weight": weight, "loss": loss, "lse": lse, "dx": dx}
         raise ops.explained(error, **given) from None
@@ -265,7 +267,9 @@ def cross_entropy_bwd_out(
         check_out(ops, "dx", x, dx)
         if _debug.enabled:
             check_targets(ops, x, target, ignore_index)
-        ops.cross_entropy_bwd_out(ops.detached(x), target, weight, dloss, lse, dx, ignore_index, False)
+        ops.cross_entropy_bwd_out(
+            ops.detached(x), target, weight, dloss, lse, dx=dx, ignore_index=ignore_index
+        )
     except FAILURES as error:
         given = {"x": x, "target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
         raise ops.explained(error, **given) from None
@@ -306,13 +310,13 @@ def linear_cross_entropy(
     Returns the loss as cross_entropy does.
     Raises TypeError (dtype), ValueError (shape, reduction, chunk), RuntimeError (device, driver, memory).
     """
-    if not (is_tensor(x)):
+    if not is_tensor(x):
         raise TypeError(f"x is a {type(x).__name__}, expected a torch.Tensor")
     code = code_of("reduction", reduction, REDUCTIONS)
     _of_sum(divisor, upstream, reduction)
     check_chunks(chunk, accumulate)
     ops = BACKENDS.get(type(x)) or backend_of(x)
-    if _debug and hasattr(weight, "shape"):
+    if _debug.enabled and hasattr(weight, "shape"):
         check_targets(ops, weight.shape[0], target, ignore_index)
     try:
         loss: Tensor = ops.linear_cross_entropy(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
-from .. import _backend
-from .._backend import BACKENDS, backend_of
+from .._backend import BACKENDS, Backend, backend_of
 from .._table import ALGORITHMS, Algorithm
-from .arguments import FAILURES, check_constants, check_out, code_of
+from .arguments import FAILURES, A, Array, check_constants, check_out, code_of, renamed
 
 CastingMode = Literal["llama"]
+
+# An exception in a local variable keeps the caller's tensors alive, until Python looks for cycles: its
+# traceback holds the frame, and the frame holds it. So functions raise exceptions where they make them.
 
 
 def _epsilon(x: Any) -> float:
@@ -25,8 +27,6 @@ def _rounds(casting_mode: Any) -> bool:
     return casting_mode is not None
 
 
-# An exception in a local variable keeps the caller's tensors alive, until Python looks for cycles: its
-# traceback holds the frame, and the frame holds it. So functions raise exceptions where they make them.
 def _refuse_shape(name: str, weight: Any) -> None:
     """Refuses torch's normalized_shape in place of a norm's weight."""
     if not isinstance(weight, (int, tuple, list)):
@@ -38,7 +38,7 @@ def _refuse_shape(name: str, weight: Any) -> None:
 
 
 def _checked_weight(
-    ops: Any, name: str, x: Any, weight: Any, bias: Any = None, weight_offset: float = 0
+    ops: Backend, name: str, x: Any, weight: Any, bias: Any = None, weight_offset: float = 0
 ) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
     _refuse_shape(name, weight)
@@ -57,7 +57,7 @@ def _checked_weight(
     return weight
 
 
-def _adds(ops: Any, x: Any, residual: Any, residual_dtype: Any) -> bool:
+def _adds(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:
     """Whether residual_out is something else than x."""
     if residual is None:
         return residual_dtype is not None and ops.differs(x, residual_dtype, "residual_dtype")
@@ -65,113 +65,90 @@ def _adds(ops: Any, x: Any, residual: Any, residual_dtype: Any) -> bool:
     return True
 
 
-def _dtype_of_sum(ops: Any, x: Any, residual: Any) -> Any:
+def _dtype_of_sum(ops: Backend, x: Any, residual: Any) -> Any:
     """The dtype of x + residual in torch."""
-    return ops.dtype("float32", "out_dtype") if ops.differs(x, residual.dtype, "residual") else x.dtype
+    return ops.dtype("float32", "residual_dtype") if ops.differs(x, residual.dtype, "residual") else x.dtype
 
 
-def _norm(
-    ops: Any,
-    name: str,
-    operands: tuple,
-    out_dtype: Any,
-    residual_dtype: Any,
-    prenorm: bool,
-    options: tuple,
+def _saved_dtype(
+    ops: Backend, x: Any, residual: Any, residual_dtype: Any, prenorm: bool, layer: bool = False
 ) -> Any:
-    """The result of a norm, or (result, residual_out) with prenorm. operands: x, weight, bias and residual.
-    options: what the operators take after the dtypes."""
-    x, weight, bias, residual = operands
-    out_dtype = ops.dtype(out_dtype, "out_dtype")
-    residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
-    adds = _adds(ops, x, residual, residual_dtype)
-    if name == "layernorm" and not prenorm:
+    """The dtype in which backward reads x + residual. layer: for LayerNorm, whose y is that of this sum."""
+    if layer and not prenorm:
         residual_dtype = None  # else the result would be another where a gradient is wanted
-    kept = residual is not None and (prenorm or ops is _backend.torch)
-    if kept and residual_dtype is None and (name == "layernorm" or not prenorm):
+    if residual is not None and residual_dtype is None and (layer or not prenorm):
         # The digits that a narrower sum lost would be missing in the gradient.
-        residual_dtype = _dtype_of_sum(ops, x, residual)
-    if adds and prenorm:
-        return getattr(ops, f"{name}_add")(*operands, out_dtype, residual_dtype, *options)
-    if residual is not None:
-        return getattr(ops, f"{name}_residual")(*operands, out_dtype, residual_dtype, *options)
-    if name == "layernorm":
-        y = ops.layernorm(x, weight, bias, out_dtype, *options)
-    elif bias is None and not options[-1]:  # round_normalized
-        y = ops.rmsnorm(x, weight, out_dtype, *options[:-1])
-    else:
-        y = ops.rmsnorm_bias(x, weight, bias, out_dtype, *options)
-    return (y, x) if prenorm else y
+        return _dtype_of_sum(ops, x, residual)
+    return residual_dtype
 
 
-def _write(ops: Any, name: str, given: dict, rest: tuple, names: dict[str, str]) -> None:
-    """Calls an operator that writes over operands. given: the caller's, by their names there. names: what the
-    operator calls some of them, with those names."""
+def _write(ops: Backend, operator: Callable[..., Any], names: dict[str, str], **arguments: Any) -> None:
+    """Calls an operator that writes over operands. names: what callers call some of its arguments."""
     try:
-        getattr(ops, name)(*given.values(), *rest)
+        operator(**arguments)
     except (TypeError, ValueError, *FAILURES) as error:
         if ops.is_compiled():
             raise
-        raise _renamed(ops.explained(error, **given), names) from None
+        given = {name: arguments[name] for name in ("x", "weight", "bias", "residual") if name in arguments}
+        raise renamed(ops.explained(error, **given), names) from None
 
 
-def _renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """The same error about the caller's operands."""
-    operand = rf"(?<!['\w])({'|'.join(names)})(?!['\w])"
-    return type(error)(re.sub(operand, lambda found: names[found[0]], str(error)))
+def _out_of_sum(
+    ops: Backend, x: Any, residual: Any, residual_dtype: Any, out: Any, out_dtype: Any, layer: bool
+) -> Any:
+    """A new array for residual_out of a norm that writes to `out`, or None if x has the same numbers."""
+    residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
+    check_out(ops, "out", x, out, ops.dtype(out_dtype, "out_dtype"))
+    if not _adds(ops, x, residual, residual_dtype) and not ops.may_share_memory(x, out):
+        return None
+    if residual_dtype is None and layer and residual is not None:
+        residual_dtype = _dtype_of_sum(ops, x, residual)
+    return ops.empty(x, tuple(x.shape), residual_dtype or (x if residual is None else residual).dtype)
 
 
-def _norm_into(
-    ops: Any,
-    name: str,
-    operands: tuple,
-    out: Any,
-    dtypes: tuple,
-    wanted: set[str],
-    options: tuple,
-) -> tuple:
-    """(out, residual_out, mean, rstd) of a norm that writes its result to `out`.
-
-    operands: x, weight, bias and residual. dtypes: out_dtype and residual_dtype. wanted: which of the other
-    results to compute. residual_out is x if it would have the same numbers.
-    """
-    x, _, _, residual = operands
-    out_dtype, residual_dtype = ops.dtype(dtypes[0], "out_dtype"), ops.dtype(dtypes[1], "residual_dtype")
-    check_out(ops, "out", x, out, out_dtype)
-    shape, residual_out = tuple(x.shape), None
-    adds = _adds(ops, x, residual, residual_dtype)
-    if "residual_out" in wanted and (adds or ops.may_share_memory(x, out)):
-        if residual_dtype is None and name == "layernorm" and residual is not None:
-            residual_dtype = _dtype_of_sum(ops, x, residual)
-        residual_out = ops.empty(x, shape, residual_dtype or (x if residual is None else residual).dtype)
+def _out_of_statistic(ops: Backend, x: Any) -> Any:
+    """A new array for mean or rstd."""
     wide = ops.dtype("float64" if x.dtype.itemsize == 8 else "float32", "out_dtype")
-    mean, rstd = (ops.empty(x, shape[:-1], wide) if given in wanted else None for given in ("mean", "rstd"))
-    statistics = (mean, rstd) if name == "layernorm" else (rstd,)
-    given = dict(zip(("x", "weight", "bias", "residual", "out"), (*operands, out), strict=True))
-    _write(ops, f"{name}_out", given, (residual_out, *statistics, *options), {"y": "out"})
-    return out, x if residual_out is None else residual_out, mean, rstd
+    return ops.empty(x, tuple(x.shape[:-1]), wide)
 
 
-def _norm_bwd(ops: Any, name: str, operands: tuple, has_bias: bool, options: tuple) -> Any:
-    """The gradients (dx, dresidual, dw, db) of a norm. operands: x, weight, dout, dresidual_out, statistics.
-
-    dresidual has the dtype of dresidual_out. It is None if that is x's. dw and db are None without weight and
-    bias.
-    """
-    x, weight, dresidual_out = operands[0], operands[1], operands[3]
-    dtypes = [None]
-    converts = dresidual_out is not None and ops.differs(x, dresidual_out.dtype, "dresidual_out")
-    if converts:
-        dtypes.append(dresidual_out.dtype)
-    if has_bias:
-        dtypes.append(None)
-    wanted = {"dresidual": converts, "dw": weight is not None, "db": has_bias}
-    operator = "_".join([f"{name}_add_bwd", *(result for result in wanted if wanted[result])])
-    answer = getattr(ops, operator)(*operands, *dtypes, *options)
-    results = iter(answer if any(wanted.values()) else (answer,))
-    return next(results), *(next(results) if given else None for given in wanted.values())
+# ---- RMSNorm ----
 
 
+@overload
+def rmsnorm(
+    x: A,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: Any = ...,
+    eps: float | None = ...,
+    prenorm: Literal[False] = ...,
+    weight_offset: float = ...,
+    *,
+    casting_mode: CastingMode | None = ...,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+    out: A | None = ...,
+) -> A: ...
+@overload
+def rmsnorm(
+    x: A,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: Any = ...,
+    eps: float | None = ...,
+    *,
+    prenorm: Literal[True],
+    weight_offset: float = ...,
+    casting_mode: CastingMode | None = ...,
+    algorithm: Algorithm = ...,
+    batch_invariant: bool = ...,
+    out: A | None = ...,
+) -> tuple[A, A]: ...
 def rmsnorm(
     x: Any,
     weight: Any = None,
@@ -226,30 +203,85 @@ def rmsnorm(
     try:
         if eps is None:
             eps = _epsilon(x)
-        options = eps, code, bool(batch_invariant), weight_offset
-        special = bias is not None or residual is not None or prenorm
-        if special or out is not None or casting_mode is not None:
-            weight = _checked_weight(ops, "rmsnorm", x, weight, bias, weight_offset)
-            options = *options, _rounds(casting_mode)
-            operands = x, weight, bias, residual
-            if out is not None:
-                wanted = {"residual_out"} if prenorm else set()
-                dtypes = out_dtype, residual_dtype
-                answer = _norm_into(ops, "rmsnorm", operands, out, dtypes, wanted, options)
-                return answer[:2] if prenorm else out
-            return _norm(ops, "rmsnorm", operands, out_dtype, residual_dtype, prenorm, options)
-        if out_dtype is not None:
-            out_dtype = ops.dtype(out_dtype, "out_dtype")
-        return ops.rmsnorm(x, weight, out_dtype, *options)
+        if bias is None and residual is None and not prenorm and out is None and casting_mode is None:
+            if out_dtype is not None:
+                out_dtype = ops.dtype(out_dtype, "out_dtype")
+            return ops.rmsnorm(
+                x,
+                weight,
+                out_dtype=out_dtype,
+                eps=eps,
+                algorithm=code,
+                batch_invariant=bool(batch_invariant),
+                weight_offset=weight_offset,
+            )[0]
+        y, residual_out, _ = _rmsnorm(
+            ops,
+            x,
+            weight,
+            bias,
+            residual,
+            out,
+            out_dtype=out_dtype,
+            residual_dtype=residual_dtype,
+            prenorm=prenorm,
+            eps=eps,
+            algorithm=code,
+            batch_invariant=bool(batch_invariant),
+            weight_offset=weight_offset,
+            round_normalized=_rounds(casting_mode),
+        )
     except FAILURES as error:
         _refuse_shape("rmsnorm", weight)
         raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
+    return (y, residual_out) if prenorm else y
+
+
+def _rmsnorm(
+    ops: Backend,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    out: Any,
+    *,
+    out_dtype: Any,
+    residual_dtype: Any,
+    prenorm: bool,
+    needs_rstd: bool = False,
+    **options: Any,
+) -> Any:
+    """(y, residual_out, rstd), the last two on demand. residual_out is x if it has the same numbers."""
+    weight = _checked_weight(ops, "rmsnorm", x, weight, bias, options["weight_offset"])
+    if out is not None:
+        h = _out_of_sum(ops, x, residual, residual_dtype, out, out_dtype, False) if prenorm else None
+        if not prenorm:
+            _adds(ops, x, residual, ops.dtype(residual_dtype, "residual_dtype"))
+            check_out(ops, "out", x, out, ops.dtype(out_dtype, "out_dtype"))
+        rstd = _out_of_statistic(ops, x) if needs_rstd else None
+        operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "y": out}
+        _write(ops, ops.rmsnorm_out, {"y": "out"}, **operands, residual_out=h, rstd=rstd, **options)
+        return out, x if h is None else h, rstd
+    residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
+    adds = _adds(ops, x, residual, residual_dtype) and prenorm
+    y, h, rstd = ops.rmsnorm(
+        x,
+        weight,
+        bias,
+        residual,
+        out_dtype=ops.dtype(out_dtype, "out_dtype"),
+        residual_dtype=_saved_dtype(ops, x, residual, residual_dtype, prenorm),
+        needs_residual_out=adds,
+        needs_rstd=needs_rstd,
+        **options,
+    )
+    return y, h if adds else x, rstd
 
 
 def fused_add_rmsnorm(
-    x: Any,
-    residual: Any,
-    weight: Any,
+    x: Array,
+    residual: Array,
+    weight: Array | None,
     eps: float | None = 1e-6,
     weight_offset: float = 0.0,
     *,
@@ -270,20 +302,26 @@ def fused_add_rmsnorm(
         if residual is None:
             raise TypeError("residual is None, expected a tensor, to which x is added; or call rmsnorm")
         _adds(ops, x, residual, None)
-        if eps is None:
-            eps = _epsilon(x)
-        given = {"x": x, "weight": weight, "residual": residual}
-        options = eps, bool(batch_invariant), weight_offset, False
-        _write(ops, "fused_add_rmsnorm_", given, options, {"y": "x", "residual_out": "residual"})
+        _write(
+            ops,
+            ops.fused_add_rmsnorm_,
+            {"y": "x", "residual_out": "residual"},
+            x=x,
+            weight=weight,
+            residual=residual,
+            eps=_epsilon(x) if eps is None else eps,
+            batch_invariant=bool(batch_invariant),
+            weight_offset=weight_offset,
+        )
     except FAILURES as error:
         raise ops.explained(error, x=x, weight=weight, residual=residual) from None
 
 
 def rmsnorm_fwd(
-    x: Any,
-    weight: Any = None,
-    bias: Any = None,
-    residual: Any = None,
+    x: A,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    residual: Array | None = None,
     out_dtype: Any = None,
     residual_dtype: Any = None,
     eps: float | None = 1e-6,
@@ -293,8 +331,8 @@ def rmsnorm_fwd(
     casting_mode: CastingMode | None = None,
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> tuple[A, A, A | None]:
     """rmsnorm without a gradient. Returns (out, residual_out, rstd).
 
     residual_out is as with prenorm. rstd is 1 / sqrt(mean(h^2) + eps), float32 (float64 for float64) of shape
@@ -305,45 +343,34 @@ def rmsnorm_fwd(
     code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
-        weight = _checked_weight(ops, "rmsnorm", x, weight, bias, weight_offset)
-        if out_dtype is not None:
-            out_dtype = ops.dtype(out_dtype, "out_dtype")
-        if residual_dtype is not None:
-            residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
-        if eps is None:
-            eps = _epsilon(x)
-        rounds = _rounds(casting_mode)
-        options = eps, code, bool(batch_invariant), weight_offset, rounds
-        operands = ops.detached(x), ops.detached(weight)
-        if out is not None:
-            operands = *operands, ops.detached(bias), ops.detached(residual)
-            wanted = {"residual_out", "rstd"} if store_rstd else {"residual_out"}
-            dtypes = out_dtype, residual_dtype
-            _, h, _, rstd = _norm_into(ops, "rmsnorm", operands, out, dtypes, wanted, options)
-            return out, x if h is operands[0] else h, rstd
-        if _adds(ops, x, residual, residual_dtype):
-            operator = ops.rmsnorm_add_fwd if store_rstd else ops.rmsnorm_add
-            more = ops.detached(bias), ops.detached(residual), out_dtype, residual_dtype
-            out, residual_out, *rest = operator(*operands, *more, *options)
-            return out, residual_out, rest[0] if store_rstd else None
-        if bias is not None or rounds:
-            operator = ops.rmsnorm_bias_fwd if store_rstd else ops.rmsnorm_bias
-            answer = operator(*operands, ops.detached(bias), out_dtype, *options)
-        else:
-            operator = ops.rmsnorm_fwd if store_rstd else ops.rmsnorm
-            answer = operator(*operands, out_dtype, *options[:-1])
+        y, residual_out, rstd = _rmsnorm(
+            ops,
+            rows := ops.detached(x),
+            ops.detached(weight),
+            ops.detached(bias),
+            ops.detached(residual),
+            out,
+            out_dtype=out_dtype,
+            residual_dtype=residual_dtype,
+            prenorm=True,
+            needs_rstd=bool(store_rstd),
+            eps=_epsilon(x) if eps is None else eps,
+            algorithm=code,
+            batch_invariant=bool(batch_invariant),
+            weight_offset=weight_offset,
+            round_normalized=_rounds(casting_mode),
+        )
     except FAILURES as error:
         raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
-    out, rstd = answer if store_rstd else (answer, None)
-    return out, x, rstd
+    return y, x if residual_out is rows else residual_out, rstd
 
 
 def rmsnorm_bwd(
-    x: Any,
-    weight: Any,
-    dout: Any,
-    rstd: Any,
-    dresidual_out: Any = None,
+    x: A,
+    weight: Array | None,
+    dout: Array,
+    rstd: Array,
+    dresidual_out: Array | None = None,
     has_bias: bool = False,
     has_residual: bool = False,
     weight_offset: float = 0.0,
@@ -351,7 +378,7 @@ def rmsnorm_bwd(
     casting_mode: CastingMode | None = None,
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
-) -> Any:
+) -> tuple[A, A | None, A | None, A | None]:
     """The gradient of rmsnorm. Returns (dx, dw, db, dresidual).
 
     With h = x * rstd and g = dout * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd +
@@ -370,22 +397,69 @@ def rmsnorm_bwd(
         check_constants(weight_offset=weight_offset)
     code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
     ops = BACKENDS.get(type(x)) or backend_of(x)
-    dresidual = db = dw = None
     try:
-        options, rounds = (code, bool(batch_invariant), weight_offset), _rounds(casting_mode)
-        if has_bias or dresidual_out is not None or rounds:
-            operands = x, weight, dout, dresidual_out, rstd
-            dx, dresidual, dw, db = _norm_bwd(ops, "rmsnorm", operands, has_bias, (*options, rounds))
-        elif weight is None:
-            dx = ops.rmsnorm_bwd(x, None, dout, rstd, *options)
-        else:
-            dx, dw = ops.rmsnorm_bwd_dw(x, weight, dout, rstd, *options)
+        dx, dresidual, dw, db = ops.rmsnorm_bwd(
+            x,
+            weight,
+            dout,
+            dresidual_out,
+            rstd,
+            **_gradients(ops, x, weight, dresidual_out, has_bias),
+            algorithm=code,
+            batch_invariant=bool(batch_invariant),
+            weight_offset=weight_offset,
+            round_normalized=_rounds(casting_mode),
+        )
     except FAILURES as error:
         given = {"x": x, "weight": weight, "dout": dout, "rstd": rstd, "dresidual_out": dresidual_out}
         raise ops.explained(error, **given) from None
-    return dx, dw, db, dx if dresidual is None and has_residual else dresidual
+    if dresidual is None and has_residual:
+        dresidual = dx
+    return dx, dw, db, dresidual
 
 
+def _gradients(ops: Backend, x: Any, weight: Any, dresidual_out: Any, has_bias: bool) -> dict[str, Any]:
+    """Which gradients of a norm are wanted. dresidual is dx if dresidual_out has the dtype of x."""
+    converts = dresidual_out is not None and ops.differs(x, dresidual_out.dtype, "dresidual_out")
+    return {
+        "residual_dtype": dresidual_out.dtype if converts else None,
+        "needs_dresidual": converts,
+        "needs_dw": weight is not None,
+        "needs_db": bool(has_bias),
+    }
+
+
+# ---- LayerNorm ----
+
+
+@overload
+def layernorm(
+    x: A,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: Any = ...,
+    eps: float = ...,
+    prenorm: Literal[False] = ...,
+    *,
+    batch_invariant: bool = ...,
+    out: A | None = ...,
+) -> A: ...
+@overload
+def layernorm(
+    x: A,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    residual: Array | None = ...,
+    out_dtype: Any = ...,
+    residual_dtype: Any = ...,
+    eps: float = ...,
+    *,
+    prenorm: Literal[True],
+    batch_invariant: bool = ...,
+    out: A | None = ...,
+) -> tuple[A, A]: ...
 def layernorm(
     x: Any,
     weight: Any = None,
@@ -412,18 +486,120 @@ def layernorm(
         check_constants(eps=eps)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
-        weight = _checked_weight(ops, "layernorm", x, weight, bias)
-        operands, options = (x, weight, bias, residual), (eps, bool(batch_invariant))
-        if out is not None:
-            wanted = {"residual_out"} if prenorm else set()
-            dtypes = out_dtype, residual_dtype
-            answer = _norm_into(ops, "layernorm", operands, out, dtypes, wanted, options)
-            return answer[:2] if prenorm else out
-        return _norm(ops, "layernorm", operands, out_dtype, residual_dtype, prenorm, options)
+        y, residual_out, _, _ = _layernorm(
+            ops,
+            x,
+            weight,
+            bias,
+            residual,
+            out,
+            out_dtype=out_dtype,
+            residual_dtype=residual_dtype,
+            prenorm=prenorm,
+            eps=eps,
+            batch_invariant=bool(batch_invariant),
+        )
     except FAILURES as error:
         raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
+    return (y, residual_out) if prenorm else y
 
 
+def _layernorm(
+    ops: Backend,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    out: Any,
+    *,
+    out_dtype: Any = None,
+    residual_dtype: Any = None,
+    prenorm: bool = False,
+    needs_statistics: bool = False,
+    **options: Any,
+) -> Any:
+    """(y, residual_out, mean, rstd), of which the last three are computed on demand. residual_out is x if it
+    would have the same numbers."""
+    weight = _checked_weight(ops, "layernorm", x, weight, bias)
+    if out is not None:
+        h = _out_of_sum(ops, x, residual, residual_dtype, out, out_dtype, True) if prenorm else None
+        if not prenorm:
+            _adds(ops, x, residual, ops.dtype(residual_dtype, "residual_dtype"))
+            check_out(ops, "out", x, out, ops.dtype(out_dtype, "out_dtype"))
+        mean, rstd = (_out_of_statistic(ops, x) if needs_statistics else None for _ in range(2))
+        operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "y": out}
+        results = {"residual_out": h, "mean": mean, "rstd": rstd}
+        _write(ops, ops.layernorm_out, {"y": "out"}, **operands, **results, **options)
+        return out, x if h is None else h, mean, rstd
+    if residual is None and not prenorm:
+        adds = False
+    else:
+        residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
+        adds = _adds(ops, x, residual, residual_dtype) and prenorm
+        residual_dtype = _saved_dtype(ops, x, residual, residual_dtype, prenorm, True)
+    y, h, mean, rstd = ops.layernorm(
+        x,
+        weight,
+        bias,
+        residual,
+        out_dtype=None if out_dtype is None else ops.dtype(out_dtype, "out_dtype"),
+        residual_dtype=residual_dtype,
+        needs_residual_out=adds,
+        needs_mean=needs_statistics,
+        needs_rstd=needs_statistics,
+        **options,
+    )
+    return y, h if adds else x, mean, rstd
+
+
+@overload
+def layernorm_fwd(
+    x: A,
+    weight: Array | None,
+    bias: Array | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[False] = ...,
+    return_mean: Literal[False] = ...,
+    batch_invariant: bool = ...,
+    out: A | None = ...,
+) -> A: ...
+@overload
+def layernorm_fwd(
+    x: A,
+    weight: Array | None,
+    bias: Array | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[False] = ...,
+    return_mean: Literal[True],
+    batch_invariant: bool = ...,
+    out: A | None = ...,
+) -> tuple[A, A]: ...
+@overload
+def layernorm_fwd(
+    x: A,
+    weight: Array | None,
+    bias: Array | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[True],
+    return_mean: Literal[False] = ...,
+    batch_invariant: bool = ...,
+    out: A | None = ...,
+) -> tuple[A, A]: ...
+@overload
+def layernorm_fwd(
+    x: A,
+    weight: Array | None,
+    bias: Array | None = ...,
+    eps: float = ...,
+    *,
+    return_rstd: Literal[True],
+    return_mean: Literal[True],
+    batch_invariant: bool = ...,
+    out: A | None = ...,
+) -> tuple[A, A, A]: ...
 def layernorm_fwd(
     x: Any,
     weight: Any,
@@ -440,36 +616,38 @@ def layernorm_fwd(
     rstd: 1 / sqrt(var x + eps). Both statistics are float32 (float64 for float64) of shape x.shape[:-1].
     Arguments and errors are those of layernorm.
     """
-    ops = BACKENDS.get(type(x)) or backend_of(x)
-    if not (return_rstd or return_mean):
-        operands = ops.detached(x), ops.detached(weight), ops.detached(bias)
-        return layernorm(*operands, eps=eps, batch_invariant=batch_invariant, out=out)
     if type(eps) is not float:
         check_constants(eps=eps)
+    ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
-        weight = _checked_weight(ops, "layernorm_fwd", x, weight, bias)
-        operands = ops.detached(x), ops.detached(weight), ops.detached(bias)
-        options = eps, bool(batch_invariant)
-        if out is None:
-            y, mean, rstd = ops.layernorm_fwd(*operands, None, *options)
-        else:
-            wanted, operands = {"mean", "rstd"}, (*operands, None)
-            y, _, mean, rstd = _norm_into(ops, "layernorm", operands, out, (None, None), wanted, options)
+        y, _, mean, rstd = _layernorm(
+            ops,
+            ops.detached(x),
+            ops.detached(weight),
+            ops.detached(bias),
+            None,
+            out,
+            needs_statistics=bool(return_rstd or return_mean),
+            eps=eps,
+            batch_invariant=bool(batch_invariant),
+        )
     except FAILURES as error:
         raise ops.explained(error, x=x, weight=weight, bias=bias, out=out) from None
+    if not (return_rstd or return_mean):
+        return y
     return (y, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))
 
 
 def layernorm_bwd(
-    x: Any,
-    weight: Any,
-    dout: Any,
-    rstd: Any,
-    mean: Any,
+    x: A,
+    weight: Array | None,
+    dout: Array,
+    rstd: Array,
+    mean: Array,
     has_bias: bool = True,
     *,
     batch_invariant: bool = False,
-) -> Any:
+) -> tuple[A, A | None, A | None]:
     """The gradient of layernorm. Returns (dx, dw, db).
 
     With h = (x - mean) * rstd and g = dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd, where
@@ -479,8 +657,16 @@ def layernorm_bwd(
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
-        operands = x, weight, dout, None, mean, rstd
-        dx, _, dw, db = _norm_bwd(ops, "layernorm", operands, has_bias, (bool(batch_invariant),))
+        dx, _, dw, db = ops.layernorm_bwd(
+            x,
+            weight,
+            dout,
+            None,
+            mean,
+            rstd,
+            **_gradients(ops, x, weight, None, has_bias),
+            batch_invariant=bool(batch_invariant),
+        )
     except FAILURES as error:
         given = {"x": x, "weight": weight, "dout": dout, "rstd": rstd, "mean": mean}
         raise ops.explained(error, **given) from None

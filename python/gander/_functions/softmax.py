@@ -56,8 +56,16 @@ def _masked_softmax(
     out_dtype = None
     if dtype is not None:
         rows, out_dtype = ops.cast(rows, dtype)
-    options = 1.0 if scale is None else scale, log, bool(causal), bool(zero), bool(batch_invariant)
-    y = ops.masked_softmax(rows, mask, out_dtype, *options)
+    y = ops.masked_softmax(
+        rows,
+        mask,
+        out_dtype=out_dtype,
+        scale=1.0 if scale is None else scale,
+        log=log,
+        causal=bool(causal),
+        masked_zero=bool(zero),
+        batch_invariant=bool(batch_invariant),
+    )
     return y.movedim(-1, dim).contiguous() if moved else y
 
 
@@ -109,7 +117,7 @@ def softmax(
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         if dim == -1 and dtype is None and mask is None and not causal and scale is None and masked == "nan":
-            return ops.softmax(x, code, bool(batch_invariant))
+            return ops.softmax(x, algorithm=code, batch_invariant=bool(batch_invariant))
         return _softmax(ops, x, dim, dtype, scale, mask, causal, masked, code, batch_invariant)
     except FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
@@ -140,7 +148,7 @@ def _softmax(
     if not any(given.values()):
         code_of("masked", masked, _MASKED)
         rows = _to_last(ops, narrow, dim, "softmax")
-        y = ops.softmax(rows, code, bool(batch_invariant))
+        y = ops.softmax(rows, algorithm=code, batch_invariant=bool(batch_invariant))
         if rows is not narrow:
             y = y.movedim(-1, dim).contiguous()
         return y if dtype is None else ops.converted(y, dtype)  # autocast may widen it
@@ -197,7 +205,7 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
     code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
     ops = BACKENDS.get(type(dy)) or backend_of(dy)
     try:
-        return ops.softmax_bwd(dy, y, code, bool(batch_invariant))
+        return ops.softmax_bwd(dy, y, algorithm=code, batch_invariant=bool(batch_invariant))
     except FAILURES as error:
         raise ops.explained(error, dy=dy, y=y) from None
 
@@ -220,7 +228,7 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         if dim == -1 and not keepdim:
-            return ops.logsumexp(x, bool(batch_invariant))
+            return ops.logsumexp(x, batch_invariant=bool(batch_invariant))
         if keepdim and ops is not _backend.torch:
             raise NotImplementedError("keepdim is supported for torch tensors only; reshape the result")
         if isinstance(dim, (tuple, list)) and len(dim) > 1:
@@ -238,7 +246,7 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
         else:
             one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
             rows, dims = _to_last(ops, x, one, "logsumexp"), [one % max(len(x.shape), 1)]
-        lse = ops.logsumexp(rows, bool(batch_invariant))
+        lse = ops.logsumexp(rows, batch_invariant=bool(batch_invariant))
         for d in dims if keepdim else ():
             lse = lse.unsqueeze(d)
         return lse

@@ -18,7 +18,7 @@ from .operators_gen import (
     Algorithm,
     Reduction,
 )
-from .types import Argument, Operand, Operator, Option, TorchOperator
+from .types import Argument, Operand, Operator, Option, Saved, TorchOperator
 
 __all__ = [
     "ALGORITHMS",
@@ -37,8 +37,11 @@ __all__ = [
     "Operator",
     "Option",
     "Reduction",
+    "Saved",
     "TorchOperator",
     "arguments",
+    "demand",
+    "demanded_for_backward",
     "differentiable",
     "gradients_of",
     "operands",
@@ -70,8 +73,23 @@ def gradients_of(name: str) -> list[str]:
 
 def differentiable(name: str) -> list[str]:
     """The arguments for which an operator has a gradient."""
-    gradients = {gradient for gradient_op in TORCH[name].backward for gradient in gradients_of(gradient_op)}
+    gradients = gradients_of(TORCH[name].backward) if TORCH[name].backward else []
     return [argument for argument in tensors(name) if argument in gradients]
+
+
+def demand(result: str) -> str:
+    """The argument that asks for a result."""
+    return f"needs_{result}"
+
+
+def demanded_for_backward(name: str) -> dict[str, str]:
+    """The results that autograd demands for backward, each with the argument that must be given, or ""."""
+    of = operands(name)
+    return {
+        saved.result: of[saved.result].like if saved.argument else ""
+        for saved in TORCH[name].saved
+        if saved.result
+    }
 
 
 def upstream(gradient_op: str) -> dict[str, str]:
@@ -81,13 +99,11 @@ def upstream(gradient_op: str) -> dict[str, str]:
     return {operand.gradient: operand.name for operand in inputs if operand.gradient}
 
 
-def read(name: str) -> list[str]:
-    """The tensors that backward of an operator reads: the arguments of its gradient operators without the
-    upstream gradients."""
-    first = TORCH[name].backward[0]
-    return [argument for argument in tensors(first) if argument not in upstream(first).values()]
+def read(gradient_op: str) -> list[str]:
+    """The tensors that a gradient operator reads, without the upstream gradients."""
+    return [argument for argument in tensors(gradient_op) if argument not in upstream(gradient_op).values()]
 
 
 def takes_dtypes(name: str) -> bool:
-    """Whether an operator's gradient operators let callers choose the dtypes of the gradients."""
-    return any(argument.kind == "dtype" for argument in TORCH[TORCH[name].backward[0]].arguments)
+    """Whether an operator's gradient operator lets callers choose the dtypes of the gradients."""
+    return any(argument.kind == "dtype" for argument in TORCH[TORCH[name].backward].arguments)

@@ -48,9 +48,18 @@ class Argument(NamedTuple):
     """An argument of an operator of PyTorch."""
 
     name: str
-    kind: str  # "tensor", "dtype", "option", or "extra": an option that only its gradient uses
+    # "tensor", "dtype", "option". "extra": an option that only its gradient uses. "demand": asks for a
+    # result.
+    kind: str
     type: str = ""
     optional: bool = False
+
+
+class Saved(NamedTuple):
+    """A tensor that autograd saves for backward: a result, or an argument if there is no such result."""
+
+    result: str
+    argument: str
 
 
 class TorchOperator(NamedTuple):
@@ -66,12 +75,9 @@ class TorchOperator(NamedTuple):
     writes: dict[str, str] = {}  # noqa: RUF012 - never written to
     # Its statistics have 2 M + 1 elements: maxima, logarithms of the sums, denominator.
     packed: bool = False
-    # The operator that runs in its place if a gradient is needed. It also returns what backward reads.
-    saving: str = ""
-    # The operators that compute its gradients. The last one that computes all that are needed is used.
-    backward: tuple[str, ...] = ()
-    # What they read, by its name in forward: arguments of the operator, and results of its saving variant.
-    saved: tuple[str, ...] = ()
-    # How many results of the saving variant are returned to autograd: also rows that backward reads, since a
-    # saved tensor that is not returned has no history, and would be a constant to a second derivative.
-    tracked: int = 0
+    # The results that it only computes if their argument needs_<result> is set. Else they have no elements.
+    on_demand: tuple[str, ...] = ()
+    # The operator that computes its gradients.
+    backward: str = ""
+    # What that reads.
+    saved: tuple[Saved, ...] = ()

@@ -12,7 +12,7 @@ from .registry import complete, overloads, registry, untraced
 _IN_FLOAT32 = ("softmax",)
 
 # These return float32 there. They compute in float32 anyway, so their inputs need no cast.
-_TO_FLOAT32 = ("layernorm", "layernorm_add", "layernorm_residual", "masked_softmax")
+_TO_FLOAT32 = ("layernorm", "masked_softmax")
 
 
 def _in_float32(overload):

@@ -1,10 +1,10 @@
 """The gradients of gander's operators: an Autograd kernel for each, made from the table of operators.
 
-An operator that has a gradient runs an autograd.Function, whose forward runs the operator's saving variant
-below autograd. So a graph that is recorded above autograd (torch.export, dynamo) keeps the operator that was
-called, and one that is recorded below it has the saving operator and the gradient operators.
-register_autograd cannot do this: its backward sees only what the operator returns, and torch.func's
-transforms refuse it.
+An operator that has a gradient runs an autograd.Function, whose forward runs the operator below autograd, and
+also demands the results that backward reads. So a graph that is recorded above autograd (torch.export,
+dynamo) keeps the call as it was, and one that is recorded below it has what autograd demanded, and the
+gradient operator. register_autograd cannot do this: its backward sees only what the caller asked for, and
+torch.func's transforms refuse it.
 
 Operators that have no gradient get an Autograd kernel too. Without one, torch would treat their results as
 constants.
@@ -24,6 +24,8 @@ from .._table import (
     IF_SERVED,
     TORCH,
     arguments,
+    demand,
+    demanded_for_backward,
     differentiable,
     gradients_of,
     operands,
@@ -32,7 +34,7 @@ from .._table import (
     tensors,
     upstream,
 )
-from . import fast
+from . import operators_gen
 from .registry import complete, overloads, registry, untraced
 
 _AFTER = torch._C._after_autograd_keyset
@@ -54,10 +56,20 @@ def selector(names: Iterable[str], among: list[str]):
 def gradient_arguments(gradient_op: str, name: str, given: list[str]):
     """A function that returns the arguments of a gradient operator.
 
-    It takes one tuple: the arguments `given`, then ctx.options of operator `name`.
+    It takes one tuple: the arguments `given`, then ctx.options of operator `name`. What is in neither has the
+    value that is fixed in that operator.
     """
-    options = arguments(name)[len(tensors(name)) :]
-    return selector(arguments(gradient_op), [*given, *options])
+    among = [*given, *arguments(name)[len(tensors(name)) :]]
+    fixed = {
+        argument.name: bool(TORCH[name].fixed[argument.name])
+        for argument in TORCH[gradient_op].arguments
+        if argument.name not in among
+    }
+    pick = selector(arguments(gradient_op), [*among, *fixed])
+    if not fixed:
+        return pick
+    values = tuple(fixed.values())
+    return lambda given: pick(given + values)
 
 
 def _sources(name: str, wanted: set[str], dtypes: dict) -> dict[str, str]:
@@ -66,7 +78,7 @@ def _sources(name: str, wanted: set[str], dtypes: dict) -> dict[str, str]:
     That is another one if their gradients have the same values and can share a dtype.
     """
     sources = {argument: argument for argument in wanted}
-    of = operands(TORCH[name].backward[0])
+    of = operands(TORCH[name].backward)
     for operand in of.values():
         if operand.twin and operand.gradient in wanted:
             twin = of[operand.twin].gradient
@@ -91,45 +103,48 @@ def backward(name: str, inputs: list[str]):
     It reads ctx.saved_tensors, in the order of TORCH[name].saved, and ctx.options, the arguments that are not
     tensors. If takes_dtypes(name), it also reads ctx.dtypes, those of the arguments differentiable(name).
     """
-    results, typed, plans = TORCH[name].results, takes_dtypes(name), {}
-    of, heads = operands(TORCH[name].backward[0]), upstream(TORCH[name].backward[0])
+    gradient_op, results = TORCH[name].backward, TORCH[name].results
+    typed, plans, call = takes_dtypes(name), {}, getattr(operators_gen, gradient_op)
+    of, heads, gradients_there = operands(gradient_op), upstream(gradient_op), gradients_of(gradient_op)
+    single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
     given = [(index, heads[result]) for index, result in enumerate(results) if result in heads]
     required = [(index, not of[argument].optional) for index, argument in given]
     absent = [argument for argument in heads.values() if argument not in dict(given).values()]
+    types = [argument.type for argument in TORCH[gradient_op].arguments]
+    algorithm = types.index("algorithm") if "algorithm" in types else None
 
     def plan(needs, dtypes):
-        """How to compute the needed gradients: the last gradient operator that returns all of them."""
+        """How to compute the needed gradients."""
         wanted = {argument for argument, needed in zip(inputs, needs, strict=True) if needed}
         dtype_of = dict(zip(differentiable(name), dtypes, strict=True)) if typed else {}
         sources = _sources(name, wanted, dtype_of)
-        gradient_op = [op for op in TORCH[name].backward if {*sources.values()} <= {*gradients_of(op)}][-1]
         choices = _choices(gradient_op, sources, dtype_of) if typed else {}
-        order = [*read(name), *dict(given).values(), *absent, *choices]
-        types = [argument.type for argument in TORCH[gradient_op].arguments]
-        gradients = gradients_of(gradient_op)
+        demands = {
+            demand(result): of[result].gradient in sources.values() for result in TORCH[gradient_op].on_demand
+        }
+        order = [*read(gradient_op), *dict(given).values(), *absent, *choices, *demands]
         plans[needs, dtypes] = (
-            fast.call(gradient_op),
             gradient_arguments(gradient_op, name, order),
-            (*[None] * len(absent), *choices.values()),
-            types.index("algorithm") if "algorithm" in types else None,
-            len(gradients) == 1,
-            [(inputs.index(argument), gradients.index(source)) for argument, source in sources.items()],
+            (*[None] * len(absent), *choices.values(), *demands.values()),
+            [(inputs.index(argument), gradients_there.index(source)) for argument, source in sources.items()],
         )
         return plans[needs, dtypes]
 
     def backward(ctx, *gradients):
-        for index, result in constant:
-            if gradients[index] is not None:
-                raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
-        returned = [None] * len(inputs)
         for gradient in gradients:  # any() of a generator costs a tenth of this function's time
             if gradient is not None:
                 break
         else:
-            return tuple(returned)
+            return (None,) * len(inputs)
+        missing = len(results) - len(gradients)  # of results that the caller did not get
+        if missing:
+            gradients += (None,) * missing
+        for index, result in constant:
+            if gradients[index] is not None:
+                raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
         key = ctx.needs_input_grad, ctx.dtypes if typed else None
-        call, pick, constants, algorithm, single, places = plans.get(key) or plan(*key)
+        pick, constants, places = plans.get(key) or plan(*key)
         saved = ctx.saved_tensors
         heads = [
             # Every result with a gradient has the shape of the first tensor, the rows.
@@ -142,6 +157,7 @@ def backward(name: str, inputs: list[str]):
             code = arguments[algorithm] | IF_SERVED
             arguments = (*arguments[:algorithm], code, *arguments[algorithm + 1 :])
         answer = call(*arguments)
+        returned = [None] * len(inputs)
         for place, index in places:
             returned[place] = answer if single else answer[index]
         return tuple(returned)
@@ -149,41 +165,104 @@ def backward(name: str, inputs: list[str]):
     return backward
 
 
-def forward(name: str, saving: str, kept: Iterable[str], overload=None):
-    """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments.
+class Call:
+    """One call of an operator on its way through an autograd.Function, whose apply takes it as first input.
 
-    overload: what is called in place of operator `saving`, with the same schema.
+    results: for each result of the operator, a tensor without elements if the caller did not ask for it.
     """
-    overload, results = overload or overloads[saving], TORCH[saving].results
-    count, first_option = len(TORCH[saving].arguments), len(tensors(name))
-    to_save = selector(kept, [*arguments(name), *results])
-    single, tracked = len(results) == 1, TORCH[name].tracked
-    typed = (
-        [arguments(name).index(argument) for argument in differentiable(name)] if takes_dtypes(name) else ()
-    )
 
-    def forward(ctx, keyset, *given):
-        answer = call_below_autograd(overload, keyset, given[:count])
+    __slots__ = ("keyset", "results")
+
+    def __init__(self, keyset):
+        self.keyset, self.results = keyset, ()
+
+
+def forward(name: str, saving: str | None = None, kept: Iterable[str] = (), overload=None):
+    """forward() of an operator's autograd.Function. Its apply takes a Call and the operator's arguments.
+
+    saving: an operator that runs in its place, with the same first arguments and results. kept: what backward
+    then reads. overload: what is called for it, with the same schema.
+    """
+    saving = saving or name
+    overload, results = overload or overloads[saving], TORCH[saving].results
+    names, count, first_option = arguments(name), len(TORCH[saving].arguments), len(tensors(name))
+    saved = [(saved.result, saved.argument) for saved in TORCH[name].saved]
+    if kept:
+        saved = [(key, "") if key in results else ("", key) for key in kept]
+    saved = [
+        (results.index(result) if result else None, names.index(argument) if argument else None)
+        for result, argument in saved
+    ]
+    # For each result: the argument that asks for it; whether backward needs it, and with which argument.
+    demands = [
+        (
+            names.index(demand(result)) if result in TORCH[name].on_demand else None,
+            result in demanded_for_backward(name),
+            names.index(argument) if (argument := demanded_for_backward(name).get(result)) else None,
+            operands(name)[result].shape == "rows",
+        )
+        for result in TORCH[name].results
+    ]
+    single = len(results) == 1
+    typed = [names.index(argument) for argument in differentiable(name)] if takes_dtypes(name) else ()
+
+    def forward(ctx, call, *given):
+        asked, tracked, computed = [*given[:count]], 1, [True] * len(results)
+        for index, (flag, needed, argument, rows) in enumerate(demands):
+            if flag is None:
+                continue
+            needed = needed and (argument is None or given[argument] is not None)
+            if saving == name:
+                asked[flag] = computed[index] = needed or given[flag]
+            if given[flag] or (needed and rows):
+                tracked = index + 1
+        answer = call_below_autograd(overload, call.keyset, asked)
         if single:
             answer = (answer,)
-        ctx.save_for_backward(*to_save((*given, *answer)))
+        ctx.save_for_backward(
+            *(
+                answer[result]
+                if result is not None and (argument is None or computed[result])
+                else given[argument]
+                for result, argument in saved
+            )
+        )
         ctx.set_materialize_grads(False)
         ctx.options = given[first_option:]
         if typed:
             ctx.dtypes = tuple(None if given[i] is None else given[i].dtype for i in typed)
-        return answer[0] if tracked == 1 else answer[:tracked]
+        call.results = [
+            None if flag is None or given[flag] else answer[index].new_empty(0)
+            for index, (flag, *_) in enumerate(demands)
+        ]
+        returned = tuple(answer[i] if computed[i] else None for i in range(tracked))
+        return returned[0] if tracked == 1 else returned
 
     return forward
 
 
 def _own(name: str):
     """The apply of an operator's autograd.Function, whose inputs are a keyset and the arguments."""
-    operator = TORCH[name]
-    methods = forward(name, operator.saving, operator.saved), backward(name, ["", *arguments(name)])
-    apply = apply_of(function(name, *methods))
-    if operator.tracked == len(operator.results):
-        return apply
-    return lambda *inputs: apply(*inputs)[0]  # such an operator has one result
+    return apply_to_call(function(name, forward(name), backward(name, ["", *arguments(name)])))
+
+
+def apply_to_call(function: type[_SingleLevelFunction]):
+    """function.apply, of which the first input is a keyset in place of a Call. Returns all of the operator's
+    results."""
+    apply = apply_of(function)
+
+    def run(keyset, *given):
+        call = Call(keyset)
+        tracked = apply(call, *given)
+        if len(call.results) < 2:
+            return tracked
+        if isinstance(tracked, Tensor):
+            tracked = (tracked,)
+        return tuple(
+            tracked[index] if nothing is None else nothing for index, nothing in enumerate(call.results)
+        )
+
+    return run
 
 
 def call_below_autograd(overload, keyset, given):
@@ -256,7 +335,7 @@ def _refusal(name):
     message = _NO_SECOND
     if not any(gradients_of(name)):
         public = next(
-            other for other, of in TORCH.items() if of.saving and of.operator == TORCH[name].operator
+            other for other, of in TORCH.items() if of.backward and of.operator == TORCH[name].operator
         )
         message = f"gander: {name} has no gradient; detach its inputs, or use {public}"
 
@@ -305,7 +384,7 @@ def _kernel(name, choose, instead):
     """An operator's Autograd kernel."""
     operator, overload, count = TORCH[name], overloads[name], len(tensors(name))
     own = None
-    if operator.saving:
+    if operator.backward:
         own = _own(name)
     elif not operator.writes:
         own = _refusal(name)
@@ -319,7 +398,7 @@ def _kernel(name, choose, instead):
                     f"gander: {name} has no gradient, and {argument} requires one; detach it, or use "
                     "torch.no_grad()"
                 )
-            if operator.saving and argument not in differentiable(name):
+            if operator.backward and argument not in differentiable(name):
                 refuse_gradients(name, {argument: tensor})
         return (own if choose is None else choose(own, given))(keyset, *given)
 
@@ -360,5 +439,5 @@ def fast_functions() -> dict:
     return {
         name: function(name, None, backward(name, differentiable(name)))
         for name, operator in TORCH.items()
-        if operator.saving
+        if operator.backward
     }

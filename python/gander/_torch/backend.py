@@ -1,10 +1,8 @@
 """What gander._functions asks of the backend that serves torch's tensors.
 
-This module also has a function for each operator of torch.ops.gander, with the same name. It takes all of the
-operator's arguments by position. If possible, it bypasses torch's dispatcher (fast.py).
+This module also has a function for each operator of torch.ops.gander (operators_gen.py).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +12,11 @@ from torch.nn import Parameter
 
 from .. import _debug
 from .._native import library
-from .._table import TORCH
 from . import fast
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
+from .operators_gen import *  # noqa: F403
 from .tensors import differ, nested, scalar
 
 __all__ = [
@@ -39,12 +37,9 @@ __all__ = [
     "ones_like",
     "rows",
     "scalar",
-    "softmax",
     "with_lse_partial",
     "with_target_logit",
 ]
-
-globals().update({name: fast.call(name) for name in TORCH})
 
 
 def fast_path() -> bool | str:
@@ -136,6 +131,3 @@ def check_targets(classes: int, target: Any, ignore_index: int) -> None:
 def is_compiled() -> bool:
     """Whether errors are raised by the tracer, which then names its own arguments."""
     return is_compiling()
-
-
-softmax: Callable[..., Any]

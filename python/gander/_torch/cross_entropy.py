@@ -13,9 +13,9 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from .._table import MEAN, NONE, TORCH, arguments, tensors, upstream
-from . import fast, inductor
+from . import fast, inductor, operators_gen
 from .autograd import (
-    apply_of,
+    apply_to_call,
     call_below_autograd,
     forward,
     function,
@@ -32,7 +32,8 @@ from .sharding import rows_are_sharded
 ONE_PASS = 1 << 22
 
 _NAME = "cross_entropy"
-_ARGUMENTS, _SAVED = arguments(_NAME), TORCH[_NAME].saved
+_ARGUMENTS = arguments(_NAME)
+_SAVED = [saved.result or saved.argument for saved in TORCH[_NAME].saved]
 
 _below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
@@ -48,7 +49,7 @@ _own_pass_arguments = gradient_arguments("cross_entropy_bwd", _NAME, [*_SAVED, _
 
 
 def _backward_in_own_pass(saved, dloss, options):
-    return _gradients(fast.call("cross_entropy_bwd")(*_own_pass_arguments((*saved, dloss, *options))))
+    return _gradients(operators_gen.cross_entropy_bwd(*_own_pass_arguments((*saved, dloss, *options))))
 
 
 def is_batched(dloss):
@@ -85,7 +86,8 @@ def _backward_in_place(ctx, dloss):
     if is_batched(dloss):
         return _backward_in_own_pass(ctx.saved_tensors, dloss, ctx.options)
     x, *others = _in_place_arguments((*ctx.saved_tensors, dloss, *ctx.options))
-    return _gradients(write_over("cross_entropy_bwd_", x, others, dloss))
+    named = dict(zip(arguments("cross_entropy_bwd_")[1:], others, strict=True))
+    return _gradients(write_over(x, **named))
 
 
 def may_write_saved():
@@ -93,10 +95,10 @@ def may_write_saved():
     return fast.saved_tensors_hooks() is None
 
 
-def write_over(name, x, others, dloss):
-    """The gradient that an operator writes over x."""
+def write_over(x, *, dloss, **arguments):
+    """The gradient that cross_entropy_bwd_ writes over x."""
     with no_grad():
-        overloads[name](x, *others)
+        operators_gen.cross_entropy_bwd_(x, dloss=dloss, **arguments)
     return once_differentiable(x.detach(), x, dloss)
 
 
@@ -151,17 +153,19 @@ def _backward_one_pass_in_graph(ctx, dloss):
 
 # ---- DTensors with sharded rows: backward may only read statistics that are sharded like the rows ----
 
-_per_row_arguments = selector(arguments("cross_entropy_fwd_lse"), _ARGUMENTS)
+_PER_ROW = "cross_entropy_fwd"
+_per_row_arguments = selector(arguments(_PER_ROW)[:-2], _ARGUMENTS)  # without needs_lse and needs_dx
 _REDUCTION = arguments("cross_entropy_bwd").index("reduction")
 
 
-def _forward_by_row(ctx, keyset, *given):
+def _forward_by_row(ctx, call, *given):
     values = dict(zip(_ARGUMENTS, given, strict=True))
-    overload = overloads["cross_entropy_fwd_lse"]
-    loss, values["lse"] = call_below_autograd(overload, keyset, _per_row_arguments(given))
+    asked = (*_per_row_arguments(given), True, False)
+    loss, values["lse"], _ = call_below_autograd(overloads[_PER_ROW], call.keyset, asked)
     ctx.save_for_backward(*(values[name] for name in _SAVED))
     ctx.set_materialize_grads(False)
     ctx.options = given[len(tensors(_NAME)) :]
+    call.results = None, values["lse"].new_empty(0)
     return loss if values["reduction"] == NONE else loss.sum()
 
 
@@ -175,13 +179,12 @@ def _backward_by_row(ctx, dloss):
 
 # ---- The choice ----
 
-_saving = TORCH[_NAME].saving
 _saving_dx = "cross_entropy_fwd_one_pass"
 _forward_in_graph = forward(_NAME, _saving_dx, _SAVED_WITH_DX, inductor.forward_in_graph)
 _in_place, _one_pass, _one_pass_in_graph, _by_row = (
-    apply_of(function(f"{_NAME}_{title}", *methods))
+    apply_to_call(function(f"{_NAME}_{title}", *methods))
     for title, *methods in (
-        ("in_place", forward(_NAME, _saving, _SAVED), _backward_in_place),
+        ("in_place", forward(_NAME), _backward_in_place),
         ("one_pass", forward(_NAME, _saving_dx, _SAVED_WITH_DX), _backward_one_pass),
         ("one_pass_in_graph", _forward_in_graph, _backward_one_pass_in_graph),
         ("by_row", _forward_by_row, _backward_by_row),
@@ -215,6 +218,8 @@ def choose(two_passes, given):
     """
     values = dict(zip(_ARGUMENTS, given, strict=True))
     x, reduction = values["x"], values["reduction"]
+    if values["needs_lse"]:  # in the form that the separate pass reads
+        return two_passes
     if rows_are_sharded(x) and reduction != MEAN:  # the sharding rule refuses a mean
         return _by_row
     one_pass = False if values["batch_invariant"] else values["one_pass"]

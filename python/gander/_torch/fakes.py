@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from .._table import ALGORITHMS, IF_SERVED, REDUCTIONS, TORCH, arguments, operands
+from .._table import ALGORITHMS, IF_SERVED, REDUCTIONS, TORCH, arguments, demand, operands
 from .registry import complete, registry, untraced
 
 _INDEX = (torch.int32, torch.int64)
@@ -232,6 +232,11 @@ class _Call:
     def result(self, operand):
         dtype = self.values.get(operand.choice) or self.default(operand)
         self.check_dtype(operand.name, dtype, self.dtypes(operand))
+        if operand.name in self.operator.on_demand:
+            if not self.values[demand(operand.name)]:
+                return self.first.new_empty(0, dtype=dtype)
+            if operand.needs and self.values.get(operand.needs) is None:
+                self.fail(ValueError, f"{operand.name} is given without {operand.needs}; leave it out")
         like = self.values.get(operand.like)
         shapes = {
             "rows": self.first.shape,

@@ -20,13 +20,15 @@ import os
 import re
 import struct
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
-from .._table import TORCH, arguments, differentiable, operands, tensors, upstream
+from .._table import TORCH, arguments, demand, differentiable, operands, tensors, upstream
 from .registry import complete, overloads, untraced
 
 # The releases of torch that are tested: the oldest that gander supports, 2.11, and the newest, which is the
@@ -36,7 +38,8 @@ TESTED = ("2.10.0", "2.11.0", "2.15.0")
 _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
 _functions: dict = {}  # the functions of c/fast.c, by operator
-_dispatch: dict = {}  # what calls the dispatcher, by operator, where torch.ops has another function
+fast: Any = SimpleNamespace()  # for each operator, what to try first: it returns None for the dispatcher
+dispatch: Any = SimpleNamespace()  # what calls the dispatcher, since torch.ops has functions of this file
 _may_bypass: Callable[[], bool]  # whether nothing is active that the dispatcher serves, from c/fast.c
 _off: str | None = None  # why the fast path is off
 _checked: set = set()  # the operators whose functions return the dispatcher's bits
@@ -48,30 +51,6 @@ def status() -> bool | str:
     if not _off and _check(*_functions):
         return True
     return _off or "not checked: a mode, a transform or hooks on saved tensors are active"
-
-
-def call(name: str):
-    """A function that calls an operator with all its arguments, and bypasses the dispatcher if possible.
-
-    If the operator has no results, the function's are without meaning.
-    """
-    overload = overloads[name]
-    if name not in _functions:
-        return overload
-
-    def use(function):
-        nonlocal fast
-        fast = function
-
-    fast, dispatch = _first(name, use), _dispatch[name]
-
-    def call(*arguments):
-        if is_dynamo_compiling():  # which knows the operator, and no function of it
-            return overload(*arguments)
-        results = fast(*arguments)
-        return dispatch(*arguments) if results is None else results
-
-    return call
 
 
 def _first(name: str, use):
@@ -97,24 +76,24 @@ def _first(name: str, use):
 
 def _bypass(name: str):
     """What torch.ops calls instead of the dispatcher: as `call`, with the arguments in any form."""
-    dispatch, names, void = _dispatch[name], tuple(arguments(name)), not TORCH[name].results
+    through, names, void = getattr(dispatch, name), tuple(arguments(name)), not TORCH[name].results
     rest = [names[i:] for i in range(len(names) + 1)]
 
     def use(function):
-        nonlocal fast
-        fast = function
+        nonlocal direct
+        direct = function
 
-    fast = _first(name, use)
+    direct = _first(name, use)
 
     def bypass(*given, **named):
         if not named:
-            results = fast(*(given if len(given) == len(names) else complete(name, given)))
+            results = direct(*(given if len(given) == len(names) else complete(name, given)))
         elif len(given) < len(rest) and tuple(named) == rest[len(given)]:  # as Inductor calls it
-            results = fast(*given, *named.values())
+            results = direct(*given, *named.values())
         else:
             results = None
         if results is None:
-            return dispatch(*given, **named)
+            return through(*given, **named)
         return None if void else results
 
     return untraced(bypass)
@@ -138,9 +117,15 @@ def start(binary, functions: dict, one_pass: int) -> None:
         _off = f"torch {torch.__version__} lacks what it relies on: {error}"
     if _off:
         _functions.clear()
-    _dispatch.update({name: overloads[name]._op for name in _functions})
+    for name, overload in overloads.items():
+        setattr(dispatch, name, overload._op if name in _functions else overload)
+        setattr(fast, name, _first(name, partial(setattr, fast, name)) if name in _functions else _decline)
     for name in _functions:
         overloads[name]._op = _bypass(name)
+
+
+def _decline(*arguments):
+    return None
 
 
 def _untested():
@@ -280,13 +265,13 @@ def _example(name):
             return torch.arange(shape.numel(), device="cpu")
         return (torch.arange(shape.numel(), dtype=torch.float32, device="cpu") % 5 / 3 + 0.5).reshape(shape)
 
-    return complete(
-        name,
-        tuple(
-            None if argument == "divisor" else tensor(operands(name)[argument])  # a mean refuses a divisor
-            for argument in tensors(name)
-        ),
+    inputs = (
+        None if argument == "divisor" else tensor(operands(name)[argument])  # a mean refuses a divisor
+        for argument in tensors(name)
     )
+    every = dict.fromkeys(map(demand, TORCH[name].on_demand), True)
+    defaults = zip(arguments(name), complete(name, tuple(inputs)), strict=True)
+    return tuple(every.get(argument, value) for argument, value in defaults)
 
 
 def _results(name, function, leaves):
@@ -294,19 +279,19 @@ def _results(name, function, leaves):
 
     None if the function left the call to the dispatcher.
     """
-    arguments = _example(name)
-    for argument, tensor in zip(tensors(name), arguments, strict=False):
+    given = _example(name)
+    for argument, tensor in zip(tensors(name), given, strict=False):
         if tensor is not None:
             tensor.requires_grad_(argument in leaves)
-    results = function(*arguments)
-    if results is None and function is not _dispatch[name]:
+    results = function(*given)
+    if results is None and function is not getattr(dispatch, name):
         return None
     if TORCH[name].writes:
-        by_name = dict(zip(tensors(name), arguments, strict=False))
+        by_name = dict(zip(tensors(name), given, strict=False))
         return [by_name[argument] for argument in TORCH[name].writes]
     results = [results] if isinstance(results, Tensor) else [*results]
     if leaves:  # calls the backward node directly, so hooks and compiled autograd are not involved
-        heads = upstream(TORCH[name].backward[0])
+        heads = upstream(TORCH[name].backward)
         ones = [
             torch.ones_like(tensor) if result in heads else None
             for result, tensor in zip(TORCH[name].results, results, strict=True)
@@ -336,7 +321,7 @@ def _differs(names):
                 results = _results(name, _functions[name], leaves)
                 if results is None:
                     return None
-                expected = _results(name, _dispatch[name], leaves)
+                expected = _results(name, getattr(dispatch, name), leaves)
                 if len(results) != len(expected) or not all(map(_same, results, expected)):
                     return name
     return ""

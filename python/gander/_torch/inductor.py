@@ -21,6 +21,8 @@ from .registry import complete, overloads, registry
 
 # ---- A formula ----
 
+_GRADIENT = "cross_entropy_bwd"
+
 
 def _minus_one(log):
     """exp(log) - 1 for log <= 0, with the digits of a small log. It is a series there, because every element
@@ -32,8 +34,8 @@ def _minus_one(log):
     return torch.where(log > -0.25, log * series, log.exp() - 1)
 
 
-def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction, batch_invariant):
-    """What cross_entropy_bwd computes, in torch's operators. lse is what cross_entropy_fwd returns: the rows'
+def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction):
+    """What cross_entropy_bwd computes, in torch's operators. lse is what cross_entropy returns: the rows'
     maxima, the logarithms of their sums, and the denominator of the mean.
     """
     classes, rows = x.shape[-1], target.numel()
@@ -126,15 +128,17 @@ def _keep_for_backward(x, steps=_VIEWS | _CASTS):
 
 def gradient(given):
     """The gradient in a graph for Inductor, otherwise None."""
-    x, target, _, _, lse, *_ = given
-    if not is_for_inductor(x):
+    if not is_for_inductor(given[0]):
         return None
+    values = dict(zip(arguments(_GRADIENT), complete(_GRADIENT, given), strict=True))
+    x, target, lse = values["x"], values["target"], values["lse"]
     if lse.dim() != 1 or lse.shape[0] != 2 * target.numel() + 1:  # one number for each row
         return None
-    if not _keep_for_backward(x):
+    if values.pop("slice") or not _keep_for_backward(x):
         return None
+    values.pop("batch_invariant")  # it always is
     with no_grad():
-        dx = formula(*complete("cross_entropy_bwd", given))
+        dx = formula(**values)
     return once_differentiable(dx, *(operand for operand in given if isinstance(operand, Tensor)))
 
 

@@ -14,7 +14,7 @@ from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
 from .._table import MEAN, NONE
-from . import fast
+from . import operators_gen
 from .autograd import once_differentiable, refuse_tangents
 from .cross_entropy import is_batched, is_first_backward, is_traced
 from .registry import overloads
@@ -27,11 +27,6 @@ _RESCALED_ROWS = 2048
 # Gradients are made for an upstream gradient whose size lies between these. Made for another, such as 0, they
 # could not be scaled to the one that comes.
 _SMALLEST, _LARGEST = 2.0**-64, 2.0**64
-
-_losses = overloads["cross_entropy"]
-_losses_and_gradient = overloads["cross_entropy_fwd_dx_"]
-_losses_in_parts = overloads["cross_entropy_fwd"]
-_gradient = overloads["cross_entropy_bwd_"]
 
 
 # ---- The operator ----
@@ -121,13 +116,17 @@ def _run(
                 torch.mm(x[part], weight.t(), out=logits)
             else:
                 torch.addmm(bias, x[part], weight.t(), out=logits)
+            given = {"target": labels, "weight": weight_ce, "ignore_index": ignore_index}
             if not needs:
-                loss = _losses(logits, labels, weight_ce, divisor, None, ignore_index, NONE)
+                loss, _ = operators_gen.cross_entropy(logits, **given, divisor=divisor, reduction=NONE)
             elif reduction == NONE:
-                loss, lse = _losses_in_parts(logits, labels, weight_ce, None, None, ignore_index, NONE)
-                _gradient(logits, labels, weight_ce, upstream[part], lse, None, ignore_index, NONE)
+                loss, lse = operators_gen.cross_entropy(logits, **given, reduction=NONE, needs_lse=True)
+                given |= {"dloss": upstream[part], "lse": lse, "reduction": NONE}
+                operators_gen.cross_entropy_bwd_(logits, **given)
             else:
-                loss, _ = _losses_and_gradient(logits, labels, weight_ce, divisor, upstream, ignore_index)
+                loss, _ = operators_gen.cross_entropy_fwd_dx_(
+                    logits, **given, divisor=divisor, upstream=upstream
+                )
             losses.append(loss)
             if needs_dx:
                 torch.mm(logits, weight, out=dx[part])
@@ -405,8 +404,14 @@ def linear_cross_entropy(
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)
-        loss = fast.call("cross_entropy")(
-            logits, labels, weight_ce, divisor, None, ignore_index, reduction, False, False, False
+        loss, _ = operators_gen.cross_entropy(
+            logits,
+            labels,
+            weight=weight_ce,
+            divisor=divisor,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            one_pass=False,
         )
     elif torch.is_grad_enabled() and not is_compiling():
         loss = _LinearCrossEntropy.apply(rows, weight, bias, labels, weight_ce, divisor, upstream, options)

@@ -4,7 +4,7 @@ and target_logit."""
 import torch
 
 from .._table import MEAN, NONE
-from . import fast
+from . import operators_gen
 from .autograd import apply_of, function, refuse_outer_gradients, refuse_tangents
 from .cross_entropy import is_batched, may_write_saved, write_over
 from .fakes import check_inputs
@@ -12,16 +12,13 @@ from .sharding import dimensions_of_classes, is_dtensor
 
 _THIRD = "class weights, which are third in torch, are weight="
 
-_forward_in_parts = fast.call("cross_entropy_fwd")
-_backward_of_rows = fast.call("cross_entropy_bwd")
-
 
 def _losses(x, target, logits, weight, ignore_index):
     """For each row its loss, the maximum and the logarithm of the sum of x, and the weight of its target.
 
     logits: (..., K), of which target chooses one, or one logit for each row.
     """
-    _, lse = _forward_in_parts(x, target, None, None, None, ignore_index, NONE, False)
+    _, lse = operators_gen.cross_entropy(x, target, ignore_index=ignore_index, reduction=NONE, needs_lse=True)
     high, log_sum = lse[:-1].view(2, *target.shape)
     target = target.long()
     by_class = logits.ndim > target.ndim
@@ -85,7 +82,7 @@ def _forward(ctx, x, partial, target, weight, ignore_index, reduction, inplace_b
         loss /= total[0]
     ctx.save_for_backward(x, target, torch.cat((high.flatten(), log_sum.flatten(), total)), weight)
     ctx.set_materialize_grads(False)
-    ctx.options = ignore_index, reduction, False
+    ctx.options = {"ignore_index": ignore_index, "reduction": reduction}
     ctx.inplace_backward = inplace_backward and may_write_saved()
     return loss
 
@@ -94,11 +91,11 @@ def _backward(ctx, dloss):
     dx = None
     if dloss is not None:
         x, target, lse, weight = ctx.saved_tensors
-        arguments = target, weight, dloss, lse, None, *ctx.options
+        arguments = {"target": target, "weight": weight, "dloss": dloss, "lse": lse} | ctx.options
         if ctx.inplace_backward and not is_batched(dloss):
-            dx = write_over("cross_entropy_bwd_", x, arguments, dloss)
+            dx = write_over(x, **arguments)
         else:
-            dx = _backward_of_rows(x, *arguments)
+            dx = operators_gen.cross_entropy_bwd(x, **arguments)
     return dx, *[None] * 6
 
 

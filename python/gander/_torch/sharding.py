@@ -15,7 +15,7 @@ import warnings
 from torch.compiler import is_compiling
 
 from .. import _imports
-from .._table import REDUCTIONS, TORCH, arguments, operands
+from .._table import REDUCTIONS, TORCH, arguments, demand, operands
 from .registry import complete, overloads
 
 _MEAN_OVER_SHARDS = (
@@ -53,7 +53,8 @@ def _rule(name, given):
     operator, of = TORCH[name], operands(name)
     specs = dict(zip(arguments(name), complete(name, given), strict=True))
     inputs = {argument: spec for argument, spec in specs.items() if argument in of and spec is not None}
-    results = [of[result] for result in operator.results]
+    wanted = [result for result in operator.results if specs.get(demand(result), True)]
+    results = [of[result] for result in wanted]
     reduction = REDUCTIONS[specs.get("reduction", operator.fixed.get("reduction", 0))]
     leading = next(iter(inputs.values())).ndim - 1
     by_head = any(of[name].shape == "head_columns" and spec.ndim == 2 for name, spec in inputs.items())
@@ -106,7 +107,8 @@ def _rule(name, given):
         shards += [placement for placement in used if placement not in shards]
     if shards and reduction == "mean" and any(result.shape == "reduced" for result in results):
         refuse(_MEAN_OVER_SHARDS)
-    if shards and operator.packed:
+    packs = operator.packed and any(result.shape == "statistics" for result in results)
+    if shards and packs:
         refuse(
             "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, "
             "or use an operator that returns one for each row"
@@ -134,10 +136,11 @@ def _rule(name, given):
 
     def placements(shard):
         sharded = {argument: placed(of[argument], shard, spec.ndim) for argument, spec in inputs.items()}
-        return [placed(result, shard) for result in results], [sharded.get(argument) for argument in specs]
+        made = [placed(of[result], shard) if result in wanted else Replicate() for result in operator.results]
+        return made, [sharded.get(argument) for argument in specs]
 
     replicated = (
-        [Replicate() for _ in results],
+        [Replicate() for _ in operator.results],
         [Replicate() if argument in inputs else None for argument in specs],
     )
     return [replicated, *map(placements, shards)]

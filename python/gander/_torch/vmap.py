@@ -7,7 +7,7 @@ of a batch. A batched weight would differ from row to row.
 
 import torch
 
-from .._table import REDUCTIONS, TORCH, arguments, operands
+from .._table import REDUCTIONS, TORCH, arguments, demand, operands
 from .registry import complete, overloads, registry, untraced
 
 # Shapes with an element for each row, if there is no reduction.
@@ -18,7 +18,7 @@ def _folded(name, values, dims, size):
     """The arguments of a single call whose rows include the batch, or None if its results would differ."""
     operator, of = TORCH[name], operands(name)
     reduction = values.get("reduction", operator.fixed.get("reduction", 0))
-    shapes = {of[result].shape for result in (*operator.results, *operator.writes.values())}
+    shapes = {of[result].shape for result in (*_wanted(operator, values), *operator.writes.values())}
     if operator.packed or REDUCTIONS[reduction] != "none" or not shapes <= _BY_ROW:
         return None
     folded, leading = dict(values), None
@@ -52,6 +52,11 @@ def _folded(name, values, dims, size):
     return tuple(folded.values())
 
 
+def _wanted(operator, values):
+    """The results that a call computes. Others have no elements, so no batch either."""
+    return [result for result in operator.results if values.get(demand(result), True)]
+
+
 def _each(overload, values, dims, size):
     """The results of one call for each sample, stacked."""
     if not size:
@@ -70,6 +75,13 @@ def _each(overload, values, dims, size):
     if isinstance(results[0], tuple):
         return tuple(map(torch.stack, zip(*results, strict=True)))
     return None if results[0] is None else torch.stack(results)
+
+
+def _dims(operator, values):
+    """Where the results of a call have the batch."""
+    wanted = _wanted(operator, values)
+    dims = tuple(0 if result in wanted else None for result in operator.results)
+    return dims[0] if len(dims) == 1 else dims or None
 
 
 def _rule(name):
@@ -91,7 +103,12 @@ def _rule(name):
             results = _each(overload, values, dims, info.batch_size)
         else:
             results = overload(*folded)
-        return results, None if results is None else (0,) * len(results) if isinstance(results, tuple) else 0
+        dims = _dims(operator, values)
+        if isinstance(dims, tuple):  # stacked, one without elements still has none
+            results = tuple(
+                value if dim == 0 else value.flatten() for value, dim in zip(results, dims, strict=True)
+            )
+        return results, dims
 
     return rule
 

@@ -760,8 +760,7 @@ _PROVIDERS = {
 }
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
 _BY_ALGORITHM = {
-    f"gander:{name}": (functools.partial(_gander_with, algorithm=name), None)
-    for name in ALGORITHMS[1:]
+    f"gander:{name}": (functools.partial(_gander_with, algorithm=name), None) for name in ALGORITHMS[1:]
 }
 _PROVIDERS |= _BY_ALGORITHM
 PROVIDERS = tuple(_PROVIDERS)

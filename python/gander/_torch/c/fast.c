@@ -2,8 +2,8 @@
  *
  * It handles eager calls on plain tensors, with no mode or transform active. For any other call, and after
  * any failure, a function returns None. One of an operator without results returns True. After None
- * gander._torch.fast calls the dispatcher, which runs the operator or raises its error. gander._torch.fast checks what
- * this file relies on before it uses any function. */
+ * gander._torch.fast calls the dispatcher, which runs the operator or raises its error. gander._torch.fast
+ * checks what this file relies on before it uses any function. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>
@@ -109,6 +109,7 @@ typedef struct {
   Value stack[MAX_ARGUMENTS], boxes[MAX_ARGUMENTS];
   bool extra; /* an argument that only the gradient uses does not have its default value */
   bool declined;
+  int tracked; /* how many results autograd got */
 } FastCall;
 
 static _Thread_local FastCall* current; /* the call that forward() runs */
@@ -206,16 +207,18 @@ static bool convert(FastCall* call, int i) {
 
 static PyObject* result(const FastCall* call, int i) { return (PyObject*)(uintptr_t)call->stack[i]; }
 
-/* Runs an operator without the GIL, and puts its results on the stack as new references. */
-static bool call_kernel(FastCall* call, const Operator* op) {
+/* Runs an operator without the GIL, and puts its results on the stack as new references: None for one that
+ * was not computed. */
+static bool call_kernel(FastCall* call) {
+  const Operator* op = call->function->op;
   void* const thread = python.PyEval_SaveThread();
   call->declined = !run_operator(op, call->stack, true);
   python.PyEval_RestoreThread(thread);
   if (call->declined) return false;
   for (int i = 0; i < op->result_count; i++) {
     Tensor handle = (Tensor)(uintptr_t)call->stack[i];
-    call->stack[i] = (Value)(uintptr_t)torch.wrap(handle);
-    torch.delete(handle);
+    call->stack[i] = (Value)(uintptr_t)(handle == NULL ? none() : torch.wrap(handle));
+    if (handle != NULL) torch.delete(handle);
     call->declined |= result(call, i) == NULL; /* out of memory */
   }
   for (int i = 0; call->declined && i < op->result_count; i++)
@@ -235,8 +238,9 @@ static PyObject* tuple_of_saved(const FastCall* call) {
   const Operator* op = call->function->op;
   PyObject* tuple = python.PyTuple_New(op->saved_count);
   for (int i = 0; tuple != NULL && i < op->saved_count; i++) {
-    int index = op->saved[i].index;
-    PyObject* object = op->saved[i].result ? result(call, index) : call->arguments[index];
+    int from = op->saved[i].result, argument = op->saved[i].argument;
+    bool computed = from >= 0 && (argument < 0 || result(call, from) != objects.None);
+    PyObject* object = computed ? result(call, from) : call->arguments[argument];
     python.Py_IncRef(object);
     python.PyTuple_SetItem(tuple, i, object);
   }
@@ -271,6 +275,13 @@ static PyObject* tuple_of_dtypes(const FastCall* call) {
   return tuple;
 }
 
+/* Whether the caller asked for a result. */
+static bool is_wanted(const FastCall* call, int i) {
+  const Operator* op = call->function->op;
+  int demand = op->operands[op->results[i]].demand;
+  return demand < 0 || call->arguments[demand] == objects.True;
+}
+
 /* A kernel's first results: a single one as it is, several as a tuple. */
 static PyObject* take_results(const FastCall* call, int count) {
   if (count == 1) return result(call, 0);
@@ -282,25 +293,50 @@ static PyObject* take_results(const FastCall* call, int count) {
   return tuple;
 }
 
+/* Asks for the results that backward reads. */
+static void demand_saved(FastCall* call) {
+  const Operator* op = call->function->op;
+  for (int i = 0; i < op->result_count; i++) {
+    int at = op->results[i], with = op->operands[at].saved_with;
+    if (op->operands[at].saved && op->operands[at].demand >= 0 &&
+        (with < 0 || call->arguments[with] != objects.None))
+      call->stack[op->operands[at].demand] = 1;
+  }
+}
+
+/* How many results autograd gets: those that the caller wants, and the rows that backward reads. A saved
+ * tensor that is not returned has no history, so a second derivative would take it for a constant. */
+static int count_tracked(const FastCall* call) {
+  const Operator* op = call->function->op;
+  int count = 1;
+  for (int i = 1; i < op->result_count; i++) {
+    int at = op->results[i];
+    bool rows = op->operands[at].saved && op->operands[at].shape == SHAPE_ROWS;
+    if (is_wanted(call, i) || (rows && result(call, i) != objects.None)) count = i + 1;
+  }
+  return count;
+}
+
 /* forward() of the autograd.Functions. It reads the arguments other than ctx from the current call. */
 static PyObject* forward(PyObject* self, PyObject* const* arguments, intptr_t count) {
   (void)self, (void)count;
   FastCall* call = current;
-  const Operator* op = call == NULL ? NULL : call->function->op;
-  const Operator* saving = call == NULL ? NULL : find_operator(op->saving);
   current = NULL;
-  if (call == NULL || !call_kernel(call, saving)) {
+  if (call != NULL) demand_saved(call);
+  if (call == NULL || !call_kernel(call)) {
     python.PyErr_SetString(objects.RuntimeError, "gander: left to the dispatcher");
     return NULL;
   }
+  const Operator* op = call->function->op;
   PyObject* ctx = arguments[0];
   bool ok = set(ctx, names.to_save, tuple_of_saved(call)) &&
             python.PyObject_SetAttr(ctx, names.materialize_grads, objects.False) == 0 &&
             set(ctx, names.options, tuple_of_options(call)) &&
             (!op->typed || set(ctx, names.dtypes, tuple_of_dtypes(call)));
-  for (int i = op->tracked; i < saving->result_count; i++)
+  call->tracked = count_tracked(call);
+  for (int i = call->tracked; i < op->result_count; i++)
     python.Py_DecRef(result(call, i)); /* ctx keeps what it needs */
-  PyObject* out = take_results(call, op->tracked);
+  PyObject* out = take_results(call, call->tracked);
   if (ok || out == NULL) return out;
   python.Py_DecRef(out);
   return NULL;
@@ -330,6 +366,22 @@ static Route choose_route(const FastCall* call) {
   return WITH_GRADIENT;
 }
 
+/* All results, of which autograd returned the first: None for those that the caller did not ask for. Takes
+ * the reference. */
+static PyObject* wanted_results(const FastCall* call, PyObject* tracked) {
+  int count = call->function->op->result_count;
+  PyObject* all = python.PyTuple_New(count);
+  for (int i = 0; all != NULL && i < count; i++) {
+    PyObject* item = objects.None;
+    if (i < call->tracked && is_wanted(call, i))
+      item = call->tracked == 1 ? tracked : python.PyTuple_GetItem(tracked, i);
+    python.Py_IncRef(item);
+    python.PyTuple_SetItem(all, i, item);
+  }
+  python.Py_DecRef(tracked);
+  return all;
+}
+
 /* Calls apply, which calls forward(). */
 static PyObject* call_apply(FastCall* call) {
   FastCall* outer = current; /* apply runs hooks on saved tensors, which may call these functions again */
@@ -341,12 +393,7 @@ static PyObject* call_apply(FastCall* call) {
   PyObject* out = python.PyObject_CallFunctionObjArgs(call->function->apply, inputs[0], inputs[1], inputs[2],
                                                       inputs[3], NULL);
   current = outer;
-  if (out != NULL && call->function->op->result_count < call->function->op->tracked) { /* it has one result */
-    PyObject* all = out;
-    out = python.PyTuple_GetItem(all, 0);
-    python.Py_IncRef(out);
-    python.Py_DecRef(all);
-  }
+  if (out != NULL && call->function->op->result_count > 1) return wanted_results(call, out);
   if (out != NULL || !call->declined) return out;
   python.PyErr_Clear();
   return none();
@@ -381,7 +428,7 @@ static PyObject* call_function(PyObject* self, PyObject* const* arguments, intpt
     if (!convert(&call, i)) return none();
   Route route = choose_route(&call);
   if (route == WITH_GRADIENT) return call_apply(&call);
-  if (route == THROUGH_DISPATCHER || !increment_versions(&call) || !call_kernel(&call, f->op)) return none();
+  if (route == THROUGH_DISPATCHER || !increment_versions(&call) || !call_kernel(&call)) return none();
   if (f->op->result_count > 0) return take_results(&call, f->op->result_count);
   python.Py_IncRef(objects.True);
   return objects.True;
@@ -448,7 +495,7 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
     f->op = find_operator(i);
     if (!f->op->fast) continue;
     f->method = (PyMethodDef){f->op->name, call_function, METH_FASTCALL, NULL};
-    f->apply = f->op->saving < 0 ? NULL : get_item(given, f->op->name);
+    f->apply = !f->op->has_gradient ? NULL : get_item(given, f->op->name);
     PyObject* self = python.PyCapsule_New(f, NULL, NULL);
     PyObject* function = python.PyCFunction_NewEx(&f->method, self, NULL);
     if (function == NULL || python.PyDict_SetItemString(results, f->op->name, function)) return f->op->name;

@@ -6,7 +6,8 @@
  * libgander.
  *
  *   gcc -O2 -std=gnu11 -fPIC -shared -fexceptions -fvisibility=hidden -I capi -I dlpack \
- *       python/gander/_torch/c/kernels.c python/gander/_torch/c/fast.c -o python/gander/_torch/libgander_torch.so -ldl -lpthread
+ *       python/gander/_torch/c/kernels.c python/gander/_torch/c/fast.c -o
+ * python/gander/_torch/libgander_torch.so -ldl -lpthread
  *
  * All operators run through run_operator, which reads the table of operators (operators_gen.h). It owns the
  * handles that it gets. It describes each tensor as a DLTensor, allocates the outputs through torch, calls
@@ -127,7 +128,8 @@ static _Thread_local struct {
 static void fail(Call* call, int32_t status, const char* format, ...) {
   if (call->failed) return;
   call->failed = true;
-  if (call->python) return; /* gander._torch.fast then repeats the call through the dispatcher, which reports it */
+  if (call->python)
+    return; /* gander._torch.fast then repeats the call through the dispatcher, which reports it */
   failure.status = status;
   va_list arguments;
   va_start(arguments, format);
@@ -503,8 +505,15 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
   o->given = given;
 }
 
-/* Allocates an operand that is a new tensor. */
-static void make_output(Call* call, const Operator* op, int i, Operand* operands, const Value* arguments) {
+/* Whether a result is computed. */
+static bool is_demanded(const Operator* op, int i, const Value* arguments) {
+  return op->operands[i].demand < 0 || (arguments[op->operands[i].demand] & 1) != 0;
+}
+
+/* Allocates an operand that is a new tensor. A result that is not computed has no elements, and its operand
+ * stays absent. A call from Python gets none. */
+static void make_output(Call* call, const Operator* op, int i, Operand* operands, const Value* arguments,
+                        Tensor* nothing) {
   const Operand* first = &operands[0];
   int64_t rank = first->dl.ndim > 0 ? first->dl.ndim - 1 : 0, size;
   int reduction = op->reduction_argument < 0 ? op->reduction : as_int32(arguments[op->reduction_argument]);
@@ -515,6 +524,13 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
   if (rule == DTYPE_STATISTIC || (rule == DTYPE_PARAMETER && like->handle == NULL)) dtype = statistics(first);
   if (op->operands[i].choice >= 0 && (int32_t)arguments[op->operands[i].choice] >= 0)
     dtype = (int32_t)arguments[op->operands[i].choice];
+  if (!is_demanded(op, i, arguments)) {
+    Operand empty = {0};
+    size = 0;
+    if (!call->python) output(call, &empty, 1, &size, dtype);
+    nothing[i] = empty.handle;
+    return;
+  }
   switch (op->operands[i].shape) {
     case SHAPE_ROWS: output(call, &operands[i], first->dl.ndim, first->dl.shape, dtype); return;
     case SHAPE_HEAD_COLUMNS:
@@ -544,7 +560,7 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
   Call call = {.python = python};
   Operand operands[MAX_OPERANDS];
   Value arguments[MAX_ARGUMENTS];
-  Tensor results[MAX_OPERANDS];
+  Tensor results[MAX_OPERANDS], nothing[MAX_OPERANDS] = {NULL};
   memset(operands, 0, sizeof operands[0] * (size_t)op->operand_count);
   call.allocator = (gander_allocator){&call, scratch};
   pthread_once(&load_once, load);
@@ -557,7 +573,7 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
     } else if (op->operands[i].over >= 0) {
       operands[i] = operands[op->operands[i].over];
     } else if (op->operands[i].made) {
-      make_output(&call, op, i, operands, arguments);
+      make_output(&call, op, i, operands, arguments, nothing);
     }
   }
   check_written(&call, op, operands, arguments);
@@ -570,7 +586,10 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
     Tensor written = (Tensor)(uintptr_t)arguments[op->operands[i].argument];
     if (operands[i].handle != written) copy(&call, written, operands[i].handle);
   }
-  for (int i = 0; i < op->result_count; i++) results[i] = operands[op->results[i]].handle;
+  for (int i = 0; i < op->result_count; i++) {
+    int at = op->results[i];
+    results[i] = operands[at].handle != NULL ? operands[at].handle : nothing[at];
+  }
   return finish(&call, stack, op->result_count, results);
 }
 

@@ -78,59 +78,11 @@ static int32_t call_rmsnorm(Call* call, const Operand* o, const Value* a) {
   gander_rmsnorm_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .eps = as_double(a[3]),
-      .algorithm = as_int32(a[4]),
-      .batch_invariant = (a[5] & 1) != 0,
-      .weight_offset = as_double(a[6]),
-      .round_normalized = 0,
-  };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_fwd(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[3]),
-      .algorithm = as_int32(a[4]),
-      .batch_invariant = (a[5] & 1) != 0,
-      .weight_offset = as_double(a[6]),
-      .round_normalized = 0,
-  };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_bias(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[4]),
-      .algorithm = as_int32(a[5]),
-      .batch_invariant = (a[6] & 1) != 0,
-      .weight_offset = as_double(a[7]),
-      .round_normalized = (a[8] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_bias_fwd(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[4]),
-      .algorithm = as_int32(a[5]),
-      .batch_invariant = (a[6] & 1) != 0,
-      .weight_offset = as_double(a[7]),
-      .round_normalized = (a[8] & 1) != 0,
+      .eps = as_double(a[6]),
+      .algorithm = as_int32(a[7]),
+      .batch_invariant = (a[8] & 1) != 0,
+      .weight_offset = as_double(a[9]),
+      .round_normalized = (a[10] & 1) != 0,
   };
   return lib.gander_rmsnorm_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -169,208 +121,16 @@ static int32_t call_fused_add_rmsnorm_(Call* call, const Operand* o, const Value
       optional(&o[6]), &options, call->stream);
 }
 
-static int32_t call_rmsnorm_add(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[6]),
-      .algorithm = as_int32(a[7]),
-      .batch_invariant = (a[8] & 1) != 0,
-      .weight_offset = as_double(a[9]),
-      .round_normalized = (a[10] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_residual(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[6]),
-      .algorithm = as_int32(a[7]),
-      .batch_invariant = (a[8] & 1) != 0,
-      .weight_offset = as_double(a[9]),
-      .round_normalized = (a[10] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_fwd(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[6]),
-      .algorithm = as_int32(a[7]),
-      .batch_invariant = (a[8] & 1) != 0,
-      .weight_offset = as_double(a[9]),
-      .round_normalized = (a[10] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
-}
-
 static int32_t call_rmsnorm_bwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_rmsnorm_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
       .eps = 1e-06,
-      .algorithm = as_int32(a[4]),
-      .batch_invariant = (a[5] & 1) != 0,
-      .weight_offset = as_double(a[6]),
-      .round_normalized = 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_bwd_dw(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[4]),
-      .batch_invariant = (a[5] & 1) != 0,
-      .weight_offset = as_double(a[6]),
-      .round_normalized = 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_bwd_dresidual_dw_db(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
       .algorithm = as_int32(a[8]),
       .batch_invariant = (a[9] & 1) != 0,
       .weight_offset = as_double(a[10]),
       .round_normalized = (a[11] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_bwd_dresidual_dw(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[7]),
-      .batch_invariant = (a[8] & 1) != 0,
-      .weight_offset = as_double(a[9]),
-      .round_normalized = (a[10] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_bwd_dresidual_db(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[8]),
-      .batch_invariant = (a[9] & 1) != 0,
-      .weight_offset = as_double(a[10]),
-      .round_normalized = (a[11] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_bwd_dresidual(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[7]),
-      .batch_invariant = (a[8] & 1) != 0,
-      .weight_offset = as_double(a[9]),
-      .round_normalized = (a[10] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_bwd_dw_db(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[7]),
-      .batch_invariant = (a[8] & 1) != 0,
-      .weight_offset = as_double(a[9]),
-      .round_normalized = (a[10] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_bwd_dw(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[6]),
-      .batch_invariant = (a[7] & 1) != 0,
-      .weight_offset = as_double(a[8]),
-      .round_normalized = (a[9] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_bwd_db(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[7]),
-      .batch_invariant = (a[8] & 1) != 0,
-      .weight_offset = as_double(a[9]),
-      .round_normalized = (a[10] & 1) != 0,
-  };
-  return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_rmsnorm_add_bwd(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_rmsnorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[6]),
-      .batch_invariant = (a[7] & 1) != 0,
-      .weight_offset = as_double(a[8]),
-      .round_normalized = (a[9] & 1) != 0,
   };
   return lib.gander_rmsnorm_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -382,21 +142,8 @@ static int32_t call_layernorm(Call* call, const Operand* o, const Value* a) {
   gander_layernorm_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
-      .eps = as_double(a[4]),
-      .batch_invariant = (a[5] & 1) != 0,
-  };
-  return lib.gander_layernorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), &options, call->stream);
-}
-
-static int32_t call_layernorm_fwd(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[4]),
-      .batch_invariant = (a[5] & 1) != 0,
+      .eps = as_double(a[6]),
+      .batch_invariant = (a[7] & 1) != 0,
   };
   return lib.gander_layernorm_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -416,143 +163,13 @@ static int32_t call_layernorm_out(Call* call, const Operand* o, const Value* a) 
       optional(&o[6]), optional(&o[7]), &options, call->stream);
 }
 
-static int32_t call_layernorm_add(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[6]),
-      .batch_invariant = (a[7] & 1) != 0,
-  };
-  return lib.gander_layernorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), &options, call->stream);
-}
-
-static int32_t call_layernorm_residual(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[6]),
-      .batch_invariant = (a[7] & 1) != 0,
-  };
-  return lib.gander_layernorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_fwd(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = as_double(a[6]),
-      .batch_invariant = (a[7] & 1) != 0,
-  };
-  return lib.gander_layernorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_bwd_dresidual_dw_db(Call* call, const Operand* o, const Value* a) {
+static int32_t call_layernorm_bwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_layernorm_options options = {
       .size = sizeof options,
       .allocator = allocator(call),
       .eps = 1e-06,
       .batch_invariant = (a[9] & 1) != 0,
-  };
-  return lib.gander_layernorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_bwd_dresidual_dw(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .batch_invariant = (a[8] & 1) != 0,
-  };
-  return lib.gander_layernorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_bwd_dresidual_db(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .batch_invariant = (a[9] & 1) != 0,
-  };
-  return lib.gander_layernorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_bwd_dresidual(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .batch_invariant = (a[8] & 1) != 0,
-  };
-  return lib.gander_layernorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_bwd_dw_db(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .batch_invariant = (a[8] & 1) != 0,
-  };
-  return lib.gander_layernorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_bwd_dw(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .batch_invariant = (a[7] & 1) != 0,
-  };
-  return lib.gander_layernorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_bwd_db(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .batch_invariant = (a[8] & 1) != 0,
-  };
-  return lib.gander_layernorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
-}
-
-static int32_t call_layernorm_add_bwd(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_layernorm_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .eps = 1e-06,
-      .batch_invariant = (a[7] & 1) != 0,
   };
   return lib.gander_layernorm_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -576,38 +193,6 @@ static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) 
 }
 
 static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_cross_entropy_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
-      .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
-      .slice = 0,
-  };
-  return lib.gander_cross_entropy_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_cross_entropy_fwd_lse(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_cross_entropy_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .ignore_index = (int64_t)a[4],
-      .reduction = 0,
-      .one_pass = 0,
-      .batch_invariant = (a[5] & 1) != 0,
-      .slice = 0,
-  };
-  return lib.gander_cross_entropy_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_cross_entropy_fwd_dx(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_cross_entropy_options options = {
       .size = sizeof options,
@@ -680,7 +265,7 @@ static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value*
       .reduction = as_int32(a[7]),
       .one_pass = 0,
       .batch_invariant = (a[8] & 1) != 0,
-      .slice = 0,
+      .slice = (a[9] & 1) != 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -696,7 +281,7 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
       .reduction = as_int32(a[7]),
       .one_pass = 0,
       .batch_invariant = (a[8] & 1) != 0,
-      .slice = 0,
+      .slice = (a[9] & 1) != 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -713,38 +298,6 @@ static int32_t call_cross_entropy_bwd_out(Call* call, const Operand* o, const Va
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
       .slice = 0,
-  };
-  return lib.gander_cross_entropy_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_cross_entropy_bwd_slice(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_cross_entropy_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
-      .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
-      .slice = 1,
-  };
-  return lib.gander_cross_entropy_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
-}
-
-static int32_t call_cross_entropy_bwd_slice_(Call* call, const Operand* o, const Value* a) {
-  (void)a;
-  gander_cross_entropy_options options = {
-      .size = sizeof options,
-      .allocator = allocator(call),
-      .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
-      .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
-      .slice = 1,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
@@ -821,50 +374,20 @@ enum {
   OP_MASKED_SOFTMAX,
   OP_MASKED_SOFTMAX_BWD,
   OP_RMSNORM,
-  OP_RMSNORM_FWD,
-  OP_RMSNORM_BIAS,
-  OP_RMSNORM_BIAS_FWD,
   OP_RMSNORM_OUT,
   OP_FUSED_ADD_RMSNORM_,
-  OP_RMSNORM_ADD,
-  OP_RMSNORM_RESIDUAL,
-  OP_RMSNORM_ADD_FWD,
   OP_RMSNORM_BWD,
-  OP_RMSNORM_BWD_DW,
-  OP_RMSNORM_ADD_BWD_DRESIDUAL_DW_DB,
-  OP_RMSNORM_ADD_BWD_DRESIDUAL_DW,
-  OP_RMSNORM_ADD_BWD_DRESIDUAL_DB,
-  OP_RMSNORM_ADD_BWD_DRESIDUAL,
-  OP_RMSNORM_ADD_BWD_DW_DB,
-  OP_RMSNORM_ADD_BWD_DW,
-  OP_RMSNORM_ADD_BWD_DB,
-  OP_RMSNORM_ADD_BWD,
   OP_LAYERNORM,
-  OP_LAYERNORM_FWD,
   OP_LAYERNORM_OUT,
-  OP_LAYERNORM_ADD,
-  OP_LAYERNORM_RESIDUAL,
-  OP_LAYERNORM_ADD_FWD,
-  OP_LAYERNORM_ADD_BWD_DRESIDUAL_DW_DB,
-  OP_LAYERNORM_ADD_BWD_DRESIDUAL_DW,
-  OP_LAYERNORM_ADD_BWD_DRESIDUAL_DB,
-  OP_LAYERNORM_ADD_BWD_DRESIDUAL,
-  OP_LAYERNORM_ADD_BWD_DW_DB,
-  OP_LAYERNORM_ADD_BWD_DW,
-  OP_LAYERNORM_ADD_BWD_DB,
-  OP_LAYERNORM_ADD_BWD,
+  OP_LAYERNORM_BWD,
   OP_CROSS_ENTROPY,
   OP_CROSS_ENTROPY_FWD,
-  OP_CROSS_ENTROPY_FWD_LSE,
-  OP_CROSS_ENTROPY_FWD_DX,
   OP_CROSS_ENTROPY_FWD_DX_,
   OP_CROSS_ENTROPY_FWD_OUT,
   OP_CROSS_ENTROPY_FWD_ONE_PASS,
   OP_CROSS_ENTROPY_BWD,
   OP_CROSS_ENTROPY_BWD_,
   OP_CROSS_ENTROPY_BWD_OUT,
-  OP_CROSS_ENTROPY_BWD_SLICE,
-  OP_CROSS_ENTROPY_BWD_SLICE_,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
   OP_SHARDED_CROSS_ENTROPY_COMBINE,
   OP_RESCALE_,
@@ -884,17 +407,16 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 2,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = true, .saved_with = -1},
         },
         .result_count = 1,
         .results = {1},
         .fast = true,
-        .saving = OP_SOFTMAX,
+        .has_gradient = true,
         .differentiable = {true, false, false},
-        .tracked = 1,
         .saved_count = 1,
-        .saved = {{true, 0}},
+        .saved = {{0, -1}},
     },
     {
         .name = "softmax_bwd",
@@ -906,14 +428,14 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 3,
         .operands = {
-            {"dy", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_SAME, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"dy", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_SAME, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 1,
         .results = {2},
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "masked_softmax",
@@ -925,19 +447,18 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 3,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mask", SHAPE_BROADCAST, DTYPE_MASK, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 2, .like = 0, .written = false, .made = true},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"mask", SHAPE_BROADCAST, DTYPE_MASK, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 2, .like = 0, .written = false, .made = true, .demand = -1, .saved = true, .saved_with = -1},
         },
         .result_count = 1,
         .results = {2},
         .fast = true,
-        .saving = OP_MASKED_SOFTMAX,
+        .has_gradient = true,
         .differentiable = {true, false, false, false, false, false, false, false},
         .typed = true,
-        .tracked = 1,
         .saved_count = 2,
-        .saved = {{true, 0}, {false, 1}},
+        .saved = {{0, -1}, {-1, 1}},
     },
     {
         .name = "masked_softmax_bwd",
@@ -949,125 +470,42 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 4,
         .operands = {
-            {"dy", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mask", SHAPE_BROADCAST, DTYPE_MASK, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
+            {"dy", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"mask", SHAPE_BROADCAST, DTYPE_MASK, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 1,
         .results = {3},
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "rmsnorm",
         .operator = "rmsnorm_forward",
         .call = call_rmsnorm,
-        .arguments = "TOdfibf",
+        .arguments = "TOOOddfibfbbb",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
         .operand_count = 7,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 2, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true, .demand = 11, .saved = true, .saved_with = 3},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = 12, .saved = true, .saved_with = -1},
         },
-        .result_count = 1,
-        .results = {4},
+        .result_count = 3,
+        .results = {4, 5, 6},
         .fast = true,
-        .saving = OP_RMSNORM_FWD,
-        .differentiable = {true, true, false, false, false, false, false},
-        .tracked = 1,
-        .saved_count = 3,
-        .saved = {{false, 0}, {false, 1}, {true, 1}},
-    },
-    {
-        .name = "rmsnorm_fwd",
-        .operator = "rmsnorm_forward",
-        .call = call_rmsnorm_fwd,
-        .arguments = "TOdfibf",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 7,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 2, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-        },
-        .result_count = 2,
-        .results = {4, 6},
-        .fast = true,
-        .saving = OP_RMSNORM_FWD,
-        .differentiable = {true, true, false, false, false, false, false},
-        .tracked = 2,
-        .saved_count = 3,
-        .saved = {{false, 0}, {false, 1}, {true, 1}},
-    },
-    {
-        .name = "rmsnorm_bias",
-        .operator = "rmsnorm_forward",
-        .call = call_rmsnorm_bias,
-        .arguments = "TOOdfibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 7,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-        },
-        .result_count = 1,
-        .results = {4},
-        .fast = true,
-        .saving = OP_RMSNORM_BIAS_FWD,
-        .differentiable = {true, true, true, false, false, false, false, false, false},
+        .has_gradient = true,
+        .differentiable = {true, true, true, true, false, false, false, false, false, false, false, false, false},
         .typed = true,
-        .tracked = 1,
         .saved_count = 3,
-        .saved = {{false, 0}, {false, 1}, {true, 1}},
-    },
-    {
-        .name = "rmsnorm_bias_fwd",
-        .operator = "rmsnorm_forward",
-        .call = call_rmsnorm_bias_fwd,
-        .arguments = "TOOdfibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 7,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-        },
-        .result_count = 2,
-        .results = {4, 6},
-        .fast = true,
-        .saving = OP_RMSNORM_BIAS_FWD,
-        .differentiable = {true, true, true, false, false, false, false, false, false},
-        .typed = true,
-        .tracked = 2,
-        .saved_count = 3,
-        .saved = {{false, 0}, {false, 1}, {true, 1}},
+        .saved = {{1, 0}, {-1, 1}, {2, -1}},
     },
     {
         .name = "rmsnorm_out",
@@ -1079,17 +517,17 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 7,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 5, .over = -1, .choice = -1, .like = 3, .written = true, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 5, .over = -1, .choice = -1, .like = 3, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "fused_add_rmsnorm_",
@@ -1101,409 +539,70 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 7,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = 3, .choice = -1, .like = 3, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = 3, .choice = -1, .like = 3, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add",
-        .operator = "rmsnorm_forward",
-        .call = call_rmsnorm_add,
-        .arguments = "TOOOddfibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 7,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {4, 5},
-        .fast = true,
-        .saving = OP_RMSNORM_ADD_FWD,
-        .differentiable = {true, true, true, true, false, false, false, false, false, false, false},
-        .typed = true,
-        .tracked = 2,
-        .saved_count = 3,
-        .saved = {{true, 1}, {false, 1}, {true, 2}},
-    },
-    {
-        .name = "rmsnorm_residual",
-        .operator = "rmsnorm_forward",
-        .call = call_rmsnorm_residual,
-        .arguments = "TOOOddfibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 7,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-        },
-        .result_count = 1,
-        .results = {4},
-        .fast = true,
-        .saving = OP_RMSNORM_ADD_FWD,
-        .differentiable = {true, true, true, true, false, false, false, false, false, false, false},
-        .typed = true,
-        .tracked = 2,
-        .saved_count = 3,
-        .saved = {{true, 1}, {false, 1}, {true, 2}},
-    },
-    {
-        .name = "rmsnorm_add_fwd",
-        .operator = "rmsnorm_forward",
-        .call = call_rmsnorm_add_fwd,
-        .arguments = "TOOOddfibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 7,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-        },
-        .result_count = 3,
-        .results = {4, 5, 6},
-        .fast = true,
-        .saving = OP_RMSNORM_ADD_FWD,
-        .differentiable = {true, true, true, true, false, false, false, false, false, false, false},
-        .typed = true,
-        .tracked = 3,
-        .saved_count = 3,
-        .saved = {{true, 1}, {false, 1}, {true, 2}},
+        .has_gradient = false,
     },
     {
         .name = "rmsnorm_bwd",
         .operator = "rmsnorm_backward",
         .call = call_rmsnorm_bwd,
-        .arguments = "TOTTibf",
+        .arguments = "TOTOTdddibfbbbb",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 1,
-        .results = {5},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_bwd_dw",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_bwd_dw,
-        .arguments = "TTTTibf",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {5, 7},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add_bwd_dresidual_dw_db",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_add_bwd_dresidual_dw_db,
-        .arguments = "TTTOTdddibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true, .demand = 12, .saved = false, .saved_with = -1},
+            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true, .demand = 13, .saved = false, .saved_with = -1},
+            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true, .demand = 14, .saved = false, .saved_with = -1},
         },
         .result_count = 4,
         .results = {5, 6, 7, 8},
         .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add_bwd_dresidual_dw",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_add_bwd_dresidual_dw,
-        .arguments = "TTTOTddibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 3,
-        .results = {5, 6, 7},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add_bwd_dresidual_db",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_add_bwd_dresidual_db,
-        .arguments = "TOTOTdddibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true},
-        },
-        .result_count = 3,
-        .results = {5, 6, 8},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add_bwd_dresidual",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_add_bwd_dresidual,
-        .arguments = "TOTOTddibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {5, 6},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add_bwd_dw_db",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_add_bwd_dw_db,
-        .arguments = "TTTOTddibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 6, .like = 1, .written = false, .made = true},
-        },
-        .result_count = 3,
-        .results = {5, 7, 8},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add_bwd_dw",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_add_bwd_dw,
-        .arguments = "TTTOTdibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {5, 7},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add_bwd_db",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_add_bwd_db,
-        .arguments = "TOTOTddibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 6, .like = 1, .written = false, .made = true},
-        },
-        .result_count = 2,
-        .results = {5, 8},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "rmsnorm_add_bwd",
-        .operator = "rmsnorm_backward",
-        .call = call_rmsnorm_add_bwd,
-        .arguments = "TOTOTdibfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 1,
-        .results = {5},
-        .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "layernorm",
         .operator = "layernorm_forward",
         .call = call_layernorm,
-        .arguments = "TOOdfb",
+        .arguments = "TOOOddfbbbb",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
         .operand_count = 8,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true, .demand = 8, .saved = true, .saved_with = 3},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = 9, .saved = true, .saved_with = -1},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = 10, .saved = true, .saved_with = -1},
         },
-        .result_count = 1,
-        .results = {4},
+        .result_count = 4,
+        .results = {4, 5, 6, 7},
         .fast = true,
-        .saving = OP_LAYERNORM_FWD,
-        .differentiable = {true, true, true, false, false, false},
+        .has_gradient = true,
+        .differentiable = {true, true, true, true, false, false, false, false, false, false, false},
         .typed = true,
-        .tracked = 1,
         .saved_count = 4,
-        .saved = {{false, 0}, {false, 1}, {true, 1}, {true, 2}},
-    },
-    {
-        .name = "layernorm_fwd",
-        .operator = "layernorm_forward",
-        .call = call_layernorm_fwd,
-        .arguments = "TOOdfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 8,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 3, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 3, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-        },
-        .result_count = 3,
-        .results = {4, 6, 7},
-        .fast = true,
-        .saving = OP_LAYERNORM_FWD,
-        .differentiable = {true, true, true, false, false, false},
-        .typed = true,
-        .tracked = 3,
-        .saved_count = 4,
-        .saved = {{false, 0}, {false, 1}, {true, 1}, {true, 2}},
+        .saved = {{1, 0}, {-1, 1}, {2, -1}, {3, -1}},
     },
     {
         .name = "layernorm_out",
@@ -1515,419 +614,96 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 8,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 5, .over = -1, .choice = -1, .like = 3, .written = true, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 5, .over = -1, .choice = -1, .like = 3, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
-        .name = "layernorm_add",
-        .operator = "layernorm_forward",
-        .call = call_layernorm_add,
-        .arguments = "TOOOddfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 8,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {4, 5},
-        .fast = true,
-        .saving = OP_LAYERNORM_ADD_FWD,
-        .differentiable = {true, true, true, true, false, false, false, false},
-        .typed = true,
-        .tracked = 2,
-        .saved_count = 4,
-        .saved = {{true, 1}, {false, 1}, {true, 2}, {true, 3}},
-    },
-    {
-        .name = "layernorm_residual",
-        .operator = "layernorm_forward",
-        .call = call_layernorm_residual,
-        .arguments = "TOOOddfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 8,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-        },
-        .result_count = 1,
-        .results = {4},
-        .fast = true,
-        .saving = OP_LAYERNORM_ADD_FWD,
-        .differentiable = {true, true, true, true, false, false, false, false},
-        .typed = true,
-        .tracked = 2,
-        .saved_count = 4,
-        .saved = {{true, 1}, {false, 1}, {true, 2}, {true, 3}},
-    },
-    {
-        .name = "layernorm_add_fwd",
-        .operator = "layernorm_forward",
-        .call = call_layernorm_add_fwd,
-        .arguments = "TOOOddfb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 8,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"bias", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"residual", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 4, .like = 0, .written = false, .made = true},
-            {"residual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 5, .like = 3, .written = false, .made = true},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-        },
-        .result_count = 4,
-        .results = {4, 5, 6, 7},
-        .fast = true,
-        .saving = OP_LAYERNORM_ADD_FWD,
-        .differentiable = {true, true, true, true, false, false, false, false},
-        .typed = true,
-        .tracked = 4,
-        .saved_count = 4,
-        .saved = {{true, 1}, {false, 1}, {true, 2}, {true, 3}},
-    },
-    {
-        .name = "layernorm_add_bwd_dresidual_dw_db",
+        .name = "layernorm_bwd",
         .operator = "layernorm_backward",
-        .call = call_layernorm_add_bwd_dresidual_dw_db,
-        .arguments = "TTTOTTdddb",
+        .call = call_layernorm_bwd,
+        .arguments = "TOTOTTdddbbbb",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
         .operand_count = 10,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 8, .like = 1, .written = false, .made = true},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true, .demand = 10, .saved = false, .saved_with = -1},
+            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true, .demand = 11, .saved = false, .saved_with = -1},
+            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 8, .like = 1, .written = false, .made = true, .demand = 12, .saved = false, .saved_with = -1},
         },
         .result_count = 4,
         .results = {6, 7, 8, 9},
         .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "layernorm_add_bwd_dresidual_dw",
-        .operator = "layernorm_backward",
-        .call = call_layernorm_add_bwd_dresidual_dw,
-        .arguments = "TTTOTTddb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 10,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 3,
-        .results = {6, 7, 8},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "layernorm_add_bwd_dresidual_db",
-        .operator = "layernorm_backward",
-        .call = call_layernorm_add_bwd_dresidual_db,
-        .arguments = "TOTOTTdddb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 10,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 8, .like = 1, .written = false, .made = true},
-        },
-        .result_count = 3,
-        .results = {6, 7, 9},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "layernorm_add_bwd_dresidual",
-        .operator = "layernorm_backward",
-        .call = call_layernorm_add_bwd_dresidual,
-        .arguments = "TOTOTTddb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 10,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 7, .like = 0, .written = false, .made = true},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {6, 7},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "layernorm_add_bwd_dw_db",
-        .operator = "layernorm_backward",
-        .call = call_layernorm_add_bwd_dw_db,
-        .arguments = "TTTOTTddb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 10,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true},
-        },
-        .result_count = 3,
-        .results = {6, 8, 9},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "layernorm_add_bwd_dw",
-        .operator = "layernorm_backward",
-        .call = call_layernorm_add_bwd_dw,
-        .arguments = "TTTOTTdb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 10,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = true},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {6, 8},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "layernorm_add_bwd_db",
-        .operator = "layernorm_backward",
-        .call = call_layernorm_add_bwd_db,
-        .arguments = "TOTOTTddb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 10,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = 7, .like = 1, .written = false, .made = true},
-        },
-        .result_count = 2,
-        .results = {6, 9},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "layernorm_add_bwd",
-        .operator = "layernorm_backward",
-        .call = call_layernorm_add_bwd,
-        .arguments = "TOTOTTdb",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 10,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_HEAD_COLUMNS, DTYPE_COMPANION, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dout", SHAPE_ROWS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dresidual_out", SHAPE_ROWS, DTYPE_COMPANION, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"mean", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"rstd", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = 6, .like = 0, .written = false, .made = true},
-            {"dresidual", SHAPE_ROWS, DTYPE_COMPANION, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dw", SHAPE_HEAD_COLUMNS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-            {"db", SHAPE_HEAD_COLUMNS, DTYPE_PARAMETER, .argument = -1, .over = -1, .choice = -1, .like = 1, .written = false, .made = false},
-        },
-        .result_count = 1,
-        .results = {6},
-        .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "cross_entropy",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy,
-        .arguments = "TTOOOiibeE",
+        .arguments = "TTOOOiibeEb",
         .reduction_argument = 6,
-        .packed = false,
+        .packed = true,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = 10, .saved = true, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
-        .result_count = 1,
-        .results = {5},
+        .result_count = 2,
+        .results = {5, 6},
         .fast = true,
-        .saving = OP_CROSS_ENTROPY_FWD,
-        .differentiable = {true, false, false, false, false, false, false, false, false, false},
-        .tracked = 1,
+        .has_gradient = true,
+        .differentiable = {true, false, false, false, false, false, false, false, false, false, false},
         .saved_count = 5,
-        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}, {false, 3}},
+        .saved = {{-1, 0}, {-1, 1}, {-1, 2}, {1, -1}, {-1, 3}},
     },
     {
         .name = "cross_entropy_fwd",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd,
-        .arguments = "TTOOOiib",
-        .reduction_argument = 6,
-        .packed = true,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {5, 6},
-        .fast = true,
-        .saving = OP_CROSS_ENTROPY_FWD,
-        .differentiable = {true, false, false, false, false, false, false, false},
-        .tracked = 2,
-        .saved_count = 5,
-        .saved = {{false, 0}, {false, 1}, {false, 2}, {true, 1}, {false, 3}},
-    },
-    {
-        .name = "cross_entropy_fwd_lse",
-        .operator = "cross_entropy_forward",
-        .call = call_cross_entropy_fwd_lse,
-        .arguments = "TTOOib",
+        .arguments = "TTOOOibbb",
         .reduction_argument = -1,
         .reduction = 0,
         .packed = false,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-        },
-        .result_count = 2,
-        .results = {5, 6},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "cross_entropy_fwd_dx",
-        .operator = "cross_entropy_forward",
-        .call = call_cross_entropy_fwd_dx,
-        .arguments = "TTOOOib",
-        .reduction_argument = -1,
-        .reduction = 0,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = 7, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = 8, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 3,
         .results = {5, 6, 7},
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "cross_entropy_fwd_dx_",
@@ -1939,20 +715,20 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 2,
         .results = {5, 6},
         .fast = false,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "cross_entropy_fwd_out",
@@ -1964,19 +740,19 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "cross_entropy_fwd_one_pass",
@@ -1987,67 +763,67 @@ static const Operator operators[] = {
         .packed = true,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"loss", SHAPE_REDUCED, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 3,
         .results = {5, 6, 7},
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "cross_entropy_bwd",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd,
-        .arguments = "TTOTTOiib",
+        .arguments = "TTOTTOiibb",
         .reduction_argument = 7,
         .packed = false,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 1,
         .results = {8},
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "cross_entropy_bwd_",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_,
-        .arguments = "TTOTTOiib",
+        .arguments = "TTOTTOiibb",
         .reduction_argument = 7,
         .packed = false,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "cross_entropy_bwd_out",
@@ -2059,66 +835,19 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "cross_entropy_bwd_slice",
-        .operator = "cross_entropy_backward",
-        .call = call_cross_entropy_bwd_slice,
-        .arguments = "TTOTTiib",
-        .reduction_argument = 6,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
-        },
-        .result_count = 1,
-        .results = {8},
-        .fast = true,
-        .saving = -1,
-    },
-    {
-        .name = "cross_entropy_bwd_slice_",
-        .operator = "cross_entropy_backward",
-        .call = call_cross_entropy_bwd_slice_,
-        .arguments = "TTOTTiib",
-        .reduction_argument = 6,
-        .packed = false,
-        .operand_count = 9,
-        .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
-        },
-        .result_count = 0,
-        .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "cross_entropy_bwd_one_pass",
@@ -2129,19 +858,19 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 9,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_STRIDED, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", SHAPE_COLUMNS, DTYPE_COMPANION, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dloss", SHAPE_UPSTREAM, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_STATISTICS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "sharded_cross_entropy_combine",
@@ -2153,18 +882,18 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 8,
         .operands = {
-            {"parts", SHAPE_ROWS, DTYPE_WIDE, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"target", SHAPE_COLUMNS, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"max", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"log_sum", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"losses", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"loss", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"weights", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
+            {"parts", SHAPE_ROWS, DTYPE_WIDE, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", SHAPE_COLUMNS, DTYPE_INDEX, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"max", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"log_sum", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 3, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"losses", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 4, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"loss", SHAPE_ONE, DTYPE_STATISTIC, .argument = 5, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weights", SHAPE_COLUMNS, DTYPE_STATISTIC, .argument = 6, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"denominator", SHAPE_ONE, DTYPE_STATISTIC, .argument = 7, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "rescale_",
@@ -2176,14 +905,14 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 4,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false},
-            {"dloss", SHAPE_ONE, DTYPE_STATISTIC, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"y", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = true, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dloss", SHAPE_ONE, DTYPE_STATISTIC, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"upstream", SHAPE_ONE, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = 0, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
     {
         .name = "logsumexp",
@@ -2195,17 +924,16 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 2,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"lse", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = true, .saved_with = -1},
         },
         .result_count = 1,
         .results = {1},
         .fast = true,
-        .saving = OP_LOGSUMEXP,
+        .has_gradient = true,
         .differentiable = {true, false},
-        .tracked = 1,
         .saved_count = 2,
-        .saved = {{false, 0}, {true, 0}},
+        .saved = {{-1, 0}, {0, -1}},
     },
     {
         .name = "logsumexp_bwd",
@@ -2217,15 +945,15 @@ static const Operator operators[] = {
         .packed = false,
         .operand_count = 4,
         .operands = {
-            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dlse", SHAPE_STRIDED, DTYPE_STATISTIC, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"lse", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false},
-            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true},
+            {"x", SHAPE_ROWS, DTYPE_FLOAT, .argument = 0, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dlse", SHAPE_STRIDED, DTYPE_STATISTIC, .argument = 1, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"lse", SHAPE_PER_ROW, DTYPE_STATISTIC, .argument = 2, .over = -1, .choice = -1, .like = 0, .written = false, .made = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", SHAPE_ROWS, DTYPE_SAME, .argument = -1, .over = -1, .choice = -1, .like = 0, .written = false, .made = true, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 1,
         .results = {3},
         .fast = true,
-        .saving = -1,
+        .has_gradient = false,
     },
 };
 
@@ -2234,50 +962,20 @@ KERNEL(softmax_bwd, OP_SOFTMAX_BWD)
 KERNEL(masked_softmax, OP_MASKED_SOFTMAX)
 KERNEL(masked_softmax_bwd, OP_MASKED_SOFTMAX_BWD)
 KERNEL(rmsnorm, OP_RMSNORM)
-KERNEL(rmsnorm_fwd, OP_RMSNORM_FWD)
-KERNEL(rmsnorm_bias, OP_RMSNORM_BIAS)
-KERNEL(rmsnorm_bias_fwd, OP_RMSNORM_BIAS_FWD)
 KERNEL(rmsnorm_out, OP_RMSNORM_OUT)
 KERNEL(fused_add_rmsnorm_, OP_FUSED_ADD_RMSNORM_)
-KERNEL(rmsnorm_add, OP_RMSNORM_ADD)
-KERNEL(rmsnorm_residual, OP_RMSNORM_RESIDUAL)
-KERNEL(rmsnorm_add_fwd, OP_RMSNORM_ADD_FWD)
 KERNEL(rmsnorm_bwd, OP_RMSNORM_BWD)
-KERNEL(rmsnorm_bwd_dw, OP_RMSNORM_BWD_DW)
-KERNEL(rmsnorm_add_bwd_dresidual_dw_db, OP_RMSNORM_ADD_BWD_DRESIDUAL_DW_DB)
-KERNEL(rmsnorm_add_bwd_dresidual_dw, OP_RMSNORM_ADD_BWD_DRESIDUAL_DW)
-KERNEL(rmsnorm_add_bwd_dresidual_db, OP_RMSNORM_ADD_BWD_DRESIDUAL_DB)
-KERNEL(rmsnorm_add_bwd_dresidual, OP_RMSNORM_ADD_BWD_DRESIDUAL)
-KERNEL(rmsnorm_add_bwd_dw_db, OP_RMSNORM_ADD_BWD_DW_DB)
-KERNEL(rmsnorm_add_bwd_dw, OP_RMSNORM_ADD_BWD_DW)
-KERNEL(rmsnorm_add_bwd_db, OP_RMSNORM_ADD_BWD_DB)
-KERNEL(rmsnorm_add_bwd, OP_RMSNORM_ADD_BWD)
 KERNEL(layernorm, OP_LAYERNORM)
-KERNEL(layernorm_fwd, OP_LAYERNORM_FWD)
 KERNEL(layernorm_out, OP_LAYERNORM_OUT)
-KERNEL(layernorm_add, OP_LAYERNORM_ADD)
-KERNEL(layernorm_residual, OP_LAYERNORM_RESIDUAL)
-KERNEL(layernorm_add_fwd, OP_LAYERNORM_ADD_FWD)
-KERNEL(layernorm_add_bwd_dresidual_dw_db, OP_LAYERNORM_ADD_BWD_DRESIDUAL_DW_DB)
-KERNEL(layernorm_add_bwd_dresidual_dw, OP_LAYERNORM_ADD_BWD_DRESIDUAL_DW)
-KERNEL(layernorm_add_bwd_dresidual_db, OP_LAYERNORM_ADD_BWD_DRESIDUAL_DB)
-KERNEL(layernorm_add_bwd_dresidual, OP_LAYERNORM_ADD_BWD_DRESIDUAL)
-KERNEL(layernorm_add_bwd_dw_db, OP_LAYERNORM_ADD_BWD_DW_DB)
-KERNEL(layernorm_add_bwd_dw, OP_LAYERNORM_ADD_BWD_DW)
-KERNEL(layernorm_add_bwd_db, OP_LAYERNORM_ADD_BWD_DB)
-KERNEL(layernorm_add_bwd, OP_LAYERNORM_ADD_BWD)
+KERNEL(layernorm_bwd, OP_LAYERNORM_BWD)
 KERNEL(cross_entropy, OP_CROSS_ENTROPY)
 KERNEL(cross_entropy_fwd, OP_CROSS_ENTROPY_FWD)
-KERNEL(cross_entropy_fwd_lse, OP_CROSS_ENTROPY_FWD_LSE)
-KERNEL(cross_entropy_fwd_dx, OP_CROSS_ENTROPY_FWD_DX)
 KERNEL(cross_entropy_fwd_dx_, OP_CROSS_ENTROPY_FWD_DX_)
 KERNEL(cross_entropy_fwd_out, OP_CROSS_ENTROPY_FWD_OUT)
 KERNEL(cross_entropy_fwd_one_pass, OP_CROSS_ENTROPY_FWD_ONE_PASS)
 KERNEL(cross_entropy_bwd, OP_CROSS_ENTROPY_BWD)
 KERNEL(cross_entropy_bwd_, OP_CROSS_ENTROPY_BWD_)
 KERNEL(cross_entropy_bwd_out, OP_CROSS_ENTROPY_BWD_OUT)
-KERNEL(cross_entropy_bwd_slice, OP_CROSS_ENTROPY_BWD_SLICE)
-KERNEL(cross_entropy_bwd_slice_, OP_CROSS_ENTROPY_BWD_SLICE_)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
 KERNEL(sharded_cross_entropy_combine, OP_SHARDED_CROSS_ENTROPY_COMBINE)
 KERNEL(rescale_, OP_RESCALE_)
@@ -2290,50 +988,20 @@ static const Kernel kernels[] = {
     kernel_masked_softmax,
     kernel_masked_softmax_bwd,
     kernel_rmsnorm,
-    kernel_rmsnorm_fwd,
-    kernel_rmsnorm_bias,
-    kernel_rmsnorm_bias_fwd,
     kernel_rmsnorm_out,
     kernel_fused_add_rmsnorm_,
-    kernel_rmsnorm_add,
-    kernel_rmsnorm_residual,
-    kernel_rmsnorm_add_fwd,
     kernel_rmsnorm_bwd,
-    kernel_rmsnorm_bwd_dw,
-    kernel_rmsnorm_add_bwd_dresidual_dw_db,
-    kernel_rmsnorm_add_bwd_dresidual_dw,
-    kernel_rmsnorm_add_bwd_dresidual_db,
-    kernel_rmsnorm_add_bwd_dresidual,
-    kernel_rmsnorm_add_bwd_dw_db,
-    kernel_rmsnorm_add_bwd_dw,
-    kernel_rmsnorm_add_bwd_db,
-    kernel_rmsnorm_add_bwd,
     kernel_layernorm,
-    kernel_layernorm_fwd,
     kernel_layernorm_out,
-    kernel_layernorm_add,
-    kernel_layernorm_residual,
-    kernel_layernorm_add_fwd,
-    kernel_layernorm_add_bwd_dresidual_dw_db,
-    kernel_layernorm_add_bwd_dresidual_dw,
-    kernel_layernorm_add_bwd_dresidual_db,
-    kernel_layernorm_add_bwd_dresidual,
-    kernel_layernorm_add_bwd_dw_db,
-    kernel_layernorm_add_bwd_dw,
-    kernel_layernorm_add_bwd_db,
-    kernel_layernorm_add_bwd,
+    kernel_layernorm_bwd,
     kernel_cross_entropy,
     kernel_cross_entropy_fwd,
-    kernel_cross_entropy_fwd_lse,
-    kernel_cross_entropy_fwd_dx,
     kernel_cross_entropy_fwd_dx_,
     kernel_cross_entropy_fwd_out,
     kernel_cross_entropy_fwd_one_pass,
     kernel_cross_entropy_bwd,
     kernel_cross_entropy_bwd_,
     kernel_cross_entropy_bwd_out,
-    kernel_cross_entropy_bwd_slice,
-    kernel_cross_entropy_bwd_slice_,
     kernel_cross_entropy_bwd_one_pass,
     kernel_sharded_cross_entropy_combine,
     kernel_rescale_,

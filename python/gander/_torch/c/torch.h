@@ -100,24 +100,25 @@ typedef struct {
     const char* name;
     Shape shape;
     DTypeRule dtype;
-    int argument; /* the argument that it is, or -1 */
-    int over;     /* the operand that it is written over, or -1 */
-    int choice;   /* the argument that chooses its dtype, or -1 */
-    int like;     /* the operand whose dtype it has, by default if it may have others; the first for none */
-    bool written; /* the argument's tensor is written */
-    bool made;    /* a new tensor */
+    int argument;   /* the argument that it is, or -1 */
+    int over;       /* the operand that it is written over, or -1 */
+    int choice;     /* the argument that chooses its dtype, or -1 */
+    int like;       /* the operand whose dtype it has, by default if it may have others; the first for none */
+    bool written;   /* the argument's tensor is written */
+    bool made;      /* a new tensor */
+    int demand;     /* the argument that asks for it, or -1; without it, a result has no elements */
+    bool saved;     /* a result that backward reads, so that autograd asks for it */
+    int saved_with; /* only if this argument is given, or -1 */
   } operands[MAX_OPERANDS];
   int result_count;
   int results[MAX_OPERANDS];
-  bool fast;                          /* fast.c has a function for it */
-  int saving;                         /* the operator that runs if a gradient is needed, -1: none */
+  bool fast; /* fast.c has a function for it */
+  bool has_gradient;
   bool differentiable[MAX_ARGUMENTS]; /* arguments that have a gradient */
   bool typed;                         /* backward gets the dtypes of the gradients */
-  int tracked;                        /* how many results of the saving operator autograd gets */
   int saved_count;
   struct {
-    bool result; /* a result of the saving operator, else an argument */
-    int index;
+    int result, argument; /* -1: none. The result if there are both and it was computed */
   } saved[MAX_ARGUMENTS]; /* the tensors that backward reads */
 } Operator;
 

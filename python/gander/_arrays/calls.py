@@ -1,0 +1,62 @@
+"""Calls of operators on arrays."""
+
+from operator import index
+from typing import Any
+
+from .._native import library
+from .._native.library import DType
+from .._table import OPERATORS, OPTIONS, TORCH, demand
+from .capsules import run, run_into
+
+
+def _number(option, value):
+    """An option's value for its field. Refuses integers of more than 64 bits, which ctypes would truncate."""
+    try:
+        if isinstance(value, str):  # float() would parse it
+            raise TypeError
+        if option.type == "real":
+            return float(value)
+        number = int(bool(value)) if option.type == "flag" else index(value)
+    except TypeError:
+        expected = "a number" if option.type == "real" else "an integer"
+        raise TypeError(f"{option.name} is {value!r}, expected {expected}") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{option.name} is {number}, expected 64 bits at most")
+    return number
+
+
+def only_torch(argument: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{argument} is supported for torch tensors only; leave it out, or pass torch.from_dlpack(x) as x"
+    )
+
+
+def call(name: str, given: dict[str, Any]) -> Any:
+    """Runs an operator of TORCH on arguments by name. A result that is not asked for is None."""
+    torch_operator = TORCH[name]
+    operator = OPERATORS[torch_operator.operator]
+    if given.get("inplace_backward") or torch_operator.writes == {"x": "dx"}:
+        raise only_torch("inplace_backward")
+    values = {
+        option.name: _number(option, given.get(option.name, torch_operator.fixed.get(option.name)))
+        for option in OPTIONS[operator.group]
+        if option.name in given or option.name in torch_operator.fixed
+    }
+    for argument in torch_operator.arguments:
+        if argument.kind == "extra":  # only the gradient uses it, which arrays do not have
+            values.pop(argument.name, None)
+    values |= torch_operator.fixed
+    struct = library.options(operator.group, **values)
+    if torch_operator.writes:
+        written = {output: given[argument] for argument, output in torch_operator.writes.items()}
+        return run_into(torch_operator.operator, given, written, struct)
+    wanted = [result for result in torch_operator.results if given.get(demand(result), True)]
+    dtypes = []
+    for operand in operator.operands:
+        if operand.choice:
+            dtype = given.get(operand.choice) if operand.name in wanted else None
+            dtypes.append(DType() if dtype is None else library.dtype_of(dtype, operand.choice))
+    inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
+    results = dict(zip(wanted, run(operator, inputs, dtypes, struct, wanted), strict=True))
+    returned = tuple(results.get(result) for result in torch_operator.results)
+    return returned if len(returned) > 1 else returned[0]
