@@ -508,6 +508,7 @@ np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum(1, keepdims=True), rtol=
 check_notorch() {
   numpy_venv "$STATE/numpy"
   PYTHONPATH=python "$STATE/numpy/bin/python" -c "$TRY_NUMPY"
+  PYTHONPATH=python "$STATE/numpy/bin/python" -m gander check
 }
 
 # lane NAME...: runs checks one after the other, each in its own process, and stores their results.
@@ -629,7 +630,8 @@ assert (files("gander_bench") / "ceiling.cu").is_file(), "the wheel of gander_be
 try_wheels() {
   numpy_venv "$1"
   "$1/bin/python" -m pip install --quiet --no-input --no-deps --no-index "${@:2}"
-  (cd / && "$1/bin/python" -c "$TRY_NUMPY" && "$1/bin/python" -c "$TRY_BENCH")
+  (cd / && "$1/bin/python" -c "$TRY_NUMPY" && "$1/bin/python" -m gander check &&
+    "$1/bin/python" -c "$TRY_BENCH")
 }
 
 task_clean() {

@@ -1,4 +1,7 @@
-"""`python -m gander info | explain`: what is installed, and what a call would run."""
+"""`python -m gander info | explain | check`: what is installed, what a call would run, whether it is right.
+
+No package besides gander is needed, but for `check`, which needs torch or NumPy.
+"""
 
 import argparse
 import importlib
@@ -50,6 +53,18 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check(options: argparse.Namespace) -> int:
+    from .check import main
+
+    arrays = _imported("torch") or _imported("numpy")
+    if arrays is None:
+        raise ImportError("check needs torch or NumPy, and neither is installed: pip install numpy")
+    if arrays.__name__ == "torch":
+        # linear_cross_entropy's matrix products are torch's, which an environment variable may let use TF32.
+        arrays.set_float32_matmul_precision("highest")
+    return main(arrays)
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="python -m gander", description="gander: row reductions at the speed of memory.")
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -70,6 +85,7 @@ def _parser() -> _Parser:
     explain.add_argument("--algorithm", default="auto", help="one of gander.algorithms(OP)")
     explain.add_argument("--batch-invariant", action="store_true")
 
+    command("check", _check, "compare each operator with float64, on the CPU and on the GPU if there is one")
     return parser
 
 

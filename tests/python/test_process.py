@@ -452,11 +452,11 @@ def run(*arguments, without=()):
     """`python -m gander` as a user runs it who has not installed some packages."""
     script = """
         import runpy, sys
-        sys.modules |= dict.fromkeys(sys.argv.pop(1).split(","))
+        sys.modules |= dict.fromkeys(sys.argv.pop(1).split())
         runpy.run_module("gander", run_name="__main__")
     """
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), ",".join(without), *arguments],
+        [sys.executable, "-c", textwrap.dedent(script), " ".join(without), *arguments],
         capture_output=True,
         text=True,
         timeout=400,
@@ -507,6 +507,7 @@ def test_explain_on_the_command_line_passes_all_options_on():
         ((*EXPLAIN, "--dtype", "int8"), "dtype is int8, expected float16, bfloat16"),
         ((*EXPLAIN, "--algorithm", "best"), "algorithm is 'best', expected 'auto'"),
         ((*EXPLAIN, "--algorithm", "warp"), 'algorithm "warp" holds rows of up to'),
+        (("check",), "check needs torch or NumPy, and neither is installed"),
     ],
 )
 def test_errors_of_the_command_line_are_a_sentence(arguments, expected):
