@@ -31,7 +31,7 @@ usage: ./build.sh TASK [ARGUMENT...]
   demo       show this machine, check and time each op, and train a small language model with gander
   test       run all checks that need no GPU; `test NAME...` runs only these checks
   test-torch run tests/python with other releases of torch: `test-torch 2.11.0`, `test-torch oldest`;
-             python/gander/_torch/fast.py lists the releases that are tested, and `test` runs the newest of them
+             python/gander/_torch/fast.py lists the releases that are tested, and `test` runs the newest
   bench      measure host overhead, load time and throughput, next to torch and torch.compile;
              `bench train` trains a Llama with torch, torch.compile, Liger and gander
   notebook   run notebooks/compare_torch_compile.ipynb on this machine, and keep its outputs

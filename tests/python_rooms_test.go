@@ -34,7 +34,8 @@ var pythonRooms = map[string][]string{
 
 var (
 	// An import of the package's own modules, with the names in parentheses or up to the end of the line.
-	pythonFrom   = regexp.MustCompile(`(?m)^\s*from\s+(\.+[\w.]*|gander[\w.]*)\s+import\s+(?:\(([^)]*)\)|([^\n#]*))`)
+	pythonFrom = regexp.MustCompile(
+		`(?m)^\s*from\s+(\.+[\w.]*|gander[\w.]*)\s+import\s+(?:\(([^)]*)\)|([^\n#]*))`)
 	pythonImport = regexp.MustCompile(`(?m)^\s*import\s+(gander[\w.]*)`)
 	// A module that is imported by its name would be seen by nobody.
 	pythonByName = regexp.MustCompile(`import_module\(\s*f?["']\.|__import__\(`)

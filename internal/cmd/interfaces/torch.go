@@ -8,8 +8,8 @@ import (
 	"github.com/gander-go/gander/internal/operators"
 )
 
-// torchOperators generates python/gander/_torch/c/operators_gen.h. For each operator of PyTorch it has a table for
-// kernels.c and a function that calls the C ABI.
+// torchOperators generates python/gander/_torch/c/operators_gen.h. For each operator of PyTorch it has a
+// table for kernels.c and a function that calls the C ABI.
 func torchOperators() string {
 	var t text
 	t.add("/* %s */", generated)
@@ -184,7 +184,8 @@ func torchSaved(t *text, o operator, op *operators.Torch, list []argument) {
 	}
 	var saved []string
 	for _, s := range savedBy(op) {
-		saved = append(saved, fmt.Sprintf("{%d, %d}", slices.Index(op.Results, s.result), position(list, s.argument)))
+		from := slices.Index(op.Results, s.result)
+		saved = append(saved, fmt.Sprintf("{%d, %d}", from, position(list, s.argument)))
 	}
 	t.add("        .saved_count = %d,", len(saved))
 	t.add("        .saved = {%s},", strings.Join(saved, ", "))
