@@ -208,20 +208,13 @@ func pythonFunctions() string {
 	t.add("# %s", generated)
 	t.add("# ruff: noqa: E501")
 	t.add("# fmt: off")
-	t.add(`"""A function for each operator of torch.ops.gander. It may bypass the dispatcher: see fast.py.`)
-	t.add("")
-	t.add("A result that is not asked for is then None. The dispatcher returns a tensor without elements.")
-	t.add(`"""`)
+	t.add(`"""A function for each operator of torch.ops.gander, which torch.compile can trace."""`)
 	t.add("")
 	t.add("from typing import Any")
 	t.add("")
 	t.add("from torch import Tensor, dtype")
-	t.add("from torch.compiler import is_dynamo_compiling")
 	t.add("")
-	t.add("from .fast import dispatch, fast")
 	t.add("from .registry import overloads")
-	t.add("")
-	t.add("__all__ = (%s)", quoted(torchNames()...))
 	for _, o := range all() {
 		for i := range o.Torch {
 			op := &o.Torch[i]
@@ -230,15 +223,11 @@ func pythonFunctions() string {
 			for _, a := range list {
 				names = append(names, a.Name)
 			}
-			given := strings.Join(names, ", ")
 			t.add("")
 			t.add("")
 			t.add("def %s(%s) -> Any:", op.Name, pythonParameters(list, "Tensor", "dtype"))
 			t.add("    %s", pythonDoc(o, op))
-			t.add("    if is_dynamo_compiling():  # which knows the operator, and no function of it")
-			t.add("        return overloads[%q](%s)", op.Name, given)
-			t.add("    results = fast.%s(%s)", op.Name, given)
-			t.add("    return dispatch.%s(%s) if results is None else results", op.Name, given)
+			t.add("    return overloads[%q](%s)", op.Name, strings.Join(names, ", "))
 		}
 	}
 	return t.String()

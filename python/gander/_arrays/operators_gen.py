@@ -7,7 +7,7 @@ from typing import Any
 
 from .calls import call
 
-__all__ = ("softmax", "softmax_bwd", "masked_softmax", "masked_softmax_bwd", "rmsnorm", "rmsnorm_out", "fused_add_rmsnorm_", "rmsnorm_bwd", "layernorm", "layernorm_out", "layernorm_bwd", "cross_entropy", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_out", "cross_entropy_fwd_one_pass", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_out", "cross_entropy_bwd_one_pass", "sharded_cross_entropy_combine", "rescale_", "logsumexp", "logsumexp_bwd")
+__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
 
 
 def softmax(x: Any, algorithm: int = 0, batch_invariant: bool = False) -> Any:

@@ -34,7 +34,7 @@ from .._table import (
     tensors,
     upstream,
 )
-from . import operators_gen
+from . import fast
 from .registry import complete, overloads, registry, untraced
 
 _AFTER = torch._C._after_autograd_keyset
@@ -104,7 +104,7 @@ def backward(name: str, inputs: list[str]):
     tensors. If takes_dtypes(name), it also reads ctx.dtypes, those of the arguments differentiable(name).
     """
     gradient_op, results = TORCH[name].backward, TORCH[name].results
-    typed, plans, call = takes_dtypes(name), {}, getattr(operators_gen, gradient_op)
+    typed, plans = takes_dtypes(name), {}
     of, heads, gradients_there = operands(gradient_op), upstream(gradient_op), gradients_of(gradient_op)
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
@@ -125,6 +125,7 @@ def backward(name: str, inputs: list[str]):
         }
         order = [*read(gradient_op), *dict(given).values(), *absent, *choices, *demands]
         plans[needs, dtypes] = (
+            fast.operator(gradient_op),
             gradient_arguments(gradient_op, name, order),
             (*[None] * len(absent), *choices.values(), *demands.values()),
             [(inputs.index(argument), gradients_there.index(source)) for argument, source in sources.items()],
@@ -144,7 +145,7 @@ def backward(name: str, inputs: list[str]):
             if gradients[index] is not None:
                 raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
         key = ctx.needs_input_grad, ctx.dtypes if typed else None
-        pick, constants, places = plans.get(key) or plan(*key)
+        call, pick, constants, places = plans.get(key) or plan(*key)
         saved = ctx.saved_tensors
         heads = [
             # Every result with a gradient has the shape of the first tensor, the rows.

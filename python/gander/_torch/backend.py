@@ -1,6 +1,6 @@
 """What gander._functions asks of the backend that serves torch's tensors.
 
-This module also has a function for each operator of torch.ops.gander (operators_gen.py).
+This module also has a function for each operator of torch.ops.gander (fast.py).
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from torch.nn import Parameter
 
 from .. import _debug
 from .._native import library
+from .._table import TORCH
 from . import fast
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
-from .operators_gen import *  # noqa: F403
 from .tensors import differ, nested, scalar
 
 __all__ = [
@@ -40,6 +40,9 @@ __all__ = [
     "with_lse_partial",
     "with_target_logit",
 ]
+
+
+globals().update({name: fast.operator(name) for name in TORCH})
 
 
 def fast_path() -> bool | str:

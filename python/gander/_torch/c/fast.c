@@ -1,9 +1,9 @@
 /* The fast path: calls the kernels directly from Python, without PyTorch's dispatcher, which costs host time.
  *
- * It handles eager calls on plain tensors, with no mode or transform active. For any other call, and after
- * any failure, a function returns None. One of an operator without results returns True. After None
- * gander._torch.fast calls the dispatcher, which runs the operator or raises its error. gander._torch.fast
- * checks what this file relies on before it uses any function. */
+ * It handles eager calls on plain tensors, with no mode or transform active. A call of an operator's function
+ * that it does not handle, or that failed, goes through the dispatcher, which runs it or raises its error.
+ * gander._torch.fast checks what this file relies on before it uses any function. Until it has, it calls
+ * functions of this file that return None in place of asking the dispatcher. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>
@@ -14,11 +14,11 @@
 
 typedef struct {
   const char* name;
-  PyObject* (*function)(PyObject* self, PyObject* const* arguments, intptr_t count);
+  void* function; /* see `flags` */
   int flags;
   const char* doc;
 } PyMethodDef;
-enum { METH_FASTCALL = 0x80 };
+enum { METH_KEYWORDS = 0x2, METH_FASTCALL = 0x80 };
 
 // clang-format off
 #define PYTHON_FUNCTIONS(F) \
@@ -29,6 +29,10 @@ enum { METH_FASTCALL = 0x80 };
   F(int, PyObject_SetAttr, (PyObject*, PyObject*, PyObject*)) \
   F(int, PyObject_IsTrue, (PyObject*)) \
   F(PyObject*, PyObject_CallFunctionObjArgs, (PyObject*, ...)) \
+  F(PyObject*, PyObject_Call, (PyObject*, PyObject*, PyObject*)) \
+  F(PyObject*, PyDict_New, (void)) \
+  F(int, PyDict_SetItem, (PyObject*, PyObject*, PyObject*)) \
+  F(intptr_t, PyTuple_Size, (PyObject*)) \
   F(PyObject*, PyDict_GetItem, (PyObject*, PyObject*)) \
   F(PyObject*, PyDict_GetItemString, (PyObject*, const char*)) \
   F(int, PyDict_SetItemString, (PyObject*, const char*, PyObject*)) \
@@ -56,7 +60,7 @@ static struct {
 /* Objects that gander._torch.fast passes: types and functions of torch, and a module's dictionary. */
 // clang-format off
 #define OBJECTS(F) \
-  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(forward_ad) F(increment_version)
+  F(Tensor) F(Parameter) F(None) F(False) F(True) F(Ellipsis) F(RuntimeError) F(forward_ad) F(increment_version)
 #define NAMES(F) \
   F(requires_grad) F(to_save) F(materialize_grads) F(options) F(dtypes) F(dtype) F(_current_level)
 // clang-format on
@@ -91,11 +95,16 @@ static Tensor handle_of(PyObject* object) { return (Tensor)(void*)((char*)object
 
 /* ---- The functions ---- */
 
-/* A function for Python. It takes its operator's arguments, by position. */
+/* An operator's functions for Python. `names` and `defaults` are of its arguments: None is the default where
+ * there is one, and a required argument has Ellipsis. */
 typedef struct {
   const Operator* op;
-  PyObject* apply; /* apply of the autograd.Function, NULL if the operator cannot be differentiated */
-  PyMethodDef method;
+  PyObject* apply;    /* apply of the autograd.Function, None if the operator cannot be differentiated */
+  PyObject* dispatch; /* what calls the dispatcher */
+  PyObject* first;    /* what gander._torch.fast calls until it has checked the function, then NULL */
+  PyObject* names[MAX_ARGUMENTS];
+  PyObject* defaults[MAX_ARGUMENTS]; /* NULL for a required argument */
+  PyMethodDef try, call;
 } Function;
 
 enum { MAX_FUNCTIONS = 128 };
@@ -233,6 +242,16 @@ static bool set(PyObject* object, PyObject* name, PyObject* owned) {
   return ok;
 }
 
+/* A new tuple of references to objects. */
+static PyObject* tuple_of(PyObject* const* items, intptr_t count) {
+  PyObject* tuple = python.PyTuple_New(count);
+  for (intptr_t i = 0; tuple != NULL && i < count; i++) {
+    python.Py_IncRef(items[i]);
+    python.PyTuple_SetItem(tuple, i, items[i]);
+  }
+  return tuple;
+}
+
 /* The tensors that backward reads, in the order of the table, as new references. */
 static PyObject* tuple_of_saved(const FastCall* call) {
   const Operator* op = call->function->op;
@@ -250,14 +269,8 @@ static PyObject* tuple_of_saved(const FastCall* call) {
 /* The arguments that are not tensors. */
 static PyObject* tuple_of_options(const FastCall* call) {
   const char* kinds = call->function->op->arguments;
-  int first = 0, count = (int)strlen(kinds);
-  while (first < count && (kinds[first] == 'T' || kinds[first] == 'O')) first++;
-  PyObject* tuple = python.PyTuple_New(count - first);
-  for (int i = first; tuple != NULL && i < count; i++) {
-    python.Py_IncRef(call->arguments[i]);
-    python.PyTuple_SetItem(tuple, i - first, call->arguments[i]);
-  }
-  return tuple;
+  size_t tensors = strspn(kinds, "TO");
+  return tuple_of(call->arguments + tensors, (intptr_t)(strlen(kinds) - tensors));
 }
 
 /* The dtypes of the arguments that have a gradient: None for one that is None. */
@@ -420,11 +433,11 @@ static bool increment_versions(const FastCall* call) {
   return ok;
 }
 
-static PyObject* call_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
-  const Function* f = python.PyCapsule_GetPointer(self, NULL);
+/* Runs a call with all arguments. None: it is left to the dispatcher. True: the operator has no results. */
+static PyObject* try_call(const Function* f, PyObject* const* arguments) {
   FastCall call = {.function = f, .arguments = arguments};
-  if (count != (intptr_t)strlen(f->op->arguments) || !may_bypass()) return none();
-  for (int i = 0; i < count; i++)
+  if (!may_bypass()) return none();
+  for (int i = 0; f->op->arguments[i] != 0; i++)
     if (!convert(&call, i)) return none();
   Route route = choose_route(&call);
   if (route == WITH_GRADIENT) return call_apply(&call);
@@ -432,6 +445,65 @@ static PyObject* call_function(PyObject* self, PyObject* const* arguments, intpt
   if (f->op->result_count > 0) return take_results(&call, f->op->result_count);
   python.Py_IncRef(objects.True);
   return objects.True;
+}
+
+static PyObject* try_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
+  const Function* f = python.PyCapsule_GetPointer(self, NULL);
+  return count == (intptr_t)strlen(f->op->arguments) ? try_call(f, arguments) : none();
+}
+
+/* Calls a function of Python. keywords: names of the last arguments, or NULL. */
+static PyObject* call_python(PyObject* function, PyObject* const* arguments, intptr_t count,
+                             PyObject* keywords) {
+  PyObject *tuple = tuple_of(arguments, count), *named = keywords == NULL ? NULL : python.PyDict_New(), *out;
+  if (tuple == NULL || (keywords != NULL && named == NULL)) return NULL;
+  for (intptr_t i = 0; named != NULL && i < python.PyTuple_Size(keywords); i++)
+    if (python.PyDict_SetItem(named, python.PyTuple_GetItem(keywords, i), arguments[count + i])) return NULL;
+  out = python.PyObject_Call(function, tuple, named);
+  python.Py_DecRef(tuple);
+  if (named != NULL) python.Py_DecRef(named);
+  return out;
+}
+
+/* The position of an argument with this name, or -1. Names in code are interned, as those of the function
+ * are. from: where to look first. */
+static intptr_t find_name(const Function* f, PyObject* name, intptr_t from, intptr_t total) {
+  for (intptr_t i = 0; i < total; i++)
+    if (f->names[(from + i) % total] == name) return (from + i) % total;
+  return -1;
+}
+
+/* Puts the arguments of a call in order, with defaults. False if one is missing, unknown or given twice. */
+static bool arrange(const Function* f, PyObject* const* arguments, intptr_t count, PyObject* keywords,
+                    PyObject** all) {
+  intptr_t total = (intptr_t)strlen(f->op->arguments), named = 0, at = count;
+  if (keywords != NULL) named = python.PyTuple_Size(keywords);
+  if (count > total) return false;
+  for (intptr_t i = 0; i < total; i++) all[i] = i < count ? arguments[i] : f->defaults[i];
+  for (intptr_t k = 0; k < named; k++) {
+    at = find_name(f, python.PyTuple_GetItem(keywords, k), at, total);
+    if (at < count) return false;
+    all[at++] = arguments[count + k];
+  }
+  for (intptr_t i = 0; i < total; i++)
+    if (all[i] == NULL) return false;
+  return true;
+}
+
+/* An operator's function: takes arguments like the operator, and returns what it returns. */
+static PyObject* call_function(PyObject* self, PyObject* const* arguments, intptr_t count,
+                               PyObject* keywords) {
+  const Function* f = python.PyCapsule_GetPointer(self, NULL);
+  PyObject* all[MAX_ARGUMENTS];
+  if (arrange(f, arguments, count, keywords, all)) {
+    intptr_t total = (intptr_t)strlen(f->op->arguments);
+    PyObject* out = f->first == NULL ? try_call(f, all) : call_python(f->first, all, total, NULL);
+    if (out != objects.None && out != objects.True) return out;
+    bool done = out == objects.True;
+    python.Py_DecRef(out);
+    if (done) return none();
+  }
+  return call_python(f->dispatch, arguments, count, keywords);
 }
 
 /* ---- Functions that gander._torch.fast calls through ctypes ---- */
@@ -454,11 +526,38 @@ static PyObject* get_item(PyObject* dictionary, const char* key) {
   return object;
 }
 
-/* Fills the dictionary `results` with "forward", and a function for each operator by its name.
+/* Makes the functions of an operator: [0] returns None in place of asking the dispatcher, [1] asks it. */
+static bool make_functions(Function* f, PyObject* given, PyObject* results) {
+  PyObject *of = python.PyDict_GetItemString(given, f->op->name), *self = python.PyCapsule_New(f, NULL, NULL);
+  PyObject** const kept[] = {&f->apply, &f->dispatch, &f->first};
+  if (of == NULL || self == NULL) return false;
+  python.Py_IncRef(of); /* for the life of the process, with all that is in it */
+  for (int i = 0; i < 3; i++) *kept[i] = python.PyTuple_GetItem(of, i);
+  if (f->apply == objects.None) f->apply = NULL;
+  for (int i = 0; f->op->arguments[i] != 0; i++) {
+    f->names[i] = python.PyTuple_GetItem(python.PyTuple_GetItem(of, 3), i);
+    f->defaults[i] = python.PyTuple_GetItem(python.PyTuple_GetItem(of, 4), i);
+    if (f->defaults[i] == objects.Ellipsis) f->defaults[i] = NULL;
+  }
+  f->try = (PyMethodDef){f->op->name, try_function, METH_FASTCALL, NULL};
+  f->call = (PyMethodDef){f->op->name, call_function, METH_FASTCALL | METH_KEYWORDS, NULL};
+  PyObject* pair[] = {python.PyCFunction_NewEx(&f->try, self, NULL),
+                      python.PyCFunction_NewEx(&f->call, self, NULL)};
+  PyObject* tuple = pair[0] == NULL || pair[1] == NULL ? NULL : tuple_of(pair, 2);
+  return tuple != NULL && python.PyDict_SetItemString(results, f->op->name, tuple) == 0;
+}
+
+/* Lets an operator's function run without `first`, by its name. */
+EXPORT void gander_fast_checked(const char* name) {
+  for (int i = 0; i < MAX_FUNCTIONS && functions[i].op != NULL; i++)
+    if (strcmp(functions[i].op->name, name) == 0) functions[i].first = NULL;
+}
+
+/* Fills the dictionary `results` with "forward", and a pair of functions for each operator by its name.
  *
- * given: OBJECTS, torch's dtypes, "one_pass" and "tensor_offset" (ints), and by operator the apply of the
- * autograd.Functions. states: the dispatch states in inference mode and in a backward pass. Returns NULL, or
- * the name of what is missing. Must be called only once, with the GIL. */
+ * given: OBJECTS, torch's dtypes, "one_pass" and "tensor_offset" (ints), and by operator a tuple of apply,
+ * dispatch, first, names and defaults: see Function. states: the dispatch states in inference mode and in a
+ * backward pass. Returns NULL, or the name of what is missing. Must be called only once, with the GIL. */
 EXPORT const char* gander_fast_functions(PyObject* given, const State* states, PyObject* results) {
   static PyMethodDef forward_method = {"forward", forward, METH_FASTCALL, NULL};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -490,15 +589,10 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   backward = states[1];
   one_pass = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "one_pass"));
   tensor_offset = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "tensor_offset"));
-  for (int i = 0; i < MAX_FUNCTIONS && find_operator(i) != NULL; i++) {
-    Function* f = &functions[i];
-    f->op = find_operator(i);
-    if (!f->op->fast) continue;
-    f->method = (PyMethodDef){f->op->name, call_function, METH_FASTCALL, NULL};
-    f->apply = !f->op->has_gradient ? NULL : get_item(given, f->op->name);
-    PyObject* self = python.PyCapsule_New(f, NULL, NULL);
-    PyObject* function = python.PyCFunction_NewEx(&f->method, self, NULL);
-    if (function == NULL || python.PyDict_SetItemString(results, f->op->name, function)) return f->op->name;
+  for (int i = 0, n = 0; n < MAX_FUNCTIONS - 1 && find_operator(i) != NULL; i++) {
+    if (!find_operator(i)->fast) continue;
+    functions[n].op = find_operator(i);
+    if (!make_functions(&functions[n++], given, results)) return find_operator(i)->name;
   }
   PyObject* function = python.PyCFunction_NewEx(&forward_method, NULL, NULL);
   if (function == NULL || python.PyDict_SetItemString(results, "forward", function)) return "forward";
