@@ -525,9 +525,11 @@ func (o LayerNormForward) Run(c *Call) error {
 
 // LayerNormBackward is the operator layernorm_backward: x is forward's residual_out if it wrote one, else its
 // x. With h = (x - mean) * rstd and g = dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd +
-// dresidual_out for each row, where mean(g) and mean(g * h) are of the row. dresidual receives the same
-// numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows of dout, accumulated in at
-// least float32 in a fixed order. With a weight of shape (H, N) the sums are over the rows of each head.
+// dresidual_out for each row, where mean(g) and mean(g * h) are of the row. If x is float32, and on the host
+// if it has 16 bits, h also has the digits of x's mean that mean lost when it was rounded to float32.
+// dresidual receives the same numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows
+// of dout, accumulated in at least float32 in a fixed order. With a weight of shape (H, N) the sums are over
+// the rows of each head.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LayerNormBackward struct {

@@ -184,6 +184,25 @@ def test_layernorm_is_accurate(dtype, columns, mean, device):
         assert_accurate(*results, what, extra=extra)
 
 
+@pytest.mark.parametrize("columns", [2, 3, 8, 64, 768, 5000])
+@pytest.mark.parametrize("gap", [1e-3, 1e-2])
+def test_layernorm_of_close_elements(columns, gap, device):
+    """Backward has as many digits as forward where elements are close to each other beside their mean. The
+    mean is saved in float32, and rounding it is up to 1e-4 of what they deviate from it."""
+    x = torch.randn(64, 1, device=device) + gap * torch.randn(64, columns, device=device)
+    weight, bias, dout = (torch.randn_like(t) for t in (x[0], x[0], x))
+    mine, exact = (
+        leaves((x, weight, bias), [True] * 3),
+        leaves([t.double() for t in (x, weight, bias)], [True] * 3),
+    )
+    y, want = gander.layernorm(*mine), F.layer_norm(exact[0], (columns,), *exact[1:], 1e-6)
+    y.backward(dout)
+    want.backward(dout.double())
+    results = [(y, want), *((a.grad, b.grad) for a, b in zip(mine, exact, strict=True))]
+    for what, (got, expected) in zip(("y", "dx", "dw", "db"), results, strict=True):
+        assert (got - expected).abs().max() <= 2**-20 * expected.abs().max(), what
+
+
 def test_the_sum_is_not_rounded(device):
     """The norm is of x + residual in float32, though both have 16 bits and residual_out too."""
     x, weight, _, residual = operands(device, (BRAIN,) * 4, (16, 256))
