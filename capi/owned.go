@@ -5,6 +5,7 @@ import "C"
 
 import (
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
@@ -106,11 +107,13 @@ func (o *outputs) rows() []int64    { return o.first.Dims() }
 func (o *outputs) columns() []int64 { return o.first.Dims()[o.first.Rank()-1:] }
 
 // headColumns is the shape of a gradient of a norm's weight, or of its bias, which has the weight's shape.
+// Another weight will be refused.
 func (o *outputs) headColumns(weight *dlpack.Tensor) []int64 {
-	if weight == nil || weight.Validate() != nil { // which the call will refuse
-		return o.columns()
+	heads := o.first.Dims()[max(o.first.Rank()-2, 0):]
+	if weight.Validate() == nil && slices.Equal(weight.Dims(), heads) {
+		return heads
 	}
-	return weight.Dims()
+	return o.columns()
 }
 
 func (o *outputs) perRow() []int64 { return o.first.Dims()[:o.first.Rank()-1] }
@@ -127,9 +130,12 @@ func (o *outputs) reduced(reduction int32) []int64 {
 
 func (o *outputs) dtype() dlpack.DType { return o.first.DType }
 
-// dtypeOf is the dtype of an optional operand, or another one if the operand is absent.
+// dtypeOf is the dtype of an operand, or another one if the operand is absent or will be refused.
 func (o *outputs) dtypeOf(t *dlpack.Tensor, otherwise dlpack.DType) dlpack.DType {
-	if t == nil {
+	if t.Validate() != nil {
+		return otherwise
+	}
+	if _, ok := ops.DType(t.DType); !ok {
 		return otherwise
 	}
 	return t.DType

@@ -119,7 +119,8 @@ func (k *check) finite(name string, v float64) {
 	}
 }
 
-// operand checks what all operands have in common and returns the element type.
+// operand checks what all operands have in common and returns the element type. Nothing of a tensor may be
+// used before: its shape may not even be there.
 func (k *check) operand(name string, t *dlpack.Tensor, allowed types) (d kernels.DType, ok bool) {
 	if t == nil {
 		k.fail(StatusNull, "%s is NULL, expected a tensor", name)
@@ -303,13 +304,20 @@ func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, wh
 	if !ok {
 		return kernels.Vector{}
 	}
+	return k.elements(name, t, d, n, what)
+}
+
+// elements is vector for a tensor that operand has checked.
+func (k *check) elements(
+	name string, t *dlpack.Tensor, d kernels.DType, n int64, what string,
+) kernels.Vector {
 	if t.Len() != n { // of x, or whatever the first operand is called
 		k.fail(StatusShape, "%s has shape %s, which is %d elements, expected %d: %s",
 			name, shape(t), t.Len(), n, strings.Replace(what, " of x", " of "+k.first, 1))
 		return kernels.Vector{}
 	}
 	v := kernels.Vector{Data: t.Pointer(), DType: d, Len: n, Stride: 1}
-	switch {
+	switch ok := true; {
 	case n == 0:
 		v.Data = nil
 	case n > 1:
@@ -324,7 +332,18 @@ func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, wh
 
 // compact checks a vector whose elements must be adjacent.
 func (k *check) compact(name string, t *dlpack.Tensor, allowed types, n int64, what string) kernels.Vector {
-	v := k.vector(name, t, allowed, n, what)
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
+		return kernels.Vector{}
+	}
+	return k.adjacent(name, t, d, n, what)
+}
+
+// adjacent is compact for a tensor that operand has checked.
+func (k *check) adjacent(
+	name string, t *dlpack.Tensor, d kernels.DType, n int64, what string,
+) kernels.Vector {
+	v := k.elements(name, t, d, n, what)
 	if k.err == nil && v.Stride != 1 {
 		k.fail(StatusLayout, "%s has stride %d, expected adjacent elements (stride 1); make it contiguous",
 			name, v.Stride)
@@ -334,28 +353,38 @@ func (k *check) compact(name string, t *dlpack.Tensor, allowed types, n int64, w
 
 // weights checks a contiguous operand of shape (N).
 func (k *check) weights(name string, t *dlpack.Tensor, allowed types, n int64) kernels.Vector {
-	if t != nil && t.NDim != 1 {
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
+		return kernels.Vector{}
+	}
+	return k.columns(name, t, d, n)
+}
+
+// columns is weights for a tensor that operand has checked.
+func (k *check) columns(name string, t *dlpack.Tensor, d kernels.DType, n int64) kernels.Vector {
+	if t.NDim != 1 {
 		k.fail(StatusShape, "%s has rank %d, expected rank 1: (N) with N = %d columns", name, t.NDim, n)
 	}
-	return k.compact(name, t, allowed, n, "one for each column of x")
+	return k.adjacent(name, t, d, n, "one for each column of x")
 }
 
 // headWeights checks a contiguous operand of shape (N), or (H, N) where x has the shape (..., H, N).
 func (k *check) headWeights(name string, t *dlpack.Tensor, allowed types, x *dlpack.Tensor) kernels.Vector {
-	if k.err != nil {
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
 		return kernels.Vector{}
 	}
 	last := x.Rank() - 1
 	n := x.Dim(last)
-	if t == nil || t.NDim != 2 {
-		return k.weights(name, t, allowed, n)
-	}
-	if t.Validate() == nil && (last < 1 || t.Dim(0) != x.Dim(last-1) || t.Dim(1) != n) {
+	switch {
+	case t.NDim != 2:
+		return k.columns(name, t, d, n)
+	case last < 1 || t.Dim(0) != x.Dim(last-1) || t.Dim(1) != n:
 		k.fail(StatusShape, "%s has shape %s, expected (N) or (H, N) for %s of shape (..., H, N), which is %s",
 			name, shape(t), k.first, shape(x))
 		return kernels.Vector{}
 	}
-	return k.compact(name, t, allowed, t.Dim(0)*n, "one for each column of each head")
+	return k.adjacent(name, t, d, t.Dim(0)*n, "one for each column of each head")
 }
 
 // collapse returns the stride between consecutive elements of the first `rank` dimensions of t, in row-major

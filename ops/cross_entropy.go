@@ -233,12 +233,16 @@ func (k *check) reduced(
 
 // upstream checks the gradient of a reduced operand. A single element applies to all rows: its stride is 0.
 func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) kernels.Vector {
-	if t != nil && t.Validate() == nil && t.Len() == 1 {
-		v := k.vector(name, t, allowed, 1, "")
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
+		return kernels.Vector{}
+	}
+	if t.Len() == 1 {
+		v := k.elements(name, t, d, 1, "")
 		v.Stride = 0
 		return v
 	}
-	return k.vector(name, t, allowed, m, perRow+", or a single one for all")
+	return k.elements(name, t, d, m, perRow+", or a single one for all")
 }
 
 // statistics checks the log-sum-exp of the rows. It has M elements; or shape (2, M), with the maxima and the
@@ -246,19 +250,19 @@ func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) 
 // and then the denominator.
 func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64) (s logSumExp) {
 	const shapes = perRow + ", (2, M), or 2 M + 1 with the denominator"
-	if k.err != nil || t == nil || t.Validate() != nil {
-		s.Max = k.compact(name, t, allowed, m, shapes)
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
 		return s
 	}
 	switch {
 	case t.NDim == 1 && t.Len() == 2*m+1:
-		all := k.compact(name, t, allowed, 2*m+1, shapes)
+		all := k.adjacent(name, t, d, 2*m+1, shapes)
 		if k.err != nil {
 			return s
 		}
-		size := all.DType.Size()
+		size := d.Size()
 		part := func(from, n int64) kernels.Vector {
-			return kernels.Vector{Data: unsafe.Add(all.Data, from*size), DType: all.DType, Len: n, Stride: 1}
+			return kernels.Vector{Data: unsafe.Add(all.Data, from*size), DType: d, Len: n, Stride: 1}
 		}
 		s.Denominator = part(2*m, 1)
 		if m > 0 {
@@ -266,11 +270,7 @@ func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64
 		}
 		return s
 	case t.NDim < 2 || t.Dim(0) != 2 || t.Len() != 2*m || m == 0:
-		s.Max = k.compact(name, t, allowed, m, shapes)
-		return s
-	}
-	d, ok := k.operand(name, t, allowed)
-	if !ok {
+		s.Max = k.adjacent(name, t, d, m, shapes)
 		return s
 	}
 	part := *t

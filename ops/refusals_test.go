@@ -122,6 +122,12 @@ func TestRefusals(t *testing.T) {
 		{"softmax_forward", func(a *operands) { a.x.Data = nil }, ops.StatusNull,
 			"x is not a valid DLPack tensor, it has a NULL pointer: data is NULL, expected the address of " +
 				"48 bytes"},
+		{"rmsnorm_forward", func(a *operands) { a.weight.NDim, a.weight.Shape = 2, nil }, ops.StatusNull,
+			"weight is not a valid DLPack tensor, it has a NULL pointer: shape is NULL with ndim 2"},
+		{"rmsnorm_backward", func(a *operands) { a.dw.NDim, a.dw.Shape = 2, nil }, ops.StatusNull,
+			"dw is not a valid DLPack tensor, it has a NULL pointer: shape is NULL with ndim 2"},
+		{"cross_entropy_forward", func(a *operands) { a.lse.Shape = nil }, ops.StatusNull,
+			"lse is not a valid DLPack tensor, it has a NULL pointer: shape is NULL with ndim 2"},
 		{"softmax_forward", func(a *operands) { a.x.DType.Lanes = 0 }, ops.StatusDType,
 			"x is not a valid DLPack tensor, it has a bad dtype: 32 bits in 0 lanes"},
 		{"softmax_forward", func(a *operands) { a.x.ByteOffset = math.MaxUint64 }, ops.StatusLayout,
