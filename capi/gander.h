@@ -269,8 +269,8 @@ int32_t gander_masked_softmax_backward(const DLTensor* dy, const DLTensor* y, co
  *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
  *   bfloat16 or float32; or NULL.
  *   bias: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL.
- *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   bfloat16 or float32; or NULL; has the shape of weight.
+ *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL; has the shape of x.
  *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
  *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
  *   dtypes agree; or NULL.
@@ -294,9 +294,9 @@ int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const 
  *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
  *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dw: (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or NULL; must be NULL
- *   without weight.
+ *   without weight; has the shape of weight.
  *   db: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16
- *   or float32; or NULL. */
+ *   or float32; or NULL; has the shape of weight. */
 int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                 const DLTensor* dresidual_out, const DLTensor* rstd, const DLTensor* dx,
                                 const DLTensor* dresidual, const DLTensor* dw, const DLTensor* db,
@@ -310,8 +310,8 @@ int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const
  *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
  *   bfloat16 or float32; or NULL.
  *   bias: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL.
- *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   bfloat16 or float32; or NULL; has the shape of weight.
+ *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL; has the shape of x.
  *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
  *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
  *   dtypes agree; or NULL.
@@ -338,9 +338,9 @@ int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, cons
  *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
  *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dw: (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or NULL; must be NULL
- *   without weight.
+ *   without weight; has the shape of weight.
  *   db: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16
- *   or float32; or NULL. */
+ *   or float32; or NULL; has the shape of weight. */
 int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                   const DLTensor* dresidual_out, const DLTensor* mean, const DLTensor* rstd,
                                   const DLTensor* dx, const DLTensor* dresidual, const DLTensor* dw,
@@ -356,7 +356,7 @@ int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, con
  * must be NULL with reduction mean. dx is the gradient for an upstream gradient of upstream, which is 1 if
  * absent.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   target: M elements, any stride; int32 or int64.
+ *   target: the leading dimensions of the first operand, any stride; int32 or int64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   divisor: one element; float64 if x is, else float32; or NULL.
  *   upstream: one element; float64 if x is, else float32; or NULL.
@@ -375,7 +375,7 @@ int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, 
  * reductions it is divided by divisor. upstream is forward's, with one_pass. lse is what forward wrote.
  * Its two parts are more accurate than their sum, which loses digits if logits are large.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   target: M elements, any stride; int32 or int64.
+ *   target: the leading dimensions of the first operand, any stride; int32 or int64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dloss: M elements of any stride, or one for all rows; float64 if x is, else float32.
  *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
@@ -435,7 +435,7 @@ int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
 
 /* dx = dlse * exp(x - lse) for each row.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   dlse: M elements, any stride; float64 if x is, else float32.
+ *   dlse: the leading dimensions of the first operand, any stride; float64 if x is, else float32.
  *   lse: M elements, contiguous; float64 if x is, else float32.
  *   dx: (M, N); x's dtype; may be x if the dtypes agree. */
 int32_t gander_logsumexp_backward(const DLTensor* x, const DLTensor* dlse, const DLTensor* lse,

@@ -42,9 +42,6 @@ class Backend(Operators, Protocol):
     def is_ours(self, x: Any, other: Any) -> bool:
         """Whether another argument is of x's library."""
 
-    def check_residual(self, x: Any, residual: Any) -> None:
-        """Refuses what is no residual of x."""
-
     def check_targets(self, classes: int, target: Any, ignore_index: int) -> None:
         """Raises IndexError if an element of target is neither a class nor ignore_index."""
 

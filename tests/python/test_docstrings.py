@@ -15,7 +15,9 @@ PUBLIC = {
     **{f"gander.{name}": getattr(gander, name) for name in gander.__all__},
     **{f"gander.nn.{name}": getattr(gander.nn, name) for name in gander.nn.__all__},
     **{f"gander.nn.functional.{name}": getattr(functional, name) for name in functional.__all__},
-    **{f"gander.distributed.{name}": getattr(gander.distributed, name) for name in gander.distributed.__all__},
+    **{
+        f"gander.distributed.{name}": getattr(gander.distributed, name) for name in gander.distributed.__all__
+    },
 }
 DOCUMENTED = {name: item for name, item in PUBLIC.items() if callable(item)}
 

@@ -207,7 +207,7 @@ def test_sharded_rows_are_refused(mesh, local):
             call()
         assert counter.get_total_counts() == 0
     with pytest.raises(
-        NotImplementedError, match=r"weight has placements .* expected Replicate: it has one element"
+        NotImplementedError, match=r"weight has placements .* expected Replicate: it has no element for each"
     ):
         gander.rmsnorm(place(torch.rand(4, 4 * N), mesh, Replicate()), place(weight, mesh, Shard(0)))
 

@@ -98,34 +98,27 @@ func testRow(name, call string, list []operators.Operand, outputs int, wrong, gr
 func letters(list []operators.Operand) string {
 	var b strings.Builder
 	for _, p := range list {
-		switch p.Shape {
-		case operators.Rows:
-			b.WriteByte('m')
-		case operators.Broadcast:
-			b.WriteByte('b')
-		case operators.Columns, operators.HeadColumns:
-			if p.DType == operators.Index {
-				b.WriteByte('u')
-			} else {
-				b.WriteByte('n')
-			}
-		case operators.Strided:
-			if p.DType == operators.Index {
-				b.WriteByte('t')
-			} else {
-				b.WriteByte('r')
-			}
-		case operators.Upstream:
-			b.WriteByte('s')
-		case operators.One:
-			if p.Optional && !p.Output { // only used with another reduction
-				b.WriteByte('-')
-			} else {
-				b.WriteByte('1')
-			}
-		default:
-			b.WriteByte('r')
+		rule, letter := operators.Shapes[p.Shape], byte('r') // a number for each row
+		sizes, indices := rule.Forms[0].Sizes, p.DType == operators.Index
+		switch {
+		case rule.Layout == operators.Broadcasts:
+			letter = 'b'
+		case sizes == "LN":
+			letter = 'm'
+		case sizes == "N" && indices:
+			letter = 'u'
+		case sizes == "N":
+			letter = 'n'
+		case indices:
+			letter = 't'
+		case len(rule.Forms) > 1 && rule.Layout == operators.Regular:
+			letter = 's'
+		case sizes == "" && p.Optional && !p.Output: // only used with another reduction
+			letter = '-'
+		case sizes == "":
+			letter = '1'
 		}
+		b.WriteByte(letter)
 	}
 	return b.String()
 }

@@ -2,7 +2,6 @@
 they need to know of arrays."""
 
 from numbers import Real
-from operator import ne
 from typing import Any
 
 from .. import _debug
@@ -10,8 +9,6 @@ from .._native import library
 from .calls import only_torch
 from .capsules import module_of, not_an_array
 from .operators_gen import *  # noqa: F403
-
-differ = ne
 
 
 def with_lse_partial(*_: Any) -> None:
@@ -63,14 +60,6 @@ def differs(x: Any, other: Any, argument: str) -> bool:
 def is_ours(x: Any, other: Any) -> bool:
     """Whether another argument is of x's library."""
     return hasattr(other, "shape") and module_of(other) is module_of(x)
-
-
-def check_residual(x: Any, residual: Any) -> None:
-    """Refuses what is no residual of x."""
-    if residual.shape != x.shape:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
-        )
 
 
 def ones_like(x: Any) -> Any:

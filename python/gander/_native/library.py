@@ -184,7 +184,7 @@ STATUS_MEMORY = STATUSES.index("memory")
 def exception(status: int, message: str) -> Exception:
     """The exception of a failed call."""
     name = STATUSES[status] if status < len(STATUSES) else ""
-    return _EXCEPTIONS.get(name, RuntimeError)(message)
+    return _EXCEPTIONS.get(name, RuntimeError)(message.replace(" is NULL", " is None"))
 
 
 def check(status: int) -> None:

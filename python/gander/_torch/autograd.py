@@ -28,6 +28,7 @@ from .._table import (
     demanded_for_backward,
     differentiable,
     gradients_of,
+    has_rows,
     operands,
     read,
     takes_dtypes,
@@ -200,7 +201,7 @@ def forward(name: str, saving: str | None = None, kept: Iterable[str] = (), over
             names.index(demand(result)) if result in TORCH[name].on_demand else None,
             result in demanded_for_backward(name),
             names.index(argument) if (argument := demanded_for_backward(name).get(result)) else None,
-            operands(name)[result].shape == "rows",
+            has_rows(operands(name)[result]),
         )
         for result in TORCH[name].results
     ]

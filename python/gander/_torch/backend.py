@@ -17,14 +17,13 @@ from . import fast
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
-from .tensors import differ, nested, scalar
+from .tensors import scalar
 
 __all__ = [
     "cast",
     "check_targets",
     "converted",
     "detached",
-    "differ",
     "differs",
     "dtype",
     "empty",
@@ -33,7 +32,6 @@ __all__ = [
     "is_ours",
     "linear_cross_entropy",
     "may_share_memory",
-    "nested",
     "ones_like",
     "rows",
     "scalar",
@@ -73,18 +71,6 @@ def differs(x: Any, other: Any, argument: str) -> bool:
 def is_ours(x: Any, other: Any) -> bool:
     """Whether another argument is of x's library."""
     return hasattr(other, "shape")
-
-
-def check_residual(x: Any, residual: Any) -> None:
-    """Refuses what is no residual of x."""
-    if not isinstance(residual, Tensor):
-        raise TypeError(f"residual is a {type(residual).__name__}, expected a torch.Tensor, like x")
-    if residual.is_nested:
-        raise nested("residual")
-    if differ(residual.shape, x.shape):
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
-        )
 
 
 def ones_like(x: Any) -> Any:

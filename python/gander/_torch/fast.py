@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _imports
-from .._table import TORCH, arguments, demand, differentiable, operands, tensors, upstream
+from .._table import TORCH, arguments, demand, differentiable, forms, operands, sizes, tensors, upstream
 from . import operators_gen
 from .registry import complete, defaults, overloads, untraced
 
@@ -245,23 +245,13 @@ def _tensor_offset():
 
 # ---- At the first call of an operator ----
 
-_SHAPES = {
-    "rows": (3, 8),
-    "columns": (8,),
-    "head_columns": (8,),
-    "per_row": (3,),
-    "strided": (3,),
-    "reduced": (3,),
-    "statistics": (7,),
-    "broadcast": (8,),
-}
-
 
 def _example(name):
     """Arguments of a call on three rows of eight elements."""
+    options = dict(zip(arguments(name), complete(name, (None,) * len(tensors(name))), strict=True))
 
     def tensor(operand):
-        shape = torch.Size(_SHAPES.get(operand.shape, ()))
+        shape = torch.Size(sizes(forms(name, operand, options)[0].sizes, (3, 8)))
         if operand.dtype == "index":
             return torch.arange(shape.numel(), device="cpu")
         return (torch.arange(shape.numel(), dtype=torch.float32, device="cpu") % 5 / 3 + 0.5).reshape(shape)

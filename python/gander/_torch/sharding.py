@@ -15,7 +15,7 @@ import warnings
 from torch.compiler import is_compiling
 
 from .. import _imports
-from .._table import REDUCTIONS, TORCH, arguments, demand, operands
+from .._table import REDUCTIONS, SHAPES, TORCH, arguments, demand, forms, has_rows, is_by_row, operands
 from .registry import complete, overloads
 
 _MEAN_OVER_SHARDS = (
@@ -56,8 +56,18 @@ def _rule(name, given):
     wanted = [result for result in operator.results if specs.get(demand(result), True)]
     results = [of[result] for result in wanted]
     reduction = REDUCTIONS[specs.get("reduction", operator.fixed.get("reduction", 0))]
-    leading = next(iter(inputs.values())).ndim - 1
-    by_head = any(of[name].shape == "head_columns" and spec.ndim == 2 for name, spec in inputs.items())
+    first = next(iter(inputs.values())).shape
+    leading = len(first) - 1
+
+    def layout(argument):
+        return SHAPES[of[argument].shape].layout
+
+    def has_heads(argument, spec):
+        """Whether an operand has the second last dimension of the first operand."""
+        possible = SHAPES[of[argument].shape].forms
+        return any("H" in form.sizes and len(form.sizes) == spec.ndim for form in possible)
+
+    by_head = any(has_heads(argument, spec) for argument, spec in inputs.items())
 
     def refuse(what):
         raise NotImplementedError(f"gander: {name}: {what}")
@@ -65,15 +75,19 @@ def _rule(name, given):
     if operator.writes:  # DTensor assumes that an operator whose name ends in "_" returns its first argument
         refuse("a DTensor cannot be written over; use the operator that returns its results")
 
+    def sums_rows(result):
+        """Whether a result is one number for all rows."""
+        return is_by_row(result) and forms(name, result, specs)[0].sizes == ""
+
     def dims_before(argument):
         """How many dimensions of the first operand come before those of this one."""
-        return leading + 1 - inputs[argument].ndim if of[argument].shape == "broadcast" else 0
+        return leading + 1 - inputs[argument].ndim if layout(argument) == "broadcast" else 0
 
     # One tensor has the statistics of all rows. It cannot be split like them.
     packed = [
         argument
         for argument, spec in inputs.items()
-        if of[argument].shape == "statistics" and spec.shape != next(iter(inputs.values())).shape[:-1]
+        if layout(argument) == "parts" and spec.shape != first[:-1]
     ]
     shards, splits_rows = [], False
     for argument, spec in inputs.items():
@@ -81,17 +95,16 @@ def _rule(name, given):
         if not used:
             continue
         found, by_row = f"{argument} has placements {spec.placements}, expected", spec.ndim == leading
-        splits_rows |= of[argument].shape == "rows"
-        if of[argument].shape in ("columns", "head_columns", "one"):
-            each = "tensor" if of[argument].shape == "one" else "column"
-            refuse(f"{found} Replicate: it has one element for each {each}; redistribute it")
+        splits_rows |= has_rows(of[argument])
+        if not is_by_row(of[argument]):
+            refuse(f"{found} Replicate: it has no element for each row; redistribute it")
         if argument in packed:
             refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
         before = dims_before(argument)
         if by_head and any(placement.dim == leading - 1 for placement in used):
             refuse(f"{found} Replicate of the heads, which have weights of their own; redistribute it")
         if any(placement.dim + before >= leading for placement in used) or not (
-            by_row or of[argument].shape in ("rows", "broadcast")
+            by_row or layout(argument) in ("rows", "broadcast")
         ):
             hint = "; sharded classes need torch.no_grad, not inference_mode" * (name == "cross_entropy")
             refuse(
@@ -105,10 +118,9 @@ def _rule(name, given):
                 "redistribute it, or pass a mask"
             )
         shards += [placement for placement in used if placement not in shards]
-    if shards and reduction == "mean" and any(result.shape == "reduced" for result in results):
+    if shards and reduction == "mean" and any(sums_rows(result) for result in results):
         refuse(_MEAN_OVER_SHARDS)
-    packs = operator.packed and any(result.shape == "statistics" for result in results)
-    if shards and packs:
+    if shards and operator.packed and any(layout(result.name) == "parts" for result in results):
         refuse(
             "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, "
             "or use an operator that returns one for each row"
@@ -123,14 +135,12 @@ def _rule(name, given):
         shards = []  # of an upstream gradient
 
     def placed(operand, shard, ndim=None):
-        if operand.shape == "broadcast":
+        if layout(operand.name) == "broadcast":
             dim = shard.dim - dims_before(operand.name)
             return Shard(dim) if dim >= 0 and inputs[operand.name].shape[dim] != 1 else Replicate()
-        if operand.shape in ("columns", "head_columns"):
-            return Partial("sum") if operand.output else Replicate()
-        if operand.shape == "reduced" and reduction == "sum":
+        if operand.output and (sums_rows(operand) or not is_by_row(operand)):
             return Partial("sum")
-        if operand.shape == "one" or (operand.shape == "upstream" and ndim != leading):  # for all rows
+        if not is_by_row(operand) or (ndim is not None and ndim < leading):  # for all rows
             return Replicate()
         return shard
 

@@ -324,7 +324,7 @@ static int count_tracked(const FastCall* call) {
   int count = 1;
   for (int i = 1; i < op->result_count; i++) {
     int at = op->results[i];
-    bool rows = op->operands[at].saved && op->operands[at].shape == SHAPE_ROWS;
+    bool rows = op->operands[at].saved && op->operands[at].layout == IN_ROWS;
     if (is_wanted(call, i) || (rows && result(call, i) != objects.None)) count = i + 1;
   }
   return count;
