@@ -75,7 +75,11 @@ def _first(name: str, use):
 
 
 def _bypass(name: str):
-    """What torch.ops calls instead of the dispatcher: as `call`, with the arguments in any form."""
+    """What torch.ops calls instead of the dispatcher, with the arguments in any form.
+
+    A result that is not asked for is a tensor without elements, as the schema says. c/fast.c makes it if it
+    gets an argument more.
+    """
     through, names, void = getattr(dispatch, name), tuple(arguments(name)), not TORCH[name].results
     rest = [names[i:] for i in range(len(names) + 1)]
 
@@ -87,9 +91,9 @@ def _bypass(name: str):
 
     def bypass(*given, **named):
         if not named:
-            results = direct(*(given if len(given) == len(names) else complete(name, given)))
+            results = direct(*(given if len(given) == len(names) else complete(name, given)), True)
         elif len(given) < len(rest) and tuple(named) == rest[len(given)]:  # as Inductor calls it
-            results = direct(*given, *named.values())
+            results = direct(*given, *named.values(), True)
         else:
             results = None
         if results is None:

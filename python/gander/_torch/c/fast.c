@@ -91,7 +91,8 @@ static Tensor handle_of(PyObject* object) { return (Tensor)(void*)((char*)object
 
 /* ---- The functions ---- */
 
-/* A function for Python. It takes its operator's arguments, by position. */
+/* A function for Python. It takes its operator's arguments, by position. With one more, a result that is not
+ * asked for is a tensor without elements, as the operator's schema says. Else it is None. */
 typedef struct {
   const Operator* op;
   PyObject* apply; /* apply of the autograd.Function, NULL if the operator cannot be differentiated */
@@ -108,6 +109,7 @@ typedef struct {
   PyObject* const* arguments;
   Value stack[MAX_ARGUMENTS], boxes[MAX_ARGUMENTS];
   bool extra; /* an argument that only the gradient uses does not have its default value */
+  bool whole; /* results that are not asked for are tensors */
   bool declined;
   int tracked; /* how many results autograd got */
 } FastCall;
@@ -212,7 +214,7 @@ static PyObject* result(const FastCall* call, int i) { return (PyObject*)(uintpt
 static bool call_kernel(FastCall* call) {
   const Operator* op = call->function->op;
   void* const thread = python.PyEval_SaveThread();
-  call->declined = !run_operator(op, call->stack, true);
+  call->declined = !run_operator(op, call->stack, true, call->whole);
   python.PyEval_RestoreThread(thread);
   if (call->declined) return false;
   for (int i = 0; i < op->result_count; i++) {
@@ -363,6 +365,8 @@ static Route choose_route(const FastCall* call) {
     if (torch.numel(x, &elements) || torch.device_type(x, &device)) return THROUGH_DISPATCHER;
     if (device == torch.cuda() && elements >= one_pass) return THROUGH_DISPATCHER;
   }
+  for (int i = 0; call->whole && i < op->result_count; i++)
+    if (!is_wanted(call, i)) return THROUGH_DISPATCHER;
   return WITH_GRADIENT;
 }
 
@@ -423,8 +427,10 @@ static bool increment_versions(const FastCall* call) {
 static PyObject* call_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
   const Function* f = python.PyCapsule_GetPointer(self, NULL);
   FastCall call = {.function = f, .arguments = arguments};
-  if (count != (intptr_t)strlen(f->op->arguments) || !may_bypass()) return none();
-  for (int i = 0; i < count; i++)
+  intptr_t arity = (intptr_t)strlen(f->op->arguments);
+  call.whole = count == arity + 1;
+  if ((count != arity && !call.whole) || !may_bypass()) return none();
+  for (int i = 0; i < arity; i++)
     if (!convert(&call, i)) return none();
   Route route = choose_route(&call);
   if (route == WITH_GRADIENT) return call_apply(&call);

@@ -87,7 +87,7 @@ static int32_t as_int32(Value value) {
 #define KERNEL(op, index) \
   static void kernel_##op(Value* stack, uint64_t inputs, uint64_t outputs) { \
     (void)inputs, (void)outputs; \
-    run_operator(&operators[index], stack, false); \
+    run_operator(&operators[index], stack, false, true); \
   }
 
 #include "operators_gen.h"
@@ -511,7 +511,7 @@ static bool is_demanded(const Operator* op, int i, const Value* arguments) {
 }
 
 /* Allocates an operand that is a new tensor. A result that is not computed has no elements, and its operand
- * stays absent. A call from Python gets none. */
+ * stays absent. */
 static void make_output(Call* call, const Operator* op, int i, Operand* operands, const Value* arguments,
                         Tensor* nothing) {
   const Operand* first = &operands[0];
@@ -525,10 +525,12 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
   if (op->operands[i].choice >= 0 && (int32_t)arguments[op->operands[i].choice] >= 0)
     dtype = (int32_t)arguments[op->operands[i].choice];
   if (!is_demanded(op, i, arguments)) {
-    Operand empty = {0};
-    size = 0;
-    if (!call->python) output(call, &empty, 1, &size, dtype);
-    nothing[i] = empty.handle;
+    static const int64_t none = 0, one = 1;
+    if (!call->whole) return;
+    if (torch.aoti_torch_empty_strided(1, &none, &one, dtype, call->device_type, call->device_index,
+                                       &nothing[i]))
+      fail(call, GANDER_ERROR_MEMORY, "gander: torch could not make a tensor without elements");
+    else own(call, nothing[i]);
     return;
   }
   switch (op->operands[i].shape) {
@@ -556,8 +558,8 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
   if (!call->failed) flatten(call, &operands[i]);
 }
 
-bool run_operator(const Operator* op, Value* stack, bool python) {
-  Call call = {.python = python};
+bool run_operator(const Operator* op, Value* stack, bool python, bool whole) {
+  Call call = {.python = python, .whole = whole};
   Operand operands[MAX_OPERANDS];
   Value arguments[MAX_ARGUMENTS];
   Tensor results[MAX_OPERANDS], nothing[MAX_OPERANDS] = {NULL};
