@@ -42,8 +42,8 @@ class _Call:
 
     def dtypes(self, operand):
         """The dtypes that an operand may have."""
-        if operand.dtype == "same" and operand.like in self.values:
-            return (self.values[operand.like].dtype,)
+        if operand.dtype == "same":
+            return (self.default(operand),)
         wide = self.first.dtype == torch.float64
         return {
             "float": (*_NARROW, torch.float64),
@@ -236,7 +236,11 @@ class _Call:
             if not self.values[demand(operand.name)]:
                 return self.first.new_empty(0, dtype=dtype)
             if operand.needs and self.values.get(operand.needs) is None:
-                self.fail(ValueError, f"{operand.name} is given without {operand.needs}; leave it out")
+                self.fail(
+                    ValueError,
+                    f"{operand.name} is given without a {operand.needs}, expected NULL; pass the "
+                    f"{operand.needs} or drop {operand.name}",
+                )
         like = self.values.get(operand.like)
         shapes = {
             "rows": self.first.shape,
