@@ -106,7 +106,7 @@ def test_a_bias_for_each_head_without_a_weight(name, device):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     y = NORMS[name](x.cpu().numpy(), None, bias.cpu().numpy())
     torch.testing.assert_close(torch.from_numpy(y), want[0].cpu())
-    operator = torch.ops.gander.layernorm if name == "layernorm" else torch.ops.gander.rmsnorm_bias
+    operator = getattr(torch.ops.gander, name)
     for given in (x, None, bias), (x.to("meta"), None, bias.to("meta")):
         with pytest.raises((ValueError, RuntimeError), match="one for each column of x without a weight"):
             operator(*given)
@@ -301,10 +301,11 @@ def test_vmap(function):
 
 def test_opcheck():
     x, weight, bias, residual, _ = leaves(operands("cpu", (4, 3, 24)))
-    for operator, given in (
-        (torch.ops.gander.rmsnorm, (x, weight)),
-        (torch.ops.gander.rmsnorm_bias, (x, weight, None, None, 1e-6, 0, False, 0.0, True)),
-        (torch.ops.gander.rmsnorm_add, (x, weight, bias, residual, None, None, 1e-6, 0, False, 0.5, True)),
-        (torch.ops.gander.layernorm, (x, weight, bias)),
+    rounds = {"round_normalized": True}
+    for operator, given, options in (
+        (torch.ops.gander.rmsnorm, (x, weight), {}),
+        (torch.ops.gander.rmsnorm, (x, weight), rounds),
+        (torch.ops.gander.rmsnorm, (x, weight, bias, residual), {"weight_offset": 0.5} | rounds),
+        (torch.ops.gander.layernorm, (x, weight, bias), {}),
     ):
-        torch.library.opcheck(operator.default, given)
+        torch.library.opcheck(operator.default, given, options)

@@ -109,7 +109,8 @@ class _Call:
         rule = DTYPES[operand.dtype]
         allowed = rule.wide if self.first.dtype == torch.float64 else rule.narrow
         if operand.dtype == "same":
-            allowed = [_name(self.values[operand.like].dtype)]
+            like = self.values[operand.like]  # a gradient of what is not there has no elements
+            allowed = [_name((self.first if like is None else like).dtype)]
         if _name(dtype) not in allowed:
             found = f"{operand.name} has dtype {_name(dtype)}"
             self.fail(TypeError, f"{found}, expected {_listed(allowed)}; convert it")

@@ -39,9 +39,11 @@ TESTED = ("2.10.0", "2.11.0", "2.15.0")
 
 _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
-# By operator: its function in c/fast.c, which may ask the dispatcher; the function that returns None instead;
-# and what calls the dispatcher, since torch.ops then has the first.
+# By operator: its function in c/fast.c, which may ask the dispatcher, and returns None for a result that is
+# not asked for; the function of torch.ops, which returns all results; the function that returns None instead
+# of asking the dispatcher; and what calls the dispatcher.
 _operators: dict[str, Callable[..., Any]] = {}
+_wholes: dict[str, Callable[..., Any]] = {}
 _functions: dict[str, Callable[..., Any]] = {}
 dispatch: dict[str, Callable[..., Any]] = {}
 _library: ctypes.PyDLL
@@ -104,8 +106,8 @@ def start(binary, functions: dict, one_pass: int) -> None:
     if _off:
         _functions.clear()
         _operators.clear()
-    for name, function in _operators.items():
-        overloads[name]._op = function
+    for name in _operators:
+        overloads[name]._op = _wholes[name]
     _imports.after_import("torch._dynamo", _teach_dynamo)
 
 
@@ -173,8 +175,9 @@ def _find(library, functions, one_pass):
     if missing:
         return f"torch {torch.__version__} lacks {missing.decode()}"
     forward = found.pop("forward")
-    _functions.update({name: pair[0] for name, pair in found.items()})
-    _operators.update({name: pair[1] for name, pair in found.items()})
+    _functions.update({name: functions[0] for name, functions in found.items()})
+    _operators.update({name: functions[1] for name, functions in found.items()})
+    _wholes.update({name: functions[2] for name, functions in found.items()})
     for function in functions.values():
         function.forward = forward
     return None

@@ -104,7 +104,7 @@ typedef struct {
   PyObject* first;    /* what gander._torch.fast calls until it has checked the function, then NULL */
   PyObject* names[MAX_ARGUMENTS];
   PyObject* defaults[MAX_ARGUMENTS]; /* NULL for a required argument */
-  PyMethodDef try, call;
+  PyMethodDef methods[3];            /* try_function, call_lean, call_whole */
 } Function;
 
 enum { MAX_FUNCTIONS = 128 };
@@ -117,6 +117,7 @@ typedef struct {
   PyObject* const* arguments;
   Value stack[MAX_ARGUMENTS], boxes[MAX_ARGUMENTS];
   bool extra; /* an argument that only the gradient uses does not have its default value */
+  bool whole; /* results that are not asked for are tensors */
   bool declined;
   int tracked; /* how many results autograd got */
 } FastCall;
@@ -221,7 +222,7 @@ static PyObject* result(const FastCall* call, int i) { return (PyObject*)(uintpt
 static bool call_kernel(FastCall* call) {
   const Operator* op = call->function->op;
   void* const thread = python.PyEval_SaveThread();
-  call->declined = !run_operator(op, call->stack, true);
+  call->declined = !run_operator(op, call->stack, true, call->whole);
   python.PyEval_RestoreThread(thread);
   if (call->declined) return false;
   for (int i = 0; i < op->result_count; i++) {
@@ -376,6 +377,8 @@ static Route choose_route(const FastCall* call) {
     if (torch.numel(x, &elements) || torch.device_type(x, &device)) return THROUGH_DISPATCHER;
     if (device == torch.cuda() && elements >= one_pass) return THROUGH_DISPATCHER;
   }
+  for (int i = 0; call->whole && i < op->result_count; i++)
+    if (!is_wanted(call, i)) return THROUGH_DISPATCHER;
   return WITH_GRADIENT;
 }
 
@@ -433,9 +436,12 @@ static bool increment_versions(const FastCall* call) {
   return ok;
 }
 
-/* Runs a call with all arguments. None: it is left to the dispatcher. True: the operator has no results. */
-static PyObject* try_call(const Function* f, PyObject* const* arguments) {
-  FastCall call = {.function = f, .arguments = arguments};
+/* Runs a call with all arguments. None: it is left to the dispatcher. True: the operator has no results.
+ * whole: a result that is not asked for is a tensor without elements, as the operator's schema says, else
+ * None.
+ */
+static PyObject* try_call(const Function* f, PyObject* const* arguments, bool whole) {
+  FastCall call = {.function = f, .arguments = arguments, .whole = whole};
   if (!may_bypass()) return none();
   for (int i = 0; f->op->arguments[i] != 0; i++)
     if (!convert(&call, i)) return none();
@@ -449,7 +455,8 @@ static PyObject* try_call(const Function* f, PyObject* const* arguments) {
 
 static PyObject* try_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
   const Function* f = python.PyCapsule_GetPointer(self, NULL);
-  return count == (intptr_t)strlen(f->op->arguments) ? try_call(f, arguments) : none();
+  intptr_t more = count - (intptr_t)strlen(f->op->arguments); /* 1: whole */
+  return more == 0 || more == 1 ? try_call(f, arguments, more == 1) : none();
 }
 
 /* Calls a function of Python. keywords: names of the last arguments, or NULL. */
@@ -491,19 +498,29 @@ static bool arrange(const Function* f, PyObject* const* arguments, intptr_t coun
 }
 
 /* An operator's function: takes arguments like the operator, and returns what it returns. */
-static PyObject* call_function(PyObject* self, PyObject* const* arguments, intptr_t count,
-                               PyObject* keywords) {
+static PyObject* call_operator(PyObject* self, PyObject* const* arguments, intptr_t count, PyObject* keywords,
+                               bool whole) {
   const Function* f = python.PyCapsule_GetPointer(self, NULL);
-  PyObject* all[MAX_ARGUMENTS];
+  PyObject* all[MAX_ARGUMENTS + 1];
   if (arrange(f, arguments, count, keywords, all)) {
     intptr_t total = (intptr_t)strlen(f->op->arguments);
-    PyObject* out = f->first == NULL ? try_call(f, all) : call_python(f->first, all, total, NULL);
+    all[total] = objects.True;
+    PyObject* out =
+        f->first == NULL ? try_call(f, all, whole) : call_python(f->first, all, total + whole, NULL);
     if (out != objects.None && out != objects.True) return out;
     bool done = out == objects.True;
     python.Py_DecRef(out);
     if (done) return none();
   }
   return call_python(f->dispatch, arguments, count, keywords);
+}
+
+static PyObject* call_lean(PyObject* self, PyObject* const* arguments, intptr_t count, PyObject* keywords) {
+  return call_operator(self, arguments, count, keywords, false);
+}
+
+static PyObject* call_whole(PyObject* self, PyObject* const* arguments, intptr_t count, PyObject* keywords) {
+  return call_operator(self, arguments, count, keywords, true);
 }
 
 /* ---- Functions that gander._torch.fast calls through ctypes ---- */
@@ -526,7 +543,8 @@ static PyObject* get_item(PyObject* dictionary, const char* key) {
   return object;
 }
 
-/* Makes the functions of an operator: [0] returns None in place of asking the dispatcher, [1] asks it. */
+/* Makes the functions of an operator: one that returns None in place of asking the dispatcher; one that asks
+ * it, and returns None for results that are not asked for; and one that returns all results. */
 static bool make_functions(Function* f, PyObject* given, PyObject* results) {
   PyObject *of = python.PyDict_GetItemString(given, f->op->name), *self = python.PyCapsule_New(f, NULL, NULL);
   PyObject** const kept[] = {&f->apply, &f->dispatch, &f->first};
@@ -539,11 +557,13 @@ static bool make_functions(Function* f, PyObject* given, PyObject* results) {
     f->defaults[i] = python.PyTuple_GetItem(python.PyTuple_GetItem(of, 4), i);
     if (f->defaults[i] == objects.Ellipsis) f->defaults[i] = NULL;
   }
-  f->try = (PyMethodDef){f->op->name, try_function, METH_FASTCALL, NULL};
-  f->call = (PyMethodDef){f->op->name, call_function, METH_FASTCALL | METH_KEYWORDS, NULL};
-  PyObject* pair[] = {python.PyCFunction_NewEx(&f->try, self, NULL),
-                      python.PyCFunction_NewEx(&f->call, self, NULL)};
-  PyObject* tuple = pair[0] == NULL || pair[1] == NULL ? NULL : tuple_of(pair, 2);
+  f->methods[0] = (PyMethodDef){f->op->name, try_function, METH_FASTCALL, NULL};
+  f->methods[1] = (PyMethodDef){f->op->name, call_lean, METH_FASTCALL | METH_KEYWORDS, NULL};
+  f->methods[2] = (PyMethodDef){f->op->name, call_whole, METH_FASTCALL | METH_KEYWORDS, NULL};
+  PyObject* functions[3];
+  for (int i = 0; i < 3; i++)
+    if ((functions[i] = python.PyCFunction_NewEx(&f->methods[i], self, NULL)) == NULL) return false;
+  PyObject* tuple = tuple_of(functions, 3);
   return tuple != NULL && python.PyDict_SetItemString(results, f->op->name, tuple) == 0;
 }
 
@@ -553,7 +573,7 @@ EXPORT void gander_fast_checked(const char* name) {
     if (strcmp(functions[i].op->name, name) == 0) functions[i].first = NULL;
 }
 
-/* Fills the dictionary `results` with "forward", and a pair of functions for each operator by its name.
+/* Fills the dictionary `results` with "forward", and the functions of each operator by its name.
  *
  * given: OBJECTS, torch's dtypes, "one_pass" and "tensor_offset" (ints), and by operator a tuple of apply,
  * dispatch, first, names and defaults: see Function. states: the dispatch states in inference mode and in a

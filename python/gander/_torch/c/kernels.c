@@ -87,7 +87,7 @@ static int32_t as_int32(Value value) {
 #define KERNEL(op, index) \
   static void kernel_##op(Value* stack, uint64_t inputs, uint64_t outputs) { \
     (void)inputs, (void)outputs; \
-    run_operator(&operators[index], stack, false); \
+    run_operator(&operators[index], stack, false, true); \
   }
 
 #include "operators_gen.h"
@@ -443,7 +443,7 @@ static int64_t fill_sizes(const char* form, const DLTensor* x, int64_t* sizes) {
 }
 
 /* Allocates an operand that is a new tensor. A result that is not computed has no elements, and its operand
- * stays absent. A call from Python gets none. */
+ * stays absent. */
 static void make_output(Call* call, const Operator* op, int i, Operand* operands, const Value* arguments,
                         Tensor* nothing) {
   const Operand* first = &operands[0];
@@ -451,14 +451,15 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
   bool reduces = op->reduction >= 0 && as_int32(arguments[op->reduction]) != GANDER_REDUCTION_NONE;
   int32_t dtype = op->operands[i].statistic ? statistics(first) : first->dtype;
   int64_t sizes[MAX_RANK], rank = 1;
-  Operand empty = {0};
   if (call->failed || first->dl.ndim > MAX_RANK) return;
   if (like >= 0 && operands[like].handle != NULL) dtype = operands[like].dtype;
   if (choice >= 0 && (int32_t)arguments[choice] >= 0) dtype = (int32_t)arguments[choice];
   if (!is_demanded(op, i, arguments)) {
-    sizes[0] = 0;
-    if (!call->python) output(call, &empty, rank, sizes, dtype);
-    nothing[i] = empty.handle;
+    static const int64_t none = 0, one = 1;
+    if (call->whole && torch.aoti_torch_empty_strided(1, &none, &one, dtype, call->device_type,
+                                                      call->device_index, &nothing[i]))
+      fail(call, GANDER_ERROR_MEMORY, "gander: torch could not make a tensor without elements");
+    else if (call->whole) own(call, nothing[i]);
   } else if (fits >= 0 && operands[fits].handle != NULL) {
     output(call, &operands[i], operands[fits].dl.ndim, operands[fits].dl.shape, dtype);
   } else {
@@ -467,8 +468,8 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
   }
 }
 
-bool run_operator(const Operator* op, Value* stack, bool python) {
-  Call call = {.python = python};
+bool run_operator(const Operator* op, Value* stack, bool python, bool whole) {
+  Call call = {.python = python, .whole = whole};
   Operand operands[MAX_OPERANDS];
   Value arguments[MAX_ARGUMENTS];
   Tensor results[MAX_OPERANDS], nothing[MAX_OPERANDS] = {NULL};

@@ -45,6 +45,7 @@ typedef struct {
   bool failed; /* everything after the first failure is skipped */
   bool python; /* called from Python, without the GIL: inputs and boxes are borrowed, and a failure throws no
                 * exception, since gander._torch.fast repeats the call through the dispatcher */
+  bool whole;  /* a result that is not asked for is a tensor without elements, else it is NULL */
   int owned_count;
   Tensor owned[MAX_OWNED];           /* deleted when the call ends */
   Tensor scratch;                    /* deleted too */
@@ -101,7 +102,8 @@ typedef struct {
 } Operator;
 
 /* Defined in kernels.c, used by fast.c. */
-const Operator* find_operator(int index);                         /* NULL if index is too large */
-bool run_operator(const Operator* op, Value* stack, bool python); /* false: failed, called from Python */
+const Operator* find_operator(int index); /* NULL if index is too large */
+/* false: failed, called from Python */
+bool run_operator(const Operator* op, Value* stack, bool python, bool whole);
 
 #endif
