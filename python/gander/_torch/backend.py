@@ -17,7 +17,7 @@ from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
 from .operators_gen import *  # noqa: F403
-from .tensors import differ, nested, scalar
+from .tensors import differ, nested, scalar, unusable
 
 __all__ = [
     "cast",
@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def fast_path() -> bool | str:
     """True, or why the fast path is off. The first call may turn it off."""
     return fast.status()
@@ -53,7 +56,7 @@ def detached(x: Any) -> Any:
 
 def dtype(value: Any, argument: str) -> Any:
     """A dtype or None, also given as NumPy's or by its name, as torch's."""
-    if value is None or isinstance(value, torch.dtype):
+    if value is None or (isinstance(value, torch.dtype) and value in _DTYPES):
         return value
     return getattr(torch, library.dtype_name(value, argument))
 
@@ -62,9 +65,9 @@ def converted(x: Tensor, to: Any) -> Tensor:
     return x.to(dtype(to, "dtype"))
 
 
-def differs(x: Any, other: Any, argument: str) -> bool:
+def differs(x: Any, other: Any) -> bool:
     """Whether a dtype is another one than x's."""
-    return dtype(other, argument) != x.dtype
+    return other != x.dtype
 
 
 def is_ours(x: Any, other: Any) -> bool:
@@ -74,10 +77,8 @@ def is_ours(x: Any, other: Any) -> bool:
 
 def check_residual(x: Any, residual: Any) -> None:
     """Refuses what is no residual of x."""
-    if not isinstance(residual, Tensor):
-        raise TypeError(f"residual is a {type(residual).__name__}, expected a torch.Tensor, like x")
-    if residual.is_nested:
-        raise nested("residual")
+    if not isinstance(residual, Tensor) or residual.is_nested:  # which has no shape to ask for
+        raise unusable("residual", residual, "x")  # type: ignore[misc]
     if differ(residual.shape, x.shape):
         raise ValueError(
             f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
@@ -126,8 +127,3 @@ def check_targets(classes: int, target: Any, ignore_index: int) -> None:
         if hasattr(target, "full_tensor"):  # all ranks see all targets, and refuse them together
             target = target.full_tensor()
     _debug.check_targets(classes, target, ignore_index)
-
-
-def is_compiled() -> bool:
-    """Whether errors are raised by the tracer, which then names its own arguments."""
-    return is_compiling()

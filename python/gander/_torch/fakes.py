@@ -230,8 +230,9 @@ class _Call:
         self.fail(ValueError, f"{argument.name} is {value}, expected {expected}")
 
     def result(self, operand):
-        dtype = self.values.get(operand.choice) or self.default(operand)
-        self.check_dtype(operand.name, dtype, self.dtypes(operand))
+        chosen = self.values.get(operand.choice)
+        dtype = chosen or self.default(operand)
+        self.check_dtype(operand.choice if chosen else operand.name, dtype, self.dtypes(operand))
         if operand.name in self.operator.on_demand:
             if not self.values[demand(operand.name)]:
                 return self.first.new_empty(0, dtype=dtype)
