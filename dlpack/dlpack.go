@@ -75,10 +75,17 @@ const (
 	codeInt     = 0
 	codeUInt    = 1
 	codeFloat   = 2
+	codeOpaque  = 3 // the producer's type has no code
 	codeBFloat  = 4
 	codeComplex = 5
 	codeBool    = 6
+	codeFloat8  = 7 // the first of narrow
 )
+
+// narrow has the names of the float types of 8 bits or fewer, by their code from codeFloat8 on.
+var narrow = [...]string{"float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
+	"float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn",
+	"float4_e2m1fn"}
 
 // DType is DLDataType.
 type DType struct {
@@ -118,6 +125,11 @@ func (d DType) String() string {
 		name = "bool"
 	case codeComplex:
 		name = fmt.Sprintf("complex%d", d.Bits)
+	case codeOpaque:
+		name = "opaque"
+	}
+	if i := int(d.Code) - codeFloat8; i >= 0 && i < len(narrow) {
+		name = narrow[i]
 	}
 	if d.Lanes != 1 {
 		name += fmt.Sprintf(" x %d lanes", d.Lanes)

@@ -186,9 +186,12 @@ func TestNames(t *testing.T) {
 		"float16": dlpack.Float16, "bfloat16": dlpack.BFloat16,
 		"float32": dlpack.Float32, "float64": dlpack.Float64,
 		"int32": dlpack.Int32, "int64": dlpack.Int64, "uint8": dlpack.Uint8, "bool": dlpack.Bool,
-		"float32 x 4 lanes":       {Code: 2, Bits: 32, Lanes: 4},
-		"DLPack code 7 of 8 bits": {Code: 7, Bits: 8, Lanes: 1},
-		"complex64":               {Code: 5, Bits: 64, Lanes: 1},
+		"float32 x 4 lanes":        {Code: 2, Bits: 32, Lanes: 4},
+		"opaque":                   {Code: 3, Bits: 8, Lanes: 1},
+		"float8_e4m3fn":            {Code: 10, Bits: 8, Lanes: 1},
+		"float4_e2m1fn x 2 lanes":  {Code: 17, Bits: 4, Lanes: 2},
+		"DLPack code 18 of 8 bits": {Code: 18, Bits: 8, Lanes: 1},
+		"complex64":                {Code: 5, Bits: 64, Lanes: 1},
 	} {
 		assert.Equal(t, want, d.String())
 	}

@@ -35,7 +35,7 @@ func ExplainDevice(op string, m, n int64, t kernels.DType, device string, c Choi
 	k := check{op: "explain"}
 	facts, ok := devices[device]
 	if !ok {
-		k.fail(StatusOption, "device is %q, expected a device of this machine or %s", device,
+		k.fail(StatusOption, "device is %.40q, expected a device of this machine or %s", device,
 			strings.Join(slices.Sorted(maps.Keys(devices)), ", "))
 	}
 	if t == kernels.Float64 {

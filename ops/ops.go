@@ -134,7 +134,7 @@ func (k *check) noFloat64(where any) {
 // explainable checks a name that Explain is given.
 func (k *check) explainable(op string) {
 	if _, ok := explained[op]; !ok {
-		k.fail(StatusOption, "op is %q, expected %s", op, explainedOps)
+		k.fail(StatusOption, "op is %.40q, expected %s", op, explainedOps)
 	}
 }
 
@@ -181,9 +181,9 @@ func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device,
 	}
 	switch {
 	case m < 0 || n < 1:
-		k.fail(StatusShape, "the shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
+		k.fail(StatusShape, "shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)
 	case m > math.MaxInt64/8/n:
-		k.fail(StatusShape, "the shape is (%d, %d), expected fewer than 2^60 elements", m, n)
+		k.fail(StatusShape, "shape is (%d, %d), expected fewer than 2^60 elements", m, n)
 	}
 	k.chosen(c, r.op)
 	return r

@@ -18,8 +18,11 @@ from ._table.protocol_gen import Operators
 class Backend(Operators, Protocol):
     """What gander._functions asks of a backend: the operators, and what they need to know of its arrays."""
 
-    def explained(self, error: Exception, **arguments: Any) -> Exception:
-        """The exception to raise for an error: of the right type, about one of the arguments."""
+    def explained(self, error: Exception, names: dict[str, str] | None = None, **arguments: Any) -> Exception:
+        """The exception to raise for an error: of the right type, about one of the arguments.
+
+        names: what callers call the operators' results. arguments: those that are arrays.
+        """
 
     def scalar(self, name: str, value: Any, x: Any) -> Any:
         """A new array of one element, of the dtype that x's statistics have, from a number or an array."""
@@ -30,7 +33,7 @@ class Backend(Operators, Protocol):
     def dtype(self, value: Any, argument: str) -> Any:
         """A dtype or None, also given by its name, in the form that the operators take."""
 
-    def differs(self, x: Any, other: Any, argument: str) -> bool:
+    def differs(self, x: Any, other: Any) -> bool:
         """Whether a dtype is another one than x's."""
 
     def converted(self, x: Any, to: Any) -> Any:
@@ -56,9 +59,6 @@ class Backend(Operators, Protocol):
 
     def rows(self, x: Any, dim: int, function: str) -> Any:
         """x with dimension dim at the end."""
-
-    def is_compiled(self) -> bool:
-        """Whether the call is being traced by a compiler, which raises errors itself."""
 
     def with_lse_partial(self, *arguments: Any) -> Any:
         """The loss of rows whose log-sum-exp comes in parts."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ._words import check_flags
+
 enabled = False
 
 
@@ -13,6 +15,7 @@ def set_debug(value: bool) -> None:
     not checked.
     """
     global enabled
+    check_flags(value=value)
     enabled = bool(value)
 
 

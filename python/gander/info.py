@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _backend
-from ._functions.arguments import code_of
+from ._functions.arguments import FAILURES, code_of
 from ._native import library
 from ._table import ALGORITHMS, OPERATORS
 from ._table import Algorithm as _Name
+from ._words import check_flags, renamed, shown
+from ._words import kind as kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +52,7 @@ def _constant(function: Any) -> Any:
 
 def _check_op(op: str) -> None:
     if not isinstance(op, str):
-        what = "None" if op is None else f"a {type(op).__name__}"
-        raise TypeError(f"op is {what}, expected an operator's name, such as 'softmax' or 'rmsnorm_bwd'")
+        raise TypeError(f"op is {shown(op)}, expected an operator's name, such as 'softmax' or 'rmsnorm_bwd'")
 
 
 def _name(op: str) -> bytes:
@@ -59,6 +60,16 @@ def _name(op: str) -> bytes:
     name = op.replace("_fwd", "_forward").replace("_bwd", "_backward")
     forward = name.endswith("_residual") or f"{name}_forward" in OPERATORS
     return (f"{name}_forward" if forward else name).encode()
+
+
+def _check(status: int, of_x: tuple[str, ...] = ()) -> None:
+    """Raises the library's error, in the caller's words. of_x: arguments that have the value of x."""
+    try:
+        library.check(status)
+    except FAILURES as error:
+        names = {name: f"the {name} of x" for name in of_x}
+        text = str(error).replace("_backward", "_bwd").replace("_forward_", "_fwd_").replace("_forward", "")
+        raise renamed(type(error)(text), names) from None
 
 
 def _device(name: str) -> library.Device | None:
@@ -72,32 +83,50 @@ def _device(name: str) -> library.Device | None:
     return library.Device(library.CUDA if kind == "cuda" else library.CPU, int(index or 0))
 
 
-def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str, str]:
-    """The number of rows, the number of columns, the dtype and the device. By default they are those of x."""
+def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str, str, tuple[str, ...]]:
+    """The number of rows, the number of columns, the dtype, the device, and which of these are those of x."""
+    given = {"shape": shape, "dtype": dtype, "device": device}
+    of_x = () if x is None else tuple(name for name, value in given.items() if value is None)
     if x is not None:
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(
-                f"x is a {type(x).__name__}, expected a torch.Tensor or an object with __dlpack__"
-            )
-        shape = x.shape if shape is None else shape
-        dtype = x.dtype if dtype is None else dtype
-        if device is None and _backend.is_tensor(x):
-            device = x.device
-        elif device is None:
-            kind, index = x.__dlpack_device__()
-            device = f"cuda:{index}" if kind == library.CUDA else "cpu"
-    for name, value in ("shape", shape), ("dtype", dtype), ("device", device):
+        facts = _facts(x)
+        given |= {name: facts[name] for name in of_x}
+    for name, value in given.items():
         if value is None:
-            raise TypeError(f"{name} is missing, expected x, or shape, dtype and device")
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+            raise TypeError(f"{name} is None, expected x, or shape, dtype and device")
+    shape, dtype, device = given.values()
+    try:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if isinstance(shape, bytes) or any(isinstance(size, bool) for size in sizes):
+            raise TypeError
+        # Inside torch.compile sizes may be symbolic. operator.index makes them numbers.
+        sizes = tuple(map(operator.index, sizes))
+    except (RuntimeError, TypeError, ValueError):  # a tensor raises any of them
+        raise TypeError(f"shape is {shown(shape)}, expected integers") from None
     if not sizes:
-        raise ValueError("x has rank 0, expected rank 1 or more")
-    # Inside torch.compile sizes may be symbolic. operator.index makes them numbers.
-    sizes = tuple(map(operator.index, sizes))
+        raise ValueError(f"{'x has rank 0' if 'shape' in of_x else 'shape is ()'}, expected rank 1 or more")
     rows, columns = math.prod(sizes[:-1]), sizes[-1]
     if min(sizes) < 0 or max(rows, columns) >= 2**63:  # which the library would not see
-        raise ValueError(f"shape is {sizes}, expected sizes of 0 or more, and fewer than 2^60 elements")
-    return rows, columns, library.dtype_name(dtype, "dtype"), str(device)
+        raise ValueError(
+            f"shape is {shown(shape)}, expected sizes of 0 or more, and fewer than 2^60 elements"
+        )
+    if not isinstance(device, str) and type(device).__name__ != "device":
+        raise TypeError(f"device is {shown(device)}, expected its name, such as 'cpu', or a torch.device")
+    dtype = library.dtype_name(dtype, "the dtype of x" if "dtype" in of_x else "dtype")
+    return rows, columns, dtype, str(device), of_x
+
+
+def _facts(x: Any) -> dict[str, Any]:
+    """The shape, the dtype and the device of a tensor or an array."""
+    if _backend.is_tensor(x):
+        if refusal := _backend.torch.unusable("x", x):
+            raise refusal
+        device = x.device
+    elif all(hasattr(x, name) for name in ("shape", "dtype", "__dlpack_device__")):
+        kind, index = x.__dlpack_device__()
+        device = f"cuda:{index}" if kind == library.CUDA else "cpu"
+    else:
+        raise TypeError(f"x is {kind_of(x)}, expected a torch.Tensor or an object with __dlpack__")
+    return {"shape": x.shape, "dtype": x.dtype, "device": device}
 
 
 class Algorithm(NamedTuple):
@@ -137,7 +166,7 @@ def algorithms(
 @_constant
 def _algorithms(op: str) -> list[Algorithm]:
     text = ctypes.create_string_buffer(1 << 14)
-    library.check(library.load().gander_algorithms(_name(op), text, len(text)))
+    _check(library.load().gander_algorithms(_name(op), text, len(text)))
     return [Algorithm(**fields) for fields in json.loads(text.value)]
 
 
@@ -178,17 +207,27 @@ def explain(
     torch.compile the text is made only once, when the graph is traced.
     """
     _check_op(op)
+    check_flags(batch_invariant=batch_invariant)
     return _explain(op, *_rows_of(x, shape, dtype, device), algorithm, batch_invariant)
 
 
 @_constant
-def _explain(op: str, m: int, n: int, dtype: str, device: str, algorithm: Any, batch_invariant: bool) -> str:
+def _explain(
+    op: str,
+    m: int,
+    n: int,
+    dtype: str,
+    device: str,
+    of_x: tuple[str, ...],
+    algorithm: Any,
+    batch_invariant: bool,
+) -> str:
     rows = _name(op), m, n, library.dtype_of(dtype, "dtype")
     code = code_of("algorithm", algorithm, ALGORITHMS)
     text, loaded, found = ctypes.create_string_buffer(4096), library.load(), _device(device)
     function = loaded.gander_explain_device if found is None else loaded.gander_explain
     where = device.lower().encode() if found is None else found
-    library.check(function(*rows, where, code, bool(batch_invariant), text, len(text)))
+    _check(function(*rows, where, code, bool(batch_invariant), text, len(text)), of_x)
     return text.value.decode()
 
 
@@ -201,5 +240,5 @@ def warmup(device: torch.device | str = "cuda") -> None:
     """
     found = _device(str(device))
     if found is None:
-        raise ValueError(f"device is {str(device)!r}, expected 'cpu', 'cuda' or 'cuda:<index>'")
+        raise ValueError(f"device is {shown(str(device))}, expected 'cpu', 'cuda' or 'cuda:<index>'")
     library.check(library.load().gander_warmup(found))

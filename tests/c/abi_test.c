@@ -401,7 +401,7 @@ static void test_explain(void) {
   REFUSED(gander_explain(NULL, 8, 4096, half, host, 0, 0, text, 9), GANDER_ERROR_NULL, "op is NULL");
   REFUSED(gander_explain("relu", 8, 4096, half, host, 0, 0, text, 9), GANDER_ERROR_OPTION, "op is \"relu\"");
   REFUSED(gander_explain("softmax_forward", 8, 0, half, host, 0, 0, text, 9), GANDER_ERROR_SHAPE,
-          "the shape is (8, 0)");
+          "shape is (8, 0)");
   REFUSED(gander_explain("softmax_forward", 8, 9, bytes, host, 0, 0, text, 9), GANDER_ERROR_DTYPE,
           "dtype is uint8");
   REFUSED(gander_explain("softmax_forward", 8, 9, half, metal, 0, 0, text, 9), GANDER_ERROR_DEVICE,

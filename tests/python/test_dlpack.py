@@ -143,7 +143,7 @@ def test_masked_arrays_are_refused():
         (lambda: gander.cross_entropy(x.data, np.ma.masked_array([0, 1, 2, 3], [0, 0, 0, 1])), "target"),
     ):
         with pytest.raises(
-            TypeError, match=rf"{name} is a masked array, whose mask would be lost; pass {name}.filled"
+            TypeError, match=rf"{name} is a masked array, expected one without a mask, .*; pass {name}.filled"
         ):
             call()
 
@@ -154,11 +154,11 @@ def test_options_of_other_types():
     np.testing.assert_array_equal(gander.softmax(x, batch_invariant=np.True_), gander.softmax(x))
     got = gander.cross_entropy(x, target, ignore_index=np.int16(0), reduction="none")
     np.testing.assert_array_equal(got, np.zeros(4))
-    with pytest.raises(TypeError, match="eps is 'small', expected a number"):
+    with pytest.raises(TypeError, match="eps is 'small', expected None or a number"):
         gander.rmsnorm(x, eps="small")
     with pytest.raises(TypeError, match=r"ignore_index is 0\.5, expected an integer"):
         gander.cross_entropy(x, target, ignore_index=0.5)
-    with pytest.raises(ValueError, match="ignore_index is 18446744073709551616, expected 64 bits at most"):
+    with pytest.raises(ValueError, match="ignore_index is 18446744073709551616, expected an integer of 64"):
         gander.cross_entropy(x, target, ignore_index=2**64)
 
 
@@ -274,14 +274,14 @@ def test_deleters_run_once_on_success_and_on_refusal():
         (
             lambda x: gander.rmsnorm(x, [1.0]),
             TypeError,
-            "weight is a list, expected a torch.Tensor or an object with",
+            r"weight is \[1.0\], expected a tensor or None",
         ),
         (
             lambda x: gander.rmsnorm(x, x[0, :3].copy()),
             ValueError,
             r"weight has shape \(3,\), expected",
         ),
-        (lambda x: gander.rmsnorm(x, out_dtype="int8"), TypeError, "out_dtype is int8|y has dtype int8"),
+        (lambda x: gander.rmsnorm(x, out_dtype="int8"), TypeError, "out_dtype is int8, expected float16"),
         (lambda x: gander.rmsnorm(x, out_dtype="quad"), TypeError, "out_dtype is quad, expected float16"),
         (
             lambda x: gander.rmsnorm(x, out_dtype="bfloat16"),

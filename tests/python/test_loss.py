@@ -151,7 +151,7 @@ BAD = {
     "a gradient": (
         lambda x, t: gander.cross_entropy(x, t, reduction="sum", divisor=torch.ones((), requires_grad=True)),
         ValueError,
-        "divisor requires a gradient, but has none; pass divisor.detach",
+        "divisor requires a gradient, but has none, expected a constant; detach it",
     ),
     "a bool": (
         lambda x, t: gander.cross_entropy(x, t, reduction="sum", divisor=True),

@@ -92,7 +92,7 @@ def test_on_the_meta_device():
         (
             lambda: gander.nn.RMSNorm(0),
             ValueError,
-            r"normalized_shape is \(0,\), expected one or more integers of 1 or more",
+            r"normalized_shape is 0, expected one or more integers of 1 or more",
         ),
         (lambda: gander.nn.RMSNorm(()), ValueError, r"normalized_shape is \(\), expected one or more"),
         (
@@ -103,7 +103,7 @@ def test_on_the_meta_device():
         (
             lambda: gander.nn.RMSNorm(8, dtype=torch.complex64),
             TypeError,
-            "weight has dtype torch.complex64, expected float16",
+            "dtype is complex64, expected torch.float16, torch.bfloat16, torch.float32 or torch.float64",
         ),
         (
             lambda: gander.nn.LayerNorm((3, 0)),
@@ -152,7 +152,7 @@ def test_on_the_meta_device():
         (
             lambda: gander.nn.CrossEntropyLoss(weight=torch.ones(3, dtype=torch.int64)),
             TypeError,
-            "weight has dtype torch.int64, expected float16, bfloat16, float32 or float64",
+            "weight has dtype int64, expected float16, bfloat16, float32 or float64",
         ),
     ],
 )

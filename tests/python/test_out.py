@@ -317,7 +317,7 @@ def test_messages_call_the_argument_out(norm, device):
         norm(x[:4], out=x[1:5])
     with pytest.raises(TypeError, match="out has dtype int32, expected float16"):
         norm(x, out=torch.empty(6, 8, dtype=torch.int32, device=device))
-    with pytest.raises(TypeError, match="out is a int, expected a Tensor as x"):
+    with pytest.raises(TypeError, match=r"out is an int, expected a torch\.Tensor as x"):
         norm(x, out=3)
     with pytest.raises(TypeError, match=r"out is a ndarray, expected a torch\.Tensor"):
         norm(x, out=np.empty((6, 8), np.float32))

@@ -4,8 +4,9 @@ they need to know of arrays."""
 from numbers import Real
 from typing import Any
 
-from .. import _debug
+from .. import _backend, _debug
 from .._native import library
+from .._words import kind, number, renamed, shortened, shown
 from .calls import only_torch
 from .capsules import module_of, not_an_array
 from .operators_gen import *  # noqa: F403
@@ -19,12 +20,17 @@ def with_target_logit(*_: Any) -> None:
     raise only_torch("target_logit")
 
 
-def explained(error: Exception, **arguments: Any) -> Exception:
-    """The exception to raise for an error: one that names an argument that is no array."""
-    for name, value in arguments.items():
-        if value is not None and not hasattr(value, "__dlpack__"):
+def explained(error: Exception, names: dict[str, str] | None = None, **arguments: Any) -> Exception:
+    """The exception to raise for an error: one that names an argument that is no array.
+
+    The first argument decides on the backend, so it may be None.
+    """
+    for index, (name, value) in enumerate(arguments.items()):
+        if not hasattr(value, "__dlpack__") and (value is not None or not index):
             return not_an_array(name, value)
-    return error
+        if _backend.is_tensor(value) and (refusal := _backend.torch.unusable(name, value)):
+            return refusal
+    return renamed(error, names)
 
 
 def scalar(name: str, value: Any, x: Any) -> Any:
@@ -33,11 +39,19 @@ def scalar(name: str, value: Any, x: Any) -> Any:
     if hasattr(value, "__dlpack__") and module is None:
         return value
     if isinstance(value, bool) or not (isinstance(value, Real) or hasattr(value, "__dlpack__")):
-        raise TypeError(f"{name} is {value!r}, expected a number or an array of one element")
+        raise TypeError(f"{name} is {shown(value)}, expected a number or an array of one element")
     if module is None:
-        message = f"{name} is {value!r}, expected an array of one element where x is not NumPy's or CuPy's"
+        message = (
+            f"{name} is {shown(value)}, expected an array of one element where x is not NumPy's or CuPy's"
+        )
         raise explained(TypeError(message), x=x)
-    return module.asarray(value, "float64" if str(x.dtype) == "float64" else "float32")
+    if isinstance(value, Real):
+        value = number(name, value)
+    try:
+        return module.asarray(value, "float64" if str(x.dtype) == "float64" else "float32")
+    except (RuntimeError, TypeError, ValueError) as error:
+        message = f"{name} is {kind(value)}, expected a number or an array of one element: {shortened(error)}"
+        raise explained(TypeError(message), **{"x": x, name: value}) from None
 
 
 def detached(x: Any) -> Any:
@@ -45,16 +59,16 @@ def detached(x: Any) -> Any:
 
 
 def dtype(value: Any, argument: str) -> Any:
-    return value
+    return None if value is None else library.dtype_name(value, argument)
 
 
 def converted(x: Any, to: Any) -> Any:
     return x  # cast() leaves only results that already have this dtype
 
 
-def differs(x: Any, other: Any, argument: str) -> bool:
+def differs(x: Any, other: Any) -> bool:
     """Whether a dtype is another one than x's."""
-    return library.dtype_name(other, argument) != library.dtype_name(x.dtype, "x")
+    return library.name_of(other) != library.name_of(x.dtype)
 
 
 def is_ours(x: Any, other: Any) -> bool:
@@ -70,7 +84,13 @@ def ones_like(x: Any) -> Any:
 
 def empty(x: Any, shape: tuple, dtype: Any) -> Any:
     """A new array of x's library."""
-    return module_of(x).empty(shape, dtype)
+    try:
+        return module_of(x).empty(shape, dtype if hasattr(dtype, "kind") else library.name_of(dtype))
+    except TypeError:
+        raise TypeError(
+            f"residual_dtype is {library.name_of(dtype)}, that of residual, expected a dtype of the library "
+            "of x; pass another residual_dtype"
+        ) from None
 
 
 def may_share_memory(x: Any, out: Any) -> bool:
@@ -89,7 +109,7 @@ def rows(x: Any, dim: int, function: str) -> Any:
 
 def cast(x: Any, to: Any) -> tuple[Any, Any]:
     """x, and the dtype of the result, to which the kernels can convert."""
-    name, given = library.dtype_name(to, "dtype"), library.dtype_name(x.dtype, "x")
+    name, given = library.dtype_name(to, "dtype"), library.name_of(x.dtype)
     if name != given and not (name == "float32" and given in ("float16", "bfloat16")):
         or_wider = " or float32" if given in ("float16", "bfloat16") else ""
         raise NotImplementedError(
@@ -101,7 +121,3 @@ def cast(x: Any, to: Any) -> tuple[Any, Any]:
 def check_targets(classes: int, target: Any, ignore_index: int) -> None:
     """Raises IndexError if an element of target is neither a class nor ignore_index."""
     _debug.check_targets(classes, target, ignore_index)
-
-
-def is_compiled() -> bool:
-    return False

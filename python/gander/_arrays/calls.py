@@ -1,33 +1,23 @@
 """Calls of operators on arrays."""
 
-from operator import index
 from typing import Any
 
 from .._native import library
 from .._native.library import DType
 from .._table import OPERATORS, OPTIONS, TORCH, demand
+from .._words import integer
 from .capsules import run, run_into
 
 
-def _number(option, value):
-    """An option's value for its field. Refuses integers of more than 64 bits, which ctypes would truncate."""
-    try:
-        if isinstance(value, str):  # float() would parse it
-            raise TypeError
-        if option.type == "real":
-            return float(value)
-        number = int(bool(value)) if option.type == "flag" else index(value)
-    except TypeError:
-        expected = "a number" if option.type == "real" else "an integer"
-        raise TypeError(f"{option.name} is {value!r}, expected {expected}") from None
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{option.name} is {number}, expected 64 bits at most")
-    return number
+def _value(option, value):
+    """An option's value for its field."""
+    return float(value) if option.type == "real" else integer(option.name, int(value or 0))
 
 
 def only_torch(argument: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{argument} is supported for torch tensors only; leave it out, or pass torch.from_dlpack(x) as x"
+        f"{argument} is supported for torch tensors only; leave it out, or pass torch.from_dlpack(x) as x, "
+        f"expected with {argument}"
     )
 
 
@@ -38,7 +28,7 @@ def call(name: str, given: dict[str, Any]) -> Any:
     if given.get("inplace_backward") or torch_operator.writes == {"x": "dx"}:
         raise only_torch("inplace_backward")
     values = {
-        option.name: _number(option, given.get(option.name, torch_operator.fixed.get(option.name)))
+        option.name: _value(option, given.get(option.name, torch_operator.fixed.get(option.name)))
         for option in OPTIONS[operator.group]
         if option.name in given or option.name in torch_operator.fixed
     }

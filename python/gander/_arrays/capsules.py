@@ -12,6 +12,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_void_p, cast, py_object
 from .._native import library
 from .._native.library import Deleter, Legacy, Managed
 from .._table import OPERATORS, SHAPES
+from .._words import kind, shortened
 
 # Names of DLPack capsules. A consumer renames a capsule when it takes ownership of the tensor.
 _NAME, _USED, _LEGACY_NAME = b"dltensor_versioned", b"used_dltensor_versioned", b"dltensor"
@@ -32,9 +33,7 @@ _capsule_set_name = _capsule_function("PyCapsule_SetName", c_int, py_object, c_c
 
 
 def not_an_array(name, value):
-    return TypeError(
-        f"{name} is a {type(value).__name__}, expected a torch.Tensor or an object with __dlpack__"
-    )
+    return TypeError(f"{name} is {kind(value)}, expected a torch.Tensor or an object with __dlpack__")
 
 
 def _export(x, name, stream):
@@ -43,16 +42,20 @@ def _export(x, name, stream):
         raise not_an_array(name, x)
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(x, masked.MaskedArray):
-        raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...)")
+        raise TypeError(
+            f"{name} is a masked array, expected one without a mask, which would be lost; pass "
+            f"{name}.filled(...)"
+        )
     options = {} if stream is None else {"stream": stream}
     try:
         try:
             return x.__dlpack__(max_version=(1, 0), **options)
         except TypeError:
             return x.__dlpack__(**options)
-    except (BufferError, TypeError, ValueError) as error:
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} is a {type(x).__name__} that cannot be exported through DLPack: {error}"
+            f"{name} is {kind(x)} that cannot be exported through DLPack: {shortened(error)}; expected an "
+            "array that can"
         ) from None
 
 
@@ -183,9 +186,7 @@ def module_of(x):
 def _check_writable(x, name, managed):
     """Refuses an array that may not be written. Libraries other than these have immutable arrays."""
     if module_of(x) is None:
-        raise TypeError(
-            f"{name} is a {type(x).__name__}, expected an array of NumPy or CuPy, because it is written"
-        )
+        raise TypeError(f"{name} is {kind(x)}, expected an array of NumPy or CuPy, because it is written")
     if managed._type_ is Managed and managed.contents.flags & _READ_ONLY:
         raise ValueError(f"{name} is read-only, expected an array that can be written; pass a copy")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Protocol, TypeVar
 
-from .. import _backend
+from .._table import ALGORITHMS
+from .._words import integer, kind, shown
 
 
 class Array(Protocol):
@@ -16,55 +16,37 @@ class Array(Protocol):
 
 A = TypeVar("A", bound=Array)
 
-# What torch raises if an operator fails, or if an argument is not a tensor.
-FAILURES = (AttributeError, RuntimeError)
+# What a backend raises: torch if an operator fails, or Python about an argument that is no tensor.
+FAILURES = (AttributeError, RuntimeError, TypeError, ValueError)
 
 
-def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """The same error about the caller's operands. names: theirs, by an operator's."""
-    operand = rf"(?<!['\w])({'|'.join(names)})(?!['\w])"
-    return type(error)(re.sub(operand, lambda found: names[found[0]], str(error)))
+AUTO = ALGORITHMS[0]  # Functions compare with `is`: an array's == has no truth value.
 
 
-def code_of(argument: str, name: Any, names: tuple[str, ...]) -> int:
+def code_of(argument: str, name: Any, names: tuple[str, ...], none: str = "") -> int:
     """The number by which the library knows a name."""
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         *others, last = map(repr, names)
-        raise ValueError(f"{argument} is {name!r}, expected {', '.join(others)} or {last}")
+        listed = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{argument} is {shown(name)}, expected {none}{listed}")
     return names.index(name)
 
 
 def check_targets(ops: Any, classes: Any, target: Any, ignore_index: int) -> None:
     """classes: a tensor whose last dimension is that of the classes, or their number."""
     shape = (classes,) if isinstance(classes, int) else getattr(classes, "shape", ())
+    integer("ignore_index", ignore_index)
     if shape and hasattr(target, "dtype"):  # else the operator refuses it
         ops.check_targets(shape[-1], target, ignore_index)
-
-
-def check_constants(**numbers: Any) -> None:
-    """Refuses what is no constant. A tensor that requires a gradient would silently get none. A number that
-    depends on a size that an exported program leaves open would silently stay what it was in the export."""
-    for name, value in numbers.items():
-        if type(value) is float:
-            continue
-        if _backend.is_tensor(value):
-            raise TypeError(
-                f"{name} is a tensor, expected a number, which has no gradient; pass float({name})"
-            )
-        if type(value).__name__ in ("SymFloat", "SymInt"):
-            raise NotImplementedError(
-                f"{name} is {value}, expected a number that does not depend on a dynamic size; export with "
-                "that size fixed" + (", or multiply x instead" if name == "scale" else "")
-            )
 
 
 def check_out(ops: Any, name: str, x: Any, out: Any, out_dtype: Any = None) -> None:
     """Refuses an out that a function cannot write its result to, which has x's shape."""
     if not ops.is_ours(x, out):
-        raise TypeError(f"{name} is a {type(out).__name__}, expected a {type(x).__name__} as x")
+        raise TypeError(f"{name} is {kind(out)}, expected {kind(x)} as x")
     if out.shape != x.shape:
         raise ValueError(f"{name} has shape {tuple(out.shape)}, expected {tuple(x.shape)} as x")
-    if out_dtype is not None and ops.differs(out, out_dtype, "out_dtype"):
+    if out_dtype is not None and ops.differs(out, out_dtype):
         raise TypeError(
             f"{name} has dtype {out.dtype}, expected out_dtype = {out_dtype}; leave one of them out"
         )

@@ -6,19 +6,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
-from .._table import NONE, REDUCTIONS, Reduction
+from .._table import MEAN, NONE, REDUCTIONS, Reduction
+from .._words import check_flags, integer, kind
 from .arguments import FAILURES, check_out, check_targets, code_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+_MEAN = REDUCTIONS[MEAN]  # compared by identity, like AUTO
+
+
 def check_chunks(chunk: Any, accumulate: Any) -> None:
     """Refuses the options of linear_cross_entropy's chunks."""
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk is {chunk!r}, expected a number of rows of 1 or more, or None")
-    if accumulate not in (None, "float32"):
-        raise ValueError(f"accumulate is {accumulate!r}, expected 'float32' or None")
+    expected = "a number of rows of 1 or more, or None"
+    if chunk is not None and integer("chunk", chunk, expected) < 1:
+        raise ValueError(f"chunk is {chunk}, expected {expected}")
+    if accumulate is not None:
+        code_of("accumulate", accumulate, ("float32",), "None or ")
 
 
 def _of_sum(divisor: Any, upstream: Any, reduction: Any) -> None:
@@ -83,7 +88,13 @@ def cross_entropy(
     Gradient: dx = dloss * weight[t] * (softmax(x) - 1[t]). For accuracy, the maximum and the logarithm of the
     sum are saved for it as two numbers, not as lse.
     """
-    code = 1 if reduction == "mean" else code_of("reduction", reduction, REDUCTIONS)
+    code = MEAN if reduction is _MEAN else code_of("reduction", reduction, REDUCTIONS)
+    if type(ignore_index) is not int:
+        ignore_index = integer("ignore_index", ignore_index)
+    if type(inplace_backward) is not bool or type(batch_invariant) is not bool:
+        check_flags(inplace_backward=inplace_backward, batch_invariant=batch_invariant)
+    if one_pass is not None:
+        check_flags(one_pass=one_pass)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if divisor is not None or upstream is not None:
         _of_sum(divisor, upstream, reduction)
@@ -93,9 +104,7 @@ def cross_entropy(
         if _debug.enabled:
             check_targets(ops, x, target, ignore_index)
         if lse_partial is not None:
-            loss = ops.with_lse_partial(
-                x, target, lse_partial, weight, ignore_index, code, bool(inplace_backward)
-            )
+            loss = ops.with_lse_partial(x, target, lse_partial, weight, ignore_index, code, inplace_backward)
             return loss if divisor is None else loss / divisor
         return ops.cross_entropy(
             x,
@@ -105,12 +114,13 @@ def cross_entropy(
             upstream,
             ignore_index=ignore_index,
             reduction=code,
-            batch_invariant=bool(batch_invariant),
-            inplace_backward=bool(inplace_backward),
+            batch_invariant=batch_invariant,
+            inplace_backward=inplace_backward,
             one_pass=one_pass,
         )[0]
     except FAILURES as error:
-        raise ops.explained(error, x=x, target=target, weight=weight) from None
+        given = {"x": x, "target": target, "weight": weight, "lse_partial": lse_partial}
+        raise ops.explained(error, **given) from None
 
 
 def cross_entropy_fwd(
@@ -138,36 +148,41 @@ def cross_entropy_fwd(
     Torch tensors only, for which torch.compile breaks its graph.
     Other arguments and errors are those of cross_entropy.
     """
+    if type(ignore_index) is not int:
+        ignore_index = integer("ignore_index", ignore_index)
+    if type(return_lse) is not bool or type(return_dx) is not bool:
+        check_flags(return_lse=return_lse, return_dx=return_dx)
+    if type(inplace_backward) is not bool or type(batch_invariant) is not bool:
+        check_flags(inplace_backward=inplace_backward, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if divisor is not None:
         divisor = ops.scalar("divisor", divisor, x)
-    if target_logit is not None:
-        if return_dx:
-            raise NotImplementedError(
-                "return_dx is set with target_logit, expected one of them; cross_entropy_bwd takes the lse"
-            )
-        try:
+    try:
+        if target_logit is not None:
+            if return_dx:
+                raise NotImplementedError(
+                    "return_dx is set with target_logit, expected one of them; cross_entropy_bwd takes the "
+                    "lse"
+                )
             loss, lse = ops.with_target_logit(
                 ops.detached(x), target, ops.detached(target_logit), ops.detached(weight), ignore_index
             )
-        except FAILURES as error:
-            raise ops.explained(error, x=x, target=target, weight=weight) from None
-        if divisor is not None:
-            loss = loss / divisor
-        return (loss, lse) if return_lse else loss
-    try:
+            if divisor is not None:
+                loss = loss / divisor
+            return (loss, lse) if return_lse else loss
         if _debug.enabled:
             check_targets(ops, x, target, ignore_index)
         operands = ops.detached(x), target, ops.detached(weight), divisor
-        options = {"ignore_index": ignore_index, "batch_invariant": bool(batch_invariant)}
+        options = {"ignore_index": ignore_index, "batch_invariant": batch_invariant}
         if return_dx and inplace_backward:
             loss, lse = ops.cross_entropy_fwd_dx_(*operands, **options)
             dx = x
         else:
-            demands = {"needs_lse": bool(return_lse), "needs_dx": bool(return_dx)}
+            demands = {"needs_lse": return_lse, "needs_dx": return_dx}
             loss, lse, dx = ops.cross_entropy_fwd(*operands, **options, **demands)
     except FAILURES as error:
-        raise ops.explained(error, x=x, target=target, weight=weight) from None
+        given = {"x": x, "target": target, "weight": weight, "target_logit": target_logit}
+        raise ops.explained(error, **given) from None
     results = (loss, *[lse] * bool(return_lse), *[dx] * bool(return_dx))
     return results if len(results) > 1 else loss
 
@@ -189,6 +204,10 @@ def cross_entropy_bwd(
     With inplace_backward dx is written over x, and x itself is returned.
     The bits of a row never depend on other rows. Other arguments and errors are those of cross_entropy.
     """
+    if type(ignore_index) is not int:
+        ignore_index = integer("ignore_index", ignore_index)
+    if type(inplace_backward) is not bool:
+        check_flags(inplace_backward=inplace_backward)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         if _debug.enabled:
@@ -219,6 +238,8 @@ def cross_entropy_fwd_out(
     Torch tensors, or writable arrays of NumPy or CuPy. Other arguments and errors are those of
     cross_entropy_fwd.
     """
+    if type(ignore_index) is not int:
+        ignore_index = integer("ignore_index", ignore_index)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         for name, statistic in ("loss", loss), ("lse", lse):
@@ -230,12 +251,16 @@ def cross_entropy_fwd_out(
         if target_logit is not None:
             if loss is None:
                 raise ValueError("loss is None, expected a tensor")
-            results = cross_entropy_fwd(
-                x, target, target_logit, weight, ignore_index, return_lse=True, return_dx=dx is not None
-            )
-            writes = [out.copy_ for out in (loss, lse) if out is not None]  # all, before the first writes
-            for write, result in zip(writes, results, strict=False):
-                write(result)
+            if dx is not None:
+                raise NotImplementedError(
+                    "dx is given with target_logit, expected None; cross_entropy_bwd takes the lse"
+                )
+            results = cross_entropy_fwd(x, target, target_logit, weight, ignore_index, return_lse=True)
+            outputs = {"loss": loss} if lse is None else {"loss": loss, "lse": lse}
+            for (name, out), result in zip(outputs.items(), results, strict=False):  # before the first write
+                check_out(ops, name, result, out, result.dtype)
+            for out, result in zip(outputs.values(), results, strict=False):
+                out.copy_(result)
             return
         if dx is not None:
             check_out(ops, "dx", x, dx)
@@ -244,7 +269,8 @@ def cross_entropy_fwd_out(
         operands = ops.detached(x), target, ops.detached(weight)
         ops.cross_entropy_fwd_out(*operands, loss=loss, lse=lse, dx=dx, ignore_index=ignore_index)
     except FAILURES as error:
-        given = {"x": x, "target": target, "weight": weight, "loss": loss, "lse": lse, "dx": dx}
+        given = {"x": x, "target": target, "target_logit": target_logit, "weight": weight}
+        given |= {"loss": loss, "lse": lse, "dx": dx}
         raise ops.explained(error, **given) from None
 
 
@@ -262,6 +288,8 @@ def cross_entropy_bwd_out(
     Torch tensors, or writable arrays of NumPy or CuPy. Other arguments and errors are those of
     cross_entropy_bwd.
     """
+    if type(ignore_index) is not int:
+        ignore_index = integer("ignore_index", ignore_index)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         check_out(ops, "dx", x, dx)
@@ -311,14 +339,16 @@ def linear_cross_entropy(
     Raises TypeError (dtype), ValueError (shape, reduction, chunk), RuntimeError (device, driver, memory).
     """
     if not is_tensor(x):
-        raise TypeError(f"x is a {type(x).__name__}, expected a torch.Tensor")
+        raise TypeError(f"x is {kind(x)}, expected a torch.Tensor")
     code = code_of("reduction", reduction, REDUCTIONS)
     _of_sum(divisor, upstream, reduction)
     check_chunks(chunk, accumulate)
+    if type(ignore_index) is not int:
+        ignore_index = integer("ignore_index", ignore_index)
     ops = BACKENDS.get(type(x)) or backend_of(x)
-    if _debug.enabled and hasattr(weight, "shape"):
-        check_targets(ops, weight.shape[0], target, ignore_index)
     try:
+        if _debug.enabled and hasattr(weight, "shape"):
+            check_targets(ops, weight.shape[0], target, ignore_index)
         loss: Tensor = ops.linear_cross_entropy(
             x,
             weight,
@@ -333,5 +363,6 @@ def linear_cross_entropy(
             accumulate is not None,
         )
     except FAILURES as error:
-        raise ops.explained(error) from None
+        given = {"x": x, "weight": weight, "target": target, "bias": bias, "weight_ce": weight_ce}
+        raise ops.explained(error, **given) from None
     return loss

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from .._backend import BACKENDS, Backend, backend_of
 from .._table import ALGORITHMS, Algorithm
-from .arguments import FAILURES, A, Array, check_constants, check_out, code_of, renamed
+from .._words import check_flags, number, shown
+from .arguments import AUTO, FAILURES, A, Array, check_out, code_of
 
 CastingMode = Literal["llama"]
 
@@ -22,9 +22,7 @@ def _epsilon(x: Any) -> float:
 
 def _rounds(casting_mode: Any) -> bool:
     """The operators' option round_normalized."""
-    if casting_mode not in (None, "llama"):
-        raise ValueError(f"casting_mode is {casting_mode!r}, expected None or 'llama'")
-    return casting_mode is not None
+    return casting_mode is not None and not code_of("casting_mode", casting_mode, ("llama",), "None or ")
 
 
 def _refuse_shape(name: str, weight: Any) -> None:
@@ -32,16 +30,19 @@ def _refuse_shape(name: str, weight: Any) -> None:
     if not isinstance(weight, (int, tuple, list)):
         return
     raise TypeError(
-        f"weight is {weight!r}, expected a tensor or None; unlike torch's, {name}(x, weight) has no "
+        f"weight is {shown(weight)}, expected a tensor or None; unlike torch's, {name}(x, weight) has no "
         "normalized_shape: it normalizes the last dimension"
     ) from None
 
 
-def _checked_weight(
-    ops: Backend, name: str, x: Any, weight: Any, bias: Any = None, weight_offset: float = 0
-) -> Any:
+def _names(weight: Any, bias: Any, out: Any) -> dict[str, str]:
+    """What callers call arguments and results of the operators: see _weight_of."""
+    names = {"y": "out_dtype" if out is None else "out", "residual_out": "residual_dtype"}
+    return names | {"weight": "bias"} if weight is None and bias is not None else names
+
+
+def _weight_of(ops: Backend, x: Any, weight: Any, bias: Any, weight_offset: float = 0) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
-    _refuse_shape(name, weight)
     if weight is None and bias is not None and len(bias.shape) == 2:
         if bias.shape != x.shape[-2:]:
             raise ValueError(
@@ -60,13 +61,13 @@ def _checked_weight(
 def _adds(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:
     """Whether residual_out is something else than x."""
     if residual is None:
-        return residual_dtype is not None and ops.differs(x, residual_dtype, "residual_dtype")
+        return residual_dtype is not None and ops.differs(x, residual_dtype)
     return True
 
 
 def _dtype_of_sum(ops: Backend, x: Any, residual: Any) -> Any:
     """The dtype of x + residual in torch."""
-    return ops.dtype("float32", "residual_dtype") if ops.differs(x, residual.dtype, "residual") else x.dtype
+    return ops.dtype("float32", "residual_dtype") if ops.differs(x, residual.dtype) else x.dtype
 
 
 def _saved_dtype(
@@ -79,17 +80,6 @@ def _saved_dtype(
         # The digits that a narrower sum lost would be missing in the gradient.
         return _dtype_of_sum(ops, x, residual)
     return residual_dtype
-
-
-def _write(ops: Backend, operator: Callable[..., Any], names: dict[str, str], **arguments: Any) -> None:
-    """Calls an operator that writes over operands. names: what callers call some of its arguments."""
-    try:
-        operator(**arguments)
-    except (TypeError, ValueError, *FAILURES) as error:
-        if ops.is_compiled():
-            raise
-        given = {name: arguments[name] for name in ("x", "weight", "bias", "residual") if name in arguments}
-        raise renamed(ops.explained(error, **given), names) from None
 
 
 def _out_of_sum(
@@ -195,25 +185,32 @@ def rmsnorm(
     Raises TypeError (dtype), ValueError (shape, algorithm), RuntimeError (device, driver, memory).
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if type(eps) is not float or type(weight_offset) is not float:
-        check_constants(eps=eps, weight_offset=weight_offset)
-    code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
+    if eps is not None and type(eps) is not float:
+        eps = number("eps", eps, "None or ")
+    if type(weight_offset) is not float:
+        weight_offset = number("weight_offset", weight_offset)
+    code = 0 if algorithm is AUTO else code_of("algorithm", algorithm, ALGORITHMS)
+    if type(batch_invariant) is not bool:
+        check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         if eps is None:
             eps = _epsilon(x)
-        if bias is None and residual is None and not prenorm and out is None and casting_mode is None:
+        if bias is None and residual is None and prenorm is False and out is None and casting_mode is None:
             if out_dtype is not None:
                 out_dtype = ops.dtype(out_dtype, "out_dtype")
+            if residual_dtype is not None:
+                ops.dtype(residual_dtype, "residual_dtype")
             return ops.rmsnorm(
                 x,
                 weight,
                 out_dtype=out_dtype,
                 eps=eps,
                 algorithm=code,
-                batch_invariant=bool(batch_invariant),
+                batch_invariant=batch_invariant,
                 weight_offset=weight_offset,
             )[0]
+        check_flags(prenorm=prenorm)
         y, residual_out, _ = _rmsnorm(
             ops,
             x,
@@ -226,13 +223,14 @@ def rmsnorm(
             prenorm=prenorm,
             eps=eps,
             algorithm=code,
-            batch_invariant=bool(batch_invariant),
+            batch_invariant=batch_invariant,
             weight_offset=weight_offset,
             round_normalized=_rounds(casting_mode),
         )
     except FAILURES as error:
         _refuse_shape("rmsnorm", weight)
-        raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
+        given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        raise ops.explained(error, _names(weight, bias, out), **given) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -251,15 +249,14 @@ def _rmsnorm(
     **options: Any,
 ) -> Any:
     """(y, residual_out, rstd), the last two on demand. residual_out is x if it has the same numbers."""
-    weight = _checked_weight(ops, "rmsnorm", x, weight, bias, options["weight_offset"])
+    weight = _weight_of(ops, x, weight, bias, options["weight_offset"])
     if out is not None:
         h = _out_of_sum(ops, x, residual, residual_dtype, out, out_dtype, False) if prenorm else None
         if not prenorm:
             _adds(ops, x, residual, ops.dtype(residual_dtype, "residual_dtype"))
             check_out(ops, "out", x, out, ops.dtype(out_dtype, "out_dtype"))
         rstd = _out_of_statistic(ops, x) if needs_rstd else None
-        operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "y": out}
-        _write(ops, ops.rmsnorm_out, {"y": "out"}, **operands, residual_out=h, rstd=rstd, **options)
+        ops.rmsnorm_out(x, weight, bias, residual, out, residual_out=h, rstd=rstd, **options)
         return out, x if h is None else h, rstd
     residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
     adds = _adds(ops, x, residual, residual_dtype) and prenorm
@@ -293,27 +290,29 @@ def fused_add_rmsnorm(
     writable array of NumPy or CuPy. A tensor that requires a gradient is refused.
     weight, eps, weight_offset, batch_invariant and errors are those of rmsnorm.
     """
-    if type(eps) is not float or type(weight_offset) is not float:
-        check_constants(eps=eps, weight_offset=weight_offset)
+    if eps is not None and type(eps) is not float:
+        eps = number("eps", eps, "None or ")
+    if type(weight_offset) is not float:
+        weight_offset = number("weight_offset", weight_offset)
+    if type(batch_invariant) is not bool:
+        check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
-        _checked_weight(ops, "fused_add_rmsnorm", x, weight)
         if residual is None:
             raise TypeError("residual is None, expected a tensor, to which x is added; or call rmsnorm")
         _adds(ops, x, residual, None)
-        _write(
-            ops,
-            ops.fused_add_rmsnorm_,
-            {"y": "x", "residual_out": "residual"},
-            x=x,
-            weight=weight,
-            residual=residual,
+        ops.fused_add_rmsnorm_(
+            x,
+            weight,
+            residual,
             eps=_epsilon(x) if eps is None else eps,
-            batch_invariant=bool(batch_invariant),
+            batch_invariant=batch_invariant,
             weight_offset=weight_offset,
         )
     except FAILURES as error:
-        raise ops.explained(error, x=x, weight=weight, residual=residual) from None
+        _refuse_shape("fused_add_rmsnorm", weight)
+        names = {"y": "x", "residual_out": "residual"}
+        raise ops.explained(error, names, x=x, weight=weight, residual=residual) from None
 
 
 def rmsnorm_fwd(
@@ -337,9 +336,13 @@ def rmsnorm_fwd(
     residual_out is as with prenorm. rstd is 1 / sqrt(mean(h^2) + eps), float32 (float64 for float64) of shape
     x.shape[:-1], or None without store_rstd. Arguments and errors are those of rmsnorm.
     """
-    if type(eps) is not float or type(weight_offset) is not float:
-        check_constants(eps=eps, weight_offset=weight_offset)
-    code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
+    if eps is not None and type(eps) is not float:
+        eps = number("eps", eps, "None or ")
+    if type(weight_offset) is not float:
+        weight_offset = number("weight_offset", weight_offset)
+    code = 0 if algorithm is AUTO else code_of("algorithm", algorithm, ALGORITHMS)
+    if type(store_rstd) is not bool or type(batch_invariant) is not bool:
+        check_flags(store_rstd=store_rstd, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         y, residual_out, rstd = _rmsnorm(
@@ -352,15 +355,17 @@ def rmsnorm_fwd(
             out_dtype=out_dtype,
             residual_dtype=residual_dtype,
             prenorm=True,
-            needs_rstd=bool(store_rstd),
+            needs_rstd=store_rstd,
             eps=_epsilon(x) if eps is None else eps,
             algorithm=code,
-            batch_invariant=bool(batch_invariant),
+            batch_invariant=batch_invariant,
             weight_offset=weight_offset,
             round_normalized=_rounds(casting_mode),
         )
     except FAILURES as error:
-        raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
+        _refuse_shape("rmsnorm_fwd", weight)
+        given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        raise ops.explained(error, _names(weight, bias, out), **given) from None
     return y, x if residual_out is rows else residual_out, rstd
 
 
@@ -393,8 +398,10 @@ def rmsnorm_bwd(
     batch_invariant and errors are as there. casting_mode="llama" rounds to the dtype of x.
     """
     if type(weight_offset) is not float:
-        check_constants(weight_offset=weight_offset)
-    code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
+        weight_offset = number("weight_offset", weight_offset)
+    code = 0 if algorithm is AUTO else code_of("algorithm", algorithm, ALGORITHMS)
+    if type(has_bias) is not bool or type(has_residual) is not bool or type(batch_invariant) is not bool:
+        check_flags(has_bias=has_bias, has_residual=has_residual, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         dx, dresidual, dw, db = ops.rmsnorm_bwd(
@@ -405,13 +412,14 @@ def rmsnorm_bwd(
             rstd,
             **_gradients(ops, x, weight, dresidual_out, has_bias),
             algorithm=code,
-            batch_invariant=bool(batch_invariant),
+            batch_invariant=batch_invariant,
             weight_offset=weight_offset,
             round_normalized=_rounds(casting_mode),
         )
     except FAILURES as error:
+        names = {"residual_dtype": "dresidual_out"}
         given = {"x": x, "weight": weight, "dout": dout, "rstd": rstd, "dresidual_out": dresidual_out}
-        raise ops.explained(error, **given) from None
+        raise ops.explained(error, names, **given) from None
     if dresidual is None and has_residual:
         dresidual = dx
     return dx, dw, db, dresidual
@@ -419,12 +427,12 @@ def rmsnorm_bwd(
 
 def _gradients(ops: Backend, x: Any, weight: Any, dresidual_out: Any, has_bias: bool) -> dict[str, Any]:
     """Which gradients of a norm are wanted. dresidual is dx if dresidual_out has the dtype of x."""
-    converts = dresidual_out is not None and ops.differs(x, dresidual_out.dtype, "dresidual_out")
+    converts = dresidual_out is not None and ops.differs(x, dresidual_out.dtype)
     return {
         "residual_dtype": dresidual_out.dtype if converts else None,
         "needs_dresidual": converts,
         "needs_dw": weight is not None,
-        "needs_db": bool(has_bias),
+        "needs_db": has_bias,
     }
 
 
@@ -482,7 +490,9 @@ def layernorm(
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
     if type(eps) is not float:
-        check_constants(eps=eps)
+        eps = number("eps", eps)
+    if type(prenorm) is not bool or type(batch_invariant) is not bool:
+        check_flags(prenorm=prenorm, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         y, residual_out, _, _ = _layernorm(
@@ -496,10 +506,12 @@ def layernorm(
             residual_dtype=residual_dtype,
             prenorm=prenorm,
             eps=eps,
-            batch_invariant=bool(batch_invariant),
+            batch_invariant=batch_invariant,
         )
     except FAILURES as error:
-        raise ops.explained(error, x=x, weight=weight, bias=bias, residual=residual, out=out) from None
+        _refuse_shape("layernorm", weight)
+        given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        raise ops.explained(error, _names(weight, bias, out), **given) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -519,21 +531,20 @@ def _layernorm(
 ) -> Any:
     """(y, residual_out, mean, rstd), of which the last three are computed on demand. residual_out is x if it
     would have the same numbers."""
-    weight = _checked_weight(ops, "layernorm", x, weight, bias)
+    weight = _weight_of(ops, x, weight, bias)
     if out is not None:
         h = _out_of_sum(ops, x, residual, residual_dtype, out, out_dtype, True) if prenorm else None
         if not prenorm:
             _adds(ops, x, residual, ops.dtype(residual_dtype, "residual_dtype"))
             check_out(ops, "out", x, out, ops.dtype(out_dtype, "out_dtype"))
         mean, rstd = (_out_of_statistic(ops, x) if needs_statistics else None for _ in range(2))
-        operands = {"x": x, "weight": weight, "bias": bias, "residual": residual, "y": out}
-        results = {"residual_out": h, "mean": mean, "rstd": rstd}
-        _write(ops, ops.layernorm_out, {"y": "out"}, **operands, **results, **options)
+        ops.layernorm_out(x, weight, bias, residual, out, residual_out=h, mean=mean, rstd=rstd, **options)
         return out, x if h is None else h, mean, rstd
+    if residual_dtype is not None:
+        residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
     if residual is None and not prenorm:
         adds = False
     else:
-        residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
         adds = _adds(ops, x, residual, residual_dtype) and prenorm
         residual_dtype = _saved_dtype(ops, x, residual, residual_dtype, prenorm, True)
     y, h, mean, rstd = ops.layernorm(
@@ -616,7 +627,9 @@ def layernorm_fwd(
     Arguments and errors are those of layernorm.
     """
     if type(eps) is not float:
-        check_constants(eps=eps)
+        eps = number("eps", eps)
+    if type(return_rstd) is not bool or type(return_mean) is not bool or type(batch_invariant) is not bool:
+        check_flags(return_rstd=return_rstd, return_mean=return_mean, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         y, _, mean, rstd = _layernorm(
@@ -626,12 +639,15 @@ def layernorm_fwd(
             ops.detached(bias),
             None,
             out,
-            needs_statistics=bool(return_rstd or return_mean),
+            needs_statistics=return_rstd or return_mean,
             eps=eps,
-            batch_invariant=bool(batch_invariant),
+            batch_invariant=batch_invariant,
         )
     except FAILURES as error:
-        raise ops.explained(error, x=x, weight=weight, bias=bias, out=out) from None
+        _refuse_shape("layernorm_fwd", weight)
+        raise ops.explained(
+            error, _names(weight, bias, out), x=x, weight=weight, bias=bias, out=out
+        ) from None
     if not (return_rstd or return_mean):
         return y
     return (y, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))
@@ -654,6 +670,8 @@ def layernorm_bwd(
     x, weight, rstd, mean: as in the forward call, or x its residual_out if there was a residual. dout: x's
     shape, any of the dtypes. Dtypes, the cases of None and errors are those of rmsnorm_bwd.
     """
+    if type(has_bias) is not bool or type(batch_invariant) is not bool:
+        check_flags(has_bias=has_bias, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         dx, _, dw, db = ops.layernorm_bwd(
@@ -664,7 +682,7 @@ def layernorm_bwd(
             mean,
             rstd,
             **_gradients(ops, x, weight, None, has_bias),
-            batch_invariant=bool(batch_invariant),
+            batch_invariant=batch_invariant,
         )
     except FAILURES as error:
         given = {"x": x, "weight": weight, "dout": dout, "rstd": rstd, "mean": mean}

@@ -8,21 +8,23 @@ from typing import Any, Literal
 from .. import _backend
 from .._backend import BACKENDS, backend_of
 from .._table import ALGORITHMS, Algorithm
-from .arguments import FAILURES, check_constants, code_of
+from .._words import check_flags, number, shown
+from .arguments import AUTO, FAILURES, code_of
 
 Masked = Literal["nan", "zero"]
 
 
 _MASKED: tuple[Masked, ...] = ("nan", "zero")
+_NAN = _MASKED[0]
 
 
 def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
     """x with dimension dim at the end, which copies later unless it is there already."""
     if type(dim) is not int and (isinstance(dim, bool) or not isinstance(dim, Integral)):
-        raise TypeError(f"dim is {dim!r}, expected an int")
+        raise TypeError(f"dim is {shown(dim)}, expected an int")
     rank = max(len(x.shape), 1)
     if not -rank <= dim < rank:
-        raise IndexError(f"dim is {dim}, expected {-rank} to {rank - 1} for x of rank {len(x.shape)}")
+        raise IndexError(f"dim is {shown(dim)}, expected {-rank} to {rank - 1} for x of rank {len(x.shape)}")
     if dim % rank == rank - 1:
         return x
     return ops.rows(x, dim, function)
@@ -62,9 +64,9 @@ def _masked_softmax(
         out_dtype=out_dtype,
         scale=1.0 if scale is None else scale,
         log=log,
-        causal=bool(causal),
+        causal=causal,
         masked_zero=bool(zero),
-        batch_invariant=bool(batch_invariant),
+        batch_invariant=batch_invariant,
     )
     return y.movedim(-1, dim).contiguous() if moved else y
 
@@ -113,11 +115,22 @@ def softmax(
     memory).
     Subtracts the maximum first: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
+    code = 0 if algorithm is AUTO else code_of("algorithm", algorithm, ALGORITHMS)
+    if type(batch_invariant) is not bool:
+        check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
-        if dim == -1 and dtype is None and mask is None and not causal and scale is None and masked == "nan":
-            return ops.softmax(x, algorithm=code, batch_invariant=bool(batch_invariant))
+        if (
+            dtype is None
+            and mask is None
+            and scale is None
+            and causal is False
+            and masked is _NAN
+            and type(dim) is int
+            and dim == -1
+        ):
+            return ops.softmax(x, algorithm=code, batch_invariant=batch_invariant)
+        check_flags(causal=causal)
         return _softmax(ops, x, dim, dtype, scale, mask, causal, masked, code, batch_invariant)
     except FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
@@ -136,9 +149,10 @@ def _softmax(
     batch_invariant: bool,
 ) -> Any:
     """softmax with arguments that may be options: if they are none, by the kernels without."""
-    check_constants(scale=scale)
+    if scale is not None:
+        scale = number("scale", scale, "None or ")
     narrow = x if dtype is None else ops.cast(x, dtype)[0]
-    widens = dtype is not None and ops.differs(narrow, ops.dtype(dtype, "dtype"), "dtype")
+    widens = dtype is not None and ops.differs(narrow, ops.dtype(dtype, "dtype"))
     given = {
         "a scale": scale not in (None, 1),
         "a mask": mask is not None,
@@ -148,7 +162,7 @@ def _softmax(
     if not any(given.values()):
         code_of("masked", masked, _MASKED)
         rows = _to_last(ops, narrow, dim, "softmax")
-        y = ops.softmax(rows, algorithm=code, batch_invariant=bool(batch_invariant))
+        y = ops.softmax(rows, algorithm=code, batch_invariant=batch_invariant)
         if rows is not narrow:
             y = y.movedim(-1, dim).contiguous()
         return y if dtype is None else ops.converted(y, dtype)  # autocast may widen it
@@ -180,9 +194,12 @@ def log_softmax(
     Arguments, results and errors are otherwise those of softmax.
     Gradient: dx = scale * (dy - exp(y) * sum(dy)).
     """
+    if type(causal) is not bool or type(batch_invariant) is not bool:
+        check_flags(causal=causal, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
-        check_constants(scale=scale)
+        if scale is not None:
+            scale = number("scale", scale, "None or ")
         return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, True, batch_invariant)
     except FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
@@ -191,7 +208,11 @@ def log_softmax(
 def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """softmax(x) without a gradient."""
     ops = BACKENDS.get(type(x)) or backend_of(x)
-    return softmax(ops.detached(x), algorithm=algorithm, batch_invariant=batch_invariant)
+    try:
+        x = ops.detached(x)
+    except FAILURES as error:
+        raise ops.explained(error, x=x) from None
+    return softmax(x, algorithm=algorithm, batch_invariant=batch_invariant)
 
 
 def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
@@ -202,10 +223,12 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
     algorithm: one of gander.algorithms("softmax_bwd"). algorithm, batch_invariant and errors are otherwise as
     in softmax.
     """
-    code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
+    code = 0 if algorithm is AUTO else code_of("algorithm", algorithm, ALGORITHMS)
+    if type(batch_invariant) is not bool:
+        check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(dy)) or backend_of(dy)
     try:
-        return ops.softmax_bwd(dy, y, algorithm=code, batch_invariant=bool(batch_invariant))
+        return ops.softmax_bwd(dy, y, algorithm=code, batch_invariant=batch_invariant)
     except FAILURES as error:
         raise ops.explained(error, dy=dy, y=y) from None
 
@@ -225,28 +248,33 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
     Raises TypeError (dtype), ValueError (shape), IndexError (dim), RuntimeError (device, driver, memory).
     Gradient: dx = dlse * exp(x - lse).
     """
+    if type(batch_invariant) is not bool:
+        check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
-        if dim == -1 and not keepdim:
-            return ops.logsumexp(x, batch_invariant=bool(batch_invariant))
+        if keepdim is False and type(dim) is int and dim == -1:
+            return ops.logsumexp(x, batch_invariant=batch_invariant)
+        check_flags(keepdim=keepdim)
         if keepdim and ops is not _backend.torch:
-            raise NotImplementedError("keepdim is supported for torch tensors only; reshape the result")
+            raise NotImplementedError(
+                "keepdim is supported for torch tensors only, expected False; reshape the result"
+            )
         if isinstance(dim, (tuple, list)) and len(dim) > 1:
             if ops is not _backend.torch:
-                raise NotImplementedError(f"dim is {dim}, expected one for arrays; reshape x")
+                raise NotImplementedError(f"dim is {shown(dim)}, expected one for arrays; reshape x")
             rank = x.ndim
             whole = [d for d in dim if isinstance(d, Integral) and not isinstance(d, bool)]
             dims = sorted({int(d) % rank for d in whole if -rank <= d < rank})
             if len(dims) != len(dim):
+                expected = f"different dimensions of x of rank {rank}, ints of {-rank} to {rank - 1}"
                 raise (IndexError if len(whole) == len(dim) else TypeError)(
-                    f"dim is {dim}, expected different dimensions of x of rank {rank}, ints of {-rank} to "
-                    f"{rank - 1}"
+                    f"dim is {shown(dim)}, expected {expected}"
                 )
             rows = x.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
         else:
             one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
             rows, dims = _to_last(ops, x, one, "logsumexp"), [one % max(len(x.shape), 1)]
-        lse = ops.logsumexp(rows, batch_invariant=bool(batch_invariant))
+        lse = ops.logsumexp(rows, batch_invariant=batch_invariant)
         for d in dims if keepdim else ():
             lse = lse.unsqueeze(d)
         return lse

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from .._table import OPERATORS, OPTIONS, STATUSES, Operator, Option
+from .._words import shown
 
 ABI_VERSION = 4
 CPU, CUDA = 1, 2  # DLPack's device types
+
+_SERVED = ("float16", "bfloat16", "float32", "float64")
 
 # DLPack's (type code, bits) of each element type, by the name that NumPy and torch use.
 DTYPES = {
@@ -193,15 +196,23 @@ def check(status: int) -> None:
         raise exception(status, load().gander_last_error().decode(errors="replace"))
 
 
-def dtype_name(dtype: Any, argument: str) -> str:
-    """The name in DTYPES of a dtype of NumPy, torch, CuPy or JAX, or of one given by its name."""
+def name_of(dtype: Any) -> str:
+    """The name of a dtype of NumPy, torch, CuPy or JAX, or of one given by its name. "" if it is none."""
     if isinstance(dtype, str):
-        name = dtype
+        name: Any = dtype
+    elif isinstance(dtype, type) or "dtype" in type(dtype).__name__.lower():
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype
     else:
-        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    name = name.rpartition(".")[2]
-    if name not in DTYPES:
-        raise TypeError(f"{argument} is {name}, expected float16, bfloat16, float32 or float64")
+        return ""
+    return str(name).rpartition(".")[2]
+
+
+def dtype_name(dtype: Any, argument: str) -> str:
+    """The name of a dtype that the operators take."""
+    name = name_of(dtype)
+    if name not in _SERVED:
+        found = name[:40] or shown(dtype)
+        raise TypeError(f"{argument} is {found}, expected {', '.join(_SERVED[:-1])} or {_SERVED[-1]}")
     return name
 
 

@@ -378,7 +378,8 @@ def refuse_gradients(name, given) -> None:
     for argument, tensor in given.items():
         if tensor is not None and tensor.requires_grad and is_grad_enabled():
             raise NotImplementedError(
-                f"gander: {argument} requires a gradient, but {name} has none for it; detach it"
+                f"gander: {argument} requires a gradient, but {name} has none for it, expected a constant; "
+                "detach it"
             )
 
 
@@ -397,7 +398,7 @@ def _kernel(name, choose, instead):
                 continue
             if operator.writes:
                 raise NotImplementedError(
-                    f"gander: {name} has no gradient, and {argument} requires one; detach it, or use "
+                    f"gander: {name} expected no gradient, and {argument} requires one; detach it, or use "
                     "torch.no_grad()"
                 )
             if operator.backward and argument not in differentiable(name):

@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 globals().update({name: fast.operator(name) for name in TORCH})
 
 
@@ -54,7 +56,7 @@ def detached(x: Any) -> Any:
 
 def dtype(value: Any, argument: str) -> Any:
     """A dtype or None, also given as NumPy's or by its name, as torch's."""
-    if value is None or isinstance(value, torch.dtype):
+    if value is None or (isinstance(value, torch.dtype) and value in _DTYPES):
         return value
     return getattr(torch, library.dtype_name(value, argument))
 
@@ -63,9 +65,9 @@ def converted(x: Tensor, to: Any) -> Tensor:
     return x.to(dtype(to, "dtype"))
 
 
-def differs(x: Any, other: Any, argument: str) -> bool:
+def differs(x: Any, other: Any) -> bool:
     """Whether a dtype is another one than x's."""
-    return dtype(other, argument) != x.dtype
+    return other != x.dtype
 
 
 def is_ours(x: Any, other: Any) -> bool:
@@ -115,8 +117,3 @@ def check_targets(classes: int, target: Any, ignore_index: int) -> None:
         if hasattr(target, "full_tensor"):  # all ranks see all targets, and refuse them together
             target = target.full_tensor()
     _debug.check_targets(classes, target, ignore_index)
-
-
-def is_compiled() -> bool:
-    """Whether errors are raised by the tracer, which then names its own arguments."""
-    return is_compiling()

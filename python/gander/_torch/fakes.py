@@ -105,14 +105,14 @@ class _Call:
         if name in self.operator.writes:
             self.check_written(name, tensor)
 
-    def check_dtype(self, operand, dtype):
+    def check_dtype(self, operand, dtype, choice=None):
         rule = DTYPES[operand.dtype]
         allowed = rule.wide if self.first.dtype == torch.float64 else rule.narrow
         if operand.dtype == "same":
             like = self.values[operand.like]  # a gradient of what is not there has no elements
             allowed = [_name((self.first if like is None else like).dtype)]
         if _name(dtype) not in allowed:
-            found = f"{operand.name} has dtype {_name(dtype)}"
+            found = f"{choice or operand.name} has dtype {_name(dtype)}"
             self.fail(TypeError, f"{found}, expected {_listed(allowed)}; convert it")
 
     def check_shape(self, operand, shape):
@@ -181,7 +181,7 @@ class _Call:
 
     def result(self, operand):
         dtype, like = self.dtype_of(operand), self.values.get(operand.fits)
-        self.check_dtype(operand, dtype)
+        self.check_dtype(operand, dtype, self.values.get(operand.choice) and operand.choice)
         if operand.name in self.operator.on_demand:
             if not self.values[demand(operand.name)]:
                 return self.first.new_empty(0, dtype=dtype)

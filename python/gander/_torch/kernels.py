@@ -10,11 +10,11 @@ import re
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .._native import library
-from .tensors import nested
+from .._words import renamed
+from .tensors import unusable
 
 BINARY = Path(__file__).with_name("libgander_torch.so")
 
@@ -32,34 +32,32 @@ def _register_kernels() -> ctypes.CDLL:
 _kernels = _register_kernels()
 
 
-# What torch says of an argument that is no number of the kind that an operator takes.
-_CAST = re.compile(r"Expected a value of type '(\w+)' for argument '(\w+)' .*\n.*\nValue: (.*)")
-_NUMBERS = {"float": "a number", "int": "an integer of 64 bits", "bool": "True or False"}
+# What torch says of an integer of more than 64 bits.
+_CAST = re.compile(r"Expected a value of type 'int' for argument '(\w+)' .*\n.*\nValue: (.*)")
 
 
-def explained(error: RuntimeError, **arguments) -> Exception:
+def explained(error: Exception, names: dict[str, str] | None = None, **arguments) -> Exception:
     """The exception to raise for an error from the dispatcher: one of the right type.
 
     A kernel can only make torch raise RuntimeError. It keeps the status of its failure, which decides the
     type.
     """
+    like = ""
     for name, value in arguments.items():
-        if value is not None and not isinstance(value, Tensor):
-            return TypeError(
-                f"{name} is a {type(value).__name__}, expected a torch.Tensor, like the first argument"
-            )
-        if value is not None and value.is_nested:
-            return nested(name)
+        if (value is not None or not like) and (refusal := unusable(name, value, like)):
+            return refusal
+        like = like or name
     if is_dynamo_compiling():  # which raises the error itself, and could not trace what follows
         return error
     if cast := _CAST.search(str(error)):
-        expected, argument, value = cast.groups()
-        return TypeError(f"{argument} is {value}, expected {_NUMBERS.get(expected, expected)}")
+        argument, value = cast.groups()
+        value = value if len(value) <= 40 else f"of {len(value)} digits"
+        return ValueError(f"{argument} is {value}, expected an integer of 64 bits")
     message = ctypes.c_char_p()
     status = _kernels.gander_torch_failure(ctypes.byref(message))
     text = (message.value or b"").decode(errors="replace")
-    if not status or text not in str(error):
-        return error
-    if status == library.STATUS_MEMORY:
-        return torch.cuda.OutOfMemoryError(text)
-    return library.exception(status, text)
+    if status and text in str(error):
+        if status == library.STATUS_MEMORY:
+            return torch.cuda.OutOfMemoryError(text)
+        error = library.exception(status, text)
+    return renamed(error, names)

@@ -19,7 +19,7 @@ from .autograd import once_differentiable, refuse_tangents
 from .cross_entropy import is_batched, is_first_backward, is_traced
 from .registry import overloads
 from .sharding import is_dtensor
-from .tensors import differ, nested, scalar
+from .tensors import differ, dtype_of, scalar, unusable
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are rescaled as so many rows, which the threads of a CPU share.
@@ -313,10 +313,8 @@ def _check(x, weight, target, bias, weight_ce):
     for name, value in given.items():
         if value is None and name in ("bias", "weight_ce"):
             continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
-        if value.is_nested:
-            raise nested(name)
+        if refusal := unusable(name, value):
+            raise refusal
         if is_dtensor(value):
             raise TypeError(
                 f"{name} is a DTensor, expected a plain tensor; pass {name}.to_local() or gather it"
@@ -334,26 +332,28 @@ def _check(x, weight, target, bias, weight_ce):
             "of x"
         )
     if target.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"target has dtype {str(target.dtype)[6:]}, expected int32 or int64; convert it")
+        raise TypeError(f"target has dtype {dtype_of(target)}, expected int32 or int64; convert it")
     for name, value in ("bias", bias), ("weight_ce", weight_ce):
         if value is not None and value.shape != weight.shape[:1]:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, expected {tuple(weight.shape[:1])}: one for each "
-                "class"
+                "class of weight"
             )
     if weight_ce is not None and weight_ce.requires_grad:
-        raise NotImplementedError("weight_ce requires a gradient, but has none; pass weight_ce.detach()")
+        raise NotImplementedError(
+            "weight_ce requires a gradient, but has none, expected a constant; detach it"
+        )
 
 
 def _check_dtypes(x, weight, bias, weight_ce):
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(
-            f"x has dtype {str(x.dtype)[6:]}, expected float16, bfloat16, float32 or float64; convert it"
+            f"x has dtype {dtype_of(x)}, expected float16, bfloat16, float32 or float64; convert it"
         )
     for name, value in ("weight", weight), ("bias", bias):
         if value is not None and value.dtype != x.dtype:
             raise TypeError(
-                f"{name} has dtype {str(value.dtype)[6:]}, expected {str(x.dtype)[6:]} as x; convert one of "
+                f"{name} has dtype {dtype_of(value)}, expected {dtype_of(x)} as x; convert one of "
                 "them, or use autocast"
             )
     wide = x.dtype == torch.float64
@@ -361,7 +361,7 @@ def _check_dtypes(x, weight, bias, weight_ce):
         weight_ce.is_floating_point() and (weight_ce.dtype == torch.float64) == wide
     ):
         expected = "float64 as x" if wide else "float16, bfloat16 or float32"
-        raise TypeError(f"weight_ce has dtype {str(weight_ce.dtype)[6:]}, expected {expected}; convert it")
+        raise TypeError(f"weight_ce has dtype {dtype_of(weight_ce)}, expected {expected}; convert it")
 
 
 def _chunk_of(chunk, rows):

@@ -4,12 +4,15 @@ and target_logit."""
 import torch
 
 from .._table import MEAN, NONE
+from .._words import integer, kind
 from . import operators_gen
 from .autograd import apply_of, function, refuse_outer_gradients, refuse_tangents
 from .cross_entropy import is_batched, may_write_saved, write_over
 from .fakes import check_inputs
 from .sharding import dimensions_of_classes, is_dtensor
+from .tensors import dtype_of
 
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _THIRD = "class weights, which are third in torch, are weight="
 
 
@@ -31,17 +34,21 @@ def _losses(x, target, logits, weight, ignore_index):
     return loss, high, log_sum, scale
 
 
-def _check(name, tensor, target, x, shapes, per_row):
+def _check(name, tensor, target, x, more, per_row):
     """Refuses a tensor of logits or log-sum-exps that does not fit x."""
+    if target is None:
+        raise ValueError("target is None, expected a tensor")
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor; {_THIRD}")
+        raise TypeError(f"{name} is {kind(tensor)}, expected a torch.Tensor; {_THIRD}")
     fits = tensor.shape[:-1] == target.shape and tensor.ndim == target.ndim + 1 and tensor.shape[-1] >= 1
     if not fits and not (per_row and tensor.shape == target.shape):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes}; {_THIRD}")
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}{more}; {_THIRD}"
+        )
     wide = x.dtype == torch.float64
-    if not tensor.is_floating_point() or (tensor.dtype == torch.float64) != wide:
+    if tensor.dtype not in ((torch.float64,) if wide else _NARROW):
         expected = "float64" if wide else "float16, bfloat16 or float32"
-        raise TypeError(f"{name} has dtype {str(tensor.dtype)[6:]}, expected {expected} as x is; convert it")
+        raise TypeError(f"{name} has dtype {dtype_of(tensor)}, expected {expected} as x is; convert it")
     if tensor.device != x.device:
         raise RuntimeError(f"{name} is on {tensor.device}, expected {x.device} as x; move one of them")
 
@@ -58,15 +65,16 @@ def _refuse_slices(name, logits):
 @torch.compiler.disable
 def with_target_logit(x, target, target_logit, weight, ignore_index):
     """The loss and the log-sum-exp of each row, without a gradient."""
+    integer("ignore_index", ignore_index)
     check_inputs("cross_entropy", {"x": x, "target": target})
+    _check("target_logit", target_logit, target, x, ", or one dimension more", True)
     leading = tuple(target.shape)
-    _check("target_logit", target_logit, target, x, f"{leading}, or one dimension more", True)
     if target_logit.ndim > target.ndim:
         _refuse_slices("target_logit", target_logit)
     if weight is not None:
         logits = target_logit
         if logits.ndim == target.ndim:
-            logits = x.new_empty(()).expand(*leading, len(weight))
+            logits = x.new_empty(()).expand(*leading, weight.numel() or 1)
         check_inputs("cross_entropy", {"x": logits, "target": target, "weight": weight})
     with torch.no_grad():
         loss, high, log_sum, _ = _losses(x, target, target_logit, weight, ignore_index)
@@ -105,8 +113,9 @@ _apply = apply_of(function("cross_entropy_with_lse_partial", _forward, _backward
 @torch.compiler.disable
 def with_lse_partial(x, target, lse_partial, weight, ignore_index, reduction, inplace_backward):
     """The loss of rows whose log-sum-exp is that of the rows of lse_partial."""
+    integer("ignore_index", ignore_index)
     check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
-    _check("lse_partial", lse_partial, target, x, f"{tuple(target.shape)} and one dimension more", False)
+    _check("lse_partial", lse_partial, target, x, " and one dimension more", False)
     _refuse_slices("x", x)
     refuse_tangents((x,))
     refuse_outer_gradients("cross_entropy with lse_partial", x)

@@ -95,8 +95,8 @@ def _rule(name):
         for argument in operator.writes:
             if values[argument] is not None and dims[argument] is None:
                 raise ValueError(
-                    f"gander: vmap of {name} would write the results of all samples over the same "
-                    f"{argument}; batch it too"
+                    f"gander: vmap of {name} expected a batch of {argument}: it would write the results of "
+                    f"all samples over the same {argument}; batch it too"
                 )
         folded = _folded(name, values, dims, info.batch_size)
         if folded is None:

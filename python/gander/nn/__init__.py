@@ -7,18 +7,20 @@ A constructor refuses arguments that gander does not support. gander.nn.function
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._functions.arguments import code_of
+from .._functions.arguments import FAILURES, code_of
 from .._functions.cross_entropy import check_chunks, cross_entropy, linear_cross_entropy
 from .._table import REDUCTIONS
 from .._torch import expected_gradient
 from .._torch.cross_entropy import is_eager, takes_one_pass
-from .._torch.tensors import nested
+from .._torch.kernels import explained
+from .._torch.tensors import dtype_of, nested, unusable
+from .._words import check_flags, integer, kind, number, shortened, shown
 from . import functional
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "functional",
 ]
 
+_NAMES = {"x": "input"}  # what callers of modules call an argument of functions
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -39,35 +42,61 @@ def _check_weight(weight: Any, name: str = "weight") -> None:
     if weight is None:
         return
     if not isinstance(weight, Tensor):
-        raise TypeError(f"{name} is a {type(weight).__name__}, expected a torch.Tensor or None")
+        raise TypeError(f"{name} is {kind(weight)}, expected a torch.Tensor or None")
+    if refusal := unusable(name, weight):
+        raise refusal
     if weight.dtype not in _DTYPES:
-        raise TypeError(f"{name} has dtype {weight.dtype}, expected float16, bfloat16, float32 or float64")
+        raise TypeError(
+            f"{name} has dtype {dtype_of(weight)}, expected float16, bfloat16, float32 or float64; convert it"
+        )
 
 
-def _check_shape(shape: tuple[Any, ...]) -> None:
-    if not shape or not all(isinstance(size, Integral) and size >= 1 for size in shape):
-        raise ValueError(f"normalized_shape is {shape}, expected one or more integers of 1 or more")
+def _check_factory(device: Any, dtype: Any, **flags: Any) -> None:
+    """Refuses arguments with which torch's constructors would make no parameter."""
+    check_flags(**flags)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
+        name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else shown(dtype)
+        raise TypeError(
+            f"dtype is {name}, expected torch.float16, torch.bfloat16, torch.float32 or torch.float64"
+        )
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise type(error)(
+            f"device is {shown(device)}, expected a device that torch has here: {shortened(error)}"
+        ) from None
+
+
+def _check_shape(shape: Any) -> None:
+    sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
+    expected = "one or more integers of 1 or more"
+    if not sizes or not all(
+        isinstance(size, Integral) and not isinstance(size, bool) and 1 <= size < 2**63 for size in sizes
+    ):
+        raise ValueError(f"normalized_shape is {shown(shape)}, expected {expected}")
 
 
 def _check_eps(eps: Any, or_none: str = "") -> None:
-    if not isinstance(eps, Real):
-        raise TypeError(f"eps is {eps!r}, expected {or_none}a number")
-    if not 0 <= eps < math.inf:
+    if not 0 <= number("eps", eps, or_none) < math.inf:
         raise ValueError(f"eps is {eps}, expected {or_none}a finite number of 0 or more")
 
 
 def _check_loss(reduction: Any, ignore_index: Any) -> None:
     code_of("reduction", reduction, REDUCTIONS)
-    if not isinstance(ignore_index, Integral):
-        raise TypeError(f"ignore_index is {ignore_index!r}, expected an integer")
+    integer("ignore_index", ignore_index)
 
 
-def _check_nested(name: str, x: Tensor) -> None:
+def _check_size(name: str, size: Any) -> None:
+    if integer(name, size) < 0:
+        raise ValueError(f"{name} is {size}, expected 0 or more")
+
+
+def _check_nested(name: str, x: Any) -> None:
     if isinstance(x, Tensor) and x.is_nested:  # whose shape cannot be asked for
         raise nested(name)
 
 
-def _check_rows(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+def _check_rows(name: str, x: Any, shape: tuple[int, ...]) -> None:
     _check_nested(name, x)
     if tuple(x.shape[x.ndim - len(shape) :]) != shape:
         raise ValueError(
@@ -91,15 +120,18 @@ class RMSNorm(nn.RMSNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
-        _check_shape(self.normalized_shape)
+        _check_shape(normalized_shape)
         if eps is not None:
             _check_eps(eps, "None or ")
-        _check_weight(self.weight)
+        _check_factory(device, dtype, elementwise_affine=elementwise_affine)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_rows("x", x, self.normalized_shape)
-        return functional._rms_norm_over(x, len(self.normalized_shape), self.weight, self.eps)
+        try:
+            _check_rows("x", x, self.normalized_shape)
+            return functional._rms_norm_over(x, len(self.normalized_shape), self.weight, self.eps)
+        except FAILURES as error:
+            raise explained(error, x=x) from None
 
 
 class QuackRMSNorm(RMSNorm):
@@ -113,6 +145,8 @@ class QuackRMSNorm(RMSNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if integer("dim", dim, "an integer of 1 or more") < 1:
+            raise ValueError(f"dim is {dim}, expected an integer of 1 or more")
         super().__init__(dim, eps, elementwise_affine, device, dtype)
 
 
@@ -133,21 +167,24 @@ class LayerNorm(nn.LayerNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check_shape(normalized_shape)
+        _check_eps(eps)
+        _check_factory(device, dtype, elementwise_affine=elementwise_affine, bias=bias)
         affine = elementwise_affine, bias
         super().__init__(normalized_shape, eps, *affine, device, dtype)  # type: ignore[arg-type]
-        _check_shape(self.normalized_shape)
-        _check_eps(eps)
-        _check_weight(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_rows("input", input, self.normalized_shape)
         dims = len(self.normalized_shape)
-        return functional._layer_norm_over(input, dims, self.weight, self.bias, self.eps)
+        try:
+            _check_rows("input", input, self.normalized_shape)
+            return functional._layer_norm_over(input, dims, self.weight, self.bias, self.eps)
+        except FAILURES as error:
+            raise explained(error, _NAMES, input=input) from None
 
 
 def _check_dim(dim: Any) -> None:
-    if dim is not None and not isinstance(dim, int):
-        raise TypeError(f"dim is {dim!r}, expected an int or None")
+    if dim is not None:
+        integer("dim", dim, "an int or None")
 
 
 def _dim_of(input: Tensor, dim: int | None) -> int:
@@ -158,11 +195,14 @@ def _dim_of(input: Tensor, dim: int | None) -> int:
 
 
 def _softmax(input: Tensor, dim: int | None, log: bool = False) -> Tensor:
-    _check_nested("input", input)
-    dim = _dim_of(input, dim)
-    if isinstance(input, Tensor) and not torch.compiler.is_compiling() and input.numel() == 0:
-        return functional.log_softmax(input, dim) if log else functional.softmax(input, dim)
-    return functional._softmax_over(input, dim, log)
+    try:
+        _check_nested("input", input)
+        dim = _dim_of(input, dim)
+        if isinstance(input, Tensor) and not torch.compiler.is_compiling() and input.numel() == 0:
+            return functional.log_softmax(input, dim) if log else functional.softmax(input, dim)
+        return functional._softmax_over(input, dim, log)
+    except FAILURES as error:
+        raise explained(error, _NAMES, input=input) from None
 
 
 class Softmax(nn.Softmax):
@@ -223,15 +263,23 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         remember: bool = False,
     ) -> None:
         _check_weight(weight)
+        _check_loss(reduction, ignore_index)
+        check_flags(remember=remember)
+        for name, value in ("size_average", size_average), ("reduce", reduce):
+            if value is not None:
+                check_flags(**{name: value})
+        number("label_smoothing", label_smoothing)
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.remember = remember
         self._memories: dict[torch.device, Tensor] = {}
-        _check_loss(self.reduction, ignore_index)
         self._check_label_smoothing()
 
     def _check_label_smoothing(self) -> None:
         if self.label_smoothing:
-            raise NotImplementedError("label_smoothing is not supported; use torch.nn.CrossEntropyLoss")
+            raise NotImplementedError(
+                f"label_smoothing is {shown(self.label_smoothing)}, expected 0: label_smoothing is not "
+                "supported; use torch.nn.CrossEntropyLoss"
+            )
 
     def forward(
         self,
@@ -243,22 +291,25 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self._check_label_smoothing()  # the attribute may have been set after construction
         if isinstance(target, Tensor) and target.is_floating_point():
             raise NotImplementedError(
-                "class probabilities in target are not supported; use torch.nn.CrossEntropyLoss"
+                f"target has dtype {dtype_of(target)}, expected class indices: class probabilities in target "
+                "are not supported; use torch.nn.CrossEntropyLoss"
             )
-        _check_nested("input", input)
-        if input.ndim > 2:
-            input = input.movedim(1, -1)
-        memory = self._memory_for(input) if self.remember and upstream is None else None
-        loss: Tensor = cross_entropy(
-            input,
-            target,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,  # type: ignore[arg-type]
-            divisor=divisor,
-            one_pass=None if memory is None else True,
-            upstream=upstream if memory is None else expected_gradient.expected(memory),
-        )
+        try:
+            _check_nested("input", input)
+            rows = input.movedim(1, -1) if input.ndim > 2 else input
+            memory = self._memory_for(rows) if self.remember and upstream is None else None
+            loss: Tensor = cross_entropy(
+                rows,
+                target,
+                weight=self.weight,
+                ignore_index=self.ignore_index,
+                reduction=self.reduction,  # type: ignore[arg-type]
+                divisor=divisor,
+                one_pass=None if memory is None else True,
+                upstream=upstream if memory is None else expected_gradient.expected(memory),
+            )
+        except FAILURES as error:
+            raise explained(error, _NAMES, input=input) from None
         if memory is not None:
             expected_gradient.watch(loss, memory)
         return loss
@@ -309,6 +360,9 @@ class LinearCrossEntropy(nn.Linear):
         chunk: int | None = None,
         accumulate: str | None = None,
     ) -> None:
+        _check_size("in_features", in_features)
+        _check_size("out_features", out_features)
+        _check_factory(device, dtype, bias=bias)
         super().__init__(in_features, out_features, bias, device, dtype)
         _check_weight(weight_ce, "weight_ce")
         _check_loss(reduction, ignore_index)
@@ -324,19 +378,22 @@ class LinearCrossEntropy(nn.Linear):
         divisor: float | Tensor | None = None,
         upstream: float | Tensor | None = None,
     ) -> Tensor:
-        return linear_cross_entropy(
-            input,
-            self.weight,
-            target,
-            self.bias,
-            self.weight_ce,
-            self.ignore_index,
-            self.reduction,  # type: ignore[arg-type]
-            divisor,
-            upstream,
-            self.chunk,
-            accumulate=self.accumulate,  # type: ignore[arg-type]
-        )
+        try:
+            return linear_cross_entropy(
+                input,
+                self.weight,
+                target,
+                self.bias,
+                self.weight_ce,
+                self.ignore_index,
+                self.reduction,  # type: ignore[arg-type]
+                divisor,
+                upstream,
+                self.chunk,
+                accumulate=self.accumulate,  # type: ignore[arg-type]
+            )
+        except FAILURES as error:
+            raise explained(error, _NAMES, input=input) from None
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"

@@ -14,7 +14,8 @@ limits).
 from __future__ import annotations
 
 import functools
-import math
+import inspect
+import sys
 import warnings
 from typing import Any
 
@@ -22,14 +23,20 @@ import torch
 import torch.nn.functional as _torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.nn.parameter import UninitializedTensorMixin
 
 from .._functions import softmax as _softmaxes
+from .._functions.arguments import FAILURES
 from .._functions.cross_entropy import cross_entropy as _cross_entropy
 from .._functions.norms import layernorm, rmsnorm
+from .._torch.kernels import explained
+from .._torch.tensors import dtype_of
+from .._words import REFUSALS, check_flags, integer, kind, shortened, shown
 
 __all__ = ["cross_entropy", "layer_norm", "log_softmax", "rms_norm", "softmax"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LARGEST = sys.float_info.max
 _INDICES = (torch.int32, torch.int64)
 
 # torch's own, also for a program that puts the functions of this module in their places.
@@ -99,6 +106,43 @@ def _serves(function: str, *tensors: Tensor | None) -> bool:
     return True
 
 
+_OPTION = (type(None), int, float, str)
+
+
+def _described(name: str, value: Any) -> str:
+    if not isinstance(value, Tensor) or isinstance(value, UninitializedTensorMixin):
+        return f"{name} is {shown(value)}"
+    if value.is_nested or value.layout is not torch.strided:
+        return f"{name} is {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')}"
+    return f"{name} has shape {tuple(value.shape)} of {dtype_of(value)}"
+
+
+def _by_torch(function: Any, **given: Any) -> Tensor:
+    """What torch's function returns. Its refusals rarely name an argument, so they follow what came."""
+    try:
+        return function(**given)
+    except (*FAILURES, IndexError, OverflowError) as error:
+        if torch.compiler.is_compiling() or type(error) not in (*REFUSALS, AttributeError, OverflowError):
+            raise
+        for name, value in given.items():
+            optional = value is None and name not in ("input", "target")
+            if name in ("input", "target", "weight", "bias") and not (optional or isinstance(value, Tensor)):
+                raise TypeError(f"{name} is {kind(value)}, expected a torch.Tensor") from None
+            if name == "reduction" and not isinstance(value, str):
+                raise TypeError(f"{name} is {shown(value)}, expected 'none', 'mean' or 'sum'") from None
+        defaults = inspect.signature(function).parameters
+        came = ", ".join(
+            _described(name, value)
+            for name, value in given.items()
+            if name != "_stacklevel"
+            and not (isinstance(value, _OPTION) and name in defaults and value == defaults[name].default)
+        )
+        came += ", expected what torch's function takes"
+        if isinstance(error, REFUSALS):
+            raise type(error)(f"{came}: {shortened(error)}") from error
+        raise TypeError(came) from error
+
+
 # ---- Softmax ----
 
 
@@ -112,6 +156,8 @@ def _softmax_over(input: Tensor, dim: int, log: bool = False, dtype: torch.dtype
 def _softmax_input(input: Tensor, dim: int | None, dtype: torch.dtype | None) -> Tensor | None:
     """What gander's softmax would take, or None for what is left to torch."""
     if type(dim) is not int or not _is_ours(input) or not -max(input.ndim, 1) <= dim < max(input.ndim, 1):
+        return None
+    if dtype is not None and not isinstance(dtype, torch.dtype):
         return None
     # gander.softmax widens 16-bit tensors without a copy.
     widens = dtype is torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
@@ -130,7 +176,8 @@ def softmax(
     if x is not None and _serves("softmax", x):
         return _softmax_over(x, dim, False, dtype)  # type: ignore[arg-type]
     # torch also says what is wrong with dim, and warns where it chooses one.
-    return _torch_softmax(input, dim, _stacklevel + 1, dtype)
+    level = integer("_stacklevel", _stacklevel) + 2
+    return _by_torch(_torch_softmax, input=input, dim=dim, _stacklevel=level, dtype=dtype)
 
 
 def log_softmax(
@@ -143,7 +190,8 @@ def log_softmax(
     x = _softmax_input(input, dim, dtype)
     if x is not None and _serves("log_softmax", x):
         return _softmax_over(x, dim, True, dtype)  # type: ignore[arg-type]
-    return _torch_log_softmax(input, dim, _stacklevel + 1, dtype)
+    level = integer("_stacklevel", _stacklevel) + 2
+    return _by_torch(_torch_log_softmax, input=input, dim=dim, _stacklevel=level, dtype=dtype)
 
 
 # ---- RMSNorm and LayerNorm ----
@@ -179,12 +227,15 @@ def _fits(input: Tensor, normalized_shape: Any, *parameters: Any) -> bool:
     if not isinstance(normalized_shape, (list, tuple)) or not _is_ours(input):
         return False
     shape, dims = tuple(normalized_shape), len(normalized_shape)
-    return (
-        dims > 0
-        and 0 not in shape
-        and tuple(input.shape[-dims:]) == shape
-        and all(p is None or (isinstance(p, Tensor) and tuple(p.shape) == shape) for p in parameters)
-    )
+    try:
+        return (
+            dims > 0
+            and 0 not in shape
+            and tuple(input.shape[-dims:]) == shape
+            and all(p is None or (_is_ours(p) and tuple(p.shape) == shape) for p in parameters)
+        )
+    except (RuntimeError, ValueError):  # an array in place of a size has no truth value
+        return False
 
 
 def rms_norm(
@@ -198,10 +249,10 @@ def rms_norm(
     eps=None is the machine epsilon of the dtype that torch computes in, which for 16-bit input is float32.
     The result has the dtype of input. See gander.rmsnorm.
     """
-    known = eps is None or (type(eps) in (int, float) and 0 <= eps < math.inf)
+    known = eps is None or (type(eps) in (int, float) and 0 <= eps <= _LARGEST)
     if known and _fits(input, normalized_shape, weight) and _serves("rms_norm", input, weight):
         return _rms_norm_over(input, len(normalized_shape), weight, None if eps is None else float(eps))
-    return _torch_rms_norm(input, normalized_shape, weight, eps)  # also says what is wrong
+    return _by_torch(_torch_rms_norm, input=input, normalized_shape=normalized_shape, weight=weight, eps=eps)
 
 
 def layer_norm(
@@ -215,10 +266,11 @@ def layer_norm(
 
     The result has the dtype of input, and is float32 under CUDA autocast. See gander.layernorm.
     """
-    known = type(eps) in (int, float) and 0 <= eps < math.inf
+    known = type(eps) in (int, float) and 0 <= eps <= _LARGEST
     if known and _fits(input, normalized_shape, weight, bias) and _serves("layer_norm", input, weight, bias):
         return _layer_norm_over(input, len(normalized_shape), weight, bias, float(eps))
-    return _torch_layer_norm(input, normalized_shape, weight, bias, eps)  # also says what is wrong
+    given = {"normalized_shape": normalized_shape, "weight": weight, "bias": bias, "eps": eps}
+    return _by_torch(_torch_layer_norm, input=input, **given)
 
 
 # ---- Cross-entropy ----
@@ -226,6 +278,9 @@ def layer_norm(
 
 def _reduction(size_average: bool | None, reduce: bool | None) -> str:
     """What torch's old options mean, with torch's warning."""
+    for name, value in ("size_average", size_average), ("reduce", reduce):
+        if value is not None:
+            check_flags(**{name: value})
     if not torch.compiler.is_compiling():
         return torch.nn._reduction.legacy_get_string(size_average, reduce)
     averages, reduces = size_average in (None, True), reduce in (None, True)
@@ -250,25 +305,31 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction(size_average, reduce)
-    if (
-        label_smoothing == 0.0
-        and reduction in ("none", "mean", "sum")
-        and _is_ours(input)
-        and _is_ours(target)
-        and target.dtype in _INDICES
-        and 0 < input.ndim == target.ndim + 1
-        and (
-            weight is None
-            or (_is_ours(weight) and (weight.dtype is torch.float64) == (input.dtype is torch.float64))
-        )
-    ):
-        rows = input.movedim(1, -1) if input.ndim > 2 else input
-        if rows.shape[-1] != 0 and _serves("cross_entropy", input, weight):
-            return _cross_entropy(
-                rows,
-                target,
-                weight=weight,
-                ignore_index=ignore_index,
-                reduction=reduction,  # type: ignore[arg-type]
+    try:
+        if (
+            label_smoothing == 0.0
+            and reduction in ("none", "mean", "sum")
+            and _is_ours(input)
+            and _is_ours(target)
+            and target.dtype in _INDICES
+            and 0 < input.ndim == target.ndim + 1
+            and (
+                weight is None
+                or (_is_ours(weight) and (weight.dtype is torch.float64) == (input.dtype is torch.float64))
             )
-    return _torch_cross_entropy(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
+        ):
+            rows = input.movedim(1, -1) if input.ndim > 2 else input
+            if rows.shape[-1] != 0 and _serves("cross_entropy", input, weight):
+                return _cross_entropy(
+                    rows,
+                    target,
+                    weight=weight,
+                    ignore_index=ignore_index,
+                    reduction=reduction,  # type: ignore[arg-type]
+                )
+    except FAILURES as error:
+        if isinstance(reduction, str) and isinstance(label_smoothing, (int, float)):
+            raise explained(error, {"x": "input"}, input=input, target=target) from None
+        # Else this is Python's error about an array's truth. torch refuses the array.
+    given = {"target": target, "weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    return _by_torch(_torch_cross_entropy, input=input, **given, label_smoothing=label_smoothing)

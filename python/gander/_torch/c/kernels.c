@@ -537,8 +537,8 @@ EXPORT const char* gander_torch_register(const char* library) {
         (__typeof__(torch.current_cuda_stream))dlsym(cuda, "aoti_torch_get_current_cuda_stream");
   for (int i = 0; i < DTYPE_COUNT; i++) {
     int32_t (*getter)(void) = (int32_t (*)(void))dlsym(cpu, dtypes[i].getter);
-    if (getter == NULL) return dtypes[i].getter;
-    dtypes[i].torch = getter();
+    if (getter != NULL) dtypes[i].torch = getter();
+    else if (dtypes[i].dl.code < kDLFloat8_e3m4) return dtypes[i].getter; /* older torch lacks one of those */
   }
   torch.cpu = torch.aoti_torch_device_type_cpu();
   torch.cuda = torch.aoti_torch_device_type_cuda();

@@ -25,7 +25,10 @@ typedef struct _object PyObject;
   F(float16, kDLFloat, 16) F(bfloat16, kDLBfloat, 16) F(float32, kDLFloat, 32) F(float64, kDLFloat, 64) \
   F(int32, kDLInt, 32) F(int64, kDLInt, 64) F(int8, kDLInt, 8) F(int16, kDLInt, 16) F(uint8, kDLUInt, 8) \
   F(uint16, kDLUInt, 16) F(uint32, kDLUInt, 32) F(uint64, kDLUInt, 64) F(bool, kDLBool, 8) \
-  F(complex32, kDLComplex, 32) F(complex64, kDLComplex, 64) F(complex128, kDLComplex, 128)
+  F(complex32, kDLComplex, 32) F(complex64, kDLComplex, 64) F(complex128, kDLComplex, 128) \
+  F(float8_e4m3fn, kDLFloat8_e4m3fn, 8) F(float8_e4m3fnuz, kDLFloat8_e4m3fnuz, 8) \
+  F(float8_e5m2, kDLFloat8_e5m2, 8) F(float8_e5m2fnuz, kDLFloat8_e5m2fnuz, 8) \
+  F(float8_e8m0fnu, kDLFloat8_e8m0fnu, 8)
 // clang-format on
 extern struct DType {
   const char* getter; /* the function of torch that returns its code */
