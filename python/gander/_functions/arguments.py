@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 from .. import _backend
@@ -18,6 +21,32 @@ A = TypeVar("A", bound=Array)
 
 # What torch raises if an operator fails, or if an argument is not a tensor.
 FAILURES = (AttributeError, RuntimeError)
+
+
+def any_overrides(*values: Any) -> bool:
+    """Whether an argument handles functions itself, by `__torch_function__`."""
+    return any(
+        type(value) not in _backend.BACKENDS and _backend.backend_of(value) is None for value in values
+    )
+
+
+_signature = cache(inspect.signature)
+
+
+def overridden(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Leaves a call to the argument that handles functions itself (`__torch_function__`).
+
+    function: the public function. given: its arguments as the caller gave them, among other names. Those that
+    have their defaults are left out, so that traced graphs hold what was written.
+    """
+    required, options = [], {}
+    for name, parameter in _signature(function).parameters.items():
+        value, default = given[name], parameter.default
+        if default is parameter.empty:
+            required.append(value)
+        elif type(value) is not type(default) or value != default:
+            options[name] = value
+    return _backend.hand_over(function, (*required, *options.values()), *required, **options)
 
 
 def renamed(error: Exception, names: dict[str, str]) -> Exception:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
 from .._table import NONE, REDUCTIONS, Reduction
-from .arguments import FAILURES, check_out, check_targets, code_of
+from .arguments import FAILURES, any_overrides, check_out, check_targets, code_of, overridden
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,9 +50,9 @@ def cross_entropy(
     The loss of a row is weight[t] * (lse(x) - x[t]), where t is its target and lse(x) its log-sum-exp.
     x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU also float64), any
     strides. A torch tensor on the CPU or a CUDA device, or an object with `__dlpack__` (no gradient).
-    target: x.shape[:-1], int32 or int64. Rows whose target is ignore_index are ignored. Another target that
-    is not in [0, N) is never used as an index. It makes the loss and the gradient of its row NaN, and with
-    "mean" those of all rows (see set_debug).
+    target: x.shape[:-1], int32 or int64, or uint8, which is copied to int64. Rows whose target is
+    ignore_index are ignored. Another target that is not in [0, N) is never used as an index. It makes the
+    loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
     weight: (N) class weights, float16, bfloat16 or float32 (float64 for float64), or None.
     reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
     ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
@@ -85,6 +85,8 @@ def cross_entropy(
     """
     code = 1 if reduction == "mean" else code_of("reduction", reduction, REDUCTIONS)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy, locals())
     if divisor is not None or upstream is not None:
         _of_sum(divisor, upstream, reduction)
         divisor = None if divisor is None else ops.scalar("divisor", divisor, x)
@@ -139,6 +141,8 @@ def cross_entropy_fwd(
     Other arguments and errors are those of cross_entropy.
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy_fwd, locals())
     if divisor is not None:
         divisor = ops.scalar("divisor", divisor, x)
     if target_logit is not None:
@@ -190,6 +194,8 @@ def cross_entropy_bwd(
     The bits of a row never depend on other rows. Other arguments and errors are those of cross_entropy.
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy_bwd, locals())
     try:
         if _debug.enabled:
             check_targets(ops, x, target, ignore_index)
@@ -220,6 +226,8 @@ def cross_entropy_fwd_out(
     cross_entropy_fwd.
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy_fwd_out, locals())
     try:
         for name, statistic in ("loss", loss), ("lse", lse):
             if statistic is not None and statistic.shape != x.shape[:-1]:
@@ -263,6 +271,8 @@ def cross_entropy_bwd_out(
     cross_entropy_bwd.
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy_bwd_out, locals())
     try:
         check_out(ops, "dx", x, dx)
         if _debug.enabled:
@@ -310,12 +320,15 @@ def linear_cross_entropy(
     Returns the loss as cross_entropy does.
     Raises TypeError (dtype), ValueError (shape, reduction, chunk), RuntimeError (device, driver, memory).
     """
+    ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None or any_overrides(weight, target, bias, weight_ce):
+        handed: Tensor = overridden(linear_cross_entropy, locals())
+        return handed
     if not is_tensor(x):
         raise TypeError(f"x is a {type(x).__name__}, expected a torch.Tensor")
     code = code_of("reduction", reduction, REDUCTIONS)
     _of_sum(divisor, upstream, reduction)
     check_chunks(chunk, accumulate)
-    ops = BACKENDS.get(type(x)) or backend_of(x)
     if _debug.enabled and hasattr(weight, "shape"):
         check_targets(ops, weight.shape[0], target, ignore_index)
     try:

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from .._backend import BACKENDS, Backend, backend_of
 from .._table import ALGORITHMS, Algorithm
-from .arguments import FAILURES, A, Array, check_constants, check_out, code_of, renamed
+from .arguments import FAILURES, A, Array, check_constants, check_out, code_of, overridden, renamed
 
 CastingMode = Literal["llama"]
 
@@ -200,6 +200,8 @@ def rmsnorm(
         check_constants(eps=eps, weight_offset=weight_offset)
     code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(rmsnorm, locals())
     try:
         if eps is None:
             eps = _epsilon(x)
@@ -297,6 +299,8 @@ def fused_add_rmsnorm(
     if type(eps) is not float or type(weight_offset) is not float:
         check_constants(eps=eps, weight_offset=weight_offset)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(fused_add_rmsnorm, locals())
     try:
         _checked_weight(ops, "fused_add_rmsnorm", x, weight)
         if residual is None:
@@ -342,6 +346,8 @@ def rmsnorm_fwd(
         check_constants(eps=eps, weight_offset=weight_offset)
     code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(rmsnorm_fwd, locals())
     try:
         y, residual_out, rstd = _rmsnorm(
             ops,
@@ -397,6 +403,8 @@ def rmsnorm_bwd(
         check_constants(weight_offset=weight_offset)
     code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(rmsnorm_bwd, locals())
     try:
         dx, dresidual, dw, db = ops.rmsnorm_bwd(
             x,
@@ -485,6 +493,8 @@ def layernorm(
     if type(eps) is not float:
         check_constants(eps=eps)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(layernorm, locals())
     try:
         y, residual_out, _, _ = _layernorm(
             ops,
@@ -619,6 +629,8 @@ def layernorm_fwd(
     if type(eps) is not float:
         check_constants(eps=eps)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(layernorm_fwd, locals())
     try:
         y, _, mean, rstd = _layernorm(
             ops,
@@ -656,6 +668,8 @@ def layernorm_bwd(
     shape, any of the dtypes. Dtypes, the cases of None and errors are those of rmsnorm_bwd.
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(layernorm_bwd, locals())
     try:
         dx, _, dw, db = ops.layernorm_bwd(
             x,

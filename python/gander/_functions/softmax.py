@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .. import _backend
 from .._backend import BACKENDS, backend_of
 from .._table import ALGORITHMS, Algorithm
-from .arguments import FAILURES, check_constants, code_of
+from .arguments import FAILURES, check_constants, code_of, overridden
 
 Masked = Literal["nan", "zero"]
 
@@ -66,7 +66,7 @@ def _masked_softmax(
         masked_zero=bool(zero),
         batch_invariant=bool(batch_invariant),
     )
-    return y.movedim(-1, dim).contiguous() if moved else y
+    return ops.moved_back(y, dim) if moved else y
 
 
 def softmax(
@@ -115,6 +115,8 @@ def softmax(
     """
     code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(softmax, locals())
     try:
         if dim == -1 and dtype is None and mask is None and not causal and scale is None and masked == "nan":
             return ops.softmax(x, algorithm=code, batch_invariant=bool(batch_invariant))
@@ -150,7 +152,7 @@ def _softmax(
         rows = _to_last(ops, narrow, dim, "softmax")
         y = ops.softmax(rows, algorithm=code, batch_invariant=bool(batch_invariant))
         if rows is not narrow:
-            y = y.movedim(-1, dim).contiguous()
+            y = ops.moved_back(y, dim)
         return y if dtype is None else ops.converted(y, dtype)  # autocast may widen it
     if code:
         option = next(name for name, value in given.items() if value)
@@ -181,6 +183,8 @@ def log_softmax(
     Gradient: dx = scale * (dy - exp(y) * sum(dy)).
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(log_softmax, locals())
     try:
         check_constants(scale=scale)
         return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, True, batch_invariant)
@@ -191,6 +195,8 @@ def log_softmax(
 def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """softmax(x) without a gradient."""
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(softmax_fwd, locals())
     return softmax(ops.detached(x), algorithm=algorithm, batch_invariant=batch_invariant)
 
 
@@ -204,6 +210,8 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
     """
     code = 0 if algorithm == "auto" else code_of("algorithm", algorithm, ALGORITHMS)
     ops = BACKENDS.get(type(dy)) or backend_of(dy)
+    if ops is None:
+        return overridden(softmax_bwd, locals())
     try:
         return ops.softmax_bwd(dy, y, algorithm=code, batch_invariant=bool(batch_invariant))
     except FAILURES as error:
@@ -213,9 +221,9 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
 def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: bool = False) -> Any:
     """log(sum exp(x)) over one or more dimensions, differentiable. The maximum is subtracted first.
 
-    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
-    tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
-    of the same library, without a gradient.
+    x: (..., N), N >= 1, or (), of float16, bfloat16 or float32 (on the CPU also float64), any strides. A
+    torch tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an
+    array of the same library, without a gradient.
     dim: the dimension, or several. Others than the last are moved to the end, which copies. Torch tensors
     only.
     keepdim: keep these dimensions, of size 1. Torch tensors only.
@@ -226,8 +234,10 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
     Gradient: dx = dlse * exp(x - lse).
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(logsumexp, locals())
     try:
-        if dim == -1 and not keepdim:
+        if dim == -1 and not keepdim and getattr(x, "ndim", 1):
             return ops.logsumexp(x, batch_invariant=bool(batch_invariant))
         if keepdim and ops is not _backend.torch:
             raise NotImplementedError("keepdim is supported for torch tensors only; reshape the result")
@@ -246,9 +256,10 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
         else:
             one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
             rows, dims = _to_last(ops, x, one, "logsumexp"), [one % max(len(x.shape), 1)]
-        lse = ops.logsumexp(rows, batch_invariant=bool(batch_invariant))
-        for d in dims if keepdim else ():
-            lse = lse.unsqueeze(d)
-        return lse
+        if not x.shape:
+            rows, dims = x.reshape(1), []
+        for d in dims if keepdim else ():  # here, because a result that is a view of lse would differ
+            rows = rows.unsqueeze(d)
+        return ops.logsumexp(rows, batch_invariant=bool(batch_invariant))
     except FAILURES as error:
         raise ops.explained(error, x=x) from None

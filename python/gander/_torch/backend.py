@@ -33,6 +33,7 @@ __all__ = [
     "is_ours",
     "linear_cross_entropy",
     "may_share_memory",
+    "moved_back",
     "nested",
     "ones_like",
     "rows",
@@ -108,6 +109,12 @@ def rows(x: Any, dim: int, function: str) -> Any:
     return x.movedim(dim, -1)
 
 
+def moved_back(y: Any, dim: int) -> Any:
+    """A result, whose last dimension goes back to dim. It is a copy also where a view would be contiguous: y
+    is saved for backward, so the caller may not write to it."""
+    return y.movedim(-1, dim).clone(memory_format=torch.contiguous_format)
+
+
 def cast(x: Any, to: Any) -> tuple[Any, Any]:
     """x, and the dtype of the result. torch casts x first. But the kernels take 16-bit x for a result in
     float32 as it is, because they compute in float32 anyway."""
@@ -125,6 +132,8 @@ def check_targets(classes: int, target: Any, ignore_index: int) -> None:
             return
         if hasattr(target, "full_tensor"):  # all ranks see all targets, and refuse them together
             target = target.full_tensor()
+        if target.dtype == torch.uint8:  # to which torch would convert the numbers that it is compared with
+            target = target.long()
     _debug.check_targets(classes, target, ignore_index)
 
 

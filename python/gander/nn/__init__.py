@@ -18,7 +18,7 @@ from .._functions.cross_entropy import check_chunks, cross_entropy, linear_cross
 from .._table import REDUCTIONS
 from .._torch import expected_gradient
 from .._torch.cross_entropy import is_eager, takes_one_pass
-from .._torch.tensors import nested
+from .._torch.tensors import nested, stands_for_tensor
 from . import functional
 
 __all__ = [
@@ -75,6 +75,19 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
+_OURS = ("remember", "_memories")  # attributes that torch's modules do not have
+
+
+def _scriptable(module: nn.Module, ours: type[nn.Module], theirs: type[nn.Module]) -> nn.Module:
+    """What torch.jit.script compiles in place of a module of ours: torch's own, which shares its parameters,
+    buffers and hooks. A subclass with a forward of its own stays what it is."""
+    if type(module).forward is not ours.forward:
+        return module
+    twin = theirs.__new__(theirs)
+    twin.__dict__.update((name, value) for name, value in vars(module).items() if name not in _OURS)
+    return twin
+
+
 class RMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm(normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None).
 
@@ -97,7 +110,12 @@ class RMSNorm(nn.RMSNorm):
             _check_eps(eps, "None or ")
         _check_weight(self.weight)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, RMSNorm, nn.RMSNorm)
+
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) and stands_for_tensor(x):
+            return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         _check_rows("x", x, self.normalized_shape)
         return functional._rms_norm_over(x, len(self.normalized_shape), self.weight, self.eps)
 
@@ -139,7 +157,12 @@ class LayerNorm(nn.LayerNorm):
         _check_eps(eps)
         _check_weight(self.weight)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, LayerNorm, nn.LayerNorm)
+
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor) and stands_for_tensor(input):
+            return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         _check_rows("input", input, self.normalized_shape)
         dims = len(self.normalized_shape)
         return functional._layer_norm_over(input, dims, self.weight, self.bias, self.eps)
@@ -158,6 +181,8 @@ def _dim_of(input: Tensor, dim: int | None) -> int:
 
 
 def _softmax(input: Tensor, dim: int | None, log: bool = False) -> Tensor:
+    if not isinstance(input, Tensor) and stands_for_tensor(input):
+        return functional.log_softmax(input, dim) if log else functional.softmax(input, dim)
     _check_nested("input", input)
     dim = _dim_of(input, dim)
     if isinstance(input, Tensor) and not torch.compiler.is_compiling() and input.numel() == 0:
@@ -175,6 +200,9 @@ class Softmax(nn.Softmax):
         _check_dim(dim)
         super().__init__(dim)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, Softmax, nn.Softmax)
+
     def forward(self, input: Tensor) -> Tensor:
         return _softmax(input, self.dim)
 
@@ -188,6 +216,9 @@ class LogSoftmax(nn.LogSoftmax):
     def __init__(self, dim: int | None = None) -> None:
         _check_dim(dim)
         super().__init__(dim)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, LogSoftmax, nn.LogSoftmax)
 
     def forward(self, input: Tensor) -> Tensor:
         return _softmax(input, self.dim, log=True)
@@ -233,6 +264,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if self.label_smoothing:
             raise NotImplementedError("label_smoothing is not supported; use torch.nn.CrossEntropyLoss")
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, CrossEntropyLoss, nn.CrossEntropyLoss)
+
     def forward(
         self,
         input: Tensor,
@@ -246,9 +280,12 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 "class probabilities in target are not supported; use torch.nn.CrossEntropyLoss"
             )
         _check_nested("input", input)
-        if input.ndim > 2:
+        stands = not isinstance(input, Tensor) and stands_for_tensor(input)
+        if stands:  # its rank is not known: the classes are dimension 0 of (C), otherwise dimension 1
+            input = input.movedim(1 - 1 // input.ndim, -1)
+        elif input.ndim > 2:
             input = input.movedim(1, -1)
-        memory = self._memory_for(input) if self.remember and upstream is None else None
+        memory = self._memory_for(input) if self.remember and upstream is None and not stands else None
         loss: Tensor = cross_entropy(
             input,
             target,

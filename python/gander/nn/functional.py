@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from .._functions import softmax as _softmaxes
+from .._functions.arguments import overridden
 from .._functions.cross_entropy import cross_entropy as _cross_entropy
 from .._functions.norms import layernorm, rmsnorm
+from .._torch.tensors import in_shape, stands_for_tensor
 
 __all__ = ["cross_entropy", "layer_norm", "log_softmax", "rms_norm", "softmax"]
 
@@ -105,7 +107,8 @@ def _serves(function: str, *tensors: Tensor | None) -> bool:
 def _softmax_over(input: Tensor, dim: int, log: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     function = _softmaxes.log_softmax if log else _softmaxes.softmax
     if input.ndim == 0:
-        return function(input.view(1), dim=dim, dtype=dtype).view(())
+        y = function(input.view(1), dim=dim, dtype=dtype)  # saved for backward, so this copies it
+        return y.view(()).clone()
     return function(input, dim=dim, dtype=dtype)
 
 
@@ -129,6 +132,8 @@ def softmax(
     x = _softmax_input(input, dim, dtype)
     if x is not None and _serves("softmax", x):
         return _softmax_over(x, dim, False, dtype)  # type: ignore[arg-type]
+    if stands_for_tensor(input):
+        return overridden(softmax, locals())
     # torch also says what is wrong with dim, and warns where it chooses one.
     return _torch_softmax(input, dim, _stacklevel + 1, dtype)
 
@@ -143,6 +148,8 @@ def log_softmax(
     x = _softmax_input(input, dim, dtype)
     if x is not None and _serves("log_softmax", x):
         return _softmax_over(x, dim, True, dtype)  # type: ignore[arg-type]
+    if stands_for_tensor(input):
+        return overridden(log_softmax, locals())
     return _torch_log_softmax(input, dim, _stacklevel + 1, dtype)
 
 
@@ -163,7 +170,7 @@ def _rms_norm_over(x: Tensor, dims: int, weight: Tensor | None, eps: float | Non
     weight = _parameter(x, dims, weight)
     if dims == 1:
         return rmsnorm(x, weight, eps=eps)
-    return rmsnorm(x.flatten(x.ndim - dims), weight, eps=eps).view(x.shape)
+    return in_shape(rmsnorm(x.flatten(x.ndim - dims), weight, eps=eps), x.shape)
 
 
 def _layer_norm_over(x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -171,7 +178,7 @@ def _layer_norm_over(x: Tensor, dims: int, weight: Tensor | None, bias: Tensor |
     weight, bias = _parameter(x, dims, weight), _parameter(x, dims, bias)
     if dims == 1:
         return layernorm(x, weight, bias, eps=eps)
-    return layernorm(x.flatten(x.ndim - dims), weight, bias, eps=eps).view(x.shape)
+    return in_shape(layernorm(x.flatten(x.ndim - dims), weight, bias, eps=eps), x.shape)
 
 
 def _fits(input: Tensor, normalized_shape: Any, *parameters: Any) -> bool:
@@ -201,6 +208,8 @@ def rms_norm(
     known = eps is None or (type(eps) in (int, float) and 0 <= eps < math.inf)
     if known and _fits(input, normalized_shape, weight) and _serves("rms_norm", input, weight):
         return _rms_norm_over(input, len(normalized_shape), weight, None if eps is None else float(eps))
+    if any(map(stands_for_tensor, (input, weight))):
+        return overridden(rms_norm, locals())
     return _torch_rms_norm(input, normalized_shape, weight, eps)  # also says what is wrong
 
 
@@ -218,6 +227,8 @@ def layer_norm(
     known = type(eps) in (int, float) and 0 <= eps < math.inf
     if known and _fits(input, normalized_shape, weight, bias) and _serves("layer_norm", input, weight, bias):
         return _layer_norm_over(input, len(normalized_shape), weight, bias, float(eps))
+    if any(map(stands_for_tensor, (input, weight, bias))):
+        return overridden(layer_norm, locals())
     return _torch_layer_norm(input, normalized_shape, weight, bias, eps)  # also says what is wrong
 
 
@@ -249,7 +260,7 @@ def cross_entropy(
     computed by torch. (N, C, d1, ...) copies input. See gander.cross_entropy.
     """
     if size_average is not None or reduce is not None:
-        reduction = _reduction(size_average, reduce)
+        reduction, size_average, reduce = _reduction(size_average, reduce), None, None
     if (
         label_smoothing == 0.0
         and reduction in ("none", "mean", "sum")
@@ -271,4 +282,6 @@ def cross_entropy(
                 ignore_index=ignore_index,
                 reduction=reduction,  # type: ignore[arg-type]
             )
+    if any(map(stands_for_tensor, (input, target, weight))):
+        return overridden(cross_entropy, locals())
     return _torch_cross_entropy(input, target, weight, None, ignore_index, None, reduction, label_smoothing)

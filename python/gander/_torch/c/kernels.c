@@ -225,14 +225,16 @@ static void copy(Call* call, Tensor to, Tensor from) {
          "gander: torch could not copy a tensor whose strides gander cannot serve");
 }
 
-/* Replaces an operand by a contiguous copy of it. */
-static void make_contiguous(Call* call, Operand* o) {
+/* Replaces an operand by a contiguous copy of it in a dtype. */
+static void convert(Call* call, Operand* o, int32_t dtype) {
   Operand given = *o;
   if (call->failed) return;
   memset(o, 0, sizeof *o);
-  output(call, o, given.dl.ndim, given.dl.shape, given.dtype);
+  output(call, o, given.dl.ndim, given.dl.shape, dtype);
   copy(call, o->handle, given.handle);
 }
+
+static void make_contiguous(Call* call, Operand* o) { convert(call, o, o->dtype); }
 
 /* Copies o unless it has rows: contiguous elements in the last dimension, and one stride between rows. */
 static void make_rows(Call* call, Operand* o) {
@@ -484,6 +486,9 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
   if (call->failed) return;
   DLTensor given = o->dl;
   if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
+  if (op->operands[i].dtype == DTYPE_INDEX && o->dl.dtype.code == kDLUInt && o->dl.dtype.bits == 8 &&
+      memcmp(&o->dl.device, &operands[0].dl.device, sizeof o->dl.device) == 0)
+    convert(call, o, torch_dtype((DLDataType){kDLInt, 64, 1})); /* torch takes uint8 for indices too */
   switch (op->operands[i].shape) {
     case SHAPE_ROWS: make_rows(call, o); break;
     case SHAPE_COLUMNS:
