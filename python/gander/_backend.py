@@ -48,6 +48,9 @@ class Backend(Operators, Protocol):
     def check_targets(self, classes: int, target: Any, ignore_index: int) -> None:
         """Raises IndexError if an element of target is neither a class nor ignore_index."""
 
+    def check_writable(self, **arrays: Any) -> None:
+        """Refuses arrays or None, by argument, that may not be written."""
+
     def ones_like(self, x: Any) -> Any:
         """A new array of ones."""
 

@@ -241,6 +241,7 @@ def cross_entropy_fwd_out(
             results = cross_entropy_fwd(
                 x, target, target_logit, weight, ignore_index, return_lse=True, return_dx=dx is not None
             )
+            ops.check_writable(loss=loss, lse=lse)
             writes = [out.copy_ for out in (loss, lse) if out is not None]  # all, before the first writes
             for write, result in zip(writes, results, strict=False):
                 write(result)

@@ -18,10 +18,12 @@ from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
 from .operators_gen import *  # noqa: F403
 from .tensors import differ, nested, scalar
+from .writes import refuse_inference
 
 __all__ = [
     "cast",
     "check_targets",
+    "check_writable",
     "converted",
     "detached",
     "differ",
@@ -92,6 +94,13 @@ def ones_like(x: Any) -> Any:
 def empty(x: Any, shape: tuple, dtype: Any) -> Any:
     """A new tensor on x's device."""
     return x.new_empty(shape, dtype=dtype)
+
+
+def check_writable(**tensors: Any) -> None:
+    """Refuses tensors that torch would not write to."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            refuse_inference(name, tensor)
 
 
 def may_share_memory(x: Any, out: Any) -> bool:

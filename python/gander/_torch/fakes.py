@@ -42,8 +42,9 @@ class _Call:
 
     def dtypes(self, operand):
         """The dtypes that an operand may have."""
-        if operand.dtype == "same" and operand.like in self.values:
-            return (self.values[operand.like].dtype,)
+        if operand.dtype == "same":  # the first's, if there is no such tensor
+            like = self.values.get(operand.like)
+            return (self.first.dtype if like is None else like.dtype,)
         wide = self.first.dtype == torch.float64
         return {
             "float": (*_NARROW, torch.float64),

@@ -280,12 +280,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 "class probabilities in target are not supported; use torch.nn.CrossEntropyLoss"
             )
         _check_nested("input", input)
-        stands = not isinstance(input, Tensor) and stands_for_tensor(input)
-        if stands:  # its rank is not known: the classes are dimension 0 of (C), otherwise dimension 1
-            input = input.movedim(1 - 1 // input.ndim, -1)
-        elif input.ndim > 2:
+        if not isinstance(input, Tensor) and stands_for_tensor(input):
+            return self._of_stand_in(input, target, divisor, upstream)
+        if input.ndim > 2:
             input = input.movedim(1, -1)
-        memory = self._memory_for(input) if self.remember and upstream is None and not stands else None
+        memory = self._memory_for(input) if self.remember and upstream is None else None
         loss: Tensor = cross_entropy(
             input,
             target,
@@ -299,6 +298,20 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if memory is not None:
             expected_gradient.watch(loss, memory)
         return loss
+
+    def _of_stand_in(self, input: Any, target: Any, divisor: Any, upstream: Any) -> Any:
+        """The loss of what stands for a tensor: a torch.fx.Proxy. Its rank and the dtype of target are not
+        known."""
+        options: Any = {
+            "weight": self.weight,
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+        }
+        if divisor is None and upstream is None:
+            return functional.cross_entropy(input, target, **options)
+        # The classes are dimension 0 of (C), and dimension 1 of any other rank.
+        rows = input.movedim(1 - 1 // input.ndim, -1)
+        return cross_entropy(rows, target, divisor=divisor, upstream=upstream, **options)
 
     def _memory_for(self, x: Tensor) -> Tensor | None:
         """The last upstream gradients, if the gradient of x will be made for one of them."""

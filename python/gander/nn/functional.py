@@ -119,7 +119,8 @@ def _softmax_input(input: Tensor, dim: int | None, dtype: torch.dtype | None) ->
     # gander.softmax widens 16-bit tensors without a copy.
     widens = dtype is torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
     x = input if dtype is None or widens else input.to(dtype)
-    return None if x.ndim > 0 and guard_or_false(x.shape[dim] == 0) else x
+    empty = x.ndim > 0 and x.shape[dim] == 0  # a tensor in torch.jit.trace, which then takes x to have rows
+    return None if empty is True or (isinstance(empty, torch.SymBool) and guard_or_false(empty)) else x
 
 
 def softmax(
