@@ -140,10 +140,11 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 		saved, with := savedResult(o, op, p.Name)
 		each, all := madeSizes(op, p)
 		t.add("            {%q, %s, {%q, %q}, .statistic = %t, .argument = %d, .over = %d, .choice = %d, "+
-			".like = %d, .fits = %d, .written = %t, .made = %t, .demand = %d, .saved = %t, .saved_with = %d},",
+			".like = %d, .fits = %d, .written = %t, .made = %t, .index = %t, .demand = %d, .saved = %t, "+
+			".saved_with = %d},",
 			p.Name, cLayouts[operators.Shapes[p.Shape].Layout], each, all, operators.DTypes[p.DType].Statistic,
 			at, over, choice, o.operandAt(p.Like), o.operandAt(p.Fits), written, made,
-			position(list, demand(p.Name)), saved, position(list, with))
+			p.DType == operators.Index, position(list, demand(p.Name)), saved, position(list, with))
 	}
 	t.add("        },")
 	t.add("        .result_count = %d,", len(op.Results))

@@ -8,7 +8,7 @@ from .. import _backend, _debug
 from .._native import library
 from .._words import kind, number, renamed, shortened, shown
 from .calls import only_torch
-from .capsules import module_of, not_an_array
+from .capsules import indices, module_of, not_an_array
 from .operators_gen import *  # noqa: F403
 
 
@@ -120,4 +120,4 @@ def cast(x: Any, to: Any) -> tuple[Any, Any]:
 
 def check_targets(classes: int, target: Any, ignore_index: int) -> None:
     """Raises IndexError if an element of target is neither a class nor ignore_index."""
-    _debug.check_targets(classes, target, ignore_index)
+    _debug.check_targets(classes, indices(target), ignore_index)

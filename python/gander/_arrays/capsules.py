@@ -94,10 +94,19 @@ def _is_supported(tensor, layout):
     return stride is not None if layout == "regular" else stride == 1
 
 
+def indices(x):
+    """Class indices in a dtype that the library takes: a copy of those in uint8, as in torch."""
+    if str(getattr(x, "dtype", "")) != "uint8" or not hasattr(x, "astype"):
+        return x
+    return x.astype("int32" if module_of(x) is None else "int64")  # JAX has no int64 by default
+
+
 def _input(x, operand, stream):
     """A capsule of x, or of a contiguous copy if the library does not support the strides of x."""
     if x is None:
         return None
+    if operand.dtype == "index":
+        x = indices(x)
     capsule = _export(x, operand.name, stream)
     if not _is_supported(_contents(capsule)[1], SHAPES[operand.shape].layout):
         module = module_of(x)

@@ -18,10 +18,12 @@ from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
 from .tensors import scalar
+from .writes import refuse_inference
 
 __all__ = [
     "cast",
     "check_targets",
+    "check_writable",
     "converted",
     "detached",
     "differs",
@@ -32,6 +34,7 @@ __all__ = [
     "is_ours",
     "linear_cross_entropy",
     "may_share_memory",
+    "moved_back",
     "ones_like",
     "rows",
     "scalar",
@@ -84,6 +87,13 @@ def empty(x: Any, shape: tuple, dtype: Any) -> Any:
     return x.new_empty(shape, dtype=dtype)
 
 
+def check_writable(**tensors: Any) -> None:
+    """Refuses tensors that torch would not write to."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            refuse_inference(name, tensor)
+
+
 def may_share_memory(x: Any, out: Any) -> bool:
     """Whether writing out may change x. True also for tensors whose addresses are not known: while they are
     traced or transformed."""
@@ -97,6 +107,12 @@ def may_share_memory(x: Any, out: Any) -> bool:
 def rows(x: Any, dim: int, function: str) -> Any:
     """x with dimension dim at the end, which copies later."""
     return x.movedim(dim, -1)
+
+
+def moved_back(y: Any, dim: int) -> Any:
+    """A result, whose last dimension goes back to dim. It is a copy also where a view would be contiguous: y
+    is saved for backward, so the caller may not write to it."""
+    return y.movedim(-1, dim).clone(memory_format=torch.contiguous_format)
 
 
 def cast(x: Any, to: Any) -> tuple[Any, Any]:
@@ -116,4 +132,6 @@ def check_targets(classes: int, target: Any, ignore_index: int) -> None:
             return
         if hasattr(target, "full_tensor"):  # all ranks see all targets, and refuse them together
             target = target.full_tensor()
+        if target.dtype == torch.uint8:  # to which torch would convert the numbers that it is compared with
+            target = target.long()
     _debug.check_targets(classes, target, ignore_index)

@@ -10,6 +10,24 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from .._words import kind, number, shown
 
+_DISABLED = torch._C._disabled_torch_function_impl
+
+
+def overrides(x) -> bool:
+    """Whether x handles torch's functions itself: a torch.fx.Proxy, or a subclass with `__torch_function__`.
+
+    dynamo asks at the operators instead.
+    """
+    if is_dynamo_compiling():
+        return False
+    own = getattr(type(x), "__torch_function__", _DISABLED)
+    return own is not _DISABLED and torch._C._is_torch_function_enabled()
+
+
+def stands_for_tensor(x) -> bool:
+    """Whether x is no tensor, and handles torch's functions itself, as a torch.fx.Proxy does."""
+    return not isinstance(x, Tensor) and overrides(x)
+
 
 def nested(name: str) -> NotImplementedError:
     """The refusal of a nested tensor."""
@@ -43,6 +61,18 @@ def unusable(name: str, value, like: str = "") -> Exception | None:
 def dtype_of(tensor: Tensor) -> str:
     """The name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def in_shape(y: Tensor, shape) -> Tensor:
+    """A new, contiguous result in another shape, as a tensor that is no view.
+
+    An in-place operation on a view has another history than torch's result would have: FSDP2 loses its hook
+    there. y must not be saved for backward, because the version of the returned tensor is its own.
+    """
+    return _unsafe_view(y, shape)
 
 
 def differ(shape, other) -> bool:

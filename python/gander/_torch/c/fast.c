@@ -72,12 +72,13 @@ static struct {
   NAMES(DECLARE_OBJECT)
 } names;
 
-/* Functions of torch. The first four are not in its stable C ABI. */
+/* Functions of torch. The first five are not in its stable C ABI. */
 static struct {
-  bool (*function_mode)(void); /* at::impl::torch_function_mode_enabled */
-  bool (*callbacks)(void);     /* at::hasCallbacks: true if a profiler or a tracer is active */
-  bool (*is_neg)(Tensor);      /* at::native::is_neg */
-  PyObject* (*wrap)(Tensor);   /* THPVariable_Wrap: a new reference */
+  bool (*function_mode)(void);  /* at::impl::torch_function_mode_enabled */
+  bool (*callbacks)(void);      /* at::hasCallbacks: true if a profiler or a tracer is active */
+  bool (*is_neg)(Tensor);       /* at::native::is_neg */
+  bool (*is_inference)(Tensor); /* at::native::is_inference */
+  PyObject* (*wrap)(Tensor);    /* THPVariable_Wrap: a new reference */
   bool (*grad_mode)(void);
   int32_t (*delete)(Tensor);
   int32_t (*numel)(Tensor, int64_t*);
@@ -416,24 +417,32 @@ static PyObject* call_apply(FastCall* call) {
 }
 
 /* Increments the versions of the tensors that an operator writes, as autograd expects. torch does not see
- * that our kernels write. */
+ * that our kernels write. Returns false for an inference tensor outside of inference mode. The dispatcher
+ * refuses it. */
 static bool increment_versions(const FastCall* call) {
   const Operator* op = call->function->op;
-  bool ok = true;
-  for (int i = 0; ok && i < op->operand_count; i++) {
+  PyObject* written[MAX_OPERANDS];
+  int count = 0;
+  for (int i = 0; i < op->operand_count; i++) {
     int argument = op->operands[i].argument;
-    if (!op->operands[i].written || argument < 0 || call->arguments[argument] == objects.None) continue;
-    PyObject* tensors = python.PyTuple_New(1);
-    if (tensors == NULL) return false;
-    python.Py_IncRef(call->arguments[argument]);
-    python.PyTuple_SetItem(tensors, 0, call->arguments[argument]);
-    PyObject* done = python.PyObject_CallFunctionObjArgs(objects.increment_version, tensors, NULL);
-    python.Py_DecRef(tensors);
-    ok = done != NULL;
-    if (ok) python.Py_DecRef(done);
-    else python.PyErr_Clear(); /* the dispatcher raises it again */
+    if (op->operands[i].written && argument >= 0 && call->arguments[argument] != objects.None)
+      written[count++] = call->arguments[argument];
   }
-  return ok;
+  if (count == 0) return true;
+  bool may_write_any = memcmp(dispatch_state(), &inference, sizeof inference) == 0;
+  for (int i = 0; i < count; i++)
+    if (!may_write_any && torch.is_inference(handle_of(written[i]))) return false;
+  PyObject* tensors = python.PyTuple_New(count);
+  for (int i = 0; tensors != NULL && i < count; i++) {
+    python.Py_IncRef(written[i]);
+    python.PyTuple_SetItem(tensors, i, written[i]);
+  }
+  PyObject* done =
+      tensors == NULL ? NULL : python.PyObject_CallFunctionObjArgs(objects.increment_version, tensors, NULL);
+  if (tensors != NULL) python.Py_DecRef(tensors);
+  if (done != NULL) python.Py_DecRef(done);
+  else python.PyErr_Clear(); /* the dispatcher raises it again */
+  return done != NULL;
 }
 
 /* Runs a call with all arguments. None: it is left to the dispatcher. True: the operator has no results.
@@ -590,6 +599,7 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   LOOK_UP_TORCH(cpu, function_mode, "_ZN2at4impl27torch_function_mode_enabledEv")
   LOOK_UP_TORCH(cpu, callbacks, "_ZN2at12hasCallbacksEv")
   LOOK_UP_TORCH(cpu, is_neg, "_ZN2at6native6is_negERKNS_6TensorE")
+  LOOK_UP_TORCH(cpu, is_inference, "_ZN2at6native12is_inferenceERKNS_6TensorE")
   LOOK_UP_TORCH(bindings, wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseE")
   LOOK_UP_TORCH(cpu, grad_mode, "aoti_torch_grad_mode_is_enabled")
   LOOK_UP_TORCH(cpu, delete, "aoti_torch_delete_tensor_object")

@@ -226,12 +226,12 @@ static void copy(Call* call, Tensor to, Tensor from) {
          "gander: torch could not copy a tensor whose strides gander cannot serve");
 }
 
-/* Replaces an operand by a contiguous copy of it, of these sizes. */
-static void make_contiguous(Call* call, Operand* o, int64_t rank, const int64_t* sizes) {
+/* Replaces an operand by a contiguous copy of it, of these sizes and this dtype. */
+static void convert(Call* call, Operand* o, int64_t rank, const int64_t* sizes, int32_t dtype) {
   Operand from = *o;
   if (call->failed) return;
   *o = (Operand){.given = from.given};
-  output(call, o, rank, sizes, from.dtype);
+  output(call, o, rank, sizes, dtype);
   copy(call, o->handle, from.handle);
 }
 
@@ -419,9 +419,14 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
                  torch.aoti_torch_get_device_index(handle, &call->device_index)))
     fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
   o->given = o->dl;
-  if (o->dl.ndim > MAX_RANK || is_served(layout, &o->dl, x) || (written && shares_memory(&o->dl))) return;
-  make_contiguous(call, o, o->dl.ndim, o->dl.shape);
-  if (!call->failed && !is_served(layout, &o->dl, x)) make_contiguous(call, o, x->ndim, x->shape);
+  if (op->operands[i].index && o->dl.dtype.code == kDLUInt && o->dl.dtype.bits == 8 &&
+      o->dl.ndim <= MAX_RANK && memcmp(&o->dl.device, &x->device, sizeof x->device) == 0)
+    convert(call, o, o->dl.ndim, o->dl.shape, torch_dtype((DLDataType){kDLInt, 64, 1})); /* as torch does */
+  if (call->failed || o->dl.ndim > MAX_RANK || is_served(layout, &o->dl, x) ||
+      (written && shares_memory(&o->dl)))
+    return;
+  convert(call, o, o->dl.ndim, o->dl.shape, o->dtype);
+  if (!call->failed && !is_served(layout, &o->dl, x)) convert(call, o, x->ndim, x->shape, o->dtype);
   if (call->python && written) call->failed = true; /* the dispatcher's call copies the result back */
 }
 

@@ -88,6 +88,7 @@ typedef struct {
     int like, fits;       /* the operands whose dtype, and whose shape, a new tensor has if they are given */
     bool written;         /* the argument's tensor is written */
     bool made;            /* a new tensor */
+    bool index;           /* of an index type, to which uint8 is converted */
     int demand;           /* the argument that asks for it, or -1; without it, a result has no elements */
     bool saved;           /* a result that backward reads, so that autograd asks for it */
     int saved_with;       /* only if this argument is given, or -1 */
