@@ -244,6 +244,21 @@ class _Call:
         return self.first.new_empty(shapes.get(operand.shape, self.leading), dtype=dtype)
 
 
+def check_plain(name, value, hint=""):
+    """Refuses what is not a dense tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor{hint}")
+    if value.is_nested:
+        kind, instead = "nested", "pad it, or pass its rows in turn"
+    elif value.layout != torch.strided:
+        kind, instead = str(value.layout)[6:], f"pass {name}.to_dense()"
+    elif value.is_quantized:
+        kind, instead = "quantized", f"pass {name}.dequantize()"
+    else:
+        return
+    raise NotImplementedError(f"{name} is a {kind} tensor, expected a dense one; {instead}")
+
+
 def check_inputs(name, values):
     """Refuses the tensors that the fake kernel would refuse. values: by argument."""
     call, of = _Call(name, values), operands(name)

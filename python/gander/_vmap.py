@@ -52,7 +52,7 @@ def _folded(name, values, dims, size):
     return tuple(folded.values())
 
 
-def _each(overload, values, dims, size):
+def each_sample(overload, values, dims, size):
     """The results of one call for each sample, stacked."""
     if not size:
         raise ValueError(
@@ -88,7 +88,7 @@ def _rule(name):
                 )
         folded = _folded(name, values, dims, info.batch_size)
         if folded is None:
-            results = _each(overload, values, dims, info.batch_size)
+            results = each_sample(overload, values, dims, info.batch_size)
         else:
             results = overload(*folded)
         return results, None if results is None else (0,) * len(results) if isinstance(results, tuple) else 0

@@ -3,23 +3,33 @@
 Each rank computes the loss and the log-sum-exp of its slice. Three numbers of each row go to all ranks, and
 one more with class weights. sharded_cross_entropy_combine makes of them the loss and the log-sum-exp of whole
 rows.
+
+Each call does one all-gather, whatever the arguments and whatever earlier calls have seen. Otherwise the
+ranks could disagree about which collective comes next. So a rank cannot ask the others for their sizes before
+it computes. It takes them from its own arguments, and sends a hash of what it takes for granted along with
+its numbers. A device that finds another hash among the gathered ones makes the loss and the gradient NaN.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # how functional collectives treat fake tensors
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.compiler import is_compiling
 
 from . import _fast, _ops, _pytorch
 from ._cross_entropy import is_batched, may_write_saved, write_over
-from ._fakes import check_inputs
+from ._fakes import check_inputs, check_plain
 from ._gradients import (
     apply_of,
+    define,
     function,
     refuse_gradients,
     refuse_outer_gradients,
@@ -45,62 +55,76 @@ def cross_entropy(
     reduction: Reduction = "mean",
     inplace_backward: bool = False,
     sizes: Sequence[int] | None = None,
+    classes: int | None = None,
 ) -> Tensor:
     """gander.cross_entropy of logits of which each rank of a group holds a slice of the classes.
 
     The slices lie in the order of the group's ranks. Targets count all classes. All ranks return the same
     loss.
-    x: (..., n), this rank's slice, of float16, bfloat16 or float32 (on the CPU also float64), any strides. n
-    may differ between ranks, and may be 0.
+    x: (..., n), this rank's slice, of float16, bfloat16 or float32 (on the CPU also float64), any strides.
+    Without sizes and classes, all ranks have the same n.
     target: x.shape[:-1], int32 or int64, the same on all ranks. A target that is not in any slice makes the
     loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
     group: a process group of torch.distributed, by default the whole world.
     weight: (n), the weights of this rank's classes, or None on all ranks.
     ignore_index, reduction: as in gander.cross_entropy.
-    inplace_backward: backward writes the gradient over x, which must not be used afterwards.
-    sizes: the n of all ranks. By default the ranks exchange them in the first call with a group and a shape.
-    A rank cannot see that only another rank's n is new. So pass sizes if slices differ in size and a group is
-    used for several numbers of classes.
+    inplace_backward: backward writes the gradient over x, which must not be used afterwards. Compiled graphs
+    plan their own memory and ignore it.
+    sizes: the n of each rank, for slices that differ in size. They may be 0.
+    classes: how many there are in all slices, divided as torch.chunk divides them among the ranks: the first
+    slices have ceil(classes / ranks), the next one has the rest, and those after it have none.
 
-    A call does one all-gather, of 12 bytes per row and rank (16 with a weight, twice that for float64), and
-    makes no float32 copy of the logits. Backward does no communication: the gradient of the loss must be the
-    same on all ranks. The first call with a group and a shape also compares shapes, dtypes and options, which
-    is another, small all-gather and waits for the device. Do it before a CUDA graph is captured.
-    torch.compile breaks its graph at the call.
+    A call does one all-gather, of 12 bytes per row and rank (16 with a weight, twice that for float64) and 8
+    bytes more, and makes no float32 copy of the logits. Nothing waits for the device, so that a CUDA graph
+    can capture the call. Backward does no communication: the gradient of the loss must be the same on all
+    ranks. torch.compile(fullgraph=True) takes the call into its graph.
+    Along with its numbers each rank sends a hash of its shape of rows, dtypes, ignore_index and reduction,
+    and of the sizes of all slices as it takes them. Where hashes differ, the loss and the gradient of every
+    row that is not ignored are NaN on all ranks. With gander.set_debug(True), on all ranks, another, small
+    all-gather comes first, and all ranks raise a ValueError that names what differs. It waits for the device.
+    Only there is seen that a rank has another number of rows, has float64, or has a weight where others have
+    none: the backend may then fail or wait, because the all-gather has another size on each rank.
     Returns the loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
-    Raises TypeError (dtype), ValueError (shape, reduction, what differs between ranks), RuntimeError (device,
-    driver, memory). What is wrong with a rank's own arguments it refuses before any communication. The other
-    ranks then wait for it until torch's timeout.
+    Raises TypeError (dtype), ValueError (shape, reduction, sizes), NotImplementedError (nested, sparse),
+    RuntimeError (device, driver, memory). What is wrong with a rank's own arguments it refuses before any
+    communication. The other ranks then wait for it until torch's timeout. An x that contradicts sizes or
+    classes is refused after the all-gather, so that no rank waits, and the loss of the other ranks is NaN.
     """
-    arguments = x, target, group, weight, ignore_index, reduction, inplace_backward, sizes
+    arguments = x, target, weight, group, sizes, classes, ignore_index, reduction, inplace_backward
     loss: Tensor = _cross_entropy(*arguments)
     return loss
 
 
-@torch.compiler.disable
-def _cross_entropy(x, target, group, weight, ignore_index, reduction, inplace_backward, sizes):
+def _cross_entropy(x, target, weight, group, sizes, classes, ignore_index, reduction, inplace_backward):
     code = _ops._code("reduction", reduction, REDUCTIONS)
     for name, value in ("x", x), ("target", target), ("weight", weight):
+        if value is None and name == "weight":
+            continue
         if is_dtensor(value):
             raise TypeError(
                 f"{name} is a DTensor, expected this rank's slice; pass {name}.to_local(), or DTensors to "
                 "gander.cross_entropy"
             )
-        if not isinstance(value, Tensor) and (value is not None or name != "weight"):
-            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+        check_plain(name, value)
+    ignore_index = _integer("ignore_index", ignore_index)
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index is {ignore_index}, expected an integer of 64 bits")
+    group = _process_group(group)
+    sizes = _sizes(sizes, classes, x, group.size())
     refuse_gradients("cross_entropy", {"weight": weight})
-    slices = _agreed(x, target, group, weight, ignore_index, code, sizes)
-    return of_slices(x, target, weight, slices, ignore_index, code, inplace_backward)
+    return of_slices(x, target, weight, group, sizes, ignore_index, code, inplace_backward)
 
 
-def of_slices(x, target, weight, slices, ignore_index, reduction, inplace_backward=False) -> Tensor:
-    """The loss, from arguments that have been checked."""
-    if _ops._debug:
-        _ops._check_targets(sum(slices.sizes), target, ignore_index)
+def of_slices(x, target, weight, group, sizes, ignore_index, reduction, inplace_backward=False) -> Tensor:
+    """The loss, from arguments whose kinds have been checked. sizes: the number of classes of each rank."""
+    if is_compiling() or x.is_meta or (type(x) is not Tensor and is_fake(x)):
+        return _in_graph(x, target, weight, group, sizes, ignore_index, reduction)
+    plan = _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction)
     refuse_tangents((x,))
+    _refuse_vmap({"x": x, "target": target, "weight": weight})
     refuse_outer_gradients("distributed.cross_entropy", x)
     try:
-        return _apply(x, target, weight, slices, ignore_index, reduction, bool(inplace_backward))
+        return _apply(x, target, weight, group, plan, ignore_index, reduction, bool(inplace_backward))
     except RuntimeError as error:
         raise _pytorch.explained(error) from None
 
@@ -108,74 +132,79 @@ def of_slices(x, target, weight, slices, ignore_index, reduction, inplace_backwa
 def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduction) -> Tensor:
     """The loss of this rank's part of a DTensor whose classes are sharded on a dimension of a mesh.
 
-    weight: the weights of all classes. DTensor knows the shapes of all parts, so they are not compared.
+    weight: the weights of all classes.
     """
     refuse_gradients("cross_entropy", {"weight": weight, "divisor": divisor})
-    group, ranks = mesh.get_group(dim), mesh.size(dim)
-    size = -(-classes // ranks)  # as torch.chunk divides them
-    sizes = tuple(min(size, max(0, classes - size * rank)) for rank in range(ranks))
-    slices, n = Slices(group, dist.get_rank(group), sizes), x.shape[-1]
-    if n != sizes[slices.rank]:
+    group, sizes, n = mesh.get_group(dim), _chunks(classes, mesh.size(dim)), x.shape[-1]
+    rank = group.rank()
+    if n != sizes[rank]:
         raise ValueError(
-            f"x has {n} of {classes} classes on rank {slices.rank}, expected {sizes[slices.rank]}, as "
-            "distribute_tensor shards them; call gander.distributed.cross_entropy"
+            f"x has {n} of {classes} classes on rank {rank}, expected {sizes[rank]}, as distribute_tensor "
+            "shards them; call gander.distributed.cross_entropy"
         )
     if weight is not None:
         if weight.shape != (classes,):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({classes},)")
-        weight = weight[slices.first :][:n]
+        weight = weight[sum(sizes[:rank]) :][:n]
     _check(x, target, weight, divisor)
-    loss = of_slices(x, target, weight, slices, ignore_index, reduction)
+    loss = of_slices(x, target, weight, group, sizes, ignore_index, reduction)
     return loss if divisor is None else loss / divisor
 
 
-# ---- What all ranks have to agree on ----
+# ---- Arguments ----
 
 
-class Slices(NamedTuple):
-    """The slices of all ranks."""
-
-    group: dist.ProcessGroup
-    rank: int
-    sizes: tuple[int, ...]
-
-    @property
-    def first(self) -> int:
-        return sum(self.sizes[: self.rank])
+def _integer(name, value):
+    """An argument as an int, or as the symbolic integer of a graph."""
+    if not isinstance(value, (Integral, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected an integer of 64 bits")
+    return value if isinstance(value, (int, torch.SymInt)) else int(value)
 
 
-_seen: WeakKeyDictionary[dist.ProcessGroup, dict] = WeakKeyDictionary()
-
-_TEXT = 504  # bytes that describe a rank's arguments to the others
-
-
-def _agreed(x, target, group, weight, ignore_index, reduction, sizes) -> Slices:
-    """The slices of all ranks, after a comparison of all ranks' arguments in the first call of this kind."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"group is {group}, expected a group of which this process is a member")
-    group = group or dist.group.WORLD
-    sizes = None if sizes is None else tuple(map(int, sizes))
-    tensors = (x, target) if weight is None else (x, target, weight)
-    key = *((t.shape, t.dtype, t.device) for t in tensors), ignore_index, reduction, sizes
-    seen = _seen.setdefault(group, {})
-    if key not in seen:
-        _check(x, target, weight)
-        if not -(2**63) <= ignore_index < 2**63:
-            raise ValueError(f"ignore_index is {ignore_index}, expected an integer of 64 bits")
-        n = x.shape[-1]
-        if sizes is not None and (len(sizes) != ranks or min(sizes) < 0 or sizes[rank] != n):
+def _process_group(group):
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
             raise ValueError(
-                f"sizes is {sizes}, expected {ranks} numbers, one for each rank of the group, and {n}, this "
-                f"rank's number of classes, at {rank}"
+                "group is None, expected a default group of torch.distributed; call init_process_group first"
             )
-        weights = "no weight" if weight is None else f"weights of {weight.dtype}"
-        text = (
-            f"rows {tuple(target.shape)} of {x.dtype}, targets of {target.dtype}, {weights}, "
-            f"ignore_index {ignore_index}, reduction {REDUCTIONS[reduction]}, sizes {sizes}"
+    if not isinstance(group, dist.ProcessGroup):
+        # What new_group returns where it makes none is a number.
+        kind = ValueError if group == dist.GroupMember.NON_GROUP_MEMBER else TypeError
+        raise kind(
+            f"group is {group!r}, expected a torch.distributed.ProcessGroup of which this process is a "
+            "member, or None"
         )
-        seen[key] = Slices(group, rank, _compared(n, text, group, ranks, x.device))
-    return seen[key]
+    return group
+
+
+def _sizes(sizes, classes, x, ranks):
+    """The number of classes of each rank, as this rank takes them."""
+    if sizes is not None and classes is not None:
+        raise ValueError("sizes and classes are given, expected one of them: classes follow from sizes")
+    if classes is not None:
+        if _integer("classes", classes) < 1:
+            raise ValueError(f"classes is {classes}, expected 1 or more in all slices; skip the call")
+        return _chunks(_integer("classes", classes), ranks)
+    if sizes is None:
+        return [x.shape[-1] if x.ndim else 1] * ranks
+    expected = f"expected {ranks} integers, the number of classes of each rank of the group"
+    if isinstance(sizes, (str, bytes, Tensor)) or not isinstance(sizes, Sequence):
+        raise TypeError(f"sizes is {sizes!r}, {expected}")
+    for size in sizes:
+        if not isinstance(size, (Integral, torch.SymInt)) or isinstance(size, bool):
+            raise TypeError(f"sizes is {sizes!r}, {expected}; {size!r} is none")
+    if len(sizes) != ranks or min(sizes) < 0:
+        raise ValueError(f"sizes is {tuple(sizes)}, {expected}")
+    if sum(sizes) < 1:
+        raise ValueError(f"sizes is {tuple(sizes)}, expected one class or more in all; skip the call")
+    return [size if isinstance(size, (int, torch.SymInt)) else int(size) for size in sizes]
+
+
+def _chunks(classes, ranks):
+    """The number of classes of each rank, as torch.chunk and DTensor divide them."""
+    size = -(-classes // ranks)
+    return [min(size, max(0, classes - size * rank)) for rank in range(ranks)]
 
 
 def _check(x, target, weight, divisor=None):
@@ -187,81 +216,296 @@ def _check(x, target, weight, divisor=None):
     check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight, "divisor": divisor})
 
 
-def _compared(n, text, group, ranks, device):
-    """The numbers of classes of all ranks, whose texts must be the same."""
-    mine = n.to_bytes(8, "little") + text.encode()[:_TEXT].ljust(_TEXT)
-    mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    every = mine.new_empty(ranks * mine.numel())
+def _refuse_vmap(given):
+    functorch = torch._C._functorch
+    for name, tensor in given.items():
+        while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_batchedtensor(tensor):
+                raise _batched(name)
+            tensor = functorch.get_unwrapped(tensor)
+
+
+def _batched(name):
+    return NotImplementedError(
+        f"{name} is batched by torch.func.vmap, expected a plain tensor: a collective cannot be batched; pass "
+        "all rows in one call, with reduction='none'"
+    )
+
+
+# ---- What all ranks have to agree on ----
+
+
+class Plan(NamedTuple):
+    """What a rank knows of a call from its own arguments."""
+
+    sizes: tuple[int, ...]
+    first: int  # the class that this rank's slice begins with
+    ignored: int  # ignore_index, counted from there
+    text: str  # what has to be the same on all ranks besides the sizes
+    hash: int  # of both, 64 bits
+    contradiction: str  # between x and the sizes, or ""
+
+
+_plans: dict[tuple, Plan] = {}  # of this rank's arguments alone: what is in it changes no collective
+_MOST_PLANS = 1 << 12
+
+
+def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
+    """Checks a rank's own arguments."""
+    key = (
+        x.shape,
+        x.dtype,
+        x.device,
+        target.shape,
+        target.dtype,
+        target.device,
+        rank,
+        sizes,
+        ignore_index,
+        (reduction if weight is None else (reduction, weight.shape, weight.dtype, weight.device)),
+    )
+    if plan := _plans.get(key):
+        return plan
+    _check(x, target, weight)
+    weights = "no weight" if weight is None else f"weights of {weight.dtype}"
+    text = (
+        f"rows {tuple(target.shape)} of {x.dtype}, targets of {target.dtype}, {weights}, ignore_index "
+        f"{ignore_index}, reduction {REDUCTIONS[reduction]}"
+    )
+    n, first, contradiction = x.shape[-1], sum(sizes[:rank]), ""
+    if n != sizes[rank]:
+        contradiction = (
+            f"x has {n} classes on rank {rank}, expected {sizes[rank]}: the sizes of all slices are {sizes}, "
+            "as sizes or classes says; pass others"
+        )
+    elif not any(sizes):
+        contradiction = (
+            f"x has no classes on rank {rank}, expected one or more on each rank, or sizes or classes; skip "
+            "the call if no rank has classes"
+        )
+    facts = f"{text}, sizes {sizes}, {contradiction}"
+    digest = hashlib.blake2b(facts.encode(), digest_size=8).digest()
+    # Integers wrap around, so that ignore_index stays distinct.
+    ignored = (ignore_index - first + 2**63) % 2**64 - 2**63
+    plan = Plan(sizes, first, ignored, text, int.from_bytes(digest, "little", signed=True), contradiction)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    return _plans.setdefault(key, plan)
+
+
+_TEXT = 488  # bytes that describe a rank's arguments to the others, under set_debug
+
+
+def _compare(x, target, group, plan):
+    """Refuses, on all ranks, what differs between them. One all-gather, and a wait for the device."""
+    # A sum that depends on the order. Integers wrap around.
+    odd = torch.arange(1, 2 * target.numel(), 2, device=target.device)
+    numbers = plan.hash, x.shape[-1], int(((target.flatten().long() + 1) * odd).sum())
+    mine = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+    mine += f"{plan.text}, sizes {plan.sizes}".encode()[:_TEXT].ljust(_TEXT)
+    mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(x.device)
+    every = mine.new_empty(group.size() * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
-    every = [bytes(row) for row in every.view(ranks, -1).tolist()]
-    texts = [row[8:].decode(errors="replace").rstrip() for row in every]
-    for rank, theirs in enumerate(texts):
-        if theirs != texts[0]:
+    rows = [bytes(row) for row in every.view(group.size(), -1).tolist()]
+    hashes, counts, checksums = (
+        [int.from_bytes(row[at : at + 8], "little", signed=True) for row in rows] for at in (0, 8, 16)
+    )
+    if not any(counts):
+        raise ValueError("x has no classes on any rank, expected one class or more in all; skip the call")
+    texts = [row[24:].decode(errors="replace").rstrip() for row in rows]
+    for rank, (text, value) in enumerate(zip(texts, hashes, strict=True)):
+        if value == hashes[0]:
+            continue
+        if text.partition(", sizes ")[0] != texts[0].partition(", sizes ")[0]:
             raise ValueError(
-                f"rank 0 passes {texts[0]}, rank {rank} passes {theirs}; expected the same rows, targets and "
+                f"rank 0 passes {texts[0]}, rank {rank} passes {text}; expected the same rows, targets and "
                 "options on all ranks of the group"
             )
-    sizes = tuple(int.from_bytes(row[:8], "little") for row in every)
-    if not any(sizes):
-        raise ValueError("x has no classes on any rank, expected one class or more in all; skip the call")
-    return sizes
+        taken = [text.partition(", sizes ")[2] for text in (texts[0], text)]
+        raise ValueError(
+            f"x has {tuple(counts)} classes on the ranks of the group, expected those by which each rank counts: "
+            f"rank 0 by {taken[0]}, rank {rank} by {taken[1]}; pass sizes={tuple(counts)} on all ranks"
+        )
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise ValueError(
+                f"target of rank {rank} is another than that of rank 0, expected the same targets on all "
+                "ranks of the group"
+            )
 
 
 # ---- The loss and its gradient ----
 
 
-def _forward(ctx, x, target, weight, slices, ignore_index, reduction, inplace_backward):
-    n, rows, ranks = x.shape[-1], target.numel(), len(slices.sizes)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    target = target.long().contiguous()
-    # Counted from this slice. Integers wrap around, so that ignore_index stays distinct.
-    local = target - slices.first
-    ignored = (ignore_index - slices.first + 2**63) % 2**64 - 2**63
-
-    # What the operator that combines the slices takes of each: see gander.h.
-    mine = x.new_empty(3 if weight is None else 4, rows, dtype=dtype)
+def _part(x, target, weight, group, plan, ignore_index):
+    """What the other ranks need of this one: what the operator that combines the slices takes of each (see
+    gander.h), and the hash."""
+    if _ops._debug:
+        _compare(x, target, group, plan)
+        if not plan.contradiction:
+            _ops._check_targets(sum(plan.sizes), target, ignore_index)
+    n, rows = x.shape[-1], target.numel()
+    dtype, each = _statistic(x), 3 if weight is None else 4
+    mine = x.new_empty(_length(each, rows, dtype), dtype=dtype)
+    mine[-_words(dtype) :].view(torch.int64).fill_(plan.hash)
+    if plan.contradiction:  # all others see the hash, and read nothing else
+        return mine
+    part = mine[: each * rows].view(each, rows)
     if n:
-        _forward_of_slice(x, local, None, mine[2], mine[:2], None, ignored, False)
+        local = target.long() - plan.first
+        _forward_of_slice(x, local, None, part[2], part[:2], None, plan.ignored, False)
         if weight is not None:
             column = local.clamp(0, n - 1)
-            mine[3] = torch.where(column == local, weight[column], 0).view(-1)
+            part[3] = torch.where(column == local, weight[column], 0).view(-1)
     else:
-        mine[:2], mine[2], mine[3:] = float("-inf"), float("nan"), 0
-    every = mine.new_empty(ranks, *mine.shape)
-    if rows:
-        dist.all_gather_into_tensor(every.view(-1), mine.view(-1), group=slices.group)
+        part[:2], part[2], part[3:] = float("-inf"), float("nan"), 0
+    return mine
 
-    lse, weights = mine.new_empty(2 * rows + 1), None if weight is None else mine.new_empty(target.shape)
-    loss = mine.new_empty(target.shape if reduction == NONE else ())
+
+def _statistic(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _words(dtype):
+    """How many numbers of this dtype have as many bits as the hash."""
+    return 8 // dtype.itemsize
+
+
+def _length(each, rows, dtype):
+    """The elements of what a rank sends. The last ones are the hash, aligned to 8 bytes."""
+    words = _words(dtype)
+    return (each * rows + words - 1) // words * words + words
+
+
+def _combined(every, x, target, weight, plan, ignore_index, reduction):
+    """The loss, and what backward reads: the targets counted from this slice, the log-sum-exps of whole rows,
+    and the weights of the targets or None."""
+    if plan.contradiction:
+        raise ValueError(plan.contradiction)
+    rows, ranks, each = target.numel(), len(plan.sizes), 3 if weight is None else 4
+    every = every.view(ranks, -1)
+    # With NaN in the place of one rank's numbers the loss and the log-sum-exp are NaN.
+    differs = every[:, -_words(every.dtype) :].view(torch.int64) != plan.hash
+    parts = torch.where(differs, float("nan"), every[:, : each * rows]).view(ranks, each, rows)
+    target = target.long().contiguous()
+    local = target - plan.first
+    lse, weights = every.new_empty(2 * rows + 1), None if weight is None else every.new_empty(target.shape)
+    loss = every.new_empty(target.shape if reduction == NONE else ())
     if rows:
         losses = (loss.view(-1), None) if reduction == NONE else (None, loss)
         flat = None if weights is None else weights.view(-1)
-        options = sum(slices.sizes), ignore_index, reduction == MEAN, weight is not None
-        _combine(every, target.view(-1), lse[:rows], lse[rows:-1], *losses, flat, lse[-1:], *options)
+        options = sum(plan.sizes), ignore_index, reduction == MEAN, weight is not None
+        _combine(parts, target.view(-1), lse[:rows], lse[rows:-1], *losses, flat, lse[-1:], *options)
     else:
         loss.fill_(float("nan") if reduction == MEAN else 0)
     if weights is not None:
-        local = local.masked_fill(weights == 0, ignored)  # backward ignores the row, whatever is in it
+        local = local.masked_fill(weights == 0, plan.ignored)  # backward ignores the row, whatever is in it
+    return loss, local, lse, weights
+
+
+def _forward(ctx, x, target, weight, group, plan, ignore_index, reduction, inplace_backward):
+    mine = _part(x, target, weight, group, plan, ignore_index)
+    every = mine.new_empty(len(plan.sizes) * mine.numel())
+    dist.all_gather_into_tensor(every, mine, group=group)
+    loss, local, lse, weights = _combined(every, x, target, weight, plan, ignore_index, reduction)
     ctx.save_for_backward(x, local, lse, weights)
     ctx.set_materialize_grads(False)
-    ctx.options = ignored, MEAN if reduction == MEAN else NONE, False
+    ctx.options = plan.ignored, MEAN if reduction == MEAN else NONE, False
     ctx.inplace_backward = inplace_backward and may_write_saved()
     return loss
 
 
+def _gradient(ctx, dloss):
+    x, local, lse, weights = ctx.saved_tensors
+    dloss = dloss if weights is None else dloss * weights
+    arguments = local, None, dloss, lse, *ctx.options
+    if not x.shape[-1]:
+        return torch.zeros_like(x)
+    if ctx.inplace_backward and not is_batched(dloss) and x.numel():
+        return write_over("cross_entropy_bwd_slice_", x, arguments, dloss)
+    return _backward_of_slice(x, *arguments)
+
+
 def _backward(ctx, dloss):
-    dx = None
-    if dloss is not None:
-        x, local, lse, weights = ctx.saved_tensors
-        dloss = dloss if weights is None else dloss * weights
-        arguments = local, None, dloss, lse, *ctx.options
-        if not x.numel():
-            dx = torch.zeros_like(x)
-        elif ctx.inplace_backward and not is_batched(dloss):
-            dx = write_over("cross_entropy_bwd_slice_", x, arguments, dloss)
-        else:
-            dx = _backward_of_slice(x, *arguments)
-    return dx, None, None, None, None, None, None
+    return None if dloss is None else _gradient(ctx, dloss), *[None] * 7
 
 
 _apply: Any = apply_of(function("cross_entropy_of_slices", _forward, _backward))
+
+
+# ---- In graphs ----
+#
+# The all-gather is a functional collective, whose order among others Inductor keeps. The operator before it
+# computes what a rank sends. The one after it has the gradient, so it takes x, which it does not read.
+
+_IGNORED = -(2**63)  # the local target of an ignored row. A graph may not know where this slice begins.
+
+
+def _in_graph(x, target, weight, group, sizes, ignore_index, reduction):
+    collectives, name = torch.ops._c10d_functional, group.group_name
+    options = target, weight, sizes, ignore_index, reduction, name
+    mine = _part_in_graph(x.detach(), *options)
+    every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(sizes), name))
+    return _combined_in_graph(x, every, *options)[0]
+
+
+def _resolved(x, target, weight, sizes, ignore_index, reduction, group):
+    group = dist.distributed_c10d._resolve_process_group(group)
+    return group, _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction)
+
+
+def _part_kernel(x, target, weight, sizes, ignore_index, reduction, group):
+    group, plan = _resolved(x, target, weight, sizes, ignore_index, reduction, group)
+    return _part(x, target, weight, group, plan, ignore_index)
+
+
+def _part_fake(x, target, weight, sizes, ignore_index, reduction, group):
+    _check(x, target, weight)
+    dtype = _statistic(x)
+    return x.new_empty(_length(3 if weight is None else 4, target.numel(), dtype), dtype=dtype)
+
+
+def _refuse_batch(info, in_dims, *given):
+    raise _batched("target or weight" if in_dims[0] is None else "x")
+
+
+def _combined_kernel(x, every, target, weight, sizes, ignore_index, reduction, group):
+    """The loss, and what backward reads. Weights that there are not have no elements."""
+    _, plan = _resolved(x, target, weight, sizes, ignore_index, reduction, group)
+    loss, local, lse, weights = _combined(every, x, target, weight, plan, ignore_index, reduction)
+    local = torch.where(local == plan.ignored, _IGNORED, local.clamp(-1, x.shape[-1]))
+    return loss, local, lse, every.new_empty(0) if weights is None else weights
+
+
+def _combined_fake(x, every, target, weight, sizes, ignore_index, reduction, group):
+    shape = target.shape
+    return (
+        every.new_empty(shape if reduction == NONE else ()),
+        every.new_empty(shape, dtype=torch.int64),
+        every.new_empty(2 * target.numel() + 1),
+        every.new_empty(0 if weight is None else shape),
+    )
+
+
+def _keep(ctx, given, results):
+    x, _, _, weight, _, _, reduction, _ = given
+    _, local, lse, weights = results
+    ctx.save_for_backward(x, local, lse, None if weight is None else weights)
+    ctx.options = _IGNORED, MEAN if reduction == MEAN else NONE, False
+    ctx.inplace_backward = False
+
+
+_OPTIONS = "Tensor target, Tensor? weight, SymInt[] sizes, SymInt ignore_index, int reduction, str group"
+
+_part_in_graph = define(
+    f"cross_entropy_part(Tensor x, {_OPTIONS}) -> Tensor", _part_kernel, _part_fake, batched=_refuse_batch
+)
+_combined_in_graph = define(
+    f"cross_entropy_of_parts(Tensor x, Tensor every, {_OPTIONS}) -> "
+    "(Tensor loss, Tensor local, Tensor lse, Tensor weights)",
+    _combined_kernel,
+    _combined_fake,
+    _keep,
+    _gradient,
+    _refuse_batch,
+)
