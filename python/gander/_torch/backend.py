@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from .. import _debug
 from .._native import library
 from .._table import TORCH
 from . import fast
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
-from .tensors import scalar
+from .tensors import check_targets, scalar
 from .writes import refuse_inference
 
 __all__ = [
@@ -122,16 +121,3 @@ def cast(x: Any, to: Any) -> tuple[Any, Any]:
     if to != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16):
         x = x.to(to)
     return x, to
-
-
-def check_targets(classes: int, target: Any, ignore_index: int) -> None:
-    """Raises IndexError if an element of target is neither a class nor ignore_index. Targets that are traced
-    or transformed have no values yet."""
-    if isinstance(target, Tensor):
-        if is_compiling() or target.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(target):
-            return
-        if hasattr(target, "full_tensor"):  # all ranks see all targets, and refuse them together
-            target = target.full_tensor()
-        if target.dtype == torch.uint8:  # to which torch would convert the numbers that it is compared with
-            target = target.long()
-    _debug.check_targets(classes, target, ignore_index)

@@ -18,8 +18,8 @@ from .._table import MEAN, NONE
 from . import operators_gen
 from .autograd import once_differentiable, refuse_tangents
 from .cross_entropy import is_batched, is_first_backward, is_traced
+from .dtensor import is_dtensor
 from .registry import overloads
-from .sharding import is_dtensor
 from .tensors import differ, dtype_of, in_shape, scalar, unusable
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time

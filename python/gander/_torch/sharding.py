@@ -12,35 +12,16 @@ program imports it.
 import math
 import warnings
 
-from torch.compiler import is_compiling
-
 from .. import _imports
 from .._table import REDUCTIONS, SHAPES, TORCH, arguments, demand, forms, has_rows, is_by_row, operands
+from . import dtensor
+from .dtensor import dimensions_of_classes, is_dtensor, is_shard
 from .registry import complete, overloads
 
 _MEAN_OVER_SHARDS = (
     "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and divide by "
     "the sum over all ranks of the weights of the rows that are not ignored"
 )
-
-_DTensor: type | tuple = ()  # isinstance(x, ()) is False
-
-
-def is_dtensor(x) -> bool:
-    return isinstance(x, _DTensor)
-
-
-def rows_are_sharded(x) -> bool:
-    return isinstance(x, _DTensor) and any(map(_is_shard, x.placements))
-
-
-def dimensions_of_classes(x) -> list[int]:
-    """The dimensions of the mesh over which the last dimension of a DTensor is sharded."""
-    return [dim for dim, placement in enumerate(x.placements) if placement.is_shard(x.ndim - 1)]
-
-
-def _is_shard(placement):
-    return not (placement.is_replicate() or placement.is_partial())
 
 
 def _rule(name, given):
@@ -91,7 +72,7 @@ def _rule(name, given):
     ]
     shards, splits_rows = [], False
     for argument, spec in inputs.items():
-        used = [placement for placement in spec.placements if _is_shard(placement)]
+        used = [placement for placement in spec.placements if is_shard(placement)]
         if not used:
             continue
         found, by_row = f"{argument} has placements {spec.placements}, expected", spec.ndim == leading
@@ -160,10 +141,11 @@ def _rule(name, given):
 
 
 def cross_entropy_of_slices(given):
-    """The loss of logits whose classes are sharded on one dimension of the mesh, or None for any other x.
+    """cross_entropy's results for logits whose classes are sharded on one dimension of the mesh, or None for
+    any other x.
 
     On that dimension the loss is replicated. On others it is placed like the rows, or a partial sum over
-    them.
+    them. The statistics are a tensor without elements.
     """
     x = given[0]
     if not is_dtensor(x):
@@ -171,24 +153,23 @@ def cross_entropy_of_slices(given):
     on = dimensions_of_classes(x)
     if len(on) != 1 or any(placement.is_partial() for placement in x.placements):
         return None  # the rule refuses it
-    from torch._subclasses.fake_tensor import is_fake
     from torch.distributed.tensor import Partial, Replicate
 
-    from .. import distributed
+    from . import sharded_cross_entropy
 
     mine = x.to_local()
-    if is_compiling() or is_fake(mine):
-        raise NotImplementedError(
-            "gander: cross_entropy: x has sharded classes in a compiled graph, expected an eager call; leave "
-            "out fullgraph=True, or call it under torch.compiler.disable"
-        )
     values = dict(zip(arguments("cross_entropy"), complete("cross_entropy", given), strict=True))
     reduction = REDUCTIONS[values["reduction"]]
     mesh, rows = x.device_mesh, [*x.placements]
     rows[on[0]] = Replicate()
-    sharded = any(map(_is_shard, rows))
+    sharded = any(map(is_shard, rows))
     if sharded and reduction == "mean":
         raise NotImplementedError(f"gander: cross_entropy: {_MEAN_OVER_SHARDS}")
+    if values["needs_lse"]:
+        raise NotImplementedError(
+            "gander: cross_entropy: needs_lse is set with x whose classes are sharded, expected False: "
+            "backward takes statistics of whole rows; redistribute x"
+        )
     target = values["target"]
     if is_dtensor(target) and target.shape != x.shape[:-1]:  # which the parts of some ranks may not show
         raise ValueError(
@@ -204,12 +185,14 @@ def cross_entropy_of_slices(given):
     weight = _local("weight", values["weight"], mesh, [Replicate()] * mesh.ndim)
     divisor = _local("divisor", values["divisor"], mesh, [Replicate()] * mesh.ndim)
     options = values["ignore_index"], values["reduction"]
-    loss = distributed.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
+    loss = sharded_cross_entropy.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
+    lse = loss.new_empty(0)
     if reduction == "none":
         shape = x.shape[:-1]
-        return _DTensor.from_local(loss, mesh, rows, run_check=False, shape=shape, stride=_contiguous(shape))
-    placements = [Partial("sum") if _is_shard(placement) else placement for placement in rows]
-    return _DTensor.from_local(loss, mesh, placements, run_check=False)
+        whole = {"shape": shape, "stride": _contiguous(shape)}
+        return dtensor.DTensor.from_local(loss, mesh, rows, run_check=False, **whole), lse
+    placements = [Partial("sum") if is_shard(placement) else placement for placement in rows]
+    return dtensor.DTensor.from_local(loss, mesh, placements, run_check=False), lse
 
 
 def _contiguous(shape):
@@ -234,14 +217,13 @@ def _local(name, value, mesh, placements):
 
 
 def _register() -> None:
-    global _DTensor
     try:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.experimental import register_sharding
 
         for name, overload in overloads.items():
             register_sharding(overload)(lambda *given, name=name: _rule(name, given))
-        _DTensor = DTensor
+        dtensor.DTensor = DTensor
     except Exception as error:  # a failure here must not make the import of DTensor fail
         warnings.warn(f"gander: its operators do not take DTensors: {error}", RuntimeWarning, stacklevel=2)
 

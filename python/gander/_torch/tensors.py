@@ -8,6 +8,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.parameter import UninitializedTensorMixin
 
+from .. import _debug
 from .._words import kind, number, shown
 
 _DISABLED = torch._C._disabled_torch_function_impl
@@ -37,10 +38,10 @@ def nested(name: str) -> NotImplementedError:
     )
 
 
-def unusable(name: str, value, like: str = "") -> Exception | None:
+def unusable(name: str, value, like: str = "", hint: str = "") -> Exception | None:
     """The refusal of an argument that no kernel gets to see, or None. like: one that is a tensor."""
     if not isinstance(value, Tensor):
-        return TypeError(f"{name} is {kind(value)}, expected a torch.Tensor{like and f' as {like}'}")
+        return TypeError(f"{name} is {kind(value)}, expected a torch.Tensor{like and f' as {like}'}{hint}")
     if isinstance(value, UninitializedTensorMixin):
         return TypeError(f"{name} is {kind(value)}, expected one with a shape; materialize it")
     if value.is_nested:
@@ -117,3 +118,16 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
         # A graph has a float as an argument only if it takes part in arithmetic, else as a constant.
         return x.detach().new_ones((), dtype=dtype) * value
     return x.new_full((), number(name, value), dtype=dtype)
+
+
+def check_targets(classes: int, target, ignore_index: int) -> None:
+    """Raises IndexError if an element of target is neither a class nor ignore_index. Targets that are traced
+    or transformed have no values yet."""
+    if isinstance(target, Tensor):
+        if is_compiling() or target.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(target):
+            return
+        if hasattr(target, "full_tensor"):  # all ranks see all targets, and refuse them together
+            target = target.full_tensor()
+        if target.dtype == torch.uint8:  # to which torch would convert the numbers that it is compared with
+            target = target.long()
+    _debug.check_targets(classes, target, ignore_index)

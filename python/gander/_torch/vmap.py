@@ -57,7 +57,7 @@ def _wanted(operator, values):
     return [result for result in operator.results if values.get(demand(result), True)]
 
 
-def _each(overload, values, dims, size):
+def each_sample(overload, values, dims, size):
     """The results of one call for each sample, stacked."""
     if not size:
         raise ValueError(
@@ -100,7 +100,7 @@ def _rule(name):
                 )
         folded = _folded(name, values, dims, info.batch_size)
         if folded is None:
-            results = _each(overload, values, dims, info.batch_size)
+            results = each_sample(overload, values, dims, info.batch_size)
         else:
             results = overload(*folded)
         dims = _dims(operator, values)
