@@ -4,19 +4,32 @@ from typing import Any
 
 from ._words import check_flags
 
-enabled = False
+is_enabled = False
 
 
-def set_debug(value: bool) -> None:
-    """Makes the cross-entropy functions check every target and raise IndexError if one is out of range.
+def set_debug(enabled: bool) -> None:
+    """Makes the cross-entropy functions check every target.
 
     The check waits for the GPU, and gathers the targets of a DTensor, so it is off by default. Without it a
     row whose target is out of range gets a loss and a gradient of NaN. Calls inside a torch.compile graph are
     not checked.
+
+    Args:
+        enabled: Whether a target that is neither a class nor ignore_index raises IndexError.
+
+    Raises:
+        TypeError: enabled is neither True nor False.
+
+    Example:
+        >>> gander.set_debug(True)
+        >>> gander.cross_entropy(torch.zeros(1, 2), torch.tensor([2]))
+        Traceback (most recent call last):
+        IndexError: target has the class 2, expected 0 to 1, or ignore_index = -100
+        >>> gander.set_debug(False)
     """
-    global enabled
-    check_flags(value=value)
-    enabled = bool(value)
+    global is_enabled
+    check_flags(enabled=enabled)
+    is_enabled = bool(enabled)
 
 
 def check_targets(classes: int, target: Any, ignore_index: int) -> None:

@@ -35,34 +35,54 @@ def cross_entropy(
 
     The slices lie in the order of the group's ranks. Targets count all classes. All ranks return the same
     loss.
-    x: (..., n), this rank's slice, of float16, bfloat16 or float32 (on the CPU also float64), any strides.
-    Without sizes and classes, all ranks have the same n.
-    target: x.shape[:-1], int32 or int64, the same on all ranks. A target that is not in any slice makes the
-    loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
-    group: a process group of torch.distributed, by default the whole world.
-    weight: (n), the weights of this rank's classes, or None on all ranks.
-    ignore_index, reduction: as in gander.cross_entropy.
-    inplace_backward: backward writes the gradient over x, which must not be used afterwards. Compiled graphs
-    plan their own memory and ignore it.
-    sizes: the n of each rank, for slices that differ in size. They may be 0.
-    classes: how many there are in all slices, divided as torch.chunk divides them among the ranks: the first
-    slices have ceil(classes / ranks), the next one has the rest, and those after it have none.
 
     A call does one all-gather, of 12 bytes per row and rank (16 with a weight, twice that for float64) and 8
     bytes more, and makes no float32 copy of the logits. Nothing waits for the device, so that a CUDA graph
     can capture the call. Backward does no communication: the gradient of the loss must be the same on all
     ranks. torch.compile(fullgraph=True) takes the call into its graph.
+
     Along with its numbers each rank sends a hash of its shape of rows, dtypes, ignore_index and reduction,
     and of the sizes of all slices as it takes them. Where hashes differ, the loss and the gradient of every
     row that is not ignored are NaN on all ranks. With gander.set_debug(True), on all ranks, another, small
     all-gather comes first, and all ranks raise a ValueError that names what differs. It waits for the device.
     Only there is seen that a rank has another number of rows, has float64, or has a weight where others have
     none: the backend may then fail or wait, because the all-gather has another size on each rank.
-    Returns the loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
-    Raises TypeError (dtype), ValueError (shape, reduction, sizes), NotImplementedError (nested, sparse),
-    RuntimeError (device, driver, memory). What is wrong with a rank's own arguments it refuses before any
-    communication. The other ranks then wait for it until torch's timeout. An x that contradicts sizes or
-    classes is refused after the all-gather, so that no rank waits, and the loss of the other ranks is NaN.
+
+    What is wrong with a rank's own arguments it refuses before any communication. The other ranks then wait
+    for it until torch's timeout. An x that contradicts sizes or classes is refused after the all-gather, so
+    that no rank waits, and the loss of the other ranks is NaN.
+
+    Args:
+        x: (..., n), this rank's slice, of float16, bfloat16 or float32 (on the CPU also float64), any
+            strides. Without sizes and classes, all ranks have the same n.
+        target: x.shape[:-1], int32 or int64, the same on all ranks. A target that is not in any slice makes
+            the loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
+        group: A process group of torch.distributed, by default the whole world.
+        weight: (n), the weights of this rank's classes, or None on all ranks.
+        ignore_index: As in gander.cross_entropy.
+        reduction: As in gander.cross_entropy.
+        inplace_backward: Backward writes the gradient over x, which must not be used afterwards. Compiled
+            graphs plan their own memory and ignore it.
+        sizes: The n of each rank, for slices that differ in size. They may be 0.
+        classes: How many there are in all slices, divided as torch.chunk divides them among the ranks: the
+            first slices have ceil(classes / ranks), the next one has the rest, and those after it have none.
+
+    Returns:
+        The loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
+
+    Raises:
+        TypeError: A dtype, or what is no tensor.
+        ValueError: A shape, sizes, or the group.
+        NotImplementedError: A nested or a sparse tensor.
+        IndexError: A target, under set_debug(True).
+        RuntimeError: The device, the driver, or memory.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> gander.distributed.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
+        tensor(1.3863)
+        >>> dist.destroy_process_group()
     """
     arguments = x, target, weight, group, sizes, classes, ignore_index, reduction, inplace_backward
     loss: Tensor = _cross_entropy(*arguments)

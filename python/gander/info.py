@@ -27,10 +27,18 @@ __version__ = "0.1.0"
 def info() -> dict[str, Any]:
     """Facts about this installation: what the library was built from and for, and how it works with torch.
 
-    Keys: version, abi_version, commit, go, nvcc, architectures, simd (all from gander_build_info); library
-    (its path); torch (its version, or None if torch is not imported); fast_path (True if eager calls bypass
-    torch's dispatcher, else the reason why not; None without torch).
-    Raises RuntimeError if the library cannot be loaded.
+    Returns:
+        A dict with the keys version, abi_version, commit, go, nvcc, architectures and simd (all from
+        gander_build_info); library (its path); torch (its version, or None if torch is not imported); and
+        fast_path (True if eager calls bypass torch's dispatcher, else the reason why not; None without
+        torch).
+
+    Raises:
+        RuntimeError: The library cannot be loaded.
+
+    Example:
+        >>> gander.info()["version"] == gander.__version__
+        True
     """
     facts: dict[str, Any] = json.loads(library.load().gander_build_info())
     torch, backend = sys.modules.get("torch"), _backend.torch
@@ -148,14 +156,34 @@ def algorithms(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
 ) -> list[Algorithm]:
-    """The algorithms of an op ("softmax", "softmax_bwd", "rmsnorm", "rmsnorm_bwd", ...) on CUDA tensors.
+    """The algorithms of an op on CUDA tensors.
 
     Forward and backward have algorithms of the same names, but with other limits, so ask for the backward op
     too. The limits of rmsnorm_bwd are for a call with a weight. They are row lengths in bytes. A row is
     aligned if it consists of whole 16-byte vectors at addresses that are multiples of 16. CPU tensors only
     have "auto".
-    With x, or with shape, dtype and device (see explain): only the algorithms that support these rows there.
-    Raises ValueError for another op.
+
+    Args:
+        op: "softmax", "rmsnorm", "layernorm", "cross_entropy" or "logsumexp", or with "_bwd" its backward.
+            "cross_entropy_fwd_dx" is the single pass that computes loss and gradient. "rmsnorm_residual" and
+            "layernorm_residual", and the same with "_bwd", are the norms with a residual.
+        x: The (..., N) tensor or array. Its values are not read.
+        shape: Replaces that of x, or with dtype and device x itself. With these or x only the algorithms are
+            returned that support these rows there.
+        dtype: As shape. It may be a name ("bfloat16").
+        device: As shape: "cpu", "cuda", "cuda:1", a torch.device, or the name of a GPU that this machine need
+            not have: "a100", "h100" or "h200".
+
+    Returns:
+        A list of Algorithm(name, what, limits), of which the first is "auto".
+
+    Raises:
+        TypeError: op, or what is no tensor.
+        ValueError: Another op.
+
+    Example:
+        >>> [algorithm.name for algorithm in gander.algorithms("logsumexp")]
+        ['auto']
     """
     _check_op(op)
     if x is None and shape is None and dtype is None and device is None:
@@ -195,16 +223,30 @@ def explain(
 ) -> str:
     """A text that says which algorithm and which kernels a call would run on x, and why.
 
-    op: "softmax", "rmsnorm", "layernorm", "cross_entropy" or "logsumexp", or with "_bwd" its backward.
-    "cross_entropy_fwd_dx" is the single pass that computes loss and gradient. "rmsnorm_residual" and
-    "layernorm_residual", and the same with "_bwd", are the norms with a residual.
-    x: the (..., N) tensor or array. Its values are not read.
-    shape, dtype, device: replace those of x, or x itself. dtype may be a name ("bfloat16"). device: "cpu",
-    "cuda", "cuda:1", a torch.device, or the name of a GPU that this machine need not have: "a100", "h100" or
-    "h200".
-    algorithm, batch_invariant: those of the call.
-    Raises ValueError for another op, and the op's own errors for rows that it does not support. Inside
-    torch.compile the text is made only once, when the graph is traced.
+    Inside torch.compile the text is made only once, when the graph is traced.
+
+    Args:
+        op: "softmax", "rmsnorm", "layernorm", "cross_entropy" or "logsumexp", or with "_bwd" its backward.
+            "cross_entropy_fwd_dx" is the single pass that computes loss and gradient. "rmsnorm_residual" and
+            "layernorm_residual", and the same with "_bwd", are the norms with a residual.
+        x: The (..., N) tensor or array. Its values are not read.
+        shape: Replaces that of x, or with dtype and device x itself.
+        dtype: As shape. It may be a name ("bfloat16").
+        device: As shape: "cpu", "cuda", "cuda:1", a torch.device, or the name of a GPU that this machine need
+            not have: "a100", "h100" or "h200".
+        algorithm: That of the call.
+        batch_invariant: That of the call.
+
+    Returns:
+        The text, of a few lines.
+
+    Raises:
+        TypeError, ValueError: Another op, and the op's own errors for rows that it does not support.
+
+    Example:
+        >>> text = gander.explain("softmax", shape=(8192, 4096), dtype="bfloat16", device="h100")
+        >>> text.splitlines()[0]
+        'auto takes register: a row of 512 vectors fits the registers of 128 threads'
     """
     _check_op(op)
     check_flags(batch_invariant=batch_invariant)
@@ -234,9 +276,16 @@ def _explain(
 def warmup(device: torch.device | str = "cuda") -> None:
     """Loads all of gander's kernels for a device now, so that no later call spends time on it.
 
-    device: "cpu", "cuda" (the current device if torch is imported, else the first), "cuda:1", or a
-    torch.device.
-    Raises ValueError for another device, and RuntimeError if the device cannot be used.
+    Args:
+        device: "cpu", "cuda" (the current device if torch is imported, else the first), "cuda:1", or a
+            torch.device.
+
+    Raises:
+        ValueError: Another device.
+        RuntimeError: The device cannot be used.
+
+    Example:
+        >>> gander.warmup("cpu")
     """
     found = _device(str(device))
     if found is None:

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .. import _debug
-from .._backend import BACKENDS, backend_of, is_tensor
+from .._backend import BACKENDS, backend_of
 from .._table import MEAN, NONE, REDUCTIONS, Reduction
-from .._words import check_flags, integer, kind
-from .arguments import FAILURES, any_overrides, check_out, check_targets, code_of, overridden
+from .._words import check_flags, integer
+from .arguments import FAILURES, check_out, check_targets, code_of, overridden
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 _MEAN = REDUCTIONS[MEAN]  # compared by identity, like AUTO
 
 
-def check_chunks(chunk: Any, accumulate: Any) -> None:
-    """Refuses the options of linear_cross_entropy's chunks."""
-    expected = "a number of rows of 1 or more, or None"
-    if chunk is not None and integer("chunk", chunk, expected) < 1:
-        raise ValueError(f"chunk is {chunk}, expected {expected}")
-    if accumulate is not None:
-        code_of("accumulate", accumulate, ("float32",), "None or ")
-
-
-def _of_sum(divisor: Any, upstream: Any, reduction: Any) -> None:
+def check_sum(divisor: Any, upstream: Any, reduction: Any) -> None:
     """Refuses what needs another reduction."""
     if divisor is not None and reduction != "sum":
         raise ValueError(f"divisor is given with reduction {reduction!r}, expected 'sum', which it divides")
@@ -53,40 +44,57 @@ def cross_entropy(
     """Cross-entropy of logits and class indices, differentiable in x.
 
     The loss of a row is weight[t] * (lse(x) - x[t]), where t is its target and lse(x) its log-sum-exp.
-    x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU also float64), any
-    strides. A torch tensor on the CPU or a CUDA device, or an object with `__dlpack__` (no gradient).
-    target: x.shape[:-1], int32 or int64, or uint8, which is copied to int64. Rows whose target is
-    ignore_index are ignored. Another target that is not in [0, N) is never used as an index. It makes the
-    loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
-    weight: (N) class weights, float16, bfloat16 or float32 (float64 for float64), or None.
-    reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
-    ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
-    inplace_backward: backward writes the gradient over x, which saves a tensor of the size of x. x must not
-    be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside torch.compile,
-    and under hooks on saved tensors, where autograd does not see that x was written. Torch tensors only.
-    one_pass: True computes the gradient together with the loss. This reads x once, and keeps a tensor of the
-    size of x until backward. False computes it in backward, which reads x again. None chooses by size, and
-    inside torch.compile False, because Inductor writes the gradient over x. It applies only to a mean or a
-    sum on a CUDA device, without inplace_backward and batch_invariant. Inside torch.compile it also takes
-    Inductor, outside of activation checkpoints, with donated buffers (torch's default).
-    batch_invariant: as in softmax, for the loss of each row, and for its gradient with "none" or "sum". The
-    gradient of a mean depends on all rows.
-    divisor: what loss and gradient are divided by, with reduction "sum": a number, or a 0-dim tensor of any
-    real dtype on x's device, which is read there, without synchronization. For a sum over all tokens of a
-    step, whose number only the training loop knows.
-    upstream: the gradient of the loss that backward is expected to bring, a number or such a tensor: 1/4 for
-    `(loss / 4).backward()`, a GradScaler's scale. The single pass makes the gradient for it (for 1 by
-    default). backward compares the two on the device, and computes the gradient again if they differ. So
-    upstream changes the time, never the result. A tensor is copied when the loss is computed, except inside
-    torch.compile: there autograd refuses a backward pass after it was written to.
-    lse_partial: (..., K), of any of these dtypes, not only x's: parts of the log-sum-exp of each row, such as
-    the log-sum-exps of slices of x. The log-sum-exp of a row of lse_partial is taken for that of the row of
-    x, which forward then only reads at the target. It gets no gradient: that of x is complete. Torch tensors
-    only. one_pass, upstream and batch_invariant do not apply. torch.compile breaks its graph at such a call.
-    Returns the loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
-    Raises TypeError (dtype), ValueError (shape, reduction), RuntimeError (device, driver, memory).
     Gradient: dx = dloss * weight[t] * (softmax(x) - 1[t]). For accuracy, the maximum and the logarithm of the
     sum are saved for it as two numbers, not as lse.
+
+    Args:
+        x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU also float64), any
+            strides. A torch tensor on the CPU or a CUDA device, or an object with `__dlpack__` (no gradient).
+        target: x.shape[:-1], uint8, int32 or int64 (uint8 is copied to int64). Rows whose target is
+            ignore_index are ignored. Another target that is not in [0, N) is never used as an index. It makes
+            the loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
+        lse_partial: (..., K), of any of these dtypes, not only x's: parts of the log-sum-exp of each row,
+            such as the log-sum-exps of slices of x. The log-sum-exp of a row of lse_partial is taken for that
+            of the row of x, which forward then only reads at the target. It gets no gradient: that of x is
+            complete. Torch tensors only. one_pass, upstream and batch_invariant do not apply.
+        weight: (N) class weights, float16, bfloat16 or float32 (float64 for float64), or None.
+        ignore_index: The target of rows that are ignored.
+        reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
+            ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
+        inplace_backward: Backward writes the gradient over x, which saves a tensor of the size of x. x must
+            not be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside
+            torch.compile, and under hooks on saved tensors, where autograd does not see that x was written.
+            Torch tensors only.
+        one_pass: True computes the gradient together with the loss. This reads x once, and keeps a tensor of
+            the size of x until backward. False computes it in backward, which reads x again. None chooses by
+            size, and inside torch.compile False, because Inductor writes the gradient over x. It applies only
+            to a mean or a sum on a CUDA device, without inplace_backward and batch_invariant. Inside
+            torch.compile it also takes Inductor, outside of activation checkpoints, with donated buffers
+            (torch's default).
+        batch_invariant: As in softmax, for the loss of each row, and for its gradient with "none" or "sum".
+            The gradient of a mean depends on all rows.
+        divisor: What loss and gradient are divided by, with reduction "sum": a number, or a 0-dim tensor of
+            any real dtype on x's device, which is read there, without synchronization. For a sum over all
+            tokens of a step, whose number only the training loop knows.
+        upstream: The gradient of the loss that backward is expected to bring, a number or such a tensor: 1/4
+            for `(loss / 4).backward()`, a GradScaler's scale. The single pass makes the gradient for it (for
+            1 by default). Backward compares the two on the device, and computes the gradient again if they
+            differ. So upstream changes the time, never the result. A tensor is copied when the loss is
+            computed, except inside torch.compile: there autograd refuses a backward pass after it was written
+            to.
+
+    Returns:
+        The loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
+
+    Raises:
+        TypeError: A dtype, or what is no tensor.
+        ValueError: A shape, or an option.
+        IndexError: A target, under set_debug(True).
+        RuntimeError: The device, the driver, or memory.
+
+    Example:
+        >>> gander.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
+        tensor(1.3863)
     """
     code = MEAN if reduction is _MEAN else code_of("reduction", reduction, REDUCTIONS)
     if type(ignore_index) is not int:
@@ -99,11 +107,11 @@ def cross_entropy(
     if ops is None:
         return overridden(cross_entropy, locals())
     if divisor is not None or upstream is not None:
-        _of_sum(divisor, upstream, reduction)
+        check_sum(divisor, upstream, reduction)
         divisor = None if divisor is None else ops.scalar("divisor", divisor, x)
         upstream = None if upstream is None else ops.scalar("upstream", upstream, x)
     try:
-        if _debug.enabled:
+        if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
         if lse_partial is not None:
             loss = ops.with_lse_partial(x, target, lse_partial, weight, ignore_index, code, inplace_backward)
@@ -138,17 +146,33 @@ def cross_entropy_fwd(
     batch_invariant: bool = False,
     divisor: Any = None,
 ) -> Any:
-    """The loss of each row, without a gradient. Returns loss, (loss, lse), (loss, dx) or (loss, lse, dx).
+    """The loss of each row, without a gradient.
 
-    loss and lse (the log-sum-exp of each row): float32 (float64 for float64) of shape x.shape[:-1].
-    dx: the gradient of the sum of the losses, computed in the same pass over x, with x's shape and dtype.
-    With inplace_backward it is written over x, and x itself is returned.
-    divisor: as in cross_entropy, for the loss of each row and for dx.
-    target_logit: the logits of the targets, in place of those in x, with x.shape[:-1]; or (..., K), of which
-    target chooses one. x then only gives the log-sum-exp, and weight has an element for each class that
-    target may name. With x.shape[:-1] and without weight any target >= 0 is a class. Refused with return_dx.
-    Torch tensors only, for which torch.compile breaks its graph.
-    Other arguments and errors are those of cross_entropy.
+    Args:
+        x: As in cross_entropy.
+        target: As in cross_entropy.
+        target_logit: The logits of the targets, in place of those in x, with x.shape[:-1]; or (..., K), of
+            which target chooses one. x then only gives the log-sum-exp, and weight has an element for each
+            class that target may name. With x.shape[:-1] and without weight any target >= 0 is a class.
+            Refused with return_dx. Torch tensors only.
+        weight: As in cross_entropy.
+        ignore_index: As in cross_entropy.
+        return_lse: Also return the log-sum-exp of each row.
+        return_dx: Also return the gradient of the sum of the losses, computed in the same pass over x.
+        inplace_backward: Write dx over x, and return x itself.
+        batch_invariant: As in softmax.
+        divisor: As in cross_entropy, for the loss of each row and for dx.
+
+    Returns:
+        loss, (loss, lse), (loss, dx) or (loss, lse, dx). loss and lse: float32 (float64 for float64) of shape
+        x.shape[:-1]. dx: x's shape and dtype.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
+
+    Example:
+        >>> gander.cross_entropy_fwd(torch.zeros(1, 2), torch.tensor([0]), return_dx=True)
+        (tensor([0.6931]), tensor([[-0.5000,  0.5000]]))
     """
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
@@ -174,16 +198,30 @@ def cross_entropy_fwd(
             if divisor is not None:
                 loss = loss / divisor
             return (loss, lse) if return_lse else loss
-        if _debug.enabled:
+        if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
-        operands = ops.detached(x), target, ops.detached(weight), divisor
-        options = {"ignore_index": ignore_index, "batch_invariant": batch_invariant}
+        given = None if weight is None else ops.detached(weight)
         if return_dx and inplace_backward:
-            loss, lse = ops.cross_entropy_fwd_dx_(*operands, **options)
+            loss, lse = ops.cross_entropy_fwd_dx_(
+                ops.detached(x),
+                target,
+                given,
+                divisor,
+                ignore_index=ignore_index,
+                batch_invariant=batch_invariant,
+            )
             dx = x
         else:
-            demands = {"needs_lse": return_lse, "needs_dx": return_dx}
-            loss, lse, dx = ops.cross_entropy_fwd(*operands, **options, **demands)
+            loss, lse, dx = ops.cross_entropy_fwd(
+                ops.detached(x),
+                target,
+                given,
+                divisor,
+                ignore_index=ignore_index,
+                batch_invariant=batch_invariant,
+                needs_lse=return_lse,
+                needs_dx=return_dx,
+            )
     except FAILURES as error:
         given = {"x": x, "target": target, "weight": weight, "target_logit": target_logit}
         raise ops.explained(error, **given) from None
@@ -200,13 +238,32 @@ def cross_entropy_bwd(
     ignore_index: int = -100,
     inplace_backward: bool = False,
 ) -> Any:
-    """The gradient of the rows' losses: dx = dloss * weight[t] * (softmax(x) - 1[t]), with x's shape and
-    dtype.
+    """The gradient of the rows' losses: dx = dloss * weight[t] * (softmax(x) - 1[t]).
 
-    dloss: x.shape[:-1] with any strides, or a single value for all rows. lse: x.shape[:-1], as returned by
-    cross_entropy_fwd. Both are float32 (float64 for float64).
-    With inplace_backward dx is written over x, and x itself is returned.
-    The bits of a row never depend on other rows. Other arguments and errors are those of cross_entropy.
+    The bits of a row never depend on other rows.
+
+    Args:
+        x: As in cross_entropy.
+        target: As in cross_entropy.
+        dloss: x.shape[:-1] with any strides, or a single value for all rows, float32 (float64 for float64).
+        lse: x.shape[:-1], as returned by cross_entropy_fwd, of the dtype of dloss. Or (2, M), or 2 M + 1
+            elements: the rows' maxima, the logarithms of their sums of exp(x - max), and the denominator of a
+            mean, as the operators save them.
+        weight: As in cross_entropy.
+        ignore_index: As in cross_entropy.
+        inplace_backward: Write dx over x, and return x itself.
+
+    Returns:
+        dx, with x's shape and dtype.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
+
+    Example:
+        >>> x, target = torch.zeros(1, 2), torch.tensor([0])
+        >>> _, lse = gander.cross_entropy_fwd(x, target, return_lse=True)
+        >>> gander.cross_entropy_bwd(x, target, torch.ones(1), lse)
+        tensor([[-0.5000,  0.5000]])
     """
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
@@ -216,7 +273,7 @@ def cross_entropy_bwd(
     if ops is None:
         return overridden(cross_entropy_bwd, locals())
     try:
-        if _debug.enabled:
+        if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
         if inplace_backward:
             ops.cross_entropy_bwd_(
@@ -238,11 +295,27 @@ def cross_entropy_fwd_out(
     weight: Any,
     ignore_index: int = -100,
 ) -> None:
-    """cross_entropy_fwd that writes its results to loss, lse and dx, of which the last two may be None.
+    """cross_entropy_fwd that writes its results to loss, lse and dx.
 
-    loss, lse: x.shape[:-1], float32 (float64 for float64), contiguous. dx: x's shape and dtype. It may be x.
-    Torch tensors, or writable arrays of NumPy or CuPy. Other arguments and errors are those of
-    cross_entropy_fwd.
+    Args:
+        x: As in cross_entropy.
+        target: As in cross_entropy.
+        target_logit: As in cross_entropy_fwd, or None.
+        loss: x.shape[:-1], float32 (float64 for float64), contiguous. A torch tensor, or a writable array of
+            NumPy or CuPy.
+        lse: As loss, or None.
+        dx: x's shape and dtype, or None. It may be x.
+        weight: As in cross_entropy, or None.
+        ignore_index: As in cross_entropy.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
+
+    Example:
+        >>> loss = torch.empty(1)
+        >>> gander.cross_entropy_fwd_out(torch.zeros(1, 2), torch.tensor([0]), None, loss, None, None, None)
+        >>> loss
+        tensor([0.6931])
     """
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
@@ -273,7 +346,7 @@ def cross_entropy_fwd_out(
             return
         if dx is not None:
             check_out(ops, "dx", x, dx)
-        if _debug.enabled:
+        if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
         operands = ops.detached(x), target, ops.detached(weight)
         ops.cross_entropy_fwd_out(*operands, loss=loss, lse=lse, dx=dx, ignore_index=ignore_index)
@@ -292,10 +365,26 @@ def cross_entropy_bwd_out(
     weight: Any = None,
     ignore_index: int = -100,
 ) -> None:
-    """cross_entropy_bwd that writes its result to dx, of x's shape and dtype. dx may be x.
+    """cross_entropy_bwd that writes its result to dx.
 
-    Torch tensors, or writable arrays of NumPy or CuPy. Other arguments and errors are those of
-    cross_entropy_bwd.
+    Args:
+        x: As in cross_entropy.
+        target: As in cross_entropy.
+        dloss: As in cross_entropy_bwd.
+        lse: As in cross_entropy_bwd.
+        dx: x's shape and dtype. It may be x. A torch tensor, or a writable array of NumPy or CuPy.
+        weight: As in cross_entropy.
+        ignore_index: As in cross_entropy.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
+
+    Example:
+        >>> x, target = torch.zeros(1, 2), torch.tensor([0])
+        >>> _, lse = gander.cross_entropy_fwd(x, target, return_lse=True)
+        >>> gander.cross_entropy_bwd_out(x, target, torch.ones(1), lse, x)
+        >>> x
+        tensor([[-0.5000,  0.5000]])
     """
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
@@ -304,7 +393,7 @@ def cross_entropy_bwd_out(
         return overridden(cross_entropy_bwd_out, locals())
     try:
         check_out(ops, "dx", x, dx)
-        if _debug.enabled:
+        if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
         ops.cross_entropy_bwd_out(
             ops.detached(x), target, weight, dloss, lse, dx=dx, ignore_index=ignore_index
@@ -312,71 +401,3 @@ def cross_entropy_bwd_out(
     except FAILURES as error:
         given = {"x": x, "target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
         raise ops.explained(error, **given) from None
-
-
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    weight_ce: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    divisor: float | Tensor | None = None,
-    upstream: float | Tensor | None = None,
-    chunk: int | None = None,
-    *,
-    accumulate: Literal["float32"] | None = None,
-) -> Tensor:
-    """cross_entropy(x @ weight.T + bias, target), which never holds all logits. Differentiable in x, weight
-    and bias. Torch tensors only.
-
-    x: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). weight: (V, K) and bias: (V) or
-    None, of x's dtype. Under autocast all three are cast, as in torch.nn.functional.linear.
-    target, ignore_index, reduction, divisor: as in cross_entropy. weight_ce: (V), its class weights.
-    chunk: the rows whose logits are held at a time. None takes a quarter of all rows. More chunks need less
-    memory, and more time to add up the gradient of weight.
-    accumulate: "float32" adds up the gradient of weight over the chunks in float32, in a tensor of its own.
-    By default each sum is rounded to weight's dtype. The gradient of bias is always added in float32.
-    upstream: the gradient of the loss that backward is expected to bring, as in cross_entropy. It is 1 by
-    default, and if its size is not within 2**-64 to 2**64. forward makes the gradients for it, with torch's
-    matrix products. Gradients of bfloat16 and float32 are multiplied in backward if another one comes, which
-    rounds once more. Gradients of float16 would have underflowed: they are made again, and so are those of a
-    second backward pass. Without upstream, gradients of float16 are made in backward, and with reduction
-    "none" all are. With upstream, float16's backward waits for the device to see whether they have to be.
-
-    Ignored rows take part in the matrix products. Inside torch.func's transforms all logits are held.
-    Returns the loss as cross_entropy does.
-    Raises TypeError (dtype), ValueError (shape, reduction, chunk), RuntimeError (device, driver, memory).
-    """
-    ops = BACKENDS.get(type(x)) or backend_of(x)
-    if ops is None or any_overrides(weight, target, bias, weight_ce):
-        handed: Tensor = overridden(linear_cross_entropy, locals())
-        return handed
-    if not is_tensor(x):
-        raise TypeError(f"x is {kind(x)}, expected a torch.Tensor")
-    code = code_of("reduction", reduction, REDUCTIONS)
-    _of_sum(divisor, upstream, reduction)
-    check_chunks(chunk, accumulate)
-    if type(ignore_index) is not int:
-        ignore_index = integer("ignore_index", ignore_index)
-    try:
-        if _debug.enabled and hasattr(weight, "shape"):
-            check_targets(ops, weight.shape[0], target, ignore_index)
-        loss: Tensor = ops.linear_cross_entropy(
-            x,
-            weight,
-            target,
-            bias,
-            weight_ce,
-            ignore_index,
-            code,
-            divisor,
-            upstream,
-            chunk,
-            accumulate is not None,
-        )
-    except FAILURES as error:
-        given = {"x": x, "weight": weight, "target": target, "bias": bias, "weight_ce": weight_ce}
-        raise ops.explained(error, **given) from None
-    return loss

@@ -83,37 +83,51 @@ def softmax(
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
 ) -> Any:
-    """Softmax over one dimension, differentiable: y = exp(h - max h) / sum exp(h - max h) with
-    h = x * scale + mask.
+    """Softmax over one dimension, differentiable.
 
-    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
-    tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
-    of the same library, without a gradient.
-    dim: the dimension. One other than the last is moved to the end and back, which copies. Torch tensors
-    only.
-    dtype: the dtype of the result; by default that of x. As in torch, x is cast to it first. A widening cast
-    is done by the kernel, without a copy. Other casts need a torch tensor.
-    scale: a number that x is multiplied by first, 1 by default. h is not rounded to x's dtype.
-    mask: a tensor that broadcasts to x's shape, without a gradient. bool or uint8: only elements where it is
-    not 0 take part, as in scaled_dot_product_attention. float16, bfloat16 or float32 (float64 if and only if
-    x is): it is added, and -inf masks. It is read as it is if its last stride is 1 or 0 and its other
-    dimensions, broadcast to those of x, collapse into three or fewer. Otherwise it is copied.
-    causal: also masks the columns after i in row i of each matrix (Q, N), the last two dimensions of x.
-    masked: what a row becomes that is masked whole: "nan" as in torch, or "zero".
-    Masked elements count for nothing, NaN included. Their y is 0, and so is their gradient. A row of which an
-    element that takes part is NaN or +inf is NaN.
-    algorithm: which kind of GPU kernel runs, one of gander.algorithms("softmax"). An algorithm that does not
-    support x raises NotImplementedError, which says why and which others do. Backward uses the same algorithm
-    if it supports these rows (see gander.algorithms("softmax_bwd")), else "auto". CPU tensors, and calls with
-    a scale, a mask, causal or a wider dtype, only have "auto".
-    batch_invariant: the bits of a row's result and of its gradient do not depend on the number of rows. This
-    is slower if there are few rows. Rows of whole 16-byte vectors have other bits if x is not aligned to 16
-    bytes.
-    Returns y, contiguous, with the shape and dtype of x. Under CUDA autocast it is float32, like F.softmax.
-    Sums are computed in float32 (float64 for float64). A row that is all -inf or has a NaN gives NaN.
-    Raises TypeError (dtype), ValueError (shape, option), IndexError (dim), RuntimeError (device, driver,
-    memory).
-    Subtracts the maximum first: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    y = exp(h - max h) / sum exp(h - max h) with h = x * scale + mask. The maximum is subtracted first:
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. Sums are computed in float32
+    (float64 for float64). A row that is all -inf, or of which an element is NaN or +inf, is NaN. Masked
+    elements count for nothing, NaN included: their y is 0, and so is their gradient.
+
+    Args:
+        x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
+            tensor on the CPU or a CUDA device, or an object with `__dlpack__`, for which the result is an
+            array of the same library, without a gradient.
+        dim: The dimension. One other than the last is moved to the end and back, which copies. Torch tensors
+            only.
+        dtype: The dtype of the result; by default that of x. As in torch, x is cast to it first. A widening
+            cast is done by the kernel, without a copy. Other casts need a torch tensor.
+        scale: A number that x is multiplied by first, 1 by default. h is not rounded to x's dtype.
+        mask: A tensor that broadcasts to x's shape, without a gradient. bool or uint8: only elements where it
+            is not 0 take part, as in scaled_dot_product_attention. float16, bfloat16 or float32 (float64 if
+            and only if x is): it is added, and -inf masks. It is read as it is if its last stride is 1 or 0
+            and its other dimensions, broadcast to those of x, collapse into three or fewer. Otherwise it is
+            copied.
+        causal: Also masks the columns after i in row i of each matrix (Q, N), the last two dimensions of x.
+        masked: What a row becomes that is masked whole: "nan" as in torch, or "zero".
+        algorithm: Which kind of GPU kernel runs, one of gander.algorithms("softmax"). Backward uses the same
+            if it supports these rows (see gander.algorithms("softmax_bwd")), else "auto". CPU tensors, and
+            calls with a scale, a mask, causal or a wider dtype, only have "auto".
+        batch_invariant: The bits of a row's result and of its gradient do not depend on the number of rows.
+            This is slower if there are few rows. Rows of whole 16-byte vectors have other bits if x is not
+            aligned to 16 bytes.
+
+    Returns:
+        y, contiguous, with the shape of x, and its dtype unless dtype is given. Under CUDA autocast it is
+        float32, like that of torch.nn.functional.softmax.
+
+    Raises:
+        TypeError: A dtype, or what is no tensor.
+        ValueError: A shape, or an option.
+        IndexError: dim.
+        NotImplementedError: An algorithm that does not support x. The message says why, and which others do.
+        RuntimeError: The device, the driver, or memory.
+
+    Example:
+        >>> gander.softmax(torch.tensor([[0.0, 0.0], [1.0, -torch.inf]]))
+        tensor([[0.5000, 0.5000],
+                [1.0000, 0.0000]])
     """
     code = 0 if algorithm is AUTO else code_of("algorithm", algorithm, ALGORITHMS)
     if type(batch_invariant) is not bool:
@@ -188,13 +202,32 @@ def log_softmax(
     masked: Masked = "nan",
     batch_invariant: bool = False,
 ) -> Any:
-    """The logarithm of softmax, differentiable: y = h - max h - log(sum exp(h - max h)) with
-    h = x * scale + mask.
+    """The logarithm of softmax, differentiable.
 
-    y of a masked element is -inf, and so is that of a row that is masked whole with masked="zero". The
-    gradient of masked elements is 0, and sum(dy) leaves them out, where torch's operator would add theirs.
-    Arguments, results and errors are otherwise those of softmax.
-    Gradient: dx = scale * (dy - exp(y) * sum(dy)).
+    y = h - max h - log(sum exp(h - max h)) with h = x * scale + mask. Gradient: dx = scale * (dy - exp(y) *
+    sum(dy)). The gradient of masked elements is 0, and sum(dy) leaves them out, where torch's operator would
+    add theirs.
+
+    Args:
+        x: As in softmax.
+        dim: As in softmax.
+        dtype: As in softmax.
+        scale: As in softmax.
+        mask: As in softmax.
+        causal: As in softmax.
+        masked: As in softmax. y of a masked element is -inf, and so is that of a row that is masked whole
+            with "zero".
+        batch_invariant: As in softmax.
+
+    Returns:
+        y, as softmax returns it.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: As softmax.
+
+    Example:
+        >>> gander.log_softmax(torch.zeros(1, 2))
+        tensor([[-0.6931, -0.6931]])
     """
     if type(causal) is not bool or type(batch_invariant) is not bool:
         check_flags(causal=causal, batch_invariant=batch_invariant)
@@ -210,7 +243,23 @@ def log_softmax(
 
 
 def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
-    """softmax(x) without a gradient."""
+    """softmax(x) over the last dimension, without a gradient.
+
+    Args:
+        x: As in softmax.
+        algorithm: As in softmax.
+        batch_invariant: As in softmax.
+
+    Returns:
+        y, contiguous, with the shape and dtype of x.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As softmax.
+
+    Example:
+        >>> gander.softmax_fwd(torch.zeros(1, 2, requires_grad=True))
+        tensor([[0.5000, 0.5000]])
+    """
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(softmax_fwd, locals())
@@ -224,10 +273,21 @@ def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool 
 def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """The gradient of softmax: dx = (dy - sum(dy * y)) * y for each row.
 
-    dy, y: (..., N) of the same shape, dtype and device. y is the result of the forward call.
-    Returns dx, with the shape and dtype of dy.
-    algorithm: one of gander.algorithms("softmax_bwd"). algorithm, batch_invariant and errors are otherwise as
-    in softmax.
+    Args:
+        dy: (..., N), the gradient of y.
+        y: The result of the forward call, of the shape, dtype and device of dy.
+        algorithm: One of gander.algorithms("softmax_bwd").
+        batch_invariant: As in softmax.
+
+    Returns:
+        dx, with the shape and dtype of dy.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As softmax.
+
+    Example:
+        >>> gander.softmax_bwd(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]]))
+        tensor([[ 0.2500, -0.2500]])
     """
     code = 0 if algorithm is AUTO else code_of("algorithm", algorithm, ALGORITHMS)
     if type(batch_invariant) is not bool:
@@ -244,17 +304,30 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
 def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: bool = False) -> Any:
     """log(sum exp(x)) over one or more dimensions, differentiable. The maximum is subtracted first.
 
-    x: (..., N), N >= 1, or (), of float16, bfloat16 or float32 (on the CPU also float64), any strides. A
-    torch tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an
-    array of the same library, without a gradient.
-    dim: the dimension, or several. Others than the last are moved to the end, which copies. Torch tensors
-    only.
-    keepdim: keep these dimensions, of size 1. Torch tensors only.
-    batch_invariant: as in softmax, for the value of a row and its gradient.
-    Returns x.shape without dim, float32 also for 16-bit x (float64 for float64). A row that is all -inf gives
-    -inf. A row with +inf or NaN gives NaN, while torch.logsumexp gives +inf for +inf.
-    Raises TypeError (dtype), ValueError (shape), IndexError (dim), RuntimeError (device, driver, memory).
     Gradient: dx = dlse * exp(x - lse).
+
+    Args:
+        x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
+            tensor on the CPU or a CUDA device, or an object with `__dlpack__`, for which the result is an
+            array of the same library, without a gradient.
+        dim: The dimension, or several. Others than the last are moved to the end, which copies. Torch tensors
+            only.
+        keepdim: Keep these dimensions, of size 1. Torch tensors only.
+        batch_invariant: As in softmax, for the value of a row and its gradient.
+
+    Returns:
+        x.shape without dim, float32 also for 16-bit x (float64 for float64). A row that is all -inf gives
+        -inf, one with +inf gives +inf, and one with NaN gives NaN.
+
+    Raises:
+        TypeError: A dtype, or what is no tensor.
+        ValueError: A shape.
+        IndexError: dim.
+        RuntimeError: The device, the driver, or memory.
+
+    Example:
+        >>> gander.logsumexp(torch.zeros(1, 2))
+        tensor([0.6931])
     """
     if type(batch_invariant) is not bool:
         check_flags(batch_invariant=batch_invariant)

@@ -37,10 +37,9 @@ from .._table import (
 )
 from . import fast
 from .registry import complete, overloads, registry, untraced
-from .vmap import each_sample
 
-_AFTER = torch._C._after_autograd_keyset
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+AFTER = torch._C._after_autograd_keyset
+below_autograd = torch._C._AutoDispatchBelowAutograd
 _in_transform = torch._C._are_functorch_transforms_active
 
 _NO_SECOND = "gander: second derivatives are not supported; use torch's operators"
@@ -275,10 +274,10 @@ def call_below_autograd(overload, keyset, given):
     is active, because the call continues to the outer transforms, which need them.
     """
     if _in_transform():
-        with enable_grad(), _set_fwd_grad_enabled(True), _below_autograd():
-            return overload.redispatch(keyset & _AFTER, *given)
-    with _below_autograd():
-        return overload.redispatch(keyset & _AFTER, *given)
+        with enable_grad(), _set_fwd_grad_enabled(True), below_autograd():
+            return overload.redispatch(keyset & AFTER, *given)
+    with below_autograd():
+        return overload.redispatch(keyset & AFTER, *given)
 
 
 def function(title: str, forward, backward) -> type[_SingleLevelFunction]:
@@ -415,8 +414,8 @@ def _kernel(name, choose, instead):
             for tensor in given[:count]:
                 if tensor is not None and tensor.requires_grad:
                     return with_gradient(keyset, complete(name, given))
-        with _below_autograd():
-            return overload.redispatch(keyset & _AFTER, *given)
+        with below_autograd():
+            return overload.redispatch(keyset & AFTER, *given)
 
     return kernel
 
@@ -435,52 +434,6 @@ def register(choices: dict, substitutes: dict) -> None:
             "Autograd",
             with_keyset=True,
         )
-
-
-def define(schema: str, kernel, fake, keep=None, gradient=None, batched=None):
-    """An operator outside of the table, which graphs hold: its overload.
-
-    keep: takes a context, the arguments and the results, and saves what gradient(ctx, dloss) needs, which is
-    the gradient of the first result for the first argument. Nothing else has a gradient.
-    batched: the vmap rule, by default a call for each sample.
-    """
-    name = schema.partition("(")[0]
-    registry.define(schema)
-    overload = getattr(torch.ops.gander, name).default
-    registry.impl(name, untraced(kernel), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gander::{name}", untraced(fake), lib=registry)
-    names = [argument.name for argument in overload._schema.arguments]
-
-    def for_each(info, in_dims, *given):
-        values, dims = dict(zip(names, given, strict=True)), dict(zip(names, in_dims, strict=True))
-        results = each_sample(overload, values, dims, info.batch_size)
-        return results, (0,) * len(results)
-
-    torch.library.register_vmap(f"gander::{name}", untraced(batched or for_each), lib=registry)
-
-    def forward(ctx, keyset, *given):
-        results = call_below_autograd(overload, keyset, given)
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)
-        keep(ctx, given, results)
-        return results
-
-    def backward(ctx, dloss, *others):
-        return None, None if dloss is None else gradient(ctx, dloss), *[None] * (len(names) - 1)
-
-    apply = apply_of(function(name, forward, backward))
-
-    def autograd(keyset, *given):
-        if forward_ad._current_level >= 0:
-            refuse_tangents(value for value in given if isinstance(value, Tensor))
-        if is_grad_enabled() and given[0].requires_grad:
-            return apply(keyset, *given)
-        with _below_autograd():
-            return overload.redispatch(keyset & _AFTER, *given)
-
-    if gradient is not None:
-        registry.impl(name, untraced(autograd), "Autograd", with_keyset=True)
-    return overload
 
 
 def fast_functions() -> dict:

@@ -9,7 +9,6 @@ from .._table import MEAN, NONE
 from . import operators_gen
 from .autograd import (
     apply_of,
-    define,
     function,
     refuse_gradients,
     refuse_outer_gradients,
@@ -18,6 +17,7 @@ from .autograd import (
 from .cross_entropy import is_batched, may_write_saved, write_over
 from .dtensor import dimensions_of_classes, is_dtensor
 from .fakes import check_inputs
+from .graph_operators import define
 from .tensors import dtype_of, unusable
 
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)

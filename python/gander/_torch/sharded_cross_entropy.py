@@ -25,7 +25,6 @@ from .._table import MEAN, NONE, REDUCTIONS
 from . import operators_gen
 from .autograd import (
     apply_of,
-    define,
     function,
     refuse_gradients,
     refuse_outer_gradients,
@@ -33,6 +32,7 @@ from .autograd import (
 )
 from .cross_entropy import is_batched, may_write_saved, write_over
 from .fakes import check_inputs
+from .graph_operators import define
 from .kernels import explained
 from .tensors import check_targets
 
@@ -196,7 +196,8 @@ def _compare(x, target, group, plan):
         taken = [text.partition(", sizes ")[2] for text in (texts[0], text)]
         raise ValueError(
             f"x has {tuple(counts)} classes on the ranks of the group, expected those by which each rank "
-            f"counts: rank 0 by {taken[0]}, rank {rank} by {taken[1]}; pass sizes={tuple(counts)} on all ranks"
+            f"counts: rank 0 by {taken[0]}, rank {rank} by {taken[1]}; pass sizes={tuple(counts)} on all "
+            "ranks"
         )
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
@@ -212,7 +213,7 @@ def _compare(x, target, group, plan):
 def _part(x, target, weight, group, plan, ignore_index):
     """What the other ranks need of this one: what the operator that combines the slices takes of each (see
     gander.h), and the hash."""
-    if _debug.enabled:
+    if _debug.is_enabled:
         _compare(x, target, group, plan)
         if not plan.contradiction:
             check_targets(sum(plan.sizes), target, ignore_index)

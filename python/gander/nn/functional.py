@@ -28,7 +28,8 @@ from torch.nn.parameter import UninitializedTensorMixin
 from .._functions import softmax as _softmaxes
 from .._functions.arguments import FAILURES, overridden
 from .._functions.cross_entropy import cross_entropy as _cross_entropy
-from .._functions.norms import layernorm, rmsnorm
+from .._functions.layernorm import layernorm
+from .._functions.rmsnorm import rmsnorm
 from .._torch.kernels import explained
 from .._torch.tensors import dtype_of, in_shape, stands_for_tensor
 from .._words import REFUSALS, check_flags, integer, kind, shortened, shown
@@ -170,9 +171,23 @@ def _softmax_input(input: Tensor, dim: int | None, dtype: torch.dtype | None) ->
 def softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """torch.nn.functional.softmax. input is cast to dtype first, if one is given.
+    """torch.nn.functional.softmax. See gander.softmax.
 
-    A dimension other than the last is moved to the end and back, which copies. See gander.softmax.
+    Args:
+        input: Any tensor.
+        dim: The dimension. One other than the last is moved to the end and back, which copies.
+        _stacklevel: torch's.
+        dtype: input is cast to it first.
+
+    Returns:
+        A tensor of input's shape.
+
+    Raises:
+        TypeError, IndexError, RuntimeError: As torch's.
+
+    Example:
+        >>> gander.nn.functional.softmax(torch.zeros(1, 2), dim=-1)
+        tensor([[0.5000, 0.5000]])
     """
     x = _softmax_input(input, dim, dtype)
     if x is not None and _serves("softmax", x):
@@ -187,9 +202,23 @@ def softmax(
 def log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """torch.nn.functional.log_softmax. input is cast to dtype first, if one is given.
+    """torch.nn.functional.log_softmax. See gander.log_softmax.
 
-    A dimension other than the last is moved to the end and back, which copies. See gander.log_softmax.
+    Args:
+        input: Any tensor.
+        dim: The dimension. One other than the last is moved to the end and back, which copies.
+        _stacklevel: torch's.
+        dtype: input is cast to it first.
+
+    Returns:
+        A tensor of input's shape.
+
+    Raises:
+        TypeError, IndexError, RuntimeError: As torch's.
+
+    Example:
+        >>> gander.nn.functional.log_softmax(torch.zeros(1, 2), dim=-1)
+        tensor([[-0.6931, -0.6931]])
     """
     x = _softmax_input(input, dim, dtype)
     if x is not None and _serves("log_softmax", x):
@@ -250,10 +279,24 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """torch.nn.functional.rms_norm: normalizes over the last len(normalized_shape) dimensions.
+    """torch.nn.functional.rms_norm. See gander.rmsnorm.
 
-    eps=None is the machine epsilon of the dtype that torch computes in, which for 16-bit input is float32.
-    The result has the dtype of input. See gander.rmsnorm.
+    Args:
+        input: Any tensor.
+        normalized_shape: The sizes of the last dimensions, over which it is normalized.
+        weight: Of that shape, or None.
+        eps: Added to the mean of squares. None is the machine epsilon of the dtype that torch computes in,
+            which for 16-bit input is float32.
+
+    Returns:
+        A tensor of input's shape and dtype.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As torch's.
+
+    Example:
+        >>> gander.nn.functional.rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0)
+        tensor([[0.8485, 1.1314]])
     """
     known = eps is None or (type(eps) in (int, float) and 0 <= eps <= _LARGEST)
     if known and _fits(input, normalized_shape, weight) and _serves("rms_norm", input, weight):
@@ -270,9 +313,24 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.layer_norm: normalizes over the last len(normalized_shape) dimensions.
+    """torch.nn.functional.layer_norm. See gander.layernorm.
 
-    The result has the dtype of input, and is float32 under CUDA autocast. See gander.layernorm.
+    Args:
+        input: Any tensor.
+        normalized_shape: The sizes of the last dimensions, over which it is normalized.
+        weight: Of that shape, or None.
+        bias: Of that shape, or None.
+        eps: Added to the variance.
+
+    Returns:
+        A tensor of input's shape and dtype, or float32 under CUDA autocast.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As torch's.
+
+    Example:
+        >>> gander.nn.functional.layer_norm(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
+        tensor([[-1.,  1.]])
     """
     known = type(eps) in (int, float) and 0 <= eps <= _LARGEST
     if known and _fits(input, normalized_shape, weight, bias) and _serves("layer_norm", input, weight, bias):
@@ -307,11 +365,31 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """torch.nn.functional.cross_entropy. input: (C), (N, C) or (N, C, d1, ...).
+    """torch.nn.functional.cross_entropy. See gander.cross_entropy.
 
-    With class indices the loss is float32 (float64 for float64), where torch's has the dtype of input. A
-    target that is not a class gives NaN, where torch stops. Label smoothing and class probabilities are
-    computed by torch. (N, C, d1, ...) copies input. See gander.cross_entropy.
+    A target that is not a class gives NaN, where torch stops. Label smoothing and class probabilities are
+    computed by torch. (N, C, d1, ...) copies input.
+
+    Args:
+        input: (C), (N, C) or (N, C, d1, ...).
+        target: Class indices, of input's shape without C, or as torch takes it.
+        weight: (C) class weights, or None.
+        size_average: torch's deprecated option.
+        ignore_index: The target of elements that are ignored.
+        reduce: torch's deprecated option.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: As torch's.
+
+    Returns:
+        The loss. With class indices it is float32 (float64 for float64), where torch's has the dtype of
+        input.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As torch's.
+
+    Example:
+        >>> gander.nn.functional.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
+        tensor(1.3863)
     """
     if size_average is not None or reduce is not None:
         reduction, size_average, reduce = _reduction(size_average, reduce), None, None

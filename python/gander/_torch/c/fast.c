@@ -60,7 +60,8 @@ static struct {
 /* Objects that gander._torch.fast passes: types and functions of torch, and a module's dictionary. */
 // clang-format off
 #define OBJECTS(F) \
-  F(Tensor) F(Parameter) F(None) F(False) F(True) F(Ellipsis) F(RuntimeError) F(forward_ad) F(increment_version)
+  F(Tensor) F(Parameter) F(None) F(False) F(True) F(Ellipsis) F(RuntimeError) F(forward_ad) \
+  F(increment_version)
 #define NAMES(F) \
   F(requires_grad) F(to_save) F(materialize_grads) F(options) F(dtypes) F(dtype) F(_current_level)
 // clang-format on

@@ -1,0 +1,111 @@
+"""Cross-entropy of a linear layer's result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from .. import _debug
+from .._backend import BACKENDS, backend_of, is_tensor
+from .._table import REDUCTIONS, Reduction
+from .._words import integer, kind
+from .arguments import FAILURES, any_overrides, check_targets, code_of, overridden
+from .cross_entropy import check_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def check_chunks(chunk: Any, accumulate: Any) -> None:
+    """Refuses the options of linear_cross_entropy's chunks."""
+    expected = "a number of rows of 1 or more, or None"
+    if chunk is not None and integer("chunk", chunk, expected) < 1:
+        raise ValueError(f"chunk is {chunk}, expected {expected}")
+    if accumulate is not None:
+        code_of("accumulate", accumulate, ("float32",), "None or ")
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    weight_ce: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    divisor: float | Tensor | None = None,
+    upstream: float | Tensor | None = None,
+    chunk: int | None = None,
+    *,
+    accumulate: Literal["float32"] | None = None,
+) -> Tensor:
+    """cross_entropy(x @ weight.T + bias, target), which never holds all logits. Torch tensors only.
+
+    Differentiable in x, weight and bias. Ignored rows take part in the matrix products. Inside torch.func's
+    transforms all logits are held.
+
+    Args:
+        x: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). Under autocast x, weight and
+            bias are cast, as in torch.nn.functional.linear.
+        weight: (V, K), of x's dtype.
+        target: As in cross_entropy.
+        bias: (V) or None, of x's dtype. Its gradient is always added in float32.
+        weight_ce: (V), the class weights of cross_entropy, or None.
+        ignore_index: As in cross_entropy.
+        reduction: As in cross_entropy.
+        divisor: As in cross_entropy.
+        upstream: The gradient of the loss that backward is expected to bring, as in cross_entropy. It is 1 by
+            default, and if its size is not within 2**-64 to 2**64. Forward makes the gradients for it, with
+            torch's matrix products. Gradients of bfloat16 and float32 are multiplied in backward if another
+            one comes, which rounds once more. Gradients of float16 would have underflowed: they are made
+            again, and so are those of a second backward pass. Without upstream, gradients of float16 are made
+            in backward, and with reduction "none" all are. With upstream, float16's backward waits for the
+            device to see whether they have to be.
+        chunk: The rows whose logits are held at a time. None takes a quarter of all rows. More chunks need
+            less memory, and more time to add up the gradient of weight.
+        accumulate: "float32" adds up the gradient of weight over the chunks in float32, in a tensor of its
+            own. By default each sum is rounded to weight's dtype.
+
+    Returns:
+        The loss, as cross_entropy returns it.
+
+    Raises:
+        TypeError: A dtype, or what is no tensor.
+        ValueError: A shape, or an option.
+        IndexError: A target, under set_debug(True).
+        RuntimeError: The device, the driver, or memory.
+
+    Example:
+        >>> gander.linear_cross_entropy(torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, 3]))
+        tensor(1.3863)
+    """
+    ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None or any_overrides(weight, target, bias, weight_ce):
+        handed: Tensor = overridden(linear_cross_entropy, locals())
+        return handed
+    if not is_tensor(x):
+        raise TypeError(f"x is {kind(x)}, expected a torch.Tensor")
+    code = code_of("reduction", reduction, REDUCTIONS)
+    check_sum(divisor, upstream, reduction)
+    check_chunks(chunk, accumulate)
+    if type(ignore_index) is not int:
+        ignore_index = integer("ignore_index", ignore_index)
+    try:
+        if _debug.is_enabled and hasattr(weight, "shape"):
+            check_targets(ops, weight.shape[0], target, ignore_index)
+        loss: Tensor = ops.linear_cross_entropy(
+            x,
+            weight,
+            target,
+            bias,
+            weight_ce,
+            ignore_index,
+            code,
+            divisor,
+            upstream,
+            chunk,
+            accumulate is not None,
+        )
+    except FAILURES as error:
+        given = {"x": x, "weight": weight, "target": target, "bias": bias, "weight_ce": weight_ce}
+        raise ops.explained(error, **given) from None
+    return loss

@@ -1,0 +1,240 @@
+"""CrossEntropyLoss and LinearCrossEntropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._functions.arguments import FAILURES
+from .._functions.cross_entropy import cross_entropy
+from .._functions.linear_cross_entropy import check_chunks, linear_cross_entropy
+from .._table import REDUCTIONS
+from .._torch import expected_gradient
+from .._torch.cross_entropy import is_eager, takes_one_pass
+from .._torch.kernels import explained
+from .._torch.tensors import dtype_of, stands_for_tensor
+from .._words import check_flags, number, shown
+from . import functional
+from .checks import NAMES, check_factory, check_loss, check_nested, check_size, check_weight, scriptable
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """torch.nn.CrossEntropyLoss. See gander.cross_entropy.
+
+    forward takes input, (C), (N, C) or (N, C, d1, ...), target: class indices, with the shape of input
+    without C, and divisor and upstream as gander.cross_entropy. It returns the loss, float32 (float64 for
+    float64). Label smoothing and class probabilities raise NotImplementedError.
+
+    Args:
+        weight: (C) class weights, or None.
+        size_average: torch's deprecated option.
+        ignore_index: The target of elements that are ignored.
+        reduce: torch's deprecated option.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: 0.
+        remember: Without upstream, the gradient of the loss that backward brought last is expected again: a
+            GradScaler's scale, a fourth for four accumulation steps. After two that changed in a row the
+            gradient is made in backward, until one stays. What is infinite or NaN is not remembered. The last
+            three are in an int32 tensor of the module's for each device: not in the state_dict, not copied or
+            pickled with the module, and not seen by DDP. Nothing synchronizes, and no gradient depends on it.
+            It matters for logits that take the single pass, outside torch.compile: see one_pass. A captured
+            CUDA graph uses the tensor that a call before it has made: keep the module as long as the graph.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: An argument that gander does not support; in forward also
+            as gander.cross_entropy.
+
+    Example:
+        >>> gander.nn.CrossEntropyLoss()(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
+        tensor(1.3863)
+    """
+
+    remember = False
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        remember: bool = False,
+    ) -> None:
+        check_weight(weight)
+        check_loss(reduction, ignore_index)
+        check_flags(remember=remember)
+        for name, value in ("size_average", size_average), ("reduce", reduce):
+            if value is not None:
+                check_flags(**{name: value})
+        number("label_smoothing", label_smoothing)
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.remember = remember
+        self._memories: dict[torch.device, Tensor] = {}
+        self._check_label_smoothing()
+
+    def _check_label_smoothing(self) -> None:
+        if self.label_smoothing:
+            raise NotImplementedError(
+                f"label_smoothing is {shown(self.label_smoothing)}, expected 0: label_smoothing is not "
+                "supported; use torch.nn.CrossEntropyLoss"
+            )
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return scriptable(self, CrossEntropyLoss, nn.CrossEntropyLoss)
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        divisor: float | Tensor | None = None,
+        upstream: float | Tensor | None = None,
+    ) -> Tensor:
+        self._check_label_smoothing()  # the attribute may have been set after construction
+        if isinstance(target, Tensor) and target.is_floating_point():
+            raise NotImplementedError(
+                f"target has dtype {dtype_of(target)}, expected class indices: class probabilities in target "
+                "are not supported; use torch.nn.CrossEntropyLoss"
+            )
+        if not isinstance(input, Tensor) and stands_for_tensor(input):
+            return self._of_stand_in(input, target, divisor, upstream)
+        try:
+            check_nested("input", input)
+            rows = input.movedim(1, -1) if input.ndim > 2 else input
+            memory = self._memory_for(rows) if self.remember and upstream is None else None
+            loss: Tensor = cross_entropy(
+                rows,
+                target,
+                weight=self.weight,
+                ignore_index=self.ignore_index,
+                reduction=self.reduction,  # type: ignore[arg-type]
+                divisor=divisor,
+                one_pass=None if memory is None else True,
+                upstream=upstream if memory is None else expected_gradient.expected(memory),
+            )
+        except FAILURES as error:
+            raise explained(error, NAMES, input=input) from None
+        if memory is not None:
+            expected_gradient.watch(loss, memory)
+        return loss
+
+    def _of_stand_in(self, input: Any, target: Any, divisor: Any, upstream: Any) -> Any:
+        """The loss of what stands for a tensor: a torch.fx.Proxy. Its rank and the dtype of target are not
+        known."""
+        options: Any = {
+            "weight": self.weight,
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+        }
+        if divisor is None and upstream is None:
+            return functional.cross_entropy(input, target, **options)
+        # The classes are dimension 0 of (C), and dimension 1 of any other rank.
+        rows = input.movedim(1 - 1 // input.ndim, -1)
+        return cross_entropy(rows, target, divisor=divisor, upstream=upstream, **options)
+
+    def _memory_for(self, x: Tensor) -> Tensor | None:
+        """The last upstream gradients, if the gradient of x will be made for one of them."""
+        if (
+            not (x.requires_grad and torch.is_grad_enabled() and is_eager(x))
+            or torch.is_inference_mode_enabled()
+        ):
+            return None
+        if torch.jit.is_tracing() or not takes_one_pass(x, REDUCTIONS.index(self.reduction)):
+            return None
+        memory = self._memories.get(x.device)
+        if memory is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            memory = self._memories.setdefault(x.device, expected_gradient.new(x.device))
+        return memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_memories": {}}
+
+    def extra_repr(self) -> str:
+        return "remember=True" if self.remember else ""
+
+
+class LinearCrossEntropy(nn.Linear):
+    """The last layer of a model and its loss, without the logits of all rows: gander.linear_cross_entropy.
+
+    A torch.nn.Linear of out_features classes, with its state_dict, whose forward takes input, target, divisor
+    and upstream, and returns the loss. So it can take the place of a model's head, share an embedding's
+    weight, and be sharded by FSDP.
+
+    Args:
+        in_features: The size of the last dimension of input.
+        out_features: The number of classes.
+        bias: Whether there is one.
+        device: Where weight and bias are.
+        dtype: Theirs.
+        weight_ce: (out_features), class weights, or None. They are in the state_dict too.
+        ignore_index: As in gander.linear_cross_entropy.
+        reduction: As there.
+        chunk: As there.
+        accumulate: As there.
+
+    Raises:
+        TypeError, ValueError: An argument that is not supported; in forward also as
+            gander.linear_cross_entropy.
+
+    Example:
+        >>> loss = gander.nn.LinearCrossEntropy(3, 4)(torch.zeros(2, 3), torch.tensor([0, 3]))
+        >>> loss.detach()
+        tensor(1.3863)
+    """
+
+    weight_ce: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_ce: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        chunk: int | None = None,
+        accumulate: str | None = None,
+    ) -> None:
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
+        check_factory(device, dtype, bias=bias)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        check_weight(weight_ce, "weight_ce")
+        check_loss(reduction, ignore_index)
+        check_chunks(chunk, accumulate)
+        self.register_buffer("weight_ce", weight_ce)
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.chunk, self.accumulate = chunk, accumulate
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        target: Tensor,
+        divisor: float | Tensor | None = None,
+        upstream: float | Tensor | None = None,
+    ) -> Tensor:
+        try:
+            return linear_cross_entropy(
+                input,
+                self.weight,
+                target,
+                self.bias,
+                self.weight_ce,
+                self.ignore_index,
+                self.reduction,  # type: ignore[arg-type]
+                divisor,
+                upstream,
+                self.chunk,
+                accumulate=self.accumulate,  # type: ignore[arg-type]
+            )
+        except FAILURES as error:
+            raise explained(error, NAMES, input=input) from None
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
