@@ -150,10 +150,11 @@ def _rule(name, given):
 
 
 def cross_entropy_of_slices(given):
-    """The loss of logits whose classes are sharded on one dimension of the mesh, or None for any other x.
+    """cross_entropy's results for logits whose classes are sharded on one dimension of the mesh, or None for any
+    other x.
 
     On that dimension the loss is replicated. On others it is placed like the rows, or a partial sum over
-    them.
+    them. The statistics are a tensor without elements.
     """
     x = given[0]
     if not is_dtensor(x):
@@ -179,6 +180,11 @@ def cross_entropy_of_slices(given):
     sharded = any(map(_is_shard, rows))
     if sharded and reduction == "mean":
         raise NotImplementedError(f"gander: cross_entropy: {_MEAN_OVER_SHARDS}")
+    if values["needs_lse"]:
+        raise NotImplementedError(
+            "gander: cross_entropy: needs_lse is set with x whose classes are sharded, expected False: backward "
+            "takes statistics of whole rows; redistribute x"
+        )
     target = values["target"]
     if is_dtensor(target) and target.shape != x.shape[:-1]:  # which the parts of some ranks may not show
         raise ValueError(
@@ -195,11 +201,13 @@ def cross_entropy_of_slices(given):
     divisor = _local("divisor", values["divisor"], mesh, [Replicate()] * mesh.ndim)
     options = values["ignore_index"], values["reduction"]
     loss = distributed.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
+    lse = loss.new_empty(0)
     if reduction == "none":
         shape = x.shape[:-1]
-        return _DTensor.from_local(loss, mesh, rows, run_check=False, shape=shape, stride=_contiguous(shape))
+        whole = {"shape": shape, "stride": _contiguous(shape)}
+        return _DTensor.from_local(loss, mesh, rows, run_check=False, **whole), lse
     placements = [Partial("sum") if _is_shard(placement) else placement for placement in rows]
-    return _DTensor.from_local(loss, mesh, placements, run_check=False)
+    return _DTensor.from_local(loss, mesh, placements, run_check=False), lse
 
 
 def _contiguous(shape):
