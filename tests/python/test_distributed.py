@@ -506,7 +506,15 @@ def _dtensors(shape, rows, classes):
     logits = distribute_tensor(x, mesh, places).requires_grad_()
     targets, weights = distribute_tensor(target, mesh, by_row), distribute_tensor(weight, mesh, replicated)
     sharded = any(place.is_shard() for place in rows)
-    for call in gander.cross_entropy, torch.ops.gander.cross_entropy:
+
+    def operator(*given, **options):
+        loss, lse = torch.ops.gander.cross_entropy(*given, **options)
+        assert (lse.shape, lse.dtype) == ((0,), loss.dtype)
+        return loss
+
+    with pytest.raises(NotImplementedError, match="needs_lse is set with x whose classes are sharded"):
+        torch.ops.gander.cross_entropy(logits, targets, reduction=2, needs_lse=True)
+    for call in gander.cross_entropy, operator:
         for w, ws in (None, None), (weight, weights):
             for code, reduction in enumerate(("none", "mean", "sum")):
                 option = reduction if call is gander.cross_entropy else code

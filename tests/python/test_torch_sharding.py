@@ -12,6 +12,8 @@ import sys
 import gander
 import pytest
 import torch
+from demands import asked_for, check_unwanted, demands, every_demand, leaves, shown
+from gander._table import TORCH, operands, tensors
 
 dist = pytest.importorskip("torch.distributed", reason="this torch is built without it")
 if not dist.is_available():
@@ -126,6 +128,65 @@ def test_gradients(name, placements, mesh, local):
         check(gradients[1], want[1], Partial("sum") if placements != (Replicate(),) else Replicate())
 
 
+def operands_of(name, local):
+    """This rank's tensors for an operator with results on demand, and its options."""
+    x, weight, target = local
+    by_row = torch.rand(x.shape[:-1]) + 0.5
+    norm = (x, weight, weight.cos(), x.cos()), {"out_dtype": torch.bfloat16}
+    statistics = (by_row.cos(), by_row) if name.startswith("layernorm") else (by_row,)
+    return {
+        "rmsnorm": norm,
+        "layernorm": norm,
+        "rmsnorm_bwd": ((x, weight, x.sin(), x.cos(), *statistics), {"bias_dtype": torch.bfloat16}),
+        "layernorm_bwd": ((x, weight, x.sin(), x.cos(), *statistics), {"residual_dtype": torch.half}),
+        "cross_entropy": ((x, target, weight), {"reduction": 2}),
+        "cross_entropy_fwd": ((x, target, weight, torch.tensor(2.0), torch.tensor(4.0)), {}),
+    }[name]
+
+
+@pytest.mark.parametrize("placements", SHARDS, ids=str)
+@pytest.mark.parametrize(("name", "asked"), every_demand(), ids=shown)
+@pytest.mark.parametrize("how", ["eager", "gradient", "aot_eager"])
+def test_every_demand(name, asked, placements, how, mesh, local):
+    """Results that are not asked for have no elements on any rank, and others are those of the rows."""
+    given, options = operands_of(name, local)
+    op = functools.partial(getattr(ops, name), **options, **asked)
+    want, every = op(*given), getattr(ops, name)(*given, **options, **demands(name)[-1])
+    by_row = {"rows", "per_row", "strided"}
+    inputs = [
+        place(value, mesh, *(placements if operands(name)[argument].shape in by_row else (Replicate(),)))
+        for argument, value in zip(tensors(name), given, strict=False)
+    ]
+    if how == "gradient":
+        inputs = leaves(name, inputs)
+    if how == "aot_eager":
+        torch._dynamo.reset()
+        call = lambda *given: getattr(ops, name)(*given, **options, **asked)  # noqa: E731
+        op = torch.compile(call, backend="aot_eager", fullgraph=True)
+    if name == "cross_entropy" and asked["needs_lse"] and placements != (Replicate(),):
+        with pytest.raises(Exception, match="statistics of all rows are returned in one tensor"):
+            op(*inputs)
+        return
+    if how == "aot_eager":  # which is not compiled while a mode counts
+        got = op(*inputs)
+    else:
+        got, count = collectives(lambda: op(*inputs))
+        assert count == 0
+    check_unwanted(name, asked, [result.to_local() for result in got], every)
+    for result, wanted, mine, expected in zip(
+        TORCH[name].results, asked_for(name, asked), got, want, strict=True
+    ):
+        assert torch.equal(mine.to_local(), expected)
+        shape = operands(name)[result].shape
+        if not wanted or placements == (Replicate(),):
+            assert mine.placements == (Replicate(),)
+        elif shape == "head_columns" or (shape == "reduced" and name == "cross_entropy"):
+            assert mine.placements == (Partial("sum"),)
+        else:
+            assert mine.placements == placements
+            assert mine.shape[placements[0].dim] == 4 * expected.shape[placements[0].dim]
+
+
 def test_heads_are_replicated(mesh, local):
     """Rows may be sharded, but not the heads, whose weights are replicated."""
     x, _, _ = local
@@ -169,7 +230,7 @@ def test_a_sharded_gradient_of_replicated_rows(mesh):
     rows, some = place(torch.randn(2, N), mesh, Shard(0)), place(torch.randint(N, (2,)), mesh, Shard(0))
     dloss = place(torch.rand(2), mesh, Shard(0))
     with pytest.raises(NotImplementedError, match="lse has the statistics of all rows in one tensor"):
-        ops.cross_entropy_bwd(rows, some, None, dloss, lse, None, -100, 0, False)
+        ops.cross_entropy_bwd(rows, some, None, dloss=dloss, lse=lse, reduction=0)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -198,7 +259,7 @@ def test_sharded_rows_are_refused(mesh, local):
         lambda: gander.softmax(
             place(torch.rand(4, 4 * N), mesh, Replicate()), mask=place(weight, mesh, Shard(0))
         ),
-        lambda: ops.cross_entropy_fwd_lse(columns, targets),
+        lambda: ops.cross_entropy_fwd(columns, targets, needs_lse=True),
     ):
         with (
             CommDebugMode() as counter,
@@ -262,7 +323,7 @@ def test_operands_that_cannot_be_sharded_are_refused(mesh, local):
     x, _, target = local
     logits, targets = place(x, mesh, Shard(0)), place(target, mesh, Shard(0))
     with pytest.raises(NotImplementedError, match="statistics of all rows are returned in one tensor"):
-        ops.cross_entropy_fwd(logits, targets, None, None, None, -100, 2)
+        ops.cross_entropy(logits, targets, reduction=2, needs_lse=True)
     with pytest.raises(NotImplementedError, match="a DTensor cannot be written over"):
         ops.cross_entropy_fwd_dx_(logits, targets)
 
