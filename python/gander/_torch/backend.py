@@ -17,7 +17,7 @@ from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
 from .operators_gen import *  # noqa: F403
-from .tensors import differ, nested, scalar, unusable
+from .tensors import DTYPES, differ, nested, scalar, unusable
 
 __all__ = [
     "cast",
@@ -42,9 +42,6 @@ __all__ = [
 ]
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 def fast_path() -> bool | str:
     """True, or why the fast path is off. The first call may turn it off."""
     return fast.status()
@@ -56,7 +53,7 @@ def detached(x: Any) -> Any:
 
 def dtype(value: Any, argument: str) -> Any:
     """A dtype or None, also given as NumPy's or by its name, as torch's."""
-    if value is None or (isinstance(value, torch.dtype) and value in _DTYPES):
+    if value is None or (isinstance(value, torch.dtype) and value in DTYPES):
         return value
     return getattr(torch, library.dtype_name(value, argument))
 

@@ -4,15 +4,14 @@ and target_logit."""
 import torch
 
 from .._table import MEAN, NONE
-from .._words import integer, kind
+from .._words import integer
 from . import operators_gen
 from .autograd import apply_of, function, refuse_outer_gradients, refuse_tangents
 from .cross_entropy import is_batched, may_write_saved, write_over
 from .fakes import check_inputs
 from .sharding import dimensions_of_classes, is_dtensor
-from .tensors import dtype_of
+from .tensors import NARROW, dtype_of, unusable
 
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _THIRD = "class weights, which are third in torch, are weight="
 
 
@@ -38,15 +37,15 @@ def _check(name, tensor, target, x, more, per_row):
     """Refuses a tensor of logits or log-sum-exps that does not fit x."""
     if target is None:
         raise ValueError("target is None, expected a tensor")
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {kind(tensor)}, expected a torch.Tensor; {_THIRD}")
+    if refusal := unusable(name, tensor):
+        raise refusal
     fits = tensor.shape[:-1] == target.shape and tensor.ndim == target.ndim + 1 and tensor.shape[-1] >= 1
     if not fits and not (per_row and tensor.shape == target.shape):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}{more}; {_THIRD}"
         )
     wide = x.dtype == torch.float64
-    if tensor.dtype not in ((torch.float64,) if wide else _NARROW):
+    if tensor.dtype not in ((torch.float64,) if wide else NARROW):
         expected = "float64" if wide else "float16, bfloat16 or float32"
         raise TypeError(f"{name} has dtype {dtype_of(tensor)}, expected {expected} as x is; convert it")
     if tensor.device != x.device:

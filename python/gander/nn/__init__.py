@@ -19,7 +19,7 @@ from .._table import REDUCTIONS
 from .._torch import expected_gradient
 from .._torch.cross_entropy import is_eager, takes_one_pass
 from .._torch.kernels import explained
-from .._torch.tensors import dtype_of, nested, unusable
+from .._torch.tensors import DTYPES, dtype_of, nested, unusable
 from .._words import check_flags, integer, kind, number, shortened, shown
 from . import functional
 
@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _NAMES = {"x": "input"}  # what callers of modules call an argument of functions
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check_weight(weight: Any, name: str = "weight") -> None:
@@ -45,7 +44,7 @@ def _check_weight(weight: Any, name: str = "weight") -> None:
         raise TypeError(f"{name} is {kind(weight)}, expected a torch.Tensor or None")
     if refusal := unusable(name, weight):
         raise refusal
-    if weight.dtype not in _DTYPES:
+    if weight.dtype not in DTYPES:
         raise TypeError(
             f"{name} has dtype {dtype_of(weight)}, expected float16, bfloat16, float32 or float64; convert it"
         )
@@ -54,7 +53,7 @@ def _check_weight(weight: Any, name: str = "weight") -> None:
 def _check_factory(device: Any, dtype: Any, **flags: Any) -> None:
     """Refuses arguments with which torch's constructors would make no parameter."""
     check_flags(**flags)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
         name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else shown(dtype)
         raise TypeError(
             f"dtype is {name}, expected torch.float16, torch.bfloat16, torch.float32 or torch.float64"
