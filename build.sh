@@ -11,6 +11,7 @@ readonly ROOT=$PWD
 readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/gander
 readonly VENV=$ROOT/.venv                # Python packages, from requirements.txt
 readonly STATE=$ROOT/.build              # this checkout's stamps, logs and temporary files
+readonly IMPORTS=$ROOT/python:$ROOT/bench # gander and gander_bench, for PYTHONPATH
 readonly LIBRARY=python/gander/_native/libgander.so
 readonly KERNEL=python/gander/_torch/libgander_torch.so # the kernels' registration with PyTorch
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
@@ -30,7 +31,7 @@ usage: ./build.sh TASK [ARGUMENT...]
   demo       show this machine, check and time each op, and train a small language model with gander
   test       run all checks that need no GPU; `test NAME...` runs only these checks
   test-torch run tests/python with other releases of torch: `test-torch 2.11.0`, `test-torch oldest`;
-             python/gander/_torch/fast.py lists the releases that are tested, and `test` runs the newest of them
+             python/gander/_torch/fast.py lists the releases that are tested, and `test` runs the newest
   bench      measure host overhead, load time and throughput, next to torch and torch.compile;
              `bench train` trains a Llama with torch, torch.compile, Liger and gander
   notebook   run notebooks/compare_torch_compile.ipynb on this machine, and keep its outputs
@@ -130,18 +131,19 @@ bare_venv() {
   "$VENV/bin/python" -c 'import pip' 2>/dev/null || step "a virtual environment in .venv" make_venv "$VENV"
 }
 
-# fill_venv: installs the packages, and a path file that makes .venv import gander from this checkout.
+# fill_venv: installs the packages, and a path file that makes .venv import gander and gander_bench from this
+# checkout.
 fill_venv() {
   local site
   pip_install "$VENV/bin/python" -r requirements.txt
   site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  printf '%s\n' "$ROOT/python" >"$site/gander.pth"
+  printf '%s\n' "$ROOT/python" "$ROOT/bench" >"$site/gander.pth"
 }
 
-# packages: fills .venv if its packages are not those of requirements.txt.
+# packages: fills .venv if its packages are not those of requirements.txt, or its path file has other paths.
 packages() {
   local want
-  want=$(ls requirements.txt | digest "$ROOT" "$("$VENV/bin/python" --version)")
+  want=$(ls requirements.txt | digest "$IMPORTS" "$("$VENV/bin/python" --version)")
   [[ -f $VENV/digest && $(<"$VENV/digest") == "$want" ]] && return
   step "torch and the other Python packages into .venv" fill_venv
   printf '%s\n' "$want" >"$VENV/digest"
@@ -231,7 +233,7 @@ compilers() {
 task_env() {
   compilers
   printf 'export %s=%q\n' PATH "$PATH" GOTOOLCHAIN "$GOTOOLCHAIN" GOEXPERIMENT "$GOEXPERIMENT" CGO_ENABLED 1 \
-    GOFLAGS -tags=cuda CGO_CFLAGS "$CGO_CFLAGS" PYTHONPATH "$ROOT/python"
+    GOFLAGS -tags=cuda CGO_CFLAGS "$CGO_CFLAGS" PYTHONPATH "$IMPORTS"
 }
 
 # ---- The library ----
@@ -300,8 +302,8 @@ task_build() {
   say "built $LIBRARY ($(du -h $LIBRARY | cut -f1)); .venv/bin/python imports gander"
 }
 
-# runnable: sets PYTHON to an interpreter that can import gander. If the library was copied here already
-# built, as to a GPU host, it installs nothing and expects torch to be there.
+# runnable: sets PYTHON to an interpreter that can import gander and gander_bench. If the library was copied
+# here already built, as to a GPU host, it installs nothing and expects torch to be there.
 runnable() {
   if [[ -f $LIBRARY && -f $KERNEL && (-n ${GANDER_PYTHON:-} || ! -d $VENV) ]]; then
     PYTHON=${GANDER_PYTHON:-python3}
@@ -309,12 +311,12 @@ runnable() {
     built
     PYTHON=$VENV/bin/python
   fi
-  export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
+  export PYTHONPATH=$IMPORTS${PYTHONPATH:+:$PYTHONPATH}
 }
 
 task_demo() {
   runnable
-  exec "$PYTHON" -m gander demo "$@"
+  exec "$PYTHON" -m gander_bench demo "$@"
 }
 
 # train_packages: adds to .venv what `bench train` compares with. Another interpreter is left as it is.
@@ -330,7 +332,7 @@ train_packages() {
 task_bench() {
   runnable
   [[ ${1:-} != train ]] || train_packages
-  exec "$PYTHON" -m gander bench "$@"
+  exec "$PYTHON" -m gander_bench bench "$@"
 }
 
 task_notebook() {
@@ -476,7 +478,7 @@ task_test-torch() {
   for version in "${@/#oldest/${tested[0]}}"; do
     folder=$STATE/torch-$version
     step "torch $version into .build/torch-$version" torch_venv "$folder" "$version"
-    step "tests/python with torch $version" env OMP_WAIT_POLICY=passive PYTHONPATH="$ROOT/python" \
+    step "tests/python with torch $version" env OMP_WAIT_POLICY=passive PYTHONPATH="$IMPORTS" \
       "$folder/bin/python" -m pytest tests/python -n 2 --timeout 600 -q
   done
 }
@@ -507,6 +509,7 @@ np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum(1, keepdims=True), rtol=
 check_notorch() {
   numpy_venv "$STATE/numpy"
   PYTHONPATH=python "$STATE/numpy/bin/python" -c "$TRY_NUMPY"
+  PYTHONPATH=python "$STATE/numpy/bin/python" -m gander check
 }
 
 # lane NAME...: runs checks one after the other, each in its own process, and stores their results.
@@ -581,7 +584,7 @@ task_test() {
 # ---- Wheel and clean ----
 
 # Links the library against an old glibc, with kernels for all architectures, and tries the wheel in an empty
-# environment.
+# environment, with a wheel of gander_bench that is built for this.
 task_wheel() {
   local tools stage=$STATE/wheel
   compilers
@@ -589,35 +592,51 @@ task_wheel() {
   export ZIG_PYTHON=$VENV/bin/python ZIG_GLOBAL_CACHE_DIR=$CACHE/zig GLIBC
   step "kernels for $WHEEL_ARCHS" kernels "$WHEEL_ARCHS"
   rm -rf "$stage" dist
-  mkdir -p "$stage" dist
+  mkdir -p "$stage/bench" dist
   cp -R python "$stage"
+  cp -R bench/pyproject.toml bench/gander_bench "$stage/bench"
   cp LICENSE README.md "$stage/python"
   cp capi/gander.h dlpack/dlpack.h "$stage/python/gander"
   PYTHONPATH=$tools step "the library for glibc $GLIBC" \
     library "$ROOT/internal/cmd/zigcc.sh" "$stage/python/gander"
   PYTHONPATH=$tools step "the wheel" pack "$stage/python"
-  step "the wheel in an empty environment" try_wheel "$stage/venv"
+  PYTHONPATH=$tools step "the wheel of gander_bench" pip_wheel "$stage/bench" "$stage"
+  step "the wheels in an empty environment" try_wheels "$stage/venv" dist/*.whl "$stage"/*.whl
   say "$(ls dist/*.whl) ($(du -h dist/*.whl | cut -f1))"
+}
+
+# pip_wheel FOLDER OUT: builds the wheel of the package in a folder, with the tools on PYTHONPATH.
+pip_wheel() {
+  "$VENV/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$2" "$1"
 }
 
 # pack FOLDER: builds the wheel, and checks that its libraries need no newer glibc than its name says.
 pack() {
   local report minor
-  "$VENV/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist "$1"
+  pip_wheel "$1" dist
   report=$("$VENV/bin/python" -m auditwheel show dist/*.whl 2>&1 | tr '\n' ' ')
   minor=$(sed -n 's/.*following platform tag: "manylinux_2_\([0-9]*\)_x86_64".*/\1/p' <<<"$report")
   [[ -n $minor ]] && ((minor <= ${GLIBC#2.})) || die "the wheel does not run on glibc $GLIBC: $report"
 }
 
-# try_wheel VENV: installs the wheel in an environment with NumPy alone, and runs an op from another folder.
-try_wheel() {
+readonly TRY_BENCH='
+from importlib.resources import files
+import gander_bench.results
+
+assert (files("gander_bench") / "ceiling.cu").is_file(), "the wheel of gander_bench has no ceiling.cu"
+'
+
+# try_wheels VENV WHEEL...: installs the wheels in an environment with NumPy alone, and tries them from
+# another folder.
+try_wheels() {
   numpy_venv "$1"
-  "$1/bin/python" -m pip install --quiet --no-input --no-deps --no-index dist/*.whl
-  (cd / && "$1/bin/python" -c "$TRY_NUMPY")
+  "$1/bin/python" -m pip install --quiet --no-input --no-deps --no-index "${@:2}"
+  (cd / && "$1/bin/python" -c "$TRY_NUMPY" && "$1/bin/python" -m gander check &&
+    "$1/bin/python" -c "$TRY_BENCH")
 }
 
 task_clean() {
-  rm -rf "$VENV" "$STATE" dist python/build python/*.egg-info demo.png
+  rm -rf "$VENV" "$STATE" dist {python,bench}/build {python,bench}/*.egg-info demo.png
   rm -f python/gander/_*/*.so kernels/images/*.fatbin
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }

@@ -89,8 +89,8 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
     """The records of one operator at one shape."""
     import gander
     import torch
-    from gander.bench import sections
-    from gander.bench.cases import ALL, DTYPES, provider
+    from gander_bench import sections
+    from gander_bench.cases import ALL, DTYPES, provider
 
     name, explained = OPERATORS[operator]
     case, itemsize = ALL[name], DTYPES[dtype].itemsize
@@ -153,7 +153,7 @@ def check_that_rows_are_forced(row_file):
 def run(options, row_file):
     """Measures all shapes. The environment of this process names the row file."""
     import torch
-    from gander.bench import records
+    from gander_bench import records
 
     check_that_rows_are_forced(row_file)
     candidates = json.loads(options.candidates.read_text())

@@ -74,7 +74,7 @@ func ganderSoftmaxForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsa
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, made.dtype(), made.rows())
+		ty := made.required("y", y, made.dtype(), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}
@@ -121,7 +121,7 @@ func ganderSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr, d
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, made.dtype(), made.rows())
+		tdx := made.required("dx", dx, made.dtype(), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}
@@ -173,7 +173,7 @@ func ganderMaskedSoftmaxForwardOwned(x, mask unsafe.Pointer, outDtypeCode, outDt
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.rows())
+		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}
@@ -229,7 +229,7 @@ func ganderMaskedSoftmaxBackwardOwned(dy, y, mask unsafe.Pointer, xDtypeCode, xD
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.rows())
+		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}
@@ -291,9 +291,9 @@ func ganderRMSNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDtyp
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.rows())
-		tresidualOut := made.optional("residual_out", residualOut, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtypeOf(tensor(residual), made.dtype())), made.rows())
-		trstd := made.optional("rstd", rstd, made.statistic(), made.perRow())
+		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.shape("LN"))
+		tresidualOut := made.optional("residual_out", residualOut, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtypeOf(tensor(residual), made.dtype())), made.shape("LN"))
+		trstd := made.optional("rstd", rstd, made.statistic(), made.shape("L"))
 		if made.err != nil {
 			return made.err
 		}
@@ -361,14 +361,14 @@ func ganderRMSNormBackwardOwned(x, weight, dout, dResidualOut, rstd unsafe.Point
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.rows())
-		tdresidual := made.optional("dresidual", dresidual, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtype()), made.rows())
+		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.shape("LN"))
+		tdresidual := made.optional("dresidual", dresidual, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtype()), made.shape("LN"))
 		if dw != nil && weight == nil {
 			return refuse(ops.StatusOption, "rmsnorm_grad: dw is requested without a weight, expected NULL; "+
 				"pass the weight or leave dw NULL")
 		}
-		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.headColumns(tensor(weight)))
-		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.headColumns(tensor(weight)))
+		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.shapeOf(tensor(weight), "N", "HN"))
+		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.shapeOf(tensor(weight), "N", "HN"))
 		if made.err != nil {
 			return made.err
 		}
@@ -434,10 +434,10 @@ func ganderLayerNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDt
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.rows())
-		tresidualOut := made.optional("residual_out", residualOut, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtypeOf(tensor(residual), made.dtype())), made.rows())
-		tmean := made.optional("mean", mean, made.statistic(), made.perRow())
-		trstd := made.optional("rstd", rstd, made.statistic(), made.perRow())
+		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.shape("LN"))
+		tresidualOut := made.optional("residual_out", residualOut, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtypeOf(tensor(residual), made.dtype())), made.shape("LN"))
+		tmean := made.optional("mean", mean, made.statistic(), made.shape("L"))
+		trstd := made.optional("rstd", rstd, made.statistic(), made.shape("L"))
 		if made.err != nil {
 			return made.err
 		}
@@ -501,14 +501,14 @@ func ganderLayerNormBackwardOwned(x, weight, dout, dResidualOut, mean, rstd unsa
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.rows())
-		tdresidual := made.optional("dresidual", dresidual, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtype()), made.rows())
+		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.shape("LN"))
+		tdresidual := made.optional("dresidual", dresidual, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtype()), made.shape("LN"))
 		if dw != nil && weight == nil {
 			return refuse(ops.StatusOption, "layernorm_grad: dw is requested without a weight, expected NULL; "+
 				"pass the weight or leave dw NULL")
 		}
-		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.headColumns(tensor(weight)))
-		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.headColumns(tensor(weight)))
+		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.shapeOf(tensor(weight), "N", "HN"))
+		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.shapeOf(tensor(weight), "N", "HN"))
 		if made.err != nil {
 			return made.err
 		}
@@ -574,10 +574,10 @@ func ganderCrossEntropyForwardOwned(x, target, weight, divisor, upstream, option
 			return err
 		}
 		defer made.discard()
-		tloss := made.required("loss", loss, made.statistic(), made.reduced(int32(o.reduction)))
-		tlse := made.optional("lse", lse, made.statistic(), made.perRow())
-		tdx := made.optional("dx", dx, made.dtype(), made.rows())
-		tdenominator := made.optional("denominator", denominator, made.statistic(), nil)
+		tloss := made.required("loss", loss, made.statistic(), made.shape(reduced(int32(o.reduction), "L", "")))
+		tlse := made.optional("lse", lse, made.statistic(), made.shape("L"))
+		tdx := made.optional("dx", dx, made.dtype(), made.shape("LN"))
+		tdenominator := made.optional("denominator", denominator, made.statistic(), made.shape(""))
 		if made.err != nil {
 			return made.err
 		}
@@ -649,7 +649,7 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, divisor, ups
 			return refuse(ops.StatusOption, "cross_entropy_grad: one_pass is set, expected 0: "+
 				"it reads dx, which an owning call allocates; use gander_cross_entropy_backward")
 		}
-		tdx := made.required("dx", dx, made.dtype(), made.rows())
+		tdx := made.required("dx", dx, made.dtype(), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}
@@ -716,12 +716,12 @@ func ganderShardedCrossEntropyCombineOwned(parts, target, options unsafe.Pointer
 			return err
 		}
 		defer made.discard()
-		tmax := made.required("max", max, made.statistic(), made.columns())
-		tlogSum := made.required("log_sum", logSum, made.statistic(), made.columns())
-		tlosses := made.optional("losses", losses, made.statistic(), made.columns())
-		tloss := made.optional("loss", loss, made.statistic(), nil)
-		tweights := made.optional("weights", weights, made.statistic(), made.columns())
-		tdenominator := made.optional("denominator", denominator, made.statistic(), nil)
+		tmax := made.required("max", max, made.statistic(), made.shape("N"))
+		tlogSum := made.required("log_sum", logSum, made.statistic(), made.shape("N"))
+		tlosses := made.optional("losses", losses, made.statistic(), made.shape("N"))
+		tloss := made.optional("loss", loss, made.statistic(), made.shape(""))
+		tweights := made.optional("weights", weights, made.statistic(), made.shape("N"))
+		tdenominator := made.optional("denominator", denominator, made.statistic(), made.shape(""))
 		if made.err != nil {
 			return made.err
 		}
@@ -778,7 +778,7 @@ func ganderRescaleGradientOwned(x, dloss, upstream, options unsafe.Pointer, stre
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, made.dtype(), made.rows())
+		ty := made.required("y", y, made.dtype(), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}
@@ -824,7 +824,7 @@ func ganderLogSumExpForwardOwned(x, options unsafe.Pointer, stream uintptr, lse 
 			return err
 		}
 		defer made.discard()
-		tlse := made.required("lse", lse, made.statistic(), made.perRow())
+		tlse := made.required("lse", lse, made.statistic(), made.shape("L"))
 		if made.err != nil {
 			return made.err
 		}
@@ -871,7 +871,7 @@ func ganderLogSumExpBackwardOwned(x, dlse, lse, options unsafe.Pointer, stream u
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, made.dtype(), made.rows())
+		tdx := made.required("dx", dx, made.dtype(), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}

@@ -269,8 +269,8 @@ int32_t gander_masked_softmax_backward(const DLTensor* dy, const DLTensor* y, co
  *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
  *   bfloat16 or float32; or NULL.
  *   bias: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL.
- *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   bfloat16 or float32; or NULL; has the shape of weight.
+ *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL; has the shape of x.
  *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
  *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
  *   dtypes agree; or NULL.
@@ -294,9 +294,9 @@ int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const 
  *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
  *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dw: (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or NULL; must be NULL
- *   without weight.
+ *   without weight; has the shape of weight.
  *   db: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16
- *   or float32; or NULL. */
+ *   or float32; or NULL; has the shape of weight. */
 int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                 const DLTensor* dresidual_out, const DLTensor* rstd, const DLTensor* dx,
                                 const DLTensor* dresidual, const DLTensor* dw, const DLTensor* db,
@@ -310,8 +310,8 @@ int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const
  *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
  *   bfloat16 or float32; or NULL.
  *   bias: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL.
- *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
+ *   bfloat16 or float32; or NULL; has the shape of weight.
+ *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL; has the shape of x.
  *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
  *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
  *   dtypes agree; or NULL.
@@ -324,9 +324,10 @@ int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, cons
 
 /* x is forward's residual_out if it wrote one, else its x. With h = (x - mean) * rstd and g = dout *
  * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd + dresidual_out for each row, where mean(g) and
- * mean(g * h) are of the row. dresidual receives the same numbers as dx. dw = the sum over rows of dout *
- * h, and db = the sum over rows of dout, accumulated in at least float32 in a fixed order. With a weight
- * of shape (H, N) the sums are over the rows of each head.
+ * mean(g * h) are of the row. If x is float32, and on the host if it has 16 bits, h also has the digits of
+ * x's mean that mean lost when it was rounded to float32. dresidual receives the same numbers as dx. dw =
+ * the sum over rows of dout * h, and db = the sum over rows of dout, accumulated in at least float32 in a
+ * fixed order. With a weight of shape (H, N) the sums are over the rows of each head.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
  *   bfloat16 or float32; or NULL.
@@ -337,9 +338,9 @@ int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, cons
  *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
  *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dw: (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or NULL; must be NULL
- *   without weight.
+ *   without weight; has the shape of weight.
  *   db: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16
- *   or float32; or NULL. */
+ *   or float32; or NULL; has the shape of weight. */
 int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
                                   const DLTensor* dresidual_out, const DLTensor* mean, const DLTensor* rstd,
                                   const DLTensor* dx, const DLTensor* dresidual, const DLTensor* dw,
@@ -355,7 +356,7 @@ int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, con
  * must be NULL with reduction mean. dx is the gradient for an upstream gradient of upstream, which is 1 if
  * absent.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   target: M elements, any stride; int32 or int64.
+ *   target: the leading dimensions of the first operand, any stride; int32 or int64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   divisor: one element; float64 if x is, else float32; or NULL.
  *   upstream: one element; float64 if x is, else float32; or NULL.
@@ -374,7 +375,7 @@ int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, 
  * reductions it is divided by divisor. upstream is forward's, with one_pass. lse is what forward wrote.
  * Its two parts are more accurate than their sum, which loses digits if logits are large.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   target: M elements, any stride; int32 or int64.
+ *   target: the leading dimensions of the first operand, any stride; int32 or int64.
  *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dloss: M elements of any stride, or one for all rows; float64 if x is, else float32.
  *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
@@ -434,7 +435,7 @@ int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
 
 /* dx = dlse * exp(x - lse) for each row.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   dlse: M elements, any stride; float64 if x is, else float32.
+ *   dlse: the leading dimensions of the first operand, any stride; float64 if x is, else float32.
  *   lse: M elements, contiguous; float64 if x is, else float32.
  *   dx: (M, N); x's dtype; may be x if the dtypes agree. */
 int32_t gander_logsumexp_backward(const DLTensor* x, const DLTensor* dlse, const DLTensor* lse,

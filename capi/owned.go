@@ -5,6 +5,7 @@ import "C"
 
 import (
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
@@ -102,34 +103,53 @@ func (o *outputs) discard() {
 
 // The shapes of outputs.
 
-func (o *outputs) rows() []int64    { return o.first.Dims() }
-func (o *outputs) columns() []int64 { return o.first.Dims()[o.first.Rank()-1:] }
-
-// headColumns is the shape of a gradient of a norm's weight, or of its bias, which has the weight's shape.
-func (o *outputs) headColumns(weight *dlpack.Tensor) []int64 {
-	if weight == nil || weight.Validate() != nil { // which the call will refuse
-		return o.columns()
+// shape is a form of internal/operators. Its letters stand for the first operand's leading dimensions (L),
+// its second last (H) and its last dimension (N).
+func (o *outputs) shape(form string) (dims []int64) {
+	first := o.first.Dims()
+	last := len(first) - 1
+	for _, letter := range form {
+		switch letter {
+		case 'L':
+			dims = append(dims, first[:last]...)
+		case 'H':
+			dims = append(dims, first[max(last-1, 0):last]...)
+		case 'N':
+			dims = append(dims, first[last])
+		}
 	}
-	return weight.Dims()
+	return dims
 }
 
-func (o *outputs) perRow() []int64 { return o.first.Dims()[:o.first.Rank()-1] }
-
-// reduced is the shape of a loss: one element, or one per row with reduction none.
-func (o *outputs) reduced(reduction int32) []int64 {
-	if kernels.Reduction(reduction) != kernels.ReduceNone {
-		return nil
+// shapeOf is the shape of an optional operand, which is one of the forms. If it is absent or has another
+// shape, which will be refused, it is the first form.
+func (o *outputs) shapeOf(t *dlpack.Tensor, forms ...string) []int64 {
+	for _, form := range forms {
+		if dims := o.shape(form); t.Validate() == nil && slices.Equal(t.Dims(), dims) {
+			return dims
+		}
 	}
-	return o.perRow()
+	return o.shape(forms[0])
+}
+
+// reduced is the form of a result for each row, or of one for all.
+func reduced(reduction int32, each, all string) string {
+	if kernels.Reduction(reduction) != kernels.ReduceNone {
+		return all
+	}
+	return each
 }
 
 // The dtypes of outputs.
 
 func (o *outputs) dtype() dlpack.DType { return o.first.DType }
 
-// dtypeOf is the dtype of an optional operand, or another one if the operand is absent.
+// dtypeOf is the dtype of an operand, or another one if the operand is absent or will be refused.
 func (o *outputs) dtypeOf(t *dlpack.Tensor, otherwise dlpack.DType) dlpack.DType {
-	if t == nil {
+	if t.Validate() != nil {
+		return otherwise
+	}
+	if _, ok := ops.DType(t.DType); !ok {
 		return otherwise
 	}
 	return t.DType

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -39,28 +40,15 @@ type types uint8
 
 func only(t kernels.DType) types { return 1 << t }
 
-const (
-	lowFloat  types = 1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32
-	anyFloat        = lowFloat | 1<<kernels.Float64
-	wideFloat       = 1<<kernels.Float32 | 1<<kernels.Float64
-	anyIndex  types = 1<<kernels.Int32 | 1<<kernels.Int64
-	anyMask   types = 1<<kernels.Bool | 1<<kernels.Uint8 // beside those that are added
-)
+// typeRule is a rule for an operand's element type: the types beside a first operand of float64 (wide), and
+// beside one of another type.
+type typeRule struct{ narrow, wide types }
 
-// companion returns the types of an operand that need not have x's type. float64 goes with float64 only.
-func companion(x kernels.DType) types {
-	if x == kernels.Float64 {
-		return only(x)
+func (r typeRule) with(first kernels.DType) types {
+	if first == kernels.Float64 {
+		return r.wide
 	}
-	return lowFloat
-}
-
-// statistic returns the type of results per row, such as rstd, the loss or the log-sum-exp.
-func statistic(x kernels.DType) types {
-	if x == kernels.Float64 {
-		return only(x)
-	}
-	return only(kernels.Float32)
+	return r.narrow
 }
 
 func (s types) String() string {
@@ -76,7 +64,44 @@ func (s types) String() string {
 	return names[0]
 }
 
-const perRow = "one for each row of x"
+// shapeRule is a rule for an operand's shape, from internal/operators.
+type shapeRule struct {
+	layout layout
+	forms  []form
+}
+
+// form is a shape that an operand may have. The letters of sizes stand for sizes of the first operand: its
+// leading dimensions (L), second last (H) and last dimension (N), 2, and twice the product of the leading
+// dimensions and one more (S). If count is true, L or S may be other sizes with the same product, and without
+// them there may be any sizes of 1.
+type form struct {
+	sizes string
+	count bool
+	when  conditions
+	text  string
+}
+
+// layout says how an operand's elements lie in memory.
+type layout uint8
+
+const (
+	inRows layout = iota
+	contiguous
+	regular
+	parts
+	broadcasts
+)
+
+// conditions are facts about a call, of which a form needs some.
+type conditions uint8
+
+const (
+	unreduced conditions = 1 << iota // a result for each row
+	summed                           // one for all
+	headed                           // the first operand has rank 2 or more
+	unread                           // no output is read
+	always    conditions = 0
+)
 
 // check validates the operands of one call. It keeps the first error; later checks of the call may then see
 // zero values. It allocates memory only if there is an error.
@@ -87,8 +112,8 @@ type check struct {
 	device dlpack.Device // of all operands
 	spans  [12]span      // the memory of the operands so far
 	count  int           // of spans
-
-	queries int64 // the first operand's second last dimension; 0 if it has rank 1
+	dims   []int64       // the shape of the first operand
+	unmet  conditions    // those that do not hold for this call
 }
 
 // span is the memory of one operand: rows of cols elements.
@@ -119,7 +144,8 @@ func (k *check) finite(name string, v float64) {
 	}
 }
 
-// operand checks what all operands have in common and returns the element type.
+// operand checks what all operands have in common and returns the element type. Nothing of a tensor may be
+// used before: its shape may not even be there.
 func (k *check) operand(name string, t *dlpack.Tensor, allowed types) (d kernels.DType, ok bool) {
 	if t == nil {
 		k.fail(StatusNull, "%s is NULL, expected a tensor", name)
@@ -159,7 +185,7 @@ func (k *check) dtype(name string, d kernels.DType, allowed types) {
 		k.fail(StatusDType, "%s has dtype %v, expected %v; convert it", name, d, allowed)
 	case d == kernels.Float64 && !k.device.Host():
 		k.fail(StatusUnsupported, "%s has dtype float64 on %v, expected %v there; convert it, or move the "+
-			"operands to host memory, where float64 is served", name, k.device, lowFloat)
+			"operands to host memory, where float64 is served", name, k.device, typeCompanion.narrow)
 	}
 }
 
@@ -186,7 +212,145 @@ func (k *check) sameDevice(name string, d dlpack.Device) {
 	}
 }
 
-// rows checks an operand of rows (M, N).
+// size returns the sizes that a letter of a form stands for. room holds them if the first operand does not.
+func (k *check) size(letter byte, room *[1]int64) []int64 {
+	last := len(k.dims) - 1
+	switch letter {
+	case 'L':
+		return k.dims[:last]
+	case 'H':
+		return k.dims[max(last-1, 0):last]
+	case 'N':
+		return k.dims[last:]
+	case '2':
+		room[0] = 2
+	case 'S':
+		room[0] = 2*product(k.dims[:last]) + 1
+	}
+	return room[:]
+}
+
+// secondLast is the first operand's second last dimension, 0 if it has rank 1.
+func (k *check) secondLast() int64 {
+	if len(k.dims) < 2 {
+		return 0
+	}
+	return k.dims[len(k.dims)-2]
+}
+
+// fits reports whether dims are a form.
+func (k *check) fits(dims []int64, f *form) bool {
+	var room [1]int64
+	before, after, count := f.sizes, "", int64(1)
+	if f.count {
+		before, after = "", f.sizes
+		if i := strings.IndexAny(f.sizes, "LS"); i >= 0 {
+			before, after, count = f.sizes[:i], f.sizes[i+1:], product(k.size(f.sizes[i], &room))
+		}
+	}
+	for i := range len(before) {
+		sizes := k.size(before[i], &room)
+		if len(dims) < len(sizes) || !slices.Equal(dims[:len(sizes)], sizes) {
+			return false
+		}
+		dims = dims[len(sizes):]
+	}
+	for i := range len(after) {
+		sizes := k.size(after[len(after)-1-i], &room)
+		rest := len(dims) - len(sizes)
+		if rest < 0 || !slices.Equal(dims[rest:], sizes) {
+			return false
+		}
+		dims = dims[:rest]
+	}
+	return f.count && product(dims) == count || len(dims) == 0 && !f.count
+}
+
+func product(dims []int64) int64 {
+	n := int64(1)
+	for _, d := range dims {
+		n *= d
+	}
+	return n
+}
+
+// form returns the form that an operand has, or nil after a failure.
+func (k *check) form(name string, t *dlpack.Tensor, forms []form) *form {
+	for i := range forms {
+		if f := &forms[i]; f.when&k.unmet == 0 && k.fits(t.Dims(), f) {
+			return f
+		}
+	}
+	k.unfit(name, t, forms, "")
+	return nil
+}
+
+// fit checks that an operand has the shape of another, or without that the first form of its rule.
+func (k *check) fit(name string, t *dlpack.Tensor, r *shapeRule, other string, o *dlpack.Tensor) {
+	switch {
+	case k.err != nil || t == nil:
+	case o == nil && !k.fits(t.Dims(), &r.forms[0]):
+		k.unfit(name, t, r.forms[:1], " without a "+other)
+	case o != nil && !slices.Equal(t.Dims(), o.Dims()):
+		k.fail(StatusShape, "%s has shape %s, expected %s as %s", name, shape(t), shape(o), other)
+	}
+}
+
+// unfit refuses a shape that is none of the forms. Without is appended to the message.
+func (k *check) unfit(name string, t *dlpack.Tensor, forms []form, without string) {
+	var expected []string
+	counted := ""
+	for _, f := range forms {
+		if f.when&k.unmet != 0 {
+			continue
+		}
+		var room [1]int64
+		var sizes []int64
+		for i := range len(f.sizes) {
+			sizes = append(sizes, k.size(f.sizes[i], &room)...)
+		}
+		s := list(len(sizes), func(i int) int64 { return sizes[i] })
+		if f.count && strings.Trim(f.sizes, "LS") == "" {
+			s = strconv.FormatInt(product(sizes), 10)
+			counted = fmt.Sprintf(", which is %d elements", t.Len())
+		}
+		expected = append(expected, s+strings.Replace(f.text, "{x}", k.first, 1))
+	}
+	if expected == nil {
+		expected = []string{k.first + " of rank 2 or more"}
+	}
+	k.fail(StatusShape, "%s has shape %s%s, expected %s%s", name, shape(t), counted,
+		strings.Join(expected, ", or "), without)
+}
+
+// rank refuses a flag that is set for a first operand of a lower rank than it needs.
+func (k *check) rank(flag string, set bool, rank int) {
+	if set && k.err == nil && len(k.dims) < rank {
+		k.fail(StatusShape, "%s is set for %s of rank %d, expected rank %d or more; reshape it, or leave %s out",
+			flag, k.first, len(k.dims), rank, flag)
+	}
+}
+
+// reduction checks the option of that name.
+func (k *check) reduction(r kernels.Reduction) {
+	switch {
+	case r < kernels.ReduceNone || r > kernels.ReduceSum:
+		k.fail(StatusOption, "reduction is %d, expected none (0), mean (1) or sum (2)", r)
+	case r == kernels.ReduceNone:
+		k.unmet |= summed
+	default:
+		k.unmet |= unreduced
+	}
+}
+
+// reads notes whether an output is read.
+func (k *check) reads(read bool) {
+	if read {
+		k.unmet |= unread
+	}
+}
+
+// rows checks the first operand, of rows (M, N).
 func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matrix {
 	d, ok := k.operand(name, t, allowed)
 	if !ok {
@@ -202,7 +366,26 @@ func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matri
 		k.fail(StatusShape, "%s has shape %s, expected a last dimension of 1 or more; skip the call",
 			name, shape(t))
 		return kernels.Matrix{}
-	case t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1:
+	}
+	if k.dims = t.Dims(); last < 1 {
+		k.unmet |= headed
+	}
+	return k.matrix(name, t, d)
+}
+
+// rowsLike checks another operand of rows, which has the shape of the first.
+func (k *check) rowsLike(name string, t *dlpack.Tensor, allowed types) kernels.Matrix {
+	d, ok := k.operand(name, t, allowed)
+	if !ok || k.form(name, t, shapeRows.forms) == nil {
+		return kernels.Matrix{}
+	}
+	return k.matrix(name, t, d)
+}
+
+// matrix checks the strides of rows.
+func (k *check) matrix(name string, t *dlpack.Tensor, d kernels.DType) kernels.Matrix {
+	last, ok := t.Rank()-1, true
+	if t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1 {
 		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements "+
 			"(stride 1); make it contiguous", name, t.Stride(last))
 		return kernels.Matrix{}
@@ -220,37 +403,20 @@ func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matri
 		}
 	}
 	k.add(span{name, d, int64(uintptr(m.Data)), m.Rows, m.Cols, m.Stride})
-	if k.count == 1 && last > 0 {
-		k.queries = t.Dim(last - 1)
-	}
 	return m
 }
 
-// rowsLike checks an operand that must have as many rows and columns as x, whose name is like.
-func (k *check) rowsLike(
-	name string, t *dlpack.Tensor, allowed types, like string, x kernels.Matrix,
-) kernels.Matrix {
-	m := k.rows(name, t, allowed)
-	if k.err == nil && (m.Rows != x.Rows || m.Cols != x.Cols) {
-		k.fail(StatusShape, "%s has shape %s, which is %d rows of %d, expected %d rows of %d as %s",
-			name, shape(t), m.Rows, m.Cols, x.Rows, x.Cols, like)
-	}
-	return m
-}
-
-// broadcast checks an operand that broadcasts to the shape of x, whose name is like.
-func (k *check) broadcast(
-	name string, t *dlpack.Tensor, allowed types, like string, x *dlpack.Tensor,
-) kernels.Mask {
+// broadcast checks an operand that broadcasts to the shape of the first.
+func (k *check) broadcast(name string, t *dlpack.Tensor, allowed types) kernels.Mask {
 	d, ok := k.operand(name, t, allowed)
 	if !ok {
 		return kernels.Mask{}
 	}
-	rank, missing := x.Rank(), x.Rank()-t.Rank()
+	x, rank, missing := k.dims, len(k.dims), len(k.dims)-t.Rank()
 	for i := range t.Rank() {
-		if missing < 0 || t.Dim(i) != 1 && t.Dim(i) != x.Dim(i+missing) {
+		if missing < 0 || t.Dim(i) != 1 && t.Dim(i) != x[i+missing] {
 			k.fail(StatusShape, "%s has shape %s, expected one that broadcasts to %s, the shape of %s",
-				name, shape(t), shape(x), like)
+				name, shape(t), list(rank, func(i int) int64 { return x[i] }), k.first)
 			return kernels.Mask{}
 		}
 	}
@@ -265,10 +431,10 @@ func (k *check) broadcast(
 		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected 1, or 0 for one element for "+
 			"all columns; make it contiguous", name, m.Column)
 	}
-	low, high := int64(0), m.Column*(x.Dim(rank-1)-1) // offsets of the first and the last element in memory
-	count, last := 0, int64(1)                        // of strides, and the last one's extent
+	low, high := int64(0), m.Column*(x[rank-1]-1) // offsets of the first and the last element in memory
+	count, last := 0, int64(1)                    // of strides, and the last one's extent
 	for i := rank - 2; i >= 0; i-- {
-		extent, step := x.Dim(i), stride(i)
+		extent, step := x[i], stride(i)
 		if extent == 1 {
 			continue
 		}
@@ -279,7 +445,7 @@ func (k *check) broadcast(
 		case count == len(m.Strides):
 			k.fail(StatusLayout, "%s has shape %s and strides %s, expected leading dimensions that collapse "+
 				"into %d or fewer; expand it to the shape of %s and make it contiguous", name, shape(t),
-				strides(t), len(m.Strides), like)
+				strides(t), len(m.Strides), k.first)
 			return kernels.Mask{}
 		default:
 			m.Strides[count], last = step, extent
@@ -297,65 +463,35 @@ func (k *check) broadcast(
 	return m
 }
 
-// vector checks an operand of n elements with a fixed stride. what explains n in the error.
-func (k *check) vector(name string, t *dlpack.Tensor, allowed types, n int64, what string) kernels.Vector {
+// vector checks an operand of numbers with a fixed stride.
+func (k *check) vector(name string, t *dlpack.Tensor, allowed types, r *shapeRule) kernels.Vector {
 	d, ok := k.operand(name, t, allowed)
-	if !ok {
+	if !ok || k.form(name, t, r.forms) == nil {
 		return kernels.Vector{}
 	}
-	if t.Len() != n { // of x, or whatever the first operand is called
-		k.fail(StatusShape, "%s has shape %s, which is %d elements, expected %d: %s",
-			name, shape(t), t.Len(), n, strings.Replace(what, " of x", " of "+k.first, 1))
-		return kernels.Vector{}
-	}
-	v := kernels.Vector{Data: t.Pointer(), DType: d, Len: n, Stride: 1}
+	return k.elements(name, t, d, r)
+}
+
+// elements checks the strides of numbers. A number that stands for all rows has stride 0.
+func (k *check) elements(name string, t *dlpack.Tensor, d kernels.DType, r *shapeRule) kernels.Vector {
+	v, ok := kernels.Vector{Data: t.Pointer(), DType: d, Len: t.Len(), Stride: 1}, true
 	switch {
-	case n == 0:
+	case v.Len == 0:
 		v.Data = nil
-	case n > 1:
+	case v.Len > 1:
 		if v.Stride, ok = collapse(t, t.Rank()); !ok {
 			k.fail(StatusLayout, "%s has shape %s and strides %s, expected elements one fixed stride apart; "+
 				"make it contiguous", name, shape(t), strides(t))
 		}
+	case r.layout == regular && len(r.forms) > 1:
+		v.Stride = 0
 	}
-	k.add(span{name, d, int64(uintptr(v.Data)), n, 1, v.Stride})
-	return v
-}
-
-// compact checks a vector whose elements must be adjacent.
-func (k *check) compact(name string, t *dlpack.Tensor, allowed types, n int64, what string) kernels.Vector {
-	v := k.vector(name, t, allowed, n, what)
-	if k.err == nil && v.Stride != 1 {
+	if r.layout != regular && v.Stride != 1 {
 		k.fail(StatusLayout, "%s has stride %d, expected adjacent elements (stride 1); make it contiguous",
 			name, v.Stride)
 	}
+	k.add(span{name, d, int64(uintptr(v.Data)), v.Len, 1, v.Stride})
 	return v
-}
-
-// weights checks a contiguous operand of shape (N).
-func (k *check) weights(name string, t *dlpack.Tensor, allowed types, n int64) kernels.Vector {
-	if t != nil && t.NDim != 1 {
-		k.fail(StatusShape, "%s has rank %d, expected rank 1: (N) with N = %d columns", name, t.NDim, n)
-	}
-	return k.compact(name, t, allowed, n, "one for each column of x")
-}
-
-// headWeights checks a contiguous operand of shape (N), or (H, N) where x has the shape (..., H, N).
-func (k *check) headWeights(name string, t *dlpack.Tensor, allowed types, x *dlpack.Tensor) kernels.Vector {
-	if k.err != nil {
-		return kernels.Vector{}
-	}
-	last := x.Rank() - 1
-	n := x.Dim(last)
-	if t == nil || t.NDim != 2 {
-		return k.weights(name, t, allowed, n)
-	}
-	if t.Validate() == nil && (last < 1 || t.Dim(0) != x.Dim(last-1) || t.Dim(1) != n) {
-		k.fail(StatusShape, "%s has shape %s, expected (N) or (H, N) for %s of shape (..., H, N), which is %s",
-			name, shape(t), k.first, shape(x))
-		return kernels.Vector{}
-	}
-	return k.compact(name, t, allowed, t.Dim(0)*n, "one for each column of each head")
 }
 
 // collapse returns the stride between consecutive elements of the first `rank` dimensions of t, in row-major
@@ -384,11 +520,18 @@ func (k *check) add(s span) {
 
 // output checks that the operand added last can be written. Its rows must not overlap one another, nor any
 // operand added before. The operands named in same are exceptions: it may be exactly the same memory.
+// Refusals then name the input that it is.
 func (k *check) output(same ...string) {
 	if k.err != nil {
 		return
 	}
-	w := &k.spans[k.count-1]
+	w, inPlace := k.spans[k.count-1], false
+	for i := range k.spans[:k.count-1] {
+		if s := &k.spans[i]; w.same(s) && slices.Contains(same, s.name) {
+			w.name, inPlace = s.name, true
+			break
+		}
+	}
 	if w.rows > 1 && w.cols > max(w.stride, -w.stride) {
 		k.fail(StatusLayout, "%s has rows of %d elements %d apart, expected an output whose rows do not "+
 			"overlap; make it contiguous", w.name, w.cols, w.stride)
@@ -398,17 +541,14 @@ func (k *check) output(same ...string) {
 		if !w.overlaps(s) {
 			continue
 		}
-		allowed := false
-		for _, name := range same {
-			allowed = allowed || name == s.name
-		}
-		switch {
-		case !allowed:
-			k.fail(StatusOverlap, "%s overlaps %s, expected separate memory; allocate %s separately",
-				w.name, s.name, w.name)
-		case !w.same(s):
+		switch allowed := slices.Contains(same, s.name); {
+		case allowed && w.same(s):
+		case allowed && !inPlace:
 			k.fail(StatusOverlap, "%s overlaps %s, expected exactly the same rows and dtype, or separate "+
 				"memory; allocate %s separately", w.name, s.name, w.name)
+		default:
+			k.fail(StatusOverlap, "%s overlaps %s, expected separate memory; allocate %s separately",
+				w.name, s.name, w.name)
 		}
 	}
 }

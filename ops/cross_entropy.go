@@ -123,10 +123,6 @@ func (a *crossEntropyBackward) refuse(k *check) {
 		k.fail(StatusOption, "slice is set with one_pass, whose dx forward has computed without it, expected "+
 			"one of them; leave one_pass 0")
 	}
-	if a.OnePass && a.X.Rows > 1 && a.DLoss.Stride != 0 {
-		k.fail(StatusShape, "dloss has %d elements, expected one with one_pass; pass the gradient of the "+
-			"reduced loss", a.DLoss.Len)
-	}
 	if a.Upstream.Present() && !a.OnePass {
 		k.fail(StatusOption, "upstream is given without one_pass, expected NULL; there is no dx that was made "+
 			"for it")
@@ -214,65 +210,41 @@ func (k *cudaCall) crossEntropy(s *kernels.CrossEntropy) kernels.CrossEntropyArg
 	return args
 }
 
-// reduction checks the option of that name.
-func (k *check) reduction(r kernels.Reduction) {
-	if r < kernels.ReduceNone || r > kernels.ReduceSum {
-		k.fail(StatusOption, "reduction is %d, expected none (0), mean (1) or sum (2)", r)
-	}
-}
-
-// reduced checks an operand with one element for each row, or a single element if the rows are reduced.
-func (k *check) reduced(
-	name string, t *dlpack.Tensor, allowed types, m int64, r kernels.Reduction,
-) kernels.Vector {
-	if r == kernels.ReduceNone {
-		return k.compact(name, t, allowed, m, perRow+" with reduction none")
-	}
-	return k.compact(name, t, allowed, 1, "one sum or mean for all rows")
-}
-
-// upstream checks the gradient of a reduced operand. A single element applies to all rows: its stride is 0.
-func (k *check) upstream(name string, t *dlpack.Tensor, allowed types, m int64) kernels.Vector {
-	if t != nil && t.Validate() == nil && t.Len() == 1 {
-		v := k.vector(name, t, allowed, 1, "")
-		v.Stride = 0
-		return v
-	}
-	return k.vector(name, t, allowed, m, perRow+", or a single one for all")
-}
-
 // statistics checks the log-sum-exp of the rows. It has M elements; or shape (2, M), with the maxima and the
 // logarithms of the sums (with one_pass see kernels.CrossEntropy); or 2 M + 1 elements, the same two parts
 // and then the denominator.
-func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64) (s logSumExp) {
-	const shapes = perRow + ", (2, M), or 2 M + 1 with the denominator"
-	if k.err != nil || t == nil || t.Validate() != nil {
-		s.Max = k.compact(name, t, allowed, m, shapes)
+func (k *check) statistics(name string, t *dlpack.Tensor, allowed types) (s logSumExp) {
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
 		return s
 	}
+	f := k.form(name, t, shapeStatistics.forms)
 	switch {
-	case t.NDim == 1 && t.Len() == 2*m+1:
-		all := k.compact(name, t, allowed, 2*m+1, shapes)
+	case f == nil:
+	case f.sizes == "L":
+		s.Max = k.elements(name, t, d, &shapeStatistics)
+	case f.sizes == "S":
+		all := k.elements(name, t, d, &shapeStatistics)
 		if k.err != nil {
 			return s
 		}
-		size := all.DType.Size()
+		m := all.Len / 2
 		part := func(from, n int64) kernels.Vector {
-			return kernels.Vector{Data: unsafe.Add(all.Data, from*size), DType: all.DType, Len: n, Stride: 1}
+			return kernels.Vector{Data: unsafe.Add(all.Data, from*d.Size()), DType: d, Len: n, Stride: 1}
 		}
 		s.Denominator = part(2*m, 1)
 		if m > 0 {
 			s.Max, s.LogSum = part(0, m), part(m, m)
 		}
-		return s
-	case t.NDim < 2 || t.Dim(0) != 2 || t.Len() != 2*m || m == 0:
-		s.Max = k.compact(name, t, allowed, m, shapes)
-		return s
+	default:
+		s.Max, s.LogSum = k.halves(name, t, d)
 	}
-	d, ok := k.operand(name, t, allowed)
-	if !ok {
-		return s
-	}
+	return s
+}
+
+// halves checks the strides of an operand of two parts.
+func (k *check) halves(name string, t *dlpack.Tensor, d kernels.DType) (first, second kernels.Vector) {
+	m := t.Len() / 2
 	part := *t
 	part.NDim--
 	part.Shape = unsafe.SliceData(t.Dims()[1:])
@@ -283,9 +255,9 @@ func (k *check) statistics(name string, t *dlpack.Tensor, allowed types, m int64
 		k.fail(StatusLayout, "%s has strides %s, expected adjacent elements in each of its two parts; "+
 			"make it contiguous", name, strides(t))
 	}
-	s.Max = kernels.Vector{Data: t.Pointer(), DType: d, Len: m, Stride: 1}
-	s.LogSum = s.Max
-	s.LogSum.Data = unsafe.Add(s.Max.Data, t.Stride(0)*d.Size())
+	first = kernels.Vector{Data: t.Pointer(), DType: d, Len: m, Stride: 1}
+	second = first
+	second.Data = unsafe.Add(first.Data, t.Stride(0)*d.Size())
 	k.add(span{name, d, int64(uintptr(t.Pointer())), 2, m, t.Stride(0)})
-	return s
+	return first, second
 }

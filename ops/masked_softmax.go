@@ -8,26 +8,17 @@ import (
 	"github.com/gander-go/gander/kernels/cpu"
 )
 
-// causal adds the mask of the option causal.
-func (k *check) causal(m *kernels.Mask) {
-	if k.err == nil && k.queries == 0 && k.count > 0 && k.spans[0].rows > 0 {
-		k.fail(StatusShape, "causal is set for %s of rank 1, expected rank 2 or more: (..., Q, N); reshape it, or "+
-			"leave causal out", k.first)
-	}
-	m.Queries = k.queries
-}
-
 func (a *maskedSoftmaxForward) refuse(k *check) {
 	k.finite("scale", a.Scale)
 	if a.Causal {
-		k.causal(&a.Mask)
+		a.Mask.Queries = k.secondLast()
 	}
 }
 
 func (a *maskedSoftmaxBackward) refuse(k *check) {
 	k.finite("scale", a.Scale)
 	if a.Causal {
-		k.causal(&a.Mask)
+		a.Mask.Queries = k.secondLast()
 	}
 }
 

@@ -56,28 +56,10 @@ func (k *check) onlyAuto(c *Choice, what string) {
 	c.Algorithm = Auto
 }
 
-// heads refuses a second vector of weights whose shape is not that of the first, which may have a row for
-// each head.
-func (k *check) heads(cols int64, weight kernels.Vector, name string, v kernels.Vector) {
-	switch {
-	case !v.Present() || v.Len == weight.Len || cols == 0:
-	case !weight.Present() && v.Len == cols:
-	case !weight.Present():
-		k.fail(StatusShape, "%s has %d rows, one for each head, without a weight, expected shape (N); pass a "+
-			"weight of ones", name, v.Len/cols)
-	default:
-		k.fail(StatusShape, "%s has %d elements and weight %d, expected the same shape; expand one of them",
-			name, v.Len, weight.Len)
-	}
-}
-
 // headsOf is the number of heads that a weight has rows for.
 func headsOf(weight kernels.Vector, x kernels.Matrix) int64 { return max(1, weight.Len/max(x.Cols, 1)) }
 
-func (a *layerNormForward) refuse(k *check) {
-	k.epsilon(a.Eps)
-	k.heads(a.X.Cols, a.Weight, "bias", a.Bias)
-}
+func (a *layerNormForward) refuse(k *check) { k.epsilon(a.Eps) }
 
 func (a *layerNormForward) norm() normCall {
 	return normCall{Choice: a.Choice, Norm: kernels.Norm{
@@ -94,11 +76,6 @@ func (a *layerNormForward) host() error {
 func (a *layerNormForward) cuda(c *Call, ordinal int32) error {
 	n := a.norm()
 	return n.cuda(c, ordinal)
-}
-
-func (a *layerNormBackward) refuse(k *check) {
-	k.heads(a.X.Cols, a.Weight, "dw", a.DW)
-	k.heads(a.X.Cols, a.Weight, "db", a.DB)
 }
 
 func (a *layerNormBackward) norm() normCall {

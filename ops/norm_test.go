@@ -187,7 +187,7 @@ func TestNormRefusals(t *testing.T) {
 		{"layernorm_forward", func(n *norm) { n.x = nil }, ops.StatusNull, "x is NULL, expected a tensor"},
 		{"layernorm_backward", func(n *norm) { n.mean = nil }, ops.StatusNull, "mean is NULL"},
 		{"rmsnorm_forward", func(n *norm) { n.residual = view(t, n.residual, 0, []int64{4, 24}, nil) },
-			ops.StatusShape, "residual has shape (4, 24), which is 4 rows of 24, expected 5 rows of 24 as x"},
+			ops.StatusShape, "residual has shape (4, 24), expected (5, 24) as x"},
 		{"layernorm_forward", func(n *norm) { n.bias = view(t, n.bias, 0, []int64{23}, nil) }, ops.StatusShape,
 			"bias has shape (23,)"},
 		{"rmsnorm_forward", func(n *norm) { n.bias = float64s(24) }, ops.StatusDType,

@@ -43,6 +43,56 @@ const (
 
 var algorithmNames = [...]string{"auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk"}
 
+// The rules for shapes.
+var (
+	shapeRows = shapeRule{inRows, []form{
+		{"LN", true, always, " as {x}"},
+	}}
+	shapeColumns = shapeRule{contiguous, []form{
+		{"N", false, always, ": one for each column of {x}"},
+	}}
+	shapeHeadColumns = shapeRule{contiguous, []form{
+		{"N", false, always, ": one for each column of {x}"},
+		{"HN", false, headed, ": one for each column of each head"},
+	}}
+	shapePerRow = shapeRule{contiguous, []form{
+		{"L", true, always, ": one for each row of {x}"},
+	}}
+	shapeStrided = shapeRule{regular, []form{
+		{"L", false, always, ", the leading dimensions of {x}"},
+	}}
+	shapeUpstream = shapeRule{regular, []form{
+		{"L", true, unread, ": one for each row of {x}"},
+		{"", true, always, ": one for all rows"},
+	}}
+	shapeReduced = shapeRule{contiguous, []form{
+		{"L", true, unreduced, ": one for each row of {x} with reduction none"},
+		{"", true, summed, ": one sum or mean for all rows"},
+	}}
+	shapeStatistics = shapeRule{parts, []form{
+		{"L", true, always, ": one for each row of {x}"},
+		{"2L", true, always, ": its two parts"},
+		{"S", true, always, ": the two parts and the denominator"},
+	}}
+	shapeOne = shapeRule{contiguous, []form{
+		{"", true, always, ": one for all rows"},
+	}}
+	shapeBroadcast = shapeRule{broadcasts, []form{
+		{"LN", false, always, ", the shape of {x}"},
+	}}
+)
+
+// The rules for element types.
+var (
+	typeFloat     = typeRule{1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32 | 1<<kernels.Float64, 1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32 | 1<<kernels.Float64}
+	typeWide      = typeRule{1<<kernels.Float32 | 1<<kernels.Float64, 1<<kernels.Float32 | 1<<kernels.Float64}
+	typeCompanion = typeRule{1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32, 1 << kernels.Float64}
+	typeParameter = typeRule{1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32, 1 << kernels.Float64}
+	typeStatistic = typeRule{1 << kernels.Float32, 1 << kernels.Float64}
+	typeIndex     = typeRule{1<<kernels.Int32 | 1<<kernels.Int64, 1<<kernels.Int32 | 1<<kernels.Int64}
+	typeMask      = typeRule{1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32 | 1<<kernels.Bool | 1<<kernels.Uint8, 1<<kernels.Float64 | 1<<kernels.Bool | 1<<kernels.Uint8}
+)
+
 // SoftmaxForward is the operator softmax_forward: y[i] = exp(x[i] - max x) / sum exp(x - max x) for each row.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
@@ -67,8 +117,8 @@ func (o SoftmaxForward) Run(c *Call) error {
 	a := softmaxForward{
 		Choice: Choose(o.Algorithm, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
-	a.Y = k.rowsLike("y", o.Y, only(a.X.DType), "x", a.X)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.Y = k.rowsLike("y", o.Y, only(a.X.DType))
 	k.output("x")
 	k.chosen(a.Choice, kernels.SoftmaxForward)
 	if k.err != nil {
@@ -106,9 +156,9 @@ func (o SoftmaxBackward) Run(c *Call) error {
 	a := softmaxBackward{
 		Choice: Choose(o.Algorithm, o.BatchInvariant),
 	}
-	a.DY = k.rows("dy", o.DY, anyFloat)
-	a.Y = k.rowsLike("y", o.Y, only(a.DY.DType), "dy", a.DY)
-	a.DX = k.rowsLike("dx", o.DX, only(a.DY.DType), "dy", a.DY)
+	a.DY = k.rows("dy", o.DY, typeFloat.narrow)
+	a.Y = k.rowsLike("y", o.Y, only(a.DY.DType))
+	a.DX = k.rowsLike("dx", o.DX, only(a.DY.DType))
 	k.output("dy", "y")
 	k.chosen(a.Choice, kernels.SoftmaxBackward)
 	if k.err != nil {
@@ -166,12 +216,13 @@ func (o MaskedSoftmaxForward) Run(c *Call) error {
 		MaskedZero: o.MaskedZero,
 		Choice:     Choose(Auto, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
 	if o.Mask != nil {
-		a.Mask = k.broadcast("mask", o.Mask, anyMask|companion(a.X.DType), "x", o.X)
+		a.Mask = k.broadcast("mask", o.Mask, typeMask.with(a.X.DType))
 	}
-	a.Y = k.rowsLike("y", o.Y, companion(a.X.DType), "x", a.X)
+	a.Y = k.rowsLike("y", o.Y, typeCompanion.with(a.X.DType))
 	k.output("x")
+	k.rank("causal", o.Causal, 2)
 	a.refuse(&k)
 	if k.err != nil {
 		return k.err
@@ -228,13 +279,14 @@ func (o MaskedSoftmaxBackward) Run(c *Call) error {
 		MaskedZero: o.MaskedZero,
 		Choice:     Choose(Auto, o.BatchInvariant),
 	}
-	a.DY = k.rows("dy", o.DY, anyFloat)
-	a.Y = k.rowsLike("y", o.Y, companion(a.DY.DType), "dy", a.DY)
+	a.DY = k.rows("dy", o.DY, typeFloat.narrow)
+	a.Y = k.rowsLike("y", o.Y, typeCompanion.with(a.DY.DType))
 	if o.Mask != nil {
-		a.Mask = k.broadcast("mask", o.Mask, anyMask|companion(a.DY.DType), "dy", o.DY)
+		a.Mask = k.broadcast("mask", o.Mask, typeMask.with(a.DY.DType))
 	}
-	a.DX = k.rowsLike("dx", o.DX, companion(a.DY.DType), "dy", a.DY)
+	a.DX = k.rowsLike("dx", o.DX, typeCompanion.with(a.DY.DType))
 	k.output("dy", "y")
+	k.rank("causal", o.Causal, 2)
 	a.refuse(&k)
 	if k.err != nil {
 		return k.err
@@ -258,9 +310,10 @@ type RMSNormForward struct {
 	// float32; or nil
 	Weight *dlpack.Tensor
 	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
-	// float32; or nil
-	Bias     *dlpack.Tensor
-	Residual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
+	// float32; or nil; has the shape of weight
+	Bias *dlpack.Tensor
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; or nil; has the shape of x
+	Residual *dlpack.Tensor
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
 	Y *dlpack.Tensor
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the dtypes agree;
@@ -300,24 +353,26 @@ func (o RMSNormForward) Run(c *Call) error {
 		RoundNormalized: o.RoundNormalized,
 		Choice:          Choose(o.Algorithm, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
 	if o.Weight != nil {
-		a.Weight = k.headWeights("weight", o.Weight, companion(a.X.DType), o.X)
+		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeHeadColumns)
 	}
 	if o.Bias != nil {
-		a.Bias = k.headWeights("bias", o.Bias, companion(a.X.DType), o.X)
+		a.Bias = k.vector("bias", o.Bias, typeCompanion.with(a.X.DType), &shapeHeadColumns)
+		k.fit("bias", o.Bias, &shapeHeadColumns, "weight", o.Weight)
 	}
 	if o.Residual != nil {
-		a.Residual = k.rowsLike("residual", o.Residual, companion(a.X.DType), "x", a.X)
+		a.Residual = k.rowsLike("residual", o.Residual, typeCompanion.with(a.X.DType))
+		k.fit("residual", o.Residual, &shapeRows, "x", o.X)
 	}
-	a.Y = k.rowsLike("y", o.Y, companion(a.X.DType), "x", a.X)
+	a.Y = k.rowsLike("y", o.Y, typeCompanion.with(a.X.DType))
 	k.output("x")
 	if o.ResidualOut != nil {
-		a.ResidualOut = k.rowsLike("residual_out", o.ResidualOut, companion(a.X.DType), "x", a.X)
+		a.ResidualOut = k.rowsLike("residual_out", o.ResidualOut, typeCompanion.with(a.X.DType))
 		k.output("residual", "x")
 	}
 	if o.Rstd != nil {
-		a.Rstd = k.compact("rstd", o.Rstd, statistic(a.X.DType), a.X.Rows, perRow)
+		a.Rstd = k.vector("rstd", o.Rstd, typeStatistic.with(a.X.DType), &shapePerRow)
 		k.output()
 	}
 	k.chosen(a.Choice, kernels.RMSNormForward)
@@ -357,10 +412,10 @@ type RMSNormBackward struct {
 	DX        *dlpack.Tensor
 	DResidual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
 	// (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or nil; must be nil without
-	// weight
+	// weight; has the shape of weight
 	DW *dlpack.Tensor
 	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
-	// float32; or nil
+	// float32; or nil; has the shape of weight
 	DB *dlpack.Tensor
 
 	Eps            float64   // added to the mean of squares; not used by backward
@@ -397,30 +452,32 @@ func (o RMSNormBackward) Run(c *Call) error {
 		RoundNormalized: o.RoundNormalized,
 		Choice:          Choose(o.Algorithm, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
 	if o.Weight != nil {
-		a.Weight = k.headWeights("weight", o.Weight, companion(a.X.DType), o.X)
+		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeHeadColumns)
 	}
-	a.DOut = k.rowsLike("dout", o.DOut, companion(a.X.DType), "x", a.X)
+	a.DOut = k.rowsLike("dout", o.DOut, typeCompanion.with(a.X.DType))
 	if o.DResidualOut != nil {
-		a.DResidualOut = k.rowsLike("dresidual_out", o.DResidualOut, companion(a.X.DType), "x", a.X)
+		a.DResidualOut = k.rowsLike("dresidual_out", o.DResidualOut, typeCompanion.with(a.X.DType))
 	}
-	a.Rstd = k.compact("rstd", o.Rstd, statistic(a.X.DType), a.X.Rows, perRow)
-	a.DX = k.rowsLike("dx", o.DX, companion(a.X.DType), "x", a.X)
+	a.Rstd = k.vector("rstd", o.Rstd, typeStatistic.with(a.X.DType), &shapePerRow)
+	a.DX = k.rowsLike("dx", o.DX, typeCompanion.with(a.X.DType))
 	k.output("dout")
 	if o.DResidual != nil {
-		a.DResidual = k.rowsLike("dresidual", o.DResidual, companion(a.X.DType), "x", a.X)
+		a.DResidual = k.rowsLike("dresidual", o.DResidual, typeCompanion.with(a.X.DType))
 		k.output()
 	}
 	if o.DW != nil && o.Weight == nil {
 		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
 	}
 	if o.DW != nil {
-		a.DW = k.headWeights("dw", o.DW, only(a.Weight.DType), o.X)
+		a.DW = k.vector("dw", o.DW, only(a.Weight.DType), &shapeHeadColumns)
+		k.fit("dw", o.DW, &shapeHeadColumns, "weight", o.Weight)
 		k.output()
 	}
 	if o.DB != nil {
-		a.DB = k.headWeights("db", o.DB, companion(a.X.DType), o.X)
+		a.DB = k.vector("db", o.DB, typeParameter.with(a.X.DType), &shapeHeadColumns)
+		k.fit("db", o.DB, &shapeHeadColumns, "weight", o.Weight)
 		k.output()
 	}
 	k.chosen(a.Choice, kernels.RMSNormBackward)
@@ -453,9 +510,10 @@ type LayerNormForward struct {
 	// float32; or nil
 	Weight *dlpack.Tensor
 	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
-	// float32; or nil
-	Bias     *dlpack.Tensor
-	Residual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
+	// float32; or nil; has the shape of weight
+	Bias *dlpack.Tensor
+	// (M, N); float64 if x is, else float16, bfloat16 or float32; or nil; has the shape of x
+	Residual *dlpack.Tensor
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
 	Y *dlpack.Tensor
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the dtypes agree;
@@ -489,28 +547,30 @@ func (o LayerNormForward) Run(c *Call) error {
 		Eps:    o.Eps,
 		Choice: Choose(Auto, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
 	if o.Weight != nil {
-		a.Weight = k.headWeights("weight", o.Weight, companion(a.X.DType), o.X)
+		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeHeadColumns)
 	}
 	if o.Bias != nil {
-		a.Bias = k.headWeights("bias", o.Bias, companion(a.X.DType), o.X)
+		a.Bias = k.vector("bias", o.Bias, typeCompanion.with(a.X.DType), &shapeHeadColumns)
+		k.fit("bias", o.Bias, &shapeHeadColumns, "weight", o.Weight)
 	}
 	if o.Residual != nil {
-		a.Residual = k.rowsLike("residual", o.Residual, companion(a.X.DType), "x", a.X)
+		a.Residual = k.rowsLike("residual", o.Residual, typeCompanion.with(a.X.DType))
+		k.fit("residual", o.Residual, &shapeRows, "x", o.X)
 	}
-	a.Y = k.rowsLike("y", o.Y, companion(a.X.DType), "x", a.X)
+	a.Y = k.rowsLike("y", o.Y, typeCompanion.with(a.X.DType))
 	k.output("x")
 	if o.ResidualOut != nil {
-		a.ResidualOut = k.rowsLike("residual_out", o.ResidualOut, companion(a.X.DType), "x", a.X)
+		a.ResidualOut = k.rowsLike("residual_out", o.ResidualOut, typeCompanion.with(a.X.DType))
 		k.output("residual", "x")
 	}
 	if o.Mean != nil {
-		a.Mean = k.compact("mean", o.Mean, statistic(a.X.DType), a.X.Rows, perRow)
+		a.Mean = k.vector("mean", o.Mean, typeStatistic.with(a.X.DType), &shapePerRow)
 		k.output()
 	}
 	if o.Rstd != nil {
-		a.Rstd = k.compact("rstd", o.Rstd, statistic(a.X.DType), a.X.Rows, perRow)
+		a.Rstd = k.vector("rstd", o.Rstd, typeStatistic.with(a.X.DType), &shapePerRow)
 		k.output()
 	}
 	a.refuse(&k)
@@ -525,9 +585,11 @@ func (o LayerNormForward) Run(c *Call) error {
 
 // LayerNormBackward is the operator layernorm_backward: x is forward's residual_out if it wrote one, else its
 // x. With h = (x - mean) * rstd and g = dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd +
-// dresidual_out for each row, where mean(g) and mean(g * h) are of the row. dresidual receives the same
-// numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows of dout, accumulated in at
-// least float32 in a fixed order. With a weight of shape (H, N) the sums are over the rows of each head.
+// dresidual_out for each row, where mean(g) and mean(g * h) are of the row. If x is float32, and on the host
+// if it has 16 bits, h also has the digits of x's mean that mean lost when it was rounded to float32.
+// dresidual receives the same numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows
+// of dout, accumulated in at least float32 in a fixed order. With a weight of shape (H, N) the sums are over
+// the rows of each head.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LayerNormBackward struct {
@@ -543,10 +605,10 @@ type LayerNormBackward struct {
 	DX        *dlpack.Tensor
 	DResidual *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32; or nil
 	// (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or nil; must be nil without
-	// weight
+	// weight; has the shape of weight
 	DW *dlpack.Tensor
 	// (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
-	// float32; or nil
+	// float32; or nil; has the shape of weight
 	DB *dlpack.Tensor
 
 	Eps            float64 // added to the variance; not used by backward
@@ -576,34 +638,35 @@ func (o LayerNormBackward) Run(c *Call) error {
 		Eps:    o.Eps,
 		Choice: Choose(Auto, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
 	if o.Weight != nil {
-		a.Weight = k.headWeights("weight", o.Weight, companion(a.X.DType), o.X)
+		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeHeadColumns)
 	}
-	a.DOut = k.rowsLike("dout", o.DOut, companion(a.X.DType), "x", a.X)
+	a.DOut = k.rowsLike("dout", o.DOut, typeCompanion.with(a.X.DType))
 	if o.DResidualOut != nil {
-		a.DResidualOut = k.rowsLike("dresidual_out", o.DResidualOut, companion(a.X.DType), "x", a.X)
+		a.DResidualOut = k.rowsLike("dresidual_out", o.DResidualOut, typeCompanion.with(a.X.DType))
 	}
-	a.Mean = k.compact("mean", o.Mean, statistic(a.X.DType), a.X.Rows, perRow)
-	a.Rstd = k.compact("rstd", o.Rstd, statistic(a.X.DType), a.X.Rows, perRow)
-	a.DX = k.rowsLike("dx", o.DX, companion(a.X.DType), "x", a.X)
+	a.Mean = k.vector("mean", o.Mean, typeStatistic.with(a.X.DType), &shapePerRow)
+	a.Rstd = k.vector("rstd", o.Rstd, typeStatistic.with(a.X.DType), &shapePerRow)
+	a.DX = k.rowsLike("dx", o.DX, typeCompanion.with(a.X.DType))
 	k.output("dout")
 	if o.DResidual != nil {
-		a.DResidual = k.rowsLike("dresidual", o.DResidual, companion(a.X.DType), "x", a.X)
+		a.DResidual = k.rowsLike("dresidual", o.DResidual, typeCompanion.with(a.X.DType))
 		k.output()
 	}
 	if o.DW != nil && o.Weight == nil {
 		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
 	}
 	if o.DW != nil {
-		a.DW = k.headWeights("dw", o.DW, only(a.Weight.DType), o.X)
+		a.DW = k.vector("dw", o.DW, only(a.Weight.DType), &shapeHeadColumns)
+		k.fit("dw", o.DW, &shapeHeadColumns, "weight", o.Weight)
 		k.output()
 	}
 	if o.DB != nil {
-		a.DB = k.headWeights("db", o.DB, companion(a.X.DType), o.X)
+		a.DB = k.vector("db", o.DB, typeParameter.with(a.X.DType), &shapeHeadColumns)
+		k.fit("db", o.DB, &shapeHeadColumns, "weight", o.Weight)
 		k.output()
 	}
-	a.refuse(&k)
 	if k.err != nil {
 		return k.err
 	}
@@ -626,7 +689,7 @@ func (o LayerNormBackward) Run(c *Call) error {
 // M and N are the rows and columns of x. A refused call writes nothing.
 type CrossEntropyForward struct {
 	X        *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Target   *dlpack.Tensor // M elements, any stride; int32 or int64
+	Target   *dlpack.Tensor // the leading dimensions of the first operand, any stride; int32 or int64
 	Weight   *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
 	Divisor  *dlpack.Tensor // one element; float64 if x is, else float32; or nil
 	Upstream *dlpack.Tensor // one element; float64 if x is, else float32; or nil
@@ -682,29 +745,29 @@ func (o CrossEntropyForward) Run(c *Call) error {
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
-	a.X = k.rows("x", o.X, anyFloat)
-	a.Target = k.vector("target", o.Target, anyIndex, a.X.Rows, perRow)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.Target = k.vector("target", o.Target, typeIndex.with(a.X.DType), &shapeStrided)
 	if o.Weight != nil {
-		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
+		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeColumns)
 	}
 	if o.Divisor != nil {
-		a.Divisor = k.compact("divisor", o.Divisor, statistic(a.X.DType), 1, "one for all rows")
+		a.Divisor = k.vector("divisor", o.Divisor, typeStatistic.with(a.X.DType), &shapeOne)
 	}
 	if o.Upstream != nil {
-		a.Upstream = k.compact("upstream", o.Upstream, statistic(a.X.DType), 1, "one for all rows")
+		a.Upstream = k.vector("upstream", o.Upstream, typeStatistic.with(a.X.DType), &shapeOne)
 	}
-	a.Loss = k.reduced("loss", o.Loss, statistic(a.X.DType), a.X.Rows, o.Reduction)
+	a.Loss = k.vector("loss", o.Loss, typeStatistic.with(a.X.DType), &shapeReduced)
 	k.output()
 	if o.LSE != nil {
-		a.LSE = k.statistics("lse", o.LSE, statistic(a.X.DType), a.X.Rows)
+		a.LSE = k.statistics("lse", o.LSE, typeStatistic.with(a.X.DType))
 		k.output()
 	}
 	if o.DX != nil {
-		a.DX = k.rowsLike("dx", o.DX, only(a.X.DType), "x", a.X)
+		a.DX = k.rowsLike("dx", o.DX, only(a.X.DType))
 		k.output("x")
 	}
 	if o.Denominator != nil {
-		a.Denominator = k.compact("denominator", o.Denominator, statistic(a.X.DType), 1, "one for all rows")
+		a.Denominator = k.vector("denominator", o.Denominator, typeStatistic.with(a.X.DType), &shapeOne)
 		k.output()
 	}
 	a.refuse(&k)
@@ -726,7 +789,7 @@ func (o CrossEntropyForward) Run(c *Call) error {
 // M and N are the rows and columns of x. A refused call writes nothing.
 type CrossEntropyBackward struct {
 	X      *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	Target *dlpack.Tensor // M elements, any stride; int32 or int64
+	Target *dlpack.Tensor // the leading dimensions of the first operand, any stride; int32 or int64
 	Weight *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
 	DLoss  *dlpack.Tensor // M elements of any stride, or one for all rows; float64 if x is, else float32
 	// M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
@@ -784,23 +847,24 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
-	a.X = k.rows("x", o.X, anyFloat)
-	a.Target = k.vector("target", o.Target, anyIndex, a.X.Rows, perRow)
+	k.reads(o.OnePass)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.Target = k.vector("target", o.Target, typeIndex.with(a.X.DType), &shapeStrided)
 	if o.Weight != nil {
-		a.Weight = k.weights("weight", o.Weight, companion(a.X.DType), a.X.Cols)
+		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeColumns)
 	}
-	a.DLoss = k.upstream("dloss", o.DLoss, statistic(a.X.DType), a.X.Rows)
-	a.LSE = k.statistics("lse", o.LSE, statistic(a.X.DType), a.X.Rows)
+	a.DLoss = k.vector("dloss", o.DLoss, typeStatistic.with(a.X.DType), &shapeUpstream)
+	a.LSE = k.statistics("lse", o.LSE, typeStatistic.with(a.X.DType))
 	if o.Divisor != nil {
-		a.Divisor = k.compact("divisor", o.Divisor, statistic(a.X.DType), 1, "one for all rows")
+		a.Divisor = k.vector("divisor", o.Divisor, typeStatistic.with(a.X.DType), &shapeOne)
 	}
 	if o.Upstream != nil {
-		a.Upstream = k.compact("upstream", o.Upstream, statistic(a.X.DType), 1, "one for all rows")
+		a.Upstream = k.vector("upstream", o.Upstream, typeStatistic.with(a.X.DType), &shapeOne)
 	}
 	if o.Denominator != nil {
-		a.Denominator = k.compact("denominator", o.Denominator, statistic(a.X.DType), 1, "one for all rows")
+		a.Denominator = k.vector("denominator", o.Denominator, typeStatistic.with(a.X.DType), &shapeOne)
 	}
-	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType), "x", a.X)
+	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType))
 	if o.OnePass {
 		k.output()
 	} else {
@@ -874,26 +938,26 @@ func (o ShardedCrossEntropyCombine) Run(c *Call) error {
 		Weighted:    o.Weighted,
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
-	a.Parts = k.rows("parts", o.Parts, wideFloat)
-	a.Target = k.weights("target", o.Target, anyIndex, a.Parts.Cols)
-	a.Max = k.weights("max", o.Max, statistic(a.Parts.DType), a.Parts.Cols)
+	a.Parts = k.rows("parts", o.Parts, typeWide.narrow)
+	a.Target = k.vector("target", o.Target, typeIndex.with(a.Parts.DType), &shapeColumns)
+	a.Max = k.vector("max", o.Max, typeStatistic.with(a.Parts.DType), &shapeColumns)
 	k.output()
-	a.LogSum = k.weights("log_sum", o.LogSum, statistic(a.Parts.DType), a.Parts.Cols)
+	a.LogSum = k.vector("log_sum", o.LogSum, typeStatistic.with(a.Parts.DType), &shapeColumns)
 	k.output()
 	if o.Losses != nil {
-		a.Losses = k.weights("losses", o.Losses, statistic(a.Parts.DType), a.Parts.Cols)
+		a.Losses = k.vector("losses", o.Losses, typeStatistic.with(a.Parts.DType), &shapeColumns)
 		k.output()
 	}
 	if o.Loss != nil {
-		a.Loss = k.compact("loss", o.Loss, statistic(a.Parts.DType), 1, "one for all rows")
+		a.Loss = k.vector("loss", o.Loss, typeStatistic.with(a.Parts.DType), &shapeOne)
 		k.output()
 	}
 	if o.Weights != nil {
-		a.Weights = k.weights("weights", o.Weights, statistic(a.Parts.DType), a.Parts.Cols)
+		a.Weights = k.vector("weights", o.Weights, typeStatistic.with(a.Parts.DType), &shapeColumns)
 		k.output()
 	}
 	if o.Denominator != nil {
-		a.Denominator = k.compact("denominator", o.Denominator, statistic(a.Parts.DType), 1, "one for all rows")
+		a.Denominator = k.vector("denominator", o.Denominator, typeStatistic.with(a.Parts.DType), &shapeOne)
 		k.output()
 	}
 	a.refuse(&k)
@@ -935,12 +999,12 @@ func (o RescaleGradient) Run(c *Call) error {
 	a := rescaleGradient{
 		Choice: Choose(Auto, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
-	a.DLoss = k.compact("dloss", o.DLoss, statistic(a.X.DType), 1, "one for all rows")
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.DLoss = k.vector("dloss", o.DLoss, typeStatistic.with(a.X.DType), &shapeOne)
 	if o.Upstream != nil {
-		a.Upstream = k.compact("upstream", o.Upstream, statistic(a.X.DType), 1, "one for all rows")
+		a.Upstream = k.vector("upstream", o.Upstream, typeStatistic.with(a.X.DType), &shapeOne)
 	}
-	a.Y = k.rowsLike("y", o.Y, only(a.X.DType), "x", a.X)
+	a.Y = k.rowsLike("y", o.Y, only(a.X.DType))
 	k.output("x")
 	if k.err != nil {
 		return k.err
@@ -975,8 +1039,8 @@ func (o LogSumExpForward) Run(c *Call) error {
 	a := logSumExpForward{
 		Choice: Choose(Auto, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
-	a.LSE = k.compact("lse", o.LSE, statistic(a.X.DType), a.X.Rows, perRow)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.LSE = k.vector("lse", o.LSE, typeStatistic.with(a.X.DType), &shapePerRow)
 	k.output()
 	if k.err != nil {
 		return k.err
@@ -991,8 +1055,9 @@ func (o LogSumExpForward) Run(c *Call) error {
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LogSumExpBackward struct {
-	X    *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
-	DLSE *dlpack.Tensor // M elements, any stride; float64 if x is, else float32
+	X *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	// the leading dimensions of the first operand, any stride; float64 if x is, else float32
+	DLSE *dlpack.Tensor
 	LSE  *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
 	DX   *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree
 
@@ -1014,10 +1079,10 @@ func (o LogSumExpBackward) Run(c *Call) error {
 	a := logSumExpBackward{
 		Choice: Choose(Auto, o.BatchInvariant),
 	}
-	a.X = k.rows("x", o.X, anyFloat)
-	a.DLSE = k.vector("dlse", o.DLSE, statistic(a.X.DType), a.X.Rows, perRow)
-	a.LSE = k.compact("lse", o.LSE, statistic(a.X.DType), a.X.Rows, perRow)
-	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType), "x", a.X)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.DLSE = k.vector("dlse", o.DLSE, typeStatistic.with(a.X.DType), &shapeStrided)
+	a.LSE = k.vector("lse", o.LSE, typeStatistic.with(a.X.DType), &shapePerRow)
+	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType))
 	k.output("x")
 	if k.err != nil {
 		return k.err

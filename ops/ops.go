@@ -128,7 +128,7 @@ func (k *check) onDevice(d dlpack.Device) {
 // noFloat64 refuses float64 for Explain. where is a device, or a GPU's name.
 func (k *check) noFloat64(where any) {
 	k.fail(StatusUnsupported, "dtype is float64, expected %v on %v; float64 is served in host memory, on "+
-		`device "cpu"`, lowFloat, where)
+		`device "cpu"`, typeCompanion.narrow, where)
 }
 
 // explainable checks a name that Explain is given.
@@ -174,8 +174,8 @@ func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device,
 	k.explainable(op)
 	k.onDevice(d)
 	switch {
-	case anyFloat&only(t) == 0:
-		k.fail(StatusDType, "dtype is %v, expected %v", t, anyFloat)
+	case typeFloat.narrow&only(t) == 0:
+		k.fail(StatusDType, "dtype is %v, expected %v", t, typeFloat.narrow)
 	case t == kernels.Float64 && !d.Host():
 		k.noFloat64(d)
 	}

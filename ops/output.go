@@ -9,7 +9,7 @@ import (
 // it before they call the operator.
 func CheckRows(op, name string, t *dlpack.Tensor) error {
 	k := check{op: op}
-	k.rows(name, t, anyFloat)
+	k.rows(name, t, typeFloat.narrow)
 	if k.err != nil {
 		return k.err
 	}

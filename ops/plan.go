@@ -187,8 +187,11 @@ func (r *request) accumulatorBytes() int64 {
 // stateBytes is the size of the largest state of a row: a maximum and a sum (MaxSum in cuda/reduce.cuh), or
 // two sums.
 func (r *request) stateBytes() int64 {
-	if r.op == kernels.NormForward {
-		return 2*r.accumulatorBytes() + 8 // and a number of elements: Moments in cuda/aligned_norm.cuh
+	switch {
+	case r.op == kernels.NormForward: // and a number of elements: Moments in cuda/aligned_norm.cuh
+		return 2*r.accumulatorBytes() + 8
+	case r.op == kernels.NormBackward && r.x == kernels.Float32: // and a sum in float: GradientSums there
+		return 2*r.accumulatorBytes() + 8
 	}
 	return 2 * r.accumulatorBytes()
 }

@@ -122,6 +122,12 @@ func TestRefusals(t *testing.T) {
 		{"softmax_forward", func(a *operands) { a.x.Data = nil }, ops.StatusNull,
 			"x is not a valid DLPack tensor, it has a NULL pointer: data is NULL, expected the address of " +
 				"48 bytes"},
+		{"rmsnorm_forward", func(a *operands) { a.weight.NDim, a.weight.Shape = 2, nil }, ops.StatusNull,
+			"weight is not a valid DLPack tensor, it has a NULL pointer: shape is NULL with ndim 2"},
+		{"rmsnorm_backward", func(a *operands) { a.dw.NDim, a.dw.Shape = 2, nil }, ops.StatusNull,
+			"dw is not a valid DLPack tensor, it has a NULL pointer: shape is NULL with ndim 2"},
+		{"cross_entropy_forward", func(a *operands) { a.lse.Shape = nil }, ops.StatusNull,
+			"lse is not a valid DLPack tensor, it has a NULL pointer: shape is NULL with ndim 2"},
 		{"softmax_forward", func(a *operands) { a.x.DType.Lanes = 0 }, ops.StatusDType,
 			"x is not a valid DLPack tensor, it has a bad dtype: 32 bits in 0 lanes"},
 		{"softmax_forward", func(a *operands) { a.x.ByteOffset = math.MaxUint64 }, ops.StatusLayout,
@@ -133,13 +139,15 @@ func TestRefusals(t *testing.T) {
 		{"softmax_forward", func(a *operands) { a.x = f32(3, 0) }, ops.StatusShape,
 			"x has shape (3, 0), expected a last dimension of 1 or more; skip the call"},
 		{"softmax_forward", func(a *operands) { a.y = f32(3, 5) }, ops.StatusShape,
-			"y has shape (3, 5), which is 3 rows of 5, expected 3 rows of 4 as x"},
+			"y has shape (3, 5), expected (3, 4) as x"},
 		{"softmax_backward", func(a *operands) { a.y = f32(12) }, ops.StatusShape,
-			"y has shape (12,), which is 1 rows of 12, expected 3 rows of 4 as dy"},
+			"y has shape (12,), expected (3, 4) as dy"},
 		{"rmsnorm_forward", func(a *operands) { a.weight = f32(3) }, ops.StatusShape,
-			"weight has shape (3,), which is 3 elements, expected 4: one for each column of x"},
+			"weight has shape (3,), expected (4,): one for each column of x, or (3, 4): one for each column of " +
+				"each head"},
 		{"rmsnorm_forward", func(a *operands) { a.weight = f32(1, 4) }, ops.StatusShape,
-			"weight has shape (1, 4), expected (N) or (H, N) for x of shape (..., H, N), which is (3, 4)"},
+			"weight has shape (1, 4), expected (4,): one for each column of x, or (3, 4): one for each column of " +
+				"each head"},
 		{"rmsnorm_forward", func(a *operands) { a.rstd = f32(4) }, ops.StatusShape,
 			"rstd has shape (4,), which is 4 elements, expected 3: one for each row of x"},
 		{"rmsnorm_backward", func(a *operands) { a.dw = f32(3) }, ops.StatusShape, "dw has shape (3,)"},
@@ -147,20 +155,20 @@ func TestRefusals(t *testing.T) {
 			"dout has shape (4, 3)"},
 		{"rmsnorm_backward", func(a *operands) { a.dx = f32(2, 4) }, ops.StatusShape, "dx has shape (2, 4)"},
 		{"cross_entropy_forward", func(a *operands) { a.target = empty(t, dlpack.Int64, 4) }, ops.StatusShape,
-			"target has shape (4,), which is 4 elements, expected 3: one for each row of x"},
+			"target has shape (4,), expected (3,), the leading dimensions of x"},
 		{"cross_entropy_forward", func(a *operands) { a.loss = f32(1) }, ops.StatusShape,
 			"loss has shape (1,), which is 1 elements, expected 3: one for each row of x with reduction " +
 				"none"},
 		{"cross_entropy_forward", func(a *operands) { a.o.Reduction = kernels.ReduceSum }, ops.StatusShape,
 			"loss has shape (3,), which is 3 elements, expected 1: one sum or mean for all rows"},
 		{"cross_entropy_forward", func(a *operands) { a.lse = f32(3, 2) }, ops.StatusShape,
-			"lse has shape (3, 2), which is 6 elements, expected 3: one for each row of x, (2, M), or " +
-				"2 M + 1 with the denominator"},
+			"lse has shape (3, 2), which is 6 elements, expected 3: one for each row of x, or (2, 3): its " +
+				"two parts, or 7: the two parts and the denominator"},
 		{"cross_entropy_forward", func(a *operands) { a.denominator = f32(3) }, ops.StatusShape,
 			"denominator has shape (3,), which is 3 elements, expected 1: one for all rows"},
 		{"cross_entropy_backward", func(a *operands) { a.dloss = f32(2) }, ops.StatusShape,
-			"dloss has shape (2,), which is 2 elements, expected 3: one for each row of x, or a single " +
-				"one for all"},
+			"dloss has shape (2,), which is 2 elements, expected 3: one for each row of x, or 1: one " +
+				"for all rows"},
 
 		// Element types.
 		{"softmax_forward", func(a *operands) { a.x = empty(t, dlpack.Int32, 3, 4) }, ops.StatusDType,

@@ -11,7 +11,6 @@ import (
 func (a *rmsNormForward) refuse(k *check) {
 	k.epsilon(a.Eps)
 	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
-	k.heads(a.X.Cols, a.Weight, "bias", a.Bias)
 	if what := a.extra(); what != "" {
 		k.onlyAuto(&a.Choice, what)
 	}
@@ -40,8 +39,6 @@ func (a *rmsNormForward) norm() normCall {
 
 func (a *rmsNormBackward) refuse(k *check) {
 	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
-	k.heads(a.X.Cols, a.Weight, "dw", a.DW)
-	k.heads(a.X.Cols, a.Weight, "db", a.DB)
 	if what := a.extra(); what != "" {
 		k.onlyAuto(&a.Choice, what)
 	}

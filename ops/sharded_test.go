@@ -183,7 +183,7 @@ func TestShardedCrossEntropyRefuses(t *testing.T) {
 		"parts has rows of 5 elements 7 apart, expected adjacent rows": func(o *combine) {
 			o.Parts = view(t, f(64), 0, []int64{2, 3, 5}, []int64{21, 7, 1})
 		},
-		"target has shape (4,), which is 4 elements, expected 5: one for each column of parts": func(o *combine) {
+		"target has shape (4,), expected (5,): one for each column of parts": func(o *combine) {
 			o.Target = empty(t, dlpack.Int64, 4)
 		},
 		"classes is 0, expected": func(o *combine) { o.Classes = 0 },

@@ -105,3 +105,22 @@ func TestNoTorchBelowPython(t *testing.T) {
 		}, ".go", ".c", ".h", ".cu", ".cuh", ".S", ".py")
 	}
 }
+
+// gander does not know its benchmark, which uses what every user may: no private name of gander.
+func TestTheBenchmarkIsAUser(t *testing.T) {
+	walk(t, "python/gander", func(path, text string) {
+		assert.NotContainsf(t, text, "gander_bench", "%s", path)
+	}, ".py")
+	private := regexp.MustCompile(`\bgander(\.\w+)*\._[a-z]\w*|` +
+		`\bfrom gander(\.\w+)* import (\([^)]*|[^\n(]*)\b_[a-z]\w*`)
+	for _, used := range []string{"import gander._a", "from gander._a import b", "  from gander import a, _b",
+		"from gander import (\n    a,\n    _b,\n)", "gander.nn._a", "x = gander._ops.a"} {
+		require.NotEmpty(t, private.FindString(used), used)
+	}
+	require.Empty(t, private.FindString("gander.__version__ + from gander import nn"))
+	for _, folder := range []string{"bench", "notebooks"} {
+		walk(t, folder, func(path, text string) {
+			assert.Emptyf(t, private.FindString(text), "%s", path)
+		}, ".py", ".ipynb")
+	}
+}

@@ -4,38 +4,6 @@
 // computations are in package ops, and so are checks of arguments that the table cannot express.
 package operators
 
-// Shape is the shape of an operand. The operator's first operand has M rows and N columns.
-type Shape int
-
-// The shapes.
-const (
-	Rows        Shape = iota // (..., N) of rank 1 or more; M is the product of the others; N has stride 1
-	Columns                  // (N), contiguous
-	HeadColumns              // (N), or (H, N) where (..., H, N) is the shape of the first operand; contiguous
-	PerRow                   // M elements, contiguous
-	Strided                  // M elements with any stride; inputs only
-	Upstream                 // a Reduced operand's gradient: M elements with any stride, or one; inputs only
-	Reduced                  // M elements with reduction none, otherwise one element
-	Statistics               // log-sum-exp: (M); (2, M): maxima, logs of sums; (2 M + 1): and the denominator
-	One                      // one element
-	Broadcast                // broadcasts to the first operand's shape; inputs only
-)
-
-// DType is a rule for an operand's element type.
-type DType int
-
-// The rules. float64 is supported in host memory only.
-const (
-	Float     DType = iota // float16, bfloat16, float32 or float64
-	Wide                   // float32 or float64
-	Same                   // the type of the operand that Like names
-	Companion              // float64 if the first operand is float64, otherwise float16, bfloat16 or float32
-	Parameter              // as Companion; without Like and Choice an output is Statistic
-	Statistic              // float64 if the first operand is float64, otherwise float32
-	Index                  // int32 or int64
-	Mask                   // bool or uint8, or as Companion
-)
-
 // Operand is a tensor that an operator reads or writes.
 type Operand struct {
 	Name     string
@@ -45,6 +13,7 @@ type Operand struct {
 	Output   bool     // whether the operator writes it; other operands are inputs
 	Optional bool     // may be absent
 	Needs    string   // the optional operand without which this one must be absent
+	Fits     string   // the operand whose shape it has; without that, it has the first form of its rule
 	Over     []string // inputs that the output may be, for a call in place
 	Read     string   // the flag with which the output is read first; it must not overlap an input then
 	Choice   string   // the argument that sets an output's dtype; by default it is Like's, or else x's
@@ -73,6 +42,7 @@ type Option struct {
 	Torch   float64 // PyTorch's default, or 0 if it is Default
 	Doc     string  // the field's comment in C and in Go
 	Device  bool    // also passed to kernels, as float32
+	Rank    int     // of a Flag: the least rank of the first operand with which it can be set
 }
 
 // Group is a set of operators with the same options.

@@ -25,8 +25,8 @@ var (
 // Operands of the norms.
 var (
 	weight   = Operand{Name: "weight", Shape: HeadColumns, DType: Companion, Optional: true}
-	bias     = Operand{Name: "bias", Shape: HeadColumns, DType: Companion, Optional: true}
-	residual = Operand{Name: "residual", Shape: Rows, DType: Companion, Optional: true}
+	bias     = Operand{Name: "bias", Shape: HeadColumns, DType: Companion, Optional: true, Fits: "weight"}
+	residual = Operand{Name: "residual", Shape: Rows, DType: Companion, Optional: true, Fits: "x"}
 	normed   = Operand{Name: "y", Shape: Rows, DType: Companion, Output: true, Over: []string{"x"},
 		Choice: "out_dtype"}
 	sum = Operand{Name: "residual_out", Shape: Rows, DType: Companion, Like: "residual", Output: true,
@@ -43,9 +43,9 @@ var (
 	dresidual = Operand{Name: "dresidual", Shape: Rows, DType: Companion, Output: true, Optional: true,
 		Choice: "residual_dtype", Gradient: "residual", Twin: "dx"}
 	dw = Operand{Name: "dw", Shape: HeadColumns, DType: Same, Like: "weight", Output: true, Optional: true,
-		Needs: "weight", Gradient: "weight"}
+		Needs: "weight", Fits: "weight", Gradient: "weight"}
 	db = Operand{Name: "db", Shape: HeadColumns, DType: Parameter, Like: "weight", Output: true, Optional: true,
-		Choice: "bias_dtype", Gradient: "bias"}
+		Fits: "weight", Choice: "bias_dtype", Gradient: "bias"}
 )
 
 // written returns an operand as an output that may be absent.
@@ -97,7 +97,7 @@ var Table = []Group{
 		Options: []Option{
 			{Name: "scale", Type: Real, Default: 1, Doc: "x is multiplied by it before the mask is applied"},
 			{Name: "log", Type: Flag, Doc: "y is the logarithm of the softmax"},
-			{Name: "causal", Type: Flag,
+			{Name: "causal", Type: Flag, Rank: 2,
 				Doc: "also masks the columns after i in row i of each (Q, N), the last two dimensions"},
 			{Name: "masked_zero", Type: Flag,
 				Doc: "a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward"},
@@ -200,12 +200,14 @@ var Table = []Group{
 				},
 			},
 			{
-				Name: "backward", Owned: "gander_layernorm_grad", Refuses: true,
+				Name: "backward", Owned: "gander_layernorm_grad",
 				Doc: "x is forward's residual_out if it wrote one, else its x. With h = (x - mean) * rstd and g = " +
 					"dout * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd + dresidual_out for each row, where " +
-					"mean(g) and mean(g * h) are of the row. dresidual receives the same numbers as dx. dw = the sum " +
-					"over rows of dout * h, and db = the sum over rows of dout, accumulated in at least float32 in a " +
-					"fixed order. With a weight of shape (H, N) the sums are over the rows of each head.",
+					"mean(g) and mean(g * h) are of the row. If x is float32, and on the host if it has 16 bits, h also " +
+					"has the digits of x's mean that mean lost when it was rounded to float32. dresidual receives the " +
+					"same numbers as dx. dw = the sum over rows of dout * h, and db = the sum over rows of dout, " +
+					"accumulated in at least float32 in a fixed order. With a weight of shape (H, N) the sums are over " +
+					"the rows of each head.",
 				Operands: []Operand{stored, weight, dout, dsum, mean, rstd, dx, dresidual, dw, db},
 				Torch: []Torch{
 					{Name: "layernorm_bwd", Results: []string{"dx", "dresidual", "dw", "db"},

@@ -454,7 +454,7 @@ func (normBackward[T]) run(c *call[T]) {
 // enough for all workers. They should also be a small part of the memory traffic, and fit in 32 MiB.
 func partialSums(rows, cols int) int { return max(1, min(64, rows/8, 4<<20/cols)) }
 
-// firstPass: sum is the block's sum of g * (x - mean), and mean is its mean of g.
+// firstPass: sum is the block's sum of g * (x - mean), mean is its mean of g, and max its sum of x - mean.
 func (normBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []partial) {
 	for j := lo; j < hi; j += block {
 		n, p := min(block, hi-j), &partials[j/block]
@@ -465,7 +465,7 @@ func (normBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []parti
 		}
 		x, dout := w.centered(row, j, n, false), w.read(1, &w.dy, row, j, n)
 		if w.norm.Center {
-			p.mean, p.sum = w.funcs.sumAndDot3(x, dout, weight)
+			p.max, p.mean, p.sum = w.funcs.sumsAndDot3(x, dout, weight)
 			p.mean /= float64(n)
 		} else {
 			p.sum = w.funcs.dot3(x, dout, weight)
@@ -473,14 +473,30 @@ func (normBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []parti
 	}
 }
 
-// combine: a is rstd, b is rstd * mean(g * xhat), c is the mean of g.
+// combine: xhat is (x - mean) * a + d, with the mean that was saved. dx is (g - (x - mean) * b - c) * a.
 func (normBackward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
-	rstd := at(&w.norm.Rstd, row)
-	s := rowStats{a: rstd, b: rstd * rstd * total(partials) / float64(w.cols)}
-	if w.norm.Center {
-		s.c = w.mean(partials)
+	rstd, sum := at(&w.norm.Rstd, row), total(partials)
+	if !w.norm.Center {
+		return rowStats{a: rstd, b: rstd * rstd * sum / float64(w.cols)}
 	}
-	return s
+	g, rest := w.mean(partials), w.meanRest(row, partials)
+	b := rstd * rstd * (sum/float64(w.cols) - rest*g)
+	return rowStats{a: rstd, b: b, c: g - rest*b, d: -rest * rstd}
+}
+
+// meanRest is what the row's mean has lost when forward rounded it to float32: the mean of what x deviates
+// from it. In a row whose deviations are small beside its mean it is much of them. It is 0 if it is more than
+// rounding explains: then the mean is not that of x, or too small for its rounding to matter.
+func (w *worker[T]) meanRest(row int, partials []partial) float64 {
+	sum := 0.0
+	for _, p := range partials {
+		sum += p.max
+	}
+	rest := sum / float64(w.cols)
+	if native[T]() == kernels.Float64 || !(math.Abs(rest) <= math.Abs(at(&w.norm.Mean, row))*0x1p-23) {
+		return 0
+	}
+	return rest
 }
 
 func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s rowStats) {
@@ -492,16 +508,16 @@ func (normBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s 
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		x, dout := w.centered(row, j, n, true), w.reread(1, &w.dy, row, j, n)
-		xhat, rstd := x, s.a
+		xhat, rstd, rest := x, s.a, s.d
 		if w.dw != nil && w.rounds(&w.dx) {
 			xhat, rstd = w.rounded[w.blockRoom:][:n], 1
 			w.roundTo(xhat, x, T(s.a), w.dx.DType)
 		}
 		switch from := j - w.sumFrom; {
 		case w.dw != nil && w.db != nil:
-			w.funcs.addBoth(w.dw[from:][:n], w.db[from:][:n], xhat, dout, rstd)
+			w.funcs.addBoth(w.dw[from:][:n], w.db[from:][:n], xhat, dout, rstd, rest)
 		case w.dw != nil:
-			w.funcs.addProduct(w.dw[from:][:n], xhat, dout, rstd)
+			w.funcs.addProduct(w.dw[from:][:n], xhat, dout, rstd, rest)
 		case w.db != nil:
 			w.funcs.accumulate(w.db[from:][:n], dout)
 		}

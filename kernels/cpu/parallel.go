@@ -64,8 +64,8 @@ type op[T float] interface {
 // partial is the result of the first pass over one block. Each op uses some of the numbers.
 type partial struct{ max, sum, mean float64 }
 
-// rowStats is what the second pass needs. Each op documents the meaning of a, b and c at its combine.
-type rowStats struct{ a, b, c float64 }
+// rowStats is what the second pass needs. Each op documents the meaning of the numbers at its combine.
+type rowStats struct{ a, b, c, d float64 }
 
 // plan is how a call is split into tasks, and the workspace that it needs besides the workers' buffers.
 type plan struct {

@@ -18,25 +18,25 @@ type rowFuncs[T float] struct {
 	load  [4]func(dst []T, src unsafe.Pointer)
 	store [4]func(dst unsafe.Pointer, src []T, c T) // dst = src * c, rounded to nearest even
 
-	max         func(x []T) T                            // may or may not ignore a NaN in x
-	without     func(dst, x []T, k int) T                // dst = x, but dst[k] = -inf; returns max(dst)
-	exp         func(dst, src []T, m T) float64          // dst = exp(src - m); returns the sum
-	expScale    func(dst, src []T, m, c T)               // dst = exp(src - m) * c
-	dot         func(x, y []T) float64                   // sum of x * y
-	dot3        func(x, y, z []T) float64                // sum of x * y * z
-	add         func(acc, x []float64)                   // acc += x
-	addProduct  func(acc []float64, x, y []T, c float64) // acc += x * c * y
-	multiply    func(dst, x, w []T, c T)                 // dst = x * c * w
-	softmaxGrad func(dst, dy, y []T, hi, lo T)           // dst = ((dy - hi) - lo) * y
-	sum         func(dst, x, y []T)                      // dst = x + y
-	subtract    func(dst, x []T, m T)                    // dst = x - m
-	accumulate  func(acc []float64, x []T)               // acc += x
+	max         func(x []T) T                               // may or may not ignore a NaN in x
+	without     func(dst, x []T, k int) T                   // dst = x, but dst[k] = -inf; returns max(dst)
+	exp         func(dst, src []T, m T) float64             // dst = exp(src - m); returns the sum
+	expScale    func(dst, src []T, m, c T)                  // dst = exp(src - m) * c
+	dot         func(x, y []T) float64                      // sum of x * y
+	dot3        func(x, y, z []T) float64                   // sum of x * y * z
+	add         func(acc, x []float64)                      // acc += x
+	addProduct  func(acc []float64, x, y []T, c, e float64) // acc += (x * c + e) * y
+	multiply    func(dst, x, w []T, c T)                    // dst = x * c * w
+	softmaxGrad func(dst, dy, y []T, hi, lo T)              // dst = ((dy - hi) - lo) * y
+	sum         func(dst, x, y []T)                         // dst = x + y
+	subtract    func(dst, x []T, m T)                       // dst = x - m
+	accumulate  func(acc []float64, x []T)                  // acc += x
 
-	sumAndDot3 func(x, y, z []T) (sum, dot3 float64)               // sum of y * z, and of x * y * z
-	addBoth    func(products, sums []float64, x, y []T, c float64) // addProduct and accumulate of y
-	moments    func(x []T, pivot T) (sum, squares float64)         // of x - pivot, all in float64
-	normalize  func(dst, x, w, b []T, hi, lo, c T)                 // dst = ((x - hi) - lo) * c * w + b
-	normGrad   func(dst, x, w, dout []T, k, m, r float64)          // dst = (dout * w - x * k - m) * r
+	sumsAndDot3 func(x, y, z []T) (sum, dot, dot3 float64)             // sums of x, of y * z, and of x * y * z
+	addBoth     func(products, sums []float64, x, y []T, c, e float64) // addProduct and accumulate of y
+	moments     func(x []T, pivot T) (sum, squares float64)            // of x - pivot, all in float64
+	normalize   func(dst, x, w, b []T, hi, lo, c T)                    // dst = ((x - hi) - lo) * c * w + b
+	normGrad    func(dst, x, w, dout []T, k, m, r float64)             // dst = (dout * w - x * k - m) * r
 
 	expAll   func(x []float64) // x = exp(x)
 	log1pAll func(x []float64) // x = log(1 + x)

@@ -39,7 +39,7 @@ var avx2 = rowFuncs[float32]{
 	sum:         sumAVX2,
 	subtract:    subtractAVX2,
 	accumulate:  accumulateAVX2,
-	sumAndDot3:  sumAndDot3AVX2,
+	sumsAndDot3: sumsAndDot3AVX2,
 	addBoth:     addBothAVX2,
 	moments:     momentsAVX2,
 	normalize:   normalizeAVX2,
@@ -270,22 +270,23 @@ func dot3AVX2(x, y, z []float32) float64 {
 	return sum4(s0.Add(s1))
 }
 
-func sumAndDot3AVX2(x, y, z []float32) (sum, product float64) {
-	var s0, s1, p0, p1 f64x4
+func sumsAndDot3AVX2(x, y, z []float32) (sum, product, product3 float64) {
+	var s0, s1, p0, p1, q0, q1 f64x4
 	n, i := len(x), 0
 	for ; i+32 <= n; i += 32 {
+		s0, s1 = accumulate8(s0, s1, load8(x, i).Add(load8(x, i+16)).Add(load8(x, i+8).Add(load8(x, i+24))))
 		a, b := load8(y, i).Mul(load8(z, i)), load8(y, i+8).Mul(load8(z, i+8))
 		c, d := load8(y, i+16).Mul(load8(z, i+16)), load8(y, i+24).Mul(load8(z, i+24))
-		s0, s1 = accumulate8(s0, s1, a.Add(c).Add(b.Add(d)))
+		p0, p1 = accumulate8(p0, p1, a.Add(c).Add(b.Add(d)))
 		a, b = a.Mul(load8(x, i)), b.Mul(load8(x, i+8))
-		p0, p1 = accumulate8(p0, p1, c.MulAdd(load8(x, i+16), a).Add(d.MulAdd(load8(x, i+24), b)))
+		q0, q1 = accumulate8(q0, q1, c.MulAdd(load8(x, i+16), a).Add(d.MulAdd(load8(x, i+24), b)))
 	}
 	for ; i < n; i += 4 {
 		mask := tailMask4(n - i)
-		g := loadTailWide4(y, i, mask).Mul(loadTailWide4(z, i, mask))
-		s0, p0 = s0.Add(g), g.MulAdd(loadTailWide4(x, i, mask), p0)
+		g, v := loadTailWide4(y, i, mask).Mul(loadTailWide4(z, i, mask)), loadTailWide4(x, i, mask)
+		s0, p0, q0 = s0.Add(v), p0.Add(g), g.MulAdd(v, q0)
 	}
-	return sum4(s0.Add(s1)), sum4(p0.Add(p1))
+	return sum4(s0.Add(s1)), sum4(p0.Add(p1)), sum4(q0.Add(q1))
 }
 
 func addAVX2(acc, x []float64) {
@@ -302,29 +303,29 @@ func doublePtr4(x []float64, i int) *[4]float64 {
 	return (*[4]float64)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 8*i))
 }
 
-func addProductAVX2(acc []float64, x, y []float32, c float64) {
-	cv := archsimd.BroadcastFloat64x4(c)
+func addProductAVX2(acc []float64, x, y []float32, c, e float64) {
+	cv, ev := archsimd.BroadcastFloat64x4(c), archsimd.BroadcastFloat64x4(e)
 	n, i := len(x), 0
 	for ; i+4 <= n; i += 4 {
-		xc := archsimd.LoadFloat32x4(floatPtr4(x, i)).ConvertToFloat64().Mul(cv)
+		xc := archsimd.LoadFloat32x4(floatPtr4(x, i)).ConvertToFloat64().MulAdd(cv, ev)
 		yv := archsimd.LoadFloat32x4(floatPtr4(y, i)).ConvertToFloat64()
 		xc.MulAdd(yv, archsimd.LoadFloat64x4(doublePtr4(acc, i))).Store(doublePtr4(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
-	addProduct(acc[i:], x[i:], y[i:], c)
+	addProduct(acc[i:], x[i:], y[i:], c, e)
 }
 
-func addBothAVX2(products, sums []float64, x, y []float32, c float64) {
-	cv := archsimd.BroadcastFloat64x4(c)
+func addBothAVX2(products, sums []float64, x, y []float32, c, e float64) {
+	cv, ev := archsimd.BroadcastFloat64x4(c), archsimd.BroadcastFloat64x4(e)
 	n, i := len(x), 0
 	for ; i+4 <= n; i += 4 {
-		xc := archsimd.LoadFloat32x4(floatPtr4(x, i)).ConvertToFloat64().Mul(cv)
+		xc := archsimd.LoadFloat32x4(floatPtr4(x, i)).ConvertToFloat64().MulAdd(cv, ev)
 		yv := archsimd.LoadFloat32x4(floatPtr4(y, i)).ConvertToFloat64()
 		xc.MulAdd(yv, archsimd.LoadFloat64x4(doublePtr4(products, i))).Store(doublePtr4(products, i))
 		yv.Add(archsimd.LoadFloat64x4(doublePtr4(sums, i))).Store(doublePtr4(sums, i))
 	}
 	archsimd.ClearAVXUpperBits()
-	addBoth(products[i:], sums[i:], x[i:], y[i:], c)
+	addBoth(products[i:], sums[i:], x[i:], y[i:], c, e)
 }
 
 //go:nocheckptr

@@ -31,25 +31,25 @@ var avx512 = rowFuncs[float32]{
 		kernels.BFloat16: storeBFloat16AVX512,
 		kernels.Float32:  storeFloat32AVX512,
 	},
-	max:        maxAVX512,
-	without:    withoutAVX512,
-	exp:        expAVX512,
-	expScale:   expScaleAVX512,
-	expAll:     expAllAVX512,
-	log1pAll:   log1pAllAVX512,
-	dot:        dotAVX512,
-	dot3:       dot3AVX512,
-	add:        addAVX512,
-	addProduct: addProductAVX512,
-	multiply:   multiplyAVX512,
-	sum:        sumAVX512,
-	subtract:   subtractAVX512,
-	accumulate: accumulateAVX512,
-	sumAndDot3: sumAndDot3AVX512,
-	addBoth:    addBothAVX512,
-	moments:    momentsAVX512,
-	normalize:  normalizeAVX512,
-	normGrad:   normGradAVX512,
+	max:         maxAVX512,
+	without:     withoutAVX512,
+	exp:         expAVX512,
+	expScale:    expScaleAVX512,
+	expAll:      expAllAVX512,
+	log1pAll:    log1pAllAVX512,
+	dot:         dotAVX512,
+	dot3:        dot3AVX512,
+	add:         addAVX512,
+	addProduct:  addProductAVX512,
+	multiply:    multiplyAVX512,
+	sum:         sumAVX512,
+	subtract:    subtractAVX512,
+	accumulate:  accumulateAVX512,
+	sumsAndDot3: sumsAndDot3AVX512,
+	addBoth:     addBothAVX512,
+	moments:     momentsAVX512,
+	normalize:   normalizeAVX512,
+	normGrad:    normGradAVX512,
 
 	expSum:  expSumAVX512,
 	expRows: expRowsAVX512,
@@ -220,22 +220,23 @@ func dot3AVX512(x, y, z []float32) float64 {
 	return sum16(s0, s1)
 }
 
-func sumAndDot3AVX512(x, y, z []float32) (sum, product float64) {
-	var s0, s1, p0, p1 f64x8
+func sumsAndDot3AVX512(x, y, z []float32) (sum, product, product3 float64) {
+	var s0, s1, p0, p1, q0, q1 f64x8
 	n, i := len(x), 0
 	for ; i+64 <= n; i += 64 {
+		x0, x1, x2, x3 := load16(x, i), load16(x, i+16), load16(x, i+32), load16(x, i+48)
+		s0, s1 = accumulate16(s0, s1, x0.Add(x2).Add(x1.Add(x3)))
 		a, b := load16(y, i).Mul(load16(z, i)), load16(y, i+16).Mul(load16(z, i+16))
 		c, d := load16(y, i+32).Mul(load16(z, i+32)), load16(y, i+48).Mul(load16(z, i+48))
-		s0, s1 = accumulate16(s0, s1, a.Add(c).Add(b.Add(d)))
-		a, b = a.Mul(load16(x, i)), b.Mul(load16(x, i+16))
-		p0, p1 = accumulate16(p0, p1, c.MulAdd(load16(x, i+32), a).Add(d.MulAdd(load16(x, i+48), b)))
+		p0, p1 = accumulate16(p0, p1, a.Add(c).Add(b.Add(d)))
+		q0, q1 = accumulate16(q0, q1, c.MulAdd(x2, a.Mul(x0)).Add(d.MulAdd(x3, b.Mul(x1))))
 	}
 	for ; i < n; i += 8 {
 		mask := tailMask8(n - i)
-		g := loadTailWide8(y, i, mask).Mul(loadTailWide8(z, i, mask))
-		s0, p0 = s0.Add(g), g.MulAdd(loadTailWide8(x, i, mask), p0)
+		g, v := loadTailWide8(y, i, mask).Mul(loadTailWide8(z, i, mask)), loadTailWide8(x, i, mask)
+		s0, p0, q0 = s0.Add(v), p0.Add(g), g.MulAdd(v, q0)
 	}
-	return sum16(s0, s1), sum16(p0, p1)
+	return sum16(s0, s1), sum16(p0, p1), sum16(q0, q1)
 }
 
 func addAVX512(acc, x []float64) {
@@ -252,28 +253,28 @@ func doublePtr8(x []float64, i int) *[8]float64 {
 	return (*[8]float64)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(x)), 8*i))
 }
 
-func addProductAVX512(acc []float64, x, y []float32, c float64) {
-	cv := archsimd.BroadcastFloat64x8(c)
+func addProductAVX512(acc []float64, x, y []float32, c, e float64) {
+	cv, ev := archsimd.BroadcastFloat64x8(c), archsimd.BroadcastFloat64x8(e)
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
-		xc := load8(x, i).ConvertToFloat64().Mul(cv)
+		xc := load8(x, i).ConvertToFloat64().MulAdd(cv, ev)
 		sum := xc.MulAdd(load8(y, i).ConvertToFloat64(), archsimd.LoadFloat64x8(doublePtr8(acc, i)))
 		sum.Store(doublePtr8(acc, i))
 	}
 	archsimd.ClearAVXUpperBits()
-	addProduct(acc[i:], x[i:], y[i:], c)
+	addProduct(acc[i:], x[i:], y[i:], c, e)
 }
 
-func addBothAVX512(products, sums []float64, x, y []float32, c float64) {
-	cv := archsimd.BroadcastFloat64x8(c)
+func addBothAVX512(products, sums []float64, x, y []float32, c, e float64) {
+	cv, ev := archsimd.BroadcastFloat64x8(c), archsimd.BroadcastFloat64x8(e)
 	n, i := len(x), 0
 	for ; i+8 <= n; i += 8 {
-		xc, yv := load8(x, i).ConvertToFloat64().Mul(cv), load8(y, i).ConvertToFloat64()
+		xc, yv := load8(x, i).ConvertToFloat64().MulAdd(cv, ev), load8(y, i).ConvertToFloat64()
 		xc.MulAdd(yv, archsimd.LoadFloat64x8(doublePtr8(products, i))).Store(doublePtr8(products, i))
 		yv.Add(archsimd.LoadFloat64x8(doublePtr8(sums, i))).Store(doublePtr8(sums, i))
 	}
 	archsimd.ClearAVXUpperBits()
-	addBoth(products[i:], sums[i:], x[i:], y[i:], c)
+	addBoth(products[i:], sums[i:], x[i:], y[i:], c, e)
 }
 
 //go:nocheckptr

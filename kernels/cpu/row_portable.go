@@ -37,7 +37,7 @@ var portable32 = rowFuncs[float32]{
 	sum:         sum[float32],
 	subtract:    subtract[float32],
 	accumulate:  accumulate[float32],
-	sumAndDot3:  sumAndDot3[float32],
+	sumsAndDot3: sumsAndDot3[float32],
 	addBoth:     addBoth[float32],
 	moments:     moments[float32],
 	normalize:   normalize[float32],
@@ -63,7 +63,7 @@ var portable64 = rowFuncs[float64]{
 	sum:         sum[float64],
 	subtract:    subtract[float64],
 	accumulate:  accumulate[float64],
-	sumAndDot3:  sumAndDot3[float64],
+	sumsAndDot3: sumsAndDot3[float64],
 	addBoth:     addBoth[float64],
 	moments:     moments[float64],
 	normalize:   normalize[float64],
@@ -226,21 +226,25 @@ func add(acc, x []float64) {
 	}
 }
 
-func addProduct[T float](acc []float64, x, y []T, c float64) {
+func addProduct[T float](acc []float64, x, y []T, c, e float64) {
 	acc, y = acc[:len(x)], y[:len(x)]
 	for i, v := range x {
-		acc[i] += float64(v) * c * float64(y[i])
+		acc[i] += (float64(v)*c + e) * float64(y[i])
 	}
 }
 
-func sumAndDot3[T float](x, y, z []T) (sum, product float64) {
-	return dot(y, z), dot3(x, y, z)
+func sumsAndDot3[T float](x, y, z []T) (sum, product, product3 float64) {
+	var s [4]float64
+	for i, v := range x {
+		s[i%len(s)] += float64(v)
+	}
+	return (s[0] + s[1]) + (s[2] + s[3]), dot(y, z), dot3(x, y, z)
 }
 
-func addBoth[T float](products, sums []float64, x, y []T, c float64) {
+func addBoth[T float](products, sums []float64, x, y []T, c, e float64) {
 	products, sums, y = products[:len(x)], sums[:len(x)], y[:len(x)]
 	for i, v := range x {
-		products[i] += float64(v) * c * float64(y[i])
+		products[i] += (float64(v)*c + e) * float64(y[i])
 		sums[i] += float64(y[i])
 	}
 }

@@ -268,16 +268,18 @@ func TestRowFuncLengths(t *testing.T) {
 			require.Equal(t, dot3, k.dot3(x, y, z), "%s %d", k.name, n)
 			pair := func(a, b float64) [2]float64 { return [2]float64{a, b} }
 			require.Equal(t, pair(shifted, shiftedSquares), pair(k.moments(x, 3)), "%s %d", k.name, n)
-			require.Equal(t, pair(yz, dot3), pair(k.sumAndDot3(x, y, z)), "%s %d", k.name, n)
+			sum, sumYZ, sumXYZ := k.sumsAndDot3(x, y, z)
+			require.Equal(t, [3]float64{shifted + 3*float64(n), yz, dot3}, [3]float64{sum, sumYZ, sumXYZ}, "%s %d",
+				k.name, n)
 			k.add(acc, more)
 			products, sums := slices.Clone(acc), slices.Clone(more)
-			k.addProduct(acc, x, y, 2)
+			k.addProduct(acc, x, y, 2, 3)
 			k.accumulate(more, y)
 			for i := range n {
-				require.Equal(t, float64(i)+0.5+float64(2*x[i]*y[i]), acc[i])
+				require.Equal(t, float64(i)+0.5+float64((2*x[i]+3)*y[i]), acc[i])
 				require.Equal(t, 0.5+float64(y[i]), more[i])
 			}
-			k.addBoth(products, sums, x, y, 2)
+			k.addBoth(products, sums, x, y, 2, 3)
 			require.Equal(t, acc, products, "%s %d", k.name, n)
 			require.Equal(t, more, sums, "%s %d", k.name, n)
 			each := func(name string, want func(i int) float32) {

@@ -78,11 +78,44 @@ struct alignas(8) GradientSums {
     g = lanes_sum<L>(g), gh = lanes_sum<L>(gh);
   }
   template <int E>
-  __device__ __forceinline__ void add(const float (&gs)[E], const float (&hs)[E]) {
+  __device__ __forceinline__ void add(const float (&gs)[E], const float (&hs)[E], bool) {
     float s = 0.f, t = 0.f;
 #pragma unroll
     for (int j = 0; j < E; j++) s += gs[j], t = fmaf(gs[j], hs[j], t);
     g += s, gh += t;
+  }
+};
+
+// The mean that is saved is rounded to float32. In a float32 row whose deviations are small beside its mean
+// this is much of them. So h, whose sum would be 0, is summed as well: in float, whose rounding is as small
+// beside the elements' as theirs.
+template <>
+struct alignas(8) GradientSums<f32> {
+  using A = double;
+  static constexpr bool kMaxFirst = false;
+  A g = 0, gh = 0;
+  float h = 0.f;
+  __device__ __forceinline__ void merge(const GradientSums& o) { g += o.g, gh += o.gh, h += o.h; }
+  template <int L>
+  __device__ __forceinline__ void reduce_lanes() {
+    g = lanes_sum<L>(g), gh = lanes_sum<L>(gh), h = lanes_sum<L>(h);
+  }
+  // Of elements out of bounds gs are 0. in: these elements are in bounds, or hs are 0 too.
+  template <int E>
+  __device__ __forceinline__ void add(const float (&gs)[E], const float (&hs)[E], bool in) {
+    float s = 0.f, t = 0.f, u = 0.f;
+#pragma unroll
+    for (int j = 0; j < E; j++) s += gs[j], t = fmaf(gs[j], hs[j], t), u += hs[j];
+    g += s, gh += t, h += in ? u : 0.f;
+  }
+  // Returns the mean of h, and makes gh the sum for h without it. `mean` has the unit of h. A mean of h that
+  // is more than the rounding of `mean` explains is not due to that: then `mean` is not that of the row, or
+  // too small for its rounding to matter.
+  __device__ __forceinline__ float correct(float mean, float inv_n) {
+    const float rest = h * inv_n;
+    if (!(fabsf(rest) <= fabsf(mean) * 0x1p-23f)) return 0.f;
+    gh -= rest * g;
+    return rest;
   }
 };
 
@@ -295,15 +328,16 @@ struct AlignedNormBackward : RowOperator<AlignedNormBackward<T_, Center, Third>>
   struct Scalars {
     float mean, rstd;
     float mean_g, mean_gx;  // the means of g and of g * xhat, times -rstd
+    float rest;             // what the mean has lost to rounding, in units of xhat; 0 until it is known
     __device__ __forceinline__ float normalized(float x) const {
       if constexpr (!Center) return x * rstd;
-      if constexpr (sizeof(T) == 4) return (x - mean) * rstd;
+      if constexpr (sizeof(T) == 4) return fmaf(x - mean, rstd, -rest);
       return fmaf(x, rstd, -mean * rstd);
     }
   };
   __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
     const float mean = Center ? static_cast<const float*>(a.mean)[row] : 0.f;
-    return {mean, static_cast<const float*>(a.rstd)[row], 0.f, 0.f};
+    return {mean, static_cast<const float*>(a.rstd)[row], 0.f, 0.f, 0.f};
   }
   template <bool Unaligned, int E>
   __device__ __forceinline__ static void load_weight(const Args& a, int64_t origin, int e, Bounds s,
@@ -314,15 +348,16 @@ struct AlignedNormBackward : RowOperator<AlignedNormBackward<T_, Center, Third>>
   }
   template <int E>
   __device__ __forceinline__ static void reduce_columns(const Scalars& sc, State& st, const float (&x)[E],
-                                                        const float (&dy)[E], const float (&w)[E]) {
+                                                        const float (&dy)[E], const float (&w)[E], bool in) {
     float g[E], h[E];
 #pragma unroll
     for (int j = 0; j < E; j++) g[j] = dy[j] * w[j], h[j] = sc.normalized(x[j]);
-    st.add(g, h);
+    if constexpr (Center) st.add(g, h, in);
+    else st.add(g, h);
   }
-  __device__ __forceinline__ static void finalize(const Args& a, int64_t, Scalars& sc, const State& st,
-                                                  bool) {
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t, Scalars& sc, State& st, bool) {
     if constexpr (Center) {
+      if constexpr (sizeof(T) == 4) sc.rest = st.correct(sc.mean * sc.rstd, a.inv_n);
       sc.mean_g = static_cast<float>(st.g) * a.inv_n * -sc.rstd;
       sc.mean_gx = static_cast<float>(st.gh) * a.inv_n * -sc.rstd;
     } else {

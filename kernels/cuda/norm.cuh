@@ -387,8 +387,11 @@ __device__ __forceinline__ void norm_partial_body(const NormArgs& a) {
       load_floats<Unaligned>(dy, a.rows.b_type, e, c.bounds, g);
       load_scale<Unaligned>(a, parameters, e, c.bounds, w);
 #pragma unroll
-      for (int j = 0; j < E; j++) g[j] *= w[j], h[j] -= mean;
-      st.add(g, h);
+      for (int j = 0; j < E; j++) {
+        g[j] *= w[j], h[j] -= mean;
+        if (sizeof(T) == 4 && Unaligned && e + j >= c.bounds.hi) h[j] = 0.f;
+      }
+      st.add(g, h, true);
     }
     st.template reduce_lanes<32>();
   } else {
@@ -445,13 +448,16 @@ __device__ __forceinline__ void norm_apply_body(const NormArgs& a) {
 struct NormGradientScalars {
   float mean = 0.f, rstd = 0.f;
   float mean_g = 0.f, mean_gx = 0.f;  // the means of g and of g * xhat
+  float rest = 0.f;                   // what the mean has lost to rounding
   NormGradientScalars() = default;
   __device__ __forceinline__ NormGradientScalars(const NormArgs& a, int64_t row) {
     mean = a.center ? static_cast<const float*>(a.mean)[row] : 0.f;
     rstd = static_cast<const float*>(a.rstd)[row];
   }
   template <class T>
-  __device__ __forceinline__ void finalize(const NormArgs& a, const GradientSums<T>& st) {
+  __device__ __forceinline__ void finalize(const NormArgs& a, GradientSums<T>& st) {
+    if constexpr (sizeof(T) == 4)
+      if (a.center) rest = st.correct(mean, a.inv_n);
     mean_g = a.center ? static_cast<float>(st.g) * a.inv_n : 0.f;
     mean_gx = static_cast<float>(st.gh) * rstd * a.inv_n;
   }
@@ -618,7 +624,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
         weight(i, w);
 #pragma unroll
         for (int j = 0; j < E; j++) g[j] *= w[j], h[j] -= sc.mean;
-        st.add(g, h);
+        st.add(g, h, active && e < columns);
       }
       st.template reduce_lanes<(TPR < 32 ? TPR : 32)>();
       // After the barrier all threads have read the stage.
@@ -643,6 +649,7 @@ __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
 #pragma unroll
         for (int j = 0; j < E; j++) {
           h[j] -= sc.mean;
+          if constexpr (sizeof(T) == 4) h[j] -= sc.rest;
           xhat[j] = h[j] * sc.rstd;
           out[j] += fmaf(dy[j] * w[j], sc.rstd, fmaf(h[j], slope, rest));
         }
@@ -745,7 +752,8 @@ __device__ __forceinline__ void norm_columns_body(const NormArgs& a) {
     for (int j = 0; j < E; j++) {
       const int c = column(j);
       if (c >= end) break;
-      const float h = to_float(x[c]) - sc.mean, d = load_float(dy, a.rows.b_type, c);
+      const float deviation = to_float(x[c]) - sc.mean, d = load_float(dy, a.rows.b_type, c);
+      const float h = sizeof(T) == 4 ? deviation - sc.rest : deviation;
       const float more = a.c ? load_float(dres, a.c_type, c) : 0.f;
       if (a.round_normalized) dw[j] += static_cast<Accumulator<T>>(d) * rounded(a.rows.y_type, h * sc.rstd);
       else dw[j] += static_cast<Accumulator<T>>(d) * h * sc.rstd;

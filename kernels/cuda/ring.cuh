@@ -153,7 +153,7 @@ __device__ __forceinline__ void partition_rows(int64_t rows, int64_t cta, int64_
 //
 // An operator with a third input adds it to dx. Besides the hooks of RowOperator an operator has
 //   load_weight<Unaligned>(args, origin, e, bounds, w)   a vector of weights
-//   reduce_columns(scalars, state, x, dy, w)             adds a vector to a row's state
+//   reduce_columns(scalars, state, x, dy, w, in)         adds a vector to a row's state; in: it is in bounds
 //   ColumnSums<V>                                        a thread's sums over rows: map() computes a vector
 //                                                        of dx and adds to them, store() stores a vector's
 template <class Op, int Threads, int V, bool Cluster, bool Unaligned>
@@ -248,7 +248,7 @@ __device__ __forceinline__ void ring_body(const typename Op::Args& a) {
         unpack(T(), xs[i], fx);
         unpack(T(), ds[i], fd);
         weights.get(i, w);
-        Op::reduce_columns(sc, st, fx, fd, w);
+        Op::reduce_columns(sc, st, fx, fd, w, (own + i * 32) * E < bounds.hi);
       }
       st.template reduce_lanes<32>();
       // After its barrier all threads have read the stage.

@@ -199,7 +199,7 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   }
   template <int E>
   __device__ __forceinline__ static void reduce_columns(const Scalars&, State& st, const float (&x)[E],
-                                                        const float (&dy)[E], const float (&w)[E]) {
+                                                        const float (&dy)[E], const float (&w)[E], bool) {
     add_vector(st, x, dy, w);
   }
   template <int V>

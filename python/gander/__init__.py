@@ -58,9 +58,18 @@ __all__ = [
     "warmup",
 ]
 
+# The name by which pickles and traced graphs find a public function, wherever it is defined.
+for _name in __all__:
+    if callable(_function := globals().get(_name)):
+        _function.__module__ = __name__
+
 
 def _load_torch() -> None:
-    from . import _torch  # noqa: F401 - registers itself
+    from . import _torch
+
+    # Functions that torch.fx must not drop from a graph because nothing uses their result.
+    for function in fused_add_rmsnorm, cross_entropy_fwd_out, cross_entropy_bwd_out:
+        _torch.has_side_effect(function)
 
 
 _backend.load_with_torch(_load_torch)

@@ -45,11 +45,11 @@ class Backend(Operators, Protocol):
     def is_ours(self, x: Any, other: Any) -> bool:
         """Whether another argument is of x's library."""
 
-    def check_residual(self, x: Any, residual: Any) -> None:
-        """Refuses what is no residual of x."""
-
     def check_targets(self, classes: int, target: Any, ignore_index: int) -> None:
         """Raises IndexError if an element of target is neither a class nor ignore_index."""
+
+    def check_writable(self, **arrays: Any) -> None:
+        """Refuses arrays or None, by argument, that may not be written."""
 
     def ones_like(self, x: Any) -> Any:
         """A new array of ones."""
@@ -62,6 +62,9 @@ class Backend(Operators, Protocol):
 
     def rows(self, x: Any, dim: int, function: str) -> Any:
         """x with dimension dim at the end."""
+
+    def moved_back(self, y: Any, dim: int) -> Any:
+        """A new contiguous array: y with its last dimension at dim."""
 
     def with_lse_partial(self, *arguments: Any) -> Any:
         """The loss of rows whose log-sum-exp comes in parts."""
@@ -79,6 +82,8 @@ BACKENDS: dict[type, Backend] = {}
 torch: Any = None  # torch's backend, once it is registered
 _arrays: Any = None
 _Tensor: Any = ()  # torch.Tensor once that backend is registered; until then isinstance(x, ()) is False
+_overrides: Callable[[Any], bool] | None = None  # whether an argument handles torch's functions itself
+hand_over: Callable[..., Any]  # calls such an argument, once torch's backend is registered
 _load_torch: Callable[[], Any] | None = None
 _failure: Exception | None = None
 
@@ -89,10 +94,12 @@ def serve_arrays(backend: Any) -> None:
     _arrays = backend
 
 
-def serve_tensors(backend: Any, tensor: type, *others: type) -> None:
+def serve_tensors(
+    backend: Any, tensor: type, *others: type, overrides: Callable[[Any], bool], hand: Callable[..., Any]
+) -> None:
     """Registers torch's backend, for torch.Tensor and other types that are no subclass to care about."""
-    global torch, _Tensor
-    torch, _Tensor = backend, tensor
+    global torch, _Tensor, _overrides, hand_over
+    torch, _Tensor, _overrides, hand_over = backend, tensor, overrides, hand
     BACKENDS.update(dict.fromkeys((tensor, *others), backend))
 
 
@@ -118,9 +125,13 @@ def failure() -> str | None:
     return _failure and f"{type(_failure).__name__}: {_failure}"
 
 
-def backend_of(x: Any) -> Backend:
-    """The backend of an argument whose exact type is not in BACKENDS."""
-    return torch if is_tensor(x) else _arrays
+def backend_of(x: Any) -> Backend | None:
+    """The backend of an argument whose exact type is not in BACKENDS. None: the argument handles the call
+    itself, by `__torch_function__`, as a torch.fx.Proxy does."""
+    if _overrides is not None and _overrides(x):
+        return None
+    backend: Backend = torch if is_tensor(x) else _arrays
+    return backend
 
 
 def is_tensor(x: Any) -> bool:

@@ -49,7 +49,7 @@ static void test_borrowed(void) {
   REFUSED(gander_softmax_forward(x, NULL, NULL, NULL), GANDER_ERROR_NULL, "softmax_forward: y is NULL");
   a.shape[0] = 1;
   REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE,
-          "3 rows of 4, expected 1 rows of 4 as x");
+          "y has shape (3, 4), expected (1, 4) as x");
   a.shape[0] = M;
   x->ndim = -3;
   REFUSED(gander_softmax_forward(x, y, NULL, NULL), GANDER_ERROR_SHAPE, "ndim is -3");

@@ -25,6 +25,8 @@
     const char* operands; \
     int outputs;              /* 0 if tensors are borrowed */ \
     const void* wrong_option; /* NULL if no option has invalid values */ \
+    const void* set_options;  /* every flag is set, and there is a reduction */ \
+    const char* names[MOST_OPERANDS]; \
   } function;
 #include "functions_gen.h"
 enum { FUNCTIONS = sizeof functions / sizeof *functions };

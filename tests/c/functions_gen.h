@@ -8,6 +8,25 @@ static const gander_rmsnorm_options bad_rmsnorm = {
     .size = sizeof bad_rmsnorm, .algorithm = 99};
 static const gander_cross_entropy_options bad_cross_entropy = {
     .size = sizeof bad_cross_entropy, .reduction = 99};
+static const gander_softmax_options set_softmax = {
+    .size = sizeof set_softmax, .batch_invariant = 1};
+static const gander_masked_softmax_options set_masked_softmax = {
+    .size = sizeof set_masked_softmax, .scale = 1, .log = 1, .causal = 1, .masked_zero = 1, .batch_invariant =
+    1};
+static const gander_rmsnorm_options set_rmsnorm = {
+    .size = sizeof set_rmsnorm, .eps = 1e-06, .batch_invariant = 1, .round_normalized = 1};
+static const gander_layernorm_options set_layernorm = {
+    .size = sizeof set_layernorm, .eps = 1e-06, .batch_invariant = 1};
+static const gander_cross_entropy_options set_cross_entropy = {
+    .size = sizeof set_cross_entropy, .ignore_index = -100, .reduction = 1, .one_pass = 1, .batch_invariant =
+    1, .slice = 1};
+static const gander_sharded_cross_entropy_options set_sharded_cross_entropy = {
+    .size = sizeof set_sharded_cross_entropy, .classes = -1, .ignore_index = -100, .mean = 1, .weighted = 1,
+    .batch_invariant = 1};
+static const gander_rescale_options set_rescale = {
+    .size = sizeof set_rescale, .batch_invariant = 1};
+static const gander_logsumexp_options set_logsumexp = {
+    .size = sizeof set_logsumexp, .batch_invariant = 1};
 
 static inline int32_t call_softmax_forward(const arguments* a) {
   return gander_softmax_forward(borrowed(a, 0), borrowed(a, 1), a->options, a->stream);
@@ -161,32 +180,63 @@ static inline int32_t call_logsumexp_grad_owned(const arguments* a) {
 }
 
 static const function functions[] = {
-    {"gander_softmax_forward", call_softmax_forward, "mm", 0, &bad_softmax},
-    {"gander_softmax", call_softmax_owned, "m", 1, &bad_softmax},
-    {"gander_softmax_backward", call_softmax_backward, "mmm", 0, &bad_softmax},
-    {"gander_softmax_grad", call_softmax_grad_owned, "mm", 1, &bad_softmax},
-    {"gander_masked_softmax_forward", call_masked_softmax_forward, "mbm", 0, NULL},
-    {"gander_masked_softmax", call_masked_softmax_owned, "mb", 1, NULL},
-    {"gander_masked_softmax_backward", call_masked_softmax_backward, "mmbm", 0, NULL},
-    {"gander_masked_softmax_grad", call_masked_softmax_grad_owned, "mmb", 1, NULL},
-    {"gander_rmsnorm_forward", call_rmsnorm_forward, "mnnmmmr", 0, &bad_rmsnorm},
-    {"gander_rmsnorm", call_rmsnorm_owned, "mnnm", 3, &bad_rmsnorm},
-    {"gander_rmsnorm_backward", call_rmsnorm_backward, "mnmmrmmnn", 0, &bad_rmsnorm},
-    {"gander_rmsnorm_grad", call_rmsnorm_grad_owned, "mnmmr", 4, &bad_rmsnorm},
-    {"gander_layernorm_forward", call_layernorm_forward, "mnnmmmrr", 0, NULL},
-    {"gander_layernorm", call_layernorm_owned, "mnnm", 4, NULL},
-    {"gander_layernorm_backward", call_layernorm_backward, "mnmmrrmmnn", 0, NULL},
-    {"gander_layernorm_grad", call_layernorm_grad_owned, "mnmmrr", 4, NULL},
-    {"gander_cross_entropy_forward", call_cross_entropy_forward, "mtn--rrm1", 0, &bad_cross_entropy},
-    {"gander_cross_entropy", call_cross_entropy_owned, "mtn--", 4, &bad_cross_entropy},
-    {"gander_cross_entropy_backward", call_cross_entropy_backward, "mtnsr---m", 0, &bad_cross_entropy},
-    {"gander_cross_entropy_grad", call_cross_entropy_grad_owned, "mtnsr---", 1, &bad_cross_entropy},
-    {"gander_sharded_cross_entropy_combine", call_sharded_cross_entropy_combine, "munnn1n1", 0, NULL},
-    {"gander_sharded_cross_entropy", call_sharded_cross_entropy_owned, "mu", 6, NULL},
-    {"gander_rescale_gradient", call_rescale_gradient, "m1-m", 0, NULL},
-    {"gander_rescale", call_rescale_owned, "m1-", 1, NULL},
-    {"gander_logsumexp_forward", call_logsumexp_forward, "mr", 0, NULL},
-    {"gander_logsumexp", call_logsumexp_owned, "m", 1, NULL},
-    {"gander_logsumexp_backward", call_logsumexp_backward, "mrrm", 0, NULL},
-    {"gander_logsumexp_grad", call_logsumexp_grad_owned, "mrr", 1, NULL},
+    {"gander_softmax_forward", call_softmax_forward, "mm", 0, &bad_softmax,
+     &set_softmax, {"x", "y"}},
+    {"gander_softmax", call_softmax_owned, "m", 1, &bad_softmax,
+     &set_softmax, {"x"}},
+    {"gander_softmax_backward", call_softmax_backward, "mmm", 0, &bad_softmax,
+     &set_softmax, {"dy", "y", "dx"}},
+    {"gander_softmax_grad", call_softmax_grad_owned, "mm", 1, &bad_softmax,
+     &set_softmax, {"dy", "y"}},
+    {"gander_masked_softmax_forward", call_masked_softmax_forward, "mbm", 0, NULL,
+     &set_masked_softmax, {"x", "mask", "y"}},
+    {"gander_masked_softmax", call_masked_softmax_owned, "mb", 1, NULL,
+     &set_masked_softmax, {"x", "mask"}},
+    {"gander_masked_softmax_backward", call_masked_softmax_backward, "mmbm", 0, NULL,
+     &set_masked_softmax, {"dy", "y", "mask", "dx"}},
+    {"gander_masked_softmax_grad", call_masked_softmax_grad_owned, "mmb", 1, NULL,
+     &set_masked_softmax, {"dy", "y", "mask"}},
+    {"gander_rmsnorm_forward", call_rmsnorm_forward, "mnnmmmr", 0, &bad_rmsnorm,
+     &set_rmsnorm, {"x", "weight", "bias", "residual", "y", "residual_out", "rstd"}},
+    {"gander_rmsnorm", call_rmsnorm_owned, "mnnm", 3, &bad_rmsnorm,
+     &set_rmsnorm, {"x", "weight", "bias", "residual"}},
+    {"gander_rmsnorm_backward", call_rmsnorm_backward, "mnmmrmmnn", 0, &bad_rmsnorm,
+     &set_rmsnorm, {"x", "weight", "dout", "dresidual_out", "rstd", "dx", "dresidual", "dw", "db"}},
+    {"gander_rmsnorm_grad", call_rmsnorm_grad_owned, "mnmmr", 4, &bad_rmsnorm,
+     &set_rmsnorm, {"x", "weight", "dout", "dresidual_out", "rstd"}},
+    {"gander_layernorm_forward", call_layernorm_forward, "mnnmmmrr", 0, NULL,
+     &set_layernorm, {"x", "weight", "bias", "residual", "y", "residual_out", "mean", "rstd"}},
+    {"gander_layernorm", call_layernorm_owned, "mnnm", 4, NULL,
+     &set_layernorm, {"x", "weight", "bias", "residual"}},
+    {"gander_layernorm_backward", call_layernorm_backward, "mnmmrrmmnn", 0, NULL,
+     &set_layernorm, {"x", "weight", "dout", "dresidual_out", "mean", "rstd", "dx", "dresidual", "dw", "db"}},
+    {"gander_layernorm_grad", call_layernorm_grad_owned, "mnmmrr", 4, NULL,
+     &set_layernorm, {"x", "weight", "dout", "dresidual_out", "mean", "rstd"}},
+    {"gander_cross_entropy_forward", call_cross_entropy_forward, "mtn--rrm1", 0, &bad_cross_entropy,
+     &set_cross_entropy, {"x", "target", "weight", "divisor", "upstream", "loss", "lse", "dx",
+     "denominator"}},
+    {"gander_cross_entropy", call_cross_entropy_owned, "mtn--", 4, &bad_cross_entropy,
+     &set_cross_entropy, {"x", "target", "weight", "divisor", "upstream"}},
+    {"gander_cross_entropy_backward", call_cross_entropy_backward, "mtnsr---m", 0, &bad_cross_entropy,
+     &set_cross_entropy, {"x", "target", "weight", "dloss", "lse", "divisor", "upstream", "denominator",
+     "dx"}},
+    {"gander_cross_entropy_grad", call_cross_entropy_grad_owned, "mtnsr---", 1, &bad_cross_entropy,
+     &set_cross_entropy, {"x", "target", "weight", "dloss", "lse", "divisor", "upstream", "denominator"}},
+    {"gander_sharded_cross_entropy_combine", call_sharded_cross_entropy_combine, "munnn1n1", 0, NULL,
+     &set_sharded_cross_entropy, {"parts", "target", "max", "log_sum", "losses", "loss", "weights",
+     "denominator"}},
+    {"gander_sharded_cross_entropy", call_sharded_cross_entropy_owned, "mu", 6, NULL,
+     &set_sharded_cross_entropy, {"parts", "target"}},
+    {"gander_rescale_gradient", call_rescale_gradient, "m1-m", 0, NULL,
+     &set_rescale, {"x", "dloss", "upstream", "y"}},
+    {"gander_rescale", call_rescale_owned, "m1-", 1, NULL,
+     &set_rescale, {"x", "dloss", "upstream"}},
+    {"gander_logsumexp_forward", call_logsumexp_forward, "mr", 0, NULL,
+     &set_logsumexp, {"x", "lse"}},
+    {"gander_logsumexp", call_logsumexp_owned, "m", 1, NULL,
+     &set_logsumexp, {"x"}},
+    {"gander_logsumexp_backward", call_logsumexp_backward, "mrrm", 0, NULL,
+     &set_logsumexp, {"x", "dlse", "lse", "dx"}},
+    {"gander_logsumexp_grad", call_logsumexp_grad_owned, "mrr", 1, NULL,
+     &set_logsumexp, {"x", "dlse", "lse"}},
 };

@@ -37,6 +37,9 @@ check example.c "${CC:-cc}" -std=c99 "$@"
 check abi_test.c "${CC:-cc}" -std=c99 "$@"
 check memory_test.c "${CC:-cc}" -std=gnu99 -D_GNU_SOURCE "$@"
 
+build malformed_test.c "${CC:-cc}" -std=c99 "$@"
+"$program" "$header"
+
 # Go aborts the process at the first error, so each function is tested in a separate process. The last line
 # that a process prints is the result, or the call in which it was aborted.
 build stack_test.c "${CC:-cc}" -std=c99 "$@"

@@ -316,6 +316,35 @@ def test_layernorm(rows):
     check("layernorm_backward", inputs, rows.outputs("dx dw db"))
 
 
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("third", ["", " dresidual_out"])
+def test_layernorm_of_close_elements(rows, third):
+    """Backward has forward's digits where rounding the saved mean is 3 % of the elements' deviations."""
+    m, n = rows.m, rows.n
+    x = (1 + np.arange(m)[:, None] / 3 + 1e-6 * rows.values(m, n)).astype(np.float32)
+    given = rows.inputs(f"weight dout{third}") | {"x": ("float32", x)}
+    forward = {k: given[k] for k in ("x", "weight")}
+    outputs = rows.outputs("y mean rstd")
+    got = {device: call(device, "layernorm_forward", forward, outputs, eps=0) for device in (HOST, DEVICE)}
+    mean = x.astype(np.float64).mean(-1, keepdims=True)
+    mean += (x - mean).mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True))
+    xhat, (weight, dout) = (x - mean) * rstd, (given[k][1].astype(np.float64) for k in ("weight", "dout"))
+    g = dout * weight
+    gx = (g * xhat).mean(-1, keepdims=True)
+    exact = {"y": xhat * weight, "db": dout.sum(0), "dw": (dout * xhat).sum(0)}
+    exact["dx"] = (g - g.mean(-1, keepdims=True) - xhat * gx) * rstd
+    if third:
+        exact["dx"] += given["dresidual_out"][1]
+    size = {"y": abs(exact["y"]), "db": abs(dout).sum(0), "dw": abs(dout * xhat).sum(0)}
+    size["dx"] = (abs(g) + abs(g).mean() + abs(xhat * gx)) * rstd
+    for device, saved in got.items():
+        back = given | {k: ("float32", saved[k]) for k in ("mean", "rstd")}
+        saved |= call(device, "layernorm_backward", back, rows.outputs("dx dw db"))
+        for name, values in exact.items():
+            assert (abs(saved[name] - values) <= 2.0**-21 * (size[name] + size[name].mean())).all(), name
+
+
 @pytest.mark.parametrize("operator", ["rmsnorm", "layernorm"])
 def test_heads(dtype, operator):
     heads, n = 3, 256 // SIZES[dtype]

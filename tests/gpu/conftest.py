@@ -24,9 +24,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]  # the latter for tolerance.py
+PACKAGES = [str(ROOT / "python"), str(ROOT / "bench")]  # of gander and of gander_bench
+sys.path[:0] = [*PACKAGES, str(ROOT / "tests" / "python")]  # the latter for tolerance.py
 inherited = os.environ.get("PYTHONPATH")
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [inherited])])
+os.environ["PYTHONPATH"] = os.pathsep.join([*PACKAGES, *filter(None, [inherited])])
 # A new cache for inductor, without graphs that another version of gander compiled.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="gander-inductor-"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX reserves most of the memory

@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-pytest.importorskip("typer", reason="the command line needs the extra `demo`")
-pytest.importorskip("rich", reason="the command line needs the extra `demo`")
+pytest.importorskip("typer", reason="gander_bench needs it, and a GPU host may not have it")
+pytest.importorskip("rich", reason="gander_bench needs it, and a GPU host may not have it")
 
-from gander.bench import cases, limit, sections
+from gander_bench import cases, limit, sections
 
 
 @pytest.mark.parametrize("traffic", limit.TRAFFICS)

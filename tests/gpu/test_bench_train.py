@@ -2,10 +2,10 @@
 
 import pytest
 
-pytest.importorskip("typer", reason="the command line needs the extra `demo`")
-pytest.importorskip("rich", reason="the command line needs the extra `demo`")
+pytest.importorskip("typer", reason="gander_bench needs it, and a GPU host may not have it")
+pytest.importorskip("rich", reason="gander_bench needs it, and a GPU host may not have it")
 
-from gander.bench.train import child
+from gander_bench.train import child
 
 
 def trained(name, model):

@@ -10,10 +10,9 @@ CACHE = tempfile.mkdtemp(prefix="gander-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python")]
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+PACKAGES = [str(ROOT / "python"), str(ROOT / "bench")]  # of gander and of gander_bench
+sys.path[:0] = PACKAGES
+os.environ["PYTHONPATH"] = os.pathsep.join([*PACKAGES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

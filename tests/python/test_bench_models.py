@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gander.bench import cases, models, report, results, sections
+from gander_bench import cases, models, report, results, sections
 
 
 def test_the_grid_has_the_shapes_of_models():

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer
-from gander.bench import cases, plots, records, report, results
-from gander.bench import train as command
-from gander.bench.train import child, contestants, models
-from gander.demo import training
+from gander_bench import cases, plots, records, report, results
+from gander_bench import train as command
+from gander_bench.demo import training
+from gander_bench.train import child, contestants, models
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def interpreted(monkeypatch):
 
 
 def run(*arguments):
-    from gander.__main__ import app
+    from gander_bench.__main__ import app
 
     return CliRunner().invoke(app, ["bench", "train", *(str(argument) for argument in arguments)])
 

@@ -116,7 +116,7 @@ def test_env_is_quoted(tmp_path, shell):
     assert done.returncode == 0, done.stderr
     path, pythonpath, flags, goflags = done.stdout.splitlines()
     assert path == checkout.environment["PATH"]
-    assert pythonpath == str(checkout.root / "python")
+    assert pythonpath == f"{checkout.root}/python:{checkout.root}/bench"
     assert shlex.split(flags)[1] == f"-I{checkout.toolchain()}/nvidia/cuda_runtime/include"
     assert goflags == "-tags=cuda"
 
@@ -275,7 +275,8 @@ func main() {}
     assert done.returncode == 0, done.stderr
     images = sorted(path.name for path in (checkout.root / "kernels/images").iterdir())
     assert images == ["stand_in.sm_80.fatbin", "stand_in.sm_90.fatbin"]
-    assert (checkout.root / ".venv/gander.pth").read_text() == f"{checkout.root}/python\n"
+    paths = (checkout.root / ".venv/gander.pth").read_text().splitlines()
+    assert paths == [f"{checkout.root}/python", f"{checkout.root}/bench"]
     built = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).stand_in())"
     done = checkout.run(sys.executable, "-c", built, "python/gander/_native/libgander.so")
     assert done.stdout == "42\n", done.stderr

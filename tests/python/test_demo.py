@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import typer
-from gander import demo
-from gander.bench import timing
-from gander.demo import checks, training
+from gander_bench import demo, timing
+from gander_bench.demo import checks, training
 from rich.console import Console
 from typer.testing import CliRunner
 

@@ -56,7 +56,7 @@ CASES = {
     "softmax_bwd, another shape": (
         lambda: gander.softmax_bwd(X, X[:, :5]),
         ValueError,
-        r"y has shape \(4, 5\), which is 4 rows of 5, expected 4 rows of 6 as dy",
+        r"y has shape \(4, 5\), expected \(4, 6\) as dy",
     ),
     "softmax_bwd, another dtype": (
         lambda: gander.softmax_bwd(X, X.half()),
@@ -71,12 +71,13 @@ CASES = {
     "rmsnorm, a short weight": (
         lambda: gander.rmsnorm(X, WEIGHT[:5]),
         ValueError,
-        r"weight has shape \(5,\), which is 5 elements, expected 6: one for each column of x",
+        r"weight has shape \(5,\), expected \(6,\): one for each column of x",
     ),
     "rmsnorm, a matrix of weights": (
         lambda: gander.rmsnorm(X, X[:2]),
         ValueError,
-        r"weight has shape \(2, 6\), expected \(N\) or \(H, N\) for x of shape \(.*\), which is \(4, 6\)",
+        r"weight has shape \(2, 6\), expected \(6,\): one for each column of x, or \(4, 6\): one for each "
+        "column of each head",
     ),
     "rmsnorm, a weight of integers": (
         lambda: gander.rmsnorm(X, INTS[0]),
@@ -221,7 +222,7 @@ CASES = {
     "rmsnorm_bwd, another shape": (
         lambda: gander.rmsnorm_bwd(X, WEIGHT, X[:3], LSE),
         ValueError,
-        r"dout has shape \(3, 6\), which is 3 rows of 6, expected 4 rows of 6 as x",
+        r"dout has shape \(3, 6\), expected \(4, 6\) as x",
     ),
     "rmsnorm_bwd, a short rstd": (
         lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE[:3]),
@@ -236,7 +237,7 @@ CASES = {
     "cross_entropy, a short target": (
         lambda: gander.cross_entropy(X, TARGET[:3]),
         ValueError,
-        r"cross_entropy_forward: target has shape \(3\), expected \(4\), the leading dimensions of x",
+        r"cross_entropy_forward: target has shape \(3,\), expected \(4,\), the leading dimensions of x",
     ),
     "cross_entropy, a transposed target": (
         lambda: gander.cross_entropy(
@@ -258,7 +259,7 @@ CASES = {
     "cross_entropy, a short weight": (
         lambda: gander.cross_entropy(X, TARGET, weight=WEIGHT[:5]),
         ValueError,
-        r"weight has shape \(5,\), which is 5 elements, expected 6: one for each column of x",
+        r"weight has shape \(5,\), expected \(6,\): one for each column of x",
     ),
     "cross_entropy, an unknown reduction": (
         lambda: gander.cross_entropy(X, TARGET, reduction="avg"),
@@ -273,8 +274,8 @@ CASES = {
     "cross_entropy_bwd, a short dloss": (
         lambda: gander.cross_entropy_bwd(X, TARGET, LSE[:3], LSE),
         ValueError,
-        r"dloss has shape \(3,\), which is 3 elements, expected 4: one for each row of x, or a single one "
-        "for all",
+        r"dloss has shape \(3,\), which is 3 elements, expected 4: one for each row of x, or 1: one for all "
+        "rows",
     ),
     "cross_entropy_bwd, a short lse": (
         lambda: gander.cross_entropy_bwd(X, TARGET, LSE, LSE[:3]),
@@ -284,13 +285,13 @@ CASES = {
     "cross_entropy_bwd in place over an expanded tensor": (
         lambda: gander.cross_entropy_bwd(X[:1].expand(4, 6), TARGET, LSE, LSE, inplace_backward=True),
         ValueError,
-        r"x has strides \(0, 1\), expected elements that do not share memory, because results are "
-        "written to them",
+        r"x has rows of 6 elements 0 apart, expected an output whose rows do not overlap; make it "
+        "contiguous",
     ),
     "a bias of another length": (
         lambda: gander.layernorm(X, bias=WEIGHT[:2]),
         ValueError,
-        r"bias has shape \(2,\), which is 2 elements, expected 6: one for each column of x",
+        r"bias has shape \(2,\), expected \(6,\): one for each column of x",
     ),
     "a bias that is a number": (
         lambda: gander.rmsnorm(X, bias=1.0),
@@ -305,7 +306,7 @@ CASES = {
     "a residual of another shape": (
         lambda: gander.rmsnorm(X, residual=X[:1]),
         ValueError,
-        r"residual has shape \(1, 6\), expected \(4, 6\) as x; expand it",
+        r"residual has shape \(1, 6\), expected \(4, 6\) as x",
     ),
     "a residual with as many rows": (
         lambda: gander.layernorm(X, residual=X.view(2, 2, 6)),
@@ -365,7 +366,7 @@ CASES = {
     "the gradient of a sum of another shape": (
         lambda: gander.rmsnorm_bwd(X, WEIGHT, X, LSE, dresidual_out=X[:2]),
         ValueError,
-        r"dresidual_out has shape \(2, 6\), which is 2 rows of 6, expected 4 rows of 6 as x",
+        r"dresidual_out has shape \(2, 6\), expected \(4, 6\) as x",
     ),
     "the gradient of layernorm with a short mean": (
         lambda: gander.layernorm_bwd(X, WEIGHT, X, LSE, LSE[:3]),

@@ -16,28 +16,30 @@ from pathlib import Path
 import gander
 import pytest
 import torch
-from gander._table import TORCH
+from demands import asked_for, calls_on_demand, check_unwanted, demands, every_demand, in_order, leaves, shown
+from gander._table import TORCH, differentiable
 from gander._torch import fast as _fast
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytorch = gander._torch.backend
 fast = _fast._functions
 pytestmark = pytest.mark.skipif(_fast._untested() is not None, reason=str(_fast._untested()))
 
 NAMES = ("softmax", "rmsnorm", "cross_entropy", "logsumexp")
-OPTIONS = {
-    "softmax": (0, False),
-    "rmsnorm": (None, 1e-6, 0, False, 0.0),
-    "cross_entropy": (None, None, -100, 1, False, False, None),
-    "logsumexp": (False,),
-}
+
+
+def inputs_of(name, x, weight, target):
+    return {"rmsnorm": (x, weight), "cross_entropy": (x, target)}.get(name, (x,))
 
 
 def arguments(name, x, weight, target):
-    inputs = {"rmsnorm": (x, weight), "cross_entropy": (x, target, None)}.get(name, (x,))
-    return *inputs, *OPTIONS[name]
+    return in_order(name, *inputs_of(name, x, weight, target))
+
+
+def first(results):
+    """The first result of an operator."""
+    return results[0] if isinstance(results, tuple) else results
 
 
 @pytest.fixture
@@ -56,12 +58,10 @@ def dispatcher(monkeypatch):
     """A function that turns the fast path off: all operators go through the dispatcher."""
 
     def switch():
-        for name in TORCH:
+        for name in fast:
             overload = getattr(torch.ops.gander, name).default
-            through = _fast._dispatch.get(name, overload)
-            monkeypatch.setattr(overload, "_op", through)
-            monkeypatch.setattr(pytorch, name, through)
-        monkeypatch.setattr(_fast, "call", lambda name: getattr(torch.ops.gander, name).default)
+            monkeypatch.setattr(overload, "_op", getattr(_fast.dispatch, name))
+            monkeypatch.setattr(_fast.fast, name, _fast._decline)
 
     return switch
 
@@ -89,27 +89,31 @@ def test_fast_path_is_on():
 def test_operators_that_write(data):
     """They are taken, with the dispatcher's bits, and increment versions as the dispatcher's kernel does."""
     x, weight, _ = data
-    options = 1e-6, False, 1.0, False
+    name = "fused_add_rmsnorm_"
+
+    def taken(*given):
+        return fast[name](*in_order(name, *given, weight_offset=1.0))
+
     bits, versions = [], []
-    for function in fast["fused_add_rmsnorm_"], torch.ops.gander.fused_add_rmsnorm_:
+    for function in fast[name], getattr(torch.ops.gander, name):
         mine, residual = x.clone(), x.sin()
-        done = function(mine, weight, residual, *options)
+        done = function(*in_order(name, mine, weight, residual, weight_offset=1.0))
         bits.append((mine, residual))
         versions.append((mine._version, residual._version))
     assert done is None
     assert all(map(torch.equal, *bits))
     assert versions[0] == versions[1]
-    assert fast["fused_add_rmsnorm_"](x.clone(), weight, x.clone(), *options) is True
+    assert taken(x.clone(), weight, x.clone()) is True
     # what has to be copied back, what has a gradient, and errors go to the dispatcher
     apart = x.new_zeros(6, 66)[:, ::2]
     for given in (apart, weight, x.clone()), (x.clone(), weight, apart), (x.clone(), weight, x[:1]):
         before = [t.clone() for t in given]
-        assert fast["fused_add_rmsnorm_"](*given, *options) is None
+        assert taken(*given) is None
         assert all(map(torch.equal, given, before))
-    assert fast["fused_add_rmsnorm_"](x.clone().requires_grad_(), weight, x.clone(), *options) is None
+    assert taken(x.clone().requires_grad_(), weight, x.clone()) is None
     with torch.inference_mode():
         mine, residual = x.clone(), x.sin()
-        assert fast["fused_add_rmsnorm_"](mine, weight, residual, *options) is True
+        assert taken(mine, weight, residual) is True
     assert torch.equal(mine, bits[0][0])
 
 
@@ -157,7 +161,7 @@ def test_off_if_a_result_differs():
     code = (
         "import torch, gander; from gander._torch import fast as _fast; "
         "right = _fast._functions['rmsnorm']; "
-        "_fast._functions['rmsnorm'] = lambda *a: (y := right(*a), y.data.add_(1e-6))[0]"
+        "_fast._functions['rmsnorm'] = lambda *a: (y := right(*a), y[0].data.add_(1e-6))[0]"
         f"{CALL}; print(gander.info()['fast_path']); print(len(_fast._functions))"
     )
     assert run(code).split("\n") == [
@@ -287,13 +291,17 @@ def test_taken_in_the_plain_case(name, data):
     leaf, leaf_weight = x.clone().requires_grad_(), torch.nn.Parameter(weight)
     assert taken(name, x, weight, target)
     assert taken(name, torch.nn.Parameter(x), leaf_weight, target)
-    assert fast[name](*arguments(name, leaf, weight, target)).requires_grad
-    assert fast[name](*arguments(name, leaf * 1, leaf_weight, target)).requires_grad
+
+    def result(*inputs):
+        return first(fast[name](*arguments(name, *inputs)))
+
+    assert result(leaf, weight, target).requires_grad
+    assert result(leaf * 1, leaf_weight, target).requires_grad
     with torch.no_grad():
-        assert not fast[name](*arguments(name, leaf, leaf_weight, target)).requires_grad
+        assert not result(leaf, leaf_weight, target).requires_grad
     with torch.inference_mode():
-        assert fast[name](*arguments(name, leaf, leaf_weight, target)).is_inference()
-    assert not fast[name](*arguments(name, x, weight, target)).is_inference()
+        assert result(leaf, leaf_weight, target).is_inference()
+    assert not result(x, weight, target).is_inference()
     for dtype in (torch.float16, torch.bfloat16):
         assert taken(name, x.to(dtype), weight.to(dtype), target.int())
 
@@ -311,28 +319,27 @@ def dispatched(monkeypatch):
 
         return dispatch
 
-    for name, through in _fast._dispatch.items():
-        monkeypatch.setitem(_fast._dispatch, name, noting(name, through))
+    for name in fast:
+        monkeypatch.setattr(_fast.dispatch, name, noting(name, getattr(_fast.dispatch, name)))
         monkeypatch.setattr(getattr(torch.ops.gander, name).default, "_op", _fast._bypass(name))
     return found
 
 
 def test_taken_by_overloads(name, data, dispatched):
     """With arguments in any form that stands for all of them in order."""
-    x, weight, target = data
-    inputs = {"rmsnorm": (x, weight), "cross_entropy": (x, target)}.get(name, (x,))
-    overload, options = getattr(torch.ops.gander, name).default, OPTIONS[name]
+    x, inputs = data[0], inputs_of(name, *data)
+    overload = getattr(torch.ops.gander, name).default
     names = [argument.name for argument in overload._schema.arguments]
     full = arguments(name, *data)
-    expected = getattr(torch.ops.gander, name)(*full)  # the packet calls the dispatcher
-    after = len(full) - len(options)
-    ways = (inputs, {}), (full, {}), (full[:after], dict(zip(names[after:], options, strict=True)))
+    expected = first(getattr(torch.ops.gander, name)(*full))  # the packet calls the dispatcher
+    after = len(inputs)
+    ways = (inputs, {}), (full, {}), (inputs, dict(zip(names[after:], full[after:], strict=True)))
     with torch.no_grad():
         for given, named in ways:
-            assert torch.equal(overload(*given, **named), expected)
+            assert torch.equal(first(overload(*given, **named)), expected)
     assert dispatched == []
     for given, named in ((), dict(zip(names, full, strict=True))), (full[:-1], {names[-1]: full[-1]}):
-        assert torch.equal(overload(*given, **named), expected)
+        assert torch.equal(first(overload(*given, **named)), expected)
     assert dispatched == []
     for (
         given,
@@ -342,12 +349,34 @@ def test_taken_by_overloads(name, data, dispatched):
         ((), dict(reversed([*zip(names, full, strict=True)]))),
     ):
         if len(full) > len(given) + len(named) or (not given and len(full) > 1):
-            assert torch.equal(overload(*given, **named), expected)
+            assert torch.equal(first(overload(*given, **named)), expected)
             assert dispatched.pop() == name
     for given, named in ((*full, 1), {}), ((), {}), (full, {"none": 1}), (full, {names[0]: x}):
         with pytest.raises((RuntimeError, TypeError)):
             overload(*given, **named)
         assert dispatched.pop() == name
+
+
+@pytest.mark.parametrize(("name", "asked"), every_demand(), ids=shown)
+def test_results_that_are_not_asked_for(name, asked, data, dispatched):
+    """They are None where gander calls, and tensors without elements where torch's overload is called."""
+    given, options = calls_on_demand(*data)[name]
+    want = getattr(torch.ops.gander, name)(*given, **options, **demands(name)[-1])
+    ways = [given]
+    if differentiable(name):
+        ways.append(leaves(name, given))
+    for inputs in ways:
+        full = in_order(name, *inputs, **options, **asked)
+        ours, theirs = fast[name](*full), getattr(torch.ops.gander, name).default(*full)
+        check_unwanted(name, asked, theirs, want)
+        for wanted, mine, other, expected in zip(asked_for(name, asked), ours, theirs, want, strict=True):
+            if wanted:
+                assert torch.equal(mine, expected) and torch.equal(other, expected)
+                assert (mine.requires_grad, mine.dtype) == (other.requires_grad, other.dtype)
+            else:
+                assert mine is None
+        # A call with a gradient goes to the dispatcher, which makes the tensors without elements.
+        assert dispatched == ([name] if inputs is not given and not all(asked.values()) else [])
 
 
 def test_an_overload_that_writes_returns_nothing(data, dispatched):
@@ -409,8 +438,10 @@ def test_not_taken_for_gradients_that_it_does_not_compute(data):
     x, weight, _ = data
     leaf, rstd = x.clone().requires_grad_(), torch.rand(6, device=x.device)
     assert fast["softmax_bwd"](leaf, x, 0, False) is None
-    assert fast["rmsnorm_bwd_dw"](x, weight.clone().requires_grad_(), x, rstd, 0, False, 0.0) is None
+    norm = in_order("rmsnorm_bwd", x, weight.clone().requires_grad_(), x, None, rstd, needs_dw=True)
+    assert fast["rmsnorm_bwd"](*norm) is None
     with torch.no_grad():
+        assert fast["rmsnorm_bwd"](*norm)[2] is not None
         assert fast["softmax_bwd"](leaf, x, 0, False) is not None
 
 
@@ -557,7 +588,7 @@ def test_other_threads_run_while_inputs_are_copied():
     try:
         thread.start()
         before = ticks
-        assert fast["rmsnorm"](x, weight, *OPTIONS["rmsnorm"]) is None
+        assert fast["rmsnorm"](*in_order("rmsnorm", x, weight)) is None
         during = ticks - before
     finally:
         stop.set()
@@ -583,7 +614,8 @@ def test_copy_on_write(name, data):
     assert torch._C._is_cow_tensor(lazy)
     residual = x.sin()
     lazy = torch._lazy_clone(original), torch._lazy_clone(residual)
-    assert fast["fused_add_rmsnorm_"](lazy[0], weight, lazy[1], 1e-6, False, 1.0, False) is True
+    given = in_order("fused_add_rmsnorm_", lazy[0], weight, lazy[1], weight_offset=1.0)
+    assert fast["fused_add_rmsnorm_"](*given) is True
     assert torch.equal(original, x)
     assert torch.equal(residual, x.sin())
     assert not torch.equal(lazy[0], x)
@@ -593,7 +625,13 @@ def test_copy_on_write(name, data):
 def test_not_taken_for_other_arguments(data):
     x, weight, target = data
     leaf = x.clone().requires_grad_()
-    rmsnorm, cross_entropy = fast["rmsnorm"], fast["cross_entropy"]
+
+    def rmsnorm(*given, **options):
+        return fast["rmsnorm"](*in_order("rmsnorm", *given, **options))
+
+    def cross_entropy(*given, **options):
+        return fast["cross_entropy"](*in_order("cross_entropy", *given, **options))
+
     assert (
         fast["softmax"]()
         is fast["softmax"](x)
@@ -602,26 +640,29 @@ def test_not_taken_for_other_arguments(data):
         is None
     )
     for a in (x, leaf):
-        assert rmsnorm(a, weight, None, "a", *OPTIONS["rmsnorm"][2:]) is None
-        assert rmsnorm(a, weight, torch.int8, *OPTIONS["rmsnorm"][1:]) is None
-        assert rmsnorm(a, weight, "float32", *OPTIONS["rmsnorm"][1:]) is None
-        assert rmsnorm(a, weight[1:], *OPTIONS["rmsnorm"]) is None
-        assert rmsnorm(a, weight.double(), *OPTIONS["rmsnorm"]) is None
-        assert rmsnorm(a, weight.to("meta"), *OPTIONS["rmsnorm"]) is None
-        assert cross_entropy(a, target[1:], None, *OPTIONS["cross_entropy"]) is None
-        assert cross_entropy(a, target.float(), None, *OPTIONS["cross_entropy"]) is None
-        assert cross_entropy(a, target, None, None, None, 0.5, 1, False, False, None) is None
-        assert cross_entropy(a, target, None, None, None, 1 << 70, 1, False, False, None) is None
-        assert cross_entropy(a, target, None, None, None, -100, 7, False, False, None) is None
+        assert rmsnorm(a, weight) is not None
+        assert rmsnorm(a, weight, eps="a") is None
+        assert rmsnorm(a, weight, out_dtype=torch.int8) is None
+        assert rmsnorm(a, weight, out_dtype="float32") is None
+        assert rmsnorm(a, weight, needs_rstd=1) is None
+        assert rmsnorm(a, weight[1:]) is None
+        assert rmsnorm(a, weight.double()) is None
+        assert rmsnorm(a, weight.to("meta")) is None
+        assert cross_entropy(a, target) is not None
+        assert cross_entropy(a, target[1:]) is None
+        assert cross_entropy(a, target.float()) is None
+        assert cross_entropy(a, target, ignore_index=0.5) is None
+        assert cross_entropy(a, target, ignore_index=1 << 70) is None
+        assert cross_entropy(a, target, reduction=7) is None
     for in_place, one_pass in (True, None), (False, True), (False, False):
-        assert cross_entropy(leaf, target, None, None, None, -100, 1, False, in_place, one_pass) is None
-    assert cross_entropy(leaf, target, weight.clone().requires_grad_(), *OPTIONS["cross_entropy"]) is None
+        assert cross_entropy(leaf, target, inplace_backward=in_place, one_pass=one_pass) is None
+    assert cross_entropy(leaf, target, weight=weight.clone().requires_grad_()) is None
     if x.is_cuda:
-        assert rmsnorm(x, weight.cpu(), *OPTIONS["rmsnorm"]) is None
-        assert cross_entropy(x, target.cpu(), None, *OPTIONS["cross_entropy"]) is None
+        assert rmsnorm(x, weight.cpu()) is None
+        assert cross_entropy(x, target.cpu()) is None
         many = leaf[:1].expand(1 << 18, 33), target[:1].expand(1 << 18)
-        assert cross_entropy(*many, None, *OPTIONS["cross_entropy"]) is None  # one pass for loss and gradient
-        assert cross_entropy(many[0].detach(), many[1], None, *OPTIONS["cross_entropy"]) is not None
+        assert cross_entropy(*many) is None  # one pass for loss and gradient
+        assert cross_entropy(many[0].detach(), many[1]) is not None
 
 
 def test_a_cuda_device_that_is_not_current():
@@ -766,17 +807,32 @@ def test_nothing_is_leaked(data):
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = Mallinfo
 
+    calls = [
+        (fast[name], in_order(name, *given, **options))
+        for a, w in ((x, weight), (leaf, leaf_weight), (x.t(), None))
+        for name, given, options in (
+            ("softmax", (a,), {}),
+            ("logsumexp", (a,), {}),
+            ("fused_add_rmsnorm_", (written, weight, residual), {"eps": eps, "weight_offset": 1.0}),
+            ("rmsnorm", (a, w), {"residual": a, "eps": eps}),
+            ("rmsnorm", (a, w), {"out_dtype": torch.float32, "eps": eps}),
+            ("rmsnorm", (a, w), {"eps": eps, "needs_residual_out": True, "needs_rstd": True}),
+            ("rmsnorm", (a, short), {"eps": eps}),
+            ("cross_entropy", (a, target), {"ignore_index": ignored}),
+            (
+                "cross_entropy",
+                (a, target),
+                {"ignore_index": ignored, "reduction": 0, "inplace_backward": True},
+            ),
+        )
+    ]
+    # As torch's overload calls it: results that are not asked for are tensors.
+    calls += [(fast["rmsnorm"], (*in_order("rmsnorm", a, weight, eps=eps), True)) for a in (x, leaf)]
+
     def rounds(count):
         for _ in range(count):
-            for a, w in ((x, weight), (leaf, leaf_weight), (x.t(), None)):
-                fast["softmax"](a, 0, False)
-                fast["logsumexp"](a, False)
-                fast["fused_add_rmsnorm_"](written, weight, residual, eps, False, 1.0, False)
-                fast["rmsnorm_residual"](a, w, None, a, None, None, eps, 0, False, 0.0, False)
-                fast["rmsnorm"](a, w, torch.float32, eps, 0, False, 0.0)
-                fast["rmsnorm"](a, short, None, eps, 0, False, 0.0)
-                fast["cross_entropy"](a, target, None, None, None, ignored, 1, False, False, None)
-                fast["cross_entropy"](a, target, None, None, None, ignored, 0, False, True, None)
+            for function, given in calls:
+                function(*given)
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return sys.getallocatedblocks(), mallinfo().used(), resident
 

@@ -169,7 +169,7 @@ BAD = {
         "divisor is on meta, expected cpu as x",
     ),
     "an operator's mean": (
-        lambda x, t: torch.ops.gander.cross_entropy(x, t, None, torch.ones(())),
+        lambda x, t: torch.ops.gander.cross_entropy(x, t, divisor=torch.ones(())),
         RuntimeError,
         "divisor is given with reduction mean, expected sum or none",
     ),
@@ -292,8 +292,9 @@ def test_confident_token(device, how, case, n, dtype, single_pass):
     elif how == "parts":
         got, _, gradient = gander.cross_entropy_fwd(x, target, return_lse=True, return_dx=True)
     elif how == "formula":
-        got, lse = torch.ops.gander.cross_entropy_fwd(x, target, reduction=0)
-        gradient = _inductor.formula(x, target, None, torch.ones_like(got), lse, None, -100, 0, False)
+        got, lse = torch.ops.gander.cross_entropy(x, target, reduction=0, needs_lse=True)
+        options = {"divisor": None, "ignore_index": -100, "reduction": 0}
+        gradient = _inductor.formula(x, target, None, dloss=torch.ones_like(got), lse=lse, **options)
     else:
         leaf = x.clone().requires_grad_()
         if how == "two passes":
@@ -357,10 +358,11 @@ def test_formula(device, dtype, reduction, options):
     reduction = 2 if options == "divisor" else reduction
     if reduction == 1:  # rows out of range would make all rows NaN
         target[1] = 5
-    loss, lse = torch.ops.gander.cross_entropy_fwd(x, target, weight, divisor, reduction=reduction)
-    dloss = torch.rand_like(loss)
-    given = x, target, weight, dloss, lse, divisor, -100, reduction, False
-    got, want = _inductor.formula(*given), torch.ops.gander.cross_entropy_bwd(*given)
+    arguments = {"weight": weight, "divisor": divisor, "reduction": reduction, "ignore_index": -100}
+    loss, lse = torch.ops.gander.cross_entropy(x, target, **arguments, needs_lse=True)
+    arguments |= {"dloss": torch.rand_like(loss), "lse": lse}
+    got = _inductor.formula(x, target, **arguments)
+    want = torch.ops.gander.cross_entropy_bwd(x, target, **arguments)
     assert got.dtype == want.dtype == dtype
     assert want.isnan().any() and not want[0, 1].any()
     torch.testing.assert_close(got, want, equal_nan=True)
@@ -417,7 +419,7 @@ def test_inductor_subtracts_what_forward_read(device, behind, dtype, monkeypatch
     monkeypatch.setattr(_inductor, "FUSED_ON", (device,))
     used = []
     formula = _inductor.formula
-    monkeypatch.setattr(_inductor, "formula", lambda *given: used.append(1) or formula(*given))
+    monkeypatch.setattr(_inductor, "formula", lambda **given: used.append(1) or formula(**given))
     torch.compiler.reset()
     rows, n = 32, 128
     target, to = torch.arange(rows, device=device), torch.eye(n, device=device, dtype=dtype)
@@ -466,10 +468,12 @@ def test_formula_of_an_ignored_index_of_64_bits(index):
     """Regression test: an int32 target was compared with its low half."""
     x, target = given("cpu")
     target[0] = 0
-    loss, lse = torch.ops.gander.cross_entropy_fwd(x, target.int(), ignore_index=index, reduction=0)
-    arguments = x, target.int(), None, torch.ones_like(loss), lse, None, index, 0, False
+    options = {"ignore_index": index, "reduction": 0}
+    loss, lse = torch.ops.gander.cross_entropy(x, target.int(), **options, needs_lse=True)
+    options |= {"weight": None, "dloss": torch.ones_like(loss), "lse": lse, "divisor": None}
+    got = _inductor.formula(x, target.int(), **options)
     torch.testing.assert_close(
-        _inductor.formula(*arguments), torch.ops.gander.cross_entropy_bwd(*arguments), equal_nan=True
+        got, torch.ops.gander.cross_entropy_bwd(x, target.int(), **options), equal_nan=True
     )
 
 

@@ -106,9 +106,9 @@ def test_a_bias_for_each_head_without_a_weight(name, device):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     y = NORMS[name](x.cpu().numpy(), None, bias.cpu().numpy())
     torch.testing.assert_close(torch.from_numpy(y), want[0].cpu())
-    operator = torch.ops.gander.layernorm if name == "layernorm" else torch.ops.gander.rmsnorm_bias
+    operator = getattr(torch.ops.gander, name)
     for given in (x, None, bias), (x.to("meta"), None, bias.to("meta")):
-        with pytest.raises((ValueError, RuntimeError), match="one for each head, without a weight, expected"):
+        with pytest.raises((ValueError, RuntimeError), match="one for each column of x without a weight"):
             operator(*given)
 
 
@@ -151,14 +151,17 @@ def test_heads_in_numpy(name):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_refused_heads(name, device):
     x, weight, bias, *_ = operands(device)
-    norm = NORMS[name]
+    norm, expected = NORMS[name], r"expected \(24,\): one for each column of x"
     for given, words in (
-        ((x, weight[:2]), r"weight has shape \(2, 24\), expected \(N\) or \(H, N\) for x of shape"),
+        (
+            (x, weight[:2]),
+            rf"weight has shape \(2, 24\), {expected}, or \(3, 24\): one for each column of each h",
+        ),
         ((x, weight[:, :8]), r"weight has shape \(3, 8\), expected"),
-        ((x[0, 0, 0], weight), r"weight has shape \(3, 24\), expected"),
-        ((x, weight[None]), "weight has rank 3, expected rank 1"),
-        ((x, weight[0], bias), "bias has 72 elements and weight 24, expected the same shape"),
-        ((x, weight, bias[0]), "bias has 24 elements and weight 72, expected the same shape"),
+        ((x[0, 0, 0], weight), rf"weight has shape \(3, 24\), {expected}$"),
+        ((x, weight[None]), rf"weight has shape \(1, 3, 24\), {expected}, or"),
+        ((x, weight[0], bias), r"bias has shape \(3, 24\), expected \(24,\) as weight"),
+        ((x, weight, bias[0]), r"bias has shape \(24,\), expected \(3, 24\) as weight"),
         ((x, None, bias[:2]), r"bias has shape \(2, 24\), expected \(N\) or \(H, N\) for x of shape"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -298,10 +301,11 @@ def test_vmap(function):
 
 def test_opcheck():
     x, weight, bias, residual, _ = leaves(operands("cpu", (4, 3, 24)))
-    for operator, given in (
-        (torch.ops.gander.rmsnorm, (x, weight)),
-        (torch.ops.gander.rmsnorm_bias, (x, weight, None, None, 1e-6, 0, False, 0.0, True)),
-        (torch.ops.gander.rmsnorm_add, (x, weight, bias, residual, None, None, 1e-6, 0, False, 0.5, True)),
-        (torch.ops.gander.layernorm, (x, weight, bias)),
+    rounds = {"round_normalized": True}
+    for operator, given, options in (
+        (torch.ops.gander.rmsnorm, (x, weight), {}),
+        (torch.ops.gander.rmsnorm, (x, weight), rounds),
+        (torch.ops.gander.rmsnorm, (x, weight, bias, residual), {"weight_offset": 0.5} | rounds),
+        (torch.ops.gander.layernorm, (x, weight, bias), {}),
     ):
-        torch.library.opcheck(operator.default, given)
+        torch.library.opcheck(operator.default, given, options)

@@ -33,7 +33,7 @@ def under(notebook, heading):
 
 def results(folder):
     """A results file of `bench train` with a curve and a failure."""
-    from gander.bench import records
+    from gander_bench import records
 
     store = records.Store(folder / "a-train.jsonl", resume=False)
     point = {"section": "train", "model": "small", "dtype": "bfloat16", "batch": 8, "sequence": 2048}

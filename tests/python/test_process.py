@@ -1,5 +1,6 @@
 """gander's effects on its process: imports, lazy loading, forks, signals, the command line."""
 
+import json
 import os
 import signal
 import subprocess
@@ -447,14 +448,73 @@ def test_warmup_loads_the_library(cpu):
     """)
 
 
-def test_info_on_the_command_line():
-    pytest.importorskip("typer", reason="the command line needs the extra `demo`")
-    for arguments, expected in ((["info"], "fast_path      "), (["demo", "--help"], "--steps")):
-        done = subprocess.run(
-            [sys.executable, "-m", "gander", *arguments], capture_output=True, text=True, timeout=400
-        )
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
+def run(*arguments, without=()):
+    """`python -m gander` as a user runs it who has not installed some packages."""
+    script = """
+        import runpy, sys
+        sys.modules |= dict.fromkeys(sys.argv.pop(1).split())
+        runpy.run_module("gander", run_name="__main__")
+    """
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), " ".join(without), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+BARE = "typer", "rich", "matplotlib", "torch", "numpy"
+EXPLAIN = "explain", "softmax", "--shape", "8192,4096", "--dtype", "bfloat16", "--device", "h100"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "explain "),
+        (("info",), "torch          None\n"),
+        (("info", "--json"), '"torch": null'),
+        (EXPLAIN, "auto takes register"),
+        ((*EXPLAIN, "--algorithm", "cluster"), "in clusters of 2"),
+    ],
+)
+def test_the_command_line_needs_no_package(arguments, expected):
+    done = run(*arguments, without=BARE)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout and done.stderr == ""
+
+
+def test_info_reports_on_torch():
+    assert f"torch          {torch.__version__}\n" in run("info").stdout
+    assert json.loads(run("info", "--json").stdout) == gander.info()
+
+
+def test_explain_on_the_command_line_passes_all_options_on():
+    invariant = run(*EXPLAIN, "--batch-invariant", "--shape", "4,4096")
+    options = dict(shape=(4, 4096), dtype="bfloat16", device="h100")
+    assert invariant.stdout == gander.explain("softmax", **options, batch_invariant=True) + "\n"
+    assert invariant.stdout != gander.explain("softmax", **options) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("demo",), "invalid choice: 'demo' (choose from "),
+        (("explain", "softmax"), "required: --shape, --dtype, --device"),
+        (
+            (*EXPLAIN, "--shape", "8x4"),
+            "argument --shape: '8x4' is no shape, expected sizes such as 8192,",
+        ),
+        ((*EXPLAIN, "--dtype", "int8"), "dtype is int8, expected float16, bfloat16"),
+        ((*EXPLAIN, "--algorithm", "best"), "algorithm is 'best', expected 'auto'"),
+        ((*EXPLAIN, "--algorithm", "warp"), 'algorithm "warp" holds rows of up to'),
+        (("check",), "check needs torch or NumPy, and neither is installed"),
+    ],
+)
+def test_errors_of_the_command_line_are_a_sentence(arguments, expected):
+    done = run(*arguments, without=BARE)
+    assert done.returncode == 2
+    assert done.stdout == "" and expected in done.stderr
+    assert done.stderr.startswith("python -m gander") and done.stderr.count("\n") == 1
 
 
 def test_public_names():

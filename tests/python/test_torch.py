@@ -1,6 +1,7 @@
 """What PyTorch expects of an operator: gradients on every path, torch.compile, opcheck, versions, modes."""
 
 import contextlib
+import functools
 import threading
 
 import gander
@@ -8,6 +9,17 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from demands import (
+    ON_DEMAND,
+    asked_for,
+    calls_on_demand,
+    check_unwanted,
+    demands,
+    every_demand,
+    leaves,
+    shown,
+)
+from gander._table import TORCH, demand, differentiable, operands
 from test_ops import ce, rand, rms
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._subclasses import FakeTensorMode
@@ -27,7 +39,7 @@ def model(x, weight, target):
 
 
 def model_of_ops(x, weight, target):
-    return ops.cross_entropy(ops.softmax(ops.rmsnorm(x, weight)) * 8, target)
+    return ops.cross_entropy(ops.softmax(ops.rmsnorm(x, weight)[0]) * 8, target)[0]
 
 
 def torch_model(x, weight, target):
@@ -41,76 +53,96 @@ def gradients(function, x, weight, target):
 
 
 def calls(x, weight, target):
-    """Arguments for every op. None of them requires a gradient if a result has none."""
+    """Calls of operators: the name, arguments and options. Others are in calls_on_demand.
+
+    No argument requires a gradient if a result has none.
+    """
     grad, grad_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    rstd, (_, saved) = torch.rand(6, device=x.device), ops.cross_entropy_fwd(x, target)
-    rows = torch.randn(6, device=x.device)
-    half, norms = torch.float16, {}
-    for group, statistics in ("rmsnorm", (rstd,)), ("layernorm", (rows, rstd)):
-        for name in gander._table.TORCH:
-            if name.startswith(f"{group}_add_bwd"):
-                norms[name] = x, weight, x.half(), x.cos(), *statistics, half
-        norms[f"{group}_add"] = grad, grad_weight, weight.half(), x.half(), half, torch.bfloat16
-        norms[f"{group}_residual"] = x, None, grad_weight, grad, None, half
-        norms[f"{group}_add_fwd"] = x, weight, None, None, half
-    return norms | {
-        "softmax": (grad,),
-        "softmax_bwd": (x, x.softmax(-1), 0, True),
-        "rmsnorm": (grad, grad_weight, torch.bfloat16),
-        "rmsnorm_fwd": (x, weight),
-        "rmsnorm_bwd": (x, None, x, rstd),
-        "rmsnorm_bwd_dw": (x, weight, x, rstd, 0, True),
-        "rmsnorm_bias": (grad, None, grad_weight, half),
-        "rmsnorm_bias_fwd": (x, weight, weight),
-        "rmsnorm_out": (
-            x,
-            weight,
-            None,
-            x.half(),
-            x.half(),
-            x.cos(),
-            rstd.clone(),
-            1e-6,
-            0,
-            False,
-            0.5,
-            True,
+    rstd, saved = torch.rand(6, device=x.device), ops.cross_entropy(x, target, needs_lse=True)[1]
+    rows, classes = torch.randn(6, device=x.device), weight.abs()
+    half, brain = torch.float16, torch.bfloat16
+    norms = [
+        call
+        for name in ("rmsnorm", "layernorm")
+        for call in (
+            (name, (grad, grad_weight), {"out_dtype": brain}),
+            (name, (grad, None, grad_weight), {"out_dtype": half}),
+            (name, (grad, grad_weight, None), {"out_dtype": half}),
+            (name, (x, None, grad_weight, grad), {"residual_dtype": half}),
+            (name, (x, weight, weight), {"needs_rstd": True}),
+            (name, (x, weight), {"out_dtype": half, "needs_residual_out": True, "needs_rstd": True}),
+        )
+    ]
+    return [
+        *norms,
+        ("softmax", (grad,), {}),
+        ("softmax_bwd", (x, x.softmax(-1)), {"batch_invariant": True}),
+        ("rmsnorm_bwd", (x, None, x, None, rstd), {}),
+        ("rmsnorm_bwd", (x, weight, x, None, rstd), {"batch_invariant": True, "needs_dw": True}),
+        (
+            "rmsnorm_out",
+            (x, weight, None, x.half(), x.half(), x.cos(), rstd.clone()),
+            {"weight_offset": 0.5, "round_normalized": True},
         ),
-        "fused_add_rmsnorm_": (x.clone(), weight, x.half()),
-        "layernorm": (grad, grad_weight, None, half),
-        "layernorm_fwd": (x, None, weight),
-        "layernorm_out": (x, weight, None, None, x.clone(), None, rstd.clone(), rstd.clone()),
-        "cross_entropy": (grad, target, weight.abs()),
-        "cross_entropy_fwd": (x, target, weight.abs(), rows[0], None, -100, 2),
-        "cross_entropy_fwd_lse": (x, target, None, rows[0], -100, True),
-        "cross_entropy_fwd_dx": (x, target, weight.abs(), rows[0], rows[1]),
-        "cross_entropy_fwd_dx_": (x.clone(), target),
-        "cross_entropy_fwd_out": (x, target, weight.abs(), rows.clone(), None, x.clone()),
-        "cross_entropy_fwd_one_pass": (x, target, weight.abs()),
-        "cross_entropy_bwd": (x, target, weight.abs(), rows, rows, rows[0], -100, 0),
-        "cross_entropy_bwd_": (x.clone(), target, None, rows[0], saved),
-        "cross_entropy_bwd_one_pass": (x, target, None, rows[0], saved, None, rows[1], x.clone()),
-        "cross_entropy_bwd_out": (x, target, None, rows, rows, x.clone()),
-        "cross_entropy_bwd_slice": (x, target + 9, weight.abs(), rows, rows, -91, 0),
-        "cross_entropy_bwd_slice_": (x.clone(), target - 9, None, rows[0], saved, -109),
-        "masked_softmax": (grad, weight > 0, half, 0.5, False, True, True),
-        "masked_softmax_bwd": (x, x.half(), weight, half, 2.0, False, True),
-        "rescale_": (x.clone(), rows[0], rows[1]),
-        "sharded_cross_entropy_combine": (
-            torch.rand(2, 4, len(rows), device=x.device),
-            target,
-            *(rows.clone() for _ in range(3)),
-            rows[0].clone(),
-            rows.clone(),
-            None,
-            9,
-            -100,
-            True,
-            True,
+        ("fused_add_rmsnorm_", (x.clone(), weight, x.half()), {}),
+        ("layernorm_out", (x, weight, None, None, x.clone(), None, rstd.clone(), rstd.clone()), {}),
+        ("cross_entropy", (grad, target, classes), {}),
+        ("cross_entropy", (x, target, classes), {"divisor": rows[0], "reduction": 2, "needs_lse": True}),
+        (
+            "cross_entropy_fwd",
+            (x, target),
+            {"divisor": rows[0], "batch_invariant": True, "needs_lse": True},
         ),
-        "logsumexp": (grad,),
-        "logsumexp_bwd": (x, rows, x.logsumexp(-1)),
-    }
+        ("cross_entropy_fwd_dx_", (x.clone(), target), {}),
+        ("cross_entropy_fwd_out", (x, target, classes, rows.clone(), None, x.clone()), {}),
+        ("cross_entropy_fwd_one_pass", (x, target, classes), {}),
+        ("cross_entropy_bwd", (x, target, classes, rows, rows), {"divisor": rows[0], "reduction": 0}),
+        (
+            "cross_entropy_bwd",
+            (x, target + 9, classes, rows, rows),
+            {"ignore_index": -91, "reduction": 0, "slice": True},
+        ),
+        ("cross_entropy_bwd_", (x.clone(), target, None, rows[0], saved), {}),
+        (
+            "cross_entropy_bwd_",
+            (x.clone(), target - 9, None, rows[0], saved),
+            {"ignore_index": -109, "slice": True},
+        ),
+        (
+            "cross_entropy_bwd_one_pass",
+            (x, target, None, rows[0], saved, None, rows[1], x.clone()),
+            {},
+        ),
+        ("cross_entropy_bwd_out", (x, target, None, rows, rows, x.clone()), {}),
+        (
+            "masked_softmax",
+            (grad, weight > 0),
+            {"out_dtype": half, "scale": 0.5, "causal": True, "masked_zero": True},
+        ),
+        ("masked_softmax_bwd", (x, x.half(), weight), {"x_dtype": half, "scale": 2.0, "causal": True}),
+        ("rescale_", (x.clone(), rows[0], rows[1]), {}),
+        (
+            "sharded_cross_entropy_combine",
+            (
+                torch.rand(2, 4, len(rows), device=x.device),
+                target,
+                *(rows.clone() for _ in range(3)),
+                rows[0].clone(),
+                rows.clone(),
+            ),
+            {"classes": 9, "mean": True, "weighted": True},
+        ),
+        ("logsumexp", (grad,), {}),
+        ("logsumexp_bwd", (x, rows, x.logsumexp(-1)), {}),
+    ]
+
+
+UTILITIES = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+
+
+def opcheck(name, given, options, utilities=UTILITIES):
+    results = torch.library.opcheck(getattr(ops, name).default, given, options, test_utils=utilities)
+    assert results == dict.fromkeys(utilities, "SUCCESS")
 
 
 def test_opcheck_of_every_op(data):
@@ -120,15 +152,92 @@ def test_opcheck_of_every_op(data):
         if name.startswith("gander::")
     }
     x, _, target = data
-    arguments = calls(*data) | {
-        "linear_cross_entropy": (x, x.cos(), target % 6, *[None] * 4, -100, 1, 4, True, True, True, False)
+    every = calls(*data)
+    every.append(
+        (
+            "linear_cross_entropy",
+            (x, x.cos(), target % 6, *[None] * 4, -100, 1, 4, True, True, True, False),
+            {},
+        )
+    )
+    every += [
+        (f"_{name}_in_graph", given, options)
+        for name, given, options in every
+        if name in ("cross_entropy_fwd_one_pass", "cross_entropy_bwd_one_pass")
+    ]
+    assert names == {name for name, _, _ in every} | set(ON_DEMAND)
+    for call in every:
+        opcheck(*call)
+
+
+def without_statistics(name, every):
+    """Those calls that ask for no statistic, which has no gradient. A graph that is recorded with a gradient
+    would ask for it."""
+    rows = {result for result in TORCH[name].on_demand if operands(name)[result].shape == "rows"}
+    return [asked for asked in every if rows.issuperset(wanted_of(name, asked))]
+
+
+def wanted_of(name, asked):
+    """The results on demand that a call asks for."""
+    return [result for result in TORCH[name].on_demand if asked[demand(result)]]
+
+
+@pytest.mark.parametrize(("name", "asked"), every_demand(), ids=shown)
+def test_opcheck_of_every_demand(data, name, asked):
+    given, options = calls_on_demand(*data)[name]
+    opcheck(name, given, options | asked)
+    if differentiable(name):  # the last utility differentiates all results
+        utilities = UTILITIES if without_statistics(name, [asked]) else UTILITIES[:-1]
+        opcheck(name, leaves(name, given), options | asked, utilities)
+
+
+def in_fakes(call):
+    def run(*given, **options):
+        with FakeTensorMode() as mode:
+            fake = lambda a: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a  # noqa: E731
+            return call(*map(fake, given), **{name: fake(value) for name, value in options.items()})
+
+    return run
+
+
+@pytest.mark.parametrize("name", ON_DEMAND)
+def test_results_that_are_not_asked_for(data, name):
+    """On every path they have no elements, and the others are what they are if all are asked for."""
+    torch._dynamo.reset()
+    given, options = calls_on_demand(*data)[name]
+    packet, every = getattr(ops, name), demands(name)
+
+    def call(*given, op=packet, every=every, **options):
+        return [op(*given, **options, **asked) for asked in every]
+
+    def compiled(*given, backend="aot_eager", every=every):
+        run = functools.partial(call, every=every)
+        return torch.compile(run, backend=backend, fullgraph=True)(*given, **options)
+
+    want = packet(*given, **options, **every[-1])
+    trained, some = leaves(name, given), without_statistics(name, every)
+    paths = {
+        "dispatcher": (every, call(*given, **options)),
+        "fast path": (every, call(*given, op=packet.default, **options)),
+        "with a gradient": (every, call(*trained, **options)),
+        "fast path with a gradient": (every, call(*trained, op=packet.default, **options)),
+        "aot_eager": (every, compiled(*given)),
+        "inductor": (every, compiled(*given, backend="inductor")),
+        "aot_eager with a gradient": (some, compiled(*trained, every=some)),
     }
-    for name in "cross_entropy_fwd_one_pass", "cross_entropy_bwd_one_pass":
-        arguments[f"_{name}_in_graph"] = arguments[name]
-    assert names == set(arguments)
-    for name, inputs in arguments.items():
-        results = torch.library.opcheck(getattr(ops, name).default, inputs)
-        assert set(results.values()) == {"SUCCESS"}, name
+    for path, calls in paths.items():
+        for asked, results in zip(*calls, strict=True):
+            check_unwanted(name, asked, results, want)
+            for wanted, got, expected in zip(asked_for(name, asked), results, want, strict=True):
+                if wanted:
+                    torch.testing.assert_close(got, expected, msg=lambda text, path=path: f"{path}: {text}")
+    fakes = in_fakes(call)(*given, **options)
+    metas = call(*map(meta, given), **{name: meta(value) for name, value in options.items()})
+    for asked, *both in zip(every, fakes, metas, strict=True):
+        for results, all_results in zip(both, (fakes[-1], metas[-1]), strict=True):
+            check_unwanted(name, asked, results, all_results)
+            for wanted, got, expected in zip(asked_for(name, asked), results, want, strict=True):
+                assert (got.dtype, got.shape) == (expected.dtype, expected.shape if wanted else (0,))
 
 
 @pytest.mark.parametrize("function", [model, model_of_ops])
@@ -550,67 +659,60 @@ def meta(tensor):
 
 
 def refused(x, weight, target):
-    """Calls that no kernel supports."""
+    """Calls that no kernel supports: an operator, its tensors and its options."""
     rstd, lse = torch.rand(6), torch.rand(6)
     saved = torch.rand(13)
+    none = {"reduction": 0}
     return {
-        "x: integers": (ops.softmax, x.int()),
-        "x: no rows": (ops.softmax, x[0, 0]),
-        "x: empty rows": (ops.softmax, x[:, :0]),
-        "y: another dtype": (ops.softmax_bwd, x, x.half()),
-        "y: another shape": (ops.softmax_bwd, x, x[1:]),
-        "y: as many elements": (ops.softmax_bwd, x, x.view(9, 22)),
-        "weight: another length": (ops.rmsnorm, x, weight[1:]),
-        "weight: two dimensions": (ops.rmsnorm, x, weight[None]),
-        "weight: double": (ops.rmsnorm, x, weight.double()),
-        "weight: not double": (ops.rmsnorm, x.double(), weight),
-        "out_dtype: integers": (ops.rmsnorm, x, weight, torch.int8),
-        "out_dtype: double": (ops.rmsnorm, x, weight, torch.float64),
-        "dout: another shape": (ops.rmsnorm_bwd_dw, x, weight, x[1:], rstd),
-        "rstd: another length": (ops.rmsnorm_bwd_dw, x, weight, x, rstd[1:]),
-        "rstd: half": (ops.rmsnorm_bwd, x, weight, x, rstd.half()),
-        "target: another length": (ops.cross_entropy, x, target[1:]),
-        "target: another shape": (ops.cross_entropy, x, target.view(2, 3)),
-        "target: floats": (ops.cross_entropy, x, target.float()),
-        "target: short": (ops.cross_entropy_fwd_lse, x, target.short()),
-        "class weights: another length": (ops.cross_entropy, x, target, weight[1:]),
-        "reduction": (ops.cross_entropy, x, target, None, None, None, -100, 3),
-        "algorithm": (ops.softmax, x, 99),
-        "negative algorithm": (ops.softmax, x, -1),
-        "algorithm: 0 in its lower 32 bits": (ops.softmax, x, 1 << 32),
+        "x: integers": (ops.softmax, (x.int(),), {}),
+        "x: no rows": (ops.softmax, (x[0, 0],), {}),
+        "x: empty rows": (ops.softmax, (x[:, :0],), {}),
+        "y: another dtype": (ops.softmax_bwd, (x, x.half()), {}),
+        "y: another shape": (ops.softmax_bwd, (x, x[1:]), {}),
+        "y: as many elements": (ops.softmax_bwd, (x, x.view(9, 22)), {}),
+        "weight: another length": (ops.rmsnorm, (x, weight[1:]), {}),
+        "weight: two dimensions": (ops.rmsnorm, (x, weight[None]), {}),
+        "weight: double": (ops.rmsnorm, (x, weight.double()), {}),
+        "weight: not double": (ops.rmsnorm, (x.double(), weight), {}),
+        "out_dtype: integers": (ops.rmsnorm, (x, weight), {"out_dtype": torch.int8}),
+        "out_dtype: double": (ops.rmsnorm, (x, weight), {"out_dtype": torch.float64}),
+        "dout: another shape": (ops.rmsnorm_bwd, (x, weight, x[1:], None, rstd), {"needs_dw": True}),
+        "rstd: another length": (ops.rmsnorm_bwd, (x, weight, x, None, rstd[1:]), {"needs_dw": True}),
+        "rstd: half": (ops.rmsnorm_bwd, (x, weight, x, None, rstd.half()), {}),
+        "dw: no weight": (ops.rmsnorm_bwd, (x, None, x, None, rstd), {"needs_dw": True}),
+        "target: another length": (ops.cross_entropy, (x, target[1:]), {}),
+        "target: another shape": (ops.cross_entropy, (x, target.view(2, 3)), {}),
+        "target: floats": (ops.cross_entropy, (x, target.float()), {}),
+        "target: short": (ops.cross_entropy_fwd, (x, target.short()), {"needs_lse": True}),
+        "class weights: another length": (ops.cross_entropy, (x, target, weight[1:]), {}),
+        "reduction": (ops.cross_entropy, (x, target), {"reduction": 3}),
+        "algorithm": (ops.softmax, (x,), {"algorithm": 99}),
+        "negative algorithm": (ops.softmax, (x,), {"algorithm": -1}),
+        "algorithm: 0 in its lower 32 bits": (ops.softmax, (x,), {"algorithm": 1 << 32}),
         "reduction: 1 in its lower 32 bits": (
             ops.cross_entropy,
-            x,
-            target,
-            *[None] * 3,
-            -100,
-            -(1 << 32) + 1,
+            (x, target),
+            {"reduction": -(1 << 32) + 1},
         ),
-        "dloss: another length": (ops.cross_entropy_bwd, x, target, None, rstd[1:], lse, None, -100, 0),
-        "lse: another length": (ops.cross_entropy_bwd, x, target, None, rstd, lse[1:], None, -100, 0),
-        "lse: without the mean's denominator": (ops.cross_entropy_bwd, x, target, None, rstd[0], lse),
-        "lse: half": (ops.cross_entropy_bwd, x, target, None, rstd[0], saved.half()),
+        "dloss: another length": (ops.cross_entropy_bwd, (x, target, None, rstd[1:], lse), none),
+        "lse: another length": (ops.cross_entropy_bwd, (x, target, None, rstd, lse[1:]), none),
+        "lse: without the mean's denominator": (ops.cross_entropy_bwd, (x, target, None, rstd[0], lse), {}),
+        "lse: half": (ops.cross_entropy_bwd, (x, target, None, rstd[0], saved.half()), {}),
         "dloss: for each row": (
             ops.cross_entropy_bwd_one_pass,
-            x,
-            target,
-            None,
-            rstd,
-            saved,
-            *[None] * 2,
-            x * 1,
+            (x, target, None, rstd, saved, None, None, x * 1),
+            {},
         ),
-        "x: rows that are one": (ops.cross_entropy_fwd_dx_, x[:1].expand(6, 33), target),
-        "x: columns that share memory": (ops.cross_entropy_fwd_dx_, x.as_strided((6, 33), (1, 5)), target),
+        "x: rows that are one": (ops.cross_entropy_fwd_dx_, (x[:1].expand(6, 33), target), {}),
+        "x: columns that share memory": (
+            ops.cross_entropy_fwd_dx_,
+            (x.as_strided((6, 33), (1, 5)), target),
+            {},
+        ),
         "dx: another dtype": (
             ops.cross_entropy_bwd_one_pass,
-            x,
-            target,
-            None,
-            rstd[0],
-            saved,
-            *[None] * 2,
-            x.half(),
+            (x, target, None, rstd[0], saved, None, None, x.half()),
+            {},
         ),
     }
 
@@ -621,39 +723,50 @@ CASES = refused(torch.ones(6, 33), torch.ones(33), torch.zeros(6, dtype=torch.lo
 @pytest.mark.parametrize("case", CASES)
 def test_fakes_refuse_what_kernels_refuse(case):
     """Regression test: meta and fake tensors of wrong shapes and of integer dtypes were accepted."""
-    op, *arguments = CASES[case]
+    op, given, options = CASES[case]
+    op = functools.partial(op, **options)
     with pytest.raises(RuntimeError) as kernels:
-        op(*arguments)
+        op(*given)
     kind = type(gander._torch.kernels.explained(kernels.value))
     name = case.partition(":")[0].removeprefix("negative ").removeprefix("class ").removesuffix("s")
     with pytest.raises(kind) as metas:
-        op(*map(meta, arguments))
-    with FakeTensorMode() as mode, pytest.raises(kind):
-        op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        op(*map(meta, given))
+    with pytest.raises(kind):
+        in_fakes(op)(*given)
     for error in (kernels, metas):
         assert {"out_dtype": "y"}.get(name, name) in str(error.value)
         assert "expected" in str(error.value)
     assert str(metas.value).partition(":")[0] == str(kernels.value).partition(":")[0]  # the operator
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_fakes_of_gradients_without_a_weight(norm):
+    """Regression test: the gradient of a norm without a weight could not be traced."""
+    op, x, rstd = getattr(ops, f"{norm}_bwd"), torch.randn(6, 33), torch.rand(6)
+    statistics = (rstd, rstd) if norm == "layernorm" else (rstd,)
+    given = x, None, x.cos(), None, *statistics
+    results = in_fakes(op)(*given, needs_db=True)
+    assert [tuple(t.shape) for t in results] == [(6, 33), (0,), (0,), (33,)]
+
+
 def test_fakes_refuse_mixed_devices(data):
     """Regression test: a CPU tensor with a meta weight gave uninitialized memory."""
     x, weight, target = (t.cpu() for t in data)
-    y, rstd = ops.rmsnorm_fwd(x, weight)
-    for op, arguments in (
-        (ops.rmsnorm, (x, weight)),
-        (ops.rmsnorm_bwd_dw, (x, weight, y, rstd)),
-        (ops.softmax_bwd, (x, y)),
-        (ops.cross_entropy, (x, target)),
-        (ops.cross_entropy_fwd_lse, (x, target, weight)),
+    y, _, rstd = ops.rmsnorm(x, weight, needs_rstd=True)
+    for op, given, options in (
+        (ops.rmsnorm, (x, weight), {}),
+        (ops.rmsnorm_bwd, (x, weight, y, x, rstd), {"needs_dw": True}),
+        (ops.softmax_bwd, (x, y), {}),
+        (ops.cross_entropy, (x, target), {}),
+        (ops.cross_entropy_fwd, (x, target, weight), {"needs_lse": True}),
     ):
-        op(*arguments)
-        for moved in range(1, len(arguments)):
-            mixed = [meta(a) if i == moved else a for i, a in enumerate(arguments)]
+        op(*given, **options)
+        for moved in range(1, len(given)):
+            mixed = [meta(a) if i == moved else a for i, a in enumerate(given)]
             with pytest.raises(RuntimeError, match="is on meta, expected cpu as "):
-                op(*mixed)
+                op(*mixed, **options)
         with pytest.raises(RuntimeError, match="is on cpu, expected meta as "):
-            op(meta(arguments[0]), *arguments[1:])
+            op(meta(given[0]), *given[1:], **options)
     for call in (
         lambda: gander.rmsnorm(x, meta(weight)),
         lambda: gander.softmax_bwd(x, meta(x)),

@@ -6,6 +6,8 @@ import gander
 import pytest
 import torch
 import torch.nn.functional as F
+from demands import demands, every_demand, named, shown
+from gander._table import TORCH, demand
 from gander._torch import cross_entropy as _cross_entropy
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -67,8 +69,8 @@ PAIRS = {
         lambda x, weight, target: gander.rmsnorm(x * weight),
         lambda x, weight, target: theirs_rmsnorm(x * weight),
     ),
-    "rmsnorm_fwd": (
-        lambda x, weight, target: ops.rmsnorm_fwd(x * 2, weight)[0],
+    "rmsnorm and its statistic": (
+        lambda x, weight, target: ops.rmsnorm(x * 2, weight, needs_rstd=True)[0],
         lambda x, weight, target: theirs_rmsnorm(x * 2, weight),
     ),
     "rmsnorm with a bias": (
@@ -95,8 +97,8 @@ PAIRS = {
     "weighted mean": loss("mean", True),
     "sum": loss("sum"),
     "none": loss("none"),
-    "cross_entropy_fwd": (
-        lambda x, weight, target: ops.cross_entropy_fwd(x * weight, target)[0],
+    "cross_entropy and its statistics": (
+        lambda x, weight, target: ops.cross_entropy(x * weight, target, needs_lse=True)[0],
         lambda x, weight, target: F.cross_entropy(x * weight, target),
     ),
 }
@@ -373,10 +375,16 @@ class Model(torch.nn.Module):
 
 
 def operators_of(graph):
-    names = (str(node.target) for node in graph.nodes)
-    return {
-        name.removeprefix("gander.").removesuffix(".default") for name in names if name.startswith("gander.")
-    }
+    """The operators of a graph, with the results that each asks for."""
+    found = {}
+    for node in graph.nodes:
+        if not str(node.target).startswith("gander."):
+            continue
+        name = str(node.target).removeprefix("gander.").removesuffix(".default")
+        given = named(name, node.args, node.kwargs)
+        asked = shown({flag: given[flag] for flag in map(demand, TORCH[name].on_demand)})
+        assert found.setdefault(name, asked) == asked
+    return found
 
 
 def check_trained(replayed, pair, x):
@@ -396,31 +404,32 @@ def check_trained(replayed, pair, x):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_exported(pair, request, strict, decomposed):
-    """Regression test: the inputs of gander's operators got no gradient."""
+    """Regression test: the inputs of gander's operators got no gradient. The graph has the caller's operator,
+    and no result that only backward needs."""
     torch.manual_seed(1)
     x = torch.randn(6, N)
     exported = torch.export.export(Model(pair[0]), (x,), strict=strict)
     if decomposed:
         exported = exported.run_decompositions()
-    name = {
-        "mean": "cross_entropy",
-        "weighted mean": "cross_entropy",
-        "sum": "cross_entropy",
-        "none": "cross_entropy",
-        "rmsnorm with a bias": "rmsnorm_bias",
-        "rmsnorm and its sum": "rmsnorm_add",
-        "layernorm and its sum": "layernorm_add",
-        "only the sum": "rmsnorm_add",
-        "only the norm": "layernorm_add",
-        "layernorm with a residual": "layernorm_residual",
+    names = {
+        **dict.fromkeys(("mean", "weighted mean", "sum", "none"), "cross_entropy"),
+        "only the sum": "rmsnorm",
+        "only the norm": "layernorm",
     }
-    case = request.node.callspec.params["pair"].removesuffix(" without weight")
-    assert operators_of(exported.graph) == {name.get(case, case)}
+    asked = {
+        **dict.fromkeys(("rmsnorm and its sum", "layernorm and its sum"), "residual_out"),
+        **dict.fromkeys(("only the sum", "only the norm"), "residual_out"),
+        "rmsnorm and its statistic": "rstd",
+        "cross_entropy and its statistics": "lse",
+    }
+    case = request.node.callspec.params["pair"]
+    name = names.get(case, case.split()[0])
+    assert operators_of(exported.graph) == {name: asked.get(case, "nothing")}
     check_trained(exported.module(), pair, x)
 
 
 def test_exported_for_inference(inputs):
-    """The graph has the operators that save nothing for backward."""
+    """The graph's operators return nothing that only backward reads."""
     model = Model(lambda *inputs: model_of_all(*inputs))
 
     def model_of_all(x, weight, target):
@@ -429,7 +438,8 @@ def test_exported_for_inference(inputs):
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             exported = torch.export.export(model, (inputs[0],)).run_decompositions()
-        assert operators_of(exported.graph) == {"rmsnorm", "softmax", "cross_entropy"}
+        names = "rmsnorm", "softmax", "cross_entropy"
+        assert operators_of(exported.graph) == dict.fromkeys(names, "nothing")
         with torch.no_grad():
             torch.testing.assert_close(exported.module()(inputs[0]), model(inputs[0]))
 
@@ -564,10 +574,10 @@ def test_second_derivatives_of_a_sum_that_is_not_returned(norm, how, leaf, input
     x, weight, _ = inputs
     given = {"x": x.clone(), "residual": x.sin()}
     given[leaf].requires_grad_()
-    operator = getattr(ops, f"{norm.__name__}_residual")
+    operator, dtype = getattr(ops, norm.__name__), how["dtype"]
     for function in (
-        lambda: norm(given["x"], weight, residual=given["residual"], residual_dtype=how["dtype"]),
-        lambda: operator(given["x"], weight, None, given["residual"], None, how["dtype"]),
+        lambda: norm(given["x"], weight, residual=given["residual"], residual_dtype=dtype),
+        lambda: operator(given["x"], weight, residual=given["residual"], residual_dtype=dtype)[0],
     ):
         y = function()
         assert isinstance(y, torch.Tensor)
@@ -578,21 +588,29 @@ def test_second_derivatives_of_a_sum_that_is_not_returned(norm, how, leaf, input
 
 
 def test_statistics_have_no_gradient(inputs):
+    """Nor has a result that was not asked for a history."""
     x, weight, target = inputs
     leaf = x.clone().requires_grad_()
-    calls = dict.fromkeys(("rmsnorm_fwd", "layernorm_fwd", "rmsnorm_add_fwd"), (leaf, weight))
-    for name, arguments in (calls | {"cross_entropy_fwd": (leaf, target)}).items():
-        out, *_, statistics = getattr(ops, name)(*arguments)
-        with pytest.raises(NotImplementedError, match=f"of {name} has no gradient; detach it"):
-            (out.sum() + statistics.sum()).backward()
+    calls = {"rmsnorm": (leaf, weight), "layernorm": (leaf, weight), "cross_entropy": (leaf, target)}
+    for name, asked in every_demand(calls):
+        results = dict(zip(TORCH[name].results, getattr(ops, name)(*calls[name], **asked), strict=True))
+        out = results.pop(TORCH[name].results[0])
+        for result, value in results.items():
+            assert value.requires_grad == asked[demand(result)]
+            if result == "residual_out" or not asked[demand(result)]:
+                continue
+            with pytest.raises(NotImplementedError, match=f"{result} of {name} has no gradient; detach it"):
+                (out.sum() + value.sum()).backward(retain_graph=True)
 
 
 @pytest.mark.parametrize(
-    "name", ["cross_entropy_fwd_lse", "cross_entropy_fwd_dx", "cross_entropy_fwd_one_pass"]
+    ("name", "asked"),
+    every_demand(["cross_entropy_fwd"]) + [("cross_entropy_fwd_one_pass", {})],
+    ids=shown,
 )
-def test_operators_without_a_gradient(inputs, name):
+def test_operators_without_a_gradient(inputs, name, asked):
     x, _, target = inputs
-    out = getattr(ops, name)(x.clone().requires_grad_(), target)
+    out = getattr(ops, name)(x.clone().requires_grad_(), target, **asked)
     for result in out:
         with pytest.raises(
             NotImplementedError, match=f"{name} has no gradient; detach its inputs, or use cross_e"
@@ -604,13 +622,13 @@ def test_operators_that_write(inputs):
     x, _, target = inputs
     with pytest.raises(NotImplementedError, match=r"x requires one; detach it, or use torch\.no_grad"):
         ops.cross_entropy_fwd_dx_(x.clone().requires_grad_() * 1, target)
-    loss, lse = ops.cross_entropy_fwd_lse(x, target)
+    loss, lse, _ = ops.cross_entropy_fwd(x, target, needs_lse=True)
     with pytest.raises(NotImplementedError, match="dloss requires one"):
-        ops.cross_entropy_bwd_(x.clone(), target, None, loss.requires_grad_(), lse, None, -100, 0)
+        ops.cross_entropy_bwd_(x.clone(), target, None, dloss=loss.requires_grad_(), lse=lse, reduction=0)
 
 
 def test_class_weights_have_no_gradient(inputs):
     x, weight, target = inputs
-    for op in (ops.cross_entropy, ops.cross_entropy_fwd):
+    for asked in demands("cross_entropy"):
         with pytest.raises(NotImplementedError, match=r"weight requires a gradient, but cross_\w+ has none"):
-            op(x, target, weight.clone().requires_grad_())
+            ops.cross_entropy(x, target, weight=weight.clone().requires_grad_(), **asked)

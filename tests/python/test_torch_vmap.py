@@ -1,9 +1,13 @@
 """vmap gives the results of a loop over the samples, and each sample has its own gradient."""
 
+import functools
+
 import gander
 import pytest
 import torch
 import torch.nn.functional as F
+from demands import ON_DEMAND, asked_for, demands, every_demand, shown
+from gander._table import TORCH
 
 ops = torch.ops.gander
 B, M, N = 5, 6, 33
@@ -134,68 +138,96 @@ def test_compiled(pair, batch, backend):
     )
 
 
-def test_every_operator(batch):
-    """Compares with a loop, with all arguments batched, and with all but the first."""
-    x, weight, target = batch.values()
-    rstd, lse = torch.rand(B, M) + 0.5, torch.randn(B, M)
-    saved = torch.stack([ops.cross_entropy_fwd(a, b)[1] for a, b in zip(x, target, strict=True)])
-    calls = {
-        "softmax": (x,),
-        "softmax_bwd": (x, x.softmax(-1)),
-        "rmsnorm": (x, weight),
-        "rmsnorm_fwd": (x, weight),
-        "rmsnorm_bwd": (x, weight, x.flip(0), rstd),
-        "rmsnorm_bwd_dw": (x, weight, x.flip(0), rstd),
-        "rmsnorm_bias": (x, weight, weight.cos()),
-        "rmsnorm_bias_fwd": (x, weight, weight.cos()),
-        "layernorm": (x, weight, weight.cos()),
-        "layernorm_fwd": (x, weight, weight.cos()),
-        "cross_entropy": (x, target, weight),
-        "cross_entropy_fwd": (x, target, weight),
-        "cross_entropy_fwd_lse": (x, target, weight, rstd[:, 0]),
-        "cross_entropy_fwd_dx": (x, target, weight, rstd[:, 0], rstd[:, 1]),
-        "cross_entropy_fwd_one_pass": (x, target, weight),
-        "cross_entropy_bwd": (x, target, weight, rstd[:, 0], saved),
-        "cross_entropy_bwd_slice": (x, target + 2, weight, rstd[:, 0], saved),
-        "masked_softmax": (x, x.cos()),
-        "masked_softmax_bwd": (x, x.softmax(-1), weight[:, None].cos()),
-        "logsumexp": (x,),
-        "logsumexp_bwd": (x, rstd, lse),
+def calls_of_every_operator(x, weight, target):
+    """The arguments of each operator that does not write, all with a batch. One may have several calls."""
+    rstd, mean, cos = torch.rand(B, M) + 0.5, torch.randn(B, M), weight.cos()
+    saved = statistics(x, target)
+    norms = (x, weight), (x, weight, cos), (x, weight, cos, x.cos()), (x, None, cos, x.cos())
+    gradients = (x, weight, x.flip(0), None), (x, weight, x.flip(0), x.cos())
+    return {
+        "softmax": [(x,)],
+        "softmax_bwd": [(x, x.softmax(-1))],
+        "rmsnorm": norms,
+        "rmsnorm_bwd": [(*given, rstd) for given in gradients],
+        "layernorm": norms,
+        "layernorm_bwd": [(*given, mean, rstd) for given in gradients],
+        "cross_entropy": [(x, target, weight)],
+        "cross_entropy_fwd": [
+            (x, target, weight),
+            (x, target, weight, rstd[:, 0]),
+            (x, target, weight, rstd[:, 0], rstd[:, 1]),
+        ],
+        "cross_entropy_fwd_one_pass": [(x, target, weight)],
+        "cross_entropy_bwd": [(x, target, weight, rstd[:, 0], saved)],
+        "masked_softmax": [(x, x.cos())],
+        "masked_softmax_bwd": [(x, x.softmax(-1), weight[:, None].cos())],
+        "logsumexp": [(x,)],
+        "logsumexp_bwd": [(x, rstd, mean)],
     }
-    for group, statistics in ("rmsnorm", (rstd,)), ("layernorm", (lse, rstd)):
-        for name in gander._table.TORCH:
-            if name.startswith(f"{group}_add_bwd"):
-                calls[name] = x, weight, x.flip(0), x.cos(), *statistics
-        for name in "add", "residual", "add_fwd":
-            calls[f"{group}_{name}"] = x, weight, weight.cos(), x.cos()
-    assert set(calls) == {name for name, operator in gander._table.TORCH.items() if not operator.writes}
-    for name, arguments in calls.items():
-        op = getattr(ops, name)
-        others = len(arguments) - 1
-        for dims in {(0,) + (0,) * others, (0,) + (None,) * others, (None,) + (0,) * others} - {(None,)}:
-            values = [a if dim == 0 else a[1] for a, dim in zip(arguments, dims, strict=True)]
-            each = [
-                op(*(a[b] if dim == 0 else a for a, dim in zip(values, dims, strict=True))) for b in range(B)
-            ]
-            if isinstance(each[0], torch.Tensor):
-                each = [(result,) for result in each]
-            want = tuple(map(torch.stack, zip(*each, strict=True)))
-            check(torch.vmap(op, dims)(*values), want)
+
+
+def statistics(x, target):
+    """What cross_entropy_bwd reads, of each sample."""
+    return torch.stack([ops.cross_entropy(a, b, needs_lse=True)[1] for a, b in zip(x, target, strict=True)])
+
+
+def compare_with_a_loop(op, given):
+    """With all arguments batched, with the first alone, and with all but the first."""
+    others = len(given) - 1
+    for dims in {(0,) + (0,) * others, (0,) + (None,) * others, (None,) + (0,) * others} - {(None,)}:
+        dims = tuple(None if a is None else dim for a, dim in zip(given, dims, strict=True))
+        values = [a if a is None or dim == 0 else a[1] for a, dim in zip(given, dims, strict=True)]
+        each = [op(*(a[b] if dim == 0 else a for a, dim in zip(values, dims, strict=True))) for b in range(B)]
+        if isinstance(each[0], torch.Tensor):
+            each = [(result,) for result in each]
+        check(torch.vmap(op, dims)(*values), tuple(map(torch.stack, zip(*each, strict=True))))
+
+
+def test_every_operator(batch):
+    x, weight, target = batch.values()
+    calls = calls_of_every_operator(x, weight, target)
+    assert set(calls) == {name for name, operator in TORCH.items() if not operator.writes}
+    for name in set(calls) - set(ON_DEMAND):
+        for given in calls[name]:
+            compare_with_a_loop(getattr(ops, name), given)
+    weight, dloss, saved = torch.rand(B, N), torch.rand(B), statistics(x, target)
+    of_slice = functools.partial(ops.cross_entropy_bwd, slice=True)
+    compare_with_a_loop(of_slice, (x, target + 2, weight, dloss, saved))
+
+
+@pytest.mark.parametrize(("name", "asked"), every_demand(), ids=shown)
+def test_every_demand(batch, name, asked):
+    """A result that is not asked for has no elements in a sample either, and a tensor of its own."""
+    op, found = functools.partial(getattr(ops, name), **asked), []
+
+    def watched(*given):
+        results = op(*given)
+        found.append([(result.shape, result.dtype) for result in results])
+        return results
+
+    for given in calls_of_every_operator(*batch.values())[name]:
+        compare_with_a_loop(op, given)
+        dims = tuple(None if a is None else 0 for a in given)
+        results = torch.vmap(watched, dims)(*given)
+        every = torch.vmap(functools.partial(getattr(ops, name), **demands(name)[-1]), dims)(*given)
+        for wanted, result, full, (shape, dtype) in zip(
+            asked_for(name, asked), results, every, found.pop(), strict=True
+        ):
+            assert result.dtype == full.dtype == dtype
+            assert (shape, result.numel()) == ((full.shape[1:], full.numel()) if wanted else ((0,), 0))
+        storages = {result.untyped_storage()._cdata for result in results}
+        assert len(storages) == len(results)
 
 
 def test_unreduced_gradients_with_one_value_for_all_rows(batch):
     """The dloss of a sample is one value for all its rows, or one for each."""
     x, _, target = batch.values()
-    _, lse = ops.cross_entropy_fwd_lse(x, target)
+    _, lse, _ = ops.cross_entropy_fwd(x, target, needs_lse=True)
+    gradient = functools.partial(ops.cross_entropy_bwd, reduction=0)
     for dloss in torch.rand(B), torch.rand(B, M), torch.rand(()):
-        dims = (0, 0, None, 0 if dloss.ndim else None, 0, None, None, None)
-        got = torch.vmap(ops.cross_entropy_bwd, dims)(x, target, None, dloss, lse, None, -100, 0)
-        each = [
-            ops.cross_entropy_bwd(
-                x[b], target[b], None, dloss[b] if dloss.ndim else dloss, lse[b], None, -100, 0
-            )
-            for b in range(B)
-        ]
+        dims = (0, 0, None, 0 if dloss.ndim else None, 0)
+        got = torch.vmap(gradient, dims)(x, target, None, dloss, lse)
+        each = [gradient(x[b], target[b], None, dloss[b] if dloss.ndim else dloss, lse[b]) for b in range(B)]
         check(got, torch.stack(each))
 
 
@@ -228,12 +260,13 @@ def test_operators_that_write(batch):
     x, _, target = batch.values()
     written = x.clone()
     loss, lse = torch.vmap(ops.cross_entropy_fwd_dx_)(written, target)
-    each = [ops.cross_entropy_fwd_dx(x[b], target[b]) for b in range(B)]
+    every = functools.partial(ops.cross_entropy_fwd, needs_lse=True, needs_dx=True)
+    each = [every(x[b], target[b]) for b in range(B)]
     check((loss, lse, written), tuple(map(torch.stack, zip(*each, strict=True))))
     moved = x.movedim(0, 1).clone()
     torch.vmap(ops.cross_entropy_fwd_dx_, (1, 0))(moved, target)
     check(moved.movedim(1, 0), written)
-    saved = torch.stack([ops.cross_entropy_fwd(x[b], target[b])[1] for b in range(B)])
+    saved = statistics(x, target)
     written = x.clone()
     torch.vmap(lambda x, t, s: ops.cross_entropy_bwd_(x, t, None, torch.ones(()), s) or x)(
         written, target, saved

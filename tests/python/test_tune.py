@@ -45,7 +45,7 @@ def test_rows_for_a_length():
 
 
 def test_every_operator_is_one_of_the_benchmark_and_of_explain():
-    from gander.bench.cases import ALL
+    from gander_bench.cases import ALL
 
     for name, explained in tune.OPERATORS.values():
         assert name in ALL
@@ -82,7 +82,7 @@ print(json.dumps(answers))
 
 
 def test_measurements_are_what_the_policy_reads(tmp_path, monkeypatch):
-    from gander.bench import sections
+    from gander_bench import sections
 
     def timed(options, traffic, inputs, calls, results):
         for us, (row, call) in enumerate(calls.items(), 1):

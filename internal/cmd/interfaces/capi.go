@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/gander-go/gander/internal/operators"
@@ -204,7 +205,7 @@ func cOwned() string {
 			if p.Read != "" {
 				words += fmt.Sprintf(" %s is refused: it would read %s.", p.Read, p.Name)
 			}
-			if p.Shape == operators.Statistics {
+			if operators.Shapes[p.Shape].Packed != "" {
 				words += fmt.Sprintf(" %s has M elements.", p.Name)
 			}
 		}
@@ -220,7 +221,7 @@ func cOwned() string {
 // defaultDType says which dtype an output has if the caller does not choose one.
 func defaultDType(p operators.Operand, first string) string {
 	switch {
-	case p.DType == operators.Parameter:
+	case operators.DTypes[p.DType].Statistic && p.Like != "":
 		return p.Like + "'s, without it float32 (float64 if " + first + " is)"
 	case p.Like != "":
 		return p.Like + "'s, without it " + first + "'s"
@@ -431,20 +432,24 @@ func goOwned(t *text, o operator) {
 		if p.Optional {
 			method = "optional"
 		}
-		shape := map[operators.Shape]string{
-			operators.Rows: "made.rows()", operators.Columns: "made.columns()", operators.PerRow: "made.perRow()",
-			operators.HeadColumns: fmt.Sprintf("made.headColumns(tensor(%s))", goParameter(p.Like)),
-			operators.Statistics:  "made.perRow()", operators.One: "nil",
-			operators.Reduced: "made.reduced(int32(o.reduction))",
-		}[p.Shape]
-		dtype := "made.dtype()"
+		rule := operators.Shapes[p.Shape]
+		shape := fmt.Sprintf("made.shape(%q)", rule.Made(false))
 		switch {
-		case p.DType == operators.Statistic:
+		case p.Fits != "":
+			forms := []string{"tensor(" + goParameter(p.Fits) + ")"}
+			for _, f := range rule.Forms {
+				forms = append(forms, strconv.Quote(f.Sizes))
+			}
+			shape = fmt.Sprintf("made.shapeOf(%s)", strings.Join(forms, ", "))
+		case rule.Made(false) != rule.Made(true):
+			shape = fmt.Sprintf("made.shape(reduced(int32(o.reduction), %q, %q))", rule.Made(false), rule.Made(true))
+		}
+		dtype := "made.dtype()"
+		if operators.DTypes[p.DType].Statistic {
 			dtype = "made.statistic()"
-		case p.DType == operators.Parameter:
-			dtype = fmt.Sprintf("made.dtypeOf(tensor(%s), made.statistic())", goParameter(p.Like))
-		case p.Like != "" && p.Like != first.Name:
-			dtype = fmt.Sprintf("made.dtypeOf(tensor(%s), made.dtype())", goParameter(p.Like))
+		}
+		if p.Like != "" && p.Like != first.Name {
+			dtype = fmt.Sprintf("made.dtypeOf(tensor(%s), %s)", goParameter(p.Like), dtype)
 		}
 		if p.Choice != "" {
 			dtype = fmt.Sprintf("requestedDType(%[1]sCode, %[1]sBits, %[1]sLanes, %s)", goParameter(p.Choice), dtype)

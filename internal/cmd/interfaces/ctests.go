@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"strconv"
 	"strings"
 
 	"github.com/gander-go/gander/internal/operators"
@@ -20,6 +21,10 @@ func testFunctions() string {
 				break
 			}
 		}
+	}
+	for _, g := range operators.Table {
+		fields := fmt.Sprintf(".size = sizeof set_%s%s};", g.Name, setOptions(g))
+		t.add("static const gander_%[1]s_options set_%[1]s = {\n%[2]s", g.Name, wrap(fields, "    ", 110))
 	}
 	var rows []string
 	operands, outputs := 0, 0
@@ -53,10 +58,9 @@ func testFunctions() string {
 		}
 		call("call_"+strings.TrimPrefix(o.Owned, "gander_")+"_owned", o.Owned, owned)
 		rows = append(rows,
-			fmt.Sprintf("    {\"gander_%s\", call_%s, \"%s\", 0, %s},", o.full(), o.full(), letters(o.Operands),
-				wrong),
-			fmt.Sprintf("    {%q, call_%s_owned, \"%s\", %d, %s},", o.Owned, strings.TrimPrefix(o.Owned, "gander_"),
-				letters(o.inputs()), len(o.outputs()), wrong))
+			testRow("gander_"+o.full(), "call_"+o.full(), o.Operands, 0, wrong, o.group.Name),
+			testRow(o.Owned, "call_"+strings.TrimPrefix(o.Owned, "gander_")+"_owned", o.inputs(), len(o.outputs()),
+				wrong, o.group.Name))
 		operands, outputs = max(operands, len(o.Operands)), max(outputs, len(o.outputs()))
 	}
 	t.add("\nstatic const function functions[] = {\n%s\n};", strings.Join(rows, "\n"))
@@ -65,38 +69,56 @@ func testFunctions() string {
 	return strings.Replace(t.String(), "*/\n", head, 1)
 }
 
+// setOptions sets every option that is a flag, and the first reduction that is not the default.
+func setOptions(g operators.Group) string {
+	var b strings.Builder
+	for _, option := range g.Options {
+		switch {
+		case option.Type == operators.Flag, option.Type == operators.Reduction:
+			fmt.Fprintf(&b, ", .%s = 1", option.Name)
+		case option.Default != 0:
+			fmt.Fprintf(&b, ", .%s = %s", option.Name, number(option.Default))
+		}
+	}
+	return b.String()
+}
+
+// testRow is a row of the table of functions.
+func testRow(name, call string, list []operators.Operand, outputs int, wrong, group string) string {
+	var s []string
+	for _, p := range list {
+		s = append(s, strconv.Quote(p.Name))
+	}
+	more := fmt.Sprintf("&set_%s, {%s}},", group, strings.Join(s, ", "))
+	return fmt.Sprintf("    {%q, %s, %q, %d, %s,\n%s", name, call, letters(list), outputs, wrong,
+		wrap(more, "     ", 110))
+}
+
 // letters encodes the operands of a valid call with the default options.
 func letters(list []operators.Operand) string {
 	var b strings.Builder
 	for _, p := range list {
-		switch p.Shape {
-		case operators.Rows:
-			b.WriteByte('m')
-		case operators.Broadcast:
-			b.WriteByte('b')
-		case operators.Columns, operators.HeadColumns:
-			if p.DType == operators.Index {
-				b.WriteByte('u')
-			} else {
-				b.WriteByte('n')
-			}
-		case operators.Strided:
-			if p.DType == operators.Index {
-				b.WriteByte('t')
-			} else {
-				b.WriteByte('r')
-			}
-		case operators.Upstream:
-			b.WriteByte('s')
-		case operators.One:
-			if p.Optional && !p.Output { // only used with another reduction
-				b.WriteByte('-')
-			} else {
-				b.WriteByte('1')
-			}
-		default:
-			b.WriteByte('r')
+		rule, letter := operators.Shapes[p.Shape], byte('r') // a number for each row
+		sizes, indices := rule.Forms[0].Sizes, p.DType == operators.Index
+		switch {
+		case rule.Layout == operators.Broadcasts:
+			letter = 'b'
+		case sizes == "LN":
+			letter = 'm'
+		case sizes == "N" && indices:
+			letter = 'u'
+		case sizes == "N":
+			letter = 'n'
+		case indices:
+			letter = 't'
+		case len(rule.Forms) > 1 && rule.Layout == operators.Regular:
+			letter = 's'
+		case sizes == "" && p.Optional && !p.Output: // only used with another reduction
+			letter = '-'
+		case sizes == "":
+			letter = '1'
 		}
+		b.WriteByte(letter)
 	}
 	return b.String()
 }

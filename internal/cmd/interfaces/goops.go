@@ -43,37 +43,10 @@ func onDevice(g operators.Group) bool {
 	return false
 }
 
-var shapeDocs = map[operators.Shape]string{
-	operators.Rows: "(M, N)", operators.Columns: "(N), contiguous", operators.PerRow: "M elements, contiguous",
-	operators.HeadColumns: "(N), or (H, N) for rows of shape (..., H, N), contiguous",
-	operators.Strided:     "M elements, any stride",
-	operators.Broadcast: "broadcasts to the first operand's shape; the leading dimensions' strides collapse " +
-		"into three or fewer, the last stride is 1 or 0",
-	operators.Upstream: "M elements of any stride, or one for all rows",
-	operators.Reduced:  "M elements with reduction none, else one", operators.One: "one element",
-	operators.Statistics: "M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: " +
-		"those and the denominator",
-}
-
 // describe documents an operand's shape, dtype and rules. first is the operator's first operand.
 func describe(p operators.Operand, first, absent string) string {
-	s := shapeDocs[p.Shape]
-	switch p.DType {
-	case operators.Float:
-		s += "; float16, bfloat16 or float32, on the host also float64"
-	case operators.Wide:
-		s += "; float32, on the host also float64"
-	case operators.Same:
-		s += "; " + p.Like + "'s dtype"
-	case operators.Companion, operators.Parameter:
-		s += "; float64 if " + first + " is, else float16, bfloat16 or float32"
-	case operators.Statistic:
-		s += "; float64 if " + first + " is, else float32"
-	case operators.Index:
-		s += "; int32 or int64"
-	case operators.Mask:
-		s += "; bool or uint8; or float64 if " + first + " is, else float16, bfloat16 or float32"
-	}
+	s := operators.Shapes[p.Shape].Doc + "; "
+	s += strings.NewReplacer("{x}", first, "{like}", p.Like).Replace(operators.DTypes[p.DType].Doc)
 	if len(p.Over) > 0 {
 		s += "; may be " + strings.Join(p.Over, " or ") + " if the dtypes agree"
 	}
@@ -85,6 +58,9 @@ func describe(p operators.Operand, first, absent string) string {
 	}
 	if p.Needs != "" {
 		s += "; must be " + absent + " without " + p.Needs
+	}
+	if p.Fits != "" {
+		s += "; has the shape of " + p.Fits
 	}
 	return s
 }
@@ -116,10 +92,53 @@ func goOperators() string {
 	t.add("IfServed Algorithm = %#x", operators.IfServed)
 	t.add(")\n")
 	t.add("var algorithmNames = [...]string{%s}\n", quoted(lower(operators.Algorithms)...))
+	goRules(&t)
 	for _, o := range all() {
 		goOperator(&t, o)
 	}
 	return t.String()
+}
+
+// goRules writes the rules for shapes and element types as variables.
+func goRules(t *text) {
+	t.add("// The rules for shapes.\nvar (")
+	for _, r := range operators.Shapes {
+		t.add("%s = shapeRule{%s, []form{", goShape(r), goLayouts[r.Layout])
+		for _, f := range r.Forms {
+			t.add("{%q, %t, %s, %q},", f.Sizes, f.Count, goConditions[f.When], f.Text)
+		}
+		t.add("}}")
+	}
+	t.add(")\n\n// The rules for element types.\nvar (")
+	for _, r := range operators.DTypes {
+		if r.Narrow != nil {
+			t.add("%s = typeRule{%s, %s}", goType(r), goTypes(r.Narrow), goTypes(r.Wide))
+		}
+	}
+	t.add(")\n")
+}
+
+var (
+	goLayouts = map[operators.Layout]string{
+		operators.InRows: "inRows", operators.Contiguous: "contiguous", operators.Regular: "regular",
+		operators.Parts: "parts", operators.Broadcasts: "broadcasts",
+	}
+	goConditions = map[operators.When]string{ // package ops has the operand denominator
+		operators.Always: "always", operators.Unreduced: "unreduced", operators.Summed: "summed",
+		operators.Headed: "headed", operators.Unread: "unread", operators.Undivided: "always",
+	}
+)
+
+func goShape(r operators.ShapeRule) string { return "shape" + camel(r.Name) }
+func goType(r operators.DTypeRule) string  { return "type" + camel(r.Name) }
+
+// goTypes is a set of element types.
+func goTypes(names []string) string {
+	var list []string
+	for _, name := range names {
+		list = append(list, "1<<kernels."+name)
+	}
+	return strings.Join(list, "|")
 }
 
 // field is the name of an operand or option in Go.
@@ -143,16 +162,7 @@ func goOperator(t *text, o operator) {
 	t.add("// %s is a %s whose operands have been checked.", checked, name)
 	t.add("type %s struct {", checked)
 	for _, p := range o.Operands {
-		kind := "kernels.Vector"
-		switch p.Shape {
-		case operators.Rows:
-			kind = "kernels.Matrix"
-		case operators.Statistics:
-			kind = "logSumExp"
-		case operators.Broadcast:
-			kind = "kernels.Mask"
-		}
-		t.add("%s %s", field(p.Name), kind)
+		t.add("%s %s", field(p.Name), goKinds[operators.Shapes[p.Shape].Layout])
 	}
 	algorithm := "Auto"
 	for _, option := range o.group.Options {
@@ -183,10 +193,18 @@ func goOperator(t *text, o operator) {
 			t.add("k.reduction(o.%s)", camel(option.Name))
 		}
 	}
+	for _, p := range o.outputs() {
+		if p.Read != "" {
+			t.add("k.reads(o.%s)", camel(p.Read))
+		}
+	}
 	for i, p := range o.Operands {
 		goCheck(t, o, p, i == 0)
 	}
 	for _, option := range o.group.Options {
+		if option.Rank > 0 {
+			t.add("k.rank(%q, o.%s, %d)", option.Name, camel(option.Name), option.Rank)
+		}
 		if option.Type == operators.Algorithm {
 			t.add("k.chosen(a.Choice, kernels.%s)", name)
 		}
@@ -219,26 +237,22 @@ func goField(t *text, declaration, doc string) {
 	t.add("%s // %s", declaration, doc)
 }
 
+// goKinds are the types of checked operands.
+var goKinds = map[operators.Layout]string{
+	operators.InRows: "kernels.Matrix", operators.Contiguous: "kernels.Vector",
+	operators.Regular: "kernels.Vector", operators.Parts: "logSumExp", operators.Broadcasts: "kernels.Mask",
+}
+
 // goCheck checks one operand.
 func goCheck(t *text, o operator, p operators.Operand, leading bool) {
-	first := o.Operands[0]
-	types := "anyFloat"
-	switch p.DType {
-	case operators.Wide:
-		types = "wideFloat"
-	case operators.Index:
-		types = "anyIndex"
-	case operators.Mask:
-		types = fmt.Sprintf("anyMask|companion(a.%s.DType)", field(first.Name))
-	case operators.Companion, operators.Parameter:
-		types = fmt.Sprintf("companion(a.%s.DType)", field(first.Name))
-	case operators.Statistic:
-		types = fmt.Sprintf("statistic(a.%s.DType)", field(first.Name))
-	case operators.Same:
+	rule, f := operators.Shapes[p.Shape], field(p.Name)
+	types := fmt.Sprintf("%s.with(a.%s.DType)", goType(operators.DTypes[p.DType]), field(o.Operands[0].Name))
+	switch {
+	case leading:
+		types = goType(operators.DTypes[p.DType]) + ".narrow"
+	case p.DType == operators.Same:
 		types = fmt.Sprintf("only(a.%s.DType)", field(p.Like))
 	}
-	rows, cols := "a."+field(first.Name)+".Rows", "a."+field(first.Name)+".Cols"
-	f := field(p.Name)
 	if p.Needs != "" {
 		t.add("if o.%s != nil && o.%s == nil {", f, field(p.Needs))
 		t.add("k.fail(StatusOption, %q)", fmt.Sprintf(
@@ -251,26 +265,17 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	switch {
 	case leading:
 		t.add("a.%s = k.rows(%q, o.%s, %s)", f, p.Name, f, types)
-	case p.Shape == operators.Rows:
-		t.add("a.%s = k.rowsLike(%q, o.%s, %s, %q, a.%s)", f, p.Name, f, types, first.Name, field(first.Name))
-	case p.Shape == operators.Broadcast:
-		t.add("a.%s = k.broadcast(%q, o.%s, %s, %q, o.%s)", f, p.Name, f, types, first.Name, field(first.Name))
-	case p.Shape == operators.Columns:
-		t.add("a.%s = k.weights(%q, o.%s, %s, %s)", f, p.Name, f, types, cols)
-	case p.Shape == operators.HeadColumns:
-		t.add("a.%s = k.headWeights(%q, o.%s, %s, o.%s)", f, p.Name, f, types, field(first.Name))
-	case p.Shape == operators.PerRow:
-		t.add("a.%s = k.compact(%q, o.%s, %s, %s, perRow)", f, p.Name, f, types, rows)
-	case p.Shape == operators.Strided:
-		t.add("a.%s = k.vector(%q, o.%s, %s, %s, perRow)", f, p.Name, f, types, rows)
-	case p.Shape == operators.Upstream:
-		t.add("a.%s = k.upstream(%q, o.%s, %s, %s)", f, p.Name, f, types, rows)
-	case p.Shape == operators.Reduced:
-		t.add("a.%s = k.reduced(%q, o.%s, %s, %s, o.Reduction)", f, p.Name, f, types, rows)
-	case p.Shape == operators.Statistics:
-		t.add("a.%s = k.statistics(%q, o.%s, %s, %s)", f, p.Name, f, types, rows)
-	case p.Shape == operators.One:
-		t.add("a.%s = k.compact(%q, o.%s, %s, 1, %q)", f, p.Name, f, types, "one for all rows")
+	case rule.Layout == operators.InRows:
+		t.add("a.%s = k.rowsLike(%q, o.%s, %s)", f, p.Name, f, types)
+	case rule.Layout == operators.Broadcasts:
+		t.add("a.%s = k.broadcast(%q, o.%s, %s)", f, p.Name, f, types)
+	case rule.Layout == operators.Parts:
+		t.add("a.%s = k.statistics(%q, o.%s, %s)", f, p.Name, f, types)
+	default:
+		t.add("a.%s = k.vector(%q, o.%s, %s, &%s)", f, p.Name, f, types, goShape(rule))
+	}
+	if p.Fits != "" {
+		t.add("k.fit(%q, o.%s, &%s, %q, o.%s)", p.Name, f, goShape(rule), p.Fits, field(p.Fits))
 	}
 	if p.Output {
 		over := quoted(p.Over...)

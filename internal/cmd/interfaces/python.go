@@ -2,22 +2,20 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/gander-go/gander/internal/operators"
 )
 
 var (
-	shapeNames = map[operators.Shape]string{
-		operators.Rows: "rows", operators.Columns: "columns", operators.HeadColumns: "head_columns",
-		operators.PerRow:  "per_row",
-		operators.Strided: "strided", operators.Upstream: "upstream", operators.Reduced: "reduced",
-		operators.Statistics: "statistics", operators.One: "one", operators.Broadcast: "broadcast",
+	layoutNames = map[operators.Layout]string{
+		operators.InRows: "rows", operators.Contiguous: "contiguous", operators.Regular: "regular",
+		operators.Parts: "parts", operators.Broadcasts: "broadcast",
 	}
-	dtypeNames = map[operators.DType]string{
-		operators.Float: "float", operators.Wide: "wide", operators.Same: "same",
-		operators.Companion: "companion", operators.Parameter: "parameter",
-		operators.Statistic: "statistic", operators.Index: "index", operators.Mask: "mask",
+	conditionNames = map[operators.When]string{
+		operators.Always: "", operators.Unreduced: "unreduced", operators.Summed: "summed",
+		operators.Headed: "headed", operators.Unread: "unread", operators.Undivided: "undivided",
 	}
 	optionNames = map[operators.OptionType]string{
 		operators.Real: "real", operators.Integer: "integer", operators.Flag: "flag",
@@ -35,7 +33,8 @@ func pythonTable() string {
 	t.add("")
 	t.add("from typing import Literal")
 	t.add("")
-	t.add("from .types import Argument, Operand, Operator, Option, Saved, TorchOperator")
+	t.add("from .types import Argument, DTypeRule, Form, Operand, Operator, Option, Saved, ShapeRule, " +
+		"TorchOperator")
 	t.add("")
 	t.add("STATUSES = (%s)", quoted(lower(operators.Statuses)...))
 	t.add("Algorithm = Literal[%s]", quoted(lower(operators.Algorithms)...))
@@ -45,11 +44,16 @@ func pythonTable() string {
 	t.add("REDUCTIONS: tuple[Reduction, ...] = (%s)", quoted(lower(operators.Reductions)...))
 	t.add("%s = range(len(REDUCTIONS))", strings.ToUpper(strings.Join(lower(operators.Reductions), ", ")))
 	t.add("")
+	pythonRules(&t)
 	t.add("OPTIONS = {")
 	for _, g := range operators.Table {
 		t.add("    %q: (", g.Name)
 		for _, o := range g.Options {
-			t.add("        Option(%q, %q, %s),", o.Name, optionNames[o.Type], number(o.Default))
+			rank := ""
+			if o.Rank > 0 {
+				rank = fmt.Sprintf(", rank=%d", o.Rank)
+			}
+			t.add("        Option(%q, %q, %s%s),", o.Name, optionNames[o.Type], number(o.Default), rank)
 		}
 		t.add("    ),")
 	}
@@ -79,10 +83,45 @@ func pythonTable() string {
 	return t.String()
 }
 
+// pythonRules writes the rules for shapes and element types.
+func pythonRules(t *text) {
+	t.add("SHAPES = {")
+	for _, r := range operators.Shapes {
+		var forms []string
+		for _, f := range r.Forms {
+			count := "False"
+			if f.Count {
+				count = "True"
+			}
+			forms = append(forms,
+				fmt.Sprintf("Form(%q, %s, %q, %q)", f.Sizes, count, conditionNames[f.When], f.Text))
+		}
+		t.add("    %q: ShapeRule(", r.Name)
+		t.add("        %q,", layoutNames[r.Layout])
+		t.add("        (%s,),", strings.Join(forms, ", "))
+		if r.Packed != "" {
+			t.add("        packed=%q,", r.Packed)
+		}
+		t.add("    ),")
+	}
+	t.add("}\n\nDTYPES = {")
+	for _, r := range operators.DTypes {
+		statistic := ""
+		if r.Statistic {
+			statistic = ", statistic=True"
+		}
+		names := func(list []string) string { return strings.ToLower(quoted(list...)) }
+		t.add("    %q: DTypeRule((%s), (%s)%s),", r.Name, names(r.Narrow), names(r.Wide), statistic)
+	}
+	t.add("}\n")
+}
+
 func pythonOperand(p operators.Operand) string {
-	s := fmt.Sprintf("Operand(%q, %q, %q", p.Name, shapeNames[p.Shape], dtypeNames[p.DType])
+	s := fmt.Sprintf("Operand(%q, %q, %q", p.Name, operators.Shapes[p.Shape].Name,
+		operators.DTypes[p.DType].Name)
 	for _, f := range []struct{ name, value string }{
-		{"like", p.Like}, {"needs", p.Needs}, {"choice", p.Choice}, {"gradient", p.Gradient}, {"twin", p.Twin},
+		{"like", p.Like}, {"needs", p.Needs}, {"fits", p.Fits},
+		{"choice", p.Choice}, {"gradient", p.Gradient}, {"twin", p.Twin},
 		{"stored", p.Stored}, {"read", p.Read},
 	} {
 		if f.value != "" {
@@ -208,20 +247,13 @@ func pythonFunctions() string {
 	t.add("# %s", generated)
 	t.add("# ruff: noqa: E501")
 	t.add("# fmt: off")
-	t.add(`"""A function for each operator of torch.ops.gander. It bypasses torch's dispatcher if possible: see fast.py.`)
-	t.add("")
-	t.add("A result that is not asked for is then None. The dispatcher returns a tensor without elements for it.")
-	t.add(`"""`)
+	t.add(`"""A function for each operator of torch.ops.gander, which torch.compile can trace."""`)
 	t.add("")
 	t.add("from typing import Any")
 	t.add("")
 	t.add("from torch import Tensor, dtype")
-	t.add("from torch.compiler import is_dynamo_compiling")
 	t.add("")
-	t.add("from .fast import dispatch, fast")
 	t.add("from .registry import overloads")
-	t.add("")
-	t.add("__all__ = (%s)", quoted(torchNames()...))
 	for _, o := range all() {
 		for i := range o.Torch {
 			op := &o.Torch[i]
@@ -230,27 +262,24 @@ func pythonFunctions() string {
 			for _, a := range list {
 				names = append(names, a.Name)
 			}
-			given := strings.Join(names, ", ")
 			t.add("")
 			t.add("")
 			t.add("def %s(%s) -> Any:", op.Name, pythonParameters(list, "Tensor", "dtype"))
 			t.add("    %s", pythonDoc(o, op))
-			t.add("    if is_dynamo_compiling():  # which knows the operator, and no function of it")
-			t.add("        return overloads[%q](%s)", op.Name, given)
-			t.add("    results = fast.%s(%s)", op.Name, given)
-			t.add("    return dispatch.%s(%s) if results is None else results", op.Name, given)
+			t.add("    return overloads[%q](%s)", op.Name, strings.Join(names, ", "))
 		}
 	}
 	return t.String()
 }
 
-// torchNames lists the names of PyTorch's operators.
+// torchNames lists the names of PyTorch's operators, in ruff's order.
 func torchNames() (names []string) {
 	for _, o := range all() {
 		for i := range o.Torch {
 			names = append(names, o.Torch[i].Name)
 		}
 	}
+	slices.Sort(names)
 	return names
 }
 

@@ -8,8 +8,8 @@ import (
 	"github.com/gander-go/gander/internal/operators"
 )
 
-// torchOperators generates python/gander/_torch/c/operators_gen.h. For each operator of PyTorch it has a table for
-// kernels.c and a function that calls the C ABI.
+// torchOperators generates python/gander/_torch/c/operators_gen.h. For each operator of PyTorch it has a
+// table for kernels.c and a function that calls the C ABI.
 func torchOperators() string {
 	var t text
 	t.add("/* %s */", generated)
@@ -127,27 +127,24 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 	t.add("        .operator = %q,", o.full())
 	t.add("        .call = call_%s,", op.Name)
 	t.add("        .arguments = %q,", kinds)
-	if at := position(list, "reduction"); at >= 0 {
-		t.add("        .reduction_argument = %d,", at)
-	} else {
-		t.add("        .reduction_argument = -1,")
-		t.add("        .reduction = %d,", int(op.Fixed["reduction"]))
-	}
-	t.add("        .packed = %t,", op.Packed)
+	t.add("        .reduction = %d,", position(list, "reduction"))
 	t.add("        .operand_count = %d,", len(o.Operands))
 	t.add("        .operands = {")
 	for _, p := range o.Operands {
-		at, over, choice, like := position(list, p.Name), -1, position(list, p.Choice), o.operandAt(p.Like)
+		at, over, choice := position(list, p.Name), -1, position(list, p.Choice)
 		if into := op.Into(p.Name); into != "" && into != p.Name {
 			over = o.operandAt(into)
 		}
 		written := op.Modifies(p.Name)
 		made := p.Output && slices.Contains(op.Results, p.Name)
 		saved, with := savedResult(o, op, p.Name)
-		t.add("            {%q, SHAPE_%s, DTYPE_%s, .argument = %d, .over = %d, .choice = %d, .like = %d, "+
-			".written = %t, .made = %t, .demand = %d, .saved = %t, .saved_with = %d},",
-			p.Name, strings.ToUpper(shapeNames[p.Shape]), strings.ToUpper(dtypeNames[p.DType]), at, over, choice,
-			max(like, 0), written, made, position(list, demand(p.Name)), saved, position(list, with))
+		each, all := madeSizes(op, p)
+		t.add("            {%q, %s, {%q, %q}, .statistic = %t, .argument = %d, .over = %d, .choice = %d, "+
+			".like = %d, .fits = %d, .written = %t, .made = %t, .index = %t, .demand = %d, .saved = %t, "+
+			".saved_with = %d},",
+			p.Name, cLayouts[operators.Shapes[p.Shape].Layout], each, all, operators.DTypes[p.DType].Statistic,
+			at, over, choice, o.operandAt(p.Like), o.operandAt(p.Fits), written, made,
+			p.DType == operators.Index, position(list, demand(p.Name)), saved, position(list, with))
 	}
 	t.add("        },")
 	t.add("        .result_count = %d,", len(op.Results))
@@ -164,6 +161,26 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 		torchSaved(t, o, op, list)
 	}
 	t.add("    },")
+}
+
+var cLayouts = map[operators.Layout]string{
+	operators.InRows: "IN_ROWS", operators.Contiguous: "CONTIGUOUS", operators.Regular: "REGULAR",
+	operators.Parts: "CONTIGUOUS", operators.Broadcasts: "BROADCASTS",
+}
+
+// madeSizes returns the forms of a new tensor, without and with a reduction. They agree if that is fixed.
+func madeSizes(op *operators.Torch, p operators.Operand) (each, all string) {
+	rule := operators.Shapes[p.Shape]
+	switch reduction, fixed := op.Fixed["reduction"]; {
+	case !p.Output:
+		return "", ""
+	case op.Packed && rule.Packed != "":
+		return rule.Packed, rule.Packed
+	case fixed:
+		made := rule.Made(reduction != 0)
+		return made, made
+	}
+	return rule.Made(false), rule.Made(true)
 }
 
 // torchSaved writes what autograd needs: the differentiable arguments, and the tensors that backward reads.
@@ -184,7 +201,8 @@ func torchSaved(t *text, o operator, op *operators.Torch, list []argument) {
 	}
 	var saved []string
 	for _, s := range savedBy(op) {
-		saved = append(saved, fmt.Sprintf("{%d, %d}", slices.Index(op.Results, s.result), position(list, s.argument)))
+		from := slices.Index(op.Results, s.result)
+		saved = append(saved, fmt.Sprintf("{%d, %d}", from, position(list, s.argument)))
 	}
 	t.add("        .saved_count = %d,", len(saved))
 	t.add("        .saved = {%s},", strings.Join(saved, ", "))

@@ -2,17 +2,14 @@
 they need to know of arrays."""
 
 from numbers import Real
-from operator import ne
 from typing import Any
 
 from .. import _backend, _debug
 from .._native import library
 from .._words import kind, number, renamed, shortened, shown
 from .calls import only_torch
-from .capsules import module_of, not_an_array
+from .capsules import indices, module_of, not_an_array
 from .operators_gen import *  # noqa: F403
-
-differ = ne
 
 
 def with_lse_partial(*_: Any) -> None:
@@ -79,14 +76,6 @@ def is_ours(x: Any, other: Any) -> bool:
     return hasattr(other, "shape") and module_of(other) is module_of(x)
 
 
-def check_residual(x: Any, residual: Any) -> None:
-    """Refuses what is no residual of x."""
-    if residual.shape != x.shape:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
-        )
-
-
 def ones_like(x: Any) -> Any:
     """None for an array of a library that gander does not know."""
     module = module_of(x)
@@ -131,4 +120,4 @@ def cast(x: Any, to: Any) -> tuple[Any, Any]:
 
 def check_targets(classes: int, target: Any, ignore_index: int) -> None:
     """Raises IndexError if an element of target is neither a class nor ignore_index."""
-    _debug.check_targets(classes, target, ignore_index)
+    _debug.check_targets(classes, indices(target), ignore_index)

@@ -11,7 +11,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_void_p, cast, py_object
 
 from .._native import library
 from .._native.library import Deleter, Legacy, Managed
-from .._table import OPERATORS
+from .._table import OPERATORS, SHAPES
 from .._words import kind, shortened
 
 # Names of DLPack capsules. A consumer renames a capsule when it takes ownership of the tensor.
@@ -79,27 +79,36 @@ def _stride(sizes, strides):
     return stride
 
 
-def _is_supported(tensor, shape):
-    """Whether the library supports the strides of an operand of this shape (see gander._table.Operand)."""
+def _is_supported(tensor, layout):
+    """Whether the library supports the strides of an operand of this layout (see gander._table.ShapeRule)."""
     rank = tensor.ndim
     sizes = tensor.shape[:rank]
     if not tensor.strides or 0 in sizes:
         return True
     strides = tensor.strides[:rank]
-    if shape == "rows":
+    if layout == "rows":
         return _stride(sizes[-1:], strides[-1:]) == 1 and _stride(sizes[:-1], strides[:-1]) is not None
-    if shape == "broadcast":  # the library knows the shape that it is for
+    if layout == "broadcast":  # the library knows the shape that it is for
         return _stride(sizes[-1:], strides[-1:]) in (0, 1)
     stride = _stride(sizes, strides)
-    return stride is not None if shape in ("strided", "upstream") else stride == 1
+    return stride is not None if layout == "regular" else stride == 1
+
+
+def indices(x):
+    """Class indices in a dtype that the library takes: a copy of those in uint8, as in torch."""
+    if str(getattr(x, "dtype", "")) != "uint8" or not hasattr(x, "astype"):
+        return x
+    return x.astype("int32" if module_of(x) is None else "int64")  # JAX has no int64 by default
 
 
 def _input(x, operand, stream):
     """A capsule of x, or of a contiguous copy if the library does not support the strides of x."""
     if x is None:
         return None
+    if operand.dtype == "index":
+        x = indices(x)
     capsule = _export(x, operand.name, stream)
-    if not _is_supported(_contents(capsule)[1], operand.shape):
+    if not _is_supported(_contents(capsule)[1], SHAPES[operand.shape].layout):
         module = module_of(x)
         if module is not None:  # for other libraries libgander's error says what to do
             return _export(module.ascontiguousarray(x), operand.name, stream)

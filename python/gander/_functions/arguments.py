@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
+from .. import _backend
 from .._table import ALGORITHMS
 from .._words import integer, kind, shown
 
@@ -21,6 +25,32 @@ FAILURES = (AttributeError, RuntimeError, TypeError, ValueError)
 
 
 AUTO = ALGORITHMS[0]  # Functions compare with `is`: an array's == has no truth value.
+
+
+def any_overrides(*values: Any) -> bool:
+    """Whether an argument handles functions itself, by `__torch_function__`."""
+    return any(
+        type(value) not in _backend.BACKENDS and _backend.backend_of(value) is None for value in values
+    )
+
+
+_signature = cache(inspect.signature)
+
+
+def overridden(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Leaves a call to the argument that handles functions itself (`__torch_function__`).
+
+    function: the public function. given: its arguments as the caller gave them, among other names. Those that
+    have their defaults are left out, so that traced graphs hold what was written.
+    """
+    required, options = [], {}
+    for name, parameter in _signature(function).parameters.items():
+        value, default = given[name], parameter.default
+        if default is parameter.empty:
+            required.append(value)
+        elif type(value) is not type(default) or value != default:
+            options[name] = value
+    return _backend.hand_over(function, (*required, *options.values()), *required, **options)
 
 
 def code_of(argument: str, name: Any, names: tuple[str, ...], none: str = "") -> int:

@@ -8,7 +8,7 @@ from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
 from .._table import MEAN, NONE, REDUCTIONS, Reduction
 from .._words import check_flags, integer, kind
-from .arguments import FAILURES, check_out, check_targets, code_of
+from .arguments import FAILURES, any_overrides, check_out, check_targets, code_of, overridden
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,9 +55,9 @@ def cross_entropy(
     The loss of a row is weight[t] * (lse(x) - x[t]), where t is its target and lse(x) its log-sum-exp.
     x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU also float64), any
     strides. A torch tensor on the CPU or a CUDA device, or an object with `__dlpack__` (no gradient).
-    target: x.shape[:-1], int32 or int64. Rows whose target is ignore_index are ignored. Another target that
-    is not in [0, N) is never used as an index. It makes the loss and the gradient of its row NaN, and with
-    "mean" those of all rows (see set_debug).
+    target: x.shape[:-1], int32 or int64, or uint8, which is copied to int64. Rows whose target is
+    ignore_index are ignored. Another target that is not in [0, N) is never used as an index. It makes the
+    loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
     weight: (N) class weights, float16, bfloat16 or float32 (float64 for float64), or None.
     reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
     ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
@@ -96,6 +96,8 @@ def cross_entropy(
     if one_pass is not None:
         check_flags(one_pass=one_pass)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy, locals())
     if divisor is not None or upstream is not None:
         _of_sum(divisor, upstream, reduction)
         divisor = None if divisor is None else ops.scalar("divisor", divisor, x)
@@ -155,6 +157,8 @@ def cross_entropy_fwd(
     if type(inplace_backward) is not bool or type(batch_invariant) is not bool:
         check_flags(inplace_backward=inplace_backward, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy_fwd, locals())
     if divisor is not None:
         divisor = ops.scalar("divisor", divisor, x)
     try:
@@ -209,6 +213,8 @@ def cross_entropy_bwd(
     if type(inplace_backward) is not bool:
         check_flags(inplace_backward=inplace_backward)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy_bwd, locals())
     try:
         if _debug.enabled:
             check_targets(ops, x, target, ignore_index)
@@ -241,6 +247,8 @@ def cross_entropy_fwd_out(
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy_fwd_out, locals())
     try:
         for name, statistic in ("loss", loss), ("lse", lse):
             if statistic is not None and statistic.shape != x.shape[:-1]:
@@ -259,6 +267,7 @@ def cross_entropy_fwd_out(
             outputs = {"loss": loss} if lse is None else {"loss": loss, "lse": lse}
             for (name, out), result in zip(outputs.items(), results, strict=False):  # before the first write
                 check_out(ops, name, result, out, result.dtype)
+            ops.check_writable(**outputs)
             for out, result in zip(outputs.values(), results, strict=False):
                 out.copy_(result)
             return
@@ -291,6 +300,8 @@ def cross_entropy_bwd_out(
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(cross_entropy_bwd_out, locals())
     try:
         check_out(ops, "dx", x, dx)
         if _debug.enabled:
@@ -338,6 +349,10 @@ def linear_cross_entropy(
     Returns the loss as cross_entropy does.
     Raises TypeError (dtype), ValueError (shape, reduction, chunk), RuntimeError (device, driver, memory).
     """
+    ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None or any_overrides(weight, target, bias, weight_ce):
+        handed: Tensor = overridden(linear_cross_entropy, locals())
+        return handed
     if not is_tensor(x):
         raise TypeError(f"x is {kind(x)}, expected a torch.Tensor")
     code = code_of("reduction", reduction, REDUCTIONS)
@@ -345,7 +360,6 @@ def linear_cross_entropy(
     check_chunks(chunk, accumulate)
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
-    ops = BACKENDS.get(type(x)) or backend_of(x)
     try:
         if _debug.enabled and hasattr(weight, "shape"):
             check_targets(ops, weight.shape[0], target, ignore_index)

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 from .._backend import BACKENDS, Backend, backend_of
 from .._table import ALGORITHMS, Algorithm
 from .._words import check_flags, number, shown
-from .arguments import AUTO, FAILURES, A, Array, check_out, code_of
+from .arguments import AUTO, FAILURES, A, Array, check_out, code_of, overridden
 
 CastingMode = Literal["llama"]
 
@@ -62,7 +62,6 @@ def _adds(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:
     """Whether residual_out is something else than x."""
     if residual is None:
         return residual_dtype is not None and ops.differs(x, residual_dtype)
-    ops.check_residual(x, residual)
     return True
 
 
@@ -194,6 +193,8 @@ def rmsnorm(
     if type(batch_invariant) is not bool:
         check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(rmsnorm, locals())
     try:
         if eps is None:
             eps = _epsilon(x)
@@ -298,6 +299,8 @@ def fused_add_rmsnorm(
     if type(batch_invariant) is not bool:
         check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(fused_add_rmsnorm, locals())
     try:
         if residual is None:
             raise TypeError("residual is None, expected a tensor, to which x is added; or call rmsnorm")
@@ -345,6 +348,8 @@ def rmsnorm_fwd(
     if type(store_rstd) is not bool or type(batch_invariant) is not bool:
         check_flags(store_rstd=store_rstd, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(rmsnorm_fwd, locals())
     try:
         y, residual_out, rstd = _rmsnorm(
             ops,
@@ -404,6 +409,8 @@ def rmsnorm_bwd(
     if type(has_bias) is not bool or type(has_residual) is not bool or type(batch_invariant) is not bool:
         check_flags(has_bias=has_bias, has_residual=has_residual, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(rmsnorm_bwd, locals())
     try:
         dx, dresidual, dw, db = ops.rmsnorm_bwd(
             x,
@@ -495,6 +502,8 @@ def layernorm(
     if type(prenorm) is not bool or type(batch_invariant) is not bool:
         check_flags(prenorm=prenorm, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(layernorm, locals())
     try:
         y, residual_out, _, _ = _layernorm(
             ops,
@@ -632,6 +641,8 @@ def layernorm_fwd(
     if type(return_rstd) is not bool or type(return_mean) is not bool or type(batch_invariant) is not bool:
         check_flags(return_rstd=return_rstd, return_mean=return_mean, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(layernorm_fwd, locals())
     try:
         y, _, mean, rstd = _layernorm(
             ops,
@@ -674,6 +685,8 @@ def layernorm_bwd(
     if type(has_bias) is not bool or type(batch_invariant) is not bool:
         check_flags(has_bias=has_bias, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(layernorm_bwd, locals())
     try:
         dx, _, dw, db = ops.layernorm_bwd(
             x,

@@ -9,7 +9,7 @@ from .. import _backend
 from .._backend import BACKENDS, backend_of
 from .._table import ALGORITHMS, Algorithm
 from .._words import check_flags, number, shown
-from .arguments import AUTO, FAILURES, code_of
+from .arguments import AUTO, FAILURES, code_of, overridden
 
 Masked = Literal["nan", "zero"]
 
@@ -68,7 +68,7 @@ def _masked_softmax(
         masked_zero=bool(zero),
         batch_invariant=batch_invariant,
     )
-    return y.movedim(-1, dim).contiguous() if moved else y
+    return ops.moved_back(y, dim) if moved else y
 
 
 def softmax(
@@ -119,6 +119,8 @@ def softmax(
     if type(batch_invariant) is not bool:
         check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(softmax, locals())
     try:
         if (
             dtype is None
@@ -164,7 +166,7 @@ def _softmax(
         rows = _to_last(ops, narrow, dim, "softmax")
         y = ops.softmax(rows, algorithm=code, batch_invariant=batch_invariant)
         if rows is not narrow:
-            y = y.movedim(-1, dim).contiguous()
+            y = ops.moved_back(y, dim)
         return y if dtype is None else ops.converted(y, dtype)  # autocast may widen it
     if code:
         option = next(name for name, value in given.items() if value)
@@ -197,6 +199,8 @@ def log_softmax(
     if type(causal) is not bool or type(batch_invariant) is not bool:
         check_flags(causal=causal, batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(log_softmax, locals())
     try:
         if scale is not None:
             scale = number("scale", scale, "None or ")
@@ -208,6 +212,8 @@ def log_softmax(
 def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
     """softmax(x) without a gradient."""
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(softmax_fwd, locals())
     try:
         x = ops.detached(x)
     except FAILURES as error:
@@ -227,6 +233,8 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
     if type(batch_invariant) is not bool:
         check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(dy)) or backend_of(dy)
+    if ops is None:
+        return overridden(softmax_bwd, locals())
     try:
         return ops.softmax_bwd(dy, y, algorithm=code, batch_invariant=batch_invariant)
     except FAILURES as error:
@@ -236,9 +244,9 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
 def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: bool = False) -> Any:
     """log(sum exp(x)) over one or more dimensions, differentiable. The maximum is subtracted first.
 
-    x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
-    tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an array
-    of the same library, without a gradient.
+    x: (..., N), N >= 1, or (), of float16, bfloat16 or float32 (on the CPU also float64), any strides. A
+    torch tensor on the CPU or a CUDA device, or an object with `__dlpack__`. For the latter the result is an
+    array of the same library, without a gradient.
     dim: the dimension, or several. Others than the last are moved to the end, which copies. Torch tensors
     only.
     keepdim: keep these dimensions, of size 1. Torch tensors only.
@@ -251,8 +259,10 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
     if type(batch_invariant) is not bool:
         check_flags(batch_invariant=batch_invariant)
     ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(logsumexp, locals())
     try:
-        if keepdim is False and type(dim) is int and dim == -1:
+        if keepdim is False and type(dim) is int and dim == -1 and getattr(x, "ndim", 1):
             return ops.logsumexp(x, batch_invariant=batch_invariant)
         check_flags(keepdim=keepdim)
         if keepdim and ops is not _backend.torch:
@@ -274,9 +284,10 @@ def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: 
         else:
             one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
             rows, dims = _to_last(ops, x, one, "logsumexp"), [one % max(len(x.shape), 1)]
-        lse = ops.logsumexp(rows, batch_invariant=batch_invariant)
-        for d in dims if keepdim else ():
-            lse = lse.unsqueeze(d)
-        return lse
+        if not x.shape:
+            rows, dims = x.reshape(1), []
+        for d in dims if keepdim else ():  # here, because a result that is a view of lse would differ
+            rows = rows.unsqueeze(d)
+        return ops.logsumexp(rows, batch_invariant=batch_invariant)
     except FAILURES as error:
         raise ops.explained(error, x=x) from None

@@ -4,35 +4,44 @@ operators_gen.py is generated from the table of operators (internal/operators), 
 package imports nothing else.
 """
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from .operators_gen import (
     ALGORITHMS,
+    DTYPES,
     IF_SERVED,
     MEAN,
     NONE,
     OPERATORS,
     OPTIONS,
     REDUCTIONS,
+    SHAPES,
     STATUSES,
     SUM,
     TORCH,
     Algorithm,
     Reduction,
 )
-from .types import Argument, Operand, Operator, Option, Saved, TorchOperator
+from .types import Argument, Form, Operand, Operator, Option, Saved, TorchOperator
 
 __all__ = [
     "ALGORITHMS",
+    "DTYPES",
     "IF_SERVED",
     "MEAN",
     "NONE",
     "OPERATORS",
     "OPTIONS",
     "REDUCTIONS",
+    "SHAPES",
     "STATUSES",
     "SUM",
     "TORCH",
     "Algorithm",
     "Argument",
+    "Form",
     "Operand",
     "Operator",
     "Option",
@@ -43,9 +52,14 @@ __all__ = [
     "demand",
     "demanded_for_backward",
     "differentiable",
+    "forms",
     "gradients_of",
+    "has_rows",
+    "is_by_row",
+    "made_sizes",
     "operands",
     "read",
+    "sizes",
     "takes_dtypes",
     "tensors",
     "upstream",
@@ -64,6 +78,42 @@ def arguments(name: str) -> list[str]:
 def tensors(name: str) -> list[str]:
     """The arguments that are tensors. They come first."""
     return [argument.name for argument in TORCH[name].arguments if argument.kind == "tensor"]
+
+
+def is_by_row(operand: Operand) -> bool:
+    """Whether an operand has an element, or a row, for each row: it may have, if a call reduces rows."""
+    return SHAPES[operand.shape].forms[0].sizes.startswith("L")
+
+
+def has_rows(operand: Operand) -> bool:
+    return SHAPES[operand.shape].layout == "rows"
+
+
+def sizes(letters: str, first: tuple) -> tuple:
+    """The sizes that the letters of a form stand for. first: the shape of the first operand."""
+    leading = first[:-1]
+    known = {"L": leading, "H": first[-2:-1], "N": first[-1:], "2": (2,), "S": (2 * math.prod(leading) + 1,)}
+    return tuple(size for letter in letters for size in known[letter])
+
+
+def forms(name: str, operand: Operand, values: Mapping[str, Any]) -> list[Form]:
+    """The shapes that an operand of a PyTorch operator may have in a call. values: its arguments by name."""
+    given = TORCH[name].fixed | values
+    reduction, first = given.get("reduction", NONE), given.get(next(iter(operands(name))))
+    unmet = {
+        "unreduced": reduction != NONE,
+        "summed": reduction == NONE,
+        "undivided": reduction == MEAN,
+        "headed": first is not None and first.ndim < 2,
+        "unread": any(given.get(other.read) for other in operands(name).values() if other.read),
+    }
+    return [form for form in SHAPES[operand.shape].forms if not unmet.get(form.when)]
+
+
+def made_sizes(name: str, operand: Operand, values: Mapping[str, Any]) -> str:
+    """The letters of the form of a new tensor."""
+    packed = TORCH[name].packed and SHAPES[operand.shape].packed
+    return packed or forms(name, operand, values)[0].sizes
 
 
 def gradients_of(name: str) -> list[str]:

@@ -5,7 +5,7 @@
 
 from typing import Literal
 
-from .types import Argument, Operand, Operator, Option, Saved, TorchOperator
+from .types import Argument, DTypeRule, Form, Operand, Operator, Option, Saved, ShapeRule, TorchOperator
 
 STATUSES = ("ok", "null", "shape", "dtype", "device", "layout", "alignment", "overlap", "option", "version", "unsupported", "memory", "cuda", "fork", "internal")
 Algorithm = Literal["auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk"]
@@ -15,6 +15,61 @@ Reduction = Literal["none", "mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
 NONE, MEAN, SUM = range(len(REDUCTIONS))
 
+SHAPES = {
+    "rows": ShapeRule(
+        "rows",
+        (Form("LN", True, "", " as {x}"),),
+    ),
+    "columns": ShapeRule(
+        "contiguous",
+        (Form("N", False, "", ": one for each column of {x}"),),
+    ),
+    "head_columns": ShapeRule(
+        "contiguous",
+        (Form("N", False, "", ": one for each column of {x}"), Form("HN", False, "headed", ": one for each column of each head"),),
+    ),
+    "per_row": ShapeRule(
+        "contiguous",
+        (Form("L", True, "", ": one for each row of {x}"),),
+    ),
+    "strided": ShapeRule(
+        "regular",
+        (Form("L", False, "", ", the leading dimensions of {x}"),),
+    ),
+    "upstream": ShapeRule(
+        "regular",
+        (Form("L", True, "unread", ": one for each row of {x}"), Form("", True, "", ": one for all rows"),),
+    ),
+    "reduced": ShapeRule(
+        "contiguous",
+        (Form("L", True, "unreduced", ": one for each row of {x} with reduction none"), Form("", True, "summed", ": one sum or mean for all rows"),),
+    ),
+    "statistics": ShapeRule(
+        "parts",
+        (Form("L", True, "undivided", ": one for each row of {x}"), Form("2L", True, "undivided", ": its two parts"), Form("S", True, "", ": the two parts and the denominator"),),
+        packed="S",
+    ),
+    "one": ShapeRule(
+        "contiguous",
+        (Form("", True, "", ": one for all rows"),),
+    ),
+    "broadcast": ShapeRule(
+        "broadcast",
+        (Form("LN", False, "", ", the shape of {x}"),),
+    ),
+}
+
+DTYPES = {
+    "float": DTypeRule(("float16", "bfloat16", "float32", "float64"), ("float16", "bfloat16", "float32", "float64")),
+    "wide": DTypeRule(("float32", "float64"), ("float32", "float64")),
+    "same": DTypeRule((), ()),
+    "companion": DTypeRule(("float16", "bfloat16", "float32"), ("float64",)),
+    "parameter": DTypeRule(("float16", "bfloat16", "float32"), ("float64",), statistic=True),
+    "statistic": DTypeRule(("float32",), ("float64",), statistic=True),
+    "index": DTypeRule(("int32", "int64"), ("int32", "int64")),
+    "mask": DTypeRule(("float16", "bfloat16", "float32", "bool", "uint8"), ("float64", "bool", "uint8")),
+}
+
 OPTIONS = {
     "softmax": (
         Option("algorithm", "algorithm", 0),
@@ -23,7 +78,7 @@ OPTIONS = {
     "masked_softmax": (
         Option("scale", "real", 1),
         Option("log", "flag", 0),
-        Option("causal", "flag", 0),
+        Option("causal", "flag", 0, rank=2),
         Option("masked_zero", "flag", 0),
         Option("batch_invariant", "flag", 0),
     ),
@@ -103,8 +158,8 @@ OPERATORS = {
         operands=(
             Operand("x", "rows", "float"),
             Operand("weight", "head_columns", "companion", optional=True),
-            Operand("bias", "head_columns", "companion", optional=True),
-            Operand("residual", "rows", "companion", optional=True),
+            Operand("bias", "head_columns", "companion", fits="weight", optional=True),
+            Operand("residual", "rows", "companion", fits="x", optional=True),
             Operand("y", "rows", "companion", choice="out_dtype", output=True),
             Operand("residual_out", "rows", "companion", like="residual", choice="residual_dtype", output=True, optional=True),
             Operand("rstd", "per_row", "statistic", output=True, optional=True),
@@ -121,8 +176,8 @@ OPERATORS = {
             Operand("rstd", "per_row", "statistic"),
             Operand("dx", "rows", "companion", choice="x_dtype", gradient="x", output=True),
             Operand("dresidual", "rows", "companion", choice="residual_dtype", gradient="residual", twin="dx", output=True, optional=True),
-            Operand("dw", "head_columns", "same", like="weight", needs="weight", gradient="weight", output=True, optional=True),
-            Operand("db", "head_columns", "parameter", like="weight", choice="bias_dtype", gradient="bias", output=True, optional=True),
+            Operand("dw", "head_columns", "same", like="weight", needs="weight", fits="weight", gradient="weight", output=True, optional=True),
+            Operand("db", "head_columns", "parameter", like="weight", fits="weight", choice="bias_dtype", gradient="bias", output=True, optional=True),
         ),
     ),
     "layernorm_forward": Operator(
@@ -131,8 +186,8 @@ OPERATORS = {
         operands=(
             Operand("x", "rows", "float"),
             Operand("weight", "head_columns", "companion", optional=True),
-            Operand("bias", "head_columns", "companion", optional=True),
-            Operand("residual", "rows", "companion", optional=True),
+            Operand("bias", "head_columns", "companion", fits="weight", optional=True),
+            Operand("residual", "rows", "companion", fits="x", optional=True),
             Operand("y", "rows", "companion", choice="out_dtype", output=True),
             Operand("residual_out", "rows", "companion", like="residual", choice="residual_dtype", output=True, optional=True),
             Operand("mean", "per_row", "statistic", output=True, optional=True),
@@ -151,8 +206,8 @@ OPERATORS = {
             Operand("rstd", "per_row", "statistic"),
             Operand("dx", "rows", "companion", choice="x_dtype", gradient="x", output=True),
             Operand("dresidual", "rows", "companion", choice="residual_dtype", gradient="residual", twin="dx", output=True, optional=True),
-            Operand("dw", "head_columns", "same", like="weight", needs="weight", gradient="weight", output=True, optional=True),
-            Operand("db", "head_columns", "parameter", like="weight", choice="bias_dtype", gradient="bias", output=True, optional=True),
+            Operand("dw", "head_columns", "same", like="weight", needs="weight", fits="weight", gradient="weight", output=True, optional=True),
+            Operand("db", "head_columns", "parameter", like="weight", fits="weight", choice="bias_dtype", gradient="bias", output=True, optional=True),
         ),
     ),
     "cross_entropy_forward": Operator(

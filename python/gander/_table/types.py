@@ -3,24 +3,49 @@
 from typing import NamedTuple
 
 
+class Form(NamedTuple):
+    """A shape that an operand may have. It follows from the shape of the operator's first operand."""
+
+    # Each letter stands for sizes. L: the first operand's leading dimensions, which are all but the last.
+    # H: its second last dimension. N: its last. 2: 2. S: twice the product of the leading dimensions, plus 1.
+    sizes: str
+    # L or S may be other sizes with the same product. Without them, there may be any sizes of 1.
+    count: bool
+    # "": always. "unreduced": with reduction "none". "summed": with another. "undivided": unless reduction is
+    # "mean". "headed": if the first operand has rank 2 or more. "unread": unless the flag `read` of an output
+    # is set.
+    when: str
+    text: str  # follows the sizes in a refusal; {x} is the first operand
+
+
+class ShapeRule(NamedTuple):
+    # "rows": the last dimension has stride 1, the others collapse into one. "contiguous". "regular": a fixed
+    # stride between elements. "parts": contiguous, or in two contiguous parts. "broadcast": broadcasts to its
+    # form.
+    layout: str
+    forms: tuple[Form, ...]
+    packed: str = ""  # the sizes of the result of an operator that is packed
+
+
+class DTypeRule(NamedTuple):
+    """An operand's dtypes, if the first operand is not float64 (narrow) and if it is."""
+
+    narrow: tuple[str, ...]
+    wide: tuple[str, ...]
+    statistic: bool = (
+        False  # by default an output has the dtype of statistics, else that of the first operand
+    )
+
+
 class Operand(NamedTuple):
-    """A tensor that an operator reads or writes. M and N are the rows and columns of its first operand."""
+    """A tensor that an operator reads or writes."""
 
     name: str
-    # "rows": (M, N). "columns": (N). "head_columns": (N), or (H, N) for rows of shape (..., H, N). "per_row":
-    # M elements, contiguous. "strided": M elements with any stride. "upstream": M elements or 1. "reduced": M
-    # elements, or 1 with a reduction. "statistics": shape (M), (2, M) or (2 M + 1). "one": 1 element.
-    # "broadcast": broadcasts to the first operand's shape.
-    shape: str
-    # "float": any float dtype. "wide": float32 or float64. "same": that of the operand `like`. "companion":
-    # float64 if the first operand has it, else any other float dtype. "parameter": as companion. "statistic":
-    # float64 if the first operand has it, else float32. "index": int32 or int64. "mask": bool, uint8, or as
-    # companion.
-    dtype: str
-    # By default a companion output has the dtype of `like`, or of the first operand without that, and a
-    # parameter the dtype of `like`, or that of statistics.
-    like: str = ""
+    shape: str  # a rule in SHAPES
+    dtype: str  # a rule in DTYPES. "same": the dtype of the operand `like`
+    like: str = ""  # the operand whose dtype an output has by default, if it is given
     needs: str = ""  # an optional operand that must be given if this one is
+    fits: str = ""  # the operand whose shape this one has; without that, it has the first form of its rule
     choice: str = ""  # the argument by which callers choose the dtype of an output
     gradient: str = ""  # the operand whose gradient this is
     twin: str = ""  # the output with the same values. It can take this one's place if the dtypes agree.
@@ -34,6 +59,7 @@ class Option(NamedTuple):
     name: str
     type: str  # "real", "integer", "flag", "reduction" or "algorithm"
     default: float
+    rank: int = 0  # of a flag: the least rank of the first operand with which it can be set
 
 
 class Operator(NamedTuple):

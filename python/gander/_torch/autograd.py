@@ -28,14 +28,16 @@ from .._table import (
     demanded_for_backward,
     differentiable,
     gradients_of,
+    has_rows,
     operands,
     read,
     takes_dtypes,
     tensors,
     upstream,
 )
-from . import operators_gen
+from . import fast
 from .registry import complete, overloads, registry, untraced
+from .vmap import each_sample
 
 _AFTER = torch._C._after_autograd_keyset
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -104,7 +106,7 @@ def backward(name: str, inputs: list[str]):
     tensors. If takes_dtypes(name), it also reads ctx.dtypes, those of the arguments differentiable(name).
     """
     gradient_op, results = TORCH[name].backward, TORCH[name].results
-    typed, plans, call = takes_dtypes(name), {}, getattr(operators_gen, gradient_op)
+    typed, plans = takes_dtypes(name), {}
     of, heads, gradients_there = operands(gradient_op), upstream(gradient_op), gradients_of(gradient_op)
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
@@ -125,6 +127,7 @@ def backward(name: str, inputs: list[str]):
         }
         order = [*read(gradient_op), *dict(given).values(), *absent, *choices, *demands]
         plans[needs, dtypes] = (
+            fast.operator(gradient_op),
             gradient_arguments(gradient_op, name, order),
             (*[None] * len(absent), *choices.values(), *demands.values()),
             [(inputs.index(argument), gradients_there.index(source)) for argument, source in sources.items()],
@@ -144,7 +147,7 @@ def backward(name: str, inputs: list[str]):
             if gradients[index] is not None:
                 raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
         key = ctx.needs_input_grad, ctx.dtypes if typed else None
-        pick, constants, places = plans.get(key) or plan(*key)
+        call, pick, constants, places = plans.get(key) or plan(*key)
         saved = ctx.saved_tensors
         heads = [
             # Every result with a gradient has the shape of the first tensor, the rows.
@@ -199,7 +202,7 @@ def forward(name: str, saving: str | None = None, kept: Iterable[str] = (), over
             names.index(demand(result)) if result in TORCH[name].on_demand else None,
             result in demanded_for_backward(name),
             names.index(argument) if (argument := demanded_for_backward(name).get(result)) else None,
-            operands(name)[result].shape == "rows",
+            has_rows(operands(name)[result]),
         )
         for result in TORCH[name].results
     ]
@@ -432,6 +435,52 @@ def register(choices: dict, substitutes: dict) -> None:
             "Autograd",
             with_keyset=True,
         )
+
+
+def define(schema: str, kernel, fake, keep=None, gradient=None, batched=None):
+    """An operator outside of the table, which graphs hold: its overload.
+
+    keep: takes a context, the arguments and the results, and saves what gradient(ctx, dloss) needs, which is
+    the gradient of the first result for the first argument. Nothing else has a gradient.
+    batched: the vmap rule, by default a call for each sample.
+    """
+    name = schema.partition("(")[0]
+    registry.define(schema)
+    overload = getattr(torch.ops.gander, name).default
+    registry.impl(name, untraced(kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gander::{name}", untraced(fake), lib=registry)
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def for_each(info, in_dims, *given):
+        values, dims = dict(zip(names, given, strict=True)), dict(zip(names, in_dims, strict=True))
+        results = each_sample(overload, values, dims, info.batch_size)
+        return results, (0,) * len(results)
+
+    torch.library.register_vmap(f"gander::{name}", untraced(batched or for_each), lib=registry)
+
+    def forward(ctx, keyset, *given):
+        results = call_below_autograd(overload, keyset, given)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        keep(ctx, given, results)
+        return results
+
+    def backward(ctx, dloss, *others):
+        return None, None if dloss is None else gradient(ctx, dloss), *[None] * (len(names) - 1)
+
+    apply = apply_of(function(name, forward, backward))
+
+    def autograd(keyset, *given):
+        if forward_ad._current_level >= 0:
+            refuse_tangents(value for value in given if isinstance(value, Tensor))
+        if is_grad_enabled() and given[0].requires_grad:
+            return apply(keyset, *given)
+        with _below_autograd():
+            return overload.redispatch(keyset & _AFTER, *given)
+
+    if gradient is not None:
+        registry.impl(name, untraced(autograd), "Autograd", with_keyset=True)
+    return overload
 
 
 def fast_functions() -> dict:

@@ -1,6 +1,6 @@
 """What gander._functions asks of the backend that serves torch's tensors.
 
-This module also has a function for each operator of torch.ops.gander (operators_gen.py).
+This module also has a function for each operator of torch.ops.gander (fast.py).
 """
 
 from typing import Any
@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from .. import _debug
 from .._native import library
+from .._table import TORCH
 from . import fast
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
-from .operators_gen import *  # noqa: F403
-from .tensors import DTYPES, differ, nested, scalar, unusable
+from .tensors import DTYPES, check_targets, scalar
+from .writes import refuse_inference
 
 __all__ = [
     "cast",
     "check_targets",
+    "check_writable",
     "converted",
     "detached",
-    "differ",
     "differs",
     "dtype",
     "empty",
@@ -33,13 +33,16 @@ __all__ = [
     "is_ours",
     "linear_cross_entropy",
     "may_share_memory",
-    "nested",
+    "moved_back",
     "ones_like",
     "rows",
     "scalar",
     "with_lse_partial",
     "with_target_logit",
 ]
+
+
+globals().update({name: fast.operator(name) for name in TORCH})
 
 
 def fast_path() -> bool | str:
@@ -72,16 +75,6 @@ def is_ours(x: Any, other: Any) -> bool:
     return hasattr(other, "shape")
 
 
-def check_residual(x: Any, residual: Any) -> None:
-    """Refuses what is no residual of x."""
-    if not isinstance(residual, Tensor) or residual.is_nested:  # which has no shape to ask for
-        raise unusable("residual", residual, "x")  # type: ignore[misc]
-    if differ(residual.shape, x.shape):
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)} as x; expand it"
-        )
-
-
 def ones_like(x: Any) -> Any:
     return torch.ones_like(detached(x))
 
@@ -89,6 +82,13 @@ def ones_like(x: Any) -> Any:
 def empty(x: Any, shape: tuple, dtype: Any) -> Any:
     """A new tensor on x's device."""
     return x.new_empty(shape, dtype=dtype)
+
+
+def check_writable(**tensors: Any) -> None:
+    """Refuses tensors that torch would not write to."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            refuse_inference(name, tensor)
 
 
 def may_share_memory(x: Any, out: Any) -> bool:
@@ -106,6 +106,12 @@ def rows(x: Any, dim: int, function: str) -> Any:
     return x.movedim(dim, -1)
 
 
+def moved_back(y: Any, dim: int) -> Any:
+    """A result, whose last dimension goes back to dim. It is a copy also where a view would be contiguous: y
+    is saved for backward, so the caller may not write to it."""
+    return y.movedim(-1, dim).clone(memory_format=torch.contiguous_format)
+
+
 def cast(x: Any, to: Any) -> tuple[Any, Any]:
     """x, and the dtype of the result. torch casts x first. But the kernels take 16-bit x for a result in
     float32 as it is, because they compute in float32 anyway."""
@@ -113,14 +119,3 @@ def cast(x: Any, to: Any) -> tuple[Any, Any]:
     if to != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16):
         x = x.to(to)
     return x, to
-
-
-def check_targets(classes: int, target: Any, ignore_index: int) -> None:
-    """Raises IndexError if an element of target is neither a class nor ignore_index. Targets that are traced
-    or transformed have no values yet."""
-    if isinstance(target, Tensor):
-        if is_compiling() or target.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(target):
-            return
-        if hasattr(target, "full_tensor"):  # all ranks see all targets, and refuse them together
-            target = target.full_tensor()
-    _debug.check_targets(classes, target, ignore_index)

@@ -23,8 +23,8 @@ from .autograd import (
     once_differentiable,
     selector,
 )
+from .dtensor import rows_are_sharded
 from .registry import overloads
-from .sharding import rows_are_sharded
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
 # are still in L2 when backward reads them again, which costs less than the additional launch of the single

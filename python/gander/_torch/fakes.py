@@ -1,34 +1,77 @@
 """Fake kernels: the shapes, dtypes and devices of the operators' results, from the table of operators.
 
-They refuse what the real kernels refuse, with the same type of exception. Sizes may be symbolic. Comparing
-equal symbolic sizes adds no guard. A condition on sizes that are only known at run time becomes an assertion
-in the graph.
+They know the table's rules for shapes and dtypes, and refuse operands that are against them, with the same
+type of exception as the real kernels. What else an operator refuses the library says at run time. Sizes may
+be symbolic. Comparing equal symbolic sizes adds no guard. A condition on sizes that are only known at run
+time becomes an assertion in the graph.
 """
 
 import math
+import re
+from functools import reduce
+from operator import and_, or_
 
 import torch
 
-from .._table import ALGORITHMS, IF_SERVED, REDUCTIONS, TORCH, arguments, demand, operands
+from .._table import (
+    ALGORITHMS,
+    DTYPES,
+    IF_SERVED,
+    OPERATORS,
+    OPTIONS,
+    REDUCTIONS,
+    SHAPES,
+    TORCH,
+    arguments,
+    demand,
+    forms,
+    made_sizes,
+    operands,
+    sizes,
+)
 from .registry import complete, registry, untraced
 
-_INDEX = (torch.int32, torch.int64)
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_NAMES = {"algorithm": ALGORITHMS, "reduction": REDUCTIONS}
 
 
-def _listed(dtypes):
-    *first, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(names):
+    *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def _equal(a, b):
+    """Whether two shapes are equal. The answer may be symbolic."""
+    return len(a) == len(b) and reduce(and_, (m == n for m, n in zip(a, b, strict=True)), True)
+
+
+def _is(form, shape, first):
+    """Whether a shape is a form."""
+    if not form.count:
+        return _equal(shape, sizes(form.sizes, first))
+    before, counted, after = re.fullmatch("([^LS]*)([LS]?)([^LS]*)", form.sizes).groups()
+    start, end = len(sizes(before, first)), len(shape) - len(sizes(after, first))
+    if start > end:
+        return False
+    fixed = _equal(shape[:start] + shape[end:], sizes(before + after, first))
+    return fixed & (math.prod(shape[start:end]) == math.prod(sizes(counted, first)))
+
+
+def _broadcasts(shape, to):
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and reduce(and_, ((m == n) | (m == 1) for m, n in pairs), True)
 
 
 class _Call:
     """One call of an operator. It checks the operands and makes the results."""
 
     def __init__(self, name, values):
-        self.operator, self.operands, self.values = TORCH[name], operands(name), values
-        self.name = next(iter(self.operands))
-        self.first = values[self.name]
-        self.leading, self.rows, self.columns = (), 1, 1  # known once the first operand is checked
+        self.name, self.operator, self.operands, self.values = name, TORCH[name], operands(name), values
+        self.x = next(iter(self.operands))
+        self.first = values[self.x]
 
     def fail(self, kind, message):
         raise kind(f"{self.operator.operator}: {message}")
@@ -37,173 +80,74 @@ class _Call:
         """Refuses a shape. The condition may be symbolic, so the message is a function."""
         torch._check_value(condition, lambda: f"{self.operator.operator}: {message()}")
 
-    def option(self, name):
-        return self.values.get(name, self.operator.fixed.get(name, 0))
-
-    def dtypes(self, operand):
-        """The dtypes that an operand may have."""
-        if operand.dtype == "same" and operand.like in self.values:
-            return (self.values[operand.like].dtype,)
-        wide = self.first.dtype == torch.float64
-        return {
-            "float": (*_NARROW, torch.float64),
-            "wide": (torch.float32, torch.float64),
-            "companion": (torch.float64,) if wide else _NARROW,
-            "parameter": (torch.float64,) if wide else _NARROW,
-            "statistic": (torch.float64,) if wide else (torch.float32,),
-            "index": _INDEX,
-            "mask": (torch.bool, torch.uint8, *((torch.float64,) if wide else _NARROW)),
-        }[operand.dtype]
-
-    def default(self, operand):
-        """The dtype of a result that the caller does not choose."""
-        like = self.values.get(operand.like)
-        if like is not None:
-            return like.dtype
-        if operand.dtype in ("statistic", "parameter") and self.first.dtype != torch.float64:
-            return torch.float32
-        return self.first.dtype
-
-    def check_dtype(self, name, dtype, allowed):
-        if dtype not in allowed:
-            self.fail(
-                TypeError, f"{name} has dtype {_listed([dtype])}, expected {_listed(allowed)}; convert it"
-            )
-
-    def check_input(self, operand, tensor):
-        name, device = operand.name, tensor.device
+    def check_operand(self, operand, tensor):
+        name, device, shape = operand.name, tensor.device, tuple(tensor.shape)
         if device != self.first.device:
-            expected = f"{self.first.device} as {self.name}"
+            expected = f"{self.first.device} as {self.x}"
             self.fail(RuntimeError, f"{name} is on {device}, expected {expected}; move one of them")
-        self.check_dtype(name, tensor.dtype, self.dtypes(operand))
+        if operand.dtype != "index" or tensor.dtype != torch.uint8:  # which the kernels convert
+            self.check_dtype(operand, tensor.dtype)
         if tensor.dtype == torch.float64 and device.type == "cuda":
             self.fail(
                 NotImplementedError,
-                f"{name} has dtype float64 on {device}, expected {_listed(_NARROW)} there; convert it, or "
-                "move the operands to host memory, where float64 is served",
+                f"{name} has dtype float64 on {device}, expected {_listed(DTYPES['companion'].narrow)} "
+                "there; convert it, or move the operands to host memory, where float64 is served",
             )
-        getattr(self, f"check_{operand.shape}")(name, tensor)
-        if name in self.operator.writes:
-            self.check_separate(name, tensor)
-
-    def check_rows(self, name, tensor):
-        shape = tuple(tensor.shape)
-        if not shape:
-            self.fail(
-                ValueError, f"{name} has rank 0, expected rows (M, N) of rank 1 or more; reshape it to (1, 1)"
-            )
-        self.check(
-            shape[-1] >= 1,
-            lambda: f"{name} has shape {shape}, expected a last dimension of 1 or more; skip the call",
-        )
-        if tensor is self.first:
-            self.leading, self.columns = shape[:-1], shape[-1]
-            self.rows = math.prod(self.leading)
-        self.check(
-            (shape[-1] == self.columns) & (math.prod(shape[:-1]) == self.rows),
-            lambda: f"{name} has shape {shape}, expected {self.rows} rows of {self.columns} as {self.name}",
-        )
-
-    def check_columns(self, name, tensor):
-        if tensor.ndim != 1:
-            expected = f"rank 1: (N) with N = {self.columns} columns"
-            self.fail(ValueError, f"{name} has rank {tensor.ndim}, expected {expected}")
-        self.check_count(name, tensor, tensor.numel() == self.columns, f"{self.columns}: one for each column")
-
-    def check_head_columns(self, name, tensor):
-        shape, rows, weight = tuple(tensor.shape), tuple(self.first.shape), self.values["weight"]
-        if len(shape) != 2:
-            self.check_columns(name, tensor)
+        if name != self.x:
+            self.check_shape(operand, shape)
+        elif not shape:
+            expected = "rows (M, N) of rank 1 or more"
+            self.fail(ValueError, f"{name} has rank 0, expected {expected}; reshape it to (1, 1)")
         else:
+            expected = "a last dimension of 1 or more"
             self.check(
-                len(rows) > 1 and (shape[0] == rows[-2]) & (shape[1] == rows[-1]),
-                lambda: (
-                    f"{name} has shape {shape}, expected (N) or (H, N) for {self.name} of shape (..., H, N), "
-                    f"which is {rows}"
-                ),
+                shape[-1] >= 1, lambda: f"{name} has shape {shape}, expected {expected}; skip the call"
             )
-        heads = shape[0] if len(shape) == 2 else 1
-        if weight is None:
-            self.check(
-                heads == 1,
-                lambda: (
-                    f"{name} has {heads} rows, one for each head, without a weight, expected shape (N); pass "
-                    "a weight of ones"
-                ),
-            )
-            return
-        self.check(
-            tensor.numel() == weight.numel(),
-            lambda: (
-                f"{name} has {tensor.numel()} elements and weight {weight.numel()}, expected the same shape; "
-                "expand one of them"
-            ),
-        )
+        if name in self.operator.writes:
+            self.check_written(name, tensor)
 
-    def check_count(self, name, tensor, condition, expected):
-        self.check(
-            condition,
-            lambda: (
-                f"{name} has shape {tuple(tensor.shape)}, which is {tensor.numel()} elements, expected "
-                f"{expected} of {self.name}"
-            ),
-        )
+    def check_dtype(self, operand, dtype, choice=None):
+        rule = DTYPES[operand.dtype]
+        allowed = rule.wide if self.first.dtype == torch.float64 else rule.narrow
+        if operand.dtype == "same":
+            like = self.values[operand.like]  # a gradient of what is not there has no elements
+            allowed = [_name((self.first if like is None else like).dtype)]
+        if _name(dtype) not in allowed:
+            found = f"{choice or operand.name} has dtype {_name(dtype)}"
+            self.fail(TypeError, f"{found}, expected {_listed(allowed)}; convert it")
 
-    def check_per_row(self, name, tensor):
-        self.check_count(name, tensor, tensor.numel() == self.rows, f"{self.rows}: one for each row")
+    def check_shape(self, operand, shape):
+        first, like = tuple(self.first.shape), self.values.get(operand.fits)
+        allowed, without = forms(self.name, operand, self.values), ""
+        if operand.fits and like is None:
+            allowed, without = allowed[:1], f" without a {operand.fits}"
 
-    def check_reduced(self, name, tensor):  # an output that the caller allocates, never of a reduction
-        self.check_per_row(name, tensor)
+        def message():
+            found, expected = f"{operand.name} has shape {shape}", []
+            if like is not None:
+                return f"{found}, expected {tuple(like.shape)} as {operand.fits}"
+            if broadcasts:
+                return f"{found}, expected one that broadcasts to {first}, the shape of {self.x}"
+            for form in allowed:
+                size = sizes(form.sizes, first)
+                if form.count and form.sizes in ("", "L", "S"):
+                    size = math.prod(size)
+                    found = f"{operand.name} has shape {shape}, which is {math.prod(shape)} elements"
+                expected.append(f"{size}{form.text.replace('{x}', self.x)}")
+            expected = ", or ".join(expected) or f"{self.x} of rank 2 or more"
+            return f"{found}, expected {expected}{without}"
 
-    def check_strided(self, name, tensor):
-        same = tensor.ndim == len(self.leading)
-        for size, expected in zip(tensor.shape, self.leading, strict=False):
-            same = same & (size == expected)
-        self.check(
-            same,
-            lambda: (
-                f"{name} has shape {tuple(tensor.shape)}, expected {tuple(self.leading)}, the leading "
-                f"dimensions of {self.name}"
-            ),
-        )
+        broadcasts = SHAPES[operand.shape].layout == "broadcast"
+        if like is not None:
+            fits = _equal(shape, like.shape)
+        elif broadcasts:
+            fits = _broadcasts(shape, first)
+        else:
+            fits = reduce(or_, (_is(form, shape, first) for form in allowed), False)
+        self.check(fits, message)
 
-    def check_one(self, name, tensor):
-        self.check(
-            tensor.numel() == 1,
-            lambda: f"{name} has shape {tuple(tensor.shape)}, expected one element for all rows",
-        )
-
-    def check_upstream(self, name, tensor):
-        count, expected = tensor.numel(), "a single element for all rows"
-        fits = count == 1
-        shared = any(operand.read and self.option(operand.read) for operand in self.operands.values())
-        if tensor.ndim and not shared:
-            fits, expected = fits | (count == self.rows), f"{self.rows} or {expected}"
-        self.check_count(name, tensor, fits, expected)
-
-    def check_statistics(self, name, tensor):
-        count, packed = tensor.numel(), 2 * self.rows + 1
-        fits, expected = count == packed, f"{packed}: maxima, logarithms and denominator for the rows"
-        if REDUCTIONS[self.option("reduction")] != "mean":
-            in_parts = (count == 2 * self.rows) & (tensor.shape[0] == 2) if tensor.ndim > 1 else False
-            fits, expected = fits | (count == self.rows) | in_parts, f"{self.rows}: one for each row"
-        self.check_count(name, tensor, fits, expected)
-
-    def check_broadcast(self, name, tensor):
-        shape = tuple(self.first.shape)
-        fits = tensor.ndim <= len(shape)
-        for size, expected in zip(reversed(tensor.shape), reversed(shape), strict=False):
-            fits = fits & ((size == expected) | (size == 1))
-        self.check(
-            fits,
-            lambda: (
-                f"{name} has shape {tuple(tensor.shape)}, expected one that broadcasts to {shape}, the shape "
-                f"of {self.name}"
-            ),
-        )
-
-    def check_separate(self, name, tensor):
-        """Refuses tensors with elements that may share memory, like check_separate in c/kernels.c."""
+    def check_written(self, name, tensor):
+        """Refuses tensors with elements that may share memory, like shares_memory in c/kernels.c."""
         strides = tensor.stride()
         for i, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
             inner = (j for j, other in enumerate(strides) if j != i and other <= stride)
@@ -214,40 +158,38 @@ class _Call:
                     "because results are written to them; pass a contiguous copy",
                 )
 
-    def check_option(self, argument, value):
-        if argument.name == "causal" and value and self.first.ndim < 2:
+    def check_option(self, option, value):
+        names = _NAMES.get(option.type, ())
+        code = value & ~IF_SERVED if option.type == "algorithm" else value
+        if names and code not in range(len(names)):
+            expected = f"0 ({names[0]}) to {len(names) - 1} ({names[-1]})"
+            self.fail(ValueError, f"{option.name} is {value}, expected {expected}")
+        if value and self.first.ndim < option.rank:
             self.fail(
                 ValueError,
-                f"causal is set for {self.name} of rank {self.first.ndim}, expected rank 2 or more: "
-                "(..., Q, N); reshape it, or leave causal out",
+                f"{option.name} is set for {self.x} of rank {self.first.ndim}, expected rank {option.rank} "
+                f"or more; reshape it, or leave {option.name} out",
             )
-        if argument.type == "algorithm" and value & ~IF_SERVED not in range(len(ALGORITHMS)):
-            expected = f"0 ({ALGORITHMS[0]}) to {len(ALGORITHMS) - 1} ({ALGORITHMS[-1]})"
-        elif argument.type == "reduction" and value not in range(len(REDUCTIONS)):
-            expected = ", ".join(f"{name} ({code})" for code, name in enumerate(REDUCTIONS))
-        else:
-            return
-        self.fail(ValueError, f"{argument.name} is {value}, expected {expected}")
+
+    def dtype_of(self, operand):
+        if chosen := self.values.get(operand.choice):
+            return chosen
+        like = self.values.get(operand.like)
+        if like is not None:
+            return like.dtype
+        narrow = self.first.dtype != torch.float64
+        return torch.float32 if DTYPES[operand.dtype].statistic and narrow else self.first.dtype
 
     def result(self, operand):
-        chosen = self.values.get(operand.choice)
-        dtype = chosen or self.default(operand)
-        self.check_dtype(operand.choice if chosen else operand.name, dtype, self.dtypes(operand))
+        dtype, like = self.dtype_of(operand), self.values.get(operand.fits)
+        self.check_dtype(operand, dtype, self.values.get(operand.choice) and operand.choice)
         if operand.name in self.operator.on_demand:
             if not self.values[demand(operand.name)]:
                 return self.first.new_empty(0, dtype=dtype)
             if operand.needs and self.values.get(operand.needs) is None:
-                self.fail(ValueError, f"{operand.name} is given without {operand.needs}; leave it out")
-        like = self.values.get(operand.like)
-        shapes = {
-            "rows": self.first.shape,
-            "columns": (self.columns,),
-            "head_columns": (self.columns,) if like is None else like.shape,
-            "one": (),
-            "reduced": () if self.option("reduction") else self.leading,
-            "statistics": (2 * self.rows + 1,) if self.operator.packed else self.leading,
-        }
-        return self.first.new_empty(shapes.get(operand.shape, self.leading), dtype=dtype)
+                self.fail(ValueError, f"{operand.name} is given without a {operand.needs}, expected None")
+        shape = sizes(made_sizes(self.name, operand, self.values), tuple(self.first.shape))
+        return self.first.new_empty(shape if like is None else like.shape, dtype=dtype)
 
 
 def check_inputs(name, values):
@@ -255,21 +197,23 @@ def check_inputs(name, values):
     call, of = _Call(name, values), operands(name)
     for argument, value in values.items():
         if value is not None:
-            call.check_input(of[argument], value)
+            call.check_operand(of[argument], value)
 
 
 def _fake(name):
     """The fake kernel of an operator."""
-    operator, of = TORCH[name], operands(name)
+    operator, of, names = TORCH[name], operands(name), arguments(name)
+    options = [option for option in OPTIONS[OPERATORS[operator.operator].group] if option.name in names]
+    given_tensors = [argument.name for argument in operator.arguments if argument.kind == "tensor"]
 
     def fake(*given):
-        values = complete(name, given)
-        call = _Call(name, dict(zip(arguments(name), values, strict=True)))
-        for argument, value in zip(operator.arguments, values, strict=True):
-            if argument.kind == "option":
-                call.check_option(argument, value)
-            elif argument.kind == "tensor" and value is not None:
-                call.check_input(of[argument.name], value)
+        values = dict(zip(names, complete(name, given), strict=True))
+        call = _Call(name, values)
+        for argument in given_tensors:
+            if values[argument] is not None:
+                call.check_operand(of[argument], values[argument])
+        for option in options:
+            call.check_option(option, values[option.name])
         results = tuple(call.result(of[result]) for result in operator.results)
         return results[0] if len(results) == 1 else results or None
 

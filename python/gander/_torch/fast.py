@@ -1,10 +1,11 @@
 """The fast path, which bypasses torch's dispatcher, and the checks of what it relies on (c/fast.c).
 
 For an eager call on plain tensors, with no mode or transform active, the dispatcher only costs host time. For
-such a call a function of c/fast.c takes the tensors directly from Python. For any other call, or if the call
-fails, it returns None. The call then goes through the dispatcher, which runs it or raises its error.
+such a call a function of c/fast.c takes the tensors directly from Python. Any other call, or one that fails,
+goes through the dispatcher, which runs it or raises its error.
 
-The overloads of torch.ops.gander take that way too, because the code that Inductor makes calls them.
+The public functions call these functions, and so do the overloads of torch.ops.gander, because the code that
+Inductor makes calls those. torch.compile sees the operators behind them.
 
 The fast path relies on parts of torch that are not public. When torch is imported, this file checks that the
 symbols exist, the size and the meaning of the thread's dispatch state, and where a Python object contains its
@@ -19,17 +20,18 @@ import mmap
 import os
 import re
 import struct
+import sys
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._table import TORCH, arguments, demand, differentiable, operands, tensors, upstream
-from .registry import complete, overloads, untraced
+from .. import _imports
+from .._table import TORCH, arguments, demand, differentiable, forms, operands, sizes, tensors, upstream
+from . import operators_gen
+from .registry import complete, defaults, overloads, untraced
 
 # The releases of torch that are tested: the oldest that gander supports, 2.11, and the newest, which is the
 # one in requirements.in. `./build.sh test-torch` reads this line.
@@ -37,9 +39,14 @@ TESTED = ("2.10.0", "2.11.0", "2.15.0")
 
 _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
-_functions: dict = {}  # the functions of c/fast.c, by operator
-fast: Any = SimpleNamespace()  # for each operator, what to try first: it returns None for the dispatcher
-dispatch: Any = SimpleNamespace()  # what calls the dispatcher, since torch.ops has functions of this file
+# By operator: its function in c/fast.c, which may ask the dispatcher, and returns None for a result that is
+# not asked for; the function of torch.ops, which returns all results; the function that returns None instead
+# of asking the dispatcher; and what calls the dispatcher.
+_operators: dict[str, Callable[..., Any]] = {}
+_wholes: dict[str, Callable[..., Any]] = {}
+_functions: dict[str, Callable[..., Any]] = {}
+dispatch: dict[str, Callable[..., Any]] = {}
+_library: ctypes.PyDLL
 _may_bypass: Callable[[], bool]  # whether nothing is active that the dispatcher serves, from c/fast.c
 _off: str | None = None  # why the fast path is off
 _checked: set = set()  # the operators whose functions return the dispatcher's bits
@@ -53,11 +60,16 @@ def status() -> bool | str:
     return _off or "not checked: a mode, a transform or hooks on saved tensors are active"
 
 
-def _first(name: str, use):
-    """What to call until an operator's function has been checked, which is then passed to `use`."""
+def operator(name: str) -> Callable[..., Any]:
+    """An operator's function, which bypasses the dispatcher if possible. Takes arguments in any form."""
+    return _operators.get(name) or getattr(operators_gen, name)
+
+
+def _first(name: str) -> Callable[..., Any]:
+    """What an operator's function calls until it has been checked. Takes all arguments."""
     writes = bool(TORCH[name].writes)
 
-    def first(*arguments):
+    def first(*given):
         function = _functions.get(name)
         if function is None or saved_tensors_hooks():
             return None
@@ -65,38 +77,13 @@ def _first(name: str, use):
         # not run twice, so its check comes first, unless a mode or a transform would see it.
         if writes and not (_may_bypass() and _check(name)):
             return None
-        results = function(*arguments)
+        results = function(*given)
         if results is None or not _check(name):
             return None
-        use(function)
+        _library.gander_fast_checked(name.encode())
         return results
 
-    return first
-
-
-def _bypass(name: str):
-    """What torch.ops calls instead of the dispatcher: as `call`, with the arguments in any form."""
-    through, names, void = getattr(dispatch, name), tuple(arguments(name)), not TORCH[name].results
-    rest = [names[i:] for i in range(len(names) + 1)]
-
-    def use(function):
-        nonlocal direct
-        direct = function
-
-    direct = _first(name, use)
-
-    def bypass(*given, **named):
-        if not named:
-            results = direct(*(given if len(given) == len(names) else complete(name, given)))
-        elif len(given) < len(rest) and tuple(named) == rest[len(given)]:  # as Inductor calls it
-            results = direct(*given, *named.values())
-        else:
-            results = None
-        if results is None:
-            return through(*given, **named)
-        return None if void else results
-
-    return untraced(bypass)
+    return untraced(first)
 
 
 # ---- When torch is imported ----
@@ -111,21 +98,24 @@ def start(binary, functions: dict, one_pass: int) -> None:
     gradient in one pass with the loss. The fast path leaves these calls to the dispatcher.
     """
     global _off
+    dispatch.update({name: overload._op for name, overload in overloads.items()})
     try:
         _off = _untested() or _find(ctypes.PyDLL(str(binary)), functions, one_pass)
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError) as error:
         _off = f"torch {torch.__version__} lacks what it relies on: {error}"
     if _off:
         _functions.clear()
-    for name, overload in overloads.items():
-        setattr(dispatch, name, overload._op if name in _functions else overload)
-        setattr(fast, name, _first(name, partial(setattr, fast, name)) if name in _functions else _decline)
-    for name in _functions:
-        overloads[name]._op = _bypass(name)
+        _operators.clear()
+    for name in _operators:
+        overloads[name]._op = _wholes[name]
+    _imports.after_import("torch._dynamo", _teach_dynamo)
 
 
-def _decline(*arguments):
-    return None
+def _teach_dynamo() -> None:
+    """Lets torch.compile see the operators behind the functions of c/fast.c."""
+    for name, function in _operators.items():
+        traced = getattr(operators_gen, name)
+        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
 
 
 def _untested():
@@ -142,8 +132,8 @@ def _untested():
 
 def _find(library, functions, one_pass):
     """Fills _functions. Returns what is missing, or None."""
-    global _may_bypass
-    _may_bypass = library.gander_torch_may_bypass
+    global _library, _may_bypass
+    _library, _may_bypass = library, library.gander_torch_may_bypass
     _may_bypass.restype = ctypes.c_bool
     library.gander_torch_dispatch_state.restype = ctypes.c_bool
     library.gander_fast_functions.restype = ctypes.c_char_p
@@ -168,12 +158,26 @@ def _find(library, functions, one_pass):
         "one_pass": one_pass,
         "tensor_offset": _tensor_offset(),
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")},
-        **{name: function.apply for name, function in functions.items()},
+        "Ellipsis": ...,
+        **{
+            name: (
+                functions[name].apply if name in functions else None,
+                dispatch[name],
+                _first(name),
+                tuple(map(sys.intern, arguments(name))),
+                defaults(name),
+            )
+            for name in TORCH
+        },
     }
-    missing = library.gander_fast_functions(given, (ctypes.c_uint64 * 4)(*states), _functions)
+    found: dict = {}
+    missing = library.gander_fast_functions(given, (ctypes.c_uint64 * 4)(*states), found)
     if missing:
         return f"torch {torch.__version__} lacks {missing.decode()}"
-    forward = _functions.pop("forward")
+    forward = found.pop("forward")
+    _functions.update({name: functions[0] for name, functions in found.items()})
+    _operators.update({name: functions[1] for name, functions in found.items()})
+    _wholes.update({name: functions[2] for name, functions in found.items()})
     for function in functions.values():
         function.forward = forward
     return None
@@ -244,23 +248,13 @@ def _tensor_offset():
 
 # ---- At the first call of an operator ----
 
-_SHAPES = {
-    "rows": (3, 8),
-    "columns": (8,),
-    "head_columns": (8,),
-    "per_row": (3,),
-    "strided": (3,),
-    "reduced": (3,),
-    "statistics": (7,),
-    "broadcast": (8,),
-}
-
 
 def _example(name):
     """Arguments of a call on three rows of eight elements."""
+    options = dict(zip(arguments(name), complete(name, (None,) * len(tensors(name))), strict=True))
 
     def tensor(operand):
-        shape = torch.Size(_SHAPES.get(operand.shape, ()))
+        shape = torch.Size(sizes(forms(name, operand, options)[0].sizes, (3, 8)))
         if operand.dtype == "index":
             return torch.arange(shape.numel(), device="cpu")
         return (torch.arange(shape.numel(), dtype=torch.float32, device="cpu") % 5 / 3 + 0.5).reshape(shape)
@@ -284,7 +278,7 @@ def _results(name, function, leaves):
         if tensor is not None:
             tensor.requires_grad_(argument in leaves)
     results = function(*given)
-    if results is None and function is not getattr(dispatch, name):
+    if results is None and function is not dispatch[name]:
         return None
     if TORCH[name].writes:
         by_name = dict(zip(tensors(name), given, strict=False))
@@ -321,7 +315,7 @@ def _differs(names):
                 results = _results(name, _functions[name], leaves)
                 if results is None:
                     return None
-                expected = _results(name, getattr(dispatch, name), leaves)
+                expected = _results(name, dispatch[name], leaves)
                 if len(results) != len(expected) or not all(map(_same, results, expected)):
                     return name
     return ""

@@ -40,7 +40,7 @@ def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction):
     """
     classes, rows = x.shape[-1], target.numel()
     high, log_sum = (part.view(*target.shape, 1) for part in (lse[:rows], lse[rows : 2 * rows]))
-    target = target.unsqueeze(-1)
+    target = target.long().unsqueeze(-1)
     gradient = dloss.to(lse.dtype)
     if reduction == NONE and dloss.shape not in ((), (1,)):
         gradient = gradient.reshape(target.shape)
@@ -48,7 +48,7 @@ def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction):
         gradient = gradient / lse[-1]
     if divisor is not None:
         gradient = gradient / divisor
-    ignored = target.long() == ignore_index  # an int32 could be equal to the low bits alone
+    ignored = target == ignore_index
     if weight is not None:
         weight = weight.to(lse.dtype)[target.clamp(0, classes - 1)]
         ignored = ignored | (weight == 0)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
+from torch.jit import is_tracing
 
 from .._table import MEAN, NONE
 from . import operators_gen
 from .autograd import once_differentiable, refuse_tangents
 from .cross_entropy import is_batched, is_first_backward, is_traced
+from .dtensor import is_dtensor
 from .registry import overloads
-from .sharding import is_dtensor
-from .tensors import DTYPES, NARROW, differ, dtype_of, scalar, unusable
+from .tensors import DTYPES, NARROW, differ, dtype_of, in_shape, scalar, unusable
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are rescaled as so many rows, which the threads of a CPU share.
@@ -331,7 +332,7 @@ def _check(x, weight, target, bias, weight_ce):
             f"target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, the leading dimensions "
             "of x"
         )
-    if target.dtype not in (torch.int32, torch.int64):
+    if target.dtype not in (torch.uint8, torch.int32, torch.int64):
         raise TypeError(f"target has dtype {dtype_of(target)}, expected int32 or int64; convert it")
     for name, value in ("bias", bias), ("weight_ce", weight_ce):
         if value is not None and value.shape != weight.shape[:1]:
@@ -394,6 +395,8 @@ def linear_cross_entropy(
     _check_dtypes(x, weight, bias, weight_ce)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = target.reshape(-1)
+    if labels.dtype == torch.uint8:
+        labels = labels.long()
     if divisor is not None:
         divisor = scalar("divisor", divisor, x)
     if upstream is not None:
@@ -411,13 +414,12 @@ def linear_cross_entropy(
             reduction=reduction,
             one_pass=False,
         )
-    elif torch.is_grad_enabled() and not is_compiling():
+    elif torch.is_grad_enabled() and not (is_compiling() or is_tracing()):
         loss = _LinearCrossEntropy.apply(rows, weight, bias, labels, weight_ce, divisor, upstream, options)
     else:
-        needs = [
-            torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-            for tensor in (rows, weight, bias)
-        ]
+        # torch.jit.trace compares its graph with one that is traced without gradients.
+        makes = torch.is_grad_enabled() and not is_tracing()
+        needs = [makes and tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias)]
         made = _to_make(rows, upstream, reduction, needs, compiling=True)
         loss = _run(rows, weight, labels, bias, weight_ce, divisor, upstream, *options, *made)[0]
-    return loss.view(target.shape) if reduction == NONE else loss
+    return in_shape(loss, target.shape) if reduction == NONE and target.ndim != 1 else loss

@@ -2,14 +2,22 @@
 and target_logit."""
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.compiler import is_compiling
 
 from .._table import MEAN, NONE
-from .._words import integer
 from . import operators_gen
-from .autograd import apply_of, function, refuse_outer_gradients, refuse_tangents
+from .autograd import (
+    apply_of,
+    define,
+    function,
+    refuse_gradients,
+    refuse_outer_gradients,
+    refuse_tangents,
+)
 from .cross_entropy import is_batched, may_write_saved, write_over
+from .dtensor import dimensions_of_classes, is_dtensor
 from .fakes import check_inputs
-from .sharding import dimensions_of_classes, is_dtensor
 from .tensors import NARROW, dtype_of, unusable
 
 _THIRD = "class weights, which are third in torch, are weight="
@@ -33,17 +41,36 @@ def _losses(x, target, logits, weight, ignore_index):
     return loss, high, log_sum, scale
 
 
-def _check(name, tensor, target, x, more, per_row):
+def _check_kinds(**given):
+    for name, value in given.items():
+        if value is not None or name != "weight":
+            partial = name in ("lse_partial", "target_logit")
+            error = unusable(name, value, hint=f"; {_THIRD}" if partial else "")
+            if error:
+                raise error
+
+
+def _check_partial(x, target, lse_partial, weight):
+    check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
+    _check("lse_partial", lse_partial, target, x, f"{tuple(target.shape)} and one dimension more", False)
+
+
+def _check_logits(x, target, target_logit, weight):
+    check_inputs("cross_entropy", {"x": x, "target": target})
+    leading = tuple(target.shape)
+    _check("target_logit", target_logit, target, x, f"{leading}, or one dimension more", True)
+    if weight is not None:
+        logits = target_logit
+        if logits.ndim == target.ndim:
+            logits = x.new_empty(()).expand(*leading, weight.numel())
+        check_inputs("cross_entropy", {"x": logits, "target": target, "weight": weight})
+
+
+def _check(name, tensor, target, x, shapes, per_row):
     """Refuses a tensor of logits or log-sum-exps that does not fit x."""
-    if target is None:
-        raise ValueError("target is None, expected a tensor")
-    if refusal := unusable(name, tensor):
-        raise refusal
     fits = tensor.shape[:-1] == target.shape and tensor.ndim == target.ndim + 1 and tensor.shape[-1] >= 1
     if not fits and not (per_row and tensor.shape == target.shape):
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}{more}; {_THIRD}"
-        )
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes}; {_THIRD}")
     wide = x.dtype == torch.float64
     if tensor.dtype not in ((torch.float64,) if wide else NARROW):
         expected = "float64" if wide else "float16, bfloat16 or float32"
@@ -61,61 +88,127 @@ def _refuse_slices(name, logits):
         )
 
 
-@torch.compiler.disable
-def with_target_logit(x, target, target_logit, weight, ignore_index):
-    """The loss and the log-sum-exp of each row, without a gradient."""
-    integer("ignore_index", ignore_index)
-    check_inputs("cross_entropy", {"x": x, "target": target})
-    _check("target_logit", target_logit, target, x, ", or one dimension more", True)
-    leading = tuple(target.shape)
-    if target_logit.ndim > target.ndim:
-        _refuse_slices("target_logit", target_logit)
-    if weight is not None:
-        logits = target_logit
-        if logits.ndim == target.ndim:
-            logits = x.new_empty(()).expand(*leading, weight.numel() or 1)
-        check_inputs("cross_entropy", {"x": logits, "target": target, "weight": weight})
-    with torch.no_grad():
-        loss, high, log_sum, _ = _losses(x, target, target_logit, weight, ignore_index)
-        return loss, high + log_sum
-
-
-def _forward(ctx, x, partial, target, weight, ignore_index, reduction, inplace_backward):
+def _values(x, partial, target, weight, ignore_index, reduction):
+    """The loss, and the statistics that cross_entropy_bwd reads."""
     loss, high, log_sum, scale = _losses(partial, target, x, weight, ignore_index)
     total = scale.sum().view(1)
     if reduction != NONE:
         loss = loss.sum()
     if reduction == MEAN:
         loss /= total[0]
-    ctx.save_for_backward(x, target, torch.cat((high.flatten(), log_sum.flatten(), total)), weight)
+    return loss, torch.cat((high.flatten(), log_sum.flatten(), total))
+
+
+def _forward(ctx, x, partial, target, weight, ignore_index, reduction, inplace_backward):
+    loss, lse = _values(x, partial, target, weight, ignore_index, reduction)
+    ctx.save_for_backward(x, target, lse, weight)
     ctx.set_materialize_grads(False)
     ctx.options = {"ignore_index": ignore_index, "reduction": reduction}
     ctx.inplace_backward = inplace_backward and may_write_saved()
     return loss
 
 
+def _gradient(ctx, dloss):
+    x, target, lse, weight = ctx.saved_tensors
+    arguments = {"target": target, "weight": weight, "dloss": dloss, "lse": lse} | ctx.options
+    if ctx.inplace_backward and not is_batched(dloss):
+        return write_over(x, **arguments)
+    return operators_gen.cross_entropy_bwd(x, **arguments)
+
+
 def _backward(ctx, dloss):
-    dx = None
-    if dloss is not None:
-        x, target, lse, weight = ctx.saved_tensors
-        arguments = {"target": target, "weight": weight, "dloss": dloss, "lse": lse} | ctx.options
-        if ctx.inplace_backward and not is_batched(dloss):
-            dx = write_over(x, **arguments)
-        else:
-            dx = operators_gen.cross_entropy_bwd(x, **arguments)
-    return dx, *[None] * 6
+    return None if dloss is None else _gradient(ctx, dloss), *[None] * 6
 
 
 _apply = apply_of(function("cross_entropy_with_lse_partial", _forward, _backward))
 
 
-@torch.compiler.disable
+# ---- In graphs ----
+
+
+def _loss_fake(x, lse_partial, target, weight, ignore_index, reduction):
+    _check_partial(x, target, lse_partial, weight)
+    loss = x.new_empty(target.shape if reduction == NONE else (), dtype=_statistic(x))
+    return loss, x.new_empty(2 * target.numel() + 1, dtype=_statistic(x))
+
+
+def _keep(ctx, given, results):
+    x, _, target, weight, ignore_index, reduction = given
+    ctx.save_for_backward(x, target, results[1], weight)
+    ctx.options = {"ignore_index": ignore_index, "reduction": reduction}
+    ctx.inplace_backward = False
+
+
+_loss_in_graph = define(
+    "cross_entropy_with_lse_partial(Tensor x, Tensor lse_partial, Tensor target, Tensor? weight, "
+    "SymInt ignore_index, int reduction) -> (Tensor loss, Tensor lse)",
+    _values,
+    _loss_fake,
+    _keep,
+    _gradient,
+)
+
+
+def _forward_kernel(x, target, target_logit, weight, ignore_index):
+    loss, high, log_sum, _ = _losses(x, target, target_logit, weight, ignore_index)
+    return loss, high + log_sum
+
+
+def _forward_fake(x, target, target_logit, weight, ignore_index):
+    _check_logits(x, target, target_logit, weight)
+    loss, lse = (x.new_empty(target.shape, dtype=_statistic(x)) for _ in range(2))
+    return loss, lse
+
+
+_forward_in_graph = define(
+    "cross_entropy_with_target_logit(Tensor x, Tensor target, Tensor target_logit, Tensor? weight, "
+    "SymInt ignore_index) -> (Tensor loss, Tensor lse)",
+    _forward_kernel,
+    _forward_fake,
+)
+
+
+def _statistic(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _is_in_graph(**given):
+    x = given["x"]
+    if not (is_compiling() or x.is_meta or (type(x) is not torch.Tensor and is_fake(x))):
+        return False
+    for name, tensor in given.items():
+        if is_dtensor(tensor):
+            raise NotImplementedError(
+                f"{name} is a DTensor in a compiled graph, expected this rank's rows with lse_partial or "
+                f"target_logit; pass {name}.to_local()"
+            )
+    return True
+
+
+# ---- Calls ----
+
+
 def with_lse_partial(x, target, lse_partial, weight, ignore_index, reduction, inplace_backward):
     """The loss of rows whose log-sum-exp is that of the rows of lse_partial."""
-    integer("ignore_index", ignore_index)
-    check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight})
-    _check("lse_partial", lse_partial, target, x, " and one dimension more", False)
+    _check_kinds(x=x, target=target, lse_partial=lse_partial, weight=weight)
+    refuse_gradients("cross_entropy", {"weight": weight})
+    if _is_in_graph(x=x, target=target, lse_partial=lse_partial, weight=weight):
+        given = x, lse_partial.detach(), target, weight, ignore_index, reduction
+        return _loss_in_graph(*given)[0]
+    _check_partial(x, target, lse_partial, weight)
     _refuse_slices("x", x)
     refuse_tangents((x,))
     refuse_outer_gradients("cross_entropy with lse_partial", x)
     return _apply(x, lse_partial.detach(), target, weight, ignore_index, reduction, inplace_backward)
+
+
+def with_target_logit(x, target, target_logit, weight, ignore_index):
+    """The loss and the log-sum-exp of each row, without a gradient."""
+    _check_kinds(x=x, target=target, target_logit=target_logit, weight=weight)
+    with torch.no_grad():
+        if _is_in_graph(x=x, target=target, target_logit=target_logit, weight=weight):
+            return _forward_in_graph(x, target, target_logit, weight, ignore_index)
+        _check_logits(x, target, target_logit, weight)
+        if target_logit.ndim > target.ndim:
+            _refuse_slices("target_logit", target_logit)
+        return _forward_kernel(x, target, target_logit, weight, ignore_index)

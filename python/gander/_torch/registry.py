@@ -18,6 +18,11 @@ _defaults = {
 }
 
 
+def defaults(name: str) -> tuple:
+    """The default of each argument, ... for a required one."""
+    return (...,) * (len(TORCH[name].arguments) - len(_defaults[name])) + _defaults[name]
+
+
 def complete(name: str, given: tuple) -> tuple:
     """All arguments of a call. The dispatcher omits trailing arguments that have their default values."""
     missing = len(TORCH[name].arguments) - len(given)

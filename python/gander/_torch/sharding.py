@@ -12,35 +12,16 @@ program imports it.
 import math
 import warnings
 
-from torch.compiler import is_compiling
-
 from .. import _imports
-from .._table import REDUCTIONS, TORCH, arguments, demand, operands
+from .._table import REDUCTIONS, SHAPES, TORCH, arguments, demand, forms, has_rows, is_by_row, operands
+from . import dtensor
+from .dtensor import dimensions_of_classes, is_dtensor, is_shard
 from .registry import complete, overloads
 
 _MEAN_OVER_SHARDS = (
     "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and divide by "
     "the sum over all ranks of the weights of the rows that are not ignored"
 )
-
-_DTensor: type | tuple = ()  # isinstance(x, ()) is False
-
-
-def is_dtensor(x) -> bool:
-    return isinstance(x, _DTensor)
-
-
-def rows_are_sharded(x) -> bool:
-    return isinstance(x, _DTensor) and any(map(_is_shard, x.placements))
-
-
-def dimensions_of_classes(x) -> list[int]:
-    """The dimensions of the mesh over which the last dimension of a DTensor is sharded."""
-    return [dim for dim, placement in enumerate(x.placements) if placement.is_shard(x.ndim - 1)]
-
-
-def _is_shard(placement):
-    return not (placement.is_replicate() or placement.is_partial())
 
 
 def _rule(name, given):
@@ -56,8 +37,18 @@ def _rule(name, given):
     wanted = [result for result in operator.results if specs.get(demand(result), True)]
     results = [of[result] for result in wanted]
     reduction = REDUCTIONS[specs.get("reduction", operator.fixed.get("reduction", 0))]
-    leading = next(iter(inputs.values())).ndim - 1
-    by_head = any(of[name].shape == "head_columns" and spec.ndim == 2 for name, spec in inputs.items())
+    first = next(iter(inputs.values())).shape
+    leading = len(first) - 1
+
+    def layout(argument):
+        return SHAPES[of[argument].shape].layout
+
+    def has_heads(argument, spec):
+        """Whether an operand has the second last dimension of the first operand."""
+        possible = SHAPES[of[argument].shape].forms
+        return any("H" in form.sizes and len(form.sizes) == spec.ndim for form in possible)
+
+    by_head = any(has_heads(argument, spec) for argument, spec in inputs.items())
 
     def refuse(what):
         raise NotImplementedError(f"gander: {name}: {what}")
@@ -65,33 +56,36 @@ def _rule(name, given):
     if operator.writes:  # DTensor assumes that an operator whose name ends in "_" returns its first argument
         refuse("a DTensor cannot be written over; use the operator that returns its results")
 
+    def sums_rows(result):
+        """Whether a result is one number for all rows."""
+        return is_by_row(result) and forms(name, result, specs)[0].sizes == ""
+
     def dims_before(argument):
         """How many dimensions of the first operand come before those of this one."""
-        return leading + 1 - inputs[argument].ndim if of[argument].shape == "broadcast" else 0
+        return leading + 1 - inputs[argument].ndim if layout(argument) == "broadcast" else 0
 
     # One tensor has the statistics of all rows. It cannot be split like them.
     packed = [
         argument
         for argument, spec in inputs.items()
-        if of[argument].shape == "statistics" and spec.shape != next(iter(inputs.values())).shape[:-1]
+        if layout(argument) == "parts" and spec.shape != first[:-1]
     ]
     shards, splits_rows = [], False
     for argument, spec in inputs.items():
-        used = [placement for placement in spec.placements if _is_shard(placement)]
+        used = [placement for placement in spec.placements if is_shard(placement)]
         if not used:
             continue
         found, by_row = f"{argument} has placements {spec.placements}, expected", spec.ndim == leading
-        splits_rows |= of[argument].shape == "rows"
-        if of[argument].shape in ("columns", "head_columns", "one"):
-            each = "tensor" if of[argument].shape == "one" else "column"
-            refuse(f"{found} Replicate: it has one element for each {each}; redistribute it")
+        splits_rows |= has_rows(of[argument])
+        if not is_by_row(of[argument]):
+            refuse(f"{found} Replicate: it has no element for each row; redistribute it")
         if argument in packed:
             refuse(f"{found} Replicate: the statistics of all rows are in one tensor; redistribute it")
         before = dims_before(argument)
         if by_head and any(placement.dim == leading - 1 for placement in used):
             refuse(f"{found} Replicate of the heads, which have weights of their own; redistribute it")
         if any(placement.dim + before >= leading for placement in used) or not (
-            by_row or of[argument].shape in ("rows", "broadcast")
+            by_row or layout(argument) in ("rows", "broadcast")
         ):
             hint = "; sharded classes need torch.no_grad, not inference_mode" * (name == "cross_entropy")
             refuse(
@@ -105,10 +99,9 @@ def _rule(name, given):
                 "redistribute it, or pass a mask"
             )
         shards += [placement for placement in used if placement not in shards]
-    if shards and reduction == "mean" and any(result.shape == "reduced" for result in results):
+    if shards and reduction == "mean" and any(sums_rows(result) for result in results):
         refuse(_MEAN_OVER_SHARDS)
-    packs = operator.packed and any(result.shape == "statistics" for result in results)
-    if shards and packs:
+    if shards and operator.packed and any(layout(result.name) == "parts" for result in results):
         refuse(
             "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, "
             "or use an operator that returns one for each row"
@@ -123,14 +116,12 @@ def _rule(name, given):
         shards = []  # of an upstream gradient
 
     def placed(operand, shard, ndim=None):
-        if operand.shape == "broadcast":
+        if layout(operand.name) == "broadcast":
             dim = shard.dim - dims_before(operand.name)
             return Shard(dim) if dim >= 0 and inputs[operand.name].shape[dim] != 1 else Replicate()
-        if operand.shape in ("columns", "head_columns"):
-            return Partial("sum") if operand.output else Replicate()
-        if operand.shape == "reduced" and reduction == "sum":
+        if operand.output and (sums_rows(operand) or not is_by_row(operand)):
             return Partial("sum")
-        if operand.shape == "one" or (operand.shape == "upstream" and ndim != leading):  # for all rows
+        if not is_by_row(operand) or (ndim is not None and ndim < leading):  # for all rows
             return Replicate()
         return shard
 
@@ -150,10 +141,11 @@ def _rule(name, given):
 
 
 def cross_entropy_of_slices(given):
-    """The loss of logits whose classes are sharded on one dimension of the mesh, or None for any other x.
+    """cross_entropy's results for logits whose classes are sharded on one dimension of the mesh, or None for
+    any other x.
 
     On that dimension the loss is replicated. On others it is placed like the rows, or a partial sum over
-    them.
+    them. The statistics are a tensor without elements.
     """
     x = given[0]
     if not is_dtensor(x):
@@ -161,24 +153,23 @@ def cross_entropy_of_slices(given):
     on = dimensions_of_classes(x)
     if len(on) != 1 or any(placement.is_partial() for placement in x.placements):
         return None  # the rule refuses it
-    from torch._subclasses.fake_tensor import is_fake
     from torch.distributed.tensor import Partial, Replicate
 
-    from .. import distributed
+    from . import sharded_cross_entropy
 
     mine = x.to_local()
-    if is_compiling() or is_fake(mine):
-        raise NotImplementedError(
-            "gander: cross_entropy: x has sharded classes in a compiled graph, expected an eager call; leave "
-            "out fullgraph=True, or call it under torch.compiler.disable"
-        )
     values = dict(zip(arguments("cross_entropy"), complete("cross_entropy", given), strict=True))
     reduction = REDUCTIONS[values["reduction"]]
     mesh, rows = x.device_mesh, [*x.placements]
     rows[on[0]] = Replicate()
-    sharded = any(map(_is_shard, rows))
+    sharded = any(map(is_shard, rows))
     if sharded and reduction == "mean":
         raise NotImplementedError(f"gander: cross_entropy: {_MEAN_OVER_SHARDS}")
+    if values["needs_lse"]:
+        raise NotImplementedError(
+            "gander: cross_entropy: needs_lse is set with x whose classes are sharded, expected False: "
+            "backward takes statistics of whole rows; redistribute x"
+        )
     target = values["target"]
     if is_dtensor(target) and target.shape != x.shape[:-1]:  # which the parts of some ranks may not show
         raise ValueError(
@@ -194,12 +185,14 @@ def cross_entropy_of_slices(given):
     weight = _local("weight", values["weight"], mesh, [Replicate()] * mesh.ndim)
     divisor = _local("divisor", values["divisor"], mesh, [Replicate()] * mesh.ndim)
     options = values["ignore_index"], values["reduction"]
-    loss = distributed.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
+    loss = sharded_cross_entropy.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
+    lse = loss.new_empty(0)
     if reduction == "none":
         shape = x.shape[:-1]
-        return _DTensor.from_local(loss, mesh, rows, run_check=False, shape=shape, stride=_contiguous(shape))
-    placements = [Partial("sum") if _is_shard(placement) else placement for placement in rows]
-    return _DTensor.from_local(loss, mesh, placements, run_check=False)
+        whole = {"shape": shape, "stride": _contiguous(shape)}
+        return dtensor.DTensor.from_local(loss, mesh, rows, run_check=False, **whole), lse
+    placements = [Partial("sum") if is_shard(placement) else placement for placement in rows]
+    return dtensor.DTensor.from_local(loss, mesh, placements, run_check=False), lse
 
 
 def _contiguous(shape):
@@ -224,14 +217,13 @@ def _local(name, value, mesh, placements):
 
 
 def _register() -> None:
-    global _DTensor
     try:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.experimental import register_sharding
 
         for name, overload in overloads.items():
             register_sharding(overload)(lambda *given, name=name: _rule(name, given))
-        _DTensor = DTensor
+        dtensor.DTensor = DTensor
     except Exception as error:  # a failure here must not make the import of DTensor fail
         warnings.warn(f"gander: its operators do not take DTensors: {error}", RuntimeWarning, stacklevel=2)
 

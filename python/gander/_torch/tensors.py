@@ -8,11 +8,30 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.parameter import UninitializedTensorMixin
 
+from .. import _debug
 from .._words import kind, number, shown
 
 # What the operators compute with: 16 bits and float32, and on the CPU float64.
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*NARROW, torch.float64)
+
+_DISABLED = torch._C._disabled_torch_function_impl
+
+
+def overrides(x) -> bool:
+    """Whether x handles torch's functions itself: a torch.fx.Proxy, or a subclass with `__torch_function__`.
+
+    dynamo asks at the operators instead.
+    """
+    if is_dynamo_compiling():
+        return False
+    own = getattr(type(x), "__torch_function__", _DISABLED)
+    return own is not _DISABLED and torch._C._is_torch_function_enabled()
+
+
+def stands_for_tensor(x) -> bool:
+    """Whether x is no tensor, and handles torch's functions itself, as a torch.fx.Proxy does."""
+    return not isinstance(x, Tensor) and overrides(x)
 
 
 def nested(name: str) -> NotImplementedError:
@@ -23,10 +42,10 @@ def nested(name: str) -> NotImplementedError:
     )
 
 
-def unusable(name: str, value, like: str = "") -> Exception | None:
+def unusable(name: str, value, like: str = "", hint: str = "") -> Exception | None:
     """The refusal of an argument that no kernel gets to see, or None. like: one that is a tensor."""
     if not isinstance(value, Tensor):
-        return TypeError(f"{name} is {kind(value)}, expected a torch.Tensor{like and f' as {like}'}")
+        return TypeError(f"{name} is {kind(value)}, expected a torch.Tensor{like and f' as {like}'}{hint}")
     if isinstance(value, UninitializedTensorMixin):
         return TypeError(f"{name} is {kind(value)}, expected one with a shape; materialize it")
     if value.is_nested:
@@ -47,6 +66,18 @@ def unusable(name: str, value, like: str = "") -> Exception | None:
 def dtype_of(tensor: Tensor) -> str:
     """The name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def in_shape(y: Tensor, shape) -> Tensor:
+    """A new, contiguous result in another shape, as a tensor that is no view.
+
+    An in-place operation on a view has another history than torch's result would have: FSDP2 loses its hook
+    there. y must not be saved for backward, because the version of the returned tensor is its own.
+    """
+    return _unsafe_view(y, shape)
 
 
 def differ(shape, other) -> bool:
@@ -91,3 +122,16 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
         # A graph has a float as an argument only if it takes part in arithmetic, else as a constant.
         return x.detach().new_ones((), dtype=dtype) * value
     return x.new_full((), number(name, value), dtype=dtype)
+
+
+def check_targets(classes: int, target, ignore_index: int) -> None:
+    """Raises IndexError if an element of target is neither a class nor ignore_index. Targets that are traced
+    or transformed have no values yet."""
+    if isinstance(target, Tensor):
+        if is_compiling() or target.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(target):
+            return
+        if hasattr(target, "full_tensor"):  # all ranks see all targets, and refuse them together
+            target = target.full_tensor()
+        if target.dtype == torch.uint8:  # to which torch would convert the numbers that it is compared with
+            target = target.long()
+    _debug.check_targets(classes, target, ignore_index)

@@ -7,26 +7,24 @@ of a batch. A batched weight would differ from row to row.
 
 import torch
 
-from .._table import REDUCTIONS, TORCH, arguments, demand, operands
+from .._table import REDUCTIONS, SHAPES, TORCH, arguments, demand, has_rows, is_by_row, operands
 from .registry import complete, overloads, registry, untraced
-
-# Shapes with an element for each row, if there is no reduction.
-_BY_ROW = {"rows", "per_row", "reduced", "statistics"}
 
 
 def _folded(name, values, dims, size):
     """The arguments of a single call whose rows include the batch, or None if its results would differ."""
     operator, of = TORCH[name], operands(name)
     reduction = values.get("reduction", operator.fixed.get("reduction", 0))
-    shapes = {of[result].shape for result in (*_wanted(operator, values), *operator.writes.values())}
-    if operator.packed or REDUCTIONS[reduction] != "none" or not shapes <= _BY_ROW:
+    results = (*_wanted(operator, values), *operator.writes.values())
+    if operator.packed or REDUCTIONS[reduction] != "none" or not all(is_by_row(of[name]) for name in results):
         return None
     folded, leading = dict(values), None
     for argument, value in values.items():
         if argument not in of or value is None:
             continue
-        shape, dim = of[argument].shape, dims[argument]
-        if shape in ("columns", "head_columns", "one") or (shape == "broadcast" and dim is None):
+        operand, dim = of[argument], dims[argument]
+        rows, broadcast = has_rows(operand), SHAPES[operand.shape].layout == "broadcast"
+        if not is_by_row(operand) or (broadcast and dim is None):
             # An operand of a higher rank than the sample, which the operator refuses, could pass for one of
             # the batch.
             if dim is not None or value.ndim > len(leading):
@@ -37,17 +35,19 @@ def _folded(name, values, dims, size):
             leading = value.shape[:-1]
             if values.get("causal") and len(leading) < 2:  # a sample has no rows, which the operator refuses
                 return None
-        if shape == "broadcast":
+        if broadcast:
             missing = len(leading) + 1 - value.ndim  # between the batch and the sample's dimensions
             if missing < 0:  # the operator refuses it
                 return None
             value = value.reshape(size, *[1] * missing, *value.shape[1:])
-        if shape == "rows" and value.ndim < 2:  # a sample has rank 0, which the operator refuses
+        if rows and value.ndim < 2:  # a sample has rank 0, which the operator refuses
             return None
-        if shape == "upstream" and value.numel() == size:  # one value for all rows of a sample
-            value = value.reshape(size, *[1] * (len(leading) - 1)).expand(leading)
-        if shape in ("upstream", "statistics") and value.numel() != leading.numel():
-            return None
+        if not rows and not broadcast:
+            single = any(form.sizes == "" for form in SHAPES[operand.shape].forms)
+            if single and value.numel() == size:  # one value for all rows of a sample
+                value = value.reshape(size, *[1] * (len(leading) - 1)).expand(leading)
+            if value.numel() != leading.numel():
+                return None
         folded[argument] = value
     return tuple(folded.values())
 
@@ -57,7 +57,7 @@ def _wanted(operator, values):
     return [result for result in operator.results if values.get(demand(result), True)]
 
 
-def _each(overload, values, dims, size):
+def each_sample(overload, values, dims, size):
     """The results of one call for each sample, stacked."""
     if not size:
         raise ValueError(
@@ -100,7 +100,7 @@ def _rule(name):
                 )
         folded = _folded(name, values, dims, info.batch_size)
         if folded is None:
-            results = _each(overload, values, dims, info.batch_size)
+            results = each_sample(overload, values, dims, info.batch_size)
         else:
             results = overload(*folded)
         dims = _dims(operator, values)

@@ -1,4 +1,5 @@
-"""Operators that write over an argument: autograd's versions, and views that are lazily negated."""
+"""Operators that write over an argument: autograd's versions, inference tensors, and views that are lazily
+negated."""
 
 import torch
 from torch import Tensor
@@ -7,16 +8,26 @@ from .._table import TORCH, arguments
 from .registry import overloads, registry, untraced
 
 
+def refuse_inference(name, tensor) -> None:
+    """Refuses to write over an inference tensor where torch does."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"gander: {name} is an inference tensor, expected a normal one, because it is written outside of "
+            f"inference mode; pass {name}.clone(), or call under torch.inference_mode()"
+        )
+
+
 def _increments_version(name):
     """A kernel that increments the versions of the written tensors, as autograd expects. torch does not see
-    that our kernels write."""
+    that our kernels write. As torch's operators, it refuses inference tensors, which have no version."""
     overload, after = overloads[name], torch._C._after_ADInplaceOrView_keyset
-    positions = [arguments(name).index(argument) for argument in TORCH[name].writes]
+    positions = {arguments(name).index(argument): argument for argument in TORCH[name].writes}
 
     def kernel(keyset, *given):
-        torch.autograd.graph.increment_version(
-            [given[at] for at in positions if at < len(given) and given[at] is not None]
-        )
+        written = {at: given[at] for at in positions if at < len(given) and given[at] is not None}
+        for at, tensor in written.items():
+            refuse_inference(positions[at], tensor)
+        torch.autograd.graph.increment_version([*written.values()])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return overload.redispatch(keyset & after, *given)
 

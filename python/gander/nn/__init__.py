@@ -19,7 +19,7 @@ from .._table import REDUCTIONS
 from .._torch import expected_gradient
 from .._torch.cross_entropy import is_eager, takes_one_pass
 from .._torch.kernels import explained
-from .._torch.tensors import DTYPES, dtype_of, nested, unusable
+from .._torch.tensors import DTYPES, dtype_of, nested, stands_for_tensor, unusable
 from .._words import check_flags, integer, kind, number, shortened, shown
 from . import functional
 
@@ -103,6 +103,19 @@ def _check_rows(name: str, x: Any, shape: tuple[int, ...]) -> None:
         )
 
 
+_OURS = ("remember", "_memories")  # attributes that torch's modules do not have
+
+
+def _scriptable(module: nn.Module, ours: type[nn.Module], theirs: type[nn.Module]) -> nn.Module:
+    """What torch.jit.script compiles in place of a module of ours: torch's own, which shares its parameters,
+    buffers and hooks. A subclass with a forward of its own stays what it is."""
+    if type(module).forward is not ours.forward:
+        return module
+    twin = theirs.__new__(theirs)
+    twin.__dict__.update((name, value) for name, value in vars(module).items() if name not in _OURS)
+    return twin
+
+
 class RMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm(normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None).
 
@@ -125,7 +138,12 @@ class RMSNorm(nn.RMSNorm):
         _check_factory(device, dtype, elementwise_affine=elementwise_affine)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, RMSNorm, nn.RMSNorm)
+
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) and stands_for_tensor(x):
+            return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         try:
             _check_rows("x", x, self.normalized_shape)
             return functional._rms_norm_over(x, len(self.normalized_shape), self.weight, self.eps)
@@ -172,7 +190,12 @@ class LayerNorm(nn.LayerNorm):
         affine = elementwise_affine, bias
         super().__init__(normalized_shape, eps, *affine, device, dtype)  # type: ignore[arg-type]
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, LayerNorm, nn.LayerNorm)
+
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor) and stands_for_tensor(input):
+            return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         dims = len(self.normalized_shape)
         try:
             _check_rows("input", input, self.normalized_shape)
@@ -194,6 +217,8 @@ def _dim_of(input: Tensor, dim: int | None) -> int:
 
 
 def _softmax(input: Tensor, dim: int | None, log: bool = False) -> Tensor:
+    if not isinstance(input, Tensor) and stands_for_tensor(input):
+        return functional.log_softmax(input, dim) if log else functional.softmax(input, dim)
     try:
         _check_nested("input", input)
         dim = _dim_of(input, dim)
@@ -214,6 +239,9 @@ class Softmax(nn.Softmax):
         _check_dim(dim)
         super().__init__(dim)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, Softmax, nn.Softmax)
+
     def forward(self, input: Tensor) -> Tensor:
         return _softmax(input, self.dim)
 
@@ -227,6 +255,9 @@ class LogSoftmax(nn.LogSoftmax):
     def __init__(self, dim: int | None = None) -> None:
         _check_dim(dim)
         super().__init__(dim)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, LogSoftmax, nn.LogSoftmax)
 
     def forward(self, input: Tensor) -> Tensor:
         return _softmax(input, self.dim, log=True)
@@ -280,6 +311,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 "supported; use torch.nn.CrossEntropyLoss"
             )
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return _scriptable(self, CrossEntropyLoss, nn.CrossEntropyLoss)
+
     def forward(
         self,
         input: Tensor,
@@ -293,6 +327,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 f"target has dtype {dtype_of(target)}, expected class indices: class probabilities in target "
                 "are not supported; use torch.nn.CrossEntropyLoss"
             )
+        if not isinstance(input, Tensor) and stands_for_tensor(input):
+            return self._of_stand_in(input, target, divisor, upstream)
         try:
             _check_nested("input", input)
             rows = input.movedim(1, -1) if input.ndim > 2 else input
@@ -312,6 +348,20 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if memory is not None:
             expected_gradient.watch(loss, memory)
         return loss
+
+    def _of_stand_in(self, input: Any, target: Any, divisor: Any, upstream: Any) -> Any:
+        """The loss of what stands for a tensor: a torch.fx.Proxy. Its rank and the dtype of target are not
+        known."""
+        options: Any = {
+            "weight": self.weight,
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+        }
+        if divisor is None and upstream is None:
+            return functional.cross_entropy(input, target, **options)
+        # The classes are dimension 0 of (C), and dimension 1 of any other rank.
+        rows = input.movedim(1 - 1 // input.ndim, -1)
+        return cross_entropy(rows, target, divisor=divisor, upstream=upstream, **options)
 
     def _memory_for(self, x: Tensor) -> Tensor | None:
         """The last upstream gradients, if the gradient of x will be made for one of them."""

@@ -26,11 +26,11 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.parameter import UninitializedTensorMixin
 
 from .._functions import softmax as _softmaxes
-from .._functions.arguments import FAILURES
+from .._functions.arguments import FAILURES, overridden
 from .._functions.cross_entropy import cross_entropy as _cross_entropy
 from .._functions.norms import layernorm, rmsnorm
 from .._torch.kernels import explained
-from .._torch.tensors import NARROW, dtype_of
+from .._torch.tensors import NARROW, dtype_of, in_shape, stands_for_tensor
 from .._words import REFUSALS, check_flags, integer, kind, shortened, shown
 
 __all__ = ["cross_entropy", "layer_norm", "log_softmax", "rms_norm", "softmax"]
@@ -148,7 +148,8 @@ def _by_torch(function: Any, **given: Any) -> Tensor:
 def _softmax_over(input: Tensor, dim: int, log: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     function = _softmaxes.log_softmax if log else _softmaxes.softmax
     if input.ndim == 0:
-        return function(input.view(1), dim=dim, dtype=dtype).view(())
+        y = function(input.view(1), dim=dim, dtype=dtype)  # saved for backward, so this copies it
+        return y.view(()).clone()
     return function(input, dim=dim, dtype=dtype)
 
 
@@ -161,7 +162,8 @@ def _softmax_input(input: Tensor, dim: int | None, dtype: torch.dtype | None) ->
     # gander.softmax widens 16-bit tensors without a copy.
     widens = dtype is torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
     x = input if dtype is None or widens else input.to(dtype)
-    return None if x.ndim > 0 and guard_or_false(x.shape[dim] == 0) else x
+    empty = x.ndim > 0 and x.shape[dim] == 0  # a tensor in torch.jit.trace, which then takes x to have rows
+    return None if empty is True or (isinstance(empty, torch.SymBool) and guard_or_false(empty)) else x
 
 
 def softmax(
@@ -174,6 +176,8 @@ def softmax(
     x = _softmax_input(input, dim, dtype)
     if x is not None and _serves("softmax", x):
         return _softmax_over(x, dim, False, dtype)  # type: ignore[arg-type]
+    if stands_for_tensor(input):
+        return overridden(softmax, locals())
     # torch also says what is wrong with dim, and warns where it chooses one.
     level = integer("_stacklevel", _stacklevel) + 2
     return _by_torch(_torch_softmax, input=input, dim=dim, _stacklevel=level, dtype=dtype)
@@ -189,6 +193,8 @@ def log_softmax(
     x = _softmax_input(input, dim, dtype)
     if x is not None and _serves("log_softmax", x):
         return _softmax_over(x, dim, True, dtype)  # type: ignore[arg-type]
+    if stands_for_tensor(input):
+        return overridden(log_softmax, locals())
     level = integer("_stacklevel", _stacklevel) + 2
     return _by_torch(_torch_log_softmax, input=input, dim=dim, _stacklevel=level, dtype=dtype)
 
@@ -210,7 +216,7 @@ def _rms_norm_over(x: Tensor, dims: int, weight: Tensor | None, eps: float | Non
     weight = _parameter(x, dims, weight)
     if dims == 1:
         return rmsnorm(x, weight, eps=eps)
-    return rmsnorm(x.flatten(x.ndim - dims), weight, eps=eps).view(x.shape)
+    return in_shape(rmsnorm(x.flatten(x.ndim - dims), weight, eps=eps), x.shape)
 
 
 def _layer_norm_over(x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -218,7 +224,7 @@ def _layer_norm_over(x: Tensor, dims: int, weight: Tensor | None, bias: Tensor |
     weight, bias = _parameter(x, dims, weight), _parameter(x, dims, bias)
     if dims == 1:
         return layernorm(x, weight, bias, eps=eps)
-    return layernorm(x.flatten(x.ndim - dims), weight, bias, eps=eps).view(x.shape)
+    return in_shape(layernorm(x.flatten(x.ndim - dims), weight, bias, eps=eps), x.shape)
 
 
 def _fits(input: Tensor, normalized_shape: Any, *parameters: Any) -> bool:
@@ -251,6 +257,8 @@ def rms_norm(
     known = eps is None or (type(eps) in (int, float) and 0 <= eps <= _LARGEST)
     if known and _fits(input, normalized_shape, weight) and _serves("rms_norm", input, weight):
         return _rms_norm_over(input, len(normalized_shape), weight, None if eps is None else float(eps))
+    if any(map(stands_for_tensor, (input, weight))):
+        return overridden(rms_norm, locals())
     return _by_torch(_torch_rms_norm, input=input, normalized_shape=normalized_shape, weight=weight, eps=eps)
 
 
@@ -268,6 +276,8 @@ def layer_norm(
     known = type(eps) in (int, float) and 0 <= eps <= _LARGEST
     if known and _fits(input, normalized_shape, weight, bias) and _serves("layer_norm", input, weight, bias):
         return _layer_norm_over(input, len(normalized_shape), weight, bias, float(eps))
+    if any(map(stands_for_tensor, (input, weight, bias))):
+        return overridden(layer_norm, locals())
     given = {"normalized_shape": normalized_shape, "weight": weight, "bias": bias, "eps": eps}
     return _by_torch(_torch_layer_norm, input=input, **given)
 
@@ -303,7 +313,7 @@ def cross_entropy(
     computed by torch. (N, C, d1, ...) copies input. See gander.cross_entropy.
     """
     if size_average is not None or reduce is not None:
-        reduction = _reduction(size_average, reduce)
+        reduction, size_average, reduce = _reduction(size_average, reduce), None, None
     try:
         if (
             label_smoothing == 0.0
@@ -330,5 +340,7 @@ def cross_entropy(
         if isinstance(reduction, str) and isinstance(label_smoothing, (int, float)):
             raise explained(error, {"x": "input"}, input=input, target=target) from None
         # Else this is Python's error about an array's truth. torch refuses the array.
+    if any(map(stands_for_tensor, (input, target, weight))):
+        return overridden(cross_entropy, locals())
     given = {"target": target, "weight": weight, "ignore_index": ignore_index, "reduction": reduction}
     return _by_torch(_torch_cross_entropy, input=input, **given, label_smoothing=label_smoothing)

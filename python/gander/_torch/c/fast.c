@@ -1,9 +1,9 @@
 /* The fast path: calls the kernels directly from Python, without PyTorch's dispatcher, which costs host time.
  *
- * It handles eager calls on plain tensors, with no mode or transform active. For any other call, and after
- * any failure, a function returns None. One of an operator without results returns True. After None
- * gander._torch.fast calls the dispatcher, which runs the operator or raises its error. gander._torch.fast
- * checks what this file relies on before it uses any function. */
+ * It handles eager calls on plain tensors, with no mode or transform active. A call of an operator's function
+ * that it does not handle, or that failed, goes through the dispatcher, which runs it or raises its error.
+ * gander._torch.fast checks what this file relies on before it uses any function. Until it has, it calls
+ * functions of this file that return None in place of asking the dispatcher. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <string.h>
@@ -14,11 +14,11 @@
 
 typedef struct {
   const char* name;
-  PyObject* (*function)(PyObject* self, PyObject* const* arguments, intptr_t count);
+  void* function; /* see `flags` */
   int flags;
   const char* doc;
 } PyMethodDef;
-enum { METH_FASTCALL = 0x80 };
+enum { METH_KEYWORDS = 0x2, METH_FASTCALL = 0x80 };
 
 // clang-format off
 #define PYTHON_FUNCTIONS(F) \
@@ -29,6 +29,10 @@ enum { METH_FASTCALL = 0x80 };
   F(int, PyObject_SetAttr, (PyObject*, PyObject*, PyObject*)) \
   F(int, PyObject_IsTrue, (PyObject*)) \
   F(PyObject*, PyObject_CallFunctionObjArgs, (PyObject*, ...)) \
+  F(PyObject*, PyObject_Call, (PyObject*, PyObject*, PyObject*)) \
+  F(PyObject*, PyDict_New, (void)) \
+  F(int, PyDict_SetItem, (PyObject*, PyObject*, PyObject*)) \
+  F(intptr_t, PyTuple_Size, (PyObject*)) \
   F(PyObject*, PyDict_GetItem, (PyObject*, PyObject*)) \
   F(PyObject*, PyDict_GetItemString, (PyObject*, const char*)) \
   F(int, PyDict_SetItemString, (PyObject*, const char*, PyObject*)) \
@@ -56,7 +60,7 @@ static struct {
 /* Objects that gander._torch.fast passes: types and functions of torch, and a module's dictionary. */
 // clang-format off
 #define OBJECTS(F) \
-  F(Tensor) F(Parameter) F(None) F(False) F(True) F(RuntimeError) F(forward_ad) F(increment_version)
+  F(Tensor) F(Parameter) F(None) F(False) F(True) F(Ellipsis) F(RuntimeError) F(forward_ad) F(increment_version)
 #define NAMES(F) \
   F(requires_grad) F(to_save) F(materialize_grads) F(options) F(dtypes) F(dtype) F(_current_level)
 // clang-format on
@@ -68,12 +72,13 @@ static struct {
   NAMES(DECLARE_OBJECT)
 } names;
 
-/* Functions of torch. The first four are not in its stable C ABI. */
+/* Functions of torch. The first five are not in its stable C ABI. */
 static struct {
-  bool (*function_mode)(void); /* at::impl::torch_function_mode_enabled */
-  bool (*callbacks)(void);     /* at::hasCallbacks: true if a profiler or a tracer is active */
-  bool (*is_neg)(Tensor);      /* at::native::is_neg */
-  PyObject* (*wrap)(Tensor);   /* THPVariable_Wrap: a new reference */
+  bool (*function_mode)(void);  /* at::impl::torch_function_mode_enabled */
+  bool (*callbacks)(void);      /* at::hasCallbacks: true if a profiler or a tracer is active */
+  bool (*is_neg)(Tensor);       /* at::native::is_neg */
+  bool (*is_inference)(Tensor); /* at::native::is_inference */
+  PyObject* (*wrap)(Tensor);    /* THPVariable_Wrap: a new reference */
   bool (*grad_mode)(void);
   int32_t (*delete)(Tensor);
   int32_t (*numel)(Tensor, int64_t*);
@@ -91,11 +96,16 @@ static Tensor handle_of(PyObject* object) { return (Tensor)(void*)((char*)object
 
 /* ---- The functions ---- */
 
-/* A function for Python. It takes its operator's arguments, by position. */
+/* An operator's functions for Python. `names` and `defaults` are of its arguments: None is the default where
+ * there is one, and a required argument has Ellipsis. */
 typedef struct {
   const Operator* op;
-  PyObject* apply; /* apply of the autograd.Function, NULL if the operator cannot be differentiated */
-  PyMethodDef method;
+  PyObject* apply;    /* apply of the autograd.Function, None if the operator cannot be differentiated */
+  PyObject* dispatch; /* what calls the dispatcher */
+  PyObject* first;    /* what gander._torch.fast calls until it has checked the function, then NULL */
+  PyObject* names[MAX_ARGUMENTS];
+  PyObject* defaults[MAX_ARGUMENTS]; /* NULL for a required argument */
+  PyMethodDef methods[3];            /* try_function, call_lean, call_whole */
 } Function;
 
 enum { MAX_FUNCTIONS = 128 };
@@ -108,6 +118,7 @@ typedef struct {
   PyObject* const* arguments;
   Value stack[MAX_ARGUMENTS], boxes[MAX_ARGUMENTS];
   bool extra; /* an argument that only the gradient uses does not have its default value */
+  bool whole; /* results that are not asked for are tensors */
   bool declined;
   int tracked; /* how many results autograd got */
 } FastCall;
@@ -212,7 +223,7 @@ static PyObject* result(const FastCall* call, int i) { return (PyObject*)(uintpt
 static bool call_kernel(FastCall* call) {
   const Operator* op = call->function->op;
   void* const thread = python.PyEval_SaveThread();
-  call->declined = !run_operator(op, call->stack, true);
+  call->declined = !run_operator(op, call->stack, true, call->whole);
   python.PyEval_RestoreThread(thread);
   if (call->declined) return false;
   for (int i = 0; i < op->result_count; i++) {
@@ -233,6 +244,16 @@ static bool set(PyObject* object, PyObject* name, PyObject* owned) {
   return ok;
 }
 
+/* A new tuple of references to objects. */
+static PyObject* tuple_of(PyObject* const* items, intptr_t count) {
+  PyObject* tuple = python.PyTuple_New(count);
+  for (intptr_t i = 0; tuple != NULL && i < count; i++) {
+    python.Py_IncRef(items[i]);
+    python.PyTuple_SetItem(tuple, i, items[i]);
+  }
+  return tuple;
+}
+
 /* The tensors that backward reads, in the order of the table, as new references. */
 static PyObject* tuple_of_saved(const FastCall* call) {
   const Operator* op = call->function->op;
@@ -250,14 +271,8 @@ static PyObject* tuple_of_saved(const FastCall* call) {
 /* The arguments that are not tensors. */
 static PyObject* tuple_of_options(const FastCall* call) {
   const char* kinds = call->function->op->arguments;
-  int first = 0, count = (int)strlen(kinds);
-  while (first < count && (kinds[first] == 'T' || kinds[first] == 'O')) first++;
-  PyObject* tuple = python.PyTuple_New(count - first);
-  for (int i = first; tuple != NULL && i < count; i++) {
-    python.Py_IncRef(call->arguments[i]);
-    python.PyTuple_SetItem(tuple, i - first, call->arguments[i]);
-  }
-  return tuple;
+  size_t tensors = strspn(kinds, "TO");
+  return tuple_of(call->arguments + tensors, (intptr_t)(strlen(kinds) - tensors));
 }
 
 /* The dtypes of the arguments that have a gradient: None for one that is None. */
@@ -311,7 +326,7 @@ static int count_tracked(const FastCall* call) {
   int count = 1;
   for (int i = 1; i < op->result_count; i++) {
     int at = op->results[i];
-    bool rows = op->operands[at].saved && op->operands[at].shape == SHAPE_ROWS;
+    bool rows = op->operands[at].saved && op->operands[at].layout == IN_ROWS;
     if (is_wanted(call, i) || (rows && result(call, i) != objects.None)) count = i + 1;
   }
   return count;
@@ -363,6 +378,8 @@ static Route choose_route(const FastCall* call) {
     if (torch.numel(x, &elements) || torch.device_type(x, &device)) return THROUGH_DISPATCHER;
     if (device == torch.cuda() && elements >= one_pass) return THROUGH_DISPATCHER;
   }
+  for (int i = 0; call->whole && i < op->result_count; i++)
+    if (!is_wanted(call, i)) return THROUGH_DISPATCHER;
   return WITH_GRADIENT;
 }
 
@@ -400,31 +417,42 @@ static PyObject* call_apply(FastCall* call) {
 }
 
 /* Increments the versions of the tensors that an operator writes, as autograd expects. torch does not see
- * that our kernels write. */
+ * that our kernels write. Returns false for an inference tensor outside of inference mode. The dispatcher
+ * refuses it. */
 static bool increment_versions(const FastCall* call) {
   const Operator* op = call->function->op;
-  bool ok = true;
-  for (int i = 0; ok && i < op->operand_count; i++) {
+  PyObject* written[MAX_OPERANDS];
+  int count = 0;
+  for (int i = 0; i < op->operand_count; i++) {
     int argument = op->operands[i].argument;
-    if (!op->operands[i].written || argument < 0 || call->arguments[argument] == objects.None) continue;
-    PyObject* tensors = python.PyTuple_New(1);
-    if (tensors == NULL) return false;
-    python.Py_IncRef(call->arguments[argument]);
-    python.PyTuple_SetItem(tensors, 0, call->arguments[argument]);
-    PyObject* done = python.PyObject_CallFunctionObjArgs(objects.increment_version, tensors, NULL);
-    python.Py_DecRef(tensors);
-    ok = done != NULL;
-    if (ok) python.Py_DecRef(done);
-    else python.PyErr_Clear(); /* the dispatcher raises it again */
+    if (op->operands[i].written && argument >= 0 && call->arguments[argument] != objects.None)
+      written[count++] = call->arguments[argument];
   }
-  return ok;
+  if (count == 0) return true;
+  bool may_write_any = memcmp(dispatch_state(), &inference, sizeof inference) == 0;
+  for (int i = 0; i < count; i++)
+    if (!may_write_any && torch.is_inference(handle_of(written[i]))) return false;
+  PyObject* tensors = python.PyTuple_New(count);
+  for (int i = 0; tensors != NULL && i < count; i++) {
+    python.Py_IncRef(written[i]);
+    python.PyTuple_SetItem(tensors, i, written[i]);
+  }
+  PyObject* done =
+      tensors == NULL ? NULL : python.PyObject_CallFunctionObjArgs(objects.increment_version, tensors, NULL);
+  if (tensors != NULL) python.Py_DecRef(tensors);
+  if (done != NULL) python.Py_DecRef(done);
+  else python.PyErr_Clear(); /* the dispatcher raises it again */
+  return done != NULL;
 }
 
-static PyObject* call_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
-  const Function* f = python.PyCapsule_GetPointer(self, NULL);
-  FastCall call = {.function = f, .arguments = arguments};
-  if (count != (intptr_t)strlen(f->op->arguments) || !may_bypass()) return none();
-  for (int i = 0; i < count; i++)
+/* Runs a call with all arguments. None: it is left to the dispatcher. True: the operator has no results.
+ * whole: a result that is not asked for is a tensor without elements, as the operator's schema says, else
+ * None.
+ */
+static PyObject* try_call(const Function* f, PyObject* const* arguments, bool whole) {
+  FastCall call = {.function = f, .arguments = arguments, .whole = whole};
+  if (!may_bypass()) return none();
+  for (int i = 0; f->op->arguments[i] != 0; i++)
     if (!convert(&call, i)) return none();
   Route route = choose_route(&call);
   if (route == WITH_GRADIENT) return call_apply(&call);
@@ -432,6 +460,76 @@ static PyObject* call_function(PyObject* self, PyObject* const* arguments, intpt
   if (f->op->result_count > 0) return take_results(&call, f->op->result_count);
   python.Py_IncRef(objects.True);
   return objects.True;
+}
+
+static PyObject* try_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
+  const Function* f = python.PyCapsule_GetPointer(self, NULL);
+  intptr_t more = count - (intptr_t)strlen(f->op->arguments); /* 1: whole */
+  return more == 0 || more == 1 ? try_call(f, arguments, more == 1) : none();
+}
+
+/* Calls a function of Python. keywords: names of the last arguments, or NULL. */
+static PyObject* call_python(PyObject* function, PyObject* const* arguments, intptr_t count,
+                             PyObject* keywords) {
+  PyObject *tuple = tuple_of(arguments, count), *named = keywords == NULL ? NULL : python.PyDict_New(), *out;
+  if (tuple == NULL || (keywords != NULL && named == NULL)) return NULL;
+  for (intptr_t i = 0; named != NULL && i < python.PyTuple_Size(keywords); i++)
+    if (python.PyDict_SetItem(named, python.PyTuple_GetItem(keywords, i), arguments[count + i])) return NULL;
+  out = python.PyObject_Call(function, tuple, named);
+  python.Py_DecRef(tuple);
+  if (named != NULL) python.Py_DecRef(named);
+  return out;
+}
+
+/* The position of an argument with this name, or -1. Names in code are interned, as those of the function
+ * are. from: where to look first. */
+static intptr_t find_name(const Function* f, PyObject* name, intptr_t from, intptr_t total) {
+  for (intptr_t i = 0; i < total; i++)
+    if (f->names[(from + i) % total] == name) return (from + i) % total;
+  return -1;
+}
+
+/* Puts the arguments of a call in order, with defaults. False if one is missing, unknown or given twice. */
+static bool arrange(const Function* f, PyObject* const* arguments, intptr_t count, PyObject* keywords,
+                    PyObject** all) {
+  intptr_t total = (intptr_t)strlen(f->op->arguments), named = 0, at = count;
+  if (keywords != NULL) named = python.PyTuple_Size(keywords);
+  if (count > total) return false;
+  for (intptr_t i = 0; i < total; i++) all[i] = i < count ? arguments[i] : f->defaults[i];
+  for (intptr_t k = 0; k < named; k++) {
+    at = find_name(f, python.PyTuple_GetItem(keywords, k), at, total);
+    if (at < count) return false;
+    all[at++] = arguments[count + k];
+  }
+  for (intptr_t i = 0; i < total; i++)
+    if (all[i] == NULL) return false;
+  return true;
+}
+
+/* An operator's function: takes arguments like the operator, and returns what it returns. */
+static PyObject* call_operator(PyObject* self, PyObject* const* arguments, intptr_t count, PyObject* keywords,
+                               bool whole) {
+  const Function* f = python.PyCapsule_GetPointer(self, NULL);
+  PyObject* all[MAX_ARGUMENTS + 1];
+  if (arrange(f, arguments, count, keywords, all)) {
+    intptr_t total = (intptr_t)strlen(f->op->arguments);
+    all[total] = objects.True;
+    PyObject* out =
+        f->first == NULL ? try_call(f, all, whole) : call_python(f->first, all, total + whole, NULL);
+    if (out != objects.None && out != objects.True) return out;
+    bool done = out == objects.True;
+    python.Py_DecRef(out);
+    if (done) return none();
+  }
+  return call_python(f->dispatch, arguments, count, keywords);
+}
+
+static PyObject* call_lean(PyObject* self, PyObject* const* arguments, intptr_t count, PyObject* keywords) {
+  return call_operator(self, arguments, count, keywords, false);
+}
+
+static PyObject* call_whole(PyObject* self, PyObject* const* arguments, intptr_t count, PyObject* keywords) {
+  return call_operator(self, arguments, count, keywords, true);
 }
 
 /* ---- Functions that gander._torch.fast calls through ctypes ---- */
@@ -454,11 +552,41 @@ static PyObject* get_item(PyObject* dictionary, const char* key) {
   return object;
 }
 
-/* Fills the dictionary `results` with "forward", and a function for each operator by its name.
+/* Makes the functions of an operator: one that returns None in place of asking the dispatcher; one that asks
+ * it, and returns None for results that are not asked for; and one that returns all results. */
+static bool make_functions(Function* f, PyObject* given, PyObject* results) {
+  PyObject *of = python.PyDict_GetItemString(given, f->op->name), *self = python.PyCapsule_New(f, NULL, NULL);
+  PyObject** const kept[] = {&f->apply, &f->dispatch, &f->first};
+  if (of == NULL || self == NULL) return false;
+  python.Py_IncRef(of); /* for the life of the process, with all that is in it */
+  for (int i = 0; i < 3; i++) *kept[i] = python.PyTuple_GetItem(of, i);
+  if (f->apply == objects.None) f->apply = NULL;
+  for (int i = 0; f->op->arguments[i] != 0; i++) {
+    f->names[i] = python.PyTuple_GetItem(python.PyTuple_GetItem(of, 3), i);
+    f->defaults[i] = python.PyTuple_GetItem(python.PyTuple_GetItem(of, 4), i);
+    if (f->defaults[i] == objects.Ellipsis) f->defaults[i] = NULL;
+  }
+  f->methods[0] = (PyMethodDef){f->op->name, try_function, METH_FASTCALL, NULL};
+  f->methods[1] = (PyMethodDef){f->op->name, call_lean, METH_FASTCALL | METH_KEYWORDS, NULL};
+  f->methods[2] = (PyMethodDef){f->op->name, call_whole, METH_FASTCALL | METH_KEYWORDS, NULL};
+  PyObject* functions[3];
+  for (int i = 0; i < 3; i++)
+    if ((functions[i] = python.PyCFunction_NewEx(&f->methods[i], self, NULL)) == NULL) return false;
+  PyObject* tuple = tuple_of(functions, 3);
+  return tuple != NULL && python.PyDict_SetItemString(results, f->op->name, tuple) == 0;
+}
+
+/* Lets an operator's function run without `first`, by its name. */
+EXPORT void gander_fast_checked(const char* name) {
+  for (int i = 0; i < MAX_FUNCTIONS && functions[i].op != NULL; i++)
+    if (strcmp(functions[i].op->name, name) == 0) functions[i].first = NULL;
+}
+
+/* Fills the dictionary `results` with "forward", and the functions of each operator by its name.
  *
- * given: OBJECTS, torch's dtypes, "one_pass" and "tensor_offset" (ints), and by operator the apply of the
- * autograd.Functions. states: the dispatch states in inference mode and in a backward pass. Returns NULL, or
- * the name of what is missing. Must be called only once, with the GIL. */
+ * given: OBJECTS, torch's dtypes, "one_pass" and "tensor_offset" (ints), and by operator a tuple of apply,
+ * dispatch, first, names and defaults: see Function. states: the dispatch states in inference mode and in a
+ * backward pass. Returns NULL, or the name of what is missing. Must be called only once, with the GIL. */
 EXPORT const char* gander_fast_functions(PyObject* given, const State* states, PyObject* results) {
   static PyMethodDef forward_method = {"forward", forward, METH_FASTCALL, NULL};
   void* cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -471,6 +599,7 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   LOOK_UP_TORCH(cpu, function_mode, "_ZN2at4impl27torch_function_mode_enabledEv")
   LOOK_UP_TORCH(cpu, callbacks, "_ZN2at12hasCallbacksEv")
   LOOK_UP_TORCH(cpu, is_neg, "_ZN2at6native6is_negERKNS_6TensorE")
+  LOOK_UP_TORCH(cpu, is_inference, "_ZN2at6native12is_inferenceERKNS_6TensorE")
   LOOK_UP_TORCH(bindings, wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseE")
   LOOK_UP_TORCH(cpu, grad_mode, "aoti_torch_grad_mode_is_enabled")
   LOOK_UP_TORCH(cpu, delete, "aoti_torch_delete_tensor_object")
@@ -490,15 +619,10 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
   backward = states[1];
   one_pass = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "one_pass"));
   tensor_offset = python.PyLong_AsLongLong(python.PyDict_GetItemString(given, "tensor_offset"));
-  for (int i = 0; i < MAX_FUNCTIONS && find_operator(i) != NULL; i++) {
-    Function* f = &functions[i];
-    f->op = find_operator(i);
-    if (!f->op->fast) continue;
-    f->method = (PyMethodDef){f->op->name, call_function, METH_FASTCALL, NULL};
-    f->apply = !f->op->has_gradient ? NULL : get_item(given, f->op->name);
-    PyObject* self = python.PyCapsule_New(f, NULL, NULL);
-    PyObject* function = python.PyCFunction_NewEx(&f->method, self, NULL);
-    if (function == NULL || python.PyDict_SetItemString(results, f->op->name, function)) return f->op->name;
+  for (int i = 0, n = 0; n < MAX_FUNCTIONS - 1 && find_operator(i) != NULL; i++) {
+    if (!find_operator(i)->fast) continue;
+    functions[n].op = find_operator(i);
+    if (!make_functions(&functions[n++], given, results)) return find_operator(i)->name;
   }
   PyObject* function = python.PyCFunction_NewEx(&forward_method, NULL, NULL);
   if (function == NULL || python.PyDict_SetItemString(results, "forward", function)) return "forward";

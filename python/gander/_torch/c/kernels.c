@@ -87,7 +87,7 @@ static int32_t as_int32(Value value) {
 #define KERNEL(op, index) \
   static void kernel_##op(Value* stack, uint64_t inputs, uint64_t outputs) { \
     (void)inputs, (void)outputs; \
-    run_operator(&operators[index], stack, false); \
+    run_operator(&operators[index], stack, false, true); \
   }
 
 #include "operators_gen.h"
@@ -171,13 +171,13 @@ static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides
   return ok || *length == 0;
 }
 
-/* Fills o with a description of the tensor. False if torch has none. An input's const pointer leaves a
- * copy-on-write tensor shared. */
-static bool describe(Call* call, Operand* o, Tensor handle, bool written) {
+/* Fills o with a description of the tensor. An undefined one, a None in place of a tensor, stays absent,
+ * which libgander refuses. An input's const pointer leaves a copy-on-write tensor shared. */
+static void describe(Call* call, Operand* o, Tensor handle, bool written) {
   int32_t device = -1, index = 0, bad = 0;
   int64_t rank = 0;
   const void* data = NULL;
-  if (call->failed || handle == NULL) return true;
+  if (call->failed || handle == NULL) return;
   bad |= torch.aoti_torch_get_dim(handle, &rank);
   bad |= torch.aoti_torch_get_sizes(handle, &o->dl.shape);
   bad |= torch.aoti_torch_get_strides(handle, &o->dl.strides);
@@ -186,7 +186,12 @@ static bool describe(Call* call, Operand* o, Tensor handle, bool written) {
   bad |= torch.aoti_torch_get_device_index(handle, &index);
   bad |= written ? torch.torch_get_mutable_data_ptr(handle, (void**)&data)
                  : torch.torch_get_const_data_ptr(handle, &data);
-  if (bad) return false;
+  if (bad) {
+    bool defined = true;
+    torch.aoti_torch_is_defined(handle, &defined);
+    if (defined) fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
+    return;
+  }
   /* The dispatcher chooses no kernel of ours for other devices, and knows tensors without memory. */
   call->failed |= call->python && (data == NULL || (device != torch.cuda && device != torch.cpu));
   o->handle = handle;
@@ -195,16 +200,13 @@ static bool describe(Call* call, Operand* o, Tensor handle, bool written) {
   o->dl.dtype = dl_dtype(o->dtype);
   o->dl.device.device_type = device == torch.cuda ? kDLCUDA : device == torch.cpu ? kDLCPU : kDLExtDev;
   o->dl.device.device_id = device == torch.cuda ? index : 0;
-  return true;
 }
 
-/* A new contiguous tensor on the first operand's device. */
+/* A new contiguous tensor on the first operand's device. None of a rank that libgander refuses. */
 static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, int32_t dtype) {
   int64_t strides[MAX_RANK], stride = 1;
   Tensor handle = NULL;
-  if (rank > MAX_RANK)
-    fail(call, GANDER_ERROR_SHAPE, "x: rank %lld, expected at most %d", (long long)rank, MAX_RANK);
-  if (call->failed) return;
+  if (call->failed || rank > MAX_RANK) return;
   for (int64_t i = rank - 1; i >= 0; i--) {
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
@@ -215,8 +217,7 @@ static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, i
     return;
   }
   own(call, handle);
-  if (!describe(call, o, handle, true))
-    fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a new tensor");
+  describe(call, o, handle, true);
 }
 
 static void copy(Call* call, Tensor to, Tensor from) {
@@ -225,39 +226,13 @@ static void copy(Call* call, Tensor to, Tensor from) {
          "gander: torch could not copy a tensor whose strides gander cannot serve");
 }
 
-/* Replaces an operand by a contiguous copy of it. */
-static void make_contiguous(Call* call, Operand* o) {
-  Operand given = *o;
+/* Replaces an operand by a contiguous copy of it, of these sizes and this dtype. */
+static void convert(Call* call, Operand* o, int64_t rank, const int64_t* sizes, int32_t dtype) {
+  Operand from = *o;
   if (call->failed) return;
-  memset(o, 0, sizeof *o);
-  output(call, o, given.dl.ndim, given.dl.shape, given.dtype);
-  copy(call, o->handle, given.handle);
-}
-
-/* Copies o unless it has rows: contiguous elements in the last dimension, and one stride between rows. */
-static void make_rows(Call* call, Operand* o) {
-  int64_t length, stride, last = o->dl.ndim - 1;
-  if (last >= 0 && ((o->dl.shape[last] > 1 && o->dl.strides[last] != 1) ||
-                    !collapses(last, o->dl.shape, o->dl.strides, &length, &stride)))
-    make_contiguous(call, o);
-}
-
-/* Copies o unless it is contiguous. */
-static void ensure_contiguous(Call* call, Operand* o) {
-  int64_t length, stride;
-  if (!collapses(o->dl.ndim, o->dl.shape, o->dl.strides, &length, &stride) || (length > 1 && stride != 1))
-    make_contiguous(call, o);
-}
-
-/* Collapses all dimensions of o into one, with any stride: a value for each row. Copies o if they do not. */
-static void flatten(Call* call, Operand* o) {
-  if (!collapses(o->dl.ndim, o->dl.shape, o->dl.strides, &o->length, &o->stride)) {
-    make_contiguous(call, o);
-    collapses(o->dl.ndim, o->dl.shape, o->dl.strides, &o->length, &o->stride);
-  }
-  o->dl.ndim = 1;
-  o->dl.shape = &o->length;
-  o->dl.strides = &o->stride;
+  *o = (Operand){.given = from.given};
+  output(call, o, rank, sizes, dtype);
+  copy(call, o->handle, from.handle);
 }
 
 /* Whether a mask's rows lie as the kernels need them, see `broadcast` in ops/check.go. Also if it does not
@@ -282,64 +257,27 @@ static bool is_broadcast(const DLTensor* mask, const DLTensor* x) {
   return count <= 3;
 }
 
-/* Copies a mask unless its rows lie as the kernels need them: in its own shape, or else in that of x. */
-static void make_broadcast(Call* call, Operand* o, const Operand* first) {
-  if (call->failed || is_broadcast(&o->dl, &first->dl)) return;
-  make_contiguous(call, o);
-  if (call->failed || is_broadcast(&o->dl, &first->dl)) return;
-  Operand given = *o;
-  memset(o, 0, sizeof *o);
-  output(call, o, first->dl.ndim, first->dl.shape, given.dtype);
-  copy(call, o->handle, given.handle);
+/* Whether the kernels can use an argument as it lies in memory. x: the first operand. */
+static bool is_served(Layout layout, const DLTensor* t, const DLTensor* x) {
+  int64_t length, stride, last = t->ndim - 1;
+  if (layout == BROADCASTS) return is_broadcast(t, x);
+  if (layout == IN_ROWS)
+    return last < 0 || ((t->shape[last] < 2 || t->strides[last] == 1) &&
+                        collapses(last, t->shape, t->strides, &length, &stride));
+  return collapses(t->ndim, t->shape, t->strides, &length, &stride) &&
+         (layout == REGULAR || length < 2 || stride == 1);
 }
 
-/* Sets the device of the call, which is that of the first operand. */
-static void set_device(Call* call, Tensor handle) {
-  if (torch.aoti_torch_get_device_type(handle, &call->device_type) ||
-      torch.aoti_torch_get_device_index(handle, &call->device_index))
-    fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
-}
-
-/* Writes numbers as "2, 3", as many as fit. */
-static void list_numbers(char* text, size_t size, int64_t count, const int64_t* numbers) {
-  size_t n = 0;
-  text[0] = 0;
-  for (int64_t i = 0; i < count && n < size - 24; i++)
-    n += (size_t)snprintf(text + n, size - n, "%s%lld", i ? ", " : "", (long long)numbers[i]);
-}
-
-/* An operand with an element for each row must have the leading dimensions of the first operand. The same
- * number of elements is not enough. */
-static void check_leading(Call* call, const Operator* op, const char* name, const Operand* o,
-                          const Operand* first) {
-  char found[256], expected[256];
-  if (call->failed || first->dl.ndim == 0 ||
-      (o->dl.ndim == first->dl.ndim - 1 &&
-       memcmp(o->dl.shape, first->dl.shape, sizeof(int64_t) * (size_t)o->dl.ndim) == 0))
-    return;
-  list_numbers(found, sizeof found, o->dl.ndim, o->dl.shape);
-  list_numbers(expected, sizeof expected, first->dl.ndim - 1, first->dl.shape);
-  fail(call, GANDER_ERROR_SHAPE, "%s: %s has shape (%s), expected (%s), the leading dimensions of %s",
-       op->operator, name, found, expected, op->operands[0].name);
-}
-
-/* Refuses an operand that is written if its elements may share memory, because a contiguous copy of it is
- * copied back. It also refuses interleaved dimensions that do not overlap, such as sizes (3, 2) with strides
- * (2, 3). */
-static void check_separate(Call* call, const Operator* op, const char* name, const DLTensor* t) {
-  char strides[256];
+/* Whether elements may share memory. Also true for interleaved dimensions that do not overlap, such as sizes
+ * (3, 2) with strides (2, 3). */
+static bool shares_memory(const DLTensor* t) {
   for (int32_t i = 0; i < t->ndim; i++) {
     int64_t reach = 0; /* the largest offset within the dimensions of smaller stride than i */
     for (int32_t j = 0; j < t->ndim; j++)
       if (j != i && t->strides[j] <= t->strides[i]) reach += (t->shape[j] - 1) * t->strides[j];
-    if (t->shape[i] < 2 || t->strides[i] > reach) continue;
-    list_numbers(strides, sizeof strides, t->ndim, t->strides);
-    fail(call, GANDER_ERROR_OVERLAP,
-         "%s: %s has strides (%s), expected elements that do not share memory, because results are written "
-         "to them; pass a contiguous copy",
-         op->operator, name, strides);
-    return;
+    if (t->shape[i] > 1 && t->strides[i] <= reach) return true;
   }
+  return false;
 }
 
 /* The dtype of statistics (loss, lse, rstd). */
@@ -467,42 +405,29 @@ static void check_written(Call* call, const Operator* op, const Operand* operand
   }
 }
 
-/* Fails because torch has no description of an argument. A None in place of a tensor is undefined. */
-static void fail_undescribed(Call* call, const char* operator, const char* name, Tensor handle) {
-  bool defined = true;
-  torch.aoti_torch_is_defined(handle, &defined);
-  if (defined) fail(call, GANDER_ERROR_INTERNAL, "%s: torch could not describe %s", operator, name);
-  else fail(call, GANDER_ERROR_NULL, "%s: %s is None, expected a tensor", operator, name);
-}
-
-/* Fills an operand that is an argument. */
+/* Fills an operand that is an argument, or a copy of one whose layout the kernels do not support. An argument
+ * is not copied if libgander will refuse it: for its rank, or because it is written and has elements that
+ * share memory, to which results could not be copied back. */
 static void fill_input(Call* call, const Operator* op, int i, Operand* operands, Tensor handle) {
   Operand* o = &operands[i];
-  if (!describe(call, o, handle, op->operands[i].written))
-    fail_undescribed(call, op->operator, op->operands[i].name, handle);
-  if (i == 0) set_device(call, handle);
-  if (call->failed) return;
-  DLTensor given = o->dl;
-  if (op->operands[i].written) check_separate(call, op, op->operands[i].name, &o->dl);
-  switch (op->operands[i].shape) {
-    case SHAPE_ROWS: make_rows(call, o); break;
-    case SHAPE_COLUMNS:
-    case SHAPE_HEAD_COLUMNS: ensure_contiguous(call, o); break;
-    case SHAPE_STATISTICS: /* (2, M) is two parts */
-      ensure_contiguous(call, o);
-      if (o->dl.ndim < 2 || o->dl.shape[0] != 2) flatten(call, o);
-      break;
-    case SHAPE_STRIDED:
-      check_leading(call, op, op->operands[i].name, o, &operands[0]);
-      flatten(call, o);
-      break;
-    case SHAPE_UPSTREAM: flatten(call, o); break;
-    case SHAPE_BROADCAST: make_broadcast(call, o, &operands[0]); break;
-    default: ensure_contiguous(call, o); flatten(call, o);
-  }
-  if (call->python && op->operands[i].written && o->handle != handle)
-    call->failed = true; /* the dispatcher's call copies the result back */
-  o->given = given;
+  const DLTensor* x = &operands[0].dl;
+  Layout layout = op->operands[i].layout;
+  bool written = op->operands[i].written;
+  describe(call, o, handle, written);
+  if (call->failed || o->handle == NULL) return;
+  if (i == 0 && (torch.aoti_torch_get_device_type(handle, &call->device_type) ||
+                 torch.aoti_torch_get_device_index(handle, &call->device_index)))
+    fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
+  o->given = o->dl;
+  if (op->operands[i].index && o->dl.dtype.code == kDLUInt && o->dl.dtype.bits == 8 &&
+      o->dl.ndim <= MAX_RANK && memcmp(&o->dl.device, &x->device, sizeof x->device) == 0)
+    convert(call, o, o->dl.ndim, o->dl.shape, torch_dtype((DLDataType){kDLInt, 64, 1})); /* as torch does */
+  if (call->failed || o->dl.ndim > MAX_RANK || is_served(layout, &o->dl, x) ||
+      (written && shares_memory(&o->dl)))
+    return;
+  convert(call, o, o->dl.ndim, o->dl.shape, o->dtype);
+  if (!call->failed && !is_served(layout, &o->dl, x)) convert(call, o, x->ndim, x->shape, o->dtype);
+  if (call->python && written) call->failed = true; /* the dispatcher's call copies the result back */
 }
 
 /* Whether a result is computed. */
@@ -510,54 +435,46 @@ static bool is_demanded(const Operator* op, int i, const Value* arguments) {
   return op->operands[i].demand < 0 || (arguments[op->operands[i].demand] & 1) != 0;
 }
 
+/* Fills in the sizes that the letters of a form stand for. Returns how many there are. */
+static int64_t fill_sizes(const char* form, const DLTensor* x, int64_t* sizes) {
+  int64_t count = 0, last = x->ndim - 1, rows = 1;
+  for (int64_t i = 0; i < last; i++) rows *= x->shape[i];
+  for (; *form != 0; form++) {
+    int64_t from = *form == 'N' ? last : *form == 'H' ? last - 1 : 0, to = *form == 'N' ? last + 1 : last;
+    if (*form == 'S') sizes[count++] = 2 * rows + 1;
+    for (int64_t i = from < 0 ? 0 : from; *form != 'S' && i < to; i++) sizes[count++] = x->shape[i];
+  }
+  return count;
+}
+
 /* Allocates an operand that is a new tensor. A result that is not computed has no elements, and its operand
- * stays absent. A call from Python gets none. */
+ * stays absent. */
 static void make_output(Call* call, const Operator* op, int i, Operand* operands, const Value* arguments,
                         Tensor* nothing) {
   const Operand* first = &operands[0];
-  int64_t rank = first->dl.ndim > 0 ? first->dl.ndim - 1 : 0, size;
-  int reduction = op->reduction_argument < 0 ? op->reduction : as_int32(arguments[op->reduction_argument]);
-  const Operand* like = &operands[op->operands[i].like];
-  DTypeRule rule = op->operands[i].dtype;
-  int32_t dtype = like->handle != NULL ? like->dtype : first->dtype;
-  if (call->failed) return;
-  if (rule == DTYPE_STATISTIC || (rule == DTYPE_PARAMETER && like->handle == NULL)) dtype = statistics(first);
-  if (op->operands[i].choice >= 0 && (int32_t)arguments[op->operands[i].choice] >= 0)
-    dtype = (int32_t)arguments[op->operands[i].choice];
+  int like = op->operands[i].like, fits = op->operands[i].fits, choice = op->operands[i].choice;
+  bool reduces = op->reduction >= 0 && as_int32(arguments[op->reduction]) != GANDER_REDUCTION_NONE;
+  int32_t dtype = op->operands[i].statistic ? statistics(first) : first->dtype;
+  int64_t sizes[MAX_RANK], rank = 1;
+  if (call->failed || first->dl.ndim > MAX_RANK) return;
+  if (like >= 0 && operands[like].handle != NULL) dtype = operands[like].dtype;
+  if (choice >= 0 && (int32_t)arguments[choice] >= 0) dtype = (int32_t)arguments[choice];
   if (!is_demanded(op, i, arguments)) {
-    Operand empty = {0};
-    size = 0;
-    if (!call->python) output(call, &empty, 1, &size, dtype);
-    nothing[i] = empty.handle;
-    return;
+    static const int64_t none = 0, one = 1;
+    if (call->whole && torch.aoti_torch_empty_strided(1, &none, &one, dtype, call->device_type,
+                                                      call->device_index, &nothing[i]))
+      fail(call, GANDER_ERROR_MEMORY, "gander: torch could not make a tensor without elements");
+    else if (call->whole) own(call, nothing[i]);
+  } else if (fits >= 0 && operands[fits].handle != NULL) {
+    output(call, &operands[i], operands[fits].dl.ndim, operands[fits].dl.shape, dtype);
+  } else {
+    rank = fill_sizes(op->operands[i].sizes[reduces], &first->dl, sizes);
+    output(call, &operands[i], rank, sizes, dtype);
   }
-  switch (op->operands[i].shape) {
-    case SHAPE_ROWS: output(call, &operands[i], first->dl.ndim, first->dl.shape, dtype); return;
-    case SHAPE_HEAD_COLUMNS:
-      if (like != first && like->handle != NULL) {
-        output(call, &operands[i], like->dl.ndim, like->dl.shape, dtype);
-        return;
-      } /* fall through */
-    case SHAPE_COLUMNS: output(call, &operands[i], first->dl.ndim > 0, first->dl.shape + rank, dtype); return;
-    case SHAPE_ONE: output(call, &operands[i], 0, NULL, dtype); return;
-    case SHAPE_REDUCED:
-      if (reduction != GANDER_REDUCTION_NONE) rank = 0;
-      break;
-    case SHAPE_STATISTICS:
-      if (!op->packed) break;
-      size = 1;
-      for (int64_t j = 0; j < rank; j++) size *= first->dl.shape[j];
-      size = 2 * size + 1;
-      output(call, &operands[i], 1, &size, dtype);
-      return;
-    default: break;
-  }
-  output(call, &operands[i], rank, first->dl.shape, dtype);
-  if (!call->failed) flatten(call, &operands[i]);
 }
 
-bool run_operator(const Operator* op, Value* stack, bool python) {
-  Call call = {.python = python};
+bool run_operator(const Operator* op, Value* stack, bool python, bool whole) {
+  Call call = {.python = python, .whole = whole};
   Operand operands[MAX_OPERANDS];
   Value arguments[MAX_ARGUMENTS];
   Tensor results[MAX_OPERANDS], nothing[MAX_OPERANDS] = {NULL};
@@ -584,7 +501,7 @@ bool run_operator(const Operator* op, Value* stack, bool python) {
   for (int i = 0; i < op->operand_count; i++) {
     if (!op->operands[i].written) continue;
     Tensor written = (Tensor)(uintptr_t)arguments[op->operands[i].argument];
-    if (operands[i].handle != written) copy(&call, written, operands[i].handle);
+    if (operands[i].handle != NULL && operands[i].handle != written) copy(&call, written, operands[i].handle);
   }
   for (int i = 0; i < op->result_count; i++) {
     int at = op->results[i];

@@ -48,6 +48,7 @@ typedef struct {
   bool failed; /* everything after the first failure is skipped */
   bool python; /* called from Python, without the GIL: inputs and boxes are borrowed, and a failure throws no
                 * exception, since gander._torch.fast repeats the call through the dispatcher */
+  bool whole;  /* a result that is not asked for is a tensor without elements, else it is NULL */
   int owned_count;
   Tensor owned[MAX_OWNED];           /* deleted when the call ends */
   Tensor scratch;                    /* deleted too */
@@ -59,59 +60,38 @@ typedef struct {
 typedef struct {
   Tensor handle; /* NULL: absent. A contiguous copy if the kernels do not support the tensor's strides. */
   DLTensor dl;
-  int32_t dtype;          /* torch's code */
-  int64_t length, stride; /* shape and stride of an operand that was flattened to a vector */
-  DLTensor given;         /* the argument itself, also if it was copied */
+  int32_t dtype;  /* torch's code */
+  DLTensor given; /* the argument itself, also if it was copied */
 } Operand;
 
 /* ---- The table of operators (operators_gen.h, from internal/operators) ---- */
 
-typedef enum {
-  SHAPE_ROWS,
-  SHAPE_COLUMNS,
-  SHAPE_HEAD_COLUMNS,
-  SHAPE_PER_ROW,
-  SHAPE_STRIDED,
-  SHAPE_UPSTREAM,
-  SHAPE_REDUCED,
-  SHAPE_STATISTICS,
-  SHAPE_ONE,
-  SHAPE_BROADCAST
-} Shape;
-typedef enum {
-  DTYPE_FLOAT,
-  DTYPE_WIDE,
-  DTYPE_SAME,
-  DTYPE_COMPANION,
-  DTYPE_PARAMETER,
-  DTYPE_STATISTIC,
-  DTYPE_INDEX,
-  DTYPE_MASK
-} DTypeRule;
+/* How the elements of an argument have to lie: Layout in internal/operators/rules.go. */
+typedef enum { IN_ROWS, CONTIGUOUS, REGULAR, BROADCASTS } Layout;
 
 typedef struct {
   const char* name;
   const char* operator; /* the operator's name in messages */
   int32_t (*call)(Call* call, const Operand* operands, const Value* arguments);
-  const char* arguments;  /* T: a tensor, O: a tensor or None, d: a dtype or None, f: a float, i: an int,
-                           * b: a bool, e: a bool that only the gradient uses, E: such a bool or None */
-  int reduction_argument; /* -1: it has no such argument, and uses `reduction` */
-  int reduction;
-  bool packed; /* statistics have 2 M + 1 elements */
+  const char* arguments; /* T: a tensor, O: a tensor or None, d: a dtype or None, f: a float, i: an int,
+                          * b: a bool, e: a bool that only the gradient uses, E: such a bool or None */
+  int reduction;         /* the argument of this name, or -1 */
   int operand_count;
   struct {
     const char* name;
-    Shape shape;
-    DTypeRule dtype;
-    int argument;   /* the argument that it is, or -1 */
-    int over;       /* the operand that it is written over, or -1 */
-    int choice;     /* the argument that chooses its dtype, or -1 */
-    int like;       /* the operand whose dtype it has, by default if it may have others; the first for none */
-    bool written;   /* the argument's tensor is written */
-    bool made;      /* a new tensor */
-    int demand;     /* the argument that asks for it, or -1; without it, a result has no elements */
-    bool saved;     /* a result that backward reads, so that autograd asks for it */
-    int saved_with; /* only if this argument is given, or -1 */
+    Layout layout;
+    const char* sizes[2]; /* of a new tensor, without and with a reduction: Form in internal/operators */
+    bool statistic;       /* a new tensor has the dtype of statistics by default, else the first operand's */
+    int argument;         /* the argument that it is, or -1 */
+    int over;             /* the operand that it is written over, or -1 */
+    int choice;           /* the argument that chooses the dtype of a new tensor, or -1 */
+    int like, fits;       /* the operands whose dtype, and whose shape, a new tensor has if they are given */
+    bool written;         /* the argument's tensor is written */
+    bool made;            /* a new tensor */
+    bool index;           /* of an index type, to which uint8 is converted */
+    int demand;           /* the argument that asks for it, or -1; without it, a result has no elements */
+    bool saved;           /* a result that backward reads, so that autograd asks for it */
+    int saved_with;       /* only if this argument is given, or -1 */
   } operands[MAX_OPERANDS];
   int result_count;
   int results[MAX_OPERANDS];
@@ -126,7 +106,8 @@ typedef struct {
 } Operator;
 
 /* Defined in kernels.c, used by fast.c. */
-const Operator* find_operator(int index);                         /* NULL if index is too large */
-bool run_operator(const Operator* op, Value* stack, bool python); /* false: failed, called from Python */
+const Operator* find_operator(int index); /* NULL if index is too large */
+/* false: failed, called from Python */
+bool run_operator(const Operator* op, Value* stack, bool python, bool whole);
 
 #endif

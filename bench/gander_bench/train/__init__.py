@@ -1,4 +1,4 @@
-"""`python -m gander bench train`: a Llama trained with torch's operators, torch.compile's, Liger's and
+"""`python -m gander_bench bench train`: a Llama trained with torch's operators, torch.compile's, Liger's and
 gander's."""
 
 import dataclasses
@@ -52,7 +52,7 @@ def main(
     import torch
     from rich.console import Console
 
-    from .. import _draw, _print, _read, _words
+    from ..command import draw_plots, print_tables, records_of, words
     from ..records import Store, default_path, environment
     from .child import Settings
     from .contestants import CONTESTANTS, NotRun
@@ -75,7 +75,7 @@ def main(
             "stand-in needs torch alone",
             param_hint="--model",
         )
-    names = _words(contestants, tuple(CONTESTANTS), "--contestants") or tuple(CONTESTANTS)
+    names = words(contestants, tuple(CONTESTANTS), "--contestants") or tuple(CONTESTANTS)
     point = {
         "section": "train",
         "model": model,
@@ -106,10 +106,10 @@ def main(
             version, figures = {}, {"not_run": str(why)}
         store.add(named, {"results": {name: figures}}, versions | version)
         console.print(f"{name}: {_line(figures)}", highlight=False, markup=False, soft_wrap=True)
-    records = [record for record in _read(store.path, "--out") if record["section"] == "train"]
-    _print(console, records, None)
+    records = [record for record in records_of(store.path, "--out") if record["section"] == "train"]
+    print_tables(console, records, None)
     if plots:
-        _draw(console, records, store.path)
+        draw_plots(console, records, store.path)
     console.print(f"written: {store.path}", soft_wrap=True)
 
 
@@ -122,7 +122,7 @@ def _in_a_process(settings, seconds: float) -> dict:
     step is what a first user waits for."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        child = [sys.executable, "-m", "gander.bench.train.child"]
+        child = [sys.executable, "-m", "gander_bench.train.child"]
         child += [json.dumps(dataclasses.asdict(settings)), str(result)]
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         # By default torch's threads spin between operators, and compete with gander's for the cores.

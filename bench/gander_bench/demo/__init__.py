@@ -1,5 +1,4 @@
-"""`python -m gander demo`: describes this machine, checks and times each operator, and trains a language
-model.
+"""`python -m gander_bench demo`: describes this machine, checks and times each operator, and trains a model.
 
 The model is small and similar to Llama. It predicts the bytes of the source files of Python's standard
 library. It is trained twice with the same seed and the same batches, once with torch's operators and once

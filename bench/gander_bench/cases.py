@@ -8,11 +8,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import gander
 import torch
 import torch.nn.functional as F
-
-import gander
-from gander._table import ALGORITHMS
 
 EPS = 1e-6
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -759,8 +757,11 @@ _PROVIDERS = {
     "flashinfer": (_flashinfer, "flashinfer-python"),
 }
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
+# All of gander.algorithms() but auto, which is "gander". They are listed because that call loads the library,
+# also in processes that measure the first call of another provider.
+_FORCED = ("warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk")
 _BY_ALGORITHM = {
-    f"gander:{name}": (functools.partial(_gander_with, algorithm=name), None) for name in ALGORITHMS[1:]
+    f"gander:{name}": (functools.partial(_gander_with, algorithm=name), None) for name in _FORCED
 }
 _PROVIDERS |= _BY_ALGORITHM
 PROVIDERS = tuple(_PROVIDERS)

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
-
 import gander
+from torch import Tensor, nn
 
 from .models import IGNORED, targets
 

@@ -11,9 +11,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 import gander
+import torch
 
 from .cases import provider_version
 

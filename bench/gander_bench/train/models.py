@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...demo.training import rotate
+from ..demo.training import rotate
 
 EPS = 1e-5
 IGNORED = -100  # the target of the last token, which has no next one

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import gander
 import torch
 
-import gander
-
-from .._native import library
 from . import limit, load, losses, models
 from .cases import ALGORITHMS, ALL, DTYPES, NORMS, OPERATORS, PROVIDERS, double, nan_last, provider, rows_of
 from .report import IN_TURNS, NEW_MEMORY
@@ -530,7 +528,7 @@ def _load_point(providers) -> dict:
         processes = 1 if name == "torch.compile" else _PROCESSES  # it takes its time
         figures = _median([load.in_a_fresh_process(name) for _ in range(processes)])
         if name == "gander":
-            figures["megabytes"] = round(Path(library.path()).stat().st_size / 1e6, 2)
+            figures["megabytes"] = round(Path(gander.info()["library"]).stat().st_size / 1e6, 2)
         else:
             del figures["import"]
         return figures

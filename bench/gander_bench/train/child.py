@@ -1,4 +1,4 @@
-"""One contestant's training, in a process of its own: python -m gander.bench.train.child SETTINGS RESULT.
+"""One contestant's training, in a process of its own: python -m gander_bench.train.child SETTINGS RESULT.
 
 SETTINGS is the JSON of a Settings, RESULT the file that the figures are written to.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...demo.training import corpus
+from ..demo.training import corpus
 from ..sections import reason
 from .contestants import CONTESTANTS, NotRun
 from .models import PRESETS, build

@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gander
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import gander
-
-from ..bench import cases
-from ..bench.records import driver_version, processor
-from ..bench.timing import GPUTimer, cpu_blocks
+from .. import cases
+from ..records import driver_version, processor
+from ..timing import GPUTimer, cpu_blocks
 
 # ---- This machine ----
 

@@ -1,4 +1,5 @@
-"""`python -m gander bench`: host cost, load time and throughput, beside torch, torch.compile and others."""
+"""`python -m gander_bench bench`: host cost, load time and throughput, beside torch, torch.compile and
+others."""
 
 import gc
 import os
@@ -11,7 +12,7 @@ import typer
 _DEFAULT_SECTIONS = {"cuda": ("host", "load", "throughput"), "cpu": ("host", "load", "cpu")}
 
 
-def _words(text: str | None, allowed, option: str) -> tuple[str, ...] | None:
+def words(text: str | None, allowed, option: str) -> tuple[str, ...] | None:
     if text is None:
         return None
     words = tuple(word for word in text.split(",") if word)
@@ -106,13 +107,13 @@ def main(
     from rich.console import Console
 
     console = Console(width=None if Console().is_terminal else 160)
-    before = None if compare is None else _read(compare, "--compare")
+    before = None if compare is None else records_of(compare, "--compare")
     if report:
-        files = {path: _read(path, "--report") for path in report}
+        files = {path: records_of(path, "--report") for path in report}
         for path, records in files.items():
-            _print(console, records, before)
+            print_tables(console, records, before)
             if plots:
-                _draw(console, records, path)
+                draw_plots(console, records, path)
         if results is not None:
             _write_results(console, results, files)
         return
@@ -131,7 +132,7 @@ def main(
     from .sections import NEEDS_GPU, SECTIONS, Options
 
     gpu = torch.cuda.is_available()
-    sections = _words(",".join(chosen), tuple(SECTIONS), "SECTION") if chosen else None
+    sections = words(",".join(chosen), tuple(SECTIONS), "SECTION") if chosen else None
     sections = sections or _DEFAULT_SECTIONS["cuda" if gpu else "cpu"]
     if not gpu and set(sections) & set(NEEDS_GPU):
         wanted = [section for section in sections if section in NEEDS_GPU]
@@ -142,9 +143,9 @@ def main(
         )
     index, count = _shard(shard)
     options = Options(
-        providers=_installed(console, _words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),
-        operators=_words(ops, tuple(COMPARED), "--ops"),
-        dtypes=_words(dtypes, tuple(DTYPES), "--dtypes"),
+        providers=_installed(console, words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),
+        operators=words(ops, tuple(COMPARED), "--ops"),
+        dtypes=words(dtypes, tuple(DTYPES), "--dtypes"),
         shapes=_shapes(shapes),
         seconds=seconds,
         run=run,
@@ -159,14 +160,14 @@ def main(
     )
     points = [point for section in sections for point in SECTIONS[section](options)]
     if missed:
-        points = _undecided(points, _read(store.path, "--out"))
+        points = _undecided(points, records_of(store.path, "--out"))
     gc.freeze()  # what is imported: looking through it after each point takes longer than most points
     complete = _measure(console, store, points[index - 1 :: count], limit_seconds)
     gc.unfreeze()
-    records = _read(store.path, "--out")
-    _print(console, [record for record in records if record["section"] in sections], before)
+    records = records_of(store.path, "--out")
+    print_tables(console, [record for record in records if record["section"] in sections], before)
     if plots:
-        _draw(console, records, store.path)
+        draw_plots(console, records, store.path)
     console.print(
         f"{'complete' if complete else 'unfinished, go on with --resume'}: {store.path}", soft_wrap=True
     )
@@ -241,7 +242,7 @@ def _line(number, count, name, figures, seconds) -> str:
     return f"{number}/{count} {what}{shape}: {', '.join(results) or 'done'} [{seconds:.1f} s]"
 
 
-def _read(path: Path, option: str) -> list[dict]:
+def records_of(path: Path, option: str) -> list[dict]:
     from .records import read
 
     if not path.is_file():
@@ -252,7 +253,7 @@ def _read(path: Path, option: str) -> list[dict]:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def _print(console, records: list[dict], before: list[dict] | None) -> None:
+def print_tables(console, records: list[dict], before: list[dict] | None) -> None:
     from .report import comparison, summary, tables
 
     shown = tables(records) + summary(records)
@@ -273,7 +274,7 @@ def _write_results(console, path: Path, files: dict[Path, list[dict]]) -> None:
     draw_throughput(next(iter(files.values())), path.with_name("throughput.svg"))
 
 
-def _draw(console, records: list[dict], path: Path) -> None:
+def draw_plots(console, records: list[dict], path: Path) -> None:
     from .plots import draw
 
     try:

@@ -1,0 +1,193 @@
+package operators
+
+// Shape is a rule for the shape of an operand. Shapes describes the rules.
+type Shape int
+
+// The rules for shapes.
+const (
+	Rows Shape = iota
+	Columns
+	HeadColumns
+	PerRow
+	Strided
+	Upstream
+	Reduced
+	Statistics
+	One
+	Broadcast
+)
+
+// ShapeRule describes a rule for shapes. An operator's checks in package ops, the operands that kernels.c
+// prepares, the outputs that are allocated and PyTorch's fake tensors follow from it.
+type ShapeRule struct {
+	Name   string // in Python
+	Doc    string // for gander.h and Go
+	Layout Layout
+	Forms  []Form // the shapes that an operand may have
+	Packed string // the form of the result of an operator of PyTorch with Packed; else it is the first
+}
+
+// Form is a shape that follows from the shape of the operator's first operand, of M rows and N columns.
+type Form struct {
+	// Each letter stands for sizes. L: the leading dimensions, which are all but the last. H: the second last.
+	// N: the last. 2: 2. S: 2 M + 1.
+	Sizes string
+	// L or S may be other sizes with the same product. Without them, there may be any sizes of 1.
+	Count bool
+	When  When
+	Text  string // follows the sizes in a refusal; {x} is the first operand
+}
+
+// When tells in which calls a form is allowed.
+type When int
+
+// The conditions.
+const (
+	Always    When = iota
+	Unreduced      // reduction is none
+	Summed         // reduction is another
+	Headed         // the first operand has rank 2 or more
+	// The flag that an output's Read names is not set. A gradient that forward has computed is for one number.
+	Unread
+	// reduction is not mean, so that no denominator is needed. It concerns operators of PyTorch: they have no
+	// argument for the operand denominator.
+	Undivided
+)
+
+// Layout says how an operand's elements lie in memory.
+type Layout int
+
+// The layouts.
+const (
+	InRows     Layout = iota // the last dimension has stride 1, the others collapse into one
+	Contiguous               // the elements are adjacent
+	Regular                  // the elements have a fixed stride; inputs only
+	Parts                    // contiguous, or in two contiguous parts
+	Broadcasts               // a form that broadcasts; the leading strides collapse into three; inputs only
+)
+
+const perRow = ": one for each row of {x}"
+
+// Shapes are the rules for shapes. M is the number of elements in the leading dimensions.
+var Shapes = [...]ShapeRule{
+	Rows: {
+		Name: "rows", Doc: "(M, N)", Layout: InRows,
+		Forms: []Form{{Sizes: "LN", Count: true, Text: " as {x}"}},
+	},
+	Columns: {
+		Name: "columns", Doc: "(N), contiguous", Layout: Contiguous,
+		Forms: []Form{{Sizes: "N", Text: ": one for each column of {x}"}},
+	},
+	HeadColumns: {
+		Name: "head_columns", Doc: "(N), or (H, N) for rows of shape (..., H, N), contiguous", Layout: Contiguous,
+		Forms: []Form{
+			{Sizes: "N", Text: ": one for each column of {x}"},
+			{Sizes: "HN", When: Headed, Text: ": one for each column of each head"},
+		},
+	},
+	PerRow: {
+		Name: "per_row", Doc: "M elements, contiguous", Layout: Contiguous,
+		Forms: []Form{{Sizes: "L", Count: true, Text: perRow}},
+	},
+	Strided: {
+		Name: "strided", Doc: "the leading dimensions of the first operand, any stride", Layout: Regular,
+		Forms: []Form{{Sizes: "L", Text: ", the leading dimensions of {x}"}},
+	},
+	Upstream: { // the gradient of a Reduced operand
+		Name: "upstream", Doc: "M elements of any stride, or one for all rows", Layout: Regular,
+		Forms: []Form{
+			{Sizes: "L", Count: true, When: Unread, Text: perRow},
+			{Sizes: "", Count: true, Text: ": one for all rows"},
+		},
+	},
+	Reduced: {
+		Name: "reduced", Doc: "M elements with reduction none, else one", Layout: Contiguous,
+		Forms: []Form{
+			{Sizes: "L", Count: true, When: Unreduced, Text: perRow + " with reduction none"},
+			{Sizes: "", Count: true, When: Summed, Text: ": one sum or mean for all rows"},
+		},
+	},
+	Statistics: { // the log-sum-exp of rows
+		Name: "statistics", Layout: Parts, Packed: "S",
+		Doc: "M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator",
+		Forms: []Form{
+			{Sizes: "L", Count: true, When: Undivided, Text: perRow},
+			{Sizes: "2L", Count: true, When: Undivided, Text: ": its two parts"},
+			{Sizes: "S", Count: true, Text: ": the two parts and the denominator"},
+		},
+	},
+	One: {
+		Name: "one", Doc: "one element", Layout: Contiguous,
+		Forms: []Form{{Sizes: "", Count: true, Text: ": one for all rows"}},
+	},
+	Broadcast: {
+		Name: "broadcast", Layout: Broadcasts,
+		Doc: "broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or " +
+			"fewer, the last stride is 1 or 0",
+		Forms: []Form{{Sizes: "LN", Text: ", the shape of {x}"}},
+	},
+}
+
+// Made returns the form of a new tensor, of a call that reduces the rows' results or does not.
+func (r *ShapeRule) Made(reduces bool) string {
+	other := map[bool]When{true: Unreduced, false: Summed}[reduces]
+	for _, f := range r.Forms {
+		if f.When != other {
+			return f.Sizes
+		}
+	}
+	panic(r.Name + " has no form for a result")
+}
+
+// DType is a rule for an operand's element type. DTypes describes the rules.
+type DType int
+
+// The rules for element types.
+const (
+	Float DType = iota
+	Wide
+	Same // the type of the operand that Like names
+	Companion
+	Parameter
+	Statistic
+	Index
+	Mask
+)
+
+// DTypeRule describes a rule for element types.
+type DTypeRule struct {
+	Name string // in Python
+	// The types beside a first operand of float64 (Wide) and of another type (Narrow), as in kernels.DType.
+	Narrow, Wide []string
+	// An output whose type neither Like nor Choice sets has that of statistics: float32, or float64 beside
+	// float64. Else it has the first operand's.
+	Statistic bool
+	Doc       string // for gander.h and Go; {x} is the first operand, {like} is Like
+}
+
+var (
+	narrow   = []string{"Float16", "BFloat16", "Float32"}
+	wide     = []string{"Float64"}
+	indices  = []string{"Int32", "Int64"}
+	booleans = []string{"Bool", "Uint8"}
+)
+
+const companionDoc = "float64 if {x} is, else float16, bfloat16 or float32"
+
+// DTypes are the rules for element types. float64 is supported in host memory only.
+var DTypes = [...]DTypeRule{
+	Float: {Name: "float", Narrow: join(narrow, wide), Wide: join(narrow, wide),
+		Doc: "float16, bfloat16 or float32, on the host also float64"},
+	Wide: {Name: "wide", Narrow: []string{"Float32", "Float64"}, Wide: []string{"Float32", "Float64"},
+		Doc: "float32, on the host also float64"},
+	Same:      {Name: "same", Doc: "{like}'s dtype"},
+	Companion: {Name: "companion", Narrow: narrow, Wide: wide, Doc: companionDoc},
+	Parameter: {Name: "parameter", Narrow: narrow, Wide: wide, Statistic: true, Doc: companionDoc},
+	Statistic: {Name: "statistic", Narrow: []string{"Float32"}, Wide: wide, Statistic: true,
+		Doc: "float64 if {x} is, else float32"},
+	Index: {Name: "index", Narrow: indices, Wide: indices, Doc: "int32 or int64"},
+	Mask: {Name: "mask", Narrow: join(narrow, booleans), Wide: join(wide, booleans),
+		Doc: "bool or uint8; or " + companionDoc},
+}
+
+func join(a, b []string) []string { return append(append([]string{}, a...), b...) }

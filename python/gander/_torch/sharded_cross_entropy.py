@@ -1,0 +1,397 @@
+"""Cross-entropy of classes that are divided among ranks, from arguments whose kinds have been checked.
+
+Each rank computes the loss and the log-sum-exp of its slice. Three numbers of each row go to all ranks, and
+one more with class weights. sharded_cross_entropy_combine makes of them the loss and the log-sum-exp of whole
+rows.
+
+Each call does one all-gather, whatever the arguments and whatever earlier calls have seen. Otherwise the
+ranks could disagree about which collective comes next. So a rank cannot ask the others for their sizes before
+it computes. It takes them from its own arguments, and sends a hash of what it takes for granted along with
+its numbers. A device that finds another hash among the gathered ones makes the loss and the gradient NaN.
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # how functional collectives treat fake tensors
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.compiler import is_compiling
+
+from .. import _debug
+from .._table import MEAN, NONE, REDUCTIONS
+from . import operators_gen
+from .autograd import (
+    apply_of,
+    define,
+    function,
+    refuse_gradients,
+    refuse_outer_gradients,
+    refuse_tangents,
+)
+from .cross_entropy import is_batched, may_write_saved, write_over
+from .fakes import check_inputs
+from .kernels import explained
+from .tensors import check_targets
+
+
+def of_slices(x, target, weight, group, sizes, ignore_index, reduction, inplace_backward=False) -> Tensor:
+    """The loss, from arguments whose kinds have been checked. sizes: the number of classes of each rank."""
+    if is_compiling() or x.is_meta or (type(x) is not Tensor and is_fake(x)):
+        return _in_graph(x, target, weight, group, sizes, ignore_index, reduction)
+    plan = _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction)
+    refuse_tangents((x,))
+    _refuse_vmap({"x": x, "target": target, "weight": weight})
+    refuse_outer_gradients("distributed.cross_entropy", x)
+    try:
+        return _apply(x, target, weight, group, plan, ignore_index, reduction, bool(inplace_backward))
+    except RuntimeError as error:
+        raise explained(error) from None
+
+
+def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduction) -> Tensor:
+    """The loss of this rank's part of a DTensor whose classes are sharded on a dimension of a mesh.
+
+    weight: the weights of all classes.
+    """
+    refuse_gradients("cross_entropy", {"weight": weight, "divisor": divisor})
+    group, sizes, n = mesh.get_group(dim), chunks(classes, mesh.size(dim)), x.shape[-1]
+    rank = group.rank()
+    if n != sizes[rank]:
+        raise ValueError(
+            f"x has {n} of {classes} classes on rank {rank}, expected {sizes[rank]}, as distribute_tensor "
+            "shards them; call gander.distributed.cross_entropy"
+        )
+    if weight is not None:
+        if weight.shape != (classes,):
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({classes},)")
+        weight = weight[sum(sizes[:rank]) :][:n]
+    _check(x, target, weight, divisor)
+    loss = of_slices(x, target, weight, group, sizes, ignore_index, reduction)
+    return loss if divisor is None else loss / divisor
+
+
+def chunks(classes, ranks):
+    """The number of classes of each rank, as torch.chunk and DTensor divide them."""
+    size = -(-classes // ranks)
+    return [min(size, max(0, classes - size * rank)) for rank in range(ranks)]
+
+
+def _check(x, target, weight, divisor=None):
+    """Refuses what this rank can see."""
+    if x.ndim and x.shape[-1] == 0:  # the operators refuse that
+        if weight is not None and weight.shape != (0,):
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (0,): x has no columns")
+        x, weight = x.new_empty((*x.shape[:-1], 1)), None
+    check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight, "divisor": divisor})
+
+
+def _refuse_vmap(given):
+    functorch = torch._C._functorch
+    for name, tensor in given.items():
+        while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_batchedtensor(tensor):
+                raise _batched(name)
+            tensor = functorch.get_unwrapped(tensor)
+
+
+def _batched(name):
+    return NotImplementedError(
+        f"{name} is batched by torch.func.vmap, expected a plain tensor: a collective cannot be batched; "
+        "pass all rows in one call, with reduction='none'"
+    )
+
+
+# ---- What all ranks have to agree on ----
+
+
+class Plan(NamedTuple):
+    """What a rank knows of a call from its own arguments."""
+
+    sizes: tuple[int, ...]
+    first: int  # the class that this rank's slice begins with
+    ignored: int  # ignore_index, counted from there
+    text: str  # what has to be the same on all ranks besides the sizes
+    hash: int  # of both, 64 bits
+    contradiction: str  # between x and the sizes, or ""
+
+
+_plans: dict[tuple, Plan] = {}  # of this rank's arguments alone: what is in it changes no collective
+_MOST_PLANS = 1 << 12
+
+
+def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
+    """Checks a rank's own arguments."""
+    key = (
+        x.shape,
+        x.dtype,
+        x.device,
+        target.shape,
+        target.dtype,
+        target.device,
+        rank,
+        sizes,
+        ignore_index,
+        (reduction if weight is None else (reduction, weight.shape, weight.dtype, weight.device)),
+    )
+    if plan := _plans.get(key):
+        return plan
+    _check(x, target, weight)
+    weights = "no weight" if weight is None else f"weights of {weight.dtype}"
+    text = (
+        f"rows {tuple(target.shape)} of {x.dtype}, targets of {target.dtype}, {weights}, ignore_index "
+        f"{ignore_index}, reduction {REDUCTIONS[reduction]}"
+    )
+    n, first, contradiction = x.shape[-1], sum(sizes[:rank]), ""
+    if n != sizes[rank]:
+        contradiction = (
+            f"x has {n} classes on rank {rank}, expected {sizes[rank]}: the sizes of all slices are {sizes}, "
+            "as sizes or classes says; pass others"
+        )
+    elif not any(sizes):
+        contradiction = (
+            f"x has no classes on rank {rank}, expected one or more on each rank, or sizes or classes; skip "
+            "the call if no rank has classes"
+        )
+    facts = f"{text}, sizes {sizes}, {contradiction}"
+    digest = hashlib.blake2b(facts.encode(), digest_size=8).digest()
+    # Integers wrap around, so that ignore_index stays distinct.
+    ignored = (ignore_index - first + 2**63) % 2**64 - 2**63
+    plan = Plan(sizes, first, ignored, text, int.from_bytes(digest, "little", signed=True), contradiction)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    return _plans.setdefault(key, plan)
+
+
+_TEXT = 488  # bytes that describe a rank's arguments to the others, under set_debug
+
+
+def _compare(x, target, group, plan):
+    """Refuses, on all ranks, what differs between them. One all-gather, and a wait for the device."""
+    # A sum that depends on the order. Integers wrap around.
+    odd = torch.arange(1, 2 * target.numel(), 2, device=target.device)
+    numbers = plan.hash, x.shape[-1], int(((target.flatten().long() + 1) * odd).sum())
+    mine = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+    mine += f"{plan.text}, sizes {plan.sizes}".encode()[:_TEXT].ljust(_TEXT)
+    mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(x.device)
+    every = mine.new_empty(group.size() * mine.numel())
+    dist.all_gather_into_tensor(every, mine, group=group)
+    rows = [bytes(row) for row in every.view(group.size(), -1).tolist()]
+    hashes, counts, checksums = (
+        [int.from_bytes(row[at : at + 8], "little", signed=True) for row in rows] for at in (0, 8, 16)
+    )
+    if not any(counts):
+        raise ValueError("x has no classes on any rank, expected one class or more in all; skip the call")
+    texts = [row[24:].decode(errors="replace").rstrip() for row in rows]
+    for rank, (text, value) in enumerate(zip(texts, hashes, strict=True)):
+        if value == hashes[0]:
+            continue
+        if text.partition(", sizes ")[0] != texts[0].partition(", sizes ")[0]:
+            raise ValueError(
+                f"rank 0 passes {texts[0]}, rank {rank} passes {text}; expected the same rows, targets and "
+                "options on all ranks of the group"
+            )
+        taken = [text.partition(", sizes ")[2] for text in (texts[0], text)]
+        raise ValueError(
+            f"x has {tuple(counts)} classes on the ranks of the group, expected those by which each rank "
+            f"counts: rank 0 by {taken[0]}, rank {rank} by {taken[1]}; pass sizes={tuple(counts)} on all ranks"
+        )
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise ValueError(
+                f"target of rank {rank} is another than that of rank 0, expected the same targets on all "
+                "ranks of the group"
+            )
+
+
+# ---- The loss and its gradient ----
+
+
+def _part(x, target, weight, group, plan, ignore_index):
+    """What the other ranks need of this one: what the operator that combines the slices takes of each (see
+    gander.h), and the hash."""
+    if _debug.enabled:
+        _compare(x, target, group, plan)
+        if not plan.contradiction:
+            check_targets(sum(plan.sizes), target, ignore_index)
+    n, rows = x.shape[-1], target.numel()
+    dtype, each = _statistic(x), 3 if weight is None else 4
+    mine = x.new_empty(_length(each, rows, dtype), dtype=dtype)
+    mine[-_words(dtype) :].view(torch.int64).fill_(plan.hash)
+    if plan.contradiction:  # all others see the hash, and read nothing else
+        return mine
+    part = mine[: each * rows].view(each, rows)
+    if n:
+        local = target.long() - plan.first
+        operators_gen.cross_entropy_fwd_out(
+            x, local, None, loss=part[2], lse=part[:2], ignore_index=plan.ignored
+        )
+        if weight is not None:
+            column = local.clamp(0, n - 1)
+            part[3] = torch.where(column == local, weight[column], 0).view(-1)
+    else:
+        part[:2], part[2], part[3:] = float("-inf"), float("nan"), 0
+    return mine
+
+
+def _statistic(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _words(dtype):
+    """How many numbers of this dtype have as many bits as the hash."""
+    return 8 // dtype.itemsize
+
+
+def _length(each, rows, dtype):
+    """The elements of what a rank sends. The last ones are the hash, aligned to 8 bytes."""
+    words = _words(dtype)
+    return (each * rows + words - 1) // words * words + words
+
+
+def _combined(every, x, target, weight, plan, ignore_index, reduction):
+    """The loss, and what backward reads: the targets counted from this slice, the log-sum-exps of whole rows,
+    and the weights of the targets or None."""
+    if plan.contradiction:
+        raise ValueError(plan.contradiction)
+    rows, ranks, each = target.numel(), len(plan.sizes), 3 if weight is None else 4
+    every = every.view(ranks, -1)
+    # With NaN in the place of one rank's numbers the loss and the log-sum-exp are NaN.
+    differs = every[:, -_words(every.dtype) :].view(torch.int64) != plan.hash
+    parts = torch.where(differs, float("nan"), every[:, : each * rows]).view(ranks, each, rows)
+    target = target.long().contiguous()
+    local = target - plan.first
+    lse, weights = every.new_empty(2 * rows + 1), None if weight is None else every.new_empty(target.shape)
+    loss = every.new_empty(target.shape if reduction == NONE else ())
+    if rows:
+        losses = (loss.view(-1), None) if reduction == NONE else (None, loss)
+        flat = None if weights is None else weights.view(-1)
+        operators_gen.sharded_cross_entropy_combine(
+            parts,
+            target.view(-1),
+            max=lse[:rows],
+            log_sum=lse[rows:-1],
+            losses=losses[0],
+            loss=losses[1],
+            weights=flat,
+            denominator=lse[-1:],
+            classes=sum(plan.sizes),
+            ignore_index=ignore_index,
+            mean=reduction == MEAN,
+            weighted=weight is not None,
+        )
+    else:
+        loss.fill_(float("nan") if reduction == MEAN else 0)
+    if weights is not None:
+        local = local.masked_fill(weights == 0, plan.ignored)  # backward ignores the row, whatever is in it
+    return loss, local, lse, weights
+
+
+def _forward(ctx, x, target, weight, group, plan, ignore_index, reduction, inplace_backward):
+    mine = _part(x, target, weight, group, plan, ignore_index)
+    every = mine.new_empty(len(plan.sizes) * mine.numel())
+    dist.all_gather_into_tensor(every, mine, group=group)
+    loss, local, lse, weights = _combined(every, x, target, weight, plan, ignore_index, reduction)
+    ctx.save_for_backward(x, local, lse, weights)
+    ctx.set_materialize_grads(False)
+    ctx.options = {"ignore_index": plan.ignored, "reduction": MEAN if reduction == MEAN else NONE}
+    ctx.inplace_backward = inplace_backward and may_write_saved()
+    return loss
+
+
+def _gradient(ctx, dloss):
+    x, local, lse, weights = ctx.saved_tensors
+    dloss = dloss if weights is None else dloss * weights
+    arguments = {"target": local, "weight": None, "dloss": dloss, "lse": lse, "slice": True} | ctx.options
+    if not x.shape[-1]:
+        return torch.zeros_like(x)
+    if ctx.inplace_backward and not is_batched(dloss) and x.numel():
+        return write_over(x, **arguments)
+    return operators_gen.cross_entropy_bwd(x, **arguments)
+
+
+def _backward(ctx, dloss):
+    return None if dloss is None else _gradient(ctx, dloss), *[None] * 7
+
+
+_apply: Any = apply_of(function("cross_entropy_of_slices", _forward, _backward))
+
+
+# ---- In graphs ----
+#
+# The all-gather is a functional collective, whose order among others Inductor keeps. The operator before it
+# computes what a rank sends. The one after it has the gradient, so it takes x, which it does not read.
+
+_IGNORED = -(2**63)  # the local target of an ignored row. A graph may not know where this slice begins.
+
+
+def _in_graph(x, target, weight, group, sizes, ignore_index, reduction):
+    collectives, name = torch.ops._c10d_functional, group.group_name
+    options = target, weight, sizes, ignore_index, reduction, name
+    mine = _part_in_graph(x.detach(), *options)
+    every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(sizes), name))
+    return _combined_in_graph(x, every, *options)[0]
+
+
+def _resolved(x, target, weight, sizes, ignore_index, reduction, group):
+    group = dist.distributed_c10d._resolve_process_group(group)
+    return group, _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction)
+
+
+def _part_kernel(x, target, weight, sizes, ignore_index, reduction, group):
+    group, plan = _resolved(x, target, weight, sizes, ignore_index, reduction, group)
+    return _part(x, target, weight, group, plan, ignore_index)
+
+
+def _part_fake(x, target, weight, sizes, ignore_index, reduction, group):
+    _check(x, target, weight)
+    dtype = _statistic(x)
+    return x.new_empty(_length(3 if weight is None else 4, target.numel(), dtype), dtype=dtype)
+
+
+def _refuse_batch(info, in_dims, *given):
+    raise _batched("target or weight" if in_dims[0] is None else "x")
+
+
+def _combined_kernel(x, every, target, weight, sizes, ignore_index, reduction, group):
+    """The loss, and what backward reads. Weights that there are not have no elements."""
+    _, plan = _resolved(x, target, weight, sizes, ignore_index, reduction, group)
+    loss, local, lse, weights = _combined(every, x, target, weight, plan, ignore_index, reduction)
+    local = torch.where(local == plan.ignored, _IGNORED, local.clamp(-1, x.shape[-1]))
+    return loss, local, lse, every.new_empty(0) if weights is None else weights
+
+
+def _combined_fake(x, every, target, weight, sizes, ignore_index, reduction, group):
+    shape = target.shape
+    return (
+        every.new_empty(shape if reduction == NONE else ()),
+        every.new_empty(shape, dtype=torch.int64),
+        every.new_empty(2 * target.numel() + 1),
+        every.new_empty(0 if weight is None else shape),
+    )
+
+
+def _keep(ctx, given, results):
+    x, _, _, weight, _, _, reduction, _ = given
+    _, local, lse, weights = results
+    ctx.save_for_backward(x, local, lse, None if weight is None else weights)
+    ctx.options = {"ignore_index": _IGNORED, "reduction": MEAN if reduction == MEAN else NONE}
+    ctx.inplace_backward = False
+
+
+_OPTIONS = "Tensor target, Tensor? weight, SymInt[] sizes, SymInt ignore_index, int reduction, str group"
+
+_part_in_graph = define(
+    f"cross_entropy_part(Tensor x, {_OPTIONS}) -> Tensor", _part_kernel, _part_fake, batched=_refuse_batch
+)
+_combined_in_graph = define(
+    f"cross_entropy_of_parts(Tensor x, Tensor every, {_OPTIONS}) -> "
+    "(Tensor loss, Tensor local, Tensor lse, Tensor weights)",
+    _combined_kernel,
+    _combined_fake,
+    _keep,
+    _gradient,
+    _refuse_batch,
+)

@@ -1,0 +1,73 @@
+"""The public functions' documentation: every argument is there, and the examples are true."""
+
+import doctest
+import inspect
+import re
+
+import gander
+import gander.distributed
+import gander.nn
+import pytest
+import torch
+from gander.nn import functional
+
+PUBLIC = {
+    **{f"gander.{name}": getattr(gander, name) for name in gander.__all__},
+    **{f"gander.nn.{name}": getattr(gander.nn, name) for name in gander.nn.__all__},
+    **{f"gander.nn.functional.{name}": getattr(functional, name) for name in functional.__all__},
+    **{
+        f"gander.distributed.{name}": getattr(gander.distributed, name) for name in gander.distributed.__all__
+    },
+}
+DOCUMENTED = {name: item for name, item in PUBLIC.items() if callable(item)}
+
+SECTION = re.compile(r"^(Args|Returns|Raises|Example):$", re.MULTILINE)
+
+
+def sections(item):
+    """The text of each section of a docstring, and of what comes before them as ""."""
+    head, *rest = SECTION.split(inspect.getdoc(item))
+    return {"": head} | dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+def test_everything_public_is_looked_at():
+    assert {"gander.softmax", "gander.nn.RMSNorm", "gander.nn.functional.rms_norm"} <= set(DOCUMENTED)
+    assert {name for name in PUBLIC if name not in DOCUMENTED} == {
+        "gander.__version__",
+        "gander.nn",
+        "gander.distributed",
+        "gander.nn.functional",
+    }
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documentation_is_whole(name):
+    item = DOCUMENTED[name]
+    found, parameters = sections(item), list(inspect.signature(item).parameters)
+    documented = re.findall(r"^    (\w+): ", found.get("Args", ""), re.MULTILINE)
+    assert documented == parameters
+    first = found[""].splitlines()[0]
+    assert first.endswith(".") and len(first) <= 110
+    writes = "out" in name.rpartition("_")[2] or name in ("gander.warmup", "gander.set_debug")
+    returns = not (inspect.isclass(item) or writes or name == "gander.fused_add_rmsnorm")
+    assert ("Returns" in found) == returns
+    assert "Raises" in found and "Example" in found
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_examples(name):
+    """Those of gander.distributed need a process group: test_distributed.py runs it."""
+    item = DOCUMENTED[name]
+    examples = doctest.DocTestFinder(recurse=False).find(item, name, globs={"gander": gander, "torch": torch})
+    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    assert sum(len(example.examples) for example in examples) >= 1
+    for example in examples:
+        report: list[str] = []
+        runner.run(example, out=report.append)
+        assert not runner.summarize(verbose=False).failed, "".join(report)
+
+
+@pytest.mark.parametrize("name", ["gander.softmax", "gander.rmsnorm", "gander.cross_entropy"])
+def test_help_shows_types(name):
+    signature = str(inspect.signature(DOCUMENTED[name]))
+    assert "batch_invariant: bool = False" in signature.replace("'", "")
