@@ -446,8 +446,8 @@ def complaint(error, names):
 
 
 def may_name(function, argument, value, given):
-    """The arguments that a refusal may name. If x is float64 and others are not, they are wrong."""
-    if value != "float64" or argument not in ("x", "dy"):
+    """The arguments that a refusal may name: if x is another one than the rest goes with, also the rest."""
+    if value not in ("float64", "of another library") or argument not in ("x", "dy"):
         return [argument]
     return [argument, *(name for name in given if kind_of(function, name) == "tensor")]
 
@@ -541,7 +541,7 @@ def test_wrong_tensors_of_the_right_shape(function, argument):
             try:
                 FUNCTIONS[function](**given)
             except Exception as error:
-                if text := complaint(error, [argument]):
+                if text := complaint(error, may_name(function, argument, variant, given)):
                     problems.append(f"{variant}: the refusal {text}")
                 elif is_written(before, given):
                     problems.append(f"{variant} is refused, but something was written")

@@ -16,7 +16,7 @@ from . import fast
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
-from .tensors import check_targets, scalar
+from .tensors import DTYPES, check_targets, scalar
 from .writes import refuse_inference
 
 __all__ = [
@@ -42,8 +42,6 @@ __all__ = [
 ]
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 globals().update({name: fast.operator(name) for name in TORCH})
 
 
@@ -58,7 +56,7 @@ def detached(x: Any) -> Any:
 
 def dtype(value: Any, argument: str) -> Any:
     """A dtype or None, also given as NumPy's or by its name, as torch's."""
-    if value is None or (isinstance(value, torch.dtype) and value in _DTYPES):
+    if value is None or (isinstance(value, torch.dtype) and value in DTYPES):
         return value
     return getattr(torch, library.dtype_name(value, argument))
 

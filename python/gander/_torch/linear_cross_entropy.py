@@ -20,7 +20,7 @@ from .autograd import once_differentiable, refuse_tangents
 from .cross_entropy import is_batched, is_first_backward, is_traced
 from .dtensor import is_dtensor
 from .registry import overloads
-from .tensors import differ, dtype_of, in_shape, scalar, unusable
+from .tensors import DTYPES, NARROW, differ, dtype_of, in_shape, scalar, unusable
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are rescaled as so many rows, which the threads of a CPU share.
@@ -347,7 +347,7 @@ def _check(x, weight, target, bias, weight_ce):
 
 
 def _check_dtypes(x, weight, bias, weight_ce):
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if x.dtype not in DTYPES:
         raise TypeError(
             f"x has dtype {dtype_of(x)}, expected float16, bfloat16, float32 or float64; convert it"
         )
@@ -358,9 +358,7 @@ def _check_dtypes(x, weight, bias, weight_ce):
                 "them, or use autocast"
             )
     wide = x.dtype == torch.float64
-    if weight_ce is not None and not (
-        weight_ce.is_floating_point() and (weight_ce.dtype == torch.float64) == wide
-    ):
+    if weight_ce is not None and weight_ce.dtype not in ((torch.float64,) if wide else NARROW):
         expected = "float64 as x" if wide else "float16, bfloat16 or float32"
         raise TypeError(f"weight_ce has dtype {dtype_of(weight_ce)}, expected {expected}; convert it")
 

@@ -18,9 +18,8 @@ from .cross_entropy import is_batched, may_write_saved, write_over
 from .dtensor import dimensions_of_classes, is_dtensor
 from .fakes import check_inputs
 from .graph_operators import define
-from .tensors import dtype_of, unusable
+from .tensors import NARROW, dtype_of, unusable
 
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _THIRD = "class weights, which are third in torch, are weight="
 
 
@@ -73,7 +72,7 @@ def _check(name, tensor, target, x, shapes, per_row):
     if not fits and not (per_row and tensor.shape == target.shape):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes}; {_THIRD}")
     wide = x.dtype == torch.float64
-    if tensor.dtype not in ((torch.float64,) if wide else _NARROW):
+    if tensor.dtype not in ((torch.float64,) if wide else NARROW):
         expected = "float64" if wide else "float16, bfloat16 or float32"
         raise TypeError(f"{name} has dtype {dtype_of(tensor)}, expected {expected} as x is; convert it")
     if tensor.device != x.device:

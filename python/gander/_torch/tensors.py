@@ -11,6 +11,10 @@ from torch.nn.parameter import UninitializedTensorMixin
 from .. import _debug
 from .._words import kind, number, shown
 
+# What the operators compute with: 16 bits and float32, and on the CPU float64.
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*NARROW, torch.float64)
+
 _DISABLED = torch._C._disabled_torch_function_impl
 
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from .._functions.arguments import code_of
 from .._table import REDUCTIONS
-from .._torch.tensors import dtype_of, nested, unusable
+from .._torch.tensors import DTYPES, dtype_of, nested, unusable
 from .._words import check_flags, integer, kind, number, shortened, shown
 
 NAMES = {"x": "input"}  # what callers of modules call an argument of functions
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_weight(weight: Any, name: str = "weight") -> None:

@@ -31,12 +31,11 @@ from .._functions.cross_entropy import cross_entropy as _cross_entropy
 from .._functions.layernorm import layernorm
 from .._functions.rmsnorm import rmsnorm
 from .._torch.kernels import explained
-from .._torch.tensors import dtype_of, in_shape, stands_for_tensor
+from .._torch.tensors import NARROW, dtype_of, in_shape, stands_for_tensor
 from .._words import REFUSALS, check_flags, integer, kind, shortened, shown
 
 __all__ = ["cross_entropy", "layer_norm", "log_softmax", "rms_norm", "softmax"]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST = sys.float_info.max
 _INDICES = (torch.int32, torch.int64)
 
@@ -82,7 +81,7 @@ def _unsupported(tensor: Tensor) -> str | None:
         return "a sparse or quantized tensor"
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         return f"a tensor on {tensor.device.type}"
-    if tensor.dtype not in _DTYPES and (tensor.dtype is not torch.float64 or tensor.is_cuda):
+    if tensor.dtype not in NARROW and (tensor.dtype is not torch.float64 or tensor.is_cuda):
         return f"a {tensor.dtype} tensor on {tensor.device.type}"
     return None
 
