@@ -376,7 +376,7 @@ func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matri
 // rowsLike checks another operand of rows, which has the shape of the first.
 func (k *check) rowsLike(name string, t *dlpack.Tensor, allowed types) kernels.Matrix {
 	d, ok := k.operand(name, t, allowed)
-	if !ok || k.form(name, t, shapeRows.forms) == nil {
+	if !ok || !slices.Equal(t.Dims(), k.dims) && k.form(name, t, shapeRows.forms) == nil {
 		return kernels.Matrix{}
 	}
 	return k.matrix(name, t, d)

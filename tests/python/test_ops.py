@@ -522,7 +522,7 @@ def test_in_place_gradients_over_shared_memory_are_refused(device, strides, mode
     with mode():
         memory = torch.arange(100.0, device=device)
         x, target = memory.as_strided((4, 7), strides), torch.zeros(4, dtype=torch.long, device=device)
-        with pytest.raises(ValueError, match="expected elements that do not share memory"):
+        with pytest.raises(ValueError, match=r"x has (rows|stride) .*; make it contiguous"):
             gander.cross_entropy_fwd(x, target, return_dx=True, inplace_backward=True)
         assert torch.equal(memory, torch.arange(100.0, device=device))
 
