@@ -150,8 +150,7 @@ def _rule(name, given):
 
 
 def cross_entropy_of_slices(given):
-    """cross_entropy's results for logits whose classes are sharded on one dimension of the mesh, or None for any
-    other x.
+    """The results for logits whose classes are sharded on one dimension of the mesh, or None for any other x.
 
     On that dimension the loss is replicated. On others it is placed like the rows, or a partial sum over
     them. The statistics are a tensor without elements.
@@ -182,8 +181,8 @@ def cross_entropy_of_slices(given):
         raise NotImplementedError(f"gander: cross_entropy: {_MEAN_OVER_SHARDS}")
     if values["needs_lse"]:
         raise NotImplementedError(
-            "gander: cross_entropy: needs_lse is set with x whose classes are sharded, expected False: backward "
-            "takes statistics of whole rows; redistribute x"
+            "gander: cross_entropy: needs_lse is set with x whose classes are sharded, expected False: no "
+            "rank has whole rows; redistribute x"
         )
     target = values["target"]
     if is_dtensor(target) and target.shape != x.shape[:-1]:  # which the parts of some ranks may not show
