@@ -15,7 +15,6 @@ from .._native import library
 from . import fast
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
-from .lse_partial import with_lse_partial, with_target_logit
 from .operators_gen import *  # noqa: F403
 from .tensors import differ, nested, scalar
 
@@ -45,6 +44,18 @@ __all__ = [
 def fast_path() -> bool | str:
     """True, or why the fast path is off. The first call may turn it off."""
     return fast.status()
+
+
+def with_lse_partial(*arguments: Any) -> Tensor:
+    from . import lse_partial  # it imports dynamo, which takes as long as torch
+
+    return lse_partial.with_lse_partial(*arguments)
+
+
+def with_target_logit(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from . import lse_partial
+
+    return lse_partial.with_target_logit(*arguments)
 
 
 def detached(x: Any) -> Any:
