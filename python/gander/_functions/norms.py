@@ -89,7 +89,8 @@ def _write(ops: Backend, operator: Callable[..., Any], names: dict[str, str], **
     except (TypeError, ValueError, *FAILURES) as error:
         if ops.is_compiled():
             raise
-        given = {name: arguments[name] for name in ("x", "weight", "bias", "residual") if name in arguments}
+        operands = [name for name in ("x", "weight", "bias", "residual", "y") if name in arguments]
+        given = {names.get(name, name): arguments[name] for name in operands}
         raise renamed(ops.explained(error, **given), names) from None
 
 
