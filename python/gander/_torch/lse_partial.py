@@ -62,7 +62,7 @@ def _check_logits(x, target, target_logit, weight):
     if weight is not None:
         logits = target_logit
         if logits.ndim == target.ndim:
-            logits = x.new_empty(()).expand(*leading, weight.numel())
+            logits = x.new_empty(()).expand(*leading, weight.numel() or 1)
         check_inputs("cross_entropy", {"x": logits, "target": target, "weight": weight})
 
 
