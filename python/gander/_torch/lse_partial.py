@@ -81,7 +81,11 @@ def _check(name, tensor, target, x, shapes, per_row):
 
 def _refuse_slices(name, logits):
     """DTensor would choose among the classes of a slice by an index into all."""
-    if is_dtensor(logits) and dimensions_of_classes(logits):
+    if not is_dtensor(logits):
+        return
+    if any(placement.is_partial() for placement in logits.placements):
+        raise NotImplementedError(f"{name} is a DTensor of partial sums, expected their sum; redistribute it")
+    if dimensions_of_classes(logits):
         raise NotImplementedError(
             f"{name} is a DTensor whose classes are sharded, expected all classes of a row on each rank; "
             "redistribute it, or call cross_entropy without lse_partial and target_logit, which takes slices"
