@@ -16,8 +16,7 @@ _SIMPLE = (str, bytes, int, float, complex, tuple, list, dict, type(None))
 def kind(value: Any) -> str:
     """What came in place of a tensor."""
     name = type(value).__name__
-    an = name[:1].lower() in "aeio" or name.startswith("Un")
-    return "None" if value is None else f"{'an' if an else 'a'} {name}"
+    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def shown(value: Any) -> str:

@@ -108,7 +108,7 @@ def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str
             raise TypeError
         # Inside torch.compile sizes may be symbolic. operator.index makes them numbers.
         sizes = tuple(map(operator.index, sizes))
-    except (RuntimeError, TypeError, ValueError):  # a tensor raises any of them
+    except (RuntimeError, TypeError):  # a tensor raises either
         raise TypeError(f"shape is {shown(shape)}, expected integers") from None
     if not sizes:
         raise ValueError(f"{'x has rank 0' if 'shape' in of_x else 'shape is ()'}, expected rank 1 or more")

@@ -206,7 +206,6 @@ VALUES = {
     "a sparse tensor": lambda: torch.randn(M, N).to_sparse(),
     "a CSR tensor": quietly(lambda: torch.randn(M, N).to_sparse_csr()),
     "a quantized tensor": quietly(lambda: torch.quantize_per_tensor(torch.randn(M, N), 0.1, 0, torch.quint8)),
-    "an uninitialized parameter": torch.nn.UninitializedParameter,
     "float8_e4m3fn": lambda: torch.randn(M, N).to(torch.float8_e4m3fn),
     "float8_e5m2": lambda: torch.randn(M, N).to(torch.float8_e5m2),
     "int8": lambda: torch.ones(M, N, dtype=torch.int8),
@@ -286,6 +285,7 @@ LEGAL_HERE = [
         f"{OF_ROWS} explain.x algorithms.x",
     ),
     ("the result has no memory either", ("a meta tensor",), OF_ROWS),
+    ("torch has it too", ("a tensor of rank 0", "an array of rank 0", "a NumPy number"), "logsumexp.x"),
     (
         "modules and torch's functions take rows of any rank, and none",
         (
@@ -447,7 +447,8 @@ def complaint(error, names):
 
 def may_name(function, argument, value, given):
     """The arguments that a refusal may name: if x is another one than the rest goes with, also the rest."""
-    if value not in ("float64", "of another library") or argument not in ("x", "dy"):
+    others = ("float64", "an array", "an array of rank 0", "of another library")
+    if value not in others or argument not in ("x", "dy"):
         return [argument]
     return [argument, *(name for name in given if kind_of(function, name) == "tensor")]
 

@@ -288,6 +288,47 @@ def test_logits_in_slices_with_the_sums_of_others_are_refused(mesh, local):
     check(loss, want, Replicate())
 
 
+def test_refusals_name_the_argument(mesh, local):
+    """And no operator, nor what DTensor says of it."""
+    x, weight, target = local
+    logits, targets = place(x, mesh, Replicate()), place(target, mesh, Replicate())
+    sharded = place(target, mesh, Shard(0))
+    plain = "is a plain tensor, expected a DTensor as"
+    for error, message, call in (
+        (TypeError, f"target {plain} x", lambda: gander.cross_entropy(logits, target)),
+        (TypeError, f"x {plain} target", lambda: gander.cross_entropy(x, targets)),
+        (TypeError, f"weight {plain} x", lambda: gander.rmsnorm(logits, weight)),
+        (TypeError, f"mask {plain} x", lambda: gander.softmax(logits, mask=weight)),
+        (TypeError, f"residual {plain} x", lambda: gander.layernorm(logits, residual=x)),
+        (
+            ValueError,
+            r"target has shape \(16, 3\), expected \(4, 3\), the leading dimensions of x",
+            lambda: gander.cross_entropy(logits, sharded),
+        ),
+        (
+            ValueError,
+            r"target has shape \(4, 3\), expected \(16, 3\), the leading dimensions of x",
+            lambda: gander.cross_entropy_fwd(place(x, mesh, Shard(0)), targets, return_dx=True),
+        ),
+        (
+            NotImplementedError,
+            "x is a DTensor of partial sums, expected their sum; redistribute it",
+            lambda: gander.cross_entropy(
+                place(x, mesh, Partial()), targets, place(torch.randn(4, 3, 2), mesh, Replicate())
+            ),
+        ),
+        (
+            NotImplementedError,
+            "reduction is 'mean' with sharded rows, expected 'sum': ",
+            lambda: gander.cross_entropy(place(x, mesh, Shard(0)), sharded),
+        ),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            call()
+        assert caught.type is error
+        assert "Sharding propagation" not in str(caught.value) and len(str(caught.value)) < 300
+
+
 MASKS = [  # the mask's shape, and its placement if dimension 0, or 1, of x is sharded
     ((4, 3, N), Shard(0), Shard(1)),
     ((4, 1, N), Shard(0), Replicate()),

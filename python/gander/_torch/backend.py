@@ -16,7 +16,7 @@ from . import fast
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
-from .tensors import DTYPES, check_targets, scalar
+from .tensors import DTYPES, check_targets, scalar, unusable
 from .writes import refuse_inference
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "ones_like",
     "rows",
     "scalar",
+    "unusable",
     "with_lse_partial",
     "with_target_logit",
 ]

@@ -10,10 +10,12 @@ import re
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .._native import library
-from .._words import renamed
+from .._words import REFUSALS, renamed
+from .dtensor import is_dtensor
 from .tensors import unusable
 
 BINARY = Path(__file__).with_name("libgander_torch.so")
@@ -36,6 +38,17 @@ _kernels = _register_kernels()
 _CAST = re.compile(r"Expected a value of type 'int' for argument '(\w+)' .*\n.*\nValue: (.*)")
 
 
+def _of_dtensors(error: Exception, arguments: dict) -> Exception:
+    """An error of DTensor without what it says about operators that the caller did not call."""
+    given = {name: is_dtensor(value) for name, value in arguments.items() if isinstance(value, Tensor)}
+    if "got mixed torch.Tensor and DTensor" in str(error) and len({*given.values()}) == 2:
+        plain, like = (next(name for name in given if given[name] == is_one) for is_one in (False, True))
+        return TypeError(f"{plain} is a plain tensor, expected a DTensor as {like}; distribute it")
+    text, found, _ = str(error).partition("\n\nSharding propagation failed")
+    cause = type(error.__cause__)
+    return (cause if cause in REFUSALS else type(error))(text) if found else error
+
+
 def explained(error: Exception, names: dict[str, str] | None = None, **arguments) -> Exception:
     """The exception to raise for an error from the dispatcher: one of the right type.
 
@@ -53,6 +66,7 @@ def explained(error: Exception, names: dict[str, str] | None = None, **arguments
         argument, value = cast.groups()
         value = value if len(value) <= 40 else f"of {len(value)} digits"
         return ValueError(f"{argument} is {value}, expected an integer of 64 bits")
+    error = _of_dtensors(error, arguments)
     message = ctypes.c_char_p()
     status = _kernels.gander_torch_failure(ctypes.byref(message))
     text = (message.value or b"").decode(errors="replace")

@@ -62,7 +62,7 @@ def _check_logits(x, target, target_logit, weight):
     if weight is not None:
         logits = target_logit
         if logits.ndim == target.ndim:
-            logits = x.new_empty(()).expand(*leading, weight.numel())
+            logits = x.new_empty(()).expand(*leading, weight.numel() or 1)
         check_inputs("cross_entropy", {"x": logits, "target": target, "weight": weight})
 
 
@@ -81,7 +81,11 @@ def _check(name, tensor, target, x, shapes, per_row):
 
 def _refuse_slices(name, logits):
     """DTensor would choose among the classes of a slice by an index into all."""
-    if is_dtensor(logits) and dimensions_of_classes(logits):
+    if not is_dtensor(logits):
+        return
+    if any(placement.is_partial() for placement in logits.placements):
+        raise NotImplementedError(f"{name} is a DTensor of partial sums, expected their sum; redistribute it")
+    if dimensions_of_classes(logits):
         raise NotImplementedError(
             f"{name} is a DTensor whose classes are sharded, expected all classes of a row on each rank; "
             "redistribute it, or call cross_entropy without lse_partial and target_logit, which takes slices"

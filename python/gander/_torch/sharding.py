@@ -19,8 +19,9 @@ from .dtensor import dimensions_of_classes, is_dtensor, is_shard
 from .registry import complete, overloads
 
 _MEAN_OVER_SHARDS = (
-    "a mean over sharded rows would have another denominator on each rank; use reduction='sum' and divide by "
-    "the sum over all ranks of the weights of the rows that are not ignored"
+    "reduction is 'mean' with sharded rows, expected 'sum': a mean over sharded rows would have another "
+    "denominator on each rank; use reduction='sum' and divide by the sum over all ranks of the weights of the "
+    "rows that are not ignored"
 )
 
 

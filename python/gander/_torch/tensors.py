@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.nn.parameter import UninitializedTensorMixin
 
 from .. import _debug
 from .._words import kind, number, shown
@@ -46,8 +45,6 @@ def unusable(name: str, value, like: str = "", hint: str = "") -> Exception | No
     """The refusal of an argument that no kernel gets to see, or None. like: one that is a tensor."""
     if not isinstance(value, Tensor):
         return TypeError(f"{name} is {kind(value)}, expected a torch.Tensor{like and f' as {like}'}{hint}")
-    if isinstance(value, UninitializedTensorMixin):
-        return TypeError(f"{name} is {kind(value)}, expected one with a shape; materialize it")
     if value.is_nested:
         return nested(name)
     if value.layout is not torch.strided:

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as _torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.nn.parameter import UninitializedTensorMixin
 
 from .._functions import softmax as _softmaxes
 from .._functions.arguments import FAILURES, overridden
@@ -110,7 +109,7 @@ _OPTION = (type(None), int, float, str)
 
 
 def _described(name: str, value: Any) -> str:
-    if not isinstance(value, Tensor) or isinstance(value, UninitializedTensorMixin):
+    if not isinstance(value, Tensor):
         return f"{name} is {shown(value)}"
     if value.is_nested or value.layout is not torch.strided:
         return f"{name} is {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')}"
