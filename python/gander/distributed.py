@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 
 import torch
@@ -145,13 +145,14 @@ def _sizes(sizes, classes, x, ranks):
     if sizes is None:
         return [x.shape[-1] if x.ndim else 1] * ranks
     expected = f"expected {ranks} integers, the number of classes of each rank of the group"
-    if isinstance(sizes, (str, bytes, Tensor)) or not isinstance(sizes, Sequence):
+    if isinstance(sizes, (str, bytes, Tensor)) or not isinstance(sizes, Iterable):
         raise TypeError(f"sizes is {sizes!r}, {expected}")
+    sizes = tuple(sizes)
     for size in sizes:
         if not isinstance(size, (Integral, torch.SymInt)) or isinstance(size, bool):
-            raise TypeError(f"sizes is {sizes!r}, {expected}; {size!r} is none")
+            raise TypeError(f"sizes is {sizes}, {expected}; {size!r} is none")
     if len(sizes) != ranks or min(sizes) < 0:
-        raise ValueError(f"sizes is {tuple(sizes)}, {expected}")
+        raise ValueError(f"sizes is {sizes}, {expected}")
     if sum(sizes) < 1:
-        raise ValueError(f"sizes is {tuple(sizes)}, expected one class or more in all; skip the call")
+        raise ValueError(f"sizes is {sizes}, expected one class or more in all; skip the call")
     return [size if isinstance(size, (int, torch.SymInt)) else int(size) for size in sizes]

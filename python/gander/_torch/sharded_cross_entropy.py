@@ -124,18 +124,8 @@ _MOST_PLANS = 1 << 12
 
 def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
     """Checks a rank's own arguments."""
-    key = (
-        x.shape,
-        x.dtype,
-        x.device,
-        target.shape,
-        target.dtype,
-        target.device,
-        rank,
-        sizes,
-        ignore_index,
-        (reduction if weight is None else (reduction, weight.shape, weight.dtype, weight.device)),
-    )
+    tensors = (x, target) if weight is None else (x, target, weight)
+    key = *((t.shape, t.dtype, t.device) for t in tensors), rank, sizes, ignore_index, reduction
     if plan := _plans.get(key):
         return plan
     _check(x, target, weight)
@@ -147,13 +137,13 @@ def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
     n, first, contradiction = x.shape[-1], sum(sizes[:rank]), ""
     if n != sizes[rank]:
         contradiction = (
-            f"x has {n} classes on rank {rank}, expected {sizes[rank]}: the sizes of all slices are {sizes}, "
-            "as sizes or classes says; pass others"
+            f"x has {n} classes on rank {rank}, expected {sizes[rank]} by sizes or classes, which make the "
+            f"slices {sizes}; pass what fits x"
         )
     elif not any(sizes):
         contradiction = (
-            f"x has no classes on rank {rank}, expected one or more on each rank, or sizes or classes; skip "
-            "the call if no rank has classes"
+            f"x has no classes on rank {rank}, expected as many on each rank without sizes and classes; pass "
+            "one of them, or skip the call if no rank has classes"
         )
     facts = f"{text}, sizes {sizes}, {contradiction}"
     digest = hashlib.blake2b(facts.encode(), digest_size=8).digest()
@@ -171,7 +161,7 @@ _TEXT = 488  # bytes that describe a rank's arguments to the others, under set_d
 def _compare(x, target, group, plan):
     """Refuses, on all ranks, what differs between them. One all-gather, and a wait for the device."""
     # A sum that depends on the order. Integers wrap around.
-    odd = torch.arange(1, 2 * target.numel(), 2, device=target.device)
+    odd = 2 * torch.arange(target.numel(), device=target.device) + 1
     numbers = plan.hash, x.shape[-1], int(((target.flatten().long() + 1) * odd).sum())
     mine = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
     mine += f"{plan.text}, sizes {plan.sizes}".encode()[:_TEXT].ljust(_TEXT)
@@ -195,9 +185,8 @@ def _compare(x, target, group, plan):
             )
         taken = [text.partition(", sizes ")[2] for text in (texts[0], text)]
         raise ValueError(
-            f"x has {tuple(counts)} classes on the ranks of the group, expected those by which each rank "
-            f"counts: rank 0 by {taken[0]}, rank {rank} by {taken[1]}; pass sizes={tuple(counts)} on all "
-            "ranks"
+            f"x has {tuple(counts)} classes on the ranks of the group, expected the same sizes of all slices "
+            f"on each of them: rank 0 takes {taken[0]}, rank {rank} {taken[1]}; pass sizes={tuple(counts)}"
         )
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
@@ -210,7 +199,13 @@ def _compare(x, target, group, plan):
 # ---- The loss and its gradient ----
 
 
-def _part(x, target, weight, group, plan, ignore_index):
+def _counted(target, plan):
+    """The targets, as the operators take them, and the same counted from this slice."""
+    target = target.long().contiguous()
+    return target, target - plan.first
+
+
+def _part(x, target, local, weight, group, plan, ignore_index):
     """What the other ranks need of this one: what the operator that combines the slices takes of each (see
     gander.h), and the hash."""
     if _debug.is_enabled:
@@ -225,7 +220,6 @@ def _part(x, target, weight, group, plan, ignore_index):
         return mine
     part = mine[: each * rows].view(each, rows)
     if n:
-        local = target.long() - plan.first
         operators_gen.cross_entropy_fwd_out(
             x, local, None, loss=part[2], lse=part[:2], ignore_index=plan.ignored
         )
@@ -252,7 +246,7 @@ def _length(each, rows, dtype):
     return (each * rows + words - 1) // words * words + words
 
 
-def _combined(every, x, target, weight, plan, ignore_index, reduction):
+def _combined(every, target, local, weight, plan, ignore_index, reduction):
     """The loss, and what backward reads: the targets counted from this slice, the log-sum-exps of whole rows,
     and the weights of the targets or None."""
     if plan.contradiction:
@@ -262,8 +256,6 @@ def _combined(every, x, target, weight, plan, ignore_index, reduction):
     # With NaN in the place of one rank's numbers the loss and the log-sum-exp are NaN.
     differs = every[:, -_words(every.dtype) :].view(torch.int64) != plan.hash
     parts = torch.where(differs, float("nan"), every[:, : each * rows]).view(ranks, each, rows)
-    target = target.long().contiguous()
-    local = target - plan.first
     lse, weights = every.new_empty(2 * rows + 1), None if weight is None else every.new_empty(target.shape)
     loss = every.new_empty(target.shape if reduction == NONE else ())
     if rows:
@@ -291,10 +283,11 @@ def _combined(every, x, target, weight, plan, ignore_index, reduction):
 
 
 def _forward(ctx, x, target, weight, group, plan, ignore_index, reduction, inplace_backward):
-    mine = _part(x, target, weight, group, plan, ignore_index)
+    target, local = _counted(target, plan)
+    mine = _part(x, target, local, weight, group, plan, ignore_index)
     every = mine.new_empty(len(plan.sizes) * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
-    loss, local, lse, weights = _combined(every, x, target, weight, plan, ignore_index, reduction)
+    loss, local, lse, weights = _combined(every, target, local, weight, plan, ignore_index, reduction)
     ctx.save_for_backward(x, local, lse, weights)
     ctx.set_materialize_grads(False)
     ctx.options = {"ignore_index": plan.ignored, "reduction": MEAN if reduction == MEAN else NONE}
@@ -343,7 +336,7 @@ def _resolved(x, target, weight, sizes, ignore_index, reduction, group):
 
 def _part_kernel(x, target, weight, sizes, ignore_index, reduction, group):
     group, plan = _resolved(x, target, weight, sizes, ignore_index, reduction, group)
-    return _part(x, target, weight, group, plan, ignore_index)
+    return _part(x, *_counted(target, plan), weight, group, plan, ignore_index)
 
 
 def _part_fake(x, target, weight, sizes, ignore_index, reduction, group):
@@ -359,7 +352,8 @@ def _refuse_batch(info, in_dims, *given):
 def _combined_kernel(x, every, target, weight, sizes, ignore_index, reduction, group):
     """The loss, and what backward reads. Weights that there are not have no elements."""
     _, plan = _resolved(x, target, weight, sizes, ignore_index, reduction, group)
-    loss, local, lse, weights = _combined(every, x, target, weight, plan, ignore_index, reduction)
+    given = *_counted(target, plan), weight, plan, ignore_index, reduction
+    loss, local, lse, weights = _combined(every, *given)
     local = torch.where(local == plan.ignored, _IGNORED, local.clamp(-1, x.shape[-1]))
     return loss, local, lse, every.new_empty(0) if weights is None else weights
 
