@@ -20,8 +20,8 @@ from .registry import complete, overloads
 
 _MEAN_OVER_SHARDS = (
     "reduction is 'mean' with sharded rows, expected 'sum': a mean over sharded rows would have another "
-    "denominator on each rank; use reduction='sum' and divide by the sum over all ranks of the weights of the "
-    "rows that are not ignored"
+    "denominator on each rank; use reduction='sum' and divide by the sum over all ranks of the weights of "
+    "the rows that are not ignored"
 )
 
 
