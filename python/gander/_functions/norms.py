@@ -42,18 +42,9 @@ def _checked_weight(
 ) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
     _refuse_shape(name, weight)
-    if weight is None and bias is not None and len(bias.shape) == 2:
-        if bias.shape != x.shape[-2:]:
-            raise ValueError(
-                f"bias has shape {tuple(bias.shape)}, expected (N) or (H, N) for x of shape (..., H, N), "
-                f"which is {tuple(x.shape)}"
-            )
-        if weight_offset:
-            raise ValueError(
-                f"weight_offset is {weight_offset} without a weight, expected 0; pass the weight or drop "
-                "weight_offset"
-            )
-        return ops.ones_like(bias)
+    if weight is None and bias is not None and not weight_offset:
+        if len(bias.shape) == 2 and bias.shape == x.shape[-2:]:
+            return ops.ones_like(bias)
     return weight
 
 
