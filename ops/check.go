@@ -100,6 +100,7 @@ const (
 	summed                           // one for all
 	headed                           // the first operand has rank 2 or more
 	unread                           // no output is read
+	undivided                        // no denominator is needed that is not given
 	always    conditions = 0
 )
 
@@ -285,15 +286,16 @@ func (k *check) form(name string, t *dlpack.Tensor, forms []form) *form {
 	return nil
 }
 
-// fit checks that an operand has the shape of another, or without that the first form of its rule.
-func (k *check) fit(name string, t *dlpack.Tensor, r *shapeRule, other string, o *dlpack.Tensor) {
+// like reports whether an operand has the shape of another. It may be that or, without the other, the first
+// form of its rule.
+func (k *check) like(name string, t *dlpack.Tensor, r *shapeRule, other string, o *dlpack.Tensor) bool {
 	switch {
-	case k.err != nil || t == nil:
 	case o == nil && !k.fits(t.Dims(), &r.forms[0]):
 		k.unfit(name, t, r.forms[:1], " without a "+other)
 	case o != nil && !slices.Equal(t.Dims(), o.Dims()):
 		k.fail(StatusShape, "%s has shape %s, expected %s as %s", name, shape(t), shape(o), other)
 	}
+	return k.err == nil
 }
 
 // unfit refuses a shape that is none of the forms. Without is appended to the message.
@@ -350,6 +352,13 @@ func (k *check) reads(read bool) {
 	}
 }
 
+// divides notes whether a denominator is needed that is not given.
+func (k *check) divides(without bool) {
+	if without {
+		k.unmet |= undivided
+	}
+}
+
 // rows checks the first operand, of rows (M, N).
 func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matrix {
 	d, ok := k.operand(name, t, allowed)
@@ -377,6 +386,17 @@ func (k *check) rows(name string, t *dlpack.Tensor, allowed types) kernels.Matri
 func (k *check) rowsLike(name string, t *dlpack.Tensor, allowed types) kernels.Matrix {
 	d, ok := k.operand(name, t, allowed)
 	if !ok || !slices.Equal(t.Dims(), k.dims) && k.form(name, t, shapeRows.forms) == nil {
+		return kernels.Matrix{}
+	}
+	return k.matrix(name, t, d)
+}
+
+// rowsFitting checks another operand of rows, which has exactly the shape of an operand.
+func (k *check) rowsFitting(
+	name string, t *dlpack.Tensor, allowed types, other string, o *dlpack.Tensor,
+) kernels.Matrix {
+	d, ok := k.operand(name, t, allowed)
+	if !ok || !k.like(name, t, &shapeRows, other, o) {
 		return kernels.Matrix{}
 	}
 	return k.matrix(name, t, d)
@@ -467,6 +487,17 @@ func (k *check) broadcast(name string, t *dlpack.Tensor, allowed types) kernels.
 func (k *check) vector(name string, t *dlpack.Tensor, allowed types, r *shapeRule) kernels.Vector {
 	d, ok := k.operand(name, t, allowed)
 	if !ok || k.form(name, t, r.forms) == nil {
+		return kernels.Vector{}
+	}
+	return k.elements(name, t, d, r)
+}
+
+// fitting is vector for an operand that has the shape of another.
+func (k *check) fitting(
+	name string, t *dlpack.Tensor, allowed types, r *shapeRule, other string, o *dlpack.Tensor,
+) kernels.Vector {
+	d, ok := k.operand(name, t, allowed)
+	if !ok || !k.like(name, t, r, other, o) {
 		return kernels.Vector{}
 	}
 	return k.elements(name, t, d, r)

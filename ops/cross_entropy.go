@@ -128,11 +128,7 @@ func (a *crossEntropyBackward) refuse(k *check) {
 			"for it")
 	}
 	k.divisor(a.Divisor, a.Reduction)
-	switch known := a.Denominator.Present() || a.LSE.Denominator.Present(); {
-	case a.Reduction == kernels.ReduceMean && !known:
-		k.fail(StatusNull, "denominator is NULL, expected the mean's denominator; pass it, or an lse that "+
-			"contains it")
-	case a.Reduction != kernels.ReduceMean && a.Denominator.Present():
+	if a.Reduction != kernels.ReduceMean && a.Denominator.Present() {
 		k.fail(StatusOption, "denominator is given with another reduction than mean, expected NULL; "+
 			"drop it or set reduction to mean")
 	}

@@ -70,8 +70,8 @@ var (
 		{"", true, summed, ": one sum or mean for all rows"},
 	}}
 	shapeStatistics = shapeRule{parts, []form{
-		{"L", true, always, ": one for each row of {x}"},
-		{"2L", true, always, ": its two parts"},
+		{"L", true, undivided, ": one for each row of {x}"},
+		{"2L", true, undivided, ": its two parts"},
 		{"S", true, always, ": the two parts and the denominator"},
 	}}
 	shapeOne = shapeRule{contiguous, []form{
@@ -358,12 +358,10 @@ func (o RMSNormForward) Run(c *Call) error {
 		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeHeadColumns)
 	}
 	if o.Bias != nil {
-		a.Bias = k.vector("bias", o.Bias, typeCompanion.with(a.X.DType), &shapeHeadColumns)
-		k.fit("bias", o.Bias, &shapeHeadColumns, "weight", o.Weight)
+		a.Bias = k.fitting("bias", o.Bias, typeCompanion.with(a.X.DType), &shapeHeadColumns, "weight", o.Weight)
 	}
 	if o.Residual != nil {
-		a.Residual = k.rowsLike("residual", o.Residual, typeCompanion.with(a.X.DType))
-		k.fit("residual", o.Residual, &shapeRows, "x", o.X)
+		a.Residual = k.rowsFitting("residual", o.Residual, typeCompanion.with(a.X.DType), "x", o.X)
 	}
 	a.Y = k.rowsLike("y", o.Y, typeCompanion.with(a.X.DType))
 	k.output("x")
@@ -471,13 +469,11 @@ func (o RMSNormBackward) Run(c *Call) error {
 		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
 	}
 	if o.DW != nil {
-		a.DW = k.vector("dw", o.DW, only(a.Weight.DType), &shapeHeadColumns)
-		k.fit("dw", o.DW, &shapeHeadColumns, "weight", o.Weight)
+		a.DW = k.fitting("dw", o.DW, only(a.Weight.DType), &shapeHeadColumns, "weight", o.Weight)
 		k.output()
 	}
 	if o.DB != nil {
-		a.DB = k.vector("db", o.DB, typeParameter.with(a.X.DType), &shapeHeadColumns)
-		k.fit("db", o.DB, &shapeHeadColumns, "weight", o.Weight)
+		a.DB = k.fitting("db", o.DB, typeParameter.with(a.X.DType), &shapeHeadColumns, "weight", o.Weight)
 		k.output()
 	}
 	k.chosen(a.Choice, kernels.RMSNormBackward)
@@ -552,12 +548,10 @@ func (o LayerNormForward) Run(c *Call) error {
 		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeHeadColumns)
 	}
 	if o.Bias != nil {
-		a.Bias = k.vector("bias", o.Bias, typeCompanion.with(a.X.DType), &shapeHeadColumns)
-		k.fit("bias", o.Bias, &shapeHeadColumns, "weight", o.Weight)
+		a.Bias = k.fitting("bias", o.Bias, typeCompanion.with(a.X.DType), &shapeHeadColumns, "weight", o.Weight)
 	}
 	if o.Residual != nil {
-		a.Residual = k.rowsLike("residual", o.Residual, typeCompanion.with(a.X.DType))
-		k.fit("residual", o.Residual, &shapeRows, "x", o.X)
+		a.Residual = k.rowsFitting("residual", o.Residual, typeCompanion.with(a.X.DType), "x", o.X)
 	}
 	a.Y = k.rowsLike("y", o.Y, typeCompanion.with(a.X.DType))
 	k.output("x")
@@ -658,13 +652,11 @@ func (o LayerNormBackward) Run(c *Call) error {
 		k.fail(StatusOption, "dw is given without a weight, expected NULL; pass the weight or drop dw")
 	}
 	if o.DW != nil {
-		a.DW = k.vector("dw", o.DW, only(a.Weight.DType), &shapeHeadColumns)
-		k.fit("dw", o.DW, &shapeHeadColumns, "weight", o.Weight)
+		a.DW = k.fitting("dw", o.DW, only(a.Weight.DType), &shapeHeadColumns, "weight", o.Weight)
 		k.output()
 	}
 	if o.DB != nil {
-		a.DB = k.vector("db", o.DB, typeParameter.with(a.X.DType), &shapeHeadColumns)
-		k.fit("db", o.DB, &shapeHeadColumns, "weight", o.Weight)
+		a.DB = k.fitting("db", o.DB, typeParameter.with(a.X.DType), &shapeHeadColumns, "weight", o.Weight)
 		k.output()
 	}
 	if k.err != nil {
@@ -847,6 +839,7 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
+	k.divides(o.Reduction == kernels.ReduceMean && o.Denominator == nil)
 	k.reads(o.OnePass)
 	a.X = k.rows("x", o.X, typeFloat.narrow)
 	a.Target = k.vector("target", o.Target, typeIndex.with(a.X.DType), &shapeStrided)

@@ -49,10 +49,13 @@ const (
 	Headed         // the first operand has rank 2 or more
 	// The flag that an output's Read names is not set. A gradient that forward has computed is for one number.
 	Unread
-	// reduction is not mean, so that no denominator is needed. It concerns operators of PyTorch: they have no
-	// argument for the operand denominator.
+	// reduction is not mean, or the operand Denominator is given. No operator of PyTorch has that argument. An
+	// operator that writes the denominator does not need it.
 	Undivided
 )
+
+// Denominator is the operand from which backward takes the denominator of a mean.
+const Denominator = "denominator"
 
 // Layout says how an operand's elements lie in memory.
 type Layout int

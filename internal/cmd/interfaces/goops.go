@@ -123,9 +123,9 @@ var (
 		operators.InRows: "inRows", operators.Contiguous: "contiguous", operators.Regular: "regular",
 		operators.Parts: "parts", operators.Broadcasts: "broadcasts",
 	}
-	goConditions = map[operators.When]string{ // package ops has the operand denominator
+	goConditions = map[operators.When]string{
 		operators.Always: "always", operators.Unreduced: "unreduced", operators.Summed: "summed",
-		operators.Headed: "headed", operators.Unread: "unread", operators.Undivided: "always",
+		operators.Headed: "headed", operators.Unread: "unread", operators.Undivided: "undivided",
 	}
 )
 
@@ -193,9 +193,12 @@ func goOperator(t *text, o operator) {
 			t.add("k.reduction(o.%s)", camel(option.Name))
 		}
 	}
-	for _, p := range o.outputs() {
+	for _, p := range o.Operands {
 		if p.Read != "" {
 			t.add("k.reads(o.%s)", camel(p.Read))
+		}
+		if p.Name == operators.Denominator && !p.Output {
+			t.add("k.divides(o.Reduction == kernels.ReduceMean && o.%s == nil)", field(p.Name))
 		}
 	}
 	for i, p := range o.Operands {
@@ -265,17 +268,19 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	switch {
 	case leading:
 		t.add("a.%s = k.rows(%q, o.%s, %s)", f, p.Name, f, types)
+	case rule.Layout == operators.InRows && p.Fits != "":
+		t.add("a.%s = k.rowsFitting(%q, o.%s, %s, %q, o.%s)", f, p.Name, f, types, p.Fits, field(p.Fits))
 	case rule.Layout == operators.InRows:
 		t.add("a.%s = k.rowsLike(%q, o.%s, %s)", f, p.Name, f, types)
 	case rule.Layout == operators.Broadcasts:
 		t.add("a.%s = k.broadcast(%q, o.%s, %s)", f, p.Name, f, types)
 	case rule.Layout == operators.Parts:
 		t.add("a.%s = k.statistics(%q, o.%s, %s)", f, p.Name, f, types)
+	case p.Fits != "":
+		t.add("a.%s = k.fitting(%q, o.%s, %s, &%s, %q, o.%s)", f, p.Name, f, types, goShape(rule), p.Fits,
+			field(p.Fits))
 	default:
 		t.add("a.%s = k.vector(%q, o.%s, %s, &%s)", f, p.Name, f, types, goShape(rule))
-	}
-	if p.Fits != "" {
-		t.add("k.fit(%q, o.%s, &%s, %q, o.%s)", p.Name, f, goShape(rule), p.Fits, field(p.Fits))
 	}
 	if p.Output {
 		over := quoted(p.Over...)

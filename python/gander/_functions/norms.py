@@ -42,19 +42,9 @@ def names_of(weight: Any, bias: Any, out: Any) -> dict[str, str]:
 
 def weight_of(ops: Backend, x: Any, weight: Any, bias: Any, weight_offset: float = 0) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
-    if weight is None and bias is not None and len(bias.shape) == 2:
-        if bias.shape != x.shape[-2:]:
-            raise ValueError(
-                f"bias has shape {tuple(bias.shape)}, expected (N) or (H, N) for x of shape (..., H, N), "
-                f"which is {tuple(x.shape)}"
-            )
-        if weight_offset:
-            raise ValueError(
-                f"weight_offset is {weight_offset} without a weight, expected 0; pass the weight or drop "
-                "weight_offset"
-            )
-        return ops.ones_like(bias)
-    return weight
+    if weight is not None or bias is None or weight_offset:
+        return weight
+    return ops.ones_like(bias) if len(bias.shape) == 2 and bias.shape == x.shape[-2:] else None
 
 
 def adds_to(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:

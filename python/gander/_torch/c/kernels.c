@@ -173,7 +173,8 @@ static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides
 
 /* Fills o with a description of the tensor. An undefined one, a None in place of a tensor, stays absent,
  * which libgander refuses. An input's const pointer leaves a copy-on-write tensor shared. */
-static void describe(Call* call, Operand* o, Tensor handle, bool written) {
+static void describe(Call* call, Operand* o, Tensor handle, bool written, const char* operator,
+                     const char* name) {
   int32_t device = -1, index = 0, bad = 0;
   int64_t rank = 0;
   const void* data = NULL;
@@ -189,7 +190,8 @@ static void describe(Call* call, Operand* o, Tensor handle, bool written) {
   if (bad) {
     bool defined = true;
     torch.aoti_torch_is_defined(handle, &defined);
-    if (defined) fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
+    if (defined) fail(call, GANDER_ERROR_INTERNAL, "%s: torch could not describe %s", operator, name);
+    else fail(call, GANDER_ERROR_NULL, "%s: %s is None, expected a tensor", operator, name);
     return;
   }
   /* The dispatcher chooses no kernel of ours for other devices, and knows tensors without memory. */
@@ -217,7 +219,7 @@ static void output(Call* call, Operand* o, int64_t rank, const int64_t* sizes, i
     return;
   }
   own(call, handle);
-  describe(call, o, handle, true);
+  describe(call, o, handle, true, "gander", "a new tensor");
 }
 
 static void copy(Call* call, Tensor to, Tensor from) {
@@ -413,8 +415,8 @@ static void fill_input(Call* call, const Operator* op, int i, Operand* operands,
   const DLTensor* x = &operands[0].dl;
   Layout layout = op->operands[i].layout;
   bool written = op->operands[i].written;
-  describe(call, o, handle, written);
-  if (call->failed || o->handle == NULL) return;
+  describe(call, o, handle, written, op->operator, op->operands[i].name);
+  if (call->failed) return;
   if (i == 0 && (torch.aoti_torch_get_device_type(handle, &call->device_type) ||
                  torch.aoti_torch_get_device_index(handle, &call->device_index)))
     fail(call, GANDER_ERROR_INTERNAL, "gander: torch could not describe a tensor");
@@ -501,7 +503,7 @@ bool run_operator(const Operator* op, Value* stack, bool python, bool whole) {
   for (int i = 0; i < op->operand_count; i++) {
     if (!op->operands[i].written) continue;
     Tensor written = (Tensor)(uintptr_t)arguments[op->operands[i].argument];
-    if (operands[i].handle != NULL && operands[i].handle != written) copy(&call, written, operands[i].handle);
+    if (operands[i].handle != written) copy(&call, written, operands[i].handle);
   }
   for (int i = 0; i < op->result_count; i++) {
     int at = op->results[i];

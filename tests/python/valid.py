@@ -1,0 +1,78 @@
+"""A valid call of every operator of torch.ops.gander, and of the C function behind it, from the table."""
+
+import ctypes
+
+import torch
+from gander._native import library
+from gander._table import (
+    DTYPES,
+    OPERATORS,
+    OPTIONS,
+    REDUCTIONS,
+    TORCH,
+    arguments,
+    demand,
+    forms,
+    made_sizes,
+    operands,
+    sizes,
+)
+from gander._torch.registry import complete
+
+FIRST = (2, 3, 4)  # the shape of the first operand
+SUM = REDUCTIONS.index("sum")  # with it, every operand may be given
+
+
+def options(name):
+    """The arguments that are no tensors. Every result is asked for, the others have their default values."""
+    tensors = [argument for argument in TORCH[name].arguments if argument.kind == "tensor"]
+    values = dict(zip(arguments(name), complete(name, (None,) * len(tensors)), strict=True))
+    values |= {demand(result): True for result in TORCH[name].on_demand}
+    values |= {"reduction": SUM} if "reduction" in values else {}
+    return {argument: values[argument] for argument in list(values)[len(tensors) :]}
+
+
+def tensor(operand, letters, first=FIRST, wide=False):
+    """A tensor for an operand. letters: its sizes. first: the shape of the first operand. wide: whether that
+    is float64."""
+    rule = DTYPES["companion" if operand.dtype == "same" else operand.dtype]
+    dtypes = rule.wide if wide else rule.narrow
+    dtype = getattr(torch, "float32" if "float32" in dtypes else dtypes[-1])
+    return torch.ones(sizes(letters, first), dtype=dtype)
+
+
+def call(name):
+    """The arguments of a valid call, by name."""
+    of, others = operands(name), options(name)
+    given = [argument.name for argument in TORCH[name].arguments if argument.kind == "tensor"]
+    return {
+        argument: tensor(of[argument], forms(name, of[argument], others)[0].sizes) for argument in given
+    } | others
+
+
+def described(value):
+    """A tensor's memory as a DLTensor."""
+    if value is None:
+        return None
+    numbers = ctypes.c_int64 * max(value.ndim, 1)
+    dtype = library.DType(*library.DTYPES[str(value.dtype).removeprefix("torch.")], 1)
+    shape, strides = numbers(*value.shape), numbers(*value.stride())
+    return ctypes.pointer(
+        library.Tensor(value.data_ptr(), library.Device(library.CPU, 0), value.ndim, dtype, shape, strides, 0)
+    )
+
+
+def call_c(name, values):
+    """Calls the C function that the kernel of an operator calls. Returns its status and its message."""
+    operator, of = TORCH[name], operands(name)
+    group = OPERATORS[operator.operator].group
+    defaults = {option.name: values.get(option.name, option.default) for option in OPTIONS[group]}
+    first = values[next(iter(of))]
+    shape = FIRST if first is None or not first.ndim else tuple(first.shape)
+    wide = first is not None and first.dtype == torch.float64
+    made = {o: tensor(of[o], made_sizes(name, of[o], values), shape, wide) for o in operator.results}
+    made |= {output: values[argument] for argument, output in operator.writes.items()}
+    struct = library.options(group, **defaults | operator.fixed)
+    pointers = [described((made | values).get(operand)) for operand in of]
+    status = getattr(library.load(), f"gander_{operator.operator}")(*pointers, ctypes.byref(struct), None)
+    return status, library.load().gander_last_error().decode() if status else ""
