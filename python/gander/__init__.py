@@ -12,10 +12,9 @@ from ._debug import set_debug
 from ._functions.cross_entropy import (
     cross_entropy,
     cross_entropy_bwd,
-    cross_entropy_bwd_out,
     cross_entropy_fwd,
-    cross_entropy_fwd_out,
 )
+from ._functions.cross_entropy_out import cross_entropy_bwd_out, cross_entropy_fwd_out
 from ._functions.layernorm import layernorm, layernorm_bwd, layernorm_fwd
 from ._functions.linear_cross_entropy import linear_cross_entropy
 from ._functions.rmsnorm import fused_add_rmsnorm, rmsnorm, rmsnorm_bwd, rmsnorm_fwd

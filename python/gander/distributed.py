@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._functions.arguments import code_of
+from ._functions.arguments import code_of, overridden
 from ._table import REDUCTIONS, Reduction
 from ._torch.autograd import refuse_gradients
 from ._torch.dtensor import is_dtensor
 from ._torch.sharded_cross_entropy import chunks, of_slices
-from ._torch.tensors import unusable
+from ._torch.tensors import stands_for_tensor, unusable
 
 __all__ = ["cross_entropy"]
 
@@ -84,6 +84,9 @@ def cross_entropy(
         tensor(1.3863)
         >>> dist.destroy_process_group()
     """
+    if any(map(stands_for_tensor, (x, target, weight))):
+        handed: Tensor = overridden(cross_entropy, locals())
+        return handed
     arguments = x, target, weight, group, sizes, classes, ignore_index, reduction, inplace_backward
     loss: Tensor = _cross_entropy(*arguments)
     return loss

@@ -18,6 +18,7 @@ import pytest
 import torch
 from demands import asked_for, calls_on_demand, check_unwanted, demands, every_demand, in_order, leaves, shown
 from gander._table import TORCH, differentiable
+from gander._torch import backend
 from gander._torch import fast as _fast
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -60,8 +61,8 @@ def dispatcher(monkeypatch):
     def switch():
         for name in fast:
             overload = getattr(torch.ops.gander, name).default
-            monkeypatch.setattr(overload, "_op", getattr(_fast.dispatch, name))
-            monkeypatch.setattr(_fast.fast, name, _fast._decline)
+            monkeypatch.setattr(overload, "_op", _fast.dispatch[name])
+            monkeypatch.setattr(backend, name, _fast.dispatch[name])
 
     return switch
 
@@ -312,16 +313,21 @@ def dispatched(monkeypatch):
     assert _fast.status() is True  # after a check of all operators, which calls the dispatcher
     found = []
 
-    def noting(name, through):
-        def dispatch(*given, **named):
-            found.append(name)
+    def noting(name, through, attempt, operator):
+        """What torch.ops calls, and whether the fast path would have declined the same arguments."""
+        names = [argument.name for argument in operator.arguments]
+
+        def call(*given, **named):
+            if attempt(*in_order(name, *given, **named), True) is None:
+                found.append(name)
             return through(*given, **named)
 
-        return dispatch
+        assert names
+        return call
 
     for name in fast:
-        monkeypatch.setattr(_fast.dispatch, name, noting(name, getattr(_fast.dispatch, name)))
-        monkeypatch.setattr(getattr(torch.ops.gander, name).default, "_op", _fast._bypass(name))
+        overload = getattr(torch.ops.gander, name).default
+        monkeypatch.setattr(overload, "_op", noting(name, _fast._wholes[name], fast[name], TORCH[name]))
     return found
 
 

@@ -416,7 +416,7 @@ BAD = {
     "accumulate": (
         lambda f: f(X, WEIGHT, TARGET, accumulate="float64"),
         ValueError,
-        "accumulate is 'float64', expected 'float32' or None",
+        "accumulate is 'float64', expected None or 'float32'",
     ),
     "reduction": (lambda f: f(X, WEIGHT, TARGET, reduction="max"), ValueError, "reduction is 'max'"),
     "divisor": (

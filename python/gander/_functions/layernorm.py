@@ -122,7 +122,7 @@ def layernorm(
     except FAILURES as error:
         refuse_shape("layernorm", weight)
         given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(weight, bias, out), **given) from None
+        raise ops.explained(error, names_of(out), **given) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -286,9 +286,7 @@ def layernorm_fwd(
         )
     except FAILURES as error:
         refuse_shape("layernorm_fwd", weight)
-        raise ops.explained(
-            error, names_of(weight, bias, out), x=x, weight=weight, bias=bias, out=out
-        ) from None
+        raise ops.explained(error, names_of(out), x=x, weight=weight, bias=bias, out=out) from None
     if not (return_rstd or return_mean):
         return y
     return (y, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))

@@ -34,10 +34,9 @@ def refuse_shape(name: str, weight: Any) -> None:
     ) from None
 
 
-def names_of(weight: Any, bias: Any, out: Any) -> dict[str, str]:
-    """What callers call arguments and results of the operators: see weight_of."""
-    names = {"y": "out_dtype" if out is None else "out", "residual_out": "residual_dtype"}
-    return names | {"weight": "bias"} if weight is None and bias is not None else names
+def names_of(out: Any) -> dict[str, str]:
+    """What callers call results of the operators."""
+    return {"y": "out_dtype" if out is None else "out", "residual_out": "residual_dtype"}
 
 
 def weight_of(ops: Backend, x: Any, weight: Any, bias: Any, weight_offset: float = 0) -> Any:

@@ -165,7 +165,7 @@ def rmsnorm(
     except FAILURES as error:
         refuse_shape("rmsnorm", weight)
         given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(weight, bias, out), **given) from None
+        raise ops.explained(error, names_of(out), **given) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -364,7 +364,7 @@ def rmsnorm_fwd(
     except FAILURES as error:
         refuse_shape("rmsnorm_fwd", weight)
         given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(weight, bias, out), **given) from None
+        raise ops.explained(error, names_of(out), **given) from None
     return y, x if residual_out is rows else residual_out, rstd
 
 

@@ -9,7 +9,7 @@ from .. import _backend
 from .._backend import BACKENDS, backend_of
 from .._table import ALGORITHMS, Algorithm
 from .._words import check_flags, number, shown
-from .arguments import AUTO, FAILURES, code_of, overridden
+from .arguments import AUTO, FAILURES, A, Array, code_of, overridden
 
 Masked = Literal["nan", "zero"]
 
@@ -72,17 +72,17 @@ def _masked_softmax(
 
 
 def softmax(
-    x: Any,
+    x: A,
     *,
     dim: int = -1,
     dtype: Any = None,
     scale: float | None = None,
-    mask: Any = None,
+    mask: Array | None = None,
     causal: bool = False,
     masked: Masked = "nan",
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
-) -> Any:
+) -> A:
     """Softmax over one dimension, differentiable.
 
     y = exp(h - max h) / sum exp(h - max h) with h = x * scale + mask. The maximum is subtracted first:
@@ -192,16 +192,16 @@ def _softmax(
 
 
 def log_softmax(
-    x: Any,
+    x: A,
     dim: int = -1,
     dtype: Any = None,
     *,
     scale: float | None = None,
-    mask: Any = None,
+    mask: Array | None = None,
     causal: bool = False,
     masked: Masked = "nan",
     batch_invariant: bool = False,
-) -> Any:
+) -> A:
     """The logarithm of softmax, differentiable.
 
     y = h - max h - log(sum exp(h - max h)) with h = x * scale + mask. Gradient: dx = scale * (dy - exp(y) *
@@ -242,7 +242,7 @@ def log_softmax(
         raise ops.explained(error, x=x, mask=mask) from None
 
 
-def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
+def softmax_fwd(x: A, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> A:
     """softmax(x) over the last dimension, without a gradient.
 
     Args:
@@ -270,7 +270,7 @@ def softmax_fwd(x: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool 
     return softmax(x, algorithm=algorithm, batch_invariant=batch_invariant)
 
 
-def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> Any:
+def softmax_bwd(dy: A, y: Array, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> A:
     """The gradient of softmax: dx = (dy - sum(dy * y)) * y for each row.
 
     Args:
@@ -301,7 +301,9 @@ def softmax_bwd(dy: Any, y: Any, *, algorithm: Algorithm = "auto", batch_invaria
         raise ops.explained(error, dy=dy, y=y) from None
 
 
-def logsumexp(x: Any, dim: Any = -1, keepdim: bool = False, *, batch_invariant: bool = False) -> Any:
+def logsumexp(
+    x: A, dim: int | tuple[int, ...] = -1, keepdim: bool = False, *, batch_invariant: bool = False
+) -> A:
     """log(sum exp(x)) over one or more dimensions, differentiable. The maximum is subtracted first.
 
     Gradient: dx = dlse * exp(x - lse).
