@@ -140,7 +140,7 @@ KINDS |= dict.fromkeys(
     ("prenorm", "store_rstd", "return_rstd", "return_mean", "return_lse", "return_dx"), "flag"
 )
 KINDS |= dict.fromkeys(
-    ("has_bias", "has_residual", "inplace_backward", "keepdim", "value", "remember"), "flag"
+    ("has_bias", "has_residual", "inplace_backward", "keepdim", "enabled", "remember"), "flag"
 )
 KINDS |= dict.fromkeys(("one_pass", "size_average", "reduce", "elementwise_affine"), "flag")
 KINDS |= dict.fromkeys(("shape", "normalized_shape"), "shape")

@@ -295,7 +295,12 @@ def test_torch_ops_with_func(function, inputs):
         "rmsnorm": theirs_rmsnorm,
         "cross_entropy": F.cross_entropy,
     }
-    op = getattr(ops, function)
+    packet = getattr(ops, function)
+
+    def op(*given):
+        out = packet(*given)
+        return out[0] if isinstance(out, tuple) else out
+
     check(torch.func.jacrev(op)(*arguments), torch.func.jacrev(theirs[function])(*arguments))
     out, pull = torch.func.vjp(lambda x: op(x, *arguments[1:]), x)
     check(pull(out), torch.func.vjp(lambda x: theirs[function](x, *arguments[1:]), x)[1](out))
