@@ -318,11 +318,11 @@ def dispatched(monkeypatch):
         names = [argument.name for argument in operator.arguments]
 
         def call(*given, **named):
-            if attempt(*in_order(name, *given, **named), True) is None:
+            known = len(given) <= len(names) and not named.keys() - {*names[len(given) :]}
+            if known and attempt(*in_order(name, *given, **named), True) is None:
                 found.append(name)
             return through(*given, **named)
 
-        assert names
         return call
 
     for name in fast:
@@ -347,20 +347,15 @@ def test_taken_by_overloads(name, data, dispatched):
     for given, named in ((), dict(zip(names, full, strict=True))), (full[:-1], {names[-1]: full[-1]}):
         assert torch.equal(first(overload(*given, **named)), expected)
     assert dispatched == []
-    for (
-        given,
-        named,
-    ) in (  # keywords in another order, or not all of them: the dispatcher knows what they mean
+    for given, named in (  # keywords in another order, and not all of them
         (inputs, {names[-1]: full[-1]}),
         ((), dict(reversed([*zip(names, full, strict=True)]))),
     ):
-        if len(full) > len(given) + len(named) or (not given and len(full) > 1):
-            assert torch.equal(first(overload(*given, **named)), expected)
-            assert dispatched.pop() == name
+        assert torch.equal(first(overload(*given, **named)), expected)
+    assert dispatched == []
     for given, named in ((*full, 1), {}), ((), {}), (full, {"none": 1}), (full, {names[0]: x}):
         with pytest.raises((RuntimeError, TypeError)):
             overload(*given, **named)
-        assert dispatched.pop() == name
 
 
 @pytest.mark.parametrize(("name", "asked"), every_demand(), ids=shown)

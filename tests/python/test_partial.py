@@ -128,7 +128,7 @@ def test_refusals():
         (ValueError, "weight has shape", lambda: loss(x, target, x, weight[:3])),
         (ValueError, r"target_logit has shape \(3,\)", lambda: forward(x, target, x[:3, 0])),
         (TypeError, "target_logit has dtype float64", lambda: forward(x, target, x.double())),
-        (ValueError, "weight has shape .* expected 3", lambda: forward(x, target, x[:, :3], weight)),
+        (ValueError, r"weight has shape .* expected \(3,\)", lambda: forward(x, target, x[:, :3], weight)),
         (TypeError, "target has dtype float32", lambda: forward(x, target.float(), x)),
         (
             NotImplementedError,

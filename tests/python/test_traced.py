@@ -363,7 +363,13 @@ def test_masked_tensors(given):
                 call(x)
 
 
-@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.as_subclass(Plain)], ids=["plain", "subclass"])
+def _subclass(x):
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+        pytest.skip("AOTAutograd of torch 2.11 runs operators of libraries in a mode that refuses subclasses")
+    return x.as_subclass(Plain)
+
+
+@pytest.mark.parametrize("make", [lambda x: x, _subclass], ids=["plain", "subclass"])
 @pytest.mark.parametrize("name", ["softmax", "rmsnorm", "layernorm", "cross_entropy", "linear_cross_entropy"])
 def test_compiled_functions_take_subclasses(name, make, given):
     call = CALLS[name]

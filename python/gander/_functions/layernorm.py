@@ -97,6 +97,8 @@ def layernorm(
         return overridden(layernorm, locals())
     try:
         direct = residual is None and residual_dtype is None and prenorm is False and out is None
+        if isinstance(weight, (list, tuple, int)):  # an error that is raised later, a graph cannot explain
+            refuse_shape("layernorm", weight)
         if direct and (weight is not None or bias is None):
             return ops.layernorm(
                 x,
@@ -122,7 +124,7 @@ def layernorm(
     except FAILURES as error:
         refuse_shape("layernorm", weight)
         given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(out), **given) from None
+        raise ops.explained(error, names_of(x, weight, bias, out), **given) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -286,7 +288,9 @@ def layernorm_fwd(
         )
     except FAILURES as error:
         refuse_shape("layernorm_fwd", weight)
-        raise ops.explained(error, names_of(out), x=x, weight=weight, bias=bias, out=out) from None
+        raise ops.explained(
+            error, names_of(x, weight, bias, out), x=x, weight=weight, bias=bias, out=out
+        ) from None
     if not (return_rstd or return_mean):
         return y
     return (y, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))

@@ -34,9 +34,12 @@ def refuse_shape(name: str, weight: Any) -> None:
     ) from None
 
 
-def names_of(out: Any) -> dict[str, str]:
-    """What callers call results of the operators."""
-    return {"y": "out_dtype" if out is None else "out", "residual_out": "residual_dtype"}
+def names_of(x: Any, weight: Any, bias: Any, out: Any) -> dict[str, str]:
+    """What callers call arguments and results of the operators."""
+    names = {"y": "out_dtype" if out is None else "out", "residual_out": "residual_dtype"}
+    shape = getattr(bias, "shape", ())
+    stands_in = weight is None and len(shape) == 2 and shape == getattr(x, "shape", ())[-2:]  # see weight_of
+    return names | {"weight": "bias"} if stands_in else names
 
 
 def weight_of(ops: Backend, x: Any, weight: Any, bias: Any, weight_offset: float = 0) -> Any:

@@ -133,6 +133,8 @@ def rmsnorm(
         if eps is None:
             eps = epsilon(x)
         direct = residual is None and residual_dtype is None and prenorm is False and out is None
+        if isinstance(weight, (list, tuple, int)):  # an error that is raised later, a graph cannot explain
+            refuse_shape("rmsnorm", weight)
         if direct and (weight is not None or bias is None):
             return ops.rmsnorm(
                 x,
@@ -165,7 +167,7 @@ def rmsnorm(
     except FAILURES as error:
         refuse_shape("rmsnorm", weight)
         given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(out), **given) from None
+        raise ops.explained(error, names_of(x, weight, bias, out), **given) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -364,7 +366,7 @@ def rmsnorm_fwd(
     except FAILURES as error:
         refuse_shape("rmsnorm_fwd", weight)
         given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(out), **given) from None
+        raise ops.explained(error, names_of(x, weight, bias, out), **given) from None
     return y, x if residual_out is rows else residual_out, rstd
 
 
