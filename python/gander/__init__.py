@@ -15,9 +15,10 @@ from ._functions.cross_entropy import (
     cross_entropy_fwd,
 )
 from ._functions.cross_entropy_out import cross_entropy_bwd_out, cross_entropy_fwd_out
+from ._functions.fused_add_rmsnorm import fused_add_rmsnorm
 from ._functions.layernorm import layernorm, layernorm_bwd, layernorm_fwd
 from ._functions.linear_cross_entropy import linear_cross_entropy
-from ._functions.rmsnorm import fused_add_rmsnorm, rmsnorm, rmsnorm_bwd, rmsnorm_fwd
+from ._functions.rmsnorm import rmsnorm, rmsnorm_bwd, rmsnorm_fwd
 from ._functions.softmax import log_softmax, logsumexp, softmax, softmax_bwd, softmax_fwd
 from .info import __version__, algorithms, explain, info, warmup
 

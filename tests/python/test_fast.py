@@ -316,10 +316,13 @@ def dispatched(monkeypatch):
     def noting(name, through, attempt, operator):
         """What torch.ops calls, and whether the fast path would have declined the same arguments."""
         names = [argument.name for argument in operator.arguments]
+        schema = getattr(torch.ops.gander, name).default._schema
+        required = {a.name for a in schema.arguments if not a.has_default_value()}
 
         def call(*given, **named):
-            known = len(given) <= len(names) and not named.keys() - {*names[len(given) :]}
-            if known and attempt(*in_order(name, *given, **named), True) is None:
+            whole = len(given) <= len(names) and not named.keys() - {*names[len(given) :]}
+            whole = whole and required <= {*names[: len(given)], *named}
+            if whole and attempt(*in_order(name, *given, **named), True) is None:
                 found.append(name)
             return through(*given, **named)
 

@@ -110,7 +110,7 @@ def arguments(function, argument, options):
         "dim": N,
         "in_features": N,
         "out_features": CLASSES,
-        "value": False,
+        "enabled": False,
     }
     given = {name: values[name] for name in names}
     return {

@@ -37,16 +37,22 @@ def refuse_shape(name: str, weight: Any) -> None:
 def names_of(x: Any, weight: Any, bias: Any, out: Any) -> dict[str, str]:
     """What callers call arguments and results of the operators."""
     names = {"y": "out_dtype" if out is None else "out", "residual_out": "residual_dtype"}
-    shape = getattr(bias, "shape", ())
-    stands_in = weight is None and len(shape) == 2 and shape == getattr(x, "shape", ())[-2:]  # see weight_of
-    return names | {"weight": "bias"} if stands_in else names
+    try:
+        return names | {"weight": "bias"} if weight is None and for_each_head(x, bias) else names
+    except Exception:  # what has no shape, like a nested tensor, is refused by its own name
+        return names
+
+
+def for_each_head(x: Any, bias: Any) -> bool:
+    """Whether bias has the last two dimensions of x."""
+    return len(bias.shape) == 2 and bias.shape == x.shape[-2:]
 
 
 def weight_of(ops: Backend, x: Any, weight: Any, bias: Any, weight_offset: float = 0) -> Any:
     """The weight to pass to a norm. A bias for each head needs a weight for each head."""
     if weight is not None or bias is None or weight_offset:
         return weight
-    return ops.ones_like(bias) if len(bias.shape) == 2 and bias.shape == x.shape[-2:] else None
+    return ops.ones_like(bias) if for_each_head(x, bias) else None
 
 
 def adds_to(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:

@@ -319,7 +319,7 @@ def logsumexp(
 
     Returns:
         x.shape without dim, float32 also for 16-bit x (float64 for float64). A row that is all -inf gives
-        -inf, one with +inf gives +inf, and one with NaN gives NaN.
+        -inf. A row with +inf or NaN gives NaN, while torch.logsumexp gives +inf for +inf.
 
     Raises:
         TypeError: A dtype, or what is no tensor.
