@@ -148,6 +148,8 @@ for kind in (gnn.LayerNorm, gnn.RMSNorm):
     torch.relu_(norm(x)).square().sum().backward()
     torch.testing.assert_close(norm.weight.grad.full_tensor(), want)
 
+    if torch.__version__ < (2, 12):  # whose DTensor has no sharding strategy for these norms' views
+        continue
     norm, parts = kind((2, 8), elementwise_affine=False), DTensor.from_local(x.detach(), mesh, [Shard(0)])
     y = norm(parts)
     assert y.placements == (Shard(0),) and not y._is_view()
