@@ -1,7 +1,10 @@
 """Fake tensors know the table's rules alone: they never ask the library, and work where it does not."""
 
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 
 import gander
 import pytest
@@ -53,7 +56,20 @@ def in_a_forked_child():
 
 
 def test_in_a_forked_child_of_a_process_that_has_used_the_library():
-    """Servers start by fork."""
+    """Servers start by fork. The parent is a new process: torch refuses backward in a child of one that has
+    run it."""
+    here = [str(pathlib.Path(__file__).parent), *map(os.path.abspath, filter(None, sys.path))]
+    run = subprocess.run(
+        [sys.executable, "-c", "import test_fakes; test_fakes.fork()"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(here)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def fork():
     gander.softmax(torch.ones(2, 3))
     child = os.fork()
     if child == 0:
