@@ -34,11 +34,12 @@ def refuse_shape(name: str, weight: Any) -> None:
     ) from None
 
 
-def names_of(x: Any, weight: Any, bias: Any, out: Any) -> dict[str, str]:
+def names_of(x: Any, weight: Any, bias: Any, out: Any, weight_offset: Any = 0) -> dict[str, str]:
     """What callers call arguments and results of the operators."""
     names = {"y": "out_dtype" if out is None else "out", "residual_out": "residual_dtype"}
     try:
-        return names | {"weight": "bias"} if weight is None and for_each_head(x, bias) else names
+        stands_in = weight is None and not weight_offset and for_each_head(x, bias)  # see weight_of
+        return names | {"weight": "bias"} if stands_in else names
     except Exception:  # what has no shape, like a nested tensor, is refused by its own name
         return names
 

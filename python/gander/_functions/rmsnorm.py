@@ -167,7 +167,7 @@ def rmsnorm(
     except FAILURES as error:
         refuse_shape("rmsnorm", weight)
         given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(x, weight, bias, out), **given) from None
+        raise ops.explained(error, names_of(x, weight, bias, out, weight_offset), **given) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -309,7 +309,7 @@ def rmsnorm_fwd(
     except FAILURES as error:
         refuse_shape("rmsnorm_fwd", weight)
         given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(x, weight, bias, out), **given) from None
+        raise ops.explained(error, names_of(x, weight, bias, out, weight_offset), **given) from None
     return y, x if residual_out is rows else residual_out, rstd
 
 
