@@ -108,7 +108,7 @@ def check(case, q, n, dtype, layout=aligned):
     out = masked_elements(case, x, mask)
     x = layout(torch.where(out, math.nan, x))
     options = {"scale": case.scale, "log": case.log, "causal": case.causal}
-    y = torch.ops.gander.masked_softmax(x, mask, case.out, masked_zero=case.masked_zero, **options)
+    y = torch.ops.gander.masked_softmax(x, mask, out_dtype=case.out, masked_zero=case.masked_zero, **options)
     assert y.dtype == (case.out or dtype)
     theirs, exact = (forward(case, x.to(to), mask, out) for to in (F32, torch.double))
     # An exponential is no more accurate than its argument, of which torch's float32 has as many digits.
@@ -116,7 +116,7 @@ def check(case, q, n, dtype, layout=aligned):
 
     stored = layout(torch.where(out, math.nan, y))
     dy = layout(torch.where(out, math.nan, a._random(5, (B * H * q, n), y.dtype).view(x.shape)))
-    dx = torch.ops.gander.masked_softmax_bwd(dy, stored, mask, dtype, **options)
+    dx = torch.ops.gander.masked_softmax_bwd(dy, stored, mask, x_dtype=dtype, **options)
     assert dx.dtype == dtype
     theirs, exact = (backward(case, dy.to(to), stored.to(to), out) for to in (F32, torch.double))
     assert_accurate(dx, theirs.to(dtype), exact, "dx", extra=abs(case.scale) * 2**-21)

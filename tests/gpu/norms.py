@@ -123,15 +123,13 @@ def check(case, m, n, dtype, layout=aligned):
     ops, name = torch.ops.gander, "layernorm" if case.center else "rmsnorm"
     options = {} if case.center else {"weight_offset": case.weight_offset}
     mean, scale = None, weight if case.weight_offset == 0 else weight.double() + case.weight_offset
+    asked = {"needs_mean": True} if case.center else {}
     if case.residual:
-        forward = getattr(ops, f"{name}_add_fwd")
-        y, stored, *statistics = forward(
-            x, weight, bias, residual, out_dtype=out_kind, residual_dtype=stored_kind, eps=EPS, **options
-        )
-    else:
-        forward = getattr(ops, "layernorm_fwd" if case.center else "rmsnorm_bias_fwd")
-        y, *statistics = forward(x, weight, bias, out_dtype=out_kind, eps=EPS, **options)
-        stored = x
+        asked |= {"residual_dtype": stored_kind, "needs_residual_out": True}
+    y, stored, *statistics = getattr(ops, name)(
+        x, weight, bias, residual, out_dtype=out_kind, eps=EPS, needs_rstd=True, **asked, **options
+    )
+    stored = stored if case.residual else x
     rstd = statistics[-1]
     if case.center:
         mean = statistics[0]
@@ -155,21 +153,23 @@ def check(case, m, n, dtype, layout=aligned):
     dout = layout(a._random(5, rows, out_kind))
     upstream = layout(a._random(6, rows, stored.dtype)) if case.residual else None
     split = case.residual and residual_kind != dtype
-    which = "_dresidual" * split + "_dw" * case.weight + "_db" * case.bias
-    dtypes = options | {"x_dtype": dtype}
+    wanted = {"dresidual": split, "dw": case.weight, "db": case.bias}
+    dtypes = options | {"x_dtype": dtype} | {f"needs_{what}": want for what, want in wanted.items()}
     if split:
         dtypes["residual_dtype"] = residual_kind
     if case.bias:
         dtypes["bias_dtype"] = weight_kind
     saved = [mean, rstd] if case.center else [rstd]
-    results = getattr(ops, f"{name}_add_bwd{which}")(stored, weight, dout, upstream, *saved, **dtypes)
-    results = list(results) if which else [results]
+    results = getattr(ops, f"{name}_bwd")(stored, weight, dout, upstream, *saved, **dtypes)
+    results = dict(zip(("dx", *wanted), results, strict=True))
+    for what, want in wanted.items():
+        assert want or results.pop(what).shape == (0,), what
     mean = mean.view(-1) if case.center else None
     given = stored, scale, dout, mean, rstd.view(-1)
     theirs = _torchs_gradients(case, *(wide(t, F32) for t in given))
     exact = _gradients(case, *(wide(t, torch.double) for t in given))
     more, exact_more = (0, 0) if upstream is None else (upstream.float(), upstream.double())
-    for what, got in zip(("dx", *which.split("_")[1:]), results, strict=True):
+    for what, got in results.items():
         kind = 1 if what == "dw" else 2 if what == "db" else 0
         reference = theirs[kind] if kind else theirs[0] + more
         right = exact[kind] if kind else exact[0] + exact_more

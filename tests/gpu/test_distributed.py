@@ -23,15 +23,17 @@ def test_backward_of_slices(dtype, n):
     for cut in 1, n // 2, n - 1:
         for first, end in (0, cut), (cut, n):
             for part in a.x[:, first:end], a.x[:, first:end].contiguous():
-                options = lse, -100 - first, 0, False
-                dx = torch.ops.gander.cross_entropy_bwd_slice(part, target - first, None, dloss, *options)
+                options = {"ignore_index": -100 - first, "reduction": 0, "slice": True}
+                given = target - first, None, dloss, lse
+                dx = torch.ops.gander.cross_entropy_bwd(part, *given, **options)
                 assert same_bits(dx, want[:, first:end].contiguous())
                 part = part.clone()
-                torch.ops.gander.cross_entropy_bwd_slice_(part, target - first, None, dloss, *options)
+                torch.ops.gander.cross_entropy_bwd_(part, *given, **options)
                 assert same_bits(part, dx)
     weight = torch.full((n,), 2.0, device="cuda")
-    dx = torch.ops.gander.cross_entropy_bwd_slice(
-        a.x, target - n, weight, dloss, lse, -100 - n, 0, False
+    options = {"ignore_index": -100 - n, "reduction": 0, "slice": True}
+    dx = torch.ops.gander.cross_entropy_bwd(
+        a.x, target - n, weight, dloss, lse, **options
     )  # all targets are in another slice
     softmax = (a.x.double() - lse[:, None]).exp() * dloss[:, None]
     softmax[3] = 0

@@ -275,7 +275,8 @@ def test_combine_slices(m, weighted):
             loss, denominator = torch.zeros((), device=device), torch.zeros(1, device=device)
             high, log_sum, losses, weights = outputs
             to = high, log_sum, losses, loss, weights, denominator
-            combine(parts.to(device), target.to(device), *to, 800, -100, mean, weighted)
+            options = {"classes": 800, "mean": mean, "weighted": weighted}
+            combine(parts.to(device), target.to(device), *to, **options)
             results.append([t.cpu() for t in to])
         for on_cpu, once, again in zip(*results, strict=True):
             torch.testing.assert_close(once, on_cpu, rtol=2e-6, atol=0, equal_nan=True)

@@ -11,16 +11,37 @@ from tolerance import assert_accurate
 OPS = torch.ops.gander
 
 
+def layernorm(x, weight, bias, residual=None, **options):
+    """y, residual_out with a residual, mean and rstd."""
+    adds = residual is not None
+    asked = {"needs_residual_out": adds, "needs_mean": True, "needs_rstd": True}
+    y, h, mean, rstd = OPS.layernorm(x, weight, bias, residual, **asked, **options)
+    return (y, h, mean, rstd) if adds else (y, mean, rstd)
+
+
+def layernorm_bwd(x, weight, dout, dresidual_out, mean, rstd, **options):
+    """dx, dw and db."""
+    given = x, weight, dout, dresidual_out, mean, rstd
+    dx, _, dw, db = OPS.layernorm_bwd(*given, needs_dw=True, needs_db=True, **options)
+    return dx, dw, db
+
+
 @pytest.mark.parametrize("n", [64, 1000, 4096, 5376, 16384, 50000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["rmsnorm_add_fwd", "layernorm_add_fwd", "layernorm_fwd"])
-def test_batch_invariant(name, dtype, n):
+@pytest.mark.parametrize(("name", "adds"), [("rmsnorm", True), ("layernorm", True), ("layernorm", False)])
+def test_batch_invariant(name, adds, dtype, n):
     x, residual = (torch.randn(4096, n, device="cuda", dtype=dtype) for _ in range(2))
     weight = torch.randn(n, device="cuda", dtype=dtype)
 
+    asked = {"needs_residual_out": adds, "needs_rstd": True}
+    if name == "layernorm":
+        asked["needs_mean"] = True
+
     def forward(m):
-        more = [residual[:m]] if "add" in name else []
-        return getattr(OPS, name)(x[:m], weight, None, *more, batch_invariant=True)
+        more = residual[:m] if adds else None
+        results = getattr(OPS, name)(x[:m], weight, residual=more, batch_invariant=True, **asked)
+        assert adds or not results[1].numel()
+        return results
 
     every = forward(4096)
     for m in (1, 255, 256, 257):
@@ -32,10 +53,11 @@ def test_batch_invariant(name, dtype, n):
 def test_batch_invariant_layernorm_backward(n):
     x, dout = (torch.randn(4096, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weight = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    _, mean, rstd = OPS.layernorm_fwd(x, weight, None)
+    _, mean, rstd = layernorm(x, weight, None)
 
     def backward(m):
-        return OPS.layernorm_add_bwd(x[:m], weight, dout[:m], None, mean[:m], rstd[:m], batch_invariant=True)
+        given = x[:m], weight, dout[:m], None, mean[:m], rstd[:m]
+        return OPS.layernorm_bwd(*given, batch_invariant=True)[0]
 
     every = backward(4096)
     for m in (1, 255, 256, 257):
@@ -48,8 +70,8 @@ def test_the_same_bits_on_every_run(n):
     weight, bias = torch.randn(2, n, device="cuda", dtype=torch.bfloat16)
 
     def run():
-        y, h, mean, rstd = OPS.layernorm_add_fwd(x, weight, bias, residual)
-        return y, h, *OPS.layernorm_add_bwd_dw_db(h, weight, dout, more, mean, rstd)
+        y, h, mean, rstd = layernorm(x, weight, bias, residual)
+        return y, h, *layernorm_bwd(h, weight, dout, more, mean, rstd)
 
     for first, second in zip(run(), run(), strict=True):
         assert torch.equal(first, second)
@@ -61,7 +83,7 @@ def test_rows_far_from_zero(n, spread):
     """Rows with a mean of 1e4 and a deviation of 1, and rows of which one element is 1e4."""
     x = torch.randn(140, n, device="cuda")
     x[:, : n if spread == "all" else 1] += 1e4
-    y, mean, rstd = OPS.layernorm_fwd(x, None, None, eps=EPS)
+    y, mean, rstd = layernorm(x, None, None, eps=EPS)
     exact = norms._norm(norms.CASES["layernorm-bare"], x.double(), None, None)
     theirs, their_mean, their_rstd = torch.native_layer_norm(x, [n], None, None, EPS)
     assert_accurate(y, theirs, exact[0], "y")
@@ -77,7 +99,8 @@ def test_autograd(m):
     leaves += [torch.randn(n, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2)]
     upstream = [torch.randn(m, n, device="cuda", dtype=dtype) for _ in range(2)]
     x, residual, weight, bias = leaves
-    ours = torch.autograd.grad(OPS.layernorm_add(x, weight, bias, residual, eps=EPS), leaves, upstream)
+    results = OPS.layernorm(x, weight, bias, residual, eps=EPS, needs_residual_out=True)[:2]
+    ours = torch.autograd.grad(results, leaves, upstream)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     h = wide[0] + wide[1]
     exact = torch.autograd.grad(
@@ -104,11 +127,11 @@ def test_heads(n, heads, dtypes):
     tokens = max(3, min(700, (1 << 23) // (heads * n)))
     x, residual, dout, more = (torch.randn(tokens, heads, n, device="cuda", dtype=dtype) for _ in range(4))
     weight, bias = torch.randn(2, heads, n, device="cuda", dtype=kind)
-    y, h, mean, rstd = OPS.layernorm_add_fwd(x, weight, bias, residual)
-    dx, dw, db = OPS.layernorm_add_bwd_dw_db(h, weight, dout, more, mean, rstd)
+    y, h, mean, rstd = layernorm(x, weight, bias, residual)
+    dx, dw, db = layernorm_bwd(h, weight, dout, more, mean, rstd)
     for head in {0, 1, heads // 2, heads - 1} & set(range(heads)):
         mine, given = (slice(None), head), (weight[head], bias[head])
-        want = OPS.layernorm_add_fwd(x[mine].contiguous(), *given, residual[mine].contiguous())
+        want = layernorm(x[mine].contiguous(), *given, residual[mine].contiguous())
         for got, expected in zip((y, h, mean, rstd), want, strict=True):
             torch.testing.assert_close(got[mine], expected)
         one = h[mine].double(), mean[mine].double()[:, None], rstd[mine].double()[:, None]
@@ -123,7 +146,7 @@ def test_heads(n, heads, dtypes):
         ):
             # Rows of 16-bit elements are summed in float32.
             assert (got.double() - expected).norm() / expected.norm() < 4 * torch.finfo(kind).eps
-    again = OPS.layernorm_add_bwd_dw_db(h, weight, dout, more, mean, rstd)
+    again = layernorm_bwd(h, weight, dout, more, mean, rstd)
     assert all(map(torch.equal, again, (dx, dw, db)))
 
 
@@ -136,19 +159,18 @@ def test_rounding(n, kind, wide):
     residual = torch.randn(300, n, device="cuda") if wide else None
     weight = torch.randn(n, device="cuda", dtype=kind)
     options = {"weight_offset": 1.0, "round_normalized": True}
-    if wide:
-        y, h, rstd = OPS.rmsnorm_add_fwd(x, weight, None, residual, out_dtype=torch.float32, **options)
-    else:
-        y, rstd = OPS.rmsnorm_bias_fwd(x, weight, None, out_dtype=torch.float32, **options)
-        h = x
+    asked = {"needs_residual_out": wide, "needs_rstd": True}
+    y, h, rstd = OPS.rmsnorm(x, weight, residual=residual, out_dtype=torch.float32, **asked, **options)
+    h = h if wide else x
     xhat = (h.double() * rstd.double()[:, None]).float()
     scale = weight.float() + 1
     # A product that lies between two numbers of x's type may be rounded to either of them.
     off = (y - xhat.bfloat16().float() * scale).abs() > 1e-5 * y.abs() + 1e-6
     assert off.float().mean() < 0.01
     assert ((y - xhat * scale).abs() <= 2**-8 * y.abs() + 1e-6).all()
-    dx, dw = OPS.rmsnorm_add_bwd_dw(h, weight, dout, None, rstd, x_dtype=torch.bfloat16, **options)
-    plain, _ = OPS.rmsnorm_add_bwd_dw(h, weight, dout, None, rstd, x_dtype=torch.bfloat16, weight_offset=1.0)
+    given, asked = (h, weight, dout, None, rstd), {"x_dtype": torch.bfloat16, "needs_dw": True}
+    dx, _, dw, _ = OPS.rmsnorm_bwd(*given, **asked, **options)
+    plain = OPS.rmsnorm_bwd(*given, **asked, weight_offset=1.0)[0]
     assert torch.equal(dx, plain)
     exact = (dout.double() * xhat.bfloat16().double()).sum(0)
     unrounded = (dout.double() * xhat.double()).sum(0)
@@ -161,7 +183,7 @@ def test_rounding(n, kind, wide):
 def test_in_place(m, n):
     x, residual = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weight = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    want = OPS.rmsnorm_add(x, weight, None, residual)
+    want = OPS.rmsnorm(x, weight, residual=residual, needs_residual_out=True)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     mine, other = x.clone(), residual.clone()
     gander.fused_add_rmsnorm(mine, other, weight)

@@ -195,8 +195,8 @@ def test_gradients():
 def test_backward_only_prefers_an_algorithm():
     y, algorithm = gander.softmax(X), ALGORITHMS.index("warp")
     with pytest.raises((NotImplementedError, RuntimeError), match='algorithm is "warp" on cpu'):
-        torch.ops.gander.softmax_bwd(X, y, algorithm, False)
-    dx = torch.ops.gander.softmax_bwd(X, y, algorithm | IF_SERVED, False)
+        torch.ops.gander.softmax_bwd(X, y, algorithm=algorithm)
+    dx = torch.ops.gander.softmax_bwd(X, y, algorithm=algorithm | IF_SERVED)
     assert torch.equal(dx, gander.softmax_bwd(X, y))
 
 
