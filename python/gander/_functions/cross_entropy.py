@@ -83,9 +83,10 @@ def cross_entropy(
         The loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
 
     Raises:
-        TypeError: A dtype, or what is no tensor.
+        TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
         IndexError: A target, under set_debug(True).
+        NotImplementedError: A nested or sparse tensor.
         RuntimeError: The device, the driver, or memory.
 
     Example:

@@ -69,9 +69,10 @@ def linear_cross_entropy(
         The loss, as cross_entropy returns it.
 
     Raises:
-        TypeError: A dtype, or what is no tensor.
+        TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
         IndexError: A target, under set_debug(True).
+        NotImplementedError: A nested or sparse tensor.
         RuntimeError: The device, the driver, or memory.
 
     Example:

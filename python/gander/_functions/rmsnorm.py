@@ -110,9 +110,9 @@ def rmsnorm(
         residual_dtype, or x itself without a residual, if it has that dtype.
 
     Raises:
-        TypeError: A dtype, or what is no tensor.
+        TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
-        NotImplementedError: An algorithm that does not support x.
+        NotImplementedError: A nested or sparse tensor, or an algorithm that does not support x.
         RuntimeError: The device, the driver, or memory.
 
     Example:

@@ -118,10 +118,11 @@ def softmax(
         float32, like that of torch.nn.functional.softmax.
 
     Raises:
-        TypeError: A dtype, or what is no tensor.
+        TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
         IndexError: dim.
-        NotImplementedError: An algorithm that does not support x. The message says why, and which others do.
+        NotImplementedError: A nested or sparse tensor, or an algorithm that does not support x. The message
+            says why, and which others do.
         RuntimeError: The device, the driver, or memory.
 
     Example:
@@ -322,9 +323,10 @@ def logsumexp(
         -inf. A row with +inf or NaN gives NaN, while torch.logsumexp gives +inf for +inf.
 
     Raises:
-        TypeError: A dtype, or what is no tensor.
+        TypeError: A dtype, or an argument of another type.
         ValueError: A shape.
         IndexError: dim.
+        NotImplementedError: A nested or sparse tensor.
         RuntimeError: The device, the driver, or memory.
 
     Example:
