@@ -426,14 +426,14 @@ int32_t gander_sharded_cross_entropy_combine(const DLTensor* parts, const DLTens
 int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* upstream,
                                 const DLTensor* y, const gander_rescale_options* options, void* stream);
 
-/* lse = log(sum exp(x)) for each row, computed with the maximum subtracted. A row of -inf gives -inf. A
- * row with +inf or NaN gives NaN.
+/* lse = log(sum exp(x)) for each row, computed with the maximum subtracted. A row of -inf gives -inf, a
+ * row with +inf gives +inf, and a row with a NaN gives NaN.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   lse: M elements, contiguous; float64 if x is, else float32. */
 int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
                                  const gander_logsumexp_options* options, void* stream);
 
-/* dx = dlse * exp(x - lse) for each row.
+/* dx = dlse * exp(x - lse) for each row. If lse is +inf, that is NaN where x is +inf, and 0 elsewhere.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   dlse: the leading dimensions of the first operand, any stride; float64 if x is, else float32.
  *   lse: M elements, contiguous; float64 if x is, else float32.

@@ -1009,7 +1009,7 @@ func (o RescaleGradient) Run(c *Call) error {
 }
 
 // LogSumExpForward is the operator logsumexp_forward: lse = log(sum exp(x)) for each row, computed with the
-// maximum subtracted. A row of -inf gives -inf. A row with +inf or NaN gives NaN.
+// maximum subtracted. A row of -inf gives -inf, a row with +inf gives +inf, and a row with a NaN gives NaN.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LogSumExpForward struct {
@@ -1044,7 +1044,8 @@ func (o LogSumExpForward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
-// LogSumExpBackward is the operator logsumexp_backward: dx = dlse * exp(x - lse) for each row.
+// LogSumExpBackward is the operator logsumexp_backward: dx = dlse * exp(x - lse) for each row. If lse is
+// +inf, that is NaN where x is +inf, and 0 elsewhere.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LogSumExpBackward struct {

@@ -374,7 +374,7 @@ var Table = []Group{
 			{
 				Name: "forward", Owned: "gander_logsumexp",
 				Doc: "lse = log(sum exp(x)) for each row, computed with the maximum subtracted. A row of -inf " +
-					"gives -inf. A row with +inf or NaN gives NaN.",
+					"gives -inf, a row with +inf gives +inf, and a row with a NaN gives NaN.",
 				Operands: []Operand{
 					x,
 					{Name: "lse", Shape: PerRow, DType: Statistic, Output: true},
@@ -385,7 +385,8 @@ var Table = []Group{
 			},
 			{
 				Name: "backward", Owned: "gander_logsumexp_grad",
-				Doc: "dx = dlse * exp(x - lse) for each row.",
+				Doc: "dx = dlse * exp(x - lse) for each row. If lse is +inf, that is NaN where x is +inf, and 0 " +
+					"elsewhere.",
 				Operands: []Operand{
 					x,
 					{Name: "dlse", Shape: Strided, DType: Statistic, Gradient: "lse"},

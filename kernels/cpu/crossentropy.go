@@ -294,6 +294,9 @@ func (w *worker[T]) sumsOf(from int, targets []target, partials []partial) []tar
 			continue
 		}
 		s.high, s.others = logSumExp(partials[i*w.blocks:][:w.blocks])
+		if w.isInfinite(from+i, s.high) {
+			s.others = math.Inf(1)
+		}
 		if t.leftOut() == noColumn {
 			exps[i] = 0
 			continue
@@ -325,6 +328,22 @@ func (w *worker[T]) sumsOf(from int, targets []target, partials []partial) []tar
 	}
 	w.funcs.log1pAll(logs)
 	return sums
+}
+
+// isInfinite tells whether a row's log-sum-exp is +inf. The exponential of its maximum, relative to that, is
+// NaN, as are those of NaNs, so the row is read again. A loss is NaN in both cases.
+func (w *worker[T]) isInfinite(row int, high float64) bool {
+	if w.ce.Target.Present() || !math.IsInf(high, 1) {
+		return false
+	}
+	for j := 0; j < w.cols; j += block {
+		for _, v := range w.read(1, &w.x, row, j, min(block, w.cols-j)) {
+			if v != v {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 // combine: a is the maximum, b the factor of the exponentials, c the gradient at the target.

@@ -271,8 +271,8 @@ template <class T_, bool Gradient>
 struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   using T = T_;
   // float suffices: the logarithm makes the error of the sum small. Quick for 16-bit rows, whose elements
-  // have the hardware's exponential anyway.
-  using State = MaxSum<T, float, sizeof(T) == 2>;
+  // have the hardware's exponential anyway. A log-sum-exp alone may be +inf.
+  using State = MaxSum<T, float, sizeof(T) == 2, !Gradient>;
   using Args = CrossEntropyArgs;
   static constexpr bool kHasOutput = Gradient;
   static constexpr bool kMayCacheExp = false;  // the gradient has the bits that backward would compute
@@ -361,8 +361,14 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
       if (leader) row_values().logit = sc.logit, row_values().total = total;
       prepare(sc, total, row_values().grad);
     } else {
-      record(a, row, sc.logit, row_values().weight, total);
+      record_without_gradient(a, row, sc.logit, row_values().weight, total);
     }
+  }
+  // A logit of +inf makes a loss NaN. Where there is a gradient, the sum is NaN by itself.
+  __device__ __forceinline__ static void record_without_gradient(const Args& a, int64_t row, float logit,
+                                                                 float weight, Total total) {
+    if (a.target && total.m == kInfinity) total.sum = kNaN;
+    record(a, row, logit, weight, total);
   }
   __device__ __forceinline__ static void finish_row(const Args& a, int64_t row) {
     record(a, row, row_values().logit, row_values().weight, row_values().total);
@@ -740,8 +746,13 @@ __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   const unsigned self = thread_number_again();  // stats_thread, kept until here, would cost a register too
   if (self < 32) wait_at<kStates>(kThreads<TPR>);
   if (self < kRows && base + self < args.rows.m) {
-    if constexpr (Op::kHasOutput) own = targets[self];
-    Op::record(args, base + self, own.logit, own.label.weight, total(own.logit, states[self].get()));
+    if constexpr (Op::kHasOutput) {
+      own = targets[self];
+      Op::record(args, base + self, own.logit, own.label.weight, total(own.logit, states[self].get()));
+    } else {
+      Op::record_without_gradient(args, base + self, own.logit, own.label.weight,
+                                  total(own.logit, states[self].get()));
+    }
   }
   Op::finish_launch(args);
 }

@@ -9,6 +9,7 @@
 namespace gander {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr float kHighest = 3.402823466e+38f;  // the highest finite float
 
 // threadIdx.x, but not from a register that has been kept for it.
 __device__ __forceinline__ unsigned thread_number_again() {
@@ -119,16 +120,20 @@ struct alignas(8) Sum {
 // Online softmax: a maximum m, and s = sum of exp(x - m), of type A. The empty state is m = -inf, s = 0.
 // Quick: a lane does not wait for the maximum of the others, and sums are rescaled by the exponential that
 // elements have, where that is accurate enough.
-template <class T, class A, bool Quick = false>
+// Infinite: elements of +inf make the sum +inf, which a NaN among them makes NaN. Otherwise both make it NaN.
+template <class T, class A, bool Quick = false, bool Infinite = false>
 struct alignas(2 * sizeof(A)) MaxSum {
-  using Partial = MaxSum<T, float, Quick>;  // float suffices: rounding errors of many parts average out
+  using Partial = MaxSum<T, float, Quick, Infinite>;  // float suffices: errors of many parts average out
   static constexpr bool kMaxFirst = true;
   A s = 0;
   float m = -kInfinity;
 
   // What is subtracted in exponents, for a maximum of m. It is never -inf, so that elements of -inf add 0 and
   // not NaN.
-  __device__ __forceinline__ static float reference(float m) { return m == -kInfinity ? 0.f : m; }
+  __device__ __forceinline__ static float reference(float m) {
+    if constexpr (Infinite) m = fminf(m, kHighest);
+    return m == -kInfinity ? 0.f : m;
+  }
 
   // The factor for a sum that was relative to m, and is to be relative to r.
   __device__ __forceinline__ static A factor(float m, float r) {

@@ -443,6 +443,31 @@ def test_other_losses(rows):
         check("rescale_gradient", inputs, rows.outputs("y"))
 
 
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("vectors", [1, 5, 33, 180, 256, 2600])  # parts of warps, warps, CTAs, clusters
+def test_infinite_logits(dtype, vectors, suffix):
+    """The log-sum-exp of a row with +inf is +inf, or NaN if it has a NaN as well. A loss is NaN in both."""
+    rows = Rows(9, length(vectors, dtype, suffix), dtype)
+    x = rows.values(rows.m, rows.n).copy()
+    inf, nan = np.inf, np.nan
+    for row, values in enumerate(((inf,), (inf, inf), (-inf, inf), (inf, nan), (nan, inf), (-inf,), (nan,))):
+        x[row, -len(values) :] = values[: rows.n]
+    x[5], x[7] = -inf, inf
+    x[8, rows.n // 2] = inf
+    top = x.max(-1)  # NaN if there is one
+    inputs, outputs = {"x": (dtype, x)}, {"lse": ("float32", (rows.m,))}
+    for layout in (LAYOUTS[suffix], Layout(before=1)):
+        lse = check("logsumexp_forward", inputs, outputs, layout=layout)["lse"]
+        assert np.array_equal(lse[:8], np.where(np.isinf(top) | np.isnan(top), top, lse)[:8], equal_nan=True)
+        assert np.isinf(top[:3]).all() and np.isnan(lse[6])
+        more = rows.inputs("dlse") | {"lse": ("float32", lse)}
+        check("logsumexp_backward", inputs | more, rows.outputs("dx"), layout=layout)
+        given = inputs | {"target": ("int64", np.zeros(rows.m, np.int64))}
+        for wanted in ("loss", "loss dx"):
+            loss = check("cross_entropy_forward", given, rows.outputs(wanted), layout=layout)["loss"]
+            assert np.isnan(loss[[0, 1, 2, 3, 4, 6, 7, 8]]).all()
+
+
 @pytest.mark.parametrize("weighted", [0, 1])
 @pytest.mark.parametrize("reduction", [0, 1, 2])  # none, mean, sum
 @pytest.mark.parametrize("m", [1, 256, 700])

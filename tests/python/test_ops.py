@@ -428,6 +428,25 @@ def test_logsumexp_special_values(device):
     torch.testing.assert_close(gander.logsumexp(x), torch.logsumexp(x, -1), equal_nan=True)
 
 
+@pytest.mark.parametrize("columns", [1, 2, 33, 64, 1000, 4096, 5001, 140000])
+@dtypes
+def test_logsumexp_of_infinities(served, dtype, columns):
+    """A row with +inf gives +inf, one with a NaN as well NaN. The gradient is NaN at +inf, else 0."""
+    x = rand((9, columns), dtype, served)
+    inf, nan = float("inf"), float("nan")
+    for row, values in enumerate(((inf,), (inf, inf), (-inf, inf), (inf, nan), (nan, inf), (-inf,), (nan,))):
+        x[row, -len(values) :] = torch.tensor(values[:columns], dtype=dtype)
+    x[5] = -inf
+    x[7] = inf
+    want, want_dx = grads(lambda x: torch.logsumexp(x.to(torch.float64), -1), x)
+    got, dx = grads(gander.logsumexp, x)
+    torch.testing.assert_close(got.double(), want, equal_nan=True, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, want_dx, equal_nan=True)
+    target = torch.zeros(9, dtype=torch.int64, device=x.device)
+    loss, dx = grads(lambda x: gander.cross_entropy(x, target, reduction="none"), x)
+    assert loss[[0, 1, 2, 3, 4, 7]].isnan().all() and dx[[0, 1, 2, 3, 4, 7]].isnan().all()
+
+
 def layouts(dtype, device, n=67):
     """Views of shape (..., n) whose rows are not contiguous."""
     base = rand((5, 4, 2 * n + 1), dtype, device)
