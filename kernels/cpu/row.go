@@ -76,13 +76,15 @@ func (s *strided) row(i int) unsafe.Pointer { return unsafe.Add(s.first, i*s.str
 
 // The exponential function in float32: with n = round(x / ln 2) and r = x - n ln 2, exp(x) is 2^n (1 + r +
 // r^2 q(r)). q is the polynomial of degree 4 with the smallest relative error, 2^-28. ln 2 is split into
-// ln2High + ln2Low, where ln2High has so few bits that n * ln2High is exact. For x below expLow the result
-// would be subnormal, and 0 is returned instead.
+// ln2High + ln2Low, where ln2High has so few bits that n * ln2High is exact. For x below expLow the result is
+// 0. Above it may be subnormal. 2^n has no exponent then, but 2^(n + expShift) has.
 const (
-	log2E   = 1.44269504088896341
-	ln2High = 0.693359375
-	ln2Low  = -2.12194440054690583e-4
-	expLow  = -87.3365447505
+	log2E    = 1.44269504088896341
+	ln2High  = 0.693359375
+	ln2Low   = -2.12194440054690583e-4
+	expLow   = -104
+	expShift = 24
+	expMost  = 71 // AVX2 may return infinity for a larger x, which no operator has unless its operands are wrong
 
 	exp2 = 0.499999934478
 	exp3 = 0.166665206317

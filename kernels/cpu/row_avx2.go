@@ -161,13 +161,15 @@ func withoutAVX2(dst, x []float32, k int) float32 {
 }
 
 // exp8 computes exp(x) as power * scale, which scaled8 multiplies: each function is small enough to be
-// inlined. scale is 2^n, made from the low bits of t, or infinity for n > 127. See row.go for the formula.
+// inlined. scale is 2^(n + expShift), made from the low bits of t, or infinity where that is more than 2^127.
+// The coefficients of power are so much smaller. So a subnormal result takes no further operation, and is
+// rounded once. See row.go for the formula.
 func (k *constants) exp8(x f32x8) (power, scale f32x8) {
 	t := x.MulAdd(c8(&k.log2E), c8(&k.roundBias))
 	n := t.Sub(c8(&k.roundBias))
 	r := n.MulAdd(c8(&k.minusLn2Low), n.MulAdd(c8(&k.minusLn2High), x))
-	p := c8(&k.exp6).MulAdd(r, c8(&k.exp5)).MulAdd(r, c8(&k.exp4)).MulAdd(r, c8(&k.exp3)).
-		MulAdd(r, c8(&k.exp2)).MulAdd(r, c8(&k.one)).MulAdd(r, c8(&k.one))
+	p := c8(&k.small6).MulAdd(r, c8(&k.small5)).MulAdd(r, c8(&k.small4)).MulAdd(r, c8(&k.small3)).
+		MulAdd(r, c8(&k.small2)).MulAdd(r, c8(&k.small1)).MulAdd(r, c8(&k.small1))
 	return p, t.AsInt32x8().Min(n8(&k.roundBias128)).ShiftLeft(n8(&k.twentyThree)).AsFloat32x8()
 }
 

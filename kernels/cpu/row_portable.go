@@ -140,7 +140,11 @@ func exp32(x float32) float32 {
 	n := t - roundBias
 	r := x - n*ln2High - n*ln2Low
 	p := (((exp6*r+exp5)*r+exp4)*r+exp3)*r + exp2
-	return (p*r*r + r + 1) * math.Float32frombits(math.Float32bits(t)<<23)
+	p = p*r*r + r + 1
+	if n < -126 {
+		return p * math.Float32frombits((math.Float32bits(t)+expShift)<<23) * (1.0 / (1 << expShift))
+	}
+	return p * math.Float32frombits(math.Float32bits(t)<<23)
 }
 
 func exp32Row(dst, src []float32, m float32) float64 {

@@ -187,9 +187,9 @@ func TestExp(t *testing.T) {
 	for _, k := range supportedRowFuncs {
 		var x []float32
 		// 272 thousand numbers of each sign.
-		for bits := uint32(0); bits < math.Float32bits(90); bits += 4099 {
+		for bits := uint32(0); bits < math.Float32bits(106); bits += 4099 {
 			x = append(x, -math.Float32frombits(bits))
-			if math.Float32frombits(bits) < 88.7 {
+			if math.Float32frombits(bits) <= expMost {
 				x = append(x, math.Float32frombits(bits))
 			}
 			if len(x) > 1000 {
@@ -197,8 +197,9 @@ func TestExp(t *testing.T) {
 				x = x[:0]
 			}
 		}
-		edge := float32(expLow)
-		checkExp(t, k, []float32{edge, math.Nextafter32(edge, 0), math.Nextafter32(edge, -100), -1e4, -1e30,
+		edge, subnormal := float32(expLow), float32(-126*math.Ln2)
+		checkExp(t, k, []float32{subnormal, math.Nextafter32(subnormal, 0), math.Nextafter32(subnormal, -100)})
+		checkExp(t, k, []float32{edge, math.Nextafter32(edge, 0), math.Nextafter32(edge, -200), -1e4, -1e30,
 			-math.MaxFloat32, float32(math.Inf(-1)), 0, float32(math.NaN()), math.Float32frombits(0xffffffff),
 			89, 1000})
 	}

@@ -24,6 +24,7 @@ func simdRowFuncs() []*rowFuncs[float32] {
 type constants struct {
 	log2E, roundBias, minusLn2High, minusLn2Low, expLow floats
 	exp6, exp5, exp4, exp3, exp2, one, zero             floats
+	small6, small5, small4, small3, small2, small1      floats // exp6 to one, times 2^-expShift
 	roundBias128, twentyThree                           ints
 
 	sixteen, bit0, highHalf, bfloat16Half, bfloat16NaN ints
@@ -39,12 +40,14 @@ type (
 var simdConstants = newConstants()
 
 func newConstants() *constants {
+	const small = 1.0 / (1 << expShift)
 	c := new(constants)
 	for p, v := range map[*floats]float32{
-		&c.log2E: log2E, &c.roundBias: roundBias, &c.minusLn2High: -ln2High, &c.minusLn2Low: -ln2Low,
-		&c.expLow: expLow,
-		&c.exp6:   exp6, &c.exp5: exp5, &c.exp4: exp4, &c.exp3: exp3, &c.exp2: exp2,
-		&c.one: 1,
+		&c.log2E: log2E, &c.roundBias: roundBias + expShift, &c.minusLn2High: -ln2High,
+		&c.minusLn2Low: -ln2Low, &c.expLow: expLow,
+		&c.exp6: exp6, &c.exp5: exp5, &c.exp4: exp4, &c.exp3: exp3, &c.exp2: exp2, &c.one: 1,
+		&c.small6: exp6 * small, &c.small5: exp5 * small, &c.small4: exp4 * small, &c.small3: exp3 * small,
+		&c.small2: exp2 * small, &c.small1: small,
 	} {
 		for i := range p {
 			p[i] = v

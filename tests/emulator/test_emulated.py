@@ -283,6 +283,21 @@ def test_masked_softmax(rows, log, causal, masked_zero):
         check("masked_softmax_backward", given, rows.outputs("dx"), **options)
 
 
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("operator", ["softmax_forward", "masked_softmax_forward"])
+def test_subnormal_softmax(rows, operator):
+    """16-bit elements have the hardware's exponential, which has no subnormal results, in both operators."""
+    x = np.full((rows.m, rows.n), -np.inf, np.float32)
+    x[:, :12] = -np.array([0, 80, 86, 87, 88, 89, 90, 95, 100, 102, 103, 105])
+    exact = np.exp(x.astype(np.float64))
+    inputs = {"x": ("float32", x)}
+    if operator == "masked_softmax_forward":
+        inputs["mask"] = "bool", np.ones(rows.n, bool)
+    for device in (HOST, DEVICE):
+        y = call(device, operator, inputs, rows.outputs("y"))["y"]
+        assert (abs(y - exact / exact.sum(-1, keepdims=True)) <= 1e-6 * exact + 2 * 2.0**-149).all()
+
+
 @pytest.mark.parametrize("weight_offset, round_normalized", [(0, 0), (1, 0), (0, 1), (-0.5, 1)])
 def test_rmsnorm(rows, weight_offset, round_normalized):
     options, other = dict(weight_offset=weight_offset, round_normalized=round_normalized), OTHER[rows.dtype]

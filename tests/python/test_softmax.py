@@ -132,6 +132,31 @@ def test_accuracy(name, dtype, columns, option, device):
     torch.testing.assert_close(dx.double(), want, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("columns", [12, 64, 300, 5000])
+@pytest.mark.parametrize("option", ["plain", "scale", "mask", "causal"])
+@pytest.mark.parametrize("dtype", [BRAIN, SINGLE])
+def test_subnormal_results(columns, option, dtype, device):
+    """Elements so far below the maximum that their softmax is subnormal keep the digits that it has."""
+    if device == "cuda" and dtype == BRAIN:
+        pytest.skip("the exponential that GPUs have for 16-bit elements has no subnormal results")
+    x = torch.full((columns, columns) if option == "causal" else (3, columns), -math.inf, device=device)
+    x[:, :12] = -torch.tensor([0, 80, 86, 87, 88, 89, 90, 95, 100, 102, 103, 105.0], device=device)
+    x = x.to(dtype)
+    options = {
+        "plain": {},
+        "scale": {"scale": 0.5},
+        "mask": {"mask": torch.ones(columns, dtype=torch.bool, device=device)},
+        "causal": {"causal": True},
+    }[option]
+    y = gander.softmax(2 * x if option == "scale" else x, **options)[-1]
+    exact = F.softmax(x[-1].double(), -1)
+    digits = (torch.finfo(dtype).eps + 1e-6) * exact + 2 * torch.finfo(dtype).smallest_normal * torch.finfo(
+        dtype
+    ).eps
+    assert ((y - exact).abs() <= digits).all(), (y, exact)
+    assert 0 < y[6] < torch.finfo(dtype).tiny
+
+
 @pytest.mark.parametrize("options", list(itertools.product([False, True], repeat=3)), ids=str)
 def test_gradcheck(name, options):
     scale, causal, with_mask = options
