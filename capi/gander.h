@@ -304,8 +304,9 @@ int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const
 
 /* y = (h - mean) * rstd * weight + bias with h = x + residual and rstd = 1 / sqrt(mean((h - mean)^2) +
  * eps) for each row (Ba, Kiros and Hinton, "Layer Normalization", 2016). h is rounded to the dtype of
- * residual_out, which receives it. Without residual_out, it is rounded to x's dtype if that is residual's
- * too. A weight or bias of shape (H, N) is that of each head, and both have it.
+ * residual_out, which receives it. If residual_out is absent, that is the dtype which x + residual has in
+ * torch: x's, or if residual has another one, float32 (float64 for float64). So y is the same with such a
+ * residual_out and without. A weight or bias of shape (H, N) is that of each head, and both have it.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
  *   bfloat16 or float32; or NULL.

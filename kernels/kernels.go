@@ -189,9 +189,9 @@ type Norm struct {
 }
 
 // SumType is the type that forward rounds h to, Float32 or Float64 for none. LayerNorm's h is what
-// ResidualOut holds, or without one X + Residual as PyTorch rounds it. Where the elements of a row differ by
-// less than the rounding step, the rounded row has another variance, and backward, which reads it, needs that
-// variance. RMSNorm's h is not rounded.
+// ResidualOut holds, and an absent ResidualOut stands for one of the type that X + Residual has in PyTorch.
+// Where the elements of a row differ by less than the rounding step, the rounded row has another variance,
+// and backward, which reads it, needs that variance. RMSNorm's h is not rounded.
 func (n *Norm) SumType() DType {
 	switch {
 	case n.X.DType == Float64:

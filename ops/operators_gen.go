@@ -495,9 +495,10 @@ func (a *rmsNormBackward) options() kernels.RMSNormOptions {
 
 // LayerNormForward is the operator layernorm_forward: y = (h - mean) * rstd * weight + bias with h = x +
 // residual and rstd = 1 / sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and Hinton, "Layer
-// Normalization", 2016). h is rounded to the dtype of residual_out, which receives it. Without residual_out,
-// it is rounded to x's dtype if that is residual's too. A weight or bias of shape (H, N) is that of each
-// head, and both have it.
+// Normalization", 2016). h is rounded to the dtype of residual_out, which receives it. If residual_out is
+// absent, that is the dtype which x + residual has in torch: x's, or if residual has another one, float32
+// (float64 for float64). So y is the same with such a residual_out and without. A weight or bias of shape (H,
+// N) is that of each head, and both have it.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type LayerNormForward struct {

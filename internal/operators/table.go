@@ -189,9 +189,10 @@ var Table = []Group{
 				Name: "forward", Owned: "gander_layernorm", Refuses: true,
 				Doc: "y = (h - mean) * rstd * weight + bias with h = x + residual and rstd = 1 / sqrt(mean((h - " +
 					"mean)^2) + eps) for each row (Ba, Kiros and Hinton, \"Layer Normalization\", 2016). h is " +
-					"rounded to the dtype of residual_out, which receives it. Without residual_out, it is rounded to " +
-					"x's dtype if that is residual's too. A weight or bias of shape (H, N) is that of each head, and " +
-					"both have it.",
+					"rounded to the dtype of residual_out, which receives it. If residual_out is absent, that is the " +
+					"dtype which x + residual has in torch: x's, or if residual has another one, float32 (float64 for " +
+					"float64). So y is the same with such a residual_out and without. A weight or bias of shape (H, N) " +
+					"is that of each head, and both have it.",
 				Operands: []Operand{x, weight, bias, residual, normed, sum, written(mean), written(rstd)},
 				Torch: []Torch{
 					{Name: "layernorm", Results: []string{"y", "residual_out", "mean", "rstd"},

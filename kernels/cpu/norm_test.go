@@ -574,6 +574,40 @@ func TestNormRounded(t *testing.T) {
 	})
 }
 
+// TestLayerNormOfTheSum: y is the norm of what residual_out holds. It is the same without residual_out if
+// that has the type of x + residual in torch.
+func TestLayerNormOfTheSum(t *testing.T) {
+	low := []kernels.DType{kernels.Float16, kernels.BFloat16, kernels.Float32}
+	norm := func(x, residual, sum matrix) []float64 {
+		y := newMatrix(kernels.Float32, int(x.Rows), int(x.Cols), 0, 0)
+		call := kernels.Norm{X: x.Matrix, Residual: residual.Matrix, ResidualOut: sum.Matrix, Y: y.Matrix,
+			Eps: 1e-6, Center: true}
+		require.NoError(t, NormForward(&call, 1))
+		return y.row(int(x.Rows) - 1)
+	}
+	forEachInstructionSet(t, func(t *testing.T) {
+		for _, n := range []int{5, 300, block + 1, longRow + 1} {
+			for _, of := range [][2]kernels.DType{{0, 0}, {1, 1}, {2, 2}, {0, 1}, {1, 2}, {2, 0}} {
+				normal := func(_, j int) float64 { return normals[j%len(normals)] }
+				x := newMatrix(of[0], 2, n, 0, 0).fill(normal)
+				residual := newMatrix(of[1], 2, n, 0, 0).fill(func(_, _ int) float64 { return 30 })
+				inTorch := kernels.Float32
+				if of[0] == of[1] {
+					inTorch = of[0]
+				}
+				for _, stored := range low {
+					sum := newMatrix(stored, 2, n, 0, 0)
+					y := norm(x, residual, sum)
+					require.Equal(t, norm(sum, matrix{}, matrix{}), y, "%v in %v, %d columns", of, stored, n)
+					if stored == inTorch {
+						require.Equal(t, norm(x, residual, matrix{}), y, "%v, %d columns", of, n)
+					}
+				}
+			}
+		}
+	})
+}
+
 func BenchmarkNorm(b *testing.B) {
 	for _, dtype := range []kernels.DType{kernels.BFloat16, kernels.Float32} {
 		for _, shape := range [][2]int{{64, 512}, {2048, 4096}, {64, 131072}} {

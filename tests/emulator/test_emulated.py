@@ -323,9 +323,12 @@ def test_layernorm(rows):
     check("layernorm_forward", rows.inputs("x"), rows.outputs("y"))
     inputs = rows.inputs("x residual weight bias", residual=other, weight="float32")
     check("layernorm_forward", inputs, rows.outputs("y residual_out mean rstd", residual_out=other))
-    inputs = rows.inputs("x residual weight bias")  # the sum is rounded to x's type
-    check("layernorm_forward", inputs, rows.outputs("y residual_out mean rstd"))
-    check("layernorm_forward", inputs, rows.outputs("y"))
+    # The sum is rounded to the type of residual_out, and without it to that which x + residual has in torch.
+    for residual, stored in ((rows.dtype, rows.dtype), (other, "float32")):
+        inputs = rows.inputs("x residual weight bias", residual=residual)
+        outputs = rows.outputs("y residual_out mean rstd", residual_out=stored)
+        y = check("layernorm_forward", inputs, outputs)["y"]
+        assert np.array_equal(check("layernorm_forward", inputs, rows.outputs("y"))["y"], y)
     check("layernorm_backward", rows.inputs("x dout mean rstd", dout=other), rows.outputs("dx"))
     inputs = rows.inputs("x weight dout dresidual_out mean rstd")
     check("layernorm_backward", inputs, rows.outputs("dx dw db"))
