@@ -234,7 +234,7 @@ def test_layernorm_rounds_the_sum_that_backward_reads(dtypes, prenorm, columns, 
     mine = leaves((x, weight, bias, residual), [True] * 4)
     y = gander.layernorm(*mine, eps=1e-5, residual_dtype=dtypes[2], out_dtype=dtypes[0], prenorm=prenorm)
     y, h = y if prenorm else (y, None)
-    total = (x.float() + residual.float()).to(dtypes[2] if prenorm and dtypes[2] else (x + residual).dtype)
+    total = (x.float() + residual.float()).to(dtypes[2] or (x + residual).dtype)
     theirs = [t.double().requires_grad_() for t in (total, weight, bias)]
     want = F.layer_norm(theirs[0], (columns,), *theirs[1:], 1e-5)
     assert h is None or torch.equal(h, total)

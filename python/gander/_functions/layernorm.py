@@ -14,6 +14,7 @@ from .norms import (
     out_of_statistic,
     out_of_sum,
     refuse_shape,
+    rounds_otherwise,
     weight_of,
 )
 
@@ -63,8 +64,9 @@ def layernorm(
 
     y = (h - mean h) / sqrt(var h + eps) * weight + bias with h = x + residual. Ba, Kiros and Hinton, "Layer
     Normalization", 2016. var is the mean of the squared distances from the mean, which is subtracted first.
-    With a residual, y is that of h in the dtype that x + residual has in torch; with prenorm, in that of
-    residual_out. Under CUDA autocast y is float32 by default, like that of torch.nn.functional.layer_norm.
+    y is that of h rounded to residual_dtype, whether or not it is returned; without one, to the dtype that
+    x + residual has in torch. Under CUDA autocast y is float32 by default, like that of
+    torch.nn.functional.layer_norm.
 
     Args:
         x: As in rmsnorm.
@@ -72,7 +74,8 @@ def layernorm(
         bias: As in rmsnorm.
         residual: As in rmsnorm.
         out_dtype: As in rmsnorm.
-        residual_dtype: The dtype of residual_out. By default that of x + residual in torch.
+        residual_dtype: The dtype of h, and of residual_out. By default that of x + residual in torch. Another
+            one than that makes h a tensor in memory without prenorm too.
         eps: Added to the variance. torch's default is 1e-5.
         prenorm: Return (y, residual_out).
         batch_invariant: As in softmax.
@@ -163,9 +166,9 @@ def _layernorm(
         return out, x if h is None else h, mean, rstd
     if residual_dtype is not None:
         residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
-    adds = prenorm and adds_to(ops, x, residual, residual_dtype)
-    if not prenorm:
-        residual_dtype = None  # y is that of the sum in this dtype, so it would depend on prenorm
+    # y is that of the sum in residual_dtype, also where nobody wants the sum.
+    rounds = rounds_otherwise(ops, x, residual, residual_dtype)
+    adds = rounds or (prenorm and adds_to(ops, x, residual, residual_dtype))
     if residual is not None and residual_dtype is None:
         residual_dtype = dtype_of_sum(ops, x, residual)
     y, h, mean, rstd = ops.layernorm(

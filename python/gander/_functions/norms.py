@@ -68,6 +68,15 @@ def dtype_of_sum(ops: Backend, x: Any, residual: Any) -> Any:
     return ops.dtype("float32", "residual_dtype") if ops.differs(x, residual.dtype) else x.dtype
 
 
+def rounds_otherwise(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:
+    """Whether layernorm rounds its sum to another dtype than that of x + residual in torch."""
+    if residual_dtype is None:
+        return False
+    if residual is None or not ops.differs(x, residual.dtype):
+        return ops.differs(x, residual_dtype)
+    return residual_dtype != ops.dtype("float32", "residual_dtype")
+
+
 def out_of_sum(
     ops: Backend,
     x: Any,
@@ -84,7 +93,8 @@ def out_of_sum(
     residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
     check_out(ops, "out", x, out, ops.dtype(out_dtype, "out_dtype"))
     adds = adds_to(ops, x, residual, residual_dtype)
-    if not prenorm or not (adds or ops.may_share_memory(x, out)):
+    rounds = layer and rounds_otherwise(ops, x, residual, residual_dtype)
+    if not rounds and not (prenorm and (adds or ops.may_share_memory(x, out))):
         return None
     if residual_dtype is None and layer and residual is not None:
         residual_dtype = dtype_of_sum(ops, x, residual)

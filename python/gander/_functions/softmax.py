@@ -320,7 +320,7 @@ def logsumexp(
 
     Returns:
         x.shape without dim, float32 also for 16-bit x (float64 for float64). A row that is all -inf gives
-        -inf. A row with +inf or NaN gives NaN, while torch.logsumexp gives +inf for +inf.
+        -inf, a row with +inf gives +inf, and a row with a NaN gives NaN, as in torch.logsumexp.
 
     Raises:
         TypeError: A dtype, or an argument of another type.
