@@ -9,7 +9,7 @@ umask g-w,o-w # programs are run from the cache, so only this user may write the
 
 readonly ROOT=$PWD
 readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/gander
-readonly VENV=$ROOT/.venv                # Python packages, from requirements.txt
+VENV=$ROOT/.venv                         # Python packages, from requirements.txt
 readonly STATE=$ROOT/.build              # this checkout's stamps, logs and temporary files
 readonly IMPORTS=$ROOT/python:$ROOT/bench # gander and gander_bench, for PYTHONPATH
 readonly LIBRARY=python/gander/_native/libgander.so
@@ -29,8 +29,9 @@ usage: ./build.sh TASK [ARGUMENT...]
 
   build      compile the kernels and the library into python/gander
   demo       show this machine, check and time each op, and train a small language model with gander
-  test       run all checks that need no GPU; `test NAME...` runs only these checks
-  test-torch run tests/python with other releases of torch: `test-torch 2.11.0`, `test-torch oldest`;
+  test       run all checks that need no GPU, with a sample of the cases of tests that have many;
+             `test --all` runs all cases, as CI does; `test NAME...` runs only these checks
+  test-torch run a sample of tests/python with other releases of torch: `test-torch 2.11.0`, `oldest`;
              python/gander/_torch/fast.py lists the releases that are tested, and `test` runs the newest
   bench      measure host overhead, load time and throughput, next to torch and torch.compile;
              `bench train` trains a Llama with torch, torch.compile, Liger and gander
@@ -47,7 +48,9 @@ The machine needs Python 3.10 or newer with venv, gcc and g++. The rest comes fr
 
   GANDER_ARCHS        architectures to compile for (sm_90 compute_80 compute_90): sm_XY is machine code,
                       compute_XY PTX
-  GANDER_PYTHON       the Python interpreter for the tasks, instead of .venv and python3
+  GANDER_PYTHON       the Python interpreter for the tasks. That of a virtual environment is used as it is, if
+                      it has the packages of requirements.txt; another one makes .venv
+  GANDER_TEST         `all`: tests run all their cases, those of go test and pytest too
   GANDER_TRUST_CACHE  if 1, use the cache even if another user owns it or may write to it (containers)
   XDG_CACHE_HOME      where the toolchain and the compiled kernels are kept (~/.cache)
 TEXT
@@ -68,11 +71,17 @@ seconds_since() {
   printf '%d.%d' $((tenths / 10)) $((tenths % 10))
 }
 
-# step TEXT COMMAND...: runs the command and prints TEXT before it, and TEXT with the seconds after it.
+# step TEXT COMMAND...: runs the command and prints TEXT before it, and TEXT with the seconds after it. In the
+# main shell it is a background job, or it would go on after that was killed.
 step() {
   local text=$1 start=$EPOCHREALTIME
   say "-> $text"
-  "${@:2}" >&2
+  if ((BASH_SUBSHELL == 0)); then
+    background "${@:2}" >&2
+    wait "${JOBS[-1]}"
+  else
+    "${@:2}" >&2
+  fi
   say "   $text: $(seconds_since "$start") s"
 }
 
@@ -126,6 +135,17 @@ pip_install() {
   "$1" -m pip install --quiet --no-input --disable-pip-version-check --no-compile --require-hashes "${@:2}"
 }
 
+# given_venv: takes the virtual environment of GANDER_PYTHON in place of .venv, if it names one.
+given_venv() {
+  local is_venv='import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")' prefix
+  [[ -n ${GANDER_PYTHON:-} ]] || return 0
+  prefix=$("$GANDER_PYTHON" -c "$is_venv") || die "GANDER_PYTHON=$GANDER_PYTHON does not run"
+  [[ -n $prefix ]] || return 0
+  "$prefix/bin/python" -c 'import pip' || die "GANDER_PYTHON=$GANDER_PYTHON has no pip: install it there"
+  VENV=$prefix GIVEN=1
+  export PYTHONPATH=$IMPORTS${PYTHONPATH:+:$PYTHONPATH}
+}
+
 # bare_venv: makes .venv, without packages, if it does not exist.
 bare_venv() {
   "$VENV/bin/python" -c 'import pip' 2>/dev/null || step "a virtual environment in .venv" make_venv "$VENV"
@@ -143,6 +163,11 @@ fill_venv() {
 # packages: fills .venv if its packages are not those of requirements.txt, or its path file has other paths.
 packages() {
   local want
+  if [[ -n ${GIVEN:-} ]]; then
+    want=$(pip_install "$VENV/bin/python" --dry-run --no-deps --no-index -r requirements.txt 2>&1) ||
+      die "GANDER_PYTHON=$GANDER_PYTHON lacks packages of requirements.txt:"$'\n'"$want"
+    return
+  fi
   want=$(ls requirements.txt | digest "$IMPORTS" "$("$VENV/bin/python" --version)")
   [[ -f $VENV/digest && $(<"$VENV/digest") == "$want" ]] && return
   step "torch and the other Python packages into .venv" fill_venv
@@ -216,6 +241,7 @@ compilers() {
   done
   usable_paths
   trusted_cache
+  given_venv
   bare_venv
   if ! has_go; then
     tree=$(unpacked requirements-go.txt)
@@ -293,8 +319,9 @@ compiled() {
 built() {
   compilers
   background packages
+  local packages=${JOBS[-1]}
   compiled
-  wait "${JOBS[-1]}"
+  wait "$packages"
 }
 
 task_build() {
@@ -369,18 +396,21 @@ check_staticcheck() {
 
 go_test() { go test -v -timeout 30m "$@" | grep -v '^=== '; }
 
-check_portable() { GOEXPERIMENT='' CGO_CFLAGS='' go_test ./...; }
+# The planner is a pure function of its arguments. One run of its tests, which take long, is enough, and they
+# could find no race.
+readonly PLANNER='Plans|TestEvery|TestAlgorithmsAreWhatTheySay'
+
+check_portable() { GOEXPERIMENT='' CGO_CFLAGS='' go_test -skip "$PLANNER" ./...; }
 
 check_simd() { go_test -tags cuda ./...; }
 
 check_nocgo() {
   export CGO_ENABLED=0
   go vet ./dlpack/... ./ops/...
-  go_test ./dlpack/... ./ops/...
+  go_test -skip "$PLANNER" ./dlpack/... ./ops/...
 }
 
-# The planner is a pure function of its arguments. Its tests would take minutes and could find no race.
-check_race() { go_test -race -skip 'Plans|TestEvery|TestAlgorithmsAreWhatTheySay' -tags cuda ./...; }
+check_race() { go_test -race -skip "$PLANNER" -tags cuda ./...; }
 
 # Generated files must be what their generators write. They run in a copy, so that the checkout does not
 # change.
@@ -388,21 +418,20 @@ check_generated() {
   local copy=$STATE/generated here there
   rm -rf "$copy"
   mkdir -p "$copy"
-  tar -c --exclude=__pycache__ --exclude='*.so' $SOURCES tests go.mod go.sum | tar -x -C "$copy"
+  git ls-files -z -- $SOURCES tests go.mod go.sum | tar -c --null -T - | tar -x -C "$copy"
   (cd "$copy" && go generate ./...)
-  here=$(generated_files .)
-  there=$(generated_files "$copy")
+  here=$(git ls-files -z -- "${GENERATED[@]}" | digests)
+  there=$(cd "$copy" && find $SOURCES tests \( -name '*_gen.*' -o -path capi/gander.h \) -print0 | digests)
   [[ -n $there ]] || die "no generated file was found"
   diff <(printf '%s' "$here") <(printf '%s' "$there") || die "run go generate ./... and commit what it wrote"
   rm -rf "$copy"
 }
 
-# generated_files FOLDER: prints a digest and the name of each generated file. Parts of gander.h are generated
-# too.
-generated_files() {
-  (cd "$1" && find $SOURCES tests \( -name '*_gen.*' -o -path capi/gander.h \) -type f |
-    LC_ALL=C sort | xargs -r sha256sum)
-}
+# Parts of gander.h are generated too.
+readonly GENERATED=(':(glob)**/*_gen.*' capi/gander.h)
+
+# digests: prints a digest and the name of each file of a list.
+digests() { LC_ALL=C sort -z | xargs -0 -r sha256sum; }
 
 # internal/cmd/compile reads ptxas' report of every kernel, also of cached ones, and refuses spills and stack
 # frames.
@@ -568,10 +597,31 @@ summary() {
   ((failed == 0))
 }
 
+# prepare NAME...: makes what these checks need: Go alone, the Python packages, or the library as well.
+prepare() {
+  local name needs=''
+  for name in "$@"; do
+    case $name in
+      gofmt | generated) ;;
+      ruff | clangformat | types) needs=${needs:-packages} ;;
+      *) needs=library ;;
+    esac
+  done
+  case $needs in
+    library) built ;;
+    packages) compilers; packages ;;
+    *) compilers ;;
+  esac
+}
+
 task_test() {
   local go=$GO_LANE python=$PYTHON_LANE start=$EPOCHREALTIME
+  if [[ ${1:-} == --all ]]; then
+    export GANDER_TEST=all
+    shift
+  fi
   if (($# > 0)); then go="$*" python=''; fi
-  built
+  prepare $go $python
   rm -rf "$STATE/test"
   mkdir -p "$STATE/test"
   background lane $go
@@ -636,7 +686,7 @@ try_wheels() {
 }
 
 task_clean() {
-  rm -rf "$VENV" "$STATE" dist {python,bench}/build {python,bench}/*.egg-info demo.png
+  rm -rf "$ROOT/.venv" "$STATE" dist {python,bench}/build {python,bench}/*.egg-info demo.png
   rm -f python/gander/_*/*.so kernels/images/*.fatbin
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }

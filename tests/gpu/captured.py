@@ -18,7 +18,7 @@ def operands(n, dtype, scale):
     return a
 
 
-assert "libgander.so" not in Path("/proc/self/maps").read_text(), "the library was loaded before the first call"
+assert "libgander.so" not in Path("/proc/self/maps").read_text(), "the library was loaded before a call"
 cases = []
 for dtype in DTYPES:
     for n in (1001, 8192, 300000):

@@ -11,11 +11,12 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [str(ROOT / "python"), str(ROOT / "bench")]  # of gander and of gander_bench
-sys.path[:0] = PACKAGES
+sys.path[:0] = [*PACKAGES, str(ROOT / "tests")]  # the latter for sample.py
 os.environ["PYTHONPATH"] = os.pathsep.join([*PACKAGES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from sample import pytest_collection_modifyitems, pytest_report_header  # noqa: E402, F401
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 

@@ -18,8 +18,8 @@ PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
 # What the benchmark compares with where it is installed, and what comes with torch.
 OPTIONAL = {"quack", "liger_kernel", "transformers", "cudnn", "flashinfer", "cuda"}
 
-# Not by find_spec: setuptools' import hook takes a lookup of pip for pip itself, and then leaves this process the
-# standard library's distutils, with which torch compiles nothing.
+# Not by find_spec: setuptools' import hook takes a lookup of pip for pip itself, and then leaves this process
+# the standard library's distutils, with which torch compiles nothing.
 pytestmark = pytest.mark.skipif(
     not {"pip", "setuptools"} <= {found.name for found in importlib.metadata.distributions()},
     reason="this environment has no pip or no setuptools, which build a wheel",

@@ -159,6 +159,43 @@ def test_an_interrupted_download_leaves_nothing(checkout, number):
     assert not checkout.unfinished()
 
 
+def test_a_stopped_step_does_not_go_on(checkout):
+    """The signal of `kill` reaches build.sh alone."""
+    shutil.rmtree(checkout.root / ".venv")
+    started = checkout.root / "started"
+    checkout.write(
+        "bin/slow",
+        f"""#!/bin/sh
+[ "$1" = -c ] && exit
+echo $$ >"{started}.new" && mv "{started}.new" "{started}"
+exec sleep 600
+""",
+    )
+    process = checkout.start(GANDER_PYTHON="slow")
+    until(started.exists)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    until(lambda: not Path(f"/proc/{started.read_text().strip()}").exists())
+
+
+def test_a_given_environment_is_left_as_it_is(checkout):
+    checkout.write(
+        "given/bin/python",
+        f"""#!/bin/sh
+[ "$1" = -c ] && exec echo "{checkout.root}/given"
+case " $* " in *" --dry-run "*) echo "no torch" && exit 1 ;; esac
+exec "{checkout.root}/pip" "$@"
+""",
+    )
+    (checkout.root / ".venv/bin/python").rename(checkout.root / "pip")
+    shutil.rmtree(checkout.root / ".venv")
+    done = checkout.run("./build.sh", "test", "ruff", GANDER_PYTHON=f"{checkout.root}/given/bin/python")
+    assert done.returncode == 1
+    assert "lacks packages of requirements.txt:\nno torch" in done.stderr
+    assert not (checkout.root / ".venv").exists()
+
+
 def test_a_killed_download_is_removed_by_the_next(checkout):
     hang = Path(f"{checkout.pips}.hang")
     hang.touch()

@@ -16,7 +16,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"time"
 )
 
 // compiler runs nvcc behind a cache.
@@ -80,37 +79,34 @@ func imageArguments(unit, arch string) []string {
 	return all
 }
 
-// compile fills in the job's object, and tells whether nvcc had to run.
-func (c *compiler) compile(j *job) (fresh bool, err error) {
+// find fills in the job's object if the cache has it.
+func (c *compiler) find(j *job) (found bool, err error) {
 	files := map[string][]byte{}
 	if err := collect(j.source, files); err != nil {
 		return false, err
 	}
 	arguments := [][]string{ptxArguments(virtual(j.arch)), imageArguments(j.unit(), j.arch)}
-	changes := adaptations(j.unit(), j.arch)
-	cached := filepath.Join(c.cache, c.key(files, arguments, changes)+".object")
-	switch err := j.object.read(cached); {
-	case err == nil:
-		return false, nil
-	case !errors.Is(err, fs.ErrNotExist):
+	j.cached = filepath.Join(c.cache, c.key(files, arguments, adaptations(j.unit(), j.arch))+".object")
+	err = j.object.read(j.cached)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		fmt.Fprintf(c.progress, "%s: the cache is damaged, compiling again: %v\n", j.name(), err)
 	}
-	start := time.Now()
+	return err == nil, nil
+}
+
+// compile makes the object of a job that find has not found, and adds it to the cache.
+func (c *compiler) compile(j *job) error {
 	ptx, err := c.ptx(j.source, virtual(j.arch))
 	if err != nil {
-		return true, err
+		return err
 	}
-	if ptx, err = c.adapted(ptx, j.arch, changes); err != nil {
-		return true, err
+	if ptx, err = c.adapted(ptx, j.arch, adaptations(j.unit(), j.arch)); err != nil {
+		return err
 	}
-	if j.image, j.log, err = c.invoke(j.name(), ptx, arguments[1]); err != nil {
-		return true, err
+	if j.image, j.log, err = c.invoke(j.name(), ptx, imageArguments(j.unit(), j.arch)); err != nil {
+		return err
 	}
-	if err := j.object.write(cached); err != nil {
-		return true, err
-	}
-	fmt.Fprintf(c.progress, "%s: %.1f s\n", j.name(), time.Since(start).Seconds())
-	return true, nil
+	return j.object.write(j.cached)
 }
 
 // ptx compiles a source to PTX, once, and returns the file. This takes most of the time, and is shared by all

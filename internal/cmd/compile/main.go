@@ -66,6 +66,7 @@ func run(progress io.Writer, nvcc, cache, out string, archs, sources []string) e
 // job is one image: a source compiled for one architecture.
 type job struct {
 	source, arch string
+	cached       string // the object's path in the cache
 	object
 }
 
@@ -97,33 +98,45 @@ func isNative(arch string) bool { return strings.HasPrefix(arch, "sm_") }
 // compileAll sets every job's object and returns how many were not in the cache. It stops after the first
 // failure.
 func compileAll(c *compiler, jobs []*job) (int, error) {
+	var missing []*job
+	for _, j := range jobs {
+		switch found, err := c.find(j); {
+		case err != nil:
+			return 0, fmt.Errorf("%s for %s: %w", j.source, j.arch, err)
+		case !found:
+			missing = append(missing, j)
+		}
+	}
 	var mu sync.Mutex
 	var failure error
 	var next, compiled int
+	start := time.Now()
 	take := func() *job {
 		mu.Lock()
 		defer mu.Unlock()
-		if failure != nil || next == len(jobs) {
+		if failure != nil || next == len(missing) {
 			return nil
 		}
 		next++
-		return jobs[next-1]
+		return missing[next-1]
 	}
 	work := func() {
 		for j := take(); j != nil; j = take() {
-			fresh, err := c.compile(j)
+			err := c.compile(j)
 			mu.Lock()
-			if err != nil && failure == nil {
-				failure = fmt.Errorf("%s for %s: %w", j.source, j.arch, err)
-			}
-			if fresh {
+			if err == nil {
 				compiled++
+				left := time.Since(start) / time.Duration(compiled) * time.Duration(len(missing)-compiled)
+				fmt.Fprintf(c.progress, "%d of %d: %s, %v left\n", compiled, len(missing), j.name(),
+					left.Round(time.Second))
+			} else if failure == nil {
+				failure = fmt.Errorf("%s for %s: %w", j.source, j.arch, err)
 			}
 			mu.Unlock()
 		}
 	}
 	var workers sync.WaitGroup
-	for range min(runtime.NumCPU(), len(jobs)) {
+	for range min(runtime.NumCPU(), len(missing)) {
 		workers.Go(work)
 	}
 	workers.Wait()
