@@ -7,16 +7,7 @@ from typing import Any, Literal, overload
 from .._backend import BACKENDS, Backend, backend_of
 from .._words import check_flags, number
 from .arguments import FAILURES, A, Array, overridden
-from .norms import (
-    adds_to,
-    dtype_of_sum,
-    names_of,
-    out_of_statistic,
-    out_of_sum,
-    refuse_shape,
-    rounds_otherwise,
-    weight_of,
-)
+from .norms import explained, out_of_statistic, out_of_sum, plan_sum, refuse_shape, weight_for
 
 
 @overload
@@ -98,10 +89,10 @@ def layernorm(
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(layernorm, locals())
+    if isinstance(weight, (list, tuple, int)):  # an error that is raised later, a graph cannot explain
+        refuse_shape("layernorm", weight)
     try:
         direct = residual is None and residual_dtype is None and prenorm is False and out is None
-        if isinstance(weight, (list, tuple, int)):  # an error that is raised later, a graph cannot explain
-            refuse_shape("layernorm", weight)
         if direct and (weight is not None or bias is None):
             return ops.layernorm(
                 x,
@@ -125,9 +116,7 @@ def layernorm(
             batch_invariant=batch_invariant,
         )
     except FAILURES as error:
-        refuse_shape("layernorm", weight)
-        given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(x, weight, bias, out), **given) from None
+        raise explained(ops, error, x, weight, bias, residual, out) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -147,44 +136,42 @@ def _layernorm(
     needs_statistics: bool = False,
 ) -> Any:
     """(y, residual_out, mean, rstd), the last three on demand. residual_out may be x, if it is the same."""
-    weight = weight_of(ops, x, weight, bias)
-    if out is not None:
-        h = out_of_sum(ops, x, residual, residual_dtype, out, out_dtype, prenorm=prenorm, layer=True)
-        mean, rstd = (out_of_statistic(ops, x) if needs_statistics else None for _ in range(2))
-        ops.layernorm_out(
+    if weight is None and bias is not None:
+        weight = weight_for(ops, x, bias)
+    out_dtype = None if out_dtype is None else ops.dtype(out_dtype, "out_dtype")
+    adds = False
+    if residual is not None or residual_dtype is not None:
+        residual_dtype, adds = plan_sum(ops, x, residual, residual_dtype, prenorm, layer=True)
+    if out is None:
+        y, h, mean, rstd = ops.layernorm(
             x,
             weight,
             bias,
             residual,
-            out,
-            residual_out=h,
-            mean=mean,
-            rstd=rstd,
+            out_dtype=out_dtype,
+            residual_dtype=residual_dtype,
             eps=eps,
             batch_invariant=batch_invariant,
+            needs_residual_out=adds,
+            needs_mean=needs_statistics,
+            needs_rstd=needs_statistics,
         )
-        return out, x if h is None else h, mean, rstd
-    if residual_dtype is not None:
-        residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
-    # y is that of the sum in residual_dtype, also where nobody wants the sum.
-    rounds = rounds_otherwise(ops, x, residual, residual_dtype)
-    adds = rounds or (prenorm and adds_to(ops, x, residual, residual_dtype))
-    if residual is not None and residual_dtype is None:
-        residual_dtype = dtype_of_sum(ops, x, residual)
-    y, h, mean, rstd = ops.layernorm(
+        return y, h if adds else x, mean, rstd
+    h = out_of_sum(ops, x, residual, out, out_dtype, residual_dtype, adds=adds, prenorm=prenorm)
+    mean, rstd = (out_of_statistic(ops, x) if needs_statistics else None for _ in range(2))
+    ops.layernorm_out(
         x,
         weight,
         bias,
         residual,
-        out_dtype=None if out_dtype is None else ops.dtype(out_dtype, "out_dtype"),
-        residual_dtype=residual_dtype,
+        out,
+        residual_out=h,
+        mean=mean,
+        rstd=rstd,
         eps=eps,
         batch_invariant=batch_invariant,
-        needs_residual_out=adds,
-        needs_mean=needs_statistics,
-        needs_rstd=needs_statistics,
     )
-    return y, h if adds else x, mean, rstd
+    return out, x if h is None else h, mean, rstd
 
 
 @overload
@@ -291,9 +278,7 @@ def layernorm_fwd(
         )
     except FAILURES as error:
         refuse_shape("layernorm_fwd", weight)
-        raise ops.explained(
-            error, names_of(x, weight, bias, out), x=x, weight=weight, bias=bias, out=out
-        ) from None
+        raise explained(ops, error, x, weight, bias, residual=None, out=out) from None
     if not (return_rstd or return_mean):
         return y
     return (y, *[rstd] * bool(return_rstd), *[mean] * bool(return_mean))

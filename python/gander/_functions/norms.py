@@ -34,41 +34,43 @@ def refuse_shape(name: str, weight: Any) -> None:
     ) from None
 
 
-def names_of(x: Any, weight: Any, bias: Any, out: Any, weight_offset: Any = 0) -> dict[str, str]:
-    """What callers call arguments and results of the operators."""
+def explained(
+    ops: Backend,
+    error: Exception,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    out: Any,
+    weight_offset: float = 0,
+) -> Exception:
+    """The exception to raise for an error of a norm's forward pass."""
     names = {"y": "out_dtype" if out is None else "out", "residual_out": "residual_dtype"}
     try:
-        stands_in = weight is None and not weight_offset and for_each_head(x, bias)  # see weight_of
-        return names | {"weight": "bias"} if stands_in else names
+        stands_in = weight is None and not weight_offset and _for_each_head(x, bias)  # see weight_for
     except Exception:  # what has no shape, like a nested tensor, is refused by its own name
-        return names
+        stands_in = False
+    if stands_in:
+        names["weight"] = "bias"
+    return ops.explained(error, names, x=x, weight=weight, bias=bias, residual=residual, out=out)
 
 
-def for_each_head(x: Any, bias: Any) -> bool:
+def _for_each_head(x: Any, bias: Any) -> bool:
     """Whether bias has the last two dimensions of x."""
     return len(bias.shape) == 2 and bias.shape == x.shape[-2:]
 
 
-def weight_of(ops: Backend, x: Any, weight: Any, bias: Any, weight_offset: float = 0) -> Any:
-    """The weight to pass to a norm. A bias for each head needs a weight for each head."""
-    if weight is not None or bias is None or weight_offset:
-        return weight
-    return ops.ones_like(bias) if for_each_head(x, bias) else None
+def weight_for(ops: Backend, x: Any, bias: Any, weight_offset: float = 0) -> Any:
+    """The weight to pass to a norm without one. A bias for each head needs a weight for each head."""
+    return ops.ones_like(bias) if not weight_offset and _for_each_head(x, bias) else None
 
 
-def adds_to(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:
-    """Whether residual_out is something else than x."""
-    if residual is None:
-        return residual_dtype is not None and ops.differs(x, residual_dtype)
-    return True
-
-
-def dtype_of_sum(ops: Backend, x: Any, residual: Any) -> Any:
+def _dtype_of_sum(ops: Backend, x: Any, residual: Any) -> Any:
     """The dtype of x + residual in torch."""
     return ops.dtype("float32", "residual_dtype") if ops.differs(x, residual.dtype) else x.dtype
 
 
-def rounds_otherwise(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:
+def _rounds_otherwise(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:
     """Whether layernorm rounds its sum to another dtype than that of x + residual in torch."""
     if residual_dtype is None:
         return False
@@ -77,27 +79,38 @@ def rounds_otherwise(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -
     return residual_dtype != ops.dtype("float32", "residual_dtype")
 
 
+def plan_sum(
+    ops: Backend, x: Any, residual: Any, residual_dtype: Any, prenorm: bool, *, layer: bool = False
+) -> tuple[Any, bool]:
+    """The dtype of residual_out, None for the operator's default, and whether the operator makes it. Without
+    prenorm nobody asks for it, and x may have the same numbers."""
+    if residual_dtype is not None:
+        residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
+    # layernorm's y is that of the sum in residual_dtype, also where nobody asks for the sum.
+    adds = layer and _rounds_otherwise(ops, x, residual, residual_dtype)
+    if prenorm and not adds:
+        adds = residual is not None or (residual_dtype is not None and ops.differs(x, residual_dtype))
+    if residual is not None and residual_dtype is None and (layer or not prenorm):
+        # Without prenorm, the digits that a narrower sum lost would be missing in rmsnorm's gradient.
+        residual_dtype = _dtype_of_sum(ops, x, residual)
+    return residual_dtype, adds
+
+
 def out_of_sum(
     ops: Backend,
     x: Any,
     residual: Any,
-    residual_dtype: Any,
     out: Any,
     out_dtype: Any,
+    residual_dtype: Any,
     *,
+    adds: bool,
     prenorm: bool,
-    layer: bool = False,
 ) -> Any:
-    """A new array for residual_out of a norm that writes to `out`. None without prenorm, and if x has the
-    same numbers."""
-    residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
-    check_out(ops, "out", x, out, ops.dtype(out_dtype, "out_dtype"))
-    adds = adds_to(ops, x, residual, residual_dtype)
-    rounds = layer and rounds_otherwise(ops, x, residual, residual_dtype)
-    if not rounds and not (prenorm and (adds or ops.may_share_memory(x, out))):
+    """A new array for residual_out of a norm that writes to `out`, or None. adds: see plan_sum."""
+    check_out(ops, "out", x, out, out_dtype)
+    if not adds and not (prenorm and ops.may_share_memory(x, out)):  # else x is residual_out
         return None
-    if residual_dtype is None and layer and residual is not None:
-        residual_dtype = dtype_of_sum(ops, x, residual)
     return ops.empty(x, tuple(x.shape), residual_dtype or (x if residual is None else residual).dtype)
 
 

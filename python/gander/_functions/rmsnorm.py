@@ -10,15 +10,14 @@ from .._words import check_flags, number
 from .arguments import AUTO, FAILURES, A, Array, code_of, overridden
 from .norms import (
     CastingMode,
-    adds_to,
-    dtype_of_sum,
     epsilon,
-    names_of,
+    explained,
     out_of_statistic,
     out_of_sum,
+    plan_sum,
     refuse_shape,
     rounds,
-    weight_of,
+    weight_for,
 )
 
 
@@ -129,12 +128,12 @@ def rmsnorm(
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(rmsnorm, locals())
+    if isinstance(weight, (list, tuple, int)):  # an error that is raised later, a graph cannot explain
+        refuse_shape("rmsnorm", weight)
     try:
         if eps is None:
             eps = epsilon(x)
         direct = residual is None and residual_dtype is None and prenorm is False and out is None
-        if isinstance(weight, (list, tuple, int)):  # an error that is raised later, a graph cannot explain
-            refuse_shape("rmsnorm", weight)
         if direct and (weight is not None or bias is None):
             return ops.rmsnorm(
                 x,
@@ -162,12 +161,10 @@ def rmsnorm(
             algorithm=code,
             batch_invariant=batch_invariant,
             weight_offset=weight_offset,
-            round_normalized=casting_mode is not None and rounds(casting_mode),
+            casting_mode=casting_mode,
         )
     except FAILURES as error:
-        refuse_shape("rmsnorm", weight)
-        given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(x, weight, bias, out, weight_offset), **given) from None
+        raise explained(ops, error, x, weight, bias, residual, out, weight_offset) from None
     return (y, residual_out) if prenorm else y
 
 
@@ -186,51 +183,51 @@ def _rmsnorm(
     algorithm: int,
     batch_invariant: bool,
     weight_offset: float,
-    round_normalized: bool,
+    casting_mode: Any,
     needs_rstd: bool = False,
 ) -> Any:
     """(y, residual_out, rstd), the last two on demand. residual_out is x if it has the same numbers."""
-    weight = weight_of(ops, x, weight, bias, weight_offset)
-    if out is not None:
-        h = out_of_sum(ops, x, residual, residual_dtype, out, out_dtype, prenorm=prenorm)
-        rstd = out_of_statistic(ops, x) if needs_rstd else None
-        ops.rmsnorm_out(
+    if weight is None and bias is not None:
+        weight = weight_for(ops, x, bias, weight_offset)
+    round_normalized = casting_mode is not None and rounds(casting_mode)
+    out_dtype = None if out_dtype is None else ops.dtype(out_dtype, "out_dtype")
+    adds = False
+    if residual is not None or residual_dtype is not None:
+        residual_dtype, adds = plan_sum(ops, x, residual, residual_dtype, prenorm)
+    if out is None:
+        y, h, rstd = ops.rmsnorm(
             x,
             weight,
             bias,
             residual,
-            out,
-            residual_out=h,
-            rstd=rstd,
+            out_dtype=out_dtype,
+            residual_dtype=residual_dtype,
             eps=eps,
             algorithm=algorithm,
             batch_invariant=batch_invariant,
             weight_offset=weight_offset,
             round_normalized=round_normalized,
+            needs_residual_out=adds,
+            needs_rstd=needs_rstd,
         )
-        return out, x if h is None else h, rstd
-    if residual_dtype is not None:
-        residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
-    adds = prenorm and adds_to(ops, x, residual, residual_dtype)
-    if residual is not None and residual_dtype is None and not prenorm:
-        # The digits that a narrower sum lost would be missing in the gradient.
-        residual_dtype = dtype_of_sum(ops, x, residual)
-    y, h, rstd = ops.rmsnorm(
+        return y, h if adds else x, rstd
+    h = out_of_sum(ops, x, residual, out, out_dtype, residual_dtype, adds=adds, prenorm=prenorm)
+    rstd = out_of_statistic(ops, x) if needs_rstd else None
+    ops.rmsnorm_out(
         x,
         weight,
         bias,
         residual,
-        out_dtype=None if out_dtype is None else ops.dtype(out_dtype, "out_dtype"),
-        residual_dtype=residual_dtype,
+        out,
+        residual_out=h,
+        rstd=rstd,
         eps=eps,
         algorithm=algorithm,
         batch_invariant=batch_invariant,
         weight_offset=weight_offset,
         round_normalized=round_normalized,
-        needs_residual_out=adds,
-        needs_rstd=needs_rstd,
     )
-    return y, h if adds else x, rstd
+    return out, x if h is None else h, rstd
 
 
 def rmsnorm_fwd(
@@ -304,12 +301,11 @@ def rmsnorm_fwd(
             algorithm=code,
             batch_invariant=batch_invariant,
             weight_offset=weight_offset,
-            round_normalized=casting_mode is not None and rounds(casting_mode),
+            casting_mode=casting_mode,
         )
     except FAILURES as error:
         refuse_shape("rmsnorm_fwd", weight)
-        given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        raise ops.explained(error, names_of(x, weight, bias, out, weight_offset), **given) from None
+        raise explained(ops, error, x, weight, bias, residual, out, weight_offset) from None
     return y, x if residual_out is rows else residual_out, rstd
 
 
