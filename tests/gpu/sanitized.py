@@ -97,7 +97,7 @@ class Tensor:
         return ctypes.byref(self.dl)
 
 
-@abi.Allocate
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 def scratch(context, size):
     try:
         return allocate(size)
@@ -105,18 +105,24 @@ def scratch(context, size):
         return None  # the library reports it; after an exception ctypes would return an undefined value
 
 
-ALLOCATOR = abi.Allocator(None, scratch)
-SOFTMAX, RMSNORM, LAYERNORM = (abi.options(g, ALLOCATOR) for g in ("softmax", "rmsnorm", "layernorm"))
+class Allocator(ctypes.Structure):
+    """gander_allocator"""
+
+    _fields_ = (("context", ctypes.c_void_p), ("allocate", type(scratch)))
+
+
+ALLOCATOR = Allocator(None, scratch)
+GIVEN = {"allocator": ctypes.addressof(ALLOCATOR)}
+SOFTMAX, RMSNORM, LAYERNORM = (abi.options(g, **GIVEN) for g in ("softmax", "rmsnorm", "layernorm"))
 MASKED, LOG, CAUSAL = (
-    abi.options("masked_softmax", ALLOCATOR, log=log, causal=causal)
-    for log, causal in ((0, 0), (1, 0), (1, 1))
+    abi.options("masked_softmax", **GIVEN, log=log, causal=causal) for log, causal in ((0, 0), (1, 0), (1, 1))
 )
 IGNORED = -100
 NONE, MEAN, ONE_PASS = (
-    abi.options("cross_entropy", ALLOCATOR, reduction=reduction, one_pass=one_pass)
+    abi.options("cross_entropy", **GIVEN, reduction=reduction, one_pass=one_pass)
     for reduction, one_pass in ((0, 0), (1, 0), (1, 1))
 )
-SHARDED = abi.options("sharded_cross_entropy", ALLOCATOR, mean=1, weighted=1)
+SHARDED = abi.options("sharded_cross_entropy", **GIVEN, mean=1, weighted=1)
 RANDOM = np.random.default_rng(0)
 VALUES = RANDOM.standard_normal(1 << 24, dtype=np.float32)
 

@@ -27,15 +27,11 @@ def call(name: str, given: dict[str, Any]) -> Any:
     operator = OPERATORS[torch_operator.operator]
     if given.get("inplace_backward") or torch_operator.writes == {"x": "dx"}:
         raise only_torch("inplace_backward")
-    values = {
-        option.name: _value(option, given.get(option.name, torch_operator.fixed.get(option.name)))
-        for option in OPTIONS[operator.group]
-        if option.name in given or option.name in torch_operator.fixed
-    }
-    for argument in torch_operator.arguments:
-        if argument.kind == "extra":  # only the gradient uses it, which arrays do not have
-            values.pop(argument.name, None)
-    values |= torch_operator.fixed
+    # Arrays have no gradient, so there is no use for the options of gradients.
+    extra = [argument.name for argument in torch_operator.arguments if argument.kind == "extra"]
+    chosen = {name: value for name, value in given.items() if name not in extra} | torch_operator.fixed
+    options = [option for option in OPTIONS[operator.group] if option.name in chosen]
+    values = {option.name: _value(option, chosen[option.name]) for option in options}
     struct = library.options(operator.group, **values)
     if torch_operator.writes:
         written = {output: given[argument] for argument, output in torch_operator.writes.items()}

@@ -59,11 +59,17 @@ def _export(x, name, stream):
         ) from None
 
 
-def _contents(capsule):
-    """The managed tensor in a capsule, and the DLTensor in that."""
-    kind, name = (Managed, _NAME) if _capsule_is_valid(capsule, _NAME) else (Legacy, _LEGACY_NAME)
-    managed = cast(_capsule_pointer(capsule, name), POINTER(kind))
-    return managed, managed.contents.tensor
+def _imported(x, name, stream):
+    """The tensor of x, without a deleter: it belongs to its capsule, which is kept as an attribute."""
+    capsule = _export(x, name, stream)
+    if _capsule_is_valid(capsule, _NAME):
+        found = cast(_capsule_pointer(capsule, _NAME), POINTER(Managed)).contents
+        managed = Managed(found.major, found.minor, None, Deleter(), found.flags, found.tensor)
+    else:
+        found = cast(_capsule_pointer(capsule, _LEGACY_NAME), POINTER(Legacy)).contents
+        managed = Managed(1, 0, None, Deleter(), 0, found.tensor)
+    managed.capsule = capsule
+    return managed
 
 
 def _stride(sizes, strides):
@@ -102,17 +108,16 @@ def indices(x):
 
 
 def _input(x, operand, stream):
-    """A capsule of x, or of a contiguous copy if the library does not support the strides of x."""
+    """The tensor of x, or of a contiguous copy if the library does not support the strides of x."""
     if x is None:
         return None
     if operand.dtype == "index":
         x = indices(x)
-    capsule = _export(x, operand.name, stream)
-    if not _is_supported(_contents(capsule)[1], SHAPES[operand.shape].layout):
-        module = module_of(x)
-        if module is not None:  # for other libraries libgander's error says what to do
-            return _export(module.ascontiguousarray(x), operand.name, stream)
-    return capsule
+    managed, module = _imported(x, operand.name, stream), module_of(x)
+    # For arrays of other libraries libgander's error says what to do.
+    if module is None or _is_supported(managed.tensor, SHAPES[operand.shape].layout):
+        return managed
+    return _imported(module.ascontiguousarray(x), operand.name, stream)
 
 
 def _stream(x):
@@ -125,37 +130,22 @@ def _stream(x):
 
 
 def run(operator, inputs, dtypes, options, results):
-    """Calls the operator's function that owns its inputs. Returns the outputs named in `results`.
+    """Calls the operator's function that returns new outputs. Returns those named in `results`.
 
-    The library consumes its inputs even if the call fails. So nothing here may fail between the renaming of
-    the first capsule and the call.
+    The library takes ownership of inputs that have a deleter. These have none.
     """
     function = getattr(library.load(), operator.owned)
     like = inputs[0]
     stream, dlpack_stream = _stream(like)
     operands = [operand for operand in operator.operands if not operand.output]
-    capsules = [_input(x, operand, dlpack_stream) for x, operand in zip(inputs, operands, strict=True)]
-    pointers, unowned = [], []
-    for capsule in capsules:
-        if capsule is None:
-            pointers.append(None)
-            continue
-        managed, tensor = _contents(capsule)
-        # A legacy tensor is passed without a deleter. Its capsule frees it when this function returns.
-        if managed._type_ is Legacy:
-            unowned.append(Managed(1, 0, None, Deleter(), 0, tensor))
-            managed = ctypes.pointer(unowned[-1])
-        pointers.append(managed)
+    tensors = [_input(x, operand, dlpack_stream) for x, operand in zip(inputs, operands, strict=True)]
     outputs = {
         operand.name: POINTER(Managed)() if operand.name in results else None
         for operand in operator.operands
         if operand.output
     }
     slots = [None if output is None else byref(output) for output in outputs.values()]
-    for capsule in capsules:
-        if capsule is not None and _capsule_is_valid(capsule, _NAME):
-            _capsule_set_name(capsule, _USED)
-    library.check(function(*pointers, *dtypes, byref(options), stream, *slots))
+    library.check(function(*tensors, *dtypes, options, stream, *slots))
     owned = {name: _Owned(output) for name, output in outputs.items() if output is not None}
     return tuple(_like(like, owned[name]) for name in results)
 
@@ -170,20 +160,16 @@ def run_into(name, inputs, written, options):
     """
     operator = OPERATORS[name]
     stream, dlpack_stream = _stream(inputs[operator.operands[0].name])
-    capsules, pointers = [], []
+    tensors = []
     for operand in operator.operands:
         x = (written if operand.output else inputs).get(operand.name)
-        if x is None:
-            pointers.append(None)
-            continue
-        in_place = any(x is array for array in written.values())
-        capsule = (_export if in_place else _input)(x, operand.name if in_place else operand, dlpack_stream)
-        managed, tensor = _contents(capsule)
-        if in_place:
+        if x is not None and any(x is array for array in written.values()):
+            managed = _imported(x, operand.name, dlpack_stream)
             _check_writable(x, operand.name, managed)
-        capsules.append(capsule)
-        pointers.append(ctypes.pointer(tensor))
-    library.check(getattr(library.load(), f"gander_{name}")(*pointers, byref(options), stream))
+        else:
+            managed = _input(x, operand, dlpack_stream)
+        tensors.append(None if managed is None else managed.tensor)
+    library.check(getattr(library.load(), f"gander_{name}")(*tensors, options, stream))
 
 
 def module_of(x):
@@ -196,7 +182,7 @@ def _check_writable(x, name, managed):
     """Refuses an array that may not be written. Libraries other than these have immutable arrays."""
     if module_of(x) is None:
         raise TypeError(f"{name} is {kind(x)}, expected an array of NumPy or CuPy, because it is written")
-    if managed._type_ is Managed and managed.contents.flags & _READ_ONLY:
+    if managed.flags & _READ_ONLY:
         raise ValueError(f"{name} is read-only, expected an array that can be written; pass a copy")
 
 
@@ -210,23 +196,19 @@ class _Owned:
         self._managed = managed
         self._capsule = _capsule_new(cast(managed, c_void_p), _NAME, None)
 
-    def _take(self):
-        if not _capsule_is_valid(self._capsule, _NAME):
-            raise BufferError("this result of gander's was already consumed through __dlpack__")
-        return self._capsule
-
     def __dlpack_device__(self):
         device = self._managed.contents.tensor.device
         return device.type, device.id
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        capsule = self._take()
+        if not _capsule_is_valid(self._capsule, _NAME):
+            raise BufferError("this result of gander's was already consumed through __dlpack__")
         if max_version is not None and max_version[0] >= 1:
-            return capsule
+            return self._capsule
         legacy = Legacy(self._managed.contents.tensor, None, _free_legacy)
         address = ctypes.addressof(legacy)
         _exported[address] = legacy, self._managed
-        _capsule_set_name(capsule, _USED)
+        _capsule_set_name(self._capsule, _USED)
         return _capsule_new(address, _LEGACY_NAME, None)
 
     def __del__(self):

@@ -22,21 +22,12 @@ _SERVED = ("float16", "bfloat16", "float32", "float64")
 
 # DLPack's (type code, bits) of each element type, by the name that NumPy and torch use.
 DTYPES = {
-    "float16": (2, 16),
-    "bfloat16": (4, 16),
-    "float32": (2, 32),
-    "float64": (2, 64),
-    "int8": (0, 8),
-    "int16": (0, 16),
-    "int32": (0, 32),
-    "int64": (0, 64),
-    "uint8": (1, 8),
-    "uint16": (1, 16),
-    "uint32": (1, 32),
-    "uint64": (1, 64),
-    "complex64": (5, 64),
-    "complex128": (5, 128),
     "bool": (6, 8),
+    **{f"int{bits}": (0, bits) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (1, bits) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": (2, bits) for bits in (16, 32, 64)},
+    "bfloat16": (4, 16),
+    **{f"complex{bits}": (5, bits) for bits in (64, 128)},
 }
 
 
@@ -62,86 +53,70 @@ class Tensor(ctypes.Structure):
     ]
 
 
+Deleter = ctypes.CFUNCTYPE(None, c_void_p)
+
+
 class Legacy(ctypes.Structure):
     """DLManagedTensor, the unversioned struct from before DLPack 1.0."""
+
+    _fields_ = [("tensor", Tensor), ("context", c_void_p), ("deleter", Deleter)]
 
 
 class Managed(ctypes.Structure):
     """DLManagedTensorVersioned."""
 
-
-Deleter = ctypes.CFUNCTYPE(None, c_void_p)
-Legacy._fields_ = [("tensor", Tensor), ("context", c_void_p), ("deleter", Deleter)]
-Managed._fields_ = [
-    ("major", c_uint32),
-    ("minor", c_uint32),
-    ("context", c_void_p),
-    ("deleter", Deleter),
-    ("flags", c_uint64),
-    ("tensor", Tensor),
-]
-
-
-Allocate = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_size_t)
-
-
-class Allocator(ctypes.Structure):
-    _fields_ = [("context", c_void_p), ("allocate", Allocate)]
+    _fields_ = [
+        ("major", c_uint32),
+        ("minor", c_uint32),
+        ("context", c_void_p),
+        ("deleter", Deleter),
+        ("flags", c_uint64),
+        ("tensor", Tensor),
+    ]
 
 
 def _struct(options: tuple[Option, ...]) -> type[ctypes.Structure]:
     """gander_<group>_options"""
     types = {"real": c_double, "integer": c_int64}
     fields = [(option.name, types.get(option.type, c_int32)) for option in options]
-    head = [("size", c_size_t), ("allocator", POINTER(Allocator))]
+    head = [("size", c_size_t), ("allocator", c_void_p)]
     return type("Options", (ctypes.Structure,), {"_fields_": head + fields})
 
 
 _STRUCTS = {group: _struct(options) for group, options in OPTIONS.items()}
 
 
-def options(group: str, allocator: Allocator | None = None, **values: float) -> ctypes.Structure:
+def options(group: str, **values: float) -> ctypes.Structure:
     """The options of a call. Those that are not given have their default values."""
     struct = _STRUCTS[group]
-    return struct(
-        size=ctypes.sizeof(struct),
-        allocator=None if allocator is None else ctypes.pointer(allocator),
-        **{option.name: option.default for option in OPTIONS[group]} | values,
-    )
+    defaults = {option.name: option.default for option in OPTIONS[group]}
+    return struct(size=ctypes.sizeof(struct), **defaults | values)
 
 
-def _options_and_stream(operator: Operator) -> list:
-    return [POINTER(_STRUCTS[operator.group]), c_void_p]
-
-
-def _borrowing(operator: Operator) -> list:
-    """The parameters of the function that borrows all its tensors, outputs included."""
-    return [POINTER(Tensor) for _ in operator.operands] + _options_and_stream(operator)
-
-
-def _owning(operator: Operator) -> list:
-    """The parameters of the function that takes ownership of its inputs and returns new outputs."""
+def _parameters(operator: Operator) -> tuple[list, list]:
+    """The parameters of the function that borrows all its tensors, outputs included, and of the one that
+    takes ownership of its inputs and returns new outputs."""
+    options_and_stream = [POINTER(_STRUCTS[operator.group]), c_void_p]
     inputs = [POINTER(Managed) for operand in operator.operands if not operand.output]
     dtypes = [DType for operand in operator.operands if operand.choice]
     outputs = [POINTER(POINTER(Managed)) for operand in operator.operands if operand.output]
-    return inputs + dtypes + _options_and_stream(operator) + outputs
+    borrowed = [POINTER(Tensor) for _ in operator.operands]
+    return borrowed + options_and_stream, inputs + dtypes + options_and_stream + outputs
 
 
 _EXPLAIN = [c_char_p, c_int64, c_int64, DType]
 PROTOTYPES = {
     "gander_last_error": (c_char_p, []),
-    "gander_version": (c_char_p, []),
     "gander_abi_version": (c_int32, []),
     "gander_build_info": (c_char_p, []),
-    "gander_set_num_threads": (c_int32, [c_int32]),
     "gander_warmup": (c_int32, [Device]),
     "gander_explain": (c_int32, [*_EXPLAIN, Device, c_int32, c_int32, c_char_p, c_size_t]),
     "gander_explain_device": (c_int32, [*_EXPLAIN, c_char_p, c_int32, c_int32, c_char_p, c_size_t]),
     "gander_algorithms": (c_int32, [c_char_p, c_char_p, c_size_t]),
 }
 for _name, _operator in OPERATORS.items():
-    PROTOTYPES[f"gander_{_name}"] = c_int32, _borrowing(_operator)
-    PROTOTYPES[_operator.owned] = c_int32, _owning(_operator)
+    _borrowing, _owning = _parameters(_operator)
+    PROTOTYPES |= {f"gander_{_name}": (c_int32, _borrowing), _operator.owned: (c_int32, _owning)}
 
 
 def path() -> Path:
