@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from .. import _backend
-from .._backend import BACKENDS, backend_of
+from .._backend import BACKENDS, Backend, backend_of
 from .._table import ALGORITHMS, Algorithm
 from .._words import check_flags, number, shown
 from .arguments import AUTO, FAILURES, A, Array, code_of, overridden
@@ -28,47 +28,6 @@ def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
     if dim % rank == rank - 1:
         return x
     return ops.rows(x, dim, function)
-
-
-def _masked_softmax(
-    ops: Any,
-    x: Any,
-    dim: Any,
-    dtype: Any,
-    scale: Any,
-    mask: Any,
-    causal: Any,
-    masked: Any,
-    log: bool,
-    batch_invariant: bool,
-) -> Any:
-    """softmax or log_softmax with options."""
-    name = "log_softmax" if log else "softmax"
-    zero = code_of("masked", masked, _MASKED)
-    rows = _to_last(ops, x, dim, name)
-    moved = rows is not x
-    if moved and causal:
-        raise ValueError(f"causal is set with dim {dim}, expected the last one, -1: it masks columns of rows")
-    if moved and mask is not None:
-        if mask.ndim > x.ndim:
-            raise ValueError(
-                f"mask has shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(x.shape)}"
-            )
-        mask = mask[(None,) * (x.ndim - mask.ndim)].movedim(dim, -1)
-    out_dtype = None
-    if dtype is not None:
-        rows, out_dtype = ops.cast(rows, dtype)
-    y = ops.masked_softmax(
-        rows,
-        mask,
-        out_dtype=out_dtype,
-        scale=1.0 if scale is None else scale,
-        log=log,
-        causal=causal,
-        masked_zero=bool(zero),
-        batch_invariant=batch_invariant,
-    )
-    return ops.moved_back(y, dim) if moved else y
 
 
 def softmax(
@@ -148,13 +107,13 @@ def softmax(
         ):
             return ops.softmax(x, algorithm=code, batch_invariant=batch_invariant)
         check_flags(causal=causal)
-        return _softmax(ops, x, dim, dtype, scale, mask, causal, masked, code, batch_invariant)
+        return _with_options(ops, x, dim, dtype, scale, mask, causal, masked, batch_invariant, code)
     except FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
 
 
-def _softmax(
-    ops: Any,
+def _with_options(
+    ops: Backend,
     x: Any,
     dim: Any,
     dtype: Any,
@@ -162,34 +121,54 @@ def _softmax(
     mask: Any,
     causal: Any,
     masked: Any,
-    code: int,
     batch_invariant: bool,
+    algorithm: int = 0,
+    *,
+    log: bool = False,
 ) -> Any:
-    """softmax with arguments that may be options: if they are none, by the kernels without."""
+    """softmax or log_softmax with arguments that may be options."""
+    zero = code_of("masked", masked, _MASKED)
     if scale is not None:
         scale = number("scale", scale, "None or ")
-    narrow = x if dtype is None else ops.cast(x, dtype)[0]
-    widens = dtype is not None and ops.differs(narrow, ops.dtype(dtype, "dtype"))
-    given = {
-        "a scale": scale not in (None, 1),
-        "a mask": mask is not None,
-        "causal": causal,
-        "a wider dtype": widens,
-    }
-    if not any(given.values()):
-        code_of("masked", masked, _MASKED)
-        rows = _to_last(ops, narrow, dim, "softmax")
-        y = ops.softmax(rows, algorithm=code, batch_invariant=batch_invariant)
-        if rows is not narrow:
-            y = ops.moved_back(y, dim)
-        return y if dtype is None else ops.converted(y, dtype)  # autocast may widen it
-    if code:
-        option = next(name for name, value in given.items() if value)
-        raise NotImplementedError(
-            f"algorithm is {ALGORITHMS[code]!r} with {option}, expected 'auto', the only one there; leave it "
-            "out"
-        )
-    return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, False, batch_invariant)
+    narrow, out_dtype = (x, None) if dtype is None else ops.cast(x, dtype)
+    rows = _to_last(ops, narrow, dim, "log_softmax" if log else "softmax")
+    moved = rows is not narrow
+    if not log:  # without options there is a kernel for each algorithm
+        given = {
+            "a scale": scale not in (None, 1),
+            "a mask": mask is not None,
+            "causal": causal,
+            "a wider dtype": dtype is not None and ops.differs(narrow, out_dtype),
+        }
+        if not any(given.values()):
+            y = ops.softmax(rows, algorithm=algorithm, batch_invariant=batch_invariant)
+            y = ops.moved_back(y, dim) if moved else y
+            return y if dtype is None else ops.converted(y, dtype)  # autocast may widen it
+        if algorithm:
+            option = next(name for name, value in given.items() if value)
+            raise NotImplementedError(
+                f"algorithm is {ALGORITHMS[algorithm]!r} with {option}, expected 'auto', the only one there; "
+                "leave it out"
+            )
+    if moved and causal:
+        raise ValueError(f"causal is set with dim {dim}, expected the last one, -1: it masks columns of rows")
+    if moved and mask is not None:
+        if mask.ndim > x.ndim:
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(x.shape)}"
+            )
+        mask = mask[(None,) * (x.ndim - mask.ndim)].movedim(dim, -1)
+    y = ops.masked_softmax(
+        rows,
+        mask,
+        out_dtype=out_dtype,
+        scale=1.0 if scale is None else scale,
+        log=log,
+        causal=causal,
+        masked_zero=bool(zero),
+        batch_invariant=batch_invariant,
+    )
+    return ops.moved_back(y, dim) if moved else y
 
 
 def log_softmax(
@@ -236,9 +215,7 @@ def log_softmax(
     if ops is None:
         return overridden(log_softmax, locals())
     try:
-        if scale is not None:
-            scale = number("scale", scale, "None or ")
-        return _masked_softmax(ops, x, dim, dtype, scale, mask, causal, masked, True, batch_invariant)
+        return _with_options(ops, x, dim, dtype, scale, mask, causal, masked, batch_invariant, log=True)
     except FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
 
