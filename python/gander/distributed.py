@@ -87,16 +87,9 @@ def cross_entropy(
     if any(map(stands_for_tensor, (x, target, weight))):
         handed: Tensor = overridden(cross_entropy, locals())
         return handed
-    arguments = x, target, weight, group, sizes, classes, ignore_index, reduction, inplace_backward
-    loss: Tensor = _cross_entropy(*arguments)
-    return loss
-
-
-def _cross_entropy(x, target, weight, group, sizes, classes, ignore_index, reduction, inplace_backward):
     code = code_of("reduction", reduction, REDUCTIONS)
-    for name, value in ("x", x), ("target", target), ("weight", weight):
-        if value is None and name == "weight":
-            continue
+    given = {"x": x, "target": target} | ({} if weight is None else {"weight": weight})
+    for name, value in given.items():
         if is_dtensor(value):
             raise TypeError(
                 f"{name} is a DTensor, expected this rank's slice; pass {name}.to_local(), or DTensors to "
@@ -107,15 +100,20 @@ def _cross_entropy(x, target, weight, group, sizes, classes, ignore_index, reduc
     ignore_index = _integer("ignore_index", ignore_index)
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index is {ignore_index}, expected an integer of 64 bits")
-    group = _process_group(group)
-    sizes = _sizes(sizes, classes, x, group.size())
+    ranks = _process_group(group)
+    counts = _sizes(sizes, classes, x, ranks.size())
     refuse_gradients("cross_entropy", {"weight": weight})
-    return of_slices(x, target, weight, group, sizes, ignore_index, code, inplace_backward)
+    loss: Tensor = of_slices(x, target, weight, ranks, counts, ignore_index, code, inplace_backward)
+    return loss
+
+
+def _is_integer(value):
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _integer(name, value):
     """An argument as an int, or as the symbolic integer of a graph."""
-    if not isinstance(value, (Integral, torch.SymInt)) or isinstance(value, bool):
+    if not _is_integer(value):
         raise TypeError(f"{name} is {value!r}, expected an integer of 64 bits")
     return value if isinstance(value, (int, torch.SymInt)) else int(value)
 
@@ -142,9 +140,10 @@ def _sizes(sizes, classes, x, ranks):
     if sizes is not None and classes is not None:
         raise ValueError("sizes and classes are given, expected one of them: classes follow from sizes")
     if classes is not None:
-        if _integer("classes", classes) < 1:
+        classes = _integer("classes", classes)
+        if classes < 1:
             raise ValueError(f"classes is {classes}, expected 1 or more in all slices; skip the call")
-        return chunks(_integer("classes", classes), ranks)
+        return chunks(classes, ranks)
     if sizes is None:
         return [x.shape[-1] if x.ndim else 1] * ranks
     expected = f"expected {ranks} integers, the number of classes of each rank of the group"
@@ -152,10 +151,10 @@ def _sizes(sizes, classes, x, ranks):
         raise TypeError(f"sizes is {sizes!r}, {expected}")
     sizes = tuple(sizes)
     for size in sizes:
-        if not isinstance(size, (Integral, torch.SymInt)) or isinstance(size, bool):
+        if not _is_integer(size):
             raise TypeError(f"sizes is {sizes}, {expected}; {size!r} is none")
     if len(sizes) != ranks or min(sizes) < 0:
         raise ValueError(f"sizes is {sizes}, {expected}")
     if sum(sizes) < 1:
         raise ValueError(f"sizes is {sizes}, expected one class or more in all; skip the call")
-    return [size if isinstance(size, (int, torch.SymInt)) else int(size) for size in sizes]
+    return [_integer("sizes", size) for size in sizes]

@@ -27,13 +27,6 @@ FAILURES = (AttributeError, RuntimeError, TypeError, ValueError)
 AUTO = ALGORITHMS[0]  # Functions compare with `is`: an array's == has no truth value.
 
 
-def any_overrides(*values: Any) -> bool:
-    """Whether an argument handles functions itself, by `__torch_function__`."""
-    return any(
-        type(value) not in _backend.BACKENDS and _backend.backend_of(value) is None for value in values
-    )
-
-
 _signature = cache(inspect.signature)
 
 

@@ -83,13 +83,7 @@ def cross_entropy_fwd_out(
 
 
 def cross_entropy_bwd_out(
-    x: Any,
-    target: Any,
-    dloss: Any,
-    lse: Any,
-    dx: Any,
-    weight: Any = None,
-    ignore_index: int = -100,
+    x: Any, target: Any, dloss: Any, lse: Any, dx: Any, weight: Any = None, ignore_index: int = -100
 ) -> None:
     """cross_entropy_bwd that writes its result to dx.
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from .._backend import BACKENDS, Backend, backend_of
 from .._words import check_flags, number
-from .arguments import FAILURES, A, Array, overridden
+from .arguments import FAILURES, A, Array, check_out, overridden
 from .norms import explained, out_of_statistic, out_of_sum, plan_sum, refuse_shape, weight_for
 
 
@@ -157,7 +157,9 @@ def _layernorm(
             needs_rstd=needs_statistics,
         )
         return y, h if adds else x, mean, rstd
-    h = out_of_sum(ops, x, residual, out, out_dtype, residual_dtype, adds=adds, prenorm=prenorm)
+    check_out(ops, "out", x, out, out_dtype)
+    adds = adds or (prenorm and ops.may_share_memory(x, out))  # residual_out cannot be x if x is written
+    h = out_of_sum(ops, x, residual, residual_dtype) if adds else None
     mean, rstd = (out_of_statistic(ops, x) if needs_statistics else None for _ in range(2))
     ops.layernorm_out(
         x,
@@ -171,7 +173,7 @@ def _layernorm(
         eps=eps,
         batch_invariant=batch_invariant,
     )
-    return out, x if h is None else h, mean, rstd
+    return out, h if adds else x, mean, rstd
 
 
 @overload

@@ -8,7 +8,7 @@ from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
 from .._table import REDUCTIONS, Reduction
 from .._words import integer, kind
-from .arguments import FAILURES, any_overrides, check_targets, code_of, overridden
+from .arguments import FAILURES, check_targets, code_of, overridden
 from .cross_entropy import check_sum
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ def linear_cross_entropy(
         tensor(1.3863)
     """
     ops = BACKENDS.get(type(x)) or backend_of(x)
-    if ops is None or any_overrides(weight, target, bias, weight_ce):
+    others = weight, target, bias, weight_ce
+    if ops is None or any(type(value) not in BACKENDS and backend_of(value) is None for value in others):
         handed: Tensor = overridden(linear_cross_entropy, locals())
         return handed
     if not is_tensor(x):

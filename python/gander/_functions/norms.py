@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from .._backend import Backend
 from .._words import shown
-from .arguments import check_out, code_of
+from .arguments import code_of
 
 CastingMode = Literal["llama"]
 
@@ -96,21 +96,8 @@ def plan_sum(
     return residual_dtype, adds
 
 
-def out_of_sum(
-    ops: Backend,
-    x: Any,
-    residual: Any,
-    out: Any,
-    out_dtype: Any,
-    residual_dtype: Any,
-    *,
-    adds: bool,
-    prenorm: bool,
-) -> Any:
-    """A new array for residual_out of a norm that writes to `out`, or None. adds: see plan_sum."""
-    check_out(ops, "out", x, out, out_dtype)
-    if not adds and not (prenorm and ops.may_share_memory(x, out)):  # else x is residual_out
-        return None
+def out_of_sum(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> Any:
+    """A new array for residual_out of a norm that writes to `out`."""
     return ops.empty(x, tuple(x.shape), residual_dtype or (x if residual is None else residual).dtype)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 from .._backend import BACKENDS, Backend, backend_of
 from .._table import ALGORITHMS, Algorithm
 from .._words import check_flags, number
-from .arguments import AUTO, FAILURES, A, Array, code_of, overridden
+from .arguments import AUTO, FAILURES, A, Array, check_out, code_of, overridden
 from .norms import (
     CastingMode,
     epsilon,
@@ -211,7 +211,9 @@ def _rmsnorm(
             needs_rstd=needs_rstd,
         )
         return y, h if adds else x, rstd
-    h = out_of_sum(ops, x, residual, out, out_dtype, residual_dtype, adds=adds, prenorm=prenorm)
+    check_out(ops, "out", x, out, out_dtype)
+    adds = adds or (prenorm and ops.may_share_memory(x, out))  # residual_out cannot be x if x is written
+    h = out_of_sum(ops, x, residual, residual_dtype) if adds else None
     rstd = out_of_statistic(ops, x) if needs_rstd else None
     ops.rmsnorm_out(
         x,
@@ -227,7 +229,7 @@ def _rmsnorm(
         weight_offset=weight_offset,
         round_normalized=round_normalized,
     )
-    return out, x if h is None else h, rstd
+    return out, h if adds else x, rstd
 
 
 def rmsnorm_fwd(

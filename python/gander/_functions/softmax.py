@@ -241,11 +241,7 @@ def softmax_fwd(x: A, *, algorithm: Algorithm = "auto", batch_invariant: bool = 
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(softmax_fwd, locals())
-    try:
-        x = ops.detached(x)
-    except FAILURES as error:
-        raise ops.explained(error, x=x) from None
-    return softmax(x, algorithm=algorithm, batch_invariant=batch_invariant)
+    return softmax(ops.detached(x), algorithm=algorithm, batch_invariant=batch_invariant)
 
 
 def softmax_bwd(dy: A, y: Array, *, algorithm: Algorithm = "auto", batch_invariant: bool = False) -> A:

@@ -166,21 +166,16 @@ def _check_dim(dim: Any) -> None:
         integer("dim", dim, "an int or None")
 
 
-def _dim_of(input: Tensor, dim: int | None) -> int:
-    """dim, or torch's deprecated default."""
-    if dim is None:
-        return 0 if input.ndim in (0, 1, 3) else 1
-    return dim
-
-
 def _softmax(input: Tensor, dim: int | None, log: bool = False) -> Tensor:
+    function = functional.log_softmax if log else functional.softmax
     if not isinstance(input, Tensor) and stands_for_tensor(input):
-        return functional.log_softmax(input, dim) if log else functional.softmax(input, dim)
+        return function(input, dim)
     try:
         check_nested("input", input)
-        dim = _dim_of(input, dim)
+        if dim is None:  # torch's deprecated default
+            dim = 0 if input.ndim in (0, 1, 3) else 1
         if isinstance(input, Tensor) and not torch.compiler.is_compiling() and input.numel() == 0:
-            return functional.log_softmax(input, dim) if log else functional.softmax(input, dim)
+            return function(input, dim)
         return functional._softmax_over(input, dim, log)
     except FAILURES as error:
         raise explained(error, NAMES, input=input) from None

@@ -124,11 +124,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     def _of_stand_in(self, input: Any, target: Any, divisor: Any, upstream: Any) -> Any:
         """The loss of what stands for a tensor: a torch.fx.Proxy. Its rank and the dtype of target are not
         known."""
-        options: Any = {
-            "weight": self.weight,
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-        }
+        options: Any = {"weight": self.weight, "ignore_index": self.ignore_index, "reduction": self.reduction}
         if divisor is None and upstream is None:
             return functional.cross_entropy(input, target, **options)
         # The classes are dimension 0 of (C), and dimension 1 of any other rank.
