@@ -103,17 +103,7 @@ def layernorm(
                 batch_invariant=batch_invariant,
             )[0]
         y, residual_out, _, _ = _layernorm(
-            ops,
-            x,
-            weight,
-            bias,
-            residual,
-            out,
-            out_dtype=out_dtype,
-            residual_dtype=residual_dtype,
-            prenorm=prenorm,
-            eps=eps,
-            batch_invariant=batch_invariant,
+            ops, x, weight, bias, out, eps, batch_invariant, residual, out_dtype, residual_dtype, prenorm
         )
     except FAILURES as error:
         raise explained(ops, error, x, weight, bias, residual, out) from None
@@ -125,15 +115,15 @@ def _layernorm(
     x: Any,
     weight: Any,
     bias: Any,
-    residual: Any,
     out: Any,
-    *,
     eps: float,
     batch_invariant: bool,
+    residual: Any = None,
     out_dtype: Any = None,
     residual_dtype: Any = None,
     prenorm: bool = False,
-    needs_statistics: bool = False,
+    *,
+    statistics: bool = False,
 ) -> Any:
     """(y, residual_out, mean, rstd), the last three on demand. residual_out may be x, if it is the same."""
     if weight is None and bias is not None:
@@ -153,14 +143,14 @@ def _layernorm(
             eps=eps,
             batch_invariant=batch_invariant,
             needs_residual_out=adds,
-            needs_mean=needs_statistics,
-            needs_rstd=needs_statistics,
+            needs_mean=statistics,
+            needs_rstd=statistics,
         )
         return y, h if adds else x, mean, rstd
     check_out(ops, "out", x, out, out_dtype)
     adds = adds or (prenorm and ops.may_share_memory(x, out))  # residual_out cannot be x if x is written
     h = out_of_sum(ops, x, residual, residual_dtype) if adds else None
-    mean, rstd = (out_of_statistic(ops, x) if needs_statistics else None for _ in range(2))
+    mean, rstd = (out_of_statistic(ops, x) if statistics else None for _ in range(2))
     ops.layernorm_out(
         x,
         weight,
@@ -267,16 +257,11 @@ def layernorm_fwd(
     if ops is None:
         return overridden(layernorm_fwd, locals())
     try:
+        weight = None if weight is None else ops.detached(weight)
+        bias = None if bias is None else ops.detached(bias)
+        statistics = return_rstd or return_mean
         y, _, mean, rstd = _layernorm(
-            ops,
-            ops.detached(x),
-            None if weight is None else ops.detached(weight),
-            None if bias is None else ops.detached(bias),
-            None,
-            out,
-            needs_statistics=return_rstd or return_mean,
-            eps=eps,
-            batch_invariant=batch_invariant,
+            ops, ops.detached(x), weight, bias, out, eps, batch_invariant, statistics=statistics
         )
     except FAILURES as error:
         refuse_shape("layernorm_fwd", weight)

@@ -65,35 +65,23 @@ def weight_for(ops: Backend, x: Any, bias: Any, weight_offset: float = 0) -> Any
     return ops.ones_like(bias) if not weight_offset and _for_each_head(x, bias) else None
 
 
-def _dtype_of_sum(ops: Backend, x: Any, residual: Any) -> Any:
-    """The dtype of x + residual in torch."""
-    return ops.dtype("float32", "residual_dtype") if ops.differs(x, residual.dtype) else x.dtype
-
-
-def _rounds_otherwise(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> bool:
-    """Whether layernorm rounds its sum to another dtype than that of x + residual in torch."""
-    if residual_dtype is None:
-        return False
-    if residual is None or not ops.differs(x, residual.dtype):
-        return ops.differs(x, residual_dtype)
-    return residual_dtype != ops.dtype("float32", "residual_dtype")
-
-
 def plan_sum(
     ops: Backend, x: Any, residual: Any, residual_dtype: Any, prenorm: bool, *, layer: bool = False
 ) -> tuple[Any, bool]:
-    """The dtype of residual_out, None for the operator's default, and whether the operator makes it. Without
-    prenorm nobody asks for it, and x may have the same numbers."""
-    if residual_dtype is not None:
-        residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
+    """The dtype of residual_out, None for the operator's default, and whether the operator makes it. One of
+    residual and residual_dtype is given."""
+    if residual_dtype is None:
+        if layer or not prenorm:  # that of x + residual in torch: rmsnorm's gradient needs digits of both
+            wide = ops.differs(x, residual.dtype)
+            residual_dtype = ops.dtype("float32", "residual_dtype") if wide else x.dtype
+        return residual_dtype, bool(prenorm)
+    residual_dtype = ops.dtype(residual_dtype, "residual_dtype")
+    if residual is not None and ops.differs(x, residual.dtype):
+        rounds = residual_dtype != ops.dtype("float32", "residual_dtype")
+    else:
+        rounds = ops.differs(x, residual_dtype)
     # layernorm's y is that of the sum in residual_dtype, also where nobody asks for the sum.
-    adds = layer and _rounds_otherwise(ops, x, residual, residual_dtype)
-    if prenorm and not adds:
-        adds = residual is not None or (residual_dtype is not None and ops.differs(x, residual_dtype))
-    if residual is not None and residual_dtype is None and (layer or not prenorm):
-        # Without prenorm, the digits that a narrower sum lost would be missing in rmsnorm's gradient.
-        residual_dtype = _dtype_of_sum(ops, x, residual)
-    return residual_dtype, adds
+    return residual_dtype, bool((layer and rounds) or (prenorm and (residual is not None or rounds)))
 
 
 def out_of_sum(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> Any:

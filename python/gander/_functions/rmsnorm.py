@@ -147,21 +147,9 @@ def rmsnorm(
                 round_normalized=casting_mode is not None and rounds(casting_mode),
             )[0]
         check_flags(prenorm=prenorm)
+        options = eps, code, batch_invariant, weight_offset, casting_mode
         y, residual_out, _ = _rmsnorm(
-            ops,
-            x,
-            weight,
-            bias,
-            residual,
-            out,
-            out_dtype=out_dtype,
-            residual_dtype=residual_dtype,
-            prenorm=prenorm,
-            eps=eps,
-            algorithm=code,
-            batch_invariant=batch_invariant,
-            weight_offset=weight_offset,
-            casting_mode=casting_mode,
+            ops, x, weight, bias, residual, out, out_dtype, residual_dtype, options, prenorm=prenorm
         )
     except FAILURES as error:
         raise explained(ops, error, x, weight, bias, residual, out, weight_offset) from None
@@ -175,18 +163,15 @@ def _rmsnorm(
     bias: Any,
     residual: Any,
     out: Any,
-    *,
     out_dtype: Any,
     residual_dtype: Any,
-    prenorm: bool,
-    eps: float,
-    algorithm: int,
-    batch_invariant: bool,
-    weight_offset: float,
-    casting_mode: Any,
+    options: tuple[float, int, bool, float, CastingMode | None],
+    *,
+    prenorm: bool = True,
     needs_rstd: bool = False,
 ) -> Any:
     """(y, residual_out, rstd), the last two on demand. residual_out is x if it has the same numbers."""
+    eps, algorithm, batch_invariant, weight_offset, casting_mode = options
     if weight is None and bias is not None:
         weight = weight_for(ops, x, bias, weight_offset)
     round_normalized = casting_mode is not None and rounds(casting_mode)
@@ -288,22 +273,13 @@ def rmsnorm_fwd(
     if ops is None:
         return overridden(rmsnorm_fwd, locals())
     try:
+        rows = ops.detached(x)
+        weight = None if weight is None else ops.detached(weight)
+        bias = None if bias is None else ops.detached(bias)
+        residual = None if residual is None else ops.detached(residual)
+        options = epsilon(x) if eps is None else eps, code, batch_invariant, weight_offset, casting_mode
         y, residual_out, rstd = _rmsnorm(
-            ops,
-            rows := ops.detached(x),
-            None if weight is None else ops.detached(weight),
-            None if bias is None else ops.detached(bias),
-            None if residual is None else ops.detached(residual),
-            out,
-            out_dtype=out_dtype,
-            residual_dtype=residual_dtype,
-            prenorm=True,
-            needs_rstd=store_rstd,
-            eps=epsilon(x) if eps is None else eps,
-            algorithm=code,
-            batch_invariant=batch_invariant,
-            weight_offset=weight_offset,
-            casting_mode=casting_mode,
+            ops, rows, weight, bias, residual, out, out_dtype, residual_dtype, options, needs_rstd=store_rstd
         )
     except FAILURES as error:
         refuse_shape("rmsnorm_fwd", weight)
