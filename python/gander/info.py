@@ -91,13 +91,15 @@ def _device(name: str) -> library.Device | None:
     return library.Device(library.CUDA if kind == "cuda" else library.CPU, int(index or 0))
 
 
-def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> tuple[int, int, str, str, tuple[str, ...]]:
-    """The number of rows, the number of columns, the dtype, the device, and which of these are those of x."""
+# The number of rows, the number of columns, the dtype, the device, and which of these are those of x.
+_Rows = tuple[int, int, str, str, tuple[str, ...]]
+
+
+def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> _Rows:
     given = {"shape": shape, "dtype": dtype, "device": device}
-    of_x = () if x is None else tuple(name for name, value in given.items() if value is None)
-    if x is not None:
-        facts = _facts(x)
-        given |= {name: facts[name] for name in of_x}
+    facts = {} if x is None else _facts(x)
+    of_x = tuple(name for name in facts if given[name] is None)
+    given |= {name: facts[name] for name in of_x}
     for name, value in given.items():
         if value is None:
             raise TypeError(f"{name} is None, expected x, or shape, dtype and device")
@@ -188,7 +190,7 @@ def algorithms(
     _check_op(op)
     if x is None and shape is None and dtype is None and device is None:
         return _algorithms(op)
-    return _supporting(op, *_rows_of(x, shape, dtype, device))
+    return _supporting(op, _rows_of(x, shape, dtype, device))
 
 
 @_constant
@@ -199,15 +201,15 @@ def _algorithms(op: str) -> list[Algorithm]:
 
 
 @_constant
-def _supporting(op: str, *rows: Any) -> list[Algorithm]:
+def _supporting(op: str, rows: _Rows) -> list[Algorithm]:
     def supports(algorithm: Algorithm) -> bool:
         try:
-            _explain(op, *rows, algorithm.name, False)
+            _explain(op, rows, algorithm.name, False)
         except NotImplementedError:
             return False
         return True
 
-    _explain(op, *rows, "auto", False)  # raises the error of a call that no algorithm supports
+    _explain(op, rows, "auto", False)  # raises the error of a call that no algorithm supports
     return [algorithm for algorithm in _algorithms(op) if supports(algorithm)]
 
 
@@ -250,26 +252,18 @@ def explain(
     """
     _check_op(op)
     check_flags(batch_invariant=batch_invariant)
-    return _explain(op, *_rows_of(x, shape, dtype, device), algorithm, batch_invariant)
+    return _explain(op, _rows_of(x, shape, dtype, device), algorithm, batch_invariant)
 
 
 @_constant
-def _explain(
-    op: str,
-    m: int,
-    n: int,
-    dtype: str,
-    device: str,
-    of_x: tuple[str, ...],
-    algorithm: Any,
-    batch_invariant: bool,
-) -> str:
-    rows = _name(op), m, n, library.dtype_of(dtype, "dtype")
+def _explain(op: str, rows: _Rows, algorithm: Any, batch_invariant: bool) -> str:
+    m, n, dtype, device, of_x = rows
     code = code_of("algorithm", algorithm, ALGORITHMS)
     text, loaded, found = ctypes.create_string_buffer(4096), library.load(), _device(device)
     function = loaded.gander_explain_device if found is None else loaded.gander_explain
     where = device.lower().encode() if found is None else found
-    _check(function(*rows, where, code, bool(batch_invariant), text, len(text)), of_x)
+    call = _name(op), m, n, library.dtype_of(dtype, "dtype"), where, code, bool(batch_invariant)
+    _check(function(*call, text, len(text)), of_x)
     return text.value.decode()
 
 
