@@ -10,7 +10,7 @@ Operators that have no gradient get an Autograd kernel too. Without one, torch w
 constants.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 import torch
@@ -28,7 +28,6 @@ from .._table import (
     demanded_for_backward,
     differentiable,
     gradients_of,
-    has_rows,
     operands,
     read,
     takes_dtypes,
@@ -167,20 +166,14 @@ def backward(name: str, inputs: list[str]):
     return backward
 
 
-class Call:
-    """One call of an operator on its way through an autograd.Function, whose apply takes it as first input.
-
-    results: for each result of the operator, a tensor without elements if the caller did not ask for it.
-    """
-
-    __slots__ = ("keyset", "results")
-
-    def __init__(self, keyset):
-        self.keyset, self.results = keyset, ()
+def _flags(name: str) -> list[int | None]:
+    """For each result of an operator the position of the argument that asks for it, or None."""
+    asked = TORCH[name].on_demand
+    return [arguments(name).index(demand(of)) if of in asked else None for of in TORCH[name].results]
 
 
 def forward(name: str, saving: str | None = None, kept: Iterable[str] = (), overload=None):
-    """forward() of an operator's autograd.Function. Its apply takes a Call and the operator's arguments.
+    """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments.
 
     saving: an operator that runs in its place, with the same first arguments and results. kept: what backward
     then reads. overload: what is called for it, with the same schema.
@@ -195,30 +188,21 @@ def forward(name: str, saving: str | None = None, kept: Iterable[str] = (), over
         (results.index(result) if result else None, names.index(argument) if argument else None)
         for result, argument in saved
     ]
-    # For each result: the argument that asks for it; whether backward needs it, and with which argument.
+    # What backward needs: a result, the argument that asks for it, and if not always, with which argument.
+    needed = demanded_for_backward(name) if saving == name else {}
     demands = [
-        (
-            names.index(demand(result)) if result in TORCH[name].on_demand else None,
-            result in demanded_for_backward(name),
-            names.index(argument) if (argument := demanded_for_backward(name).get(result)) else None,
-            has_rows(operands(name)[result]),
-        )
-        for result in TORCH[name].results
+        (index, flag, names.index(needed[result]) if needed[result] else None)
+        for index, (result, flag) in enumerate(zip(results, _flags(saving), strict=True))
+        if flag is not None and result in needed
     ]
-    single = len(results) == 1
+    single, own = len(results) == 1, len(TORCH[name].results)
     typed = [names.index(argument) for argument in differentiable(name)] if takes_dtypes(name) else ()
 
-    def forward(ctx, call, *given):
-        asked, tracked, computed = [*given[:count]], 1, [True] * len(results)
-        for index, (flag, needed, argument, rows) in enumerate(demands):
-            if flag is None:
-                continue
-            needed = needed and (argument is None or given[argument] is not None)
-            if saving == name:
-                asked[flag] = computed[index] = needed or given[flag]
-            if given[flag] or (needed and rows):
-                tracked = index + 1
-        answer = call_below_autograd(overload, call.keyset, asked)
+    def forward(ctx, keyset, *given):
+        asked, computed = [*given[:count]], [True] * len(results)
+        for index, flag, argument in demands:
+            asked[flag] = computed[index] = given[flag] or argument is None or given[argument] is not None
+        answer = call_below_autograd(overload, keyset, asked)
         if single:
             answer = (answer,)
         ctx.save_for_backward(
@@ -233,35 +217,24 @@ def forward(name: str, saving: str | None = None, kept: Iterable[str] = (), over
         ctx.options = given[first_option:]
         if typed:
             ctx.dtypes = tuple(None if given[i] is None else given[i].dtype for i in typed)
-        call.results = [
-            None if flag is None or given[flag] else answer[index].new_empty(0)
-            for index, (flag, *_) in enumerate(demands)
-        ]
-        returned = tuple(answer[i] if computed[i] else None for i in range(tracked))
-        return returned[0] if tracked == 1 else returned
+        # A tensor that is saved and not returned has no history: a second derivative would take it for a
+        # constant.
+        return answer[0] if own == 1 else answer[:own]
 
     return forward
 
 
-def _own(name: str):
-    """The apply of an operator's autograd.Function, whose inputs are a keyset and the arguments."""
-    return apply_to_call(function(name, forward(name), backward(name, ["", *arguments(name)])))
-
-
-def apply_to_call(function: type[_SingleLevelFunction]):
-    """function.apply, of which the first input is a keyset in place of a Call. Returns all of the operator's
-    results."""
-    apply = apply_of(function)
+def with_own_results(name: str, apply):
+    """The results of an operator, from those of an autograd.Function that runs it, whose inputs are a keyset
+    and the operator's arguments. One that the caller did not ask for is a tensor without elements."""
+    flags = _flags(name)
+    if len(flags) == 1:
+        return apply
 
     def run(keyset, *given):
-        call = Call(keyset)
-        tracked = apply(call, *given)
-        if len(call.results) < 2:
-            return tracked
-        if isinstance(tracked, Tensor):
-            tracked = (tracked,)
         return tuple(
-            tracked[index] if nothing is None else nothing for index, nothing in enumerate(call.results)
+            result if flag is None or given[flag] else result.new_empty(0)
+            for result, flag in zip(apply(keyset, *given), flags, strict=True)
         )
 
     return run
@@ -298,9 +271,9 @@ def function(title: str, forward, backward) -> type[_SingleLevelFunction]:
     return made
 
 
-def apply_of(function: type[_SingleLevelFunction]):
-    """function.apply, also inside torch.func's transforms, which accept such functions only on request."""
-    apply = function.apply
+def apply_of(title: str, forward, backward):
+    """The apply of such a Function, also inside torch.func's transforms, which accept it only on request."""
+    apply = function(title, forward, backward).apply
 
     def call(*inputs):
         if _in_transform():
@@ -309,6 +282,28 @@ def apply_of(function: type[_SingleLevelFunction]):
         return apply(*inputs)
 
     return call
+
+
+def apply_with(title: str, forward, gradient, places: Sequence[int], count: int):
+    """The apply of a Function of `count` inputs of which the first result alone has a gradient.
+
+    gradient(ctx, dloss) returns the gradient of the input at the first of these places, or with more places
+    one for each of them.
+    """
+
+    def backward(ctx, dloss, *others):
+        if any(other is not None for other in others):
+            raise NotImplementedError(
+                f"gander: only the first result of {title} has a gradient; detach the others"
+            )
+        returned = [None] * count
+        if dloss is not None:
+            answer = gradient(ctx, dloss)
+            for place, value in zip(places, answer if len(places) > 1 else [answer], strict=True):
+                returned[place] = value
+        return tuple(returned)
+
+    return apply_of(title, forward, backward)
 
 
 def refuse_outer_gradients(what, x):
@@ -347,7 +342,7 @@ def _refusal(name):
     def backward(ctx, *gradients):
         raise NotImplementedError(message)
 
-    return apply_of(function(name, forward, backward))
+    return apply_of(name, forward, backward)
 
 
 def _same(ctx, gradient, *sources):
@@ -358,7 +353,7 @@ def _refuse_second(ctx, *gradients):
     raise NotImplementedError(_NO_SECOND)
 
 
-_once_differentiable = apply_of(function("once_differentiable", _same, _refuse_second))
+_once_differentiable = apply_of("once_differentiable", _same, _refuse_second)
 
 
 def once_differentiable(gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -388,7 +383,8 @@ def _kernel(name, choose, instead):
     operator, overload, count = TORCH[name], overloads[name], len(tensors(name))
     own = None
     if operator.backward:
-        own = _own(name)
+        apply = apply_of(name, forward(name), backward(name, ["", *arguments(name)]))
+        own = with_own_results(name, apply)
     elif not operator.writes:
         own = _refusal(name)
 

@@ -15,13 +15,13 @@ from torch.nn import Parameter
 from .._table import MEAN, NONE, TORCH, arguments, tensors, upstream
 from . import fast, inductor, operators_gen
 from .autograd import (
-    apply_to_call,
+    apply_with,
     call_below_autograd,
     forward,
-    function,
     gradient_arguments,
     once_differentiable,
     selector,
+    with_own_results,
 )
 from .dtensor import rows_are_sharded
 from .registry import overloads
@@ -38,18 +38,13 @@ _SAVED = [saved.result or saved.argument for saved in TORCH[_NAME].saved]
 _below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-def _gradients(dx):
-    """What backward returns for apply(keyset, x, ...): a gradient for each argument."""
-    return None, dx, *[None] * (len(_ARGUMENTS) - 1)
-
-
 _DLOSS = upstream("cross_entropy_bwd")["loss"]
 
 _own_pass_arguments = gradient_arguments("cross_entropy_bwd", _NAME, [*_SAVED, _DLOSS])
 
 
-def _backward_in_own_pass(saved, dloss, options):
-    return _gradients(operators_gen.cross_entropy_bwd(*_own_pass_arguments((*saved, dloss, *options))))
+def _gradient_in_own_pass(saved, dloss, options):
+    return operators_gen.cross_entropy_bwd(*_own_pass_arguments((*saved, dloss, *options)))
 
 
 def is_batched(dloss):
@@ -80,14 +75,12 @@ def is_first_backward(ctx):
 _in_place_arguments = gradient_arguments("cross_entropy_bwd_", _NAME, [*_SAVED, _DLOSS])
 
 
-def _backward_in_place(ctx, dloss):
-    if dloss is None:
-        return _gradients(None)
+def _gradient_in_place(ctx, dloss):
     if is_batched(dloss):
-        return _backward_in_own_pass(ctx.saved_tensors, dloss, ctx.options)
+        return _gradient_in_own_pass(ctx.saved_tensors, dloss, ctx.options)
     x, *others = _in_place_arguments((*ctx.saved_tensors, dloss, *ctx.options))
     named = dict(zip(arguments("cross_entropy_bwd_")[1:], others, strict=True))
-    return _gradients(write_over(x, **named))
+    return write_over(x, **named)
 
 
 def may_write_saved():
@@ -100,6 +93,23 @@ def write_over(x, *, dloss, **arguments):
     with no_grad():
         operators_gen.cross_entropy_bwd_(x, dloss=dloss, **arguments)
     return once_differentiable(x.detach(), x, dloss)
+
+
+def keep(ctx, x, target, lse, weight, ignore_index, reduction, inplace_backward=False):
+    """Saves for `gradient` what it reads of a loss that other operators have computed from x."""
+    ctx.save_for_backward(x, target, lse, weight)
+    ctx.set_materialize_grads(False)
+    ctx.options = {"ignore_index": ignore_index, "reduction": reduction}
+    ctx.inplace_backward = inplace_backward and may_write_saved()
+
+
+def gradient(ctx, dloss, **others):
+    """dx of a loss for which `keep` has saved the tensors. others: what is passed in place of them."""
+    x, *saved = ctx.saved_tensors
+    given = dict(zip(("target", "lse", "weight"), saved, strict=True)) | ctx.options | others
+    if ctx.inplace_backward and not is_batched(dloss):
+        return write_over(x, dloss=dloss, **given)
+    return operators_gen.cross_entropy_bwd(x, dloss=dloss, **given)
 
 
 # ---- In one pass with the loss ----
@@ -117,19 +127,17 @@ def _logarithms(lse):
     return torch.cat((high, torch.where(sums.signbit(), (-sums).log1p(), sums.log()), lse[-1:]))
 
 
-def _backward_one_pass(ctx, dloss):
-    """The first backward pass returns forward's dx, computed again in place if dloss is not the expected one.
-    A later pass returns a new tensor with the same bits.
+def _gradient_one_pass(ctx, dloss):
+    """The first backward pass gets forward's dx, computed again in place if dloss is not the expected one.
+    A later pass gets a new tensor with the same bits.
 
     dx is a saved tensor, so hooks on saved tensors see it: an activation checkpoint drops it like the others.
     Writing it does not increment its version, because autograd would then refuse a later backward pass.
     """
-    if dloss is None:
-        return _gradients(None)
     *others, upstream, dx = ctx.saved_tensors
     if is_traced(dloss) or is_batched(dloss):
         others[_LSE] = _logarithms(others[_LSE])
-        return _backward_in_own_pass(others, dloss, ctx.options)
+        return _gradient_in_own_pass(others, dloss, ctx.options)
     if not is_first_backward(ctx):
         dx = torch.empty_like(dx)
         integers = torch.int64 if dloss.dtype == torch.float64 else torch.int32
@@ -139,16 +147,14 @@ def _backward_one_pass(ctx, dloss):
             *_one_pass_arguments((*others, upstream, dx, dloss, *ctx.options))
         )
     # The caller may change what it gets, and autograd would refuse a later backward pass as well.
-    return _gradients(once_differentiable(dx.data, others[0], dloss))
+    return once_differentiable(dx.data, others[0], dloss)
 
 
-def _backward_one_pass_in_graph(ctx, dloss):
-    if dloss is None:
-        return _gradients(None)
+def _gradient_one_pass_in_graph(ctx, dloss):
     saved = ctx.saved_tensors
     with no_grad():
         dx = inductor.backward_in_graph(*_one_pass_arguments((*saved, dloss, *ctx.options)))
-    return _gradients(once_differentiable(dx, saved[0], dloss))
+    return once_differentiable(dx, saved[0], dloss)
 
 
 # ---- DTensors with sharded rows: backward may only read statistics that are sharded like the rows ----
@@ -158,23 +164,20 @@ _per_row_arguments = selector(arguments(_PER_ROW)[:-2], _ARGUMENTS)  # without n
 _REDUCTION = arguments("cross_entropy_bwd").index("reduction")
 
 
-def _forward_by_row(ctx, call, *given):
+def _forward_by_row(ctx, keyset, *given):
     values = dict(zip(_ARGUMENTS, given, strict=True))
     asked = (*_per_row_arguments(given), True, False)
-    loss, values["lse"], _ = call_below_autograd(overloads[_PER_ROW], call.keyset, asked)
+    loss, values["lse"], _ = call_below_autograd(overloads[_PER_ROW], keyset, asked)
     ctx.save_for_backward(*(values[name] for name in _SAVED))
     ctx.set_materialize_grads(False)
     ctx.options = given[len(tensors(_NAME)) :]
-    call.results = None, values["lse"].new_empty(0)
-    return loss if values["reduction"] == NONE else loss.sum()
+    return loss if values["reduction"] == NONE else loss.sum(), values["lse"]
 
 
-def _backward_by_row(ctx, dloss):
-    if dloss is None:
-        return _gradients(None)
+def _gradient_by_row(ctx, dloss):
     given = [*_own_pass_arguments((*ctx.saved_tensors, dloss, *ctx.options))]
     given[_REDUCTION] = NONE
-    return _gradients(overloads["cross_entropy_bwd"](*given))
+    return overloads["cross_entropy_bwd"](*given)
 
 
 # ---- The choice ----
@@ -182,12 +185,12 @@ def _backward_by_row(ctx, dloss):
 _saving_dx = "cross_entropy_fwd_one_pass"
 _forward_in_graph = forward(_NAME, _saving_dx, _SAVED_WITH_DX, inductor.forward_in_graph)
 _in_place, _one_pass, _one_pass_in_graph, _by_row = (
-    apply_to_call(function(f"{_NAME}_{title}", *methods))
-    for title, *methods in (
-        ("in_place", forward(_NAME), _backward_in_place),
-        ("one_pass", forward(_NAME, _saving_dx, _SAVED_WITH_DX), _backward_one_pass),
-        ("one_pass_in_graph", _forward_in_graph, _backward_one_pass_in_graph),
-        ("by_row", _forward_by_row, _backward_by_row),
+    with_own_results(_NAME, apply_with(f"{_NAME}_{title}", run, compute, [1], 1 + len(_ARGUMENTS)))
+    for title, run, compute in (
+        ("in_place", forward(_NAME), _gradient_in_place),
+        ("one_pass", forward(_NAME, _saving_dx, _SAVED_WITH_DX), _gradient_one_pass),
+        ("one_pass_in_graph", _forward_in_graph, _gradient_one_pass_in_graph),
+        ("by_row", _forward_by_row, _gradient_by_row),
     )
 )
 

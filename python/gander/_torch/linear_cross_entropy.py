@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.jit import is_tracing
 
 from .._table import MEAN, NONE
 from . import operators_gen
-from .autograd import once_differentiable, refuse_tangents
+from .autograd import apply_with, once_differentiable, refuse_tangents
 from .cross_entropy import is_batched, is_first_backward, is_traced
 from .dtensor import is_dtensor
+from .graph_operators import define
 from .registry import overloads
-from .tensors import DTYPES, NARROW, differ, dtype_of, in_shape, scalar, unusable
+from .tensors import DTYPES, NARROW, differ, dtype_of, in_shape, scalar, statistic, unusable
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are rescaled as so many rows, which the threads of a CPU share.
@@ -31,10 +32,6 @@ _SMALLEST, _LARGEST = 2.0**-64, 2.0**64
 
 
 # ---- The operator ----
-
-
-def _statistic(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _denominator(target, weight, classes, ignore_index, dtype):
@@ -52,7 +49,7 @@ class _Sum:
 
     def __init__(self, like, wide):
         self.like, self.sum = like, None
-        self.dtype = _statistic(like.dtype) if wide else like.dtype
+        self.dtype = statistic(like.dtype) if wide else like.dtype
 
     def add_product(self, a, b):
         a = a.t()
@@ -79,37 +76,23 @@ class _Sum:
         return self._zeros().to(self.like.dtype)
 
 
-@torch.library.custom_op("gander::linear_cross_entropy", mutates_args=())
-def _run(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    weight_ce: Tensor | None,
-    divisor: Tensor | None,
-    upstream: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    chunk: int,
-    wide: bool,
-    needs_dx: bool,
-    needs_dw: bool,
-    needs_db: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _compute(
+    x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *needs
+):
     """The loss and the gradients dx, dw and db. Those that are not needed have no elements.
 
     x: (M, K). weight: (V, K). wide: dw is accumulated in float32. upstream: the gradient of the loss: one
     element, or with reduction none one for each row.
     """
     with torch.autocast(x.device.type, enabled=False):  # backward may run under it
-        rows, needs = x.shape[0], needs_dx or needs_dw or needs_db
+        rows, (needs_dx, needs_dw, needs_db) = x.shape[0], needs
         if reduction == MEAN:
-            divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, _statistic(x.dtype))
+            divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, statistic(x.dtype))
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else x.new_empty(0)
         # In a single chunk nothing is accumulated.
         dw, db = _Sum(weight, wide and chunk < rows), None if bias is None else _Sum(bias, True)
         buffer = x.new_empty(min(chunk, rows), weight.shape[0])
-        losses = [x.new_empty(0, dtype=_statistic(x.dtype))]
+        losses = [x.new_empty(0, dtype=statistic(x.dtype))]
         for first in range(0, rows, chunk):
             part = slice(first, min(first + chunk, rows))
             logits, labels = buffer[: part.stop - part.start], target[part]
@@ -118,7 +101,7 @@ def _run(
             else:
                 torch.addmm(bias, x[part], weight.t(), out=logits)
             given = {"target": labels, "weight": weight_ce, "ignore_index": ignore_index}
-            if not needs:
+            if not any(needs):
                 loss, _ = operators_gen.cross_entropy(logits, **given, divisor=divisor, reduction=NONE)
             elif reduction == NONE:
                 loss, lse = operators_gen.cross_entropy(logits, **given, reduction=NONE, needs_lse=True)
@@ -148,28 +131,15 @@ def _run(
         )
 
 
-@_run.register_fake
-def _(
-    x,
-    weight,
-    target,
-    bias,
-    weight_ce,
-    divisor,
-    upstream,
-    ignore_index,
-    reduction,
-    chunk,
-    wide,
-    needs_dx,
-    needs_dw,
-    needs_db,
+def _fake(
+    x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *needs
 ):
-    def gradient(like, needed):
-        return torch.empty_like(like, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
-
-    loss = x.new_empty(target.shape if reduction == NONE else (), dtype=_statistic(x.dtype))
-    return loss, gradient(x, needs_dx), gradient(weight, needs_dw), gradient(bias, needs_db)
+    loss = x.new_empty(target.shape if reduction == NONE else (), dtype=statistic(x.dtype))
+    gradients = (
+        torch.empty_like(like, memory_format=torch.contiguous_format) if need else x.new_empty(0)
+        for like, need in zip((x, weight, bias), needs, strict=True)
+    )
+    return loss, *gradients
 
 
 # ---- Its gradient ----
@@ -185,33 +155,35 @@ def _to_make(x, upstream, reduction, needs, compiling=False):
     return [bool(need) and not later for need in needs]
 
 
-# In graphs, which can neither write over saved gradients nor choose, the operator has a gradient itself.
 _TENSORS, _DIFFERENTIABLE = 7, (0, 1, 3)
 
 
-def _keep(ctx, inputs, output):
-    # Detached: a second derivative is refused by the inputs, not by the gradient of these results.
-    ctx.save_for_backward(*inputs[:_TENSORS], *(gradient.detach() for gradient in output[1:]))
+def _keep(ctx, inputs, results):
+    ctx.save_for_backward(*inputs[:_TENSORS], *results[1:])
     *ctx.options, needs_dx, needs_dw, needs_db = inputs[_TENSORS:]
     ctx.made = [needs_dx, needs_dw, needs_db]
     ctx.set_materialize_grads(False)
 
 
-def _gradients(saved, options, made, needs, dloss):
-    """dx, dw and db, or None for one that is not needed, as a graph computes them.
+def _needs(ctx):
+    """Which of dx, dw and db autograd needs."""
+    return [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
 
-    saved: the tensors that _run takes, and the gradients that forward made.
-    """
+
+def _gradients(ctx, dloss, has_made=True):
+    """dx, dw and db, or None for one that is not needed, as a graph computes them. Graphs can neither write
+    over saved gradients nor choose. has_made: whether those that forward made may be used."""
+    saved, needs = ctx.saved_tensors, _needs(ctx)
     *inputs, upstream = saved[:_TENSORS]
     with torch.no_grad():
-        if made and all(has or not need for has, need in zip(made, needs, strict=True)):
+        if has_made and all(has or not need for has, need in zip(ctx.made, needs, strict=True)):
             gradients, factor = saved[_TENSORS:], dloss if upstream is None else dloss / upstream
             gradients = [
                 (gradient.to(factor.dtype) * factor).to(gradient.dtype) if need else None
                 for gradient, need in zip(gradients, needs, strict=True)
             ]
         else:
-            _, *gradients = _run(*inputs, dloss, *options, *needs)
+            _, *gradients = _run(*inputs, dloss, *ctx.options, *needs)
     return _only(gradients, needs, inputs, dloss)
 
 
@@ -224,19 +196,16 @@ def _only(gradients, needs, inputs, dloss):
     ]
 
 
-def _backward(ctx, dloss, *others):
-    if any(other is not None for other in others):
-        raise NotImplementedError("gander: linear_cross_entropy's gradients have no gradient; detach them")
-    returned = [None] * len(ctx.needs_input_grad)
-    if dloss is not None:
-        needs = [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
-        gradients = _gradients(ctx.saved_tensors, ctx.options, ctx.made, needs, dloss)
-        for at, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
-            returned[at] = gradient
-    return tuple(returned)
-
-
-_run.register_autograd(_backward, setup_context=_keep)
+_run = define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? weight_ce, "
+    "Tensor? divisor, Tensor? upstream, SymInt ignore_index, SymInt reduction, SymInt chunk, bool wide, "
+    "bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor, Tensor)",
+    _compute,
+    _fake,
+    _keep,
+    _gradients,
+    _DIFFERENTIABLE,
+)
 
 
 def _rescale(gradients, dloss, upstream):
@@ -266,44 +235,40 @@ def _is(dloss, expected):
     return bool(dloss == expected)
 
 
-class _LinearCrossEntropy(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, target, weight_ce, divisor, upstream, options):
-        made = _to_make(x, upstream, options[1], ctx.needs_input_grad[:3])
-        inputs = x, weight, target, bias, weight_ce, divisor
-        loss, *gradients = _run(*inputs, upstream, *options, *made)
-        ctx.options, ctx.made, ctx.returned = options, made, False
-        ctx.save_for_backward(*inputs, upstream, *gradients)
-        ctx.set_materialize_grads(False)
-        return loss
+def _forward(ctx, *inputs):
+    made = _to_make(inputs[0], inputs[_TENSORS - 1], inputs[_TENSORS + 1], _needs(ctx))
+    results = _run(*inputs, *made)
+    _keep(ctx, (*inputs, *made), results)
+    ctx.returned = False
+    return results[0]
 
-    @staticmethod
-    def backward(ctx, dloss):
-        if dloss is None:
-            return (None,) * 8
-        saved, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:3])
-        *inputs, upstream = saved[:_TENSORS]
-        # Hooks on saved tensors may change strides.
-        x, made = inputs[0], [gradient.contiguous() for gradient in saved[_TENSORS:]]
-        if is_traced(dloss):
-            # What was returned may be that of another dloss. A graph cannot wait to see whether it is.
-            made = None if ctx.returned or x.dtype == torch.float16 else ctx.made
-            return (*_gradients(saved, ctx.options, made, needs, dloss), *[None] * 5)
-        if is_batched(dloss):
-            raise NotImplementedError(
-                "gander: linear_cross_entropy has no batched gradients; call backward for each"
-            )
-        keep = any(ctx.made) and is_first_backward(ctx)
-        if keep and x.dtype == torch.float16:
-            keep = ctx.returned = _is(dloss, 1.0 if upstream is None else upstream)
-        elif keep:
-            _rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
-        if not keep:
-            with torch.no_grad():
-                _, *made = _run(*inputs, dloss, *ctx.options, *needs)
-        # autograd may add to what is returned. Through .data that does not increment the version of a saved
-        # tensor, for which a later backward pass would be refused.
-        return (*_only([gradient.data for gradient in made], needs, inputs, dloss), *[None] * 5)
+
+def _eager_gradients(ctx, dloss):
+    saved, needs = ctx.saved_tensors, _needs(ctx)
+    *inputs, upstream = saved[:_TENSORS]
+    # Hooks on saved tensors may change strides.
+    x, made = inputs[0], [gradient.contiguous() for gradient in saved[_TENSORS:]]
+    if is_traced(dloss):
+        # What was returned may be that of another dloss. A graph cannot wait to see whether it is.
+        return _gradients(ctx, dloss, has_made=not (ctx.returned or x.dtype == torch.float16))
+    if is_batched(dloss):
+        raise NotImplementedError(
+            "gander: linear_cross_entropy has no batched gradients; call backward for each"
+        )
+    keep = any(ctx.made) and is_first_backward(ctx)
+    if keep and x.dtype == torch.float16:
+        keep = ctx.returned = _is(dloss, 1.0 if upstream is None else upstream)
+    elif keep:
+        _rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
+    if not keep:
+        with torch.no_grad():
+            _, *made = _run(*inputs, dloss, *ctx.options, *needs)
+    # autograd may add to what is returned. Through .data that does not increment the version of a saved
+    # tensor, for which a later backward pass would be refused.
+    return _only([gradient.data for gradient in made], needs, inputs, dloss)
+
+
+_apply = apply_with("linear_cross_entropy", _forward, _eager_gradients, _DIFFERENTIABLE, _TENSORS + 4)
 
 
 # ---- Calls ----
@@ -415,7 +380,7 @@ def linear_cross_entropy(
             one_pass=False,
         )
     elif torch.is_grad_enabled() and not (is_compiling() or is_tracing()):
-        loss = _LinearCrossEntropy.apply(rows, weight, bias, labels, weight_ce, divisor, upstream, options)
+        loss = _apply(rows, weight, labels, bias, weight_ce, divisor, upstream, *options)
     else:
         # torch.jit.trace compares its graph with one that is traced without gradients.
         makes = torch.is_grad_enabled() and not is_tracing()

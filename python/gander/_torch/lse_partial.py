@@ -2,23 +2,15 @@
 and target_logit."""
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
-from torch.compiler import is_compiling
 
 from .._table import MEAN, NONE
 from . import operators_gen
-from .autograd import (
-    apply_of,
-    function,
-    refuse_gradients,
-    refuse_outer_gradients,
-    refuse_tangents,
-)
-from .cross_entropy import is_batched, may_write_saved, write_over
+from .autograd import apply_with, refuse_gradients, refuse_outer_gradients, refuse_tangents
+from .cross_entropy import gradient, keep
 from .dtensor import dimensions_of_classes, is_dtensor
 from .fakes import check_inputs
 from .graph_operators import define
-from .tensors import NARROW, dtype_of, unusable
+from .tensors import NARROW, dtype_of, has_no_values, statistic, unusable
 
 _THIRD = "class weights, which are third in torch, are weight="
 
@@ -105,26 +97,11 @@ def _values(x, partial, target, weight, ignore_index, reduction):
 
 def _forward(ctx, x, partial, target, weight, ignore_index, reduction, inplace_backward):
     loss, lse = _values(x, partial, target, weight, ignore_index, reduction)
-    ctx.save_for_backward(x, target, lse, weight)
-    ctx.set_materialize_grads(False)
-    ctx.options = {"ignore_index": ignore_index, "reduction": reduction}
-    ctx.inplace_backward = inplace_backward and may_write_saved()
+    keep(ctx, x, target, lse, weight, ignore_index, reduction, inplace_backward)
     return loss
 
 
-def _gradient(ctx, dloss):
-    x, target, lse, weight = ctx.saved_tensors
-    arguments = {"target": target, "weight": weight, "dloss": dloss, "lse": lse} | ctx.options
-    if ctx.inplace_backward and not is_batched(dloss):
-        return write_over(x, **arguments)
-    return operators_gen.cross_entropy_bwd(x, **arguments)
-
-
-def _backward(ctx, dloss):
-    return None if dloss is None else _gradient(ctx, dloss), *[None] * 6
-
-
-_apply = apply_of(function("cross_entropy_with_lse_partial", _forward, _backward))
+_apply = apply_with("cross_entropy_with_lse_partial", _forward, gradient, [0], 7)
 
 
 # ---- In graphs ----
@@ -132,15 +109,13 @@ _apply = apply_of(function("cross_entropy_with_lse_partial", _forward, _backward
 
 def _loss_fake(x, lse_partial, target, weight, ignore_index, reduction):
     _check_partial(x, target, lse_partial, weight)
-    loss = x.new_empty(target.shape if reduction == NONE else (), dtype=_statistic(x))
-    return loss, x.new_empty(2 * target.numel() + 1, dtype=_statistic(x))
+    like = x.new_empty(0, dtype=statistic(x.dtype))
+    return like.new_empty(target.shape if reduction == NONE else ()), like.new_empty(2 * target.numel() + 1)
 
 
 def _keep(ctx, given, results):
-    x, _, target, weight, ignore_index, reduction = given
-    ctx.save_for_backward(x, target, results[1], weight)
-    ctx.options = {"ignore_index": ignore_index, "reduction": reduction}
-    ctx.inplace_backward = False
+    x, _, target, *options = given
+    keep(ctx, x, target, results[1], *options)
 
 
 _loss_in_graph = define(
@@ -149,7 +124,7 @@ _loss_in_graph = define(
     _values,
     _loss_fake,
     _keep,
-    _gradient,
+    gradient,
 )
 
 
@@ -160,8 +135,8 @@ def _forward_kernel(x, target, target_logit, weight, ignore_index):
 
 def _forward_fake(x, target, target_logit, weight, ignore_index):
     _check_logits(x, target, target_logit, weight)
-    loss, lse = (x.new_empty(target.shape, dtype=_statistic(x)) for _ in range(2))
-    return loss, lse
+    loss = x.new_empty(target.shape, dtype=statistic(x.dtype))
+    return loss, torch.empty_like(loss)
 
 
 _forward_in_graph = define(
@@ -172,13 +147,8 @@ _forward_in_graph = define(
 )
 
 
-def _statistic(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _is_in_graph(**given):
-    x = given["x"]
-    if not (is_compiling() or x.is_meta or (type(x) is not torch.Tensor and is_fake(x))):
+    if not has_no_values(given["x"]):
         return False
     for name, tensor in given.items():
         if is_dtensor(tensor):
@@ -197,8 +167,7 @@ def with_lse_partial(x, target, lse_partial, weight, ignore_index, reduction, in
     _check_kinds(x=x, target=target, lse_partial=lse_partial, weight=weight)
     refuse_gradients("cross_entropy", {"weight": weight})
     if _is_in_graph(x=x, target=target, lse_partial=lse_partial, weight=weight):
-        given = x, lse_partial.detach(), target, weight, ignore_index, reduction
-        return _loss_in_graph(*given)[0]
+        return _loss_in_graph(x, lse_partial.detach(), target, weight, ignore_index, reduction)[0]
     _check_partial(x, target, lse_partial, weight)
     _refuse_slices("x", x)
     refuse_tangents((x,))

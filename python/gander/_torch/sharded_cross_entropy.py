@@ -17,36 +17,28 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # how functional collectives treat fake tensors
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.compiler import is_compiling
 
 from .. import _debug
 from .._table import MEAN, NONE, REDUCTIONS
 from . import operators_gen
-from .autograd import (
-    apply_of,
-    function,
-    refuse_gradients,
-    refuse_outer_gradients,
-    refuse_tangents,
-)
-from .cross_entropy import is_batched, may_write_saved, write_over
+from .autograd import apply_with, refuse_gradients, refuse_outer_gradients, refuse_tangents
+from .cross_entropy import gradient, keep
 from .fakes import check_inputs
 from .graph_operators import define
 from .kernels import explained
-from .tensors import check_targets
+from .tensors import check_targets, has_no_values, statistic
 
 
 def of_slices(x, target, weight, group, sizes, ignore_index, reduction, inplace_backward=False) -> Tensor:
     """The loss, from arguments whose kinds have been checked. sizes: the number of classes of each rank."""
-    if is_compiling() or x.is_meta or (type(x) is not Tensor and is_fake(x)):
+    if has_no_values(x):
         return _in_graph(x, target, weight, group, sizes, ignore_index, reduction)
     plan = _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction)
     refuse_tangents((x,))
     _refuse_vmap({"x": x, "target": target, "weight": weight})
     refuse_outer_gradients("distributed.cross_entropy", x)
     try:
-        return _apply(x, target, weight, group, plan, ignore_index, reduction, bool(inplace_backward))
+        return _apply(x, target, weight, group, plan, bool(inplace_backward))
     except RuntimeError as error:
         raise explained(error) from None
 
@@ -113,6 +105,8 @@ class Plan(NamedTuple):
     sizes: tuple[int, ...]
     first: int  # the class that this rank's slice begins with
     ignored: int  # ignore_index, counted from there
+    ignore_index: int
+    reduction: int
     text: str  # what has to be the same on all ranks besides the sizes
     hash: int  # of both, 64 bits
     contradiction: str  # between x and the sizes, or ""
@@ -149,7 +143,8 @@ def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
     digest = hashlib.blake2b(facts.encode(), digest_size=8).digest()
     # Integers wrap around, so that ignore_index stays distinct.
     ignored = (ignore_index - first + 2**63) % 2**64 - 2**63
-    plan = Plan(sizes, first, ignored, text, int.from_bytes(digest, "little", signed=True), contradiction)
+    number = int.from_bytes(digest, "little", signed=True)
+    plan = Plan(sizes, first, ignored, ignore_index, reduction, text, number, contradiction)
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
     return _plans.setdefault(key, plan)
@@ -205,17 +200,16 @@ def _counted(target, plan):
     return target, target - plan.first
 
 
-def _part(x, target, local, weight, group, plan, ignore_index):
+def _part(x, target, local, weight, group, plan):
     """What the other ranks need of this one: what the operator that combines the slices takes of each (see
     gander.h), and the hash."""
     if _debug.is_enabled:
         _compare(x, target, group, plan)
         if not plan.contradiction:
-            check_targets(sum(plan.sizes), target, ignore_index)
+            check_targets(sum(plan.sizes), target, plan.ignore_index)
     n, rows = x.shape[-1], target.numel()
-    dtype, each = _statistic(x), 3 if weight is None else 4
-    mine = x.new_empty(_length(each, rows, dtype), dtype=dtype)
-    mine[-_words(dtype) :].view(torch.int64).fill_(plan.hash)
+    each, mine = _numbers(weight), _new_part(x, target, weight)
+    mine[-_words(mine.dtype) :].view(torch.int64).fill_(plan.hash)
     if plan.contradiction:  # all others see the hash, and read nothing else
         return mine
     part = mine[: each * rows].view(each, rows)
@@ -231,8 +225,9 @@ def _part(x, target, local, weight, group, plan, ignore_index):
     return mine
 
 
-def _statistic(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _numbers(weight):
+    """How many numbers a rank sends of each row."""
+    return 3 if weight is None else 4
 
 
 def _words(dtype):
@@ -240,27 +235,28 @@ def _words(dtype):
     return 8 // dtype.itemsize
 
 
-def _length(each, rows, dtype):
-    """The elements of what a rank sends. The last ones are the hash, aligned to 8 bytes."""
+def _new_part(x, target, weight):
+    """What a rank sends, without values. The last elements are the hash, aligned to 8 bytes."""
+    dtype = statistic(x.dtype)
     words = _words(dtype)
-    return (each * rows + words - 1) // words * words + words
+    length = (_numbers(weight) * target.numel() + words - 1) // words * words + words
+    return x.new_empty(length, dtype=dtype)
 
 
-def _combined(every, target, local, weight, plan, ignore_index, reduction):
+def _combined(every, target, local, weight, plan):
     """The loss, and what backward reads: the targets counted from this slice, the log-sum-exps of whole rows,
     and the weights of the targets or None."""
     if plan.contradiction:
         raise ValueError(plan.contradiction)
-    rows, ranks, each = target.numel(), len(plan.sizes), 3 if weight is None else 4
+    rows, ranks, each = target.numel(), len(plan.sizes), _numbers(weight)
     every = every.view(ranks, -1)
     # With NaN in the place of one rank's numbers the loss and the log-sum-exp are NaN.
     differs = every[:, -_words(every.dtype) :].view(torch.int64) != plan.hash
     parts = torch.where(differs, float("nan"), every[:, : each * rows]).view(ranks, each, rows)
     lse, weights = every.new_empty(2 * rows + 1), None if weight is None else every.new_empty(target.shape)
-    loss = every.new_empty(target.shape if reduction == NONE else ())
+    loss = every.new_empty(target.shape if plan.reduction == NONE else ())
     if rows:
-        losses = (loss.view(-1), None) if reduction == NONE else (None, loss)
-        flat = None if weights is None else weights.view(-1)
+        losses = (loss.view(-1), None) if plan.reduction == NONE else (None, loss)
         operators_gen.sharded_cross_entropy_combine(
             parts,
             target.view(-1),
@@ -268,49 +264,43 @@ def _combined(every, target, local, weight, plan, ignore_index, reduction):
             log_sum=lse[rows:-1],
             losses=losses[0],
             loss=losses[1],
-            weights=flat,
+            weights=None if weights is None else weights.view(-1),
             denominator=lse[-1:],
             classes=sum(plan.sizes),
-            ignore_index=ignore_index,
-            mean=reduction == MEAN,
+            ignore_index=plan.ignore_index,
+            mean=plan.reduction == MEAN,
             weighted=weight is not None,
         )
     else:
-        loss.fill_(float("nan") if reduction == MEAN else 0)
+        loss.fill_(float("nan") if plan.reduction == MEAN else 0)
     if weights is not None:
         local = local.masked_fill(weights == 0, plan.ignored)  # backward ignores the row, whatever is in it
     return loss, local, lse, weights
 
 
-def _forward(ctx, x, target, weight, group, plan, ignore_index, reduction, inplace_backward):
+def _forward(ctx, x, target, weight, group, plan, inplace_backward):
     target, local = _counted(target, plan)
-    mine = _part(x, target, local, weight, group, plan, ignore_index)
+    mine = _part(x, target, local, weight, group, plan)
     every = mine.new_empty(len(plan.sizes) * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
-    loss, local, lse, weights = _combined(every, target, local, weight, plan, ignore_index, reduction)
-    ctx.save_for_backward(x, local, lse, weights)
-    ctx.set_materialize_grads(False)
-    ctx.options = {"ignore_index": plan.ignored, "reduction": MEAN if reduction == MEAN else NONE}
-    ctx.inplace_backward = inplace_backward and may_write_saved()
+    loss, local, lse, weights = _combined(every, target, local, weight, plan)
+    _keep(ctx, x, local, lse, weights, plan.ignored, plan.reduction, inplace_backward and x.numel())
     return loss
 
 
+def _keep(ctx, x, local, lse, weights, ignored, reduction, inplace_backward=False):
+    keep(ctx, x, local, lse, weights, ignored, MEAN if reduction == MEAN else NONE, inplace_backward)
+    ctx.options["slice"] = True
+
+
 def _gradient(ctx, dloss):
-    x, local, lse, weights = ctx.saved_tensors
-    dloss = dloss if weights is None else dloss * weights
-    arguments = {"target": local, "weight": None, "dloss": dloss, "lse": lse, "slice": True} | ctx.options
+    x, *_, weights = ctx.saved_tensors
     if not x.shape[-1]:
         return torch.zeros_like(x)
-    if ctx.inplace_backward and not is_batched(dloss) and x.numel():
-        return write_over(x, **arguments)
-    return operators_gen.cross_entropy_bwd(x, **arguments)
+    return gradient(ctx, dloss if weights is None else dloss * weights, weight=None)
 
 
-def _backward(ctx, dloss):
-    return None if dloss is None else _gradient(ctx, dloss), *[None] * 7
-
-
-_apply: Any = apply_of(function("cross_entropy_of_slices", _forward, _backward))
+_apply: Any = apply_with("cross_entropy_of_slices", _forward, _gradient, [0], 6)
 
 
 # ---- In graphs ----
@@ -334,26 +324,24 @@ def _resolved(x, target, weight, sizes, ignore_index, reduction, group):
     return group, _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction)
 
 
-def _part_kernel(x, target, weight, sizes, ignore_index, reduction, group):
-    group, plan = _resolved(x, target, weight, sizes, ignore_index, reduction, group)
-    return _part(x, *_counted(target, plan), weight, group, plan, ignore_index)
+def _part_kernel(x, target, weight, *options):
+    group, plan = _resolved(x, target, weight, *options)
+    return _part(x, *_counted(target, plan), weight, group, plan)
 
 
-def _part_fake(x, target, weight, sizes, ignore_index, reduction, group):
+def _part_fake(x, target, weight, *options):
     _check(x, target, weight)
-    dtype = _statistic(x)
-    return x.new_empty(_length(3 if weight is None else 4, target.numel(), dtype), dtype=dtype)
+    return _new_part(x, target, weight)
 
 
 def _refuse_batch(info, in_dims, *given):
     raise _batched("target or weight" if in_dims[0] is None else "x")
 
 
-def _combined_kernel(x, every, target, weight, sizes, ignore_index, reduction, group):
+def _combined_kernel(x, every, target, weight, *options):
     """The loss, and what backward reads. Weights that there are not have no elements."""
-    _, plan = _resolved(x, target, weight, sizes, ignore_index, reduction, group)
-    given = *_counted(target, plan), weight, plan, ignore_index, reduction
-    loss, local, lse, weights = _combined(every, *given)
+    _, plan = _resolved(x, target, weight, *options)
+    loss, local, lse, weights = _combined(every, *_counted(target, plan), weight, plan)
     local = torch.where(local == plan.ignored, _IGNORED, local.clamp(-1, x.shape[-1]))
     return loss, local, lse, every.new_empty(0) if weights is None else weights
 
@@ -368,12 +356,10 @@ def _combined_fake(x, every, target, weight, sizes, ignore_index, reduction, gro
     )
 
 
-def _keep(ctx, given, results):
+def _keep_in_graph(ctx, given, results):
     x, _, _, weight, _, _, reduction, _ = given
     _, local, lse, weights = results
-    ctx.save_for_backward(x, local, lse, None if weight is None else weights)
-    ctx.options = {"ignore_index": _IGNORED, "reduction": MEAN if reduction == MEAN else NONE}
-    ctx.inplace_backward = False
+    _keep(ctx, x, local, lse, None if weight is None else weights, _IGNORED, reduction)
 
 
 _OPTIONS = "Tensor target, Tensor? weight, SymInt[] sizes, SymInt ignore_index, int reduction, str group"
@@ -386,7 +372,7 @@ _combined_in_graph = define(
     "(Tensor loss, Tensor local, Tensor lse, Tensor weights)",
     _combined_kernel,
     _combined_fake,
-    _keep,
+    _keep_in_graph,
     _gradient,
-    _refuse_batch,
+    batched=_refuse_batch,
 )

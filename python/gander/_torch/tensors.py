@@ -4,6 +4,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -60,6 +61,16 @@ def unusable(name: str, value, like: str = "", hint: str = "") -> Exception | No
     return None
 
 
+def statistic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a loss and of statistics of x, by x's dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Whether a call with x is recorded: it is compiled, or x is fake or on meta."""
+    return is_compiling() or x.is_meta or (type(x) is not Tensor and is_fake(x))
+
+
 def dtype_of(tensor: Tensor) -> str:
     """The name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
@@ -97,7 +108,7 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
     """
     if (refusal := unusable("x", x)) or (isinstance(value, Tensor) and (refusal := unusable(name, value))):
         raise refusal
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = statistic(x.dtype)
     if isinstance(value, Tensor):
         if value.ndim:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected (); pass {name}.squeeze()")
