@@ -639,7 +639,7 @@ def test_autocast_rule_of_softmax_on_cuda():
 
     op = ops.softmax.default
     assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCUDA")
-    kernel = autocast._in_float32(op)
+    kernel = autocast._to_float32("softmax")
     assert kernel(torch.ones(2, 3, dtype=torch.float16)).dtype == torch.float32
     assert kernel(torch.ones(2, 3, dtype=torch.bfloat16), 0, True).dtype == torch.float32
     assert kernel(torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64

@@ -59,10 +59,12 @@ __all__ = [
     "made_sizes",
     "operands",
     "read",
+    "reduction",
     "sizes",
     "takes_dtypes",
     "tensors",
     "upstream",
+    "wanted",
 ]
 
 
@@ -130,6 +132,16 @@ def differentiable(name: str) -> list[str]:
 def demand(result: str) -> str:
     """The argument that asks for a result."""
     return f"needs_{result}"
+
+
+def wanted(name: str, values: Mapping[str, Any]) -> list[str]:
+    """The results that a call computes. The others have no elements. values: its arguments by name."""
+    return [result for result in TORCH[name].results if values.get(demand(result), True)]
+
+
+def reduction(name: str, values: Mapping[str, Any]) -> Reduction:
+    """How a call reduces the losses of rows: "none" also if it has none. values: its arguments by name."""
+    return REDUCTIONS[(TORCH[name].fixed | values).get("reduction", NONE)]
 
 
 def demanded_for_backward(name: str) -> dict[str, str]:

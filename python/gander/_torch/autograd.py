@@ -89,10 +89,8 @@ def _sources(name: str, wanted: set[str], dtypes: dict) -> dict[str, str]:
 
 def _choices(gradient_op: str, sources: dict[str, str], dtypes: dict) -> dict:
     """The dtypes that a gradient operator is asked for: those of the arguments that its results are for."""
-    of, chosen = operands(gradient_op), {}
-    for argument, source in sources.items():
-        result = TORCH[gradient_op].results[gradients_of(gradient_op).index(source)]
-        chosen[of[result].choice] = dtypes[argument]
+    of = {operand.gradient: operand for operand in operands(gradient_op).values() if operand.output}
+    chosen = {of[source].choice: dtypes.get(argument) for argument, source in sources.items()}
     choices = [argument.name for argument in TORCH[gradient_op].arguments if argument.kind == "dtype"]
     return {choice: chosen.get(choice) for choice in choices}
 
@@ -108,9 +106,7 @@ def backward(name: str, inputs: list[str]):
     of, heads, gradients_there = operands(gradient_op), upstream(gradient_op), gradients_of(gradient_op)
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
-    given = [(index, heads[result]) for index, result in enumerate(results) if result in heads]
-    required = [(index, not of[argument].optional) for index, argument in given]
-    absent = [argument for argument in heads.values() if argument not in dict(given).values()]
+    required = [(results.index(result), not of[argument].optional) for result, argument in heads.items()]
     types = [argument.type for argument in TORCH[gradient_op].arguments]
     algorithm = types.index("algorithm") if "algorithm" in types else None
 
@@ -119,15 +115,15 @@ def backward(name: str, inputs: list[str]):
         wanted = {argument for argument, needed in zip(inputs, needs, strict=True) if needed}
         dtype_of = dict(zip(differentiable(name), dtypes, strict=True)) if typed else {}
         sources = _sources(name, wanted, dtype_of)
-        choices = _choices(gradient_op, sources, dtype_of) if typed else {}
+        choices = _choices(gradient_op, sources, dtype_of)
         demands = {
             demand(result): of[result].gradient in sources.values() for result in TORCH[gradient_op].on_demand
         }
-        order = [*read(gradient_op), *dict(given).values(), *absent, *choices, *demands]
+        order = [*read(gradient_op), *heads.values(), *choices, *demands]
         plans[needs, dtypes] = (
             fast.operator(gradient_op),
             gradient_arguments(gradient_op, name, order),
-            (*[None] * len(absent), *choices.values(), *demands.values()),
+            (*choices.values(), *demands.values()),
             [(inputs.index(argument), gradients_there.index(source)) for argument, source in sources.items()],
         )
         return plans[needs, dtypes]
@@ -147,12 +143,12 @@ def backward(name: str, inputs: list[str]):
         key = ctx.needs_input_grad, ctx.dtypes if typed else None
         call, pick, constants, places = plans.get(key) or plan(*key)
         saved = ctx.saved_tensors
-        heads = [
+        given = [
             # Every result with a gradient has the shape of the first tensor, the rows.
             zeros_like(saved[0]) if needed and gradients[index] is None else gradients[index]
             for index, needed in required
         ]
-        arguments = pick((*saved, *heads, *constants, *ctx.options))
+        arguments = pick((*saved, *given, *constants, *ctx.options))
         # IF_SERVED: use forward's algorithm if it supports these rows in backward too, else "auto".
         if algorithm is not None and arguments[algorithm]:
             code = arguments[algorithm] | IF_SERVED

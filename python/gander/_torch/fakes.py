@@ -28,8 +28,9 @@ from .._table import (
     made_sizes,
     operands,
     sizes,
+    tensors,
 )
-from .registry import complete, registry, untraced
+from .registry import by_name, registry, untraced
 
 _NAMES = {"algorithm": ALGORITHMS, "reduction": REDUCTIONS}
 
@@ -204,12 +205,11 @@ def _fake(name):
     """The fake kernel of an operator."""
     operator, of, names = TORCH[name], operands(name), arguments(name)
     options = [option for option in OPTIONS[OPERATORS[operator.operator].group] if option.name in names]
-    given_tensors = [argument.name for argument in operator.arguments if argument.kind == "tensor"]
 
     def fake(*given):
-        values = dict(zip(names, complete(name, given), strict=True))
+        values = by_name(name, given)
         call = _Call(name, values)
-        for argument in given_tensors:
+        for argument in tensors(name):
             if values[argument] is not None:
                 call.check_operand(of[argument], values[argument])
         for option in options:

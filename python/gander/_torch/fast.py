@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 from .. import _imports
 from .._table import TORCH, arguments, demand, differentiable, forms, operands, sizes, tensors, upstream
 from . import operators_gen
-from .registry import complete, defaults, overloads, untraced
+from .registry import by_name, defaults, overloads, untraced
 
 # The releases of torch that are tested: the oldest that gander supports, 2.11, and the newest, which is the
 # one in requirements.in. `./build.sh test-torch` reads this line.
@@ -251,7 +251,7 @@ def _tensor_offset():
 
 def _example(name):
     """Arguments of a call on three rows of eight elements."""
-    options = dict(zip(arguments(name), complete(name, (None,) * len(tensors(name))), strict=True))
+    options = by_name(name, (None,) * len(tensors(name)))
 
     def tensor(operand):
         shape = torch.Size(sizes(forms(name, operand, options)[0].sizes, (3, 8)))
@@ -264,8 +264,7 @@ def _example(name):
         for argument in tensors(name)
     )
     every = dict.fromkeys(map(demand, TORCH[name].on_demand), True)
-    defaults = zip(arguments(name), complete(name, tuple(inputs)), strict=True)
-    return tuple(every.get(argument, value) for argument, value in defaults)
+    return tuple((by_name(name, tuple(inputs)) | every).values())
 
 
 def _results(name, function, leaves):

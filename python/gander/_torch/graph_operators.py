@@ -27,7 +27,7 @@ def define(schema: str, kernel, fake, keep=None, gradient=None, differentiable=(
     def for_each(info, in_dims, *given):
         values, dims = dict(zip(names, given, strict=True)), dict(zip(names, in_dims, strict=True))
         results = each_sample(overload, values, dims, info.batch_size)
-        return results, (0,) * len(results)
+        return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
 
     torch.library.register_vmap(f"gander::{name}", untraced(batched or for_each), lib=registry)
     if gradient is None:

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .._table import MEAN, NONE, TORCH, arguments
 from .autograd import once_differentiable
-from .registry import complete, overloads, registry
+from .graph_operators import define
+from .registry import by_name, overloads
 
 # ---- A formula ----
 
@@ -130,7 +131,7 @@ def gradient(given):
     """The gradient in a graph for Inductor, otherwise None."""
     if not is_for_inductor(given[0]):
         return None
-    values = dict(zip(arguments(_GRADIENT), complete(_GRADIENT, given), strict=True))
+    values = by_name(_GRADIENT, given)
     x, target, lse = values["x"], values["target"], values["lse"]
     if lse.dim() != 1 or lse.shape[0] != 2 * target.numel() + 1:  # one number for each row
         return None
@@ -163,18 +164,13 @@ def _backward(*given):
     return given[_DX]
 
 
-def _define(name, schema, kernel, fake):
-    own = f"_{name}_in_graph"
-    registry.define(schema.replace(name, own))
-    registry.impl(own, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gander::{own}", fake, lib=registry)
-    return getattr(torch.ops.gander, own).default
+def _schema(name):
+    return TORCH[name].schema.replace(name, f"_{name}_in_graph")
 
 
-forward_in_graph = _define(_FORWARD, TORCH[_FORWARD].schema, _forward, _forward)
-backward_in_graph = _define(
-    _BACKWARD,
-    TORCH[_BACKWARD].schema.replace("Tensor(a!) dx", "Tensor dx").replace("-> ()", "-> Tensor"),
+forward_in_graph = define(_schema(_FORWARD), _forward, _forward)
+backward_in_graph = define(
+    _schema(_BACKWARD).replace("Tensor(a!) dx", "Tensor dx").replace("-> ()", "-> Tensor"),
     _backward,
     lambda *given: torch.empty_like(given[_DX]),
 )

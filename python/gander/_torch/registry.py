@@ -3,7 +3,7 @@
 import torch
 from torch._C._dynamo import eval_frame
 
-from .._table import TORCH
+from .._table import TORCH, arguments
 
 registry = torch.library.Library("gander", "FRAGMENT")
 for _operator in TORCH.values():
@@ -27,6 +27,11 @@ def complete(name: str, given: tuple) -> tuple:
     """All arguments of a call. The dispatcher omits trailing arguments that have their default values."""
     missing = len(TORCH[name].arguments) - len(given)
     return given + _defaults[name][-missing:] if missing else given
+
+
+def by_name(name: str, given: tuple) -> dict:
+    """All arguments of a call, by name."""
+    return dict(zip(arguments(name), complete(name, given), strict=True))
 
 
 def untraced(function):

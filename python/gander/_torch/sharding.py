@@ -13,10 +13,10 @@ import math
 import warnings
 
 from .. import _imports
-from .._table import REDUCTIONS, SHAPES, TORCH, arguments, demand, forms, has_rows, is_by_row, operands
+from .._table import MEAN, NONE, SHAPES, TORCH, forms, has_rows, is_by_row, operands, reduction, wanted
 from . import dtensor
 from .dtensor import dimensions_of_classes, is_dtensor, is_shard
-from .registry import complete, overloads
+from .registry import by_name, overloads
 
 _MEAN_OVER_SHARDS = (
     "reduction is 'mean' with sharded rows, expected 'sum': a mean over sharded rows would have another "
@@ -33,11 +33,9 @@ def _rule(name, given):
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     operator, of = TORCH[name], operands(name)
-    specs = dict(zip(arguments(name), complete(name, given), strict=True))
+    specs = by_name(name, given)
     inputs = {argument: spec for argument, spec in specs.items() if argument in of and spec is not None}
-    wanted = [result for result in operator.results if specs.get(demand(result), True)]
-    results = [of[result] for result in wanted]
-    reduction = REDUCTIONS[specs.get("reduction", operator.fixed.get("reduction", 0))]
+    computed = wanted(name, specs)
     first = next(iter(inputs.values())).shape
     leading = len(first) - 1
 
@@ -100,9 +98,9 @@ def _rule(name, given):
                 "redistribute it, or pass a mask"
             )
         shards += [placement for placement in used if placement not in shards]
-    if shards and reduction == "mean" and any(sums_rows(result) for result in results):
+    if shards and reduction(name, specs) == "mean" and any(sums_rows(of[result]) for result in computed):
         refuse(_MEAN_OVER_SHARDS)
-    if shards and operator.packed and any(layout(result.name) == "parts" for result in results):
+    if shards and operator.packed and any(layout(result) == "parts" for result in computed):
         refuse(
             "the statistics of all rows are returned in one tensor, which cannot be sharded; redistribute x, "
             "or use an operator that returns one for each row"
@@ -128,7 +126,9 @@ def _rule(name, given):
 
     def placements(shard):
         sharded = {argument: placed(of[argument], shard, spec.ndim) for argument, spec in inputs.items()}
-        made = [placed(of[result], shard) if result in wanted else Replicate() for result in operator.results]
+        made = [
+            placed(of[result], shard) if result in computed else Replicate() for result in operator.results
+        ]
         return made, [sharded.get(argument) for argument in specs]
 
     replicated = (
@@ -159,12 +159,12 @@ def cross_entropy_of_slices(given):
     from . import sharded_cross_entropy
 
     mine = x.to_local()
-    values = dict(zip(arguments("cross_entropy"), complete("cross_entropy", given), strict=True))
-    reduction = REDUCTIONS[values["reduction"]]
+    values = by_name("cross_entropy", given)
+    is_mean, is_none = values["reduction"] == MEAN, values["reduction"] == NONE
     mesh, rows = x.device_mesh, [*x.placements]
     rows[on[0]] = Replicate()
     sharded = any(map(is_shard, rows))
-    if sharded and reduction == "mean":
+    if sharded and is_mean:
         raise NotImplementedError(f"gander: cross_entropy: {_MEAN_OVER_SHARDS}")
     if values["needs_lse"]:
         raise NotImplementedError(
@@ -177,7 +177,7 @@ def cross_entropy_of_slices(given):
             f"gander: cross_entropy: target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, "
             "the leading dimensions of x"
         )
-    if values["divisor"] is not None and reduction == "mean":
+    if values["divisor"] is not None and is_mean:
         raise ValueError(
             "gander: cross_entropy: divisor is given with reduction 'mean', expected 'sum' or 'none', which "
             "it divides"
@@ -188,7 +188,7 @@ def cross_entropy_of_slices(given):
     options = values["ignore_index"], values["reduction"]
     loss = sharded_cross_entropy.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
     lse = loss.new_empty(0)
-    if reduction == "none":
+    if is_none:
         shape = x.shape[:-1]
         whole = {"shape": shape, "stride": _contiguous(shape)}
         return dtensor.DTensor.from_local(loss, mesh, rows, run_check=False, **whole), lse

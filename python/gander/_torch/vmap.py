@@ -7,16 +7,19 @@ of a batch. A batched weight would differ from row to row.
 
 import torch
 
-from .._table import REDUCTIONS, SHAPES, TORCH, arguments, demand, has_rows, is_by_row, operands
-from .registry import complete, overloads, registry, untraced
+from .._table import SHAPES, TORCH, arguments, has_rows, is_by_row, operands, reduction, wanted
+from .registry import by_name, overloads, registry, untraced
 
 
 def _folded(name, values, dims, size):
     """The arguments of a single call whose rows include the batch, or None if its results would differ."""
     operator, of = TORCH[name], operands(name)
-    reduction = values.get("reduction", operator.fixed.get("reduction", 0))
-    results = (*_wanted(operator, values), *operator.writes.values())
-    if operator.packed or REDUCTIONS[reduction] != "none" or not all(is_by_row(of[name]) for name in results):
+    results = (*wanted(name, values), *operator.writes.values())
+    if (
+        operator.packed
+        or reduction(name, values) != "none"
+        or not all(is_by_row(of[result]) for result in results)
+    ):
         return None
     folded, leading = dict(values), None
     for argument, value in values.items():
@@ -52,11 +55,6 @@ def _folded(name, values, dims, size):
     return tuple(folded.values())
 
 
-def _wanted(operator, values):
-    """The results that a call computes. Others have no elements, so no batch either."""
-    return [result for result in operator.results if values.get(demand(result), True)]
-
-
 def each_sample(overload, values, dims, size):
     """The results of one call for each sample, stacked."""
     if not size:
@@ -77,18 +75,11 @@ def each_sample(overload, values, dims, size):
     return None if results[0] is None else torch.stack(results)
 
 
-def _dims(operator, values):
-    """Where the results of a call have the batch."""
-    wanted = _wanted(operator, values)
-    dims = tuple(0 if result in wanted else None for result in operator.results)
-    return dims[0] if len(dims) == 1 else dims or None
-
-
 def _rule(name):
     operator, overload, names = TORCH[name], overloads[name], arguments(name)
 
     def rule(info, in_dims, *given):
-        values = dict(zip(names, complete(name, given), strict=True))
+        values = by_name(name, given)
         if "inplace_backward" in values:  # a sample's gradient would be written over a part of the batch
             values["inplace_backward"] = False
         dims = dict.fromkeys(names) | dict(zip(names, in_dims, strict=False))
@@ -103,12 +94,12 @@ def _rule(name):
             results = each_sample(overload, values, dims, info.batch_size)
         else:
             results = overload(*folded)
-        dims = _dims(operator, values)
-        if isinstance(dims, tuple):  # stacked, one without elements still has none
-            results = tuple(
-                value if dim == 0 else value.flatten() for value, dim in zip(results, dims, strict=True)
-            )
-        return results, dims
+        # A result that was not asked for has no elements, and no batch. Stacked, it still has none.
+        dims = tuple(0 if of in wanted(name, values) else None for of in operator.results)
+        if len(dims) < 2:
+            return results, dims[0] if dims else None
+        results = (value if dim == 0 else value.flatten() for value, dim in zip(results, dims, strict=True))
+        return tuple(results), dims
 
     return rule
 

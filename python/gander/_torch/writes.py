@@ -34,11 +34,6 @@ def _increments_version(name):
     return kernel
 
 
-for _name, _operator in TORCH.items():
-    if _operator.writes:
-        registry.impl(_name, untraced(_increments_version(_name)), "ADInplaceOrView", with_keyset=True)
-
-
 def _refuses_negated(name):
     """A kernel for calls with negated views, such as the imaginary part of a conjugate. torch's own for all
     operators passes copies, and expects each that is written among the results."""
@@ -61,4 +56,5 @@ def _refuses_negated(name):
 
 for _name, _operator in TORCH.items():
     if _operator.writes:
+        registry.impl(_name, untraced(_increments_version(_name)), "ADInplaceOrView", with_keyset=True)
         registry.impl(_name, untraced(_refuses_negated(_name)), "Negative", with_keyset=True)
