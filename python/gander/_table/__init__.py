@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .operators_gen import (
+from .operators_gen import (  # noqa: F401 - others import the table from here
     ALGORITHMS,
     DTYPES,
     IF_SERVED,
@@ -24,48 +24,7 @@ from .operators_gen import (
     Algorithm,
     Reduction,
 )
-from .types import Argument, Form, Operand, Operator, Option, Saved, TorchOperator
-
-__all__ = [
-    "ALGORITHMS",
-    "DTYPES",
-    "IF_SERVED",
-    "MEAN",
-    "NONE",
-    "OPERATORS",
-    "OPTIONS",
-    "REDUCTIONS",
-    "SHAPES",
-    "STATUSES",
-    "SUM",
-    "TORCH",
-    "Algorithm",
-    "Argument",
-    "Form",
-    "Operand",
-    "Operator",
-    "Option",
-    "Reduction",
-    "Saved",
-    "TorchOperator",
-    "arguments",
-    "demand",
-    "demanded_for_backward",
-    "differentiable",
-    "forms",
-    "gradients_of",
-    "has_rows",
-    "is_by_row",
-    "made_sizes",
-    "operands",
-    "read",
-    "reduction",
-    "sizes",
-    "takes_dtypes",
-    "tensors",
-    "upstream",
-    "wanted",
-]
+from .types import Form, Operand, Operator, Option  # noqa: F401
 
 
 def operands(name: str) -> dict[str, Operand]:

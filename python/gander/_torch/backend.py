@@ -2,6 +2,7 @@
 
 This module also has a function for each operator of torch.ops.gander (fast.py).
 """
+# ruff: noqa: F401 - functions that are imported are asked for too
 
 from typing import Any
 
@@ -18,30 +19,6 @@ from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
 from .tensors import DTYPES, check_targets, scalar, unusable
 from .writes import refuse_inference
-
-__all__ = [
-    "cast",
-    "check_targets",
-    "check_writable",
-    "converted",
-    "detached",
-    "differs",
-    "dtype",
-    "empty",
-    "explained",
-    "fast_path",
-    "is_ours",
-    "linear_cross_entropy",
-    "may_share_memory",
-    "moved_back",
-    "ones_like",
-    "rows",
-    "scalar",
-    "unusable",
-    "with_lse_partial",
-    "with_target_logit",
-]
-
 
 globals().update({name: fast.operator(name) for name in TORCH})
 
