@@ -10,7 +10,7 @@ Operators that have no gradient get an Autograd kernel too. Without one, torch w
 constants.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 import torch
@@ -43,33 +43,6 @@ _in_transform = torch._C._are_functorch_transforms_active
 
 _NO_SECOND = "gander: second derivatives are not supported; use torch's operators"
 _NO_FORWARD = "gander: forward-mode derivatives are not supported; use torch's operators"
-
-
-def selector(names: Iterable[str], among: list[str]):
-    """A function that takes a tuple with a value for each name in `among`, and returns those of `names`."""
-    indices = [among.index(name) for name in names]
-    if len(indices) == 1:
-        return lambda values: (values[indices[0]],)
-    return itemgetter(*indices)
-
-
-def gradient_arguments(gradient_op: str, name: str, given: list[str]):
-    """A function that returns the arguments of a gradient operator.
-
-    It takes one tuple: the arguments `given`, then ctx.options of operator `name`. What is in neither has the
-    value that is fixed in that operator.
-    """
-    among = [*given, *arguments(name)[len(tensors(name)) :]]
-    fixed = {
-        argument.name: bool(TORCH[name].fixed[argument.name])
-        for argument in TORCH[gradient_op].arguments
-        if argument.name not in among
-    }
-    pick = selector(arguments(gradient_op), [*among, *fixed])
-    if not fixed:
-        return pick
-    values = tuple(fixed.values())
-    return lambda given: pick(given + values)
 
 
 def _sources(name: str, wanted: set[str], dtypes: dict) -> dict[str, str]:
@@ -107,6 +80,8 @@ def backward(name: str, inputs: list[str]):
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
     required = [(results.index(result), not of[argument].optional) for result, argument in heads.items()]
+    # Options of forward that callers cannot choose.
+    fixed = {key: bool(value) for key, value in TORCH[name].fixed.items() if key in arguments(gradient_op)}
     types = [argument.type for argument in TORCH[gradient_op].arguments]
     algorithm = types.index("algorithm") if "algorithm" in types else None
 
@@ -119,11 +94,12 @@ def backward(name: str, inputs: list[str]):
         demands = {
             demand(result): of[result].gradient in sources.values() for result in TORCH[gradient_op].on_demand
         }
-        order = [*read(gradient_op), *heads.values(), *choices, *demands]
+        constants = choices | demands | fixed
+        among = [*read(gradient_op), *heads.values(), *constants, *arguments(name)[len(tensors(name)) :]]
         plans[needs, dtypes] = (
             fast.operator(gradient_op),
-            gradient_arguments(gradient_op, name, order),
-            (*choices.values(), *demands.values()),
+            itemgetter(*map(among.index, arguments(gradient_op))),
+            tuple(constants.values()),
             [(inputs.index(argument), gradients_there.index(source)) for argument, source in sources.items()],
         )
         return plans[needs, dtypes]
@@ -162,60 +138,36 @@ def backward(name: str, inputs: list[str]):
     return backward
 
 
-def _flags(name: str) -> list[int | None]:
-    """For each result of an operator the position of the argument that asks for it, or None."""
-    asked = TORCH[name].on_demand
-    return [arguments(name).index(demand(of)) if of in asked else None for of in TORCH[name].results]
-
-
-def forward(name: str, saving: str | None = None, kept: Iterable[str] = (), overload=None):
-    """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments.
-
-    saving: an operator that runs in its place, with the same first arguments and results. kept: what backward
-    then reads. overload: what is called for it, with the same schema.
-    """
-    saving = saving or name
-    overload, results = overload or overloads[saving], TORCH[saving].results
-    names, count, first_option = arguments(name), len(TORCH[saving].arguments), len(tensors(name))
-    saved = [(saved.result, saved.argument) for saved in TORCH[name].saved]
-    if kept:
-        saved = [(key, "") if key in results else ("", key) for key in kept]
-    saved = [
-        (results.index(result) if result else None, names.index(argument) if argument else None)
-        for result, argument in saved
-    ]
-    # What backward needs: a result, the argument that asks for it, and if not always, with which argument.
-    needed = demanded_for_backward(name) if saving == name else {}
+def forward(name: str):
+    """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments."""
+    overload, results, names, saved = overloads[name], TORCH[name].results, arguments(name), TORCH[name].saved
+    first_option, typed = len(tensors(name)), differentiable(name) if takes_dtypes(name) else ()
+    # What backward needs: the argument that asks for it, and the one with which it is needed, or "".
     demands = [
-        (index, flag, names.index(needed[result]) if needed[result] else None)
-        for index, (result, flag) in enumerate(zip(results, _flags(saving), strict=True))
-        if flag is not None and result in needed
+        (demand(result), argument)
+        for result, argument in demanded_for_backward(name).items()
+        if result in TORCH[name].on_demand
     ]
-    single, own = len(results) == 1, len(TORCH[name].results)
-    typed = [names.index(argument) for argument in differentiable(name)] if takes_dtypes(name) else ()
 
     def forward(ctx, keyset, *given):
-        asked, computed = [*given[:count]], [True] * len(results)
-        for index, flag, argument in demands:
-            asked[flag] = computed[index] = given[flag] or argument is None or given[argument] is not None
-        answer = call_below_autograd(overload, keyset, asked)
-        if single:
-            answer = (answer,)
+        values = dict(zip(names, given, strict=True))
+        for asks, argument in demands:
+            values[asks] = values[asks] or not argument or values[argument] is not None
+        answer = call_below_autograd(overload, keyset, values.values())
+        values |= zip(results, (answer,) if len(results) == 1 else answer, strict=True)
         ctx.save_for_backward(
             *(
-                answer[result]
-                if result is not None and (argument is None or computed[result])
-                else given[argument]
+                values[result if result and (not argument or values[demand(result)]) else argument]
                 for result, argument in saved
             )
         )
         ctx.set_materialize_grads(False)
         ctx.options = given[first_option:]
         if typed:
-            ctx.dtypes = tuple(None if given[i] is None else given[i].dtype for i in typed)
+            ctx.dtypes = tuple(None if values[of] is None else values[of].dtype for of in typed)
         # A tensor that is saved and not returned has no history: a second derivative would take it for a
         # constant.
-        return answer[0] if own == 1 else answer[:own]
+        return answer
 
     return forward
 
@@ -223,7 +175,8 @@ def forward(name: str, saving: str | None = None, kept: Iterable[str] = (), over
 def with_own_results(name: str, apply):
     """The results of an operator, from those of an autograd.Function that runs it, whose inputs are a keyset
     and the operator's arguments. One that the caller did not ask for is a tensor without elements."""
-    flags = _flags(name)
+    results, names, asked = TORCH[name].results, arguments(name), TORCH[name].on_demand
+    flags = [names.index(demand(result)) if result in asked else None for result in results]
     if len(flags) == 1:
         return apply
 

@@ -12,17 +12,9 @@ from torch import Tensor, no_grad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from .._table import MEAN, NONE, TORCH, arguments, tensors, upstream
+from .._table import MEAN, NONE, TORCH, arguments, tensors
 from . import fast, inductor, operators_gen
-from .autograd import (
-    apply_with,
-    call_below_autograd,
-    forward,
-    gradient_arguments,
-    once_differentiable,
-    selector,
-    with_own_results,
-)
+from .autograd import apply_with, call_below_autograd, once_differentiable, with_own_results
 from .dtensor import rows_are_sharded
 from .registry import overloads
 
@@ -32,19 +24,17 @@ from .registry import overloads
 ONE_PASS = 1 << 22
 
 _NAME = "cross_entropy"
-_ARGUMENTS = arguments(_NAME)
-_SAVED = [saved.result or saved.argument for saved in TORCH[_NAME].saved]
+_BWD_ONE_PASS = "cross_entropy_bwd_one_pass"
+_ARGUMENTS, _ONE_PASS_ARGUMENTS = arguments(_NAME), arguments(_BWD_ONE_PASS)
+_REDUCTION = _ARGUMENTS.index("reduction")
+
+# The arguments that are tensors, and the others, of the operators that compute the gradient.
+_TAKEN = {
+    name: (tensors(name), arguments(name)[len(tensors(name)) :])
+    for name in ("cross_entropy_bwd", _BWD_ONE_PASS)
+}
 
 _below_versions = torch._C._AutoDispatchBelowADInplaceOrView
-
-
-_DLOSS = upstream("cross_entropy_bwd")["loss"]
-
-_own_pass_arguments = gradient_arguments("cross_entropy_bwd", _NAME, [*_SAVED, _DLOSS])
-
-
-def _gradient_in_own_pass(saved, dloss, options):
-    return operators_gen.cross_entropy_bwd(*_own_pass_arguments((*saved, dloss, *options)))
 
 
 def is_batched(dloss):
@@ -70,17 +60,7 @@ def is_first_backward(ctx):
         return not returned
 
 
-# ---- In place, over the logits ----
-
-_in_place_arguments = gradient_arguments("cross_entropy_bwd_", _NAME, [*_SAVED, _DLOSS])
-
-
-def _gradient_in_place(ctx, dloss):
-    if is_batched(dloss):
-        return _gradient_in_own_pass(ctx.saved_tensors, dloss, ctx.options)
-    x, *others = _in_place_arguments((*ctx.saved_tensors, dloss, *ctx.options))
-    named = dict(zip(arguments("cross_entropy_bwd_")[1:], others, strict=True))
-    return write_over(x, **named)
+# ---- In backward: in a separate pass, or in place ----
 
 
 def may_write_saved():
@@ -88,34 +68,36 @@ def may_write_saved():
     return fast.saved_tensors_hooks() is None
 
 
-def write_over(x, *, dloss, **arguments):
-    """The gradient that cross_entropy_bwd_ writes over x."""
-    with no_grad():
-        operators_gen.cross_entropy_bwd_(x, dloss=dloss, **arguments)
-    return once_differentiable(x.detach(), x, dloss)
-
-
-def keep(ctx, x, target, lse, weight, ignore_index, reduction, inplace_backward=False):
-    """Saves for `gradient` what it reads of a loss that other operators have computed from x."""
-    ctx.save_for_backward(x, target, lse, weight)
+def keep(ctx, values, gradient_op="cross_entropy_bwd", inplace_backward=False):
+    """Saves those of these values, by name, that an operator takes which computes the gradient."""
+    named, options = _TAKEN[gradient_op]
+    ctx.named = [name for name in named if name in values]
+    ctx.save_for_backward(*(values[name] for name in ctx.named))
     ctx.set_materialize_grads(False)
-    ctx.options = {"ignore_index": ignore_index, "reduction": reduction}
+    ctx.options = {name: values[name] for name in options if name in values}
     ctx.inplace_backward = inplace_backward and may_write_saved()
 
 
-def gradient(ctx, dloss, **others):
-    """dx of a loss for which `keep` has saved the tensors. others: what is passed in place of them."""
-    x, *saved = ctx.saved_tensors
-    given = dict(zip(("target", "lse", "weight"), saved, strict=True)) | ctx.options | others
-    if ctx.inplace_backward and not is_batched(dloss):
-        return write_over(x, dloss=dloss, **given)
-    return operators_gen.cross_entropy_bwd(x, dloss=dloss, **given)
+def kept(ctx, dloss):
+    """The arguments of that operator, by name. An activation checkpoint lets a backward pass ask once."""
+    return dict(zip(ctx.named, ctx.saved_tensors, strict=True)) | ctx.options | {"dloss": dloss}
+
+
+def gradient(ctx, given):
+    """dx, from the arguments of cross_entropy_bwd."""
+    x, dloss = given["x"], given["dloss"]
+    if not ctx.inplace_backward or is_batched(dloss):
+        return operators_gen.cross_entropy_bwd(**given)
+    with no_grad():
+        operators_gen.cross_entropy_bwd_(**given)
+    return once_differentiable(x.detach(), x, dloss)
+
+
+def gradient_of_kept(ctx, dloss):
+    return gradient(ctx, kept(ctx, dloss))
 
 
 # ---- In one pass with the loss ----
-
-_SAVED_WITH_DX, _LSE = [*_SAVED, "upstream", "dx"], _SAVED.index("lse")
-_one_pass_arguments = gradient_arguments("cross_entropy_bwd_one_pass", _NAME, [*_SAVED_WITH_DX, _DLOSS])
 
 
 def _logarithms(lse):
@@ -134,64 +116,58 @@ def _gradient_one_pass(ctx, dloss):
     dx is a saved tensor, so hooks on saved tensors see it: an activation checkpoint drops it like the others.
     Writing it does not increment its version, because autograd would then refuse a later backward pass.
     """
-    *others, upstream, dx = ctx.saved_tensors
+    given = kept(ctx, dloss)
     if is_traced(dloss) or is_batched(dloss):
-        others[_LSE] = _logarithms(others[_LSE])
-        return _gradient_in_own_pass(others, dloss, ctx.options)
+        del given["upstream"], given["dx"]
+        given["lse"] = _logarithms(given["lse"])
+        return operators_gen.cross_entropy_bwd(**given)
     if not is_first_backward(ctx):
-        dx = torch.empty_like(dx)
+        given["dx"] = torch.empty_like(given["dx"])
         integers = torch.int64 if dloss.dtype == torch.float64 else torch.int32
-        upstream = dloss.view(integers).bitwise_not().view(dloss.dtype)  # never the bits of dloss
+        given["upstream"] = dloss.view(integers).bitwise_not().view(dloss.dtype)  # never the bits of dloss
     with _below_versions():
-        overloads["cross_entropy_bwd_one_pass"](
-            *_one_pass_arguments((*others, upstream, dx, dloss, *ctx.options))
-        )
+        overloads[_BWD_ONE_PASS](*(given[name] for name in _ONE_PASS_ARGUMENTS))
     # The caller may change what it gets, and autograd would refuse a later backward pass as well.
-    return once_differentiable(dx.data, others[0], dloss)
+    return once_differentiable(given["dx"].data, given["x"], dloss)
 
 
 def _gradient_one_pass_in_graph(ctx, dloss):
-    saved = ctx.saved_tensors
+    given = kept(ctx, dloss)
     with no_grad():
-        dx = inductor.backward_in_graph(*_one_pass_arguments((*saved, dloss, *ctx.options)))
-    return once_differentiable(dx, saved[0], dloss)
-
-
-# ---- DTensors with sharded rows: backward may only read statistics that are sharded like the rows ----
-
-_PER_ROW = "cross_entropy_fwd"
-_per_row_arguments = selector(arguments(_PER_ROW)[:-2], _ARGUMENTS)  # without needs_lse and needs_dx
-_REDUCTION = arguments("cross_entropy_bwd").index("reduction")
-
-
-def _forward_by_row(ctx, keyset, *given):
-    values = dict(zip(_ARGUMENTS, given, strict=True))
-    asked = (*_per_row_arguments(given), True, False)
-    loss, values["lse"], _ = call_below_autograd(overloads[_PER_ROW], keyset, asked)
-    ctx.save_for_backward(*(values[name] for name in _SAVED))
-    ctx.set_materialize_grads(False)
-    ctx.options = given[len(tensors(_NAME)) :]
-    return loss if values["reduction"] == NONE else loss.sum(), values["lse"]
-
-
-def _gradient_by_row(ctx, dloss):
-    given = [*_own_pass_arguments((*ctx.saved_tensors, dloss, *ctx.options))]
-    given[_REDUCTION] = NONE
-    return overloads["cross_entropy_bwd"](*given)
+        dx = inductor.backward_in_graph(*(given[name] for name in _ONE_PASS_ARGUMENTS))
+    return once_differentiable(dx, given["x"], dloss)
 
 
 # ---- The choice ----
 
-_saving_dx = "cross_entropy_fwd_one_pass"
-_forward_in_graph = forward(_NAME, _saving_dx, _SAVED_WITH_DX, inductor.forward_in_graph)
-_in_place, _one_pass, _one_pass_in_graph, _by_row = (
-    with_own_results(_NAME, apply_with(f"{_NAME}_{title}", run, compute, [1], 1 + len(_ARGUMENTS)))
-    for title, run, compute in (
-        ("in_place", forward(_NAME), _gradient_in_place),
-        ("one_pass", forward(_NAME, _saving_dx, _SAVED_WITH_DX), _gradient_one_pass),
-        ("one_pass_in_graph", _forward_in_graph, _gradient_one_pass_in_graph),
-        ("by_row", _forward_by_row, _gradient_by_row),
-    )
+
+def _apply(
+    title, compute, operator, gradient_op="cross_entropy_bwd", overload=None, in_place=False, **changed
+):
+    """The apply of an autograd.Function that runs an operator for cross_entropy, with some arguments changed,
+    and keeps what a gradient operator takes. compute(ctx, dloss): dx."""
+    overload, names, results = overload or overloads[operator], arguments(operator), TORCH[operator].results
+
+    def forward(ctx, keyset, *given):
+        values = dict(zip(_ARGUMENTS, given, strict=True)) | changed
+        answer = call_below_autograd(overload, keyset, [values[name] for name in names])
+        values |= zip(results, answer, strict=True)
+        keep(ctx, values, gradient_op, in_place)
+        loss = values["loss"]
+        return loss if values["reduction"] == given[_REDUCTION] else loss.sum(), values["lse"]
+
+    return with_own_results(_NAME, apply_with(f"{_NAME}_{title}", forward, compute, [1], 1 + len(_ARGUMENTS)))
+
+
+_in_place = _apply("in_place", gradient_of_kept, _NAME, in_place=True, needs_lse=True)
+_in_one_pass = "cross_entropy_fwd_one_pass", _BWD_ONE_PASS
+_one_pass = _apply("one_pass", _gradient_one_pass, *_in_one_pass)
+_one_pass_in_graph = _apply(
+    "one_pass_in_graph", _gradient_one_pass_in_graph, *_in_one_pass, inductor.forward_in_graph
+)
+# For DTensors with sharded rows: backward may only read statistics that are sharded like the rows.
+_by_row = _apply(
+    "by_row", gradient_of_kept, "cross_entropy_fwd", reduction=NONE, needs_lse=True, needs_dx=False
 )
 
 

@@ -36,6 +36,7 @@ def define(schema: str, kernel, fake, keep=None, gradient=None, differentiable=(
     def forward(ctx, *inputs):
         *given, keyset = inputs
         results = call_below_autograd(overload, keyset, given)
+        ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         keep(ctx, given, results)
         return results

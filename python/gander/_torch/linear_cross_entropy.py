@@ -6,7 +6,6 @@ upstream gradient that is expected. If backward brings another one, they are sca
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,17 +51,13 @@ class _Sum:
         self.dtype = statistic(like.dtype) if wide else like.dtype
 
     def add_product(self, a, b):
-        a = a.t()
-        if self.sum is None and self.dtype == a.dtype:
-            self.sum = torch.mm(a, b)
-        elif self.dtype == a.dtype:
-            self.sum.addmm_(a, b)
-        elif not a.is_cuda:  # torch's products with a wider result are for GPUs
+        a, wider = a.t(), {} if a.dtype == self.dtype else {"out_dtype": self.dtype}
+        if wider and not a.is_cuda:  # torch's products with a wider result are for GPUs
             self.sum = self._zeros().addmm_(a.to(self.dtype), b.to(self.dtype))
         elif self.sum is None:
-            self.sum = torch.mm(a, b, out_dtype=self.dtype)
+            self.sum = torch.mm(a, b, **wider)
         else:
-            torch.addmm(self.sum, a, b, out_dtype=self.dtype, out=self.sum)
+            torch.addmm(self.sum, a, b, **wider, out=self.sum)
 
     def add_rows(self, a):
         self.sum = self._zeros().add_(a.sum(0, dtype=self.dtype))
@@ -74,6 +69,11 @@ class _Sum:
 
     def result(self):
         return self._zeros().to(self.like.dtype)
+
+
+def _new(like, need):
+    """A gradient without values. One that is not needed has no elements."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format) if need else like.new_empty(0)
 
 
 def _compute(
@@ -88,7 +88,7 @@ def _compute(
         rows, (needs_dx, needs_dw, needs_db) = x.shape[0], needs
         if reduction == MEAN:
             divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, statistic(x.dtype))
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else x.new_empty(0)
+        dx = _new(x, needs_dx)
         # In a single chunk nothing is accumulated.
         dw, db = _Sum(weight, wide and chunk < rows), None if bias is None else _Sum(bias, True)
         buffer = x.new_empty(min(chunk, rows), weight.shape[0])
@@ -135,11 +135,8 @@ def _fake(
     x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *needs
 ):
     loss = x.new_empty(target.shape if reduction == NONE else (), dtype=statistic(x.dtype))
-    gradients = (
-        torch.empty_like(like, memory_format=torch.contiguous_format) if need else x.new_empty(0)
-        for like, need in zip((x, weight, bias), needs, strict=True)
-    )
-    return loss, *gradients
+    bias = x if bias is None else bias
+    return loss, *map(_new, (x, weight, bias), needs)
 
 
 # ---- Its gradient ----
@@ -163,6 +160,7 @@ def _keep(ctx, inputs, results):
     *ctx.options, needs_dx, needs_dw, needs_db = inputs[_TENSORS:]
     ctx.made = [needs_dx, needs_dw, needs_db]
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable()  # none of the results: to differentiate those gradients raises an error
 
 
 def _needs(ctx):
@@ -170,11 +168,10 @@ def _needs(ctx):
     return [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
 
 
-def _gradients(ctx, dloss, has_made=True):
+def _gradients_in_graph(ctx, saved, dloss, has_made=True):
     """dx, dw and db, or None for one that is not needed, as a graph computes them. Graphs can neither write
     over saved gradients nor choose. has_made: whether those that forward made may be used."""
-    saved, needs = ctx.saved_tensors, _needs(ctx)
-    *inputs, upstream = saved[:_TENSORS]
+    (*inputs, upstream), needs = saved[:_TENSORS], _needs(ctx)
     with torch.no_grad():
         if has_made and all(has or not need for has, need in zip(ctx.made, needs, strict=True)):
             gradients, factor = saved[_TENSORS:], dloss if upstream is None else dloss / upstream
@@ -203,7 +200,7 @@ _run = define(
     _compute,
     _fake,
     _keep,
-    _gradients,
+    lambda ctx, dloss: _gradients_in_graph(ctx, ctx.saved_tensors, dloss),
     _DIFFERENTIABLE,
 )
 
@@ -250,7 +247,8 @@ def _eager_gradients(ctx, dloss):
     x, made = inputs[0], [gradient.contiguous() for gradient in saved[_TENSORS:]]
     if is_traced(dloss):
         # What was returned may be that of another dloss. A graph cannot wait to see whether it is.
-        return _gradients(ctx, dloss, has_made=not (ctx.returned or x.dtype == torch.float16))
+        has_made = not (ctx.returned or x.dtype == torch.float16)
+        return _gradients_in_graph(ctx, saved, dloss, has_made)
     if is_batched(dloss):
         raise NotImplementedError(
             "gander: linear_cross_entropy has no batched gradients; call backward for each"
@@ -328,23 +326,8 @@ def _check_dtypes(x, weight, bias, weight_ce):
         raise TypeError(f"weight_ce has dtype {dtype_of(weight_ce)}, expected {expected}; convert it")
 
 
-def _chunk_of(chunk, rows):
-    """The rows of a chunk."""
-    return max(1, -(-rows // _PARTS)) if chunk is None else chunk
-
-
 def linear_cross_entropy(
-    x: Any,
-    weight: Any,
-    target: Any,
-    bias: Any,
-    weight_ce: Any,
-    ignore_index: int,
-    reduction: int,
-    divisor: Any,
-    upstream: Any,
-    chunk: int | None,
-    wide: bool,
+    x, weight, target, bias, weight_ce, ignore_index, reduction, divisor, upstream, chunk, wide
 ) -> Tensor:
     """gander.linear_cross_entropy, which has its documentation."""
     _check(x, weight, target, bias, weight_ce)
@@ -366,19 +349,14 @@ def linear_cross_entropy(
         divisor = scalar("divisor", divisor, x)
     if upstream is not None:
         upstream = _expected(upstream, x)
-    options = ignore_index, reduction, _chunk_of(chunk, rows.shape[0]), wide
+    if chunk is None:
+        chunk = max(1, -(-rows.shape[0] // _PARTS))
+    options = ignore_index, reduction, chunk, wide
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)
-        loss, _ = operators_gen.cross_entropy(
-            logits,
-            labels,
-            weight=weight_ce,
-            divisor=divisor,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            one_pass=False,
-        )
+        options = {"ignore_index": ignore_index, "reduction": reduction, "one_pass": False}
+        loss, _ = operators_gen.cross_entropy(logits, labels, weight_ce, divisor, **options)
     elif torch.is_grad_enabled() and not (is_compiling() or is_tracing()):
         loss = _apply(rows, weight, labels, bias, weight_ce, divisor, upstream, *options)
     else:

@@ -6,7 +6,7 @@ import torch
 from .._table import MEAN, NONE
 from . import operators_gen
 from .autograd import apply_with, refuse_gradients, refuse_outer_gradients, refuse_tangents
-from .cross_entropy import gradient, keep
+from .cross_entropy import gradient_of_kept, keep
 from .dtensor import dimensions_of_classes, is_dtensor
 from .fakes import check_inputs
 from .graph_operators import define
@@ -95,13 +95,19 @@ def _values(x, partial, target, weight, ignore_index, reduction):
     return loss, torch.cat((high.flatten(), log_sum.flatten(), total))
 
 
-def _forward(ctx, x, partial, target, weight, ignore_index, reduction, inplace_backward):
-    loss, lse = _values(x, partial, target, weight, ignore_index, reduction)
-    keep(ctx, x, target, lse, weight, ignore_index, reduction, inplace_backward)
-    return loss
+def _forward(ctx, *given):
+    *given, inplace_backward = given
+    results = _values(*given)
+    _keep(ctx, given, results, inplace_backward)
+    return results[0]
 
 
-_apply = apply_with("cross_entropy_with_lse_partial", _forward, gradient, [0], 7)
+def _keep(ctx, given, results, inplace_backward=False):
+    names = "x", "lse_partial", "target", "weight", "ignore_index", "reduction"
+    keep(ctx, dict(zip(names, given, strict=True)) | {"lse": results[1]}, inplace_backward=inplace_backward)
+
+
+_apply = apply_with("cross_entropy_with_lse_partial", _forward, gradient_of_kept, [0], 7)
 
 
 # ---- In graphs ----
@@ -113,18 +119,13 @@ def _loss_fake(x, lse_partial, target, weight, ignore_index, reduction):
     return like.new_empty(target.shape if reduction == NONE else ()), like.new_empty(2 * target.numel() + 1)
 
 
-def _keep(ctx, given, results):
-    x, _, target, *options = given
-    keep(ctx, x, target, results[1], *options)
-
-
 _loss_in_graph = define(
     "cross_entropy_with_lse_partial(Tensor x, Tensor lse_partial, Tensor target, Tensor? weight, "
     "SymInt ignore_index, int reduction) -> (Tensor loss, Tensor lse)",
     _values,
     _loss_fake,
     _keep,
-    gradient,
+    gradient_of_kept,
 )
 
 

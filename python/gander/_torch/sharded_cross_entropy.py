@@ -11,7 +11,7 @@ its numbers. A device that finds another hash among the gathered ones makes the 
 """
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from .. import _debug
 from .._table import MEAN, NONE, REDUCTIONS
 from . import operators_gen
 from .autograd import apply_with, refuse_gradients, refuse_outer_gradients, refuse_tangents
-from .cross_entropy import gradient, keep
+from .cross_entropy import gradient, keep, kept
 from .fakes import check_inputs
 from .graph_operators import define
 from .kernels import explained
@@ -207,8 +207,8 @@ def _part(x, target, local, weight, group, plan):
         _compare(x, target, group, plan)
         if not plan.contradiction:
             check_targets(sum(plan.sizes), target, plan.ignore_index)
-    n, rows = x.shape[-1], target.numel()
-    each, mine = _numbers(weight), _new_part(x, target, weight)
+    n, rows, each = x.shape[-1], target.numel(), 3 + (weight is not None)
+    mine = _new_part(x, target, weight)
     mine[-_words(mine.dtype) :].view(torch.int64).fill_(plan.hash)
     if plan.contradiction:  # all others see the hash, and read nothing else
         return mine
@@ -225,11 +225,6 @@ def _part(x, target, local, weight, group, plan):
     return mine
 
 
-def _numbers(weight):
-    """How many numbers a rank sends of each row."""
-    return 3 if weight is None else 4
-
-
 def _words(dtype):
     """How many numbers of this dtype have as many bits as the hash."""
     return 8 // dtype.itemsize
@@ -238,9 +233,8 @@ def _words(dtype):
 def _new_part(x, target, weight):
     """What a rank sends, without values. The last elements are the hash, aligned to 8 bytes."""
     dtype = statistic(x.dtype)
-    words = _words(dtype)
-    length = (_numbers(weight) * target.numel() + words - 1) // words * words + words
-    return x.new_empty(length, dtype=dtype)
+    words, numbers = _words(dtype), (3 + (weight is not None)) * target.numel()
+    return x.new_empty((numbers + words - 1) // words * words + words, dtype=dtype)
 
 
 def _combined(every, target, local, weight, plan):
@@ -248,7 +242,7 @@ def _combined(every, target, local, weight, plan):
     and the weights of the targets or None."""
     if plan.contradiction:
         raise ValueError(plan.contradiction)
-    rows, ranks, each = target.numel(), len(plan.sizes), _numbers(weight)
+    rows, ranks, each = target.numel(), len(plan.sizes), 3 + (weight is not None)
     every = every.view(ranks, -1)
     # With NaN in the place of one rank's numbers the loss and the log-sum-exp are NaN.
     differs = every[:, -_words(every.dtype) :].view(torch.int64) != plan.hash
@@ -289,18 +283,20 @@ def _forward(ctx, x, target, weight, group, plan, inplace_backward):
 
 
 def _keep(ctx, x, local, lse, weights, ignored, reduction, inplace_backward=False):
-    keep(ctx, x, local, lse, weights, ignored, MEAN if reduction == MEAN else NONE, inplace_backward)
-    ctx.options["slice"] = True
+    values = {"x": x, "target": local, "lse": lse, "weight": weights, "ignore_index": ignored, "slice": True}
+    values["reduction"] = MEAN if reduction == MEAN else NONE
+    keep(ctx, values, inplace_backward=inplace_backward)
 
 
 def _gradient(ctx, dloss):
-    x, *_, weights = ctx.saved_tensors
-    if not x.shape[-1]:
-        return torch.zeros_like(x)
-    return gradient(ctx, dloss if weights is None else dloss * weights, weight=None)
+    given = kept(ctx, dloss)
+    weights, given["weight"] = given["weight"], None  # of the rows
+    if weights is not None:
+        given["dloss"] = dloss * weights
+    return gradient(ctx, given) if given["x"].shape[-1] else torch.zeros_like(given["x"])
 
 
-_apply: Any = apply_with("cross_entropy_of_slices", _forward, _gradient, [0], 6)
+_apply = apply_with("cross_entropy_of_slices", _forward, _gradient, [0], 6)
 
 
 # ---- In graphs ----

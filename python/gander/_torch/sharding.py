@@ -9,8 +9,9 @@ Importing DTensor takes about as long as importing the rest of torch, so the rul
 program imports it.
 """
 
-import math
 import warnings
+
+import torch
 
 from .. import _imports
 from .._table import MEAN, NONE, SHAPES, TORCH, forms, has_rows, is_by_row, operands, reduction, wanted
@@ -183,21 +184,18 @@ def cross_entropy_of_slices(given):
             "it divides"
         )
     target = _local("target", target, mesh, rows)
-    weight = _local("weight", values["weight"], mesh, [Replicate()] * mesh.ndim)
-    divisor = _local("divisor", values["divisor"], mesh, [Replicate()] * mesh.ndim)
+    weight, divisor = (
+        _local(name, values[name], mesh, [Replicate()] * mesh.ndim) for name in ("weight", "divisor")
+    )
     options = values["ignore_index"], values["reduction"]
     loss = sharded_cross_entropy.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
     lse = loss.new_empty(0)
     if is_none:
         shape = x.shape[:-1]
-        whole = {"shape": shape, "stride": _contiguous(shape)}
+        whole = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
         return dtensor.DTensor.from_local(loss, mesh, rows, run_check=False, **whole), lse
     placements = [Partial("sum") if is_shard(placement) else placement for placement in rows]
     return dtensor.DTensor.from_local(loss, mesh, placements, run_check=False), lse
-
-
-def _contiguous(shape):
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _local(name, value, mesh, placements):
