@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from .._native import library
 from .._table import TORCH
 from . import fast
+from .fast import status as fast_path
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
 from .lse_partial import with_lse_partial, with_target_logit
@@ -21,11 +22,6 @@ from .tensors import DTYPES, check_targets, scalar, unusable
 from .writes import refuse_inference
 
 globals().update({name: fast.operator(name) for name in TORCH})
-
-
-def fast_path() -> bool | str:
-    """True, or why the fast path is off. The first call may turn it off."""
-    return fast.status()
 
 
 def detached(x: Any) -> Any:

@@ -31,6 +31,7 @@ from .._table import (
     tensors,
 )
 from .registry import by_name, registry, untraced
+from .tensors import statistic
 
 _NAMES = {"algorithm": ALGORITHMS, "reduction": REDUCTIONS}
 
@@ -178,8 +179,7 @@ class _Call:
         like = self.values.get(operand.like)
         if like is not None:
             return like.dtype
-        narrow = self.first.dtype != torch.float64
-        return torch.float32 if DTYPES[operand.dtype].statistic and narrow else self.first.dtype
+        return statistic(self.first.dtype) if DTYPES[operand.dtype].statistic else self.first.dtype
 
     def result(self, operand):
         dtype, like = self.dtype_of(operand), self.values.get(operand.fits)

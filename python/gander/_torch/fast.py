@@ -165,7 +165,7 @@ def _find(library, functions, one_pass):
                 dispatch[name],
                 _first(name),
                 tuple(map(sys.intern, arguments(name))),
-                defaults(name),
+                defaults[name],
             )
             for name in TORCH
         },
@@ -219,9 +219,8 @@ def _states(read):
         return list(state) if read(state) else None
 
     named = torch._C._parse_dispatch_key("Named")  # newer releases have no named tensors
-    in_backward = ()
-    if named is not None:
-        in_backward = (torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(named)),)
+    key = None if named is None else torch._C.DispatchKeySet(named)
+    in_backward = () if key is None else (torch._C._ExcludeDispatchKeyGuard(key),)
     functional = torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize)
     guards = (torch.inference_mode(), *in_backward, functional)
     with torch.inference_mode(False):

@@ -35,11 +35,9 @@ def _losses(x, target, logits, weight, ignore_index):
 
 def _check_kinds(**given):
     for name, value in given.items():
-        if value is not None or name != "weight":
-            partial = name in ("lse_partial", "target_logit")
-            error = unusable(name, value, hint=f"; {_THIRD}" if partial else "")
-            if error:
-                raise error
+        hint = f"; {_THIRD}" if name in ("lse_partial", "target_logit") else ""
+        if (value is not None or name != "weight") and (error := unusable(name, value, hint=hint)):
+            raise error
 
 
 def _check_partial(x, target, lse_partial, weight):

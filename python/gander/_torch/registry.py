@@ -10,23 +10,19 @@ for _operator in TORCH.values():
     registry.define(_operator.schema)
 
 overloads = {name: getattr(torch.ops.gander, name).default for name in TORCH}
-_defaults = {
+# The default of each argument, ... for a required one.
+defaults = {
     name: tuple(
-        argument.default_value for argument in overload._schema.arguments if argument.has_default_value()
+        argument.default_value if argument.has_default_value() else ...
+        for argument in overload._schema.arguments
     )
     for name, overload in overloads.items()
 }
 
 
-def defaults(name: str) -> tuple:
-    """The default of each argument, ... for a required one."""
-    return (...,) * (len(TORCH[name].arguments) - len(_defaults[name])) + _defaults[name]
-
-
 def complete(name: str, given: tuple) -> tuple:
     """All arguments of a call. The dispatcher omits trailing arguments that have their default values."""
-    missing = len(TORCH[name].arguments) - len(given)
-    return given + _defaults[name][-missing:] if missing else given
+    return given + defaults[name][len(given) :]
 
 
 def by_name(name: str, given: tuple) -> dict:

@@ -43,12 +43,11 @@ def _rule(name, given):
     def layout(argument):
         return SHAPES[of[argument].shape].layout
 
-    def has_heads(argument, spec):
-        """Whether an operand has the second last dimension of the first operand."""
-        possible = SHAPES[of[argument].shape].forms
-        return any("H" in form.sizes and len(form.sizes) == spec.ndim for form in possible)
-
-    by_head = any(has_heads(argument, spec) for argument, spec in inputs.items())
+    by_head = any(  # an operand has the second last dimension of the first operand
+        "H" in form.sizes and len(form.sizes) == spec.ndim
+        for argument, spec in inputs.items()
+        for form in SHAPES[of[argument].shape].forms
+    )
 
     def refuse(what):
         raise NotImplementedError(f"gander: {name}: {what}")

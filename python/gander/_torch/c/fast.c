@@ -27,7 +27,6 @@ enum { METH_KEYWORDS = 0x2, METH_FASTCALL = 0x80 };
   F(PyObject*, PyObject_Type, (PyObject*)) \
   F(PyObject*, PyObject_GetAttr, (PyObject*, PyObject*)) \
   F(int, PyObject_SetAttr, (PyObject*, PyObject*, PyObject*)) \
-  F(int, PyObject_IsTrue, (PyObject*)) \
   F(PyObject*, PyObject_CallFunctionObjArgs, (PyObject*, ...)) \
   F(PyObject*, PyObject_Call, (PyObject*, PyObject*, PyObject*)) \
   F(PyObject*, PyDict_New, (void)) \
@@ -73,20 +72,26 @@ static struct {
   NAMES(DECLARE_OBJECT)
 } names;
 
-/* Functions of torch. The first five are not in its stable C ABI. */
+/* Functions of torch. The first five are not in its stable C ABI. A profiler or a tracer has callbacks. wrap
+ * returns a new reference. strided and cuda return the codes of this layout and this device type. */
+// clang-format off
+#define TORCH_FUNCTIONS(F) \
+  F(cpu, bool, function_mode, (void), "_ZN2at4impl27torch_function_mode_enabledEv") \
+  F(cpu, bool, callbacks, (void), "_ZN2at12hasCallbacksEv") \
+  F(cpu, bool, is_neg, (Tensor), "_ZN2at6native6is_negERKNS_6TensorE") \
+  F(cpu, bool, is_inference, (Tensor), "_ZN2at6native12is_inferenceERKNS_6TensorE") \
+  F(bindings, PyObject*, wrap, (Tensor), "_Z16THPVariable_WrapRKN2at10TensorBaseE") \
+  F(cpu, bool, grad_mode, (void), "aoti_torch_grad_mode_is_enabled") \
+  F(cpu, int32_t, delete, (Tensor), "aoti_torch_delete_tensor_object") \
+  F(cpu, int32_t, numel, (Tensor, int64_t*), "aoti_torch_get_numel") \
+  F(cpu, int32_t, layout, (Tensor, int32_t*), "aoti_torch_get_layout") \
+  F(cpu, int32_t, device_type, (Tensor, int32_t*), "aoti_torch_get_device_type") \
+  F(cpu, int32_t, strided, (void), "aoti_torch_layout_strided") \
+  F(cpu, int32_t, cuda, (void), "aoti_torch_device_type_cuda")
+// clang-format on
+#define DECLARE_TORCH(library, result, name, arguments, symbol) result(*name) arguments;
 static struct {
-  bool (*function_mode)(void);  /* at::impl::torch_function_mode_enabled */
-  bool (*callbacks)(void);      /* at::hasCallbacks: true if a profiler or a tracer is active */
-  bool (*is_neg)(Tensor);       /* at::native::is_neg */
-  bool (*is_inference)(Tensor); /* at::native::is_inference */
-  PyObject* (*wrap)(Tensor);    /* THPVariable_Wrap: a new reference */
-  bool (*grad_mode)(void);
-  int32_t (*delete)(Tensor);
-  int32_t (*numel)(Tensor, int64_t*);
-  int32_t (*layout)(Tensor, int32_t*);
-  int32_t (*device_type)(Tensor, int32_t*);
-  int32_t (*strided)(void); /* the code of this layout */
-  int32_t (*cuda)(void);    /* and of this device type */
+  TORCH_FUNCTIONS(DECLARE_TORCH)
 } torch;
 
 /* A Python object of a tensor contains an at::Tensor at this offset. A handle is a pointer to one. A call
@@ -143,7 +148,7 @@ static const State* dispatch_state(void) {
 
 /* Whether this thread may bypass the dispatcher. It may not if a profiler or a tracer must see the operator,
  * or if forward-mode differentiation is active, because the operators must refuse dual tensors. */
-static bool may_bypass(void) {
+EXPORT bool gander_torch_may_bypass(void) {
   const State* state = dispatch_state();
   bool known = (state->included | state->excluded) == 0 || memcmp(state, &backward, sizeof backward) == 0 ||
                memcmp(state, &inference, sizeof inference) == 0;
@@ -157,15 +162,11 @@ static PyObject* none(void) {
   return objects.None;
 }
 
-static bool is_true(PyObject* owned) {
-  bool result = owned != NULL && python.PyObject_IsTrue(owned) == 1;
-  if (owned == NULL) python.PyErr_Clear();
-  else python.Py_DecRef(owned);
-  return result;
-}
-
 static bool requires_grad(PyObject* tensor) {
-  return is_true(python.PyObject_GetAttr(tensor, names.requires_grad));
+  PyObject* answer = python.PyObject_GetAttr(tensor, names.requires_grad);
+  if (answer == NULL) python.PyErr_Clear();
+  else python.Py_DecRef(answer);
+  return answer == objects.True;
 }
 
 /* Whether an object is a plain tensor: no subclass, strided, and no lazy negation. The dispatcher would
@@ -258,15 +259,13 @@ static PyObject* tuple_of(PyObject* const* items, intptr_t count) {
 /* The tensors that backward reads, in the order of the table, as new references. */
 static PyObject* tuple_of_saved(const FastCall* call) {
   const Operator* op = call->function->op;
-  PyObject* tuple = python.PyTuple_New(op->saved_count);
-  for (int i = 0; tuple != NULL && i < op->saved_count; i++) {
+  PyObject* saved[MAX_ARGUMENTS];
+  for (int i = 0; i < op->saved_count; i++) {
     int from = op->saved[i].result, argument = op->saved[i].argument;
     bool computed = from >= 0 && (argument < 0 || result(call, from) != objects.None);
-    PyObject* object = computed ? result(call, from) : call->arguments[argument];
-    python.Py_IncRef(object);
-    python.PyTuple_SetItem(tuple, i, object);
+    saved[i] = computed ? result(call, from) : call->arguments[argument];
   }
-  return tuple;
+  return tuple_of(saved, op->saved_count);
 }
 
 /* The arguments that are not tensors. */
@@ -388,14 +387,12 @@ static Route choose_route(const FastCall* call) {
  * the reference. */
 static PyObject* wanted_results(const FastCall* call, PyObject* tracked) {
   int count = call->function->op->result_count;
-  PyObject* all = python.PyTuple_New(count);
-  for (int i = 0; all != NULL && i < count; i++) {
-    PyObject* item = objects.None;
-    if (i < call->tracked && is_wanted(call, i))
-      item = call->tracked == 1 ? tracked : python.PyTuple_GetItem(tracked, i);
-    python.Py_IncRef(item);
-    python.PyTuple_SetItem(all, i, item);
+  PyObject* results[MAX_OPERANDS];
+  for (int i = 0; i < count; i++) {
+    if (i >= call->tracked || !is_wanted(call, i)) results[i] = objects.None;
+    else results[i] = call->tracked == 1 ? tracked : python.PyTuple_GetItem(tracked, i);
   }
+  PyObject* all = tuple_of(results, count);
   python.Py_DecRef(tracked);
   return all;
 }
@@ -433,14 +430,11 @@ static bool increment_versions(const FastCall* call) {
   bool may_write_any = memcmp(dispatch_state(), &inference, sizeof inference) == 0;
   for (int i = 0; i < count; i++)
     if (!may_write_any && torch.is_inference(handle_of(written[i]))) return false;
-  PyObject* tensors = python.PyTuple_New(count);
-  for (int i = 0; tensors != NULL && i < count; i++) {
-    python.Py_IncRef(written[i]);
-    python.PyTuple_SetItem(tensors, i, written[i]);
+  PyObject *tensors = tuple_of(written, count), *done = NULL;
+  if (tensors != NULL) {
+    done = python.PyObject_CallFunctionObjArgs(objects.increment_version, tensors, NULL);
+    python.Py_DecRef(tensors);
   }
-  PyObject* done =
-      tensors == NULL ? NULL : python.PyObject_CallFunctionObjArgs(objects.increment_version, tensors, NULL);
-  if (tensors != NULL) python.Py_DecRef(tensors);
   if (done != NULL) python.Py_DecRef(done);
   else python.PyErr_Clear(); /* the dispatcher raises it again */
   return done != NULL;
@@ -452,7 +446,7 @@ static bool increment_versions(const FastCall* call) {
  */
 static PyObject* try_call(const Function* f, PyObject* const* arguments, bool whole) {
   FastCall call = {.function = f, .arguments = arguments, .whole = whole};
-  if (!may_bypass()) return none();
+  if (!gander_torch_may_bypass()) return none();
   for (int i = 0; f->op->arguments[i] != 0; i++)
     if (!convert(&call, i)) return none();
   Route route = choose_route(&call);
@@ -543,9 +537,6 @@ EXPORT bool gander_torch_dispatch_state(State* state) {
   return true;
 }
 
-/* Whether a call of this thread could bypass the dispatcher. */
-EXPORT bool gander_torch_may_bypass(void) { return may_bypass(); }
-
 /* A new reference to an item of a dictionary, or NULL. */
 static PyObject* get_item(PyObject* dictionary, const char* key) {
   PyObject* object = python.PyDict_GetItemString(dictionary, key);
@@ -595,20 +586,9 @@ EXPORT const char* gander_fast_functions(PyObject* given, const State* states, P
 #define LOOK_UP_PYTHON(result, name, arguments) \
   if ((python.name = (__typeof__(python.name))dlsym(RTLD_DEFAULT, #name)) == NULL) return #name;
   PYTHON_FUNCTIONS(LOOK_UP_PYTHON)
-#define LOOK_UP_TORCH(library, field, name) \
-  if ((torch.field = (__typeof__(torch.field))dlsym(library, name)) == NULL) return name;
-  LOOK_UP_TORCH(cpu, function_mode, "_ZN2at4impl27torch_function_mode_enabledEv")
-  LOOK_UP_TORCH(cpu, callbacks, "_ZN2at12hasCallbacksEv")
-  LOOK_UP_TORCH(cpu, is_neg, "_ZN2at6native6is_negERKNS_6TensorE")
-  LOOK_UP_TORCH(cpu, is_inference, "_ZN2at6native12is_inferenceERKNS_6TensorE")
-  LOOK_UP_TORCH(bindings, wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseE")
-  LOOK_UP_TORCH(cpu, grad_mode, "aoti_torch_grad_mode_is_enabled")
-  LOOK_UP_TORCH(cpu, delete, "aoti_torch_delete_tensor_object")
-  LOOK_UP_TORCH(cpu, numel, "aoti_torch_get_numel")
-  LOOK_UP_TORCH(cpu, layout, "aoti_torch_get_layout")
-  LOOK_UP_TORCH(cpu, device_type, "aoti_torch_get_device_type")
-  LOOK_UP_TORCH(cpu, strided, "aoti_torch_layout_strided")
-  LOOK_UP_TORCH(cpu, cuda, "aoti_torch_device_type_cuda")
+#define LOOK_UP_TORCH(library, result, name, arguments, symbol) \
+  if ((torch.name = (__typeof__(torch.name))dlsym(library, symbol)) == NULL) return symbol;
+  TORCH_FUNCTIONS(LOOK_UP_TORCH)
 #define KEEP(name) \
   if ((objects.name = get_item(given, #name)) == NULL) return #name;
   OBJECTS(KEEP)

@@ -5,9 +5,8 @@
  * torch that keeps the ABI, CPU or CUDA build, and with every Python. The first kernel that runs loads
  * libgander.
  *
- *   gcc -O2 -std=gnu11 -fPIC -shared -fexceptions -fvisibility=hidden -I capi -I dlpack \
- *       python/gander/_torch/c/kernels.c python/gander/_torch/c/fast.c -o
- * python/gander/_torch/libgander_torch.so -ldl -lpthread
+ *   cd python/gander/_torch; gcc -O2 -std=gnu11 -fPIC -shared -fexceptions -fvisibility=hidden \
+ *       -I ../../../capi -I ../../../dlpack c/kernels.c c/fast.c -o libgander_torch.so -ldl -lpthread
  *
  * All operators run through run_operator, which reads the table of operators (operators_gen.h). It owns the
  * handles that it gets. It describes each tensor as a DLTensor, allocates the outputs through torch, calls
@@ -128,8 +127,7 @@ static _Thread_local struct {
 static void fail(Call* call, int32_t status, const char* format, ...) {
   if (call->failed) return;
   call->failed = true;
-  if (call->python)
-    return; /* gander._torch.fast then repeats the call through the dispatcher, which reports it */
+  if (call->python) return; /* the dispatcher, which then repeats the call, reports it */
   failure.status = status;
   va_list arguments;
   va_start(arguments, format);
@@ -159,8 +157,7 @@ static bool collapses(int64_t rank, const int64_t* sizes, const int64_t* strides
                       int64_t* stride) {
   int64_t inner = 1; /* the number of elements in the dimensions after i */
   bool ok = true;
-  *length = 1;
-  *stride = 1;
+  *length = *stride = 1;
   for (int64_t i = rank - 1; i >= 0; i--) {
     *length *= sizes[i];
     if (sizes[i] < 2) continue;
@@ -350,14 +347,10 @@ static void unpack(Call* call, const Operator* op, const Value* stack, Value* ar
       arguments[i] = op->arguments[i] == 'O' ? 0 : (Value)-1;
       continue;
     }
-    if (boxed) {
-      arguments[i] = *(Value*)(uintptr_t)value;
-      if (!call->python) torch.delete_value((void*)(uintptr_t)value);
-    } else {
-      arguments[i] = value;
-    }
-    if (!call->python && (op->arguments[i] == 'T' || op->arguments[i] == 'O'))
-      own(call, (Tensor)(uintptr_t)arguments[i]);
+    arguments[i] = boxed ? *(Value*)(uintptr_t)value : value;
+    if (call->python) continue;
+    if (boxed) torch.delete_value((void*)(uintptr_t)value);
+    if (op->arguments[i] == 'T' || op->arguments[i] == 'O') own(call, (Tensor)(uintptr_t)arguments[i]);
   }
 }
 
