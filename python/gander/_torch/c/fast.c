@@ -157,10 +157,12 @@ EXPORT bool gander_torch_may_bypass(void) {
   return level != NULL && python.PyLong_AsLongLong(level) < 0;
 }
 
-static PyObject* none(void) {
-  python.Py_IncRef(objects.None);
-  return objects.None;
+static PyObject* new_reference(PyObject* object) {
+  python.Py_IncRef(object);
+  return object;
 }
+
+static PyObject* none(void) { return new_reference(objects.None); }
 
 static bool requires_grad(PyObject* tensor) {
   PyObject* answer = python.PyObject_GetAttr(tensor, names.requires_grad);
@@ -249,10 +251,8 @@ static bool set(PyObject* object, PyObject* name, PyObject* owned) {
 /* A new tuple of references to objects. */
 static PyObject* tuple_of(PyObject* const* items, intptr_t count) {
   PyObject* tuple = python.PyTuple_New(count);
-  for (intptr_t i = 0; tuple != NULL && i < count; i++) {
-    python.Py_IncRef(items[i]);
-    python.PyTuple_SetItem(tuple, i, items[i]);
-  }
+  for (intptr_t i = 0; tuple != NULL && i < count; i++)
+    python.PyTuple_SetItem(tuple, i, new_reference(items[i]));
   return tuple;
 }
 
@@ -452,9 +452,7 @@ static PyObject* try_call(const Function* f, PyObject* const* arguments, bool wh
   Route route = choose_route(&call);
   if (route == WITH_GRADIENT) return call_apply(&call);
   if (route == THROUGH_DISPATCHER || !increment_versions(&call) || !call_kernel(&call)) return none();
-  if (f->op->result_count > 0) return take_results(&call, f->op->result_count);
-  python.Py_IncRef(objects.True);
-  return objects.True;
+  return f->op->result_count > 0 ? take_results(&call, f->op->result_count) : new_reference(objects.True);
 }
 
 static PyObject* try_function(PyObject* self, PyObject* const* arguments, intptr_t count) {
@@ -540,8 +538,7 @@ EXPORT bool gander_torch_dispatch_state(State* state) {
 /* A new reference to an item of a dictionary, or NULL. */
 static PyObject* get_item(PyObject* dictionary, const char* key) {
   PyObject* object = python.PyDict_GetItemString(dictionary, key);
-  if (object != NULL) python.Py_IncRef(object);
-  return object;
+  return object == NULL ? NULL : new_reference(object);
 }
 
 /* Makes the functions of an operator: one that returns None in place of asking the dispatcher; one that asks
