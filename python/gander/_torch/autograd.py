@@ -172,13 +172,12 @@ def forward(name: str):
     return forward
 
 
-def with_own_results(name: str, apply):
-    """The results of an operator, from those of an autograd.Function that runs it, whose inputs are a keyset
-    and the operator's arguments. One that the caller did not ask for is a tensor without elements."""
+def _own(name: str):
+    """The apply of an operator's autograd.Function, whose inputs are a keyset and the arguments. A result
+    that the caller did not ask for is a tensor without elements."""
+    apply = apply_of(name, forward(name), backward(name, ["", *arguments(name)]))
     results, names, asked = TORCH[name].results, arguments(name), TORCH[name].on_demand
     flags = [names.index(demand(result)) if result in asked else None for result in results]
-    if len(flags) == 1:
-        return apply
 
     def run(keyset, *given):
         return tuple(
@@ -186,7 +185,7 @@ def with_own_results(name: str, apply):
             for result, flag in zip(apply(keyset, *given), flags, strict=True)
         )
 
-    return run
+    return apply if len(flags) == 1 else run
 
 
 def call_below_autograd(overload, keyset, given):
@@ -241,10 +240,11 @@ def apply_with(title: str, forward, gradient, places: Sequence[int], count: int)
     """
 
     def backward(ctx, dloss, *others):
-        if any(other is not None for other in others):
-            raise NotImplementedError(
-                f"gander: only the first result of {title} has a gradient; detach the others"
-            )
+        for other in others:  # any() of a generator costs more
+            if other is not None:
+                raise NotImplementedError(
+                    f"gander: only the first result of {title} has a gradient; detach the others"
+                )
         returned = [None] * count
         if dloss is not None:
             answer = gradient(ctx, dloss)
@@ -265,15 +265,13 @@ def refuse_outer_gradients(what, x):
     functorch = torch._C._functorch
     if functorch.maybe_get_level(x) == functorch.maybe_current_level():
         x = functorch.get_unwrapped(x)
-    while True:
-        if x.requires_grad:
-            raise NotImplementedError(
-                f"gander: {what} has a gradient for the innermost transform of torch.func only; "
-                "differentiate there, or detach x"
-            )
-        if not functorch.is_functorch_wrapped_tensor(x):
-            return
+    while not x.requires_grad and functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
+    if x.requires_grad:
+        raise NotImplementedError(
+            f"gander: {what} has a gradient for the innermost transform of torch.func only; "
+            "differentiate there, or detach x"
+        )
 
 
 def _refusal(name):
@@ -332,8 +330,7 @@ def _kernel(name, choose, instead):
     operator, overload, count = TORCH[name], overloads[name], len(tensors(name))
     own = None
     if operator.backward:
-        apply = apply_of(name, forward(name), backward(name, ["", *arguments(name)]))
-        own = with_own_results(name, apply)
+        own = _own(name)
     elif not operator.writes:
         own = _refusal(name)
 

@@ -6,6 +6,7 @@ its inputs. It uses the first, or on request, where it is for Inductor, the thir
 """
 
 import threading
+from operator import itemgetter
 
 import torch
 from torch import Tensor, no_grad
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 
 from .._table import MEAN, NONE, TORCH, arguments, tensors
 from . import fast, inductor, operators_gen
-from .autograd import apply_with, call_below_autograd, once_differentiable, with_own_results
+from .autograd import apply_with, call_below_autograd, once_differentiable
 from .dtensor import rows_are_sharded
 from .registry import overloads
 
@@ -25,7 +26,7 @@ ONE_PASS = 1 << 22
 
 _NAME = "cross_entropy"
 _BWD_ONE_PASS = "cross_entropy_bwd_one_pass"
-_ARGUMENTS, _ONE_PASS_ARGUMENTS = arguments(_NAME), arguments(_BWD_ONE_PASS)
+_ARGUMENTS, _one_pass_arguments = arguments(_NAME), itemgetter(*arguments(_BWD_ONE_PASS))
 _REDUCTION = _ARGUMENTS.index("reduction")
 
 # The arguments that are tensors, and the others, of the operators that compute the gradient.
@@ -80,7 +81,9 @@ def keep(ctx, values, gradient_op="cross_entropy_bwd", inplace_backward=False):
 
 def kept(ctx, dloss):
     """The arguments of that operator, by name. An activation checkpoint lets a backward pass ask once."""
-    return dict(zip(ctx.named, ctx.saved_tensors, strict=True)) | ctx.options | {"dloss": dloss}
+    given = dict(zip(ctx.named, ctx.saved_tensors, strict=True), dloss=dloss)
+    given.update(ctx.options)
+    return given
 
 
 def gradient(ctx, given):
@@ -126,7 +129,7 @@ def _gradient_one_pass(ctx, dloss):
         integers = torch.int64 if dloss.dtype == torch.float64 else torch.int32
         given["upstream"] = dloss.view(integers).bitwise_not().view(dloss.dtype)  # never the bits of dloss
     with _below_versions():
-        overloads[_BWD_ONE_PASS](*(given[name] for name in _ONE_PASS_ARGUMENTS))
+        overloads[_BWD_ONE_PASS](*_one_pass_arguments(given))
     # The caller may change what it gets, and autograd would refuse a later backward pass as well.
     return once_differentiable(given["dx"].data, given["x"], dloss)
 
@@ -134,7 +137,7 @@ def _gradient_one_pass(ctx, dloss):
 def _gradient_one_pass_in_graph(ctx, dloss):
     given = kept(ctx, dloss)
     with no_grad():
-        dx = inductor.backward_in_graph(*(given[name] for name in _ONE_PASS_ARGUMENTS))
+        dx = inductor.backward_in_graph(*_one_pass_arguments(given))
     return once_differentiable(dx, given["x"], dloss)
 
 
@@ -154,9 +157,15 @@ def _apply(
         values |= zip(results, answer, strict=True)
         keep(ctx, values, gradient_op, in_place)
         loss = values["loss"]
-        return loss if values["reduction"] == given[_REDUCTION] else loss.sum(), values["lse"]
+        return loss if values["reduction"] == given[_REDUCTION] else loss.sum()
 
-    return with_own_results(_NAME, apply_with(f"{_NAME}_{title}", forward, compute, [1], 1 + len(_ARGUMENTS)))
+    apply = apply_with(f"{_NAME}_{title}", forward, compute, [1], 1 + len(_ARGUMENTS))
+
+    def run(keyset, *given):
+        loss = apply(keyset, *given)
+        return loss, loss.new_empty(0)  # nobody asks for lse: see choose
+
+    return run
 
 
 _in_place = _apply("in_place", gradient_of_kept, _NAME, in_place=True, needs_lse=True)

@@ -150,26 +150,23 @@ def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
     return _plans.setdefault(key, plan)
 
 
-_TEXT = 488  # bytes that describe a rank's arguments to the others, under set_debug
+_TEXT = 536  # bytes that describe a rank's arguments to the others, under set_debug
 
 
 def _compare(x, target, group, plan):
     """Refuses, on all ranks, what differs between them. One all-gather, and a wait for the device."""
     # A sum that depends on the order. Integers wrap around.
     odd = 2 * torch.arange(target.numel(), device=target.device) + 1
-    numbers = plan.hash, x.shape[-1], int(((target.flatten().long() + 1) * odd).sum())
-    mine = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
-    mine += f"{plan.text}, sizes {plan.sizes}".encode()[:_TEXT].ljust(_TEXT)
-    mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(x.device)
+    checksum = int(((target.flatten().long() + 1) * odd).sum())
+    mine = f"{plan.hash} {x.shape[-1]} {checksum} {plan.text}, sizes {plan.sizes}".encode()
+    mine = torch.frombuffer(bytearray(mine[:_TEXT].ljust(_TEXT)), dtype=torch.uint8).to(x.device)
     every = mine.new_empty(group.size() * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
-    rows = [bytes(row) for row in every.view(group.size(), -1).tolist()]
-    hashes, counts, checksums = (
-        [int.from_bytes(row[at : at + 8], "little", signed=True) for row in rows] for at in (0, 8, 16)
-    )
+    rows = [bytes(row).decode(errors="replace").rstrip() for row in every.view(group.size(), -1).tolist()]
+    hashes, counts, checksums, texts = zip(*(row.split(" ", 3) for row in rows), strict=True)
+    counts = tuple(map(int, counts))
     if not any(counts):
         raise ValueError("x has no classes on any rank, expected one class or more in all; skip the call")
-    texts = [row[24:].decode(errors="replace").rstrip() for row in rows]
     for rank, (text, value) in enumerate(zip(texts, hashes, strict=True)):
         if value == hashes[0]:
             continue
@@ -180,8 +177,8 @@ def _compare(x, target, group, plan):
             )
         taken = [text.partition(", sizes ")[2] for text in (texts[0], text)]
         raise ValueError(
-            f"x has {tuple(counts)} classes on the ranks of the group, expected the same sizes of all slices "
-            f"on each of them: rank 0 takes {taken[0]}, rank {rank} {taken[1]}; pass sizes={tuple(counts)}"
+            f"x has {counts} classes on the ranks of the group, expected the same sizes of all slices "
+            f"on each of them: rank 0 takes {taken[0]}, rank {rank} {taken[1]}; pass sizes={counts}"
         )
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
