@@ -15,11 +15,15 @@ Masked = Literal["nan", "zero"]
 
 
 _MASKED: tuple[Masked, ...] = ("nan", "zero")
-_NAN = _MASKED[0]
+
+# Defaults that are compared by `is`, which is fast. What is equal, but not the same object, takes longer.
+_NAN, _LAST = _MASKED[0], -1
 
 
 def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
     """x with dimension dim at the end, which copies later unless it is there already."""
+    if dim is _LAST and x.shape:
+        return x
     if type(dim) is not int and (isinstance(dim, bool) or not isinstance(dim, Integral)):
         raise TypeError(f"dim is {shown(dim)}, expected an int")
     rank = max(len(x.shape), 1)
@@ -102,8 +106,7 @@ def softmax(
             and scale is None
             and causal is False
             and masked is _NAN
-            and type(dim) is int
-            and dim == -1
+            and dim is _LAST
         ):
             return ops.softmax(x, algorithm=code, batch_invariant=batch_invariant)
         check_flags(causal=causal)
@@ -127,8 +130,8 @@ def _with_options(
     log: bool = False,
 ) -> Any:
     """softmax or log_softmax with arguments that may be options."""
-    zero = code_of("masked", masked, _MASKED)
-    if scale is not None:
+    zero = masked is not _NAN and code_of("masked", masked, _MASKED)
+    if scale is not None and type(scale) is not float:
         scale = number("scale", scale, "None or ")
     narrow, out_dtype = (x, None) if dtype is None else ops.cast(x, dtype)
     rows = _to_last(ops, narrow, dim, "log_softmax" if log else "softmax")
@@ -312,7 +315,7 @@ def logsumexp(
     if ops is None:
         return overridden(logsumexp, locals())
     try:
-        if keepdim is False and type(dim) is int and dim == -1 and getattr(x, "ndim", 1):
+        if keepdim is False and dim is _LAST and getattr(x, "ndim", 1):
             return ops.logsumexp(x, batch_invariant=batch_invariant)
         check_flags(keepdim=keepdim)
         if keepdim and ops is not _backend.torch:

@@ -475,10 +475,11 @@ static PyObject* call_python(PyObject* function, PyObject* const* arguments, int
 }
 
 /* The position of an argument with this name, or -1. Names in code are interned, as those of the function
- * are. from: where to look first. */
-static intptr_t find_name(const Function* f, PyObject* name, intptr_t from, intptr_t total) {
+ * are. first: where most callers have it, behind the name before. */
+static intptr_t find_name(const Function* f, PyObject* name, intptr_t first, intptr_t total) {
+  if (first < total && f->names[first] == name) return first;
   for (intptr_t i = 0; i < total; i++)
-    if (f->names[(from + i) % total] == name) return (from + i) % total;
+    if (f->names[i] == name) return i;
   return -1;
 }
 
