@@ -51,15 +51,11 @@ def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduct
     refuse_gradients("cross_entropy", {"weight": weight, "divisor": divisor})
     group, sizes, n = mesh.get_group(dim), chunks(classes, mesh.size(dim)), x.shape[-1]
     rank = group.rank()
-    if n != sizes[rank]:
-        raise ValueError(
-            f"x has {n} of {classes} classes on rank {rank}, expected {sizes[rank]}, as distribute_tensor "
-            "shards them; call gander.distributed.cross_entropy"
-        )
     if weight is not None:
         if weight.shape != (classes,):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({classes},)")
-        weight = weight[sum(sizes[:rank]) :][:n]
+        # An x of another size is refused after the all-gather, or the other ranks would wait.
+        weight = weight[sum(sizes[:rank]) :][:n] if n == sizes[rank] else weight.new_empty(n)
     _check(x, target, weight, divisor)
     loss = of_slices(x, target, weight, group, sizes, ignore_index, reduction)
     return loss if divisor is None else loss / divisor
@@ -206,10 +202,14 @@ def _part(x, target, local, weight, group, plan):
             check_targets(sum(plan.sizes), target, plan.ignore_index)
     n, rows, each = x.shape[-1], target.numel(), 3 + (weight is not None)
     mine = _new_part(x, target, weight)
-    mine[-_words(mine.dtype) :].view(torch.int64).fill_(plan.hash)
+    words = _words(mine.dtype)
+    part, padding, last = mine.split([each * rows, mine.numel() - each * rows - words, words])
+    last.view(torch.int64).fill_(plan.hash)
     if plan.contradiction:  # all others see the hash, and read nothing else
         return mine
-    part = mine[: each * rows].view(each, rows)
+    part = part.view(each, rows)
+    if padding.numel():
+        padding.zero_()  # so that the same bits are sent on each run
     if n:
         operators_gen.cross_entropy_fwd_out(
             x, local, None, loss=part[2], lse=part[:2], ignore_index=plan.ignored
