@@ -454,3 +454,24 @@ def test_the_sum_is_not_written_without_a_gradient(name):
         NORMS[name](x, weight, residual=residual)
     assert asked == [False, False, True]
     assert sums == [(0,), (0,), x.shape]
+
+
+@pytest.mark.parametrize("how", ["eager", "leaf", "compiled", "vmap"])
+def test_results_that_are_not_asked_for(how, device):
+    """They are None, also where the dispatcher serves the call, whose operators return empty tensors."""
+    x, dout = torch.randn(2, 3, 8, device=device), torch.randn(2, 3, 8, device=device)
+    x.requires_grad_(how == "leaf")
+    rstd, mean = torch.ones(2, 3, device=device), torch.zeros(2, 3, device=device)
+
+    def results(x, dout, rstd, mean):
+        forward = gander.rmsnorm_fwd(x)
+        backward = (
+            gander.rmsnorm_bwd(x, None, dout, rstd),
+            gander.layernorm_bwd(x, None, dout, rstd, mean, False),
+        )
+        nothing = forward[2], *backward[0][1:], *backward[1][1:]
+        assert nothing == (None,) * 6
+        return forward[0]
+
+    function = {"compiled": lambda f: torch.compile(f, backend="eager", fullgraph=True), "vmap": torch.vmap}
+    function.get(how, lambda f: f)(results)(x, dout, rstd, mean)

@@ -284,7 +284,7 @@ def rmsnorm_fwd(
     except FAILURES as error:
         refuse_shape("rmsnorm_fwd", weight)
         raise explained(ops, error, x, weight, bias, residual, out, weight_offset) from None
-    return y, x if residual_out is rows else residual_out, rstd
+    return y, x if residual_out is rows else residual_out, rstd if store_rstd else None
 
 
 def rmsnorm_bwd(
@@ -366,4 +366,5 @@ def rmsnorm_bwd(
         raise ops.explained(error, names, **given) from None
     if not converts:  # it is dx, if it is there
         dresidual = dx if has_residual else None
-    return dx, dw, db, dresidual
+    # Through the dispatcher a result that was not asked for is a tensor without elements.
+    return dx, None if weight is None else dw, db if has_bias else None, dresidual
