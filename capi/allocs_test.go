@@ -26,36 +26,50 @@ func TestBorrowedCallsDoNotAllocate(t *testing.T) {
 	weight, dw, rstd := tensor(d, 8), tensor(d, 8), tensor(d, 2)
 	target, loss, lse, one := tensor(dlpack.Int64, 2), tensor(d, 2), tensor(d, 2, 2), tensor(d)
 	allocator := [2]unsafe.Pointer{}
+	type head struct {
+		size, magic uint32 // which C has read
+		allocator   unsafe.Pointer
+	}
+	h := head{allocator: unsafe.Pointer(&allocator)}
 	softmax := struct {
-		size      uintptr
-		allocator unsafe.Pointer
-		choice    [2]int32 // algorithm, batch_invariant
-	}{24, unsafe.Pointer(&allocator), [2]int32{}}
-	rmsnorm := struct {
-		size      uintptr
-		allocator unsafe.Pointer
-		eps       float64
-		choice    [2]int32
-	}{32, unsafe.Pointer(&allocator), 1e-6, [2]int32{0, 1}}
-	entropy := struct {
-		size      uintptr
-		allocator unsafe.Pointer
-		ignore    int64
-		numbers   [4]int32 // reduction, one_pass, batch_invariant, padding
-	}{40, unsafe.Pointer(&allocator), -100, [4]int32{}}
-	so, ro, co := unsafe.Pointer(&softmax), unsafe.Pointer(&rmsnorm), unsafe.Pointer(&entropy)
+		head
+		algorithm, invariant int64
+	}{head: h}
+	forward := struct {
+		head
+		weight, bias, residual, residualOut, rstd unsafe.Pointer
+		eps                                       float64
+		algorithm, invariant                      int64
+		offset                                    float64
+		rounds                                    int64
+	}{head: h, weight: weight, rstd: rstd, eps: 1e-6, invariant: 1}
+	backward := struct {
+		head
+		weight, dresidualOut, dresidual, dw, db unsafe.Pointer
+		algorithm, invariant                    int64
+		offset                                  float64
+		rounds                                  int64
+	}{head: h, weight: weight, dw: dw}
+	losses := struct {
+		head
+		weight, divisor, upstream, lse, dx, denominator unsafe.Pointer
+		ignore, reduction, onePass, invariant           int64
+	}{head: h, weight: weight, lse: lse, dx: dx, denominator: one, ignore: -100}
+	gradients := struct {
+		head
+		weight, divisor, upstream, denominator       unsafe.Pointer
+		ignore, reduction, onePass, invariant, slice int64
+	}{head: h, weight: weight, ignore: -100}
+	so, fo, bo := unsafe.Pointer(&softmax), unsafe.Pointer(&forward), unsafe.Pointer(&backward)
+	lo, do := unsafe.Pointer(&losses), unsafe.Pointer(&gradients)
 	for name, call := range map[string]func() int32{
-		"softmax_forward":  func() int32 { return ganderSoftmaxForward(x, y, so, 0) },
-		"softmax_backward": func() int32 { return ganderSoftmaxBackward(x, y, dx, so, 0) },
-		"rmsnorm_forward":  func() int32 { return ganderRMSNormForward(x, weight, nil, nil, y, nil, rstd, ro, 0) },
-		"rmsnorm_backward": func() int32 {
-			return ganderRMSNormBackward(x, weight, y, nil, rstd, dx, nil, dw, nil, ro, 0)
-		},
-		"cross_entropy_forward": func() int32 {
-			return ganderCrossEntropyForward(x, target, weight, nil, nil, loss, lse, dx, one, co, 0)
-		},
+		"softmax_forward":       func() int32 { return ganderSoftmaxForward(x, y, so, 0) },
+		"softmax_backward":      func() int32 { return ganderSoftmaxBackward(x, y, dx, so, 0) },
+		"rmsnorm_forward":       func() int32 { return ganderRMSNormForward(x, y, fo, 0) },
+		"rmsnorm_backward":      func() int32 { return ganderRMSNormBackward(x, y, rstd, dx, bo, 0) },
+		"cross_entropy_forward": func() int32 { return ganderCrossEntropyForward(x, target, loss, lo, 0) },
 		"cross_entropy_backward": func() int32 {
-			return ganderCrossEntropyBackward(x, target, weight, loss, lse, nil, nil, nil, dx, co, 0)
+			return ganderCrossEntropyBackward(x, target, loss, lse, dx, do, 0)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

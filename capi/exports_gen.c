@@ -4,359 +4,337 @@
 #include "internal.h"
 #include "_cgo_export.h"
 
-int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y, const gander_softmax_options* options,
-                               void* stream) {
+int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y,
+                               const gander_softmax_forward_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderSoftmaxForward((void*)x, (void*)y, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_softmax_forward_options, GANDER_SOFTMAX_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderSoftmaxForward((void*)x, (void*)y, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_softmax(DLManagedTensorVersioned* x, const gander_softmax_options* options, void* stream,
                        DLManagedTensorVersioned** y) {
+  GANDER_OPTIONS(gander_softmax_options, GANDER_SOFTMAX_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"x", x}};
   DLManagedTensorVersioned** const outputs[] = {y};
-  int32_t status = gander_begin(__func__, inputs, 1, outputs, 1);
+  status = gander_begin(__func__, status, inputs, 1, outputs, 1);
   if (status == GANDER_OK) {
-    status = ganderSoftmaxForwardOwned(gander_tensor(x), (void*)options, (uintptr_t)stream, y);
+    status = ganderSoftmaxForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
   }
   return gander_end(inputs, 1, status);
 }
 
 int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
-                                const gander_softmax_options* options, void* stream) {
+                                const gander_softmax_backward_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderSoftmaxBackward((void*)dy, (void*)y, (void*)dx, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_softmax_backward_options, GANDER_SOFTMAX_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderSoftmaxBackward((void*)dy, (void*)y, (void*)dx, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
-                            const gander_softmax_options* options, void* stream,
+                            const gander_softmax_grad_options* options, void* stream,
                             DLManagedTensorVersioned** dx) {
+  GANDER_OPTIONS(gander_softmax_grad_options, GANDER_SOFTMAX_GRAD_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"dy", dy}, {"y", y}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  int32_t status = gander_begin(__func__, inputs, 2, outputs, 1);
+  status = gander_begin(__func__, status, inputs, 2, outputs, 1);
   if (status == GANDER_OK) {
-    status = ganderSoftmaxBackwardOwned(
-        gander_tensor(dy), gander_tensor(y), (void*)options, (uintptr_t)stream, dx);
+    status = ganderSoftmaxBackwardOwned((void*)dy, (void*)y, (void*)o, (uintptr_t)stream, dx);
   }
   return gander_end(inputs, 2, status);
 }
 
-int32_t gander_masked_softmax_forward(const DLTensor* x, const DLTensor* mask, const DLTensor* y,
-                                      const gander_masked_softmax_options* options, void* stream) {
+int32_t gander_masked_softmax_forward(const DLTensor* x, const DLTensor* y,
+                                      const gander_masked_softmax_forward_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderMaskedSoftmaxForward((void*)x, (void*)mask, (void*)y, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_masked_softmax_forward_options, GANDER_MASKED_SOFTMAX_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderMaskedSoftmaxForward((void*)x, (void*)y, (void*)o, (uintptr_t)stream);
 }
 
-int32_t gander_masked_softmax(DLManagedTensorVersioned* x, DLManagedTensorVersioned* mask,
-                              DLDataType out_dtype, const gander_masked_softmax_options* options,
+int32_t gander_masked_softmax(DLManagedTensorVersioned* x, const gander_masked_softmax_options* options,
                               void* stream, DLManagedTensorVersioned** y) {
-  const gander_input inputs[] = {{"x", x}, {"mask", mask}};
+  GANDER_OPTIONS(gander_masked_softmax_options, GANDER_MASKED_SOFTMAX_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"x", x}, {"mask", o->mask}};
   DLManagedTensorVersioned** const outputs[] = {y};
-  int32_t status = gander_begin(__func__, inputs, 2, outputs, 1);
+  status = gander_begin(__func__, status, inputs, 2, outputs, 1);
   if (status == GANDER_OK) {
-    status = ganderMaskedSoftmaxForwardOwned(
-        gander_tensor(x), gander_tensor(mask), out_dtype.code, out_dtype.bits, out_dtype.lanes,
-        (void*)options, (uintptr_t)stream, y);
+    status = ganderMaskedSoftmaxForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
   }
   return gander_end(inputs, 2, status);
 }
 
-int32_t gander_masked_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* mask,
-                                       const DLTensor* dx, const gander_masked_softmax_options* options,
-                                       void* stream) {
+int32_t gander_masked_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
+                                       const gander_masked_softmax_backward_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderMaskedSoftmaxBackward(
-      (void*)dy, (void*)y, (void*)mask, (void*)dx, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_masked_softmax_backward_options, GANDER_MASKED_SOFTMAX_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderMaskedSoftmaxBackward((void*)dy, (void*)y, (void*)dx, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_masked_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
-                                   DLManagedTensorVersioned* mask, DLDataType x_dtype,
-                                   const gander_masked_softmax_options* options, void* stream,
+                                   const gander_masked_softmax_grad_options* options, void* stream,
                                    DLManagedTensorVersioned** dx) {
-  const gander_input inputs[] = {{"dy", dy}, {"y", y}, {"mask", mask}};
+  GANDER_OPTIONS(gander_masked_softmax_grad_options, GANDER_MASKED_SOFTMAX_GRAD_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"dy", dy}, {"y", y}, {"mask", o->mask}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  int32_t status = gander_begin(__func__, inputs, 3, outputs, 1);
+  status = gander_begin(__func__, status, inputs, 3, outputs, 1);
   if (status == GANDER_OK) {
-    status = ganderMaskedSoftmaxBackwardOwned(
-        gander_tensor(dy), gander_tensor(y), gander_tensor(mask), x_dtype.code, x_dtype.bits, x_dtype.lanes,
-        (void*)options, (uintptr_t)stream, dx);
+    status = ganderMaskedSoftmaxBackwardOwned((void*)dy, (void*)y, (void*)o, (uintptr_t)stream, dx);
   }
   return gander_end(inputs, 3, status);
 }
 
-int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
-                               const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
-                               const DLTensor* rstd, const gander_rmsnorm_options* options, void* stream) {
+int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* y,
+                               const gander_rmsnorm_forward_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderRMSNormForward(
-      (void*)x, (void*)weight, (void*)bias, (void*)residual, (void*)y, (void*)residual_out, (void*)rstd,
-      (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_rmsnorm_forward_options, GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderRMSNormForward((void*)x, (void*)y, (void*)o, (uintptr_t)stream);
 }
 
-int32_t gander_rmsnorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                       DLManagedTensorVersioned* bias, DLManagedTensorVersioned* residual,
-                       DLDataType out_dtype, DLDataType residual_dtype, const gander_rmsnorm_options* options,
-                       void* stream, DLManagedTensorVersioned** y, DLManagedTensorVersioned** residual_out,
-                       DLManagedTensorVersioned** rstd) {
-  const gander_input inputs[] = {{"x", x}, {"weight", weight}, {"bias", bias}, {"residual", residual}};
-  DLManagedTensorVersioned** const outputs[] = {y, residual_out, rstd};
-  int32_t status = gander_begin(__func__, inputs, 4, outputs, 3);
+int32_t gander_rmsnorm(DLManagedTensorVersioned* x, const gander_rmsnorm_options* options, void* stream,
+                       DLManagedTensorVersioned** y) {
+  GANDER_OPTIONS(gander_rmsnorm_options, GANDER_RMSNORM_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"x", x},
+      {"weight", o->weight},
+      {"bias", o->bias},
+      {"residual", o->residual}};
+  DLManagedTensorVersioned** const outputs[] = {y, o->residual_out, o->rstd};
+  status = gander_begin(__func__, status, inputs, 4, outputs, 3);
   if (status == GANDER_OK) {
-    status = ganderRMSNormForwardOwned(
-        gander_tensor(x), gander_tensor(weight), gander_tensor(bias), gander_tensor(residual), out_dtype.code,
-        out_dtype.bits, out_dtype.lanes, residual_dtype.code, residual_dtype.bits, residual_dtype.lanes,
-        (void*)options, (uintptr_t)stream, y, residual_out, rstd);
+    status = ganderRMSNormForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
   }
   return gander_end(inputs, 4, status);
 }
 
-int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
-                                const DLTensor* dresidual_out, const DLTensor* rstd, const DLTensor* dx,
-                                const DLTensor* dresidual, const DLTensor* dw, const DLTensor* db,
-                                const gander_rmsnorm_options* options, void* stream) {
+int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* dout, const DLTensor* rstd,
+                                const DLTensor* dx, const gander_rmsnorm_backward_options* options,
+                                void* stream) {
   GANDER_ENTER();
-  return ganderRMSNormBackward(
-      (void*)x, (void*)weight, (void*)dout, (void*)dresidual_out, (void*)rstd, (void*)dx, (void*)dresidual,
-      (void*)dw, (void*)db, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_rmsnorm_backward_options, GANDER_RMSNORM_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderRMSNormBackward((void*)x, (void*)dout, (void*)rstd, (void*)dx, (void*)o, (uintptr_t)stream);
 }
 
-int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                            DLManagedTensorVersioned* dout, DLManagedTensorVersioned* dresidual_out,
-                            DLManagedTensorVersioned* rstd, DLDataType x_dtype, DLDataType residual_dtype,
-                            DLDataType bias_dtype, const gander_rmsnorm_options* options, void* stream,
-                            DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dresidual,
-                            DLManagedTensorVersioned** dw, DLManagedTensorVersioned** db) {
+int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dout,
+                            DLManagedTensorVersioned* rstd, const gander_rmsnorm_grad_options* options,
+                            void* stream, DLManagedTensorVersioned** dx) {
+  GANDER_OPTIONS(gander_rmsnorm_grad_options, GANDER_RMSNORM_GRAD_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {
       {"x", x},
-      {"weight", weight},
+      {"weight", o->weight},
       {"dout", dout},
-      {"dresidual_out", dresidual_out},
+      {"dresidual_out", o->dresidual_out},
       {"rstd", rstd}};
-  DLManagedTensorVersioned** const outputs[] = {dx, dresidual, dw, db};
-  int32_t status = gander_begin(__func__, inputs, 5, outputs, 4);
+  DLManagedTensorVersioned** const outputs[] = {dx, o->dresidual, o->dw, o->db};
+  status = gander_begin(__func__, status, inputs, 5, outputs, 4);
   if (status == GANDER_OK) {
-    status = ganderRMSNormBackwardOwned(
-        gander_tensor(x), gander_tensor(weight), gander_tensor(dout), gander_tensor(dresidual_out),
-        gander_tensor(rstd), x_dtype.code, x_dtype.bits, x_dtype.lanes, residual_dtype.code,
-        residual_dtype.bits, residual_dtype.lanes, bias_dtype.code, bias_dtype.bits, bias_dtype.lanes,
-        (void*)options, (uintptr_t)stream, dx, dresidual, dw, db);
+    status = ganderRMSNormBackwardOwned((void*)x, (void*)dout, (void*)rstd, (void*)o, (uintptr_t)stream, dx);
   }
   return gander_end(inputs, 5, status);
 }
 
-int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
-                                 const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
-                                 const DLTensor* mean, const DLTensor* rstd,
-                                 const gander_layernorm_options* options, void* stream) {
+int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* y,
+                                 const gander_layernorm_forward_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderLayerNormForward(
-      (void*)x, (void*)weight, (void*)bias, (void*)residual, (void*)y, (void*)residual_out, (void*)mean,
-      (void*)rstd, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_layernorm_forward_options, GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderLayerNormForward((void*)x, (void*)y, (void*)o, (uintptr_t)stream);
 }
 
-int32_t gander_layernorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                         DLManagedTensorVersioned* bias, DLManagedTensorVersioned* residual,
-                         DLDataType out_dtype, DLDataType residual_dtype,
-                         const gander_layernorm_options* options, void* stream, DLManagedTensorVersioned** y,
-                         DLManagedTensorVersioned** residual_out, DLManagedTensorVersioned** mean,
-                         DLManagedTensorVersioned** rstd) {
-  const gander_input inputs[] = {{"x", x}, {"weight", weight}, {"bias", bias}, {"residual", residual}};
-  DLManagedTensorVersioned** const outputs[] = {y, residual_out, mean, rstd};
-  int32_t status = gander_begin(__func__, inputs, 4, outputs, 4);
+int32_t gander_layernorm(DLManagedTensorVersioned* x, const gander_layernorm_options* options, void* stream,
+                         DLManagedTensorVersioned** y) {
+  GANDER_OPTIONS(gander_layernorm_options, GANDER_LAYERNORM_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"x", x},
+      {"weight", o->weight},
+      {"bias", o->bias},
+      {"residual", o->residual}};
+  DLManagedTensorVersioned** const outputs[] = {y, o->residual_out, o->mean, o->rstd};
+  status = gander_begin(__func__, status, inputs, 4, outputs, 4);
   if (status == GANDER_OK) {
-    status = ganderLayerNormForwardOwned(
-        gander_tensor(x), gander_tensor(weight), gander_tensor(bias), gander_tensor(residual), out_dtype.code,
-        out_dtype.bits, out_dtype.lanes, residual_dtype.code, residual_dtype.bits, residual_dtype.lanes,
-        (void*)options, (uintptr_t)stream, y, residual_out, mean, rstd);
+    status = ganderLayerNormForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
   }
   return gander_end(inputs, 4, status);
 }
 
-int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
-                                  const DLTensor* dresidual_out, const DLTensor* mean, const DLTensor* rstd,
-                                  const DLTensor* dx, const DLTensor* dresidual, const DLTensor* dw,
-                                  const DLTensor* db, const gander_layernorm_options* options, void* stream) {
+int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* dout, const DLTensor* mean,
+                                  const DLTensor* rstd, const DLTensor* dx,
+                                  const gander_layernorm_backward_options* options, void* stream) {
   GANDER_ENTER();
+  GANDER_OPTIONS(gander_layernorm_backward_options, GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
   return ganderLayerNormBackward(
-      (void*)x, (void*)weight, (void*)dout, (void*)dresidual_out, (void*)mean, (void*)rstd, (void*)dx,
-      (void*)dresidual, (void*)dw, (void*)db, (void*)options, (uintptr_t)stream);
+      (void*)x, (void*)dout, (void*)mean, (void*)rstd, (void*)dx, (void*)o, (uintptr_t)stream);
 }
 
-int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                              DLManagedTensorVersioned* dout, DLManagedTensorVersioned* dresidual_out,
+int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dout,
                               DLManagedTensorVersioned* mean, DLManagedTensorVersioned* rstd,
-                              DLDataType x_dtype, DLDataType residual_dtype, DLDataType bias_dtype,
-                              const gander_layernorm_options* options, void* stream,
-                              DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dresidual,
-                              DLManagedTensorVersioned** dw, DLManagedTensorVersioned** db) {
+                              const gander_layernorm_grad_options* options, void* stream,
+                              DLManagedTensorVersioned** dx) {
+  GANDER_OPTIONS(gander_layernorm_grad_options, GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {
       {"x", x},
-      {"weight", weight},
+      {"weight", o->weight},
       {"dout", dout},
-      {"dresidual_out", dresidual_out},
+      {"dresidual_out", o->dresidual_out},
       {"mean", mean},
       {"rstd", rstd}};
-  DLManagedTensorVersioned** const outputs[] = {dx, dresidual, dw, db};
-  int32_t status = gander_begin(__func__, inputs, 6, outputs, 4);
+  DLManagedTensorVersioned** const outputs[] = {dx, o->dresidual, o->dw, o->db};
+  status = gander_begin(__func__, status, inputs, 6, outputs, 4);
   if (status == GANDER_OK) {
     status = ganderLayerNormBackwardOwned(
-        gander_tensor(x), gander_tensor(weight), gander_tensor(dout), gander_tensor(dresidual_out),
-        gander_tensor(mean), gander_tensor(rstd), x_dtype.code, x_dtype.bits, x_dtype.lanes,
-        residual_dtype.code, residual_dtype.bits, residual_dtype.lanes, bias_dtype.code, bias_dtype.bits,
-        bias_dtype.lanes, (void*)options, (uintptr_t)stream, dx, dresidual, dw, db);
+        (void*)x, (void*)dout, (void*)mean, (void*)rstd, (void*)o, (uintptr_t)stream, dx);
   }
   return gander_end(inputs, 6, status);
 }
 
-int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
-                                     const DLTensor* divisor, const DLTensor* upstream, const DLTensor* loss,
-                                     const DLTensor* lse, const DLTensor* dx, const DLTensor* denominator,
-                                     const gander_cross_entropy_options* options, void* stream) {
+int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* loss,
+                                     const gander_cross_entropy_forward_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderCrossEntropyForward(
-      (void*)x, (void*)target, (void*)weight, (void*)divisor, (void*)upstream, (void*)loss, (void*)lse,
-      (void*)dx, (void*)denominator, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_cross_entropy_forward_options, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderCrossEntropyForward((void*)x, (void*)target, (void*)loss, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
-                             DLManagedTensorVersioned* weight, DLManagedTensorVersioned* divisor,
-                             DLManagedTensorVersioned* upstream, const gander_cross_entropy_options* options,
-                             void* stream, DLManagedTensorVersioned** loss, DLManagedTensorVersioned** lse,
-                             DLManagedTensorVersioned** dx, DLManagedTensorVersioned** denominator) {
+                             const gander_cross_entropy_options* options, void* stream,
+                             DLManagedTensorVersioned** loss) {
+  GANDER_OPTIONS(gander_cross_entropy_options, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {
       {"x", x},
       {"target", target},
-      {"weight", weight},
-      {"divisor", divisor},
-      {"upstream", upstream}};
-  DLManagedTensorVersioned** const outputs[] = {loss, lse, dx, denominator};
-  int32_t status = gander_begin(__func__, inputs, 5, outputs, 4);
+      {"weight", o->weight},
+      {"divisor", o->divisor},
+      {"upstream", o->upstream}};
+  DLManagedTensorVersioned** const outputs[] = {loss, o->lse, o->dx, o->denominator};
+  status = gander_begin(__func__, status, inputs, 5, outputs, 4);
   if (status == GANDER_OK) {
-    status = ganderCrossEntropyForwardOwned(
-        gander_tensor(x), gander_tensor(target), gander_tensor(weight), gander_tensor(divisor),
-        gander_tensor(upstream), (void*)options, (uintptr_t)stream, loss, lse, dx, denominator);
+    status = ganderCrossEntropyForwardOwned((void*)x, (void*)target, (void*)o, (uintptr_t)stream, loss);
   }
   return gander_end(inputs, 5, status);
 }
 
-int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
-                                      const DLTensor* dloss, const DLTensor* lse, const DLTensor* divisor,
-                                      const DLTensor* upstream, const DLTensor* denominator,
-                                      const DLTensor* dx, const gander_cross_entropy_options* options,
-                                      void* stream) {
+int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* dloss,
+                                      const DLTensor* lse, const DLTensor* dx,
+                                      const gander_cross_entropy_backward_options* options, void* stream) {
   GANDER_ENTER();
+  GANDER_OPTIONS(gander_cross_entropy_backward_options, GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
   return ganderCrossEntropyBackward(
-      (void*)x, (void*)target, (void*)weight, (void*)dloss, (void*)lse, (void*)divisor, (void*)upstream,
-      (void*)denominator, (void*)dx, (void*)options, (uintptr_t)stream);
+      (void*)x, (void*)target, (void*)dloss, (void*)lse, (void*)dx, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
-                                  DLManagedTensorVersioned* weight, DLManagedTensorVersioned* dloss,
-                                  DLManagedTensorVersioned* lse, DLManagedTensorVersioned* divisor,
-                                  DLManagedTensorVersioned* upstream, DLManagedTensorVersioned* denominator,
-                                  const gander_cross_entropy_options* options, void* stream,
+                                  DLManagedTensorVersioned* dloss, DLManagedTensorVersioned* lse,
+                                  const gander_cross_entropy_grad_options* options, void* stream,
                                   DLManagedTensorVersioned** dx) {
+  GANDER_OPTIONS(gander_cross_entropy_grad_options, GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {
       {"x", x},
       {"target", target},
-      {"weight", weight},
+      {"weight", o->weight},
       {"dloss", dloss},
       {"lse", lse},
-      {"divisor", divisor},
-      {"upstream", upstream},
-      {"denominator", denominator}};
+      {"divisor", o->divisor},
+      {"upstream", o->upstream},
+      {"denominator", o->denominator}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  int32_t status = gander_begin(__func__, inputs, 8, outputs, 1);
+  status = gander_begin(__func__, status, inputs, 8, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderCrossEntropyBackwardOwned(
-        gander_tensor(x), gander_tensor(target), gander_tensor(weight), gander_tensor(dloss),
-        gander_tensor(lse), gander_tensor(divisor), gander_tensor(upstream), gander_tensor(denominator),
-        (void*)options, (uintptr_t)stream, dx);
+        (void*)x, (void*)target, (void*)dloss, (void*)lse, (void*)o, (uintptr_t)stream, dx);
   }
   return gander_end(inputs, 8, status);
 }
 
 int32_t gander_sharded_cross_entropy_combine(const DLTensor* parts, const DLTensor* target,
                                              const DLTensor* max, const DLTensor* log_sum,
-                                             const DLTensor* losses, const DLTensor* loss,
-                                             const DLTensor* weights, const DLTensor* denominator,
-                                             const gander_sharded_cross_entropy_options* options,
+                                             const gander_sharded_cross_entropy_combine_options* options,
                                              void* stream) {
   GANDER_ENTER();
+  GANDER_OPTIONS(gander_sharded_cross_entropy_combine_options, GANDER_SHARDED_CROSS_ENTROPY_COMBINE_OPTIONS_DEFAULTS);
+  if (status) return status;
   return ganderShardedCrossEntropyCombine(
-      (void*)parts, (void*)target, (void*)max, (void*)log_sum, (void*)losses, (void*)loss, (void*)weights,
-      (void*)denominator, (void*)options, (uintptr_t)stream);
+      (void*)parts, (void*)target, (void*)max, (void*)log_sum, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_sharded_cross_entropy(DLManagedTensorVersioned* parts, DLManagedTensorVersioned* target,
                                      const gander_sharded_cross_entropy_options* options, void* stream,
-                                     DLManagedTensorVersioned** max, DLManagedTensorVersioned** log_sum,
-                                     DLManagedTensorVersioned** losses, DLManagedTensorVersioned** loss,
-                                     DLManagedTensorVersioned** weights,
-                                     DLManagedTensorVersioned** denominator) {
+                                     DLManagedTensorVersioned** max, DLManagedTensorVersioned** log_sum) {
+  GANDER_OPTIONS(gander_sharded_cross_entropy_options, GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"parts", parts}, {"target", target}};
-  DLManagedTensorVersioned** const outputs[] = {max, log_sum, losses, loss, weights, denominator};
-  int32_t status = gander_begin(__func__, inputs, 2, outputs, 6);
+  DLManagedTensorVersioned** const outputs[] = {max, log_sum, o->losses, o->loss, o->weights, o->denominator};
+  status = gander_begin(__func__, status, inputs, 2, outputs, 6);
   if (status == GANDER_OK) {
     status = ganderShardedCrossEntropyCombineOwned(
-        gander_tensor(parts), gander_tensor(target), (void*)options, (uintptr_t)stream, max, log_sum, losses,
-        loss, weights, denominator);
+        (void*)parts, (void*)target, (void*)o, (uintptr_t)stream, max, log_sum);
   }
   return gander_end(inputs, 2, status);
 }
 
-int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* upstream,
-                                const DLTensor* y, const gander_rescale_options* options, void* stream) {
+int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* y,
+                                const gander_rescale_gradient_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderRescaleGradient(
-      (void*)x, (void*)dloss, (void*)upstream, (void*)y, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_rescale_gradient_options, GANDER_RESCALE_GRADIENT_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderRescaleGradient((void*)x, (void*)dloss, (void*)y, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_rescale(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dloss,
-                       DLManagedTensorVersioned* upstream, const gander_rescale_options* options,
-                       void* stream, DLManagedTensorVersioned** y) {
-  const gander_input inputs[] = {{"x", x}, {"dloss", dloss}, {"upstream", upstream}};
+                       const gander_rescale_options* options, void* stream, DLManagedTensorVersioned** y) {
+  GANDER_OPTIONS(gander_rescale_options, GANDER_RESCALE_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"x", x}, {"dloss", dloss}, {"upstream", o->upstream}};
   DLManagedTensorVersioned** const outputs[] = {y};
-  int32_t status = gander_begin(__func__, inputs, 3, outputs, 1);
+  status = gander_begin(__func__, status, inputs, 3, outputs, 1);
   if (status == GANDER_OK) {
-    status = ganderRescaleGradientOwned(
-        gander_tensor(x), gander_tensor(dloss), gander_tensor(upstream), (void*)options, (uintptr_t)stream, y);
+    status = ganderRescaleGradientOwned((void*)x, (void*)dloss, (void*)o, (uintptr_t)stream, y);
   }
   return gander_end(inputs, 3, status);
 }
 
 int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
-                                 const gander_logsumexp_options* options, void* stream) {
+                                 const gander_logsumexp_forward_options* options, void* stream) {
   GANDER_ENTER();
-  return ganderLogSumExpForward((void*)x, (void*)lse, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_logsumexp_forward_options, GANDER_LOGSUMEXP_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderLogSumExpForward((void*)x, (void*)lse, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_logsumexp(DLManagedTensorVersioned* x, const gander_logsumexp_options* options, void* stream,
                          DLManagedTensorVersioned** lse) {
+  GANDER_OPTIONS(gander_logsumexp_options, GANDER_LOGSUMEXP_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"x", x}};
   DLManagedTensorVersioned** const outputs[] = {lse};
-  int32_t status = gander_begin(__func__, inputs, 1, outputs, 1);
+  status = gander_begin(__func__, status, inputs, 1, outputs, 1);
   if (status == GANDER_OK) {
-    status = ganderLogSumExpForwardOwned(gander_tensor(x), (void*)options, (uintptr_t)stream, lse);
+    status = ganderLogSumExpForwardOwned((void*)x, (void*)o, (uintptr_t)stream, lse);
   }
   return gander_end(inputs, 1, status);
 }
 
 int32_t gander_logsumexp_backward(const DLTensor* x, const DLTensor* dlse, const DLTensor* lse,
-                                  const DLTensor* dx, const gander_logsumexp_options* options, void* stream) {
+                                  const DLTensor* dx, const gander_logsumexp_backward_options* options,
+                                  void* stream) {
   GANDER_ENTER();
-  return ganderLogSumExpBackward(
-      (void*)x, (void*)dlse, (void*)lse, (void*)dx, (void*)options, (uintptr_t)stream);
+  GANDER_OPTIONS(gander_logsumexp_backward_options, GANDER_LOGSUMEXP_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderLogSumExpBackward((void*)x, (void*)dlse, (void*)lse, (void*)dx, (void*)o, (uintptr_t)stream);
 }
 
 int32_t gander_logsumexp_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dlse,
-                              DLManagedTensorVersioned* lse, const gander_logsumexp_options* options,
+                              DLManagedTensorVersioned* lse, const gander_logsumexp_grad_options* options,
                               void* stream, DLManagedTensorVersioned** dx) {
+  GANDER_OPTIONS(gander_logsumexp_grad_options, GANDER_LOGSUMEXP_GRAD_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"x", x}, {"dlse", dlse}, {"lse", lse}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  int32_t status = gander_begin(__func__, inputs, 3, outputs, 1);
+  status = gander_begin(__func__, status, inputs, 3, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderLogSumExpBackwardOwned(
-        gander_tensor(x), gander_tensor(dlse), gander_tensor(lse), (void*)options, (uintptr_t)stream, dx);
+        (void*)x, (void*)dlse, (void*)lse, (void*)o, (uintptr_t)stream, dx);
   }
   return gander_end(inputs, 3, status);
 }

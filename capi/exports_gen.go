@@ -14,62 +14,25 @@ import (
 
 var _ kernels.Reduction // the import may otherwise be unused
 
-func softmaxOptions(p unsafe.Pointer) (C.gander_softmax_options, error) {
-	return readOptions(p, C.gander_softmax_options{})
-}
-
-func maskedSoftmaxOptions(p unsafe.Pointer) (C.gander_masked_softmax_options, error) {
-	return readOptions(p, C.gander_masked_softmax_options{scale: 1})
-}
-
-func rmsNormOptions(p unsafe.Pointer) (C.gander_rmsnorm_options, error) {
-	return readOptions(p, C.gander_rmsnorm_options{eps: 1e-06})
-}
-
-func layerNormOptions(p unsafe.Pointer) (C.gander_layernorm_options, error) {
-	return readOptions(p, C.gander_layernorm_options{eps: 1e-06})
-}
-
-func crossEntropyOptions(p unsafe.Pointer) (C.gander_cross_entropy_options, error) {
-	return readOptions(p, C.gander_cross_entropy_options{ignore_index: -100})
-}
-
-func shardedCrossEntropyOptions(p unsafe.Pointer) (C.gander_sharded_cross_entropy_options, error) {
-	return readOptions(p, C.gander_sharded_cross_entropy_options{classes: -1, ignore_index: -100})
-}
-
-func rescaleOptions(p unsafe.Pointer) (C.gander_rescale_options, error) {
-	return readOptions(p, C.gander_rescale_options{})
-}
-
-func logSumExpOptions(p unsafe.Pointer) (C.gander_logsumexp_options, error) {
-	return readOptions(p, C.gander_logsumexp_options{})
-}
-
 //export ganderSoftmaxForward
 func ganderSoftmaxForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := softmaxOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.SoftmaxForward{
-			X:              tensor(x),
-			Y:              tensor(y),
-			Algorithm:      ops.Algorithm(o.algorithm),
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_softmax_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.SoftmaxForward{
+		X:              tensor(x),
+		Y:              tensor(y),
+		Algorithm:      ops.Algorithm(saturated(o.algorithm)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderSoftmaxForwardOwned
 func ganderSoftmaxForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := softmaxOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("softmax", "x", tensor(x), stream)
+		o := (*C.gander_softmax_options)(options)
+		made, err := outputsFor("softmax", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -80,9 +43,9 @@ func ganderSoftmaxForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsa
 		}
 		c := call(stream, o.allocator)
 		err = ops.SoftmaxForward{
-			X:              tensor(x),
+			X:              owned(x),
 			Y:              ty,
-			Algorithm:      ops.Algorithm(o.algorithm),
+			Algorithm:      ops.Algorithm(saturated(o.algorithm)),
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
@@ -95,28 +58,23 @@ func ganderSoftmaxForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsa
 //export ganderSoftmaxBackward
 func ganderSoftmaxBackward(dy, y, dx, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := softmaxOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.SoftmaxBackward{
-			DY:             tensor(dy),
-			Y:              tensor(y),
-			DX:             tensor(dx),
-			Algorithm:      ops.Algorithm(o.algorithm),
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_softmax_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.SoftmaxBackward{
+		DY:             tensor(dy),
+		Y:              tensor(y),
+		DX:             tensor(dx),
+		Algorithm:      ops.Algorithm(saturated(o.algorithm)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderSoftmaxBackwardOwned
 func ganderSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := softmaxOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("softmax_grad", "dy", tensor(dy), stream)
+		o := (*C.gander_softmax_grad_options)(options)
+		made, err := outputsFor("softmax_grad", "dy", owned(dy), stream)
 		if err != nil {
 			return err
 		}
@@ -127,10 +85,10 @@ func ganderSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr, d
 		}
 		c := call(stream, o.allocator)
 		err = ops.SoftmaxBackward{
-			DY:             tensor(dy),
-			Y:              tensor(y),
+			DY:             owned(dy),
+			Y:              owned(y),
 			DX:             tdx,
-			Algorithm:      ops.Algorithm(o.algorithm),
+			Algorithm:      ops.Algorithm(saturated(o.algorithm)),
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
@@ -141,48 +99,42 @@ func ganderSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr, d
 }
 
 //export ganderMaskedSoftmaxForward
-func ganderMaskedSoftmaxForward(x, mask, y, options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderMaskedSoftmaxForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := maskedSoftmaxOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.MaskedSoftmaxForward{
-			X:              tensor(x),
-			Mask:           tensor(mask),
-			Y:              tensor(y),
-			Scale:          float64(o.scale),
-			Log:            o.log != 0,
-			Causal:         o.causal != 0,
-			MaskedZero:     o.masked_zero != 0,
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_masked_softmax_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.MaskedSoftmaxForward{
+		X:              tensor(x),
+		Mask:           tensor(unsafe.Pointer(o.mask)),
+		Y:              tensor(y),
+		Scale:          ops.Some(float64(o.scale)),
+		Log:            o.log != 0,
+		Causal:         o.causal != 0,
+		MaskedZero:     o.masked_zero != 0,
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderMaskedSoftmaxForwardOwned
-func ganderMaskedSoftmaxForwardOwned(x, mask unsafe.Pointer, outDtypeCode, outDtypeBits uint8,
-	outDtypeLanes uint16, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
+func ganderMaskedSoftmaxForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := maskedSoftmaxOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("masked_softmax", "x", tensor(x), stream)
+		o := (*C.gander_masked_softmax_options)(options)
+		made, err := outputsFor("masked_softmax", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.shape("LN"))
+		ty := made.required("y", y, requestedDType(unsafe.Pointer(o.out_dtype), made.dtype()), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.MaskedSoftmaxForward{
-			X:              tensor(x),
-			Mask:           tensor(mask),
+			X:              owned(x),
+			Mask:           owned(unsafe.Pointer(o.mask)),
 			Y:              ty,
-			Scale:          float64(o.scale),
+			Scale:          ops.Some(float64(o.scale)),
 			Log:            o.log != 0,
 			Causal:         o.causal != 0,
 			MaskedZero:     o.masked_zero != 0,
@@ -196,53 +148,46 @@ func ganderMaskedSoftmaxForwardOwned(x, mask unsafe.Pointer, outDtypeCode, outDt
 }
 
 //export ganderMaskedSoftmaxBackward
-func ganderMaskedSoftmaxBackward(dy, y, mask, dx, options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderMaskedSoftmaxBackward(dy, y, dx, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := maskedSoftmaxOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.MaskedSoftmaxBackward{
-			DY:             tensor(dy),
-			Y:              tensor(y),
-			Mask:           tensor(mask),
-			DX:             tensor(dx),
-			Scale:          float64(o.scale),
-			Log:            o.log != 0,
-			Causal:         o.causal != 0,
-			MaskedZero:     o.masked_zero != 0,
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_masked_softmax_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.MaskedSoftmaxBackward{
+		DY:             tensor(dy),
+		Y:              tensor(y),
+		Mask:           tensor(unsafe.Pointer(o.mask)),
+		DX:             tensor(dx),
+		Scale:          ops.Some(float64(o.scale)),
+		Log:            o.log != 0,
+		Causal:         o.causal != 0,
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderMaskedSoftmaxBackwardOwned
-func ganderMaskedSoftmaxBackwardOwned(dy, y, mask unsafe.Pointer, xDtypeCode, xDtypeBits uint8,
-	xDtypeLanes uint16, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
+func ganderMaskedSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr,
+	dx unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := maskedSoftmaxOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("masked_softmax_grad", "dy", tensor(dy), stream)
+		o := (*C.gander_masked_softmax_grad_options)(options)
+		made, err := outputsFor("masked_softmax_grad", "dy", owned(dy), stream)
 		if err != nil {
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.shape("LN"))
+		tdx := made.required("dx", dx, requestedDType(unsafe.Pointer(o.x_dtype), made.dtype()), made.shape("LN"))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.MaskedSoftmaxBackward{
-			DY:             tensor(dy),
-			Y:              tensor(y),
-			Mask:           tensor(mask),
+			DY:             owned(dy),
+			Y:              owned(y),
+			Mask:           owned(unsafe.Pointer(o.mask)),
 			DX:             tdx,
-			Scale:          float64(o.scale),
+			Scale:          ops.Some(float64(o.scale)),
 			Log:            o.log != 0,
 			Causal:         o.causal != 0,
-			MaskedZero:     o.masked_zero != 0,
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
@@ -253,61 +198,53 @@ func ganderMaskedSoftmaxBackwardOwned(dy, y, mask unsafe.Pointer, xDtypeCode, xD
 }
 
 //export ganderRMSNormForward
-func ganderRMSNormForward(x, weight, bias, residual, y, residualOut, rstd, options unsafe.Pointer,
-	stream uintptr) (status int32) {
+func ganderRMSNormForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := rmsNormOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.RMSNormForward{
-			X:               tensor(x),
-			Weight:          tensor(weight),
-			Bias:            tensor(bias),
-			Residual:        tensor(residual),
-			Y:               tensor(y),
-			ResidualOut:     tensor(residualOut),
-			Rstd:            tensor(rstd),
-			Eps:             float64(o.eps),
-			Algorithm:       ops.Algorithm(o.algorithm),
-			BatchInvariant:  o.batch_invariant != 0,
-			WeightOffset:    float64(o.weight_offset),
-			RoundNormalized: o.round_normalized != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_rmsnorm_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.RMSNormForward{
+		X:               tensor(x),
+		Weight:          tensor(unsafe.Pointer(o.weight)),
+		Bias:            tensor(unsafe.Pointer(o.bias)),
+		Residual:        tensor(unsafe.Pointer(o.residual)),
+		Y:               tensor(y),
+		ResidualOut:     tensor(unsafe.Pointer(o.residual_out)),
+		Rstd:            tensor(unsafe.Pointer(o.rstd)),
+		Eps:             ops.Some(float64(o.eps)),
+		Algorithm:       ops.Algorithm(saturated(o.algorithm)),
+		BatchInvariant:  o.batch_invariant != 0,
+		WeightOffset:    float64(o.weight_offset),
+		RoundNormalized: o.round_normalized != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderRMSNormForwardOwned
-func ganderRMSNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDtypeCode, outDtypeBits uint8,
-	outDtypeLanes uint16, residualDtypeCode, residualDtypeBits uint8, residualDtypeLanes uint16,
-	options unsafe.Pointer, stream uintptr, y, residualOut, rstd unsafe.Pointer) int32 {
+func ganderRMSNormForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := rmsNormOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("rmsnorm", "x", tensor(x), stream)
+		o := (*C.gander_rmsnorm_options)(options)
+		made, err := outputsFor("rmsnorm", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.shape("LN"))
-		tresidualOut := made.optional("residual_out", residualOut, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtypeOf(tensor(residual), made.dtype())), made.shape("LN"))
-		trstd := made.optional("rstd", rstd, made.statistic(), made.shape("L"))
+		ty := made.required("y", y, requestedDType(unsafe.Pointer(o.out_dtype), made.dtype()), made.shape("LN"))
+		tresidualOut := made.optional("residual_out", unsafe.Pointer(o.residual_out), requestedDType(unsafe.Pointer(o.residual_dtype), made.dtypeOf(owned(unsafe.Pointer(o.residual)), made.dtype())), made.shape("LN"))
+		trstd := made.optional("rstd", unsafe.Pointer(o.rstd), made.statistic(), made.shape("L"))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.RMSNormForward{
-			X:               tensor(x),
-			Weight:          tensor(weight),
-			Bias:            tensor(bias),
-			Residual:        tensor(residual),
+			X:               owned(x),
+			Weight:          owned(unsafe.Pointer(o.weight)),
+			Bias:            owned(unsafe.Pointer(o.bias)),
+			Residual:        owned(unsafe.Pointer(o.residual)),
 			Y:               ty,
 			ResidualOut:     tresidualOut,
 			Rstd:            trstd,
-			Eps:             float64(o.eps),
-			Algorithm:       ops.Algorithm(o.algorithm),
+			Eps:             ops.Some(float64(o.eps)),
+			Algorithm:       ops.Algorithm(saturated(o.algorithm)),
 			BatchInvariant:  o.batch_invariant != 0,
 			WeightOffset:    float64(o.weight_offset),
 			RoundNormalized: o.round_normalized != 0,
@@ -320,71 +257,61 @@ func ganderRMSNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDtyp
 }
 
 //export ganderRMSNormBackward
-func ganderRMSNormBackward(x, weight, dout, dResidualOut, rstd, dx, dresidual, dw, db,
-	options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderRMSNormBackward(x, dout, rstd, dx, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := rmsNormOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.RMSNormBackward{
-			X:               tensor(x),
-			Weight:          tensor(weight),
-			DOut:            tensor(dout),
-			DResidualOut:    tensor(dResidualOut),
-			Rstd:            tensor(rstd),
-			DX:              tensor(dx),
-			DResidual:       tensor(dresidual),
-			DW:              tensor(dw),
-			DB:              tensor(db),
-			Eps:             float64(o.eps),
-			Algorithm:       ops.Algorithm(o.algorithm),
-			BatchInvariant:  o.batch_invariant != 0,
-			WeightOffset:    float64(o.weight_offset),
-			RoundNormalized: o.round_normalized != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_rmsnorm_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.RMSNormBackward{
+		X:               tensor(x),
+		Weight:          tensor(unsafe.Pointer(o.weight)),
+		DOut:            tensor(dout),
+		DResidualOut:    tensor(unsafe.Pointer(o.dresidual_out)),
+		Rstd:            tensor(rstd),
+		DX:              tensor(dx),
+		DResidual:       tensor(unsafe.Pointer(o.dresidual)),
+		DW:              tensor(unsafe.Pointer(o.dw)),
+		DB:              tensor(unsafe.Pointer(o.db)),
+		Algorithm:       ops.Algorithm(saturated(o.algorithm)),
+		BatchInvariant:  o.batch_invariant != 0,
+		WeightOffset:    float64(o.weight_offset),
+		RoundNormalized: o.round_normalized != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderRMSNormBackwardOwned
-func ganderRMSNormBackwardOwned(x, weight, dout, dResidualOut, rstd unsafe.Pointer, xDtypeCode,
-	xDtypeBits uint8, xDtypeLanes uint16, residualDtypeCode, residualDtypeBits uint8,
-	residualDtypeLanes uint16, biasDtypeCode, biasDtypeBits uint8, biasDtypeLanes uint16,
-	options unsafe.Pointer, stream uintptr, dx, dresidual, dw, db unsafe.Pointer) int32 {
+func ganderRMSNormBackwardOwned(x, dout, rstd, options unsafe.Pointer, stream uintptr,
+	dx unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := rmsNormOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("rmsnorm_grad", "x", tensor(x), stream)
+		o := (*C.gander_rmsnorm_grad_options)(options)
+		made, err := outputsFor("rmsnorm_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.shape("LN"))
-		tdresidual := made.optional("dresidual", dresidual, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtype()), made.shape("LN"))
-		if dw != nil && weight == nil {
+		tdx := made.required("dx", dx, requestedDType(unsafe.Pointer(o.x_dtype), made.dtype()), made.shape("LN"))
+		tdresidual := made.optional("dresidual", unsafe.Pointer(o.dresidual), requestedDType(unsafe.Pointer(o.residual_dtype), made.dtype()), made.shape("LN"))
+		if unsafe.Pointer(o.dw) != nil && unsafe.Pointer(o.weight) == nil {
 			return refuse(ops.StatusOption, "rmsnorm_grad: dw is requested without a weight, expected NULL; "+
 				"pass the weight or leave dw NULL")
 		}
-		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.shapeOf(tensor(weight), "N", "HN"))
-		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.shapeOf(tensor(weight), "N", "HN"))
+		tdw := made.optional("dw", unsafe.Pointer(o.dw), made.dtypeOf(owned(unsafe.Pointer(o.weight)), made.dtype()), made.shapeOf(owned(unsafe.Pointer(o.weight)), "N", "HN"))
+		tdb := made.optional("db", unsafe.Pointer(o.db), requestedDType(unsafe.Pointer(o.bias_dtype), made.dtypeOf(owned(unsafe.Pointer(o.weight)), made.statistic())), made.shapeOf(owned(unsafe.Pointer(o.weight)), "N", "HN"))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.RMSNormBackward{
-			X:               tensor(x),
-			Weight:          tensor(weight),
-			DOut:            tensor(dout),
-			DResidualOut:    tensor(dResidualOut),
-			Rstd:            tensor(rstd),
+			X:               owned(x),
+			Weight:          owned(unsafe.Pointer(o.weight)),
+			DOut:            owned(dout),
+			DResidualOut:    owned(unsafe.Pointer(o.dresidual_out)),
+			Rstd:            owned(rstd),
 			DX:              tdx,
 			DResidual:       tdresidual,
 			DW:              tdw,
 			DB:              tdb,
-			Eps:             float64(o.eps),
-			Algorithm:       ops.Algorithm(o.algorithm),
+			Algorithm:       ops.Algorithm(saturated(o.algorithm)),
 			BatchInvariant:  o.batch_invariant != 0,
 			WeightOffset:    float64(o.weight_offset),
 			RoundNormalized: o.round_normalized != 0,
@@ -397,61 +324,52 @@ func ganderRMSNormBackwardOwned(x, weight, dout, dResidualOut, rstd unsafe.Point
 }
 
 //export ganderLayerNormForward
-func ganderLayerNormForward(x, weight, bias, residual, y, residualOut, mean, rstd, options unsafe.Pointer,
-	stream uintptr) (status int32) {
+func ganderLayerNormForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := layerNormOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.LayerNormForward{
-			X:              tensor(x),
-			Weight:         tensor(weight),
-			Bias:           tensor(bias),
-			Residual:       tensor(residual),
-			Y:              tensor(y),
-			ResidualOut:    tensor(residualOut),
-			Mean:           tensor(mean),
-			Rstd:           tensor(rstd),
-			Eps:            float64(o.eps),
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_layernorm_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.LayerNormForward{
+		X:              tensor(x),
+		Weight:         tensor(unsafe.Pointer(o.weight)),
+		Bias:           tensor(unsafe.Pointer(o.bias)),
+		Residual:       tensor(unsafe.Pointer(o.residual)),
+		Y:              tensor(y),
+		ResidualOut:    tensor(unsafe.Pointer(o.residual_out)),
+		Mean:           tensor(unsafe.Pointer(o.mean)),
+		Rstd:           tensor(unsafe.Pointer(o.rstd)),
+		Eps:            ops.Some(float64(o.eps)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderLayerNormForwardOwned
-func ganderLayerNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDtypeCode,
-	outDtypeBits uint8, outDtypeLanes uint16, residualDtypeCode, residualDtypeBits uint8,
-	residualDtypeLanes uint16, options unsafe.Pointer, stream uintptr, y, residualOut, mean,
-	rstd unsafe.Pointer) int32 {
+func ganderLayerNormForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := layerNormOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("layernorm", "x", tensor(x), stream)
+		o := (*C.gander_layernorm_options)(options)
+		made, err := outputsFor("layernorm", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
 		defer made.discard()
-		ty := made.required("y", y, requestedDType(outDtypeCode, outDtypeBits, outDtypeLanes, made.dtype()), made.shape("LN"))
-		tresidualOut := made.optional("residual_out", residualOut, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtypeOf(tensor(residual), made.dtype())), made.shape("LN"))
-		tmean := made.optional("mean", mean, made.statistic(), made.shape("L"))
-		trstd := made.optional("rstd", rstd, made.statistic(), made.shape("L"))
+		ty := made.required("y", y, requestedDType(unsafe.Pointer(o.out_dtype), made.dtype()), made.shape("LN"))
+		tresidualOut := made.optional("residual_out", unsafe.Pointer(o.residual_out), requestedDType(unsafe.Pointer(o.residual_dtype), made.dtypeOf(owned(unsafe.Pointer(o.residual)), made.dtype())), made.shape("LN"))
+		tmean := made.optional("mean", unsafe.Pointer(o.mean), made.statistic(), made.shape("L"))
+		trstd := made.optional("rstd", unsafe.Pointer(o.rstd), made.statistic(), made.shape("L"))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.LayerNormForward{
-			X:              tensor(x),
-			Weight:         tensor(weight),
-			Bias:           tensor(bias),
-			Residual:       tensor(residual),
+			X:              owned(x),
+			Weight:         owned(unsafe.Pointer(o.weight)),
+			Bias:           owned(unsafe.Pointer(o.bias)),
+			Residual:       owned(unsafe.Pointer(o.residual)),
 			Y:              ty,
 			ResidualOut:    tresidualOut,
 			Mean:           tmean,
 			Rstd:           trstd,
-			Eps:            float64(o.eps),
+			Eps:            ops.Some(float64(o.eps)),
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
@@ -462,69 +380,60 @@ func ganderLayerNormForwardOwned(x, weight, bias, residual unsafe.Pointer, outDt
 }
 
 //export ganderLayerNormBackward
-func ganderLayerNormBackward(x, weight, dout, dResidualOut, mean, rstd, dx, dresidual, dw, db,
-	options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderLayerNormBackward(x, dout, mean, rstd, dx, options unsafe.Pointer,
+	stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := layerNormOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.LayerNormBackward{
-			X:              tensor(x),
-			Weight:         tensor(weight),
-			DOut:           tensor(dout),
-			DResidualOut:   tensor(dResidualOut),
-			Mean:           tensor(mean),
-			Rstd:           tensor(rstd),
-			DX:             tensor(dx),
-			DResidual:      tensor(dresidual),
-			DW:             tensor(dw),
-			DB:             tensor(db),
-			Eps:            float64(o.eps),
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_layernorm_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.LayerNormBackward{
+		X:              tensor(x),
+		Weight:         tensor(unsafe.Pointer(o.weight)),
+		DOut:           tensor(dout),
+		DResidualOut:   tensor(unsafe.Pointer(o.dresidual_out)),
+		Mean:           tensor(mean),
+		Rstd:           tensor(rstd),
+		DX:             tensor(dx),
+		DResidual:      tensor(unsafe.Pointer(o.dresidual)),
+		DW:             tensor(unsafe.Pointer(o.dw)),
+		DB:             tensor(unsafe.Pointer(o.db)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderLayerNormBackwardOwned
-func ganderLayerNormBackwardOwned(x, weight, dout, dResidualOut, mean, rstd unsafe.Pointer, xDtypeCode,
-	xDtypeBits uint8, xDtypeLanes uint16, residualDtypeCode, residualDtypeBits uint8,
-	residualDtypeLanes uint16, biasDtypeCode, biasDtypeBits uint8, biasDtypeLanes uint16,
-	options unsafe.Pointer, stream uintptr, dx, dresidual, dw, db unsafe.Pointer) int32 {
+func ganderLayerNormBackwardOwned(x, dout, mean, rstd, options unsafe.Pointer, stream uintptr,
+	dx unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := layerNormOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("layernorm_grad", "x", tensor(x), stream)
+		o := (*C.gander_layernorm_grad_options)(options)
+		made, err := outputsFor("layernorm_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
 		defer made.discard()
-		tdx := made.required("dx", dx, requestedDType(xDtypeCode, xDtypeBits, xDtypeLanes, made.dtype()), made.shape("LN"))
-		tdresidual := made.optional("dresidual", dresidual, requestedDType(residualDtypeCode, residualDtypeBits, residualDtypeLanes, made.dtype()), made.shape("LN"))
-		if dw != nil && weight == nil {
+		tdx := made.required("dx", dx, requestedDType(unsafe.Pointer(o.x_dtype), made.dtype()), made.shape("LN"))
+		tdresidual := made.optional("dresidual", unsafe.Pointer(o.dresidual), requestedDType(unsafe.Pointer(o.residual_dtype), made.dtype()), made.shape("LN"))
+		if unsafe.Pointer(o.dw) != nil && unsafe.Pointer(o.weight) == nil {
 			return refuse(ops.StatusOption, "layernorm_grad: dw is requested without a weight, expected NULL; "+
 				"pass the weight or leave dw NULL")
 		}
-		tdw := made.optional("dw", dw, made.dtypeOf(tensor(weight), made.dtype()), made.shapeOf(tensor(weight), "N", "HN"))
-		tdb := made.optional("db", db, requestedDType(biasDtypeCode, biasDtypeBits, biasDtypeLanes, made.dtypeOf(tensor(weight), made.statistic())), made.shapeOf(tensor(weight), "N", "HN"))
+		tdw := made.optional("dw", unsafe.Pointer(o.dw), made.dtypeOf(owned(unsafe.Pointer(o.weight)), made.dtype()), made.shapeOf(owned(unsafe.Pointer(o.weight)), "N", "HN"))
+		tdb := made.optional("db", unsafe.Pointer(o.db), requestedDType(unsafe.Pointer(o.bias_dtype), made.dtypeOf(owned(unsafe.Pointer(o.weight)), made.statistic())), made.shapeOf(owned(unsafe.Pointer(o.weight)), "N", "HN"))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.LayerNormBackward{
-			X:              tensor(x),
-			Weight:         tensor(weight),
-			DOut:           tensor(dout),
-			DResidualOut:   tensor(dResidualOut),
-			Mean:           tensor(mean),
-			Rstd:           tensor(rstd),
+			X:              owned(x),
+			Weight:         owned(unsafe.Pointer(o.weight)),
+			DOut:           owned(dout),
+			DResidualOut:   owned(unsafe.Pointer(o.dresidual_out)),
+			Mean:           owned(mean),
+			Rstd:           owned(rstd),
 			DX:             tdx,
 			DResidual:      tdresidual,
 			DW:             tdw,
 			DB:             tdb,
-			Eps:            float64(o.eps),
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
@@ -535,68 +444,60 @@ func ganderLayerNormBackwardOwned(x, weight, dout, dResidualOut, mean, rstd unsa
 }
 
 //export ganderCrossEntropyForward
-func ganderCrossEntropyForward(x, target, weight, divisor, upstream, loss, lse, dx, denominator,
-	options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderCrossEntropyForward(x, target, loss, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := crossEntropyOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.CrossEntropyForward{
-			X:              tensor(x),
-			Target:         tensor(target),
-			Weight:         tensor(weight),
-			Divisor:        tensor(divisor),
-			Upstream:       tensor(upstream),
-			Loss:           tensor(loss),
-			LSE:            tensor(lse),
-			DX:             tensor(dx),
-			Denominator:    tensor(denominator),
-			IgnoreIndex:    int64(o.ignore_index),
-			Reduction:      kernels.Reduction(o.reduction),
-			OnePass:        o.one_pass != 0,
-			BatchInvariant: o.batch_invariant != 0,
-			Slice:          o.slice != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_cross_entropy_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.CrossEntropyForward{
+		X:              tensor(x),
+		Target:         tensor(target),
+		Weight:         tensor(unsafe.Pointer(o.weight)),
+		Divisor:        tensor(unsafe.Pointer(o.divisor)),
+		Upstream:       tensor(unsafe.Pointer(o.upstream)),
+		Loss:           tensor(loss),
+		LSE:            tensor(unsafe.Pointer(o.lse)),
+		DX:             tensor(unsafe.Pointer(o.dx)),
+		Denominator:    tensor(unsafe.Pointer(o.denominator)),
+		IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+		Reduction:      kernels.Reduction(saturated(o.reduction)),
+		OnePass:        o.one_pass != 0,
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderCrossEntropyForwardOwned
-func ganderCrossEntropyForwardOwned(x, target, weight, divisor, upstream, options unsafe.Pointer,
-	stream uintptr, loss, lse, dx, denominator unsafe.Pointer) int32 {
+func ganderCrossEntropyForwardOwned(x, target, options unsafe.Pointer, stream uintptr,
+	loss unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := crossEntropyOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("cross_entropy", "x", tensor(x), stream)
+		o := (*C.gander_cross_entropy_options)(options)
+		made, err := outputsFor("cross_entropy", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
 		defer made.discard()
-		tloss := made.required("loss", loss, made.statistic(), made.shape(reduced(int32(o.reduction), "L", "")))
-		tlse := made.optional("lse", lse, made.statistic(), made.shape("L"))
-		tdx := made.optional("dx", dx, made.dtype(), made.shape("LN"))
-		tdenominator := made.optional("denominator", denominator, made.statistic(), made.shape(""))
+		tloss := made.required("loss", loss, made.statistic(), made.shape(reduced(saturated(o.reduction), "L", "")))
+		tlse := made.optional("lse", unsafe.Pointer(o.lse), made.statistic(), made.shape("L"))
+		tdx := made.optional("dx", unsafe.Pointer(o.dx), made.dtype(), made.shape("LN"))
+		tdenominator := made.optional("denominator", unsafe.Pointer(o.denominator), made.statistic(), made.shape(""))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.CrossEntropyForward{
-			X:              tensor(x),
-			Target:         tensor(target),
-			Weight:         tensor(weight),
-			Divisor:        tensor(divisor),
-			Upstream:       tensor(upstream),
+			X:              owned(x),
+			Target:         owned(target),
+			Weight:         owned(unsafe.Pointer(o.weight)),
+			Divisor:        owned(unsafe.Pointer(o.divisor)),
+			Upstream:       owned(unsafe.Pointer(o.upstream)),
 			Loss:           tloss,
 			LSE:            tlse,
 			DX:             tdx,
 			Denominator:    tdenominator,
-			IgnoreIndex:    int64(o.ignore_index),
-			Reduction:      kernels.Reduction(o.reduction),
+			IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+			Reduction:      kernels.Reduction(saturated(o.reduction)),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
-			Slice:          o.slice != 0,
 		}.Run(&c)
 		if err != nil {
 			return err
@@ -606,41 +507,36 @@ func ganderCrossEntropyForwardOwned(x, target, weight, divisor, upstream, option
 }
 
 //export ganderCrossEntropyBackward
-func ganderCrossEntropyBackward(x, target, weight, dloss, lse, divisor, upstream, denominator, dx,
-	options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderCrossEntropyBackward(x, target, dloss, lse, dx, options unsafe.Pointer,
+	stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := crossEntropyOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.CrossEntropyBackward{
-			X:              tensor(x),
-			Target:         tensor(target),
-			Weight:         tensor(weight),
-			DLoss:          tensor(dloss),
-			LSE:            tensor(lse),
-			Divisor:        tensor(divisor),
-			Upstream:       tensor(upstream),
-			Denominator:    tensor(denominator),
-			DX:             tensor(dx),
-			IgnoreIndex:    int64(o.ignore_index),
-			Reduction:      kernels.Reduction(o.reduction),
-			OnePass:        o.one_pass != 0,
-			BatchInvariant: o.batch_invariant != 0,
-			Slice:          o.slice != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_cross_entropy_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.CrossEntropyBackward{
+		X:              tensor(x),
+		Target:         tensor(target),
+		Weight:         tensor(unsafe.Pointer(o.weight)),
+		DLoss:          tensor(dloss),
+		LSE:            tensor(lse),
+		Divisor:        tensor(unsafe.Pointer(o.divisor)),
+		Upstream:       tensor(unsafe.Pointer(o.upstream)),
+		Denominator:    tensor(unsafe.Pointer(o.denominator)),
+		DX:             tensor(dx),
+		IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+		Reduction:      kernels.Reduction(saturated(o.reduction)),
+		OnePass:        o.one_pass != 0,
+		BatchInvariant: o.batch_invariant != 0,
+		Slice:          o.slice != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderCrossEntropyBackwardOwned
-func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, divisor, upstream, denominator,
-	options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
+func ganderCrossEntropyBackwardOwned(x, target, dloss, lse, options unsafe.Pointer, stream uintptr,
+	dx unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := crossEntropyOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("cross_entropy_grad", "x", tensor(x), stream)
+		o := (*C.gander_cross_entropy_grad_options)(options)
+		made, err := outputsFor("cross_entropy_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -655,17 +551,17 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, divisor, ups
 		}
 		c := call(stream, o.allocator)
 		err = ops.CrossEntropyBackward{
-			X:              tensor(x),
-			Target:         tensor(target),
-			Weight:         tensor(weight),
-			DLoss:          tensor(dloss),
-			LSE:            tensor(lse),
-			Divisor:        tensor(divisor),
-			Upstream:       tensor(upstream),
-			Denominator:    tensor(denominator),
+			X:              owned(x),
+			Target:         owned(target),
+			Weight:         owned(unsafe.Pointer(o.weight)),
+			DLoss:          owned(dloss),
+			LSE:            owned(lse),
+			Divisor:        owned(unsafe.Pointer(o.divisor)),
+			Upstream:       owned(unsafe.Pointer(o.upstream)),
+			Denominator:    owned(unsafe.Pointer(o.denominator)),
 			DX:             tdx,
-			IgnoreIndex:    int64(o.ignore_index),
-			Reduction:      kernels.Reduction(o.reduction),
+			IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+			Reduction:      kernels.Reduction(saturated(o.reduction)),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
 			Slice:          o.slice != 0,
@@ -678,65 +574,60 @@ func ganderCrossEntropyBackwardOwned(x, target, weight, dloss, lse, divisor, ups
 }
 
 //export ganderShardedCrossEntropyCombine
-func ganderShardedCrossEntropyCombine(parts, target, max, logSum, losses, loss, weights, denominator,
-	options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderShardedCrossEntropyCombine(parts, target, max, logSum, options unsafe.Pointer,
+	stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := shardedCrossEntropyOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.ShardedCrossEntropyCombine{
-			Parts:          tensor(parts),
-			Target:         tensor(target),
-			Max:            tensor(max),
-			LogSum:         tensor(logSum),
-			Losses:         tensor(losses),
-			Loss:           tensor(loss),
-			Weights:        tensor(weights),
-			Denominator:    tensor(denominator),
-			Classes:        int64(o.classes),
-			IgnoreIndex:    int64(o.ignore_index),
-			Mean:           o.mean != 0,
-			Weighted:       o.weighted != 0,
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_sharded_cross_entropy_combine_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.ShardedCrossEntropyCombine{
+		Parts:          tensor(parts),
+		Target:         tensor(target),
+		Max:            tensor(max),
+		LogSum:         tensor(logSum),
+		Losses:         tensor(unsafe.Pointer(o.losses)),
+		Loss:           tensor(unsafe.Pointer(o.loss)),
+		Weights:        tensor(unsafe.Pointer(o.weights)),
+		Denominator:    tensor(unsafe.Pointer(o.denominator)),
+		Classes:        ops.Some(int64(o.classes)),
+		IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+		Mean:           o.mean != 0,
+		Weighted:       o.weighted != 0,
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderShardedCrossEntropyCombineOwned
 func ganderShardedCrossEntropyCombineOwned(parts, target, options unsafe.Pointer, stream uintptr, max,
-	logSum, losses, loss, weights, denominator unsafe.Pointer) int32 {
+	logSum unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := shardedCrossEntropyOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("sharded_cross_entropy", "parts", tensor(parts), stream)
+		o := (*C.gander_sharded_cross_entropy_options)(options)
+		made, err := outputsFor("sharded_cross_entropy", "parts", owned(parts), stream)
 		if err != nil {
 			return err
 		}
 		defer made.discard()
 		tmax := made.required("max", max, made.statistic(), made.shape("N"))
 		tlogSum := made.required("log_sum", logSum, made.statistic(), made.shape("N"))
-		tlosses := made.optional("losses", losses, made.statistic(), made.shape("N"))
-		tloss := made.optional("loss", loss, made.statistic(), made.shape(""))
-		tweights := made.optional("weights", weights, made.statistic(), made.shape("N"))
-		tdenominator := made.optional("denominator", denominator, made.statistic(), made.shape(""))
+		tlosses := made.optional("losses", unsafe.Pointer(o.losses), made.statistic(), made.shape("N"))
+		tloss := made.optional("loss", unsafe.Pointer(o.loss), made.statistic(), made.shape(""))
+		tweights := made.optional("weights", unsafe.Pointer(o.weights), made.statistic(), made.shape("N"))
+		tdenominator := made.optional("denominator", unsafe.Pointer(o.denominator), made.statistic(), made.shape(""))
 		if made.err != nil {
 			return made.err
 		}
 		c := call(stream, o.allocator)
 		err = ops.ShardedCrossEntropyCombine{
-			Parts:          tensor(parts),
-			Target:         tensor(target),
+			Parts:          owned(parts),
+			Target:         owned(target),
 			Max:            tmax,
 			LogSum:         tlogSum,
 			Losses:         tlosses,
 			Loss:           tloss,
 			Weights:        tweights,
 			Denominator:    tdenominator,
-			Classes:        int64(o.classes),
-			IgnoreIndex:    int64(o.ignore_index),
+			Classes:        ops.Some(int64(o.classes)),
+			IgnoreIndex:    ops.Some(int64(o.ignore_index)),
 			Mean:           o.mean != 0,
 			Weighted:       o.weighted != 0,
 			BatchInvariant: o.batch_invariant != 0,
@@ -749,31 +640,25 @@ func ganderShardedCrossEntropyCombineOwned(parts, target, options unsafe.Pointer
 }
 
 //export ganderRescaleGradient
-func ganderRescaleGradient(x, dloss, upstream, y, options unsafe.Pointer, stream uintptr) (status int32) {
+func ganderRescaleGradient(x, dloss, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := rescaleOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.RescaleGradient{
-			X:              tensor(x),
-			DLoss:          tensor(dloss),
-			Upstream:       tensor(upstream),
-			Y:              tensor(y),
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_rescale_gradient_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.RescaleGradient{
+		X:              tensor(x),
+		DLoss:          tensor(dloss),
+		Upstream:       tensor(unsafe.Pointer(o.upstream)),
+		Y:              tensor(y),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderRescaleGradientOwned
-func ganderRescaleGradientOwned(x, dloss, upstream, options unsafe.Pointer, stream uintptr,
-	y unsafe.Pointer) int32 {
+func ganderRescaleGradientOwned(x, dloss, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := rescaleOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("rescale", "x", tensor(x), stream)
+		o := (*C.gander_rescale_options)(options)
+		made, err := outputsFor("rescale", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -784,9 +669,9 @@ func ganderRescaleGradientOwned(x, dloss, upstream, options unsafe.Pointer, stre
 		}
 		c := call(stream, o.allocator)
 		err = ops.RescaleGradient{
-			X:              tensor(x),
-			DLoss:          tensor(dloss),
-			Upstream:       tensor(upstream),
+			X:              owned(x),
+			DLoss:          owned(dloss),
+			Upstream:       owned(unsafe.Pointer(o.upstream)),
 			Y:              ty,
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
@@ -800,26 +685,21 @@ func ganderRescaleGradientOwned(x, dloss, upstream, options unsafe.Pointer, stre
 //export ganderLogSumExpForward
 func ganderLogSumExpForward(x, lse, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := logSumExpOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.LogSumExpForward{
-			X:              tensor(x),
-			LSE:            tensor(lse),
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_logsumexp_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.LogSumExpForward{
+		X:              tensor(x),
+		LSE:            tensor(lse),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
 //export ganderLogSumExpForwardOwned
 func ganderLogSumExpForwardOwned(x, options unsafe.Pointer, stream uintptr, lse unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := logSumExpOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("logsumexp", "x", tensor(x), stream)
+		o := (*C.gander_logsumexp_options)(options)
+		made, err := outputsFor("logsumexp", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -830,7 +710,7 @@ func ganderLogSumExpForwardOwned(x, options unsafe.Pointer, stream uintptr, lse 
 		}
 		c := call(stream, o.allocator)
 		err = ops.LogSumExpForward{
-			X:              tensor(x),
+			X:              owned(x),
 			LSE:            tlse,
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
@@ -844,17 +724,15 @@ func ganderLogSumExpForwardOwned(x, options unsafe.Pointer, stream uintptr, lse 
 //export ganderLogSumExpBackward
 func ganderLogSumExpBackward(x, dlse, lse, dx, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)
-	o, err := logSumExpOptions(options)
-	if err == nil {
-		c := call(stream, o.allocator)
-		err = ops.LogSumExpBackward{
-			X:              tensor(x),
-			DLSE:           tensor(dlse),
-			LSE:            tensor(lse),
-			DX:             tensor(dx),
-			BatchInvariant: o.batch_invariant != 0,
-		}.Run(&c)
-	}
+	o := (*C.gander_logsumexp_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.LogSumExpBackward{
+		X:              tensor(x),
+		DLSE:           tensor(dlse),
+		LSE:            tensor(lse),
+		DX:             tensor(dx),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
 	return report(err)
 }
 
@@ -862,11 +740,8 @@ func ganderLogSumExpBackward(x, dlse, lse, dx, options unsafe.Pointer, stream ui
 func ganderLogSumExpBackwardOwned(x, dlse, lse, options unsafe.Pointer, stream uintptr,
 	dx unsafe.Pointer) int32 {
 	return run(func() error {
-		o, err := logSumExpOptions(options)
-		if err != nil {
-			return err
-		}
-		made, err := outputsFor("logsumexp_grad", "x", tensor(x), stream)
+		o := (*C.gander_logsumexp_grad_options)(options)
+		made, err := outputsFor("logsumexp_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -877,9 +752,9 @@ func ganderLogSumExpBackwardOwned(x, dlse, lse, options unsafe.Pointer, stream u
 		}
 		c := call(stream, o.allocator)
 		err = ops.LogSumExpBackward{
-			X:              tensor(x),
-			DLSE:           tensor(dlse),
-			LSE:            tensor(lse),
+			X:              owned(x),
+			DLSE:           owned(dlse),
+			LSE:            owned(lse),
 			DX:             tdx,
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)

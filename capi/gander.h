@@ -128,113 +128,77 @@ typedef enum {
 } gander_reduction;
 /* end of what is generated */
 
-/* Options. `size` must be sizeof(the struct), so that later versions can add fields. A NULL options
- * pointer means the defaults: every field is 0 unless its comment says otherwise.
+/* ---- Optional operands and options ----
+ * Each function has an option struct with its optional operands and its options. NULL in its place means the
+ * defaults. Begin a struct with its initializer, which sets every field to its default:
+ *
+ *   gander_rmsnorm_forward_options options = GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS;
+ *   options.weight = &weight;
+ *   options.eps = 0;
+ *   if (gander_rmsnorm_forward(&x, &y, &options, stream)) puts(gander_last_error());
+ *
+ * Then each field means what it says: an eps of 0 is 0, not its default. A struct whose magic is not
+ * GANDER_OPTIONS_MAGIC is refused: it may be zeros, of which nobody can tell which were meant. Bindings for
+ * other languages set size (of the struct), magic, and the defaults that the comments name.
+ *
+ * Later versions add fields at the end. If the caller's struct is shorter than the library's, the fields
+ * that it lacks have their defaults. If it is longer, the bytes that the library does not know must be 0;
+ * otherwise the call is refused. Each field has 8 bytes, so there is no padding.
+ *
  * batch_invariant: with 1, the bits of a row's results do not depend on the number of rows. This does not
  * apply to sums over rows (dw, a mean). If rows are whole 16-byte vectors, their bits also depend on
  * whether all operands are aligned to 16 bytes. */
-/* generated: options, from internal/operators */
-typedef struct {
-  size_t size;
-  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  int32_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
-  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
-} gander_softmax_options;
+#define GANDER_OPTIONS_MAGIC 0x646e6167u /* "gand" */
 
-typedef struct {
-  size_t size;
-  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* x is multiplied by it before the mask is applied; 1 with NULL options; an option struct must set it */
-  double scale;
-  int32_t log; /* y is the logarithm of the softmax */
-  int32_t causal; /* also masks the columns after i in row i of each (Q, N), the last two dimensions */
-  /* a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward */
-  int32_t masked_zero;
-  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
-} gander_masked_softmax_options;
-
-typedef struct {
-  size_t size;
-  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* added to the mean of squares; not used by backward; 1e-06 with NULL options; an option struct must set
-   * it */
-  double eps;
-  int32_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
-  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
-  double weight_offset; /* added to each weight; needs a weight */
-  /* h * rstd is rounded to x's dtype before the weight is applied, and in backward to dx's */
-  int32_t round_normalized;
-} gander_rmsnorm_options;
-
-typedef struct {
-  size_t size;
-  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* added to the variance; not used by backward; 1e-06 with NULL options; an option struct must set it */
-  double eps;
-  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
-} gander_layernorm_options;
-
-typedef struct {
-  size_t size;
-  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* rows with this target are ignored; -100 with NULL options; an option struct must set it */
-  int64_t ignore_index;
-  int32_t reduction; /* how the rows' losses are reduced: a gander_reduction */
-  /* forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
-   * backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
-   * element, has other bits than upstream, or 1 without one. It compares them on the device, without
-   * synchronization. If upstream is NaN, forward may leave dx as it is, and backward computes it. In two
-   * parts, the second part of lse is then not the logarithm of a sum but a sum, from which both compute
-   * the gradient, on a GPU with the same bits. Not with reduction none */
-  int32_t one_pass;
-  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
-  /* x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
-   * and not with one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is
-   * subtracted, and its weight is 1 */
-  int32_t slice;
-} gander_cross_entropy_options;
-
-typedef struct {
-  size_t size;
-  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* how many there are in all slices; -1: unknown, so that the loss of a target behind them is inf, not
-   * NaN; -1 with NULL options; an option struct must set it */
-  int64_t classes;
-  /* rows with this target are ignored; -100 with NULL options; an option struct must set it */
-  int64_t ignore_index;
-  int32_t mean; /* loss is the sum of losses divided by the denominator */
-  int32_t weighted; /* parts has the weights of the targets' classes */
-  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
-} gander_sharded_cross_entropy_options;
-
-typedef struct {
-  size_t size;
-  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
-} gander_rescale_options;
-
-typedef struct {
-  size_t size;
-  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  int32_t batch_invariant; /* a row's bits do not depend on how many rows there are */
-} gander_logsumexp_options;
-/* end of what is generated */
-
-/* ---- Borrowed tensors: nothing is kept, freed or allocated; outputs are written in place ---- */
+/* ---- Borrowed tensors: nothing is kept, freed or allocated; outputs are written in place ----
+ * All tensors, those in the option struct too, stay the caller's, whatever the status. */
 
 /* generated: borrowed, from internal/operators */
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_softmax_forward_options;
+#define GANDER_SOFTMAX_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_softmax_forward_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0}
+
 /* y[i] = exp(x[i] - max x) / sum exp(x - max x) for each row.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   y: (M, N); x's dtype; may be x if the dtypes agree. */
-int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y, const gander_softmax_options* options,
-                               void* stream);
+int32_t gander_softmax_forward(const DLTensor* x, const DLTensor* y,
+                               const gander_softmax_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_softmax_backward_options;
+#define GANDER_SOFTMAX_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_softmax_backward_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0}
 
 /* dx = (dy - sum(dy * y)) * y for each row.
  *   dy: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   y: (M, N); dy's dtype.
  *   dx: (M, N); dy's dtype; may be dy or y if the dtypes agree. */
 int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
-                                const gander_softmax_options* options, void* stream);
+                                const gander_softmax_backward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or fewer,
+   * the last stride is 1 or 0; bool or uint8; or float64 if x is, else float16, bfloat16 or float32 */
+  const DLTensor* mask;
+  double scale; /* x is multiplied by it before the mask is applied; 1 by default */
+  int64_t log; /* y is the logarithm of the softmax */
+  int64_t causal; /* also masks the columns after i in row i of each (Q, N), the last two dimensions */
+  int64_t masked_zero; /* a row that is masked whole becomes zeros (-inf with log), else NaN */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_masked_softmax_forward_options;
+#define GANDER_MASKED_SOFTMAX_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_masked_softmax_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, 1, 0, 0, 0, 0}
 
 /* y = exp(h - max h) / sum exp(h - max h) for each row, or with log h - max h - log(sum exp(h - max h)),
  * with h = x * scale, which is not rounded. A bool or uint8 mask lets the elements take part where it is
@@ -242,42 +206,89 @@ int32_t gander_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLT
  * they are: their y is 0, or with log -inf. A row is NaN, its masked elements too, if those that take part
  * have a NaN or +inf, or are all -inf.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   mask: broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or
- *   fewer, the last stride is 1 or 0; bool or uint8; or float64 if x is, else float16, bfloat16 or
- *   float32; or NULL.
  *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree. */
-int32_t gander_masked_softmax_forward(const DLTensor* x, const DLTensor* mask, const DLTensor* y,
-                                      const gander_masked_softmax_options* options, void* stream);
+int32_t gander_masked_softmax_forward(const DLTensor* x, const DLTensor* y,
+                                      const gander_masked_softmax_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or fewer,
+   * the last stride is 1 or 0; bool or uint8; or float64 if dy is, else float16, bfloat16 or float32 */
+  const DLTensor* mask;
+  double scale; /* x is multiplied by it before the mask is applied; 1 by default */
+  int64_t log; /* y is the logarithm of the softmax */
+  int64_t causal; /* also masks the columns after i in row i of each (Q, N), the last two dimensions */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_masked_softmax_backward_options;
+#define GANDER_MASKED_SOFTMAX_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_masked_softmax_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, 1, 0, 0, 0}
 
 /* dx = scale * (dy - sum(dy * y)) * y for each row, or with log dx = scale * (dy - exp(y) * sum(dy)). The
  * sums are over the elements that take part. dx of a masked element is 0, whatever dy and y are there.
  *   dy: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   y: (M, N); float64 if dy is, else float16, bfloat16 or float32.
- *   mask: broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or
- *   fewer, the last stride is 1 or 0; bool or uint8; or float64 if dy is, else float16, bfloat16 or
- *   float32; or NULL.
  *   dx: (M, N); float64 if dy is, else float16, bfloat16 or float32; may be dy or y if the dtypes agree. */
-int32_t gander_masked_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* mask,
-                                       const DLTensor* dx, const gander_masked_softmax_options* options,
-                                       void* stream);
+int32_t gander_masked_softmax_backward(const DLTensor* dy, const DLTensor* y, const DLTensor* dx,
+                                       const gander_masked_softmax_backward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+   * float32 */
+  const DLTensor* weight;
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+   * float32; has the shape of weight */
+  const DLTensor* bias;
+  /* (M, N); float64 if x is, else float16, bfloat16 or float32; has the shape of x */
+  const DLTensor* residual;
+  /* (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the dtypes agree */
+  const DLTensor* residual_out;
+  const DLTensor* rstd; /* M elements, contiguous; float64 if x is, else float32 */
+  double eps; /* added to the mean of squares; 1e-06 by default */
+  int64_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+  double weight_offset; /* added to each weight; needs a weight */
+  /* h * rstd is rounded to x's dtype before the weight is applied, and in backward to dx's */
+  int64_t round_normalized;
+} gander_rmsnorm_forward_options;
+#define GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_rmsnorm_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, 1e-06, \
+  0, 0, 0, 0}
 
 /* y = h * rstd * (weight + weight_offset) + bias with h = x + residual, which is not rounded, and rstd = 1
  * / sqrt(mean(h^2) + eps) for each row (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
  * residual_out receives h. A weight or bias of shape (H, N) is that of each head, and both have it. With
  * them, bias, residual, residual_out, weight_offset or round_normalized the only algorithm is auto.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL.
- *   bias: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL; has the shape of weight.
- *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL; has the shape of x.
- *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
- *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
- *   dtypes agree; or NULL.
- *   rstd: M elements, contiguous; float64 if x is, else float32; or NULL. */
-int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
-                               const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
-                               const DLTensor* rstd, const gander_rmsnorm_options* options, void* stream);
+ *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree. */
+int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* y,
+                               const gander_rmsnorm_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+   * float32 */
+  const DLTensor* weight;
+  const DLTensor* dresidual_out; /* (M, N); float64 if x is, else float16, bfloat16 or float32 */
+  const DLTensor* dresidual; /* (M, N); float64 if x is, else float16, bfloat16 or float32 */
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; must be NULL without weight;
+   * has the shape of weight */
+  const DLTensor* dw;
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+   * float32; has the shape of weight */
+  const DLTensor* db;
+  int64_t algorithm; /* how a GPU processes the rows: a gander_algorithm */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+  double weight_offset; /* added to each weight; needs a weight */
+  /* h * rstd is rounded to x's dtype before the weight is applied, and in backward to dx's */
+  int64_t round_normalized;
+} gander_rmsnorm_backward_options;
+#define GANDER_RMSNORM_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_rmsnorm_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, \
+  0, 0}
 
 /* x is forward's residual_out if it wrote one, else its x. With h = x * rstd and g = dout * (weight +
  * weight_offset): dx = (g - h * mean(g * h)) * rstd + dresidual_out for each row. dresidual receives the
@@ -286,21 +297,34 @@ int32_t gander_rmsnorm_forward(const DLTensor* x, const DLTensor* weight, const 
  * head. With that, dresidual_out, dresidual, db, weight_offset, round_normalized or a dx of another dtype
  * than x the only algorithm is auto.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL.
  *   dout: (M, N); float64 if x is, else float16, bfloat16 or float32.
- *   dresidual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   rstd: M elements, contiguous; float64 if x is, else float32.
- *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
- *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
- *   dw: (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or NULL; must be NULL
- *   without weight; has the shape of weight.
- *   db: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16
- *   or float32; or NULL; has the shape of weight. */
-int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
-                                const DLTensor* dresidual_out, const DLTensor* rstd, const DLTensor* dx,
-                                const DLTensor* dresidual, const DLTensor* dw, const DLTensor* db,
-                                const gander_rmsnorm_options* options, void* stream);
+ *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree. */
+int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* dout, const DLTensor* rstd,
+                                const DLTensor* dx, const gander_rmsnorm_backward_options* options,
+                                void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+   * float32 */
+  const DLTensor* weight;
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+   * float32; has the shape of weight */
+  const DLTensor* bias;
+  /* (M, N); float64 if x is, else float16, bfloat16 or float32; has the shape of x */
+  const DLTensor* residual;
+  /* (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the dtypes agree */
+  const DLTensor* residual_out;
+  const DLTensor* mean; /* M elements, contiguous; float64 if x is, else float32 */
+  const DLTensor* rstd; /* M elements, contiguous; float64 if x is, else float32 */
+  double eps; /* added to the variance; 1e-06 by default */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_layernorm_forward_options;
+#define GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_layernorm_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+  1e-06, 0}
 
 /* y = (h - mean) * rstd * weight + bias with h = x + residual and rstd = 1 / sqrt(mean((h - mean)^2) +
  * eps) for each row (Ba, Kiros and Hinton, "Layer Normalization", 2016). h is rounded to the dtype of
@@ -308,20 +332,28 @@ int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* weight, const
  * torch: x's, or if residual has another one, float32 (float64 for float64). So y is the same with such a
  * residual_out and without. A weight or bias of shape (H, N) is that of each head, and both have it.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL.
- *   bias: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL; has the shape of weight.
- *   residual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL; has the shape of x.
- *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree.
- *   residual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; may be residual or x if the
- *   dtypes agree; or NULL.
- *   mean: M elements, contiguous; float64 if x is, else float32; or NULL.
- *   rstd: M elements, contiguous; float64 if x is, else float32; or NULL. */
-int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, const DLTensor* bias,
-                                 const DLTensor* residual, const DLTensor* y, const DLTensor* residual_out,
-                                 const DLTensor* mean, const DLTensor* rstd,
-                                 const gander_layernorm_options* options, void* stream);
+ *   y: (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree. */
+int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* y,
+                                 const gander_layernorm_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+   * float32 */
+  const DLTensor* weight;
+  const DLTensor* dresidual_out; /* (M, N); float64 if x is, else float16, bfloat16 or float32 */
+  const DLTensor* dresidual; /* (M, N); float64 if x is, else float16, bfloat16 or float32 */
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; must be NULL without weight;
+   * has the shape of weight */
+  const DLTensor* dw;
+  /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
+   * float32; has the shape of weight */
+  const DLTensor* db;
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_layernorm_backward_options;
+#define GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_layernorm_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, 0}
 
 /* x is forward's residual_out if it wrote one, else its x. With h = (x - mean) * rstd and g = dout *
  * weight: dx = (g - mean(g) - h * mean(g * h)) * rstd + dresidual_out for each row, where mean(g) and
@@ -330,22 +362,39 @@ int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* weight, cons
  * the sum over rows of dout * h, and db = the sum over rows of dout, accumulated in at least float32 in a
  * fixed order. With a weight of shape (H, N) the sums are over the rows of each head.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
- *   weight: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16,
- *   bfloat16 or float32; or NULL.
  *   dout: (M, N); float64 if x is, else float16, bfloat16 or float32.
- *   dresidual_out: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   mean: M elements, contiguous; float64 if x is, else float32.
  *   rstd: M elements, contiguous; float64 if x is, else float32.
- *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree.
- *   dresidual: (M, N); float64 if x is, else float16, bfloat16 or float32; or NULL.
- *   dw: (N), or (H, N) for rows of shape (..., H, N), contiguous; weight's dtype; or NULL; must be NULL
- *   without weight; has the shape of weight.
- *   db: (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16
- *   or float32; or NULL; has the shape of weight. */
-int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, const DLTensor* dout,
-                                  const DLTensor* dresidual_out, const DLTensor* mean, const DLTensor* rstd,
-                                  const DLTensor* dx, const DLTensor* dresidual, const DLTensor* dw,
-                                  const DLTensor* db, const gander_layernorm_options* options, void* stream);
+ *   dx: (M, N); float64 if x is, else float16, bfloat16 or float32; may be dout if the dtypes agree. */
+int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* dout, const DLTensor* mean,
+                                  const DLTensor* rstd, const DLTensor* dx,
+                                  const gander_layernorm_backward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* weight; /* (N), contiguous; float64 if x is, else float16, bfloat16 or float32 */
+  const DLTensor* divisor; /* one element; float64 if x is, else float32 */
+  const DLTensor* upstream; /* one element; float64 if x is, else float32 */
+  /* M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
+   * float64 if x is, else float32 */
+  const DLTensor* lse;
+  const DLTensor* dx; /* (M, N); x's dtype; may be x if the dtypes agree */
+  const DLTensor* denominator; /* one element; float64 if x is, else float32 */
+  int64_t ignore_index; /* rows with this target are ignored; -100 by default */
+  int64_t reduction; /* how the rows' losses are reduced: a gander_reduction */
+  /* forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
+   * backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
+   * element, has other bits than upstream, or 1 without one. It compares them on the device, without
+   * synchronization. If upstream is NaN, forward may leave dx as it is, and backward computes it. In two
+   * parts, the second part of lse is then not the logarithm of a sum but a sum, from which both compute
+   * the gradient, on a GPU with the same bits. Not with reduction none */
+  int64_t one_pass;
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_cross_entropy_forward_options;
+#define GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_cross_entropy_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, \
+  NULL, -100, 0, 0, 0}
 
 /* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp. loss is the
  * loss of each row, their sum, or their mean: the sum divided by the denominator, which is the sum of the
@@ -358,18 +407,35 @@ int32_t gander_layernorm_backward(const DLTensor* x, const DLTensor* weight, con
  * absent.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: the leading dimensions of the first operand, any stride; int32 or int64.
- *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
- *   divisor: one element; float64 if x is, else float32; or NULL.
- *   upstream: one element; float64 if x is, else float32; or NULL.
- *   loss: M elements with reduction none, else one; float64 if x is, else float32.
- *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
- *   float64 if x is, else float32; or NULL.
- *   dx: (M, N); x's dtype; may be x if the dtypes agree; or NULL.
- *   denominator: one element; float64 if x is, else float32; or NULL. */
-int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
-                                     const DLTensor* divisor, const DLTensor* upstream, const DLTensor* loss,
-                                     const DLTensor* lse, const DLTensor* dx, const DLTensor* denominator,
-                                     const gander_cross_entropy_options* options, void* stream);
+ *   loss: M elements with reduction none, else one; float64 if x is, else float32. */
+int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* loss,
+                                     const gander_cross_entropy_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* weight; /* (N), contiguous; float64 if x is, else float16, bfloat16 or float32 */
+  const DLTensor* divisor; /* one element; float64 if x is, else float32 */
+  const DLTensor* upstream; /* one element; float64 if x is, else float32; must be NULL without one_pass */
+  const DLTensor* denominator; /* one element; float64 if x is, else float32 */
+  int64_t ignore_index; /* rows with this target are ignored; -100 by default */
+  int64_t reduction; /* how the rows' losses are reduced: a gander_reduction */
+  /* forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
+   * backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
+   * element, has other bits than upstream, or 1 without one. It compares them on the device, without
+   * synchronization. If upstream is NaN, forward may leave dx as it is, and backward computes it. In two
+   * parts, the second part of lse is then not the logarithm of a sum but a sum, from which both compute
+   * the gradient, on a GPU with the same bits. Not with reduction none */
+  int64_t one_pass;
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+  /* x is a slice of each row's classes, and a target counts from the slice's first class; not with
+   * one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is subtracted,
+   * and its weight is 1 */
+  int64_t slice;
+} gander_cross_entropy_backward_options;
+#define GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_cross_entropy_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, -100, \
+  0, 0, 0, 0}
 
 /* dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction mean. That
  * requires denominator, or an lse that contains it; otherwise denominator must be NULL. With the other
@@ -377,20 +443,33 @@ int32_t gander_cross_entropy_forward(const DLTensor* x, const DLTensor* target, 
  * Its two parts are more accurate than their sum, which loses digits if logits are large.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: the leading dimensions of the first operand, any stride; int32 or int64.
- *   weight: (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or NULL.
  *   dloss: M elements of any stride, or one for all rows; float64 if x is, else float32.
  *   lse: M elements; (2, M): the maxima and log(sum exp(x - max)); or 2 M + 1: those and the denominator;
  *   float64 if x is, else float32.
- *   divisor: one element; float64 if x is, else float32; or NULL.
- *   upstream: one element; float64 if x is, else float32; or NULL.
- *   denominator: one element; float64 if x is, else float32; or NULL.
  *   dx: (M, N); x's dtype; may be x if the dtypes agree; with one_pass it is also read, and must not
  *   overlap an input. */
-int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* weight,
-                                      const DLTensor* dloss, const DLTensor* lse, const DLTensor* divisor,
-                                      const DLTensor* upstream, const DLTensor* denominator,
-                                      const DLTensor* dx, const gander_cross_entropy_options* options,
-                                      void* stream);
+int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* dloss,
+                                      const DLTensor* lse, const DLTensor* dx,
+                                      const gander_cross_entropy_backward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* losses; /* (N), contiguous; float64 if parts is, else float32 */
+  const DLTensor* loss; /* one element; float64 if parts is, else float32 */
+  const DLTensor* weights; /* (N), contiguous; float64 if parts is, else float32 */
+  const DLTensor* denominator; /* one element; float64 if parts is, else float32 */
+  /* how many there are in all slices; -1: unknown, so that the loss of a target behind them is inf, not
+   * NaN; -1 by default */
+  int64_t classes;
+  int64_t ignore_index; /* rows with this target are ignored; -100 by default */
+  int64_t mean; /* loss is the sum of losses divided by the denominator */
+  int64_t weighted; /* parts has the weights of the targets' classes */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_sharded_cross_entropy_combine_options;
+#define GANDER_SHARDED_CROSS_ENTROPY_COMBINE_OPTIONS_DEFAULTS \
+  {sizeof(gander_sharded_cross_entropy_combine_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, \
+  -1, -100, 0, 0, 0}
 
 /* The cross-entropy of N rows whose classes are divided into R slices, from what cross_entropy_forward
  * computes of each slice. parts is contiguous, of shape (R, 3, N), or (R, 4, N) with weighted. For each
@@ -405,34 +484,52 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
  *   parts: (M, N); float32, on the host also float64.
  *   target: (N), contiguous; int32 or int64.
  *   max: (N), contiguous; float64 if parts is, else float32.
- *   log_sum: (N), contiguous; float64 if parts is, else float32.
- *   losses: (N), contiguous; float64 if parts is, else float32; or NULL.
- *   loss: one element; float64 if parts is, else float32; or NULL.
- *   weights: (N), contiguous; float64 if parts is, else float32; or NULL.
- *   denominator: one element; float64 if parts is, else float32; or NULL. */
+ *   log_sum: (N), contiguous; float64 if parts is, else float32. */
 int32_t gander_sharded_cross_entropy_combine(const DLTensor* parts, const DLTensor* target,
                                              const DLTensor* max, const DLTensor* log_sum,
-                                             const DLTensor* losses, const DLTensor* loss,
-                                             const DLTensor* weights, const DLTensor* denominator,
-                                             const gander_sharded_cross_entropy_options* options,
+                                             const gander_sharded_cross_entropy_combine_options* options,
                                              void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* upstream; /* one element; float64 if x is, else float32 */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_rescale_gradient_options;
+#define GANDER_RESCALE_GRADIENT_OPTIONS_DEFAULTS \
+  {sizeof(gander_rescale_gradient_options), GANDER_OPTIONS_MAGIC, NULL, NULL, 0}
 
 /* y = x * (dloss / upstream): corrects a gradient that was made for another upstream gradient than came.
  * If y is x and dloss has the bits of upstream, which is 1 if absent, x is neither read nor written. Both
  * are compared on the device, without synchronization.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   dloss: one element; float64 if x is, else float32.
- *   upstream: one element; float64 if x is, else float32; or NULL.
  *   y: (M, N); x's dtype; may be x if the dtypes agree. */
-int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* upstream,
-                                const DLTensor* y, const gander_rescale_options* options, void* stream);
+int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* y,
+                                const gander_rescale_gradient_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_logsumexp_forward_options;
+#define GANDER_LOGSUMEXP_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_logsumexp_forward_options), GANDER_OPTIONS_MAGIC, NULL, 0}
 
 /* lse = log(sum exp(x)) for each row, computed with the maximum subtracted. A row of -inf gives -inf, a
  * row with +inf gives +inf, and a row with a NaN gives NaN.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   lse: M elements, contiguous; float64 if x is, else float32. */
 int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
-                                 const gander_logsumexp_options* options, void* stream);
+                                 const gander_logsumexp_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_logsumexp_backward_options;
+#define GANDER_LOGSUMEXP_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_logsumexp_backward_options), GANDER_OPTIONS_MAGIC, NULL, 0}
 
 /* dx = dlse * exp(x - lse) for each row. If lse is +inf, that is NaN where x is +inf, and 0 elsewhere.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
@@ -440,114 +537,285 @@ int32_t gander_logsumexp_forward(const DLTensor* x, const DLTensor* lse,
  *   lse: M elements, contiguous; float64 if x is, else float32.
  *   dx: (M, N); x's dtype; may be x if the dtypes agree. */
 int32_t gander_logsumexp_backward(const DLTensor* x, const DLTensor* dlse, const DLTensor* lse,
-                                  const DLTensor* dx, const gander_logsumexp_options* options, void* stream);
+                                  const DLTensor* dx, const gander_logsumexp_backward_options* options,
+                                  void* stream);
 /* end of what is generated */
 
 /* ---- Owned tensors: inputs are consumed, outputs are new ----
- * Every input's deleter is called exactly once, whatever the status. Outputs are compact, are on x's
- * device, and must be released through their deleter. On failure they are set to NULL. The memory of CUDA
+ * Every input's deleter is called exactly once, whatever the status: that of parameters, and that of inputs
+ * in the option struct. There are two exceptions. If the struct is refused for its size or magic, nothing
+ * else of it is read, and the tensors in it stay the caller's. So does a tensor in a field that the library
+ * does not know, for which it refuses the call.
+ *
+ * Outputs in the option struct are pointers to the caller's variables, or NULL for those that are not
+ * needed. All outputs are set to NULL first, apart from those that are not read, and stay so on failure.
+ * They are compact, are on x's device, and must be released through their deleter. The memory of CUDA
  * outputs is stream-ordered: use it on `stream`, or order other streams after it. While `stream` is being
  * captured into a graph, these functions return GANDER_ERROR_CUDA; capture calls on borrowed tensors
- * instead. */
+ * instead. Fields without a comment are as in the struct of the function for borrowed tensors. */
 
 /* generated: owned, from internal/operators */
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t algorithm;
+  int64_t batch_invariant;
+} gander_softmax_options;
+#define GANDER_SOFTMAX_OPTIONS_DEFAULTS \
+  {sizeof(gander_softmax_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0}
+
 /* gander_softmax_forward with owned tensors. */
 int32_t gander_softmax(DLManagedTensorVersioned* x, const gander_softmax_options* options, void* stream,
                        DLManagedTensorVersioned** y);
 
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t algorithm;
+  int64_t batch_invariant;
+} gander_softmax_grad_options;
+#define GANDER_SOFTMAX_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_softmax_grad_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0}
+
 /* gander_softmax_backward with owned tensors. */
 int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
-                            const gander_softmax_options* options, void* stream,
+                            const gander_softmax_grad_options* options, void* stream,
                             DLManagedTensorVersioned** dx);
 
-/* gander_masked_softmax_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's. */
-int32_t gander_masked_softmax(DLManagedTensorVersioned* x, DLManagedTensorVersioned* mask,
-                              DLDataType out_dtype, const gander_masked_softmax_options* options,
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* mask;
+  const DLDataType* out_dtype; /* the dtype of y; NULL: x's */
+  double scale;
+  int64_t log;
+  int64_t causal;
+  int64_t masked_zero;
+  int64_t batch_invariant;
+} gander_masked_softmax_options;
+#define GANDER_MASKED_SOFTMAX_OPTIONS_DEFAULTS \
+  {sizeof(gander_masked_softmax_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, 1, 0, 0, 0, 0}
+
+/* gander_masked_softmax_forward with owned tensors. */
+int32_t gander_masked_softmax(DLManagedTensorVersioned* x, const gander_masked_softmax_options* options,
                               void* stream, DLManagedTensorVersioned** y);
 
-/* gander_masked_softmax_backward with owned tensors. x_dtype: the dtype of dx, or {0, 0, 0} for dy's. */
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* mask;
+  const DLDataType* x_dtype; /* the dtype of dx; NULL: dy's */
+  double scale;
+  int64_t log;
+  int64_t causal;
+  int64_t batch_invariant;
+} gander_masked_softmax_grad_options;
+#define GANDER_MASKED_SOFTMAX_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_masked_softmax_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, 1, 0, 0, 0}
+
+/* gander_masked_softmax_backward with owned tensors. */
 int32_t gander_masked_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersioned* y,
-                                   DLManagedTensorVersioned* mask, DLDataType x_dtype,
-                                   const gander_masked_softmax_options* options, void* stream,
+                                   const gander_masked_softmax_grad_options* options, void* stream,
                                    DLManagedTensorVersioned** dx);
 
-/* gander_rmsnorm_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's.
- * residual_dtype: the dtype of residual_out, or {0, 0, 0} for residual's, without it x's. residual_out,
- * rstd: NULL if not needed. */
-int32_t gander_rmsnorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                       DLManagedTensorVersioned* bias, DLManagedTensorVersioned* residual,
-                       DLDataType out_dtype, DLDataType residual_dtype, const gander_rmsnorm_options* options,
-                       void* stream, DLManagedTensorVersioned** y, DLManagedTensorVersioned** residual_out,
-                       DLManagedTensorVersioned** rstd);
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* weight;
+  DLManagedTensorVersioned* bias;
+  DLManagedTensorVersioned* residual;
+  DLManagedTensorVersioned** residual_out;
+  DLManagedTensorVersioned** rstd;
+  const DLDataType* out_dtype; /* the dtype of y; NULL: x's */
+  const DLDataType* residual_dtype; /* the dtype of residual_out; NULL: residual's, without it x's */
+  double eps;
+  int64_t algorithm;
+  int64_t batch_invariant;
+  double weight_offset;
+  int64_t round_normalized;
+} gander_rmsnorm_options;
+#define GANDER_RMSNORM_OPTIONS_DEFAULTS \
+  {sizeof(gander_rmsnorm_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+  1e-06, 0, 0, 0, 0}
 
-/* gander_rmsnorm_backward with owned tensors. x_dtype: the dtype of dx, or {0, 0, 0} for x's.
- * residual_dtype: the dtype of dresidual, or {0, 0, 0} for x's. bias_dtype: the dtype of db, or {0, 0, 0}
- * for weight's, without it float32 (float64 if x is). dresidual, dw, db: NULL if not needed. */
-int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                            DLManagedTensorVersioned* dout, DLManagedTensorVersioned* dresidual_out,
-                            DLManagedTensorVersioned* rstd, DLDataType x_dtype, DLDataType residual_dtype,
-                            DLDataType bias_dtype, const gander_rmsnorm_options* options, void* stream,
-                            DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dresidual,
-                            DLManagedTensorVersioned** dw, DLManagedTensorVersioned** db);
+/* gander_rmsnorm_forward with owned tensors. */
+int32_t gander_rmsnorm(DLManagedTensorVersioned* x, const gander_rmsnorm_options* options, void* stream,
+                       DLManagedTensorVersioned** y);
 
-/* gander_layernorm_forward with owned tensors. out_dtype: the dtype of y, or {0, 0, 0} for x's.
- * residual_dtype: the dtype of residual_out, or {0, 0, 0} for residual's, without it x's. residual_out,
- * mean, rstd: NULL if not needed. */
-int32_t gander_layernorm(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                         DLManagedTensorVersioned* bias, DLManagedTensorVersioned* residual,
-                         DLDataType out_dtype, DLDataType residual_dtype,
-                         const gander_layernorm_options* options, void* stream, DLManagedTensorVersioned** y,
-                         DLManagedTensorVersioned** residual_out, DLManagedTensorVersioned** mean,
-                         DLManagedTensorVersioned** rstd);
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* weight;
+  DLManagedTensorVersioned* dresidual_out;
+  DLManagedTensorVersioned** dresidual;
+  DLManagedTensorVersioned** dw;
+  DLManagedTensorVersioned** db;
+  const DLDataType* x_dtype; /* the dtype of dx; NULL: x's */
+  const DLDataType* residual_dtype; /* the dtype of dresidual; NULL: x's */
+  const DLDataType* bias_dtype; /* the dtype of db; NULL: weight's, without it float32 (float64 if x is) */
+  int64_t algorithm;
+  int64_t batch_invariant;
+  double weight_offset;
+  int64_t round_normalized;
+} gander_rmsnorm_grad_options;
+#define GANDER_RMSNORM_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_rmsnorm_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+  NULL, NULL, 0, 0, 0, 0}
 
-/* gander_layernorm_backward with owned tensors. x_dtype: the dtype of dx, or {0, 0, 0} for x's.
- * residual_dtype: the dtype of dresidual, or {0, 0, 0} for x's. bias_dtype: the dtype of db, or {0, 0, 0}
- * for weight's, without it float32 (float64 if x is). dresidual, dw, db: NULL if not needed. */
-int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* weight,
-                              DLManagedTensorVersioned* dout, DLManagedTensorVersioned* dresidual_out,
+/* gander_rmsnorm_backward with owned tensors. */
+int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dout,
+                            DLManagedTensorVersioned* rstd, const gander_rmsnorm_grad_options* options,
+                            void* stream, DLManagedTensorVersioned** dx);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* weight;
+  DLManagedTensorVersioned* bias;
+  DLManagedTensorVersioned* residual;
+  DLManagedTensorVersioned** residual_out;
+  DLManagedTensorVersioned** mean;
+  DLManagedTensorVersioned** rstd;
+  const DLDataType* out_dtype; /* the dtype of y; NULL: x's */
+  const DLDataType* residual_dtype; /* the dtype of residual_out; NULL: residual's, without it x's */
+  double eps;
+  int64_t batch_invariant;
+} gander_layernorm_options;
+#define GANDER_LAYERNORM_OPTIONS_DEFAULTS \
+  {sizeof(gander_layernorm_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+  NULL, 1e-06, 0}
+
+/* gander_layernorm_forward with owned tensors. */
+int32_t gander_layernorm(DLManagedTensorVersioned* x, const gander_layernorm_options* options, void* stream,
+                         DLManagedTensorVersioned** y);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* weight;
+  DLManagedTensorVersioned* dresidual_out;
+  DLManagedTensorVersioned** dresidual;
+  DLManagedTensorVersioned** dw;
+  DLManagedTensorVersioned** db;
+  const DLDataType* x_dtype; /* the dtype of dx; NULL: x's */
+  const DLDataType* residual_dtype; /* the dtype of dresidual; NULL: x's */
+  const DLDataType* bias_dtype; /* the dtype of db; NULL: weight's, without it float32 (float64 if x is) */
+  int64_t batch_invariant;
+} gander_layernorm_grad_options;
+#define GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_layernorm_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+  NULL, NULL, 0}
+
+/* gander_layernorm_backward with owned tensors. */
+int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dout,
                               DLManagedTensorVersioned* mean, DLManagedTensorVersioned* rstd,
-                              DLDataType x_dtype, DLDataType residual_dtype, DLDataType bias_dtype,
-                              const gander_layernorm_options* options, void* stream,
-                              DLManagedTensorVersioned** dx, DLManagedTensorVersioned** dresidual,
-                              DLManagedTensorVersioned** dw, DLManagedTensorVersioned** db);
+                              const gander_layernorm_grad_options* options, void* stream,
+                              DLManagedTensorVersioned** dx);
 
-/* gander_cross_entropy_forward with owned tensors. lse has M elements. lse, dx, denominator: NULL if not
- * needed. */
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* weight;
+  DLManagedTensorVersioned* divisor;
+  DLManagedTensorVersioned* upstream;
+  DLManagedTensorVersioned** lse;
+  DLManagedTensorVersioned** dx;
+  DLManagedTensorVersioned** denominator;
+  int64_t ignore_index;
+  int64_t reduction;
+  int64_t one_pass;
+  int64_t batch_invariant;
+} gander_cross_entropy_options;
+#define GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS \
+  {sizeof(gander_cross_entropy_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+  -100, 0, 0, 0}
+
+/* gander_cross_entropy_forward with owned tensors. lse has M elements. */
 int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
-                             DLManagedTensorVersioned* weight, DLManagedTensorVersioned* divisor,
-                             DLManagedTensorVersioned* upstream, const gander_cross_entropy_options* options,
-                             void* stream, DLManagedTensorVersioned** loss, DLManagedTensorVersioned** lse,
-                             DLManagedTensorVersioned** dx, DLManagedTensorVersioned** denominator);
+                             const gander_cross_entropy_options* options, void* stream,
+                             DLManagedTensorVersioned** loss);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* weight;
+  DLManagedTensorVersioned* divisor;
+  DLManagedTensorVersioned* upstream;
+  DLManagedTensorVersioned* denominator;
+  int64_t ignore_index;
+  int64_t reduction;
+  int64_t one_pass;
+  int64_t batch_invariant;
+  int64_t slice;
+} gander_cross_entropy_grad_options;
+#define GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_cross_entropy_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, -100, 0, \
+  0, 0, 0}
 
 /* gander_cross_entropy_backward with owned tensors. one_pass is refused: it would read dx. */
 int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
-                                  DLManagedTensorVersioned* weight, DLManagedTensorVersioned* dloss,
-                                  DLManagedTensorVersioned* lse, DLManagedTensorVersioned* divisor,
-                                  DLManagedTensorVersioned* upstream, DLManagedTensorVersioned* denominator,
-                                  const gander_cross_entropy_options* options, void* stream,
+                                  DLManagedTensorVersioned* dloss, DLManagedTensorVersioned* lse,
+                                  const gander_cross_entropy_grad_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
 
-/* gander_sharded_cross_entropy_combine with owned tensors. losses, loss, weights, denominator: NULL if not
- * needed. */
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned** losses;
+  DLManagedTensorVersioned** loss;
+  DLManagedTensorVersioned** weights;
+  DLManagedTensorVersioned** denominator;
+  int64_t classes;
+  int64_t ignore_index;
+  int64_t mean;
+  int64_t weighted;
+  int64_t batch_invariant;
+} gander_sharded_cross_entropy_options;
+#define GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS \
+  {sizeof(gander_sharded_cross_entropy_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, -1, \
+  -100, 0, 0, 0}
+
+/* gander_sharded_cross_entropy_combine with owned tensors. */
 int32_t gander_sharded_cross_entropy(DLManagedTensorVersioned* parts, DLManagedTensorVersioned* target,
                                      const gander_sharded_cross_entropy_options* options, void* stream,
-                                     DLManagedTensorVersioned** max, DLManagedTensorVersioned** log_sum,
-                                     DLManagedTensorVersioned** losses, DLManagedTensorVersioned** loss,
-                                     DLManagedTensorVersioned** weights,
-                                     DLManagedTensorVersioned** denominator);
+                                     DLManagedTensorVersioned** max, DLManagedTensorVersioned** log_sum);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* upstream;
+  int64_t batch_invariant;
+} gander_rescale_options;
+#define GANDER_RESCALE_OPTIONS_DEFAULTS \
+  {sizeof(gander_rescale_options), GANDER_OPTIONS_MAGIC, NULL, NULL, 0}
 
 /* gander_rescale_gradient with owned tensors. */
 int32_t gander_rescale(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dloss,
-                       DLManagedTensorVersioned* upstream, const gander_rescale_options* options,
-                       void* stream, DLManagedTensorVersioned** y);
+                       const gander_rescale_options* options, void* stream, DLManagedTensorVersioned** y);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t batch_invariant;
+} gander_logsumexp_options;
+#define GANDER_LOGSUMEXP_OPTIONS_DEFAULTS \
+  {sizeof(gander_logsumexp_options), GANDER_OPTIONS_MAGIC, NULL, 0}
 
 /* gander_logsumexp_forward with owned tensors. */
 int32_t gander_logsumexp(DLManagedTensorVersioned* x, const gander_logsumexp_options* options, void* stream,
                          DLManagedTensorVersioned** lse);
 
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t batch_invariant;
+} gander_logsumexp_grad_options;
+#define GANDER_LOGSUMEXP_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_logsumexp_grad_options), GANDER_OPTIONS_MAGIC, NULL, 0}
+
 /* gander_logsumexp_backward with owned tensors. */
 int32_t gander_logsumexp_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dlse,
-                              DLManagedTensorVersioned* lse, const gander_logsumexp_options* options,
+                              DLManagedTensorVersioned* lse, const gander_logsumexp_grad_options* options,
                               void* stream, DLManagedTensorVersioned** dx);
 /* end of what is generated */
 

@@ -1,6 +1,7 @@
 //go:build cgo
 
-/* The fork flag, the last error, and the begin and end of owning calls. */
+/* The fork flag, the last error, option structs, and the begin and end of owning calls. */
+#include <ctype.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -89,12 +90,66 @@ int32_t gander_fail_fork(const char* function) {
                      function);
 }
 
-int32_t gander_begin(const char* function, const gander_input* inputs, size_t count,
+/* Refuses an option struct. message follows "<function>: options" and ends before the initializer's name. */
+static int32_t refuse_options(const char* function, const char* message) {
+  char name[64];
+  size_t length = 0;
+  for (; function[length] && length < sizeof name - 1; ++length) {
+    name[length] = (char)toupper((unsigned char)function[length]);
+  }
+  name[length] = '\0';
+  return gander_fail(GANDER_ERROR_OPTION, "%s: options%s%s_OPTIONS_DEFAULTS", function, message, name);
+}
+
+const void* gander_options(const char* function, const void* given, const void* defaults, void* room,
+                           int32_t* status) {
+  /* Every version of every option struct begins with these fields. No later version has fewer bytes, and none
+   * has more than 4096. */
+  typedef struct {
+    uint32_t size, magic;
+    const gander_allocator* allocator;
+  } head;
+  const head* of = given;
+  const size_t known = ((const head*)defaults)->size;
+  if (!given) return defaults;
+  if (of->size == known && of->magic == GANDER_OPTIONS_MAGIC) return given;
+  if (of->magic != GANDER_OPTIONS_MAGIC) {
+    *status = refuse_options(function,
+                             ".magic is not GANDER_OPTIONS_MAGIC, so that a field of 0 may be one "
+                             "that was not set, expected a struct that begins as ");
+    return defaults;
+  }
+  if (of->size < sizeof *of || of->size % 8 != 0 || of->size > 4096) {
+    char message[128];
+    snprintf(message, sizeof message, ".size is %u, expected %zu; begin the struct with ", (unsigned)of->size,
+             known);
+    *status = refuse_options(function, message);
+    return defaults;
+  }
+  if (of->size < known) {
+    memcpy(room, defaults, known);
+    memcpy(room, given, of->size);
+    return room;
+  }
+  for (size_t i = known; i < of->size; ++i) {
+    if (((const char*)given)[i]) {
+      *status = gander_fail(GANDER_ERROR_OPTION,
+                            "%s: options: byte %zu is set, beyond the %zu that this version knows, expected "
+                            "zeros there; leave newer fields zero or load a newer libgander",
+                            function, i, known);
+      break;
+    }
+  }
+  return given;
+}
+
+int32_t gander_begin(const char* function, int32_t status, const gander_input* inputs, size_t count,
                      DLManagedTensorVersioned** const* outputs, size_t output_count) {
   for (size_t i = 0; i < output_count; ++i) {
     if (outputs[i]) *outputs[i] = NULL;
   }
   if (gander_forked()) return gander_fail_fork(function);
+  if (status) return status;
   for (size_t i = 0; i < count; ++i) {
     const DLManagedTensorVersioned* m = inputs[i].tensor;
     if (m && m->version.major != DLPACK_MAJOR_VERSION) {

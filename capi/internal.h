@@ -21,19 +21,29 @@ int32_t gander_fail_fork(const char* function);
     if (gander_forked()) return gander_fail_fork(__func__); \
   } while (0)
 
-/* For owning calls. gander_begin sets the outputs to NULL, and refuses calls in forked children and
- * tensors of other DLPack versions. gander_end releases the inputs and returns the status. */
+/* Declares o, an option struct that has all fields, and the status of reading the caller's. o is the
+ * caller's struct, or if that is NULL or of an older version, one with defaults in the place of what is
+ * missing. If the caller's cannot be read, o has the defaults alone. */
+#define GANDER_OPTIONS(type, initializer) \
+  static const type defaults = initializer; \
+  type room; \
+  int32_t status = GANDER_OK; \
+  const type* o = gander_options(__func__, options, &defaults, &room, &status)
+
+const void* gander_options(const char* function, const void* given, const void* defaults, void* room,
+                           int32_t* status);
+
+/* For owning calls. gander_begin sets the outputs to NULL, and refuses calls in forked children, option
+ * structs whose status is not GANDER_OK, and tensors of other DLPack versions. gander_end releases the
+ * inputs and returns the status. */
 typedef struct {
   const char* name;
   DLManagedTensorVersioned* tensor; /* may be NULL */
 } gander_input;
 
-int32_t gander_begin(const char* function, const gander_input* inputs, size_t count,
+int32_t gander_begin(const char* function, int32_t status, const gander_input* inputs, size_t count,
                      DLManagedTensorVersioned** const* outputs, size_t output_count);
 int32_t gander_end(const gander_input* inputs, size_t count, int32_t status);
-
-/* The tensor of an input that gander_begin has accepted, or NULL. */
-static inline void* gander_tensor(DLManagedTensorVersioned* m) { return m ? &m->dl_tensor : NULL; }
 
 /* The deleter of outputs in CUDA memory. */
 void gander_delete_cuda(DLManagedTensorVersioned* m);

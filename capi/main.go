@@ -10,6 +10,7 @@ import "C"
 import (
 	"errors"
 	"fmt"
+	"math"
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
@@ -59,35 +60,8 @@ func refuse(s ops.Status, format string, args ...any) error {
 
 func tensor(p unsafe.Pointer) *dlpack.Tensor { return (*dlpack.Tensor)(p) }
 
-// Every version of an option struct has a size and an allocator. If size is smaller than that, or implausibly
-// large, the caller has not set it.
-const leastOptions, mostOptions = 16, 4096
-
-// readOptions returns the caller's option struct, or the defaults if it is NULL. Fields that the struct of an
-// older version lacks have their defaults. The struct of a newer version is accepted if all fields that this
-// version does not know are zero.
-func readOptions[T any](p unsafe.Pointer, defaults T) (T, error) {
-	if p == nil {
-		return defaults, nil
-	}
-	size, known := *(*uintptr)(p), unsafe.Sizeof(defaults)
-	if size < leastOptions || size%8 != 0 || size > mostOptions {
-		return defaults, refuse(ops.StatusOption, "options: size is %d, expected %d; set it to sizeof(the struct)",
-			size, known)
-	}
-	given := unsafe.Slice((*byte)(p), size)
-	if size < known {
-		copy(unsafe.Slice((*byte)(unsafe.Pointer(&defaults)), size), given)
-		return defaults, nil
-	}
-	for i, b := range given[known:] {
-		if b != 0 {
-			return defaults, refuse(ops.StatusOption, "options: byte %d is set, beyond the %d that this version "+
-				"knows, expected zeros there; leave newer fields zero or load a newer libgander", known+uintptr(i), known)
-		}
-	}
-	return *(*T)(p), nil
-}
+// saturated narrows a choice, so that one that no int32 holds is still refused.
+func saturated(v C.int64_t) int32 { return int32(min(max(v, math.MinInt32), math.MaxInt32)) }
 
 // call returns an op's stream and allocator. It must be inlined into the exported function, so that the
 // closure does not escape to the heap. So the functions for borrowed tensors defer recovered themselves:

@@ -28,6 +28,14 @@ type output struct {
 	slot   **dlpack.ManagedVersioned // the caller's variable
 }
 
+// owned is the tensor in an input of an owning call, or nil.
+func owned(p unsafe.Pointer) *dlpack.Tensor {
+	if p == nil {
+		return nil
+	}
+	return &(*dlpack.ManagedVersioned)(p).Tensor
+}
+
 // outputsFor checks the first operand, which determines the shapes of outputs.
 func outputsFor(op, name string, first *dlpack.Tensor, stream uintptr) (*outputs, error) {
 	if err := ops.CheckRows(op, name, first); err != nil {
@@ -155,13 +163,12 @@ func (o *outputs) dtypeOf(t *dlpack.Tensor, otherwise dlpack.DType) dlpack.DType
 	return t.DType
 }
 
-// requestedDType is the dtype that the caller requested, or another one for {0, 0, 0}.
-func requestedDType(code, bits uint8, lanes uint16, otherwise dlpack.DType) dlpack.DType {
-	t := dlpack.DType{Code: code, Bits: bits, Lanes: lanes}
-	if t == (dlpack.DType{}) {
+// requestedDType is the dtype that the caller requested, or another one for NULL.
+func requestedDType(p unsafe.Pointer, otherwise dlpack.DType) dlpack.DType {
+	if p == nil {
 		return otherwise
 	}
-	return t
+	return *(*dlpack.DType)(p)
 }
 
 // statistic is the dtype of results per row.

@@ -14,5 +14,5 @@ const (
 
 // RMSNormOptions are the options that are passed to the kernels of rmsnorm.
 type RMSNormOptions struct {
-	Eps float32 // added to the mean of squares; not used by backward
+	Eps float32 // added to the mean of squares
 }

@@ -8,19 +8,12 @@ import (
 	"github.com/gander-go/gander/kernels/cpu"
 )
 
-// DefaultIgnoreIndex is the value that PyTorch uses. The zero value of IgnoreIndex ignores the rows of class
-// 0 instead.
-const DefaultIgnoreIndex = -100
-
 // logSumExp is the log-sum-exp of each row, Max + LogSum. If LogSum is absent, Max holds the sum. Denominator
 // is the divisor of a mean, if the same tensor holds that too.
 type logSumExp struct{ Max, LogSum, Denominator kernels.Vector }
 
 func (a *crossEntropyForward) refuse(k *check) {
 	k.onePass(a.OnePass, a.Reduction)
-	if a.Slice {
-		k.fail(StatusOption, "slice is set, expected 0 in forward; the loss needs the log-sum-exp of all slices")
-	}
 	if a.LSE.Denominator.Present() && a.Denominator.Present() {
 		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; "+
 			"drop denominator")
@@ -122,10 +115,6 @@ func (a *crossEntropyBackward) refuse(k *check) {
 	if a.OnePass && a.Slice {
 		k.fail(StatusOption, "slice is set with one_pass, whose dx forward has computed without it, expected "+
 			"one of them; leave one_pass 0")
-	}
-	if a.Upstream.Present() && !a.OnePass {
-		k.fail(StatusOption, "upstream is given without one_pass, expected NULL; there is no dx that was made "+
-			"for it")
 	}
 	k.divisor(a.Divisor, a.Reduction)
 	if a.Reduction != kernels.ReduceMean && a.Denominator.Present() {

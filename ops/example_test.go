@@ -21,3 +21,18 @@ func Example() {
 	fmt.Println(y, err)
 	// Output: [0.25 0.25 0.25 0.25 0.5 0.5 0 0] <nil>
 }
+
+// An option that is not set has its default: ignore_index is -100. Some sets it, here to class 0.
+func ExampleSome() {
+	x, _ := dlpack.FromFloat64s(dlpack.Float64, []float64{0, 0, 0, 0}, 2, 2)
+	target, _ := dlpack.FromFloat64s(dlpack.Int64, []float64{0, 1}, 2)
+	loss, _ := dlpack.New(dlpack.Float64, 2)
+	for _, ignored := range []ops.Optional[int64]{{}, ops.Some[int64](0)} {
+		err := ops.CrossEntropyForward{X: x, Target: target, Loss: loss, IgnoreIndex: ignored}.Run(nil)
+		losses, _ := loss.Float64s()
+		fmt.Printf("%.3f %v\n", losses, err)
+	}
+	// Output:
+	// [0.693 0.693] <nil>
+	// [0.000 0.693] <nil>
+}

@@ -214,7 +214,7 @@ func softmaxBackward(dy, y, dx *dlpack.Tensor) error {
 }
 
 func rmsNormForward(x, weight, y, rstd *dlpack.Tensor, eps float64) error {
-	return ops.RMSNormForward{X: x, Weight: weight, Y: y, Rstd: rstd, Eps: eps}.Run(nil)
+	return ops.RMSNormForward{X: x, Weight: weight, Y: y, Rstd: rstd, Eps: ops.Some(eps)}.Run(nil)
 }
 
 func rmsNormBackward(x, weight, dout, rstd, dx, dw *dlpack.Tensor) error {
@@ -222,7 +222,7 @@ func rmsNormBackward(x, weight, dout, rstd, dx, dw *dlpack.Tensor) error {
 }
 
 type crossEntropyOptions struct {
-	IgnoreIndex int64
+	IgnoreIndex ops.Optional[int64]
 	Reduction   kernels.Reduction
 	OnePass     bool
 	Slice       bool
@@ -236,7 +236,7 @@ func crossEntropyForward(
 	return ops.CrossEntropyForward{
 		X: x, Target: target, Weight: weight, Divisor: o.Divisor, Upstream: o.Upstream,
 		Loss: loss, LSE: lse, DX: dx, Denominator: denominator,
-		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass, Slice: o.Slice,
+		IgnoreIndex: o.IgnoreIndex, Reduction: o.Reduction, OnePass: o.OnePass,
 	}.Run(nil)
 }
 

@@ -165,8 +165,8 @@ func (c *maskedCall) run(t *testing.T, l layout) {
 		return w
 	}
 	x, y := newMatrix(t, c.x, vx, m, c.n, l), newMatrix(t, c.y, nil, m, c.n, l)
-	require.NoError(t, ops.MaskedSoftmaxForward{X: whole(x), Mask: c.mask, Y: whole(y), Scale: c.scale,
-		Log: c.log, Causal: c.causal, MaskedZero: c.zero}.Run(nil))
+	require.NoError(t, ops.MaskedSoftmaxForward{X: whole(x), Mask: c.mask, Y: whole(y),
+		Scale: ops.Some(c.scale), Log: c.log, Causal: c.causal, MaskedZero: c.zero}.Run(nil))
 	gotY := y.result(t)
 	vy := append([]float64{}, gotY...)
 	poison(vy)
@@ -183,7 +183,7 @@ func (c *maskedCall) run(t *testing.T, l layout) {
 	dy, dx := newMatrix(t, c.y, vdy, m, c.n, l), newMatrix(t, c.dx, nil, m, c.n, l)
 	read := newMatrix(t, c.y, vy, m, c.n, l)
 	require.NoError(t, ops.MaskedSoftmaxBackward{DY: whole(dy), Y: whole(read), Mask: c.mask, DX: whole(dx),
-		Scale: c.scale, Log: c.log, Causal: c.causal}.Run(nil))
+		Scale: ops.Some(c.scale), Log: c.log, Causal: c.causal}.Run(nil))
 	requireClose(t, wantDX, size, dx.result(t), c.dx, c.n)
 }
 
@@ -276,7 +276,7 @@ func TestMaskedSoftmaxOfSpecialRows(t *testing.T) {
 	for _, log := range []bool{false, true} {
 		for _, zero := range []bool{false, true} {
 			y := empty(t, dlpack.Float32, 5, 3)
-			require.NoError(t, ops.MaskedSoftmaxForward{X: x, Mask: mask, Y: y, Scale: 1, Log: log,
+			require.NoError(t, ops.MaskedSoftmaxForward{X: x, Mask: mask, Y: y, Log: log,
 				MaskedZero: zero}.Run(nil))
 			got, none, whole := values(t, y), 0.0, nan
 			if log {
@@ -303,14 +303,14 @@ func TestMaskedSoftmaxInPlace(t *testing.T) {
 		vx, vdy := random(t, r, d, 3*5000), random(t, r, d, 3*5000)
 		x, y := tensor(t, d, vx, 3, 5000), empty(t, d, 3, 5000)
 		forward := func(x, y *dlpack.Tensor) error {
-			return ops.MaskedSoftmaxForward{X: x, Y: y, Scale: 2, Causal: true}.Run(nil)
+			return ops.MaskedSoftmaxForward{X: x, Y: y, Scale: ops.Some(2.0), Causal: true}.Run(nil)
 		}
 		require.NoError(t, forward(x, y))
 		require.NoError(t, forward(x, x))
 		assert.Equal(t, values(t, y), values(t, x), d)
 		dy, dx := tensor(t, d, vdy, 3, 5000), empty(t, d, 3, 5000)
 		backward := func(dy, y, dx *dlpack.Tensor) error {
-			return ops.MaskedSoftmaxBackward{DY: dy, Y: y, DX: dx, Scale: 2, Causal: true}.Run(nil)
+			return ops.MaskedSoftmaxBackward{DY: dy, Y: y, DX: dx, Scale: ops.Some(2.0), Causal: true}.Run(nil)
 		}
 		require.NoError(t, backward(dy, y, dx))
 		require.NoError(t, backward(dy, y, y))
@@ -325,7 +325,7 @@ func TestMaskedSoftmaxRefusals(t *testing.T) {
 	bools := func(dims ...int64) *dlpack.Tensor { return empty(t, dlpack.Bool, dims...) }
 	x := f32(2, 3, 2, 3, 4)
 	forward := func(change func(*ops.MaskedSoftmaxForward)) error {
-		o := ops.MaskedSoftmaxForward{X: x, Y: f32(2, 3, 2, 3, 4), Scale: 1}
+		o := ops.MaskedSoftmaxForward{X: x, Y: f32(2, 3, 2, 3, 4)}
 		change(&o)
 		return o.Run(nil)
 	}
@@ -334,9 +334,9 @@ func TestMaskedSoftmaxRefusals(t *testing.T) {
 		status  ops.Status
 		message string
 	}{
-		{func(o *ops.MaskedSoftmaxForward) { o.Scale = math.NaN() }, ops.StatusOption,
+		{func(o *ops.MaskedSoftmaxForward) { o.Scale = ops.Some(math.NaN()) }, ops.StatusOption,
 			"scale is NaN, expected a finite number"},
-		{func(o *ops.MaskedSoftmaxForward) { o.Scale = -1e39 }, ops.StatusOption,
+		{func(o *ops.MaskedSoftmaxForward) { o.Scale = ops.Some(-1e39) }, ops.StatusOption,
 			"scale is -1e+39, expected a number that float32 holds"},
 		{func(o *ops.MaskedSoftmaxForward) { o.Mask = bools(3, 3) }, ops.StatusShape,
 			"mask has shape (3, 3), expected one that broadcasts to (2, 3, 2, 3, 4), the shape of x"},
@@ -367,6 +367,6 @@ func TestMaskedSoftmaxRefusals(t *testing.T) {
 	require.NoError(t, forward(func(o *ops.MaskedSoftmaxForward) {
 		o.Mask = view(t, bools(100), 0, []int64{2, 3, 1, 3, 4}, []int64{36, 12, 0, 4, 1})
 	}))
-	require.NoError(t, ops.MaskedSoftmaxForward{X: f32(0, 3, 4), Mask: bools(0, 1, 4), Y: f32(0, 3, 4), Scale: 1,
+	require.NoError(t, ops.MaskedSoftmaxForward{X: f32(0, 3, 4), Mask: bools(0, 1, 4), Y: f32(0, 3, 4),
 		Causal: true}.Run(nil))
 }

@@ -41,7 +41,8 @@ func (n *norm) all() []*dlpack.Tensor {
 var norms = map[string]func(n *norm) error{
 	"rmsnorm_forward": func(n *norm) error {
 		return ops.RMSNormForward{X: n.x, Weight: n.weight, Bias: n.bias, Residual: n.residual, Y: n.y,
-			ResidualOut: n.sum, Rstd: n.rstd, Eps: n.eps, WeightOffset: n.offset, Algorithm: n.algorithm}.Run(nil)
+			ResidualOut: n.sum, Rstd: n.rstd, Eps: ops.Some(n.eps), WeightOffset: n.offset,
+			Algorithm: n.algorithm}.Run(nil)
 	},
 	"rmsnorm_backward": func(n *norm) error {
 		return ops.RMSNormBackward{X: n.x, Weight: n.weight, DOut: n.dout, DResidualOut: n.dsum, Rstd: n.rstd,
@@ -50,7 +51,7 @@ var norms = map[string]func(n *norm) error{
 	},
 	"layernorm_forward": func(n *norm) error {
 		return ops.LayerNormForward{X: n.x, Weight: n.weight, Bias: n.bias, Residual: n.residual, Y: n.y,
-			ResidualOut: n.sum, Mean: n.mean, Rstd: n.rstd, Eps: n.eps}.Run(nil)
+			ResidualOut: n.sum, Mean: n.mean, Rstd: n.rstd, Eps: ops.Some(n.eps)}.Run(nil)
 	},
 	"layernorm_backward": func(n *norm) error {
 		return ops.LayerNormBackward{X: n.x, Weight: n.weight, DOut: n.dout, DResidualOut: n.dsum, Mean: n.mean,

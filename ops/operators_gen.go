@@ -186,12 +186,11 @@ type MaskedSoftmaxForward struct {
 	// (M, N); float64 if x is, else float16, bfloat16 or float32; may be x if the dtypes agree
 	Y *dlpack.Tensor
 
-	Scale  float64 // x is multiplied by it before the mask is applied
-	Log    bool    // y is the logarithm of the softmax
-	Causal bool    // also masks the columns after i in row i of each (Q, N), the last two dimensions
-	// a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward
-	MaskedZero     bool
-	BatchInvariant bool // a row's bits do not depend on how many rows there are
+	Scale          Optional[float64] // x is multiplied by it before the mask is applied; 1 by default
+	Log            bool              // y is the logarithm of the softmax
+	Causal         bool              // also masks the columns after i in row i of each (Q, N), the last two dimensions
+	MaskedZero     bool              // a row that is masked whole becomes zeros (-inf with log), else NaN
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
 }
 
 // maskedSoftmaxForward is a MaskedSoftmaxForward whose operands have been checked.
@@ -210,7 +209,7 @@ type maskedSoftmaxForward struct {
 func (o MaskedSoftmaxForward) Run(c *Call) error {
 	k := check{op: "masked_softmax_forward"}
 	a := maskedSoftmaxForward{
-		Scale:      o.Scale,
+		Scale:      o.Scale.or(1),
 		Log:        o.Log,
 		Causal:     o.Causal,
 		MaskedZero: o.MaskedZero,
@@ -248,24 +247,21 @@ type MaskedSoftmaxBackward struct {
 	// (M, N); float64 if dy is, else float16, bfloat16 or float32; may be dy or y if the dtypes agree
 	DX *dlpack.Tensor
 
-	Scale  float64 // x is multiplied by it before the mask is applied
-	Log    bool    // y is the logarithm of the softmax
-	Causal bool    // also masks the columns after i in row i of each (Q, N), the last two dimensions
-	// a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward
-	MaskedZero     bool
-	BatchInvariant bool // a row's bits do not depend on how many rows there are
+	Scale          Optional[float64] // x is multiplied by it before the mask is applied; 1 by default
+	Log            bool              // y is the logarithm of the softmax
+	Causal         bool              // also masks the columns after i in row i of each (Q, N), the last two dimensions
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
 }
 
 // maskedSoftmaxBackward is a MaskedSoftmaxBackward whose operands have been checked.
 type maskedSoftmaxBackward struct {
-	DY         kernels.Matrix
-	Y          kernels.Matrix
-	Mask       kernels.Mask
-	DX         kernels.Matrix
-	Scale      float64
-	Log        bool
-	Causal     bool
-	MaskedZero bool
+	DY     kernels.Matrix
+	Y      kernels.Matrix
+	Mask   kernels.Mask
+	DX     kernels.Matrix
+	Scale  float64
+	Log    bool
+	Causal bool
 	Choice
 }
 
@@ -273,11 +269,10 @@ type maskedSoftmaxBackward struct {
 func (o MaskedSoftmaxBackward) Run(c *Call) error {
 	k := check{op: "masked_softmax_backward"}
 	a := maskedSoftmaxBackward{
-		Scale:      o.Scale,
-		Log:        o.Log,
-		Causal:     o.Causal,
-		MaskedZero: o.MaskedZero,
-		Choice:     Choose(Auto, o.BatchInvariant),
+		Scale:  o.Scale.or(1),
+		Log:    o.Log,
+		Causal: o.Causal,
+		Choice: Choose(Auto, o.BatchInvariant),
 	}
 	a.DY = k.rows("dy", o.DY, typeFloat.narrow)
 	a.Y = k.rowsLike("y", o.Y, typeCompanion.with(a.DY.DType))
@@ -321,10 +316,10 @@ type RMSNormForward struct {
 	ResidualOut *dlpack.Tensor
 	Rstd        *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
 
-	Eps            float64   // added to the mean of squares; not used by backward
-	Algorithm      Algorithm // how a GPU processes the rows
-	BatchInvariant bool      // a row's bits do not depend on how many rows there are
-	WeightOffset   float64   // added to each weight; needs a weight
+	Eps            Optional[float64] // added to the mean of squares; 1e-06 by default
+	Algorithm      Algorithm         // how a GPU processes the rows
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
+	WeightOffset   float64           // added to each weight; needs a weight
 	// h * rstd is rounded to x's dtype before the weight is applied, and in backward to dx's
 	RoundNormalized bool
 }
@@ -348,7 +343,7 @@ type rmsNormForward struct {
 func (o RMSNormForward) Run(c *Call) error {
 	k := check{op: "rmsnorm_forward"}
 	a := rmsNormForward{
-		Eps:             o.Eps,
+		Eps:             o.Eps.or(1e-06),
 		WeightOffset:    o.WeightOffset,
 		RoundNormalized: o.RoundNormalized,
 		Choice:          Choose(o.Algorithm, o.BatchInvariant),
@@ -384,6 +379,23 @@ func (o RMSNormForward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
+// extra names an operand or an option that the kernels of plain calls do not have, or returns "".
+func (a *rmsNormForward) extra() string {
+	switch {
+	case a.Bias.Present():
+		return "bias"
+	case a.Residual.Present():
+		return "residual"
+	case a.ResidualOut.Present():
+		return "residual_out"
+	case a.WeightOffset != 0:
+		return "weight_offset"
+	case a.RoundNormalized:
+		return "round_normalized"
+	}
+	return ""
+}
+
 func (a *rmsNormForward) options() kernels.RMSNormOptions {
 	return kernels.RMSNormOptions{
 		Eps: float32(a.Eps),
@@ -416,7 +428,6 @@ type RMSNormBackward struct {
 	// float32; or nil; has the shape of weight
 	DB *dlpack.Tensor
 
-	Eps            float64   // added to the mean of squares; not used by backward
 	Algorithm      Algorithm // how a GPU processes the rows
 	BatchInvariant bool      // a row's bits do not depend on how many rows there are
 	WeightOffset   float64   // added to each weight; needs a weight
@@ -435,7 +446,6 @@ type rmsNormBackward struct {
 	DResidual       kernels.Matrix
 	DW              kernels.Vector
 	DB              kernels.Vector
-	Eps             float64
 	WeightOffset    float64
 	RoundNormalized bool
 	Choice
@@ -445,7 +455,6 @@ type rmsNormBackward struct {
 func (o RMSNormBackward) Run(c *Call) error {
 	k := check{op: "rmsnorm_backward"}
 	a := rmsNormBackward{
-		Eps:             o.Eps,
 		WeightOffset:    o.WeightOffset,
 		RoundNormalized: o.RoundNormalized,
 		Choice:          Choose(o.Algorithm, o.BatchInvariant),
@@ -487,10 +496,25 @@ func (o RMSNormBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
-func (a *rmsNormBackward) options() kernels.RMSNormOptions {
-	return kernels.RMSNormOptions{
-		Eps: float32(a.Eps),
+// extra names an operand or an option that the kernels of plain calls do not have, or returns "".
+func (a *rmsNormBackward) extra() string {
+	switch {
+	case a.DResidualOut.Present():
+		return "dresidual_out"
+	case a.DResidual.Present():
+		return "dresidual"
+	case a.DB.Present():
+		return "db"
+	case a.WeightOffset != 0:
+		return "weight_offset"
+	case a.RoundNormalized:
+		return "round_normalized"
 	}
+	return ""
+}
+
+func (a *rmsNormBackward) options() kernels.RMSNormOptions {
+	return kernels.RMSNormOptions{}
 }
 
 // LayerNormForward is the operator layernorm_forward: y = (h - mean) * rstd * weight + bias with h = x +
@@ -519,8 +543,8 @@ type LayerNormForward struct {
 	Mean        *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
 	Rstd        *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
 
-	Eps            float64 // added to the variance; not used by backward
-	BatchInvariant bool    // a row's bits do not depend on how many rows there are
+	Eps            Optional[float64] // added to the variance; 1e-06 by default
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
 }
 
 // layerNormForward is a LayerNormForward whose operands have been checked.
@@ -541,7 +565,7 @@ type layerNormForward struct {
 func (o LayerNormForward) Run(c *Call) error {
 	k := check{op: "layernorm_forward"}
 	a := layerNormForward{
-		Eps:    o.Eps,
+		Eps:    o.Eps.or(1e-06),
 		Choice: Choose(Auto, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, typeFloat.narrow)
@@ -606,8 +630,7 @@ type LayerNormBackward struct {
 	// float32; or nil; has the shape of weight
 	DB *dlpack.Tensor
 
-	Eps            float64 // added to the variance; not used by backward
-	BatchInvariant bool    // a row's bits do not depend on how many rows there are
+	BatchInvariant bool // a row's bits do not depend on how many rows there are
 }
 
 // layerNormBackward is a LayerNormBackward whose operands have been checked.
@@ -622,7 +645,6 @@ type layerNormBackward struct {
 	DResidual    kernels.Matrix
 	DW           kernels.Vector
 	DB           kernels.Vector
-	Eps          float64
 	Choice
 }
 
@@ -630,7 +652,6 @@ type layerNormBackward struct {
 func (o LayerNormBackward) Run(c *Call) error {
 	k := check{op: "layernorm_backward"}
 	a := layerNormBackward{
-		Eps:    o.Eps,
 		Choice: Choose(Auto, o.BatchInvariant),
 	}
 	a.X = k.rows("x", o.X, typeFloat.narrow)
@@ -693,7 +714,7 @@ type CrossEntropyForward struct {
 	DX          *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree; or nil
 	Denominator *dlpack.Tensor // one element; float64 if x is, else float32; or nil
 
-	IgnoreIndex int64             // rows with this target are ignored
+	IgnoreIndex Optional[int64]   // rows with this target are ignored; -100 by default
 	Reduction   kernels.Reduction // how the rows' losses are reduced
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
@@ -703,10 +724,6 @@ type CrossEntropyForward struct {
 	// the gradient, on a GPU with the same bits. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
-	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
-	// and not with one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is
-	// subtracted, and its weight is 1
-	Slice bool
 }
 
 // crossEntropyForward is a CrossEntropyForward whose operands have been checked.
@@ -723,7 +740,6 @@ type crossEntropyForward struct {
 	IgnoreIndex int64
 	Reduction   kernels.Reduction
 	OnePass     bool
-	Slice       bool
 	Choice
 }
 
@@ -731,10 +747,9 @@ type crossEntropyForward struct {
 func (o CrossEntropyForward) Run(c *Call) error {
 	k := check{op: "cross_entropy_forward"}
 	a := crossEntropyForward{
-		IgnoreIndex: o.IgnoreIndex,
+		IgnoreIndex: o.IgnoreIndex.or(-100),
 		Reduction:   o.Reduction,
 		OnePass:     o.OnePass,
-		Slice:       o.Slice,
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
@@ -789,13 +804,13 @@ type CrossEntropyBackward struct {
 	// float64 if x is, else float32
 	LSE         *dlpack.Tensor
 	Divisor     *dlpack.Tensor // one element; float64 if x is, else float32; or nil
-	Upstream    *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	Upstream    *dlpack.Tensor // one element; float64 if x is, else float32; or nil; must be nil without one_pass
 	Denominator *dlpack.Tensor // one element; float64 if x is, else float32; or nil
 	// (M, N); x's dtype; may be x if the dtypes agree; with one_pass it is also read, and must not overlap
 	// an input
 	DX *dlpack.Tensor
 
-	IgnoreIndex int64             // rows with this target are ignored
+	IgnoreIndex Optional[int64]   // rows with this target are ignored; -100 by default
 	Reduction   kernels.Reduction // how the rows' losses are reduced
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
@@ -805,9 +820,9 @@ type CrossEntropyBackward struct {
 	// the gradient, on a GPU with the same bits. Not with reduction none
 	OnePass        bool
 	BatchInvariant bool // a row's bits do not depend on how many rows there are
-	// x is a slice of each row's classes, and a target counts from the slice's first class; backward only,
-	// and not with one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is
-	// subtracted, and its weight is 1
+	// x is a slice of each row's classes, and a target counts from the slice's first class; not with
+	// one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is subtracted,
+	// and its weight is 1
 	Slice bool
 }
 
@@ -833,7 +848,7 @@ type crossEntropyBackward struct {
 func (o CrossEntropyBackward) Run(c *Call) error {
 	k := check{op: "cross_entropy_backward"}
 	a := crossEntropyBackward{
-		IgnoreIndex: o.IgnoreIndex,
+		IgnoreIndex: o.IgnoreIndex.or(-100),
 		Reduction:   o.Reduction,
 		OnePass:     o.OnePass,
 		Slice:       o.Slice,
@@ -851,6 +866,9 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 	a.LSE = k.statistics("lse", o.LSE, typeStatistic.with(a.X.DType))
 	if o.Divisor != nil {
 		a.Divisor = k.vector("divisor", o.Divisor, typeStatistic.with(a.X.DType), &shapeOne)
+	}
+	if o.Upstream != nil && !o.OnePass {
+		k.fail(StatusOption, "upstream is given without one_pass, expected NULL; set one_pass or drop upstream")
 	}
 	if o.Upstream != nil {
 		a.Upstream = k.vector("upstream", o.Upstream, typeStatistic.with(a.X.DType), &shapeOne)
@@ -897,12 +915,12 @@ type ShardedCrossEntropyCombine struct {
 	Denominator *dlpack.Tensor // one element; float64 if parts is, else float32; or nil
 
 	// how many there are in all slices; -1: unknown, so that the loss of a target behind them is inf, not
-	// NaN
-	Classes        int64
-	IgnoreIndex    int64 // rows with this target are ignored
-	Mean           bool  // loss is the sum of losses divided by the denominator
-	Weighted       bool  // parts has the weights of the targets' classes
-	BatchInvariant bool  // a row's bits do not depend on how many rows there are
+	// NaN; -1 by default
+	Classes        Optional[int64]
+	IgnoreIndex    Optional[int64] // rows with this target are ignored; -100 by default
+	Mean           bool            // loss is the sum of losses divided by the denominator
+	Weighted       bool            // parts has the weights of the targets' classes
+	BatchInvariant bool            // a row's bits do not depend on how many rows there are
 }
 
 // shardedCrossEntropyCombine is a ShardedCrossEntropyCombine whose operands have been checked.
@@ -926,8 +944,8 @@ type shardedCrossEntropyCombine struct {
 func (o ShardedCrossEntropyCombine) Run(c *Call) error {
 	k := check{op: "sharded_cross_entropy_combine"}
 	a := shardedCrossEntropyCombine{
-		Classes:     o.Classes,
-		IgnoreIndex: o.IgnoreIndex,
+		Classes:     o.Classes.or(-1),
+		IgnoreIndex: o.IgnoreIndex.or(-100),
 		Mean:        o.Mean,
 		Weighted:    o.Weighted,
 		Choice:      Choose(Auto, o.BatchInvariant),

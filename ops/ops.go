@@ -5,6 +5,9 @@
 // or more. The elements of a row are adjacent. The leading dimensions collapse into M rows with one fixed
 // stride. M may be 0, N may not. A refused call writes nothing.
 //
+// An operand or an option that is not set is absent, or has its default. Some sets an option whose default is
+// not 0.
+//
 // Tensors on CUDA devices need a build with the tag cuda.
 package ops
 

@@ -11,22 +11,17 @@ import (
 func (a *rmsNormForward) refuse(k *check) {
 	k.epsilon(a.Eps)
 	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
-	if what := a.extra(); what != "" {
+	if what := a.general(); what != "" {
 		k.onlyAuto(&a.Choice, what)
 	}
 }
 
-// extra names an operand or an option with which the call is a normCall, or returns "".
-func (a *rmsNormForward) extra() string {
-	switch {
-	case a.Bias.Present():
-		return "bias"
-	case a.Residual.Present():
-		return "residual"
-	case a.ResidualOut.Present():
-		return "residual_out"
+// general names what makes a call a normCall, or returns "".
+func (a *rmsNormForward) general() string {
+	if what := a.extra(); what != "" {
+		return what
 	}
-	return extraOfWeight(a.WeightOffset, a.RoundNormalized, a.Weight, a.X)
+	return generalWeight(a.Weight, a.X)
 }
 
 func (a *rmsNormForward) norm() normCall {
@@ -39,24 +34,21 @@ func (a *rmsNormForward) norm() normCall {
 
 func (a *rmsNormBackward) refuse(k *check) {
 	a.WeightOffset = k.weightOffset(a.WeightOffset, a.Weight)
-	if what := a.extra(); what != "" {
+	if what := a.general(); what != "" {
 		k.onlyAuto(&a.Choice, what)
 	}
 }
 
-// extra names an operand or an option with which the call is a normCall, or returns "".
-func (a *rmsNormBackward) extra() string {
+// general names what makes a call a normCall, or returns "".
+func (a *rmsNormBackward) general() string {
+	what := a.extra()
 	switch {
-	case a.DResidualOut.Present():
-		return "dresidual_out"
-	case a.DResidual.Present():
-		return "dresidual"
-	case a.DB.Present():
-		return "db"
+	case what != "":
+		return what
 	case a.DX.DType != a.X.DType:
 		return "a dx of another dtype than x"
 	}
-	return extraOfWeight(a.WeightOffset, a.RoundNormalized, a.Weight, a.X)
+	return generalWeight(a.Weight, a.X)
 }
 
 func (a *rmsNormBackward) norm() normCall {
@@ -67,14 +59,9 @@ func (a *rmsNormBackward) norm() normCall {
 	}}
 }
 
-// extraOfWeight names what about the weight makes a call a normCall, or returns "".
-func extraOfWeight(offset float64, rounds bool, weight kernels.Vector, x kernels.Matrix) string {
-	switch {
-	case offset != 0:
-		return "weight_offset"
-	case rounds:
-		return "round_normalized"
-	case weight.Len > x.Cols:
+// generalWeight names what about the weight makes a call a normCall, or returns "".
+func generalWeight(weight kernels.Vector, x kernels.Matrix) string {
+	if weight.Len > x.Cols {
 		return "a weight for each head"
 	}
 	return ""
@@ -102,7 +89,7 @@ func (a *rmsNormForward) host() error {
 }
 
 func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
-	if a.extra() != "" {
+	if a.general() != "" {
 		n := a.norm()
 		return n.cuda(c, ordinal)
 	}
@@ -133,7 +120,7 @@ func (a *rmsNormBackward) host() error {
 }
 
 func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
-	if a.extra() != "" {
+	if a.general() != "" {
 		n := a.norm()
 		return n.cuda(c, ordinal)
 	}

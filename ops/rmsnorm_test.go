@@ -185,7 +185,7 @@ func TestRMSNormWeightOffset(t *testing.T) {
 					v, y, rstd := tensor(t, dw, weight, n), empty(t, d, m, n), empty(t, statistic(d), m)
 					dx, dweight := empty(t, d, m, n), empty(t, dw, n)
 					require.NoError(t, ops.RMSNormForward{
-						X: x, Weight: v, Y: y, Rstd: rstd, Eps: eps, WeightOffset: offset,
+						X: x, Weight: v, Y: y, Rstd: rstd, Eps: ops.Some(eps), WeightOffset: offset,
 					}.Run(nil))
 					require.NoError(t, ops.RMSNormBackward{
 						X: x, Weight: v, DOut: dout, Rstd: rstd, DX: dx, DW: dweight, WeightOffset: offset,

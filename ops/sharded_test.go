@@ -36,7 +36,7 @@ func partsOf(
 			slice := view(t, tensor(t, d, x, m, n), first, []int64{m, size}, []int64{n, 1})
 			loss, lse := empty(t, d, m), empty(t, d, 2, m)
 			o := plain
-			o.IgnoreIndex -= first
+			o.IgnoreIndex = ops.Some(ignored - first)
 			classes := tensor(t, dlpack.Int64, local, m)
 			require.NoError(t, crossEntropyForward(slice, classes, nil, loss, lse, nil, nil, o))
 			parts = append(parts, append(values(t, lse), values(t, loss)...)...)
@@ -107,7 +107,7 @@ func TestShardedCrossEntropy(t *testing.T) {
 							Parts:  partsOf(t, d, x, target, w, m, n, sizes),
 							Target: tensor(t, dlpack.Int64, target, m),
 							Max:    empty(t, d, m), LogSum: empty(t, d, m), Weights: empty(t, d, m), Denominator: empty(t, d),
-							Classes: n, IgnoreIndex: ignored, Mean: reduction == kernels.ReduceMean,
+							Classes: ops.Some[int64](n), Mean: reduction == kernels.ReduceMean,
 							Weighted: w != nil,
 						}
 						if to := empty(t, d, count); reduction == kernels.ReduceNone {
@@ -186,11 +186,12 @@ func TestShardedCrossEntropyRefuses(t *testing.T) {
 		"target has shape (4,), expected (5,): one for each column of parts": func(o *combine) {
 			o.Target = empty(t, dlpack.Int64, 4)
 		},
-		"classes is 0, expected": func(o *combine) { o.Classes = 0 },
+		"classes is 0, expected": func(o *combine) { o.Classes = ops.Some[int64](0) },
 		"max is NULL":            func(o *combine) { o.Max = nil },
 	} {
 		o := combine{
-			Parts: f(2, 3, 5), Target: empty(t, dlpack.Int64, 5), Loss: f(), Max: f(5), LogSum: f(5), Classes: 9,
+			Parts: f(2, 3, 5), Target: empty(t, dlpack.Int64, 5), Loss: f(), Max: f(5), LogSum: f(5),
+			Classes: ops.Some[int64](9),
 		}
 		require.NoError(t, o.Run(nil))
 		spoil(&o)

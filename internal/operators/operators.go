@@ -12,7 +12,7 @@ type Operand struct {
 	Like     string   // the operand whose dtype it has (Same), or has by default if that is given
 	Output   bool     // whether the operator writes it; other operands are inputs
 	Optional bool     // may be absent
-	Needs    string   // the optional operand without which this one must be absent
+	Needs    string   // the optional operand, or the flag, without which this one must be absent
 	Fits     string   // the operand whose shape it has; without that, it has the first form of its rule
 	Over     []string // inputs that the output may be, for a call in place
 	Read     string   // the flag with which the output is read first; it must not overlap an input then
@@ -20,12 +20,13 @@ type Operand struct {
 	Gradient string   // the operand that this is the gradient of
 	Twin     string   // the output with the same values: it can take this one's place if the dtypes agree
 	Stored   string   // the output of forward that is this input of backward, if forward wrote it
+	Since    int      // of an optional one: see Option
 }
 
 // OptionType is the type of an option's value.
 type OptionType int
 
-// The types. In C they are double, int64_t, and int32_t for the others.
+// The types. In C they are double, and int64_t for the others.
 const (
 	Real OptionType = iota
 	Integer
@@ -38,19 +39,33 @@ const (
 type Option struct {
 	Name    string
 	Type    OptionType
-	Default float64 // used if the option struct is NULL, or too short to have the field
+	Default float64 // what a caller who does not set it gets, in C, Go and Python
 	Torch   float64 // PyTorch's default, or 0 if it is Default
 	Doc     string  // the field's comment in C and in Go
 	Device  bool    // also passed to kernels, as float32
 	Rank    int     // of a Flag: the least rank of the first operand with which it can be set
+	Only    string  // the operator of the group that has it; "": all
+	// The option structs of C grow at their end: fields are in the order of Since, which is 0 for those of the
+	// first release and larger for those of each later one.
+	Since int
 }
 
-// Group is a set of operators with the same options.
+// Group is a set of operators that share options.
 type Group struct {
 	Name      string // "rmsnorm"
 	Type      string // "RMSNorm": the prefix of its names in Go
 	Options   []Option
 	Operators []Operator
+}
+
+// OptionsOf lists the options of one of the operators.
+func (g *Group) OptionsOf(operator string) (list []Option) {
+	for _, option := range g.Options {
+		if option.Only == "" || option.Only == operator {
+			list = append(list, option)
+		}
+	}
+	return list
 }
 
 // Operator is one function.
@@ -60,7 +75,10 @@ type Operator struct {
 	Doc      string // the formula, and what the table cannot express about the operands
 	Operands []Operand
 	Refuses  bool // package ops has a method named refuse that checks more than the table
-	Torch    []Torch
+	// If an operator has kernels for plain calls: the optional operands and the options that they serve, apart
+	// from algorithm and batch_invariant. A call with any other takes the operator's general kernels.
+	Plain []string
+	Torch []Torch
 }
 
 // Torch is a PyTorch operator that calls an operator of gander and returns some of its outputs. Its arguments
@@ -71,8 +89,8 @@ type Torch struct {
 	Results  []string           // the outputs that it returns
 	OnDemand []string           // those of Results that it computes only on demand; else they have no elements
 	Writes   []Written          // the arguments that it modifies in place
-	Without  []string           // options, optional inputs and choices that it has no argument for
-	Fixed    map[string]float64 // values of options that it has no argument for
+	Without  []string           // optional inputs, choices and options that it has no argument for
+	Fixed    map[string]float64 // values of such options, where they are not the defaults
 	Must     []string           // optional inputs that are required arguments
 	Packed   bool               // its Statistics have 2 M + 1 elements, with the denominator for backward
 	Extra    []Option           // options for autograd only; a Flag whose Torch is -1 defaults to None

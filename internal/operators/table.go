@@ -20,6 +20,7 @@ var (
 var (
 	divisor  = Operand{Name: "divisor", Shape: One, DType: Statistic, Optional: true}
 	upstream = Operand{Name: "upstream", Shape: One, DType: Statistic, Optional: true}
+	expected = Operand{Name: "upstream", Shape: One, DType: Statistic, Optional: true, Needs: "one_pass"}
 )
 
 // Operands of the norms.
@@ -99,8 +100,8 @@ var Table = []Group{
 			{Name: "log", Type: Flag, Doc: "y is the logarithm of the softmax"},
 			{Name: "causal", Type: Flag, Rank: 2,
 				Doc: "also masks the columns after i in row i of each (Q, N), the last two dimensions"},
-			{Name: "masked_zero", Type: Flag,
-				Doc: "a row that is masked whole becomes zeros (-inf with log), else NaN; not used by backward"},
+			{Name: "masked_zero", Type: Flag, Only: "forward",
+				Doc: "a row that is masked whole becomes zeros (-inf with log), else NaN"},
 			batchInvariant,
 		},
 		Operators: []Operator{
@@ -131,15 +132,15 @@ var Table = []Group{
 					{Name: "dx", Shape: Rows, DType: Companion, Output: true, Over: []string{"dy", "y"},
 						Choice: "x_dtype", Gradient: "x"},
 				},
-				Torch: []Torch{{Name: "masked_softmax_bwd", Results: []string{"dx"}, Without: []string{"masked_zero"}}},
+				Torch: []Torch{{Name: "masked_softmax_bwd", Results: []string{"dx"}}},
 			},
 		},
 	},
 	{
 		Name: "rmsnorm", Type: "RMSNorm",
 		Options: []Option{
-			{Name: "eps", Type: Real, Default: 1e-6, Device: true,
-				Doc: "added to the mean of squares; not used by backward"},
+			{Name: "eps", Type: Real, Default: 1e-6, Device: true, Only: "forward",
+				Doc: "added to the mean of squares"},
 			algorithm, batchInvariant,
 			{Name: "weight_offset", Type: Real, Doc: "added to each weight; needs a weight"},
 			{Name: "round_normalized", Type: Flag,
@@ -154,6 +155,7 @@ var Table = []Group{
 					"is that of each head, and both have it. With them, bias, residual, residual_out, weight_offset or " +
 					"round_normalized the only algorithm is auto.",
 				Operands: []Operand{x, weight, bias, residual, normed, sum, written(rstd)},
+				Plain:    []string{"weight", "rstd", "eps"},
 				Torch: []Torch{
 					{Name: "rmsnorm", Results: []string{"y", "residual_out", "rstd"},
 						OnDemand: []string{"residual_out", "rstd"}, Backward: "rmsnorm_bwd"},
@@ -171,9 +173,10 @@ var Table = []Group{
 					"the sums are over the rows of each head. With that, dresidual_out, dresidual, db, weight_offset, " +
 					"round_normalized or a dx of another dtype than x the only algorithm is auto.",
 				Operands: []Operand{stored, weight, dout, dsum, rstd, dx, dresidual, dw, db},
+				Plain:    []string{"weight", "dw"},
 				Torch: []Torch{
 					{Name: "rmsnorm_bwd", Results: []string{"dx", "dresidual", "dw", "db"},
-						OnDemand: []string{"dresidual", "dw", "db"}, Without: []string{"eps"}},
+						OnDemand: []string{"dresidual", "dw", "db"}},
 				},
 			},
 		},
@@ -181,7 +184,7 @@ var Table = []Group{
 	{
 		Name: "layernorm", Type: "LayerNorm",
 		Options: []Option{
-			{Name: "eps", Type: Real, Default: 1e-6, Doc: "added to the variance; not used by backward"},
+			{Name: "eps", Type: Real, Default: 1e-6, Only: "forward", Doc: "added to the variance"},
 			batchInvariant,
 		},
 		Operators: []Operator{
@@ -212,7 +215,7 @@ var Table = []Group{
 				Operands: []Operand{stored, weight, dout, dsum, mean, rstd, dx, dresidual, dw, db},
 				Torch: []Torch{
 					{Name: "layernorm_bwd", Results: []string{"dx", "dresidual", "dw", "db"},
-						OnDemand: []string{"dresidual", "dw", "db"}, Without: []string{"eps"}},
+						OnDemand: []string{"dresidual", "dw", "db"}},
 				},
 			},
 		},
@@ -230,10 +233,10 @@ var Table = []Group{
 					"backward computes it. In two parts, the second part of lse is then not the logarithm of a sum " +
 					"but a sum, from which both compute the gradient, on a GPU with the same bits. Not with reduction none"},
 			batchInvariant,
-			{Name: "slice", Type: Flag,
+			{Name: "slice", Type: Flag, Only: "backward",
 				Doc: "x is a slice of each row's classes, and a target counts from the slice's first class; " +
-					"backward only, and not with one_pass. lse is that of whole rows. In a row whose target is " +
-					"not in the slice nothing is subtracted, and its weight is 1"},
+					"not with one_pass. lse is that of whole rows. In a row whose target is not in the slice " +
+					"nothing is subtracted, and its weight is 1"},
 		},
 		Operators: []Operator{
 			{
@@ -257,7 +260,7 @@ var Table = []Group{
 				},
 				Torch: []Torch{
 					{Name: "cross_entropy", Results: []string{"loss", "lse"}, OnDemand: []string{"lse"}, Packed: true,
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0},
+						Without: []string{"one_pass"},
 						Extra: []Option{
 							{Name: "inplace_backward", Type: Flag, Doc: "backward writes the gradient over x"},
 							{Name: "one_pass", Type: Flag, Torch: -1,
@@ -265,15 +268,13 @@ var Table = []Group{
 						},
 						Backward: "cross_entropy_bwd"},
 					{Name: "cross_entropy_fwd", Results: []string{"loss", "lse", "dx"},
-						OnDemand: []string{"lse", "dx"},
-						Fixed:    map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
+						OnDemand: []string{"lse", "dx"}, Without: []string{"one_pass", "reduction"}},
 					{Name: "cross_entropy_fwd_dx_", Results: []string{"loss", "lse"}, Writes: []Written{{"x", "dx"}},
-						Fixed: map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
+						Without: []string{"one_pass", "reduction"}},
 					{Name: "cross_entropy_fwd_out", Writes: into("loss", "lse", "dx"),
-						Without: []string{"divisor", "upstream"},
-						Fixed:   map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
+						Without: []string{"divisor", "upstream", "one_pass", "reduction"}},
 					{Name: "cross_entropy_fwd_one_pass", Results: []string{"loss", "lse", "dx"}, Packed: true,
-						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
+						Fixed: map[string]float64{"one_pass": 1}},
 				},
 			},
 			{
@@ -287,21 +288,18 @@ var Table = []Group{
 					x, target, classWeight,
 					{Name: "dloss", Shape: Upstream, DType: Statistic, Gradient: "loss"},
 					{Name: "lse", Shape: Statistics, DType: Statistic},
-					divisor, upstream,
-					{Name: "denominator", Shape: One, DType: Statistic, Optional: true},
+					divisor, expected,
+					{Name: Denominator, Shape: One, DType: Statistic, Optional: true},
 					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}, Read: "one_pass",
 						Gradient: "x"},
 				},
 				Torch: []Torch{
-					{Name: "cross_entropy_bwd", Results: []string{"dx"}, Without: []string{"upstream", "denominator"},
-						Fixed: map[string]float64{"one_pass": 0}},
-					{Name: "cross_entropy_bwd_", Writes: []Written{{"x", "dx"}},
-						Without: []string{"upstream", "denominator"}, Fixed: map[string]float64{"one_pass": 0}},
+					{Name: "cross_entropy_bwd", Results: []string{"dx"}, Without: []string{"one_pass"}},
+					{Name: "cross_entropy_bwd_", Writes: []Written{{"x", "dx"}}, Without: []string{"one_pass"}},
 					{Name: "cross_entropy_bwd_out", Writes: into("dx"),
-						Without: []string{"divisor", "upstream", "denominator"},
-						Fixed:   map[string]float64{"one_pass": 0, "slice": 0, "reduction": 0}},
-					{Name: "cross_entropy_bwd_one_pass", Writes: into("dx"), Without: []string{"denominator"},
-						Fixed: map[string]float64{"one_pass": 1, "slice": 0}},
+						Without: []string{"divisor", "one_pass", "slice", "reduction"}},
+					{Name: "cross_entropy_bwd_one_pass", Writes: into("dx"), Without: []string{"slice"},
+						Fixed: map[string]float64{"one_pass": 1}},
 				},
 			},
 		},
@@ -341,7 +339,7 @@ var Table = []Group{
 					{Name: "denominator", Shape: One, DType: Statistic, Output: true, Optional: true},
 				},
 				Torch: []Torch{
-					{Name: "sharded_cross_entropy_combine", Fixed: map[string]float64{"batch_invariant": 0},
+					{Name: "sharded_cross_entropy_combine", Without: []string{"batch_invariant"},
 						Writes: into("max", "log_sum", "losses", "loss", "weights", "denominator")},
 				},
 			},
@@ -363,7 +361,7 @@ var Table = []Group{
 					{Name: "y", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}},
 				},
 				Torch: []Torch{
-					{Name: "rescale_", Writes: []Written{{"x", "y"}}, Fixed: map[string]float64{"batch_invariant": 0}},
+					{Name: "rescale_", Writes: []Written{{"x", "y"}}, Without: []string{"batch_invariant"}},
 				},
 			},
 		},

@@ -89,14 +89,18 @@ static void test_norms(void) {
   DLTensor *tdr = &fill(&dresidual)->managed.dl_tensor, *tdb = &fill_vector(&db, N)->managed.dl_tensor;
   for (int i = 0; i < M * N; ++i) residual.data[i] = dsum.data[i] = 1;
 
-  CHECK(gander_rmsnorm_forward(tx, NULL, tb, tr, ty, ts, ti, NULL, NULL) == GANDER_OK);
+  gander_rmsnorm_forward_options rms = GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS;
+  rms.bias = tb, rms.residual = tr, rms.residual_out = ts, rms.rstd = ti;
+  CHECK(gander_rmsnorm_forward(tx, ty, &rms, NULL) == GANDER_OK);
   double r = 1 / sqrt((1 + 4 + 9 + 16) / 4.0 + 1e-6);
   CHECK(fabs(rstd.data[1] - r) < 1e-6);
   for (int i = 0; i < M * N; ++i) {
     CHECK(sum.data[i] == x.data[i] + 1);
     CHECK(fabs(y.data[i] - (sum.data[i] * r + bias.data[i % N])) < 1e-5);
   }
-  CHECK(gander_rmsnorm_backward(ts, NULL, tdo, tds, ti, tdx, tdr, NULL, tdb, NULL, NULL) == GANDER_OK);
+  gander_rmsnorm_backward_options grad = GANDER_RMSNORM_BACKWARD_OPTIONS_DEFAULTS;
+  grad.dresidual_out = tds, grad.dresidual = tdr, grad.db = tdb;
+  CHECK(gander_rmsnorm_backward(ts, tdo, ti, tdx, &grad, NULL) == GANDER_OK);
   double along = 0;
   for (int j = 0; j < N; ++j) along += j * (j + 1) * r / N;
   for (int i = 0; i < M * N; ++i) {
@@ -105,14 +109,17 @@ static void test_norms(void) {
     CHECK(db.data[j] == (float)(M * j));
   }
 
-  gander_layernorm_options options = {.size = sizeof options, .eps = 0.5};
-  CHECK(gander_layernorm_forward(tx, NULL, tb, tr, ty, ts, tm, ti, &options, NULL) == GANDER_OK);
+  gander_layernorm_forward_options layer = GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS;
+  layer.bias = tb, layer.residual = tr, layer.residual_out = ts, layer.mean = tm, layer.rstd = ti;
+  layer.eps = 0.5;
+  CHECK(gander_layernorm_forward(tx, ty, &layer, NULL) == GANDER_OK);
   r = 1 / sqrt((2.25 + 0.25 + 0.25 + 2.25) / 4 + 0.5);
   CHECK(mean.data[1] == 2.5F && fabs(rstd.data[1] - r) < 1e-6);
   for (int i = 0; i < M * N; ++i)
     CHECK(fabs(y.data[i] - ((sum.data[i] - 2.5) * r + bias.data[i % N])) < 1e-5);
-  CHECK(gander_layernorm_backward(ts, NULL, tdo, tds, tm, ti, tdx, tdr, NULL, tdb, &options, NULL) ==
-        GANDER_OK);
+  gander_layernorm_backward_options centered = GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS;
+  centered.dresidual_out = tds, centered.dresidual = tdr, centered.db = tdb;
+  CHECK(gander_layernorm_backward(ts, tdo, tm, ti, tdx, &centered, NULL) == GANDER_OK);
   along = 0;
   for (int j = 0; j < N; ++j) along += j * (j - 1.5) * r / N;
   for (int i = 0; i < M * N; ++i) {
@@ -122,7 +129,7 @@ static void test_norms(void) {
   }
 }
 
-/* Every function passes its arguments in the right order. */
+/* Every function passes its arguments in the right order, and its options. */
 static void test_every_op(void) {
   block x, weight, y, rstd, dout, dx, dw, target, loss, lse, one;
   DLTensor *tx = &fill(&x)->managed.dl_tensor, *tw = &fill_vector(&weight, N)->managed.dl_tensor;
@@ -133,15 +140,18 @@ static void test_every_op(void) {
   DLTensor* t1 = &fill_vector(&one, 1)->managed.dl_tensor;
   one.data[0] = 1;
 
-  gander_rmsnorm_options norm = {.size = sizeof norm, .eps = 0.5, .batch_invariant = 1};
-  CHECK(gander_rmsnorm_forward(tx, tw, NULL, NULL, ty, NULL, tr, &norm, NULL) == GANDER_OK);
+  gander_rmsnorm_forward_options norm = GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS;
+  norm.weight = tw, norm.rstd = tr, norm.eps = 0.5, norm.batch_invariant = 1;
+  CHECK(gander_rmsnorm_forward(tx, ty, &norm, NULL) == GANDER_OK);
   double r = 1 / sqrt((0 + 1 + 4 + 9) / 4.0 + 0.5);
   for (int i = 0; i < M; ++i) CHECK(fabs(rstd.data[i] - r) < 1e-6);
   for (int i = 0; i < M * N; ++i) CHECK(fabs(y.data[i] - x.data[i] * r * weight.data[i % N]) < 1e-5);
-  CHECK(gander_rmsnorm_forward(tx, NULL, NULL, NULL, ty, NULL, NULL, NULL, NULL) == GANDER_OK);
+  CHECK(gander_rmsnorm_forward(tx, ty, NULL, NULL) == GANDER_OK);
   for (int i = 0; i < M * N; ++i) CHECK(fabs(y.data[i] - x.data[i] / sqrt(3.5 + 1e-6)) < 1e-5);
 
-  CHECK(gander_rmsnorm_backward(tx, tw, tdo, NULL, tr, tdx, NULL, tdw, NULL, NULL, NULL) == GANDER_OK);
+  gander_rmsnorm_backward_options grad = GANDER_RMSNORM_BACKWARD_OPTIONS_DEFAULTS;
+  grad.weight = tw, grad.dw = tdw;
+  CHECK(gander_rmsnorm_backward(tx, tdo, tr, tdx, &grad, NULL) == GANDER_OK);
   for (int j = 0; j < N; ++j) {
     double mean = 0, h = j * r;
     for (int k = 0; k < N; ++k) mean += k * k * k * r / N; /* g = dout * weight = k * k, h = k * r */
@@ -150,26 +160,35 @@ static void test_every_op(void) {
   }
 
   test_norms();
-  CHECK(gander_cross_entropy_forward(tx, tt, tw, NULL, NULL, tl, te, NULL, NULL, NULL, NULL) == GANDER_OK);
+  const gander_cross_entropy_forward_options plain = GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS;
+  gander_cross_entropy_forward_options loss_of = plain;
+  loss_of.weight = tw, loss_of.lse = te;
+  CHECK(gander_cross_entropy_forward(tx, tt, tl, &loss_of, NULL) == GANDER_OK);
   double sum = exp(0) + exp(1) + exp(2) + exp(3);
   for (int i = 0; i < M; ++i)
     CHECK(fabs(lse.data[i] - log(sum)) < 1e-6 && loss.data[i] == 0); /* weight[0] is 0 */
-  CHECK(gander_cross_entropy_forward(tx, tt, NULL, NULL, NULL, tl, NULL, tdx, t1, NULL, NULL) == GANDER_OK);
+  loss_of = plain;
+  loss_of.dx = tdx, loss_of.denominator = t1;
+  CHECK(gander_cross_entropy_forward(tx, tt, tl, &loss_of, NULL) == GANDER_OK);
   CHECK(fabs(loss.data[0] - log(sum)) < 1e-6 && one.data[0] == M);
   CHECK(fabs(dx.data[0] - (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - exp(1) / sum) < 1e-6);
 
-  gander_cross_entropy_options mean = {
-      .size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
+  gander_cross_entropy_backward_options mean = GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS;
+  mean.reduction = GANDER_REDUCTION_MEAN, mean.denominator = t1;
   one.data[0] = M;
   block two;
   DLTensor* t2 = &fill_vector(&two, 1)->managed.dl_tensor;
   two.data[0] = 2 * M; /* dloss: divided by the denominator, which is M, it doubles the gradient */
-  CHECK(gander_cross_entropy_backward(tx, tt, NULL, t2, te, NULL, NULL, t1, tdx, &mean, NULL) == GANDER_OK);
+  CHECK(gander_cross_entropy_backward(tx, tt, t2, te, tdx, &mean, NULL) == GANDER_OK);
   CHECK(fabs(dx.data[0] - 2 * (1 / sum - 1)) < 1e-6 && fabs(dx.data[1] - 2 * exp(1) / sum) < 1e-6);
   two.data[0] = 4;
-  CHECK(gander_cross_entropy_forward(tx, tt, NULL, t2, t1, tl, NULL, tdx, NULL, NULL, NULL) == GANDER_OK);
+  loss_of = plain;
+  loss_of.divisor = t2, loss_of.upstream = t1, loss_of.dx = tdx;
+  CHECK(gander_cross_entropy_forward(tx, tt, tl, &loss_of, NULL) == GANDER_OK);
   CHECK(fabs(loss.data[0] - log(sum) / 4) < 1e-6 && fabs(dx.data[1] - M * exp(1) / sum / 4) < 1e-6);
-  CHECK(gander_cross_entropy_backward(tx, tt, NULL, t1, te, t2, NULL, NULL, tdx, NULL, NULL) == GANDER_OK);
+  gander_cross_entropy_backward_options divided = GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS;
+  divided.divisor = t2;
+  CHECK(gander_cross_entropy_backward(tx, tt, t1, te, tdx, &divided, NULL) == GANDER_OK);
   CHECK(fabs(dx.data[1] - M * exp(1) / sum / 4) < 1e-6);
 
   CHECK(gander_softmax_forward(tx, ty, NULL, NULL) == GANDER_OK);
@@ -185,36 +204,73 @@ static void* no_memory(void* context, size_t bytes) {
   return NULL;
 }
 
+/* An option of 0 is 0, and one that is not set has its default, which is not 0 for these. */
+static void test_defaults(void) {
+  block a, b, c, d;
+  DLTensor *x = &fill(&a)->managed.dl_tensor, *y = &fill(&b)->managed.dl_tensor;
+  DLTensor *target = &fill_targets(&c, M)->managed.dl_tensor, *loss = &fill_vector(&d, M)->managed.dl_tensor;
+  gander_masked_softmax_forward_options masked = GANDER_MASKED_SOFTMAX_FORWARD_OPTIONS_DEFAULTS;
+  CHECK(masked.scale == 1 && gander_masked_softmax_forward(x, y, &masked, NULL) == GANDER_OK);
+  check_softmax(b.data);
+  masked.scale = 0;
+  CHECK(gander_masked_softmax_forward(x, y, &masked, NULL) == GANDER_OK);
+  for (int i = 0; i < M * N; ++i) CHECK(b.data[i] == 0.25F);
+  CHECK(gander_masked_softmax_forward(x, y, NULL, NULL) == GANDER_OK);
+  check_softmax(b.data);
+
+  gander_cross_entropy_forward_options entropy = GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS;
+  CHECK(entropy.ignore_index == -100);
+  CHECK(gander_cross_entropy_forward(x, target, loss, &entropy, NULL) == GANDER_OK && d.data[0] > 3);
+  entropy.ignore_index = 0;
+  CHECK(gander_cross_entropy_forward(x, target, loss, &entropy, NULL) == GANDER_OK && d.data[0] == 0);
+  CHECK(gander_cross_entropy_forward(x, target, loss, NULL, NULL) == GANDER_OK && d.data[0] > 3);
+  /* A struct that ends before ignore_index, as one of an older header may. */
+  entropy.size = (uint32_t)offsetof(gander_cross_entropy_forward_options, ignore_index);
+  CHECK(gander_cross_entropy_forward(x, target, loss, &entropy, NULL) == GANDER_OK && d.data[0] > 3);
+
+  for (int i = 0; i < M * N; ++i) a.data[i] = 1e-3F;
+  gander_rmsnorm_forward_options norm = GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS;
+  CHECK(norm.eps == 1e-6 && gander_rmsnorm_forward(x, y, &norm, NULL) == GANDER_OK);
+  CHECK(fabs(b.data[0] - sqrt(0.5)) < 1e-6);
+  norm.eps = 0;
+  CHECK(gander_rmsnorm_forward(x, y, &norm, NULL) == GANDER_OK && fabs(b.data[0] - 1) < 1e-6);
+}
+
 static void test_options(void) {
   block a, b;
   DLTensor *x = &fill(&a)->managed.dl_tensor, *y = &fill(&b)->managed.dl_tensor;
   gander_allocator allocator = {NULL, no_memory}; /* not called for host tensors */
   struct {
-    gander_rmsnorm_options known;
+    gander_rmsnorm_forward_options known;
     char more[16];
-  } newer = {{.size = sizeof newer, .allocator = &allocator, .eps = 1e-6}, {0}};
-  const gander_rmsnorm_options* options = &newer.known;
-  CHECK(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL) == GANDER_OK);
+  } newer = {GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS, {0}};
+  newer.known.size = sizeof newer, newer.known.allocator = &allocator;
+  const gander_rmsnorm_forward_options* options = &newer.known;
+  CHECK(gander_rmsnorm_forward(x, y, options, NULL) == GANDER_OK);
   newer.more[15] = 1;
-  char text[64];
-  snprintf(text, sizeof text, "byte %zu is set", sizeof newer - 1);
-  REFUSED(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL), GANDER_ERROR_OPTION,
-          text);
+  char text[128];
+  snprintf(text, sizeof text, "gander_rmsnorm_forward: options: byte %zu is set", sizeof newer - 1);
+  REFUSED(gander_rmsnorm_forward(x, y, options, NULL), GANDER_ERROR_OPTION, text);
   newer.known.size = sizeof newer.known;
-  CHECK(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL) == GANDER_OK);
-  static const size_t wrong[] = {0, 4, 8, sizeof(gander_rmsnorm_options) - 1, 4097, SIZE_MAX};
-  snprintf(text, sizeof text, "expected %zu; set it to sizeof(the struct)", sizeof newer.known);
+  CHECK(gander_rmsnorm_forward(x, y, options, NULL) == GANDER_OK);
+  static const uint32_t wrong[] = {0, 4, 8, sizeof(gander_rmsnorm_forward_options) - 1, 4104, UINT32_MAX};
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
     newer.known.size = wrong[i];
-    REFUSED(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL), GANDER_ERROR_OPTION,
-            text);
+    snprintf(text, sizeof text, "options.size is %u, expected %zu; begin the struct with %s",
+             (unsigned)wrong[i], sizeof newer.known, "GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS");
+    REFUSED(gander_rmsnorm_forward(x, y, options, NULL), GANDER_ERROR_OPTION, text);
   }
+  /* Zeros but for the size: which were meant? */
+  gander_cross_entropy_forward_options zeros = {.size = sizeof zeros};
+  REFUSED(gander_cross_entropy_forward(x, y, y, &zeros, NULL), GANDER_ERROR_OPTION,
+          "gander_cross_entropy_forward: options.magic is not GANDER_OPTIONS_MAGIC");
+  CHECK(strstr(gander_last_error(), "begins as GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS"));
   newer.known.size = sizeof newer.known;
   newer.known.eps = NAN;
-  REFUSED(gander_rmsnorm_forward(x, NULL, NULL, NULL, y, NULL, NULL, options, NULL), GANDER_ERROR_OPTION,
-          "eps is NaN");
+  REFUSED(gander_rmsnorm_forward(x, y, options, NULL), GANDER_ERROR_OPTION, "eps is NaN");
   /* With the size of an older header, later fields are not read. */
-  gander_softmax_options softmax = {sizeof softmax - 8, NULL, -1, -1};
+  gander_softmax_forward_options softmax = GANDER_SOFTMAX_FORWARD_OPTIONS_DEFAULTS;
+  softmax.size -= 16, softmax.algorithm = softmax.batch_invariant = -1;
   CHECK(gander_softmax_forward(x, y, &softmax, NULL) == GANDER_OK);
   softmax.algorithm = GANDER_ALGORITHM_AUTO, softmax.batch_invariant = 1;
   softmax.size = sizeof softmax;
@@ -230,9 +286,11 @@ static void test_options(void) {
   softmax.algorithm = -1;
   REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION,
           "algorithm is -1, expected 0 (auto) to 8 (splitk)");
-  gander_cross_entropy_options entropy = {.size = sizeof entropy, .ignore_index = -100, .reduction = 7};
-  REFUSED(gander_cross_entropy_forward(x, y, NULL, NULL, NULL, y, NULL, NULL, NULL, &entropy, NULL),
-          GANDER_ERROR_OPTION, "reduction is 7");
+  softmax.algorithm = INT64_C(1) << 32; /* 0 in 32 bits */
+  REFUSED(gander_softmax_forward(x, y, &softmax, NULL), GANDER_ERROR_OPTION, "algorithm is 2147483647");
+  gander_cross_entropy_forward_options entropy = GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS;
+  entropy.reduction = 7;
+  REFUSED(gander_cross_entropy_forward(x, y, y, &entropy, NULL), GANDER_ERROR_OPTION, "reduction is 7");
   REFUSED(gander_set_num_threads(-1), GANDER_ERROR_OPTION, "count is -1");
   CHECK(gander_set_num_threads(1) == GANDER_OK && gander_set_num_threads(0) == GANDER_OK);
 }
@@ -240,7 +298,7 @@ static void test_options(void) {
 static void test_owned(void) {
   block a, b, c;
   DLManagedTensorVersioned *y = NULL, *z = NULL, *w = NULL;
-  DLDataType same = {0, 0, 0}, half = {kDLFloat, 16, 1};
+  DLDataType half = {kDLFloat, 16, 1};
 
   CHECK(gander_softmax(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK);
   CHECK(a.deleted == 1);
@@ -260,39 +318,42 @@ static void test_owned(void) {
   CHECK(gander_softmax_grad(&fill(&a)->managed, &a.managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 1);
   y->deleter(y);
 
-  CHECK(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, N)->managed, NULL, NULL, half, same, NULL, NULL,
-                       &y, NULL, &z) == GANDER_OK);
+  gander_rmsnorm_options norm = GANDER_RMSNORM_OPTIONS_DEFAULTS;
+  norm.weight = &fill_vector(&b, N)->managed, norm.out_dtype = &half, norm.rstd = &z;
+  CHECK(gander_rmsnorm(&fill(&a)->managed, &norm, NULL, &y) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1);
   CHECK(y->dl_tensor.dtype.bits == 16 && z->dl_tensor.dtype.bits == 32 && z->dl_tensor.ndim == 1);
   y->deleter(y);
-  CHECK(gander_rmsnorm_grad(&fill(&a)->managed, &fill_vector(&b, N)->managed, &fill(&c)->managed, NULL, z,
-                            same, same, same, NULL, NULL, &y, NULL, &w, NULL) == GANDER_OK);
+  gander_rmsnorm_grad_options grad = GANDER_RMSNORM_GRAD_OPTIONS_DEFAULTS;
+  grad.weight = &fill_vector(&b, N)->managed, grad.dw = &w;
+  CHECK(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&c)->managed, z, &grad, NULL, &y) == GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   CHECK(y->dl_tensor.ndim == 2 && w->dl_tensor.ndim == 1 && w->dl_tensor.shape[0] == N);
   y->deleter(y);
   w->deleter(w);
-  CHECK(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, NULL, same, same, NULL, NULL, &y, NULL, NULL) ==
-            GANDER_OK &&
-        a.deleted == 1);
+  CHECK(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, &y) == GANDER_OK && a.deleted == 1);
   CHECK(y->dl_tensor.dtype.bits == 32);
   y->deleter(y);
 
-  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b, M)->managed, NULL, NULL, NULL, NULL, NULL,
-                             &y, &z, &w, NULL) == GANDER_OK);
+  gander_cross_entropy_options loss = GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS;
+  loss.lse = &z, loss.dx = &w;
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b, M)->managed, &loss, NULL, &y) ==
+        GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1);
   CHECK(y->dl_tensor.ndim == 1 && z->dl_tensor.ndim == 1 && w->dl_tensor.ndim == 2);
   double sum = exp(0) + exp(1) + exp(2) + exp(3);
   CHECK(fabs(((float*)y->dl_tensor.data)[1] - log(sum)) < 1e-6);
   w->deleter(w);
-  CHECK(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b, M)->managed,
-                                  &fill_vector(&c, N)->managed, y, z, NULL, NULL, NULL, NULL, NULL,
-                                  &w) == GANDER_OK);
+  gander_cross_entropy_grad_options back = GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS;
+  back.weight = &fill_vector(&c, N)->managed;
+  CHECK(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b, M)->managed, y, z, &back, NULL, &w) ==
+        GANDER_OK);
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1);
   w->deleter(w);
-  gander_cross_entropy_options mean = {
-      .size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
-  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b, M)->managed, NULL, NULL, NULL, &mean, NULL,
-                             &y, NULL, NULL, &z) == GANDER_OK);
+  gander_cross_entropy_options mean = GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS;
+  mean.reduction = GANDER_REDUCTION_MEAN, mean.denominator = &z;
+  CHECK(gander_cross_entropy(&fill(&a)->managed, &fill_targets(&b, M)->managed, &mean, NULL, &y) ==
+        GANDER_OK);
   CHECK(*(float*)z->dl_tensor.data == M);
   z->deleter(z);
   CHECK(y->dl_tensor.ndim == 0 && fabs(*(float*)y->dl_tensor.data - log(sum)) < 1e-6);
@@ -312,14 +373,74 @@ static void delete_and_fail(DLManagedTensorVersioned* m) {
   CHECK(gander_softmax(NULL, NULL, NULL, NULL) == GANDER_ERROR_NULL);
 }
 
+/* Who owns the tensors in an option struct that is refused. */
+static void test_refused_structs(void) {
+  block a, b, c;
+  DLManagedTensorVersioned *const junk = (DLManagedTensorVersioned*)&a, *y = junk, *z = junk, *w = junk;
+  struct {
+    gander_rmsnorm_options known;
+    DLManagedTensorVersioned* newer_input;
+    DLManagedTensorVersioned** newer_output;
+  } o = {GANDER_RMSNORM_OPTIONS_DEFAULTS, NULL, NULL};
+  o.known.size = sizeof o;
+
+  /* A newer struct: what the library knows of it is consumed, what it does not know stays the caller's. */
+  o.known.weight = &fill_vector(&b, N)->managed, o.known.rstd = &z;
+  o.newer_input = &fill(&c)->managed, o.newer_output = &w;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_OPTION, "is set, beyond the");
+  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 0 && y == NULL && z == NULL && w == junk);
+  o.newer_input = NULL, o.newer_output = NULL;
+  o.known.weight = &fill_vector(&b, N)->managed;
+  CHECK(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y) == GANDER_OK);
+  CHECK(a.deleted == 1 && b.deleted == 1);
+  y->deleter(y);
+  z->deleter(z);
+
+  /* An older struct, which has the weight and not rstd. */
+  o.known.size = (uint32_t)offsetof(gander_rmsnorm_options, bias);
+  o.known.weight = &fill_vector(&b, N)->managed, z = junk;
+  CHECK(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y) == GANDER_OK);
+  CHECK(a.deleted == 1 && b.deleted == 1 && z == junk);
+  y->deleter(y);
+
+  /* A struct whose fields nobody can know: they are not read. Parameters are consumed as ever. */
+  o.known.size = 17, y = junk;
+  o.known.weight = &fill_vector(&b, N)->managed;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_OPTION, "options.size is 17");
+  CHECK(a.deleted == 1 && b.deleted == 0 && y == NULL && z == junk);
+  o.known.size = sizeof o.known, o.known.magic = 0, y = junk;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_OPTION, "options.magic");
+  CHECK(a.deleted == 1 && b.deleted == 0 && y == NULL && z == junk);
+
+  /* An option's value, and an operand of another version. */
+  o.known.magic = GANDER_OPTIONS_MAGIC, o.known.eps = -1, y = junk;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_OPTION, "eps is -1");
+  CHECK(a.deleted == 1 && b.deleted == 1 && y == NULL && z == NULL);
+  fill_vector(&b, N)->managed.version.major = 2;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_VERSION, "weight is a DLPack");
+  CHECK(a.deleted == 1 && b.deleted == 1);
+
+  /* A tensor that is a parameter and in the struct. */
+  o.known.weight = &fill_vector(&a, N)->managed, o.known.eps = 1e-6;
+  CHECK(gander_rmsnorm(&a.managed, &o.known, NULL, &y) == GANDER_OK && a.deleted == 1);
+  y->deleter(y);
+  z->deleter(z);
+
+  /* Borrowed tensors stay the caller's. */
+  gander_rmsnorm_forward_options borrowed = GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS;
+  DLTensor* x = &fill(&a)->managed.dl_tensor;
+  borrowed.weight = &fill_vector(&b, N)->managed.dl_tensor, borrowed.magic = 0;
+  REFUSED(gander_rmsnorm_forward(x, x, &borrowed, NULL), GANDER_ERROR_OPTION, "options.magic");
+  borrowed.magic = GANDER_OPTIONS_MAGIC, borrowed.eps = -1;
+  REFUSED(gander_rmsnorm_forward(x, x, &borrowed, NULL), GANDER_ERROR_OPTION, "eps is -1");
+  CHECK(a.deleted == 0 && b.deleted == 0);
+}
+
 /* After any error, inputs have been released once and outputs are NULL. */
 static void test_owned_refusals(void) {
   block a, b, c, d, e;
   DLManagedTensorVersioned *const junk = (DLManagedTensorVersioned*)&a, *y = junk, *z = junk, *w = junk;
-  DLDataType same = {0, 0, 0}, wide = {kDLFloat, 64, 1};
-  gander_cross_entropy_options mean = {
-      .size = sizeof mean, .ignore_index = -100, .reduction = GANDER_REDUCTION_MEAN};
-  gander_rmsnorm_options unset = {.eps = 1e-6};
+  DLDataType wide = {kDLFloat, 64, 1};
 
   fill(&a)->managed.version.major = 2;
   /* Fields that must not be read. */
@@ -353,34 +474,44 @@ static void test_owned_refusals(void) {
   CHECK(a.deleted == 1);
 
   y = z = junk;
-  REFUSED(gander_rmsnorm(&fill(&a)->managed, &fill_vector(&b, 3)->managed, NULL, NULL, same, same, NULL, NULL,
-                         &y, NULL, &z),
-          GANDER_ERROR_SHAPE, "weight has shape (3,)");
+  const gander_rmsnorm_options defaults = GANDER_RMSNORM_OPTIONS_DEFAULTS;
+  gander_rmsnorm_options norm = defaults;
+  norm.weight = &fill_vector(&b, 3)->managed, norm.rstd = &z;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &norm, NULL, &y), GANDER_ERROR_SHAPE, "weight has shape (3,)");
   CHECK(a.deleted == 1 && b.deleted == 1 && y == NULL && z == NULL);
-  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, NULL, wide, same, NULL, NULL, &y, NULL, NULL),
-          GANDER_ERROR_DTYPE, "y has dtype float64");
-  CHECK(a.deleted == 1 && y == NULL);
-  REFUSED(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, NULL, same, same, &unset, NULL, &y, NULL, NULL),
-          GANDER_ERROR_OPTION, "size is 0");
+  norm = defaults;
+  norm.out_dtype = &wide;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &norm, NULL, &y), GANDER_ERROR_DTYPE, "y has dtype float64");
   CHECK(a.deleted == 1 && y == NULL);
 
   y = z = junk;
-  REFUSED(gander_rmsnorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, NULL,
-                              &fill_vector(&c, M)->managed, same, same, same, NULL, NULL, &y, NULL, &z, NULL),
+  gander_rmsnorm_grad_options grad = GANDER_RMSNORM_GRAD_OPTIONS_DEFAULTS;
+  grad.dw = &z;
+  REFUSED(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&b)->managed, &fill_vector(&c, M)->managed, &grad,
+                              NULL, &y),
           GANDER_ERROR_OPTION, "dw is requested without a weight");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL);
 
   y = z = w = junk;
   fill_targets(&b, M)->managed.dl_tensor.dtype.code = kDLFloat;
-  REFUSED(gander_cross_entropy(&fill(&a)->managed, &b.managed, &fill_vector(&c, N)->managed, NULL, NULL, NULL,
-                               NULL, &y, &z, &w, NULL),
-          GANDER_ERROR_DTYPE, "target has dtype float32, expected int32 or int64");
+  gander_cross_entropy_options loss = GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS;
+  loss.weight = &fill_vector(&c, N)->managed, loss.lse = &z, loss.dx = &w;
+  REFUSED(gander_cross_entropy(&fill(&a)->managed, &b.managed, &loss, NULL, &y), GANDER_ERROR_DTYPE,
+          "target has dtype float32, expected int32 or int64");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && y == NULL && z == NULL && w == NULL);
-  REFUSED(gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b, M)->managed,
-                                    &fill_vector(&c, N)->managed, &fill_vector(&d, M)->managed,
-                                    &fill_vector(&e, M)->managed, NULL, NULL, NULL, &mean, NULL, &y),
-          GANDER_ERROR_SHAPE, "which is 3 elements, expected 7: the two parts and the denominator");
+  gander_cross_entropy_grad_options mean = GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS;
+  mean.weight = &fill_vector(&c, N)->managed, mean.reduction = GANDER_REDUCTION_MEAN;
+  REFUSED(
+      gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b, M)->managed,
+                                &fill_vector(&d, M)->managed, &fill_vector(&e, M)->managed, &mean, NULL, &y),
+      GANDER_ERROR_SHAPE, "which is 3 elements, expected 7: the two parts and the denominator");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1 && e.deleted == 1 && y == NULL);
+  mean.weight = NULL, mean.reduction = GANDER_REDUCTION_SUM, mean.one_pass = 1;
+  REFUSED(
+      gander_cross_entropy_grad(&fill(&a)->managed, &fill_targets(&b, M)->managed,
+                                &fill_vector(&d, M)->managed, &fill_vector(&e, M)->managed, &mean, NULL, &y),
+      GANDER_ERROR_OPTION, "one_pass is set, expected 0");
+  CHECK(a.deleted == 1 && b.deleted == 1 && d.deleted == 1 && e.deleted == 1);
 }
 
 static void test_explain(void) {
@@ -545,16 +676,12 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
 #define FORKED(call, name) REFUSED(call, GANDER_ERROR_FORK, name ": called in a child process after fork()")
   FORKED(gander_softmax_forward(x, x, NULL, NULL), "gander_softmax_forward");
   FORKED(gander_softmax_backward(x, x, x, NULL, NULL), "gander_softmax_backward");
-  FORKED(gander_rmsnorm_forward(x, NULL, NULL, NULL, x, NULL, NULL, NULL, NULL), "gander_rmsnorm_forward");
-  FORKED(gander_rmsnorm_backward(x, NULL, x, NULL, x, x, NULL, NULL, NULL, NULL, NULL),
-         "gander_rmsnorm_backward");
-  FORKED(gander_layernorm_forward(x, NULL, NULL, NULL, x, NULL, NULL, NULL, NULL, NULL),
-         "gander_layernorm_forward");
-  FORKED(gander_layernorm_backward(x, NULL, x, NULL, x, x, x, NULL, NULL, NULL, NULL, NULL),
-         "gander_layernorm_backward");
-  FORKED(gander_cross_entropy_forward(x, x, x, x, x, x, x, x, x, NULL, NULL), "gander_cross_entropy_forward");
-  FORKED(gander_cross_entropy_backward(x, x, x, x, x, x, x, x, x, NULL, NULL),
-         "gander_cross_entropy_backward");
+  FORKED(gander_rmsnorm_forward(x, x, NULL, NULL), "gander_rmsnorm_forward");
+  FORKED(gander_rmsnorm_backward(x, x, x, x, NULL, NULL), "gander_rmsnorm_backward");
+  FORKED(gander_layernorm_forward(x, x, NULL, NULL), "gander_layernorm_forward");
+  FORKED(gander_layernorm_backward(x, x, x, x, x, NULL, NULL), "gander_layernorm_backward");
+  FORKED(gander_cross_entropy_forward(x, x, x, NULL, NULL), "gander_cross_entropy_forward");
+  FORKED(gander_cross_entropy_backward(x, x, x, x, x, NULL, NULL), "gander_cross_entropy_backward");
   FORKED(gander_set_num_threads(1), "gander_set_num_threads");
   FORKED(gander_set_parallel_for(NULL), "gander_set_parallel_for");
   FORKED(gander_warmup(host), "gander_warmup");
@@ -566,28 +693,30 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
   CHECK(a.deleted == 1 && y == NULL);
   FORKED(gander_softmax_grad(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, &y), "gander_softmax_grad");
   CHECK(a.deleted == 1 && b.deleted == 1);
-  FORKED(gander_rmsnorm(&fill(&a)->managed, NULL, NULL, NULL, half, half, NULL, NULL, &y, NULL, &z),
-         "gander_rmsnorm");
-  CHECK(a.deleted == 1 && z == NULL);
-  FORKED(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, NULL,
-                             &fill(&d)->managed, half, half, half, NULL, NULL, &y, NULL, &z, NULL),
+  gander_rmsnorm_options norm = GANDER_RMSNORM_OPTIONS_DEFAULTS;
+  norm.weight = &fill(&b)->managed, norm.rstd = &z;
+  FORKED(gander_rmsnorm(&fill(&a)->managed, &norm, NULL, &y), "gander_rmsnorm");
+  CHECK(a.deleted == 1 && b.deleted == 1 && z == NULL);
+  FORKED(gander_rmsnorm_grad(&fill(&a)->managed, &fill(&c)->managed, &fill(&d)->managed, NULL, NULL, &y),
          "gander_rmsnorm_grad");
-  CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1);
-  FORKED(gander_layernorm(&fill(&a)->managed, NULL, NULL, NULL, half, half, NULL, NULL, &y, NULL, NULL, &z),
-         "gander_layernorm");
-  CHECK(a.deleted == 1 && z == NULL);
-  FORKED(gander_layernorm_grad(&fill(&a)->managed, NULL, &fill(&b)->managed, NULL, &fill(&c)->managed,
-                               &fill(&d)->managed, half, half, half, NULL, NULL, &y, NULL, NULL, &z),
+  CHECK(a.deleted == 1 && c.deleted == 1 && d.deleted == 1);
+  FORKED(gander_layernorm(&fill(&a)->managed, NULL, NULL, &y), "gander_layernorm");
+  CHECK(a.deleted == 1 && y == NULL);
+  FORKED(gander_layernorm_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed, &fill(&d)->managed,
+                               NULL, NULL, &y),
          "gander_layernorm_grad");
   CHECK(a.deleted == 1 && b.deleted == 1 && c.deleted == 1 && d.deleted == 1);
-  FORKED(gander_cross_entropy(&fill(&a)->managed, &fill(&b)->managed, NULL, NULL, NULL, NULL, NULL, &y, &z,
-                              &w, NULL),
+  gander_cross_entropy_options loss = GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS;
+  loss.dx = &w;
+  FORKED(gander_cross_entropy(&fill(&a)->managed, &fill(&b)->managed, &loss, NULL, &y),
          "gander_cross_entropy");
   CHECK(a.deleted == 1 && b.deleted == 1 && w == NULL);
-  FORKED(gander_cross_entropy_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&c)->managed,
-                                   &fill(&d)->managed, &fill(&e)->managed, NULL, NULL, NULL, NULL, NULL, &y),
+  gander_cross_entropy_grad_options grad = GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS;
+  grad.weight = &fill(&c)->managed;
+  FORKED(gander_cross_entropy_grad(&fill(&a)->managed, &fill(&b)->managed, &fill(&d)->managed,
+                                   &fill(&e)->managed, &grad, NULL, &y),
          "gander_cross_entropy_grad");
-  CHECK(a.deleted == 1 && e.deleted == 1);
+  CHECK(a.deleted == 1 && c.deleted == 1 && e.deleted == 1);
   CHECK(strcmp(gander_version(), PYTHON_VERSION) == 0 && gander_abi_version() == GANDER_ABI_VERSION);
   CHECK(gander_build_info()[0] == '{');
   inherited->deleter(inherited);
@@ -617,11 +746,18 @@ int main(void) {
   static const struct {
     const char* name;
     void (*run)(void);
-  } tests[] = {
-      {"info", test_info},       {"borrowed", test_borrowed}, {"every op", test_every_op},
-      {"options", test_options}, {"owned", test_owned},       {"owned refusals", test_owned_refusals},
-      {"explain", test_explain}, {"threads", test_threads},   {"parallel_for", test_parallel_for},
-      {"fork", test_fork}};
+  } tests[] = {{"info", test_info},
+               {"borrowed", test_borrowed},
+               {"every op", test_every_op},
+               {"options", test_options},
+               {"defaults", test_defaults},
+               {"refused structs", test_refused_structs},
+               {"owned", test_owned},
+               {"owned refusals", test_owned_refusals},
+               {"explain", test_explain},
+               {"threads", test_threads},
+               {"parallel_for", test_parallel_for},
+               {"fork", test_fork}};
   for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {
     tests[i].run();
     printf("ok  %s\n", tests[i].name);

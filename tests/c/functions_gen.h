@@ -2,241 +2,442 @@
 enum { MOST_OPERANDS = 10, MOST_OUTPUTS = 6 };
 TYPES_OF_FUNCTIONS
 
-static const gander_softmax_options bad_softmax = {
-    .size = sizeof bad_softmax, .algorithm = 99};
-static const gander_rmsnorm_options bad_rmsnorm = {
-    .size = sizeof bad_rmsnorm, .algorithm = 99};
-static const gander_cross_entropy_options bad_cross_entropy = {
-    .size = sizeof bad_cross_entropy, .reduction = 99};
-static const gander_softmax_options set_softmax = {
-    .size = sizeof set_softmax, .batch_invariant = 1};
-static const gander_masked_softmax_options set_masked_softmax = {
-    .size = sizeof set_masked_softmax, .scale = 1, .log = 1, .causal = 1, .masked_zero = 1, .batch_invariant =
-    1};
-static const gander_rmsnorm_options set_rmsnorm = {
-    .size = sizeof set_rmsnorm, .eps = 1e-06, .batch_invariant = 1, .round_normalized = 1};
-static const gander_layernorm_options set_layernorm = {
-    .size = sizeof set_layernorm, .eps = 1e-06, .batch_invariant = 1};
-static const gander_cross_entropy_options set_cross_entropy = {
-    .size = sizeof set_cross_entropy, .ignore_index = -100, .reduction = 1, .one_pass = 1, .batch_invariant =
-    1, .slice = 1};
-static const gander_sharded_cross_entropy_options set_sharded_cross_entropy = {
-    .size = sizeof set_sharded_cross_entropy, .classes = -1, .ignore_index = -100, .mean = 1, .weighted = 1,
-    .batch_invariant = 1};
-static const gander_rescale_options set_rescale = {
-    .size = sizeof set_rescale, .batch_invariant = 1};
-static const gander_logsumexp_options set_logsumexp = {
-    .size = sizeof set_logsumexp, .batch_invariant = 1};
+static const gander_softmax_forward_options bad_softmax_forward = {
+    .size = sizeof bad_softmax_forward, .magic = GANDER_OPTIONS_MAGIC, .algorithm = 99};
+
+static const gander_softmax_forward_options set_softmax_forward = {
+    .size = sizeof set_softmax_forward, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
 
 static inline int32_t call_softmax_forward(const arguments* a) {
   return gander_softmax_forward(borrowed(a, 0), borrowed(a, 1), a->options, a->stream);
 }
 
-static inline int32_t call_softmax_owned(const arguments* a) {
+static const gander_softmax_options bad_softmax = {
+    .size = sizeof bad_softmax, .magic = GANDER_OPTIONS_MAGIC, .algorithm = 99};
+
+static const gander_softmax_options set_softmax = {
+    .size = sizeof set_softmax, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
+
+static inline int32_t call_softmax(const arguments* a) {
   return gander_softmax(a->operands[0], a->options, a->stream, a->outputs[0]);
 }
+
+static const gander_softmax_backward_options bad_softmax_backward = {
+    .size = sizeof bad_softmax_backward, .magic = GANDER_OPTIONS_MAGIC, .algorithm = 99};
+
+static const gander_softmax_backward_options set_softmax_backward = {
+    .size = sizeof set_softmax_backward, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
 
 static inline int32_t call_softmax_backward(const arguments* a) {
   return gander_softmax_backward(borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), a->options, a->stream);
 }
 
-static inline int32_t call_softmax_grad_owned(const arguments* a) {
+static const gander_softmax_grad_options bad_softmax_grad = {
+    .size = sizeof bad_softmax_grad, .magic = GANDER_OPTIONS_MAGIC, .algorithm = 99};
+
+static const gander_softmax_grad_options set_softmax_grad = {
+    .size = sizeof set_softmax_grad, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
+
+static inline int32_t call_softmax_grad(const arguments* a) {
   return gander_softmax_grad(a->operands[0], a->operands[1], a->options, a->stream, a->outputs[0]);
 }
 
+static const gander_masked_softmax_forward_options set_masked_softmax_forward = {
+    .size = sizeof set_masked_softmax_forward, .magic = GANDER_OPTIONS_MAGIC, .scale = 1, .log = 1, .causal =
+    1, .masked_zero = 1, .batch_invariant = 1};
+
 static inline int32_t call_masked_softmax_forward(const arguments* a) {
-  return gander_masked_softmax_forward(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), a->options, a->stream);
+  gander_masked_softmax_forward_options o = GANDER_MASKED_SOFTMAX_FORWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_masked_softmax_forward_options*)a->options;
+  o.mask = borrowed(a, 1);
+  return gander_masked_softmax_forward(borrowed(a, 0), borrowed(a, 2), &o, a->stream);
 }
 
-static inline int32_t call_masked_softmax_owned(const arguments* a) {
-  return gander_masked_softmax(
-      a->operands[0], a->operands[1], (DLDataType){0, 0, 0}, a->options, a->stream, a->outputs[0]);
+static const gander_masked_softmax_options set_masked_softmax = {
+    .size = sizeof set_masked_softmax, .magic = GANDER_OPTIONS_MAGIC, .scale = 1, .log = 1, .causal = 1,
+    .masked_zero = 1, .batch_invariant = 1};
+
+static inline int32_t call_masked_softmax(const arguments* a) {
+  gander_masked_softmax_options o = GANDER_MASKED_SOFTMAX_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_masked_softmax_options*)a->options;
+  o.mask = a->operands[1];
+  return gander_masked_softmax(a->operands[0], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_masked_softmax_backward_options set_masked_softmax_backward = {
+    .size = sizeof set_masked_softmax_backward, .magic = GANDER_OPTIONS_MAGIC, .scale = 1, .log = 1, .causal =
+    1, .batch_invariant = 1};
 
 static inline int32_t call_masked_softmax_backward(const arguments* a) {
-  return gander_masked_softmax_backward(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), a->options, a->stream);
+  gander_masked_softmax_backward_options o = GANDER_MASKED_SOFTMAX_BACKWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_masked_softmax_backward_options*)a->options;
+  o.mask = borrowed(a, 2);
+  return gander_masked_softmax_backward(borrowed(a, 0), borrowed(a, 1), borrowed(a, 3), &o, a->stream);
 }
 
-static inline int32_t call_masked_softmax_grad_owned(const arguments* a) {
-  return gander_masked_softmax_grad(
-      a->operands[0], a->operands[1], a->operands[2], (DLDataType){0, 0, 0}, a->options, a->stream,
-      a->outputs[0]);
+static const gander_masked_softmax_grad_options set_masked_softmax_grad = {
+    .size = sizeof set_masked_softmax_grad, .magic = GANDER_OPTIONS_MAGIC, .scale = 1, .log = 1, .causal = 1,
+    .batch_invariant = 1};
+
+static inline int32_t call_masked_softmax_grad(const arguments* a) {
+  gander_masked_softmax_grad_options o = GANDER_MASKED_SOFTMAX_GRAD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_masked_softmax_grad_options*)a->options;
+  o.mask = a->operands[2];
+  return gander_masked_softmax_grad(a->operands[0], a->operands[1], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_rmsnorm_forward_options bad_rmsnorm_forward = {
+    .size = sizeof bad_rmsnorm_forward, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .algorithm = 99};
+
+static const gander_rmsnorm_forward_options set_rmsnorm_forward = {
+    .size = sizeof set_rmsnorm_forward, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1,
+    .round_normalized = 1};
 
 static inline int32_t call_rmsnorm_forward(const arguments* a) {
-  return gander_rmsnorm_forward(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), a->options, a->stream);
+  gander_rmsnorm_forward_options o = GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rmsnorm_forward_options*)a->options;
+  o.weight = borrowed(a, 1);
+  o.bias = borrowed(a, 2);
+  o.residual = borrowed(a, 3);
+  o.residual_out = borrowed(a, 5);
+  o.rstd = borrowed(a, 6);
+  return gander_rmsnorm_forward(borrowed(a, 0), borrowed(a, 4), &o, a->stream);
 }
 
-static inline int32_t call_rmsnorm_owned(const arguments* a) {
-  return gander_rmsnorm(
-      a->operands[0], a->operands[1], a->operands[2], a->operands[3], (DLDataType){0, 0, 0}, (DLDataType){0,
-      0, 0}, a->options, a->stream, a->outputs[0], a->outputs[1], a->outputs[2]);
+static const gander_rmsnorm_options bad_rmsnorm = {
+    .size = sizeof bad_rmsnorm, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .algorithm = 99};
+
+static const gander_rmsnorm_options set_rmsnorm = {
+    .size = sizeof set_rmsnorm, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1,
+    .round_normalized = 1};
+
+static inline int32_t call_rmsnorm(const arguments* a) {
+  gander_rmsnorm_options o = GANDER_RMSNORM_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rmsnorm_options*)a->options;
+  o.weight = a->operands[1];
+  o.bias = a->operands[2];
+  o.residual = a->operands[3];
+  o.residual_out = a->outputs[1];
+  o.rstd = a->outputs[2];
+  return gander_rmsnorm(a->operands[0], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_rmsnorm_backward_options bad_rmsnorm_backward = {
+    .size = sizeof bad_rmsnorm_backward, .magic = GANDER_OPTIONS_MAGIC, .algorithm = 99};
+
+static const gander_rmsnorm_backward_options set_rmsnorm_backward = {
+    .size = sizeof set_rmsnorm_backward, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1,
+    .round_normalized = 1};
 
 static inline int32_t call_rmsnorm_backward(const arguments* a) {
+  gander_rmsnorm_backward_options o = GANDER_RMSNORM_BACKWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rmsnorm_backward_options*)a->options;
+  o.weight = borrowed(a, 1);
+  o.dresidual_out = borrowed(a, 3);
+  o.dresidual = borrowed(a, 6);
+  o.dw = borrowed(a, 7);
+  o.db = borrowed(a, 8);
   return gander_rmsnorm_backward(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), borrowed(a, 7), borrowed(a, 8), a->options, a->stream);
+      borrowed(a, 0), borrowed(a, 2), borrowed(a, 4), borrowed(a, 5), &o, a->stream);
 }
 
-static inline int32_t call_rmsnorm_grad_owned(const arguments* a) {
-  return gander_rmsnorm_grad(
-      a->operands[0], a->operands[1], a->operands[2], a->operands[3], a->operands[4], (DLDataType){0, 0, 0},
-      (DLDataType){0, 0, 0}, (DLDataType){0, 0, 0}, a->options, a->stream, a->outputs[0], a->outputs[1],
-      a->outputs[2], a->outputs[3]);
+static const gander_rmsnorm_grad_options bad_rmsnorm_grad = {
+    .size = sizeof bad_rmsnorm_grad, .magic = GANDER_OPTIONS_MAGIC, .algorithm = 99};
+
+static const gander_rmsnorm_grad_options set_rmsnorm_grad = {
+    .size = sizeof set_rmsnorm_grad, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1, .round_normalized =
+    1};
+
+static inline int32_t call_rmsnorm_grad(const arguments* a) {
+  gander_rmsnorm_grad_options o = GANDER_RMSNORM_GRAD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rmsnorm_grad_options*)a->options;
+  o.weight = a->operands[1];
+  o.dresidual_out = a->operands[3];
+  o.dresidual = a->outputs[1];
+  o.dw = a->outputs[2];
+  o.db = a->outputs[3];
+  return gander_rmsnorm_grad(a->operands[0], a->operands[2], a->operands[4], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_layernorm_forward_options set_layernorm_forward = {
+    .size = sizeof set_layernorm_forward, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1};
 
 static inline int32_t call_layernorm_forward(const arguments* a) {
-  return gander_layernorm_forward(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), borrowed(a, 7), a->options, a->stream);
+  gander_layernorm_forward_options o = GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_layernorm_forward_options*)a->options;
+  o.weight = borrowed(a, 1);
+  o.bias = borrowed(a, 2);
+  o.residual = borrowed(a, 3);
+  o.residual_out = borrowed(a, 5);
+  o.mean = borrowed(a, 6);
+  o.rstd = borrowed(a, 7);
+  return gander_layernorm_forward(borrowed(a, 0), borrowed(a, 4), &o, a->stream);
 }
 
-static inline int32_t call_layernorm_owned(const arguments* a) {
-  return gander_layernorm(
-      a->operands[0], a->operands[1], a->operands[2], a->operands[3], (DLDataType){0, 0, 0}, (DLDataType){0,
-      0, 0}, a->options, a->stream, a->outputs[0], a->outputs[1], a->outputs[2], a->outputs[3]);
+static const gander_layernorm_options set_layernorm = {
+    .size = sizeof set_layernorm, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1};
+
+static inline int32_t call_layernorm(const arguments* a) {
+  gander_layernorm_options o = GANDER_LAYERNORM_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_layernorm_options*)a->options;
+  o.weight = a->operands[1];
+  o.bias = a->operands[2];
+  o.residual = a->operands[3];
+  o.residual_out = a->outputs[1];
+  o.mean = a->outputs[2];
+  o.rstd = a->outputs[3];
+  return gander_layernorm(a->operands[0], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_layernorm_backward_options set_layernorm_backward = {
+    .size = sizeof set_layernorm_backward, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
 
 static inline int32_t call_layernorm_backward(const arguments* a) {
+  gander_layernorm_backward_options o = GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_layernorm_backward_options*)a->options;
+  o.weight = borrowed(a, 1);
+  o.dresidual_out = borrowed(a, 3);
+  o.dresidual = borrowed(a, 7);
+  o.dw = borrowed(a, 8);
+  o.db = borrowed(a, 9);
   return gander_layernorm_backward(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), borrowed(a, 7), borrowed(a, 8), borrowed(a, 9), a->options, a->stream);
+      borrowed(a, 0), borrowed(a, 2), borrowed(a, 4), borrowed(a, 5), borrowed(a, 6), &o, a->stream);
 }
 
-static inline int32_t call_layernorm_grad_owned(const arguments* a) {
+static const gander_layernorm_grad_options set_layernorm_grad = {
+    .size = sizeof set_layernorm_grad, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
+
+static inline int32_t call_layernorm_grad(const arguments* a) {
+  gander_layernorm_grad_options o = GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_layernorm_grad_options*)a->options;
+  o.weight = a->operands[1];
+  o.dresidual_out = a->operands[3];
+  o.dresidual = a->outputs[1];
+  o.dw = a->outputs[2];
+  o.db = a->outputs[3];
   return gander_layernorm_grad(
-      a->operands[0], a->operands[1], a->operands[2], a->operands[3], a->operands[4], a->operands[5],
-      (DLDataType){0, 0, 0}, (DLDataType){0, 0, 0}, (DLDataType){0, 0, 0}, a->options, a->stream,
-      a->outputs[0], a->outputs[1], a->outputs[2], a->outputs[3]);
+      a->operands[0], a->operands[2], a->operands[4], a->operands[5], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_cross_entropy_forward_options bad_cross_entropy_forward = {
+    .size = sizeof bad_cross_entropy_forward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction
+    = 99};
+
+static const gander_cross_entropy_forward_options set_cross_entropy_forward = {
+    .size = sizeof set_cross_entropy_forward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction
+    = 1, .one_pass = 1, .batch_invariant = 1};
 
 static inline int32_t call_cross_entropy_forward(const arguments* a) {
-  return gander_cross_entropy_forward(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), borrowed(a, 7), borrowed(a, 8), a->options, a->stream);
+  gander_cross_entropy_forward_options o = GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_cross_entropy_forward_options*)a->options;
+  o.weight = borrowed(a, 2);
+  o.divisor = borrowed(a, 3);
+  o.upstream = borrowed(a, 4);
+  o.lse = borrowed(a, 6);
+  o.dx = borrowed(a, 7);
+  o.denominator = borrowed(a, 8);
+  return gander_cross_entropy_forward(borrowed(a, 0), borrowed(a, 1), borrowed(a, 5), &o, a->stream);
 }
 
-static inline int32_t call_cross_entropy_owned(const arguments* a) {
-  return gander_cross_entropy(
-      a->operands[0], a->operands[1], a->operands[2], a->operands[3], a->operands[4], a->options, a->stream,
-      a->outputs[0], a->outputs[1], a->outputs[2], a->outputs[3]);
+static const gander_cross_entropy_options bad_cross_entropy = {
+    .size = sizeof bad_cross_entropy, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction = 99};
+
+static const gander_cross_entropy_options set_cross_entropy = {
+    .size = sizeof set_cross_entropy, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction = 1,
+    .one_pass = 1, .batch_invariant = 1};
+
+static inline int32_t call_cross_entropy(const arguments* a) {
+  gander_cross_entropy_options o = GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_cross_entropy_options*)a->options;
+  o.weight = a->operands[2];
+  o.divisor = a->operands[3];
+  o.upstream = a->operands[4];
+  o.lse = a->outputs[1];
+  o.dx = a->outputs[2];
+  o.denominator = a->outputs[3];
+  return gander_cross_entropy(a->operands[0], a->operands[1], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_cross_entropy_backward_options bad_cross_entropy_backward = {
+    .size = sizeof bad_cross_entropy_backward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction
+    = 99};
+
+static const gander_cross_entropy_backward_options set_cross_entropy_backward = {
+    .size = sizeof set_cross_entropy_backward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction
+    = 1, .one_pass = 1, .batch_invariant = 1, .slice = 1};
 
 static inline int32_t call_cross_entropy_backward(const arguments* a) {
+  gander_cross_entropy_backward_options o = GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_cross_entropy_backward_options*)a->options;
+  o.weight = borrowed(a, 2);
+  o.divisor = borrowed(a, 5);
+  o.upstream = borrowed(a, 6);
+  o.denominator = borrowed(a, 7);
   return gander_cross_entropy_backward(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), borrowed(a, 7), borrowed(a, 8), a->options, a->stream);
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 3), borrowed(a, 4), borrowed(a, 8), &o, a->stream);
 }
 
-static inline int32_t call_cross_entropy_grad_owned(const arguments* a) {
+static const gander_cross_entropy_grad_options bad_cross_entropy_grad = {
+    .size = sizeof bad_cross_entropy_grad, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction =
+    99};
+
+static const gander_cross_entropy_grad_options set_cross_entropy_grad = {
+    .size = sizeof set_cross_entropy_grad, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction =
+    1, .one_pass = 1, .batch_invariant = 1, .slice = 1};
+
+static inline int32_t call_cross_entropy_grad(const arguments* a) {
+  gander_cross_entropy_grad_options o = GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_cross_entropy_grad_options*)a->options;
+  o.weight = a->operands[2];
+  o.divisor = a->operands[5];
+  o.upstream = a->operands[6];
+  o.denominator = a->operands[7];
   return gander_cross_entropy_grad(
-      a->operands[0], a->operands[1], a->operands[2], a->operands[3], a->operands[4], a->operands[5],
-      a->operands[6], a->operands[7], a->options, a->stream, a->outputs[0]);
+      a->operands[0], a->operands[1], a->operands[3], a->operands[4], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_sharded_cross_entropy_combine_options set_sharded_cross_entropy_combine = {
+    .size = sizeof set_sharded_cross_entropy_combine, .magic = GANDER_OPTIONS_MAGIC, .classes = -1,
+    .ignore_index = -100, .mean = 1, .weighted = 1, .batch_invariant = 1};
 
 static inline int32_t call_sharded_cross_entropy_combine(const arguments* a) {
+  gander_sharded_cross_entropy_combine_options o = GANDER_SHARDED_CROSS_ENTROPY_COMBINE_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_sharded_cross_entropy_combine_options*)a->options;
+  o.losses = borrowed(a, 4);
+  o.loss = borrowed(a, 5);
+  o.weights = borrowed(a, 6);
+  o.denominator = borrowed(a, 7);
   return gander_sharded_cross_entropy_combine(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), borrowed(a, 5),
-      borrowed(a, 6), borrowed(a, 7), a->options, a->stream);
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), &o, a->stream);
 }
 
-static inline int32_t call_sharded_cross_entropy_owned(const arguments* a) {
+static const gander_sharded_cross_entropy_options set_sharded_cross_entropy = {
+    .size = sizeof set_sharded_cross_entropy, .magic = GANDER_OPTIONS_MAGIC, .classes = -1, .ignore_index =
+    -100, .mean = 1, .weighted = 1, .batch_invariant = 1};
+
+static inline int32_t call_sharded_cross_entropy(const arguments* a) {
+  gander_sharded_cross_entropy_options o = GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_sharded_cross_entropy_options*)a->options;
+  o.losses = a->outputs[2];
+  o.loss = a->outputs[3];
+  o.weights = a->outputs[4];
+  o.denominator = a->outputs[5];
   return gander_sharded_cross_entropy(
-      a->operands[0], a->operands[1], a->options, a->stream, a->outputs[0], a->outputs[1], a->outputs[2],
-      a->outputs[3], a->outputs[4], a->outputs[5]);
+      a->operands[0], a->operands[1], &o, a->stream, a->outputs[0], a->outputs[1]);
 }
+
+static const gander_rescale_gradient_options set_rescale_gradient = {
+    .size = sizeof set_rescale_gradient, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
 
 static inline int32_t call_rescale_gradient(const arguments* a) {
-  return gander_rescale_gradient(
-      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), a->options, a->stream);
+  gander_rescale_gradient_options o = GANDER_RESCALE_GRADIENT_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rescale_gradient_options*)a->options;
+  o.upstream = borrowed(a, 2);
+  return gander_rescale_gradient(borrowed(a, 0), borrowed(a, 1), borrowed(a, 3), &o, a->stream);
 }
 
-static inline int32_t call_rescale_owned(const arguments* a) {
-  return gander_rescale(
-      a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0]);
+static const gander_rescale_options set_rescale = {
+    .size = sizeof set_rescale, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
+
+static inline int32_t call_rescale(const arguments* a) {
+  gander_rescale_options o = GANDER_RESCALE_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rescale_options*)a->options;
+  o.upstream = a->operands[2];
+  return gander_rescale(a->operands[0], a->operands[1], &o, a->stream, a->outputs[0]);
 }
+
+static const gander_logsumexp_forward_options set_logsumexp_forward = {
+    .size = sizeof set_logsumexp_forward, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
 
 static inline int32_t call_logsumexp_forward(const arguments* a) {
   return gander_logsumexp_forward(borrowed(a, 0), borrowed(a, 1), a->options, a->stream);
 }
 
-static inline int32_t call_logsumexp_owned(const arguments* a) {
+static const gander_logsumexp_options set_logsumexp = {
+    .size = sizeof set_logsumexp, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
+
+static inline int32_t call_logsumexp(const arguments* a) {
   return gander_logsumexp(a->operands[0], a->options, a->stream, a->outputs[0]);
 }
+
+static const gander_logsumexp_backward_options set_logsumexp_backward = {
+    .size = sizeof set_logsumexp_backward, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
 
 static inline int32_t call_logsumexp_backward(const arguments* a) {
   return gander_logsumexp_backward(
       borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), a->options, a->stream);
 }
 
-static inline int32_t call_logsumexp_grad_owned(const arguments* a) {
+static const gander_logsumexp_grad_options set_logsumexp_grad = {
+    .size = sizeof set_logsumexp_grad, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
+
+static inline int32_t call_logsumexp_grad(const arguments* a) {
   return gander_logsumexp_grad(
       a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0]);
 }
 
 static const function functions[] = {
-    {"gander_softmax_forward", call_softmax_forward, "mm", 0, &bad_softmax,
-     &set_softmax, {"x", "y"}},
-    {"gander_softmax", call_softmax_owned, "m", 1, &bad_softmax,
-     &set_softmax, {"x"}},
-    {"gander_softmax_backward", call_softmax_backward, "mmm", 0, &bad_softmax,
-     &set_softmax, {"dy", "y", "dx"}},
-    {"gander_softmax_grad", call_softmax_grad_owned, "mm", 1, &bad_softmax,
-     &set_softmax, {"dy", "y"}},
-    {"gander_masked_softmax_forward", call_masked_softmax_forward, "mbm", 0, NULL,
-     &set_masked_softmax, {"x", "mask", "y"}},
-    {"gander_masked_softmax", call_masked_softmax_owned, "mb", 1, NULL,
-     &set_masked_softmax, {"x", "mask"}},
-    {"gander_masked_softmax_backward", call_masked_softmax_backward, "mmbm", 0, NULL,
-     &set_masked_softmax, {"dy", "y", "mask", "dx"}},
-    {"gander_masked_softmax_grad", call_masked_softmax_grad_owned, "mmb", 1, NULL,
-     &set_masked_softmax, {"dy", "y", "mask"}},
-    {"gander_rmsnorm_forward", call_rmsnorm_forward, "mnnmmmr", 0, &bad_rmsnorm,
-     &set_rmsnorm, {"x", "weight", "bias", "residual", "y", "residual_out", "rstd"}},
-    {"gander_rmsnorm", call_rmsnorm_owned, "mnnm", 3, &bad_rmsnorm,
-     &set_rmsnorm, {"x", "weight", "bias", "residual"}},
-    {"gander_rmsnorm_backward", call_rmsnorm_backward, "mnmmrmmnn", 0, &bad_rmsnorm,
-     &set_rmsnorm, {"x", "weight", "dout", "dresidual_out", "rstd", "dx", "dresidual", "dw", "db"}},
-    {"gander_rmsnorm_grad", call_rmsnorm_grad_owned, "mnmmr", 4, &bad_rmsnorm,
-     &set_rmsnorm, {"x", "weight", "dout", "dresidual_out", "rstd"}},
-    {"gander_layernorm_forward", call_layernorm_forward, "mnnmmmrr", 0, NULL,
-     &set_layernorm, {"x", "weight", "bias", "residual", "y", "residual_out", "mean", "rstd"}},
-    {"gander_layernorm", call_layernorm_owned, "mnnm", 4, NULL,
-     &set_layernorm, {"x", "weight", "bias", "residual"}},
-    {"gander_layernorm_backward", call_layernorm_backward, "mnmmrrmmnn", 0, NULL,
-     &set_layernorm, {"x", "weight", "dout", "dresidual_out", "mean", "rstd", "dx", "dresidual", "dw", "db"}},
-    {"gander_layernorm_grad", call_layernorm_grad_owned, "mnmmrr", 4, NULL,
-     &set_layernorm, {"x", "weight", "dout", "dresidual_out", "mean", "rstd"}},
-    {"gander_cross_entropy_forward", call_cross_entropy_forward, "mtn--rrm1", 0, &bad_cross_entropy,
-     &set_cross_entropy, {"x", "target", "weight", "divisor", "upstream", "loss", "lse", "dx",
-     "denominator"}},
-    {"gander_cross_entropy", call_cross_entropy_owned, "mtn--", 4, &bad_cross_entropy,
-     &set_cross_entropy, {"x", "target", "weight", "divisor", "upstream"}},
-    {"gander_cross_entropy_backward", call_cross_entropy_backward, "mtnsr---m", 0, &bad_cross_entropy,
-     &set_cross_entropy, {"x", "target", "weight", "dloss", "lse", "divisor", "upstream", "denominator",
-     "dx"}},
-    {"gander_cross_entropy_grad", call_cross_entropy_grad_owned, "mtnsr---", 1, &bad_cross_entropy,
-     &set_cross_entropy, {"x", "target", "weight", "dloss", "lse", "divisor", "upstream", "denominator"}},
-    {"gander_sharded_cross_entropy_combine", call_sharded_cross_entropy_combine, "munnn1n1", 0, NULL,
-     &set_sharded_cross_entropy, {"parts", "target", "max", "log_sum", "losses", "loss", "weights",
-     "denominator"}},
-    {"gander_sharded_cross_entropy", call_sharded_cross_entropy_owned, "mu", 6, NULL,
-     &set_sharded_cross_entropy, {"parts", "target"}},
-    {"gander_rescale_gradient", call_rescale_gradient, "m1-m", 0, NULL,
-     &set_rescale, {"x", "dloss", "upstream", "y"}},
-    {"gander_rescale", call_rescale_owned, "m1-", 1, NULL,
-     &set_rescale, {"x", "dloss", "upstream"}},
-    {"gander_logsumexp_forward", call_logsumexp_forward, "mr", 0, NULL,
-     &set_logsumexp, {"x", "lse"}},
-    {"gander_logsumexp", call_logsumexp_owned, "m", 1, NULL,
-     &set_logsumexp, {"x"}},
-    {"gander_logsumexp_backward", call_logsumexp_backward, "mrrm", 0, NULL,
-     &set_logsumexp, {"x", "dlse", "lse", "dx"}},
-    {"gander_logsumexp_grad", call_logsumexp_grad_owned, "mrr", 1, NULL,
-     &set_logsumexp, {"x", "dlse", "lse"}},
+    {"gander_softmax_forward", call_softmax_forward, "mm", "pp", 0,
+     &bad_softmax_forward, &set_softmax_forward, {"x", "y"}},
+    {"gander_softmax", call_softmax, "m", "pp", 1,
+     &bad_softmax, &set_softmax, {"x"}},
+    {"gander_softmax_backward", call_softmax_backward, "mmm", "ppp", 0,
+     &bad_softmax_backward, &set_softmax_backward, {"dy", "y", "dx"}},
+    {"gander_softmax_grad", call_softmax_grad, "mm", "ppp", 1,
+     &bad_softmax_grad, &set_softmax_grad, {"dy", "y"}},
+    {"gander_masked_softmax_forward", call_masked_softmax_forward, "mbm", "pop", 0,
+     NULL, &set_masked_softmax_forward, {"x", "mask", "y"}},
+    {"gander_masked_softmax", call_masked_softmax, "mb", "pop", 1,
+     NULL, &set_masked_softmax, {"x", "mask"}},
+    {"gander_masked_softmax_backward", call_masked_softmax_backward, "mmbm", "ppop", 0,
+     NULL, &set_masked_softmax_backward, {"dy", "y", "mask", "dx"}},
+    {"gander_masked_softmax_grad", call_masked_softmax_grad, "mmb", "ppop", 1,
+     NULL, &set_masked_softmax_grad, {"dy", "y", "mask"}},
+    {"gander_rmsnorm_forward", call_rmsnorm_forward, "mnnmmmr", "pooopoo", 0,
+     &bad_rmsnorm_forward, &set_rmsnorm_forward, {"x", "weight", "bias", "residual", "y", "residual_out",
+     "rstd"}},
+    {"gander_rmsnorm", call_rmsnorm, "mnnm", "pooopoo", 3,
+     &bad_rmsnorm, &set_rmsnorm, {"x", "weight", "bias", "residual"}},
+    {"gander_rmsnorm_backward", call_rmsnorm_backward, "mnmmrmmnn", "popoppooo", 0,
+     &bad_rmsnorm_backward, &set_rmsnorm_backward, {"x", "weight", "dout", "dresidual_out", "rstd", "dx",
+     "dresidual", "dw", "db"}},
+    {"gander_rmsnorm_grad", call_rmsnorm_grad, "mnmmr", "popoppooo", 4,
+     &bad_rmsnorm_grad, &set_rmsnorm_grad, {"x", "weight", "dout", "dresidual_out", "rstd"}},
+    {"gander_layernorm_forward", call_layernorm_forward, "mnnmmmrr", "pooopooo", 0,
+     NULL, &set_layernorm_forward, {"x", "weight", "bias", "residual", "y", "residual_out", "mean", "rstd"}},
+    {"gander_layernorm", call_layernorm, "mnnm", "pooopooo", 4,
+     NULL, &set_layernorm, {"x", "weight", "bias", "residual"}},
+    {"gander_layernorm_backward", call_layernorm_backward, "mnmmrrmmnn", "popopppooo", 0,
+     NULL, &set_layernorm_backward, {"x", "weight", "dout", "dresidual_out", "mean", "rstd", "dx",
+     "dresidual", "dw", "db"}},
+    {"gander_layernorm_grad", call_layernorm_grad, "mnmmrr", "popopppooo", 4,
+     NULL, &set_layernorm_grad, {"x", "weight", "dout", "dresidual_out", "mean", "rstd"}},
+    {"gander_cross_entropy_forward", call_cross_entropy_forward, "mtn--rrm1", "ppooopooo", 0,
+     &bad_cross_entropy_forward, &set_cross_entropy_forward, {"x", "target", "weight", "divisor", "upstream",
+     "loss", "lse", "dx", "denominator"}},
+    {"gander_cross_entropy", call_cross_entropy, "mtn--", "ppooopooo", 4,
+     &bad_cross_entropy, &set_cross_entropy, {"x", "target", "weight", "divisor", "upstream"}},
+    {"gander_cross_entropy_backward", call_cross_entropy_backward, "mtnsr---m", "ppoppooop", 0,
+     &bad_cross_entropy_backward, &set_cross_entropy_backward, {"x", "target", "weight", "dloss", "lse",
+     "divisor", "upstream", "denominator", "dx"}},
+    {"gander_cross_entropy_grad", call_cross_entropy_grad, "mtnsr---", "ppoppooop", 1,
+     &bad_cross_entropy_grad, &set_cross_entropy_grad, {"x", "target", "weight", "dloss", "lse", "divisor",
+     "upstream", "denominator"}},
+    {"gander_sharded_cross_entropy_combine", call_sharded_cross_entropy_combine, "munnn1n1", "ppppoooo", 0,
+     NULL, &set_sharded_cross_entropy_combine, {"parts", "target", "max", "log_sum", "losses", "loss",
+     "weights", "denominator"}},
+    {"gander_sharded_cross_entropy", call_sharded_cross_entropy, "mu", "ppppoooo", 6,
+     NULL, &set_sharded_cross_entropy, {"parts", "target"}},
+    {"gander_rescale_gradient", call_rescale_gradient, "m1-m", "ppop", 0,
+     NULL, &set_rescale_gradient, {"x", "dloss", "upstream", "y"}},
+    {"gander_rescale", call_rescale, "m1-", "ppop", 1,
+     NULL, &set_rescale, {"x", "dloss", "upstream"}},
+    {"gander_logsumexp_forward", call_logsumexp_forward, "mr", "pp", 0,
+     NULL, &set_logsumexp_forward, {"x", "lse"}},
+    {"gander_logsumexp", call_logsumexp, "m", "pp", 1,
+     NULL, &set_logsumexp, {"x"}},
+    {"gander_logsumexp_backward", call_logsumexp_backward, "mrrm", "pppp", 0,
+     NULL, &set_logsumexp_backward, {"x", "dlse", "lse", "dx"}},
+    {"gander_logsumexp_grad", call_logsumexp_grad, "mrr", "pppp", 1,
+     NULL, &set_logsumexp_grad, {"x", "dlse", "lse"}},
 };

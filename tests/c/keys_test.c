@@ -22,7 +22,7 @@ enum { BYTES = 4096, MOST = 4096 };
 static pthread_key_t keys[MOST];
 static int count, spare;
 static const char* (*last_error)(void);
-static int32_t (*softmax)(const DLTensor*, const DLTensor*, const gander_softmax_options*, void*);
+static int32_t (*softmax)(const DLTensor*, const DLTensor*, const gander_softmax_forward_options*, void*);
 
 /* Checks that every key of this thread has its value in `own`, or NULL without `own`. */
 static void check_values(char* const* own) {

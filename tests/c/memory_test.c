@@ -49,7 +49,10 @@ static int32_t backward(operands* o, int64_t m, int64_t n) {
   DLTensor weight = borrow(row, bfloat16, 1, rows + 1, one_stride);
   DLTensor dw = borrow(o->dw, bfloat16, 1, rows + 1, one_stride);
   DLTensor rstd = borrow(o->rstd, float32, 1, rows, one_stride);
-  return gander_rmsnorm_backward(&x, &weight, &x, NULL, &rstd, &dx, NULL, &dw, NULL, NULL, NULL);
+  gander_rmsnorm_backward_options options = GANDER_RMSNORM_BACKWARD_OPTIONS_DEFAULTS;
+  options.weight = &weight;
+  options.dw = &dw;
+  return gander_rmsnorm_backward(&x, &x, &rstd, &dx, &options, NULL);
 }
 
 static void check_untouched(const operands* o) {

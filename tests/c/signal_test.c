@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
   CHECK(sigaction(SIGALRM, NULL, &action) == 0);
   CHECK(action.sa_handler == on_tick && action.sa_flags & SA_ONSTACK);
 
-  int32_t (*softmax)(const DLTensor*, const DLTensor*, const gander_softmax_options*, void*);
+  int32_t (*softmax)(const DLTensor*, const DLTensor*, const gander_softmax_forward_options*, void*);
   *(void**)&softmax = dlsym(library, "gander_softmax_forward");
   CHECK(softmax);
   int64_t shape[] = {M, N};

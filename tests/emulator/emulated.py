@@ -70,10 +70,6 @@ class Tensor:
         np.ndarray((*shape, size), bool, own, offset * size, [*(s * size for s in strides), 1])[...] = True
         self._around = ~own
 
-    @property
-    def _as_parameter_(self):
-        return ctypes.byref(self.dl)
-
     def values(self):
         return decoded(self.array, self.dtype)
 
@@ -140,9 +136,8 @@ def call(device, name, inputs, outputs, over=None, layout=Layout(), **options): 
                 matrices += 1
             tensors[operand.name] = Tensor(device, *given, **place)
     before = {k: tensors[k].memory.copy() for k in inputs if k not in over.values()}
-    arguments = [tensors.get(operand.name) for operand in operator.operands]
-    function, options = getattr(abi.load(), f"gander_{name}"), abi.options(operator.group, **options)
-    abi.check(function(*arguments, ctypes.byref(options), None))
+    given = {operand: tensor.dl for operand, tensor in tensors.items()}
+    abi.check(abi.call(f"gander_{name}", **given, **options))
     for operand, memory in before.items():
         assert np.array_equal(tensors[operand].memory, memory), f"{name} has written to {operand}"
     for operand in outputs:

@@ -45,7 +45,6 @@ check(cuda.cuDeviceGet(ctypes.byref(device), 0))
 check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
 check(cuda.cuCtxSetCurrent(context))
 
-library = abi.load()
 live = []
 
 
@@ -92,10 +91,6 @@ class Tensor:
         start = pointer + offset * SIZES[dtype]
         self.dl = abi.Tensor(start, abi.Device(abi.CUDA, 0), len(shape), kind, self.shape, None, 0)
 
-    @property
-    def _as_parameter_(self):
-        return ctypes.byref(self.dl)
-
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 def scratch(context, size):
@@ -112,23 +107,16 @@ class Allocator(ctypes.Structure):
 
 
 ALLOCATOR = Allocator(None, scratch)
-GIVEN = {"allocator": ctypes.addressof(ALLOCATOR)}
-SOFTMAX, RMSNORM, LAYERNORM = (abi.options(g, **GIVEN) for g in ("softmax", "rmsnorm", "layernorm"))
-MASKED, LOG, CAUSAL = (
-    abi.options("masked_softmax", **GIVEN, log=log, causal=causal) for log, causal in ((0, 0), (1, 0), (1, 1))
-)
-IGNORED = -100
-NONE, MEAN, ONE_PASS = (
-    abi.options("cross_entropy", **GIVEN, reduction=reduction, one_pass=one_pass)
-    for reduction, one_pass in ((0, 0), (1, 0), (1, 1))
-)
-SHARDED = abi.options("sharded_cross_entropy", **GIVEN, mean=1, weighted=1)
+IGNORED = -100  # the default of ignore_index
+MEAN, ONE_PASS = dict(reduction=1), dict(reduction=1, one_pass=1)
 RANDOM = np.random.default_rng(0)
 VALUES = RANDOM.standard_normal(1 << 24, dtype=np.float32)
 
 
-def call(function, *arguments, options):
-    abi.check(getattr(library, function)(*arguments, ctypes.byref(options), None))
+def call(operator, **given):
+    """Calls the function for borrowed tensors. given: operands and options."""
+    tensors = {name: v.dl for name, v in given.items() if isinstance(v, Tensor)}
+    abi.check(abi.call(f"gander_{operator}", allocator=ctypes.addressof(ALLOCATOR), **given | tensors))
     return 1
 
 
@@ -153,44 +141,37 @@ def calls(dtype, m, n, offset):
     loss, lse, parts, dloss = statistic(m), statistic(m), statistic(2, m), statistic(m, values=VALUES[:m])
     mean, denominator = statistic(1), statistic(1)
     class_weight = given(n, dtype="float32")
-    count = call("gander_softmax_forward", x, y, options=SOFTMAX)
-    count += call("gander_softmax_backward", dy, y, dx, options=SOFTMAX)
-    count += call("gander_rmsnorm_forward", x, weight, None, None, y, None, rstd, options=RMSNORM)
-    count += call("gander_rmsnorm_backward", x, None, dy, None, rstd, dx, None, None, None, options=RMSNORM)
-    count += call("gander_rmsnorm_backward", x, weight, dy, None, rstd, dx, None, dw, None, options=RMSNORM)
-    forward, backward = "gander_cross_entropy_forward", "gander_cross_entropy_backward"
-    count += call(forward, x, target, None, None, None, loss, lse, None, None, options=NONE)
-    count += call(forward, x, target, class_weight, None, None, mean, parts, None, denominator, options=MEAN)
-    count += call(backward, x, target, class_weight, mean, parts, None, None, denominator, dx, options=MEAN)
-    count += call(backward, x, target, None, dloss, lse, None, None, None, dx, options=NONE)
+    count = call("softmax_forward", x=x, y=y)
+    count += call("softmax_backward", dy=dy, y=y, dx=dx)
+    count += call("rmsnorm_forward", x=x, weight=weight, y=y, rstd=rstd)
+    count += call("rmsnorm_backward", x=x, dout=dy, rstd=rstd, dx=dx)
+    count += call("rmsnorm_backward", x=x, weight=weight, dout=dy, rstd=rstd, dx=dx, dw=dw)
+    rows, weighted = dict(x=x, target=target), dict(x=x, target=target, weight=class_weight)
+    forward, backward = "cross_entropy_forward", "cross_entropy_backward"
+    count += call(forward, **rows, loss=loss, lse=lse)
+    count += call(forward, **weighted, loss=mean, lse=parts, denominator=denominator, **MEAN)
+    count += call(backward, **weighted, dloss=mean, lse=parts, denominator=denominator, dx=dx, **MEAN)
+    count += call(backward, **rows, dloss=dloss, lse=lse, dx=dx)
     half = statistic(1, values=np.array([0.5]))
     for dmean in (1.0, 0.5):  # backward keeps forward's gradient, or computes it again
         dmean = statistic(1, values=np.array([dmean]))
         for expected in (None, half):
-            both = None, expected
-            count += call(
-                forward, x, target, class_weight, *both, mean, parts, dx, denominator, options=ONE_PASS
-            )
-            count += call(
-                backward, x, target, class_weight, dmean, parts, *both, denominator, dx, options=ONE_PASS
-            )
-    count += call(forward, x, target, None, half, half, loss, parts, dx, None, options=NONE)
-    count += call(backward, x, target, None, half, parts, half, None, None, dx, options=NONE)
-    count += call(forward, x, target, class_weight, None, None, loss, None, x, None, options=NONE)
+            both = dict(upstream=expected, lse=parts, dx=dx, denominator=denominator)
+            count += call(forward, **weighted, **both, loss=mean, **ONE_PASS)
+            count += call(backward, **weighted, **both, dloss=dmean, **ONE_PASS)
+    count += call(forward, **rows, divisor=half, upstream=half, loss=loss, lse=parts, dx=dx)
+    count += call(backward, **rows, dloss=half, lse=parts, divisor=half, dx=dx)
+    count += call(forward, **weighted, loss=loss, dx=x)
     slices, high, weights = statistic(2, 4, m, values=VALUES[: 8 * m]), statistic(m), statistic(m)
-    combined = high, lse, loss, mean, weights, denominator
-    count += call("gander_sharded_cross_entropy_combine", slices, target, *combined, options=SHARDED)
+    combined = dict(max=high, log_sum=lse, losses=loss, loss=mean, weights=weights, denominator=denominator)
+    count += call(
+        "sharded_cross_entropy_combine", parts=slices, target=target, **combined, mean=1, weighted=1
+    )
     if dtype != "float32":  # operands of several types
         wide = given(m, n, dtype="float32")
-        count += call(
-            "gander_rmsnorm_forward", dy, class_weight, None, None, wide, None, rstd, options=RMSNORM
-        )
-        count += call(
-            "gander_rmsnorm_backward", dy, None, wide, None, rstd, dx, None, None, None, options=RMSNORM
-        )
-        count += call(
-            "gander_rmsnorm_backward", dy, weight, wide, None, rstd, dx, None, dw, None, options=RMSNORM
-        )
+        count += call("rmsnorm_forward", x=dy, weight=class_weight, y=wide, rstd=rstd)
+        count += call("rmsnorm_backward", x=dy, dout=wide, rstd=rstd, dx=dx)
+        count += call("rmsnorm_backward", x=dy, weight=weight, dout=wide, rstd=rstd, dx=dx, dw=dw)
     count += norms(x, dy, y, dx, weight, dw, rstd, given, empty, statistic, dtype, m, n)
     count += masked_softmax(x, dy, y, dx, given, empty, dtype, m, n)
     free_all()
@@ -200,20 +181,23 @@ def calls(dtype, m, n, offset):
 def masked_softmax(x, dy, y, dx, given, empty, dtype, m, n):
     """Calls softmax with masks of several types and shapes, and with other types of y and dx."""
     other = "float16" if dtype == "float32" else "float32"
-    forward, backward = "gander_masked_softmax_forward", "gander_masked_softmax_backward"
+    forward, backward = "masked_softmax_forward", "masked_softmax_backward"
+    plain, log, causal = {}, dict(log=1), dict(log=1, causal=1)
     count = 0
     for mask, options in (
-        (given(m, n, dtype="bool"), MASKED),
-        (given(1, n, dtype="bool"), LOG),
-        (given(m, 1, dtype=other), MASKED),
-        (given(m, n), LOG),
-        (given(n, dtype=other), CAUSAL),
-        (None, CAUSAL),
+        (given(m, n, dtype="bool"), plain),
+        (given(1, n, dtype="bool"), log),
+        (given(m, 1, dtype=other), plain),
+        (given(m, n), log),
+        (given(n, dtype=other), causal),
+        (None, causal),
     ):
-        count += call(forward, x, mask, y, options=options)
-        count += call(forward, x, mask, empty(m, n, dtype=other), options=options)
-        count += call(backward, dy, x, mask, dx, options=options)
-        count += call(backward, dy, given(m, n, dtype=other), mask, empty(m, n, dtype=other), options=options)
+        options = options | dict(mask=mask)
+        count += call(forward, x=x, y=y, **options)
+        count += call(forward, x=x, y=empty(m, n, dtype=other), **options)
+        count += call(backward, dy=dy, y=x, dx=dx, **options)
+        y_of_other = given(m, n, dtype=other)
+        count += call(backward, dy=dy, y=y_of_other, dx=empty(m, n, dtype=other), **options)
     return count
 
 
@@ -222,16 +206,18 @@ def norms(x, dy, y, dx, weight, dw, rstd, given, empty, statistic, dtype, m, n):
     other = "float16" if dtype == "float32" else "float32"
     residual, wide, narrow = given(m, n), given(m, n, dtype=other), empty(m, n, dtype=other)
     bias, db, mean = given(n, dtype=other), empty(n, dtype=other), statistic(m)
-    forward, backward = "gander_layernorm_forward", "gander_layernorm_backward"
-    count = call(forward, x, weight, bias, None, y, None, mean, rstd, options=LAYERNORM)
-    count += call(forward, x, weight, bias, wide, narrow, empty(m, n), mean, rstd, options=LAYERNORM)
-    given_statistics = x, weight, dy, residual, mean, rstd
-    count += call(backward, *given_statistics, dx, narrow, dw, db, options=LAYERNORM)
-    count += call(backward, x, weight, wide, None, mean, rstd, dx, None, dw, None, options=LAYERNORM)
-    forward, backward = "gander_rmsnorm_forward", "gander_rmsnorm_backward"
-    count += call(backward, x, weight, dy, residual, rstd, dx, None, dw, None, options=RMSNORM)
-    count += call(backward, x, None, dy, dy, rstd, dx, None, None, None, options=RMSNORM)
-    return count + call(forward, x, weight, None, residual, x, residual, rstd, options=RMSNORM)
+    forward, backward = "layernorm_forward", "layernorm_backward"
+    saved = dict(mean=mean, rstd=rstd)
+    count = call(forward, x=x, weight=weight, bias=bias, y=y, **saved)
+    into = dict(y=narrow, residual_out=empty(m, n))
+    count += call(forward, x=x, weight=weight, bias=bias, residual=wide, **into, **saved)
+    rows = dict(x=x, weight=weight, dx=dx, dw=dw)
+    count += call(backward, **rows, dout=dy, dresidual_out=residual, dresidual=narrow, db=db, **saved)
+    count += call(backward, **rows, dout=wide, **saved)
+    count += call("rmsnorm_backward", **rows, dout=dy, dresidual_out=residual, rstd=rstd)
+    count += call("rmsnorm_backward", x=x, dout=dy, dresidual_out=dy, rstd=rstd, dx=dx)
+    in_place = dict(y=x, residual_out=residual)
+    return count + call("rmsnorm_forward", x=x, weight=weight, residual=residual, **in_place, rstd=rstd)
 
 
 def grid(dtype, which="all"):
@@ -248,7 +234,7 @@ def grid(dtype, which="all"):
 def short():
     """The memory of x has half the rows of its shape."""
     x = Tensor("float32", 64, 4096, values=VALUES[: 64 * 4096], claimed=(128, 4096))
-    call("gander_softmax_forward", x, Tensor("float32", 128, 4096), options=SOFTMAX)
+    call("softmax_forward", x=x, y=Tensor("float32", 128, 4096))
     free_all()
 
 

@@ -3,9 +3,11 @@
 import ctypes
 import gc
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import gander
 import numpy as np
@@ -168,12 +170,26 @@ def test_the_binding_covers_the_table():
     for name, operator in OPERATORS.items():
         for function in (f"gander_{name}", operator.owned):
             assert getattr(library.load(), function).argtypes == library.PROTOTYPES[function][1]
-    options = library.options("rmsnorm", batch_invariant=1)
+    options = library.options("gander_rmsnorm", batch_invariant=1)
     assert options.size == ctypes.sizeof(options)
     assert (options.eps, options.algorithm, options.batch_invariant) == (1e-6, 0, 1)
-    assert library.options("cross_entropy").ignore_index == -100
+    assert library.options("gander_cross_entropy_forward").ignore_index == -100
+    assert library.options("gander_cross_entropy_forward", ignore_index=0).ignore_index == 0
     for name in TORCH:
         assert [*inspect.signature(getattr(backend, name)).parameters] == arguments(name)
+
+
+def test_option_structs_are_those_of_c():
+    """tests/c/layout_gen.h has the offsets that C's compilers find."""
+    text = (Path(__file__).parents[1] / "c" / "layout_gen.h").read_text()
+    fields = re.findall(r"F\((\w+)_options, (\w+), (\d+)\)", text)
+    assert len(fields) > 200
+    for function, field, offset in fields:
+        assert getattr(type(library.options(function)), field).offset == int(offset)
+    for function, size in re.findall(r"S\((\w+)_options, (\d+),", text):
+        assert ctypes.sizeof(library.options(function)) == int(size)
+    with pytest.raises(AttributeError, match="epsilon"):
+        library.options("gander_rmsnorm", epsilon=1)
 
 
 def test_a_library_of_another_abi_version(monkeypatch):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gander import nn
-from gander._table import OPERATORS, OPTIONS
+from gander._table import OPERATORS
 
 M, N, CLASSES = 4, 8, 6
 REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)
@@ -130,7 +130,7 @@ KIND_OF_OPTION = {
     "algorithm": "name",
     "reduction": "name",
 }
-KINDS = {option.name: KIND_OF_OPTION[option.type] for group in OPTIONS.values() for option in group}
+KINDS = {o.name: KIND_OF_OPTION[o.type] for operator in OPERATORS.values() for o in operator.options}
 KINDS |= {operand.name: "tensor" for operator in OPERATORS.values() for operand in operator.operands}
 KINDS |= dict.fromkeys(("input", "out", "lse_partial", "target_logit", "weight_ce"), "tensor")
 KINDS |= dict.fromkeys(("divisor", "upstream"), "number or tensor")

@@ -7,7 +7,6 @@ from gander._native import library
 from gander._table import (
     DTYPES,
     OPERATORS,
-    OPTIONS,
     REDUCTIONS,
     TORCH,
     arguments,
@@ -65,14 +64,13 @@ def described(value):
 def call_c(name, values):
     """Calls the C function that the kernel of an operator calls. Returns its status and its message."""
     operator, of = TORCH[name], operands(name)
-    group = OPERATORS[operator.operator].group
-    defaults = {option.name: values.get(option.name, option.default) for option in OPTIONS[group]}
+    chosen = values | operator.fixed
+    given = {option.name: chosen.get(option.name) for option in OPERATORS[operator.operator].options}
     first = values[next(iter(of))]
     shape = FIRST if first is None or not first.ndim else tuple(first.shape)
     wide = first is not None and first.dtype == torch.float64
     made = {o: tensor(of[o], made_sizes(name, of[o], values), shape, wide) for o in operator.results}
     made |= {output: values[argument] for argument, output in operator.writes.items()}
-    struct = library.options(group, **defaults | operator.fixed)
-    pointers = [described((made | values).get(operand)) for operand in of]
-    status = getattr(library.load(), f"gander_{operator.operator}")(*pointers, ctypes.byref(struct), None)
+    given |= {operand: described((made | values).get(operand)) for operand in of}
+    status = library.call(f"gander_{operator.operator}", **given)
     return status, library.load().gander_last_error().decode() if status else ""

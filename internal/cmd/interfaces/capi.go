@@ -13,7 +13,7 @@ import (
 // fill replaces the parts of gander.h between "/* generated: NAME */" and "/* end of what is generated */".
 func fill(header string) (string, error) {
 	parts := map[string]func() string{
-		"statuses": cStatuses, "choices": cChoices, "options": cOptions, "borrowed": cBorrowed, "owned": cOwned,
+		"statuses": cStatuses, "choices": cChoices, "borrowed": cBorrowed, "owned": cOwned,
 	}
 	region := regexp.MustCompile(`(?s)(/\* generated: (\w+)[^\n]*\*/\n).*?(/\* end of what is generated \*/)`)
 	found := 0
@@ -75,42 +75,6 @@ func cChoices() string {
 	return t.String()
 }
 
-var cOptionTypes = map[operators.OptionType]string{
-	operators.Real: "double", operators.Integer: "int64_t", operators.Flag: "int32_t",
-	operators.Reduction: "int32_t", operators.Algorithm: "int32_t",
-}
-
-func cOptions() string {
-	var t text
-	for i, g := range operators.Table {
-		if i > 0 {
-			t.add("")
-		}
-		t.add("typedef struct {")
-		t.add("  size_t size;")
-		t.add("  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */")
-		for _, o := range g.Options {
-			doc := o.Doc
-			switch {
-			case o.Default != 0:
-				doc += fmt.Sprintf("; %s with NULL options; an option struct must set it", number(o.Default))
-			case o.Type == operators.Reduction:
-				doc += ": a gander_reduction"
-			case o.Type == operators.Algorithm:
-				doc += ": a gander_algorithm"
-			}
-			line := fmt.Sprintf("  %s %s; /* %s */", cOptionTypes[o.Type], o.Name, doc)
-			if len(line) > 110 {
-				t.add("%s", comment(doc, "  "))
-				line = fmt.Sprintf("  %s %s;", cOptionTypes[o.Type], o.Name)
-			}
-			t.add("%s", line)
-		}
-		t.add("} gander_%s_options;", g.Name)
-	}
-	return t.String()
-}
-
 // comment formats words as a C comment.
 func comment(words, indent string) string {
 	s := wrap(words, indent+" * ", 107)
@@ -140,48 +104,22 @@ func declaration(name string, parameters []string) string {
 	return strings.Join(append(lines, line), "\n")
 }
 
-func borrowedParameters(o operator) (list []string) {
-	for _, p := range o.Operands {
-		list = append(list, "const DLTensor* "+p.Name)
-	}
-	return append(list, "const "+o.options()+"* options", "void* stream")
-}
-
-func ownedParameters(o operator) (list []string) {
-	for _, p := range o.inputs() {
-		list = append(list, "DLManagedTensorVersioned* "+p.Name)
-	}
-	for _, p := range o.outputs() {
-		if p.Choice != "" {
-			list = append(list, "DLDataType "+p.Choice)
-		}
-	}
-	list = append(list, "const "+o.options()+"* options", "void* stream")
-	for _, p := range o.outputs() {
-		list = append(list, "DLManagedTensorVersioned** "+p.Name)
-	}
-	return list
-}
-
 func cBorrowed() string {
 	var t text
 	for i, o := range all() {
 		if i > 0 {
 			t.add("")
 		}
-		t.add("%s", wrap(o.Doc, " * ", 107))
+		f := borrowing(o)
+		cStruct(&t, f)
+		words := []string{wrap(o.Doc, " * ", 107)}
 		for _, p := range o.Operands {
-			t.add("%s", wrap(p.Name+": "+describe(p, o.Operands[0].Name, "NULL")+".", " *   ", 107))
+			if !p.Optional {
+				words = append(words, wrap(p.Name+": "+describe(p, o.Operands[0].Name, "NULL")+".", " *   ", 107))
+			}
 		}
-		body := t.String()
-		t.Reset()
-		start := strings.LastIndex(body, "\n\n") + 2
-		if i == 0 {
-			start = 0
-		}
-		t.WriteString(body[:start])
-		t.add("/*%s */", strings.TrimSuffix(strings.TrimPrefix(body[start:], " *"), "\n"))
-		t.add("%s;", declaration("gander_"+o.full(), borrowedParameters(o)))
+		t.add("/*%s */", strings.TrimPrefix(strings.Join(words, "\n"), " *"))
+		t.add("%s;", declaration(f.name(), f.parameters()))
 	}
 	return t.String()
 }
@@ -192,16 +130,10 @@ func cOwned() string {
 		if i > 0 {
 			t.add("")
 		}
+		f := owning(o)
+		cStruct(&t, f)
 		words := "gander_" + o.full() + " with owned tensors."
-		var may []string
 		for _, p := range o.outputs() {
-			if p.Optional {
-				may = append(may, p.Name)
-			}
-			if p.Choice != "" {
-				words += fmt.Sprintf(" %s: the dtype of %s, or {0, 0, 0} for %s.", p.Choice, p.Name,
-					defaultDType(p, o.Operands[0].Name))
-			}
 			if p.Read != "" {
 				words += fmt.Sprintf(" %s is refused: it would read %s.", p.Read, p.Name)
 			}
@@ -209,11 +141,8 @@ func cOwned() string {
 				words += fmt.Sprintf(" %s has M elements.", p.Name)
 			}
 		}
-		if len(may) > 0 {
-			words += " " + strings.Join(may, ", ") + ": NULL if not needed."
-		}
 		t.add("%s", comment(words, ""))
-		t.add("%s;", declaration(o.Owned, ownedParameters(o)))
+		t.add("%s;", declaration(f.name(), f.parameters()))
 	}
 	return t.String()
 }
@@ -253,41 +182,55 @@ func cExports() string {
 	t.add("//go:build cgo\n\n/* %s */", generated)
 	t.add("#include \"internal.h\"\n#include \"_cgo_export.h\"")
 	for _, o := range all() {
-		t.add("\n%s {", declaration("gander_"+o.full(), borrowedParameters(o)))
-		t.add("  GANDER_ENTER();")
-		var arguments []string
-		for _, p := range o.Operands {
-			arguments = append(arguments, "(void*)"+p.Name)
-		}
-		arguments = append(arguments, "(void*)options", "(uintptr_t)stream")
-		t.add("%s;\n}", cCall("  return "+goExport(o), arguments))
-
-		t.add("\n%s {", declaration(o.Owned, ownedParameters(o)))
-		var inputs, outputs []string
-		arguments = nil
-		for _, p := range o.inputs() {
-			inputs = append(inputs, fmt.Sprintf("{%q, %s}", p.Name, p.Name))
-			arguments = append(arguments, "gander_tensor("+p.Name+")")
-		}
-		for _, p := range o.outputs() {
-			outputs = append(outputs, p.Name)
-			if c := p.Choice; c != "" {
-				arguments = append(arguments, c+".code", c+".bits", c+".lanes")
-			}
-		}
-		arguments = append(append(arguments, "(void*)options", "(uintptr_t)stream"), outputs...)
-		line := fmt.Sprintf("  const gander_input inputs[] = {%s};", strings.Join(inputs, ", "))
-		if len(line) > 110 {
-			line = fmt.Sprintf("  const gander_input inputs[] = {\n      %s};", strings.Join(inputs, ",\n      "))
-		}
-		t.add("%s", line)
-		t.add("  DLManagedTensorVersioned** const outputs[] = {%s};", strings.Join(outputs, ", "))
-		t.add("  int32_t status = gander_begin(__func__, inputs, %d, outputs, %d);", len(inputs), len(outputs))
-		t.add("  if (status == GANDER_OK) {")
-		t.add("%s;\n  }", cCall("    status = "+goExport(o)+"Owned", arguments))
-		t.add("  return gander_end(inputs, %d, status);\n}", len(inputs))
+		cExport(&t, borrowing(o))
+		cExport(&t, owning(o))
 	}
 	return t.String()
+}
+
+// cExport writes a C function. Go gets an option struct that has all fields.
+func cExport(t *text, f function) {
+	t.add("\n%s {", declaration(f.name(), f.parameters()))
+	if !f.owns {
+		t.add("  GANDER_ENTER();")
+	}
+	t.add("  GANDER_OPTIONS(%s, %s);", f.structName(), f.initializer())
+	var arguments, after, inputs, outputs []string
+	for _, p := range f.Operands {
+		value := p.Name
+		if p.Optional {
+			value = "o->" + p.Name
+		}
+		switch {
+		case f.owns && p.Output:
+			outputs = append(outputs, value)
+			if !p.Optional {
+				after = append(after, value)
+			}
+			continue
+		case f.owns:
+			inputs = append(inputs, fmt.Sprintf("{%q, %s}", p.Name, value))
+		}
+		if !p.Optional {
+			arguments = append(arguments, "(void*)"+value)
+		}
+	}
+	arguments = append(append(arguments, "(void*)o", "(uintptr_t)stream"), after...)
+	if !f.owns {
+		t.add("  if (status) return status;")
+		t.add("%s;\n}", cCall("  return "+goExport(f.operator), arguments))
+		return
+	}
+	line := fmt.Sprintf("  const gander_input inputs[] = {%s};", strings.Join(inputs, ", "))
+	if len(line) > 110 {
+		line = fmt.Sprintf("  const gander_input inputs[] = {\n      %s};", strings.Join(inputs, ",\n      "))
+	}
+	t.add("%s", line)
+	t.add("  DLManagedTensorVersioned** const outputs[] = {%s};", strings.Join(outputs, ", "))
+	t.add("  status = gander_begin(__func__, status, inputs, %d, outputs, %d);", len(inputs), len(outputs))
+	t.add("  if (status == GANDER_OK) {")
+	t.add("%s;\n  }", cCall("    status = "+goExport(f.operator)+"Owned", arguments))
+	t.add("  return gander_end(inputs, %d, status);\n}", len(inputs))
 }
 
 func goExport(o operator) string { return "gander" + o.goName() }
@@ -311,16 +254,6 @@ func goExports() string {
 	t.add("import (\n\"unsafe\"\n\n%q\n%q\n)\n", "github.com/gander-go/gander/kernels",
 		"github.com/gander-go/gander/ops")
 	t.add("var _ kernels.Reduction // the import may otherwise be unused")
-	for _, g := range operators.Table {
-		var defaults []string
-		for _, o := range g.Options {
-			if o.Default != 0 {
-				defaults = append(defaults, fmt.Sprintf("%s: %s", o.Name, number(o.Default)))
-			}
-		}
-		t.add("\nfunc %sOptions(p unsafe.Pointer) (C.gander_%s_options, error) {", unexported(g.Type), g.Name)
-		t.add("return readOptions(p, C.gander_%s_options{%s})\n}", g.Name, strings.Join(defaults, ", "))
-	}
 	for _, o := range all() {
 		goBorrowed(&t, o)
 		goOwned(&t, o)
@@ -334,25 +267,41 @@ func opsCall(t *text, o operator, operand func(p operators.Operand) string) {
 	for _, p := range o.Operands {
 		t.add("%s: %s,", field(p.Name), operand(p))
 	}
-	for _, option := range o.group.Options {
+	for _, option := range o.options() {
 		value := fmt.Sprintf("%s(o.%s)", goOptionTypes[option.Type], option.Name)
 		switch option.Type {
 		case operators.Flag:
 			value = fmt.Sprintf("o.%s != 0", option.Name)
+		case operators.Reduction:
+			value = fmt.Sprintf("kernels.Reduction(saturated(o.%s))", option.Name)
 		case operators.Algorithm:
-			value = fmt.Sprintf("ops.Algorithm(o.%s)", option.Name)
+			value = fmt.Sprintf("ops.Algorithm(saturated(o.%s))", option.Name)
+		}
+		if option.Default != 0 {
+			value = "ops.Some(" + value + ")"
 		}
 		t.add("%s: %s,", camel(option.Name), value)
 	}
 	t.add("}.Run(&c)")
 }
 
-func names(list []operators.Operand) string {
+// required lists the parameters for those operands that are no fields of the option struct.
+func required(list []operators.Operand) string {
 	var s []string
 	for _, p := range list {
-		s = append(s, goParameter(p.Name))
+		if !p.Optional {
+			s = append(s, goParameter(p.Name)+", ")
+		}
 	}
-	return strings.Join(s, ", ")
+	return strings.Join(s, "")
+}
+
+// given is a pointer that the caller passed: a parameter, or a field of the option struct.
+func given(p operators.Operand) string {
+	if p.Optional {
+		return "unsafe.Pointer(o." + p.Name + ")"
+	}
+	return goParameter(p.Name)
 }
 
 // goParameter is the name of an operand or argument in Go: dloss, outDtype.
@@ -381,41 +330,31 @@ func goHead(name, parameters, result string) string {
 
 func goBorrowed(t *text, o operator) {
 	t.add("\n//export %s", goExport(o))
-	parameters := names(o.Operands) + ", options unsafe.Pointer, stream uintptr"
+	parameters := required(o.Operands) + "options unsafe.Pointer, stream uintptr"
 	t.add("%s", goHead(goExport(o), parameters, "(status int32)"))
 	t.add("defer recovered(&status)")
-	t.add("o, err := %sOptions(options)", unexported(o.group.Type))
-	t.add("if err == nil {\nc := call(stream, o.allocator)")
-	t.WriteString("err = ")
-	opsCall(t, o, func(p operators.Operand) string { return "tensor(" + goParameter(p.Name) + ")" })
-	t.add("}\nreturn report(err)\n}")
+	t.add("o := (*C.%s)(options)", borrowing(o).structName())
+	t.add("c := call(stream, o.allocator)")
+	t.WriteString("err := ")
+	opsCall(t, o, func(p operators.Operand) string { return "tensor(" + given(p) + ")" })
+	t.add("return report(err)\n}")
 }
 
 func goOwned(t *text, o operator) {
 	first, name := o.Operands[0], strings.TrimPrefix(o.Owned, "gander_")
-	inputs, outputs := names(o.inputs()), names(o.outputs())
-	dtypes := ""
-	for _, p := range o.outputs() {
-		if p.Choice != "" {
-			c := goParameter(p.Choice)
-			dtypes += fmt.Sprintf(" %[1]sCode, %[1]sBits uint8, %[1]sLanes uint16,", c)
-		}
+	parameters := required(o.inputs()) + "options unsafe.Pointer, stream uintptr"
+	if outputs := required(o.outputs()); outputs != "" {
+		parameters += ", " + strings.TrimSuffix(outputs, ", ") + " unsafe.Pointer"
 	}
 	t.add("\n//export %sOwned", goExport(o))
-	if dtypes == "" {
-		inputs += ", options unsafe.Pointer, "
-	} else {
-		inputs += " unsafe.Pointer," + dtypes + " options unsafe.Pointer, "
-	}
-	t.add("%s", goHead(goExport(o)+"Owned", inputs+"stream uintptr, "+outputs+" unsafe.Pointer", "int32"))
+	t.add("%s", goHead(goExport(o)+"Owned", parameters, "int32"))
 	t.add("return run(func() error {")
-	t.add("o, err := %sOptions(options)", unexported(o.group.Type))
-	t.add("if err != nil {\nreturn err\n}")
-	t.add("made, err := outputsFor(%q, %q, tensor(%s), stream)", name, first.Name, goParameter(first.Name))
+	t.add("o := (*C.%s)(options)", owning(o).structName())
+	t.add("made, err := outputsFor(%q, %q, owned(%s), stream)", name, first.Name, given(first))
 	t.add("if err != nil {\nreturn err\n}")
 	t.add("defer made.discard()")
 	for _, p := range o.outputs() {
-		slot := goParameter(p.Name)
+		slot := given(p)
 		if p.Read != "" {
 			t.add("if o.%s != 0 {", p.Read)
 			t.add("return refuse(ops.StatusOption, %q+\n%q)\n}",
@@ -423,7 +362,7 @@ func goOwned(t *text, o operator) {
 				fmt.Sprintf("it reads %s, which an owning call allocates; use gander_%s", p.Name, o.full()))
 		}
 		if p.Needs != "" {
-			t.add("if %s != nil && %s == nil {", slot, goParameter(p.Needs))
+			t.add("if %s != nil && %s == nil {", slot, given(*o.Find(p.Needs)))
 			t.add("return refuse(ops.StatusOption, %q+\n%q)\n}",
 				fmt.Sprintf("%s: %s is requested without a %s, expected NULL; ", name, p.Name, p.Needs),
 				fmt.Sprintf("pass the %s or leave %s NULL", p.Needs, p.Name))
@@ -436,25 +375,26 @@ func goOwned(t *text, o operator) {
 		shape := fmt.Sprintf("made.shape(%q)", rule.Made(false))
 		switch {
 		case p.Fits != "":
-			forms := []string{"tensor(" + goParameter(p.Fits) + ")"}
+			forms := []string{"owned(" + given(*o.Find(p.Fits)) + ")"}
 			for _, f := range rule.Forms {
 				forms = append(forms, strconv.Quote(f.Sizes))
 			}
 			shape = fmt.Sprintf("made.shapeOf(%s)", strings.Join(forms, ", "))
 		case rule.Made(false) != rule.Made(true):
-			shape = fmt.Sprintf("made.shape(reduced(int32(o.reduction), %q, %q))", rule.Made(false), rule.Made(true))
+			shape = fmt.Sprintf("made.shape(reduced(saturated(o.reduction), %q, %q))", rule.Made(false),
+				rule.Made(true))
 		}
 		dtype := "made.dtype()"
 		if operators.DTypes[p.DType].Statistic {
 			dtype = "made.statistic()"
 		}
 		if p.Like != "" && p.Like != first.Name {
-			dtype = fmt.Sprintf("made.dtypeOf(tensor(%s), %s)", goParameter(p.Like), dtype)
+			dtype = fmt.Sprintf("made.dtypeOf(owned(%s), %s)", given(*o.Find(p.Like)), dtype)
 		}
 		if p.Choice != "" {
-			dtype = fmt.Sprintf("requestedDType(%[1]sCode, %[1]sBits, %[1]sLanes, %s)", goParameter(p.Choice), dtype)
+			dtype = fmt.Sprintf("requestedDType(unsafe.Pointer(o.%s), %s)", p.Choice, dtype)
 		}
-		t.add("t%s := made.%s(%q, %s, %s, %s)", slot, method, p.Name, slot, dtype, shape)
+		t.add("t%s := made.%s(%q, %s, %s, %s)", goParameter(p.Name), method, p.Name, slot, dtype, shape)
 	}
 	t.add("if made.err != nil {\nreturn made.err\n}")
 	t.add("c := call(stream, o.allocator)")
@@ -463,7 +403,7 @@ func goOwned(t *text, o operator) {
 		if p.Output {
 			return "t" + goParameter(p.Name)
 		}
-		return "tensor(" + goParameter(p.Name) + ")"
+		return "owned(" + given(p) + ")"
 	})
 	t.add("if err != nil {\nreturn err\n}\nreturn made.deliver()\n})\n}")
 }

@@ -12,86 +12,114 @@ import (
 // signature.
 func testFunctions() string {
 	var t text
-	t.add("/* %s */\n", generated)
-	for _, g := range operators.Table {
-		for _, option := range g.Options {
-			if option.Type == operators.Algorithm || option.Type == operators.Reduction {
-				t.add("static const gander_%[1]s_options bad_%[1]s = {\n    .size = sizeof bad_%[1]s, .%[2]s = 99};",
-					g.Name, option.Name)
-				break
-			}
-		}
-	}
-	for _, g := range operators.Table {
-		fields := fmt.Sprintf(".size = sizeof set_%s%s};", g.Name, setOptions(g))
-		t.add("static const gander_%[1]s_options set_%[1]s = {\n%[2]s", g.Name, wrap(fields, "    ", 110))
-	}
 	var rows []string
 	operands, outputs := 0, 0
 	for _, o := range all() {
-		wrong := "NULL"
-		for _, option := range o.group.Options {
-			if option.Type == operators.Algorithm || option.Type == operators.Reduction {
-				wrong = "&bad_" + o.group.Name
-			}
+		for _, f := range []function{borrowing(o), owning(o)} {
+			rows = append(rows, testFunction(&t, f))
 		}
-		call := func(name, function string, arguments []string) {
-			t.add("\nstatic inline int32_t %s(const arguments* a) {\n%s;\n}", name,
-				cCall("  return "+function, arguments))
-		}
-		var borrowed, owned []string
-		for i := range o.Operands {
-			borrowed = append(borrowed, fmt.Sprintf("borrowed(a, %d)", i))
-		}
-		call("call_"+o.full(), "gander_"+o.full(), append(borrowed, "a->options", "a->stream"))
-		for i := range o.inputs() {
-			owned = append(owned, fmt.Sprintf("a->operands[%d]", i))
-		}
-		for _, p := range o.outputs() {
-			if p.Choice != "" {
-				owned = append(owned, "(DLDataType){0, 0, 0}")
-			}
-		}
-		owned = append(owned, "a->options", "a->stream")
-		for i := range o.outputs() {
-			owned = append(owned, fmt.Sprintf("a->outputs[%d]", i))
-		}
-		call("call_"+strings.TrimPrefix(o.Owned, "gander_")+"_owned", o.Owned, owned)
-		rows = append(rows,
-			testRow("gander_"+o.full(), "call_"+o.full(), o.Operands, 0, wrong, o.group.Name),
-			testRow(o.Owned, "call_"+strings.TrimPrefix(o.Owned, "gander_")+"_owned", o.inputs(), len(o.outputs()),
-				wrong, o.group.Name))
 		operands, outputs = max(operands, len(o.Operands)), max(outputs, len(o.outputs()))
 	}
 	t.add("\nstatic const function functions[] = {\n%s\n};", strings.Join(rows, "\n"))
-	head := fmt.Sprintf("*/\nenum { MOST_OPERANDS = %d, MOST_OUTPUTS = %d };\nTYPES_OF_FUNCTIONS\n",
-		operands, outputs)
-	return strings.Replace(t.String(), "*/\n", head, 1)
+	head := fmt.Sprintf("/* %s */\nenum { MOST_OPERANDS = %d, MOST_OUTPUTS = %d };\nTYPES_OF_FUNCTIONS\n",
+		generated, operands, outputs)
+	return head + t.String()
 }
 
-// setOptions sets every option that is a flag, and the first reduction that is not the default.
-func setOptions(g operators.Group) string {
-	var b strings.Builder
-	for _, option := range g.Options {
-		switch {
-		case option.Type == operators.Flag, option.Type == operators.Reduction:
-			fmt.Fprintf(&b, ", .%s = 1", option.Name)
-		case option.Default != 0:
-			fmt.Fprintf(&b, ", .%s = %s", option.Name, number(option.Default))
+// testFunction writes option structs with values for tests, and a function that calls a C function. It
+// returns the row of the table for it.
+func testFunction(t *text, f function) string {
+	kind, name, wrong := f.structName(), strings.TrimPrefix(f.name(), "gander_"), "NULL"
+	for _, option := range f.options() {
+		if wrong == "NULL" && (option.Type == operators.Algorithm || option.Type == operators.Reduction) {
+			wrong = "&bad_" + name
+			testOptions(t, kind, "bad_"+name, f.options(), func(o operators.Option) float64 {
+				if o.Name == option.Name {
+					return 99
+				}
+				return o.Default
+			})
 		}
 	}
-	return b.String()
+	// Every flag, and the first reduction that is not the default.
+	testOptions(t, kind, "set_"+name, f.options(), func(o operators.Option) float64 {
+		if o.Type == operators.Flag || o.Type == operators.Reduction {
+			return 1
+		}
+		return o.Default
+	})
+	t.add("\nstatic inline int32_t call_%s(const arguments* a) {", name)
+	list, slots := f.Operands, []operators.Operand(nil)
+	if f.owns {
+		list, slots = f.inputs(), f.outputs()
+	}
+	var arguments, after []string
+	options, where := "a->options", ""
+	place := func(p operators.Operand, value string) {
+		switch {
+		case p.Optional && options != "&o":
+			options = "&o"
+			t.add("  %s o = %s;", kind, f.initializer())
+			t.add("  if (a->options) o = *(const %s*)a->options;", kind)
+			fallthrough
+		case p.Optional:
+			t.add("  o.%s = %s;", p.Name, value)
+			where += "o"
+		case p.Output && f.owns:
+			after = append(after, value)
+			where += "p"
+		default:
+			arguments = append(arguments, value)
+			where += "p"
+		}
+	}
+	for i, p := range list {
+		value := fmt.Sprintf("borrowed(a, %d)", i)
+		if f.owns {
+			value = fmt.Sprintf("a->operands[%d]", i)
+		}
+		place(p, value)
+	}
+	for i, p := range slots {
+		place(p, fmt.Sprintf("a->outputs[%d]", i))
+	}
+	arguments = append(append(arguments, options, "a->stream"), after...)
+	t.add("%s;\n}", cCall("  return "+f.name(), arguments))
+	var names []string
+	for _, p := range list {
+		names = append(names, strconv.Quote(p.Name))
+	}
+	more := fmt.Sprintf("%s, &set_%s, {%s}},", wrong, name, strings.Join(names, ", "))
+	return fmt.Sprintf("    {%q, call_%s, %q, %q, %d,\n%s", f.name(), name, letters(list), where, len(slots),
+		wrap(more, "     ", 110))
 }
 
-// testRow is a row of the table of functions.
-func testRow(name, call string, list []operators.Operand, outputs int, wrong, group string) string {
-	var s []string
-	for _, p := range list {
-		s = append(s, strconv.Quote(p.Name))
+// testOptions writes an option struct with these values.
+func testOptions(t *text, kind, name string, list []operators.Option, value func(operators.Option) float64) {
+	fields := fmt.Sprintf(".size = sizeof %s, .magic = GANDER_OPTIONS_MAGIC", name)
+	for _, option := range list {
+		if v := value(option); v != 0 {
+			fields += fmt.Sprintf(", .%s = %s", option.Name, number(v))
+		}
 	}
-	more := fmt.Sprintf("&set_%s, {%s}},", group, strings.Join(s, ", "))
-	return fmt.Sprintf("    {%q, %s, %q, %d, %s,\n%s", name, call, letters(list), outputs, wrong,
-		wrap(more, "     ", 110))
+	t.add("\nstatic const %s %s = {\n%s", kind, name, wrap(fields+"};", "    ", 110))
+}
+
+// testLayouts generates tests/c/layout_gen.h: where C and C++ must place the fields of the option structs.
+func testLayouts() string {
+	var structs, fields []string
+	for _, f := range functions() {
+		structs = append(structs, fmt.Sprintf("  S(%s, %d, %s)", f.structName(), f.size(), f.initializer()))
+		fields = append(fields, fmt.Sprintf("  F(%[1]s, size, 0) F(%[1]s, magic, 4)", f.structName()))
+		for i, field := range f.fields() {
+			fields = append(fields, fmt.Sprintf("  F(%s, %s, %d)", f.structName(), field.name, fieldSize*(i+1)))
+		}
+	}
+	var t text
+	t.add("/* %s */\n", generated)
+	t.add("#define OPTION_STRUCTS(S) \\\n%s\n", strings.Join(structs, " \\\n"))
+	t.add("#define OPTION_FIELDS(F) \\\n%s", strings.Join(fields, " \\\n"))
+	return t.String()
 }
 
 // letters encodes the operands of a valid call with the default options.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/gander-go/gander/internal/operators"
@@ -68,6 +69,17 @@ func describe(p operators.Operand, first, absent string) string {
 var goOptionTypes = map[operators.OptionType]string{
 	operators.Real: "float64", operators.Integer: "int64", operators.Flag: "bool",
 	operators.Reduction: "kernels.Reduction", operators.Algorithm: "Algorithm",
+}
+
+// optional is the type of an option in Go whose default is not 0.
+func optional(option operators.Option) string { return "Optional[" + goOptionTypes[option.Type] + "]" }
+
+// explain is an option's documentation.
+func explain(option operators.Option) string {
+	if option.Default != 0 {
+		return option.Doc + "; " + number(option.Default) + " by default"
+	}
+	return option.Doc
 }
 
 // goOperators generates ops/operators_gen.go.
@@ -154,8 +166,12 @@ func goOperator(t *text, o operator) {
 		goField(t, field(p.Name)+" *dlpack.Tensor", describe(p, first, "nil"))
 	}
 	t.add("")
-	for _, option := range o.group.Options {
-		goField(t, camel(option.Name)+" "+goOptionTypes[option.Type], option.Doc)
+	for _, option := range o.options() {
+		kind := goOptionTypes[option.Type]
+		if option.Default != 0 {
+			kind = optional(option)
+		}
+		goField(t, camel(option.Name)+" "+kind, explain(option))
 	}
 	t.add("}\n")
 
@@ -165,7 +181,7 @@ func goOperator(t *text, o operator) {
 		t.add("%s %s", field(p.Name), goKinds[operators.Shapes[p.Shape].Layout])
 	}
 	algorithm := "Auto"
-	for _, option := range o.group.Options {
+	for _, option := range o.options() {
 		switch {
 		case option.Type == operators.Algorithm:
 			algorithm = "o.Algorithm"
@@ -181,14 +197,18 @@ func goOperator(t *text, o operator) {
 	t.add("func (o %s) Run(c *Call) error {", name)
 	t.add("k := check{op: %q}", o.full())
 	t.add("a := %s{", checked)
-	for _, option := range o.group.Options {
-		if option.Type != operators.Algorithm && option.Name != "batch_invariant" {
+	for _, option := range o.options() {
+		switch {
+		case option.Type == operators.Algorithm || option.Name == "batch_invariant":
+		case option.Default != 0:
+			t.add("%[1]s: o.%[1]s.or(%[2]s),", camel(option.Name), number(option.Default))
+		default:
 			t.add("%[1]s: o.%[1]s,", camel(option.Name))
 		}
 	}
 	t.add("Choice: Choose(%s, o.BatchInvariant),", algorithm)
 	t.add("}")
-	for _, option := range o.group.Options {
+	for _, option := range o.options() {
 		if option.Type == operators.Reduction {
 			t.add("k.reduction(o.%s)", camel(option.Name))
 		}
@@ -204,7 +224,7 @@ func goOperator(t *text, o operator) {
 	for i, p := range o.Operands {
 		goCheck(t, o, p, i == 0)
 	}
-	for _, option := range o.group.Options {
+	for _, option := range o.options() {
 		if option.Rank > 0 {
 			t.add("k.rank(%q, o.%s, %d)", option.Name, camel(option.Name), option.Rank)
 		}
@@ -219,16 +239,42 @@ func goOperator(t *text, o operator) {
 	t.add("if k.device.Host() {\nreturn hostError(k.op, a.host())\n}")
 	t.add("return a.cuda(c.orDefault(), k.device.ID)")
 	t.add("}\n")
+	if o.Plain != nil {
+		goExtra(t, o)
+	}
 	if onDevice(*o.group) {
 		t.add("func (a *%s) options() kernels.%sOptions {", checked, o.group.Type)
 		t.add("return kernels.%sOptions{", o.group.Type)
-		for _, option := range o.group.Options {
+		for _, option := range o.options() {
 			if option.Device {
 				t.add("%[1]s: float32(a.%[1]s),", camel(option.Name))
 			}
 		}
 		t.add("}\n}\n")
 	}
+}
+
+// goExtra writes the method that says whether a call is a plain one. What the table does not list as Plain
+// makes it none, so that a forgotten entry costs speed and not the result.
+func goExtra(t *text, o operator) {
+	t.add("// extra names an operand or an option that the kernels of plain calls do not have, or returns \"\".")
+	t.add("func (a *%s) extra() string {\nswitch {", unexported(o.goName()))
+	for _, p := range o.Operands {
+		if p.Optional && !slices.Contains(o.Plain, p.Name) {
+			t.add("case a.%s.Present():\nreturn %q", field(p.Name), p.Name)
+		}
+	}
+	for _, option := range o.options() {
+		switch {
+		case option.Type == operators.Algorithm || option.Name == "batch_invariant":
+		case slices.Contains(o.Plain, option.Name):
+		case option.Type == operators.Flag:
+			t.add("case a.%s:\nreturn %q", camel(option.Name), option.Name)
+		default:
+			t.add("case a.%s != %s:\nreturn %q", camel(option.Name), number(option.Default), option.Name)
+		}
+	}
+	t.add("}\nreturn \"\"\n}\n")
 }
 
 // goField writes a field of a struct. A long comment is above it, a short one on the same line.
@@ -257,9 +303,13 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 		types = fmt.Sprintf("only(a.%s.DType)", field(p.Like))
 	}
 	if p.Needs != "" {
-		t.add("if o.%s != nil && o.%s == nil {", f, field(p.Needs))
-		t.add("k.fail(StatusOption, %q)", fmt.Sprintf(
-			"%[1]s is given without a %[2]s, expected NULL; pass the %[2]s or drop %[1]s", p.Name, p.Needs))
+		absent, without, set := "o."+field(p.Needs)+" == nil", "a "+p.Needs, "pass the "+p.Needs
+		if o.option(p.Needs) != nil {
+			absent, without, set = "!o."+camel(p.Needs), p.Needs, "set "+p.Needs
+		}
+		t.add("if o.%s != nil && %s {", f, absent)
+		t.add("k.fail(StatusOption, %q)", fmt.Sprintf("%[1]s is given without %s, expected NULL; %s or drop %[1]s",
+			p.Name, without, set))
 		t.add("}")
 	}
 	if p.Optional {

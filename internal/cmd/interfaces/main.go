@@ -49,6 +49,7 @@ func write(root string) error {
 		"python/gander/_torch/operators_gen.py":  pythonFunctions(),
 		"python/gander/_torch/c/operators_gen.h": torchOperators(),
 		"tests/c/functions_gen.h":                testFunctions(),
+		"tests/c/layout_gen.h":                   testLayouts(),
 	}
 	for path, text := range files {
 		data := []byte(text)

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"strings"
 	"testing"
 
@@ -28,14 +29,14 @@ func TestTable(t *testing.T) {
 				require.NotNil(t, o.Find(name))
 				assert.False(t, o.Find(name).Output, "%s: %s over an output", o.full(), p.Name)
 			}
-			if p.Needs != "" {
-				assert.True(t, p.Optional && o.Find(p.Needs).Optional)
+			if p.Needs != "" || p.Since != 0 {
+				assert.True(t, p.Optional, "%s: %s", o.full(), p.Name)
 			}
 			if p.Twin != "" {
 				assert.True(t, p.Output && o.Find(p.Twin).Output, "%s: %s", o.full(), p.Name)
 			}
 			if p.Read != "" {
-				assert.True(t, hasOption(o, p.Read), "%s: no option %s", o.full(), p.Read)
+				assert.NotNil(t, o.option(p.Read), "%s: no option %s", o.full(), p.Read)
 			}
 		}
 		for i := range o.Torch {
@@ -46,9 +47,6 @@ func TestTable(t *testing.T) {
 			for _, name := range op.Results {
 				require.NotNil(t, o.Find(name))
 				assert.True(t, o.Find(name).Output)
-			}
-			for name := range op.Fixed {
-				assert.True(t, hasOption(o, name), "%s fixes %s, which is no option", op.Name, name)
 			}
 			// PyTorch wants arguments without a default before those that have one.
 			defaults := false
@@ -64,6 +62,17 @@ func TestTable(t *testing.T) {
 			}
 		}
 		assert.LessOrEqual(t, len(o.Operands), 12, "spans in ops/check.go; MAX_OPERANDS of torch.h")
+		fields := map[string]bool{"size": true, "magic": true}
+		for _, f := range owning(o).fields() {
+			assert.False(t, fields[f.name], "%s has two fields %s", owning(o).structName(), f.name)
+			fields[f.name] = true
+		}
+	}
+	for _, g := range operators.Table {
+		for _, option := range g.Options {
+			only := slices.ContainsFunc(g.Operators, func(o operators.Operator) bool { return o.Name == option.Only })
+			assert.True(t, only || option.Only == "", "%s: %s", g.Name, option.Name)
+		}
 	}
 }
 
@@ -83,15 +92,6 @@ func backward(t *testing.T, op *operators.Torch) {
 		names = append(names, operatorOf(op.Backward).Find(name).Gradient)
 	}
 	assert.NotContains(t, names, "", op.Backward)
-}
-
-func hasOption(o operator, name string) bool {
-	for _, option := range o.group.Options {
-		if option.Name == name {
-			return true
-		}
-	}
-	return false
 }
 
 func TestSchema(t *testing.T) {
@@ -117,5 +117,5 @@ func TestNames(t *testing.T) {
 
 func TestHeaderWithoutARegion(t *testing.T) {
 	_, err := fill("/* generated: statuses */\n/* end of what is generated */")
-	require.ErrorContains(t, err, "1 of the 5 generated regions")
+	require.ErrorContains(t, err, "1 of the 4 generated regions")
 }

@@ -32,7 +32,18 @@ func (o operator) full() string { return o.group.Name + "_" + o.Name }
 // goName is the name of its struct in Go: "RMSNormForward".
 func (o operator) goName() string { return o.group.Type + camel(o.Name) }
 
-func (o operator) options() string { return "gander_" + o.group.Name + "_options" }
+// options lists its options.
+func (o operator) options() []operators.Option { return o.group.OptionsOf(o.Name) }
+
+// option finds one of its options, or returns nil.
+func (o operator) option(name string) *operators.Option {
+	for _, option := range o.options() {
+		if option.Name == name {
+			return &option
+		}
+	}
+	return nil
+}
 
 // inputs and outputs are its operands by direction, in order.
 func (o operator) inputs() []operators.Operand  { return o.filter(false) }
@@ -94,7 +105,7 @@ type argument struct {
 func arguments(o operator, t *operators.Torch) (list []argument) {
 	required := 0 // arguments up to the last required tensor
 	for _, p := range o.inputs() {
-		if slices.Contains(t.Without, p.Name) {
+		if leavesOut(o, t, p) {
 			continue
 		}
 		optional := p.Optional && !slices.Contains(t.Must, p.Name)
@@ -121,9 +132,8 @@ func arguments(o operator, t *operators.Torch) (list []argument) {
 			list = append(list, argument{Option: operators.Option{Name: p.Choice}, kind: "dtype", hasDefault: true})
 		}
 	}
-	for _, option := range o.group.Options {
-		_, fixed := t.Fixed[option.Name]
-		if !fixed && !slices.Contains(t.Without, option.Name) {
+	for _, option := range o.options() {
+		if _, fixed := fixed(t, option); !fixed {
 			list = append(list, argument{Option: option, kind: "option", hasDefault: true})
 		}
 	}
@@ -135,6 +145,25 @@ func arguments(o operator, t *operators.Torch) (list []argument) {
 		list = append(list, argument{Option: option, kind: "demand", hasDefault: true})
 	}
 	return list
+}
+
+// leavesOut tells whether an operator of PyTorch has no argument for an input. Statistics of its own bring it
+// the denominator. What needs a flag that is fixed at 0 would be refused.
+func leavesOut(o operator, t *operators.Torch, p operators.Operand) bool {
+	if flag := o.option(p.Needs); flag != nil {
+		if value, fixed := fixed(t, *flag); fixed && value == 0 {
+			return true
+		}
+	}
+	return p.Name == operators.Denominator || slices.Contains(t.Without, p.Name)
+}
+
+// fixed returns the value of an option that an operator of PyTorch has no argument for.
+func fixed(t *operators.Torch, option operators.Option) (value float64, ok bool) {
+	if value, ok = t.Fixed[option.Name]; ok {
+		return value, true
+	}
+	return option.Default, slices.Contains(t.Without, option.Name)
 }
 
 // demand names the argument that asks for a result.

@@ -45,30 +45,30 @@ func pythonTable() string {
 	t.add("%s = range(len(REDUCTIONS))", strings.ToUpper(strings.Join(lower(operators.Reductions), ", ")))
 	t.add("")
 	pythonRules(&t)
-	t.add("OPTIONS = {")
-	for _, g := range operators.Table {
-		t.add("    %q: (", g.Name)
-		for _, o := range g.Options {
-			rank := ""
-			if o.Rank > 0 {
-				rank = fmt.Sprintf(", rank=%d", o.Rank)
-			}
-			t.add("        Option(%q, %q, %s%s),", o.Name, optionNames[o.Type], number(o.Default), rank)
-		}
-		t.add("    ),")
-	}
-	t.add("}")
-	t.add("")
 	t.add("OPERATORS = {")
 	for _, o := range all() {
 		t.add("    %q: Operator(", o.full())
-		t.add("        group=%q,", o.group.Name)
 		t.add("        owned=%q,", o.Owned)
 		t.add("        operands=(")
 		for _, p := range o.Operands {
-			t.add("            %s,", pythonOperand(p))
+			t.add("            %s,", pythonOperand(o, p))
 		}
 		t.add("        ),")
+		t.add("        options=(")
+		for _, option := range o.options() {
+			rank := ""
+			if option.Rank > 0 {
+				rank = fmt.Sprintf(", rank=%d", option.Rank)
+			}
+			t.add("            Option(%q, %q, %s%s),", option.Name, optionNames[option.Type], number(option.Default),
+				rank)
+		}
+		t.add("        ),")
+		var names []string
+		for _, f := range owning(o).fields() {
+			names = append(names, f.name)
+		}
+		t.add("        fields=(%s),", quoted(names...))
 		t.add("    ),")
 	}
 	t.add("}")
@@ -116,11 +116,15 @@ func pythonRules(t *text) {
 	t.add("}\n")
 }
 
-func pythonOperand(p operators.Operand) string {
+func pythonOperand(o operator, p operators.Operand) string {
+	needs := p.Needs
+	if o.option(needs) != nil {
+		needs = "" // libgander refuses it
+	}
 	s := fmt.Sprintf("Operand(%q, %q, %q", p.Name, operators.Shapes[p.Shape].Name,
 		operators.DTypes[p.DType].Name)
 	for _, f := range []struct{ name, value string }{
-		{"like", p.Like}, {"needs", p.Needs}, {"fits", p.Fits},
+		{"like", p.Like}, {"needs", needs}, {"fits", p.Fits},
 		{"choice", p.Choice}, {"gradient", p.Gradient}, {"twin", p.Twin},
 		{"stored", p.Stored}, {"read", p.Read},
 	} {
@@ -154,14 +158,14 @@ func pythonTorch(t *text, o operator, op *operators.Torch) {
 	}
 	t.add("        ),")
 	t.add("        results=(%s),", quoted(op.Results...))
-	if len(op.Fixed) > 0 {
-		var fixed []string
-		for _, option := range o.group.Options {
-			if v, ok := op.Fixed[option.Name]; ok {
-				fixed = append(fixed, fmt.Sprintf("%q: %s", option.Name, number(v)))
-			}
+	var left []string // of all options of the group: a gradient may have one that this operator does not have
+	for _, option := range o.group.Options {
+		if value, ok := fixed(op, option); ok || o.option(option.Name) == nil {
+			left = append(left, fmt.Sprintf("%q: %s", option.Name, number(value)))
 		}
-		t.add("        fixed={%s},", strings.Join(fixed, ", "))
+	}
+	if len(left) > 0 {
+		t.add("        fixed={%s},", strings.Join(left, ", "))
 	}
 	if len(op.Writes) > 0 {
 		var writes []string

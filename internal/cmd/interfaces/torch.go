@@ -66,33 +66,35 @@ func torchCall(t *text, o operator, op *operators.Torch) {
 	list := arguments(o, op)
 	t.add("\nstatic int32_t call_%s(Call* call, const Operand* o, const Value* a) {", op.Name)
 	t.add("  (void)a;")
-	t.add("  %s options = {", o.options())
+	t.add("  %s options = {", borrowing(o).structName())
 	t.add("      .size = sizeof options,")
+	t.add("      .magic = GANDER_OPTIONS_MAGIC,")
 	t.add("      .allocator = allocator(call),")
-	for _, option := range o.group.Options {
+	for i, p := range o.Operands {
+		if p.Optional {
+			t.add("      .%s = optional(&o[%d]),", p.Name, i)
+		}
+	}
+	for _, option := range o.options() {
 		at := position(list, option.Name)
-		value := fmt.Sprintf("a[%d]", at)
-		fixed, ok := op.Fixed[option.Name]
+		value := fmt.Sprintf("(int64_t)a[%d]", at)
 		switch {
-		case at < 0 && ok:
-			value = number(fixed)
 		case at < 0:
-			value = number(option.Default)
+			left, _ := fixed(op, option)
+			value = number(left)
 		case option.Type == operators.Real:
-			value = fmt.Sprintf("as_double(%s)", value)
-		case option.Type == operators.Integer:
-			value = "(int64_t)" + value
+			value = fmt.Sprintf("as_double(a[%d])", at)
 		case option.Type == operators.Flag:
-			value = fmt.Sprintf("(%s & 1) != 0", value)
-		default:
-			value = fmt.Sprintf("as_int32(%s)", value)
+			value = fmt.Sprintf("(a[%d] & 1) != 0", at)
 		}
 		t.add("      .%s = %s,", option.Name, value)
 	}
 	t.add("  };")
 	var operands []string
-	for i := range o.Operands {
-		operands = append(operands, fmt.Sprintf("optional(&o[%d])", i))
+	for i, p := range o.Operands {
+		if !p.Optional {
+			operands = append(operands, fmt.Sprintf("optional(&o[%d])", i))
+		}
 	}
 	operands = append(operands, "&options", "call->stream")
 	t.add("%s;\n}", cCall("  return lib.gander_"+o.full(), operands))
@@ -138,7 +140,7 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 		written := op.Modifies(p.Name)
 		made := p.Output && slices.Contains(op.Results, p.Name)
 		saved, with := savedResult(o, op, p.Name)
-		each, all := madeSizes(op, p)
+		each, all := madeSizes(o, op, p)
 		t.add("            {%q, %s, {%q, %q}, .statistic = %t, .argument = %d, .over = %d, .choice = %d, "+
 			".like = %d, .fits = %d, .written = %t, .made = %t, .index = %t, .demand = %d, .saved = %t, "+
 			".saved_with = %d},",
@@ -169,16 +171,19 @@ var cLayouts = map[operators.Layout]string{
 }
 
 // madeSizes returns the forms of a new tensor, without and with a reduction. They agree if that is fixed.
-func madeSizes(op *operators.Torch, p operators.Operand) (each, all string) {
+func madeSizes(o operator, op *operators.Torch, p operators.Operand) (each, all string) {
 	rule := operators.Shapes[p.Shape]
-	switch reduction, fixed := op.Fixed["reduction"]; {
+	switch {
 	case !p.Output:
 		return "", ""
 	case op.Packed && rule.Packed != "":
 		return rule.Packed, rule.Packed
-	case fixed:
-		made := rule.Made(reduction != 0)
-		return made, made
+	}
+	if reduction := o.option("reduction"); reduction != nil {
+		if value, fixed := fixed(op, *reduction); fixed {
+			made := rule.Made(value != 0)
+			return made, made
+		}
 	}
 	return rule.Made(false), rule.Made(true)
 }

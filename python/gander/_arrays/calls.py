@@ -3,8 +3,7 @@
 from typing import Any
 
 from .._native import library
-from .._native.library import DType
-from .._table import OPERATORS, OPTIONS, TORCH, demand
+from .._table import OPERATORS, TORCH, demand
 from .._words import integer
 from .capsules import run, run_into
 
@@ -27,22 +26,16 @@ def call(name: str, given: dict[str, Any]) -> Any:
     operator = OPERATORS[torch_operator.operator]
     if given.get("inplace_backward") or torch_operator.writes == {"x": "dx"}:
         raise only_torch("inplace_backward")
-    # Arrays have no gradient, so there is no use for the options of gradients.
-    extra = [argument.name for argument in torch_operator.arguments if argument.kind == "extra"]
-    chosen = {name: value for name, value in given.items() if name not in extra} | torch_operator.fixed
-    options = [option for option in OPTIONS[operator.group] if option.name in chosen]
-    values = {option.name: _value(option, chosen[option.name]) for option in options}
-    struct = library.options(operator.group, **values)
+    # An option that has a fixed value may also be an argument for the gradient, which arrays do not have.
+    chosen = given | torch_operator.fixed
+    options = {option.name: _value(option, chosen[option.name]) for option in operator.options}
     if torch_operator.writes:
         written = {output: given[argument] for argument, output in torch_operator.writes.items()}
-        return run_into(torch_operator.operator, given, written, struct)
+        return run_into(torch_operator.operator, given, written, options)
     wanted = [result for result in torch_operator.results if given.get(demand(result), True)]
-    dtypes = []
     for operand in operator.operands:
-        if operand.choice:
-            dtype = given.get(operand.choice) if operand.name in wanted else None
-            dtypes.append(DType() if dtype is None else library.dtype_of(dtype, operand.choice))
-    inputs = [given.get(operand.name) for operand in operator.operands if not operand.output]
-    results = dict(zip(wanted, run(operator, inputs, dtypes, struct, wanted), strict=True))
+        if operand.name in wanted and operand.choice and given.get(operand.choice) is not None:
+            options[operand.choice] = library.dtype_of(given[operand.choice], operand.choice)
+    results = dict(zip(wanted, run(operator, given, options, wanted), strict=True))
     returned = tuple(results.get(result) for result in torch_operator.results)
     return returned if len(returned) > 1 else returned[0]

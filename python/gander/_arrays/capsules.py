@@ -7,7 +7,7 @@ stream, and other CUDA arrays on the legacy default stream. The producer gets th
 
 import ctypes
 import sys
-from ctypes import POINTER, byref, c_char_p, c_int, c_void_p, cast, py_object
+from ctypes import POINTER, c_char_p, c_int, c_void_p, cast, py_object
 
 from .._native import library
 from .._native.library import Deleter, Legacy, Managed
@@ -129,25 +129,22 @@ def _stream(x):
     return pointer, pointer or _LEGACY_STREAM
 
 
-def run(operator, inputs, dtypes, options, results):
+def run(operator, given, options, results):
     """Calls the operator's function that returns new outputs. Returns those named in `results`.
 
     The library takes ownership of inputs that have a deleter. These have none.
+
+    given: inputs by name. options: dtypes of outputs too.
     """
-    function = getattr(library.load(), operator.owned)
-    like = inputs[0]
+    like = given[operator.operands[0].name]
     stream, dlpack_stream = _stream(like)
-    operands = [operand for operand in operator.operands if not operand.output]
-    tensors = [_input(x, operand, dlpack_stream) for x, operand in zip(inputs, operands, strict=True)]
-    outputs = {
-        operand.name: POINTER(Managed)() if operand.name in results else None
-        for operand in operator.operands
-        if operand.output
-    }
-    slots = [None if output is None else byref(output) for output in outputs.values()]
-    library.check(function(*tensors, *dtypes, options, stream, *slots))
-    owned = {name: _Owned(output) for name, output in outputs.items() if output is not None}
-    return tuple(_like(like, owned[name]) for name in results)
+    inputs = [operand for operand in operator.operands if not operand.output]
+    tensors = {operand.name: _input(given.get(operand.name), operand, dlpack_stream) for operand in inputs}
+    outputs = {name: POINTER(Managed)() for name in results}
+    slots = {name: ctypes.pointer(output) for name, output in outputs.items()}
+    library.check(library.call(operator.owned, stream, **tensors, **slots, **options))
+    owned = [_Owned(output) for output in outputs.values()]
+    return tuple(_like(like, output) for output in owned)
 
 
 _READ_ONLY = 1  # DLPack's flag
@@ -160,7 +157,7 @@ def run_into(name, inputs, written, options):
     """
     operator = OPERATORS[name]
     stream, dlpack_stream = _stream(inputs[operator.operands[0].name])
-    tensors = []
+    tensors = {}
     for operand in operator.operands:
         x = (written if operand.output else inputs).get(operand.name)
         if x is not None and any(x is array for array in written.values()):
@@ -168,8 +165,8 @@ def run_into(name, inputs, written, options):
             _check_writable(x, operand.name, managed)
         else:
             managed = _input(x, operand, dlpack_stream)
-        tensors.append(None if managed is None else managed.tensor)
-    library.check(getattr(library.load(), f"gander_{name}")(*tensors, options, stream))
+        tensors[operand.name] = None if managed is None else managed.tensor
+    library.check(library.call(f"gander_{name}", stream, **tensors, **options))
 
 
 def module_of(x):

@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_ui
 from pathlib import Path
 from typing import Any
 
-from .._table import OPERATORS, OPTIONS, STATUSES, Operator, Option
+from .._table import OPERATORS, STATUSES, Operator
 from .._words import shown
 
 ABI_VERSION = 4
@@ -75,37 +75,68 @@ class Managed(ctypes.Structure):
     ]
 
 
-def _struct(options: tuple[Option, ...]) -> type[ctypes.Structure]:
-    """gander_<group>_options"""
-    types = {"real": c_double, "integer": c_int64}
-    fields = [(option.name, types.get(option.type, c_int32)) for option in options]
-    head = [("size", c_size_t), ("allocator", c_void_p)]
-    return type("Options", (ctypes.Structure,), {"_fields_": head + fields})
+_MAGIC = 0x646E6167  # GANDER_OPTIONS_MAGIC
 
 
-_STRUCTS = {group: _struct(options) for group, options in OPTIONS.items()}
+def _kinds(operator: Operator, owns: bool) -> dict[str, Any]:
+    """The ctypes of what a function takes: operands, dtypes and options, and the allocator."""
+    tensor = POINTER(Managed) if owns else POINTER(Tensor)
+    kinds: dict[str, Any] = {"allocator": c_void_p}
+    for operand in operator.operands:
+        kinds[operand.name] = POINTER(tensor) if owns and operand.output else tensor
+        if owns and operand.choice:
+            kinds[operand.choice] = POINTER(DType)
+    return kinds | {o.name: c_double if o.type == "real" else c_int64 for o in operator.options}
 
 
-def options(group: str, **values: float) -> ctypes.Structure:
-    """The options of a call. Those that are not given have their default values."""
-    struct = _STRUCTS[group]
-    defaults = {option.name: option.default for option in OPTIONS[group]}
-    return struct(size=ctypes.sizeof(struct), **defaults | values)
+# Of each function of an operator: that, the option struct, and the operands that are parameters before the
+# struct and after it.
+_FUNCTIONS: dict[str, tuple[Operator, Any, list[str], list[str]]] = {}
+PROTOTYPES: dict[str, tuple[Any, list]] = {}
 
 
-def _parameters(operator: Operator) -> tuple[list, list]:
-    """The parameters of the function that borrows all its tensors, outputs included, and of the one that
-    takes ownership of its inputs and returns new outputs."""
-    options_and_stream = [POINTER(_STRUCTS[operator.group]), c_void_p]
-    inputs = [POINTER(Managed) for operand in operator.operands if not operand.output]
-    dtypes = [DType for operand in operator.operands if operand.choice]
-    outputs = [POINTER(POINTER(Managed)) for operand in operator.operands if operand.output]
-    borrowed = [POINTER(Tensor) for _ in operator.operands]
-    return borrowed + options_and_stream, inputs + dtypes + options_and_stream + outputs
+def _declare(function: str, operator: Operator, owns: bool) -> None:
+    kinds = _kinds(operator, owns)
+    fields = [("size", c_uint32), ("magic", c_uint32)]
+    fields += [(name, kinds[name]) for name in operator.fields if name in kinds]
+    # Without a __dict__ a name that is no field is an error.
+    struct = type("Options", (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
+    required = [operand for operand in operator.operands if not operand.optional]
+    after = [operand.name for operand in required if owns and operand.output]
+    before = [operand.name for operand in required if operand.name not in after]
+    _FUNCTIONS[function] = operator, struct, before, after
+    parameters = [*(kinds[name] for name in before), POINTER(struct), c_void_p]
+    PROTOTYPES[function] = c_int32, parameters + [kinds[name] for name in after]
+
+
+for _name, _operator in OPERATORS.items():
+    _declare(f"gander_{_name}", _operator, owns=False)
+    _declare(_operator.owned, _operator, owns=True)
+
+
+def options(function: str, **fields: Any) -> ctypes.Structure:
+    """The option struct of a function. A field that is None or not given has its default."""
+    operator, struct, *_ = _FUNCTIONS[function]
+    values = {option.name: option.default for option in operator.options}
+    for name, value in fields.items():
+        if value is not None:
+            values[name] = ctypes.pointer(value) if isinstance(value, ctypes.Structure) else value
+    return struct(size=ctypes.sizeof(struct), magic=_MAGIC, **values)
+
+
+def call(function: str, stream: int | None = None, **given: Any) -> int:
+    """Calls a function of an operator and returns the status.
+
+    given: operands, dtypes and options by name. None, or none, if an optional one is absent.
+    """
+    *_, before, after = _FUNCTIONS[function]
+    fields = {name: value for name, value in given.items() if name not in before and name not in after}
+    first, last = ([given[name] for name in names] for names in (before, after))
+    return getattr(load(), function)(*first, options(function, **fields), stream, *last)
 
 
 _EXPLAIN = [c_char_p, c_int64, c_int64, DType]
-PROTOTYPES = {
+PROTOTYPES |= {
     "gander_last_error": (c_char_p, []),
     "gander_abi_version": (c_int32, []),
     "gander_build_info": (c_char_p, []),
@@ -114,9 +145,6 @@ PROTOTYPES = {
     "gander_explain_device": (c_int32, [*_EXPLAIN, c_char_p, c_int32, c_int32, c_char_p, c_size_t]),
     "gander_algorithms": (c_int32, [c_char_p, c_char_p, c_size_t]),
 }
-for _name, _operator in OPERATORS.items():
-    _borrowing, _owning = _parameters(_operator)
-    PROTOTYPES |= {f"gander_{_name}": (c_int32, _borrowing), _operator.owned: (c_int32, _owning)}
 
 
 def path() -> Path:

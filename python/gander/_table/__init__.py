@@ -15,7 +15,6 @@ from .operators_gen import (  # noqa: F401 - others import the table from here
     MEAN,
     NONE,
     OPERATORS,
-    OPTIONS,
     REDUCTIONS,
     SHAPES,
     STATUSES,

@@ -70,80 +70,49 @@ DTYPES = {
     "mask": DTypeRule(("float16", "bfloat16", "float32", "bool", "uint8"), ("float64", "bool", "uint8")),
 }
 
-OPTIONS = {
-    "softmax": (
-        Option("algorithm", "algorithm", 0),
-        Option("batch_invariant", "flag", 0),
-    ),
-    "masked_softmax": (
-        Option("scale", "real", 1),
-        Option("log", "flag", 0),
-        Option("causal", "flag", 0, rank=2),
-        Option("masked_zero", "flag", 0),
-        Option("batch_invariant", "flag", 0),
-    ),
-    "rmsnorm": (
-        Option("eps", "real", 1e-06),
-        Option("algorithm", "algorithm", 0),
-        Option("batch_invariant", "flag", 0),
-        Option("weight_offset", "real", 0),
-        Option("round_normalized", "flag", 0),
-    ),
-    "layernorm": (
-        Option("eps", "real", 1e-06),
-        Option("batch_invariant", "flag", 0),
-    ),
-    "cross_entropy": (
-        Option("ignore_index", "integer", -100),
-        Option("reduction", "reduction", 0),
-        Option("one_pass", "flag", 0),
-        Option("batch_invariant", "flag", 0),
-        Option("slice", "flag", 0),
-    ),
-    "sharded_cross_entropy": (
-        Option("classes", "integer", -1),
-        Option("ignore_index", "integer", -100),
-        Option("mean", "flag", 0),
-        Option("weighted", "flag", 0),
-        Option("batch_invariant", "flag", 0),
-    ),
-    "rescale": (
-        Option("batch_invariant", "flag", 0),
-    ),
-    "logsumexp": (
-        Option("batch_invariant", "flag", 0),
-    ),
-}
-
 OPERATORS = {
     "softmax_forward": Operator(
-        group="softmax",
         owned="gander_softmax",
         operands=(
             Operand("x", "rows", "float"),
             Operand("y", "rows", "same", like="x", output=True),
         ),
+        options=(
+            Option("algorithm", "algorithm", 0),
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "algorithm", "batch_invariant"),
     ),
     "softmax_backward": Operator(
-        group="softmax",
         owned="gander_softmax_grad",
         operands=(
             Operand("dy", "rows", "float", gradient="y"),
             Operand("y", "rows", "same", like="dy"),
             Operand("dx", "rows", "same", like="dy", gradient="x", output=True),
         ),
+        options=(
+            Option("algorithm", "algorithm", 0),
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "algorithm", "batch_invariant"),
     ),
     "masked_softmax_forward": Operator(
-        group="masked_softmax",
         owned="gander_masked_softmax",
         operands=(
             Operand("x", "rows", "float"),
             Operand("mask", "broadcast", "mask", optional=True),
             Operand("y", "rows", "companion", choice="out_dtype", output=True),
         ),
+        options=(
+            Option("scale", "real", 1),
+            Option("log", "flag", 0),
+            Option("causal", "flag", 0, rank=2),
+            Option("masked_zero", "flag", 0),
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "mask", "out_dtype", "scale", "log", "causal", "masked_zero", "batch_invariant"),
     ),
     "masked_softmax_backward": Operator(
-        group="masked_softmax",
         owned="gander_masked_softmax_grad",
         operands=(
             Operand("dy", "rows", "float", gradient="y"),
@@ -151,9 +120,15 @@ OPERATORS = {
             Operand("mask", "broadcast", "mask", optional=True),
             Operand("dx", "rows", "companion", choice="x_dtype", gradient="x", output=True),
         ),
+        options=(
+            Option("scale", "real", 1),
+            Option("log", "flag", 0),
+            Option("causal", "flag", 0, rank=2),
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "mask", "x_dtype", "scale", "log", "causal", "batch_invariant"),
     ),
     "rmsnorm_forward": Operator(
-        group="rmsnorm",
         owned="gander_rmsnorm",
         operands=(
             Operand("x", "rows", "float"),
@@ -164,9 +139,16 @@ OPERATORS = {
             Operand("residual_out", "rows", "companion", like="residual", choice="residual_dtype", output=True, optional=True),
             Operand("rstd", "per_row", "statistic", output=True, optional=True),
         ),
+        options=(
+            Option("eps", "real", 1e-06),
+            Option("algorithm", "algorithm", 0),
+            Option("batch_invariant", "flag", 0),
+            Option("weight_offset", "real", 0),
+            Option("round_normalized", "flag", 0),
+        ),
+        fields=("allocator", "weight", "bias", "residual", "residual_out", "rstd", "out_dtype", "residual_dtype", "eps", "algorithm", "batch_invariant", "weight_offset", "round_normalized"),
     ),
     "rmsnorm_backward": Operator(
-        group="rmsnorm",
         owned="gander_rmsnorm_grad",
         operands=(
             Operand("x", "rows", "float", stored="residual_out"),
@@ -179,9 +161,15 @@ OPERATORS = {
             Operand("dw", "head_columns", "same", like="weight", needs="weight", fits="weight", gradient="weight", output=True, optional=True),
             Operand("db", "head_columns", "parameter", like="weight", fits="weight", choice="bias_dtype", gradient="bias", output=True, optional=True),
         ),
+        options=(
+            Option("algorithm", "algorithm", 0),
+            Option("batch_invariant", "flag", 0),
+            Option("weight_offset", "real", 0),
+            Option("round_normalized", "flag", 0),
+        ),
+        fields=("allocator", "weight", "dresidual_out", "dresidual", "dw", "db", "x_dtype", "residual_dtype", "bias_dtype", "algorithm", "batch_invariant", "weight_offset", "round_normalized"),
     ),
     "layernorm_forward": Operator(
-        group="layernorm",
         owned="gander_layernorm",
         operands=(
             Operand("x", "rows", "float"),
@@ -193,9 +181,13 @@ OPERATORS = {
             Operand("mean", "per_row", "statistic", output=True, optional=True),
             Operand("rstd", "per_row", "statistic", output=True, optional=True),
         ),
+        options=(
+            Option("eps", "real", 1e-06),
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "weight", "bias", "residual", "residual_out", "mean", "rstd", "out_dtype", "residual_dtype", "eps", "batch_invariant"),
     ),
     "layernorm_backward": Operator(
-        group="layernorm",
         owned="gander_layernorm_grad",
         operands=(
             Operand("x", "rows", "float", stored="residual_out"),
@@ -209,9 +201,12 @@ OPERATORS = {
             Operand("dw", "head_columns", "same", like="weight", needs="weight", fits="weight", gradient="weight", output=True, optional=True),
             Operand("db", "head_columns", "parameter", like="weight", fits="weight", choice="bias_dtype", gradient="bias", output=True, optional=True),
         ),
+        options=(
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "weight", "dresidual_out", "dresidual", "dw", "db", "x_dtype", "residual_dtype", "bias_dtype", "batch_invariant"),
     ),
     "cross_entropy_forward": Operator(
-        group="cross_entropy",
         owned="gander_cross_entropy",
         operands=(
             Operand("x", "rows", "float"),
@@ -224,9 +219,15 @@ OPERATORS = {
             Operand("dx", "rows", "same", like="x", output=True, optional=True),
             Operand("denominator", "one", "statistic", output=True, optional=True),
         ),
+        options=(
+            Option("ignore_index", "integer", -100),
+            Option("reduction", "reduction", 0),
+            Option("one_pass", "flag", 0),
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "weight", "divisor", "upstream", "lse", "dx", "denominator", "ignore_index", "reduction", "one_pass", "batch_invariant"),
     ),
     "cross_entropy_backward": Operator(
-        group="cross_entropy",
         owned="gander_cross_entropy_grad",
         operands=(
             Operand("x", "rows", "float"),
@@ -239,9 +240,16 @@ OPERATORS = {
             Operand("denominator", "one", "statistic", optional=True),
             Operand("dx", "rows", "same", like="x", gradient="x", read="one_pass", output=True),
         ),
+        options=(
+            Option("ignore_index", "integer", -100),
+            Option("reduction", "reduction", 0),
+            Option("one_pass", "flag", 0),
+            Option("batch_invariant", "flag", 0),
+            Option("slice", "flag", 0),
+        ),
+        fields=("allocator", "weight", "divisor", "upstream", "denominator", "ignore_index", "reduction", "one_pass", "batch_invariant", "slice"),
     ),
     "sharded_cross_entropy_combine": Operator(
-        group="sharded_cross_entropy",
         owned="gander_sharded_cross_entropy",
         operands=(
             Operand("parts", "rows", "wide"),
@@ -253,9 +261,16 @@ OPERATORS = {
             Operand("weights", "columns", "statistic", output=True, optional=True),
             Operand("denominator", "one", "statistic", output=True, optional=True),
         ),
+        options=(
+            Option("classes", "integer", -1),
+            Option("ignore_index", "integer", -100),
+            Option("mean", "flag", 0),
+            Option("weighted", "flag", 0),
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "losses", "loss", "weights", "denominator", "classes", "ignore_index", "mean", "weighted", "batch_invariant"),
     ),
     "rescale_gradient": Operator(
-        group="rescale",
         owned="gander_rescale",
         operands=(
             Operand("x", "rows", "float"),
@@ -263,17 +278,23 @@ OPERATORS = {
             Operand("upstream", "one", "statistic", optional=True),
             Operand("y", "rows", "same", like="x", output=True),
         ),
+        options=(
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "upstream", "batch_invariant"),
     ),
     "logsumexp_forward": Operator(
-        group="logsumexp",
         owned="gander_logsumexp",
         operands=(
             Operand("x", "rows", "float"),
             Operand("lse", "per_row", "statistic", output=True),
         ),
+        options=(
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "batch_invariant"),
     ),
     "logsumexp_backward": Operator(
-        group="logsumexp",
         owned="gander_logsumexp_grad",
         operands=(
             Operand("x", "rows", "float"),
@@ -281,6 +302,10 @@ OPERATORS = {
             Operand("lse", "per_row", "statistic"),
             Operand("dx", "rows", "same", like="x", gradient="x", output=True),
         ),
+        options=(
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "batch_invariant"),
     ),
 }
 
@@ -339,6 +364,7 @@ TORCH = {
             Argument("batch_invariant", "option", type="flag"),
         ),
         results=("dx",),
+        fixed={"masked_zero": 0},
     ),
     "rmsnorm": TorchOperator(
         operator="rmsnorm_forward",
@@ -396,6 +422,7 @@ TORCH = {
             Argument("round_normalized", "option", type="flag"),
         ),
         results=(),
+        fixed={"algorithm": 0},
         writes={"x": "y", "residual": "residual_out"},
     ),
     "rmsnorm_bwd": TorchOperator(
@@ -419,6 +446,7 @@ TORCH = {
             Argument("needs_db", "demand", type="flag"),
         ),
         results=("dx", "dresidual", "dw", "db"),
+        fixed={"eps": 1e-06},
         on_demand=("dresidual", "dw", "db"),
     ),
     "layernorm": TorchOperator(
@@ -479,6 +507,7 @@ TORCH = {
             Argument("needs_db", "demand", type="flag"),
         ),
         results=("dx", "dresidual", "dw", "db"),
+        fixed={"eps": 1e-06},
         on_demand=("dresidual", "dw", "db"),
     ),
     "cross_entropy": TorchOperator(

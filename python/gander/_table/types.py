@@ -65,9 +65,12 @@ class Option(NamedTuple):
 class Operator(NamedTuple):
     """A function of the C ABI."""
 
-    group: str  # the operators with the same options, for example "softmax"
     owned: str  # the variant that takes ownership of its inputs and returns new outputs
     operands: tuple[Operand, ...]
+    options: tuple[Option, ...]
+    # The fields of its option struct: the allocator, optional operands, options, and of `owned` alone the
+    # dtypes of outputs.
+    fields: tuple[str, ...]
 
 
 class Argument(NamedTuple):
@@ -95,7 +98,7 @@ class TorchOperator(NamedTuple):
     schema: str
     arguments: tuple[Argument, ...]
     results: tuple[str, ...]
-    # The values of options that are not among its arguments.
+    # The values of options that are not among its arguments, also of those that only its gradient has.
     fixed: dict[str, float] = {}  # noqa: RUF012 - never written to
     # The arguments that it writes, with the outputs that are stored in them.
     writes: dict[str, str] = {}  # noqa: RUF012 - never written to

@@ -18,7 +18,6 @@ from .._table import (
     DTYPES,
     IF_SERVED,
     OPERATORS,
-    OPTIONS,
     REDUCTIONS,
     SHAPES,
     TORCH,
@@ -204,7 +203,7 @@ def check_inputs(name, values):
 def _fake(name):
     """The fake kernel of an operator."""
     operator, of, names = TORCH[name], operands(name), arguments(name)
-    options = [option for option in OPTIONS[OPERATORS[operator.operator].group] if option.name in names]
+    options = [option for option in OPERATORS[operator.operator].options if option.name in names]
 
     def fake(*given):
         values = by_name(name, given)

@@ -22,10 +22,11 @@ static struct {
 
 static int32_t call_softmax(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_softmax_options options = {
+  gander_softmax_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
-      .algorithm = as_int32(a[1]),
+      .algorithm = (int64_t)a[1],
       .batch_invariant = (a[2] & 1) != 0,
   };
   return lib.gander_softmax_forward(optional(&o[0]), optional(&o[1]), &options, call->stream);
@@ -33,10 +34,11 @@ static int32_t call_softmax(Call* call, const Operand* o, const Value* a) {
 
 static int32_t call_softmax_bwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_softmax_options options = {
+  gander_softmax_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
-      .algorithm = as_int32(a[2]),
+      .algorithm = (int64_t)a[2],
       .batch_invariant = (a[3] & 1) != 0,
   };
   return lib.gander_softmax_backward(
@@ -45,254 +47,327 @@ static int32_t call_softmax_bwd(Call* call, const Operand* o, const Value* a) {
 
 static int32_t call_masked_softmax(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_masked_softmax_options options = {
+  gander_masked_softmax_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .mask = optional(&o[1]),
       .scale = as_double(a[3]),
       .log = (a[4] & 1) != 0,
       .causal = (a[5] & 1) != 0,
       .masked_zero = (a[6] & 1) != 0,
       .batch_invariant = (a[7] & 1) != 0,
   };
-  return lib.gander_masked_softmax_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), &options, call->stream);
+  return lib.gander_masked_softmax_forward(optional(&o[0]), optional(&o[2]), &options, call->stream);
 }
 
 static int32_t call_masked_softmax_bwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_masked_softmax_options options = {
+  gander_masked_softmax_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .mask = optional(&o[2]),
       .scale = as_double(a[4]),
       .log = (a[5] & 1) != 0,
       .causal = (a[6] & 1) != 0,
-      .masked_zero = 0,
       .batch_invariant = (a[7] & 1) != 0,
   };
   return lib.gander_masked_softmax_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), &options, call->stream);
 }
 
 static int32_t call_rmsnorm(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_rmsnorm_options options = {
+  gander_rmsnorm_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[1]),
+      .bias = optional(&o[2]),
+      .residual = optional(&o[3]),
+      .residual_out = optional(&o[5]),
+      .rstd = optional(&o[6]),
       .eps = as_double(a[6]),
-      .algorithm = as_int32(a[7]),
+      .algorithm = (int64_t)a[7],
       .batch_invariant = (a[8] & 1) != 0,
       .weight_offset = as_double(a[9]),
       .round_normalized = (a[10] & 1) != 0,
   };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+  return lib.gander_rmsnorm_forward(optional(&o[0]), optional(&o[4]), &options, call->stream);
 }
 
 static int32_t call_rmsnorm_out(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_rmsnorm_options options = {
+  gander_rmsnorm_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[1]),
+      .bias = optional(&o[2]),
+      .residual = optional(&o[3]),
+      .residual_out = optional(&o[5]),
+      .rstd = optional(&o[6]),
       .eps = as_double(a[7]),
-      .algorithm = as_int32(a[8]),
+      .algorithm = (int64_t)a[8],
       .batch_invariant = (a[9] & 1) != 0,
       .weight_offset = as_double(a[10]),
       .round_normalized = (a[11] & 1) != 0,
   };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+  return lib.gander_rmsnorm_forward(optional(&o[0]), optional(&o[4]), &options, call->stream);
 }
 
 static int32_t call_fused_add_rmsnorm_(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_rmsnorm_options options = {
+  gander_rmsnorm_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[1]),
+      .bias = optional(&o[2]),
+      .residual = optional(&o[3]),
+      .residual_out = optional(&o[5]),
+      .rstd = optional(&o[6]),
       .eps = as_double(a[3]),
       .algorithm = 0,
       .batch_invariant = (a[4] & 1) != 0,
       .weight_offset = as_double(a[5]),
       .round_normalized = (a[6] & 1) != 0,
   };
-  return lib.gander_rmsnorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), &options, call->stream);
+  return lib.gander_rmsnorm_forward(optional(&o[0]), optional(&o[4]), &options, call->stream);
 }
 
 static int32_t call_rmsnorm_bwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_rmsnorm_options options = {
+  gander_rmsnorm_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
-      .eps = 1e-06,
-      .algorithm = as_int32(a[8]),
+      .weight = optional(&o[1]),
+      .dresidual_out = optional(&o[3]),
+      .dresidual = optional(&o[6]),
+      .dw = optional(&o[7]),
+      .db = optional(&o[8]),
+      .algorithm = (int64_t)a[8],
       .batch_invariant = (a[9] & 1) != 0,
       .weight_offset = as_double(a[10]),
       .round_normalized = (a[11] & 1) != 0,
   };
   return lib.gander_rmsnorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[2]), optional(&o[4]), optional(&o[5]), &options, call->stream);
 }
 
 static int32_t call_layernorm(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_layernorm_options options = {
+  gander_layernorm_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[1]),
+      .bias = optional(&o[2]),
+      .residual = optional(&o[3]),
+      .residual_out = optional(&o[5]),
+      .mean = optional(&o[6]),
+      .rstd = optional(&o[7]),
       .eps = as_double(a[6]),
       .batch_invariant = (a[7] & 1) != 0,
   };
-  return lib.gander_layernorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), &options, call->stream);
+  return lib.gander_layernorm_forward(optional(&o[0]), optional(&o[4]), &options, call->stream);
 }
 
 static int32_t call_layernorm_out(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_layernorm_options options = {
+  gander_layernorm_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[1]),
+      .bias = optional(&o[2]),
+      .residual = optional(&o[3]),
+      .residual_out = optional(&o[5]),
+      .mean = optional(&o[6]),
+      .rstd = optional(&o[7]),
       .eps = as_double(a[8]),
       .batch_invariant = (a[9] & 1) != 0,
   };
-  return lib.gander_layernorm_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), &options, call->stream);
+  return lib.gander_layernorm_forward(optional(&o[0]), optional(&o[4]), &options, call->stream);
 }
 
 static int32_t call_layernorm_bwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_layernorm_options options = {
+  gander_layernorm_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
-      .eps = 1e-06,
+      .weight = optional(&o[1]),
+      .dresidual_out = optional(&o[3]),
+      .dresidual = optional(&o[7]),
+      .dw = optional(&o[8]),
+      .db = optional(&o[9]),
       .batch_invariant = (a[9] & 1) != 0,
   };
   return lib.gander_layernorm_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), optional(&o[9]), &options, call->stream);
+      optional(&o[0]), optional(&o[2]), optional(&o[4]), optional(&o[5]), optional(&o[6]), &options,
+      call->stream);
 }
 
 static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[3]),
+      .upstream = optional(&o[4]),
+      .lse = optional(&o[6]),
+      .dx = optional(&o[7]),
+      .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
+      .reduction = (int64_t)a[6],
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
-      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[3]),
+      .upstream = optional(&o[4]),
+      .lse = optional(&o[6]),
+      .dx = optional(&o[7]),
+      .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[5],
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[6] & 1) != 0,
-      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[3]),
+      .upstream = optional(&o[4]),
+      .lse = optional(&o[6]),
+      .dx = optional(&o[7]),
+      .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[5],
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[6] & 1) != 0,
-      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_out(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[3]),
+      .upstream = optional(&o[4]),
+      .lse = optional(&o[6]),
+      .dx = optional(&o[7]),
+      .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[6],
       .reduction = 0,
       .one_pass = 0,
       .batch_invariant = (a[7] & 1) != 0,
-      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[3]),
+      .upstream = optional(&o[4]),
+      .lse = optional(&o[6]),
+      .dx = optional(&o[7]),
+      .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[5],
-      .reduction = as_int32(a[6]),
+      .reduction = (int64_t)a[6],
       .one_pass = 1,
       .batch_invariant = (a[7] & 1) != 0,
-      .slice = 0,
   };
   return lib.gander_cross_entropy_forward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
 }
 
 static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[5]),
+      .upstream = optional(&o[6]),
+      .denominator = optional(&o[7]),
       .ignore_index = (int64_t)a[6],
-      .reduction = as_int32(a[7]),
+      .reduction = (int64_t)a[7],
       .one_pass = 0,
       .batch_invariant = (a[8] & 1) != 0,
       .slice = (a[9] & 1) != 0,
   };
   return lib.gander_cross_entropy_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[8]), &options,
+      call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[5]),
+      .upstream = optional(&o[6]),
+      .denominator = optional(&o[7]),
       .ignore_index = (int64_t)a[6],
-      .reduction = as_int32(a[7]),
+      .reduction = (int64_t)a[7],
       .one_pass = 0,
       .batch_invariant = (a[8] & 1) != 0,
       .slice = (a[9] & 1) != 0,
   };
   return lib.gander_cross_entropy_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[8]), &options,
+      call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_out(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[5]),
+      .upstream = optional(&o[6]),
+      .denominator = optional(&o[7]),
       .ignore_index = (int64_t)a[6],
       .reduction = 0,
       .one_pass = 0,
@@ -300,31 +375,41 @@ static int32_t call_cross_entropy_bwd_out(Call* call, const Operand* o, const Va
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[8]), &options,
+      call->stream);
 }
 
 static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_cross_entropy_options options = {
+  gander_cross_entropy_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[5]),
+      .upstream = optional(&o[6]),
+      .denominator = optional(&o[7]),
       .ignore_index = (int64_t)a[8],
-      .reduction = as_int32(a[9]),
+      .reduction = (int64_t)a[9],
       .one_pass = 1,
       .batch_invariant = (a[10] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), optional(&o[8]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[8]), &options,
+      call->stream);
 }
 
 static int32_t call_sharded_cross_entropy_combine(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_sharded_cross_entropy_options options = {
+  gander_sharded_cross_entropy_combine_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .losses = optional(&o[4]),
+      .loss = optional(&o[5]),
+      .weights = optional(&o[6]),
+      .denominator = optional(&o[7]),
       .classes = (int64_t)a[8],
       .ignore_index = (int64_t)a[9],
       .mean = (a[10] & 1) != 0,
@@ -332,25 +417,27 @@ static int32_t call_sharded_cross_entropy_combine(Call* call, const Operand* o, 
       .batch_invariant = 0,
   };
   return lib.gander_sharded_cross_entropy_combine(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), optional(&o[5]),
-      optional(&o[6]), optional(&o[7]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
 }
 
 static int32_t call_rescale_(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_rescale_options options = {
+  gander_rescale_gradient_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
+      .upstream = optional(&o[2]),
       .batch_invariant = 0,
   };
   return lib.gander_rescale_gradient(
-      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), &options, call->stream);
 }
 
 static int32_t call_logsumexp(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_logsumexp_options options = {
+  gander_logsumexp_forward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
       .batch_invariant = (a[1] & 1) != 0,
   };
@@ -359,8 +446,9 @@ static int32_t call_logsumexp(Call* call, const Operand* o, const Value* a) {
 
 static int32_t call_logsumexp_bwd(Call* call, const Operand* o, const Value* a) {
   (void)a;
-  gander_logsumexp_options options = {
+  gander_logsumexp_backward_options options = {
       .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
       .allocator = allocator(call),
       .batch_invariant = (a[3] & 1) != 0,
   };
