@@ -5,6 +5,7 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"flag"
 	"fmt"
 	"go/format"
@@ -28,6 +29,9 @@ func main() {
 }
 
 func write(root string) error {
+	if list := problems(); len(list) > 0 {
+		return errors.New(strings.Join(list, "\n"))
+	}
 	header, err := os.ReadFile(filepath.Join(root, "capi/gander.h"))
 	if err != nil {
 		return err

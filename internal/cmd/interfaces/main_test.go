@@ -74,6 +74,7 @@ func TestTable(t *testing.T) {
 			assert.True(t, only || option.Only == "", "%s: %s", g.Name, option.Name)
 		}
 	}
+	assert.Empty(t, problems())
 }
 
 // backward checks that an operator's gradient reads only what autograd can save.
