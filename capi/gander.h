@@ -139,7 +139,8 @@ typedef enum {
  *
  * Then each field means what it says: an eps of 0 is 0, not its default. A struct whose magic is not
  * GANDER_OPTIONS_MAGIC is refused: it may be zeros, of which nobody can tell which were meant. Bindings for
- * other languages set size (of the struct), magic, and the defaults that the comments name.
+ * other languages set size (of the struct), magic, and the defaults that comments name. All other defaults
+ * are 0 and NULL.
  *
  * Later versions add fields at the end. If the caller's struct is shorter than the library's, the fields
  * that it lacks have their defaults. If it is longer, the bytes that the library does not know must be 0;

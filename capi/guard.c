@@ -101,37 +101,30 @@ static int32_t refuse_options(const char* function, const char* message) {
   return gander_fail(GANDER_ERROR_OPTION, "%s: options%s%s_OPTIONS_DEFAULTS", function, message, name);
 }
 
-const void* gander_options(const char* function, const void* given, const void* defaults, void* room,
-                           int32_t* status) {
-  /* Every version of every option struct begins with these fields. No later version has fewer bytes, and none
-   * has more than 4096. */
-  typedef struct {
-    uint32_t size, magic;
-    const gander_allocator* allocator;
-  } head;
-  const head* of = given;
-  const size_t known = ((const head*)defaults)->size;
+const void* gander_read_options(const char* function, const gander_head* given, const gander_head* defaults,
+                                void* room, int32_t* status) {
+  const size_t known = defaults->size;
   if (!given) return defaults;
-  if (of->size == known && of->magic == GANDER_OPTIONS_MAGIC) return given;
-  if (of->magic != GANDER_OPTIONS_MAGIC) {
+  if (given->magic != GANDER_OPTIONS_MAGIC) {
     *status = refuse_options(function,
                              ".magic is not GANDER_OPTIONS_MAGIC, so that a field of 0 may be one "
                              "that was not set, expected a struct that begins as ");
     return defaults;
   }
-  if (of->size < sizeof *of || of->size % 8 != 0 || of->size > 4096) {
+  /* No version has more than 4096 bytes. */
+  if (given->size < sizeof *given || given->size % 8 != 0 || given->size > 4096) {
     char message[128];
-    snprintf(message, sizeof message, ".size is %u, expected %zu; begin the struct with ", (unsigned)of->size,
-             known);
+    snprintf(message, sizeof message, ".size is %u, expected %zu; begin the struct with ",
+             (unsigned)given->size, known);
     *status = refuse_options(function, message);
     return defaults;
   }
-  if (of->size < known) {
+  if (given->size < known) {
     memcpy(room, defaults, known);
-    memcpy(room, given, of->size);
+    memcpy(room, given, given->size);
     return room;
   }
-  for (size_t i = known; i < of->size; ++i) {
+  for (size_t i = known; i < given->size; ++i) {
     if (((const char*)given)[i]) {
       *status = gander_fail(GANDER_ERROR_OPTION,
                             "%s: options: byte %zu is set, beyond the %zu that this version knows, expected "

@@ -30,8 +30,21 @@ int32_t gander_fail_fork(const char* function);
   int32_t status = GANDER_OK; \
   const type* o = gander_options(__func__, options, &defaults, &room, &status)
 
-const void* gander_options(const char* function, const void* given, const void* defaults, void* room,
-                           int32_t* status);
+/* What every version of every option struct begins with. */
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+} gander_head;
+
+const void* gander_read_options(const char* function, const gander_head* given, const gander_head* defaults,
+                                void* room, int32_t* status);
+
+static inline const void* gander_options(const char* function, const void* given, const void* defaults,
+                                         void* room, int32_t* status) {
+  const gander_head *head = given, *known = defaults;
+  if (head && head->size == known->size && head->magic == GANDER_OPTIONS_MAGIC) return given;
+  return gander_read_options(function, head, known, room, status);
+}
 
 /* For owning calls. gander_begin sets the outputs to NULL, and refuses calls in forked children, option
  * structs whose status is not GANDER_OK, and tensors of other DLPack versions. gander_end releases the
