@@ -90,15 +90,17 @@ int32_t gander_fail_fork(const char* function) {
                      function);
 }
 
-/* Refuses an option struct. message follows "<function>: options" and ends before the initializer's name. */
-static int32_t refuse_options(const char* function, const char* message) {
-  char name[64];
+/* Refuses an option struct for a field of its head. */
+static int32_t refuse_options(const char* function, const char* field, uint32_t found, const char* expected) {
+  char name[64]; /* in capitals */
   size_t length = 0;
   for (; function[length] && length < sizeof name - 1; ++length) {
     name[length] = (char)toupper((unsigned char)function[length]);
   }
   name[length] = '\0';
-  return gander_fail(GANDER_ERROR_OPTION, "%s: options%s%s_OPTIONS_DEFAULTS", function, message, name);
+  return gander_fail(GANDER_ERROR_OPTION,
+                     "%s: options.%s is %u, expected %s; begin the struct with %s_OPTIONS_DEFAULTS", function,
+                     field, (unsigned)found, expected, name);
 }
 
 const void* gander_read_options(const char* function, const gander_head* given, const gander_head* defaults,
@@ -106,17 +108,14 @@ const void* gander_read_options(const char* function, const gander_head* given, 
   const size_t known = defaults->size;
   if (!given) return defaults;
   if (given->magic != GANDER_OPTIONS_MAGIC) {
-    *status = refuse_options(function,
-                             ".magic is not GANDER_OPTIONS_MAGIC, so that a field of 0 may be one "
-                             "that was not set, expected a struct that begins as ");
+    *status = refuse_options(function, "magic", given->magic, "GANDER_OPTIONS_MAGIC");
     return defaults;
   }
   /* No version has more than 4096 bytes. */
   if (given->size < sizeof *given || given->size % 8 != 0 || given->size > 4096) {
-    char message[128];
-    snprintf(message, sizeof message, ".size is %u, expected %zu; begin the struct with ",
-             (unsigned)given->size, known);
-    *status = refuse_options(function, message);
+    char expected[16];
+    snprintf(expected, sizeof expected, "%u", (unsigned)defaults->size);
+    *status = refuse_options(function, "size", given->size, expected);
     return defaults;
   }
   if (given->size < known) {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gander._table import arguments
 from tolerance import assert_accurate
 from torch.utils.checkpoint import checkpoint
 
@@ -501,3 +502,25 @@ def test_algorithms_are_refused_with_options():
     ):
         with pytest.raises(NotImplementedError, match=f"algorithm is 'warp' with {what}"):
             gander.softmax(x, algorithm="warp", **options)
+
+
+def test_every_option_takes_the_kernels_with_options():
+    """softmax calls the kernels without options if none is given. One that it forgot there would be lost."""
+    x = torch.randn(4, 4, dtype=HALF)
+    given = {
+        "mask": dict(mask=torch.eye(4)),
+        "out_dtype": dict(dtype=SINGLE),
+        "scale": dict(scale=0.0),
+        "causal": dict(causal=True),
+        "masked_zero": dict(mask=torch.zeros(4, 4, dtype=torch.bool), masked="zero"),
+    }
+    others = {
+        "x",
+        "log",
+        "batch_invariant",
+    }  # log is that of log_softmax, both kinds of kernels have the last
+    assert given.keys() | others == set(arguments("masked_softmax"))
+    assert others >= set(arguments("softmax")) - {"algorithm"}
+    for option, values in given.items():
+        y = gander.softmax(x, **values)
+        assert not torch.equal(y.double(), gander.softmax(x).double()), option

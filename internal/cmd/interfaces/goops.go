@@ -74,8 +74,8 @@ var goOptionTypes = map[operators.OptionType]string{
 // optional is the type of an option in Go whose default is not 0.
 func optional(option operators.Option) string { return "Optional[" + goOptionTypes[option.Type] + "]" }
 
-// explain is an option's documentation.
-func explain(option operators.Option) string {
+// optionDoc is an option's documentation.
+func optionDoc(option operators.Option) string {
 	if option.Default != 0 {
 		return option.Doc + "; " + number(option.Default) + " by default"
 	}
@@ -171,7 +171,7 @@ func goOperator(t *text, o operator) {
 		if option.Default != 0 {
 			kind = optional(option)
 		}
-		goField(t, camel(option.Name)+" "+kind, explain(option))
+		goField(t, camel(option.Name)+" "+kind, optionDoc(option))
 	}
 	t.add("}\n")
 

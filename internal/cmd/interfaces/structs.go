@@ -76,7 +76,7 @@ func (f function) fields() []cField {
 		}
 	}
 	for _, o := range f.options() {
-		kind, doc := "int64_t", explain(o)
+		kind, doc := "int64_t", optionDoc(o)
 		switch o.Type {
 		case operators.Real:
 			kind = "double"
