@@ -12,8 +12,6 @@ import torch
 from gander._native import library as abi
 from grid import DTYPES, OPS, Inputs, check, name, same_bits
 
-library = abi.load()
-
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
 by_op = pytest.mark.parametrize("op", OPS)
 # Several rows per warp; persistent CTAs; one row per CTA; clusters; two passes with scratch memory; rows in
@@ -62,8 +60,9 @@ def softmax_in_place(x):
     """Calls the C ABI, because the PyTorch operators have no in-place form."""
     shape = (ctypes.c_int64 * 2)(*x.shape)
     dtype = abi.DType(*abi.DTYPES[name(x.dtype)], 1)
-    tensor = ctypes.byref(abi.Tensor(x.data_ptr(), abi.Device(abi.CUDA, 0), 2, dtype, shape, None, 0))
-    abi.check(library.gander_softmax_forward(tensor, tensor, None, torch.cuda.current_stream().cuda_stream))
+    tensor = abi.Tensor(x.data_ptr(), abi.Device(abi.CUDA, 0), 2, dtype, shape, None, 0)
+    stream = torch.cuda.current_stream().cuda_stream
+    abi.check(abi.call("gander_softmax_forward", stream, x=tensor, y=tensor))
 
 
 @by_dtype

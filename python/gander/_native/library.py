@@ -10,9 +10,9 @@ import functools
 import os
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .._table import OPERATORS, STATUSES, Operator
+from .._table import OPERATORS, STATUSES
 from .._words import shown
 
 ABI_VERSION = 4
@@ -75,68 +75,8 @@ class Managed(ctypes.Structure):
     ]
 
 
-_MAGIC = 0x646E6167  # GANDER_OPTIONS_MAGIC
-
-
-def _kinds(operator: Operator, owns: bool) -> dict[str, Any]:
-    """The ctypes of what a function takes: operands, dtypes and options, and the allocator."""
-    tensor = POINTER(Managed) if owns else POINTER(Tensor)
-    kinds: dict[str, Any] = {"allocator": c_void_p}
-    for operand in operator.operands:
-        kinds[operand.name] = POINTER(tensor) if owns and operand.output else tensor
-        if owns and operand.choice:
-            kinds[operand.choice] = POINTER(DType)
-    return kinds | {o.name: c_double if o.type == "real" else c_int64 for o in operator.options}
-
-
-# Of each function of an operator: that, the option struct, and the operands that are parameters before the
-# struct and after it.
-_FUNCTIONS: dict[str, tuple[Operator, Any, list[str], list[str]]] = {}
-PROTOTYPES: dict[str, tuple[Any, list]] = {}
-
-
-def _declare(function: str, operator: Operator, owns: bool) -> None:
-    kinds = _kinds(operator, owns)
-    fields = [("size", c_uint32), ("magic", c_uint32)]
-    fields += [(name, kinds[name]) for name in operator.fields if name in kinds]
-    # Without a __dict__ a name that is no field is an error.
-    struct = type("Options", (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
-    required = [operand for operand in operator.operands if not operand.optional]
-    after = [operand.name for operand in required if owns and operand.output]
-    before = [operand.name for operand in required if operand.name not in after]
-    _FUNCTIONS[function] = operator, struct, before, after
-    parameters = [*(kinds[name] for name in before), POINTER(struct), c_void_p]
-    PROTOTYPES[function] = c_int32, parameters + [kinds[name] for name in after]
-
-
-for _name, _operator in OPERATORS.items():
-    _declare(f"gander_{_name}", _operator, owns=False)
-    _declare(_operator.owned, _operator, owns=True)
-
-
-def options(function: str, **fields: Any) -> ctypes.Structure:
-    """The option struct of a function. A field that is None or not given has its default."""
-    operator, struct, *_ = _FUNCTIONS[function]
-    values = {option.name: option.default for option in operator.options}
-    for name, value in fields.items():
-        if value is not None:
-            values[name] = ctypes.pointer(value) if isinstance(value, ctypes.Structure) else value
-    return struct(size=ctypes.sizeof(struct), magic=_MAGIC, **values)
-
-
-def call(function: str, stream: int | None = None, **given: Any) -> int:
-    """Calls a function of an operator and returns the status.
-
-    given: operands, dtypes and options by name. None, or none, if an optional one is absent.
-    """
-    *_, before, after = _FUNCTIONS[function]
-    fields = {name: value for name, value in given.items() if name not in before and name not in after}
-    first, last = ([given[name] for name in names] for names in (before, after))
-    return getattr(load(), function)(*first, options(function, **fields), stream, *last)
-
-
 _EXPLAIN = [c_char_p, c_int64, c_int64, DType]
-PROTOTYPES |= {
+PROTOTYPES = {
     "gander_last_error": (c_char_p, []),
     "gander_abi_version": (c_int32, []),
     "gander_build_info": (c_char_p, []),
@@ -171,6 +111,66 @@ def load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+_MAGIC = 0x646E6167  # GANDER_OPTIONS_MAGIC
+
+
+class _Function(NamedTuple):
+    """A C function of an operator."""
+
+    call: Any  # with the types of its parameters
+    options: type[ctypes.Structure]
+    defaults: dict[str, float]  # of options: operands and dtypes have NULL
+    before: list[str]  # the operands that are parameters before the option struct
+    after: list[str]  # and after it
+
+
+@functools.cache
+def _function(name: str) -> _Function:
+    """The function that borrows its tensors, or that owns its inputs and returns new outputs."""
+    operator = OPERATORS.get(name.removeprefix("gander_"))
+    owns = operator is None
+    if operator is None:
+        operator = next(o for o in OPERATORS.values() if o.owned == name)
+    tensor = POINTER(Managed) if owns else POINTER(Tensor)
+    kinds: dict[str, Any] = {"allocator": c_void_p}
+    for operand in operator.operands:
+        kinds[operand.name] = POINTER(tensor) if owns and operand.output else tensor
+        if owns and operand.choice:
+            kinds[operand.choice] = POINTER(DType)
+    kinds |= {option.name: c_double if option.type == "real" else c_int64 for option in operator.options}
+    fields = [("size", c_uint32), ("magic", c_uint32)]
+    fields += [(field, kinds[field]) for field in operator.fields if field in kinds]
+    # Without a __dict__ a name that is no field is an error.
+    struct = type("Options", (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
+    required = [operand for operand in operator.operands if not operand.optional]
+    after = [operand.name for operand in required if owns and operand.output]
+    before = [operand.name for operand in required if operand.name not in after]
+    function = load()[name]  # a new object, which no other thread uses yet
+    function.restype = c_int32
+    function.argtypes = [*map(kinds.get, before), POINTER(struct), c_void_p, *map(kinds.get, after)]
+    defaults = {option.name: option.default for option in operator.options}
+    return _Function(function, struct, defaults, before, after)
+
+
+def options(name: str, **fields: Any) -> ctypes.Structure:
+    """The option struct of a function. A field that is None or not given has its default."""
+    struct, values = _function(name).options, dict(_function(name).defaults)
+    for field, value in fields.items():
+        if value is not None:
+            values[field] = ctypes.pointer(value) if isinstance(value, ctypes.Structure) else value
+    return struct(size=ctypes.sizeof(struct), magic=_MAGIC, **values)
+
+
+def call(name: str, stream: int | None = None, **given: Any) -> int:
+    """Calls a function of an operator and returns the status.
+
+    given: operands, dtypes and options by name. None, or none, if an optional one is absent.
+    """
+    function = _function(name)
+    before, after = ([given.pop(o) for o in operands] for operands in (function.before, function.after))
+    return function.call(*before, options(name, **given), stream, *after)
 
 
 # The exceptions for statuses. Those that are not listed raise RuntimeError.
