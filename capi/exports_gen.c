@@ -17,7 +17,7 @@ int32_t gander_softmax(DLManagedTensorVersioned* x, const gander_softmax_options
   GANDER_OPTIONS(gander_softmax_options, GANDER_SOFTMAX_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"x", x}};
   DLManagedTensorVersioned** const outputs[] = {y};
-  status = gander_begin(__func__, status, inputs, 1, outputs, 1);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 1, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderSoftmaxForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
   }
@@ -38,7 +38,7 @@ int32_t gander_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensorVersion
   GANDER_OPTIONS(gander_softmax_grad_options, GANDER_SOFTMAX_GRAD_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"dy", dy}, {"y", y}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  status = gander_begin(__func__, status, inputs, 2, outputs, 1);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 2, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderSoftmaxBackwardOwned((void*)dy, (void*)y, (void*)o, (uintptr_t)stream, dx);
   }
@@ -58,7 +58,7 @@ int32_t gander_masked_softmax(DLManagedTensorVersioned* x, const gander_masked_s
   GANDER_OPTIONS(gander_masked_softmax_options, GANDER_MASKED_SOFTMAX_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"x", x}, {"mask", o->mask}};
   DLManagedTensorVersioned** const outputs[] = {y};
-  status = gander_begin(__func__, status, inputs, 2, outputs, 1);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 2, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderMaskedSoftmaxForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
   }
@@ -79,7 +79,7 @@ int32_t gander_masked_softmax_grad(DLManagedTensorVersioned* dy, DLManagedTensor
   GANDER_OPTIONS(gander_masked_softmax_grad_options, GANDER_MASKED_SOFTMAX_GRAD_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"dy", dy}, {"y", y}, {"mask", o->mask}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  status = gander_begin(__func__, status, inputs, 3, outputs, 1);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 3, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderMaskedSoftmaxBackwardOwned((void*)dy, (void*)y, (void*)o, (uintptr_t)stream, dx);
   }
@@ -103,7 +103,7 @@ int32_t gander_rmsnorm(DLManagedTensorVersioned* x, const gander_rmsnorm_options
       {"bias", o->bias},
       {"residual", o->residual}};
   DLManagedTensorVersioned** const outputs[] = {y, o->residual_out, o->rstd};
-  status = gander_begin(__func__, status, inputs, 4, outputs, 3);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 4, outputs, 3);
   if (status == GANDER_OK) {
     status = ganderRMSNormForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
   }
@@ -130,7 +130,7 @@ int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersione
       {"dresidual_out", o->dresidual_out},
       {"rstd", rstd}};
   DLManagedTensorVersioned** const outputs[] = {dx, o->dresidual, o->dw, o->db};
-  status = gander_begin(__func__, status, inputs, 5, outputs, 4);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 5, outputs, 4);
   if (status == GANDER_OK) {
     status = ganderRMSNormBackwardOwned((void*)x, (void*)dout, (void*)rstd, (void*)o, (uintptr_t)stream, dx);
   }
@@ -154,7 +154,7 @@ int32_t gander_layernorm(DLManagedTensorVersioned* x, const gander_layernorm_opt
       {"bias", o->bias},
       {"residual", o->residual}};
   DLManagedTensorVersioned** const outputs[] = {y, o->residual_out, o->mean, o->rstd};
-  status = gander_begin(__func__, status, inputs, 4, outputs, 4);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 4, outputs, 4);
   if (status == GANDER_OK) {
     status = ganderLayerNormForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
   }
@@ -184,7 +184,7 @@ int32_t gander_layernorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersio
       {"mean", mean},
       {"rstd", rstd}};
   DLManagedTensorVersioned** const outputs[] = {dx, o->dresidual, o->dw, o->db};
-  status = gander_begin(__func__, status, inputs, 6, outputs, 4);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 6, outputs, 4);
   if (status == GANDER_OK) {
     status = ganderLayerNormBackwardOwned(
         (void*)x, (void*)dout, (void*)mean, (void*)rstd, (void*)o, (uintptr_t)stream, dx);
@@ -211,7 +211,7 @@ int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersion
       {"divisor", o->divisor},
       {"upstream", o->upstream}};
   DLManagedTensorVersioned** const outputs[] = {loss, o->lse, o->dx, o->denominator};
-  status = gander_begin(__func__, status, inputs, 5, outputs, 4);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 5, outputs, 4);
   if (status == GANDER_OK) {
     status = ganderCrossEntropyForwardOwned((void*)x, (void*)target, (void*)o, (uintptr_t)stream, loss);
   }
@@ -243,7 +243,7 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
       {"upstream", o->upstream},
       {"denominator", o->denominator}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  status = gander_begin(__func__, status, inputs, 8, outputs, 1);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 8, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderCrossEntropyBackwardOwned(
         (void*)x, (void*)target, (void*)dloss, (void*)lse, (void*)o, (uintptr_t)stream, dx);
@@ -268,7 +268,7 @@ int32_t gander_sharded_cross_entropy(DLManagedTensorVersioned* parts, DLManagedT
   GANDER_OPTIONS(gander_sharded_cross_entropy_options, GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"parts", parts}, {"target", target}};
   DLManagedTensorVersioned** const outputs[] = {max, log_sum, o->losses, o->loss, o->weights, o->denominator};
-  status = gander_begin(__func__, status, inputs, 2, outputs, 6);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 2, outputs, 6);
   if (status == GANDER_OK) {
     status = ganderShardedCrossEntropyCombineOwned(
         (void*)parts, (void*)target, (void*)o, (uintptr_t)stream, max, log_sum);
@@ -289,7 +289,7 @@ int32_t gander_rescale(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dl
   GANDER_OPTIONS(gander_rescale_options, GANDER_RESCALE_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"x", x}, {"dloss", dloss}, {"upstream", o->upstream}};
   DLManagedTensorVersioned** const outputs[] = {y};
-  status = gander_begin(__func__, status, inputs, 3, outputs, 1);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 3, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderRescaleGradientOwned((void*)x, (void*)dloss, (void*)o, (uintptr_t)stream, y);
   }
@@ -309,7 +309,7 @@ int32_t gander_logsumexp(DLManagedTensorVersioned* x, const gander_logsumexp_opt
   GANDER_OPTIONS(gander_logsumexp_options, GANDER_LOGSUMEXP_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"x", x}};
   DLManagedTensorVersioned** const outputs[] = {lse};
-  status = gander_begin(__func__, status, inputs, 1, outputs, 1);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 1, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderLogSumExpForwardOwned((void*)x, (void*)o, (uintptr_t)stream, lse);
   }
@@ -331,7 +331,7 @@ int32_t gander_logsumexp_grad(DLManagedTensorVersioned* x, DLManagedTensorVersio
   GANDER_OPTIONS(gander_logsumexp_grad_options, GANDER_LOGSUMEXP_GRAD_OPTIONS_DEFAULTS);
   const gander_input inputs[] = {{"x", x}, {"dlse", dlse}, {"lse", lse}};
   DLManagedTensorVersioned** const outputs[] = {dx};
-  status = gander_begin(__func__, status, inputs, 3, outputs, 1);
+  status = gander_begin(__func__, status, (const void*)o, inputs, 3, outputs, 1);
   if (status == GANDER_OK) {
     status = ganderLogSumExpBackwardOwned(
         (void*)x, (void*)dlse, (void*)lse, (void*)o, (uintptr_t)stream, dx);

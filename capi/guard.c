@@ -135,13 +135,25 @@ const void* gander_read_options(const char* function, const gander_head* given, 
   return given;
 }
 
-int32_t gander_begin(const char* function, int32_t status, const gander_input* inputs, size_t count,
-                     DLManagedTensorVersioned** const* outputs, size_t output_count) {
+int32_t gander_begin(const char* function, int32_t status, const gander_head* options,
+                     const gander_input* inputs, size_t count, DLManagedTensorVersioned** const* outputs,
+                     size_t output_count) {
+  const char* wrong = NULL;
   for (size_t i = 0; i < output_count; ++i) {
-    if (outputs[i]) *outputs[i] = NULL;
+    if (!outputs[i]) continue;
+    /* A slot in the struct would be written before the struct's own tensors are read. */
+    if ((uintptr_t)outputs[i] - (uintptr_t)options < options->size) {
+      wrong = "a slot of an output is in the option struct, expected a variable of its own";
+      continue;
+    }
+    *outputs[i] = NULL;
+    for (size_t j = 0; j < i; ++j) {
+      if (outputs[j] == outputs[i]) wrong = "two outputs have the same slot, expected a variable for each";
+    }
   }
   if (gander_forked()) return gander_fail_fork(function);
   if (status) return status;
+  if (wrong) return gander_fail(GANDER_ERROR_OPTION, "%s: %s", function, wrong);
   for (size_t i = 0; i < count; ++i) {
     const DLManagedTensorVersioned* m = inputs[i].tensor;
     if (m && m->version.major != DLPACK_MAJOR_VERSION) {

@@ -47,15 +47,16 @@ static inline const void* gander_options(const char* function, const void* given
 }
 
 /* For owning calls. gander_begin sets the outputs to NULL, and refuses calls in forked children, option
- * structs whose status is not GANDER_OK, and tensors of other DLPack versions. gander_end releases the
- * inputs and returns the status. */
+ * structs whose status is not GANDER_OK, slots that are not variables of their own, and tensors of other
+ * DLPack versions. gander_end releases the inputs and returns the status. */
 typedef struct {
   const char* name;
   DLManagedTensorVersioned* tensor; /* may be NULL */
 } gander_input;
 
-int32_t gander_begin(const char* function, int32_t status, const gander_input* inputs, size_t count,
-                     DLManagedTensorVersioned** const* outputs, size_t output_count);
+int32_t gander_begin(const char* function, int32_t status, const gander_head* options,
+                     const gander_input* inputs, size_t count, DLManagedTensorVersioned** const* outputs,
+                     size_t output_count);
 int32_t gander_end(const gander_input* inputs, size_t count, int32_t status);
 
 /* The deleter of outputs in CUDA memory. */

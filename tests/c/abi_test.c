@@ -412,6 +412,17 @@ static void test_refused_structs(void) {
   REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_OPTION, "options.magic");
   CHECK(a.deleted == 1 && b.deleted == 0 && y == NULL && z == junk);
 
+  /* Slots that are not variables of their own. */
+  o.known.magic = GANDER_OPTIONS_MAGIC, y = junk;
+  o.known.weight = &fill_vector(&b, N)->managed, o.known.rstd = &o.known.weight;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_OPTION,
+          "in the option struct");
+  CHECK(a.deleted == 1 && b.deleted == 1 && y == NULL);
+  o.known.weight = NULL, o.known.rstd = &y, y = junk;
+  REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_OPTION, "have the same slot");
+  CHECK(a.deleted == 1 && y == NULL);
+  o.known.weight = &fill_vector(&b, N)->managed, o.known.rstd = &z;
+
   /* An option's value, and an operand of another version. */
   o.known.magic = GANDER_OPTIONS_MAGIC, o.known.eps = -1, y = junk;
   REFUSED(gander_rmsnorm(&fill(&a)->managed, &o.known, NULL, &y), GANDER_ERROR_OPTION, "eps is -1");

@@ -475,3 +475,15 @@ def test_results_that_are_not_asked_for(how, device):
 
     function = {"compiled": lambda f: torch.compile(f, backend="eager", fullgraph=True), "vmap": torch.vmap}
     function.get(how, lambda f: f)(results)(x, dout, rstd, mean)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dtypes", [(SINGLE, torch.float64), (torch.float64, SINGLE)])
+def test_a_residual_dtype_that_is_not_served_is_refused(dtypes, with_residual, grad):
+    """Also where nobody asks for residual_out."""
+    x = torch.randn(4, 6, dtype=dtypes[0], requires_grad=grad)
+    residual = torch.randn(4, 6, dtype=dtypes[0]) if with_residual else None
+    for norm in gander.rmsnorm, gander.layernorm:
+        with pytest.raises(TypeError, match=r"^(rms|layer)norm_forward: residual_dtype is float"):
+            norm(x, residual=residual, residual_dtype=dtypes[1])

@@ -164,3 +164,21 @@ def test_lse_partial_inside_transforms():
             call()
     with torch.no_grad():
         torch.testing.assert_close(vmap(loss)(x.clone().requires_grad_()), vmap(torchs)(x))
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_checkpoint_that_saves_everything(reduction, device):
+    """It refuses tensors that are written after they are saved."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    x, parts = torch.randn(4, 7, device=device, requires_grad=True), torch.randn(4, 1, device=device)
+    target = torch.tensor([0, 6, -100, 3], device=device)
+
+    def loss(x):
+        return gander.cross_entropy(x, target, parts, reduction=reduction)
+
+    def contexts():
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+    got = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False, context_fn=contexts).sum(), x)
+    torch.testing.assert_close(got, torch.autograd.grad(loss(x).sum(), x))

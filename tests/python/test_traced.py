@@ -405,6 +405,33 @@ def test_jit_traces_functions(name, grad, given):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_jit_traces_leave_sizes_open():
+    """A graph that kept the sizes of its first call would give later results the wrong shape, silently."""
+    shape, weight = (5, 6), torch.randn(7, 6)
+    calls = {
+        "layer_norm": (lambda x: F.layer_norm(x, shape), ((2, 3, 5, 6), (3, 2, 5, 6))),
+        "rms_norm": (lambda x: F.rms_norm(x, shape), ((4, 5, 6), (2, 5, 6))),
+        "linear_cross_entropy": (
+            lambda x: gander.linear_cross_entropy(x, weight, x[..., 0].long() % 7, reduction="none"),
+            ((4, 5, 6), (5, 4, 6)),
+        ),
+        "lse_partial": (
+            lambda x: gander.cross_entropy(x, x[:, 0].long() % 6, x[:, :1] + 3, reduction="none"),
+            ((20, 6), (9, 6)),
+        ),
+        "target_logit": (
+            lambda x: gander.cross_entropy_fwd(x, x[:, 0].long() % 6, x[:, 0].contiguous()),
+            ((20, 6), (9, 6)),
+        ),
+    }
+    for name, (call, (first, later)) in calls.items():
+        traced = torch.jit.trace(call, torch.randn(first))
+        x = torch.randn(later)
+        assert traced(x).shape == call(x).shape, name
+        torch.testing.assert_close(traced(x), call(x), msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_jit_traces_models(given):
     model, inputs = Model(gander.nn, F), (given["x"], given["target"])
     traced = torch.jit.trace(model, inputs)

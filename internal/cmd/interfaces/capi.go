@@ -227,7 +227,8 @@ func cExport(t *text, f function) {
 	}
 	t.add("%s", line)
 	t.add("  DLManagedTensorVersioned** const outputs[] = {%s};", strings.Join(outputs, ", "))
-	t.add("  status = gander_begin(__func__, status, inputs, %d, outputs, %d);", len(inputs), len(outputs))
+	t.add("  status = gander_begin(__func__, status, (const void*)o, inputs, %d, outputs, %d);", len(inputs),
+		len(outputs))
 	t.add("  if (status == GANDER_OK) {")
 	t.add("%s;\n  }", cCall("    status = "+goExport(f.operator)+"Owned", arguments))
 	t.add("  return gander_end(inputs, %d, status);\n}", len(inputs))

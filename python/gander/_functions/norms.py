@@ -80,8 +80,12 @@ def plan_sum(
         rounds = residual_dtype != ops.dtype("float32", "residual_dtype")
     else:
         rounds = ops.differs(x, residual_dtype)
+    wide = ops.dtype("float64", "residual_dtype")
+    refused = (residual_dtype == wide) == ops.differs(x, wide)  # by the operator, if it is to make it
     # layernorm's y is that of the sum in residual_dtype, also where nobody asks for the sum.
-    return residual_dtype, bool((layer and rounds) or (prenorm and (residual is not None or rounds)))
+    return residual_dtype, bool(
+        refused or (layer and rounds) or (prenorm and (residual is not None or rounds))
+    )
 
 
 def out_of_sum(ops: Backend, x: Any, residual: Any, residual_dtype: Any) -> Any:

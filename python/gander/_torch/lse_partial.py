@@ -28,8 +28,8 @@ def _losses(x, target, logits, weight, ignore_index):
     column = target.clamp(0, None if classes is None else classes - 1)
     logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) if by_class else logits
     scale = torch.ones_like(high) if weight is None else weight[column].to(high.dtype)
-    scale = torch.where(column == target, scale, float("nan")).masked_fill_(target == ignore_index, 0)
-    loss = (scale * (log_sum + (high - logit))).masked_fill_(scale == 0, 0)
+    scale = torch.where(column == target, scale, float("nan")).masked_fill(target == ignore_index, 0)
+    loss = (scale * (log_sum + (high - logit))).masked_fill(scale == 0, 0)
     return loss, high, log_sum, scale
 
 
@@ -89,7 +89,7 @@ def _values(x, partial, target, weight, ignore_index, reduction):
     if reduction != NONE:
         loss = loss.sum()
     if reduction == MEAN:
-        loss /= total[0]
+        loss = loss / total[0]
     return loss, torch.cat((high.flatten(), log_sum.flatten(), total))
 
 

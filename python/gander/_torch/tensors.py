@@ -84,8 +84,9 @@ def in_shape(y: Tensor, shape) -> Tensor:
 
     An in-place operation on a view has another history than torch's result would have: FSDP2 loses its hook
     there. y must not be saved for backward, because the version of the returned tensor is its own.
+    torch.jit.trace would keep the sizes of this call, except of a view.
     """
-    return _unsafe_view(y, shape)
+    return y.view(shape) if torch.jit.is_tracing() else _unsafe_view(y, shape)
 
 
 def differ(shape, other) -> bool:
