@@ -1,7 +1,7 @@
 package kernels
 
-// The structs below are the kernels' only parameters, passed by value. Their C++ twins in
-// cuda/args_gen.cuh are generated from them.
+// The structs below are the kernels' only parameters, passed by value. Their C++ twins are generated: Rows in
+// cuda/args_gen.cuh, the others in a header for each group of ops, such as cuda/softmax_args_gen.cuh.
 
 // What kernels and planner must agree on. cuda/args_gen.cuh has it as kChunkThreads and so on.
 const (

@@ -2,6 +2,7 @@
 // RMSNorm with one, forward and backward. norm.cuh has all other norms, and the formulas. Rows stay packed in
 // registers here, which leaves room for weights and biases.
 #pragma once
+#include "norm_args_gen.cuh"
 #include "ring.cuh"
 
 namespace gander {

@@ -1,5 +1,6 @@
 // Cross-entropy over rows of logits: loss, log-sum-exp, gradient, and the total over rows.
 #pragma once
+#include "cross_entropy_args_gen.cuh"
 #include "rows.cuh"
 
 namespace gander {

@@ -11,7 +11,8 @@
 //   masked_partial_*  the state of one chunk of a row
 //   masked_apply_*    merges the states of a row's chunks, and maps one of the chunks
 #pragma once
-#include "norm.cuh"
+#include "masked_softmax_args_gen.cuh"
+#include "operands.cuh"
 
 namespace gander {
 

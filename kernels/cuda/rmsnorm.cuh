@@ -9,6 +9,7 @@
 #pragma once
 #include "grid.cuh"
 #include "ring.cuh"
+#include "rmsnorm_args_gen.cuh"
 
 namespace gander {
 

@@ -1,6 +1,7 @@
 // Softmax over rows, forward and backward.
 #pragma once
 #include "grid.cuh"
+#include "softmax_args_gen.cuh"
 
 namespace gander {
 

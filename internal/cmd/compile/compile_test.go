@@ -140,6 +140,25 @@ func TestOnlyWhatChangedIsCompiledAgain(t *testing.T) {
 	compile("a state that was compiled before")
 }
 
+// TestAFieldMoreRecompilesItsGroupAlone: each group of ops has the struct of its arguments in a header of its
+// own, and no source includes another group's.
+func TestAFieldMoreRecompilesItsGroupAlone(t *testing.T) {
+	const folder = "../../../kernels/cuda"
+	for changed := range kernels.Family(kernels.Families) {
+		for f := range kernels.Family(kernels.Families) {
+			files := map[string][]byte{}
+			require.NoError(t, collect(filepath.Join(folder, f.String()+"_gen.cu"), files))
+			before := (&compiler{}).key(files, nil, nil)
+			header := filepath.Join(folder, changed.Group()+"_args_gen.cuh")
+			if files[header] != nil {
+				files[header] = append(files[header], "// a field more\n"...)
+			}
+			recompiled := before != (&compiler{}).key(files, nil, nil)
+			assert.Equal(t, f.Group() == changed.Group(), recompiled, "%s, of %s", f, changed.Group())
+		}
+	}
+}
+
 // damage changes the only object in the cache and returns its path.
 func (f *fixture) damage(change func(path string, data []byte)) {
 	objects, err := filepath.Glob(f.path("cache/*"))
