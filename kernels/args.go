@@ -5,6 +5,7 @@ package kernels
 
 // What kernels and planner must agree on. cuda/args_gen.cuh has it as kChunkThreads and so on.
 const (
+	MinThreads   = 128 // threads of a CTA in which several rows lie, unless its shape says otherwise
 	ChunkThreads = 256 // threads of the CTAs of Partial, Apply, Elementwise and Columns kernels
 	GridStages   = 56  // GridCooperative: stages that the ring buffer has at most
 	GridSteps    = 64  // GridCooperative: steps whose states have slots of their own
@@ -16,7 +17,7 @@ var Limits = []struct {
 	Name  string
 	Value int
 }{
-	{"ChunkThreads", ChunkThreads},
+	{"MinThreads", MinThreads}, {"ChunkThreads", ChunkThreads},
 	{"GridStages", GridStages}, {"GridSteps", GridSteps}, {"GridTiles", GridTiles},
 }
 

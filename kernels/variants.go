@@ -138,10 +138,57 @@ type Variant struct {
 	StatsRows  bool // InRegisters: the CTA's first threads each compute the statistics of another row
 	Resident   int  // CTAs per SM that the compiler leaves registers for on sm_90; see ResidentOn
 
+	// What is decided for the tile by the registers that it has left. Device code has these, and the layout, as
+	// Flags.
+
+	// ExactWarps: a row has only as many warps as it needs: see ThreadsFor. Kernels of rows with different
+	// offsets, and the largest tiles, have no registers for it.
+	ExactWarps bool
+
+	// KeepsExp: exponentials are computed once and kept. Else they are computed again from the elements.
+	KeepsExp bool
+
+	// LateWeights: weights and biases are loaded when a row's sum is complete, of GridCooperative for each row
+	// again. Else their loads overlap with those of the row, of GridCooperative the first row. Unaligned
+	// kernels always load them late.
+	LateWeights bool
+
+	// LateWideWeights: the same for float32 weights of 16-bit rows alone.
+	LateWideWeights bool
+
+	// MergesThreads: one warp merges the states of all threads of a CTA. Else each warp merges its own first.
+	MergesThreads bool
+
+	// PatchesTarget, of cross-entropy's short rows: the gradient at the target is stored by itself, after its
+	// vector. Else it replaces an element of that vector, which takes fewer registers and more instructions.
+	PatchesTarget bool
+
+	// ExcludesTarget, of cross-entropy's short rows: the sum leaves out the target. Else it is taken out of the
+	// sum: to leave it out would cost shorter rows too much, of each of which a lane of the warp does that.
+	ExcludesTarget bool
+
 	RowsPerStep   int // GridCooperative: rows whose states are exchanged together
 	ComputeGroups int // GridCooperative: groups of threads of a CTA, with a row of the step each
 	Stages        int // Lanes: rows that a thread loads early
 	Shared        int // Lanes: bytes of dynamic shared memory per CTA
+}
+
+// Flags lists what the device code is told about a kernel, as bits of its enum Flag. The device code of some
+// shapes asks about a few alone.
+var Flags = []struct {
+	Name string
+	Of   func(v *Variant) bool
+}{
+	{"Unaligned", func(v *Variant) bool { return v.Unaligned }},
+	{"SameOffset", func(v *Variant) bool { return v.SameOffset }},
+	{"Cluster", func(v *Variant) bool { return v.Cluster }},
+	{"ExactWarps", func(v *Variant) bool { return v.ExactWarps }},
+	{"KeepsExp", func(v *Variant) bool { return v.KeepsExp }},
+	{"LateWeights", func(v *Variant) bool { return v.LateWeights }},
+	{"LateWideWeights", func(v *Variant) bool { return v.LateWideWeights }},
+	{"MergesThreads", func(v *Variant) bool { return v.MergesThreads }},
+	{"PatchesTarget", func(v *Variant) bool { return v.PatchesTarget }},
+	{"ExcludesTarget", func(v *Variant) bool { return v.ExcludesTarget }},
 }
 
 // Capacity is how many vectors of a row one CTA holds; of GridSharedMemory, how many there are in a tile.
@@ -156,23 +203,11 @@ func (v *Variant) RowsPerCTA() int64 { return int64(v.Threads / v.RowThreads) }
 // results.
 func (v *Variant) ThreadsFor(vectors int64) int64 {
 	const warp = 32
-	if !v.exactWarps() {
+	if !v.ExactWarps {
 		return int64(v.Threads)
 	}
 	perWarp := int64(v.Vectors) * warp
 	return min(max((vectors+perWarp-1)/perWarp, 1)*warp, int64(v.Threads))
-}
-
-// exactWarps tells whether a row has only as many warps as it needs: kExactWarps in cuda/rows.cuh, and the
-// bodies that RowPlace is used in.
-func (v *Variant) exactWarps() bool {
-	switch {
-	case v.RowThreads != v.Threads:
-		return false
-	case v.Shape == InRegisters:
-		return (!v.Unaligned || v.SameOffset) && v.Capacity() < 8192
-	}
-	return v.Shape == Staged || v.Shape == Ring
 }
 
 // Geometry is how one launch is spread over the device.
@@ -431,11 +466,52 @@ func (t *tableOf) add(like Variant, tiles ...tile) {
 		v.NoClusters = v.Shape == InRegisters && !v.Cluster &&
 			slices.Contains(clusterless[v.Op][layoutOf(&v)], p)
 		v.Resident = resident(&v)
+		v.decide()
 		v.Symbol = v.symbol()
 		if !leftOut(&v) {
 			t.variants = append(t.variants, v)
 		}
 	}
+}
+
+// decide sets what depends on the registers that a thread has left.
+func (v *Variant) decide() {
+	wide, capacity, aligned := v.Family.DType() == Float32, v.RowThreads*v.Vectors, !v.Unaligned
+	inRegisters, wholeCTA := v.Shape == InRegisters, v.RowThreads == v.Threads
+	gradient := v.Op == CrossEntropyForwardDX
+	switch {
+	case v.Shape == Staged, v.Shape == Ring:
+		v.ExactWarps = wholeCTA
+	case inRegisters:
+		v.ExactWarps = wholeCTA && (aligned || v.SameOffset) && capacity < 8192
+	}
+	switch {
+	case !inRegisters:
+	case v.Op == SoftmaxForward && wide:
+		v.KeepsExp = capacity >= 2048
+	case v.Op == SoftmaxForward:
+		v.KeepsExp = aligned && v.RowThreads > 32 && (v.Vectors <= 2 || v.RowThreads == 256 && v.Vectors == 4)
+	case gradient && v.RowThreads > 32:
+		v.KeepsExp = wide && aligned && !v.Cluster
+	case gradient:
+		v.KeepsExp = aligned && (wide || v.RowThreads == 32 && v.Vectors >= 4)
+	}
+	switch {
+	case v.Op == NormForward && inRegisters:
+		v.LateWeights = v.Vectors > 2
+	case inRegisters && aligned && (v.Op == RMSNormForward || v.Op == LayerNormForward):
+		v.LateWeights = v.Vectors > 4
+	case v.Shape == GridCooperative && (v.Op == RMSNormForward || v.Op == RMSNormBackward):
+		v.LateWeights = v.Vectors > 2 && !wide
+	}
+	if v.Op == RMSNormForward && aligned && !wide {
+		v.LateWideWeights = inRegisters && v.RowThreads <= 64 && v.Vectors > 2 ||
+			v.Shape == Staged && v.Cluster && v.Vectors > 4
+	}
+	v.MergesThreads = inRegisters && v.Op == CrossEntropyForward && !wide && !v.Cluster &&
+		v.RowThreads > 32 && v.RowThreads <= 256
+	v.PatchesTarget = v.StatsRows && gradient && (wide || v.Vectors > 4)
+	v.ExcludesTarget = v.StatsRows && !wide && capacity > 128
 }
 
 func (v *Variant) symbol() string {

@@ -6,10 +6,25 @@ namespace gander {
 
 enum DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, kBool, kUint8, };
 
+constexpr int kMinThreads = 128;
 constexpr int kChunkThreads = 256;
 constexpr int kGridStages = 56;
 constexpr int kGridSteps = 64;
 constexpr int kGridTiles = 16;
+
+// What a kernel's row of kernels/variants.go decides.
+enum Flag : unsigned {
+  kUnaligned = 1 << 0,
+  kSameOffset = 1 << 1,
+  kCluster = 1 << 2,
+  kExactWarps = 1 << 3,
+  kKeepsExp = 1 << 4,
+  kLateWeights = 1 << 5,
+  kLateWideWeights = 1 << 6,
+  kMergesThreads = 1 << 7,
+  kPatchesTarget = 1 << 8,
+  kExcludesTarget = 1 << 9,
+};
 
 struct Rows {
   const void* a;

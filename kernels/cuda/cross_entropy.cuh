@@ -279,7 +279,7 @@ struct CrossEntropyForward : RowOperator<CrossEntropyForward<T_, Gradient>> {
   static constexpr bool kMayCacheExp = false;  // the gradient has the bits that backward would compute
   static constexpr bool kTakes = true;
   static constexpr bool kFinishesRow = Gradient;
-  static constexpr bool kFirstWarpFinalizes = !Gradient, kMergesThreads = sizeof(T) == 2;
+  static constexpr bool kFirstWarpFinalizes = !Gradient;
   struct Scalars {
     int64_t index;  // of the target, or kNoTarget
     float logit;    // x[target], -inf without a target
@@ -644,8 +644,7 @@ __device__ __forceinline__ void elementwise_body(const typename Op::Args& args) 
 }
 
 // An operator that replaces the target's gradient in its vector. `patch`, which stores it by itself, takes
-// fewer instructions, but in kernels of short 16-bit rows, of up to four vectors for each thread, the
-// registers would not suffice.
+// fewer instructions but more registers.
 template <class Op>
 struct ReplacesTarget : Op {
   template <bool Unaligned, bool Cached, int E, class View>
@@ -663,18 +662,16 @@ struct ReplacesTarget : Op {
 // pass the labels to the threads of the rows through shared memory. They are in the first warp, and no warp
 // waits for more than it needs: the other warps for the first one's labels, and it for their states at the
 // end. With a barrier of the CTA in the middle each row would wait for the slowest.
-template <class Op, int TPR, int V, bool Unaligned, bool SameOffset>
+template <class Op, int TPR, int V, unsigned Flags>
 __device__ __forceinline__ void short_rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
   constexpr int kRows = kThreads<TPR> / TPR, kStep = TPR * kElements<T>;
   static_assert(TPR <= 32);
-  // Exponentials are computed once where a warp has a row, or where they take the registers of the elements.
-  constexpr bool kCacheExp = Op::kHasOutput && !Unaligned && (sizeof(T) == 4 || TPR == 32 && V >= 4);
-  constexpr bool kPatch = Op::kHasOutput && (sizeof(T) == 4 || V > 4);
-  // Taking the target out of the sum would cost shorter rows too much: in each of them a lane of the warp
-  // does.
-  constexpr bool kExclude = V * kStep > 1024;
+  constexpr bool Unaligned = Flags & kUnaligned, SameOffset = Flags & kSameOffset;
+  constexpr bool kCacheExp = Flags & kKeepsExp, kPatch = Flags & kPatchesTarget;
+  constexpr bool kExclude = Flags & kExcludesTarget;
+  static_assert(Op::kHasOutput || !kCacheExp && !kPatch, "there is no gradient");
   const auto total = [](float logit, const State& st) {
     if constexpr (kExclude) return Op::add_target(logit, st);
     else return Op::take_target(logit, st);

@@ -95,7 +95,8 @@ __device__ __forceinline__ void clear_slots(const Args& args) {
 // `Columns` holds what a thread keeps for its columns from row to row. It has reduce(state, tile), which
 // reduces over a warp, map(scalars, tile, row), and finish(group), which stores what was summed over rows
 // (partial dw).
-template <class Op, template <class, int, int> class Columns, int Threads, int V, int R, int G>
+template <class Op, template <class, int, int, unsigned> class Columns, int Threads, int V, int R, int G,
+          unsigned Flags>
 __device__ __forceinline__ void grid_cooperative_body(const typename Op::Args& args) {
 #ifdef GANDER_SM90
   using T = typename Op::T;
@@ -198,7 +199,7 @@ __device__ __forceinline__ void grid_cooperative_body(const typename Op::Args& a
     }
   } else {
     const int group = tid / Threads, thread = tid % Threads;
-    Columns<Op, Threads, V> columns(args, begin * E, thread * E, count * E);
+    Columns<Op, Threads, V, Flags> columns(args, begin * E, thread * E, count * E);
     // Reads V vectors of each input of a row as a tile.
     const auto read = [&](int stage, int j, Tile<Op, V, false, false, true>& tile) {
       const uint4* from = buffer + stage * stage_size + j * row_size + thread;
@@ -249,7 +250,7 @@ __device__ __forceinline__ void grid_cooperative_body(const typename Op::Args& a
 }
 
 // The `Columns` of an operator that keeps nothing for its columns from row to row.
-template <class Op, int Threads, int V>
+template <class Op, int Threads, int V, unsigned>
 struct NoColumnState {
   using T = typename Op::T;
   static constexpr int kStep = Threads * kElements<T>;

@@ -184,12 +184,12 @@ __device__ __forceinline__ void prefetch_later_sums(const NormArgs& a, int rows,
 }
 
 // Rows of whole vectors that begin at multiples of a vector.
-template <class T, int TPR, int V, bool Cluster>
+template <class T, int TPR, int V, unsigned Flags>
 __device__ __forceinline__ void norm_rows_body(const NormArgs& a) {
   using State = Moments<T>;
   using Place = RowPlace<TPR, V>;
   constexpr int E = kElements<T>, kRows = Place::kRows, kWarps = Place::kMaxWarps, kStep = Place::kNext * E;
-  constexpr bool kEarly = V <= 2;  // weights and biases are loaded while the row is on its way
+  constexpr bool Cluster = Flags & kCluster, kEarly = !(Flags & kLateWeights);
   prefetch_later_sums<T, Cluster>(a, kRows, Place::capacity() * E);
   const int thread = threadIdx.x % TPR;
   const int64_t row = Place::row();
@@ -387,7 +387,7 @@ template <class T, int TPR, int V, bool Cluster>
 __device__ __forceinline__ void norm_ring_body(const NormArgs& a) {
 #ifdef GANDER_SM90
   using State = GradientSums<T>;
-  constexpr int E = kElements<T>, kMaxStages = 16, kCTA = TPR < 256 ? 256 : TPR;
+  constexpr int E = kElements<T>, kMaxStages = 16, kCTA = TPR < kChunkThreads ? kChunkThreads : TPR;
   constexpr int kRows = kCTA / TPR, kWarps = TPR / 32;
   constexpr int kNext = kRows > 1 ? TPR : 32;  // from a thread's vector to its next
   static_assert(!Cluster || kRows == 1);

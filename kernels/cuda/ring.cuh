@@ -209,7 +209,7 @@ __device__ __forceinline__ void ring_body(const typename Op::Args& a) {
       for (int i = 0; i < stages && first + i * step < limit; i++)
         fetch(first + i * step, stage + i < stages ? stage + i : stage + i - stages);
 
-    const ColumnWeights<Op, V, (V * E <= 16), Unaligned> weights(a, origin, own * E, 32 * E, bounds);
+    const ColumnWeights<Op, V, true, Unaligned> weights(a, origin, own * E, 32 * E, bounds);
     typename Op::template ColumnSums<V> sums;
     uint4 inside[V];  // masks of the elements within bounds, the same for all rows of the run
 #pragma unroll

@@ -27,12 +27,11 @@ __device__ __forceinline__ void load_weight(const RMSNormArgs& a, int64_t origin
 // The weights of V vectors, the first at element e. InRegisters: loaded when the object is constructed. Of
 // float32 weights of 16-bit rows, those of up to two vectors are, else half of them, and the other half at
 // once when these have been used. All others are loaded in `map`, and shifted there if rows are unaligned.
-template <class Op, int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters>
+template <class Op, int V, int Step, bool Unaligned, bool InRegisters, bool LateWide>
 struct WeightOperands {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
-  static constexpr bool kWide =
-      InRegisters && sizeof(T) == 2 && Op::kInputs == 1 && (V <= 2 || !FewRegisters);
+  static constexpr bool kWide = InRegisters && sizeof(T) == 2 && Op::kInputs == 1 && !LateWide;
   static constexpr int kHeld = !InRegisters ? 1 : kWide && V <= 2 ? 2 * V : V, kHeldWide = kHeld / 2;
   const RMSNormArgs& args;
   const T* weight;    // null if there is none, or if it has another type
@@ -128,8 +127,8 @@ struct RMSNormForward : RowOperator<RMSNormForward<T_>> {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr bool kAnyOutputType = true;
-  template <int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters = false>
-  using EpilogueOperands = WeightOperands<RMSNormForward, V, Step, Unaligned, InRegisters, FewRegisters>;
+  template <int V, int Step, bool Unaligned, bool InRegisters, bool LateWide = false>
+  using EpilogueOperands = WeightOperands<RMSNormForward, V, Step, Unaligned, InRegisters, LateWide>;
   struct Scalars {
     float rstd;
   };
@@ -188,8 +187,8 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
   using State = Sum<T>;
   using Args = RMSNormArgs;
   static constexpr int kInputs = 2;
-  template <int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters = false>
-  using EpilogueOperands = WeightOperands<RMSNormBackward, V, Step, Unaligned, InRegisters, FewRegisters>;
+  template <int V, int Step, bool Unaligned, bool InRegisters, bool LateWide = false>
+  using EpilogueOperands = WeightOperands<RMSNormBackward, V, Step, Unaligned, InRegisters, LateWide>;
   struct Scalars {
     float rstd, mean;
   };
@@ -270,8 +269,9 @@ struct RMSNormBackward : RowOperator<RMSNormBackward<T_>> {
 // Forward, long rows: a row lies in the shared memory of a CTA or of a cluster, which saves registers. Each
 // thread copies the elements that it works on itself, so that the copies need no barrier. In an unaligned
 // kernel all operands have the same offset.
-template <class Op, int Threads, int V, bool Cluster, bool Unaligned>
+template <class Op, int Threads, int V, unsigned Flags>
 __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
+  constexpr bool Unaligned = Flags & kUnaligned, Cluster = Flags & kCluster;
 #ifndef GANDER_SM90
   if constexpr (Cluster) return;
 #endif
@@ -309,8 +309,8 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
     else copy_async<16>(mine + i * 32, from + i * kStep, 16);
   }
   copies_commit();
-  using Operands =
-      typename Op::template EpilogueOperands<V, kStep, Unaligned, !Unaligned, Cluster && (V > 4)>;
+  using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, !Unaligned,
+                                                          (Flags & kLateWideWeights) != 0>;
   const Operands operands(args, p, e);
   Op::resolve_scalars(args, row, sc, leader);
   copies_wait<0>();
@@ -348,7 +348,7 @@ __device__ __forceinline__ void staged_body(const typename Op::Args& args) {
 }
 
 // The `Columns` of grid_cooperative_body: the weights of a thread's columns, and in backward their dw.
-template <class Op, int Threads, int V>
+template <class Op, int Threads, int V, unsigned Flags>
 struct RMSNormColumnState {
   using T = typename Op::T;
   static constexpr int E = kElements<T>;
@@ -357,7 +357,7 @@ struct RMSNormColumnState {
   int64_t origin;
   int e;
   Bounds bounds;
-  ColumnWeights<Op, V, (V * E <= 16), false> weights;
+  ColumnWeights<Op, V, !(Flags & kLateWeights), false> weights;
   Accumulator<T> dw[kBackward ? V : 1][E] = {};
 
   __device__ __forceinline__ RMSNormColumnState(const RMSNormArgs& args, int64_t origin, int e, int end)
@@ -404,16 +404,16 @@ struct RMSNormColumnState {
 // `Stages` - 1 rows to shared memory meanwhile. In an unaligned kernel the rows of a CTA are gridDim.x rows
 // apart, and gridDim.x is a multiple of E. So they all have the same alignment. The three operands must have
 // the same offset too.
-template <class T, int TPR, int V, int Stages, bool Unaligned>
+template <class T, int Threads, int TPR, int V, int Stages, bool Unaligned>
 __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
   using Op = RMSNormBackward<T>;
   constexpr int E = kElements<T>, kColumns = TPR * V * E;
-  constexpr int kThreads = 256, kGroups = kThreads / TPR, kWarps = kThreads / 32;
+  constexpr int kGroups = Threads / TPR, kWarps = Threads / 32;
   static_assert(TPR <= 32);
-  static_assert(kWarps * kColumns * sizeof(Accumulator<T>) <= Stages * 2 * V * kThreads * sizeof(uint4));
+  static_assert(kWarps * kColumns * sizeof(Accumulator<T>) <= Stages * 2 * V * Threads * sizeof(uint4));
   // stages x (x, dy) x V x threads, then rstd: stages x threads
   extern __shared__ __align__(128) uint4 buffer[];
-  float* rstd = reinterpret_cast<float*>(buffer + Stages * 2 * V * kThreads);
+  float* rstd = reinterpret_cast<float*>(buffer + Stages * 2 * V * Threads);
   let_next_launch_start();
   const int tid = threadIdx.x, lane = tid % TPR;
   const int64_t rows = a.rows.m, ctas = gridDim.x, step = ctas * kGroups, n = a.rows.n;
@@ -425,7 +425,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     const int64_t r = active ? row : Unaligned ? blockIdx.x : 0;
     const T* x = static_cast<const T*>(a.rows.a) + r * a.rows.a_stride - shift;
     const T* dy = static_cast<const T*>(a.rows.b) + r * a.rows.b_stride - shift;
-    uint4* to = buffer + stage * 2 * V * kThreads + tid;
+    uint4* to = buffer + stage * 2 * V * Threads + tid;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int e = (lane + i * TPR) * E, left = bounds.hi - e;
@@ -433,33 +433,33 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       const int bytes = !in ? 0 : Unaligned && left < E ? left * static_cast<int>(sizeof(T)) : 16;
       if (Unaligned && in && left < E && (rows - 1 - row) * min(a.rows.a_stride, a.rows.b_stride) < E) {
         // A 16-byte load could pass the end of the tensor.
-        to[i * kThreads] = load_elements(x + e, shift - e, left, zero_vector());
-        to[(V + i) * kThreads] = load_elements(dy + e, shift - e, left, zero_vector());
+        to[i * Threads] = load_elements(x + e, shift - e, left, zero_vector());
+        to[(V + i) * Threads] = load_elements(dy + e, shift - e, left, zero_vector());
         continue;
       }
-      copy_async<16>(to + i * kThreads, x + (in ? e : 0), bytes);
-      copy_async<16>(to + (V + i) * kThreads, dy + (in ? e : 0), bytes);
+      copy_async<16>(to + i * Threads, x + (in ? e : 0), bytes);
+      copy_async<16>(to + (V + i) * Threads, dy + (in ? e : 0), bytes);
     }
-    copy_async<4>(rstd + stage * kThreads + tid, static_cast<const float*>(a.rstd) + r, active ? 4 : 0);
+    copy_async<4>(rstd + stage * Threads + tid, static_cast<const float*>(a.rstd) + r, active ? 4 : 0);
     copies_commit();
   };
   const int64_t first = Unaligned ? blockIdx.x : blockIdx.x * static_cast<int64_t>(kGroups);
   int64_t row = first + tid / TPR * (Unaligned ? ctas : 1);
 #pragma unroll
   for (int i = 0; i < Stages; i++) fetch(row + i * step, i);
-  const ColumnWeights<Op, V, (V * E <= 16), Unaligned> weights(a, -shift, lane * E, TPR * E, bounds);
+  const ColumnWeights<Op, V, true, Unaligned> weights(a, -shift, lane * E, TPR * E, bounds);
   Accumulator<T> dw[V][E] = {};
   int stage = 0;
   // All lanes of a warp take part in its shuffles. So all groups do as many iterations as the CTA's first.
   for (int64_t base = first; base < rows; base += step, row += step) {
     copies_wait<Stages - 1>();
-    const uint4* from = buffer + stage * 2 * V * kThreads + tid;
+    const uint4* from = buffer + stage * 2 * V * Threads + tid;
     uint4 x[V], dy[V];
     Sum<T> st;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float fx[E], fd[E], w[E];
-      x[i] = from[i * kThreads], dy[i] = from[(V + i) * kThreads];
+      x[i] = from[i * Threads], dy[i] = from[(V + i) * Threads];
       if (Unaligned && i == 0 && lane == 0) {  // masks elements before the row; those after it are zeros
         x[i] = masked<T>(x[i], shift, E, zero_vector());
         dy[i] = masked<T>(dy[i], shift, E, zero_vector());
@@ -469,7 +469,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
       weights.get(i, w);
       Op::add_vector(st, fx, fd, w);
     }
-    typename Op::Scalars sc = {rstd[stage * kThreads + tid], 0.f};
+    typename Op::Scalars sc = {rstd[stage * Threads + tid], 0.f};
     fetch(row + Stages * step, stage);
     st.template reduce_lanes<TPR>();
     Op::finalize(a, row, sc, st, false);
@@ -502,7 +502,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
     for (int i = 0; i < V; i++)
       store_partial<false>(sums + tid / 32 * kColumns, (lane + i * TPR) * E, Bounds{0, kColumns}, dw[i]);
   __syncthreads();
-  for (int c = tid; c < n; c += kThreads) {
+  for (int c = tid; c < n; c += Threads) {
     Accumulator<T> s = sums[c + shift];
 #pragma unroll
     for (int warp = 1; warp < kWarps; warp++) s += sums[warp * kColumns + c + shift];
@@ -516,7 +516,7 @@ __device__ __forceinline__ void lanes_body(const RMSNormArgs& a) {
 // warp's accesses are adjacent.
 template <class T, bool Unaligned>
 __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
-  constexpr int kThreads = 256, E = kElements<T>, kTile = kThreads * E;
+  constexpr int E = kElements<T>, kTile = kChunkThreads * E;
   wait_for_previous_launch();
   const int64_t tiles = (a.rows.n + kTile - 1) / kTile;
   const int64_t tile = blockIdx.x % tiles, block = blockIdx.x / tiles, blocks = gridDim.x / tiles;
@@ -525,7 +525,7 @@ __device__ __forceinline__ void columns_body(const RMSNormArgs& a) {
   const int64_t first = a.rows.m * block / blocks, last = a.rows.m * (block + 1) / blocks;
   const auto column = [](int j) {
     const int tid = threadIdx.x;
-    return Unaligned ? tid + j * kThreads : tid * E + j;
+    return Unaligned ? tid + j * kChunkThreads : tid * E + j;
   };
   Accumulator<T> dw[1][E] = {};
   float w[E];

@@ -19,11 +19,12 @@ namespace gander {
 
 // Threads of a CTA whose rows have TPR threads each.
 template <int TPR>
-constexpr int kThreads = TPR < 128 ? 128 : TPR;
+constexpr int kThreads = TPR < kMinThreads ? kMinThreads : TPR;
 
-// Which vectors of a row a thread holds. A row has TPR threads. ExactWarps: if these are a whole CTA, the row
-// has only as many warps as it needs, each with V x 32 adjacent vectors. So whatever its length, no more than
-// one warp is partly idle, and the distance between a thread's vectors is a constant.
+// Which vectors of a row a thread holds. A row has TPR threads. ExactWarps (Variant.ExactWarps in
+// kernels/variants.go): if these are a whole CTA, the row has only as many warps as it needs, each with V x
+// 32 adjacent vectors. So whatever its length, no more than one warp is partly idle, and the distance between
+// a thread's vectors is a constant.
 template <int TPR, int V, bool ExactWarps = true>
 struct RowPlace {
   static constexpr int kRows = kThreads<TPR> / TPR;          // of a CTA
@@ -42,10 +43,6 @@ struct RowPlace {
     return kRows == 1 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / TPR;
   }
 };
-
-// Kernels of rows with different offsets, and the largest tile, have no registers for it.
-template <int TPR, int V, bool Unaligned, bool SameOffset>
-constexpr bool kExactWarps = (!Unaligned || SameOffset) && TPR * V < 8192;
 
 // A row, or one chunk of it. The same element index e applies to all pointers and bounds (see Bounds). In an
 // unaligned kernel e = 0 is where a vector of the output is aligned, or one of the first input if the
@@ -154,8 +151,8 @@ struct RowOperator {
 
   // What `map` needs beside the row, such as weights, for V vectors that are `Step` elements apart.
   // InRegisters: the constructor loads them into registers. So these loads overlap with those of the row.
-  // FewRegisters: the kernel has no registers for operands that are wider than the row's elements.
-  template <int V, int Step, bool Unaligned, bool InRegisters, bool FewRegisters = false>
+  // LateWide: but not operands that are wider than the row's elements.
+  template <int V, int Step, bool Unaligned, bool InRegisters, bool LateWide = false>
   using EpilogueOperands = NoEpilogueOperands<Op, V, Step, Unaligned>;
 
   // The value that elements of the first input have out of bounds.
@@ -231,8 +228,6 @@ struct RowOperator {
   __device__ __forceinline__ static void finish_row(const Args&, int64_t row) {}
   // Whether only the leader of a row needs its complete state.
   static constexpr bool kFirstWarpFinalizes = false;
-  // Whether that state is then merged from the states of single threads, for rows of at most eight warps.
-  static constexpr bool kMergesThreads = false;
   // The last step of each CTA.
   template <class Args>
   __device__ __forceinline__ static void finish_launch(const Args&) {}
@@ -375,30 +370,25 @@ __device__ __forceinline__ void prefetch_later_rows(const Rows& r, int rows, int
 #endif
 }
 
-// SameOffset: in each row, all operands are equally far from a 16-byte boundary. So no input has to be
-// shifted.
-template <class Op, int TPR, int V, bool Unaligned, bool SameOffset, bool Cluster>
+// Flags: what the kernel's row of the table decides (kernels/variants.go).
+template <class Op, int TPR, int V, unsigned Flags>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using T = typename Op::T;
   using State = typename Op::State;
-  using Place = RowPlace<TPR, V, kExactWarps<TPR, V, Unaligned, SameOffset>>;
+  constexpr bool Unaligned = Flags & kUnaligned, SameOffset = Flags & kSameOffset, Cluster = Flags & kCluster;
+  using Place = RowPlace<TPR, V, (Flags & kExactWarps) != 0>;
   constexpr int E = kElements<T>, kRows = Place::kRows, kWarps = Place::kMaxWarps;
   constexpr int kStep = Place::kNext * E;
-  constexpr bool kOperandsInRegisters = !Unaligned && V <= 4;
-  constexpr bool kHasExp = State::kMaxFirst && Op::kHasOutput;
-  // Exponentials are computed once and kept where a thread has the registers: in long rows of float32, whose
-  // accurate exponential is expensive, and in 16-bit rows with two vectors for each thread. With four vectors
-  // only CTAs of 256 threads have them (see occupancy.go). What is kept is relative to the warp's maximum.
-  constexpr bool kMaxOfWarp =
-      kHasExp && Op::kMayCacheExp &&
-      (sizeof(T) == 4 ? TPR * V >= 2048 : !Unaligned && kWarps > 1 && (V <= 2 || TPR == 256 && V == 4));
-  // Where exponentials must have the bits that they would have if computed again, all warps agree on the
-  // maximum first.
-  constexpr bool kMaxOfRow =
-      kHasExp && !Op::kMayCacheExp && sizeof(T) == 4 && !Unaligned && kWarps > 1 && !Cluster;
-  constexpr bool kCacheExp = kMaxOfWarp || kMaxOfRow;
+  constexpr bool kOperandsInRegisters = !Unaligned && !(Flags & kLateWeights);
+  // Kept exponentials are relative to the warp's maximum. Where they must have the bits that they would have
+  // if computed again, all warps agree on the row's maximum first.
+  constexpr bool kCacheExp = Flags & kKeepsExp;
+  constexpr bool kMaxOfWarp = kCacheExp && Op::kMayCacheExp, kMaxOfRow = kCacheExp && !Op::kMayCacheExp;
+  static_assert(!kCacheExp || State::kMaxFirst && Op::kHasOutput, "there are no exponentials");
+  static_assert(!kMaxOfRow || kWarps > 1 && !Cluster, "the row's maximum is exchanged in one CTA");
   constexpr bool kToFirstWarp = Op::kFirstWarpFinalizes && !Cluster && kRows == 1 && kWarps > 1;
-  constexpr bool kFromThreads = kToFirstWarp && Op::kMergesThreads && kWarps <= 8;
+  constexpr bool kFromThreads = Flags & kMergesThreads;
+  static_assert(!kFromThreads || kToFirstWarp, "a warp merges the states of a CTA's threads");
   prefetch_later_rows<Op, Cluster>(args.rows, kRows, Place::capacity() * E);
   const int thread = threadIdx.x % TPR;
   const int64_t row = Place::row();
@@ -427,8 +417,8 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp, Unaligned && TPR <= 32> tile;
   tile.load(p, e, kStep);
   auto sc = Op::load_scalars(args, active ? row : 0, leader);  // after the row's loads: it may wait
-  using Operands =
-      typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters, (TPR <= 64)>;
+  using Operands = typename Op::template EpilogueOperands<V, kStep, Unaligned, kOperandsInRegisters,
+                                                          (Flags & kLateWideWeights) != 0>;
   const Operands operands(args, p, e);
   Op::resolve_scalars(args, active ? row : 0, sc, leader);
   float row_max = 0.f;

@@ -97,7 +97,11 @@ func shared() []byte {
 	for _, l := range kernels.Limits {
 		fmt.Fprintf(&b, "constexpr int k%s = %d;\n", l.Name, l.Value)
 	}
-	b.WriteString("\n" + structs([]reflect.Type{reflect.TypeFor[kernels.Rows]()}))
+	b.WriteString("\n// What a kernel's row of kernels/variants.go decides.\nenum Flag : unsigned {\n")
+	for i, f := range kernels.Flags {
+		fmt.Fprintf(&b, "  k%s = 1 << %d,\n", f.Name, i)
+	}
+	b.WriteString("};\n\n" + structs([]reflect.Type{reflect.TypeFor[kernels.Rows]()}))
 	return header("#include <cstdint>\n", b.String())
 }
 
@@ -185,22 +189,21 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 // norms and maskedSoftmax have those of norms and of softmax with options.
 var (
 	bodies = templates(map[kernels.Shape]string{
-		kernels.InRegisters: "{{if .StatsRows}}short_rows_body<{{.Functor}}, {{.Tile}}, {{.Layout}}>" +
-			"{{else}}rows_body<{{.Functor}}, {{.Tile}}, {{.Layout}}, {{.Cluster}}>{{end}}",
+		kernels.InRegisters:      "{{if .StatsRows}}short_{{end}}rows_body<{{.Functor}}, {{.Tile}}, {{.Flags}}>",
 		kernels.Partial:          "partial_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}, {{.Layout}}>",
 		kernels.Apply:            "apply_body<{{.Functor}}, {{.Vectors}}, {{.Unaligned}}>",
 		kernels.Elementwise:      "elementwise_body<{{.Functor}}, {{.Vectors}}, {{.Unaligned}}>",
 		kernels.GridSharedMemory: "grid_shared_memory_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}>",
 		kernels.GridCooperative: "grid_cooperative_body<{{.Functor}}, {{.ColumnState}}, {{.Tile}}, " +
-			"{{.RowsPerStep}}, {{.ComputeGroups}}>",
-		kernels.Staged:  "staged_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}, {{.Cluster}}, {{.Unaligned}}>",
+			"{{.RowsPerStep}}, {{.ComputeGroups}}, {{.Flags}}>",
+		kernels.Staged:  "staged_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}, {{.Flags}}>",
 		kernels.Ring:    "ring_body<{{.Functor}}, {{.Threads}}, {{.Vectors}}, {{.Cluster}}, {{.Unaligned}}>",
 		kernels.Loop:    "loop_body<{{.Functor}}, {{.Tile}}>",
-		kernels.Lanes:   "lanes_body<{{.T}}, {{.Tile}}, {{.Stages}}, {{.Unaligned}}>",
+		kernels.Lanes:   "lanes_body<{{.T}}, {{.Threads}}, {{.Tile}}, {{.Stages}}, {{.Unaligned}}>",
 		kernels.Columns: "columns_body<{{.T}}, {{.Unaligned}}>",
 	})
 	norms = templates(map[kernels.Shape]string{
-		kernels.InRegisters: "norm_rows_body<{{.T}}, {{.Tile}}, {{.Cluster}}>",
+		kernels.InRegisters: "norm_rows_body<{{.T}}, {{.Tile}}, {{.Flags}}>",
 		kernels.Partial:     "norm_partial_body<{{.T}}, {{.Vectors}}, {{.Unaligned}}, {{.Backward}}>",
 		kernels.Apply:       "norm_apply_body<{{.T}}, {{.Vectors}}, {{.Unaligned}}>",
 		kernels.Ring:        "norm_ring_body<{{.T}}, {{.Tile}}, {{.Cluster}}>",
@@ -253,9 +256,23 @@ func unit(f kernels.Family) []byte {
 // arguments is what the templates see: the variant, and what follows from it.
 type arguments struct {
 	*kernels.Variant
-	T, Functor, ColumnState, Tile, Layout string
-	Backward                              bool
-	Direction                             string
+	T, Functor, ColumnState, Tile, Layout, Flags string
+	Backward                                     bool
+	Direction                                    string
+}
+
+// flags is the variant's flags as C++ writes them.
+func flags(v *kernels.Variant) string {
+	var set []string
+	for _, f := range kernels.Flags {
+		if f.Of(v) {
+			set = append(set, "k"+f.Name)
+		}
+	}
+	if set == nil {
+		return "0"
+	}
+	return strings.Join(set, " | ")
 }
 
 func body(v *kernels.Variant) string {
@@ -263,6 +280,7 @@ func body(v *kernels.Variant) string {
 		Variant: v, T: cppTypes[v.Family.DType()], ColumnState: operators[v.Op].columnState,
 		Tile:     fmt.Sprintf("%d, %d", v.RowThreads, v.Vectors),
 		Layout:   fmt.Sprintf("%t, %t", v.Unaligned, v.SameOffset),
+		Flags:    flags(v),
 		Backward: v.Op == kernels.NormBackward, Direction: "forward",
 	}
 	if v.Op == kernels.MaskedSoftmaxBackward {
