@@ -25,7 +25,7 @@ type compiler struct {
 	version  string // output of `nvcc --version`, part of every cache key
 	cache    string
 	scratch  string   // for PTX and nvcc's temporary files; removed at the end
-	ptxs     sync.Map // name of a PTX file -> func() error that compiles it once
+	ptxs     sync.Map // name of a PTX file -> func() (seconds, error) that compiles it once
 }
 
 func newCompiler(progress io.Writer, nvcc, cache string) (*compiler, error) {
@@ -96,28 +96,31 @@ func (c *compiler) find(j *job) (found bool, err error) {
 
 // compile makes the object of a job that find has not found, and adds it to the cache.
 func (c *compiler) compile(j *job) error {
-	ptx, err := c.ptx(j.source, virtual(j.arch))
+	ptx, seconds, err := c.ptx(j.source, virtual(j.arch))
 	if err != nil {
 		return err
 	}
+	j.ptxSeconds = seconds
 	if ptx, err = c.adapted(ptx, j.arch, adaptations(j.unit(), j.arch)); err != nil {
 		return err
 	}
-	if j.image, j.log, err = c.invoke(j.name(), ptx, imageArguments(j.unit(), j.arch)); err != nil {
+	j.image, j.log, j.imageSeconds, err = c.invoke(j.name(), ptx, imageArguments(j.unit(), j.arch))
+	if err != nil {
 		return err
 	}
 	return j.object.write(j.cached)
 }
 
-// ptx compiles a source to PTX, once, and returns the file. This takes most of the time, and is shared by all
-// images of the same virtual architecture.
-func (c *compiler) ptx(source, arch string) (string, error) {
+// ptx compiles a source to PTX, once, and returns the file and the seconds. This takes most of the time, and
+// is shared by all images of the same virtual architecture.
+func (c *compiler) ptx(source, arch string) (string, float64, error) {
 	name := strings.TrimSuffix(filepath.Base(source), ".cu") + "." + arch + ".ptx"
-	compileOnce, _ := c.ptxs.LoadOrStore(name, sync.OnceValue(func() error {
-		_, _, err := c.invoke(name, source, ptxArguments(arch))
-		return err
+	compileOnce, _ := c.ptxs.LoadOrStore(name, sync.OnceValues(func() (float64, error) {
+		_, _, seconds, err := c.invoke(name, source, ptxArguments(arch))
+		return seconds, err
 	}))
-	return filepath.Join(c.scratch, name), compileOnce.(func() error)()
+	seconds, err := compileOnce.(func() (float64, error))()
+	return filepath.Join(c.scratch, name), seconds, err
 }
 
 // adapted applies the changes for an architecture to a copy of the PTX, and returns the copy's path.
@@ -136,17 +139,20 @@ func (c *compiler) adapted(ptx, arch string, changes []adaptation) (string, erro
 	return path, os.WriteFile(path, text, 0o644)
 }
 
-// invoke runs nvcc and returns the file that it made and its messages.
-func (c *compiler) invoke(name, source string, arguments []string) (made []byte, log string, err error) {
+// invoke runs nvcc and returns the file that it made, its messages, and the seconds that it and the programs
+// that it ran had a processor.
+func (c *compiler) invoke(name, source string, arguments []string) (
+	made []byte, log string, seconds float64, err error) {
 	output := filepath.Join(c.scratch, name)
 	command := exec.Command(c.nvcc, append(slices.Clone(arguments), "-o", output, source)...)
 	command.Env = append(os.Environ(), "TMPDIR="+c.scratch)
 	messages, err := command.CombinedOutput()
 	if err != nil {
-		return nil, "", fmt.Errorf("%w\n%s", err, messages)
+		return nil, "", 0, fmt.Errorf("%w\n%s", err, messages)
 	}
 	made, err = os.ReadFile(output)
-	return made, string(messages), err
+	used := command.ProcessState.UserTime() + command.ProcessState.SystemTime()
+	return made, string(messages), used.Seconds(), err
 }
 
 // key is a digest of everything that the compiled image depends on.

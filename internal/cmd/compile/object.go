@@ -16,12 +16,17 @@ import (
 type object struct {
 	image []byte
 	log   string // what ptxas printed
+
+	// Seconds of one processor: from the source to PTX, which other images may share, and from there to the
+	// image.
+	ptxSeconds, imageSeconds float64
 }
 
 // content is the part of an object's file that gob encodes. gob encodes exported fields only.
 type content struct {
-	Image []byte
-	Log   string
+	Image                    []byte
+	Log                      string
+	PTXSeconds, ImageSeconds float64
 }
 
 func digest(path string, encoded []byte) [sha256.Size]byte {
@@ -41,13 +46,14 @@ func (o *object) read(path string) error {
 	if err := gob.NewDecoder(bytes.NewReader(data[sha256.Size:])).Decode(&c); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
-	o.image, o.log = c.Image, c.Log
+	*o = object{c.Image, c.Log, c.PTXSeconds, c.ImageSeconds}
 	return nil
 }
 
 func (o *object) write(path string) error {
 	var encoded bytes.Buffer
-	if err := gob.NewEncoder(&encoded).Encode(content{o.image, o.log}); err != nil {
+	c := content{o.image, o.log, o.ptxSeconds, o.imageSeconds}
+	if err := gob.NewEncoder(&encoded).Encode(c); err != nil {
 		return err
 	}
 	sum := digest(path, encoded.Bytes())
