@@ -6,14 +6,10 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// TestEveryRowOfOccupancyCounts: a row that no kernel reaches says nothing.
-func TestEveryRowOfOccupancyCounts(t *testing.T) {
-	kernels := map[int]int{}
+// TestIndices: Index is the position, by which package driver stores what it has loaded.
+func TestIndices(t *testing.T) {
 	for i := range Variants {
-		kernels[occupancyOf(&Variants[i])]++
-	}
-	for i, row := range occupancy {
-		assert.Positive(t, kernels[i], "row %d, %+v", i, row)
+		assert.Equal(t, i, Variants[i].Index, Variants[i].Symbol)
 	}
 }
 
@@ -26,24 +22,4 @@ func TestEveryFamilyHasAKernelInClusters(t *testing.T) {
 		}
 	}
 	assert.Len(t, families, Families)
-}
-
-// TestEveryTileWithoutClustersIsCompiled: each row of clusterless names a kernel.
-func TestEveryTileWithoutClustersIsCompiled(t *testing.T) {
-	type key struct {
-		op     Op
-		layout layout
-	}
-	want, got := map[key]int{}, map[key]int{}
-	for op, layouts := range clusterless {
-		for l, tiles := range layouts {
-			want[key{op, l}] = 3 * len(tiles)
-		}
-	}
-	for i := range Variants {
-		if v := &Variants[i]; v.NoClusters {
-			got[key{v.Op, layoutOf(v)}]++
-		}
-	}
-	assert.Equal(t, want, got)
 }

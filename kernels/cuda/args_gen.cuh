@@ -12,7 +12,7 @@ constexpr int kGridStages = 56;
 constexpr int kGridSteps = 64;
 constexpr int kGridTiles = 16;
 
-// What a kernel's row of kernels/variants.go decides.
+// What a kernel's row of kernels/variants.txt decides.
 enum Flag : unsigned {
   kUnaligned = 1 << 0,
   kSameOffset = 1 << 1,

@@ -370,7 +370,7 @@ __device__ __forceinline__ void prefetch_later_rows(const Rows& r, int rows, int
 #endif
 }
 
-// Flags: what the kernel's row of the table decides (kernels/variants.go).
+// Flags: what the kernel's row of kernels/variants.txt decides.
 template <class Op, int TPR, int V, unsigned Flags>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   using T = typename Op::T;

@@ -277,9 +277,11 @@ func TestPTXIsAdaptedToTheArchitecture(t *testing.T) {
 	}
 	const gone = -1
 	table := []kernels.Variant{
-		{Symbol: limited, Resident: 10},
+		{Symbol: limited, Resident: 10, Elsewhere: []kernels.Residency{{Major: 8, Resident: 9},
+			{Major: 10, Resident: 9}, {Major: 12, Resident: 9}}},
 		{Symbol: clusters, Resident: 10, Cluster: true},
-		{Symbol: persistent, Resident: 1, Shape: kernels.GridCooperative},
+		{Symbol: persistent, Resident: 1, Shape: kernels.GridCooperative,
+			Elsewhere: []kernels.Residency{{Major: 12, Resident: 0}}},
 	}
 	kernels.Variants = table
 	f.write("softmax_float16_gen.cu", source(10, 10, 1, 7))
