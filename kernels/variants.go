@@ -172,10 +172,11 @@ type Variant struct {
 
 	RowsPerStep   int // GridCooperative: rows whose states are exchanged together
 	ComputeGroups int // GridCooperative: groups of threads of a CTA, with a row of the step each
+	MinStages     int // GridCooperative: stages of the ring without which the planner does not take it
 	Stages        int // Lanes: rows that a thread loads early
 	Shared        int // Lanes: bytes of dynamic shared memory per CTA
 
-	UpTo int64 // WeightGradient, NormGradient: columns up to which the planner takes it; 0 for any number
+	UpTo int64 // Finish: columns, or rows, up to which the planner takes it; 0 for any number
 }
 
 // Residency is how many CTAs per SM the compiler leaves registers for where the major number of the compute

@@ -311,12 +311,6 @@ func perSM(v *kernels.Variant, whole int, threads int64) int64 {
 	return min(int64(whole*v.Threads)/threads, most)
 }
 
-// weightGradients are the kernels that sum the rows of partial dw, by the columns up to which they are
-// taken. Measured on an H100 over the plain kernel: 256 columns with 32 threads to each 0.92 (8 threads
-// 0.86), 16384 columns with 32 threads 0.92 and with 8 threads 0.94. The longest rows leave few rows of
-// partial dw.
-var weightGradients = []struct{ upTo, threads int64 }{{2048, 32}, {32768, 8}, {1 << 62, 1}}
-
 // finish appends what completes sums over rows.
 func (q *query) finish(p *plan) {
 	switch {
@@ -351,9 +345,8 @@ func (q *query) byRow(p *plan) {
 
 // sumColumns appends what sums the rows of partial dw.
 func (q *query) sumColumns(p *plan, op kernels.Op, columns int64) {
-	for _, w := range weightGradients {
-		if columns <= w.upTo {
-			v := kernelOf(kernelKey{op: op, shape: kernels.Finish, x: q.x, unaligned: true}, w.threads, 1)
+	for _, v := range kernelsOf[kernelKey{op: op, shape: kernels.Finish, x: q.x, unaligned: true}] {
+		if v.UpTo == 0 || columns <= v.UpTo {
 			q.add(p, v, ceil(columns, v.RowsPerCTA()), 1, 0)
 			return
 		}
@@ -362,11 +355,11 @@ func (q *query) sumColumns(p *plan, op kernels.Op, columns int64) {
 
 // sumRows appends what sums a number of each row.
 func (q *query) sumRows(p *plan, op kernels.Op) {
-	const alone = 16384 // rows that one CTA sums as fast as a cluster would
 	key := kernelKey{op: op, shape: kernels.Finish, x: q.x, unaligned: true}
-	ctas := int64(1)
-	if c := min(q.maxCluster, 8); q.m > alone && c > 1 {
-		key.cluster, ctas = true, c
+	v, ctas := kernelsOf[key][0], int64(1)
+	if c := min(q.maxCluster, 8); q.m > v.UpTo && c > 1 {
+		key.cluster = true
+		v, ctas = kernelsOf[key][0], c
 	}
-	q.add(p, kernelsOf[key][0], ctas, ctas, 0)
+	q.add(p, v, ctas, ctas, 0)
 }

@@ -49,16 +49,6 @@ var kernelsOf = func() map[kernelKey][]*kernels.Variant {
 	return t
 }()
 
-// kernelOf returns the kernel with a tile of threads and of vectors for each thread, or nil.
-func kernelOf(k kernelKey, threads, vectors int64) *kernels.Variant {
-	for _, v := range kernelsOf[k] {
-		if int64(v.RowThreads) == threads && int64(v.Vectors) == vectors {
-			return v
-		}
-	}
-	return nil
-}
-
 // kernel returns the kernel with the tile of a policy row, or nil. There can be two, one of which requires
 // that all operands have the same offset from a 16-byte boundary. If they have, that one is returned.
 func (q *query) kernel(shape kernels.Shape, row *policy.Row, cluster bool) *kernels.Variant {
@@ -301,7 +291,7 @@ func gridCooperative(q *query, row *policy.Row) *plan {
 	if row.Stages > 0 {
 		stages = min(stages, int64(row.Stages))
 	}
-	if stages < 4 || v.RowsPerStep > 1 && stages < 12 {
+	if stages < int64(v.MinStages) {
 		return nil
 	}
 	p := q.begin()
@@ -458,11 +448,11 @@ func byColumns(q *query, row *policy.Row) *plan {
 	}
 	p.scratch.partial = p.scratch.take(q.m * int64(p.splits) * q.stateBytes())
 	q.add(p, q.chunkKernel(kernels.Partial), q.m*int64(p.splits), 1, 0)
-	tiles := ceil(q.n, kernels.ChunkThreads*q.elements())
-	blocks := min(max(int64(q.facts.SMs)*8/(tiles*q.heads()), 1), q.m/q.heads()) * q.heads()
-	p.partials = int32(blocks)
 	columns := kernelsOf[kernelKey{q.op, kernels.Columns, q.x, q.unaligned || q.op == kernels.NormBackward,
 		false}][0]
+	tiles := ceil(q.n, columns.Capacity()*q.elements())
+	blocks := min(max(int64(q.facts.SMs)*8/(tiles*q.heads()), 1), q.m/q.heads()) * q.heads()
+	p.partials = int32(blocks)
 	q.add(p, columns, tiles*blocks, 1, 0)
 	p.why = "row sums first, then dx and dw by columns: two passes"
 	return p

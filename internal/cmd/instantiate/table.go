@@ -47,8 +47,11 @@ var options = map[string]option{
 		return v.StatsRows && v.Op == kernels.CrossEntropyForwardDX
 	}},
 	"excludes-target": {"ExcludesTarget", func(v *kernels.Variant) bool { return v.StatsRows }},
-	"stages":          {"Stages", func(v *kernels.Variant) bool { return v.Shape == kernels.Lanes }},
-	"up-to":           {"UpTo", func(v *kernels.Variant) bool { return v.Shape == kernels.Finish }},
+	"min-stages": {"MinStages", func(v *kernels.Variant) bool {
+		return v.Shape == kernels.GridCooperative
+	}},
+	"stages": {"Stages", func(v *kernels.Variant) bool { return v.Shape == kernels.Lanes }},
+	"up-to":  {"UpTo", func(v *kernels.Variant) bool { return v.Shape == kernels.Finish }},
 }
 
 func isRows(v *kernels.Variant) bool { return v.Shape == kernels.InRegisters }
@@ -281,6 +284,8 @@ func complete(v *kernels.Variant) error {
 			maxThreads)
 	case v.Shape == kernels.Lanes && v.Stages == 0:
 		return fmt.Errorf("stages is missing, expected how many rows a thread loads early")
+	case v.Shape == kernels.GridCooperative && v.MinStages == 0:
+		return fmt.Errorf("min-stages is missing, expected the stages that pay")
 	}
 	return nil
 }

@@ -18,7 +18,7 @@ rows 64x4  aligned     10 16-bit  late-wide-weights 8x=9 12x=0
 rows 512x8 same-offset  2 float32 cluster all-threads not=12x
 [rmsnorm_backward]
 lanes 8x2  unaligned    2 float32 stages=3
-grid_cooperative 160x1x2 aligned 1 float16
+grid_cooperative 160x1x2 aligned 1 float16 min-stages=12
 `))
 	require.NoError(t, err)
 	short := kernels.Variant{
@@ -30,7 +30,7 @@ grid_cooperative 160x1x2 aligned 1 float16
 	grid := kernels.Variant{
 		Index: 1, Symbol: "rmsnorm_backward_grid_cooperative_float16_160x1x2", Op: kernels.RMSNormBackward,
 		Shape: kernels.GridCooperative, Family: short.Family,
-		Threads: 512, RowThreads: 160, Vectors: 1, RowsPerStep: 2, ComputeGroups: 2, Resident: 1,
+		Threads: 512, RowThreads: 160, Vectors: 1, RowsPerStep: 2, ComputeGroups: 2, MinStages: 12, Resident: 1,
 	}
 	bfloat16 := short
 	bfloat16.Index, bfloat16.Symbol, bfloat16.Family = 2, "rmsnorm_forward_rows_bfloat16_64x4", short.Family+1
@@ -68,7 +68,8 @@ func TestARowThatIsNoKernelIsRefused(t *testing.T) {
 			"softmax_forward_rows_float16 aligned does not ask about",
 		section + "rows 8x1 aligned 16 any\nrows 8x1 aligned 12 float32": "line 3: there is a row for " +
 			"softmax_forward_rows_float32_8x1 already",
-		"[rmsnorm_backward]\nlanes 8x1 aligned 3 any": "line 2: stages is missing",
+		"[rmsnorm_backward]\nlanes 8x1 aligned 3 any":      "line 2: stages is missing",
+		section + "grid_cooperative 512x2x1 aligned 1 any": "line 2: min-stages is missing",
 	} {
 		_, err := parse([]byte(text))
 		assert.ErrorContains(t, err, want, text)
