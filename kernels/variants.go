@@ -184,6 +184,14 @@ type Variant struct {
 // limits its registers.
 type Residency struct{ Major, Resident int }
 
+// numbered sets each Index. In variants_gen.go it would change with every row before.
+func numbered(variants []Variant) []Variant {
+	for i := range variants {
+		variants[i].Index = i
+	}
+	return variants
+}
+
 // Capacity is how many vectors of a row one CTA holds; of GridSharedMemory, how many there are in a tile.
 func (v *Variant) Capacity() int64 { return int64(v.RowThreads * v.Vectors) }
 

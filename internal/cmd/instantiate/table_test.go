@@ -28,18 +28,18 @@ grid_cooperative 160x1x2 aligned 1 float16 min-stages=12
 		Elsewhere: []kernels.Residency{{Major: 8, Resident: 9}, {Major: 12, Resident: 0}},
 	}
 	grid := kernels.Variant{
-		Index: 1, Symbol: "rmsnorm_backward_grid_cooperative_float16_160x1x2", Op: kernels.RMSNormBackward,
+		Symbol: "rmsnorm_backward_grid_cooperative_float16_160x1x2", Op: kernels.RMSNormBackward,
 		Shape: kernels.GridCooperative, Family: short.Family,
 		Threads: 512, RowThreads: 160, Vectors: 1, RowsPerStep: 2, ComputeGroups: 2, MinStages: 12, Resident: 1,
 	}
 	bfloat16 := short
-	bfloat16.Index, bfloat16.Symbol, bfloat16.Family = 2, "rmsnorm_forward_rows_bfloat16_64x4", short.Family+1
+	bfloat16.Symbol, bfloat16.Family = "rmsnorm_forward_rows_bfloat16_64x4", short.Family+1
 	assert.Equal(t, []kernels.Variant{short, grid, bfloat16, {
-		Index: 3, Symbol: "rmsnorm_forward_rows_float32_512x8_same_offset_cluster", Op: kernels.RMSNormForward,
+		Symbol: "rmsnorm_forward_rows_float32_512x8_same_offset_cluster", Op: kernels.RMSNormForward,
 		Family: short.Family + 2, Threads: 512, RowThreads: 512, Vectors: 8, Resident: 2,
 		Unaligned: true, SameOffset: true, Cluster: true, Without: 12,
 	}, {
-		Index: 4, Symbol: "rmsnorm_backward_lanes_float32_8x2_unaligned", Op: kernels.RMSNormBackward,
+		Symbol: "rmsnorm_backward_lanes_float32_8x2_unaligned", Op: kernels.RMSNormBackward,
 		Shape: kernels.Lanes, Family: short.Family + 2, Threads: 256, RowThreads: 8, Vectors: 2, Resident: 2,
 		Unaligned: true, Stages: 3, Shared: 3 * 256 * (2*16*2 + 4),
 	}}, variants)
