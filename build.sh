@@ -264,12 +264,13 @@ task_env() {
 
 # ---- The library ----
 
-# kernels ARCHS: compiles the kernels. kernels/images then holds the images of these architectures and no
-# others.
+# kernels ARCHS [OPTION...]: compiles the kernels. kernels/images then holds the images of these architectures
+# and no others.
 kernels() {
   mkdir -p "$STATE"
   go build -o "$STATE/compile" ./internal/cmd/compile
-  "$STATE/compile" -nvcc "$NVCC" -cache "$CACHE/objects" -archs "$1" -out kernels/images kernels/cuda/*_gen.cu
+  "$STATE/compile" -nvcc "$NVCC" -cache "$CACHE/objects" -archs "$1" -out kernels/images "${@:2}" \
+    kernels/cuda/*_gen.cu
 }
 
 # commit: prints the commit of the checkout, with -dirty if tracked files have changed.
@@ -434,8 +435,8 @@ readonly GENERATED=(':(glob)**/*_gen.*' capi/gander.h)
 digests() { LC_ALL=C sort -z | xargs -0 -r sha256sum; }
 
 # internal/cmd/compile reads ptxas' report of every kernel, also of cached ones, and refuses spills and stack
-# frames.
-check_spills() { kernels "${GANDER_ARCHS:-$DEFAULT_ARCHS}"; }
+# frames. It prints how many kernels each image has, the bytes of their machine code, and how long they took.
+check_spills() { kernels "${GANDER_ARCHS:-$DEFAULT_ARCHS}" -costs; }
 
 check_sass() { go run ./internal/cmd/checksass "${NVCC%/*}" kernels/images; }
 

@@ -17,6 +17,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/gander-go/gander/internal/cubin"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -63,21 +64,12 @@ func check(tools, images string) error {
 
 // disassemble extracts the machine code of an image and returns nvdisasm's text.
 func disassemble(tools, image string) (string, error) {
-	image, err := filepath.Abs(image)
-	if err != nil {
-		return "", err
-	}
 	scratch, err := os.MkdirTemp("", "gander-sass-")
 	if err != nil {
 		return "", err
 	}
 	defer os.RemoveAll(scratch)
-	extract := exec.Command(filepath.Join(tools, "cuobjdump"), "-xelf", "all", image)
-	extract.Dir = scratch // cuobjdump writes to its working directory
-	if output, err := extract.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("cuobjdump %s: %w\n%s", image, err, output)
-	}
-	elfs, err := filepath.Glob(filepath.Join(scratch, "*.cubin"))
+	elfs, err := cubin.Extract(tools, image, scratch)
 	if err != nil {
 		return "", err
 	}

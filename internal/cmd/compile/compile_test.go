@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gander-go/gander/internal/cubin"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -60,7 +61,7 @@ func (f *fixture) write(name, text string) {
 // run compiles and returns the number of runs of nvcc so far.
 func (f *fixture) run(archs ...string) (runs int, err error) {
 	sources := []string{f.path("softmax_float16_gen.cu")}
-	err = run(io.Discard, f.path("nvcc"), f.path("cache"), f.path("images"), archs, sources)
+	_, err = run(io.Discard, f.path("nvcc"), f.path("cache"), f.path("images"), archs, sources)
 	lines, _ := os.ReadFile(f.path("runs.txt")) // absent before the first run
 	return strings.Count(string(lines), "\n"), err
 }
@@ -86,9 +87,10 @@ func TestWhatIsMissingIsNamed(t *testing.T) {
 		{"cache", "out", nil, []string{"a.cu"}, "-archs is empty, expected sm_XY or compute_XY"},
 		{"cache", "out", []string{"sm_90"}, nil, "no sources, expected the paths of .cu files"},
 	} {
-		require.ErrorContains(t, run(io.Discard, "nvcc", c.cache, c.out, c.archs, c.sources), c.message)
+		_, err := run(io.Discard, "nvcc", c.cache, c.out, c.archs, c.sources)
+		require.ErrorContains(t, err, c.message)
 	}
-	err := run(io.Discard, "no-nvcc", t.TempDir(), t.TempDir(), []string{"sm_90"}, []string{"a.cu"})
+	_, err := run(io.Discard, "no-nvcc", t.TempDir(), t.TempDir(), []string{"sm_90"}, []string{"a.cu"})
 	require.ErrorContains(t, err, `no-nvcc --version: exec: "no-nvcc": executable file not found`)
 }
 
@@ -363,4 +365,34 @@ func TestReview(t *testing.T) {
 		"caller in a.sm_90.fatbin: 16 bytes of stack, 8 of spill stores, 4 of spill loads",
 		"b.sm_90.fatbin: ptxas reported no kernel",
 	}, problems)
+}
+
+// TestCosts: the machine code in place of a kernel's is that of this test.
+func TestCosts(t *testing.T) {
+	f := newFixture(t)
+	f.write("cuobjdump", "#!/bin/sh\ncp \"$3\" code.cubin\n")
+	program, err := os.Executable()
+	require.NoError(t, err)
+	size, err := cubin.CodeBytes(program)
+	require.NoError(t, err)
+	require.Positive(t, size)
+	code, err := os.ReadFile(program)
+	require.NoError(t, err)
+	f.write("a.sm_90.fatbin", string(code))
+	f.write("b.sm_90.fatbin", string(code))
+	var text strings.Builder
+	require.NoError(t, printCosts(&text, f.folder, f.folder, []*job{
+		{source: "a_gen.cu", arch: "sm_90", object: object{log: report, ptxSeconds: 9, imageSeconds: 0.5}},
+		{source: "b_gen.cu", arch: "sm_90", object: object{log: report, ptxSeconds: 8, imageSeconds: 0.25}},
+		{source: "a_gen.cu", arch: "compute_90"},
+	}))
+	var lines []string
+	for line := range strings.Lines(text.String()) {
+		lines = append(lines, strings.Join(strings.Fields(line), " "))
+	}
+	assert.Equal(t, []string{
+		"sm_90 kernels bytes of code s to PTX s from PTX",
+		fmt.Sprintf("a 2 %d 9.0 0.5", size), fmt.Sprintf("b 2 %d 8.0 0.2", size),
+		fmt.Sprintf("all 4 %d 17.0 0.8", 2*size),
+	}, lines)
 }

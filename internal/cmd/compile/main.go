@@ -21,27 +21,33 @@ func main() {
 	cache := flag.String("cache", "", "folder of compiled objects")
 	out := flag.String("out", "", "folder for the images; other images in it are removed")
 	archs := flag.String("archs", "sm_90 compute_80 compute_90", "sm_XY for machine code, compute_XY for PTX")
+	costs := flag.Bool("costs", false, "print kernels, bytes of code and seconds of each image of machine code")
 	flag.Parse()
-	if err := run(os.Stdout, *nvcc, *cache, *out, strings.Fields(*archs), flag.Args()); err != nil {
+	jobs, err := run(os.Stdout, *nvcc, *cache, *out, strings.Fields(*archs), flag.Args())
+	if err == nil && *costs {
+		err = printCosts(os.Stdout, filepath.Dir(*nvcc), *out, jobs)
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "compile:", err)
 		os.Exit(1)
 	}
 }
 
-func run(progress io.Writer, nvcc, cache, out string, archs, sources []string) error {
+// run compiles and installs the images, and returns what it did for each.
+func run(progress io.Writer, nvcc, cache, out string, archs, sources []string) ([]*job, error) {
 	switch {
 	case cache == "":
-		return fmt.Errorf("-cache is missing, expected a folder for compiled objects")
+		return nil, fmt.Errorf("-cache is missing, expected a folder for compiled objects")
 	case out == "":
-		return fmt.Errorf("-out is missing, expected a folder for the images")
+		return nil, fmt.Errorf("-out is missing, expected a folder for the images")
 	case len(archs) == 0:
-		return fmt.Errorf("-archs is empty, expected sm_XY or compute_XY, such as sm_90")
+		return nil, fmt.Errorf("-archs is empty, expected sm_XY or compute_XY, such as sm_90")
 	case len(sources) == 0:
-		return fmt.Errorf("no sources, expected the paths of .cu files after the flags")
+		return nil, fmt.Errorf("no sources, expected the paths of .cu files after the flags")
 	}
 	compiler, err := newCompiler(progress, nvcc, cache)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer func() { _ = compiler.close() }() // an error only leaves temporary files behind
 	// Machine code first: the PTX jobs are short, and keep all cores busy while the last long job ends.
@@ -49,18 +55,18 @@ func run(progress io.Writer, nvcc, cache, out string, archs, sources []string) e
 	start := time.Now()
 	compiled, err := compileAll(compiler, jobs)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if err := install(jobs, out); err != nil {
-		return err
+		return nil, err
 	}
 	kernels, registers, problems := review(jobs)
 	fmt.Fprintf(progress, "%d images, %d compiled in %.1f s; %d kernels of machine code, at most %d registers\n",
 		len(jobs), compiled, time.Since(start).Seconds(), kernels, registers)
 	if len(problems) > 0 {
-		return fmt.Errorf("kernels must keep everything in registers:\n  %s", strings.Join(problems, "\n  "))
+		return nil, fmt.Errorf("kernels must keep everything in registers:\n  %s", strings.Join(problems, "\n  "))
 	}
-	return nil
+	return jobs, nil
 }
 
 // job is one image: a source compiled for one architecture.
