@@ -168,7 +168,10 @@ func parseRow(op kernels.Op, fields []string) (variants []kernels.Variant, err e
 			v := like
 			v.Family = kernels.FamilyOf(op, x)
 			derive(&v)
-			for _, name := range fields[columns:] {
+			for i, name := range fields[columns:] {
+				if slices.Contains(fields[columns:columns+i], name) {
+					return nil, fmt.Errorf("%s stands twice", name)
+				}
 				if err := parseOption(&v, name); err != nil {
 					return nil, err
 				}

@@ -68,8 +68,9 @@ func TestARowThatIsNoKernelIsRefused(t *testing.T) {
 			"softmax_forward_rows_float16 aligned does not ask about",
 		section + "rows 8x1 aligned 16 any\nrows 8x1 aligned 12 float32": "line 3: there is a row for " +
 			"softmax_forward_rows_float32_8x1 already",
-		"[rmsnorm_backward]\nlanes 8x1 aligned 3 any":      "line 2: stages is missing",
-		section + "grid_cooperative 512x2x1 aligned 1 any": "line 2: min-stages is missing",
+		section + "rows 8x1 aligned 16 any keeps-exp keeps-exp": "line 2: keeps-exp stands twice",
+		"[rmsnorm_backward]\nlanes 8x1 aligned 3 any":           "line 2: stages is missing",
+		section + "grid_cooperative 512x2x1 aligned 1 any":      "line 2: min-stages is missing",
 	} {
 		_, err := parse([]byte(text))
 		assert.ErrorContains(t, err, want, text)
