@@ -144,7 +144,7 @@ typedef enum {
  *
  * Later versions add fields at the end. If the caller's struct is shorter than the library's, the fields
  * that it lacks have their defaults. If it is longer, the bytes that the library does not know must be 0;
- * otherwise the call is refused. Each field has 8 bytes, so there is no padding.
+ * otherwise the call is refused. Each field has 8 bytes, size and magic 4, so there is no padding.
  *
  * batch_invariant: with 1, the bits of a row's results do not depend on the number of rows. This does not
  * apply to sums over rows (dw, a mean). If rows are whole 16-byte vectors, their bits also depend on

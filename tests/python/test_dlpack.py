@@ -381,3 +381,20 @@ def test_without_torch():
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+
+@pytest.mark.parametrize("returned", [7, None, "used"])
+def test_what_is_no_capsule_is_named(returned):
+    class Exporter:
+        def __dlpack__(self, **options):
+            return used if returned == "used" else returned
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    used = np.ones((2, 3), np.float32).__dlpack__()
+    torch.utils.dlpack.from_dlpack(used)
+    with pytest.raises(
+        TypeError, match="^x is an Exporter whose __dlpack__ returns .*, expected a new DLPack"
+    ):
+        gander.softmax(Exporter())

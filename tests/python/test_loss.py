@@ -638,3 +638,11 @@ def test_one_pass_with_other_backends(device, inductor, backend):
         torch.testing.assert_close(
             gradient(x, compiled, scale), gradient(x, lambda x: at_once(x * 2, target), scale)
         )
+
+
+def test_an_expanded_x_is_not_written_over(device):
+    """Its rows share memory, so inplace_backward is ignored."""
+    one = torch.randn(1, 7, device=device, requires_grad=True)
+    target = torch.tensor([0, 6, 3], device=device)
+    got = torch.autograd.grad(gander.cross_entropy(one.expand(3, 7), target, inplace_backward=True), one)
+    torch.testing.assert_close(got, torch.autograd.grad(F.cross_entropy(one.expand(3, 7), target), one))

@@ -88,8 +88,8 @@ def empty(x: Any, shape: tuple, dtype: Any) -> Any:
         return module_of(x).empty(shape, dtype if hasattr(dtype, "kind") else library.name_of(dtype))
     except TypeError:
         raise TypeError(
-            f"residual_dtype is {library.name_of(dtype)}, that of residual, expected a dtype of the library "
-            "of x; pass another residual_dtype"
+            f"residual_dtype is {library.name_of(dtype)}, which by default is that of residual, expected a "
+            "dtype of the library of x; pass another residual_dtype"
         ) from None
 
 

@@ -59,7 +59,8 @@ def cross_entropy(
             ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
         inplace_backward: Backward writes the gradient over x, which saves a tensor of the size of x. x must
             not be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside
-            torch.compile, and under hooks on saved tensors, where autograd does not see that x was written.
+            torch.compile, under hooks on saved tensors, where autograd does not see that x was written, and
+            where x is expanded.
             Torch tensors only.
         one_pass: True computes the gradient together with the loss. This reads x once, and keeps a tensor of
             the size of x until backward. False computes it in backward, which reads x again. None chooses by

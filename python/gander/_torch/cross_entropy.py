@@ -64,9 +64,10 @@ def is_first_backward(ctx):
 # ---- In backward: in a separate pass, or in place ----
 
 
-def may_write_saved():
-    """Whether autograd notices when a saved tensor is overwritten: not where hooks pack and unpack it."""
-    return fast.saved_tensors_hooks() is None
+def may_write(x):
+    """Whether backward may write over x. Autograd has to notice that a saved tensor is overwritten, which it
+    does not where hooks pack and unpack it. And no elements may share memory, as an expanded x's do."""
+    return fast.saved_tensors_hooks() is None and 0 not in x.stride()
 
 
 def keep(ctx, values, gradient_op="cross_entropy_bwd", inplace_backward=False):
@@ -76,7 +77,7 @@ def keep(ctx, values, gradient_op="cross_entropy_bwd", inplace_backward=False):
     ctx.save_for_backward(*(values[name] for name in ctx.named))
     ctx.set_materialize_grads(False)
     ctx.options = {name: values[name] for name in options if name in values}
-    ctx.inplace_backward = inplace_backward and may_write_saved()
+    ctx.inplace_backward = inplace_backward and may_write(values["x"])
 
 
 def kept(ctx, dloss):
@@ -212,7 +213,7 @@ def choose(two_passes, given):
         return _by_row
     one_pass = False if values["batch_invariant"] else values["one_pass"]
     if is_eager(x):
-        if values["inplace_backward"] and may_write_saved():
+        if values["inplace_backward"] and may_write(x):
             return _in_place
         return _one_pass if takes_one_pass(x, reduction, one_pass) else two_passes
     asked = one_pass and takes_one_pass(x, reduction, one_pass)
