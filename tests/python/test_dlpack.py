@@ -395,6 +395,6 @@ def test_what_is_no_capsule_is_named(returned):
     used = np.ones((2, 3), np.float32).__dlpack__()
     torch.utils.dlpack.from_dlpack(used)
     with pytest.raises(
-        TypeError, match="^x is an Exporter whose __dlpack__ returns .*, expected a new DLPack"
+        TypeError, match=r"^x is an Exporter whose __dlpack__ returns .*, expected a new DLPack"
     ):
         gander.softmax(Exporter())
