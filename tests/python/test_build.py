@@ -279,9 +279,16 @@ def test_building_where_paths_have_spaces(checkout):
     (checkout.root / "bin/go").unlink()
     if shutil.which("go") is None:
         pytest.skip("no Go on PATH: ./build.sh test pytest finds one")
-    for folder in "internal/cmd/compile", "dlpack", "ops", "internal/driver", "internal/policy":
+    for folder in (
+        "internal/cmd/compile",
+        "internal/cubin",
+        "dlpack",
+        "ops",
+        "internal/driver",
+        "internal/policy",
+    ):
         (checkout.root / folder).mkdir(parents=True)
-    for package in "internal/cmd/compile", "kernels":
+    for package in "internal/cmd/compile", "internal/cubin", "kernels":
         for source in (ROOT / package).glob("*.go"):
             checkout.write(f"{package}/{source.name}", source.read_text())
     for path, text in {
