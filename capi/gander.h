@@ -549,8 +549,9 @@ int32_t gander_logsumexp_backward(const DLTensor* x, const DLTensor* dlse, const
  * does not know, for which it refuses the call.
  *
  * Outputs in the option struct are pointers to the caller's variables, or NULL for those that are not
- * needed. All outputs are set to NULL first, apart from those that are not read, and stay so on failure.
- * They are compact, are on x's device, and must be released through their deleter. The memory of CUDA
+ * needed. Each output has a variable of its own, outside of the struct. All outputs are set to NULL first,
+ * apart from those that are not read, and stay so on failure. They are compact, are on x's device, and must
+ * be released through their deleter. The memory of CUDA
  * outputs is stream-ordered: use it on `stream`, or order other streams after it. While `stream` is being
  * captured into a graph, these functions return GANDER_ERROR_CUDA; capture calls on borrowed tensors
  * instead. Fields without a comment are as in the struct of the function for borrowed tensors. */

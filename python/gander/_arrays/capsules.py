@@ -62,16 +62,16 @@ def _export(x, name, stream):
 def _imported(x, name, stream):
     """The tensor of x, without a deleter: it belongs to its capsule, which is kept as an attribute."""
     capsule = _export(x, name, stream)
-    if not any(_capsule_is_valid(capsule, known) for known in (_NAME, _LEGACY_NAME)):
-        raise TypeError(
-            f"{name} is {kind(x)} whose __dlpack__ returns {kind(capsule)}, expected a new DLPack capsule"
-        )
     if _capsule_is_valid(capsule, _NAME):
         found = cast(_capsule_pointer(capsule, _NAME), POINTER(Managed)).contents
         managed = Managed(found.major, found.minor, None, Deleter(), found.flags, found.tensor)
-    else:
+    elif _capsule_is_valid(capsule, _LEGACY_NAME):
         found = cast(_capsule_pointer(capsule, _LEGACY_NAME), POINTER(Legacy)).contents
         managed = Managed(1, 0, None, Deleter(), 0, found.tensor)
+    else:
+        raise TypeError(
+            f"{name} is {kind(x)} whose __dlpack__ returns {kind(capsule)}, expected a new DLPack capsule"
+        )
     managed.capsule = capsule
     return managed
 

@@ -39,9 +39,9 @@ TESTED = ("2.10.0", "2.11.0", "2.15.0")
 
 _STATE = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
-# By operator: its function in c/fast.c, which may ask the dispatcher, and returns None for a result that is
-# not asked for; the function of torch.ops, which returns all results; the function that returns None instead
-# of asking the dispatcher; and what calls the dispatcher.
+# By operator: its function in c/fast.c, which returns None for a result that is not asked for, unless it asks
+# the dispatcher, whose operators return an empty tensor for that; the function of torch.ops, which returns
+# all results; the function that returns None instead of asking the dispatcher; and what calls the dispatcher.
 _operators: dict[str, Callable[..., Any]] = {}
 _wholes: dict[str, Callable[..., Any]] = {}
 _functions: dict[str, Callable[..., Any]] = {}
