@@ -8,6 +8,7 @@ time becomes an assertion in the graph.
 
 import math
 import re
+import sys
 from functools import reduce
 from operator import and_, or_
 
@@ -33,6 +34,15 @@ from .registry import by_name, registry, untraced
 from .tensors import statistic
 
 _NAMES = {"algorithm": ALGORITHMS, "reduction": REDUCTIONS}
+
+# A program that AOTInductor of torch 2.10 packages gives operators other dtypes than those of the graph, and
+# reads their results as the graph's: https://github.com/pytorch/pytorch/issues/169157.
+_PACKAGES_DTYPES = torch.__version__ >= "2.11"
+
+
+def _is_for_aot_inductor():
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and virtualized.V.aot_compilation
 
 
 def _name(dtype):
@@ -172,6 +182,14 @@ class _Call:
                 f"or more; reshape it, or leave {option.name} out",
             )
 
+    def check_choice(self, name, dtype):
+        if dtype is not None and not _PACKAGES_DTYPES and _is_for_aot_inductor():
+            self.fail(
+                NotImplementedError,
+                f"{name} is {_name(dtype)}, expected None, because AOTInductor of torch {torch.__version__} "
+                "passes operators another dtype; leave it out, or use torch 2.11 or newer",
+            )
+
     def dtype_of(self, operand):
         if chosen := self.values.get(operand.choice):
             return chosen
@@ -206,6 +224,7 @@ def _fake(name):
     """The fake kernel of an operator."""
     operator, of, names = TORCH[name], operands(name), arguments(name)
     options = [option for option in OPERATORS[operator.operator].options if option.name in names]
+    choices = [of[result].choice for result in operator.results if of[result].choice]
 
     def fake(*given):
         values = by_name(name, given)
@@ -215,6 +234,8 @@ def _fake(name):
                 call.check_operand(of[argument], values[argument])
         for option in options:
             call.check_option(option, values[option.name])
+        for choice in choices:
+            call.check_choice(choice, values[choice])
         results = tuple(call.result(of[result]) for result in operator.results)
         return results[0] if len(results) == 1 else results or None
 
