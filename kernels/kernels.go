@@ -177,6 +177,7 @@ type Norm struct {
 	DW, DB       Vector // like Weight and Bias, optional
 
 	Eps          float64 // forward only
+	Over         float64 // RMSNorm: see Divisor
 	WeightOffset float64 // added to each weight; no effect without a Weight
 	Center       bool    // LayerNorm: the mean is subtracted
 
@@ -186,6 +187,15 @@ type Norm struct {
 
 	// Heads is how many rows of Weight and Bias there are. Row i uses row i % Heads of them. 0 means 1.
 	Heads int64
+}
+
+// Divisor is what a row's sums, of squares and of products with them, are divided by: N, unless Over is
+// another number.
+func (n *Norm) Divisor() float64 {
+	if n.Over != 0 {
+		return n.Over
+	}
+	return float64(n.X.Cols)
 }
 
 // SumType is the type that forward rounds h to, Float32 or Float64 for none. LayerNorm's h is what

@@ -135,7 +135,7 @@ func (k *cudaCall) norm(n *kernels.Norm, first, second, out kernels.Matrix) kern
 	args := kernels.NormArgs{
 		Rows: k.rows(first, second, out), Weight: input(n.Weight.Data), WeightType: int32(n.Weight.DType),
 		Mean: output(n.Mean.Data), Rstd: output(n.Rstd.Data),
-		WeightOffset: float32(n.WeightOffset), InvN: 1 / float32(first.Cols), Heads: int32(n.Heads),
+		WeightOffset: float32(n.WeightOffset), InvN: 1 / float32(n.Divisor()), Heads: int32(n.Heads),
 	}
 	if n.Center {
 		args.Center = 1

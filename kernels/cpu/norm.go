@@ -109,7 +109,7 @@ func (w *worker[T]) rmsNormTogether(lo, hi int, weight []T) {
 	for from := lo; from < hi; from += w.plan.together {
 		n := min(w.plan.together, hi-from)
 		x, y := w.readRows(0, &w.x, from, n), w.outputRows(0, &w.y, from, n)
-		w.funcs.rmsNormRows(y, x, weight, w.norm.Eps, n, rstd)
+		w.funcs.rmsNormRows(y, x, weight, w.norm.Divisor(), w.norm.Eps, n, rstd)
 		w.writeRows(0, &w.y, from, n)
 		for i := range n {
 			w.putStatistics(from+i, rstd[i], 0)
@@ -201,7 +201,7 @@ func (normForward[T]) combine(w *worker[T], row int, partials []partial) rowStat
 // statistics returns a row's rstd, given its sum of (h - mean)^2, and writes those of rstd and mean that are
 // wanted.
 func (w *worker[T]) statistics(row int, squares, mean float64) (rstd float64) {
-	rstd = 1 / math.Sqrt(squares/float64(w.cols)+w.norm.Eps)
+	rstd = 1 / math.Sqrt(squares/w.norm.Divisor()+w.norm.Eps)
 	w.putStatistics(row, rstd, mean)
 	return rstd
 }
@@ -477,7 +477,7 @@ func (normBackward[T]) firstPass(w *worker[T], row, lo, hi int, partials []parti
 func (normBackward[T]) combine(w *worker[T], row int, partials []partial) rowStats {
 	rstd, sum := at(&w.norm.Rstd, row), total(partials)
 	if !w.norm.Center {
-		return rowStats{a: rstd, b: rstd * rstd * sum / float64(w.cols)}
+		return rowStats{a: rstd, b: rstd * rstd * sum / w.norm.Divisor()}
 	}
 	g, rest := w.mean(partials), w.meanRest(row, partials)
 	b := rstd * rstd * (sum/float64(w.cols) - rest*g)
@@ -617,7 +617,7 @@ func (w *worker[T]) rmsNormGradTogether(lo, hi int) {
 				w.funcs.accumulate(w.db, unsafe.Slice((*T)(dy.row(i)), w.cols))
 			}
 		}
-		w.funcs.rmsNormGradRows(dx, x, dy, weight, w.dw, n, rstd)
+		w.funcs.rmsNormGradRows(dx, x, dy, weight, w.norm.Divisor(), w.dw, n, rstd)
 		w.writeRows(1, &w.dx, from, n)
 	}
 }

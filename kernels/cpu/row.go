@@ -58,10 +58,10 @@ type rowFuncs[T float] struct {
 	// dx = (dy * w - x * k) * r, and sums += x * r * dy unless sums is nil
 	rmsNormGradRaw [4]func(dx, x, dy unsafe.Pointer, w, sums []T, k, r T)
 	// RMSNorm of a few rows of float32, whose length, that of w, is a multiple of 64: y = x * rstd * w, rstd =
-	// 1 / sqrt(mean(x^2) + eps), with the bits of dot and multiply.
-	rmsNormRows func(y, x strided, w []T, eps float64, rows int, rstd *[maxTogether]float64)
+	// 1 / sqrt(sum(x^2) / over + eps), with the bits of dot and multiply.
+	rmsNormRows func(y, x strided, w []T, over, eps float64, rows int, rstd *[maxTogether]float64)
 	// Its gradient, with the bits of dot3, normGrad and addProduct. dw is nil if it is not wanted.
-	rmsNormGradRows func(dx, x, dy strided, w []T, dw []float64, rows int, rstd *[maxTogether]float64)
+	rmsNormGradRows func(dx, x, dy strided, w []T, over float64, dw []float64, rows int, rstd *[maxTogether]float64)
 }
 
 // strided is rows of float32 in memory. The stride is in bytes.

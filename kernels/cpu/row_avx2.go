@@ -553,7 +553,9 @@ func (k *constants) roundBFloat16x8(f f32x8) i32x8 {
 	return n8(&k.bfloat16NaN).Merge(u.Add(odd).Add(n8(&k.bfloat16Half)), f.IsNaN())
 }
 
-func rmsNormRowsAVX2(y, x strided, w []float32, eps float64, rows int, rstd *[maxTogether]float64) {
+func rmsNormRowsAVX2(
+	y, x strided, w []float32, over, eps float64, rows int, rstd *[maxTogether]float64,
+) {
 	for row := range rows {
 		xRow := x.row(row)
 		var s0, s1 f64x4
@@ -563,7 +565,7 @@ func rmsNormRowsAVX2(y, x strided, w []float32, eps float64, rows int, rstd *[ma
 		}
 		rstd[row] = sumLanes4(s0.Add(s1))
 	}
-	n, e := archsimd.BroadcastFloat64x4(float64(len(w))), archsimd.BroadcastFloat64x4(eps)
+	n, e := archsimd.BroadcastFloat64x4(over), archsimd.BroadcastFloat64x4(eps)
 	one := archsimd.BroadcastFloat64x4(1)
 	for row := 0; row < rows; row += 4 {
 		r := doublePtr4(rstd[:], row)
@@ -580,7 +582,7 @@ func rmsNormRowsAVX2(y, x strided, w []float32, eps float64, rows int, rstd *[ma
 }
 
 func rmsNormGradRowsAVX2(
-	dx, x, dy strided, w []float32, dw []float64, rows int, rstd *[maxTogether]float64,
+	dx, x, dy strided, w []float32, over float64, dw []float64, rows int, rstd *[maxTogether]float64,
 ) {
 	var ks [maxTogether]float64
 	for row := range rows {
@@ -595,7 +597,7 @@ func rmsNormGradRowsAVX2(
 		}
 		ks[row] = sumLanes4(s0.Add(s1))
 	}
-	n := archsimd.BroadcastFloat64x4(float64(len(w)))
+	n := archsimd.BroadcastFloat64x4(over)
 	for row := 0; row < rows; row += 4 {
 		r, k := archsimd.LoadFloat64x4(doublePtr4(rstd[:], row)), doublePtr4(ks[:], row)
 		r.Mul(r).Mul(archsimd.LoadFloat64x4(k)).Div(n).Store(k)

@@ -337,7 +337,9 @@ func rmsNormGradBFloat16AVX512(dx, x, dy unsafe.Pointer, w, sums []float32, k, r
 // The functions of several rows take one step of all rows after the other. So a row's last additions, its
 // square root and divisions do not wait for one another, and those of eight rows share vectors.
 
-func rmsNormRowsAVX512(y, x strided, w []float32, eps float64, rows int, rstd *[maxTogether]float64) {
+func rmsNormRowsAVX512(
+	y, x strided, w []float32, over, eps float64, rows int, rstd *[maxTogether]float64,
+) {
 	for row := range rows {
 		xRow := x.row(row)
 		var s0, s1 f64x8
@@ -347,7 +349,7 @@ func rmsNormRowsAVX512(y, x strided, w []float32, eps float64, rows int, rstd *[
 		}
 		rstd[row] = sumLanes16(s0, s1)
 	}
-	n, e := archsimd.BroadcastFloat64x8(float64(len(w))), archsimd.BroadcastFloat64x8(eps)
+	n, e := archsimd.BroadcastFloat64x8(over), archsimd.BroadcastFloat64x8(eps)
 	one := archsimd.BroadcastFloat64x8(1)
 	for row := 0; row < rows; row += 8 {
 		r := doublePtr8(rstd[:], row)
@@ -364,7 +366,7 @@ func rmsNormRowsAVX512(y, x strided, w []float32, eps float64, rows int, rstd *[
 }
 
 func rmsNormGradRowsAVX512(
-	dx, x, dy strided, w []float32, dw []float64, rows int, rstd *[maxTogether]float64,
+	dx, x, dy strided, w []float32, over float64, dw []float64, rows int, rstd *[maxTogether]float64,
 ) {
 	var ks [maxTogether]float64
 	for row := range rows {
@@ -379,7 +381,7 @@ func rmsNormGradRowsAVX512(
 		}
 		ks[row] = sumLanes16(s0, s1)
 	}
-	n := archsimd.BroadcastFloat64x8(float64(len(w)))
+	n := archsimd.BroadcastFloat64x8(over)
 	for row := 0; row < rows; row += 8 {
 		r, k := archsimd.LoadFloat64x8(doublePtr8(rstd[:], row)), doublePtr8(ks[:], row)
 		r.Mul(r).Mul(archsimd.LoadFloat64x8(k)).Div(n).Store(k)
