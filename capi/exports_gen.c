@@ -137,6 +137,48 @@ int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersione
   return gander_end(inputs, 5, status);
 }
 
+int32_t gander_l2norm_forward(const DLTensor* x, const DLTensor* y,
+                              const gander_l2norm_forward_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_l2norm_forward_options, GANDER_L2NORM_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderL2NormForward((void*)x, (void*)y, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_l2norm(DLManagedTensorVersioned* x, const gander_l2norm_options* options, void* stream,
+                      DLManagedTensorVersioned** y) {
+  GANDER_OPTIONS(gander_l2norm_options, GANDER_L2NORM_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"x", x}};
+  DLManagedTensorVersioned** const outputs[] = {y, o->rnorm};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 1, outputs, 2);
+  if (status == GANDER_OK) {
+    status = ganderL2NormForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
+  }
+  return gander_end(inputs, 1, status);
+}
+
+int32_t gander_l2norm_backward(const DLTensor* x, const DLTensor* dy, const DLTensor* rnorm,
+                               const DLTensor* dx, const gander_l2norm_backward_options* options,
+                               void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_l2norm_backward_options, GANDER_L2NORM_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderL2NormBackward((void*)x, (void*)dy, (void*)rnorm, (void*)dx, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_l2norm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dy,
+                           DLManagedTensorVersioned* rnorm, const gander_l2norm_grad_options* options,
+                           void* stream, DLManagedTensorVersioned** dx) {
+  GANDER_OPTIONS(gander_l2norm_grad_options, GANDER_L2NORM_GRAD_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"x", x}, {"dy", dy}, {"rnorm", rnorm}};
+  DLManagedTensorVersioned** const outputs[] = {dx};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 3, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderL2NormBackwardOwned((void*)x, (void*)dy, (void*)rnorm, (void*)o, (uintptr_t)stream, dx);
+  }
+  return gander_end(inputs, 3, status);
+}
+
 int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* y,
                                  const gander_layernorm_forward_options* options, void* stream) {
   GANDER_ENTER();

@@ -323,6 +323,94 @@ func ganderRMSNormBackwardOwned(x, dout, rstd, options unsafe.Pointer, stream ui
 	})
 }
 
+//export ganderL2NormForward
+func ganderL2NormForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_l2norm_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.L2NormForward{
+		X:              tensor(x),
+		Y:              tensor(y),
+		Rnorm:          tensor(unsafe.Pointer(o.rnorm)),
+		Eps:            ops.Some(float64(o.eps)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderL2NormForwardOwned
+func ganderL2NormForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_l2norm_options)(options)
+		made, err := outputsFor("l2norm", "x", owned(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		ty := made.required("y", y, made.dtype(), made.shape("LN"))
+		trnorm := made.optional("rnorm", unsafe.Pointer(o.rnorm), made.statistic(), made.shape("L"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.L2NormForward{
+			X:              owned(x),
+			Y:              ty,
+			Rnorm:          trnorm,
+			Eps:            ops.Some(float64(o.eps)),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderL2NormBackward
+func ganderL2NormBackward(x, dy, rnorm, dx, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_l2norm_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.L2NormBackward{
+		X:              tensor(x),
+		DY:             tensor(dy),
+		Rnorm:          tensor(rnorm),
+		DX:             tensor(dx),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderL2NormBackwardOwned
+func ganderL2NormBackwardOwned(x, dy, rnorm, options unsafe.Pointer, stream uintptr,
+	dx unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_l2norm_grad_options)(options)
+		made, err := outputsFor("l2norm_grad", "x", owned(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdx := made.required("dx", dx, made.dtype(), made.shape("LN"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.L2NormBackward{
+			X:              owned(x),
+			DY:             owned(dy),
+			Rnorm:          owned(rnorm),
+			DX:             tdx,
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
 //export ganderLayerNormForward
 func ganderLayerNormForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)

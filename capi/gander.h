@@ -308,6 +308,39 @@ int32_t gander_rmsnorm_backward(const DLTensor* x, const DLTensor* dout, const D
 typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* rnorm; /* M elements, contiguous; float64 if x is, else float32 */
+  double eps; /* added to the sum of squares; 1e-06 by default */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_l2norm_forward_options;
+#define GANDER_L2NORM_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_l2norm_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, 1e-06, 0}
+
+/* y = x * rnorm with rnorm = 1 / sqrt(sum(x^2) + eps) for each row.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   y: (M, N); x's dtype; may be x if the dtypes agree. */
+int32_t gander_l2norm_forward(const DLTensor* x, const DLTensor* y,
+                              const gander_l2norm_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_l2norm_backward_options;
+#define GANDER_L2NORM_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_l2norm_backward_options), GANDER_OPTIONS_MAGIC, NULL, 0}
+
+/* dx = (dy - h * sum(dy * h)) * rnorm with h = x * rnorm for each row.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   dy: (M, N); x's dtype.
+ *   rnorm: M elements, contiguous; float64 if x is, else float32.
+ *   dx: (M, N); x's dtype; may be dy if the dtypes agree. */
+int32_t gander_l2norm_backward(const DLTensor* x, const DLTensor* dy, const DLTensor* rnorm,
+                               const DLTensor* dx, const gander_l2norm_backward_options* options,
+                               void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
    * float32 */
   const DLTensor* weight;
@@ -668,6 +701,33 @@ typedef struct {
 int32_t gander_rmsnorm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dout,
                             DLManagedTensorVersioned* rstd, const gander_rmsnorm_grad_options* options,
                             void* stream, DLManagedTensorVersioned** dx);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned** rnorm;
+  double eps;
+  int64_t batch_invariant;
+} gander_l2norm_options;
+#define GANDER_L2NORM_OPTIONS_DEFAULTS \
+  {sizeof(gander_l2norm_options), GANDER_OPTIONS_MAGIC, NULL, NULL, 1e-06, 0}
+
+/* gander_l2norm_forward with owned tensors. */
+int32_t gander_l2norm(DLManagedTensorVersioned* x, const gander_l2norm_options* options, void* stream,
+                      DLManagedTensorVersioned** y);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t batch_invariant;
+} gander_l2norm_grad_options;
+#define GANDER_L2NORM_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_l2norm_grad_options), GANDER_OPTIONS_MAGIC, NULL, 0}
+
+/* gander_l2norm_backward with owned tensors. */
+int32_t gander_l2norm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dy,
+                           DLManagedTensorVersioned* rnorm, const gander_l2norm_grad_options* options,
+                           void* stream, DLManagedTensorVersioned** dx);
 
 typedef struct {
   uint32_t size, magic;

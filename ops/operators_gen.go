@@ -517,6 +517,94 @@ func (a *rmsNormBackward) options() kernels.RMSNormOptions {
 	return kernels.RMSNormOptions{}
 }
 
+// L2NormForward is the operator l2norm_forward: y = x * rnorm with rnorm = 1 / sqrt(sum(x^2) + eps) for each
+// row.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type L2NormForward struct {
+	X     *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Y     *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree
+	Rnorm *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32; or nil
+
+	Eps            Optional[float64] // added to the sum of squares; 1e-06 by default
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
+}
+
+// l2NormForward is a L2NormForward whose operands have been checked.
+type l2NormForward struct {
+	X     kernels.Matrix
+	Y     kernels.Matrix
+	Rnorm kernels.Vector
+	Eps   float64
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o L2NormForward) Run(c *Call) error {
+	k := check{op: "l2norm_forward"}
+	a := l2NormForward{
+		Eps:    o.Eps.or(1e-06),
+		Choice: Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.Y = k.rowsLike("y", o.Y, only(a.X.DType))
+	k.output("x")
+	if o.Rnorm != nil {
+		a.Rnorm = k.vector("rnorm", o.Rnorm, typeStatistic.with(a.X.DType), &shapePerRow)
+		k.output()
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// L2NormBackward is the operator l2norm_backward: dx = (dy - h * sum(dy * h)) * rnorm with h = x * rnorm for
+// each row.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type L2NormBackward struct {
+	X     *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	DY    *dlpack.Tensor // (M, N); x's dtype
+	Rnorm *dlpack.Tensor // M elements, contiguous; float64 if x is, else float32
+	DX    *dlpack.Tensor // (M, N); x's dtype; may be dy if the dtypes agree
+
+	BatchInvariant bool // a row's bits do not depend on how many rows there are
+}
+
+// l2NormBackward is a L2NormBackward whose operands have been checked.
+type l2NormBackward struct {
+	X     kernels.Matrix
+	DY    kernels.Matrix
+	Rnorm kernels.Vector
+	DX    kernels.Matrix
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o L2NormBackward) Run(c *Call) error {
+	k := check{op: "l2norm_backward"}
+	a := l2NormBackward{
+		Choice: Choose(Auto, o.BatchInvariant),
+	}
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.DY = k.rowsLike("dy", o.DY, only(a.X.DType))
+	a.Rnorm = k.vector("rnorm", o.Rnorm, typeStatistic.with(a.X.DType), &shapePerRow)
+	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType))
+	k.output("dy")
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
 // LayerNormForward is the operator layernorm_forward: y = (h - mean) * rstd * weight + bias with h = x +
 // residual and rstd = 1 / sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and Hinton, "Layer
 // Normalization", 2016). h is rounded to the dtype of residual_out, which receives it. If residual_out is

@@ -100,6 +100,8 @@ var explained = map[string]request{
 	"cross_entropy_backward":   {op: kernels.CrossEntropyBackward},
 	"logsumexp_forward":        {op: kernels.CrossEntropyForward},
 	"logsumexp_backward":       {op: kernels.CrossEntropyBackward},
+	"l2norm_forward":           {op: kernels.RMSNormForward},
+	"l2norm_backward":          {op: kernels.RMSNormBackward},
 	"layernorm_forward":        {op: kernels.LayerNormForward},
 	"layernorm_backward":       {op: kernels.LayerNormBackward, norm: normOperands{second: 1, sums: 2}},
 

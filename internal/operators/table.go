@@ -35,6 +35,8 @@ var (
 	mean = Operand{Name: "mean", Shape: PerRow, DType: Statistic}
 	rstd = Operand{Name: "rstd", Shape: PerRow, DType: Statistic}
 
+	rnorm = Operand{Name: "rnorm", Shape: PerRow, DType: Statistic} // of l2norm
+
 	stored = Operand{Name: "x", Shape: Rows, DType: Float, Stored: "residual_out"}
 	dout   = Operand{Name: "dout", Shape: Rows, DType: Companion, Gradient: "y"}
 	dsum   = Operand{Name: "dresidual_out", Shape: Rows, DType: Companion, Optional: true,
@@ -178,6 +180,40 @@ var Table = []Group{
 					{Name: "rmsnorm_bwd", Results: []string{"dx", "dresidual", "dw", "db"},
 						OnDemand: []string{"dresidual", "dw", "db"}},
 				},
+			},
+		},
+	},
+	{
+		Name: "l2norm", Type: "L2Norm",
+		Options: []Option{
+			{Name: "eps", Type: Real, Default: 1e-6, Only: "forward", Doc: "added to the sum of squares"},
+			batchInvariant,
+		},
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_l2norm", Refuses: true,
+				Doc: "y = x * rnorm with rnorm = 1 / sqrt(sum(x^2) + eps) for each row.",
+				Operands: []Operand{
+					x,
+					{Name: "y", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}},
+					written(rnorm),
+				},
+				Torch: []Torch{
+					{Name: "l2norm", Results: []string{"y", "rnorm"}, OnDemand: []string{"rnorm"},
+						Backward: "l2norm_bwd"},
+				},
+			},
+			{
+				Name: "backward", Owned: "gander_l2norm_grad",
+				Doc: "dx = (dy - h * sum(dy * h)) * rnorm with h = x * rnorm for each row.",
+				Operands: []Operand{
+					x,
+					{Name: "dy", Shape: Rows, DType: Same, Like: "x", Gradient: "y"},
+					rnorm,
+					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"dy"},
+						Gradient: "x"},
+				},
+				Torch: []Torch{{Name: "l2norm_bwd", Results: []string{"dx"}}},
 			},
 		},
 	},

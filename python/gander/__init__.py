@@ -12,6 +12,7 @@ from ._debug import set_debug
 from ._functions.cross_entropy import cross_entropy, cross_entropy_bwd, cross_entropy_fwd
 from ._functions.cross_entropy_out import cross_entropy_bwd_out, cross_entropy_fwd_out
 from ._functions.fused_add_rmsnorm import fused_add_rmsnorm
+from ._functions.l2norm import l2norm
 from ._functions.layernorm import layernorm, layernorm_bwd, layernorm_fwd
 from ._functions.linear_cross_entropy import linear_cross_entropy
 from ._functions.rmsnorm import rmsnorm, rmsnorm_bwd, rmsnorm_fwd
@@ -30,6 +31,7 @@ __all__ = [
     "explain",
     "fused_add_rmsnorm",
     "info",
+    "l2norm",
     "layernorm",
     "layernorm_bwd",
     "layernorm_fwd",

@@ -28,6 +28,9 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
     def rmsnorm(x, weight):
         return x / xp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
 
+    def l2norm(x):
+        return x / xp.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
     def layernorm(x, weight, bias):
         return rmsnorm(x - x.mean(-1, keepdims=True), weight) + bias
 
@@ -46,6 +49,7 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
         "softmax, masked": ("x mask", masked(gander.softmax), lambda *given: xp.exp(log_softmax(*given))),
         "log_softmax, masked": ("x mask", masked(gander.log_softmax), log_softmax),
         "rmsnorm": ("x weight", gander.rmsnorm, rmsnorm),
+        "l2norm": ("x", gander.l2norm, l2norm),
         "layernorm": ("x weight bias", gander.layernorm, layernorm),
         "logsumexp": ("x", gander.logsumexp, lambda x: xp.log(xp.exp(x).sum(-1))),
         "cross_entropy": ("x target", partial(gander.cross_entropy, reduction="none"), losses),

@@ -159,6 +159,42 @@ static inline int32_t call_rmsnorm_grad(const arguments* a) {
   return gander_rmsnorm_grad(a->operands[0], a->operands[2], a->operands[4], &o, a->stream, a->outputs[0]);
 }
 
+static const gander_l2norm_forward_options set_l2norm_forward = {
+    .size = sizeof set_l2norm_forward, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1};
+
+static inline int32_t call_l2norm_forward(const arguments* a) {
+  gander_l2norm_forward_options o = GANDER_L2NORM_FORWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_l2norm_forward_options*)a->options;
+  o.rnorm = borrowed(a, 2);
+  return gander_l2norm_forward(borrowed(a, 0), borrowed(a, 1), &o, a->stream);
+}
+
+static const gander_l2norm_options set_l2norm = {
+    .size = sizeof set_l2norm, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1};
+
+static inline int32_t call_l2norm(const arguments* a) {
+  gander_l2norm_options o = GANDER_L2NORM_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_l2norm_options*)a->options;
+  o.rnorm = a->outputs[1];
+  return gander_l2norm(a->operands[0], &o, a->stream, a->outputs[0]);
+}
+
+static const gander_l2norm_backward_options set_l2norm_backward = {
+    .size = sizeof set_l2norm_backward, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
+
+static inline int32_t call_l2norm_backward(const arguments* a) {
+  return gander_l2norm_backward(
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), a->options, a->stream);
+}
+
+static const gander_l2norm_grad_options set_l2norm_grad = {
+    .size = sizeof set_l2norm_grad, .magic = GANDER_OPTIONS_MAGIC, .batch_invariant = 1};
+
+static inline int32_t call_l2norm_grad(const arguments* a) {
+  return gander_l2norm_grad(
+      a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0]);
+}
+
 static const gander_layernorm_forward_options set_layernorm_forward = {
     .size = sizeof set_layernorm_forward, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1};
 
@@ -403,6 +439,14 @@ static const function functions[] = {
      "dresidual", "dw", "db"}},
     {"gander_rmsnorm_grad", call_rmsnorm_grad, "mnmmr", "popoppooo", 4,
      &bad_rmsnorm_grad, &set_rmsnorm_grad, {"x", "weight", "dout", "dresidual_out", "rstd"}},
+    {"gander_l2norm_forward", call_l2norm_forward, "mmr", "ppo", 0,
+     NULL, &set_l2norm_forward, {"x", "y", "rnorm"}},
+    {"gander_l2norm", call_l2norm, "m", "ppo", 2,
+     NULL, &set_l2norm, {"x"}},
+    {"gander_l2norm_backward", call_l2norm_backward, "mmrm", "pppp", 0,
+     NULL, &set_l2norm_backward, {"x", "dy", "rnorm", "dx"}},
+    {"gander_l2norm_grad", call_l2norm_grad, "mmr", "pppp", 1,
+     NULL, &set_l2norm_grad, {"x", "dy", "rnorm"}},
     {"gander_layernorm_forward", call_layernorm_forward, "mnnmmmrr", "pooopooo", 0,
      NULL, &set_layernorm_forward, {"x", "weight", "bias", "residual", "y", "residual_out", "mean", "rstd"}},
     {"gander_layernorm", call_layernorm, "mnnm", "pooopooo", 4,

@@ -7,6 +7,8 @@
   S(gander_masked_softmax_backward_options, 56, GANDER_MASKED_SOFTMAX_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_rmsnorm_forward_options, 96, GANDER_RMSNORM_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_rmsnorm_backward_options, 88, GANDER_RMSNORM_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_l2norm_forward_options, 40, GANDER_L2NORM_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_l2norm_backward_options, 24, GANDER_L2NORM_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_forward_options, 80, GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_backward_options, 64, GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_forward_options, 96, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
@@ -21,6 +23,8 @@
   S(gander_masked_softmax_grad_options, 64, GANDER_MASKED_SOFTMAX_GRAD_OPTIONS_DEFAULTS) \
   S(gander_rmsnorm_options, 112, GANDER_RMSNORM_OPTIONS_DEFAULTS) \
   S(gander_rmsnorm_grad_options, 112, GANDER_RMSNORM_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_l2norm_options, 40, GANDER_L2NORM_OPTIONS_DEFAULTS) \
+  S(gander_l2norm_grad_options, 24, GANDER_L2NORM_GRAD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_options, 96, GANDER_LAYERNORM_OPTIONS_DEFAULTS) \
   S(gander_layernorm_grad_options, 88, GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_options, 96, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
@@ -77,6 +81,14 @@
   F(gander_rmsnorm_backward_options, batch_invariant, 64) \
   F(gander_rmsnorm_backward_options, weight_offset, 72) \
   F(gander_rmsnorm_backward_options, round_normalized, 80) \
+  F(gander_l2norm_forward_options, size, 0) F(gander_l2norm_forward_options, magic, 4) \
+  F(gander_l2norm_forward_options, allocator, 8) \
+  F(gander_l2norm_forward_options, rnorm, 16) \
+  F(gander_l2norm_forward_options, eps, 24) \
+  F(gander_l2norm_forward_options, batch_invariant, 32) \
+  F(gander_l2norm_backward_options, size, 0) F(gander_l2norm_backward_options, magic, 4) \
+  F(gander_l2norm_backward_options, allocator, 8) \
+  F(gander_l2norm_backward_options, batch_invariant, 16) \
   F(gander_layernorm_forward_options, size, 0) F(gander_layernorm_forward_options, magic, 4) \
   F(gander_layernorm_forward_options, allocator, 8) \
   F(gander_layernorm_forward_options, weight, 16) \
@@ -192,6 +204,14 @@
   F(gander_rmsnorm_grad_options, batch_invariant, 88) \
   F(gander_rmsnorm_grad_options, weight_offset, 96) \
   F(gander_rmsnorm_grad_options, round_normalized, 104) \
+  F(gander_l2norm_options, size, 0) F(gander_l2norm_options, magic, 4) \
+  F(gander_l2norm_options, allocator, 8) \
+  F(gander_l2norm_options, rnorm, 16) \
+  F(gander_l2norm_options, eps, 24) \
+  F(gander_l2norm_options, batch_invariant, 32) \
+  F(gander_l2norm_grad_options, size, 0) F(gander_l2norm_grad_options, magic, 4) \
+  F(gander_l2norm_grad_options, allocator, 8) \
+  F(gander_l2norm_grad_options, batch_invariant, 16) \
   F(gander_layernorm_options, size, 0) F(gander_layernorm_options, magic, 4) \
   F(gander_layernorm_options, allocator, 8) \
   F(gander_layernorm_options, weight, 16) \

@@ -14,9 +14,9 @@ from emulated import DEVICE, FLOATS, HOST, ROW, SIZES, Layout, call, check
 RANDOM = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32)
 OTHER = {"float16": "float32", "bfloat16": "float16", "float32": "bfloat16"}
 # The element types and shapes of operands, where they are not those of x.
-DTYPES = dict.fromkeys(("mean", "rstd", "loss", "lse", "dloss", "dlse", "denominator"), "float32")
+DTYPES = dict.fromkeys(("mean", "rstd", "rnorm", "loss", "lse", "dloss", "dlse", "denominator"), "float32")
 DTYPES |= {"target": "int64", "mask": "bool"}
-PER_ROW, PER_COLUMN = ("mean", "rstd", "loss", "dloss", "dlse"), ("weight", "bias", "dw", "db")
+PER_ROW, PER_COLUMN = ("mean", "rstd", "rnorm", "loss", "dloss", "dlse"), ("weight", "bias", "dw", "db")
 
 
 class Rows:
@@ -444,6 +444,18 @@ def test_gradient_by_ctas_in_turns():
     saved = call(HOST, "cross_entropy_forward", inputs | {"upstream": half}, outputs, **options)
     inputs |= {"lse": ("float32", saved["lse"]), "upstream": half, "dloss": third}
     check("cross_entropy_backward", inputs, {"dx": ("float32", saved["dx"])}, **options)
+
+
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("vectors", [1, 5, 33, 180, 256, 2600])  # parts of warps, warps, CTAs, clusters
+def test_l2norm(dtype, vectors, suffix):
+    """RMSNorm's kernels divide by 1 where they are told to."""
+    rows = Rows(9, length(vectors, dtype, suffix), dtype)
+    for batch_invariant in 0, 1:
+        options = {"layout": LAYOUTS[suffix], "batch_invariant": batch_invariant}
+        made = check("l2norm_forward", rows.inputs("x"), rows.outputs("y rnorm"), eps=0.5, **options)
+        inputs = rows.inputs("x dy") | {"rnorm": ("float32", made["rnorm"])}
+        check("l2norm_backward", inputs, rows.outputs("dx"), **options)
 
 
 def test_other_losses(rows):

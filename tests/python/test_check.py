@@ -13,6 +13,7 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "softmax": ["softmax", "softmax, masked"],
     "log_softmax": ["log_softmax, masked"],
     "rmsnorm": ["rmsnorm"],
+    "l2norm": ["l2norm"],
     "layernorm": ["layernorm"],
     "logsumexp": ["logsumexp"],
     "cross_entropy": ["cross_entropy", "cross_entropy, mean"],

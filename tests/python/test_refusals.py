@@ -238,7 +238,7 @@ LEGAL = {
     "shape": ("a tuple",),
     "dim": ("0",),
 }
-OF_ROWS = "softmax.x softmax_fwd.x log_softmax.x logsumexp.x rmsnorm.x rmsnorm_fwd.x layernorm.x"
+OF_ROWS = "softmax.x softmax_fwd.x log_softmax.x logsumexp.x rmsnorm.x rmsnorm_fwd.x l2norm.x layernorm.x"
 # Values that are no mistake in some arguments: why, the values, the arguments. "+" after an argument: only in
 # calls with options, and else only in calls without. "torch:" or "numpy:" before it: only there.
 LEGAL_HERE = [

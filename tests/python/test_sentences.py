@@ -18,6 +18,7 @@ PUBLIC = {
     "softmax_bwd": "softmax_bwd",
     "rmsnorm": "rmsnorm",
     "rmsnorm_bwd": "rmsnorm_bwd",
+    "l2norm": "l2norm",
     "layernorm": "layernorm",
     "layernorm_bwd": "layernorm_bwd",
     "cross_entropy": "cross_entropy",

@@ -89,6 +89,10 @@ PAIRS = {
         lambda x, weight, target: gander.layernorm(x * 2, weight, None, x.sin()),
         lambda x, weight, target: their_norm(x * 2 + x.sin(), weight, None, True),
     ),
+    "l2norm": (
+        lambda x, weight, target: gander.l2norm(x * weight),
+        lambda x, weight, target: F.normalize(x * weight, dim=-1),
+    ),
     "logsumexp": (
         lambda x, weight, target: gander.logsumexp(x * weight),
         lambda x, weight, target: torch.logsumexp(x * weight, -1),

@@ -71,6 +71,7 @@ FUNCTIONS = {
     "softmax": lambda x, weight, target: gander.softmax(x),
     "rmsnorm": lambda x, weight, target: gander.rmsnorm(x, weight),
     "rmsnorm without weight": lambda x, weight, target: gander.rmsnorm(x, out_dtype=torch.bfloat16),
+    "l2norm": lambda x, weight, target: gander.l2norm(x),
     "layernorm": lambda x, weight, target: gander.layernorm(x, weight, weight),
     "sum and norm": lambda x, weight, target: torch.mul(*gander.layernorm(x, weight, None, x, prenorm=True)),
     "logsumexp": lambda x, weight, target: gander.logsumexp(x),

@@ -28,6 +28,10 @@ PAIRS = {
         lambda x, weight, target: gander.rmsnorm(x, weight),
         lambda x, weight, target: F.rms_norm(x, (N,), weight, 1e-6),
     ),
+    "l2norm": (
+        lambda x, weight, target: gander.l2norm(x * weight),
+        lambda x, weight, target: F.normalize(x * weight, dim=-1),
+    ),
     "layernorm": (
         lambda x, weight, target: gander.layernorm(x, weight, weight.cos()),
         lambda x, weight, target: F.layer_norm(x, (N,), weight, weight.cos(), 1e-6),
@@ -149,6 +153,8 @@ def calls_of_every_operator(x, weight, target):
         "softmax_bwd": [(x, x.softmax(-1))],
         "rmsnorm": norms,
         "rmsnorm_bwd": [(*given, rstd) for given in gradients],
+        "l2norm": [(x,)],
+        "l2norm_bwd": [(x, x.flip(0), rstd)],
         "layernorm": norms,
         "layernorm_bwd": [(*given, mean, rstd) for given in gradients],
         "cross_entropy": [(x, target, weight)],

@@ -49,6 +49,7 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(gander.layernorm_bwd(x, parameter, x, x, x), tuple[Tensor, Tensor | None, Tensor | None])
     assert_type(gander.nn.LayerNorm(8, bias=False).forward(x), Tensor)
     assert_type(gander.nn.functional.layer_norm(x, (8,), parameter, parameter, 1e-6), Tensor)
+    assert_type(gander.l2norm(x, 1e-5), Tensor)
     assert_type(gander.logsumexp(x), Tensor)
     assert_type(gander.logsumexp(x, (0, 1), keepdim=True), Tensor)
     assert_type(gander.nn.functional.log_softmax(x, 0, dtype=torch.float32), Tensor)

@@ -7,7 +7,7 @@ from typing import Any
 
 from .calls import call
 
-__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
+__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
 
 
 def softmax(x: Any, algorithm: int = 0, batch_invariant: bool = False) -> Any:
@@ -48,6 +48,16 @@ def fused_add_rmsnorm_(x: Any, weight: Any, residual: Any, eps: float = 1e-06, b
 def rmsnorm_bwd(x: Any, weight: Any, dout: Any, dresidual_out: Any, rstd: Any, x_dtype: Any = None, residual_dtype: Any = None, bias_dtype: Any = None, algorithm: int = 0, batch_invariant: bool = False, weight_offset: float = 0, round_normalized: bool = False, needs_dresidual: bool = False, needs_dw: bool = False, needs_db: bool = False) -> Any:
     """gander_rmsnorm_backward: returns dx, dresidual, dw, db."""
     return call("rmsnorm_bwd", locals())
+
+
+def l2norm(x: Any, eps: float = 1e-06, batch_invariant: bool = False, needs_rnorm: bool = False) -> Any:
+    """gander_l2norm_forward: returns y, rnorm."""
+    return call("l2norm", locals())
+
+
+def l2norm_bwd(x: Any, dy: Any, rnorm: Any, batch_invariant: bool = False) -> Any:
+    """gander_l2norm_backward: returns dx."""
+    return call("l2norm_bwd", locals())
 
 
 def layernorm(x: Any, weight: Any = None, bias: Any = None, residual: Any = None, out_dtype: Any = None, residual_dtype: Any = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:

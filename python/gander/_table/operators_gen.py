@@ -169,6 +169,32 @@ OPERATORS = {
         ),
         fields=("allocator", "weight", "dresidual_out", "dresidual", "dw", "db", "x_dtype", "residual_dtype", "bias_dtype", "algorithm", "batch_invariant", "weight_offset", "round_normalized"),
     ),
+    "l2norm_forward": Operator(
+        owned="gander_l2norm",
+        operands=(
+            Operand("x", "rows", "float"),
+            Operand("y", "rows", "same", like="x", output=True),
+            Operand("rnorm", "per_row", "statistic", output=True, optional=True),
+        ),
+        options=(
+            Option("eps", "real", 1e-06),
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "rnorm", "eps", "batch_invariant"),
+    ),
+    "l2norm_backward": Operator(
+        owned="gander_l2norm_grad",
+        operands=(
+            Operand("x", "rows", "float"),
+            Operand("dy", "rows", "same", like="x", gradient="y"),
+            Operand("rnorm", "per_row", "statistic"),
+            Operand("dx", "rows", "same", like="x", gradient="x", output=True),
+        ),
+        options=(
+            Option("batch_invariant", "flag", 0),
+        ),
+        fields=("allocator", "batch_invariant"),
+    ),
     "layernorm_forward": Operator(
         owned="gander_layernorm",
         operands=(
@@ -448,6 +474,32 @@ TORCH = {
         results=("dx", "dresidual", "dw", "db"),
         fixed={"eps": 1e-06},
         on_demand=("dresidual", "dw", "db"),
+    ),
+    "l2norm": TorchOperator(
+        operator="l2norm_forward",
+        schema="l2norm(Tensor x, float eps=1e-06, bool batch_invariant=False, bool needs_rnorm=False) -> (Tensor y, Tensor rnorm)",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("eps", "option", type="real"),
+            Argument("batch_invariant", "option", type="flag"),
+            Argument("needs_rnorm", "demand", type="flag"),
+        ),
+        results=("y", "rnorm"),
+        on_demand=("rnorm",),
+        backward="l2norm_bwd",
+        saved=(Saved("", "x"), Saved("rnorm", ""),),
+    ),
+    "l2norm_bwd": TorchOperator(
+        operator="l2norm_backward",
+        schema="l2norm_bwd(Tensor x, Tensor dy, Tensor rnorm, bool batch_invariant=False) -> Tensor",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("dy", "tensor"),
+            Argument("rnorm", "tensor"),
+            Argument("batch_invariant", "option", type="flag"),
+        ),
+        results=("dx",),
+        fixed={"eps": 1e-06},
     ),
     "layernorm": TorchOperator(
         operator="layernorm_forward",

@@ -39,6 +39,14 @@ class Operators(Protocol):
         """gander_rmsnorm_backward: returns dx, dresidual, dw, db."""
         ...
 
+    def l2norm(self, x: Any, eps: float = 1e-06, batch_invariant: bool = False, needs_rnorm: bool = False) -> Any:
+        """gander_l2norm_forward: returns y, rnorm."""
+        ...
+
+    def l2norm_bwd(self, x: Any, dy: Any, rnorm: Any, batch_invariant: bool = False) -> Any:
+        """gander_l2norm_backward: returns dx."""
+        ...
+
     def layernorm(self, x: Any, weight: Any = None, bias: Any = None, residual: Any = None, out_dtype: Any = None, residual_dtype: Any = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:
         """gander_layernorm_forward: returns y, residual_out, mean, rstd."""
         ...

@@ -50,6 +50,16 @@ def rmsnorm_bwd(x: Tensor, weight: Tensor | None, dout: Tensor, dresidual_out: T
     return overloads["rmsnorm_bwd"](x, weight, dout, dresidual_out, rstd, x_dtype, residual_dtype, bias_dtype, algorithm, batch_invariant, weight_offset, round_normalized, needs_dresidual, needs_dw, needs_db)
 
 
+def l2norm(x: Tensor, eps: float = 1e-06, batch_invariant: bool = False, needs_rnorm: bool = False) -> Any:
+    """gander_l2norm_forward: returns y, rnorm."""
+    return overloads["l2norm"](x, eps, batch_invariant, needs_rnorm)
+
+
+def l2norm_bwd(x: Tensor, dy: Tensor, rnorm: Tensor, batch_invariant: bool = False) -> Any:
+    """gander_l2norm_backward: returns dx."""
+    return overloads["l2norm_bwd"](x, dy, rnorm, batch_invariant)
+
+
 def layernorm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None, out_dtype: dtype | None = None, residual_dtype: dtype | None = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:
     """gander_layernorm_forward: returns y, residual_out, mean, rstd."""
     return overloads["layernorm"](x, weight, bias, residual, out_dtype, residual_dtype, eps, batch_invariant, needs_residual_out, needs_mean, needs_rstd)

@@ -7,6 +7,8 @@
   F(gander_masked_softmax_backward) \
   F(gander_rmsnorm_forward) \
   F(gander_rmsnorm_backward) \
+  F(gander_l2norm_forward) \
+  F(gander_l2norm_backward) \
   F(gander_layernorm_forward) \
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
@@ -155,6 +157,31 @@ static int32_t call_rmsnorm_bwd(Call* call, const Operand* o, const Value* a) {
   };
   return lib.gander_rmsnorm_backward(
       optional(&o[0]), optional(&o[2]), optional(&o[4]), optional(&o[5]), &options, call->stream);
+}
+
+static int32_t call_l2norm(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_l2norm_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .rnorm = optional(&o[2]),
+      .eps = as_double(a[1]),
+      .batch_invariant = (a[2] & 1) != 0,
+  };
+  return lib.gander_l2norm_forward(optional(&o[0]), optional(&o[1]), &options, call->stream);
+}
+
+static int32_t call_l2norm_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_l2norm_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .batch_invariant = (a[3] & 1) != 0,
+  };
+  return lib.gander_l2norm_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
 }
 
 static int32_t call_layernorm(Call* call, const Operand* o, const Value* a) {
@@ -465,6 +492,8 @@ enum {
   OP_RMSNORM_OUT,
   OP_FUSED_ADD_RMSNORM_,
   OP_RMSNORM_BWD,
+  OP_L2NORM,
+  OP_L2NORM_BWD,
   OP_LAYERNORM,
   OP_LAYERNORM_OUT,
   OP_LAYERNORM_BWD,
@@ -645,6 +674,44 @@ static const Operator operators[] = {
         },
         .result_count = 4,
         .results = {5, 6, 7, 8},
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "l2norm",
+        .operator = "l2norm_forward",
+        .call = call_l2norm,
+        .arguments = "Tfbb",
+        .reduction = -1,
+        .operand_count = 3,
+        .operands = {
+            {"x", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"rnorm", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 3, .saved = true, .saved_with = -1},
+        },
+        .result_count = 2,
+        .results = {1, 2},
+        .fast = true,
+        .has_gradient = true,
+        .differentiable = {true, false, false, false},
+        .saved_count = 2,
+        .saved = {{-1, 0}, {1, -1}},
+    },
+    {
+        .name = "l2norm_bwd",
+        .operator = "l2norm_backward",
+        .call = call_l2norm_bwd,
+        .arguments = "TTTb",
+        .reduction = -1,
+        .operand_count = 4,
+        .operands = {
+            {"x", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dy", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"rnorm", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 1,
+        .results = {3},
         .fast = true,
         .has_gradient = false,
     },
@@ -1010,6 +1077,8 @@ KERNEL(rmsnorm, OP_RMSNORM)
 KERNEL(rmsnorm_out, OP_RMSNORM_OUT)
 KERNEL(fused_add_rmsnorm_, OP_FUSED_ADD_RMSNORM_)
 KERNEL(rmsnorm_bwd, OP_RMSNORM_BWD)
+KERNEL(l2norm, OP_L2NORM)
+KERNEL(l2norm_bwd, OP_L2NORM_BWD)
 KERNEL(layernorm, OP_LAYERNORM)
 KERNEL(layernorm_out, OP_LAYERNORM_OUT)
 KERNEL(layernorm_bwd, OP_LAYERNORM_BWD)
@@ -1036,6 +1105,8 @@ static const Kernel kernels[] = {
     kernel_rmsnorm_out,
     kernel_fused_add_rmsnorm_,
     kernel_rmsnorm_bwd,
+    kernel_l2norm,
+    kernel_l2norm_bwd,
     kernel_layernorm,
     kernel_layernorm_out,
     kernel_layernorm_bwd,
