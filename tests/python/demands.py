@@ -69,6 +69,7 @@ def calls_on_demand(x, weight, target):
     return {
         "rmsnorm": (norm, {"out_dtype": half, "residual_dtype": brain}),
         "rmsnorm_bwd": ((x, weight, x.half(), x.cos(), rstd), dtypes),
+        "l2norm": ((x,), {"eps": 0.5}),
         # residual_out in another dtype than x would change y, which is the norm of what it holds.
         "layernorm": (norm, {"out_dtype": half, "residual_dtype": x.dtype}),
         "layernorm_bwd": ((x, weight, x.half(), x.cos(), mean, rstd), dtypes),

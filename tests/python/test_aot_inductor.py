@@ -45,7 +45,9 @@ def test_gradients_of_norms(name, tmp_path):
     model = Gradient(name, {"residual_dtype": torch.half, "bias_dtype": torch.bfloat16, "needs_dw": True})
     want = model(*given)
     if torch.__version__ < "2.11":
-        with pytest.raises(Exception, match="residual_dtype is float16, expected None, because AOTInductor of"):
+        with pytest.raises(
+            Exception, match="residual_dtype is float16, expected None, because AOTInductor of"
+        ):
             package_of(model, given, tmp_path)
         return
     got = torch._inductor.aoti_load_package(package_of(model, given, tmp_path))(*given)

@@ -138,6 +138,7 @@ def operands_of(name, local):
     return {
         "rmsnorm": norm,
         "layernorm": norm,
+        "l2norm": ((x,), {"eps": 0.5}),
         "rmsnorm_bwd": ((x, weight, x.sin(), x.cos(), *statistics), {"bias_dtype": torch.bfloat16}),
         "layernorm_bwd": ((x, weight, x.sin(), x.cos(), *statistics), {"residual_dtype": torch.half}),
         "cross_entropy": ((x, target, weight), {"reduction": 2}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from .._backend import BACKENDS, backend_of
 from .._words import check_flags, number
 from .arguments import FAILURES, A, overridden
@@ -11,9 +10,9 @@ from .arguments import FAILURES, A, overridden
 def l2norm(x: A, eps: float = 1e-6, *, batch_invariant: bool = False) -> A:
     """L2 normalization over the last dimension, differentiable: rows of length 1.
 
-    y = x / sqrt(sum(x^2) + eps), which is rounded once. It runs RMSNorm's kernels, without a weight. Everything
-    is computed in float32 (float64 for float64). Gradient: dx = (dy - y * sum(dy * y)) / sqrt(sum(x^2) + eps),
-    with y as it was before it was rounded.
+    y = x / sqrt(sum(x^2) + eps), which is rounded once. It runs RMSNorm's kernels, without a weight.
+    Everything is computed in float32 (float64 for float64). Gradient: dx = (dy - y * sum(dy * y)) /
+    sqrt(sum(x^2) + eps), with y as it was before it was rounded.
 
     torch.nn.functional.normalize divides by max(sqrt(sum(x^2)), eps) instead.
 
