@@ -548,6 +548,7 @@ func ganderCrossEntropyForward(x, target, loss, options unsafe.Pointer, stream u
 		Denominator:    tensor(unsafe.Pointer(o.denominator)),
 		IgnoreIndex:    ops.Some(int64(o.ignore_index)),
 		Reduction:      kernels.Reduction(saturated(o.reduction)),
+		LabelSmoothing: float64(o.label_smoothing),
 		OnePass:        o.one_pass != 0,
 		BatchInvariant: o.batch_invariant != 0,
 	}.Run(&c)
@@ -584,6 +585,7 @@ func ganderCrossEntropyForwardOwned(x, target, options unsafe.Pointer, stream ui
 			Denominator:    tdenominator,
 			IgnoreIndex:    ops.Some(int64(o.ignore_index)),
 			Reduction:      kernels.Reduction(saturated(o.reduction)),
+			LabelSmoothing: float64(o.label_smoothing),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
@@ -612,6 +614,7 @@ func ganderCrossEntropyBackward(x, target, dloss, lse, dx, options unsafe.Pointe
 		DX:             tensor(dx),
 		IgnoreIndex:    ops.Some(int64(o.ignore_index)),
 		Reduction:      kernels.Reduction(saturated(o.reduction)),
+		LabelSmoothing: float64(o.label_smoothing),
 		OnePass:        o.one_pass != 0,
 		BatchInvariant: o.batch_invariant != 0,
 		Slice:          o.slice != 0,
@@ -650,6 +653,7 @@ func ganderCrossEntropyBackwardOwned(x, target, dloss, lse, options unsafe.Point
 			DX:             tdx,
 			IgnoreIndex:    ops.Some(int64(o.ignore_index)),
 			Reduction:      kernels.Reduction(saturated(o.reduction)),
+			LabelSmoothing: float64(o.label_smoothing),
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
 			Slice:          o.slice != 0,

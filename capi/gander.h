@@ -425,10 +425,11 @@ typedef struct {
    * the gradient, on a GPU with the same bits. Not with reduction none */
   int64_t one_pass;
   int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+  double label_smoothing; /* the share of a row's loss that all classes have alike, 0 to 1; not with slice */
 } gander_cross_entropy_forward_options;
 #define GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, \
-  NULL, -100, 0, 0, 0}
+  NULL, -100, 0, 0, 0, 0}
 
 /* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp. loss is the
  * loss of each row, their sum, or their mean: the sum divided by the denominator, which is the sum of the
@@ -436,9 +437,12 @@ typedef struct {
  * ignore_index or a class of weight 0; its loss and gradient are 0. The loss and gradient of a row whose
  * target is outside of [0, N) are NaN, as is a mean that it takes part in, with all gradients of the mean.
  * dx = weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of the losses, is computed in the
- * same pass over x. denominator is written with any reduction. Loss and dx are divided by divisor, which
- * must be NULL with reduction mean. dx is the gradient for an upstream gradient of upstream, which is 1 if
- * absent.
+ * same pass over x. With e = label_smoothing and C classes a row's loss is (1 - e) * weight[t] * (lse -
+ * x[t]) + e / C * sum(weight[c] * (lse - x[c])) (Szegedy et al., "Rethinking the Inception Architecture
+ * for Computer Vision", 2016), also if the target has weight 0; a class of weight 0 counts for nothing,
+ * even if its logit is -inf. denominator is written with any reduction. Loss and dx are divided by
+ * divisor, which must be NULL with reduction mean. dx is the gradient for an upstream gradient of
+ * upstream, which is 1 if absent.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: the leading dimensions of the first operand, any stride; int32 or int64.
  *   loss: M elements with reduction none, else one; float64 if x is, else float32. */
@@ -466,15 +470,18 @@ typedef struct {
    * one_pass. lse is that of whole rows. In a row whose target is not in the slice nothing is subtracted,
    * and its weight is 1 */
   int64_t slice;
+  double label_smoothing; /* the share of a row's loss that all classes have alike, 0 to 1; not with slice */
 } gander_cross_entropy_backward_options;
 #define GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, -100, \
-  0, 0, 0, 0}
+  0, 0, 0, 0, 0}
 
-/* dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction mean. That
- * requires denominator, or an lse that contains it; otherwise denominator must be NULL. With the other
- * reductions it is divided by divisor. upstream is forward's, with one_pass. lse is what forward wrote.
- * Its two parts are more accurate than their sum, which loses digits if logits are large.
+/* dx = dloss * weight[t] * (softmax(x) - onehot(t)), or with e = label_smoothing dloss * ((1 - e) *
+ * weight[t] * (softmax(x) - onehot(t)) + e / C * (sum(weight) * softmax(x) - weight)), divided by the
+ * denominator with reduction mean. That requires denominator, or an lse that contains it; otherwise
+ * denominator must be NULL. With the other reductions it is divided by divisor. upstream is forward's,
+ * with one_pass. lse is what forward wrote. Its two parts are more accurate than their sum, which loses
+ * digits if logits are large.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: the leading dimensions of the first operand, any stride; int32 or int64.
  *   dloss: M elements of any stride, or one for all rows; float64 if x is, else float32.
@@ -787,10 +794,11 @@ typedef struct {
   int64_t reduction;
   int64_t one_pass;
   int64_t batch_invariant;
+  double label_smoothing;
 } gander_cross_entropy_options;
 #define GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-  -100, 0, 0, 0}
+  -100, 0, 0, 0, 0}
 
 /* gander_cross_entropy_forward with owned tensors. lse has M elements. */
 int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
@@ -809,10 +817,11 @@ typedef struct {
   int64_t one_pass;
   int64_t batch_invariant;
   int64_t slice;
+  double label_smoothing;
 } gander_cross_entropy_grad_options;
 #define GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, -100, 0, \
-  0, 0, 0}
+  0, 0, 0, 0}
 
 /* gander_cross_entropy_backward with owned tensors. one_pass is refused: it would read dx. */
 int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,

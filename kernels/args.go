@@ -1,7 +1,17 @@
 package kernels
 
+import "unsafe"
+
 // The structs below are the kernels' only parameters, passed by value. Their C++ twins are generated: Rows in
 // cuda/args_gen.cuh, the others in a header for each group of ops, such as cuda/softmax_args_gen.cuh.
+
+// ArgBytes is the size of the parameter of a family's kernels.
+func (f Family) ArgBytes() uintptr {
+	return [...]uintptr{
+		unsafe.Sizeof(SoftmaxArgs{}), unsafe.Sizeof(RMSNormArgs{}), unsafe.Sizeof(CrossEntropyArgs{}),
+		unsafe.Sizeof(NormArgs{}), unsafe.Sizeof(MaskedSoftmaxArgs{}), unsafe.Sizeof(GeneralCrossEntropyArgs{}),
+	}[f/3]
+}
 
 // What kernels and planner must agree on. cuda/args_gen.cuh has it as kChunkThreads and so on.
 const (
@@ -166,4 +176,12 @@ type CrossEntropyArgs struct {
 	// CombineSlices: Rows has as its input (Ranks, 3 or 4, M) float32, AStride from rank to rank, and N classes.
 	Weights Output // (M) float32
 	Ranks   int64
+}
+
+// GeneralCrossEntropyArgs is the parameter of the kernels of cross-entropy with options.
+type GeneralCrossEntropyArgs struct {
+	CrossEntropyArgs
+	ClassWeights   Output // one float32: the sum of Weight, which the first launch writes; 0 for N
+	LabelSmoothing float32
+	_              int32
 }

@@ -87,6 +87,10 @@ type CrossEntropy struct {
 	// if that is NaN, for which forward need not make one.
 	OnePass bool
 
+	// LabelSmoothing is the share of a row's loss that all classes have alike, 0 to 1. With it a row whose
+	// target has weight 0 counts.
+	LabelSmoothing float64
+
 	// Slice: X is a slice of each row's classes. Backward subtracts nothing in a row whose target is not in
 	// the slice, and takes 1 as its weight.
 	Slice bool

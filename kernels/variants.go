@@ -11,6 +11,8 @@ type Op uint8
 // RMSNormResidualBackward are what is used most. NormGradient sums dw and db. MaskedSoftmaxForward and
 // MaskedSoftmaxBackward are softmax and log-softmax with options. Rescale multiplies gradients that were
 // made for another upstream gradient. CombineSlices computes the loss of rows whose classes are divided.
+// GeneralCrossEntropyForward and so on are cross-entropy with label smoothing. ClassWeights sums its class
+// weights before the rows are read.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -35,6 +37,10 @@ const (
 	RMSNormResidualForward
 	RMSNormResidualBackward
 	CombineSlices
+	GeneralCrossEntropyForward
+	GeneralCrossEntropyForwardDX
+	GeneralCrossEntropyBackward
+	ClassWeights
 	Ops // how many there are
 )
 
@@ -46,7 +52,8 @@ func (o Op) String() string {
 		"total", "denominator", "softmax_clear", "rmsnorm_clear", "norm_forward", "norm_backward", "norm_gradient",
 		"masked_softmax_forward", "masked_softmax_backward",
 		"rescale", "layernorm_forward", "layernorm_backward", "rmsnorm_residual_forward",
-		"rmsnorm_residual_backward", "combine_slices",
+		"rmsnorm_residual_backward", "combine_slices", "general_cross_entropy_forward",
+		"general_cross_entropy_forward_dx", "general_cross_entropy_backward", "class_weights",
 	}[o]
 }
 
@@ -82,9 +89,11 @@ func (s Shape) String() string { return shapeNames[s] }
 type Family uint8
 
 // Families is the number of families; they are numbered from 0.
-const Families = 5 * 3
+const Families = 6 * 3
 
-var groups = [...]string{"softmax", "rmsnorm", "cross_entropy", "norm", "masked_softmax"}
+var groups = [...]string{
+	"softmax", "rmsnorm", "cross_entropy", "norm", "masked_softmax", "general_cross_entropy",
+}
 
 // FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
 func FamilyOf(op Op, x DType) Family {
@@ -100,6 +109,8 @@ func FamilyOf(op Op, x DType) Family {
 		group = 3
 	case MaskedSoftmaxForward, MaskedSoftmaxBackward:
 		group = 4
+	case GeneralCrossEntropyForward, GeneralCrossEntropyForwardDX, GeneralCrossEntropyBackward, ClassWeights:
+		group = 5
 	}
 	return group*3 + Family(x)
 }

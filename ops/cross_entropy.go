@@ -4,6 +4,7 @@ import (
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/kernels/cpu"
 )
@@ -13,12 +14,19 @@ import (
 type logSumExp struct{ Max, LogSum, Denominator kernels.Vector }
 
 func (a *crossEntropyForward) refuse(k *check) {
+	k.labelSmoothing(a.LabelSmoothing)
 	k.onePass(a.OnePass, a.Reduction)
 	if a.LSE.Denominator.Present() && a.Denominator.Present() {
 		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; "+
 			"drop denominator")
 	}
 	k.divisor(a.Divisor, a.Reduction)
+}
+
+func (k *check) labelSmoothing(e float64) {
+	if !(0 <= e && e <= 1) {
+		k.fail(StatusOption, "label_smoothing is %v, expected 0 to 1", e)
+	}
 }
 
 func (k *check) divisor(divisor kernels.Vector, reduction kernels.Reduction) {
@@ -38,7 +46,7 @@ func (k *check) onePass(onePass bool, reduction kernels.Reduction) {
 func (a *crossEntropyForward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
 		X: a.X, Target: a.Target, Weight: a.Weight, Divisor: a.Divisor, Upstream: a.Upstream,
-		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass,
+		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass, LabelSmoothing: a.LabelSmoothing,
 		Loss: a.Loss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX, Denominator: a.Denominator,
 	}
 	if a.LSE.Denominator.Present() {
@@ -69,7 +77,7 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 		return err
 	}
 	defer k.finish()
-	args := k.crossEntropy(&s)
+	args := k.generalCrossEntropy(&s, &r)
 	args.TargetLogits = k.at(k.plan.scratch.logits)
 	args.Denominator = output(s.Denominator.Data)
 	if r.onePass {
@@ -93,7 +101,7 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	if args.Loss != 0 && !r.total && args.Max == 0 && args.LogSum == 0 && args.Divisor == 0 {
 		args.OnlyLosses = 1
 	}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }
 
 func (a *crossEntropyForward) request() request {
@@ -107,10 +115,15 @@ func (a *crossEntropyForward) request() request {
 		r.layout = layoutOf(true, a.X, a.DX)
 		r.onePass = a.OnePass && a.Reduction == kernels.ReduceMean
 	}
-	return r
+	return r.smoothed(a.LabelSmoothing, a.Weight)
 }
 
 func (a *crossEntropyBackward) refuse(k *check) {
+	k.labelSmoothing(a.LabelSmoothing)
+	if a.Slice && a.LabelSmoothing != 0 {
+		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+
+			"not known; leave one of them out", a.LabelSmoothing)
+	}
 	k.onePass(a.OnePass, a.Reduction)
 	if a.OnePass && a.Slice {
 		k.fail(StatusOption, "slice is set with one_pass, whose dx forward has computed without it, expected "+
@@ -124,17 +137,19 @@ func (a *crossEntropyBackward) refuse(k *check) {
 }
 
 func (a *crossEntropyBackward) request() request {
-	return request{
+	r := request{
 		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: a.X.DType, onePass: a.OnePass,
 		layout: layoutOf(true, a.X, a.DX), m: a.X.Rows, n: a.X.Cols,
 	}
+	return r.smoothed(a.LabelSmoothing, a.Weight)
 }
 
 func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
 		X: a.X, Target: a.Target, Weight: a.Weight, Divisor: a.Divisor, Upstream: a.Upstream,
 		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass, Slice: a.Slice,
-		DLoss: a.DLoss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX,
+		LabelSmoothing: a.LabelSmoothing,
+		DLoss:          a.DLoss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX,
 	}
 	if a.Reduction == kernels.ReduceMean {
 		if s.Divisor = a.Denominator; !s.Divisor.Present() {
@@ -156,12 +171,13 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	if s.X.Rows == 0 {
 		return nil
 	}
-	k, err := c.start(ordinal, a.request())
+	r := a.request()
+	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err
 	}
 	defer k.finish()
-	args := k.crossEntropy(&s)
+	args := k.generalCrossEntropy(&s, &r)
 	args.Dloss, args.DlossStride = input(s.DLoss.Data), s.DLoss.Stride
 	if s.OnePass {
 		args.OnePass = 1
@@ -169,7 +185,44 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	if s.Slice {
 		args.Slice = 1
 	}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
+}
+
+// generalOf has the ops that stand for cross-entropy's where labels are smoothed.
+var generalOf = map[kernels.Op]kernels.Op{
+	kernels.CrossEntropyForward:   kernels.GeneralCrossEntropyForward,
+	kernels.CrossEntropyForwardDX: kernels.GeneralCrossEntropyForwardDX,
+	kernels.CrossEntropyBackward:  kernels.GeneralCrossEntropyBackward,
+}
+
+// smoothed is the request for a call with label smoothing, or the same one without. Its kernels read the
+// weight of each class along with the logits.
+func (r request) smoothed(e float64, weight kernels.Vector) request {
+	if e == 0 {
+		return r
+	}
+	r.op = generalOf[r.op]
+	if weight.Present() {
+		r.weights = r.op != kernels.GeneralCrossEntropyForward
+		if !aligned(weight) && r.layout == policy.Aligned {
+			r.layout = policy.MixedOffsets
+		}
+	}
+	return r
+}
+
+// generalCrossEntropy fills in the arguments that forward and backward share. The kernels without options
+// take the first part of them.
+func (k *cudaCall) generalCrossEntropy(
+	s *kernels.CrossEntropy, r *request,
+) kernels.GeneralCrossEntropyArgs {
+	args := kernels.GeneralCrossEntropyArgs{
+		CrossEntropyArgs: k.crossEntropy(s), LabelSmoothing: float32(s.LabelSmoothing),
+	}
+	if r.weights {
+		args.ClassWeights = k.at(k.plan.scratch.weights)
+	}
+	return args
 }
 
 // crossEntropy fills in the arguments that forward and backward share.

@@ -446,6 +446,144 @@ func TestAllRowsIgnored(t *testing.T) {
 	}
 }
 
+// smoothed is the reference of label smoothing e: the loss of each row, its gradient, and their magnitudes.
+func smoothed(x, target, weight []float64, n int64, e float64) (loss, sizeLoss, dx, sizeDX []float64) {
+	total := 0.0
+	for _, w := range weight {
+		total += w
+	}
+	for i, class := range target {
+		r := row(x, int64(i), n)
+		top, sum := slices.Max(r), 0.0
+		for _, v := range r {
+			sum += math.Exp(v - top)
+		}
+		inside := class >= 0 && class < float64(n)
+		own, all, size := 0.0, 0.0, 0.0
+		if inside {
+			own = (1 - e) * weight[int(class)]
+		}
+		for j, v := range r {
+			depth := top - v + math.Log(sum)
+			if weight[j] != 0 {
+				all += weight[j] * depth
+				size += weight[j] * (depth + 1)
+			}
+			p, share := math.Exp(v-top)/sum, e/float64(n)
+			g, hit := own*p+share*(total*p-weight[j]), 0.0
+			if float64(j) == class {
+				g -= own
+				hit = own
+			}
+			switch {
+			case class == ignored:
+				g = 0
+			case !inside:
+				g = math.NaN()
+			}
+			size := hit + share*weight[j]
+			if p > 0 {
+				size += p * (own + share*total) * (1 + math.Abs(v-top))
+			}
+			dx, sizeDX = append(dx, g), append(sizeDX, size)
+		}
+		l := e / float64(n) * all
+		switch {
+		case class == ignored:
+			l = 0
+		case !inside:
+			l = math.NaN()
+		case own != 0:
+			l += own * (top - r[int(class)] + math.Log(sum))
+			size += own * (top - r[int(class)] + math.Log(sum) + 1)
+		}
+		loss, sizeLoss = append(loss, l), append(sizeLoss, size)
+	}
+	return loss, sizeLoss, dx, sizeDX
+}
+
+func TestLabelSmoothing(t *testing.T) {
+	const m = 6
+	r := rand.New(rand.NewPCG(5, 6))
+	for _, d := range floats {
+		for _, n := range append(rowWidths, 140000) { // several threads share a row of 140000
+			for _, e := range []float64{0.1, 1} {
+				for _, weighted := range []bool{false, true} {
+					if n == 140000 && (d.Bits != 32 || e == 1) {
+						continue // it is slow, and adds nothing
+					}
+					t.Run(fmt.Sprintf("%v/%d/%v/%t", d, n, e, weighted), func(t *testing.T) {
+						testLabelSmoothing(t, r, d, m, n, e, weighted)
+					})
+				}
+			}
+		}
+	}
+}
+
+func testLabelSmoothing(t *testing.T, r *rand.Rand, d dlpack.DType, m, n int64, e float64, weighted bool) {
+	stat := statistic(d)
+	vx, vt, vd := random(t, r, d, m*n), make([]float64, m), make([]float64, m)
+	for i := range vt {
+		vt[i], vd[i] = float64(r.Int64N(n)), 0.5+r.Float64()
+	}
+	vt[1], vt[2] = ignored, float64(n)
+	vw := ones(int(n))
+	var weight *dlpack.Tensor
+	if weighted {
+		for i := range vw {
+			vw[i] = float64(i%4) / 4 // exact in all types
+		}
+		vw[int(vt[3])] = 0 // the row counts all the same
+		if vw[0] = 0; n > 1 {
+			vx[3*n] = math.Inf(-1)
+		}
+		weight = tensor(t, d, vw, n)
+	}
+	vx = values(t, tensor(t, d, vx, m, n)) // rounded
+	loss, sizeLoss, dx, sizeDX := smoothed(vx, vt, vw, n, e)
+	x, target := tensor(t, d, vx, m, n), tensor(t, dlpack.Int64, vt, m)
+	gotLoss, lse, gotDX := empty(t, stat, m), empty(t, stat, 2, m), empty(t, d, m, n)
+	forward := ops.CrossEntropyForward{X: x, Target: target, Weight: weight, Loss: gotLoss, LSE: lse, DX: gotDX,
+		LabelSmoothing: e}
+	require.NoError(t, forward.Run(nil))
+	requireClose(t, loss, sizeLoss, values(t, gotLoss), stat, n)
+	requireClose(t, dx, sizeDX, values(t, gotDX), d, n)
+	dloss := tensor(t, stat, vd, m)
+	vd = values(t, dloss)
+	for i := range dx {
+		dx[i], sizeDX[i] = dx[i]*vd[int64(i)/n], sizeDX[i]*vd[int64(i)/n]
+	}
+	backward := ops.CrossEntropyBackward{X: x, Target: target, Weight: weight, DLoss: dloss, LSE: lse, DX: x,
+		LabelSmoothing: e}
+	require.NoError(t, backward.Run(nil)) // in place
+	requireClose(t, dx, sizeDX, values(t, x), d, n)
+}
+
+// A mean is over the weights of the targets alone, and its gradient in one pass is that of backward.
+func TestLabelSmoothingOfMean(t *testing.T) {
+	const m, n, e = 5, 33, 0.2
+	r := rand.New(rand.NewPCG(7, 8))
+	vx, vt := random(t, r, dlpack.Float64, m*n), []float64{0, 1, ignored, 2, 32}
+	vw := random(t, r, dlpack.Float64, n)
+	for i := range vw {
+		vw[i] = math.Abs(vw[i])
+	}
+	losses, _, dx, _ := smoothed(vx, vt, vw, n, e)
+	weights := vw[0] + vw[1] + vw[2] + vw[32]
+	x, target, weight := tensor(t, dlpack.Float64, vx, m, n), tensor(t, dlpack.Int32, vt, m),
+		tensor(t, dlpack.Float64, vw, n)
+	loss, gotDX, denominator := empty(t, dlpack.Float64, 1), empty(t, dlpack.Float64, m, n),
+		empty(t, dlpack.Float64, 1)
+	require.NoError(t, ops.CrossEntropyForward{X: x, Target: target, Weight: weight, Loss: loss, DX: gotDX,
+		Denominator: denominator, Reduction: kernels.ReduceMean, OnePass: true, LabelSmoothing: e}.Run(nil))
+	assert.InDelta(t, sum(losses)/weights, values(t, loss)[0], 1e-13)
+	assert.InDelta(t, weights, values(t, denominator)[0], 1e-13)
+	for i, v := range values(t, gotDX) {
+		require.InDelta(t, dx[i]/weights, v, 1e-14)
+	}
+}
+
 func TestCrossEntropyInfinities(t *testing.T) {
 	inf := math.Inf(1)
 	x := tensor(t, dlpack.Float32, []float64{

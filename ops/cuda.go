@@ -117,11 +117,12 @@ func (k *cudaCall) finish() {
 	}
 }
 
-// launch enqueues the plan's kernels, all with the same arguments.
-func (k *cudaCall) launch(args unsafe.Pointer, bytes uintptr) error {
+// launch enqueues the plan's kernels, all with the same arguments. A kernel of another family than the others
+// takes the first part of them.
+func (k *cudaCall) launch(args unsafe.Pointer) error {
 	for i := range k.plan.launches {
 		l := &k.plan.launches[i]
-		if err := k.device.Launch(l.variant, l.geometry, args, bytes, k.stream); err != nil {
+		if err := k.device.Launch(l.variant, l.geometry, args, l.variant.Family.ArgBytes(), k.stream); err != nil {
 			return cudaError(err)
 		}
 	}

@@ -63,5 +63,5 @@ func (c *Call) l2norm(
 	defer k.finish()
 	args := k.rmsnorm(first, second, out, kernels.Vector{}, kernels.RMSNormOptions{Eps: float32(eps)})
 	args.InvN, args.Rstd = 1, output(rnorm.Data)
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }

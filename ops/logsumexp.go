@@ -69,5 +69,5 @@ func (c *Call) logSumExp(ordinal int32, s kernels.CrossEntropy, r request) error
 	args := k.crossEntropy(&s)
 	args.TargetLogits = k.at(k.plan.scratch.logits)
 	args.Dloss, args.DlossStride = input(s.DLoss.Data), s.DLoss.Stride
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }

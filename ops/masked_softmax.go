@@ -121,5 +121,5 @@ func (c *Call) maskedSoftmax(
 	if s.MaskedZero {
 		args.MaskedZero = 1
 	}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }

@@ -41,7 +41,7 @@ func (n *normCall) forwardCUDA(c *Call, ordinal int32) error {
 	args.Z, args.ZStride, args.ZType = operand(n.ResidualOut)
 	args.Eps = float32(n.Eps)
 	args.SumType = int32(n.SumType())
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }
 
 func (n *normCall) forwardRequest() request {
@@ -92,7 +92,7 @@ func (n *normCall) backwardCUDA(c *Call, ordinal int32) error {
 	args.Dw, args.DwType = output(n.DW.Data), int32(n.DW.DType)
 	args.Db, args.DbType = output(n.DB.Data), int32(n.DB.DType)
 	args.PartialSums, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }
 
 func (n *normCall) backwardRequest() request {

@@ -784,7 +784,10 @@ func (o LayerNormBackward) Run(c *Call) error {
 // are). A row is ignored if its target is ignore_index or a class of weight 0; its loss and gradient are 0.
 // The loss and gradient of a row whose target is outside of [0, N) are NaN, as is a mean that it takes part
 // in, with all gradients of the mean. dx = weight[t] * (softmax(x) - onehot(t)), the gradient of the sum of
-// the losses, is computed in the same pass over x. denominator is written with any reduction. Loss and dx are
+// the losses, is computed in the same pass over x. With e = label_smoothing and C classes a row's loss is (1
+// - e) * weight[t] * (lse - x[t]) + e / C * sum(weight[c] * (lse - x[c])) (Szegedy et al., "Rethinking the
+// Inception Architecture for Computer Vision", 2016), also if the target has weight 0; a class of weight 0
+// counts for nothing, even if its logit is -inf. denominator is written with any reduction. Loss and dx are
 // divided by divisor, which must be NULL with reduction mean. dx is the gradient for an upstream gradient of
 // upstream, which is 1 if absent.
 //
@@ -802,8 +805,9 @@ type CrossEntropyForward struct {
 	DX          *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree; or nil
 	Denominator *dlpack.Tensor // one element; float64 if x is, else float32; or nil
 
-	IgnoreIndex Optional[int64]   // rows with this target are ignored; -100 by default
-	Reduction   kernels.Reduction // how the rows' losses are reduced
+	IgnoreIndex    Optional[int64]   // rows with this target are ignored; -100 by default
+	Reduction      kernels.Reduction // how the rows' losses are reduced
+	LabelSmoothing float64           // the share of a row's loss that all classes have alike, 0 to 1; not with slice
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
@@ -816,18 +820,19 @@ type CrossEntropyForward struct {
 
 // crossEntropyForward is a CrossEntropyForward whose operands have been checked.
 type crossEntropyForward struct {
-	X           kernels.Matrix
-	Target      kernels.Vector
-	Weight      kernels.Vector
-	Divisor     kernels.Vector
-	Upstream    kernels.Vector
-	Loss        kernels.Vector
-	LSE         logSumExp
-	DX          kernels.Matrix
-	Denominator kernels.Vector
-	IgnoreIndex int64
-	Reduction   kernels.Reduction
-	OnePass     bool
+	X              kernels.Matrix
+	Target         kernels.Vector
+	Weight         kernels.Vector
+	Divisor        kernels.Vector
+	Upstream       kernels.Vector
+	Loss           kernels.Vector
+	LSE            logSumExp
+	DX             kernels.Matrix
+	Denominator    kernels.Vector
+	IgnoreIndex    int64
+	Reduction      kernels.Reduction
+	LabelSmoothing float64
+	OnePass        bool
 	Choice
 }
 
@@ -835,10 +840,11 @@ type crossEntropyForward struct {
 func (o CrossEntropyForward) Run(c *Call) error {
 	k := check{op: "cross_entropy_forward"}
 	a := crossEntropyForward{
-		IgnoreIndex: o.IgnoreIndex.or(-100),
-		Reduction:   o.Reduction,
-		OnePass:     o.OnePass,
-		Choice:      Choose(Auto, o.BatchInvariant),
+		IgnoreIndex:    o.IgnoreIndex.or(-100),
+		Reduction:      o.Reduction,
+		LabelSmoothing: o.LabelSmoothing,
+		OnePass:        o.OnePass,
+		Choice:         Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
 	a.X = k.rows("x", o.X, typeFloat.narrow)
@@ -877,10 +883,11 @@ func (o CrossEntropyForward) Run(c *Call) error {
 }
 
 // CrossEntropyBackward is the operator cross_entropy_backward: dx = dloss * weight[t] * (softmax(x) -
-// onehot(t)), divided by the denominator with reduction mean. That requires denominator, or an lse that
-// contains it; otherwise denominator must be NULL. With the other reductions it is divided by divisor.
-// upstream is forward's, with one_pass. lse is what forward wrote. Its two parts are more accurate than their
-// sum, which loses digits if logits are large.
+// onehot(t)), or with e = label_smoothing dloss * ((1 - e) * weight[t] * (softmax(x) - onehot(t)) + e / C *
+// (sum(weight) * softmax(x) - weight)), divided by the denominator with reduction mean. That requires
+// denominator, or an lse that contains it; otherwise denominator must be NULL. With the other reductions it
+// is divided by divisor. upstream is forward's, with one_pass. lse is what forward wrote. Its two parts are
+// more accurate than their sum, which loses digits if logits are large.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type CrossEntropyBackward struct {
@@ -898,8 +905,9 @@ type CrossEntropyBackward struct {
 	// an input
 	DX *dlpack.Tensor
 
-	IgnoreIndex Optional[int64]   // rows with this target are ignored; -100 by default
-	Reduction   kernels.Reduction // how the rows' losses are reduced
+	IgnoreIndex    Optional[int64]   // rows with this target are ignored; -100 by default
+	Reduction      kernels.Reduction // how the rows' losses are reduced
+	LabelSmoothing float64           // the share of a row's loss that all classes have alike, 0 to 1; not with slice
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
@@ -916,19 +924,20 @@ type CrossEntropyBackward struct {
 
 // crossEntropyBackward is a CrossEntropyBackward whose operands have been checked.
 type crossEntropyBackward struct {
-	X           kernels.Matrix
-	Target      kernels.Vector
-	Weight      kernels.Vector
-	DLoss       kernels.Vector
-	LSE         logSumExp
-	Divisor     kernels.Vector
-	Upstream    kernels.Vector
-	Denominator kernels.Vector
-	DX          kernels.Matrix
-	IgnoreIndex int64
-	Reduction   kernels.Reduction
-	OnePass     bool
-	Slice       bool
+	X              kernels.Matrix
+	Target         kernels.Vector
+	Weight         kernels.Vector
+	DLoss          kernels.Vector
+	LSE            logSumExp
+	Divisor        kernels.Vector
+	Upstream       kernels.Vector
+	Denominator    kernels.Vector
+	DX             kernels.Matrix
+	IgnoreIndex    int64
+	Reduction      kernels.Reduction
+	LabelSmoothing float64
+	OnePass        bool
+	Slice          bool
 	Choice
 }
 
@@ -936,11 +945,12 @@ type crossEntropyBackward struct {
 func (o CrossEntropyBackward) Run(c *Call) error {
 	k := check{op: "cross_entropy_backward"}
 	a := crossEntropyBackward{
-		IgnoreIndex: o.IgnoreIndex.or(-100),
-		Reduction:   o.Reduction,
-		OnePass:     o.OnePass,
-		Slice:       o.Slice,
-		Choice:      Choose(Auto, o.BatchInvariant),
+		IgnoreIndex:    o.IgnoreIndex.or(-100),
+		Reduction:      o.Reduction,
+		LabelSmoothing: o.LabelSmoothing,
+		OnePass:        o.OnePass,
+		Slice:          o.Slice,
+		Choice:         Choose(Auto, o.BatchInvariant),
 	}
 	k.reduction(o.Reduction)
 	k.divides(o.Reduction == kernels.ReduceMean && o.Denominator == nil)

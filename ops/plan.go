@@ -17,6 +17,7 @@ type request struct {
 	dw      bool // RMSNorm backward: dw is wanted
 	total   bool // cross-entropy: a total or the denominator is wanted
 	onePass bool // cross-entropy: forward's gradient is that of the mean; others may find their work done
+	weights bool // general cross-entropy: gradients need the sum of the class weights
 	norm    normOperands
 	m, n    int64
 
@@ -51,8 +52,8 @@ type plan struct {
 
 // scratch is the layout of the call's temporary device memory: offsets in bytes.
 type scratch struct {
-	partial, dwPartial, rowLosses, logits, denominator uint64
-	size                                               uint64
+	partial, dwPartial, rowLosses, logits, denominator, weights uint64
+	size                                                        uint64
 }
 
 func (s *scratch) take(bytes int64) (offset uint64) {
@@ -188,6 +189,8 @@ func (r *request) accumulatorBytes() int64 {
 // two sums.
 func (r *request) stateBytes() int64 {
 	switch {
+	case r.op == kernels.GeneralCrossEntropyForward, r.op == kernels.GeneralCrossEntropyForwardDX:
+		return 16 // SmoothedSum in cuda/general_cross_entropy.cuh
 	case r.op == kernels.NormForward: // and a number of elements: Moments in cuda/aligned_norm.cuh
 		return 2*r.accumulatorBytes() + 8
 	case r.op == kernels.NormBackward && r.x == kernels.Float32: // and a sum in float: GradientSums there
@@ -212,6 +215,16 @@ func (r *request) inputs() int64 {
 	return int64(r.op.Inputs())
 }
 
+// onlyLosses tells whether an op writes nothing of the rows' size.
+func (r *request) onlyLosses() bool {
+	return r.op == kernels.CrossEntropyForward || r.op == kernels.GeneralCrossEntropyForward
+}
+
+// lossesAndGradient tells whether an op computes both.
+func (r *request) lossesAndGradient() bool {
+	return r.op == kernels.CrossEntropyForwardDX || r.op == kernels.GeneralCrossEntropyForwardDX
+}
+
 // heads is how many rows the weight of a norm has, where the plan depends on that.
 func (r *request) heads() int64 { return max(r.norm.heads, 1) }
 
@@ -226,9 +239,13 @@ func (r *request) expected() int64 {
 // begin is a plan without the kernels that go over the rows.
 func (q *query) begin() *plan {
 	p := &plan{chunk: wholeRow, splits: 1}
-	if q.onePass && q.op == kernels.CrossEntropyForwardDX {
+	if q.onePass && q.lossesAndGradient() {
 		p.scratch.denominator = p.scratch.take(4)
-		q.sumRows(p, kernels.Denominator)
+		q.sumNumbers(p, kernels.Denominator, q.m)
+	}
+	if q.weights {
+		p.scratch.weights = p.scratch.take(4)
+		q.sumNumbers(p, kernels.ClassWeights, q.n)
 	}
 	return p
 }
@@ -273,7 +290,7 @@ func (q *query) add(p *plan, v *kernels.Variant, grid, cluster int64, shared uin
 // but its backward 1.00 and 0.98.
 func (q *query) prefetchRows(p *plan, v *kernels.Variant, rows, grid, cluster int64) {
 	inputs := q.inputs()
-	if q.op == kernels.CrossEntropyForward || q.op.Inputs() > 1 && !q.unaligned && q.vectors > 256 {
+	if q.onlyLosses() || q.op.Inputs() > 1 && !q.unaligned && q.vectors > 256 {
 		return
 	}
 	const most = 1<<20 - 2*16 // bytes: the instruction has 16 bits for 16-byte vectors
@@ -332,7 +349,7 @@ func (q *query) finish(p *plan) {
 			return
 		}
 		p.scratch.rowLosses = p.scratch.take(q.m * 8)
-		q.sumRows(p, kernels.Total)
+		q.sumNumbers(p, kernels.Total, q.m)
 	}
 }
 
@@ -353,11 +370,11 @@ func (q *query) sumColumns(p *plan, op kernels.Op, columns int64) {
 	}
 }
 
-// sumRows appends what sums a number of each row.
-func (q *query) sumRows(p *plan, op kernels.Op) {
+// sumNumbers appends what sums a number of each row, or class.
+func (q *query) sumNumbers(p *plan, op kernels.Op, count int64) {
 	key := kernelKey{op: op, shape: kernels.Finish, x: q.x, unaligned: true}
 	v, ctas := kernelsOf[key][0], int64(1)
-	if c := min(q.maxCluster, 8); q.m > v.UpTo && c > 1 {
+	if c := min(q.maxCluster, 8); count > v.UpTo && c > 1 {
 		key.cluster = true
 		v, ctas = kernelsOf[key][0], c
 	}

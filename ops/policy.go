@@ -70,7 +70,11 @@ func (r *request) operator() policy.Operator {
 		return policy.CrossEntropyForward
 	case kernels.CrossEntropyForwardDX:
 		return policy.CrossEntropyForwardDX
-	case kernels.CrossEntropyBackward, kernels.Rescale:
+	case kernels.GeneralCrossEntropyForward:
+		return policy.GeneralCrossEntropyForward
+	case kernels.GeneralCrossEntropyForwardDX:
+		return policy.GeneralCrossEntropyForwardDX
+	case kernels.CrossEntropyBackward, kernels.Rescale, kernels.GeneralCrossEntropyBackward:
 		return policy.CrossEntropyBackward
 	case kernels.NormForward:
 		return policy.NormForward

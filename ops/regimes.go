@@ -405,7 +405,7 @@ func (q *query) splitAsRequested(p *plan) bool {
 // twoPasses reads rows twice: once to reduce them, once to map them.
 func twoPasses(q *query, row *policy.Row) *plan {
 	reduce, apply := q.chunkKernel(kernels.Partial), q.chunkKernel(kernels.Apply)
-	if q.dw || reduce == nil || apply == nil || q.op == kernels.CrossEntropyForward {
+	if q.dw || reduce == nil || apply == nil || q.onlyLosses() {
 		return nil
 	}
 	p := q.begin()
@@ -415,7 +415,7 @@ func twoPasses(q *query, row *policy.Row) *plan {
 	}
 	grid := q.m * int64(p.splits)
 	p.scratch.partial = p.scratch.take(grid * q.stateBytes())
-	if q.op == kernels.CrossEntropyForwardDX {
+	if q.lossesAndGradient() {
 		p.scratch.logits = p.scratch.take(q.m * 4)
 	}
 	q.add(p, reduce, grid, 1, 0)
@@ -461,7 +461,7 @@ func byColumns(q *query, row *policy.Row) *plan {
 // stream computes statistics of rows in one pass over them, and writes no output of the rows' size.
 func stream(q *query, row *policy.Row) *plan {
 	v := q.kernel(kernels.Partial, row, false)
-	if v == nil || q.op != kernels.CrossEntropyForward {
+	if v == nil || !q.onlyLosses() {
 		return nil
 	}
 	p := q.begin()
@@ -494,10 +494,10 @@ const idleWaves = 8
 // Measured on an H200 with 24 lengths, three numbers of rows and all layouts: bench/TRIED.md, "Fewer
 // kernels".
 func elementwise(q *query, _ *policy.Row) *plan {
-	if q.op != kernels.CrossEntropyBackward && q.op != kernels.Rescale {
+	v := q.chunkKernel(kernels.Elementwise)
+	if v == nil {
 		return nil
 	}
-	v := kernelsOf[kernelKey{q.op, kernels.Elementwise, q.x, q.unaligned, false}][0]
 	p := q.begin()
 	// Few vectors for each thread while all threads fit on the device at once: less waits for less.
 	perThread := int64(4)

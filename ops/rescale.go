@@ -43,5 +43,5 @@ func (a *rescaleGradient) cuda(c *Call, ordinal int32) error {
 	if s.OnePass {
 		args.OnePass = 1
 	}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }

@@ -103,7 +103,7 @@ func (a *rmsNormForward) cuda(c *Call, ordinal int32) error {
 	defer k.finish()
 	args := k.rmsnorm(a.X, kernels.Matrix{}, a.Y, a.Weight, a.options())
 	args.Rstd = output(a.Rstd.Data)
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }
 
 func (a *rmsNormForward) request() request {
@@ -135,7 +135,7 @@ func (a *rmsNormBackward) cuda(c *Call, ordinal int32) error {
 	args := k.rmsnorm(a.X, a.DOut, a.DX, a.Weight, a.options())
 	args.Rstd, args.Dw, args.DwType = output(a.Rstd.Data), output(a.DW.Data), int32(a.DW.DType)
 	args.DwPartial, args.Partials = k.at(k.plan.scratch.dwPartial), k.plan.partials
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }
 
 func (a *rmsNormBackward) request() request {

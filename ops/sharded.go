@@ -82,5 +82,5 @@ func (a *shardedCrossEntropyCombine) cuda(c *Call, ordinal int32) error {
 	if r.total {
 		args.RowLosses = k.at(k.plan.scratch.rowLosses)
 	}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }

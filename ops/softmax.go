@@ -54,5 +54,5 @@ func (c *Call) softmax(ordinal int32, r request, first, second, out kernels.Matr
 	}
 	defer k.finish()
 	args := kernels.SoftmaxArgs{Rows: k.rows(first, second, out)}
-	return k.launch(unsafe.Pointer(&args), unsafe.Sizeof(args))
+	return k.launch(unsafe.Pointer(&args))
 }

@@ -261,6 +261,8 @@ var Table = []Group{
 		Options: []Option{
 			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this target are ignored"},
 			{Name: "reduction", Type: Reduction, Torch: 1, Doc: "how the rows' losses are reduced"},
+			{Name: "label_smoothing", Type: Real, Since: 1,
+				Doc: "the share of a row's loss that all classes have alike, 0 to 1; not with slice"},
 			{Name: "one_pass", Type: Flag,
 				Doc: "forward also computes the gradient, in the same pass over x: dx is the gradient of the " +
 					"reduced loss. backward takes that dx, which must not overlap x, and computes it again only " +
@@ -284,9 +286,12 @@ var Table = []Group{
 					"The loss and gradient of a row whose target is outside of [0, N) are NaN, as is a mean that it " +
 					"takes part in, with all gradients of the mean. dx = weight[t] * (softmax(x) - onehot(t)), the " +
 					"gradient of the sum of the losses, is computed in the same " +
-					"pass over x. denominator is written with any reduction. Loss and dx are divided by divisor, which " +
-					"must be NULL with reduction mean. dx is the gradient for an upstream gradient of upstream, which " +
-					"is 1 if absent.",
+					"pass over x. With e = label_smoothing and C classes a row's loss is (1 - e) * weight[t] * " +
+					"(lse - x[t]) + e / C * sum(weight[c] * (lse - x[c])) (Szegedy et al., \"Rethinking the " +
+					"Inception Architecture for Computer Vision\", 2016), also if the target has weight 0; a class " +
+					"of weight 0 counts for nothing, even if its logit is -inf. denominator is written with any " +
+					"reduction. Loss and dx are divided by divisor, which must be NULL with reduction mean. dx is " +
+					"the gradient for an upstream gradient of upstream, which is 1 if absent.",
 				Operands: []Operand{
 					x, target, classWeight, divisor, upstream,
 					{Name: "loss", Shape: Reduced, DType: Statistic, Output: true},
@@ -315,11 +320,12 @@ var Table = []Group{
 			},
 			{
 				Name: "backward", Owned: "gander_cross_entropy_grad", Refuses: true,
-				Doc: "dx = dloss * weight[t] * (softmax(x) - onehot(t)), divided by the denominator with reduction " +
-					"mean. That requires denominator, or an lse that contains it; otherwise denominator must be " +
-					"NULL. With the other reductions it is divided by divisor. upstream is forward's, with one_pass. " +
-					"lse is what forward wrote. Its two parts are more accurate than their sum, which loses " +
-					"digits if logits are large.",
+				Doc: "dx = dloss * weight[t] * (softmax(x) - onehot(t)), or with e = label_smoothing dloss * " +
+					"((1 - e) * weight[t] * (softmax(x) - onehot(t)) + e / C * (sum(weight) * softmax(x) - weight)), " +
+					"divided by the denominator with reduction mean. That requires denominator, or an lse that " +
+					"contains it; otherwise denominator must be NULL. With the other reductions it is divided by " +
+					"divisor. upstream is forward's, with one_pass. lse is what forward wrote. Its two parts are more " +
+					"accurate than their sum, which loses digits if logits are large.",
 				Operands: []Operand{
 					x, target, classWeight,
 					{Name: "dloss", Shape: Upstream, DType: Statistic, Gradient: "loss"},

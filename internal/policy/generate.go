@@ -15,7 +15,8 @@ var (
 	operatorIdentifiers = []string{
 		"SoftmaxForward", "SoftmaxBackward", "RMSNormForward", "RMSNormBackward", "RMSNormBackwardDX",
 		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward", "NormForward", "NormBackward",
-		"MaskedSoftmaxForward", "MaskedSoftmaxBackward", "LayerNormForward", "LayerNormBackward",
+		"MaskedSoftmaxForward", "MaskedSoftmaxBackward", "GeneralCrossEntropyForward",
+		"GeneralCrossEntropyForwardDX", "LayerNormForward", "LayerNormBackward",
 		"RMSNormResidualForward", "RMSNormResidualBackward",
 	}
 	typeIdentifiers   = []string{"kernels.Float16", "kernels.BFloat16", "kernels.Float32"}

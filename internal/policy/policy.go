@@ -36,6 +36,8 @@ const (
 	NormBackward         // with or without dw and db
 	MaskedSoftmaxForward // softmax and log-softmax with options
 	MaskedSoftmaxBackward
+	GeneralCrossEntropyForward // with label smoothing
+	GeneralCrossEntropyForwardDX
 	LayerNormForward // aligned, operands of one type, no residual; all others are norms with options
 	LayerNormBackward
 	RMSNormResidualForward // the same with a residual, and no bias

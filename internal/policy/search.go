@@ -7,6 +7,7 @@ var kernelOps = []kernels.Op{
 	kernels.RMSNormBackward, kernels.CrossEntropyForward, kernels.CrossEntropyForwardDX,
 	kernels.CrossEntropyBackward,
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
+	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX,
 	kernels.LayerNormForward, kernels.LayerNormBackward, kernels.RMSNormResidualForward,
 	kernels.RMSNormResidualBackward,
 }
@@ -98,7 +99,7 @@ func Candidates(op Operator, x kernels.DType, l Layout) (rows []Row) {
 			}
 		case shape == kernels.GridSharedMemory:
 			add(GridSharedMemory, func(r *Row) { r.Over, r.Below, r.Resident = 16383, Count{N: 17}, 2 })
-		case shape == kernels.Partial && op == CrossEntropyForward:
+		case shape == kernels.Partial && (op == CrossEntropyForward || op == GeneralCrossEntropyForward):
 			perSM(1, 2, 4, 8, 16)(Stream)
 		case shape == kernels.Partial && !dw:
 			for _, n := range []int{1, 2, 4, 8, 16, 64} {

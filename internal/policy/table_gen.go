@@ -1088,6 +1088,31 @@ var list42 = []Row{
 }
 
 var list43 = []Row{
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
+	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 4, Resident: 4},
+}
+
+var list44 = []Row{
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 2, Resident: 4},
+}
+
+var list45 = []Row{
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
+	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
+	{For: 0x1, Regime: TwoPasses, Resident: 16},
+}
+
+var list46 = []Row{
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, Regime: TwoPasses, Resident: 16},
+}
+
+var list47 = []Row{
 	{For: 0x1, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -1103,7 +1128,7 @@ var list43 = []Row{
 	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 }
 
-var list44 = []Row{
+var list48 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 7, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 4, Stages: 2},
@@ -1124,7 +1149,7 @@ var list44 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var list45 = []Row{
+var list49 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
 	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
@@ -1132,7 +1157,7 @@ var list45 = []Row{
 	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 512, Vectors: 2},
 }
 
-var list46 = []Row{
+var list50 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
@@ -1158,7 +1183,7 @@ var list46 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var tables = [4][16][3][4][]Row{
+var tables = [4][18][3][4][]Row{
 	H100: {
 		SoftmaxForward: {
 			kernels.Float16:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
@@ -1220,25 +1245,35 @@ var tables = [4][16][3][4][]Row{
 			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
+		GeneralCrossEntropyForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
+		GeneralCrossEntropyForwardDX: {
+			kernels.Float16:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+			kernels.BFloat16: {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+			kernels.Float32:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list43},
-			kernels.BFloat16: {Aligned: list43},
-			kernels.Float32:  {Aligned: list43},
+			kernels.Float16:  {Aligned: list47},
+			kernels.BFloat16: {Aligned: list47},
+			kernels.Float32:  {Aligned: list47},
 		},
 		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list44},
-			kernels.BFloat16: {Aligned: list44},
-			kernels.Float32:  {Aligned: list44},
+			kernels.Float16:  {Aligned: list48},
+			kernels.BFloat16: {Aligned: list48},
+			kernels.Float32:  {Aligned: list48},
 		},
 		RMSNormResidualForward: {
-			kernels.Float16:  {Aligned: list45},
-			kernels.BFloat16: {Aligned: list45},
-			kernels.Float32:  {Aligned: list45},
+			kernels.Float16:  {Aligned: list49},
+			kernels.BFloat16: {Aligned: list49},
+			kernels.Float32:  {Aligned: list49},
 		},
 		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list46},
-			kernels.BFloat16: {Aligned: list46},
-			kernels.Float32:  {Aligned: list46},
+			kernels.Float16:  {Aligned: list50},
+			kernels.BFloat16: {Aligned: list50},
+			kernels.Float32:  {Aligned: list50},
 		},
 	},
 	H200: {
@@ -1302,25 +1337,35 @@ var tables = [4][16][3][4][]Row{
 			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
+		GeneralCrossEntropyForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
+		GeneralCrossEntropyForwardDX: {
+			kernels.Float16:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+			kernels.BFloat16: {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+			kernels.Float32:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list43},
-			kernels.BFloat16: {Aligned: list43},
-			kernels.Float32:  {Aligned: list43},
+			kernels.Float16:  {Aligned: list47},
+			kernels.BFloat16: {Aligned: list47},
+			kernels.Float32:  {Aligned: list47},
 		},
 		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list44},
-			kernels.BFloat16: {Aligned: list44},
-			kernels.Float32:  {Aligned: list44},
+			kernels.Float16:  {Aligned: list48},
+			kernels.BFloat16: {Aligned: list48},
+			kernels.Float32:  {Aligned: list48},
 		},
 		RMSNormResidualForward: {
-			kernels.Float16:  {Aligned: list45},
-			kernels.BFloat16: {Aligned: list45},
-			kernels.Float32:  {Aligned: list45},
+			kernels.Float16:  {Aligned: list49},
+			kernels.BFloat16: {Aligned: list49},
+			kernels.Float32:  {Aligned: list49},
 		},
 		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list46},
-			kernels.BFloat16: {Aligned: list46},
-			kernels.Float32:  {Aligned: list46},
+			kernels.Float16:  {Aligned: list50},
+			kernels.BFloat16: {Aligned: list50},
+			kernels.Float32:  {Aligned: list50},
 		},
 	},
 	Other: {
@@ -1384,25 +1429,35 @@ var tables = [4][16][3][4][]Row{
 			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
+		GeneralCrossEntropyForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
+		GeneralCrossEntropyForwardDX: {
+			kernels.Float16:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+			kernels.BFloat16: {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+			kernels.Float32:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list43},
-			kernels.BFloat16: {Aligned: list43},
-			kernels.Float32:  {Aligned: list43},
+			kernels.Float16:  {Aligned: list47},
+			kernels.BFloat16: {Aligned: list47},
+			kernels.Float32:  {Aligned: list47},
 		},
 		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list44},
-			kernels.BFloat16: {Aligned: list44},
-			kernels.Float32:  {Aligned: list44},
+			kernels.Float16:  {Aligned: list48},
+			kernels.BFloat16: {Aligned: list48},
+			kernels.Float32:  {Aligned: list48},
 		},
 		RMSNormResidualForward: {
-			kernels.Float16:  {Aligned: list45},
-			kernels.BFloat16: {Aligned: list45},
-			kernels.Float32:  {Aligned: list45},
+			kernels.Float16:  {Aligned: list49},
+			kernels.BFloat16: {Aligned: list49},
+			kernels.Float32:  {Aligned: list49},
 		},
 		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list46},
-			kernels.BFloat16: {Aligned: list46},
-			kernels.Float32:  {Aligned: list46},
+			kernels.Float16:  {Aligned: list50},
+			kernels.BFloat16: {Aligned: list50},
+			kernels.Float32:  {Aligned: list50},
 		},
 	},
 	OtherFast: {
@@ -1466,25 +1521,35 @@ var tables = [4][16][3][4][]Row{
 			kernels.BFloat16: {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 			kernels.Float32:  {Aligned: list42, SameOffset: list38, MixedOffsets: list38},
 		},
+		GeneralCrossEntropyForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
+		GeneralCrossEntropyForwardDX: {
+			kernels.Float16:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+			kernels.BFloat16: {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+			kernels.Float32:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
+		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list43},
-			kernels.BFloat16: {Aligned: list43},
-			kernels.Float32:  {Aligned: list43},
+			kernels.Float16:  {Aligned: list47},
+			kernels.BFloat16: {Aligned: list47},
+			kernels.Float32:  {Aligned: list47},
 		},
 		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list44},
-			kernels.BFloat16: {Aligned: list44},
-			kernels.Float32:  {Aligned: list44},
+			kernels.Float16:  {Aligned: list48},
+			kernels.BFloat16: {Aligned: list48},
+			kernels.Float32:  {Aligned: list48},
 		},
 		RMSNormResidualForward: {
-			kernels.Float16:  {Aligned: list45},
-			kernels.BFloat16: {Aligned: list45},
-			kernels.Float32:  {Aligned: list45},
+			kernels.Float16:  {Aligned: list49},
+			kernels.BFloat16: {Aligned: list49},
+			kernels.Float32:  {Aligned: list49},
 		},
 		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list46},
-			kernels.BFloat16: {Aligned: list46},
-			kernels.Float32:  {Aligned: list46},
+			kernels.Float16:  {Aligned: list50},
+			kernels.BFloat16: {Aligned: list50},
+			kernels.Float32:  {Aligned: list50},
 		},
 	},
 }

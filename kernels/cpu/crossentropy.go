@@ -9,9 +9,13 @@ import (
 
 // CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row. If DX
 // is present it also computes dx = upstream * weight[t] * (softmax(x) - onehot(t)), divided by the
-// denominator with OnePass and ReduceMean. Loss and DX are divided by Divisor. DX may be X.
+// denominator with OnePass and ReduceMean. Loss and DX are divided by Divisor. DX may be X. With
+// LabelSmoothing see smoothedForward.
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX, exponentials: true}
+	if a.LabelSmoothing != 0 {
+		return run(&o, more{ce: a}, workers, smoothedForward[float32]{}, smoothedForward[float64]{})
+	}
 	if a.DX.Data != nil {
 		o.reuseUpTo = longRow
 	}
@@ -26,6 +30,9 @@ func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 		return nil
 	}
 	o := operands{x: a.X, dx: a.DX, exponentials: true}
+	if a.LabelSmoothing != 0 {
+		return run(&o, more{ce: a}, workers, smoothedBackward[float32]{}, smoothedBackward[float64]{})
+	}
 	return run(&o, more{ce: a}, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
 }
 
@@ -52,7 +59,7 @@ const noColumn = -1
 type target struct {
 	column  int
 	weight  float64 // of the row's loss and gradient, and of the row in a mean
-	ignored bool    // it is the ignored index, or its class has weight 0
+	ignored bool    // it is the ignored index; or its class has weight 0, and nothing smooths the labels
 	valid   bool    // it is a column
 }
 
@@ -74,7 +81,8 @@ func (c *call[T]) targetOf(row int) target {
 		t.weight = at(&c.ce.Weight, t.column)
 	}
 	if t.weight == 0 {
-		t.ignored, t.weight = true, 0 // not -0, which the loss would show
+		t.weight = 0 // not -0, which the loss would show
+		t.ignored = c.ce.LabelSmoothing == 0 || v == c.ce.IgnoreIndex
 	}
 	return t
 }

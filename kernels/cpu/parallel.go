@@ -117,6 +117,9 @@ type call[T float] struct {
 	divisor  float64                                  // of cross-entropy's gradient, and of a sum of losses
 	upstream float64                                  // the gradient of the loss that dx is made for
 
+	classWeights float64   // with label smoothing: the sum of the class weights
+	blockWeights []float64 // and the sums of each block's, nil without class weights
+
 	fixed         []byte     // the workspace that is pooled with the call
 	mapped        []byte     // the workspace of this call, if fixed is too small
 	splitPartials []partial  // of all rows, with plan.splitRows

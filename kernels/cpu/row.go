@@ -61,7 +61,9 @@ type rowFuncs[T float] struct {
 	// 1 / sqrt(sum(x^2) / over + eps), with the bits of dot and multiply.
 	rmsNormRows func(y, x strided, w []T, over, eps float64, rows int, rstd *[maxTogether]float64)
 	// Its gradient, with the bits of dot3, normGrad and addProduct. dw is nil if it is not wanted.
-	rmsNormGradRows func(dx, x, dy strided, w []T, over float64, dw []float64, rows int, rstd *[maxTogether]float64)
+	rmsNormGradRows func(
+		dx, x, dy strided, w []T, over float64, dw []float64, rows int, rstd *[maxTogether]float64,
+	)
 }
 
 // strided is rows of float32 in memory. The stride is in bytes.

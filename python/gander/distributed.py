@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._functions.arguments import code_of, overridden
+from ._functions.arguments import code_of, overridden, refuse_label_smoothing
 from ._table import REDUCTIONS, Reduction
 from ._torch.autograd import refuse_gradients
 from ._torch.dtensor import is_dtensor
@@ -30,6 +30,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     sizes: Sequence[int] | None = None,
     classes: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """gander.cross_entropy of logits of which each rank of a group holds a slice of the classes.
 
@@ -66,6 +67,7 @@ def cross_entropy(
         sizes: The n of each rank, for slices that differ in size. They may be 0.
         classes: How many there are in all slices, divided as torch.chunk divides them among the ranks: the
             first slices have ceil(classes / ranks), the next one has the rest, and those after it have none.
+        label_smoothing: 0.
 
     Returns:
         The loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
@@ -88,6 +90,7 @@ def cross_entropy(
         handed: Tensor = overridden(cross_entropy, locals())
         return handed
     code = code_of("reduction", reduction, REDUCTIONS)
+    refuse_label_smoothing(label_smoothing, "of slices")
     given = {"x": x, "target": target} | ({} if weight is None else {"weight": weight})
     for name, value in given.items():
         if is_dtensor(value):

@@ -60,6 +60,7 @@ class Rows:
         return {name: (dtypes.get(name, self.dtype), self._shape(name)) for name in names.split()}
 
 
+SMOOTHED = {"label_smoothing": 0.2}
 # What calls the kernels of an op: {op: operator, inputs, outputs, options}.
 CALLS = {
     "softmax_forward": ("softmax_forward", "x", "y", {}),
@@ -78,6 +79,9 @@ CALLS = {
     "cross_entropy_forward": ("cross_entropy_forward", "x target weight", "loss lse", {}),
     "cross_entropy_forward_dx": ("cross_entropy_forward", "x target weight", "loss dx", {}),
     "cross_entropy_backward": ("cross_entropy_backward", "x target dloss lse", "dx", {}),
+    "general_cross_entropy_forward": ("cross_entropy_forward", "x target weight", "loss lse", SMOOTHED),
+    "general_cross_entropy_forward_dx": ("cross_entropy_forward", "x target weight", "loss dx", SMOOTHED),
+    "general_cross_entropy_backward": ("cross_entropy_backward", "x target weight dloss lse", "dx", SMOOTHED),
 }
 # Where matrices lie, by the end of a kernel's symbol. Aligned kernels need rows of whole vectors. If matrices
 # have different gaps, their rows have different offsets.
@@ -203,7 +207,7 @@ def test_kernel(name, planner):
     regime, layout, options = REGIMES[shape], suffix, {}
     if op == "rmsnorm_backward" and shape in ("rows", "partial"):
         op = "rmsnorm_backward_dx"
-    if op == "cross_entropy_forward":
+    if op.endswith("cross_entropy_forward"):
         regime = "stream" if shape == "partial" else regime
         options["batch_invariant"] = (
             suffix == "_unaligned"
@@ -378,22 +382,50 @@ def test_heads(dtype, operator):
 
 @pytest.mark.parametrize("m, n", [(1, 1001), (1, 9000), (9, 8), (40, 1001), (17000, 8)])
 @pytest.mark.parametrize("reduction", [0, 1, 2])  # none, mean, sum
-def test_cross_entropy_reductions(dtype, m, n, reduction):
+@pytest.mark.parametrize("label_smoothing", [0, 0.2, 1])
+def test_cross_entropy_reductions(dtype, m, n, reduction, label_smoothing):
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
     rows = Rows(m, n, dtype)
     inputs = rows.inputs("x target weight", weight="float32")
     target = inputs["target"][1]
     target[target >= rows.n] = 0  # such a row would make the sum NaN
     loss = {"loss": ("float32", (m if reduction == 0 else 1,))}
-    saved = check(
-        "cross_entropy_forward", inputs, loss | rows.outputs("lse denominator"), reduction=reduction
-    )
+    saved = check("cross_entropy_forward", inputs, loss | rows.outputs("lse denominator"), **options)
     for one_pass in (0, 1) if reduction else (0,):
         outputs = loss | rows.outputs("denominator dx")
-        check("cross_entropy_forward", inputs, outputs, reduction=reduction, one_pass=one_pass)
+        check("cross_entropy_forward", inputs, outputs, one_pass=one_pass, **options)
     inputs |= {"lse": ("float32", saved["lse"]), "dloss": ("float32", rows.values(*loss["loss"][1]))}
     if reduction == 1:
         inputs["denominator"] = "float32", saved["denominator"]
-    check("cross_entropy_backward", inputs, rows.outputs("dx"), reduction=reduction)
+    check("cross_entropy_backward", inputs, rows.outputs("dx"), **options)
+
+
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("vectors", [5, 33, 256, 2600])  # parts of warps, CTAs, clusters, two passes
+def test_label_smoothing(dtype, vectors, suffix):
+    """Ignored rows, targets out of range or of weight 0, logits of -inf, with and without class weights."""
+    rows = Rows(9, length(vectors, dtype, suffix), dtype)
+    x = rows.values(rows.m, rows.n).copy()
+    target = np.arange(rows.m) * 31 % rows.n
+    target[3], target[4] = -100, rows.n
+    weight = np.abs(rows.values(rows.n)) + 0.5
+    weight[[target[1], -1]] = 0
+    x[5:7, -1] = -np.inf  # of weight 0
+    x[7, rows.n // 2] = -np.inf
+    x[8] = 40
+    x[8, target[8]] = 90  # nearly certain
+    inputs = {"x": (dtype, x), "target": ("int64", target)}
+    for more in {}, {"weight": (dtype, weight)}, {"weight": ("float32", weight)}:
+        for e in 0.1, 1.0:
+            options = {"label_smoothing": e, "layout": LAYOUTS[suffix]}
+            made = check("cross_entropy_forward", inputs | more, rows.outputs("loss lse"), **options)
+            check("cross_entropy_forward", inputs | more, rows.outputs("loss dx"), **options)
+            saved = {"lse": ("float32", made["lse"])} | rows.inputs("dloss")
+            check("cross_entropy_backward", inputs | more | saved, rows.outputs("dx"), **options)
+            loss = made["loss"]
+            assert loss[3] == 0 and np.isnan(loss[4]) and loss[7] == np.inf and loss[1] > 0
+            assert np.isfinite(loss[[0, 1, 2, 8]]).all()
+            assert (np.isfinite(loss[5:7]) if more else np.isinf(loss[5:7])).all()
 
 
 @pytest.mark.parametrize("reduction", [1, 2])

@@ -161,6 +161,16 @@ def calls(dtype, m, n, offset):
             count += call(backward, **weighted, **both, dloss=dmean, **ONE_PASS)
     count += call(forward, **rows, divisor=half, upstream=half, loss=loss, lse=parts, dx=dx)
     count += call(backward, **rows, dloss=half, lse=parts, divisor=half, dx=dx)
+    smooth = dict(label_smoothing=0.1)
+    for operands in rows, weighted:
+        count += call(forward, **operands, loss=loss, lse=parts, **smooth)
+        count += call(forward, **operands, loss=loss, lse=parts, dx=dx, **smooth)
+        count += call(backward, **operands, dloss=dloss, lse=parts, dx=dx, **smooth)
+        count += call(
+            forward, **operands, denominator=denominator, loss=mean, lse=parts, dx=dx, **smooth, **ONE_PASS
+        )
+    count += call("l2norm_forward", x=x, y=y, rnorm=rstd)
+    count += call("l2norm_backward", x=x, dy=dy, rnorm=rstd, dx=dx)
     count += call(forward, **weighted, loss=loss, dx=x)
     slices, high, weights = statistic(2, 4, m, values=VALUES[: 8 * m]), statistic(m), statistic(m)
     combined = dict(max=high, log_sum=lse, losses=loss, loss=mean, weights=weights, denominator=denominator)

@@ -369,7 +369,14 @@ LEGAL_HERE = [
 REFUSED_HERE = [
     ("the call then needs shape, dtype and device", ("None",), "explain.x"),
     ("without a weight", NUMBERS_BUT_0, "rmsnorm.weight_offset rmsnorm_fwd.weight_offset"),
-    ("not supported, or not below 1", NUMBERS_BUT_0, "CrossEntropyLoss.label_smoothing"),
+    (
+        "not 0 to 1",
+        NUMBERS_BUT_0,
+        "CrossEntropyLoss.label_smoothing cross_entropy.label_smoothing cross_entropy.label_smoothing+ "
+        "cross_entropy_fwd.label_smoothing cross_entropy_fwd.label_smoothing+ "
+        "cross_entropy_bwd.label_smoothing linear_cross_entropy.label_smoothing "
+        "linear_cross_entropy.label_smoothing+",
+    ),
     ("torch refuses it", NUMBERS_BUT_0, "functional.cross_entropy.label_smoothing"),
     ("it needs all classes", ("True", "NumPy's True"), "torch:cross_entropy_fwd.return_dx+"),
     (

@@ -58,10 +58,14 @@ CALLS = {
     "rmsnorm with options": lambda x, weight: gander.rmsnorm(x, weight, residual=x, prenorm=True)[0],
     "rmsnorm_fwd": lambda x, weight: gander.rmsnorm_fwd(x, weight, store_rstd=True)[2],
     "rmsnorm_bwd": lambda x, weight, dout, rstd: gander.rmsnorm_bwd(x, weight, dout, rstd)[1],
+    "l2norm": lambda x: gander.l2norm(x, 0.5),
     "layernorm": lambda x, weight: gander.layernorm(x, weight, weight),
     "layernorm_fwd": lambda x, weight: gander.layernorm_fwd(x, weight, return_mean=True)[1],
     "layernorm_bwd": lambda x, weight, dout, rstd, mean: gander.layernorm_bwd(x, weight, dout, rstd, mean)[2],
     "cross_entropy": lambda x, target: gander.cross_entropy(x, target, reduction="sum", divisor=3.0),
+    "cross_entropy with smoothed labels": lambda x, target: gander.cross_entropy(
+        x, target, label_smoothing=0.5
+    ),
     "cross_entropy_fwd": lambda x, target: gander.cross_entropy_fwd(x, target, return_dx=True)[1],
     "cross_entropy_bwd": lambda x, target, loss, lse: gander.cross_entropy_bwd(x, target, loss + 1, lse),
     "linear_cross_entropy": lambda x, head, few: gander.linear_cross_entropy(x, head, few, chunk=2),

@@ -123,10 +123,15 @@ var rows = map[kernels.Op]struct {
 	kernels.CrossEntropyForwardDX: {1, true, false},
 	kernels.CrossEntropyBackward:  {1, true, false},
 	kernels.Rescale:               {1, true, false},
-	kernels.NormForward:           {1, true, true},
-	kernels.NormBackward:          {2, true, true},
-	kernels.LayerNormForward:      {1, true, false},
-	kernels.LayerNormBackward:     {2, true, false},
+
+	kernels.GeneralCrossEntropyForward:   {1, false, false},
+	kernels.GeneralCrossEntropyForwardDX: {1, true, false},
+	kernels.GeneralCrossEntropyBackward:  {1, true, false},
+
+	kernels.NormForward:       {1, true, true},
+	kernels.NormBackward:      {2, true, true},
+	kernels.LayerNormForward:  {1, true, false},
+	kernels.LayerNormBackward: {2, true, false},
 
 	kernels.RMSNormResidualForward:  {2, true, false},
 	kernels.RMSNormResidualBackward: {3, true, false},

@@ -46,7 +46,11 @@ func generate(dir string, check bool) error {
 	}
 	files := map[string][]byte{"args_gen.cuh": shared()}
 	for group, types := range argStructs {
-		files[group+"_args_gen.cuh"] = header("#include \"args_gen.cuh\"\n", structs(types))
+		includes := "#include \"args_gen.cuh\"\n"
+		if base := types[0].Field(0); base.Anonymous {
+			includes = "#include \"" + cName(strings.TrimSuffix(base.Name, "Args")) + "_args_gen.cuh\"\n"
+		}
+		files[group+"_args_gen.cuh"] = header(includes, structs(types))
 	}
 	for f := range kernels.Family(kernels.Families) {
 		files[f.String()+"_gen.cu"] = unit(f, variants)
@@ -95,6 +99,8 @@ var argStructs = map[string][]reflect.Type{
 	"cross_entropy":  {reflect.TypeFor[kernels.CrossEntropyArgs]()},
 	"norm":           {reflect.TypeFor[kernels.NormArgs]()},
 	"masked_softmax": {reflect.TypeFor[kernels.MaskedSoftmaxArgs]()},
+
+	"general_cross_entropy": {reflect.TypeFor[kernels.GeneralCrossEntropyArgs]()},
 }
 
 // argType is the name of the parameter of a group's kernels.
@@ -135,8 +141,12 @@ func structs(types []reflect.Type) string {
 		if i > 0 {
 			b.WriteByte('\n')
 		}
-		fmt.Fprintf(&b, "struct %s {\n", t.Name())
-		for i := range t.NumField() {
+		first, base := 0, ""
+		if f := t.Field(0); f.Anonymous {
+			first, base = 1, " : "+f.Name
+		}
+		fmt.Fprintf(&b, "struct %s%s {\n", t.Name(), base)
+		for i := first; i < t.NumField(); i++ {
 			f := t.Field(i)
 			fmt.Fprintf(&b, "  %s %s;\n", cType(f.Type), cName(f.Name))
 		}
@@ -198,6 +208,10 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 	kernels.LayerNormForward:      {"LayerNormForward<%s>", ""},
 	kernels.LayerNormBackward:     {"LayerNormBackward<%s>", ""},
 
+	kernels.GeneralCrossEntropyForward:   {"GeneralCrossEntropyForward<%s, false>", ""},
+	kernels.GeneralCrossEntropyForwardDX: {"GeneralCrossEntropyForward<%s, true>", ""},
+	kernels.GeneralCrossEntropyBackward:  {"GeneralCrossEntropyBackward<%s>", ""},
+
 	kernels.RMSNormResidualForward:  {"RMSNormResidualForward<%s>", ""},
 	kernels.RMSNormResidualBackward: {"RMSNormResidualBackward<%s>", ""},
 }
@@ -236,6 +250,7 @@ var (
 		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
 		kernels.Total:          "total<{{.Threads}}, {{.Cluster}}>",
 		kernels.Denominator:    "denominator<{{.Threads}}, {{.Cluster}}>",
+		kernels.ClassWeights:   "class_weights<{{.Threads}}, {{.Cluster}}>",
 		kernels.CombineSlices:  "combine_slices_body",
 		kernels.SoftmaxClear:   "clear_slots",
 		kernels.RMSNormClear:   "clear_slots",

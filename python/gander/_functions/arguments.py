@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from .. import _backend
 from .._table import ALGORITHMS
-from .._words import integer, kind, shown
+from .._words import integer, kind, number, shown
 
 
 class Array(Protocol):
@@ -61,6 +61,15 @@ def check_targets(ops: Any, classes: Any, target: Any, ignore_index: int) -> Non
     integer("ignore_index", ignore_index)
     if shape and hasattr(target, "dtype"):  # else the operator refuses it
         ops.check_targets(shape[-1], target, ignore_index)
+
+
+def refuse_label_smoothing(value: Any, where: str) -> None:
+    """Refuses label smoothing where there is none yet."""
+    if number("label_smoothing", value):
+        raise NotImplementedError(
+            f"label_smoothing is {shown(value)}, expected 0: it is not supported {where}; leave it out, or "
+            "use cross_entropy"
+        )
 
 
 def check_out(ops: Any, name: str, x: Any, out: Any, out_dtype: Any = None) -> None:

@@ -7,8 +7,16 @@ from typing import Any, Literal, overload
 from .. import _debug
 from .._backend import BACKENDS, backend_of
 from .._table import MEAN, NONE, REDUCTIONS, Reduction
-from .._words import check_flags, integer
-from .arguments import FAILURES, A, Array, check_targets, code_of, overridden
+from .._words import check_flags, integer, number
+from .arguments import (
+    FAILURES,
+    A,
+    Array,
+    check_targets,
+    code_of,
+    overridden,
+    refuse_label_smoothing,
+)
 
 _MEAN = REDUCTIONS[MEAN]  # compared by identity, like AUTO
 
@@ -36,12 +44,16 @@ def cross_entropy(
     batch_invariant: bool = False,
     divisor: float | Array | None = None,
     upstream: float | Array | None = None,
+    label_smoothing: float = 0.0,
 ) -> A:
     """Cross-entropy of logits and class indices, differentiable in x.
 
     The loss of a row is weight[t] * (lse(x) - x[t]), where t is its target and lse(x) its log-sum-exp.
     Gradient: dx = dloss * weight[t] * (softmax(x) - 1[t]). For accuracy, the maximum and the logarithm of the
     sum are saved for it as two numbers, not as lse.
+
+    With e = label_smoothing the loss of a row is (1 - e) * weight[t] * (lse - x[t]) + e / N * sum(weight *
+    (lse - x)). Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016.
 
     Args:
         x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU also float64), any
@@ -79,6 +91,9 @@ def cross_entropy(
             differ. So upstream changes the time, never the result. A tensor is copied when the loss is
             computed, except inside torch.compile: there autograd refuses a backward pass after it was written
             to.
+        label_smoothing: The share of a row's loss that all classes have alike, 0 to 1, as in torch. A row
+            whose target has weight 0 then counts. A logit of -inf makes the loss +inf, unless its class has
+            weight 0 (where torch's is NaN). Not with lse_partial.
 
     Returns:
         The loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
@@ -101,6 +116,8 @@ def cross_entropy(
         check_flags(inplace_backward=inplace_backward, batch_invariant=batch_invariant)
     if one_pass is not None:
         check_flags(one_pass=one_pass)
+    if type(label_smoothing) is not float:
+        label_smoothing = number("label_smoothing", label_smoothing)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(cross_entropy, locals())
@@ -112,6 +129,7 @@ def cross_entropy(
         if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
         if lse_partial is not None:
+            refuse_label_smoothing(label_smoothing, "with lse_partial")
             loss = ops.with_lse_partial(x, target, lse_partial, weight, ignore_index, code, inplace_backward)
             return loss if divisor is None else loss / divisor
         return ops.cross_entropy(
@@ -122,6 +140,7 @@ def cross_entropy(
             upstream,
             ignore_index=ignore_index,
             reduction=code,
+            label_smoothing=label_smoothing,
             batch_invariant=batch_invariant,
             inplace_backward=inplace_backward,
             one_pass=one_pass,
@@ -144,6 +163,7 @@ def cross_entropy_fwd(
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
     divisor: float | Array | None = ...,
+    label_smoothing: float = ...,
 ) -> A: ...
 @overload
 def cross_entropy_fwd(
@@ -158,6 +178,7 @@ def cross_entropy_fwd(
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
     divisor: float | Array | None = ...,
+    label_smoothing: float = ...,
 ) -> tuple[A, A]: ...
 @overload
 def cross_entropy_fwd(
@@ -172,6 +193,7 @@ def cross_entropy_fwd(
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
     divisor: float | Array | None = ...,
+    label_smoothing: float = ...,
 ) -> tuple[A, A]: ...
 @overload
 def cross_entropy_fwd(
@@ -186,6 +208,7 @@ def cross_entropy_fwd(
     inplace_backward: bool = ...,
     batch_invariant: bool = ...,
     divisor: float | Array | None = ...,
+    label_smoothing: float = ...,
 ) -> tuple[A, A, A]: ...
 def cross_entropy_fwd(
     x: Any,
@@ -199,6 +222,7 @@ def cross_entropy_fwd(
     *,
     batch_invariant: bool = False,
     divisor: Any = None,
+    label_smoothing: float = 0.0,
 ) -> Any:
     """The loss of each row, without a gradient.
 
@@ -216,6 +240,7 @@ def cross_entropy_fwd(
         inplace_backward: Write dx over x, and return x itself.
         batch_invariant: As in softmax.
         divisor: As in cross_entropy, for the loss of each row and for dx.
+        label_smoothing: As in cross_entropy. Not with target_logit.
 
     Returns:
         loss, (loss, lse), (loss, dx) or (loss, lse, dx). loss and lse: float32 (float64 for float64) of shape
@@ -234,6 +259,8 @@ def cross_entropy_fwd(
         check_flags(return_lse=return_lse, return_dx=return_dx)
     if type(inplace_backward) is not bool or type(batch_invariant) is not bool:
         check_flags(inplace_backward=inplace_backward, batch_invariant=batch_invariant)
+    if type(label_smoothing) is not float:
+        label_smoothing = number("label_smoothing", label_smoothing)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(cross_entropy_fwd, locals())
@@ -246,6 +273,7 @@ def cross_entropy_fwd(
                     "return_dx is set with target_logit, expected one of them; cross_entropy_bwd takes the "
                     "lse"
                 )
+            refuse_label_smoothing(label_smoothing, "with target_logit")
             loss, lse = ops.with_target_logit(
                 ops.detached(x), target, ops.detached(target_logit), ops.detached(weight), ignore_index
             )
@@ -262,6 +290,7 @@ def cross_entropy_fwd(
                 given,
                 divisor,
                 ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
                 batch_invariant=batch_invariant,
             )
             dx = x
@@ -272,6 +301,7 @@ def cross_entropy_fwd(
                 given,
                 divisor,
                 ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
                 batch_invariant=batch_invariant,
                 needs_lse=return_lse,
                 needs_dx=return_dx,
@@ -291,8 +321,13 @@ def cross_entropy_bwd(
     weight: Array | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,
+    *,
+    label_smoothing: float = 0.0,
 ) -> A:
     """The gradient of the rows' losses: dx = dloss * weight[t] * (softmax(x) - 1[t]).
+
+    With e = label_smoothing it is dloss * ((1 - e) * weight[t] * (softmax(x) - 1[t]) + e / N * (sum(weight) *
+    softmax(x) - weight)).
 
     The bits of a row never depend on other rows.
 
@@ -306,6 +341,7 @@ def cross_entropy_bwd(
         weight: As in cross_entropy.
         ignore_index: As in cross_entropy.
         inplace_backward: Write dx over x, and return x itself.
+        label_smoothing: As in the forward call.
 
     Returns:
         dx, with x's shape and dtype.
@@ -323,17 +359,22 @@ def cross_entropy_bwd(
         ignore_index = integer("ignore_index", ignore_index)
     if type(inplace_backward) is not bool:
         check_flags(inplace_backward=inplace_backward)
+    if type(label_smoothing) is not float:
+        label_smoothing = number("label_smoothing", label_smoothing)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(cross_entropy_bwd, locals())
     try:
         if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
+        options: Any = {
+            "ignore_index": ignore_index,
+            "reduction": NONE,
+            "label_smoothing": label_smoothing,
+        }
         if inplace_backward:
-            ops.cross_entropy_bwd_(
-                ops.detached(x), target, weight, dloss, lse, ignore_index=ignore_index, reduction=NONE
-            )
+            ops.cross_entropy_bwd_(ops.detached(x), target, weight, dloss, lse, **options)
             return x
-        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, ignore_index=ignore_index, reduction=NONE)
+        return ops.cross_entropy_bwd(x, target, weight, dloss, lse, **options)
     except FAILURES as error:
         raise ops.explained(error, x=x, target=target, dloss=dloss, lse=lse, weight=weight) from None

@@ -8,7 +8,7 @@ from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
 from .._table import REDUCTIONS, Reduction
 from .._words import integer, kind
-from .arguments import FAILURES, check_targets, code_of, overridden
+from .arguments import FAILURES, check_targets, code_of, overridden, refuse_label_smoothing
 from .cross_entropy import check_sum
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     *,
     accumulate: Literal["float32"] | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """cross_entropy(x @ weight.T + bias, target), which never holds all logits. Torch tensors only.
 
@@ -64,6 +65,7 @@ def linear_cross_entropy(
             less memory, and more time to add up the gradient of weight.
         accumulate: "float32" adds up the gradient of weight over the chunks in float32, in a tensor of its
             own. By default each sum is rounded to weight's dtype.
+        label_smoothing: 0.
 
     Returns:
         The loss, as cross_entropy returns it.
@@ -89,6 +91,7 @@ def linear_cross_entropy(
     code = code_of("reduction", reduction, REDUCTIONS)
     check_sum(divisor, upstream, reduction)
     check_chunks(chunk, accumulate)
+    refuse_label_smoothing(label_smoothing, "of a linear layer's result")
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
     try:

@@ -248,10 +248,11 @@ OPERATORS = {
         options=(
             Option("ignore_index", "integer", -100),
             Option("reduction", "reduction", 0),
+            Option("label_smoothing", "real", 0),
             Option("one_pass", "flag", 0),
             Option("batch_invariant", "flag", 0),
         ),
-        fields=("allocator", "weight", "divisor", "upstream", "lse", "dx", "denominator", "ignore_index", "reduction", "one_pass", "batch_invariant"),
+        fields=("allocator", "weight", "divisor", "upstream", "lse", "dx", "denominator", "ignore_index", "reduction", "one_pass", "batch_invariant", "label_smoothing"),
     ),
     "cross_entropy_backward": Operator(
         owned="gander_cross_entropy_grad",
@@ -269,11 +270,12 @@ OPERATORS = {
         options=(
             Option("ignore_index", "integer", -100),
             Option("reduction", "reduction", 0),
+            Option("label_smoothing", "real", 0),
             Option("one_pass", "flag", 0),
             Option("batch_invariant", "flag", 0),
             Option("slice", "flag", 0),
         ),
-        fields=("allocator", "weight", "divisor", "upstream", "denominator", "ignore_index", "reduction", "one_pass", "batch_invariant", "slice"),
+        fields=("allocator", "weight", "divisor", "upstream", "denominator", "ignore_index", "reduction", "one_pass", "batch_invariant", "slice", "label_smoothing"),
     ),
     "sharded_cross_entropy_combine": Operator(
         owned="gander_sharded_cross_entropy",
@@ -564,7 +566,7 @@ TORCH = {
     ),
     "cross_entropy": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False, bool inplace_backward=False, bool? one_pass=None, bool needs_lse=False) -> (Tensor loss, Tensor lse)",
+        schema="cross_entropy(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, int reduction=1, float label_smoothing=0, bool batch_invariant=False, bool inplace_backward=False, bool? one_pass=None, bool needs_lse=False) -> (Tensor loss, Tensor lse)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -573,6 +575,7 @@ TORCH = {
             Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
             Argument("inplace_backward", "extra", type="flag"),
             Argument("one_pass", "extra", type="flag"),
@@ -587,7 +590,7 @@ TORCH = {
     ),
     "cross_entropy_fwd": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, bool batch_invariant=False, bool needs_lse=False, bool needs_dx=False) -> (Tensor loss, Tensor lse, Tensor dx)",
+        schema="cross_entropy_fwd(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, float label_smoothing=0, bool batch_invariant=False, bool needs_lse=False, bool needs_dx=False) -> (Tensor loss, Tensor lse, Tensor dx)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -595,6 +598,7 @@ TORCH = {
             Argument("divisor", "tensor", optional=True),
             Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
             Argument("needs_lse", "demand", type="flag"),
             Argument("needs_dx", "demand", type="flag"),
@@ -605,7 +609,7 @@ TORCH = {
     ),
     "cross_entropy_fwd_dx_": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd_dx_(Tensor(a!) x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, bool batch_invariant=False) -> (Tensor loss, Tensor lse)",
+        schema="cross_entropy_fwd_dx_(Tensor(a!) x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, float label_smoothing=0, bool batch_invariant=False) -> (Tensor loss, Tensor lse)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -613,6 +617,7 @@ TORCH = {
             Argument("divisor", "tensor", optional=True),
             Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
         ),
         results=("loss", "lse"),
@@ -621,7 +626,7 @@ TORCH = {
     ),
     "cross_entropy_fwd_out": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd_out(Tensor x, Tensor target, Tensor? weight, Tensor(a!) loss, Tensor(b!)? lse=None, Tensor(c!)? dx=None, int ignore_index=-100, bool batch_invariant=False) -> ()",
+        schema="cross_entropy_fwd_out(Tensor x, Tensor target, Tensor? weight, Tensor(a!) loss, Tensor(b!)? lse=None, Tensor(c!)? dx=None, int ignore_index=-100, float label_smoothing=0, bool batch_invariant=False) -> ()",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -630,6 +635,7 @@ TORCH = {
             Argument("lse", "tensor", optional=True),
             Argument("dx", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
         ),
         results=(),
@@ -638,7 +644,7 @@ TORCH = {
     ),
     "cross_entropy_fwd_one_pass": TorchOperator(
         operator="cross_entropy_forward",
-        schema="cross_entropy_fwd_one_pass(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> (Tensor loss, Tensor lse, Tensor dx)",
+        schema="cross_entropy_fwd_one_pass(Tensor x, Tensor target, Tensor? weight=None, Tensor? divisor=None, Tensor? upstream=None, int ignore_index=-100, int reduction=1, float label_smoothing=0, bool batch_invariant=False) -> (Tensor loss, Tensor lse, Tensor dx)",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -647,6 +653,7 @@ TORCH = {
             Argument("upstream", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
         ),
         results=("loss", "lse", "dx"),
@@ -655,7 +662,7 @@ TORCH = {
     ),
     "cross_entropy_bwd": TorchOperator(
         operator="cross_entropy_backward",
-        schema="cross_entropy_bwd(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False, bool slice=False) -> Tensor",
+        schema="cross_entropy_bwd(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor=None, int ignore_index=-100, int reduction=1, float label_smoothing=0, bool batch_invariant=False, bool slice=False) -> Tensor",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -665,6 +672,7 @@ TORCH = {
             Argument("divisor", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
             Argument("slice", "option", type="flag"),
         ),
@@ -673,7 +681,7 @@ TORCH = {
     ),
     "cross_entropy_bwd_": TorchOperator(
         operator="cross_entropy_backward",
-        schema="cross_entropy_bwd_(Tensor(a!) x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor=None, int ignore_index=-100, int reduction=1, bool batch_invariant=False, bool slice=False) -> ()",
+        schema="cross_entropy_bwd_(Tensor(a!) x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor=None, int ignore_index=-100, int reduction=1, float label_smoothing=0, bool batch_invariant=False, bool slice=False) -> ()",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -683,6 +691,7 @@ TORCH = {
             Argument("divisor", "tensor", optional=True),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
             Argument("slice", "option", type="flag"),
         ),
@@ -692,7 +701,7 @@ TORCH = {
     ),
     "cross_entropy_bwd_out": TorchOperator(
         operator="cross_entropy_backward",
-        schema="cross_entropy_bwd_out(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor(a!) dx, int ignore_index=-100, bool batch_invariant=False) -> ()",
+        schema="cross_entropy_bwd_out(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor(a!) dx, int ignore_index=-100, float label_smoothing=0, bool batch_invariant=False) -> ()",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -701,6 +710,7 @@ TORCH = {
             Argument("lse", "tensor"),
             Argument("dx", "tensor"),
             Argument("ignore_index", "option", type="integer"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
         ),
         results=(),
@@ -709,7 +719,7 @@ TORCH = {
     ),
     "cross_entropy_bwd_one_pass": TorchOperator(
         operator="cross_entropy_backward",
-        schema="cross_entropy_bwd_one_pass(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor, Tensor? upstream, Tensor(a!) dx, int ignore_index=-100, int reduction=1, bool batch_invariant=False) -> ()",
+        schema="cross_entropy_bwd_one_pass(Tensor x, Tensor target, Tensor? weight, Tensor dloss, Tensor lse, Tensor? divisor, Tensor? upstream, Tensor(a!) dx, int ignore_index=-100, int reduction=1, float label_smoothing=0, bool batch_invariant=False) -> ()",
         arguments=(
             Argument("x", "tensor"),
             Argument("target", "tensor"),
@@ -721,6 +731,7 @@ TORCH = {
             Argument("dx", "tensor"),
             Argument("ignore_index", "option", type="integer"),
             Argument("reduction", "option", type="reduction"),
+            Argument("label_smoothing", "option", type="real"),
             Argument("batch_invariant", "option", type="flag"),
         ),
         results=(),

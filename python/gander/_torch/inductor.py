@@ -35,7 +35,7 @@ def _minus_one(log):
     return torch.where(log > -0.25, log * series, log.exp() - 1)
 
 
-def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction):
+def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction, label_smoothing=0.0):
     """What cross_entropy_bwd computes, in torch's operators. lse is what cross_entropy returns: the rows'
     maxima, the logarithms of their sums, and the denominator of the mean.
     """
@@ -49,15 +49,20 @@ def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction):
         gradient = gradient / lse[-1]
     if divisor is not None:
         gradient = gradient / divisor
-    ignored = target == ignore_index
+    ignored, others = target == ignore_index, gradient * (label_smoothing / classes)
     if weight is not None:
-        weight = weight.to(lse.dtype)[target.clamp(0, classes - 1)]
-        ignored = ignored | (weight == 0)
-        gradient = gradient * weight
+        weight = weight.to(lse.dtype)
+        own = weight[target.clamp(0, classes - 1)]
+        gradient = gradient * own
+        if not label_smoothing:
+            ignored = ignored | (own == 0)
     gradient = torch.where((target < 0) | (target >= classes), math.nan, gradient)
     log = (x.to(lse.dtype) - high) - log_sum
     at_target = torch.arange(classes, device=x.device) == target
     dx = gradient * torch.where(at_target, _minus_one(log), log.exp())
+    if label_smoothing:
+        weight, whole = (1, classes) if weight is None else (weight, weight.sum())
+        dx = dx * (1 - label_smoothing) + others * (log.exp() * whole - weight)
     return torch.where(ignored, 0, dx).to(x.dtype)
 
 

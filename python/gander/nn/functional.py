@@ -5,7 +5,7 @@ have torch's signatures and run gander's kernels. Every other name is torch's ow
 
 replaces `import torch.nn.functional as F`.
 
-What gander does not have, such as label smoothing, class probabilities, and tensors of other types than
+What gander does not have, such as class probabilities, and tensors of other types than
 float16, bfloat16, float32 and float64, is computed by torch. For types and devices there is one warning for
 each. Second derivatives and forward mode of these functions raise NotImplementedError (see README's
 limits).
@@ -365,8 +365,8 @@ def cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.cross_entropy. See gander.cross_entropy.
 
-    A target that is not a class gives NaN, where torch stops. Label smoothing and class probabilities are
-    computed by torch. (N, C, d1, ...) copies input.
+    A target that is not a class gives NaN, where torch stops. Class probabilities are computed by torch.
+    (N, C, d1, ...) copies input.
 
     Args:
         input: (C), (N, C) or (N, C, d1, ...).
@@ -376,7 +376,7 @@ def cross_entropy(
         ignore_index: The target of elements that are ignored.
         reduce: torch's deprecated option.
         reduction: "mean", "sum" or "none".
-        label_smoothing: As torch's.
+        label_smoothing: As in gander.cross_entropy.
 
     Returns:
         The loss. With class indices it is float32 (float64 for float64), where torch's has the dtype of
@@ -393,7 +393,8 @@ def cross_entropy(
         reduction, size_average, reduce = _reduction(size_average, reduce), None, None
     try:
         if (
-            label_smoothing == 0.0
+            type(label_smoothing) in (float, int)
+            and 0.0 <= label_smoothing <= 1.0
             and reduction in ("none", "mean", "sum")
             and _is_ours(input)
             and _is_ours(target)
@@ -412,6 +413,7 @@ def cross_entropy(
                     weight=weight,
                     ignore_index=ignore_index,
                     reduction=reduction,  # type: ignore[arg-type]
+                    label_smoothing=label_smoothing,
                 )
     except FAILURES as error:
         if isinstance(reduction, str) and isinstance(label_smoothing, (int, float)):

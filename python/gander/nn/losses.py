@@ -25,7 +25,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     forward takes input, (C), (N, C) or (N, C, d1, ...), target: class indices, with the shape of input
     without C, and divisor and upstream as gander.cross_entropy. It returns the loss, float32 (float64 for
-    float64). Label smoothing and class probabilities raise NotImplementedError.
+    float64). Class probabilities raise NotImplementedError.
 
     Args:
         weight: (C) class weights, or None.
@@ -33,7 +33,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         ignore_index: The target of elements that are ignored.
         reduce: torch's deprecated option.
         reduction: "mean", "sum" or "none".
-        label_smoothing: 0.
+        label_smoothing: As in gander.cross_entropy.
         remember: Without upstream, the gradient of the loss that backward brought last is expected again: a
             GradScaler's scale, a fourth for four accumulation steps. After two that changed in a row the
             gradient is made in backward, until one stays. What is infinite or NaN is not remembered. The last
@@ -70,18 +70,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         for name, value in ("size_average", size_average), ("reduce", reduce):
             if value is not None:
                 check_flags(**{name: value})
-        number("label_smoothing", label_smoothing)
+        if not 0 <= number("label_smoothing", label_smoothing) <= 1:
+            raise ValueError(f"label_smoothing is {shown(label_smoothing)}, expected 0 to 1")
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.remember = remember
         self._memories: dict[torch.device, Tensor] = {}
-        self._check_label_smoothing()
-
-    def _check_label_smoothing(self) -> None:
-        if self.label_smoothing:
-            raise NotImplementedError(
-                f"label_smoothing is {shown(self.label_smoothing)}, expected 0: label_smoothing is not "
-                "supported; use torch.nn.CrossEntropyLoss"
-            )
 
     def __prepare_scriptable__(self) -> nn.Module:
         return scriptable(self, CrossEntropyLoss, nn.CrossEntropyLoss)
@@ -93,7 +86,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         divisor: float | Tensor | None = None,
         upstream: float | Tensor | None = None,
     ) -> Tensor:
-        self._check_label_smoothing()  # the attribute may have been set after construction
         if isinstance(target, Tensor) and target.is_floating_point():
             raise NotImplementedError(
                 f"target has dtype {dtype_of(target)}, expected class indices: class probabilities in target "
@@ -112,6 +104,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 ignore_index=self.ignore_index,
                 reduction=self.reduction,  # type: ignore[arg-type]
                 divisor=divisor,
+                label_smoothing=self.label_smoothing,
                 one_pass=None if memory is None else True,
                 upstream=upstream if memory is None else expected_gradient.expected(memory),
             )
@@ -124,7 +117,12 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     def _of_stand_in(self, input: Any, target: Any, divisor: Any, upstream: Any) -> Any:
         """The loss of what stands for a tensor: a torch.fx.Proxy. Its rank and the dtype of target are not
         known."""
-        options: Any = {"weight": self.weight, "ignore_index": self.ignore_index, "reduction": self.reduction}
+        options: Any = {
+            "weight": self.weight,
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+            "label_smoothing": self.label_smoothing,
+        }
         if divisor is None and upstream is None:
             return functional.cross_entropy(input, target, **options)
         # The classes are dimension 0 of (C), and dimension 1 of any other rank.

@@ -252,8 +252,9 @@ static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) 
       .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[5],
       .reduction = (int64_t)a[6],
+      .label_smoothing = as_double(a[7]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[8] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -273,8 +274,9 @@ static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value*
       .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[5],
       .reduction = 0,
+      .label_smoothing = as_double(a[6]),
       .one_pass = 0,
-      .batch_invariant = (a[6] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -294,8 +296,9 @@ static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Va
       .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[5],
       .reduction = 0,
+      .label_smoothing = as_double(a[6]),
       .one_pass = 0,
-      .batch_invariant = (a[6] & 1) != 0,
+      .batch_invariant = (a[7] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -315,8 +318,9 @@ static int32_t call_cross_entropy_fwd_out(Call* call, const Operand* o, const Va
       .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[6],
       .reduction = 0,
+      .label_smoothing = as_double(a[7]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[8] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -336,8 +340,9 @@ static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, con
       .denominator = optional(&o[8]),
       .ignore_index = (int64_t)a[5],
       .reduction = (int64_t)a[6],
+      .label_smoothing = as_double(a[7]),
       .one_pass = 1,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[8] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -355,9 +360,10 @@ static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value*
       .denominator = optional(&o[7]),
       .ignore_index = (int64_t)a[6],
       .reduction = (int64_t)a[7],
+      .label_smoothing = as_double(a[8]),
       .one_pass = 0,
-      .batch_invariant = (a[8] & 1) != 0,
-      .slice = (a[9] & 1) != 0,
+      .batch_invariant = (a[9] & 1) != 0,
+      .slice = (a[10] & 1) != 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[8]), &options,
@@ -376,9 +382,10 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
       .denominator = optional(&o[7]),
       .ignore_index = (int64_t)a[6],
       .reduction = (int64_t)a[7],
+      .label_smoothing = as_double(a[8]),
       .one_pass = 0,
-      .batch_invariant = (a[8] & 1) != 0,
-      .slice = (a[9] & 1) != 0,
+      .batch_invariant = (a[9] & 1) != 0,
+      .slice = (a[10] & 1) != 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[8]), &options,
@@ -397,8 +404,9 @@ static int32_t call_cross_entropy_bwd_out(Call* call, const Operand* o, const Va
       .denominator = optional(&o[7]),
       .ignore_index = (int64_t)a[6],
       .reduction = 0,
+      .label_smoothing = as_double(a[7]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[8] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
@@ -418,8 +426,9 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       .denominator = optional(&o[7]),
       .ignore_index = (int64_t)a[8],
       .reduction = (int64_t)a[9],
+      .label_smoothing = as_double(a[10]),
       .one_pass = 1,
-      .batch_invariant = (a[10] & 1) != 0,
+      .batch_invariant = (a[11] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
@@ -790,7 +799,7 @@ static const Operator operators[] = {
         .name = "cross_entropy",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy,
-        .arguments = "TTOOOiibeEb",
+        .arguments = "TTOOOiifbeEb",
         .reduction = 6,
         .operand_count = 9,
         .operands = {
@@ -800,7 +809,7 @@ static const Operator operators[] = {
             {"divisor", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"upstream", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"loss", CONTIGUOUS, {"L", ""}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
-            {"lse", CONTIGUOUS, {"S", "S"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 10, .saved = true, .saved_with = -1},
+            {"lse", CONTIGUOUS, {"S", "S"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 11, .saved = true, .saved_with = -1},
             {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"denominator", CONTIGUOUS, {"", ""}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
@@ -808,7 +817,7 @@ static const Operator operators[] = {
         .results = {5, 6},
         .fast = true,
         .has_gradient = true,
-        .differentiable = {true, false, false, false, false, false, false, false, false, false, false},
+        .differentiable = {true, false, false, false, false, false, false, false, false, false, false, false},
         .saved_count = 5,
         .saved = {{-1, 0}, {-1, 1}, {-1, 2}, {1, -1}, {-1, 3}},
     },
@@ -816,7 +825,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd,
-        .arguments = "TTOOOibbb",
+        .arguments = "TTOOOifbbb",
         .reduction = -1,
         .operand_count = 9,
         .operands = {
@@ -826,8 +835,8 @@ static const Operator operators[] = {
             {"divisor", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"upstream", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"loss", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
-            {"lse", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 7, .saved = false, .saved_with = -1},
-            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = 8, .saved = false, .saved_with = -1},
+            {"lse", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 8, .saved = false, .saved_with = -1},
+            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = 9, .saved = false, .saved_with = -1},
             {"denominator", CONTIGUOUS, {"", ""}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 3,
@@ -839,7 +848,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_dx_",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_dx_,
-        .arguments = "TTOOOib",
+        .arguments = "TTOOOifb",
         .reduction = -1,
         .operand_count = 9,
         .operands = {
@@ -862,7 +871,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_out",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_out,
-        .arguments = "TTOTOOib",
+        .arguments = "TTOTOOifb",
         .reduction = -1,
         .operand_count = 9,
         .operands = {
@@ -884,7 +893,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_one_pass",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_one_pass,
-        .arguments = "TTOOOiib",
+        .arguments = "TTOOOiifb",
         .reduction = 6,
         .operand_count = 9,
         .operands = {
@@ -907,7 +916,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd,
-        .arguments = "TTOTTOiibb",
+        .arguments = "TTOTTOiifbb",
         .reduction = 7,
         .operand_count = 9,
         .operands = {
@@ -930,7 +939,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_,
-        .arguments = "TTOTTOiibb",
+        .arguments = "TTOTTOiifbb",
         .reduction = 7,
         .operand_count = 9,
         .operands = {
@@ -952,7 +961,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_out",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_out,
-        .arguments = "TTOTTTib",
+        .arguments = "TTOTTTifb",
         .reduction = -1,
         .operand_count = 9,
         .operands = {
@@ -974,7 +983,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_one_pass",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_one_pass,
-        .arguments = "TTOTTOOTiib",
+        .arguments = "TTOTTOOTiifb",
         .reduction = 9,
         .operand_count = 9,
         .operands = {

@@ -1,0 +1,291 @@
+"""Label smoothing: losses and gradients beside torch's, on every way to the gradient."""
+
+import math
+
+import gander
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerance import assert_accurate
+from torch.utils.checkpoint import checkpoint
+
+HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+ops = torch.ops.gander
+dtypes = pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE, DOUBLE], ids=lambda d: str(d)[6:])
+reductions = pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+
+
+@pytest.fixture
+def served(device, dtype):
+    if device == "cuda" and dtype == DOUBLE:
+        pytest.skip("float64 is served on the CPU only")
+    return device
+
+
+def given(m, n, dtype=SINGLE, device="cpu", weighted=True):
+    """Logits, targets of which some are ignored, and class weights of which one is 0."""
+    x = (3 * torch.randn(m, n, dtype=DOUBLE)).to(dtype)
+    target = torch.randint(n, (m,))
+    target[1::5] = -100
+    weight = (torch.rand(n, dtype=DOUBLE) + 0.5).to(dtype)
+    weight[target[0]] = 0
+    return x.to(device), target.to(device), weight.to(device) if weighted else None
+
+
+def gradient(function, x):
+    """The loss, and the gradient of a weighted sum of it."""
+    x = x.detach().clone().requires_grad_()
+    loss = function(x)
+    upstream = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype, device=loss.device).view(loss.shape)
+    return loss.detach(), torch.autograd.grad(loss, x, upstream)[0]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("e", [0.1, 1.0])
+@pytest.mark.parametrize("shape", [(7, 2), (40, 33), (9, 512), (6, 5000), (3, 50257)], ids=str)
+@reductions
+@dtypes
+def test_values_and_gradients(served, dtype, shape, e, weighted, reduction):
+    x, target, weight = given(*shape, dtype, served, weighted)
+
+    def theirs(x):
+        w = None if weight is None else weight.to(x.dtype)
+        return F.cross_entropy(x, target, w, reduction=reduction, label_smoothing=e)
+
+    got, dx = gradient(
+        lambda x: gander.cross_entropy(x, target, weight=weight, reduction=reduction, label_smoothing=e),
+        x,
+    )
+    wide = SINGLE if dtype in (HALF, BRAIN) else dtype
+    exact, exact_dx = gradient(theirs, x.double())
+    single, _ = gradient(theirs, x.to(wide))
+    _, rounded_dx = gradient(theirs, x)
+    assert got.dtype == wide
+    size = exact.abs() if reduction == "none" else exact.abs() + 1
+    assert_accurate(got, single, exact, "loss", extra=size * 2**-21 if wide == SINGLE else size * 1e-14)
+    # The terms of dx cancel where p is near w / W.
+    assert_accurate(
+        dx, rounded_dx, exact_dx, "dx", extra=exact_dx.abs().max() * (2**-22 if dtype != DOUBLE else 1e-15)
+    )
+
+
+def test_what_torch_gets_wrong(device):
+    """A class of weight 0 counts for nothing, even if its logit is -inf: torch's loss is NaN."""
+    x = torch.tensor([[0.0, -math.inf, 1.0]], device=device)
+    target, weight = torch.tensor([2], device=device), torch.tensor([1.0, 0.0, 2.0], device=device)
+    got, dx = gradient(lambda x: gander.cross_entropy(x, target, weight=weight, label_smoothing=0.3), x)
+    keep = [0, 2]
+    p = x.softmax(-1)[:, keep]
+    nll = -p.log()
+    want = (0.7 * 2 * nll[0, 1] + 0.3 / 3 * (nll[0] * weight[keep]).sum()) / 2
+    torch.testing.assert_close(got, want)
+    assert dx[0, 1] == 0 and dx.isfinite().all()
+    # Of any other weight, the loss is +inf, as torch's is.
+    for function in gander.cross_entropy, F.cross_entropy:
+        assert function(x, target, label_smoothing=0.3).item() == math.inf
+
+
+def test_rows_of_weight_0_count(device):
+    x, target, weight = given(40, 33, device=device)
+    losses = gander.cross_entropy(x, target, weight=weight, reduction="none", label_smoothing=0.2)
+    assert losses[0] > 0 and losses[1] == 0
+    assert gander.cross_entropy(x, target, weight=weight, reduction="none")[0] == 0
+
+
+def test_targets_out_of_range(device):
+    x = torch.randn(3, 8, device=device)
+    losses, dx = gradient(
+        lambda x: gander.cross_entropy(
+            x, torch.tensor([8, 1, -1], device=device), reduction="none", label_smoothing=0.2
+        ),
+        x,
+    )
+    assert losses.isnan().tolist() == [True, False, True] == dx.isnan().all(-1).tolist()
+
+
+def test_large_logits(device):
+    """Sums of max - x keep the digits that n * lse - sum(x) would lose."""
+    x = torch.randn(4, 4096, device=device) + 1e4
+    target = torch.tensor([0, 1, 2, 3], device=device)
+    got = gander.cross_entropy(x, target, reduction="none", label_smoothing=0.1)
+    want = F.cross_entropy(x.double(), target, reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@reductions
+def test_every_way_to_the_gradient(device, reduction, weighted):
+    """In place, in one pass, compiled, exported, checkpointed, by torch.func."""
+    x, target, weight = given(40, 96, device=device, weighted=weighted)
+    options = {"weight": weight, "reduction": reduction, "label_smoothing": 0.2}
+    want, want_dx = gradient(lambda x: F.cross_entropy(x, target, **options), x)
+
+    def loss(x, **more):
+        return gander.cross_entropy(x, target, **options, **more)
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return loss(x)
+
+    torch._dynamo.reset()
+    ways = {
+        "plain": loss,
+        "in place": lambda x: loss(x * 1, inplace_backward=True),
+        "one pass": lambda x: loss(x, one_pass=reduction != "none"),
+        "two passes": lambda x: loss(x, one_pass=False),
+        "compiled": torch.compile(loss, fullgraph=True),
+        "checkpoint": lambda x: checkpoint(loss, x, use_reentrant=False),
+        "exported": torch.export.export(Model(), (x,)).module(),
+    }
+    for name, way in ways.items():
+        got, dx = gradient(way, x)
+        torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(dx, want_dx, msg=lambda text, name=name: f"{name}: {text}")
+    if reduction != "none":
+        dx = torch.func.grad(loss)(x) * 0.5
+        torch.testing.assert_close(dx, want_dx)
+        batch = torch.stack([x, x.flip(0)])
+        each = torch.vmap(torch.func.grad(loss))(batch)
+        torch.testing.assert_close(each[0] * 0.5, want_dx)
+        torch.testing.assert_close(each[1], torch.func.grad(loss)(batch[1]))
+
+
+def test_opcheck(device):
+    x, target, weight = given(5, 8, device=device)
+    x.requires_grad_()
+    torch.library.opcheck(ops.cross_entropy.default, (x, target, weight), {"label_smoothing": 0.2})
+    dloss, lse = torch.rand(5, device=device), torch.rand(2, 5, device=device)
+    torch.library.opcheck(
+        ops.cross_entropy_bwd.default,
+        (x.detach(), target, weight, dloss, lse),
+        {"reduction": 0, "label_smoothing": 0.2},
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_forward_and_backward_by_name(device, weighted):
+    x, target, weight = given(40, 96, device=device, weighted=weighted)
+    options = {"weight": weight, "label_smoothing": 0.2}
+    want, want_dx = gradient(
+        lambda x: F.cross_entropy(x, target, weight, reduction="sum", label_smoothing=0.2), x
+    )
+    want_dx = want_dx * 2  # linspace of one number begins with 0.5
+    loss, lse, dx = gander.cross_entropy_fwd(x, target, **options, return_lse=True, return_dx=True)
+    torch.testing.assert_close(loss.sum(), want)
+    torch.testing.assert_close(lse, x.logsumexp(-1))
+    torch.testing.assert_close(dx, want_dx)
+    one = torch.ones((), device=device)
+    torch.testing.assert_close(gander.cross_entropy_bwd(x, target, one, lse, **options), want_dx)
+    y = x.clone()
+    assert gander.cross_entropy_bwd(y, target, one, lse, inplace_backward=True, **options) is y
+    torch.testing.assert_close(y, want_dx)
+    y = x.clone()
+    gander.cross_entropy_fwd(y, target, return_dx=True, inplace_backward=True, **options)
+    torch.testing.assert_close(y, want_dx)
+
+
+def test_divisor_and_upstream(device):
+    x, target, weight = given(40, 96, device=device)
+    got, dx = gradient(
+        lambda x: gander.cross_entropy(
+            x, target, weight=weight, reduction="sum", label_smoothing=0.2, divisor=7, upstream=0.5
+        ),
+        x,
+    )
+    want, want_dx = gradient(
+        lambda x: F.cross_entropy(x, target, weight, reduction="sum", label_smoothing=0.2) / 7, x
+    )
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(dx, want_dx)
+
+
+def by_module(module):
+    return lambda x, target, **options: module(**options)(x, target)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (gander.nn.functional.cross_entropy, F.cross_entropy),
+        (by_module(gander.nn.CrossEntropyLoss), by_module(torch.nn.CrossEntropyLoss)),
+    ],
+    ids=["functional", "module"],
+)
+def test_modules_and_functional(ours, theirs, images, weighted, device):
+    x, target, weight = given(6, 9, device=device, weighted=weighted)
+    if images:
+        x = torch.randn(2, 9, 4, 5, device=device)
+        target = torch.randint(9, (2, 4, 5), device=device)
+    got, dx = gradient(lambda x: ours(x, target, weight=weight, label_smoothing=0.2), x)
+    want, want_dx = gradient(lambda x: theirs(x, target, weight=weight, label_smoothing=0.2), x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(dx, want_dx)
+
+
+def test_a_module_whose_attribute_changes(device):
+    x, target, _ = given(6, 9, device=device)
+    module = gander.nn.CrossEntropyLoss(label_smoothing=0.2)
+    module.label_smoothing = 0.5
+    torch.testing.assert_close(module(x, target), F.cross_entropy(x, target, label_smoothing=0.5))
+
+
+def test_arrays():
+    x, target, weight = given(6, 9)
+    want = F.cross_entropy(x, target, weight, label_smoothing=0.2)
+    got = gander.cross_entropy(x.numpy(), target.numpy(), weight=weight.numpy(), label_smoothing=0.2)
+    assert isinstance(got, (np.ndarray, np.generic))
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
+
+
+def test_an_explicit_0_is_no_smoothing(device):
+    x, target, weight = given(40, 96, device=device)
+    got = gradient(lambda x: gander.cross_entropy(x, target, weight=weight, label_smoothing=0), x)
+    want = gradient(lambda x: gander.cross_entropy(x, target, weight=weight), x)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("e", [-0.1, 1.1, math.nan])
+def test_refused_values(e, device):
+    x, target, _ = given(6, 9, device=device)
+    with pytest.raises(ValueError, match=r"label_smoothing is .*, expected 0 to 1"):
+        gander.cross_entropy(x, target, label_smoothing=e)
+    x, target, _ = given(6, 9)
+    with pytest.raises(ValueError, match=r"label_smoothing is .*, expected 0 to 1"):
+        gander.cross_entropy(x.numpy(), target.numpy(), label_smoothing=e)
+    with pytest.raises(ValueError, match=r"label_smoothing is .*, expected 0 to 1"):
+        gander.nn.CrossEntropyLoss(label_smoothing=e)
+
+
+def test_refused_combinations(device):
+    x, target, _ = given(6, 9, device=device)
+    with pytest.raises(NotImplementedError, match=r"label_smoothing is 0.1, expected 0: .* with lse_partial"):
+        gander.cross_entropy(x, target, x.logsumexp(-1, keepdim=True), label_smoothing=0.1)
+    with pytest.raises(
+        NotImplementedError, match=r"label_smoothing is 0.1, expected 0: .* with target_logit"
+    ):
+        gander.cross_entropy_fwd(x, target, x, label_smoothing=0.1)
+    with pytest.raises(NotImplementedError, match=r"label_smoothing is 0.1, expected 0: .* linear layer"):
+        gander.linear_cross_entropy(x, x, target, label_smoothing=0.1)
+    with pytest.raises(NotImplementedError, match=r"label_smoothing is 0.1, expected 0: .* of slices"):
+        gander.distributed.cross_entropy(x, target, label_smoothing=0.1)
+    dloss, lse = torch.ones(6, device=device), torch.ones(2, 6, device=device)
+    with pytest.raises(RuntimeError, match=r"label_smoothing is 0.1 with slice"):
+        ops.cross_entropy_bwd(x, target, None, dloss, lse, reduction=0, label_smoothing=0.1, slice=True)
+
+
+@reductions
+def test_the_formula_of_graphs(reduction):
+    """What Inductor gets on a GPU in place of the operator, on the CPU."""
+    from gander._torch.inductor import formula
+
+    for weighted in False, True:
+        x, target, weight = given(8, 33, dtype=DOUBLE, weighted=weighted)
+        code = ["none", "mean", "sum"].index(reduction)
+        _, lse = ops.cross_entropy(x, target, weight, reduction=code, label_smoothing=0.2, needs_lse=True)
+        dloss = torch.rand(8 if reduction == "none" else (), dtype=DOUBLE)
+        got = formula(x, target, weight, dloss, lse, None, -100, code, 0.2)
+        want = ops.cross_entropy_bwd(x, target, weight, dloss, lse, reduction=code, label_smoothing=0.2)
+        torch.testing.assert_close(got, want)
