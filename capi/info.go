@@ -49,7 +49,7 @@ func ganderWarmup(deviceType, id int32) int32 {
 func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, deviceType, id, algorithm,
 	invariant int32, text unsafe.Pointer, capacity uintptr) int32 {
 	device := dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}
-	return explain(op, code, bits, lanes, text, capacity, func(op string, t kernels.DType) (string, error) {
+	return explain(op, code, bits, lanes, text, capacity, func(op string, t dlpack.DType) (string, error) {
 		return ops.Explain(op, m, n, t, device, choice(algorithm, invariant))
 	})
 }
@@ -57,7 +57,7 @@ func ganderExplain(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16
 //export ganderExplainDevice
 func ganderExplainDevice(op unsafe.Pointer, m, n int64, code, bits uint8, lanes uint16, device unsafe.Pointer,
 	algorithm, invariant int32, text unsafe.Pointer, capacity uintptr) int32 {
-	return explain(op, code, bits, lanes, text, capacity, func(op string, t kernels.DType) (string, error) {
+	return explain(op, code, bits, lanes, text, capacity, func(op string, t dlpack.DType) (string, error) {
 		if device == nil {
 			return "", refuse(ops.StatusNull, "explain: device is NULL, expected the name of one")
 		}
@@ -67,17 +67,12 @@ func ganderExplainDevice(op unsafe.Pointer, m, n int64, code, bits uint8, lanes 
 
 // explain writes an answer, truncated to the caller's capacity.
 func explain(op unsafe.Pointer, code, bits uint8, lanes uint16, text unsafe.Pointer, capacity uintptr,
-	ask func(op string, t kernels.DType) (string, error)) int32 {
+	ask func(op string, t dlpack.DType) (string, error)) int32 {
 	return run(func() error {
 		if err := checkText("explain", op, text, capacity); err != nil {
 			return err
 		}
-		d := dlpack.DType{Code: code, Bits: bits, Lanes: lanes}
-		t, ok := ops.DType(d)
-		if !ok {
-			return refuse(ops.StatusDType, "explain: dtype is %v, expected float16, bfloat16, float32 or float64", d)
-		}
-		answer, err := ask(C.GoString((*C.char)(op)), t)
+		answer, err := ask(C.GoString((*C.char)(op)), dlpack.DType{Code: code, Bits: bits, Lanes: lanes})
 		if err != nil {
 			return err
 		}

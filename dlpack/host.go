@@ -63,6 +63,40 @@ func FromFloat64s(t DType, values []float64, shape ...int64) (*Tensor, error) {
 	return v, nil
 }
 
+// Number are the element types that Go has too.
+type Number interface {
+	float32 | float64 | int32 | int64 | uint8 | bool
+}
+
+// FromSlice makes a compact tensor of the elements of values, which both share from then on. Without a shape
+// it has one dimension. Like New's, C must not keep it after a call returns.
+func FromSlice[T Number](values []T, shape ...int64) (*Tensor, error) {
+	if shape == nil {
+		shape = []int64{int64(len(values))}
+	}
+	v, err := Borrow(unsafe.Pointer(unsafe.SliceData(values)), Device{Type: CPU}, dtypeOf[T](), shape, nil)
+	if err == nil && v.Len() != int64(len(values)) {
+		return nil, fmt.Errorf("%w: %d values, expected %d for shape %v", ErrShape, len(values), v.Len(), shape)
+	}
+	return v, err
+}
+
+func dtypeOf[T Number]() DType {
+	switch any(*new(T)).(type) {
+	case float32:
+		return Float32
+	case float64:
+		return Float64
+	case int32:
+		return Int32
+	case int64:
+		return Int64
+	case uint8:
+		return Uint8
+	}
+	return Bool
+}
+
 // compact checks a shape and returns the bytes of its elements.
 func compact(t DType, shape []int64) (uint64, error) {
 	v := Tensor{NDim: int32(min(len(shape), MaxRank+1)), DType: t, Shape: unsafe.SliceData(shape)}
@@ -91,6 +125,17 @@ func (t *Tensor) Float64s() ([]float64, error) {
 	}
 	values := make([]float64, 0, t.Len())
 	t.each(func(p unsafe.Pointer) { values = append(values, c.load(p)) })
+	return values, nil
+}
+
+// Float32s returns the elements of a host tensor in row-major order, rounded to float32.
+func (t *Tensor) Float32s() ([]float32, error) {
+	c, err := t.codec()
+	if err != nil {
+		return nil, err
+	}
+	values := make([]float32, 0, t.Len())
+	t.each(func(p unsafe.Pointer) { values = append(values, float32(c.load(p))) })
 	return values, nil
 }
 

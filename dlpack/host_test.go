@@ -131,3 +131,41 @@ func TestSmallFloatsRoundTrip(t *testing.T) {
 		}
 	}
 }
+
+func TestFromSlice(t *testing.T) {
+	values := []float32{1, 2, 3, 4, 5, 6}
+	v, err := dlpack.FromSlice(values, 2, 3)
+	require.NoError(t, err)
+	assert.Equal(t, dlpack.Float32, v.DType)
+	assert.Equal(t, []int64{2, 3}, v.Dims())
+	values[5] = 7 // which both share
+	got, err := v.Float32s()
+	require.NoError(t, err)
+	assert.Equal(t, values, got)
+	require.NoError(t, v.SetFloat64s([]float64{0, 1, 0, 1, 0, 1}))
+	assert.Equal(t, []float32{0, 1, 0, 1, 0, 1}, values)
+
+	flat, err := dlpack.FromSlice([]bool{true, false})
+	require.NoError(t, err)
+	assert.Equal(t, dlpack.Bool, flat.DType)
+	assert.Equal(t, []int64{2}, flat.Dims())
+	for _, d := range []struct {
+		want dlpack.DType
+		got  func() (*dlpack.Tensor, error)
+	}{
+		{dlpack.Float64, func() (*dlpack.Tensor, error) { return dlpack.FromSlice([]float64{}) }},
+		{dlpack.Int32, func() (*dlpack.Tensor, error) { return dlpack.FromSlice([]int32{1}) }},
+		{dlpack.Int64, func() (*dlpack.Tensor, error) { return dlpack.FromSlice([]int64{1}) }},
+		{dlpack.Uint8, func() (*dlpack.Tensor, error) { return dlpack.FromSlice([]uint8{1}) }},
+	} {
+		v, err := d.got()
+		require.NoError(t, err)
+		assert.Equal(t, d.want, v.DType)
+	}
+
+	_, err = dlpack.FromSlice(values, 2, 4)
+	assert.ErrorIs(t, err, dlpack.ErrShape)
+	assert.ErrorContains(t, err, "6 values, expected 8 for shape [2 4]")
+	_, err = dlpack.FromSlice(values, -1)
+	assert.ErrorIs(t, err, dlpack.ErrShape)
+}

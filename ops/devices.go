@@ -31,8 +31,9 @@ var devices = map[string]driver.Facts{
 }
 
 // ExplainDevice is Explain for a GPU that this machine need not have: "a100", "h100" or "h200".
-func ExplainDevice(op string, m, n int64, t kernels.DType, device string, c Choice) (string, error) {
+func ExplainDevice(op string, m, n int64, dtype dlpack.DType, device string, c Choice) (string, error) {
 	k := check{op: "explain"}
+	t := k.elementType(dtype)
 	facts, ok := devices[device]
 	if !ok {
 		k.fail(StatusOption, "device is %.40q, expected a device of this machine or %s", device,

@@ -6,6 +6,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gander-go/gander/dlpack"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -13,7 +14,7 @@ import (
 func TestExplainDevice(t *testing.T) {
 	for name, facts := range devices {
 		for op, r := range explained {
-			text, err := ExplainDevice(op, 4096, 65536, kernels.BFloat16, name, Choice{})
+			text, err := ExplainDevice(op, 4096, 65536, dlpack.BFloat16, name, Choice{})
 			require.NoError(t, err)
 			r.x, r.m, r.n = kernels.BFloat16, 4096, 65536
 			if r.norm.second > 0 {
@@ -26,7 +27,7 @@ func TestExplainDevice(t *testing.T) {
 	}
 	for device, limit := range map[string]string{"h100": "", "a100": "needs clusters of thread blocks"} {
 		c := Choice{Algorithm: Cluster}
-		_, err := ExplainDevice("softmax_forward", 4096, 65536, kernels.BFloat16, device, c)
+		_, err := ExplainDevice("softmax_forward", 4096, 65536, dlpack.BFloat16, device, c)
 		if limit == "" {
 			require.NoError(t, err)
 			continue
@@ -35,15 +36,15 @@ func TestExplainDevice(t *testing.T) {
 	}
 	for _, c := range []struct {
 		op, device string
-		t          kernels.DType
+		t          dlpack.DType
 		status     Status
 		message    string
 	}{
-		{"softmax_forward", "H100", kernels.Float32, StatusOption,
+		{"softmax_forward", "H100", dlpack.Float32, StatusOption,
 			`explain: device is "H100", expected a device of this machine or a100, h100, h200`},
-		{"relu", "h100", kernels.Float32, StatusOption, `explain: op is "relu"`},
-		{"softmax_forward", "h100", kernels.Int32, StatusDType, "dtype is int32, expected float16"},
-		{"softmax_forward", "h100", kernels.Float64, StatusUnsupported,
+		{"relu", "h100", dlpack.Float32, StatusOption, `explain: op is "relu"`},
+		{"softmax_forward", "h100", dlpack.Int32, StatusDType, "dtype is int32, expected float16"},
+		{"softmax_forward", "h100", dlpack.Float64, StatusUnsupported,
 			"dtype is float64, expected float16, bfloat16 or float32 on h100"},
 	} {
 		_, err := ExplainDevice(c.op, 1, 1, c.t, c.device, Choice{})

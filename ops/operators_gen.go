@@ -26,6 +26,18 @@ const (
 	StatusInternal    Status = 14 // a bug in gander: please report it
 )
 
+var statusNames = [...]string{"ok", "null", "shape", "dtype", "device", "layout", "alignment", "overlap", "option", "version", "unsupported", "memory", "cuda", "fork", "internal"}
+
+// Reduction is how the rows' losses are reduced.
+type Reduction = kernels.Reduction
+
+// The reductions.
+const (
+	ReduceNone = kernels.ReduceNone // a loss for each row
+	ReduceMean = kernels.ReduceMean // the sum of the rows' losses over the sum of the counted rows' weights
+	ReduceSum  = kernels.ReduceSum  // the sum of the rows' losses
+)
+
 // The algorithms. Algorithms describes them, and the rows that they serve.
 const (
 	Auto      Algorithm = 0
@@ -805,9 +817,9 @@ type CrossEntropyForward struct {
 	DX          *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree; or nil
 	Denominator *dlpack.Tensor // one element; float64 if x is, else float32; or nil
 
-	IgnoreIndex    Optional[int64]   // rows with this target are ignored; -100 by default
-	Reduction      kernels.Reduction // how the rows' losses are reduced
-	LabelSmoothing float64           // the share of a row's loss that all classes have alike, 0 to 1; not with slice
+	IgnoreIndex    Optional[int64] // rows with this target are ignored; -100 by default
+	Reduction      Reduction       // how the rows' losses are reduced
+	LabelSmoothing float64         // the share of a row's loss that all classes have alike, 0 to 1; not with slice
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
@@ -830,7 +842,7 @@ type crossEntropyForward struct {
 	DX             kernels.Matrix
 	Denominator    kernels.Vector
 	IgnoreIndex    int64
-	Reduction      kernels.Reduction
+	Reduction      Reduction
 	LabelSmoothing float64
 	OnePass        bool
 	Choice
@@ -905,9 +917,9 @@ type CrossEntropyBackward struct {
 	// an input
 	DX *dlpack.Tensor
 
-	IgnoreIndex    Optional[int64]   // rows with this target are ignored; -100 by default
-	Reduction      kernels.Reduction // how the rows' losses are reduced
-	LabelSmoothing float64           // the share of a row's loss that all classes have alike, 0 to 1; not with slice
+	IgnoreIndex    Optional[int64] // rows with this target are ignored; -100 by default
+	Reduction      Reduction       // how the rows' losses are reduced
+	LabelSmoothing float64         // the share of a row's loss that all classes have alike, 0 to 1; not with slice
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
@@ -934,7 +946,7 @@ type crossEntropyBackward struct {
 	Denominator    kernels.Vector
 	DX             kernels.Matrix
 	IgnoreIndex    int64
-	Reduction      kernels.Reduction
+	Reduction      Reduction
 	LabelSmoothing float64
 	OnePass        bool
 	Slice          bool

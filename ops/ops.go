@@ -1,14 +1,3 @@
-// Package ops implements the operators. It checks the arguments, chooses the kernels, and runs them on the
-// CPU or on a CUDA device.
-//
-// All ops work on the last dimension of their operands, which are M rows of N elements. An operand has rank 1
-// or more. The elements of a row are adjacent. The leading dimensions collapse into M rows with one fixed
-// stride. M may be 0, N may not. A refused call writes nothing.
-//
-// An operand or an option that is not set is absent, or has its default. Some sets an option whose default is
-// not 0.
-//
-// Tensors on CUDA devices need a build with the tag cuda.
 package ops
 
 import (
@@ -29,6 +18,17 @@ import (
 // Status classifies an Error. The numbers are gander_status of gander.h.
 type Status int32
 
+// String returns the status as a word, such as "shape".
+func (s Status) String() string {
+	if s < 0 || int(s) >= len(statusNames) {
+		return fmt.Sprintf("status %d", int32(s))
+	}
+	return statusNames[s]
+}
+
+// Error makes a Status a target of errors.Is: errors.Is(err, ops.StatusShape).
+func (s Status) Error() string { return "gander: " + s.String() }
+
 // Error is the error of every function of this package. Message names the argument, what came, what was
 // expected, and what to do.
 type Error struct {
@@ -38,6 +38,9 @@ type Error struct {
 
 // Error returns the message.
 func (e *Error) Error() string { return e.Message }
+
+// Is tells whether target is the error's status.
+func (e *Error) Is(target error) bool { return target == e.Status }
 
 // Call holds the stream and the memory allocator of a call. It matters on CUDA devices only. A nil Call means
 // the legacy default stream and the driver's memory pool.
@@ -136,6 +139,15 @@ func (k *check) noFloat64(where any) {
 		`device "cpu"`, typeCompanion.narrow, where)
 }
 
+// elementType is the type of the rows that Explain is asked about.
+func (k *check) elementType(d dlpack.DType) kernels.DType {
+	t, ok := DType(d)
+	if !ok {
+		k.fail(StatusDType, "dtype is %v, expected %v", d, typeFloat.narrow)
+	}
+	return t
+}
+
 // explainable checks a name that Explain is given.
 func (k *check) explainable(op string) {
 	if _, ok := explained[op]; !ok {
@@ -146,8 +158,9 @@ func (k *check) explainable(op string) {
 // Explain describes in words what would run an op, and why, for aligned compact rows (m, n) of t on d. op is
 // an operator's name, "cross_entropy_forward_dx", or the name of a norm with "_residual" before "_forward" or
 // "_backward". Backward of a norm has a weight, and that of LayerNorm a bias.
-func Explain(op string, m, n int64, t kernels.DType, d dlpack.Device, c Choice) (string, error) {
+func Explain(op string, m, n int64, dtype dlpack.DType, d dlpack.Device, c Choice) (string, error) {
 	k := check{op: "explain"}
+	t := k.elementType(dtype)
 	r := k.explain(op, m, n, t, d, c)
 	if k.err != nil {
 		return "", k.err

@@ -390,7 +390,7 @@ func TestExplain(t *testing.T) {
 	host := dlpack.Device{Type: dlpack.CPU}
 	for _, op := range []string{"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward"} {
-		text, err := ops.Explain(op, 3, 4, kernels.BFloat16, host, ops.Choice{})
+		text, err := ops.Explain(op, 3, 4, dlpack.BFloat16, host, ops.Choice{})
 		require.NoError(t, err)
 		assert.Contains(t, text, op+" of 3 rows of 4 bfloat16 on cpu")
 		assert.Contains(t, text, "accumulated in float32")
@@ -398,23 +398,23 @@ func TestExplain(t *testing.T) {
 	for _, c := range []struct {
 		op      string
 		m, n    int64
-		t       kernels.DType
+		t       dlpack.DType
 		d       dlpack.Device
 		status  ops.Status
 		message string
 	}{
-		{"softmax", 1, 1, kernels.Float32, host, ops.StatusOption,
+		{"softmax", 1, 1, dlpack.Float32, host, ops.StatusOption,
 			`explain: op is "softmax", expected cross_entropy_backward`},
-		{"softmax_forward", -1, 1, kernels.Float32, host, ops.StatusShape,
+		{"softmax_forward", -1, 1, dlpack.Float32, host, ops.StatusShape,
 			"shape is (-1, 1), expected M >= 0 rows of N >= 1"},
-		{"softmax_forward", 1, 0, kernels.Float32, host, ops.StatusShape, "shape is (1, 0)"},
-		{"softmax_forward", 1, 1, kernels.Int32, host, ops.StatusDType,
+		{"softmax_forward", 1, 0, dlpack.Float32, host, ops.StatusShape, "shape is (1, 0)"},
+		{"softmax_forward", 1, 1, dlpack.Int32, host, ops.StatusDType,
 			"explain: dtype is int32, expected float16, bfloat16, float32 or float64"},
-		{"softmax_forward", 1, 1, kernels.Float64, dlpack.Device{Type: dlpack.CUDA}, ops.StatusUnsupported,
+		{"softmax_forward", 1, 1, dlpack.Float64, dlpack.Device{Type: dlpack.CUDA}, ops.StatusUnsupported,
 			"dtype is float64, expected float16, bfloat16 or float32 on cuda:0; float64 is served in host memory"},
-		{"softmax_forward", 1, 1, kernels.Float32, dlpack.Device{Type: 9}, ops.StatusDevice,
+		{"softmax_forward", 1, 1, dlpack.Float32, dlpack.Device{Type: 9}, ops.StatusDevice,
 			"device has type 9, expected cpu (1)"},
-		{"softmax_forward", 1, 1, kernels.Float32, dlpack.Device{Type: dlpack.CUDA, ID: 1 << 20}, 0, ""},
+		{"softmax_forward", 1, 1, dlpack.Float32, dlpack.Device{Type: dlpack.CUDA, ID: 1 << 20}, 0, ""},
 	} {
 		_, err := ops.Explain(c.op, c.m, c.n, c.t, c.d, ops.Choice{})
 		var e *ops.Error

@@ -60,7 +60,7 @@ func TestFailedQueryChangesNoPlan(t *testing.T) {
 	x, y := onDevice(t, 1<<20, m, n), onDevice(t, 1<<30, m, n)
 	call := func() error { return ops.RMSNormForward{X: x, Y: y}.Run(nil) }
 	explain := func() (string, error) {
-		return ops.Explain("rmsnorm_forward", m, n, kernels.BFloat16, x.Device, ops.Choice{})
+		return ops.Explain("rmsnorm_forward", m, n, dlpack.BFloat16, x.Device, ops.Choice{})
 	}
 	log := func() string {
 		text, err := os.ReadFile(os.Getenv("FAKE_LOG"))
@@ -92,7 +92,7 @@ func TestImpossibleDeviceIsRefused(t *testing.T) {
 		return
 	}
 	x, y := onDevice(t, 1<<20, 64, 65536), onDevice(t, 1<<30, 64, 65536)
-	_, explained := ops.Explain("softmax_forward", 64, 65536, kernels.BFloat16, x.Device, ops.Choice{})
+	_, explained := ops.Explain("softmax_forward", 64, 65536, dlpack.BFloat16, x.Device, ops.Choice{})
 	for _, err := range []error{ops.SoftmaxForward{X: x, Y: y}.Run(nil), explained, ops.Warmup(x.Device)} {
 		var refused *ops.Error
 		require.ErrorAs(t, err, &refused)

@@ -68,7 +68,7 @@ func describe(p operators.Operand, first, absent string) string {
 
 var goOptionTypes = map[operators.OptionType]string{
 	operators.Real: "float64", operators.Integer: "int64", operators.Flag: "bool",
-	operators.Reduction: "kernels.Reduction", operators.Algorithm: "Algorithm",
+	operators.Reduction: "Reduction", operators.Algorithm: "Algorithm",
 }
 
 // optional is the type of an option in Go whose default is not 0.
@@ -94,6 +94,13 @@ func goOperators() string {
 	t.add("// The statuses.\nconst (")
 	for i, c := range operators.Statuses {
 		t.add("Status%s Status = %d // %s", c.Name, i, c.Doc)
+	}
+	t.add(")\n")
+	t.add("var statusNames = [...]string{%s}\n", quoted(lower(operators.Statuses)...))
+	t.add("// Reduction is how the rows' losses are reduced.\ntype Reduction = kernels.Reduction\n")
+	t.add("// The reductions.\nconst (")
+	for _, c := range operators.Reductions {
+		t.add("Reduce%s = kernels.Reduce%s // %s", c.Name, c.Name, c.Doc)
 	}
 	t.add(")\n")
 	t.add("// The algorithms. Algorithms describes them, and the rows that they serve.\nconst (")
