@@ -534,6 +534,14 @@ x = np.arange(12, dtype=np.float32).reshape(3, 4)
 y = gander.softmax(x)
 assert type(y) is np.ndarray, f"NumPy in, {type(y)} out"
 np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum(1, keepdims=True), rtol=1e-6)
+for name in "nn", "distributed":
+    assert name in dir(gander)
+    try:
+        getattr(gander, name)
+    except ImportError as error:
+        assert str(error) == f"gander.{name} needs torch, which is not installed: pip install torch", error
+    else:
+        raise AssertionError(f"gander.{name} was imported without torch")
 '
 
 check_notorch() {

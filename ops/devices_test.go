@@ -1,6 +1,9 @@
 package ops
 
 import (
+	"os"
+	"regexp"
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -9,6 +12,23 @@ import (
 	"github.com/gander-go/gander/dlpack"
 	"github.com/gander-go/gander/kernels"
 )
+
+// TestEveryArchitectureHasADevice: of those that a wheel has machine code for.
+func TestEveryArchitectureHasADevice(t *testing.T) {
+	script, err := os.ReadFile("../build.sh")
+	require.NoError(t, err)
+	list := regexp.MustCompile(`WHEEL_ARCHS="(.*)"`).FindSubmatch(script)
+	require.NotNil(t, list)
+	known := map[string]bool{}
+	for _, facts := range devices {
+		known[strconv.Itoa(facts.Major)] = true
+	}
+	majors := regexp.MustCompile(`sm_(\d+)\d`).FindAllSubmatch(list[1], -1)
+	require.NotEmpty(t, majors)
+	for _, major := range majors {
+		assert.True(t, known[string(major[1])], "compute capability %s.x", major[1])
+	}
+}
 
 // TestExplainDevice needs none of the GPUs that it names.
 func TestExplainDevice(t *testing.T) {
@@ -41,7 +61,7 @@ func TestExplainDevice(t *testing.T) {
 		message    string
 	}{
 		{"softmax_forward", "H100", dlpack.Float32, StatusOption,
-			`explain: device is "H100", expected a device of this machine or a100, h100, h200`},
+			`explain: device is "H100", expected a device of this machine or a10, a100, b200, h100`},
 		{"relu", "h100", dlpack.Float32, StatusOption, `explain: op is "relu"`},
 		{"softmax_forward", "h100", dlpack.Int32, StatusDType, "dtype is int32, expected float16"},
 		{"softmax_forward", "h100", dlpack.Float64, StatusUnsupported,

@@ -3,7 +3,8 @@
 The options of a command are the parameters of its main function.
 """
 
-import importlib
+import importlib.util
+import sys
 
 import typer
 
@@ -17,6 +18,8 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 
 def _run(command: str, module: str, arguments: list[str]) -> None:
     main = typer.Typer(add_completion=False)
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(f"gander_bench {command} needs torch, which is not installed: pip install torch")
     main.command()(importlib.import_module(f"gander_bench.{module}").main)
     main(args=arguments, prog_name=f"python -m gander_bench {command}")
 

@@ -73,5 +73,13 @@ else:
         if name in ("distributed", "nn"):  # imported at their first use, because they import torch
             import importlib
 
-            return importlib.import_module(f".{name}", __name__)
+            try:
+                return importlib.import_module(f".{name}", __name__)
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+            raise ImportError(f"gander.{name} needs torch, which is not installed: pip install torch")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

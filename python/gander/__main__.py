@@ -81,7 +81,7 @@ def _parser() -> _Parser:
     explain.add_argument("op", metavar="OP", help="softmax, rmsnorm_bwd, cross_entropy, ...")
     explain.add_argument("--shape", type=_shape, required=True, metavar="M,N", help="such as 8192,4096")
     explain.add_argument("--dtype", required=True, help="float16, bfloat16, float32, or float64 on the CPU")
-    explain.add_argument("--device", required=True, help="cpu, cuda, cuda:1, a100, h100 or h200")
+    explain.add_argument("--device", required=True, help="cpu, cuda, cuda:1, or a GPU's name, such as h100")
     explain.add_argument("--algorithm", default="auto", help="one of gander.algorithms(OP)")
     explain.add_argument("--batch-invariant", action="store_true")
 

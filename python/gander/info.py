@@ -175,7 +175,7 @@ def algorithms(
             returned that support these rows there.
         dtype: As shape. It may be a name ("bfloat16").
         device: As shape: "cpu", "cuda", "cuda:1", a torch.device, or the name of a GPU that this machine need
-            not have: "a100", "h100" or "h200".
+            not have, such as "h100", "b200" or "rtx4090". The message about another name lists them.
 
     Returns:
         A list of Algorithm(name, what, limits), of which the first is "auto".
@@ -237,7 +237,7 @@ def explain(
         shape: Replaces that of x, or with dtype and device x itself.
         dtype: As shape. It may be a name ("bfloat16").
         device: As shape: "cpu", "cuda", "cuda:1", a torch.device, or the name of a GPU that this machine need
-            not have: "a100", "h100" or "h200".
+            not have, such as "h100", "b200" or "rtx4090". The message about another name lists them.
         algorithm: That of the call.
         batch_invariant: That of the call.
 

@@ -434,7 +434,7 @@ CASES = {
     "explain for an unknown device": (
         lambda: gander.explain("softmax", X, device="tpu"),
         ValueError,
-        'device is "tpu", expected a device of this machine or a100, h100, h200',
+        'device is "tpu", expected a device of this machine or a10, a100, b200, h100',
     ),
     "explain of integers": (
         lambda: gander.explain("softmax", INTS),
