@@ -1,11 +1,13 @@
 """The demo trains a small model with torch's operators and with gander's, and reports failures."""
 
+import importlib.util
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 import typer
+from gander_bench import __main__ as main
 from gander_bench import demo, timing
 from gander_bench.demo import checks, training
 from rich.console import Console
