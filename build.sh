@@ -38,7 +38,7 @@ usage: ./build.sh TASK [ARGUMENT...]
   notebook   run notebooks/compare_torch_compile.ipynb on this machine, and keep its outputs
   gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest, and is
              several times faster with pytest-xdist
-  wheel      build a manylinux wheel for all architectures, in dist/
+  wheel      build a manylinux wheel in dist/, for all architectures or for those of GANDER_ARCHS
   env        print shell commands: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
   clean      remove what was built in this checkout; `clean --cache` also removes the toolchain and the
              compiled kernels
@@ -643,17 +643,22 @@ task_test() {
 # ---- Wheel and clean ----
 
 # Links the library against an old glibc, with kernels for all architectures, and tries the wheel in an empty
-# environment, with a wheel of gander_bench that is built for this.
+# environment, with a wheel of gander_bench that is built for this. A wheel for other architectures says so in
+# its version, so that it is never taken for the whole one.
 task_wheel() {
-  local tools stage=$STATE/wheel
+  local tools stage=$STATE/wheel archs=${GANDER_ARCHS:-$WHEEL_ARCHS} names
   compilers
   tools=$(unpacked requirements-wheel.txt)
   export ZIG_PYTHON=$VENV/bin/python ZIG_GLOBAL_CACHE_DIR=$CACHE/zig GLIBC
-  step "kernels for $WHEEL_ARCHS" kernels "$WHEEL_ARCHS"
+  step "kernels for $archs" kernels "$archs"
   rm -rf "$stage" dist
   mkdir -p "$stage/bench" dist
   cp -R python "$stage"
   cp -R bench/pyproject.toml bench/gander_bench "$stage/bench"
+  if [[ -n ${GANDER_ARCHS:-} ]]; then
+    names=${archs//_/} # sm90.compute90
+    sed -i "s/^__version__ = \"[^\"]*/&+${names// /.}/" "$stage/python/gander/info.py"
+  fi
   cp LICENSE README.md "$stage/python"
   cp capi/gander.h dlpack/dlpack.h "$stage/python/gander"
   PYTHONPATH=$tools step "the library for glibc $GLIBC" \

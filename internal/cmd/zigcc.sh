@@ -6,4 +6,12 @@ for argument; do
     -c | -E | -S | '-###' | --version) exec gcc "$@" ;;
   esac
 done
+# gorgonia.org/cu names folders of CUDA that a machine need not have. Zig warns of each, gcc does not.
+for argument; do
+  shift
+  case $argument in
+    -L*) [ -d "${argument#-L}" ] || continue ;;
+  esac
+  set -- "$@" "$argument"
+done
 exec "$ZIG_PYTHON" -m ziglang cc -target "x86_64-linux-gnu.$GLIBC" "$@"

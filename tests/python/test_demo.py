@@ -148,5 +148,5 @@ def test_an_unavailable_device_is_refused():
 def test_without_torch_one_sentence_says_so(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
-    with pytest.raises(SystemExit, match="^gander_bench demo needs torch, which is not installed"):
+    with pytest.raises(SystemExit, match=r"^gander_bench demo needs torch, which is not installed"):
         main._run("demo", "demo", [])
