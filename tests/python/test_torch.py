@@ -132,6 +132,8 @@ def calls(x, weight, target):
             ),
             {"classes": 9, "mean": True, "weighted": True},
         ),
+        ("l2norm", (grad,), {}),
+        ("l2norm_bwd", (x, x.cos(), rows), {}),
         ("logsumexp", (grad,), {}),
         ("logsumexp_bwd", (x, rows, x.logsumexp(-1)), {}),
     ]
