@@ -30,7 +30,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     sizes: Sequence[int] | None = None,
     classes: int | None = None,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = 0,  # not 0.0, which a graph with dynamic shapes would take for a variable
 ) -> Tensor:
     """gander.cross_entropy of logits of which each rank of a group holds a slice of the classes.
 

@@ -37,7 +37,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     *,
     accumulate: Literal["float32"] | None = None,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = 0,  # see gander.distributed.cross_entropy
 ) -> Tensor:
     """cross_entropy(x @ weight.T + bias, target), which never holds all logits. Torch tensors only.
 
