@@ -10,11 +10,12 @@ import (
 	"github.com/gander-go/gander/kernels"
 )
 
-// devices are the GPUs that ExplainDevice knows by name: at least one of each architecture that a wheel has
-// machine code for. SMs, memory sizes and bandwidths are from NVIDIA's datasheets and architecture papers (of
-// the A100, the H100, the H200 and the B200 for the SXM parts, the A100 with 80 GB). Clusters is how many
-// clusters of each size can be resident, as the CUDA driver reported it on an H100 and on an H200. Of the B200
-// and the RTX 5090 it is an estimate, from 8 groups of 18 SMs and from 10 groups of 16, and not measured.
+// devices are the GPUs that ExplainDevice knows by name: at least one of each architecture that a wheel
+// has machine code for. SMs, memory sizes and bandwidths are from NVIDIA's datasheets and architecture
+// papers (of the A100, the H100, the H200 and the B200 for the SXM parts, the A100 with 80 GB). Clusters
+// is how many clusters of each size can be resident, as the CUDA driver reported it on an H100 and on an
+// H200. Of the B200 and the RTX 5090 it is an estimate, from 8 groups of 18 SMs and from 10 groups of 16,
+// and not measured.
 var devices = map[string]driver.Facts{
 	"a100": {
 		Major: 8, SMs: 108, SharedPerBlock: 163 << 10, SharedPerSM: 164 << 10,

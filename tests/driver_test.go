@@ -14,7 +14,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gander-go/gander/dlpack"
-	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/ops"
 )
 

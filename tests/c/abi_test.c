@@ -560,7 +560,7 @@ static void test_explain(void) {
         GANDER_OK);
   CHECK(strstr(text, "auto takes register") == text && strstr(text, "softmax_") && strstr(text, "CTAs of"));
   REFUSED(gander_explain_device("softmax_forward", 8, 9, half, "tpu", 0, 0, text, 9), GANDER_ERROR_OPTION,
-          "device is \"tpu\", expected a device of this machine or a100, h100, h200");
+          "device is \"tpu\", expected a device of this machine or a10, a100, b200, h100");
   REFUSED(gander_explain_device("softmax_forward", 8, 9, half, NULL, 0, 0, text, 9), GANDER_ERROR_NULL,
           "device is NULL");
   REFUSED(gander_explain_device("softmax_forward", 8, 9, bytes, "h100", 0, 0, text, 9), GANDER_ERROR_DTYPE,
