@@ -691,11 +691,11 @@ assert (files("gander_bench") / "ceiling.cu").is_file(), "the wheel of gander_be
 '
 
 # try_wheels VENV WHEEL...: installs the wheels in an environment with NumPy alone, and tries them from
-# another folder.
+# another folder, without PYTHONPATH, which may lead to the checkout.
 try_wheels() {
   numpy_venv "$1"
   "$1/bin/python" -m pip install --quiet --no-input --no-deps --no-index "${@:2}"
-  (cd / && "$1/bin/python" -c "$TRY_NUMPY" && "$1/bin/python" -m gander check &&
+  (cd / && unset PYTHONPATH && "$1/bin/python" -c "$TRY_NUMPY" && "$1/bin/python" -m gander check &&
     "$1/bin/python" -c "$TRY_BENCH")
 }
 
