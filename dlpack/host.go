@@ -118,24 +118,18 @@ func (t *Tensor) setCompact(shape []int64) {
 }
 
 // Float64s returns the elements of a host tensor in row-major order.
-func (t *Tensor) Float64s() ([]float64, error) {
-	c, err := t.codec()
-	if err != nil {
-		return nil, err
-	}
-	values := make([]float64, 0, t.Len())
-	t.each(func(p unsafe.Pointer) { values = append(values, c.load(p)) })
-	return values, nil
-}
+func (t *Tensor) Float64s() ([]float64, error) { return elements[float64](t) }
 
 // Float32s returns the elements of a host tensor in row-major order, rounded to float32.
-func (t *Tensor) Float32s() ([]float32, error) {
+func (t *Tensor) Float32s() ([]float32, error) { return elements[float32](t) }
+
+func elements[T float32 | float64](t *Tensor) ([]T, error) {
 	c, err := t.codec()
 	if err != nil {
 		return nil, err
 	}
-	values := make([]float32, 0, t.Len())
-	t.each(func(p unsafe.Pointer) { values = append(values, float32(c.load(p))) })
+	values := make([]T, 0, t.Len())
+	t.each(func(p unsafe.Pointer) { values = append(values, T(c.load(p))) })
 	return values, nil
 }
 

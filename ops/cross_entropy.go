@@ -188,8 +188,8 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	return k.launch(unsafe.Pointer(&args))
 }
 
-// generalOf has the ops that stand for cross-entropy's where labels are smoothed.
-var generalOf = map[kernels.Op]kernels.Op{
+// smoothedOps has the ops that stand for cross-entropy's where labels are smoothed.
+var smoothedOps = map[kernels.Op]kernels.Op{
 	kernels.CrossEntropyForward:   kernels.GeneralCrossEntropyForward,
 	kernels.CrossEntropyForwardDX: kernels.GeneralCrossEntropyForwardDX,
 	kernels.CrossEntropyBackward:  kernels.GeneralCrossEntropyBackward,
@@ -201,7 +201,7 @@ func (r request) smoothed(e float64, weight kernels.Vector) request {
 	if e == 0 {
 		return r
 	}
-	r.op = generalOf[r.op]
+	r.op = smoothedOps[r.op]
 	if weight.Present() {
 		r.weights = r.op != kernels.GeneralCrossEntropyForward
 		if !aligned(weight) && r.layout == policy.Aligned {

@@ -36,7 +36,7 @@ func (r *request) hash() uint64 {
 	if r.BatchInvariant {
 		h ^= 1 << 19
 	}
-	if r.wideWeights {
+	if r.wideWeights || r.weights {
 		h ^= 1 << 27
 	}
 	h ^= uint64(r.Algorithm)<<20 ^ uint64(r.layout)<<24

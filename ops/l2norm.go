@@ -24,10 +24,8 @@ func (a *l2NormForward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *l2NormForward) request() request {
-	return request{
-		op: kernels.RMSNormForward, Choice: a.Choice, x: a.X.DType, layout: layoutOf(true, a.X, a.Y),
-		m: a.X.Rows, n: a.X.Cols,
-	}
+	r := rmsNormForward{X: a.X, Y: a.Y, Choice: a.Choice}
+	return r.request()
 }
 
 func (a *l2NormBackward) host() error {
@@ -43,10 +41,8 @@ func (a *l2NormBackward) cuda(c *Call, ordinal int32) error {
 }
 
 func (a *l2NormBackward) request() request {
-	return request{
-		op: kernels.RMSNormBackward, Choice: a.Choice, x: a.X.DType, layout: layoutOf(true, a.X, a.DY, a.DX),
-		m: a.X.Rows, n: a.X.Cols,
-	}
+	r := rmsNormBackward{X: a.X, DOut: a.DY, DX: a.DX, Choice: a.Choice}
+	return r.request()
 }
 
 // l2norm launches forward or backward.

@@ -376,12 +376,17 @@ func (w *worker[T]) lossOf(row int, t target, sum targetSum, logSum float64) (st
 			stats = rowStats{a: sum.high, b: gradient / rowSum(sum.saved), c: gradient * sum.atTarget()}
 		}
 	}
+	w.addLoss(row, loss, t.weight)
+	return stats
+}
+
+// addLoss adds a row's loss and weight to the sums of its task, and writes the loss if each row's is wanted.
+func (w *worker[T]) addLoss(row int, loss, weight float64) {
 	w.losses[w.task].loss += loss
-	w.losses[w.task].weight += t.weight
+	w.losses[w.task].weight += weight
 	if w.ce.Reduction == kernels.ReduceNone && w.ce.Loss.Present() {
 		put(&w.ce.Loss, row, loss/w.divisor)
 	}
-	return stats
 }
 
 // writeLSE writes the log-sum-exp, in one part or two. With OnePass the second part is what is saved of the

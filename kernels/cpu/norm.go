@@ -58,7 +58,7 @@ type normForward[T float] struct{}
 
 func (normForward[T]) plan(c *call[T], workers int) {
 	c.planRows(workers)
-	c.planWeight()
+	c.planWeight(c.norm.Weight, c.norm.WeightOffset)
 	c.plan.raw = c.scalesOnly() && c.x.DType == c.y.DType && c.funcs.scaleRaw[c.x.DType] != nil
 	if c.scalesOnly() && c.funcs.rmsNormRows != nil && c.takesShortRows(false) {
 		c.planTogether()
@@ -321,8 +321,8 @@ type perColumn[T float] struct {
 	values []T     // the numbers in T, or a block of absent ones; see converted
 }
 
-func (c *call[T]) planWeight() {
-	c.weight = perColumn[T]{Vector: c.norm.Weight, absent: 1, offset: c.norm.WeightOffset}
+func (c *call[T]) planWeight(v kernels.Vector, offset float64) {
+	c.weight = perColumn[T]{Vector: v, absent: 1, offset: offset}
 	c.plan.weights = c.converted(&c.weight)
 }
 
@@ -416,7 +416,7 @@ func (normBackward[T]) plan(c *call[T], workers int) {
 			c.plan.recent = c.cols
 		}
 	}
-	c.planWeight()
+	c.planWeight(c.norm.Weight, c.norm.WeightOffset)
 }
 
 // hasRawGradient tells whether RMSNorm's gradient can be computed from rows as they lie in memory. It does

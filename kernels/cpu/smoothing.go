@@ -1,10 +1,6 @@
 package cpu
 
-import (
-	"math"
-
-	"github.com/gander-go/gander/kernels"
-)
+import "math"
 
 // Cross-entropy with label smoothing e (Szegedy et al., "Rethinking the Inception Architecture for Computer
 // Vision", 2016): of C classes of weights w, whose sum is W,
@@ -21,7 +17,7 @@ type (
 
 func (smoothedForward[T]) plan(c *call[T], workers int) {
 	c.planRows(workers)
-	c.planClassWeights()
+	c.planWeight(c.ce.Weight, 0)
 }
 
 func (o smoothedForward[T]) run(c *call[T]) {
@@ -31,17 +27,12 @@ func (o smoothedForward[T]) run(c *call[T]) {
 
 func (smoothedBackward[T]) plan(c *call[T], workers int) {
 	c.planRows(workers)
-	c.planClassWeights()
+	c.planWeight(c.ce.Weight, 0)
 }
 
 func (o smoothedBackward[T]) run(c *call[T]) {
 	c.prepareClassWeights()
 	o.crossEntropyBackward.run(c)
-}
-
-func (c *call[T]) planClassWeights() {
-	c.weight = perColumn[T]{Vector: c.ce.Weight, absent: 1}
-	c.plan.weights = c.converted(&c.weight)
 }
 
 // prepareClassWeights computes the sums of the class weights of each block.
@@ -71,7 +62,7 @@ func (smoothedForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []pa
 		p.max, p.sum = float64(high), w.funcs.exp(below, x, finiteMax(high))
 		if w.weight.Present() {
 			w.funcs.subtract(below, x, finiteMax(high))
-			p.mean = weightedDepth(&w.funcs.dot, below, w.columnsOf(&w.weight, 2, j, n))
+			p.mean = w.weightedDepth(below, w.columnsOf(&w.weight, 2, j, n))
 		} else {
 			sum, _ := w.funcs.moments(x, finiteMax(high))
 			p.mean = -sum
@@ -79,16 +70,16 @@ func (smoothedForward[T]) firstPass(w *worker[T], row, lo, hi int, partials []pa
 	}
 }
 
-// weightedDepth is -sum w x, where a weight of 0 counts for nothing, even if x is infinite.
-func weightedDepth[T float](dot *func(x, y []T) float64, x, w []T) float64 {
-	sum := -(*dot)(x, w)
+// weightedDepth is minus the sum of x * weight. A weight of 0 counts for nothing, even if x is infinite.
+func (w *worker[T]) weightedDepth(x, weight []T) float64 {
+	sum := -w.funcs.dot(x, weight)
 	if !math.IsNaN(sum) {
 		return sum
 	}
 	sum = 0
 	for i, v := range x {
-		if w[i] != 0 {
-			sum -= float64(v) * float64(w[i])
+		if weight[i] != 0 {
+			sum -= float64(v) * float64(weight[i])
 		}
 	}
 	return sum
@@ -106,11 +97,7 @@ func (smoothedForward[T]) combine(w *worker[T], row int, partials []partial) (st
 			stats = w.smoothed(t, w.upstream/w.divisor, high, 1/sum)
 		}
 	}
-	w.losses[w.task].loss += loss
-	w.losses[w.task].weight += t.weight
-	if w.ce.Reduction == kernels.ReduceNone && w.ce.Loss.Present() {
-		put(&w.ce.Loss, row, loss/w.divisor)
-	}
+	w.addLoss(row, loss, t.weight)
 	return stats
 }
 

@@ -50,8 +50,11 @@ def test_values_and_gradients(served, dtype, shape, eps):
     rows, dy = x.double(), dy.double()
     rnorm = (rows.square().sum(-1, keepdim=True) + eps).rsqrt()
     size = (dy.abs() + rows.abs() * rnorm.square() * (rows * dy).abs().sum(-1, keepdim=True)) * rnorm
-    extra = size * (2.0**-51 if dtype == DOUBLE else 2.0**-22)
-    assert_accurate(dx, theirs_dx, want_dx, "dx", extra=extra, slack=slack)
+    if dtype == DOUBLE:
+        bound = 1e-13 * (want_dx.abs() + want_dx.abs().max()) + size * 2.0**-51
+        assert ((dx - want_dx).abs() <= bound).all()
+    else:
+        assert_accurate(dx, theirs_dx, want_dx, "dx", extra=size * 2.0**-22, slack=slack)
 
 
 def test_of_functional_normalize(device):

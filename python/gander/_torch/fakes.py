@@ -183,7 +183,7 @@ class _Call:
             )
 
     def check_choice(self, name, dtype):
-        if dtype is not None and not _PACKAGES_DTYPES and _is_for_aot_inductor():
+        if not _PACKAGES_DTYPES and _is_for_aot_inductor():
             self.fail(
                 NotImplementedError,
                 f"{name} is {_name(dtype)}, expected None, because AOTInductor of torch {torch.__version__} "
@@ -192,6 +192,7 @@ class _Call:
 
     def dtype_of(self, operand):
         if chosen := self.values.get(operand.choice):
+            self.check_choice(operand.choice, chosen)
             return chosen
         like = self.values.get(operand.like)
         if like is not None:
@@ -224,7 +225,6 @@ def _fake(name):
     """The fake kernel of an operator."""
     operator, of, names = TORCH[name], operands(name), arguments(name)
     options = [option for option in OPERATORS[operator.operator].options if option.name in names]
-    choices = [of[result].choice for result in operator.results if of[result].choice]
 
     def fake(*given):
         values = by_name(name, given)
@@ -234,8 +234,6 @@ def _fake(name):
                 call.check_operand(of[argument], values[argument])
         for option in options:
             call.check_option(option, values[option.name])
-        for choice in choices:
-            call.check_choice(choice, values[choice])
         results = tuple(call.result(of[result]) for result in operator.results)
         return results[0] if len(results) == 1 else results or None
 
