@@ -37,6 +37,7 @@ var rowOps = []kernels.Op{
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
 	kernels.Rescale, kernels.LayerNormForward, kernels.LayerNormBackward,
 	kernels.RMSNormResidualForward, kernels.RMSNormResidualBackward,
+	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX, kernels.GeneralCrossEntropyBackward,
 }
 
 // everything tells whether tests that enumerate do so, as in CI, or take a sample.
@@ -108,16 +109,21 @@ func everyRequest(f func(request)) {
 							r.layout = policy.MixedTypes
 							f(r)
 						}
-						if op == kernels.CrossEntropyForward || op == kernels.CrossEntropyForwardDX {
+						switch op {
+						case kernels.CrossEntropyForward, kernels.GeneralCrossEntropyForward:
 							r.total = true
 							f(r)
-							if op == kernels.CrossEntropyForwardDX {
-								r.onePass = true
-								f(r)
-							}
-						}
-						if op == kernels.CrossEntropyBackward || op == kernels.Rescale {
+						case kernels.CrossEntropyForwardDX, kernels.GeneralCrossEntropyForwardDX:
+							r.total = true
+							f(r)
 							r.onePass = true
+							f(r)
+						case kernels.CrossEntropyBackward, kernels.GeneralCrossEntropyBackward, kernels.Rescale:
+							r.onePass = true
+							f(r)
+						}
+						if op == kernels.GeneralCrossEntropyForwardDX || op == kernels.GeneralCrossEntropyBackward {
+							r.weights = true
 							f(r)
 						}
 					}
@@ -272,7 +278,7 @@ func requireCovered(t *testing.T, f *driver.Facts, r request, p *plan, what stri
 				require.Less(t, min(p.chunk, vectors)*16*rows+2*16, int64(1<<20), what)
 			}
 		case kernels.Apply:
-			if r.op == kernels.CrossEntropyForward {
+			if r.op == kernels.CrossEntropyForward || r.op == kernels.GeneralCrossEntropyForward {
 				require.Equal(t, r.m, ctas, what)
 			} else {
 				require.Equal(t, r.m*int64(p.splits), ctas, what)

@@ -253,7 +253,7 @@ def test_options_are_checked(arguments, said, tmp_path):
 
 
 def test_without_transformers_a_model_of_torch_alone_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     result = run("--model", "tiny", "--out", tmp_path / "a")
     assert result.exit_code == 2 and "stand-in" in result.output
 
