@@ -45,7 +45,7 @@ func TestAlgorithmsAreWhatTheySay(t *testing.T) {
 								if n*x.Size()%16 != 0 {
 									r.layout = policy.MixedOffsets
 								}
-								what := fmt.Sprintf("%s %+v", name, r)
+								what := lazy(func() string { return fmt.Sprintf("%s %+v", name, r) })
 								p, err := makePlan(f, r)
 								if err != nil {
 									requireLimit(t, r, err, what)
@@ -69,7 +69,7 @@ func TestAlgorithmsAreWhatTheySay(t *testing.T) {
 }
 
 // requireLimit checks that an error names a limit of the algorithm, or of the grid's size.
-func requireLimit(t *testing.T, r request, err error, what string) {
+func requireLimit(t *testing.T, r request, err error, what lazy) {
 	a := r.Algorithm
 	limit := fmt.Sprintf(`^%v: algorithm "%v" (holds|splits|takes|needs) .*; use .*"auto"$`, r.op, a)
 	assert.Regexp(t, limit+"|thread blocks; pass fewer rows", err.Error(), what)
@@ -78,7 +78,7 @@ func requireLimit(t *testing.T, r request, err error, what string) {
 }
 
 // requireTrue compares a plan with the algorithm's description.
-func requireTrue(t *testing.T, a Algorithm, p *plan, what string) {
+func requireTrue(t *testing.T, a Algorithm, p *plan, what lazy) {
 	first := p.launches[0]
 	v, cluster := first.variant, first.geometry.Cluster
 	streams := v.Shape == kernels.Partial
@@ -204,8 +204,9 @@ func TestPreferredAlgorithm(t *testing.T) {
 	require.Error(t, err, "no algorithm serves such rows")
 }
 
-// Auto reports which algorithm it takes. A request for that algorithm gets the same kernels.
-func TestAutoTakesOneOfThem(t *testing.T) {
+// TestAutoPlansAreThoseOfAnAlgorithm: auto reports which algorithm it takes. A request for that algorithm gets
+// the same kernels.
+func TestAutoPlansAreThoseOfAnAlgorithm(t *testing.T) {
 	for name, f := range testDevices {
 		everyRequest(func(r request) {
 			if !choosable(r.op) || r.layout == policy.MixedTypes {
@@ -217,7 +218,7 @@ func TestAutoTakesOneOfThem(t *testing.T) {
 			}
 			r.Algorithm = p.taken
 			forced, err := makePlan(f, r)
-			what := fmt.Sprintf("%s %+v", name, r)
+			what := lazy(func() string { return fmt.Sprintf("%s %+v", name, r) })
 			require.NoError(t, err, what)
 			require.NotEqual(t, Auto, p.taken, what)
 			require.Equal(t, shapesOf(p), shapesOf(forced), what)
@@ -260,7 +261,7 @@ func TestBatchInvariantPlans(t *testing.T) {
 							}
 						}
 						if i == 0 {
-							requireCovered(t, f, r, p, fmt.Sprintf("%s %+v", name, r))
+							requireCovered(t, f, r, p, func() string { return fmt.Sprintf("%s %+v", name, r) })
 						}
 					}
 					if i == 0 {

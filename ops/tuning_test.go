@@ -76,7 +76,7 @@ func TestEveryCandidateCoversItsRows(t *testing.T) {
 				continue
 			}
 			served[rows[i].Regime]++
-			requireCovered(t, f, r, p, fmt.Sprintf("%v: %+v", &rows[i], r))
+			requireCovered(t, f, r, p, func() string { return fmt.Sprintf("%v: %+v", &rows[i], r) })
 		}
 	})
 	for regime := range policy.RegimeNames {
