@@ -204,8 +204,8 @@ func TestPreferredAlgorithm(t *testing.T) {
 	require.Error(t, err, "no algorithm serves such rows")
 }
 
-// TestAutoPlansAreThoseOfAnAlgorithm: auto reports which algorithm it takes. A request for that algorithm gets
-// the same kernels.
+// TestAutoPlansAreThoseOfAnAlgorithm: auto reports which algorithm it takes. A request for that one gets the
+// same kernels.
 func TestAutoPlansAreThoseOfAnAlgorithm(t *testing.T) {
 	for name, f := range testDevices {
 		everyRequest(func(r request) {

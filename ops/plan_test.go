@@ -37,7 +37,8 @@ var rowOps = []kernels.Op{
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
 	kernels.Rescale, kernels.LayerNormForward, kernels.LayerNormBackward,
 	kernels.RMSNormResidualForward, kernels.RMSNormResidualBackward,
-	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX, kernels.GeneralCrossEntropyBackward,
+	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX,
+	kernels.GeneralCrossEntropyBackward,
 }
 
 // everything tells whether tests that enumerate do so, as in CI, or take a sample.
