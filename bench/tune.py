@@ -49,6 +49,9 @@ def arguments(argv):
     p.add_argument("--ops", nargs="*", default=list(OPERATORS), choices=list(OPERATORS))
     p.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=["float16", "bfloat16", "float32"])
     p.add_argument("--shapes", nargs="*", default=SHAPES, type=shape, help="such as 32768x1024")
+    p.add_argument(
+        "--weight", choices=["float16", "bfloat16", "float32"], help="of norms; the rows' if not given"
+    )
     p.add_argument("--mixed-offsets", action="store_true", help="the first operand begins an element later")
     p.add_argument("--row-file", type=Path, help=argparse.SUPPRESS)  # of a process that main has started
     p.add_argument("--seconds", type=float, default=1.0, help="for the rows of one shape")
@@ -97,6 +100,10 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
     layout = layout_of(n, itemsize, options.mixed_offsets)
     torch.manual_seed(0)
     inputs = case.inputs(m, n, DTYPES[dtype], where)
+    if options.weight:
+        inputs = list(inputs)
+        for position in case.shared:
+            inputs[position] = inputs[position].to(DTYPES[options.weight])
     if options.mixed_offsets:
         inputs = (shifted(inputs[0]), *inputs[1:])
     usual = provider("gander").operators[name](*inputs)
@@ -126,6 +133,8 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
     figures = sections._beside_the_limit(choice, case.traffic, inputs, calls, results)
     limit = figures.get("limit", {}).get("us", 0)
     point = {"device": options.device, "operator": operator, "dtype": dtype, "layout": layout, "m": m, "n": n}
+    if options.weight:
+        point["weight"] = options.weight
     for row, result in results.items():
         yield point | {
             "row": row,

@@ -9,6 +9,7 @@ import (
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/internal/sizes"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/ops"
 )
@@ -114,19 +115,7 @@ func (o *outputs) discard() {
 // shape is a form of internal/operators. Its letters stand for the first operand's leading dimensions (L),
 // its second last (H) and its last dimension (N).
 func (o *outputs) shape(form string) (dims []int64) {
-	first := o.first.Dims()
-	last := len(first) - 1
-	for _, letter := range form {
-		switch letter {
-		case 'L':
-			dims = append(dims, first[:last]...)
-		case 'H':
-			dims = append(dims, first[max(last-1, 0):last]...)
-		case 'N':
-			dims = append(dims, first[last])
-		}
-	}
-	return dims
+	return sizes.Shape(form, o.first.Dims())
 }
 
 // shapeOf is the shape of an optional operand, which is one of the forms. If it is absent or has another

@@ -259,9 +259,9 @@ func (k *check) statistics(name string, t *dlpack.Tensor, allowed types) (s logS
 	f := k.form(name, t, shapeStatistics.forms)
 	switch {
 	case f == nil:
-	case f.sizes == "L":
+	case f.letters == "L":
 		s.Max = k.elements(name, t, d, &shapeStatistics)
-	case f.sizes == "S":
+	case f.letters == "S":
 		all := k.elements(name, t, d, &shapeStatistics)
 		if k.err != nil {
 			return s

@@ -55,6 +55,17 @@ const (
 
 var algorithmNames = [...]string{"auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk"}
 
+const always conditions = 0
+
+// The other conditions for forms.
+const (
+	unreduced conditions = 1 << 0 // reduction is none
+	summed    conditions = 1 << 1 // reduction is another than none
+	headed    conditions = 1 << 2 // the first operand has rank 2 or more
+	unread    conditions = 1 << 3 // the flag with which an output is read is not set
+	undivided conditions = 1 << 4 // reduction is not mean, or the denominator is given
+)
+
 // The rules for shapes.
 var (
 	shapeRows = shapeRule{inRows, []form{

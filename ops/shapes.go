@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/internal/sizes"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -16,15 +17,13 @@ type shapeRule struct {
 	forms  []form
 }
 
-// form is a shape that an operand may have. The letters of sizes stand for sizes of the first operand: its
-// leading dimensions (L), second last (H) and last dimension (N), 2, and twice the product of the leading
-// dimensions and one more (S). If count is true, L or S may be other sizes with the same product, and without
-// them there may be any sizes of 1.
+// form is a shape that an operand may have, in the letters of internal/operators. If count is true, L or S may
+// be other sizes with the same product, and without them there may be any sizes of 1.
 type form struct {
-	sizes string
-	count bool
-	when  conditions
-	text  string
+	letters string
+	count   bool
+	when    conditions
+	text    string
 }
 
 // layout says how an operand's elements lie in memory.
@@ -38,35 +37,8 @@ const (
 	broadcasts
 )
 
-// conditions are facts about a call, of which a form needs some.
-type conditions uint8
-
-const (
-	unreduced conditions = 1 << iota // a result for each row
-	summed                           // one for all
-	headed                           // the first operand has rank 2 or more
-	unread                           // no output is read
-	undivided                        // no denominator is needed that is not given
-	always    conditions = 0
-)
-
-// size returns the sizes that a letter of a form stands for. room holds them if the first operand does not.
-func (k *check) size(letter byte, room *[1]int64) []int64 {
-	last := len(k.dims) - 1
-	switch letter {
-	case 'L':
-		return k.dims[:last]
-	case 'H':
-		return k.dims[max(last-1, 0):last]
-	case 'N':
-		return k.dims[last:]
-	case '2':
-		room[0] = 2
-	case 'S':
-		room[0] = 2*product(k.dims[:last]) + 1
-	}
-	return room[:]
-}
+// conditions are facts about a call, of which a form needs some. operators_gen.go lists them.
+type conditions uint32
 
 // secondLast is the first operand's second last dimension, 0 if it has rank 1.
 func (k *check) secondLast() int64 {
@@ -79,37 +51,30 @@ func (k *check) secondLast() int64 {
 // fits reports whether dims are a form.
 func (k *check) fits(dims []int64, f *form) bool {
 	var room [1]int64
-	before, after, count := f.sizes, "", int64(1)
+	before, after, count := f.letters, "", int64(1)
 	if f.count {
-		before, after = "", f.sizes
-		if i := strings.IndexAny(f.sizes, "LS"); i >= 0 {
-			before, after, count = f.sizes[:i], f.sizes[i+1:], product(k.size(f.sizes[i], &room))
+		before, after = "", f.letters
+		if i := strings.IndexAny(f.letters, "LS"); i >= 0 {
+			before, after = f.letters[:i], f.letters[i+1:]
+			count = sizes.Product(sizes.Of(f.letters[i], k.dims, &room))
 		}
 	}
 	for i := range len(before) {
-		sizes := k.size(before[i], &room)
-		if len(dims) < len(sizes) || !slices.Equal(dims[:len(sizes)], sizes) {
+		part := sizes.Of(before[i], k.dims, &room)
+		if len(dims) < len(part) || !slices.Equal(dims[:len(part)], part) {
 			return false
 		}
-		dims = dims[len(sizes):]
+		dims = dims[len(part):]
 	}
 	for i := range len(after) {
-		sizes := k.size(after[len(after)-1-i], &room)
-		rest := len(dims) - len(sizes)
-		if rest < 0 || !slices.Equal(dims[rest:], sizes) {
+		part := sizes.Of(after[len(after)-1-i], k.dims, &room)
+		rest := len(dims) - len(part)
+		if rest < 0 || !slices.Equal(dims[rest:], part) {
 			return false
 		}
 		dims = dims[:rest]
 	}
-	return f.count && product(dims) == count || len(dims) == 0 && !f.count
-}
-
-func product(dims []int64) int64 {
-	n := int64(1)
-	for _, d := range dims {
-		n *= d
-	}
-	return n
+	return f.count && sizes.Product(dims) == count || len(dims) == 0 && !f.count
 }
 
 // form returns the form that an operand has, or nil after a failure.
@@ -143,14 +108,10 @@ func (k *check) unfit(name string, t *dlpack.Tensor, forms []form, without strin
 		if f.when&k.unmet != 0 {
 			continue
 		}
-		var room [1]int64
-		var sizes []int64
-		for i := range len(f.sizes) {
-			sizes = append(sizes, k.size(f.sizes[i], &room)...)
-		}
-		s := list(len(sizes), func(i int) int64 { return sizes[i] })
-		if f.count && strings.Trim(f.sizes, "LS") == "" {
-			s = strconv.FormatInt(product(sizes), 10)
+		dims := sizes.Shape(f.letters, k.dims)
+		s := list(len(dims), func(i int) int64 { return dims[i] })
+		if f.count && strings.Trim(f.letters, "LS") == "" {
+			s = strconv.FormatInt(sizes.Product(dims), 10)
 			counted = fmt.Sprintf(", which is %d elements", t.Len())
 		}
 		expected = append(expected, s+strings.Replace(f.text, "{x}", k.first, 1))
@@ -187,6 +148,14 @@ func (k *check) reads(read bool) {
 	if read {
 		k.unmet |= unread
 	}
+}
+
+// holds notes whether a flag is set, for a form that is allowed only then, or only if it is not.
+func (k *check) holds(flag bool, set, unset conditions) {
+	if flag {
+		set = unset
+	}
+	k.unmet |= set
 }
 
 // divides notes whether a denominator is needed that is not given.

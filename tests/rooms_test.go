@@ -25,8 +25,9 @@ var rooms = map[string][]string{
 	"kernels":         {"kernels"},
 	"internal/driver": {"internal/driver", "kernels", "dlpack"},
 	"internal/policy": {"internal/policy", "kernels"},
-	"ops":             {"ops", "internal/driver", "internal/policy", "kernels", "dlpack"},
-	"capi":            {"capi", "ops", "internal/driver", "kernels", "dlpack"},
+	"internal/sizes":  {"internal/sizes"},
+	"ops":             {"ops", "internal/driver", "internal/policy", "internal/sizes", "kernels", "dlpack"},
+	"capi":            {"capi", "ops", "internal/driver", "internal/sizes", "kernels", "dlpack"},
 }
 
 // walk calls f with the path and text of each file of a room that has one of the endings.

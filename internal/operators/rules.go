@@ -1,5 +1,11 @@
 package operators
 
+import (
+	"math"
+
+	"github.com/gander-go/gander/internal/sizes"
+)
+
 // Shape is a rule for the shape of an operand. Shapes describes the rules.
 type Shape int
 
@@ -29,13 +35,21 @@ type ShapeRule struct {
 
 // Form is a shape that follows from the shape of the operator's first operand, of M rows and N columns.
 type Form struct {
-	// Each letter stands for sizes. L: the leading dimensions, which are all but the last. H: the second last.
-	// N: the last. 2: 2. S: 2 M + 1.
-	Sizes string
+	Sizes string // Letters
 	// L or S may be other sizes with the same product. Without them, there may be any sizes of 1.
 	Count bool
 	When  When
 	Text  string // follows the sizes in a refusal; {x} is the first operand
+}
+
+// Letters are what forms are written in. A letter stands for sizes of the first operand's dimensions, or for a
+// number.
+var Letters = map[byte]sizes.Letter{
+	'L': {From: math.MaxInt32, To: 1},                    // the leading dimensions: all but the last
+	'H': {From: 2, To: 1},                                // the second last
+	'N': {From: 1, To: 0},                                // the last
+	'2': {Times: 2},                                      // 2
+	'S': {From: math.MaxInt32, To: 1, Times: 2, Plus: 1}, // 2 M + 1
 }
 
 // When tells in which calls a form is allowed.
@@ -43,16 +57,35 @@ type When int
 
 // The conditions.
 const (
-	Always    When = iota
-	Unreduced      // reduction is none
-	Summed         // reduction is another
-	Headed         // the first operand has rank 2 or more
-	// The flag that an output's Read names is not set. A gradient that forward has computed is for one number.
+	Always When = iota
+	Unreduced
+	Summed
+	Headed
 	Unread
-	// reduction is not mean, or the operand Denominator is given. No operator of PyTorch has that argument. An
-	// operator that writes the denominator does not need it.
 	Undivided
 )
+
+// Condition describes a When.
+type Condition struct {
+	Name string
+	Doc  string
+	// If it is that a flag of the operator is set, or is not, the flag's name. The other conditions have code
+	// of their own, in ops/shapes.go and in forms of python/gander/_table.
+	Flag string
+	Set  bool
+}
+
+// Conditions describes the conditions.
+var Conditions = [...]Condition{
+	Unreduced: {Name: "unreduced", Doc: "reduction is none"},
+	Summed:    {Name: "summed", Doc: "reduction is another than none"},
+	Headed:    {Name: "headed", Doc: "the first operand has rank 2 or more"},
+	// A gradient that forward has computed is for one number.
+	Unread: {Name: "unread", Doc: "the flag with which an output is read is not set"},
+	// No operator of PyTorch has the operand Denominator as an argument. An operator that writes it does not need
+	// it.
+	Undivided: {Name: "undivided", Doc: "reduction is not mean, or the denominator is given"},
+}
 
 // Denominator is the operand from which backward takes the denominator of a mean.
 const Denominator = "denominator"

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -118,13 +119,31 @@ func goOperators() string {
 	return t.String()
 }
 
+// goLetters generates internal/sizes/letters_gen.go.
+func goLetters() string {
+	var t text
+	t.add("%s\n\npackage sizes\n\nvar letters = [...]Letter{", goGenerated)
+	for _, name := range letterNames() {
+		l := operators.Letters[name]
+		t.add("%q: {%d, %d, %d, %d},", name, l.From, l.To, l.Times, l.Plus)
+	}
+	t.add("}")
+	return t.String()
+}
+
 // goRules writes the rules for shapes and element types as variables.
 func goRules(t *text) {
-	t.add("// The rules for shapes.\nvar (")
+	t.add("const always conditions = 0\n\n// The other conditions for forms.\nconst (")
+	for i, c := range operators.Conditions {
+		if c.Name != "" {
+			t.add("%s conditions = 1 << %d // %s", c.Name, i-1, c.Doc)
+		}
+	}
+	t.add(")\n\n// The rules for shapes.\nvar (")
 	for _, r := range operators.Shapes {
 		t.add("%s = shapeRule{%s, []form{", goShape(r), goLayouts[r.Layout])
 		for _, f := range r.Forms {
-			t.add("{%q, %t, %s, %q},", f.Sizes, f.Count, goConditions[f.When], f.Text)
+			t.add("{%q, %t, %s, %q},", f.Sizes, f.Count, goCondition(f.When), f.Text)
 		}
 		t.add("}}")
 	}
@@ -142,11 +161,14 @@ var (
 		operators.InRows: "inRows", operators.Contiguous: "contiguous", operators.Regular: "regular",
 		operators.Parts: "parts", operators.Broadcasts: "broadcasts",
 	}
-	goConditions = map[operators.When]string{
-		operators.Always: "always", operators.Unreduced: "unreduced", operators.Summed: "summed",
-		operators.Headed: "headed", operators.Unread: "unread", operators.Undivided: "undivided",
-	}
 )
+
+func goCondition(w operators.When) string {
+	if w == operators.Always {
+		return "always"
+	}
+	return operators.Conditions[w].Name
+}
 
 func goShape(r operators.ShapeRule) string { return "shape" + camel(r.Name) }
 func goType(r operators.DTypeRule) string  { return "type" + camel(r.Name) }
@@ -226,6 +248,11 @@ func goOperator(t *text, o operator) {
 		}
 		if p.Name == operators.Denominator && !p.Output {
 			t.add("k.divides(o.Reduction == kernels.ReduceMean && o.%s == nil)", field(p.Name))
+		}
+	}
+	for _, option := range o.options() {
+		if set, unset := conditionsOf(option.Name); set+unset != "" {
+			t.add("k.holds(o.%s, %s, %s)", camel(option.Name), cmp.Or(set, "always"), cmp.Or(unset, "always"))
 		}
 	}
 	for i, p := range o.Operands {

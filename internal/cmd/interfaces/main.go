@@ -41,6 +41,7 @@ func write(root string) error {
 		return err
 	}
 	files := map[string]string{
+		"internal/sizes/letters_gen.go":          goLetters(),
 		"kernels/operators_gen.go":               deviceOptions(),
 		"ops/operators_gen.go":                   goOperators(),
 		"capi/gander.h":                          cHeader,

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -183,4 +184,28 @@ func lower(list []operators.Constant) (names []string) {
 		names = append(names, strings.ToLower(c.Name))
 	}
 	return names
+}
+
+// letterNames lists the letters of forms.
+func letterNames() []byte { return slices.Sorted(maps.Keys(operators.Letters)) }
+
+// conditionsOf returns the conditions that a flag is set, and that it is not, "" for none.
+func conditionsOf(flag string) (set, unset string) {
+	for _, c := range operators.Conditions {
+		switch {
+		case c.Flag != flag:
+		case c.Set:
+			set = c.Name
+		default:
+			unset = c.Name
+		}
+	}
+	return set, unset
+}
+
+func pythonBool(b bool) string {
+	if b {
+		return "True"
+	}
+	return "False"
 }

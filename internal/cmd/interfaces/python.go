@@ -13,10 +13,6 @@ var (
 		operators.InRows: "rows", operators.Contiguous: "contiguous", operators.Regular: "regular",
 		operators.Parts: "parts", operators.Broadcasts: "broadcast",
 	}
-	conditionNames = map[operators.When]string{
-		operators.Always: "", operators.Unreduced: "unreduced", operators.Summed: "summed",
-		operators.Headed: "headed", operators.Unread: "unread", operators.Undivided: "undivided",
-	}
 	optionNames = map[operators.OptionType]string{
 		operators.Real: "real", operators.Integer: "integer", operators.Flag: "flag",
 		operators.Reduction: "reduction", operators.Algorithm: "algorithm",
@@ -33,7 +29,7 @@ func pythonTable() string {
 	t.add("")
 	t.add("from typing import Literal")
 	t.add("")
-	t.add("from .types import Argument, DTypeRule, Form, Operand, Operator, Option, Saved, ShapeRule, " +
+	t.add("from .types import Argument, DTypeRule, Form, Letter, Operand, Operator, Option, Saved, ShapeRule, " +
 		"TorchOperator")
 	t.add("")
 	t.add("STATUSES = (%s)", quoted(lower(operators.Statuses)...))
@@ -85,16 +81,23 @@ func pythonTable() string {
 
 // pythonRules writes the rules for shapes and element types.
 func pythonRules(t *text) {
-	t.add("SHAPES = {")
+	t.add("LETTERS = {")
+	for _, name := range letterNames() {
+		l := operators.Letters[name]
+		t.add("    %q: Letter(%d, %d, %d, %d),", string(name), l.From, l.To, l.Times, l.Plus)
+	}
+	t.add("}\n\nFLAGS: dict[str, tuple[str, bool]] = {")
+	for _, c := range operators.Conditions {
+		if c.Flag != "" {
+			t.add("    %q: (%q, %s),", c.Name, c.Flag, pythonBool(c.Set))
+		}
+	}
+	t.add("}\n\nSHAPES = {")
 	for _, r := range operators.Shapes {
 		var forms []string
 		for _, f := range r.Forms {
-			count := "False"
-			if f.Count {
-				count = "True"
-			}
 			forms = append(forms,
-				fmt.Sprintf("Form(%q, %s, %q, %q)", f.Sizes, count, conditionNames[f.When], f.Text))
+				fmt.Sprintf("Form(%q, %s, %q, %q)", f.Sizes, pythonBool(f.Count), operators.Conditions[f.When].Name, f.Text))
 		}
 		t.add("    %q: ShapeRule(", r.Name)
 		t.add("        %q,", layoutNames[r.Layout])

@@ -28,7 +28,12 @@ func torchOperators() string {
 			list = append(list, op.Name)
 		}
 	}
-	t.add("\nenum {")
+	t.add("\nstatic const Letter letters[] = {")
+	for _, name := range letterNames() {
+		l := operators.Letters[name]
+		t.add("    [%q] = {%d, %d, %d, %d},", name, l.From, l.To, l.Times, l.Plus)
+	}
+	t.add("};\n\nenum {")
 	for _, name := range list {
 		t.add("  OP_%s,", strings.ToUpper(name))
 	}

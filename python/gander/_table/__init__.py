@@ -11,7 +11,9 @@ from typing import Any
 from .operators_gen import (  # noqa: F401 - others import the table from here
     ALGORITHMS,
     DTYPES,
+    FLAGS,
     IF_SERVED,
+    LETTERS,
     MEAN,
     NONE,
     OPERATORS,
@@ -51,9 +53,12 @@ def has_rows(operand: Operand) -> bool:
 
 def sizes(letters: str, first: tuple) -> tuple:
     """The sizes that the letters of a form stand for. first: the shape of the first operand."""
-    leading = first[:-1]
-    known = {"L": leading, "H": first[-2:-1], "N": first[-1:], "2": (2,), "S": (2 * math.prod(leading) + 1,)}
-    return tuple(size for letter in letters for size in known[letter])
+    made = []
+    for name in letters:
+        letter, rank = LETTERS[name], len(first)
+        part = first[max(rank - letter.start, 0) : max(rank - letter.stop, 0)]
+        made += part if letter.times == 0 else [letter.times * math.prod(part) + letter.plus]
+    return tuple(made)
 
 
 def forms(name: str, operand: Operand, values: Mapping[str, Any]) -> list[Form]:
@@ -66,6 +71,7 @@ def forms(name: str, operand: Operand, values: Mapping[str, Any]) -> list[Form]:
         "undivided": reduction == MEAN,
         "headed": first is not None and first.ndim < 2,
         "unread": any(given.get(other.read) for other in operands(name).values() if other.read),
+        **{condition: bool(given.get(flag)) != on for condition, (flag, on) in FLAGS.items()},
     }
     return [form for form in SHAPES[operand.shape].forms if not unmet.get(form.when)]
 

@@ -5,7 +5,7 @@
 
 from typing import Literal
 
-from .types import Argument, DTypeRule, Form, Operand, Operator, Option, Saved, ShapeRule, TorchOperator
+from .types import Argument, DTypeRule, Form, Letter, Operand, Operator, Option, Saved, ShapeRule, TorchOperator
 
 STATUSES = ("ok", "null", "shape", "dtype", "device", "layout", "alignment", "overlap", "option", "version", "unsupported", "memory", "cuda", "fork", "internal")
 Algorithm = Literal["auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk"]
@@ -14,6 +14,17 @@ IF_SERVED = 256
 Reduction = Literal["none", "mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
 NONE, MEAN, SUM = range(len(REDUCTIONS))
+
+LETTERS = {
+    "2": Letter(0, 0, 2, 0),
+    "H": Letter(2, 1, 0, 0),
+    "L": Letter(2147483647, 1, 0, 0),
+    "N": Letter(1, 0, 0, 0),
+    "S": Letter(2147483647, 1, 2, 1),
+}
+
+FLAGS: dict[str, tuple[str, bool]] = {
+}
 
 SHAPES = {
     "rows": ShapeRule(

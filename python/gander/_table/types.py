@@ -3,18 +3,23 @@
 from typing import NamedTuple
 
 
+class Letter(NamedTuple):
+    """What a letter of a form stands for: the first operand's dimensions from start to stop, counted from the end,
+    or if times is not 0, times their product and plus."""
+
+    start: int
+    stop: int
+    times: int
+    plus: int
+
+
 class Form(NamedTuple):
     """A shape that an operand may have. It follows from the shape of the operator's first operand."""
 
-    # Each letter stands for sizes. L: the first operand's leading dimensions, which are all but the last.
-    # H: its second last dimension. N: its last. 2: 2. S: twice the product of the leading dimensions, plus 1.
-    sizes: str
+    sizes: str  # letters
     # L or S may be other sizes with the same product. Without them, there may be any sizes of 1.
     count: bool
-    # "": always. "unreduced": with reduction "none". "summed": with another. "undivided": unless reduction is
-    # "mean". "headed": if the first operand has rank 2 or more. "unread": unless the flag `read` of an output
-    # is set.
-    when: str
+    when: str  # "": always; else a condition of internal/operators/rules.go
     text: str  # follows the sizes in a refusal; {x} is the first operand
 
 

@@ -432,12 +432,15 @@ static bool is_demanded(const Operator* op, int i, const Value* arguments) {
 
 /* Fills in the sizes that the letters of a form stand for. Returns how many there are. */
 static int64_t fill_sizes(const char* form, const DLTensor* x, int64_t* sizes) {
-  int64_t count = 0, last = x->ndim - 1, rows = 1;
-  for (int64_t i = 0; i < last; i++) rows *= x->shape[i];
+  int64_t count = 0;
   for (; *form != 0; form++) {
-    int64_t from = *form == 'N' ? last : *form == 'H' ? last - 1 : 0, to = *form == 'N' ? last + 1 : last;
-    if (*form == 'S') sizes[count++] = 2 * rows + 1;
-    for (int64_t i = from < 0 ? 0 : from; *form != 'S' && i < to; i++) sizes[count++] = x->shape[i];
+    const Letter* letter = &letters[(unsigned char)*form];
+    int64_t from = x->ndim - letter->from, to = x->ndim - letter->to, product = 1;
+    for (int64_t i = from < 0 ? 0 : from; i < to; i++) {
+      if (letter->times == 0) sizes[count++] = x->shape[i];
+      product *= x->shape[i];
+    }
+    if (letter->times != 0) sizes[count++] = letter->times * product + letter->plus;
   }
   return count;
 }

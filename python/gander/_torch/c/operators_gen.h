@@ -492,6 +492,14 @@ static int32_t call_logsumexp_bwd(Call* call, const Operand* o, const Value* a) 
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
 }
 
+static const Letter letters[] = {
+    ['2'] = {0, 0, 2, 0},
+    ['H'] = {2, 1, 0, 0},
+    ['L'] = {2147483647, 1, 0, 0},
+    ['N'] = {1, 0, 0, 0},
+    ['S'] = {2147483647, 1, 2, 1},
+};
+
 enum {
   OP_SOFTMAX,
   OP_SOFTMAX_BWD,

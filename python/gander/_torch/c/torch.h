@@ -69,6 +69,12 @@ typedef struct {
 /* How the elements of an argument have to lie: Layout in internal/operators/rules.go. */
 typedef enum { IN_ROWS, CONTIGUOUS, REGULAR, BROADCASTS } Layout;
 
+/* What a letter of a form stands for beside the first operand: internal/sizes. */
+typedef struct {
+  int from, to;
+  int64_t times, plus;
+} Letter;
+
 typedef struct {
   const char* name;
   const char* operator; /* the operator's name in messages */
@@ -80,7 +86,7 @@ typedef struct {
   struct {
     const char* name;
     Layout layout;
-    const char* sizes[2]; /* of a new tensor, without and with a reduction: Form in internal/operators */
+    const char* sizes[2]; /* of a new tensor, without and with a reduction: letters of internal/operators */
     bool statistic;       /* a new tensor has the dtype of statistics by default, else the first operand's */
     int argument;         /* the argument that it is, or -1 */
     int over;             /* the operand that it is written over, or -1 */

@@ -1,0 +1,41 @@
+// Package sizes computes the shapes that follow from an operator's first operand. The letters of a shape are
+// defined in internal/operators.
+package sizes
+
+// Letter stands for the sizes of some dimensions of the first operand. From and To count them from the end: 0
+// is behind the last, and what is before the first is the first. If Times is not 0, it stands for one size
+// instead: Times times their product, and Plus.
+type Letter struct {
+	From, To    int
+	Times, Plus int64
+}
+
+// Of returns what a letter stands for beside a first operand of these dimensions, in room if they do not have
+// it.
+func Of(letter byte, first []int64, room *[1]int64) []int64 {
+	l, n := &letters[letter], len(first)
+	part := first[max(n-l.From, 0):max(n-l.To, 0)]
+	if l.Times == 0 {
+		return part
+	}
+	room[0] = l.Times*Product(part) + l.Plus
+	return room[:]
+}
+
+// Shape returns the shape that letters stand for.
+func Shape(letters string, first []int64) (dims []int64) {
+	var room [1]int64
+	for i := range len(letters) {
+		dims = append(dims, Of(letters[i], first, &room)...)
+	}
+	return dims
+}
+
+// Product returns the number of elements of a shape.
+func Product(dims []int64) int64 {
+	n := int64(1)
+	for _, d := range dims {
+		n *= d
+	}
+	return n
+}
