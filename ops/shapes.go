@@ -17,8 +17,8 @@ type shapeRule struct {
 	forms  []form
 }
 
-// form is a shape that an operand may have, in the letters of internal/operators. If count is true, L or S may
-// be other sizes with the same product, and without them there may be any sizes of 1.
+// form is a shape that an operand may have, in the letters of internal/operators. If count is true, L or S
+// may be other sizes with the same product, and without them there may be any sizes of 1.
 type form struct {
 	letters string
 	count   bool

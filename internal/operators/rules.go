@@ -42,8 +42,7 @@ type Form struct {
 	Text  string // follows the sizes in a refusal; {x} is the first operand
 }
 
-// Letters are what forms are written in. A letter stands for sizes of the first operand's dimensions, or for a
-// number.
+// Letters are what forms are written in. A letter stands for sizes of the first operand, or for a number.
 var Letters = map[byte]sizes.Letter{
 	'L': {From: math.MaxInt32, To: 1},                    // the leading dimensions: all but the last
 	'H': {From: 2, To: 1},                                // the second last
@@ -82,8 +81,7 @@ var Conditions = [...]Condition{
 	Headed:    {Name: "headed", Doc: "the first operand has rank 2 or more"},
 	// A gradient that forward has computed is for one number.
 	Unread: {Name: "unread", Doc: "the flag with which an output is read is not set"},
-	// No operator of PyTorch has the operand Denominator as an argument. An operator that writes it does not need
-	// it.
+	// No operator of PyTorch has the operand Denominator as an argument. What writes it does not need it.
 	Undivided: {Name: "undivided", Doc: "reduction is not mean, or the denominator is given"},
 }
 

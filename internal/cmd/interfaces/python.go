@@ -97,7 +97,8 @@ func pythonRules(t *text) {
 		var forms []string
 		for _, f := range r.Forms {
 			forms = append(forms,
-				fmt.Sprintf("Form(%q, %s, %q, %q)", f.Sizes, pythonBool(f.Count), operators.Conditions[f.When].Name, f.Text))
+				fmt.Sprintf("Form(%q, %s, %q, %q)", f.Sizes, pythonBool(f.Count),
+					operators.Conditions[f.When].Name, f.Text))
 		}
 		t.add("    %q: ShapeRule(", r.Name)
 		t.add("        %q,", layoutNames[r.Layout])
