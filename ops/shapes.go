@@ -88,6 +88,13 @@ func (k *check) form(name string, t *dlpack.Tensor, forms []form) *form {
 	return nil
 }
 
+// leading checks the shape of a first operand that has a rule of its own.
+func (k *check) leading(name string, t *dlpack.Tensor, r *shapeRule) {
+	if k.err == nil {
+		k.form(name, t, r.forms)
+	}
+}
+
 // like reports whether an operand has the shape of another. It may be that or, without the other, the first
 // form of its rule.
 func (k *check) like(name string, t *dlpack.Tensor, r *shapeRule, other string, o *dlpack.Tensor) bool {

@@ -352,6 +352,9 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	switch {
 	case leading:
 		t.add("a.%s = k.rows(%q, o.%s, %s)", f, p.Name, f, types)
+		if p.Shape != operators.Rows {
+			t.add("k.leading(%q, o.%s, &%s)", p.Name, f, goShape(rule))
+		}
 	case rule.Layout == operators.InRows && p.Fits != "":
 		t.add("a.%s = k.rowsFitting(%q, o.%s, %s, %q, o.%s)", f, p.Name, f, types, p.Fits, field(p.Fits))
 	case rule.Layout == operators.InRows:

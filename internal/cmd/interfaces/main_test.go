@@ -17,7 +17,7 @@ func TestTable(t *testing.T) {
 	for _, o := range all() {
 		require.NotEmpty(t, o.Operands, o.full())
 		first := o.Operands[0]
-		assert.Equal(t, operators.Rows, first.Shape, o.full())
+		assert.Equal(t, operators.InRows, operators.Shapes[first.Shape].Layout, o.full())
 		assert.False(t, first.Optional || first.Output, o.full())
 		for _, p := range o.Operands {
 			assert.False(t, seen[o.full()+"."+p.Name], "%s has two operands %s", o.full(), p.Name)

@@ -29,8 +29,12 @@ func pythonTable() string {
 	t.add("")
 	t.add("from typing import Literal")
 	t.add("")
-	t.add("from .types import Argument, DTypeRule, Form, Letter, Operand, Operator, Option, Saved, ShapeRule, " +
-		"TorchOperator")
+	t.add("from .types import (")
+	for _, name := range []string{"Argument", "DTypeRule", "Form", "Letter", "Operand", "Operator", "Option",
+		"Saved", "ShapeRule", "TorchOperator"} {
+		t.add("    %s,", name)
+	}
+	t.add(")")
 	t.add("")
 	t.add("STATUSES = (%s)", quoted(lower(operators.Statuses)...))
 	t.add("Algorithm = Literal[%s]", quoted(lower(operators.Algorithms)...))

@@ -5,7 +5,18 @@
 
 from typing import Literal
 
-from .types import Argument, DTypeRule, Form, Letter, Operand, Operator, Option, Saved, ShapeRule, TorchOperator
+from .types import (
+    Argument,
+    DTypeRule,
+    Form,
+    Letter,
+    Operand,
+    Operator,
+    Option,
+    Saved,
+    ShapeRule,
+    TorchOperator,
+)
 
 STATUSES = ("ok", "null", "shape", "dtype", "device", "layout", "alignment", "overlap", "option", "version", "unsupported", "memory", "cuda", "fork", "internal")
 Algorithm = Literal["auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk"]

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 
 class Letter(NamedTuple):
-    """What a letter of a form stands for: the first operand's sizes from start to stop, counted from the end, or
-    if times is not 0, times their product and plus."""
+    """What a letter of a form stands for: the first operand's sizes from start to stop, counted from the end,
+    or if times is not 0, times their product and plus."""
 
     start: int
     stop: int

@@ -114,6 +114,8 @@ class _Call:
             self.check(
                 shape[-1] >= 1, lambda: f"{name} has shape {shape}, expected {expected}; skip the call"
             )
+            if operand.shape != "rows":
+                self.check_shape(operand, shape)
         if name in self.operator.writes:
             self.check_written(name, tensor)
 
