@@ -513,16 +513,15 @@ typedef struct {
   -1, -100, 0, 0, 0}
 
 /* The cross-entropy of N rows whose classes are divided into R slices, from what cross_entropy_forward
- * computes of each slice. parts is contiguous, of shape (R, 3, N), or (R, 4, N) with weighted. For each
- * slice it has the rows' maxima and the logarithms of their sums of exp(x - max), the two parts of lse;
- * then the loss of each row, NaN if the target is not in the slice (a slice without classes has -inf,
- * -inf, NaN); and with weighted the weight of the target's class in the slice that has it, elsewhere 0.
- * target counts the classes of all slices. losses, loss, weights and denominator are as
- * cross_entropy_forward's of whole rows: each row's loss, their sum or mean, each row's weight, and the
- * sum of the weights. max and log_sum are the two parts of the lse of whole rows, except that log_sum is
- * NaN if the target is outside of [0, classes) and the row is not ignored: so is then its gradient in
- * every slice.
- *   parts: (M, N); float32, on the host also float64.
+ * computes of each slice. parts is contiguous. For each slice it has the rows' maxima and the logarithms
+ * of their sums of exp(x - max), the two parts of lse; then the loss of each row, NaN if the target is not
+ * in the slice (a slice without classes has -inf, -inf, NaN); and with weighted the weight of the target's
+ * class in the slice that has it, elsewhere 0. target counts the classes of all slices. losses, loss,
+ * weights and denominator are as cross_entropy_forward's of whole rows: each row's loss, their sum or
+ * mean, each row's weight, and the sum of the weights. max and log_sum are the two parts of the lse of
+ * whole rows, except that log_sum is NaN if the target is outside of [0, classes) and the row is not
+ * ignored: so is then its gradient in every slice.
+ *   parts: (R, 3, N), or (R, 4, N) with weighted; float32, on the host also float64.
  *   target: (N), contiguous; int32 or int64.
  *   max: (N), contiguous; float64 if parts is, else float32.
  *   log_sum: (N), contiguous; float64 if parts is, else float32. */

@@ -59,11 +59,13 @@ const always conditions = 0
 
 // The other conditions for forms.
 const (
-	unreduced conditions = 1 << 0 // reduction is none
-	summed    conditions = 1 << 1 // reduction is another than none
-	headed    conditions = 1 << 2 // the first operand has rank 2 or more
-	unread    conditions = 1 << 3 // the flag with which an output is read is not set
-	undivided conditions = 1 << 4 // reduction is not mean, or the denominator is given
+	unreduced  conditions = 1 << 0 // reduction is none
+	summed     conditions = 1 << 1 // reduction is another than none
+	headed     conditions = 1 << 2 // the first operand has rank 2 or more
+	unread     conditions = 1 << 3 // the flag with which an output is read is not set
+	undivided  conditions = 1 << 4 // reduction is not mean, or the denominator is given
+	weighted   conditions = 1 << 5 // weighted is set
+	unweighted conditions = 1 << 6 // weighted is not set
 )
 
 // The rules for shapes.
@@ -102,6 +104,10 @@ var (
 	}}
 	shapeBroadcast = shapeRule{broadcasts, []form{
 		{"LN", false, always, ", the shape of {x}"},
+	}}
+	shapeSlices = shapeRule{inRows, []form{
+		{"R3N", false, unweighted, ": three numbers of each of N rows for each of R slices"},
+		{"R4N", false, weighted, ": four numbers of each of N rows for each of R slices"},
 	}}
 )
 
@@ -1015,18 +1021,17 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 
 // ShardedCrossEntropyCombine is the operator sharded_cross_entropy_combine: The cross-entropy of N rows whose
 // classes are divided into R slices, from what cross_entropy_forward computes of each slice. parts is
-// contiguous, of shape (R, 3, N), or (R, 4, N) with weighted. For each slice it has the rows' maxima and the
-// logarithms of their sums of exp(x - max), the two parts of lse; then the loss of each row, NaN if the
-// target is not in the slice (a slice without classes has -inf, -inf, NaN); and with weighted the weight of
-// the target's class in the slice that has it, elsewhere 0. target counts the classes of all slices. losses,
-// loss, weights and denominator are as cross_entropy_forward's of whole rows: each row's loss, their sum or
-// mean, each row's weight, and the sum of the weights. max and log_sum are the two parts of the lse of whole
-// rows, except that log_sum is NaN if the target is outside of [0, classes) and the row is not ignored: so is
-// then its gradient in every slice.
+// contiguous. For each slice it has the rows' maxima and the logarithms of their sums of exp(x - max), the
+// two parts of lse; then the loss of each row, NaN if the target is not in the slice (a slice without classes
+// has -inf, -inf, NaN); and with weighted the weight of the target's class in the slice that has it,
+// elsewhere 0. target counts the classes of all slices. losses, loss, weights and denominator are as
+// cross_entropy_forward's of whole rows: each row's loss, their sum or mean, each row's weight, and the sum
+// of the weights. max and log_sum are the two parts of the lse of whole rows, except that log_sum is NaN if
+// the target is outside of [0, classes) and the row is not ignored: so is then its gradient in every slice.
 //
 // M and N are the rows and columns of parts. A refused call writes nothing.
 type ShardedCrossEntropyCombine struct {
-	Parts       *dlpack.Tensor // (M, N); float32, on the host also float64
+	Parts       *dlpack.Tensor // (R, 3, N), or (R, 4, N) with weighted; float32, on the host also float64
 	Target      *dlpack.Tensor // (N), contiguous; int32 or int64
 	Max         *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32
 	LogSum      *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32
@@ -1071,7 +1076,9 @@ func (o ShardedCrossEntropyCombine) Run(c *Call) error {
 		Weighted:    o.Weighted,
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
+	k.holds(o.Weighted, weighted, unweighted)
 	a.Parts = k.rows("parts", o.Parts, typeWide.narrow)
+	k.leading("parts", o.Parts, &shapeSlices)
 	a.Target = k.vector("target", o.Target, typeIndex.with(a.Parts.DType), &shapeColumns)
 	a.Max = k.vector("max", o.Max, typeStatistic.with(a.Parts.DType), &shapeColumns)
 	k.output()

@@ -10,13 +10,7 @@ import (
 )
 
 func (a *shardedCrossEntropyCombine) refuse(k *check) {
-	p := a.Parts
-	switch each := a.each(); {
-	case k.err != nil:
-	case p.Rows > 0 && k.secondLast() != each:
-		k.fail(StatusShape, "parts has %d rows of %d elements in each slice, expected (R, %d, N) for R slices: "+
-			"three numbers of each of N rows, with weighted four", k.secondLast(), p.Cols, each)
-	case p.Rows > 1 && p.Stride != p.Cols:
+	if p := a.Parts; p.Rows > 1 && p.Stride != p.Cols {
 		k.fail(StatusLayout, "parts has rows of %d elements %d apart, expected adjacent rows; make it contiguous",
 			p.Cols, p.Stride)
 	}

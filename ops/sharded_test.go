@@ -174,10 +174,10 @@ func TestShardedCrossEntropyRefuses(t *testing.T) {
 		"parts has dtype float16, expected float32 or float64": func(o *combine) {
 			o.Parts = empty(t, dlpack.Float16, 2, 3, 5)
 		},
-		"parts has 4 rows of 5 elements in each slice, expected (R, 3, N)": func(o *combine) {
+		"parts has shape (3, 4, 5), expected (3, 3, 5): three numbers of each of N rows": func(o *combine) {
 			o.Parts = f(3, 4, 5)
 		},
-		"parts has 3 rows of 5 elements in each slice, expected (R, 4, N)": func(o *combine) {
+		"parts has shape (4, 3, 5), expected (4, 4, 5): four numbers of each of N rows": func(o *combine) {
 			o.Parts, o.Weighted = f(4, 3, 5), true
 		},
 		"parts has rows of 5 elements 7 apart, expected adjacent rows": func(o *combine) {

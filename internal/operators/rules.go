@@ -21,6 +21,7 @@ const (
 	Statistics
 	One
 	Broadcast
+	Slices
 )
 
 // ShapeRule describes a rule for shapes. An operator's checks in package ops, the operands that kernels.c
@@ -49,6 +50,9 @@ var Letters = map[byte]sizes.Letter{
 	'N': {From: 1, To: 0},                                // the last
 	'2': {Times: 2},                                      // 2
 	'S': {From: math.MaxInt32, To: 1, Times: 2, Plus: 1}, // 2 M + 1
+	'R': {From: math.MaxInt32, To: 2},                    // all but the last two
+	'3': {Times: 3},
+	'4': {Times: 4},
 }
 
 // When tells in which calls a form is allowed.
@@ -62,6 +66,8 @@ const (
 	Headed
 	Unread
 	Undivided
+	Weighted
+	Unweighted
 )
 
 // Condition describes a When.
@@ -82,7 +88,9 @@ var Conditions = [...]Condition{
 	// A gradient that forward has computed is for one number.
 	Unread: {Name: "unread", Doc: "the flag with which an output is read is not set"},
 	// No operator of PyTorch has the operand Denominator as an argument. What writes it does not need it.
-	Undivided: {Name: "undivided", Doc: "reduction is not mean, or the denominator is given"},
+	Weighted:   {Name: "weighted", Doc: "weighted is set", Flag: "weighted", Set: true},
+	Unweighted: {Name: "unweighted", Doc: "weighted is not set", Flag: "weighted"},
+	Undivided:  {Name: "undivided", Doc: "reduction is not mean, or the denominator is given"},
 }
 
 // Denominator is the operand from which backward takes the denominator of a mean.
@@ -159,6 +167,13 @@ var Shapes = [...]ShapeRule{
 		Doc: "broadcasts to the first operand's shape; the leading dimensions' strides collapse into three or " +
 			"fewer, the last stride is 1 or 0",
 		Forms: []Form{{Sizes: "LN", Text: ", the shape of {x}"}},
+	},
+	Slices: {
+		Name: "slices", Doc: "(R, 3, N), or (R, 4, N) with weighted", Layout: InRows,
+		Forms: []Form{
+			{Sizes: "R3N", When: Unweighted, Text: ": three numbers of each of N rows for each of R slices"},
+			{Sizes: "R4N", When: Weighted, Text: ": four numbers of each of N rows for each of R slices"},
+		},
 	},
 }
 

@@ -131,7 +131,7 @@ func letters(list []operators.Operand) string {
 		switch {
 		case rule.Layout == operators.Broadcasts:
 			letter = 'b'
-		case sizes == "LN":
+		case rule.Layout == operators.InRows:
 			letter = 'm'
 		case sizes == "N" && indices:
 			letter = 'u'

@@ -28,13 +28,18 @@ NONE, MEAN, SUM = range(len(REDUCTIONS))
 
 LETTERS = {
     "2": Letter(0, 0, 2, 0),
+    "3": Letter(0, 0, 3, 0),
+    "4": Letter(0, 0, 4, 0),
     "H": Letter(2, 1, 0, 0),
     "L": Letter(2147483647, 1, 0, 0),
     "N": Letter(1, 0, 0, 0),
+    "R": Letter(2147483647, 2, 0, 0),
     "S": Letter(2147483647, 1, 2, 1),
 }
 
 FLAGS: dict[str, tuple[str, bool]] = {
+    "weighted": ("weighted", True),
+    "unweighted": ("weighted", False),
 }
 
 SHAPES = {
@@ -78,6 +83,10 @@ SHAPES = {
     "broadcast": ShapeRule(
         "broadcast",
         (Form("LN", False, "", ", the shape of {x}"),),
+    ),
+    "slices": ShapeRule(
+        "rows",
+        (Form("R3N", False, "unweighted", ": three numbers of each of N rows for each of R slices"), Form("R4N", False, "weighted", ": four numbers of each of N rows for each of R slices"),),
     ),
 }
 
@@ -302,7 +311,7 @@ OPERATORS = {
     "sharded_cross_entropy_combine": Operator(
         owned="gander_sharded_cross_entropy",
         operands=(
-            Operand("parts", "rows", "wide"),
+            Operand("parts", "slices", "wide"),
             Operand("target", "columns", "index"),
             Operand("max", "columns", "statistic", output=True),
             Operand("log_sum", "columns", "statistic", output=True),

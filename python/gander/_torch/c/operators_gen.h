@@ -494,9 +494,12 @@ static int32_t call_logsumexp_bwd(Call* call, const Operand* o, const Value* a) 
 
 static const Letter letters[] = {
     ['2'] = {0, 0, 2, 0},
+    ['3'] = {0, 0, 3, 0},
+    ['4'] = {0, 0, 4, 0},
     ['H'] = {2, 1, 0, 0},
     ['L'] = {2147483647, 1, 0, 0},
     ['N'] = {1, 0, 0, 0},
+    ['R'] = {2147483647, 2, 0, 0},
     ['S'] = {2147483647, 1, 2, 1},
 };
 
