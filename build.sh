@@ -487,7 +487,7 @@ check_emulated() {
 emulate() {
   local folder=$STATE/emulator-$1
   mkdir -p "$folder"
-  "$VENV/bin/python" tests/emulator/build.py "$folder" "${NVCC%/bin/nvcc}/include" "$1"
+  "$VENV/bin/python" tests/emulator/build.py "$folder" "${NVCC%/bin/nvcc}/include" "$1" "$CACHE/emulator"
   LD_LIBRARY_PATH=$folder GANDER_TUNE=row PYTHONPATH=python EMULATED_DEVICE=$2 \
     "$VENV/bin/python" -m pytest tests/emulator -n 2 --timeout 600 "${@:3}"
 }

@@ -104,6 +104,7 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
         inputs = list(inputs)
         for position in case.shared:
             inputs[position] = inputs[position].to(DTYPES[options.weight])
+    aligned = inputs  # for the plain kernel, which moves whole vectors
     if options.mixed_offsets:
         inputs = (shifted(inputs[0]), *inputs[1:])
     usual = provider("gander").operators[name](*inputs)
@@ -130,7 +131,7 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
     known = explained is not None and layout != "mixed-offsets"
     policy = policy_row(gander.explain(explained, inputs[0])) if known else ""
     choice = sections.Options(providers=(), seconds=options.seconds)
-    figures = sections._beside_the_limit(choice, case.traffic, inputs, calls, results)
+    figures = sections._beside_the_limit(choice, case.traffic, aligned, calls, results)
     limit = figures.get("limit", {}).get("us", 0)
     point = {"device": options.device, "operator": operator, "dtype": dtype, "layout": layout, "m": m, "n": n}
     if options.weight:

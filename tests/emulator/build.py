@@ -1,12 +1,13 @@
-"""Builds the emulator's libcuda.so.1: python build.py FOLDER CUDA_INCLUDE ARCH
+"""Builds the emulator's libcuda.so.1: python build.py FOLDER CUDA_INCLUDE ARCH CACHE
 
-ARCH is the compute capability as kernels see it, such as 900. What has not changed since the last build in
-FOLDER is not compiled again.
+ARCH is the compute capability as kernels see it, such as 900. CACHE keeps what was compiled, by a digest of
+all that it depends on.
 """
 
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -35,20 +36,23 @@ def included(path, folders):
     return sorted(found)
 
 
-def build(folder, cuda, arch):
+def build(folder, cuda, arch, cache):
     rewrite.main(KERNELS, folder)
     compiler = subprocess.run(["g++", "--version"], check=True, capture_output=True).stdout
-    flags = [*FLAGS, f"-DEMULATED_ARCH={arch}", f"-I{HERE}", f"-I{folder}", f"-isystem{cuda}"]
+    flags, paths = [*FLAGS, f"-DEMULATED_ARCH={arch}"], [f"-I{HERE}", f"-I{folder}", f"-isystem{cuda}"]
+    cache.mkdir(parents=True, exist_ok=True)
 
     def compiled(source):
         forced = ["-include", "emulator.h"] if source.parent == folder else []
         digest = hashlib.sha256(compiler + " ".join(flags).encode())
         for path in [*included(source, (HERE, folder)), *([HERE / "emulator.h"] if forced else [])]:
             digest.update(path.read_bytes())
-        target, stamp = folder / f"{source.stem}.o", folder / f"{source.stem}.digest"
-        if not stamp.exists() or stamp.read_text() != digest.hexdigest():
-            run("g++", *flags, *forced, "-c", str(source), "-o", str(target))
-            stamp.write_text(digest.hexdigest())
+        target = cache / f"{digest.hexdigest()}.o"
+        if not target.exists():
+            made = folder / f"{source.stem}.o"
+            run("g++", *flags, *paths, *forced, "-c", str(source), "-o", str(made))
+            shutil.copy(made, copy := target.with_suffix(f".{os.getpid()}"))
+            copy.replace(target)  # whole, or not at all
         return str(target)
 
     sources = [*sorted(folder.glob("*_gen.cpp")), HERE / "emulator.cpp", HERE / "driver.cpp"]
@@ -59,4 +63,4 @@ def build(folder, cuda, arch):
 
 
 if __name__ == "__main__":
-    build(*(Path(argument).resolve() for argument in sys.argv[1:3]), sys.argv[3])
+    build(*(Path(argument).resolve() for argument in sys.argv[1:3]), sys.argv[3], Path(sys.argv[4]))
