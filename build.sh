@@ -39,6 +39,7 @@ usage: ./build.sh TASK [ARGUMENT...]
   gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest, and is
              several times faster with pytest-xdist
   wheel      build a manylinux wheel in dist/, for all architectures or for those of GANDER_ARCHS
+  sdist      pack the tracked files in dist/, from which pip builds
   env        print shell commands: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
   clean      remove what was built in this checkout; `clean --cache` also removes the toolchain and the
              compiled kernels
@@ -551,9 +552,10 @@ check_notorch() {
   PYTHONPATH=python "$STATE/numpy/bin/python" -m gander check
 }
 
-# pip_install_of VENV OPTION...: `pip install` of a checkout for sm_90, whose kernels other checks compile too.
+# pip_install_of VENV OPTION...: pip installs a checkout for sm_90, whose kernels other checks compile too.
 pip_install_of() {
-  GANDER_ARCHS=sm_90 elsewhere "$1/bin/python" -m pip install --verbose --no-input --disable-pip-version-check "${@:2}"
+  GANDER_ARCHS=sm_90 elsewhere "$1/bin/python" -m pip install \
+    --verbose --no-input --disable-pip-version-check "${@:2}"
 }
 
 # Installs gander as users do, from a git checkout that has the files of an sdist and no others. That does not
@@ -701,6 +703,14 @@ task_wheel() {
   say "$(ls dist/*.whl) ($(du -h dist/*.whl | cut -f1))"
 }
 
+task_sdist() {
+  local tools
+  compilers
+  tools=$(unpacked requirements-wheel.txt)
+  mkdir -p dist
+  say "dist/$(PYTHONPATH=$tools backend 'print(backend.build_sdist("dist"))')"
+}
+
 # pip_wheel FOLDER OUT: builds the wheel of the package in a folder, with the tools on PYTHONPATH.
 pip_wheel() {
   "$VENV/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$2" "$1"
@@ -743,14 +753,14 @@ try_wheels() {
 elsewhere() { (cd / && env --unset PYTHONPATH "$@"); }
 
 task_clean() {
-  rm -rf "$ROOT/.venv" "$STATE" dist bench/build bench/*.egg-info demo.png
+  rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
   rm -f python/gander/_*/*.so kernels/images/*.fatbin
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | env | clean | help)
+  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | sdist | env | clean | help)
     "task_$TASK" "${@:2}"
     ;;
   --check)
