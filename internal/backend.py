@@ -28,10 +28,10 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 NAME = PROJECT["name"].replace("-", "_")  # in names of files
 _VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
-VERSION = _VERSION.search((ROOT / "python/gander/info.py").read_text())[1]
+VERSION = _VERSION.search((ROOT / "python/gander/info.py").read_text("utf-8"))[1]
 LIBRARIES = "_native/libgander.so", "_torch/libgander_torch.so"
 PLATFORM = "linux_x86_64"  # of libraries that gcc links for this machine
 HEADERS = "capi/gander.h", "dlpack/dlpack.h"
@@ -139,7 +139,7 @@ def _capabilities() -> list[tuple[int, int]]:
 
 def _architecture(major: int, minor: int) -> str:
     """The architecture of a full wheel that such a GPU runs: machine code of its major version, else PTX."""
-    script = (ROOT / "build.sh").read_text()
+    script = (ROOT / "build.sh").read_text("utf-8")
     native = re.findall(
         r"sm_(\d+)(\d)\b", re.search(r'^readonly WHEEL_ARCHS="(.*)"', script, re.MULTILINE)[1]
     )
@@ -249,4 +249,4 @@ def _readme() -> str:
         return f"{link['image']}[{link['text']}]({address}/{kind}/v{VERSION}/{link['path']})"
 
     links = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<path>[^)]+)\)")
-    return links.sub(absolute, (ROOT / "README.md").read_text())
+    return links.sub(absolute, (ROOT / "README.md").read_text("utf-8"))

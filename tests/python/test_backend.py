@@ -239,7 +239,9 @@ def test_what_a_wheel_holds(backend, checkout, tmp_path):
         assert (digest, int(size)) == (f"sha256={want}", len(data)), path
     assert set(recorded) == set(names) - {f"{info}/RECORD"}
     assert f'\n__version__ = "{version}"\n' in archive.read("gander/info.py").decode()
+    assert names[:-4] == sorted(names[:-4]), "the order of a folder's files shows"
     for path in names:
+        assert archive.getinfo(path).date_time == (1980, 1, 1, 0, 0, 0), path
         mode = archive.getinfo(path).external_attr >> 16
         assert mode == (0o100755 if path.endswith(".so") else 0o100644), path
 
@@ -324,7 +326,7 @@ def test_an_sdist_has_the_tracked_files(tmp_path):
         members = {member.name: member for member in archive.getmembers()}
         built = {path: archive.extractfile(member).read() for path, member in members.items()}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert sorted(members) == sorted(f"{top}/{path}" for path in [*tracked.splitlines(), "PKG-INFO"])
+    assert list(members) == sorted(f"{top}/{path}" for path in [*tracked.splitlines(), "PKG-INFO"])
     for path in "build.sh", "pyproject.toml", "internal/backend.py", "requirements-toolchain.txt", "go.sum":
         assert built[f"{top}/{path}"] == (ROOT / path).read_bytes()
     assert members[f"{top}/build.sh"].mode == 0o755 and members[f"{top}/README.md"].mode == 0o644
