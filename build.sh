@@ -17,10 +17,10 @@ readonly KERNEL=python/gander/_torch/libgander_torch.so # the kernels' registrat
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_90"
 readonly SOURCES="capi dlpack internal kernels ops python"
-readonly GLIBC=2.28                      # the oldest glibc for wheels; python/pyproject.toml names it too
+readonly GLIBC=2.28                      # the oldest glibc for wheels; and so in their names
 
 # The checks of `test`: two sequences that run in parallel.
-readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c"
+readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c install"
 readonly PYTHON_LANE="ruff clangformat types pytest notorch emulated"
 
 task_help() {
@@ -39,6 +39,7 @@ usage: ./build.sh TASK [ARGUMENT...]
   gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest, and is
              several times faster with pytest-xdist
   wheel      build a manylinux wheel in dist/, for all architectures or for those of GANDER_ARCHS
+  sdist      pack the tracked files in dist/, from which pip builds
   env        print shell commands: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
   clean      remove what was built in this checkout; `clean --cache` also removes the toolchain and the
              compiled kernels
@@ -237,7 +238,8 @@ compilers() {
   local tree tool
   [[ $(uname -sm) == "Linux x86_64" ]] || die "gander builds on Linux x86_64, not on $(uname -sm)"
   for tool in gcc g++; do
-    command -v $tool >/dev/null || die "no $tool on PATH: install the C and C++ compilers"
+    command -v $tool >/dev/null || die "no $tool on PATH: install the C and C++ compilers, for example with" \
+      "apt-get install gcc g++ (Debian, Ubuntu) or dnf install gcc gcc-c++ (Fedora, Red Hat)"
   done
   usable_paths
   trusted_cache
@@ -283,12 +285,12 @@ commit() {
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
-# library CC PACKAGE: builds libgander.so from Go, and libgander_torch.so, which registers the operators with
-# PyTorch, from C.
+# library CC PACKAGE [VERSION]: builds libgander.so from Go, and libgander_torch.so, which registers the
+# operators with PyTorch, from C. VERSION is that of a wheel.
 library() {
   mkdir -p "$2/_native" "$2/_torch"
   local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so" facts
-  facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version)"
+  facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version) -X main.wheel=${3:-}"
   CC="'$1'" go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
     -ldflags "-s -w -buildid= -B=none $facts -extldflags \"$linker\"" -o "$2/_native/libgander.so" ./capi
   rm -f "$2/_native/libgander.h" # the header is capi/gander.h
@@ -550,6 +552,39 @@ check_notorch() {
   PYTHONPATH=python "$STATE/numpy/bin/python" -m gander check
 }
 
+# pip_install_of VENV OPTION...: pip installs a checkout for sm_90, whose kernels other checks compile too.
+pip_install_of() {
+  GANDER_ARCHS=sm_90 elsewhere "$1/bin/python" -m pip install \
+    --verbose --no-input --disable-pip-version-check "${@:2}"
+}
+
+# Installs gander as users do, from a git checkout that has the files of an sdist and no others. That does not
+# change the checkout. It is then installed again as an editable one.
+check_install() {
+  local folder=$STATE/install tree=$STATE/install/checkout changed
+  rm -rf "$folder"
+  mkdir -p "$tree" # not under its own name: pip caches wheels of folders whose names have a version
+  backend 'backend.build_sdist(sys.argv[1])' "$folder"
+  tar -xzf "$folder"/*.tar.gz -C "$tree" --strip-components 1
+  git -C "$tree" init --quiet
+  git -C "$tree" add --all
+  numpy_venv "$folder/venv"
+  pip_install_of "$folder/venv" "$tree" 2>&1 | tee "$folder/pip.log"
+  grep -q -e '-> kernels for sm_90' "$folder/pip.log" || die "pip -v does not show the steps of build.sh"
+  changed=$(git -C "$tree" ls-files --others --modified --deleted --exclude-standard)
+  [[ -z $changed ]] || die "pip install changed the checkout:"$'\n'"$changed"
+  elsewhere "$folder/venv/bin/python" -c "$TRY_NUMPY$TRY_VERSION"
+  elsewhere "$folder/venv/bin/python" -m gander check
+  pip_install_of "$folder/venv" --editable "$tree"
+  elsewhere "$folder/venv/bin/python" -c "$TRY_NUMPY$TRY_EDITABLE" "$tree"
+}
+
+readonly TRY_EDITABLE='
+import sys
+
+assert gander.__file__.startswith(sys.argv[1]), gander.__file__
+'
+
 # lane NAME...: runs checks one after the other, each in its own process, and stores their results.
 lane() {
   local name start log
@@ -642,31 +677,38 @@ task_test() {
 
 # ---- Wheel and clean ----
 
+# backend CODE ARGUMENT...: runs Python code with internal/backend.py, which packs the wheels.
+backend() {
+  PYTHONPATH=internal${PYTHONPATH:+:$PYTHONPATH} "$VENV/bin/python" -c "import sys, backend; $1" "${@:2}"
+}
+
 # Links the library against an old glibc, with kernels for all architectures, and tries the wheel in an empty
 # environment, with a wheel of gander_bench that is built for this. A wheel for other architectures says so in
-# its version, so that it is never taken for the whole one.
+# its version.
 task_wheel() {
-  local tools stage=$STATE/wheel archs=${GANDER_ARCHS:-$WHEEL_ARCHS} names
+  local tools stage=$STATE/wheel archs=${GANDER_ARCHS:-$WHEEL_ARCHS} version
   compilers
   tools=$(unpacked requirements-wheel.txt)
   export ZIG_PYTHON=$VENV/bin/python ZIG_GLOBAL_CACHE_DIR=$CACHE/zig GLIBC
+  export PYTHONPATH=$tools${PYTHONPATH:+:$PYTHONPATH}
   step "kernels for $archs" kernels "$archs"
   rm -rf "$stage" dist
   mkdir -p "$stage/bench" dist
-  cp -R python "$stage"
   cp -R bench/pyproject.toml bench/gander_bench "$stage/bench"
-  if [[ -n ${GANDER_ARCHS:-} ]]; then
-    names=${archs//_/} # sm90.compute90
-    sed -i "s/^__version__ = \"[^\"]*/&+${names// /.}/" "$stage/python/gander/info.py"
-  fi
-  cp LICENSE README.md "$stage/python"
-  cp capi/gander.h dlpack/dlpack.h "$stage/python/gander"
-  PYTHONPATH=$tools step "the library for glibc $GLIBC" \
-    library "$ROOT/internal/cmd/zigcc.sh" "$stage/python/gander"
-  PYTHONPATH=$tools step "the wheel" pack "$stage/python"
-  PYTHONPATH=$tools step "the wheel of gander_bench" pip_wheel "$stage/bench" "$stage"
+  version=$(backend 'print(backend.version_for(sys.argv[1:]))' ${GANDER_ARCHS:-})
+  step "the library for glibc $GLIBC" library "$ROOT/internal/cmd/zigcc.sh" "$stage" "$version"
+  step "the wheel" pack "$stage" "$version"
+  step "the wheel of gander_bench" pip_wheel "$stage/bench" "$stage"
   step "the wheels in an empty environment" try_wheels "$stage/venv" dist/*.whl "$stage"/*.whl
   say "$(ls dist/*.whl) ($(du -h dist/*.whl | cut -f1))"
+}
+
+task_sdist() {
+  local tools
+  compilers
+  tools=$(unpacked requirements-wheel.txt)
+  mkdir -p dist
+  say "dist/$(PYTHONPATH=$tools backend 'print(backend.build_sdist("dist"))')"
 }
 
 # pip_wheel FOLDER OUT: builds the wheel of the package in a folder, with the tools on PYTHONPATH.
@@ -674,10 +716,10 @@ pip_wheel() {
   "$VENV/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$2" "$1"
 }
 
-# pack FOLDER: builds the wheel, and checks that its libraries need no newer glibc than its name says.
+# pack FOLDER VERSION: packs the wheel, and checks that its libraries need no newer glibc than its name says.
 pack() {
   local report minor
-  pip_wheel "$1" dist
+  backend 'backend.pack(*sys.argv[1:])' "$1" dist "$2" "manylinux_${GLIBC/./_}_x86_64"
   report=$("$VENV/bin/python" -m auditwheel show dist/*.whl 2>&1 | tr '\n' ' ')
   minor=$(sed -n 's/.*following platform tag: "manylinux_2_\([0-9]*\)_x86_64".*/\1/p' <<<"$report")
   [[ -n $minor ]] && ((minor <= ${GLIBC#2.})) || die "the wheel does not run on glibc $GLIBC: $report"
@@ -690,29 +732,49 @@ import gander_bench.results
 assert (files("gander_bench") / "ceiling.cu").is_file(), "the wheel of gander_bench has no ceiling.cu"
 '
 
+readonly TRY_VERSION='
+import importlib.metadata
+import gander
+
+installed = importlib.metadata.version("gander-kernels")
+assert gander.__version__ == gander.info()["version"] == installed, (gander.info(), installed)
+'
+
 # try_wheels VENV WHEEL...: installs the wheels in an environment with NumPy alone, and tries them from
-# another folder, without PYTHONPATH, which may lead to the checkout.
+# another folder.
 try_wheels() {
   numpy_venv "$1"
   "$1/bin/python" -m pip install --quiet --no-input --no-deps --no-index "${@:2}"
-  (cd / && unset PYTHONPATH && "$1/bin/python" -c "$TRY_NUMPY" && "$1/bin/python" -m gander check &&
-    "$1/bin/python" -c "$TRY_BENCH")
+  elsewhere "$1/bin/python" -c "$TRY_NUMPY$TRY_VERSION$TRY_BENCH"
+  elsewhere "$1/bin/python" -m gander check
 }
 
+# elsewhere COMMAND...: runs the command in another folder, without PYTHONPATH. Both may lead to the checkout.
+elsewhere() { (cd / && env --unset PYTHONPATH "$@"); }
+
 task_clean() {
-  rm -rf "$ROOT/.venv" "$STATE" dist {python,bench}/build {python,bench}/*.egg-info demo.png
+  rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
   rm -f python/gander/_*/*.so kernels/images/*.fatbin
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | env | clean | help)
+  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | sdist | env | clean | help)
     "task_$TASK" "${@:2}"
     ;;
   --check)
     compilers
     "check_$2"
+    ;;
+  --compile) # for internal/backend.py: what `build` does, without packages
+    compilers
+    compiled
+    ;;
+  --libraries) # FOLDER VERSION, for internal/backend.py: the libraries of a wheel for this machine
+    compilers
+    step "kernels for $GANDER_ARCHS" kernels "$GANDER_ARCHS"
+    step "the library" library gcc "$2" "$3"
     ;;
   *)
     task_help >&2

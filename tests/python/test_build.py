@@ -274,6 +274,16 @@ def test_the_digest_of_the_library_has_all_its_packages():
     assert [package for package in ours if not any(package.is_relative_to(f) for f in folders)] == []
 
 
+def test_the_linker_of_a_wheel_gets_no_folder_that_is_missing(checkout):
+    """zig warns of each, and gorgonia.org/cu names seven that few machines have."""
+    script = ROOT / "internal/cmd/zigcc.sh"
+    there, absent = checkout.root, checkout.root / "cuda"
+    arguments = ["-o", "a b", f"-L{absent}", f"-L{there}", "-Wl,-soname,x", "-L", "c.o"]
+    done = checkout.run("sh", script, *arguments, ZIG_PYTHON="echo", GLIBC="2.28")
+    rest = f"-o a b -L{there} -Wl,-soname,x -L c.o"
+    assert done.stdout == f"-m ziglang cc -target x86_64-linux-gnu.2.28 {rest}\n"
+
+
 def test_building_where_paths_have_spaces(checkout):
     """Runs `build` with the real Go, gcc and internal/cmd/compile."""
     (checkout.root / "bin/go").unlink()

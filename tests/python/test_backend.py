@@ -1,0 +1,390 @@
+"""internal/backend.py: what `pip install .` builds, for which GPU, and what it refuses.
+
+Here a mock stands in place of build.sh. ./build.sh test install compiles.
+"""
+
+import base64
+import csv
+import email
+import hashlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
+# What takes the place of build.sh. WHEEL_ARCHS stays, which the back end reads.
+MOCK = r"""#!/bin/bash
+readonly WHEEL_ARCHS="sm_80 sm_86 sm_90 sm_100 compute_90"
+echo "-> $* for $GANDER_ARCHS with ${PYTHONPATH:-no path}" >&2
+[ ! -e "${BASH_SOURCE[0]%/*}/fail" ] || { echo "build.sh: no gcc on PATH" >&2; exit 3; }
+[ "$1" = --libraries ] || exit 0
+mkdir -p "$2/_native" "$2/_torch"
+echo library >"$2/_native/libgander.so"
+echo torch >"$2/_torch/libgander_torch.so"
+"""
+
+
+def loaded(root):
+    """The back end of a checkout."""
+    spec = importlib.util.spec_from_file_location("backend", root / "internal/backend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def copied(root):
+    """A folder with the files that a wheel is made of, and the mock."""
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "internal/backend.py",
+        "capi/gander.h",
+        "dlpack/dlpack.h",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, root / name)
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "python/gander", root / "python/gander", ignore=ignored)
+    (root / "build.sh").write_text(MOCK)
+    return root
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return copied(tmp_path / "a checkout")
+
+
+@pytest.fixture
+def backend(checkout, monkeypatch):
+    monkeypatch.delenv("GANDER_ARCHS", raising=False)
+    return loaded(checkout)
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """Puts an nvidia-smi on PATH that prints a text."""
+
+    def install(text, code=0):
+        program = tmp_path / "bin/nvidia-smi"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\nexit {code}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+    return install
+
+
+def files(root):
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+# ---- Architectures ----
+
+
+@pytest.mark.parametrize(
+    ("said", "architectures"),
+    [
+        ("9.0\n", ["sm_90"]),
+        ("9.0\n9.0\n", ["sm_90"]),
+        ("8.6\n8.0\n", ["sm_80", "sm_86"]),
+        ("8.9\n", ["sm_86"]),  # the newest machine code in the mock's wheel that 8.9 runs
+        ("10.3\n", ["sm_100"]),
+        ("11.0\n", ["compute_90"]),
+        ("7.5\n9.0\n", ["sm_90"]),
+    ],
+)
+def test_the_architecture_of_this_machines_gpu(backend, smi, said, architectures):
+    smi(said)
+    found, why = backend._architectures()
+    assert found == architectures
+    assert why.startswith("as nvidia-smi names compute capability ") and "7.5" not in why
+
+
+@pytest.mark.parametrize("said", ["7.5\n", "", "NVIDIA-SMI has failed\n", "[N/A]\n"])
+def test_without_a_gpu_sm_90(backend, smi, said):
+    smi(said, code=9)
+    assert backend._architectures()[0] == ["sm_90"]
+
+
+def test_every_architecture_of_a_wheel_has_its_gpu():
+    """build.sh's own list is read, and each of its architectures is what a GPU of that name gets."""
+    backend = loaded(ROOT)
+    native = re.findall(r"sm_(\d+)(\d)", re.search(r'WHEEL_ARCHS="(.*)"', (ROOT / "build.sh").read_text())[1])
+    assert len(native) > 3
+    for major, minor in native:
+        assert backend._architecture(int(major), int(minor)) == f"sm_{major}{minor}"
+
+
+def test_given_architectures_come_first(backend, smi, monkeypatch):
+    smi("8.0\n")
+    monkeypatch.setenv("GANDER_ARCHS", "sm_90 compute_90")
+    assert backend._architectures() == (["sm_90", "compute_90"], "as GANDER_ARCHS says")
+    assert backend.version_for(["sm_90", "compute_90"]) == f"{backend.VERSION}+sm90.compute90"
+    assert backend.version_for([]) == backend.VERSION
+    monkeypatch.setenv("GANDER_ARCHS", "sm_80,sm_90")
+    with pytest.raises(SystemExit, match="GANDER_ARCHS has 'sm_80,sm_90', expected sm_XY or compute_XY"):
+        backend._architectures()
+
+
+# ---- Refusals ----
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "libc"),
+    [
+        ("Darwin", "arm64", ""),
+        ("Windows", "AMD64", ""),
+        ("Linux", "aarch64", "glibc"),
+        ("Linux", "x86_64", ""),
+    ],
+)
+def test_another_machine_is_refused(backend, tmp_path, monkeypatch, system, machine, libc):
+    monkeypatch.setattr(backend.platform, "system", lambda: system)
+    monkeypatch.setattr(backend.platform, "machine", lambda: machine)
+    monkeypatch.setattr(backend.platform, "libc_ver", lambda: (libc, ""))
+    for hook in "build_wheel", "build_editable", "prepare_metadata_for_build_wheel":
+        with pytest.raises(SystemExit) as stop:
+            getattr(backend, hook)(str(tmp_path))
+        assert f"this machine is {system}, {machine}, {libc or 'another libc'}; " in stop.value.code
+        assert "pip install . in WSL 2" in stop.value.code and "go build ./..." in stop.value.code
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_a_failed_build_is_one_sentence(checkout, tmp_path):
+    (checkout / "fail").touch()
+    done = subprocess.run(
+        [*PIP, "wheel", "--no-index", "-w", tmp_path, checkout], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "build.sh: no gcc on PATH" in said and "build.sh failed; its last lines say why" in said
+    assert "Traceback" not in said
+
+
+def test_no_gcc(tmp_path):
+    """build.sh itself, with a PATH on which there is no compiler."""
+    for tool in "bash", "dirname", "uname":
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = subprocess.run(
+        [shutil.which("bash"), str(ROOT / "build.sh"), "--libraries", str(tmp_path / "out"), "0.1.0"],
+        env={"PATH": str(tmp_path), "HOME": str(tmp_path), "GANDER_ARCHS": "sm_90"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "no gcc on PATH" in done.stderr and "apt-get install gcc g++" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_python_is_no_project(tmp_path):
+    """It was, and `pip install ./python` made a wheel without the library."""
+    done = subprocess.run(
+        [*PIP, "wheel", "--no-index", "-w", tmp_path, ROOT / "python"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    assert "Neither 'setup.py' nor 'pyproject.toml' found" in done.stderr
+
+
+# ---- Wheels ----
+
+
+def test_pip_builds_a_wheel_and_changes_nothing_else(checkout, tmp_path, monkeypatch):
+    monkeypatch.setenv("GANDER_ARCHS", "sm_80 sm_90")
+    before = files(checkout)
+    command = [*PIP, "wheel", "-v", "--no-index", "-w", tmp_path / "out", checkout]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert files(checkout) == before
+    assert "gander-kernels: for the CPU and sm_80 sm_90, as GANDER_ARCHS says" in said
+    steps = re.search(r"-> --libraries \S+ (\S+) for sm_80 sm_90 with no path", said)
+    version = f"{loaded(checkout).VERSION}+sm80.sm90"
+    assert steps and steps[1] == version
+    (wheel,) = (tmp_path / "out").iterdir()
+    assert wheel.name == f"gander_kernels-{version}-py3-none-linux_x86_64.whl"
+
+
+def test_what_a_wheel_holds(backend, checkout, tmp_path):
+    version = backend.version_for(["sm_90"])
+    name = packed(backend, tmp_path, version)
+    archive = zipfile.ZipFile(tmp_path / name)
+    names = archive.namelist()
+    info = f"gander_kernels-{version}.dist-info"
+    python = [path.relative_to(checkout / "python").as_posix() for path in checkout.rglob("gander/**/*.py")]
+    others = ["gander/py.typed", "gander/gander.h", "gander/dlpack.h"]
+    libraries = ["gander/_native/libgander.so", "gander/_torch/libgander_torch.so"]
+    about = [f"{info}/{file}" for file in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")]
+    assert len(python) > 50 and sorted(names) == sorted(python + others + libraries + about)
+
+    recorded = {row[0]: row[1:] for row in csv.reader(io.StringIO(archive.read(f"{info}/RECORD").decode()))}
+    assert recorded.pop(f"{info}/RECORD") == ["", ""]
+    for path, (digest, size) in recorded.items():
+        data = archive.read(path)
+        want = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+        assert (digest, int(size)) == (f"sha256={want}", len(data)), path
+    assert set(recorded) == set(names) - {f"{info}/RECORD"}
+    assert f'\n__version__ = "{version}"\n' in archive.read("gander/info.py").decode()
+    assert names[:-4] == sorted(names[:-4]), "the order of a folder's files shows"
+    for path in names:
+        assert archive.getinfo(path).date_time == (1980, 1, 1, 0, 0, 0), path
+        mode = archive.getinfo(path).external_attr >> 16
+        assert mode == (0o100755 if path.endswith(".so") else 0o100644), path
+
+
+def packed(backend, folder, version):
+    libraries = folder / "libraries"
+    for name in backend.LIBRARIES:
+        (libraries / name).parent.mkdir(parents=True, exist_ok=True)
+        (libraries / name).write_bytes(name.encode())
+    return backend.pack(str(libraries), str(folder), version, "manylinux_2_28_x86_64")
+
+
+def test_two_folders_give_the_same_wheel(backend, tmp_path):
+    """Neither the folder's name nor times, modes or the order of its files show."""
+    other = copied(tmp_path / "another")
+    for path in sorted(other.rglob("*"), reverse=True):
+        os.utime(path, (1e9, 1e9))
+        path.chmod(0o700)
+    digests = set()
+    for number, root in enumerate([backend.ROOT, other]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        name = packed(loaded(root), folder, "0.1.0")
+        digests.add(hashlib.sha256((folder / name).read_bytes()).hexdigest())
+    assert len(digests) == 1
+
+
+def test_metadata(backend):
+    metadata = pytest.importorskip("packaging.metadata", reason="packaging reads the metadata")
+    text = backend._metadata("0.1.0+sm90")
+    found = metadata.Metadata.from_email(text, validate=True)
+    assert (found.name, str(found.version), found.author) == (
+        "gander-kernels",
+        "0.1.0+sm90",
+        "the gander developers",
+    )
+    assert found.requires_dist is None, "torch is left to its user"
+    releases = [name.rpartition(" ")[2] for name in found.classifiers if "Python :: 3." in name]
+    assert releases == [f"3.{minor}" for minor in range(10, 15)]
+    assert str(found.requires_python) == f">={releases[0]}"
+    assert email.message_from_bytes(text).get_payload().startswith("# gander\n")
+
+
+def test_metadata_of_a_key_that_nothing_writes(backend):
+    backend.PROJECT["dependencies"] = ["torch"]
+    with pytest.raises(SystemExit, match="does not know: dependencies"):
+        backend._metadata("0.1.0")
+
+
+def test_the_build_asks_for_what_it_imports():
+    """requires is empty where Python has tomllib, so pip builds without a network."""
+    backend = loaded(ROOT)
+    asked = backend.tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    text = (ROOT / "internal/backend.py").read_text()
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
+    assert imported - sys.stdlib_module_names - {"tomllib"} == {"tomli"}
+    assert asked == ["tomli>=2 ; python_version < '3.11'"]
+
+
+def test_an_editable_install_imports_the_checkout(checkout, tmp_path):
+    run = [*PIP, "install", "--no-index", "--target", tmp_path / "site", "--editable", checkout]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "site").glob("*.pth")
+    assert path.read_text() == f"{checkout / 'python'}\n"
+
+
+# ---- The sdist ----
+
+needs_git = pytest.mark.skipif(
+    not (ROOT / ".git").exists() or not shutil.which("git"), reason="an sdist is made in a git checkout"
+)
+
+
+@needs_git
+def test_an_sdist_has_the_tracked_files(tmp_path):
+    backend = loaded(ROOT)
+    name = backend.build_sdist(str(tmp_path))
+    top = f"gander_kernels-{backend.VERSION}"
+    assert name == f"{top}.tar.gz"
+    with tarfile.open(tmp_path / name) as archive:
+        members = {member.name: member for member in archive.getmembers()}
+        built = {path: archive.extractfile(member).read() for path, member in members.items()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert list(members) == sorted(f"{top}/{path}" for path in [*tracked.splitlines(), "PKG-INFO"])
+    for path in "build.sh", "pyproject.toml", "internal/backend.py", "requirements-toolchain.txt", "go.sum":
+        assert built[f"{top}/{path}"] == (ROOT / path).read_bytes()
+    assert members[f"{top}/build.sh"].mode == 0o755 and members[f"{top}/README.md"].mode == 0o644
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in members.values()} == {(0, 0, 0, "", "")}
+    first = (tmp_path / name).read_bytes()
+    backend.build_sdist(str(tmp_path))
+    assert (tmp_path / name).read_bytes() == first
+
+
+def test_an_sdist_outside_of_git_is_refused(backend, tmp_path):
+    with pytest.raises(SystemExit, match="an sdist has the files that git tracks: make it in a git checkout"):
+        backend.build_sdist(str(tmp_path))
+
+
+# ---- The version and the project's address ----
+
+
+def test_the_version_is_the_same_everywhere():
+    """capi/main_test.go compares the library's."""
+    version = loaded(ROOT).VERSION
+    for name, line in (
+        ("CITATION.cff", f"version: {version}"),
+        ("bench/pyproject.toml", f'version = "{version}"'),
+    ):
+        assert line in (ROOT / name).read_text().splitlines(), name
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert f"git tag --annotate v{version} " in (ROOT / "RELEASING.md").read_text()
+
+
+def test_links_of_the_page_on_an_index(backend):
+    """README.md's links are absolute there. Those into the repository name files that it has."""
+    address = backend.PROJECT["urls"]["Repository"]
+    links = re.findall(r"\]\(([^)]+)\)", backend._readme())
+    inside = [link for link in links if link.startswith(f"{address}/")]
+    assert len(inside) > 5
+    for link in links:
+        assert link.startswith(("https://", "#")), link
+    for link in inside:
+        path = re.fullmatch(rf"{re.escape(address)}/(?:blob|raw)/v[^/]+/([^#]+)(?:#.*)?", link)[1]
+        assert (ROOT / path).exists(), link
+
+
+def test_the_address_is_the_same_everywhere():
+    """pyproject.toml has it. No link leaves this machine."""
+    address = loaded(ROOT).PROJECT["urls"]["Repository"]
+    assert f"module {address.removeprefix('https://')}\n" in (ROOT / "go.mod").read_text()
+    assert all(url.startswith(address) for url in loaded(ROOT).PROJECT["urls"].values())
+    pages = [
+        *(
+            ROOT / name
+            for name in ("pyproject.toml", "SECURITY.md", "CITATION.cff", "RELEASING.md", "README.md")
+        ),
+        *(path for path in (ROOT / ".github").rglob("*") if path.is_file()),
+    ]
+    repository = address.rpartition("/")[2]
+    named = 0
+    for page in pages:
+        for found in re.findall(rf"https?://[^/\s\"')]+/[\w.-]+/{repository}\b", page.read_text()):
+            assert found == address, page
+            named += 1
+    assert named > 5
