@@ -303,8 +303,8 @@ library() {
 }
 
 library_sources() {
-  find capi dlpack kernels ops internal/driver internal/policy python/gander/_torch/c go.mod go.sum \
-    -type f ! -name '*_test.go'
+  find capi dlpack kernels ops internal/driver internal/policy internal/sizes python/gander/_torch/c \
+    go.mod go.sum -type f ! -name '*_test.go'
 }
 
 # compiled: builds the kernels and the library if they are not up to date.

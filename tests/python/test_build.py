@@ -296,6 +296,7 @@ def test_building_where_paths_have_spaces(checkout):
         "ops",
         "internal/driver",
         "internal/policy",
+        "internal/sizes",
     ):
         (checkout.root / folder).mkdir(parents=True)
     for package in "internal/cmd/compile", "internal/cubin", "kernels":
