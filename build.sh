@@ -275,12 +275,19 @@ kernels() {
     kernels/cuda/*_gen.cu
 }
 
-# commit: prints the commit of the checkout, with -dirty if tracked files have changed.
+# commit: prints the commit of the checkout, with -dirty if tracked files have changed. An sdist has it in the
+# file COMMIT. The repository of a folder around this one says nothing about it.
 commit() {
-  local id changed
-  id=$(git rev-parse HEAD 2>/dev/null) || { printf unknown; return; }
-  changed=$(git status --porcelain --untracked-files=no)
-  printf '%s' "$id${changed:+-dirty}"
+  local inside id changed
+  if inside=$(git rev-parse --show-prefix 2>/dev/null) && [[ -z $inside ]] &&
+    id=$(git rev-parse --verify --quiet HEAD); then
+    changed=$(git status --porcelain --untracked-files=no)
+    printf '%s' "$id${changed:+-dirty}"
+  elif [[ -f COMMIT ]]; then
+    printf '%s' "$(<COMMIT)"
+  else
+    printf unknown
+  fi
 }
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
@@ -767,11 +774,13 @@ case $TASK in
     compilers
     "check_$2"
     ;;
-  --compile) # for internal/backend.py: what `build` does, without packages
+  # For internal/backend.py.
+  --commit) commit ;;
+  --compile) # what `build` does, without packages
     compilers
     compiled
     ;;
-  --libraries) # FOLDER VERSION, for internal/backend.py: the libraries of a wheel for this machine
+  --libraries) # FOLDER VERSION: the libraries of a wheel for this machine
     compilers
     step "kernels for $GANDER_ARCHS" kernels "$GANDER_ARCHS"
     step "the library" library gcc "$2" "$3"

@@ -68,10 +68,12 @@ def build_editable(directory: str, config_settings: Any = None, metadata_directo
 
 
 def build_sdist(directory: str, config_settings: Any = None) -> str:
-    """Packs the tracked files, as they are in the checkout."""
+    """Packs the tracked files, as they are in the checkout, and the name of its commit for build.sh."""
     name = f"{NAME}-{VERSION}"
     files = {path: ((ROOT / path).read_bytes(), (ROOT / path).stat().st_mode) for path in _tracked()}
     files["PKG-INFO"] = _metadata(VERSION), 0o644
+    commit = subprocess.run(["bash", str(ROOT / "build.sh"), "--commit"], capture_output=True, check=True)
+    files["COMMIT"] = commit.stdout + b"\n", 0o644
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path, (data, mode) in sorted(files.items()):

@@ -326,7 +326,10 @@ def test_an_sdist_has_the_tracked_files(tmp_path):
         members = {member.name: member for member in archive.getmembers()}
         built = {path: archive.extractfile(member).read() for path, member in members.items()}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert list(members) == sorted(f"{top}/{path}" for path in [*tracked.splitlines(), "PKG-INFO"])
+    others = ["PKG-INFO", "COMMIT"]
+    assert list(members) == sorted(f"{top}/{path}" for path in [*tracked.splitlines(), *others])
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert built[f"{top}/COMMIT"].decode().removesuffix("\n").removesuffix("-dirty") == head.stdout.strip()
     for path in "build.sh", "pyproject.toml", "internal/backend.py", "requirements-toolchain.txt", "go.sum":
         assert built[f"{top}/{path}"] == (ROOT / path).read_bytes()
     assert members[f"{top}/build.sh"].mode == 0o755 and members[f"{top}/README.md"].mode == 0o644

@@ -284,6 +284,39 @@ def test_the_linker_of_a_wheel_gets_no_folder_that_is_missing(checkout):
     assert done.stdout == f"-m ziglang cc -target x86_64-linux-gnu.2.28 {rest}\n"
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="commits are git's")
+def test_the_commit_of_a_checkout_and_of_an_sdist(checkout):
+    """An sdist that was unpacked within another repository is not of that repository's commit."""
+
+    def git(*arguments):
+        identity = "-c", "user.name=x", "-c", "user.email=x@example.org"
+        done = checkout.run("git", "-C", where, *identity, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def commit():
+        done = checkout.run("./build.sh", "--commit")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert commit() == "unknown"
+    where = checkout.root.parent
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--message", "x")
+    assert commit() == "unknown"
+    checkout.write("COMMIT", "of the sdist\n")
+    assert commit() == "of the sdist"
+    where = checkout.root
+    git("init", "--quiet")
+    assert commit() == "of the sdist"
+    git("add", "nvcc")
+    git("commit", "--quiet", "--message", "x")
+    assert commit() == git("rev-parse", "HEAD")
+    checkout.write("nvcc", "changed")
+    assert commit() == f"{git('rev-parse', 'HEAD')}-dirty"
+
+
 def test_building_where_paths_have_spaces(checkout):
     """Runs `build` with the real Go, gcc and internal/cmd/compile."""
     (checkout.root / "bin/go").unlink()
