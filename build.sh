@@ -232,18 +232,29 @@ unpacked() {
 
 has_go() { [[ $(GOTOOLCHAIN=local go version 2>/dev/null) == *" go1.26"[.\ ]* ]]; }
 
-# compilers: sets up the environment for Go and cgo with CUDA's headers. Sets NVCC to CUDA's compiler; CUDA's
-# other tools are in the same folder.
-compilers() {
-  local tree tool
+# machine: refuses a machine that lacks what no package registry has.
+machine() {
+  local tool missing='' python
   [[ $(uname -sm) == "Linux x86_64" ]] || die "gander builds on Linux x86_64, not on $(uname -sm)"
   for tool in gcc g++; do
-    command -v $tool >/dev/null || die "no $tool on PATH: install the C and C++ compilers, for example with" \
-      "apt-get install gcc g++ (Debian, Ubuntu) or dnf install gcc gcc-c++ (Fedora, Red Hat)"
+    command -v $tool >/dev/null || missing+="${missing:+ and no }$tool"
   done
+  [[ -z $missing ]] || die "no $missing on PATH: install the C and C++ compilers, for example with" \
+    "apt-get install gcc g++ (Debian, Ubuntu) or dnf install gcc gcc-c++ (Fedora, Red Hat)"
   usable_paths
   trusted_cache
   given_venv
+  [[ -z ${GIVEN:-} && ! -e $VENV/bin/python ]] || return 0
+  python=$(base_python)
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || die "$python has no venv module: install it, for" \
+    "example with apt-get install python3-venv (Debian, Ubuntu), or set GANDER_PYTHON to another Python"
+}
+
+# compilers: sets up the environment for Go and cgo with CUDA's headers. Sets NVCC to CUDA's compiler; CUDA's
+# other tools are in the same folder.
+compilers() {
+  local tree
+  machine
   bare_venv
   if ! has_go; then
     tree=$(unpacked requirements-go.txt)
@@ -559,37 +570,50 @@ check_notorch() {
   PYTHONPATH=python "$STATE/numpy/bin/python" -m gander check
 }
 
-# pip_install_of VENV OPTION...: pip installs a checkout for sm_90, whose kernels other checks compile too.
+# pip_install_of VENV OPTION...: pip builds and installs gander for sm_90, whose kernels other checks compile
+# too. It neither takes a wheel from pip's cache nor leaves one there.
 pip_install_of() {
-  GANDER_ARCHS=sm_90 elsewhere "$1/bin/python" -m pip install \
-    --verbose --no-input --disable-pip-version-check "${@:2}"
+  GANDER_ARCHS=sm_90 elsewhere "$1/bin/python" -m pip install --verbose --no-input --no-cache-dir --no-deps \
+    --disable-pip-version-check --force-reinstall "${@:2}"
 }
 
-# Installs gander as users do, from a git checkout that has the files of an sdist and no others. That does not
-# change the checkout. It is then installed again as an editable one.
+# Installs gander as users do: from a git checkout, which that does not change; as an editable one; and by
+# name, from an sdist.
 check_install() {
-  local folder=$STATE/install tree=$STATE/install/checkout changed
+  local folder=$STATE/install tree=$STATE/install/checkout version changed
   rm -rf "$folder"
-  mkdir -p "$tree" # not under its own name: pip caches wheels of folders whose names have a version
-  backend 'backend.build_sdist(sys.argv[1])' "$folder"
-  tar -xzf "$folder"/*.tar.gz -C "$tree" --strip-components 1
+  mkdir -p "$tree"
+  git ls-files -z | tar -c --null -T - | tar -x -C "$tree"
   git -C "$tree" init --quiet
   git -C "$tree" add --all
   numpy_venv "$folder/venv"
+  version=$(backend 'print(backend.VERSION)')
+
   pip_install_of "$folder/venv" "$tree" 2>&1 | tee "$folder/pip.log"
   grep -q -e '-> kernels for sm_90' "$folder/pip.log" || die "pip -v does not show the steps of build.sh"
   changed=$(git -C "$tree" ls-files --others --modified --deleted --exclude-standard)
   [[ -z $changed ]] || die "pip install changed the checkout:"$'\n'"$changed"
-  elsewhere "$folder/venv/bin/python" -c "$TRY_NUMPY$TRY_VERSION"
+  try_install "$version+sm90" unknown "$folder/venv"
   elsewhere "$folder/venv/bin/python" -m gander check
+
   pip_install_of "$folder/venv" --editable "$tree"
-  elsewhere "$folder/venv/bin/python" -c "$TRY_NUMPY$TRY_EDITABLE" "$tree"
+  try_install "$version" unknown "$tree"
+
+  backend 'backend.build_sdist(sys.argv[1])' "$folder"
+  GANDER_PYTHON=$VENV/bin/python pip_install_of "$folder/venv" \
+    --no-binary gander-kernels --find-links "$folder" "gander-kernels==$version"
+  try_install "$version" "$(commit)" "$folder/venv"
 }
 
-readonly TRY_EDITABLE='
+# try_install VERSION COMMIT FOLDER: tries what is installed. Its version and commit have to be these, and its
+# modules have to lie in the folder.
+try_install() { elsewhere "$STATE/install/venv/bin/python" -c "$TRY_NUMPY$TRY_VERSION$TRY_INSTALL" "$@"; }
+
+readonly TRY_INSTALL='
 import sys
 
-assert gander.__file__.startswith(sys.argv[1]), gander.__file__
+found = installed, gander.info()["commit"], gander.__file__
+assert found[:2] == (sys.argv[1], sys.argv[2]) and found[2].startswith(sys.argv[3]), (found, sys.argv)
 '
 
 # lane NAME...: runs checks one after the other, each in its own process, and stores their results.
@@ -775,7 +799,7 @@ case $TASK in
     "check_$2"
     ;;
   # For internal/backend.py.
-  --commit) commit ;;
+  --machine | --commit) "${1#--}" ;;
   --compile) # what `build` does, without packages
     compilers
     compiled

@@ -40,31 +40,43 @@ HEADERS = "capi/gander.h", "dlpack/dlpack.h"
 # ---- What pip calls ----
 
 
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """pip's first call. What cannot be built is refused here, before anything is fetched or compiled."""
+    _check_machine()
+    return []
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+
+
 def prepare_metadata_for_build_wheel(directory: str, config_settings: Any = None) -> str:
     _check_machine()
-    return _write_metadata(directory, version_for(_architectures()[0]))
+    return _write_metadata(directory, _installed_version(_architectures()[0]))
 
 
 def prepare_metadata_for_build_editable(directory: str, config_settings: Any = None) -> str:
     _check_machine()
-    return _write_metadata(directory, f"{VERSION}+editable")
+    return _write_metadata(directory, VERSION)
 
 
 def build_wheel(directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
     _check_machine()
     architectures = _chosen()
-    version = version_for(architectures)
+    version = _installed_version(architectures)
     with tempfile.TemporaryDirectory() as folder:
         _build_sh("--libraries", folder, version, architectures=architectures)
         return pack(folder, directory, version, PLATFORM)
 
 
 def build_editable(directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """Compiles into the checkout, where ./build.sh build compiles again after a change."""
+    """Compiles into the checkout, where ./build.sh build compiles again after a change.
+
+    Its version is VERSION, as gander.__version__ is there.
+    """
     _check_machine()
     _build_sh("--compile", architectures=_chosen())
     files = {f"{NAME}.pth": f"{ROOT / 'python'}\n".encode()}
-    return _write_wheel(directory, f"{VERSION}+editable", PLATFORM, files)
+    return _write_wheel(directory, VERSION, PLATFORM, files)
 
 
 def build_sdist(directory: str, config_settings: Any = None) -> str:
@@ -92,12 +104,23 @@ def version_for(architectures: list[str]) -> str:
     return f"{VERSION}+{'.'.join(architectures).replace('_', '')}" if architectures else VERSION
 
 
+def _installed_version(architectures: list[str]) -> str:
+    """The version of a wheel that pip builds. From an sdist it accepts the sdist's alone."""
+    return VERSION if (ROOT / "PKG-INFO").exists() else version_for(architectures)
+
+
 def _refuse(message: str) -> NoReturn:
     sys.exit(f"{PROJECT['name']}: {message}")  # pip shows it without a traceback
 
 
 def _check_machine() -> None:
-    """build.sh refuses the rest. It does not run where these are missing."""
+    """Refuses in one message what cannot be built. build.sh says what is missing where it runs."""
+    oldest = PROJECT["requires-python"].strip(">=")  # which pip compares only with a wheel's metadata
+    if sys.version_info < tuple(map(int, oldest.split("."))):
+        _refuse(
+            f"this is Python {platform.python_version()}, expected {oldest} or newer: install one and use "
+            "its pip, for example python3.12 -m pip install ."
+        )
     found = platform.system(), platform.machine(), platform.libc_ver()[0] or "another libc"
     if found != ("Linux", "x86_64", "glibc"):
         _refuse(
@@ -106,14 +129,25 @@ def _check_machine() -> None:
         )
     if shutil.which("bash") is None:
         _refuse("no bash on PATH, which runs build.sh: apt-get install bash, or dnf install bash")
+    _given()
+    script = ["bash", str(ROOT / "build.sh"), "--machine"]
+    done = subprocess.run(script, env=_environment(), stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        _refuse(done.stderr.strip().removeprefix("build.sh: "))
+
+
+def _given() -> list[str]:
+    """The architectures of GANDER_ARCHS."""
+    given = os.environ.get("GANDER_ARCHS", "").split()
+    for name in given:
+        if not re.fullmatch(r"(sm|compute)_\d+[af]?", name):
+            _refuse(f"GANDER_ARCHS has {name!r}, expected sm_XY or compute_XY, separated by spaces")
+    return given
 
 
 def _architectures() -> tuple[list[str], str]:
     """The architectures of GANDER_ARCHS, else of this machine's GPUs, else sm_90; and why."""
-    if given := os.environ.get("GANDER_ARCHS", "").split():
-        for name in given:
-            if not re.fullmatch(r"(sm|compute)_\d+[af]?", name):
-                _refuse(f"GANDER_ARCHS has {name!r}, expected sm_XY or compute_XY, separated by spaces")
+    if given := _given():
         return given, "as GANDER_ARCHS says"
     found = [capability for capability in _capabilities() if capability >= (8, 0)]
     if not found:
@@ -149,12 +183,17 @@ def _architecture(major: int, minor: int) -> str:
     return f"sm_{major}{max(served)}" if served else "compute_90"
 
 
-def _build_sh(*arguments: str, architectures: list[str]) -> None:
-    environment = os.environ | {"GANDER_ARCHS": " ".join(architectures)}
-    # pip isolates this process by these. They would hide pip from build.sh's own interpreter.
+def _environment() -> dict[str, str]:
+    """build.sh's environment. pip isolates this process by what would hide pip from build.sh's Python."""
+    environment = dict(os.environ)
     for name in "PYTHONPATH", "PYTHONNOUSERSITE":
         environment.pop(name, None)
     environment.setdefault("GANDER_PYTHON", getattr(sys, "_base_executable", sys.executable))
+    return environment
+
+
+def _build_sh(*arguments: str, architectures: list[str]) -> None:
+    environment = _environment() | {"GANDER_ARCHS": " ".join(architectures)}
     done = subprocess.run(["bash", str(ROOT / "build.sh"), *arguments], env=environment)
     if done.returncode:
         _refuse("build.sh failed; its last lines say why")

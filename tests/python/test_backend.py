@@ -25,9 +25,9 @@ PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
 # What takes the place of build.sh. WHEEL_ARCHS stays, which the back end reads.
 MOCK = r"""#!/bin/bash
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_90 sm_100 compute_90"
-echo "-> $* for $GANDER_ARCHS with ${PYTHONPATH:-no path}" >&2
-[ ! -e "${BASH_SOURCE[0]%/*}/fail" ] || { echo "build.sh: no gcc on PATH" >&2; exit 3; }
+[ ! -e "${BASH_SOURCE[0]%/*}/fail-$1" ] || { echo "build.sh: no gcc on PATH" >&2; exit 3; }
 [ "$1" = --libraries ] || exit 0
+echo "-> $* for $GANDER_ARCHS with ${PYTHONPATH:-no path}" >&2
 mkdir -p "$2/_native" "$2/_torch"
 echo library >"$2/_native/libgander.so"
 echo torch >"$2/_torch/libgander_torch.so"
@@ -126,15 +126,16 @@ def test_every_architecture_of_a_wheel_has_its_gpu():
         assert backend._architecture(int(major), int(minor)) == f"sm_{major}{minor}"
 
 
-def test_given_architectures_come_first(backend, smi, monkeypatch):
+def test_given_architectures_come_first(backend, smi, tmp_path, monkeypatch):
     smi("8.0\n")
     monkeypatch.setenv("GANDER_ARCHS", "sm_90 compute_90")
     assert backend._architectures() == (["sm_90", "compute_90"], "as GANDER_ARCHS says")
     assert backend.version_for(["sm_90", "compute_90"]) == f"{backend.VERSION}+sm90.compute90"
     assert backend.version_for([]) == backend.VERSION
     monkeypatch.setenv("GANDER_ARCHS", "sm_80,sm_90")
-    with pytest.raises(SystemExit, match="GANDER_ARCHS has 'sm_80,sm_90', expected sm_XY or compute_XY"):
-        backend._architectures()
+    for hook in HOOKS:
+        with pytest.raises(SystemExit, match="GANDER_ARCHS has 'sm_80,sm_90', expected sm_XY or compute_XY"):
+            called(backend, hook, tmp_path)
 
 
 # ---- Refusals ----
@@ -153,39 +154,97 @@ def test_another_machine_is_refused(backend, tmp_path, monkeypatch, system, mach
     monkeypatch.setattr(backend.platform, "system", lambda: system)
     monkeypatch.setattr(backend.platform, "machine", lambda: machine)
     monkeypatch.setattr(backend.platform, "libc_ver", lambda: (libc, ""))
-    for hook in "build_wheel", "build_editable", "prepare_metadata_for_build_wheel":
+    for hook in HOOKS:
         with pytest.raises(SystemExit) as stop:
-            getattr(backend, hook)(str(tmp_path))
+            called(backend, hook, tmp_path)
         assert f"this machine is {system}, {machine}, {libc or 'another libc'}; " in stop.value.code
         assert "pip install . in WSL 2" in stop.value.code and "go build ./..." in stop.value.code
     assert not list(tmp_path.glob("*.whl"))
 
 
-def test_a_failed_build_is_one_sentence(checkout, tmp_path):
-    (checkout / "fail").touch()
+# Any of them may be the first: frontends leave some out.
+HOOKS = [
+    f"{step}_{kind}"
+    for step in ("get_requires_for_build", "prepare_metadata_for_build", "build")
+    for kind in ("wheel", "editable")
+]
+
+
+def called(backend, hook, folder):
+    """Calls a hook as pip does."""
+    arguments = () if hook.startswith("get_requires") else (str(folder),)
+    return getattr(backend, hook)(*arguments)
+
+
+def test_an_old_python_is_refused(backend, tmp_path, monkeypatch):
+    monkeypatch.setattr(backend.sys, "version_info", (3, 9, 25))
+    monkeypatch.setattr(backend.platform, "python_version", lambda: "3.9.25")
+    for hook in HOOKS:
+        with pytest.raises(SystemExit, match=r"this is Python 3\.9\.25, expected 3\.10 or newer: .* -m pip "):
+            called(backend, hook, tmp_path)
+
+
+def pip_wheel(folder, out, **environment):
     done = subprocess.run(
-        [*PIP, "wheel", "--no-index", "-w", tmp_path, checkout], capture_output=True, text=True, timeout=300
+        [*PIP, "wheel", "--no-index", "-w", out, folder],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    assert done.returncode != 0
-    said = done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_failed_build_is_one_sentence(checkout, tmp_path):
+    (checkout / "fail---libraries").touch()
+    code, said = pip_wheel(checkout, tmp_path)
+    assert code != 0
     assert "build.sh: no gcc on PATH" in said and "build.sh failed; its last lines say why" in said
     assert "Traceback" not in said
 
 
-def test_no_gcc(tmp_path):
-    """build.sh itself, with a PATH on which there is no compiler."""
-    for tool in "bash", "dirname", "uname":
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    done = subprocess.run(
-        [shutil.which("bash"), str(ROOT / "build.sh"), "--libraries", str(tmp_path / "out"), "0.1.0"],
-        env={"PATH": str(tmp_path), "HOME": str(tmp_path), "GANDER_ARCHS": "sm_90"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "no gcc on PATH" in done.stderr and "apt-get install gcc g++" in done.stderr
-    assert not (tmp_path / "out").exists()
+def refusal(said):
+    """What the back end said, in the frame that pip puts around it."""
+    assert "Getting requirements to build wheel did not run successfully" in said
+    (lines,) = re.findall(r"\[(\d+) lines? of output\]\n(.*?)\n *\[end of output\]", said, re.DOTALL)
+    assert lines[0] == "1", said
+    return lines[1].strip()
+
+
+def test_a_machine_that_lacks_something_is_refused_at_pips_first_call(checkout, tmp_path):
+    (checkout / "fail---machine").touch()
+    code, said = pip_wheel(checkout, tmp_path)
+    assert code != 0
+    assert refusal(said) == "gander-kernels: no gcc on PATH"
+
+
+@pytest.mark.parametrize(("there", "missing"), [((), "gcc and no g++"), (("gcc",), "g++")])
+def test_no_compiler(tmp_path, there, missing):
+    """build.sh itself, with a PATH on which there is none. Nothing is left in the checkout."""
+    root, path = copied(tmp_path / "checkout"), tmp_path / "bin"
+    shutil.copyfile(ROOT / "build.sh", root / "build.sh")
+    before = files(root)
+    path.mkdir()
+    for tool in ("bash", "dirname", "uname", *there):
+        (path / tool).symlink_to(shutil.which(tool))
+    code, said = pip_wheel(root, tmp_path, PATH=str(path), HOME=str(tmp_path), GANDER_ARCHS="sm_90")
+    assert code != 0
+    said = refusal(said)
+    assert said.startswith(f"gander-kernels: no {missing} on PATH: ") and "apt-get install gcc g++" in said
+    assert files(root) == before
+
+
+def test_a_python_without_venv(tmp_path, monkeypatch):
+    """As Debian has it without python3-venv."""
+    backend = loaded(copied(tmp_path / "checkout"))
+    shutil.copyfile(ROOT / "build.sh", backend.ROOT / "build.sh")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("GANDER_PYTHON", str(python))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(SystemExit, match=f"gander-kernels: {python} has no venv module: .*python3-venv"):
+        backend.get_requires_for_build_wheel()
 
 
 def test_the_folder_python_is_no_project(tmp_path):
@@ -307,6 +366,10 @@ def test_an_editable_install_imports_the_checkout(checkout, tmp_path):
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "site").glob("*.pth")
     assert path.read_text() == f"{checkout / 'python'}\n"
+    (info,) = (tmp_path / "site").glob("*.dist-info")
+    assert info.name == f"gander_kernels-{loaded(checkout).VERSION}.dist-info", (
+        "gander.__version__ is another"
+    )
 
 
 # ---- The sdist ----
@@ -342,6 +405,27 @@ def test_an_sdist_has_the_tracked_files(tmp_path):
 def test_an_sdist_outside_of_git_is_refused(backend, tmp_path):
     with pytest.raises(SystemExit, match="an sdist has the files that git tracks: make it in a git checkout"):
         backend.build_sdist(str(tmp_path))
+
+
+def test_pip_installs_an_sdist_by_name(checkout, tmp_path):
+    """pip compares the version in the sdist's name with that of its metadata and of the wheel."""
+    git = ["git", "-C", checkout, "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in ["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "x"]:
+        subprocess.run([*git, *command], check=True)
+    version = loaded(checkout).VERSION
+    loaded(checkout).build_sdist(str(tmp_path))
+    again = [*PIP, "install", "-v", "--no-index", "--no-cache-dir", "--find-links", tmp_path, "--target"]
+    done = subprocess.run(
+        [*again, tmp_path / "site", "gander-kernels"],
+        env=os.environ | {"GANDER_ARCHS": "sm_80 sm_90"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "for the CPU and sm_80 sm_90" in done.stdout + done.stderr
+    assert f'\n__version__ = "{version}"\n' in (tmp_path / "site/gander/info.py").read_text()
+    assert (tmp_path / f"site/gander_kernels-{version}.dist-info").is_dir()
 
 
 # ---- The version and the project's address ----
