@@ -147,9 +147,17 @@ given_venv() {
   export PYTHONPATH=$IMPORTS${PYTHONPATH:+:$PYTHONPATH}
 }
 
-# bare_venv: makes .venv, without packages, if it does not exist.
+# has_pip: succeeds if .venv, or what stands for it, has pip.
+has_pip() { "$VENV/bin/python" -c 'import pip' 2>/dev/null; }
+
+# bare_venv: makes .venv, without packages, if it does not exist. An unfinished one of build.sh is made again.
+# Another environment without pip, such as one of uv, is left as it is.
 bare_venv() {
-  "$VENV/bin/python" -c 'import pip' 2>/dev/null || step "a virtual environment in .venv" make_venv "$VENV"
+  ! has_pip || return 0
+  [[ ! -e $VENV ]] || current venv "$VENV" || die "the virtual environment $VENV has no pip, and build.sh has" \
+    "not made it: install pip there (uv pip install pip), or move it, or set GANDER_PYTHON to another one"
+  stamp venv "$VENV"
+  step "a virtual environment in .venv" make_venv "$VENV"
 }
 
 # fill_venv: installs the packages, and a path file that makes .venv import gander and gander_bench from this
@@ -244,7 +252,7 @@ machine() {
   usable_paths
   trusted_cache
   given_venv
-  [[ -z ${GIVEN:-} && ! -e $VENV/bin/python ]] || return 0
+  ! has_pip || return 0
   python=$(base_python)
   "$python" -c 'import ensurepip, venv' 2>/dev/null || die "$python has no venv module: install it, for" \
     "example with apt-get install python3-venv (Debian, Ubuntu), or set GANDER_PYTHON to another Python"
@@ -281,7 +289,7 @@ task_env() {
 # and no others.
 kernels() {
   mkdir -p "$STATE"
-  go build -o "$STATE/compile" ./internal/cmd/compile
+  go build -trimpath -o "$STATE/compile" ./internal/cmd/compile # so that copies share Go's cache
   "$STATE/compile" -nvcc "$NVCC" -cache "$CACHE/objects" -archs "$1" -out kernels/images "${@:2}" \
     kernels/cuda/*_gen.cu
 }
@@ -591,7 +599,7 @@ check_install() {
 
   pip_install_of "$folder/venv" "$tree" 2>&1 | tee "$folder/pip.log"
   grep -q -e '-> kernels for sm_90' "$folder/pip.log" || die "pip -v does not show the steps of build.sh"
-  changed=$(git -C "$tree" ls-files --others --modified --deleted --exclude-standard)
+  changed=$(git -C "$tree" ls-files --others --modified --deleted) # with what .gitignore has
   [[ -z $changed ]] || die "pip install changed the checkout:"$'\n'"$changed"
   try_install "$version+sm90" unknown "$folder/venv"
   elsewhere "$folder/venv/bin/python" -m gander check

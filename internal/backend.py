@@ -60,12 +60,15 @@ def prepare_metadata_for_build_editable(directory: str, config_settings: Any = N
 
 
 def build_wheel(directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+    """Compiles in a copy, so that the checkout, and what was built there, stay as they are."""
     _check_machine()
     architectures = _chosen()
     version = _installed_version(architectures)
     with tempfile.TemporaryDirectory() as folder:
-        _build_sh("--libraries", folder, version, architectures=architectures)
-        return pack(folder, directory, version, PLATFORM)
+        copy, libraries = Path(folder, "gander"), Path(folder, "libraries")
+        _copy_sources(copy)
+        _build_sh(copy, "--libraries", str(libraries), version, architectures=architectures)
+        return pack(str(libraries), directory, version, PLATFORM)
 
 
 def build_editable(directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
@@ -74,7 +77,7 @@ def build_editable(directory: str, config_settings: Any = None, metadata_directo
     Its version is VERSION, as gander.__version__ is there.
     """
     _check_machine()
-    _build_sh("--compile", architectures=_chosen())
+    _build_sh(ROOT, "--compile", architectures=_chosen())
     files = {f"{NAME}.pth": f"{ROOT / 'python'}\n".encode()}
     return _write_wheel(directory, VERSION, PLATFORM, files)
 
@@ -84,8 +87,7 @@ def build_sdist(directory: str, config_settings: Any = None) -> str:
     name = f"{NAME}-{VERSION}"
     files = {path: ((ROOT / path).read_bytes(), (ROOT / path).stat().st_mode) for path in _tracked()}
     files["PKG-INFO"] = _metadata(VERSION), 0o644
-    commit = subprocess.run(["bash", str(ROOT / "build.sh"), "--commit"], capture_output=True, check=True)
-    files["COMMIT"] = commit.stdout + b"\n", 0o644
+    files["COMMIT"] = _commit(), 0o644
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path, (data, mode) in sorted(files.items()):
@@ -175,28 +177,54 @@ def _capabilities() -> list[tuple[int, int]]:
 
 def _architecture(major: int, minor: int) -> str:
     """The architecture of a full wheel that such a GPU runs: machine code of its major version, else PTX."""
-    script = (ROOT / "build.sh").read_text("utf-8")
-    native = re.findall(
-        r"sm_(\d+)(\d)\b", re.search(r'^readonly WHEEL_ARCHS="(.*)"', script, re.MULTILINE)[1]
-    )
+    native = re.findall(r"sm_(\d+)(\d)\b", _constant("WHEEL_ARCHS"))
     served = [int(y) for x, y in native if int(x) == major and int(y) <= minor]
     return f"sm_{major}{max(served)}" if served else "compute_90"
 
 
+def _constant(name: str) -> str:
+    """A constant of build.sh."""
+    script = (ROOT / "build.sh").read_text("utf-8")
+    return re.search(rf'^readonly {name}="(.*)"$', script, re.MULTILINE)[1]
+
+
 def _environment() -> dict[str, str]:
-    """build.sh's environment. pip isolates this process by what would hide pip from build.sh's Python."""
+    """build.sh's environment, with a Python for its downloads: this one if it can be used as it is."""
     environment = dict(os.environ)
-    for name in "PYTHONPATH", "PYTHONNOUSERSITE":
+    for name in "PYTHONPATH", "PYTHONNOUSERSITE":  # by which pip isolates this process, and hides itself
         environment.pop(name, None)
-    environment.setdefault("GANDER_PYTHON", getattr(sys, "_base_executable", sys.executable))
+    if "GANDER_PYTHON" not in environment:
+        has_pip = [sys.executable, "-c", "import pip"]
+        usable = (
+            sys.prefix != sys.base_prefix
+            and not subprocess.run(has_pip, env=environment, stderr=subprocess.DEVNULL).returncode
+        )
+        base = getattr(sys, "_base_executable", sys.executable)
+        environment["GANDER_PYTHON"] = sys.executable if usable else base
     return environment
 
 
-def _build_sh(*arguments: str, architectures: list[str]) -> None:
+def _build_sh(root: Path, *arguments: str, architectures: list[str]) -> None:
     environment = _environment() | {"GANDER_ARCHS": " ".join(architectures)}
-    done = subprocess.run(["bash", str(ROOT / "build.sh"), *arguments], env=environment)
+    done = subprocess.run(["bash", str(root / "build.sh"), *arguments], env=environment)
     if done.returncode:
         _refuse("build.sh failed; its last lines say why")
+
+
+def _copy_sources(copy: Path) -> None:
+    """Copies what build.sh compiles, whether git tracks it or not."""
+    built = shutil.ignore_patterns("*.so", "*.fatbin", "__pycache__")
+    for folder in _constant("SOURCES").split():
+        shutil.copytree(ROOT / folder, copy / folder, ignore=built)
+    for path in [ROOT / "build.sh", *ROOT.glob("go.*"), *ROOT.glob("requirements*.txt")]:
+        shutil.copy(path, copy)
+    (copy / "COMMIT").write_bytes(_commit())
+
+
+def _commit() -> bytes:
+    """The content of the file COMMIT."""
+    script = ["bash", str(ROOT / "build.sh"), "--commit"]
+    return subprocess.run(script, stdout=subprocess.PIPE, check=True).stdout + b"\n"
 
 
 def _tracked() -> list[str]:

@@ -22,10 +22,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
-# What takes the place of build.sh. WHEEL_ARCHS stays, which the back end reads.
+# What takes the place of build.sh. The constants stay that the back end reads.
 MOCK = r"""#!/bin/bash
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_90 sm_100 compute_90"
-[ ! -e "${BASH_SOURCE[0]%/*}/fail-$1" ] || { echo "build.sh: no gcc on PATH" >&2; exit 3; }
+readonly SOURCES="capi dlpack internal python"
+[ "$1" != "${FAIL:-}" ] || { echo "build.sh: no gcc on PATH" >&2; exit 3; }
 [ "$1" = --libraries ] || exit 0
 echo "-> $* for $GANDER_ARCHS with ${PYTHONPATH:-no path}" >&2
 mkdir -p "$2/_native" "$2/_torch"
@@ -196,8 +197,7 @@ def pip_wheel(folder, out, **environment):
 
 
 def test_a_failed_build_is_one_sentence(checkout, tmp_path):
-    (checkout / "fail---libraries").touch()
-    code, said = pip_wheel(checkout, tmp_path)
+    code, said = pip_wheel(checkout, tmp_path, FAIL="--libraries")
     assert code != 0
     assert "build.sh: no gcc on PATH" in said and "build.sh failed; its last lines say why" in said
     assert "Traceback" not in said
@@ -212,8 +212,7 @@ def refusal(said):
 
 
 def test_a_machine_that_lacks_something_is_refused_at_pips_first_call(checkout, tmp_path):
-    (checkout / "fail---machine").touch()
-    code, said = pip_wheel(checkout, tmp_path)
+    code, said = pip_wheel(checkout, tmp_path, FAIL="--machine")
     assert code != 0
     assert refusal(said) == "gander-kernels: no gcc on PATH"
 
@@ -239,7 +238,7 @@ def test_a_python_without_venv(tmp_path, monkeypatch):
     backend = loaded(copied(tmp_path / "checkout"))
     shutil.copyfile(ROOT / "build.sh", backend.ROOT / "build.sh")
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\n')
+    python.write_text('#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\n')  # runs all other code
     python.chmod(0o755)
     monkeypatch.setenv("GANDER_PYTHON", str(python))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -358,6 +357,47 @@ def test_the_build_asks_for_what_it_imports():
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
     assert imported - sys.stdlib_module_names - {"tomllib"} == {"tomli"}
     assert asked == ["tomli>=2 ; python_version < '3.11'"]
+
+
+def test_pips_own_python_is_used_where_it_can_be(backend, tmp_path, monkeypatch):
+    """In a virtual environment with pip. No other is made then."""
+    monkeypatch.setenv("PYTHONPATH", "of pip's isolation")
+    monkeypatch.setenv("GANDER_PYTHON", "given")
+    assert backend._environment()["GANDER_PYTHON"] == "given"
+    monkeypatch.delenv("GANDER_PYTHON")
+    base = getattr(sys, "_base_executable", sys.executable)
+    assert backend._environment()["GANDER_PYTHON"] == (
+        sys.executable if sys.prefix != sys.base_prefix else base
+    )
+    assert "PYTHONPATH" not in backend._environment()
+    without_pip = tmp_path / "python"
+    without_pip.write_text("#!/bin/sh\nexit 1\n")
+    without_pip.chmod(0o755)
+    monkeypatch.setattr(backend.sys, "executable", str(without_pip))
+    assert backend._environment()["GANDER_PYTHON"] == base
+
+
+def test_what_is_compiled_is_a_copy(backend, checkout, tmp_path):
+    """Without what was built. A new file is in it though git does not track it."""
+    (checkout / "python/gander/_native/libgander.so").write_text("built")
+    (checkout / "python/gander/new.py").write_text("new")
+    backend._copy_sources(tmp_path / "copy")
+    copy = {path.relative_to(tmp_path / "copy").as_posix() for path in files(tmp_path / "copy")}
+    sources = {path.relative_to(checkout).as_posix() for path in files(checkout)}
+    assert copy - sources == {"COMMIT"}
+    built = {"python/gander/_native/libgander.so"}
+    assert sources - copy == {"README.md", "LICENSE", "pyproject.toml"} | built
+
+
+def test_the_copy_compiles_what_the_checkout_does():
+    """Where the copy lacks a file that build.sh reads, ./build.sh test install fails. It takes longer."""
+    backend = loaded(ROOT)
+    folders = backend._constant("SOURCES").split()
+    found = re.search(
+        r"library_sources\(\) {\n  find (.*?) -type", (ROOT / "build.sh").read_text(), re.DOTALL
+    )
+    for path in found[1].replace("\\", " ").split():
+        assert path.partition("/")[0] in folders or path.startswith("go."), path
 
 
 def test_an_editable_install_imports_the_checkout(checkout, tmp_path):

@@ -196,6 +196,23 @@ exec "{checkout.root}/pip" "$@"
     assert not (checkout.root / ".venv").exists()
 
 
+def test_an_environment_of_its_user_is_not_emptied(checkout):
+    """uv's have no pip. One that build.sh began is made again."""
+    python = checkout.root / ".venv/bin/python"
+    checkout.write("another", "#!/bin/sh\n")
+    python.write_text("#!/bin/sh\nexit 1\n")
+    done = checkout.run(GANDER_PYTHON="./another")
+    assert done.returncode == 1
+    assert f"the virtual environment {checkout.root}/.venv has no pip, and build.sh has not" in done.stderr
+    assert python.exists()
+    shutil.rmtree(checkout.root / ".venv")
+    checkout.write("another", '#!/bin/sh\n[ "$2" != venv ] || { mkdir -p .venv; exit 1; }\n')
+    for _ in range(2):
+        done = checkout.run(GANDER_PYTHON="./another")
+        assert "a virtual environment in .venv" in done.stderr and "has no pip" not in done.stderr
+        assert (checkout.root / ".venv").exists()
+
+
 def test_a_killed_download_is_removed_by_the_next(checkout):
     hang = Path(f"{checkout.pips}.hang")
     hang.touch()
