@@ -154,8 +154,9 @@ has_pip() { "$VENV/bin/python" -c 'import pip' 2>/dev/null; }
 # Another environment without pip, such as one of uv, is left as it is.
 bare_venv() {
   ! has_pip || return 0
-  [[ ! -e $VENV ]] || current venv "$VENV" || die "the virtual environment $VENV has no pip, and build.sh has" \
-    "not made it: install pip there (uv pip install pip), or move it, or set GANDER_PYTHON to another one"
+  [[ ! -e $VENV ]] || current venv "$VENV" ||
+    die "the virtual environment $VENV has no pip, and build.sh has not made it: install pip there" \
+      "(uv pip install pip), or move it, or set GANDER_PYTHON to another one"
   stamp venv "$VENV"
   step "a virtual environment in .venv" make_venv "$VENV"
 }

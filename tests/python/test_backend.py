@@ -380,7 +380,7 @@ def test_pips_own_python_is_used_where_it_can_be(backend, tmp_path, monkeypatch)
 def test_what_is_compiled_is_a_copy(backend, checkout, tmp_path):
     """Without what was built. A new file is in it though git does not track it."""
     (checkout / "python/gander/_native/libgander.so").write_text("built")
-    (checkout / "python/gander/new.py").write_text("new")
+    (checkout / "python/gander" / "new.py").write_text("new")
     backend._copy_sources(tmp_path / "copy")
     copy = {path.relative_to(tmp_path / "copy").as_posix() for path in files(tmp_path / "copy")}
     sources = {path.relative_to(checkout).as_posix() for path in files(checkout)}
