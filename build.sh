@@ -19,6 +19,11 @@ readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_9
 readonly SOURCES="capi dlpack internal kernels ops python"
 readonly GLIBC=2.28                      # the oldest glibc for wheels; and so in their names
 
+# Bytecode lies in .build, also where the environment forbids to write any: without it, each process of the
+# tests compiles torch's sources again, which takes longer than what most of them test.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$STATE/bytecode}
+
 # The checks of `test`: two sequences that run in parallel.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c install"
 readonly PYTHON_LANE="ruff clangformat types pytest notorch emulated"

@@ -456,6 +456,8 @@ var list12 = []Row{
 	{For: 0x15, UpTo: 256, Regime: PersistentRing, Threads: 256, Vectors: 1, Resident: 2, Stages: 3, Ratio: 0.96},
 	{For: 0x15, Over: 320, UpTo: 384, Regime: PersistentRing, Threads: 384, Vectors: 2, Resident: 2, Stages: 3},
 	{For: 0x15, UpTo: 512, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4, Ratio: 0.96},
+	{For: 0x1, Over: 512, UpTo: 768, From: Count{32, true}, Regime: PersistentRing, Threads: 384, Vectors: 2, Stages: 4},
+	{For: 0x1, Over: 768, UpTo: 896, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 4, MaxCTAs: 4, Resident: 3, Stages: 3},
 	{For: 0x1, UpTo: 1024, From: Count{32, true}, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8, Ratio: 0.95},
 	{For: 0x11, UpTo: 1024, Regime: PersistentRing, Threads: 512, Vectors: 2, Stages: 3, Ratio: 0.95},
 	{For: 0x60, UpTo: 1024, Regime: PersistentRing, Threads: 320, Vectors: 2, MinCTAs: 2, MaxCTAs: 2, Stages: 8},

@@ -5,10 +5,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Inductor's cache may hold graphs that were compiled with an earlier version of gander.
-CACHE = tempfile.mkdtemp(prefix="gander-inductor-")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
-atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+# Inductor's cache may hold graphs that an earlier version of gander compiled. The processes of a run share one,
+# with the header that Inductor compiles first.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    CACHE = tempfile.mkdtemp(prefix="gander-inductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
+    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [str(ROOT / "python"), str(ROOT / "bench")]  # of gander and of gander_bench
 sys.path[:0] = [*PACKAGES, str(ROOT / "tests")]  # the latter for sample.py
