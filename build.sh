@@ -794,8 +794,8 @@ try_wheels() {
   elsewhere "$1/bin/python" -m gander check
 }
 
-# elsewhere COMMAND...: runs the command in another folder, without PYTHONPATH. Both may lead to the checkout.
-elsewhere() { (cd / && env --unset PYTHONPATH "$@"); }
+# elsewhere COMMAND...: runs the command in another folder, and without variables that lead to the checkout.
+elsewhere() { (cd / && env --unset PYTHONPATH --unset PYTHONPYCACHEPREFIX "$@"); }
 
 task_clean() {
   rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
@@ -813,7 +813,8 @@ case $TASK in
     "check_$2"
     ;;
   # For internal/backend.py.
-  --machine | --commit) "${1#--}" ;;
+  --machine) PYTHONDONTWRITEBYTECODE=1 machine ;; # it runs in checkouts, and leaves nothing there
+  --commit) commit ;;
   --compile) # what `build` does, without packages
     compilers
     compiled

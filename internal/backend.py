@@ -7,6 +7,7 @@ and fixed times: the same files give the same bytes. ./build.sh wheel packs with
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import hashlib
 import io
@@ -26,6 +27,10 @@ try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
+
+with contextlib.suppress(OSError):  # Python has just put this module's bytecode into the checkout
+    Path(__spec__.cached).unlink()
+    Path(__spec__.cached).parent.rmdir()
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
