@@ -5,8 +5,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Inductor's cache may hold graphs that an earlier version of gander compiled. The processes of a run share one,
-# with the header that Inductor compiles first.
+# Inductor's cache may hold graphs that an earlier version of gander compiled. The processes of a run share
+# one, with the header that Inductor compiles first.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     CACHE = tempfile.mkdtemp(prefix="gander-inductor-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE
