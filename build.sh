@@ -17,7 +17,7 @@ readonly KERNEL=python/gander/_torch/libgander_torch.so # the kernels' registrat
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_90"
 readonly SOURCES="capi dlpack internal kernels ops python"
-readonly GLIBC=2.28                      # the oldest glibc for wheels; python/pyproject.toml names it too
+readonly GLIBC=2.28                      # the oldest glibc for wheels; and so in their names
 
 # Bytecode lies in .build, also where the environment forbids to write any: without it, each process of the
 # tests compiles torch's sources again, which takes longer than what most of them test.
@@ -25,7 +25,7 @@ unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$STATE/bytecode}
 
 # The checks of `test`: two sequences that run in parallel.
-readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c"
+readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c install"
 readonly PYTHON_LANE="ruff clangformat types pytest notorch emulated"
 
 task_help() {
@@ -44,6 +44,7 @@ usage: ./build.sh TASK [ARGUMENT...]
   gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest, and is
              several times faster with pytest-xdist
   wheel      build a manylinux wheel in dist/, for all architectures or for those of GANDER_ARCHS
+  sdist      pack the tracked files in dist/, from which pip builds
   env        print shell commands: eval "$(./build.sh env)" prepares for `go build -tags cuda ./...`
   clean      remove what was built in this checkout; `clean --cache` also removes the toolchain and the
              compiled kernels
@@ -151,9 +152,18 @@ given_venv() {
   export PYTHONPATH=$IMPORTS${PYTHONPATH:+:$PYTHONPATH}
 }
 
-# bare_venv: makes .venv, without packages, if it does not exist.
+# has_pip: succeeds if .venv, or what stands for it, has pip.
+has_pip() { "$VENV/bin/python" -c 'import pip' 2>/dev/null; }
+
+# bare_venv: makes .venv, without packages, if it does not exist. An unfinished one of build.sh is made again.
+# Another environment without pip, such as one of uv, is left as it is.
 bare_venv() {
-  "$VENV/bin/python" -c 'import pip' 2>/dev/null || step "a virtual environment in .venv" make_venv "$VENV"
+  ! has_pip || return 0
+  [[ ! -e $VENV ]] || current venv "$VENV" ||
+    die "the virtual environment $VENV has no pip, and build.sh has not made it: install pip there" \
+      "(uv pip install pip), or move it, or set GANDER_PYTHON to another one"
+  stamp venv "$VENV"
+  step "a virtual environment in .venv" make_venv "$VENV"
 }
 
 # fill_venv: installs the packages, and a path file that makes .venv import gander and gander_bench from this
@@ -236,17 +246,29 @@ unpacked() {
 
 has_go() { [[ $(GOTOOLCHAIN=local go version 2>/dev/null) == *" go1.26"[.\ ]* ]]; }
 
-# compilers: sets up the environment for Go and cgo with CUDA's headers. Sets NVCC to CUDA's compiler; CUDA's
-# other tools are in the same folder.
-compilers() {
-  local tree tool
+# machine: refuses a machine that lacks what no package registry has.
+machine() {
+  local tool missing='' python
   [[ $(uname -sm) == "Linux x86_64" ]] || die "gander builds on Linux x86_64, not on $(uname -sm)"
   for tool in gcc g++; do
-    command -v $tool >/dev/null || die "no $tool on PATH: install the C and C++ compilers"
+    command -v $tool >/dev/null || missing+="${missing:+ and no }$tool"
   done
+  [[ -z $missing ]] || die "no $missing on PATH: install the C and C++ compilers, for example with" \
+    "apt-get install gcc g++ (Debian, Ubuntu) or dnf install gcc gcc-c++ (Fedora, Red Hat)"
   usable_paths
   trusted_cache
   given_venv
+  ! has_pip || return 0
+  python=$(base_python)
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || die "$python has no venv module: install it, for" \
+    "example with apt-get install python3-venv (Debian, Ubuntu), or set GANDER_PYTHON to another Python"
+}
+
+# compilers: sets up the environment for Go and cgo with CUDA's headers. Sets NVCC to CUDA's compiler; CUDA's
+# other tools are in the same folder.
+compilers() {
+  local tree
+  machine
   bare_venv
   if ! has_go; then
     tree=$(unpacked requirements-go.txt)
@@ -273,27 +295,34 @@ task_env() {
 # and no others.
 kernels() {
   mkdir -p "$STATE"
-  go build -o "$STATE/compile" ./internal/cmd/compile
+  go build -trimpath -o "$STATE/compile" ./internal/cmd/compile # so that copies share Go's cache
   "$STATE/compile" -nvcc "$NVCC" -cache "$CACHE/objects" -archs "$1" -out kernels/images "${@:2}" \
     kernels/cuda/*_gen.cu
 }
 
-# commit: prints the commit of the checkout, with -dirty if tracked files have changed.
+# commit: prints the commit of the checkout, with -dirty if tracked files have changed. An sdist has it in the
+# file COMMIT. The repository of a folder around this one says nothing about it.
 commit() {
-  local id changed
-  id=$(git rev-parse HEAD 2>/dev/null) || { printf unknown; return; }
-  changed=$(git status --porcelain --untracked-files=no)
-  printf '%s' "$id${changed:+-dirty}"
+  local inside id changed
+  if inside=$(git rev-parse --show-prefix 2>/dev/null) && [[ -z $inside ]] &&
+    id=$(git rev-parse --verify --quiet HEAD); then
+    changed=$(git status --porcelain --untracked-files=no)
+    printf '%s' "$id${changed:+-dirty}"
+  elif [[ -f COMMIT ]]; then
+    printf '%s' "$(<COMMIT)"
+  else
+    printf unknown
+  fi
 }
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
-# library CC PACKAGE: builds libgander.so from Go, and libgander_torch.so, which registers the operators with
-# PyTorch, from C.
+# library CC PACKAGE [VERSION]: builds libgander.so from Go, and libgander_torch.so, which registers the
+# operators with PyTorch, from C. VERSION is that of a wheel.
 library() {
   mkdir -p "$2/_native" "$2/_torch"
   local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so" facts
-  facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version)"
+  facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version) -X main.wheel=${3:-}"
   CC="'$1'" go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
     -ldflags "-s -w -buildid= -B=none $facts -extldflags \"$linker\"" -o "$2/_native/libgander.so" ./capi
   rm -f "$2/_native/libgander.h" # the header is capi/gander.h
@@ -306,8 +335,8 @@ library() {
 }
 
 library_sources() {
-  find capi dlpack kernels ops internal/driver internal/policy python/gander/_torch/c go.mod go.sum \
-    -type f ! -name '*_test.go'
+  find capi dlpack kernels ops internal/driver internal/policy internal/sizes python/gander/_torch/c \
+    go.mod go.sum -type f ! -name '*_test.go'
 }
 
 # compiled: builds the kernels and the library if they are not up to date.
@@ -555,6 +584,52 @@ check_notorch() {
   PYTHONPATH=python "$STATE/numpy/bin/python" -m gander check
 }
 
+# pip_install_of VENV OPTION...: pip builds and installs gander for sm_90, whose kernels other checks compile
+# too. It neither takes a wheel from pip's cache nor leaves one there.
+pip_install_of() {
+  GANDER_ARCHS=sm_90 elsewhere "$1/bin/python" -m pip install --verbose --no-input --no-cache-dir --no-deps \
+    --disable-pip-version-check --force-reinstall "${@:2}"
+}
+
+# Installs gander as users do: from a git checkout, which that does not change; as an editable one; and by
+# name, from an sdist.
+check_install() {
+  local folder=$STATE/install tree=$STATE/install/checkout version changed
+  rm -rf "$folder"
+  mkdir -p "$tree"
+  git ls-files -z | tar -c --null -T - | tar -x -C "$tree"
+  git -C "$tree" init --quiet
+  git -C "$tree" add --all
+  numpy_venv "$folder/venv"
+  version=$(backend 'print(backend.VERSION)')
+
+  pip_install_of "$folder/venv" "$tree" 2>&1 | tee "$folder/pip.log"
+  grep -q -e '-> kernels for sm_90' "$folder/pip.log" || die "pip -v does not show the steps of build.sh"
+  changed=$(git -C "$tree" ls-files --others --modified --deleted) # with what .gitignore has
+  [[ -z $changed ]] || die "pip install changed the checkout:"$'\n'"$changed"
+  try_install "$version+sm90" unknown "$folder/venv"
+  elsewhere "$folder/venv/bin/python" -m gander check
+
+  pip_install_of "$folder/venv" --editable "$tree"
+  try_install "$version" unknown "$tree"
+
+  backend 'backend.build_sdist(sys.argv[1])' "$folder"
+  GANDER_PYTHON=$VENV/bin/python pip_install_of "$folder/venv" \
+    --no-binary gander-kernels --find-links "$folder" "gander-kernels==$version"
+  try_install "$version" "$(commit)" "$folder/venv"
+}
+
+# try_install VERSION COMMIT FOLDER: tries what is installed. Its version and commit have to be these, and its
+# modules have to lie in the folder.
+try_install() { elsewhere "$STATE/install/venv/bin/python" -c "$TRY_NUMPY$TRY_VERSION$TRY_INSTALL" "$@"; }
+
+readonly TRY_INSTALL='
+import sys
+
+found = installed, gander.info()["commit"], gander.__file__
+assert found[:2] == (sys.argv[1], sys.argv[2]) and found[2].startswith(sys.argv[3]), (found, sys.argv)
+'
+
 # lane NAME...: runs checks one after the other, each in its own process, and stores their results.
 lane() {
   local name start log
@@ -647,31 +722,38 @@ task_test() {
 
 # ---- Wheel and clean ----
 
+# backend CODE ARGUMENT...: runs Python code with internal/backend.py, which packs the wheels.
+backend() {
+  PYTHONPATH=internal${PYTHONPATH:+:$PYTHONPATH} "$VENV/bin/python" -c "import sys, backend; $1" "${@:2}"
+}
+
 # Links the library against an old glibc, with kernels for all architectures, and tries the wheel in an empty
 # environment, with a wheel of gander_bench that is built for this. A wheel for other architectures says so in
-# its version, so that it is never taken for the whole one.
+# its version.
 task_wheel() {
-  local tools stage=$STATE/wheel archs=${GANDER_ARCHS:-$WHEEL_ARCHS} names
+  local tools stage=$STATE/wheel archs=${GANDER_ARCHS:-$WHEEL_ARCHS} version
   compilers
   tools=$(unpacked requirements-wheel.txt)
   export ZIG_PYTHON=$VENV/bin/python ZIG_GLOBAL_CACHE_DIR=$CACHE/zig GLIBC
+  export PYTHONPATH=$tools${PYTHONPATH:+:$PYTHONPATH}
   step "kernels for $archs" kernels "$archs"
   rm -rf "$stage" dist
   mkdir -p "$stage/bench" dist
-  cp -R python "$stage"
   cp -R bench/pyproject.toml bench/gander_bench "$stage/bench"
-  if [[ -n ${GANDER_ARCHS:-} ]]; then
-    names=${archs//_/} # sm90.compute90
-    sed -i "s/^__version__ = \"[^\"]*/&+${names// /.}/" "$stage/python/gander/info.py"
-  fi
-  cp LICENSE README.md "$stage/python"
-  cp capi/gander.h dlpack/dlpack.h "$stage/python/gander"
-  PYTHONPATH=$tools step "the library for glibc $GLIBC" \
-    library "$ROOT/internal/cmd/zigcc.sh" "$stage/python/gander"
-  PYTHONPATH=$tools step "the wheel" pack "$stage/python"
-  PYTHONPATH=$tools step "the wheel of gander_bench" pip_wheel "$stage/bench" "$stage"
+  version=$(backend 'print(backend.version_for(sys.argv[1:]))' ${GANDER_ARCHS:-})
+  step "the library for glibc $GLIBC" library "$ROOT/internal/cmd/zigcc.sh" "$stage" "$version"
+  step "the wheel" pack "$stage" "$version"
+  step "the wheel of gander_bench" pip_wheel "$stage/bench" "$stage"
   step "the wheels in an empty environment" try_wheels "$stage/venv" dist/*.whl "$stage"/*.whl
   say "$(ls dist/*.whl) ($(du -h dist/*.whl | cut -f1))"
+}
+
+task_sdist() {
+  local tools
+  compilers
+  tools=$(unpacked requirements-wheel.txt)
+  mkdir -p dist
+  say "dist/$(PYTHONPATH=$tools backend 'print(backend.build_sdist("dist"))')"
 }
 
 # pip_wheel FOLDER OUT: builds the wheel of the package in a folder, with the tools on PYTHONPATH.
@@ -679,10 +761,10 @@ pip_wheel() {
   "$VENV/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$2" "$1"
 }
 
-# pack FOLDER: builds the wheel, and checks that its libraries need no newer glibc than its name says.
+# pack FOLDER VERSION: packs the wheel, and checks that its libraries need no newer glibc than its name says.
 pack() {
   local report minor
-  pip_wheel "$1" dist
+  backend 'backend.pack(*sys.argv[1:])' "$1" dist "$2" "manylinux_${GLIBC/./_}_x86_64"
   report=$("$VENV/bin/python" -m auditwheel show dist/*.whl 2>&1 | tr '\n' ' ')
   minor=$(sed -n 's/.*following platform tag: "manylinux_2_\([0-9]*\)_x86_64".*/\1/p' <<<"$report")
   [[ -n $minor ]] && ((minor <= ${GLIBC#2.})) || die "the wheel does not run on glibc $GLIBC: $report"
@@ -695,29 +777,52 @@ import gander_bench.results
 assert (files("gander_bench") / "ceiling.cu").is_file(), "the wheel of gander_bench has no ceiling.cu"
 '
 
+readonly TRY_VERSION='
+import importlib.metadata
+import gander
+
+installed = importlib.metadata.version("gander-kernels")
+assert gander.__version__ == gander.info()["version"] == installed, (gander.info(), installed)
+'
+
 # try_wheels VENV WHEEL...: installs the wheels in an environment with NumPy alone, and tries them from
-# another folder, without PYTHONPATH, which may lead to the checkout.
+# another folder.
 try_wheels() {
   numpy_venv "$1"
   "$1/bin/python" -m pip install --quiet --no-input --no-deps --no-index "${@:2}"
-  (cd / && unset PYTHONPATH && "$1/bin/python" -c "$TRY_NUMPY" && "$1/bin/python" -m gander check &&
-    "$1/bin/python" -c "$TRY_BENCH")
+  elsewhere "$1/bin/python" -c "$TRY_NUMPY$TRY_VERSION$TRY_BENCH"
+  elsewhere "$1/bin/python" -m gander check
 }
 
+# elsewhere COMMAND...: runs the command in another folder, and without variables that lead to the checkout.
+elsewhere() { (cd / && env --unset PYTHONPATH --unset PYTHONPYCACHEPREFIX "$@"); }
+
 task_clean() {
-  rm -rf "$ROOT/.venv" "$STATE" dist {python,bench}/build {python,bench}/*.egg-info demo.png
+  rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
   rm -f python/gander/_*/*.so kernels/images/*.fatbin
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | env | clean | help)
+  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | sdist | env | clean | help)
     "task_$TASK" "${@:2}"
     ;;
   --check)
     compilers
     "check_$2"
+    ;;
+  # For internal/backend.py.
+  --machine) PYTHONDONTWRITEBYTECODE=1 machine ;; # it runs in checkouts, and leaves nothing there
+  --commit) commit ;;
+  --compile) # what `build` does, without packages
+    compilers
+    compiled
+    ;;
+  --libraries) # FOLDER VERSION: the libraries of a wheel for this machine
+    compilers
+    step "kernels for $GANDER_ARCHS" kernels "$GANDER_ARCHS"
+    step "the library" library gcc "$2" "$3"
     ;;
   *)
     task_help >&2

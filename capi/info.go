@@ -4,6 +4,7 @@ package main
 import "C"
 
 import (
+	"cmp"
 	"encoding/json"
 	"runtime"
 	"sync"
@@ -16,12 +17,14 @@ import (
 	"github.com/gander-go/gander/ops"
 )
 
-// Set by -ldflags "-X main.commit=... -X main.nvcc=...".
-var commit, nvcc = "unknown", "none"
+// Set by -ldflags "-X main.commit=... -X main.nvcc=...", and in a wheel "-X main.wheel=...", the version
+// that Python has there.
+var commit, nvcc, wheel = "unknown", "none", ""
 
 // buildInfo is a C string that is never freed.
 var buildInfo = sync.OnceValue(func() *C.char {
 	architectures := append([]string{}, kernels.Architectures()...) // [] rather than null if there are none
+	version := cmp.Or(wheel, C.GANDER_VERSION)
 	text, err := json.Marshal(struct {
 		Version       string   `json:"version"`
 		ABIVersion    int      `json:"abi_version"`
@@ -30,7 +33,7 @@ var buildInfo = sync.OnceValue(func() *C.char {
 		NVCC          string   `json:"nvcc"`
 		Architectures []string `json:"architectures"`
 		SIMD          string   `json:"simd"`
-	}{C.GANDER_VERSION, C.GANDER_ABI_VERSION, commit, runtime.Version(), nvcc, architectures, cpu.SIMD()})
+	}{version, C.GANDER_ABI_VERSION, commit, runtime.Version(), nvcc, architectures, cpu.SIMD()})
 	if err != nil {
 		panic(err) // strings and numbers
 	}

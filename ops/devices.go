@@ -22,23 +22,23 @@ var devices = map[string]driver.Facts{
 		L2Bytes: 40 << 20, MemoryGBs: 2039,
 	},
 	"a10": {
-		Major: 8, SMs: 72, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
+		Major: 8, Minor: 6, SMs: 72, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
 		L2Bytes: 6 << 20, MemoryGBs: 600,
 	},
 	"rtx3090": {
-		Major: 8, SMs: 82, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
+		Major: 8, Minor: 6, SMs: 82, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
 		L2Bytes: 6 << 20, MemoryGBs: 936,
 	},
 	"l4": {
-		Major: 8, SMs: 58, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
+		Major: 8, Minor: 9, SMs: 58, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
 		L2Bytes: 48 << 20, MemoryGBs: 300,
 	},
 	"l40s": {
-		Major: 8, SMs: 142, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
+		Major: 8, Minor: 9, SMs: 142, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
 		L2Bytes: 96 << 20, MemoryGBs: 864,
 	},
 	"rtx4090": {
-		Major: 8, SMs: 128, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
+		Major: 8, Minor: 9, SMs: 128, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10,
 		L2Bytes: 72 << 20, MemoryGBs: 1008,
 	},
 	"b200": {

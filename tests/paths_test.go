@@ -20,7 +20,7 @@ var (
 	linked = regexp.MustCompile(`\]\(([^)#:]+)\)`)
 	single = regexp.MustCompile("(?:^|[ (`])(\\w+\\.(?:go|cuh?|[chs]|py|sh|md|jsonl|svg))\\b")
 	// What is built, what stands for any name, and what a test makes.
-	absent = regexp.MustCompile(`\.so$|^kernels/images|^python/(build|\*\.egg-info)$|` +
+	absent = regexp.MustCompile(`\.so$|^kernels/images|` +
 		`/(FILE|DEVICE-COMMIT)\.jsonl$|/stand_in_gen\.cu$|results/gpu-test$`)
 )
 

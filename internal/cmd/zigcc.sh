@@ -10,7 +10,7 @@ done
 for argument; do
   shift
   case $argument in
-    -L*) [ -d "${argument#-L}" ] || continue ;;
+    -L?*) [ -d "${argument#-L}" ] || continue ;;
   esac
   set -- "$@" "$argument"
 done

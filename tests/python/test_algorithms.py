@@ -1,5 +1,8 @@
 """algorithm= and batch_invariant=: names, lists, refusals, and their effect on the CPU."""
 
+import inspect
+import re
+
 import gander
 import numpy as np
 import pytest
@@ -124,6 +127,34 @@ def test_explain_for_a_gpu_of_another_machine():
     assert gander.explain("softmax", **H100 | {"device": "cpu"}) == gander.explain(
         "softmax", **H100 | {"device": torch.device("cpu")}
     )
+
+
+def named_in(error):
+    """The names that a refusal lists."""
+    return re.split(r", | or ", str(error.value).partition("expected ")[2])
+
+
+def test_the_names_that_explain_takes():
+    """The message lists what is taken, in Python's words, and the documentation names nothing else."""
+    rows = {"shape": (4096, 8192), "dtype": "bfloat16"}
+    with pytest.raises(ValueError, match='op is "x"') as error:
+        gander.explain("x", **rows, device="h100")
+    ops = named_in(error)
+    assert {"softmax", "softmax_bwd", "rmsnorm_residual_bwd"} <= set(ops)
+    for op in ops:
+        assert "forward" not in op and "backward" not in op
+        assert gander.explain(op, **rows, device="h100")
+    with pytest.raises(ValueError, match='device is "x"') as error:
+        gander.explain("softmax", **rows, device="x")
+    first, *devices = named_in(error)
+    assert first == "a device of this machine"
+    assert {"a100", "h100", "b200"} <= set(devices)
+    for device in devices:
+        assert gander.explain("softmax", **rows, device=device).startswith("auto takes ")
+    for function in gander.explain, gander.algorithms:
+        text = inspect.getdoc(function)
+        assert set(re.findall(r'"([a-z]+\d{2,})"', text)) <= {*devices, "bfloat16"}
+        assert set(re.findall(r'"((?:softmax|rmsnorm|l2norm|layernorm|cross)\w*)"', text)) <= set(ops)
 
 
 def test_algorithms_of_rows():

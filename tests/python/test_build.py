@@ -196,6 +196,23 @@ exec "{checkout.root}/pip" "$@"
     assert not (checkout.root / ".venv").exists()
 
 
+def test_an_environment_of_its_user_is_not_emptied(checkout):
+    """uv's have no pip. One that build.sh began is made again."""
+    python = checkout.root / ".venv/bin/python"
+    checkout.write("another", "#!/bin/sh\n")
+    python.write_text("#!/bin/sh\nexit 1\n")
+    done = checkout.run(GANDER_PYTHON="./another")
+    assert done.returncode == 1
+    assert f"the virtual environment {checkout.root}/.venv has no pip, and build.sh has not" in done.stderr
+    assert python.exists()
+    shutil.rmtree(checkout.root / ".venv")
+    checkout.write("another", '#!/bin/sh\n[ "$2" != venv ] || { mkdir -p .venv; exit 1; }\n')
+    for _ in range(2):
+        done = checkout.run(GANDER_PYTHON="./another")
+        assert "a virtual environment in .venv" in done.stderr and "has no pip" not in done.stderr
+        assert (checkout.root / ".venv").exists()
+
+
 def test_a_killed_download_is_removed_by_the_next(checkout):
     hang = Path(f"{checkout.pips}.hang")
     hang.touch()
@@ -274,6 +291,49 @@ def test_the_digest_of_the_library_has_all_its_packages():
     assert [package for package in ours if not any(package.is_relative_to(f) for f in folders)] == []
 
 
+def test_the_linker_of_a_wheel_gets_no_folder_that_is_missing(checkout):
+    """zig warns of each, and gorgonia.org/cu names seven that few machines have."""
+    script = ROOT / "internal/cmd/zigcc.sh"
+    there, absent = checkout.root, checkout.root / "cuda"
+    arguments = ["-o", "a b", f"-L{absent}", f"-L{there}", "-Wl,-soname,x", "-L", "c.o"]
+    done = checkout.run("sh", script, *arguments, ZIG_PYTHON="echo", GLIBC="2.28")
+    rest = f"-o a b -L{there} -Wl,-soname,x -L c.o"
+    assert done.stdout == f"-m ziglang cc -target x86_64-linux-gnu.2.28 {rest}\n"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="commits are git's")
+def test_the_commit_of_a_checkout_and_of_an_sdist(checkout):
+    """An sdist that was unpacked within another repository is not of that repository's commit."""
+
+    def git(*arguments):
+        identity = "-c", "user.name=x", "-c", "user.email=x@example.org"
+        done = checkout.run("git", "-C", where, *identity, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def commit():
+        done = checkout.run("./build.sh", "--commit")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert commit() == "unknown"
+    where = checkout.root.parent
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--message", "x")
+    assert commit() == "unknown"
+    checkout.write("COMMIT", "of the sdist\n")
+    assert commit() == "of the sdist"
+    where = checkout.root
+    git("init", "--quiet")
+    assert commit() == "of the sdist"
+    git("add", "nvcc")
+    git("commit", "--quiet", "--message", "x")
+    assert commit() == git("rev-parse", "HEAD")
+    checkout.write("nvcc", "changed")
+    assert commit() == f"{git('rev-parse', 'HEAD')}-dirty"
+
+
 def test_building_where_paths_have_spaces(checkout):
     """Runs `build` with the real Go, gcc and internal/cmd/compile."""
     (checkout.root / "bin/go").unlink()
@@ -286,6 +346,7 @@ def test_building_where_paths_have_spaces(checkout):
         "ops",
         "internal/driver",
         "internal/policy",
+        "internal/sizes",
     ):
         (checkout.root / folder).mkdir(parents=True)
     for package in "internal/cmd/compile", "internal/cubin", "kernels":
