@@ -29,7 +29,7 @@ export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$STATE/bytecode}
 
 # The checks of `test`: two sequences that run in parallel.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c install"
-readonly PYTHON_LANE="ruff clangformat types pytest notorch emulated"
+readonly PYTHON_LANE="ruff clangformat types pytest notorch cinstall emulated"
 
 task_help() {
   cat <<'TEXT'
@@ -533,6 +533,18 @@ check_sass() { go run ./internal/cmd/checksass "${NVCC%/*}" kernels/images; }
 check_exports() { go run ./internal/cmd/checklib "$LIBRARY" capi/gander.h; }
 
 check_c() { sh tests/c/run.sh "$LIBRARY" capi dlpack; }
+
+# Builds the examples with an installed library and with that of a wheel, and loads both in one process.
+check_cinstall() {
+  local folder=$STATE/cinstall
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  install_to "$folder/installed"
+  backend 'backend.pack("python/gander", sys.argv[1], backend.VERSION, backend.PLATFORM)' "$folder"
+  "$VENV/bin/python" -m zipfile -e "$folder"/*.whl "$folder/wheel"
+  CINSTALL=$folder CUDA=${NVCC%/bin/nvcc} OMP_WAIT_POLICY=passive \
+    "$VENV/bin/python" -m pytest tests/c -n 2 --timeout 300
+}
 
 check_ruff() {
   "$VENV/bin/ruff" check --output-format concise .
