@@ -799,7 +799,7 @@ elsewhere() { (cd / && env --unset PYTHONPATH --unset PYTHONPYCACHEPREFIX "$@");
 
 task_clean() {
   rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
-  rm -f python/gander/_*/*.so kernels/images/*.fatbin
+  rm -f python/gander/_*/*.so kernels/images/{*.fatbin,SHA256SUMS}
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }
 
