@@ -396,8 +396,8 @@ func TestOpenImages(t *testing.T) {
 		return
 	}
 	assert.Equal(t, ops.StatusOption, e.Status)
-	assert.EqualError(t, err, `open_images: folder is "`+folder+`", which has no SHA256SUMS, expected a folder of `+
-		"device images: ./build.sh build in a checkout of gander makes it, as kernels/images")
+	assert.EqualError(t, err, `open_images: folder is "`+folder+`", which has no SHA256SUMS, expected a folder `+
+		"of device images: ./build.sh build in a checkout of gander makes it, as kernels/images")
 }
 
 func TestExplain(t *testing.T) {
