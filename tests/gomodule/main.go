@@ -1,5 +1,5 @@
-// Command gomodule is a program of another module. ./build.sh test gomodule builds it with and without the tag
-// cuda, from a copy of gander that has no compiled kernels.
+// Command gomodule is a program of another module. ./build.sh test gomodule builds it with and without the
+// tag cuda, from a copy of gander that has no compiled kernels.
 package main
 
 import (
