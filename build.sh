@@ -19,7 +19,7 @@ readonly LIBRARY=python/gander/lib/libgander.so.$ABI
 readonly KERNEL=python/gander/_torch/libgander_torch.so # the kernels' registration with PyTorch
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_90"
-readonly SOURCES="capi dlpack internal kernels ops python"
+readonly SOURCES="capi cmd dlpack internal kernels ops python"
 readonly GLIBC=2.28                      # the oldest glibc for wheels; and so in their names
 
 # Bytecode lies in .build, also where the environment forbids to write any: without it, each process of the
@@ -28,7 +28,8 @@ unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$STATE/bytecode}
 
 # The checks of `test`: two sequences that run in parallel.
-readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c install"
+readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c
+  gomodule install"
 readonly PYTHON_LANE="ruff clangformat types pytest notorch cinstall emulated"
 
 task_help() {
@@ -509,7 +510,8 @@ check_generated() {
   local copy=$STATE/generated here there
   rm -rf "$copy"
   mkdir -p "$copy"
-  git ls-files -z -- $SOURCES tests go.mod go.sum | tar -c --null -T - | tar -x -C "$copy"
+  git ls-files -z -- $SOURCES tests go.mod go.sum requirements-toolchain.txt |
+    tar -c --null -T - | tar -x -C "$copy"
   (cd "$copy" && go generate ./...)
   here=$(git ls-files -z -- "${GENERATED[@]}" | digests)
   there=$(cd "$copy" && find $SOURCES tests \( -name '*_gen.*' -o -path capi/gander.h \) -print0 | digests)
@@ -545,6 +547,33 @@ check_cinstall() {
   CINSTALL=$folder CUDA=${NVCC%/bin/nvcc} OMP_WAIT_POLICY=passive \
     "$VENV/bin/python" -m pytest tests/c -n 2 --timeout 300
 }
+
+# Builds a program of another module with and without CUDA, as README.md says. Its gander has the files that
+# git tracks, as Go's module cache has, so it has no compiled kernels. The headers are downloaded once, into
+# .build. An empty variable is to Go as if it were not set.
+check_gomodule() (
+  headers=$STATE/gomodule way="go run $MODULE/cmd/cudaenv" folder=$(mktemp -d)
+  trap "rm -rf ${folder@Q}" EXIT
+  mkdir "$folder/gander" "$folder/program"
+  git ls-files -z | tar -c --null -T - | tar -x -C "$folder/gander"
+  cp tests/gomodule/main.go "$folder/program"
+  cd "$folder/program"
+  export GOCACHE=$(go env GOCACHE) XDG_CACHE_HOME=$headers GANDER_PYTHON=$VENV/bin/python
+  export GOFLAGS='' GOEXPERIMENT='' CGO_ENABLED='' CGO_CFLAGS=''
+  go mod init example.org/program
+  go mod edit -replace "$MODULE=$folder/gander"
+  go mod tidy
+
+  go build -o host .
+  ./host "$ROOT/kernels/images" host
+  ! go build -o cuda -tags cuda . 2>failure || die "the program was built without CUDA's headers"
+  grep -F "$way" failure || die "the error does not name $way:"$'\n'"$(<failure)"
+  eval "$($way)"
+  [[ $CGO_CFLAGS == *"'-I$headers/"* ]] || die "$way has not downloaded the headers: CGO_CFLAGS=$CGO_CFLAGS"
+  go build -o cuda -tags cuda .
+  ./cuda "$ROOT/kernels/images" cuda
+)
+readonly MODULE=github.com/gander-go/gander
 
 check_ruff() {
   "$VENV/bin/ruff" check --output-format concise .
@@ -871,7 +900,7 @@ elsewhere() { (cd / && env --unset PYTHONPATH --unset PYTHONPYCACHEPREFIX "$@");
 task_clean() {
   rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
   rm -rf python/gander/{include,lib}
-  rm -f python/gander/_*/*.so kernels/images/*.fatbin
+  rm -f python/gander/_*/*.so kernels/images/{*.fatbin,SHA256SUMS}
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }
 

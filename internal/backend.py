@@ -227,7 +227,7 @@ def _build_sh(root: Path, *arguments: str, architectures: list[str]) -> None:
 
 def _copy_sources(copy: Path) -> None:
     """Copies what build.sh compiles, whether git tracks it or not."""
-    built = shutil.ignore_patterns("*.so", "*.fatbin", "include", "lib", "__pycache__")
+    built = shutil.ignore_patterns("*.so", "*.fatbin", "SHA256SUMS", "include", "lib", "__pycache__")
     for folder in _constant("SOURCES").split():
         shutil.copytree(ROOT / folder, copy / folder, ignore=built)
     for path in [ROOT / "build.sh", *ROOT.glob("go.*"), *ROOT.glob("requirements*.txt")]:

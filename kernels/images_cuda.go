@@ -2,38 +2,28 @@
 
 package kernels
 
-import (
-	"embed"
-	"slices"
-	"strings"
-)
+import "embed"
 
-// Made by ./build.sh build, named <family>.<arch>.fatbin.
+// Made by ./build.sh build, named <family>.<arch>.fatbin. A pattern for them alone would not compile where
+// there are none.
 //
-//go:embed images/*.fatbin
+//go:embed images
 var images embed.FS
 
-// Architectures lists, sorted, what every family has an image for: "sm_90", "compute_80" and so on.
+// Architectures lists, sorted, what every family has an embedded image for: "sm_90", "compute_80" and so on.
 func Architectures() []string {
-	counts := map[string]int{}
 	files, _ := images.ReadDir("images") // it is there: the embedding would not compile without it
-	for _, file := range files {
-		_, arch, _ := strings.Cut(strings.TrimSuffix(file.Name(), ".fatbin"), ".")
-		counts[arch]++
+	names := make([]string, len(files))
+	for i, file := range files {
+		names[i] = file.Name()
 	}
-	var archs []string
-	for arch, count := range counts {
-		if count == Families {
-			archs = append(archs, arch)
-		}
-	}
-	slices.Sort(archs)
+	archs, _ := complete(names)
 	return archs
 }
 
-// Image returns a family's device image for an architecture, nil if there is none.
+// Image returns a family's embedded image for an architecture, nil if there is none.
 func Image(family Family, arch string) []byte {
-	data, err := images.ReadFile("images/" + family.String() + "." + arch + ".fatbin")
+	data, err := images.ReadFile("images/" + imageName(family, arch))
 	if err != nil {
 		return nil
 	}

@@ -47,12 +47,27 @@ What only the elements show, such as a target that is no class, is no error: the
 
 # CUDA
 
-Tensors on CUDA devices need a build with the tag cuda, which embeds the kernels that build.sh has compiled. A
-[Call] has the stream. A call enqueues its work and returns; nothing waits for the device.
+Tensors on CUDA devices need a build with the tag cuda. A [Call] has the stream. A call enqueues its work and
+returns; nothing waits for the device.
 
 	call := &ops.Call{Stream: stream}
 	err := ops.SoftmaxForward{X: x, Y: y}.Run(call)
 
 [Explain] says which kernel would run, and why. [Warmup] loads all of them before the first call.
+
+The tag needs Linux on x86-64, gcc and CUDA's headers. The command cmd/cudaenv downloads the headers with pip
+into the user's cache, and prints what the shell needs. From an empty folder, with a main.go that imports ops:
+
+	go mod init example.org/program
+	go mod edit -replace github.com/gander-go/gander=/path/to/checkout # until it is published
+	go mod tidy
+	eval "$(go run github.com/gander-go/gander/cmd/cudaenv)"
+	go build -tags cuda .
+
+A published version needs no line with -replace. The build needs no kernels. A program embeds them if
+./build.sh build has compiled them in that checkout. Any other program opens the folder that ./build.sh build
+has made, or a copy of it, before its first call with CUDA tensors:
+
+	err := ops.OpenImages("/path/to/checkout/kernels/images")
 */
 package ops

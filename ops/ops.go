@@ -1,6 +1,7 @@
 package ops
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -11,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/internal/driver"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/kernels/cpu"
 )
@@ -90,6 +92,24 @@ func Warmup(d dlpack.Device) error {
 		return nil
 	}
 	return cudaWarmup(d.ID)
+}
+
+// OpenImages reads the compiled kernels from a folder, in place of those that the program embeds. A program
+// embeds none if it was built from a module without compiled kernels, as go get fetches it. The folder is
+// kernels/images after ./build.sh build in a checkout of the same version of gander, or a copy of it. All
+// images are read and stay in memory.
+//
+// OpenImages may succeed once, and before the first call with CUDA tensors. After an error the program is as
+// before. Without the tag cuda it returns an error.
+func OpenImages(folder string) error {
+	switch err := driver.OpenImages(folder); {
+	case err == nil:
+		return nil
+	case errors.Is(err, driver.ErrBuiltWithout):
+		return cudaError(err)
+	default:
+		return errorf(StatusOption, "open_images: %v", err)
+	}
 }
 
 // explained maps the names that Explain takes to the requests that it plans.

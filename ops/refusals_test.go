@@ -386,6 +386,20 @@ func TestWarmup(t *testing.T) {
 	require.Error(t, ops.Warmup(dlpack.Device{Type: dlpack.CUDA, ID: 1 << 20}))
 }
 
+func TestOpenImages(t *testing.T) {
+	folder := t.TempDir()
+	err := ops.OpenImages(folder)
+	var e *ops.Error
+	require.ErrorAs(t, err, &e)
+	if e.Status == ops.StatusUnsupported { // without the tag cuda
+		assert.EqualError(t, err, "built without CUDA: build with -tags cuda (./build.sh build)")
+		return
+	}
+	assert.Equal(t, ops.StatusOption, e.Status)
+	assert.EqualError(t, err, `open_images: folder is "`+folder+`", which has no SHA256SUMS, expected a folder `+
+		"of device images: ./build.sh build in a checkout of gander makes it, as kernels/images")
+}
+
 func TestExplain(t *testing.T) {
 	host := dlpack.Device{Type: dlpack.CPU}
 	for _, op := range []string{"softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward",

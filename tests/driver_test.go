@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gander-go/gander/dlpack"
+	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/ops"
 )
 
@@ -84,6 +85,33 @@ func TestFailedQueryChangesNoPlan(t *testing.T) {
 	text, err := explain()
 	require.NoError(t, err)
 	assert.Contains(t, text, "in clusters of")
+}
+
+// The fake driver logs an image as a string.
+func TestKernelsComeFromTheOpenedFolder(t *testing.T) {
+	if !withDriver(t) {
+		return
+	}
+	images := map[string][]byte{}
+	for family := range kernels.Family(kernels.Families) {
+		images[family.String()+".sm_90.fatbin"] = []byte("opened " + family.String() + "\x00")
+	}
+	images[kernels.SumsFile] = kernels.Sums(images)
+	folder := t.TempDir()
+	for name, data := range images {
+		require.NoError(t, os.WriteFile(filepath.Join(folder, name), data, 0o600))
+	}
+	x, y := onDevice(t, 1<<20, 64, 65536), onDevice(t, 1<<30, 64, 65536)
+	require.NoError(t, ops.OpenImages(folder))
+	require.NoError(t, ops.SoftmaxForward{X: x, Y: y}.Run(nil))
+	log, err := os.ReadFile(os.Getenv("FAKE_LOG"))
+	require.NoError(t, err)
+	assert.Contains(t, string(log), "cuModuleLoadData opened softmax_bfloat16|")
+	assert.Regexp(t, "cuLaunchKernel(Ex)? softmax_forward_", string(log))
+
+	err = ops.OpenImages(folder)
+	assert.ErrorIs(t, err, ops.StatusOption)
+	assert.ErrorContains(t, err, "open already, expected one call in a process")
 }
 
 func TestImpossibleDeviceIsRefused(t *testing.T) {

@@ -38,10 +38,10 @@ func choose(archs []string, major, minor int, force string) (choice, error) {
 	case ptx >= 0:
 		return choice{fmt.Sprintf("compute_%d", ptx), ptx / 10, ptx % 10}, nil
 	}
-	have := "none"
-	if len(archs) > 0 {
-		have = strings.Join(archs, ", ")
+	if len(archs) == 0 {
+		return choice{}, ErrNoImages
 	}
+	have := strings.Join(archs, ", ")
 	if force != "" {
 		return choice{}, fmt.Errorf("%w: GANDER_FORCE_PTX=%s asks for compute_%s, which the library lacks or a "+
 			"device of compute capability %d.%d cannot run; unset it, or set it to the number of a PTX image "+

@@ -47,7 +47,7 @@ func TestChooseRefuses(t *testing.T) {
 		says         []string
 	}{
 		"too old a chip":       {standard, 7, 5, "", []string{"is 7.5", "sm_75", "compute_80, compute_90, sm_90"}},
-		"no images":            {nil, 9, 0, "", []string{"images: none"}},
+		"no images":            {nil, 9, 0, "", []string{"built without kernels", "ops.OpenImages", "build.sh"}},
 		"forced beyond":        {standard, 8, 0, "90", []string{"GANDER_FORCE_PTX=90", "8.0"}},
 		"forced and not built": {[]string{"sm_90"}, 9, 0, "80", []string{"GANDER_FORCE_PTX=80", "images: sm_90"}},
 		"forced to nonsense":   {standard, 9, 0, "yes", []string{"GANDER_FORCE_PTX=yes"}},

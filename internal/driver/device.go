@@ -21,6 +21,7 @@ import (
 
 	"gorgonia.org/cu"
 
+	_ "github.com/gander-go/gander/internal/driver/headers"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -30,10 +31,11 @@ const needed, neededRelease = 13000, "R580"
 // gorgonia.org/cu has no name for this attribute.
 const sharedPerBlockOptIn cu.DeviceAttribute = C.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
-// Where images come from. Tests replace them.
+// Where images come from: from the program itself unless OpenImages has succeeded. Tests replace them.
 var (
 	architectures = kernels.Architectures
 	image         = kernels.Image
+	openedFolder  string // of OpenImages
 )
 
 var forcedPTX = sync.OnceValue(func() string { return os.Getenv("GANDER_FORCE_PTX") })
@@ -107,9 +109,33 @@ type Device struct {
 }
 
 var (
-	opening sync.Mutex
+	opening sync.Mutex // for devices, and for where images come from
 	devices [64]atomic.Pointer[Device]
 )
+
+// OpenImages replaces the images that the program embeds by those of a folder. That is possible once, and
+// before the first device is opened: a device keeps the images that it was opened with. After an error
+// everything is as before.
+func OpenImages(folder string) error {
+	opening.Lock()
+	defer opening.Unlock()
+	if openedFolder != "" {
+		return fmt.Errorf("folder is %q, but the images of %q are open already, expected one call in a process",
+			folder, openedFolder)
+	}
+	for ordinal := range devices {
+		if devices[ordinal].Load() != nil {
+			return fmt.Errorf("folder is %q, but device %d has been used with the images that the program embeds, "+
+				"expected the call before the first one with CUDA tensors", folder, ordinal)
+		}
+	}
+	images, err := kernels.ReadImages(folder)
+	if err != nil {
+		return err
+	}
+	architectures, image, openedFolder = images.Architectures, images.Image, folder
+	return nil
+}
 
 // Open returns a device by its ordinal among those visible to the process. The first call retains its
 // primary context. Later calls cost an atomic load.
@@ -119,14 +145,17 @@ func Open(ordinal int32) (*Device, error) {
 			return d, nil
 		}
 	}
+	opening.Lock()
+	defer opening.Unlock()
+	if len(architectures()) == 0 { // said before anything about the driver: no driver would help
+		return nil, ErrNoImages
+	}
 	if err := Status(); err != nil {
 		return nil, err
 	}
 	if uint32(ordinal) >= uint32(len(devices)) {
 		return nil, result(fmt.Sprintf("cuDeviceGet of device %d", ordinal), CodeInvalidDevice)
 	}
-	opening.Lock()
-	defer opening.Unlock()
 	if d := devices[ordinal].Load(); d != nil {
 		return d, nil
 	}

@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"unsafe"
 
@@ -405,6 +406,98 @@ func TestNoImage(t *testing.T) {
 	assert.ErrorIs(t, err, ErrArch)
 	assert.ErrorContains(t, err, "device 0 (Fake 0)")
 	assert.Zero(t, count(calls(t), "cuDevicePrimaryCtxRetain"), "its primary context is not retained")
+}
+
+func TestWithoutImages(t *testing.T) {
+	if !inChild(t) {
+		return
+	}
+	architectures = func() []string { return nil }
+	_, err := Open(0)
+	assert.ErrorIs(t, err, ErrNoImages)
+	assert.ErrorIs(t, err, ErrArch)
+	assert.EqualError(t, err, "no kernels for this device: this program was built without kernels; call "+
+		"ops.OpenImages before the first call with CUDA tensors, with the folder kernels/images that ./build.sh "+
+		"build makes in a checkout of gander")
+	assert.Empty(t, calls(t), "libcuda is not loaded")
+}
+
+// imageFolder makes a folder of images, as ./build.sh build does.
+func imageFolder(t *testing.T) string {
+	images := map[string][]byte{}
+	for family := range kernels.Family(kernels.Families) {
+		images[family.String()+".sm_90.fatbin"] = []byte("opened " + family.String() + "\x00")
+	}
+	folder := t.TempDir()
+	images[kernels.SumsFile] = kernels.Sums(images)
+	for name, data := range images {
+		require.NoError(t, os.WriteFile(filepath.Join(folder, name), data, 0o600))
+	}
+	return folder
+}
+
+func TestOpenImages(t *testing.T) {
+	t.Run("in place of none", func(t *testing.T) {
+		if !inChild(t) {
+			return
+		}
+		architectures = func() []string { return nil }
+		_, err := Open(0)
+		assert.ErrorIs(t, err, ErrNoImages)
+		folder := imageFolder(t)
+		assert.ErrorContains(t, OpenImages(t.TempDir()), "has no SHA256SUMS")
+		_, err = Open(0)
+		assert.ErrorIs(t, err, ErrNoImages, "a refused folder changes nothing")
+		require.NoError(t, OpenImages(folder))
+		require.NoError(t, os.RemoveAll(folder), "the images are in memory")
+
+		require.NoError(t, launch(opened(t), 0, kernels.Geometry{Grid: 1, Cluster: 1}, 0))
+		all := calls(t)
+		assert.Equal(t, 1, count(all, "cuModuleLoadData opened softmax_float16|"), all)
+		assert.Equal(t, 1, count(all, "cuLaunchKernel rows"), all)
+		assert.EqualError(t, OpenImages("again"), `folder is "again", but the images of "`+folder+
+			`" are open already, expected one call in a process`)
+	})
+	t.Run("in place of embedded ones", func(t *testing.T) {
+		if !inChild(t) {
+			return
+		}
+		require.NoError(t, OpenImages(imageFolder(t)))
+		require.NoError(t, launch(opened(t), 0, kernels.Geometry{Grid: 1, Cluster: 1}, 0))
+		assert.Equal(t, 1, count(calls(t), "cuModuleLoadData opened softmax_float16|"))
+	})
+	t.Run("too late", func(t *testing.T) {
+		if !inChild(t) {
+			return
+		}
+		d, err := Open(1)
+		require.NoError(t, err)
+		folder := imageFolder(t)
+		assert.EqualError(t, OpenImages(folder), `folder is "`+folder+`", but device 1 has been used with the `+
+			"images that the program embeds, expected the call before the first one with CUDA tensors")
+		require.NoError(t, launch(d, 0, kernels.Geometry{Grid: 1, Cluster: 1}, 0))
+		assert.Equal(t, 1, count(calls(t), "cuModuleLoadData softmax_float16.sm_90|"))
+	})
+	t.Run("by several goroutines", func(t *testing.T) {
+		if !inChild(t) {
+			return
+		}
+		architectures = func() []string { return nil }
+		folder := imageFolder(t)
+		var workers sync.WaitGroup
+		var succeeded atomic.Int32
+		for range 8 {
+			workers.Go(func() {
+				if OpenImages(folder) == nil {
+					succeeded.Add(1)
+				}
+			})
+			workers.Go(func() { _, _ = Open(0) })
+		}
+		workers.Wait()
+		assert.EqualValues(t, 1, succeeded.Load())
+		assert.NoError(t, launch(opened(t), 0, kernels.Geometry{Grid: 1, Cluster: 1}, 0))
+	})
 }
 
 func TestFamilyWithoutImage(t *testing.T) {

@@ -23,6 +23,10 @@ var (
 	ErrTooOld = errors.New("the NVIDIA driver is too old")
 	// ErrArch: no image runs on the device.
 	ErrArch = errors.New("no kernels for this device")
+	// ErrNoImages: there are no images at all, as in a program that was built from Go's module cache.
+	ErrNoImages = fmt.Errorf("%w: this program was built without kernels; call ops.OpenImages before the first "+
+		"call with CUDA tensors, with the folder kernels/images that ./build.sh build makes in a checkout of "+
+		"gander", ErrArch)
 	// ErrFacts: the driver reports impossible properties of a device.
 	ErrFacts = errors.New("the driver reports impossible device properties")
 )

@@ -14,6 +14,9 @@ type Device struct{}
 // Status returns ErrBuiltWithout, as does every function of this build that can fail.
 func Status() error { return ErrBuiltWithout }
 
+// OpenImages returns ErrBuiltWithout.
+func OpenImages(folder string) error { return ErrBuiltWithout }
+
 // Open returns ErrBuiltWithout.
 func Open(ordinal int32) (*Device, error) { return nil, ErrBuiltWithout }
 

@@ -14,4 +14,5 @@ func TestBuiltWithout(t *testing.T) {
 	device, err := Open(0)
 	assert.Nil(t, device)
 	assert.ErrorIs(t, err, ErrBuiltWithout)
+	assert.ErrorIs(t, OpenImages(t.TempDir()), ErrBuiltWithout)
 }

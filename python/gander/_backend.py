@@ -60,11 +60,14 @@ class Backend(Operators, Protocol):
     def may_share_memory(self, x: Any, out: Any) -> bool:
         """Whether writing out may change x."""
 
-    def rows(self, x: Any, dim: int, function: str) -> Any:
-        """x with dimension dim at the end."""
+    def rows(self, x: Any, dims: list[int]) -> Any:
+        """x with these dimensions at its end, as one."""
 
     def moved_back(self, y: Any, dim: int) -> Any:
         """A new contiguous array: y with its last dimension at dim."""
+
+    def unsqueezed(self, x: Any, dims: list[int]) -> Any:
+        """x with new dimensions of size 1, in ascending order."""
 
     def with_lse_partial(self, *arguments: Any) -> Any:
         """The loss of rows whose log-sum-exp comes in parts."""

@@ -390,7 +390,7 @@ func main() {}
     done = checkout.run("./build.sh", "build", GANDER_ARCHS="sm_80 sm_90", GOCACHE=objects)
     assert done.returncode == 0, done.stderr
     images = sorted(path.name for path in (checkout.root / "kernels/images").iterdir())
-    assert images == ["stand_in.sm_80.fatbin", "stand_in.sm_90.fatbin"]
+    assert images == ["SHA256SUMS", "stand_in.sm_80.fatbin", "stand_in.sm_90.fatbin"]
     paths = (checkout.root / ".venv/gander.pth").read_text().splitlines()
     assert paths == [f"{checkout.root}/python", f"{checkout.root}/bench"]
     built = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).stand_in())"

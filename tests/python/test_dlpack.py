@@ -301,11 +301,6 @@ def test_deleters_run_once_on_success_and_on_refusal():
         ),
         (lambda x: gander.rmsnorm(x, out_dtype="int8"), TypeError, "out_dtype is int8, expected float16"),
         (lambda x: gander.rmsnorm(x, out_dtype="quad"), TypeError, "out_dtype is quad, expected float16"),
-        (
-            lambda x: gander.rmsnorm(x, out_dtype="bfloat16"),
-            TypeError,
-            "numpy cannot take this result through DLPack",
-        ),
         (lambda x: gander.cross_entropy(x, np.zeros(3, int)), ValueError, r"target has shape \(3,\)"),
         (
             lambda x: gander.cross_entropy_fwd(x, np.zeros(4, int), return_dx=True, inplace_backward=True),
@@ -339,10 +334,93 @@ def test_refusals(call, exception, message):
         call(rows(4, 6))
 
 
-def test_a_dtype_that_numpy_cannot_export():
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 of its own")
-    with pytest.raises(TypeError, match="x is a ndarray that cannot be exported through DLPack"):
-        gander.softmax(rows(4, 7).astype(ml_dtypes.bfloat16))
+def as_bfloat16(array):
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("columns", [slice(None), slice(None, None, 2)], ids=["whole", "strided"])
+def test_bfloat16_of_ml_dtypes(columns):
+    """NumPy exports and imports no bfloat16: the bits travel as integers."""
+    bfloat16 = pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 of its own").bfloat16
+    x = rows(4, 34).astype(bfloat16)[:, columns]
+    weight, target = rows(x.shape[1], dtype=F32), np.arange(4)
+    tx = as_bfloat16(np.ascontiguousarray(x))
+    for got, expected in (
+        (gander.softmax(x), gander.softmax(tx)),
+        (gander.rmsnorm(x, weight.astype(bfloat16)), gander.rmsnorm(tx, torch.from_numpy(weight).bfloat16())),
+        (
+            gander.rmsnorm(x.astype(F32), weight, out_dtype="bfloat16"),
+            gander.rmsnorm(tx.float(), torch.from_numpy(weight), out_dtype=torch.bfloat16),
+        ),
+        (
+            gander.cross_entropy_fwd(x, target, return_dx=True)[1],
+            gander.cross_entropy_fwd(tx, torch.from_numpy(target), return_dx=True)[1],
+        ),
+    ):
+        assert got.dtype == bfloat16
+        assert torch.equal(as_bfloat16(got), expected)
+    assert gander.softmax(x, dtype="float32").dtype == F32
+    residual = np.zeros_like(x := x.copy())
+    gander.fused_add_rmsnorm(x, residual, None)
+    assert torch.equal(as_bfloat16(residual), tx) and torch.equal(as_bfloat16(x), gander.rmsnorm(tx))
+
+
+def test_a_result_that_numpy_cannot_take(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
+    with pytest.raises(TypeError, match=r"numpy cannot take this result .*; import ml_dtypes"):
+        gander.rmsnorm(rows(4, 6), out_dtype="bfloat16")
+
+
+# ---- Dimensions, by NumPy's names too ----
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("name", ["dim", "axis"])
+def test_any_axis(axis, name):
+    x, mask = rows(3, 4, 5), rows(4, 5) > -1
+    tx, at = torch.from_numpy(x), {name: axis}
+    for options, theirs in ({}, {}), ({"mask": mask, "masked": "zero"}, {"mask": torch.from_numpy(mask)}):
+        for function in gander.softmax, gander.log_softmax:
+            y = function(x, **at, **options)
+            assert y.flags.c_contiguous
+            assert_same(y, function(tx, dim=axis, **(options | theirs)))
+    assert_same(gander.logsumexp(x, **at), gander.logsumexp(tx, dim=axis))
+    assert_same(gander.logsumexp(x, keepdims=True, **at), gander.logsumexp(tx, dim=axis, keepdim=True))
+
+
+@pytest.mark.parametrize("axis", [(0, 1), (2, 0), (0, 1, 2), (-1,)], ids=str)
+def test_several_axes(axis):
+    x = rows(3, 4, 5)
+    tx = torch.from_numpy(x)
+    assert_same(gander.logsumexp(x, axis=axis), gander.logsumexp(tx, dim=axis))
+    kept = gander.logsumexp(x, axis=axis, keepdims=True)
+    assert_same(kept, gander.logsumexp(tx, axis=axis, keepdims=True))
+    assert kept.shape == x.sum(axis, keepdims=True).shape
+
+
+@pytest.mark.parametrize("scalar", [np.array(2, F32), torch.tensor(2.0)], ids=["array", "tensor"])
+def test_without_dimensions(scalar):
+    for function, value in (gander.softmax, 1), (gander.log_softmax, 0), (gander.logsumexp, 2):
+        for at in {}, {"axis": 0}, {"axis": -1}:
+            result = function(scalar, **at)
+            assert tuple(result.shape) == () and float(result) == value
+
+
+@pytest.mark.parametrize(
+    ("at", "exception", "message"),
+    [
+        ({"axis": 2}, IndexError, "dim is 2, expected -2 to 1 for x of rank 2"),
+        ({"dim": 0, "axis": 1}, TypeError, "dim is 0 and axis is 1, expected one of them; leave axis out"),
+        ({"axis": True}, TypeError, "dim is True, expected an int"),
+        ({"axis": "rows"}, TypeError, "dim is 'rows', expected an int"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("function", [gander.softmax, gander.log_softmax, gander.logsumexp])
+def test_axes_that_are_refused(function, at, exception, message):
+    for x in rows(4, 6), torch.from_numpy(rows(4, 6)):
+        with pytest.raises(exception, match=message):
+            function(x, **at)
 
 
 def test_debug_checks_targets():

@@ -126,7 +126,7 @@ def test_through_public_functions(function, kind):
             if kind == "arrays":
                 named = {a: value.numpy() for a, value in named.items()}
             got = refusal(getattr(gander, function), **named)
-            if function == "logsumexp" and what == "shape ()":  # which torch takes
+            if function in ("softmax", "logsumexp") and what == "shape ()":  # which torch takes
                 assert got is None
                 continue
             if kind == "arrays" and got and expected:  # their names are shorter

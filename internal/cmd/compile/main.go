@@ -14,6 +14,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/gander-go/gander/kernels"
 )
 
 func main() {
@@ -149,19 +151,25 @@ func compileAll(c *compiler, jobs []*job) (int, error) {
 	return compiled, failure
 }
 
-// install makes the folder contain exactly the jobs' images. It only writes files that differ.
+// install makes the folder contain exactly the jobs' images, and their digests. It only writes files that
+// differ.
 func install(jobs []*job, out string) error {
 	if err := os.MkdirAll(out, 0o777); err != nil {
 		return err
 	}
-	wanted := map[string]bool{}
+	files := map[string][]byte{}
 	for _, j := range jobs {
-		path := filepath.Join(out, j.name())
+		files[j.name()] = j.image
+	}
+	files[kernels.SumsFile] = kernels.Sums(files)
+	wanted := map[string]bool{}
+	for name, data := range files {
+		path := filepath.Join(out, name)
 		wanted[path] = true
-		if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, j.image) {
+		if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, data) {
 			continue
 		}
-		if err := writeFile(path, j.image); err != nil {
+		if err := writeFile(path, data); err != nil {
 			return err
 		}
 	}

@@ -99,12 +99,40 @@ def may_share_memory(x: Any, out: Any) -> bool:
     return module is None or bool(module.may_share_memory(x, out))
 
 
-def rows(x: Any, dim: int, function: str) -> Any:
-    """Refuses a dimension other than the last."""
-    raise NotImplementedError(
-        f"{function}: dim is {dim}, expected the last one, -1, for arrays other than torch tensors; move "
-        "it to the end"
-    )
+def _permuted(x: Any, order: list[int]) -> Any:
+    if hasattr(x, "transpose"):  # NumPy, CuPy and JAX
+        return x.transpose(order)
+    if not hasattr(x, "__array_namespace__"):
+        raise NotImplementedError(
+            f"dim is not the last one, -1, which is expected for {kind(x)}; move it to the end"
+        )
+    return x.__array_namespace__().permute_dims(x, tuple(order))
+
+
+def rows(x: Any, dims: list[int]) -> Any:
+    """x with these dimensions at its end, as one."""
+    if not x.shape:
+        return x.reshape(1)
+    last = [dim % x.ndim for dim in dims]
+    kept = [dim for dim in range(x.ndim) if dim not in last]
+    moved = _permuted(x, [*kept, *last])
+    return moved if len(last) == 1 else moved.reshape((*moved.shape[: len(kept)], -1))
+
+
+def moved_back(y: Any, dim: int) -> Any:
+    """A result, whose last dimension goes back to dim."""
+    order = [*range(y.ndim - 1)]
+    order.insert(dim % y.ndim, y.ndim - 1)
+    moved, module = _permuted(y, order), module_of(y)
+    return moved if module is None else module.ascontiguousarray(moved)
+
+
+def unsqueezed(x: Any, dims: list[int]) -> Any:
+    """x with new dimensions of size 1, in ascending order."""
+    shape = list(x.shape)
+    for dim in dims:
+        shape.insert(dim, 1)
+    return x.reshape(shape)
 
 
 def cast(x: Any, to: Any) -> tuple[Any, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, Literal
 
-from .. import _backend
 from .._backend import BACKENDS, Backend, backend_of
 from .._table import ALGORITHMS, Algorithm
 from .._words import check_flags, number, shown
@@ -20,7 +19,16 @@ _MASKED: tuple[Masked, ...] = ("nan", "zero")
 _NAN, _LAST = _MASKED[0], -1
 
 
-def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
+def _named(dim: Any, axis: Any) -> Any:
+    """The dimension, which NumPy's callers name axis."""
+    if dim is not _LAST and dim != axis:
+        raise TypeError(
+            f"dim is {shown(dim)} and axis is {shown(axis)}, expected one of them; leave axis out"
+        )
+    return axis
+
+
+def _to_last(ops: Any, x: Any, dim: Any) -> Any:
     """x with dimension dim at the end, which copies later unless it is there already."""
     if dim is _LAST and x.shape:
         return x
@@ -29,9 +37,9 @@ def _to_last(ops: Any, x: Any, dim: Any, function: str) -> Any:
     rank = max(len(x.shape), 1)
     if not -rank <= dim < rank:
         raise IndexError(f"dim is {shown(dim)}, expected {-rank} to {rank - 1} for x of rank {len(x.shape)}")
-    if dim % rank == rank - 1:
+    if x.shape and dim % rank == rank - 1:
         return x
-    return ops.rows(x, dim, function)
+    return ops.rows(x, [dim])
 
 
 def softmax(
@@ -45,6 +53,7 @@ def softmax(
     masked: Masked = "nan",
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
+    axis: int | None = None,
 ) -> A:
     """Softmax over one dimension, differentiable.
 
@@ -57,8 +66,7 @@ def softmax(
         x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
             tensor on the CPU or a CUDA device, or an object with `__dlpack__`, for which the result is an
             array of the same library, without a gradient.
-        dim: The dimension. One other than the last is moved to the end and back, which copies. Torch tensors
-            only.
+        dim: The dimension. One other than the last is moved to the end and back, which copies.
         dtype: The dtype of the result; by default that of x. As in torch, x is cast to it first. A widening
             cast is done by the kernel, without a copy. Other casts need a torch tensor.
         scale: A number that x is multiplied by first, 1 by default. h is not rounded to x's dtype.
@@ -75,6 +83,7 @@ def softmax(
         batch_invariant: The bits of a row's result and of its gradient do not depend on the number of rows.
             This is slower if there are few rows. Rows of whole 16-byte vectors have other bits if x is not
             aligned to 16 bytes.
+        axis: dim, by NumPy's name.
 
     Returns:
         y, contiguous, with the shape of x, and its dtype unless dtype is given. Under CUDA autocast it is
@@ -107,11 +116,16 @@ def softmax(
             and causal is False
             and masked is _NAN
             and dim is _LAST
+            and axis is None
         ):
             return ops.softmax(x, algorithm=code, batch_invariant=batch_invariant)
         check_flags(causal=causal)
+        if axis is not None:
+            dim = _named(dim, axis)
         return _with_options(ops, x, dim, dtype, scale, mask, causal, masked, batch_invariant, code)
     except FAILURES as error:
+        if getattr(x, "shape", None) == ():  # looked at here, so that other calls take no longer for it
+            return softmax(x.reshape(1), algorithm=algorithm, batch_invariant=batch_invariant).reshape(())
         raise ops.explained(error, x=x, mask=mask) from None
 
 
@@ -134,7 +148,7 @@ def _with_options(
     if scale is not None and type(scale) is not float:
         scale = number("scale", scale, "None or ")
     narrow, out_dtype = (x, None) if dtype is None else ops.cast(x, dtype)
-    rows = _to_last(ops, narrow, dim, "log_softmax" if log else "softmax")
+    rows = _to_last(ops, narrow, dim)
     moved = rows is not narrow
     if not log:  # without options there is a kernel for each algorithm
         given = {
@@ -145,7 +159,7 @@ def _with_options(
         }
         if not any(given.values()):
             y = ops.softmax(rows, algorithm=algorithm, batch_invariant=batch_invariant)
-            y = ops.moved_back(y, dim) if moved else y
+            y = _moved_back(ops, y, x, dim) if moved else y
             return y if dtype is None else ops.converted(y, dtype)  # autocast may widen it
         if algorithm:
             option = next(name for name, value in given.items() if value)
@@ -160,7 +174,7 @@ def _with_options(
             raise ValueError(
                 f"mask has shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(x.shape)}"
             )
-        mask = mask[(None,) * (x.ndim - mask.ndim)].movedim(dim, -1)
+        mask = ops.rows(mask[(None,) * (x.ndim - mask.ndim)], [dim])
     y = ops.masked_softmax(
         rows,
         mask,
@@ -171,7 +185,12 @@ def _with_options(
         masked_zero=bool(zero),
         batch_invariant=batch_invariant,
     )
-    return ops.moved_back(y, dim) if moved else y
+    return _moved_back(ops, y, x, dim) if moved else y
+
+
+def _moved_back(ops: Any, y: Any, x: Any, dim: Any) -> Any:
+    """A result with its last dimension at dim. Arrays without dimensions were given one."""
+    return ops.moved_back(y, dim) if y.ndim == x.ndim else y.reshape(x.shape)
 
 
 def log_softmax(
@@ -184,6 +203,7 @@ def log_softmax(
     causal: bool = False,
     masked: Masked = "nan",
     batch_invariant: bool = False,
+    axis: int | None = None,
 ) -> A:
     """The logarithm of softmax, differentiable.
 
@@ -201,6 +221,7 @@ def log_softmax(
         masked: As in softmax. y of a masked element is -inf, and so is that of a row that is masked whole
             with "zero".
         batch_invariant: As in softmax.
+        axis: dim, by NumPy's name.
 
     Returns:
         y, as softmax returns it.
@@ -218,6 +239,8 @@ def log_softmax(
     if ops is None:
         return overridden(log_softmax, locals())
     try:
+        if axis is not None:
+            dim = _named(dim, axis)
         return _with_options(ops, x, dim, dtype, scale, mask, causal, masked, batch_invariant, log=True)
     except FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
@@ -279,7 +302,13 @@ def softmax_bwd(dy: A, y: Array, *, algorithm: Algorithm = "auto", batch_invaria
 
 
 def logsumexp(
-    x: A, dim: int | tuple[int, ...] = -1, keepdim: bool = False, *, batch_invariant: bool = False
+    x: A,
+    dim: int | tuple[int, ...] = -1,
+    keepdim: bool = False,
+    *,
+    batch_invariant: bool = False,
+    axis: int | tuple[int, ...] | None = None,
+    keepdims: bool = False,
 ) -> A:
     """log(sum exp(x)) over one or more dimensions, differentiable. The maximum is subtracted first.
 
@@ -289,10 +318,11 @@ def logsumexp(
         x: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
             tensor on the CPU or a CUDA device, or an object with `__dlpack__`, for which the result is an
             array of the same library, without a gradient.
-        dim: The dimension, or several. Others than the last are moved to the end, which copies. Torch tensors
-            only.
-        keepdim: Keep these dimensions, of size 1. Torch tensors only.
+        dim: The dimension, or several. Others than the last are moved to the end, which copies.
+        keepdim: Keep these dimensions, of size 1.
         batch_invariant: As in softmax, for the value of a row and its gradient.
+        axis: dim, by NumPy's name.
+        keepdims: keepdim, by NumPy's name.
 
     Returns:
         x.shape without dim, float32 also for 16-bit x (float64 for float64). A row that is all -inf gives
@@ -315,16 +345,12 @@ def logsumexp(
     if ops is None:
         return overridden(logsumexp, locals())
     try:
-        if keepdim is False and dim is _LAST and getattr(x, "ndim", 1):
+        if keepdim is False and dim is _LAST and axis is None and keepdims is False and getattr(x, "ndim", 1):
             return ops.logsumexp(x, batch_invariant=batch_invariant)
-        check_flags(keepdim=keepdim)
-        if keepdim and ops is not _backend.torch:
-            raise NotImplementedError(
-                "keepdim is supported for torch tensors only, expected False; reshape the result"
-            )
+        check_flags(keepdim=keepdim, keepdims=keepdims)
+        if axis is not None:
+            dim = _named(dim, axis)
         if isinstance(dim, (tuple, list)) and len(dim) > 1:
-            if ops is not _backend.torch:
-                raise NotImplementedError(f"dim is {shown(dim)}, expected one for arrays; reshape x")
             rank = x.ndim
             whole = [d for d in dim if isinstance(d, Integral) and not isinstance(d, bool)]
             dims = sorted({int(d) % rank for d in whole if -rank <= d < rank})
@@ -333,14 +359,14 @@ def logsumexp(
                 raise (IndexError if len(whole) == len(dim) else TypeError)(
                     f"dim is {shown(dim)}, expected {expected}"
                 )
-            rows = x.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
+            rows = ops.rows(x, dims)
         else:
             one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
-            rows, dims = _to_last(ops, x, one, "logsumexp"), [one % max(len(x.shape), 1)]
+            rows, dims = _to_last(ops, x, one), [one % max(len(x.shape), 1)]
         if not x.shape:
             rows, dims = x.reshape(1), []
-        for d in dims if keepdim else ():  # here, because a result that is a view of lse would differ
-            rows = rows.unsqueeze(d)
+        if keepdim or keepdims:  # here, because a result that is a view of lse would differ
+            rows = ops.unsqueezed(rows, dims)
         return ops.logsumexp(rows, batch_invariant=batch_invariant)
     except FAILURES as error:
         raise ops.explained(error, x=x) from None

@@ -75,9 +75,20 @@ def may_share_memory(x: Any, out: Any) -> bool:
     return a.data_ptr() < b.data_ptr() + b.nbytes() and b.data_ptr() < a.data_ptr() + a.nbytes()
 
 
-def rows(x: Any, dim: int, function: str) -> Any:
-    """x with dimension dim at the end, which copies later."""
-    return x.movedim(dim, -1)
+def rows(x: Any, dims: list[int]) -> Any:
+    """x with these dimensions at its end, as one, which copies later."""
+    if not x.shape:
+        return x.reshape(1)
+    if len(dims) == 1:
+        return x.movedim(dims[0], -1)
+    return x.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
+
+
+def unsqueezed(x: Any, dims: list[int]) -> Any:
+    """x with new dimensions of size 1, in ascending order."""
+    for dim in dims:
+        x = x.unsqueeze(dim)
+    return x
 
 
 def moved_back(y: Any, dim: int) -> Any:
