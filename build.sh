@@ -12,7 +12,10 @@ readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/gander
 VENV=$ROOT/.venv                         # Python packages, from requirements.txt
 readonly STATE=$ROOT/.build              # this checkout's stamps, logs and temporary files
 readonly IMPORTS=$ROOT/python:$ROOT/bench # gander and gander_bench, for PYTHONPATH
-readonly LIBRARY=python/gander/_native/libgander.so
+# The number in the library's name and SONAME. There is none in a folder without sources.
+ABI=$(sed -n 's/^#define GANDER_ABI_VERSION //p' capi/gander.h 2>/dev/null || true)
+readonly ABI
+readonly LIBRARY=python/gander/lib/libgander.so.$ABI
 readonly KERNEL=python/gander/_torch/libgander_torch.so # the kernels' registration with PyTorch
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_90"
@@ -27,13 +30,14 @@ export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$STATE/bytecode}
 # The checks of `test`: two sequences that run in parallel.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c
   gomodule install"
-readonly PYTHON_LANE="ruff clangformat types pytest notorch emulated"
+readonly PYTHON_LANE="ruff clangformat types pytest notorch cinstall emulated"
 
 task_help() {
   cat <<'TEXT'
 usage: ./build.sh TASK [ARGUMENT...]
 
   build      compile the kernels and the library into python/gander
+  install    install the library, its headers, and files for pkg-config and CMake: `install PREFIX`
   demo       show this machine, check and time each op, and train a small language model with gander
   test       run all checks that need no GPU, with a sample of the cases of tests that have many;
              `test --all` runs all cases, as CI does; `test NAME...` runs only these checks
@@ -256,6 +260,8 @@ machine() {
   done
   [[ -z $missing ]] || die "no $missing on PATH: install the C and C++ compilers, for example with" \
     "apt-get install gcc g++ (Debian, Ubuntu) or dnf install gcc gcc-c++ (Fedora, Red Hat)"
+  [[ $(gcc -dumpmachine) != *musl* ]] || die "gcc compiles for $(gcc -dumpmachine), expected glibc:" \
+    "Go's shared libraries do not start with musl; build on a system with glibc (Debian, Fedora, ...)"
   usable_paths
   trusted_cache
   given_venv
@@ -318,15 +324,19 @@ commit() {
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
-# library CC PACKAGE [VERSION]: builds libgander.so from Go, and libgander_torch.so, which registers the
-# operators with PyTorch, from C. VERSION is that of a wheel.
+# library CC PACKAGE [VERSION]: builds libgander.so.ABI from Go, and libgander_torch.so, which registers the
+# operators with PyTorch, from C. Puts what C and C++ need beside them. VERSION is that of a wheel.
+#
+# Every copy of the library, in a wheel or installed, has the same SONAME. By it a loader finds the one that
+# the process has: two copies would be two Go runtimes.
 library() {
-  mkdir -p "$2/_native" "$2/_torch"
-  local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so" facts
+  mkdir -p "$2/lib" "$2/_torch"
+  local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so.$ABI" facts
   facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version) -X main.wheel=${3:-}"
   CC="'$1'" go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
-    -ldflags "-s -w -buildid= -B=none $facts -extldflags \"$linker\"" -o "$2/_native/libgander.so" ./capi
-  rm -f "$2/_native/libgander.h" # the header is capi/gander.h
+    -ldflags "-s -w -buildid= -B=none $facts -extldflags \"$linker\"" -o "$2/lib/libgander.so.$ABI" ./capi
+  rm -f "$2/lib/libgander.so.h" # the header is capi/gander.h
+  development "$2"
   local name
   for name in kernels fast; do
     "$1" -std=gnu11 -O2 -fPIC -fexceptions -fvisibility=hidden -Wall -Wextra -Werror -I capi -I dlpack \
@@ -334,6 +344,26 @@ library() {
   done
   "$1" -shared -o "$2/_torch/libgander_torch.so" "$STATE/kernels.o" "$STATE/fast.o" -ldl -lpthread
 }
+
+# development PREFIX: writes the headers, and the files by which pkg-config and CMake find them and the
+# library.
+development() {
+  local version template out
+  version=$(version)
+  mkdir -p "$1/include" "$1/lib/pkgconfig" "$1/lib/cmake/gander"
+  cp capi/gander.h dlpack/dlpack.h "$1/include"
+  for template in capi/gander*.in; do
+    out=$(basename "$template" .in)
+    case $out in
+      *.pc) out=pkgconfig/$out ;;
+      *) out=cmake/gander/$out ;;
+    esac
+    sed -e "s/@VERSION@/$version/g" -e "s/@ABI@/$ABI/g" "$template" >"$1/lib/$out"
+  done
+}
+
+# version: prints gander's version.
+version() { sed -n 's/^__version__ = "\(.*\)"$/\1/p' python/gander/info.py; }
 
 library_sources() {
   find capi dlpack kernels ops internal/driver internal/policy internal/sizes python/gander/_torch/c \
@@ -358,6 +388,32 @@ built() {
   local packages=${JOBS[-1]}
   compiled
   wait "$packages"
+}
+
+# install_to PREFIX: copies what `compiled` made for C and C++. The library's file has gander's version in its
+# name. Linkers look for libgander.so, programs for its SONAME.
+install_to() {
+  local version from=python/gander
+  version=$(version)
+  install -d -m 755 "$1/include" "$1/lib/pkgconfig" "$1/lib/cmake/gander"
+  install -m 644 $from/include/* "$1/include"
+  sed -e '/^# By its SONAME/d' -e 's/-l:libgander.so.*/-lgander/' $from/lib/pkgconfig/gander.pc |
+    install -m 644 /dev/stdin "$1/lib/pkgconfig/gander.pc"
+  install -m 644 $from/lib/cmake/gander/* "$1/lib/cmake/gander"
+  install -m 755 "$LIBRARY" "$1/lib/libgander.so.$version"
+  ln -sf "libgander.so.$version" "$1/lib/libgander.so.$ABI"
+  ln -sf "libgander.so.$ABI" "$1/lib/libgander.so"
+}
+
+task_install() {
+  (($# == 1)) || die "install got $# arguments, expected the folder to install to, for example" \
+    "./build.sh install \"\$HOME/.local\""
+  [[ $1 == /* ]] || die "install got the folder '$1': give a path that begins with /"
+  compilers
+  compiled
+  install_to "$1"
+  say "installed libgander.so.$ABI and its headers in $1; pkg-config finds them with" \
+    "PKG_CONFIG_PATH=$1/lib/pkgconfig, CMake with -DCMAKE_PREFIX_PATH=$1"
 }
 
 task_build() {
@@ -476,9 +532,21 @@ check_spills() { kernels "${GANDER_ARCHS:-$DEFAULT_ARCHS}" -costs; }
 
 check_sass() { go run ./internal/cmd/checksass "${NVCC%/*}" kernels/images; }
 
-check_exports() { go run ./internal/cmd/checklib $LIBRARY capi/gander.h; }
+check_exports() { go run ./internal/cmd/checklib "$LIBRARY" capi/gander.h; }
 
-check_c() { sh tests/c/run.sh $LIBRARY capi dlpack; }
+check_c() { sh tests/c/run.sh "$LIBRARY" capi dlpack; }
+
+# Builds the examples with an installed library and with that of a wheel, and loads both in one process.
+check_cinstall() {
+  local folder=$STATE/cinstall
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  install_to "$folder/installed"
+  backend 'backend.pack("python/gander", sys.argv[1], backend.VERSION, backend.PLATFORM)' "$folder"
+  "$VENV/bin/python" -m zipfile -e "$folder"/*.whl "$folder/wheel"
+  CINSTALL=$folder CUDA=${NVCC%/bin/nvcc} OMP_WAIT_POLICY=passive \
+    "$VENV/bin/python" -m pytest tests/c -n 2 --timeout 300
+}
 
 # Builds a program of another module with and without CUDA, as README.md says. Its gander has the files that
 # git tracks, as Go's module cache has, so it has no compiled kernels. The headers are downloaded once, into
@@ -589,10 +657,13 @@ numpy_venv() {
 
 readonly TRY_NUMPY='
 import importlib.util
+import pathlib
 import gander
 import numpy as np
 
 assert importlib.util.find_spec("torch") is None, "this environment is meant to have no torch"
+assert (pathlib.Path(gander.get_include()) / "gander.h").is_file()
+assert (pathlib.Path(gander.cmake_prefix_path) / "lib/cmake/gander/gander-config.cmake").is_file()
 x = np.arange(12, dtype=np.float32).reshape(3, 4)
 y = gander.softmax(x)
 assert type(y) is np.ndarray, f"NumPy in, {type(y)} out"
@@ -828,13 +899,15 @@ elsewhere() { (cd / && env --unset PYTHONPATH --unset PYTHONPYCACHEPREFIX "$@");
 
 task_clean() {
   rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
+  rm -rf python/gander/{include,lib}
   rm -f python/gander/_*/*.so kernels/images/{*.fatbin,SHA256SUMS}
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | demo | test | test-torch | bench | notebook | gpu-test | wheel | sdist | env | clean | help)
+  build | install | demo | test | test-torch | bench | notebook | gpu-test | wheel | sdist | env | clean | \
+    help)
     "task_$TASK" "${@:2}"
     ;;
   --check)

@@ -24,6 +24,11 @@
  * Memory.     A call on host tensors returns GANDER_ERROR_MEMORY if its temporary memory cannot be allocated.
  *             Go's runtime cannot return an error. It aborts the process if the system refuses it a thread or
  *             heap memory (RLIMIT_NPROC, RLIMIT_AS), or about 1 GiB of address space when it is loaded.
+ * Copies.     A process should have one libgander, because two would be two Go runtimes. Every copy of one
+ *             GANDER_ABI_VERSION has the same SONAME. So what is linked against it, and the Python package,
+ *             share the first one that is loaded. dlopen finds that by the SONAME ("libgander.so.4"), but
+ *             loads a second one when it is given the path of another copy.
+ * C library.  glibc. Go's shared libraries do not start with musl, which is refused below.
  * fork.       The library does not survive fork(). In a child of a process that has loaded it, every
  *             function returns GANDER_ERROR_FORK. Use spawn or forkserver.
  */
@@ -34,6 +39,10 @@
 #include <stdint.h>
 
 #include "dlpack.h"
+
+#if defined(__linux__) && __STDC_HOSTED__ && !defined(__GLIBC__)
+#error "This C library is not glibc, which libgander needs: compile for glibc, not for musl."
+#endif
 
 #ifdef __cplusplus
 extern "C" {

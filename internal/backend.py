@@ -37,9 +37,18 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf
 NAME = PROJECT["name"].replace("-", "_")  # in names of files
 _VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
 VERSION = _VERSION.search((ROOT / "python/gander/info.py").read_text("utf-8"))[1]
-LIBRARIES = "_native/libgander.so", "_torch/libgander_torch.so"
+_ABI = re.compile(r"^#define GANDER_ABI_VERSION (\d+)$", re.MULTILINE)
+ABI = _ABI.search((ROOT / "capi/gander.h").read_text("utf-8"))[1]
+# What build.sh makes in the package: the libraries, and what C and C++ need.
+LIBRARIES = f"lib/libgander.so.{ABI}", "_torch/libgander_torch.so"
+DEVELOPMENT = (
+    "include/gander.h",
+    "include/dlpack.h",
+    "lib/pkgconfig/gander.pc",
+    "lib/cmake/gander/gander-config.cmake",
+    "lib/cmake/gander/gander-config-version.cmake",
+)
 PLATFORM = "linux_x86_64"  # of libraries that gcc links for this machine
-HEADERS = "capi/gander.h", "dlpack/dlpack.h"
 
 
 # ---- What pip calls ----
@@ -218,7 +227,7 @@ def _build_sh(root: Path, *arguments: str, architectures: list[str]) -> None:
 
 def _copy_sources(copy: Path) -> None:
     """Copies what build.sh compiles, whether git tracks it or not."""
-    built = shutil.ignore_patterns("*.so", "*.fatbin", "SHA256SUMS", "__pycache__")
+    built = shutil.ignore_patterns("*.so", "*.fatbin", "SHA256SUMS", "include", "lib", "__pycache__")
     for folder in _constant("SOURCES").split():
         shutil.copytree(ROOT / folder, copy / folder, ignore=built)
     for path in [ROOT / "build.sh", *ROOT.glob("go.*"), *ROOT.glob("requirements*.txt")]:
@@ -245,12 +254,11 @@ def _tracked() -> list[str]:
 
 
 def pack(libraries: str, directory: str, version: str, platform_tag: str) -> str:
-    """Writes the wheel of the Python package with the libraries of a folder. Returns its name."""
+    """Writes the wheel of the Python package with what build.sh made in a folder. Returns its name."""
     package = ROOT / "python/gander"
     sources = [*package.rglob("*.py"), package / "py.typed"]
     files = {path.relative_to(package).as_posix(): path.read_bytes() for path in sources}
-    files |= {Path(header).name: (ROOT / header).read_bytes() for header in HEADERS}
-    files |= {name: (Path(libraries) / name).read_bytes() for name in LIBRARIES}
+    files |= {name: (Path(libraries) / name).read_bytes() for name in (*LIBRARIES, *DEVELOPMENT)}
     files["info.py"] = _VERSION.sub(f'__version__ = "{version}"', files["info.py"].decode()).encode()
     files = {f"gander/{name}": data for name, data in files.items()}
     return _write_wheel(directory, version, platform_tag, files)
@@ -271,7 +279,7 @@ def _write_wheel(directory: str, version: str, platform_tag: str, files: dict[st
     with zipfile.ZipFile(Path(directory) / name, "w") as archive:
         for path, data in files.items():
             member = zipfile.ZipInfo(path)  # of 1980
-            member.external_attr = (0o100755 if path.endswith(".so") else 0o100644) << 16
+            member.external_attr = (0o100755 if ".so" in Path(path).suffixes else 0o100644) << 16
             archive.writestr(member, data, zipfile.ZIP_DEFLATED)
     return name
 

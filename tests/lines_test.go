@@ -19,7 +19,7 @@ var (
 	written = regexp.MustCompile(`\.(go|[chsS]|cuh?|cpp|py|sh|md|toml|in|txt)$|/\.clang-format$|/\.ci/run$`)
 	// What programs write, and what others wrote.
 	otherwise = regexp.MustCompile(
-		`_gen[._]|/RESULTS\.md$|/requirements[^/]*\.txt$|/dlpack/dlpack\.h$|/testdata/`)
+		`_gen[._]|/RESULTS\.md$|/requirements[^/]*\.txt$|/dlpack/dlpack\.h$|/gander/include/|/testdata/`)
 	// Markdown's tables and pictures have a line for each row, and cannot be broken.
 	unbroken = regexp.MustCompile(`^(\||!\[)`)
 )

@@ -15,12 +15,13 @@ import (
 var (
 	// A path that begins with a folder of this repository. cuda/ and cpu/ lie in kernels/.
 	named = regexp.MustCompile(
-		`(?:^|[^\w./@$}{*-])((?:bench|capi|dlpack|internal|kernels|ops|python|tests|cuda|cpu)/[\w./*-]*[\w*])`)
+		`(?:^|[^\w./@$}{*-])((?:bench|capi|dlpack|examples|internal|kernels|ops|python|tests|cuda|cpu)` +
+			`/[\w./*-]*[\w*])`)
 	// Markdown's links, and in Markdown the name of a single source file.
 	linked = regexp.MustCompile(`\]\(([^)#:]+)\)`)
 	single = regexp.MustCompile("(?:^|[ (`])(\\w+\\.(?:go|cuh?|[chs]|py|sh|md|jsonl|svg))\\b")
 	// What is built, what stands for any name, and what a test makes.
-	absent = regexp.MustCompile(`\.so$|^kernels/images|` +
+	absent = regexp.MustCompile(`\.so$|^kernels/images|^python/gander/(lib|include)|` +
 		`/(FILE|DEVICE-COMMIT)\.jsonl$|/stand_in_gen\.cu$|results/gpu-test$`)
 )
 

@@ -17,11 +17,13 @@ from ._functions.layernorm import layernorm, layernorm_bwd, layernorm_fwd
 from ._functions.linear_cross_entropy import linear_cross_entropy
 from ._functions.rmsnorm import rmsnorm, rmsnorm_bwd, rmsnorm_fwd
 from ._functions.softmax import log_softmax, logsumexp, softmax, softmax_bwd, softmax_fwd
-from .info import __version__, algorithms, explain, info, warmup
+from .info import __version__, algorithms, explain, get_include, info, warmup
+from .info import prefix as _prefix
 
 __all__ = [
     "__version__",
     "algorithms",
+    "cmake_prefix_path",
     "cross_entropy",
     "cross_entropy_bwd",
     "cross_entropy_bwd_out",
@@ -30,6 +32,7 @@ __all__ = [
     "distributed",
     "explain",
     "fused_add_rmsnorm",
+    "get_include",
     "info",
     "l2norm",
     "layernorm",
@@ -67,9 +70,13 @@ _backend.load_with_torch(_load_torch)
 
 if _TYPE_CHECKING:
     from . import distributed, nn
+
+    cmake_prefix_path: str
 else:
 
     def __getattr__(name):
+        if name == "cmake_prefix_path":  # not at import, because it raises where nothing has been built
+            return _prefix()
         if name in ("distributed", "nn"):  # imported at their first use, because they import torch
             import importlib
 

@@ -6,6 +6,7 @@ import ctypes
 import json
 import math
 import operator
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,10 +44,43 @@ def info() -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(library.load().gander_build_info())
     torch, backend = sys.modules.get("torch"), _backend.torch
     return facts | {
-        "library": str(library.path()),
+        "library": library.file_of(library.load()),
         "torch": None if torch is None else torch.__version__,
         "fast_path": _backend.failure() if backend is None else backend.fast_path(),
     }
+
+
+def prefix() -> str:
+    """The folder that has include and lib, with what C and C++ need."""
+    folder = os.path.dirname(__file__)
+    if not os.path.exists(os.path.join(folder, "include", "gander.h")):
+        raise RuntimeError(
+            f"gander: there is no gander.h in {folder}/include; run ./build.sh build in a checkout, or "
+            "reinstall gander-kernels"
+        )
+    return folder
+
+
+def get_include() -> str:
+    """The folder of gander.h and dlpack.h, for C and C++ compilers.
+
+    `gander.cmake_prefix_path` is the folder in which CMake's find_package(gander) finds the headers and the
+    library. Its folder lib/pkgconfig is for pkg-config.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        RuntimeError: Nothing has been built in this checkout.
+
+    Example:
+        >>> import os
+        >>> sorted(os.listdir(gander.get_include()))
+        ['dlpack.h', 'gander.h']
+        >>> os.path.dirname(gander.get_include()) == gander.cmake_prefix_path
+        True
+    """
+    return os.path.join(prefix(), "include")
 
 
 def _constant(function: Any) -> Any:

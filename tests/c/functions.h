@@ -69,6 +69,7 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
   static const size_t unset[64];
   int count = (int)strlen(f->operands), places = wrong == SLOT ? f->outputs : wrong < SLOT ? 1 : count;
   if (wrong == OPTION && !f->wrong_option) return 0;
+  if (wrong == NO_ROWS && strchr(f->operands, 'u')) return 0; /* m is three numbers of each row, not rows */
   if (at >= places || (wrong > SLOT && f->operands[at] == '-') || (wrong == VERSION && !f->outputs)) return 0;
   memset(c, 0, sizeof *c);
   for (int i = 0; i < count; ++i) {

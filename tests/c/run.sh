@@ -11,7 +11,7 @@ trap 'rm -rf "$work"' EXIT
 # build SOURCE COMPILER...: compile $program, a test, against the library with all warnings as errors
 build() {
   source=$1
-  program=$work/${source%.*}
+  program=$work/$(basename "${source%.*}")
   shift
   echo "== $source"
   "$@" "$here/$source" "$library" -Wl,-rpath,"$folder" -lm -pthread -o "$program"
@@ -33,7 +33,8 @@ version=$(sed -n 's/^__version__ = \(".*"\)$/\1/p' "$here/../../python/gander/in
 set -- "$@" -O1 -Wall -Wextra -Werror -pedantic "-DPYTHON_VERSION=$version"
 check header_c99.c "${CC:-cc}" -std=c99 "$@"
 check header_cpp17.cpp "${CXX:-c++}" -std=c++17 "$@"
-check example.c "${CC:-cc}" -std=c99 "$@"
+check ../../examples/cpu.c "${CC:-cc}" -std=c99 "$@"
+check ../../examples/training_step.c "${CC:-cc}" -std=c99 "$@"
 check abi_test.c "${CC:-cc}" -std=c99 "$@"
 check memory_test.c "${CC:-cc}" -std=gnu99 -D_GNU_SOURCE "$@"
 

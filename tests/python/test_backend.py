@@ -26,13 +26,19 @@ PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
 MOCK = r"""#!/bin/bash
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_90 sm_100 compute_90"
 readonly SOURCES="capi dlpack internal python"
+readonly MADE="lib/libgander.so.ABI _torch/libgander_torch.so include/gander.h include/dlpack.h
+lib/pkgconfig/gander.pc lib/cmake/gander/gander-config.cmake lib/cmake/gander/gander-config-version.cmake"
 [ "$1" != "${FAIL:-}" ] || { echo "build.sh: no gcc on PATH" >&2; exit 3; }
 [ "$1" = --libraries ] || exit 0
 echo "-> $* for $GANDER_ARCHS with ${PYTHONPATH:-no path}" >&2
-mkdir -p "$2/_native" "$2/_torch"
-echo library >"$2/_native/libgander.so"
-echo torch >"$2/_torch/libgander_torch.so"
+for name in $MADE; do
+  mkdir -p "$(dirname "$2/$name")"
+  echo "$name" >"$2/$name"
+done
 """
+
+
+ABI = re.search(r"#define GANDER_ABI_VERSION (\d+)\n", (ROOT / "capi/gander.h").read_text())[1]
 
 
 def loaded(root):
@@ -55,9 +61,9 @@ def copied(root):
     ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, root / name)
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    ignored = shutil.ignore_patterns("*.so", "include", "lib", "__pycache__")
     shutil.copytree(ROOT / "python/gander", root / "python/gander", ignore=ignored)
-    (root / "build.sh").write_text(MOCK)
+    (root / "build.sh").write_text(MOCK.replace("ABI", ABI))
     return root
 
 
@@ -284,10 +290,10 @@ def test_what_a_wheel_holds(backend, checkout, tmp_path):
     names = archive.namelist()
     info = f"gander_kernels-{version}.dist-info"
     python = [path.relative_to(checkout / "python").as_posix() for path in checkout.rglob("gander/**/*.py")]
-    others = ["gander/py.typed", "gander/gander.h", "gander/dlpack.h"]
-    libraries = ["gander/_native/libgander.so", "gander/_torch/libgander_torch.so"]
+    made = re.search(r'readonly MADE="(.*?)"', MOCK, re.DOTALL)[1].replace("ABI", ABI).split()
+    others = ["gander/py.typed", *(f"gander/{name}" for name in made)]
     about = [f"{info}/{file}" for file in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")]
-    assert len(python) > 50 and sorted(names) == sorted(python + others + libraries + about)
+    assert len(python) > 50 and sorted(names) == sorted(python + others + about)
 
     recorded = {row[0]: row[1:] for row in csv.reader(io.StringIO(archive.read(f"{info}/RECORD").decode()))}
     assert recorded.pop(f"{info}/RECORD") == ["", ""]
@@ -301,12 +307,12 @@ def test_what_a_wheel_holds(backend, checkout, tmp_path):
     for path in names:
         assert archive.getinfo(path).date_time == (1980, 1, 1, 0, 0, 0), path
         mode = archive.getinfo(path).external_attr >> 16
-        assert mode == (0o100755 if path.endswith(".so") else 0o100644), path
+        assert mode == (0o100755 if path.endswith((".so", f".so.{ABI}")) else 0o100644), path
 
 
 def packed(backend, folder, version):
     libraries = folder / "libraries"
-    for name in backend.LIBRARIES:
+    for name in (*backend.LIBRARIES, *backend.DEVELOPMENT):
         (libraries / name).parent.mkdir(parents=True, exist_ok=True)
         (libraries / name).write_bytes(name.encode())
     return backend.pack(str(libraries), str(folder), version, "manylinux_2_28_x86_64")
@@ -379,13 +385,15 @@ def test_pips_own_python_is_used_where_it_can_be(backend, tmp_path, monkeypatch)
 
 def test_what_is_compiled_is_a_copy(backend, checkout, tmp_path):
     """Without what was built. A new file is in it though git does not track it."""
-    (checkout / "python/gander/_native/libgander.so").write_text("built")
+    built = {f"python/gander/{name}" for name in (*backend.LIBRARIES, *backend.DEVELOPMENT)}
+    for name in built:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("built")
     (checkout / "python/gander" / "new.py").write_text("new")
     backend._copy_sources(tmp_path / "copy")
     copy = {path.relative_to(tmp_path / "copy").as_posix() for path in files(tmp_path / "copy")}
     sources = {path.relative_to(checkout).as_posix() for path in files(checkout)}
     assert copy - sources == {"COMMIT"}
-    built = {"python/gander/_native/libgander.so"}
     assert sources - copy == {"README.md", "LICENSE", "pyproject.toml"} | built
 
 

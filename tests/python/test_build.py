@@ -121,6 +121,13 @@ def test_env_is_quoted(tmp_path, shell):
     assert goflags == "-tags=cuda"
 
 
+def test_a_compiler_for_musl(checkout):
+    checkout.write("bin/gcc", "#!/bin/sh\necho x86_64-alpine-linux-musl\n")
+    done = checkout.run()
+    assert done.returncode == 1
+    assert "gcc compiles for x86_64-alpine-linux-musl, expected glibc: " in done.stderr
+
+
 @pytest.mark.parametrize("character", list("'\":(\\$\n"))
 def test_characters_that_go_does_not_support(tmp_path, character):
     name = f"a{character}b"
@@ -357,6 +364,10 @@ def test_building_where_paths_have_spaces(checkout):
         "go.sum": "",
         "kernels/cuda/stand_in_gen.cu": "// a kernel",
         "capi/exports_gen.map": "{ global: stand_in; local: *; };\n",
+        "capi/gander.h": "#define GANDER_ABI_VERSION 7\n",
+        "capi/gander.pc.in": "Version: @VERSION@ of @ABI@\n",
+        "dlpack/dlpack.h": "// DLPack's\n",
+        "python/gander/info.py": '__version__ = "1.2.3"\n',
         "capi/main.go": """package main
 
 // #cgo LDFLAGS: -L${SRCDIR}
@@ -383,5 +394,7 @@ func main() {}
     paths = (checkout.root / ".venv/gander.pth").read_text().splitlines()
     assert paths == [f"{checkout.root}/python", f"{checkout.root}/bench"]
     built = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).stand_in())"
-    done = checkout.run(sys.executable, "-c", built, "python/gander/_native/libgander.so")
+    done = checkout.run(sys.executable, "-c", built, "python/gander/lib/libgander.so.7")
     assert done.stdout == "42\n", done.stderr
+    assert (checkout.root / "python/gander/include/dlpack.h").read_text() == "// DLPack's\n"
+    assert (checkout.root / "python/gander/lib/pkgconfig/gander.pc").read_text() == "Version: 1.2.3 of 7\n"

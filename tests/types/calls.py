@@ -103,6 +103,7 @@ def about(x: Tensor) -> None:
     assert_type(gander.explain("softmax", x, algorithm="warp"), str)
     assert_type(gander.explain("rmsnorm", shape=(4, 8), dtype="bfloat16", device="h100"), str)
     assert_type([algorithm.name for algorithm in gander.algorithms("softmax_bwd")], list[str])
+    assert_type(gander.get_include() + gander.cmake_prefix_path, str)
     gander.set_debug(True)
     gander.warmup(torch.device("cpu"))
 

@@ -2,7 +2,8 @@
 //
 //	checklib libgander.so gander.h
 //
-// It must export exactly the functions that the header declares. It must not need libcuda or undefined cu*
+// It must export exactly the functions that the header declares. Its SONAME must end in the ABI version that
+// the header declares, or a process could load two copies. It must not need libcuda or undefined cu*
 // symbols, which would make it unloadable without a driver. It must have no text relocations and no
 // executable stack, which hardened systems refuse.
 package main
@@ -52,6 +53,10 @@ func check(library, header string) error {
 	if err != nil {
 		return err
 	}
+	sonames, err := file.DynString(elf.DT_SONAME)
+	if err != nil {
+		return err
+	}
 
 	var problems []error
 	problem := func(format string, args ...any) {
@@ -78,6 +83,12 @@ func check(library, header string) error {
 			problem("needs %s to load", name)
 		}
 	}
+	version := abiVersion.FindStringSubmatch(string(text))
+	if version == nil {
+		problem("%s does not define GANDER_ABI_VERSION", header)
+	} else if want := "libgander.so." + version[1]; !slices.Equal(sonames, []string{want}) {
+		problem("has the SONAME %q, expected %q: build.sh takes it from %s", sonames, want, header)
+	}
 	if textrel {
 		problem("has text relocations")
 	}
@@ -93,6 +104,7 @@ var (
 	driverFunction = regexp.MustCompile(`^cu[A-Z]`)
 	comment        = regexp.MustCompile(`(?s)/\*.*?\*/|//[^\n]*`)
 	directive      = regexp.MustCompile(`(?m)^[ \t]*#(?:[^\n]*\\\n)*[^\n]*$`)
+	abiVersion     = regexp.MustCompile(`(?m)^#define GANDER_ABI_VERSION (\d+)$`)
 	function       = regexp.MustCompile(`\b(\w+)\s*\([^()]*\)\s*;`)
 )
 

@@ -11,6 +11,7 @@ import (
 )
 
 const header = `
+#define GANDER_ABI_VERSION 7
 #define GANDER_CALL(x) gander_macro(x); \
   gander_other(x);
 /* int gander_in_comment(void); */
@@ -53,6 +54,10 @@ func TestCheck(t *testing.T) {
 			source: version + softmax + "__asm__(\".text\\n.quad gander_version\");", flags: []string{"-Wl,-z,notext"},
 			want: []string{"text relocations"},
 		},
+		"soname": {
+			source: version + softmax, flags: []string{"-Wl,-soname,libgander.so.6"},
+			want: []string{`["libgander.so.6"], expected "libgander.so.7"`},
+		},
 		"two problems": {
 			source: softmax + "int helper(void) { return 1; }", want: []string{"gander_version", "helper"},
 		},
@@ -93,7 +98,7 @@ func build(t *testing.T, source string, flags ...string) (library, headerPath st
 	library, headerPath = filepath.Join(folder, "lib.so"), filepath.Join(folder, "gander.h")
 	require.NoError(t, os.WriteFile(code, []byte(source), 0o600))
 	require.NoError(t, os.WriteFile(headerPath, []byte(header), 0o600))
-	args := append([]string{"-shared", "-fPIC", "-o", library, code}, flags...)
+	args := append([]string{"-shared", "-fPIC", "-Wl,-soname,libgander.so.7", "-o", library, code}, flags...)
 	out, err := exec.Command("gcc", args...).CombinedOutput()
 	require.NoError(t, err, string(out))
 	return library, headerPath

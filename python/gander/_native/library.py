@@ -87,16 +87,32 @@ PROTOTYPES = {
 }
 
 
+SONAME = f"libgander.so.{ABI_VERSION}"
+
+
 def path() -> Path:
-    """The path of the library: GANDER_LIBRARY, or libgander.so in this file's folder."""
-    return Path(os.environ.get("GANDER_LIBRARY") or Path(__file__).with_name("libgander.so"))
+    """The path of the library to load: GANDER_LIBRARY, or this package's."""
+    return Path(os.environ.get("GANDER_LIBRARY") or Path(__file__).parents[1] / "lib" / SONAME)
+
+
+def _open() -> ctypes.CDLL:
+    """The libgander that the process has, such as that of a C++ extension. If it has none, that of path().
+
+    Two of them would be two Go runtimes, which both want the process's signals and threads. dlopen finds a
+    loaded library by its SONAME, but not by the path of another copy. c/kernels.c in gander._torch does the
+    same.
+    """
+    try:
+        return ctypes.CDLL(SONAME, os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return ctypes.CDLL(str(path()))
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library. The first call loads it."""
     try:
-        library = ctypes.CDLL(str(path()))
+        library = _open()
     except OSError as error:
         raise RuntimeError(
             f"gander: cannot load its library: {error}; reinstall gander-kernels, run ./build.sh build in a "
@@ -108,9 +124,34 @@ def load() -> ctypes.CDLL:
             "reinstall gander-kernels"
         )
     for name, (result, arguments) in PROTOTYPES.items():
-        function = getattr(library, name)
+        function = _symbol(library, name)
         function.restype, function.argtypes = result, arguments
+        setattr(library, name, function)
     return library
+
+
+def _symbol(library: ctypes.CDLL, name: str) -> Any:
+    """A new object for a function of the library."""
+    try:
+        return library[name]
+    except AttributeError:
+        raise RuntimeError(
+            f"gander: {file_of(library)} has no {name}, expected libgander in this package's version; "
+            "install that, or call gander before the process loads another one"
+        ) from None
+
+
+class _Place(ctypes.Structure):
+    """Dl_info of dladdr."""
+
+    _fields_ = [("file", c_char_p), ("base", c_void_p), ("symbol", c_char_p), ("address", c_void_p)]
+
+
+def file_of(library: ctypes.CDLL) -> str:
+    """The path of the file that a library was loaded from."""
+    place = _Place()
+    ctypes.CDLL(None).dladdr(ctypes.cast(library.gander_abi_version, c_void_p), ctypes.byref(place))
+    return os.fsdecode(place.file)
 
 
 _MAGIC = 0x646E6167  # GANDER_OPTIONS_MAGIC
@@ -147,7 +188,7 @@ def _function(name: str) -> _Function:
     required = [operand for operand in operator.operands if not operand.optional]
     after = [operand.name for operand in required if owns and operand.output]
     before = [operand.name for operand in required if operand.name not in after]
-    function = load()[name]  # a new object, which no other thread uses yet
+    function = _symbol(load(), name)  # which no other thread uses yet
     function.restype = c_int32
     function.argtypes = [*map(kinds.get, before), POINTER(struct), c_void_p, *map(kinds.get, after)]
     defaults = {option.name: option.default for option in operator.options}

@@ -14,6 +14,7 @@
  * a C++ exception through the frames of this file (hence -fexceptions), but never through a frame of Go. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -96,15 +97,26 @@ static char load_error[1024]; /* empty if libgander was loaded */
 static pthread_once_t load_once = PTHREAD_ONCE_INIT;
 static pid_t registered_in; /* torch's threads do not exist in a child process, which would wait for them */
 
+#define STRING(macro) STRING_OF(macro)
+#define STRING_OF(text) #text
+
+/* The libgander that the process has, or else that of the package. gander._native says why. */
 static void load(void) {
-  void* handle = dlopen(library_path, RTLD_NOW | RTLD_LOCAL);
+  void* handle = dlopen("libgander.so." STRING(GANDER_ABI_VERSION), RTLD_NOW | RTLD_NOLOAD);
+  struct link_map* loaded;
+  if (handle == NULL) handle = dlopen(library_path, RTLD_NOW | RTLD_LOCAL);
+  else if (dlinfo(handle, RTLD_DI_LINKMAP, &loaded) == 0) /* for messages */
+    snprintf(library_path, sizeof library_path, "%s", loaded->l_name);
   if (handle == NULL) {
     snprintf(load_error, sizeof load_error, "gander: cannot load its library: %s", dlerror());
     return;
   }
 #define LOOK_UP(name) \
   if ((lib.name = (__typeof__(&name))dlsym(handle, #name)) == NULL) { \
-    snprintf(load_error, sizeof load_error, "gander: %.800s has no " #name "; reinstall gander", \
+    snprintf(load_error, sizeof load_error, \
+             "gander: %.800s has no " #name \
+             ", expected libgander in this package's version; install that, " \
+             "or call gander before the process loads another one", \
              library_path); \
     return; \
   }

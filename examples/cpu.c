@@ -1,7 +1,8 @@
-/* Computes softmax, and a cross-entropy loss with its gradient, on tensors in host memory.  cc example.c
- * libgander.so -I<folder of gander.h and dlpack.h> -lm -o example && ./example  For a GPU, the device is
- * {kDLCUDA, ordinal}, pointers are to its memory, and the last argument of a call is the stream. Nothing
- * else differs. */
+/* Softmax, and a cross-entropy loss with its gradient, of tensors in host memory. After
+ * `./build.sh install PREFIX`:
+ *
+ *   cc cpu.c -IPREFIX/include -LPREFIX/lib -lgander -Wl,-rpath,PREFIX/lib -lm -o cpu && ./cpu
+ */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>

@@ -1,0 +1,34 @@
+"""examples/cuda.c, compiled as in its head and run."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import gander
+import pytest
+import torch
+
+SOURCE = Path(__file__).resolve().parents[2] / "examples/cuda.c"
+
+
+def toolkit():
+    """The folders of CUDA's headers and runtime library: those that torch's wheel brings, or the system's."""
+    site = Path(torch.__file__).parents[1]
+    for folder in [*site.glob("nvidia/cu1[3-9]"), site / "nvidia/cuda_runtime", Path("/usr/local/cuda")]:
+        headers = folder / "include/cuda_runtime_api.h"
+        found = [*folder.glob("lib*/libcudart.so*"), *folder.glob("targets/*/lib/libcudart.so*")]
+        if headers.exists() and found:
+            return headers.parent, found[0]
+    return None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler on PATH")
+@pytest.mark.skipif(toolkit() is None, reason="no headers of CUDA's runtime")
+def test_cuda(tmp_path):
+    include, cudart = toolkit()
+    library = gander._native.library.path()
+    paths = [f"-I{gander.get_include()}", f"-I{include}", library, cudart]
+    rpaths = [f"-Wl,-rpath,{path.parent}" for path in (library, cudart)]
+    subprocess.run(["cc", SOURCE, *paths, *rpaths, "-lm", "-o", tmp_path / "cuda"], check=True, cwd=tmp_path)
+    done = subprocess.run([tmp_path / "cuda"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "on GPU 0: largest error" in done.stdout, done.stdout + done.stderr
