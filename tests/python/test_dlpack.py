@@ -409,10 +409,10 @@ def test_without_dimensions(scalar):
 @pytest.mark.parametrize(
     ("at", "exception", "message"),
     [
-        ({"axis": 2}, IndexError, "dim is 2, expected -2 to 1 for x of rank 2"),
-        ({"dim": 0, "axis": 1}, TypeError, "dim is 0 and axis is 1, expected one of them; leave axis out"),
-        ({"axis": True}, TypeError, "dim is True, expected an int"),
-        ({"axis": "rows"}, TypeError, "dim is 'rows', expected an int"),
+        ({"axis": 2}, IndexError, "axis is 2, expected -2 to 1 for x of rank 2"),
+        ({"dim": 0, "axis": 1}, TypeError, "axis is 1 and dim is 0, expected one of them; leave axis out"),
+        ({"axis": True}, TypeError, "axis is True, expected an int"),
+        ({"axis": "rows"}, TypeError, "axis is 'rows', expected an int"),
     ],
     ids=str,
 )

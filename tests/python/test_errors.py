@@ -17,10 +17,10 @@ LSE = torch.zeros(4)
 INTS = torch.zeros(4, 6, dtype=torch.int32)
 
 CASES = {
-    "softmax of rank 0": (
-        lambda: gander.softmax(torch.tensor(1.0)),
+    "rmsnorm of rank 0": (
+        lambda: gander.rmsnorm(torch.tensor(1.0)),
         ValueError,
-        r"softmax_forward: x has rank 0, expected rows \(M, N\) of rank 1 or more",
+        r"rmsnorm_forward: x has rank 0, expected rows \(M, N\) of rank 1 or more",
     ),
     "softmax of no columns": (
         lambda: gander.softmax(torch.empty(3, 0)),
@@ -194,10 +194,10 @@ CASES = {
         NotImplementedError,
         "dtype is float64 for x of float32, expected float32; cast x first",
     ),
-    "logsumexp of an array, two dimensions": (
-        lambda: gander.logsumexp(X.numpy(), dim=(0, 1)),
-        NotImplementedError,
-        r"dim is \(0, 1\), expected one for arrays; reshape x",
+    "logsumexp of an array, one dimension twice": (
+        lambda: gander.logsumexp(X.numpy(), axis=(0, -2)),
+        IndexError,
+        r"axis is \(0, -2\), expected different dimensions of x of rank 2, ints of -2 to 1",
     ),
     "cross_entropy, an ignore_index of 65 bits": (
         lambda: gander.cross_entropy(X, TARGET, ignore_index=2**64),

@@ -145,7 +145,8 @@ KINDS |= dict.fromkeys(
 KINDS |= dict.fromkeys(("one_pass", "size_average", "reduce", "elementwise_affine"), "flag")
 KINDS |= dict.fromkeys(("shape", "normalized_shape"), "shape")
 KINDS |= dict.fromkeys(("chunk", "in_features", "out_features"), "size")
-KINDS |= {"label_smoothing": "number", "_stacklevel": "integer", "device": "device", "dim": "dim"}
+KINDS |= {"label_smoothing": "number", "_stacklevel": "integer", "device": "device"}
+KINDS |= {"dim": "dim", "axis": "dim", "keepdims": "flag"}
 
 
 def kind_of(function, argument):
@@ -285,7 +286,11 @@ LEGAL_HERE = [
         f"{OF_ROWS} explain.x algorithms.x",
     ),
     ("the result has no memory either", ("a meta tensor",), OF_ROWS),
-    ("torch has it too", ("a tensor of rank 0", "an array of rank 0", "a NumPy number"), "logsumexp.x"),
+    (
+        "torch has it too",
+        ("a tensor of rank 0", "an array of rank 0", "a NumPy number"),
+        "softmax.x softmax_fwd.x log_softmax.x logsumexp.x",
+    ),
     (
         "modules and torch's functions take rows of any rank, and none",
         (
@@ -383,13 +388,7 @@ REFUSED_HERE = [
         "arrays have no such option",
         ("True", "NumPy's True"),
         "numpy:cross_entropy.inplace_backward numpy:cross_entropy.inplace_backward+ "
-        "numpy:cross_entropy_bwd.inplace_backward numpy:logsumexp.keepdim",
-    ),
-    (
-        "arrays have no such option",
-        ("0",),
-        "numpy:softmax.dim numpy:softmax.dim+ numpy:log_softmax.dim numpy:log_softmax.dim+ "
-        "numpy:logsumexp.dim",
+        "numpy:cross_entropy_bwd.inplace_backward",
     ),
 ]
 

@@ -246,10 +246,13 @@ def test_samples_of_one_row(batch):
     check(got, F.cross_entropy(x, target, reduction="none"))
 
 
-def test_samples_of_rank_0_are_refused():
+def test_samples_of_rank_0():
     """If the batch became rows, it would be the columns."""
+    x = torch.randn(B)
     with pytest.raises((ValueError, RuntimeError), match="rank 0, expected rows"):
-        torch.vmap(gander.softmax)(torch.randn(B))
+        torch.vmap(ops.softmax)(x)
+    for function in gander.softmax, gander.log_softmax, gander.logsumexp:
+        assert torch.equal(torch.vmap(function)(x), torch.stack([function(sample) for sample in x]))
 
 
 def test_operands_of_a_higher_rank_than_a_sample_are_refused():

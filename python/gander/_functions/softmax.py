@@ -19,24 +19,28 @@ _MASKED: tuple[Masked, ...] = ("nan", "zero")
 _NAN, _LAST = _MASKED[0], -1
 
 
-def _named(dim: Any, axis: Any) -> Any:
-    """The dimension, which NumPy's callers name axis."""
+def _chosen(dim: Any, axis: Any) -> tuple[Any, str]:
+    """The dimension, and its name: NumPy's callers name it axis."""
+    if axis is None:
+        return dim, "dim"
     if dim is not _LAST and dim != axis:
         raise TypeError(
-            f"dim is {shown(dim)} and axis is {shown(axis)}, expected one of them; leave axis out"
+            f"axis is {shown(axis)} and dim is {shown(dim)}, expected one of them; leave axis out"
         )
-    return axis
+    return axis, "axis"
 
 
-def _to_last(ops: Any, x: Any, dim: Any) -> Any:
+def _to_last(ops: Any, x: Any, dim: Any, name: str) -> Any:
     """x with dimension dim at the end, which copies later unless it is there already."""
     if dim is _LAST and x.shape:
         return x
     if type(dim) is not int and (isinstance(dim, bool) or not isinstance(dim, Integral)):
-        raise TypeError(f"dim is {shown(dim)}, expected an int")
+        raise TypeError(f"{name} is {shown(dim)}, expected an int")
     rank = max(len(x.shape), 1)
     if not -rank <= dim < rank:
-        raise IndexError(f"dim is {shown(dim)}, expected {-rank} to {rank - 1} for x of rank {len(x.shape)}")
+        raise IndexError(
+            f"{name} is {shown(dim)}, expected {-rank} to {rank - 1} for x of rank {len(x.shape)}"
+        )
     if x.shape and dim % rank == rank - 1:
         return x
     return ops.rows(x, [dim])
@@ -108,23 +112,24 @@ def softmax(
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(softmax, locals())
+    plain = (
+        dtype is None
+        and mask is None
+        and scale is None
+        and causal is False
+        and masked is _NAN
+        and dim is _LAST
+        and axis is None
+    )
     try:
-        if (
-            dtype is None
-            and mask is None
-            and scale is None
-            and causal is False
-            and masked is _NAN
-            and dim is _LAST
-            and axis is None
-        ):
+        if plain:
             return ops.softmax(x, algorithm=code, batch_invariant=batch_invariant)
         check_flags(causal=causal)
-        if axis is not None:
-            dim = _named(dim, axis)
-        return _with_options(ops, x, dim, dtype, scale, mask, causal, masked, batch_invariant, code)
+        where = _chosen(dim, axis)
+        return _with_options(ops, x, where, dtype, scale, mask, causal, masked, batch_invariant, code)
     except FAILURES as error:
-        if getattr(x, "shape", None) == ():  # looked at here, so that other calls take no longer for it
+        # Looked at here, so that other calls take no longer for it.
+        if plain and getattr(x, "ndim", None) == 0 and hasattr(x, "reshape"):
             return softmax(x.reshape(1), algorithm=algorithm, batch_invariant=batch_invariant).reshape(())
         raise ops.explained(error, x=x, mask=mask) from None
 
@@ -132,7 +137,7 @@ def softmax(
 def _with_options(
     ops: Backend,
     x: Any,
-    dim: Any,
+    where: tuple[Any, str],
     dtype: Any,
     scale: Any,
     mask: Any,
@@ -143,12 +148,13 @@ def _with_options(
     *,
     log: bool = False,
 ) -> Any:
-    """softmax or log_softmax with arguments that may be options."""
+    """softmax or log_softmax with arguments that may be options. where: the dimension, and its name."""
+    dim, name = where
     zero = masked is not _NAN and code_of("masked", masked, _MASKED)
     if scale is not None and type(scale) is not float:
         scale = number("scale", scale, "None or ")
     narrow, out_dtype = (x, None) if dtype is None else ops.cast(x, dtype)
-    rows = _to_last(ops, narrow, dim)
+    rows = _to_last(ops, narrow, dim, name)
     moved = rows is not narrow
     if not log:  # without options there is a kernel for each algorithm
         given = {
@@ -168,11 +174,14 @@ def _with_options(
                 "leave it out"
             )
     if moved and causal:
-        raise ValueError(f"causal is set with dim {dim}, expected the last one, -1: it masks columns of rows")
+        raise ValueError(
+            f"causal is set with {name} {dim}, expected the last one, -1: it masks columns of rows"
+        )
     if moved and mask is not None:
         if mask.ndim > x.ndim:
             raise ValueError(
-                f"mask has shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(x.shape)}"
+                f"mask has shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(x.shape)}, the "
+                "shape of x"
             )
         mask = ops.rows(mask[(None,) * (x.ndim - mask.ndim)], [dim])
     y = ops.masked_softmax(
@@ -239,9 +248,8 @@ def log_softmax(
     if ops is None:
         return overridden(log_softmax, locals())
     try:
-        if axis is not None:
-            dim = _named(dim, axis)
-        return _with_options(ops, x, dim, dtype, scale, mask, causal, masked, batch_invariant, log=True)
+        where = _chosen(dim, axis)
+        return _with_options(ops, x, where, dtype, scale, mask, causal, masked, batch_invariant, log=True)
     except FAILURES as error:
         raise ops.explained(error, x=x, mask=mask) from None
 
@@ -348,8 +356,7 @@ def logsumexp(
         if keepdim is False and dim is _LAST and axis is None and keepdims is False and getattr(x, "ndim", 1):
             return ops.logsumexp(x, batch_invariant=batch_invariant)
         check_flags(keepdim=keepdim, keepdims=keepdims)
-        if axis is not None:
-            dim = _named(dim, axis)
+        dim, name = _chosen(dim, axis)
         if isinstance(dim, (tuple, list)) and len(dim) > 1:
             rank = x.ndim
             whole = [d for d in dim if isinstance(d, Integral) and not isinstance(d, bool)]
@@ -357,12 +364,12 @@ def logsumexp(
             if len(dims) != len(dim):
                 expected = f"different dimensions of x of rank {rank}, ints of {-rank} to {rank - 1}"
                 raise (IndexError if len(whole) == len(dim) else TypeError)(
-                    f"dim is {shown(dim)}, expected {expected}"
+                    f"{name} is {shown(dim)}, expected {expected}"
                 )
             rows = ops.rows(x, dims)
         else:
             one = dim[0] if isinstance(dim, (tuple, list)) and dim else dim
-            rows, dims = _to_last(ops, x, one), [one % max(len(x.shape), 1)]
+            rows, dims = _to_last(ops, x, one, name), [one % max(len(x.shape), 1)]
         if not x.shape:
             rows, dims = x.reshape(1), []
         if keepdim or keepdims:  # here, because a result that is a view of lse would differ
