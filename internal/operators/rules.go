@@ -88,9 +88,9 @@ var Conditions = [...]Condition{
 	// A gradient that forward has computed is for one number.
 	Unread: {Name: "unread", Doc: "the flag with which an output is read is not set"},
 	// No operator of PyTorch has the operand Denominator as an argument. What writes it does not need it.
+	Undivided:  {Name: "undivided", Doc: "reduction is not mean, or the denominator is given"},
 	Weighted:   {Name: "weighted", Doc: "weighted is set", Flag: "weighted", Set: true},
 	Unweighted: {Name: "unweighted", Doc: "weighted is not set", Flag: "weighted"},
-	Undivided:  {Name: "undivided", Doc: "reduction is not mean, or the denominator is given"},
 }
 
 // Denominator is the operand from which backward takes the denominator of a mean.

@@ -46,8 +46,6 @@ def _export(x, name, stream):
             f"{name} is a masked array, expected one without a mask, which would be lost; pass "
             f"{name}.filled(...)"
         )
-    if _is_bfloat16(x):
-        x = x.view("uint16")
     options = {} if stream is None else {"stream": stream}
     try:
         try:
@@ -63,7 +61,14 @@ def _export(x, name, stream):
 
 def _imported(x, name, stream):
     """The tensor of x, without a deleter: it belongs to its capsule, which is kept as an attribute."""
-    capsule = _export(x, name, stream)
+    try:
+        capsule = _export(x, name, stream)
+    except TypeError:
+        if not _is_bfloat16(x):
+            raise
+        managed = _imported(x.view("uint16"), name, stream)
+        managed.tensor.dtype = library.DType(*library.DTYPES["bfloat16"], 1)
+        return managed
     if _capsule_is_valid(capsule, _NAME):
         found = cast(_capsule_pointer(capsule, _NAME), POINTER(Managed)).contents
         managed = Managed(found.major, found.minor, None, Deleter(), found.flags, found.tensor)
@@ -74,22 +79,24 @@ def _imported(x, name, stream):
         raise TypeError(
             f"{name} is {kind(x)} whose __dlpack__ returns {kind(capsule)}, expected a new DLPack capsule"
         )
-    if _is_bfloat16(x):
-        managed.tensor.dtype = library.DType(*library.DTYPES["bfloat16"], 1)
     managed.capsule = capsule
     return managed
 
 
+def _is_numpys(x):
+    return module_of(x) is sys.modules.get("numpy", x)
+
+
 def _is_bfloat16(x):
     """Whether x is NumPy's array of ml_dtypes' bfloat16: DLPack has the type, but NumPy exports none."""
-    return module_of(x) is sys.modules.get("numpy", x) and str(x.dtype) == "bfloat16"
+    return _is_numpys(x) and str(x.dtype) == "bfloat16"
 
 
 def _bfloat16_of(x):
     """The dtype bfloat16 of arrays of x's library, if that is NumPy and some module has given it one."""
-    if module_of(x) is not sys.modules.get("numpy", x):
-        return None
-    return x.dtype if str(x.dtype) == "bfloat16" else getattr(sys.modules.get("ml_dtypes"), "bfloat16", None)
+    if _is_bfloat16(x):
+        return x.dtype
+    return getattr(sys.modules.get("ml_dtypes"), "bfloat16", None) if _is_numpys(x) else None
 
 
 def _stride(sizes, strides):
@@ -213,13 +220,14 @@ class _Owned:
         self._managed = managed
         self._capsule = _capsule_new(cast(managed, c_void_p), _NAME, None)
 
-    def take_as_uint16(self):
-        """Whether the elements are bfloat16. They are uint16 from now on, because NumPy takes no bfloat16."""
-        tensor = self._managed.contents.tensor
-        found = (tensor.dtype.code, tensor.dtype.bits) == library.DTYPES["bfloat16"]
-        if found:
-            tensor.dtype = library.DType(*library.DTYPES["uint16"], 1)
-        return found
+    def is_bfloat16(self):
+        dtype = self._managed.contents.tensor.dtype
+        return (dtype.code, dtype.bits) == library.DTYPES["bfloat16"]
+
+    def as_uint16(self):
+        """The same bits, of a type that NumPy takes."""
+        self._managed.contents.tensor.dtype = library.DType(*library.DTYPES["uint16"], 1)
+        return self
 
     def __dlpack_device__(self):
         device = self._managed.contents.tensor.device
@@ -267,8 +275,8 @@ def _like(x, owned):
     else:
         return owned
     try:
-        if (bfloat16 := _bfloat16_of(x)) is not None and owned.take_as_uint16():
-            return from_dlpack(owned).view(bfloat16)
+        if owned.is_bfloat16() and (bfloat16 := _bfloat16_of(x)) is not None:
+            return from_dlpack(owned.as_uint16()).view(bfloat16)
         return from_dlpack(owned)
     except (BufferError, RuntimeError, TypeError) as error:
         hint = "; import ml_dtypes, which gives it bfloat16" if name == "numpy" else ""
