@@ -30,7 +30,7 @@ export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$STATE/bytecode}
 # The checks of `test`: two sequences that run in parallel.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c
   gomodule install emulated80"
-readonly PYTHON_LANE="ruff clangformat types pytest notorch cinstall emulated"
+readonly PYTHON_LANE="ruff clangformat types docs pytest notorch cinstall emulated"
 
 task_help() {
   cat <<'TEXT'
@@ -46,6 +46,7 @@ usage: ./build.sh TASK [ARGUMENT...]
   bench      measure host overhead, load time and throughput, next to torch and torch.compile;
              `bench train` trains a Llama with torch, torch.compile, Liger and gander
   notebook   run notebooks/compare_torch_compile.ipynb on this machine, and keep its outputs
+  docs       fill in the figures of README.md and docs/, and build the site in .build/site
   gpu-test   run tests/gpu; if the library is already built, needs only Python, torch and pytest, and is
              several times faster with pytest-xdist
   wheel      build a manylinux wheel in dist/, for all architectures or for those of GANDER_ARCHS
@@ -598,6 +599,20 @@ check_types() {
   "$VENV/bin/pyright" --pythonpath "$VENV/bin/python" --project tests/types
 }
 
+# The figures of the pages are those of the table and of the records, and the site builds.
+check_docs() {
+  "$VENV/bin/python" internal/site/fill.py --check
+  site "$STATE/test/site"
+}
+
+# site FOLDER: builds the site of docs/ there. Warnings are errors.
+site() {
+  local tools
+  tools=$(unpacked requirements-docs.txt)
+  NO_MKDOCS_2_WARNING=1 PYTHONPATH=$tools:$IMPORTS:$ROOT/internal/site \
+    "$VENV/bin/python" -m mkdocs --quiet build --strict --site-dir "$1"
+}
+
 # Two workers share two cores, so OpenMP's threads must not spin while they wait.
 check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 600; }
 
@@ -900,6 +915,13 @@ try_wheels() {
 # elsewhere COMMAND...: runs the command in another folder, and without variables that lead to the checkout.
 elsewhere() { (cd / && env --unset PYTHONPATH --unset PYTHONPYCACHEPREFIX "$@"); }
 
+task_docs() {
+  built
+  step "the figures of the pages" "$VENV/bin/python" internal/site/fill.py
+  step "the site" site "$STATE/site"
+  say ".build/site/index.html"
+}
+
 task_clean() {
   rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
   rm -rf python/gander/{include,lib}
@@ -909,7 +931,7 @@ task_clean() {
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | install | demo | test | test-torch | bench | notebook | gpu-test | wheel | sdist | env | clean | \
+  build | install | demo | test | test-torch | bench | notebook | docs | gpu-test | wheel | sdist | env | clean | \
     help)
     "task_$TASK" "${@:2}"
     ;;

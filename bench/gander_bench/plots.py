@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import IO
 
 from .report import TITLES, latest, newest, runs_of_training, train_title, unique
 
@@ -33,8 +34,8 @@ def draw(records: list[dict], path: Path) -> list[Path]:
     return made
 
 
-def draw_throughput(records: list[dict], path: Path) -> None:
-    """The README's plot: throughput in bfloat16. Nothing where that was not measured."""
+def draw_throughput(records: list[dict], path: Path | IO[bytes]) -> None:
+    """The README's plot, an SVG: throughput in bfloat16. Nothing where that was not measured."""
     from matplotlib import rc_context
 
     records = latest(records)
@@ -43,7 +44,7 @@ def draw_throughput(records: list[dict], path: Path) -> None:
             with rc_context(
                 {"svg.hashsalt": "gander", "svg.fonttype": "none"}
             ):  # reproducible, and text as text
-                _figure(records, title, panels).savefig(path, metadata={"Date": None})
+                _figure(records, title, panels).savefig(path, format="svg", metadata={"Date": None})
 
 
 def _figure(records, title: str, panels: "Panels"):

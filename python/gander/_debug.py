@@ -20,7 +20,7 @@ def set_debug(enabled: bool) -> None:
     Raises:
         TypeError: enabled is neither True nor False.
 
-    Example:
+    Examples:
         >>> gander.set_debug(True)
         >>> gander.cross_entropy(torch.zeros(1, 2), torch.tensor([2]))
         Traceback (most recent call last):

@@ -79,7 +79,7 @@ def cross_entropy(
         IndexError: A target, under set_debug(True).
         RuntimeError: The device, the driver, or memory.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> gander.distributed.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 3, -100]))

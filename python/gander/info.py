@@ -37,7 +37,7 @@ def info() -> dict[str, Any]:
     Raises:
         RuntimeError: The library cannot be loaded.
 
-    Example:
+    Examples:
         >>> gander.info()["version"] == gander.__version__
         True
     """
@@ -73,7 +73,7 @@ def get_include() -> str:
     Raises:
         RuntimeError: Nothing has been built in this checkout.
 
-    Example:
+    Examples:
         >>> import os
         >>> sorted(os.listdir(gander.get_include()))
         ['dlpack.h', 'gander.h']
@@ -218,7 +218,7 @@ def algorithms(
         TypeError: op, or what is no tensor.
         ValueError: Another op.
 
-    Example:
+    Examples:
         >>> [algorithm.name for algorithm in gander.algorithms("logsumexp")]
         ['auto']
     """
@@ -281,7 +281,7 @@ def explain(
     Raises:
         TypeError, ValueError: Another op, and the op's own errors for rows that it does not support.
 
-    Example:
+    Examples:
         >>> text = gander.explain("softmax", shape=(8192, 4096), dtype="bfloat16", device="h100")
         >>> text.splitlines()[0]
         'auto takes register: a row of 512 vectors fits the registers of 128 threads'
@@ -314,7 +314,7 @@ def warmup(device: torch.device | str = "cuda") -> None:
         ValueError: Another device.
         RuntimeError: The device cannot be used.
 
-    Example:
+    Examples:
         >>> gander.warmup("cpu")
     """
     found = _device(str(device))

@@ -21,7 +21,7 @@ PUBLIC = {
 }
 DOCUMENTED = {name: item for name, item in PUBLIC.items() if callable(item)}
 
-SECTION = re.compile(r"^(Args|Returns|Raises|Example):$", re.MULTILINE)
+SECTION = re.compile(r"^(Args|Returns|Raises|Examples):$", re.MULTILINE)
 
 
 def sections(item):
@@ -52,7 +52,7 @@ def test_documentation_is_whole(name):
     writes = "out" in name.rpartition("_")[2] or name in ("gander.warmup", "gander.set_debug")
     returns = not (inspect.isclass(item) or writes or name == "gander.fused_add_rmsnorm")
     assert ("Returns" in found) == returns
-    assert "Raises" in found and "Example" in found
+    assert "Raises" in found and "Examples" in found
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

@@ -105,7 +105,7 @@ def cross_entropy(
         NotImplementedError: A nested or sparse tensor.
         RuntimeError: The device, the driver, or memory.
 
-    Example:
+    Examples:
         >>> gander.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
         tensor(1.3863)
     """
@@ -249,7 +249,7 @@ def cross_entropy_fwd(
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
 
-    Example:
+    Examples:
         >>> gander.cross_entropy_fwd(torch.zeros(1, 2), torch.tensor([0]), return_dx=True)
         (tensor([0.6931]), tensor([[-0.5000,  0.5000]]))
     """
@@ -349,7 +349,7 @@ def cross_entropy_bwd(
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
 
-    Example:
+    Examples:
         >>> x, target = torch.zeros(1, 2), torch.tensor([0])
         >>> _, lse = gander.cross_entropy_fwd(x, target, return_lse=True)
         >>> gander.cross_entropy_bwd(x, target, torch.ones(1), lse)

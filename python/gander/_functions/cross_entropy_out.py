@@ -37,7 +37,7 @@ def cross_entropy_fwd_out(
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
 
-    Example:
+    Examples:
         >>> loss = torch.empty(1)
         >>> gander.cross_entropy_fwd_out(torch.zeros(1, 2), torch.tensor([0]), None, loss, None, None, None)
         >>> loss
@@ -99,7 +99,7 @@ def cross_entropy_bwd_out(
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: As cross_entropy.
 
-    Example:
+    Examples:
         >>> x, target = torch.zeros(1, 2), torch.tensor([0])
         >>> _, lse = gander.cross_entropy_fwd(x, target, return_lse=True)
         >>> gander.cross_entropy_bwd_out(x, target, torch.ones(1), lse, x)

@@ -33,7 +33,7 @@ def fused_add_rmsnorm(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: As rmsnorm.
 
-    Example:
+    Examples:
         >>> x, residual = torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]])
         >>> gander.fused_add_rmsnorm(x, residual, None, eps=0.0)
         >>> x, residual

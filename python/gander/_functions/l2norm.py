@@ -32,7 +32,7 @@ def l2norm(x: A, eps: float = 1e-6, *, batch_invariant: bool = False) -> A:
         NotImplementedError: A nested or sparse tensor.
         RuntimeError: The device, the driver, or memory.
 
-    Example:
+    Examples:
         >>> gander.l2norm(torch.tensor([[3.0, 4.0]]))
         tensor([[0.6000, 0.8000]])
     """

@@ -78,7 +78,7 @@ def layernorm(
     Raises:
         TypeError, ValueError, RuntimeError: As rmsnorm.
 
-    Example:
+    Examples:
         >>> gander.layernorm(torch.tensor([[1.0, 3.0]]), eps=0.0)
         tensor([[-1.,  1.]])
     """
@@ -244,7 +244,7 @@ def layernorm_fwd(
     Raises:
         TypeError, ValueError, RuntimeError: As rmsnorm.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[1.0, 3.0]])
         >>> gander.layernorm_fwd(x, None, eps=0.0, return_rstd=True, return_mean=True)
         (tensor([[-1.,  1.]]), tensor([1.]), tensor([2.]))
@@ -301,7 +301,7 @@ def layernorm_bwd(
     Raises:
         TypeError, ValueError, RuntimeError: As rmsnorm.
 
-    Example:
+    Examples:
         >>> x, dout = torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 0.0]])
         >>> _, dw, db = gander.layernorm_bwd(x, torch.ones(2), dout, torch.ones(1), torch.tensor([2.0]))
         >>> dw, db

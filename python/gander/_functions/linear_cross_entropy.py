@@ -77,7 +77,7 @@ def linear_cross_entropy(
         NotImplementedError: A nested or sparse tensor.
         RuntimeError: The device, the driver, or memory.
 
-    Example:
+    Examples:
         >>> gander.linear_cross_entropy(torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, 3]))
         tensor(1.3863)
     """

@@ -114,7 +114,7 @@ def rmsnorm(
         NotImplementedError: A nested or sparse tensor, or an algorithm that does not support x.
         RuntimeError: The device, the driver, or memory.
 
-    Example:
+    Examples:
         >>> gander.rmsnorm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
         tensor([[0.8485, 1.1314]])
     """
@@ -257,7 +257,7 @@ def rmsnorm_fwd(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: As rmsnorm.
 
-    Example:
+    Examples:
         >>> out, residual_out, rstd = gander.rmsnorm_fwd(torch.ones(1, 2), eps=0.0, store_rstd=True)
         >>> out, rstd
         (tensor([[1., 1.]]), tensor([1.]))
@@ -329,7 +329,7 @@ def rmsnorm_bwd(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: As rmsnorm.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[1.0, -1.0]])
         >>> gander.rmsnorm_bwd(x, torch.ones(2), torch.tensor([[1.0, 0.0]]), torch.ones(1))[:2]
         (tensor([[0.5000, 0.5000]]), tensor([1., 0.]))

@@ -101,7 +101,7 @@ def softmax(
             says why, and which others do.
         RuntimeError: The device, the driver, or memory.
 
-    Example:
+    Examples:
         >>> gander.softmax(torch.tensor([[0.0, 0.0], [1.0, -torch.inf]]))
         tensor([[0.5000, 0.5000],
                 [1.0000, 0.0000]])
@@ -238,7 +238,7 @@ def log_softmax(
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: As softmax.
 
-    Example:
+    Examples:
         >>> gander.log_softmax(torch.zeros(1, 2))
         tensor([[-0.6931, -0.6931]])
     """
@@ -268,7 +268,7 @@ def softmax_fwd(x: A, *, algorithm: Algorithm = "auto", batch_invariant: bool = 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: As softmax.
 
-    Example:
+    Examples:
         >>> gander.softmax_fwd(torch.zeros(1, 2, requires_grad=True))
         tensor([[0.5000, 0.5000]])
     """
@@ -293,7 +293,7 @@ def softmax_bwd(dy: A, y: Array, *, algorithm: Algorithm = "auto", batch_invaria
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: As softmax.
 
-    Example:
+    Examples:
         >>> gander.softmax_bwd(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]]))
         tensor([[ 0.2500, -0.2500]])
     """
@@ -343,7 +343,7 @@ def logsumexp(
         NotImplementedError: A nested or sparse tensor.
         RuntimeError: The device, the driver, or memory.
 
-    Example:
+    Examples:
         >>> gander.logsumexp(torch.zeros(1, 2))
         tensor([0.6931])
     """

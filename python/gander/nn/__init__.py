@@ -48,7 +48,7 @@ class RMSNorm(nn.RMSNorm):
     Raises:
         TypeError, ValueError: An argument that gander does not support; in forward also as gander.rmsnorm.
 
-    Example:
+    Examples:
         >>> gander.nn.RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
         tensor([[0.8485, 1.1314]])
     """
@@ -93,7 +93,7 @@ class QuackRMSNorm(RMSNorm):
     Raises:
         TypeError, ValueError: As RMSNorm.
 
-    Example:
+    Examples:
         >>> gander.nn.QuackRMSNorm(2).eps
         1e-06
     """
@@ -127,7 +127,7 @@ class LayerNorm(nn.LayerNorm):
     Raises:
         TypeError, ValueError: An argument that gander does not support; in forward also as gander.layernorm.
 
-    Example:
+    Examples:
         >>> gander.nn.LayerNorm(2, eps=0.0)(torch.tensor([[1.0, 3.0]])).detach()
         tensor([[-1.,  1.]])
     """
@@ -191,7 +191,7 @@ class Softmax(nn.Softmax):
     Raises:
         TypeError: dim; in forward also as gander.softmax.
 
-    Example:
+    Examples:
         >>> gander.nn.Softmax(-1)(torch.zeros(1, 2))
         tensor([[0.5000, 0.5000]])
     """
@@ -216,7 +216,7 @@ class LogSoftmax(nn.LogSoftmax):
     Raises:
         TypeError: dim; in forward also as gander.log_softmax.
 
-    Example:
+    Examples:
         >>> gander.nn.LogSoftmax(-1)(torch.zeros(1, 2))
         tensor([[-0.6931, -0.6931]])
     """

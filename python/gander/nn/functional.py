@@ -183,7 +183,7 @@ def softmax(
     Raises:
         TypeError, IndexError, RuntimeError: As torch's.
 
-    Example:
+    Examples:
         >>> gander.nn.functional.softmax(torch.zeros(1, 2), dim=-1)
         tensor([[0.5000, 0.5000]])
     """
@@ -214,7 +214,7 @@ def log_softmax(
     Raises:
         TypeError, IndexError, RuntimeError: As torch's.
 
-    Example:
+    Examples:
         >>> gander.nn.functional.log_softmax(torch.zeros(1, 2), dim=-1)
         tensor([[-0.6931, -0.6931]])
     """
@@ -292,7 +292,7 @@ def rms_norm(
     Raises:
         TypeError, ValueError, RuntimeError: As torch's.
 
-    Example:
+    Examples:
         >>> gander.nn.functional.rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0)
         tensor([[0.8485, 1.1314]])
     """
@@ -326,7 +326,7 @@ def layer_norm(
     Raises:
         TypeError, ValueError, RuntimeError: As torch's.
 
-    Example:
+    Examples:
         >>> gander.nn.functional.layer_norm(torch.tensor([[1.0, 3.0]]), (2,), eps=0.0)
         tensor([[-1.,  1.]])
     """
@@ -385,7 +385,7 @@ def cross_entropy(
     Raises:
         TypeError, ValueError, RuntimeError: As torch's.
 
-    Example:
+    Examples:
         >>> gander.nn.functional.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
         tensor(1.3863)
     """

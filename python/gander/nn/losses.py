@@ -46,7 +46,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         TypeError, ValueError, NotImplementedError: An argument that gander does not support; in forward also
             as gander.cross_entropy.
 
-    Example:
+    Examples:
         >>> gander.nn.CrossEntropyLoss()(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
         tensor(1.3863)
     """
@@ -173,7 +173,7 @@ class LinearCrossEntropy(nn.Linear):
         TypeError, ValueError: An argument that is not supported; in forward also as
             gander.linear_cross_entropy.
 
-    Example:
+    Examples:
         >>> loss = gander.nn.LinearCrossEntropy(3, 4)(torch.zeros(2, 3), torch.tensor([0, 3]))
         >>> loss.detach()
         tensor(1.3863)

@@ -1,0 +1,58 @@
+"""Hooks of MkDocs: formulas as MathML, names of gander that have to exist, and nothing from other addresses."""
+
+import html
+import inspect
+import re
+from pathlib import Path
+
+import fill
+import latex2mathml.converter
+import mkdocs.exceptions
+
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_NAME = re.compile(r"gander(?:\.[A-Za-z_]\w*)+")
+_CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+_LOADED = re.compile(
+    r"""<(?:script|img|iframe|source|video|link(?![^>]*rel="canonical"))\b[^>]*(?:src|href)="https?:[^"]*"""
+    r"""|url\(["']?https?:[^)]*|@import\s+["']https?:[^"']*"""
+)
+_BUILT = ("gander.h", "gander.pc", "gander.Tensor")
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """Leaves out the marks, which would end up in headings and in the search."""
+    return fill.MARK.sub(r"\g<text>", markdown)
+
+
+def on_page_content(content: str, page, **_) -> str:
+    for code in _CODE.findall(content):
+        for name in _NAME.findall(html.unescape(code)):
+            if not _exists(name):
+                raise mkdocs.exceptions.PluginError(f"{page.file.src_path}: there is no {name}")
+    return _FORMULA.sub(_mathml, content)
+
+
+def on_post_build(config, **_) -> None:
+    for path in sorted(Path(config.site_dir).rglob("*")):
+        if path.suffix in (".html", ".css") and (found := _LOADED.search(path.read_text())):
+            raise mkdocs.exceptions.PluginError(f"{path.relative_to(config.site_dir)} loads {found[0]}")
+
+
+def _mathml(found: re.Match) -> str:
+    display = "block" if found[1] == "div" else "inline"
+    return latex2mathml.converter.convert(html.unescape(found[2]).strip(), display=display)
+
+
+def _exists(name: str) -> bool:
+    """Whether a name that begins with "gander." is one, or a file's that is called so."""
+    if name in _BUILT:
+        return True
+    import gander
+
+    found = gander
+    for part in name.split(".")[1:]:
+        try:
+            found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
+        except AttributeError:
+            return False
+    return True
