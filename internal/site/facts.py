@@ -30,6 +30,8 @@ _PEERS = {"quack": "QuACK", "liger": "Liger", "cudnn": "cuDNN", "torch": "torch"
 
 # ---- Records ----
 
+_OPERATORS = ("softmax", "rmsnorm", "cross_entropy")
+
 
 @functools.cache
 def _read(file: str) -> list[dict]:
@@ -79,6 +81,12 @@ def cases_at_the_limit(least: float = 0.95) -> str:
     """How many points of the grid reach a share of the limit, of how many."""
     shares = [p["results"]["gander"]["ratio"] for p in report.of(_read(GRID), "throughput")]
     return f"{sum(share >= least for share in shares)} of {len(shares)}"
+
+
+def first_call_ms() -> str:
+    """The median time of a function's first call on a new shape, in ms."""
+    results = report.of(_read(GRID), "load")[-1]["results"]["gander"]
+    return f"{statistics.median(ms for op in _OPERATORS for ms in results[op]['new']):.1f}"
 
 
 def speed(op: str, file: str = GRID, section: str = "throughput", dtype: str = "bfloat16") -> str:
@@ -226,6 +234,11 @@ def kernels(op: str, device: str = "h100", dtype: str = "bfloat16") -> str:
     return "\n".join([*lines, "", f"*{where}. From gander.explain.*"])
 
 
+def explain(op: str, shape: tuple[int, int], dtype: str, device: str) -> str:
+    """What gander.explain says."""
+    return f"```text\n{gander.explain(op, shape=shape, dtype=dtype, device=device).strip()}\n```"
+
+
 def algorithms(op: str = "softmax") -> str:
     """A table of the names of algorithms, and what each does."""
     lines = ["| name | what it does |", "|---|---|"]
@@ -241,7 +254,8 @@ def refusal(call: str) -> str:
     try:
         eval(call, {"gander": gander, "torch": torch, "np": numpy})
     except Exception as error:
-        return f"```python\n{call}\n# {type(error).__name__}: {error}\n```"
+        said = textwrap.fill(f"{type(error).__name__}: {error}", 90, initial_indent="# ", subsequent_indent="# ")
+        return f"```python\n{call}\n{said}\n```"
     raise ValueError(f"{call} is not refused")
 
 
@@ -257,17 +271,67 @@ def torch_releases() -> str:
 _LANGUAGES = {".c": "c", ".h": "c", ".cpp": "cpp", ".go": "go", ".py": "python"}
 
 
-def source(path: str, section: str = "") -> str:
-    """A program that the tests run, or what lies between two comments in it that name the section:
-    [docs: NAME and docs: NAME]."""
+def source(path: str, function: str = "") -> str:
+    """A program that the tests run, or the body of one of its functions."""
     text = (_ROOT / path).read_text()
-    if section:
-        found = re.search(rf"^.*\[docs: {section}\b.*\n(.*?)^.*\bdocs: {section}\].*$", text, re.M | re.S)
+    if function:
+        found = re.search(rf"^[^\s].*\b{function}\([^)]*\)[^\n]*\{{\n(.*?)^\}}$", text, re.M | re.S)
         if not found:
-            raise LookupError(f"{path} has no section {section}")
-        text = textwrap.dedent(found[1])
+            raise LookupError(f"{path} has no function {function}")
+        text = textwrap.dedent(found[1]).expandtabs(4)
     language = _LANGUAGES[Path(path).suffix]
     return f"```{language}\n{text.strip()}\n```\n\n*{path}*"
+
+
+_C_ITEMS = re.compile(  # of gander.h: a heading, a comment, an option struct, another type, a function
+    r"""^/\*\ ----\ (?P<title>.*?)\ ----\n(?P<about>.*?)\*/
+    |^/\*(?P<comment>.*?)\*/$
+    |^typedef\ struct\ \{(?:(?!^\}).)*^\}\ gander_\w+_options;\n\#define\ \w+\ \\\n[^\n]*\n
+    |^(?P<type>typedef\ (?:struct|enum)\ \{(?:(?!^\}).)*^\}\ \w+;|typedef\b[^;{]*;)
+    |^(?P<function>[a-z][\w\ *]*\b(?P<name>gander_\w+)\([^;]*\);)""",
+    re.MULTILINE | re.DOTALL | re.VERBOSE,
+)
+
+
+def _prose(comment: str) -> str:
+    """A comment of gander.h as Markdown: operands become a list."""
+    text = "\n".join(line.strip().removeprefix("*").removeprefix(" ") for line in comment.splitlines())
+    text = re.sub(r"(?<=\n\n)((?:  .*\n)+)", lambda code: f"```c\n{textwrap.dedent(code[1])}```\n", text)
+    first, *operands = re.split(r"^  (\w+): ", text, flags=re.MULTILINE)
+    pairs = zip(operands[::2], operands[1::2], strict=True)
+    return "\n".join([first.strip(), "", *(f"- **{name}**: {what.strip()}" for name, what in pairs)]).strip()
+
+
+def c_conventions() -> str:
+    """What holds for all functions of gander.h: the head of the file."""
+    text = (_ROOT / "capi/gander.h").read_text()
+    lines = [line.strip().removeprefix("*").strip() for line in text[: text.index("*/")].splitlines()]
+    about = "\n".join(lines)
+    found = re.findall(r"^([A-Z][\w ]*|fork)\. {2,}((?:.+\n)+?)(?=^[A-Z][\w ]*\. {2,}|^fork\.|\Z)", about, re.M)
+    return "\n".join(f"- **{name}.** {what.strip()}" for name, what in found)
+
+
+def c_reference() -> str:
+    """The functions of gander.h, each with its documentation and its option struct."""
+    text = (_ROOT / "capi/gander.h").read_text()
+    made, comment, before = [], "", ""
+    for item in _C_ITEMS.finditer(text, text.index('extern "C" {')):
+        if item["comment"] is not None:
+            if not item["comment"].strip().startswith(("generated:", "end of what")):
+                comment = _prose(item["comment"])
+            continue
+        if item["title"]:
+            made.append(f"## {item['title']}\n\n{_prose(item['about'])}")
+        elif item["function"]:
+            code = f"```c\n{before}{item['function']}\n```"
+            made.append(f"### {item['name']}\n\n{comment}\n\n{code}")
+        elif item["type"] and comment:
+            made.append(f"{comment}\n\n```c\n{item['type']}\n```")
+        else:
+            before += item[0].strip() + "\n\n"
+            continue
+        comment = before = ""
+    return "\n\n".join(made)
 
 
 # ---- Pictures ----
