@@ -550,7 +550,7 @@ check_cinstall() {
     "$VENV/bin/python" -m pytest tests/c -n 2 --timeout 300
 }
 
-# Builds a program of another module with and without CUDA, as README.md says. Its gander has the files that
+# Builds a program of another module with and without CUDA, as docs/go.md says. Its gander has the files that
 # git tracks, as Go's module cache has, so it has no compiled kernels. The headers are downloaded once, into
 # .build. An empty variable is to Go as if it were not set.
 check_gomodule() (
@@ -931,8 +931,8 @@ task_clean() {
 
 readonly TASK=${1:-help}
 case $TASK in
-  build | install | demo | test | test-torch | bench | notebook | docs | gpu-test | wheel | sdist | env | clean | \
-    help)
+  build | install | demo | test | test-torch | bench | notebook | docs | gpu-test | wheel | sdist | env | \
+    clean | help)
     "task_$TASK" "${@:2}"
     ;;
   --check)

@@ -15,10 +15,11 @@ import (
 var (
 	// A path that begins with a folder of this repository. cuda/ and cpu/ lie in kernels/.
 	named = regexp.MustCompile(
-		`(?:^|[^\w./@$}{*-])((?:bench|capi|dlpack|examples|internal|kernels|ops|python|tests|cuda|cpu)` +
+		`(?:^|[^\w./@$}{*-])((?:bench|capi|dlpack|docs|examples|internal|kernels|ops|python|tests|cuda|cpu)` +
 			`/[\w./*-]*[\w*])`)
 	// Markdown's links, and in Markdown the name of a single source file.
 	linked = regexp.MustCompile(`\]\(([^)#:]+)\)`)
+	fenced = regexp.MustCompile("(?ms)^```.*?^```$")
 	single = regexp.MustCompile("(?:^|[ (`])(\\w+\\.(?:go|cuh?|[chs]|py|sh|md|jsonl|svg))\\b")
 	// What is built, what stands for any name, and what a test makes.
 	absent = regexp.MustCompile(`\.so$|^kernels/images|^python/gander/(lib|include)|` +
@@ -68,7 +69,7 @@ func TestNamedPathsExist(t *testing.T) {
 		if !strings.HasSuffix(file, ".md") {
 			continue
 		}
-		for _, match := range linked.FindAllStringSubmatch(text, -1) {
+		for _, match := range linked.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
 			assert.Truef(t, exists([]string{here}, match[1]), "%s links to %s, which does not exist", file, match[1])
 		}
 		for _, match := range single.FindAllStringSubmatch(text, -1) {

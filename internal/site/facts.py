@@ -16,7 +16,7 @@ sys.path[:0] = [str(_ROOT / "python"), str(_ROOT / "bench")]
 
 import gander  # noqa: E402
 from gander import _table  # noqa: E402
-from gander_bench import models, plots, records, report  # noqa: E402
+from gander_bench import plots, records, report  # noqa: E402
 
 # The records from which each kind of figure is taken.
 GRID = "h100-8a2845d"  # throughput over the row lengths, beside the peers
@@ -254,7 +254,7 @@ def refusal(call: str) -> str:
     try:
         eval(call, {"gander": gander, "torch": torch, "np": numpy})
     except Exception as error:
-        said = textwrap.fill(f"{type(error).__name__}: {error}", 90, initial_indent="# ", subsequent_indent="# ")
+        said = textwrap.indent(textwrap.fill(f"{type(error).__name__}: {error}", 88), "# ")
         return f"```python\n{call}\n{said}\n```"
     raise ValueError(f"{call} is not refused")
 
@@ -306,9 +306,9 @@ def c_conventions() -> str:
     """What holds for all functions of gander.h: the head of the file."""
     text = (_ROOT / "capi/gander.h").read_text()
     lines = [line.strip().removeprefix("*").strip() for line in text[: text.index("*/")].splitlines()]
-    about = "\n".join(lines)
-    found = re.findall(r"^([A-Z][\w ]*|fork)\. {2,}((?:.+\n)+?)(?=^[A-Z][\w ]*\. {2,}|^fork\.|\Z)", about, re.M)
-    return "\n".join(f"- **{name}.** {what.strip()}" for name, what in found)
+    _, *found = re.split(r"^(\w[\w ]*)\. {2,}", "\n".join(lines), flags=re.MULTILINE)
+    pairs = zip(found[::2], found[1::2], strict=True)
+    return "\n".join(f"- **{name}.** {what.strip()}" for name, what in pairs)
 
 
 def c_reference() -> str:

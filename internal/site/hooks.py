@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: formulas as MathML, names of gander that have to exist, and nothing from other addresses."""
+"""Hooks of MkDocs: formulas become MathML, names of gander exist, nothing comes from elsewhere."""
 
 import html
 import inspect

@@ -1,6 +1,6 @@
 """Each Python snippet of README.md and docs/ runs; those for a GPU run on the CPU where there is none.
 
-tests/gpu/test_docs.py runs them as they stand.
+tests/gpu/test_pages.py runs them as they stand.
 """
 
 import os

@@ -7,8 +7,7 @@ replaces `import torch.nn.functional as F`.
 
 What gander does not have, such as class probabilities, and tensors of other types than
 float16, bfloat16, float32 and float64, is computed by torch. For types and devices there is one warning for
-each. Second derivatives and forward mode of these functions raise NotImplementedError (see README's
-limits).
+each. Second derivatives and forward mode of these functions raise NotImplementedError.
 """
 
 from __future__ import annotations
