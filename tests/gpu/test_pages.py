@@ -1,4 +1,4 @@
-"""The Python snippets of README.md and docs/ as they stand, which tests/python/test_docs.py runs on the CPU."""
+"""The Python snippets of README.md and docs/ as they stand. tests/python/test_docs.py has the CPU."""
 
 import sys
 from pathlib import Path
