@@ -179,6 +179,91 @@ int32_t gander_l2norm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned
   return gander_end(inputs, 3, status);
 }
 
+int32_t gander_glu_forward(const DLTensor* gate, const DLTensor* up, const DLTensor* y,
+                           const gander_glu_forward_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_glu_forward_options, GANDER_GLU_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderGLUForward((void*)gate, (void*)up, (void*)y, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_glu(DLManagedTensorVersioned* gate, DLManagedTensorVersioned* up,
+                   const gander_glu_options* options, void* stream, DLManagedTensorVersioned** y) {
+  GANDER_OPTIONS(gander_glu_options, GANDER_GLU_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"gate", gate}, {"up", up}};
+  DLManagedTensorVersioned** const outputs[] = {y};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 2, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderGLUForwardOwned((void*)gate, (void*)up, (void*)o, (uintptr_t)stream, y);
+  }
+  return gander_end(inputs, 2, status);
+}
+
+int32_t gander_glu_backward(const DLTensor* gate, const DLTensor* up, const DLTensor* dy,
+                            const DLTensor* dgate, const DLTensor* dup,
+                            const gander_glu_backward_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_glu_backward_options, GANDER_GLU_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderGLUBackward(
+      (void*)gate, (void*)up, (void*)dy, (void*)dgate, (void*)dup, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_glu_grad(DLManagedTensorVersioned* gate, DLManagedTensorVersioned* up,
+                        DLManagedTensorVersioned* dy, const gander_glu_grad_options* options, void* stream,
+                        DLManagedTensorVersioned** dgate, DLManagedTensorVersioned** dup) {
+  GANDER_OPTIONS(gander_glu_grad_options, GANDER_GLU_GRAD_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"gate", gate}, {"up", up}, {"dy", dy}};
+  DLManagedTensorVersioned** const outputs[] = {dgate, dup};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 3, outputs, 2);
+  if (status == GANDER_OK) {
+    status = ganderGLUBackwardOwned(
+        (void*)gate, (void*)up, (void*)dy, (void*)o, (uintptr_t)stream, dgate, dup);
+  }
+  return gander_end(inputs, 3, status);
+}
+
+int32_t gander_packed_glu_forward(const DLTensor* x, const DLTensor* y,
+                                  const gander_packed_glu_forward_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_packed_glu_forward_options, GANDER_PACKED_GLU_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderPackedGLUForward((void*)x, (void*)y, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_packed_glu(DLManagedTensorVersioned* x, const gander_packed_glu_options* options, void* stream,
+                          DLManagedTensorVersioned** y) {
+  GANDER_OPTIONS(gander_packed_glu_options, GANDER_PACKED_GLU_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"x", x}};
+  DLManagedTensorVersioned** const outputs[] = {y};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 1, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderPackedGLUForwardOwned((void*)x, (void*)o, (uintptr_t)stream, y);
+  }
+  return gander_end(inputs, 1, status);
+}
+
+int32_t gander_packed_glu_backward(const DLTensor* x, const DLTensor* dy, const DLTensor* dx,
+                                   const gander_packed_glu_backward_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_packed_glu_backward_options, GANDER_PACKED_GLU_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderPackedGLUBackward((void*)x, (void*)dy, (void*)dx, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_packed_glu_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dy,
+                               const gander_packed_glu_grad_options* options, void* stream,
+                               DLManagedTensorVersioned** dx) {
+  GANDER_OPTIONS(gander_packed_glu_grad_options, GANDER_PACKED_GLU_GRAD_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"x", x}, {"dy", dy}};
+  DLManagedTensorVersioned** const outputs[] = {dx};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 2, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderPackedGLUBackwardOwned((void*)x, (void*)dy, (void*)o, (uintptr_t)stream, dx);
+  }
+  return gander_end(inputs, 2, status);
+}
+
 int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* y,
                                  const gander_layernorm_forward_options* options, void* stream) {
   GANDER_ENTER();

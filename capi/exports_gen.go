@@ -411,6 +411,190 @@ func ganderL2NormBackwardOwned(x, dy, rnorm, options unsafe.Pointer, stream uint
 	})
 }
 
+//export ganderGLUForward
+func ganderGLUForward(gate, up, y, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_glu_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.GLUForward{
+		Gate:            tensor(gate),
+		Up:              tensor(up),
+		Y:               tensor(y),
+		Gelu:            o.gelu != 0,
+		Tanh:            o.tanh != 0,
+		RoundActivation: o.round_activation != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderGLUForwardOwned
+func ganderGLUForwardOwned(gate, up, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_glu_options)(options)
+		made, err := outputsFor("glu", "gate", owned(gate), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		ty := made.required("y", y, made.dtype(), made.shape("LN"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.GLUForward{
+			Gate:            owned(gate),
+			Up:              owned(up),
+			Y:               ty,
+			Gelu:            o.gelu != 0,
+			Tanh:            o.tanh != 0,
+			RoundActivation: o.round_activation != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderGLUBackward
+func ganderGLUBackward(gate, up, dy, dgate, dup, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_glu_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.GLUBackward{
+		Gate:            tensor(gate),
+		Up:              tensor(up),
+		DY:              tensor(dy),
+		DGate:           tensor(dgate),
+		DUp:             tensor(dup),
+		Gelu:            o.gelu != 0,
+		Tanh:            o.tanh != 0,
+		RoundActivation: o.round_activation != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderGLUBackwardOwned
+func ganderGLUBackwardOwned(gate, up, dy, options unsafe.Pointer, stream uintptr, dgate,
+	dup unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_glu_grad_options)(options)
+		made, err := outputsFor("glu_grad", "gate", owned(gate), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdgate := made.required("dgate", dgate, made.dtype(), made.shape("LN"))
+		tdup := made.required("dup", dup, made.dtype(), made.shape("LN"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.GLUBackward{
+			Gate:            owned(gate),
+			Up:              owned(up),
+			DY:              owned(dy),
+			DGate:           tdgate,
+			DUp:             tdup,
+			Gelu:            o.gelu != 0,
+			Tanh:            o.tanh != 0,
+			RoundActivation: o.round_activation != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderPackedGLUForward
+func ganderPackedGLUForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_packed_glu_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.PackedGLUForward{
+		X:               tensor(x),
+		Y:               tensor(y),
+		Gelu:            o.gelu != 0,
+		Tanh:            o.tanh != 0,
+		RoundActivation: o.round_activation != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderPackedGLUForwardOwned
+func ganderPackedGLUForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_packed_glu_options)(options)
+		made, err := outputsFor("packed_glu", "x", owned(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		ty := made.required("y", y, made.dtype(), made.shape("LF"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.PackedGLUForward{
+			X:               owned(x),
+			Y:               ty,
+			Gelu:            o.gelu != 0,
+			Tanh:            o.tanh != 0,
+			RoundActivation: o.round_activation != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderPackedGLUBackward
+func ganderPackedGLUBackward(x, dy, dx, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_packed_glu_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.PackedGLUBackward{
+		X:               tensor(x),
+		DY:              tensor(dy),
+		DX:              tensor(dx),
+		Gelu:            o.gelu != 0,
+		Tanh:            o.tanh != 0,
+		RoundActivation: o.round_activation != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderPackedGLUBackwardOwned
+func ganderPackedGLUBackwardOwned(x, dy, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_packed_glu_grad_options)(options)
+		made, err := outputsFor("packed_glu_grad", "x", owned(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdx := made.required("dx", dx, made.dtype(), made.shape("LN"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.PackedGLUBackward{
+			X:               owned(x),
+			DY:              owned(dy),
+			DX:              tdx,
+			Gelu:            o.gelu != 0,
+			Tanh:            o.tanh != 0,
+			RoundActivation: o.round_activation != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
 //export ganderLayerNormForward
 func ganderLayerNormForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)

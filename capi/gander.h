@@ -350,6 +350,77 @@ int32_t gander_l2norm_backward(const DLTensor* x, const DLTensor* dy, const DLTe
 typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t gelu; /* the activation is GELU, not SiLU */
+  int64_t tanh; /* with gelu: by its approximation with a hyperbolic tangent */
+  int64_t round_activation; /* act(gate) is rounded to gate's dtype before it is multiplied */
+} gander_glu_forward_options;
+#define GANDER_GLU_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_glu_forward_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0, 0}
+
+/* y = act(gate) * up for each element (Shazeer, "GLU Variants Improve Transformer", 2020), where act(v) is
+ * v * sigmoid(v), or with gelu v times the normal distribution's share below v.
+ *   gate: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   up: (M, N); gate's dtype.
+ *   y: (M, N); gate's dtype; may be gate or up if the dtypes agree. */
+int32_t gander_glu_forward(const DLTensor* gate, const DLTensor* up, const DLTensor* y,
+                           const gander_glu_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t gelu; /* the activation is GELU, not SiLU */
+  int64_t tanh; /* with gelu: by its approximation with a hyperbolic tangent */
+  int64_t round_activation; /* act(gate) is rounded to gate's dtype before it is multiplied */
+} gander_glu_backward_options;
+#define GANDER_GLU_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_glu_backward_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0, 0}
+
+/* dgate = dy * up * act'(gate) and dup = dy * act(gate) for each element.
+ *   gate: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   up: (M, N); gate's dtype.
+ *   dy: (M, N); gate's dtype.
+ *   dgate: (M, N); gate's dtype; may be gate if the dtypes agree.
+ *   dup: (M, N); gate's dtype; may be up if the dtypes agree. */
+int32_t gander_glu_backward(const DLTensor* gate, const DLTensor* up, const DLTensor* dy,
+                            const DLTensor* dgate, const DLTensor* dup,
+                            const gander_glu_backward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t gelu; /* the activation is GELU, not SiLU */
+  int64_t tanh; /* with gelu: by its approximation with a hyperbolic tangent */
+  int64_t round_activation; /* act(gate) is rounded to gate's dtype before it is multiplied */
+} gander_packed_glu_forward_options;
+#define GANDER_PACKED_GLU_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_packed_glu_forward_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0, 0}
+
+/* glu_forward of the two halves of each row: y = act(x[:N / 2]) * x[N / 2:].
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   y: (M, N / 2); x's dtype. */
+int32_t gander_packed_glu_forward(const DLTensor* x, const DLTensor* y,
+                                  const gander_packed_glu_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  int64_t gelu; /* the activation is GELU, not SiLU */
+  int64_t tanh; /* with gelu: by its approximation with a hyperbolic tangent */
+  int64_t round_activation; /* act(gate) is rounded to gate's dtype before it is multiplied */
+} gander_packed_glu_backward_options;
+#define GANDER_PACKED_GLU_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_packed_glu_backward_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0, 0}
+
+/* dx is dgate and dup of glu_backward, in the two halves of each row.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   dy: (M, N / 2); x's dtype.
+ *   dx: (M, N); x's dtype; may be x if the dtypes agree. */
+int32_t gander_packed_glu_backward(const DLTensor* x, const DLTensor* dy, const DLTensor* dx,
+                                   const gander_packed_glu_backward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
    * float32 */
   const DLTensor* weight;
@@ -743,6 +814,64 @@ typedef struct {
 int32_t gander_l2norm_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dy,
                            DLManagedTensorVersioned* rnorm, const gander_l2norm_grad_options* options,
                            void* stream, DLManagedTensorVersioned** dx);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t gelu;
+  int64_t tanh;
+  int64_t round_activation;
+} gander_glu_options;
+#define GANDER_GLU_OPTIONS_DEFAULTS \
+  {sizeof(gander_glu_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0, 0}
+
+/* gander_glu_forward with owned tensors. */
+int32_t gander_glu(DLManagedTensorVersioned* gate, DLManagedTensorVersioned* up,
+                   const gander_glu_options* options, void* stream, DLManagedTensorVersioned** y);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t gelu;
+  int64_t tanh;
+  int64_t round_activation;
+} gander_glu_grad_options;
+#define GANDER_GLU_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_glu_grad_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0, 0}
+
+/* gander_glu_backward with owned tensors. */
+int32_t gander_glu_grad(DLManagedTensorVersioned* gate, DLManagedTensorVersioned* up,
+                        DLManagedTensorVersioned* dy, const gander_glu_grad_options* options, void* stream,
+                        DLManagedTensorVersioned** dgate, DLManagedTensorVersioned** dup);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t gelu;
+  int64_t tanh;
+  int64_t round_activation;
+} gander_packed_glu_options;
+#define GANDER_PACKED_GLU_OPTIONS_DEFAULTS \
+  {sizeof(gander_packed_glu_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0, 0}
+
+/* gander_packed_glu_forward with owned tensors. */
+int32_t gander_packed_glu(DLManagedTensorVersioned* x, const gander_packed_glu_options* options, void* stream,
+                          DLManagedTensorVersioned** y);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  int64_t gelu;
+  int64_t tanh;
+  int64_t round_activation;
+} gander_packed_glu_grad_options;
+#define GANDER_PACKED_GLU_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_packed_glu_grad_options), GANDER_OPTIONS_MAGIC, NULL, 0, 0, 0}
+
+/* gander_packed_glu_backward with owned tensors. */
+int32_t gander_packed_glu_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dy,
+                               const gander_packed_glu_grad_options* options, void* stream,
+                               DLManagedTensorVersioned** dx);
 
 typedef struct {
   uint32_t size, magic;

@@ -10,6 +10,7 @@ func (f Family) ArgBytes() uintptr {
 	return [...]uintptr{
 		unsafe.Sizeof(SoftmaxArgs{}), unsafe.Sizeof(RMSNormArgs{}), unsafe.Sizeof(CrossEntropyArgs{}),
 		unsafe.Sizeof(NormArgs{}), unsafe.Sizeof(MaskedSoftmaxArgs{}), unsafe.Sizeof(GeneralCrossEntropyArgs{}),
+		unsafe.Sizeof(GLUArgs{}),
 	}[f/3]
 }
 
@@ -184,4 +185,20 @@ type GeneralCrossEntropyArgs struct {
 	ClassWeights   Output // one float32: the sum of Weight, which the first launch writes; 0 for N
 	LabelSmoothing float32
 	_              int32
+}
+
+// GLUArgs is the parameter of the kernels of gated linear units. Rows has as its inputs the gate and what it
+// multiplies, and as its output y, or in backward the gradient of the gate.
+type GLUArgs struct {
+	Rows             Rows
+	C                Input  // backward: the gradient of y
+	Z                Output // backward: the gradient of the second input
+	CStride, ZStride int64
+
+	// Threads of a CTA that share a row, 65536 over that rounded up, and rows of a CTA.
+	RowThreads, InverseRowThreads, RowsPerCTA int32
+
+	Activation      int32
+	RoundActivation int32
+	_               int32
 }

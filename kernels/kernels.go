@@ -159,6 +159,30 @@ type MaskedSoftmax struct {
 	MaskedZero bool // forward: a row that is masked whole becomes zeros, or with Log -inf
 }
 
+// GLU is what one call of a gated linear unit reads and writes, forward or backward. All matrices have the
+// shape and the type of Gate.
+type GLU struct {
+	Gate, Up       Matrix
+	Y              Matrix // forward
+	DY, DGate, DUp Matrix // backward
+	Activation     Activation
+	Round          bool // act(gate) is rounded to its type
+}
+
+// Activation is the function of the gate. The device code has the same numbers.
+type Activation int32
+
+// The activations: GELUTanh is GELU's approximation by a hyperbolic tangent.
+const (
+	SiLU Activation = iota
+	GELU
+	GELUTanh
+	Activations // how many there are
+)
+
+// String returns the name that the device code has, after a k.
+func (a Activation) String() string { return [...]string{"SiLU", "GELU", "GELUTanh"}[a] }
+
 // Norm is what one call of RMSNorm or LayerNorm reads and writes, forward or backward. Forward normalizes
 // h = X + Residual (see SumType). Backward's X is h as forward stored it: forward's ResidualOut if it wrote
 // one, else its X. Each matrix and vector has a type of its own, but all are float64 where X is,

@@ -12,7 +12,7 @@ type Op uint8
 // MaskedSoftmaxBackward are softmax and log-softmax with options. Rescale multiplies gradients that were
 // made for another upstream gradient. CombineSlices computes the loss of rows whose classes are divided.
 // GeneralCrossEntropyForward and so on are cross-entropy with label smoothing. ClassWeights sums its class
-// weights before the rows are read.
+// weights before the rows are read. GLUForward and GLUBackward are gated linear units.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -41,6 +41,8 @@ const (
 	GeneralCrossEntropyForwardDX
 	GeneralCrossEntropyBackward
 	ClassWeights
+	GLUForward
+	GLUBackward
 	Ops // how many there are
 )
 
@@ -54,6 +56,7 @@ func (o Op) String() string {
 		"rescale", "layernorm_forward", "layernorm_backward", "rmsnorm_residual_forward",
 		"rmsnorm_residual_backward", "combine_slices", "general_cross_entropy_forward",
 		"general_cross_entropy_forward_dx", "general_cross_entropy_backward", "class_weights",
+		"glu_forward", "glu_backward",
 	}[o]
 }
 
@@ -89,10 +92,11 @@ func (s Shape) String() string { return shapeNames[s] }
 type Family uint8
 
 // Families is the number of families; they are numbered from 0.
-const Families = 6 * 3
+const Families = 7 * 3
 
 var groups = [...]string{
 	"softmax", "rmsnorm", "cross_entropy", "norm", "masked_softmax", "general_cross_entropy",
+	"glu",
 }
 
 // FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
@@ -111,6 +115,8 @@ func FamilyOf(op Op, x DType) Family {
 		group = 4
 	case GeneralCrossEntropyForward, GeneralCrossEntropyForwardDX, GeneralCrossEntropyBackward, ClassWeights:
 		group = 5
+	case GLUForward, GLUBackward:
+		group = 6
 	}
 	return group*3 + Family(x)
 }
@@ -236,9 +242,9 @@ type Geometry struct {
 func (o Op) Inputs() int {
 	switch o {
 	case SoftmaxBackward, RMSNormBackward, NormBackward, LayerNormBackward, MaskedSoftmaxBackward,
-		RMSNormResidualForward:
+		RMSNormResidualForward, GLUForward:
 		return 2
-	case RMSNormResidualBackward:
+	case RMSNormResidualBackward, GLUBackward:
 		return 3
 	}
 	return 1

@@ -205,6 +205,15 @@ func (k *check) rowsLike(name string, t *dlpack.Tensor, allowed types) kernels.M
 	return k.matrix(name, t, d)
 }
 
+// rowsOf checks rows of a shape that follows from that of the first operand.
+func (k *check) rowsOf(name string, t *dlpack.Tensor, allowed types, r *shapeRule) kernels.Matrix {
+	d, ok := k.operand(name, t, allowed)
+	if !ok || k.form(name, t, r.forms) == nil || t.Dim(t.Rank()-1) == 0 { // the operator refuses that
+		return kernels.Matrix{}
+	}
+	return k.matrix(name, t, d)
+}
+
 // rowsFitting checks another operand of rows, which has exactly the shape of an operand.
 func (k *check) rowsFitting(
 	name string, t *dlpack.Tensor, allowed types, other string, o *dlpack.Tensor,

@@ -151,6 +151,34 @@ func ExampleLayerNormBackward() {
 	// [1.000 0.000 0.000]
 }
 
+func ExampleGLUForward() {
+	gate, up := rowsOf(2, 0, 1), rowsOf(2, 3, 3)
+	show(ops.GLUForward{Gate: gate, Up: up, Y: up}.Run(nil), up)
+	// Output: [0.000 2.193]
+}
+
+// Backward may write over what it reads.
+func ExampleGLUBackward() {
+	gate, up, dy := rowsOf(2, 0, 1), rowsOf(2, 3, 3), rowsOf(2, 1, 1)
+	show(ops.GLUBackward{Gate: gate, Up: up, DY: dy, DGate: gate, DUp: up}.Run(nil), gate, up)
+	// Output:
+	// [1.500 2.783]
+	// [0.000 0.731]
+}
+
+// The first half of each row is the gate.
+func ExamplePackedGLUForward() {
+	x, y := rowsOf(4, 0, 1, 3, 3), rowsOf(2, 0, 0)
+	show(ops.PackedGLUForward{X: x, Y: y, Gelu: true}.Run(nil), y)
+	// Output: [0.000 2.524]
+}
+
+func ExamplePackedGLUBackward() {
+	x, dy := rowsOf(4, 0, 1, 3, 3), rowsOf(2, 1, 1)
+	show(ops.PackedGLUBackward{X: x, DY: dy, DX: x}.Run(nil), x)
+	// Output: [1.500 2.783 0.000 0.731]
+}
+
 // One pass computes the mean loss and its gradient. The second row is ignored.
 func ExampleCrossEntropyForward() {
 	x := rowsOf(2, 0, 0, 5, 5, 0, 0)

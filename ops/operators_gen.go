@@ -109,6 +109,9 @@ var (
 		{"R3N", false, unweighted, ": three numbers of each of N rows for each of R slices"},
 		{"R4N", false, weighted, ": four numbers of each of N rows for each of R slices"},
 	}}
+	shapeHalfRows = shapeRule{inRows, []form{
+		{"LF", false, always, ": half of the columns of {x}"},
+	}}
 )
 
 // The rules for element types.
@@ -625,6 +628,203 @@ func (o L2NormBackward) Run(c *Call) error {
 	a.Rnorm = k.vector("rnorm", o.Rnorm, typeStatistic.with(a.X.DType), &shapePerRow)
 	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType))
 	k.output("dy")
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// GLUForward is the operator glu_forward: y = act(gate) * up for each element (Shazeer, "GLU Variants Improve
+// Transformer", 2020), where act(v) is v * sigmoid(v), or with gelu v times the normal distribution's share
+// below v.
+//
+// M and N are the rows and columns of gate. A refused call writes nothing.
+type GLUForward struct {
+	Gate *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Up   *dlpack.Tensor // (M, N); gate's dtype
+	Y    *dlpack.Tensor // (M, N); gate's dtype; may be gate or up if the dtypes agree
+
+	Gelu            bool // the activation is GELU, not SiLU
+	Tanh            bool // with gelu: by its approximation with a hyperbolic tangent
+	RoundActivation bool // act(gate) is rounded to gate's dtype before it is multiplied
+}
+
+// gluForward is a GLUForward whose operands have been checked.
+type gluForward struct {
+	Gate            kernels.Matrix
+	Up              kernels.Matrix
+	Y               kernels.Matrix
+	Gelu            bool
+	Tanh            bool
+	RoundActivation bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o GLUForward) Run(c *Call) error {
+	k := check{op: "glu_forward"}
+	a := gluForward{
+		Gelu:            o.Gelu,
+		Tanh:            o.Tanh,
+		RoundActivation: o.RoundActivation,
+		Choice:          Choose(Auto, false),
+	}
+	a.Gate = k.rows("gate", o.Gate, typeFloat.narrow)
+	a.Up = k.rowsLike("up", o.Up, only(a.Gate.DType))
+	a.Y = k.rowsLike("y", o.Y, only(a.Gate.DType))
+	k.output("gate", "up")
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// GLUBackward is the operator glu_backward: dgate = dy * up * act'(gate) and dup = dy * act(gate) for each
+// element.
+//
+// M and N are the rows and columns of gate. A refused call writes nothing.
+type GLUBackward struct {
+	Gate  *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Up    *dlpack.Tensor // (M, N); gate's dtype
+	DY    *dlpack.Tensor // (M, N); gate's dtype
+	DGate *dlpack.Tensor // (M, N); gate's dtype; may be gate if the dtypes agree
+	DUp   *dlpack.Tensor // (M, N); gate's dtype; may be up if the dtypes agree
+
+	Gelu            bool // the activation is GELU, not SiLU
+	Tanh            bool // with gelu: by its approximation with a hyperbolic tangent
+	RoundActivation bool // act(gate) is rounded to gate's dtype before it is multiplied
+}
+
+// gluBackward is a GLUBackward whose operands have been checked.
+type gluBackward struct {
+	Gate            kernels.Matrix
+	Up              kernels.Matrix
+	DY              kernels.Matrix
+	DGate           kernels.Matrix
+	DUp             kernels.Matrix
+	Gelu            bool
+	Tanh            bool
+	RoundActivation bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o GLUBackward) Run(c *Call) error {
+	k := check{op: "glu_backward"}
+	a := gluBackward{
+		Gelu:            o.Gelu,
+		Tanh:            o.Tanh,
+		RoundActivation: o.RoundActivation,
+		Choice:          Choose(Auto, false),
+	}
+	a.Gate = k.rows("gate", o.Gate, typeFloat.narrow)
+	a.Up = k.rowsLike("up", o.Up, only(a.Gate.DType))
+	a.DY = k.rowsLike("dy", o.DY, only(a.Gate.DType))
+	a.DGate = k.rowsLike("dgate", o.DGate, only(a.Gate.DType))
+	k.output("gate")
+	a.DUp = k.rowsLike("dup", o.DUp, only(a.Gate.DType))
+	k.output("up")
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// PackedGLUForward is the operator packed_glu_forward: glu_forward of the two halves of each row: y =
+// act(x[:N / 2]) * x[N / 2:].
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type PackedGLUForward struct {
+	X *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Y *dlpack.Tensor // (M, N / 2); x's dtype
+
+	Gelu            bool // the activation is GELU, not SiLU
+	Tanh            bool // with gelu: by its approximation with a hyperbolic tangent
+	RoundActivation bool // act(gate) is rounded to gate's dtype before it is multiplied
+}
+
+// packedGLUForward is a PackedGLUForward whose operands have been checked.
+type packedGLUForward struct {
+	X               kernels.Matrix
+	Y               kernels.Matrix
+	Gelu            bool
+	Tanh            bool
+	RoundActivation bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o PackedGLUForward) Run(c *Call) error {
+	k := check{op: "packed_glu_forward"}
+	a := packedGLUForward{
+		Gelu:            o.Gelu,
+		Tanh:            o.Tanh,
+		RoundActivation: o.RoundActivation,
+		Choice:          Choose(Auto, false),
+	}
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.Y = k.rowsOf("y", o.Y, only(a.X.DType), &shapeHalfRows)
+	k.output()
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// PackedGLUBackward is the operator packed_glu_backward: dx is dgate and dup of glu_backward, in the two
+// halves of each row.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type PackedGLUBackward struct {
+	X  *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	DY *dlpack.Tensor // (M, N / 2); x's dtype
+	DX *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree
+
+	Gelu            bool // the activation is GELU, not SiLU
+	Tanh            bool // with gelu: by its approximation with a hyperbolic tangent
+	RoundActivation bool // act(gate) is rounded to gate's dtype before it is multiplied
+}
+
+// packedGLUBackward is a PackedGLUBackward whose operands have been checked.
+type packedGLUBackward struct {
+	X               kernels.Matrix
+	DY              kernels.Matrix
+	DX              kernels.Matrix
+	Gelu            bool
+	Tanh            bool
+	RoundActivation bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o PackedGLUBackward) Run(c *Call) error {
+	k := check{op: "packed_glu_backward"}
+	a := packedGLUBackward{
+		Gelu:            o.Gelu,
+		Tanh:            o.Tanh,
+		RoundActivation: o.RoundActivation,
+		Choice:          Choose(Auto, false),
+	}
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.DY = k.rowsOf("dy", o.DY, only(a.X.DType), &shapeHalfRows)
+	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType))
+	k.output("x")
+	a.refuse(&k)
 	if k.err != nil {
 		return k.err
 	}

@@ -74,7 +74,8 @@ func (r *request) operator() policy.Operator {
 		return policy.GeneralCrossEntropyForward
 	case kernels.GeneralCrossEntropyForwardDX:
 		return policy.GeneralCrossEntropyForwardDX
-	case kernels.CrossEntropyBackward, kernels.Rescale, kernels.GeneralCrossEntropyBackward:
+	case kernels.CrossEntropyBackward, kernels.Rescale, kernels.GeneralCrossEntropyBackward,
+		kernels.GLUForward, kernels.GLUBackward:
 		return policy.CrossEntropyBackward
 	case kernels.NormForward:
 		return policy.NormForward

@@ -527,7 +527,10 @@ func elementwise(q *query, _ *policy.Row) *plan {
 	if few := uint32(idleWaves * q.resident(v, 1)); q.onePass && *grid > few {
 		*grid, p.prefetch = few, 0
 	}
-	p.why = fmt.Sprintf("the statistics of rows are known: %d threads for each chunk of %d vectors",
-		p.rowThreads, p.chunk)
+	known := "the statistics of rows are known"
+	if q.op == kernels.GLUForward || q.op == kernels.GLUBackward {
+		known = "elements are independent"
+	}
+	p.why = fmt.Sprintf("%s: %d threads for each chunk of %d vectors", known, p.rowThreads, p.chunk)
 	return p
 }

@@ -22,6 +22,7 @@ const (
 	One
 	Broadcast
 	Slices
+	HalfRows
 )
 
 // ShapeRule describes a rule for shapes. An operator's checks in package ops, the operands that kernels.c
@@ -48,6 +49,7 @@ var Letters = map[byte]sizes.Letter{
 	'L': {From: math.MaxInt32, To: 1},                    // the leading dimensions: all but the last
 	'H': {From: 2, To: 1},                                // the second last
 	'N': {From: 1, To: 0},                                // the last
+	'F': {From: 1, To: 0, Times: 1, Over: 2},             // half of the last
 	'2': {Times: 2},                                      // 2
 	'S': {From: math.MaxInt32, To: 1, Times: 2, Plus: 1}, // 2 M + 1
 	'R': {From: math.MaxInt32, To: 2},                    // all but the last two
@@ -174,6 +176,10 @@ var Shapes = [...]ShapeRule{
 			{Sizes: "R3N", When: Unweighted, Text: ": three numbers of each of N rows for each of R slices"},
 			{Sizes: "R4N", When: Weighted, Text: ": four numbers of each of N rows for each of R slices"},
 		},
+	},
+	HalfRows: {
+		Name: "half_rows", Doc: "(M, N / 2)", Layout: InRows,
+		Forms: []Form{{Sizes: "LF", Text: ": half of the columns of {x}"}},
 	},
 }
 

@@ -51,6 +51,17 @@ var (
 		Fits: "weight", Choice: "bias_dtype", Gradient: "bias"}
 )
 
+// Operands and options of gated linear units.
+var (
+	gate   = Operand{Name: "gate", Shape: Rows, DType: Float}
+	up     = Operand{Name: "up", Shape: Rows, DType: Same, Like: "gate"}
+	gating = []Option{
+		{Name: "gelu", Type: Flag, Doc: "the activation is GELU, not SiLU"},
+		{Name: "tanh", Type: Flag, Doc: "with gelu: by its approximation with a hyperbolic tangent"},
+		{Name: "round_activation", Type: Flag, Doc: "act(gate) is rounded to gate's dtype before it is multiplied"},
+	}
+)
+
 // written returns an operand as an output that may be absent.
 func written(p Operand) Operand {
 	p.Output, p.Optional = true, true
@@ -214,6 +225,56 @@ var Table = []Group{
 						Gradient: "x"},
 				},
 				Torch: []Torch{{Name: "l2norm_bwd", Results: []string{"dx"}}},
+			},
+		},
+	},
+	{
+		Name: "glu", Type: "GLU", Options: gating,
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_glu", Refuses: true,
+				Doc: "y = act(gate) * up for each element (Shazeer, \"GLU Variants Improve Transformer\", 2020), where " +
+					"act(v) is v * sigmoid(v), or with gelu v times the normal distribution's share below v.",
+				Operands: []Operand{gate, up,
+					{Name: "y", Shape: Rows, DType: Same, Like: "gate", Output: true, Over: []string{"gate", "up"}}},
+				Torch: []Torch{{Name: "glu", Results: []string{"y"}, Backward: "glu_bwd"}},
+			},
+			{
+				Name: "backward", Owned: "gander_glu_grad", Refuses: true,
+				Doc: "dgate = dy * up * act'(gate) and dup = dy * act(gate) for each element.",
+				Operands: []Operand{gate, up,
+					{Name: "dy", Shape: Rows, DType: Same, Like: "gate", Gradient: "y"},
+					{Name: "dgate", Shape: Rows, DType: Same, Like: "gate", Output: true,
+						Over: []string{"gate"}, Gradient: "gate"},
+					{Name: "dup", Shape: Rows, DType: Same, Like: "gate", Output: true,
+						Over: []string{"up"}, Gradient: "up"}},
+				Torch: []Torch{
+					{Name: "glu_bwd", Results: []string{"dgate", "dup"}},
+					{Name: "glu_bwd_", Writes: []Written{{"gate", "dgate"}, {"up", "dup"}}},
+				},
+			},
+		},
+	},
+	{
+		Name: "packed_glu", Type: "PackedGLU", Options: gating,
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_packed_glu", Refuses: true,
+				Doc: "glu_forward of the two halves of each row: y = act(x[:N / 2]) * x[N / 2:].",
+				Operands: []Operand{x,
+					{Name: "y", Shape: HalfRows, DType: Same, Like: "x", Output: true}},
+				Torch: []Torch{{Name: "packed_glu", Results: []string{"y"}, Backward: "packed_glu_bwd"}},
+			},
+			{
+				Name: "backward", Owned: "gander_packed_glu_grad", Refuses: true,
+				Doc: "dx is dgate and dup of glu_backward, in the two halves of each row.",
+				Operands: []Operand{x,
+					{Name: "dy", Shape: HalfRows, DType: Same, Like: "x", Gradient: "y"},
+					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}, Gradient: "x"}},
+				Torch: []Torch{
+					{Name: "packed_glu_bwd", Results: []string{"dx"}},
+					{Name: "packed_glu_bwd_", Writes: []Written{{"x", "dx"}}},
+				},
 			},
 		},
 	},

@@ -4,10 +4,10 @@ package sizes
 
 // Letter stands for the sizes of some dimensions of the first operand. From and To count them from the end: 0
 // is behind the last, and what is before the first is the first. If Times is not 0, it stands for one size
-// instead: Times times their product, and Plus.
+// instead: Times times their product, divided by Over unless that is 0, and Plus.
 type Letter struct {
-	From, To    int
-	Times, Plus int64
+	From, To          int
+	Times, Over, Plus int64
 }
 
 // Of returns what a letter stands for beside a first operand of these dimensions, in room if they do not have
@@ -18,7 +18,7 @@ func Of(letter byte, first []int64, room *[1]int64) []int64 {
 	if l.Times == 0 {
 		return part
 	}
-	room[0] = l.Times*Product(part) + l.Plus
+	room[0] = l.Times*Product(part)/max(l.Over, 1) + l.Plus
 	return room[:]
 }
 

@@ -41,6 +41,7 @@ type more struct {
 	norm   *kernels.Norm
 	ce     *kernels.CrossEntropy
 	masked *kernels.MaskedSoftmax
+	glu    *kernels.GLU
 }
 
 func bytesOf(all ...*kernels.Matrix) int {
@@ -94,6 +95,7 @@ type call[T float] struct {
 	norm       kernels.Norm          // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
 	ce         kernels.CrossEntropy  // its X and DX are unused likewise
 	masked     kernels.MaskedSoftmax // its matrices are unused likewise
+	glu        kernels.GLU           // of its matrices only DUp is used
 	plan       plan
 	funcs      *rowFuncs[T]
 	op         op[T]
@@ -192,6 +194,10 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	if m.masked != nil {
 		c.masked = *m.masked
 	}
+	if m.glu != nil {
+		c.glu = *m.glu
+		bytes += bytesOf(&c.glu.DUp)
+	}
 	c.work = bytes
 	if o.exponentials {
 		c.work += int(o.x.Rows*o.x.Cols) * e.funcs.exponential
@@ -214,6 +220,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	}
 	if m.masked != nil {
 		c.masked = kernels.MaskedSoftmax{}
+	}
+	if m.glu != nil {
+		c.glu = kernels.GLU{}
 	}
 	e.pool.Put(c) // not reached after a panic: that call's state is not reused
 	return err
@@ -251,7 +260,7 @@ func (c *call[T]) reserve() (err error) {
 }
 
 // reset gives mapped memory back and drops the pointers to it and to the caller's memory. engine.run drops
-// those of norm, ce and masked. If such an address later becomes part of Go's heap, a stale pointer to it
+// those of norm, ce, masked and glu. If such an address later becomes part of Go's heap, a stale pointer to it
 // would make the garbage collector abort.
 func (c *call[T]) reset() {
 	if c.mapped != nil {

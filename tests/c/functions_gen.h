@@ -195,6 +195,70 @@ static inline int32_t call_l2norm_grad(const arguments* a) {
       a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0]);
 }
 
+static const gander_glu_forward_options set_glu_forward = {
+    .size = sizeof set_glu_forward, .magic = GANDER_OPTIONS_MAGIC, .gelu = 1, .tanh = 1, .round_activation =
+    1};
+
+static inline int32_t call_glu_forward(const arguments* a) {
+  return gander_glu_forward(borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), a->options, a->stream);
+}
+
+static const gander_glu_options set_glu = {
+    .size = sizeof set_glu, .magic = GANDER_OPTIONS_MAGIC, .gelu = 1, .tanh = 1, .round_activation = 1};
+
+static inline int32_t call_glu(const arguments* a) {
+  return gander_glu(a->operands[0], a->operands[1], a->options, a->stream, a->outputs[0]);
+}
+
+static const gander_glu_backward_options set_glu_backward = {
+    .size = sizeof set_glu_backward, .magic = GANDER_OPTIONS_MAGIC, .gelu = 1, .tanh = 1, .round_activation =
+    1};
+
+static inline int32_t call_glu_backward(const arguments* a) {
+  return gander_glu_backward(
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), borrowed(a, 3), borrowed(a, 4), a->options, a->stream);
+}
+
+static const gander_glu_grad_options set_glu_grad = {
+    .size = sizeof set_glu_grad, .magic = GANDER_OPTIONS_MAGIC, .gelu = 1, .tanh = 1, .round_activation = 1};
+
+static inline int32_t call_glu_grad(const arguments* a) {
+  return gander_glu_grad(
+      a->operands[0], a->operands[1], a->operands[2], a->options, a->stream, a->outputs[0], a->outputs[1]);
+}
+
+static const gander_packed_glu_forward_options set_packed_glu_forward = {
+    .size = sizeof set_packed_glu_forward, .magic = GANDER_OPTIONS_MAGIC, .gelu = 1, .tanh = 1,
+    .round_activation = 1};
+
+static inline int32_t call_packed_glu_forward(const arguments* a) {
+  return gander_packed_glu_forward(borrowed(a, 0), borrowed(a, 1), a->options, a->stream);
+}
+
+static const gander_packed_glu_options set_packed_glu = {
+    .size = sizeof set_packed_glu, .magic = GANDER_OPTIONS_MAGIC, .gelu = 1, .tanh = 1, .round_activation =
+    1};
+
+static inline int32_t call_packed_glu(const arguments* a) {
+  return gander_packed_glu(a->operands[0], a->options, a->stream, a->outputs[0]);
+}
+
+static const gander_packed_glu_backward_options set_packed_glu_backward = {
+    .size = sizeof set_packed_glu_backward, .magic = GANDER_OPTIONS_MAGIC, .gelu = 1, .tanh = 1,
+    .round_activation = 1};
+
+static inline int32_t call_packed_glu_backward(const arguments* a) {
+  return gander_packed_glu_backward(borrowed(a, 0), borrowed(a, 1), borrowed(a, 2), a->options, a->stream);
+}
+
+static const gander_packed_glu_grad_options set_packed_glu_grad = {
+    .size = sizeof set_packed_glu_grad, .magic = GANDER_OPTIONS_MAGIC, .gelu = 1, .tanh = 1, .round_activation
+    = 1};
+
+static inline int32_t call_packed_glu_grad(const arguments* a) {
+  return gander_packed_glu_grad(a->operands[0], a->operands[1], a->options, a->stream, a->outputs[0]);
+}
+
 static const gander_layernorm_forward_options set_layernorm_forward = {
     .size = sizeof set_layernorm_forward, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1};
 
@@ -447,6 +511,22 @@ static const function functions[] = {
      NULL, &set_l2norm_backward, {"x", "dy", "rnorm", "dx"}},
     {"gander_l2norm_grad", call_l2norm_grad, "mmr", "pppp", 1,
      NULL, &set_l2norm_grad, {"x", "dy", "rnorm"}},
+    {"gander_glu_forward", call_glu_forward, "mmm", "ppp", 0,
+     NULL, &set_glu_forward, {"gate", "up", "y"}},
+    {"gander_glu", call_glu, "mm", "ppp", 1,
+     NULL, &set_glu, {"gate", "up"}},
+    {"gander_glu_backward", call_glu_backward, "mmmmm", "ppppp", 0,
+     NULL, &set_glu_backward, {"gate", "up", "dy", "dgate", "dup"}},
+    {"gander_glu_grad", call_glu_grad, "mmm", "ppppp", 2,
+     NULL, &set_glu_grad, {"gate", "up", "dy"}},
+    {"gander_packed_glu_forward", call_packed_glu_forward, "mm", "pp", 0,
+     NULL, &set_packed_glu_forward, {"x", "y"}},
+    {"gander_packed_glu", call_packed_glu, "m", "pp", 1,
+     NULL, &set_packed_glu, {"x"}},
+    {"gander_packed_glu_backward", call_packed_glu_backward, "mmm", "ppp", 0,
+     NULL, &set_packed_glu_backward, {"x", "dy", "dx"}},
+    {"gander_packed_glu_grad", call_packed_glu_grad, "mm", "ppp", 1,
+     NULL, &set_packed_glu_grad, {"x", "dy"}},
     {"gander_layernorm_forward", call_layernorm_forward, "mnnmmmrr", "pooopooo", 0,
      NULL, &set_layernorm_forward, {"x", "weight", "bias", "residual", "y", "residual_out", "mean", "rstd"}},
     {"gander_layernorm", call_layernorm, "mnnm", "pooopooo", 4,

@@ -9,6 +9,10 @@
   S(gander_rmsnorm_backward_options, 88, GANDER_RMSNORM_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_l2norm_forward_options, 40, GANDER_L2NORM_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_l2norm_backward_options, 24, GANDER_L2NORM_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_glu_forward_options, 40, GANDER_GLU_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_glu_backward_options, 40, GANDER_GLU_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_packed_glu_forward_options, 40, GANDER_PACKED_GLU_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_packed_glu_backward_options, 40, GANDER_PACKED_GLU_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_forward_options, 80, GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_backward_options, 64, GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_forward_options, 104, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
@@ -25,6 +29,10 @@
   S(gander_rmsnorm_grad_options, 112, GANDER_RMSNORM_GRAD_OPTIONS_DEFAULTS) \
   S(gander_l2norm_options, 40, GANDER_L2NORM_OPTIONS_DEFAULTS) \
   S(gander_l2norm_grad_options, 24, GANDER_L2NORM_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_glu_options, 40, GANDER_GLU_OPTIONS_DEFAULTS) \
+  S(gander_glu_grad_options, 40, GANDER_GLU_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_packed_glu_options, 40, GANDER_PACKED_GLU_OPTIONS_DEFAULTS) \
+  S(gander_packed_glu_grad_options, 40, GANDER_PACKED_GLU_GRAD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_options, 96, GANDER_LAYERNORM_OPTIONS_DEFAULTS) \
   S(gander_layernorm_grad_options, 88, GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_options, 104, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
@@ -89,6 +97,26 @@
   F(gander_l2norm_backward_options, size, 0) F(gander_l2norm_backward_options, magic, 4) \
   F(gander_l2norm_backward_options, allocator, 8) \
   F(gander_l2norm_backward_options, batch_invariant, 16) \
+  F(gander_glu_forward_options, size, 0) F(gander_glu_forward_options, magic, 4) \
+  F(gander_glu_forward_options, allocator, 8) \
+  F(gander_glu_forward_options, gelu, 16) \
+  F(gander_glu_forward_options, tanh, 24) \
+  F(gander_glu_forward_options, round_activation, 32) \
+  F(gander_glu_backward_options, size, 0) F(gander_glu_backward_options, magic, 4) \
+  F(gander_glu_backward_options, allocator, 8) \
+  F(gander_glu_backward_options, gelu, 16) \
+  F(gander_glu_backward_options, tanh, 24) \
+  F(gander_glu_backward_options, round_activation, 32) \
+  F(gander_packed_glu_forward_options, size, 0) F(gander_packed_glu_forward_options, magic, 4) \
+  F(gander_packed_glu_forward_options, allocator, 8) \
+  F(gander_packed_glu_forward_options, gelu, 16) \
+  F(gander_packed_glu_forward_options, tanh, 24) \
+  F(gander_packed_glu_forward_options, round_activation, 32) \
+  F(gander_packed_glu_backward_options, size, 0) F(gander_packed_glu_backward_options, magic, 4) \
+  F(gander_packed_glu_backward_options, allocator, 8) \
+  F(gander_packed_glu_backward_options, gelu, 16) \
+  F(gander_packed_glu_backward_options, tanh, 24) \
+  F(gander_packed_glu_backward_options, round_activation, 32) \
   F(gander_layernorm_forward_options, size, 0) F(gander_layernorm_forward_options, magic, 4) \
   F(gander_layernorm_forward_options, allocator, 8) \
   F(gander_layernorm_forward_options, weight, 16) \
@@ -214,6 +242,26 @@
   F(gander_l2norm_grad_options, size, 0) F(gander_l2norm_grad_options, magic, 4) \
   F(gander_l2norm_grad_options, allocator, 8) \
   F(gander_l2norm_grad_options, batch_invariant, 16) \
+  F(gander_glu_options, size, 0) F(gander_glu_options, magic, 4) \
+  F(gander_glu_options, allocator, 8) \
+  F(gander_glu_options, gelu, 16) \
+  F(gander_glu_options, tanh, 24) \
+  F(gander_glu_options, round_activation, 32) \
+  F(gander_glu_grad_options, size, 0) F(gander_glu_grad_options, magic, 4) \
+  F(gander_glu_grad_options, allocator, 8) \
+  F(gander_glu_grad_options, gelu, 16) \
+  F(gander_glu_grad_options, tanh, 24) \
+  F(gander_glu_grad_options, round_activation, 32) \
+  F(gander_packed_glu_options, size, 0) F(gander_packed_glu_options, magic, 4) \
+  F(gander_packed_glu_options, allocator, 8) \
+  F(gander_packed_glu_options, gelu, 16) \
+  F(gander_packed_glu_options, tanh, 24) \
+  F(gander_packed_glu_options, round_activation, 32) \
+  F(gander_packed_glu_grad_options, size, 0) F(gander_packed_glu_grad_options, magic, 4) \
+  F(gander_packed_glu_grad_options, allocator, 8) \
+  F(gander_packed_glu_grad_options, gelu, 16) \
+  F(gander_packed_glu_grad_options, tanh, 24) \
+  F(gander_packed_glu_grad_options, round_activation, 32) \
   F(gander_layernorm_options, size, 0) F(gander_layernorm_options, magic, 4) \
   F(gander_layernorm_options, allocator, 8) \
   F(gander_layernorm_options, weight, 16) \

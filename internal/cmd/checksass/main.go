@@ -137,6 +137,9 @@ var rows = map[kernels.Op]struct {
 	kernels.RMSNormResidualBackward: {3, true, false},
 	kernels.MaskedSoftmaxForward:    {1, true, true},
 	kernels.MaskedSoftmaxBackward:   {2, true, true},
+
+	kernels.GLUForward:  {2, true, false},
+	kernels.GLUBackward: {3, true, false},
 }
 
 // expected is the minimum of each count in a variant's code.

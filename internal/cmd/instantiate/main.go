@@ -50,7 +50,7 @@ func generate(dir string, check bool) error {
 		if base := types[0].Field(0); base.Anonymous {
 			includes = "#include \"" + cName(strings.TrimSuffix(base.Name, "Args")) + "_args_gen.cuh\"\n"
 		}
-		files[group+"_args_gen.cuh"] = header(includes, structs(types))
+		files[group+"_args_gen.cuh"] = header(includes, declared(group)+structs(types))
 	}
 	for f := range kernels.Family(kernels.Families) {
 		files[f.String()+"_gen.cu"] = unit(f, variants)
@@ -101,6 +101,26 @@ var argStructs = map[string][]reflect.Type{
 	"masked_softmax": {reflect.TypeFor[kernels.MaskedSoftmaxArgs]()},
 
 	"general_cross_entropy": {reflect.TypeFor[kernels.GeneralCrossEntropyArgs]()},
+	"glu":                   {reflect.TypeFor[kernels.GLUArgs]()},
+}
+
+// declared is the group's enum, if it has one.
+func declared(group string) string {
+	if enum := enums[group]; enum != nil {
+		return enum()
+	}
+	return ""
+}
+
+// enums has what else the header of a group declares.
+var enums = map[string]func() string{
+	"glu": func() string {
+		text := "enum Activation : int32_t {"
+		for a := range kernels.Activations {
+			text += fmt.Sprintf(" k%v,", a)
+		}
+		return text + " };\n\n"
+	},
 }
 
 // argType is the name of the parameter of a group's kernels.
@@ -217,7 +237,7 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 }
 
 // bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.
-// norms and maskedSoftmax have those of norms and of softmax with options.
+// norms, maskedSoftmax and glus have those of norms, of softmax with options and of gated linear units.
 var (
 	bodies = templates(map[kernels.Shape]string{
 		kernels.InRegisters:      "{{if .StatsRows}}short_{{end}}rows_body<{{.Functor}}, {{.Tile}}, {{.Flags}}>",
@@ -245,6 +265,9 @@ var (
 		kernels.InRegisters: "masked_rows_{{.Direction}}<{{.T}}, {{.Tile}}, {{.Cluster}}>",
 		kernels.Partial:     "masked_partial_{{.Direction}}<{{.T}}, {{.Vectors}}, {{.Unaligned}}>",
 		kernels.Apply:       "masked_apply_{{.Direction}}<{{.T}}, {{.Vectors}}, {{.Unaligned}}>",
+	})
+	glus = templates(map[kernels.Shape]string{
+		kernels.Elementwise: "glu_body<{{.T}}, {{.Vectors}}, {{.Unaligned}}, {{.Backward}}>",
 	})
 	finishes = templates(map[kernels.Op]string{
 		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
@@ -320,7 +343,7 @@ func body(v *kernels.Variant) string {
 		Tile:     fmt.Sprintf("%d, %d", v.RowThreads, v.Vectors),
 		Layout:   fmt.Sprintf("%t, %t", v.Unaligned, v.SameOffset),
 		Flags:    flags(v),
-		Backward: v.Op == kernels.NormBackward, Direction: "forward",
+		Backward: v.Op == kernels.NormBackward || v.Op == kernels.GLUBackward, Direction: "forward",
 	}
 	if v.Op == kernels.MaskedSoftmaxBackward {
 		a.Direction = "backward"
@@ -335,6 +358,8 @@ func body(v *kernels.Variant) string {
 		text = norms[v.Shape]
 	case v.Family.Group() == "masked_softmax":
 		text = maskedSoftmax[v.Shape]
+	case v.Family.Group() == "glu":
+		text = glus[v.Shape]
 	case v.Shape == kernels.Finish:
 		text = finishes[v.Op]
 	}

@@ -125,7 +125,7 @@ func goLetters() string {
 	t.add("%s\n\npackage sizes\n\nvar letters = [...]Letter{", goGenerated)
 	for _, name := range letterNames() {
 		l := operators.Letters[name]
-		t.add("%q: {%d, %d, %d, %d},", name, l.From, l.To, l.Times, l.Plus)
+		t.add("%q: {%d, %d, %d, %d, %d},", name, l.From, l.To, l.Times, l.Over, l.Plus)
 	}
 	t.add("}")
 	return t.String()
@@ -209,12 +209,13 @@ func goOperator(t *text, o operator) {
 	for _, p := range o.Operands {
 		t.add("%s %s", field(p.Name), goKinds[operators.Shapes[p.Shape].Layout])
 	}
-	algorithm := "Auto"
+	algorithm, invariant := "Auto", "false"
 	for _, option := range o.options() {
 		switch {
 		case option.Type == operators.Algorithm:
 			algorithm = "o.Algorithm"
 		case option.Name == "batch_invariant":
+			invariant = "o.BatchInvariant"
 		default:
 			t.add("%s %s", camel(option.Name), goOptionTypes[option.Type])
 		}
@@ -235,7 +236,7 @@ func goOperator(t *text, o operator) {
 			t.add("%[1]s: o.%[1]s,", camel(option.Name))
 		}
 	}
-	t.add("Choice: Choose(%s, o.BatchInvariant),", algorithm)
+	t.add("Choice: Choose(%s, %s),", algorithm, invariant)
 	t.add("}")
 	for _, option := range o.options() {
 		if option.Type == operators.Reduction {
@@ -357,6 +358,8 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 		}
 	case rule.Layout == operators.InRows && p.Fits != "":
 		t.add("a.%s = k.rowsFitting(%q, o.%s, %s, %q, o.%s)", f, p.Name, f, types, p.Fits, field(p.Fits))
+	case rule.Layout == operators.InRows && p.Shape != operators.Rows:
+		t.add("a.%s = k.rowsOf(%q, o.%s, %s, &%s)", f, p.Name, f, types, goShape(rule))
 	case rule.Layout == operators.InRows:
 		t.add("a.%s = k.rowsLike(%q, o.%s, %s)", f, p.Name, f, types)
 	case rule.Layout == operators.Broadcasts:

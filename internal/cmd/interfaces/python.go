@@ -88,7 +88,7 @@ func pythonRules(t *text) {
 	t.add("LETTERS = {")
 	for _, name := range letterNames() {
 		l := operators.Letters[name]
-		t.add("    %q: Letter(%d, %d, %d, %d),", string(name), l.From, l.To, l.Times, l.Plus)
+		t.add("    %q: Letter(%d, %d, %d, %d, %d),", string(name), l.From, l.To, l.Times, max(l.Over, 1), l.Plus)
 	}
 	t.add("}\n\nFLAGS: dict[str, tuple[str, bool]] = {")
 	for _, c := range operators.Conditions {

@@ -31,7 +31,7 @@ func torchOperators() string {
 	t.add("\nstatic const Letter letters[] = {")
 	for _, name := range letterNames() {
 		l := operators.Letters[name]
-		t.add("    [%q] = {%d, %d, %d, %d},", name, l.From, l.To, l.Times, l.Plus)
+		t.add("    [%q] = {%d, %d, %d, %d, %d},", name, l.From, l.To, l.Times, max(l.Over, 1), l.Plus)
 	}
 	t.add("};\n\nenum {")
 	for _, name := range list {

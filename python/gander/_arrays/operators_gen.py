@@ -7,7 +7,7 @@ from typing import Any
 
 from .calls import call
 
-__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
+__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
 
 
 def softmax(x: Any, algorithm: int = 0, batch_invariant: bool = False) -> Any:
@@ -58,6 +58,36 @@ def l2norm(x: Any, eps: float = 1e-06, batch_invariant: bool = False, needs_rnor
 def l2norm_bwd(x: Any, dy: Any, rnorm: Any, batch_invariant: bool = False) -> Any:
     """gander_l2norm_backward: returns dx."""
     return call("l2norm_bwd", locals())
+
+
+def glu(gate: Any, up: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_glu_forward: returns y."""
+    return call("glu", locals())
+
+
+def glu_bwd(gate: Any, up: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_glu_backward: returns dgate, dup."""
+    return call("glu_bwd", locals())
+
+
+def glu_bwd_(gate: Any, up: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_glu_backward: returns nothing."""
+    return call("glu_bwd_", locals())
+
+
+def packed_glu(x: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_packed_glu_forward: returns y."""
+    return call("packed_glu", locals())
+
+
+def packed_glu_bwd(x: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_packed_glu_backward: returns dx."""
+    return call("packed_glu_bwd", locals())
+
+
+def packed_glu_bwd_(x: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_packed_glu_backward: returns nothing."""
+    return call("packed_glu_bwd_", locals())
 
 
 def layernorm(x: Any, weight: Any = None, bias: Any = None, residual: Any = None, out_dtype: Any = None, residual_dtype: Any = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:

@@ -57,7 +57,7 @@ def sizes(letters: str, first: tuple) -> tuple:
     for name in letters:
         letter, rank = LETTERS[name], len(first)
         part = first[max(rank - letter.start, 0) : max(rank - letter.stop, 0)]
-        made += part if letter.times == 0 else [letter.times * math.prod(part) + letter.plus]
+        made += part if letter.times == 0 else [letter.times * math.prod(part) // letter.over + letter.plus]
     return tuple(made)
 
 

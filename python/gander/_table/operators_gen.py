@@ -27,14 +27,15 @@ REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
 NONE, MEAN, SUM = range(len(REDUCTIONS))
 
 LETTERS = {
-    "2": Letter(0, 0, 2, 0),
-    "3": Letter(0, 0, 3, 0),
-    "4": Letter(0, 0, 4, 0),
-    "H": Letter(2, 1, 0, 0),
-    "L": Letter(2147483647, 1, 0, 0),
-    "N": Letter(1, 0, 0, 0),
-    "R": Letter(2147483647, 2, 0, 0),
-    "S": Letter(2147483647, 1, 2, 1),
+    "2": Letter(0, 0, 2, 1, 0),
+    "3": Letter(0, 0, 3, 1, 0),
+    "4": Letter(0, 0, 4, 1, 0),
+    "F": Letter(1, 0, 1, 2, 0),
+    "H": Letter(2, 1, 0, 1, 0),
+    "L": Letter(2147483647, 1, 0, 1, 0),
+    "N": Letter(1, 0, 0, 1, 0),
+    "R": Letter(2147483647, 2, 0, 1, 0),
+    "S": Letter(2147483647, 1, 2, 1, 1),
 }
 
 FLAGS: dict[str, tuple[str, bool]] = {
@@ -87,6 +88,10 @@ SHAPES = {
     "slices": ShapeRule(
         "rows",
         (Form("R3N", False, "unweighted", ": three numbers of each of N rows for each of R slices"), Form("R4N", False, "weighted", ": four numbers of each of N rows for each of R slices"),),
+    ),
+    "half_rows": ShapeRule(
+        "rows",
+        (Form("LF", False, "", ": half of the columns of {x}"),),
     ),
 }
 
@@ -225,6 +230,63 @@ OPERATORS = {
             Option("batch_invariant", "flag", 0),
         ),
         fields=("allocator", "batch_invariant"),
+    ),
+    "glu_forward": Operator(
+        owned="gander_glu",
+        operands=(
+            Operand("gate", "rows", "float"),
+            Operand("up", "rows", "same", like="gate"),
+            Operand("y", "rows", "same", like="gate", output=True),
+        ),
+        options=(
+            Option("gelu", "flag", 0),
+            Option("tanh", "flag", 0),
+            Option("round_activation", "flag", 0),
+        ),
+        fields=("allocator", "gelu", "tanh", "round_activation"),
+    ),
+    "glu_backward": Operator(
+        owned="gander_glu_grad",
+        operands=(
+            Operand("gate", "rows", "float"),
+            Operand("up", "rows", "same", like="gate"),
+            Operand("dy", "rows", "same", like="gate", gradient="y"),
+            Operand("dgate", "rows", "same", like="gate", gradient="gate", output=True),
+            Operand("dup", "rows", "same", like="gate", gradient="up", output=True),
+        ),
+        options=(
+            Option("gelu", "flag", 0),
+            Option("tanh", "flag", 0),
+            Option("round_activation", "flag", 0),
+        ),
+        fields=("allocator", "gelu", "tanh", "round_activation"),
+    ),
+    "packed_glu_forward": Operator(
+        owned="gander_packed_glu",
+        operands=(
+            Operand("x", "rows", "float"),
+            Operand("y", "half_rows", "same", like="x", output=True),
+        ),
+        options=(
+            Option("gelu", "flag", 0),
+            Option("tanh", "flag", 0),
+            Option("round_activation", "flag", 0),
+        ),
+        fields=("allocator", "gelu", "tanh", "round_activation"),
+    ),
+    "packed_glu_backward": Operator(
+        owned="gander_packed_glu_grad",
+        operands=(
+            Operand("x", "rows", "float"),
+            Operand("dy", "half_rows", "same", like="x", gradient="y"),
+            Operand("dx", "rows", "same", like="x", gradient="x", output=True),
+        ),
+        options=(
+            Option("gelu", "flag", 0),
+            Option("tanh", "flag", 0),
+            Option("round_activation", "flag", 0),
+        ),
+        fields=("allocator", "gelu", "tanh", "round_activation"),
     ),
     "layernorm_forward": Operator(
         owned="gander_layernorm",
@@ -533,6 +595,85 @@ TORCH = {
         ),
         results=("dx",),
         fixed={"eps": 1e-06},
+    ),
+    "glu": TorchOperator(
+        operator="glu_forward",
+        schema="glu(Tensor gate, Tensor up, bool gelu=False, bool tanh=False, bool round_activation=False) -> Tensor",
+        arguments=(
+            Argument("gate", "tensor"),
+            Argument("up", "tensor"),
+            Argument("gelu", "option", type="flag"),
+            Argument("tanh", "option", type="flag"),
+            Argument("round_activation", "option", type="flag"),
+        ),
+        results=("y",),
+        backward="glu_bwd",
+        saved=(Saved("", "gate"), Saved("", "up"),),
+    ),
+    "glu_bwd": TorchOperator(
+        operator="glu_backward",
+        schema="glu_bwd(Tensor gate, Tensor up, Tensor dy, bool gelu=False, bool tanh=False, bool round_activation=False) -> (Tensor dgate, Tensor dup)",
+        arguments=(
+            Argument("gate", "tensor"),
+            Argument("up", "tensor"),
+            Argument("dy", "tensor"),
+            Argument("gelu", "option", type="flag"),
+            Argument("tanh", "option", type="flag"),
+            Argument("round_activation", "option", type="flag"),
+        ),
+        results=("dgate", "dup"),
+    ),
+    "glu_bwd_": TorchOperator(
+        operator="glu_backward",
+        schema="glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor dy, bool gelu=False, bool tanh=False, bool round_activation=False) -> ()",
+        arguments=(
+            Argument("gate", "tensor"),
+            Argument("up", "tensor"),
+            Argument("dy", "tensor"),
+            Argument("gelu", "option", type="flag"),
+            Argument("tanh", "option", type="flag"),
+            Argument("round_activation", "option", type="flag"),
+        ),
+        results=(),
+        writes={"gate": "dgate", "up": "dup"},
+    ),
+    "packed_glu": TorchOperator(
+        operator="packed_glu_forward",
+        schema="packed_glu(Tensor x, bool gelu=False, bool tanh=False, bool round_activation=False) -> Tensor",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("gelu", "option", type="flag"),
+            Argument("tanh", "option", type="flag"),
+            Argument("round_activation", "option", type="flag"),
+        ),
+        results=("y",),
+        backward="packed_glu_bwd",
+        saved=(Saved("", "x"),),
+    ),
+    "packed_glu_bwd": TorchOperator(
+        operator="packed_glu_backward",
+        schema="packed_glu_bwd(Tensor x, Tensor dy, bool gelu=False, bool tanh=False, bool round_activation=False) -> Tensor",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("dy", "tensor"),
+            Argument("gelu", "option", type="flag"),
+            Argument("tanh", "option", type="flag"),
+            Argument("round_activation", "option", type="flag"),
+        ),
+        results=("dx",),
+    ),
+    "packed_glu_bwd_": TorchOperator(
+        operator="packed_glu_backward",
+        schema="packed_glu_bwd_(Tensor(a!) x, Tensor dy, bool gelu=False, bool tanh=False, bool round_activation=False) -> ()",
+        arguments=(
+            Argument("x", "tensor"),
+            Argument("dy", "tensor"),
+            Argument("gelu", "option", type="flag"),
+            Argument("tanh", "option", type="flag"),
+            Argument("round_activation", "option", type="flag"),
+        ),
+        results=(),
+        writes={"x": "dx"},
     ),
     "layernorm": TorchOperator(
         operator="layernorm_forward",

@@ -47,6 +47,30 @@ class Operators(Protocol):
         """gander_l2norm_backward: returns dx."""
         ...
 
+    def glu(self, gate: Any, up: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+        """gander_glu_forward: returns y."""
+        ...
+
+    def glu_bwd(self, gate: Any, up: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+        """gander_glu_backward: returns dgate, dup."""
+        ...
+
+    def glu_bwd_(self, gate: Any, up: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+        """gander_glu_backward: returns nothing."""
+        ...
+
+    def packed_glu(self, x: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+        """gander_packed_glu_forward: returns y."""
+        ...
+
+    def packed_glu_bwd(self, x: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+        """gander_packed_glu_backward: returns dx."""
+        ...
+
+    def packed_glu_bwd_(self, x: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+        """gander_packed_glu_backward: returns nothing."""
+        ...
+
     def layernorm(self, x: Any, weight: Any = None, bias: Any = None, residual: Any = None, out_dtype: Any = None, residual_dtype: Any = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:
         """gander_layernorm_forward: returns y, residual_out, mean, rstd."""
         ...

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 class Letter(NamedTuple):
     """What a letter of a form stands for: the first operand's sizes from start to stop, counted from the end,
-    or if times is not 0, times their product and plus."""
+    or if times is not 0, times their product over `over`, and plus."""
 
     start: int
     stop: int
     times: int
+    over: int
     plus: int
 
 

@@ -60,6 +60,36 @@ def l2norm_bwd(x: Tensor, dy: Tensor, rnorm: Tensor, batch_invariant: bool = Fal
     return overloads["l2norm_bwd"](x, dy, rnorm, batch_invariant)
 
 
+def glu(gate: Tensor, up: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_glu_forward: returns y."""
+    return overloads["glu"](gate, up, gelu, tanh, round_activation)
+
+
+def glu_bwd(gate: Tensor, up: Tensor, dy: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_glu_backward: returns dgate, dup."""
+    return overloads["glu_bwd"](gate, up, dy, gelu, tanh, round_activation)
+
+
+def glu_bwd_(gate: Tensor, up: Tensor, dy: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_glu_backward: returns nothing."""
+    return overloads["glu_bwd_"](gate, up, dy, gelu, tanh, round_activation)
+
+
+def packed_glu(x: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_packed_glu_forward: returns y."""
+    return overloads["packed_glu"](x, gelu, tanh, round_activation)
+
+
+def packed_glu_bwd(x: Tensor, dy: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_packed_glu_backward: returns dx."""
+    return overloads["packed_glu_bwd"](x, dy, gelu, tanh, round_activation)
+
+
+def packed_glu_bwd_(x: Tensor, dy: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    """gander_packed_glu_backward: returns nothing."""
+    return overloads["packed_glu_bwd_"](x, dy, gelu, tanh, round_activation)
+
+
 def layernorm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None, out_dtype: dtype | None = None, residual_dtype: dtype | None = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:
     """gander_layernorm_forward: returns y, residual_out, mean, rstd."""
     return overloads["layernorm"](x, weight, bias, residual, out_dtype, residual_dtype, eps, batch_invariant, needs_residual_out, needs_mean, needs_rstd)

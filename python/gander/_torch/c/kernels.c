@@ -452,7 +452,7 @@ static int64_t fill_sizes(const char* form, const DLTensor* x, int64_t* sizes) {
       if (letter->times == 0) sizes[count++] = x->shape[i];
       product *= x->shape[i];
     }
-    if (letter->times != 0) sizes[count++] = letter->times * product + letter->plus;
+    if (letter->times != 0) sizes[count++] = letter->times * product / letter->over + letter->plus;
   }
   return count;
 }

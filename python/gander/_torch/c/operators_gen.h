@@ -9,6 +9,10 @@
   F(gander_rmsnorm_backward) \
   F(gander_l2norm_forward) \
   F(gander_l2norm_backward) \
+  F(gander_glu_forward) \
+  F(gander_glu_backward) \
+  F(gander_packed_glu_forward) \
+  F(gander_packed_glu_backward) \
   F(gander_layernorm_forward) \
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
@@ -182,6 +186,90 @@ static int32_t call_l2norm_bwd(Call* call, const Operand* o, const Value* a) {
   };
   return lib.gander_l2norm_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
+}
+
+static int32_t call_glu(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_glu_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .gelu = (a[2] & 1) != 0,
+      .tanh = (a[3] & 1) != 0,
+      .round_activation = (a[4] & 1) != 0,
+  };
+  return lib.gander_glu_forward(optional(&o[0]), optional(&o[1]), optional(&o[2]), &options, call->stream);
+}
+
+static int32_t call_glu_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_glu_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .gelu = (a[3] & 1) != 0,
+      .tanh = (a[4] & 1) != 0,
+      .round_activation = (a[5] & 1) != 0,
+  };
+  return lib.gander_glu_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), &options,
+      call->stream);
+}
+
+static int32_t call_glu_bwd_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_glu_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .gelu = (a[3] & 1) != 0,
+      .tanh = (a[4] & 1) != 0,
+      .round_activation = (a[5] & 1) != 0,
+  };
+  return lib.gander_glu_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), optional(&o[4]), &options,
+      call->stream);
+}
+
+static int32_t call_packed_glu(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_packed_glu_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .gelu = (a[1] & 1) != 0,
+      .tanh = (a[2] & 1) != 0,
+      .round_activation = (a[3] & 1) != 0,
+  };
+  return lib.gander_packed_glu_forward(optional(&o[0]), optional(&o[1]), &options, call->stream);
+}
+
+static int32_t call_packed_glu_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_packed_glu_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .gelu = (a[2] & 1) != 0,
+      .tanh = (a[3] & 1) != 0,
+      .round_activation = (a[4] & 1) != 0,
+  };
+  return lib.gander_packed_glu_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), &options, call->stream);
+}
+
+static int32_t call_packed_glu_bwd_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_packed_glu_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .gelu = (a[2] & 1) != 0,
+      .tanh = (a[3] & 1) != 0,
+      .round_activation = (a[4] & 1) != 0,
+  };
+  return lib.gander_packed_glu_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[2]), &options, call->stream);
 }
 
 static int32_t call_layernorm(Call* call, const Operand* o, const Value* a) {
@@ -493,14 +581,15 @@ static int32_t call_logsumexp_bwd(Call* call, const Operand* o, const Value* a) 
 }
 
 static const Letter letters[] = {
-    ['2'] = {0, 0, 2, 0},
-    ['3'] = {0, 0, 3, 0},
-    ['4'] = {0, 0, 4, 0},
-    ['H'] = {2, 1, 0, 0},
-    ['L'] = {2147483647, 1, 0, 0},
-    ['N'] = {1, 0, 0, 0},
-    ['R'] = {2147483647, 2, 0, 0},
-    ['S'] = {2147483647, 1, 2, 1},
+    ['2'] = {0, 0, 2, 1, 0},
+    ['3'] = {0, 0, 3, 1, 0},
+    ['4'] = {0, 0, 4, 1, 0},
+    ['F'] = {1, 0, 1, 2, 0},
+    ['H'] = {2, 1, 0, 1, 0},
+    ['L'] = {2147483647, 1, 0, 1, 0},
+    ['N'] = {1, 0, 0, 1, 0},
+    ['R'] = {2147483647, 2, 0, 1, 0},
+    ['S'] = {2147483647, 1, 2, 1, 1},
 };
 
 enum {
@@ -514,6 +603,12 @@ enum {
   OP_RMSNORM_BWD,
   OP_L2NORM,
   OP_L2NORM_BWD,
+  OP_GLU,
+  OP_GLU_BWD,
+  OP_GLU_BWD_,
+  OP_PACKED_GLU,
+  OP_PACKED_GLU_BWD,
+  OP_PACKED_GLU_BWD_,
   OP_LAYERNORM,
   OP_LAYERNORM_OUT,
   OP_LAYERNORM_BWD,
@@ -732,6 +827,115 @@ static const Operator operators[] = {
         },
         .result_count = 1,
         .results = {3},
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "glu",
+        .operator = "glu_forward",
+        .call = call_glu,
+        .arguments = "TTbbb",
+        .reduction = -1,
+        .operand_count = 3,
+        .operands = {
+            {"gate", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"up", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 1,
+        .results = {2},
+        .fast = true,
+        .has_gradient = true,
+        .differentiable = {true, true, false, false, false},
+        .saved_count = 2,
+        .saved = {{-1, 0}, {-1, 1}},
+    },
+    {
+        .name = "glu_bwd",
+        .operator = "glu_backward",
+        .call = call_glu_bwd,
+        .arguments = "TTTbbb",
+        .reduction = -1,
+        .operand_count = 5,
+        .operands = {
+            {"gate", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"up", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dy", IN_ROWS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dgate", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dup", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 2,
+        .results = {3, 4},
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "glu_bwd_",
+        .operator = "glu_backward",
+        .call = call_glu_bwd_,
+        .arguments = "TTTbbb",
+        .reduction = -1,
+        .operand_count = 5,
+        .operands = {
+            {"gate", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"up", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dy", IN_ROWS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dgate", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = 0, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dup", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = 1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 0,
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "packed_glu",
+        .operator = "packed_glu_forward",
+        .call = call_packed_glu,
+        .arguments = "Tbbb",
+        .reduction = -1,
+        .operand_count = 2,
+        .operands = {
+            {"x", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"y", IN_ROWS, {"LF", "LF"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 1,
+        .results = {1},
+        .fast = true,
+        .has_gradient = true,
+        .differentiable = {true, false, false, false},
+        .saved_count = 1,
+        .saved = {{-1, 0}},
+    },
+    {
+        .name = "packed_glu_bwd",
+        .operator = "packed_glu_backward",
+        .call = call_packed_glu_bwd,
+        .arguments = "TTbbb",
+        .reduction = -1,
+        .operand_count = 3,
+        .operands = {
+            {"x", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dy", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 1,
+        .results = {2},
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "packed_glu_bwd_",
+        .operator = "packed_glu_backward",
+        .call = call_packed_glu_bwd_,
+        .arguments = "TTbbb",
+        .reduction = -1,
+        .operand_count = 3,
+        .operands = {
+            {"x", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dy", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = 0, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 0,
         .fast = true,
         .has_gradient = false,
     },
@@ -1099,6 +1303,12 @@ KERNEL(fused_add_rmsnorm_, OP_FUSED_ADD_RMSNORM_)
 KERNEL(rmsnorm_bwd, OP_RMSNORM_BWD)
 KERNEL(l2norm, OP_L2NORM)
 KERNEL(l2norm_bwd, OP_L2NORM_BWD)
+KERNEL(glu, OP_GLU)
+KERNEL(glu_bwd, OP_GLU_BWD)
+KERNEL(glu_bwd_, OP_GLU_BWD_)
+KERNEL(packed_glu, OP_PACKED_GLU)
+KERNEL(packed_glu_bwd, OP_PACKED_GLU_BWD)
+KERNEL(packed_glu_bwd_, OP_PACKED_GLU_BWD_)
 KERNEL(layernorm, OP_LAYERNORM)
 KERNEL(layernorm_out, OP_LAYERNORM_OUT)
 KERNEL(layernorm_bwd, OP_LAYERNORM_BWD)
@@ -1127,6 +1337,12 @@ static const Kernel kernels[] = {
     kernel_rmsnorm_bwd,
     kernel_l2norm,
     kernel_l2norm_bwd,
+    kernel_glu,
+    kernel_glu_bwd,
+    kernel_glu_bwd_,
+    kernel_packed_glu,
+    kernel_packed_glu_bwd,
+    kernel_packed_glu_bwd_,
     kernel_layernorm,
     kernel_layernorm_out,
     kernel_layernorm_bwd,

@@ -72,7 +72,7 @@ typedef enum { IN_ROWS, CONTIGUOUS, REGULAR, BROADCASTS } Layout;
 /* What a letter of a form stands for beside the first operand: internal/sizes. */
 typedef struct {
   int from, to;
-  int64_t times, plus;
+  int64_t times, over, plus;
 } Letter;
 
 typedef struct {

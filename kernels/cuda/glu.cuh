@@ -1,0 +1,122 @@
+// Gated linear units: y = act(gate) * up, element by element (Shazeer, "GLU Variants Improve Transformer",
+// 2020).
+//
+// Each vector of the gate meets those of the other inputs at the same place, and nothing is reduced. So any
+// number of threads can share a row: the launch says how many, as for elementwise_body in cross_entropy.cuh.
+// Backward may write over gate and up: a thread reads all inputs of its elements before it writes any.
+#pragma once
+#include "glu_args_gen.cuh"
+#include "operands.cuh"
+
+namespace gander {
+
+// act(x) and its derivative. Precise: for float32 results, of which every digit counts. Else the instructions
+// of the hardware are close enough, since the result is rounded to 16 bits.
+template <bool Precise>
+__device__ __forceinline__ float sigmoid(float x) {
+  if constexpr (Precise) return 1.f / (1.f + expf(-x));
+  else return __fdividef(1.f, 1.f + __expf(-x));
+}
+
+template <bool Precise>
+struct SiLU {
+  float s, x;
+  __device__ __forceinline__ explicit SiLU(float x) : s(sigmoid<Precise>(x)), x(x) {}
+  __device__ __forceinline__ float value() const { return x * s; }
+  __device__ __forceinline__ float derivative() const { return s * fmaf(x, 1.f - s, 1.f); }
+};
+
+template <bool Precise>
+struct GELU {
+  float below, x;  // the share of the normal distribution below x
+  __device__ __forceinline__ explicit GELU(float x) : below(normcdff(x)), x(x) {}
+  __device__ __forceinline__ float value() const { return x * below; }
+  __device__ __forceinline__ float derivative() const {
+    constexpr float kDensityAt0 = 0.398942280401432678f;  // 1 / sqrt(2 pi)
+    const float square = -0.5f * x * x;
+    return fmaf(x, kDensityAt0 * (Precise ? expf(square) : __expf(square)), below);
+  }
+};
+
+// GELU with 0.5 (1 + tanh(u)) for the distribution. That is sigmoid(2 u), which keeps its digits where
+// tanh(u) is nearly -1.
+template <bool Precise>
+struct GELUTanh {
+  static constexpr float kTwice = 2 * 0.797884560802865356f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
+  float s, x;
+  __device__ __forceinline__ explicit GELUTanh(float x)
+      : s(sigmoid<Precise>(kTwice * fmaf(kCubic * x * x, x, x))), x(x) {}
+  __device__ __forceinline__ float value() const { return x * s; }
+  __device__ __forceinline__ float derivative() const {
+    return s * fmaf(x * (1.f - s), kTwice * fmaf(3 * kCubic * x, x, 1.f), 1.f);
+  }
+};
+
+// What row_view asks of an operator.
+template <class T_>
+struct GLUOperands {
+  using T = T_;
+  static constexpr int kInputs = 2;
+  static constexpr bool kHasOutput = true;
+};
+
+template <class Activation, class T, int V, bool Unaligned, bool Backward>
+__device__ __forceinline__ void map_glu(const GLUArgs& args) {
+  constexpr int E = kElements<T>;
+  const Rows& r = args.rows;
+  const unsigned part = blockIdx.x, tid = threadIdx.x;
+  const int threads = args.row_threads, group = tid * args.inverse_row_threads >> 16;
+  const int64_t row = static_cast<int64_t>(part / r.splits) * args.rows_per_cta + group;
+  if (group >= args.rows_per_cta || row >= r.m) return;
+  const RowView<T> p = row_view<GLUOperands<T>, Unaligned, false>(r, row, part % r.splits);
+  Bounds loads = Unaligned ? p.load_bounds() : p.bounds;
+  const T* dy = nullptr;
+  T* dup = nullptr;
+  if constexpr (Backward) {
+    dy = static_cast<const T*>(args.c) + row * args.c_stride + p.origin;
+    dup = static_cast<T*>(args.z) + row * args.z_stride + p.origin;
+    if (Unaligned && (r.m - 1 - row) * args.c_stride < E) loads.load_end = p.bounds.load_end;
+  }
+  const T* const up = static_cast<const T*>(p.b);
+  T* const y = static_cast<T*>(p.y);
+  const int step = threads * E;
+  for (int e = (tid - group * threads) * E; e < p.bounds.hi; e += V * step) {
+    uint4 gates[V], ups[V], dys[V];
+    load<Unaligned, false>(p.a, e, step, loads, zero_vector(), gates);
+    load<Unaligned, false>(up, e, step, loads, zero_vector(), ups);
+    if constexpr (Backward) load<Unaligned, false>(dy, e, step, loads, zero_vector(), dys);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int at = e + i * step;
+      if (at >= p.bounds.hi) break;
+      float g[E], u[E], d[E], out[E], out2[E];
+      unpack(T(), gates[i], g);
+      unpack(T(), ups[i], u);
+      if constexpr (Backward) unpack(T(), dys[i], d);
+#pragma unroll
+      for (int j = 0; j < E; j++) {
+        const Activation act(g[j]);
+        const float value = args.round_activation ? rounded<T>(act.value()) : act.value();
+        if constexpr (Backward) {
+          const float product = d[j] * u[j];
+          out[j] = (args.round_activation ? rounded<T>(product) : product) * act.derivative();
+          out2[j] = d[j] * value;
+        } else {
+          out[j] = value * u[j];
+        }
+      }
+      store<Unaligned>(y, at, p.bounds, out);
+      if constexpr (Backward) store<Unaligned>(dup, at, p.bounds, out2);
+    }
+  }
+}
+
+template <class T, int V, bool Unaligned, bool Backward>
+__device__ __forceinline__ void glu_body(const GLUArgs& args) {
+  constexpr bool kPrecise = sizeof(T) == 4;
+  if (args.activation == kSiLU) map_glu<SiLU<kPrecise>, T, V, Unaligned, Backward>(args);
+  else if (args.activation == kGELU) map_glu<GELU<kPrecise>, T, V, Unaligned, Backward>(args);
+  else map_glu<GELUTanh<kPrecise>, T, V, Unaligned, Backward>(args);
+}
+
+}  // namespace gander
