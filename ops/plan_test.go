@@ -38,7 +38,7 @@ var rowOps = []kernels.Op{
 	kernels.Rescale, kernels.LayerNormForward, kernels.LayerNormBackward,
 	kernels.RMSNormResidualForward, kernels.RMSNormResidualBackward,
 	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX,
-	kernels.GeneralCrossEntropyBackward,
+	kernels.GeneralCrossEntropyBackward, kernels.GLUForward, kernels.GLUBackward,
 }
 
 // everything tells whether tests that enumerate do so, as in CI, or take a sample.

@@ -275,9 +275,7 @@ func (d *Device) measure(family kernels.Family) (*Facts, error) {
 	if f.Major < 9 {
 		return &f, nil
 	}
-	probe := &kernels.Variants[slices.IndexFunc(kernels.Variants, func(v kernels.Variant) bool {
-		return v.Cluster && v.Family == family // every family has one
-	})]
+	probe := probeOf(family)
 	function, err := d.function(probe)
 	if err != nil {
 		return nil, err
@@ -299,6 +297,17 @@ func (d *Device) measure(family kernels.Family) (*Facts, error) {
 		f.Clusters[c] = int(count)
 	}
 	return &f, nil
+}
+
+// probeOf returns a kernel that runs in clusters: one of the family, or if that has none, because it reduces
+// nothing, the first one.
+func probeOf(family kernels.Family) *kernels.Variant {
+	inClusters := func(v kernels.Variant) bool { return v.Cluster }
+	i := slices.IndexFunc(kernels.Variants, func(v kernels.Variant) bool { return v.Cluster && v.Family == family })
+	if i < 0 {
+		i = slices.IndexFunc(kernels.Variants, inClusters)
+	}
+	return &kernels.Variants[i]
 }
 
 // enter makes the device's context current on this thread until leave is called. Until then it also allows
