@@ -12,6 +12,7 @@ from ._debug import set_debug
 from ._functions.cross_entropy import cross_entropy, cross_entropy_bwd, cross_entropy_fwd
 from ._functions.cross_entropy_out import cross_entropy_bwd_out, cross_entropy_fwd_out
 from ._functions.fused_add_rmsnorm import fused_add_rmsnorm
+from ._functions.glu import geglu, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, swiglu
 from ._functions.l2norm import l2norm
 from ._functions.layernorm import layernorm, layernorm_bwd, layernorm_fwd
 from ._functions.linear_cross_entropy import linear_cross_entropy
@@ -32,6 +33,9 @@ __all__ = [
     "distributed",
     "explain",
     "fused_add_rmsnorm",
+    "geglu",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
     "get_include",
     "info",
     "l2norm",
@@ -46,9 +50,11 @@ __all__ = [
     "rmsnorm_bwd",
     "rmsnorm_fwd",
     "set_debug",
+    "silu_and_mul",
     "softmax",
     "softmax_bwd",
     "softmax_fwd",
+    "swiglu",
     "warmup",
 ]
 
