@@ -62,6 +62,25 @@ func L2Norm(x *dlpack.Tensor) (*dlpack.Tensor, error) {
 	return y, L2NormForward{X: x, Y: y}.Run(nil)
 }
 
+// SwiGLU returns gate * sigmoid(gate) * up for each element, of gate's shape and dtype, which up has too.
+func SwiGLU(gate, up *dlpack.Tensor) (*dlpack.Tensor, error) {
+	y, err := newRows("swiglu", gate)
+	if err != nil {
+		return nil, err
+	}
+	return y, GLUForward{Gate: gate, Up: up, Y: y}.Run(nil)
+}
+
+// GeGLU returns gate * P(gate) * up for each element, with P the normal distribution, of gate's shape and
+// dtype, which up has too.
+func GeGLU(gate, up *dlpack.Tensor) (*dlpack.Tensor, error) {
+	y, err := newRows("geglu", gate)
+	if err != nil {
+		return nil, err
+	}
+	return y, GLUForward{Gate: gate, Up: up, Y: y, Gelu: true}.Run(nil)
+}
+
 // CrossEntropy returns the mean loss of rows of logits x, of one element, float32 (float64 for float64), and
 // its gradient, of x's shape and dtype. target has the class of each row, int32 or int64. Rows of class -100
 // are ignored. Any other that is not in [0, N) makes the loss and the whole gradient NaN: see CheckTargets.

@@ -21,7 +21,7 @@ func TestFunctionsThatAllocate(t *testing.T) {
 		weight, bias := tensor(t, d, []float64{1, 2, 0.5, -1}, 4), tensor(t, d, []float64{0, 1, 2, 3}, 4)
 		rows := func() *dlpack.Tensor { return empty(t, d, 2, 1, 4) }
 		y := map[string]*dlpack.Tensor{}
-		for _, name := range []string{"softmax", "log", "rmsnorm", "layernorm", "l2norm", "dx"} {
+		for _, name := range []string{"softmax", "log", "rmsnorm", "layernorm", "l2norm", "swiglu", "geglu", "dx"} {
 			y[name] = rows()
 		}
 		lse, target := empty(t, statistic(d), 2, 1), tensor(t, dlpack.Int64, []float64{3, 0}, 2, 1)
@@ -32,6 +32,8 @@ func TestFunctionsThatAllocate(t *testing.T) {
 			ops.RMSNormForward{X: x, Weight: weight, Y: y["rmsnorm"]}.Run(nil),
 			ops.LayerNormForward{X: x, Weight: weight, Bias: bias, Y: y["layernorm"]}.Run(nil),
 			ops.L2NormForward{X: x, Y: y["l2norm"]}.Run(nil),
+			ops.GLUForward{Gate: x, Up: x, Y: y["swiglu"]}.Run(nil),
+			ops.GLUForward{Gate: x, Up: x, Y: y["geglu"], Gelu: true}.Run(nil),
 			ops.LogSumExpForward{X: x, LSE: lse}.Run(nil),
 			ops.CrossEntropyForward{X: x, Target: target, Loss: loss, DX: y["dx"], Reduction: ops.ReduceMean,
 				OnePass: true}.Run(nil),
@@ -49,6 +51,8 @@ func TestFunctionsThatAllocate(t *testing.T) {
 			{y["rmsnorm"], func() (*dlpack.Tensor, error) { return ops.RMSNorm(x, weight) }},
 			{y["layernorm"], func() (*dlpack.Tensor, error) { return ops.LayerNorm(x, weight, bias) }},
 			{y["l2norm"], func() (*dlpack.Tensor, error) { return ops.L2Norm(x) }},
+			{y["swiglu"], func() (*dlpack.Tensor, error) { return ops.SwiGLU(x, x) }},
+			{y["geglu"], func() (*dlpack.Tensor, error) { return ops.GeGLU(x, x) }},
 			{lse, func() (*dlpack.Tensor, error) { return ops.LogSumExp(x) }},
 			{loss, func() (*dlpack.Tensor, error) { return gotLoss, nil }},
 			{y["dx"], func() (*dlpack.Tensor, error) { return gotDX, nil }},

@@ -127,6 +127,8 @@ var explained = map[string]request{
 	"l2norm_backward":          {op: kernels.RMSNormBackward},
 	"layernorm_forward":        {op: kernels.LayerNormForward},
 	"layernorm_backward":       {op: kernels.LayerNormBackward, norm: normOperands{second: 1, sums: 2}},
+	"glu_forward":              {op: kernels.GLUForward},
+	"glu_backward":             {op: kernels.GLUBackward},
 
 	// With a residual, and its gradient. All operands have x's type.
 	"rmsnorm_residual_forward":    {op: kernels.RMSNormResidualForward, norm: residual(0)},

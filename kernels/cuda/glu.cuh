@@ -10,42 +10,42 @@
 
 namespace gander {
 
-// act(x) and its derivative. Precise: for float32 results, of which every digit counts. Else the instructions
-// of the hardware are close enough, since the result is rounded to 16 bits.
-template <bool Precise>
+// 1 / (1 + exp(-x)). For float32 results every digit counts. Results of 16 bits take the hardware's
+// instructions.
+template <class T>
 __device__ __forceinline__ float sigmoid(float x) {
-  if constexpr (Precise) return 1.f / (1.f + expf(-x));
-  else return __fdividef(1.f, 1.f + __expf(-x));
+  const float e = exp_difference<T>(0.f, x);
+  return sizeof(T) == 4 ? 1.f / (1.f + e) : __fdividef(1.f, 1.f + e);
 }
 
-template <bool Precise>
+// act(x) and its derivative.
+template <class T>
 struct SiLU {
   float s, x;
-  __device__ __forceinline__ explicit SiLU(float x) : s(sigmoid<Precise>(x)), x(x) {}
+  __device__ __forceinline__ explicit SiLU(float x) : s(sigmoid<T>(x)), x(x) {}
   __device__ __forceinline__ float value() const { return x * s; }
   __device__ __forceinline__ float derivative() const { return s * fmaf(x, 1.f - s, 1.f); }
 };
 
-template <bool Precise>
+template <class T>
 struct GELU {
   float below, x;  // the share of the normal distribution below x
   __device__ __forceinline__ explicit GELU(float x) : below(normcdff(x)), x(x) {}
   __device__ __forceinline__ float value() const { return x * below; }
   __device__ __forceinline__ float derivative() const {
     constexpr float kDensityAt0 = 0.398942280401432678f;  // 1 / sqrt(2 pi)
-    const float square = -0.5f * x * x;
-    return fmaf(x, kDensityAt0 * (Precise ? expf(square) : __expf(square)), below);
+    return fmaf(x, kDensityAt0 * exp_difference<T>(0.f, 0.5f * x * x), below);
   }
 };
 
 // GELU with 0.5 (1 + tanh(u)) for the distribution. That is sigmoid(2 u), which keeps its digits where
 // tanh(u) is nearly -1.
-template <bool Precise>
+template <class T>
 struct GELUTanh {
   static constexpr float kTwice = 2 * 0.797884560802865356f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
   float s, x;
   __device__ __forceinline__ explicit GELUTanh(float x)
-      : s(sigmoid<Precise>(kTwice * fmaf(kCubic * x * x, x, x))), x(x) {}
+      : s(sigmoid<T>(kTwice * fmaf(kCubic * x * x, x, x))), x(x) {}
   __device__ __forceinline__ float value() const { return x * s; }
   __device__ __forceinline__ float derivative() const {
     return s * fmaf(x * (1.f - s), kTwice * fmaf(3 * kCubic * x, x, 1.f), 1.f);
@@ -113,10 +113,9 @@ __device__ __forceinline__ void map_glu(const GLUArgs& args) {
 
 template <class T, int V, bool Unaligned, bool Backward>
 __device__ __forceinline__ void glu_body(const GLUArgs& args) {
-  constexpr bool kPrecise = sizeof(T) == 4;
-  if (args.activation == kSiLU) map_glu<SiLU<kPrecise>, T, V, Unaligned, Backward>(args);
-  else if (args.activation == kGELU) map_glu<GELU<kPrecise>, T, V, Unaligned, Backward>(args);
-  else map_glu<GELUTanh<kPrecise>, T, V, Unaligned, Backward>(args);
+  if (args.activation == kSiLU) map_glu<SiLU<T>, T, V, Unaligned, Backward>(args);
+  else if (args.activation == kGELU) map_glu<GELU<T>, T, V, Unaligned, Backward>(args);
+  else map_glu<GELUTanh<T>, T, V, Unaligned, Backward>(args);
 }
 
 }  // namespace gander

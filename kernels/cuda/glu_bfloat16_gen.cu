@@ -8,5 +8,5 @@ using namespace gander;
 
 KERNEL(glu_forward_elementwise_bfloat16_256x4, 256, 4, glu_body<bf16, 4, false, false>)
 KERNEL(glu_forward_elementwise_bfloat16_256x2_unaligned, 256, 4, glu_body<bf16, 2, true, false>)
-KERNEL(glu_backward_elementwise_bfloat16_256x2, 256, 4, glu_body<bf16, 2, false, true>)
+KERNEL(glu_backward_elementwise_bfloat16_256x2, 256, 3, glu_body<bf16, 2, false, true>)
 KERNEL(glu_backward_elementwise_bfloat16_256x1_unaligned, 256, 4, glu_body<bf16, 1, true, true>)

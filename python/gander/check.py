@@ -34,6 +34,9 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
     def layernorm(x, weight, bias):
         return rmsnorm(x - x.mean(-1, keepdims=True), weight) + bias
 
+    def swiglu(gate, up):
+        return gate / (1 + xp.exp(-gate)) * up
+
     def losses(x, target):
         return -log_softmax(x)[list(range(len(x))), target]
 
@@ -51,6 +54,7 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
         "rmsnorm": ("x weight", gander.rmsnorm, rmsnorm),
         "l2norm": ("x", gander.l2norm, l2norm),
         "layernorm": ("x weight bias", gander.layernorm, layernorm),
+        "swiglu": ("x mate", gander.swiglu, swiglu),
         "logsumexp": ("x", gander.logsumexp, lambda x: xp.log(xp.exp(x).sum(-1))),
         "cross_entropy": ("x target", partial(gander.cross_entropy, reduction="none"), losses),
         "cross_entropy, mean": ("x target", gander.cross_entropy, lambda *given: losses(*given).mean()),
@@ -62,7 +66,7 @@ def cast(tensor: Any, xp: Any, dtype: str) -> Any:
 
 
 def operands(xp: Any, names: str, m: int, n: int, dtype: str, device: str) -> Iterator[Any]:
-    sizes = {"x": (m, n), "mask": (m, n), "target": (m,), "hidden": (m, 64), "head": (n, 64)}
+    sizes = {"x": (m, n), "mate": (m, n), "mask": (m, n), "target": (m,), "hidden": (m, 64), "head": (n, 64)}
     change = {"mask": lambda v: v > 0, "target": lambda v: abs(v) * n % n, "head": lambda v: v / 64}
     for seed, name in enumerate(names.split()):
         shape = sizes.get(name, (n,))

@@ -200,8 +200,8 @@ def algorithms(
     have "auto".
 
     Args:
-        op: "softmax", "rmsnorm", "l2norm", "layernorm", "cross_entropy" or "logsumexp", or with "_bwd" its
-            backward.
+        op: "softmax", "rmsnorm", "l2norm", "layernorm", "glu", "cross_entropy" or "logsumexp", or with
+            "_bwd" its backward. "glu" is swiglu and what has its kernels.
             "cross_entropy_fwd_dx" is the single pass that computes loss and gradient. "rmsnorm_residual" and
             "layernorm_residual", and the same with "_bwd", are the norms with a residual.
         x: The (..., N) tensor or array. Its values are not read.
@@ -263,8 +263,8 @@ def explain(
     Inside torch.compile the text is made only once, when the graph is traced.
 
     Args:
-        op: "softmax", "rmsnorm", "l2norm", "layernorm", "cross_entropy" or "logsumexp", or with "_bwd" its
-            backward.
+        op: "softmax", "rmsnorm", "l2norm", "layernorm", "glu", "cross_entropy" or "logsumexp", or with
+            "_bwd" its backward. "glu" is swiglu and what has its kernels.
             "cross_entropy_fwd_dx" is the single pass that computes loss and gradient. "rmsnorm_residual" and
             "layernorm_residual", and the same with "_bwd", are the norms with a residual.
         x: The (..., N) tensor or array. Its values are not read.

@@ -245,6 +245,8 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
   return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (bits & 31));
 }
 inline float __frsqrt_rn(float v) { return static_cast<float>(1 / std::sqrt(static_cast<double>(v))); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float normcdff(float v) { return 0.5f * std::erfc(-v * 0.707106781186547524f); }
 // The compiler may fuse these neither with what made their operands nor with what takes their result.
 inline float emulated_rounded(float v) {
   asm volatile("" : "+x"(v));

@@ -82,6 +82,8 @@ CALLS = {
     "general_cross_entropy_forward": ("cross_entropy_forward", "x target weight", "loss lse", SMOOTHED),
     "general_cross_entropy_forward_dx": ("cross_entropy_forward", "x target weight", "loss dx", SMOOTHED),
     "general_cross_entropy_backward": ("cross_entropy_backward", "x target weight dloss lse", "dx", SMOOTHED),
+    "glu_forward": ("glu_forward", "gate up", "y", {}),
+    "glu_backward": ("glu_backward", "gate up dy", "dgate dup", {}),
 }
 # Where matrices lie, by the end of a kernel's symbol. Aligned kernels need rows of whole vectors. If matrices
 # have different gaps, their rows have different offsets.
@@ -315,6 +317,15 @@ def test_rmsnorm(rows, weight_offset, round_normalized):
     check("rmsnorm_backward", inputs, rows.outputs("dx dw db", dw=other, db="float32"), **options)
     inputs = rows.inputs("x weight dout dresidual_out rstd", dresidual_out=other)
     check("rmsnorm_backward", inputs, rows.outputs("dx dresidual dw", dresidual=other), **options)
+
+
+@pytest.mark.parametrize("gelu, tanh", [(0, 0), (1, 0), (1, 1)])
+@pytest.mark.parametrize("round_activation", [0, 1])
+def test_glu(rows, gelu, tanh, round_activation):
+    # If a number is rounded to its other neighbor and then multiplied, that is more than a unit.
+    options = dict(gelu=gelu, tanh=tanh, round_activation=round_activation, units=1 + round_activation)
+    check("glu_forward", rows.inputs("gate up"), rows.outputs("y"), **options)
+    check("glu_backward", rows.inputs("gate up dy"), rows.outputs("dgate dup"), **options)
 
 
 def test_rmsnorm_without_weight(rows):

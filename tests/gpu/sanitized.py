@@ -171,6 +171,9 @@ def calls(dtype, m, n, offset):
         )
     count += call("l2norm_forward", x=x, y=y, rnorm=rstd)
     count += call("l2norm_backward", x=x, dy=dy, rnorm=rstd, dx=dx)
+    for options in {}, dict(gelu=1), dict(gelu=1, tanh=1, round_activation=1):
+        count += call("glu_forward", gate=x, up=dy, y=y, **options)
+        count += call("glu_backward", gate=x, up=y, dy=dy, dgate=dx, dup=y, **options)
     count += call(forward, **weighted, loss=loss, dx=x)
     slices, high, weights = statistic(2, 4, m, values=VALUES[: 8 * m]), statistic(m), statistic(m)
     combined = dict(max=high, log_sum=lse, losses=loss, loss=mean, weights=weights, denominator=denominator)

@@ -1,10 +1,13 @@
 """Every op and dtype over the whole range of shapes. At the end conftest.py checks that every kernel ran."""
 
+from functools import partial
+
 import gander
 import masked
 import norms
 import pytest
 import torch
+import torch.nn.functional as F
 from grid import (
     COLUMNS,
     DTYPES,
@@ -14,7 +17,9 @@ from grid import (
     aligned,
     check,
     exact_rms_norm,
+    in_both,
     name,
+    odd_strided,
     offset,
     rows_of,
     same_bits,
@@ -252,6 +257,39 @@ def test_rescale(dtype, layout):
             assert same_bits(x, (made.float() * factor).to(dtype))
             torch.ops.gander.rescale_(x, expected, expected)  # nothing to correct
             assert same_bits(x, (made.float() * factor).to(dtype))
+
+
+ACTIVATIONS = {
+    "silu": (gander.swiglu, F.silu),
+    "gelu": (gander.geglu, F.gelu),
+    "gelu_tanh": (partial(gander.geglu, approximate="tanh"), partial(F.gelu, approximate="tanh")),
+}
+
+
+@pytest.mark.parametrize("layout", [aligned, strided, odd_strided, offset], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_glu(activation, dtype, layout):
+    """Gated linear units of two tensors, and with the same bits of the two halves of one."""
+    ours, act = ACTIVATIONS[activation]
+    packed = {"silu": gander.silu_and_mul, "gelu": gander.gelu_and_mul, "gelu_tanh": gander.gelu_tanh_and_mul}
+    for m, n in (1, 1), (3, 8), (300, 11), (129, 1000), (64, 14336), (17, 50257), (2, 1 << 20):
+        a = Inputs(m, n, dtype, layout)
+        up = layout(Inputs(n, m, dtype).x.view(m, n))
+        inputs = [t.detach().requires_grad_() for t in (a.x, up)]
+        y = ours(*inputs)
+        got = y.detach(), *torch.autograd.grad(y, inputs, a.dy)
+        theirs = in_both(lambda gate, up: (act(gate) * up,), *inputs)
+        theirs = [(t[0].detach(), *torch.autograd.grad(t[0], inputs, a.dy.to(t[0].dtype))) for t in theirs]
+        for what, mine, torchs, exact in zip(("y", "dgate", "dup"), got, *theirs, strict=True):
+            assert_accurate(mine, torchs, exact.double(), what)
+        x = torch.cat(inputs, -1).detach().requires_grad_()
+        half = packed[activation](x)
+        assert same_bits(half, got[0])
+        assert same_bits(torch.autograd.grad(half, x, a.dy)[0], torch.cat(got[1:], -1))
+        gate, out = a.x.clone(), up.clone()
+        torch.ops.gander.glu_bwd_(gate, out, a.dy, gelu=activation != "silu", tanh=activation == "gelu_tanh")
+        assert same_bits(gate, got[1]) and same_bits(out, got[2])
 
 
 @pytest.mark.parametrize("m", [1, 6, 256, 8192, 100001])
