@@ -542,7 +542,9 @@ check_spills() { kernels "${GANDER_ARCHS:-$DEFAULT_ARCHS}" -costs; }
 
 check_sass() { go run ./internal/cmd/checksass "${NVCC%/*}" kernels/images; }
 
-check_exports() { go run ./internal/cmd/checklib "$LIBRARY" capi/gander.h; }
+check_exports() { exports "$LIBRARY"; }
+
+exports() { go run ./internal/cmd/checklib "$1" capi/gander.h; }
 
 check_c() { sh tests/c/run.sh "$LIBRARY" capi dlpack; }
 
@@ -728,6 +730,21 @@ check_install() {
   GANDER_PYTHON=$VENV/bin/python pip_install_of "$folder/venv" \
     --no-binary gander-kernels --find-links "$folder" "gander-kernels==$VERSION"
   try_install "$VERSION" "$(commit)" "$folder/venv"
+  same_elsewhere "$folder" "$tree"
+}
+
+# same_elsewhere FOLDER TREE: makes the sdist, and the libraries that pip has built from it, again in another
+# folder. tests/python/test_backend.py has the archive around them.
+same_elsewhere() {
+  commit >"$2/COMMIT"
+  mkdir "$1/again"
+  (cd "$2" && backend 'backend.build_sdist(sys.argv[1])' "$1/again")
+  cmp "$1/again"/*.tar.gz "$1"/*.tar.gz
+  GANDER_ARCHS=sm_90 GANDER_PYTHON=$VENV/bin/python \
+    "$BASH" "$2/build.sh" --libraries "$1/again/gander" "$VERSION"
+  (cd "$1/again/gander" && find . -type f -exec sha256sum {} +) |
+    (cd "$1"/venv/lib/python*/site-packages/gander && sha256sum --check --quiet) ||
+    die "the libraries differ from those that the same commit gave in another folder"
 }
 
 # try_install VERSION COMMIT FOLDER: tries what is installed. Its version and commit have to be these, and its
@@ -853,6 +870,7 @@ task_wheel() {
   cp -R bench/pyproject.toml bench/gander_bench "$stage/bench"
   version=$(backend 'print(backend.version_for(sys.argv[1:]))' ${GANDER_ARCHS:-})
   step "the library for glibc $GLIBC" library "$ROOT/internal/cmd/zigcc.sh" "$stage" "$version"
+  exports "$stage/lib/libgander.so.$ABI"
   step "the wheel" pack "$stage" "$version"
   step "the wheel of gander_bench" pip_wheel "$stage/bench" "$stage"
   step "the wheels in an empty environment" try_wheels "$stage/venv" dist/*.whl "$stage"/*.whl
