@@ -696,6 +696,7 @@ check_notorch() {
   numpy_venv "$STATE/numpy"
   PYTHONPATH=python "$STATE/numpy/bin/python" -c "$TRY_NUMPY"
   PYTHONPATH=python "$STATE/numpy/bin/python" -m gander check
+  PYTHONPATH=python "$STATE/numpy/bin/python" examples/training_step_numpy.py
 }
 
 # pip_install_of VENV OPTION...: pip builds and installs gander for sm_90, whose kernels other checks compile
