@@ -1,14 +1,15 @@
-"""examples/cuda.c, compiled as in its head and run."""
+"""examples/cuda.c, compiled as in its head and run, and examples/training_step_torch.py."""
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import gander
 import pytest
 import torch
 
-SOURCE = Path(__file__).resolve().parents[2] / "examples/cuda.c"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def toolkit():
@@ -29,6 +30,14 @@ def test_cuda(tmp_path):
     library = gander._native.library.path()
     paths = [f"-I{gander.get_include()}", f"-I{include}", library, cudart]
     rpaths = [f"-Wl,-rpath,{path.parent}" for path in (library, cudart)]
-    subprocess.run(["cc", SOURCE, *paths, *rpaths, "-lm", "-o", tmp_path / "cuda"], check=True, cwd=tmp_path)
+    subprocess.run(
+        ["cc", EXAMPLES / "cuda.c", *paths, *rpaths, "-lm", "-o", tmp_path / "cuda"], check=True, cwd=tmp_path
+    )
     done = subprocess.run([tmp_path / "cuda"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "on GPU 0: largest error" in done.stdout, done.stdout + done.stderr
+
+
+def test_training_step():
+    command = sys.executable, EXAMPLES / "training_step_torch.py"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("training on cuda\n"), done.stdout + done.stderr
