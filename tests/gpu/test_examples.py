@@ -13,13 +13,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def toolkit():
-    """The folders of CUDA's headers and runtime library: those that torch's wheel brings, or the system's."""
-    site = Path(torch.__file__).parents[1]
-    for folder in [*site.glob("nvidia/cu1[3-9]"), site / "nvidia/cuda_runtime", Path("/usr/local/cuda")]:
-        headers = folder / "include/cuda_runtime_api.h"
+    """The folders of CUDA's headers and runtime library: those that torch's wheel brings, or the system's. A
+    wheel may lack the headers that others include."""
+    site, local = Path(torch.__file__).parents[1], Path("/usr/local")
+    for folder in [*site.glob("nvidia/cu1[3-9]"), site / "nvidia/cuda_runtime", *sorted(local.glob("cuda*"))]:
+        includes = [folder / "include", *folder.glob("targets/*/include")]
+        headers = [each for each in includes if (each / "crt/host_defines.h").exists()]
         found = [*folder.glob("lib*/libcudart.so*"), *folder.glob("targets/*/lib/libcudart.so*")]
-        if headers.exists() and found:
-            return headers.parent, found[0]
+        if headers and (headers[0] / "cuda_runtime_api.h").exists() and found:
+            return headers[0], found[0]
     return None
 
 
