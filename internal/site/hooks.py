@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: formulas as MathML, names of gander that have to exist, and nothing from other addresses."""
+"""Hooks of MkDocs: formulas as MathML, names of gander have to exist, nothing comes from other addresses."""
 
 import html
 import inspect
