@@ -292,7 +292,7 @@ def host() -> str:
             cells.append(f"{record['results']['gander']['over torch']:.2f}")
             cells.append(f"{taken['gander.compile'] / taken['torch.compile']:.2f}")
             rows.append([gpu, report.TITLES[record["op"]], record["mode"], *cells])
-    columns = ["host of an", "function", "call", "gander, us", "torch, us", "QuACK, us", "gander / torch"]
+    columns = ["GPU", "function", "call", "gander, us", "torch, us", "QuACK, us", "gander / torch"]
     note = f"4 x 256 bfloat16 tensors. {_named(*_HOST.values())}"
     return _table_of([*columns, "both compiled"], rows, note, labels=3)
 
