@@ -312,12 +312,13 @@ def _shares(points: list[dict]) -> Callable:
         width = 0.8 / len(points)
         for i, record in enumerate(points):
             for at, name in enumerate(names):
-                share = record["results"].get(name, {}).get("ratio")
+                figures = record["results"].get(name, {})
+                share = figures.get("ratio")
                 place = at + (i - (len(points) - 1) / 2) * width
                 color = f"C{i}"
                 label = f"N = {record['n']}" if at == 0 else None
                 axes.bar(place, share or 0, 0.9 * width, color=color, label=label)
-                if share is None and name in record["results"]:
+                if "error" in figures:
                     axes.annotate("refused", (place, 0.02), rotation=90, ha="center", fontsize="x-small")
         axes.axhline(1, color="black", linestyle="--")
         axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
