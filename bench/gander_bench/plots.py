@@ -53,13 +53,21 @@ def draw_throughput(records: list[dict], path: Path) -> None:
 # ---- Pictures for a notebook: figures that are not in a file ----
 
 
-def throughput(records: list[dict], title: str):
+def throughput(records: list[dict], title: str, figure: str = "us"):
     """A panel for each operator: how many bytes a second over the length of a row. TB/s of a GPU, GB/s of a
-    CPU."""
+    CPU. figure: the time, "us" for the median, "low" for the 10th percentile."""
     panels: Panels = {}
     for op in unique(r["op"] for r in records):
         mine = [r for r in records if r["op"] == op]
-        panels[TITLES[op]] = _bandwidth(mine, "n", on_gpu(mine[0]))
+        unit, label = (1e12, "TB/s") if on_gpu(mine[0]) else (1e9, "GB/s")
+        panels[TITLES[op]] = _lines(mine, "n", _per_second(unit, figure), label)
+    return _figure(records, title, panels)
+
+
+def cpu(records: list[dict], title: str):
+    """A panel for each operator: GB/s over the size of a tensor."""
+    ops = unique(r["op"] for r in records)
+    panels: Panels = {TITLES[op]: _over_bytes([r for r in records if r["op"] == op]) for op in ops}
     return _figure(records, title, panels)
 
 
@@ -208,20 +216,16 @@ def _tensor_bytes(record: dict) -> int:
     return record["m"] * record["n"] * BYTES[record["dtype"]]
 
 
-def _per_second(unit: float) -> Value:
+def _per_second(unit: float, figure: str = "us") -> Value:
     """The bytes that the operator has to move, by the time."""
     from .cases import ALL
 
     def value(record, name):
-        us = _figures(record).get(name, {}).get("us")
+        us = _figures(record).get(name, {}).get(figure)
         moved = len(ALL[record["op"]].traffic) * _tensor_bytes(record)
         return None if us is None else moved / us * 1e6 / unit
 
     return value
-
-
-def _bandwidth(points: list[dict], over: str, gpu: bool) -> Callable:
-    return _lines(points, over, *((_per_second(1e12), "TB/s") if gpu else (_per_second(1e9), "GB/s")))
 
 
 def _lines(points: list[dict], over: str, value: Value, label: str, linear: str | None = None) -> Callable:

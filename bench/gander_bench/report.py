@@ -652,14 +652,16 @@ def summary(records: list[dict]) -> list[Table]:
     return [Table(title, columns, rows)] if rows else []
 
 
-def speed_table(*runs: list[dict]) -> Table:
+def speed_table(*runs: list[dict], figure: str = "us") -> Table:
     """How many times as fast as each of the others gander is, as geometric means over the points: operators
-    against others. Each run gives its own ratios; the first one that has a contestant counts."""
+    against others. Each run gives its own ratios; the first one that has a contestant counts. figure: the
+    time, "us" for the median, "low" for the 10th percentile."""
     cells: dict[tuple[str, str], str] = {}
     for records in runs:
         for op in unique(r["op"] for r in records):
             for name in unique(name for r in records for name in r["results"]):
-                speeds = [s for r in records if r["op"] == op and (s := _times_as_fast(r, name)) is not None]
+                mine = [r for r in records if r["op"] == op]
+                speeds = [s for r in mine if (s := _times_as_fast(r, name, figure)) is not None]
                 if speeds and not name.startswith("gander"):
                     cells.setdefault((op, name), f"{statistics.geometric_mean(speeds):.2f}")
     operators, others = (unique(key[i] for key in cells) for i in (0, 1))
@@ -680,8 +682,8 @@ def off_table(records) -> Table:
     return Table(title, ["operator", *names], rows, labels=1)
 
 
-def _times_as_fast(record: dict, name: str) -> float | None:
-    mine, other = (record["results"].get(who, {}).get("us") for who in ("gander", name))
+def _times_as_fast(record: dict, name: str, figure: str = "us") -> float | None:
+    mine, other = (record["results"].get(who, {}).get(figure) for who in ("gander", name))
     return None if None in (mine, other) else other / mine
 
 
