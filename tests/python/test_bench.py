@@ -843,6 +843,10 @@ def test_pictures_for_a_notebook():
     pytest.importorskip("matplotlib", reason="pictures need the extra `demo`")
     ((across, up, lines),) = drawn(plots.throughput([cpu_record()], "a")).values()
     assert (across, up) == ("N", "GB/s") and lines["torch"] == [(4096.0, round(2**21 / 14e3, 3))]
+    ((_, _, lines),) = drawn(plots.throughput([cpu_record()], "a", "low")).values()
+    assert lines["torch"] == [(4096.0, round(2**21 / 13.9e3, 3))]
+    ((across, up, lines),) = drawn(plots.cpu([cpu_record()], "a")).values()
+    assert across == "size of a tensor, rows of 4096" and up == "GB/s" and set(lines) == {"torch", "gander"}
     on_a_gpu = gpu_records()[0]
     ((across, up, lines),) = drawn(plots.throughput([on_a_gpu], "a")).values()
     assert (across, up) == ("N", "TB/s") and lines["torch"] == [(4096.0, round(2**29 / 20e6, 3))]
@@ -860,11 +864,15 @@ def test_pictures_for_a_notebook():
 def test_speeds_are_within_a_run():
     """The mean over the points, and the first run that has a contestant."""
     first = gpu_records()[0]
-    second = first | {"m": 8192, "results": {"torch": {"us": 8.0}, "gander": {"us": 1.0}}}
+    second = first | {
+        "m": 8192,
+        "results": {"torch": {"us": 8.0, "low": 5.0}, "gander": {"us": 1.0, "low": 1}},
+    }
     other = first | {"results": {"gander": {"us": 5.0}, "torch": {"us": 1.0}, "torch.compile": {"us": 15.0}}}
     table = report.speed_table([first, second], [other])
     assert table.columns == ["operator", "torch", "torch.compile"]
     assert table.rows == [["softmax forward", "4.00", "3.00"]]
+    assert report.speed_table([second], figure="low").rows == [["softmax forward", "5.00"]]
 
 
 def test_a_contestant_of_another_run():

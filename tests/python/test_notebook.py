@@ -240,6 +240,11 @@ def test_throughput_of_a_cpu(ran):
     assert all(float(figure) > 0 for row in rows_of(cell) for figure in row[1:])
 
 
+def test_a_stored_cpu_is_drawn(ran):
+    (cell,) = under(ran, "Throughput on a CPU")
+    assert pictures(cell) == 1 and "plots.cpu(" in cell.source
+
+
 def test_numerics(ran):
     (cell,) = under(ran, "Numerics")
     assert len(rows_of(cell)) == 2
