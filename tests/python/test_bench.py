@@ -846,7 +846,7 @@ def test_pictures_for_a_notebook():
     ((_, _, lines),) = drawn(plots.throughput([cpu_record()], "a", "low")).values()
     assert lines["torch"] == [(4096.0, round(2**21 / 13.9e3, 3))]
     ((across, up, lines),) = drawn(plots.cpu([cpu_record()], "a")).values()
-    assert across == "size of a tensor, rows of 4096" and up == "GB/s" and set(lines) == {"torch", "gander"}
+    assert across == "size of a tensor, rows of 4096" and up == "GB/s" and {"torch", "gander"} <= set(lines)
     on_a_gpu = gpu_records()[0]
     ((across, up, lines),) = drawn(plots.throughput([on_a_gpu], "a")).values()
     assert (across, up) == ("N", "TB/s") and lines["torch"] == [(4096.0, round(2**29 / 20e6, 3))]
