@@ -14,6 +14,7 @@ _STYLES = {
     "torch.compile": dict(color="tab:cyan"),
     "quack": dict(color="tab:green"),
     "liger": dict(color="tab:orange"),
+    "liger-cutedsl": dict(color="tab:brown"),
     "cudnn": dict(color="tab:purple"),
     "liger-linear": dict(color="tab:brown"),
     "gander-linear": dict(color="tab:pink", linewidth=2),
