@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / folder) for folder in ("python", "bench", "tests/python")]
 
 import tolerance  # noqa: E402, F401 - marks name its bounds
+from gander import _table  # noqa: E402, F401 - and its lists
 
 from .library import *  # noqa: E402, F403
 from .measured import *  # noqa: E402, F403
