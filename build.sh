@@ -12,9 +12,23 @@ readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/gander
 VENV=$ROOT/.venv                         # Python packages, from requirements.txt
 readonly STATE=$ROOT/.build              # this checkout's stamps, logs and temporary files
 readonly IMPORTS=$ROOT/python:$ROOT/bench # gander and gander_bench, for PYTHONPATH
-# The number in the library's name and SONAME. There is none in a folder without sources.
-ABI=$(sed -n 's/^#define GANDER_ABI_VERSION //p' capi/gander.h 2>/dev/null || true)
-readonly ABI
+
+# after FILE WORDS: prints the rest of the line that begins with these words. It needs no other program.
+after() {
+  local line
+  while read -r line; do
+    [[ $line != "$2"* ]] || printf '%s' "${line#"$2"}"
+  done <"$1"
+}
+
+# gander's version, and the number in the library's name and SONAME. A folder without sources has neither.
+VERSION='' ABI=''
+if [[ -f capi/gander.h ]]; then
+  VERSION=$(after python/gander/info.py '__version__ = ')
+  VERSION=${VERSION//\"/}
+  ABI=$(after capi/gander.h '#define GANDER_ABI_VERSION ')
+fi
+readonly VERSION ABI
 readonly LIBRARY=python/gander/lib/libgander.so.$ABI
 readonly KERNEL=python/gander/_torch/libgander_torch.so # the kernels' registration with PyTorch
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
@@ -349,8 +363,7 @@ library() {
 # development PREFIX: writes the headers, and the files by which pkg-config and CMake find them and the
 # library.
 development() {
-  local version template out
-  version=$(version)
+  local template out
   mkdir -p "$1/include" "$1/lib/pkgconfig" "$1/lib/cmake/gander"
   cp capi/gander.h dlpack/dlpack.h "$1/include"
   for template in capi/gander*.in; do
@@ -359,12 +372,9 @@ development() {
       *.pc) out=pkgconfig/$out ;;
       *) out=cmake/gander/$out ;;
     esac
-    sed -e "s/@VERSION@/$version/g" -e "s/@ABI@/$ABI/g" "$template" >"$1/lib/$out"
+    sed -e "s/@VERSION@/$VERSION/g" -e "s/@ABI@/$ABI/g" "$template" >"$1/lib/$out"
   done
 }
-
-# version: prints gander's version.
-version() { sed -n 's/^__version__ = "\(.*\)"$/\1/p' python/gander/info.py; }
 
 library_sources() {
   find capi dlpack kernels ops internal/driver internal/policy internal/sizes python/gander/_torch/c \
@@ -394,15 +404,14 @@ built() {
 # install_to PREFIX: copies what `compiled` made for C and C++. The library's file has gander's version in its
 # name. Linkers look for libgander.so, programs for its SONAME.
 install_to() {
-  local version from=python/gander
-  version=$(version)
+  local from=python/gander
   install -d -m 755 "$1/include" "$1/lib/pkgconfig" "$1/lib/cmake/gander"
   install -m 644 $from/include/* "$1/include"
   sed -e '/^# By its SONAME/d' -e 's/-l:libgander.so.*/-lgander/' $from/lib/pkgconfig/gander.pc |
     install -m 644 /dev/stdin "$1/lib/pkgconfig/gander.pc"
   install -m 644 $from/lib/cmake/gander/* "$1/lib/cmake/gander"
-  install -m 755 "$LIBRARY" "$1/lib/libgander.so.$version"
-  ln -sf "libgander.so.$version" "$1/lib/libgander.so.$ABI"
+  install -m 755 "$LIBRARY" "$1/lib/libgander.so.$VERSION"
+  ln -sf "libgander.so.$VERSION" "$1/lib/libgander.so.$ABI"
   ln -sf "libgander.so.$ABI" "$1/lib/libgander.so"
 }
 
@@ -534,7 +543,9 @@ check_spills() { kernels "${GANDER_ARCHS:-$DEFAULT_ARCHS}" -costs; }
 
 check_sass() { go run ./internal/cmd/checksass "${NVCC%/*}" kernels/images; }
 
-check_exports() { go run ./internal/cmd/checklib "$LIBRARY" capi/gander.h; }
+check_exports() { exports "$LIBRARY"; }
+
+exports() { go run ./internal/cmd/checklib "$1" capi/gander.h; }
 
 check_c() { sh tests/c/run.sh "$LIBRARY" capi dlpack; }
 
@@ -700,6 +711,7 @@ check_notorch() {
   numpy_venv "$STATE/numpy"
   PYTHONPATH=python "$STATE/numpy/bin/python" -c "$TRY_NUMPY"
   PYTHONPATH=python "$STATE/numpy/bin/python" -m gander check
+  PYTHONPATH=python "$STATE/numpy/bin/python" examples/training_step_numpy.py
 }
 
 # pip_install_of VENV OPTION...: pip builds and installs gander for sm_90, whose kernels other checks compile
@@ -712,29 +724,43 @@ pip_install_of() {
 # Installs gander as users do: from a git checkout, which that does not change; as an editable one; and by
 # name, from an sdist.
 check_install() {
-  local folder=$STATE/install tree=$STATE/install/checkout version changed
+  local folder=$STATE/install tree=$STATE/install/checkout changed
   rm -rf "$folder"
   mkdir -p "$tree"
   git ls-files -z | tar -c --null -T - | tar -x -C "$tree"
   git -C "$tree" init --quiet
   git -C "$tree" add --all
   numpy_venv "$folder/venv"
-  version=$(backend 'print(backend.VERSION)')
 
   pip_install_of "$folder/venv" "$tree" 2>&1 | tee "$folder/pip.log"
   grep -q -e '-> kernels for sm_90' "$folder/pip.log" || die "pip -v does not show the steps of build.sh"
   changed=$(git -C "$tree" ls-files --others --modified --deleted) # with what .gitignore has
   [[ -z $changed ]] || die "pip install changed the checkout:"$'\n'"$changed"
-  try_install "$version+sm90" unknown "$folder/venv"
+  try_install "$VERSION+sm90" unknown "$folder/venv"
   elsewhere "$folder/venv/bin/python" -m gander check
 
   pip_install_of "$folder/venv" --editable "$tree"
-  try_install "$version" unknown "$tree"
+  try_install "$VERSION" unknown "$tree"
 
   backend 'backend.build_sdist(sys.argv[1])' "$folder"
   GANDER_PYTHON=$VENV/bin/python pip_install_of "$folder/venv" \
-    --no-binary gander-kernels --find-links "$folder" "gander-kernels==$version"
-  try_install "$version" "$(commit)" "$folder/venv"
+    --no-binary gander-kernels --find-links "$folder" "gander-kernels==$VERSION"
+  try_install "$VERSION" "$(commit)" "$folder/venv"
+  same_elsewhere "$folder" "$tree"
+}
+
+# same_elsewhere FOLDER TREE: makes the sdist, and the libraries that pip has built from it, again in another
+# folder. tests/python/test_backend.py has the archive around them.
+same_elsewhere() {
+  commit >"$2/COMMIT"
+  mkdir "$1/again"
+  (cd "$2" && backend 'backend.build_sdist(sys.argv[1])' "$1/again")
+  cmp "$1/again"/*.tar.gz "$1"/*.tar.gz
+  GANDER_ARCHS=sm_90 GANDER_PYTHON=$VENV/bin/python \
+    "$BASH" "$2/build.sh" --libraries "$1/again/gander" "$VERSION"
+  (cd "$1/again/gander" && find . -type f -exec sha256sum {} +) |
+    (cd "$1"/venv/lib/python*/site-packages/gander && sha256sum --check --quiet) ||
+    die "the libraries differ from those that the same commit gave in another folder"
 }
 
 # try_install VERSION COMMIT FOLDER: tries what is installed. Its version and commit have to be these, and its
@@ -860,6 +886,7 @@ task_wheel() {
   cp -R bench/pyproject.toml bench/gander_bench "$stage/bench"
   version=$(backend 'print(backend.version_for(sys.argv[1:]))' ${GANDER_ARCHS:-})
   step "the library for glibc $GLIBC" library "$ROOT/internal/cmd/zigcc.sh" "$stage" "$version"
+  exports "$stage/lib/libgander.so.$ABI"
   step "the wheel" pack "$stage" "$version"
   step "the wheel of gander_bench" pip_wheel "$stage/bench" "$stage"
   step "the wheels in an empty environment" try_wheels "$stage/venv" dist/*.whl "$stage"/*.whl
@@ -942,6 +969,7 @@ case $TASK in
   # For internal/backend.py.
   --machine) PYTHONDONTWRITEBYTECODE=1 machine ;; # it runs in checkouts, and leaves nothing there
   --commit) commit ;;
+  --numbers) printf '%s %s' "$VERSION" "$ABI" ;;
   --compile) # what `build` does, without packages
     compilers
     compiled

@@ -35,10 +35,16 @@ with contextlib.suppress(OSError):  # Python has just put this module's bytecode
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 NAME = PROJECT["name"].replace("-", "_")  # in names of files
-_VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
-VERSION = _VERSION.search((ROOT / "python/gander/info.py").read_text("utf-8"))[1]
-_ABI = re.compile(r"^#define GANDER_ABI_VERSION (\d+)$", re.MULTILINE)
-ABI = _ABI.search((ROOT / "capi/gander.h").read_text("utf-8"))[1]
+
+
+def _said(option: str) -> str:
+    """What build.sh prints. Nothing without bash, which is refused at pip's first call."""
+    script = ["bash", str(ROOT / "build.sh"), option]
+    return subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True).stdout if _BASH else ""
+
+
+_BASH = shutil.which("bash")
+VERSION, ABI = _said("--numbers").split() or ("", "")
 # What build.sh makes in the package: the libraries, and what C and C++ need.
 LIBRARIES = f"lib/libgander.so.{ABI}", "_torch/libgander_torch.so"
 DEVELOPMENT = (
@@ -143,7 +149,7 @@ def _check_machine() -> None:
             f"this machine is {', '.join(found)}; the library builds on Linux, x86_64, glibc. On Windows run "
             "pip install . in WSL 2. Elsewhere the Go packages work, on the CPU: go build ./..."
         )
-    if shutil.which("bash") is None:
+    if _BASH is None:
         _refuse("no bash on PATH, which runs build.sh: apt-get install bash, or dnf install bash")
     _given()
     script = ["bash", str(ROOT / "build.sh"), "--machine"]
@@ -237,8 +243,7 @@ def _copy_sources(copy: Path) -> None:
 
 def _commit() -> bytes:
     """The content of the file COMMIT."""
-    script = ["bash", str(ROOT / "build.sh"), "--commit"]
-    return subprocess.run(script, stdout=subprocess.PIPE, check=True).stdout + b"\n"
+    return f"{_said('--commit')}\n".encode()
 
 
 def _tracked() -> list[str]:
@@ -259,7 +264,7 @@ def pack(libraries: str, directory: str, version: str, platform_tag: str) -> str
     sources = [*package.rglob("*.py"), package / "py.typed"]
     files = {path.relative_to(package).as_posix(): path.read_bytes() for path in sources}
     files |= {name: (Path(libraries) / name).read_bytes() for name in (*LIBRARIES, *DEVELOPMENT)}
-    files["info.py"] = _VERSION.sub(f'__version__ = "{version}"', files["info.py"].decode()).encode()
+    files["info.py"] = files["info.py"].replace(f'"{VERSION}"'.encode(), f'"{version}"'.encode())
     files = {f"gander/{name}": data for name, data in files.items()}
     return _write_wheel(directory, version, platform_tag, files)
 

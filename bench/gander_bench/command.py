@@ -186,16 +186,11 @@ def _undecided(points, records: list[dict]) -> list:
 
 
 def _installed(console, names) -> tuple[str, ...]:
-    from .cases import provider
-    from .sections import reason
+    from .sections import installed
 
-    found = []
-    for name in names:
-        try:
-            provider(name)
-            found.append(name)
-        except Exception as error:  # whatever an import may raise
-            console.print(f"{name} is left out: {reason(error)}", markup=False)
+    found, reasons = installed(names)
+    for name, why in reasons.items():
+        console.print(f"{name} is left out: {why}", markup=False)
     if not found:
         raise typer.BadParameter("none of them can be imported here", param_hint="--providers")
     return tuple(found)
@@ -203,7 +198,7 @@ def _installed(console, names) -> tuple[str, ...]:
 
 def _measure(console, store, points, limit_seconds) -> bool:
     """Whether all points are in the store now."""
-    from .sections import context_is_lost, forget, reason
+    from .sections import context_is_lost, figures_of, forget
 
     began = time.monotonic()
     for number, point in enumerate(points, 1):
@@ -212,10 +207,7 @@ def _measure(console, store, points, limit_seconds) -> bool:
         if limit_seconds is not None and time.monotonic() - began > limit_seconds:
             return False
         start = time.monotonic()
-        try:
-            figures = point.measure()
-        except Exception as error:  # out of memory, say: the next point is another one
-            figures = {"results": {name: {"error": reason(error)} for name in point.providers}}
+        figures = figures_of(point)
         store.add(point.name, figures)
         line = _line(number, len(points), point.name, figures, time.monotonic() - start)
         console.print(line, highlight=False, markup=False, soft_wrap=True)

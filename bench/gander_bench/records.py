@@ -101,6 +101,15 @@ def key(point: dict) -> tuple:
     return tuple(point.get(name) for name in KEY)
 
 
+def record(point: dict, figures: dict, versions: dict[str, str] | None = None) -> dict:
+    """A point's name and figures with what they depend on. versions: by default those of the providers among
+    the results."""
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    if versions is None:
+        versions = {name: provider_version(name) for name in figures["results"]}
+    return point | figures | {"versions": versions, "environment": environment(), "date": date}
+
+
 class Store:
     """A file of records that grows by a line for each point measured."""
 
@@ -119,12 +128,9 @@ class Store:
 
     def add(self, point: dict, figures: dict, versions: dict[str, str] | None = None) -> dict:
         """versions: by default those of the providers among the results."""
-        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        if versions is None:
-            versions = {name: provider_version(name) for name in figures["results"]}
-        record = point | figures | {"versions": versions, "environment": environment(), "date": date}
+        made = record(point, figures, versions)
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(made) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        return record
+        return made

@@ -559,6 +559,32 @@ def train_tables(records) -> list[Table]:
     return tables
 
 
+def curve_differences(records) -> dict[str, list[float]]:
+    """How far each contestant's loss is from torch's, in every step of one run of `train`.
+
+    Raises KeyError where the run lacks torch's curve.
+    """
+    curves = {name: f["losses"] for r in records for name, f in r["results"].items() if "losses" in f}
+    torch = curves.pop("torch")
+    return {name: [a - b for a, b in zip(losses, torch, strict=True)] for name, losses in curves.items()}
+
+
+def curve_tables(records) -> list[Table]:
+    """The differences of loss curves from torch's, whose own curve is the first row."""
+    tables = []
+    for mine in runs_of_training(records):
+        torch = next(r["results"]["torch"]["losses"] for r in mine if "torch" in r["results"])
+        steps = unique([0, *range(9, len(torch), 10), len(torch) - 1])
+        rows = [["torch: its loss", *(f"{torch[step]:.3f}" for step in steps), ""]]
+        for name, differences in curve_differences(mine).items():
+            cells = (f"{differences[step]:+.4f}" for step in steps)
+            rows.append([name, *cells, f"{max(map(abs, differences)):.4f}"])
+        title = f"Loss less torch's: {train_title(mine)} ({_where(mine)})"
+        columns = ["contestant", *(f"step {step + 1}" for step in steps), "largest of all steps"]
+        tables.append(Table(title, columns, rows, labels=1))
+    return tables
+
+
 _SECTIONS = {
     "host": host_tables,
     "load": load_tables,
@@ -626,8 +652,38 @@ def summary(records: list[dict]) -> list[Table]:
     return [Table(title, columns, rows)] if rows else []
 
 
-def _times_as_fast(record: dict, name: str) -> float | None:
-    mine, other = (record["results"].get(who, {}).get("us") for who in ("gander", name))
+def speed_table(*runs: list[dict], figure: str = "us") -> Table:
+    """How many times as fast as each of the others gander is, as geometric means over the points: operators
+    against others. Each run gives its own ratios; the first one that has a contestant counts. figure: the
+    time, "us" for the median, "low" for the 10th percentile."""
+    cells: dict[tuple[str, str], str] = {}
+    for records in runs:
+        for op in unique(r["op"] for r in records):
+            for name in unique(name for r in records for name in r["results"]):
+                mine = [r for r in records if r["op"] == op]
+                speeds = [s for r in mine if (s := _times_as_fast(r, name, figure)) is not None]
+                if speeds and not name.startswith("gander"):
+                    cells.setdefault((op, name), f"{statistics.geometric_mean(speeds):.2f}")
+    operators, others = (unique(key[i] for key in cells) for i in (0, 1))
+    rows = [[TITLES[op], *(cells.get((op, name), "-") for name in others)] for op in operators]
+    title = f"gander's speed over that of others, geometric means ({_where(runs[0])})"
+    return Table(title, ["operator", *others], rows, labels=1)
+
+
+def off_table(records) -> Table:
+    """How far the results of one shape are from float64, relative to their size."""
+    names = unique(name for r in records for name in r["results"])
+    rows = [
+        [TITLES[r["op"]], *(_figure(r["results"].get(name), "off", "{:.1e}") for name in names)]
+        for r in records
+    ]
+    first = records[0]
+    title = f"Distance from float64, {first['dtype']}, {_size(first['m'], first['n'])} ({_where(records)})"
+    return Table(title, ["operator", *names], rows, labels=1)
+
+
+def _times_as_fast(record: dict, name: str, figure: str = "us") -> float | None:
+    mine, other = (record["results"].get(who, {}).get(figure) for who in ("gander", name))
     return None if None in (mine, other) else other / mine
 
 

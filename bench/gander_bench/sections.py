@@ -5,7 +5,7 @@ import gc
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,21 @@ import gander
 import torch
 
 from . import limit, load, losses, models
-from .cases import ALGORITHMS, ALL, DTYPES, NORMS, OPERATORS, PROVIDERS, double, nan_last, provider, rows_of
+from .cases import (
+    ALGORITHMS,
+    ALL,
+    DTYPES,
+    NORMS,
+    OPERATORS,
+    PROVIDERS,
+    double,
+    nan_last,
+    provider,
+    provider_version,
+    rows_of,
+)
+from .memory import peak_bytes
+from .records import record
 from .report import IN_TURNS, NEW_MEMORY
 from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
 
@@ -86,7 +100,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:200]}"
 
 
-def _each(providers, figures: Callable[[str], dict | None]) -> dict:
+def each_result(providers, figures: Callable[[str], dict]) -> dict:
     """Results by provider; what goes wrong for one of them is its result."""
     results = {}
     for name in providers:
@@ -95,6 +109,18 @@ def _each(providers, figures: Callable[[str], dict | None]) -> dict:
         except Exception as error:  # whatever a provider raises: the others are measured all the same
             results[name] = {"error": reason(error)}
     return results
+
+
+def installed(names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The versions of those providers that can be imported here, and why the others cannot."""
+    versions, reasons = {}, {}
+    for name in names:
+        try:
+            provider(name)
+            versions[name] = provider_version(name)
+        except Exception as error:  # whatever an import may raise
+            reasons[name] = reason(error)
+    return versions, reasons
 
 
 # ---- Operators on tensors: throughput, few, cpu ----
@@ -128,7 +154,7 @@ def _prepare(providers, op: str, inputs, m) -> tuple[dict, dict]:
         calls[name] = call
         return {"off": float(f"{off:.2e}")}
 
-    results = _each(providers, prepare)
+    results = each_result(providers, prepare)
     return calls, results
 
 
@@ -335,13 +361,7 @@ def _step_distance(x, target, gradient, factor) -> float:
 
 def _peak_mib(call) -> float:
     """The memory that a call needs at most besides what there is, its results with it."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = call()
-    torch.cuda.synchronize()
-    del results
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    return round(peak_bytes(call, "cuda") / 2**20, 1)
 
 
 def _step_peak(call, x) -> dict:
@@ -369,7 +389,7 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
         calls[name] = call
         return figures
 
-    results = _each(providers, prepare)
+    results = each_result(providers, prepare)
     return _beside_the_limit(options, "rw", (logits,), calls, results)
 
 
@@ -408,7 +428,7 @@ def _linear_point(providers, options: Options, dtype: str, m: int, n: int) -> di
         calls[name] = call
         return far | {"peak MiB": round(_peak_mib(call) - gradients, 1)}
 
-    results = _each(providers, prepare)
+    results = each_result(providers, prepare)
     matmuls = losses.three_matmuls(*inputs[:2])
     timings = _gpu_timer()(calls | {"matmuls": matmuls}, options.seconds)
     least = timings["matmuls"]
@@ -445,7 +465,7 @@ def _sharded_point(providers, options: Options, dtype: str, m: int, n: int) -> d
         return {"off": float(f"{off:.2e}")}
 
     with losses.group_of_one("cuda"):
-        results = _each(providers, prepare)
+        results = each_result(providers, prepare)
         collective = losses.all_gather(m, "cuda")
         timings = _gpu_timer()(calls | {"all-gather": collective}, options.seconds)
     for name in calls:
@@ -490,7 +510,7 @@ def _host_point(providers, options: Options, name: str, mode: str) -> dict:
         calls[who] = call
         return {}
 
-    results = _each(providers, prepare)
+    results = each_result(providers, prepare)
     timings = host_cost(calls, torch.cuda.synchronize if device == "cuda" else (lambda: None))
     for who, timing in timings.items():
         results[who] |= timing._asdict()
@@ -533,7 +553,7 @@ def _load_point(providers) -> dict:
             del figures["import"]
         return figures
 
-    return {"results": _each(providers, first_calls)}
+    return {"results": each_result(providers, first_calls)}
 
 
 def load_section(options: Options) -> Iterator[Point]:
@@ -556,6 +576,23 @@ SECTIONS = {
     "cpu": cpu,
 }
 NEEDS_GPU = tuple(name for name in SECTIONS if name not in ("host", "load", "cpu"))
+
+
+def figures_of(point: Point) -> dict:
+    """What a point's measurement gives. What goes wrong in all of it is the result of each provider."""
+    try:
+        return point.measure()
+    except Exception as error:  # out of memory, say: the next point is another one
+        return {"results": {name: {"error": reason(error)} for name in point.providers}}
+
+
+def measured(points: Iterable[Point]) -> list[dict]:
+    """The records of points, which no file keeps."""
+    records = []
+    for point in points:
+        records.append(record(point.name, figures_of(point)))
+        forget()
+    return records
 
 
 def context_is_lost() -> bool:

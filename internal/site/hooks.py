@@ -1,4 +1,5 @@
-"""Hooks of MkDocs: formulas become MathML, names of gander exist, nothing comes from elsewhere."""
+"""Hooks of MkDocs: formulas as MathML, names of gander that have to exist, links to types of arguments, and
+nothing from other addresses."""
 
 import html
 import inspect
@@ -8,6 +9,7 @@ from pathlib import Path
 import fill
 import latex2mathml.converter
 import mkdocs.exceptions
+import mkdocs.utils
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _NAME = re.compile(r"(?<![\w/-])gander(?:\.[A-Za-z_]\w*)+")
@@ -15,6 +17,10 @@ _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _LOADED = re.compile(
     r"""<(?:script|img|iframe|source|video|link(?![^>]*rel="canonical"))\b[^>]*(?:src|href)="https?:[^"]*"""
     r"""|url\(["']?https?:[^)]*|@import\s+["']https?:[^"']*"""
+)
+# Types of arguments that operators/index.md explains.
+_TYPE = re.compile(
+    r'<span (?:class="n"|title="gander\.[\w.]+")>(A|Array|Algorithm|CastingMode|Masked|Reduction)</span>'
 )
 _BUILT = ("gander.h", "gander.pc", "gander.Tensor")
 
@@ -29,6 +35,8 @@ def on_page_content(content: str, page, **_) -> str:
         for name in _NAME.findall(html.unescape(code)):
             if not _exists(name):
                 raise mkdocs.exceptions.PluginError(f"{page.file.src_path}: there is no {name}")
+    types = mkdocs.utils.get_relative_url("operators/index.html", page.url) + "#types"
+    content = _TYPE.sub(rf'<a class="type" href="{types}">\1</a>', content)
     return _FORMULA.sub(_mathml, content)
 
 
@@ -39,8 +47,10 @@ def on_post_build(config, **_) -> None:
 
 
 def _mathml(found: re.Match) -> str:
-    display = "block" if found[1] == "div" else "inline"
-    return latex2mathml.converter.convert(html.unescape(found[2]).strip(), display=display)
+    display, latex = ("block" if found[1] == "div" else "inline"), html.unescape(found[2]).strip()
+    # Within brackets and roots the converter would put the index beside a sum, not below it.
+    latex = re.sub(r"\\sum(?=_)", r"\\sum\\limits", latex)
+    return latex2mathml.converter.convert(latex, display=display)
 
 
 def _exists(name: str) -> bool:

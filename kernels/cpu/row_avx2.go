@@ -110,11 +110,8 @@ func sum4(s f64x4) float64 {
 	return (a[0] + a[1]) + (a[2] + a[3])
 }
 
-// sumLanes4 is sum4 without memory and without clearing the upper halves of registers.
-func sumLanes4(s f64x4) float64 {
-	lo, hi := s.GetLo(), s.GetHi()
-	return (lo.GetElem(0) + lo.GetElem(1)) + (hi.GetElem(0) + hi.GetElem(1))
-}
+// sumOf4 adds up lanes that were stored, in the order of sum4.
+func sumOf4(s *[4]float64) float64 { return (s[0] + s[1]) + (s[2] + s[3]) }
 
 func max4(v archsimd.Float32x4) float32 {
 	var a [4]float32
@@ -556,6 +553,7 @@ func (k *constants) roundBFloat16x8(f f32x8) i32x8 {
 func rmsNormRowsAVX2(
 	y, x strided, w []float32, over, eps float64, rows int, rstd *[maxTogether]float64,
 ) {
+	var sums [maxTogether][4]float64
 	for row := range rows {
 		xRow := x.row(row)
 		var s0, s1 f64x4
@@ -563,13 +561,11 @@ func rmsNormRowsAVX2(
 			x0, x1, x2, x3 := at8(xRow, i), at8(xRow, i+8), at8(xRow, i+16), at8(xRow, i+24)
 			s0, s1 = accumulate8(s0, s1, x2.MulAdd(x2, x0.Mul(x0)).Add(x3.MulAdd(x3, x1.Mul(x1))))
 		}
-		rstd[row] = sumLanes4(s0.Add(s1))
+		s0.Add(s1).Store(&sums[row])
 	}
-	n, e := archsimd.BroadcastFloat64x4(over), archsimd.BroadcastFloat64x4(eps)
-	one := archsimd.BroadcastFloat64x4(1)
-	for row := 0; row < rows; row += 4 {
-		r := doublePtr4(rstd[:], row)
-		one.Div(archsimd.LoadFloat64x4(r).Div(n).Add(e).Sqrt()).Store(r)
+	archsimd.ClearAVXUpperBits()
+	for row := range rows {
+		rstd[row] = 1 / math.Sqrt(sumOf4(&sums[row])/over+eps)
 	}
 	for row := range rows {
 		xRow, yRow := x.row(row), y.row(row)
@@ -577,14 +573,14 @@ func rmsNormRowsAVX2(
 		for i := 0; i < len(w); i += 8 {
 			storeAt8(yRow, i, at8(xRow, i).Mul(r).Mul(load8(w, i)))
 		}
+		archsimd.ClearAVXUpperBits()
 	}
-	archsimd.ClearAVXUpperBits()
 }
 
 func rmsNormGradRowsAVX2(
 	dx, x, dy strided, w []float32, over float64, dw []float64, rows int, rstd *[maxTogether]float64,
 ) {
-	var ks [maxTogether]float64
+	var sums [maxTogether][4]float64
 	for row := range rows {
 		xRow, dyRow := x.row(row), dy.row(row)
 		var s0, s1 f64x4
@@ -595,17 +591,15 @@ func rmsNormGradRowsAVX2(
 			b = at8(dyRow, i+24).Mul(load8(w, i+24)).MulAdd(at8(xRow, i+24), b)
 			s0, s1 = accumulate8(s0, s1, a.Add(b))
 		}
-		ks[row] = sumLanes4(s0.Add(s1))
+		s0.Add(s1).Store(&sums[row])
 	}
-	n := archsimd.BroadcastFloat64x4(over)
-	for row := 0; row < rows; row += 4 {
-		r, k := archsimd.LoadFloat64x4(doublePtr4(rstd[:], row)), doublePtr4(ks[:], row)
-		r.Mul(r).Mul(archsimd.LoadFloat64x4(k)).Div(n).Store(k)
-	}
+	archsimd.ClearAVXUpperBits()
 	for row := range rows {
 		xRow, dyRow, dxRow := x.row(row), dy.row(row), dx.row(row)
-		k := archsimd.BroadcastFloat32x8(float32(-ks[row]))
-		r, wide := archsimd.BroadcastFloat32x8(float32(rstd[row])), archsimd.BroadcastFloat64x4(rstd[row])
+		rowRstd, rowK := rstd[row], rstd[row]*rstd[row]*sumOf4(&sums[row])/over
+		r32, k32 := float32(rowRstd), float32(-rowK)
+		k, r := archsimd.BroadcastFloat32x8(k32), archsimd.BroadcastFloat32x8(r32)
+		wide := archsimd.BroadcastFloat64x4(rowRstd)
 		for i := 0; i < len(w); i += 8 {
 			xv, dyv := at8(xRow, i), at8(dyRow, i)
 			if dw != nil {
@@ -616,8 +610,8 @@ func rmsNormGradRowsAVX2(
 			}
 			storeAt8(dxRow, i, dyv.MulAdd(load8(w, i), xv.Mul(k)).Mul(r))
 		}
+		archsimd.ClearAVXUpperBits()
 	}
-	archsimd.ClearAVXUpperBits()
 }
 
 // at8 is elements i to i+7 of a row.

@@ -1,24 +1,27 @@
-"""examples/cuda.c, compiled as in its head and run."""
+"""examples/cuda.c, compiled as in its head and run, and examples/training_step_torch.py."""
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import gander
 import pytest
 import torch
 
-SOURCE = Path(__file__).resolve().parents[2] / "examples/cuda.c"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def toolkit():
-    """The folders of CUDA's headers and runtime library: those that torch's wheel brings, or the system's."""
-    site = Path(torch.__file__).parents[1]
-    for folder in [*site.glob("nvidia/cu1[3-9]"), site / "nvidia/cuda_runtime", Path("/usr/local/cuda")]:
-        headers = folder / "include/cuda_runtime_api.h"
+    """The folders of CUDA's headers and runtime library: those that torch's wheel brings, or the system's. A
+    wheel may lack the headers that others include."""
+    site, local = Path(torch.__file__).parents[1], Path("/usr/local")
+    for folder in [*site.glob("nvidia/cu1[3-9]"), site / "nvidia/cuda_runtime", *sorted(local.glob("cuda*"))]:
+        includes = [folder / "include", *folder.glob("targets/*/include")]
+        headers = [each for each in includes if (each / "crt/host_defines.h").exists()]
         found = [*folder.glob("lib*/libcudart.so*"), *folder.glob("targets/*/lib/libcudart.so*")]
-        if headers.exists() and found:
-            return headers.parent, found[0]
+        if headers and (headers[0] / "cuda_runtime_api.h").exists() and found:
+            return headers[0], found[0]
     return None
 
 
@@ -29,6 +32,14 @@ def test_cuda(tmp_path):
     library = gander._native.library.path()
     paths = [f"-I{gander.get_include()}", f"-I{include}", library, cudart]
     rpaths = [f"-Wl,-rpath,{path.parent}" for path in (library, cudart)]
-    subprocess.run(["cc", SOURCE, *paths, *rpaths, "-lm", "-o", tmp_path / "cuda"], check=True, cwd=tmp_path)
+    subprocess.run(
+        ["cc", EXAMPLES / "cuda.c", *paths, *rpaths, "-lm", "-o", tmp_path / "cuda"], check=True, cwd=tmp_path
+    )
     done = subprocess.run([tmp_path / "cuda"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "on GPU 0: largest error" in done.stdout, done.stdout + done.stderr
+
+
+def test_training_step():
+    command = sys.executable, EXAMPLES / "training_step_torch.py"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("training on cuda\n"), done.stdout + done.stderr

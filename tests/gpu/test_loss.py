@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from gander._torch import cross_entropy as _cross_entropy
 from grid import DTYPES, IGNORED, Inputs, losses, name, same_bits
-from tolerance import assert_accurate, summing
+from tolerance import LINEAR_DW, RMS, assert_accurate, summing
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name)
 # Several rows per warp; one row per CTA; clusters; two passes with scratch memory; unaligned rows.
@@ -229,12 +229,8 @@ def test_errors_of_the_linear_loss(dtype):
 
     exact = run(torchs, x.double(), weight.double())
     theirs = [rms(a - b) for a, b in zip(run(torchs, x, weight), exact, strict=True)]
-    for how, most in {
-        (m, None): (1.1, 1.1),
-        (512, "float32"): (1.1, 1.1),
-        (512, None): (1.1, 2.0),
-        (256, None): (1.1, 2.5),
-    }.items():
+    bounds = {(m // chunks, None): (RMS, most) for chunks, most in LINEAR_DW.items()}
+    for how, most in (bounds | {(512, "float32"): (RMS, RMS)}).items():
 
         def ours(x, weight, how=how):
             options = {"reduction": "sum", "upstream": 1.0, "chunk": how[0], "accumulate": how[1]}

@@ -28,6 +28,7 @@ readonly WHEEL_ARCHS="sm_80 sm_86 sm_90 sm_100 compute_90"
 readonly SOURCES="capi dlpack internal python"
 readonly MADE="lib/libgander.so.ABI _torch/libgander_torch.so include/gander.h include/dlpack.h
 lib/pkgconfig/gander.pc lib/cmake/gander/gander-config.cmake lib/cmake/gander/gander-config-version.cmake"
+[ "$1" != --numbers ] || echo "VERSION ABI"
 [ "$1" != "${FAIL:-}" ] || { echo "build.sh: no gcc on PATH" >&2; exit 3; }
 [ "$1" = --libraries ] || exit 0
 echo "-> $* for $GANDER_ARCHS with ${PYTHONPATH:-no path}" >&2
@@ -38,6 +39,7 @@ done
 """
 
 
+VERSION = re.search(r'\n__version__ = "(.*)"\n', (ROOT / "python/gander/info.py").read_text())[1]
 ABI = re.search(r"#define GANDER_ABI_VERSION (\d+)\n", (ROOT / "capi/gander.h").read_text())[1]
 
 
@@ -63,7 +65,7 @@ def copied(root):
         shutil.copyfile(ROOT / name, root / name)
     ignored = shutil.ignore_patterns("*.so", "include", "lib", "__pycache__")
     shutil.copytree(ROOT / "python/gander", root / "python/gander", ignore=ignored)
-    (root / "build.sh").write_text(MOCK.replace("ABI", ABI))
+    (root / "build.sh").write_text(MOCK.replace("VERSION", VERSION).replace("ABI", ABI))
     return root
 
 
@@ -94,6 +96,24 @@ def smi(tmp_path, monkeypatch):
 
 def files(root):
     return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+# ---- Numbers ----
+
+
+def test_version_and_abi():
+    """build.sh reads them, for both."""
+    backend = loaded(ROOT)
+    assert (backend.VERSION, backend.ABI) == (VERSION, ABI)
+
+
+def test_without_bash(checkout, tmp_path, monkeypatch):
+    """There is no version then. pip's first call says what is missing."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    backend = loaded(checkout)
+    assert backend.VERSION == ""
+    with pytest.raises(SystemExit, match="gander-kernels: no bash on PATH, which runs"):
+        backend.get_requires_for_build_wheel()
 
 
 # ---- Architectures ----

@@ -12,9 +12,11 @@ import torch
 import typer
 from gander_bench import (
     cases,
+    costs,
     limit,
     load,
     losses,
+    memory,
     models,
     plots,
     records,
@@ -24,6 +26,7 @@ from gander_bench import (
     timing,
 )  # fmt: skip
 from gander_bench.command import main
+from gander_bench.stored import with_contestant
 from typer.testing import CliRunner
 
 SMALL = ["--shapes", "3x40,2x7", "--seconds", "0", "--dtypes", "float32"]
@@ -794,6 +797,155 @@ def test_pictures(tmp_path):
         "a-throughput-bfloat16.png", "a-few-bfloat16.png", "a-host.png", "a-step.png",
     ]  # fmt: skip
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
+
+
+def drawn(figure):
+    """What the panels of a figure show: by title the axes' labels, and points by name."""
+    return {
+        axes.get_title(): (
+            axes.get_xlabel(),
+            axes.get_ylabel(),
+            {
+                line.get_label(): [
+                    tuple(round(float(value), 3) for value in point) for point in line.get_xydata()
+                ]
+                for line in axes.lines
+            },
+        )
+        for axes in figure.axes
+    }
+
+
+def test_the_picture_of_a_cpu_counts_bytes():
+    """Regression test: microseconds over M, where the same M stood for tensors of different sizes."""
+    pytest.importorskip("matplotlib", reason="pictures need the extra `demo`")
+    record = cpu_record()  # 64 x 4096 float32: 1 MiB, and as much written
+    found = [record, record | {"m": 4096, "n": 512, "results": {"gander": timing_of(20.0)}}]
+    found.append(record | {"m": 1024, "results": {"gander": timing_of(100.0)}})
+    ((_, title, panels),) = plots._pictures(found)
+    assert title == "CPU, float32, 2 threads"
+    figure = plots._figure(found, title, panels)
+    (axes,) = figure.axes
+    (across, up, lines) = drawn(figure)["RMSNorm forward"]
+    assert (across, up) == ("size of a tensor, rows of 4096", "GB/s")
+    assert lines["gander"] == [(2.0**20, round(2**21 / 10e3, 3)), (2.0**24, round(2**25 / 100e3, 3))]
+    assert (2.0**23, round(2**24 / 20e3, 3)) in [point for points in lines.values() for point in points]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1 MiB", "8 MiB"]
+    assert [text.get_text() for text in axes.texts] == ["N = 512"]
+
+
+def test_binary_sizes():
+    sizes = [plots.binary_size(size) for size in (512, 1024, 3 << 19, 256 << 20, 1 << 31)]
+    assert sizes == ["512 B", "1 KiB", "1.5 MiB", "256 MiB", "2 GiB"]
+
+
+def test_pictures_for_a_notebook():
+    pytest.importorskip("matplotlib", reason="pictures need the extra `demo`")
+    ((across, up, lines),) = drawn(plots.throughput([cpu_record()], "a")).values()
+    assert (across, up) == ("N", "GB/s") and lines["torch"] == [(4096.0, round(2**21 / 14e3, 3))]
+    ((_, _, lines),) = drawn(plots.throughput([cpu_record()], "a", "low")).values()
+    assert lines["torch"] == [(4096.0, round(2**21 / 13.9e3, 3))]
+    ((across, up, lines),) = drawn(plots.cpu([cpu_record()], "a")).values()
+    assert across == "size of a tensor, rows of 4096" and up == "GB/s" and {"torch", "gander"} <= set(lines)
+    on_a_gpu = gpu_records()[0]
+    ((across, up, lines),) = drawn(plots.throughput([on_a_gpu], "a")).values()
+    assert (across, up) == ("N", "TB/s") and lines["torch"] == [(4096.0, round(2**29 / 20e6, 3))]
+    loss = on_a_gpu | {"op": "cross_entropy", "results": {"gander": {"us": 2000.0, "peak MiB": 3.0}}}
+    panels = drawn(plots.loss_costs([loss], "m", "a"))
+    assert panels["cross-entropy: time"][:2] == ("tokens", "ms")
+    assert panels["cross-entropy: time"][2]["gander"] == [(32768.0, 2.0)]
+    assert panels["cross-entropy: peak memory"][1:] == ("MiB", {"gander": [(32768.0, 3.0)]})
+    refused = on_a_gpu | {"n": 50257, "results": {"gander": {"ratio": 0.9}, "quack": {"error": "X"}}}
+    (axes,) = plots.shares_of_limit([on_a_gpu, refused], "a").axes
+    assert [text.get_text() for text in axes.texts] == ["refused"]
+    assert sorted(round(bar.get_height(), 2) for bar in axes.patches)[-2:] == [0.9, 0.98]
+
+
+def test_speeds_are_within_a_run():
+    """The mean over the points, and the first run that has a contestant."""
+    first = gpu_records()[0]
+    second = first | {
+        "m": 8192,
+        "results": {"torch": {"us": 8.0, "low": 5.0}, "gander": {"us": 1.0, "low": 1}},
+    }
+    other = first | {"results": {"gander": {"us": 5.0}, "torch": {"us": 1.0}, "torch.compile": {"us": 15.0}}}
+    table = report.speed_table([first, second], [other])
+    assert table.columns == ["operator", "torch", "torch.compile"]
+    assert table.rows == [["softmax forward", "4.00", "3.00"]]
+    assert report.speed_table([second], figure="low").rows == [["softmax forward", "5.00"]]
+
+
+def test_a_contestant_of_another_run():
+    (here, _) = gpu_records()[:2]
+    there = here | {"results": {"torch.compile": {"us": 15.0}}}
+    (both,) = with_contestant([here], [there], "torch.compile")
+    assert list(both["results"]) == ["torch", "gander", "torch.compile"]
+    assert "torch.compile" not in here["results"]
+    with pytest.raises(LookupError, match=r"the other run lacks torch\.compile"):
+        with_contestant([here], [there | {"n": 8192}], "torch.compile")
+
+
+def test_peak_memory_of_a_cpu():
+    kept = torch.zeros(1 << 20)
+
+    def call():
+        first = kept + 1
+        second = first + 1
+        del first
+        return second * 2
+
+    call()
+    scalars = memory.peak_bytes(call, "cpu") - 2 * kept.nbytes  # 1 and 2, as tensors
+    assert 0 <= scalars < 100
+    assert memory.peak_bytes(lambda: None, "cpu") == 0
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_costs_of_a_loss(op):
+    how = dict(dtype="float32", device="cpu", seconds=0, hidden=8)
+    found = costs.loss_costs(op, [(64, 1000), (64, 2000)], ("torch", "gander"), **how)
+    assert [(r["op"], r["m"], r["n"]) for r in found] == [(op, 64, 1000), (op, 64, 2000)]
+    for record in found:
+        logits = 64 * record["n"] * 4 / 2**20
+        results = record["results"]
+        assert all(results[name]["us"] > 0 for name in ("torch", "gander"))
+        assert results["torch"]["peak MiB"] >= round(2 * logits, 1) - 0.1
+        assert results["gander"]["peak MiB"] < results["torch"]["peak MiB"]
+
+
+def test_what_is_measured_without_a_file():
+    options = sections.Options(("torch", "gander"), ("softmax_forward",), ("float32",), ((4, 64),), 0)
+    (record,) = sections.measured(sections.cpu(options))
+    assert record["environment"] == records.environment() and set(record["results"]) == {"torch", "gander"}
+    (table,) = [report.off_table([record])]
+    assert table.columns == ["operator", "torch", "gander"] and all(
+        float(off) < 1e-6 for off in table.rows[0][1:]
+    )
+
+    def fails(providers):
+        raise RuntimeError("no room")
+
+    (record,) = sections.measured([sections.Point({"section": "cpu"}, ("torch",), lambda: fails(()))])
+    assert record["results"] == {"torch": {"error": "RuntimeError: no room"}}
+
+
+def test_who_is_installed(monkeypatch):
+    versions, reasons = sections.installed(["torch", "gander"])
+    assert list(versions) == ["torch", "gander"] and reasons == {}
+
+    def missing():
+        raise ImportError("no such package")
+
+    monkeypatch.setitem(cases._PROVIDERS, "absent", (missing, None))
+    assert sections.installed(["absent"]) == ({}, {"absent": "ImportError: no such package"})
+
+
+def test_triton_loads_whole_vectors_of_aligned_rows_alone():
+    pytest.importorskip("triton", reason="this environment has no Triton")
+    from gander_bench.triton_loads import triton_loads
+
+    assert set(triton_loads(50304)) == {"ld.global.v4.b32"}
+    assert set(triton_loads(50257)) == {"ld.global.b16"}
 
 
 def test_no_pictures_without_matplotlib(command, monkeypatch):

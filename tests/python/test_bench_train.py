@@ -207,7 +207,16 @@ def test_tables_and_pictures_keep_what_failed():
     assert "gander-linear failed: killed by SIGKILL." in table.note
     assert len({len(row) for row in table.rows} | {len(table.columns)}) == 1
     ((name, _, panels),) = plots._pictures(report.latest(found))
-    assert name == "train-small" and list(panels) == ["time of a step", "peak memory", "loss"]
+    assert name == "train-small"
+    assert list(panels) == ["time of a step", "peak memory", "loss, difference from torch's"]
+    ((_, _, alone),) = plots._pictures(found[:1])
+    assert list(alone)[-1] == "loss"  # nothing to differ from
+    (differences,) = report.curve_tables(report.latest(found))
+    assert differences.columns == ["contestant", "step 1", "step 2", "largest of all steps"]
+    assert differences.rows == [
+        ["torch: its loss", "3.000", "2.000", ""],
+        ["gander", "+0.0000", "+0.5000", "0.5000"],
+    ]
     assert report.tables(found[1:2])[0].rows[0][:2] == ["liger", "not run"]
     assert not list(plots._pictures(found[1:2]))
 

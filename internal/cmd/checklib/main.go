@@ -5,7 +5,8 @@
 // It must export exactly the functions that the header declares. Its SONAME must end in the ABI version that
 // the header declares, or a process could load two copies. It must not need libcuda or undefined cu*
 // symbols, which would make it unloadable without a driver. It must have no text relocations and no
-// executable stack, which hardened systems refuse.
+// executable stack, which hardened systems refuse. It must have no debug information, which names folders of
+// the machine that it was built on.
 package main
 
 import (
@@ -91,6 +92,9 @@ func check(library, header string) error {
 	}
 	if textrel {
 		problem("has text relocations")
+	}
+	if file.Section(".debug_info") != nil {
+		problem("has debug information: the linker got no -s, or -g after it")
 	}
 	for _, segment := range file.Progs {
 		if segment.Type == elf.PT_GNU_STACK && segment.Flags&elf.PF_X != 0 {

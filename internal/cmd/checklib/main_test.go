@@ -54,6 +54,9 @@ func TestCheck(t *testing.T) {
 			source: version + softmax + "__asm__(\".text\\n.quad gander_version\");", flags: []string{"-Wl,-z,notext"},
 			want: []string{"text relocations"},
 		},
+		"debug information": {
+			source: version + softmax, flags: []string{"-g"}, want: []string{"debug information"},
+		},
 		"soname": {
 			source: version + softmax, flags: []string{"-Wl,-soname,libgander.so.6"},
 			want: []string{`["libgander.so.6"], expected "libgander.so.7"`},

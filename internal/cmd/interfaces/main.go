@@ -40,6 +40,10 @@ func write(root string) error {
 	if err != nil {
 		return err
 	}
+	pythonTable, err := pythonTable(cHeader)
+	if err != nil {
+		return err
+	}
 	files := map[string]string{
 		"internal/sizes/letters_gen.go":          goLetters(),
 		"kernels/operators_gen.go":               deviceOptions(),
@@ -48,7 +52,7 @@ func write(root string) error {
 		"capi/exports_gen.c":                     cExports(),
 		"capi/exports_gen.go":                    goExports(),
 		"capi/exports_gen.map":                   versionScript(cHeader),
-		"python/gander/_table/operators_gen.py":  pythonTable(),
+		"python/gander/_table/operators_gen.py":  pythonTable,
 		"python/gander/_table/protocol_gen.py":   pythonProtocol(),
 		"python/gander/_arrays/operators_gen.py": pythonArrays(),
 		"python/gander/_torch/operators_gen.py":  pythonFunctions(),

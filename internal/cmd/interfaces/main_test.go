@@ -120,3 +120,11 @@ func TestHeaderWithoutARegion(t *testing.T) {
 	_, err := fill("/* generated: statuses */\n/* end of what is generated */")
 	require.ErrorContains(t, err, "1 of the 4 generated regions")
 }
+
+func TestNumbersForPython(t *testing.T) {
+	table, err := pythonTable("#define GANDER_ABI_VERSION 7\n#define GANDER_OPTIONS_MAGIC 0x1fu /* why */\n")
+	require.NoError(t, err)
+	assert.Contains(t, table, "\nABI_VERSION = 7\nOPTIONS_MAGIC = 0x1f\n")
+	_, err = pythonTable("#define GANDER_ABI_VERSION 7\n")
+	assert.EqualError(t, err, "capi/gander.h does not define GANDER_OPTIONS_MAGIC as a number")
+}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -19,8 +20,11 @@ var (
 	}
 )
 
+// pythonNumbers are macros of gander.h that Python needs too, by their names there.
+var pythonNumbers = []string{"GANDER_ABI_VERSION", "GANDER_OPTIONS_MAGIC"}
+
 // pythonTable generates python/gander/_table/operators_gen.py.
-func pythonTable() string {
+func pythonTable(header string) (string, error) {
 	var t text
 	t.add("# %s", generated)
 	t.add("# ruff: noqa: E501")
@@ -36,6 +40,13 @@ func pythonTable() string {
 	}
 	t.add(")")
 	t.add("")
+	for _, name := range pythonNumbers {
+		value := regexp.MustCompile(`(?m)^#define ` + name + ` (\w+?)u?\b`).FindStringSubmatch(header)
+		if value == nil {
+			return "", fmt.Errorf("capi/gander.h does not define %s as a number", name)
+		}
+		t.add("%s = %s", strings.TrimPrefix(name, "GANDER_"), value[1])
+	}
 	t.add("STATUSES = (%s)", quoted(lower(operators.Statuses)...))
 	t.add("Algorithm = Literal[%s]", quoted(lower(operators.Algorithms)...))
 	t.add("ALGORITHMS: tuple[Algorithm, ...] = (%s)", quoted(lower(operators.Algorithms)...))
@@ -80,7 +91,7 @@ func pythonTable() string {
 		}
 	}
 	t.add("}")
-	return t.String()
+	return t.String(), nil
 }
 
 // pythonRules writes the rules for shapes and element types.

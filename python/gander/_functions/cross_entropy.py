@@ -211,19 +211,19 @@ def cross_entropy_fwd(
     label_smoothing: float = ...,
 ) -> tuple[A, A, A]: ...
 def cross_entropy_fwd(
-    x: Any,
-    target: Any,
-    target_logit: Any = None,
-    weight: Any = None,
+    x: A,
+    target: Array,
+    target_logit: Array | None = None,
+    weight: Array | None = None,
     ignore_index: int = -100,
     return_lse: bool = False,
     return_dx: bool = False,
     inplace_backward: bool = False,
     *,
     batch_invariant: bool = False,
-    divisor: Any = None,
+    divisor: float | Array | None = None,
     label_smoothing: float = 0.0,
-) -> Any:
+) -> A | tuple[A, ...]:
     """The loss of each row, without a gradient.
 
     Args:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .. import _debug
 from .._backend import BACKENDS, backend_of
 from .._words import integer
-from .arguments import FAILURES, check_out, check_targets, overridden
+from .arguments import FAILURES, Array, check_out, check_targets, overridden
 from .cross_entropy import cross_entropy_fwd
 
 
 def cross_entropy_fwd_out(
-    x: Any,
-    target: Any,
-    target_logit: Any,
-    loss: Any,
-    lse: Any,
-    dx: Any,
-    weight: Any,
+    x: Array,
+    target: Array,
+    target_logit: Array | None,
+    loss: Array,
+    lse: Array | None,
+    dx: Array | None,
+    weight: Array | None,
     ignore_index: int = -100,
 ) -> None:
     """cross_entropy_fwd that writes its results to loss, lse and dx.
@@ -83,7 +81,13 @@ def cross_entropy_fwd_out(
 
 
 def cross_entropy_bwd_out(
-    x: Any, target: Any, dloss: Any, lse: Any, dx: Any, weight: Any = None, ignore_index: int = -100
+    x: Array,
+    target: Array,
+    dloss: Array,
+    lse: Array,
+    dx: Array,
+    weight: Array | None = None,
+    ignore_index: int = -100,
 ) -> None:
     """cross_entropy_bwd that writes its result to dx.
 

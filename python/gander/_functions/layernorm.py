@@ -39,18 +39,18 @@ def layernorm(
     out: A | None = ...,
 ) -> tuple[A, A]: ...
 def layernorm(
-    x: Any,
-    weight: Any = None,
-    bias: Any = None,
-    residual: Any = None,
+    x: A,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    residual: Array | None = None,
     out_dtype: Any = None,
     residual_dtype: Any = None,
     eps: float = 1e-6,
     prenorm: bool = False,
     *,
     batch_invariant: bool = False,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A | tuple[A, A]:
     """LayerNorm over the last dimension, differentiable.
 
     y = (h - mean h) / sqrt(var h + eps) * weight + bias with h = x + residual. Ba, Kiros and Hinton, "Layer
@@ -215,16 +215,16 @@ def layernorm_fwd(
     out: A | None = ...,
 ) -> tuple[A, A, A]: ...
 def layernorm_fwd(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: A,
+    weight: Array | None,
+    bias: Array | None = None,
     eps: float = 1e-6,
     return_rstd: bool = False,
     return_mean: bool = False,
     *,
     batch_invariant: bool = False,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A | tuple[A, ...]:
     """layernorm without a gradient, with what its gradient reads.
 
     Args:

@@ -55,7 +55,7 @@ def linear_cross_entropy(
         reduction: As in cross_entropy.
         divisor: As in cross_entropy.
         upstream: The gradient of the loss that backward is expected to bring, as in cross_entropy. It is 1 by
-            default, and if its size is not within 2**-64 to 2**64. Forward makes the gradients for it, with
+            default, and if its size is not from 2^-64 to 2^64. Forward makes the gradients for it, with
             torch's matrix products. Gradients of bfloat16 and float32 are multiplied in backward if another
             one comes, which rounds once more. Gradients of float16 would have underflowed: they are made
             again, and so are those of a second backward pass. Without upstream, gradients of float16 are made
@@ -65,7 +65,7 @@ def linear_cross_entropy(
             less memory, and more time to add up the gradient of weight.
         accumulate: "float32" adds up the gradient of weight over the chunks in float32, in a tensor of its
             own. By default each sum is rounded to weight's dtype.
-        label_smoothing: 0.
+        label_smoothing: 0, the only value that is supported.
 
     Returns:
         The loss, as cross_entropy returns it.

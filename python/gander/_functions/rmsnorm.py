@@ -56,10 +56,10 @@ def rmsnorm(
     out: A | None = ...,
 ) -> tuple[A, A]: ...
 def rmsnorm(
-    x: Any,
-    weight: Any = None,
-    bias: Any = None,
-    residual: Any = None,
+    x: A,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    residual: Array | None = None,
     out_dtype: Any = None,
     residual_dtype: Any = None,
     eps: float | None = 1e-6,
@@ -69,8 +69,8 @@ def rmsnorm(
     casting_mode: CastingMode | None = None,
     algorithm: Algorithm = "auto",
     batch_invariant: bool = False,
-    out: Any = None,
-) -> Any:
+    out: A | None = None,
+) -> A | tuple[A, A]:
     """RMSNorm over the last dimension, differentiable.
 
     y = h / sqrt(mean(h^2) + eps) * weight + bias with h = x + residual. Zhang and Sennrich, "Root Mean Square

@@ -12,10 +12,9 @@ from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_ui
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._table import OPERATORS, STATUSES
+from .._table import ABI_VERSION, OPERATORS, OPTIONS_MAGIC, STATUSES
 from .._words import shown
 
-ABI_VERSION = 4
 CPU, CUDA = 1, 2  # DLPack's device types
 
 _SERVED = ("float16", "bfloat16", "float32", "float64")
@@ -154,9 +153,6 @@ def file_of(library: ctypes.CDLL) -> str:
     return os.fsdecode(place.file)
 
 
-_MAGIC = 0x646E6167  # GANDER_OPTIONS_MAGIC
-
-
 class _Function(NamedTuple):
     """A C function of an operator."""
 
@@ -201,7 +197,7 @@ def options(name: str, **fields: Any) -> ctypes.Structure:
     for field, value in fields.items():
         if value is not None:
             values[field] = ctypes.pointer(value) if isinstance(value, ctypes.Structure) else value
-    return struct(size=ctypes.sizeof(struct), magic=_MAGIC, **values)
+    return struct(size=ctypes.sizeof(struct), magic=OPTIONS_MAGIC, **values)
 
 
 def call(name: str, stream: int | None = None, **given: Any) -> int:

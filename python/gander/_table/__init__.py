@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .operators_gen import (  # noqa: F401 - others import the table from here
+    ABI_VERSION,
     ALGORITHMS,
     DTYPES,
     FLAGS,
@@ -17,6 +18,7 @@ from .operators_gen import (  # noqa: F401 - others import the table from here
     MEAN,
     NONE,
     OPERATORS,
+    OPTIONS_MAGIC,
     REDUCTIONS,
     SHAPES,
     STATUSES,

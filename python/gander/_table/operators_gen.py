@@ -18,6 +18,8 @@ from .types import (
     TorchOperator,
 )
 
+ABI_VERSION = 4
+OPTIONS_MAGIC = 0x646e6167
 STATUSES = ("ok", "null", "shape", "dtype", "device", "layout", "alignment", "overlap", "option", "version", "unsupported", "memory", "cuda", "fork", "internal")
 Algorithm = Literal["auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk"]
 ALGORITHMS: tuple[Algorithm, ...] = ("auto", "warp", "block", "register", "medium", "extreme", "cluster", "arbitrary", "splitk")
