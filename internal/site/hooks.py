@@ -12,7 +12,7 @@ import mkdocs.exceptions
 import mkdocs.utils
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-_NAME = re.compile(r"(?<![\w/-])gander(?:\.[A-Za-z_]\w*)+")
+_NAME = re.compile(r"(?<![\w/.-])gander(?:\.[A-Za-z_]\w*)+")
 _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _LOADED = re.compile(
     r"""<(?:script|img|iframe|source|video|link(?![^>]*rel="canonical"))\b[^>]*(?:src|href)="https?:[^"]*"""

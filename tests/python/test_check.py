@@ -15,6 +15,7 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "rmsnorm": ["rmsnorm"],
     "l2norm": ["l2norm"],
     "layernorm": ["layernorm"],
+    "swiglu": ["swiglu"],
     "logsumexp": ["logsumexp"],
     "cross_entropy": ["cross_entropy", "cross_entropy, mean"],
     "linear_cross_entropy": ["linear_cross_entropy"],

@@ -92,6 +92,8 @@ def arguments(function, argument, options):
         "bias": torch.zeros(CLASSES if linear else N),
         "weight_ce": torch.ones(CLASSES),
         "target": torch.arange(M),
+        "gate": torch.randn(M, N),
+        "up": torch.randn(M, N),
         "rstd": torch.ones(M),
         "mean": torch.zeros(M),
         "lse": torch.zeros(M),
@@ -135,7 +137,7 @@ KINDS |= {operand.name: "tensor" for operator in OPERATORS.values() for operand 
 KINDS |= dict.fromkeys(("input", "out", "lse_partial", "target_logit", "weight_ce"), "tensor")
 KINDS |= dict.fromkeys(("divisor", "upstream"), "number or tensor")
 KINDS |= dict.fromkeys(("out_dtype", "residual_dtype", "dtype"), "dtype")
-KINDS |= dict.fromkeys(("masked", "casting_mode", "accumulate", "op"), "name")
+KINDS |= dict.fromkeys(("masked", "casting_mode", "approximate", "accumulate", "op"), "name")
 KINDS |= dict.fromkeys(
     ("prenorm", "store_rstd", "return_rstd", "return_mean", "return_lse", "return_dx"), "flag"
 )
@@ -240,6 +242,7 @@ LEGAL = {
     "dim": ("0",),
 }
 OF_ROWS = "softmax.x softmax_fwd.x log_softmax.x logsumexp.x rmsnorm.x rmsnorm_fwd.x l2norm.x layernorm.x"
+OF_HALVES = "silu_and_mul.x gelu_and_mul.x gelu_tanh_and_mul.x"
 # Values that are no mistake in some arguments: why, the values, the arguments. "+" after an argument: only in
 # calls with options, and else only in calls without. "torch:" or "numpy:" before it: only there.
 LEGAL_HERE = [
@@ -285,7 +288,8 @@ LEGAL_HERE = [
         ("an array", "a tensor", "float64", "another shape", "another rank"),
         f"{OF_ROWS} explain.x algorithms.x",
     ),
-    ("the result has no memory either", ("a meta tensor",), OF_ROWS),
+    ("an even number of columns is enough", ("float64", "another rank"), OF_HALVES),
+    ("the result has no memory either", ("a meta tensor",), f"{OF_ROWS} {OF_HALVES}"),
     (
         "torch has it too",
         ("a tensor of rank 0", "an array of rank 0", "a NumPy number"),
@@ -454,7 +458,7 @@ def complaint(error, names):
 def may_name(function, argument, value, given):
     """The arguments that a refusal may name: if x is another one than the rest goes with, also the rest."""
     others = ("float64", "an array", "an array of rank 0", "of another library")
-    if value not in others or argument not in ("x", "dy"):
+    if value not in others or argument not in ("x", "dy", "gate"):
         return [argument]
     return [argument, *(name for name in given if kind_of(function, name) == "tensor")]
 

@@ -60,7 +60,7 @@ def calls(x, weight, target):
     grad, grad_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     rstd, saved = torch.rand(6, device=x.device), ops.cross_entropy(x, target, needs_lse=True)[1]
     rows, classes = torch.randn(6, device=x.device), weight.abs()
-    half, brain = torch.float16, torch.bfloat16
+    half, brain, halves = torch.float16, torch.bfloat16, torch.cat((x, x.sin()), -1)
     norms = [
         call
         for name in ("rmsnorm", "layernorm")
@@ -132,6 +132,12 @@ def calls(x, weight, target):
             ),
             {"classes": 9, "mean": True, "weighted": True},
         ),
+        ("glu", (grad, x.cos().requires_grad_()), {"gelu": True, "tanh": True}),
+        ("glu_bwd", (x, x.cos(), x.sin()), {"round_activation": True}),
+        ("glu_bwd_", (x.clone(), x.cos(), x.sin()), {}),
+        ("packed_glu", (halves.clone().requires_grad_(),), {"gelu": True}),
+        ("packed_glu_bwd", (halves, x), {}),
+        ("packed_glu_bwd_", (halves.clone(), x), {"round_activation": True}),
         ("l2norm", (grad,), {}),
         ("l2norm_bwd", (x, x.cos(), rows), {}),
         ("logsumexp", (grad,), {}),

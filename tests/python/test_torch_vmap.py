@@ -32,6 +32,14 @@ PAIRS = {
         lambda x, weight, target: gander.l2norm(x * weight),
         lambda x, weight, target: F.normalize(x * weight, dim=-1),
     ),
+    "swiglu": (
+        lambda x, weight, target: gander.swiglu(x, x.cos() * weight),
+        lambda x, weight, target: F.silu(x) * (x.cos() * weight),
+    ),
+    "gelu_and_mul": (
+        lambda x, weight, target: gander.gelu_and_mul(torch.cat((x, x.cos() * weight), -1)),
+        lambda x, weight, target: F.gelu(x) * (x.cos() * weight),
+    ),
     "layernorm": (
         lambda x, weight, target: gander.layernorm(x, weight, weight.cos()),
         lambda x, weight, target: F.layer_norm(x, (N,), weight, weight.cos(), 1e-6),
@@ -153,6 +161,10 @@ def calls_of_every_operator(x, weight, target):
         "softmax_bwd": [(x, x.softmax(-1))],
         "rmsnorm": norms,
         "rmsnorm_bwd": [(*given, rstd) for given in gradients],
+        "glu": [(x, x.cos())],
+        "glu_bwd": [(x, x.cos(), x.flip(0))],
+        "packed_glu": [(torch.cat((x, x.cos()), -1),)],
+        "packed_glu_bwd": [(torch.cat((x, x.cos()), -1), x.flip(0))],
         "l2norm": [(x,)],
         "l2norm_bwd": [(x, x.flip(0), rstd)],
         "layernorm": norms,

@@ -16,13 +16,14 @@ _APPROXIMATIONS: tuple[Approximation, ...] = ("none", "tanh")
 def swiglu(gate: A, up: Array, *, casting_mode: CastingMode | None = None) -> A:
     """SwiGLU, silu(gate) * up, differentiable in both.
 
-    y = gate * sigmoid(gate) * up for each element: Shazeer, "GLU Variants Improve Transformer", 2020. Computed
-    in float32 (float64 for float64), and rounded once. Backward keeps gate and up alone.
+    y = gate * sigmoid(gate) * up for each element: Shazeer, "GLU Variants Improve Transformer", 2020. It is
+    computed in float32 (float64 for float64), and rounded once. Backward keeps gate and up alone. A result
+    of less than 1e-37 times gate may be 0.
 
     Args:
-        gate: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A torch
-            tensor on the CPU or a CUDA device, or an object with `__dlpack__`, for which the result is an
-            array of the same library, without a gradient.
+        gate: (..., N), N >= 1, of float16, bfloat16 or float32 (on the CPU also float64), any strides. A
+            torch tensor on the CPU or a CUDA device, or an object with `__dlpack__`, for which the result is
+            an array of the same library, without a gradient.
         up: What the activation multiplies, of gate's shape and dtype.
         casting_mode: "llama" rounds silu(gate) to gate's dtype before it is multiplied. Then y has the bits
             that torch's two operators have where their sigmoid has them, and gradients are rounded likewise.
@@ -56,8 +57,9 @@ def geglu(
     """GEGLU, gelu(gate) * up, differentiable in both.
 
     y = gate * P(gate) * up for each element, where P is the normal distribution, or with approximate="tanh"
-    (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))) / 2: Hendrycks and Gimpel, "Gaussian Error Linear Units",
-    2016. Computed in float32 (float64 for float64), and rounded once. Backward keeps gate and up alone.
+    (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))) / 2: Hendrycks and Gimpel, "Gaussian Error Linear
+    Units", 2016. It is computed in float32 (float64 for float64), and rounded once. Backward keeps gate and
+    up alone.
 
     Args:
         gate: As in swiglu.
