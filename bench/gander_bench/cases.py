@@ -157,7 +157,31 @@ NORMS = {
     "layernorm_backward": Operator("rrw", _layernorm_backward_inputs, _layernorm_backward, (1,)),
     "fused_add_rmsnorm": Operator("rrww", _fused_add_rmsnorm_inputs, _rmsnorm_residual, (2,), 2),
 }
-COMPARED = OPERATORS | NORMS
+
+
+def _glu_inputs(m, n, dtype, device):
+    return *_logits(m, n, dtype, device), *_logits(m, n, dtype, device)
+
+
+def _glu_backward_inputs(m, n, dtype, device):
+    return *_glu_inputs(m, n, dtype, device), *_logits(m, n, dtype, device)
+
+
+def _swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def _swiglu_backward(gate, up, dy):
+    share = torch.sigmoid(gate)
+    return dy * up * share * (1 + gate * (1 - share)), dy * gate * share
+
+
+# Gated linear units, which the section `glu` compares.
+GLU = {
+    "swiglu_forward": Operator("rrw", _glu_inputs, lambda *inputs: (_swiglu(*inputs),)),
+    "swiglu_backward": Operator("rrrww", _glu_backward_inputs, _swiglu_backward, (), 2),
+}
+COMPARED = OPERATORS | NORMS | GLU
 
 
 def _rmsnorm_backward_dx_inputs(m, n, dtype, device):
@@ -342,6 +366,8 @@ def _torch():
             "layernorm_forward": _tuple(_layernorm),
             "layernorm_residual_forward": _direct(_layernorm_residual),
             "layernorm_backward": _torch_layernorm_backward,
+            "swiglu_forward": _tuple(_swiglu),
+            "swiglu_backward": lambda gate, up, dy: _backward_of(_swiglu, (gate, up), dy),
             "fused_add_rmsnorm": _in_place(_add_rmsnorm_in_place),
         },
     )
@@ -350,6 +376,11 @@ def _torch():
 def _float_softmax_backward(dy, y):
     (dx,) = _softmax_backward(dy.float(), y.float())
     return (dx.to(y.dtype),)
+
+
+def _float_swiglu_backward(gate, up, dy):
+    results = _swiglu_backward(*(t.float() for t in (gate, up, dy)))
+    return tuple(t.to(gate.dtype) for t in results)
 
 
 def _float_norm_backward(backward):
@@ -428,6 +459,8 @@ def _torch_compile():
             "layernorm_forward": _compiled(lambda *inputs: (_layernorm(*inputs),)),
             "layernorm_residual_forward": _compiled(_layernorm_residual),
             "layernorm_backward": _compiled(_float_norm_backward(_layernorm_backward)),
+            "swiglu_forward": _compiled(lambda *inputs: (_swiglu(*inputs),)),
+            "swiglu_backward": _compiled(_float_swiglu_backward),
             "fused_add_rmsnorm": _compiled_in_place(_add_rmsnorm_in_place),
         },
     )
@@ -461,6 +494,8 @@ def _gander():
                 lambda x, residual, *more: gander.layernorm(x, *more, residual, prenorm=True, eps=EPS)
             ),
             "layernorm_backward": _direct(gander.layernorm_bwd),
+            "swiglu_forward": _tuple(gander.swiglu),
+            "swiglu_backward": _direct(torch.ops.gander.glu_bwd),
             "fused_add_rmsnorm": _in_place(functools.partial(gander.fused_add_rmsnorm, eps=EPS)),
         },
     )
@@ -590,6 +625,7 @@ def _quack():
 
 def _liger():
     from liger_kernel.ops.softmax import _softmax_backward, _softmax_forward
+    from liger_kernel.ops.swiglu import swiglu_backward as ligers_backward
     from liger_kernel.transformers.functional import (
         liger_cross_entropy,
         liger_fused_add_rms_norm,
@@ -597,7 +633,12 @@ def _liger():
         liger_layer_norm,
         liger_rms_norm,
         liger_softmax,
+        liger_swiglu,
     )
+
+    def swiglu_backward(gate, up, dy):
+        """Liger writes over gate and up, whose values are right for the first call only."""
+        return functools.partial(ligers_backward, gate.clone(), up.clone(), dy)
 
     def rmsnorm(x, weight):
         return liger_rms_norm(x, weight, EPS, in_place=False)
@@ -631,6 +672,8 @@ def _liger():
             "rmsnorm_residual_forward": _direct(rmsnorm_residual),
             "rmsnorm_residual_backward": _rmsnorm_residual_gradient(rmsnorm_residual),
             "layernorm_forward": _tuple(layernorm),
+            "swiglu_forward": _tuple(liger_swiglu),
+            "swiglu_backward": swiglu_backward,
             "layernorm_backward": _layernorm_gradient(layernorm),
         },
     )

@@ -38,6 +38,8 @@ TITLES = {
     "layernorm_residual_forward": "LayerNorm of x + residual",
     "layernorm_backward": "LayerNorm backward (dx, dw, db)",
     "fused_add_rmsnorm": "RMSNorm of x + residual, in place",
+    "swiglu_forward": "SwiGLU forward",
+    "swiglu_backward": "SwiGLU backward (dgate, dup)",
 }
 
 
@@ -365,8 +367,16 @@ _MODELS_NOTE = (
 
 
 def norms_tables(records) -> list[Table]:
+    return _tables_by_shape(records, "norms", "Norms")
+
+
+def glu_tables(records) -> list[Table]:
+    return _tables_by_shape(records, "glu", "Gated linear units")
+
+
+def _tables_by_shape(records, section: str, what: str) -> list[Table]:
     """Shapes against providers, for each operator and dtype: medians over the runs."""
-    cases = models.by_case(records, "norms")
+    cases = models.by_case(records, section)
     tables = []
     for op, dtype in unique((case.op, case.dtype) for case in cases):
         mine = {(c.m, c.n): runs for c, runs in cases.items() if (c.op, c.dtype) == (op, dtype)}
@@ -382,7 +392,7 @@ def norms_tables(records) -> list[Table]:
             limit = models.median_of(run.get("limit", {}).get(field) for run in runs)
             cells = [_number(limit, form), *(_norms_cell(runs, name, field, form) for name in providers)]
             rows.append([_size(m, n), *cells, _number(share, "{:.3f}"), _number(faster, "{:.2f}")])
-        title = f"Norms: {TITLES[op]}, {unit}, {dtype} ({_where(every)})"
+        title = f"{what}: {TITLES[op]}, {unit}, {dtype} ({_where(every)})"
         columns = ["M x N", "limit", *providers, "gander / limit", "times the best other"]
         tables.append(Table(title, columns, rows, _NORMS_NOTE, labels=1))
     return tables
@@ -593,6 +603,7 @@ _SECTIONS = {
     "few": few_tables,
     "models": models_tables,
     "norms": norms_tables,
+    "glu": glu_tables,
     "algorithms": algorithms_tables,
     "invariant": invariant_tables,
     "step": step_tables,

@@ -17,6 +17,7 @@ from .cases import (
     ALGORITHMS,
     ALL,
     DTYPES,
+    GLU,
     NORMS,
     OPERATORS,
     PROVIDERS,
@@ -54,6 +55,11 @@ CPU = ((4, 64), *((m, 4096) for m in (4, 64, 1024, 16384)), (16384, 64), (4096, 
 TINY = (4, 256)
 # Off the grid: vocabularies and widths as models have them, some rows unaligned, and a prime number of rows.
 ODD = tuple((4099, n) for n in (1000, 12288, 50257, 128256))
+# Tokens by the widths of MLPs: a decoder of one, few and many tokens, and experts.
+MLPS = (
+    *((m, n) for m in (1, 64, 2048, 8192) for n in (3072, 11008, 14336)),
+    *((32768, 768), (65536, 1536), (4099, 10001)),
+)
 # The norms with options: as many rows as a tensor needs to have 64 MiB, at least 32768; and in place, as
 # inference servers call them.
 NORM_LENGTHS = (256, 512, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 32768)
@@ -295,6 +301,16 @@ def norms(options: Options) -> Iterator[Point]:
         for dtype in options.dtypes or _norm_dtypes(op):
             for m, n in options.shapes or _norm_shapes(op, dtype):
                 name = {"section": "norms", "op": op, "dtype": dtype, "m": m, "n": n, "run": options.run}
+                having = _having_operator(options.providers, op)
+                yield from _point(name, having, _gpu_point, options, op, dtype, m, n)
+
+
+def glu(options: Options) -> Iterator[Point]:
+    """Gated linear units at the widths of MLPs. Each run is a process of its own, as with models."""
+    for op in options.operators or GLU:
+        for dtype in options.dtypes or ("bfloat16", "float16", "float32"):
+            for m, n in options.shapes or MLPS:
+                name = {"section": "glu", "op": op, "dtype": dtype, "m": m, "n": n, "run": options.run}
                 having = _having_operator(options.providers, op)
                 yield from _point(name, having, _gpu_point, options, op, dtype, m, n)
 
@@ -568,6 +584,7 @@ SECTIONS = {
     "few": few,
     "models": models_section,
     "norms": norms,
+    "glu": glu,
     "algorithms": algorithms,
     "invariant": invariant,
     "step": step,
