@@ -34,85 +34,102 @@ func (elementwise[T]) firstPass(*worker[T], int, int, int, []partial) {}
 func (elementwise[T]) combine(*worker[T], int, []partial) rowStats    { return rowStats{} }
 
 func (gluForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, _ rowStats) {
-	act := activationOf[T](w.glu.Activation)
+	act, rounds := activationOf[T](w.glu.Activation), w.rounding()
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		y := w.output(2, &w.y, row, j, n)
 		up := w.read(1, &w.dy, row, j, n)
 		for i, gate := range w.read(0, &w.x, row, j, n) {
-			value, _ := act(gate)
-			y[i] = roundedIf(w.glu.Round, w.x.DType, value) * up[i]
+			value, _ := act(float64(gate))
+			y[i] = T(rounds(value) * float64(up[i]))
 		}
 		w.write(&w.y, row, j, y)
 	}
 }
 
 func (gluBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, _ rowStats) {
-	act := activationOf[T](w.glu.Activation)
+	act, rounds := activationOf[T](w.glu.Activation), w.rounding()
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		gates, ups, dy := w.read(0, &w.x, row, j, n), w.read(1, &w.y, row, j, n), w.read(2, &w.dy, row, j, n)
 		dgate, dup := w.output(0, &w.dx, row, j, n), w.output(1, &w.glu.DUp, row, j, n)
 		for i, gate := range gates {
-			up, dy := ups[i], dy[i]
-			value, derivative := act(gate)
-			dgate[i] = roundedIf(w.glu.Round, w.x.DType, dy*up) * derivative
-			dup[i] = dy * roundedIf(w.glu.Round, w.x.DType, value)
+			up, dy := float64(ups[i]), float64(dy[i])
+			value, derivative := act(float64(gate))
+			dgate[i] = T(rounds(dy*up) * derivative)
+			dup[i] = T(dy * rounds(value))
 		}
 		w.write(&w.dx, row, j, dgate)
 		w.write(&w.glu.DUp, row, j, dup)
 	}
 }
 
-// roundedIf rounds v to a type of memory.
-func roundedIf[T float](round bool, t kernels.DType, v T) T {
+// rounding returns a function that rounds to the rows' type, or with no option to do so does not.
+func (c *call[T]) rounding() func(v float64) float64 {
 	switch {
-	case !round:
-	case t == kernels.Float16:
-		return T(widenFloat16(narrowFloat16(float32(v))))
-	case t == kernels.BFloat16:
-		return T(widenBFloat16(narrowBFloat16(float32(v))))
+	case !c.glu.Round:
+	case c.x.DType == kernels.Float16:
+		return func(v float64) float64 { return float64(widenFloat16(narrowFloat16(float32(v)))) }
+	case c.x.DType == kernels.BFloat16:
+		return func(v float64) float64 { return float64(widenBFloat16(narrowBFloat16(float32(v)))) }
+	case c.x.DType == kernels.Float32:
+		return func(v float64) float64 { return float64(float32(v)) }
 	}
-	return v
+	return func(v float64) float64 { return v }
 }
 
-// activationOf returns a function that returns act(x) and its derivative.
-func activationOf[T float](a kernels.Activation) func(x T) (value, derivative T) {
+// activationOf returns a function that returns act(x) and its derivative. What follows an exponential in T is
+// computed in float64, so that it rounds nothing.
+func activationOf[T float](a kernels.Activation) func(x float64) (value, derivative float64) {
 	switch a {
 	case kernels.GELU:
-		return gelu[T]
+		return gelu
 	case kernels.GELUTanh:
 		return geluTanh[T]
 	}
 	return silu[T]
 }
 
-func expOf[T float](x T) T {
-	if unsafe.Sizeof(x) == 4 {
-		return T(exp32(float32(x)))
+// expOf is exp(x), in T. In float32 it has the digits that x loses when it is rounded to float32.
+func expOf[T float](x float64) float64 {
+	if unsafe.Sizeof(T(0)) == 8 {
+		return math.Exp(x)
 	}
-	return T(math.Exp(float64(x)))
+	rounded := float32(x)
+	e := float64(exp32(rounded))
+	if e == 0 || e > math.MaxFloat32 {
+		return e
+	}
+	return e + e*(x-float64(rounded))
 }
 
-func sigmoid[T float](x T) T { return 1 / (1 + expOf(-x)) }
+// remainder is 1 - s for the sigmoid s = 1 / (1 + e), with the digits that s loses where it is nearly 1.
+func remainder(s, e float64) float64 {
+	if e < 1 {
+		return s * e
+	}
+	return 1 - s
+}
 
-func silu[T float](x T) (value, derivative T) {
-	s := sigmoid(x)
-	return x * s, s * (1 + x*(1-s))
+func silu[T float](x float64) (value, derivative float64) {
+	e := expOf[T](-x)
+	s := 1 / (1 + e)
+	return x / (1 + e), s * (1 + x*remainder(s, e))
 }
 
 // gelu has the share of the normal distribution below x as half of erfc, which keeps its digits where it is
 // small.
-func gelu[T float](x T) (value, derivative T) {
-	below := math.Erfc(-float64(x)*(1/math.Sqrt2)) / 2
-	density := math.Exp(-float64(x)*float64(x)/2) * (1 / math.Sqrt(2*math.Pi))
-	return T(float64(x) * below), T(below + float64(x)*density)
+func gelu(x float64) (value, derivative float64) {
+	below := math.Erfc(-x*(1/math.Sqrt2)) / 2
+	density := math.Exp(-x*x/2) * (1 / math.Sqrt(2*math.Pi))
+	return x * below, below + x*density
 }
 
-// geluTanh is gelu with 0.5 (1 + tanh(u)) for the distribution. That is sigmoid(2 u), which keeps its digits
-// where tanh(u) is nearly -1.
-func geluTanh[T float](x T) (value, derivative T) {
+// geluTanh is gelu with 0.5 (1 + tanh(u)) for the distribution. That is the sigmoid of 2 u, which keeps its
+// digits where tanh(u) is nearly -1.
+func geluTanh[T float](x float64) (value, derivative float64) {
 	const twice, cubic = 2 * 0.797884560802865356, 0.044715 // 2 sqrt(2 / pi)
-	s := sigmoid(twice * (x + cubic*x*x*x))
-	return x * s, s * (1 + x*(1-s)*twice*(1+3*cubic*x*x))
+	e := expOf[T](-twice * x * (1 + cubic*x*x))
+	s := 1 / (1 + e)
+	return x / (1 + e), s * (1 + x*remainder(s, e)*twice*(1+3*cubic*x*x))
 }

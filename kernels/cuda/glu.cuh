@@ -10,21 +10,32 @@
 
 namespace gander {
 
-// 1 / (1 + exp(-x)). For float32 results every digit counts. Results of 16 bits take the hardware's
-// instructions.
+// a / b. For float32 results every digit counts. Results of 16 bits take the hardware's reciprocal.
 template <class T>
-__device__ __forceinline__ float sigmoid(float x) {
-  const float e = exp_difference<T>(0.f, x);
-  return sizeof(T) == 4 ? 1.f / (1.f + e) : __fdividef(1.f, 1.f + e);
+__device__ __forceinline__ float quotient(float a, float b) {
+  return sizeof(T) == 4 ? a / b : __fdividef(a, b);
 }
+
+// The sigmoid s of v, from e = exp(-v). rest is 1 - s, with the digits that s loses where it is nearly 1.
+template <class T>
+struct Sigmoid {
+  float e;
+  __device__ __forceinline__ explicit Sigmoid(float v) : e(exp_difference<T>(0.f, v)) {}
+  __device__ __forceinline__ float times(float x) const { return quotient<T>(x, 1.f + e); }
+  __device__ __forceinline__ float rest(float s) const { return e < 1.f ? s * e : 1.f - s; }
+};
 
 // act(x) and its derivative.
 template <class T>
 struct SiLU {
-  float s, x;
-  __device__ __forceinline__ explicit SiLU(float x) : s(sigmoid<T>(x)), x(x) {}
-  __device__ __forceinline__ float value() const { return x * s; }
-  __device__ __forceinline__ float derivative() const { return s * fmaf(x, 1.f - s, 1.f); }
+  Sigmoid<T> sigmoid;
+  float x;
+  __device__ __forceinline__ explicit SiLU(float x) : sigmoid(x), x(x) {}
+  __device__ __forceinline__ float value() const { return sigmoid.times(x); }
+  __device__ __forceinline__ float derivative() const {
+    const float s = sigmoid.times(1.f);
+    return s * fmaf(x, sigmoid.rest(s), 1.f);
+  }
 };
 
 template <class T>
@@ -38,17 +49,19 @@ struct GELU {
   }
 };
 
-// GELU with 0.5 (1 + tanh(u)) for the distribution. That is sigmoid(2 u), which keeps its digits where
+// GELU with 0.5 (1 + tanh(u)) for the distribution. That is the sigmoid of 2 u, which keeps its digits where
 // tanh(u) is nearly -1.
 template <class T>
 struct GELUTanh {
   static constexpr float kTwice = 2 * 0.797884560802865356f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
-  float s, x;
+  Sigmoid<T> sigmoid;
+  float x;
   __device__ __forceinline__ explicit GELUTanh(float x)
-      : s(sigmoid<T>(kTwice * fmaf(kCubic * x * x, x, x))), x(x) {}
-  __device__ __forceinline__ float value() const { return x * s; }
+      : sigmoid(kTwice * fmaf(kCubic * x * x, x, x)), x(x) {}
+  __device__ __forceinline__ float value() const { return sigmoid.times(x); }
   __device__ __forceinline__ float derivative() const {
-    return s * fmaf(x * (1.f - s), kTwice * fmaf(3 * kCubic * x, x, 1.f), 1.f);
+    const float s = sigmoid.times(1.f);
+    return s * fmaf(x * sigmoid.rest(s), kTwice * fmaf(3 * kCubic * x, x, 1.f), 1.f);
   }
 };
 
