@@ -10,10 +10,16 @@
 
 namespace gander {
 
-// a / b. For float32 results every digit counts. Results of 16 bits take the hardware's reciprocal.
+// x / (1 + e). Results of 16 bits take the hardware's reciprocal. For float32 results the quotient gets back
+// what the sum and the division have lost by rounding, if these numbers are finite.
 template <class T>
-__device__ __forceinline__ float quotient(float a, float b) {
-  return sizeof(T) == 4 ? a / b : __fdividef(a, b);
+__device__ __forceinline__ float over_one_plus(float x, float e) {
+  const float d = 1.f + e;
+  if constexpr (sizeof(T) == 2) return __fdividef(x, d);
+  const float q = x / d, most = __fsub_rn(d, 1.f);
+  const float lost = __fadd_rn(__fsub_rn(1.f, __fsub_rn(d, most)), __fsub_rn(e, most));
+  const float more = __fdividef(fmaf(-q, lost, fmaf(-q, d, x)), d);
+  return fabsf(more) < kInfinity ? q + more : q;
 }
 
 // The sigmoid s of v, from e = exp(-v). rest is 1 - s, with the digits that s loses where it is nearly 1.
@@ -21,7 +27,7 @@ template <class T>
 struct Sigmoid {
   float e;
   __device__ __forceinline__ explicit Sigmoid(float v) : e(exp_difference<T>(0.f, v)) {}
-  __device__ __forceinline__ float times(float x) const { return quotient<T>(x, 1.f + e); }
+  __device__ __forceinline__ float times(float x) const { return over_one_plus<T>(x, e); }
   __device__ __forceinline__ float rest(float s) const { return e < 1.f ? s * e : 1.f - s; }
 };
 
