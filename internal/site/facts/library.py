@@ -22,7 +22,7 @@ PLACES = {  # of internal/policy's regimes: where a row lies, and who shares it
     "stream": "nowhere: it is read once and not kept",
     "two-passes": "nowhere: it is read twice, in chunks",
     "by-columns": "nowhere: sums of rows first, then dx and dw by columns",
-    "elementwise": "nowhere: its statistics are known, and elements are independent",
+    "elementwise": "nowhere: elements are independent, or what they need of the row is known",
 }
 
 

@@ -13,6 +13,7 @@ GRID = "h100-8a2845d"  # throughput over the row lengths, beside the peers
 NORMS = "h200-9bdc7ab"  # the norms with their options
 IN_PLACE = "h200-116c1f8"  # fused_add_rmsnorm
 STEP = "h200-636b39f-step"
+GLU = "h100-b4895ea-glu"  # gated linear units
 LINEAR = "h200-5bb0dad"
 MODELS = {"softmax": "h200-727a294", "rmsnorm": "h200-9bdc7ab", "cross_entropy": "h200-1ed7d17"}
 
