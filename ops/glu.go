@@ -21,8 +21,8 @@ func activation(gelu, tanh bool) kernels.Activation {
 // gelu refuses tanh without gelu.
 func (k *check) gelu(gelu, tanh bool) {
 	if tanh && !gelu && k.err == nil {
-		k.fail(StatusOption, "tanh is set without gelu, expected both: SiLU has no approximation; set gelu, or leave "+
-			"tanh out")
+		k.fail(StatusOption, "tanh is set without gelu, expected both: SiLU has no approximation; set gelu, "+
+			"or leave tanh out")
 	}
 }
 

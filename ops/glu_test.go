@@ -153,5 +153,6 @@ func TestGLURefuses(t *testing.T) {
 		assert.EqualError(t, err, want)
 	}
 	one := empty(t, dlpack.Float32, 2, 1)
-	assert.ErrorContains(t, ops.PackedGLUForward{X: one, Y: empty(t, dlpack.Float32, 2, 0)}.Run(nil), "even number")
+	err := ops.PackedGLUForward{X: one, Y: empty(t, dlpack.Float32, 2, 0)}.Run(nil)
+	assert.ErrorContains(t, err, "even number")
 }

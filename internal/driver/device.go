@@ -302,10 +302,11 @@ func (d *Device) measure(family kernels.Family) (*Facts, error) {
 // probeOf returns a kernel that runs in clusters: one of the family, or if that has none, because it reduces
 // nothing, the first one.
 func probeOf(family kernels.Family) *kernels.Variant {
-	inClusters := func(v kernels.Variant) bool { return v.Cluster }
-	i := slices.IndexFunc(kernels.Variants, func(v kernels.Variant) bool { return v.Cluster && v.Family == family })
+	i := slices.IndexFunc(kernels.Variants, func(v kernels.Variant) bool {
+		return v.Cluster && v.Family == family
+	})
 	if i < 0 {
-		i = slices.IndexFunc(kernels.Variants, inClusters)
+		i = slices.IndexFunc(kernels.Variants, func(v kernels.Variant) bool { return v.Cluster })
 	}
 	return &kernels.Variants[i]
 }

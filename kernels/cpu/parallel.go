@@ -260,8 +260,8 @@ func (c *call[T]) reserve() (err error) {
 }
 
 // reset gives mapped memory back and drops the pointers to it and to the caller's memory. engine.run drops
-// those of norm, ce, masked and glu. If such an address later becomes part of Go's heap, a stale pointer to it
-// would make the garbage collector abort.
+// those of norm, ce, masked and glu. If such an address later becomes part of Go's heap, a stale pointer to
+// it would make the garbage collector abort.
 func (c *call[T]) reset() {
 	if c.mapped != nil {
 		c.layOut(nil)

@@ -62,7 +62,8 @@ func (o operator) filter(output bool) (list []operators.Operand) {
 // goWords are names whose Go spelling differs from what camel would return.
 var goWords = map[string]string{
 	"x": "X", "y": "Y", "dx": "DX", "dy": "DY", "dw": "DW", "lse": "LSE", "dloss": "DLoss",
-	"dout": "DOut", "dgate": "DGate", "dup": "DUp", "dlse": "DLSE", "db": "DB", "dresidual": "DResidual", "dresidual_out": "DResidualOut",
+	"dout": "DOut", "dgate": "DGate", "dup": "DUp", "dlse": "DLSE", "db": "DB", "dresidual": "DResidual",
+	"dresidual_out": "DResidualOut",
 }
 
 // camel turns one_pass into OnePass, and dx into DX.
