@@ -13,8 +13,8 @@ func TestIndices(t *testing.T) {
 	}
 }
 
-// The driver asks about a family's clusters with one of its kernels. Gated linear units have none, because they
-// reduce nothing.
+// The driver asks about a family's clusters with one of its kernels. Gated linear units have none, because
+// they reduce nothing.
 func TestFamiliesHaveKernelsInClusters(t *testing.T) {
 	families := map[Family]bool{}
 	for _, v := range Variants {
