@@ -190,13 +190,13 @@ def summary() -> str:
         ("[softmax](docs/operators/softmax.md)", "softmax_forward", "softmax_backward"),
         ("[RMSNorm](docs/operators/rmsnorm.md)", "rmsnorm_forward", "rmsnorm_backward"),
         (
-            "[cross-entropy](docs/operators/cross_entropy.md)",
+            "[cross-entropy](docs/operators/cross_entropy.md); loss and gradient",
             "cross_entropy_forward",
             "cross_entropy_loss_gradient",
         ),
     ]
     lines = [
-        "| operator | forward / torch | forward / QuACK | with gradient / torch | with gradient / QuACK |",
+        "| operator | forward / torch | forward / QuACK | backward / torch | backward / QuACK |",
         "|---|--:|--:|--:|--:|",
     ]
     for name, *ops in rows:
