@@ -76,7 +76,9 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
     block* b = &c->blocks[i];
     switch (f->operands[i]) {
       case 'm':
+      case 'e':
       case 'b': fill(b); break;
+      case 'h': fill(b)->shape[1] = N / 2; break;
       case 'n': fill_vector(b, N); break;
       case 'r':
       case 's': fill_vector(b, M); break;
@@ -127,10 +129,10 @@ static inline int must_fail(const function* f, fault wrong, int at) {
     case RANK: return !strchr("s1b", f->operands[at]);
     case LENGTH: { /* any number of columns is valid if no other operand has columns */
       size_t others = 0;
-      for (const char* p = f->operands; *p; ++p) others += *p == 'm' || *p == 'n' || *p == 'u';
+      for (const char* p = f->operands; *p; ++p) others += strchr("mhnu", *p) != NULL;
       return f->operands[at] != 'm' || others > 1;
     }
-    case LAYOUT: return strchr("mb", f->operands[at]) != NULL;
+    case LAYOUT: return strchr("mehb", f->operands[at]) != NULL;
     default: return 1;
   }
 }

@@ -188,19 +188,6 @@ def test_the_committed_training_is_that_of_the_files():
             assert table.markdown() in shown
 
 
-def test_readme_has_the_figures_of_the_files():
-    """Times and memory of a step, which README rounds."""
-    pairs = re.findall(r"\b(\d+) ms, ([\d.]+) GiB", (ROOT / "README.md").read_text())
-    assert len(pairs) > 6
-    measured = {
-        (f"{figures['ms']:.0f}", f"{figures['peak_gib']:.1f}")
-        for name in TRAINING
-        for record in records.read(RESULTS / name)
-        for figures in record["results"].values()
-    }
-    assert set(pairs) <= measured
-
-
 def test_the_committed_notebook_is_executed():
     cells = code(committed())
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))

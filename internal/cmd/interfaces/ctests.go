@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -90,7 +91,7 @@ func testFunction(t *text, f function) string {
 		names = append(names, strconv.Quote(p.Name))
 	}
 	more := fmt.Sprintf("%s, &set_%s, {%s}},", wrong, name, strings.Join(names, ", "))
-	return fmt.Sprintf("    {%q, call_%s, %q, %q, %d,\n%s", f.name(), name, letters(list), where, len(slots),
+	return fmt.Sprintf("    {%q, call_%s, %q, %q, %d,\n%s", f.name(), name, letters(list, f.Operands), where, len(slots),
 		wrap(more, "     ", 110))
 }
 
@@ -122,15 +123,20 @@ func testLayouts() string {
 	return t.String()
 }
 
-// letters encodes the operands of a valid call with the default options.
-func letters(list []operators.Operand) string {
+// letters encodes the operands of a valid call with the default options. all has those of the operator.
+func letters(list, all []operators.Operand) string {
 	var b strings.Builder
+	halved := slices.ContainsFunc(all, func(p operators.Operand) bool { return p.Shape == operators.HalfRows })
 	for _, p := range list {
 		rule, letter := operators.Shapes[p.Shape], byte('r') // a number for each row
 		sizes, indices := rule.Forms[0].Sizes, p.DType == operators.Index
 		switch {
 		case rule.Layout == operators.Broadcasts:
 			letter = 'b'
+		case p.Shape == operators.HalfRows:
+			letter = 'h'
+		case rule.Layout == operators.InRows && halved:
+			letter = 'e' // an even number of columns
 		case rule.Layout == operators.InRows:
 			letter = 'm'
 		case sizes == "N" && indices:
