@@ -1,6 +1,6 @@
 """Fills in the figures of README.md and docs/ from the table of operators, the library and the records.
 
-A page marks a figure with the expression that makes it, in the names of facts.py:
+A page marks a figure with the expression that makes it, in the names of the package facts:
 
     On an H100 softmax has <!--= times("softmax_forward", "torch") -->1.6<!--/--> times torch's speed.
 

@@ -11,7 +11,7 @@ from . import ROOT
 # The records from which each kind of figure is taken.
 GRID = "h100-8a2845d"  # throughput over the row lengths, beside the peers
 NORMS = "h200-9bdc7ab"  # the norms with their options
-IN_PLACE = "h200-116c1f8"  # fused_add_rmsnorm
+IN_PLACE = "h200-116c1f8"  # fused_add_rmsnorm, beside flashinfer
 STEP = "h200-636b39f-step"
 GLU = "h100-b4895ea-glu"  # gated linear units
 LINEAR = "h200-5bb0dad"

@@ -5,13 +5,11 @@ import textwrap
 
 from gander_bench import models, report
 
-from .measured import GRID, PEERS, card, geomean, points_of, ratios, records_of
+from .measured import GRID, IN_PLACE, PEERS, STEP, card, geomean, points_of, ratios, records_of
 
 # Later files replace the points that earlier ones share with them.
 _SHAPES_OF_MODELS = ("h200-ace71b4", "h200-727a294", "h200-1ed7d17", "h200-d162d87-few")
-_IN_PLACE = "h200-116c1f8"  # fused_add_rmsnorm, beside flashinfer
 _HOST = {"H100": GRID, "H200": "h200-fece478-host"}
-_STEPS = "h200-636b39f-step"
 _ALGORITHMS = "h100-ff72783-algorithms"
 _TRAFFIC = {  # an operator that moves it
     "1 read": "cross_entropy_forward",
@@ -147,7 +145,7 @@ def level_with_others() -> str:
 def slower() -> str:
     """A table of the shapes at which another one is faster by more than 2 %, or by more than 0.3 us where a
     call takes less than 20 us, in the best of the runs."""
-    cases = _of_models() | _of_models((_IN_PLACE,), "norms")
+    cases = _of_models() | _of_models((IN_PLACE,), "norms")
     rows = []
     for case, verdict in _behind(cases).items():
         best = min(
@@ -161,7 +159,7 @@ def slower() -> str:
         speed = f"{verdict.measured:.2f}"
         rows.append([title, f"{case.m} x {case.n}", case.dtype, speed, PEERS.get(best, best)])
     columns = ["operator", "rows", "dtype", "speed over the other's", "other"]
-    return _table_of(columns, rows, f"H200. {_named(*_SHAPES_OF_MODELS, _IN_PLACE)}", labels=3)
+    return _table_of(columns, rows, f"H200. {_named(*_SHAPES_OF_MODELS, IN_PLACE)}", labels=3)
 
 
 def host() -> str:
@@ -218,11 +216,11 @@ def step_times() -> str:
         "torch": "torch",
     }
     rows = []
-    for p in report.of(records_of(_STEPS), "step"):
+    for p in report.of(records_of(STEP), "step"):
         if p["mode"] in ("backward", "a quarter", "scaled"):
             taken = [f"{p['results'][name]['us']:.0f}" for name in names]
             rows.append([f"`{report._STEPS[p['mode']]}`", *taken])
-    note = f"us on an {card(_STEPS)}, {p['m']} x {p['n']} {p['dtype']}. {_named(_STEPS)}"
+    note = f"us on an {card(STEP)}, {p['m']} x {p['n']} {p['dtype']}. {_named(STEP)}"
     return _table_of(["step", *names.values()], rows, note)
 
 
