@@ -91,8 +91,9 @@ func testFunction(t *text, f function) string {
 		names = append(names, strconv.Quote(p.Name))
 	}
 	more := fmt.Sprintf("%s, &set_%s, {%s}},", wrong, name, strings.Join(names, ", "))
-	return fmt.Sprintf("    {%q, call_%s, %q, %q, %d,\n%s", f.name(), name, letters(list, f.Operands), where, len(slots),
-		wrap(more, "     ", 110))
+	operands := letters(list, f.Operands)
+	row := fmt.Sprintf("    {%q, call_%s, %q, %q, %d,\n", f.name(), name, operands, where, len(slots))
+	return row + wrap(more, "     ", 110)
 }
 
 // testOptions writes an option struct with these values.
