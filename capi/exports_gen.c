@@ -264,6 +264,63 @@ int32_t gander_packed_glu_grad(DLManagedTensorVersioned* x, DLManagedTensorVersi
   return gander_end(inputs, 2, status);
 }
 
+int32_t gander_rotary_forward(const DLTensor* q, const DLTensor* cos, const DLTensor* sin,
+                              const DLTensor* q_out, const gander_rotary_forward_options* options,
+                              void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_rotary_forward_options, GANDER_ROTARY_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderRotaryForward((void*)q, (void*)cos, (void*)sin, (void*)q_out, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_rotary(DLManagedTensorVersioned* q, DLManagedTensorVersioned* cos,
+                      DLManagedTensorVersioned* sin, const gander_rotary_options* options, void* stream,
+                      DLManagedTensorVersioned** q_out) {
+  GANDER_OPTIONS(gander_rotary_options, GANDER_ROTARY_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"q", q},
+      {"k", o->k},
+      {"cos", cos},
+      {"sin", sin},
+      {"offsets", o->offsets},
+      {"cu_seqlens", o->cu_seqlens}};
+  DLManagedTensorVersioned** const outputs[] = {q_out, o->k_out};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 6, outputs, 2);
+  if (status == GANDER_OK) {
+    status = ganderRotaryForwardOwned((void*)q, (void*)cos, (void*)sin, (void*)o, (uintptr_t)stream, q_out);
+  }
+  return gander_end(inputs, 6, status);
+}
+
+int32_t gander_rotary_backward(const DLTensor* dq_out, const DLTensor* cos, const DLTensor* sin,
+                               const DLTensor* dq, const gander_rotary_backward_options* options,
+                               void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_rotary_backward_options, GANDER_ROTARY_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderRotaryBackward((void*)dq_out, (void*)cos, (void*)sin, (void*)dq, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_rotary_grad(DLManagedTensorVersioned* dq_out, DLManagedTensorVersioned* cos,
+                           DLManagedTensorVersioned* sin, const gander_rotary_grad_options* options,
+                           void* stream, DLManagedTensorVersioned** dq) {
+  GANDER_OPTIONS(gander_rotary_grad_options, GANDER_ROTARY_GRAD_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"dq_out", dq_out},
+      {"dk_out", o->dk_out},
+      {"cos", cos},
+      {"sin", sin},
+      {"offsets", o->offsets},
+      {"cu_seqlens", o->cu_seqlens}};
+  DLManagedTensorVersioned** const outputs[] = {dq, o->dk};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 6, outputs, 2);
+  if (status == GANDER_OK) {
+    status = ganderRotaryBackwardOwned(
+        (void*)dq_out, (void*)cos, (void*)sin, (void*)o, (uintptr_t)stream, dq);
+  }
+  return gander_end(inputs, 6, status);
+}
+
 int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* y,
                                  const gander_layernorm_forward_options* options, void* stream) {
   GANDER_ENTER();

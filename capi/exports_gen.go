@@ -32,7 +32,7 @@ func ganderSoftmaxForward(x, y, options unsafe.Pointer, stream uintptr) (status 
 func ganderSoftmaxForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_softmax_options)(options)
-		made, err := outputsFor("softmax", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "softmax", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -74,7 +74,7 @@ func ganderSoftmaxBackward(dy, y, dx, options unsafe.Pointer, stream uintptr) (s
 func ganderSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_softmax_grad_options)(options)
-		made, err := outputsFor("softmax_grad", "dy", owned(dy), stream)
+		made, err := outputsFor(ops.CheckRows, "softmax_grad", "dy", owned(dy), stream)
 		if err != nil {
 			return err
 		}
@@ -120,7 +120,7 @@ func ganderMaskedSoftmaxForward(x, y, options unsafe.Pointer, stream uintptr) (s
 func ganderMaskedSoftmaxForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_masked_softmax_options)(options)
-		made, err := outputsFor("masked_softmax", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "masked_softmax", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -170,7 +170,7 @@ func ganderMaskedSoftmaxBackwardOwned(dy, y, options unsafe.Pointer, stream uint
 	dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_masked_softmax_grad_options)(options)
-		made, err := outputsFor("masked_softmax_grad", "dy", owned(dy), stream)
+		made, err := outputsFor(ops.CheckRows, "masked_softmax_grad", "dy", owned(dy), stream)
 		if err != nil {
 			return err
 		}
@@ -223,7 +223,7 @@ func ganderRMSNormForward(x, y, options unsafe.Pointer, stream uintptr) (status 
 func ganderRMSNormForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_rmsnorm_options)(options)
-		made, err := outputsFor("rmsnorm", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "rmsnorm", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -284,7 +284,7 @@ func ganderRMSNormBackwardOwned(x, dout, rstd, options unsafe.Pointer, stream ui
 	dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_rmsnorm_grad_options)(options)
-		made, err := outputsFor("rmsnorm_grad", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "rmsnorm_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -342,7 +342,7 @@ func ganderL2NormForward(x, y, options unsafe.Pointer, stream uintptr) (status i
 func ganderL2NormForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_l2norm_options)(options)
-		made, err := outputsFor("l2norm", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "l2norm", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -387,7 +387,7 @@ func ganderL2NormBackwardOwned(x, dy, rnorm, options unsafe.Pointer, stream uint
 	dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_l2norm_grad_options)(options)
-		made, err := outputsFor("l2norm_grad", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "l2norm_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -431,7 +431,7 @@ func ganderGLUForward(gate, up, y, options unsafe.Pointer, stream uintptr) (stat
 func ganderGLUForwardOwned(gate, up, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_glu_options)(options)
-		made, err := outputsFor("glu", "gate", owned(gate), stream)
+		made, err := outputsFor(ops.CheckRows, "glu", "gate", owned(gate), stream)
 		if err != nil {
 			return err
 		}
@@ -479,7 +479,7 @@ func ganderGLUBackwardOwned(gate, up, dy, options unsafe.Pointer, stream uintptr
 	dup unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_glu_grad_options)(options)
-		made, err := outputsFor("glu_grad", "gate", owned(gate), stream)
+		made, err := outputsFor(ops.CheckRows, "glu_grad", "gate", owned(gate), stream)
 		if err != nil {
 			return err
 		}
@@ -526,7 +526,7 @@ func ganderPackedGLUForward(x, y, options unsafe.Pointer, stream uintptr) (statu
 func ganderPackedGLUForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_packed_glu_options)(options)
-		made, err := outputsFor("packed_glu", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "packed_glu", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -570,7 +570,7 @@ func ganderPackedGLUBackward(x, dy, dx, options unsafe.Pointer, stream uintptr) 
 func ganderPackedGLUBackwardOwned(x, dy, options unsafe.Pointer, stream uintptr, dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_packed_glu_grad_options)(options)
-		made, err := outputsFor("packed_glu_grad", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "packed_glu_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -587,6 +587,132 @@ func ganderPackedGLUBackwardOwned(x, dy, options unsafe.Pointer, stream uintptr,
 			Gelu:            o.gelu != 0,
 			Tanh:            o.tanh != 0,
 			RoundActivation: o.round_activation != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderRotaryForward
+func ganderRotaryForward(q, cos, sin, qOut, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_rotary_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.RotaryForward{
+		Q:             tensor(q),
+		K:             tensor(unsafe.Pointer(o.k)),
+		Cos:           tensor(cos),
+		Sin:           tensor(sin),
+		Offsets:       tensor(unsafe.Pointer(o.offsets)),
+		CuSeqlens:     tensor(unsafe.Pointer(o.cu_seqlens)),
+		QOut:          tensor(qOut),
+		KOut:          tensor(unsafe.Pointer(o.k_out)),
+		Offset:        int64(o.offset),
+		Interleaved:   o.interleaved != 0,
+		PerElement:    o.per_element != 0,
+		RoundProducts: o.round_products != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderRotaryForwardOwned
+func ganderRotaryForwardOwned(q, cos, sin, options unsafe.Pointer, stream uintptr,
+	qOut unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_rotary_options)(options)
+		made, err := outputsFor(ops.CheckHeads, "rotary", "q", owned(q), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tqOut := made.required("q_out", qOut, made.dtype(), made.shape("RHN"))
+		if unsafe.Pointer(o.k_out) != nil && unsafe.Pointer(o.k) == nil {
+			return refuse(ops.StatusOption, "rotary: k_out is requested without a k, expected NULL; "+
+				"pass the k or leave k_out NULL")
+		}
+		tkOut := made.optional("k_out", unsafe.Pointer(o.k_out), made.dtype(), made.shapeOf(owned(unsafe.Pointer(o.k)), "R*N"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.RotaryForward{
+			Q:             owned(q),
+			K:             owned(unsafe.Pointer(o.k)),
+			Cos:           owned(cos),
+			Sin:           owned(sin),
+			Offsets:       owned(unsafe.Pointer(o.offsets)),
+			CuSeqlens:     owned(unsafe.Pointer(o.cu_seqlens)),
+			QOut:          tqOut,
+			KOut:          tkOut,
+			Offset:        int64(o.offset),
+			Interleaved:   o.interleaved != 0,
+			PerElement:    o.per_element != 0,
+			RoundProducts: o.round_products != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderRotaryBackward
+func ganderRotaryBackward(dqOut, cos, sin, dq, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_rotary_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.RotaryBackward{
+		DQOut:         tensor(dqOut),
+		DKOut:         tensor(unsafe.Pointer(o.dk_out)),
+		Cos:           tensor(cos),
+		Sin:           tensor(sin),
+		Offsets:       tensor(unsafe.Pointer(o.offsets)),
+		CuSeqlens:     tensor(unsafe.Pointer(o.cu_seqlens)),
+		DQ:            tensor(dq),
+		DK:            tensor(unsafe.Pointer(o.dk)),
+		Offset:        int64(o.offset),
+		Interleaved:   o.interleaved != 0,
+		PerElement:    o.per_element != 0,
+		RoundProducts: o.round_products != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderRotaryBackwardOwned
+func ganderRotaryBackwardOwned(dqOut, cos, sin, options unsafe.Pointer, stream uintptr,
+	dq unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_rotary_grad_options)(options)
+		made, err := outputsFor(ops.CheckHeads, "rotary_grad", "dq_out", owned(dqOut), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdq := made.required("dq", dq, made.dtype(), made.shape("RHN"))
+		if unsafe.Pointer(o.dk) != nil && unsafe.Pointer(o.dk_out) == nil {
+			return refuse(ops.StatusOption, "rotary_grad: dk is requested without a dk_out, expected NULL; "+
+				"pass the dk_out or leave dk NULL")
+		}
+		tdk := made.optional("dk", unsafe.Pointer(o.dk), made.dtype(), made.shapeOf(owned(unsafe.Pointer(o.dk_out)), "R*N"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.RotaryBackward{
+			DQOut:         owned(dqOut),
+			DKOut:         owned(unsafe.Pointer(o.dk_out)),
+			Cos:           owned(cos),
+			Sin:           owned(sin),
+			Offsets:       owned(unsafe.Pointer(o.offsets)),
+			CuSeqlens:     owned(unsafe.Pointer(o.cu_seqlens)),
+			DQ:            tdq,
+			DK:            tdk,
+			Offset:        int64(o.offset),
+			Interleaved:   o.interleaved != 0,
+			PerElement:    o.per_element != 0,
+			RoundProducts: o.round_products != 0,
 		}.Run(&c)
 		if err != nil {
 			return err
@@ -619,7 +745,7 @@ func ganderLayerNormForward(x, y, options unsafe.Pointer, stream uintptr) (statu
 func ganderLayerNormForwardOwned(x, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_layernorm_options)(options)
-		made, err := outputsFor("layernorm", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "layernorm", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -678,7 +804,7 @@ func ganderLayerNormBackwardOwned(x, dout, mean, rstd, options unsafe.Pointer, s
 	dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_layernorm_grad_options)(options)
-		made, err := outputsFor("layernorm_grad", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "layernorm_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -744,7 +870,7 @@ func ganderCrossEntropyForwardOwned(x, target, options unsafe.Pointer, stream ui
 	loss unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_cross_entropy_options)(options)
-		made, err := outputsFor("cross_entropy", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "cross_entropy", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -811,7 +937,7 @@ func ganderCrossEntropyBackwardOwned(x, target, dloss, lse, options unsafe.Point
 	dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_cross_entropy_grad_options)(options)
-		made, err := outputsFor("cross_entropy_grad", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "cross_entropy_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -878,7 +1004,7 @@ func ganderShardedCrossEntropyCombineOwned(parts, target, options unsafe.Pointer
 	logSum unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_sharded_cross_entropy_options)(options)
-		made, err := outputsFor("sharded_cross_entropy", "parts", owned(parts), stream)
+		made, err := outputsFor(ops.CheckRows, "sharded_cross_entropy", "parts", owned(parts), stream)
 		if err != nil {
 			return err
 		}
@@ -934,7 +1060,7 @@ func ganderRescaleGradient(x, dloss, y, options unsafe.Pointer, stream uintptr) 
 func ganderRescaleGradientOwned(x, dloss, options unsafe.Pointer, stream uintptr, y unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_rescale_options)(options)
-		made, err := outputsFor("rescale", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "rescale", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -975,7 +1101,7 @@ func ganderLogSumExpForward(x, lse, options unsafe.Pointer, stream uintptr) (sta
 func ganderLogSumExpForwardOwned(x, options unsafe.Pointer, stream uintptr, lse unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_logsumexp_options)(options)
-		made, err := outputsFor("logsumexp", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "logsumexp", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}
@@ -1017,7 +1143,7 @@ func ganderLogSumExpBackwardOwned(x, dlse, lse, options unsafe.Pointer, stream u
 	dx unsafe.Pointer) int32 {
 	return run(func() error {
 		o := (*C.gander_logsumexp_grad_options)(options)
-		made, err := outputsFor("logsumexp_grad", "x", owned(x), stream)
+		made, err := outputsFor(ops.CheckRows, "logsumexp_grad", "x", owned(x), stream)
 		if err != nil {
 			return err
 		}

@@ -421,6 +421,73 @@ int32_t gander_packed_glu_backward(const DLTensor* x, const DLTensor* dy, const 
 typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* k; /* (B, S, any number, N); q's dtype */
+  const DLTensor* offsets; /* one-dimensional, contiguous; int32 or int64 */
+  const DLTensor* cu_seqlens; /* one-dimensional, contiguous; int32 or int64 */
+  /* (B, S, any number, N); q's dtype; may be k if the dtypes agree; must be NULL without k; has the shape
+   * of k */
+  const DLTensor* k_out;
+  int64_t offset; /* added to the positions of all tokens */
+  int64_t interleaved; /* a pair is two adjacent elements, not one of each half */
+  /* cos and sin have a number for each element of the part that is rotated, not for each pair */
+  int64_t per_element;
+  int64_t round_products; /* products are rounded to the rows' dtype before they are added */
+} gander_rotary_forward_options;
+#define GANDER_ROTARY_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_rotary_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0}
+
+/* Each pair of elements (a, b) of a head becomes (a cos - b sin, b cos + a sin), with the numbers of the
+ * token's position and of the pair (Su et al., "RoFormer: Enhanced Transformer with Rotary Position
+ * Embedding", 2021). The pairs are those of the first R columns, R = 2 W, or with per_element W: elements
+ * i and i + R / 2, or with interleaved 2 i and 2 i + 1. With per_element each element has the cos and sin
+ * of its column. The other columns are copied. A token's position is its place in its sequence plus
+ * offset, and plus its sequence's number of offsets. cu_seqlens has the first token of each of the
+ * sequences that lie one after the other, and the end of the last. Tokens of none are copied. A token
+ * whose position is not in the table becomes NaN.
+ *   q: (B, S, H, N), where B is any dimensions; float16, bfloat16 or float32, on the host also float64.
+ *   cos: (T, W): a row for each position; or (B, T, W), a table for each sequence; float64 if q is, else
+ *   float16, bfloat16 or float32.
+ *   sin: (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the
+ *   shape of cos.
+ *   q_out: (B, S, H, N), where B is any dimensions; q's dtype; may be q if the dtypes agree. */
+int32_t gander_rotary_forward(const DLTensor* q, const DLTensor* cos, const DLTensor* sin,
+                              const DLTensor* q_out, const gander_rotary_forward_options* options,
+                              void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* dk_out; /* (B, S, any number, N); dq_out's dtype */
+  const DLTensor* offsets; /* one-dimensional, contiguous; int32 or int64 */
+  const DLTensor* cu_seqlens; /* one-dimensional, contiguous; int32 or int64 */
+  /* (B, S, any number, N); dq_out's dtype; may be dk_out if the dtypes agree; must be NULL without dk_out;
+   * has the shape of dk_out */
+  const DLTensor* dk;
+  int64_t offset; /* added to the positions of all tokens */
+  int64_t interleaved; /* a pair is two adjacent elements, not one of each half */
+  /* cos and sin have a number for each element of the part that is rotated, not for each pair */
+  int64_t per_element;
+  int64_t round_products; /* products are rounded to the rows' dtype before they are added */
+} gander_rotary_backward_options;
+#define GANDER_ROTARY_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_rotary_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0}
+
+/* The gradients of q and k: each pair (a, b) of the gradients of q_out and k_out becomes (a cos + b sin, b
+ * cos - a sin). All else is as in rotary_forward.
+ *   dq_out: (B, S, H, N), where B is any dimensions; float16, bfloat16 or float32, on the host also
+ *   float64.
+ *   cos: (T, W): a row for each position; or (B, T, W), a table for each sequence; float64 if dq_out is,
+ *   else float16, bfloat16 or float32.
+ *   sin: (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the
+ *   shape of cos.
+ *   dq: (B, S, H, N), where B is any dimensions; dq_out's dtype; may be dq_out if the dtypes agree. */
+int32_t gander_rotary_backward(const DLTensor* dq_out, const DLTensor* cos, const DLTensor* sin,
+                               const DLTensor* dq, const gander_rotary_backward_options* options,
+                               void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
    * float32 */
   const DLTensor* weight;
@@ -872,6 +939,46 @@ typedef struct {
 int32_t gander_packed_glu_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* dy,
                                const gander_packed_glu_grad_options* options, void* stream,
                                DLManagedTensorVersioned** dx);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* k;
+  DLManagedTensorVersioned* offsets;
+  DLManagedTensorVersioned* cu_seqlens;
+  DLManagedTensorVersioned** k_out;
+  int64_t offset;
+  int64_t interleaved;
+  int64_t per_element;
+  int64_t round_products;
+} gander_rotary_options;
+#define GANDER_ROTARY_OPTIONS_DEFAULTS \
+  {sizeof(gander_rotary_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0}
+
+/* gander_rotary_forward with owned tensors. */
+int32_t gander_rotary(DLManagedTensorVersioned* q, DLManagedTensorVersioned* cos,
+                      DLManagedTensorVersioned* sin, const gander_rotary_options* options, void* stream,
+                      DLManagedTensorVersioned** q_out);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* dk_out;
+  DLManagedTensorVersioned* offsets;
+  DLManagedTensorVersioned* cu_seqlens;
+  DLManagedTensorVersioned** dk;
+  int64_t offset;
+  int64_t interleaved;
+  int64_t per_element;
+  int64_t round_products;
+} gander_rotary_grad_options;
+#define GANDER_ROTARY_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_rotary_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, 0, 0, 0, 0}
+
+/* gander_rotary_backward with owned tensors. */
+int32_t gander_rotary_grad(DLManagedTensorVersioned* dq_out, DLManagedTensorVersioned* cos,
+                           DLManagedTensorVersioned* sin, const gander_rotary_grad_options* options,
+                           void* stream, DLManagedTensorVersioned** dq);
 
 typedef struct {
   uint32_t size, magic;

@@ -38,8 +38,10 @@ func owned(p unsafe.Pointer) *dlpack.Tensor {
 }
 
 // outputsFor checks the first operand, which determines the shapes of outputs.
-func outputsFor(op, name string, first *dlpack.Tensor, stream uintptr) (*outputs, error) {
-	if err := ops.CheckRows(op, name, first); err != nil {
+func outputsFor(
+	check func(op, name string, t *dlpack.Tensor) error, op, name string, first *dlpack.Tensor, stream uintptr,
+) (*outputs, error) {
+	if err := check(op, name, first); err != nil {
 		return nil, err
 	}
 	return &outputs{op: op, first: first, stream: stream}, nil

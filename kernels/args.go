@@ -10,7 +10,7 @@ func (f Family) ArgBytes() uintptr {
 	return [...]uintptr{
 		unsafe.Sizeof(SoftmaxArgs{}), unsafe.Sizeof(RMSNormArgs{}), unsafe.Sizeof(CrossEntropyArgs{}),
 		unsafe.Sizeof(NormArgs{}), unsafe.Sizeof(MaskedSoftmaxArgs{}), unsafe.Sizeof(GeneralCrossEntropyArgs{}),
-		unsafe.Sizeof(GLUArgs{}),
+		unsafe.Sizeof(GLUArgs{}), unsafe.Sizeof(RotaryArgs{}),
 	}[f/3]
 }
 
@@ -201,4 +201,36 @@ type GLUArgs struct {
 	Activation      int32
 	RoundActivation int32
 	_               int32
+}
+
+// HeadStrides are those of Heads, in elements.
+type HeadStrides struct{ Sequence, Token, Head int64 }
+
+// RotaryArgs is the parameter of the kernels of rotary position embeddings: see Rotary. A thread rotates or
+// copies two vectors, an item, of a few heads of a token.
+type RotaryArgs struct {
+	Q, K               Input
+	QOut, KOut         Output
+	Cos, Sin           Input
+	Offsets, CuSeqlens Input // 0 for none
+
+	QStrides, KStrides, QOutStrides, KOutStrides HeadStrides
+
+	CosSequence, CosRow, SinSequence, SinRow int64 // strides
+
+	Total     int64 // tokens of all sequences
+	Tokens    int64 // of each sequence
+	Sequences int64 // that CuSeqlens divides the tokens into
+	Positions int64 // rows of the tables
+	Offset    int64
+
+	QHeads, Heads int32 // of q, and of q and k together
+	Groups        int32 // threads that share the heads of an item: one has head i, i + Groups, ...
+	Items         int32 // of each head
+	Cols, Rotated int32
+
+	CosType, OffsetsType, CuSeqlensType int32
+
+	Interleaved, PerElement, Round, Backward int32
+	_                                        int32
 }

@@ -159,6 +159,64 @@ type MaskedSoftmax struct {
 	MaskedZero bool // forward: a row that is masked whole becomes zeros, or with Log -inf
 }
 
+// Heads is vectors of Cols adjacent elements: one for each of Heads heads of Tokens tokens of Sequences
+// sequences. Strides count elements. Data is nil where the operand is absent or has no elements.
+type Heads struct {
+	Data                     unsafe.Pointer
+	DType                    DType
+	Sequences, Tokens, Heads int64
+	Cols                     int64
+
+	SequenceStride, TokenStride, HeadStride int64
+}
+
+// Present tells whether an optional operand was given. It is false for one that has no elements.
+func (h *Heads) Present() bool { return h.Data != nil }
+
+// At is the address of a vector.
+func (h *Heads) At(sequence, token, head int64) unsafe.Pointer {
+	return at(h.Data, sequence*h.SequenceStride+token*h.TokenStride+head*h.HeadStride, h.DType)
+}
+
+// Table is Rows rows of Cols adjacent elements for each sequence, or with a SequenceStride of 0 for all.
+type Table struct {
+	Data                   unsafe.Pointer
+	DType                  DType
+	Rows, Cols             int64
+	SequenceStride, Stride int64
+}
+
+// Rotary is what one call of rotary position embeddings reads and writes, forward or backward.
+type Rotary struct {
+	Q, K       Heads // or their gradients; K is optional
+	QOut, KOut Heads // without KOut, K is left alone
+	Cos, Sin   Table
+
+	Offset      int64  // added to each position
+	Offsets     Vector // one more for each sequence: int32 or int64, optional
+	CuSeqlens   Vector // where the sequences begin in the tokens, and the end of the last: likewise
+	Interleaved bool   // a pair is two adjacent elements, not one of each half
+	PerElement  bool   // Cos and Sin have a number for each element, not for each pair
+	Round       bool   // products are rounded to Q's type
+	Backward    bool   // the angle's sign is that of the gradient
+}
+
+// Tokens is how many tokens there are in all sequences: none if there is nothing to write.
+func (r *Rotary) Tokens() int64 {
+	if !r.QOut.Present() && !r.KOut.Present() {
+		return 0
+	}
+	return r.Q.Sequences * r.Q.Tokens
+}
+
+// Rotated is how many of the first columns are rotated.
+func (r *Rotary) Rotated() int64 {
+	if r.PerElement {
+		return r.Cos.Cols
+	}
+	return 2 * r.Cos.Cols
+}
+
 // GLU is what one call of a gated linear unit reads and writes, forward or backward. All matrices have the
 // shape and the type of Gate.
 type GLU struct {

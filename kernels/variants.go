@@ -13,6 +13,7 @@ type Op uint8
 // made for another upstream gradient. CombineSlices computes the loss of rows whose classes are divided.
 // GeneralCrossEntropyForward and so on are cross-entropy with label smoothing. ClassWeights sums its class
 // weights before the rows are read. GLUForward and GLUBackward are gated linear units.
+// Rotate is rotary position embeddings and their gradient.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -43,6 +44,7 @@ const (
 	ClassWeights
 	GLUForward
 	GLUBackward
+	Rotate
 	Ops // how many there are
 )
 
@@ -56,7 +58,7 @@ func (o Op) String() string {
 		"rescale", "layernorm_forward", "layernorm_backward", "rmsnorm_residual_forward",
 		"rmsnorm_residual_backward", "combine_slices", "general_cross_entropy_forward",
 		"general_cross_entropy_forward_dx", "general_cross_entropy_backward", "class_weights",
-		"glu_forward", "glu_backward",
+		"glu_forward", "glu_backward", "rotate",
 	}[o]
 }
 
@@ -92,11 +94,11 @@ func (s Shape) String() string { return shapeNames[s] }
 type Family uint8
 
 // Families is the number of families; they are numbered from 0.
-const Families = 7 * 3
+const Families = 8 * 3
 
 var groups = [...]string{
 	"softmax", "rmsnorm", "cross_entropy", "norm", "masked_softmax", "general_cross_entropy",
-	"glu",
+	"glu", "rotary",
 }
 
 // FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
@@ -117,6 +119,8 @@ func FamilyOf(op Op, x DType) Family {
 		group = 5
 	case GLUForward, GLUBackward:
 		group = 6
+	case Rotate:
+		group = 7
 	}
 	return group*3 + Family(x)
 }

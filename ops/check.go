@@ -85,6 +85,8 @@ type span struct {
 	rows   int64
 	cols   int64
 	stride int64
+	steps  [3]int64 // of heads: their strides, 0 where there is one of a kind
+	shared bool     // of heads: elements share memory
 }
 
 func (k *check) fail(s Status, format string, args ...any) {
@@ -245,8 +247,184 @@ func (k *check) matrix(name string, t *dlpack.Tensor, d kernels.DType) kernels.M
 				"into rows one fixed stride apart; make it contiguous", name, shape(t), strides(t))
 		}
 	}
-	k.add(span{name, d, int64(uintptr(m.Data)), m.Rows, m.Cols, m.Stride})
+	k.add(span{name: name, dtype: d, data: int64(uintptr(m.Data)), rows: m.Rows, cols: m.Cols, stride: m.Stride})
 	return m
+}
+
+// heads checks the first operand, of the heads of tokens.
+func (k *check) heads(name string, t *dlpack.Tensor, allowed types) kernels.Heads {
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
+		return kernels.Heads{}
+	}
+	rank := t.Rank()
+	switch {
+	case rank < 3:
+		k.fail(StatusShape, "%s has shape %s, expected (..., tokens, heads, columns) of rank 3 or more; reshape it",
+			name, shape(t))
+		return kernels.Heads{}
+	case t.Dim(rank-1) == 0:
+		k.fail(StatusShape, "%s has shape %s, expected a last dimension of 1 or more; skip the call",
+			name, shape(t))
+		return kernels.Heads{}
+	}
+	k.dims = t.Dims()
+	return k.inHeads(name, t, d)
+}
+
+// headsOf checks heads of a shape that follows from that of the first operand.
+func (k *check) headsOf(name string, t *dlpack.Tensor, allowed types, r *shapeRule) kernels.Heads {
+	d, ok := k.operand(name, t, allowed)
+	if !ok || k.form(name, t, r.forms) == nil {
+		return kernels.Heads{}
+	}
+	return k.inHeads(name, t, d)
+}
+
+// headsFitting checks heads that have exactly the shape of an operand. Without that, the operand is refused
+// elsewhere.
+func (k *check) headsFitting(
+	name string, t *dlpack.Tensor, allowed types, other string, o *dlpack.Tensor,
+) kernels.Heads {
+	d, ok := k.operand(name, t, allowed)
+	if !ok || !k.like(name, t, &shapeOtherHeads, other, o) {
+		return kernels.Heads{}
+	}
+	return k.inHeads(name, t, d)
+}
+
+// inHeads checks the strides of heads.
+func (k *check) inHeads(name string, t *dlpack.Tensor, d kernels.DType) kernels.Heads {
+	token, head, last := t.Rank()-3, t.Rank()-2, t.Rank()-1
+	if t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1 {
+		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements "+
+			"(stride 1); make it contiguous", name, t.Stride(last))
+		return kernels.Heads{}
+	}
+	h := kernels.Heads{
+		Data: t.Pointer(), DType: d, Sequences: 1, Tokens: t.Dim(token), Heads: t.Dim(head), Cols: t.Dim(last),
+	}
+	for i := range token {
+		h.Sequences *= t.Dim(i)
+	}
+	if t.Len() == 0 {
+		h.Data = nil
+		k.add(span{name: name, dtype: d})
+		return h
+	}
+	var ok bool
+	if h.SequenceStride, ok = collapse(t, token); !ok {
+		k.fail(StatusLayout, "%s has shape %s and strides %s, expected dimensions before the tokens that collapse "+
+			"into sequences one fixed stride apart; make it contiguous", name, shape(t), strides(t))
+		return kernels.Heads{}
+	}
+	h.TokenStride, h.HeadStride = t.Stride(token), t.Stride(head)
+	k.add(spanOf(name, &h))
+	return h
+}
+
+// spanOf is the memory of heads. Where heads or tokens nest in each other, it consists of rows, so that
+// slices of a buffer's columns are seen not to overlap.
+func spanOf(name string, h *kernels.Heads) span {
+	extents := [3]int64{h.Sequences, h.Tokens, h.Heads}
+	steps := [3]int64{h.SequenceStride, h.TokenStride, h.HeadStride}
+	for i, extent := range extents {
+		if extent == 1 {
+			steps[i] = 0
+		}
+	}
+	s := span{name: name, dtype: h.DType, rows: 1, cols: h.Cols, steps: steps}
+	low := int64(0)
+	for i, extent := range extents {
+		low += min(steps[i]*(extent-1), 0)
+		s.cols += abs(steps[i]) * (extent - 1)
+	}
+	s.data = int64(uintptr(h.Data)) + low*h.DType.Size()
+	// The outer two of the three, if they collapse, and the inner one fits in a row.
+	for _, order := range [][3]int{{0, 1, 2}, {0, 2, 1}} {
+		outer, next, inner := order[0], order[1], order[2]
+		reach := steps[inner]*(extents[inner]-1) + h.Cols
+		rows, stride := extents[outer]*extents[next], steps[next]
+		if extents[next] == 1 {
+			stride = steps[outer]
+		}
+		collapses := extents[outer] == 1 || extents[next] == 1 || steps[outer] == steps[next]*extents[next]
+		if collapses && steps[inner] >= 0 && stride >= reach && rows > 1 {
+			s.rows, s.cols, s.stride = rows, reach, stride
+			break
+		}
+	}
+	// Elements share memory if a step does not lead past all that lies within smaller steps.
+	for i, step := range steps {
+		reach := h.Cols - 1
+		for j, other := range steps {
+			if j != i && abs(other) <= abs(step) {
+				reach += abs(other) * (extents[j] - 1)
+			}
+		}
+		s.shared = s.shared || extents[i] > 1 && abs(step) <= reach
+	}
+	return s
+}
+
+// table checks a table of numbers for each position, of each sequence or of all.
+func (k *check) table(name string, t *dlpack.Tensor, allowed types) kernels.Table {
+	d, ok := k.operand(name, t, allowed)
+	if !ok {
+		return kernels.Table{}
+	}
+	row, last := t.Rank()-2, t.Rank()-1
+	sequences, matches := int64(1), row == 0 || row == len(k.dims)-3
+	for i := range max(row, 0) {
+		sequences *= t.Dim(i)
+	}
+	if row > 0 && matches && sequences != 1 {
+		matches = slices.Equal(t.Dims()[:row], k.dims[:row])
+	}
+	if !matches {
+		lead := list(len(k.dims)-3, func(i int) int64 { return k.dims[i] })
+		k.fail(StatusShape, "%s has shape %s, expected (positions, width), or before that %s, the sequences of "+
+			"%s, or as many 1s", name, shape(t), lead, k.first)
+		return kernels.Table{}
+	}
+	if t.Dim(last) == 0 {
+		k.fail(StatusShape, "%s has shape %s, expected a last dimension of 1 or more", name, shape(t))
+		return kernels.Table{}
+	}
+	if t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1 {
+		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements "+
+			"(stride 1); make it contiguous", name, t.Stride(last))
+		return kernels.Table{}
+	}
+	table := kernels.Table{
+		Data: t.Pointer(), DType: d, Rows: t.Dim(row), Cols: t.Dim(last), Stride: t.Stride(row),
+	}
+	if sequences > 1 {
+		if table.SequenceStride, ok = collapse(t, row); !ok {
+			k.fail(StatusLayout, "%s has shape %s and strides %s, expected dimensions before the positions that "+
+				"collapse into sequences one fixed stride apart; make it contiguous", name, shape(t), strides(t))
+		}
+	}
+	if t.Len() == 0 {
+		table.Data = nil
+		k.add(span{name: name, dtype: d})
+		return table
+	}
+	k.add(spanOf(name, &kernels.Heads{
+		Data: table.Data, DType: d, Sequences: sequences, Tokens: table.Rows, Heads: 1, Cols: table.Cols,
+		SequenceStride: table.SequenceStride, TokenStride: table.Stride,
+	}))
+	return table
+}
+
+// tableFitting checks a table that has exactly the shape of an operand.
+func (k *check) tableFitting(
+	name string, t *dlpack.Tensor, allowed types, other string, o *dlpack.Tensor,
+) kernels.Table {
+	if d, ok := k.operand(name, t, allowed); !ok || !k.like(name, t, &shapePositions, other, o) {
+		return kernels.Table{DType: d}
+	}
+	return k.table(name, t, allowed)
 }
 
 // broadcast checks an operand that broadcasts to the shape of the first.
@@ -299,7 +477,8 @@ func (k *check) broadcast(name string, t *dlpack.Tensor, allowed types) kernels.
 		}
 	}
 	if t.Len() > 0 {
-		k.add(span{name, d, int64(uintptr(m.Data)) + low*d.Size(), 1, high - low + 1, 0})
+		k.add(span{name: name, dtype: d,
+			data: int64(uintptr(m.Data)) + low*d.Size(), rows: 1, cols: high - low + 1})
 	} else {
 		m.Data = nil
 	}
@@ -344,7 +523,7 @@ func (k *check) elements(name string, t *dlpack.Tensor, d kernels.DType, r *shap
 		k.fail(StatusLayout, "%s has stride %d, expected adjacent elements (stride 1); make it contiguous",
 			name, v.Stride)
 	}
-	k.add(span{name, d, int64(uintptr(v.Data)), v.Len, 1, v.Stride})
+	k.add(span{name: name, dtype: d, data: int64(uintptr(v.Data)), rows: v.Len, cols: 1, stride: v.Stride})
 	return v
 }
 
@@ -389,6 +568,10 @@ func (k *check) output(same ...string) {
 	if w.rows > 1 && w.cols > max(w.stride, -w.stride) {
 		k.fail(StatusLayout, "%s has rows of %d elements %d apart, expected an output whose rows do not "+
 			"overlap; make it contiguous", w.name, w.cols, w.stride)
+	}
+	if w.shared {
+		k.fail(StatusLayout, "%s has strides %v of sequences, tokens and heads, expected an output whose elements "+
+			"do not share memory; make it contiguous", w.name, w.steps)
 	}
 	for i := range k.spans[:k.count-1] {
 		s := &k.spans[i]
@@ -435,7 +618,7 @@ func (s *span) overlaps(o *span) bool {
 // same reports whether two operands consist of the same elements in memory, in the same order.
 func (s *span) same(o *span) bool {
 	return s.data == o.data && s.dtype == o.dtype && s.rows == o.rows && s.cols == o.cols &&
-		(s.rows < 2 || s.stride == o.stride)
+		(s.rows < 2 || s.stride == o.stride) && s.steps == o.steps
 }
 
 func abs(v int64) int64 { return max(v, -v) }

@@ -296,6 +296,6 @@ func (k *check) halves(name string, t *dlpack.Tensor, d kernels.DType) (first, s
 	first = kernels.Vector{Data: t.Pointer(), DType: d, Len: m, Stride: 1}
 	second = first
 	second.Data = unsafe.Add(first.Data, t.Stride(0)*d.Size())
-	k.add(span{name, d, int64(uintptr(t.Pointer())), 2, m, t.Stride(0)})
+	k.add(span{name: name, dtype: d, data: int64(uintptr(t.Pointer())), rows: 2, cols: m, stride: t.Stride(0)})
 	return first, second
 }

@@ -112,6 +112,18 @@ var (
 	shapeHalfRows = shapeRule{inRows, []form{
 		{"LF", false, always, ": half of the columns of {x}"},
 	}}
+	shapeHeads = shapeRule{inHeads, []form{
+		{"RHN", false, always, " as {x}"},
+	}}
+	shapeOtherHeads = shapeRule{inHeads, []form{
+		{"R*N", false, always, ", with any number of heads, as {x}"},
+	}}
+	shapePositions = shapeRule{tables, []form{
+		{"B**", false, always, ": a table for each sequence"},
+	}}
+	shapeNumbers = shapeRule{contiguous, []form{
+		{"*", false, always, ": one dimension"},
+	}}
 )
 
 // The rules for element types.
@@ -824,6 +836,185 @@ func (o PackedGLUBackward) Run(c *Call) error {
 	a.DY = k.rowsOf("dy", o.DY, only(a.X.DType), &shapeHalfRows)
 	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType))
 	k.output("x")
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// RotaryForward is the operator rotary_forward: Each pair of elements (a, b) of a head becomes (a cos - b
+// sin, b cos + a sin), with the numbers of the token's position and of the pair (Su et al., "RoFormer:
+// Enhanced Transformer with Rotary Position Embedding", 2021). The pairs are those of the first R columns, R
+// = 2 W, or with per_element W: elements i and i + R / 2, or with interleaved 2 i and 2 i + 1. With
+// per_element each element has the cos and sin of its column. The other columns are copied. A token's
+// position is its place in its sequence plus offset, and plus its sequence's number of offsets. cu_seqlens
+// has the first token of each of the sequences that lie one after the other, and the end of the last. Tokens
+// of none are copied. A token whose position is not in the table becomes NaN.
+//
+// B, S, H and N are the sequences, tokens, heads and columns of q. A refused call writes nothing.
+type RotaryForward struct {
+	// (B, S, H, N), where B is any dimensions; float16, bfloat16 or float32, on the host also float64
+	Q *dlpack.Tensor
+	K *dlpack.Tensor // (B, S, any number, N); q's dtype; or nil
+	// (T, W): a row for each position; or (B, T, W), a table for each sequence; float64 if q is, else
+	// float16, bfloat16 or float32
+	Cos *dlpack.Tensor
+	// (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the shape
+	// of cos
+	Sin       *dlpack.Tensor
+	Offsets   *dlpack.Tensor // one-dimensional, contiguous; int32 or int64; or nil
+	CuSeqlens *dlpack.Tensor // one-dimensional, contiguous; int32 or int64; or nil
+	QOut      *dlpack.Tensor // (B, S, H, N), where B is any dimensions; q's dtype; may be q if the dtypes agree
+	// (B, S, any number, N); q's dtype; may be k if the dtypes agree; or nil; must be nil without k; has the
+	// shape of k
+	KOut *dlpack.Tensor
+
+	Offset      int64 // added to the positions of all tokens
+	Interleaved bool  // a pair is two adjacent elements, not one of each half
+	// cos and sin have a number for each element of the part that is rotated, not for each pair
+	PerElement    bool
+	RoundProducts bool // products are rounded to the rows' dtype before they are added
+}
+
+// rotaryForward is a RotaryForward whose operands have been checked.
+type rotaryForward struct {
+	Q             kernels.Heads
+	K             kernels.Heads
+	Cos           kernels.Table
+	Sin           kernels.Table
+	Offsets       kernels.Vector
+	CuSeqlens     kernels.Vector
+	QOut          kernels.Heads
+	KOut          kernels.Heads
+	Offset        int64
+	Interleaved   bool
+	PerElement    bool
+	RoundProducts bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o RotaryForward) Run(c *Call) error {
+	k := check{op: "rotary_forward"}
+	a := rotaryForward{
+		Offset:        o.Offset,
+		Interleaved:   o.Interleaved,
+		PerElement:    o.PerElement,
+		RoundProducts: o.RoundProducts,
+		Choice:        Choose(Auto, false),
+	}
+	a.Q = k.heads("q", o.Q, typeFloat.narrow)
+	if o.K != nil {
+		a.K = k.headsOf("k", o.K, only(a.Q.DType), &shapeOtherHeads)
+	}
+	a.Cos = k.table("cos", o.Cos, typeCompanion.with(a.Q.DType))
+	a.Sin = k.tableFitting("sin", o.Sin, only(a.Cos.DType), "cos", o.Cos)
+	if o.Offsets != nil {
+		a.Offsets = k.vector("offsets", o.Offsets, typeIndex.with(a.Q.DType), &shapeNumbers)
+	}
+	if o.CuSeqlens != nil {
+		a.CuSeqlens = k.vector("cu_seqlens", o.CuSeqlens, typeIndex.with(a.Q.DType), &shapeNumbers)
+	}
+	a.QOut = k.headsOf("q_out", o.QOut, only(a.Q.DType), &shapeHeads)
+	k.output("q")
+	if o.KOut != nil && o.K == nil {
+		k.fail(StatusOption, "k_out is given without a k, expected NULL; pass the k or drop k_out")
+	}
+	if o.KOut != nil {
+		a.KOut = k.headsFitting("k_out", o.KOut, only(a.Q.DType), "k", o.K)
+		k.output("k")
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// RotaryBackward is the operator rotary_backward: The gradients of q and k: each pair (a, b) of the gradients
+// of q_out and k_out becomes (a cos + b sin, b cos - a sin). All else is as in rotary_forward.
+//
+// B, S, H and N are the sequences, tokens, heads and columns of dq_out. A refused call writes nothing.
+type RotaryBackward struct {
+	// (B, S, H, N), where B is any dimensions; float16, bfloat16 or float32, on the host also float64
+	DQOut *dlpack.Tensor
+	DKOut *dlpack.Tensor // (B, S, any number, N); dq_out's dtype; or nil
+	// (T, W): a row for each position; or (B, T, W), a table for each sequence; float64 if dq_out is, else
+	// float16, bfloat16 or float32
+	Cos *dlpack.Tensor
+	// (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the shape
+	// of cos
+	Sin       *dlpack.Tensor
+	Offsets   *dlpack.Tensor // one-dimensional, contiguous; int32 or int64; or nil
+	CuSeqlens *dlpack.Tensor // one-dimensional, contiguous; int32 or int64; or nil
+	// (B, S, H, N), where B is any dimensions; dq_out's dtype; may be dq_out if the dtypes agree
+	DQ *dlpack.Tensor
+	// (B, S, any number, N); dq_out's dtype; may be dk_out if the dtypes agree; or nil; must be nil without
+	// dk_out; has the shape of dk_out
+	DK *dlpack.Tensor
+
+	Offset      int64 // added to the positions of all tokens
+	Interleaved bool  // a pair is two adjacent elements, not one of each half
+	// cos and sin have a number for each element of the part that is rotated, not for each pair
+	PerElement    bool
+	RoundProducts bool // products are rounded to the rows' dtype before they are added
+}
+
+// rotaryBackward is a RotaryBackward whose operands have been checked.
+type rotaryBackward struct {
+	DQOut         kernels.Heads
+	DKOut         kernels.Heads
+	Cos           kernels.Table
+	Sin           kernels.Table
+	Offsets       kernels.Vector
+	CuSeqlens     kernels.Vector
+	DQ            kernels.Heads
+	DK            kernels.Heads
+	Offset        int64
+	Interleaved   bool
+	PerElement    bool
+	RoundProducts bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o RotaryBackward) Run(c *Call) error {
+	k := check{op: "rotary_backward"}
+	a := rotaryBackward{
+		Offset:        o.Offset,
+		Interleaved:   o.Interleaved,
+		PerElement:    o.PerElement,
+		RoundProducts: o.RoundProducts,
+		Choice:        Choose(Auto, false),
+	}
+	a.DQOut = k.heads("dq_out", o.DQOut, typeFloat.narrow)
+	if o.DKOut != nil {
+		a.DKOut = k.headsOf("dk_out", o.DKOut, only(a.DQOut.DType), &shapeOtherHeads)
+	}
+	a.Cos = k.table("cos", o.Cos, typeCompanion.with(a.DQOut.DType))
+	a.Sin = k.tableFitting("sin", o.Sin, only(a.Cos.DType), "cos", o.Cos)
+	if o.Offsets != nil {
+		a.Offsets = k.vector("offsets", o.Offsets, typeIndex.with(a.DQOut.DType), &shapeNumbers)
+	}
+	if o.CuSeqlens != nil {
+		a.CuSeqlens = k.vector("cu_seqlens", o.CuSeqlens, typeIndex.with(a.DQOut.DType), &shapeNumbers)
+	}
+	a.DQ = k.headsOf("dq", o.DQ, only(a.DQOut.DType), &shapeHeads)
+	k.output("dq_out")
+	if o.DK != nil && o.DKOut == nil {
+		k.fail(StatusOption, "dk is given without a dk_out, expected NULL; pass the dk_out or drop dk")
+	}
+	if o.DK != nil {
+		a.DK = k.headsFitting("dk", o.DK, only(a.DQOut.DType), "dk_out", o.DKOut)
+		k.output("dk_out")
+	}
 	a.refuse(&k)
 	if k.err != nil {
 		return k.err

@@ -16,6 +16,16 @@ func CheckRows(op, name string, t *dlpack.Tensor) error {
 	return nil
 }
 
+// CheckHeads is CheckRows for a first operand of the heads of tokens.
+func CheckHeads(op, name string, t *dlpack.Tensor) error {
+	k := check{op: op}
+	k.heads(name, t, typeFloat.narrow)
+	if k.err != nil {
+		return k.err
+	}
+	return nil
+}
+
 // AllocateOutput allocates memory of a CUDA device for an output that outlives the call. stream is the stream
 // on which the call writes the output. After the call, the caller must call SealOutput, or FreeOutput if the
 // call failed.

@@ -43,6 +43,7 @@ type plan struct {
 	parts          int32 // Elementwise: rows or chunks that CTAs take in turns
 	rowsPerCTA     int32 // Elementwise: rows of a CTA
 	partials       int32 // rows of partial dw
+	groups         int32 // Rotate: threads that share the heads of an item
 	singleCTATotal bool  // the only CTA makes the total as well
 	scratch        scratch
 	taken          Algorithm   // the one whose regime this is, where the op has several
@@ -108,6 +109,8 @@ func attemptBy(f *driver.Facts, r request, rows []policy.Row) (_ *plan, served b
 	switch {
 	case r.op == kernels.CombineSlices:
 		q.byRow(p)
+	case r.op == kernels.Rotate:
+		q.byHead(p)
 	case r.m > 0:
 		ours := rows
 		if ours == nil {
@@ -358,6 +361,20 @@ func (q *query) byRow(p *plan) {
 	v := kernelsOf[kernelKey{op: q.op, shape: kernels.Finish, x: q.x, unaligned: true}][0]
 	q.add(p, v, ceil(q.m, int64(v.Threads)), 1, 0)
 	p.why = "a thread for each row"
+}
+
+// byHead appends what rotates heads. The request has as M the items of all tokens, which their heads have
+// alike, and as N the heads. A thread takes fewer heads while all threads fit on the device at once: less
+// waits for less.
+func (q *query) byHead(p *plan) {
+	v := q.chunkKernel(kernels.Elementwise)
+	perThread, all := int64(v.Vectors), q.resident(v, 1)*int64(v.Threads)
+	for perThread > 1 && q.m*ceil(q.n, perThread)*2 <= all {
+		perThread /= 2
+	}
+	p.groups = int32(ceil(q.n, perThread))
+	q.add(p, v, ceil(q.m*int64(p.groups), int64(v.Threads)), 1, 0)
+	p.why = fmt.Sprintf("pairs are independent: a thread for %d heads", perThread)
 }
 
 // sumColumns appends what sums the rows of partial dw.

@@ -35,6 +35,8 @@ const (
 	regular
 	parts
 	broadcasts
+	inHeads
+	tables
 )
 
 // conditions are facts about a call, of which a form needs some. operators_gen.go lists them.
@@ -61,7 +63,7 @@ func (k *check) fits(dims []int64, f *form) bool {
 	}
 	for i := range len(before) {
 		part := sizes.Of(before[i], k.dims, &room)
-		if len(dims) < len(part) || !slices.Equal(dims[:len(part)], part) {
+		if len(dims) < len(part) || !sizes.Fit(dims[:len(part)], part) {
 			return false
 		}
 		dims = dims[len(part):]
@@ -69,7 +71,7 @@ func (k *check) fits(dims []int64, f *form) bool {
 	for i := range len(after) {
 		part := sizes.Of(after[len(after)-1-i], k.dims, &room)
 		rest := len(dims) - len(part)
-		if rest < 0 || !slices.Equal(dims[rest:], part) {
+		if rest < 0 || !sizes.Fit(dims[rest:], part) {
 			return false
 		}
 		dims = dims[:rest]
@@ -117,6 +119,7 @@ func (k *check) unfit(name string, t *dlpack.Tensor, forms []form, without strin
 		}
 		dims := sizes.Shape(f.letters, k.dims)
 		s := list(len(dims), func(i int) int64 { return dims[i] })
+		s = strings.ReplaceAll(s, strconv.Itoa(sizes.AnySize), "any")
 		if f.count && strings.Trim(f.letters, "LS") == "" {
 			s = strconv.FormatInt(sizes.Product(dims), 10)
 			counted = fmt.Sprintf(", which is %d elements", t.Len())

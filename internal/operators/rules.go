@@ -23,6 +23,10 @@ const (
 	Broadcast
 	Slices
 	HalfRows
+	Heads
+	OtherHeads
+	Positions
+	Numbers
 )
 
 // ShapeRule describes a rule for shapes. An operator's checks in package ops, the operands that kernels.c
@@ -32,6 +36,7 @@ type ShapeRule struct {
 	Doc    string // for gander.h and Go
 	Layout Layout
 	Forms  []Form // the shapes that an operand may have
+	Rank   int    // the least rank of a first operand, if that is not 1
 	Packed string // the form of the result of an operator of PyTorch with Packed; else it is the first
 }
 
@@ -55,6 +60,8 @@ var Letters = map[byte]sizes.Letter{
 	'R': {From: math.MaxInt32, To: 2},                    // all but the last two
 	'3': {Times: 3},
 	'4': {Times: 4},
+	'B': {From: math.MaxInt32, To: 3}, // all but the last three
+	'*': {Any: true},                  // any size, of inputs
 }
 
 // When tells in which calls a form is allowed.
@@ -108,6 +115,8 @@ const (
 	Regular                  // the elements have a fixed stride; inputs only
 	Parts                    // contiguous, or in two contiguous parts
 	Broadcasts               // a form that broadcasts; the leading strides collapse into three; inputs only
+	InHeads                  // the last dimension has stride 1, all but the last three collapse into one
+	Tables                   // the same for all but the last two: the first operand's, or 1s; inputs only
 )
 
 const perRow = ": one for each row of {x}"
@@ -180,6 +189,24 @@ var Shapes = [...]ShapeRule{
 	HalfRows: {
 		Name: "half_rows", Doc: "(M, N / 2)", Layout: InRows,
 		Forms: []Form{{Sizes: "LF", Text: ": half of the columns of {x}"}},
+	},
+	Heads: {
+		Name: "heads", Layout: InHeads, Rank: 3,
+		Doc:   "(B, S, H, N), where B is any dimensions",
+		Forms: []Form{{Sizes: "RHN", Text: " as {x}"}},
+	},
+	OtherHeads: {
+		Name: "other_heads", Doc: "(B, S, any number, N)", Layout: InHeads,
+		Forms: []Form{{Sizes: "R*N", Text: ", with any number of heads, as {x}"}},
+	},
+	Positions: {
+		Name: "positions", Layout: Tables,
+		Doc:   "(T, W): a row for each position; or (B, T, W), a table for each sequence",
+		Forms: []Form{{Sizes: "B**", Text: ": a table for each sequence"}},
+	},
+	Numbers: {
+		Name: "numbers", Doc: "one-dimensional, contiguous", Layout: Contiguous,
+		Forms: []Form{{Sizes: "*", Text: ": one dimension"}},
 	},
 }
 

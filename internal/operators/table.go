@@ -62,6 +62,14 @@ var (
 	}
 )
 
+// Operands of rotary position embeddings.
+var (
+	cos       = Operand{Name: "cos", Shape: Positions, DType: Companion}
+	sin       = Operand{Name: "sin", Shape: Positions, DType: Same, Like: "cos", Fits: "cos"}
+	offsets   = Operand{Name: "offsets", Shape: Numbers, DType: Index, Optional: true}
+	cuSeqlens = Operand{Name: "cu_seqlens", Shape: Numbers, DType: Index, Optional: true}
+)
+
 // written returns an operand as an output that may be absent.
 func written(p Operand) Operand {
 	p.Output, p.Optional = true, true
@@ -275,6 +283,57 @@ var Table = []Group{
 					{Name: "packed_glu_bwd", Results: []string{"dx"}},
 					{Name: "packed_glu_bwd_", Writes: []Written{{"x", "dx"}}},
 				},
+			},
+		},
+	},
+	{
+		Name: "rotary", Type: "Rotary",
+		Options: []Option{
+			{Name: "offset", Type: Integer, Doc: "added to the positions of all tokens"},
+			{Name: "interleaved", Type: Flag, Doc: "a pair is two adjacent elements, not one of each half"},
+			{Name: "per_element", Type: Flag,
+				Doc: "cos and sin have a number for each element of the part that is rotated, not for each pair"},
+			{Name: "round_products", Type: Flag, Doc: "products are rounded to the rows' dtype before they are added"},
+		},
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_rotary", Refuses: true,
+				Doc: "Each pair of elements (a, b) of a head becomes (a cos - b sin, b cos + a sin), with the numbers " +
+					"of the token's position and of the pair (Su et al., \"RoFormer: Enhanced Transformer with Rotary " +
+					"Position Embedding\", 2021). The pairs are those of the first R columns, R = 2 W, or with " +
+					"per_element W: elements i and i + R / 2, or with interleaved 2 i and 2 i + 1. With per_element each " +
+					"element has the cos and sin of its column. The other columns are copied. A token's position is its " +
+					"place in its sequence plus offset, and plus its sequence's number of offsets. cu_seqlens has the " +
+					"first token of each of the sequences that lie one after the other, and the end of the last. Tokens " +
+					"of none are copied. A token whose position is not in the table becomes NaN.",
+				Operands: []Operand{
+					{Name: "q", Shape: Heads, DType: Float},
+					{Name: "k", Shape: OtherHeads, DType: Same, Like: "q", Optional: true},
+					cos, sin, offsets, cuSeqlens,
+					{Name: "q_out", Shape: Heads, DType: Same, Like: "q", Output: true, Over: []string{"q"}},
+					{Name: "k_out", Shape: OtherHeads, DType: Same, Like: "q", Output: true, Optional: true, Needs: "k",
+						Fits: "k", Over: []string{"k"}},
+				},
+				Torch: []Torch{
+					{Name: "rotary", Results: []string{"q_out", "k_out"}, OnDemand: []string{"k_out"},
+						Backward: "rotary_bwd"},
+					{Name: "rotary_", Writes: []Written{{"q", "q_out"}, {"k", "k_out"}}},
+				},
+			},
+			{
+				Name: "backward", Owned: "gander_rotary_grad", Refuses: true,
+				Doc: "The gradients of q and k: each pair (a, b) of the gradients of q_out and k_out becomes (a cos + " +
+					"b sin, b cos - a sin). All else is as in rotary_forward.",
+				Operands: []Operand{
+					{Name: "dq_out", Shape: Heads, DType: Float, Gradient: "q_out"},
+					{Name: "dk_out", Shape: OtherHeads, DType: Same, Like: "dq_out", Optional: true, Gradient: "k_out"},
+					cos, sin, offsets, cuSeqlens,
+					{Name: "dq", Shape: Heads, DType: Same, Like: "dq_out", Output: true, Over: []string{"dq_out"},
+						Gradient: "q"},
+					{Name: "dk", Shape: OtherHeads, DType: Same, Like: "dq_out", Output: true, Optional: true,
+						Needs: "dk_out", Fits: "dk_out", Over: []string{"dk_out"}, Gradient: "k"},
+				},
+				Torch: []Torch{{Name: "rotary_bwd", Results: []string{"dq", "dk"}, OnDemand: []string{"dk"}}},
 			},
 		},
 	},

@@ -42,6 +42,7 @@ type more struct {
 	ce     *kernels.CrossEntropy
 	masked *kernels.MaskedSoftmax
 	glu    *kernels.GLU
+	rotary *kernels.Rotary
 }
 
 func bytesOf(all ...*kernels.Matrix) int {
@@ -96,6 +97,7 @@ type call[T float] struct {
 	ce         kernels.CrossEntropy  // its X and DX are unused likewise
 	masked     kernels.MaskedSoftmax // its matrices are unused likewise
 	glu        kernels.GLU           // of its matrices only DUp is used
+	rotary     kernels.Rotary        // x stands for all its heads
 	plan       plan
 	funcs      *rowFuncs[T]
 	op         op[T]
@@ -198,6 +200,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 		c.glu = *m.glu
 		bytes += bytesOf(&c.glu.DUp)
 	}
+	if m.rotary != nil {
+		c.rotary = *m.rotary
+	}
 	c.work = bytes
 	if o.exponentials {
 		c.work += int(o.x.Rows*o.x.Cols) * e.funcs.exponential
@@ -223,6 +228,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	}
 	if m.glu != nil {
 		c.glu = kernels.GLU{}
+	}
+	if m.rotary != nil {
+		c.rotary = kernels.Rotary{}
 	}
 	e.pool.Put(c) // not reached after a panic: that call's state is not reused
 	return err
@@ -260,8 +268,8 @@ func (c *call[T]) reserve() (err error) {
 }
 
 // reset gives mapped memory back and drops the pointers to it and to the caller's memory. engine.run drops
-// those of norm, ce, masked and glu. If such an address later becomes part of Go's heap, a stale pointer to
-// it would make the garbage collector abort.
+// those of norm, ce, masked, glu and rotary. If such an address later becomes part of Go's heap, a stale
+// pointer to it would make the garbage collector abort.
 func (c *call[T]) reset() {
 	if c.mapped != nil {
 		c.layOut(nil)

@@ -17,6 +17,7 @@ from ._functions.l2norm import l2norm
 from ._functions.layernorm import layernorm, layernorm_bwd, layernorm_fwd
 from ._functions.linear_cross_entropy import linear_cross_entropy
 from ._functions.rmsnorm import rmsnorm, rmsnorm_bwd, rmsnorm_fwd
+from ._functions.rotary import apply_rotary_emb, rotary
 from ._functions.softmax import log_softmax, logsumexp, softmax, softmax_bwd, softmax_fwd
 from .info import __version__, algorithms, explain, get_include, info, warmup
 from .info import prefix as _prefix
@@ -24,6 +25,7 @@ from .info import prefix as _prefix
 __all__ = [
     "__version__",
     "algorithms",
+    "apply_rotary_emb",
     "cmake_prefix_path",
     "cross_entropy",
     "cross_entropy_bwd",
@@ -49,6 +51,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_bwd",
     "rmsnorm_fwd",
+    "rotary",
     "set_debug",
     "silu_and_mul",
     "softmax",

@@ -66,6 +66,9 @@ class Backend(Operators, Protocol):
     def moved_back(self, y: Any, dim: int) -> Any:
         """A new contiguous array: y with its last dimension at dim."""
 
+    def turned(self, x: Any) -> Any:
+        """A view of x with the third last and the second last dimension exchanged."""
+
     def unsqueezed(self, x: Any, dims: list[int]) -> Any:
         """x with new dimensions of size 1, in ascending order."""
 

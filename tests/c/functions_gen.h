@@ -259,6 +259,64 @@ static inline int32_t call_packed_glu_grad(const arguments* a) {
   return gander_packed_glu_grad(a->operands[0], a->operands[1], a->options, a->stream, a->outputs[0]);
 }
 
+static const gander_rotary_forward_options set_rotary_forward = {
+    .size = sizeof set_rotary_forward, .magic = GANDER_OPTIONS_MAGIC, .interleaved = 1, .per_element = 1,
+    .round_products = 1};
+
+static inline int32_t call_rotary_forward(const arguments* a) {
+  gander_rotary_forward_options o = GANDER_ROTARY_FORWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rotary_forward_options*)a->options;
+  o.k = borrowed(a, 1);
+  o.offsets = borrowed(a, 4);
+  o.cu_seqlens = borrowed(a, 5);
+  o.k_out = borrowed(a, 7);
+  return gander_rotary_forward(
+      borrowed(a, 0), borrowed(a, 2), borrowed(a, 3), borrowed(a, 6), &o, a->stream);
+}
+
+static const gander_rotary_options set_rotary = {
+    .size = sizeof set_rotary, .magic = GANDER_OPTIONS_MAGIC, .interleaved = 1, .per_element = 1,
+    .round_products = 1};
+
+static inline int32_t call_rotary(const arguments* a) {
+  gander_rotary_options o = GANDER_ROTARY_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rotary_options*)a->options;
+  o.k = a->operands[1];
+  o.offsets = a->operands[4];
+  o.cu_seqlens = a->operands[5];
+  o.k_out = a->outputs[1];
+  return gander_rotary(a->operands[0], a->operands[2], a->operands[3], &o, a->stream, a->outputs[0]);
+}
+
+static const gander_rotary_backward_options set_rotary_backward = {
+    .size = sizeof set_rotary_backward, .magic = GANDER_OPTIONS_MAGIC, .interleaved = 1, .per_element = 1,
+    .round_products = 1};
+
+static inline int32_t call_rotary_backward(const arguments* a) {
+  gander_rotary_backward_options o = GANDER_ROTARY_BACKWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rotary_backward_options*)a->options;
+  o.dk_out = borrowed(a, 1);
+  o.offsets = borrowed(a, 4);
+  o.cu_seqlens = borrowed(a, 5);
+  o.dk = borrowed(a, 7);
+  return gander_rotary_backward(
+      borrowed(a, 0), borrowed(a, 2), borrowed(a, 3), borrowed(a, 6), &o, a->stream);
+}
+
+static const gander_rotary_grad_options set_rotary_grad = {
+    .size = sizeof set_rotary_grad, .magic = GANDER_OPTIONS_MAGIC, .interleaved = 1, .per_element = 1,
+    .round_products = 1};
+
+static inline int32_t call_rotary_grad(const arguments* a) {
+  gander_rotary_grad_options o = GANDER_ROTARY_GRAD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_rotary_grad_options*)a->options;
+  o.dk_out = a->operands[1];
+  o.offsets = a->operands[4];
+  o.cu_seqlens = a->operands[5];
+  o.dk = a->outputs[1];
+  return gander_rotary_grad(a->operands[0], a->operands[2], a->operands[3], &o, a->stream, a->outputs[0]);
+}
+
 static const gander_layernorm_forward_options set_layernorm_forward = {
     .size = sizeof set_layernorm_forward, .magic = GANDER_OPTIONS_MAGIC, .eps = 1e-06, .batch_invariant = 1};
 
@@ -527,6 +585,14 @@ static const function functions[] = {
      NULL, &set_packed_glu_backward, {"x", "dy", "dx"}},
     {"gander_packed_glu_grad", call_packed_glu_grad, "eh", "ppp", 1,
      NULL, &set_packed_glu_grad, {"x", "dy"}},
+    {"gander_rotary_forward", call_rotary_forward, "rrrrttrr", "poppoopo", 0,
+     NULL, &set_rotary_forward, {"q", "k", "cos", "sin", "offsets", "cu_seqlens", "q_out", "k_out"}},
+    {"gander_rotary", call_rotary, "rrrrtt", "poppoopo", 2,
+     NULL, &set_rotary, {"q", "k", "cos", "sin", "offsets", "cu_seqlens"}},
+    {"gander_rotary_backward", call_rotary_backward, "rrrrttrr", "poppoopo", 0,
+     NULL, &set_rotary_backward, {"dq_out", "dk_out", "cos", "sin", "offsets", "cu_seqlens", "dq", "dk"}},
+    {"gander_rotary_grad", call_rotary_grad, "rrrrtt", "poppoopo", 2,
+     NULL, &set_rotary_grad, {"dq_out", "dk_out", "cos", "sin", "offsets", "cu_seqlens"}},
     {"gander_layernorm_forward", call_layernorm_forward, "mnnmmmrr", "pooopooo", 0,
      NULL, &set_layernorm_forward, {"x", "weight", "bias", "residual", "y", "residual_out", "mean", "rstd"}},
     {"gander_layernorm", call_layernorm, "mnnm", "pooopooo", 4,

@@ -13,6 +13,8 @@
   S(gander_glu_backward_options, 40, GANDER_GLU_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_packed_glu_forward_options, 40, GANDER_PACKED_GLU_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_packed_glu_backward_options, 40, GANDER_PACKED_GLU_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_rotary_forward_options, 80, GANDER_ROTARY_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_rotary_backward_options, 80, GANDER_ROTARY_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_forward_options, 80, GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_backward_options, 64, GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_forward_options, 104, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
@@ -33,6 +35,8 @@
   S(gander_glu_grad_options, 40, GANDER_GLU_GRAD_OPTIONS_DEFAULTS) \
   S(gander_packed_glu_options, 40, GANDER_PACKED_GLU_OPTIONS_DEFAULTS) \
   S(gander_packed_glu_grad_options, 40, GANDER_PACKED_GLU_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_rotary_options, 80, GANDER_ROTARY_OPTIONS_DEFAULTS) \
+  S(gander_rotary_grad_options, 80, GANDER_ROTARY_GRAD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_options, 96, GANDER_LAYERNORM_OPTIONS_DEFAULTS) \
   S(gander_layernorm_grad_options, 88, GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_options, 104, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
@@ -117,6 +121,26 @@
   F(gander_packed_glu_backward_options, gelu, 16) \
   F(gander_packed_glu_backward_options, tanh, 24) \
   F(gander_packed_glu_backward_options, round_activation, 32) \
+  F(gander_rotary_forward_options, size, 0) F(gander_rotary_forward_options, magic, 4) \
+  F(gander_rotary_forward_options, allocator, 8) \
+  F(gander_rotary_forward_options, k, 16) \
+  F(gander_rotary_forward_options, offsets, 24) \
+  F(gander_rotary_forward_options, cu_seqlens, 32) \
+  F(gander_rotary_forward_options, k_out, 40) \
+  F(gander_rotary_forward_options, offset, 48) \
+  F(gander_rotary_forward_options, interleaved, 56) \
+  F(gander_rotary_forward_options, per_element, 64) \
+  F(gander_rotary_forward_options, round_products, 72) \
+  F(gander_rotary_backward_options, size, 0) F(gander_rotary_backward_options, magic, 4) \
+  F(gander_rotary_backward_options, allocator, 8) \
+  F(gander_rotary_backward_options, dk_out, 16) \
+  F(gander_rotary_backward_options, offsets, 24) \
+  F(gander_rotary_backward_options, cu_seqlens, 32) \
+  F(gander_rotary_backward_options, dk, 40) \
+  F(gander_rotary_backward_options, offset, 48) \
+  F(gander_rotary_backward_options, interleaved, 56) \
+  F(gander_rotary_backward_options, per_element, 64) \
+  F(gander_rotary_backward_options, round_products, 72) \
   F(gander_layernorm_forward_options, size, 0) F(gander_layernorm_forward_options, magic, 4) \
   F(gander_layernorm_forward_options, allocator, 8) \
   F(gander_layernorm_forward_options, weight, 16) \
@@ -262,6 +286,26 @@
   F(gander_packed_glu_grad_options, gelu, 16) \
   F(gander_packed_glu_grad_options, tanh, 24) \
   F(gander_packed_glu_grad_options, round_activation, 32) \
+  F(gander_rotary_options, size, 0) F(gander_rotary_options, magic, 4) \
+  F(gander_rotary_options, allocator, 8) \
+  F(gander_rotary_options, k, 16) \
+  F(gander_rotary_options, offsets, 24) \
+  F(gander_rotary_options, cu_seqlens, 32) \
+  F(gander_rotary_options, k_out, 40) \
+  F(gander_rotary_options, offset, 48) \
+  F(gander_rotary_options, interleaved, 56) \
+  F(gander_rotary_options, per_element, 64) \
+  F(gander_rotary_options, round_products, 72) \
+  F(gander_rotary_grad_options, size, 0) F(gander_rotary_grad_options, magic, 4) \
+  F(gander_rotary_grad_options, allocator, 8) \
+  F(gander_rotary_grad_options, dk_out, 16) \
+  F(gander_rotary_grad_options, offsets, 24) \
+  F(gander_rotary_grad_options, cu_seqlens, 32) \
+  F(gander_rotary_grad_options, dk, 40) \
+  F(gander_rotary_grad_options, offset, 48) \
+  F(gander_rotary_grad_options, interleaved, 56) \
+  F(gander_rotary_grad_options, per_element, 64) \
+  F(gander_rotary_grad_options, round_products, 72) \
   F(gander_layernorm_options, size, 0) F(gander_layernorm_options, magic, 4) \
   F(gander_layernorm_options, allocator, 8) \
   F(gander_layernorm_options, weight, 16) \

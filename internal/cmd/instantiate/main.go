@@ -102,6 +102,7 @@ var argStructs = map[string][]reflect.Type{
 
 	"general_cross_entropy": {reflect.TypeFor[kernels.GeneralCrossEntropyArgs]()},
 	"glu":                   {reflect.TypeFor[kernels.GLUArgs]()},
+	"rotary":                {reflect.TypeFor[kernels.HeadStrides](), reflect.TypeFor[kernels.RotaryArgs]()},
 }
 
 // declared is the group's enum, if it has one.
@@ -237,7 +238,8 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 }
 
 // bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.
-// norms, maskedSoftmax and glus have those of norms, of softmax with options and of gated linear units.
+// norms, maskedSoftmax, glus and rotary have those of norms, of softmax with options, of gated linear units
+// and of rotary position embeddings.
 var (
 	bodies = templates(map[kernels.Shape]string{
 		kernels.InRegisters:      "{{if .StatsRows}}short_{{end}}rows_body<{{.Functor}}, {{.Tile}}, {{.Flags}}>",
@@ -268,6 +270,9 @@ var (
 	})
 	glus = templates(map[kernels.Shape]string{
 		kernels.Elementwise: "glu_body<{{.T}}, {{.Vectors}}, {{.Unaligned}}, {{.Backward}}>",
+	})
+	rotary = templates(map[kernels.Shape]string{
+		kernels.Elementwise: "rotary_body<{{.T}}, {{.Vectors}}, {{.Unaligned}}>",
 	})
 	finishes = templates(map[kernels.Op]string{
 		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
@@ -360,6 +365,8 @@ func body(v *kernels.Variant) string {
 		text = maskedSoftmax[v.Shape]
 	case v.Family.Group() == "glu":
 		text = glus[v.Shape]
+	case v.Family.Group() == "rotary":
+		text = rotary[v.Shape]
 	case v.Shape == kernels.Finish:
 		text = finishes[v.Op]
 	}

@@ -351,7 +351,11 @@ func goOwned(t *text, o operator) {
 	t.add("%s", goHead(goExport(o)+"Owned", parameters, "int32"))
 	t.add("return run(func() error {")
 	t.add("o := (*C.%s)(options)", owning(o).structName())
-	t.add("made, err := outputsFor(%q, %q, owned(%s), stream)", name, first.Name, given(first))
+	check := "CheckRows"
+	if operators.Shapes[first.Shape].Layout == operators.InHeads {
+		check = "CheckHeads"
+	}
+	t.add("made, err := outputsFor(ops.%s, %q, %q, owned(%s), stream)", check, name, first.Name, given(first))
 	t.add("if err != nil {\nreturn err\n}")
 	t.add("defer made.discard()")
 	for _, p := range o.outputs() {

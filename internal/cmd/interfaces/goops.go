@@ -45,6 +45,14 @@ func onDevice(g operators.Group) bool {
 	return false
 }
 
+// sizesOf says what the letters in the documentation of shapes stand for.
+func sizesOf(first operators.Operand) string {
+	if operators.Shapes[first.Shape].Layout == operators.InHeads {
+		return "B, S, H and N are the sequences, tokens, heads and columns of " + first.Name + "."
+	}
+	return "M and N are the rows and columns of " + first.Name + "."
+}
+
 // describe documents an operand's shape, dtype and rules. first is the operator's first operand.
 func describe(p operators.Operand, first, absent string) string {
 	s := operators.Shapes[p.Shape].Doc + "; "
@@ -125,7 +133,7 @@ func goLetters() string {
 	t.add("%s\n\npackage sizes\n\nvar letters = [...]Letter{", goGenerated)
 	for _, name := range letterNames() {
 		l := operators.Letters[name]
-		t.add("%q: {%d, %d, %d, %d, %d},", name, l.From, l.To, l.Times, l.Over, l.Plus)
+		t.add("%q: {%d, %d, %d, %d, %d, %t},", name, l.From, l.To, l.Times, l.Over, l.Plus, l.Any)
 	}
 	t.add("}")
 	return t.String()
@@ -160,6 +168,7 @@ var (
 	goLayouts = map[operators.Layout]string{
 		operators.InRows: "inRows", operators.Contiguous: "contiguous", operators.Regular: "regular",
 		operators.Parts: "parts", operators.Broadcasts: "broadcasts",
+		operators.InHeads: "inHeads", operators.Tables: "tables",
 	}
 )
 
@@ -188,8 +197,7 @@ func field(name string) string { return camel(name) }
 func goOperator(t *text, o operator) {
 	name, checked, first := o.goName(), unexported(o.goName()), o.Operands[0].Name
 	t.add("%s\n//", wrap(name+" is the operator "+o.full()+": "+o.Doc, "// ", 110))
-	rows := "M and N are the rows and columns of " + first + ". A refused call writes nothing."
-	t.add("%s", wrap(rows, "// ", 110))
+	t.add("%s", wrap(sizesOf(o.Operands[0])+" A refused call writes nothing.", "// ", 110))
 	t.add("type %s struct {", name)
 	for _, p := range o.Operands {
 		goField(t, field(p.Name)+" *dlpack.Tensor", describe(p, first, "nil"))
@@ -325,6 +333,7 @@ func goField(t *text, declaration, doc string) {
 var goKinds = map[operators.Layout]string{
 	operators.InRows: "kernels.Matrix", operators.Contiguous: "kernels.Vector",
 	operators.Regular: "kernels.Vector", operators.Parts: "logSumExp", operators.Broadcasts: "kernels.Mask",
+	operators.InHeads: "kernels.Heads", operators.Tables: "kernels.Table",
 }
 
 // goCheck checks one operand.
@@ -351,6 +360,8 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 		t.add("if o.%s != nil {", f)
 	}
 	switch {
+	case leading && rule.Layout == operators.InHeads:
+		t.add("a.%s = k.heads(%q, o.%s, %s)", f, p.Name, f, types)
 	case leading:
 		t.add("a.%s = k.rows(%q, o.%s, %s)", f, p.Name, f, types)
 		if p.Shape != operators.Rows {
@@ -362,6 +373,14 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 		t.add("a.%s = k.rowsOf(%q, o.%s, %s, &%s)", f, p.Name, f, types, goShape(rule))
 	case rule.Layout == operators.InRows:
 		t.add("a.%s = k.rowsLike(%q, o.%s, %s)", f, p.Name, f, types)
+	case rule.Layout == operators.InHeads && p.Fits != "":
+		t.add("a.%s = k.headsFitting(%q, o.%s, %s, %q, o.%s)", f, p.Name, f, types, p.Fits, field(p.Fits))
+	case rule.Layout == operators.InHeads:
+		t.add("a.%s = k.headsOf(%q, o.%s, %s, &%s)", f, p.Name, f, types, goShape(rule))
+	case rule.Layout == operators.Tables && p.Fits != "":
+		t.add("a.%s = k.tableFitting(%q, o.%s, %s, %q, o.%s)", f, p.Name, f, types, p.Fits, field(p.Fits))
+	case rule.Layout == operators.Tables:
+		t.add("a.%s = k.table(%q, o.%s, %s)", f, p.Name, f, types)
 	case rule.Layout == operators.Broadcasts:
 		t.add("a.%s = k.broadcast(%q, o.%s, %s)", f, p.Name, f, types)
 	case rule.Layout == operators.Parts:

@@ -13,6 +13,7 @@ var (
 	layoutNames = map[operators.Layout]string{
 		operators.InRows: "rows", operators.Contiguous: "contiguous", operators.Regular: "regular",
 		operators.Parts: "parts", operators.Broadcasts: "broadcast",
+		operators.InHeads: "heads", operators.Tables: "tables",
 	}
 	optionNames = map[operators.OptionType]string{
 		operators.Real: "real", operators.Integer: "integer", operators.Flag: "flag",
@@ -99,7 +100,12 @@ func pythonRules(t *text) {
 	t.add("LETTERS = {")
 	for _, name := range letterNames() {
 		l := operators.Letters[name]
-		t.add("    %q: Letter(%d, %d, %d, %d, %d),", string(name), l.From, l.To, l.Times, max(l.Over, 1), l.Plus)
+		free := ""
+		if l.Any {
+			free = ", any=True"
+		}
+		t.add("    %q: Letter(%d, %d, %d, %d, %d%s),", string(name), l.From, l.To, l.Times, max(l.Over, 1), l.Plus,
+			free)
 	}
 	t.add("}\n\nFLAGS: dict[str, tuple[str, bool]] = {")
 	for _, c := range operators.Conditions {
@@ -120,6 +126,9 @@ func pythonRules(t *text) {
 		t.add("        (%s,),", strings.Join(forms, ", "))
 		if r.Packed != "" {
 			t.add("        packed=%q,", r.Packed)
+		}
+		if r.Rank > 0 {
+			t.add("        rank=%d,", r.Rank)
 		}
 		t.add("    ),")
 	}

@@ -162,7 +162,9 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 	if len(results) > 0 {
 		t.add("        .results = {%s},", strings.Join(results, ", "))
 	}
-	t.add("        .fast = %t,", len(op.Writes) == 0 || len(op.Results) == 0)
+	// Autograd's nodes there make no missing gradients: see materializes in python/gander/_torch/autograd.py.
+	heads := operators.Shapes[o.Operands[0].Shape].Layout == operators.InHeads
+	t.add("        .fast = %t,", !heads && (len(op.Writes) == 0 || len(op.Results) == 0))
 	t.add("        .has_gradient = %t,", op.Backward != "")
 	if op.Backward != "" {
 		torchSaved(t, o, op, list)
@@ -173,6 +175,7 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 var cLayouts = map[operators.Layout]string{
 	operators.InRows: "IN_ROWS", operators.Contiguous: "CONTIGUOUS", operators.Regular: "REGULAR",
 	operators.Parts: "CONTIGUOUS", operators.Broadcasts: "BROADCASTS",
+	operators.InHeads: "IN_HEADS", operators.Tables: "TABLES",
 }
 
 // madeSizes returns the forms of a new tensor, without and with a reduction. They agree if that is fixed.

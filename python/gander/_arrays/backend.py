@@ -104,7 +104,8 @@ def _permuted(x: Any, order: list[int]) -> Any:
         return x.transpose(order)
     if not hasattr(x, "__array_namespace__"):
         raise NotImplementedError(
-            f"dim is not the last one, -1, which is expected for {kind(x)}; move it to the end"
+            f"dimensions of {kind(x)} would have to be moved, expected an array with transpose or "
+            "__array_namespace__; move them yourself, so that dim is the last one, -1"
         )
     return x.__array_namespace__().permute_dims(x, tuple(order))
 
@@ -125,6 +126,12 @@ def moved_back(y: Any, dim: int) -> Any:
     order.insert(dim % y.ndim, y.ndim - 1)
     moved, module = _permuted(y, order), module_of(y)
     return moved if module is None else module.ascontiguousarray(moved)
+
+
+def turned(x: Any) -> Any:
+    """x with the third last and the second last dimension exchanged."""
+    *order, tokens, heads, columns = range(x.ndim)
+    return _permuted(x, [*order, heads, tokens, columns])
 
 
 def unsqueezed(x: Any, dims: list[int]) -> Any:

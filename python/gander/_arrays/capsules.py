@@ -121,6 +121,9 @@ def _is_supported(tensor, layout):
     strides = tensor.strides[:rank]
     if layout == "rows":
         return _stride(sizes[-1:], strides[-1:]) == 1 and _stride(sizes[:-1], strides[:-1]) is not None
+    if layout in ("heads", "tables"):
+        outer = sizes[: -3 if layout == "heads" else -2], strides[: -3 if layout == "heads" else -2]
+        return _stride(sizes[-1:], strides[-1:]) == 1 and _stride(*outer) is not None
     if layout == "broadcast":  # the library knows the shape that it is for
         return _stride(sizes[-1:], strides[-1:]) in (0, 1)
     stride = _stride(sizes, strides)

@@ -7,7 +7,7 @@ from typing import Any
 
 from .calls import call
 
-__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
+__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "rotary", "rotary_", "rotary_bwd", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
 
 
 def softmax(x: Any, algorithm: int = 0, batch_invariant: bool = False) -> Any:
@@ -88,6 +88,21 @@ def packed_glu_bwd(x: Any, dy: Any, gelu: bool = False, tanh: bool = False, roun
 def packed_glu_bwd_(x: Any, dy: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
     """gander_packed_glu_backward: returns nothing."""
     return call("packed_glu_bwd_", locals())
+
+
+def rotary(q: Any, k: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False, needs_k_out: bool = False) -> Any:
+    """gander_rotary_forward: returns q_out, k_out."""
+    return call("rotary", locals())
+
+
+def rotary_(q: Any, k: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False) -> Any:
+    """gander_rotary_forward: returns nothing."""
+    return call("rotary_", locals())
+
+
+def rotary_bwd(dq_out: Any, dk_out: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False, needs_dk: bool = False) -> Any:
+    """gander_rotary_backward: returns dq, dk."""
+    return call("rotary_bwd", locals())
 
 
 def layernorm(x: Any, weight: Any = None, bias: Any = None, residual: Any = None, out_dtype: Any = None, residual_dtype: Any = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:

@@ -53,12 +53,18 @@ def has_rows(operand: Operand) -> bool:
     return SHAPES[operand.shape].layout == "rows"
 
 
+ANY = "any"  # in place of a size that can be any
+
+
 def sizes(letters: str, first: tuple) -> tuple:
     """The sizes that the letters of a form stand for. first: the shape of the first operand."""
     made = []
     for name in letters:
         letter, rank = LETTERS[name], len(first)
         part = first[max(rank - letter.start, 0) : max(rank - letter.stop, 0)]
+        if letter.any:
+            made.append(ANY)
+            continue
         made += part if letter.times == 0 else [letter.times * math.prod(part) // letter.over + letter.plus]
     return tuple(made)
 

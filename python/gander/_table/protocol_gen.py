@@ -71,6 +71,18 @@ class Operators(Protocol):
         """gander_packed_glu_backward: returns nothing."""
         ...
 
+    def rotary(self, q: Any, k: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False, needs_k_out: bool = False) -> Any:
+        """gander_rotary_forward: returns q_out, k_out."""
+        ...
+
+    def rotary_(self, q: Any, k: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False) -> Any:
+        """gander_rotary_forward: returns nothing."""
+        ...
+
+    def rotary_bwd(self, dq_out: Any, dk_out: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False, needs_dk: bool = False) -> Any:
+        """gander_rotary_backward: returns dq, dk."""
+        ...
+
     def layernorm(self, x: Any, weight: Any = None, bias: Any = None, residual: Any = None, out_dtype: Any = None, residual_dtype: Any = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:
         """gander_layernorm_forward: returns y, residual_out, mean, rstd."""
         ...

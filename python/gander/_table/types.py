@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 class Letter(NamedTuple):
     """What a letter of a form stands for: the first operand's sizes from start to stop, counted from the end,
-    or if times is not 0, times their product over `over`, and plus."""
+    or if times is not 0, times their product over `over`, and plus. With any it stands for one size that can
+    be any."""
 
     start: int
     stop: int
     times: int
     over: int
     plus: int
+    any: bool = False
 
 
 class Form(NamedTuple):
@@ -27,10 +29,12 @@ class Form(NamedTuple):
 class ShapeRule(NamedTuple):
     # "rows": the last dimension has stride 1, the others collapse into one. "contiguous". "regular": a fixed
     # stride between elements. "parts": contiguous, or in two contiguous parts. "broadcast": broadcasts to its
-    # form.
+    # form. "heads": the last dimension has stride 1, those before the last three collapse into one. "tables":
+    # likewise before the last two, where they are the first operand's or 1s.
     layout: str
     forms: tuple[Form, ...]
     packed: str = ""  # the sizes of the result of an operator that is packed
+    rank: int = 1  # the least rank of a first operand
 
 
 class DTypeRule(NamedTuple):

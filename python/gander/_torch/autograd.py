@@ -22,6 +22,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from .._table import (
     IF_SERVED,
+    SHAPES,
     TORCH,
     arguments,
     demand,
@@ -60,6 +61,16 @@ def _sources(name: str, wanted: set[str], dtypes: dict) -> dict[str, str]:
     return sources
 
 
+def materializes(name: str) -> bool:
+    """Whether a missing gradient of a result has to be made by autograd, which knows the result's shape.
+
+    It need not be where backward saves rows, which have that shape.
+    """
+    of = operands(TORCH[name].backward)
+    heads = upstream(TORCH[name].backward).values()
+    return len(heads) > 1 and SHAPES[of[next(iter(heads))].shape].layout == "heads"
+
+
 def _choices(gradient_op: str, sources: dict[str, str], dtypes: dict) -> dict:
     """The dtypes that a gradient operator is asked for: those of the arguments that its results are for."""
     of = {operand.gradient: operand for operand in operands(gradient_op).values() if operand.output}
@@ -79,7 +90,18 @@ def backward(name: str, inputs: list[str]):
     of, heads, gradients_there = operands(gradient_op), upstream(gradient_op), gradients_of(gradient_op)
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
-    required = [(results.index(result), not of[argument].optional) for result, argument in heads.items()]
+    # With each upstream gradient: whether it must be there, and where the input is without whose gradient
+    # autograd need not make it, or None.
+    made = materializes(name)
+    partners = {operand.needs: operand.gradient for operand in of.values() if operand.output}
+    required = [
+        (
+            results.index(result),
+            not of[argument].optional,
+            inputs.index(partners[argument]) if made and argument in partners else None,
+        )
+        for result, argument in heads.items()
+    ]
     # Options of forward that callers cannot choose.
     fixed = {key: bool(value) for key, value in TORCH[name].fixed.items() if key in arguments(gradient_op)}
     types = [argument.type for argument in TORCH[gradient_op].arguments]
@@ -121,8 +143,12 @@ def backward(name: str, inputs: list[str]):
         saved = ctx.saved_tensors
         given = [
             # Every result with a gradient has the shape of the first tensor, the rows.
-            zeros_like(saved[0]) if needed and gradients[index] is None else gradients[index]
-            for index, needed in required
+            zeros_like(saved[0])
+            if needed and gradients[index] is None
+            else gradients[index]
+            if partner is None or ctx.needs_input_grad[partner]
+            else None
+            for index, needed, partner in required
         ]
         arguments = pick((*saved, *given, *constants, *ctx.options))
         # IF_SERVED: use forward's algorithm if it supports these rows in backward too, else "auto".
@@ -141,6 +167,7 @@ def backward(name: str, inputs: list[str]):
 def forward(name: str):
     """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments."""
     overload, results, names, saved = overloads[name], TORCH[name].results, arguments(name), TORCH[name].saved
+    made = materializes(name)
     first_option, typed = len(tensors(name)), differentiable(name) if takes_dtypes(name) else ()
     # What backward needs: the argument that asks for it, and the one with which it is needed, or "".
     demands = [
@@ -161,7 +188,7 @@ def forward(name: str):
                 for result, argument in saved
             )
         )
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(made)
         ctx.options = given[first_option:]
         if typed:
             ctx.dtypes = tuple(None if values[of] is None else values[of].dtype for of in typed)

@@ -84,6 +84,11 @@ def rows(x: Any, dims: list[int]) -> Any:
     return x.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
 
 
+def turned(x: Any) -> Any:
+    """x with the third last and the second last dimension exchanged."""
+    return x.transpose(-3, -2)
+
+
 def unsqueezed(x: Any, dims: list[int]) -> Any:
     """x with new dimensions of size 1, in ascending order."""
     for dim in dims:

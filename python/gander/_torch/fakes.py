@@ -16,6 +16,7 @@ import torch
 
 from .._table import (
     ALGORITHMS,
+    ANY,
     DTYPES,
     IF_SERVED,
     OPERATORS,
@@ -55,8 +56,9 @@ def _listed(names):
 
 
 def _equal(a, b):
-    """Whether two shapes are equal. The answer may be symbolic."""
-    return len(a) == len(b) and reduce(and_, (m == n for m, n in zip(a, b, strict=True)), True)
+    """Whether a shape has these sizes. The answer may be symbolic."""
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and reduce(and_, (n is ANY or m == n for m, n in pairs), True)
 
 
 def _is(form, shape, first):
@@ -74,6 +76,13 @@ def _is(form, shape, first):
 def _broadcasts(shape, to):
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and reduce(and_, ((m == n) | (m == 1) for m, n in pairs), True)
+
+
+def _is_table(shape, sequences):
+    """Whether a shape is that of a table, or of one for each sequence. A size of 1 may stand for all."""
+    *leading, _, _ = shape if len(shape) > 1 else (*sequences, 0, 0, 0)
+    one = reduce(and_, (size == 1 for size in leading), True)
+    return (len(leading) in (0, len(sequences))) & (one | _equal(leading, sequences))
 
 
 class _Call:
@@ -109,6 +118,9 @@ class _Call:
         elif not shape:
             expected = "rows (M, N) of rank 1 or more"
             self.fail(ValueError, f"{name} has rank 0, expected {expected}; reshape it to (1, 1)")
+        elif len(shape) < SHAPES[operand.shape].rank:
+            expected = "(..., tokens, heads, columns) of rank 3 or more"
+            self.fail(ValueError, f"{name} has shape {shape}, expected {expected}; reshape it")
         else:
             expected = "a last dimension of 1 or more"
             self.check(
@@ -139,22 +151,30 @@ class _Call:
             found, expected = f"{operand.name} has shape {shape}", []
             if like is not None:
                 return f"{found}, expected {tuple(like.shape)} as {operand.fits}"
-            if broadcasts:
+            if layout == "broadcast":
                 return f"{found}, expected one that broadcasts to {first}, the shape of {self.x}"
+            if layout == "tables":
+                return (
+                    f"{found}, expected (positions, width), or before that {first[:-3]}, the sequences of "
+                    f"{self.x}, or as many 1s"
+                )
             for form in allowed:
                 size = sizes(form.sizes, first)
                 if form.count and form.sizes in ("", "L", "S"):
                     size = math.prod(size)
                     found = f"{operand.name} has shape {shape}, which is {math.prod(shape)} elements"
+                size = str(size).replace(repr(ANY), ANY)
                 expected.append(f"{size}{form.text.replace('{x}', self.x)}")
             expected = ", or ".join(expected) or f"{self.x} of rank 2 or more"
             return f"{found}, expected {expected}{without}"
 
-        broadcasts = SHAPES[operand.shape].layout == "broadcast"
+        layout = SHAPES[operand.shape].layout
         if like is not None:
             fits = _equal(shape, like.shape)
-        elif broadcasts:
+        elif layout == "broadcast":
             fits = _broadcasts(shape, first)
+        elif layout == "tables":
+            fits = _is_table(shape, first[:-3])
         else:
             fits = reduce(or_, (_is(form, shape, first) for form in allowed), False)
         self.check(fits, message)

@@ -90,6 +90,21 @@ def packed_glu_bwd_(x: Tensor, dy: Tensor, gelu: bool = False, tanh: bool = Fals
     return overloads["packed_glu_bwd_"](x, dy, gelu, tanh, round_activation)
 
 
+def rotary(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, offsets: Tensor | None = None, cu_seqlens: Tensor | None = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False, needs_k_out: bool = False) -> Any:
+    """gander_rotary_forward: returns q_out, k_out."""
+    return overloads["rotary"](q, k, cos, sin, offsets, cu_seqlens, offset, interleaved, per_element, round_products, needs_k_out)
+
+
+def rotary_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, offsets: Tensor | None = None, cu_seqlens: Tensor | None = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False) -> Any:
+    """gander_rotary_forward: returns nothing."""
+    return overloads["rotary_"](q, k, cos, sin, offsets, cu_seqlens, offset, interleaved, per_element, round_products)
+
+
+def rotary_bwd(dq_out: Tensor, dk_out: Tensor | None, cos: Tensor, sin: Tensor, offsets: Tensor | None = None, cu_seqlens: Tensor | None = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False, needs_dk: bool = False) -> Any:
+    """gander_rotary_backward: returns dq, dk."""
+    return overloads["rotary_bwd"](dq_out, dk_out, cos, sin, offsets, cu_seqlens, offset, interleaved, per_element, round_products, needs_dk)
+
+
 def layernorm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None, out_dtype: dtype | None = None, residual_dtype: dtype | None = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:
     """gander_layernorm_forward: returns y, residual_out, mean, rstd."""
     return overloads["layernorm"](x, weight, bias, residual, out_dtype, residual_dtype, eps, batch_invariant, needs_residual_out, needs_mean, needs_rstd)

@@ -272,9 +272,11 @@ static bool is_broadcast(const DLTensor* mask, const DLTensor* x) {
 static bool is_served(Layout layout, const DLTensor* t, const DLTensor* x) {
   int64_t length, stride, last = t->ndim - 1;
   if (layout == BROADCASTS) return is_broadcast(t, x);
-  if (layout == IN_ROWS)
-    return last < 0 || ((t->shape[last] < 2 || t->strides[last] == 1) &&
-                        collapses(last, t->shape, t->strides, &length, &stride));
+  if (layout == IN_ROWS || layout == IN_HEADS || layout == TABLES) {
+    int64_t outer = last - (layout == IN_HEADS ? 2 : layout == TABLES ? 1 : 0); /* dimensions that collapse */
+    return outer < 0 || last < 0 || ((t->shape[last] < 2 || t->strides[last] == 1) &&
+                                     collapses(outer, t->shape, t->strides, &length, &stride));
+  }
   return collapses(t->ndim, t->shape, t->strides, &length, &stride) &&
          (layout == REGULAR || length < 2 || stride == 1);
 }

@@ -13,6 +13,8 @@
   F(gander_glu_backward) \
   F(gander_packed_glu_forward) \
   F(gander_packed_glu_backward) \
+  F(gander_rotary_forward) \
+  F(gander_rotary_backward) \
   F(gander_layernorm_forward) \
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
@@ -270,6 +272,63 @@ static int32_t call_packed_glu_bwd_(Call* call, const Operand* o, const Value* a
   };
   return lib.gander_packed_glu_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[2]), &options, call->stream);
+}
+
+static int32_t call_rotary(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rotary_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .k = optional(&o[1]),
+      .offsets = optional(&o[4]),
+      .cu_seqlens = optional(&o[5]),
+      .k_out = optional(&o[7]),
+      .offset = (int64_t)a[6],
+      .interleaved = (a[7] & 1) != 0,
+      .per_element = (a[8] & 1) != 0,
+      .round_products = (a[9] & 1) != 0,
+  };
+  return lib.gander_rotary_forward(
+      optional(&o[0]), optional(&o[2]), optional(&o[3]), optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_rotary_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rotary_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .k = optional(&o[1]),
+      .offsets = optional(&o[4]),
+      .cu_seqlens = optional(&o[5]),
+      .k_out = optional(&o[7]),
+      .offset = (int64_t)a[6],
+      .interleaved = (a[7] & 1) != 0,
+      .per_element = (a[8] & 1) != 0,
+      .round_products = (a[9] & 1) != 0,
+  };
+  return lib.gander_rotary_forward(
+      optional(&o[0]), optional(&o[2]), optional(&o[3]), optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_rotary_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_rotary_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .dk_out = optional(&o[1]),
+      .offsets = optional(&o[4]),
+      .cu_seqlens = optional(&o[5]),
+      .dk = optional(&o[7]),
+      .offset = (int64_t)a[6],
+      .interleaved = (a[7] & 1) != 0,
+      .per_element = (a[8] & 1) != 0,
+      .round_products = (a[9] & 1) != 0,
+  };
+  return lib.gander_rotary_backward(
+      optional(&o[0]), optional(&o[2]), optional(&o[3]), optional(&o[6]), &options, call->stream);
 }
 
 static int32_t call_layernorm(Call* call, const Operand* o, const Value* a) {
@@ -581,9 +640,11 @@ static int32_t call_logsumexp_bwd(Call* call, const Operand* o, const Value* a) 
 }
 
 static const Letter letters[] = {
+    ['*'] = {0, 0, 0, 1, 0},
     ['2'] = {0, 0, 2, 1, 0},
     ['3'] = {0, 0, 3, 1, 0},
     ['4'] = {0, 0, 4, 1, 0},
+    ['B'] = {2147483647, 3, 0, 1, 0},
     ['F'] = {1, 0, 1, 2, 0},
     ['H'] = {2, 1, 0, 1, 0},
     ['L'] = {2147483647, 1, 0, 1, 0},
@@ -609,6 +670,9 @@ enum {
   OP_PACKED_GLU,
   OP_PACKED_GLU_BWD,
   OP_PACKED_GLU_BWD_,
+  OP_ROTARY,
+  OP_ROTARY_,
+  OP_ROTARY_BWD,
   OP_LAYERNORM,
   OP_LAYERNORM_OUT,
   OP_LAYERNORM_BWD,
@@ -937,6 +1001,74 @@ static const Operator operators[] = {
         },
         .result_count = 0,
         .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "rotary",
+        .operator = "rotary_forward",
+        .call = call_rotary,
+        .arguments = "TOTTOOibbbb",
+        .reduction = -1,
+        .operand_count = 8,
+        .operands = {
+            {"q", IN_HEADS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k", IN_HEADS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"cos", TABLES, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"sin", TABLES, {"", ""}, .statistic = false, .argument = 3, .over = -1, .choice = -1, .like = 2, .fits = 2, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"offsets", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"cu_seqlens", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"q_out", IN_HEADS, {"RHN", "RHN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k_out", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = true, .index = false, .demand = 10, .saved = false, .saved_with = -1},
+        },
+        .result_count = 2,
+        .results = {6, 7},
+        .fast = false,
+        .has_gradient = true,
+        .differentiable = {true, true, false, false, false, false, false, false, false, false, false},
+        .saved_count = 4,
+        .saved = {{-1, 2}, {-1, 3}, {-1, 4}, {-1, 5}},
+    },
+    {
+        .name = "rotary_",
+        .operator = "rotary_forward",
+        .call = call_rotary_,
+        .arguments = "TOTTOOibbb",
+        .reduction = -1,
+        .operand_count = 8,
+        .operands = {
+            {"q", IN_HEADS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k", IN_HEADS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"cos", TABLES, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"sin", TABLES, {"", ""}, .statistic = false, .argument = 3, .over = -1, .choice = -1, .like = 2, .fits = 2, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"offsets", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"cu_seqlens", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"q_out", IN_HEADS, {"RHN", "RHN"}, .statistic = false, .argument = -1, .over = 0, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k_out", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = 1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 0,
+        .fast = false,
+        .has_gradient = false,
+    },
+    {
+        .name = "rotary_bwd",
+        .operator = "rotary_backward",
+        .call = call_rotary_bwd,
+        .arguments = "TOTTOOibbbb",
+        .reduction = -1,
+        .operand_count = 8,
+        .operands = {
+            {"dq_out", IN_HEADS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dk_out", IN_HEADS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"cos", TABLES, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"sin", TABLES, {"", ""}, .statistic = false, .argument = 3, .over = -1, .choice = -1, .like = 2, .fits = 2, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"offsets", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"cu_seqlens", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"dq", IN_HEADS, {"RHN", "RHN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dk", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = true, .index = false, .demand = 10, .saved = false, .saved_with = -1},
+        },
+        .result_count = 2,
+        .results = {6, 7},
+        .fast = false,
         .has_gradient = false,
     },
     {
@@ -1309,6 +1441,9 @@ KERNEL(glu_bwd_, OP_GLU_BWD_)
 KERNEL(packed_glu, OP_PACKED_GLU)
 KERNEL(packed_glu_bwd, OP_PACKED_GLU_BWD)
 KERNEL(packed_glu_bwd_, OP_PACKED_GLU_BWD_)
+KERNEL(rotary, OP_ROTARY)
+KERNEL(rotary_, OP_ROTARY_)
+KERNEL(rotary_bwd, OP_ROTARY_BWD)
 KERNEL(layernorm, OP_LAYERNORM)
 KERNEL(layernorm_out, OP_LAYERNORM_OUT)
 KERNEL(layernorm_bwd, OP_LAYERNORM_BWD)
@@ -1343,6 +1478,9 @@ static const Kernel kernels[] = {
     kernel_packed_glu,
     kernel_packed_glu_bwd,
     kernel_packed_glu_bwd_,
+    kernel_rotary,
+    kernel_rotary_,
+    kernel_rotary_bwd,
     kernel_layernorm,
     kernel_layernorm_out,
     kernel_layernorm_bwd,

@@ -67,7 +67,7 @@ typedef struct {
 /* ---- The table of operators (operators_gen.h, from internal/operators) ---- */
 
 /* How the elements of an argument have to lie: Layout in internal/operators/rules.go. */
-typedef enum { IN_ROWS, CONTIGUOUS, REGULAR, BROADCASTS } Layout;
+typedef enum { IN_ROWS, CONTIGUOUS, REGULAR, BROADCASTS, IN_HEADS, TABLES } Layout;
 
 /* What a letter of a form stands for beside the first operand: internal/sizes. */
 typedef struct {

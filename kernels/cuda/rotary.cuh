@@ -1,0 +1,209 @@
+// Rotary position embeddings: pairs of elements of each head are rotated by angles that depend on the token's
+// position (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021).
+//
+// A thread rotates the same pairs of V heads of a token: it loads their cosines and sines once. The heads of
+// q and k are numbered as one list, so one launch serves both. Adjacent threads have adjacent vectors of a
+// head, then those of the next one. A thread reads its elements before it writes any, so outputs may be the
+// inputs.
+#pragma once
+#include "operands.cuh"
+#include "rotary_args_gen.cuh"
+
+namespace gander {
+
+// E numbers from element e on: whole vectors if E is more than 1.
+template <int E>
+__device__ __forceinline__ void load_numbers(const void* p, int32_t type, int64_t e, float (&f)[E]) {
+  const auto from = [&](auto* typed) {
+    if constexpr (E == 1) f[0] = to_float(typed[e]);
+    else load_aligned(typed + e, f);
+  };
+  if (type == kBFloat16) from(static_cast<const bf16*>(p));
+  else if (type == kFloat16) from(static_cast<const f16*>(p));
+  else from(static_cast<const f32*>(p));
+}
+
+// The elements of two vectors a and b, in pairs: those with the same index, or adjacent ones, which then are
+// side by side in the two vectors together.
+template <int E>
+__device__ __forceinline__ void as_pairs(bool adjacent, float (&a)[E], float (&b)[E]) {
+  if (E == 1 || !adjacent) return;
+  float both[2 * E];
+#pragma unroll
+  for (int i = 0; i < E; i++) both[i] = a[i], both[E + i] = b[i];
+#pragma unroll
+  for (int i = 0; i < E; i++) a[i] = both[2 * i], b[i] = both[2 * i + 1];
+}
+
+template <int E>
+__device__ __forceinline__ void from_pairs(bool adjacent, float (&a)[E], float (&b)[E]) {
+  if (E == 1 || !adjacent) return;
+  float both[2 * E];
+#pragma unroll
+  for (int i = 0; i < E; i++) both[2 * i] = a[i], both[2 * i + 1] = b[i];
+#pragma unroll
+  for (int i = 0; i < E; i++) a[i] = both[i], b[i] = both[E + i];
+}
+
+__device__ __forceinline__ int64_t index_at(const void* p, int32_t type, int64_t i) {
+  return type == kInt32 ? static_cast<const int32_t*>(p)[i] : static_cast<const int64_t*>(p)[i];
+}
+
+// A token's sequence, and its position in it: -1 if it is in none.
+struct Place {
+  int64_t sequence, position;
+};
+
+__device__ __forceinline__ Place place_of(const RotaryArgs& args, int64_t token) {
+  if (args.cu_seqlens == nullptr) {
+    const int64_t sequence = token / args.tokens;
+    return {sequence, token - sequence * args.tokens};
+  }
+  // The last sequence that begins at the token or before it. Empty ones begin where the next one does.
+  int64_t low = 0, high = args.sequences;  // the first is at low or after it, the last before high
+  while (low < high) {
+    const int64_t middle = (low + high) >> 1;
+    if (index_at(args.cu_seqlens, args.cu_seqlens_type, middle) <= token) low = middle + 1;
+    else high = middle;
+  }
+  const int64_t sequence = low - 1;
+  if (sequence < 0 || token >= index_at(args.cu_seqlens, args.cu_seqlens_type, args.sequences))
+    return {0, -1};
+  return {sequence, token - index_at(args.cu_seqlens, args.cu_seqlens_type, sequence)};
+}
+
+// What a pair (a, b) becomes: (a c1 + b s1, b c2 + a s2).
+template <int E>
+struct Rotation {
+  float c1[E], c2[E], s1[E], s2[E];
+};
+
+// The rotation at a position, for the pairs from the given one on, whose elements are those from `first` and
+// from `second` on.
+template <int E>
+__device__ __forceinline__ Rotation<E> rotation_at(const RotaryArgs& args, Place place, int pair, int first,
+                                                   int second) {
+  Rotation<E> r;
+  int64_t row = place.position + args.offset;
+  if (args.offsets != nullptr) row += index_at(args.offsets, args.offsets_type, place.sequence);
+  if (row < 0 || row >= args.positions) {
+#pragma unroll
+    for (int i = 0; i < E; i++) r.c1[i] = r.c2[i] = r.s1[i] = r.s2[i] = __int_as_float(0x7fffffff);  // NaN
+    return r;
+  }
+  const int64_t cos = place.sequence * args.cos_sequence + row * args.cos_row;
+  const int64_t sin = place.sequence * args.sin_sequence + row * args.sin_row;
+  if (args.per_element) {
+    load_numbers(args.cos, args.cos_type, cos + first, r.c1);
+    load_numbers(args.cos, args.cos_type, cos + second, r.c2);
+    load_numbers(args.sin, args.cos_type, sin + first, r.s1);
+    load_numbers(args.sin, args.cos_type, sin + second, r.s2);
+    as_pairs(args.interleaved, r.c1, r.c2);
+    as_pairs(args.interleaved, r.s1, r.s2);
+  } else {
+    load_numbers(args.cos, args.cos_type, cos + pair, r.c1);
+    load_numbers(args.sin, args.cos_type, sin + pair, r.s1);
+#pragma unroll
+    for (int i = 0; i < E; i++) r.c2[i] = r.c1[i], r.s2[i] = r.s1[i];
+  }
+#pragma unroll
+  for (int i = 0; i < E; i++) {
+    const float s1 = r.s1[i], s2 = r.s2[i];
+    r.s1[i] = args.backward ? s2 : -s1;
+    r.s2[i] = args.backward ? -s1 : s2;
+  }
+  return r;
+}
+
+// a c + b s. With `round` both products are rounded first, as operators of their own would do.
+template <class T>
+__device__ __forceinline__ float sum_of_products(float a, float c, float b, float s, bool round) {
+  if (!round) return fmaf(a, c, b * s);
+  return __fadd_rn(rounded<T>(__fmul_rn(a, c)), rounded<T>(__fmul_rn(b, s)));
+}
+
+// E elements: a 16-byte vector, or one.
+template <class T, int E>
+struct Elements {
+  uint4 bits;
+  __device__ __forceinline__ void load_if(bool in, const T* p) {
+    if constexpr (E > 1) bits = load_vector_if(in, p, zero_vector());
+    else if (in) reinterpret_cast<T&>(bits) = *p;
+  }
+  __device__ __forceinline__ void store(T* p) const {
+    if constexpr (E > 1) __stcs(reinterpret_cast<uint4*>(p), bits);
+    else *p = reinterpret_cast<const T&>(bits);
+  }
+  __device__ __forceinline__ void get(float (&f)[E]) const {
+    if constexpr (E > 1) unpack(T(), bits, f);
+    else f[0] = to_float(reinterpret_cast<const T&>(bits));
+  }
+  __device__ __forceinline__ void set(const float (&f)[E]) {
+    if constexpr (E > 1) bits = pack(T(), f);
+    else reinterpret_cast<T&>(bits) = from_float<T>(f[0]);
+  }
+};
+
+template <class T, int V, bool Unaligned>
+__device__ __forceinline__ void rotary_body(const RotaryArgs& args) {
+  constexpr int E = Unaligned ? 1 : kElements<T>;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kChunkThreads + threadIdx.x;
+  const unsigned per_token = args.groups * args.items;
+  int64_t token;
+  if (index >> 32) token = index / per_token;  // a division of 64 bits takes five times as long
+  else token = static_cast<unsigned>(index) / per_token;
+  if (token >= args.total) return;
+  const unsigned in_token = static_cast<unsigned>(index - token * per_token);
+  const int group = in_token / args.items, item = in_token - group * args.items;
+
+  // The thread's two vectors of each head: of pairs, or behind those of two that are copied.
+  const int half = args.rotated / 2, pairs = half / E;
+  const bool rotates = item < pairs;
+  const int pair = item * E, beside = rotates && !args.interleaved ? half : E;
+  const int first = rotates ? args.interleaved ? 2 * pair : pair : args.rotated + 2 * E * (item - pairs);
+  const int second = first + beside;
+  const bool has_second = second < args.cols;
+
+  const int64_t sequence = token / args.tokens, in_sequence = token - sequence * args.tokens;
+  const int64_t q = sequence * args.q_strides.sequence + in_sequence * args.q_strides.token;
+  const int64_t k = sequence * args.k_strides.sequence + in_sequence * args.k_strides.token;
+  const int64_t q_out = sequence * args.q_out_strides.sequence + in_sequence * args.q_out_strides.token;
+  const int64_t k_out = sequence * args.k_out_strides.sequence + in_sequence * args.k_out_strides.token;
+
+  Elements<T, E> a[V], b[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int head = group + i * args.groups, of_k = head - args.q_heads;
+    const T* p = of_k < 0 ? static_cast<const T*>(args.q) + q + head * args.q_strides.head
+                          : static_cast<const T*>(args.k) + k + of_k * args.k_strides.head;
+    a[i].load_if(head < args.heads, p + first);
+    b[i].load_if(head < args.heads && has_second, p + second);
+  }
+  const Place place = rotates ? place_of(args, token) : Place{0, -1};
+  const bool turns = place.position >= 0;
+  Rotation<E> r;
+  if (turns) r = rotation_at<E>(args, place, pair, first, second);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int head = group + i * args.groups, of_k = head - args.q_heads;
+    if (head >= args.heads) break;
+    if (turns) {
+      float x[E], y[E], u[E], v[E];
+      a[i].get(x), b[i].get(y);
+      as_pairs(args.interleaved, x, y);
+#pragma unroll
+      for (int j = 0; j < E; j++) {
+        u[j] = sum_of_products<T>(x[j], r.c1[j], y[j], r.s1[j], args.round);
+        v[j] = sum_of_products<T>(y[j], r.c2[j], x[j], r.s2[j], args.round);
+      }
+      from_pairs(args.interleaved, u, v);
+      a[i].set(u), b[i].set(v);
+    }
+    T* p = of_k < 0 ? static_cast<T*>(args.q_out) + q_out + head * args.q_out_strides.head
+                    : static_cast<T*>(args.k_out) + k_out + of_k * args.k_out_strides.head;
+    a[i].store(p + first);
+    if (has_second) b[i].store(p + second);
+  }
+}
+
+}  // namespace gander

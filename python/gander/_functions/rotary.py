@@ -1,0 +1,147 @@
+"""Rotary position embeddings: of queries and keys as models have them, and with flash-attention's signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._backend import BACKENDS, backend_of
+from .._words import integer
+from .arguments import FAILURES, A, Array, overridden
+from .norms import CastingMode, rounds
+
+
+def rotary(
+    q: A,
+    k: A | None,
+    cos: Array,
+    sin: Array,
+    interleaved: bool = False,
+    inplace: bool = False,
+    casting_mode: CastingMode | None = None,
+) -> tuple[A, A | None]:
+    """Rotary position embeddings of queries and keys, differentiable in both, in one launch.
+
+    Each pair (a, b) of elements of a head becomes (a cos - b sin, b cos + a sin): Su et al., "RoFormer: Enhanced
+    Transformer with Rotary Position Embedding", 2021. It is computed in float32 (float64 for float64), and
+    rounded once. Backward keeps cos and sin alone. The pairs are those of the first R <= D columns: i and
+    i + R / 2. The other columns are copied.
+
+    Args:
+        q: (..., H, S, D): heads of S tokens, of float16, bfloat16 or float32 (on the CPU also float64). A
+            transposed view, as models have it, is not copied if its last stride is 1. A torch tensor on the
+            CPU or a CUDA device, or an object with `__dlpack__`, for which results are arrays of the same
+            library, without a gradient.
+        k: The same with any number of heads, or None.
+        cos: (..., S, R) with the leading dimensions of q or 1s in their place, as transformers has it: a
+            number for each element. Or (S, R / 2): a number for each pair. float32, float16 or bfloat16,
+            float64 beside float64. Rows after the first S are not used.
+        sin: Of the shape and dtype of cos.
+        interleaved: The pairs are elements 2 i and 2 i + 1.
+        inplace: Writes the results over q and k, and returns these. Not where they need a gradient.
+        casting_mode: "llama" rounds both products to q's dtype before they are added, as transformers does:
+            the results have its bits if cos and sin have q's dtype. Gradients are rounded likewise.
+
+    Returns:
+        q and k (None without one), rotated. In memory a token's heads lie side by side, as in a transposed
+        view of (..., S, H, D).
+
+    Raises:
+        TypeError: A dtype, or an argument of another type.
+        ValueError: A shape, casting_mode, or with inplace tensors whose elements share memory.
+        NotImplementedError: A nested or sparse tensor, inplace with a gradient, or a gradient of cos or sin.
+        RuntimeError: The device, the driver, or memory.
+
+    Examples:
+        >>> q = torch.tensor([1.0, 2.0]).view(1, 1, 1, 2)
+        >>> gander.rotary(q, None, torch.tensor([[0.0]]), torch.tensor([[1.0]]))[0].flatten()
+        tensor([-2.,  1.])
+    """
+    ops = BACKENDS.get(type(q)) or backend_of(q)
+    if ops is None:
+        return overridden(rotary, locals())
+    options = dict(
+        interleaved=interleaved,
+        per_element=len(getattr(cos, "shape", ())) != 2,
+        round_products=rounds(casting_mode),
+    )
+    try:
+        _check_heads(q, k)
+        tokens_first = [x if x is None else ops.turned(x) for x in (q, k)]
+        if inplace:
+            ops.rotary_(*tokens_first, cos, sin, **options)
+            return q, k
+        turned = ops.rotary(*tokens_first, cos, sin, **options, needs_k_out=k is not None)
+    except FAILURES as error:
+        raise ops.explained(error, q=q, k=k, cos=cos, sin=sin) from None
+    return ops.turned(turned[0]), None if k is None else ops.turned(turned[1])
+
+
+def apply_rotary_emb(
+    x: A,
+    cos: Array,
+    sin: Array,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Array | None = None,
+    cu_seqlens: Array | None = None,
+    max_seqlen: int | None = None,
+) -> A:
+    """rotary of one tensor, with the name and the arguments that flash-attention and QuACK have.
+
+    Args:
+        x: (B, S, H, D), or with cu_seqlens (tokens, H, D), else as rotary's q.
+        cos: (T, R / 2): a number for each pair, for T positions. Else as in rotary.
+        sin: Of the shape and dtype of cos.
+        interleaved: As in rotary.
+        inplace: As in rotary.
+        seqlen_offsets: Added to the positions: an integer, or for each sequence one, (B,) of int32 or int64.
+        cu_seqlens: The first token of each sequence, and the end of the last: (sequences + 1,) of int32 or
+            int64. Tokens before and after them are copied.
+        max_seqlen: Not used. Other libraries need it for their launch.
+
+    Returns:
+        x, rotated: contiguous, or with inplace x itself. A token whose position is not in the tables becomes
+        NaN: what seqlen_offsets and cu_seqlens hold is not known before the kernel reads it.
+
+    Raises:
+        TypeError: A dtype, or an argument of another type.
+        ValueError: A shape, or with inplace a tensor whose elements share memory.
+        NotImplementedError: A nested or sparse tensor, inplace with a gradient, or a gradient of cos or sin.
+        RuntimeError: The device, the driver, or memory.
+
+    Examples:
+        >>> table = torch.tensor([[1.0], [0.0]])
+        >>> gander.apply_rotary_emb(torch.ones(1, 2, 1, 2), table, 1 - table).flatten()
+        tensor([ 1.,  1., -1.,  1.])
+    """
+    ops = BACKENDS.get(type(x)) or backend_of(x)
+    if ops is None:
+        return overridden(apply_rotary_emb, locals())
+    given: dict[str, Any] = dict(cu_seqlens=cu_seqlens, interleaved=interleaved)
+    if hasattr(seqlen_offsets, "shape"):
+        given["offsets"] = seqlen_offsets
+    elif seqlen_offsets is not None:
+        given["offset"] = integer("seqlen_offsets", seqlen_offsets)
+    names = {"q": "x", "offsets": "seqlen_offsets", "offset": "seqlen_offsets"}
+    try:
+        if inplace:
+            ops.rotary_(x, None, cos, sin, **given)
+            return x
+        return ops.rotary(x, None, cos, sin, **given)[0]
+    except FAILURES as error:
+        raise ops.explained(error, names, x=x, cos=cos, sin=sin) from None
+
+
+def _check_heads(q: Any, k: Any) -> None:
+    """Refuses shapes that the operator, which has tokens before heads, would name in another order."""
+    shape = tuple(q.shape)
+    if len(shape) < 3:
+        raise ValueError(
+            f"q has shape {shape}, expected (..., heads, tokens, columns) of rank 3 or more; reshape it"
+        )
+    if k is None:
+        return
+    found = tuple(k.shape)
+    if len(found) != len(shape) or found[:-3] != shape[:-3] or found[-2:] != shape[-2:]:
+        expected = ", ".join(map(str, (*shape[:-3], "any", *shape[-2:])))
+        raise ValueError(f"k has shape {found}, expected ({expected}), with any number of heads, as q")
