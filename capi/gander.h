@@ -422,8 +422,8 @@ typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   const DLTensor* k; /* (B, S, any number, N); q's dtype */
-  const DLTensor* offsets; /* one-dimensional, contiguous; int32 or int64 */
-  const DLTensor* cu_seqlens; /* one-dimensional, contiguous; int32 or int64 */
+  const DLTensor* offsets; /* one for each sequence, contiguous; int32 or int64 */
+  const DLTensor* cu_seqlens; /* one for each sequence and one more, contiguous; int32 or int64 */
   /* (B, S, any number, N); q's dtype; may be k if the dtypes agree; must be NULL without k; has the shape
    * of k */
   const DLTensor* k_out;
@@ -458,8 +458,8 @@ typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   const DLTensor* dk_out; /* (B, S, any number, N); dq_out's dtype */
-  const DLTensor* offsets; /* one-dimensional, contiguous; int32 or int64 */
-  const DLTensor* cu_seqlens; /* one-dimensional, contiguous; int32 or int64 */
+  const DLTensor* offsets; /* one for each sequence, contiguous; int32 or int64 */
+  const DLTensor* cu_seqlens; /* one for each sequence and one more, contiguous; int32 or int64 */
   /* (B, S, any number, N); dq_out's dtype; may be dk_out if the dtypes agree; must be NULL without dk_out;
    * has the shape of dk_out */
   const DLTensor* dk;

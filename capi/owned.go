@@ -121,14 +121,18 @@ func (o *outputs) shape(form string) (dims []int64) {
 }
 
 // shapeOf is the shape of an optional operand, which is one of the forms. If it is absent or has another
-// shape, which will be refused, it is the first form.
+// shape, which will be refused, it is the first form, with nothing where that has any size.
 func (o *outputs) shapeOf(t *dlpack.Tensor, forms ...string) []int64 {
 	for _, form := range forms {
-		if dims := o.shape(form); t.Validate() == nil && slices.Equal(t.Dims(), dims) {
-			return dims
+		if t.Validate() == nil && sizes.Fit(t.Dims(), o.shape(form)) {
+			return slices.Clone(t.Dims())
 		}
 	}
-	return o.shape(forms[0])
+	dims := o.shape(forms[0])
+	for i, n := range dims {
+		dims[i] = max(n, 0)
+	}
+	return dims
 }
 
 // reduced is the form of a result for each row, or of one for all.

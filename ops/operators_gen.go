@@ -121,7 +121,10 @@ var (
 	shapePositions = shapeRule{tables, []form{
 		{"B**", false, always, ": a table for each sequence"},
 	}}
-	shapeNumbers = shapeRule{contiguous, []form{
+	shapeSequences = shapeRule{contiguous, []form{
+		{"*", false, always, ": one dimension"},
+	}}
+	shapeBoundaries = shapeRule{contiguous, []form{
 		{"*", false, always, ": one dimension"},
 	}}
 )
@@ -866,8 +869,8 @@ type RotaryForward struct {
 	// (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the shape
 	// of cos
 	Sin       *dlpack.Tensor
-	Offsets   *dlpack.Tensor // one-dimensional, contiguous; int32 or int64; or nil
-	CuSeqlens *dlpack.Tensor // one-dimensional, contiguous; int32 or int64; or nil
+	Offsets   *dlpack.Tensor // one for each sequence, contiguous; int32 or int64; or nil
+	CuSeqlens *dlpack.Tensor // one for each sequence and one more, contiguous; int32 or int64; or nil
 	QOut      *dlpack.Tensor // (B, S, H, N), where B is any dimensions; q's dtype; may be q if the dtypes agree
 	// (B, S, any number, N); q's dtype; may be k if the dtypes agree; or nil; must be nil without k; has the
 	// shape of k
@@ -914,10 +917,10 @@ func (o RotaryForward) Run(c *Call) error {
 	a.Cos = k.table("cos", o.Cos, typeCompanion.with(a.Q.DType))
 	a.Sin = k.tableFitting("sin", o.Sin, only(a.Cos.DType), "cos", o.Cos)
 	if o.Offsets != nil {
-		a.Offsets = k.vector("offsets", o.Offsets, typeIndex.with(a.Q.DType), &shapeNumbers)
+		a.Offsets = k.vector("offsets", o.Offsets, typeIndex.with(a.Q.DType), &shapeSequences)
 	}
 	if o.CuSeqlens != nil {
-		a.CuSeqlens = k.vector("cu_seqlens", o.CuSeqlens, typeIndex.with(a.Q.DType), &shapeNumbers)
+		a.CuSeqlens = k.vector("cu_seqlens", o.CuSeqlens, typeIndex.with(a.Q.DType), &shapeBoundaries)
 	}
 	a.QOut = k.headsOf("q_out", o.QOut, only(a.Q.DType), &shapeHeads)
 	k.output("q")
@@ -952,8 +955,8 @@ type RotaryBackward struct {
 	// (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the shape
 	// of cos
 	Sin       *dlpack.Tensor
-	Offsets   *dlpack.Tensor // one-dimensional, contiguous; int32 or int64; or nil
-	CuSeqlens *dlpack.Tensor // one-dimensional, contiguous; int32 or int64; or nil
+	Offsets   *dlpack.Tensor // one for each sequence, contiguous; int32 or int64; or nil
+	CuSeqlens *dlpack.Tensor // one for each sequence and one more, contiguous; int32 or int64; or nil
 	// (B, S, H, N), where B is any dimensions; dq_out's dtype; may be dq_out if the dtypes agree
 	DQ *dlpack.Tensor
 	// (B, S, any number, N); dq_out's dtype; may be dk_out if the dtypes agree; or nil; must be nil without
@@ -1001,10 +1004,10 @@ func (o RotaryBackward) Run(c *Call) error {
 	a.Cos = k.table("cos", o.Cos, typeCompanion.with(a.DQOut.DType))
 	a.Sin = k.tableFitting("sin", o.Sin, only(a.Cos.DType), "cos", o.Cos)
 	if o.Offsets != nil {
-		a.Offsets = k.vector("offsets", o.Offsets, typeIndex.with(a.DQOut.DType), &shapeNumbers)
+		a.Offsets = k.vector("offsets", o.Offsets, typeIndex.with(a.DQOut.DType), &shapeSequences)
 	}
 	if o.CuSeqlens != nil {
-		a.CuSeqlens = k.vector("cu_seqlens", o.CuSeqlens, typeIndex.with(a.DQOut.DType), &shapeNumbers)
+		a.CuSeqlens = k.vector("cu_seqlens", o.CuSeqlens, typeIndex.with(a.DQOut.DType), &shapeBoundaries)
 	}
 	a.DQ = k.headsOf("dq", o.DQ, only(a.DQOut.DType), &shapeHeads)
 	k.output("dq_out")

@@ -26,7 +26,8 @@ const (
 	Heads
 	OtherHeads
 	Positions
-	Numbers
+	Sequences
+	Boundaries
 )
 
 // ShapeRule describes a rule for shapes. An operator's checks in package ops, the operands that kernels.c
@@ -204,8 +205,12 @@ var Shapes = [...]ShapeRule{
 		Doc:   "(T, W): a row for each position; or (B, T, W), a table for each sequence",
 		Forms: []Form{{Sizes: "B**", Text: ": a table for each sequence"}},
 	},
-	Numbers: {
-		Name: "numbers", Doc: "one-dimensional, contiguous", Layout: Contiguous,
+	Sequences: {
+		Name: "sequences", Doc: "one for each sequence, contiguous", Layout: Contiguous,
+		Forms: []Form{{Sizes: "*", Text: ": one dimension"}},
+	},
+	Boundaries: {
+		Name: "boundaries", Doc: "one for each sequence and one more, contiguous", Layout: Contiguous,
 		Forms: []Form{{Sizes: "*", Text: ": one dimension"}},
 	},
 }

@@ -66,8 +66,8 @@ var (
 var (
 	cos       = Operand{Name: "cos", Shape: Positions, DType: Companion}
 	sin       = Operand{Name: "sin", Shape: Positions, DType: Same, Like: "cos", Fits: "cos"}
-	offsets   = Operand{Name: "offsets", Shape: Numbers, DType: Index, Optional: true}
-	cuSeqlens = Operand{Name: "cu_seqlens", Shape: Numbers, DType: Index, Optional: true}
+	offsets   = Operand{Name: "offsets", Shape: Sequences, DType: Index, Optional: true}
+	cuSeqlens = Operand{Name: "cu_seqlens", Shape: Boundaries, DType: Index, Optional: true}
 )
 
 // written returns an operand as an output that may be absent.

@@ -21,7 +21,7 @@
     const char* name; \
     int32_t (*call)(const arguments*); \
     /* A letter for each: m (M, N), b a mask of (M, N), n (N), r (M), s (M) or 1, t targets (M), u targets \
-     * (N), 1 one element, - NULL. */ \
+     * (N), 1 one element, q heads (M, 1, N), w a table (M, N / 2), i an index, c two of them, - NULL. */ \
     const char* operands; \
     const char* places;       /* of operands, then of outputs: p a parameter, o in the option struct */ \
     int outputs;              /* 0 if tensors are borrowed */ \
@@ -78,17 +78,21 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
       case 'm':
       case 'e':
       case 'b': fill(b); break;
+      case 'q': fill_heads(b); break;
+      case 'w':
       case 'h': fill(b)->shape[1] = N / 2; break;
       case 'n': fill_vector(b, N); break;
       case 'r':
       case 's': fill_vector(b, M); break;
       case 't': fill_targets(b, M); break;
       case 'u': fill_targets(b, N); break;
+      case 'i': fill_targets(b, 1); break;
+      case 'c': fill_targets(b, 2); break;
       case '1': fill_vector(b, 1); break;
       default: continue;
     }
     c->a.operands[i] = &b->managed;
-    if (wrong == NO_ROWS && !strchr("nu1", f->operands[i])) { /* valid: the address is not used */
+    if (wrong == NO_ROWS && !strchr("nu1ic", f->operands[i])) { /* valid: the address is not used */
       b->shape[0] = 0;
       b->managed.dl_tensor.data = (void*)16;
     }
@@ -132,7 +136,7 @@ static inline int must_fail(const function* f, fault wrong, int at) {
       for (const char* p = f->operands; *p; ++p) others += strchr("mhnu", *p) != NULL;
       return f->operands[at] != 'm' || others > 1;
     }
-    case LAYOUT: return strchr("mehb", f->operands[at]) != NULL;
+    case LAYOUT: return strchr("mehbqw", f->operands[at]) != NULL;
     default: return 1;
   }
 }

@@ -30,7 +30,7 @@ enum { M = 3, N = 4 };
 typedef struct {
   DLManagedTensorVersioned managed;
   float data[M * N];
-  int64_t shape[2], strides[2];
+  int64_t shape[3], strides[3];
   int deleted;
 } block;
 
@@ -55,6 +55,14 @@ static inline block* fill(block* b) {
   t->dtype.lanes = 1;
   t->shape = b->shape;
   t->strides = b->strides;
+  return b;
+}
+
+/* The rows as tokens with one head. */
+static inline block* fill_heads(block* b) {
+  fill(b)->managed.dl_tensor.ndim = 3;
+  b->shape[1] = b->strides[2] = 1;
+  b->shape[2] = b->strides[1] = N;
   return b;
 }
 

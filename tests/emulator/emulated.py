@@ -130,7 +130,7 @@ def call(device, name, inputs, outputs, over=None, layout=Layout(), **options): 
             tensors[operand.name] = tensors[over[operand.name]]
         elif given is not None:
             place = {}
-            if operand.shape == "rows":
+            if operand.shape in ("rows", "heads", "other_heads"):
                 gap, after = (lengths[matrices % len(lengths)] for lengths in layout[:2])
                 place = dict(gap=gap, after=after, before=layout.before)
                 matrices += 1

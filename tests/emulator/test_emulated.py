@@ -328,6 +328,51 @@ def test_glu(rows, gelu, tanh, round_activation):
     check("glu_backward", rows.inputs("gate up dy"), rows.outputs("dgate dup"), **options)
 
 
+# Sequences, tokens, heads of q and of k, columns, how many are rotated, and options: what the tables have.
+ROTARY = [
+    (2, 5, 4, 2, 64, 64, dict()),
+    (1, 9, 5, 1, 64, 64, dict(per_element=1)),
+    (3, 4, 7, 3, 128, 64, dict(interleaved=1)),
+    (2, 3, 2, 0, 96, 32, dict(interleaved=1, per_element=1)),
+    (1, 2, 9, 9, 40, 6, dict(offset=4)),
+    (2, 3, 2, 1, 7, 2, dict(interleaved=1, per_element=1, offset=2)),
+]
+
+
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("table", ["same", "float32", "float16"])
+@pytest.mark.parametrize("round_products", [0, 1])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rotary(dtype, round_products, table, suffix):
+    rows, table = Rows(1, 1, dtype), dtype if table == "same" else table
+    for sequences, tokens, heads, of_k, columns, rotated, options in ROTARY:
+        width, positions = rotated if options.get("per_element") else rotated // 2, tokens + 5
+        more = dict(units=1 + round_products, layout=LAYOUTS[suffix], round_products=round_products, **options)
+        for packed in (False, True):
+            outer = (sequences * tokens,) if packed else (sequences, tokens)
+            lead = (sequences,) if sequences % 2 and not packed else ()
+            inputs = {name: (table, rows.values(*lead, positions, width)) for name in ("cos", "sin")}
+            if packed:  # the first token is in no sequence, and a sequence's positions are beyond the tables
+                ends = np.array([1, 2, 2, sequences * tokens])
+                inputs |= {"cu_seqlens": ("int32", ends), "offsets": ("int64", np.array([positions, 0, 1]))}
+            elif lead:
+                inputs["offsets"] = "int32", np.arange(sequences) % 2
+            for backward in (False, True):
+                q, k, to_q, to_k = "dq_out dk_out dq dk".split() if backward else "q k q_out k_out".split()
+                shapes = {to_q: (*outer, heads, columns)}
+                given = {q: (dtype, rows.values(*shapes[to_q]))}
+                if of_k:
+                    shapes[to_k] = *outer, of_k, columns
+                    given[k] = dtype, rows.values(*shapes[to_k])
+                outputs = {name: (dtype, shape) for name, shape in shapes.items()}
+                name = "rotary_backward" if backward else "rotary_forward"
+                got = check(name, given | inputs, outputs, **more)
+                over = dict(zip(shapes, given, strict=True))
+                again = check(name, given | inputs, outputs, over=over, **more)
+                for output in outputs:
+                    assert np.array_equal(got[output], again[output], equal_nan=True)
+
+
 def test_rmsnorm_without_weight(rows):
     check("rmsnorm_forward", rows.inputs("x"), rows.outputs("y rstd"))
     check("rmsnorm_backward", rows.inputs("x dout rstd"), rows.outputs("dx"))

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from gander._native import library
 from gander._table import (
+    ANY,
     DTYPES,
     OPERATORS,
     REDUCTIONS,
@@ -37,7 +38,8 @@ def tensor(operand, letters, first=FIRST, wide=False):
     rule = DTYPES["companion" if operand.dtype == "same" else operand.dtype]
     dtypes = rule.wide if wide else rule.narrow
     dtype = getattr(torch, "float32" if "float32" in dtypes else dtypes[-1])
-    return torch.ones(sizes(letters, first), dtype=dtype)
+    any_size = 1 if operand.shape == "sequences" else 2  # heads, positions, half of four columns
+    return torch.ones([any_size if size is ANY else size for size in sizes(letters, first)], dtype=dtype)
 
 
 def call(name):

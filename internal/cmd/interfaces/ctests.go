@@ -134,6 +134,14 @@ func letters(list, all []operators.Operand) string {
 		switch {
 		case rule.Layout == operators.Broadcasts:
 			letter = 'b'
+		case rule.Layout == operators.InHeads:
+			letter = 'q'
+		case rule.Layout == operators.Tables:
+			letter = 'w'
+		case p.Shape == operators.Sequences:
+			letter = 'i'
+		case p.Shape == operators.Boundaries:
+			letter = 'c'
 		case p.Shape == operators.HalfRows:
 			letter = 'h'
 		case rule.Layout == operators.InRows && halved:
