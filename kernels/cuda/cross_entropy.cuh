@@ -1,7 +1,7 @@
 // Cross-entropy over rows of logits: loss, log-sum-exp, gradient, and the total over rows.
 #pragma once
 #include "cross_entropy_args_gen.cuh"
-#include "rows.cuh"
+#include "elementwise.cuh"
 
 namespace gander {
 
@@ -596,24 +596,22 @@ __device__ __forceinline__ void prefetch_later_part(const Rows& r, unsigned part
 #endif
 }
 
-// Maps rows whose statistics are known. Nothing is reduced, so any number of threads can share a row: the
-// launch says how many. A part is several rows, or one chunk of a row.
+// Maps rows whose statistics are known: nothing is reduced.
 template <class Op, int V, bool Unaligned>
 __device__ __forceinline__ void map_part(const typename Op::Args& args, unsigned part) {
   using T = typename Op::T;
   constexpr int E = kElements<T>;
   const Rows& r = args.rows;
-  const int threads = args.row_threads, tid = threadIdx.x;
   prefetch_later_part<T>(r, part, args.parts, args.rows_per_cta);
-  const int group = tid * args.inverse_row_threads >> 16, lane = tid - group * threads;
-  const int64_t row = static_cast<int64_t>(part / r.splits) * args.rows_per_cta + group;
-  if (group >= args.rows_per_cta || row >= r.m) return;
+  const ThreadInRow thread(args, part);
+  if (thread.is_idle) return;
+  const int64_t row = thread.row;
   const RowView<T> p = row_view<Op, Unaligned, false>(r, row, part % r.splits);
   const Bounds load_bounds = Unaligned ? p.load_bounds() : p.bounds;
   auto sc = Op::load_scalars(args, row, false);
   T* const y = static_cast<T*>(p.y);
-  const int step = threads * E;
-  int e = lane * E;
+  const int step = thread.threads * E;
+  int e = thread.lane * E;
   uint4 v[V];
   load<Unaligned, false>(p.a, e, step, load_bounds, Op::fill(), v);
   Op::resolve_scalars(args, row, sc, false);

@@ -1,10 +1,10 @@
 // Gated linear units: y = act(gate) * up, element by element (Shazeer, "GLU Variants Improve Transformer",
 // 2020).
 //
-// Each vector of the gate meets those of the other inputs at the same place, and nothing is reduced. So any
-// number of threads can share a row: the launch says how many, as for elementwise_body in cross_entropy.cuh.
+// Each vector of the gate meets those of the other inputs at the same place, and nothing is reduced.
 // Backward may write over gate and up: a thread reads all inputs of its elements before it writes any.
 #pragma once
+#include "elementwise.cuh"
 #include "glu_args_gen.cuh"
 #include "operands.cuh"
 
@@ -83,10 +83,10 @@ template <class Activation, class T, int V, bool Unaligned, bool Backward>
 __device__ __forceinline__ void map_glu(const GLUArgs& args) {
   constexpr int E = kElements<T>;
   const Rows& r = args.rows;
-  const unsigned part = blockIdx.x, tid = threadIdx.x;
-  const int threads = args.row_threads, group = tid * args.inverse_row_threads >> 16;
-  const int64_t row = static_cast<int64_t>(part / r.splits) * args.rows_per_cta + group;
-  if (group >= args.rows_per_cta || row >= r.m) return;
+  const unsigned part = blockIdx.x;
+  const ThreadInRow thread(args, part);
+  if (thread.is_idle) return;
+  const int64_t row = thread.row;
   const RowView<T> p = row_view<GLUOperands<T>, Unaligned, false>(r, row, part % r.splits);
   Bounds loads = Unaligned ? p.load_bounds() : p.bounds;
   const T* dy = nullptr;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void map_glu(const GLUArgs& args) {
   }
   const T* const up = static_cast<const T*>(p.b);
   T* const y = static_cast<T*>(p.y);
-  const int step = threads * E;
-  for (int e = (tid - group * threads) * E; e < p.bounds.hi; e += V * step) {
+  const int step = thread.threads * E;
+  for (int e = thread.lane * E; e < p.bounds.hi; e += V * step) {
     uint4 gates[V], ups[V], dys[V];
     load<Unaligned, false>(p.a, e, step, loads, zero_vector(), gates);
     load<Unaligned, false>(up, e, step, loads, zero_vector(), ups);

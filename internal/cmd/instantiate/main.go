@@ -50,7 +50,7 @@ func generate(dir string, check bool) error {
 		if base := types[0].Field(0); base.Anonymous {
 			includes = "#include \"" + cName(strings.TrimSuffix(base.Name, "Args")) + "_args_gen.cuh\"\n"
 		}
-		files[group+"_args_gen.cuh"] = header(includes, declared(group)+structs(types))
+		files[group+"_args_gen.cuh"] = header(includes, enums[group]+structs(types))
 	}
 	for f := range kernels.Family(kernels.Families) {
 		files[f.String()+"_gen.cu"] = unit(f, variants)
@@ -105,23 +105,16 @@ var argStructs = map[string][]reflect.Type{
 	"rotary":                {reflect.TypeFor[kernels.HeadStrides](), reflect.TypeFor[kernels.RotaryArgs]()},
 }
 
-// declared is the group's enum, if it has one.
-func declared(group string) string {
-	if enum := enums[group]; enum != nil {
-		return enum()
-	}
-	return ""
-}
+// enums are what else the header of a group declares.
+var enums = map[string]string{"glu": enum("Activation", kernels.Activations, kernels.Activation.String)}
 
-// enums has what else the header of a group declares.
-var enums = map[string]func() string{
-	"glu": func() string {
-		text := "enum Activation : int32_t {"
-		for a := range kernels.Activations {
-			text += fmt.Sprintf(" k%v,", a)
-		}
-		return text + " };\n\n"
-	},
+// enum declares the values from 0 as C++ names them.
+func enum[T ~int32](name string, count T, valueName func(T) string) string {
+	text := "enum " + name + " : int32_t {"
+	for v := range count {
+		text += " k" + valueName(v) + ","
+	}
+	return text + " };\n\n"
 }
 
 // argType is the name of the parameter of a group's kernels.
@@ -133,11 +126,7 @@ func argType(group string) string {
 // shared is the header with all that kernels of every group need.
 func shared() []byte {
 	var b strings.Builder
-	b.WriteString("enum DType : int32_t {")
-	for t := kernels.Float16; t <= kernels.Uint8; t++ {
-		fmt.Fprintf(&b, " k%s,", dtypeName(t))
-	}
-	b.WriteString(" };\n\n")
+	b.WriteString(enum("DType", kernels.Uint8+1, dtypeName))
 	for _, l := range kernels.Limits {
 		fmt.Fprintf(&b, "constexpr int k%s = %d;\n", l.Name, l.Value)
 	}
