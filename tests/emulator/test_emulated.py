@@ -347,7 +347,9 @@ def test_rotary(dtype, round_products, table, suffix):
     rows, table = Rows(1, 1, dtype), dtype if table == "same" else table
     for sequences, tokens, heads, of_k, columns, rotated, options in ROTARY:
         width, positions = rotated if options.get("per_element") else rotated // 2, tokens + 5
-        more = dict(units=1 + round_products, layout=LAYOUTS[suffix], round_products=round_products, **options)
+        more = dict(
+            units=1 + round_products, layout=LAYOUTS[suffix], round_products=round_products, **options
+        )
         for packed in (False, True):
             outer = (sequences * tokens,) if packed else (sequences, tokens)
             lead = (sequences,) if sequences % 2 and not packed else ()
@@ -358,7 +360,9 @@ def test_rotary(dtype, round_products, table, suffix):
             elif lead:
                 inputs["offsets"] = "int32", np.arange(sequences) % 2
             for backward in (False, True):
-                q, k, to_q, to_k = "dq_out dk_out dq dk".split() if backward else "q k q_out k_out".split()
+                q, k, to_q, to_k = (
+                    ["dq_out", "dk_out", "dq", "dk"] if backward else ["q", "k", "q_out", "k_out"]
+                )
                 shapes = {to_q: (*outer, heads, columns)}
                 given = {q: (dtype, rows.values(*shapes[to_q]))}
                 if of_k:

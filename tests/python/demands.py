@@ -65,11 +65,15 @@ def calls_on_demand(x, weight, target):
     mean, rstd = torch.randn(6, device=x.device), torch.rand(6, device=x.device) + 0.5
     half, brain = torch.float16, torch.bfloat16
     norm = x, weight, weight.half(), x.half()
+    heads, table = x[:, None], torch.rand(6, x.shape[-1] // 2, device=x.device)
+    rotation = heads, torch.cat([heads, heads.cos()], 1), table, table.sin()
     dtypes = {"x_dtype": half, "residual_dtype": brain, "bias_dtype": half}
     return {
         "rmsnorm": (norm, {"out_dtype": half, "residual_dtype": brain}),
         "rmsnorm_bwd": ((x, weight, x.half(), x.cos(), rstd), dtypes),
         "l2norm": ((x,), {"eps": 0.5}),
+        "rotary": (rotation, {"interleaved": True}),
+        "rotary_bwd": (rotation, {"interleaved": True}),
         # residual_out in another dtype than x would change y, which is the norm of what it holds.
         "layernorm": (norm, {"out_dtype": half, "residual_dtype": x.dtype}),
         "layernorm_bwd": ((x, weight, x.half(), x.cos(), mean, rstd), dtypes),

@@ -16,7 +16,17 @@ from pathlib import Path
 import gander
 import pytest
 import torch
-from demands import asked_for, calls_on_demand, check_unwanted, demands, every_demand, in_order, leaves, shown
+from demands import (
+    ON_DEMAND,
+    asked_for,
+    calls_on_demand,
+    check_unwanted,
+    demands,
+    every_demand,
+    in_order,
+    leaves,
+    shown,
+)
 from gander._table import TORCH, differentiable
 from gander._torch import backend
 from gander._torch import fast as _fast
@@ -25,6 +35,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 fast = _fast._functions
+# Those of heads have none: autograd makes their missing gradients.
+ON_FAST_PATH = [name for name in ON_DEMAND if not name.startswith("rotary")]
 pytestmark = pytest.mark.skipif(_fast._untested() is not None, reason=str(_fast._untested()))
 
 NAMES = ("softmax", "rmsnorm", "cross_entropy", "logsumexp")
@@ -359,7 +371,7 @@ def test_taken_by_overloads(name, data, dispatched):
             overload(*given, **named)
 
 
-@pytest.mark.parametrize(("name", "asked"), every_demand(), ids=shown)
+@pytest.mark.parametrize(("name", "asked"), every_demand(ON_FAST_PATH), ids=shown)
 def test_results_that_are_not_asked_for(name, asked, data, dispatched):
     """They are None where gander calls, and tensors without elements where torch's overload is called."""
     given, options = calls_on_demand(*data)[name]

@@ -82,6 +82,42 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.parametrize("dim", [0, 2], ids=["sequences", "heads"])
+@pytest.mark.parametrize("each", [False, True], ids=["one table", "tables"])
+def test_rotary(dim, each, mesh):
+    """Heads of tokens sharded by sequences or by heads, with their gradients and no collective."""
+    q, k = torch.randn(4, 5, 8, N), torch.randn(4, 5, 4, N)
+    cos, sin = torch.randn(2, 4, 5, N) if each else torch.randn(2, 1, 5, N)
+    offsets = torch.tensor([0, 0, 0, 0])
+    options = {"per_element": True, "needs_k_out": True}
+    plain = q.clone().requires_grad_(), k.clone().requires_grad_()
+    want = ops.rotary(*plain, cos, sin, offsets, **options)
+    wanted = torch.autograd.grad(want, plain, want)
+
+    shard = Shard(dim)
+    by_sequence = shard if dim == 0 else Replicate()
+    leaves = leaf(q, mesh, shard), leaf(k, mesh, shard)
+    table = by_sequence if each else Replicate()
+    others = place(cos, mesh, table), place(sin, mesh, table), place(offsets, mesh, by_sequence)
+    got, forward = collectives(lambda: ops.rotary(*leaves, *others, **options))
+    upstream = [place(y, mesh, shard) for y in want]
+    gradients, backward = collectives(lambda: torch.autograd.grad(got, leaves, upstream))
+    for result, expected in zip((*got, *gradients), (*want, *wanted), strict=True):
+        check(result, expected, shard)
+    assert forward == backward == 0
+
+
+@pytest.mark.parametrize(
+    "dim, message", [(1, "because a position counts from the first token"), (3, "Shard of")]
+)
+def test_rotary_refuses(dim, message, mesh):
+    q, table = torch.randn(4, 5, 8, N), torch.randn(5, N // 2)
+    with pytest.raises(NotImplementedError, match=message):
+        ops.rotary(place(q, mesh, Shard(dim)), None, *(place(table, mesh, Replicate()) for _ in range(2)))
+    with pytest.raises(NotImplementedError, match=r"cos has placements .* expected Replicate"):
+        ops.rotary(place(q, mesh, Replicate()), None, *(place(table, mesh, Shard(0)) for _ in range(2)))
+
+
 @pytest.mark.parametrize("placements", SHARDS, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -135,10 +171,13 @@ def operands_of(name, local):
     by_row = torch.rand(x.shape[:-1]) + 0.5
     norm = (x, weight, weight.cos(), x.cos()), {"out_dtype": torch.bfloat16}
     statistics = (by_row.cos(), by_row) if name.startswith("layernorm") else (by_row,)
+    rotation = x[:, None], x[:, None].cos(), *torch.rand(2, 1, N // 2)
     return {
         "rmsnorm": norm,
         "layernorm": norm,
         "l2norm": ((x,), {"eps": 0.5}),
+        "rotary": (rotation, {}),
+        "rotary_bwd": (rotation, {}),
         "rmsnorm_bwd": ((x, weight, x.sin(), x.cos(), *statistics), {"bias_dtype": torch.bfloat16}),
         "layernorm_bwd": ((x, weight, x.sin(), x.cos(), *statistics), {"residual_dtype": torch.half}),
         "cross_entropy": ((x, target, weight), {"reduction": 2}),
@@ -154,7 +193,9 @@ def test_every_demand(name, asked, placements, how, mesh, local):
     given, options = operands_of(name, local)
     op = functools.partial(getattr(ops, name), **options, **asked)
     want, every = op(*given), getattr(ops, name)(*given, **options, **demands(name)[-1])
-    by_row = {"rows", "per_row", "strided"}
+    by_row = {"rows", "per_row", "strided", "heads", "other_heads"}
+    if name.startswith("rotary") and placements == (Shard(1),):  # tokens
+        placements = (Shard(2),)
     inputs = [
         place(value, mesh, *(placements if operands(name)[argument].shape in by_row else (Replicate(),)))
         for argument, value in zip(tensors(name), given, strict=False)

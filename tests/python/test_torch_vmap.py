@@ -156,6 +156,8 @@ def calls_of_every_operator(x, weight, target):
     saved = statistics(x, target)
     norms = (x, weight), (x, weight, cos), (x, weight, cos, x.cos()), (x, None, cos, x.cos())
     gradients = (x, weight, x.flip(0), None), (x, weight, x.flip(0), x.cos())
+    heads, table = x[:, :, None], torch.rand(B, M, N // 2)
+    rotation = heads, torch.cat([heads, heads.cos()], 2), table, table.cos()
     return {
         "softmax": [(x,)],
         "softmax_bwd": [(x, x.softmax(-1))],
@@ -165,6 +167,8 @@ def calls_of_every_operator(x, weight, target):
         "glu_bwd": [(x, x.cos(), x.flip(0))],
         "packed_glu": [(torch.cat((x, x.cos()), -1),)],
         "packed_glu_bwd": [(torch.cat((x, x.cos()), -1), x.flip(0))],
+        "rotary": [rotation],
+        "rotary_bwd": [rotation],
         "l2norm": [(x,)],
         "l2norm_bwd": [(x, x.flip(0), rstd)],
         "layernorm": norms,

@@ -72,6 +72,10 @@ def call_c(name, values):
     shape = FIRST if first is None or not first.ndim else tuple(first.shape)
     wide = first is not None and first.dtype == torch.float64
     made = {o: tensor(of[o], made_sizes(name, of[o], values), shape, wide) for o in operator.results}
+    for output in made:
+        like = values.get(of[output].fits)
+        if like is not None and ANY in sizes(made_sizes(name, of[output], values), shape):
+            made[output] = made[output].new_ones(like.shape)
     made |= {output: values[argument] for argument, output in operator.writes.items()}
     given |= {operand: described((made | values).get(operand)) for operand in of}
     status = library.call(f"gander_{operator.operator}", **given)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: of queries and keys as models have them, and with flash-attention's signature."""
+"""Rotary position embeddings: of queries and keys as models have them, and as flash-attention has them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def rotary(
 ) -> tuple[A, A | None]:
     """Rotary position embeddings of queries and keys, differentiable in both, in one launch.
 
-    Each pair (a, b) of elements of a head becomes (a cos - b sin, b cos + a sin): Su et al., "RoFormer: Enhanced
-    Transformer with Rotary Position Embedding", 2021. It is computed in float32 (float64 for float64), and
-    rounded once. Backward keeps cos and sin alone. The pairs are those of the first R <= D columns: i and
-    i + R / 2. The other columns are copied.
+    Each pair (a, b) of elements of a head becomes (a cos - b sin, b cos + a sin): Su et al., "RoFormer:
+    Enhanced Transformer with Rotary Position Embedding", 2021. It is computed in float32 (float64 for
+    float64), and rounded once. Backward keeps cos and sin alone. The pairs are those of the first R <= D
+    columns: i and i + R / 2. The other columns are copied.
 
     Args:
         q: (..., H, S, D): heads of S tokens, of float16, bfloat16 or float32 (on the CPU also float64). A

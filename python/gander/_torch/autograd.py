@@ -90,18 +90,16 @@ def backward(name: str, inputs: list[str]):
     of, heads, gradients_there = operands(gradient_op), upstream(gradient_op), gradients_of(gradient_op)
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
-    # With each upstream gradient: whether it must be there, and where the input is without whose gradient
-    # autograd need not make it, or None.
-    made = materializes(name)
-    partners = {operand.needs: operand.gradient for operand in of.values() if operand.output}
-    required = [
-        (
-            results.index(result),
-            not of[argument].optional,
-            inputs.index(partners[argument]) if made and argument in partners else None,
-        )
-        for result, argument in heads.items()
-    ]
+    required = [(results.index(result), not of[argument].optional) for result, argument in heads.items()]
+    # Where autograd makes missing gradients: an upstream gradient that only one input's gradient needs, by
+    # the index of its result, with the indices of that input, and among the options of what asks for the
+    # result.
+    partners = {}
+    for operand in of.values() if materializes(name) else ():
+        result = next((result for result, argument in heads.items() if argument == operand.needs), None)
+        if result is not None:
+            asked = arguments(name)[len(tensors(name)) :].index(demand(result))
+            partners[results.index(result)] = inputs.index(operand.gradient), asked
     # Options of forward that callers cannot choose.
     fixed = {key: bool(value) for key, value in TORCH[name].fixed.items() if key in arguments(gradient_op)}
     types = [argument.type for argument in TORCH[gradient_op].arguments]
@@ -138,17 +136,18 @@ def backward(name: str, inputs: list[str]):
         for index, result in constant:
             if gradients[index] is not None:
                 raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
-        key = ctx.needs_input_grad, ctx.dtypes if typed else None
+        needs = ctx.needs_input_grad
+        for index, (place, asked) in partners.items():
+            if not (needs[place] and ctx.options[asked]):
+                needs = (*needs[:place], False, *needs[place + 1 :])
+                gradients = (*gradients[:index], None, *gradients[index + 1 :])
+        key = needs, ctx.dtypes if typed else None
         call, pick, constants, places = plans.get(key) or plan(*key)
         saved = ctx.saved_tensors
         given = [
             # Every result with a gradient has the shape of the first tensor, the rows.
-            zeros_like(saved[0])
-            if needed and gradients[index] is None
-            else gradients[index]
-            if partner is None or ctx.needs_input_grad[partner]
-            else None
-            for index, needed, partner in required
+            zeros_like(saved[0]) if needed and gradients[index] is None else gradients[index]
+            for index, needed in required
         ]
         arguments = pick((*saved, *given, *constants, *ctx.options))
         # IF_SERVED: use forward's algorithm if it supports these rows in backward too, else "auto".

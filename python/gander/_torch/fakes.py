@@ -115,12 +115,12 @@ class _Call:
             )
         if name != self.x:
             self.check_shape(operand, shape)
+        elif len(shape) < SHAPES[operand.shape].rank > 1:
+            expected = "(..., tokens, heads, columns) of rank 3 or more"
+            self.fail(ValueError, f"{name} has shape {shape}, expected {expected}; reshape it")
         elif not shape:
             expected = "rows (M, N) of rank 1 or more"
             self.fail(ValueError, f"{name} has rank 0, expected {expected}; reshape it to (1, 1)")
-        elif len(shape) < SHAPES[operand.shape].rank:
-            expected = "(..., tokens, heads, columns) of rank 3 or more"
-            self.fail(ValueError, f"{name} has shape {shape}, expected {expected}; reshape it")
         else:
             expected = "a last dimension of 1 or more"
             self.check(

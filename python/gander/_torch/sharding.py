@@ -2,8 +2,9 @@
 
 Leading dimensions may be sharded, in the same way for all operands that have rows. The last dimension may be
 sharded too in cross_entropy, where gander.distributed computes the loss. An operand with an element
-for each column (a weight) is replicated. Its gradient is a partial sum, and so is the sum of losses. Other
-placements are refused here, because DTensor would gather the tensor without an error.
+for each column (a weight) is replicated. Its gradient is a partial sum, and so is the sum of losses. Heads of
+tokens may be sharded by sequences or by heads. Other placements are refused here, because DTensor would
+gather the tensor without an error.
 
 Importing DTensor takes about as long as importing the rest of torch, so the rules are registered when a
 program imports it.
@@ -54,6 +55,8 @@ def _rule(name, given):
 
     if operator.writes:  # DTensor assumes that an operator whose name ends in "_" returns its first argument
         refuse("a DTensor cannot be written over; use the operator that returns its results")
+    if layout(next(iter(inputs))) == "heads":
+        return _of_heads(name, specs, inputs, computed, refuse)
 
     def sums_rows(result):
         """Whether a result is one number for all rows."""
@@ -133,6 +136,57 @@ def _rule(name, given):
 
     replicated = (
         [Replicate() for _ in operator.results],
+        [Replicate() if argument in inputs else None for argument in specs],
+    )
+    return [replicated, *map(placements, shards)]
+
+
+def _of_heads(name, specs, inputs, computed, refuse):
+    """_rule for an operator of the heads of tokens, whose positions count from a sequence's first token."""
+    from torch.distributed.tensor import Replicate
+
+    of, first = operands(name), next(iter(inputs.values()))
+    heads = first.ndim - 2
+
+    def is_heads(operand):
+        return SHAPES[operand.shape].layout == "heads"
+
+    def placed(operand, shard, shape=None):
+        """Where an operand lies beside heads with this placement. shape: that of an input."""
+        if is_heads(operand):
+            return shard
+        tables = SHAPES[operand.shape].layout == "tables"
+        if shard.dim == heads or (tables and (len(shape) == 2 or shape[shard.dim] == 1)):
+            return Replicate()
+        return shard
+
+    shards = []
+    for argument, spec in inputs.items():
+        used = [placement for placement in spec.placements if is_shard(placement)]
+        found = f"{argument} has placements {spec.placements}, expected"
+        if not used:
+            continue
+        if not is_heads(of[argument]):
+            beside = [placement for placement in first.placements if is_shard(placement)]
+            if any(placement not in beside or placement.dim >= heads - 1 for placement in used):
+                refuse(f"{found} Replicate, or those of the sequences; redistribute it")
+            continue
+        if any(placement.dim not in (*range(heads - 1), heads) for placement in used):
+            refuse(
+                f"{found} Shard of sequences or of heads, because a position counts from the first token; "
+                "redistribute it"
+            )
+        shards += [placement for placement in used if placement not in shards]
+    if any(shard.dim < heads - 1 for shard in shards) and "offsets" in inputs and heads > 2:
+        refuse("offsets is one for each sequence of several dimensions, which cannot be sharded like them")
+
+    def placements(shard):
+        sharded = {argument: placed(of[argument], shard, spec.shape) for argument, spec in inputs.items()}
+        made = [shard if result in computed else Replicate() for result in TORCH[name].results]
+        return made, [sharded.get(argument) for argument in specs]
+
+    replicated = (
+        [Replicate() for _ in TORCH[name].results],
         [Replicate() if argument in inputs else None for argument in specs],
     )
     return [replicated, *map(placements, shards)]
