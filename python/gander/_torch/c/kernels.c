@@ -274,8 +274,9 @@ static bool is_served(Layout layout, const DLTensor* t, const DLTensor* x) {
   if (layout == BROADCASTS) return is_broadcast(t, x);
   if (layout == IN_ROWS || layout == IN_HEADS || layout == TABLES) {
     int64_t outer = last - (layout == IN_HEADS ? 2 : layout == TABLES ? 1 : 0); /* dimensions that collapse */
-    return outer < 0 || last < 0 || ((t->shape[last] < 2 || t->strides[last] == 1) &&
-                                     collapses(outer, t->shape, t->strides, &length, &stride));
+    return outer < 0 || last < 0 ||
+           ((t->shape[last] < 2 || t->strides[last] == 1) &&
+            collapses(outer, t->shape, t->strides, &length, &stride));
   }
   return collapses(t->ndim, t->shape, t->strides, &length, &stride) &&
          (layout == REGULAR || length < 2 || stride == 1);
