@@ -321,6 +321,73 @@ int32_t gander_rotary_grad(DLManagedTensorVersioned* dq_out, DLManagedTensorVers
   return gander_end(inputs, 6, status);
 }
 
+int32_t gander_qk_norm_rotary_forward(const DLTensor* q, const DLTensor* cos, const DLTensor* sin,
+                                      const DLTensor* q_out,
+                                      const gander_qk_norm_rotary_forward_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_qk_norm_rotary_forward_options, GANDER_QK_NORM_ROTARY_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderQKNormRotaryForward(
+      (void*)q, (void*)cos, (void*)sin, (void*)q_out, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_qk_norm_rotary(DLManagedTensorVersioned* q, DLManagedTensorVersioned* cos,
+                              DLManagedTensorVersioned* sin, const gander_qk_norm_rotary_options* options,
+                              void* stream, DLManagedTensorVersioned** q_out) {
+  GANDER_OPTIONS(gander_qk_norm_rotary_options, GANDER_QK_NORM_ROTARY_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"q", q},
+      {"k", o->k},
+      {"q_weight", o->q_weight},
+      {"k_weight", o->k_weight},
+      {"cos", cos},
+      {"sin", sin},
+      {"offsets", o->offsets},
+      {"cu_seqlens", o->cu_seqlens}};
+  DLManagedTensorVersioned** const outputs[] = {q_out, o->k_out};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 8, outputs, 2);
+  if (status == GANDER_OK) {
+    status = ganderQKNormRotaryForwardOwned(
+        (void*)q, (void*)cos, (void*)sin, (void*)o, (uintptr_t)stream, q_out);
+  }
+  return gander_end(inputs, 8, status);
+}
+
+int32_t gander_qk_norm_rotary_backward(const DLTensor* q, const DLTensor* cos, const DLTensor* sin,
+                                       const DLTensor* dq_out, const DLTensor* dq,
+                                       const gander_qk_norm_rotary_backward_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_qk_norm_rotary_backward_options, GANDER_QK_NORM_ROTARY_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderQKNormRotaryBackward(
+      (void*)q, (void*)cos, (void*)sin, (void*)dq_out, (void*)dq, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_qk_norm_rotary_grad(DLManagedTensorVersioned* q, DLManagedTensorVersioned* cos,
+                                   DLManagedTensorVersioned* sin, DLManagedTensorVersioned* dq_out,
+                                   const gander_qk_norm_rotary_grad_options* options, void* stream,
+                                   DLManagedTensorVersioned** dq) {
+  GANDER_OPTIONS(gander_qk_norm_rotary_grad_options, GANDER_QK_NORM_ROTARY_GRAD_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"q", q},
+      {"k", o->k},
+      {"q_weight", o->q_weight},
+      {"k_weight", o->k_weight},
+      {"cos", cos},
+      {"sin", sin},
+      {"offsets", o->offsets},
+      {"cu_seqlens", o->cu_seqlens},
+      {"dq_out", dq_out},
+      {"dk_out", o->dk_out}};
+  DLManagedTensorVersioned** const outputs[] = {dq, o->dk, o->dq_weight, o->dk_weight};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 10, outputs, 4);
+  if (status == GANDER_OK) {
+    status = ganderQKNormRotaryBackwardOwned(
+        (void*)q, (void*)cos, (void*)sin, (void*)dq_out, (void*)o, (uintptr_t)stream, dq);
+  }
+  return gander_end(inputs, 10, status);
+}
+
 int32_t gander_layernorm_forward(const DLTensor* x, const DLTensor* y,
                                  const gander_layernorm_forward_options* options, void* stream) {
   GANDER_ENTER();

@@ -721,6 +721,171 @@ func ganderRotaryBackwardOwned(dqOut, cos, sin, options unsafe.Pointer, stream u
 	})
 }
 
+//export ganderQKNormRotaryForward
+func ganderQKNormRotaryForward(q, cos, sin, qOut, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_qk_norm_rotary_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.QKNormRotaryForward{
+		Q:               tensor(q),
+		K:               tensor(unsafe.Pointer(o.k)),
+		QWeight:         tensor(unsafe.Pointer(o.q_weight)),
+		KWeight:         tensor(unsafe.Pointer(o.k_weight)),
+		Cos:             tensor(cos),
+		Sin:             tensor(sin),
+		Offsets:         tensor(unsafe.Pointer(o.offsets)),
+		CuSeqlens:       tensor(unsafe.Pointer(o.cu_seqlens)),
+		QOut:            tensor(qOut),
+		KOut:            tensor(unsafe.Pointer(o.k_out)),
+		Offset:          int64(o.offset),
+		Interleaved:     o.interleaved != 0,
+		PerElement:      o.per_element != 0,
+		Eps:             ops.Some(float64(o.eps)),
+		WeightOffset:    float64(o.weight_offset),
+		RoundNormalized: o.round_normalized != 0,
+		RoundProducts:   o.round_products != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderQKNormRotaryForwardOwned
+func ganderQKNormRotaryForwardOwned(q, cos, sin, options unsafe.Pointer, stream uintptr,
+	qOut unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_qk_norm_rotary_options)(options)
+		made, err := outputsFor(ops.CheckHeads, "qk_norm_rotary", "q", owned(q), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tqOut := made.required("q_out", qOut, made.dtype(), made.shape("RHN"))
+		if unsafe.Pointer(o.k_out) != nil && unsafe.Pointer(o.k) == nil {
+			return refuse(ops.StatusOption, "qk_norm_rotary: k_out is requested without a k, expected NULL; "+
+				"pass the k or leave k_out NULL")
+		}
+		tkOut := made.optional("k_out", unsafe.Pointer(o.k_out), made.dtype(), made.shapeOf(owned(unsafe.Pointer(o.k)), "R*N"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.QKNormRotaryForward{
+			Q:               owned(q),
+			K:               owned(unsafe.Pointer(o.k)),
+			QWeight:         owned(unsafe.Pointer(o.q_weight)),
+			KWeight:         owned(unsafe.Pointer(o.k_weight)),
+			Cos:             owned(cos),
+			Sin:             owned(sin),
+			Offsets:         owned(unsafe.Pointer(o.offsets)),
+			CuSeqlens:       owned(unsafe.Pointer(o.cu_seqlens)),
+			QOut:            tqOut,
+			KOut:            tkOut,
+			Offset:          int64(o.offset),
+			Interleaved:     o.interleaved != 0,
+			PerElement:      o.per_element != 0,
+			Eps:             ops.Some(float64(o.eps)),
+			WeightOffset:    float64(o.weight_offset),
+			RoundNormalized: o.round_normalized != 0,
+			RoundProducts:   o.round_products != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderQKNormRotaryBackward
+func ganderQKNormRotaryBackward(q, cos, sin, dqOut, dq, options unsafe.Pointer,
+	stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_qk_norm_rotary_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.QKNormRotaryBackward{
+		Q:               tensor(q),
+		K:               tensor(unsafe.Pointer(o.k)),
+		QWeight:         tensor(unsafe.Pointer(o.q_weight)),
+		KWeight:         tensor(unsafe.Pointer(o.k_weight)),
+		Cos:             tensor(cos),
+		Sin:             tensor(sin),
+		Offsets:         tensor(unsafe.Pointer(o.offsets)),
+		CuSeqlens:       tensor(unsafe.Pointer(o.cu_seqlens)),
+		DQOut:           tensor(dqOut),
+		DKOut:           tensor(unsafe.Pointer(o.dk_out)),
+		DQ:              tensor(dq),
+		DK:              tensor(unsafe.Pointer(o.dk)),
+		DQWeight:        tensor(unsafe.Pointer(o.dq_weight)),
+		DKWeight:        tensor(unsafe.Pointer(o.dk_weight)),
+		Offset:          int64(o.offset),
+		Interleaved:     o.interleaved != 0,
+		PerElement:      o.per_element != 0,
+		Eps:             ops.Some(float64(o.eps)),
+		WeightOffset:    float64(o.weight_offset),
+		RoundNormalized: o.round_normalized != 0,
+		RoundProducts:   o.round_products != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderQKNormRotaryBackwardOwned
+func ganderQKNormRotaryBackwardOwned(q, cos, sin, dqOut, options unsafe.Pointer, stream uintptr,
+	dq unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_qk_norm_rotary_grad_options)(options)
+		made, err := outputsFor(ops.CheckHeads, "qk_norm_rotary_grad", "q", owned(q), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdq := made.required("dq", dq, made.dtype(), made.shape("RHN"))
+		if unsafe.Pointer(o.dk) != nil && unsafe.Pointer(o.dk_out) == nil {
+			return refuse(ops.StatusOption, "qk_norm_rotary_grad: dk is requested without a dk_out, expected NULL; "+
+				"pass the dk_out or leave dk NULL")
+		}
+		tdk := made.optional("dk", unsafe.Pointer(o.dk), made.dtype(), made.shapeOf(owned(unsafe.Pointer(o.dk_out)), "R*N"))
+		if unsafe.Pointer(o.dq_weight) != nil && unsafe.Pointer(o.q_weight) == nil {
+			return refuse(ops.StatusOption, "qk_norm_rotary_grad: dq_weight is requested without a q_weight, expected NULL; "+
+				"pass the q_weight or leave dq_weight NULL")
+		}
+		tdqWeight := made.optional("dq_weight", unsafe.Pointer(o.dq_weight), made.dtypeOf(owned(unsafe.Pointer(o.q_weight)), made.dtype()), made.shape("N"))
+		if unsafe.Pointer(o.dk_weight) != nil && unsafe.Pointer(o.k_weight) == nil {
+			return refuse(ops.StatusOption, "qk_norm_rotary_grad: dk_weight is requested without a k_weight, expected NULL; "+
+				"pass the k_weight or leave dk_weight NULL")
+		}
+		tdkWeight := made.optional("dk_weight", unsafe.Pointer(o.dk_weight), made.dtypeOf(owned(unsafe.Pointer(o.k_weight)), made.dtype()), made.shape("N"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.QKNormRotaryBackward{
+			Q:               owned(q),
+			K:               owned(unsafe.Pointer(o.k)),
+			QWeight:         owned(unsafe.Pointer(o.q_weight)),
+			KWeight:         owned(unsafe.Pointer(o.k_weight)),
+			Cos:             owned(cos),
+			Sin:             owned(sin),
+			Offsets:         owned(unsafe.Pointer(o.offsets)),
+			CuSeqlens:       owned(unsafe.Pointer(o.cu_seqlens)),
+			DQOut:           owned(dqOut),
+			DKOut:           owned(unsafe.Pointer(o.dk_out)),
+			DQ:              tdq,
+			DK:              tdk,
+			DQWeight:        tdqWeight,
+			DKWeight:        tdkWeight,
+			Offset:          int64(o.offset),
+			Interleaved:     o.interleaved != 0,
+			PerElement:      o.per_element != 0,
+			Eps:             ops.Some(float64(o.eps)),
+			WeightOffset:    float64(o.weight_offset),
+			RoundNormalized: o.round_normalized != 0,
+			RoundProducts:   o.round_products != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
 //export ganderLayerNormForward
 func ganderLayerNormForward(x, y, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)

@@ -488,6 +488,87 @@ int32_t gander_rotary_backward(const DLTensor* dq_out, const DLTensor* cos, cons
 typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* k; /* (B, S, any number, N); q's dtype */
+  const DLTensor* q_weight; /* (N), contiguous; float64 if q is, else float16, bfloat16 or float32 */
+  const DLTensor* k_weight; /* (N), contiguous; float64 if q is, else float16, bfloat16 or float32 */
+  const DLTensor* offsets; /* one for each sequence, contiguous; int32 or int64 */
+  const DLTensor* cu_seqlens; /* one for each sequence and one more, contiguous; int32 or int64 */
+  /* (B, S, any number, N); q's dtype; may be k if the dtypes agree; must be NULL without k; has the shape
+   * of k */
+  const DLTensor* k_out;
+  int64_t offset; /* added to the positions of all tokens */
+  int64_t interleaved; /* a pair is two adjacent elements, not one of each half */
+  /* cos and sin have a number for each element of the part that is rotated, not for each pair */
+  int64_t per_element;
+  double eps; /* added to the mean of squares; 1e-06 by default */
+  double weight_offset; /* added to each weight; needs a weight */
+  /* x * rstd is rounded to q's dtype before the weight is applied, and in the weights' gradients */
+  int64_t round_normalized;
+  /* the normalized head is rounded to q's dtype, and so are products before they are added */
+  int64_t round_products;
+} gander_qk_norm_rotary_forward_options;
+#define GANDER_QK_NORM_ROTARY_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_qk_norm_rotary_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, \
+  NULL, 0, 0, 0, 1e-06, 0, 0, 0}
+
+/* rotary_forward of n = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each
+ * head x of q and k, of at most 512 columns. Without weights they are 1.
+ *   q: (B, S, H, N), where B is any dimensions; float16, bfloat16 or float32, on the host also float64.
+ *   cos: (T, W): a row for each position; or (B, T, W), a table for each sequence; float64 if q is, else
+ *   float16, bfloat16 or float32.
+ *   sin: (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the
+ *   shape of cos.
+ *   q_out: (B, S, H, N), where B is any dimensions; q's dtype; may be q if the dtypes agree. */
+int32_t gander_qk_norm_rotary_forward(const DLTensor* q, const DLTensor* cos, const DLTensor* sin,
+                                      const DLTensor* q_out,
+                                      const gander_qk_norm_rotary_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* k; /* (B, S, any number, N); q's dtype */
+  const DLTensor* q_weight; /* (N), contiguous; float64 if q is, else float16, bfloat16 or float32 */
+  const DLTensor* k_weight; /* (N), contiguous; float64 if q is, else float16, bfloat16 or float32 */
+  const DLTensor* offsets; /* one for each sequence, contiguous; int32 or int64 */
+  const DLTensor* cu_seqlens; /* one for each sequence and one more, contiguous; int32 or int64 */
+  const DLTensor* dk_out; /* (B, S, any number, N); q's dtype; must be NULL without k; has the shape of k */
+  /* (B, S, any number, N); q's dtype; may be dk_out if the dtypes agree; must be NULL without dk_out; has
+   * the shape of dk_out */
+  const DLTensor* dk;
+  const DLTensor* dq_weight; /* (N), contiguous; q_weight's dtype; must be NULL without q_weight */
+  const DLTensor* dk_weight; /* (N), contiguous; k_weight's dtype; must be NULL without k_weight */
+  int64_t offset; /* added to the positions of all tokens */
+  int64_t interleaved; /* a pair is two adjacent elements, not one of each half */
+  /* cos and sin have a number for each element of the part that is rotated, not for each pair */
+  int64_t per_element;
+  double eps; /* added to the mean of squares; 1e-06 by default */
+  double weight_offset; /* added to each weight; needs a weight */
+  /* x * rstd is rounded to q's dtype before the weight is applied, and in the weights' gradients */
+  int64_t round_normalized;
+  /* the normalized head is rounded to q's dtype, and so are products before they are added */
+  int64_t round_products;
+} gander_qk_norm_rotary_backward_options;
+#define GANDER_QK_NORM_ROTARY_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_qk_norm_rotary_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, \
+  NULL, NULL, NULL, NULL, 0, 0, 0, 1e-06, 0, 0, 0}
+
+/* With h = x * rstd, dn that of rotary_backward and g = dn * (weight + weight_offset): dx = (g - h *
+ * mean(g * h)) * rstd for each head, and a weight's gradient is the sum over heads and tokens of dn * h,
+ * accumulated in at least float32 in a fixed order. Without dk_out, k is left alone.
+ *   q: (B, S, H, N), where B is any dimensions; float16, bfloat16 or float32, on the host also float64.
+ *   cos: (T, W): a row for each position; or (B, T, W), a table for each sequence; float64 if q is, else
+ *   float16, bfloat16 or float32.
+ *   sin: (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the
+ *   shape of cos.
+ *   dq_out: (B, S, H, N), where B is any dimensions; q's dtype.
+ *   dq: (B, S, H, N), where B is any dimensions; q's dtype; may be dq_out if the dtypes agree. */
+int32_t gander_qk_norm_rotary_backward(const DLTensor* q, const DLTensor* cos, const DLTensor* sin,
+                                       const DLTensor* dq_out, const DLTensor* dq,
+                                       const gander_qk_norm_rotary_backward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   /* (N), or (H, N) for rows of shape (..., H, N), contiguous; float64 if x is, else float16, bfloat16 or
    * float32 */
   const DLTensor* weight;
@@ -979,6 +1060,62 @@ typedef struct {
 int32_t gander_rotary_grad(DLManagedTensorVersioned* dq_out, DLManagedTensorVersioned* cos,
                            DLManagedTensorVersioned* sin, const gander_rotary_grad_options* options,
                            void* stream, DLManagedTensorVersioned** dq);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* k;
+  DLManagedTensorVersioned* q_weight;
+  DLManagedTensorVersioned* k_weight;
+  DLManagedTensorVersioned* offsets;
+  DLManagedTensorVersioned* cu_seqlens;
+  DLManagedTensorVersioned** k_out;
+  int64_t offset;
+  int64_t interleaved;
+  int64_t per_element;
+  double eps;
+  double weight_offset;
+  int64_t round_normalized;
+  int64_t round_products;
+} gander_qk_norm_rotary_options;
+#define GANDER_QK_NORM_ROTARY_OPTIONS_DEFAULTS \
+  {sizeof(gander_qk_norm_rotary_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, \
+  0, 0, 1e-06, 0, 0, 0}
+
+/* gander_qk_norm_rotary_forward with owned tensors. */
+int32_t gander_qk_norm_rotary(DLManagedTensorVersioned* q, DLManagedTensorVersioned* cos,
+                              DLManagedTensorVersioned* sin, const gander_qk_norm_rotary_options* options,
+                              void* stream, DLManagedTensorVersioned** q_out);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* k;
+  DLManagedTensorVersioned* q_weight;
+  DLManagedTensorVersioned* k_weight;
+  DLManagedTensorVersioned* offsets;
+  DLManagedTensorVersioned* cu_seqlens;
+  DLManagedTensorVersioned* dk_out;
+  DLManagedTensorVersioned** dk;
+  DLManagedTensorVersioned** dq_weight;
+  DLManagedTensorVersioned** dk_weight;
+  int64_t offset;
+  int64_t interleaved;
+  int64_t per_element;
+  double eps;
+  double weight_offset;
+  int64_t round_normalized;
+  int64_t round_products;
+} gander_qk_norm_rotary_grad_options;
+#define GANDER_QK_NORM_ROTARY_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_qk_norm_rotary_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, \
+  NULL, NULL, NULL, NULL, 0, 0, 0, 1e-06, 0, 0, 0}
+
+/* gander_qk_norm_rotary_backward with owned tensors. */
+int32_t gander_qk_norm_rotary_grad(DLManagedTensorVersioned* q, DLManagedTensorVersioned* cos,
+                                   DLManagedTensorVersioned* sin, DLManagedTensorVersioned* dq_out,
+                                   const gander_qk_norm_rotary_grad_options* options, void* stream,
+                                   DLManagedTensorVersioned** dq);
 
 typedef struct {
   uint32_t size, magic;

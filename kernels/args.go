@@ -11,6 +11,7 @@ func (f Family) ArgBytes() uintptr {
 		unsafe.Sizeof(SoftmaxArgs{}), unsafe.Sizeof(RMSNormArgs{}), unsafe.Sizeof(CrossEntropyArgs{}),
 		unsafe.Sizeof(NormArgs{}), unsafe.Sizeof(MaskedSoftmaxArgs{}), unsafe.Sizeof(GeneralCrossEntropyArgs{}),
 		unsafe.Sizeof(GLUArgs{}), unsafe.Sizeof(RotaryArgs{}),
+		unsafe.Sizeof(QKNormRotaryArgs{}),
 	}[f/3]
 }
 
@@ -233,4 +234,23 @@ type RotaryArgs struct {
 
 	Interleaved, PerElement, Round, Backward int32
 	_                                        int32
+}
+
+// QKNormRotaryArgs is the parameter of the kernels of rotary position embeddings of normalized heads. Backward's
+// Q and K are forward's, and its QOut and KOut their gradients, of which KOut may be 0.
+type QKNormRotaryArgs struct {
+	RotaryArgs
+
+	DQOut, DKOut               Input
+	DQOutStrides, DKOutStrides HeadStrides
+	QWeight, KWeight           Input  // (Cols), 0 for ones
+	Partials                   Output // (PartialRows, 2, Cols) float32; 0 if no weight's gradient is wanted
+	DQWeight, DKWeight         Output // (Cols), 0 if not wanted
+
+	QWeightType, KWeightType   int32
+	DQWeightType, DKWeightType int32
+	PartialRows                int32
+	Lanes                      int32 // threads that share a head, a power of two
+	RoundNormalized            int32
+	Eps, WeightOffset, InvN    float32
 }

@@ -217,6 +217,19 @@ func (r *Rotary) Rotated() int64 {
 	return 2 * r.Cos.Cols
 }
 
+// QKNormRotary is what one call of rotary position embeddings of normalized heads reads and writes. Backward's
+// QOut and KOut are the gradients of Q and K, which are forward's.
+type QKNormRotary struct {
+	Rotary
+	QWeight, KWeight Vector // (Cols), optional
+
+	DQOut, DKOut       Heads  // backward: the gradients of forward's results; without DKOut, K is left alone
+	DQWeight, DKWeight Vector // backward: like the weights, optional
+
+	Eps, WeightOffset float64
+	RoundNormalized   bool // x * rstd is rounded to Q's type; in backward, where it is in the weights' gradients
+}
+
 // GLU is what one call of a gated linear unit reads and writes, forward or backward. All matrices have the
 // shape and the type of Gate.
 type GLU struct {

@@ -14,6 +14,8 @@ type Op uint8
 // GeneralCrossEntropyForward and so on are cross-entropy with label smoothing. ClassWeights sums its class
 // weights before the rows are read. GLUForward and GLUBackward are gated linear units.
 // Rotate is rotary position embeddings and their gradient.
+// QKNormRotate, QKNormRotateBackward and QKNormWeights are the same of normalized heads, their gradients, and
+// what sums those of the weights.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -45,6 +47,9 @@ const (
 	GLUForward
 	GLUBackward
 	Rotate
+	QKNormRotate
+	QKNormRotateBackward
+	QKNormWeights
 	Ops // how many there are
 )
 
@@ -58,7 +63,7 @@ func (o Op) String() string {
 		"rescale", "layernorm_forward", "layernorm_backward", "rmsnorm_residual_forward",
 		"rmsnorm_residual_backward", "combine_slices", "general_cross_entropy_forward",
 		"general_cross_entropy_forward_dx", "general_cross_entropy_backward", "class_weights",
-		"glu_forward", "glu_backward", "rotate",
+		"glu_forward", "glu_backward", "rotate", "qk_norm_rotate", "qk_norm_rotate_backward", "qk_norm_weights",
 	}[o]
 }
 
@@ -94,11 +99,11 @@ func (s Shape) String() string { return shapeNames[s] }
 type Family uint8
 
 // Families is the number of families; they are numbered from 0.
-const Families = 8 * 3
+const Families = 9 * 3
 
 var groups = [...]string{
 	"softmax", "rmsnorm", "cross_entropy", "norm", "masked_softmax", "general_cross_entropy",
-	"glu", "rotary",
+	"glu", "rotary", "qk_norm_rotary",
 }
 
 // FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
@@ -121,6 +126,8 @@ func FamilyOf(op Op, x DType) Family {
 		group = 6
 	case Rotate:
 		group = 7
+	case QKNormRotate, QKNormRotateBackward, QKNormWeights:
+		group = 8
 	}
 	return group*3 + Family(x)
 }

@@ -71,7 +71,7 @@ type check struct {
 	err    *Error
 	first  string        // the first operand, which sets the device for all
 	device dlpack.Device // of all operands
-	spans  [12]span      // the memory of the operands so far
+	spans  [16]span      // the memory of the operands so far
 	count  int           // of spans
 	dims   []int64       // the shape of the first operand
 	unmet  conditions    // those that do not hold for this call

@@ -1028,6 +1028,254 @@ func (o RotaryBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
+// QKNormRotaryForward is the operator qk_norm_rotary_forward: rotary_forward of n = x * rstd * (weight +
+// weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each head x of q and k, of at most 512 columns.
+// Without weights they are 1.
+//
+// B, S, H and N are the sequences, tokens, heads and columns of q. A refused call writes nothing.
+type QKNormRotaryForward struct {
+	// (B, S, H, N), where B is any dimensions; float16, bfloat16 or float32, on the host also float64
+	Q       *dlpack.Tensor
+	K       *dlpack.Tensor // (B, S, any number, N); q's dtype; or nil
+	QWeight *dlpack.Tensor // (N), contiguous; float64 if q is, else float16, bfloat16 or float32; or nil
+	KWeight *dlpack.Tensor // (N), contiguous; float64 if q is, else float16, bfloat16 or float32; or nil
+	// (T, W): a row for each position; or (B, T, W), a table for each sequence; float64 if q is, else
+	// float16, bfloat16 or float32
+	Cos *dlpack.Tensor
+	// (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the shape
+	// of cos
+	Sin       *dlpack.Tensor
+	Offsets   *dlpack.Tensor // one for each sequence, contiguous; int32 or int64; or nil
+	CuSeqlens *dlpack.Tensor // one for each sequence and one more, contiguous; int32 or int64; or nil
+	QOut      *dlpack.Tensor // (B, S, H, N), where B is any dimensions; q's dtype; may be q if the dtypes agree
+	// (B, S, any number, N); q's dtype; may be k if the dtypes agree; or nil; must be nil without k; has the
+	// shape of k
+	KOut *dlpack.Tensor
+
+	Offset      int64 // added to the positions of all tokens
+	Interleaved bool  // a pair is two adjacent elements, not one of each half
+	// cos and sin have a number for each element of the part that is rotated, not for each pair
+	PerElement   bool
+	Eps          Optional[float64] // added to the mean of squares; 1e-06 by default
+	WeightOffset float64           // added to each weight; needs a weight
+	// x * rstd is rounded to q's dtype before the weight is applied, and in the weights' gradients
+	RoundNormalized bool
+	// the normalized head is rounded to q's dtype, and so are products before they are added
+	RoundProducts bool
+}
+
+// qkNormRotaryForward is a QKNormRotaryForward whose operands have been checked.
+type qkNormRotaryForward struct {
+	Q               kernels.Heads
+	K               kernels.Heads
+	QWeight         kernels.Vector
+	KWeight         kernels.Vector
+	Cos             kernels.Table
+	Sin             kernels.Table
+	Offsets         kernels.Vector
+	CuSeqlens       kernels.Vector
+	QOut            kernels.Heads
+	KOut            kernels.Heads
+	Offset          int64
+	Interleaved     bool
+	PerElement      bool
+	Eps             float64
+	WeightOffset    float64
+	RoundNormalized bool
+	RoundProducts   bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o QKNormRotaryForward) Run(c *Call) error {
+	k := check{op: "qk_norm_rotary_forward"}
+	a := qkNormRotaryForward{
+		Offset:          o.Offset,
+		Interleaved:     o.Interleaved,
+		PerElement:      o.PerElement,
+		Eps:             o.Eps.or(1e-06),
+		WeightOffset:    o.WeightOffset,
+		RoundNormalized: o.RoundNormalized,
+		RoundProducts:   o.RoundProducts,
+		Choice:          Choose(Auto, false),
+	}
+	a.Q = k.heads("q", o.Q, typeFloat.narrow)
+	if o.K != nil {
+		a.K = k.headsOf("k", o.K, only(a.Q.DType), &shapeOtherHeads)
+	}
+	if o.QWeight != nil {
+		a.QWeight = k.vector("q_weight", o.QWeight, typeCompanion.with(a.Q.DType), &shapeColumns)
+	}
+	if o.KWeight != nil {
+		a.KWeight = k.vector("k_weight", o.KWeight, typeCompanion.with(a.Q.DType), &shapeColumns)
+	}
+	a.Cos = k.table("cos", o.Cos, typeCompanion.with(a.Q.DType))
+	a.Sin = k.tableFitting("sin", o.Sin, only(a.Cos.DType), "cos", o.Cos)
+	if o.Offsets != nil {
+		a.Offsets = k.vector("offsets", o.Offsets, typeIndex.with(a.Q.DType), &shapeSequences)
+	}
+	if o.CuSeqlens != nil {
+		a.CuSeqlens = k.vector("cu_seqlens", o.CuSeqlens, typeIndex.with(a.Q.DType), &shapeBoundaries)
+	}
+	a.QOut = k.headsOf("q_out", o.QOut, only(a.Q.DType), &shapeHeads)
+	k.output("q")
+	if o.KOut != nil && o.K == nil {
+		k.fail(StatusOption, "k_out is given without a k, expected NULL; pass the k or drop k_out")
+	}
+	if o.KOut != nil {
+		a.KOut = k.headsFitting("k_out", o.KOut, only(a.Q.DType), "k", o.K)
+		k.output("k")
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// QKNormRotaryBackward is the operator qk_norm_rotary_backward: With h = x * rstd, dn that of rotary_backward
+// and g = dn * (weight + weight_offset): dx = (g - h * mean(g * h)) * rstd for each head, and a weight's
+// gradient is the sum over heads and tokens of dn * h, accumulated in at least float32 in a fixed order.
+// Without dk_out, k is left alone.
+//
+// B, S, H and N are the sequences, tokens, heads and columns of q. A refused call writes nothing.
+type QKNormRotaryBackward struct {
+	// (B, S, H, N), where B is any dimensions; float16, bfloat16 or float32, on the host also float64
+	Q       *dlpack.Tensor
+	K       *dlpack.Tensor // (B, S, any number, N); q's dtype; or nil
+	QWeight *dlpack.Tensor // (N), contiguous; float64 if q is, else float16, bfloat16 or float32; or nil
+	KWeight *dlpack.Tensor // (N), contiguous; float64 if q is, else float16, bfloat16 or float32; or nil
+	// (T, W): a row for each position; or (B, T, W), a table for each sequence; float64 if q is, else
+	// float16, bfloat16 or float32
+	Cos *dlpack.Tensor
+	// (T, W): a row for each position; or (B, T, W), a table for each sequence; cos's dtype; has the shape
+	// of cos
+	Sin       *dlpack.Tensor
+	Offsets   *dlpack.Tensor // one for each sequence, contiguous; int32 or int64; or nil
+	CuSeqlens *dlpack.Tensor // one for each sequence and one more, contiguous; int32 or int64; or nil
+	DQOut     *dlpack.Tensor // (B, S, H, N), where B is any dimensions; q's dtype
+	// (B, S, any number, N); q's dtype; or nil; must be nil without k; has the shape of k
+	DKOut *dlpack.Tensor
+	// (B, S, H, N), where B is any dimensions; q's dtype; may be dq_out if the dtypes agree
+	DQ *dlpack.Tensor
+	// (B, S, any number, N); q's dtype; may be dk_out if the dtypes agree; or nil; must be nil without
+	// dk_out; has the shape of dk_out
+	DK       *dlpack.Tensor
+	DQWeight *dlpack.Tensor // (N), contiguous; q_weight's dtype; or nil; must be nil without q_weight
+	DKWeight *dlpack.Tensor // (N), contiguous; k_weight's dtype; or nil; must be nil without k_weight
+
+	Offset      int64 // added to the positions of all tokens
+	Interleaved bool  // a pair is two adjacent elements, not one of each half
+	// cos and sin have a number for each element of the part that is rotated, not for each pair
+	PerElement   bool
+	Eps          Optional[float64] // added to the mean of squares; 1e-06 by default
+	WeightOffset float64           // added to each weight; needs a weight
+	// x * rstd is rounded to q's dtype before the weight is applied, and in the weights' gradients
+	RoundNormalized bool
+	// the normalized head is rounded to q's dtype, and so are products before they are added
+	RoundProducts bool
+}
+
+// qkNormRotaryBackward is a QKNormRotaryBackward whose operands have been checked.
+type qkNormRotaryBackward struct {
+	Q               kernels.Heads
+	K               kernels.Heads
+	QWeight         kernels.Vector
+	KWeight         kernels.Vector
+	Cos             kernels.Table
+	Sin             kernels.Table
+	Offsets         kernels.Vector
+	CuSeqlens       kernels.Vector
+	DQOut           kernels.Heads
+	DKOut           kernels.Heads
+	DQ              kernels.Heads
+	DK              kernels.Heads
+	DQWeight        kernels.Vector
+	DKWeight        kernels.Vector
+	Offset          int64
+	Interleaved     bool
+	PerElement      bool
+	Eps             float64
+	WeightOffset    float64
+	RoundNormalized bool
+	RoundProducts   bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o QKNormRotaryBackward) Run(c *Call) error {
+	k := check{op: "qk_norm_rotary_backward"}
+	a := qkNormRotaryBackward{
+		Offset:          o.Offset,
+		Interleaved:     o.Interleaved,
+		PerElement:      o.PerElement,
+		Eps:             o.Eps.or(1e-06),
+		WeightOffset:    o.WeightOffset,
+		RoundNormalized: o.RoundNormalized,
+		RoundProducts:   o.RoundProducts,
+		Choice:          Choose(Auto, false),
+	}
+	a.Q = k.heads("q", o.Q, typeFloat.narrow)
+	if o.K != nil {
+		a.K = k.headsOf("k", o.K, only(a.Q.DType), &shapeOtherHeads)
+	}
+	if o.QWeight != nil {
+		a.QWeight = k.vector("q_weight", o.QWeight, typeCompanion.with(a.Q.DType), &shapeColumns)
+	}
+	if o.KWeight != nil {
+		a.KWeight = k.vector("k_weight", o.KWeight, typeCompanion.with(a.Q.DType), &shapeColumns)
+	}
+	a.Cos = k.table("cos", o.Cos, typeCompanion.with(a.Q.DType))
+	a.Sin = k.tableFitting("sin", o.Sin, only(a.Cos.DType), "cos", o.Cos)
+	if o.Offsets != nil {
+		a.Offsets = k.vector("offsets", o.Offsets, typeIndex.with(a.Q.DType), &shapeSequences)
+	}
+	if o.CuSeqlens != nil {
+		a.CuSeqlens = k.vector("cu_seqlens", o.CuSeqlens, typeIndex.with(a.Q.DType), &shapeBoundaries)
+	}
+	a.DQOut = k.headsOf("dq_out", o.DQOut, only(a.Q.DType), &shapeHeads)
+	if o.DKOut != nil && o.K == nil {
+		k.fail(StatusOption, "dk_out is given without a k, expected NULL; pass the k or drop dk_out")
+	}
+	if o.DKOut != nil {
+		a.DKOut = k.headsFitting("dk_out", o.DKOut, only(a.Q.DType), "k", o.K)
+	}
+	a.DQ = k.headsOf("dq", o.DQ, only(a.Q.DType), &shapeHeads)
+	k.output("dq_out")
+	if o.DK != nil && o.DKOut == nil {
+		k.fail(StatusOption, "dk is given without a dk_out, expected NULL; pass the dk_out or drop dk")
+	}
+	if o.DK != nil {
+		a.DK = k.headsFitting("dk", o.DK, only(a.Q.DType), "dk_out", o.DKOut)
+		k.output("dk_out")
+	}
+	if o.DQWeight != nil && o.QWeight == nil {
+		k.fail(StatusOption, "dq_weight is given without a q_weight, expected NULL; pass the q_weight or drop dq_weight")
+	}
+	if o.DQWeight != nil {
+		a.DQWeight = k.vector("dq_weight", o.DQWeight, only(a.QWeight.DType), &shapeColumns)
+		k.output()
+	}
+	if o.DKWeight != nil && o.KWeight == nil {
+		k.fail(StatusOption, "dk_weight is given without a k_weight, expected NULL; pass the k_weight or drop dk_weight")
+	}
+	if o.DKWeight != nil {
+		a.DKWeight = k.vector("dk_weight", o.DKWeight, only(a.KWeight.DType), &shapeColumns)
+		k.output()
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
 // LayerNormForward is the operator layernorm_forward: y = (h - mean) * rstd * weight + bias with h = x +
 // residual and rstd = 1 / sqrt(mean((h - mean)^2) + eps) for each row (Ba, Kiros and Hinton, "Layer
 // Normalization", 2016). h is rounded to the dtype of residual_out, which receives it. If residual_out is

@@ -111,6 +111,8 @@ func attemptBy(f *driver.Facts, r request, rows []policy.Row) (_ *plan, served b
 		q.byRow(p)
 	case r.op == kernels.Rotate:
 		q.byHead(p)
+	case r.op == kernels.QKNormRotate, r.op == kernels.QKNormRotateBackward:
+		q.byLanes(p)
 	case r.m > 0:
 		ours := rows
 		if ours == nil {
@@ -334,6 +336,8 @@ func perSM(v *kernels.Variant, whole int, threads int64) int64 {
 // finish appends what completes sums over rows.
 func (q *query) finish(p *plan) {
 	switch {
+	case q.op == kernels.QKNormRotateBackward && q.dw:
+		q.sumHeads(p)
 	case q.norm.sums > 0:
 		columns := q.n * int64(q.norm.sums)
 		if q.m > 0 {

@@ -100,43 +100,49 @@ func (c *Call) rotary(ordinal int32, r kernels.Rotary) error {
 	if r.Tokens() == 0 {
 		return nil
 	}
-	kHeads := int64(0)
-	if r.KOut.Present() {
-		kHeads = r.K.Heads
-	}
-	rotated, size := r.Rotated(), int64(1)
-	layout := policy.MixedOffsets
-	if wholeVectors(&r) {
-		layout, size = policy.Aligned, 16/r.Q.DType.Size()
-	}
-	// Two vectors of each pair of them, then two of what is copied.
-	items := rotated/2/size + ceil(ceil(r.Q.Cols-rotated, size), 2)
-	heads := r.Q.Heads + kHeads
-	if items*heads > math.MaxInt32 || r.Q.Cols > math.MaxInt32 {
-		return errorf(StatusUnsupported, "%d heads of %d columns are more than %d elements; pass fewer at a time",
-			heads, r.Q.Cols, math.MaxInt32)
+	args, layout, err := rotaryArgs(&r, r.KOut.Present(), wholeVectors(&r))
+	if err != nil {
+		return err
 	}
 	k, err := c.start(ordinal, request{
-		op: kernels.Rotate, x: r.Q.DType, layout: layout, m: r.Tokens() * items, n: heads,
+		op: kernels.Rotate, x: r.Q.DType, layout: layout, m: r.Tokens() * int64(args.Items), n: int64(args.Heads),
 	})
 	if err != nil {
 		return err
 	}
 	defer k.finish()
-	args := kernels.RotaryArgs{
+	args.Groups = k.plan.groups
+	return k.launch(unsafe.Pointer(&args))
+}
+
+// rotaryArgs are what kernels take but for what the plan decides.
+func rotaryArgs(r *kernels.Rotary, ofK, aligned bool) (kernels.RotaryArgs, policy.Layout, error) {
+	heads := r.Q.Heads
+	if ofK {
+		heads += r.K.Heads
+	}
+	rotated, size, layout := r.Rotated(), int64(1), policy.MixedOffsets
+	if aligned {
+		layout, size = policy.Aligned, 16/r.Q.DType.Size()
+	}
+	// Two vectors of each pair of them, then two of what is copied.
+	items := rotated/2/size + ceil(ceil(r.Q.Cols-rotated, size), 2)
+	if items*heads > math.MaxInt32 || r.Q.Cols > math.MaxInt32 {
+		return kernels.RotaryArgs{}, layout, errorf(StatusUnsupported,
+			"%d heads of %d columns are more than %d elements; pass fewer at a time", heads, r.Q.Cols, math.MaxInt32)
+	}
+	return kernels.RotaryArgs{
 		Q: input(r.Q.Data), K: input(r.K.Data), QOut: output(r.QOut.Data), KOut: output(r.KOut.Data),
 		Cos: input(r.Cos.Data), Sin: input(r.Sin.Data), Offsets: input(r.Offsets.Data),
 		CuSeqlens: input(r.CuSeqlens.Data), QStrides: headStrides(&r.Q), KStrides: headStrides(&r.K),
 		QOutStrides: headStrides(&r.QOut), KOutStrides: headStrides(&r.KOut), CosSequence: r.Cos.SequenceStride,
 		CosRow: r.Cos.Stride, SinSequence: r.Sin.SequenceStride, SinRow: r.Sin.Stride, Total: r.Tokens(),
 		Tokens: r.Q.Tokens, Sequences: r.CuSeqlens.Len - 1, Positions: r.Cos.Rows, Offset: r.Offset,
-		QHeads: int32(r.Q.Heads), Heads: int32(heads), Groups: k.plan.groups, Items: int32(items),
-		Cols: int32(r.Q.Cols), Rotated: int32(rotated), CosType: int32(r.Cos.DType),
-		OffsetsType: int32(r.Offsets.DType), CuSeqlensType: int32(r.CuSeqlens.DType),
-		Interleaved: bit(r.Interleaved), PerElement: bit(r.PerElement), Round: bit(r.Round),
-		Backward: bit(r.Backward),
-	}
-	return k.launch(unsafe.Pointer(&args))
+		QHeads: int32(r.Q.Heads), Heads: int32(heads), Items: int32(items), Cols: int32(r.Q.Cols),
+		Rotated: int32(rotated), CosType: int32(r.Cos.DType), OffsetsType: int32(r.Offsets.DType),
+		CuSeqlensType: int32(r.CuSeqlens.DType), Interleaved: bit(r.Interleaved), PerElement: bit(r.PerElement),
+		Round: bit(r.Round), Backward: bit(r.Backward),
+	}, layout, nil
 }
 
 func headStrides(h *kernels.Heads) kernels.HeadStrides {
@@ -159,11 +165,8 @@ func wholeVectors(r *kernels.Rotary) bool {
 	if r.Rotated()/2%elements != 0 || r.Q.Cols%elements != 0 {
 		return false
 	}
-	for _, h := range [...]*kernels.Heads{&r.Q, &r.K, &r.QOut, &r.KOut} {
-		if h.Present() && (uintptr(h.Data)%16 != 0 || h.Sequences > 1 && h.SequenceStride*size%16 != 0 ||
-			h.Tokens > 1 && h.TokenStride*size%16 != 0 || h.Heads > 1 && h.HeadStride*size%16 != 0) {
-			return false
-		}
+	if !wholeHeads(&r.Q) || !wholeHeads(&r.K) || !wholeHeads(&r.QOut) || !wholeHeads(&r.KOut) {
+		return false
 	}
 	// A thread loads as many numbers as it has elements, in vectors of up to 16 bytes.
 	number := r.Cos.DType.Size()
@@ -175,4 +178,12 @@ func wholeVectors(r *kernels.Rotary) bool {
 		}
 	}
 	return true
+}
+
+// wholeHeads tells whether all heads begin at 16-byte boundaries.
+func wholeHeads(h *kernels.Heads) bool {
+	size := h.DType.Size()
+	return !h.Present() || uintptr(h.Data)%16 == 0 &&
+		(h.Sequences == 1 || h.SequenceStride*size%16 == 0) && (h.Tokens == 1 || h.TokenStride*size%16 == 0) &&
+		(h.Heads == 1 || h.HeadStride*size%16 == 0)
 }

@@ -1,5 +1,7 @@
 package operators
 
+import "slices"
+
 // Options of several groups.
 var (
 	algorithm = Option{Name: "algorithm", Type: Algorithm,
@@ -68,6 +70,23 @@ var (
 	sin       = Operand{Name: "sin", Shape: Positions, DType: Same, Like: "cos", Fits: "cos"}
 	offsets   = Operand{Name: "offsets", Shape: Sequences, DType: Index, Optional: true}
 	cuSeqlens = Operand{Name: "cu_seqlens", Shape: Boundaries, DType: Index, Optional: true}
+)
+
+// Operands and options of rotary position embeddings of normalized heads.
+var (
+	queries    = Operand{Name: "q", Shape: Heads, DType: Float}
+	keys       = Operand{Name: "k", Shape: OtherHeads, DType: Same, Like: "q", Optional: true}
+	ofQueries  = Operand{Name: "q_weight", Shape: Columns, DType: Companion, Optional: true}
+	ofKeys     = Operand{Name: "k_weight", Shape: Columns, DType: Companion, Optional: true}
+	queriesOut = Operand{Name: "q_out", Shape: Heads, DType: Same, Like: "q", Output: true, Over: []string{"q"}}
+	keysOut    = Operand{Name: "k_out", Shape: OtherHeads, DType: Same, Like: "q", Output: true, Optional: true,
+		Needs: "k", Fits: "k", Over: []string{"k"}}
+	rotating = []Option{
+		{Name: "offset", Type: Integer, Doc: "added to the positions of all tokens"},
+		{Name: "interleaved", Type: Flag, Doc: "a pair is two adjacent elements, not one of each half"},
+		{Name: "per_element", Type: Flag,
+			Doc: "cos and sin have a number for each element of the part that is rotated, not for each pair"},
+	}
 )
 
 // written returns an operand as an output that may be absent.
@@ -288,13 +307,9 @@ var Table = []Group{
 	},
 	{
 		Name: "rotary", Type: "Rotary",
-		Options: []Option{
-			{Name: "offset", Type: Integer, Doc: "added to the positions of all tokens"},
-			{Name: "interleaved", Type: Flag, Doc: "a pair is two adjacent elements, not one of each half"},
-			{Name: "per_element", Type: Flag,
-				Doc: "cos and sin have a number for each element of the part that is rotated, not for each pair"},
-			{Name: "round_products", Type: Flag, Doc: "products are rounded to the rows' dtype before they are added"},
-		},
+		Options: append(slices.Clone(rotating),
+			Option{Name: "round_products", Type: Flag,
+				Doc: "products are rounded to the rows' dtype before they are added"}),
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_rotary", Refuses: true,
@@ -306,14 +321,7 @@ var Table = []Group{
 					"place in its sequence plus offset, and plus its sequence's number of offsets. cu_seqlens has the " +
 					"first token of each of the sequences that lie one after the other, and the end of the last. Tokens " +
 					"of none are copied. A token whose position is not in the table becomes NaN.",
-				Operands: []Operand{
-					{Name: "q", Shape: Heads, DType: Float},
-					{Name: "k", Shape: OtherHeads, DType: Same, Like: "q", Optional: true},
-					cos, sin, offsets, cuSeqlens,
-					{Name: "q_out", Shape: Heads, DType: Same, Like: "q", Output: true, Over: []string{"q"}},
-					{Name: "k_out", Shape: OtherHeads, DType: Same, Like: "q", Output: true, Optional: true, Needs: "k",
-						Fits: "k", Over: []string{"k"}},
-				},
+				Operands: []Operand{queries, keys, cos, sin, offsets, cuSeqlens, queriesOut, keysOut},
 				Torch: []Torch{
 					{Name: "rotary", Results: []string{"q_out", "k_out"}, OnDemand: []string{"k_out"},
 						Backward: "rotary_bwd"},
@@ -334,6 +342,53 @@ var Table = []Group{
 						Needs: "dk_out", Fits: "dk_out", Over: []string{"dk_out"}, Gradient: "k"},
 				},
 				Torch: []Torch{{Name: "rotary_bwd", Results: []string{"dq", "dk"}, OnDemand: []string{"dk"}}},
+			},
+		},
+	},
+	{
+		Name: "qk_norm_rotary", Type: "QKNormRotary",
+		Options: append(slices.Clone(rotating),
+			Option{Name: "eps", Type: Real, Default: 1e-6, Doc: "added to the mean of squares"},
+			Option{Name: "weight_offset", Type: Real, Doc: "added to each weight; needs a weight"},
+			Option{Name: "round_normalized", Type: Flag,
+				Doc: "x * rstd is rounded to q's dtype before the weight is applied, and in the weights' gradients"},
+			Option{Name: "round_products", Type: Flag,
+				Doc: "the normalized head is rounded to q's dtype, and so are products before they are added"},
+		),
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_qk_norm_rotary", Refuses: true,
+				Doc: "rotary_forward of n = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) " +
+					"for each head x of q and k, of at most 512 columns. Without weights they are 1.",
+				Operands: []Operand{queries, keys, ofQueries, ofKeys, cos, sin, offsets, cuSeqlens, queriesOut, keysOut},
+				Torch: []Torch{
+					{Name: "qk_norm_rotary", Results: []string{"q_out", "k_out"}, OnDemand: []string{"k_out"},
+						Backward: "qk_norm_rotary_bwd"},
+					{Name: "qk_norm_rotary_", Writes: []Written{{"q", "q_out"}, {"k", "k_out"}}},
+				},
+			},
+			{
+				Name: "backward", Owned: "gander_qk_norm_rotary_grad", Refuses: true,
+				Doc: "With h = x * rstd, dn that of rotary_backward and g = dn * (weight + weight_offset): dx = (g - h * " +
+					"mean(g * h)) * rstd for each head, and a weight's gradient is the sum over heads and tokens of dn * " +
+					"h, accumulated in at least float32 in a fixed order. Without dk_out, k is left alone.",
+				Operands: []Operand{queries, keys, ofQueries, ofKeys, cos, sin, offsets, cuSeqlens,
+					{Name: "dq_out", Shape: Heads, DType: Same, Like: "q", Gradient: "q_out"},
+					{Name: "dk_out", Shape: OtherHeads, DType: Same, Like: "q", Optional: true, Needs: "k", Fits: "k",
+						Gradient: "k_out"},
+					{Name: "dq", Shape: Heads, DType: Same, Like: "q", Output: true, Over: []string{"dq_out"},
+						Gradient: "q"},
+					{Name: "dk", Shape: OtherHeads, DType: Same, Like: "q", Output: true, Optional: true,
+						Needs: "dk_out", Fits: "dk_out", Over: []string{"dk_out"}, Gradient: "k"},
+					{Name: "dq_weight", Shape: Columns, DType: Same, Like: "q_weight", Output: true, Optional: true,
+						Needs: "q_weight", Gradient: "q_weight"},
+					{Name: "dk_weight", Shape: Columns, DType: Same, Like: "k_weight", Output: true, Optional: true,
+						Needs: "k_weight", Gradient: "k_weight"},
+				},
+				Torch: []Torch{
+					{Name: "qk_norm_rotary_bwd", Results: []string{"dq", "dk", "dq_weight", "dk_weight"},
+						OnDemand: []string{"dk", "dq_weight", "dk_weight"}},
+				},
 			},
 		},
 	},

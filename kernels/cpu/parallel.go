@@ -43,6 +43,7 @@ type more struct {
 	masked *kernels.MaskedSoftmax
 	glu    *kernels.GLU
 	rotary *kernels.Rotary
+	qkNorm *kernels.QKNormRotary
 }
 
 func bytesOf(all ...*kernels.Matrix) int {
@@ -81,6 +82,7 @@ type plan struct {
 	sums      int  // rows of partial sums of those
 	columns   int  // numbers that one task sums over all rows
 	recent    int  // numbers that a worker sums over some rows, in T
+	perTask   int  // numbers that each task sums
 	raw       bool // rows are processed as they lie in memory, without a conversion to T
 }
 
@@ -98,6 +100,7 @@ type call[T float] struct {
 	masked     kernels.MaskedSoftmax // its matrices are unused likewise
 	glu        kernels.GLU           // of its matrices only DUp is used
 	rotary     kernels.Rotary        // x stands for all its heads
+	qkNorm     kernels.QKNormRotary  // its Rotary is unused
 	plan       plan
 	funcs      *rowFuncs[T]
 	op         op[T]
@@ -128,6 +131,7 @@ type call[T float] struct {
 	mapped        []byte     // the workspace of this call, if fixed is too small
 	splitPartials []partial  // of all rows, with plan.splitRows
 	splitStats    []rowStats // of all rows, with plan.splitRows
+	taskSums      []float64  // of all tasks, with plan.perTask
 	sums          []float64  // plan.sums rows, each of dw's and then db's partial sums
 
 	weight, bias perColumn[T]
@@ -203,6 +207,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	if m.rotary != nil {
 		c.rotary = *m.rotary
 	}
+	if m.qkNorm != nil {
+		c.qkNorm, c.rotary = *m.qkNorm, m.qkNorm.Rotary
+	}
 	c.work = bytes
 	if o.exponentials {
 		c.work += int(o.x.Rows*o.x.Cols) * e.funcs.exponential
@@ -229,8 +236,8 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	if m.glu != nil {
 		c.glu = kernels.GLU{}
 	}
-	if m.rotary != nil {
-		c.rotary = kernels.Rotary{}
+	if m.rotary != nil || m.qkNorm != nil {
+		c.rotary, c.qkNorm = kernels.Rotary{}, kernels.QKNormRotary{}
 	}
 	e.pool.Put(c) // not reached after a panic: that call's state is not reused
 	return err
@@ -288,6 +295,7 @@ func (c *call[T]) layOut(memory []byte) int {
 	}
 	c.splitPartials, c.splitStats = take[partial](&a, splitRows*c.blocks), take[rowStats](&a, splitRows)
 	c.weight.values, c.bias.values = take[T](&a, c.plan.weights), take[T](&a, c.plan.biases)
+	c.taskSums = take[float64](&a, c.plan.perTask*c.plan.tasks)
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
 	c.blockRoom = min(c.cols+15, block) &^ 15 // whole cache lines
 	first := c.blockRoom

@@ -173,13 +173,10 @@ func (w *worker[T]) rotatePairs(out, p unsafe.Pointer, first, second, step, n in
 
 // roundsProducts is a function that rounds to the heads' type, or nil if products are not rounded.
 func (w *worker[T]) roundsProducts() func(v T) T {
-	switch {
-	case !w.rotary.Round:
+	if !w.rotary.Round || w.rotary.Q.DType == native[T]() {
 		return nil
-	case w.rotary.Q.DType == kernels.Float16:
-		return func(v T) T { return T(widenFloat16(narrowFloat16(float32(v)))) }
 	}
-	return func(v T) T { return T(widenBFloat16(narrowBFloat16(float32(v)))) }
+	return w.headRounding(true)
 }
 
 // apply rotates pairs of elements of a and b, which lie a step apart, as in outA and outB, which may

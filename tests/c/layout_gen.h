@@ -15,6 +15,8 @@
   S(gander_packed_glu_backward_options, 40, GANDER_PACKED_GLU_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_rotary_forward_options, 80, GANDER_ROTARY_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_rotary_backward_options, 80, GANDER_ROTARY_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_qk_norm_rotary_forward_options, 120, GANDER_QK_NORM_ROTARY_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_qk_norm_rotary_backward_options, 144, GANDER_QK_NORM_ROTARY_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_forward_options, 80, GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_backward_options, 64, GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_forward_options, 104, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
@@ -37,6 +39,8 @@
   S(gander_packed_glu_grad_options, 40, GANDER_PACKED_GLU_GRAD_OPTIONS_DEFAULTS) \
   S(gander_rotary_options, 80, GANDER_ROTARY_OPTIONS_DEFAULTS) \
   S(gander_rotary_grad_options, 80, GANDER_ROTARY_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_qk_norm_rotary_options, 120, GANDER_QK_NORM_ROTARY_OPTIONS_DEFAULTS) \
+  S(gander_qk_norm_rotary_grad_options, 144, GANDER_QK_NORM_ROTARY_GRAD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_options, 96, GANDER_LAYERNORM_OPTIONS_DEFAULTS) \
   S(gander_layernorm_grad_options, 88, GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_options, 104, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
@@ -141,6 +145,39 @@
   F(gander_rotary_backward_options, interleaved, 56) \
   F(gander_rotary_backward_options, per_element, 64) \
   F(gander_rotary_backward_options, round_products, 72) \
+  F(gander_qk_norm_rotary_forward_options, size, 0) F(gander_qk_norm_rotary_forward_options, magic, 4) \
+  F(gander_qk_norm_rotary_forward_options, allocator, 8) \
+  F(gander_qk_norm_rotary_forward_options, k, 16) \
+  F(gander_qk_norm_rotary_forward_options, q_weight, 24) \
+  F(gander_qk_norm_rotary_forward_options, k_weight, 32) \
+  F(gander_qk_norm_rotary_forward_options, offsets, 40) \
+  F(gander_qk_norm_rotary_forward_options, cu_seqlens, 48) \
+  F(gander_qk_norm_rotary_forward_options, k_out, 56) \
+  F(gander_qk_norm_rotary_forward_options, offset, 64) \
+  F(gander_qk_norm_rotary_forward_options, interleaved, 72) \
+  F(gander_qk_norm_rotary_forward_options, per_element, 80) \
+  F(gander_qk_norm_rotary_forward_options, eps, 88) \
+  F(gander_qk_norm_rotary_forward_options, weight_offset, 96) \
+  F(gander_qk_norm_rotary_forward_options, round_normalized, 104) \
+  F(gander_qk_norm_rotary_forward_options, round_products, 112) \
+  F(gander_qk_norm_rotary_backward_options, size, 0) F(gander_qk_norm_rotary_backward_options, magic, 4) \
+  F(gander_qk_norm_rotary_backward_options, allocator, 8) \
+  F(gander_qk_norm_rotary_backward_options, k, 16) \
+  F(gander_qk_norm_rotary_backward_options, q_weight, 24) \
+  F(gander_qk_norm_rotary_backward_options, k_weight, 32) \
+  F(gander_qk_norm_rotary_backward_options, offsets, 40) \
+  F(gander_qk_norm_rotary_backward_options, cu_seqlens, 48) \
+  F(gander_qk_norm_rotary_backward_options, dk_out, 56) \
+  F(gander_qk_norm_rotary_backward_options, dk, 64) \
+  F(gander_qk_norm_rotary_backward_options, dq_weight, 72) \
+  F(gander_qk_norm_rotary_backward_options, dk_weight, 80) \
+  F(gander_qk_norm_rotary_backward_options, offset, 88) \
+  F(gander_qk_norm_rotary_backward_options, interleaved, 96) \
+  F(gander_qk_norm_rotary_backward_options, per_element, 104) \
+  F(gander_qk_norm_rotary_backward_options, eps, 112) \
+  F(gander_qk_norm_rotary_backward_options, weight_offset, 120) \
+  F(gander_qk_norm_rotary_backward_options, round_normalized, 128) \
+  F(gander_qk_norm_rotary_backward_options, round_products, 136) \
   F(gander_layernorm_forward_options, size, 0) F(gander_layernorm_forward_options, magic, 4) \
   F(gander_layernorm_forward_options, allocator, 8) \
   F(gander_layernorm_forward_options, weight, 16) \
@@ -306,6 +343,39 @@
   F(gander_rotary_grad_options, interleaved, 56) \
   F(gander_rotary_grad_options, per_element, 64) \
   F(gander_rotary_grad_options, round_products, 72) \
+  F(gander_qk_norm_rotary_options, size, 0) F(gander_qk_norm_rotary_options, magic, 4) \
+  F(gander_qk_norm_rotary_options, allocator, 8) \
+  F(gander_qk_norm_rotary_options, k, 16) \
+  F(gander_qk_norm_rotary_options, q_weight, 24) \
+  F(gander_qk_norm_rotary_options, k_weight, 32) \
+  F(gander_qk_norm_rotary_options, offsets, 40) \
+  F(gander_qk_norm_rotary_options, cu_seqlens, 48) \
+  F(gander_qk_norm_rotary_options, k_out, 56) \
+  F(gander_qk_norm_rotary_options, offset, 64) \
+  F(gander_qk_norm_rotary_options, interleaved, 72) \
+  F(gander_qk_norm_rotary_options, per_element, 80) \
+  F(gander_qk_norm_rotary_options, eps, 88) \
+  F(gander_qk_norm_rotary_options, weight_offset, 96) \
+  F(gander_qk_norm_rotary_options, round_normalized, 104) \
+  F(gander_qk_norm_rotary_options, round_products, 112) \
+  F(gander_qk_norm_rotary_grad_options, size, 0) F(gander_qk_norm_rotary_grad_options, magic, 4) \
+  F(gander_qk_norm_rotary_grad_options, allocator, 8) \
+  F(gander_qk_norm_rotary_grad_options, k, 16) \
+  F(gander_qk_norm_rotary_grad_options, q_weight, 24) \
+  F(gander_qk_norm_rotary_grad_options, k_weight, 32) \
+  F(gander_qk_norm_rotary_grad_options, offsets, 40) \
+  F(gander_qk_norm_rotary_grad_options, cu_seqlens, 48) \
+  F(gander_qk_norm_rotary_grad_options, dk_out, 56) \
+  F(gander_qk_norm_rotary_grad_options, dk, 64) \
+  F(gander_qk_norm_rotary_grad_options, dq_weight, 72) \
+  F(gander_qk_norm_rotary_grad_options, dk_weight, 80) \
+  F(gander_qk_norm_rotary_grad_options, offset, 88) \
+  F(gander_qk_norm_rotary_grad_options, interleaved, 96) \
+  F(gander_qk_norm_rotary_grad_options, per_element, 104) \
+  F(gander_qk_norm_rotary_grad_options, eps, 112) \
+  F(gander_qk_norm_rotary_grad_options, weight_offset, 120) \
+  F(gander_qk_norm_rotary_grad_options, round_normalized, 128) \
+  F(gander_qk_norm_rotary_grad_options, round_products, 136) \
   F(gander_layernorm_options, size, 0) F(gander_layernorm_options, magic, 4) \
   F(gander_layernorm_options, allocator, 8) \
   F(gander_layernorm_options, weight, 16) \

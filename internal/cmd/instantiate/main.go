@@ -103,6 +103,7 @@ var argStructs = map[string][]reflect.Type{
 	"general_cross_entropy": {reflect.TypeFor[kernels.GeneralCrossEntropyArgs]()},
 	"glu":                   {reflect.TypeFor[kernels.GLUArgs]()},
 	"rotary":                {reflect.TypeFor[kernels.HeadStrides](), reflect.TypeFor[kernels.RotaryArgs]()},
+	"qk_norm_rotary":        {reflect.TypeFor[kernels.QKNormRotaryArgs]()},
 }
 
 // enums are what else the header of a group declares.
@@ -227,8 +228,8 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 }
 
 // bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.
-// norms, maskedSoftmax, glus and rotary have those of norms, of softmax with options, of gated linear units
-// and of rotary position embeddings.
+// norms, maskedSoftmax, glus, rotary and qkNorms have those of norms, of softmax with options, of gated linear
+// units and of rotary position embeddings.
 var (
 	bodies = templates(map[kernels.Shape]string{
 		kernels.InRegisters:      "{{if .StatsRows}}short_{{end}}rows_body<{{.Functor}}, {{.Tile}}, {{.Flags}}>",
@@ -262,6 +263,11 @@ var (
 	})
 	rotary = templates(map[kernels.Shape]string{
 		kernels.Elementwise: "rotary_body<{{.T}}, {{.Vectors}}, {{.Unaligned}}>",
+	})
+	qkNorms = templates(map[kernels.Shape]string{
+		kernels.Elementwise: "qk_norm_rotate_{{if .Backward}}backward_body<{{.T}}, {{else}}body<{{.T}}, " +
+			"{{.Vectors}}, {{end}}{{.Unaligned}}>",
+		kernels.Finish: "qk_norm_weights_body",
 	})
 	finishes = templates(map[kernels.Op]string{
 		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
@@ -337,7 +343,7 @@ func body(v *kernels.Variant) string {
 		Tile:     fmt.Sprintf("%d, %d", v.RowThreads, v.Vectors),
 		Layout:   fmt.Sprintf("%t, %t", v.Unaligned, v.SameOffset),
 		Flags:    flags(v),
-		Backward: v.Op == kernels.NormBackward || v.Op == kernels.GLUBackward, Direction: "forward",
+		Backward: strings.HasSuffix(v.Op.String(), "_backward"), Direction: "forward",
 	}
 	if v.Op == kernels.MaskedSoftmaxBackward {
 		a.Direction = "backward"
@@ -356,6 +362,8 @@ func body(v *kernels.Variant) string {
 		text = glus[v.Shape]
 	case v.Family.Group() == "rotary":
 		text = rotary[v.Shape]
+	case v.Family.Group() == "qk_norm_rotary":
+		text = qkNorms[v.Shape]
 	case v.Shape == kernels.Finish:
 		text = finishes[v.Op]
 	}

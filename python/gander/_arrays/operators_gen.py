@@ -7,7 +7,7 @@ from typing import Any
 
 from .calls import call
 
-__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "rotary", "rotary_", "rotary_bwd", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
+__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "qk_norm_rotary", "qk_norm_rotary_", "qk_norm_rotary_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "rotary", "rotary_", "rotary_bwd", "sharded_cross_entropy_combine", "softmax", "softmax_bwd")
 
 
 def softmax(x: Any, algorithm: int = 0, batch_invariant: bool = False) -> Any:
@@ -103,6 +103,21 @@ def rotary_(q: Any, k: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens:
 def rotary_bwd(dq_out: Any, dk_out: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, round_products: bool = False, needs_dk: bool = False) -> Any:
     """gander_rotary_backward: returns dq, dk."""
     return call("rotary_bwd", locals())
+
+
+def qk_norm_rotary(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False, needs_k_out: bool = False) -> Any:
+    """gander_qk_norm_rotary_forward: returns q_out, k_out."""
+    return call("qk_norm_rotary", locals())
+
+
+def qk_norm_rotary_(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False) -> Any:
+    """gander_qk_norm_rotary_forward: returns nothing."""
+    return call("qk_norm_rotary_", locals())
+
+
+def qk_norm_rotary_bwd(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, offsets: Any, cu_seqlens: Any, dq_out: Any, dk_out: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False, needs_dk: bool = False, needs_dq_weight: bool = False, needs_dk_weight: bool = False) -> Any:
+    """gander_qk_norm_rotary_backward: returns dq, dk, dq_weight, dk_weight."""
+    return call("qk_norm_rotary_bwd", locals())
 
 
 def layernorm(x: Any, weight: Any = None, bias: Any = None, residual: Any = None, out_dtype: Any = None, residual_dtype: Any = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:

@@ -83,6 +83,18 @@ class Operators(Protocol):
         """gander_rotary_backward: returns dq, dk."""
         ...
 
+    def qk_norm_rotary(self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False, needs_k_out: bool = False) -> Any:
+        """gander_qk_norm_rotary_forward: returns q_out, k_out."""
+        ...
+
+    def qk_norm_rotary_(self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, offsets: Any = None, cu_seqlens: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False) -> Any:
+        """gander_qk_norm_rotary_forward: returns nothing."""
+        ...
+
+    def qk_norm_rotary_bwd(self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, offsets: Any, cu_seqlens: Any, dq_out: Any, dk_out: Any = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False, needs_dk: bool = False, needs_dq_weight: bool = False, needs_dk_weight: bool = False) -> Any:
+        """gander_qk_norm_rotary_backward: returns dq, dk, dq_weight, dk_weight."""
+        ...
+
     def layernorm(self, x: Any, weight: Any = None, bias: Any = None, residual: Any = None, out_dtype: Any = None, residual_dtype: Any = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:
         """gander_layernorm_forward: returns y, residual_out, mean, rstd."""
         ...

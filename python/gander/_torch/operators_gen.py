@@ -105,6 +105,21 @@ def rotary_bwd(dq_out: Tensor, dk_out: Tensor | None, cos: Tensor, sin: Tensor, 
     return overloads["rotary_bwd"](dq_out, dk_out, cos, sin, offsets, cu_seqlens, offset, interleaved, per_element, round_products, needs_dk)
 
 
+def qk_norm_rotary(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, offsets: Tensor | None = None, cu_seqlens: Tensor | None = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False, needs_k_out: bool = False) -> Any:
+    """gander_qk_norm_rotary_forward: returns q_out, k_out."""
+    return overloads["qk_norm_rotary"](q, k, q_weight, k_weight, cos, sin, offsets, cu_seqlens, offset, interleaved, per_element, eps, weight_offset, round_normalized, round_products, needs_k_out)
+
+
+def qk_norm_rotary_(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, offsets: Tensor | None = None, cu_seqlens: Tensor | None = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False) -> Any:
+    """gander_qk_norm_rotary_forward: returns nothing."""
+    return overloads["qk_norm_rotary_"](q, k, q_weight, k_weight, cos, sin, offsets, cu_seqlens, offset, interleaved, per_element, eps, weight_offset, round_normalized, round_products)
+
+
+def qk_norm_rotary_bwd(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, offsets: Tensor | None, cu_seqlens: Tensor | None, dq_out: Tensor, dk_out: Tensor | None = None, offset: int = 0, interleaved: bool = False, per_element: bool = False, eps: float = 1e-06, weight_offset: float = 0, round_normalized: bool = False, round_products: bool = False, needs_dk: bool = False, needs_dq_weight: bool = False, needs_dk_weight: bool = False) -> Any:
+    """gander_qk_norm_rotary_backward: returns dq, dk, dq_weight, dk_weight."""
+    return overloads["qk_norm_rotary_bwd"](q, k, q_weight, k_weight, cos, sin, offsets, cu_seqlens, dq_out, dk_out, offset, interleaved, per_element, eps, weight_offset, round_normalized, round_products, needs_dk, needs_dq_weight, needs_dk_weight)
+
+
 def layernorm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None, out_dtype: dtype | None = None, residual_dtype: dtype | None = None, eps: float = 1e-06, batch_invariant: bool = False, needs_residual_out: bool = False, needs_mean: bool = False, needs_rstd: bool = False) -> Any:
     """gander_layernorm_forward: returns y, residual_out, mean, rstd."""
     return overloads["layernorm"](x, weight, bias, residual, out_dtype, residual_dtype, eps, batch_invariant, needs_residual_out, needs_mean, needs_rstd)

@@ -15,6 +15,8 @@
   F(gander_packed_glu_backward) \
   F(gander_rotary_forward) \
   F(gander_rotary_backward) \
+  F(gander_qk_norm_rotary_forward) \
+  F(gander_qk_norm_rotary_backward) \
   F(gander_layernorm_forward) \
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
@@ -329,6 +331,82 @@ static int32_t call_rotary_bwd(Call* call, const Operand* o, const Value* a) {
   };
   return lib.gander_rotary_backward(
       optional(&o[0]), optional(&o[2]), optional(&o[3]), optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_qk_norm_rotary(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_qk_norm_rotary_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .k = optional(&o[1]),
+      .q_weight = optional(&o[2]),
+      .k_weight = optional(&o[3]),
+      .offsets = optional(&o[6]),
+      .cu_seqlens = optional(&o[7]),
+      .k_out = optional(&o[9]),
+      .offset = (int64_t)a[8],
+      .interleaved = (a[9] & 1) != 0,
+      .per_element = (a[10] & 1) != 0,
+      .eps = as_double(a[11]),
+      .weight_offset = as_double(a[12]),
+      .round_normalized = (a[13] & 1) != 0,
+      .round_products = (a[14] & 1) != 0,
+  };
+  return lib.gander_qk_norm_rotary_forward(
+      optional(&o[0]), optional(&o[4]), optional(&o[5]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_qk_norm_rotary_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_qk_norm_rotary_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .k = optional(&o[1]),
+      .q_weight = optional(&o[2]),
+      .k_weight = optional(&o[3]),
+      .offsets = optional(&o[6]),
+      .cu_seqlens = optional(&o[7]),
+      .k_out = optional(&o[9]),
+      .offset = (int64_t)a[8],
+      .interleaved = (a[9] & 1) != 0,
+      .per_element = (a[10] & 1) != 0,
+      .eps = as_double(a[11]),
+      .weight_offset = as_double(a[12]),
+      .round_normalized = (a[13] & 1) != 0,
+      .round_products = (a[14] & 1) != 0,
+  };
+  return lib.gander_qk_norm_rotary_forward(
+      optional(&o[0]), optional(&o[4]), optional(&o[5]), optional(&o[8]), &options, call->stream);
+}
+
+static int32_t call_qk_norm_rotary_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_qk_norm_rotary_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .k = optional(&o[1]),
+      .q_weight = optional(&o[2]),
+      .k_weight = optional(&o[3]),
+      .offsets = optional(&o[6]),
+      .cu_seqlens = optional(&o[7]),
+      .dk_out = optional(&o[9]),
+      .dk = optional(&o[11]),
+      .dq_weight = optional(&o[12]),
+      .dk_weight = optional(&o[13]),
+      .offset = (int64_t)a[10],
+      .interleaved = (a[11] & 1) != 0,
+      .per_element = (a[12] & 1) != 0,
+      .eps = as_double(a[13]),
+      .weight_offset = as_double(a[14]),
+      .round_normalized = (a[15] & 1) != 0,
+      .round_products = (a[16] & 1) != 0,
+  };
+  return lib.gander_qk_norm_rotary_backward(
+      optional(&o[0]), optional(&o[4]), optional(&o[5]), optional(&o[8]), optional(&o[10]), &options,
+      call->stream);
 }
 
 static int32_t call_layernorm(Call* call, const Operand* o, const Value* a) {
@@ -673,6 +751,9 @@ enum {
   OP_ROTARY,
   OP_ROTARY_,
   OP_ROTARY_BWD,
+  OP_QK_NORM_ROTARY,
+  OP_QK_NORM_ROTARY_,
+  OP_QK_NORM_ROTARY_BWD,
   OP_LAYERNORM,
   OP_LAYERNORM_OUT,
   OP_LAYERNORM_BWD,
@@ -1072,6 +1153,84 @@ static const Operator operators[] = {
         .has_gradient = false,
     },
     {
+        .name = "qk_norm_rotary",
+        .operator = "qk_norm_rotary_forward",
+        .call = call_qk_norm_rotary,
+        .arguments = "TOOOTTOOibbffbbb",
+        .reduction = -1,
+        .operand_count = 10,
+        .operands = {
+            {"q", IN_HEADS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k", IN_HEADS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"q_weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k_weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"cos", TABLES, {"", ""}, .statistic = false, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"sin", TABLES, {"", ""}, .statistic = false, .argument = 5, .over = -1, .choice = -1, .like = 4, .fits = 4, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"offsets", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 6, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"cu_seqlens", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 7, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"q_out", IN_HEADS, {"RHN", "RHN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k_out", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = true, .index = false, .demand = 15, .saved = false, .saved_with = -1},
+        },
+        .result_count = 2,
+        .results = {8, 9},
+        .fast = false,
+        .has_gradient = true,
+        .differentiable = {true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false},
+        .saved_count = 8,
+        .saved = {{-1, 0}, {-1, 1}, {-1, 2}, {-1, 3}, {-1, 4}, {-1, 5}, {-1, 6}, {-1, 7}},
+    },
+    {
+        .name = "qk_norm_rotary_",
+        .operator = "qk_norm_rotary_forward",
+        .call = call_qk_norm_rotary_,
+        .arguments = "TOOOTTOOibbffbb",
+        .reduction = -1,
+        .operand_count = 10,
+        .operands = {
+            {"q", IN_HEADS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k", IN_HEADS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"q_weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k_weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"cos", TABLES, {"", ""}, .statistic = false, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"sin", TABLES, {"", ""}, .statistic = false, .argument = 5, .over = -1, .choice = -1, .like = 4, .fits = 4, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"offsets", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 6, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"cu_seqlens", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 7, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"q_out", IN_HEADS, {"RHN", "RHN"}, .statistic = false, .argument = -1, .over = 0, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k_out", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = 1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 0,
+        .fast = false,
+        .has_gradient = false,
+    },
+    {
+        .name = "qk_norm_rotary_bwd",
+        .operator = "qk_norm_rotary_backward",
+        .call = call_qk_norm_rotary_bwd,
+        .arguments = "TOOOTTOOTOibbffbbbbb",
+        .reduction = -1,
+        .operand_count = 14,
+        .operands = {
+            {"q", IN_HEADS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k", IN_HEADS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"q_weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"k_weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"cos", TABLES, {"", ""}, .statistic = false, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"sin", TABLES, {"", ""}, .statistic = false, .argument = 5, .over = -1, .choice = -1, .like = 4, .fits = 4, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"offsets", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 6, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"cu_seqlens", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 7, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"dq_out", IN_HEADS, {"", ""}, .statistic = false, .argument = 8, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dk_out", IN_HEADS, {"", ""}, .statistic = false, .argument = 9, .over = -1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dq", IN_HEADS, {"RHN", "RHN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dk", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = 9, .written = false, .made = true, .index = false, .demand = 17, .saved = false, .saved_with = -1},
+            {"dq_weight", CONTIGUOUS, {"N", "N"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 2, .fits = -1, .written = false, .made = true, .index = false, .demand = 18, .saved = false, .saved_with = -1},
+            {"dk_weight", CONTIGUOUS, {"N", "N"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 3, .fits = -1, .written = false, .made = true, .index = false, .demand = 19, .saved = false, .saved_with = -1},
+        },
+        .result_count = 4,
+        .results = {10, 11, 12, 13},
+        .fast = false,
+        .has_gradient = false,
+    },
+    {
         .name = "layernorm",
         .operator = "layernorm_forward",
         .call = call_layernorm,
@@ -1444,6 +1603,9 @@ KERNEL(packed_glu_bwd_, OP_PACKED_GLU_BWD_)
 KERNEL(rotary, OP_ROTARY)
 KERNEL(rotary_, OP_ROTARY_)
 KERNEL(rotary_bwd, OP_ROTARY_BWD)
+KERNEL(qk_norm_rotary, OP_QK_NORM_ROTARY)
+KERNEL(qk_norm_rotary_, OP_QK_NORM_ROTARY_)
+KERNEL(qk_norm_rotary_bwd, OP_QK_NORM_ROTARY_BWD)
 KERNEL(layernorm, OP_LAYERNORM)
 KERNEL(layernorm_out, OP_LAYERNORM_OUT)
 KERNEL(layernorm_bwd, OP_LAYERNORM_BWD)
@@ -1481,6 +1643,9 @@ static const Kernel kernels[] = {
     kernel_rotary,
     kernel_rotary_,
     kernel_rotary_bwd,
+    kernel_qk_norm_rotary,
+    kernel_qk_norm_rotary_,
+    kernel_qk_norm_rotary_bwd,
     kernel_layernorm,
     kernel_layernorm_out,
     kernel_layernorm_bwd,

@@ -1,0 +1,142 @@
+package ops
+
+import (
+	"math/bits"
+	"unsafe"
+
+	"github.com/gander-go/gander/kernels"
+	"github.com/gander-go/gander/kernels/cpu"
+)
+
+// mostNormalized is how many columns a normalized head may have: it lies in the registers of a warp.
+const mostNormalized = 512
+
+func (a *qkNormRotaryForward) call() kernels.QKNormRotary {
+	return kernels.QKNormRotary{
+		Rotary: kernels.Rotary{
+			Q: a.Q, K: a.K, QOut: a.QOut, KOut: a.KOut, Cos: a.Cos, Sin: a.Sin, Offset: a.Offset, Offsets: a.Offsets,
+			CuSeqlens: a.CuSeqlens, Interleaved: a.Interleaved, PerElement: a.PerElement, Round: a.RoundProducts,
+		},
+		QWeight: a.QWeight, KWeight: a.KWeight, Eps: a.Eps, WeightOffset: a.WeightOffset,
+		RoundNormalized: a.RoundNormalized,
+	}
+}
+
+func (a *qkNormRotaryBackward) call() kernels.QKNormRotary {
+	return kernels.QKNormRotary{
+		Rotary: kernels.Rotary{
+			Q: a.Q, K: a.K, QOut: a.DQ, KOut: a.DK, Cos: a.Cos, Sin: a.Sin, Offset: a.Offset, Offsets: a.Offsets,
+			CuSeqlens: a.CuSeqlens, Interleaved: a.Interleaved, PerElement: a.PerElement, Round: a.RoundProducts,
+			Backward: true,
+		},
+		DQOut: a.DQOut, DKOut: a.DKOut, QWeight: a.QWeight, KWeight: a.KWeight, DQWeight: a.DQWeight,
+		DKWeight: a.DKWeight, Eps: a.Eps, WeightOffset: a.WeightOffset, RoundNormalized: a.RoundNormalized,
+	}
+}
+
+func (a *qkNormRotaryForward) refuse(k *check) { k.qkNormRotary(a.call()) }
+
+func (a *qkNormRotaryBackward) refuse(k *check) {
+	k.qkNormRotary(a.call())
+	if k.given("dk_weight") && !k.given("dk_out") {
+		k.fail(StatusOption, "dk_weight is given without a dk_out, expected NULL; pass the dk_out or drop dk_weight")
+	}
+}
+
+// qkNormRotary refuses what does not fit together.
+func (k *check) qkNormRotary(r kernels.QKNormRotary) {
+	k.rotary(r.Rotary)
+	k.finite("eps", r.Eps)
+	k.finite("weight_offset", r.WeightOffset)
+	switch {
+	case k.err != nil:
+	case r.Eps < 0:
+		k.fail(StatusOption, "eps is %v, expected 0 or more", r.Eps)
+	case r.Q.Cols > mostNormalized:
+		k.fail(StatusShape, "%s has %d columns, expected at most %d; normalize the heads with rmsnorm, and rotate "+
+			"them with rotary", k.first, r.Q.Cols, mostNormalized)
+	case r.WeightOffset != 0 && !(k.given("q_weight") && (k.given("k_weight") || !k.given("k"))):
+		k.fail(StatusOption, "weight_offset is %v without a weight, expected 0; pass the weights", r.WeightOffset)
+	case k.given("k_weight") && !k.given("k"):
+		k.fail(StatusOption, "k_weight is given without a k, expected NULL; pass the k or drop k_weight")
+	}
+}
+
+func (a *qkNormRotaryForward) host() error  { r := a.call(); return cpu.QKNormRotary(&r, workers()) }
+func (a *qkNormRotaryBackward) host() error { r := a.call(); return cpu.QKNormRotary(&r, workers()) }
+
+func (a *qkNormRotaryForward) cuda(c *Call, ordinal int32) error {
+	return c.qkNormRotary(ordinal, a.call())
+}
+
+func (a *qkNormRotaryBackward) cuda(c *Call, ordinal int32) error {
+	return c.qkNormRotary(ordinal, a.call())
+}
+
+// qkNormRotary launches forward or backward.
+func (c *Call) qkNormRotary(ordinal int32, r kernels.QKNormRotary) error {
+	sums := r.DQWeight.Present() || r.DKWeight.Present()
+	if r.Tokens() == 0 && !sums {
+		return nil
+	}
+	ofK := r.KOut
+	if r.Backward {
+		ofK = r.DKOut
+	}
+	aligned := wholeVectors(&r.Rotary) && wholeHeads(&r.DQOut) && wholeHeads(&r.DKOut)
+	for _, w := range [...]kernels.Vector{r.QWeight, r.KWeight} {
+		aligned = aligned && int64(uintptr(w.Data))%min(16, 16/r.Q.DType.Size()*w.DType.Size()) == 0
+	}
+	rotation, layout, err := rotaryArgs(&r.Rotary, ofK.Present(), aligned)
+	if err != nil {
+		return err
+	}
+	op := kernels.QKNormRotate
+	if r.Backward {
+		op = kernels.QKNormRotateBackward
+	}
+	lanes := int64(1) << bits.Len64(uint64(max(rotation.Items, 1)-1))
+	lanes = min(lanes, lanesPerWarp)
+	k, err := c.start(ordinal, request{
+		op: op, x: r.Q.DType, layout: layout, dw: sums, m: r.Tokens() * int64(rotation.Heads) * lanes, n: r.Q.Cols,
+	})
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := kernels.QKNormRotaryArgs{
+		RotaryArgs: rotation, DQOut: input(r.DQOut.Data), DKOut: input(r.DKOut.Data),
+		DQOutStrides: headStrides(&r.DQOut), DKOutStrides: headStrides(&r.DKOut), QWeight: input(r.QWeight.Data),
+		KWeight: input(r.KWeight.Data), DQWeight: output(r.DQWeight.Data), DKWeight: output(r.DKWeight.Data),
+		QWeightType: int32(r.QWeight.DType), KWeightType: int32(r.KWeight.DType),
+		DQWeightType: int32(r.DQWeight.DType), DKWeightType: int32(r.DKWeight.DType),
+		PartialRows: k.plan.partials, Lanes: int32(lanes), RoundNormalized: bit(r.RoundNormalized),
+		Eps: float32(r.Eps), WeightOffset: float32(r.WeightOffset), InvN: float32(1 / float64(r.Q.Cols)),
+	}
+	if sums {
+		args.Partials = k.at(k.plan.scratch.dwPartial)
+	}
+	return k.launch(unsafe.Pointer(&args))
+}
+
+// byLanes appends what normalizes and rotates heads. The request has as M the threads of all heads, and as N
+// the columns. Backward's grid is persistent, so that few CTAs have sums of the weights' gradients.
+func (q *query) byLanes(p *plan) {
+	p.why = "the lanes of a warp hold a head"
+	if q.m > 0 {
+		v := q.chunkKernel(kernels.Elementwise)
+		grid := ceil(q.m, int64(v.Threads*v.Vectors))
+		if q.op == kernels.QKNormRotateBackward {
+			grid = min(grid, q.resident(v, 1))
+		}
+		p.partials = int32(grid)
+		q.add(p, v, grid, 1, 0)
+	}
+}
+
+// sumHeads appends what sums the weights' gradients of CTAs.
+func (q *query) sumHeads(p *plan) {
+	p.scratch.dwPartial = p.scratch.take(int64(p.partials) * 2 * q.n * 4)
+	v := kernelsOf[kernelKey{op: kernels.QKNormWeights, shape: kernels.Finish, x: q.x, unaligned: true}][0]
+	q.add(p, v, ceil(2*q.n, int64(v.Threads/lanesPerWarp)), 1, 0)
+}
