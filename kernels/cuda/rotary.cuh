@@ -126,9 +126,9 @@ __device__ __forceinline__ float sum_of_products(float a, float c, float b, floa
 template <class T, int E>
 struct Elements {
   uint4 bits;
-  __device__ __forceinline__ void load_if(bool in, const T* p) {
+  __device__ __forceinline__ void load_if(bool in, const T* p) {  // else 0
     if constexpr (E > 1) bits = load_vector_if(in, p, zero_vector());
-    else if (in) reinterpret_cast<T&>(bits) = *p;
+    else reinterpret_cast<T&>(bits) = in ? *p : from_float<T>(0.f);
   }
   __device__ __forceinline__ void store(T* p) const {
     if constexpr (E > 1) __stcs(reinterpret_cast<uint4*>(p), bits);

@@ -377,6 +377,41 @@ def test_rotary(dtype, round_products, table, suffix):
                     assert np.array_equal(got[output], again[output], equal_nan=True)
 
 
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("weight", [None, "same", "float32", "float16"])
+@pytest.mark.parametrize("rounds", [(0, 0), (1, 1), (0, 1)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_qk_norm_rotary(dtype, rounds, weight, suffix):
+    # Where a number is rounded to its other neighbor, a weight's gradient of more digits would show it.
+    rows, other = Rows(1, 1, dtype), dtype if weight in ("same", None) or any(rounds) else weight
+    more = dict(layout=LAYOUTS[suffix], round_normalized=rounds[0], round_products=rounds[1], eps=0.01)
+    # If a number is rounded to its other neighbor and then multiplied, that is more than a unit.
+    more |= dict(units=3 if any(rounds) else 1, weight_offset=0.0 if weight is None else 0.5)
+    shapes = *ROTARY, (1, 3, 2, 1, 512, 512, dict()), (1, 2, 1, 1, 257, 130, dict(per_element=1))
+    for sequences, tokens, heads, of_k, columns, rotated, options in shapes:
+        width, positions = rotated if options.get("per_element") else rotated // 2, tokens + 5
+        tables = {name: (other, rows.values(positions, width)) for name in ("cos", "sin")}
+        of = {"q": heads, "k": of_k} if of_k else {"q": heads}
+        inputs = {name: (dtype, rows.values(sequences, tokens, n, columns)) for name, n in of.items()}
+        if weight is not None:
+            inputs |= {f"{name}_weight": (other, 1 + rows.values(columns) / 2) for name in of}
+        outputs = {f"{name}_out": (dtype, (sequences, tokens, n, columns)) for name, n in of.items()}
+        over = {f"{name}_out": name for name in of}
+        got = check("qk_norm_rotary_forward", inputs | tables, outputs, **options, **more)
+        again = check("qk_norm_rotary_forward", inputs | tables, outputs, over=over, **options, **more)
+        # Where an output lies in another way, another kernel may add up a head in another order.
+        assert suffix or all(np.array_equal(got[name], again[name]) for name in outputs)
+
+        upstream = {
+            f"d{name}_out": (dtype, rows.values(sequences, tokens, n, columns)) for name, n in of.items()
+        }
+        made = {f"d{name}": (dtype, (sequences, tokens, n, columns)) for name, n in of.items()}
+        if weight is not None:
+            made |= {f"d{name}_weight": (other, (columns,)) for name in of}
+        more |= dict(units=4 if any(rounds) else 2)
+        check("qk_norm_rotary_backward", inputs | tables | upstream, made, **options, **more)
+
+
 def test_rmsnorm_without_weight(rows):
     check("rmsnorm_forward", rows.inputs("x"), rows.outputs("y rstd"))
     check("rmsnorm_backward", rows.inputs("x dout rstd"), rows.outputs("dx"))
